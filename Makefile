@@ -1,0 +1,41 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= auto
+
+.PHONY: quickstart test lint format gpu-test clean help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(VENV)/.installed  ## install, then compare with torch on this machine and write quickstart.json
+	$(BIN)/python -m blackwell_sparsek.bench.quickstart --json quickstart.json
+
+test: $(VENV)/.installed-test lint  ## lint, type check and all tests that need no GPU
+	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not gpu"
+
+lint: $(VENV)/.installed-test  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test  ## rewrite the sources the way `lint` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+gpu-test:  ## the tests that need a GPU, with the packages of this machine's Python
+	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $(VENV)/.installed $@

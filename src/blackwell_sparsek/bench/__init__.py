@@ -1,0 +1,1 @@
+"""Benchmarks: what runs here, against what, and how long it takes."""

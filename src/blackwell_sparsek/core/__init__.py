@@ -1,0 +1,1 @@
+"""Ground floor: errors, checks, environment, versions, architectures, launch helpers."""

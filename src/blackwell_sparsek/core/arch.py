@@ -1,0 +1,37 @@
+"""What the device under a tensor can do."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .env import triton_interpreted
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A device as kernels see it. `sm` is 0 for anything that is not a CUDA GPU."""
+
+    kind: str
+    sm: int
+    num_sms: int
+    smem_bytes: int
+    interpreted: bool
+
+    def __str__(self) -> str:
+        return f"sm_{self.sm}" if self.sm else self.kind
+
+
+@cache
+def _cuda_arch(index: int) -> Arch:
+    props = torch.cuda.get_device_properties(index)
+    smem = getattr(props, "shared_memory_per_block_optin", 0)
+    return Arch("cuda", 10 * props.major + props.minor, props.multi_processor_count, smem, False)
+
+
+def arch_of(device: torch.device) -> Arch:
+    """Describe `device` without touching any other device."""
+    if device.type == "cuda" and torch.version.hip is None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return _cuda_arch(index)
+    return Arch(device.type, 0, 1, 0, triton_interpreted())

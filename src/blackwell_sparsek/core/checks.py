@@ -1,0 +1,87 @@
+"""Argument checks with one message grammar: `<op>: <arg> <problem>; expected <X>, got <Y>`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .errors import InvalidInput, InvalidType, Unsupported
+
+
+def message(op: str, arg: str, problem: str, expected: object, got: object) -> str:
+    """One error line in the grammar of this package."""
+    return f"{op}: {arg} {problem}; expected {expected}, got {got}"
+
+
+def check_tensor(op: str, arg: str, x: Any) -> None:
+    """Accept a plain strided tensor; name what else came."""
+    if not isinstance(x, torch.Tensor):
+        raise InvalidType(message(op, arg, "is not a tensor", "torch.Tensor", type(x).__name__))
+    if x.is_nested or type(x).__name__ == "DTensor":
+        kind = "nested tensor" if x.is_nested else type(x).__name__
+        raise Unsupported(message(op, arg, "is a tensor subclass", "a plain tensor", kind))
+    if x.layout != torch.strided:
+        raise InvalidType(message(op, arg, "has a sparse layout", torch.strided, x.layout))
+
+
+def check_dtype(op: str, arg: str, x: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
+    """The dtype must be one of `allowed`."""
+    if x.dtype not in allowed:
+        names = ", ".join(str(d) for d in allowed)
+        raise InvalidType(message(op, arg, "has an unsupported dtype", f"one of {names}", x.dtype))
+
+
+def check_rank(op: str, arg: str, x: torch.Tensor, layout: str) -> None:
+    """The rank must be that of `layout`, a string such as `[B, H, S, D]`."""
+    if x.dim() != layout.count(",") + 1:
+        raise InvalidInput(message(op, arg, "has a wrong rank", layout, list(x.shape)))
+
+
+def check_shape(op: str, arg: str, x: torch.Tensor, expected: Sequence[int]) -> None:
+    """The shape must be exactly `expected`."""
+    if tuple(x.shape) != tuple(expected):
+        raise InvalidInput(message(op, arg, "has a wrong shape", list(expected), list(x.shape)))
+
+
+def check_same_device(op: str, tensors: dict[str, torch.Tensor | None]) -> None:
+    """All given tensors must live on one device."""
+    devices = {arg: x.device for arg, x in tensors.items() if x is not None}
+    if len(set(devices.values())) > 1:
+        got = ", ".join(f"{arg} on {device}" for arg, device in devices.items())
+        raise InvalidInput(message(op, "arguments", "are on different devices", "one", got))
+
+
+def check_same_dtype(op: str, tensors: dict[str, torch.Tensor]) -> None:
+    """All given tensors must have one dtype."""
+    if len({x.dtype for x in tensors.values()}) > 1:
+        got = ", ".join(f"{arg} {x.dtype}" for arg, x in tensors.items())
+        hint = "one dtype (cast them, or run under torch.autocast)"
+        raise InvalidType(message(op, "/".join(tensors), "have different dtypes", hint, got))
+
+
+def check_last_dim_contiguous(op: str, arg: str, x: torch.Tensor) -> None:
+    """The last dimension must have stride 1; copies are the caller's decision."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel() > 0:
+        raise InvalidInput(
+            message(
+                op,
+                arg,
+                "is not contiguous in its last dimension",
+                "stride 1 there (call .contiguous())",
+                f"strides {tuple(x.stride())}",
+            )
+        )
+
+
+def check_finite(op: str, arg: str, value: float) -> None:
+    """A float argument must be finite."""
+    if not math.isfinite(value):
+        raise InvalidInput(message(op, arg, "must be finite", "a finite number", value))
+
+
+def check_choice(op: str, arg: str, value: Any, allowed: Sequence[Any]) -> None:
+    """`value` must be one of `allowed`."""
+    if value not in allowed:
+        names = ", ".join(repr(a) for a in allowed)
+        raise InvalidInput(message(op, arg, "is unknown", f"one of {names}", repr(value)))

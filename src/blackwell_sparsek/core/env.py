@@ -1,0 +1,33 @@
+"""Every environment variable the package reads. No other file touches `os.environ`."""
+
+import os
+
+from .errors import InvalidInput
+
+IMPLS = ("auto", "reference", "eager", "triton", "sm90")
+
+
+def default_impl() -> str:
+    """`BSK_IMPL`: the implementation that calls without an `impl` argument take (default auto)."""
+    value = os.environ.get("BSK_IMPL", "auto")
+    if value not in IMPLS:
+        raise InvalidInput(f"BSK_IMPL is {value!r}; expected one of {', '.join(IMPLS)}")
+    return value
+
+
+def triton_interpreted() -> bool:
+    """`TRITON_INTERPRET`: whether Triton runs kernels on the CPU. Triton reads it at import."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def triton_overrides() -> dict[str, str]:
+    """Return the set variables that make Triton load code or tools from elsewhere."""
+    names = (
+        "TRITON_CACHE_MANAGER",
+        "TRITON_REMOTE_CACHE_BACKEND",
+        "TRITON_KERNEL_OVERRIDE",
+        "TRITON_OVERRIDE_DIR",
+        "TRITON_PTXAS_PATH",
+        "PTXAS_OPTIONS",
+    )
+    return {name: os.environ[name] for name in names if name in os.environ}

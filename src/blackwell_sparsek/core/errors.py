@@ -1,0 +1,17 @@
+"""The exceptions of the package."""
+
+
+class BskError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class InvalidInput(BskError, ValueError):
+    """An argument has a wrong value, shape, device or content."""
+
+
+class InvalidType(InvalidInput, TypeError):
+    """An argument has a wrong type, dtype or layout."""
+
+
+class Unsupported(BskError, NotImplementedError):
+    """The request is meaningful, but the implementation asked for cannot serve it here."""

@@ -1,0 +1,1 @@
+"""Device functions: `@triton.jit` building blocks that every kernel is composed of."""

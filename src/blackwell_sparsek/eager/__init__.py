@@ -1,0 +1,1 @@
+"""Plain-PyTorch implementations whose work follows the kept blocks; the default on CPU."""

@@ -1,0 +1,1 @@
+"""Data formats: block-sparse matrices, block masks, bands, packed sequences."""

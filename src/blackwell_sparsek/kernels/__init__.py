@@ -1,0 +1,1 @@
+"""Triton and Gluon entry kernels with their launchers."""

@@ -1,0 +1,1 @@
+"""Operators `bsk::*`: schemas, fakes, autograd, dispatch."""

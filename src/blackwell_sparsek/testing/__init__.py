@@ -1,0 +1,1 @@
+"""Tools that tests of kernels lean on: error budget, poison, guards, offline compiler."""

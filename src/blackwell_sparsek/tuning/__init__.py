@@ -1,0 +1,1 @@
+"""What a choice of implementation or configuration may depend on, and the choices."""
