@@ -1,0 +1,106 @@
+"""Configuration of the Hopper product kernel: tiles, ring, and what follows from them."""
+
+from dataclasses import dataclass
+
+# Rows of one WGMMA instruction, and so of one consumer warp group.
+GROUP_ROWS = 64
+CONSUMERS = 2
+# What one program may take of the 228 KiB of an SM, less the barriers and work numbers.
+SMEM_BYTES = 226 * 1024
+
+
+@dataclass(frozen=True)
+class SpmmSm90Config:
+    """Everything the kernel is specialised on. Sizes in elements.
+
+    BLOCK_H x BLOCK_W is the block of A as the product reads it (after a transpose by metadata).
+    GROUP_N is the width one consumer accumulates; with SPLIT_N the two consumers share rows and
+    take neighbouring columns, otherwise they share columns and take neighbouring 64 rows.
+    """
+
+    BLOCK_H: int
+    BLOCK_W: int
+    GROUP_N: int
+    TILE_K: int
+    STAGES: int
+    SPLIT_N: bool
+    OUT_CHUNKS: int
+    A_TRANSPOSED: bool = False
+    X_TRANSPOSED: bool = False
+    OUT_TRANSPOSED: bool = False
+    ACTIVATION: str | None = None
+    CONSUMER_REGISTERS: int = 240
+
+    def __post_init__(self) -> None:
+        assert self.BLOCK_H % self.tile_m == 0, f"{self.BLOCK_H=} {self.tile_m=}"
+        assert self.BLOCK_W % self.TILE_K == 0, f"{self.BLOCK_W=} {self.TILE_K=}"
+        assert self.TILE_K in (16, 32, 64), f"{self.TILE_K=}"
+        assert self.GROUP_N in (64, 128, 256), f"{self.GROUP_N=}"
+        assert self.OUT_CHUNKS in (1, 2, 4), f"{self.OUT_CHUNKS=}"
+        assert self.STAGES >= 2, f"{self.STAGES=}"
+
+    @property
+    def a_tiles(self) -> int:
+        """A tiles in a stage: one per consumer, or one that both read."""
+        return 1 if self.SPLIT_N else CONSUMERS
+
+    @property
+    def x_tiles(self) -> int:
+        """X tiles in a stage."""
+        return CONSUMERS if self.SPLIT_N else 1
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a piece of work."""
+        return GROUP_ROWS * self.a_tiles
+
+    @property
+    def tile_n(self) -> int:
+        """Columns of a piece of work."""
+        return self.GROUP_N * self.x_tiles
+
+    @property
+    def row_tiles(self) -> int:
+        """Pieces of work along one block row."""
+        return self.BLOCK_H // self.tile_m
+
+    @property
+    def k_steps(self) -> int:
+        """K steps in one block."""
+        return self.BLOCK_W // self.TILE_K
+
+    @property
+    def out_chunk(self) -> int:
+        """Columns a consumer stores at a time."""
+        return self.GROUP_N // self.OUT_CHUNKS
+
+    def a_block(self) -> list[int]:
+        """Shape of an A tile in memory."""
+        shape = [GROUP_ROWS, self.TILE_K]
+        return shape[::-1] if self.A_TRANSPOSED else shape
+
+    def x_block(self) -> list[int]:
+        """Shape of an X tile in memory."""
+        shape = [self.TILE_K, self.GROUP_N]
+        return shape[::-1] if self.X_TRANSPOSED else shape
+
+    def out_block(self) -> list[int]:
+        """Shape of an output chunk in memory."""
+        shape = [GROUP_ROWS, self.out_chunk]
+        return shape[::-1] if self.OUT_TRANSPOSED else shape
+
+    def accumulator_layout(self, columns: int) -> object:
+        """Register layout of a [64, columns] WGMMA accumulator."""
+        from triton.experimental.gluon import language as gl
+
+        return gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+        )
+
+
+def stages_that_fit(group_n: int, tile_k: int, split_n: bool, out_bytes: int, chunks: int) -> int:
+    """Ring stages that fit beside the output buffers."""
+    a_tiles, x_tiles = (1, CONSUMERS) if split_n else (CONSUMERS, 1)
+    stage = 2 * tile_k * (a_tiles * GROUP_ROWS + x_tiles * group_n)
+    out = CONSUMERS * GROUP_ROWS * (group_n // chunks) * out_bytes
+    return (SMEM_BYTES - out) // stage

@@ -1,0 +1,285 @@
+"""BSR times dense on Hopper: out = act(A @ X + bias) + residual, with TMA, WGMMA and warp roles.
+
+A is block-sparse [M, K], X dense [K, N], out [M, N]; X and out may each lie transposed in memory
+([N, K], [N, M]), and A may be read through the metadata of its transpose.
+
+One program per SM takes work until none is left. A piece of work is one item of the plan (a block
+row, or a slice of a long one) times one panel of columns. Three roles run side by side: the
+producer warp takes the work and keeps a ring of A and X tiles full; two consumer warp groups
+multiply. The groups split the rows of a 128-row tile, or, where a block row has only 64 rows, the
+columns of a panel twice as wide: either way every element of X that is fetched meets as many rows
+as the block has. While the consumers store a tile, the ring already fills for the next one.
+
+Called as impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, block heights that are multiples
+of 64 (`pack.py` makes them so), pointers and strides that TMA takes.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...device.activations import activate
+from .config_sm90 import GROUP_ROWS
+
+ROWS = gl.constexpr(GROUP_ROWS)
+# Pieces of work in flight between producer and consumers, and the numbers that describe one:
+# K steps, first row, first column, slot of a partial sum (-1: none).
+WORK_DEPTH = gl.constexpr(2)
+WORK_FIELDS = gl.constexpr(4)
+
+
+@gluon.jit
+def _read_item(items_ptr, piece, pieces_per_panel, total, CFG: gl.constexpr):
+    """Read the plan's item behind a piece of work: (block row, begin, end, slot)."""
+    live = piece < total
+    item_ptr = items_ptr + 4 * ((piece % pieces_per_panel) // CFG.row_tiles)
+    block_row = gl.load(item_ptr, mask=live, other=0)
+    begin = gl.load(item_ptr + 1, mask=live, other=0)
+    end = gl.load(item_ptr + 2, mask=live, other=0)
+    slot = gl.load(item_ptr + 3, mask=live, other=-1)
+    return block_row, begin, end, slot
+
+
+@gluon.jit
+def _publish(work, turn, steps, row, col, slot):
+    """Hand a piece of work to the consumers, once they have read the one before last."""
+    numbers, filled, free = work
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    zero = gl.full([1], 0, gl.int32, lane)
+    depth = turn % WORK_DEPTH
+    mbarrier.wait(free.index(depth), ((turn // WORK_DEPTH) & 1) ^ 1)
+    numbers.index(depth * WORK_FIELDS).store(zero + steps)
+    numbers.index(depth * WORK_FIELDS + 1).store(zero + row)
+    numbers.index(depth * WORK_FIELDS + 2).store(zero + col)
+    numbers.index(depth * WORK_FIELDS + 3).store(zero + slot)
+    mbarrier.arrive(filled.index(depth), count=1)
+
+
+@gluon.jit
+def _take(work, turn):
+    """Read the piece of work that the producer published for this turn."""
+    numbers, filled, free = work
+    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    depth = turn % WORK_DEPTH
+    mbarrier.wait(filled.index(depth), (turn // WORK_DEPTH) & 1)
+    steps = gl.max(numbers.index(depth * WORK_FIELDS).load(group), 0)
+    row = gl.max(numbers.index(depth * WORK_FIELDS + 1).load(group), 0)
+    col = gl.max(numbers.index(depth * WORK_FIELDS + 2).load(group), 0)
+    slot = gl.max(numbers.index(depth * WORK_FIELDS + 3).load(group), 0)
+    mbarrier.arrive(free.index(depth), count=1)
+    return steps, row, col, slot
+
+
+@gluon.jit
+def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.constexpr):
+    """Start the copies of one K step into a ring stage."""
+    a_smem, x_smem, full, _ = ring
+    bar = full.index(stage)
+    a_tiles: gl.constexpr = CFG.a_tiles
+    x_tiles: gl.constexpr = CFG.x_tiles
+    nbytes: gl.constexpr = (
+        CFG.a_tiles * a_desc.block_type.nbytes + CFG.x_tiles * x_desc.block_type.nbytes
+    )
+    mbarrier.expect(bar, nbytes)
+    for g in gl.static_range(a_tiles):
+        tile = a_smem.index(stage * CFG.a_tiles + g)
+        if CFG.A_TRANSPOSED:
+            tma.async_copy_global_to_shared(a_desc, [a_col, a_row + g * ROWS], bar, tile)
+        else:
+            tma.async_copy_global_to_shared(a_desc, [a_row + g * ROWS, a_col], bar, tile)
+    for g in gl.static_range(x_tiles):
+        tile = x_smem.index(stage * CFG.x_tiles + g)
+        if CFG.X_TRANSPOSED:
+            tma.async_copy_global_to_shared(x_desc, [col + g * CFG.GROUP_N, k], bar, tile)
+        else:
+            tma.async_copy_global_to_shared(x_desc, [k, col + g * CFG.GROUP_N], bar, tile)
+
+
+@gluon.jit
+def _produce(a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, work, sizes,
+             CFG: gl.constexpr):
+    """Take work and keep the ring full."""
+    pieces_per_panel, total = sizes
+    _, _, _, empty = ring
+    k_steps: gl.constexpr = CFG.k_steps
+    step = 0
+    turn = 0
+    piece = gl.program_id(0)
+    next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+    block_row, begin, end, slot = _read_item(items_ptr, piece, pieces_per_panel, total, CFG)
+    while piece < total:
+        # What the next round needs is asked for a whole tile ahead of its use.
+        after_next = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        next_item = _read_item(items_ptr, next_piece, pieces_per_panel, total, CFG)
+        sub_row = (piece % CFG.row_tiles) * CFG.tile_m
+        col = (piece // pieces_per_panel) * CFG.tile_n
+        _publish(work, turn, (end - begin) * CFG.k_steps, block_row * CFG.BLOCK_H + sub_row, col, slot)
+        turn += 1
+        block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
+        for entry in range(begin, end):
+            next_block_col = gl.load(cols_ptr + entry + 1, mask=entry + 1 < end, other=0)
+            if CFG.A_TRANSPOSED:
+                a_row = sub_row
+                a_col = gl.load(perm_ptr + entry) * CFG.BLOCK_W
+            else:
+                a_row = entry * CFG.BLOCK_H + sub_row
+                a_col = 0
+            for u in gl.static_range(k_steps):
+                stage = step % CFG.STAGES
+                mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+                k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
+                _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col + u * CFG.TILE_K, k, col, CFG)
+                step += 1
+            block_col = next_block_col
+        piece = next_piece
+        next_piece = after_next
+        block_row, begin, end, slot = next_item
+    _publish(work, turn, -1, 0, 0, -1)
+
+
+@gluon.jit
+def _halves(x):
+    """Split [M, N] into its left and right half."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _store_chunk(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.constexpr):
+    """Finish and store a [ROWS, chunk] piece of a tile; a partial sum goes to its slot as it is."""
+    part_ptr, bias_ptr, residual_ptr, residual_strides = extras
+    n_rows, n_cols, part_stride = sizes
+    chunk: gl.constexpr = CFG.out_chunk
+    layout: gl.constexpr = CFG.accumulator_layout(chunk)
+    activation: gl.constexpr = CFG.ACTIVATION
+    acc = gl.convert_layout(acc, layout)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    cols = col + gl.arange(0, chunk, gl.SliceLayout(0, layout))
+    if part_ptr is not None and slot >= 0:
+        part_rows = (slot * CFG.tile_m + rows % CFG.tile_m).to(gl.int64)
+        gl.store(part_ptr + part_rows[:, None] * part_stride + cols[None, :], acc)
+    else:
+        if bias_ptr is not None:
+            bias = gl.load(bias_ptr + rows, mask=rows < n_rows, other=0.0)
+            acc += bias.to(gl.float32)[:, None]
+        acc = activate(acc, activation)
+        if residual_ptr is not None:
+            row_offsets = rows.to(gl.int64) * residual_strides[0]
+            offsets = row_offsets[:, None] + (cols.to(gl.int64) * residual_strides[1])[None, :]
+            inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+            acc += gl.load(residual_ptr + offsets, mask=inside, other=0.0).to(gl.float32)
+        tile = acc.to(out_smem.dtype)
+        # The copy that was started one chunk ago must have read the buffer.
+        tma.store_wait(0)
+        if CFG.OUT_TRANSPOSED:
+            out_smem.permute((1, 0)).store(tile)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [col, row], out_smem)
+        else:
+            out_smem.store(tile)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [row, col], out_smem)
+
+
+@gluon.jit
+def _store_tile(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.constexpr):
+    """Store an accumulator in OUT_CHUNKS column chunks through one buffer."""
+    chunk: gl.constexpr = CFG.out_chunk
+    gl.static_assert(CFG.OUT_CHUNKS == 2 or CFG.OUT_CHUNKS == 4)
+    for half in gl.static_range(2):
+        part = _halves(acc)[half]
+        if CFG.OUT_CHUNKS == 2:
+            _store_chunk(part, row, col + half * chunk, slot, out_desc, out_smem, extras, sizes, CFG)
+        else:
+            for quarter in gl.static_range(2):
+                first = col + (2 * half + quarter) * chunk
+                _store_chunk(_halves(part)[quarter], row, first, slot, out_desc, out_smem, extras, sizes, CFG)
+
+
+@gluon.jit
+def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Multiply the ring's tiles into an accumulator and store it, piece by piece of work."""
+    a_smem, x_smem, full, empty = ring
+    group_n: gl.constexpr = CFG.GROUP_N
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.GROUP_N)
+    step = 0
+    turn = 0
+    steps, row, col, slot = _take(work, turn)
+    while steps >= 0:
+        acc = gl.zeros([ROWS, group_n], gl.float32, layout)
+        for i in range(steps):
+            stage = step % CFG.STAGES
+            mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
+            a = a_smem.index(stage * CFG.a_tiles + GROUP % CFG.a_tiles)
+            x = x_smem.index(stage * CFG.x_tiles + GROUP % CFG.x_tiles)
+            if CFG.A_TRANSPOSED:
+                a = a.permute((1, 0))
+            if CFG.X_TRANSPOSED:
+                x = x.permute((1, 0))
+            pending = warpgroup_mma(a, x, acc, is_async=True)
+            # One product stays in flight; the one before it is done, so its stage is free.
+            acc = warpgroup_mma_wait(1, deps=(pending,))
+            mbarrier.arrive(empty.index((step + CFG.STAGES - 1) % CFG.STAGES), count=1, pred=i > 0)
+            step += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((step + CFG.STAGES - 1) % CFG.STAGES), count=1, pred=steps > 0)
+
+        row += (GROUP % CFG.a_tiles) * ROWS
+        col += (GROUP % CFG.x_tiles) * CFG.GROUP_N
+        _store_tile(acc, row, col, slot, out_desc, out_smem.index(GROUP), extras, sizes, CFG)
+        turn += 1
+        steps, row, col, slot = _take(work, turn)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _tiles(desc, count: gl.constexpr):
+    """Allocate `count` shared-memory tiles of the shape a descriptor copies."""
+    shape: gl.constexpr = [count] + desc.block_type.shape
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """Allocate `count` barriers that complete after `arrivals` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(bars.index(i), count=arrivals)
+    return bars
+
+
+@gluon.jit
+def _spmm_sm90_kernel(out_desc, part_ptr, a_desc, x_desc, bias_ptr, residual_ptr, residual_strides,
+                      items_ptr, cols_ptr, perm_ptr, counter_ptr, n_rows, n_cols, part_stride,
+                      pieces_per_panel, total, CFG: gl.constexpr):
+    """Set up the ring and the three roles; `_produce` and `_consume` do the work."""
+    a_smem = _tiles(a_desc, CFG.STAGES * CFG.a_tiles)
+    x_smem = _tiles(x_desc, CFG.STAGES * CFG.x_tiles)
+    out_smem = _tiles(out_desc, 2)
+    numbers = gl.allocate_shared_memory(
+        gl.int32, [WORK_DEPTH * WORK_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    full = _barriers(CFG.STAGES, 1)
+    empty = _barriers(CFG.STAGES, 2)
+    filled = _barriers(WORK_DEPTH, 1)
+    free = _barriers(WORK_DEPTH, 2)
+    fence_async_shared()
+
+    ring = (a_smem, x_smem, full, empty)
+    work = (numbers, filled, free)
+    extras = (part_ptr, bias_ptr, residual_ptr, residual_strides)
+    sizes = (n_rows, n_cols, part_stride)
+    gl.warp_specialize(
+        [
+            (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
+            (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
+            (_produce, (a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, work, (pieces_per_panel, total), CFG)),
+        ],
+        [4, 1],
+        [CFG.CONSUMER_REGISTERS, 24],
+    )
