@@ -24,49 +24,52 @@ from .plan import SpmmPlan
 from .views import Strides, input_precision, strides_of
 
 
-class SpmmSizes(NamedTuple):
-    """Rows and columns of the output, entries of the plan, slots of the workspace."""
+class Addends(NamedTuple):
+    """What is added to the product: bias [M] before the activation, residual [B, M, N] after it.
 
-    m: int
-    n: int
-    items: int
-    slots: int
+    Either pointer may be None.
+    """
+
+    bias_ptr: torch.Tensor | None
+    bias_stride: int
+    residual_ptr: torch.Tensor | None
+    residual_strides: Strides
 
 
 @triton.jit
 def _store_finished(
     out_ptr,
     acc,
-    bias_ptr,
-    residual_ptr,
+    addends,
     out_strides,
-    residual_strides,
     batch,
     offs_m,
     offs_n,
-    sizes,
+    m_size,
+    n_size,
     ACTIVATION: tl.constexpr,
 ):
     """Take a finished fp32 tile through the epilogue to the output."""
     # a padding item has negative rows
-    mask_m = (offs_m >= 0) & (offs_m < sizes.m)
-    mask = mask_m[:, None] & (offs_n < sizes.n)[None, :]
+    mask_m = (offs_m >= 0) & (offs_m < m_size)
+    mask = mask_m[:, None] & (offs_n < n_size)[None, :]
     bias = None
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
+    if addends.bias_ptr is not None:
+        bias_ptrs = addends.bias_ptr + offs_m.to(tl.int64) * addends.bias_stride
+        bias = tl.load(bias_ptrs, mask=mask_m, other=0.0)[:, None]
     residual = None
-    if residual_ptr is not None:
-        residual_ptr += batch.to(tl.int64) * residual_strides.batch
-        offsets = offsets_2d(offs_m, offs_n, residual_strides.row, residual_strides.col)
-        residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
+    if addends.residual_ptr is not None:
+        strides = addends.residual_strides
+        residual_ptrs = addends.residual_ptr + batch.to(tl.int64) * strides.batch
+        residual_ptrs += offsets_2d(offs_m, offs_n, strides.row, strides.col)
+        residual = tl.load(residual_ptrs, mask=mask, other=0.0)
     out = finish(acc, bias, residual, ACTIVATION, out_ptr.dtype.element_ty)
     out_ptr += batch.to(tl.int64) * out_strides.batch
-    tl.store(
-        out_ptr + offsets_2d(offs_m, offs_n, out_strides.row, out_strides.col), out, mask=mask
-    )
+    out_ptrs = out_ptr + offsets_2d(offs_m, offs_n, out_strides.row, out_strides.col)
+    tl.store(out_ptrs, out, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m_size", "k_size", "n_items", "n_slots"])
 def _bsr_spmm_kernel(
     out_ptr,
     partial_ptr,  # fp32 [B, slots, BLOCK_H, N], None when no row is cut
@@ -75,14 +78,15 @@ def _bsr_spmm_kernel(
     items_ptr,
     indices_ptr,
     perm_ptr,  # entry of the values behind each index; None: the same
-    bias_ptr,
-    residual_ptr,
     out_strides,
     value_strides,
     x_strides,
-    residual_strides,
-    sizes,
+    m_size,
     k_size,  # None when K is a multiple of BLOCK_W
+    n_size,
+    n_items,
+    n_slots,
+    addends,
     ACTIVATION: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -100,9 +104,9 @@ def _bsr_spmm_kernel(
     # panels: programs that run together share a panel of x in the L2 cache.
     pid = tl.program_id(0)
     m_tile = pid % M_TILES
-    item = (pid // M_TILES) % sizes.items
-    panel = pid // M_TILES // sizes.items
-    n_tiles = tl.cdiv(sizes.n, TILE_N)
+    item = (pid // M_TILES) % n_items
+    panel = pid // M_TILES // n_items
+    n_tiles = tl.cdiv(n_size, TILE_N)
     n_tile = panel % n_tiles
     batch = panel // n_tiles
     row = tl.load(items_ptr + 4 * item)
@@ -112,7 +116,7 @@ def _bsr_spmm_kernel(
     rows = m_tile * TILE_M + tl.arange(0, TILE_M)  # [TILE_M], in the block
     offs_n = n_tile * TILE_N + tl.arange(0, TILE_N)
     offs_k = tl.arange(0, TILE_K)
-    mask_n = offs_n < sizes.n
+    mask_n = offs_n < n_size
     a_ptrs = values_ptr + offsets_2d(rows, offs_k, value_strides.row, value_strides.col)
     x_ptrs = x_ptr + batch.to(tl.int64) * x_strides.batch
     x_ptrs += offsets_2d(offs_k, offs_n, x_strides.row, x_strides.col)
@@ -125,8 +129,8 @@ def _bsr_spmm_kernel(
         k_first = tl.load(indices_ptr + entry) * BLOCK_W + k_in_block
         if perm_ptr is not None:
             entry = tl.load(perm_ptr + entry)
-        a_offset = entry.to(tl.int64) * value_strides.batch
-        a_offset += k_in_block.to(tl.int64) * value_strides.col
+        a_offset = tl.cast(entry, tl.int64) * value_strides.batch
+        a_offset += tl.cast(k_in_block, tl.int64) * value_strides.col
         a = tl.load(a_ptrs + a_offset)  # [TILE_M, TILE_K]
         mask_x = mask_n[None, :]
         if k_size is not None:
@@ -138,35 +142,35 @@ def _bsr_spmm_kernel(
     if partial_ptr is not None:
         slot = tl.load(items_ptr + 4 * item + 3)
         if slot >= 0:
-            first = (batch.to(tl.int64) * sizes.slots + slot) * BLOCK_H
-            offsets = offsets_2d(first + rows, offs_n, sizes.n, 1)
+            first = (batch.to(tl.int64) * n_slots + slot) * BLOCK_H
+            offsets = offsets_2d(first + rows, offs_n, n_size, 1)
             tl.store(partial_ptr + offsets, acc, mask=mask_n[None, :])
     if slot < 0:
         _store_finished(
             out_ptr,
             acc,
-            bias_ptr,
-            residual_ptr,
+            addends,
             out_strides,
-            residual_strides,
             batch,
             row * BLOCK_H + rows,
             offs_n,
-            sizes,
+            m_size,
+            n_size,
             ACTIVATION,
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m_size", "n_split_rows", "n_slots"])
 def _bsr_spmm_reduce_kernel(
     out_ptr,
     partial_ptr,
     split_rows_ptr,
-    bias_ptr,
-    residual_ptr,
     out_strides,
-    residual_strides,
-    sizes,  # `items` counts the split rows
+    m_size,
+    n_size,
+    n_split_rows,
+    n_slots,
+    addends,
     ACTIVATION: tl.constexpr,
     BLOCK_H: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -176,9 +180,9 @@ def _bsr_spmm_reduce_kernel(
     M_TILES: tl.constexpr = BLOCK_H // TILE_M
     pid = tl.program_id(0)
     m_tile = pid % M_TILES
-    split_row = (pid // M_TILES) % sizes.items
-    panel = pid // M_TILES // sizes.items
-    n_tiles = tl.cdiv(sizes.n, TILE_N)
+    split_row = (pid // M_TILES) % n_split_rows
+    panel = pid // M_TILES // n_split_rows
+    n_tiles = tl.cdiv(n_size, TILE_N)
     n_tile = panel % n_tiles
     batch = panel // n_tiles
     row = tl.load(split_rows_ptr + 3 * split_row)
@@ -187,25 +191,24 @@ def _bsr_spmm_reduce_kernel(
 
     rows = m_tile * TILE_M + tl.arange(0, TILE_M)
     offs_n = n_tile * TILE_N + tl.arange(0, TILE_N)
-    slot_size = tl.cast(sizes.n, tl.int64) * BLOCK_H
-    partial_ptr += batch.to(tl.int64) * sizes.slots * slot_size
-    partial_ptrs = partial_ptr + offsets_2d(rows, offs_n, sizes.n, 1)
+    slot_size = tl.cast(n_size, tl.int64) * BLOCK_H
+    partial_ptr += batch.to(tl.int64) * n_slots * slot_size
+    partial_ptrs = partial_ptr + offsets_2d(rows, offs_n, n_size, 1)
     acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     for slot in range(first_slot, last_slot):
-        mask = (offs_n < sizes.n)[None, :]
-        acc += tl.load(partial_ptrs + slot.to(tl.int64) * slot_size, mask=mask, other=0.0)
+        mask = (offs_n < n_size)[None, :]
+        acc += tl.load(partial_ptrs + tl.cast(slot, tl.int64) * slot_size, mask=mask, other=0.0)
 
     _store_finished(
         out_ptr,
         acc,
-        bias_ptr,
-        residual_ptr,
+        addends,
         out_strides,
-        residual_strides,
         batch,
         row * BLOCK_H + rows,
         offs_n,
-        sizes,
+        m_size,
+        n_size,
         ACTIVATION,
     )
 
@@ -231,22 +234,26 @@ def launch_spmm(
     indices : int32 [nnzb], block columns in the order of the plan's rows
     perm : int32 [nnzb] or None, which entry of `values` stands behind each index
     x : [B, K, N], any strides
-    bias : contiguous [M]; residual : [B, M, N], any strides
+    bias : [M], residual : [B, M, N], any strides; or None
     """
     block_h, block_w = values.shape[1:]
     config.check_blocks((block_h, block_w))
     batches, m, n = out.shape
-    k = x.shape[1]
     if out.numel() == 0:
         return
-    residual_strides = Strides(0, 0, 0) if residual is None else strides_of(residual)
     partial = None
     if plan.n_slots:
         shape = (batches, plan.n_slots, block_h, n)
         partial = torch.empty(shape, dtype=torch.float32, device=out.device)
-    sizes = SpmmSizes(m, n, plan.n_items, plan.n_slots)
+    addends = Addends(
+        bias,
+        0 if bias is None else bias.stride(0),
+        residual,
+        Strides(0, 0, 0) if residual is None else strides_of(residual),
+    )
+    tiles = cdiv(n, config.tile_n) * batches * (block_h // config.tile_m)
     with on_device_of(out):
-        _bsr_spmm_kernel[_grid(config, block_h, sizes, batches)](
+        _bsr_spmm_kernel[(plan.n_items * tiles,)](
             out,
             partial,
             values,
@@ -254,14 +261,15 @@ def launch_spmm(
             plan.items,
             indices,
             perm,
-            bias,
-            residual,
             strides_of(out),
             strides_of(values),
             strides_of(x),
-            residual_strides,
-            sizes,
-            k if k % block_w else None,
+            m,
+            x.shape[1] if x.shape[1] % block_w else None,
+            n,
+            plan.n_items,
+            plan.n_slots,
+            addends,
             activation,
             input_precision(values.dtype),
             block_h,
@@ -273,24 +281,19 @@ def launch_spmm(
             num_stages=config.num_stages,
         )
         if plan.n_split_rows:
-            sizes = sizes._replace(items=plan.n_split_rows)
-            _bsr_spmm_reduce_kernel[_grid(config, block_h, sizes, batches)](
+            _bsr_spmm_reduce_kernel[(plan.n_split_rows * tiles,)](
                 out,
                 partial,
                 plan.split_rows,
-                bias,
-                residual,
                 strides_of(out),
-                residual_strides,
-                sizes,
+                m,
+                n,
+                plan.n_split_rows,
+                plan.n_slots,
+                addends,
                 activation,
                 block_h,
                 config.tile_m,
                 config.tile_n,
                 num_warps=config.num_warps,
             )
-
-
-def _grid(config: SpmmConfig, block_h: int, sizes: SpmmSizes, batches: int) -> tuple[int]:
-    panels = cdiv(sizes.n, config.tile_n) * batches
-    return (sizes.items * (block_h // config.tile_m) * panels,)
