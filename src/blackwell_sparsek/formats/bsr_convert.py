@@ -27,11 +27,8 @@ def as_blocks(x: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
     (m, k), (bh, bw) = x.shape, block_shape
     if m % bh or k % bw:
         x = F.pad(x, (0, -k % bw, 0, -m % bh))
-    return (
-        x.unflatten(1, (-1, bw)).unflatten(0, (-1, bh)).transpose(1, 2)
-        if x.numel()
-        else (x.new_zeros(cdiv(m, bh), cdiv(k, bw), bh, bw))
-    )
+    lines = torch.unflatten(x, 1, (cdiv(k, bw), bw))
+    return torch.unflatten(lines, 0, (cdiv(m, bh), bh)).transpose(1, 2)
 
 
 def blocks_of(

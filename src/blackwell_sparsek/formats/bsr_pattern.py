@@ -8,6 +8,12 @@ from ..core.launch import cdiv
 from .bsr_validate import check_metadata, check_pair
 
 
+def rows_of_entries(indptr: torch.Tensor, nnzb: int) -> torch.Tensor:
+    """int32 [nnzb]: the row that each entry belongs to, without a synchronisation."""
+    entries = torch.arange(nnzb, dtype=torch.int32, device=indptr.device)
+    return torch.searchsorted(indptr, entries, right=True, out_int32=True) - 1
+
+
 class BSRPattern:
     """The positions of the stored blocks of a block-sparse matrix. Immutable.
 
@@ -60,9 +66,8 @@ class BSRPattern:
         shape: tuple[int, int],
         block_shape: tuple[int, int],
     ) -> None:
-        nnzb, device = indices.shape[0], indices.device
-        entries = torch.arange(nnzb, dtype=torch.int32, device=device)
-        rows = torch.searchsorted(indptr, entries, right=True, out_int32=True) - 1
+        device = indices.device
+        rows = rows_of_entries(indptr, indices.shape[0])
         # Stable: within a column, entries stay in the order of their rows.
         columns, perm = torch.sort(indices, stable=True)
         column_ids = torch.arange(

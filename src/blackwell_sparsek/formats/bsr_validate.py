@@ -21,7 +21,7 @@ MAX_INDEX = 2**31 - 1
 def check_pair(op: str, arg: str, value: Any, smallest: int) -> tuple[int, int]:
     """Two integers, each at least `smallest` and within int32."""
     expected = f"two integers of at least {smallest}"
-    if not isinstance(value, Sequence | torch.Size) or isinstance(value, str):
+    if not isinstance(value, Sequence) or isinstance(value, str):
         raise InvalidType(message(op, arg, "is not a pair", expected, type(value).__name__))
     if len(value) != 2:
         raise InvalidInput(message(op, arg, "is not a pair", expected, list(value)))
@@ -100,8 +100,8 @@ def _check_contents(op: str, indptr: torch.Tensor, indices: torch.Tensor, cols: 
     if out_of_range >= 0:
         problem = f"is out of range at entry {out_of_range} ({_row_of(indptr, out_of_range)})"
         expected = f"block columns in [0, {cols})"
-        got = int(indices[out_of_range])
-        raise InvalidInput(message(op, "indices", problem, expected, got))
+        column = int(indices[out_of_range])
+        raise InvalidInput(message(op, "indices", problem, expected, column))
     if unordered >= 0:
         before, after = int(indices[unordered]), int(indices[unordered + 1])
         kind = "has a duplicate" if before == after else "is not sorted"
