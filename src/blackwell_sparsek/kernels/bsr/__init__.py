@@ -1,0 +1,1 @@
+"""Portable Triton kernels of the BSR products, their plans and their configurations."""

@@ -1,0 +1,299 @@
+"""BSR times dense: out[b] = activation(A @ x[b] + bias) + residual[b].
+
+A [M, K] block-sparse in blocks [BLOCK_H, BLOCK_W], x [B, K, N], out and residual [B, M, N], bias [M].
+dense @ BSR is the same product transposed: the caller passes transposed views, and the metadata of
+the orientation whose rows are the rows of `out`.
+
+One program of `_bsr_spmm_kernel` computes TILE_M rows of one item of the plan (a block row, or a
+part of one) by TILE_N columns of one batch entry. Parts leave fp32 sums in a workspace, and
+`_bsr_spmm_reduce_kernel` adds them in order. Called by `bsk::bsr_matmul`. Blocks must have sides
+that are multiples of 16, and zeros where they reach beyond the shape of A.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core.launch import cdiv, on_device_of
+from ...device.epilogue import finish
+from ...device.tiles import offsets_2d
+from .config import SpmmConfig
+from .plan import SpmmPlan
+from .views import Strides, input_precision, strides_of
+
+
+class Addends(NamedTuple):
+    """What is added to the product: bias [M] before the activation, residual [B, M, N] after it.
+
+    Either pointer may be None.
+    """
+
+    bias_ptr: torch.Tensor | None
+    bias_stride: int
+    residual_ptr: torch.Tensor | None
+    residual_strides: Strides
+
+
+@triton.jit
+def _store_finished(
+    out_ptr,
+    acc,
+    addends,
+    out_strides,
+    batch,
+    offs_m,
+    offs_n,
+    m_size,
+    n_size,
+    ACTIVATION: tl.constexpr,
+):
+    """Take a finished fp32 tile through the epilogue to the output."""
+    # a padding item has negative rows
+    mask_m = (offs_m >= 0) & (offs_m < m_size)
+    mask = mask_m[:, None] & (offs_n < n_size)[None, :]
+    bias = None
+    if addends.bias_ptr is not None:
+        bias_ptrs = addends.bias_ptr + offs_m.to(tl.int64) * addends.bias_stride
+        bias = tl.load(bias_ptrs, mask=mask_m, other=0.0)[:, None]
+    residual = None
+    if addends.residual_ptr is not None:
+        strides = addends.residual_strides
+        residual_ptrs = addends.residual_ptr + batch.to(tl.int64) * strides.batch
+        residual_ptrs += offsets_2d(offs_m, offs_n, strides.row, strides.col)
+        residual = tl.load(residual_ptrs, mask=mask, other=0.0)
+    out = finish(acc, bias, residual, ACTIVATION, out_ptr.dtype.element_ty)
+    out_ptr += batch.to(tl.int64) * out_strides.batch
+    out_ptrs = out_ptr + offsets_2d(offs_m, offs_n, out_strides.row, out_strides.col)
+    tl.store(out_ptrs, out, mask=mask)
+
+
+@triton.jit(do_not_specialize=["m_size", "k_size", "n_items", "n_slots"])
+def _bsr_spmm_kernel(
+    out_ptr,
+    partial_ptr,  # fp32 [B, slots, BLOCK_H, N], None when no row is cut
+    values_ptr,
+    x_ptr,
+    items_ptr,
+    indices_ptr,
+    perm_ptr,  # entry of the values behind each index; None: the same
+    out_strides,
+    value_strides,
+    x_strides,
+    m_size,
+    k_size,  # None when K is a multiple of BLOCK_W
+    n_size,
+    n_items,
+    n_slots,
+    addends,
+    ACTIVATION: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Multiply one item of the plan with one panel of columns."""
+    tl.static_assert(BLOCK_H % TILE_M == 0 and BLOCK_W % TILE_K == 0)
+    M_TILES: tl.constexpr = BLOCK_H // TILE_M
+    K_STEPS: tl.constexpr = BLOCK_W // TILE_K
+
+    # Pieces of a block row are neighbours (they read the same x), then items, longest first, then
+    # panels: programs that run together share a panel of x in the L2 cache.
+    pid = tl.program_id(0)
+    m_tile = pid % M_TILES
+    item = (pid // M_TILES) % n_items
+    panel = pid // M_TILES // n_items
+    n_tiles = tl.cdiv(n_size, TILE_N)
+    n_tile = panel % n_tiles
+    batch = panel // n_tiles
+    row = tl.load(items_ptr + 4 * item)
+    begin = tl.load(items_ptr + 4 * item + 1)
+    end = tl.load(items_ptr + 4 * item + 2)
+
+    rows = m_tile * TILE_M + tl.arange(0, TILE_M)  # [TILE_M], in the block
+    offs_n = n_tile * TILE_N + tl.arange(0, TILE_N)
+    offs_k = tl.arange(0, TILE_K)
+    mask_n = offs_n < n_size
+    a_ptrs = values_ptr + offsets_2d(rows, offs_k, value_strides.row, value_strides.col)
+    x_ptrs = x_ptr + batch.to(tl.int64) * x_strides.batch
+    x_ptrs += offsets_2d(offs_k, offs_n, x_strides.row, x_strides.col)
+    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+
+    # One flat loop over the steps of all blocks, so that loads run ahead across blocks.
+    for step in range(begin * K_STEPS, end * K_STEPS):
+        entry = step // K_STEPS
+        k_in_block = (step % K_STEPS) * TILE_K
+        k_first = tl.load(indices_ptr + entry) * BLOCK_W + k_in_block
+        if perm_ptr is not None:
+            entry = tl.load(perm_ptr + entry)
+        a_offset = tl.cast(entry, tl.int64) * value_strides.batch
+        a_offset += tl.cast(k_in_block, tl.int64) * value_strides.col
+        a = tl.load(a_ptrs + a_offset)  # [TILE_M, TILE_K]
+        mask_x = mask_n[None, :]
+        if k_size is not None:
+            mask_x = mask_x & (k_first + offs_k < k_size)[:, None]
+        x = tl.load(x_ptrs + k_first.to(tl.int64) * x_strides.row, mask=mask_x, other=0.0)
+        acc = tl.dot(a, x, acc, input_precision=INPUT_PRECISION)
+
+    slot = -1
+    if partial_ptr is not None:
+        slot = tl.load(items_ptr + 4 * item + 3)
+        if slot >= 0:
+            first = (batch.to(tl.int64) * n_slots + slot) * BLOCK_H
+            offsets = offsets_2d(first + rows, offs_n, n_size, 1)
+            tl.store(partial_ptr + offsets, acc, mask=mask_n[None, :])
+    if slot < 0:
+        _store_finished(
+            out_ptr,
+            acc,
+            addends,
+            out_strides,
+            batch,
+            row * BLOCK_H + rows,
+            offs_n,
+            m_size,
+            n_size,
+            ACTIVATION,
+        )
+
+
+@triton.jit(do_not_specialize=["m_size", "n_split_rows", "n_slots"])
+def _bsr_spmm_reduce_kernel(
+    out_ptr,
+    partial_ptr,
+    split_rows_ptr,
+    out_strides,
+    m_size,
+    n_size,
+    n_split_rows,
+    n_slots,
+    addends,
+    ACTIVATION: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """Add the parts of one cut row in order and finish it."""
+    M_TILES: tl.constexpr = BLOCK_H // TILE_M
+    pid = tl.program_id(0)
+    m_tile = pid % M_TILES
+    split_row = (pid // M_TILES) % n_split_rows
+    panel = pid // M_TILES // n_split_rows
+    n_tiles = tl.cdiv(n_size, TILE_N)
+    n_tile = panel % n_tiles
+    batch = panel // n_tiles
+    row = tl.load(split_rows_ptr + 3 * split_row)
+    first_slot = tl.load(split_rows_ptr + 3 * split_row + 1)
+    last_slot = tl.load(split_rows_ptr + 3 * split_row + 2)
+
+    rows = m_tile * TILE_M + tl.arange(0, TILE_M)
+    offs_n = n_tile * TILE_N + tl.arange(0, TILE_N)
+    slot_size = tl.cast(n_size, tl.int64) * BLOCK_H
+    partial_ptr += batch.to(tl.int64) * n_slots * slot_size
+    partial_ptrs = partial_ptr + offsets_2d(rows, offs_n, n_size, 1)
+    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for slot in range(first_slot, last_slot):
+        mask = (offs_n < n_size)[None, :]
+        acc += tl.load(partial_ptrs + tl.cast(slot, tl.int64) * slot_size, mask=mask, other=0.0)
+
+    _store_finished(
+        out_ptr,
+        acc,
+        addends,
+        out_strides,
+        batch,
+        row * BLOCK_H + rows,
+        offs_n,
+        m_size,
+        n_size,
+        ACTIVATION,
+    )
+
+
+def launch_spmm(
+    out: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    perm: torch.Tensor | None,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str | None,
+    plan: SpmmPlan,
+    config: SpmmConfig,
+) -> None:
+    """Write activation(A @ x + bias) + residual to `out`.
+
+    Parameters
+    ----------
+    out : [B, M, N], any strides
+    values : [nnzb, bh, bw], any strides: a transposed view where the stored blocks are transposed
+    indices : int32 [nnzb], block columns in the order of the plan's rows
+    perm : int32 [nnzb] or None, which entry of `values` stands behind each index
+    x : [B, K, N], any strides
+    bias : [M], residual : [B, M, N], any strides; or None
+    """
+    block_h, block_w = values.shape[1:]
+    config.check_blocks((block_h, block_w))
+    batches, m, n = out.shape
+    if out.numel() == 0:
+        return
+    partial = None
+    if plan.n_slots:
+        shape = (batches, plan.n_slots, block_h, n)
+        partial = torch.empty(shape, dtype=torch.float32, device=out.device)
+    addends = Addends(
+        bias,
+        0 if bias is None else bias.stride(0),
+        residual,
+        Strides(0, 0, 0) if residual is None else strides_of(residual),
+    )
+    tiles = cdiv(n, config.tile_n) * batches * (block_h // config.tile_m)
+    with on_device_of(out):
+        _bsr_spmm_kernel[(plan.n_items * tiles,)](
+            out,
+            partial,
+            values,
+            x,
+            plan.items,
+            indices,
+            perm,
+            strides_of(out),
+            strides_of(values),
+            strides_of(x),
+            m,
+            x.shape[1] if x.shape[1] % block_w else None,
+            n,
+            plan.n_items,
+            plan.n_slots,
+            addends,
+            activation,
+            input_precision(values.dtype),
+            block_h,
+            block_w,
+            config.tile_m,
+            config.tile_n,
+            config.tile_k,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        if plan.n_split_rows:
+            _bsr_spmm_reduce_kernel[(plan.n_split_rows * tiles,)](
+                out,
+                partial,
+                plan.split_rows,
+                strides_of(out),
+                m,
+                n,
+                plan.n_split_rows,
+                plan.n_slots,
+                addends,
+                activation,
+                block_h,
+                config.tile_m,
+                config.tile_n,
+                num_warps=config.num_warps,
+            )

@@ -1,0 +1,25 @@
+"""Strided views as the BSR kernels take them: [batch, rows, columns], any strides."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Strides(NamedTuple):
+    """Element strides of a [batch, rows, columns] view."""
+
+    batch: int
+    row: int
+    col: int
+
+
+def strides_of(x: torch.Tensor) -> Strides:
+    """The strides of a 3-D tensor."""
+    return Strides(*x.stride())
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """What `tl.dot` may do with fp32 operands: exactly what torch's own products may do."""
+    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "ieee"
