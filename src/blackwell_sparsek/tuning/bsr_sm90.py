@@ -1,0 +1,74 @@
+"""(problem) -> tiles of the Hopper product kernel, and the reasons why it cannot run."""
+
+import torch
+
+from ..core.launch import cdiv
+from ..kernels.bsr.config_sm90 import GROUP_ROWS, SpmmSm90Config, stages_that_fit
+from .bsr import SpmmSizes, spmm_sizes
+from .problem_bsr import BsrProblem
+
+# Below this many columns the product only reads blocks, and 64-row tiles are too few to do it fast.
+MIN_COLUMNS = 65
+
+
+def spmm_sm90_unsupported(problem: BsrProblem) -> str | None:
+    """Why the Hopper kernel cannot run this product, or None."""
+    sizes = spmm_sizes(problem)
+    if problem.arch.sm != 90:
+        return f"needs sm_90, this is {problem.arch}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"{problem.dtype} has no 16-bit WGMMA"
+    if problem.out_dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"no output in {problem.out_dtype}"
+    if sizes.block_h % GROUP_ROWS and sizes.block_h not in (16, 32):
+        return f"block height {sizes.block_h} is neither 16, 32 nor a multiple of 64"
+    if sizes.block_w % 16:
+        return f"block width {sizes.block_w} is not a multiple of 16"
+    if sizes.n < MIN_COLUMNS:
+        return f"{sizes.n} columns are too few for 64-row tiles"
+    if not problem.tma:
+        return "TMA needs addresses and strides that are multiples of 16 bytes"
+    return None
+
+
+def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
+    """Tiles of a product that `spmm_sm90_unsupported` accepts."""
+    sizes = spmm_sizes(problem)
+    packed = sizes.block_h < GROUP_ROWS
+    block_h = GROUP_ROWS if packed else sizes.block_h
+    # One block row of 64: both groups take it, side by side, so that X is fetched once for both.
+    split_n = block_h % (2 * GROUP_ROWS) != 0
+    widest = _k_tile(sizes.block_w)
+    # Splitting columns doubles the X bytes of a stage; 32-wide steps keep five stages in flight.
+    tile_k = min(widest, 32) if split_n else widest
+    group_n = _group_columns(problem, sizes, block_h, split_n)
+    chunks = 4 if problem.out_dtype == torch.float32 else 2
+    stages = stages_that_fit(group_n, tile_k, split_n, problem.out_dtype.itemsize, chunks)
+    return SpmmSm90Config(
+        BLOCK_H=block_h,
+        BLOCK_W=sizes.block_w,
+        GROUP_N=group_n,
+        TILE_K=tile_k,
+        STAGES=stages,
+        SPLIT_N=split_n,
+        OUT_CHUNKS=chunks,
+        # packing also turns blocks the right way round
+        A_TRANSPOSED=not packed and problem.transposed != problem.dense_left,
+        X_TRANSPOSED=x_transposed,
+        OUT_TRANSPOSED=problem.dense_left,
+        ACTIVATION=problem.activation,
+    )
+
+
+def _k_tile(block_w: int) -> int:
+    return next(tile for tile in (64, 32, 16) if block_w % tile == 0)
+
+
+def _group_columns(problem: BsrProblem, sizes: SpmmSizes, block_h: int, split_n: bool) -> int:
+    """The widest accumulator that still gives every SM a piece of work."""
+    row_pieces = cdiv(sizes.rows_b * sizes.block_h, GROUP_ROWS if split_n else 2 * GROUP_ROWS)
+    for group_n in (256, 128):
+        panels = cdiv(sizes.n, group_n * (2 if split_n else 1))
+        if row_pieces * panels >= problem.arch.num_sms:
+            return group_n
+    return 64
