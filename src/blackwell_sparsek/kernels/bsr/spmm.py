@@ -18,10 +18,10 @@ import triton.language as tl
 
 from ...core.launch import cdiv, on_device_of
 from ...device.epilogue import finish
-from ...device.tiles import offsets_2d
+from ...device.strided import offsets_2d
 from .config import SpmmConfig
 from .plan import SpmmPlan
-from .views import Strides, input_precision, strides_of
+from .views import Strides, strides_of
 
 
 class Addends(NamedTuple):
@@ -69,7 +69,7 @@ def _store_finished(
     tl.store(out_ptrs, out, mask=mask)
 
 
-@triton.jit(do_not_specialize=["m_size", "k_size", "n_items", "n_slots"])
+@triton.jit(do_not_specialize=["n_items", "n_slots"])
 def _bsr_spmm_kernel(
     out_ptr,
     partial_ptr,  # fp32 [B, slots, BLOCK_H, N], None when no row is cut
@@ -160,7 +160,7 @@ def _bsr_spmm_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["m_size", "n_split_rows", "n_slots"])
+@triton.jit(do_not_specialize=["n_split_rows", "n_slots"])
 def _bsr_spmm_reduce_kernel(
     out_ptr,
     partial_ptr,
@@ -271,7 +271,7 @@ def launch_spmm(
             plan.n_slots,
             addends,
             activation,
-            input_precision(values.dtype),
+            config.input_precision,
             block_h,
             block_w,
             config.tile_m,
