@@ -13,8 +13,18 @@ def largest_tile(size: int, limit: int) -> int:
     return min(size & -size, 1 << (limit.bit_length() - 1))
 
 
+def triton_stages(buffers: int, index_loads: int) -> int:
+    """Stages to ask of Triton for this many buffers of operand tiles.
+
+    Triton spreads the stages over the loads that depend on each other, `index_loads` before that
+    of a tile, and gives buffers only to the tiles.
+    """
+    return (buffers - 1) * (index_loads + 1) + 1
+
+
 @dataclass(frozen=True)
 class _TileConfig:
+    # num_stages: buffers of operand tiles
     # input_precision: what the product may do with fp32 operands; 16-bit operands have no choice
     tile_m: int
     tile_n: int

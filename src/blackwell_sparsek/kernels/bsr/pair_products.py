@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...core.launch import on_device_of
 from ...device.strided import offsets_2d
-from .config import PairConfig
+from .config import PairConfig, triton_stages
 from .views import strides_of
 
 
@@ -114,5 +114,5 @@ def launch_pair_products(
             config.tile_n,
             config.tile_k,
             num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            num_stages=triton_stages(config.num_stages, 2),
         )
