@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..core.arch import arch_of
 from ..eager import bsr_matmul as eager
 from ..eager import bsr_pairs as eager_pairs
 from ..reference import bsr_matmul as reference
-from ..tuning.problem_bsr import BsrProblem
+from . import bsr_triton
+from .bsr_problem import matmul_problem, pairs_problem, sddmm_problem
 from .dispatch import Dispatcher
 from .registry import define_op
 
@@ -26,17 +26,19 @@ def _anything(problem: Any) -> str | None:
     return None
 
 
-for _dispatch, _eager, _reference in (
-    (matmul_dispatch, eager.bsr_matmul, reference.bsr_matmul),
-    (sddmm_dispatch, eager.bsr_sddmm, reference.bsr_sddmm),
-    (pairs_dispatch, eager_pairs.bsr_pair_products, reference.bsr_pair_products),
+for _dispatch, _triton, _eager, _reference in (
+    (matmul_dispatch, bsr_triton.bsr_matmul, eager.bsr_matmul, reference.bsr_matmul),
+    (sddmm_dispatch, bsr_triton.bsr_sddmm, eager.bsr_sddmm, reference.bsr_sddmm),
+    (
+        pairs_dispatch,
+        bsr_triton.bsr_pair_products,
+        eager_pairs.bsr_pair_products,
+        reference.bsr_pair_products,
+    ),
 ):
+    _dispatch.register("triton", bsr_triton.why_not, _triton, in_auto=bsr_triton.is_compiled)
     _dispatch.register("eager", _anything, _eager)
     _dispatch.register("reference", _anything, _reference, in_auto=False)
-
-
-def _row_major(*tensors: torch.Tensor) -> bool:
-    return all(x.stride(-1) == 1 for x in tensors)
 
 
 def _matmul(
@@ -52,23 +54,8 @@ def _matmul(
     out_dtype: torch.dtype | None,
     impl: str,
 ) -> torch.Tensor:
-    block_shape = (values.shape[1], values.shape[2])
-    problem = BsrProblem(
-        kind="matmul",
-        arch=arch_of(values.device),
-        dtype=values.dtype,
-        out_dtype=out_dtype or dense.dtype,
-        shape=(shape[1], shape[0]) if transposed else (shape[0], shape[1]),
-        block_shape=block_shape[::-1] if transposed else block_shape,
-        nnz_blocks=values.shape[0],
-        n=dense.shape[-2 if dense_left else -1],
-        batch=dense.shape[:-2].numel(),
-        dense_left=dense_left,
-        transposed=transposed,
-        row_major=_row_major(dense),
-        bias=bias is not None,
-        residual=residual is not None,
-        activation=activation,
+    problem = matmul_problem(
+        values, shape, transposed, dense, dense_left, bias, residual, activation, out_dtype
     )
     return matmul_dispatch(
         impl,
@@ -113,18 +100,7 @@ def _sddmm(
     out_dtype: torch.dtype | None,
     impl: str,
 ) -> torch.Tensor:
-    problem = BsrProblem(
-        kind="sddmm",
-        arch=arch_of(a.device),
-        dtype=a.dtype,
-        out_dtype=out_dtype or a.dtype,
-        shape=(shape[0], shape[1]),
-        block_shape=(block_shape[0], block_shape[1]),
-        nnz_blocks=pattern[1].shape[0],
-        n=a.shape[-1],
-        batch=a.shape[:-2].numel(),
-        row_major=_row_major(a, b),
-    )
+    problem = sddmm_problem(a, b, pattern, shape, block_shape, out_dtype)
     return sddmm_dispatch(impl, problem, a, b, pattern, shape, block_shape, out_dtype)
 
 
@@ -149,17 +125,7 @@ def _pair_products(
     out_dtype: torch.dtype | None,
     impl: str,
 ) -> torch.Tensor:
-    problem = BsrProblem(
-        kind="pairs",
-        arch=arch_of(first.device),
-        dtype=first.dtype,
-        out_dtype=out_dtype or first.dtype,
-        shape=(first.shape[1], first.shape[2]),
-        block_shape=(first.shape[1], first.shape[2]),
-        nnz_blocks=first.shape[0],
-        n=second.shape[0],
-        batch=pairs[0].shape[0],
-    )
+    problem = pairs_problem(first, second, pairs, first_transposed, second_transposed, out_dtype)
     return pairs_dispatch(
         impl, problem, first, second, pairs, first_transposed, second_transposed, out_dtype
     )

@@ -14,7 +14,8 @@ class BsrProblem:
     `kind` is matmul, sddmm or pairs. `shape` is that of the sparse operand as seen (rows, columns),
     `n` the extent of the dense operand along the result (of the contraction for sddmm), `batch`
     the product of its leading dimensions. `row_major` tells whether the dense operand (both, for
-    sddmm) has a contiguous last dimension.
+    sddmm) has a contiguous last dimension. `other_block_shape` is that of the second operand of
+    pairs; both block shapes are as seen.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class BsrProblem:
     bias: bool = False
     residual: bool = False
     activation: str | None = None
+    other_block_shape: tuple[int, int] = (0, 0)
 
     @property
     def ragged(self) -> bool:

@@ -13,13 +13,25 @@ def largest_tile(size: int, limit: int) -> int:
     return min(size & -size, 1 << (limit.bit_length() - 1))
 
 
+def triton_stages(buffers: int, index_loads: int) -> int:
+    """Stages to ask of Triton for this many buffers of operand tiles.
+
+    Triton spreads the stages over the loads that depend on each other, `index_loads` before that
+    of a tile, and gives buffers only to the tiles.
+    """
+    return (buffers - 1) * (index_loads + 1) + 1
+
+
 @dataclass(frozen=True)
 class _TileConfig:
+    # num_stages: buffers of operand tiles
+    # input_precision: what the product may do with fp32 operands; 16-bit operands have no choice
     tile_m: int
     tile_n: int
     tile_k: int
     num_warps: int
     num_stages: int
+    input_precision: str
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n", "tile_k"):
@@ -33,6 +45,8 @@ class _TileConfig:
             raise InvalidInput(f"{type(self).__name__}: num_warps is {self.num_warps}")
         if not 1 <= self.num_stages <= 8:
             raise InvalidInput(f"{type(self).__name__}: num_stages is {self.num_stages}")
+        if self.input_precision not in ("ieee", "tf32"):
+            raise InvalidInput(f"{type(self).__name__}: input_precision is {self.input_precision}")
 
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory that the pipelined operand tiles take."""

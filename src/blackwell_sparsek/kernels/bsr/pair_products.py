@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from ...core.launch import on_device_of
-from ...device.tiles import offsets_2d
-from .config import PairConfig
-from .views import input_precision, strides_of
+from ...device.strided import offsets_2d
+from .config import PairConfig, triton_stages
+from .views import strides_of
 
 
 @triton.jit
@@ -59,9 +59,7 @@ def _bsr_pair_products_kernel(
         k_first = tl.cast(step % K_STEPS, tl.int64) * TILE_K
         first_block = tl.load(first_of_ptr + pair).to(tl.int64)
         second_block = tl.load(second_of_ptr + pair).to(tl.int64)
-        a = tl.load(
-            first_ptrs + (first_block * first_strides.batch + k_first * first_strides.col)
-        )
+        a = tl.load(first_ptrs + (first_block * first_strides.batch + k_first * first_strides.col))
         b = tl.load(
             second_ptrs + (second_block * second_strides.batch + k_first * second_strides.row)
         )
@@ -108,7 +106,7 @@ def launch_pair_products(
             pair_indptr,
             strides_of(first),
             strides_of(second),
-            input_precision(first.dtype),
+            config.input_precision,
             block_h,
             inner,
             block_w,
@@ -116,5 +114,5 @@ def launch_pair_products(
             config.tile_n,
             config.tile_k,
             num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            num_stages=triton_stages(config.num_stages, 2),
         )

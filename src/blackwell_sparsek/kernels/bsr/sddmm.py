@@ -2,9 +2,10 @@
 
 a [B, M, K], b [B, K, N], out [nnzb, BLOCK_H, BLOCK_W]; zeros where a block reaches beyond (M, N).
 
-One program computes a TILE_M by TILE_N piece of one block over one share of the sum. Pieces follow
-the order of the blocks, so that programs running together read the same rows of `a`. With more
-than one share, each leaves an fp32 partial sum, and torch adds them in order. Called by
+One program computes a TILE_M by TILE_N piece of one block over one share of the sum. Blocks are
+taken column by column, as the metadata of the transpose lists them with their rows, so that
+programs running together read the same columns of `b`. With more than one share, each leaves an
+fp32 partial sum, and torch adds them in order. Called by
 `bsk::bsr_sddmm`. Blocks must have sides that are multiples of 16.
 """
 
@@ -13,18 +14,19 @@ import triton
 import triton.language as tl
 
 from ...core.launch import cdiv, on_device_of
-from ...device.tiles import offsets_2d
+from ...device.strided import offsets_2d
 from .config import SddmmConfig
-from .views import input_precision, strides_of
+from .views import strides_of
 
 
-@triton.jit(do_not_specialize=["m_size", "n_size", "batches", "nnz_blocks", "steps_per_share"])
+@triton.jit(do_not_specialize=["batches", "nnz_blocks", "steps_per_share"])
 def _bsr_sddmm_kernel(
     out_ptr,  # [shares, nnzb, BLOCK_H, BLOCK_W], contiguous
     a_ptr,
     b_ptr,
-    rows_ptr,  # block row of each block
     indices_ptr,
+    t_indices_ptr,  # block row of each block, column by column
+    t_perm_ptr,  # which block that is
     a_strides,
     b_strides,
     m_size,
@@ -47,11 +49,12 @@ def _bsr_sddmm_kernel(
 
     pid = tl.program_id(0)
     tile = pid % TILES
-    block = (pid // TILES) % nnz_blocks
+    entry = (pid // TILES) % nnz_blocks
     share = pid // TILES // nnz_blocks
     rows = tile // N_TILES * TILE_M + tl.arange(0, TILE_M)  # in the block
     cols = tile % N_TILES * TILE_N + tl.arange(0, TILE_N)
-    offs_m = tl.load(rows_ptr + block) * BLOCK_H + rows
+    block = tl.load(t_perm_ptr + entry)
+    offs_m = tl.load(t_indices_ptr + entry) * BLOCK_H + rows
     offs_n = tl.load(indices_ptr + block) * BLOCK_W + cols
     offs_k = tl.arange(0, TILE_K)
 
@@ -90,8 +93,9 @@ def launch_sddmm(
     out: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    rows: torch.Tensor,
     indices: torch.Tensor,
+    t_indices: torch.Tensor,
+    t_perm: torch.Tensor,
     config: SddmmConfig,
 ) -> None:
     """Write the blocks of sum over batch of a @ b to `out`.
@@ -100,7 +104,7 @@ def launch_sddmm(
     ----------
     out : [nnzb, bh, bw], contiguous
     a : [B, M, K], b : [B, K, N], any strides
-    rows, indices : int32 [nnzb], block row and block column of each block
+    indices, t_indices, t_perm : int32 [nnzb], of the pattern and of its transpose
     """
     nnz_blocks, block_h, block_w = out.shape
     config.check_blocks((block_h, block_w))
@@ -118,8 +122,9 @@ def launch_sddmm(
             target,
             a,
             b,
-            rows,
             indices,
+            t_indices,
+            t_perm,
             strides_of(a),
             strides_of(b),
             m,
@@ -128,7 +133,7 @@ def launch_sddmm(
             batches,
             nnz_blocks,
             cdiv(steps, shares),
-            input_precision(a.dtype),
+            config.input_precision,
             block_h,
             block_w,
             config.tile_m,

@@ -18,38 +18,48 @@ import triton.language as tl
 
 from ...core.launch import cdiv, on_device_of
 from ...device.epilogue import finish
-from ...device.tiles import offsets_2d
-from .config import SpmmConfig
+from ...device.strided import offsets_2d
+from .config import SpmmConfig, triton_stages
 from .plan import SpmmPlan
-from .views import Strides, input_precision, strides_of
+from .views import strides_of
+
+
+# Tile of the second pass, which only moves memory: 16 sums a thread.
+REDUCE_TILE_M, REDUCE_TILE_N, REDUCE_WARPS = 16, 64, 2
+# Columns that go through the epilogue at a time: all 256 of the widest tile at once would need more
+# registers than there are.
+SLICE_N = tl.constexpr(64)
 
 
 class Addends(NamedTuple):
     """What is added to the product: bias [M] before the activation, residual [B, M, N] after it.
 
-    Either pointer may be None.
+    Either pointer may be None. The strides of the residual lie flat: Triton loses what it knows of
+    constants in a tuple of tuples.
     """
 
     bias_ptr: torch.Tensor | None
     bias_stride: int
     residual_ptr: torch.Tensor | None
-    residual_strides: Strides
+    batch_stride: int
+    row_stride: int
+    col_stride: int
 
 
 @triton.jit
-def _store_finished(
-    out_ptr,
-    acc,
-    addends,
-    out_strides,
-    batch,
-    offs_m,
-    offs_n,
-    m_size,
-    n_size,
-    ACTIVATION: tl.constexpr,
+def _halves(tile):
+    """Split a tile [M, N] into its left and its right columns."""
+    M: tl.constexpr = tile.shape[0]
+    N: tl.constexpr = tile.shape[1]
+    return tl.split(tl.permute(tl.reshape(tile, (M, 2, N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _finish_slice(
+    acc, first_n, out_ptr, out_strides, addends, batch, offs_m, m_size, n_size, ACTIVATION
 ):
-    """Take a finished fp32 tile through the epilogue to the output."""
+    """Take columns of an fp32 tile through the epilogue to the output."""
+    offs_n = first_n + tl.arange(0, acc.shape[1])
     # a padding item has negative rows
     mask_m = (offs_m >= 0) & (offs_m < m_size)
     mask = mask_m[:, None] & (offs_n < n_size)[None, :]
@@ -59,17 +69,40 @@ def _store_finished(
         bias = tl.load(bias_ptrs, mask=mask_m, other=0.0)[:, None]
     residual = None
     if addends.residual_ptr is not None:
-        strides = addends.residual_strides
-        residual_ptrs = addends.residual_ptr + batch.to(tl.int64) * strides.batch
-        residual_ptrs += offsets_2d(offs_m, offs_n, strides.row, strides.col)
+        residual_ptrs = addends.residual_ptr + batch.to(tl.int64) * addends.batch_stride
+        residual_ptrs += offsets_2d(offs_m, offs_n, addends.row_stride, addends.col_stride)
         residual = tl.load(residual_ptrs, mask=mask, other=0.0)
     out = finish(acc, bias, residual, ACTIVATION, out_ptr.dtype.element_ty)
-    out_ptr += batch.to(tl.int64) * out_strides.batch
-    out_ptrs = out_ptr + offsets_2d(offs_m, offs_n, out_strides.row, out_strides.col)
+    out_ptrs = out_ptr + batch.to(tl.int64) * out_strides.batch
+    out_ptrs += offsets_2d(offs_m, offs_n, out_strides.row, out_strides.col)
     tl.store(out_ptrs, out, mask=mask)
 
 
-@triton.jit(do_not_specialize=["m_size", "k_size", "n_items", "n_slots"])
+@triton.jit
+def _finish_half(acc, first_n, args, ACTIVATION: tl.constexpr):
+    """Finish a tile of at most 2 * SLICE_N columns."""
+    N: tl.constexpr = acc.shape[1]
+    if N > SLICE_N:
+        left, right = _halves(acc)
+        _finish_slice(left, first_n, *args, ACTIVATION)
+        _finish_slice(right, first_n + N // 2, *args, ACTIVATION)
+    else:
+        _finish_slice(acc, first_n, *args, ACTIVATION)
+
+
+@triton.jit
+def _finish_tile(acc, first_n, args, ACTIVATION: tl.constexpr):
+    """Finish a tile of at most 4 * SLICE_N columns, slice by slice to keep few values alive."""
+    N: tl.constexpr = acc.shape[1]
+    if N > 2 * SLICE_N:
+        left, right = _halves(acc)
+        _finish_half(left, first_n, args, ACTIVATION)
+        _finish_half(right, first_n + N // 2, args, ACTIVATION)
+    else:
+        _finish_half(acc, first_n, args, ACTIVATION)
+
+
+@triton.jit(do_not_specialize=["n_items", "n_slots"])
 def _bsr_spmm_kernel(
     out_ptr,
     partial_ptr,  # fp32 [B, slots, BLOCK_H, N], None when no row is cut
@@ -138,29 +171,20 @@ def _bsr_spmm_kernel(
         x = tl.load(x_ptrs + k_first.to(tl.int64) * x_strides.row, mask=mask_x, other=0.0)
         acc = tl.dot(a, x, acc, input_precision=INPUT_PRECISION)
 
-    slot = -1
-    if partial_ptr is not None:
+    epilogue = (out_ptr, out_strides, addends, batch, row * BLOCK_H + rows, m_size, n_size)
+    if partial_ptr is None:
+        _finish_tile(acc, n_tile * TILE_N, epilogue, ACTIVATION)
+    else:
         slot = tl.load(items_ptr + 4 * item + 3)
-        if slot >= 0:
-            first = (batch.to(tl.int64) * n_slots + slot) * BLOCK_H
-            offsets = offsets_2d(first + rows, offs_n, n_size, 1)
-            tl.store(partial_ptr + offsets, acc, mask=mask_n[None, :])
-    if slot < 0:
-        _store_finished(
-            out_ptr,
-            acc,
-            addends,
-            out_strides,
-            batch,
-            row * BLOCK_H + rows,
-            offs_n,
-            m_size,
-            n_size,
-            ACTIVATION,
-        )
+        if slot < 0:
+            _finish_tile(acc, n_tile * TILE_N, epilogue, ACTIVATION)
+        else:
+            first_row = (batch.to(tl.int64) * n_slots + slot) * BLOCK_H
+            partial_ptrs = partial_ptr + offsets_2d(first_row + rows, offs_n, n_size, 1)
+            tl.store(partial_ptrs, acc, mask=mask_n[None, :])
 
 
-@triton.jit(do_not_specialize=["m_size", "n_split_rows", "n_slots"])
+@triton.jit(do_not_specialize=["n_split_rows", "n_slots"])
 def _bsr_spmm_reduce_kernel(
     out_ptr,
     partial_ptr,
@@ -199,18 +223,8 @@ def _bsr_spmm_reduce_kernel(
         mask = (offs_n < n_size)[None, :]
         acc += tl.load(partial_ptrs + tl.cast(slot, tl.int64) * slot_size, mask=mask, other=0.0)
 
-    _store_finished(
-        out_ptr,
-        acc,
-        addends,
-        out_strides,
-        batch,
-        row * BLOCK_H + rows,
-        offs_n,
-        m_size,
-        n_size,
-        ACTIVATION,
-    )
+    epilogue = (out_ptr, out_strides, addends, batch, row * BLOCK_H + rows, m_size, n_size)
+    _finish_tile(acc, n_tile * TILE_N, epilogue, ACTIVATION)
 
 
 def launch_spmm(
@@ -249,10 +263,10 @@ def launch_spmm(
         bias,
         0 if bias is None else bias.stride(0),
         residual,
-        Strides(0, 0, 0) if residual is None else strides_of(residual),
+        *((0, 0, 0) if residual is None else residual.stride()),
     )
-    tiles = cdiv(n, config.tile_n) * batches * (block_h // config.tile_m)
     with on_device_of(out):
+        tiles = cdiv(n, config.tile_n) * batches * (block_h // config.tile_m)
         _bsr_spmm_kernel[(plan.n_items * tiles,)](
             out,
             partial,
@@ -271,16 +285,17 @@ def launch_spmm(
             plan.n_slots,
             addends,
             activation,
-            input_precision(values.dtype),
+            config.input_precision,
             block_h,
             block_w,
             config.tile_m,
             config.tile_n,
             config.tile_k,
             num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            num_stages=triton_stages(config.num_stages, 1),
         )
         if plan.n_split_rows:
+            tiles = cdiv(n, REDUCE_TILE_N) * batches * (block_h // REDUCE_TILE_M)
             _bsr_spmm_reduce_kernel[(plan.n_split_rows * tiles,)](
                 out,
                 partial,
@@ -293,7 +308,7 @@ def launch_spmm(
                 addends,
                 activation,
                 block_h,
-                config.tile_m,
-                config.tile_n,
-                num_warps=config.num_warps,
+                REDUCE_TILE_M,
+                REDUCE_TILE_N,
+                num_warps=REDUCE_WARPS,
             )

@@ -16,10 +16,3 @@ class Strides(NamedTuple):
 def strides_of(x: torch.Tensor) -> Strides:
     """The strides of a 3-D tensor."""
     return Strides(*x.stride())
-
-
-def input_precision(dtype: torch.dtype) -> str:
-    """What `tl.dot` may do with fp32 operands: exactly what torch's own products may do."""
-    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return "tf32"
-    return "ieee"

@@ -1,0 +1,206 @@
+"""What is compiled without a GPU: the main configurations of the BSR kernels, as launched."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ...core.compile_cases import CompileCase, compile_cases
+from .config import PairConfig, SddmmConfig, SpmmConfig, triton_stages
+from .pair_products import _bsr_pair_products_kernel
+from .sddmm import _bsr_sddmm_kernel
+from .spmm import (
+    REDUCE_TILE_M,
+    REDUCE_TILE_N,
+    REDUCE_WARPS,
+    Addends,
+    _bsr_spmm_kernel,
+    _bsr_spmm_reduce_kernel,
+)
+from .views import Strides
+
+# Sizes matter only in what they are multiples of.
+_SIZE = 4096
+_BIG = Strides(_SIZE * _SIZE, _SIZE, 1)
+
+
+class _Order(NamedTuple):
+    """Strides of a product, and whether it goes through the metadata of the transpose."""
+
+    x: Strides
+    out: Strides
+    blocks_transposed: bool
+
+
+_ORDERS = {
+    "A@X": _Order(_BIG, _BIG, False),
+    "A.T@X": _Order(_BIG, _BIG, True),
+    "X@A.T": _Order(Strides(0, 1, _SIZE), Strides(0, 1, _SIZE), False),
+    "X@A": _Order(Strides(0, 1, _SIZE), Strides(0, 1, _SIZE), True),
+}
+
+
+def spmm_case(
+    config: SpmmConfig,
+    dtype: torch.dtype,
+    block_shape: tuple[int, int],
+    order: str = "A@X",
+    epilogue: bool = False,
+    ragged_k: bool = False,
+    **options: Any,
+) -> CompileCase:
+    """A launch of the product. `epilogue` adds bias, gelu, a residual and cut rows."""
+    strides = _ORDERS[order]
+    bh, bw = block_shape
+    return CompileCase(
+        name=(
+            f"bsr_spmm/{_short(dtype)}-{bh}x{bw}-{order}{'-epilogue' if epilogue else ''}"
+            f"{'-ragged' if ragged_k else ''}-{_tiles(config)}"
+        ),
+        kernel=_bsr_spmm_kernel,
+        args={
+            "out_ptr": dtype,
+            "partial_ptr": torch.float32 if epilogue else None,
+            "values_ptr": dtype,
+            "x_ptr": dtype,
+            "items_ptr": torch.int32,
+            "indices_ptr": torch.int32,
+            "perm_ptr": torch.int32 if strides.blocks_transposed else None,
+            "out_strides": strides.out,
+            "value_strides": (
+                Strides(bh * bw, 1, bh) if strides.blocks_transposed else Strides(bh * bw, bw, 1)
+            ),
+            "x_strides": strides.x,
+            "m_size": _SIZE,
+            "k_size": _SIZE if ragged_k else None,
+            "n_size": _SIZE,
+            "n_items": 33,
+            "n_slots": 33,
+            "addends": _addends(dtype, strides.out, epilogue),
+            "ACTIVATION": "gelu" if epilogue else None,
+            "INPUT_PRECISION": config.input_precision,
+            "BLOCK_H": bh,
+            "BLOCK_W": bw,
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "TILE_K": config.tile_k,
+        },
+        num_warps=config.num_warps,
+        num_stages=triton_stages(config.num_stages, 1),
+        **options,
+    )
+
+
+def reduce_case(dtype: torch.dtype, block_h: int, **options: Any) -> CompileCase:
+    """A launch of the second pass over cut rows."""
+    return CompileCase(
+        name=f"bsr_spmm_reduce/{_short(dtype)}-{block_h}",
+        kernel=_bsr_spmm_reduce_kernel,
+        args={
+            "out_ptr": dtype,
+            "partial_ptr": torch.float32,
+            "split_rows_ptr": torch.int32,
+            "out_strides": _BIG,
+            "m_size": _SIZE,
+            "n_size": _SIZE,
+            "n_split_rows": 33,
+            "n_slots": 33,
+            "addends": _addends(dtype, _BIG, True),
+            "ACTIVATION": "gelu",
+            "BLOCK_H": block_h,
+            "TILE_M": REDUCE_TILE_M,
+            "TILE_N": REDUCE_TILE_N,
+        },
+        num_warps=REDUCE_WARPS,
+        **options,
+    )
+
+
+def sddmm_case(
+    config: SddmmConfig,
+    dtype: torch.dtype,
+    block_shape: tuple[int, int],
+    of_weight: bool = False,
+    **options: Any,
+) -> CompileCase:
+    """A launch of the sampled product; `of_weight` has the strides of a weight's gradient."""
+    name = f"bsr_sddmm/{_short(dtype)}-{block_shape[0]}x{block_shape[1]}"
+    return CompileCase(
+        name=f"{name}{'-of-weight' if of_weight else ''}-{_tiles(config)}",
+        kernel=_bsr_sddmm_kernel,
+        args={
+            "out_ptr": torch.float32 if config.split_k > 1 else dtype,
+            "a_ptr": dtype,
+            "b_ptr": dtype,
+            "indices_ptr": torch.int32,
+            "t_indices_ptr": torch.int32,
+            "t_perm_ptr": torch.int32,
+            "a_strides": Strides(0, 1, _SIZE) if of_weight else _BIG,
+            "b_strides": _BIG,
+            "m_size": _SIZE,
+            "n_size": _SIZE,
+            "k_size": _SIZE,
+            "batches": 3,
+            "nnz_blocks": 333,
+            "steps_per_share": 33,
+            "INPUT_PRECISION": config.input_precision,
+            "BLOCK_H": block_shape[0],
+            "BLOCK_W": block_shape[1],
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "TILE_K": config.tile_k,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **options,
+    )
+
+
+def pair_case(
+    config: PairConfig,
+    dtype: torch.dtype,
+    block_shape: tuple[int, int],
+    inner: int,
+    **options: Any,
+) -> CompileCase:
+    """A launch of the products of pairs."""
+    bh, bw = block_shape
+    return CompileCase(
+        name=f"bsr_pair_products/{_short(dtype)}-{bh}x{inner}x{bw}-{_tiles(config)}",
+        kernel=_bsr_pair_products_kernel,
+        args={
+            "out_ptr": dtype,
+            "first_ptr": dtype,
+            "second_ptr": dtype,
+            "first_of_ptr": torch.int32,
+            "second_of_ptr": torch.int32,
+            "order_ptr": torch.int32,
+            "pair_indptr_ptr": torch.int32,
+            "first_strides": Strides(bh * inner, inner, 1),
+            "second_strides": Strides(inner * bw, bw, 1),
+            "INPUT_PRECISION": config.input_precision,
+            "BLOCK_H": bh,
+            "INNER": inner,
+            "BLOCK_W": bw,
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "TILE_K": config.tile_k,
+        },
+        num_warps=config.num_warps,
+        num_stages=triton_stages(config.num_stages, 2),
+        **options,
+    )
+
+
+def _addends(dtype: torch.dtype, strides: Strides, given: bool) -> Addends:
+    return Addends(dtype, 1, dtype, *strides) if given else Addends(None, 0, None, 0, 0, 0)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+
+
+def _tiles(config: Any) -> str:
+    tf32 = "-tf32" if config.input_precision == "tf32" else ""
+    tiles = f"{config.tile_m}x{config.tile_n}x{config.tile_k}"
+    return f"{tiles}-w{config.num_warps}s{config.num_stages}{tf32}"

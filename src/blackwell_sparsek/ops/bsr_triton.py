@@ -1,0 +1,180 @@
+"""The portable Triton kernels as implementation `triton` of the block-sparse operators.
+
+Triton and the kernels are imported at the first call.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from ..core.compat import why_no_triton
+from ..core.launch import cdiv
+from ..tuning.bsr import pair_config, sddmm_config, spmm_config
+from ..tuning.problem_bsr import BsrProblem
+from .bsr_problem import matmul_problem, pairs_problem, sddmm_problem
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MIN_SM = 80
+# Tensor cores take sides of 16; larger blocks than 256 gain nothing over several smaller ones.
+_SIDE_STEP, _LARGEST_SIDE = 16, 256
+
+
+def why_not(problem: BsrProblem) -> str | None:
+    """Why the kernels cannot run this problem, or None when they can."""
+    if (reason := why_no_triton()) is not None:
+        return reason
+    arch = problem.arch
+    if arch.sm < _MIN_SM and not arch.interpreted:
+        return f"needs a CUDA GPU of sm_{_MIN_SM} or newer, got {arch}"
+    if arch.sm > 0 and arch.interpreted:
+        return "TRITON_INTERPRET is set, and the tensors are on a GPU"
+    for dtype in (problem.dtype, problem.out_dtype):
+        if dtype not in _DTYPES:
+            return f"needs float16, bfloat16 or float32, got {dtype}"
+    shapes = [problem.block_shape]
+    shapes += [problem.other_block_shape] if problem.kind == "pairs" else []
+    for block_shape in shapes:
+        if any(side % _SIDE_STEP or side > _LARGEST_SIDE for side in block_shape):
+            return (
+                f"needs block sides that are multiples of {_SIDE_STEP} up to {_LARGEST_SIDE}, "
+                f"got {block_shape}"
+            )
+    return None
+
+
+def is_compiled(problem: BsrProblem) -> bool:
+    """`auto` does not take interpreted kernels: they are for tests."""
+    return not problem.arch.interpreted
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Multiply float32 as torch's own products may: in tf32 only where the user allowed it."""
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if dtype == torch.float32 and allowed else "ieee"
+
+
+def bsr_matmul(
+    values: torch.Tensor,
+    pattern: list[torch.Tensor],
+    shape: list[int],
+    transposed: bool,
+    dense: torch.Tensor,
+    dense_left: bool,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
+    from ..kernels.bsr.plan import spmm_plan
+    from ..kernels.bsr.spmm import launch_spmm
+
+    # X @ A = (A^T @ X^T)^T: all four cases are block rows of something times a matrix.
+    by_columns = transposed != dense_left
+    features, inner = (shape[1], shape[0]) if by_columns else (shape[0], shape[1])
+    tail = (dense.shape[-2], features) if dense_left else (features, dense.shape[-1])
+    out = dense.new_empty((*dense.shape[:-2], *tail), dtype=out_dtype or dense.dtype)
+    if out.numel() == 0:
+        return out
+    problem = matmul_problem(
+        values, shape, transposed, dense, dense_left, bias, residual, activation, out_dtype
+    )
+    tensors = [x for x in (out, dense, residual) if x is not None]
+    if dense_left and (rows := _views(tensors, 1)) is not None:
+        # rows of all batch entries are rows of one matrix
+        parts = [[x.mT.unsqueeze(0) for x in rows]]
+        problem = replace(problem, n=rows[0].shape[0], batch=1)
+    else:
+        parts = _matrices([x.mT for x in tensors] if dense_left else tensors)
+
+    blocks = values.mT if by_columns else values
+    indptr, indices, perm = (*pattern[:2], None)
+    if by_columns:
+        indptr, indices, perm = pattern[2:5]
+    config = spmm_config(problem, _precision(values.dtype))
+    cols_b = cdiv(inner, blocks.shape[2])
+    plan = spmm_plan(indptr, values.shape[0], cols_b, config.chunk)
+    for part in parts:
+        part_residual = part[2] if residual is not None else None
+        launch_spmm(
+            *(part[0], blocks, indices, perm, part[1]),
+            *(bias, part_residual, activation, plan, config),
+        )
+    return out
+
+
+def bsr_sddmm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    pattern: list[torch.Tensor],
+    shape: list[int],
+    block_shape: list[int],
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """Sum over the batch of a @ b at the blocks of the pattern."""
+    from ..kernels.bsr.sddmm import launch_sddmm
+
+    _, indices, _, t_indices, t_perm = pattern
+    out = a.new_empty((indices.shape[0], *block_shape), dtype=out_dtype or a.dtype)
+    if a.numel() == 0 or b.numel() == 0:
+        return out.zero_()
+    problem = sddmm_problem(a, b, pattern, shape, block_shape, out_dtype)
+    if (rows := _views([a.mT, b], 1)) is not None:
+        # a sum over the batch of sums over k is one longer sum
+        parts = [[rows[0].mT.unsqueeze(0), rows[1].unsqueeze(0)]]
+        problem = replace(problem, n=rows[0].shape[0], batch=1)
+    else:
+        parts = _matrices([a, b])
+        problem = replace(problem, batch=parts[0][0].shape[0])
+    config = sddmm_config(problem, _precision(a.dtype))
+    if len(parts) == 1:
+        launch_sddmm(out, *parts[0], indices, t_indices, t_perm, config)
+        return out
+    sums = out.new_empty((len(parts), *out.shape), dtype=torch.float32)
+    for i, part in enumerate(parts):
+        launch_sddmm(sums[i], *part, indices, t_indices, t_perm, config)
+    return out.copy_(sums.sum(0))
+
+
+def bsr_pair_products(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    pairs: list[torch.Tensor],
+    first_transposed: bool,
+    second_transposed: bool,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """out[o] = sum of op(first[f]) @ op(second[s]) over the triples (f, s, o) of `pairs`."""
+    from ..kernels.bsr.pair_products import launch_pair_products
+
+    problem = pairs_problem(first, second, pairs, first_transposed, second_transposed, out_dtype)
+    first_of, second_of, _, order, indptr = pairs[:5]
+    first = first.mT if first_transposed else first
+    second = second.mT if second_transposed else second
+    blocks = indptr.shape[0] - 1
+    out = first.new_empty((blocks, first.shape[1], second.shape[2]), dtype=out_dtype or first.dtype)
+    config = pair_config(problem, _precision(first.dtype))
+    launch_pair_products(out, first, second, first_of, second_of, order, indptr, config)
+    return out
+
+
+def _views(tensors: list[torch.Tensor], tail: int) -> list[torch.Tensor] | None:
+    """Views with all but the last `tail` dimensions merged, or None where one would be a copy."""
+    try:
+        return [x.view(-1, *x.shape[x.dim() - tail :]) for x in tensors]
+    except RuntimeError:
+        return None
+
+
+def _matrices(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors [..., rows, columns] as views [B, rows, columns].
+
+    One group of views where the leading dimensions of each can be merged; else one group for each
+    index of the first dimension.
+    """
+    if (views := _views(tensors, 2)) is not None:
+        return [views]
+    groups = []
+    for i in range(tensors[0].shape[0]):
+        groups += _matrices([x[i] for x in tensors])
+    return groups

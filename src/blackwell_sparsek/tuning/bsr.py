@@ -1,0 +1,184 @@
+"""(architecture, problem) -> tiles of the portable BSR kernels. Pure functions; nothing is timed.
+
+Sizes are those of the result: a block row of `block_h` rows meets `n` columns.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..core.arch import Arch
+from ..core.launch import cdiv
+from ..kernels.bsr.config import MIN_TILE, PairConfig, SddmmConfig, SpmmConfig, largest_tile
+from .problem_bsr import BsrProblem
+
+# Shared memory of the smallest supported GPU (sm_86, sm_89, sm_120): also where it is unknown.
+SMALLEST_SMEM = 99 * 1024
+# Triton needs a little for itself: barriers, and the exchange of layouts in the epilogue.
+RESERVED_SMEM = 2 * 1024
+# Up to this many columns a product is bound by reading the blocks, not by arithmetic.
+NARROW = 64
+# Programs per SM that keep the memory system busy while blocks are only read.
+PROGRAMS_PER_SM = 4
+
+
+class _Tile(NamedTuple):
+    """Upper bounds of a tile and how it is run."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+class SpmmSizes(NamedTuple):
+    """A product as the kernel sees it: rows of the result are block rows of the operand."""
+
+    block_h: int
+    block_w: int
+    rows_b: int
+    n: int
+    batch: int
+    nnz_blocks: int
+
+
+def spmm_sizes(problem: BsrProblem) -> SpmmSizes:
+    """Turn `dense @ op(A)` into `op(A)^T @ dense^T`."""
+    block_h, block_w = problem.block_shape[::-1] if problem.dense_left else problem.block_shape
+    rows = problem.shape[1] if problem.dense_left else problem.shape[0]
+    return SpmmSizes(
+        block_h, block_w, cdiv(rows, block_h), problem.n, problem.batch, problem.nnz_blocks
+    )
+
+
+@lru_cache(maxsize=1024)
+def spmm_config(problem: BsrProblem, precision: str) -> SpmmConfig:
+    """Tiles of `bsr_matmul`; `precision` is what fp32 operands are multiplied in."""
+    sizes = spmm_sizes(problem)
+    if sizes.n <= NARROW:
+        tile = _narrow_tile(problem, sizes, precision)
+    else:
+        tile = _wide_tile(problem, sizes, precision)
+    tile = _fit_smem(tile, problem.arch, problem.dtype.itemsize)
+    return SpmmConfig(*tile, precision, spmm_chunk(problem.arch, sizes, tile.m, tile.n))
+
+
+def spmm_chunk(arch: Arch, sizes: SpmmSizes, tile_m: int, tile_n: int) -> int:
+    """How many blocks one program may visit before a row is cut.
+
+    Half of what a multiprocessor has to do in all: a longer item could be the last one running.
+    A power of two, so that few plans exist for each pattern.
+    """
+    panels = cdiv(max(sizes.n, 1), tile_n) * max(sizes.batch, 1) * (sizes.block_h // tile_m)
+    share = cdiv(sizes.nnz_blocks * panels, 2 * arch.num_sms)
+    # below 512 steps of the sum, the second pass costs more than the cut saves
+    least = max(1, 512 // sizes.block_w)
+    return _power_of_two_above(max(share, least))
+
+
+def _narrow_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile:
+    """Few columns: every block is read once, so only the number of loads in flight counts."""
+    tile_n = max(MIN_TILE, _power_of_two_above(sizes.n))
+    tile_m = largest_tile(sizes.block_h, 64)
+    if _is_fma(problem.dtype, precision):
+        # without tensor cores the operands sit in registers: short steps
+        return _Tile(min(tile_m, 32), tile_n, largest_tile(sizes.block_w, 32), 4, 3)
+    panels = sizes.rows_b * max(sizes.batch, 1)
+    while (
+        tile_m > MIN_TILE
+        and panels * (sizes.block_h // tile_m) < PROGRAMS_PER_SM * problem.arch.num_sms
+    ):
+        tile_m //= 2
+    # long steps: 128 two-byte elements of a row are two full cache lines
+    tile_k = largest_tile(sizes.block_w, 256 // problem.dtype.itemsize)
+    return _Tile(tile_m, tile_n, tile_k, 4, 4)
+
+
+def _wide_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile:
+    """Many columns: tall blocks are bound by arithmetic, flat ones by reading x."""
+    sm = problem.arch.sm
+    tile_m = largest_tile(sizes.block_h, 128)
+    if _is_fma(problem.dtype, precision):
+        tile_m = min(tile_m, 64)
+        return _Tile(tile_m, 64, largest_tile(sizes.block_w, 16), 4, 3)
+    if problem.dtype == torch.float32:
+        # tf32: as many bytes as 16-bit tiles with half the steps
+        return _Tile(tile_m, 128, largest_tile(sizes.block_w, 32), 8 if tile_m == 128 else 4, 3)
+    tile_k = largest_tile(sizes.block_w, 64)
+    if sm in (90, 100, 103):
+        # accumulators of 128x256 take half the registers of 8 warps; wgmma and tcgen05 read
+        # both operands from shared memory, and x from L2 is what limits: wide panels
+        wide = _Tile(tile_m, 256, tile_k, 8 if tile_m == 128 else 4, 4)
+    else:
+        # mma.sync needs operand registers beside the accumulators
+        wide = _Tile(tile_m, 128, largest_tile(sizes.block_w, 32), 8 if tile_m == 128 else 4, 4)
+    return _narrowed(wide, problem.arch, sizes)
+
+
+def _narrowed(tile: _Tile, arch: Arch, sizes: SpmmSizes) -> _Tile:
+    """Halve the columns of a tile while the result has fewer tiles than there are SMs."""
+    rows = sizes.rows_b * max(sizes.batch, 1) * (sizes.block_h // tile.m)
+    n = min(tile.n, _power_of_two_above(sizes.n))
+    while n > NARROW and rows * cdiv(sizes.n, n) < arch.num_sms:
+        n //= 2
+    # with half the columns, half the warps keep each warp's share of the accumulators
+    warps = tile.warps if n > 64 else min(tile.warps, 4)
+    return tile._replace(n=n, warps=warps)
+
+
+@lru_cache(maxsize=1024)
+def sddmm_config(problem: BsrProblem, precision: str) -> SddmmConfig:
+    """Tiles of `bsr_sddmm`, whose sum runs over `problem.n` and the batch."""
+    block_h, block_w = problem.block_shape
+    tile = _square_tile(problem.dtype, block_h, block_w, precision)
+    tile_k = 16 if _is_fma(problem.dtype, precision) else 128 // problem.dtype.itemsize
+    tile = _fit_smem(tile._replace(k=tile_k), problem.arch, problem.dtype.itemsize)
+    programs = problem.nnz_blocks * (block_h // tile.m) * (block_w // tile.n)
+    steps = cdiv(problem.n, tile.k) * max(problem.batch, 1)
+    # too few pieces to fill the GPU: share out the sum, at least 16 steps to each
+    split_k = max(1, min(2 * problem.arch.num_sms // max(programs, 1), steps // 16))
+    return SddmmConfig(*tile, precision, split_k)
+
+
+@lru_cache(maxsize=1024)
+def pair_config(problem: BsrProblem, precision: str) -> PairConfig:
+    """Tiles of `bsr_pair_products`, whose sum runs over the inner block side."""
+    (block_h, inner), (_, block_w) = problem.block_shape, problem.other_block_shape
+    limit = MIN_TILE if _is_fma(problem.dtype, precision) else 128 // problem.dtype.itemsize
+    tile = _square_tile(problem.dtype, block_h, block_w, precision)
+    tile = tile._replace(k=largest_tile(inner, limit))
+    return PairConfig(*_fit_smem(tile, problem.arch, problem.dtype.itemsize), precision)
+
+
+def _square_tile(dtype: torch.dtype, block_h: int, block_w: int, precision: str) -> _Tile:
+    """A piece of a block, as large as the accumulators allow."""
+    limit = 64 if _is_fma(dtype, precision) else 128
+    tile_m, tile_n = largest_tile(block_h, limit), largest_tile(block_w, limit)
+    area = tile_m * tile_n
+    # 64 accumulators a thread at the most; small pieces are latency bound and want few warps
+    warps = 8 if area >= 128 * 128 else 4 if area >= 32 * 32 else 2
+    return _Tile(tile_m, tile_n, MIN_TILE, warps, 3)
+
+
+def _fit_smem(tile: _Tile, arch: Arch, itemsize: int) -> _Tile:
+    """Give up stages, then steps, then columns, until the operand tiles fit."""
+    limit = (arch.smem_bytes or SMALLEST_SMEM) - RESERVED_SMEM
+    while tile.stages * tile.k * (tile.m + tile.n) * itemsize > limit:
+        if tile.stages > 2:
+            tile = tile._replace(stages=tile.stages - 1)
+        elif tile.k > MIN_TILE:
+            tile = tile._replace(k=tile.k // 2)
+        else:
+            tile = tile._replace(n=tile.n // 2)
+    return tile
+
+
+def _is_fma(dtype: torch.dtype, precision: str) -> bool:
+    """Whether the product runs without tensor cores."""
+    return dtype == torch.float32 and precision == "ieee"
+
+
+def _power_of_two_above(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
