@@ -12,7 +12,7 @@ import torch
 from ..eager import bsr_matmul as eager
 from ..eager import bsr_pairs as eager_pairs
 from ..reference import bsr_matmul as reference
-from . import bsr_triton
+from . import bsr_sm90, bsr_triton
 from .bsr_problem import matmul_problem, pairs_problem, sddmm_problem
 from .dispatch import Dispatcher
 from .registry import define_op
@@ -26,6 +26,7 @@ def _anything(problem: Any) -> str | None:
     return None
 
 
+matmul_dispatch.register("sm90", bsr_sm90.why_not, bsr_sm90.bsr_matmul)
 for _dispatch, _triton, _eager, _reference in (
     (matmul_dispatch, bsr_triton.bsr_matmul, eager.bsr_matmul, reference.bsr_matmul),
     (sddmm_dispatch, bsr_triton.bsr_sddmm, eager.bsr_sddmm, reference.bsr_sddmm),

@@ -32,6 +32,7 @@ def matmul_problem(
         dense_left=dense_left,
         transposed=transposed,
         row_major=_row_major(dense),
+        tma=_tma(values, shape, transposed, dense, dense_left, bias, out_dtype or dense.dtype),
         bias=bias is not None,
         residual=residual is not None,
         activation=activation,
@@ -94,3 +95,26 @@ def _seen(blocks: torch.Tensor, transposed: bool) -> tuple[int, int]:
 
 def _row_major(*tensors: torch.Tensor) -> bool:
     return all(x.stride(-1) == 1 for x in tensors)
+
+
+def _tma(
+    values: torch.Tensor,
+    shape: list[int],
+    transposed: bool,
+    dense: torch.Tensor,
+    dense_left: bool,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> bool:
+    """Whether values, dense operand and result can be copied by TMA: all in steps of 16 bytes."""
+    columns = shape[1 if transposed == (not dense_left) else 0] if dense_left else dense.shape[-1]
+    strides = [s for size, s in zip(dense.shape, dense.stride(), strict=True) if size > 1]
+    outer = [s * dense.element_size() for s in strides if s != 1]
+    return (
+        values.is_contiguous()
+        and values.data_ptr() % 16 == 0
+        and dense.data_ptr() % 16 == 0
+        and all(stride > 0 and stride % 16 == 0 for stride in outer)
+        and columns * out_dtype.itemsize % 16 == 0
+        and (bias is None or bias.is_contiguous())
+    )

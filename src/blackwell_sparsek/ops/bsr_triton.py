@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from ..core.compat import why_no_triton
-from ..core.launch import cdiv
 from ..tuning.bsr import pair_config, sddmm_config, spmm_config
 from ..tuning.problem_bsr import BsrProblem
-from .bsr_problem import matmul_problem, pairs_problem, sddmm_problem
+from .bsr_operands import matrices, merged_views, rows_product
+from .bsr_problem import pairs_problem, sddmm_problem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_SM = 80
@@ -69,38 +69,19 @@ def bsr_matmul(
     from ..kernels.bsr.plan import spmm_plan
     from ..kernels.bsr.spmm import launch_spmm
 
-    # X @ A = (A^T @ X^T)^T: all four cases are block rows of something times a matrix.
-    by_columns = transposed != dense_left
-    features, inner = (shape[1], shape[0]) if by_columns else (shape[0], shape[1])
-    tail = (dense.shape[-2], features) if dense_left else (features, dense.shape[-1])
-    out = dense.new_empty((*dense.shape[:-2], *tail), dtype=out_dtype or dense.dtype)
-    if out.numel() == 0:
-        return out
-    problem = matmul_problem(
-        values, shape, transposed, dense, dense_left, bias, residual, activation, out_dtype
+    product = rows_product(
+        *(values, pattern, shape, transposed, dense, dense_left),
+        *(bias, residual, activation, out_dtype),
     )
-    tensors = [x for x in (out, dense, residual) if x is not None]
-    if dense_left and (rows := _views(tensors, 1)) is not None:
-        # rows of all batch entries are rows of one matrix
-        parts = [[x.mT.unsqueeze(0) for x in rows]]
-        problem = replace(problem, n=rows[0].shape[0], batch=1)
-    else:
-        parts = _matrices([x.mT for x in tensors] if dense_left else tensors)
-
-    blocks = values.mT if by_columns else values
-    indptr, indices, perm = (*pattern[:2], None)
-    if by_columns:
-        indptr, indices, perm = pattern[2:5]
-    config = spmm_config(problem, _precision(values.dtype))
-    cols_b = cdiv(inner, blocks.shape[2])
-    plan = spmm_plan(indptr, values.shape[0], cols_b, config.chunk)
-    for part in parts:
+    config = spmm_config(product.problem, _precision(values.dtype))
+    plan = spmm_plan(product.indptr, values.shape[0], product.cols_b, config.chunk)
+    for part in product.parts:
         part_residual = part[2] if residual is not None else None
         launch_spmm(
-            *(part[0], blocks, indices, perm, part[1]),
+            *(part[0], product.blocks, product.indices, product.perm, part[1]),
             *(bias, part_residual, activation, plan, config),
         )
-    return out
+    return product.out
 
 
 def bsr_sddmm(
@@ -119,12 +100,12 @@ def bsr_sddmm(
     if a.numel() == 0 or b.numel() == 0:
         return out.zero_()
     problem = sddmm_problem(a, b, pattern, shape, block_shape, out_dtype)
-    if (rows := _views([a.mT, b], 1)) is not None:
+    if (rows := merged_views([a.mT, b], 1)) is not None:
         # a sum over the batch of sums over k is one longer sum
         parts = [[rows[0].mT.unsqueeze(0), rows[1].unsqueeze(0)]]
         problem = replace(problem, n=rows[0].shape[0], batch=1)
     else:
-        parts = _matrices([a, b])
+        parts = matrices([a, b])
         problem = replace(problem, batch=parts[0][0].shape[0])
     config = sddmm_config(problem, _precision(a.dtype))
     if len(parts) == 1:
@@ -156,25 +137,3 @@ def bsr_pair_products(
     config = pair_config(problem, _precision(first.dtype))
     launch_pair_products(out, first, second, first_of, second_of, order, indptr, config)
     return out
-
-
-def _views(tensors: list[torch.Tensor], tail: int) -> list[torch.Tensor] | None:
-    """Views with all but the last `tail` dimensions merged, or None where one would be a copy."""
-    try:
-        return [x.view(-1, *x.shape[x.dim() - tail :]) for x in tensors]
-    except RuntimeError:
-        return None
-
-
-def _matrices(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors [..., rows, columns] as views [B, rows, columns].
-
-    One group of views where the leading dimensions of each can be merged; else one group for each
-    index of the first dimension.
-    """
-    if (views := _views(tensors, 2)) is not None:
-        return [views]
-    groups = []
-    for i in range(tensors[0].shape[0]):
-        groups += _matrices([x[i] for x in tensors])
-    return groups

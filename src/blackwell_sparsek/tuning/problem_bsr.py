@@ -14,7 +14,8 @@ class BsrProblem:
     `kind` is matmul, sddmm or pairs. `shape` is that of the sparse operand as seen (rows, columns),
     `n` the extent of the dense operand along the result (of the contraction for sddmm), `batch`
     the product of its leading dimensions. `row_major` tells whether the dense operand (both, for
-    sddmm) has a contiguous last dimension. `other_block_shape` is that of the second operand of
+    sddmm) has a contiguous last dimension, `tma` whether addresses and strides of all matrices
+    suit the copy engine of Hopper. `other_block_shape` is that of the second operand of
     pairs; both block shapes are as seen.
     """
 
@@ -30,6 +31,7 @@ class BsrProblem:
     dense_left: bool = False
     transposed: bool = False
     row_major: bool = True
+    tma: bool = False
     bias: bool = False
     residual: bool = False
     activation: str | None = None

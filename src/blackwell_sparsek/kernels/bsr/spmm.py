@@ -255,16 +255,8 @@ def launch_spmm(
     batches, m, n = out.shape
     if out.numel() == 0:
         return
-    partial = None
-    if plan.n_slots:
-        shape = (batches, plan.n_slots, block_h, n)
-        partial = torch.empty(shape, dtype=torch.float32, device=out.device)
-    addends = Addends(
-        bias,
-        0 if bias is None else bias.stride(0),
-        residual,
-        *((0, 0, 0) if residual is None else residual.stride()),
-    )
+    partial = empty_partial(out, plan, block_h)
+    addends = addends_of(bias, residual)
     with on_device_of(out):
         tiles = cdiv(n, config.tile_n) * batches * (block_h // config.tile_m)
         _bsr_spmm_kernel[(plan.n_items * tiles,)](
@@ -295,20 +287,51 @@ def launch_spmm(
             num_stages=triton_stages(config.num_stages, 1),
         )
         if plan.n_split_rows:
-            tiles = cdiv(n, REDUCE_TILE_N) * batches * (block_h // REDUCE_TILE_M)
-            _bsr_spmm_reduce_kernel[(plan.n_split_rows * tiles,)](
-                out,
-                partial,
-                plan.split_rows,
-                strides_of(out),
-                m,
-                n,
-                plan.n_split_rows,
-                plan.n_slots,
-                addends,
-                activation,
-                block_h,
-                REDUCE_TILE_M,
-                REDUCE_TILE_N,
-                num_warps=REDUCE_WARPS,
-            )
+            launch_spmm_reduce(out, partial, addends, activation, plan)
+
+
+def addends_of(bias: torch.Tensor | None, residual: torch.Tensor | None) -> Addends:
+    """Bias [M] and residual [B, M, N], either of them None, as kernels take them."""
+    return Addends(
+        bias,
+        0 if bias is None else bias.stride(0),
+        residual,
+        *((0, 0, 0) if residual is None else residual.stride()),
+    )
+
+
+def empty_partial(out: torch.Tensor, plan: SpmmPlan, block_h: int) -> torch.Tensor | None:
+    """Workspace of a plan for `out` [B, M, N]: fp32 [B, slots, block_h, N], None without slots."""
+    if not plan.n_slots:
+        return None
+    shape = (out.shape[0], plan.n_slots, block_h, out.shape[2])
+    return torch.empty(shape, dtype=torch.float32, device=out.device)
+
+
+def launch_spmm_reduce(
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    addends: Addends,
+    activation: str | None,
+    plan: SpmmPlan,
+) -> None:
+    """Write the rows of `out` [B, M, N] that the plan cut, from the parts in `partial`."""
+    batches, m, n = out.shape
+    block_h = partial.shape[2]
+    tiles = cdiv(n, REDUCE_TILE_N) * batches * (block_h // REDUCE_TILE_M)
+    _bsr_spmm_reduce_kernel[(plan.n_split_rows * tiles,)](
+        out,
+        partial,
+        plan.split_rows,
+        strides_of(out),
+        m,
+        n,
+        plan.n_split_rows,
+        plan.n_slots,
+        addends,
+        activation,
+        block_h,
+        REDUCE_TILE_M,
+        REDUCE_TILE_N,
+        num_warps=REDUCE_WARPS,
+    )

@@ -102,8 +102,9 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
 
 
 @gluon.jit
-def _produce(a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, work, sizes,
-             CFG: gl.constexpr):
+def _produce(
+    a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, work, sizes, CFG: gl.constexpr
+):
     """Take work and keep the ring full."""
     pieces_per_panel, total = sizes
     _, _, _, empty = ring
@@ -119,7 +120,9 @@ def _produce(a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, w
         next_item = _read_item(items_ptr, next_piece, pieces_per_panel, total, CFG)
         sub_row = (piece % CFG.row_tiles) * CFG.tile_m
         col = (piece // pieces_per_panel) * CFG.tile_n
-        _publish(work, turn, (end - begin) * CFG.k_steps, block_row * CFG.BLOCK_H + sub_row, col, slot)
+        _publish(
+            work, turn, (end - begin) * CFG.k_steps, block_row * CFG.BLOCK_H + sub_row, col, slot
+        )
         turn += 1
         block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
         for entry in range(begin, end):
@@ -153,7 +156,7 @@ def _halves(x):
 def _store_chunk(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.constexpr):
     """Finish and store a [ROWS, chunk] piece of a tile; a partial sum goes to its slot as it is."""
     part_ptr, bias_ptr, residual_ptr, residual_strides = extras
-    n_rows, n_cols, part_stride = sizes
+    n_rows, n_cols = sizes
     chunk: gl.constexpr = CFG.out_chunk
     layout: gl.constexpr = CFG.accumulator_layout(chunk)
     activation: gl.constexpr = CFG.ACTIVATION
@@ -161,17 +164,20 @@ def _store_chunk(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     cols = col + gl.arange(0, chunk, gl.SliceLayout(0, layout))
     if part_ptr is not None and slot >= 0:
-        part_rows = (slot * CFG.tile_m + rows % CFG.tile_m).to(gl.int64)
-        gl.store(part_ptr + part_rows[:, None] * part_stride + cols[None, :], acc)
+        # a slot holds a whole block row
+        part_rows = (slot * CFG.BLOCK_H + rows % CFG.BLOCK_H).to(gl.int64)
+        offsets = part_rows[:, None] * n_cols + cols[None, :]
+        gl.store(part_ptr + offsets, acc, mask=(cols < n_cols)[None, :])
     else:
         if bias_ptr is not None:
-            bias = gl.load(bias_ptr + rows, mask=rows < n_rows, other=0.0)
+            present = (rows >= 0) & (rows < n_rows)
+            bias = gl.load(bias_ptr + rows, mask=present, other=0.0)
             acc += bias.to(gl.float32)[:, None]
         acc = activate(acc, activation)
         if residual_ptr is not None:
             row_offsets = rows.to(gl.int64) * residual_strides[0]
             offsets = row_offsets[:, None] + (cols.to(gl.int64) * residual_strides[1])[None, :]
-            inside = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+            inside = ((rows >= 0) & (rows < n_rows))[:, None] & (cols < n_cols)[None, :]
             acc += gl.load(residual_ptr + offsets, mask=inside, other=0.0).to(gl.float32)
         tile = acc.to(out_smem.dtype)
         # The copy that was started one chunk ago must have read the buffer.
@@ -194,11 +200,15 @@ def _store_tile(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.
     for half in gl.static_range(2):
         part = _halves(acc)[half]
         if CFG.OUT_CHUNKS == 2:
-            _store_chunk(part, row, col + half * chunk, slot, out_desc, out_smem, extras, sizes, CFG)
+            _store_chunk(
+                part, row, col + half * chunk, slot, out_desc, out_smem, extras, sizes, CFG
+            )
         else:
             for quarter in gl.static_range(2):
                 first = col + (2 * half + quarter) * chunk
-                _store_chunk(_halves(part)[quarter], row, first, slot, out_desc, out_smem, extras, sizes, CFG)
+                _store_chunk(
+                    _halves(part)[quarter], row, first, slot, out_desc, out_smem, extras, sizes, CFG
+                )
 
 
 @gluon.jit
@@ -240,7 +250,7 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
 @gluon.jit
 def _tiles(desc, count: gl.constexpr):
     """Allocate `count` shared-memory tiles of the shape a descriptor copies."""
-    shape: gl.constexpr = [count] + desc.block_type.shape
+    shape: gl.constexpr = [count] + desc.block_type.shape  # noqa: RUF005  (no unpacking in jit code)
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
@@ -253,10 +263,25 @@ def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
     return bars
 
 
-@gluon.jit
-def _spmm_sm90_kernel(out_desc, part_ptr, a_desc, x_desc, bias_ptr, residual_ptr, residual_strides,
-                      items_ptr, cols_ptr, perm_ptr, counter_ptr, n_rows, n_cols, part_stride,
-                      pieces_per_panel, total, CFG: gl.constexpr):
+@gluon.jit(do_not_specialize=["n_rows", "n_cols", "pieces_per_panel", "total"])
+def _spmm_sm90_kernel(
+    out_desc,
+    part_ptr,
+    a_desc,
+    x_desc,
+    bias_ptr,
+    residual_ptr,
+    residual_strides,
+    items_ptr,
+    cols_ptr,
+    perm_ptr,
+    counter_ptr,
+    n_rows,
+    n_cols,
+    pieces_per_panel,
+    total,
+    CFG: gl.constexpr,
+):
     """Set up the ring and the three roles; `_produce` and `_consume` do the work."""
     a_smem = _tiles(a_desc, CFG.STAGES * CFG.a_tiles)
     x_smem = _tiles(x_desc, CFG.STAGES * CFG.x_tiles)
@@ -273,12 +298,26 @@ def _spmm_sm90_kernel(out_desc, part_ptr, a_desc, x_desc, bias_ptr, residual_ptr
     ring = (a_smem, x_smem, full, empty)
     work = (numbers, filled, free)
     extras = (part_ptr, bias_ptr, residual_ptr, residual_strides)
-    sizes = (n_rows, n_cols, part_stride)
+    sizes = (n_rows, n_cols)
     gl.warp_specialize(
         [
             (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
             (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
-            (_produce, (a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, work, (pieces_per_panel, total), CFG)),
+            (
+                _produce,
+                (
+                    a_desc,
+                    x_desc,
+                    items_ptr,
+                    cols_ptr,
+                    perm_ptr,
+                    counter_ptr,
+                    ring,
+                    work,
+                    (pieces_per_panel, total),
+                    CFG,
+                ),
+            ),
         ],
         [4, 1],
         [CFG.CONSUMER_REGISTERS, 24],

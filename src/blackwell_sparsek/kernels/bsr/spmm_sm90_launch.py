@@ -1,0 +1,87 @@
+"""Launching the Hopper product: descriptors, grid, and the second pass for rows that were cut."""
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...core.arch import arch_of
+from ...core.launch import cdiv, on_device_of
+from .config_sm90 import SpmmSm90Config
+from .plan import SpmmPlan
+from .spmm import addends_of, empty_partial, launch_spmm_reduce
+from .spmm_sm90 import _spmm_sm90_kernel
+
+# Registers per thread the kernel is compiled for; the roles then trade them among themselves.
+MAX_REGISTERS = 168
+_GLUON_DTYPES = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
+
+
+def shared_layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile of this shape lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
+
+
+def _descriptor(x: torch.Tensor, block: tuple[int, int], transposed: bool) -> TensorDescriptor:
+    """TMA descriptor of a matrix, of its transpose where that is what lies row by row."""
+    x = x.mT if transposed else x
+    layout = shared_layout(block, x.dtype)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
+
+
+def launch_spmm_sm90(
+    out: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    perm: torch.Tensor | None,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    plan: SpmmPlan,
+    config: SpmmSm90Config,
+) -> None:
+    """Write activation(A @ x + bias) + residual to `out`.
+
+    Parameters
+    ----------
+    out : [M, N], x : [K, N]; rows contiguous, or columns where the configuration says transposed
+    values : [nnzb, height, width] contiguous, as stored
+    indices, perm : as in `launch_spmm`
+    bias : [M] contiguous, residual : [M, N], any strides; or None
+    """
+    m, n = out.shape
+    # the kernel does not know a batch; the second pass does
+    out_b = out.unsqueeze(0)
+    partial = empty_partial(out_b, plan, config.BLOCK_H)
+    pieces_per_panel = plan.n_items * config.row_tiles
+    total = pieces_per_panel * cdiv(n, config.tile_n)
+    counter = torch.zeros(1, dtype=torch.int32, device=out.device)
+    a_matrix = values.view(-1, values.shape[2])
+    with on_device_of(out):
+        _spmm_sm90_kernel[(min(arch_of(out.device).num_sms, total),)](
+            _descriptor(out, config.out_block(), config.OUT_TRANSPOSED),
+            partial,
+            _descriptor(a_matrix, config.a_block(), False),
+            _descriptor(x, config.x_block(), config.X_TRANSPOSED),
+            bias,
+            residual,
+            None if residual is None else residual.stride(),
+            plan.items,
+            indices,
+            perm,
+            counter,
+            m,
+            n,
+            pieces_per_panel,
+            total,
+            config,
+            num_warps=4,
+            maxnreg=MAX_REGISTERS,
+        )
+        if partial is not None:
+            residual_b = None if residual is None else residual.unsqueeze(0)
+            addends = addends_of(bias, residual_b)
+            launch_spmm_reduce(out_b, partial, addends, config.ACTIVATION, plan)

@@ -1,0 +1,76 @@
+"""The Hopper kernels as implementation `sm90` of `bsk::bsr_matmul`."""
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..core.compat import why_no_triton
+from ..tuning.bsr import spmm_chunk, spmm_sizes
+from ..tuning.bsr_sm90 import spmm_sm90_config, spmm_sm90_unsupported
+from ..tuning.problem_bsr import BsrProblem
+from .bsr_operands import RowsProduct, rows_product
+
+# Packed patterns by the row pointers they were made from, which live as long as their pattern.
+_PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def why_not(problem: BsrProblem) -> str | None:
+    """Why the kernel cannot run this problem, or None when it can."""
+    return why_no_triton() or spmm_sm90_unsupported(problem)
+
+
+def bsr_matmul(
+    values: torch.Tensor,
+    pattern: list[torch.Tensor],
+    shape: list[int],
+    transposed: bool,
+    dense: torch.Tensor,
+    dense_left: bool,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
+    from ..kernels.bsr.plan import spmm_plan
+    from ..kernels.bsr.spmm_sm90_launch import launch_spmm_sm90
+
+    product = rows_product(
+        *(values, pattern, shape, transposed, dense, dense_left),
+        *(bias, residual, activation, out_dtype),
+    )
+    for part in product.parts:
+        x_transposed = part[1].stride(-1) != 1
+        config = spmm_sm90_config(product.problem, x_transposed)
+        blocks, indptr, indices, perm = _tall_blocks(product, values, config.BLOCK_H)
+        sizes = spmm_sizes(product.problem)._replace(
+            block_h=config.BLOCK_H, nnz_blocks=blocks.shape[0]
+        )
+        chunk = spmm_chunk(product.problem.arch, sizes, config.tile_m, config.tile_n)
+        plan = spmm_plan(indptr, blocks.shape[0], product.cols_b, chunk)
+        for i in range(part[0].shape[0]):
+            part_residual = part[2][i] if residual is not None else None
+            launch_spmm_sm90(
+                *(part[0][i], blocks, indices, perm, part[1][i]),
+                *(bias, part_residual, plan, config),
+            )
+    return product.out
+
+
+def _tall_blocks(
+    product: RowsProduct, values: torch.Tensor, block_h: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Blocks of `block_h` rows with their pattern: as stored, or packed from lower ones."""
+    from ..kernels.bsr.pack import launch_pack, pack_pattern
+
+    height, width = product.blocks.shape[1:]
+    if height >= block_h:
+        return values, product.indptr, product.indices, product.perm
+    if product.indptr not in _PACKED:
+        group = block_h // height
+        _PACKED[product.indptr] = pack_pattern(
+            product.indptr, product.indices, product.cols_b, group
+        )
+    packed = _PACKED[product.indptr]
+    blocks = values.new_empty((packed.indices.shape[0], block_h, width))
+    launch_pack(blocks, values, packed.source, product.perm)
+    return blocks, packed.indptr, packed.indices, None
