@@ -42,7 +42,9 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
     # Splitting columns doubles the X bytes of a stage; 32-wide steps keep five stages in flight.
     tile_k = min(widest, 32) if split_n else widest
     group_n = _group_columns(problem, sizes, block_h, split_n)
-    chunks = 4 if problem.out_dtype == torch.float32 else 2
+    # Smaller chunks where they are wide in bytes, or where finishing them takes many registers.
+    wide = problem.out_dtype == torch.float32 or problem.residual or problem.activation == "gelu"
+    chunks = 4 if wide else 2
     stages = stages_that_fit(group_n, tile_k, split_n, problem.out_dtype.itemsize, chunks)
     return SpmmSm90Config(
         BLOCK_H=block_h,

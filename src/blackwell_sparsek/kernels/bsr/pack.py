@@ -6,12 +6,14 @@ none. The pattern is packed once (`pack_pattern`), the values at every product (
 because they may have changed; that reads and writes them once, a few percent of the product.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ...core.compile_cases import CompileCase, compile_cases
 from ...core.launch import cdiv, on_device_of
 
 
@@ -44,32 +46,41 @@ def pack_pattern(
     return PackedPattern(packed_indptr, (packed_key % max(cols_b, 1)).to(torch.int32), source)
 
 
+# Rows one program copies: blocks of 16 x 16 are too small to give each its own.
+TILE_ROWS = 256
+
+
 @triton.jit
 def _pack_kernel(
     packed_ptr,
     values_ptr,
     source_ptr,
     perm_ptr,
+    num_rows,
     BLOCK_H: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     TILE_W: tl.constexpr,
 ):
-    """Copy (or zero) one part of a packed block; with `perm`, out of transposed storage."""
-    part = tl.program_id(0).to(tl.int64)
-    source = tl.load(source_ptr + part)
-    rows = tl.arange(0, BLOCK_H)
+    """Copy or zero TILE_ROWS rows of the packed blocks; with `perm`, out of transposed storage."""
+    row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    mask_row = row < num_rows
+    part = row // BLOCK_H
+    row_in_block = row % BLOCK_H
+    block = tl.load(source_ptr + part, mask=mask_row, other=-1).to(tl.int64)
+    present = block >= 0
+    if perm_ptr is not None:
+        block = tl.load(perm_ptr + block, mask=present, other=0).to(tl.int64)
+        row_offset = block * (BLOCK_H * BLOCK_W) + row_in_block
+        col_stride: tl.constexpr = BLOCK_H
+    else:
+        row_offset = block * (BLOCK_H * BLOCK_W) + row_in_block * BLOCK_W
+        col_stride: tl.constexpr = 1
     for start in tl.static_range(0, BLOCK_W, TILE_W):
         cols = start + tl.arange(0, TILE_W)
-        present = (rows[:, None] >= 0) & (cols[None, :] >= 0) & (source >= 0)
-        if perm_ptr is not None:
-            block = tl.load(perm_ptr + source, mask=source >= 0, other=0).to(tl.int64)
-            offsets = rows[:, None] + cols[None, :] * BLOCK_H
-        else:
-            block = source.to(tl.int64)
-            offsets = rows[:, None] * BLOCK_W + cols[None, :]
-        tile = tl.load(values_ptr + block * BLOCK_H * BLOCK_W + offsets, mask=present, other=0.0)
-        packed = packed_ptr + part * BLOCK_H * BLOCK_W + rows[:, None] * BLOCK_W + cols[None, :]
-        tl.store(packed, tile)
+        offsets = row_offset[:, None] + (cols * col_stride)[None, :]
+        tile = tl.load(values_ptr + offsets, mask=present[:, None], other=0.0)
+        tl.store(packed_ptr + row[:, None] * BLOCK_W + cols[None, :], tile, mask=mask_row[:, None])
 
 
 def launch_pack(
@@ -79,10 +90,44 @@ def launch_pack(
     perm: torch.Tensor | None,
 ) -> None:
     """Fill `packed` [nnz, group * bh, bw] from `values`; `perm` says the storage is transposed."""
-    n_packed, group = source.shape
-    block_h, block_w = packed.shape[1] // group, packed.shape[2]
-    tile_w = block_w & -block_w
+    group = source.shape[1]
+    packed_h, block_w = packed.shape[1:]
+    num_rows = packed.shape[0] * packed_h
+    if num_rows == 0:
+        return
     with on_device_of(values):
-        _pack_kernel[(n_packed * group,)](
-            packed, values, source, perm, block_h, block_w, tile_w, num_warps=4
+        _pack_kernel[(cdiv(num_rows, TILE_ROWS),)](
+            packed,
+            values,
+            source,
+            perm,
+            num_rows,
+            packed_h // group,
+            block_w,
+            TILE_ROWS,
+            min(block_w & -block_w, 32),
+            num_warps=8,
         )
+
+
+@compile_cases
+def _cases() -> Iterator[CompileCase]:
+    for block_h, block_w in ((16, 16), (32, 32), (32, 48)):
+        for perm in (None, torch.int32):
+            yield CompileCase(
+                name=f"bsr_pack/{block_h}x{block_w}{'-transposed' if perm else ''}",
+                kernel=_pack_kernel,
+                args=dict(
+                    packed_ptr=torch.float16,
+                    values_ptr=torch.float16,
+                    source_ptr=torch.int32,
+                    perm_ptr=perm,
+                    num_rows=4096,
+                    BLOCK_H=block_h,
+                    BLOCK_W=block_w,
+                    TILE_ROWS=TILE_ROWS,
+                    TILE_W=min(block_w & -block_w, 32),
+                ),
+                archs=(90,),
+                num_warps=8,
+            )

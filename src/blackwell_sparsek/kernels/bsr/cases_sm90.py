@@ -1,0 +1,80 @@
+"""What is compiled without a GPU: the main configurations of the Hopper product, as launched."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ...core.compile_cases import CompileCase, compile_cases
+from .config_sm90 import SpmmSm90Config, stages_that_fit
+from .spmm_sm90 import _spmm_sm90_kernel
+from .spmm_sm90_launch import MAX_REGISTERS, shared_layout
+
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def _descriptor(block: list[int], dtype: torch.dtype) -> str:
+    return f"tensordesc<{_NAMES[dtype]}{block},{shared_layout(block, dtype)!r}>"
+
+
+def spmm_sm90_case(
+    name: str,
+    config: SpmmSm90Config,
+    dtype: torch.dtype = torch.float16,
+    out_dtype: torch.dtype | None = None,
+    extras: bool = False,
+) -> CompileCase:
+    """A launch of the kernel; `extras` adds bias, residual and rows that were cut."""
+    return CompileCase(
+        name=f"bsr_spmm_sm90/{name}",
+        kernel=_spmm_sm90_kernel,
+        args=dict(
+            out_desc=_descriptor(config.out_block(), out_dtype or dtype),
+            part_ptr=torch.float32 if extras else None,
+            a_desc=_descriptor(config.a_block(), dtype),
+            x_desc=_descriptor(config.x_block(), dtype),
+            bias_ptr=dtype if extras else None,
+            residual_ptr=dtype if extras else None,
+            residual_strides=(4096, 1) if extras else None,
+            items_ptr=torch.int32,
+            cols_ptr=torch.int32,
+            perm_ptr=torch.int32 if config.A_TRANSPOSED else None,
+            counter_ptr=torch.int32,
+            n_rows=4096,
+            n_cols=4096,
+            pieces_per_panel=32,
+            total=512,
+            CFG=config,
+        ),
+        archs=(90,),
+        num_warps=4,
+        options={"maxnreg": MAX_REGISTERS},
+        expect={"wgmma": 1},
+    )
+
+
+def _config(block_h: int, block_w: int, tile_k: int, out_bytes: int = 2) -> SpmmSm90Config:
+    split_n = block_h == 64
+    chunks = out_bytes
+    stages = stages_that_fit(256, tile_k, split_n, out_bytes, chunks)
+    return SpmmSm90Config(block_h, block_w, 256, tile_k, stages, split_n, chunks)
+
+
+@compile_cases
+def _cases() -> Iterator[CompileCase]:
+    tall, flat = _config(128, 128, 64), _config(64, 64, 32)
+    yield spmm_sm90_case("128x128", tall)
+    yield spmm_sm90_case("128x128-bf16", tall, torch.bfloat16)
+    yield spmm_sm90_case("128x128-fp32-out", _config(128, 128, 64, 4), out_dtype=torch.float32)
+    yield spmm_sm90_case("128x16", _config(128, 16, 16))
+    yield spmm_sm90_case("256x32", _config(256, 32, 32))
+    yield spmm_sm90_case("64x64", flat)
+    yield spmm_sm90_case("64x16", _config(64, 16, 16))
+    linear = replace(tall, X_TRANSPOSED=True, OUT_TRANSPOSED=True, ACTIVATION="silu")
+    yield spmm_sm90_case("128x128-linear-silu", linear, extras=True)
+    yield spmm_sm90_case("128x128-gelu", replace(tall, ACTIVATION="gelu", OUT_CHUNKS=4), extras=True)
+    yield spmm_sm90_case("128x128-transposed", replace(tall, A_TRANSPOSED=True))
+    yield spmm_sm90_case("64x64-transposed", replace(flat, A_TRANSPOSED=True, X_TRANSPOSED=True))
+    for group_n in (64, 128):
+        narrow = replace(tall, GROUP_N=group_n, STAGES=4)
+        yield spmm_sm90_case(f"128x128-narrow-{group_n}", narrow)
