@@ -49,4 +49,9 @@ def test_packed_columns_are_the_sorted_union():
     pattern = pack_pattern(matrix.indptr, matrix.indices, 4, 4)
     assert pattern.indptr.tolist() == [0, 3, 4]
     assert pattern.indices.tolist() == [0, 2, 3, 1]
-    assert pattern.source.tolist() == [[0, -1, -1, -1], [-1, 2, -1, -1], [1, 3, -1, -1], [4] + 3 * [-1]]
+    assert pattern.source.tolist() == [
+        [0, -1, -1, -1],
+        [-1, 2, -1, -1],
+        [1, 3, -1, -1],
+        [4] + 3 * [-1],
+    ]
