@@ -160,8 +160,9 @@ def bsr_pair_products(
 
 def _views(tensors: list[torch.Tensor], tail: int) -> list[torch.Tensor] | None:
     """Views with all but the last `tail` dimensions merged, or None where one would be a copy."""
+    lead = tensors[0].dim() - tail
     try:
-        return [x.view(-1, *x.shape[x.dim() - tail :]) for x in tensors]
+        return [x.view(x.shape[:lead].numel(), *x.shape[lead:]) for x in tensors]
     except RuntimeError:
         return None
 
