@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..core.autocast import without_autocast
 from ..eager import bsr_matmul as eager
 from ..eager import bsr_pairs as eager_pairs
 from ..reference import bsr_matmul as reference
@@ -58,20 +59,9 @@ def _matmul(
     problem = matmul_problem(
         values, shape, transposed, dense, dense_left, bias, residual, activation, out_dtype
     )
-    return matmul_dispatch(
-        impl,
-        problem,
-        values,
-        pattern,
-        shape,
-        transposed,
-        dense,
-        dense_left,
-        bias,
-        residual,
-        activation,
-        out_dtype,
-    )
+    operands = (values, pattern, shape, transposed, dense, dense_left)
+    with without_autocast(values.device):
+        return matmul_dispatch(impl, problem, *operands, bias, residual, activation, out_dtype)
 
 
 def _matmul_fake(
@@ -102,7 +92,8 @@ def _sddmm(
     impl: str,
 ) -> torch.Tensor:
     problem = sddmm_problem(a, b, pattern, shape, block_shape, out_dtype)
-    return sddmm_dispatch(impl, problem, a, b, pattern, shape, block_shape, out_dtype)
+    with without_autocast(a.device):
+        return sddmm_dispatch(impl, problem, a, b, pattern, shape, block_shape, out_dtype)
 
 
 def _sddmm_fake(
@@ -127,9 +118,10 @@ def _pair_products(
     impl: str,
 ) -> torch.Tensor:
     problem = pairs_problem(first, second, pairs, first_transposed, second_transposed, out_dtype)
-    return pairs_dispatch(
-        impl, problem, first, second, pairs, first_transposed, second_transposed, out_dtype
-    )
+    with without_autocast(first.device):
+        return pairs_dispatch(
+            impl, problem, first, second, pairs, first_transposed, second_transposed, out_dtype
+        )
 
 
 def _pair_products_fake(

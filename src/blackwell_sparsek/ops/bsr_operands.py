@@ -57,8 +57,6 @@ def rows_product(
         # rows of all batch entries are rows of one matrix
         parts = [[x.mT.unsqueeze(0) for x in rows]]
         problem = replace(problem, n=rows[0].shape[0], batch=1)
-    elif out.numel() == 0:
-        parts = []
     else:
         parts = matrices([x.mT for x in tensors] if dense_left else tensors)
     blocks = values.mT if by_columns else values
@@ -71,8 +69,9 @@ def rows_product(
 
 def merged_views(tensors: list[torch.Tensor], tail: int) -> list[torch.Tensor] | None:
     """Views with all but the last `tail` dimensions merged, or None where one would be a copy."""
+    lead = tensors[0].dim() - tail
     try:
-        return [x.view(-1, *x.shape[x.dim() - tail :]) for x in tensors]
+        return [x.view(x.shape[:lead].numel(), *x.shape[lead:]) for x in tensors]
     except RuntimeError:
         return None
 

@@ -23,7 +23,6 @@ from .config import SpmmConfig, triton_stages
 from .plan import SpmmPlan
 from .views import strides_of
 
-
 # Tile of the second pass, which only moves memory: 16 sums a thread.
 REDUCE_TILE_M, REDUCE_TILE_N, REDUCE_WARPS = 16, 64, 2
 # Columns that go through the epilogue at a time: all 256 of the widest tile at once would need more

@@ -1,4 +1,5 @@
 import gc
+import itertools
 import math
 
 import pytest
@@ -39,7 +40,7 @@ def test_items_cover_every_block_once_and_every_row(lengths, chunk):
         ranges.sort()
         assert len(ranges) == max(1, math.ceil(lengths[row] / chunk))
         assert ranges[0][0] == starts[row] and ranges[-1][1] == starts[row + 1]
-        assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
         sizes = [end - begin for begin, end in ranges]
         assert max(sizes) - min(sizes) <= 1
 
