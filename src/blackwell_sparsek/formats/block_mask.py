@@ -18,6 +18,7 @@ from .block_mask_check import (
     check_lists,
     check_seq_lengths,
 )
+from .block_mask_flex import from_flex
 
 
 class BlockMask:
@@ -210,7 +211,7 @@ class BlockMask:
         >>> BlockMask.from_flex(flex).nnz_blocks
         10
         """
-        return build.from_flex(cls, flex_mask)
+        return from_flex(cls, flex_mask)
 
     @property
     def forward(self) -> BlockLists:
@@ -302,20 +303,15 @@ class BlockMask:
         target = torch.empty(0, device=device).device
         if target == self.device:
             return self
-        moved = [
-            None if lists is None else BlockLists(*(x.to(target) for x in lists))
-            for lists in (self._forward, self._transposed)
-        ]
-        forward, transposed = moved
-        assert forward is not None
+        made = self._transposed
         return BlockMask._from_parts(
-            forward,
+            BlockLists(*(x.to(target) for x in self._forward)),
             self._bits.to(target),
             self._batch,
             self._heads,
             self._seq_lengths,
             self._block_size,
-            transposed,
+            None if made is None else BlockLists(*(x.to(target) for x in made)),
         )
 
     def to_dense(self) -> torch.Tensor:

@@ -121,8 +121,3 @@ def to_element_mask(mask: "BlockMask") -> torch.Tensor:
     elements = tiles.view(planes, mb, nb, bq, bk).transpose(2, 3)
     elements = elements.reshape(mask.batch, mask.heads, mb * bq, nb * bk)
     return elements[..., :sq, :sk].contiguous()
-
-
-def from_flex(cls: "type[BlockMask]", flex_mask: Any) -> "BlockMask":
-    """See `BlockMask.from_flex`."""
-    raise NotImplementedError
