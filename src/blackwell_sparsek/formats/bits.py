@@ -19,10 +19,11 @@ def pack(visible: torch.Tensor) -> torch.Tensor:
     bk = visible.shape[-1]
     words = words_per_row(bk)
     visible = torch.nn.functional.pad(visible, (0, words * WORD - bk))
-    shifts = torch.arange(WORD, device=visible.device)
-    # int64 sums, so that bit 31 wraps into the sign instead of overflowing
-    lanes = visible.reshape(*visible.shape[:-1], words, WORD)
-    return (lanes.to(torch.int64) << shifts).sum(-1).to(torch.int32)
+    lanes = visible.unflatten(-1, (words * 4, 8)).to(torch.uint8)
+    weights = torch.ones(8, dtype=torch.uint8, device=visible.device)
+    weights <<= torch.arange(8, dtype=torch.uint8, device=visible.device)
+    # four bytes make a word in little-endian order, which every supported machine has
+    return (lanes * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
 def unpack(bits: torch.Tensor, bk: int) -> torch.Tensor:

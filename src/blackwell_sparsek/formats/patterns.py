@@ -6,6 +6,7 @@ Sq x Sk. As everywhere in this package, query i sits at position i + Sk - Sq. `c
 `causal=True` cuts the blocks on the diagonal to the element.
 """
 
+import numpy as np
 import torch
 
 from ..core.checks import check_dtype, check_tensor, message
@@ -315,7 +316,7 @@ def topk(
     group = rows * 2 + (bits_id < 0)
     # what is not kept sorts to the end, past a count that the host knows
     key = torch.where(kept, group * nb + cols, 2 * nb * rows.numel())
-    count = batch * heads * int(band_runs(band, p).end.clamp(max=k).sum())
+    count = batch * heads * _count_on_host(p, k, causal)
     order = torch.argsort(key.flatten())[:count]
     group, cols, bits_id = (x.flatten()[order] for x in (group, cols, bits_id))
     lists = lists_from_sorted(group, cols, bits_id, rows.numel())
@@ -327,6 +328,15 @@ def _own_blocks(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     first, last = p.positions(torch.arange(p.grid[0], device=CPU))
     bk = p.block[1]
     return first.div(bk, rounding_mode="floor"), last.div(bk, rounding_mode="floor")
+
+
+def _count_on_host(p: Problem, k: int, causal: bool) -> int:
+    """Blocks that one mask keeps when each row keeps `k` or all it may see; no tensor is read."""
+    (sq, sk), (bq, bk), (mb, _) = p.seq, p.block, p.grid
+    if not causal:
+        return mb * k
+    visible_keys = np.clip(np.minimum((np.arange(mb) + 1) * bq, sq) + p.shift, 0, sk)
+    return int(np.minimum(-(-visible_keys // bk), k).sum())
 
 
 def _visible_blocks(op: str, p: Problem, causal: bool) -> torch.Tensor:
