@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.launch import cdiv
 from ..formats.attention_spec import (
     AttnSpec,
     compute_dtype,
@@ -156,14 +155,6 @@ def _attend_band(
         lse[heads, :, queries] = lse_tile.view(n, group, count)
 
 
-class BlockChunk(NamedTuple):
-    """Rows of a block mask that are worked on together, and the steps over their blocks."""
-
-    rows: torch.Tensor
-    """int64 [rows]"""
-    steps: list[BlockStep]
-
-
 def block_chunks(
     mask: BlockMask, spec: AttnSpec, extent: Extent, layout: BlockRows
 ) -> Iterator[tuple[torch.Tensor, Iterator[BlockStep]]]:
@@ -245,8 +236,3 @@ def sink_rows(ops: Operands, layout: BlockRows, block: int) -> torch.Tensor | No
         return None
     per_query = ops.sinks_log2[:, :, None, None].expand(-1, -1, layout.q_blocks * block, 1)
     return to_query_rows(per_query, layout, block)
-
-
-def key_block_count(extent: Extent, mask: BlockMask) -> int:
-    """How many key blocks a problem has."""
-    return cdiv(extent.sk, mask.block_size[1])
