@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2] / "src" / PACKAGE
 
 
 class Import(NamedTuple):
-    """One import: the absolute dotted name, its line, and whether a function body holds it."""
+    """One import: the absolute dotted name, its line, and whether it runs only on demand."""
 
     target: str
     line: int
@@ -34,7 +34,7 @@ def imports(path: pathlib.Path, root: pathlib.Path) -> Iterator[Import]:
     lazy = {
         id(inner)
         for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(outer, ast.FunctionDef) or _for_type_checkers(outer)
         for inner in ast.walk(outer)
     }
     for node in ast.walk(tree):
@@ -46,6 +46,10 @@ def imports(path: pathlib.Path, root: pathlib.Path) -> Iterator[Import]:
             module = [*base, *(node.module.split(".") if node.module else [])]
             for alias in node.names:
                 yield Import(".".join([*module, alias.name]), node.lineno, id(node) in lazy)
+
+
+def _for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
 def write_tree(root: pathlib.Path, contents: dict[str, str]) -> pathlib.Path:

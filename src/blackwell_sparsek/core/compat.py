@@ -36,3 +36,12 @@ def why_no_triton() -> str | None:
     if version < MIN_TRITON:
         return f"triton {version[0]}.{version[1]} is older than {MIN_TRITON[0]}.{MIN_TRITON[1]}"
     return None
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions that results depend on, for reports, without importing packages."""
+    versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    for package in ("triton", "numpy"):
+        if importlib.util.find_spec(package) is not None:
+            versions[package] = importlib.metadata.version(package)
+    return versions
