@@ -63,6 +63,13 @@ def test_report_says_which_implementation_ran_and_why():
     assert f"torch {torch.__version__}" in text
 
 
+@pytest.mark.parametrize(("load", "warned"), [(4.0, False), (4.1, True)])
+def test_a_busy_machine_is_mentioned(load, warned):
+    environment = {**describe_environment(CPU), "load": load, "cpu_count": 8}
+    text = quickstart.report(quickstart.run([_case], CPU, budget_s=0.0), environment)
+    assert ("keep this machine busy" in text) == warned
+
+
 def test_progress_is_plain_lines_when_stderr_is_no_terminal(capsys):
     quickstart.run([_case], CPU, budget_s=0.0)
     lines = capsys.readouterr().err.splitlines()

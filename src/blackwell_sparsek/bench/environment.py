@@ -12,12 +12,13 @@ from ..core.compat import installed_versions
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Device, system and versions, as they go into a results file."""
+    """Device, system, versions and load at this moment, as they go into a results file."""
     found: dict[str, Any] = {
         "device": device.type,
         "arch": str(arch_of(device)),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": {"blackwell_sparsek": __version__, **installed_versions()},

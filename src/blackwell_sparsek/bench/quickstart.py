@@ -113,6 +113,12 @@ def report(results: Sequence[dict[str, Any]], environment: dict[str, Any]) -> st
     else:
         lines.append("All results agree with fp64 within twice the error of plain PyTorch.")
     lines.append("Times are medians of interleaved runs; the spread is in the JSON file.")
+    load, cores = environment["load"], environment["cpu_count"]
+    if load > cores / 2:
+        lines.append(
+            f"Other processes keep this machine busy (load {load:.1f} on {cores} cores at the "
+            f"start): run again when it is quiet before believing these times."
+        )
     return "\n".join(lines)
 
 
@@ -141,10 +147,8 @@ def _table(results: Sequence[dict[str, Any]]) -> list[str]:
 def _why(name: str | None, results: Sequence[dict[str, Any]]) -> list[str]:
     what = {"eager": "plain PyTorch, work proportional to the kept blocks"}.get(str(name), "")
     lines = [f"Ran the {name} implementation" + (f" ({what})." if what else ".")]
-    reasons: dict[str, str] = {}
-    for r in results:
-        reasons |= {other: why for other, why in r["why_not"].items() if other != "reference"}
-    return lines + [f"  not {other}: {why}" for other, why in reasons.items()]
+    reasons = [pair for r in results for pair in r["why_not"].items() if pair[0] != "reference"]
+    return lines + [f"  not {other}: {why}" for other, why in dict.fromkeys(reasons)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -160,8 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(name)
 
     started = time.monotonic()
-    results = run(cases(device, args.quick), device, budget_s=0.5 if args.quick else 3.0)
     environment = describe_environment(device)
+    results = run(cases(device, args.quick), device, budget_s=0.5 if args.quick else 3.0)
     failed = any("error" in result for result in results)
     print(report(results, environment))
     if args.json:

@@ -37,8 +37,8 @@ def matmul_case(device: torch.device, sparsity: float, quick: bool) -> Case:
     """A block-sparse matrix times a dense one, against torch.matmul on the same matrix, dense."""
     gpu = device.type == "cuda"
     dtype = torch.float16 if gpu else torch.float32
-    m = k = (4096 if quick else 8192) if gpu else 2048
-    n = m if gpu else 512
+    m = k = (8192 if gpu else 2048) // (2 if quick else 1)
+    n = m if gpu else m // 4
     block = 128 if gpu else 64
     generator = torch.Generator().manual_seed(0)
     keep = _keep_blocks(m // block, k // block, sparsity, generator).to(device)
