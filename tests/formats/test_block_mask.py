@@ -235,6 +235,17 @@ def test_inside_torch_compile():
     mask.validate()
 
 
+@pytest.mark.parametrize("made_in_inference", [False, True])
+def test_a_mask_first_used_in_inference_serves_training(made_in_inference):
+    visible = random_elements((40, 40), 0.9)
+    with torch.inference_mode(made_in_inference):
+        mask = BlockMask.from_element_mask(visible.clone(), 16)
+    with torch.inference_mode():
+        tensors = [*mask.tensors(), *mask.T.tensors()]
+    assert not any(x.is_inference() for x in tensors)
+    assert torch.equal(mask.to_element_mask()[0, 0], visible)
+
+
 def test_check_problem():
     mask = BlockMask.from_dense(torch.ones(2, 1, 2, 3, dtype=torch.bool), 16, (30, 40))
     mask.check_problem("attention", 2, 8, 30, 40)

@@ -76,6 +76,16 @@ def test_aligned_documents_share_bits():
     assert documents(offsets(*[1024] * 64), 128).bits.shape[0] == 0
 
 
+def test_a_million_tokens_need_memory_of_the_tokens_and_the_bits(largest_tensor):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(100, 4000, (500,), generator=generator).tolist()
+    with largest_tensor as largest:
+        mask = documents(offsets(*lengths), 128, causal=True)
+    partial = int((mask.forward.bits_id >= 0).sum())
+    assert mask.nnz_blocks > 50_000
+    assert largest.bytes <= max(16 * sum(lengths), 8 * 128 * 4 * partial)
+
+
 @pytest.mark.parametrize(
     ("cu", "options", "error", "text"),
     [

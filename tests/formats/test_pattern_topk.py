@@ -72,7 +72,8 @@ def test_topk_reads_no_tensor_on_the_host():
 
 def test_topk_inside_torch_compile():
     def build(scores):
-        return topk(scores, 2, 16, causal=True).tensors()
+        mask = topk(scores, 2, 16, causal=True)
+        return [*mask.tensors(), *mask.T.tensors()]
 
     scores = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
     compiled = torch.compile(build, fullgraph=True, backend="eager")

@@ -5,8 +5,6 @@ import time
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.formats import patterns as masks
@@ -255,21 +253,6 @@ def test_random_depends_on_the_generator_alone():
     assert masks.random(512, 0.2, 16).equals(first)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the bytes of the largest tensor that any operator returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return result
-
-
 MILLION = 1 << 20
 LONG = {
     "window": lambda: masks.sliding_window(MILLION, 2048, 128, causal=True),
@@ -282,13 +265,13 @@ LONG = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_million_tokens_take_little_time_and_memory(name):
+def test_a_million_tokens_take_little_time_and_memory(name, largest_tensor):
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
         mask = LONG[name]()
         seconds.append(time.perf_counter() - start)
-    with LargestTensor() as largest:
+    with largest_tensor as largest:
         LONG[name]()
     assert 8192 <= mask.nnz_blocks < 8192 * 40
     assert mask.bits.shape[0] <= 8
@@ -342,3 +325,22 @@ def test_device_argument():
     assert masks.causal(64, 16).device.type == "cpu"
     with torch.device("meta"):
         assert masks.sliding_window(64, 8, 16).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: masks.causal(40, 16),
+        lambda: masks.sliding_window(40, 5, 16),
+        lambda: masks.strided(40, 2, 16, causal=True),
+        lambda: masks.global_local(40, 16, causal=True),
+        lambda: masks.random(40, 0.5, 16, causal=True),
+        lambda: masks.topk(torch.ones(3, 3), 2, 16, causal=True),
+        lambda: masks.documents(torch.tensor([0, 4, 40], dtype=torch.int32), 16),
+    ],
+)
+def test_masks_made_in_inference_serve_training(build):
+    with torch.inference_mode():
+        mask = build()
+    assert not any(x.is_inference() for x in mask.tensors())
+    mask.validate()

@@ -8,6 +8,9 @@ import torch
 
 WORD = 32
 
+usable_in_training = torch.inference_mode(False)
+"""Decorates what makes masks: one made during inference may be saved for a backward later."""
+
 
 def words_per_row(bk: int) -> int:
     """How many 32-bit words hold one row of a block with `bk` columns."""
@@ -33,6 +36,7 @@ def unpack(bits: torch.Tensor, bk: int) -> torch.Tensor:
     return lanes.flatten(-2)[..., :bk]
 
 
+@usable_in_training
 def transpose(bits: torch.Tensor, bk: int) -> torch.Tensor:
     """The pool of the transposed blocks: `[pool, bk, ceil(bq / 32)]`."""
     return pack(unpack(bits, bk).transpose(-1, -2))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.errors import Unsupported
+from .bits import usable_in_training
 
 
 class BlockLists(NamedTuple):
@@ -64,6 +65,7 @@ def lists_from_sorted(
     )
 
 
+@usable_in_training
 def transpose_lists(lists: BlockLists, planes: int, mb: int, nb: int) -> BlockLists:
     """Lists of `planes` masks of `mb` x `nb` blocks, seen from their columns."""
     # small keys sort several times faster

@@ -6,6 +6,7 @@ import torch
 from ..core.checks import check_dtype, check_tensor, message
 from ..core.errors import InvalidInput
 from .band import band_of
+from .bits import usable_in_training
 from .block_lists import lists_from_sorted
 from .block_mask import BlockMask
 from .block_mask_build import empty_pool
@@ -13,6 +14,7 @@ from .block_mask_check import IntPair, check_block_size, check_count, check_seq_
 from .pattern_parts import Problem, band_runs, causal_bits
 
 
+@usable_in_training
 def topk(
     scores: torch.Tensor,
     k: int,

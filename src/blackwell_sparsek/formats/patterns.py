@@ -11,6 +11,7 @@ import torch
 from ..core.checks import message
 from ..core.errors import InvalidInput, InvalidType
 from .band import Band, band_of
+from .bits import usable_in_training
 from .block_mask import BlockMask
 from .block_mask_check import IntPair, check_block_size, check_count, check_seq_lengths
 from .pattern_documents import documents
@@ -38,6 +39,7 @@ def _placed(mask: BlockMask, device: _Device) -> BlockMask:
     return mask.to(torch.get_default_device() if device is None else device)
 
 
+@usable_in_training
 def causal(
     seq_lengths: int | IntPair, block_size: int | IntPair = 128, *, device: _Device = None
 ) -> BlockMask:
@@ -60,6 +62,7 @@ def causal(
     return _placed(band_mask(Band(None, 0), p), device)
 
 
+@usable_in_training
 def sliding_window(
     seq_lengths: int | IntPair,
     window: int | tuple[int | None, int | None],
@@ -94,6 +97,7 @@ def sliding_window(
     return _placed(band_mask(band_of(op, causal, window), p), device)
 
 
+@usable_in_training
 def strided(
     seq_lengths: int | IntPair,
     stride: int,
@@ -144,6 +148,7 @@ def strided(
     return _placed(_union_mask(keys, p, causal), device)
 
 
+@usable_in_training
 def global_local(
     seq_lengths: int | IntPair,
     block_size: int | IntPair = 128,
@@ -194,6 +199,7 @@ def global_local(
     return _placed(_union_mask(keys, p, causal), device)
 
 
+@usable_in_training
 def random(
     seq_lengths: int | IntPair,
     density: float,
