@@ -85,7 +85,7 @@ def _attend(
         _attend_band(ops, spec, extent, out, lse)
     else:
         out, lse = _attend_blocks(ops, spec, spec.block_mask, extent, k.shape[1])
-    return out.view(batch, heads_q, sq, -1), lse.view(batch, heads_q, sq)
+    return out.view(batch, heads_q, sq, v.shape[3]), lse.view(batch, heads_q, sq)
 
 
 class BandTile(NamedTuple):

@@ -115,7 +115,7 @@ def _backward(
     dtype = compute_dtype(q.dtype)
     ops = operands(q, k, v, spec, guarded)
     n, group, sq, _ = ops.q.shape
-    do = dout.to(dtype).reshape(n, group, sq, -1)
+    do = dout.to(dtype).reshape(n, group, sq, v.shape[3])
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(dtype)
