@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from .._version import __version__
 from ..core.arch import arch_of
 from ..core.compat import installed_versions
 
@@ -21,7 +20,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {"blackwell_sparsek": __version__, **installed_versions()},
+        "versions": installed_versions(),
     }
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -79,14 +79,14 @@ def window_case(device: torch.device, quick: bool) -> Case:
     q, k, v = _qkv(heads, length, head_dim, dtype, device)
 
     def check() -> None:
-        out = attention(q, k, v, causal=True, window=window)
+        out = _attend(q, k, v, causal=True, window=window)
         for end in (256, length // 2 + 77, length):
             # queries end-256 .. end and the keys before `end` are a problem of their own, whose
             # rows are those of the full one because positions align at the last key
             rows = q[:, :, end - 256 : end]
             keys_k, keys_v = k[:, :, :end], v[:, :, :end]
             wide = [x.double() for x in (rows, keys_k, keys_v)]
-            exact = attention(*wide, causal=True, window=window, impl="reference")
+            exact = _attend(*wide, causal=True, window=window, impl="reference")
             pos = torch.arange(end - 256, end, device=device)[:, None]
             key = torch.arange(end, device=device)
             mask = (key <= pos) & (key > pos - window)
@@ -99,7 +99,7 @@ def window_case(device: torch.device, quick: bool) -> Case:
         _attention_problem(heads, length, head_dim, dtype, kept=window / (length / 2)),
         "SDPA, causal",
         {
-            OURS: lambda: attention(q, k, v, causal=True, window=window),
+            OURS: lambda: _attend(q, k, v, causal=True, window=window),
             "peer": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         },
         check,
@@ -119,11 +119,11 @@ def block_mask_case(device: torch.device, quick: bool) -> Case:
     dense_mask = mask.to_element_mask()
 
     def check() -> None:
-        out = attention(q, k, v, block_mask=mask)
+        out = _attend(q, k, v, block_mask=mask)
         for h in range(0, heads, max(1, heads // 4)):
             q_h, k_h, v_h = (x[:, h : h + 1] for x in (q, k, v))
             wide = [x.double() for x in (q_h, k_h, v_h)]
-            exact = attention(*wide, block_mask=mask, impl="reference")
+            exact = _attend(*wide, block_mask=mask, impl="reference")
             plain = F.scaled_dot_product_attention(q_h, k_h, v_h, attn_mask=dense_mask)
             what = f"block-masked attention, head {h}"
             assert_within_budget(out[:, h : h + 1], exact, plain, what=what)
@@ -133,7 +133,7 @@ def block_mask_case(device: torch.device, quick: bool) -> Case:
         _attention_problem(heads, length, head_dim, dtype, kept=mask.density, block="128x128"),
         "SDPA, same mask",
         {
-            OURS: lambda: attention(q, k, v, block_mask=mask),
+            OURS: lambda: _attend(q, k, v, block_mask=mask),
             "peer": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask),
         },
         check,
@@ -149,6 +149,12 @@ def _plain_product(a: torch.Tensor, b: torch.Tensor, exact: torch.Tensor) -> tor
     """
     products = [a @ b, torch.stack([a @ column for column in b.unbind(1)], 1)]
     return max(products, key=lambda product: (product.double() - exact).abs().max().item())
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    out = attention(q, k, v, **options)
+    assert isinstance(out, torch.Tensor)  # a pair only with return_lse
+    return out
 
 
 def _keep_blocks(rows: int, cols: int, sparsity: float, generator: torch.Generator) -> torch.Tensor:

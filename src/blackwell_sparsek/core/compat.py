@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+from .._version import __version__
+
 MIN_TORCH = (2, 10)
 MIN_TRITON = (3, 6)
 
@@ -40,7 +42,9 @@ def why_no_triton() -> str | None:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions that results depend on, for reports, without importing packages."""
-    versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    versions = {"blackwell_sparsek": __version__, "torch": torch.__version__}
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
     for package in ("triton", "numpy"):
         if importlib.util.find_spec(package) is not None:
             versions[package] = importlib.metadata.version(package)
