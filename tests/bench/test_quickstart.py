@@ -39,7 +39,7 @@ def test_results_hold_what_the_file_promises():
     for name in ("bsk", "peer"):
         times = result["seconds"][name]
         assert times["quantiles"]["min"] <= times["quantiles"]["p50"] <= times["quantiles"]["max"]
-        assert len(times["samples"]) >= 5
+        assert len(times["samples"]) >= 3
 
 
 def test_a_failing_check_is_shown_not_timed_and_the_rest_runs():

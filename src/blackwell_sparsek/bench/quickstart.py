@@ -82,6 +82,7 @@ def run(
                 case.contenders,
                 device,
                 budget_s=budget_s,
+                rounds=(3, 50),
                 progress=progress.rounds(index, case.name),
             )
         result["seconds"] = {

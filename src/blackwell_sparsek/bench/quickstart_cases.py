@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ class Case:
 def cases(device: torch.device, quick: bool) -> Iterator[Callable[[], Case]]:
     """Builders of the cases, in order; each allocates its tensors only when called."""
     for sparsity in (0.50, 0.90) if quick else (0.50, 0.78, 0.90, 0.95):
-        yield lambda sparsity=sparsity: matmul_case(device, sparsity, quick)
-    yield lambda: window_case(device, quick)
-    yield lambda: block_mask_case(device, quick)
+        yield partial(matmul_case, device, sparsity, quick)
+    yield partial(window_case, device, quick)
+    yield partial(block_mask_case, device, quick)
 
 
 def matmul_case(device: torch.device, sparsity: float, quick: bool) -> Case:
