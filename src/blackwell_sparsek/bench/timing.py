@@ -117,7 +117,8 @@ class _CudaSample:
 
     def __call__(self, run: Run, repeats: int) -> float:
         with torch.cuda.device(self.device):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            event: Callable[..., Any] = torch.cuda.Event
+            start, end = event(enable_timing=True), event(enable_timing=True)
             # the flush also keeps the device busy while the host queues the call
             self.flush.zero_()
             start.record()
