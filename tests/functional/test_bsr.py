@@ -294,7 +294,7 @@ def test_errors_name_the_dense_operand_on_the_left():
     assert matmul(torch.ones(1, 20), a).shape == (1, 28)
     with pytest.raises(InvalidInput, match=r"matmul: a does not fit; expected 20 columns"):
         matmul(torch.ones(1, 21), a)
-    with pytest.raises(InvalidType, match="matmul: a/b are both dense; .*got Tensor and Tensor"):
+    with pytest.raises(InvalidType, match=r"matmul: a/b are both dense; .*got Tensor and Tensor"):
         matmul(GOOD, GOOD)
 
 
@@ -328,7 +328,7 @@ def test_errors_of_two_sparse_operands():
 def test_sddmm_errors(a, b, error, expected):
     p = matrix()
     sddmm(torch.ones(20, 5), torch.ones(5, 28), p)
-    with pytest.raises(error, match="sddmm: .*" + expected):
+    with pytest.raises(error, match=r"sddmm: .*" + expected):
         sddmm(a, b, p)
     with pytest.raises(InvalidType, match="pattern has a wrong type; expected BSRPattern or BSRM"):
         sddmm(torch.ones(20, 5), torch.ones(5, 28), torch.ones(5, 4))
