@@ -167,6 +167,22 @@ def test_autocast_casts_all_operands(dtype, device):
     assert storage.grad.dtype == x.grad.dtype == torch.float32
 
 
+def test_inference_mode(device):
+    with torch.inference_mode():
+        a = matrix(device=device)
+        x = integers(28, 5, seed=1, device=device)
+        for _ in range(2):
+            assert torch.equal(matmul(a, x, activation="relu"), F.relu(a.to_dense() @ x))
+        assert torch.equal(matmul(a, a.T).to_dense(), a.to_dense() @ a.to_dense().T)
+
+
+def test_repeated_products_are_bitwise_equal(device):
+    a = BSRMatrix.from_dense(normal(65, 70, seed=0, device=device), (16, 16))
+    x = normal(70, 33, seed=1, device=device)
+    first = matmul(a, x)
+    assert all(torch.equal(matmul(a, x), first) for _ in range(5))
+
+
 def test_out_dtype():
     a = matrix(dtype=torch.float16)
     x = integers(28, 5, seed=1, dtype=torch.float16)
