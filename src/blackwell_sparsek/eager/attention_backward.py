@@ -52,6 +52,7 @@ class RowTerms(NamedTuple):
     """What the backward pass knows about each query, [n, G, Sq, *]."""
 
     dout: torch.Tensor
+    """Like delta, times the factor that makes up for the rounding of `lse_log2`."""
     lse_log2: torch.Tensor
     """+inf for rows without a key."""
     delta: torch.Tensor
@@ -115,13 +116,14 @@ def _backward(
     dtype = compute_dtype(q.dtype)
     ops = operands(q, k, v, spec, guarded)
     n, group, sq, _ = ops.q.shape
-    do = dout.to(dtype).reshape(n, group, sq, v.shape[3])
+    lse_log2, factor = (x.reshape(n, group, sq, 1) for x in lse_for_backward(lse, dtype))
+    do = dout.to(dtype).reshape(n, group, sq, v.shape[3]) * factor
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(dtype)
     # an empty row has no gradient, whatever comes back for its -inf
     delta = delta.masked_fill(lse == -torch.inf, 0.0).reshape(n, group, sq, 1)
-    rows = RowTerms(do, lse_for_backward(lse, dtype).reshape(n, group, sq, 1), delta)
+    rows = RowTerms(do, lse_log2, delta * factor)
 
     dq = torch.zeros_like(ops.q)
     dk = ops.q.new_zeros((n, extent.sk, q.shape[3]))
@@ -134,8 +136,8 @@ def _backward(
         )
     dsinks = None
     if spec.sinks is not None:
-        p_sink = torch.exp2(spec.sinks.to(dtype)[:, None] * LOG2_E - rows.lse_log2.view(lse.shape))
-        dsinks = -(p_sink * delta.view(lse.shape)).sum((0, 2))
+        p_sink = torch.exp2(spec.sinks.to(dtype)[:, None] * LOG2_E - lse_log2.view(lse.shape))
+        dsinks = -(p_sink * rows.delta.view(lse.shape)).sum((0, 2))
     dk.mul_(ops.scores.slope)
     dq.mul_(ops.scores.slope * ops.scores.before)
     return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsinks)
@@ -154,11 +156,8 @@ def _score_gradients(
 
     `visible` is given only when something may be NaN or inf where it is hidden.
     """
+    slope = ops.scores.bend(products)
     scores = ops.scores.finish(products)
-    slope = None
-    if ops.scores.softcap:
-        tanh = scores / (ops.scores.softcap * LOG2_E)
-        slope = 1.0 - tanh * tanh
     hide_unseen(scores)
     p = probabilities(scores, lse_log2)
     dscores = dp.sub_(delta).mul_(p)
