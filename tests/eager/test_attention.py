@@ -148,9 +148,7 @@ def test_windows_around_the_tile(window, lengths):
 def test_packed_sequences(batch_masks, small_steps):
     cu_q = torch.tensor([0, 0, 17, 18, 40], dtype=torch.int32)
     cu_k = torch.tensor([0, 5, 38, 38, 60], dtype=torch.int32)
-    q, k, v = (
-        x[0].transpose(0, 1).contiguous() for x in qkv(1, 4, 2, 40, 60, 8, seed=3, v_dim=16)
-    )
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in qkv(1, 4, 2, 40, 60, 8, seed=3, v_dim=16))
     spec = AttnSpec(
         scale=0.35,
         band=Band(9, 0),
@@ -236,9 +234,7 @@ def test_empty_rows_have_no_gradient():
     dlse[:, :, 30:] = 1.0
     dout = torch.ones_like(out)
     dout[:, :, :30] = torch.nan
-    dq, dk, dv, _ = eager_backward.attention_backward(
-        dout, dlse, q, k, v, out, lse, spec, False
-    )
+    dq, dk, dv, _ = eager_backward.attention_backward(dout, dlse, q, k, v, out, lse, spec, False)
     assert (dq[:, :, :30] == 0).all()
     assert all(x.isfinite().all() for x in (dq, dk, dv))
 

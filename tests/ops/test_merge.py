@@ -47,9 +47,7 @@ def test_merge_of_split_keys_is_the_whole():
     sinks = torch.randn(4, dtype=torch.float64)
     whole = attention(q, k, v, sinks=sinks, return_lse=True)
     parts = [
-        attention(
-            q, k[:, :, a:b], v[:, :, a:b], sinks=sinks if a == 0 else None, return_lse=True
-        )
+        attention(q, k[:, :, a:b], v[:, :, a:b], sinks=sinks if a == 0 else None, return_lse=True)
         for a, b in ((0, 7), (7, 7), (7, 33))
     ]
     merged = merge_states(*merge_states(*parts[0], *parts[1]), *parts[2])

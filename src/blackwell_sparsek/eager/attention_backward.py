@@ -169,9 +169,7 @@ def _score_gradients(
     return p, dscores
 
 
-def _product(
-    weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | None
-) -> torch.Tensor:
+def _product(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     return torch.bmm(weights, x) if visible is None else visible_product(weights, x, visible)
 
 
@@ -227,9 +225,7 @@ def _backward_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bq, bk = mask.block_size
     layout = block_rows(ops, mask, extent, heads_kv)
-    q_rows, do_rows, lse_rows, delta_rows = (
-        to_query_rows(x, layout, bq) for x in (ops.q, *terms)
-    )
+    q_rows, do_rows, lse_rows, delta_rows = (to_query_rows(x, layout, bq) for x in (ops.q, *terms))
     k_blocks = KeyBlocks(ops.kt.transpose(1, 2), bk)
     k_columns, v_columns = KeyColumns(ops.kt, bk), KeyColumns(ops.v.transpose(1, 2), bk)
     dq_rows, dk_blocks = torch.zeros_like(q_rows), torch.zeros_like(k_blocks.rows)

@@ -35,9 +35,7 @@ def start(
     acc = like.new_zeros((n, rows, head_dim_v))
     if sinks_log2 is not None:
         return SoftmaxState(sinks_log2.clone(), like.new_ones((n, rows, 1)), acc)
-    return SoftmaxState(
-        like.new_full((n, rows, 1), -torch.inf), like.new_zeros((n, rows, 1)), acc
-    )
+    return SoftmaxState(like.new_full((n, rows, 1), -torch.inf), like.new_zeros((n, rows, 1)), acc)
 
 
 def step(
@@ -87,9 +85,7 @@ def probabilities(scores_log2: torch.Tensor, lse_log2: torch.Tensor) -> torch.Te
     return scores_log2.sub_(lse_log2).exp2_()
 
 
-def lse_for_backward(
-    lse: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def lse_for_backward(lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """lse in base 2 for `probabilities`, and the factor by which its rounding is off.
 
     Probabilities times the factor are those of the unrounded value. Empty rows get +inf, so that
