@@ -95,7 +95,9 @@ def check(q, k, v, spec, backward=True):
     plain = gradients(reference.attention, q, k, v, spec, dout, dlse, dtype)
     if dtype == torch.float32 and not spec.is_varlen:
         plain = textbook_gradients(q, k, v, spec, dout, dlse)
-    factor = 3.0 if spec.softcap else 2.0
+    # in fp32 base-2 scores round q once more than the formula does, and that is all the error
+    # there is; below fp32 the rounding of the inputs' own dtype dwarfs it
+    factor = 3.0 if spec.softcap or dtype == torch.float32 else 2.0
     for name, a, b, c in zip(("dq", "dk", "dv", "dsinks"), got, exact, plain, strict=False):
         assert_close_enough(a.to(dtype), b, c, name, factor)
 
@@ -209,7 +211,7 @@ def test_live_nan_reaches_only_its_readers(name, masked):
     q, k, v = qkv(1, 1, 1, 40, 40, 8, seed=13)
     mask = BlockMask.from_element_mask(torch.ones(40, 40).tril().bool(), 16) if masked else None
     spec = AttnSpec(scale=0.4, band=Band(None, None if masked else 0), block_mask=mask)
-    clean, clean_lse = eager.attention(q, k, v, spec)
+    clean, _ = eager.attention(q, k, v, spec)
     {"q": q, "k": k, "v": v}[name][0, 0, 20] = torch.nan
     out, lse = eager.attention(q, k, v, spec)
     affected = torch.zeros(40, dtype=torch.bool)

@@ -11,7 +11,14 @@ from blackwell_sparsek.testing.layouts import strided_like
 
 
 def tensors(**changes):
-    sizes = dict(batch=2, q_heads=4, kv_heads=2, q_len=5, kv_len=6, head_dim=8) | changes
+    sizes = {
+        "batch": 2,
+        "q_heads": 4,
+        "kv_heads": 2,
+        "q_len": 5,
+        "kv_len": 6,
+        "head_dim": 8,
+    } | changes
     return qkv(**sizes, seed=1)
 
 
@@ -37,21 +44,21 @@ MASK = BlockMask.from_dense(torch.ones(1, 1).bool(), 16, (5, 6))
         (tensors(head_dim=257), {}, InvalidInput, r"unsupported head dim; expected 1 to 256.*257"),
         ((Q[..., :0], K[..., :0], V), {}, InvalidInput, r"expected 1 to 256, got 0"),
         ((strided_like(Q, "last_gap"), K, V), {}, InvalidInput, r"q is not contiguous.*strides \("),
-        ((Q, K, V), dict(scale=float("nan")), InvalidInput, r"scale must be finite"),
-        ((Q, K, V), dict(scale="1"), InvalidType, r"scale is not a number; .*got str"),
-        ((Q, K, V), dict(softcap=0.0), InvalidInput, r"softcap is not positive"),
-        ((Q, K, V), dict(softcap=float("inf")), InvalidInput, r"softcap must be finite"),
-        ((Q, K, V), dict(window=(-1, 0)), InvalidInput, r"window is negative.*\(-1, 0\)"),
-        ((Q, K, V), dict(window=0), InvalidInput, r"window sees no key"),
-        ((Q, K, V), dict(window=1.5), InvalidType, r"window is malformed"),
-        ((Q, K, V), dict(causal=1), InvalidType, r"causal is not a bool"),
-        ((Q, K, V), dict(sinks=torch.zeros(3)), InvalidInput, r"sinks has a wrong shape.*\[4\]"),
-        ((Q, K, V), dict(sinks=torch.zeros(4).int()), InvalidType, r"sinks has an unsupported"),
-        ((Q, K, V), dict(block_mask=torch.ones(1)), InvalidType, r"block_mask is not a block mask"),
-        ((Q[:, :, :4], K, V), dict(block_mask=MASK), InvalidInput, r"was made for .*5, 6\]"),
-        ((Q, K, V), dict(deterministic=1), InvalidType, r"deterministic is not a bool"),
-        ((Q, K, V), dict(impl="cuda"), InvalidInput, r"impl is unknown; expected one of 'auto'"),
-        ((Q, K, V), dict(impl="triton"), Unsupported, r"impl='triton' cannot run this"),
+        ((Q, K, V), {"scale": float("nan")}, InvalidInput, r"scale must be finite"),
+        ((Q, K, V), {"scale": "1"}, InvalidType, r"scale is not a number; .*got str"),
+        ((Q, K, V), {"softcap": 0.0}, InvalidInput, r"softcap is not positive"),
+        ((Q, K, V), {"softcap": float("inf")}, InvalidInput, r"softcap must be finite"),
+        ((Q, K, V), {"window": (-1, 0)}, InvalidInput, r"window is negative.*\(-1, 0\)"),
+        ((Q, K, V), {"window": 0}, InvalidInput, r"window sees no key"),
+        ((Q, K, V), {"window": 1.5}, InvalidType, r"window is malformed"),
+        ((Q, K, V), {"causal": 1}, InvalidType, r"causal is not a bool"),
+        ((Q, K, V), {"sinks": torch.zeros(3)}, InvalidInput, r"sinks has a wrong shape.*\[4\]"),
+        ((Q, K, V), {"sinks": torch.zeros(4).int()}, InvalidType, r"sinks has an unsupported"),
+        ((Q, K, V), {"block_mask": torch.ones(1)}, InvalidType, r"block_mask is not a block mask"),
+        ((Q[:, :, :4], K, V), {"block_mask": MASK}, InvalidInput, r"was made for .*5, 6\]"),
+        ((Q, K, V), {"deterministic": 1}, InvalidType, r"deterministic is not a bool"),
+        ((Q, K, V), {"impl": "cuda"}, InvalidInput, r"impl is unknown; expected one of 'auto'"),
+        ((Q, K, V), {"impl": "triton"}, Unsupported, r"impl='triton' cannot run this"),
     ],
 )
 def test_refusals(args, options, error, match):
@@ -66,14 +73,14 @@ def test_refusals(args, options, error, match):
         (tensors(head_dim=256), {}),
         (tensors(head_dim=1), {}),
         ((Q, K[:, :1], V[:, :1]), {}),
-        ((Q, K, V), dict(window=(0, 0))),
-        ((Q, K, V), dict(window=1)),
-        ((Q, K, V), dict(scale=-1)),
-        ((Q, K, V), dict(scale=0.0)),
-        ((Q, K, V), dict(softcap=1e-3)),
-        ((Q, K, V), dict(sinks=torch.zeros(4).half())),
-        ((Q, K, V), dict(block_mask=MASK, causal=True, window=2)),
-        ((Q, K, V), dict(deterministic=True)),
+        ((Q, K, V), {"window": (0, 0)}),
+        ((Q, K, V), {"window": 1}),
+        ((Q, K, V), {"scale": -1}),
+        ((Q, K, V), {"scale": 0.0}),
+        ((Q, K, V), {"softcap": 1e-3}),
+        ((Q, K, V), {"sinks": torch.zeros(4).half()}),
+        ((Q, K, V), {"block_mask": MASK, "causal": True, "window": 2}),
+        ((Q, K, V), {"deterministic": True}),
         ((strided_like(Q, "row_gap"), K.expand(2, 2, 6, 8), V), {}),
     ],
 )
@@ -83,7 +90,7 @@ def test_accepted_at_the_boundary(args, options):
     torch.testing.assert_close(out, attention(*args, **options, impl="reference"))
 
 
-@pytest.mark.parametrize("sizes", [dict(batch=0), dict(q_len=0), dict(kv_len=0)])
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}])
 def test_empty_problems(sizes):
     q, k, v = (x.requires_grad_() for x in tensors(**sizes))
     out, lse = attention(q, k, v, causal=True, return_lse=True)

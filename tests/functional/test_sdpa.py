@@ -87,10 +87,10 @@ def test_signature_is_torchs():
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        (dict(dropout_p=0.1), Unsupported, r"dropout_p asks for dropout"),
-        (dict(attn_mask=torch.ones(5, 6).int()), InvalidType, r"attn_mask has an unsupported"),
-        (dict(attn_mask=torch.ones(5, 7).bool()), InvalidInput, r"attn_mask does not broadcast"),
-        (dict(attn_mask=[True]), InvalidType, r"attn_mask is not a tensor"),
+        ({"dropout_p": 0.1}, Unsupported, r"dropout_p asks for dropout"),
+        ({"attn_mask": torch.ones(5, 6).int()}, InvalidType, r"attn_mask has an unsupported"),
+        ({"attn_mask": torch.ones(5, 7).bool()}, InvalidInput, r"attn_mask does not broadcast"),
+        ({"attn_mask": [True]}, InvalidType, r"attn_mask is not a tensor"),
     ],
 )
 def test_refusals(options, error, match):

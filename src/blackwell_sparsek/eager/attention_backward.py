@@ -9,6 +9,7 @@ mask are scattered, in a fixed order only if asked.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -169,6 +170,11 @@ def _score_gradients(
     return p, dscores
 
 
+def _hide_if(scores: torch.Tensor, visible: torch.Tensor | None) -> None:
+    if visible is not None:
+        hide(scores, visible)
+
+
 def _product(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     return torch.bmm(weights, x) if visible is None else visible_product(weights, x, visible)
 
@@ -201,7 +207,7 @@ def _backward_band(
             p, ds = _score_gradients(
                 ops,
                 torch.bmm(q, kt),
-                lambda s, tile=tile, keys=keys: hide_edges(s, tile, keys, spec, extent),
+                partial(hide_edges, tile=tile, keys=keys, spec=spec, extent=extent),
                 torch.bmm(do, vt[heads, :, span]),
                 lse_log2,
                 delta,
@@ -242,7 +248,7 @@ def _backward_blocks(
             p, ds = _score_gradients(
                 ops,
                 torch.bmm(q, k_columns.gather(block)),
-                lambda s, visible=visible: None if visible is None else hide(s, visible),
+                partial(_hide_if, visible=visible),
                 torch.bmm(do, v_columns.gather(block)),
                 lse_log2,
                 delta,
@@ -258,7 +264,8 @@ def _backward_blocks(
             _scatter_add(dv_blocks, block.flatten(), dv, deterministic)
         dq_rows[rows] = dq
     dq = from_query_rows(dq_rows, layout, bq, ops.q.shape).contiguous()
-    return dq, *(_from_blocks(x, ops.kt.shape[0], extent.sk) for x in (dk_blocks, dv_blocks))
+    n = ops.kt.shape[0]
+    return dq, _from_blocks(dk_blocks, n, extent.sk), _from_blocks(dv_blocks, n, extent.sk)
 
 
 def _from_blocks(x: torch.Tensor, n: int, length: int) -> torch.Tensor:

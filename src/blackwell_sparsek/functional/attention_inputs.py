@@ -1,4 +1,4 @@
-"""What the public attention functions have in common: checks, defaults, the call of the operator."""
+"""What the public attention functions share: checks, defaults, the call of the operator."""
 
 import math
 from typing import Any
@@ -89,8 +89,9 @@ def autocast_qkv(
 def _number(op: str, arg: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
         raise InvalidType(message(op, arg, "is not a number", "a float", type(value).__name__))
-    check_finite(op, arg, value)
-    return float(value)
+    number = float(value)
+    check_finite(op, arg, number)
+    return number
 
 
 def scale_or_default(op: str, scale: Any, head_dim: int) -> float:

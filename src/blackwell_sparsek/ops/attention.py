@@ -202,7 +202,7 @@ def _attn_fwd_backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor |
     q, k, v, out, lse, cu_q, cu_k, sinks, *mask = ctx.saved_tensors
     max_q, max_k, mask_shape, left, right, scale, softcap, deterministic, impl = ctx.scalars
     # torch wants the structure of the inputs back, where an empty list counts as one of tensors
-    lists = [None] * len(mask), None if mask_shape else []
+    lists: tuple[Any, Any] = [None] * len(mask), None if mask_shape else []
     if dout is None and dlse is None:
         return (*(None,) * 7, *lists, *(None,) * 7)
     if dout is None:
