@@ -11,5 +11,5 @@ def cdiv(a: int, b: int) -> int:
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the device of `x` current: Triton launches on the current device, whatever it is given."""
+    """Make the device of `x` current: Triton launches on the current one, whatever it is given."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

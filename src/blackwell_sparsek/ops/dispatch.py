@@ -92,10 +92,10 @@ class Dispatcher:
                 reasons[name] = f"{self.op} has no {name} implementation"
         for name, candidate in self.candidates.items():
             reason = candidate.supports(problem)
-            if reason is None and chosen is None and asked in (name, "auto"):
-                if asked == name or candidate.in_auto:
-                    chosen = name
-                    continue
+            wanted = asked == name or (asked == "auto" and candidate.in_auto)
+            if reason is None and chosen is None and wanted:
+                chosen = name
+                continue
             reasons[name] = reason or self._why_passed_over(candidate, asked, chosen)
         return Decision(self.op, asked, chosen, problem, reasons)
 
