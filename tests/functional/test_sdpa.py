@@ -101,6 +101,6 @@ def test_refusals(options, error, match):
 
 def test_heads_that_do_not_match():
     q, k, v = make((2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8))
-    with pytest.raises(InvalidInput, match="query/key/value do not match.*enable_gqa"):
+    with pytest.raises(InvalidInput, match=r"query/key/value do not match.*enable_gqa"):
         scaled_dot_product_attention(q, k, v)
     assert scaled_dot_product_attention(q, k, v, enable_gqa=True).shape == q.shape
