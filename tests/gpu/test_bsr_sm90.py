@@ -49,12 +49,12 @@ def _case(seed):
     if rng.random() < 0.3:
         dense = dense.mT.contiguous().mT
     out_shape = (*batch, n, features) if left else (*batch, features, n)
-    options = dict(
-        bias=torch.randn(features, device="cuda").to(dtype) if rng.random() < 0.5 else None,
-        residual=torch.randn(out_shape, device="cuda").to(dtype) if rng.random() < 0.3 else None,
-        activation=rng.choice([None, None, "relu", "silu"]),
-        out_dtype=rng.choice([None, None, torch.float32]),
-    )
+    options = {
+        "bias": torch.randn(features, device="cuda").to(dtype) if rng.random() < 0.5 else None,
+        "residual": torch.randn(out_shape, device="cuda").to(dtype) if rng.random() < 0.3 else None,
+        "activation": rng.choice([None, None, "relu", "silu"]),
+        "out_dtype": rng.choice([None, None, torch.float32]),
+    }
     return matrix, dense, left, options
 
 

@@ -28,24 +28,24 @@ def spmm_sm90_case(
     return CompileCase(
         name=f"bsr_spmm_sm90/{name}",
         kernel=_spmm_sm90_kernel,
-        args=dict(
-            out_desc=_descriptor(config.out_block(), out_dtype or dtype),
-            part_ptr=torch.float32 if extras else None,
-            a_desc=_descriptor(config.a_block(), dtype),
-            x_desc=_descriptor(config.x_block(), dtype),
-            bias_ptr=dtype if extras else None,
-            residual_ptr=dtype if extras else None,
-            residual_strides=(4096, 1) if extras else None,
-            items_ptr=torch.int32,
-            cols_ptr=torch.int32,
-            perm_ptr=torch.int32 if config.A_TRANSPOSED else None,
-            counter_ptr=torch.int32,
-            n_rows=4096,
-            n_cols=4096,
-            pieces_per_panel=32,
-            total=512,
-            CFG=config,
-        ),
+        args={
+            "out_desc": _descriptor(config.out_block(), out_dtype or dtype),
+            "part_ptr": torch.float32 if extras else None,
+            "a_desc": _descriptor(config.a_block(), dtype),
+            "x_desc": _descriptor(config.x_block(), dtype),
+            "bias_ptr": dtype if extras else None,
+            "residual_ptr": dtype if extras else None,
+            "residual_strides": (4096, 1) if extras else None,
+            "items_ptr": torch.int32,
+            "cols_ptr": torch.int32,
+            "perm_ptr": torch.int32 if config.A_TRANSPOSED else None,
+            "counter_ptr": torch.int32,
+            "n_rows": 4096,
+            "n_cols": 4096,
+            "pieces_per_panel": 32,
+            "total": 512,
+            "CFG": config,
+        },
         archs=(90,),
         num_warps=4,
         options={"maxnreg": MAX_REGISTERS},
@@ -72,7 +72,8 @@ def _cases() -> Iterator[CompileCase]:
     yield spmm_sm90_case("64x16", _config(64, 16, 16))
     linear = replace(tall, X_TRANSPOSED=True, OUT_TRANSPOSED=True, ACTIVATION="silu")
     yield spmm_sm90_case("128x128-linear-silu", linear, extras=True)
-    yield spmm_sm90_case("128x128-gelu", replace(tall, ACTIVATION="gelu", OUT_CHUNKS=4), extras=True)
+    gelu = replace(tall, ACTIVATION="gelu", OUT_CHUNKS=4)
+    yield spmm_sm90_case("128x128-gelu", gelu, extras=True)
     yield spmm_sm90_case("128x128-transposed", replace(tall, A_TRANSPOSED=True))
     yield spmm_sm90_case("64x64-transposed", replace(flat, A_TRANSPOSED=True, X_TRANSPOSED=True))
     for group_n in (64, 128):

@@ -117,17 +117,17 @@ def _cases() -> Iterator[CompileCase]:
             yield CompileCase(
                 name=f"bsr_pack/{block_h}x{block_w}{'-transposed' if perm else ''}",
                 kernel=_pack_kernel,
-                args=dict(
-                    packed_ptr=torch.float16,
-                    values_ptr=torch.float16,
-                    source_ptr=torch.int32,
-                    perm_ptr=perm,
-                    num_rows=4096,
-                    BLOCK_H=block_h,
-                    BLOCK_W=block_w,
-                    TILE_ROWS=TILE_ROWS,
-                    TILE_W=min(block_w & -block_w, 32),
-                ),
+                args={
+                    "packed_ptr": torch.float16,
+                    "values_ptr": torch.float16,
+                    "source_ptr": torch.int32,
+                    "perm_ptr": perm,
+                    "num_rows": 4096,
+                    "BLOCK_H": block_h,
+                    "BLOCK_W": block_w,
+                    "TILE_ROWS": TILE_ROWS,
+                    "TILE_W": min(block_w & -block_w, 32),
+                },
                 archs=(90,),
                 num_warps=8,
             )

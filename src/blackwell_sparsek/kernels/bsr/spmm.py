@@ -1,6 +1,7 @@
 """BSR times dense: out[b] = activation(A @ x[b] + bias) + residual[b].
 
-A [M, K] block-sparse in blocks [BLOCK_H, BLOCK_W], x [B, K, N], out and residual [B, M, N], bias [M].
+A [M, K] block-sparse in blocks [BLOCK_H, BLOCK_W], x [B, K, N], out and residual [B, M, N],
+bias [M].
 dense @ BSR is the same product transposed: the caller passes transposed views, and the metadata of
 the orientation whose rows are the rows of `out`.
 
