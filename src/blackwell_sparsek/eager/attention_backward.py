@@ -17,10 +17,10 @@ import torch
 from ..formats.attention_spec import AttnSpec, compute_dtype
 from ..formats.block_mask import BlockMask
 from .attention import (
+    BandEdges,
     as_batch,
     band_tiles,
     block_chunks,
-    hide_edges,
     sequences,
     stack_heads,
     tile_visible,
@@ -191,6 +191,7 @@ def _backward_band(
     group = ops.q.shape[1]
     vt = ops.v.transpose(1, 2).contiguous()
     sizes = step_sizes(ops.q.device)
+    edges = BandEdges(spec, extent)
     for tile in band_tiles(ops, sizes):
         heads, queries = slice(tile.first, tile.last), slice(tile.start, tile.end)
         n, count = tile.last - tile.first, tile.end - tile.start
@@ -207,7 +208,7 @@ def _backward_band(
             p, ds = _score_gradients(
                 ops,
                 torch.bmm(q, kt),
-                partial(hide_edges, tile=tile, keys=keys, spec=spec, extent=extent),
+                partial(edges.hide, tile=tile, keys=keys),
                 torch.bmm(do, vt[heads, :, span]),
                 lse_log2,
                 delta,

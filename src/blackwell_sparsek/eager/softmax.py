@@ -71,12 +71,21 @@ def finish(state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def hide(scores: torch.Tensor, visible: torch.Tensor) -> None:
-    """Set hidden scores to -inf in place, whatever they are.
+    """Set hidden scores to -inf in place, whatever they are."""
+    hide_beyond(scores, bound_of(visible, scores.dtype))
+
+
+def bound_of(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `hide_beyond` wants: +inf where visible, -inf where hidden."""
+    return torch.where(visible, torch.inf, -torch.inf).to(dtype)
+
+
+def hide_beyond(scores: torch.Tensor, bound: torch.Tensor) -> None:
+    """Hide scores in place, by a minimum; several times faster than masked_fill on a CPU.
 
     fmin drops a NaN where the bound is -inf. Where the bound is +inf it turns a NaN into +inf,
-    which the softmax turns back into NaN. It is several times faster than masked_fill on a CPU.
+    which the softmax turns back into NaN.
     """
-    bound = torch.where(visible, torch.inf, -torch.inf).to(scores.dtype)
     torch.fmin(scores, bound, out=scores)
 
 
