@@ -28,6 +28,7 @@ class BSRWeight(nn.Module):
     weight_shape: torch.Tensor
     indptr: torch.Tensor
     indices: torch.Tensor
+    row_indices: torch.Tensor
 
     def _set_weight(self, pattern: BSRPattern, values: torch.Tensor) -> None:
         self._shape = pattern.shape

@@ -152,13 +152,11 @@ class GradualPruner:
         norm: str = "l2",
         per_row: bool = False,
     ):
+        op = "GradualPruner"
         if not isinstance(every, int) or every < 1:
-            raise InvalidInput(
-                message(
-                    "GradualPruner", "every", "is out of range", "an integer of 1 or more", every
-                )
-            )
-        check_choice("GradualPruner", "norm", norm, tuple(NORMS))
+            expected = "an integer of 1 or more"
+            raise InvalidInput(message(op, "every", "is out of range", expected, every))
+        check_choice(op, "norm", norm, tuple(NORMS))
         self.model = model
         self.schedule = schedule
         self.optimizer = optimizer
@@ -172,20 +170,21 @@ class GradualPruner:
         self.steps += 1
         sparsity = self.schedule(self.steps)
         if self.steps % self.every == 0:
-            for layer in self.model.modules():
-                if not isinstance(layer, BSRLinear):
-                    continue
-                if kept_count(check_sparsity("GradualPruner", sparsity), layer.blocks) < (
-                    layer.nnz_blocks
-                ):
-                    shrink_(
-                        layer,
-                        sparsity,
-                        optimizer=self.optimizer,
-                        norm=self.norm,
-                        per_row=self.per_row,
-                    )
+            self._prune_to(check_sparsity("GradualPruner", sparsity))
         return sparsity
+
+    def _prune_to(self, sparsity: float) -> None:
+        for layer in self.model.modules():
+            if not isinstance(layer, BSRLinear):
+                continue
+            if kept_count(sparsity, layer.blocks) < layer.nnz_blocks:
+                shrink_(
+                    layer,
+                    sparsity,
+                    optimizer=self.optimizer,
+                    norm=self.norm,
+                    per_row=self.per_row,
+                )
 
     def state_dict(self) -> dict[str, int]:
         """Return what a checkpoint needs besides model and optimiser: the count of steps."""
