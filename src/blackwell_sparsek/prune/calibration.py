@@ -1,6 +1,6 @@
 """What the inputs of linear layers look like on a sample of data."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def input_norms(
         model.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True)
         for name in names
     ]
-    total = len(batches) if hasattr(batches, "__len__") else None
+    total = len(batches) if isinstance(batches, Sized) else None
     progress = Progress("calibration batches", total)
     try:
         model.eval()
