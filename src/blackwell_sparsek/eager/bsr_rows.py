@@ -23,9 +23,9 @@ _groups_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def row_groups(indptr: torch.Tensor) -> list[RowGroup]:
     """The rows of `indptr` [rows + 1] that are not empty, grouped by their count."""
-    groups: list[RowGroup] | None = _groups_of.get(indptr)
-    if groups is None:
-        groups = _groups_of[indptr] = _find_groups(indptr.long())
+    if indptr not in _groups_of:
+        _groups_of[indptr] = _find_groups(indptr.long())
+    groups: list[RowGroup] = _groups_of[indptr]
     return groups
 
 

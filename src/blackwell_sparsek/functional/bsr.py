@@ -5,6 +5,7 @@ from typing import Any, TypeGuard, overload
 import torch
 
 from ..core.activations import ACTIVATIONS, activate
+from ..core.autocast import cast_operand
 from ..core.checks import (
     check_choice,
     check_dtype,
@@ -108,6 +109,9 @@ def matmul(
     device to learn which blocks the result has, and so does the eager implementation on a GPU, once
     per pattern; nothing else does.
 
+    `w @ x` and `x @ w` mean the same as this function. Inside `torch.compile` call the function:
+    dynamo (torch 2.13) does not trace the operator `@` between a tensor and another object.
+
     Examples
     --------
     >>> import torch, blackwell_sparsek as bsk
@@ -145,14 +149,6 @@ def _is_bsr(x: Any) -> TypeGuard[BSRMatrix]:
     return isinstance(x, BSRMatrix)
 
 
-def _autocast(x: torch.Tensor) -> torch.Tensor:
-    """What autocast does to the operands of a product: cast all but float64."""
-    kind = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
-
-
 def _check_operand(op: str, arg: str, x: Any) -> None:
     check_tensor(op, arg, x)
     check_dtype(op, arg, x, VALUE_DTYPES)
@@ -188,7 +184,7 @@ def _sparse_dense(
     _check_operand(op, dense_arg, dense)
     if dense.dim() == 0:
         raise InvalidInput(message(op, dense_arg, "has a wrong rank", "1 or more dimensions", []))
-    storage, dense = _autocast(sparse.storage), _autocast(dense)
+    storage, dense = cast_operand(sparse.storage), cast_operand(dense)
     is_vector = dense.dim() == 1
     if is_vector:
         dense = dense.unsqueeze(0 if dense_left else 1)
@@ -199,20 +195,18 @@ def _sparse_dense(
         expected = f"{inner} {'columns' if dense_left else 'rows'}"
         raise InvalidInput(message(op, dense_arg, "does not fit", expected, shapes))
     check_same_dtype(op, {dense_arg: dense, sparse_arg: storage})
-    check_same_device(
-        op, {dense_arg: dense, sparse_arg: storage, "bias": bias, "residual": residual}
-    )
+    check_same_device(op, {dense_arg: dense, sparse_arg: storage})
     _check_readable(op, dense_arg, dense)
     out_dtype = out_dtype or dense.dtype
     tail = (dense.shape[-2], features) if dense_left else (features, dense.shape[-1])
     out_shape = (*dense.shape[:-2], *tail)
     if bias is not None:
-        _check_extra(op, "bias", bias, (features,), dense.dtype, out_dtype)
+        _check_extra(op, "bias", bias, (features,), dense, out_dtype)
     if residual is not None:
-        if is_vector:
-            check_shape(op, "residual", residual, (features,))
-            residual = residual.unsqueeze(0 if dense_left else 1)
-        _check_extra(op, "residual", residual, out_shape, dense.dtype, out_dtype)
+        _check_extra(
+            op, "residual", residual, (features,) if is_vector else out_shape, dense, out_dtype
+        )
+        residual = residual.unsqueeze(0 if dense_left else 1) if is_vector else residual
 
     # Training needs the pre-activation; keeping it is cheaper than computing it again.
     compose = activation is not None and _needs_grad(storage, dense, bias, residual)
@@ -242,12 +236,13 @@ def _check_extra(
     arg: str,
     x: Any,
     shape: tuple[int, ...],
-    dtype: torch.dtype,
+    dense: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> None:
     check_tensor(op, arg, x)
     check_shape(op, arg, x, shape)
-    check_dtype(op, arg, x, tuple(dict.fromkeys((dtype, out_dtype, torch.float32))))
+    check_dtype(op, arg, x, tuple(dict.fromkeys((dense.dtype, out_dtype, torch.float32))))
+    check_same_device(op, {arg: x, "the operands": dense})
 
 
 def _needs_grad(*tensors: torch.Tensor | None) -> bool:
@@ -272,7 +267,7 @@ def _sparse_sparse(
         got = f"blocks {list(a.block_shape)} and {list(b.block_shape)}"
         expected = "block widths of a equal to block heights of b"
         raise InvalidInput(message(op, "a/b", "have blocks that do not fit", expected, got))
-    first, second = _autocast(a.storage), _autocast(b.storage)
+    first, second = cast_operand(a.storage), cast_operand(b.storage)
     check_same_dtype(op, {"a": first, "b": second})
     check_same_device(op, {"a": first, "b": second})
     pattern, pairs = product_pattern(a.pattern, b.pattern, a.is_transposed, b.is_transposed)
@@ -335,7 +330,7 @@ def sddmm(
         if x.dim() < 2:
             expected = "[..., rows, columns]"
             raise InvalidInput(message(op, arg, "has a wrong rank", expected, list(x.shape)))
-    a, b = _autocast(a), _autocast(b)
+    a, b = cast_operand(a), cast_operand(b)
     check_same_dtype(op, {"a": a, "b": b})
     check_same_device(op, {"a": a, "b": b, "pattern": pattern.indptr})
     m, n = pattern.shape

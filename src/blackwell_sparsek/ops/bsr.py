@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..core.arch import arch_of
+from ..core.autocast import without_autocast
 from ..eager import bsr_matmul as eager
 from ..eager import bsr_pairs as eager_pairs
 from ..reference import bsr_matmul as reference
@@ -70,20 +71,9 @@ def _matmul(
         residual=residual is not None,
         activation=activation,
     )
-    return matmul_dispatch(
-        impl,
-        problem,
-        values,
-        pattern,
-        shape,
-        transposed,
-        dense,
-        dense_left,
-        bias,
-        residual,
-        activation,
-        out_dtype,
-    )
+    operands = (values, pattern, shape, transposed, dense, dense_left)
+    with without_autocast(values.device):
+        return matmul_dispatch(impl, problem, *operands, bias, residual, activation, out_dtype)
 
 
 def _matmul_fake(
@@ -125,7 +115,8 @@ def _sddmm(
         batch=a.shape[:-2].numel(),
         row_major=_row_major(a, b),
     )
-    return sddmm_dispatch(impl, problem, a, b, pattern, shape, block_shape, out_dtype)
+    with without_autocast(a.device):
+        return sddmm_dispatch(impl, problem, a, b, pattern, shape, block_shape, out_dtype)
 
 
 def _sddmm_fake(
@@ -160,9 +151,10 @@ def _pair_products(
         n=second.shape[0],
         batch=pairs[0].shape[0],
     )
-    return pairs_dispatch(
-        impl, problem, first, second, pairs, first_transposed, second_transposed, out_dtype
-    )
+    with without_autocast(first.device):
+        return pairs_dispatch(
+            impl, problem, first, second, pairs, first_transposed, second_transposed, out_dtype
+        )
 
 
 def _pair_products_fake(
