@@ -307,16 +307,16 @@ def test_errors():
         BSRLinear(16, 16, (16, 16), keep=torch.ones(1, 1, dtype=torch.bool), sparsity=0.5)
     with pytest.raises(InvalidInput, match=r"sparsity is out of range.*got 1.5"):
         BSRLinear(16, 16, (16, 16), sparsity=1.5)
-    with pytest.raises(InvalidInput, match="activation is unknown.*'tanh'"):
+    with pytest.raises(InvalidInput, match=r"activation is unknown.*'tanh'"):
         BSRLinear(16, 16, (16, 16), activation="tanh")
-    with pytest.raises(InvalidType, match="values has an unsupported dtype.*int8"):
+    with pytest.raises(InvalidType, match=r"values has an unsupported dtype.*int8"):
         BSRLinear(16, 16, (16, 16), dtype=torch.int8)
     with pytest.raises(InvalidInput, match=r"block_shape is out of range.*\[0, 16\]"):
         BSRLinear(16, 16, (0, 16))
     linear = nn.Linear(16, 16)
-    with pytest.raises(InvalidInput, match="method is unknown.*'movement'"):
+    with pytest.raises(InvalidInput, match=r"method is unknown.*'movement'"):
         BSRLinear.from_linear(linear, (16, 16), 0.5, "movement")
-    with pytest.raises(InvalidInput, match="inputs does not fit the method.*'wanda' and no inputs"):
+    with pytest.raises(InvalidInput, match=r"inputs does not fit.*'wanda' and no inputs"):
         BSRLinear.from_linear(linear, (16, 16), 0.5, "wanda")
     with pytest.raises(InvalidType, match=r"linear has a wrong type.*got Conv1d"):
         BSRLinear.from_linear(nn.Conv1d(1, 1, 1), (16, 16), 0.5)

@@ -44,8 +44,9 @@ class enable_torch_sparse:
     `blackwell_sparsek.nn.BSRLinear` instead.
 
     The metadata of a sparse tensor is checked and converted once, at its first product (with a
-    synchronisation), and kept as long as its index tensors live unchanged. Malformed metadata
-    raises `InvalidInput`.
+    synchronisation), and kept as long as its index tensors live. After a change in place, of values
+    or indices alike, it is compared once (again with a synchronisation). Malformed metadata raises
+    `InvalidInput`.
 
     Examples
     --------

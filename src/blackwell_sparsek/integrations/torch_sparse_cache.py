@@ -1,6 +1,7 @@
 """The patterns of `torch.sparse_bsr` tensors that were converted, as long as these live."""
 
 import threading
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,27 @@ class _Entry(NamedTuple):
 
     def is_dead(self) -> bool:
         return any(storage.expired() for storage in self.storages)
+
+    def describes(self, indptr: torch.Tensor, indices: torch.Tensor) -> bool:
+        """Whether the contents are still the same (synchronises)."""
+        ours = (self.pattern.indptr, self.pattern.indices)
+        return all(torch.equal(a, b.int()) for a, b in zip(ours, (indptr, indices), strict=True))
+
+
+def _tracking_versions() -> AbstractContextManager[object]:
+    """Let views share the version counter of their base, which they do not inside of a kernel."""
+    c = torch._C
+    views = c.DispatchKeySet(c.DispatchKey.ADInplaceOrView)
+    excluded = c._dispatch_tls_local_exclude_set()
+    guard: AbstractContextManager[object] = c._ForceDispatchKeyGuard(
+        c._dispatch_tls_local_include_set(), excluded - views
+    )
+    return guard
+
+
+def _version_of(x: torch.Tensor) -> int:
+    """Count of changes in place; tensors made in inference mode have none."""
+    return -1 if x.is_inference() else x._version
 
 
 class PatternCache:
@@ -43,26 +65,18 @@ class PatternCache:
 
     def matrix_of(self, t: torch.Tensor) -> BSRMatrix:
         """`t` (sparse_bsr or sparse_bsc [M, K]) as a matrix that shares its values."""
-        t = t.detach()
+        values = t.values().detach()
+        shape = (t.shape[0], t.shape[1])
         if t.layout == torch.sparse_bsr:
-            return BSRMatrix._from_parts(
-                self._pattern_of(
-                    t.crow_indices(),
-                    t.col_indices(),
-                    (t.shape[0], t.shape[1]),
-                    (t.values().shape[1], t.values().shape[2]),
-                ),
-                t.values(),
-            )
+            with _tracking_versions():
+                parts = (t.crow_indices(), t.col_indices())
+            pattern = self._pattern_of(*parts, shape, (values.shape[1], values.shape[2]))
+            return BSRMatrix._from_parts(pattern, values)
         # Compressed columns are the compressed rows of the transpose.
-        values = t.values().mT
-        pattern = self._pattern_of(
-            t.ccol_indices(),
-            t.row_indices(),
-            (t.shape[1], t.shape[0]),
-            (values.shape[1], values.shape[2]),
-        )
-        return BSRMatrix._from_parts(pattern, values, is_transposed=True)
+        with _tracking_versions():
+            parts = (t.ccol_indices(), t.row_indices())
+        pattern = self._pattern_of(*parts, shape[::-1], (values.shape[2], values.shape[1]))
+        return BSRMatrix._from_parts(pattern, values.mT, is_transposed=True)
 
     def _pattern_of(
         self,
@@ -81,12 +95,18 @@ class PatternCache:
             shape,
             block_shape,
         )
-        versions = (indptr._version, indices._version)
+        versions = (_version_of(indptr), _version_of(indices))
         with self._lock:
             entry = self._entries.get(key)
-        if entry is not None and entry.versions == versions and not entry.is_dead():
-            return entry.pattern
-        pattern = BSRPattern(indptr, indices, shape, block_shape)
+        pattern = None
+        if entry is not None and not entry.is_dead():
+            if entry.versions == versions:
+                return entry.pattern
+            # Values and indices count their changes together: an optimiser step looks like this.
+            if entry.describes(indptr, indices):
+                pattern = entry.pattern
+        if pattern is None:
+            pattern = BSRPattern(indptr, indices, shape, block_shape)
         storages = (
             StorageWeakRef(indptr.untyped_storage()),
             StorageWeakRef(indices.untyped_storage()),

@@ -50,5 +50,9 @@ class CubicSchedule:
 
     def __call__(self, step: int) -> float:
         """Sparsity at `step`."""
-        progress = min(1.0, max(0.0, (step - self.begin) / (self.end - self.begin)))
+        if step <= self.begin:
+            return self.initial
+        if step >= self.end:
+            return self.final
+        progress = (step - self.begin) / (self.end - self.begin)
         return self.final + (self.initial - self.final) * (1 - progress) ** 3

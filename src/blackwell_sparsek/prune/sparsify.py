@@ -52,8 +52,9 @@ def sparsify_(
 
     Notes
     -----
-    A module used in several places stays shared. All layers are chosen before the first is
-    replaced, with the activations of the dense model. Work over two seconds is reported on stderr.
+    A module used in several places stays shared. The fused inference path of
+    `torch.nn.TransformerEncoderLayer` is turned off where its layers are replaced. Activations for
+    "wanda" are those of the dense model. Work over two seconds is reported on stderr.
 
     Examples
     --------
@@ -98,6 +99,7 @@ bias=True)
         done.append(SparsifiedLayer.of(names[0], linear, layer))
         progress.advance(names[0])
     progress.finish()
+    _leave_fused_paths(model)
     return SparsifySummary(tuple(done), skipped)
 
 
@@ -160,6 +162,15 @@ def _replace(model: nn.Module, name: str, layer: BSRLinear) -> None:
     parent_name, _, child = name.rpartition(".")
     parent = model.get_submodule(parent_name)
     setattr(parent, child, layer)
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        # Its fused inference path reads the dense weights of linear1 and linear2; 0 turns it off.
-        parent.activation_relu_or_gelu = 0
+
+
+def _leave_fused_paths(model: nn.Module) -> None:
+    """Torch's encoder has a fused inference path, which reads the dense weights of its layers."""
+    for module in model.modules():
+        if not any(isinstance(m, BSRLinear) for m in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # Neither relu (1) nor gelu (2): what the fused path cannot do.
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
