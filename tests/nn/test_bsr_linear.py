@@ -46,14 +46,14 @@ def padding_of(layer):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_forward_and_gradients_equal_those_of_the_dense_layer(sizes, dtype):
-    layer = make(*sizes, dtype=dtype)
+def test_forward_and_gradients_equal_those_of_the_dense_layer(sizes, dtype, device):
+    layer = make(*sizes, dtype=dtype, device=device)
     dense = layer.to_linear()
-    x = normal(2, 5, sizes[0], seed=1, dtype=dtype).requires_grad_()
+    x = normal(2, 5, sizes[0], seed=1, dtype=dtype, device=device).requires_grad_()
     x_dense = x.detach().clone().requires_grad_()
     exact = copy.deepcopy(dense).double()
     x_exact = x.detach().double().requires_grad_()
-    grad = normal(2, 5, sizes[1], seed=2, dtype=dtype)
+    grad = normal(2, 5, sizes[1], seed=2, dtype=dtype, device=device)
     y, y_dense, y_exact = layer(x), dense(x_dense), exact(x_exact)
     assert_within_budget(y, y_exact, y_dense, what="y")
     y.backward(grad)
@@ -324,6 +324,33 @@ def test_errors():
         BSRLinear(16, 16, (16, 16), activation="relu").to_linear()
     with pytest.raises(InvalidInput, match=r"a does not fit; expected 16 columns"):
         BSRLinear(16, 16, (16, 16))(torch.ones(2, 15))
+
+
+@pytest.mark.gpu
+def test_moves_to_cuda_loads_from_cpu_and_runs_in_a_cuda_graph():
+    layer = make(65, 48, (16, 16), activation="gelu", dtype=torch.bfloat16)
+    state = copy.deepcopy(layer.state_dict())
+    layer.to("cuda")
+    assert {x.device.type for x in (*layer.parameters(), *layer.buffers())} == {"cuda"}
+    layer.reset_parameters()
+    layer.load_state_dict(state)
+    x = normal(32, 65, seed=12, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        expected = layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        y.zero_()
+        graph.replay()
+    assert torch.equal(y, expected)
+
+
+def test_exports():
+    layer = make(33, 20, (16, 16), activation="gelu")
+    x = normal(4, 33, seed=13)
+    exported = torch.export.export(layer, (x,)).module()
+    assert torch.equal(exported(x), layer(x))
 
 
 def test_import_is_cheap():

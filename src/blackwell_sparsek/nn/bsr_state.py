@@ -31,6 +31,9 @@ def adopt_patterns() -> Iterator[None]:
     nothing in another. Sizes and block shapes must agree in any case. Where the number of blocks
     differs, `values` becomes a new Parameter: make optimisers afterwards.
 
+    To load a pruned checkpoint into a model as its class makes it, first give it block-sparse
+    layers of any pattern: `sparsify_(model, block_shape, 0.9, method="random")`.
+
     Examples
     --------
     >>> from blackwell_sparsek.nn import BSRLinear, adopt_patterns
