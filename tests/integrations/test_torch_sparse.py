@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from blackwell_sparsek.core.errors import InvalidInput
+from blackwell_sparsek.core.errors import InvalidInput, Unsupported
 from blackwell_sparsek.formats.bsr import BSRPattern
-from blackwell_sparsek.integrations import torch_sparse
-from blackwell_sparsek.integrations.torch_sparse import enable_torch_sparse, is_enabled
+from blackwell_sparsek.integrations.torch_sparse import enable_torch_sparse, is_enabled, routes
 from blackwell_sparsek.testing.inputs import block_pattern, integers, normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
@@ -112,12 +111,14 @@ def test_conversion_happens_once_while_the_indices_live(enabled, device, monkeyp
         calls.append(len(args))
         return BSRPattern(*args)
 
-    monkeypatch.setattr("blackwell_sparsek.integrations.torch_sparse_cache.BSRPattern", counted)
+    monkeypatch.setattr(
+        "blackwell_sparsek.integrations.torch_sparse.pattern_cache.BSRPattern", counted
+    )
     x = normal(7, 40, seed=9, device=device)
     for _ in range(3):
         F.linear(x, sparse)
         sparse @ x.mT
-    assert len(calls) == 1 and len(torch_sparse._cache) == 1
+    assert len(calls) == 1 and len(routes._cache) == 1
     dense, other = weight(device, seed=1)
     sparse.values().mul_(2)
     torch.testing.assert_close(F.linear(x, sparse), F.linear(x, sparse.to_dense()))
@@ -125,7 +126,7 @@ def test_conversion_happens_once_while_the_indices_live(enabled, device, monkeyp
     del sparse
     gc.collect()
     torch.testing.assert_close(F.linear(x, other), F.linear(x, dense))
-    assert len(calls) == 2 and len(torch_sparse._cache) == 1
+    assert len(calls) == 2 and len(routes._cache) == 1
 
 
 def test_indices_changed_in_place_are_read_again(enabled, device):
@@ -179,7 +180,7 @@ def test_what_is_not_ours_goes_to_torch(device):
 
 
 def test_reversible_and_counted():
-    library = torch_sparse._library
+    library = routes._library
     assert library is None and not is_enabled()
     first = enable_torch_sparse()
     with enable_torch_sparse() as second:
@@ -187,9 +188,9 @@ def test_reversible_and_counted():
         first.disable()
         first.disable()
         assert is_enabled()
-    assert not is_enabled() and torch_sparse._library is None and len(torch_sparse._cache) == 0
+    assert not is_enabled() and routes._library is None and len(routes._cache) == 0
     second.disable()
-    assert torch_sparse._users == 0
+    assert routes._users == 0
     with pytest.raises(ZeroDivisionError), enable_torch_sparse():
         raise ZeroDivisionError
     assert not is_enabled()
@@ -199,7 +200,7 @@ def test_off_means_torchs_own(monkeypatch):
     _, sparse = weight("cpu")
     with enable_torch_sparse():
         sparse @ torch.ones(40, 1)
-    monkeypatch.setattr(torch_sparse, "matmul", lambda *operands: 1 / 0)
+    monkeypatch.setattr(routes, "matmul", lambda *operands: 1 / 0)
     try:
         sparse @ torch.ones(40, 1)
     except RuntimeError as error:
@@ -215,9 +216,9 @@ def test_cuda_products(enabled, dtype, columns):
     dense, sparse = weight("cuda", dtype, block=(32, 16), blocks=(5, 6))
     x = normal(columns, 96, seed=11, dtype=dtype, device="cuda")
     bias = normal(160, seed=12, dtype=dtype, device="cuda")
-    calls = len(torch_sparse._cache)
+    calls = len(routes._cache)
     got = F.linear(x, sparse, bias)
-    assert len(torch_sparse._cache) == calls + 1
+    assert len(routes._cache) == calls + 1
     exact = F.linear(x.double(), dense.double(), bias.double())
     assert_within_budget(got, exact, F.linear(x, dense, bias), what="linear")
     exact = dense.double() @ x.mT.double()
@@ -236,3 +237,10 @@ def test_cuda_graph_after_the_first_call(enabled):
     y.zero_()
     graph.replay()
     assert torch.equal(y, expected)
+
+
+def test_a_torch_without_get_kernel_is_refused(monkeypatch):
+    monkeypatch.delattr(torch.library, "get_kernel")
+    with pytest.raises(Unsupported, match=r"torch \d+\.\d+ has no torch.library.get_kernel"):
+        enable_torch_sparse()
+    assert not is_enabled()

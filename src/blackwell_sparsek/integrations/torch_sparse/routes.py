@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from ..core.errors import Unsupported
-from ..formats.bsr import BSRMatrix
-from ..formats.bsr_validate import VALUE_DTYPES
-from ..functional.bsr import matmul
-from .torch_sparse_cache import PatternCache
+from ...core.compat import torch_version
+from ...core.errors import Unsupported
+from ...formats.bsr import BSRMatrix
+from ...formats.bsr_validate import VALUE_DTYPES
+from ...functional.bsr import matmul
+from .pattern_cache import PatternCache
 
 _KEYS = ("SparseCsrCPU", "SparseCsrCUDA")
 _BLOCK_LAYOUTS = (torch.sparse_bsr, torch.sparse_bsc)
@@ -110,9 +111,10 @@ def _release() -> None:
 def _install() -> Any:
     get_kernel = getattr(torch.library, "get_kernel", None)
     if get_kernel is None:
+        installed = ".".join(map(str, torch_version()))
         raise Unsupported(
-            f"enable_torch_sparse: torch {torch.__version__} has no torch.library.get_kernel, "
-            "without which torch's own kernels could not be kept"
+            f"enable_torch_sparse: torch {installed} has no torch.library.get_kernel, without "
+            "which torch's own kernels could not be kept"
         )
     library = torch.library.Library("aten", "IMPL")
     for key in _KEYS:
