@@ -116,18 +116,20 @@ def _install() -> Any:
             f"enable_torch_sparse: torch {installed} has no torch.library.get_kernel, without "
             "which torch's own kernels could not be kept"
         )
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    kernels = [
+        (name, key, _routed(route, get_kernel(f"aten::{name}", key)))
+        for key in _KEYS
+        # A build without CUDA has no sparse kernels for it.
+        if has_kernel("aten::addmm.out", key)
+        for name, route in _ROUTES.items()
+    ]
     library = torch.library.Library("aten", "IMPL")
-    for key in _KEYS:
-        for name, route in _ROUTES.items():
-            has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-            # A build without CUDA has no sparse kernels for it.
-            if not has_kernel("aten::mm", key):
-                continue
-            kernel = _routed(route, get_kernel(f"aten::{name}", key))
-            with warnings.catch_warnings():
-                # That a kernel is replaced is what was asked for.
-                warnings.simplefilter("ignore")
-                library.impl(name, kernel, key, with_keyset=True)
+    with warnings.catch_warnings():
+        # That a kernel is replaced is what was asked for.
+        warnings.simplefilter("ignore")
+        for name, key, kernel in kernels:
+            library.impl(name, kernel, key, with_keyset=True)
     return library
 
 
