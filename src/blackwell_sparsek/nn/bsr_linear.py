@@ -1,0 +1,253 @@
+"""`BSRLinear`: a linear layer of which only some blocks of the weight exist."""
+
+import torch
+from torch import nn
+
+from ..core.activations import ACTIVATIONS
+from ..core.checks import check_choice, check_dtype, check_shape, check_tensor, message
+from ..core.errors import InvalidInput, InvalidType
+from ..formats.bsr import BSRMatrix, BSRPattern
+from ..formats.bsr_validate import VALUE_DTYPES, check_pair, zero_padding
+from ..functional.bsr import matmul
+from .bsr_init import initial_bounds, initial_pattern
+from .bsr_weight import BSRWeight
+
+
+class BSRLinear(BSRWeight):
+    """`y = activation(x @ W.T + bias)` with a block-sparse W, for training and inference.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        W is [out_features, in_features], as in `torch.nn.Linear`.
+    block_shape : (bh, bw)
+        bh outputs by bw inputs. Need not divide the sizes.
+    keep : Tensor bool [ceil(out_features / bh), ceil(in_features / bw)], optional
+        The blocks that exist.
+    sparsity : float in [0, 1]
+        Without `keep`: the fraction of blocks that do not exist, chosen at random with equally
+        many per block row (up to one). All exist by default.
+    bias : bool
+    activation : None, "relu", "gelu" or "silu"
+        Computed with the product.
+    impl : str
+        As in `blackwell_sparsek.matmul`.
+    device, dtype : as in `torch.nn.Linear`
+
+    Attributes
+    ----------
+    values : Parameter [nnz_blocks, bh, bw]
+        The blocks, an ordinary parameter for optimisers, FSDP and checkpoints. The part of edge
+        blocks beyond the sizes is zero, gets zero gradients and stays zero under any optimiser
+        that leaves an element alone whose value, gradient and state are zero (all of
+        `torch.optim` that works element by element, with `eps > 0`).
+    bias : Parameter [out_features] or None
+    indptr, indices, weight_shape : buffers, saved with the values
+    weight : BSRMatrix (out_features, in_features)
+        W, sharing `values`.
+
+    Notes
+    -----
+    Initial values are those of `torch.nn.Linear` with the fan-in that a row of outputs really has:
+    uniform in +-1/sqrt(inputs in the blocks of that row), so that outputs keep their scale at any
+    sparsity.
+
+    `load_state_dict` checks the pattern of a checkpoint before anything uses it and refuses a
+    malformed one, or one that differs from the module's (see `adopt_patterns`). A module made on
+    the meta device takes the pattern of what it loads, if the number of blocks agrees.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from blackwell_sparsek.nn import BSRLinear
+    >>> layer = BSRLinear(256, 512, (32, 32), sparsity=0.75, activation="gelu")
+    >>> layer
+    BSRLinear(in_features=256, out_features=512, block_shape=(32, 32), nnz_blocks=32, \
+density=0.25, bias=True, activation='gelu')
+    >>> y = layer(torch.randn(8, 10, 256))
+    >>> y.sum().backward()
+    >>> y.shape, layer.values.grad.shape
+    (torch.Size([8, 10, 512]), torch.Size([32, 32, 32]))
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        block_shape: tuple[int, int],
+        *,
+        keep: torch.Tensor | None = None,
+        sparsity: float = 0.0,
+        bias: bool = True,
+        activation: str | None = None,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        op = "BSRLinear"
+        shape = check_pair(op, "(out_features, in_features)", (out_features, in_features), 0)
+        block_shape = check_pair(op, "block_shape", block_shape, 1)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        pattern = initial_pattern(op, shape, block_shape, keep, sparsity).to(device)
+        values = torch.empty(pattern.nnz_blocks, *block_shape, device=device, dtype=dtype)
+        bias_values = torch.empty(out_features, device=device, dtype=dtype) if bias else None
+        self._build(pattern, values, bias_values, activation, impl)
+        self.reset_parameters()
+
+    def _build(
+        self,
+        pattern: BSRPattern,
+        values: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        impl: str,
+    ) -> None:
+        check_choice("BSRLinear", "activation", activation, ACTIVATIONS)
+        check_dtype("BSRLinear", "values", values, VALUE_DTYPES)
+        self._set_weight(pattern, values)
+        self.out_features, self.in_features = pattern.shape
+        self.activation = activation
+        self.impl = impl
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    @classmethod
+    def from_matrix(
+        cls,
+        matrix: BSRMatrix,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str | None = None,
+        impl: str = "auto",
+    ) -> "BSRLinear":
+        """Make a layer with `matrix` (out_features, in_features) as its weight.
+
+        Values and bias [out_features] are copied; metadata is shared. A transposed matrix is
+        rearranged.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from blackwell_sparsek.formats.bsr import BSRMatrix
+        >>> from blackwell_sparsek.nn import BSRLinear
+        >>> w = BSRMatrix.from_mask(torch.randn(32, 48), torch.eye(2, 3, dtype=torch.bool))
+        >>> BSRLinear.from_matrix(w, torch.zeros(32)).density
+        0.3333333333333333
+        """
+        op = "BSRLinear.from_matrix"
+        if not isinstance(matrix, BSRMatrix):
+            got = type(matrix).__name__
+            raise InvalidType(message(op, "matrix", "has a wrong type", "BSRMatrix", got))
+        if bias is not None:
+            check_tensor(op, "bias", bias)
+            check_shape(op, "bias", bias, (matrix.shape[0],))
+            bias = bias.detach().to(matrix.device, matrix.dtype, copy=True)
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        values = matrix.data.detach().clone(memory_format=torch.contiguous_format)
+        layer._build(matrix.logical_pattern, values, bias, activation, impl)
+        return layer
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        block_shape: tuple[int, int],
+        sparsity: float,
+        method: str = "magnitude",
+        *,
+        inputs: torch.Tensor | None = None,
+        activation: str | None = None,
+        impl: str = "auto",
+    ) -> "BSRLinear":
+        """Prune a `torch.nn.Linear`.
+
+        Parameters
+        ----------
+        linear : torch.nn.Linear, left as it is
+        block_shape : (bh, bw), outputs by inputs
+        sparsity : float in [0, 1], the fraction of blocks to drop
+        method : "magnitude" (L2 norm), "wanda" or "random"
+            For other choices, and for options of these, make `keep` yourself and use
+            `BSRLinear.from_matrix(BSRMatrix.from_mask(linear.weight, keep, block_shape), bias)`.
+        inputs : Tensor [in_features] or [..., in_features]
+            What `blackwell_sparsek.prune.wanda` takes; only for that method.
+        activation, impl : as in the constructor
+
+        Returns
+        -------
+        BSRLinear on the same device, with copies of the weights, in the same training mode.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from blackwell_sparsek.nn import BSRLinear
+        >>> dense = torch.nn.Linear(64, 64)
+        >>> layer = BSRLinear.from_linear(dense, (16, 16), sparsity=0.5)
+        >>> layer.nnz_blocks, layer.to_linear()
+        (8, Linear(in_features=64, out_features=64, bias=True))
+        """
+        # `prune` stands beside this package and imports it.
+        from ..prune.scores import choose_blocks
+
+        op = "BSRLinear.from_linear"
+        if not isinstance(linear, nn.Linear):
+            got = type(linear).__name__
+            raise InvalidType(message(op, "linear", "has a wrong type", "torch.nn.Linear", got))
+        keep = choose_blocks(op, linear.weight, block_shape, sparsity, method, inputs)
+        matrix = BSRMatrix.from_mask(linear.weight.detach(), keep, block_shape)
+        layer = cls.from_matrix(matrix, linear.bias, activation=activation, impl=impl)
+        layer.values.requires_grad_(linear.weight.requires_grad)
+        if layer.bias is not None:
+            layer.bias.requires_grad_(linear.bias.requires_grad)
+        return layer.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """Return a dense `torch.nn.Linear` with the same weights (copies). It has no activation."""
+        if self.activation is not None:
+            raise InvalidInput(
+                message(
+                    "BSRLinear.to_linear",
+                    "activation",
+                    "cannot be part of a torch.nn.Linear",
+                    "a layer without one (set layer.activation = None)",
+                    repr(self.activation),
+                )
+            )
+        has_bias = self.bias is not None
+        linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
+        linear.weight = nn.Parameter(
+            self.weight.to_dense().detach(), requires_grad=self.values.requires_grad
+        )
+        if self.bias is not None:
+            bias = self.bias.detach().clone()
+            linear.bias = nn.Parameter(bias, requires_grad=self.bias.requires_grad)
+        return linear.train(self.training)
+
+    def reset_parameters(self) -> None:
+        """Draw new values for the present pattern; see the class."""
+        pattern = self.pattern
+        bound = initial_bounds(pattern)
+        with torch.no_grad():
+            scale = bound[pattern.row_indices().long()].to(self.values.dtype)
+            values = torch.empty_like(self.values).uniform_(-1, 1) * scale[:, None, None]
+            rows = pattern.row_indices()
+            self.values.copy_(zero_padding(values, pattern.shape, rows, pattern.indices))
+            if self.bias is not None:
+                of_rows = bound.repeat_interleave(self.block_shape[0])[: self.out_features]
+                self.bias.uniform_(-1, 1).mul_(of_rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`activation(x @ W.T + bias)` for x [..., in_features]; see `blackwell_sparsek.matmul`."""
+        return matmul(x, self.weight.T, bias=self.bias, activation=self.activation, impl=self.impl)
+
+    def extra_repr(self) -> str:
+        """Sizes, blocks and options, for `repr`."""
+        activation = "" if self.activation is None else f", activation={self.activation!r}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"block_shape={self.block_shape}, nnz_blocks={self.nnz_blocks}, "
+            f"density={self.density:.4g}, bias={self.bias is not None}{activation}"
+        )

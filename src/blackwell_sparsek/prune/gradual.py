@@ -1,0 +1,195 @@
+"""Pruning during training: from the blocks that exist to fewer, with the optimiser in step."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..core.checks import check_choice, message
+from ..core.errors import InvalidInput, InvalidType
+from ..nn.bsr_linear import BSRLinear
+from .scores import NORMS, block_norms, check_sparsity, keep_best, kept_count
+
+
+def shrink_(
+    layer: BSRLinear,
+    sparsity: float,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    norm: str = "l2",
+    per_row: bool = False,
+) -> None:
+    """Drop the weakest of the existing blocks of `layer`, in place.
+
+    Parameters
+    ----------
+    layer : BSRLinear
+        Its `values` become a new, smaller Parameter: call this before wrapping the model in
+        FSDP or DDP, and outside of CUDA graphs. A compiled model compiles again.
+    sparsity : float in [0, 1]
+        Fraction of all blocks of the layer, not of the existing ones, that do not exist
+        afterwards; at least the present one, as dropped blocks do not come back.
+    optimizer : torch.optim.Optimizer, optional
+        One that holds `layer.values`. The new Parameter takes the place of the old one in its
+        group, and the state of each block that stays (momenta, second moments, step counts) goes
+        with it, so that training goes on as if the dropped blocks had never been there. Without
+        it, make a new optimiser.
+    norm, per_row : as in `block_magnitude`
+
+    Examples
+    --------
+    >>> import torch
+    >>> from blackwell_sparsek.nn import BSRLinear
+    >>> from blackwell_sparsek.prune import shrink_
+    >>> layer = BSRLinear(64, 64, (16, 16))
+    >>> optimizer = torch.optim.AdamW(layer.parameters())
+    >>> shrink_(layer, 0.75, optimizer=optimizer)
+    >>> layer.nnz_blocks, optimizer.param_groups[0]["params"][0] is layer.values
+    (4, True)
+    """
+    op = "shrink_"
+    if not isinstance(layer, BSRLinear):
+        got = type(layer).__name__
+        raise InvalidType(message(op, "layer", "has a wrong type", "BSRLinear", got))
+    check_choice(op, "norm", norm, tuple(NORMS))
+    count = kept_count(check_sparsity(op, sparsity), layer.blocks)
+    if count > layer.nnz_blocks:
+        expected = f"at least the present sparsity, {1 - layer.density:.4g}"
+        problem = "is less than the layer has, and dropped blocks do not come back"
+        raise InvalidInput(message(op, "sparsity", problem, expected, sparsity))
+    old = layer.values
+    if optimizer is not None:
+        _group_of(op, optimizer, old)
+    if count == layer.nnz_blocks:
+        return
+    pattern = layer.pattern
+    at = (pattern.row_indices().long(), pattern.indices.long())
+    stored = block_norms(old.detach(), norm)
+    # Norms are not negative, so blocks that do not exist lose against all that do.
+    scores = stored.new_full((pattern.rows_b, pattern.cols_b), -1.0).index_put(at, stored)
+    entries = keep_best(op, scores, sparsity, per_row)[at]
+    new = layer.keep_blocks_(entries)
+    if optimizer is not None:
+        _replace_parameter(optimizer, old, new, entries)
+
+
+def _group_of(op: str, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    for i, group in enumerate(optimizer.param_groups):
+        if any(p is parameter for p in group["params"]):
+            return i
+    expected = "an optimiser that holds the values of the layer"
+    problem = "does not hold the layer"
+    raise InvalidInput(message(op, "optimizer", problem, expected, type(optimizer).__name__))
+
+
+def _replace_parameter(
+    optimizer: torch.optim.Optimizer,
+    old: torch.Tensor,
+    new: nn.Parameter,
+    entries: torch.Tensor,
+) -> None:
+    """Put `new` where `old` was; per-block state keeps what belongs to `entries`."""
+    for group in optimizer.param_groups:
+        group["params"] = [new if p is old else p for p in group["params"]]
+    if old not in optimizer.state:
+        return
+    state = optimizer.state.pop(old)
+    optimizer.state[new] = {
+        name: x[entries.to(x.device)] if _is_per_block(x, old) else x for name, x in state.items()
+    }
+
+
+def _is_per_block(x: object, values: torch.Tensor) -> bool:
+    """Whether a piece of state has an entry for each block: momenta, but not step counts."""
+    return isinstance(x, torch.Tensor) and x.dim() == values.dim() and x.shape[0] == values.shape[0]
+
+
+class GradualPruner:
+    """Raise the sparsity of the block-sparse layers of a model while it trains.
+
+    Call `step()` after each step of the optimiser. Each of the layers gets the sparsity that the
+    schedule says, one that has more already stays as it is.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its `BSRLinear` layers are pruned (`sparsify_(model, block_shape, 0.0)` makes them of dense
+        ones without dropping anything).
+    schedule : callable, step -> sparsity
+        Such as `CubicSchedule`.
+    optimizer : torch.optim.Optimizer, optional
+        As in `shrink_`.
+    every : int
+        Prune at each `every`-th step only: each change allocates new parameters and, in a
+        compiled model, compiles again.
+    norm, per_row : as in `block_magnitude`
+
+    Examples
+    --------
+    >>> import torch
+    >>> from blackwell_sparsek.nn import BSRLinear
+    >>> from blackwell_sparsek.prune import CubicSchedule, GradualPruner
+    >>> model = torch.nn.Sequential(BSRLinear(64, 64, (16, 16)))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> pruner = GradualPruner(model, CubicSchedule(0.5, end=4), optimizer=optimizer)
+    >>> blocks = []
+    >>> for _ in range(5):
+    ...     model(torch.randn(2, 64)).square().sum().backward()
+    ...     optimizer.step()
+    ...     _ = pruner.step()
+    ...     blocks.append(model[0].nnz_blocks)
+    >>> blocks
+    [11, 9, 8, 8, 8]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Callable[[int], float],
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        every: int = 1,
+        norm: str = "l2",
+        per_row: bool = False,
+    ):
+        op = "GradualPruner"
+        if not isinstance(every, int) or every < 1:
+            expected = "an integer of 1 or more"
+            raise InvalidInput(message(op, "every", "is out of range", expected, every))
+        check_choice(op, "norm", norm, tuple(NORMS))
+        self.model = model
+        self.schedule = schedule
+        self.optimizer = optimizer
+        self.every = every
+        self.norm = norm
+        self.per_row = per_row
+        self.steps = 0
+
+    def step(self) -> float:
+        """Count a step, prune where it is time; return the sparsity now asked for."""
+        self.steps += 1
+        sparsity = self.schedule(self.steps)
+        if self.steps % self.every == 0:
+            self._prune_to(check_sparsity("GradualPruner", sparsity))
+        return sparsity
+
+    def _prune_to(self, sparsity: float) -> None:
+        for layer in self.model.modules():
+            if not isinstance(layer, BSRLinear):
+                continue
+            if kept_count(sparsity, layer.blocks) < layer.nnz_blocks:
+                shrink_(
+                    layer,
+                    sparsity,
+                    optimizer=self.optimizer,
+                    norm=self.norm,
+                    per_row=self.per_row,
+                )
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a checkpoint needs besides model and optimiser: the count of steps."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from `state_dict()`."""
+        self.steps = int(state["steps"])

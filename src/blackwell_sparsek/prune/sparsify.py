@@ -1,0 +1,176 @@
+"""Making the linear layers of a model block-sparse."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.checks import check_choice, message
+from ..core.errors import InvalidInput, InvalidType
+from ..formats.bsr_validate import VALUE_DTYPES, check_pair
+from ..nn.bsr_linear import BSRLinear
+from .calibration import input_norms
+from .progress import Progress
+from .scores import METHODS, check_sparsity
+from .summary import SparsifiedLayer, SparsifySummary
+
+
+def sparsify_(
+    model: nn.Module,
+    block_shape: tuple[int, int],
+    sparsity: float,
+    *,
+    method: str = "magnitude",
+    include: str | Iterable[str] = "*",
+    exclude: str | Iterable[str] = (),
+    calibration: Iterable[Any] | None = None,
+) -> SparsifySummary:
+    """Replace the `torch.nn.Linear` layers of `model` by pruned `BSRLinear` layers, in place.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Make optimisers afterwards: they hold parameters.
+    block_shape : (bh, bw), outputs by inputs
+    sparsity : float in [0, 1]
+        Fraction of blocks to drop, in each layer alike. 0 drops nothing: a start for
+        `GradualPruner`.
+    method : "magnitude" (L2 norm), "wanda" or "random"
+    include, exclude : patterns of module names, such as "lm_head" or "*.mlp.*"
+        As in a shell. A layer is taken if any of `include` and none of `exclude` matches.
+        A pattern that matches no linear layer is an error.
+    calibration : iterable of what `model` is called with
+        For method "wanda": a Mapping gives keyword arguments, a tuple or list positional ones.
+
+    Returns
+    -------
+    SparsifySummary
+        What was done to each layer, and why some were skipped: subclasses of Linear, and layers
+        with shared weights or with hooks, which something else relies on. Prints as a table.
+
+    Notes
+    -----
+    A module used in several places stays shared. The fused inference path of
+    `torch.nn.TransformerEncoderLayer` is turned off where its layers are replaced. Activations for
+    "wanda" are those of the dense model. Work over two seconds is reported on stderr.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from blackwell_sparsek.prune import sparsify_
+    >>> model = torch.nn.Sequential(
+    ...     torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    >>> summary = sparsify_(model, (16, 16), 0.75, exclude="2")
+    >>> model[0]
+    BSRLinear(in_features=64, out_features=128, block_shape=(16, 16), nnz_blocks=8, density=0.25, \
+bias=True)
+    >>> summary.density
+    0.25
+    """
+    op = "sparsify_"
+    check_pair(op, "block_shape", block_shape, 1)
+    check_sparsity(op, sparsity)
+    check_choice(op, "method", method, METHODS)
+    if (calibration is not None) != (method == "wanda"):
+        expected = "inputs of the model for method 'wanda', and only for that"
+        got = f"method {method!r} and {'no ' if calibration is None else ''}calibration"
+        raise InvalidInput(message(op, "calibration", "does not fit the method", expected, got))
+    if not isinstance(model, nn.Module) or isinstance(model, nn.Linear):
+        expected = "a module that holds the layers (BSRLinear.from_linear makes a single one)"
+        raise InvalidType(message(op, "model", "has a wrong type", expected, type(model).__name__))
+
+    layers, skipped = _select(op, model, _patterns(include), _patterns(exclude))
+    norms = (
+        input_norms(model, [names[0] for names in layers.values()], calibration or ())
+        if (method == "wanda")
+        else {}
+    )
+    progress = Progress(op, len(layers))
+    done = []
+    for linear, names in layers.items():
+        inputs = norms.get(names[0])
+        if inputs is not None:
+            inputs = inputs.to(linear.weight.device)
+        layer = BSRLinear.from_linear(linear, block_shape, sparsity, method, inputs=inputs)
+        for name in names:
+            _replace(model, name, layer)
+        done.append(SparsifiedLayer.of(names[0], linear, layer))
+        progress.advance(names[0])
+    progress.finish()
+    _leave_fused_paths(model)
+    return SparsifySummary(tuple(done), skipped)
+
+
+def _patterns(patterns: str | Iterable[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _select(
+    op: str, model: nn.Module, include: list[str], exclude: list[str]
+) -> tuple[dict[nn.Linear, list[str]], dict[str, str]]:
+    """The layers to replace with all their names, and why others are not."""
+    linears = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear)
+    ]
+    for arg, patterns in (("include", include), ("exclude", exclude)):
+        for pattern in patterns:
+            if pattern != "*" and not any(fnmatchcase(name, pattern) for name, _ in linears):
+                problem = f"has the pattern {pattern!r}, which matches no linear layer"
+                got = ", ".join(name for name, _ in linears[:5]) or "a model without any"
+                raise InvalidInput(message(op, arg, problem, "names of linear layers", got))
+    layers: dict[nn.Linear, list[str]] = {}
+    skipped: dict[str, str] = {}
+    owners = _owners(model)
+    for name, module in linears:
+        wanted = any(fnmatchcase(name, p) for p in include)
+        if not wanted or any(fnmatchcase(name, p) for p in exclude):
+            continue
+        if reason := _why_not(module, owners):
+            skipped[name] = reason
+        else:
+            layers.setdefault(module, []).append(name)
+    return layers, skipped
+
+
+def _owners(model: nn.Module) -> dict[torch.Tensor, int]:
+    """How many distinct modules hold each parameter."""
+    counts: dict[torch.Tensor, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            counts[parameter] = counts.get(parameter, 0) + 1
+    return counts
+
+
+def _why_not(linear: nn.Linear, owners: dict[torch.Tensor, int]) -> str | None:
+    if type(linear) is not nn.Linear:
+        return f"is a {type(linear).__name__}, not a plain Linear"
+    if any(owners[p] > 1 for p in linear.parameters(recurse=False)):
+        return "shares a parameter with another module"
+    if linear.weight.dtype not in VALUE_DTYPES:
+        return f"has weights of {linear.weight.dtype}"
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks)
+    if any(hooks):
+        return "has hooks"
+    return None
+
+
+def _replace(model: nn.Module, name: str, layer: BSRLinear) -> None:
+    parent_name, _, child = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    setattr(parent, child, layer)
+
+
+def _leave_fused_paths(model: nn.Module) -> None:
+    """Torch's encoder has a fused inference path, which reads the dense weights of its layers."""
+    for module in model.modules():
+        if not any(isinstance(m, BSRLinear) for m in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # Neither relu (1) nor gelu (2): what the fused path cannot do.
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False

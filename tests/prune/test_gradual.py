@@ -1,0 +1,118 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from blackwell_sparsek.core.errors import InvalidInput, InvalidType
+from blackwell_sparsek.nn import BSRLinear
+from blackwell_sparsek.prune import CubicSchedule, GradualPruner, shrink_
+from blackwell_sparsek.testing.inputs import normal
+
+
+def train_step(model, optimizer, seed):
+    optimizer.zero_grad()
+    features = next(m.in_features for m in model.modules() if isinstance(m, BSRLinear))
+    model(normal(8, features, seed=seed)).square().mean().backward()
+    optimizer.step()
+
+
+def test_drops_the_weakest_of_what_exists():
+    layer = BSRLinear(64, 48, (16, 16), sparsity=0.25, bias=False)
+    norms = layer.values.detach().flatten(1).norm(dim=1)
+    expected = layer.values.detach()[norms >= norms.sort(descending=True).values[5]]
+    shrink_(layer, 0.5)
+    assert layer.nnz_blocks == 6 and torch.equal(layer.values, expected)
+    layer.weight.validate()
+    values = layer.values
+    shrink_(layer, 0.5)
+    assert layer.values is values
+
+
+def test_per_row():
+    layer = BSRLinear(64, 48, (16, 16))
+    with torch.no_grad():
+        layer.values[:4] *= 100
+    other = copy.deepcopy(layer)
+    shrink_(layer, 8 / 12, per_row=True)
+    assert layer.indptr.diff().tolist() in ([2, 1, 1], [1, 2, 1], [1, 1, 2])
+    shrink_(other, 8 / 12)
+    assert other.indptr.diff().tolist() == [4, 0, 0]
+
+
+OPTIMIZERS = [
+    (torch.optim.AdamW, {"amsgrad": True, "weight_decay": 0.1}),
+    (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    (torch.optim.Adafactor, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+def test_training_goes_on_as_if_the_dropped_blocks_had_never_been(kind, options):
+    """Gradients of kept blocks do not depend on others here, so both histories must agree."""
+    keep = torch.ones(2, 3, dtype=torch.bool)
+    layer = BSRLinear(48, 32, (16, 16), keep=keep)
+    optimizer = kind(layer.parameters(), **options)
+    grads = [normal(6, 16, 16, seed=seed) for seed in range(4)]
+    with torch.no_grad():
+        layer.values[[1, 4]] *= 1e-3
+    small = BSRLinear(48, 32, (16, 16), keep=torch.tensor([[1, 0, 1], [1, 0, 1]]).bool())
+    with torch.no_grad():
+        small.values.copy_(layer.values[[0, 2, 3, 5]])
+    small_optimizer = kind(small.parameters(), **options)
+    for step, grad in enumerate(grads):
+        if step == 2:
+            shrink_(layer, 2 / 6, optimizer=optimizer)
+            assert optimizer.param_groups[0]["params"][0] is layer.values
+        part = grad[[0, 2, 3, 5]]
+        layer.values.grad = grad.clone() if step < 2 else part.clone()
+        small.values.grad = part.clone()
+        optimizer.step()
+        small_optimizer.step()
+    state, small_state = optimizer.state[layer.values], small_optimizer.state[small.values]
+    if kind is torch.optim.Adafactor:
+        # Its update is scaled by the norm of the whole parameter; only the shapes must fit.
+        assert {k: v.shape for k, v in state.items()} == {
+            k: v.shape for k, v in small_state.items()
+        }
+        return
+    assert torch.equal(layer.values, small.values)
+    for name, x in small_state.items():
+        assert torch.equal(state[name], x), name
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_gradual_pruning_follows_the_schedule_and_trains():
+    model = nn.Sequential(BSRLinear(64, 64, (16, 16)), nn.GELU(), BSRLinear(64, 32, (16, 16)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = CubicSchedule(final=0.75, end=8)
+    pruner = GradualPruner(model, schedule, optimizer=optimizer, every=2)
+    seen = []
+    for step in range(10):
+        train_step(model, optimizer, step)
+        assert pruner.step() == schedule(step + 1)
+        seen.append((model[0].nnz_blocks, model[2].nnz_blocks))
+    assert seen[0] == (16, 8) and seen[1] == seen[2] and seen[-1] == (4, 2)
+    assert seen == sorted(seen, reverse=True)
+    held = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert held == {id(p) for p in model.parameters()}
+    assert len(optimizer.state) == 4
+    other = GradualPruner(model, schedule)
+    other.load_state_dict(pruner.state_dict())
+    assert other.step() == 0.75 and other.steps == 11
+
+
+def test_errors():
+    layer = BSRLinear(64, 48, (16, 16), sparsity=0.5)
+    problem = r"dropped blocks do not come back; expected at least the present sparsity, 0.5, got"
+    with pytest.raises(InvalidInput, match=problem):
+        shrink_(layer, 0.4)
+    with pytest.raises(InvalidInput, match=r"optimizer does not hold the layer.*got SGD"):
+        shrink_(layer, 0.75, optimizer=torch.optim.SGD([layer.bias], lr=0.1))
+    assert layer.nnz_blocks == 6
+    with pytest.raises(InvalidType, match=r"layer has a wrong type.*BSRLinear, got Linear"):
+        shrink_(nn.Linear(2, 2), 0.5)
+    with pytest.raises(InvalidInput, match="norm is unknown"):
+        shrink_(layer, 0.75, norm="l3")
+    with pytest.raises(InvalidInput, match=r"every is out of range.*got 0"):
+        GradualPruner(layer, CubicSchedule(0.9, end=5), every=0)
