@@ -9,6 +9,7 @@ gone into a recording: whoever keeps one looks after that.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def scratch(
 class _Place(NamedTuple):
     """An argument that holds a tensor: itself, in a tuple, or under a descriptor."""
 
-    index: int
+    position: int
     item: int | None
     descriptor: bool
     role: int
@@ -85,12 +86,14 @@ class _Place(NamedTuple):
     def put(self, args: list[Any], tensor: torch.Tensor | None) -> None:
         """Put `tensor` there."""
         if self.descriptor:
-            args[self.index].base = tensor
+            # a copy: another thread may be launching with the same one
+            args[self.position] = descriptor = copy(args[self.position])
+            descriptor.base = tensor
         elif self.item is None:
-            args[self.index] = tensor
+            args[self.position] = tensor
         else:
-            old = args[self.index]
-            args[self.index] = (*old[: self.item], tensor, *old[self.item + 1 :])
+            old = args[self.position]
+            args[self.position] = (*old[: self.item], tensor, *old[self.item + 1 :])
 
 
 def _tensors_in(args: list[Any]) -> Iterator[tuple[int, int | None, bool, torch.Tensor]]:

@@ -89,6 +89,8 @@ class BSRPattern:
         self._shape = shape
         self._block_shape = block_shape
         self._transposed: BSRPattern | None = None
+        # what the operators keep to repeat a product with this pattern cheaply
+        self._launches: dict[Any, Any] = {}
 
     @classmethod
     def _from_parts(
@@ -175,6 +177,11 @@ class BSRPattern:
         """[indptr, indices, t_indptr, t_indices, t_perm], what the operators take."""
         return [self._indptr, self._indices, self._t_indptr, self._t_indices, self._t_perm]
 
+    @property
+    def launches(self) -> dict[Any, Any]:
+        """Recorded launches of products with this pattern; filled by the operators."""
+        return self._launches
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "BSRPattern":
         """This pattern on `device`; itself when it is there already."""
         rows = self._rows.to(device, non_blocking=non_blocking)
@@ -190,7 +197,7 @@ class BSRPattern:
         check_metadata("BSRPattern", self._indptr, self._indices, self._shape, self._block_shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_transposed": None}
+        return {**self.__dict__, "_transposed": None, "_launches": {}}
 
     def __repr__(self) -> str:
         return (

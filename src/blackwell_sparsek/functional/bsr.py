@@ -20,6 +20,7 @@ from ..formats.bsr import BSRMatrix, BSRPattern, install_matmul
 from ..formats.bsr_product import product_pattern
 from ..formats.bsr_validate import VALUE_DTYPES, zero_padding
 from ..ops.bsr import bsr_matmul, bsr_pair_products, bsr_sddmm
+from ..ops.bsr_repeat import product_call
 
 
 @overload
@@ -124,6 +125,24 @@ def matmul(
     >>> torch.allclose(w @ x.T, w.to_dense() @ x.T, atol=1e-4)
     True
     """
+    call = product_call(a, b, bias, residual, activation, out_dtype, impl)
+    if call is None:
+        return _product(a, b, bias, activation, residual, out_dtype, impl)
+    if (out := call.repeat()) is not None:
+        return out
+    return call.record(lambda: _product(a, b, bias, activation, residual, out_dtype, impl))
+
+
+def _product(
+    a: Any,
+    b: Any,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    impl: str,
+) -> Any:
+    """`matmul`, with all its checks."""
     op = "matmul"
     check_choice(op, "activation", activation, ACTIVATIONS)
     if out_dtype is not None and out_dtype not in VALUE_DTYPES:

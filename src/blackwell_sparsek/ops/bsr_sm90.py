@@ -4,6 +4,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.compat import why_no_triton
+from ..core.launch import scratch
 from ..tuning.bsr import spmm_chunk, spmm_sizes
 from ..tuning.bsr_sm90 import spmm_sm90_config, spmm_sm90_unsupported
 from ..tuning.problem_bsr import BsrProblem
@@ -63,6 +64,14 @@ def _tall_blocks(
     from ..kernels.bsr.pack import launch_pack, pack_pattern
 
     height, width = product.blocks.shape[1:]
+    if values.shape[0] == 0:
+        # TMA cannot describe nothing; nothing of this is read
+        return (
+            values.new_empty((1, *values.shape[1:])),
+            product.indptr,
+            product.indices,
+            product.perm,
+        )
     if height >= block_h:
         return values, product.indptr, product.indices, product.perm
     if product.indptr not in _PACKED:
@@ -71,6 +80,7 @@ def _tall_blocks(
             product.indptr, product.indices, product.cols_b, group
         )
     packed = _PACKED[product.indptr]
-    blocks = values.new_empty((packed.indices.shape[0], block_h, width))
+    shape = (packed.indices.shape[0], block_h, width)
+    blocks = scratch(shape, values.dtype, values.device)
     launch_pack(blocks, values, packed.source, product.perm)
     return blocks, packed.indptr, packed.indices, None

@@ -63,6 +63,11 @@ def explaining() -> Iterator[None]:
         _explaining.reset(token)
 
 
+def is_explaining() -> bool:
+    """Whether operators are asked what they would do, not to do it."""
+    return _explaining.get()
+
+
 class Dispatcher:
     """The implementations of one operator."""
 
@@ -114,6 +119,8 @@ class Dispatcher:
 
     def __call__(self, impl: str, problem: Any, *args: Any) -> Any:
         """Run the chosen implementation, or raise `Unsupported` with the reasons."""
+        if not _explaining.get() and (candidate := self._first(impl, problem)) is not None:
+            return candidate.run(*args)
         decision = self.decide(impl, problem)
         if _explaining.get():
             raise Explained(decision)
@@ -124,6 +131,18 @@ class Dispatcher:
                 why = "; ".join(f"{name}: {reason}" for name, reason in decision.reasons.items())
             raise Unsupported(f"{self.op}: impl={decision.asked!r} cannot run this: {why}")
         return self.candidates[decision.chosen].run(*args)
+
+    def _first(self, impl: str, problem: Any) -> Candidate | None:
+        """What `decide` chooses, without the reasons."""
+        asked = default_impl() if impl == "auto" else impl
+        if asked != "auto":
+            candidate = self.candidates.get(asked)
+            takes = candidate is not None and candidate.supports(problem) is None
+            return candidate if takes else None
+        for candidate in self.candidates.values():
+            if candidate.in_auto(problem) and candidate.supports(problem) is None:
+                return candidate
+        return None
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision:

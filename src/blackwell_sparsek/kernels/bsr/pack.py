@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...core.compile_cases import CompileCase, compile_cases
-from ...core.launch import cdiv, on_device_of
+from ...core.launch import cdiv, launch, on_device_of
 
 
 class PackedPattern(NamedTuple):
@@ -96,18 +96,10 @@ def launch_pack(
     if num_rows == 0:
         return
     with on_device_of(values):
-        _pack_kernel[(cdiv(num_rows, TILE_ROWS),)](
-            packed,
-            values,
-            source,
-            perm,
-            num_rows,
-            packed_h // group,
-            block_w,
-            TILE_ROWS,
-            min(block_w & -block_w, 32),
-            num_warps=8,
-        )
+        tile_w = min(block_w & -block_w, 32)
+        args = (packed, values, source, perm, num_rows)
+        constants = (packed_h // group, block_w, TILE_ROWS, tile_w)
+        launch(_pack_kernel, cdiv(num_rows, TILE_ROWS), (*args, *constants), num_warps=8)
 
 
 @compile_cases

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...core.launch import cdiv, on_device_of
+from ...core.launch import cdiv, launch, on_device_of, scratch
 from ...device.epilogue import finish
 from ...device.strided import offsets_2d
 from .config import SpmmConfig, triton_stages
@@ -259,7 +259,7 @@ def launch_spmm(
     addends = addends_of(bias, residual)
     with on_device_of(out):
         tiles = cdiv(n, config.tile_n) * batches * (block_h // config.tile_m)
-        _bsr_spmm_kernel[(plan.n_items * tiles,)](
+        args = (
             out,
             partial,
             values,
@@ -283,8 +283,12 @@ def launch_spmm(
             config.tile_m,
             config.tile_n,
             config.tile_k,
+        )
+        stages = triton_stages(config.num_stages, 1)
+        launch(
+            *(_bsr_spmm_kernel, plan.n_items * tiles, args),
             num_warps=config.num_warps,
-            num_stages=triton_stages(config.num_stages, 1),
+            num_stages=stages,
         )
         if plan.n_split_rows:
             launch_spmm_reduce(out, partial, addends, activation, plan)
@@ -305,7 +309,7 @@ def empty_partial(out: torch.Tensor, plan: SpmmPlan, block_h: int) -> torch.Tens
     if not plan.n_slots:
         return None
     shape = (out.shape[0], plan.n_slots, block_h, out.shape[2])
-    return torch.empty(shape, dtype=torch.float32, device=out.device)
+    return scratch(shape, torch.float32, out.device)
 
 
 def launch_spmm_reduce(
@@ -319,7 +323,7 @@ def launch_spmm_reduce(
     batches, m, n = out.shape
     block_h = partial.shape[2]
     tiles = cdiv(n, REDUCE_TILE_N) * batches * (block_h // REDUCE_TILE_M)
-    _bsr_spmm_reduce_kernel[(plan.n_split_rows * tiles,)](
+    args = (
         out,
         partial,
         plan.split_rows,
@@ -333,5 +337,5 @@ def launch_spmm_reduce(
         block_h,
         REDUCE_TILE_M,
         REDUCE_TILE_N,
-        num_warps=REDUCE_WARPS,
     )
+    launch(_bsr_spmm_reduce_kernel, plan.n_split_rows * tiles, args, num_warps=REDUCE_WARPS)

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.arch import arch_of
-from ...core.launch import cdiv, on_device_of
+from ...core.launch import cdiv, launch, on_device_of, scratch
 from .config_sm90 import SpmmSm90Config
 from .plan import SpmmPlan
 from .spmm import addends_of, empty_partial, launch_spmm_reduce
@@ -58,10 +58,10 @@ def launch_spmm_sm90(
     partial = empty_partial(out_b, plan, config.BLOCK_H)
     pieces_per_panel = plan.n_items * config.row_tiles
     total = pieces_per_panel * cdiv(n, config.tile_n)
-    counter = torch.zeros(1, dtype=torch.int32, device=out.device)
+    counter = scratch((1,), torch.int32, out.device, zero=True)
     a_matrix = values.view(-1, values.shape[2])
     with on_device_of(out):
-        _spmm_sm90_kernel[(min(arch_of(out.device).num_sms, total),)](
+        args = (
             _descriptor(out, config.out_block(), config.OUT_TRANSPOSED),
             partial,
             _descriptor(a_matrix, config.a_block(), False),
@@ -78,9 +78,9 @@ def launch_spmm_sm90(
             pieces_per_panel,
             total,
             config,
-            num_warps=4,
-            maxnreg=MAX_REGISTERS,
         )
+        programs = min(arch_of(out.device).num_sms, total)
+        launch(_spmm_sm90_kernel, programs, args, num_warps=4, maxnreg=MAX_REGISTERS)
         if partial is not None:
             residual_b = None if residual is None else residual.unsqueeze(0)
             addends = addends_of(bias, residual_b)
