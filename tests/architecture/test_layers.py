@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "masks": {"core", "formats"},
     "distributed": API,
     "integrations": API,
-    "testing": {"core", "formats"},
+    "testing": {"core", "formats", "functional"},
     "bench": API | {"testing"},
     "": API | {"masks"},
 }

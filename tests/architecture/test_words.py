@@ -18,7 +18,7 @@ RULES = {
     "exponentials": (
         r"\.exp2?\(",
         ("device", "kernels"),
-        {"device/softmax.py", "device/backprop.py"},
+        {"device/softmax.py", "device/backprop.py", "device/scores.py", "device/activations.py"},
     ),
     "causal and window": (r"(?i)causal|window", ("kernels",), set()),
     "pickle": (r"\btorch\.(load|save)\b|\bpickle\b", None, set()),
@@ -82,7 +82,7 @@ def test_calls_say_what_they_must(check):
         ("versions and capabilities", "ops/a.py", 'torch.__version__ >= "2"'),
         ("versions and capabilities", "kernels/a.py", "torch.cuda.get_device_capability()"),
         ("exponentials", "kernels/a.py", "p = tl.exp2(s)"),
-        ("exponentials", "device/scores.py", "p = tl.exp(s)"),
+        ("exponentials", "device/masks.py", "p = tl.exp(s)"),
         ("causal and window", "kernels/attention/a.py", "IS_CAUSAL: tl.constexpr,"),
         ("causal and window", "kernels/attention/a.py", "window_left,"),
         ("pickle", "bench/a.py", "import pickle"),
