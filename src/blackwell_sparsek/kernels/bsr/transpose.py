@@ -1,6 +1,6 @@
 """Transposing a dense operand: out[j, i] = x[i, j], for 16-bit matrices.
 
-X that lies with K contiguous is read by TMA in pieces of one block width. Where that is 16 elements,
+X with K contiguous is read by TMA in pieces of one block width. Where that is 16 elements,
 32 bytes, the copies run at a third of the L2 rate; laying X out the other way first costs one pass
 over it and is faster. One program moves a square tile. Called by `bsk::bsr_matmul` on Hopper.
 """
