@@ -1,0 +1,60 @@
+"""What kernels declare so that they can be compiled for GPUs that are not here.
+
+A kernel file ends with a function under `@compile_cases` that yields the combinations worth
+building. `blackwell_sparsek.testing.compile_only` builds them; nothing else reads them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ALL_ARCHS = (80, 89, 90, 100, 120)
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One kernel with the types and constants of one launch.
+
+    Parameters
+    ----------
+    name : unique, `<kernel>/<what sets it apart>`
+    kernel : a `@triton.jit` or `@gluon.jit` function
+    args : a value for each parameter, as a launch would pass it. A `torch.dtype` stands for an
+        aligned tensor of it, a `str` for a type in Triton's spelling; ints, floats, None, tuples
+        and constexpr values are themselves, and specialise as they do in a launch.
+    archs : the compute capabilities it is built for, 90 for sm_90
+    num_warps, num_stages : launch options
+    options : further launch options, such as `maxnreg`
+    expect : instruction to the least number of times it must occur, `wgmma` in the PTX or
+        `sass:HGMMA` in the machine code
+    max_spill_bytes : spilled bytes (stores and loads) that are accepted
+    """
+
+    name: str
+    kernel: Any
+    args: Mapping[str, Any]
+    archs: tuple[int, ...] = ALL_ARCHS
+    num_warps: int = 4
+    num_stages: int = 3
+    options: Mapping[str, Any] = field(default_factory=dict)
+    expect: Mapping[str, int] = field(default_factory=dict)
+    max_spill_bytes: int = 0
+
+
+CaseSource = Callable[[], Iterator[CompileCase]]
+_sources: list[CaseSource] = []
+
+
+def compile_cases(source: CaseSource) -> CaseSource:
+    """Register a function that yields the `CompileCase`s of a kernel file."""
+    _sources.append(source)
+    return source
+
+
+def registered_cases() -> list[CompileCase]:
+    """All cases of the kernel files imported so far; names must be unique."""
+    cases = [case for source in _sources for case in source()]
+    names = [case.name for case in cases]
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"compile cases with the same name: {', '.join(duplicates)}")
+    return cases

@@ -1,0 +1,70 @@
+"""What every test stands on: where kernels run, one seed, checks in the interpreter.
+
+Triton decides at import whether kernels are interpreted, so this file decides before anything
+imports it. Without a GPU kernels run in the interpreter on the CPU; with one they are compiled,
+and every test that takes the `device` fixture counts as a `gpu` test there.
+"""
+
+import importlib.util
+import os
+import sys
+
+import pytest
+import torch
+
+if "triton" in sys.modules:
+    raise RuntimeError("triton was imported before tests/conftest.py could choose the interpreter")
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from blackwell_sparsek.core.env import triton_interpreted  # noqa: E402
+from blackwell_sparsek.testing.interpreter import interpreter_checks  # noqa: E402
+
+SEED = 20240229
+ON_GPU = HAS_GPU and not triton_interpreted()
+
+try:
+    import hypothesis
+except ImportError:
+    pass  # machines where nothing can be installed run the gpu tests, which do without it
+else:
+    hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+    hypothesis.settings.load_profile("repeatable")
+
+
+# before pytest applies -m
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if ON_GPU and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def device():
+    """Where kernels run here: the GPU, or the CPU through the interpreter."""
+    return torch.device("cuda" if ON_GPU else "cpu")
+
+
+@pytest.fixture
+def interpreted():
+    """Skip where kernels are compiled: for tests that need host memory under the kernel."""
+    if not triton_interpreted() or importlib.util.find_spec("triton") is None:
+        pytest.skip("needs the Triton interpreter")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interpreter_checks():
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    with interpreter_checks():
+        yield

@@ -1,0 +1,180 @@
+"""Kernels under `interpreter_checks` (switched on by conftest) and, for contrast, without."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from blackwell_sparsek.testing import interpreter
+from blackwell_sparsek.testing.inputs import integers, normal
+from blackwell_sparsek.testing.interpreter import interpreter_checks
+from blackwell_sparsek.testing.tolerance import assert_within_budget
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+@triton.jit
+def _product_kernel(out_ptr, a, b, WIDE: tl.constexpr):
+    if WIDE:
+        a = a.to(tl.int64)
+    tl.store(out_ptr, a * b)
+
+
+@triton.jit
+def _assert_kernel(x_ptr):
+    tl.device_assert(tl.load(x_ptr) > 0, "x must be positive")
+
+
+@triton.jit
+def _dot_kernel(out_ptr, a_ptr, b_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    product = tl.dot(tl.load(a_ptr + offs), tl.load(b_ptr + offs), input_precision="ieee")
+    tl.store(out_ptr + offs, product.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _copy_kernel(out_ptr, x_ptr, keep, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    x = tl.load(x_ptr + offs, mask=offs < keep, other=0.0)
+    tl.store(out_ptr + offs, tl.where(offs < keep, x, 0.0).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _misuse_kernel(out_ptr, x_ptr, HOW: tl.constexpr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    x = tl.load(x_ptr + offs)
+    if HOW == "add":
+        x = x + x
+    elif HOW == "sum":
+        x = tl.sum(x, 0) + tl.zeros_like(x)
+    elif HOW == "compare":
+        x = tl.where(x > x, x, x)
+    tl.store(out_ptr + offs, x)
+
+
+@triton.jit
+def _count_kernel(out_ptr, n):
+    total = 0
+    for i in range(0, n):
+        total += i
+    tl.store(out_ptr, total)
+
+
+def test_int32_overflow_is_an_error():
+    out = torch.zeros(1, dtype=torch.int64)
+    _product_kernel[(1,)](out, 2**16, 2**15 - 1, False)
+    assert out.item() == 2**16 * (2**15 - 1)
+    with pytest.raises(Exception, match="int32 overflow detected for operation mul"):
+        _product_kernel[(1,)](out, 2**16, 2**15, False)
+    _product_kernel[(1,)](out, 2**16, 2**15, True)
+    assert out.item() == 2**31
+
+
+def test_device_assert_is_an_error():
+    _assert_kernel[(1,)](torch.ones(1))
+    with pytest.raises(Exception, match="x must be positive"):
+        _assert_kernel[(1,)](torch.zeros(1))
+
+
+def test_bf16_products_are_exact_in_fp32():
+    a, b = (integers(16, 16, seed=i, dtype=torch.bfloat16) for i in (0, 1))
+    out = torch.empty(16, 16)
+    _dot_kernel[(1,)](out, a, b, 16)
+    assert torch.equal(out, a.float() @ b.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_dot_meets_the_budget(dtype):
+    a, b = (normal(32, 32, seed=i, dtype=dtype) for i in (0, 1))
+    out = torch.empty(32, 32, dtype=dtype)
+    _dot_kernel[(1,)](out, a, b, 32)
+    plain = (a.float() @ b.float()).to(dtype)
+    assert_within_budget(out, a.double() @ b.double(), plain)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("target", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_casts_round_as_torch_does(source, target):
+    x = torch.cat([normal(60, seed=0), torch.tensor([0.0, -0.0, torch.inf, -torch.inf])]).to(source)
+    out = torch.empty(64, dtype=target)
+    _copy_kernel[(1,)](out, x, 64, 64)
+    assert torch.equal(out, x.to(target))
+
+
+def test_rounding_to_bf16_agrees_with_torch_on_ties_and_specials():
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 3.4e38, 1e-40, torch.nan])
+    bits = interpreter.fp32_to_bf16(ties.numpy())
+    expected = ties.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(bits[:-1], expected[:-1])
+    assert np.isnan(interpreter.bf16_to_fp32(bits[-1:]))
+
+
+@pytest.mark.parametrize("how", ["add", "sum", "compare"])
+def test_bf16_arithmetic_is_refused(how):
+    x = torch.ones(16)
+    _misuse_kernel[(1,)](torch.empty(16), x, how, 16)
+    with pytest.raises(Exception, match=r"bf16 values.*cast to fp32 first"):
+        _misuse_kernel[(1,)](torch.empty(16).bfloat16(), x.bfloat16(), how, 16)
+
+
+def test_range_over_an_argument_works():
+    out = torch.zeros(1, dtype=torch.int32)
+    _count_kernel[(1,)](out, 5)
+    assert out.item() == 10
+
+
+def test_without_the_checks_the_faults_are_silent():
+    """The contrast that gives the tests above their meaning, in a process without conftest."""
+    code = """
+import torch, triton, triton.language as tl
+import test_interpreter as t
+out = torch.zeros(1, dtype=torch.int64)
+t._product_kernel[(1,)](out, 2**16, 2**15, False)
+print(out.item() != 2**31)
+a, b = (t.integers(16, 16, seed=i, dtype=torch.bfloat16) for i in (0, 1))
+c = torch.empty(16, 16)
+t._dot_kernel[(1,)](c, a, b, 16)
+print(not torch.equal(c, a.float() @ b.float()))
+"""
+    here = os.path.dirname(__file__)
+    path = os.pathsep.join([here, *filter(None, sys.path)])
+    env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_everything_is_put_back():
+    from triton.runtime import interpreter as upstream
+
+    builder = upstream.interpreter_builder
+    before = (builder.options, type(builder).create_dot, upstream._patch_lang_tensor)
+    with pytest.raises(KeyError), interpreter_checks():
+        assert (builder.options, type(builder).create_dot, upstream._patch_lang_tensor) != before
+        raise KeyError
+    assert (builder.options, type(builder).create_dot, upstream._patch_lang_tensor) == before
+
+
+def test_an_interpreter_without_the_switches_is_refused(monkeypatch):
+    from triton.runtime import interpreter as upstream
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        debug: bool = False
+
+    monkeypatch.setattr(upstream.interpreter_builder, "options", Options())
+    with (
+        pytest.raises(RuntimeError, match=r"lacks options\.sanitize_overflow"),
+        interpreter_checks(),
+    ):
+        pass
