@@ -33,6 +33,12 @@ class BlockLists(NamedTuple):
         return torch.searchsorted(self.indptr[1:], entries, right=True)
 
 
+def check_entry_count(count: int) -> None:
+    """Entries are counted in int32."""
+    if count >= 2**31:
+        raise Unsupported(f"BlockMask: has {count} blocks; at most 2**31 - 1 can be listed")
+
+
 def lists_from_blocks(
     rows: torch.Tensor, cols: torch.Tensor, bits_id: torch.Tensor, num_rows: int, num_cols: int
 ) -> BlockLists:
@@ -46,8 +52,7 @@ def lists_from_sorted(
     group: torch.Tensor, cols: torch.Tensor, bits_id: torch.Tensor, num_rows: int
 ) -> BlockLists:
     """Lists of blocks that are in order already; `group` is 2 * row + (1 if full)."""
-    if cols.numel() >= 2**31:
-        raise Unsupported(f"BlockMask: {cols.numel()} blocks; at most 2**31 - 1 are supported")
+    check_entry_count(cols.numel())
     probes = torch.arange(2 * num_rows + 1, device=cols.device, dtype=group.dtype)
     bounds = torch.searchsorted(group, probes).to(torch.int32)
     return BlockLists(
