@@ -31,3 +31,8 @@ def triton_overrides() -> dict[str, str]:
         "PTXAS_OPTIONS",
     )
     return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def environment_for_compiler() -> dict[str, str]:
+    """Return the environment for a child process in which Triton compiles, not interprets."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,0 +1,169 @@
+"""Compile every registered kernel for GPUs that are not here, and report what came out.
+
+`python -m blackwell_sparsek.testing.compile_only --arch sm_90 [filter]` prints registers, shared
+memory, spills and, on request, how often an instruction occurs. Triton cannot compile in a process
+that interprets kernels, so the work is done in child processes, many cases in each.
+"""
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core.compile_cases import ALL_ARCHS
+from ..core.env import environment_for_compiler
+
+KERNELS = "blackwell_sparsek.kernels"
+
+
+def compile_kernels(
+    archs: Sequence[int] = ALL_ARCHS,
+    contains: str = "",
+    *,
+    counts: Sequence[str] = (),
+    package: str = KERNELS,
+    jobs: int = 1,
+    progress: Callable[[int, int, dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Build the compile cases of `package` without a GPU.
+
+    Parameters
+    ----------
+    archs : compute capabilities, 90 for sm_90
+    contains : only cases whose name contains this
+    counts : instructions to count beyond those a case expects: `wgmma` in the PTX, `sass:HGMMA`
+        in the machine code
+    package : where kernel files are looked for
+    jobs : child processes
+    progress : called with (done, total, record) after each build
+
+    Returns
+    -------
+    list of dict
+        `name`, `arch`, `registers`, `shared`, `spill_stores`, `spill_loads` (bytes), `counts`,
+        `target`, `seconds`, and `problems`: empty, or why the case fails.
+    """
+    command = [sys.executable, "-m", "blackwell_sparsek.testing.compile_worker"]
+    command += ["--package", package, "--filter", contains, "--shards", str(jobs)]
+    command += ["--arch", *map(str, archs), "--count", *counts]
+    lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    errors: list[str] = []
+    threads = [
+        threading.Thread(target=_collect, args=([*command, "--shard", str(i)], lines, errors))
+        for i in range(jobs)
+    ]
+    for thread in threads:
+        thread.start()
+    records: list[dict[str, Any]] = []
+    total, running = 0, jobs
+    while running:
+        line = lines.get()
+        if line is None:
+            running -= 1
+        elif "total" in line:
+            total += line["total"]
+        else:
+            records.append(line)
+            if progress:
+                progress(len(records), total, line)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise RuntimeError("\n".join(errors))
+    return sorted(records, key=lambda r: (r["name"], r["arch"]))
+
+
+def _collect(command: list[str], lines: Any, errors: list[str]) -> None:
+    child = subprocess.Popen(
+        command,
+        env=environment_for_compiler(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    stderr: list[str] = []
+    assert child.stdout and child.stderr
+    # a full pipe would block the child, so stderr is drained beside stdout
+    drain = threading.Thread(target=stderr.extend, args=(child.stderr,))
+    drain.start()
+    for line in child.stdout:
+        lines.put(json.loads(line))
+    drain.join()
+    if child.wait() != 0:
+        errors.append(f"the compiler process failed ({child.returncode}):\n{''.join(stderr)}")
+    lines.put(None)
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Lay the records out in aligned columns, problems below the row they belong to."""
+    counted = list(dict.fromkeys(what for r in records for what in r.get("counts", {})))
+    head = ["case", "arch", "regs", "shared", "spills", *counted, "s", ""]
+    rows = [head]
+    for r in records:
+        spills = r.get("spill_stores", 0) + r.get("spill_loads", 0)
+        numbers = [r.get("registers", "-"), r.get("shared", "-"), spills]
+        numbers += [r.get("counts", {}).get(what, "-") for what in counted]
+        seconds = f"{r['seconds']:.1f}" if "seconds" in r else "-"
+        verdict = "FAILED" if r["problems"] else "ok"
+        rows.append([r["name"], f"sm_{r['arch']}", *map(str, numbers), seconds, verdict])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = []
+    for row, record in zip(rows, [None, *records], strict=True):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+        lines += [f"    {problem}" for problem in (record or {}).get("problems", [])]
+    return "\n".join(lines)
+
+
+def _architecture(text: str) -> int:
+    digits = text.removeprefix("sm_")
+    if not digits.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an architecture such as sm_90")
+    return int(digits)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line: build, show progress, print the table; 1 when a case fails."""
+    parser = argparse.ArgumentParser(
+        prog="python -m blackwell_sparsek.testing.compile_only", description=__doc__
+    )
+    parser.add_argument("filter", nargs="?", default="", help="only cases whose name contains this")
+    parser.add_argument(
+        "--arch", type=_architecture, action="append", help="sm_80 ... sm_120; all unless given"
+    )
+    parser.add_argument("--count", action="append", default=[], help="wgmma, sass:HGMMA, ...")
+    parser.add_argument("--jobs", type=int, default=2, help="child processes (default 2)")
+    parser.add_argument("--package", default=KERNELS, help="where to look for kernels")
+    args = parser.parse_args(argv)
+
+    def progress(done: int, total: int, record: dict[str, Any]) -> None:
+        text = f"{done}/{total} {record['name']} sm_{record['arch']}"
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    records = compile_kernels(
+        args.arch or ALL_ARCHS,
+        args.filter,
+        counts=args.count,
+        package=args.package,
+        jobs=args.jobs,
+        progress=progress,
+    )
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)
+    if not records:
+        print(f"no compile case matches {args.filter!r}", file=sys.stderr)
+        return 1
+    print(table(records))
+    return int(any(record["problems"] for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

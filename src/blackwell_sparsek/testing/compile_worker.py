@@ -1,0 +1,217 @@
+"""Child process of `compile_only`: builds cases with Triton and prints one JSON line for each.
+
+Runs without TRITON_INTERPRET, whatever the parent runs under.
+"""
+
+import argparse
+import importlib
+import json
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from ..core.compile_cases import CompileCase, registered_cases
+
+# Bytes of shared memory one block may ask for.
+SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+_POINTERS = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+_ALIGNED = [["tt.divisibility", 16]]
+_TOOLS = pathlib.Path(triton.backends.nvidia.__file__).parent / "bin"
+
+
+class Specialised:
+    """Signature, constants and attributes of a launch, as Triton's front end derives them."""
+
+    def __init__(self, case: CompileCase):
+        self.signature: dict[str, Any] = {}
+        self.constants: dict[tuple[int, ...], Any] = {}
+        self.attrs: dict[tuple[int, ...], Any] = {}
+        parameters = {p.name: p for p in case.kernel.params}
+        if set(parameters) != set(case.args):
+            wrong = sorted(set(parameters) ^ set(case.args))
+            raise ValueError(f"{case.name}: args and kernel parameters differ in {wrong}")
+        for i, (name, parameter) in enumerate(parameters.items()):
+            value = case.args[name]
+            if parameter.is_constexpr:
+                self.signature[name] = "constexpr"
+                self.constants[(i,)] = value
+            else:
+                self.signature[name] = self._type(value, (i,), not parameter.do_not_specialize)
+
+    def _type(self, value: Any, path: tuple[int, ...], specialise: bool) -> Any:
+        if isinstance(value, tuple):
+            types = [self._type(x, (*path, j), specialise) for j, x in enumerate(value)]
+            # a named tuple keeps its names in the kernel
+            return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
+        if value is None or isinstance(value, JITFunction) or (specialise and _is_one(value)):
+            self.constants[path] = value
+            return "constexpr"
+        if isinstance(value, str):
+            return value
+        if isinstance(value, bool):
+            return "i1"
+        if isinstance(value, float):
+            return "fp32"
+        if isinstance(value, int):
+            if specialise and value % 16 == 0:
+                self.attrs[path] = _ALIGNED
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+        self.attrs[path] = _ALIGNED
+        return _POINTERS[value]
+
+
+def _is_one(value: Any) -> bool:
+    return type(value) is int and value == 1
+
+
+def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]:
+    """Compile one case for one architecture; the record that `compile_only` reports."""
+    started = time.perf_counter()
+    special = Specialised(case)
+    source: type[ASTSource] = ASTSource
+    if getattr(case.kernel, "is_gluon", lambda: False)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource
+    compiled = triton.compile(
+        source(case.kernel, special.signature, special.constants, special.attrs),
+        target=GPUTarget("cuda", sm, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options},
+    )
+    record = _ptxas(compiled.asm["ptx"], sm)
+    # kernels with asynchronous copies take their shared memory at launch: ptxas does not see it
+    record["shared"] = max(record["shared"], compiled.metadata.shared)
+    wanted = dict.fromkeys((*case.expect, *counts))
+    record["counts"] = {what: _count(compiled, what, sm) for what in wanted}
+    record["problems"] = _problems(case, sm, record)
+    record["seconds"] = time.perf_counter() - started
+    return record
+
+
+def _tool(name: str, sm: int) -> str:
+    newer = _TOOLS / f"{name}-blackwell"
+    return str(newer if sm >= 100 and newer.exists() else _TOOLS / name)
+
+
+def _ptxas(ptx: str, sm: int) -> dict[str, Any]:
+    # the PTX names its target: sm_90a where it uses wgmma
+    target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
+    if target is None:
+        raise ValueError("the PTX names no target")
+    with tempfile.TemporaryDirectory() as scratch:
+        path = pathlib.Path(scratch) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [_tool("ptxas", sm), "-v", f"--gpu-name={target[1]}", str(path)]
+        done = subprocess.run(
+            [*command, "-o", str(path.with_suffix(".cubin"))], capture_output=True, text=True
+        )
+    if done.returncode != 0:
+        raise RuntimeError(f"ptxas: {done.stderr.strip()}")
+
+    def number(pattern: str) -> int:
+        found = [int(n) for n in re.findall(pattern, done.stderr)]
+        return max(found, default=0)
+
+    return {
+        "target": target[1],
+        "registers": number(r"Used (\d+) registers"),
+        "spill_stores": number(r"(\d+) bytes spill stores"),
+        "spill_loads": number(r"(\d+) bytes spill loads"),
+        "shared": number(r"(\d+) bytes smem"),
+    }
+
+
+def _count(compiled: Any, what: str, sm: int) -> int:
+    if not what.startswith("sass:"):
+        lines = [x.strip() for x in compiled.asm["ptx"].splitlines()]
+        code = [x for x in lines if not x.startswith(("//", "."))]
+        return sum(what in line for line in code)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [_tool("nvdisasm", sm), "-c", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return len(re.findall(rf"\b{re.escape(what.removeprefix('sass:'))}\b", sass))
+
+
+def _problems(case: CompileCase, sm: int, record: dict[str, Any]) -> list[str]:
+    problems = []
+    spilled = record["spill_stores"] + record["spill_loads"]
+    if spilled > case.max_spill_bytes:
+        problems.append(f"spills {spilled} bytes (accepted: {case.max_spill_bytes})")
+    if sm in SHARED_LIMIT and record["shared"] > SHARED_LIMIT[sm]:
+        problems.append(f"shared memory {record['shared']} is over {SHARED_LIMIT[sm]}")
+    for what, least in case.expect.items():
+        if record["counts"][what] < least:
+            problems.append(f"{what} occurs {record['counts'][what]} times (at least {least})")
+    return problems
+
+
+def _load_cases(package: str) -> list[CompileCase]:
+    root = importlib.import_module(package)
+    for module in pkgutil.walk_packages(getattr(root, "__path__", []), f"{package}."):
+        importlib.import_module(module.name)
+    return registered_cases()
+
+
+def _work(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    jobs = [
+        (case, sm)
+        for case in _load_cases(args.package)
+        for sm in case.archs
+        if sm in args.arch and args.filter in case.name
+    ]
+    mine = jobs[args.shard :: args.shards]
+    yield {"total": len(mine)}
+    for case, sm in mine:
+        record: dict[str, Any] = {"name": case.name, "arch": sm}
+        try:
+            record |= build(case, sm, tuple(args.count))
+        except Exception as error:  # a kernel that does not build is a result, not a crash
+            record["problems"] = [f"{type(error).__name__}: {error}"]
+        yield record
+
+
+def main() -> None:
+    """Print the records of this process's share of the cases."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--package", required=True)
+    parser.add_argument("--arch", type=int, nargs="+", required=True)
+    parser.add_argument("--filter", default="")
+    parser.add_argument("--count", nargs="*", default=[])
+    parser.add_argument("--shard", type=int, default=0)
+    parser.add_argument("--shards", type=int, default=1)
+    out = sys.stdout
+    sys.stdout = sys.stderr  # what compilers print must not get between the records
+    for record in _work(parser.parse_args()):
+        print(json.dumps(record), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

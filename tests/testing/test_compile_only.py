@@ -1,0 +1,144 @@
+"""The offline compiler sees what kernels are: spills, missing instructions, code that is wrong."""
+
+import os
+import textwrap
+
+import pytest
+
+pytest.importorskip("triton")
+
+from blackwell_sparsek.testing import compile_only
+from blackwell_sparsek.testing.compile_only import compile_kernels
+
+PLANTED = """
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from blackwell_sparsek.core.compile_cases import CompileCase, compile_cases
+
+
+class Strides(NamedTuple):
+    row: int
+    col: int
+
+
+@triton.jit
+def _twice(x):
+    return x * 2
+
+
+@triton.jit
+def _dot_kernel(out_ptr, a_ptr, b_ptr, strides, bias_ptr, policy, N: tl.constexpr):
+    offs = tl.arange(0, N)[:, None] * strides.row + tl.arange(0, N)[None, :] * strides.col
+    c = tl.dot(tl.load(a_ptr + offs), tl.load(b_ptr + offs), input_precision="ieee")
+    if bias_ptr is not None:
+        c += tl.load(bias_ptr + tl.arange(0, N))[None, :]
+    tl.store(out_ptr + offs, policy[0](c))
+
+
+@triton.jit
+def _broken_kernel(x_ptr):
+    tl.store(x_ptr, undefined_name)
+
+
+@gluon.jit
+def _copy_kernel(out_ptr, x_ptr, N: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    offs = gl.arange(0, N, layout=layout)
+    gl.store(out_ptr + offs, gl.load(x_ptr + offs))
+
+
+@compile_cases
+def _cases():
+    half = torch.float16
+    dot = dict(out_ptr=torch.float32, a_ptr=half, b_ptr=half, strides=Strides(64, 1),
+               bias_ptr=None, policy=(_twice,), N=64)
+    yield CompileCase("dot", _dot_kernel, dot, archs=(80, 90))
+    yield CompileCase("dot/wants wgmma", _dot_kernel, dot, archs=(80, 90), expect={"wgmma": 1})
+    yield CompileCase("dot/short of args", _dot_kernel, {"N": 64}, archs=(90,))
+    yield CompileCase("broken", _broken_kernel, {"x_ptr": torch.float32}, archs=(90,))
+    yield CompileCase("spilling", _dot_kernel, dot, archs=(80,), options={"maxnreg": 24})
+    yield CompileCase("gluon", _copy_kernel, dict(out_ptr=half, x_ptr=half, N=128), archs=(90,))
+"""
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """Records of the planted kernels by (name, arch), built from a process that interprets."""
+    root = tmp_path_factory.mktemp("planted")
+    package = root / "planted_kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "cases.py").write_text(textwrap.dedent(PLANTED))
+    with pytest.MonkeyPatch.context() as patch:
+        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+        patch.setenv("PYTHONPATH", path)
+        patch.setenv("TRITON_INTERPRET", "1")
+        seen = []
+        records = compile_kernels(
+            (80, 90),
+            package="planted_kernels",
+            counts=["wgmma", "sass:HGMMA"],
+            progress=lambda done, total, record: seen.append((done, total)),
+        )
+    assert seen == [(i + 1, len(records)) for i in range(len(records))]
+    return {(record["name"], record["arch"]): record for record in records}
+
+
+def test_counts_instructions_and_finds_the_target(planted):
+    hopper, ampere = planted["dot", 90], planted["dot", 80]
+    assert hopper["problems"] == [] and ampere["problems"] == []
+    assert hopper["target"] == "sm_90a" and ampere["target"] == "sm_80"
+    assert hopper["counts"]["wgmma"] > 0 and hopper["counts"]["sass:HGMMA"] > 0
+    assert ampere["counts"] == {"wgmma": 0, "sass:HGMMA": 0}
+    assert 0 < hopper["registers"] <= 255 and hopper["shared"] > 0
+
+
+def test_a_missing_instruction_is_a_problem(planted):
+    assert planted["dot/wants wgmma", 90]["problems"] == []
+    assert planted["dot/wants wgmma", 80]["problems"] == ["wgmma occurs 0 times (at least 1)"]
+
+
+def test_a_kernel_that_does_not_compile_is_a_problem(planted):
+    (problem,) = planted["broken", 90]["problems"]
+    assert "undefined_name" in problem
+
+
+def test_forgotten_arguments_are_named(planted):
+    (problem,) = planted["dot/short of args", 90]["problems"]
+    assert "a_ptr" in problem and "differ" in problem
+
+
+def test_spills_are_a_problem(planted):
+    (problem,) = planted["spilling", 80]["problems"]
+    assert problem.startswith("spills ")
+
+
+def test_gluon_kernels_build(planted):
+    assert planted["gluon", 90]["problems"] == []
+
+
+def test_the_table_shows_problems_under_their_row(planted):
+    lines = compile_only.table([planted["dot/wants wgmma", 80]]).splitlines()
+    assert lines[0].split()[:5] == ["case", "arch", "regs", "shared", "spills"]
+    assert lines[1].endswith("FAILED") and lines[2].strip().startswith("wgmma occurs 0")
+
+
+def test_a_crash_of_the_child_is_raised():
+    with pytest.raises(RuntimeError, match="No module named 'no_such_package'"):
+        compile_kernels((90,), package="no_such_package")
+
+
+def test_command_line(capsys):
+    assert compile_only.main(["--arch", "sm_90", "merge_states/float16-d64", "--jobs", "1"]) == 0
+    captured = capsys.readouterr()
+    assert "merge_states/float16-d64  sm_90" in captured.out
+    assert captured.err == "1/1 merge_states/float16-d64 sm_90\n"
+    with pytest.raises(SystemExit):
+        compile_only.main(["--arch", "hopper"])
+    assert compile_only.main(["--arch", "sm_90", "no such kernel", "--jobs", "1"]) == 1
