@@ -153,7 +153,7 @@ def bits_of_tile(
     """Words [rows, keys] that hold the visibility bit of each element; all ones for full blocks."""
     WORDS: tl.constexpr = (UNIT + 31) // 32
     if UNIT >= TILE_N:
-        bits_id = tl.load(lists[3] + unit) + tl.zeros_like(kv_in_unit)
+        bits_id = tl.load(lists[3] + unit) + (kv_in_unit - kv_in_unit)
     else:
         bits_id = tl.load(lists[3] + unit, mask=ordinal < num_units, other=-1)
     block_words = lists[7] * WORDS
