@@ -199,7 +199,7 @@ def _mask_scores(s, lists, plan, kv_tile, num_masked, q_index, q_start, first, l
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Attend with 64 queries, piece by piece of work."""
-    out_desc, lse_ptr, lse_strides, sinks_ptr, score, out_smem = consume
+    out_desc, lse_ptr, lse_strides, sinks_ptr, score, out_smem, pins = consume
     lists, q_ring, k_ring, v_ring, work, lengths, heads, band = shared
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
@@ -215,6 +215,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     q_len, kv_len = lengths
     q = q_smem.index(GROUP)
     out_smem = out_smem.index(GROUP)
+    pin = pins.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     step = 0
@@ -255,6 +256,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 if i < masked_tiles:
                     s = _mask_scores(s, lists, plan, i, num_masked, q_index, q_start, first, last, kv_len, CFG)
                 m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
+                pin.store(row_sum)
                 acc = warpgroup_mma_wait(0, deps=(product,))
                 mbarrier.arrive(v_empty.index(last_stage), count=1)
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
@@ -334,7 +336,8 @@ def _attn_fwd_sm90_kernel(out_desc, lse_ptr, q_desc, k_desc, v_desc, sinks_ptr, 
     v_ring = (v_smem, v_full, v_empty)
     work = (numbers, filled, free)
     produce = (q_desc, k_desc, v_desc, counter_ptr, schedule)
-    consume = (out_desc, lse_ptr, lse_strides, sinks_ptr, score, out_smem)
+    pins = gl.allocate_shared_memory(gl.float32, [consumers, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    consume = (out_desc, lse_ptr, lse_strides, sinks_ptr, score, out_smem, pins)
     shared = (block_lists, q_ring, k_ring, v_ring, work, lengths, heads, band)
     if consumers == 1:
         gl.warp_specialize(
