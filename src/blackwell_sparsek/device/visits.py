@@ -21,7 +21,7 @@ import triton.language as tl
 def plan_dense(kv_lo, kv_hi, all_lo, all_hi, TILE_N: tl.constexpr):
     """Plan over the keys `[kv_lo, kv_hi)`, of which every row sees `[all_lo, all_hi)`."""
     edge_begin = kv_lo // TILE_N
-    edge_end = tl.maximum((kv_hi + TILE_N - 1) // TILE_N, edge_begin)
+    edge_end = tl.where(kv_lo < kv_hi, (kv_hi + TILE_N - 1) // TILE_N, edge_begin)
     full_begin = tl.minimum((all_lo + TILE_N - 1) // TILE_N, edge_end)
     full_begin = tl.maximum(full_begin, edge_begin)
     full_end = tl.maximum(tl.minimum(all_hi // TILE_N, edge_end), full_begin)
@@ -43,7 +43,7 @@ def plan_blocks(
     split = tl.load(lists[1] + row)
 
     seen_lo = kv_lo // BLOCK_KV
-    seen_hi = tl.maximum((kv_hi + BLOCK_KV - 1) // BLOCK_KV, seen_lo)
+    seen_hi = tl.where(kv_lo < kv_hi, (kv_hi + BLOCK_KV - 1) // BLOCK_KV, seen_lo)
     whole_lo = (all_lo + BLOCK_KV - 1) // BLOCK_KV
     whole_hi = all_hi // BLOCK_KV
 
