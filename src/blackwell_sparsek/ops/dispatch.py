@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
     name: str
     supports: Callable[[Any], str | None]
     run: Callable[..., Any]
-    in_auto: bool
+    in_auto: Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,14 @@ class Dispatcher:
         supports: Callable[[Any], str | None],
         run: Callable[..., Any],
         *,
-        in_auto: bool = True,
+        in_auto: bool | Callable[[Any], bool] = True,
     ) -> None:
-        """Add an implementation; the order of calls is the order in which `auto` asks."""
-        self.candidates[name] = Candidate(name, supports, run, in_auto)
+        """Add an implementation; the order of calls is the order in which `auto` asks.
+
+        `in_auto` tells whether `auto` may take it at all, for all problems or for a given one.
+        """
+        asks = in_auto if callable(in_auto) else lambda problem: in_auto
+        self.candidates[name] = Candidate(name, supports, run, asks)
 
     def decide(self, impl: str, problem: Any) -> Decision:
         """Choose for `problem`, collecting the reasons."""
@@ -92,18 +96,19 @@ class Dispatcher:
                 reasons[name] = f"{self.op} has no {name} implementation"
         for name, candidate in self.candidates.items():
             reason = candidate.supports(problem)
-            wanted = asked == name or (asked == "auto" and candidate.in_auto)
+            in_auto = candidate.in_auto(problem)
+            wanted = asked == name or (asked == "auto" and in_auto)
             if reason is None and chosen is None and wanted:
                 chosen = name
                 continue
-            reasons[name] = reason or self._why_passed_over(candidate, asked, chosen)
+            reasons[name] = reason or self._why_passed_over(in_auto, asked, chosen)
         return Decision(self.op, asked, chosen, problem, reasons)
 
     @staticmethod
-    def _why_passed_over(candidate: Candidate, asked: str, chosen: str | None) -> str:
+    def _why_passed_over(in_auto: bool, asked: str, chosen: str | None) -> str:
         if asked != "auto":
             return f"impl={asked!r} was asked for"
-        if not candidate.in_auto:
+        if not in_auto:
             return "only runs when asked for"
         return f"{chosen} comes first"
 
