@@ -20,6 +20,8 @@ from ..formats.attention_spec import (
 from ..formats.block_mask import BlockMask
 from .operands import (
     BlockRows,
+    KeyBlocks,
+    KeyColumns,
     Operands,
     StepSizes,
     block_rows,
@@ -27,7 +29,6 @@ from .operands import (
     may_be_nonfinite,
     operands,
     step_sizes,
-    to_blocks,
     to_query_rows,
 )
 from .softmax import finish, hide, start, step
@@ -84,7 +85,7 @@ def _attend(
         _attend_band(ops, spec, extent, out, lse)
     else:
         out, lse = _attend_blocks(ops, spec, spec.block_mask, extent, k.shape[1])
-    return out.view(batch, heads_q, sq, -1), lse.view(batch, heads_q, sq)
+    return out.view(batch, heads_q, sq, v.shape[3]), lse.view(batch, heads_q, sq)
 
 
 class BandTile(NamedTuple):
@@ -179,19 +180,21 @@ def block_chunks(
         def steps(
             rows: torch.Tensor = rows, most: int = most, fewest: int = fewest, cut: int = most_cut
         ) -> Iterator[BlockStep]:
-            for nth in range(0, most, blocks):
-                taken = min(blocks, most - nth)
-                yield block_step(
-                    mask,
-                    visits,
-                    spec.band,
-                    extent,
-                    layout.mask_row[rows],
-                    nth,
-                    taken,
-                    cut=nth < cut,
-                    ragged=nth + taken > fewest,
-                )
+            # blocks that need element masks do not share a step with those that do not
+            for begin, end in ((0, cut), (cut, most)):
+                for nth in range(begin, end, blocks):
+                    taken = min(blocks, end - nth)
+                    yield block_step(
+                        mask,
+                        visits,
+                        spec.band,
+                        extent,
+                        layout.mask_row[rows],
+                        nth,
+                        taken,
+                        cut=nth < cut,
+                        ragged=nth + taken > fewest,
+                    )
 
         yield rows, steps()
 
@@ -207,7 +210,7 @@ def _attend_blocks(
     bq, bk = mask.block_size
     layout = block_rows(ops, mask, extent, heads_kv)
     q_rows = to_query_rows(ops.q, layout, bq)
-    k_blocks, v_blocks = to_blocks(ops.kt.transpose(1, 2), bk), to_blocks(ops.v, bk)
+    k_columns, v_blocks = KeyColumns(ops.kt, bk), KeyBlocks(ops.v, bk)
     count, dim_v = q_rows.shape[1], ops.v.shape[2]
     sinks = sink_rows(ops, layout, bq)
     out = q_rows.new_empty((q_rows.shape[0], count, dim_v))
@@ -216,14 +219,12 @@ def _attend_blocks(
         q, n = q_rows[rows], rows.numel()
         state = start(n, count, dim_v, q, None if sinks is None else sinks[rows])
         for column, visible in steps:
-            block = (layout.kv_first[rows, None] + column).flatten()
-            k = k_blocks[block].view(n, -1, q.shape[2])
-            v = v_blocks[block].view(n, -1, dim_v)
-            scores = ops.scores.finish(torch.bmm(q, k.transpose(1, 2)))
+            block = layout.kv_head[rows, None] * layout.k_blocks + column
+            scores = ops.scores.finish(torch.bmm(q, k_columns.gather(block)))
             if visible is not None:
                 visible = stack_heads(visible, layout.heads)
                 hide(scores, visible)
-            step(state, scores, v, visible if ops.guarded else None)
+            step(state, scores, v_blocks.gather(block), visible if ops.guarded else None)
         out[rows], lse[rows] = finish(state)
     out = from_query_rows(out, layout, bq, ops.q.shape)
     lse = from_query_rows(lse.unsqueeze(-1), layout, bq, ops.q.shape).squeeze(-1)

@@ -25,13 +25,14 @@ from .attention import (
     tile_visible,
 )
 from .operands import (
+    KeyBlocks,
+    KeyColumns,
     Operands,
     block_rows,
     from_query_rows,
     may_be_nonfinite,
     operands,
     step_sizes,
-    to_blocks,
     to_query_rows,
 )
 from .softmax import LOG2_E, hide, lse_for_backward, probabilities, visible_product
@@ -114,7 +115,7 @@ def _backward(
     dtype = compute_dtype(q.dtype)
     ops = operands(q, k, v, spec, guarded)
     n, group, sq, _ = ops.q.shape
-    do = dout.to(dtype).reshape(n, group, sq, -1)
+    do = dout.to(dtype).reshape(n, group, sq, v.shape[3])
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(dtype)
@@ -185,6 +186,7 @@ def _backward_band(
     dv: torch.Tensor,
 ) -> None:
     group = ops.q.shape[1]
+    vt = ops.v.transpose(1, 2).contiguous()
     sizes = step_sizes(ops.q.device)
     for tile in band_tiles(ops, sizes):
         heads, queries = slice(tile.first, tile.last), slice(tile.start, tile.end)
@@ -198,12 +200,12 @@ def _backward_band(
             visible = None
             if ops.guarded:
                 visible = tile_visible(tile, keys, spec, extent, group, q.device)
-            kt, v = ops.kt[heads, :, span], ops.v[heads, span]
+            kt = ops.kt[heads, :, span]
             p, ds = _score_gradients(
                 ops,
                 torch.bmm(q, kt),
                 lambda s, tile=tile, keys=keys: hide_edges(s, tile, keys, spec, extent),
-                torch.bmm(do, v.transpose(1, 2)),
+                torch.bmm(do, vt[heads, :, span]),
                 lse_log2,
                 delta,
                 visible,
@@ -229,25 +231,24 @@ def _backward_blocks(
     q_rows, do_rows, lse_rows, delta_rows = (
         to_query_rows(x, layout, bq) for x in (ops.q, *terms)
     )
-    k_blocks, v_blocks = to_blocks(ops.kt.transpose(1, 2), bk), to_blocks(ops.v, bk)
-    dq_rows = torch.zeros_like(q_rows)
-    dk_blocks, dv_blocks = torch.zeros_like(k_blocks), torch.zeros_like(v_blocks)
+    k_blocks = KeyBlocks(ops.kt.transpose(1, 2), bk)
+    k_columns, v_columns = KeyColumns(ops.kt, bk), KeyColumns(ops.v.transpose(1, 2), bk)
+    dq_rows, dk_blocks = torch.zeros_like(q_rows), torch.zeros_like(k_blocks.rows)
+    dv_blocks = dk_blocks.new_zeros((*dk_blocks.shape[:2], ops.v.shape[2]))
     for rows, steps in block_chunks(mask, spec, extent, layout):
         n = rows.numel()
         q, do, lse_log2, delta = q_rows[rows], do_rows[rows], lse_rows[rows], delta_rows[rows]
         dq = torch.zeros_like(q)
         for column, visible in steps:
-            block = (layout.kv_first[rows, None] + column).flatten()
-            k = k_blocks[block].view(n, -1, q.shape[2])
-            v = v_blocks[block].view(n, -1, do.shape[2])
+            block = layout.kv_head[rows, None] * layout.k_blocks + column
             if visible is not None:
                 visible = stack_heads(visible, layout.heads)
             select = visible if ops.guarded else None
             p, ds = _score_gradients(
                 ops,
-                torch.bmm(q, k.transpose(1, 2)),
+                torch.bmm(q, k_columns.gather(block)),
                 lambda s, visible=visible: None if visible is None else hide(s, visible),
-                torch.bmm(do, v.transpose(1, 2)),
+                torch.bmm(do, v_columns.gather(block)),
                 lse_log2,
                 delta,
                 select,
@@ -255,11 +256,11 @@ def _backward_blocks(
             seen_by = None
             if select is not None:
                 seen_by = select.transpose(1, 2).expand(n, -1, q.shape[1])
-            dq += _product(ds, k, select)
+            dq += _product(ds, k_blocks.gather(block), select)
             dk = _product(ds.transpose(1, 2), q, seen_by).view(-1, bk, q.shape[2])
             dv = _product(p.transpose(1, 2), do, seen_by).view(-1, bk, do.shape[2])
-            _scatter_add(dk_blocks, block, dk, deterministic)
-            _scatter_add(dv_blocks, block, dv, deterministic)
+            _scatter_add(dk_blocks, block.flatten(), dk, deterministic)
+            _scatter_add(dv_blocks, block.flatten(), dv, deterministic)
         dq_rows[rows] = dq
     dq = from_query_rows(dq_rows, layout, bq, ops.q.shape).contiguous()
     return dq, *(_from_blocks(x, ops.kt.shape[0], extent.sk) for x in (dk_blocks, dv_blocks))

@@ -116,8 +116,9 @@ class BlockRows(NamedTuple):
     q_blocks: int
     mask_row: torch.Tensor
     """int64 [rows]: the row of the block mask that each row obeys."""
-    kv_first: torch.Tensor
-    """int64 [rows]: index of the first key block of each row among all key blocks."""
+    kv_head: torch.Tensor
+    """int64 [rows]: which of the n heads of k and v each row reads."""
+    k_blocks: int
 
 
 def block_rows(ops: Operands, mask: BlockMask, extent: Extent, heads_kv: int) -> BlockRows:
@@ -135,25 +136,57 @@ def block_rows(ops: Operands, mask: BlockMask, extent: Extent, heads_kv: int) ->
     head = head_row % heads_per_batch if mask.heads > 1 else torch.zeros_like(head_row)
     plane = (batch * mask.heads + head) * cdiv(mask.seq_lengths[0], bq)
     mask_row = plane[:, None] + torch.arange(q_blocks, device=device)
-    kv_first = (head_row // (group // stacked) * k_blocks)[:, None].expand(-1, q_blocks)
-    return BlockRows(stacked, q_blocks, mask_row.flatten(), kv_first.flatten())
+    kv_head = (head_row // (group // stacked))[:, None].expand(-1, q_blocks)
+    return BlockRows(stacked, q_blocks, mask_row.flatten(), kv_head.flatten(), k_blocks)
 
 
-def to_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
-    """[n, S, D] as [n * blocks, block, D], zeros after the end."""
-    n, length, dim = x.shape
-    blocks = cdiv(length, block)
-    if length % block:
-        x = torch.nn.functional.pad(x, (0, 0, 0, blocks * block - length))
-    return x.reshape(n * blocks, block, dim)
+class KeyBlocks:
+    """The rows of k or v, [n, Sk, D], cut into key blocks for gathering."""
+
+    def __init__(self, x: torch.Tensor, block: int):
+        self.rows = _padded(x, 1, block).reshape(-1, block, x.shape[2])
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        """Blocks `index` [rows, blocks] of all heads, [rows, blocks * bk, D]."""
+        return self.rows.index_select(0, index.flatten()).view(
+            index.shape[0], -1, self.rows.shape[2]
+        )
+
+
+class KeyColumns:
+    """The columns of k^T or v^T, [n, D, Sk], cut into key blocks for gathering.
+
+    Gathering a transposed block row by row costs more than gathering a block, but a product with
+    small transposed operands is up to 30 times slower on some CPUs.
+    """
+
+    def __init__(self, xt: torch.Tensor, block: int):
+        self.dim = xt.shape[1]
+        padded = _padded(xt, 2, block)
+        self.blocks = padded.shape[2] // block
+        self.rows = padded.reshape(-1, block)
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        """Blocks `index` [rows, blocks] of all heads, [rows, D, blocks * bk]."""
+        head, column = index // self.blocks, index % self.blocks
+        feature = head[:, None] * self.dim + torch.arange(self.dim, device=index.device)[:, None]
+        wanted = feature * self.blocks + column[:, None]
+        return self.rows.index_select(0, wanted.flatten()).view(index.shape[0], self.dim, -1)
+
+
+def _padded(x: torch.Tensor, dim: int, block: int) -> torch.Tensor:
+    """`x` with zeros after the end of `dim`, up to whole blocks."""
+    missing = -x.shape[dim] % block
+    if not missing:
+        return x
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing))
 
 
 def to_query_rows(x: torch.Tensor, rows: BlockRows, block: int) -> torch.Tensor:
     """[n, G, Sq, D] as [rows, heads * block, D], zeros after the end."""
-    n, group, sq, dim = x.shape
+    n, group, _, dim = x.shape
     head_rows = n * group // rows.heads
-    if sq % block:
-        x = torch.nn.functional.pad(x, (0, 0, 0, rows.q_blocks * block - sq))
+    x = _padded(x, 2, block)
     x = x.reshape(head_rows, rows.heads, rows.q_blocks, block, dim).transpose(1, 2)
     return x.reshape(head_rows * rows.q_blocks, rows.heads * block, dim)
 

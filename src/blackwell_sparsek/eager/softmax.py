@@ -58,11 +58,8 @@ def step(
     p = scores_log2.sub_(shift).exp2_()
     decay = torch.exp2(peak - shift)
     total.mul_(decay).add_(p.sum(-1, keepdim=True))
-    acc.mul_(decay)
-    if visible is None:
-        acc.baddbmm_(p, v)
-    else:
-        acc.add_(visible_product(p, v, visible))
+    # bmm and add, not baddbmm: on some CPUs that is one small product after another
+    acc.mul_(decay).add_(torch.bmm(p, v) if visible is None else visible_product(p, v, visible))
     peak.copy_(new_peak)
 
 
