@@ -150,13 +150,16 @@ def keys_of_tile(
 def bits_of_tile(
     lists, unit, ordinal, num_units, q_in_block, kv_in_unit, TILE_N: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Words [rows, keys] that hold the visibility bit of each element; all ones for full blocks."""
+    """Words [rows, keys] that hold the visibility bit of each element; all ones for full blocks.
+
+    `lists[3]` are the rows of the bit pool `lists[4]`, `lists[5]` is the height of a block.
+    """
     WORDS: tl.constexpr = (UNIT + 31) // 32
     if UNIT >= TILE_N:
         bits_id = tl.load(lists[3] + unit) + tl.zeros_like(kv_in_unit)
     else:
         bits_id = tl.load(lists[3] + unit, mask=ordinal < num_units, other=-1)
-    block_words = lists[7] * WORDS
+    block_words = lists[5] * WORDS
     column = tl.cast(bits_id, tl.int64) * block_words + kv_in_unit // 32
     has_bits = (q_in_block >= 0)[:, None] & (bits_id >= 0)[None, :]
     return tl.load(lists[4] + (q_in_block * WORDS)[:, None] + column[None, :], has_bits, other=-1)

@@ -81,5 +81,9 @@ def merge_states(
     from ..kernels.attention.merge_states import launch_merge_states
 
     out, lse = o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
-    launch_merge_states(out, lse, o_a, lse_a, o_b, lse_b)
+    # the kernel walks over up to three dimensions of rows; more are folded into one
+    fold = max(o_a.dim() - 4, 0)
+    outputs = [x.flatten(0, fold) if fold else x for x in (out, lse)]
+    inputs = [x.flatten(0, fold) if fold else x for x in (o_a, lse_a, o_b, lse_b)]
+    launch_merge_states(*outputs, *inputs)
     return out, lse

@@ -11,9 +11,6 @@ from typing import NamedTuple
 from ..kernels.attention.config import AttnFwdConfig
 from .problem_attention import AttnProblem
 
-# KV of heads that run together: about half of the smallest L2 that matters (A100: 40 MB), since
-# queries and outputs pass through it too.
-SECTION_BYTES = 16 * 2**20
 # GPUs whose programs get 160 KiB of shared memory and more; all others have 99 KiB.
 LARGE_SMEM = (80, 87, 90, 100, 101, 103, 110)
 # Blackwell and Hopper of data centres: products are issued by warp groups of 128 threads.
@@ -32,17 +29,7 @@ def attn_fwd_config(problem: AttnProblem, precision: str) -> AttnFwdConfig:
     dim = max(problem.head_dim, problem.head_dim_v)
     block_q = None if problem.mask_block is None else problem.mask_block[0]
     tile = _tile(problem.arch.sm, problem.dtype.itemsize, dim, block_q, precision)
-    return AttnFwdConfig(
-        tile.m, tile.n, tile.warps, tile.stages, precision, fwd_section(problem)
-    )
-
-
-def fwd_section(problem: AttnProblem) -> int:
-    """How many query heads run side by side: whole groups that share a KV head."""
-    group = problem.heads_q // max(problem.heads_kv, 1)
-    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    kv_bytes = max(problem.max_k, 1) * row_bytes
-    return max(group, 1) * max(SECTION_BYTES // kv_bytes, 1)
+    return AttnFwdConfig(tile.m, tile.n, tile.warps, tile.stages, precision)
 
 
 @lru_cache(maxsize=1024)
