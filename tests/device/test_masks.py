@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+
 from blackwell_sparsek.device import masks
 
 OPEN = 2**30

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+
 from blackwell_sparsek.device.schedule import place_in_sections
 from blackwell_sparsek.device.sequences import batch_and_heads, plane_offset, token_span
 

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+
 from blackwell_sparsek.device.scores import cap, fold_sign
 
 

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+
 from blackwell_sparsek.device.softmax import add_sink, finalise, init_state, softmax_step
 
 INF = float("inf")
@@ -45,7 +46,9 @@ def run(s, sinks, scale, device, steps=4):
 
 def exact(s, sinks, scale):
     logits = s.double() * scale
-    column = torch.full((s.shape[0], 1), -INF).double() if sinks is None else sinks.double()[:, None]
+    column = (
+        torch.full((s.shape[0], 1), -INF).double() if sinks is None else sinks.double()[:, None]
+    )
     lse = torch.cat([logits, column], 1).logsumexp(1)
     weight = (logits - torch.where(lse == -INF, 0.0, lse)[:, None]).exp().sum(1)
     return weight, lse

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+
 from blackwell_sparsek.device import visits
 from blackwell_sparsek.device.visits import keys_of_tile, masked_unit, num_tiles, tile_ordinal
 

@@ -2,10 +2,10 @@
 
 `lse` is a natural logarithm in fp32 wherever it is stored; inside kernels quantities in units of
 log2 end in `_log2`, because exp2 is what the hardware has. State per row: `m_log2`, the running
-maximum of the base-2 exponents, and `row_sum`, the running sum of 2^(exponent - m_log2). Rows that have
-seen nothing have m_log2 = -inf and row_sum = 0, and end as output 0 and lse -inf; the guards against
--inf - -inf live here and nowhere else. Accumulators stay with the caller: functions return the
-factors for them, since a kernel may hold them in another layout.
+maximum of the base-2 exponents, and `row_sum`, the running sum of 2^(exponent - m_log2). A row that
+has seen nothing has m_log2 = -inf and row_sum = 0, and ends as output 0 and lse -inf; the guards
+against -inf - -inf live here and nowhere else. Accumulators stay with the caller: functions return
+the factors for them, since a kernel may hold them in another layout.
 """
 
 import triton

@@ -30,7 +30,15 @@ def plan_dense(kv_lo, kv_hi, all_lo, all_hi, TILE_N: tl.constexpr):
 
 @triton.jit
 def plan_blocks(
-    lists, row, kv_lo, kv_hi, all_lo, all_hi, offs_scan, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr
+    lists,
+    row,
+    kv_lo,
+    kv_hi,
+    all_lo,
+    all_hi,
+    offs_scan,
+    TILE_N: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
 ):
     """Plan over row `row` of block lists `(indptr, partial_end, indices, ...)`.
 
@@ -148,7 +156,14 @@ def keys_of_tile(
 
 @triton.jit
 def bits_of_tile(
-    lists, unit, ordinal, num_units, q_in_block, kv_in_unit, TILE_N: tl.constexpr, UNIT: tl.constexpr
+    lists,
+    unit,
+    ordinal,
+    num_units,
+    q_in_block,
+    kv_in_unit,
+    TILE_N: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Words [rows, keys] that hold the visibility bit of each element; all ones for full blocks.
 

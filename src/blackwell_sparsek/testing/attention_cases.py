@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..formats.attention_spec import AttnSpec
-from ..formats.band import Band
+from ..formats.band import EVERYTHING, Band
 from ..formats.block_mask import BlockMask
 from ..reference.attention import attention as oracle
 from .inputs import normal
@@ -24,7 +24,7 @@ class AttnCase:
     heads: tuple[int, int] = (1, 1)
     lengths: tuple[tuple[int, int], ...] = ((33, 33),)
     head_dims: tuple[int, int] = (16, 16)
-    band: Band = Band(None, None)
+    band: Band = EVERYTHING
     scale: float | None = None
     softcap: float = 0.0
     sinks: bool = False
@@ -43,6 +43,7 @@ class AttnCase:
         (hq, hkv), (d, dv) = self.heads, self.head_dims
         max_q, max_k = (max(x) for x in zip(*self.lengths, strict=True))
         batch = len(self.lengths) if self.varlen else self.batch
+        shapes: tuple[tuple[int, ...], ...]
         if self.varlen:
             tq, tk = (sum(x) for x in zip(*self.lengths, strict=True))
             shapes = (tq, hq, d), (tk, hkv, d), (tk, hkv, dv)
@@ -111,7 +112,7 @@ def draw_case(
         pairs = [(q if rng.random() < 0.8 else 0, k if rng.random() < 0.8 else 0) for q, k in pairs]
     d = rng.choice(list(head_dims))
     sides = [rng.choice([None, 0, 1, 2, 15, 16, 17, 31, 40]) for _ in range(2)]
-    band = rng.choice([Band(None, None), Band(None, 0), Band(sides[0], 0), Band(*sides)])
+    band = rng.choice([EVERYTHING, Band(None, 0), Band(sides[0], 0), Band(*sides)])
     return AttnCase(
         seed=seed,
         dtype=rng.choice(list(dtypes)),
@@ -146,8 +147,8 @@ def check_attention(
     what: str = "",
 ) -> None:
     """Compare a result with the oracle under the error budget."""
-    exact, exact_lse = oracle(*(x.double() for x in (q, k, v)), spec)
+    exact, exact_lse = oracle(q.double(), k.double(), v.double(), spec)
     plain, _ = oracle(q, k, v, spec, precision=q.dtype)
-    _, plain_lse = oracle(*(x.float() for x in (q, k, v)), spec, precision=torch.float32)
+    _, plain_lse = oracle(q.float(), k.float(), v.float(), spec, precision=torch.float32)
     assert_within_budget(out, exact, plain, what=f"{what} out")
     assert_within_budget(lse, exact_lse, plain_lse, what=f"{what} lse")

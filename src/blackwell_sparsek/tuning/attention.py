@@ -82,5 +82,3 @@ def _cut(tile: _Tile, block_q: int, dim: int) -> _Tile:
     """A tile within one query block: four warps hold its columns; 16 rows give work for two."""
     warps = (4 if dim > 128 else 2) if block_q < 32 else 8 if dim > 128 and block_q > 32 else 4
     return _Tile(block_q, min(tile.n, 64), warps, 2 if block_q < 64 else tile.stages)
-
-

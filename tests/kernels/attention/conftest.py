@@ -1,6 +1,7 @@
 import importlib.util
 
 import pytest
+
 from blackwell_sparsek.testing.interpreter_speed import quick_device_calls
 
 

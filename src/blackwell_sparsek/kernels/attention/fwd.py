@@ -8,8 +8,9 @@ q, out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], lse [B, Hq, Sq], or packe
 lse [Hq, Tq]. One program computes TILE_M queries of one head: it walks the KV tiles that need mask
 code, then those that do not. Rows that see nothing give 0 and -inf. Called by `bsk::attn_fwd`.
 
-Limits: D and Dv up to 256, lengths below 2**30, a mask whose query blocks hold whole tiles. NaN in a
-V row reaches every query whose tile visits it; keys past the lengths and absent blocks are not read.
+Limits: D and Dv up to 256, lengths below 2**30, a mask whose query blocks hold whole tiles. Keys past
+the lengths and absent blocks are not read; NaN in a value that only some queries of a tile see
+reaches all of them.
 """
 
 import torch
@@ -17,8 +18,15 @@ import triton
 import triton.language as tl
 
 from ...core.launch import cdiv, on_device_of
-from ...device.masks import bit_visible, kv_range, kv_range_of_all, position, row_bounds
-from ...device.masks import exists, within_bounds
+from ...device.masks import (
+    bit_visible,
+    exists,
+    kv_range,
+    kv_range_of_all,
+    position,
+    row_bounds,
+    within_bounds,
+)
 from ...device.schedule import place_in_sections, section_planes
 from ...device.scores import cap, fold_sign
 from ...device.sequences import batch_and_heads, lse_offset, plane_offset, token_span
@@ -111,7 +119,8 @@ def _attn_fwd_kernel(
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
     UNIT: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
-    KV_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    ELEMENT_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    KV_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * ELEMENT_BYTES
     tl.static_assert((BLOCK_KV is None) == (block_lists is None))
 
     q_tiles = (q_len + TILE_M - 1) // TILE_M

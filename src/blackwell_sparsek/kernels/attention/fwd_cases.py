@@ -103,6 +103,14 @@ def _arguments(call: _Call) -> dict[str, Any]:
     }
 
 
+def _accepted_spills(call: _Call, sm: int) -> int:
+    # padding, softcap and packed sequences at once are rare
+    if call.everything:
+        return 128
+    # two registers around the loop with mask code, where blocks are packed several to a tile
+    return 8 if sm < 90 and call.block_size == (128, 16) else 0
+
+
 @compile_cases
 def _cases() -> Iterator[CompileCase]:
     for sm in ALL_ARCHS:
@@ -118,7 +126,6 @@ def _cases() -> Iterator[CompileCase]:
                 archs=(sm,),
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
-                # padding, softcap and packed sequences at once: rare, and a few spills are cheap
-                max_spill_bytes=128 if call.everything else 0,
+                max_spill_bytes=_accepted_spills(call, sm),
                 expect={"wgmma.mma_async": 1} if wide else {},
             )
