@@ -171,7 +171,7 @@ def bits_of_tile(
     """
     WORDS: tl.constexpr = (UNIT + 31) // 32
     if UNIT >= TILE_N:
-        bits_id = tl.load(lists[3] + unit) + tl.zeros_like(kv_in_unit)
+        bits_id = tl.load(lists[3] + unit) + (kv_in_unit - kv_in_unit)
     else:
         bits_id = tl.load(lists[3] + unit, mask=ordinal < num_units, other=-1)
     block_words = lists[5] * WORDS

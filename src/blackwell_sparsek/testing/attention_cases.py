@@ -94,6 +94,7 @@ class AttnCase:
 
 def draw_case(
     seed: int,
+    structure: int | None = None,
     *,
     dtypes: Sequence[torch.dtype] = (torch.float16, torch.float32),
     longest: int = 70,
@@ -101,31 +102,39 @@ def draw_case(
     block_sizes: Sequence[int] = (16, 32, 64),
     most_heads: int = 4,
 ) -> AttnCase:
-    """A call in which every option is as likely as not, and sizes are awkward."""
+    """A call in which every option is as likely as not, and sizes are awkward.
+
+    What compiles a kernel anew (dtype, heads, head dimensions, blocks, which options are there)
+    comes from the seed `structure`, by default `seed`; lengths, bands and values from `seed`.
+    """
+    form = random.Random(seed if structure is None else structure)
+    hkv = form.choice([h for h in (1, 2, 3) if h <= most_heads])
+    hq = hkv * form.choice([g for g in (1, 2, 3, 7) if g * hkv <= most_heads])
+    d = form.choice(list(head_dims))
+    dv = d if form.random() < 0.6 else form.choice(list(head_dims))
+    dtype = form.choice(list(dtypes))
+    block_size = (form.choice(list(block_sizes)), form.choice(list(block_sizes)))
+    varlen, softcap, sinks, masked = (form.random() < chance for chance in (0.3, 0.4, 0.3, 0.6))
+
     rng = random.Random(seed)
     lengths = [n for n in (1, 2, 15, 16, 17, 31, 33, 63, 65, 127, 129, 257) if n <= longest]
-    hkv = rng.choice([h for h in (1, 2, 3) if h <= most_heads])
-    hq = hkv * rng.choice([g for g in (1, 2, 3, 7) if g * hkv <= most_heads])
-    varlen = rng.random() < 0.3
     pairs = [_lengths(rng, lengths) for _ in range(rng.randint(1, 4) if varlen else 1)]
     if varlen:
         pairs = [(q if rng.random() < 0.8 else 0, k if rng.random() < 0.8 else 0) for q, k in pairs]
-    d = rng.choice(list(head_dims))
     sides = [rng.choice([None, 0, 1, 2, 15, 16, 17, 31, 40]) for _ in range(2)]
-    band = rng.choice([EVERYTHING, Band(None, 0), Band(sides[0], 0), Band(*sides)])
     return AttnCase(
         seed=seed,
-        dtype=rng.choice(list(dtypes)),
+        dtype=dtype,
         batch=rng.choice([1, 1, 2]),
         heads=(hq, hkv),
         lengths=tuple(pairs),
-        head_dims=(d, d if rng.random() < 0.6 else rng.choice(list(head_dims))),
-        band=band,
+        head_dims=(d, dv),
+        band=rng.choice([EVERYTHING, Band(None, 0), Band(sides[0], 0), Band(*sides)]),
         scale=rng.choice([None, None, 0.3, -0.2, 0.0]),
-        softcap=rng.choice([0.0, 0.0, 5.0, 30.0]),
-        sinks=rng.random() < 0.3,
-        mask=rng.choice(["none", "blocks", "elements"]),
-        block_size=(rng.choice(list(block_sizes)), rng.choice(list(block_sizes))),
+        softcap=rng.choice([5.0, 30.0]) if softcap else 0.0,
+        sinks=sinks,
+        mask=rng.choice(["blocks", "elements"]) if masked else "none",
+        block_size=block_size,
         mask_broadcast=(rng.random() < 0.5, rng.random() < 0.5),
         varlen=varlen,
     )

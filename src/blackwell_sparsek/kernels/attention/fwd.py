@@ -8,9 +8,9 @@ q, out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], lse [B, Hq, Sq], or packe
 lse [Hq, Tq]. One program computes TILE_M queries of one head: it walks the KV tiles that need mask
 code, then those that do not. Rows that see nothing give 0 and -inf. Called by `bsk::attn_fwd`.
 
-Limits: D and Dv up to 256, lengths below 2**30, a mask whose query blocks hold whole tiles. Keys past
-the lengths and absent blocks are not read; NaN in a value that only some queries of a tile see
-reaches all of them.
+Limits: D and Dv up to 256, lengths below 2**30, a mask whose query blocks hold whole tiles. Keys
+past the lengths and absent blocks are not read; NaN in a value that only some queries of a tile
+see reaches all of them.
 """
 
 import torch
