@@ -1,4 +1,6 @@
-"""The online softmax, step by step, against a softmax over everything at once."""
+"""The softmax arithmetic alone, through probe kernels."""
+
+import math
 
 import pytest
 import torch
@@ -8,98 +10,63 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from blackwell_sparsek.device.softmax import add_sink, finalise, init_state, softmax_step
+from blackwell_sparsek.device.softmax import merge_partials, merge_weights
 
-INF = float("inf")
+INF = math.inf
 
 
 @triton.jit
-def _softmax_probe(
-    p_ptr, lse_ptr, s_ptr, sinks_ptr, scale_log2, steps, M: tl.constexpr, N: tl.constexpr
-):
-    offs_m = tl.arange(0, M)
-    offs_n = tl.arange(0, N)
-    m_log2, row_sum = init_state(offs_m)
-    weight_sum = tl.zeros([M], tl.float32)  # accumulator with values of 1
-    for step in range(steps):
-        s = tl.load(s_ptr + offs_m[:, None] * (steps * N) + step * N + offs_n[None, :])
-        m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, scale_log2)
-        weight_sum = weight_sum * rescale + tl.sum(p, 1)
-    if sinks_ptr is not None:
-        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(sinks_ptr + offs_m))
-        weight_sum *= rescale
-    inverse, lse = finalise(m_log2, row_sum)
-    tl.store(p_ptr + offs_m, weight_sum * inverse)
-    tl.store(lse_ptr + offs_m, lse)
+def _weights_probe(out_ptr, lse_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    weight_a, weight_b, lse = merge_weights(tl.load(lse_ptr + offs), tl.load(lse_ptr + N + offs))
+    tl.store(out_ptr + offs, weight_a)
+    tl.store(out_ptr + N + offs, weight_b)
+    tl.store(out_ptr + 2 * N + offs, lse)
 
 
-def run(s, sinks, scale, device, steps=4):
-    rows = s.shape[0]
-    weight = torch.full((rows,), float("nan"), device=device)
-    lse = torch.full((rows,), float("nan"), device=device)
-    scale_log2 = scale * 1.4426950408889634
-    sinks = None if sinks is None else sinks.to(device)
-    tile = s.shape[1] // steps
-    _softmax_probe[(1,)](weight, lse, s.to(device), sinks, scale_log2, steps, M=rows, N=tile)
-    return weight.cpu(), lse.cpu()
-
-
-def exact(s, sinks, scale):
-    logits = s.double() * scale
-    column = (
-        torch.full((s.shape[0], 1), -INF).double() if sinks is None else sinks.double()[:, None]
+@triton.jit
+def _partials_probe(out_ptr, o_ptr, weight_ptr, N: tl.constexpr, D: tl.constexpr):
+    rows = tl.arange(0, N)
+    offs = rows[:, None] * D + tl.arange(0, D)[None, :]
+    out = merge_partials(
+        tl.load(o_ptr + offs),
+        tl.load(weight_ptr + rows),
+        tl.load(o_ptr + N * D + offs),
+        tl.load(weight_ptr + N + rows),
     )
-    lse = torch.cat([logits, column], 1).logsumexp(1)
-    weight = (logits - torch.where(lse == -INF, 0.0, lse)[:, None]).exp().sum(1)
-    return weight, lse
+    tl.store(out_ptr + offs, out)
 
 
-def scores(kind):
-    s = torch.randn(16, 64)
-    if kind == "huge":
-        s *= 1e6
-    elif kind == "equal":
-        s = torch.full_like(s, 3.0)
-    elif kind == "masked":
-        s[torch.rand_like(s) < 0.7] = -INF
-        s[0] = -INF  # sees nothing
-        s[1, 1:] = -INF  # sees only the first
-        s[2, :-1] = -INF  # sees only the last
-        s[3, :48] = -INF  # sees nothing for three steps
-    return s
+@pytest.mark.parametrize(
+    ("lse_a", "lse_b", "expected"),
+    [
+        (0.0, 0.0, (0.5, 0.5, math.log(2))),
+        (math.log(3), 0.0, (0.75, 0.25, math.log(4))),
+        (-INF, 2.0, (0.0, 1.0, 2.0)),
+        (2.0, -INF, (1.0, 0.0, 2.0)),
+        (-INF, -INF, (0.0, 0.0, -INF)),
+        (1e4, -1e4, (1.0, 0.0, 1e4)),
+        (-1e6, -1e6, (0.5, 0.5, -1e6 + math.log(2))),
+    ],
+)
+def test_weights(lse_a, lse_b, expected, device):
+    lse = torch.tensor([[lse_a] * 4, [lse_b] * 4], device=device)
+    out = torch.full((3, 4), math.nan, device=device)
+    _weights_probe[(1,)](out, lse, 4)
+    wanted = torch.tensor(expected, device=device)[:, None].expand(3, 4)
+    torch.testing.assert_close(out, wanted, rtol=3e-7, atol=0.0)
 
 
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("kind", ["normal", "huge", "equal", "masked"])
-def test_steps_add_up(device, kind, with_sinks):
-    s = scores(kind)
-    sinks = torch.randn(16) if with_sinks else None
-    weight, lse = run(s, sinks, 0.3, device)
-    exact_weight, exact_lse = exact(s, sinks, 0.3)
-    # a logit of 1e6 has an ulp of 1/16, which moves lse and not the normalised weights
-    bound = 1e-6 * exact_lse.abs().nan_to_num(posinf=0.0).clamp(min=1.0) + 1e-6
-    assert ((lse - exact_lse).abs() <= bound)[exact_lse > -INF].all()
-    assert (lse == -INF).equal(exact_lse == -INF)
-    assert torch.allclose(weight.double(), exact_weight, rtol=0, atol=2e-6)
+def test_nan_stays_visible(device):
+    lse = torch.tensor([[math.nan, 0.0], [0.0, math.nan]], device=device)
+    out = torch.zeros(3, 2, device=device)
+    _weights_probe[(1,)](out, lse, 2)
+    assert out.isnan().all()
 
 
-def test_empty_rows_end_as_zero_and_minus_infinity(device):
-    weight, lse = run(torch.full((16, 64), -INF), None, 0.3, device)
-    assert weight.eq(0).all() and lse.eq(-INF).all()
-
-
-def test_empty_rows_with_a_sink_have_its_lse(device):
-    sinks = torch.linspace(-5, 5, 16)
-    weight, lse = run(torch.full((16, 64), -INF), sinks, 0.3, device)
-    assert weight.eq(0).all()
-    assert torch.allclose(lse, sinks, atol=1e-6)
-
-
-def test_sinks_of_any_size(device):
-    sinks = torch.tensor([-INF, -1e6, 1e6, 0.0]).repeat(4)
-    s = torch.randn(16, 64)
-    weight, lse = run(s, sinks, 1.0, device)
-    _, exact_lse = exact(s, sinks, 1.0)
-    assert torch.allclose(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)
-    assert weight[2::4].eq(0).all()
-    assert torch.allclose(weight[:2], torch.ones(2), atol=1e-6)
+def test_an_empty_partial_is_not_looked_at(device):
+    o = torch.tensor([[[math.nan] * 4, [1.0] * 4], [[2.0] * 4, [math.inf] * 4]], device=device)
+    weight = torch.tensor([[0.0, 1.0], [1.0, 0.0]], device=device)
+    out = torch.full((2, 4), math.nan, device=device)
+    _partials_probe[(1,)](out, o, weight, 2, 4)
+    assert out.tolist() == [[2.0] * 4, [1.0] * 4]

@@ -49,16 +49,16 @@ def by_hand(q, k, v, *, left, right, scale, softcap=0.0, sinks=None, seen=None):
 
 
 CASES = [
-    dict(sq=5, sk=5, band=Band(None, None)),
-    dict(sq=5, sk=5, band=Band(None, 0)),
-    dict(sq=3, sk=7, band=Band(None, 0)),
-    dict(sq=7, sk=3, band=Band(None, 0)),
-    dict(sq=6, sk=6, band=Band(0, 0)),
-    dict(sq=6, sk=6, band=Band(1, 2)),
-    dict(sq=7, sk=4, band=Band(1, 0)),
-    dict(sq=4, sk=7, band=Band(2, None)),
-    dict(sq=1, sk=6, band=Band(3, 0)),
-    dict(sq=3, sk=0, band=Band(None, None)),
+    {"sq": 5, "sk": 5, "band": Band(None, None)},
+    {"sq": 5, "sk": 5, "band": Band(None, 0)},
+    {"sq": 3, "sk": 7, "band": Band(None, 0)},
+    {"sq": 7, "sk": 3, "band": Band(None, 0)},
+    {"sq": 6, "sk": 6, "band": Band(0, 0)},
+    {"sq": 6, "sk": 6, "band": Band(1, 2)},
+    {"sq": 7, "sk": 4, "band": Band(1, 0)},
+    {"sq": 4, "sk": 7, "band": Band(2, None)},
+    {"sq": 1, "sk": 6, "band": Band(3, 0)},
+    {"sq": 3, "sk": 0, "band": Band(None, None)},
 ]
 
 

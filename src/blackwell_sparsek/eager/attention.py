@@ -31,7 +31,7 @@ from .operands import (
     step_sizes,
     to_query_rows,
 )
-from .softmax import finish, hide, start, step
+from .softmax import bound_of, finish, hide, hide_beyond, start, step
 from .visits import BlockStep, Extent, KeyTile, band_visible, block_step, block_visits, key_tiles
 
 
@@ -108,16 +108,29 @@ def band_tiles(ops: Operands, sizes: StepSizes) -> Iterator[BandTile]:
             yield BandTile(first, min(first + together, n), q_start, min(q_start + tile_q, sq))
 
 
-def hide_edges(
-    scores: torch.Tensor, tile: BandTile, keys: KeyTile, spec: AttnSpec, extent: Extent
-) -> None:
-    """Hide what the band hides in scores [n, G * queries, keys]; only its edges are touched."""
-    device = scores.device
-    q_pos = torch.arange(tile.start, tile.end, device=device)[:, None]
-    by_head = scores.view(scores.shape[0], -1, tile.end - tile.start, scores.shape[2])
-    for lo, hi in keys.edges:
-        visible = band_visible(spec.band, q_pos, torch.arange(lo, hi, device=device), extent)
-        hide(by_head[..., lo - keys.lo : hi - keys.lo], visible)
+class BandEdges:
+    """Hides what a band hides; most tiles have the same edges, so their bounds are kept."""
+
+    def __init__(self, spec: AttnSpec, extent: Extent):
+        self.band, self.extent = spec.band, extent
+        self.bounds: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def hide(self, scores: torch.Tensor, tile: BandTile, keys: KeyTile) -> None:
+        """Hide unseen scores [n, G * queries, keys] in place; only the edges are touched."""
+        by_head = scores.view(scores.shape[0], -1, tile.end - tile.start, scores.shape[2])
+        for lo, hi in keys.edges:
+            hide_beyond(
+                by_head[..., lo - keys.lo : hi - keys.lo], self._bound(scores, tile, lo, hi)
+            )
+
+    def _bound(self, scores: torch.Tensor, tile: BandTile, lo: int, hi: int) -> torch.Tensor:
+        key = (lo - tile.start, hi - lo, tile.end - tile.start)
+        if key not in self.bounds:
+            q_pos = torch.arange(tile.start, tile.end, device=scores.device)[:, None]
+            kv_pos = torch.arange(lo, hi, device=scores.device)
+            visible = band_visible(self.band, q_pos, kv_pos, self.extent)
+            self.bounds[key] = bound_of(visible, scores.dtype)
+        return self.bounds[key]
 
 
 def tile_visible(
@@ -136,6 +149,7 @@ def _attend_band(
 ) -> None:
     group, dim = ops.q.shape[1], ops.q.shape[3]
     sizes = step_sizes(ops.q.device)
+    edges = BandEdges(spec, extent)
     for tile in band_tiles(ops, sizes):
         heads, queries = slice(tile.first, tile.last), slice(tile.start, tile.end)
         n, count = tile.last - tile.first, tile.end - tile.start
@@ -146,7 +160,7 @@ def _attend_band(
         state = start(n, group * count, out.shape[3], q, sinks)
         for keys in key_tiles(spec.band, tile.start, tile.end, extent, sizes.keys):
             scores = ops.scores.finish(torch.bmm(q, ops.kt[heads, :, keys.lo : keys.hi]))
-            hide_edges(scores, tile, keys, spec, extent)
+            edges.hide(scores, tile, keys)
             visible = None
             if ops.guarded:
                 visible = tile_visible(tile, keys, spec, extent, group, q.device)

@@ -9,6 +9,7 @@ mask are scattered, in a fixed order only if asked.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,10 @@ import torch
 from ..formats.attention_spec import AttnSpec, compute_dtype
 from ..formats.block_mask import BlockMask
 from .attention import (
+    BandEdges,
     as_batch,
     band_tiles,
     block_chunks,
-    hide_edges,
     sequences,
     stack_heads,
     tile_visible,
@@ -52,6 +53,7 @@ class RowTerms(NamedTuple):
     """What the backward pass knows about each query, [n, G, Sq, *]."""
 
     dout: torch.Tensor
+    """Like delta, times the factor that makes up for the rounding of `lse_log2`."""
     lse_log2: torch.Tensor
     """+inf for rows without a key."""
     delta: torch.Tensor
@@ -115,13 +117,14 @@ def _backward(
     dtype = compute_dtype(q.dtype)
     ops = operands(q, k, v, spec, guarded)
     n, group, sq, _ = ops.q.shape
-    do = dout.to(dtype).reshape(n, group, sq, v.shape[3])
+    lse_log2, factor = (x.reshape(n, group, sq, 1) for x in lse_for_backward(lse, dtype))
+    do = dout.to(dtype).reshape(n, group, sq, v.shape[3]) * factor
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(dtype)
     # an empty row has no gradient, whatever comes back for its -inf
     delta = delta.masked_fill(lse == -torch.inf, 0.0).reshape(n, group, sq, 1)
-    rows = RowTerms(do, lse_for_backward(lse, dtype).reshape(n, group, sq, 1), delta)
+    rows = RowTerms(do, lse_log2, delta * factor)
 
     dq = torch.zeros_like(ops.q)
     dk = ops.q.new_zeros((n, extent.sk, q.shape[3]))
@@ -134,8 +137,8 @@ def _backward(
         )
     dsinks = None
     if spec.sinks is not None:
-        p_sink = torch.exp2(spec.sinks.to(dtype)[:, None] * LOG2_E - rows.lse_log2.view(lse.shape))
-        dsinks = -(p_sink * delta.view(lse.shape)).sum((0, 2))
+        p_sink = torch.exp2(spec.sinks.to(dtype)[:, None] * LOG2_E - lse_log2.view(lse.shape))
+        dsinks = -(p_sink * rows.delta.view(lse.shape)).sum((0, 2))
     dk.mul_(ops.scores.slope)
     dq.mul_(ops.scores.slope * ops.scores.before)
     return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsinks)
@@ -154,11 +157,8 @@ def _score_gradients(
 
     `visible` is given only when something may be NaN or inf where it is hidden.
     """
+    slope = ops.scores.bend(products)
     scores = ops.scores.finish(products)
-    slope = None
-    if ops.scores.softcap:
-        tanh = scores / (ops.scores.softcap * LOG2_E)
-        slope = 1.0 - tanh * tanh
     hide_unseen(scores)
     p = probabilities(scores, lse_log2)
     dscores = dp.sub_(delta).mul_(p)
@@ -170,9 +170,12 @@ def _score_gradients(
     return p, dscores
 
 
-def _product(
-    weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | None
-) -> torch.Tensor:
+def _hide_if(scores: torch.Tensor, visible: torch.Tensor | None) -> None:
+    if visible is not None:
+        hide(scores, visible)
+
+
+def _product(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     return torch.bmm(weights, x) if visible is None else visible_product(weights, x, visible)
 
 
@@ -188,6 +191,7 @@ def _backward_band(
     group = ops.q.shape[1]
     vt = ops.v.transpose(1, 2).contiguous()
     sizes = step_sizes(ops.q.device)
+    edges = BandEdges(spec, extent)
     for tile in band_tiles(ops, sizes):
         heads, queries = slice(tile.first, tile.last), slice(tile.start, tile.end)
         n, count = tile.last - tile.first, tile.end - tile.start
@@ -204,7 +208,7 @@ def _backward_band(
             p, ds = _score_gradients(
                 ops,
                 torch.bmm(q, kt),
-                lambda s, tile=tile, keys=keys: hide_edges(s, tile, keys, spec, extent),
+                partial(edges.hide, tile=tile, keys=keys),
                 torch.bmm(do, vt[heads, :, span]),
                 lse_log2,
                 delta,
@@ -228,9 +232,7 @@ def _backward_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bq, bk = mask.block_size
     layout = block_rows(ops, mask, extent, heads_kv)
-    q_rows, do_rows, lse_rows, delta_rows = (
-        to_query_rows(x, layout, bq) for x in (ops.q, *terms)
-    )
+    q_rows, do_rows, lse_rows, delta_rows = (to_query_rows(x, layout, bq) for x in (ops.q, *terms))
     k_blocks = KeyBlocks(ops.kt.transpose(1, 2), bk)
     k_columns, v_columns = KeyColumns(ops.kt, bk), KeyColumns(ops.v.transpose(1, 2), bk)
     dq_rows, dk_blocks = torch.zeros_like(q_rows), torch.zeros_like(k_blocks.rows)
@@ -247,7 +249,7 @@ def _backward_blocks(
             p, ds = _score_gradients(
                 ops,
                 torch.bmm(q, k_columns.gather(block)),
-                lambda s, visible=visible: None if visible is None else hide(s, visible),
+                partial(_hide_if, visible=visible),
                 torch.bmm(do, v_columns.gather(block)),
                 lse_log2,
                 delta,
@@ -263,7 +265,8 @@ def _backward_blocks(
             _scatter_add(dv_blocks, block.flatten(), dv, deterministic)
         dq_rows[rows] = dq
     dq = from_query_rows(dq_rows, layout, bq, ops.q.shape).contiguous()
-    return dq, *(_from_blocks(x, ops.kt.shape[0], extent.sk) for x in (dk_blocks, dv_blocks))
+    n = ops.kt.shape[0]
+    return dq, _from_blocks(dk_blocks, n, extent.sk), _from_blocks(dv_blocks, n, extent.sk)
 
 
 def _from_blocks(x: torch.Tensor, n: int, length: int) -> torch.Tensor:

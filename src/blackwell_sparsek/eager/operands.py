@@ -49,8 +49,12 @@ class Scores(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """d(natural score) / d(product); to be multiplied by 1 - tanh^2 under a softcap."""
+        """d(natural score) / d(product), up to `bend`."""
         return self.softcap or LN_2
+
+    def bend(self, products: torch.Tensor) -> torch.Tensor | None:
+        """The other factor of the slope, 1 - tanh^2, or None without a softcap."""
+        return torch.tanh(products).square_().neg_().add_(1.0) if self.softcap else None
 
 
 class Operands(NamedTuple):

@@ -35,9 +35,7 @@ def start(
     acc = like.new_zeros((n, rows, head_dim_v))
     if sinks_log2 is not None:
         return SoftmaxState(sinks_log2.clone(), like.new_ones((n, rows, 1)), acc)
-    return SoftmaxState(
-        like.new_full((n, rows, 1), -torch.inf), like.new_zeros((n, rows, 1)), acc
-    )
+    return SoftmaxState(like.new_full((n, rows, 1), -torch.inf), like.new_zeros((n, rows, 1)), acc)
 
 
 def step(
@@ -67,16 +65,27 @@ def finish(state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [n, rows, Dv] and natural-log lse [n, rows]; 0 and -inf for rows without a key."""
     peak, total, acc = state
     out = acc.div_(total.masked_fill(total == 0, 1.0))
-    return out, (peak + total.log2()).mul_(LN_2).squeeze(-1)
+    # fp64, so that lse is rounded once: every probability of the backward pass carries its error
+    lse = (peak.double() + total.double().log2()) * LN_2
+    return out, lse.to(acc.dtype).squeeze(-1)
 
 
 def hide(scores: torch.Tensor, visible: torch.Tensor) -> None:
-    """Set hidden scores to -inf in place, whatever they are.
+    """Set hidden scores to -inf in place, whatever they are."""
+    hide_beyond(scores, bound_of(visible, scores.dtype))
+
+
+def bound_of(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `hide_beyond` wants: +inf where visible, -inf where hidden."""
+    return torch.where(visible, torch.inf, -torch.inf).to(dtype)
+
+
+def hide_beyond(scores: torch.Tensor, bound: torch.Tensor) -> None:
+    """Hide scores in place, by a minimum; several times faster than masked_fill on a CPU.
 
     fmin drops a NaN where the bound is -inf. Where the bound is +inf it turns a NaN into +inf,
-    which the softmax turns back into NaN. It is several times faster than masked_fill on a CPU.
+    which the softmax turns back into NaN.
     """
-    bound = torch.where(visible, torch.inf, -torch.inf).to(scores.dtype)
     torch.fmin(scores, bound, out=scores)
 
 
@@ -85,9 +94,17 @@ def probabilities(scores_log2: torch.Tensor, lse_log2: torch.Tensor) -> torch.Te
     return scores_log2.sub_(lse_log2).exp2_()
 
 
-def lse_for_backward(lse: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """lse in base 2, with +inf for empty rows, so that their probabilities come out as 0."""
-    return (lse.to(dtype) * LOG2_E).masked_fill(lse == -torch.inf, torch.inf)
+def lse_for_backward(lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """lse in base 2 for `probabilities`, and the factor by which its rounding is off.
+
+    Probabilities times the factor are those of the unrounded value. Empty rows get +inf, so that
+    their probabilities come out as 0.
+    """
+    exact = lse.double() * LOG2_E
+    rounded = exact.to(dtype)
+    factor = torch.exp2(rounded.double() - exact).to(dtype)
+    empty = lse == -torch.inf
+    return rounded.masked_fill(empty, torch.inf), factor.masked_fill(empty, 1.0)
 
 
 def visible_product(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What an attention call asks for, besides q, k and v: one object that every implementation reads."""
+"""What an attention call asks for besides q, k and v: one object for every implementation."""
 
 from typing import NamedTuple
 

@@ -8,6 +8,9 @@ import torch
 
 WORD = 32
 
+usable_in_training = torch.inference_mode(False)
+"""Decorates what makes masks: one made during inference may be saved for a backward later."""
+
 
 def words_per_row(bk: int) -> int:
     """How many 32-bit words hold one row of a block with `bk` columns."""
@@ -19,10 +22,11 @@ def pack(visible: torch.Tensor) -> torch.Tensor:
     bk = visible.shape[-1]
     words = words_per_row(bk)
     visible = torch.nn.functional.pad(visible, (0, words * WORD - bk))
-    shifts = torch.arange(WORD, device=visible.device)
-    # int64 sums, so that bit 31 wraps into the sign instead of overflowing
-    lanes = visible.reshape(*visible.shape[:-1], words, WORD)
-    return (lanes.to(torch.int64) << shifts).sum(-1).to(torch.int32)
+    lanes = visible.unflatten(-1, (words * 4, 8)).to(torch.uint8)
+    weights = torch.ones(8, dtype=torch.uint8, device=visible.device)
+    weights <<= torch.arange(8, dtype=torch.uint8, device=visible.device)
+    # four bytes make a word in little-endian order, which every supported machine has
+    return (lanes * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
 def unpack(bits: torch.Tensor, bk: int) -> torch.Tensor:
@@ -32,6 +36,7 @@ def unpack(bits: torch.Tensor, bk: int) -> torch.Tensor:
     return lanes.flatten(-2)[..., :bk]
 
 
+@usable_in_training
 def transpose(bits: torch.Tensor, bk: int) -> torch.Tensor:
     """The pool of the transposed blocks: `[pool, bk, ceil(bq / 32)]`."""
     return pack(unpack(bits, bk).transpose(-1, -2))

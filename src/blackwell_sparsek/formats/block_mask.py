@@ -10,6 +10,7 @@ from ..core.errors import InvalidInput
 from ..core.launch import cdiv
 from . import bits as bit_masks
 from . import block_mask_build as build
+from .bits import usable_in_training
 from .block_lists import BlockLists, transpose_lists
 from .block_mask_check import (
     IntPair,
@@ -66,6 +67,7 @@ class BlockMask:
     _batch: int
     _heads: int
 
+    @usable_in_training
     def __init__(
         self,
         indptr: torch.Tensor,
@@ -152,6 +154,7 @@ class BlockMask:
         )
 
     @classmethod
+    @usable_in_training
     def from_dense(
         cls,
         keep: torch.Tensor,
@@ -177,6 +180,7 @@ class BlockMask:
         return build.from_dense(cls, keep, block_size, seq_lengths)
 
     @classmethod
+    @usable_in_training
     def from_element_mask(cls, visible: torch.Tensor, block_size: int | IntPair) -> "BlockMask":
         """Keep single elements: blocks become absent, partial or full as their elements say.
 
@@ -195,6 +199,7 @@ class BlockMask:
         return build.from_element_mask(cls, visible, block_size)
 
     @classmethod
+    @usable_in_training
     def from_flex(cls, flex_mask: Any) -> "BlockMask":
         """Convert a `torch.nn.attention.flex_attention.BlockMask`.
 
@@ -228,7 +233,8 @@ class BlockMask:
             return self._transposed
         mb, nb = self.grid
         made = transpose_lists(self._forward, self._batch * self._heads, mb, nb)
-        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        traced = torch.compiler.is_compiling() or self.device.type != "cuda"
+        if traced or not torch.cuda.is_current_stream_capturing():
             self._transposed = made
         return made
 
@@ -298,6 +304,7 @@ class BlockMask:
         """The nine tensors that operator schemas carry: forward, transposed, bits."""
         return [*self._forward, *self.transposed, self._bits]
 
+    @usable_in_training
     def to(self, device: torch.device | str) -> "BlockMask":
         """This mask on `device`; itself when it is there already."""
         target = torch.empty(0, device=device).device

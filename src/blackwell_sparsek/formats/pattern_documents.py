@@ -4,6 +4,7 @@ import torch
 
 from . import bits as bit_masks
 from .band import Band, band_of
+from .bits import usable_in_training
 from .block_lists import lists_from_blocks
 from .block_mask import BlockMask
 from .block_mask_check import IntPair, check_block_size, check_seq_lengths
@@ -14,6 +15,7 @@ from .varlen import check_cu_seqlens, check_cu_seqlens_values, check_same_batch
 CHUNK_BLOCKS = 4096
 
 
+@usable_in_training
 def documents(
     cu_seqlens: torch.Tensor,
     block_size: int | IntPair = 128,

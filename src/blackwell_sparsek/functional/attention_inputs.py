@@ -1,4 +1,4 @@
-"""What the public attention functions have in common: checks, defaults, the call of the operator."""
+"""What the public attention functions share: checks, defaults, the call of the operator."""
 
 import math
 from typing import Any
@@ -60,9 +60,7 @@ def check_qkv(
         )
 
 
-def _raise_mismatch(
-    op: str, tensors: dict[str, torch.Tensor], problem: str, expected: str
-) -> None:
+def _raise_mismatch(op: str, tensors: dict[str, torch.Tensor], problem: str, expected: str) -> None:
     got = ", ".join(f"{arg} {list(x.shape)}" for arg, x in tensors.items())
     raise InvalidInput(message(op, "/".join(tensors), problem, expected, got))
 
@@ -72,9 +70,7 @@ def check_head_dims(op: str, q: torch.Tensor, v: torch.Tensor) -> None:
     for arg, x in (("q", q), ("v", v)):
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
             raise InvalidInput(
-                message(
-                    op, arg, "has an unsupported head dim", f"1 to {MAX_HEAD_DIM}", x.shape[-1]
-                )
+                message(op, arg, "has an unsupported head dim", f"1 to {MAX_HEAD_DIM}", x.shape[-1])
             )
 
 
@@ -83,7 +79,7 @@ def autocast_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cast to autocast's dtype where autocast is on (fp64 stays); then all dtypes must agree."""
     kind = q.device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     check_same_dtype(op, {"q": q, "k": k, "v": v})
@@ -93,8 +89,9 @@ def autocast_qkv(
 def _number(op: str, arg: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
         raise InvalidType(message(op, arg, "is not a number", "a float", type(value).__name__))
-    check_finite(op, arg, value)
-    return float(value)
+    number = float(value)
+    check_finite(op, arg, number)
+    return number
 
 
 def scale_or_default(op: str, scale: Any, head_dim: int) -> float:

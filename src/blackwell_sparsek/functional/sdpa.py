@@ -134,9 +134,7 @@ def _as_dense(
     return q, k, v, lead
 
 
-def _mask_planes(
-    mask: torch.Tensor, lead: torch.Size, q: torch.Tensor, sk: int
-) -> torch.Tensor:
+def _mask_planes(mask: torch.Tensor, lead: torch.Size, q: torch.Tensor, sk: int) -> torch.Tensor:
     """`mask` as bool [B or 1, H or 1, L, S]."""
     sq, heads = q.shape[2], q.shape[1]
     expected = (*lead, sq, sk)

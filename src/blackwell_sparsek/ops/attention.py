@@ -202,7 +202,6 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
     mask_shape, left, right, scale, softcap, sinks, deterministic, impl = rest
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks, *mask)
     ctx.scalars = (max_q, max_k, mask_shape, left, right, scale, softcap, deterministic, impl)
-    ctx.needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 13)]
     ctx.set_materialize_grads(False)
 
 
@@ -210,11 +209,13 @@ def _attn_fwd_backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor |
     q, k, v, out, lse, cu_q, cu_k, sinks, *mask = ctx.saved_tensors
     max_q, max_k, mask_shape, left, right, scale, softcap, deterministic, impl = ctx.scalars
     # torch wants the structure of the inputs back, where an empty list counts as one of tensors
-    lists = [None] * len(mask), None if mask_shape else []
+    lists: tuple[Any, Any] = [None] * len(mask), None if mask_shape else []
     if dout is None and dlse is None:
         return (*(None,) * 7, *lists, *(None,) * 7)
     if dout is None:
         dout = torch.zeros_like(out)
+    # only here does torch index this by argument; before, lists are flattened
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 13)]
     gradients = attn_bwd(
         dout,
         dlse,
@@ -235,10 +236,10 @@ def _attn_fwd_backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor |
         softcap,
         sinks,
         deterministic,
-        ctx.needs,
+        needs,
         impl,
     )
-    dq, dk, dv, dsinks = (g if need else None for g, need in zip(gradients, ctx.needs, strict=True))
+    dq, dk, dv, dsinks = (g if need else None for g, need in zip(gradients, needs, strict=True))
     return (dq, dk, dv, None, None, None, None, *lists, None, None, None, None, dsinks, None, None)
 
 

@@ -167,12 +167,14 @@ def attention_backward(
 
     `torch.func.vjp` also works inside an operator, where `torch.autograd.grad` records nothing.
     """
-    inputs = (q, k, v) if spec.sinks is None else (q, k, v, spec.sinks)
+    inputs = [q, k, v] if spec.sinks is None else [q, k, v, spec.sinks]
 
-    def forward(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        sinks = tensors[3] if len(tensors) == 4 else None
-        return attention(*tensors[:3], spec._replace(sinks=sinks))
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return attention(q, k, v, spec._replace(sinks=sinks))
 
-    (_, lse), pull_back = torch.func.vjp(forward, *inputs)
-    gradients = pull_back((dout, torch.zeros_like(lse) if dlse is None else dlse))
-    return (*gradients, None) if spec.sinks is None else gradients
+    outputs, pull_back, *_ = torch.func.vjp(forward, *inputs)
+    dlse = torch.zeros_like(outputs[1]) if dlse is None else dlse
+    dq, dk, dv, *dsinks = pull_back((dout, dlse))
+    return dq, dk, dv, dsinks[0] if dsinks else None
