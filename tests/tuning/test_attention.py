@@ -67,3 +67,15 @@ def test_configs_check_themselves(changes, words):
     AttnFwdConfig(**good)
     with pytest.raises(ValueError, match=words):
         AttnFwdConfig(**{**good, **changes})
+
+
+def test_the_kernels_that_are_compiled_are_the_ones_that_run():
+    cases = pytest.importorskip("blackwell_sparsek.kernels.attention.fwd_cases")
+    for call, tiles in cases.BUILDS.items():
+        for sm, tile in tiles.items():
+            asked = problem(
+                sm, dtype=call.dtype, head_dim=call.head_dim, head_dim_v=call.head_dim,
+                mask_block=call.block_size,
+            )  # fmt: skip
+            picked = attn_fwd_config(asked, call.precision)
+            assert picked == AttnFwdConfig(*tile, call.precision), (call, sm)

@@ -1,21 +1,22 @@
-"""Launches of the forward kernel that are built without a GPU, with the tiles of each GPU."""
+"""Launches of the forward kernel that are built without a GPU.
 
-from collections.abc import Iterator
+The tiles are those that `tuning.attention` picks on each GPU; a test of the tuning compares them.
+"""
+
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from ...core.arch import Arch
-from ...core.compile_cases import ALL_ARCHS, CompileCase, compile_cases
-from ...tuning.attention import attn_fwd_config
-from ...tuning.problem_attention import AttnProblem
+from ...core.compile_cases import CompileCase, compile_cases
+from .config import AttnFwdConfig
 from .fwd import _attn_fwd_kernel
 from .operands import AttnStrides, score_factors
 
 HEADS, KV_HEADS, TOKENS = 32, 8, 4096
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What sets a launch apart. `everything`: packed sequences, sinks and a softcap."""
 
     dtype: torch.dtype
@@ -25,6 +26,7 @@ class _Call(NamedTuple):
     precision: str = "ieee"
 
     def name(self, sm: int) -> str:
+        """Name of the case."""
         parts = [str(self.dtype).split(".")[-1], f"d{self.head_dim}"]
         parts += [f"blocks{self.block_size[0]}x{self.block_size[1]}"] if self.block_size else []
         parts += ["everything"] if self.everything else []
@@ -32,47 +34,40 @@ class _Call(NamedTuple):
         return f"attn_fwd/{'-'.join(parts)}-sm_{sm}"
 
 
-# on every architecture
-MAIN = (
-    _Call(torch.bfloat16, 64),
-    _Call(torch.bfloat16, 128),
-    _Call(torch.bfloat16, 128, (128, 128)),
-    _Call(torch.float16, 256),
-)
-# where there are machines to run them on
-FURTHER = (
-    _Call(torch.bfloat16, 64, (128, 16)),
-    _Call(torch.bfloat16, 128, (128, 16)),
-    _Call(torch.bfloat16, 128, (64, 64)),
-    _Call(torch.bfloat16, 128, (16, 16)),
-    _Call(torch.float16, 80, everything=True),
-    _Call(torch.float32, 128, precision="tf32"),
-    _Call(torch.float32, 128),
-)
-FURTHER_ARCHS = (80, 90)
+HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
+WIDE, TALL, SQUARE = (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)
+TALL_IN_99_KIB = (128, 64, 8, 2)
+
+# tile_m, tile_n, num_warps, num_stages by architecture: the main calls on all of them, the others
+# on one with each kind of tensor core
+BUILDS: Mapping[Call, Mapping[int, tuple[int, int, int, int]]] = {
+    Call(BRAIN, 64): {80: TALL, 89: TALL, 90: WIDE, 100: WIDE, 120: TALL},
+    Call(BRAIN, 128): {80: TALL, 89: TALL_IN_99_KIB, 90: TALL, 100: TALL, 120: TALL_IN_99_KIB},
+    Call(BRAIN, 128, (128, 128)): {
+        80: TALL_IN_99_KIB,
+        89: TALL_IN_99_KIB,
+        90: TALL,
+        100: TALL,
+        120: TALL_IN_99_KIB,
+    },
+    Call(HALF, 256): {
+        80: SQUARE,
+        89: (64, 32, 8, 2),
+        90: SQUARE,
+        100: SQUARE,
+        120: (64, 32, 8, 2),
+    },
+    Call(BRAIN, 64, (128, 16)): {80: (128, 32, 8, 3), 90: TALL},
+    Call(BRAIN, 128, (128, 16)): {80: TALL_IN_99_KIB, 90: TALL},
+    Call(BRAIN, 128, (64, 64)): {80: (64, 64, 4, 2), 90: (64, 64, 4, 3)},
+    Call(BRAIN, 128, (16, 16)): {80: (16, 64, 2, 2), 90: (16, 64, 2, 2)},
+    Call(HALF, 80, everything=True): {80: TALL, 90: TALL},
+    Call(FLOAT, 128, precision="tf32"): {80: (64, 32, 8, 2), 90: (64, 32, 8, 2)},
+    Call(FLOAT, 128): {80: (32, 32, 8, 1), 90: (32, 32, 8, 1)},
+}
 
 
-def _problem(call: _Call, sm: int) -> AttnProblem:
-    return AttnProblem(
-        arch=Arch("cuda", sm, 132, 0, False),
-        dtype=call.dtype,
-        batch=1,
-        heads_q=HEADS,
-        heads_kv=KV_HEADS,
-        max_q=TOKENS,
-        max_k=TOKENS,
-        head_dim=call.head_dim,
-        head_dim_v=call.head_dim,
-        varlen=call.everything,
-        banded=True,
-        mask_block=call.block_size,
-        element_bits=call.block_size is not None,
-        softcap=call.everything,
-        sinks=call.everything,
-    )
-
-
-def _arguments(call: _Call) -> dict[str, Any]:
+def _arguments(call: Call) -> dict[str, Any]:
     def strides(heads: int) -> tuple[int, int, int]:
         row = heads * call.head_dim
         return (0 if call.everything else TOKENS * row, call.head_dim, row)
@@ -103,7 +98,7 @@ def _arguments(call: _Call) -> dict[str, Any]:
     }
 
 
-def _accepted_spills(call: _Call, sm: int) -> int:
+def _accepted_spills(call: Call, sm: int) -> int:
     # padding, softcap and packed sequences at once are rare
     if call.everything:
         return 128
@@ -113,16 +108,20 @@ def _accepted_spills(call: _Call, sm: int) -> int:
 
 @compile_cases
 def _cases() -> Iterator[CompileCase]:
-    for sm in ALL_ARCHS:
-        for call in (*MAIN, *(FURTHER if sm in FURTHER_ARCHS else ())):
-            config = attn_fwd_config(_problem(call, sm), call.precision)
-            tiles = {"TILE_M": config.tile_m, "TILE_N": config.tile_n}
+    for call, tiles in BUILDS.items():
+        for sm, tile in tiles.items():
+            config = AttnFwdConfig(*tile, call.precision)
             # Hopper's own products, wherever rows fill a warp group
             wide = sm == 90 and config.tile_m >= 64 and call.dtype != torch.float32
             yield CompileCase(
                 call.name(sm),
                 _attn_fwd_kernel,
-                {**_arguments(call), **tiles, "PRECISION": config.precision},
+                {
+                    **_arguments(call),
+                    "TILE_M": config.tile_m,
+                    "TILE_N": config.tile_n,
+                    "PRECISION": config.precision,
+                },
                 archs=(sm,),
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
