@@ -10,16 +10,15 @@ import triton.language as tl
 
 from .softmax import tanh
 
-# Stands for a scale of zero: smallest normal fp32. Zero itself would turn -inf into NaN.
-TINY = tl.constexpr(1.1754943508222875e-38)
-
 
 @triton.jit
 def fold_sign(q, scale_log2):
     """Queries and a positive factor whose product is that of the given ones."""
-    sign = tl.where(scale_log2 < 0.0, -1.0, 1.0)
+    # a scale of zero moves as a whole: as a factor it would turn the -inf of masks into NaN
+    sign = tl.where(scale_log2 < 0.0, -1.0, tl.where(scale_log2 == 0.0, 0.0, 1.0))
+    factor = tl.where(scale_log2 == 0.0, 1.0, tl.abs(scale_log2))
     # through fp32: exact, and the interpreter has no bf16 arithmetic
-    return (q.to(tl.float32) * sign).to(q.dtype), tl.maximum(tl.abs(scale_log2), TINY)
+    return (q.to(tl.float32) * sign).to(q.dtype), factor
 
 
 @triton.jit
