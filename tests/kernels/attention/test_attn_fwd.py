@@ -93,6 +93,16 @@ def test_blocks_of_any_size(block_kv, mask, tile_n, device):
     check(dataclasses.replace(case, band=Band(90, 5)), device, config(64, tile_n))
 
 
+@pytest.mark.parametrize("any_batch", [False, True])
+@pytest.mark.parametrize("any_head", [False, True])
+def test_masks_of_batches_and_heads(any_batch, any_head, device):
+    case = AttnCase(
+        17, HALF, batch=3, heads=(4, 2), lengths=((40, 40),), mask="blocks",
+        mask_broadcast=(any_batch, any_head), block_size=(16, 16),
+    )  # fmt: skip
+    check(case, device, config(16, 32))
+
+
 @pytest.mark.parametrize("spread", [1e3, 1e6])
 @pytest.mark.parametrize("band", [Band(None, None), Band(20, 0)])
 def test_huge_logits(spread, band, device):
