@@ -35,3 +35,12 @@ def plane_offset(batch, head, start, strides):
         + tl.cast(head, tl.int64) * strides[1]
         + tl.cast(start, tl.int64) * strides[2]
     )
+
+
+@triton.jit
+def lse_offset(batch, head, start, num_heads, head_stride, cu_seqlens_ptr):
+    """Offset of token `start` of a plane in a contiguous lse, [B, H, S] or packed [H, T]."""
+    plane = tl.cast(head, tl.int64)
+    if cu_seqlens_ptr is None:
+        plane += tl.cast(batch, tl.int64) * num_heads
+    return plane * head_stride + start

@@ -21,7 +21,7 @@ import triton.language as tl
 def plan_dense(kv_lo, kv_hi, all_lo, all_hi, TILE_N: tl.constexpr):
     """Plan over the keys `[kv_lo, kv_hi)`, of which every row sees `[all_lo, all_hi)`."""
     edge_begin = kv_lo // TILE_N
-    edge_end = tl.maximum((kv_hi + TILE_N - 1) // TILE_N, edge_begin)
+    edge_end = tl.where(kv_lo < kv_hi, (kv_hi + TILE_N - 1) // TILE_N, edge_begin)
     full_begin = tl.minimum((all_lo + TILE_N - 1) // TILE_N, edge_end)
     full_begin = tl.maximum(full_begin, edge_begin)
     full_end = tl.maximum(tl.minimum(all_hi // TILE_N, edge_end), full_begin)
@@ -30,7 +30,15 @@ def plan_dense(kv_lo, kv_hi, all_lo, all_hi, TILE_N: tl.constexpr):
 
 @triton.jit
 def plan_blocks(
-    lists, row, kv_lo, kv_hi, all_lo, all_hi, offs_scan, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr
+    lists,
+    row,
+    kv_lo,
+    kv_hi,
+    all_lo,
+    all_hi,
+    offs_scan,
+    TILE_N: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
 ):
     """Plan over row `row` of block lists `(indptr, partial_end, indices, ...)`.
 
@@ -43,7 +51,7 @@ def plan_blocks(
     split = tl.load(lists[1] + row)
 
     seen_lo = kv_lo // BLOCK_KV
-    seen_hi = tl.maximum((kv_hi + BLOCK_KV - 1) // BLOCK_KV, seen_lo)
+    seen_hi = tl.where(kv_lo < kv_hi, (kv_hi + BLOCK_KV - 1) // BLOCK_KV, seen_lo)
     whole_lo = (all_lo + BLOCK_KV - 1) // BLOCK_KV
     whole_hi = all_hi // BLOCK_KV
 
@@ -148,15 +156,25 @@ def keys_of_tile(
 
 @triton.jit
 def bits_of_tile(
-    lists, unit, ordinal, num_units, q_in_block, kv_in_unit, TILE_N: tl.constexpr, UNIT: tl.constexpr
+    lists,
+    unit,
+    ordinal,
+    num_units,
+    q_in_block,
+    kv_in_unit,
+    TILE_N: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
-    """Words [rows, keys] that hold the visibility bit of each element; all ones for full blocks."""
+    """Words [rows, keys] that hold the visibility bit of each element; all ones for full blocks.
+
+    `lists[3]` are the rows of the bit pool `lists[4]`, `lists[5]` is the height of a block.
+    """
     WORDS: tl.constexpr = (UNIT + 31) // 32
     if UNIT >= TILE_N:
         bits_id = tl.load(lists[3] + unit) + (kv_in_unit - kv_in_unit)
     else:
         bits_id = tl.load(lists[3] + unit, mask=ordinal < num_units, other=-1)
-    block_words = lists[7] * WORDS
+    block_words = lists[5] * WORDS
     column = tl.cast(bits_id, tl.int64) * block_words + kv_in_unit // 32
     has_bits = (q_in_block >= 0)[:, None] & (bits_id >= 0)[None, :]
     return tl.load(lists[4] + (q_in_block * WORDS)[:, None] + column[None, :], has_bits, other=-1)

@@ -14,7 +14,6 @@ class AttnFwdConfig:
     tile_m, tile_n : queries and keys of one tile; powers of two, at least 16
     num_warps, num_stages : launch options of Triton
     precision : how fp32 products are taken: "ieee" or "tf32"; 16-bit inputs do not look at it
-    section : heads whose tiles run together, so that their KV stays in L2
     """
 
     tile_m: int
@@ -22,7 +21,6 @@ class AttnFwdConfig:
     num_warps: int
     num_stages: int
     precision: str = "ieee"
-    section: int = 8
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n"):
@@ -31,5 +29,3 @@ class AttnFwdConfig:
                 raise ValueError(f"{name} is {side}; expected a power of two from 16 on")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is {self.precision!r}; expected one of {PRECISIONS}")
-        if self.section < 1:
-            raise ValueError(f"section is {self.section}; expected at least 1")

@@ -8,8 +8,9 @@ q, out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], lse [B, Hq, Sq], or packe
 lse [Hq, Tq]. One program computes TILE_M queries of one head: it walks the KV tiles that need mask
 code, then those that do not. Rows that see nothing give 0 and -inf. Called by `bsk::attn_fwd`.
 
-Limits: D and Dv up to 256, lengths below 2**30, a mask whose query blocks hold whole tiles. NaN in a
-V row reaches every query whose tile visits it; keys past the lengths and absent blocks are not read.
+Limits: D and Dv up to 256, lengths below 2**30, a mask whose query blocks hold whole tiles. Keys
+past the lengths and absent blocks are not read; NaN in a value that only some queries of a tile
+see reaches all of them.
 """
 
 import torch
@@ -17,11 +18,18 @@ import triton
 import triton.language as tl
 
 from ...core.launch import cdiv, on_device_of
-from ...device.masks import bit_visible, kv_range, kv_range_of_all, position, row_bounds
-from ...device.masks import exists, within_bounds
-from ...device.schedule import place_in_sections
+from ...device.masks import (
+    bit_visible,
+    exists,
+    kv_range,
+    kv_range_of_all,
+    position,
+    row_bounds,
+    within_bounds,
+)
+from ...device.schedule import place_in_sections, section_planes
 from ...device.scores import cap, fold_sign
-from ...device.sequences import batch_and_heads, plane_offset, token_span
+from ...device.sequences import batch_and_heads, lse_offset, plane_offset, token_span
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
 from ...device.tiles import load_rows, store_rows
 from ...device.visits import (
@@ -37,7 +45,7 @@ from ...device.visits import (
 )
 from ...formats.attention_spec import AttnSpec
 from .config import AttnFwdConfig
-from .operands import kernel_operands, lse_strides, token_strides
+from .operands import AttnStrides, kernel_operands, token_strides
 
 # Entries of a mask row read at a time: a row of 16k keys in blocks of 128 is one read.
 SCAN = tl.constexpr(128)
@@ -76,7 +84,11 @@ def _attend_tile(
     return m_log2, row_sum, acc
 
 
-@triton.jit(do_not_specialize=["block_lists", "lengths", "heads", "schedule", "band"])
+@triton.jit(
+    do_not_specialize=[
+        "lse_head_stride", "q_len", "kv_len", "left", "right", "mask_batch_step", "mask_head_step",
+    ]
+)  # fmt: skip
 def _attn_fwd_kernel(
     out_ptr,
     lse_ptr,
@@ -86,15 +98,15 @@ def _attn_fwd_kernel(
     sinks_ptr,
     cu_seqlens,
     block_lists,
-    out_strides,
-    lse_strides,
-    q_strides,
-    k_strides,
-    v_strides,
-    lengths,
+    strides,
+    lse_head_stride,
+    q_len,
+    kv_len,
+    left,
+    right,
+    mask_batch_step,
+    mask_head_step,
     heads,
-    schedule,
-    band,
     score,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -107,21 +119,28 @@ def _attn_fwd_kernel(
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
     UNIT: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
+    ELEMENT_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    KV_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * ELEMENT_BYTES
     tl.static_assert((BLOCK_KV is None) == (block_lists is None))
 
-    plane, q_tile = place_in_sections(tl.program_id(0), schedule[0], schedule[1], schedule[2])
+    q_tiles = (q_len + TILE_M - 1) // TILE_M
+    section = section_planes(kv_len, heads[1], KV_BYTES)
+    plane, q_tile = place_in_sections(
+        tl.program_id(0), tl.num_programs(0) // q_tiles, q_tiles, section
+    )
     batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
-    q_first, q_len = token_span(cu_seqlens[0], batch, lengths[0])
-    kv_first, kv_len = token_span(cu_seqlens[1], batch, lengths[1])
+    q_first, q_len = token_span(cu_seqlens[0], batch, q_len)
+    kv_first, kv_len = token_span(cu_seqlens[1], batch, kv_len)
     q_start = q_tile * TILE_M
     if q_start >= q_len:
         return
-    kv_lo, kv_hi = kv_range(q_start, q_start + TILE_M, q_len, kv_len, band[0], band[1])
-    all_lo, all_hi = kv_range_of_all(q_start, q_start + TILE_M, q_len, kv_len, band[0], band[1])
+    kv_lo, kv_hi = kv_range(q_start, q_start + TILE_M, q_len, kv_len, left, right)
+    all_lo, all_hi = kv_range_of_all(q_start, q_start + TILE_M, q_len, kv_len, left, right)
     if block_lists is None:
         plan = plan_dense(kv_lo, kv_hi, all_lo, all_hi, TILE_N)
     else:
-        row = batch * block_lists[5] + q_head * block_lists[6] + q_start // block_lists[7]
+        q_block = q_start // block_lists[5]
+        row = batch * mask_batch_step + q_head * mask_head_step + q_block
         offs_scan = tl.arange(0, SCAN)
         plan = plan_blocks(
             block_lists, row, kv_lo, kv_hi, all_lo, all_hi, offs_scan, TILE_N, BLOCK_KV
@@ -129,14 +148,14 @@ def _attn_fwd_kernel(
 
     offs_m = q_start + tl.arange(0, TILE_M)
     offs_n = tl.arange(0, TILE_N)
-    q_ptr += plane_offset(batch, q_head, q_first, q_strides)
-    k_ptr += plane_offset(batch, kv_head, kv_first, k_strides)
-    v_ptr += plane_offset(batch, kv_head, kv_first, v_strides)
-    q = load_rows(q_ptr, offs_m, q_strides[2], tl.arange(0, TILE_D), q_len, HEAD_DIM)
+    q_ptr += plane_offset(batch, q_head, q_first, strides.q)
+    k_ptr += plane_offset(batch, kv_head, kv_first, strides.k)
+    v_ptr += plane_offset(batch, kv_head, kv_first, strides.v)
+    q = load_rows(q_ptr, offs_m, strides.q[2], tl.arange(0, TILE_D), q_len, HEAD_DIM)
     q, scale_log2 = fold_sign(q, score[0])
     score = (scale_log2, score[1])
     q_pos = position(offs_m, q_len, kv_len)
-    first, last = row_bounds(q_pos, kv_len, band[0], band[1])
+    first, last = row_bounds(q_pos, kv_len, left, right)
     m_log2, row_sum = init_state(q_pos)
     acc = tl.zeros([TILE_M, TILE_DV], tl.float32)
 
@@ -149,14 +168,14 @@ def _attn_fwd_kernel(
         )
         visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
         if block_lists is not None:
-            q_in_block = offs_m - q_start // block_lists[7] * block_lists[7]
+            q_in_block = offs_m - q_block * block_lists[5]
             words = bits_of_tile(
                 block_lists, unit, ordinal, num_masked, q_in_block, kv_in_unit, TILE_N, UNIT
             )
             visible = visible & bit_visible(words, kv_in_unit[None, :])
         m_log2, row_sum, acc = _attend_tile(
             (m_log2, row_sum, acc), q, k_ptr, v_ptr, kv_pos, kv_len, visible,
-            k_strides[2], v_strides[2], score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            strides.k[2], strides.v[2], score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
         )  # fmt: skip
 
     num_full = num_full_units(plan)
@@ -167,7 +186,7 @@ def _attn_fwd_kernel(
         )
         m_log2, row_sum, acc = _attend_tile(
             (m_log2, row_sum, acc), q, k_ptr, v_ptr, kv_pos, None, None,
-            k_strides[2], v_strides[2], score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            strides.k[2], strides.v[2], score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
         )  # fmt: skip
 
     if sinks_ptr is not None:
@@ -175,16 +194,12 @@ def _attn_fwd_kernel(
         acc *= rescale[:, None]
     inverse, lse = finalise(m_log2, row_sum)
 
-    out_ptr += plane_offset(batch, q_head, q_first, out_strides)
+    out_ptr += plane_offset(batch, q_head, q_first, strides.out)
     offs_dv = tl.arange(0, TILE_DV)
     out = acc * inverse[:, None]
-    store_rows(out_ptr, offs_m, out_strides[2], offs_dv, out, q_len, HEAD_DIM_V)
-    lse_ptr += plane_offset(batch, q_head, q_first, lse_strides)
-    tl.store(lse_ptr + tl.cast(offs_m, tl.int64) * lse_strides[2], lse, exists(offs_m, q_len))
-
-
-def _grid(num_planes: int, q_tiles: int) -> tuple[int]:
-    return (num_planes * q_tiles,)
+    store_rows(out_ptr, offs_m, strides.out[2], offs_dv, out, q_len, HEAD_DIM_V)
+    lse_ptr += lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
+    tl.store(lse_ptr + offs_m, lse, exists(offs_m, q_len))
 
 
 def launch_attn_fwd(
@@ -200,19 +215,18 @@ def launch_attn_fwd(
 
     Parameters
     ----------
-    out, lse : as `empty_out` and `empty_lse` make them, any strides with a contiguous last
-        dimension of `out`; every row is written
+    out : [B, Hq, Sq, Dv] or [Tq, Hq, Dv], contiguous in the last dimension; all of it is written
+    lse : fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
     q, k, v : [B, H, S, D] or packed [T, H, D], contiguous in the last dimension
     spec : options of the call, validated
     config : tiles and launch options
     """
     operands = kernel_operands(q, k, v, spec)
-    q_tiles = cdiv(operands.lengths[0], config.tile_m)
-    num_planes = operands.batch * operands.heads[0]
-    if num_planes * q_tiles == 0:
+    programs = operands.batch * operands.heads[0] * cdiv(operands.lengths[0], config.tile_m)
+    if programs == 0:
         return
     with on_device_of(q):
-        _attn_fwd_kernel[_grid(num_planes, q_tiles)](
+        _attn_fwd_kernel[(programs,)](
             out,
             lse,
             q,
@@ -221,15 +235,12 @@ def launch_attn_fwd(
             spec.sinks,
             operands.cu_seqlens,
             operands.block_lists,
-            token_strides(out),
-            lse_strides(lse),
-            token_strides(q),
-            token_strides(k),
-            token_strides(v),
-            operands.lengths,
+            AttnStrides(*(token_strides(x) for x in (out, q, k, v))),
+            lse.stride(-2),
+            *operands.lengths,
+            *operands.band,
+            *operands.mask_steps,
             operands.heads,
-            (num_planes, q_tiles, min(config.section, num_planes)),
-            operands.band,
             operands.score,
             HEAD_DIM=q.shape[-1],
             HEAD_DIM_V=v.shape[-1],

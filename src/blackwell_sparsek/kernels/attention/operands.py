@@ -8,12 +8,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.launch import cdiv
 from ...formats.attention_spec import AttnSpec
-from ...formats.block_lists import BlockLists
 from ...formats.block_mask import BlockMask
 
 LOG2_E = 1.4426950408889634
+
+
+class AttnStrides(NamedTuple):
+    """Strides of batch, head and token of each tensor, as `token_strides` gives them.
+
+    Triton specialises on strides that 16 divides, which makes loads wide. Head dimensions that 16
+    divides make all strides so, whatever the lengths.
+    """
+
+    out: tuple[int, int, int]
+    q: tuple[int, int, int]
+    k: tuple[int, int, int]
+    v: tuple[int, int, int]
 
 
 class KernelOperands(NamedTuple):
@@ -29,6 +40,9 @@ class KernelOperands(NamedTuple):
     """Factor to base-2 exponents, and the factor inside of a softcap's tanh."""
     cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None]
     block_lists: tuple[Any, ...] | None
+    """Lists of a direction, bits, and the height of a block."""
+    mask_steps: tuple[int, int]
+    """From batch and head to the row of the lists; 0 where the mask broadcasts."""
     block_kv: int | None
 
 
@@ -48,7 +62,8 @@ def kernel_operands(
         spec.band.scalars(),
         score_factors(spec.scale, spec.softcap),
         (spec.cu_seqlens_q, spec.cu_seqlens_k),
-        None if mask is None else list_operands(mask, mask.forward),
+        None if mask is None else (*mask.forward, mask.bits, mask.block_size[0]),
+        (0, 0) if mask is None else mask_steps(mask),
         None if mask is None else mask.block_size[1],
     )
 
@@ -60,12 +75,10 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float | None]:
     return float(scale) * LOG2_E, None
 
 
-def list_operands(mask: BlockMask, lists: BlockLists) -> tuple[Any, ...]:
-    """Lists, bits, and the steps from batch, head and query to a row; 0 where masks broadcast."""
-    rows = cdiv(mask.seq_lengths[0], mask.block_size[0])
-    batch_step = mask.heads * rows if mask.batch > 1 else 0
-    head_step = rows if mask.heads > 1 else 0
-    return (*lists, mask.bits, batch_step, head_step, mask.block_size[0])
+def mask_steps(mask: BlockMask) -> tuple[int, int]:
+    """Rows of the forward lists between two batches and between two heads."""
+    rows = mask.grid[0]
+    return mask.heads * rows if mask.batch > 1 else 0, rows if mask.heads > 1 else 0
 
 
 def token_strides(x: torch.Tensor) -> tuple[int, int, int]:
@@ -73,13 +86,6 @@ def token_strides(x: torch.Tensor) -> tuple[int, int, int]:
     if x.dim() == 4:
         return _used_strides(x, (0, 1, 2))
     return (0, *_used_strides(x, (1, 0)))
-
-
-def lse_strides(lse: torch.Tensor) -> tuple[int, int, int]:
-    """The same of lse, [B, H, S] or packed [H, T]."""
-    if lse.dim() == 3:
-        return _used_strides(lse, (0, 1, 2))
-    return (0, *_used_strides(lse, (0, 1)))
 
 
 def _used_strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
