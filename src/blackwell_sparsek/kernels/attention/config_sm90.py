@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-# Rows of one WGMMA instruction, and so of one consumer warp group.
-GROUP_ROWS = 64
+from ..sm90 import GROUP_ROWS, accumulator_layout
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,6 @@ class AttnFwdSm90Config:
         """Keys of one such copy."""
         return min(self.UNIT, self.TILE_N)
 
-    def layout(self, columns: int) -> object:
+    def accumulator_layout(self, columns: int) -> object:
         """Register layout of a [64, columns] WGMMA accumulator."""
-        from triton.experimental.gluon import language as gl
-
-        return gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-        )
+        return accumulator_layout(columns)
