@@ -66,6 +66,7 @@ class BlockMask:
     _block_size: IntPair
     _batch: int
     _heads: int
+    _launches: dict[Any, Any]
 
     @usable_in_training
     def __init__(
@@ -115,6 +116,7 @@ class BlockMask:
         self._bits = bits
         self._batch, self._heads = batch, heads
         self._seq_lengths, self._block_size = seq_lengths, block_size
+        self._launches = {}
 
     @classmethod
     def _from_parts(
@@ -287,6 +289,11 @@ class BlockMask:
         return self.nnz_blocks / total if total else 0.0
 
     @property
+    def launches(self) -> dict[Any, Any]:
+        """Recorded launches of attention with this mask; filled by the operators."""
+        return self._launches
+
+    @property
     def T(self) -> "BlockMask":
         """The mask of the transposed problem, Sk queries over Sq keys, from the same lists."""
         (sq, sk), (bq, bk) = self._seq_lengths, self._block_size
@@ -370,6 +377,9 @@ class BlockMask:
             return False
         partial = a.bits_id >= 0
         return torch.equal(self._bits[a.bits_id[partial]], other._bits[b.bits_id[partial]])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_launches": {}}
 
     def __repr__(self) -> str:
         sq, sk = self._seq_lengths

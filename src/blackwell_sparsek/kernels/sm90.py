@@ -35,12 +35,15 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
-def tensor_descriptor(x: torch.Tensor, block: Sequence[int]) -> Any:
-    """TMA descriptor that copies `block`s of `x`."""
+def tensor_descriptor(
+    x: torch.Tensor, block: Sequence[int], strides: Sequence[int] | None = None
+) -> Any:
+    """TMA descriptor that copies `block`s of `x`, along `strides` in place of its own."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = shared_layout(tuple(block), x.dtype)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
+    steps = x.stride() if strides is None else strides
+    return TensorDescriptor(x, list(x.shape), list(steps), list(block), layout)
 
 
 def descriptor_type(block: Sequence[int], dtype: torch.dtype) -> str:
