@@ -84,8 +84,8 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
         # a piece of work stays within one row of the mask, and rows of 64 are for one consumer
         return make_config(min(block_q // GROUP_ROWS, 2), tile_d, tile_dv, block_kv)
     dim = max(tile_d, tile_dv)
-    # registers hold three consumers only where the sums are 64 wide
-    choices = (3, 2, 1) if dim == 64 else (2, 1)
+    # registers hold three consumers only where the sums are 64 wide, and no tanh comes between
+    choices = (3, 2, 1) if dim == 64 and not problem.softcap else (2, 1)
     consumers = min(choices, key=lambda count: _time(problem, dim, count))
     return make_config(consumers, tile_d, tile_dv)
 
