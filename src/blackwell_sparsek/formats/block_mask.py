@@ -116,6 +116,7 @@ class BlockMask:
         self._bits = bits
         self._batch, self._heads = batch, heads
         self._seq_lengths, self._block_size = seq_lengths, block_size
+        # recorded launches of attention with this mask; the operators fill it
         self._launches = {}
 
     @classmethod
@@ -287,11 +288,6 @@ class BlockMask:
         mb, nb = self.grid
         total = self._batch * self._heads * mb * nb
         return self.nnz_blocks / total if total else 0.0
-
-    @property
-    def launches(self) -> dict[Any, Any]:
-        """Recorded launches of attention with this mask; filled by the operators."""
-        return self._launches
 
     @property
     def T(self) -> "BlockMask":

@@ -25,7 +25,8 @@ def attention_call(
         return None
     if not all(type(option) in _OPTIONS for option in options):
         return None
-    if not may_repeat(inputs[:3], inputs[3:]):
+    # sinks with gaps are copied, which no launch repeats
+    if not may_repeat(inputs[:3], inputs[3:]) or not (sinks is None or sinks.is_contiguous()):
         return None
     key: tuple[Any, ...] = (
         *options,
@@ -39,4 +40,4 @@ def attention_call(
         return None
     # what a mask keeps was made on one stream; another must first wait for it
     stream = torch.cuda.current_stream(q.device).cuda_stream
-    return RepeatableCall(block_mask.launches, (*key, stream), inputs)
+    return RepeatableCall(block_mask._launches, (*key, stream), inputs)

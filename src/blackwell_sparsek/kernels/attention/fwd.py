@@ -232,7 +232,7 @@ def launch_attn_fwd(
             q,
             k,
             v,
-            spec.sinks,
+            operands.sinks,
             operands.cu_seqlens,
             operands.block_lists,
             AttnStrides(*(token_strides(x) for x in (out, q, k, v))),

@@ -52,7 +52,7 @@ def launch_attn_fwd_sm90(
             _descriptor(q, config.q_block()),
             _descriptor(k, config.k_block()),
             _descriptor(v, config.v_block()),
-            spec.sinks,
+            operands.sinks,
             counter,
             order,
             operands.block_lists,
