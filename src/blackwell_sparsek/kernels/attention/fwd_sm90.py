@@ -300,7 +300,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_planes",
-        "section",
+        "section", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_fwd_sm90_kernel(
@@ -321,7 +321,8 @@ def _attn_fwd_sm90_kernel(
     right,
     num_planes,
     section,
-    heads,
+    q_heads,
+    group_size,
     score,
     CFG: gl.constexpr,
 ):
@@ -345,6 +346,7 @@ def _attn_fwd_sm90_kernel(
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
+    heads = (q_heads, group_size)
     schedule = (order_ptr, num_planes, section)
     produce = (q_desc, k_desc, v_desc, counter_ptr, schedule)
     consume = (out_desc, lse_ptr, sinks_ptr, score, out_smem, pins)

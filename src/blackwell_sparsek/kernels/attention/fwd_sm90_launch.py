@@ -61,7 +61,7 @@ def launch_attn_fwd_sm90(
             *operands.band,
             planes,
             section,
-            operands.heads,
+            *operands.heads,
             operands.score,
             config,
         )
