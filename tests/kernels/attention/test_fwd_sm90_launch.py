@@ -3,61 +3,20 @@
 In a process that does not interpret kernels; nothing is compiled or run.
 """
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.core.env import environment_for_compiler
-
 SCRIPT = """
-import json
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
-
-from blackwell_sparsek.formats.attention_spec import AttnSpec, empty_lse, empty_out
-from blackwell_sparsek.formats.band import EVERYTHING, Band
-from blackwell_sparsek.formats.block_mask import BlockMask
 from blackwell_sparsek.formats.block_order import longest_first
 from blackwell_sparsek.kernels.attention import fwd_sm90_launch
 from blackwell_sparsek.kernels.attention.config_sm90 import make_config
 
-kernel = fwd_sm90_launch._attn_fwd_sm90_kernel
-backend = make_backend(GPUTarget("cuda", 90, 32))
-bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-launches = []
-
-
-class Recorder:
-    def __getitem__(self, grid):
-        def run(*args, **options):
-            launches.append((grid, args, str(bind(*args, **options)[1:])))
-
-        return run
-
-
-fwd_sm90_launch._attn_fwd_sm90_kernel = Recorder()
-
-
-def variants(calls):
-    launches.clear()
-    for call in calls:
-        call()
-    return len({key for _, _, key in launches})
+fwd_sm90_launch._attn_fwd_sm90_kernel = Recorder(fwd_sm90_launch._attn_fwd_sm90_kernel)
 
 
 def call(sq=64, sk=64, batch=2, heads=4, kv_heads=2, dim=64, bshd=False, mask=None, **options):
-    shapes = (batch, heads, sq, dim), (batch, kv_heads, sk, dim), (batch, kv_heads, sk, dim)
-    if bshd:
-        q, k, v = (torch.empty(b, s, h, d, dtype=torch.float16).transpose(1, 2)
-                   for b, h, s, d in shapes)
-    else:
-        q, k, v = (torch.empty(s, dtype=torch.float16) for s in shapes)
+    q, k, v = inputs(sq, sk, batch, heads, kv_heads, dim, bshd)
     spec = AttnSpec(**{"scale": 0.125, **options}, block_mask=mask)
     order = None if mask is None else longest_first(mask, batch, heads, EVERYTHING, 2)
     config = make_config(2 if mask is None else 1, 64 if dim <= 64 else 128, 64,
@@ -66,13 +25,6 @@ def call(sq=64, sk=64, batch=2, heads=4, kv_heads=2, dim=64, bshd=False, mask=No
         empty_out(q, dim), empty_lse(q), q, k, v, spec, order, 2, config)
 
 
-def blocks(sq, sk, batch=1, heads=1, keep=0.5):
-    shape = (batch, heads, -(-sq // 64), -(-sk // 32))
-    return BlockMask.from_dense(torch.rand(shape) < keep, (64, 32), (sq, sk))
-
-
-LENGTHS = (1, 2, 15, 16, 17, 64, 100, 128, 1000)
-BANDS = (Band(None, None), Band(None, 0), Band(0, 0), Band(1, 0), Band(16, 3), Band(17, None))
 counts = {
     "lengths": variants([lambda a=a, b=b: call(a, b) for a in LENGTHS for b in LENGTHS]),
     "layouts": variants([lambda x=x: call(bshd=x) for x in (False, True)]),
@@ -110,16 +62,8 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def result():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment_for_compiler(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def result(run_recorder):
+    return run_recorder(SCRIPT)
 
 
 @pytest.mark.parametrize(
