@@ -1,4 +1,4 @@
-"""Launches of the Hopper forward that are built without a GPU: all that `tuning` may choose."""
+"""Launches of the Hopper forward that are built without a GPU: the main choices of `tuning`."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -44,12 +44,9 @@ CALLS = (
     Call(2, 64, 64),
     Call(1, 64, 64),
     Call(2, 128, 64),
-    Call(2, 64, 128),
     Call(2, 128, 128, sinks=True, softcap=True),
     Call(3, 64, 64, sinks=True),
-    Call(2, 64, 64, sinks=True, softcap=True),
     Call(2, 128, 128, (128, 128), max_spill_bytes=512),
-    Call(2, 128, 128, (128, 32), max_spill_bytes=1280),
     Call(2, 128, 128, (128, 16), max_spill_bytes=1792),
     Call(1, 128, 128, (64, 64), max_spill_bytes=128),
     Call(1, 128, 128, (64, 16), max_spill_bytes=256),
