@@ -247,7 +247,7 @@ def test_graphs_replay_with_changed_inputs(masked):
 
 
 def test_a_graph_of_a_mask_that_was_never_used():
-    """Without an order of its rows, which a graph may not leave behind."""
+    """The order of its rows is then made inside of the graph, and stays there."""
     q, k, v, spec = AttnCase(
         5, BRAIN, heads=(4, 2), lengths=((300, 300),), head_dims=(64, 64), mask="blocks",
         block_size=(128, 64),

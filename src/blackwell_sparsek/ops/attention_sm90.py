@@ -3,13 +3,14 @@
 Triton and the kernel are imported at the first call.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.compat import why_no_triton
 from ..formats.attention_spec import AttnSpec, empty_lse, empty_out
+from ..formats.band import Band
 from ..formats.block_mask import BlockMask
 from ..formats.block_order import longest_first
 from ..tuning.attention_sm90 import (
@@ -58,16 +59,16 @@ def forward(
     return out, lse
 
 
-def _order(mask: BlockMask, batch: int, heads: int, band: Any, section: int) -> torch.Tensor | None:
+def _order(mask: BlockMask, batch: int, heads: int, band: Band, section: int) -> torch.Tensor:
     """The rows of a mask, longest first: made once, and ready on the current stream."""
     known = _ORDERS.setdefault(mask.forward.indptr, {})
     key = (mask.seq_lengths, mask.block_size, batch, heads, band, section)
     order = known.get(key)
-    if torch.cuda.is_current_stream_capturing():
-        # Memory of a graph may not leave it. What is known has been ready since before.
-        return None if order is None else order.rows
     with torch.cuda.device(mask.device):
         stream = torch.cuda.current_stream()
+        if torch.cuda.is_current_stream_capturing():
+            # what is known was made before the capture; what is made here may not leave its graph
+            return longest_first(mask, batch, heads, band, section) if order is None else order.rows
         if order is None:
             rows = longest_first(mask, batch, heads, band, section)
             order = _Order(rows, stream, stream.record_event())
@@ -76,4 +77,5 @@ def _order(mask: BlockMask, batch: int, heads: int, band: Any, section: int) -> 
             known[key] = order
         elif order.stream != stream:
             stream.wait_event(order.ready)
+            order.rows.record_stream(stream)
     return order.rows
