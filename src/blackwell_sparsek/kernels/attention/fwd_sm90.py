@@ -69,7 +69,7 @@ def _count_q_tiles(mask, schedule, q_len, CFG: gl.constexpr):
 @gluon.jit
 def _place_piece(mask, schedule, piece, q_tiles, CFG: gl.constexpr):
     """Plane and query tile of a piece of work: in sections, or as the order of the mask says."""
-    order_ptr, num_planes, section = schedule
+    order_ptr, num_planes, section, _ = schedule
     if order_ptr is None:
         plane, q_tile = place_in_sections(piece, num_planes, q_tiles, section)
     else:
@@ -150,8 +150,10 @@ def _produce(produce, shared, CFG: gl.constexpr):
     turn = 0
     piece = gl.program_id(0)
     while piece < total:
-        # asked for a whole piece ahead of its use
-        next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        next_piece = piece + gl.num_programs(0)
+        if schedule[3] != 0:
+            # asked for a whole piece ahead of its use
+            next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         plane, q_tile = _place_piece(mask, schedule, piece, q_tiles, CFG)
         batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
         plan = _plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
@@ -300,7 +302,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_planes",
-        "section", "q_heads", "group_size",
+        "section", "dynamic", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_fwd_sm90_kernel(
@@ -321,6 +323,7 @@ def _attn_fwd_sm90_kernel(
     right,
     num_planes,
     section,
+    dynamic,
     q_heads,
     group_size,
     score,
@@ -347,7 +350,7 @@ def _attn_fwd_sm90_kernel(
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
-    schedule = (order_ptr, num_planes, section)
+    schedule = (order_ptr, num_planes, section, dynamic)
     produce = (q_desc, k_desc, v_desc, counter_ptr, schedule)
     consume = (out_desc, lse_ptr, sinks_ptr, score, out_smem, pins)
     shared = (mask, q_ring, k_ring, v_ring, work, (q_len, kv_len), heads, (left, right))

@@ -81,6 +81,7 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
             "right": 0,
             "num_planes": 32,
             "section": 32,
+            "dynamic": 1,
             "q_heads": 32,
             "group_size": 4,
             "score": score_factors(0.1, 30.0 if call.softcap else 0.0),

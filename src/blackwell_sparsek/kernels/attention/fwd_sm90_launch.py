@@ -7,10 +7,15 @@ import torch
 from ...core.arch import arch_of
 from ...core.launch import cdiv, launch, on_device_of, scratch
 from ...formats.attention_spec import AttnSpec
+from ...formats.band import EVERYTHING
 from ..sm90 import tensor_descriptor
 from .config_sm90 import AttnFwdSm90Config
 from .fwd_sm90 import _attn_fwd_sm90_kernel
 from .operands import kernel_operands
+
+# Pieces of the same size are dealt out to programs in turn while there are few: zeroing a counter
+# takes the GPU longer than what dealing them out as programs get free would save.
+EVEN_ROUNDS = 4
 
 
 def launch_attn_fwd_sm90(
@@ -44,7 +49,11 @@ def launch_attn_fwd_sm90(
         pieces = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
     if pieces == 0:
         return
-    counter = scratch((1,), torch.int32, q.device, zero=True)
+    programs = min(arch_of(q.device).num_sms * config.programs_per_sm, pieces)
+    even = spec.block_mask is None and spec.band == EVERYTHING
+    dynamic = pieces > programs * (EVEN_ROUNDS if even else 1)
+    # without `dynamic` nobody looks at the counter
+    counter = scratch((1,), torch.int32, q.device, zero=dynamic)
     with on_device_of(q):
         args = (
             _descriptor(out, config.out_block()),
@@ -61,11 +70,11 @@ def launch_attn_fwd_sm90(
             *operands.band,
             planes,
             section,
+            int(dynamic),
             *operands.heads,
             operands.score,
             config,
         )
-        programs = min(arch_of(q.device).num_sms * config.programs_per_sm, pieces)
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
         launch(_attn_fwd_sm90_kernel, programs, args, **options)
 
