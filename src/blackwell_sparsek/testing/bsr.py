@@ -69,7 +69,7 @@ def assert_product(
     residual = kwargs.get("residual")
     if layouts:
         given = [x] if residual is None else [x, residual]
-        given = different_layouts(*given, start=layouts)  # type: ignore[arg-type]
+        given = different_layouts(*given, start=layouts)
         x = given[0]
         kwargs |= {"residual": given[1]} if residual is not None else {}
     with poisoned_empty():
