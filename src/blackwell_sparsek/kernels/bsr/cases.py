@@ -1,10 +1,11 @@
 """What is compiled without a GPU: the main configurations of the BSR kernels, as launched."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from ...core.compile_cases import CompileCase
+from ...core.compile_cases import CompileCase, compile_cases
 from .config import PairConfig, SddmmConfig, SpmmConfig, triton_stages
 from .pair_products import _bsr_pair_products_kernel
 from .sddmm import _bsr_sddmm_kernel
