@@ -162,7 +162,7 @@ def test_torch_round_trip(transposed, device):
 
 
 def test_torch_refusals():
-    with pytest.raises(InvalidType, match="t has a wrong layout; expected torch.sparse_bsr"):
+    with pytest.raises(InvalidType, match=r"t has a wrong layout; expected torch.sparse_bsr"):
         BSRMatrix.from_torch(torch.eye(4).to_sparse_csr())
     with pytest.raises(InvalidType, match="t has a wrong layout"):
         BSRMatrix.from_torch(torch.eye(4))
@@ -213,7 +213,7 @@ def test_to_dtype_and_device(device):
     assert torch.equal(moved.to_dense().cpu(), torch.eye(6).double())
     assert matrix.to("meta").pattern.device.type == "meta"
     assert matrix.to("cpu").storage is matrix.storage
-    with pytest.raises(InvalidType, match="BSRMatrix.to: data has an unsupported dtype"):
+    with pytest.raises(InvalidType, match=r"BSRMatrix.to: data has an unsupported dtype"):
         matrix.to(torch.int32)
 
 

@@ -97,7 +97,7 @@ def test_int64_column_does_not_wrap_when_narrowed(value):
 
 def test_wrong_number_of_values():
     data, indices, indptr = parts()
-    with pytest.raises(InvalidInput, match="data has a wrong number of blocks; expected 5, .*4"):
+    with pytest.raises(InvalidInput, match=r"data has a wrong number of blocks; expected 5, .*4"):
         BSRMatrix(data[:4], indices, indptr, SHAPE)
 
 
@@ -116,7 +116,7 @@ def test_empty_blocks(block):
 
 def test_mixed_index_dtypes():
     data, indices, indptr = parts()
-    with pytest.raises(InvalidType, match="indptr/indices have different dtypes; .*int64.*int32"):
+    with pytest.raises(InvalidType, match=r"indptr/indices have different dtypes; .*int64.*int32"):
         BSRMatrix(data, indices, indptr.long(), SHAPE)
 
 
@@ -138,7 +138,7 @@ def test_nonzero_padding(at, value, entry, device):
 def test_padding_rule_of_with_data_and_validate():
     matrix = BSRMatrix.from_mask(torch.ones(3, 3), torch.ones(2, 2, dtype=torch.bool), (2, 2))
     matrix.with_data(matrix.data * 2)
-    with pytest.raises(InvalidInput, match="BSRMatrix.with_data: data is not zero beyond"):
+    with pytest.raises(InvalidInput, match=r"BSRMatrix.with_data: data is not zero beyond"):
         matrix.with_data(torch.ones(4, 2, 2))
     with pytest.raises(InvalidInput, match=r"data has a wrong shape; expected \[4, 2, 2\]"):
         matrix.with_data(torch.ones(3, 2, 2))

@@ -167,6 +167,22 @@ def test_autocast_casts_all_operands(dtype, device):
     assert storage.grad.dtype == x.grad.dtype == torch.float32
 
 
+def test_inference_mode(device):
+    with torch.inference_mode():
+        a = matrix(device=device)
+        x = integers(28, 5, seed=1, device=device)
+        for _ in range(2):
+            assert torch.equal(matmul(a, x, activation="relu"), F.relu(a.to_dense() @ x))
+        assert torch.equal(matmul(a, a.T).to_dense(), a.to_dense() @ a.to_dense().T)
+
+
+def test_repeated_products_are_bitwise_equal(device):
+    a = BSRMatrix.from_dense(normal(65, 70, seed=0, device=device), (16, 16))
+    x = normal(70, 33, seed=1, device=device)
+    first = matmul(a, x)
+    assert all(torch.equal(matmul(a, x), first) for _ in range(5))
+
+
 def test_out_dtype():
     a = matrix(dtype=torch.float16)
     x = integers(28, 5, seed=1, dtype=torch.float16)
@@ -294,7 +310,7 @@ def test_errors_name_the_dense_operand_on_the_left():
     assert matmul(torch.ones(1, 20), a).shape == (1, 28)
     with pytest.raises(InvalidInput, match=r"matmul: a does not fit; expected 20 columns"):
         matmul(torch.ones(1, 21), a)
-    with pytest.raises(InvalidType, match="matmul: a/b are both dense; .*got Tensor and Tensor"):
+    with pytest.raises(InvalidType, match=r"matmul: a/b are both dense; .*got Tensor and Tensor"):
         matmul(GOOD, GOOD)
 
 
@@ -328,7 +344,7 @@ def test_errors_of_two_sparse_operands():
 def test_sddmm_errors(a, b, error, expected):
     p = matrix()
     sddmm(torch.ones(20, 5), torch.ones(5, 28), p)
-    with pytest.raises(error, match="sddmm: .*" + expected):
+    with pytest.raises(error, match=r"sddmm: .*" + expected):
         sddmm(a, b, p)
     with pytest.raises(InvalidType, match="pattern has a wrong type; expected BSRPattern or BSRM"):
         sddmm(torch.ones(20, 5), torch.ones(5, 28), torch.ones(5, 4))

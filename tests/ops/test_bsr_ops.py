@@ -211,6 +211,22 @@ def test_gradient_dtypes_follow_the_inputs():
     assert grads == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize(("train_values", "train_dense"), [(True, False), (False, True)])
+def test_only_what_a_gradient_needs_is_kept(train_values, train_dense):
+    a = matrix(dtype=torch.float32)
+    values = a.storage.clone().requires_grad_(train_values)
+    dense = normal(13, 6, seed=1).requires_grad_(train_dense)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        out = bsr_matmul(
+            *(values, a.pattern.tensors(), [10, 13], False, dense, False),
+            *(None, None, None, None, "eager"),
+        )
+    assert (dense.shape in kept) == train_values
+    assert (values.shape in kept) == train_dense
+    out.sum().backward()
+
+
 def test_unused_blocks_of_a_pair_product_get_zero_gradients():
     a = BSRMatrix.from_dense(torch.ones(2, 4), (2, 2))
     b = BSRMatrix.from_mask(torch.ones(4, 2), torch.tensor([[True], [False]]))

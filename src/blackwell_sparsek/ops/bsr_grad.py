@@ -27,19 +27,25 @@ def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
     values, pattern, shape, transposed, dense, dense_left, bias, residual, activation, _, impl = (
         inputs
     )
-    ctx.save_for_backward(values, dense, bias, *pattern)
-    ctx.arguments = (shape, transposed, dense_left, activation, impl)
-    ctx.extra_dtypes = (
-        None if bias is None else bias.dtype,
-        None if residual is None else residual.dtype,
+    again = activation is not None
+    ctx.save_for_backward(
+        values if again or dense.requires_grad else None,
+        # Activations are what fills memory in training: kept only for the gradient of values.
+        dense if again or values.requires_grad else None,
+        bias if again else None,
+        *pattern,
     )
+    ctx.arguments = (shape, transposed, dense_left, activation, impl)
+    ctx.dtypes = [None if x is None else x.dtype for x in (values, dense, bias, residual)]
+    ctx.block_shape = values.shape[1:]
 
 
 def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     values, dense, bias, *pattern = ctx.saved_tensors
     shape, transposed, dense_left, activation, impl = ctx.arguments
     needs_values, _, _, _, needs_dense, _, needs_bias, needs_residual, *_ = ctx.needs_input_grad
-    d_residual = grad.to(ctx.extra_dtypes[1]) if needs_residual else None
+    values_dtype, dense_dtype, bias_dtype, residual_dtype = ctx.dtypes
+    d_residual = grad.to(residual_dtype) if needs_residual else None
     if activation is not None:
         # `functional` keeps the pre-activation where a gradient is needed; a caller of the
         # operator itself pays for computing it again.
@@ -62,8 +68,8 @@ def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if needs_bias:
         per_feature = grad if dense_left else grad.mT
         d_bias = per_feature.flatten(0, -2).sum(0, dtype=_wider(grad.dtype))
-        d_bias = d_bias.to(ctx.extra_dtypes[0])
-    grad = _readable(grad, values.dtype)
+        d_bias = d_bias.to(bias_dtype)
+    grad = _readable(grad, values_dtype)
     if needs_dense:
         d_dense = _ops.bsr_matmul(
             values,
@@ -75,14 +81,14 @@ def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
             None,
             None,
             None,
-            dense.dtype,
+            dense_dtype,
             impl,
         )
     if needs_values:
         a, b = (dense.mT, grad) if dense_left else (grad, dense.mT)
         if transposed:
             a, b = b.mT, a.mT
-        d_values = _ops.bsr_sddmm(a, b, pattern, shape, values.shape[1:], values.dtype, impl)
+        d_values = _ops.bsr_sddmm(a, b, pattern, shape, ctx.block_shape, values_dtype, impl)
     return (
         *(d_values, [None] * len(pattern), None, None, d_dense, None, d_bias, d_residual),
         *(None, None, None),
