@@ -2,6 +2,30 @@
 
 from ._version import __version__
 from .core.errors import BskError, InvalidInput, InvalidType, Unsupported
+from .formats import patterns as masks
+from .formats.block_mask import BlockMask
+from .formats.bsr import BSRMatrix
+from .functional.attention import attention
+from .functional.bsr import matmul, sddmm
+from .functional.merge import merge_states
+from .functional.sdpa import scaled_dot_product_attention
+from .functional.varlen import attention_varlen
 from .ops.dispatch import explain
 
-__all__ = ["BskError", "InvalidInput", "InvalidType", "Unsupported", "__version__", "explain"]
+__all__ = [
+    "BSRMatrix",
+    "BlockMask",
+    "BskError",
+    "InvalidInput",
+    "InvalidType",
+    "Unsupported",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "masks",
+    "matmul",
+    "merge_states",
+    "scaled_dot_product_attention",
+    "sddmm",
+]

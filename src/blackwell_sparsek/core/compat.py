@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+from .._version import __version__
+
 MIN_TORCH = (2, 10)
 MIN_TRITON = (3, 6)
 
@@ -36,3 +38,14 @@ def why_no_triton() -> str | None:
     if version < MIN_TRITON:
         return f"triton {version[0]}.{version[1]} is older than {MIN_TRITON[0]}.{MIN_TRITON[1]}"
     return None
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions that results depend on, for reports, without importing packages."""
+    versions = {"blackwell_sparsek": __version__, "torch": torch.__version__}
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    for package in ("triton", "numpy"):
+        if importlib.util.find_spec(package) is not None:
+            versions[package] = importlib.metadata.version(package)
+    return versions

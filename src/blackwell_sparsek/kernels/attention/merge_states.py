@@ -16,8 +16,8 @@ from ...core.compile_cases import CompileCase, compile_cases
 from ...core.launch import cdiv, on_device_of
 from ...device.softmax import merge_partials, merge_weights
 
-# Elements of one tile: 8 per thread. With 16, rows that cannot be loaded in vectors (Dv = 40) need so
-# many addresses that sm_80 spills.
+# Elements of one tile: 8 per thread. With 16, rows that cannot be loaded in vectors (Dv = 40) need
+# so many addresses that sm_80 spills.
 TILE_ELEMENTS = 1024
 MAX_TILE_D = 256
 

@@ -1,0 +1,31 @@
+"""What a benchmark ran on."""
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+from ..core.arch import arch_of
+from ..core.compat import installed_versions
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Device, system, versions and load at this moment, as they go into a results file."""
+    found: dict[str, Any] = {
+        "device": device.type,
+        "arch": str(arch_of(device)),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_count": os.cpu_count(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": installed_versions(),
+    }
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found["device_name"] = torch.cuda.get_device_name(device)
+        found["memory_gib"] = {"free": round(free / 2**30, 1), "total": round(total / 2**30, 1)}
+    else:
+        found["device_name"] = platform.processor() or platform.machine()
+    return found

@@ -1,0 +1,129 @@
+"""Timing of contenders against one another: interleaved, medians, spread kept."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Run = Callable[[], Any]
+
+# Larger than the last-level cache of any current GPU.
+_FLUSH_BYTES = 256 * 2**20
+# Below this a CPU sample is repeated: the clock and a cold cache line would show.
+_SHORTEST_SAMPLE_S = 2e-3
+
+
+@dataclass
+class Timing:
+    """Seconds per call of one contender, one entry for each round."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The middle of the samples, in seconds."""
+        return statistics.median(self.seconds)
+
+    def quantiles(self) -> dict[str, float]:
+        """Minimum, deciles 1 and 9, quartiles, median and maximum, in seconds."""
+        ordered = sorted(self.seconds)
+        shares = {"min": 0.0, "p10": 0.1, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9}
+        return {name: _quantile(ordered, q) for name, q in (*shares.items(), ("max", 1.0))}
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def time_interleaved(
+    contenders: Mapping[str, Run],
+    device: torch.device,
+    *,
+    budget_s: float = 3.0,
+    rounds: tuple[int, int] = (5, 50),
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Timing]:
+    """Time each contender once per round, in turns, so that a drift of the machine hits all.
+
+    Parameters
+    ----------
+    contenders : name to a function without arguments
+    device : a CUDA device is timed with events, after its L2 cache has been overwritten
+    budget_s : how long all rounds together should take
+    rounds : fewest and most rounds, whatever the budget
+    progress : called with (rounds done, rounds)
+
+    Examples
+    --------
+    >>> import torch
+    >>> x = torch.ones(8)
+    >>> cpu = torch.device("cpu")
+    >>> times = time_interleaved({"sum": x.sum}, cpu, budget_s=0.0, rounds=(3, 3))
+    >>> len(times["sum"].seconds)
+    3
+    """
+    sample = _CudaSample(device) if device.type == "cuda" else _CpuSample()
+    once = {}
+    for name, run in contenders.items():
+        run()  # compiles, allocates
+        once[name] = sample(run, 1)
+    fewest, most = rounds
+    repeats = {name: sample.repeats(seconds) for name, seconds in once.items()}
+    round_s = sum(repeats[name] * seconds for name, seconds in once.items())
+    count = max(fewest, min(most, int(budget_s / max(round_s, 1e-9))))
+
+    timings = {name: Timing() for name in contenders}
+    names = list(contenders)
+    for done in range(count):
+        # rotated, so that nobody always follows the same neighbour
+        turn = done % len(names)
+        for name in names[turn:] + names[:turn]:
+            timings[name].seconds.append(sample(contenders[name], repeats[name]))
+        if progress:
+            progress(done + 1, count)
+    return timings
+
+
+class _CpuSample:
+    """Seconds per call by the wall clock."""
+
+    @staticmethod
+    def repeats(seconds: float) -> int:
+        return max(1, min(1000, round(_SHORTEST_SAMPLE_S / max(seconds, 1e-9))))
+
+    def __call__(self, run: Run, repeats: int) -> float:
+        started = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - started) / repeats
+
+
+class _CudaSample:
+    """Seconds per call on the device, from a cold L2 cache."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    @staticmethod
+    def repeats(seconds: float) -> int:
+        return 1
+
+    def __call__(self, run: Run, repeats: int) -> float:
+        with torch.cuda.device(self.device):
+            event: Callable[..., Any] = torch.cuda.Event
+            start, end = event(enable_timing=True), event(enable_timing=True)
+            # the flush also keeps the device busy while the host queues the call
+            self.flush.zero_()
+            start.record()
+            for _ in range(repeats):
+                run()
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3 / repeats

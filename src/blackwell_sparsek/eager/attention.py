@@ -1,0 +1,239 @@
+"""Attention in plain PyTorch on any device, with work and memory proportional to what is visible.
+
+Pure bands walk over tiles of queries and take slices of k and v. Block masks walk over the kept
+blocks: a step handles the next few blocks of many query blocks at once. Both feed the one softmax
+step. Packed sequences go one by one, which reads their offsets back to the host.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..formats.attention_spec import (
+    AttnSpec,
+    compute_dtype,
+    empty_lse,
+    empty_out,
+    heads_are_inner,
+)
+from ..formats.block_mask import BlockMask
+from .operands import (
+    BlockRows,
+    KeyBlocks,
+    KeyColumns,
+    Operands,
+    StepSizes,
+    block_rows,
+    from_query_rows,
+    may_be_nonfinite,
+    operands,
+    step_sizes,
+    to_query_rows,
+)
+from .softmax import finish, hide, start, step
+from .visits import BlockStep, Extent, KeyTile, band_visible, block_step, block_visits, key_tiles
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], or packed."""
+    guarded = may_be_nonfinite(q, k, v)
+    if not spec.is_varlen:
+        out, lse = _attend(q, k, v, spec, Extent(q.shape[2], k.shape[2]), guarded)
+        if out.dtype == q.dtype and not heads_are_inner(q):
+            return out, lse
+        return empty_out(q, v.shape[3]).copy_(out), lse
+    out, lse = empty_out(q, v.shape[2]), empty_lse(q)
+    for extent, q_span, k_span in sequences(spec):
+        q_s, k_s, v_s = (as_batch(x, span) for x, span in ((q, q_span), (k, k_span), (v, k_span)))
+        out_s, lse_s = _attend(q_s, k_s, v_s, spec, extent, guarded)
+        as_batch(out, q_span).copy_(out_s)
+        lse[:, q_span].copy_(lse_s[0])
+    return out, lse
+
+
+def sequences(spec: AttnSpec) -> Iterator[tuple[Extent, slice, slice]]:
+    """The lengths and spans of packed sequences. Waits for the device once."""
+    assert spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None
+    q_ends, k_ends = torch.stack([spec.cu_seqlens_q, spec.cu_seqlens_k]).tolist()
+    for i in range(len(q_ends) - 1):
+        q_span, k_span = slice(q_ends[i], q_ends[i + 1]), slice(k_ends[i], k_ends[i + 1])
+        yield Extent(q_span.stop - q_span.start, k_span.stop - k_span.start, i), q_span, k_span
+
+
+def as_batch(x: torch.Tensor, span: slice) -> torch.Tensor:
+    """One sequence of a packed [T, H, D] tensor as a view [1, H, S, D]."""
+    return x[span].transpose(0, 1).unsqueeze(0)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttnSpec,
+    extent: Extent,
+    guarded: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads_q, sq, _ = q.shape
+    dtype = compute_dtype(q.dtype)
+    ops = operands(q, k, v, spec, guarded)
+    if spec.block_mask is None or q.numel() == 0:
+        out = q.new_empty((*ops.q.shape[:3], v.shape[3]), dtype=dtype)
+        lse = q.new_empty(ops.q.shape[:3], dtype=dtype)
+        _attend_band(ops, spec, extent, out, lse)
+    else:
+        out, lse = _attend_blocks(ops, spec, spec.block_mask, extent, k.shape[1])
+    return out.view(batch, heads_q, sq, v.shape[3]), lse.view(batch, heads_q, sq)
+
+
+class BandTile(NamedTuple):
+    """A tile of queries `[start, end)` of the KV heads `[first, last)`."""
+
+    first: int
+    last: int
+    start: int
+    end: int
+
+
+def band_tiles(ops: Operands, sizes: StepSizes) -> Iterator[BandTile]:
+    """Cut the queries into tiles whose scores fit the step size."""
+    n, group, sq, _ = ops.q.shape
+    keys = min(sizes.keys, max(ops.kt.shape[2], 1))
+    tile_q = max(1, min(sizes.tile_q, sizes.scores // (group * keys)))
+    together = max(1, sizes.scores // (group * tile_q * keys))
+    for first in range(0, n, together):
+        for q_start in range(0, sq, tile_q):
+            yield BandTile(first, min(first + together, n), q_start, min(q_start + tile_q, sq))
+
+
+def hide_edges(
+    scores: torch.Tensor, tile: BandTile, keys: KeyTile, spec: AttnSpec, extent: Extent
+) -> None:
+    """Hide what the band hides in scores [n, G * queries, keys]; only its edges are touched."""
+    device = scores.device
+    q_pos = torch.arange(tile.start, tile.end, device=device)[:, None]
+    by_head = scores.view(scores.shape[0], -1, tile.end - tile.start, scores.shape[2])
+    for lo, hi in keys.edges:
+        visible = band_visible(spec.band, q_pos, torch.arange(lo, hi, device=device), extent)
+        hide(by_head[..., lo - keys.lo : hi - keys.lo], visible)
+
+
+def tile_visible(
+    tile: BandTile, keys: KeyTile, spec: AttnSpec, extent: Extent, group: int, device: torch.device
+) -> torch.Tensor | None:
+    """bool [G * queries, keys], or None when all of it is visible."""
+    if not keys.edges:
+        return None
+    q_pos = torch.arange(tile.start, tile.end, device=device)[:, None]
+    kv_pos = torch.arange(keys.lo, keys.hi, device=device)
+    return band_visible(spec.band, q_pos, kv_pos, extent).repeat(group, 1)
+
+
+def _attend_band(
+    ops: Operands, spec: AttnSpec, extent: Extent, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    group, dim = ops.q.shape[1], ops.q.shape[3]
+    sizes = step_sizes(ops.q.device)
+    for tile in band_tiles(ops, sizes):
+        heads, queries = slice(tile.first, tile.last), slice(tile.start, tile.end)
+        n, count = tile.last - tile.first, tile.end - tile.start
+        q = ops.q[heads, :, queries].reshape(n, group * count, dim)
+        sinks = ops.sinks_log2
+        if sinks is not None:
+            sinks = sinks[heads, :, None].expand(-1, -1, count).reshape(n, -1, 1)
+        state = start(n, group * count, out.shape[3], q, sinks)
+        for keys in key_tiles(spec.band, tile.start, tile.end, extent, sizes.keys):
+            scores = ops.scores.finish(torch.bmm(q, ops.kt[heads, :, keys.lo : keys.hi]))
+            hide_edges(scores, tile, keys, spec, extent)
+            visible = None
+            if ops.guarded:
+                visible = tile_visible(tile, keys, spec, extent, group, q.device)
+            step(state, scores, ops.v[heads, keys.lo : keys.hi], visible)
+        out_tile, lse_tile = finish(state)
+        out[heads, :, queries] = out_tile.view(n, group, count, -1)
+        lse[heads, :, queries] = lse_tile.view(n, group, count)
+
+
+def block_chunks(
+    mask: BlockMask, spec: AttnSpec, extent: Extent, layout: BlockRows
+) -> Iterator[tuple[torch.Tensor, Iterator[BlockStep]]]:
+    """Rows that are worked on together, and the steps over their blocks.
+
+    Rows are taken by their number of blocks, so that those of one chunk end together; reading
+    these numbers waits for the device once.
+    """
+    bq, bk = mask.block_size
+    visits = block_visits(mask, spec.band, extent)
+    count, order = torch.sort(visits.count[layout.mask_row], descending=True, stable=True)
+    host = torch.stack([count, visits.cut_count[layout.mask_row][order]]).tolist()
+    counts, cut_counts = host[0], host[1]
+    sizes = step_sizes(count.device)
+    blocks = max(1, min(sizes.keys // 2 // bk, max(counts, default=1)))
+    together = max(1, sizes.scores // (layout.heads * bq * blocks * bk))
+    for first in range(0, len(counts), together):
+        rows = order[first : first + together]
+        most, fewest = counts[first], counts[first + rows.numel() - 1]
+        most_cut = max(cut_counts[first : first + rows.numel()])
+
+        def steps(
+            rows: torch.Tensor = rows, most: int = most, fewest: int = fewest, cut: int = most_cut
+        ) -> Iterator[BlockStep]:
+            # blocks that need element masks do not share a step with those that do not
+            for begin, end in ((0, cut), (cut, most)):
+                for nth in range(begin, end, blocks):
+                    taken = min(blocks, end - nth)
+                    yield block_step(
+                        mask,
+                        visits,
+                        spec.band,
+                        extent,
+                        layout.mask_row[rows],
+                        nth,
+                        taken,
+                        cut=nth < cut,
+                        ragged=nth + taken > fewest,
+                    )
+
+        yield rows, steps()
+
+
+def stack_heads(visible: torch.Tensor, heads: int) -> torch.Tensor:
+    """[rows, bq | 1, keys] for rows that hold `heads` query blocks each."""
+    return visible if heads == 1 or visible.shape[1] == 1 else visible.repeat(1, heads, 1)
+
+
+def _attend_blocks(
+    ops: Operands, spec: AttnSpec, mask: BlockMask, extent: Extent, heads_kv: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    bq, bk = mask.block_size
+    layout = block_rows(ops, mask, extent, heads_kv)
+    q_rows = to_query_rows(ops.q, layout, bq)
+    k_columns, v_blocks = KeyColumns(ops.kt, bk), KeyBlocks(ops.v, bk)
+    count, dim_v = q_rows.shape[1], ops.v.shape[2]
+    sinks = sink_rows(ops, layout, bq)
+    out = q_rows.new_empty((q_rows.shape[0], count, dim_v))
+    lse = q_rows.new_empty((q_rows.shape[0], count))
+    for rows, steps in block_chunks(mask, spec, extent, layout):
+        q, n = q_rows[rows], rows.numel()
+        state = start(n, count, dim_v, q, None if sinks is None else sinks[rows])
+        for column, visible in steps:
+            block = layout.kv_head[rows, None] * layout.k_blocks + column
+            scores = ops.scores.finish(torch.bmm(q, k_columns.gather(block)))
+            if visible is not None:
+                visible = stack_heads(visible, layout.heads)
+                hide(scores, visible)
+            step(state, scores, v_blocks.gather(block), visible if ops.guarded else None)
+        out[rows], lse[rows] = finish(state)
+    out = from_query_rows(out, layout, bq, ops.q.shape)
+    lse = from_query_rows(lse.unsqueeze(-1), layout, bq, ops.q.shape).squeeze(-1)
+    return out.contiguous(), lse.contiguous()
+
+
+def sink_rows(ops: Operands, layout: BlockRows, block: int) -> torch.Tensor | None:
+    """Sinks of the queries of each row, [rows, heads * block, 1]."""
+    if ops.sinks_log2 is None:
+        return None
+    per_query = ops.sinks_log2[:, :, None, None].expand(-1, -1, layout.q_blocks * block, 1)
+    return to_query_rows(per_query, layout, block)

@@ -1,0 +1,123 @@
+"""How block masks are made from, and turned back into, other descriptions of a mask."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.checks import check_dtype, check_tensor, message
+from ..core.errors import InvalidInput
+from ..core.launch import cdiv
+from . import bits as bit_masks
+from .block_lists import lists_from_blocks
+from .block_mask_check import (
+    IntPair,
+    check_block_size,
+    check_seq_lengths,
+)
+
+if TYPE_CHECKING:
+    from .block_mask import BlockMask
+
+
+def empty_pool(block: IntPair, device: torch.device) -> torch.Tensor:
+    """A pool of no bit masks."""
+    shape = (0, block[0], bit_masks.words_per_row(block[1]))
+    return torch.empty(shape, dtype=torch.int32, device=device)
+
+
+def check_lists_are_tensors(op: str, indptr: Any, indices: Any) -> None:
+    """The two lists that others are derived from."""
+    for arg, x in (("indptr", indptr), ("indices", indices)):
+        check_tensor(op, arg, x)
+        check_dtype(op, arg, x, [torch.int32])
+        if x.dim() != 1:
+            raise InvalidInput(message(op, arg, "has a wrong rank", "[n]", list(x.shape)))
+
+
+def _as_planes(op: str, arg: str, x: Any, layout: str) -> torch.Tensor:
+    """View a bool tensor of rank 2 to 4 as `[B, H, rows, columns]`."""
+    check_tensor(op, arg, x)
+    check_dtype(op, arg, x, [torch.bool])
+    if not 2 <= x.dim() <= 4:
+        raise InvalidInput(message(op, arg, "has a wrong rank", layout, list(x.shape)))
+    planes: torch.Tensor = x.detach()[(None,) * (4 - x.dim())]
+    return planes
+
+
+def from_dense(
+    cls: "type[BlockMask]",
+    keep: torch.Tensor,
+    block_size: int | IntPair,
+    seq_lengths: int | IntPair | None,
+) -> "BlockMask":
+    """See `BlockMask.from_dense`."""
+    op = "BlockMask.from_dense"
+    keep = _as_planes(op, "keep", keep, "[B or 1, H or 1, Mb, Nb]")
+    block = check_block_size(op, block_size)
+    batch, heads, mb, nb = keep.shape
+    given = (mb * block[0], nb * block[1]) if seq_lengths is None else seq_lengths
+    seq = check_seq_lengths(op, given)
+    grid = (cdiv(seq[0], block[0]), cdiv(seq[1], block[1]))
+    if grid != (mb, nb):
+        raise InvalidInput(
+            message(
+                op,
+                "keep",
+                f"does not match seq_lengths {seq} in blocks of {block}",
+                f"{grid[0]} x {grid[1]} blocks",
+                f"{mb} x {nb}",
+            )
+        )
+    rows, cols = torch.nonzero(keep.flatten(0, 2), as_tuple=True)
+    full = torch.full_like(cols, -1)
+    lists = lists_from_blocks(rows, cols, full, batch * heads * mb, nb)
+    return cls._from_parts(lists, empty_pool(block, keep.device), batch, heads, seq, block)
+
+
+def from_element_mask(
+    cls: "type[BlockMask]", visible: torch.Tensor, block_size: int | IntPair
+) -> "BlockMask":
+    """See `BlockMask.from_element_mask`."""
+    op = "BlockMask.from_element_mask"
+    visible = _as_planes(op, "visible", visible, "[B or 1, H or 1, Sq, Sk]")
+    bq, bk = block = check_block_size(op, block_size)
+    batch, heads, sq, sk = visible.shape
+    seq = check_seq_lengths(op, (sq, sk))
+    mb, nb = cdiv(sq, bq), cdiv(sk, bk)
+    padded = torch.nn.functional.pad(visible, (0, nb * bk - sk, 0, mb * bq - sq))
+    tiles = padded.reshape(batch * heads * mb, bq, nb, bk)
+    counts = tiles.sum((1, 3))
+    rows, cols = torch.nonzero(counts, as_tuple=True)
+    full = counts[rows, cols] == existing_elements(rows % max(mb, 1), cols, seq, block)
+    partial = torch.nonzero(~full).flatten()
+    packed = bit_masks.pack(tiles[rows[partial], :, cols[partial]])
+    pool, ids = bit_masks.deduplicate(packed)
+    bits_id = torch.full_like(cols, -1)
+    bits_id[partial] = ids.long()
+    lists = lists_from_blocks(rows, cols, bits_id, batch * heads * mb, nb)
+    return cls._from_parts(lists, pool, batch, heads, seq, block)
+
+
+def existing_elements(
+    q_blocks: torch.Tensor, kv_blocks: torch.Tensor, seq: IntPair, block: IntPair
+) -> torch.Tensor:
+    """How many elements of each block lie within the sequences."""
+    height = (seq[0] - q_blocks * block[0]).clamp(max=block[0])
+    width = (seq[1] - kv_blocks * block[1]).clamp(max=block[1])
+    return height * width
+
+
+def to_element_mask(mask: "BlockMask") -> torch.Tensor:
+    """See `BlockMask.to_element_mask`."""
+    (sq, sk), (bq, bk) = mask.seq_lengths, mask.block_size
+    mb, nb = mask.grid
+    planes = mask.batch * mask.heads
+    tiles = torch.zeros(planes * mb, nb, bq, bk, dtype=torch.bool, device=mask.device)
+    rows, cols = mask.forward.row_indices(), mask.forward.indices.long()
+    partial = mask.forward.bits_id >= 0
+    tiles[rows[~partial], cols[~partial]] = True
+    shown = bit_masks.unpack(mask.bits[mask.forward.bits_id[partial]], bk)
+    tiles[rows[partial], cols[partial]] = shown
+    elements = tiles.view(planes, mb, nb, bq, bk).transpose(2, 3)
+    elements = elements.reshape(mask.batch, mask.heads, mb * bq, nb * bk)
+    return elements[..., :sq, :sk].contiguous()

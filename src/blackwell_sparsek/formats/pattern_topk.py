@@ -1,0 +1,96 @@
+"""The mask of the highest scores, made without waiting for the device."""
+
+import numpy as np
+import torch
+
+from ..core.checks import check_dtype, check_tensor, message
+from ..core.errors import InvalidInput
+from .band import band_of
+from .bits import usable_in_training
+from .block_lists import lists_from_sorted
+from .block_mask import BlockMask
+from .block_mask_build import empty_pool
+from .block_mask_check import IntPair, check_block_size, check_count, check_seq_lengths
+from .pattern_parts import Problem, band_runs, causal_bits
+
+
+@usable_in_training
+def topk(
+    scores: torch.Tensor,
+    k: int,
+    block_size: int | IntPair = 128,
+    *,
+    seq_lengths: int | IntPair | None = None,
+    causal: bool = False,
+) -> BlockMask:
+    """Each block of queries sees the `k` blocks of keys with the highest scores.
+
+    Made on the device of `scores` without waiting for it.
+
+    Parameters
+    ----------
+    scores : floating `[B or 1, H or 1, Mb, Nb]`
+        `[H, Mb, Nb]` and `[Mb, Nb]` broadcast. NaN counts as the highest, as in `torch.topk`.
+    k : int
+        1 .. Nb.
+    block_size : int or (bq, bk)
+    seq_lengths : int or (Sq, Sk), optional
+        With `ceil(Sq / bq) == Mb` and `ceil(Sk / bk) == Nb`; by default whole blocks.
+    causal : bool
+        Choose among the blocks up to the diagonal, all of them where they are fewer than `k`, and
+        cut those on it to the element.
+
+    Examples
+    --------
+    >>> scores = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])
+    >>> topk(scores, 2, (64, 32)).to_dense()[0, 0].int()
+    tensor([[1, 0, 1],
+            [0, 1, 1]], dtype=torch.int32)
+    """
+    op = "masks.topk"
+    check_tensor(op, "scores", scores)
+    check_dtype(op, "scores", scores, [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    if not 2 <= scores.dim() <= 4:
+        layout = "[B or 1, H or 1, Mb, Nb]"
+        raise InvalidInput(message(op, "scores", "has a wrong rank", layout, list(scores.shape)))
+    scores = scores.detach()[(None,) * (4 - scores.dim())]
+    batch, heads, mb, nb = scores.shape
+    block = check_block_size(op, block_size)
+    given = (mb * block[0], nb * block[1]) if seq_lengths is None else seq_lengths
+    p = Problem(check_seq_lengths(op, given), block)
+    if p.grid != (mb, nb):
+        got = f"seq_lengths {p.seq} in blocks of {block}, which are {p.grid[0]} x {p.grid[1]}"
+        raise InvalidInput(message(op, "scores", "do not match", f"{mb} x {nb} blocks", got))
+    check_count(op, "k", k, at_least=1)
+    if k > nb:
+        raise InvalidInput(message(op, "k", "is too large", f"at most {nb} (Nb)", k))
+
+    device = scores.device
+    band = band_of(op, causal, None)
+    limit = band_runs(band, p, device).end
+    # a score of -inf still wins against blocks that are not visible at all
+    scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+    hidden = torch.arange(nb, device=device) >= limit.unsqueeze(-1)
+    cols = scores.masked_fill(hidden, float("-inf")).topk(k, dim=-1).indices
+    rows = torch.arange(batch * heads * mb, device=device).view(batch, heads, mb, 1)
+    kept = torch.arange(k, device=device) < limit.unsqueeze(-1)
+    bits_id, pool = torch.full_like(cols, -1), empty_pool(block, device)
+    if causal:
+        bits_id, pool = causal_bits(torch.arange(mb, device=device).unsqueeze(-1), cols, p)
+    group = rows * 2 + (bits_id < 0)
+    # what is not kept sorts to the end, past a count that the host knows
+    key = torch.where(kept, group * nb + cols, 2 * nb * rows.numel())
+    count = batch * heads * _count_on_host(p, k, causal)
+    order = torch.argsort(key.flatten())[:count]
+    group, cols, bits_id = (x.flatten()[order] for x in (group, cols, bits_id))
+    lists = lists_from_sorted(group, cols, bits_id, rows.numel())
+    return BlockMask._from_parts(lists, pool, batch, heads, p.seq, block)
+
+
+def _count_on_host(p: Problem, k: int, causal: bool) -> int:
+    """Blocks that one mask keeps when each row keeps `k` or all it may see; no tensor is read."""
+    (sq, sk), (bq, bk), (mb, _) = p.seq, p.block, p.grid
+    if not causal:
+        return mb * k
+    visible_keys = np.clip(np.minimum((np.arange(mb) + 1) * bq, sq) + p.shift, 0, sk)
+    return int(np.minimum(-(-visible_keys // bk), k).sum())

@@ -1,0 +1,106 @@
+"""`attention`: dense tensors, any combination of masks."""
+
+import torch
+
+from ..formats.band import band_of
+from ..formats.block_mask import BlockMask
+from .attention_inputs import (
+    DENSE,
+    autocast_qkv,
+    call_operator,
+    check_block_mask,
+    check_head_dims,
+    check_qkv,
+)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention over the keys that causal, window and block mask leave visible.
+
+    Query i sits at position `i + Sk - Sq`: the last query meets the last key. `causal`, `window`
+    and `block_mask` intersect; work is done only where something is visible. A query that sees
+    nothing gives output 0, lse -inf and no gradient, and NaN or inf in keys and values that a
+    query does not see never reaches it.
+
+    Parameters
+    ----------
+    q : fp16, bf16, fp32 or fp64 `[B, Hq, Sq, D]`
+        Any strides with a contiguous last dimension, as for k and v. fp64 runs on `eager` and
+        `reference` only.
+    k : `[B, Hkv, Sk, D]`
+        Query head h reads KV head `h // (Hq / Hkv)`.
+    v : `[B, Hkv, Sk, Dv]`
+        D and Dv from 1 to 256.
+    causal : bool
+        Hide the keys after a query's position.
+    window : None, int or (left, right)
+        Position p sees keys `p - left .. p + right`; None is unbounded. `n` is the n latest keys
+        including its own: `(n - 1, 0)` under causal and `(n - 1, n - 1)` otherwise.
+    block_mask : BlockMask, optional
+        Made for `(Sq, Sk)`, with 1 or B masks along the batch and 1 or Hq along the heads.
+    scale : float, optional
+        Multiplies q k^T; by default `1 / sqrt(D)`.
+    softcap : float, optional
+        Scores become `softcap * tanh(score / softcap)`, after the scale and before the mask.
+    sinks : float `[Hq]`, optional
+        A logit per head that joins the softmax denominator and carries no value.
+    return_lse : bool
+        Also return the log-sum-exp of the scores, sinks included.
+    deterministic : bool, optional
+        Whether gradients must be the same bits in every run; by default what
+        `torch.use_deterministic_algorithms` says. The forward pass always is deterministic.
+    impl : str
+        `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back.
+
+    Returns
+    -------
+    out : `[B, Hq, Sq, Dv]`, dtype of q
+        Contiguous, or laid out as q when q is a transposed `[B, S, H, D]`.
+    lse : fp32 `[B, Hq, Sq]`
+        Natural logarithm; only with `return_lse`. fp64 for fp64 inputs. Differentiable.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q = torch.randn(1, 8, 100, 64)
+    >>> k = v = torch.randn(1, 2, 100, 64)
+    >>> attention(q, k, v, causal=True, window=32).shape
+    torch.Size([1, 8, 100, 64])
+    """
+    op = "attention"
+    check_qkv(op, q, k, v, DENSE)
+    check_head_dims(op, q, v)
+    band = band_of(op, causal, window)
+    sq, sk = q.shape[2], k.shape[2]
+    check_block_mask(op, block_mask, q, q.shape[0], sq, sk)
+    q, k, v = autocast_qkv(op, q, k, v)
+    out, lse = call_operator(
+        op,
+        q,
+        k,
+        v,
+        band=band,
+        block_mask=block_mask,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        deterministic=deterministic,
+        impl=impl,
+        max_q=sq,
+        max_k=sk,
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,245 @@
+"""`bsk::attn_fwd` and `bsk::attn_bwd`: attention, dense or packed, and its gradients.
+
+Layouts: dense q [B, Hq, Sq, D], out [B, Hq, Sq, Dv], lse [B, Hq, Sq]; packed (with `cu_seqlens_*`)
+q [Tq, Hq, D], out [Tq, Hq, Dv], lse [Hq, Tq]. A missing mask is two empty lists; `mask_shape` is
+[Bm, Hm, Sq, Sk, bq, bk]. `left` and `right` are the scalars of a `Band`. `deterministic` is about
+the backward pass alone, but travels with the forward call that the backward pass belongs to.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..core.errors import Unsupported
+from ..eager import attention as eager_forward
+from ..eager import attention_backward as eager_backward
+from ..formats.attention_spec import AttnSpec, empty_lse, empty_out
+from ..formats.band import Band
+from ..formats.block_mask import BlockMask
+from ..formats.varlen import check_cu_seqlens_values
+from ..reference import attention as reference
+from ..tuning.problem_attention import AttnProblem
+from .dispatch import Dispatcher
+from .registry import define_autograd, define_op
+
+Tensors = tuple[torch.Tensor, ...]
+
+forward_dispatch = Dispatcher("attn_fwd")
+backward_dispatch = Dispatcher("attn_bwd")
+
+_OPTIONS = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k, "
+    "Tensor[] mask, SymInt[] mask_shape, SymInt left, SymInt right, float scale, float softcap, "
+    "Tensor? sinks, bool deterministic"
+)
+
+
+def _spec(
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    mask: Sequence[torch.Tensor],
+    mask_shape: Sequence[int],
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> AttnSpec:
+    block_mask = None
+    if mask:
+        batch, heads, sq, sk, bq, bk = mask_shape
+        block_mask = BlockMask._from_tensors(mask, batch, heads, (sq, sk), (bq, bk))
+    return AttnSpec(
+        scale=scale,
+        band=Band.from_scalars(left, right),
+        block_mask=block_mask,
+        softcap=softcap,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_q=max_q,
+        max_k=max_k,
+    )
+
+
+def _everything(problem: AttnProblem) -> str | None:
+    return None
+
+
+def _check_lengths(q: torch.Tensor, k: torch.Tensor, spec: AttnSpec) -> None:
+    """Implementations that read the offsets on the host check them first."""
+    if spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None:
+        op = "attention_varlen"
+        check_cu_seqlens_values(op, "cu_seqlens_q", spec.cu_seqlens_q, q.shape[0], spec.max_q)
+        check_cu_seqlens_values(op, "cu_seqlens_k", spec.cu_seqlens_k, k.shape[0], spec.max_k)
+
+
+def _forward_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec) -> Tensors:
+    _check_lengths(q, k, spec)
+    return eager_forward.attention(q, k, v, spec)
+
+
+def _forward_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec
+) -> Tensors:
+    _check_lengths(q, k, spec)
+    out, lse = reference.attention(q, k, v, spec)
+    return empty_out(q, v.shape[-1]).copy_(out), lse
+
+
+def _backward_reference(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: AttnSpec,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return reference.attention_backward(dout, dlse, q, k, v, spec)
+
+
+forward_dispatch.register("eager", _everything, _forward_eager)
+forward_dispatch.register("reference", _everything, _forward_reference, in_auto=False)
+backward_dispatch.register("eager", _everything, eager_backward.attention_backward)
+backward_dispatch.register("reference", _everything, _backward_reference, in_auto=False)
+
+
+def _attn_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
+    *described, deterministic, impl = options
+    spec = _spec(*described)
+    problem = AttnProblem.of(q, k, v, spec, deterministic=deterministic)
+    # autocast has done its work before the operator; inside, it would round the sums
+    with torch.autocast(q.device.type, enabled=False):
+        return forward_dispatch(impl, problem, q, k, v, spec)
+
+
+def _attn_fwd_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
+    return empty_out(q, v.shape[-1]), empty_lse(q)
+
+
+def _attn_bwd(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *options: Any,
+) -> Tensors:
+    *described, deterministic, needs, impl = options
+    spec = _spec(*described)
+    problem = AttnProblem.of(q, k, v, spec, backward=True, deterministic=deterministic)
+    with torch.autocast(q.device.type, enabled=False):
+        gradients = backward_dispatch(
+            impl, problem, dout, dlse, q, k, v, out, lse, spec, deterministic
+        )
+    outputs = _empty_gradients(q, k, v, spec.sinks, needs)
+    for output, gradient, needed in zip(outputs, gradients, needs, strict=True):
+        if needed:
+            output.copy_(gradient)
+    return outputs
+
+
+def _empty_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    needs: Sequence[bool],
+) -> Tensors:
+    """Gradients laid out as their inputs; those that nobody asked for have no elements."""
+    inputs = (q, k, v, sinks)
+    return tuple(
+        torch.empty_like(x) if needed and x is not None else q.new_empty(0)
+        for x, needed in zip(inputs, needs, strict=True)
+    )
+
+
+def _attn_bwd_fake(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *options: Any,
+) -> Tensors:
+    return _empty_gradients(q, k, v, sinks=options[10], needs=options[-2])
+
+
+attn_fwd = define_op(
+    "attn_fwd",
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str impl) -> (Tensor out, Tensor lse)",
+    _attn_fwd,
+    _attn_fwd_fake,
+)
+attn_bwd = define_op(
+    "attn_bwd",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, bool[] needs, str impl) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    _attn_bwd,
+    _attn_bwd_fake,
+)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q, k, v, cu_q, cu_k, max_q, max_k, mask, *rest = inputs
+    mask_shape, left, right, scale, softcap, sinks, deterministic, impl = rest
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks, *mask)
+    ctx.scalars = (max_q, max_k, mask_shape, left, right, scale, softcap, deterministic, impl)
+    ctx.needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 13)]
+    ctx.set_materialize_grads(False)
+
+
+def _attn_fwd_backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+    q, k, v, out, lse, cu_q, cu_k, sinks, *mask = ctx.saved_tensors
+    max_q, max_k, mask_shape, left, right, scale, softcap, deterministic, impl = ctx.scalars
+    # torch wants the structure of the inputs back, where an empty list counts as one of tensors
+    lists = [None] * len(mask), None if mask_shape else []
+    if dout is None and dlse is None:
+        return (*(None,) * 7, *lists, *(None,) * 7)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = attn_bwd(
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        list(mask),
+        mask_shape,
+        left,
+        right,
+        scale,
+        softcap,
+        sinks,
+        deterministic,
+        ctx.needs,
+        impl,
+    )
+    dq, dk, dv, dsinks = (g if need else None for g, need in zip(gradients, ctx.needs, strict=True))
+    return (dq, dk, dv, None, None, None, None, *lists, None, None, None, None, dsinks, None, None)
+
+
+def _refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
+    raise Unsupported(
+        "attn_bwd: no backward of the backward; use torch's own attention for second derivatives"
+    )
+
+
+define_autograd("attn_fwd", _save_for_backward, _attn_fwd_backward)
+define_autograd("attn_bwd", lambda ctx, inputs, output: None, _refuse_double_backward)

@@ -1,0 +1,178 @@
+"""Attention as a formula: the law that every other implementation is measured against.
+
+    s[i, j] = softcap(scale * q[i] . k[j])              where query i sees key j
+    p[i, j] = exp(s[i, j] - lse[i])
+    lse[i]  = log(sum_j exp(s[i, j]) + exp(sink))
+    out[i]  = sum_j p[i, j] v[j]
+
+Everything is dense and in fp64 (`precision` says otherwise only in tests, to learn what a lower
+precision costs). Gradients come from plain autograd. Positions that a query does not see are
+selected away before they meet arithmetic, so that NaN or inf there changes no result and no
+gradient.
+"""
+
+import torch
+
+from ..formats.attention_spec import AttnSpec, lse_dtype
+from ..formats.band import Band
+from ..formats.block_mask import BlockMask
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttnSpec,
+    precision: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv].
+
+    Packed sequences (`spec.is_varlen`) go one by one: q [Tq, Hq, D], k [Tk, Hkv, D],
+    v [Tk, Hkv, Dv] give out [Tq, Hq, Dv] and lse [Hq, Tq].
+    """
+    if spec.is_varlen:
+        return _attention_varlen(q, k, v, spec, precision)
+    visible = visible_elements(q.shape[2], k.shape[2], spec, q.device)
+    out, lse = _attend(q.to(precision), k.to(precision), v.to(precision), spec, visible)
+    return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
+
+
+def _attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec, precision: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None
+    q_ends, k_ends = spec.cu_seqlens_q.tolist(), spec.cu_seqlens_k.tolist()
+    outs, lses = [], []
+    for sequence in range(len(q_ends) - 1):
+        q_s = q[q_ends[sequence] : q_ends[sequence + 1]].transpose(0, 1).unsqueeze(0)
+        k_s = k[k_ends[sequence] : k_ends[sequence + 1]].transpose(0, 1).unsqueeze(0)
+        v_s = v[k_ends[sequence] : k_ends[sequence + 1]].transpose(0, 1).unsqueeze(0)
+        visible = visible_elements(q_s.shape[2], k_s.shape[2], spec, q.device, sequence)
+        out, lse = _attend(q_s.to(precision), k_s.to(precision), v_s.to(precision), spec, visible)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    none_out = q.new_zeros((0, q.shape[1], v.shape[2]), dtype=precision)
+    none_lse = q.new_zeros((q.shape[1], 0), dtype=precision)
+    out, lse = torch.cat([none_out, *outs], 0), torch.cat([none_lse, *lses], 1)
+    return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec, visible: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+    scores = _visible_products(q, k, visible) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = torch.where(visible, scores, -torch.inf)
+
+    # one more column holds the sink; -inf there is no sink at all
+    column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    if spec.sinks is not None:
+        column = spec.sinks.to(q.dtype).view(1, -1, 1, 1).expand_as(column)
+    logits = torch.cat([scores, column], dim=-1)
+
+    peak = logits.amax(-1, keepdim=True).detach()
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    weights = torch.exp(logits - peak)
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    lse = torch.where(empty, -torch.inf, peak + torch.log(total))
+
+    out = _visible_sum(weights[..., :-1] / total, v, visible)
+    return out, lse.squeeze(-1)
+
+
+def _visible_products(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """q[i] . k[j] where visible, 0 elsewhere; hidden pairs pass on neither values nor gradients."""
+    finite_q, finite_k = torch.where(q.isfinite(), q, 0.0), torch.where(k.isfinite(), k, 0.0)
+    products = finite_q @ finite_k.mT
+    if not (q.isfinite().all() and k.isfinite().all()):
+        as_given = (q @ k.mT).detach()
+        products = products + torch.where(as_given.isfinite(), 0.0, as_given)
+    return torch.where(visible, products, 0.0)
+
+
+def _visible_sum(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """sum_j p[i, j] v[j] over visible keys only: 0 * NaN of a hidden key must not count."""
+    total = p @ torch.where(v.isfinite(), v, 0.0)
+    bad = (~v.isfinite()).any(-1).flatten(0, -2).any(0).nonzero().flatten()
+    if bad.numel() == 0:
+        return total
+    seen = visible.expand(p.shape)[..., bad].unsqueeze(-1)
+    bad_v = torch.where(v.isfinite(), 0.0, v)[..., bad, :].unsqueeze(-3)
+    return total + (p[..., bad].unsqueeze(-1) * torch.where(seen, bad_v, 0.0)).sum(-2)
+
+
+def visible_elements(
+    sq: int, sk: int, spec: AttnSpec, device: torch.device, sequence: int | None = None
+) -> torch.Tensor:
+    """Which keys each query sees: bool, broadcastable to [B, Hq, Sq, Sk].
+
+    `sequence` picks the mask of one packed sequence, whose lengths are `sq` and `sk`.
+    """
+    visible = band_elements(sq, sk, spec.band).to(device)[None, None]
+    if spec.block_mask is not None:
+        elements = mask_elements(spec.block_mask).to(device)
+        if sequence is not None and elements.shape[0] > 1:
+            elements = elements[sequence : sequence + 1]
+        visible = visible & elements[:, :, :sq, :sk]
+    return visible
+
+
+def band_elements(sq: int, sk: int, band: Band) -> torch.Tensor:
+    """bool [Sq, Sk]: query i is at position i + Sk - Sq and sees the band around it."""
+    position = torch.arange(sq)[:, None] + (sk - sq)
+    key = torch.arange(sk)[None, :]
+    visible = torch.ones(sq, sk, dtype=torch.bool)
+    if band.left is not None:
+        visible &= key >= position - band.left
+    if band.right is not None:
+        visible &= key <= position + band.right
+    return visible
+
+
+def mask_elements(mask: BlockMask) -> torch.Tensor:
+    """bool [Bm, Hm, Sq, Sk] of a block mask, by visiting its blocks one after another."""
+    (sq, sk), (bq, bk) = mask.seq_lengths, mask.block_size
+    rows, columns = -(-sq // bq), -(-sk // bk)
+    elements = torch.zeros(mask.batch * mask.heads, rows * bq, columns * bk, dtype=torch.bool)
+    indptr, _, indices, bits_id = (x.tolist() for x in mask.forward)
+    bits = mask.bits.cpu()
+    for row in range(mask.batch * mask.heads * rows):
+        plane, top = row // rows, row % rows * bq
+        for entry in range(indptr[row], indptr[row + 1]):
+            left = indices[entry] * bk
+            block = torch.ones(bq, bk, dtype=torch.bool)
+            if bits_id[entry] >= 0:
+                words = bits[bits_id[entry]]
+                for column in range(bk):
+                    block[:, column] = (words[:, column // 32] >> (column % 32)) & 1 == 1
+            elements[plane, top : top + bq, left : left + bk] = block
+    return elements.view(mask.batch, mask.heads, rows * bq, columns * bk)[:, :, :sq, :sk]
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttnSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of q, k, v and the sinks (None without sinks): autograd of the formula above.
+
+    `torch.func.vjp` also works inside an operator, where `torch.autograd.grad` records nothing.
+    """
+    inputs = (q, k, v) if spec.sinks is None else (q, k, v, spec.sinks)
+
+    def forward(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sinks = tensors[3] if len(tensors) == 4 else None
+        return attention(*tensors[:3], spec._replace(sinks=sinks))
+
+    (_, lse), pull_back = torch.func.vjp(forward, *inputs)
+    gradients = pull_back((dout, torch.zeros_like(lse) if dlse is None else dlse))
+    return (*gradients, None) if spec.sinks is None else gradients

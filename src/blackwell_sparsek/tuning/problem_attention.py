@@ -1,0 +1,70 @@
+"""The facts about an attention call that the choice of an implementation may depend on."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core.arch import Arch, arch_of
+from ..formats.attention_spec import AttnSpec
+
+
+@dataclass(frozen=True)
+class AttnProblem:
+    """One attention call, forward or backward, without its data."""
+
+    arch: Arch
+    dtype: torch.dtype
+    batch: int
+    heads_q: int
+    heads_kv: int
+    max_q: int
+    max_k: int
+    head_dim: int
+    head_dim_v: int
+    varlen: bool
+    banded: bool
+    """Whether causal or a window limits a side."""
+    mask_block: tuple[int, int] | None
+    """Block size of the block mask, None without one."""
+    element_bits: bool
+    """Whether some blocks of the mask are partial."""
+    softcap: bool
+    sinks: bool
+    backward: bool = False
+    deterministic: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttnSpec,
+        *,
+        backward: bool = False,
+        deterministic: bool = False,
+    ) -> "AttnProblem":
+        """Describe a call, dense or packed."""
+        batch = q.shape[0]
+        if spec.cu_seqlens_q is not None:
+            batch = spec.cu_seqlens_q.numel() - 1
+        mask = spec.block_mask
+        return cls(
+            arch=arch_of(q.device),
+            dtype=q.dtype,
+            batch=batch,
+            heads_q=q.shape[1],
+            heads_kv=k.shape[1],
+            max_q=spec.max_q,
+            max_k=spec.max_k,
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            varlen=spec.is_varlen,
+            banded=spec.band != (None, None),
+            mask_block=None if mask is None else mask.block_size,
+            element_bits=mask is not None and mask.bits.shape[0] > 0,
+            softcap=spec.softcap != 0.0,
+            sinks=spec.sinks is not None,
+            backward=backward,
+            deterministic=deterministic,
+        )

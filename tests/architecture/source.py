@@ -1,0 +1,61 @@
+"""The source tree as the architecture tests see it: files, their syntax trees, their imports."""
+
+import ast
+import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+PACKAGE = "blackwell_sparsek"
+ROOT = pathlib.Path(__file__).parents[2] / "src" / PACKAGE
+
+
+class Import(NamedTuple):
+    """One import: the absolute dotted name, its line, and whether it runs only on demand."""
+
+    target: str
+    line: int
+    lazy: bool
+
+
+def files(root: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(root.rglob("*.py"))
+
+
+def layer_of(path: pathlib.Path, root: pathlib.Path) -> str:
+    """First component below the package; "" for the files directly in it."""
+    parts = path.relative_to(root).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def imports(path: pathlib.Path, root: pathlib.Path) -> Iterator[Import]:
+    """Every import of a file, relative ones resolved, names of packages' modules spelled out."""
+    here = [PACKAGE, *path.relative_to(root).with_suffix("").parts]
+    tree = ast.parse(path.read_text())
+    lazy = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef) or _for_type_checkers(outer)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, id(node) in lazy)
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level] if node.level else []
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            for alias in node.names:
+                yield Import(".".join([*module, alias.name]), node.lineno, id(node) in lazy)
+
+
+def _for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def write_tree(root: pathlib.Path, contents: dict[str, str]) -> pathlib.Path:
+    """A planted package under `root`, for showing that a rule can be broken."""
+    for name, text in contents.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root

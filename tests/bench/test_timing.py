@@ -1,0 +1,54 @@
+import time
+
+import pytest
+import torch
+
+from blackwell_sparsek.bench.timing import Timing, time_interleaved
+
+CPU = torch.device("cpu")
+
+
+def test_quantiles_of_known_samples():
+    timing = Timing([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert timing.median == 3.0
+    assert timing.quantiles() == {
+        "min": 1.0,
+        "p10": pytest.approx(1.4),
+        "p25": 2.0,
+        "p50": 3.0,
+        "p75": 4.0,
+        "p90": pytest.approx(4.6),
+        "max": 5.0,
+    }
+
+
+def test_contenders_take_turns_and_all_rounds_are_kept():
+    order = []
+    contenders = {name: lambda name=name: (order.append(name), time.sleep(0.003)) for name in "ab"}
+    seen = []
+    times = time_interleaved(
+        contenders, CPU, budget_s=0.0, rounds=(4, 9), progress=lambda *at: seen.append(at)
+    )
+    assert [len(t.seconds) for t in times.values()] == [4, 4]
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert order[:4] == ["a", "a", "b", "b"]  # warm-up and a first look at each
+    assert order[4:] == list("abbaabba")
+
+
+def test_a_slower_contender_measures_slower():
+    contenders = {"fast": lambda: time.sleep(0.002), "slow": lambda: time.sleep(0.02)}
+    times = time_interleaved(contenders, CPU, budget_s=0.0, rounds=(5, 5))
+    assert times["slow"].median > 3 * times["fast"].median
+    assert times["slow"].median >= 0.02
+
+
+def test_short_calls_are_repeated_within_a_sample():
+    calls = []
+    time_interleaved({"short": lambda: calls.append(1)}, CPU, budget_s=0.0, rounds=(3, 3))
+    assert len(calls) > 100
+
+
+def test_the_budget_bounds_the_rounds():
+    contenders = {"sleep": lambda: time.sleep(0.01)}
+    times = time_interleaved(contenders, CPU, budget_s=0.1, rounds=(2, 50))
+    assert 2 <= len(times["sleep"].seconds) <= 12
