@@ -1,9 +1,8 @@
 """BSR times dense: out[b] = activation(A @ x[b] + bias) + residual[b].
 
 A [M, K] block-sparse in blocks [BLOCK_H, BLOCK_W], x [B, K, N], out and residual [B, M, N],
-bias [M].
-dense @ BSR is the same product transposed: the caller passes transposed views, and the metadata of
-the orientation whose rows are the rows of `out`.
+bias [M]. dense @ BSR is the same product transposed: the caller passes transposed views, and the
+metadata of the orientation whose rows are the rows of `out`.
 
 One program of `_bsr_spmm_kernel` computes TILE_M rows of one item of the plan (a block row, or a
 part of one) by TILE_N columns of one batch entry. Parts leave fp32 sums in a workspace, and
@@ -102,6 +101,94 @@ def _finish_tile(acc, first_n, args, ACTIVATION: tl.constexpr):
         _finish_half(acc, first_n, args, ACTIVATION)
 
 
+@triton.jit
+def _sum_within_blocks(
+    values_ptr,
+    x_ptr,
+    indices_ptr,
+    perm_ptr,
+    value_strides,
+    x_strides,
+    begin,
+    end,
+    rows,
+    offs_n,
+    k_size,
+    n_size,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Multiply the blocks begin ... end - 1, one or more steps to a block."""
+    K_STEPS: tl.constexpr = BLOCK_W // TILE_K
+    offs_k = tl.arange(0, TILE_K)
+    mask_n = (offs_n < n_size)[None, :]
+    a_ptrs = values_ptr + offsets_2d(rows, offs_k, value_strides.row, value_strides.col)
+    x_ptrs = x_ptr + offsets_2d(offs_k, offs_n, x_strides.row, x_strides.col)
+    acc = tl.zeros((rows.shape[0], offs_n.shape[0]), dtype=tl.float32)
+    # One flat loop over the steps of all blocks, so that loads run ahead across blocks.
+    for step in range(begin * K_STEPS, end * K_STEPS):
+        entry = step // K_STEPS
+        k_in_block = (step % K_STEPS) * TILE_K
+        k_first = tl.load(indices_ptr + entry) * BLOCK_W + k_in_block
+        if perm_ptr is not None:
+            entry = tl.load(perm_ptr + entry)
+        a_offset = tl.cast(entry, tl.int64) * value_strides.batch
+        a_offset += tl.cast(k_in_block, tl.int64) * value_strides.col
+        a = tl.load(a_ptrs + a_offset)  # [TILE_M, TILE_K]
+        mask_x = mask_n
+        if k_size is not None:
+            mask_x = mask_x & (k_first + offs_k < k_size)[:, None]
+        x = tl.load(x_ptrs + k_first.to(tl.int64) * x_strides.row, mask=mask_x, other=0.0)
+        acc = tl.dot(a, x, acc, input_precision=INPUT_PRECISION)
+    return acc
+
+
+@triton.jit
+def _sum_across_blocks(
+    values_ptr,
+    x_ptr,
+    indices_ptr,
+    perm_ptr,
+    value_strides,
+    x_strides,
+    begin,
+    end,
+    rows,
+    offs_n,
+    k_size,
+    n_size,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Multiply the blocks begin ... end - 1 as if they lay side by side.
+
+    A step takes pieces of several blocks, which narrow blocks need to fill it.
+    """
+    offs_k = tl.arange(0, TILE_K)
+    mask_n = (offs_n < n_size)[None, :]
+    a_ptrs = values_ptr + (rows.to(tl.int64) * value_strides.row)[:, None]
+    x_ptrs = x_ptr + (offs_n.to(tl.int64) * x_strides.col)[None, :]
+    acc = tl.zeros((rows.shape[0], offs_n.shape[0]), dtype=tl.float32)
+    for k_done in range(0, (end - begin) * BLOCK_W, TILE_K):
+        entry = begin + (k_done + offs_k) // BLOCK_W  # [TILE_K]
+        k_in_block = (k_done + offs_k) % BLOCK_W
+        live = entry < end
+        k_pos = tl.load(indices_ptr + entry, mask=live, other=0) * BLOCK_W + k_in_block
+        if perm_ptr is not None:
+            entry = tl.load(perm_ptr + entry, mask=live, other=0)
+        a_offset = entry.to(tl.int64) * value_strides.batch
+        a_offset += k_in_block.to(tl.int64) * value_strides.col
+        a = tl.load(a_ptrs + a_offset[None, :], mask=live[None, :], other=0.0)
+        if k_size is not None:
+            live = live & (k_pos < k_size)
+        x_offset = k_pos.to(tl.int64) * x_strides.row
+        x = tl.load(x_ptrs + x_offset[:, None], mask=live[:, None] & mask_n, other=0.0)
+        acc = tl.dot(a, x, acc, input_precision=INPUT_PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["n_items", "n_slots"])
 def _bsr_spmm_kernel(
     out_ptr,
@@ -129,9 +216,8 @@ def _bsr_spmm_kernel(
     TILE_K: tl.constexpr,
 ):
     """Multiply one item of the plan with one panel of columns."""
-    tl.static_assert(BLOCK_H % TILE_M == 0 and BLOCK_W % TILE_K == 0)
+    tl.static_assert(BLOCK_H % TILE_M == 0)
     M_TILES: tl.constexpr = BLOCK_H // TILE_M
-    K_STEPS: tl.constexpr = BLOCK_W // TILE_K
 
     # Pieces of a block row are neighbours (they read the same x), then items, longest first, then
     # panels: programs that run together share a panel of x in the L2 cache.
@@ -146,30 +232,15 @@ def _bsr_spmm_kernel(
     begin = tl.load(items_ptr + 4 * item + 1)
     end = tl.load(items_ptr + 4 * item + 2)
 
-    rows = m_tile * TILE_M + tl.arange(0, TILE_M)  # [TILE_M], in the block
+    rows = m_tile * TILE_M + tl.arange(0, TILE_M)  # in the block
     offs_n = n_tile * TILE_N + tl.arange(0, TILE_N)
-    offs_k = tl.arange(0, TILE_K)
-    mask_n = offs_n < n_size
-    a_ptrs = values_ptr + offsets_2d(rows, offs_k, value_strides.row, value_strides.col)
-    x_ptrs = x_ptr + batch.to(tl.int64) * x_strides.batch
-    x_ptrs += offsets_2d(offs_k, offs_n, x_strides.row, x_strides.col)
-    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
-
-    # One flat loop over the steps of all blocks, so that loads run ahead across blocks.
-    for step in range(begin * K_STEPS, end * K_STEPS):
-        entry = step // K_STEPS
-        k_in_block = (step % K_STEPS) * TILE_K
-        k_first = tl.load(indices_ptr + entry) * BLOCK_W + k_in_block
-        if perm_ptr is not None:
-            entry = tl.load(perm_ptr + entry)
-        a_offset = tl.cast(entry, tl.int64) * value_strides.batch
-        a_offset += tl.cast(k_in_block, tl.int64) * value_strides.col
-        a = tl.load(a_ptrs + a_offset)  # [TILE_M, TILE_K]
-        mask_x = mask_n[None, :]
-        if k_size is not None:
-            mask_x = mask_x & (k_first + offs_k < k_size)[:, None]
-        x = tl.load(x_ptrs + k_first.to(tl.int64) * x_strides.row, mask=mask_x, other=0.0)
-        acc = tl.dot(a, x, acc, input_precision=INPUT_PRECISION)
+    x_ptr += batch.to(tl.int64) * x_strides.batch
+    operands = (values_ptr, x_ptr, indices_ptr, perm_ptr, value_strides, x_strides)
+    extent = (begin, end, rows, offs_n, k_size, n_size)
+    if BLOCK_W % TILE_K == 0:
+        acc = _sum_within_blocks(*operands, *extent, INPUT_PRECISION, BLOCK_W, TILE_K)
+    else:
+        acc = _sum_across_blocks(*operands, *extent, INPUT_PRECISION, BLOCK_W, TILE_K)
 
     epilogue = (out_ptr, out_strides, addends, batch, row * BLOCK_H + rows, m_size, n_size)
     if partial_ptr is None:
@@ -181,7 +252,7 @@ def _bsr_spmm_kernel(
         else:
             first_row = (batch.to(tl.int64) * n_slots + slot) * BLOCK_H
             partial_ptrs = partial_ptr + offsets_2d(first_row + rows, offs_n, n_size, 1)
-            tl.store(partial_ptrs, acc, mask=mask_n[None, :])
+            tl.store(partial_ptrs, acc, mask=(offs_n < n_size)[None, :])
 
 
 @triton.jit(do_not_specialize=["n_split_rows", "n_slots"])
