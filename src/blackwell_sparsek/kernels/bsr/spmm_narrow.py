@@ -66,16 +66,20 @@ def _prefetch_row(
     of a row ask for each other's values, and together for all.
     """
     NUM_PIECES: tl.constexpr = 32 * NUM_WARPS
-    PIECE: tl.constexpr = TILE_M * TILE_K // NUM_PIECES
+    STEP: tl.constexpr = TILE_M * TILE_K
+    PIECE: tl.constexpr = STEP // NUM_PIECES
     SHARE: tl.constexpr = TILE_M * BLOCK_W
     tl.static_assert(SHARE % PIECE == 0)
     ASM: tl.constexpr = _prefetch_asm(PIECE * values_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    for first in range(0, blocks * SHARE, TILE_M * TILE_K):
-        offset = first + tl.arange(0, NUM_PIECES) * PIECE
-        slot = offset // SHARE
-        entry = tl.load(slots_ptr + slot, mask=slot < width, other=-1)
-        ptrs = values_ptr + entry.to(tl.int64) * block_stride
-        _prefetch(ptrs + (m_tile * SHARE + offset % SHARE), entry, ASM)
+    values_ptr += m_tile * SHARE
+    offset = tl.arange(0, NUM_PIECES) * PIECE
+    entry = tl.load(slots_ptr + offset // SHARE, mask=offset // SHARE < width, other=-1)
+    # the first step does not wait to hear how many blocks there are
+    for _ in range(0, tl.maximum(blocks * SHARE, 1), STEP):
+        ptrs = values_ptr + (entry.to(tl.int64) * block_stride + offset % SHARE)
+        _prefetch(ptrs, entry, ASM)
+        offset += STEP
+        entry = tl.load(slots_ptr + offset // SHARE, mask=offset // SHARE < width, other=-1)
 
 
 @triton.jit
@@ -92,22 +96,23 @@ def _load_slots(slots_ptr, width, k_first, BLOCK_W: tl.constexpr, TILE_K: tl.con
 
 @triton.jit
 def _load_step(slots, a_ptrs, x_ptrs, mask_n, value_strides, x_strides, k_size):
-    """Values [TILE_M, TILE_K / CHUNK, CHUNK] of a step, and of x [TILE_N, TILE_K / CHUNK, CHUNK].
+    """Values [TILE_K / CHUNK, TILE_M, CHUNK] of a step, and of x [TILE_K / CHUNK, TILE_N, CHUNK].
 
-    `a_ptrs` [TILE_M, 1, 1] are the rows in the first block, `x_ptrs` [TILE_N, 1, 1] the columns.
+    `a_ptrs` [1, TILE_M, 1] are the rows in the first block, `x_ptrs` [1, TILE_N, 1] the columns.
+    Chunks come first because Triton then gives neighbouring ones to neighbouring threads.
     """
     entry, k_in_block, k_pos = slots
-    offs = tl.arange(0, CHUNK).to(tl.int64)[None, None, :]
+    offs = tl.arange(0, CHUNK)[None, None, :]
     a_offset = entry.to(tl.int64) * value_strides.batch
     a_offset += k_in_block.to(tl.int64) * value_strides.col
-    x_offset = k_pos.to(tl.int64) * x_strides.row
-    mask_k = (entry >= 0)[None, :, None]
-    a_ptrs = a_ptrs + (a_offset[None, :, None] + offs * value_strides.col)
+    a_ptrs = a_ptrs + (a_offset[:, None, None] + offs.to(tl.int64) * value_strides.col)
+    mask_k = (entry >= 0)[:, None, None]
     a = tl.load(a_ptrs, mask=mask_k, other=0.0)
     mask_x = mask_k & mask_n
     if k_size is not None:
-        mask_x = mask_x & (k_pos[None, :, None] + tl.arange(0, CHUNK)[None, None, :] < k_size)
-    x_ptrs = x_ptrs + (x_offset[None, :, None] + offs * x_strides.row)
+        mask_x = mask_x & (k_pos[:, None, None] + offs < k_size)
+    x_offset = k_pos.to(tl.int64) * x_strides.row
+    x_ptrs = x_ptrs + (x_offset[:, None, None] + offs.to(tl.int64) * x_strides.row)
     x = tl.load(x_ptrs, mask=mask_x, other=0.0)
     return a, x
 
@@ -115,16 +120,19 @@ def _load_step(slots, a_ptrs, x_ptrs, mask_n, value_strides, x_strides, k_size):
 @triton.jit
 def _add_step(acc, a, x, NUM_WARPS: tl.constexpr):
     """Add the products of a step to the sums that `_total` adds up."""
-    TILE_M: tl.constexpr = a.shape[0]
-    TILE_N: tl.constexpr = x.shape[0]
-    SHARE: tl.constexpr = a.shape[1] * a.shape[2] // NUM_WARPS
+    NUM_CHUNKS: tl.constexpr = a.shape[0]
+    TILE_M: tl.constexpr = a.shape[1]
+    TILE_N: tl.constexpr = x.shape[1]
+    SHARE: tl.constexpr = NUM_CHUNKS // NUM_WARPS
     if TILE_N == 1:
         # no layout to change for one column: each thread multiplies what it loaded
-        acc += tl.sum(a.to(tl.float32) * x.to(tl.float32), axis=2)  # [TILE_M, TILE_K / CHUNK]
+        acc += tl.sum(a.to(tl.float32) * x.to(tl.float32), axis=2)  # [TILE_K / CHUNK, TILE_M]
     else:
         # rows as the second operand, which goes down to 8 of them
-        a = tl.permute(tl.reshape(a, (TILE_M, NUM_WARPS, SHARE)), (1, 2, 0))
-        x = tl.permute(tl.reshape(x, (TILE_N, NUM_WARPS, SHARE)), (1, 0, 2))
+        a = tl.permute(tl.reshape(a, (NUM_WARPS, SHARE, TILE_M, CHUNK)), (0, 1, 3, 2))
+        x = tl.permute(tl.reshape(x, (NUM_WARPS, SHARE, TILE_N, CHUNK)), (0, 2, 1, 3))
+        a = tl.reshape(a, (NUM_WARPS, SHARE * CHUNK, TILE_M))
+        x = tl.reshape(x, (NUM_WARPS, TILE_N, SHARE * CHUNK))
         acc = tl.dot(x, a, acc)  # [NUM_WARPS, TILE_N, TILE_M]
     return acc
 
@@ -135,7 +143,7 @@ def _no_sums(
 ):
     """What `_add_step` starts from."""
     if TILE_N == 1:
-        return tl.zeros((TILE_M, TILE_K // CHUNK), dtype=tl.float32)
+        return tl.zeros((TILE_K // CHUNK, TILE_M), dtype=tl.float32)
     else:
         return tl.zeros((NUM_WARPS, TILE_N, TILE_M), dtype=tl.float32)
 
@@ -144,7 +152,7 @@ def _no_sums(
 def _total(acc, TILE_N: tl.constexpr):
     """The sums of all threads as a tile [TILE_M, TILE_N]."""
     if TILE_N == 1:
-        return tl.sum(acc, axis=1)[:, None]
+        return tl.sum(acc, axis=0)[:, None]
     else:
         return tl.trans(tl.sum(acc, axis=0))
 
@@ -199,10 +207,10 @@ def _bsr_spmm_narrow_kernel(
 
     rows = m_tile * TILE_M + tl.arange(0, TILE_M)  # [TILE_M], in the block
     offs_n = tl.arange(0, TILE_N)
-    mask_n = (offs_n < n_size)[:, None, None]
-    a_ptrs = values_ptr + (rows.to(tl.int64) * value_strides.row)[:, None, None]
+    mask_n = (offs_n < n_size)[None, :, None]
+    a_ptrs = values_ptr + (rows.to(tl.int64) * value_strides.row)[None, :, None]
     x_ptrs = x_ptr + batch.to(tl.int64) * x_strides.batch
-    x_ptrs += (offs_n.to(tl.int64) * x_strides.col)[:, None, None]
+    x_ptrs += (offs_n.to(tl.int64) * x_strides.col)[None, :, None]
     operands = (a_ptrs, x_ptrs, mask_n, value_strides, x_strides, k_size)
     acc = _no_sums(TILE_M, TILE_N, TILE_K, NUM_WARPS)
 
@@ -245,8 +253,9 @@ def launch_spmm_narrow(
     if out.numel() == 0:
         return
     n_rows = table.records.shape[0]
-    # one piece of memory for each block is what a prefetch asks for
-    whole = sorted(values.stride()[1:]) in ([1, block_w], [1, block_h])
+    # a prefetch asks for aligned pieces of blocks that lie in one piece
+    block_stride, *strides = values.stride()
+    whole = strides in ([block_w, 1], [1, block_h]) and block_stride % 8 == 0
     args = (
         out,
         values,
