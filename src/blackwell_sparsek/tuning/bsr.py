@@ -117,10 +117,8 @@ def narrow_config(problem: BsrProblem) -> NarrowConfig | None:
         tile_n = max(MIN_TILE, _power_of_two_above(sizes.n))
         return NarrowConfig(tile_m, tile_n, 256, 8 if tile_n == 64 else 4, early, early)
     if sizes.n == 1:
-        rows = sizes.rows_b * sizes.block_h * max(sizes.batch, 1)
-        if rows <= 8 * PROGRAMS_PER_SM * problem.arch.num_sms:
-            return NarrowConfig(8, 1, 1024, 4, early, early)
-        return NarrowConfig(16, 1, 512, 4, early, early)
+        # 256 values for each warp: no thread shares the entry of its chunk with another warp
+        return NarrowConfig(8, 1, 1024, 4, early, early)
     if sizes.n <= 16:
         return NarrowConfig(16, 16, 512, 4, early, early)
     if sizes.n <= 32:

@@ -8,7 +8,7 @@ import torch
 from ...core.compile_cases import CompileCase, compile_cases
 from .cases import _ORDERS, _SIZE, _addends, _short
 from .config import NarrowConfig
-from .spmm_narrow import _bsr_spmm_narrow_kernel
+from .spmm_narrow import MAX_REGISTERS, _bsr_spmm_narrow_kernel
 from .views import Strides
 
 _OLD, _NEW = (80, 89), (90, 100, 120)
@@ -61,7 +61,7 @@ def narrow_case(
         },
         num_warps=config.num_warps,
         num_stages=1,
-        options={"launch_pdl": True} if config.overlap else {},
+        options={"maxnreg": MAX_REGISTERS, **({"launch_pdl": True} if config.overlap else {})},
         **options,
     )
 
@@ -70,17 +70,17 @@ def narrow_case(
 def _cases() -> Iterator[CompileCase]:
     bf16 = torch.bfloat16
     for early, archs in ((False, _OLD), (True, _NEW)):
-        one = NarrowConfig(8, 1, 1024, 4, early, early)
-        some = NarrowConfig(16, 16, 512, 4, early, early)
-        most = NarrowConfig(32, 64, 256, 8, early, early)
-        yield narrow_case(one, bf16, (128, 128), archs=archs)
-        yield narrow_case(some, bf16, (128, 128), archs=archs, expect={"mma.sync": 1})
-        yield narrow_case(some, bf16, (16, 16), "A@X", epilogue=True, archs=archs)
-        turned = NarrowConfig(32, 64, 256, 8, early, early)
-        yield narrow_case(
-            NarrowConfig(16, 16, 256, 4, early, early), bf16, (48, 80), "A.T@X", archs=archs
-        )
-        yield narrow_case(turned, bf16, (32, 32), "X@A", epilogue=True, archs=archs)
-        yield narrow_case(NarrowConfig(16, 1, 512, 4, early, early), bf16, (128, 32), archs=archs)
-        yield narrow_case(NarrowConfig(16, 32, 256, 4, early, early), bf16, (64, 64), archs=archs)
-        yield narrow_case(most, bf16, (128, 128), archs=archs)
+
+        def config(*tiles: int, early: bool = early) -> NarrowConfig:
+            return NarrowConfig(*tiles, early, early)
+
+        tensor_cores: dict[str, Any] = {"archs": archs, "expect": {"mma.sync": 1}}
+        yield narrow_case(config(8, 1, 1024, 4), bf16, (128, 128), archs=archs)
+        yield narrow_case(config(8, 1, 1024, 4), bf16, (16, 16), "A@X", True, archs=archs)
+        yield narrow_case(config(16, 16, 512, 4), bf16, (128, 128), **tensor_cores)
+        yield narrow_case(config(16, 16, 512, 4), bf16, (16, 16), "A@X", True, **tensor_cores)
+        yield narrow_case(config(16, 32, 256, 4), bf16, (64, 64), **tensor_cores)
+        yield narrow_case(config(32, 64, 256, 8), bf16, (128, 128), **tensor_cores)
+        yield narrow_case(config(16, 64, 256, 8), bf16, (48, 80), "A@X", True, **tensor_cores)
+        yield narrow_case(config(16, 16, 256, 4), bf16, (48, 80), "A.T@X", **tensor_cores)
+        yield narrow_case(config(32, 64, 256, 8), bf16, (32, 32), "X@A", True, **tensor_cores)

@@ -25,6 +25,8 @@ from .views import strides_of
 # Values that one thread loads at a time: 16 bytes. A block never ends in the middle of them.
 CHUNK = tl.constexpr(8)
 _HEADER = tl.constexpr(HEADER)
+# Without a limit of its own ptxas spills a few values to get below 128 or 168 registers.
+MAX_REGISTERS = 240
 
 
 @triton.jit
@@ -183,6 +185,9 @@ def _bsr_spmm_narrow_kernel(
     NUM_WARPS: tl.constexpr,
 ):
     """Multiply TILE_M rows of one block row with all columns of one batch entry."""
+    if OVERLAP:
+        # the next kernel may start as soon as there is room for it; it waits where it has to
+        gdc_launch_dependents()
     M_TILES: tl.constexpr = BLOCK_H // TILE_M
     pid = tl.program_id(0)
     m_tile = pid % M_TILES
@@ -202,7 +207,6 @@ def _bsr_spmm_narrow_kernel(
             *(BLOCK_W, TILE_M, TILE_K, NUM_WARPS),
         )
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
 
     rows = m_tile * TILE_M + tl.arange(0, TILE_M)  # [TILE_M], in the block
@@ -288,5 +292,6 @@ def launch_spmm_narrow(
             *(_bsr_spmm_narrow_kernel, grid, args),
             num_warps=config.num_warps,
             num_stages=1,
+            maxnreg=MAX_REGISTERS,
             **options,
         )
