@@ -303,7 +303,7 @@ def test_narrow_products_wait_for_what_was_just_written(n, captured):
 def test_narrow_products_write_after_their_predecessors_have_read():
     a = random_bsr((2048, 2048), (64, 64), seed=39, dtype=torch.bfloat16, device=DEVICE)
     x = normal(1, 2048, seed=40, dtype=torch.bfloat16, device=DEVICE)
-    expected = [matmul(x, a.T, impl="triton") for _ in range(2)][0].clone()
+    expected = matmul(x, a.T, impl="triton").clone()
     for _ in range(200):
         # the memory of each result is the next one's: freed when the product was only queued
         first = matmul(x, a.T, impl="triton")
@@ -313,14 +313,18 @@ def test_narrow_products_write_after_their_predecessors_have_read():
         assert torch.equal(kept, expected)
 
 
-def test_narrow_products_are_captured_without_a_table():
+def test_narrow_products_are_captured_without_a_table(monkeypatch):
     a = random_bsr((512, 512), (64, 64), seed=41, dtype=torch.bfloat16, device=DEVICE)
     other = random_bsr((512, 512), (64, 64), seed=41, dtype=torch.bfloat16, device=DEVICE)
     x = operand_for(a, "X@A.T", 16, seed=42)
-    expected = matmul(x, other.T, impl="triton")
+    # the general kernel, compiled and loaded before the capture that has to take it
+    with monkeypatch.context() as patch:
+        patch.setattr(bsr_triton, "narrow_config", lambda problem: None)
+        expected = matmul(x, other.T, impl="triton")
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = matmul(x, a.T, impl="triton")
     graph.replay()
     torch.cuda.synchronize()
-    torch.testing.assert_close(got, expected, atol=0.5, rtol=0.02)
+    assert torch.equal(got, expected)
