@@ -135,7 +135,7 @@ def _add_step(acc, a, x, NUM_WARPS: tl.constexpr):
         x = tl.permute(tl.reshape(x, (NUM_WARPS, SHARE, TILE_N, CHUNK)), (0, 2, 1, 3))
         a = tl.reshape(a, (NUM_WARPS, SHARE * CHUNK, TILE_M))
         x = tl.reshape(x, (NUM_WARPS, TILE_N, SHARE * CHUNK))
-        acc = tl.dot(x, a, acc)  # [NUM_WARPS, TILE_N, TILE_M]
+        acc = tl.dot(x, a, acc, input_precision="ieee")  # [NUM_WARPS, TILE_N, TILE_M]
     return acc
 
 
