@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "masks": {"core", "formats"},
     "distributed": API,
     "integrations": API,
-    "testing": {"core", "formats", "functional"},
+    "testing": {"core", "formats", "reference", "functional"},
     "bench": API | {"testing"},
     "": API | {"masks"},
 }

@@ -20,6 +20,7 @@ from ..formats.block_mask import BlockMask
 from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
 from ..tuning.problem_attention import AttnProblem
+from . import attention_triton
 from .dispatch import Dispatcher
 from .registry import define_autograd, define_op
 
@@ -104,6 +105,12 @@ def _backward_reference(
     return reference.attention_backward(dout, dlse, q, k, v, spec)
 
 
+forward_dispatch.register(
+    "triton",
+    attention_triton.why_not_forward,
+    attention_triton.forward,
+    in_auto=attention_triton.is_compiled,
+)
 forward_dispatch.register("eager", _everything, _forward_eager)
 forward_dispatch.register("reference", _everything, _forward_reference, in_auto=False)
 backward_dispatch.register("eager", _everything, eager_backward.attention_backward)
