@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "integrations": API,
     "testing": {"core", "formats", "reference", "functional"},
     "bench": API | {"testing"},
-    "": API | {"masks"},
+    "": API | {"masks", "integrations"},
 }
 STANDARD = set(sys.stdlib_module_names)
 # Third-party packages by layer; a name under "lazy" only inside functions.

@@ -201,7 +201,12 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
     q, k, v, cu_q, cu_k, max_q, max_k, mask, *rest = inputs
     mask_shape, left, right, scale, softcap, sinks, deterministic, impl = rest
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks, *mask)
-    ctx.scalars = (max_q, max_k, mask_shape, left, right, scale, softcap, deterministic, impl)
+    # a forward kernel need not have a backward of its own: then `auto` chooses one
+    backward_impl = impl if impl in backward_dispatch.candidates else "auto"
+    ctx.scalars = (
+        *(max_q, max_k, mask_shape, left, right, scale, softcap, deterministic),
+        backward_impl,
+    )
     ctx.set_materialize_grads(False)
 
 
