@@ -9,12 +9,12 @@ from ...core.compile_cases import CompileCase, compile_cases
 from .config import PairConfig, SddmmConfig, SpmmConfig, triton_stages
 from .pair_products import _bsr_pair_products_kernel
 from .sddmm import _bsr_sddmm_kernel
-from .spmm import (
+from .spmm import _bsr_spmm_kernel
+from .spmm_finish import (
     REDUCE_TILE_M,
     REDUCE_TILE_N,
     REDUCE_WARPS,
     Addends,
-    _bsr_spmm_kernel,
     _bsr_spmm_reduce_kernel,
 )
 from .views import Strides
