@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...core.launch import launch, on_device_of
 from .config import NarrowConfig
 from .row_table import HEADER, RowTable
-from .spmm import _finish_tile, addends_of
+from .spmm_finish import addends_of, finish_tile
 from .views import strides_of
 
 # Values that one thread loads at a time: 16 bytes. A block never ends in the middle of them.
@@ -228,7 +228,7 @@ def _bsr_spmm_narrow_kernel(
     acc = _add_step(acc, a, x, NUM_WARPS)
 
     epilogue = (out_ptr, out_strides, addends, batch, row * BLOCK_H + rows, m_size, n_size)
-    _finish_tile(_total(acc, TILE_N), 0, epilogue, ACTIVATION)
+    finish_tile(_total(acc, TILE_N), 0, epilogue, ACTIVATION)
 
 
 def launch_spmm_narrow(
