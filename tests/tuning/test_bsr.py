@@ -126,23 +126,34 @@ def test_configs_check_themselves(make, match):
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
 def test_narrow_configs_fit_blocks_and_columns(sm):
-    for bh, bw, n in itertools.product(SIDES, SIDES, (1, 2, 16, 17, 33, 64)):
+    for bh, bw, n in itertools.product(SIDES, SIDES, (1, 2, 16)):
         for left, transposed in itertools.product((False, True), (False, True)):
             p = problem(sm=sm, block=(bh, bw), n=n, dense_left=left, transposed=transposed)
             config = narrow_config(p)
             config.check((bw, bh) if left else (bh, bw), n)
-            assert config.overlap == config.prefetch == (sm >= 90)
+            assert config.overlap == (sm >= 90)
             # a step goes through shared memory on its way to the tensor cores
             tiles = 2 * config.tile_k * (config.tile_m + config.tile_n)
             assert config.tile_n == 1 or tiles <= 99 * 1024
 
 
 @pytest.mark.parametrize(
-    "change", [{"n": 65}, {"n": 0}, {"dtype": torch.float32}, {"sm": 0}, {"n": 8192}]
+    "change",
+    [{"n": 17}, {"n": 0}, {"dtype": torch.float32}, {"sm": 0}, {"n": 8192}, {"shape": (8449, 8192)}],
 )
 def test_other_products_take_the_general_kernel(change):
-    assert narrow_config(problem(**{"n": 64} | change)) is None
-    assert narrow_config(problem(n=64)) is not None
+    p = problem(n=16)
+    assert narrow_config(p) is not None
+    change = {"arch": ARCHS[change["sm"]]} if "sm" in change else change
+    assert narrow_config(replace(p, **change)) is None
+
+
+def test_only_small_products_are_prefetched():
+    p = problem(n=1)
+    assert not narrow_config(p).prefetch
+    assert narrow_config(replace(p, nnz_blocks=384)).prefetch
+    assert not narrow_config(replace(p, nnz_blocks=385)).prefetch
+    assert not narrow_config(replace(p, nnz_blocks=1, arch=ARCHS[80])).prefetch
 
 
 def test_a_single_column_goes_without_tensor_cores_unless_blocks_lie_by_columns():
