@@ -20,7 +20,7 @@ from ..formats.block_mask import BlockMask
 from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
 from ..tuning.problem_attention import AttnProblem
-from .dispatch import Dispatcher
+from .dispatch import Dispatcher, only_asked
 from .registry import define_autograd, define_op
 
 Tensors = tuple[torch.Tensor, ...]
@@ -105,9 +105,9 @@ def _backward_reference(
 
 
 forward_dispatch.register("eager", _everything, _forward_eager)
-forward_dispatch.register("reference", _everything, _forward_reference, in_auto=False)
+forward_dispatch.register("reference", _everything, _forward_reference, auto_passes=only_asked)
 backward_dispatch.register("eager", _everything, eager_backward.attention_backward)
-backward_dispatch.register("reference", _everything, _backward_reference, in_auto=False)
+backward_dispatch.register("reference", _everything, _backward_reference, auto_passes=only_asked)
 
 
 def _attn_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:

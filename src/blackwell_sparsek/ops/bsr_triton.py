@@ -42,9 +42,9 @@ def why_not(problem: BsrProblem) -> str | None:
     return None
 
 
-def is_compiled(problem: BsrProblem) -> bool:
-    """`auto` does not take interpreted kernels: they are for tests."""
-    return not problem.arch.interpreted
+def interpreted_only(problem: BsrProblem) -> str | None:
+    """Why `auto` passes over the kernels, or None: interpreted, they are for tests."""
+    return "would be interpreted: only runs when asked for" if problem.arch.interpreted else None
 
 
 def _precision(dtype: torch.dtype) -> str:
