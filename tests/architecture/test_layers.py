@@ -27,9 +27,9 @@ MAY_IMPORT = {
     "masks": {"core", "formats"},
     "distributed": API,
     "integrations": API,
-    "testing": {"core", "formats", "functional"},
+    "testing": {"core", "formats", "reference", "functional"},
     "bench": API | {"testing"},
-    "": API | {"masks"},
+    "": API | {"masks", "integrations"},
 }
 STANDARD = set(sys.stdlib_module_names)
 # Third-party packages by layer; a name under "lazy" only inside functions.

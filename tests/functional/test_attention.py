@@ -58,7 +58,7 @@ MASK = BlockMask.from_dense(torch.ones(1, 1).bool(), 16, (5, 6))
         ((Q[:, :, :4], K, V), {"block_mask": MASK}, InvalidInput, r"was made for .*5, 6\]"),
         ((Q, K, V), {"deterministic": 1}, InvalidType, r"deterministic is not a bool"),
         ((Q, K, V), {"impl": "cuda"}, InvalidInput, r"impl is unknown; expected one of 'auto'"),
-        ((Q, K, V), {"impl": "triton"}, Unsupported, r"impl='triton' cannot run this"),
+        ((Q, K, V), {"impl": "sm90"}, Unsupported, r"impl='sm90' cannot run this"),
     ],
 )
 def test_refusals(args, options, error, match):

@@ -75,7 +75,7 @@ def test_tf32_is_as_close_as_cublas(tf32):
     exact = a.to_dense().double() @ x.double()
     assert_within_budget(matmul(a, x, impl="triton"), exact, a.to_dense() @ x)
     plain = normal(300, 512, seed=9, device=DEVICE)
-    sampled = sddmm(plain.T, x.T.contiguous()[:, :1024], a, impl="triton").to_dense()
+    sampled = sddmm(plain.T, x.T.contiguous(), a, impl="triton").to_dense()
     mask = a.with_data(torch.ones_like(a.data)).to_dense()
     exact = (plain.T.double() @ x.T.double()) * mask
     assert_within_budget(sampled, exact, (plain.T @ x.T) * mask)
@@ -224,9 +224,6 @@ def test_more_tiles_than_a_grid_axis_holds():
 
 def test_past_2_to_the_31_elements():
     rows = 2**31 // 4096 + 64
-    a = random_bsr(
-        (64, 4096), (64, 64), seed=32, dtype=torch.float16, device=DEVICE, whole=True, density=0.1
-    )
     keep = torch.zeros(1, 64, dtype=torch.bool, device=DEVICE)
     keep[0, -3:] = True
     dense = normal(64, 4096, seed=33, dtype=torch.float16, device=DEVICE).round()

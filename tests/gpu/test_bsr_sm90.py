@@ -102,6 +102,8 @@ def test_integers_are_exact(block, left):
     inner = matrix.shape[0] if left else matrix.shape[1]
     shape = (264, inner) if left else (inner, 264)
     dense = torch.randint(-3, 4, shape, device="cuda").half()
+    if explain(_product, matrix, dense, left, impl="sm90").chosen is None:
+        pytest.skip("block heights that WGMMA does not take")
     out = _product(matrix, dense, left, impl="sm90", out_dtype=torch.float32)
     exact = _product(_double(matrix), dense.double(), left, impl="reference")
     assert torch.equal(out.double(), exact)

@@ -6,6 +6,7 @@ weight that together outgrow the L2 cache. The exit status is 1 when a check of 
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import sys
@@ -87,7 +88,7 @@ def meeting_point(curve: Sequence[tuple[float, float]]) -> float | None:
     0.2667
     """
     points = sorted(curve)
-    for (left, high), (right, low) in zip(points, points[1:], strict=False):
+    for (left, high), (right, low) in itertools.pairwise(points):
         if high >= 1 > low:
             # time grows with density: interpolate its inverse, the ratio of times
             share = (1 - 1 / high) / (1 / low - 1 / high)

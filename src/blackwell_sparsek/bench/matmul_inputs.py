@@ -17,14 +17,14 @@ _CHECKED_ROWS, _CHECKED_COLUMNS = 256, 64
 
 @dataclass(frozen=True)
 class Product:
-    """`W @ x` [M, N] of a weight [M, K], or `x @ W.T` [N, M] where `linear`, as a layer computes."""
+    """`W @ x` [M, N] of a weight [M, K], or `x @ W.T` [N, M], the order of a layer: `linear`."""
 
     rows: int
     inner: int
     n: int
     block: tuple[int, int]
     density: float
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.float16
     linear: bool = False
 
     @property

@@ -1,9 +1,7 @@
-"""The cases of `bench.matmul`. Sizes are those of the GPU suites unless `tiny`, which is for tests."""
+"""The cases of `bench.matmul`, for a GPU; `tiny` ones run anywhere, for tests and a first look."""
 
 from collections.abc import Iterator
 from functools import partial
-
-import torch
 
 from .matmul_inputs import Product
 from .matmul_peers import CUSPARSE, DENSE, OURS, PACKED, STORED, TORCH, TUNED
@@ -44,25 +42,22 @@ def _case(
 
 def founding(tiny: bool = False) -> Iterator[Case]:
     """8192 x 8192 x 8192 in float16, 78 % sparse, random: every block shape and every peer."""
-    size, dtype = (256, torch.float32) if tiny else (8192, torch.float16)
+    size = 256 if tiny else 8192
     peers = (OURS, DENSE, PACKED, TORCH, TUNED)
     for block in BLOCKS:
         more = (CUSPARSE,) if block == (128, 128) else ()
-        product = Product(size, size, size, block, 0.22, dtype)
+        product = Product(size, size, size, block, 0.22)
         yield _case(product, f"{size}^3", (*peers, *more))
-    yield _case(
-        Product(size, size, size, (128, 128), 1.0, dtype), f"{size}^3", (OURS, STORED, DENSE)
-    )
+    yield _case(Product(size, size, size, (128, 128), 1.0), f"{size}^3", (OURS, STORED, DENSE))
 
 
 def square(tiny: bool = False) -> Iterator[Case]:
     """Square products of 4096 to 32768 at five densities; the largest with fewer block shapes."""
-    dtype = torch.float32 if tiny else torch.float16
     for size in (256,) if tiny else (4096, 8192, 16384, 32768):
         blocks = BLOCKS if size <= 8192 else ((128, 128), (64, 64), (16, 16))
         for density in (0.5, 0.3, 0.22, 0.1, 0.05):
             for block in blocks:
-                yield _case(Product(size, size, size, block, density, dtype), f"{size}^3")
+                yield _case(Product(size, size, size, block, density), f"{size}^3")
 
 
 def llama(tiny: bool = False) -> Iterator[Case]:
@@ -82,22 +77,20 @@ def _layers(
     blocks: tuple[tuple[int, int], ...],
     tiny: bool,
 ) -> Iterator[Case]:
-    dtype, shrink = (torch.float32, 16) if tiny else (torch.float16, 1)
+    shrink = 16 if tiny else 1
     for name, (rows, inner) in layers.items():
         for n in tokens:
             for block in blocks:
-                product = Product(
-                    rows // shrink, inner // shrink, n, block, 0.22, dtype, linear=True
-                )
+                product = Product(rows // shrink, inner // shrink, n, block, 0.22, linear=True)
                 yield _case(product, f"{name}, {n} tokens", (OURS, DENSE), narrow=n <= NARROW)
 
 
 def crossover(tiny: bool = False) -> Iterator[Case]:
     """Stored blocks against the dense product over the density, to find where they meet."""
-    size, dtype = (256, torch.float32) if tiny else (8192, torch.float16)
+    size = 256 if tiny else 8192
     for block in BLOCKS:
         for density in (0.1, 0.3, 0.5, 0.7, 0.9):
-            product = Product(size, size, size, block, density, dtype)
+            product = Product(size, size, size, block, density)
             yield _case(product, f"{size}^3", (STORED, OURS, DENSE))
 
 

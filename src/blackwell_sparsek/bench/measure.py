@@ -89,7 +89,8 @@ def _times(
 
 def captured(runs: tuple[Run, ...]) -> Run:
     """All of `runs`, one after the other, as one CUDA graph."""
-    stream: Any = torch.cuda.Stream()
+    make_stream: Any = torch.cuda.Stream
+    stream = make_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for run in runs:

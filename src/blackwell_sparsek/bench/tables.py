@@ -11,8 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-BEGIN = "<!-- results: written by `python -m blackwell_sparsek.bench.tables`, not by hand -->"
-END = "<!-- end of results -->"
+BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 RESULTS = pathlib.Path("benchmarks/results")
 # what a reader of README.md wants first; the other files have tables of their own
 README_SUITES = ("matmul_founding", "matmul_decode", "matmul_crossover")
@@ -52,7 +51,7 @@ def _row(case: dict[str, Any], mode: str) -> list[str] | None:
         return None
 
     def ms(name: str) -> str:
-        return f"{times[name]['quantiles_s']['p50'] * 1e3:.3g}" if name in times else "n/a"
+        return _number(times[name]["quantiles_s"]["p50"] * 1e3) if name in times else "n/a"
 
     ours = times.get("bsk", {})
     ratio = case.get("ratios", {}).get(mode, {})
@@ -66,8 +65,8 @@ def _row(case: dict[str, Any], mode: str) -> list[str] | None:
         ms("dense_packed_k"),
         f"{ms(best)} ({best})" if best else "n/a",
         _times(ratio.get("over_best_sparse")),
-        f"{ours['executed_tflops']:.3g}" if ours else "n/a",
-        f"{ours['dense_equivalent_tflops']:.3g}" if ours else "n/a",
+        _number(ours["executed_tflops"]) if ours else "n/a",
+        _number(ours["dense_equivalent_tflops"]) if ours else "n/a",
     ]
 
 
@@ -112,6 +111,11 @@ def _absent(cases: list[dict[str, Any]]) -> list[str]:
             if "failed" in entry:
                 found[f"- {name}: failed its check ({case['name']}): {entry['failed']}"] = None
     return list(found)
+
+
+def _number(value: float) -> str:
+    """Three digits, and no exponent where there are more."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
 def _has(entry: dict[str, Any], mode: str) -> bool:

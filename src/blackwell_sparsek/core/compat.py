@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Callable
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +40,47 @@ def why_no_triton() -> str | None:
     if version < MIN_TRITON:
         return f"triton {version[0]}.{version[1]} is older than {MIN_TRITON[0]}.{MIN_TRITON[1]}"
     return None
+
+
+class KernelLauncher(NamedTuple):
+    """The C function that launches a compiled kernel, below Triton's own preparations.
+
+    `prefix` are its constant leading arguments after grid and stream; `descriptors` is the metadata
+    of the tensor descriptors among the kernel's parameters, in their order.
+    """
+
+    launch: Callable[..., None]
+    prefix: tuple[Any, ...]
+    descriptors: list[Any]
+
+
+def kernel_launcher(compiled: Any) -> KernelLauncher | None:
+    """The launcher of a kernel that Triton compiled; None where this version hides it."""
+    try:
+        run = compiled.run
+        launch = run.launch
+        if run.global_scratch_size or run.profile_scratch_size:
+            return None
+        descriptors: list[Any] = []
+        cells = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
+        if "launcher" in cells:
+            descriptors = cells["tensordesc_meta"].cell_contents
+            launch = cells["launcher"].cell_contents
+    except (AttributeError, TypeError, KeyError):
+        # a kernel without descriptors is launched by a builtin, which has no closure
+        if not callable(getattr(getattr(compiled, "run", None), "launch", None)):
+            return None
+        descriptors = []
+    flags = (run.launch_cooperative_grid, run.launch_pdl)
+    no_scratch_or_hooks = (None, None, compiled.packed_metadata, None, None, None)
+    return KernelLauncher(launch, (compiled.function, *flags, *no_scratch_or_hooks), descriptors)
+
+
+def tensor_map(descriptor: Any, metadata: Any) -> Any:
+    """What the launcher takes in place of a host-side tensor descriptor."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return make_tensordesc_arg(descriptor, metadata)
 
 
 def installed_versions() -> dict[str, str]:

@@ -15,6 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .compat import KernelLauncher, kernel_launcher, tensor_map
+
+# Tensor maps kept for each descriptor: the allocator hands out the same few addresses again.
+MAX_TENSOR_MAPS = 16
+
 
 def cdiv(a: int, b: int) -> int:
     """Ceiling division of non-negative integers."""
@@ -66,7 +71,11 @@ def launch(kernel: Any, grid: int, args: Sequence[Any], **options: Any) -> None:
 def scratch(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, zero: bool = False
 ) -> torch.Tensor:
-    """Memory for one call of an operator, which a repeated call allocates anew."""
+    """Memory for one call of an operator, which a repeated call allocates anew.
+
+    Zeroed memory is for counters: int32, a few words.
+    """
+    assert not zero or dtype == torch.int32, dtype
     make = torch.zeros if zero else torch.empty
     memory = make(tuple(shape), dtype=dtype, device=device)
     record = _recording.get()
@@ -75,38 +84,113 @@ def scratch(
     return memory
 
 
-class _Place(NamedTuple):
-    """An argument that holds a tensor: itself, in a tuple, or under a descriptor."""
+class _Slot(NamedTuple):
+    """A place in a launcher's argument list that differs from call to call."""
 
-    position: int
-    item: int | None
-    descriptor: bool
+    place: int
     role: int
 
-    def put(self, args: list[Any], tensor: torch.Tensor | None) -> None:
-        """Put `tensor` there."""
-        if self.descriptor:
-            # a copy: another thread may be launching with the same one
-            args[self.position] = descriptor = copy(args[self.position])
-            descriptor.base = tensor
-        elif self.item is None:
-            args[self.position] = tensor
+
+class _Template:
+    """One recorded launch as the argument list of Triton's C launcher.
+
+    Tensors are given as addresses, which the launcher takes without asking them again.
+    """
+
+    def __init__(self, launched: _Launch, launcher: KernelLauncher, role_of: dict[int, int]):
+        self.launch = launcher.launch
+        self.args: list[Any] = [launched.grid, 1, 1, 0, *launcher.prefix]
+        self.tensors: list[_Slot] = []
+        self.nested: list[tuple[int, list[_Slot]]] = []
+        self.descriptors: list[tuple[_Slot, Any, Any, dict[int, Any]]] = []
+        self.kept: list[torch.Tensor] = []
+        metadata = iter(launcher.descriptors)
+        for arg in launched.args:
+            place = len(self.args)
+            if isinstance(getattr(arg, "base", None), torch.Tensor):
+                meta = next(metadata)
+                slot = _Slot(place, role_of[arg.base.data_ptr()])
+                self.args += tensor_map(arg, meta)
+                self.descriptors.append((slot, copy(arg), meta, {}))
+                self.descriptors[-1][1].base = None
+            elif isinstance(arg, tuple):
+                slots: list[_Slot] = []
+                self.args.append([self._value(x, i, role_of, slots) for i, x in enumerate(arg)])
+                self.nested.append((place, slots))
+            else:
+                self.args.append(self._value(arg, place, role_of, self.tensors))
+
+    def _value(self, arg: Any, place: int, role_of: dict[int, int], slots: list[_Slot]) -> Any:
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        address = arg.data_ptr()
+        if address in role_of:
+            slots.append(_Slot(place, role_of[address]))
         else:
-            old = args[self.position]
-            args[self.position] = (*old[: self.item], tensor, *old[self.item + 1 :])
+            self.kept.append(arg)
+        return address
+
+    def run(self, stream: int, tensors: list[torch.Tensor | None], addresses: list[int]) -> None:
+        """Launch with these tensors, by role."""
+        args = [*self.args]
+        args[3] = stream
+        for place, role in self.tensors:
+            args[place] = addresses[role]
+        for place, slots in self.nested:
+            items = [*args[place]]
+            for item, role in slots:
+                items[item] = addresses[role]
+            args[place] = tuple(items)
+        for (place, role), descriptor, meta, maps in self.descriptors:
+            args[place] = maps.get(addresses[role]) or self._map(
+                descriptor, meta, maps, tensors[role]
+            )
+        self.launch(*args)
+
+    @staticmethod
+    def _map(descriptor: Any, meta: Any, maps: dict[int, Any], tensor: Any) -> Any:
+        if len(maps) >= MAX_TENSOR_MAPS:
+            maps.clear()
+        descriptor = copy(descriptor)
+        descriptor.base = tensor
+        maps[tensor.data_ptr()] = made = tensor_map(descriptor, meta)[0]
+        return made
 
 
-def _tensors_in(args: list[Any]) -> Iterator[tuple[int, int | None, bool, torch.Tensor]]:
-    """(index, item, whether under a descriptor, tensor) of each tensor among arguments."""
-    for index, arg in enumerate(args):
-        if isinstance(arg, torch.Tensor):
-            yield index, None, False, arg
-        elif isinstance(getattr(arg, "base", None), torch.Tensor):
-            yield index, None, True, arg.base
-        elif isinstance(arg, tuple):
-            for item, inner in enumerate(arg):
-                if isinstance(inner, torch.Tensor):
-                    yield index, item, False, inner
+class _Zeros:
+    """Zeroed words for counters: each is handed out once, so that streams cannot meet in one.
+
+    Made for one stream, on which they were zeroed.
+    """
+
+    WORDS = 4096
+
+    def __init__(self, device: torch.device):
+        self.words = torch.zeros(self.WORDS, dtype=torch.int32, device=device)
+        self.used = 0
+
+    def take(self, count: int) -> torch.Tensor | None:
+        """The next `count` words, or None when they are used up."""
+        first = self.used
+        self.used = first + count
+        return self.words[first : self.used] if self.used <= self.WORDS else None
+
+
+_zeros: dict[tuple[int, int], _Zeros] = {}
+
+
+def _counter(count: int, device: torch.device, stream: int) -> torch.Tensor:
+    """`count` zeroed int32 for a launch on `stream`."""
+    # a graph must zero its counters at every replay
+    if not torch.cuda.is_current_stream_capturing():
+        key = (device.index or 0, stream)
+        if key not in _zeros:
+            _zeros[key] = _Zeros(device)
+        words = _zeros[key].take(count)
+        if words is not None:
+            return words
+        del _zeros[key]
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 class RecordedLaunches:
@@ -114,17 +198,13 @@ class RecordedLaunches:
 
     `make` takes the tensors of the recorded call, None for an absent one, in the order in which
     `repeat` takes their successors. It returns None where the recording cannot tell the tensors
-    apart, or where kernels were interpreted.
+    apart, where kernels were interpreted, or where Triton hides its launcher.
     """
 
-    def __init__(self, record: _Recording, places: list[list[_Place]]):
-        self._steps = list(zip(record.launches, places, strict=True))
-        self._scratch = [(x.shape, x.dtype, x.device, zero) for x, zero in record.scratch]
+    def __init__(self, templates: list[_Template], scratch_made: list[tuple[torch.Tensor, bool]]):
+        self._templates = templates
+        self._scratch = [(x.shape, x.dtype, x.device, zero) for x, zero in scratch_made]
         self._device = torch.cuda.current_device()
-        # the tensors of the recorded call must not be kept alive
-        for launched, where in self._steps:
-            for place in where:
-                place.put(launched.args, None)
 
     @classmethod
     def make(
@@ -136,15 +216,13 @@ class RecordedLaunches:
         distinct = len(role_of) == sum(x is not None for x in known)
         if not (distinct and record.launches and record.complete):
             return None
-        places = [
-            [
-                _Place(index, item, descriptor, role_of[tensor.data_ptr()])
-                for index, item, descriptor, tensor in _tensors_in(launched.args)
-                if tensor.data_ptr() in role_of
-            ]
-            for launched in record.launches
-        ]
-        return cls(record, places)
+        templates = []
+        for launched in record.launches:
+            launcher = kernel_launcher(launched.compiled)
+            if launcher is None or not _descriptors_have_roles(launched.args, role_of):
+                return None
+            templates.append(_Template(launched, launcher, role_of))
+        return cls(templates, record.scratch)
 
     def repeat(self, roles: Sequence[torch.Tensor | None]) -> None:
         """Launch again with `roles` in place of the recorded tensors, on the current stream."""
@@ -153,19 +231,19 @@ class RecordedLaunches:
         if torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self.repeat(roles)
-        known = [*roles]
-        for shape, dtype, device, zero in self._scratch:
-            make = torch.zeros if zero else torch.empty
-            known.append(make(shape, dtype=dtype, device=device))
         stream = driver.active.get_current_stream(self._device)
-        for (compiled, grid, args), places in self._steps:
-            # a copy: another thread may repeat the same launches
-            args = [*args]
-            for place in places:
-                place.put(args, known[place.role])
-            compiled.run(
-                *(grid, 1, 1, stream, compiled.function, compiled.packed_metadata),
-                *(None, None, None),
-                *args,
-            )
+        tensors = [*roles]
+        for shape, dtype, device, zero in self._scratch:
+            if zero:
+                tensors.append(_counter(shape.numel(), device, stream))
+            else:
+                tensors.append(torch.empty(shape, dtype=dtype, device=device))
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        for template in self._templates:
+            template.run(stream, tensors, addresses)
         return None
+
+
+def _descriptors_have_roles(args: list[Any], role_of: dict[int, int]) -> bool:
+    bases = [getattr(arg, "base", None) for arg in args]
+    return all(b.data_ptr() in role_of for b in bases if isinstance(b, torch.Tensor))

@@ -1,8 +1,12 @@
-"""Softmax arithmetic of every attention kernel; the only place where exponentials are taken.
+"""The softmax of every attention kernel: the online step, what ends it, merging partial results.
 
-Conventions: `lse` is a natural logarithm in fp32 wherever it is stored. Inside kernels quantities
-in units of log2 end in `_log2`, because exp2 is what the hardware has. A row that saw no key has
-lse -inf and output 0; the guards against -inf - -inf live here and nowhere else.
+`lse` is a natural logarithm in fp32 wherever it is stored; inside kernels quantities in units of
+log2 end in `_log2`, because exp2 is what the hardware has. State per row: `m_log2`, the running
+maximum of the base-2 exponents, and `row_sum`, the running sum of 2^(exponent - m_log2). A row that
+has seen nothing has m_log2 = -inf and row_sum = 0, and ends as output 0 and lse -inf; the guards
+against -inf - -inf live here and nowhere else. Accumulators stay with the caller: functions return
+the factors for them, since a kernel may hold them in another layout. Nothing else in device code
+takes exponentials.
 """
 
 import triton
@@ -10,6 +14,50 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def init_state(q_pos):
+    """State of rows that have seen nothing, in the layout of `q_pos`."""
+    row_sum = (q_pos - q_pos).to(tl.float32)
+    return row_sum - float("inf"), row_sum
+
+
+@triton.jit
+def _safe_shift(m_log2):
+    """What to subtract from exponents: the maximum, or 0 for rows that have seen nothing."""
+    return tl.where(m_log2 == -float("inf"), 0.0, m_log2)
+
+
+@triton.jit
+def softmax_step(m_log2, row_sum, s, scale_log2):
+    """Take in raw scores `s` [rows, keys], -inf where masked; `scale_log2` > 0.
+
+    Returns the new state, the weights p [rows, keys], and the factor that older accumulators of
+    each row take.
+    """
+    m_new = tl.maximum(m_log2, tl.max(s, 1) * scale_log2)
+    shift = _safe_shift(m_new)
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(m_log2 - shift)
+    return m_new, row_sum * rescale + tl.sum(p, 1), p, rescale
+
+
+@triton.jit
+def add_sink(m_log2, row_sum, sink):
+    """Take in one more logit (natural units) without a value; returns state and rescale factor."""
+    sink_log2 = sink.to(tl.float32) * LOG2_E
+    m_new = tl.maximum(m_log2, sink_log2)
+    shift = _safe_shift(m_new)
+    rescale = tl.exp2(m_log2 - shift)
+    return m_new, row_sum * rescale + tl.exp2(sink_log2 - shift), rescale
+
+
+@triton.jit
+def finalise(m_log2, row_sum):
+    """Factor that turns accumulators into outputs, and the natural-log lse; 0 and -inf if empty."""
+    inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    return inverse, (m_log2 + tl.log2(row_sum)) * LN_2
 
 
 @triton.jit
@@ -39,3 +87,17 @@ def merge_partials(o_a, weight_a, o_b, weight_b):
     o_a = tl.where(weight_a[:, None] == 0.0, 0.0, o_a)
     o_b = tl.where(weight_b[:, None] == 0.0, 0.0, o_b)
     return o_a * weight_a[:, None] + o_b * weight_b[:, None]
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent, within 4 ulp of fp32."""
+    # 1 - 2 / (e^2x + 1) cancels near 0; its Taylor series is exact to fp32 below 1/4 in 6 terms
+    square = x * x
+    series = -1382.0 / 155925.0 * square + 62.0 / 2835.0
+    series = series * square - 17.0 / 315.0
+    series = series * square + 2.0 / 15.0
+    series = series * square - 1.0 / 3.0
+    near = x + x * square * series
+    far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.25, near, far)

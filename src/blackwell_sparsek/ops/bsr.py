@@ -16,7 +16,7 @@ from ..eager import bsr_pairs as eager_pairs
 from ..reference import bsr_matmul as reference
 from . import bsr_dense, bsr_sm90, bsr_triton
 from .bsr_problem import matmul_problem, pairs_problem, sddmm_problem
-from .dispatch import Dispatcher, only_asked
+from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_op
 
 matmul_dispatch = Dispatcher("bsr_matmul")
@@ -47,7 +47,7 @@ matmul_dispatch.register(
 matmul_dispatch.register("reference", _anything, reference.bsr_matmul, auto_passes=only_asked)
 
 sddmm_dispatch.register(
-    "triton", bsr_triton.why_not, bsr_triton.bsr_sddmm, auto_passes=bsr_triton.interpreted_only
+    "triton", bsr_triton.why_not, bsr_triton.bsr_sddmm, auto_passes=interpreted_only
 )
 sddmm_dispatch.register("eager", _anything, eager.bsr_sddmm)
 sddmm_dispatch.register("dense", _anything, eager_dense.bsr_sddmm, auto_passes=only_asked)
@@ -57,7 +57,7 @@ pairs_dispatch.register(
     "triton",
     bsr_triton.why_not,
     bsr_triton.bsr_pair_products,
-    auto_passes=bsr_triton.interpreted_only,
+    auto_passes=interpreted_only,
 )
 pairs_dispatch.register("eager", _anything, eager_pairs.bsr_pair_products)
 pairs_dispatch.register("reference", _anything, reference.bsr_pair_products, auto_passes=only_asked)

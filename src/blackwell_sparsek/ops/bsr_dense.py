@@ -6,6 +6,7 @@ from functools import lru_cache
 from ..tuning.bsr_estimate import dense_seconds, sparse_seconds
 from ..tuning.problem_bsr import BsrProblem
 from . import bsr_sm90, bsr_triton
+from .dispatch import interpreted_only
 
 
 def passed_for_dense(impl: str) -> Callable[[BsrProblem], str | None]:
@@ -25,7 +26,7 @@ _triton_for_dense = passed_for_dense("triton")
 
 def triton_passed_over(problem: BsrProblem) -> str | None:
     """Interpreted kernels are for tests; compiled ones compete with the dense product."""
-    return bsr_triton.interpreted_only(problem) or _triton_for_dense(problem)
+    return interpreted_only(problem) or _triton_for_dense(problem)
 
 
 def dense_passed_over(problem: BsrProblem) -> str | None:
@@ -41,7 +42,7 @@ def dense_passed_over(problem: BsrProblem) -> str | None:
 def _sparse_impls(problem: BsrProblem) -> list[str]:
     """Sparse implementations that can run, in the order in which `auto` asks."""
     impls = ["sm90"] if bsr_sm90.why_not(problem) is None else []
-    if (bsr_triton.why_not(problem) or bsr_triton.interpreted_only(problem)) is None:
+    if (bsr_triton.why_not(problem) or interpreted_only(problem)) is None:
         impls.append("triton")
     return [*impls, "eager"]
 

@@ -35,7 +35,7 @@ def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
         bias if again else None,
         *pattern,
     )
-    ctx.arguments = (shape, transposed, dense_left, activation, impl)
+    ctx.arguments = (shape, transposed, dense_left, activation, _derivative_impl(impl))
     ctx.dtypes = [None if x is None else x.dtype for x in (values, dense, bias, residual)]
     ctx.block_shape = values.shape[1:]
 
@@ -95,6 +95,14 @@ def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
+def _derivative_impl(impl: str) -> str:
+    """What a derivative is computed with: other products than the one `impl` was asked for.
+
+    The portable implementations have all of them; a special one may not, so `auto` chooses.
+    """
+    return impl if impl in ("reference", "eager", "triton") else "auto"
+
+
 def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -102,7 +110,7 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 def _sddmm_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, pattern, shape, _, _, impl = inputs
     ctx.save_for_backward(a, b, *pattern)
-    ctx.arguments = (shape, impl)
+    ctx.arguments = (shape, _derivative_impl(impl))
 
 
 def _sddmm_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -40,7 +40,7 @@ def bsr_matmul(
         *(bias, residual, activation, out_dtype),
     )
     for part in product.parts:
-        x_transposed = part[1].stride(-1) != 1
+        operands, x_transposed = _readable(part[1], product.blocks.shape[2])
         config = spmm_sm90_config(product.problem, x_transposed)
         blocks, indptr, indices, perm = _tall_blocks(product, values, config.BLOCK_H)
         sizes = spmm_sizes(product.problem)._replace(
@@ -51,10 +51,27 @@ def bsr_matmul(
         for i in range(part[0].shape[0]):
             part_residual = part[2][i] if residual is not None else None
             launch_spmm_sm90(
-                *(part[0][i], blocks, indices, perm, part[1][i]),
+                *(part[0][i], blocks, indices, perm, operands[i]),
                 *(bias, part_residual, plan, config),
             )
     return product.out
+
+
+def _readable(x: torch.Tensor, block_w: int) -> tuple[torch.Tensor, bool]:
+    """The dense operand [B, K, N] as the kernel reads it, and whether its columns are contiguous.
+
+    Narrow blocks would make of contiguous columns many short copies; those are turned around first.
+    """
+    from ..kernels.bsr.transpose import launch_transpose
+
+    if x.stride(-1) == 1:
+        return x, False
+    if block_w % 32 == 0 or x.shape[2] % 8:
+        return x, True
+    turned = scratch(x.shape, x.dtype, x.device)
+    for i in range(x.shape[0]):
+        launch_transpose(turned[i], x[i].mT)
+    return turned, False
 
 
 def _tall_blocks(

@@ -42,11 +42,6 @@ def why_not(problem: BsrProblem) -> str | None:
     return None
 
 
-def interpreted_only(problem: BsrProblem) -> str | None:
-    """Why `auto` passes over the kernels, or None: interpreted, they are for tests."""
-    return "would be interpreted: only runs when asked for" if problem.arch.interpreted else None
-
-
 def _precision(dtype: torch.dtype) -> str:
     """Multiply float32 as torch's own products may: in tf32 only where the user allowed it."""
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -109,12 +104,11 @@ def bsr_sddmm(
         problem = replace(problem, batch=parts[0][0].shape[0])
     config = sddmm_config(problem, _precision(a.dtype))
     if len(parts) == 1:
-        part_a, part_b = parts[0]
-        launch_sddmm(out, part_a, part_b, indices, t_indices, t_perm, config)
+        launch_sddmm(out, parts[0][0], parts[0][1], indices, t_indices, t_perm, config)
         return out
     sums = out.new_empty((len(parts), *out.shape), dtype=torch.float32)
-    for i, (part_a, part_b) in enumerate(parts):
-        launch_sddmm(sums[i], part_a, part_b, indices, t_indices, t_perm, config)
+    for partial_sum, (part_a, part_b) in zip(sums, parts, strict=True):
+        launch_sddmm(partial_sum, part_a, part_b, indices, t_indices, t_perm, config)
     return out.copy_(sums.sum(0))
 
 

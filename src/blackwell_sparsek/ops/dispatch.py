@@ -30,6 +30,11 @@ def only_asked(problem: Any) -> str | None:
     return "only runs when asked for"
 
 
+def interpreted_only(problem: Any) -> str | None:
+    """Why `auto` passes over Triton's kernels where they would be interpreted, or None."""
+    return "would be interpreted: only runs when asked for" if problem.arch.interpreted else None
+
+
 def _never_passed(problem: Any) -> str | None:
     return None
 

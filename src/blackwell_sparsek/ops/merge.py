@@ -8,12 +8,19 @@ from ..core.errors import Unsupported
 from ..eager import softmax_state as eager
 from ..reference import softmax_state as reference
 from ..tuning.problem_merge import MergeProblem
-from .dispatch import Dispatcher, only_asked
+from . import attention_triton
+from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
 
 Tensors = tuple[torch.Tensor, ...]
 
 merge_dispatch = Dispatcher("merge_states")
+merge_dispatch.register(
+    "triton",
+    attention_triton.why_not_merge,
+    attention_triton.merge_states,
+    auto_passes=interpreted_only,
+)
 merge_dispatch.register("eager", lambda problem: None, eager.merge_states)
 merge_dispatch.register(
     "reference", lambda problem: None, reference.merge_states, auto_passes=only_asked

@@ -43,6 +43,9 @@ def assert_within_budget(
     if exact.numel() == 0:
         return
     eps = torch.finfo(actual.dtype).eps
+    if actual.dtype == torch.float64:
+        # the oracle rounds as often as such a result does
+        eps *= 8
     exact = exact.detach().double()
     got = actual.detach().to(exact.device).double()
     plain = same_precision.detach().to(exact.device).double()

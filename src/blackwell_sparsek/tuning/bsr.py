@@ -84,7 +84,7 @@ def _narrow_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile
     tile_m = largest_tile(sizes.block_h, 64)
     if _is_fma(problem.dtype, precision):
         # without tensor cores the operands sit in registers: short steps
-        return _Tile(min(tile_m, 32), tile_n, largest_tile(sizes.block_w, 32), 4, 3)
+        return _Tile(min(tile_m, 32), tile_n, 32, 4, 3)
     panels = sizes.rows_b * max(sizes.batch, 1)
     while (
         tile_m > MIN_TILE
@@ -92,8 +92,7 @@ def _narrow_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile
     ):
         tile_m //= 2
     # long steps: 128 two-byte elements of a row are two full cache lines
-    tile_k = largest_tile(sizes.block_w, 256 // problem.dtype.itemsize)
-    return _Tile(tile_m, tile_n, tile_k, 4, 4)
+    return _Tile(tile_m, tile_n, 256 // problem.dtype.itemsize, 4, 4)
 
 
 def _wide_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile:
@@ -102,18 +101,20 @@ def _wide_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile:
     tile_m = largest_tile(sizes.block_h, 128)
     if _is_fma(problem.dtype, precision):
         tile_m = min(tile_m, 64)
-        return _Tile(tile_m, 64, largest_tile(sizes.block_w, 16), 4, 3)
+        return _Tile(tile_m, 64, 16, 4, 3)
     if problem.dtype == torch.float32:
         # tf32: as many bytes as 16-bit tiles with half the steps
-        return _Tile(tile_m, 128, largest_tile(sizes.block_w, 32), 8 if tile_m == 128 else 4, 3)
-    tile_k = largest_tile(sizes.block_w, 64)
+        return _Tile(tile_m, 128, 32, 8 if tile_m == 128 else 4, 3)
     if sm in (90, 100, 103):
         # accumulators of 128x256 take half the registers of 8 warps; wgmma and tcgen05 read
         # both operands from shared memory, and x from L2 is what limits: wide panels
-        wide = _Tile(tile_m, 256, tile_k, 8 if tile_m == 128 else 4, 4)
+        wide = _Tile(tile_m, 256, 64, 8 if tile_m == 128 else 4, 4)
+        if sm >= 100 and problem.activation is not None:
+            # all accumulators leave tensor memory at once: 256 columns would spill beside an erf
+            wide = wide._replace(n=128)
     else:
         # mma.sync needs operand registers beside the accumulators
-        wide = _Tile(tile_m, 128, largest_tile(sizes.block_w, 32), 8 if tile_m == 128 else 4, 4)
+        wide = _Tile(tile_m, 128, 32, 8 if tile_m == 128 else 4, 4)
     return _narrowed(wide, problem.arch, sizes)
 
 

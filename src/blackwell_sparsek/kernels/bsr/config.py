@@ -63,9 +63,10 @@ class _TileConfig:
 
 @dataclass(frozen=True)
 class SpmmConfig(_TileConfig):
-    """Tiles of BSR @ dense: tile_m rows of a block row, tile_n columns, tile_k steps in a block.
+    """Tiles of BSR @ dense: tile_m rows of a block row, tile_n columns, steps of tile_k.
 
-    `chunk` is how many blocks one program visits at most; longer rows are cut (see `plan`).
+    Steps that do not divide the width of a block take pieces of several blocks at once. `chunk` is
+    how many blocks one program visits at most; longer rows are cut (see `plan`).
     """
 
     chunk: int
@@ -78,7 +79,6 @@ class SpmmConfig(_TileConfig):
     def check_blocks(self, block_shape: tuple[int, int]) -> None:
         """Raise unless the tiles fit into blocks of this shape."""
         self._check_divides("tile_m", block_shape[0], "block height")
-        self._check_divides("tile_k", block_shape[1], "block width")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,99 @@
+"""The mask file: which keys a query sees. Nothing else in the package compares positions.
+
+A band `(left, right)` shows the query at position p the keys p - left .. p + right; an open side is
+2**30, which int32 sums stand. Query i of `q_len` sits at p = i + kv_len - q_len, so that the last
+query meets the last key. Ranges are half open, in tokens; an empty range has lo >= hi. Functions
+take and return scalars or vectors; none of them makes one, so Triton and Gluon kernels share them.
+"""
+
+import triton
+import triton.language as tl
+
+# tile classes, in the order of how much of the tile is visible
+EMPTY = tl.constexpr(0)
+PARTIAL = tl.constexpr(1)
+FULL = tl.constexpr(2)
+
+
+@triton.jit
+def position(q_index, q_len, kv_len):
+    """Position of a query among the keys; negative for queries before the first key."""
+    return q_index + (kv_len - q_len)
+
+
+@triton.jit
+def row_bounds(q_pos, kv_len, left, right):
+    """First and last key (both inclusive) that each position sees; last < first if none."""
+    return q_pos - left, tl.minimum(q_pos + right, kv_len - 1)
+
+
+@triton.jit
+def within_bounds(kv_pos, first, last):
+    """Whether keys lie between the row bounds; two comparisons cover band and length."""
+    return (kv_pos >= first) & (kv_pos <= last)
+
+
+@triton.jit
+def band_visible(q_pos, kv_pos, kv_len, left, right):
+    """Whether positions `q_pos` see keys `kv_pos`; the two broadcast."""
+    first, last = row_bounds(q_pos, kv_len, left, right)
+    return within_bounds(kv_pos, first, last)
+
+
+@triton.jit
+def exists(index, length):
+    """Whether tokens lie inside of their sequence."""
+    return index < length
+
+
+@triton.jit
+def bit_visible(words, kv_in_block):
+    """Element predicate of a partial block: bit `kv_in_block % 32` of each word."""
+    return ((words >> (kv_in_block % 32)) & 1) != 0
+
+
+@triton.jit
+def kv_range(q_start, q_end, q_len, kv_len, left, right):
+    """Keys that at least one existing query of `[q_start, q_end)` sees."""
+    first_pos = position(q_start, q_len, kv_len)
+    end_pos = position(tl.minimum(q_end, q_len), q_len, kv_len)
+    lo = tl.maximum(first_pos - left, 0)
+    # minus one before the sum: end_pos + right may pass int32 when both are at their limits
+    hi = tl.minimum(tl.maximum(end_pos - 1 + right, -1), kv_len - 1) + 1
+    hi = tl.where(first_pos < end_pos, hi, 0)
+    return lo, tl.maximum(hi, 0)
+
+
+@triton.jit
+def kv_range_of_all(q_start, q_end, q_len, kv_len, left, right):
+    """Keys that every existing query of `[q_start, q_end)` sees."""
+    first_pos = position(q_start, q_len, kv_len)
+    last_pos = position(tl.minimum(q_end, q_len), q_len, kv_len) - 1
+    lo = tl.maximum(last_pos - left, 0)
+    hi = tl.minimum(tl.maximum(first_pos + right, -1), kv_len - 1) + 1
+    hi = tl.where(first_pos <= last_pos, hi, 0)
+    return lo, tl.maximum(hi, 0)
+
+
+@triton.jit
+def q_range(kv_start, kv_end, q_len, kv_len, left, right):
+    """Queries that see at least one existing key of `[kv_start, kv_end)`: adjoint of `kv_range`."""
+    # keys look back at queries through the mirrored band
+    return kv_range(kv_start, kv_end, kv_len, q_len, right, left)
+
+
+@triton.jit
+def q_range_of_all(kv_start, kv_end, q_len, kv_len, left, right):
+    """Queries that see every existing key of `[kv_start, kv_end)`."""
+    return kv_range_of_all(kv_start, kv_end, kv_len, q_len, right, left)
+
+
+@triton.jit
+def classify_tile(q_start, q_end, kv_start, kv_end, q_len, kv_len, left, right):
+    """EMPTY, PARTIAL or FULL, of the queries and keys that exist."""
+    lo, hi = kv_range(q_start, q_end, q_len, kv_len, left, right)
+    all_lo, all_hi = kv_range_of_all(q_start, q_end, q_len, kv_len, left, right)
+    kv_end = tl.minimum(kv_end, kv_len)
+    seen = tl.maximum(lo, kv_start) < tl.minimum(hi, kv_end)
+    whole = (all_lo <= kv_start) & (kv_end <= all_hi)
+    return tl.where(seen, tl.where(whole, FULL, PARTIAL), EMPTY)

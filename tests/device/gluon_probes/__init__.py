@@ -1,0 +1,1 @@
+"""Gluon kernels made of the device functions; only ever compiled, see `test_gluon.py`."""

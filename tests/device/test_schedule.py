@@ -1,0 +1,69 @@
+"""Program order and where sequences lie."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from blackwell_sparsek.device.schedule import place_in_sections
+from blackwell_sparsek.device.sequences import batch_and_heads, plane_offset, token_span
+
+
+@triton.jit
+def _schedule_probe(out_ptr, num_planes, num_tiles, section, N: tl.constexpr):
+    program = tl.minimum(tl.arange(0, N), num_planes * num_tiles - 1)
+    plane, tile = place_in_sections(program, num_planes, num_tiles, section)
+    tl.store(out_ptr + program * 2, plane)
+    tl.store(out_ptr + program * 2 + 1, tile)
+
+
+@pytest.mark.parametrize("planes, tiles, section", [(1, 1, 1), (6, 4, 4), (7, 3, 2), (5, 2, 5)])
+def test_every_tile_once_heavy_ones_first(device, planes, tiles, section):
+    out = torch.full((32, 2), -1, dtype=torch.int32, device=device)
+    _schedule_probe[(1,)](out, planes, tiles, section, N=32)
+    placed = [tuple(x) for x in out[: planes * tiles].tolist()]
+    assert sorted(placed) == [(p, t) for p in range(planes) for t in range(tiles)]
+    expected = [
+        (plane, tile)
+        for first in range(0, planes, section)
+        for tile in reversed(range(tiles))
+        for plane in range(first, min(first + section, planes))
+    ]
+    assert placed == expected
+
+
+@triton.jit
+def _span_probe(out_ptr, cu_ptr, plane, q_heads, group_size, length, strides):
+    batch, q_head, kv_head = batch_and_heads(plane, q_heads, group_size)
+    start, length = token_span(cu_ptr, batch, length)
+    offset = plane_offset(batch, kv_head, start, strides)
+    tl.store(out_ptr, tl.cast(batch, tl.int64))
+    tl.store(out_ptr + 1, tl.cast(q_head, tl.int64))
+    tl.store(out_ptr + 2, tl.cast(kv_head, tl.int64))
+    tl.store(out_ptr + 3, tl.cast(length, tl.int64))
+    tl.store(out_ptr + 4, offset)
+
+
+@pytest.mark.parametrize("q_heads, group", [(1, 1), (6, 3), (14, 7), (24, 24)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_spans(device, packed, q_heads, group):
+    cu = torch.tensor([0, 4, 4, 11], dtype=torch.int32, device=device)
+    strides = (0 if packed else 1000, 17, 3)
+    for plane in range(3 * q_heads):
+        out = torch.zeros(5, dtype=torch.int64, device=device)
+        _span_probe[(1,)](out, cu if packed else None, plane, q_heads, group, 9, strides)
+        batch, head = divmod(plane, q_heads)
+        start = [0, 4, 4][batch] if packed else 0
+        length = [4, 0, 7][batch] if packed else 9
+        offset = batch * strides[0] + head // group * 17 + start * 3
+        assert out.tolist() == [batch, head, head // group, length, offset]
+
+
+def test_offsets_pass_32_bits(device):
+    out = torch.zeros(5, dtype=torch.int64, device=device)
+    strides = (2**31 - 16, 2**30, 2**33)
+    _span_probe[(1,)](out, None, 3 * 8 + 7, 8, 1, 5, strides)
+    assert out[4].item() == 3 * strides[0] + 7 * strides[1]
