@@ -30,7 +30,12 @@ SPARSE_PEERS = [name for name, peer in PEERS.items() if peer.is_sparse_peer]
 
 
 def run(
-    suite: str, cases: Iterable[Case], device: torch.device, seconds: float, path: str | None = None
+    suite: str,
+    cases: Iterable[Case],
+    device: torch.device,
+    seconds: float,
+    path: str | None = None,
+    commit: str | None = None,
 ) -> dict[str, Any]:
     """Measure all cases; with `path`, the results so far are there after each of them."""
     cases = list(cases)
@@ -39,7 +44,7 @@ def run(
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "suite": f"matmul_{suite}",
-        "commit": source_commit(),
+        "commit": commit or source_commit(),
         "environment": describe_environment(device),
         "cases": [],
     }
@@ -97,14 +102,15 @@ def meeting_point(curve: Sequence[tuple[float, float]]) -> float | None:
 
 
 def failures(document: dict[str, Any]) -> list[str]:
-    """What went wrong: cases that could not be built, and results that are not ours to excuse."""
+    """What went wrong on our side; why other peers have no times stands below the tables."""
     found = []
     for case in document["cases"]:
         if "error" in case:
             found.append(f"{case['name']}: {case['error']}")
         for name, entry in case["peers"].items():
-            if "failed" in entry or (name in (OURS, STORED) and "n/a" in entry):
-                found.append(f"{case['name']}: {name}: {entry.get('failed', entry.get('n/a'))}")
+            reason = entry.get("failed", entry.get("n/a"))
+            if name in (OURS, STORED) and reason is not None:
+                found.append(f"{case['name']}: {name}: {reason}")
     return found
 
 
@@ -118,12 +124,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=0.3, metavar="N", help="timing of each case (default 0.3)"
     )
+    parser.add_argument("--commit", help="what to note where this is no git checkout")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         print("No GPU: small sizes, for a look at the tool.", file=sys.stderr)
     cases = SUITES[args.suite](tiny=device.type == "cpu")
-    document = run(args.suite, cases, device, args.seconds, args.json)
+    document = run(args.suite, cases, device, args.seconds, args.json, args.commit)
     print(matmul_tables(document))
     problems = failures(document)
     if problems:
