@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ...core.launch import cdiv, launch, on_device_of
+from ...device.mma import add_product
 from ...device.strided import offsets_2d
 from .config import SpmmConfig, triton_stages
 from .plan import SpmmPlan
@@ -61,7 +62,7 @@ def _sum_within_blocks(
         if k_size is not None:
             mask_x = mask_x & (k_first + offs_k < k_size)[:, None]
         x = tl.load(x_ptrs + k_first.to(tl.int64) * x_strides.row, mask=mask_x, other=0.0)
-        acc = tl.dot(a, x, acc, input_precision=INPUT_PRECISION)
+        acc = add_product(acc, a, x, end, INPUT_PRECISION)
     return acc
 
 
@@ -106,7 +107,7 @@ def _sum_across_blocks(
             live = live & (k_pos < k_size)
         x_offset = k_pos.to(tl.int64) * x_strides.row
         x = tl.load(x_ptrs + x_offset[:, None], mask=live[:, None] & mask_n, other=0.0)
-        acc = tl.dot(a, x, acc, input_precision=INPUT_PRECISION)
+        acc = add_product(acc, a, x, end, INPUT_PRECISION)
     return acc
 
 
