@@ -167,7 +167,10 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "out.json"
-    assert matmul.main(["--suite", "decode", "--seconds", "0", "--json", str(path), "--commit", "abc"]) == 0
+    assert (
+        matmul.main(["--suite", "decode", "--seconds", "0", "--json", str(path), "--commit", "abc"])
+        == 0
+    )
     document = json.loads(path.read_text())
     assert document["commit"] == "abc"
     assert document["suite"] == "matmul_decode" and document["schema"] == 1
