@@ -23,7 +23,8 @@ LIMITS = {80: (108, 166912), 89: (128, 101376), 90: (132, 232448), 100: (148, 23
 compiled = {
     (case.kernel.__name__, sm, case.args["BLOCK_H"], case.args["INPUT_PRECISION"],
      case.args["TILE_M"], case.args["TILE_N"], case.args["TILE_K"], case.num_warps, case.num_stages)
-    for case in registered_cases() if "TILE_K" in case.args for sm in case.archs
+    for case in registered_cases() if {"TILE_K", "INPUT_PRECISION"} <= {*case.args}
+    for sm in case.archs
 }
 
 def check(kernel, sm, config, block_h, index_loads):

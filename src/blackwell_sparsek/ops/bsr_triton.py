@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from ..core.compat import why_no_triton
-from ..tuning.bsr import pair_config, sddmm_config, spmm_config
+from ..tuning.bsr import narrow_config, narrow_is_even, pair_config, sddmm_config, spmm_config
 from ..tuning.problem_bsr import BsrProblem
-from .bsr_operands import matrices, merged_views, rows_product
+from .bsr_operands import RowsProduct, matrices, merged_views, rows_product
 from .bsr_problem import pairs_problem, sddmm_problem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -68,6 +68,8 @@ def bsr_matmul(
         *(values, pattern, shape, transposed, dense, dense_left),
         *(bias, residual, activation, out_dtype),
     )
+    if _narrow_product(product, bias, activation):
+        return product.out
     config = spmm_config(product.problem, _precision(values.dtype))
     plan = spmm_plan(product.indptr, values.shape[0], product.cols_b, config.chunk)
     for part in product.parts:
@@ -77,6 +79,25 @@ def bsr_matmul(
             *(bias, part_residual, activation, plan, config),
         )
     return product.out
+
+
+def _narrow_product(
+    product: RowsProduct, bias: torch.Tensor | None, activation: str | None
+) -> bool:
+    """Make a product of few columns; False where it is not one, or its rows are too uneven."""
+    from ..kernels.bsr.row_table import row_table
+    from ..kernels.bsr.spmm_narrow import launch_spmm_narrow
+
+    config = narrow_config(product.problem)
+    if config is None or product.out.numel() == 0:
+        return False
+    table = row_table(product.indptr, product.indices, product.perm)
+    if table is None or not narrow_is_even(product.problem, config, table.width):
+        return False
+    for out, x, *residual in product.parts:
+        addends = (bias, residual[0] if residual else None, activation)
+        launch_spmm_narrow(out, product.blocks, table, x, *addends, config)
+    return True
 
 
 def bsr_sddmm(

@@ -10,7 +10,14 @@ import torch
 
 from ..core.arch import Arch
 from ..core.launch import cdiv
-from ..kernels.bsr.config import MIN_TILE, PairConfig, SddmmConfig, SpmmConfig, largest_tile
+from ..kernels.bsr.config import (
+    MIN_TILE,
+    NarrowConfig,
+    PairConfig,
+    SddmmConfig,
+    SpmmConfig,
+    largest_tile,
+)
 from .problem_bsr import BsrProblem
 
 # Shared memory of the smallest supported GPU (sm_86, sm_89, sm_120): also where it is unknown.
@@ -21,6 +28,8 @@ RESERVED_SMEM = 2 * 1024
 NARROW = 64
 # Programs per SM that keep the memory system busy while blocks are only read.
 PROGRAMS_PER_SM = 4
+# What one SM reads in the time that a small product takes anyway: two or three microseconds.
+SMALL_SHARE = 256 * 1024
 
 
 class _Tile(NamedTuple):
@@ -93,6 +102,38 @@ def _narrow_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile
         tile_m //= 2
     # long steps: 128 two-byte elements of a row are two full cache lines
     return _Tile(tile_m, tile_n, 256 // problem.dtype.itemsize, 4, 4)
+
+
+@lru_cache(maxsize=1024)
+def narrow_config(problem: BsrProblem) -> NarrowConfig | None:
+    """Tiles of a product that only reads blocks; None where the general kernel must do it."""
+    sizes, sm = spmm_sizes(problem), problem.arch.sm
+    if not (1 <= sizes.n <= NARROW and problem.dtype.itemsize == 2 and sm >= 80):
+        return None
+    early = sm >= 90
+    if problem.transposed != problem.dense_left:
+        # blocks are stored by columns: 32 rows of one are 64 bytes
+        tile_m = largest_tile(sizes.block_h, 32)
+        tile_n = max(MIN_TILE, _power_of_two_above(sizes.n))
+        return NarrowConfig(tile_m, tile_n, 256, 8 if tile_n == 64 else 4, early, early)
+    if sizes.n == 1:
+        # 256 values for each warp: no thread shares the entry of its chunk with another warp
+        return NarrowConfig(8, 1, 1024, 4, early, early)
+    if sizes.n <= 16:
+        return NarrowConfig(16, 16, 512, 4, early, early)
+    if sizes.n <= 32:
+        return NarrowConfig(16, 32, 256, 4, early, early)
+    # x is read from L2 once for each tile: higher ones for many columns
+    return NarrowConfig(largest_tile(sizes.block_h, 32), 64, 256, 8, early, early)
+
+
+def narrow_is_even(problem: BsrProblem, config: NarrowConfig, longest_row: int) -> bool:
+    """Whether no program is much longer than the product, given the blocks of the longest row."""
+    sizes = spmm_sizes(problem)
+    row_bytes = sizes.block_w * problem.dtype.itemsize
+    longest = longest_row * config.tile_m * row_bytes
+    share = sizes.nnz_blocks * sizes.block_h * row_bytes // problem.arch.num_sms
+    return longest <= max(SMALL_SHARE, 2 * share * max(sizes.batch, 1))
 
 
 def _wide_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile:
