@@ -21,7 +21,7 @@ from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
 from ..tuning.problem_attention import AttnProblem
 from . import attention_triton
-from .dispatch import Dispatcher
+from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
 
 Tensors = tuple[torch.Tensor, ...]
@@ -109,12 +109,12 @@ forward_dispatch.register(
     "triton",
     attention_triton.why_not_forward,
     attention_triton.forward,
-    in_auto=attention_triton.is_compiled,
+    auto_passes=interpreted_only,
 )
 forward_dispatch.register("eager", _everything, _forward_eager)
-forward_dispatch.register("reference", _everything, _forward_reference, in_auto=False)
+forward_dispatch.register("reference", _everything, _forward_reference, auto_passes=only_asked)
 backward_dispatch.register("eager", _everything, eager_backward.attention_backward)
-backward_dispatch.register("reference", _everything, _backward_reference, in_auto=False)
+backward_dispatch.register("reference", _everything, _backward_reference, auto_passes=only_asked)
 
 
 def _attn_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:

@@ -42,11 +42,6 @@ def why_not(problem: BsrProblem) -> str | None:
     return None
 
 
-def is_compiled(problem: BsrProblem) -> bool:
-    """`auto` does not take interpreted kernels: they are for tests."""
-    return not problem.arch.interpreted
-
-
 def _precision(dtype: torch.dtype) -> str:
     """Multiply float32 as torch's own products may: in tf32 only where the user allowed it."""
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
