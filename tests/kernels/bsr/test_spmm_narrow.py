@@ -33,7 +33,9 @@ def narrow(monkeypatch):
         arch = problem.arch
         if arch.interpreted:
             problem = replace(problem, arch=replace(arch, sm=80, num_sms=132))
-        chosen = narrow_config(problem)
+        # the kernel takes more columns than the tuner gives it
+        wide = NarrowConfig(16, max(16, 1 << (problem.n - 1).bit_length()), 256, 4)
+        chosen = narrow_config(problem) or wide
         return replace(chosen, tile_k=chosen.tile_k // 2, num_warps=chosen.num_warps // 2)
 
     def unexpected(*args):
