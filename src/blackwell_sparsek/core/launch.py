@@ -201,10 +201,15 @@ class RecordedLaunches:
     apart, where kernels were interpreted, or where Triton hides its launcher.
     """
 
-    def __init__(self, templates: list[_Template], scratch_made: list[tuple[torch.Tensor, bool]]):
+    def __init__(
+        self,
+        templates: list[_Template],
+        scratch_made: list[tuple[torch.Tensor, bool]],
+        device: torch.device,
+    ):
         self._templates = templates
         self._scratch = [(x.shape, x.dtype, x.device, zero) for x, zero in scratch_made]
-        self._device = torch.cuda.current_device()
+        self._device = device.index
 
     @classmethod
     def make(
@@ -222,7 +227,8 @@ class RecordedLaunches:
             if launcher is None or not _descriptors_have_roles(launched.args, role_of):
                 return None
             templates.append(_Template(launched, launcher, role_of))
-        return cls(templates, record.scratch)
+        device = next(x.device for x in known if x is not None)
+        return cls(templates, record.scratch, device)
 
     def repeat(self, roles: Sequence[torch.Tensor | None]) -> None:
         """Launch again with `roles` in place of the recorded tensors, on the current stream."""

@@ -66,6 +66,7 @@ class BlockMask:
     _block_size: IntPair
     _batch: int
     _heads: int
+    _launches: dict[Any, Any]
 
     @usable_in_training
     def __init__(
@@ -115,6 +116,8 @@ class BlockMask:
         self._bits = bits
         self._batch, self._heads = batch, heads
         self._seq_lengths, self._block_size = seq_lengths, block_size
+        # recorded launches of attention with this mask; the operators fill it
+        self._launches = {}
 
     @classmethod
     def _from_parts(
@@ -370,6 +373,9 @@ class BlockMask:
             return False
         partial = a.bits_id >= 0
         return torch.equal(self._bits[a.bits_id[partial]], other._bits[b.bits_id[partial]])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_launches": {}}
 
     def __repr__(self) -> str:
         sq, sk = self._seq_lengths

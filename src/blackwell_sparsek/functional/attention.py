@@ -4,6 +4,7 @@ import torch
 
 from ..formats.band import band_of
 from ..formats.block_mask import BlockMask
+from ..ops.attention_repeat import attention_call
 from .attention_inputs import (
     DENSE,
     autocast_qkv,
@@ -82,6 +83,30 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
+    options = (causal, window, scale, softcap, deterministic)
+    call = attention_call(q, k, v, sinks, block_mask, impl, options)
+
+    def checked() -> tuple[torch.Tensor, torch.Tensor]:
+        return _attention(q, k, v, block_mask, sinks, impl, *options)
+
+    out, lse = checked() if call is None else call.repeat() or call.record(checked)
+    return (out, lse) if return_lse else out
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_mask: BlockMask | None,
+    sinks: torch.Tensor | None,
+    impl: str,
+    causal: bool,
+    window: int | tuple[int | None, int | None] | None,
+    scale: float | None,
+    softcap: float | None,
+    deterministic: bool | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check everything and run the operator."""
     op = "attention"
     check_qkv(op, q, k, v, DENSE)
     check_head_dims(op, q, v)
@@ -89,7 +114,7 @@ def attention(
     sq, sk = q.shape[2], k.shape[2]
     check_block_mask(op, block_mask, q, q.shape[0], sq, sk)
     q, k, v = autocast_qkv(op, q, k, v)
-    out, lse = call_operator(
+    return call_operator(
         op,
         q,
         k,
@@ -104,4 +129,3 @@ def attention(
         max_q=sq,
         max_k=sk,
     )
-    return (out, lse) if return_lse else out

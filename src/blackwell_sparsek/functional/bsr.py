@@ -131,9 +131,10 @@ def matmul(
     call = product_call(a, b, bias, residual, activation, out_dtype, impl)
     if call is None:
         return _product(a, b, bias, activation, residual, out_dtype, impl)
-    if (out := call.repeat()) is not None:
-        return out
-    return call.record(lambda: _product(a, b, bias, activation, residual, out_dtype, impl))
+    results = call.repeat() or call.record(
+        lambda: (_product(a, b, bias, activation, residual, out_dtype, impl),)
+    )
+    return results[0]
 
 
 def _product(

@@ -20,7 +20,7 @@ from ..formats.block_mask import BlockMask
 from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
 from ..tuning.problem_attention import AttnProblem
-from . import attention_triton
+from . import attention_sm90, attention_triton
 from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
 
@@ -105,6 +105,12 @@ def _backward_reference(
     return reference.attention_backward(dout, dlse, q, k, v, spec)
 
 
+forward_dispatch.register(
+    "sm90",
+    attention_sm90.why_not_forward,
+    attention_sm90.forward,
+    auto_passes=attention_sm90.auto_passes,
+)
 forward_dispatch.register(
     "triton",
     attention_triton.why_not_forward,

@@ -3,7 +3,8 @@
 import torch
 
 from ..core.launch import cdiv
-from ..kernels.bsr.config_sm90 import GROUP_ROWS, SpmmSm90Config, stages_that_fit
+from ..kernels.bsr.config_sm90 import SpmmSm90Config, stages_that_fit
+from ..kernels.sm90 import GROUP_ROWS
 from .bsr import SpmmSizes, spmm_sizes
 from .problem_bsr import BsrProblem
 

@@ -32,6 +32,10 @@ class AttnProblem:
     sinks: bool
     backward: bool = False
     deterministic: bool = False
+    positive: bool = True
+    """Whether scores are multiplied by a factor above zero before the softmax."""
+    tma: bool = False
+    """Whether TMA can copy q, k and v: addresses and strides in steps of 16 bytes."""
 
     @classmethod
     def of(
@@ -67,6 +71,9 @@ class AttnProblem:
             sinks=spec.sinks is not None,
             backward=backward,
             deterministic=deterministic,
+            # under a softcap, the factor before the softmax is the softcap
+            positive=spec.scale > 0 or spec.softcap > 0,
+            tma=q.dim() == 4 and all(_tma_takes(x) for x in (q, k, v)),
         )
 
     def __str__(self) -> str:
@@ -80,3 +87,12 @@ class AttnProblem:
             f"{self.heads_kv}, queries {self.max_q}, keys {self.max_k}, head dim {self.head_dim}"
             f"/{self.head_dim_v}" + (f", {', '.join(extras)}" if extras else "")
         )
+
+
+def _tma_takes(x: torch.Tensor) -> bool:
+    *outer, row = (
+        stride * x.element_size() if size > 1 else 16
+        for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+    aligned = all(0 < stride < 2**40 and stride % 16 == 0 for stride in outer)
+    return aligned and row <= 16 and x.data_ptr() % 16 == 0 and x.numel() > 0

@@ -4,67 +4,22 @@ Counted with the keys that Triton's own front end makes for launches, in a proce
 interpret kernels; nothing is compiled or run.
 """
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.core.env import environment_for_compiler
-
 SCRIPT = """
-import json
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
-
-from blackwell_sparsek.formats.attention_spec import AttnSpec, empty_lse, empty_out
-from blackwell_sparsek.formats.band import Band
-from blackwell_sparsek.formats.block_mask import BlockMask
 from blackwell_sparsek.kernels.attention import fwd
 from blackwell_sparsek.kernels.attention.config import AttnFwdConfig
 
-kernel = fwd._attn_fwd_kernel
-backend = make_backend(GPUTarget("cuda", 90, 32))
-bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-keys = []
-
-
-class Recorder:
-    def __getitem__(self, grid):
-        assert len(grid) == 1 and grid[0] > 0
-        return lambda *args, **kwargs: keys.append(str(bind(*args, **kwargs)[1:]))
-
-
-fwd._attn_fwd_kernel = Recorder()
-
-
-def variants(calls):
-    keys.clear()
-    for call in calls:
-        call()
-    return len(set(keys))
+fwd._attn_fwd_kernel = Recorder(fwd._attn_fwd_kernel)
 
 
 def call(sq=64, sk=64, batch=2, heads=4, kv_heads=2, dim=64, bshd=False, mask=None, **options):
-    shapes = (batch, heads, sq, dim), (batch, kv_heads, sk, dim), (batch, kv_heads, sk, dim)
-    if bshd:
-        q, k, v = (torch.empty(b, s, h, d, dtype=torch.float16).transpose(1, 2)
-                   for b, h, s, d in shapes)
-    else:
-        q, k, v = (torch.empty(s, dtype=torch.float16) for s in shapes)
-    options = {"scale": 0.125, **options}
-    spec = AttnSpec(block_mask=mask, **options)
+    q, k, v = inputs(sq, sk, batch, heads, kv_heads, dim, bshd)
+    spec = AttnSpec(**{"scale": 0.125, **options}, block_mask=mask)
     config = AttnFwdConfig(64, 64, 4, 2)
     fwd.launch_attn_fwd(empty_out(q, dim), empty_lse(q), q, k, v, spec, config)
-
-
-def blocks(sq, sk, batch=1, heads=1, keep=0.5):
-    shape = (batch, heads, -(-sq // 64), -(-sk // 32))
-    return BlockMask.from_dense(torch.rand(shape) < keep, (64, 32), (sq, sk))
 
 
 def varlen(lengths_q, lengths_k):
@@ -76,8 +31,6 @@ def varlen(lengths_q, lengths_k):
     fwd.launch_attn_fwd(empty_out(q, 64), empty_lse(q), q, k, k, spec, AttnFwdConfig(64, 64, 4, 2))
 
 
-LENGTHS = (1, 2, 15, 16, 17, 64, 100, 128, 1000)
-BANDS = (Band(None, None), Band(None, 0), Band(0, 0), Band(1, 0), Band(16, 3), Band(17, None))
 print(json.dumps({
     "lengths": variants([lambda a=a, b=b: call(a, b) for a in LENGTHS for b in LENGTHS]),
     "lengths, heads inner": variants([lambda a=a, b=b: call(a, b, bshd=True)
@@ -100,16 +53,8 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def counts():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment_for_compiler(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def counts(run_recorder):
+    return run_recorder(SCRIPT)
 
 
 @pytest.mark.parametrize(

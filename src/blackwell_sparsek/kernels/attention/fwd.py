@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...core.launch import cdiv, on_device_of
+from ...core.launch import cdiv, launch, on_device_of
 from ...device.masks import (
     bit_visible,
     exists,
@@ -226,13 +226,13 @@ def launch_attn_fwd(
     if programs == 0:
         return
     with on_device_of(q):
-        _attn_fwd_kernel[(programs,)](
+        args = (
             out,
             lse,
             q,
             k,
             v,
-            spec.sinks,
+            operands.sinks,
             operands.cu_seqlens,
             operands.block_lists,
             AttnStrides(*(token_strides(x) for x in (out, q, k, v))),
@@ -242,12 +242,12 @@ def launch_attn_fwd(
             *operands.mask_steps,
             operands.heads,
             operands.score,
-            HEAD_DIM=q.shape[-1],
-            HEAD_DIM_V=v.shape[-1],
-            BLOCK_KV=operands.block_kv,
-            TILE_M=config.tile_m,
-            TILE_N=config.tile_n,
-            PRECISION=config.precision,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            q.shape[-1],
+            v.shape[-1],
+            operands.block_kv,
+            config.tile_m,
+            config.tile_n,
+            config.precision,
         )
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        launch(_attn_fwd_kernel, programs, args, **options)

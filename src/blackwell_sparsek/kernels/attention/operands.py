@@ -44,6 +44,8 @@ class KernelOperands(NamedTuple):
     mask_steps: tuple[int, int]
     """From batch and head to the row of the lists; 0 where the mask broadcasts."""
     block_kv: int | None
+    sinks: torch.Tensor | None
+    """One logit after the other, whatever their strides were."""
 
 
 def kernel_operands(
@@ -65,6 +67,7 @@ def kernel_operands(
         None if mask is None else (*mask.forward, mask.bits, mask.block_size[0]),
         (0, 0) if mask is None else mask_steps(mask),
         None if mask is None else mask.block_size[1],
+        None if spec.sinks is None else spec.sinks.contiguous(),
     )
 
 

@@ -6,15 +6,10 @@ from dataclasses import replace
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ..sm90 import descriptor_type
 from .config_sm90 import SpmmSm90Config, stages_that_fit
 from .spmm_sm90 import _spmm_sm90_kernel
-from .spmm_sm90_launch import MAX_REGISTERS, shared_layout
-
-_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-
-
-def _descriptor(block: list[int], dtype: torch.dtype) -> str:
-    return f"tensordesc<{_NAMES[dtype]}{block},{shared_layout(block, dtype)!r}>"
+from .spmm_sm90_launch import MAX_REGISTERS
 
 
 def spmm_sm90_case(
@@ -29,10 +24,10 @@ def spmm_sm90_case(
         name=f"bsr_spmm_sm90/{name}",
         kernel=_spmm_sm90_kernel,
         args={
-            "out_desc": _descriptor(config.out_block(), out_dtype or dtype),
+            "out_desc": descriptor_type(config.out_block(), out_dtype or dtype),
             "part_ptr": torch.float32 if extras else None,
-            "a_desc": _descriptor(config.a_block(), dtype),
-            "x_desc": _descriptor(config.x_block(), dtype),
+            "a_desc": descriptor_type(config.a_block(), dtype),
+            "x_desc": descriptor_type(config.x_block(), dtype),
             "bias_ptr": dtype if extras else None,
             "residual_ptr": dtype if extras else None,
             "residual_strides": (4096, 1) if extras else None,

@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
-# Rows of one WGMMA instruction, and so of one consumer warp group.
-GROUP_ROWS = 64
+from ..sm90 import GROUP_ROWS, SMEM_BYTES, accumulator_layout
+
 CONSUMERS = 2
-# What one program may take of the 228 KiB of an SM, less the barriers and work numbers.
-SMEM_BYTES = 226 * 1024
 
 
 @dataclass(frozen=True)
@@ -91,11 +89,7 @@ class SpmmSm90Config:
 
     def accumulator_layout(self, columns: int) -> object:
         """Register layout of a [64, columns] WGMMA accumulator."""
-        from triton.experimental.gluon import language as gl
-
-        return gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-        )
+        return accumulator_layout(columns)
 
 
 def stages_that_fit(group_n: int, tile_k: int, split_n: bool, out_bytes: int, chunks: int) -> int:

@@ -25,12 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.activations import activate
-from .config_sm90 import GROUP_ROWS
+from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
+from ..sm90 import GROUP_ROWS
 
 ROWS = gl.constexpr(GROUP_ROWS)
-# Pieces of work in flight between producer and consumers, and the numbers that describe one:
-# K steps, first row, first column, slot of a partial sum (-1: none).
-WORK_DEPTH = gl.constexpr(2)
+# What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none).
 WORK_FIELDS = gl.constexpr(4)
 
 
@@ -44,36 +43,6 @@ def _read_item(items_ptr, piece, pieces_per_panel, total, CFG: gl.constexpr):
     end = gl.load(item_ptr + 2, mask=live, other=0)
     slot = gl.load(item_ptr + 3, mask=live, other=-1)
     return block_row, begin, end, slot
-
-
-@gluon.jit
-def _publish(work, turn, steps, row, col, slot):
-    """Hand a piece of work to the consumers, once they have read the one before last."""
-    numbers, filled, free = work
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    zero = gl.full([1], 0, gl.int32, lane)
-    depth = turn % WORK_DEPTH
-    mbarrier.wait(free.index(depth), ((turn // WORK_DEPTH) & 1) ^ 1)
-    numbers.index(depth * WORK_FIELDS).store(zero + steps)
-    numbers.index(depth * WORK_FIELDS + 1).store(zero + row)
-    numbers.index(depth * WORK_FIELDS + 2).store(zero + col)
-    numbers.index(depth * WORK_FIELDS + 3).store(zero + slot)
-    mbarrier.arrive(filled.index(depth), count=1)
-
-
-@gluon.jit
-def _take(work, turn):
-    """Read the piece of work that the producer published for this turn."""
-    numbers, filled, free = work
-    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    depth = turn % WORK_DEPTH
-    mbarrier.wait(filled.index(depth), (turn // WORK_DEPTH) & 1)
-    steps = gl.max(numbers.index(depth * WORK_FIELDS).load(group), 0)
-    row = gl.max(numbers.index(depth * WORK_FIELDS + 1).load(group), 0)
-    col = gl.max(numbers.index(depth * WORK_FIELDS + 2).load(group), 0)
-    slot = gl.max(numbers.index(depth * WORK_FIELDS + 3).load(group), 0)
-    mbarrier.arrive(free.index(depth), count=1)
-    return steps, row, col, slot
 
 
 @gluon.jit
@@ -120,9 +89,8 @@ def _produce(
         next_item = _read_item(items_ptr, next_piece, pieces_per_panel, total, CFG)
         sub_row = (piece % CFG.row_tiles) * CFG.tile_m
         col = (piece // pieces_per_panel) * CFG.tile_n
-        _publish(
-            work, turn, (end - begin) * CFG.k_steps, block_row * CFG.BLOCK_H + sub_row, col, slot
-        )
+        row = block_row * CFG.BLOCK_H + sub_row
+        publish(work, turn, ((end - begin) * CFG.k_steps, row, col, slot))
         turn += 1
         block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
         for entry in range(begin, end):
@@ -143,7 +111,7 @@ def _produce(
         piece = next_piece
         next_piece = after_next
         block_row, begin, end, slot = next_item
-    _publish(work, turn, -1, 0, 0, -1)
+    publish(work, turn, (-1, 0, 0, -1))
 
 
 @gluon.jit
@@ -219,7 +187,7 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
     layout: gl.constexpr = CFG.accumulator_layout(CFG.GROUP_N)
     step = 0
     turn = 0
-    steps, row, col, slot = _take(work, turn)
+    steps, row, col, slot = take(work, turn)
     while steps >= 0:
         acc = gl.zeros([ROWS, group_n], gl.float32, layout)
         for i in range(steps):
@@ -243,24 +211,8 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
         col += (GROUP % CFG.x_tiles) * CFG.GROUP_N
         _store_tile(acc, row, col, slot, out_desc, out_smem.index(GROUP), extras, sizes, CFG)
         turn += 1
-        steps, row, col, slot = _take(work, turn)
+        steps, row, col, slot = take(work, turn)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _tiles(desc, count: gl.constexpr):
-    """Allocate `count` shared-memory tiles of the shape a descriptor copies."""
-    shape: gl.constexpr = [count] + desc.block_type.shape  # noqa: RUF005  (no unpacking in jit code)
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-
-
-@gluon.jit
-def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Allocate `count` barriers that complete after `arrivals` arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(count):
-        mbarrier.init(bars.index(i), count=arrivals)
-    return bars
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_cols", "pieces_per_panel", "total"])
@@ -283,20 +235,13 @@ def _spmm_sm90_kernel(
     CFG: gl.constexpr,
 ):
     """Set up the ring and the three roles; `_produce` and `_consume` do the work."""
-    a_smem = _tiles(a_desc, CFG.STAGES * CFG.a_tiles)
-    x_smem = _tiles(x_desc, CFG.STAGES * CFG.x_tiles)
-    out_smem = _tiles(out_desc, 2)
-    numbers = gl.allocate_shared_memory(
-        gl.int32, [WORK_DEPTH * WORK_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    full = _barriers(CFG.STAGES, 1)
-    empty = _barriers(CFG.STAGES, 2)
-    filled = _barriers(WORK_DEPTH, 1)
-    free = _barriers(WORK_DEPTH, 2)
+    a_smem = tiles(a_desc, CFG.STAGES * CFG.a_tiles, a_desc.block_type.shape[0])
+    x_smem = tiles(x_desc, CFG.STAGES * CFG.x_tiles, x_desc.block_type.shape[0])
+    out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
+    ring = (a_smem, x_smem, barriers(CFG.STAGES, 1), barriers(CFG.STAGES, 2))
+    work = work_channel(WORK_FIELDS, 2)
     fence_async_shared()
 
-    ring = (a_smem, x_smem, full, empty)
-    work = (numbers, filled, free)
     extras = (part_ptr, bias_ptr, residual_ptr, residual_strides)
     sizes = (n_rows, n_cols)
     gl.warp_specialize(

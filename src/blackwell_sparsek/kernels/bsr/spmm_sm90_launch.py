@@ -1,11 +1,12 @@
 """Launching the Hopper product: descriptors, grid, and the second pass for rows that were cut."""
 
+from typing import Any
+
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.arch import arch_of
 from ...core.launch import cdiv, launch, on_device_of, scratch
+from ..sm90 import tensor_descriptor
 from .config_sm90 import SpmmSm90Config
 from .plan import SpmmPlan
 from .spmm_finish import addends_of, empty_partial, launch_spmm_reduce
@@ -13,23 +14,11 @@ from .spmm_sm90 import _spmm_sm90_kernel
 
 # Registers per thread the kernel is compiled for; the roles then trade them among themselves.
 MAX_REGISTERS = 168
-_GLUON_DTYPES = {
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-    torch.float32: gl.float32,
-}
 
 
-def shared_layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a tile of this shape lies in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
-
-
-def _descriptor(x: torch.Tensor, block: tuple[int, int], transposed: bool) -> TensorDescriptor:
+def _descriptor(x: torch.Tensor, block: list[int], transposed: bool) -> Any:
     """TMA descriptor of a matrix, of its transpose where that is what lies row by row."""
-    x = x.mT if transposed else x
-    layout = shared_layout(block, x.dtype)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
+    return tensor_descriptor(x.mT if transposed else x, block)
 
 
 def launch_spmm_sm90(

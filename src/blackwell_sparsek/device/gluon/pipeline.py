@@ -1,0 +1,66 @@
+"""Between one producer warp and its consumer warp groups: tiles, barriers and a channel for work.
+
+A kernel that keeps running takes *pieces* of work. The producer publishes the numbers that describe
+a piece, one piece a *turn*, and the consumers take them; a channel of depth two lets the producer
+run one piece ahead.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+WORK_DEPTH = gl.constexpr(2)
+
+
+@gluon.jit
+def tiles(desc, count: gl.constexpr, rows: gl.constexpr):
+    """Allocate `count` shared-memory tiles of `rows` rows as wide as a descriptor copies."""
+    width: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, width], desc.dtype)
+    return gl.allocate_shared_memory(desc.dtype, [count, rows, width], layout)
+
+
+@gluon.jit
+def barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """Allocate `count` barriers that complete after `arrivals` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(bars.index(i), count=arrivals)
+    return bars
+
+
+@gluon.jit
+def work_channel(fields: gl.constexpr, consumers: gl.constexpr):
+    """A channel for pieces of work of `fields` int32 each."""
+    numbers = gl.allocate_shared_memory(
+        gl.int32, [WORK_DEPTH * fields, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    return numbers, barriers(WORK_DEPTH, 1), barriers(WORK_DEPTH, consumers)
+
+
+@gluon.jit
+def publish(channel, turn, fields):
+    """Hand a piece of work to the consumers, once they have read the one before last."""
+    numbers, filled, free = channel
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    zero = gl.full([1], 0, gl.int32, lane)
+    depth = turn % WORK_DEPTH
+    mbarrier.wait(free.index(depth), ((turn // WORK_DEPTH) & 1) ^ 1)
+    for i in gl.static_range(len(fields)):
+        numbers.index(depth * len(fields) + i).store(zero + fields[i])
+    mbarrier.arrive(filled.index(depth), count=1)
+
+
+@gluon.jit
+def take(channel, turn):
+    """The numbers that the producer published for this turn, to be read by four warps."""
+    numbers, filled, free = channel
+    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    count: gl.constexpr = numbers.shape[0] // WORK_DEPTH
+    depth = turn % WORK_DEPTH
+    mbarrier.wait(filled.index(depth), (turn // WORK_DEPTH) & 1)
+    fields = ()
+    for i in gl.static_range(count):
+        fields = fields + (gl.max(numbers.index(depth * count + i).load(group), 0),)  # noqa: RUF005
+    mbarrier.arrive(free.index(depth), count=1)
+    return fields

@@ -1,0 +1,109 @@
+"""Configuration of the Hopper attention forward: tiles, rings, and what follows from them."""
+
+from dataclasses import dataclass
+
+from ..sm90 import GROUP_ROWS, SMEM_BYTES, accumulator_layout
+
+# More stages than this hide nothing further: a producer is never that far ahead.
+MOST_STAGES = 4
+
+
+@dataclass(frozen=True)
+class AttnFwdSm90Config:
+    """Everything the kernel is specialised on. Sizes in elements.
+
+    CONSUMERS warp groups take 64 queries each and read the same KV tiles of TILE_N keys. UNIT is
+    the number of neighbouring keys a visit is made of: TILE_N when dense, else the block of the
+    mask; smaller units are packed into one tile. TILE_D and TILE_DV are the head dims in shared
+    memory, beyond which TMA fills zeros. The kernel is compiled for MAX_REGISTERS per thread; the
+    roles then trade them: CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for the producer.
+    """
+
+    CONSUMERS: int
+    TILE_N: int
+    TILE_D: int
+    TILE_DV: int
+    STAGES: int
+    UNIT: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    MAX_REGISTERS: int
+
+    def __post_init__(self) -> None:
+        assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
+        assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
+        assert self.TILE_D in (64, 128) and self.TILE_DV in (64, 128), f"{self=}"
+        assert self.UNIT % self.TILE_N == 0 or self.TILE_N % self.UNIT == 0, f"{self.UNIT=}"
+        assert self.STAGES >= 2, f"{self.STAGES=}"
+
+    @property
+    def tile_m(self) -> int:
+        """Queries of a piece of work."""
+        return GROUP_ROWS * self.CONSUMERS
+
+    @property
+    def programs_per_sm(self) -> int:
+        """One consumer leaves half of an SM to another program."""
+        return 2 if self.CONSUMERS == 1 else 1
+
+    @property
+    def parts(self) -> int:
+        """Copies that fill one KV tile."""
+        return max(1, self.TILE_N // self.UNIT)
+
+    @property
+    def part_rows(self) -> int:
+        """Keys of one such copy."""
+        return min(self.UNIT, self.TILE_N)
+
+    def q_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of queries."""
+        return (1, 1, GROUP_ROWS, self.TILE_D)
+
+    def k_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of keys."""
+        return (1, 1, self.part_rows, self.TILE_D)
+
+    def v_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of values."""
+        return (1, 1, self.part_rows, self.TILE_DV)
+
+    def out_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of outputs."""
+        return (1, 1, GROUP_ROWS, self.TILE_DV)
+
+    def accumulator_layout(self, columns: int) -> object:
+        """Register layout of a [64, columns] WGMMA accumulator."""
+        return accumulator_layout(columns)
+
+
+def make_config(
+    consumers: int, tile_d: int, tile_dv: int, block_kv: int | None = None
+) -> AttnFwdSm90Config:
+    """The configuration with so many consumers; `block_kv` is the mask's, None when dense."""
+    # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
+    tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
+    # Finding blocks takes the producer more registers than counting tiles; they come from the
+    # consumers. Three consumers need few: their head dims are 64 at the most.
+    producer = 40 if block_kv is not None or consumers == 1 else 32 if consumers == 3 else 24
+    return AttnFwdSm90Config(
+        CONSUMERS=consumers,
+        TILE_N=tile_n,
+        TILE_D=tile_d,
+        TILE_DV=tile_dv,
+        STAGES=stages_that_fit(consumers, tile_n, tile_d, tile_dv),
+        UNIT=tile_n if block_kv is None else block_kv,
+        CONSUMER_REGISTERS=160 if consumers == 3 else 232 if producer == 40 else 240,
+        PRODUCER_REGISTERS=producer,
+        MAX_REGISTERS=168 if consumers == 2 else 128,
+    )
+
+
+def stages_that_fit(consumers: int, tile_n: int, tile_d: int, tile_dv: int) -> int:
+    """Stages of the K and V rings that fit beside queries and outputs."""
+    budget = SMEM_BYTES
+    if consumers == 1:
+        # each of two programs has barriers and 1 KiB that the system takes
+        budget = SMEM_BYTES // 2 - 2048
+    rows = consumers * GROUP_ROWS
+    return min(MOST_STAGES, (budget // 2 // (tile_d + tile_dv) - rows) // tile_n)

@@ -1,0 +1,381 @@
+"""Attention forward on Hopper: the arithmetic of `fwd.py`, moved by TMA and multiplied by WGMMA.
+
+Shapes are those of `fwd.py`. Programs take pieces of work until none is left; a piece is
+CONSUMERS x 64 queries of one head. A producer warp finds out which KV tiles the piece visits,
+publishes that, and keeps rings of K and V tiles full; the consumer warp groups each own 64 queries.
+A consumer issues the scores of tile i and the product of tile i - 1 with V together, so that the
+softmax of tile i runs while the tensor cores are busy. Tiles that need mask code come first.
+
+Called as impl "sm90" of `bsk::attn_fwd`. Limits: fp16 and bf16, D and Dv up to 128, a positive
+factor of scores, dense batches, strides and addresses that TMA takes, and those of `fwd.py`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
+from ...device.masks import (
+    bit_visible,
+    exists,
+    kv_range,
+    kv_range_of_all,
+    position,
+    row_bounds,
+    within_bounds,
+)
+from ...device.schedule import place_in_sections
+from ...device.scores import cap
+from ...device.sequences import batch_and_heads, lse_offset
+from ...device.softmax import add_sink, finalise, init_state, softmax_step
+from ...device.visits import (
+    bits_of_tile,
+    keys_of_tile,
+    masked_unit,
+    num_full_units,
+    num_masked_units,
+    num_tiles,
+    plan_blocks,
+    plan_dense,
+    tile_ordinal,
+)
+from ..sm90 import GROUP_ROWS
+
+ROWS = gl.constexpr(GROUP_ROWS)
+# Entries of a mask row read at a time, four by each thread of the producer.
+SCAN = gl.constexpr(128)
+# What describes a piece of work: the six bounds of a visit plan, plane and query tile.
+WORK_FIELDS = gl.constexpr(8)
+
+
+@gluon.jit
+def _count_q_tiles(mask, schedule, q_len, CFG: gl.constexpr):
+    """How many pieces of work a plane has."""
+    if schedule[0] is None:
+        q_tiles = (q_len + CFG.tile_m - 1) // CFG.tile_m
+    else:
+        # an order names whole rows of the mask; what they have past the queries is empty
+        block_q = mask[0][5]
+        q_tiles = (q_len + block_q - 1) // block_q * (block_q // CFG.tile_m)
+    return q_tiles
+
+
+@gluon.jit
+def _place_piece(mask, schedule, piece, q_tiles, CFG: gl.constexpr):
+    """Plane and query tile of a piece of work: in sections, or as the order of the mask says."""
+    order_ptr, num_planes, section = schedule
+    if order_ptr is None:
+        plane, q_tile = place_in_sections(piece, num_planes, q_tiles, section)
+    else:
+        row_tiles = mask[0][5] // CFG.tile_m
+        q_blocks = q_tiles // row_tiles
+        entry = gl.load(order_ptr + piece // row_tiles)
+        plane = entry // q_blocks
+        q_tile = entry % q_blocks * row_tiles + piece % row_tiles
+    return plane, q_tile
+
+
+@gluon.jit
+def _plan_piece(mask, plane, q_tile, lengths, heads, band, CFG: gl.constexpr):
+    """Which KV tiles the queries of a piece visit."""
+    lists, batch_step, head_step = mask
+    tile_n: gl.constexpr = CFG.TILE_N
+    unit_size: gl.constexpr = CFG.UNIT
+    q_len, kv_len = lengths
+    q_start = q_tile * CFG.tile_m
+    q_end = q_start + CFG.tile_m
+    kv_lo, kv_hi = kv_range(q_start, q_end, q_len, kv_len, band[0], band[1])
+    all_lo, all_hi = kv_range_of_all(q_start, q_end, q_len, kv_len, band[0], band[1])
+    if lists is None:
+        plan = plan_dense(kv_lo, kv_hi, all_lo, all_hi, tile_n)
+    else:
+        batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
+        row = batch * batch_step + q_head * head_step + q_start // lists[5]
+        offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
+        plan = plan_blocks(lists, row, kv_lo, kv_hi, all_lo, all_hi, offs_scan, tile_n, unit_size)
+    return plan
+
+
+@gluon.jit
+def _fetch_tile(desc, ring, step, visit, kv_tile, batch, kv_head, CFG: gl.constexpr):
+    """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
+    smem, full, empty = ring
+    lists, plan, num_masked, kv_len = visit
+    tile_n: gl.constexpr = CFG.TILE_N
+    unit_size: gl.constexpr = CFG.UNIT
+    parts: gl.constexpr = CFG.parts
+    part_rows: gl.constexpr = CFG.part_rows
+    stage = step % CFG.STAGES
+    bar = full.index(stage)
+    tile = smem.index(stage)
+    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+    mbarrier.expect(bar, parts * desc.block_type.nbytes)
+    masked_tiles = num_tiles(num_masked, tile_n, unit_size)
+    for part in gl.static_range(parts):
+        in_kind = kv_tile if kv_tile < masked_tiles else kv_tile - masked_tiles
+        ordinal, kv_in_unit = tile_ordinal(in_kind, part * part_rows, tile_n, unit_size)
+        if kv_tile < masked_tiles:
+            unit = masked_unit(plan, ordinal)
+            units = num_masked
+        else:
+            unit = plan[3] + ordinal
+            units = num_full_units(plan)
+        # a tile with no unit left is read from past the keys, where TMA fills zeros
+        kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
+        if parts == 1:
+            tma.async_copy_global_to_shared(desc, [batch, kv_head, kv, 0], bar, tile)
+        else:
+            rows = tile.slice(part * part_rows, part_rows, dim=0)
+            tma.async_copy_global_to_shared(desc, [batch, kv_head, kv, 0], bar, rows)
+
+
+@gluon.jit
+def _produce(produce, shared, CFG: gl.constexpr):
+    """Take pieces of work, publish them and keep the rings full."""
+    q_desc, k_desc, v_desc, counter_ptr, schedule = produce
+    mask, q_ring, k_ring, v_ring, work, lengths, heads, band = shared
+    q_smem, q_full, q_empty = q_ring
+    consumers: gl.constexpr = CFG.CONSUMERS
+    tile_n: gl.constexpr = CFG.TILE_N
+    unit_size: gl.constexpr = CFG.UNIT
+    q_tiles = _count_q_tiles(mask, schedule, lengths[0], CFG)
+    total = schedule[1] * q_tiles
+    step = 0
+    turn = 0
+    piece = gl.program_id(0)
+    while piece < total:
+        # asked for a whole piece ahead of its use
+        next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        plane, q_tile = _place_piece(mask, schedule, piece, q_tiles, CFG)
+        batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
+        plan = _plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
+        num_masked = num_masked_units(plan)
+        kv_tiles = num_tiles(num_masked, tile_n, unit_size)
+        kv_tiles += num_tiles(num_full_units(plan), tile_n, unit_size)
+        fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
+        publish(work, turn, fields)
+        mbarrier.wait(q_empty, (turn & 1) ^ 1)
+        mbarrier.expect(q_full, consumers * q_desc.block_type.nbytes)
+        for g in gl.static_range(consumers):
+            q_row = q_tile * CFG.tile_m + g * ROWS
+            q = q_smem.index(g)
+            tma.async_copy_global_to_shared(q_desc, [batch, q_head, q_row, 0], q_full, q)
+        visit = (mask[0], plan, num_masked, lengths[1])
+        for kv_tile in range(kv_tiles):
+            _fetch_tile(k_desc, k_ring, step, visit, kv_tile, batch, kv_head, CFG)
+            _fetch_tile(v_desc, v_ring, step, visit, kv_tile, batch, kv_head, CFG)
+            step += 1
+        turn += 1
+        piece = next_piece
+    # no plane: the end
+    publish(work, turn, (0, 0, 0, 0, 0, 0, -1, 0))
+
+
+@gluon.jit
+def _mask_scores(s, visit, kv_tile, q_index, q_start, first, last, CFG: gl.constexpr):
+    """Scores of a tile that needs mask code, -inf where a query does not see a key."""
+    lists, plan, num_masked, kv_len = visit
+    tile_n: gl.constexpr = CFG.TILE_N
+    unit_size: gl.constexpr = CFG.UNIT
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    offs_n = gl.arange(0, tile_n, gl.SliceLayout(0, layout))
+    ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, tile_n, unit_size)
+    unit = masked_unit(plan, ordinal)
+    kv_pos = keys_of_tile(lists, unit, ordinal, num_masked, kv_in_unit, kv_len, tile_n, unit_size)
+    visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
+    if lists is not None:
+        q_in_block = q_index - q_start // lists[5] * lists[5]
+        words = bits_of_tile(
+            lists, unit, ordinal, num_masked, q_in_block, kv_in_unit, tile_n, unit_size
+        )
+        visible = visible & bit_visible(words, kv_in_unit[None, :])
+    return gl.where(visible, s, -float("inf"))
+
+
+@gluon.jit
+def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Attend with 64 queries, piece by piece of work."""
+    out_desc, lse_ptr, sinks_ptr, score, out_tiles, pins = consume
+    mask, q_ring, k_ring, v_ring, work, lengths, heads, band = shared
+    q_smem, q_full, q_empty = q_ring
+    k_smem, k_full, k_empty = k_ring
+    v_smem, v_full, v_empty = v_ring
+    tile_n: gl.constexpr = CFG.TILE_N
+    tile_dv: gl.constexpr = CFG.TILE_DV
+    unit_size: gl.constexpr = CFG.UNIT
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    dtype: gl.constexpr = q_smem.dtype
+    q_len, kv_len = lengths
+    q = q_smem.index(GROUP)
+    out_smem = out_tiles.index(GROUP)
+    pin = pins.index(GROUP)
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    step = 0
+    turn = 0
+    p0, p1, p2, p3, p4, p5, plane, q_tile = take(work, turn)
+    while plane >= 0:
+        plan = (p0, p1, p2, p3, p4, p5)
+        batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
+        q_start = q_tile * CFG.tile_m
+        q_index = q_start + GROUP * ROWS + rows
+        first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
+        num_masked = num_masked_units(plan)
+        masked_tiles = num_tiles(num_masked, tile_n, unit_size)
+        kv_tiles = masked_tiles + num_tiles(num_full_units(plan), tile_n, unit_size)
+        visit = (mask[0], plan, num_masked, kv_len)
+        m_log2, row_sum = init_state(q_index)
+        acc = gl.zeros([ROWS, tile_dv], gl.float32, o_layout)
+        mbarrier.wait(q_full, turn & 1)
+        if kv_tiles > 0:
+            stage = step % CFG.STAGES
+            mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
+            k = k_smem.index(stage).permute((1, 0))
+            scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            if masked_tiles > 0:
+                s = _mask_scores(s, visit, 0, q_index, q_start, first, last, CFG)
+            m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
+            p = gl.convert_layout(weights.to(dtype), p_layout)
+            for kv_tile in range(1, kv_tiles):
+                last_stage = stage
+                last_phase = (step // CFG.STAGES) & 1
+                step += 1
+                stage = step % CFG.STAGES
+                mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
+                k = k_smem.index(stage).permute((1, 0))
+                scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(last_stage), last_phase)
+                product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
+                s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                if kv_tile < masked_tiles:
+                    s = _mask_scores(s, visit, kv_tile, q_index, q_start, first, last, CFG)
+                m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
+                # ptxas would sink the softmax below the wait, where it overlaps with nothing;
+                # a store to shared memory that needs its result keeps it above
+                pin.store(row_sum)
+                acc = warpgroup_mma_wait(0, deps=(product,))
+                mbarrier.arrive(v_empty.index(last_stage), count=1)
+                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+                p = gl.convert_layout(weights.to(dtype), p_layout)
+            # every score of this piece is taken: the next queries may come
+            mbarrier.arrive(q_empty, count=1)
+            mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
+            product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            step += 1
+        else:
+            mbarrier.arrive(q_empty, count=1)
+
+        if sinks_ptr is not None:
+            m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + q_head))
+            acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+        inverse, lse = finalise(m_log2, row_sum)
+        out = acc * gl.convert_layout(inverse, o_rows)[:, None]
+        # the copy of the piece before must have read the buffer
+        tma.store_wait(0)
+        out_smem.store(out.to(dtype))
+        fence_async_shared()
+        q_row = q_start + GROUP * ROWS
+        tma.async_copy_shared_to_global(out_desc, [batch, q_head, q_row, 0], out_smem)
+        lse_plane = lse_offset(batch, q_head, 0, heads[0], q_len, None)
+        gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
+        turn += 1
+        p0, p1, p2, p3, p4, p5, plane, q_tile = take(work, turn)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_planes",
+        "section", "q_heads", "group_size",
+    ]
+)  # fmt: skip
+def _attn_fwd_sm90_kernel(
+    out_desc,
+    lse_ptr,
+    q_desc,
+    k_desc,
+    v_desc,
+    sinks_ptr,
+    counter_ptr,
+    order_ptr,
+    block_lists,
+    mask_batch_step,
+    mask_head_step,
+    q_len,
+    kv_len,
+    left,
+    right,
+    num_planes,
+    section,
+    q_heads,
+    group_size,
+    score,
+    CFG: gl.constexpr,
+):
+    """Set up rings and roles; `_produce` and `_consume` do the work."""
+    consumers: gl.constexpr = CFG.CONSUMERS
+    stages: gl.constexpr = CFG.STAGES
+    tile_n: gl.constexpr = CFG.TILE_N
+    registers: gl.constexpr = CFG.CONSUMER_REGISTERS
+    producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
+    q_smem = tiles(q_desc, consumers, ROWS)
+    out_smem = tiles(out_desc, consumers, ROWS)
+    k_smem = tiles(k_desc, stages, tile_n)
+    v_smem = tiles(v_desc, stages, tile_n)
+    pins = gl.allocate_shared_memory(
+        gl.float32, [consumers, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    q_ring = (q_smem, barriers(1, 1).index(0), barriers(1, consumers).index(0))
+    k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
+    v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
+    work = work_channel(WORK_FIELDS, consumers)
+    fence_async_shared()
+
+    mask = (block_lists, mask_batch_step, mask_head_step)
+    heads = (q_heads, group_size)
+    schedule = (order_ptr, num_planes, section)
+    produce = (q_desc, k_desc, v_desc, counter_ptr, schedule)
+    consume = (out_desc, lse_ptr, sinks_ptr, score, out_smem, pins)
+    shared = (mask, q_ring, k_ring, v_ring, work, (q_len, kv_len), heads, (left, right))
+    # the first role runs in the warps of the launch, the others in warps of their own
+    if consumers == 1:
+        gl.warp_specialize(
+            [(_consume, (consume, shared, 0, CFG)), (_produce, (produce, shared, CFG))],
+            [1],
+            [producer_registers],
+        )
+    elif consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (_consume, (consume, shared, 1, CFG)),
+                (_produce, (produce, shared, CFG)),
+            ],
+            [4, 1],
+            [registers, producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (_consume, (consume, shared, 1, CFG)),
+                (_consume, (consume, shared, 2, CFG)),
+                (_produce, (produce, shared, CFG)),
+            ],
+            [4, 4, 1],
+            [registers, registers, producer_registers],
+        )

@@ -1,0 +1,100 @@
+"""Launches of the Hopper forward that are built without a GPU: the main choices of `tuning`."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ...core.compile_cases import CompileCase, compile_cases
+from ..sm90 import descriptor_type
+from .config_sm90 import make_config
+from .fwd_sm90 import _attn_fwd_sm90_kernel
+from .operands import score_factors
+
+
+class Call(NamedTuple):
+    """What sets a launch apart."""
+
+    consumers: int
+    tile_d: int
+    tile_dv: int
+    block_size: tuple[int, int] | None = None
+    sinks: bool = False
+    softcap: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    max_spill_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the case."""
+        parts = [str(self.dtype).split(".")[-1], f"d{self.tile_d}-{self.tile_dv}"]
+        parts += [f"consumers{self.consumers}"]
+        parts += [f"blocks{self.block_size[0]}x{self.block_size[1]}"] if self.block_size else []
+        parts += ["sinks"] if self.sinks else []
+        parts += ["softcap"] if self.softcap else []
+        return f"attn_fwd_sm90/{'-'.join(parts)}"
+
+
+# Spills of masks are in the code for partial blocks, whose bits take 64 registers of a consumer.
+CALLS = (
+    Call(2, 128, 128),
+    Call(2, 128, 128, dtype=torch.float16),
+    Call(1, 128, 128),
+    Call(3, 64, 64),
+    Call(2, 64, 64),
+    Call(1, 64, 64),
+    Call(2, 128, 64),
+    Call(2, 128, 128, sinks=True, softcap=True),
+    Call(3, 64, 64, sinks=True),
+    Call(2, 128, 128, (128, 128), max_spill_bytes=512),
+    Call(2, 128, 128, (128, 16), max_spill_bytes=1792),
+    Call(1, 128, 128, (64, 64), max_spill_bytes=128),
+    Call(1, 128, 128, (64, 16), max_spill_bytes=256),
+    Call(2, 64, 64, (256, 256), max_spill_bytes=192),
+    Call(1, 64, 64, (64, 64), max_spill_bytes=128),
+    Call(2, 128, 128, (128, 128), sinks=True, softcap=True, max_spill_bytes=1024),
+)
+
+
+def attn_fwd_sm90_case(call: Call) -> CompileCase:
+    """A launch of the kernel; a mask comes with its order of rows."""
+    block_q, block_kv = call.block_size or (None, None)
+    config = make_config(call.consumers, call.tile_d, call.tile_dv, block_kv)
+    return CompileCase(
+        name=call.name,
+        kernel=_attn_fwd_sm90_kernel,
+        args={
+            "out_desc": descriptor_type(config.out_block(), call.dtype),
+            "lse_ptr": torch.float32,
+            "q_desc": descriptor_type(config.q_block(), call.dtype),
+            "k_desc": descriptor_type(config.k_block(), call.dtype),
+            "v_desc": descriptor_type(config.v_block(), call.dtype),
+            "sinks_ptr": torch.float32 if call.sinks else None,
+            "counter_ptr": torch.int32,
+            "order_ptr": None if block_q is None else torch.int32,
+            "block_lists": None if block_q is None else (*(torch.int32,) * 5, block_q),
+            "mask_batch_step": 0,
+            "mask_head_step": 0,
+            "q_len": 4096,
+            "kv_len": 4096,
+            "left": 2**30,
+            "right": 0,
+            "num_planes": 32,
+            "section": 32,
+            "q_heads": 32,
+            "group_size": 4,
+            "score": score_factors(0.1, 30.0 if call.softcap else 0.0),
+            "CFG": config,
+        },
+        archs=(90,),
+        num_warps=4,
+        options={"maxnreg": config.MAX_REGISTERS},
+        expect={"wgmma.mma_async": 1},
+        max_spill_bytes=call.max_spill_bytes,
+    )
+
+
+@compile_cases
+def _cases() -> Iterator[CompileCase]:
+    for call in CALLS:
+        yield attn_fwd_sm90_case(call)

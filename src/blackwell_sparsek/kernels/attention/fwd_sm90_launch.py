@@ -1,0 +1,80 @@
+"""Launching the Hopper forward: descriptors, order of work, grid."""
+
+from typing import Any
+
+import torch
+
+from ...core.arch import arch_of
+from ...core.launch import cdiv, launch, on_device_of, scratch
+from ...formats.attention_spec import AttnSpec
+from ..sm90 import tensor_descriptor
+from .config_sm90 import AttnFwdSm90Config
+from .fwd_sm90 import _attn_fwd_sm90_kernel
+from .operands import kernel_operands
+
+
+def launch_attn_fwd_sm90(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttnSpec,
+    order: torch.Tensor | None,
+    section: int,
+    config: AttnFwdSm90Config,
+) -> None:
+    """Fill `out` and `lse`.
+
+    Parameters
+    ----------
+    out : [B, Hq, Sq, Dv], lse : fp32 [B, Hq, Sq] contiguous; all of both is written
+    q, k, v : [B, H, S, D | Dv], at least one key, strides and addresses that TMA takes
+    spec : options of the call, validated; no packed sequences
+    order : int32 [B * Hq * rows], the rows of the block mask in the order to take them, as
+        `formats.block_order.longest_first` makes it; None goes through the queries in sections
+    section : planes (batch and head) whose KV stay in L2 together
+    config : tiles
+    """
+    operands = kernel_operands(q, k, v, spec)
+    q_len = operands.lengths[0]
+    planes = operands.batch * operands.heads[0]
+    pieces = planes * cdiv(q_len, config.tile_m)
+    if order is not None and spec.block_mask is not None:
+        pieces = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
+    if pieces == 0:
+        return
+    counter = scratch((1,), torch.int32, q.device, zero=True)
+    with on_device_of(q):
+        args = (
+            _descriptor(out, config.out_block()),
+            lse,
+            _descriptor(q, config.q_block()),
+            _descriptor(k, config.k_block()),
+            _descriptor(v, config.v_block()),
+            operands.sinks,
+            counter,
+            order,
+            operands.block_lists,
+            *operands.mask_steps,
+            *operands.lengths,
+            *operands.band,
+            planes,
+            section,
+            *operands.heads,
+            operands.score,
+            config,
+        )
+        programs = min(arch_of(q.device).num_sms * config.programs_per_sm, pieces)
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        launch(_attn_fwd_sm90_kernel, programs, args, **options)
+
+
+def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
+    return tensor_descriptor(x, block, tma_strides(x))
+
+
+def tma_strides(x: torch.Tensor) -> list[int]:
+    """Strides for a descriptor: a dimension of size 1 may carry any, which TMA would refuse."""
+    row = x.shape[-1]
+    return [stride if size > 1 else row for size, stride in zip(x.shape, x.stride(), strict=True)]

@@ -1,0 +1,51 @@
+"""What Hopper's kernels have in common on the host: sizes, layouts, descriptors.
+
+Configurations are read without Triton, so it is imported where it is needed.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+# Rows of one WGMMA instruction, and so of one consumer warp group.
+GROUP_ROWS = 64
+# What one program may take of the 228 KiB of an SM, less the barriers and work numbers.
+SMEM_BYTES = 226 * 1024
+
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def accumulator_layout(columns: int) -> object:
+    """Register layout of a [64, columns] WGMMA accumulator."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """How a tile of this shape lies in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    element = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}[_NAMES[dtype]]
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
+
+
+def tensor_descriptor(
+    x: torch.Tensor, block: Sequence[int], strides: Sequence[int] | None = None
+) -> Any:
+    """TMA descriptor that copies `block`s of `x`, along `strides` in place of its own."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = shared_layout(tuple(block), x.dtype)
+    steps = x.stride() if strides is None else strides
+    return TensorDescriptor(x, list(x.shape), list(steps), list(block), layout)
+
+
+def descriptor_type(block: Sequence[int], dtype: torch.dtype) -> str:
+    """The type of such a descriptor in Triton's spelling, for compile cases."""
+    return f"tensordesc<{_NAMES[dtype]}{list(block)},{shared_layout(tuple(block), dtype)!r}>"

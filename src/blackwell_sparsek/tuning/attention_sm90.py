@@ -1,0 +1,114 @@
+"""(problem) -> tiles and order of the Hopper forward, and the reasons why it cannot run.
+
+Lengths choose among at most three heights of tiles and nothing else, so that a model whose lengths
+vary compiles a handful of variants once.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from ..core.launch import cdiv
+from ..kernels.attention.config_sm90 import AttnFwdSm90Config, make_config
+from ..kernels.sm90 import GROUP_ROWS
+from .problem_attention import AttnProblem
+
+LARGEST_HEAD_DIM = 128
+# Positions and band limits are int32 in the kernel, and so is the number of pieces of work.
+LONGEST = 2**30 - 1
+MOST_PIECES = 2**31 - 1
+# Fewer queries than half of a warp group's rows: the portable kernel has smaller tiles for them.
+FEW_QUERIES = 32
+# Half of the L2 of H100 and H200; queries, outputs and the next section need the other half.
+SECTION_BYTES = 25 * 2**20
+# TFLOP/s of an H200 with its SMs full, by (widest head dim, consumers): with one program on each
+# SM, and with two where they fit. A lone warp group waits for its own softmax.
+PACE = {
+    (64, 1): (280.0, 400.0),
+    (64, 2): (430.0,),
+    (64, 3): (515.0,),
+    (128, 1): (330.0, 457.0),
+    (128, 2): (640.0,),
+}
+
+
+def attn_fwd_sm90_unsupported(problem: AttnProblem) -> str | None:
+    """Why the Hopper kernel cannot run this problem, or None."""
+    if problem.arch.sm != 90:
+        return f"needs sm_90, this is {problem.arch}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"{problem.dtype} has no 16-bit WGMMA"
+    dims = (problem.head_dim, problem.head_dim_v)
+    if max(dims) > LARGEST_HEAD_DIM or any(dim % 8 for dim in dims):
+        return (
+            f"needs head dimensions up to {LARGEST_HEAD_DIM} in steps of 8, "
+            f"got {dims[0]} and {dims[1]}"
+        )
+    if problem.varlen:
+        return "packed sequences are not written yet"
+    if not problem.positive:
+        return "needs a scale above zero"
+    if problem.max_k == 0:
+        return "TMA cannot describe zero keys"
+    return _sizes_unsupported(problem)
+
+
+def _sizes_unsupported(problem: AttnProblem) -> str | None:
+    if problem.mask_block is not None:
+        block_q, block_kv = problem.mask_block
+        if block_q % GROUP_ROWS:
+            return f"query blocks of {block_q} are not a multiple of {GROUP_ROWS}"
+        if block_kv < 16:
+            return f"key blocks of {block_kv} are narrower than a 16-key step of WGMMA"
+    if not problem.tma:
+        return "TMA needs addresses and strides that are multiples of 16 bytes"
+    if max(problem.max_q, problem.max_k) > LONGEST:
+        return f"needs sequences of at most {LONGEST} tokens"
+    # an order of mask rows may count whole blocks of 256 queries
+    if problem.batch * problem.heads_q * (cdiv(problem.max_q, GROUP_ROWS) + 3) > MOST_PIECES:
+        return f"needs at most {MOST_PIECES} query tiles over batch and heads"
+    return None
+
+
+def attn_fwd_sm90_passed_over(problem: AttnProblem) -> str | None:
+    """Why `auto` should not take the kernel where it could run, or None."""
+    if problem.max_q < FEW_QUERIES:
+        return f"{problem.max_q} queries fill too little of a tile of {GROUP_ROWS}"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
+    """Tiles of a problem that `attn_fwd_sm90_unsupported` accepts."""
+    tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.head_dim_v))
+    block_q, block_kv = problem.mask_block or (None, None)
+    if block_q is not None:
+        # a piece of work stays within one row of the mask, and rows of 64 are for one consumer
+        return make_config(min(block_q // GROUP_ROWS, 2), tile_d, tile_dv, block_kv)
+    dim = max(tile_d, tile_dv)
+    # registers hold three consumers only where the sums are 64 wide, and no tanh comes between
+    choices = (3, 2, 1) if dim == 64 and not problem.softcap else (2, 1)
+    consumers = min(choices, key=lambda count: _time(problem, dim, count))
+    return make_config(consumers, tile_d, tile_dv)
+
+
+def _time(problem: AttnProblem, dim: int, consumers: int) -> float:
+    """Relative time of a dense problem: rounds of pieces on all SMs, each at the pace measured.
+
+    Tall tiles run faster, but small problems leave SMs idle with them, and rows past the last
+    query cost as much as others.
+    """
+    rows = consumers * GROUP_ROWS
+    pieces = problem.batch * problem.heads_q * cdiv(problem.max_q, rows)
+    sms = problem.arch.num_sms
+    pace = PACE[dim, consumers]
+    beside = min(len(pace), max(1, cdiv(pieces, sms)))
+    return cdiv(pieces, sms * beside) * beside * rows / pace[beside - 1]
+
+
+def attn_fwd_sm90_section(problem: AttnProblem) -> int:
+    """Planes that run together: those whose keys and values stay in L2, whole groups of heads."""
+    kv_bytes = problem.max_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    group = problem.heads_q // problem.heads_kv
+    planes = problem.batch * problem.heads_q
+    return min(max(SECTION_BYTES // max(kv_bytes, 1), 1) * group, max(planes, 1))

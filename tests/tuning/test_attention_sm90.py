@@ -1,0 +1,174 @@
+"""When the Hopper forward runs, with which tiles, and why not otherwise."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.formats.attention_spec import AttnSpec
+from blackwell_sparsek.kernels.attention.config_sm90 import make_config
+from blackwell_sparsek.tuning.attention_sm90 import (
+    FEW_QUERIES,
+    attn_fwd_sm90_config,
+    attn_fwd_sm90_passed_over,
+    attn_fwd_sm90_section,
+    attn_fwd_sm90_unsupported,
+)
+from blackwell_sparsek.tuning.problem_attention import AttnProblem
+
+# An SM has 228 KiB, of which the system takes 1 KiB per program.
+SM_BYTES = 228 * 1024
+
+
+def problem(**changes):
+    q = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16)
+    base = AttnProblem.of(q, q, q, AttnSpec(0.1, max_q=4096, max_k=4096))
+    assert base.tma
+    return dataclasses.replace(base, **{"arch": Arch("cuda", 90, 132, 232448, False), **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"arch": Arch("cuda", 100, 148, 0, False)}, "needs sm_90, this is sm_100"),
+        ({"arch": Arch("cpu", 0, 1, 0, True)}, "needs sm_90, this is cpu"),
+        ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
+        ({"head_dim": 136}, "up to 128 in steps of 8, got 136 and 128"),
+        ({"head_dim_v": 20}, "up to 128 in steps of 8, got 128 and 20"),
+        ({"varlen": True}, "packed sequences are not written yet"),
+        ({"positive": False}, "needs a scale above zero"),
+        ({"max_k": 0}, "TMA cannot describe zero keys"),
+        ({"mask_block": (32, 64)}, "query blocks of 32 are not a multiple of 64"),
+        ({"tma": False}, "addresses and strides that are multiples of 16 bytes"),
+        ({"max_k": 2**30}, "at most 1073741823 tokens"),
+        ({"batch": 2**20, "max_q": 2**13}, "at most 2147483647 query tiles"),
+    ],
+)
+def test_why_not(changes, reason):
+    assert reason in attn_fwd_sm90_unsupported(problem(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": torch.float16},
+        {"head_dim": 8, "head_dim_v": 128},
+        {"mask_block": (64, 16)},
+        {"mask_block": (256, 256)},
+        {"max_k": 1, "max_q": 1},
+        {"max_k": 2**30 - 1},
+        {"softcap": True, "sinks": True, "banded": True, "element_bits": True},
+    ],
+)
+def test_what_runs(changes):
+    assert attn_fwd_sm90_unsupported(problem(**changes)) is None
+
+
+def test_few_queries_are_left_to_smaller_tiles():
+    assert "31 queries" in attn_fwd_sm90_passed_over(problem(max_q=FEW_QUERIES - 1))
+    assert attn_fwd_sm90_passed_over(problem(max_q=FEW_QUERIES)) is None
+
+
+@pytest.mark.parametrize(
+    "changes, consumers",
+    [
+        ({}, 2),
+        ({"head_dim": 64, "head_dim_v": 64}, 3),
+        ({"head_dim": 64, "head_dim_v": 128}, 2),
+        # a tanh takes the registers of a third consumer
+        ({"head_dim": 64, "head_dim_v": 64, "softcap": True}, 2),
+        # 64 pieces of 64 queries occupy twice as many SMs as 32 of 128
+        ({"head_dim": 64, "head_dim_v": 64, "heads_q": 8, "max_q": 512}, 1),
+        # one round for all: 128 pieces of 128 queries on 132 SMs
+        ({"head_dim": 64, "head_dim_v": 64, "heads_q": 32, "max_q": 512}, 2),
+        ({"head_dim": 64, "head_dim_v": 64, "heads_q": 128, "max_q": 512}, 3),
+        # tiles of 192 would be two thirds empty
+        ({"head_dim": 64, "head_dim_v": 64, "batch": 64, "heads_q": 32, "max_q": 64}, 1),
+        ({"heads_q": 4, "max_q": 1024}, 1),
+        ({"mask_block": (64, 64)}, 1),
+        ({"mask_block": (128, 16)}, 2),
+        ({"mask_block": (256, 128), "head_dim": 64, "head_dim_v": 64}, 2),
+    ],
+)
+def test_consumers(changes, consumers):
+    assert consumers == attn_fwd_sm90_config(problem(**changes)).CONSUMERS
+
+
+def test_pieces_lie_within_query_blocks():
+    for block, dim in itertools.product((64, 128, 256), (64, 128)):
+        config = attn_fwd_sm90_config(problem(mask_block=(block, 32), head_dim=dim))
+        assert block % config.tile_m == 0
+        assert config.UNIT == 32
+
+
+DIMS = list(itertools.product((64, 128), (64, 128)))
+UNITS = (None, 16, 64, 128, 256)
+CHOICES = [(c, unit, *dims) for c in (1, 2) for unit in UNITS for dims in DIMS]
+
+
+@pytest.mark.parametrize("consumers, block_kv, tile_d, tile_dv", [*CHOICES, (3, None, 64, 64)])
+def test_tiles_and_registers_fit_an_sm(consumers, block_kv, tile_d, tile_dv):
+    config = make_config(consumers, tile_d, tile_dv, block_kv)
+    rows = config.tile_m + config.STAGES * config.TILE_N
+    # barriers, work numbers and pins take less than 1 KiB
+    program = rows * (tile_d + tile_dv) * 2 + 2048
+    assert program * config.programs_per_sm <= SM_BYTES
+    # the producer warp occupies a warp group
+    threads = 128 * (consumers + 1)
+    assert threads * config.MAX_REGISTERS * config.programs_per_sm <= 65536
+    if consumers > 1:
+        workers = (consumers - 1) * config.CONSUMER_REGISTERS + config.PRODUCER_REGISTERS
+        assert 24 <= threads * config.MAX_REGISTERS // 128 - workers <= 256
+
+
+@pytest.mark.parametrize(
+    "changes, section",
+    [
+        # 2 MiB of keys and values per head: 12 heads in 25 MiB
+        ({}, 12),
+        ({"max_k": 16384}, 3),
+        ({"max_k": 65536}, 1),
+        ({"max_k": 65536, "heads_kv": 4}, 4),
+        ({"max_k": 128}, 16),
+        ({"max_k": 2**29}, 1),
+    ],
+)
+def test_sections_stay_in_l2(changes, section):
+    assert attn_fwd_sm90_section(problem(**changes)) == section
+
+
+def views():
+    def make(*shape):
+        return torch.empty(shape, dtype=torch.float16)
+
+    plain = make(2, 4, 32, 64)
+    yield "contiguous", plain, True
+    yield "heads inner", make(2, 32, 4, 64).transpose(1, 2), True
+    yield "slice of a wider row", make(2, 4, 32, 72)[..., :64], True
+    yield "row of 68 elements", make(2, 4, 32, 68)[..., :64], False
+    yield "address off by 8", make(2, 4, 32, 72)[..., 4:68], False
+    yield "size 1 with an odd stride", plain[:1, :1].as_strided((1, 1, 32, 64), (3, 5, 64, 1)), True
+    yield "expanded", plain[:1].expand(2, -1, -1, -1), False
+
+
+@pytest.mark.parametrize(
+    "name, x, takes", list(views()), ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_what_tma_takes(name, x, takes):
+    spec = AttnSpec(0.1, max_q=32, max_k=32)
+    good = torch.empty(x.shape, dtype=torch.float16)
+    for tensors in ((x, good, good), (good, x, good), (good, good, x)):
+        assert AttnProblem.of(*tensors, spec).tma is takes, name
+
+
+@pytest.mark.parametrize(
+    "scale, softcap, positive",
+    [(0.1, 0.0, True), (0.0, 0.0, False), (-0.1, 0.0, False), (-0.1, 5.0, True)],
+)
+def test_the_sign_of_scores(scale, softcap, positive):
+    q = torch.empty(1, 1, 8, 8, dtype=torch.float16)
+    spec = AttnSpec(scale, softcap=softcap, max_q=8, max_k=8)
+    assert AttnProblem.of(q, q, q, spec).positive is positive
