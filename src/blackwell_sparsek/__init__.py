@@ -1,5 +1,6 @@
 """Block-sparse matrix products and attention for PyTorch."""
 
+from . import nn, prune
 from ._version import __version__
 from .core.errors import BskError, InvalidInput, InvalidType, Unsupported
 from .formats import patterns as masks
@@ -10,6 +11,7 @@ from .functional.bsr import matmul, sddmm
 from .functional.merge import merge_states
 from .functional.sdpa import scaled_dot_product_attention
 from .functional.varlen import attention_varlen
+from .integrations.torch_sparse import enable_torch_sparse
 from .ops.dispatch import explain
 
 __all__ = [
@@ -22,10 +24,13 @@ __all__ = [
     "__version__",
     "attention",
     "attention_varlen",
+    "enable_torch_sparse",
     "explain",
     "masks",
     "matmul",
     "merge_states",
+    "nn",
+    "prune",
     "scaled_dot_product_attention",
     "sddmm",
 ]

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     # results are checked against the oracle
     "testing": {"core", "formats", "functional", "reference"},
     "bench": API | {"testing"},
-    "": API | {"masks"},
+    "": API | {"masks", "integrations"},
 }
 STANDARD = set(sys.stdlib_module_names)
 # Third-party packages by layer; a name under "lazy" only inside functions.

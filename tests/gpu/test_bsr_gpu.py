@@ -73,12 +73,14 @@ def test_tf32_is_as_close_as_cublas(tf32):
     a = random_bsr((512, 1024), (64, 64), seed=7, device=DEVICE)
     x = operand_for(a, "A@X", 300, seed=8)
     exact = a.to_dense().double() @ x.double()
-    assert_within_budget(matmul(a, x, impl="triton"), exact, a.to_dense() @ x)
+    # Tensor cores cut float32 operands to tf32, cuBLAS rounds them first: half the error each.
+    factor = 4.0
+    assert_within_budget(matmul(a, x, impl="triton"), exact, a.to_dense() @ x, factor=factor)
     plain = normal(300, 512, seed=9, device=DEVICE)
-    sampled = sddmm(plain.T, x.T.contiguous()[:, :1024], a, impl="triton").to_dense()
+    sampled = sddmm(plain.T, x.T.contiguous(), a, impl="triton").to_dense()
     mask = a.with_data(torch.ones_like(a.data)).to_dense()
     exact = (plain.T.double() @ x.T.double()) * mask
-    assert_within_budget(sampled, exact, (plain.T @ x.T) * mask)
+    assert_within_budget(sampled, exact, (plain.T @ x.T) * mask, factor=factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -224,9 +226,6 @@ def test_more_tiles_than_a_grid_axis_holds():
 
 def test_past_2_to_the_31_elements():
     rows = 2**31 // 4096 + 64
-    a = random_bsr(
-        (64, 4096), (64, 64), seed=32, dtype=torch.float16, device=DEVICE, whole=True, density=0.1
-    )
     keep = torch.zeros(1, 64, dtype=torch.bool, device=DEVICE)
     keep[0, -3:] = True
     dense = normal(64, 4096, seed=33, dtype=torch.float16, device=DEVICE).round()
@@ -259,3 +258,75 @@ def test_compiled_without_graph_breaks():
         return matmul(x, a.T, activation="relu", impl="triton") * 2
 
     assert torch.equal(run(x), matmul(x, a.T, activation="relu", impl="triton") * 2)
+
+
+@pytest.mark.parametrize("n", [1, 16, 64])
+@pytest.mark.parametrize("captured", [False, True])
+def test_narrow_products_wait_for_what_was_just_written(n, captured):
+    """They start early: operands written by the kernel in front must not be read before."""
+    layers = [
+        random_bsr((1024, 1024), (64, 64), seed=i, dtype=torch.bfloat16, device=DEVICE)
+        for i in range(4)
+    ]
+    fresh = [
+        normal(*a.storage.shape, seed=i, device=DEVICE).bfloat16() for i, a in enumerate(layers)
+    ]
+    x = normal(n, 1024, seed=38, dtype=torch.bfloat16, device=DEVICE)
+
+    def chain():
+        y = x
+        for a, values in zip(layers, fresh, strict=True):
+            a.storage.fill_(float("nan"))
+            a.storage.copy_(values)
+            y = matmul(y, a.T, impl="triton")
+            y = matmul(y * 0.05, a.T, impl="triton")
+        return y
+
+    expected = x
+    for a, values in zip(layers, fresh, strict=True):
+        a.storage.copy_(values)
+        for factor in (1.0, 0.05):
+            torch.cuda.synchronize()
+            expected = matmul(expected * factor, a.T, impl="triton")
+            torch.cuda.synchronize()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = chain()
+    for _ in range(20):
+        if captured:
+            got.fill_(float("nan"))
+            graph.replay()
+        else:
+            got = chain()
+        assert torch.equal(got, expected)
+
+
+def test_narrow_products_write_after_their_predecessors_have_read():
+    a = random_bsr((2048, 2048), (64, 64), seed=39, dtype=torch.bfloat16, device=DEVICE)
+    x = normal(1, 2048, seed=40, dtype=torch.bfloat16, device=DEVICE)
+    expected = matmul(x, a.T, impl="triton").clone()
+    for _ in range(200):
+        # the memory of each result is the next one's: freed when the product was only queued
+        first = matmul(x, a.T, impl="triton")
+        kept = first + 0
+        del first
+        matmul(-x, a.T, impl="triton")
+        assert torch.equal(kept, expected)
+
+
+def test_narrow_products_are_captured_without_a_table(monkeypatch):
+    a = random_bsr((512, 512), (64, 64), seed=41, dtype=torch.bfloat16, device=DEVICE)
+    other = random_bsr((512, 512), (64, 64), seed=41, dtype=torch.bfloat16, device=DEVICE)
+    x = operand_for(a, "X@A.T", 16, seed=42)
+    # the general kernel, compiled and loaded before the capture that has to take it
+    with monkeypatch.context() as patch:
+        patch.setattr(bsr_triton, "narrow_config", lambda problem: None)
+        expected = matmul(x, other.T, impl="triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = matmul(x, a.T, impl="triton")
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got, expected)

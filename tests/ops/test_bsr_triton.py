@@ -124,3 +124,21 @@ def test_second_derivatives(device):
         return torch.autograd.grad(first.square().sum(), values)[0]
 
     torch.testing.assert_close(run("triton"), run("eager"))
+
+
+def test_opcheck(device):
+    a = random_bsr((20, 40), (16, 16), seed=13, device=device)
+    x = operand_for(a, "A@X", 3, seed=14)
+    pattern, shape = a.pattern.tensors(), list(a.shape)
+    checks = ("test_schema", "test_faketensor")
+    operands = normal(20, 5, seed=15, device=device), normal(5, 40, seed=16, device=device)
+    torch.library.opcheck(
+        torch.ops.bsk.bsr_matmul.default,
+        (a.storage, pattern, shape, False, x, False, None, None, "gelu", None, "triton"),
+        test_utils=checks,
+    )
+    torch.library.opcheck(
+        torch.ops.bsk.bsr_sddmm.default,
+        (*operands, pattern, shape, [16, 16], None, "triton"),
+        test_utils=checks,
+    )

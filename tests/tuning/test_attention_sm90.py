@@ -12,7 +12,7 @@ from blackwell_sparsek.kernels.attention.config_sm90 import make_config
 from blackwell_sparsek.tuning.attention_sm90 import (
     FEW_QUERIES,
     attn_fwd_sm90_config,
-    attn_fwd_sm90_pays,
+    attn_fwd_sm90_passed_over,
     attn_fwd_sm90_section,
     attn_fwd_sm90_unsupported,
 )
@@ -68,8 +68,8 @@ def test_what_runs(changes):
 
 
 def test_few_queries_are_left_to_smaller_tiles():
-    assert not attn_fwd_sm90_pays(problem(max_q=FEW_QUERIES - 1))
-    assert attn_fwd_sm90_pays(problem(max_q=FEW_QUERIES))
+    assert "31 queries" in attn_fwd_sm90_passed_over(problem(max_q=FEW_QUERIES - 1))
+    assert attn_fwd_sm90_passed_over(problem(max_q=FEW_QUERIES)) is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,14 @@ from blackwell_sparsek.kernels.bsr.config import (
     largest_tile,
     triton_stages,
 )
-from blackwell_sparsek.tuning.bsr import pair_config, sddmm_config, spmm_chunk, spmm_config
+from blackwell_sparsek.tuning.bsr import (
+    narrow_config,
+    narrow_is_even,
+    pair_config,
+    sddmm_config,
+    spmm_chunk,
+    spmm_config,
+)
 from blackwell_sparsek.tuning.bsr import spmm_sizes as sizes_of
 from blackwell_sparsek.tuning.problem_bsr import BsrProblem
 
@@ -115,3 +122,60 @@ def test_stages():
 def test_configs_check_themselves(make, match):
     with pytest.raises(InvalidInput, match=match):
         make()
+
+
+@pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
+def test_narrow_configs_fit_blocks_and_columns(sm):
+    for bh, bw, n in itertools.product(SIDES, SIDES, (1, 2, 16)):
+        for left, transposed in itertools.product((False, True), (False, True)):
+            p = problem(sm=sm, block=(bh, bw), n=n, dense_left=left, transposed=transposed)
+            config = narrow_config(replace(p, shape=(4096, 4096)))
+            config.check((bw, bh) if left else (bh, bw), n)
+            assert config.overlap == (sm >= 90)
+            # a step goes through shared memory on its way to the tensor cores
+            tiles = 2 * config.tile_k * (config.tile_m + config.tile_n)
+            assert config.tile_n == 1 or tiles <= 99 * 1024
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n": 17},
+        {"n": 0},
+        {"dtype": torch.float32},
+        {"sm": 0},
+        {"n": 8192},
+        {"shape": (8449, 8192)},
+    ],
+)
+def test_other_products_take_the_general_kernel(change):
+    p = problem(n=16)
+    assert narrow_config(p) is not None
+    change = {"arch": ARCHS[change["sm"]]} if "sm" in change else change
+    assert narrow_config(replace(p, **change)) is None
+
+
+def test_only_small_products_are_prefetched():
+    p = problem(n=1)
+    assert not narrow_config(p).prefetch
+    assert narrow_config(replace(p, nnz_blocks=384)).prefetch
+    assert not narrow_config(replace(p, nnz_blocks=385)).prefetch
+    assert not narrow_config(replace(p, nnz_blocks=1, arch=ARCHS[80])).prefetch
+
+
+def test_a_single_column_goes_without_tensor_cores_unless_blocks_lie_by_columns():
+    assert narrow_config(problem(n=1)).tile_n == 1
+    assert narrow_config(problem(n=1, dense_left=True, transposed=True)).tile_n == 1
+    assert narrow_config(problem(n=1, transposed=True)).tile_n == 16
+    assert narrow_config(problem(n=1, dense_left=True)).tile_n == 16
+
+
+def test_a_row_may_be_longer_than_others_but_not_than_the_product():
+    p = problem(n=1)
+    config = narrow_config(p)
+    # all 64 blocks of a row of 8192 columns are half of what a small product reads
+    assert narrow_is_even(p, config, 64)
+    huge = replace(p, shape=(8192, 2**20), nnz_blocks=8192)
+    assert not narrow_is_even(huge, config, 8192)
+    assert narrow_is_even(huge, config, 128)
+    assert narrow_is_even(replace(huge, nnz_blocks=64 * 8192), config, 1000)

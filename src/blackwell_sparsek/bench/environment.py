@@ -1,7 +1,9 @@
 """What a benchmark ran on."""
 
 import os
+import pathlib
 import platform
+import subprocess
 from typing import Any
 
 import torch
@@ -29,3 +31,18 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     else:
         found["device_name"] = platform.processor() or platform.machine()
     return found
+
+
+def source_commit() -> str | None:
+    """The commit that this package was checked out at, `+` when changed since; None elsewhere."""
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(pathlib.Path(__file__).parent), *args]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from .. import BSRMatrix, attention, explain, masks, matmul
 from ..testing.tolerance import assert_within_budget
+from .matmul_inputs import plain_product
 
 OURS = "bsk"
 
@@ -53,7 +54,7 @@ def matmul_case(device: torch.device, sparsity: float, quick: bool) -> Case:
         columns = x[:, :: 32 if gpu else 8]
         exact = dense.double() @ columns.double()
         actual = matmul(sparse, x)[:, :: 32 if gpu else 8]
-        assert_within_budget(actual, exact, _plain_product(dense, columns, exact), what="matmul")
+        assert_within_budget(actual, exact, plain_product(dense, columns, exact), what="matmul")
 
     return Case(
         f"matmul {sparsity:.0%} sparse",
@@ -140,16 +141,6 @@ def block_mask_case(device: torch.device, quick: bool) -> Case:
         check,
         lambda: explain(attention, q, k, v, block_mask=mask),
     )
-
-
-def _plain_product(a: torch.Tensor, b: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """The less exact of two plain products: at once, and column by column.
-
-    Libraries cut long sums of a large product into parts, which makes fp32 sums more exact than
-    those of the same terms in a smaller product.
-    """
-    products = [a @ b, torch.stack([a @ column for column in b.unbind(1)], 1)]
-    return max(products, key=lambda product: (product.double() - exact).abs().max().item())
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -4,7 +4,9 @@ import os
 
 from .errors import InvalidInput
 
-IMPLS = ("auto", "reference", "eager", "triton", "sm90")
+# reference: the fp64 oracle; eager: plain PyTorch on the stored blocks, any device; dense: a matrix
+# written out and multiplied by torch; triton: portable kernels; sm90: kernels for Hopper.
+IMPLS = ("auto", "reference", "eager", "dense", "triton", "sm90")
 
 
 def default_impl() -> str:

@@ -18,6 +18,7 @@ from ..formats.attention_spec import (
     heads_are_inner,
 )
 from ..formats.block_mask import BlockMask
+from .fused_band import attend_inside
 from .operands import (
     BlockRows,
     KeyBlocks,
@@ -82,7 +83,9 @@ def _attend(
     if spec.block_mask is None or q.numel() == 0:
         out = q.new_empty((*ops.q.shape[:3], v.shape[3]), dtype=dtype)
         lse = q.new_empty(ops.q.shape[:3], dtype=dtype)
-        _attend_band(ops, spec, extent, out, lse)
+        begin, end = (0, 0) if guarded else attend_inside(q, k, v, spec, extent, out, lse)
+        for rest in ((0, begin), (end, sq)):
+            _attend_band(ops, spec, extent, out, lse, rest)
     else:
         out, lse = _attend_blocks(ops, spec, spec.block_mask, extent, k.shape[1])
     return out.view(batch, heads_q, sq, v.shape[3]), lse.view(batch, heads_q, sq)
@@ -97,15 +100,16 @@ class BandTile(NamedTuple):
     end: int
 
 
-def band_tiles(ops: Operands, sizes: StepSizes) -> Iterator[BandTile]:
-    """Cut the queries into tiles whose scores fit the step size."""
-    n, group, sq, _ = ops.q.shape
+def band_tiles(ops: Operands, sizes: StepSizes, queries: tuple[int, int]) -> Iterator[BandTile]:
+    """Cut the queries `[begin, end)` into tiles whose scores fit the step size."""
+    n, group = ops.q.shape[:2]
     keys = min(sizes.keys, max(ops.kt.shape[2], 1))
     tile_q = max(1, min(sizes.tile_q, sizes.scores // (group * keys)))
     together = max(1, sizes.scores // (group * tile_q * keys))
     for first in range(0, n, together):
-        for q_start in range(0, sq, tile_q):
-            yield BandTile(first, min(first + together, n), q_start, min(q_start + tile_q, sq))
+        for q_start in range(queries[0], queries[1], tile_q):
+            q_end = min(q_start + tile_q, queries[1])
+            yield BandTile(first, min(first + together, n), q_start, q_end)
 
 
 class BandEdges:
@@ -145,12 +149,17 @@ def tile_visible(
 
 
 def _attend_band(
-    ops: Operands, spec: AttnSpec, extent: Extent, out: torch.Tensor, lse: torch.Tensor
+    ops: Operands,
+    spec: AttnSpec,
+    extent: Extent,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rows: tuple[int, int],
 ) -> None:
     group, dim = ops.q.shape[1], ops.q.shape[3]
     sizes = step_sizes(ops.q.device)
     edges = BandEdges(spec, extent)
-    for tile in band_tiles(ops, sizes):
+    for tile in band_tiles(ops, sizes, rows):
         heads, queries = slice(tile.first, tile.last), slice(tile.start, tile.end)
         n, count = tile.last - tile.first, tile.end - tile.start
         q = ops.q[heads, :, queries].reshape(n, group * count, dim)

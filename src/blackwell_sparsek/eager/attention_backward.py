@@ -192,7 +192,7 @@ def _backward_band(
     vt = ops.v.transpose(1, 2).contiguous()
     sizes = step_sizes(ops.q.device)
     edges = BandEdges(spec, extent)
-    for tile in band_tiles(ops, sizes):
+    for tile in band_tiles(ops, sizes, (0, ops.q.shape[2])):
         heads, queries = slice(tile.first, tile.last), slice(tile.start, tile.end)
         n, count = tile.last - tile.first, tile.end - tile.start
         q, do, lse_log2, delta, dq_tile = (

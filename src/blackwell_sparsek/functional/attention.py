@@ -34,8 +34,9 @@ def attention(
 
     Query i sits at position `i + Sk - Sq`: the last query meets the last key. `causal`, `window`
     and `block_mask` intersect; work is done only where something is visible. A query that sees
-    nothing gives output 0, lse -inf and no gradient, and NaN or inf in keys and values that a
-    query does not see never reaches it.
+    nothing gives output 0, lse -inf and no gradient. NaN or inf in keys past the lengths, outside
+    of every visited block, or behind the mask never reaches a query; on a GPU, NaN or inf in a
+    *value* row may reach the queries that share a tile with one that sees it.
 
     Parameters
     ----------

@@ -75,7 +75,10 @@ def matmul(
     """Multiply with a block-sparse matrix: `activation(a @ b + bias) + residual`.
 
     At least one of `a` and `b` is a `BSRMatrix`. Work and memory are proportional to its stored
-    blocks. A block that is not stored contributes nothing, even where the dense operand is NaN.
+    blocks, unless `auto` estimates that the matrix written out is multiplied sooner (`explain`
+    shows both estimates). A block that is not stored contributes nothing where the dense operand
+    is finite; NaN and inf may spread to rows that do not store the block where blocks are joined:
+    in the dense product, and on a GPU for blocks of fewer than 64 rows.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
 from ..tuning.problem_attention import AttnProblem
 from . import attention_sm90, attention_triton
-from .dispatch import Dispatcher
+from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
 
 Tensors = tuple[torch.Tensor, ...]
@@ -106,18 +106,21 @@ def _backward_reference(
 
 
 forward_dispatch.register(
-    "sm90", attention_sm90.why_not_forward, attention_sm90.forward, in_auto=attention_sm90.pays
+    "sm90",
+    attention_sm90.why_not_forward,
+    attention_sm90.forward,
+    auto_passes=attention_sm90.auto_passes,
 )
 forward_dispatch.register(
     "triton",
     attention_triton.why_not_forward,
     attention_triton.forward,
-    in_auto=attention_triton.is_compiled,
+    auto_passes=interpreted_only,
 )
 forward_dispatch.register("eager", _everything, _forward_eager)
-forward_dispatch.register("reference", _everything, _forward_reference, in_auto=False)
+forward_dispatch.register("reference", _everything, _forward_reference, auto_passes=only_asked)
 backward_dispatch.register("eager", _everything, eager_backward.attention_backward)
-backward_dispatch.register("reference", _everything, _backward_reference, in_auto=False)
+backward_dispatch.register("reference", _everything, _backward_reference, auto_passes=only_asked)
 
 
 def _attn_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
@@ -204,7 +207,12 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
     q, k, v, cu_q, cu_k, max_q, max_k, mask, *rest = inputs
     mask_shape, left, right, scale, softcap, sinks, deterministic, impl = rest
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks, *mask)
-    ctx.scalars = (max_q, max_k, mask_shape, left, right, scale, softcap, deterministic, impl)
+    # a forward kernel need not have a backward of its own: then `auto` chooses one
+    backward_impl = impl if impl in backward_dispatch.candidates else "auto"
+    ctx.scalars = (
+        *(max_q, max_k, mask_shape, left, right, scale, softcap, deterministic),
+        backward_impl,
+    )
     ctx.set_materialize_grads(False)
 
 

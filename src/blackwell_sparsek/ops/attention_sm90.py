@@ -15,7 +15,7 @@ from ..formats.block_mask import BlockMask
 from ..formats.block_order import longest_first
 from ..tuning.attention_sm90 import (
     attn_fwd_sm90_config,
-    attn_fwd_sm90_pays,
+    attn_fwd_sm90_passed_over,
     attn_fwd_sm90_section,
     attn_fwd_sm90_unsupported,
 )
@@ -40,7 +40,7 @@ def why_not_forward(problem: AttnProblem) -> str | None:
     return why_no_triton() or attn_fwd_sm90_unsupported(problem)
 
 
-pays = attn_fwd_sm90_pays
+auto_passes = attn_fwd_sm90_passed_over
 
 
 def forward(

@@ -41,11 +41,6 @@ def why_not_merge(problem: MergeProblem) -> str | None:
     return _why_not_here(problem.arch, problem.dtype)
 
 
-def is_compiled(problem: AttnProblem | MergeProblem) -> bool:
-    """`auto` does not take interpreted kernels: they are for tests."""
-    return not problem.arch.interpreted
-
-
 def _why_not_here(arch: Arch, dtype: torch.dtype) -> str | None:
     if (reason := why_no_triton()) is not None:
         return reason

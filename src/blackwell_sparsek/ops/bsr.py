@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from ..core.autocast import without_autocast
+from ..eager import bsr_dense as eager_dense
 from ..eager import bsr_matmul as eager
 from ..eager import bsr_pairs as eager_pairs
 from ..reference import bsr_matmul as reference
-from . import bsr_sm90, bsr_triton
+from . import bsr_dense, bsr_sm90, bsr_triton
 from .bsr_problem import matmul_problem, pairs_problem, sddmm_problem
-from .dispatch import Dispatcher
+from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_op
 
 matmul_dispatch = Dispatcher("bsr_matmul")
@@ -27,20 +28,39 @@ def _anything(problem: Any) -> str | None:
     return None
 
 
-matmul_dispatch.register("sm90", bsr_sm90.why_not, bsr_sm90.bsr_matmul)
-for _dispatch, _triton, _eager, _reference in (
-    (matmul_dispatch, bsr_triton.bsr_matmul, eager.bsr_matmul, reference.bsr_matmul),
-    (sddmm_dispatch, bsr_triton.bsr_sddmm, eager.bsr_sddmm, reference.bsr_sddmm),
-    (
-        pairs_dispatch,
-        bsr_triton.bsr_pair_products,
-        eager_pairs.bsr_pair_products,
-        reference.bsr_pair_products,
-    ),
-):
-    _dispatch.register("triton", bsr_triton.why_not, _triton, in_auto=bsr_triton.is_compiled)
-    _dispatch.register("eager", _anything, _eager)
-    _dispatch.register("reference", _anything, _reference, in_auto=False)
+matmul_dispatch.register(
+    "sm90", bsr_sm90.why_not, bsr_sm90.bsr_matmul, auto_passes=bsr_dense.passed_for_dense("sm90")
+)
+matmul_dispatch.register(
+    "triton",
+    bsr_triton.why_not,
+    bsr_triton.bsr_matmul,
+    auto_passes=bsr_dense.triton_passed_over,
+)
+matmul_dispatch.register(
+    "eager", _anything, eager.bsr_matmul, auto_passes=bsr_dense.passed_for_dense("eager")
+)
+# last: reached where each of the others has been passed over for it
+matmul_dispatch.register(
+    "dense", _anything, eager_dense.bsr_matmul, auto_passes=bsr_dense.dense_passed_over
+)
+matmul_dispatch.register("reference", _anything, reference.bsr_matmul, auto_passes=only_asked)
+
+sddmm_dispatch.register(
+    "triton", bsr_triton.why_not, bsr_triton.bsr_sddmm, auto_passes=interpreted_only
+)
+sddmm_dispatch.register("eager", _anything, eager.bsr_sddmm)
+sddmm_dispatch.register("dense", _anything, eager_dense.bsr_sddmm, auto_passes=only_asked)
+sddmm_dispatch.register("reference", _anything, reference.bsr_sddmm, auto_passes=only_asked)
+
+pairs_dispatch.register(
+    "triton",
+    bsr_triton.why_not,
+    bsr_triton.bsr_pair_products,
+    auto_passes=interpreted_only,
+)
+pairs_dispatch.register("eager", _anything, eager_pairs.bsr_pair_products)
+pairs_dispatch.register("reference", _anything, reference.bsr_pair_products, auto_passes=only_asked)
 
 
 def _matmul(

@@ -100,7 +100,7 @@ def _derivative_impl(impl: str) -> str:
 
     The portable implementations have all of them; a special one may not, so `auto` chooses.
     """
-    return impl if impl in ("reference", "eager", "triton") else "auto"
+    return impl if impl in ("reference", "eager", "dense", "triton") else "auto"
 
 
 def _wider(dtype: torch.dtype) -> torch.dtype:

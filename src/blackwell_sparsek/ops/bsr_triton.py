@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from ..core.compat import why_no_triton
-from ..tuning.bsr import pair_config, sddmm_config, spmm_config
+from ..tuning.bsr import narrow_config, narrow_is_even, pair_config, sddmm_config, spmm_config
 from ..tuning.problem_bsr import BsrProblem
-from .bsr_operands import matrices, merged_views, rows_product
+from .bsr_operands import RowsProduct, matrices, merged_views, rows_product
 from .bsr_problem import pairs_problem, sddmm_problem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,11 +42,6 @@ def why_not(problem: BsrProblem) -> str | None:
     return None
 
 
-def is_compiled(problem: BsrProblem) -> bool:
-    """`auto` does not take interpreted kernels: they are for tests."""
-    return not problem.arch.interpreted
-
-
 def _precision(dtype: torch.dtype) -> str:
     """Multiply float32 as torch's own products may: in tf32 only where the user allowed it."""
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -73,6 +68,8 @@ def bsr_matmul(
         *(values, pattern, shape, transposed, dense, dense_left),
         *(bias, residual, activation, out_dtype),
     )
+    if _narrow_product(product, bias, activation):
+        return product.out
     config = spmm_config(product.problem, _precision(values.dtype))
     plan = spmm_plan(product.indptr, values.shape[0], product.cols_b, config.chunk)
     for part in product.parts:
@@ -82,6 +79,25 @@ def bsr_matmul(
             *(bias, part_residual, activation, plan, config),
         )
     return product.out
+
+
+def _narrow_product(
+    product: RowsProduct, bias: torch.Tensor | None, activation: str | None
+) -> bool:
+    """Make a product of few columns; False where it is not one, or its rows are too uneven."""
+    from ..kernels.bsr.row_table import row_table
+    from ..kernels.bsr.spmm_narrow import launch_spmm_narrow
+
+    config = narrow_config(product.problem)
+    if config is None or product.out.numel() == 0:
+        return False
+    table = row_table(product.indptr, product.indices, product.perm)
+    if table is None or not narrow_is_even(product.problem, config, table.width):
+        return False
+    for out, x, *residual in product.parts:
+        addends = (bias, residual[0] if residual else None, activation)
+        launch_spmm_narrow(out, product.blocks, table, x, *addends, config)
+    return True
 
 
 def bsr_sddmm(
@@ -109,12 +125,11 @@ def bsr_sddmm(
         problem = replace(problem, batch=parts[0][0].shape[0])
     config = sddmm_config(problem, _precision(a.dtype))
     if len(parts) == 1:
-        part_a, part_b = parts[0]
-        launch_sddmm(out, part_a, part_b, indices, t_indices, t_perm, config)
+        launch_sddmm(out, parts[0][0], parts[0][1], indices, t_indices, t_perm, config)
         return out
     sums = out.new_empty((len(parts), *out.shape), dtype=torch.float32)
-    for i, (part_a, part_b) in enumerate(parts):
-        launch_sddmm(sums[i], part_a, part_b, indices, t_indices, t_perm, config)
+    for partial_sum, (part_a, part_b) in zip(sums, parts, strict=True):
+        launch_sddmm(partial_sum, part_a, part_b, indices, t_indices, t_perm, config)
     return out.copy_(sums.sum(0))
 
 

@@ -1,8 +1,8 @@
 """Which implementation of an operator runs, and why not each of the others.
 
 Every operator owns one `Dispatcher`. An implementation registers a `supports` predicate (None, or
-the reason why not) and a `run` function. `auto` takes the first that supports the problem, in the
-order of registration; an explicit name never falls back.
+the reason why not) and a `run` function. `auto` takes the first that supports the problem and is
+not passed over for it, in the order of registration; an explicit name never falls back.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,21 @@ class Candidate(NamedTuple):
     name: str
     supports: Callable[[Any], str | None]
     run: Callable[..., Any]
-    in_auto: Callable[[Any], bool]
+    auto_passes: Callable[[Any], str | None]
+
+
+def only_asked(problem: Any) -> str | None:
+    """Why `auto` passes over an implementation that is a second opinion, not a choice."""
+    return "only runs when asked for"
+
+
+def interpreted_only(problem: Any) -> str | None:
+    """Why `auto` passes over Triton's kernels where they would be interpreted, or None."""
+    return "would be interpreted: only runs when asked for" if problem.arch.interpreted else None
+
+
+def _never_passed(problem: Any) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -81,14 +95,13 @@ class Dispatcher:
         supports: Callable[[Any], str | None],
         run: Callable[..., Any],
         *,
-        in_auto: bool | Callable[[Any], bool] = True,
+        auto_passes: Callable[[Any], str | None] = _never_passed,
     ) -> None:
         """Add an implementation; the order of calls is the order in which `auto` asks.
 
-        `in_auto` tells whether `auto` may take it at all, for all problems or for a given one.
+        `auto_passes` tells why `auto` passes it over for a problem that it supports, or None.
         """
-        asks = in_auto if callable(in_auto) else lambda problem: in_auto
-        self.candidates[name] = Candidate(name, supports, run, asks)
+        self.candidates[name] = Candidate(name, supports, run, auto_passes)
 
     def decide(self, impl: str, problem: Any) -> Decision:
         """Choose for `problem`, collecting the reasons."""
@@ -101,21 +114,15 @@ class Dispatcher:
                 reasons[name] = f"{self.op} has no {name} implementation"
         for name, candidate in self.candidates.items():
             reason = candidate.supports(problem)
-            in_auto = candidate.in_auto(problem)
-            wanted = asked == name or (asked == "auto" and in_auto)
-            if reason is None and chosen is None and wanted:
+            if reason is None and asked == "auto":
+                reason = candidate.auto_passes(problem)
+            elif reason is None and asked != name:
+                reason = f"impl={asked!r} was asked for"
+            if reason is None and chosen is None:
                 chosen = name
-                continue
-            reasons[name] = reason or self._why_passed_over(in_auto, asked, chosen)
+            else:
+                reasons[name] = reason or f"{chosen} comes first"
         return Decision(self.op, asked, chosen, problem, reasons)
-
-    @staticmethod
-    def _why_passed_over(in_auto: bool, asked: str, chosen: str | None) -> str:
-        if asked != "auto":
-            return f"impl={asked!r} was asked for"
-        if not in_auto:
-            return "only runs when asked for"
-        return f"{chosen} comes first"
 
     def __call__(self, impl: str, problem: Any, *args: Any) -> Any:
         """Run the chosen implementation, or raise `Unsupported` with the reasons."""
@@ -140,7 +147,7 @@ class Dispatcher:
             takes = candidate is not None and candidate.supports(problem) is None
             return candidate if takes else None
         for candidate in self.candidates.values():
-            if candidate.in_auto(problem) and candidate.supports(problem) is None:
+            if candidate.supports(problem) is None and candidate.auto_passes(problem) is None:
                 return candidate
         return None
 

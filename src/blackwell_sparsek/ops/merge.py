@@ -9,7 +9,7 @@ from ..eager import softmax_state as eager
 from ..reference import softmax_state as reference
 from ..tuning.problem_merge import MergeProblem
 from . import attention_triton
-from .dispatch import Dispatcher
+from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
 
 Tensors = tuple[torch.Tensor, ...]
@@ -19,10 +19,12 @@ merge_dispatch.register(
     "triton",
     attention_triton.why_not_merge,
     attention_triton.merge_states,
-    in_auto=attention_triton.is_compiled,
+    auto_passes=interpreted_only,
 )
 merge_dispatch.register("eager", lambda problem: None, eager.merge_states)
-merge_dispatch.register("reference", lambda problem: None, reference.merge_states, in_auto=False)
+merge_dispatch.register(
+    "reference", lambda problem: None, reference.merge_states, auto_passes=only_asked
+)
 
 
 def _merge(

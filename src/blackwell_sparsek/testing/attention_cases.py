@@ -160,4 +160,6 @@ def check_attention(
     plain, _ = oracle(q, k, v, spec, precision=q.dtype)
     _, plain_lse = oracle(q.float(), k.float(), v.float(), spec, precision=torch.float32)
     assert_within_budget(out, exact, plain, what=f"{what} out")
-    assert_within_budget(lse, exact_lse, plain_lse, what=f"{what} lse")
+    # tensor cores cut off what they add up, where float32 on the CPU and in cuBLAS rounds
+    factor = 4.0 if lse.is_cuda else 2.0
+    assert_within_budget(lse, exact_lse, plain_lse, factor=factor, what=f"{what} lse")

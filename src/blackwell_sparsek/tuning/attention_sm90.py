@@ -70,9 +70,11 @@ def _sizes_unsupported(problem: AttnProblem) -> str | None:
     return None
 
 
-def attn_fwd_sm90_pays(problem: AttnProblem) -> bool:
-    """Whether `auto` should take the kernel where it can run."""
-    return problem.max_q >= FEW_QUERIES
+def attn_fwd_sm90_passed_over(problem: AttnProblem) -> str | None:
+    """Why `auto` should not take the kernel where it could run, or None."""
+    if problem.max_q < FEW_QUERIES:
+        return f"{problem.max_q} queries fill too little of a tile of {GROUP_ROWS}"
+    return None
 
 
 @lru_cache(maxsize=1024)

@@ -10,17 +10,28 @@ import torch
 
 from ..core.arch import Arch
 from ..core.launch import cdiv
-from ..kernels.bsr.config import MIN_TILE, PairConfig, SddmmConfig, SpmmConfig, largest_tile
+from ..kernels.bsr.config import (
+    MIN_TILE,
+    NarrowConfig,
+    PairConfig,
+    SddmmConfig,
+    SpmmConfig,
+    largest_tile,
+)
 from .problem_bsr import BsrProblem
 
 # Shared memory of the smallest supported GPU (sm_86, sm_89, sm_120): also where it is unknown.
 SMALLEST_SMEM = 99 * 1024
 # Triton needs a little for itself: barriers, and the exchange of layouts in the epilogue.
 RESERVED_SMEM = 2 * 1024
+# Stored values up to which they are asked for before the kernel before has ended.
+PREFETCH_BYTES = 12 * 2**20
 # Up to this many columns a product is bound by reading the blocks, not by arithmetic.
 NARROW = 64
 # Programs per SM that keep the memory system busy while blocks are only read.
 PROGRAMS_PER_SM = 4
+# What one SM reads in the time that a small product takes anyway: two or three microseconds.
+SMALL_SHARE = 256 * 1024
 
 
 class _Tile(NamedTuple):
@@ -84,7 +95,7 @@ def _narrow_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile
     tile_m = largest_tile(sizes.block_h, 64)
     if _is_fma(problem.dtype, precision):
         # without tensor cores the operands sit in registers: short steps
-        return _Tile(min(tile_m, 32), tile_n, largest_tile(sizes.block_w, 32), 4, 3)
+        return _Tile(min(tile_m, 32), tile_n, 32, 4, 3)
     panels = sizes.rows_b * max(sizes.batch, 1)
     while (
         tile_m > MIN_TILE
@@ -92,8 +103,40 @@ def _narrow_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile
     ):
         tile_m //= 2
     # long steps: 128 two-byte elements of a row are two full cache lines
-    tile_k = largest_tile(sizes.block_w, 256 // problem.dtype.itemsize)
-    return _Tile(tile_m, tile_n, tile_k, 4, 4)
+    return _Tile(tile_m, tile_n, 256 // problem.dtype.itemsize, 4, 4)
+
+
+@lru_cache(maxsize=1024)
+def narrow_config(problem: BsrProblem) -> NarrowConfig | None:
+    """Tiles of a product that only reads blocks; None where the general kernel must do it."""
+    sizes, sm = spmm_sizes(problem), problem.arch.sm
+    # from 17 columns on, x from L2 costs more than the blocks: 20 us against 11 on an H200
+    if not (1 <= sizes.n <= 16 and problem.dtype.itemsize == 2 and sm >= 80):
+        return None
+    overlap = sm >= 90
+    # blocks asked for ahead of their use are evicted again where they are many: 4.3 us instead of
+    # 5.1 at 7 MB, 12.6 instead of 10.5 at 26 MB
+    value_bytes = sizes.nnz_blocks * sizes.block_h * sizes.block_w * problem.dtype.itemsize
+    prefetch = overlap and value_bytes <= PREFETCH_BYTES
+    if problem.transposed != problem.dense_left:
+        # blocks are stored by columns: 32 rows of one are 64 bytes
+        return NarrowConfig(largest_tile(sizes.block_h, 32), 16, 256, 4, overlap, prefetch)
+    if sizes.n == 1:
+        # 256 values for each warp: no thread shares the entry of its chunk with another warp
+        return NarrowConfig(8, 1, 1024, 4, overlap, prefetch)
+    if sizes.rows_b * sizes.block_h > 64 * problem.arch.num_sms:
+        # more than four programs an SM: taller tiles read x less often (13.4 us against 16.8)
+        return None
+    return NarrowConfig(16, 16, 512, 4, overlap, prefetch)
+
+
+def narrow_is_even(problem: BsrProblem, config: NarrowConfig, longest_row: int) -> bool:
+    """Whether no program is much longer than the product, given the blocks of the longest row."""
+    sizes = spmm_sizes(problem)
+    row_bytes = sizes.block_w * problem.dtype.itemsize
+    longest = longest_row * config.tile_m * row_bytes
+    share = sizes.nnz_blocks * sizes.block_h * row_bytes // problem.arch.num_sms
+    return longest <= max(SMALL_SHARE, 2 * share * max(sizes.batch, 1))
 
 
 def _wide_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile:
@@ -102,18 +145,20 @@ def _wide_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile:
     tile_m = largest_tile(sizes.block_h, 128)
     if _is_fma(problem.dtype, precision):
         tile_m = min(tile_m, 64)
-        return _Tile(tile_m, 64, largest_tile(sizes.block_w, 16), 4, 3)
+        return _Tile(tile_m, 64, 16, 4, 3)
     if problem.dtype == torch.float32:
         # tf32: as many bytes as 16-bit tiles with half the steps
-        return _Tile(tile_m, 128, largest_tile(sizes.block_w, 32), 8 if tile_m == 128 else 4, 3)
-    tile_k = largest_tile(sizes.block_w, 64)
+        return _Tile(tile_m, 128, 32, 8 if tile_m == 128 else 4, 3)
     if sm in (90, 100, 103):
         # accumulators of 128x256 take half the registers of 8 warps; wgmma and tcgen05 read
         # both operands from shared memory, and x from L2 is what limits: wide panels
-        wide = _Tile(tile_m, 256, tile_k, 8 if tile_m == 128 else 4, 4)
+        wide = _Tile(tile_m, 256, 64, 8 if tile_m == 128 else 4, 4)
+        if sm >= 100 and problem.activation is not None:
+            # all accumulators leave tensor memory at once: 256 columns would spill beside an erf
+            wide = wide._replace(n=128)
     else:
         # mma.sync needs operand registers beside the accumulators
-        wide = _Tile(tile_m, 128, largest_tile(sizes.block_w, 32), 8 if tile_m == 128 else 4, 4)
+        wide = _Tile(tile_m, 128, 32, 8 if tile_m == 128 else 4, 4)
     return _narrowed(wide, problem.arch, sizes)
 
 

@@ -76,6 +76,18 @@ class AttnProblem:
             tma=q.dim() == 4 and all(_tma_takes(x) for x in (q, k, v)),
         )
 
+    def __str__(self) -> str:
+        direction = "backward" if self.backward else "forward"
+        flags = ("varlen", "banded", "softcap", "sinks", "deterministic")
+        extras = [name for name in flags if getattr(self, name)]
+        if self.mask_block is not None:
+            extras.append(f"blocks {self.mask_block[0]} x {self.mask_block[1]}")
+        return (
+            f"{direction} on {self.arch}, {self.dtype}, batch {self.batch}, heads {self.heads_q}:"
+            f"{self.heads_kv}, queries {self.max_q}, keys {self.max_k}, head dim {self.head_dim}"
+            f"/{self.head_dim_v}" + (f", {', '.join(extras)}" if extras else "")
+        )
+
 
 def _tma_takes(x: torch.Tensor) -> bool:
     *outer, row = (

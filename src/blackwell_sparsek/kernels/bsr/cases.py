@@ -1,19 +1,20 @@
 """What is compiled without a GPU: the main configurations of the BSR kernels, as launched."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from ...core.compile_cases import CompileCase
+from ...core.compile_cases import CompileCase, compile_cases
 from .config import PairConfig, SddmmConfig, SpmmConfig, triton_stages
 from .pair_products import _bsr_pair_products_kernel
 from .sddmm import _bsr_sddmm_kernel
-from .spmm import (
+from .spmm import _bsr_spmm_kernel
+from .spmm_finish import (
     REDUCE_TILE_M,
     REDUCE_TILE_N,
     REDUCE_WARPS,
     Addends,
-    _bsr_spmm_kernel,
     _bsr_spmm_reduce_kernel,
 )
 from .views import Strides
@@ -203,3 +204,54 @@ def _tiles(config: Any) -> str:
     tf32 = "-tf32" if config.input_precision == "tf32" else ""
     tiles = f"{config.tile_m}x{config.tile_n}x{config.tile_k}"
     return f"{tiles}-w{config.num_warps}s{config.num_stages}{tf32}"
+
+
+_DATACENTRE = (90, 100)  # wgmma and tcgen05
+_MMA_SYNC = (80, 89, 120)
+# What `tuning.bsr` chooses for the main problems; a test holds the two together. Chunks do not
+# enter compilation.
+_TALL = SpmmConfig(128, 256, 64, 8, 4, "ieee", 1)
+_MEDIUM = SpmmConfig(64, 256, 64, 4, 4, "ieee", 1)
+_FLAT = SpmmConfig(16, 256, 64, 4, 4, "ieee", 1)
+_TALL_SYNC = SpmmConfig(128, 128, 32, 8, 4, "ieee", 1)
+_MEDIUM_SYNC = SpmmConfig(64, 128, 32, 4, 4, "ieee", 1)
+_FLAT_SYNC = SpmmConfig(16, 128, 32, 4, 4, "ieee", 1)
+_NARROW = SpmmConfig(16, 16, 128, 4, 4, "ieee", 1)
+_FP32 = SpmmConfig(64, 64, 16, 4, 3, "ieee", 1)
+_TF32 = SpmmConfig(128, 128, 32, 8, 3, "tf32", 1)
+
+
+@compile_cases
+def _spmm_cases() -> Iterator[CompileCase]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    wgmma: dict[str, Any] = {"archs": (90,), "expect": {"wgmma": 1}}
+    for order in _ORDERS:
+        options = {"archs": _DATACENTRE} if order == "A@X" else wgmma
+        yield spmm_case(_TALL, bf16, (128, 128), order, **options)
+    yield spmm_case(_TALL, bf16, (128, 128), "X@A", True, True, **wgmma)
+    yield spmm_case(_TALL, bf16, (128, 16), "X@A.T", True, archs=(90,))
+    yield spmm_case(_MEDIUM, bf16, (64, 64), "X@A", True, True, archs=(90,))
+    yield spmm_case(_FLAT, bf16, (16, 16), "A@X", True, archs=_DATACENTRE)
+    after_erf = SpmmConfig(128, 128, 64, 8, 4, "ieee", 1)
+    yield spmm_case(after_erf, bf16, (128, 128), "X@A", True, True, archs=(100,))
+    for order in ("A@X", "X@A"):
+        yield spmm_case(_TALL_SYNC, bf16, (128, 128), order, True, True, archs=_MMA_SYNC)
+    yield spmm_case(_MEDIUM_SYNC, bf16, (64, 64), "X@A.T", True, archs=_MMA_SYNC)
+    yield spmm_case(_FLAT_SYNC, bf16, (16, 16), "X@A", True, archs=_MMA_SYNC)
+    yield spmm_case(_NARROW, bf16, (128, 128), "X@A.T", True)
+    yield spmm_case(_NARROW, bf16, (16, 16), "A.T@X", True, True)
+    yield spmm_case(_FP32, fp32, (128, 128), "X@A", True, True)
+    yield spmm_case(_TF32, fp32, (128, 128), "X@A.T", True)
+    yield reduce_case(bf16, 128)
+
+
+@compile_cases
+def _sddmm_and_pair_cases() -> Iterator[CompileCase]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for of_weight in (False, True):
+        yield sddmm_case(SddmmConfig(128, 128, 64, 8, 3, "ieee", 1), bf16, (128, 128), of_weight)
+    yield sddmm_case(SddmmConfig(64, 64, 64, 4, 3, "ieee", 2), bf16, (64, 64), True)
+    yield sddmm_case(SddmmConfig(16, 16, 64, 2, 3, "ieee", 1), bf16, (16, 16))
+    yield sddmm_case(SddmmConfig(64, 64, 16, 4, 3, "ieee", 1), fp32, (128, 128))
+    yield pair_case(PairConfig(128, 128, 64, 8, 3, "ieee"), bf16, (128, 128), 128)
+    yield pair_case(PairConfig(64, 64, 16, 4, 3, "ieee"), fp32, (64, 64), 64)

@@ -63,9 +63,10 @@ class _TileConfig:
 
 @dataclass(frozen=True)
 class SpmmConfig(_TileConfig):
-    """Tiles of BSR @ dense: tile_m rows of a block row, tile_n columns, tile_k steps in a block.
+    """Tiles of BSR @ dense: tile_m rows of a block row, tile_n columns, steps of tile_k.
 
-    `chunk` is how many blocks one program visits at most; longer rows are cut (see `plan`).
+    Steps that do not divide the width of a block take pieces of several blocks at once. `chunk` is
+    how many blocks one program visits at most; longer rows are cut (see `plan`).
     """
 
     chunk: int
@@ -78,7 +79,6 @@ class SpmmConfig(_TileConfig):
     def check_blocks(self, block_shape: tuple[int, int]) -> None:
         """Raise unless the tiles fit into blocks of this shape."""
         self._check_divides("tile_m", block_shape[0], "block height")
-        self._check_divides("tile_k", block_shape[1], "block width")
 
 
 @dataclass(frozen=True)
@@ -110,3 +110,37 @@ class PairConfig(_TileConfig):
         self._check_divides("tile_m", block_shape[0], "block height")
         self._check_divides("tile_n", block_shape[1], "block width")
         self._check_divides("tile_k", inner, "inner block side")
+
+
+@dataclass(frozen=True)
+class NarrowConfig:
+    """Tiles of BSR @ few columns: tile_m rows of a block row, all columns, steps of tile_k.
+
+    tile_n is 1 for a single column, multiplied without tensor cores, or at least 16. `overlap`
+    starts the kernel before the one in front of it has finished, `prefetch` asks for all blocks
+    at once; both need sm_90.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_warps: int
+    overlap: bool = False
+    prefetch: bool = False
+
+    def check(self, block_shape: tuple[int, int], n: int) -> None:
+        """Raise unless the tiles fit to blocks of this shape and to n columns."""
+        if block_shape[0] % self.tile_m:
+            raise InvalidInput(
+                f"NarrowConfig: tile_m={self.tile_m} does not divide the block height "
+                f"{block_shape[0]}"
+            )
+        if n > self.tile_n:
+            raise InvalidInput(f"NarrowConfig: tile_n={self.tile_n} is less than n={n}")
+        # a warp multiplies at least 16 steps of the sum, and prefetches 16 bytes a thread
+        if self.tile_k % (MIN_TILE * self.num_warps) or self.tile_m * self.tile_k < (
+            256 * self.num_warps
+        ):
+            raise InvalidInput(
+                f"NarrowConfig: tile_k={self.tile_k} is too short for {self.num_warps} warps"
+            )

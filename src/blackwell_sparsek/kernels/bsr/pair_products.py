@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ...core.launch import on_device_of
+from ...device.mma import add_product
 from ...device.strided import offsets_2d
 from .config import PairConfig, triton_stages
 from .views import strides_of
@@ -63,7 +64,7 @@ def _bsr_pair_products_kernel(
         b = tl.load(
             second_ptrs + (second_block * second_strides.batch + k_first * second_strides.row)
         )
-        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        acc = add_product(acc, a, b, first_block, INPUT_PRECISION)
 
     out_ptrs = out_ptr + tl.cast(block, tl.int64) * (BLOCK_H * BLOCK_W)
     tl.store(out_ptrs + offsets_2d(rows, cols, BLOCK_W, 1), acc.to(out_ptr.dtype.element_ty))

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ...core.launch import cdiv, on_device_of
+from ...device.mma import add_product
 from ...device.strided import offsets_2d
 from .config import SddmmConfig
 from .views import strides_of
@@ -82,7 +83,7 @@ def _bsr_sddmm_kernel(
             mask=mask_k[:, None] & mask_n,
             other=0.0,
         )
-        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        acc = add_product(acc, a, b, nnz_blocks, INPUT_PRECISION)
 
     first_row = (tl.cast(share, tl.int64) * nnz_blocks + block) * BLOCK_H
     out_ptrs = out_ptr + offsets_2d(first_row + rows, cols, BLOCK_W, 1)

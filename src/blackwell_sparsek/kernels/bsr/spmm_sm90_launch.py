@@ -9,7 +9,7 @@ from ...core.launch import cdiv, launch, on_device_of, scratch
 from ..sm90 import tensor_descriptor
 from .config_sm90 import SpmmSm90Config
 from .plan import SpmmPlan
-from .spmm import addends_of, empty_partial, launch_spmm_reduce
+from .spmm_finish import addends_of, empty_partial, launch_spmm_reduce
 from .spmm_sm90 import _spmm_sm90_kernel
 
 # Registers per thread the kernel is compiled for; the roles then trade them among themselves.

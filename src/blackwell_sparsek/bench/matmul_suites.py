@@ -1,0 +1,97 @@
+"""The cases of `bench.matmul`, for a GPU; `tiny` ones run anywhere, for tests and a first look."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from .matmul_inputs import Product
+from .matmul_peers import CUSPARSE, DENSE, OURS, PACKED, STORED, TORCH, TUNED
+from .registry import Case
+
+BLOCKS = ((128, 128), (128, 64), (128, 32), (128, 16), (64, 64), (32, 32), (16, 16))
+# (features out, features in); gate and up, and q, k and v, are one weight each
+LLAMA = {
+    "8B qkv": (6144, 4096),
+    "8B o": (4096, 4096),
+    "8B gate_up": (28672, 4096),
+    "8B down": (4096, 14336),
+    "70B qkv": (10240, 8192),
+    "70B o": (8192, 8192),
+    "70B gate_up": (57344, 8192),
+    "70B down": (8192, 28672),
+}
+NARROW = 64
+
+
+def _case(
+    product: Product,
+    name: str,
+    peers: tuple[str, ...] = (OURS, DENSE, PACKED),
+    narrow: bool = False,
+) -> Case:
+    sparsity = f"{1 - product.density:.0%} sparse"
+    block = f"{product.block[0]}x{product.block[1]}"
+    return Case(
+        f"{name}, blocks {block}, {sparsity}",
+        product.describe(),
+        partial(product.build, replicated=narrow),
+        peers,
+        product.dense_flops,
+        narrow,
+    )
+
+
+def founding(tiny: bool = False) -> Iterator[Case]:
+    """8192 x 8192 x 8192 in float16, 78 % sparse, random: every block shape and every peer."""
+    size = 256 if tiny else 8192
+    peers = (OURS, DENSE, PACKED, TORCH, TUNED)
+    for block in BLOCKS:
+        more = (CUSPARSE,) if block == (128, 128) else ()
+        product = Product(size, size, size, block, 0.22)
+        yield _case(product, f"{size}^3", (*peers, *more))
+    yield _case(Product(size, size, size, (128, 128), 1.0), f"{size}^3", (OURS, STORED, DENSE))
+
+
+def square(tiny: bool = False) -> Iterator[Case]:
+    """Square products of 4096 to 32768 at five densities; the largest with fewer block shapes."""
+    for size in (256,) if tiny else (4096, 8192, 16384, 32768):
+        blocks = BLOCKS if size <= 8192 else ((128, 128), (64, 64), (16, 16))
+        for density in (0.5, 0.3, 0.22, 0.1, 0.05):
+            for block in blocks:
+                yield _case(Product(size, size, size, block, density), f"{size}^3")
+
+
+def llama(tiny: bool = False) -> Iterator[Case]:
+    """The layers of Llama 3 8B and 70B, x @ W.T, for 1 to 8192 tokens at 78 %."""
+    yield from _layers(LLAMA, (1, 16, 128, 1024, 8192), ((128, 128), (64, 64)), tiny)
+
+
+def decode(tiny: bool = False) -> Iterator[Case]:
+    """The layers of Llama 3 8B for few tokens, eager and in CUDA graphs."""
+    layers = {name: shape for name, shape in LLAMA.items() if name.startswith("8B")}
+    yield from _layers(layers, (1, 4, 16, 64), ((128, 128), (64, 64)), tiny)
+
+
+def _layers(
+    layers: dict[str, tuple[int, int]],
+    tokens: tuple[int, ...],
+    blocks: tuple[tuple[int, int], ...],
+    tiny: bool,
+) -> Iterator[Case]:
+    shrink = 16 if tiny else 1
+    for name, (rows, inner) in layers.items():
+        for n in tokens:
+            for block in blocks:
+                product = Product(rows // shrink, inner // shrink, n, block, 0.22, linear=True)
+                yield _case(product, f"{name}, {n} tokens", (OURS, DENSE), narrow=n <= NARROW)
+
+
+def crossover(tiny: bool = False) -> Iterator[Case]:
+    """Stored blocks against the dense product over the density, to find where they meet."""
+    size = 256 if tiny else 8192
+    for block in BLOCKS:
+        for density in (0.1, 0.3, 0.5, 0.7, 0.9):
+            product = Product(size, size, size, block, density)
+            yield _case(product, f"{size}^3", (STORED, OURS, DENSE))
+
+
+SUITES = {suite.__name__: suite for suite in (founding, square, llama, decode, crossover)}

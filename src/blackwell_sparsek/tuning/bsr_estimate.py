@@ -1,0 +1,168 @@
+"""How long a block-sparse product and its dense twin should take: a roofline, nothing is timed.
+
+A product takes the longer of its arithmetic and its traffic, plus its launches. The constants of
+sm_90 were measured on an H200 at 8192 x 8192 x 8192 in float16; other GPUs take their own dense
+rate and bandwidth, from data sheets, and the same shares of them. On a CPU the time of the calls
+themselves is left out: they decide only where both take fractions of a millisecond, and there the
+stored blocks are the safer choice. Estimates serve to choose, not to promise.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..core.arch import Arch
+from ..core.launch import cdiv
+from .bsr import SpmmSizes, spmm_sizes
+from .problem_bsr import BsrProblem
+
+# Seconds until a kernel has started and ended.
+LAUNCH_S = 4e-6
+# Bytes per second of packing low blocks into tall ones, read and written together.
+PACK_BYTES_S = 3e12
+# L2 to shared memory through TMA, all SMs of an H200: what feeds the blocks with the operand.
+L2_BYTES_S = 9.2e12
+# Rows of a packed block (`kernels.bsr.config_sm90.GROUP_ROWS`).
+PACKED_ROWS = 64
+# Columns of the narrowest tile: fewer cost the same.
+TILE_COLUMNS = 16
+# Triton's kernel against the one for Hopper at the same blocks.
+PORTABLE_SHARE = 0.7
+
+
+class _Device(NamedTuple):
+    flops_per_sm: float
+    """Of a large dense product in 16 bits."""
+    bytes_s: float
+
+
+# Only sm_90 is measured: 700 TFLOP/s on 132 SMs and 4.3 TB/s.
+_DEVICES = {
+    80: _Device(2.3e12, 1.7e12),
+    86: _Device(1.3e12, 0.6e12),
+    89: _Device(1.8e12, 0.8e12),
+    90: _Device(5.3e12, 4.3e12),
+    100: _Device(10e12, 6.8e12),
+    120: _Device(1.2e12, 1.5e12),
+}
+_CPU = _Device(1e11, 1e10)
+# float32 and float64 without tensor cores of 16 bits, against those.
+_SCALAR_SHARE = 1 / 14
+# Shares of the dense rate that plain PyTorch reaches on a CPU, by the shorter side of a block.
+_EAGER_SHARES = ((128, 0.65), (64, 0.55), (32, 0.4), (0, 0.3))
+
+
+def sparse_seconds(problem: BsrProblem, impl: str) -> float:
+    """Time of the product from its stored blocks by `impl`: "sm90", "triton" or "eager"."""
+    sizes = spmm_sizes(problem)
+    if impl == "eager":
+        return _eager_seconds(problem, sizes)
+    device, dense_rate = _device(problem.arch), _dense_rate(problem)
+    item = problem.dtype.itemsize
+    stored = executed = _stored(sizes)
+    packing_s = 0.0
+    # 600 TFLOP/s of 700; with blocks of width 16, 575; with 64 rows, 500
+    share = 0.71 if sizes.block_h % 128 else 0.82 if sizes.block_w <= 16 else 0.857
+    rate = share * dense_rate
+    if impl == "sm90" and sizes.block_h < PACKED_ROWS:
+        executed = stored / packed_fill(_density(problem), PACKED_ROWS // sizes.block_h)
+        packing_s = LAUNCH_S + (stored + executed) * item / PACK_BYTES_S
+    elif impl == "triton":
+        # an element of the dense operand that comes from L2 meets the rows of one block
+        fed = L2_BYTES_S * device.bytes_s / _DEVICES[90].bytes_s / item * 2 * sizes.block_h
+        rate = PORTABLE_SHARE * min(rate, fed)
+    moved = executed * item + _operand_bytes(problem)
+    return max(_flops(executed, sizes) / rate, moved / device.bytes_s) + packing_s + LAUNCH_S
+
+
+def dense_seconds(problem: BsrProblem) -> float:
+    """Time of writing the matrix out and of multiplying it with torch, epilogue included."""
+    sizes = spmm_sizes(problem)
+    device = _device(problem.arch)
+    item = problem.dtype.itemsize
+    elements = problem.shape[0] * problem.shape[1]
+    written_s = (elements + 2 * _stored(sizes)) * item / device.bytes_s
+    moved = elements * item + _operand_bytes(problem)
+    product_s = max(_flops(elements, sizes) / _dense_rate(problem), moved / device.bytes_s)
+    passes = _epilogue_passes(problem)
+    # each pass reads and writes the result in float32
+    epilogue_s = passes * 8 * _columns(sizes) * _rows(problem) / device.bytes_s
+    launches_s = (4 + passes) * LAUNCH_S if problem.arch.sm else 0.0
+    return written_s + product_s + epilogue_s + launches_s
+
+
+def packed_fill(density: float, group: int) -> float:
+    """Stored share of packed blocks: `group` random blocks side by side, over their columns.
+
+    Examples
+    --------
+    >>> packed_fill(1.0, 4), round(packed_fill(0.22, 2), 3)
+    (1.0, 0.562)
+    """
+    if density <= 0.0:
+        return 1.0
+    return density / (1.0 - (1.0 - min(density, 1.0)) ** group)
+
+
+def _eager_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
+    device = _device(problem.arch)
+    stored = _stored(sizes)
+    wide = 8 if problem.dtype == torch.float64 else 4
+    shorter = min(problem.block_shape)
+    share = next(share for least, share in _EAGER_SHARES if shorter >= least)
+    rate = share * _dense_rate(problem)
+    moved = 3 * stored * wide + _operand_bytes(problem)
+    if problem.arch.sm:
+        # it multiplies in float32, and gathers rows of the dense operand through memory
+        rate = _SCALAR_SHARE * device.flops_per_sm * problem.arch.num_sms
+        moved += 2 * stored * _columns(sizes) / sizes.block_h * wide
+    launches_s = 10 * LAUNCH_S if problem.arch.sm else 0.0
+    return max(_flops(stored, sizes) / rate, moved / device.bytes_s) + launches_s
+
+
+def _device(arch: Arch) -> _Device:
+    if not arch.sm:
+        return _CPU
+    return _DEVICES[max((sm for sm in _DEVICES if sm <= arch.sm), default=80)]
+
+
+def _dense_rate(problem: BsrProblem) -> float:
+    device = _device(problem.arch)
+    scalar = problem.arch.sm and problem.dtype.itemsize > 2
+    return device.flops_per_sm * problem.arch.num_sms * (_SCALAR_SHARE if scalar else 1.0)
+
+
+def _density(problem: BsrProblem) -> float:
+    blocks = 1
+    for size, block in zip(problem.shape, problem.block_shape, strict=True):
+        blocks *= cdiv(size, block)
+    return problem.nnz_blocks / max(blocks, 1)
+
+
+def _stored(sizes: SpmmSizes) -> float:
+    return float(sizes.nnz_blocks * sizes.block_h * sizes.block_w)
+
+
+def _columns(sizes: SpmmSizes) -> int:
+    return sizes.n * sizes.batch
+
+
+def _flops(elements: float, sizes: SpmmSizes) -> float:
+    return 2.0 * elements * cdiv(sizes.n, TILE_COLUMNS) * TILE_COLUMNS * sizes.batch
+
+
+def _rows(problem: BsrProblem) -> int:
+    return problem.shape[1] if problem.dense_left else problem.shape[0]
+
+
+def _operand_bytes(problem: BsrProblem) -> int:
+    """The dense operand is read, the result written, a residual read."""
+    columns = problem.n * problem.batch
+    inner = problem.shape[0] if problem.dense_left else problem.shape[1]
+    out = _rows(problem) * columns * problem.out_dtype.itemsize
+    return inner * columns * problem.dtype.itemsize + out * (2 if problem.residual else 1)
+
+
+def _epilogue_passes(problem: BsrProblem) -> int:
+    extras = problem.bias + problem.residual + (problem.activation is not None)
+    return extras + (extras > 0 or problem.out_dtype != problem.dtype)

@@ -1,0 +1,116 @@
+import json
+import pathlib
+
+import pytest
+
+from blackwell_sparsek.bench import tables
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+
+
+def _entry(ms, **more):
+    times = {
+        "quantiles_s": {"p50": ms / 1e3},
+        "executed_tflops": 561.2,
+        "dense_equivalent_tflops": 2551.0,
+    }
+    return {"label": "", "times": {"eager": times}, **more}
+
+
+def _document(**more):
+    peers = {
+        "bsk": _entry(0.4312, implementation="sm90"),
+        "dense": _entry(1.5),
+        "torch_bsr": _entry(0.9),
+        "cusparse_csr": {"label": "", "n/a": "needs a CUDA GPU"},
+    }
+    ratio = {"over_dense": 3.4786, "best_sparse_peer": "torch_bsr", "over_best_sparse": 2.087}
+    case = {"name": "8192^3", "problem": {}, "peers": peers, "ratios": {"eager": ratio}}
+    environment = {"device_name": "H200", "versions": {"torch": "2.11", "triton": "3.6"}}
+    return {
+        "suite": "matmul_founding",
+        "commit": "0123456789abcdef",
+        "environment": environment,
+        "cases": [case],
+        **more,
+    }
+
+
+def test_a_document_as_tables():
+    assert tables.matmul_tables(_document()).splitlines() == [
+        "**matmul founding** (H200, torch 2.11, triton 3.6, commit 0123456789)",
+        "",
+        "| case | ran | bsk ms | dense ms | faster than dense | best sparse peer ms "
+        "| faster than it | executed TFLOP/s | dense-equivalent TFLOP/s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| 8192^3 | sm90 | 0.431 | 1.5 | 3.48x | 0.9 (torch_bsr) | 2.09x | 561 | 2551 |",
+        "",
+        "- cusparse_csr: n/a: needs a CUDA GPU",
+    ]
+
+
+def test_graph_times_have_a_table_of_their_own():
+    document = _document()
+    ours = document["cases"][0]["peers"]["bsk"]
+    ours["times"]["graph"] = ours["times"]["eager"]
+    text = tables.matmul_tables(document)
+    assert text.count("| 8192^3 |") == 2 and "case, in a CUDA graph" in text
+
+
+def test_crossovers():
+    curve = [
+        {"block": [128, 128], "density": 0.8125, "speedups": [(0.5, 1.9), (0.9, 0.9)]},
+        {"block": [64, 64], "density": None, "speedups": [(0.1, 6.0), (0.9, 1.1)]},
+        {"block": [16, 16], "density": None, "speedups": [(0.1, 0.9), (0.9, 0.2)]},
+    ]
+    text = tables.matmul_tables(_document(crossover=curve))
+    assert "| 128x128 | 81% | 1.90x at 50%, 0.90x at 90% |" in text
+    assert "| 64x64 | above 90% |" in text and "| 16x16 | below 10% |" in text
+
+
+def test_a_failed_check_is_named():
+    document = _document()
+    document["cases"][0]["peers"]["bsk"] = {"label": "", "failed": "AssertionError: over"}
+    text = tables.matmul_tables(document)
+    assert "- bsk: failed its check (8192^3): AssertionError: over" in text
+    assert "| 8192^3 | n/a | n/a | 1.5 |" in text
+
+
+def _readme(inside):
+    return f"# Title\n\n{tables.BEGIN}{inside}{tables.END}\n\nmore\n"
+
+
+def test_the_section_is_replaced_and_nothing_else(tmp_path):
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    readme = tmp_path / "README.md"
+    readme.write_text(_readme("\nold\n"))
+    tables.main(["--readme", str(readme)])
+    assert readme.read_text() == _readme("\n")
+    path = tmp_path / "benchmarks/results/matmul_founding.json"
+    path.write_text(json.dumps(_document()))
+    (tmp_path / "benchmarks/results/matmul_square.json").write_text("not for the README")
+    tables.main(["--readme", str(readme)])
+    assert readme.read_text() == _readme(f"\n\n{tables.matmul_tables(_document())}\n\n")
+    tables.main(["--readme", str(readme)])
+    assert readme.read_text().count("8192^3") == 1
+
+
+@pytest.mark.parametrize("text", ["no markers", _readme("\n") + tables.BEGIN])
+def test_markers_must_stand_once(text):
+    with pytest.raises(ValueError, match="once each"):
+        tables.with_section(text, "")
+
+
+def test_printing_files(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(_document()))
+    assert tables.main([str(path)]) == 0
+    assert capsys.readouterr().out.startswith("**matmul founding**")
+
+
+def test_the_figures_of_the_readme_are_those_of_the_committed_results():
+    text = (REPOSITORY / "README.md").read_text()
+    section = tables.readme_section(REPOSITORY / tables.RESULTS)
+    assert text == tables.with_section(text, section), (
+        "run `python -m blackwell_sparsek.bench.tables --readme README.md`"
+    )

@@ -1,0 +1,50 @@
+import pytest
+
+from blackwell_sparsek import InvalidInput
+from blackwell_sparsek.core import env
+
+
+def test_the_default_is_auto(monkeypatch):
+    monkeypatch.delenv("BSK_IMPL", raising=False)
+    assert env.default_impl() == "auto"
+
+
+@pytest.mark.parametrize("name", env.IMPLS)
+def test_every_name_can_be_set(monkeypatch, name):
+    monkeypatch.setenv("BSK_IMPL", name)
+    assert env.default_impl() == name
+
+
+@pytest.mark.parametrize("value", ["", "Eager", "cuda"])
+def test_other_names_are_refused(monkeypatch, value):
+    monkeypatch.setenv("BSK_IMPL", value)
+    names = "auto, reference, eager, dense, triton, sm90"
+    with pytest.raises(InvalidInput, match=rf"^BSK_IMPL is '{value}'; expected one of {names}$"):
+        env.default_impl()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, False), ("0", False), ("", False), ("off", False), ("1", True), ("TRUE", True)],
+)
+def test_interpreted(monkeypatch, value, expected):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert env.triton_interpreted() is expected
+
+
+def test_overrides_are_those_that_are_set(monkeypatch):
+    for name in env.triton_overrides():
+        monkeypatch.delenv(name)
+    assert env.triton_overrides() == {}
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/x/ptxas")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/x")
+    assert env.triton_overrides() == {"TRITON_PTXAS_PATH": "/x/ptxas"}
+
+
+def test_the_compilers_environment_is_this_one_without_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("BSK_SOMETHING", "kept")
+    found = env.environment_for_compiler()
+    assert "TRITON_INTERPRET" not in found and found["BSK_SOMETHING"] == "kept"

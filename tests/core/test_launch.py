@@ -1,0 +1,262 @@
+"""Launches and their repetition, with a fake compiler and a fake GPU."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from blackwell_sparsek.core import launch as module
+from blackwell_sparsek.core.launch import (
+    RecordedLaunches,
+    cdiv,
+    launch,
+    on_device_of,
+    recording,
+    scratch,
+)
+
+CPU = torch.device("cpu")
+# grid, 1, 1, stream, and what `compat.kernel_launcher` puts before a kernel's own arguments
+HEAD = 4 + 9
+STREAM = 77
+
+
+@dataclass
+class Descriptor:
+    base: torch.Tensor | None
+    block: int = 64
+
+
+class Kernel:
+    """Compiles to something that notes what it is launched with."""
+
+    def __init__(self, interpreted=False, descriptors=()):
+        self.calls = []
+        self.repeated = []
+        launcher, tensordesc_meta = (lambda *args: self.repeated.append(list(args))), descriptors
+
+        def wrapper(*args):
+            return launcher(tensordesc_meta, *args)
+
+        run = SimpleNamespace(
+            launch=wrapper,
+            global_scratch_size=0,
+            profile_scratch_size=0,
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+        )
+        compiled = SimpleNamespace(run=run, function=7, packed_metadata="meta")
+        self.compiled = None if interpreted else compiled
+
+    def __getitem__(self, grid):
+        def call(*args, **options):
+            self.calls.append((grid, args, options))
+            return self.compiled
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def fake_gpu(monkeypatch):
+    state = SimpleNamespace(capturing=False, maps=[])
+
+    def tensor_map(descriptor, meta):
+        state.maps.append((descriptor.base.data_ptr(), meta))
+        return [f"map of {descriptor.base.data_ptr()}", "size", "stride"]
+
+    active = SimpleNamespace(get_current_stream=lambda device: STREAM)
+    triton_runtime = pytest.importorskip("triton.runtime")
+    monkeypatch.setattr(triton_runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(module, "tensor_map", tensor_map)
+    monkeypatch.setattr(module, "_zeros", {})
+    return state
+
+
+def record(kernel, args, roles, grid=5):
+    with recording() as made:
+        launch(kernel, grid, args)
+    return RecordedLaunches.make(made, roles)
+
+
+@pytest.mark.parametrize(("a", "b", "expected"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)])
+def test_cdiv(a, b, expected):
+    assert cdiv(a, b) == expected
+
+
+def test_a_cpu_tensor_needs_no_device():
+    with on_device_of(torch.zeros(1)) as nothing:
+        assert nothing is None
+
+
+def test_launching_passes_grid_arguments_and_options():
+    kernel = Kernel()
+    x = torch.zeros(2)
+    assert launch(kernel, 3, [x, 8], num_warps=4) is None
+    ((grid, args, options),) = kernel.calls
+    assert grid == (3,) and args[0] is x and args[1] == 8 and options == {"num_warps": 4}
+
+
+def test_only_what_happens_inside_is_recorded():
+    kernel, x = Kernel(), torch.zeros(2)
+    launch(kernel, 1, [x])
+    with recording() as made:
+        launch(kernel, 2, [x])
+        scratch((2, 3), torch.float32, CPU)
+        with recording() as inner:
+            launch(kernel, 3, [x])
+    launch(kernel, 4, [x])
+    assert [step.grid for step in made.launches] == [2]
+    assert [step.grid for step in inner.launches] == [3]
+    assert len(made.scratch) == 1 and inner.scratch == []
+
+
+def test_a_recording_ends_with_an_error():
+    with pytest.raises(RuntimeError, match="stop"), recording() as made:
+        raise RuntimeError("stop")
+    launch(Kernel(), 1, [torch.zeros(1)])
+    assert made.launches == []
+
+
+def test_scratch():
+    assert scratch([2, 3], torch.float16, CPU).shape == (2, 3)
+    counters = scratch((4,), torch.int32, CPU, zero=True)
+    assert counters.tolist() == [0, 0, 0, 0]
+    with pytest.raises(AssertionError):
+        scratch((4,), torch.float32, CPU, zero=True)
+
+
+def test_a_repetition_has_the_new_tensors_and_the_old_rest():
+    kernel = Kernel()
+    x, out, table = torch.zeros(4), torch.zeros(4), torch.zeros(4, dtype=torch.int32)
+    recorded = record(kernel, [out, 16, x, table, "const"], (out, x, None))
+    new_x, new_out = torch.zeros(4), torch.zeros(4)
+    recorded.repeat((new_out, new_x, None))
+    (args,) = kernel.repeated
+    assert args[:4] == [5, 1, 1, STREAM]
+    assert args[4:HEAD] == [7, False, False, None, None, "meta", None, None, None]
+    # the table had no role: it is part of the recording, by its address
+    assert args[HEAD:] == [new_out.data_ptr(), 16, new_x.data_ptr(), table.data_ptr(), "const"]
+    assert len(kernel.calls) == 1
+
+
+def test_a_recording_keeps_alive_what_has_no_role_and_nothing_else():
+    import gc
+    import weakref
+
+    kernel = Kernel()
+    x, table = torch.zeros(4), torch.zeros(4)
+    alive = weakref.ref(x), weakref.ref(table)
+    recorded = record(kernel, [x, table], (x,))
+    kernel.calls.clear()
+    del x, table
+    gc.collect()
+    assert alive[0]() is None and alive[1]() is not None
+    del recorded
+    gc.collect()
+    assert alive[1]() is None
+
+
+def test_tensors_in_tuples_are_found():
+    kernel = Kernel()
+    x, y, table = (torch.zeros(4) for _ in range(3))
+    recorded = record(kernel, [(x, 3, table), y], (x, y))
+    new_x, new_y = torch.zeros(4), torch.zeros(4)
+    recorded.repeat((new_x, new_y))
+    recorded.repeat((new_y, new_x))
+    first, second = (args[HEAD:] for args in kernel.repeated)
+    assert first == [(new_x.data_ptr(), 3, table.data_ptr()), new_y.data_ptr()]
+    assert second == [(new_y.data_ptr(), 3, table.data_ptr()), new_x.data_ptr()]
+
+
+def test_descriptors_are_made_anew_for_new_addresses_only(fake_gpu):
+    kernel = Kernel(descriptors=["meta of x"])
+    x, out = torch.zeros(4), torch.zeros(4)
+    recorded = record(kernel, [Descriptor(x), out], (x, out))
+    assert fake_gpu.maps == [(x.data_ptr(), "meta of x")]
+    others = [torch.zeros(4) for _ in range(2)]
+    for other in (others[0], others[1], others[0]):
+        recorded.repeat((other, out))
+    assert fake_gpu.maps[1:] == [(other.data_ptr(), "meta of x") for other in others]
+    rest = ["size", "stride", out.data_ptr()]
+    expected = [[f"map of {others[i].data_ptr()}", *rest] for i in (0, 1, 0)]
+    assert [args[HEAD:] for args in kernel.repeated] == expected
+
+
+def test_few_tensor_maps_are_kept(fake_gpu):
+    kernel = Kernel(descriptors=["meta"])
+    x = torch.zeros(4)
+    recorded = record(kernel, [Descriptor(x)], (x,))
+    tensors = [torch.zeros(4) for _ in range(module.MAX_TENSOR_MAPS + 1)]
+    for tensor in tensors:
+        recorded.repeat((tensor,))
+    made = len(fake_gpu.maps)
+    recorded.repeat((tensors[-1],))
+    assert len(fake_gpu.maps) == made
+    recorded.repeat((tensors[0],))
+    assert len(fake_gpu.maps) == made + 1
+
+
+def test_scratch_memory_is_allocated_anew():
+    kernel = Kernel()
+    x = torch.zeros(4)
+    with recording() as made:
+        memory = scratch((8,), torch.float16, CPU)
+        launch(kernel, 1, [x, memory])
+    recorded = RecordedLaunches.make(made, (x,))
+    recorded.repeat((x,))
+    assert kernel.repeated[0][HEAD] == x.data_ptr()
+    assert kernel.repeated[0][HEAD + 1] != memory.data_ptr()
+
+
+def test_counters_are_handed_out_once_and_in_a_graph_zeroed_by_it(fake_gpu, monkeypatch):
+    monkeypatch.setattr(module._Zeros, "WORDS", 8)
+    kernel = Kernel()
+    x = torch.zeros(4)
+    with recording() as made:
+        launch(kernel, 1, [x, scratch((3,), torch.int32, CPU, zero=True)])
+    recorded = RecordedLaunches.make(made, (x,))
+    for _ in range(2):
+        recorded.repeat((x,))
+    pool = module._zeros[(0, STREAM)]
+    base = pool.words.data_ptr()
+    assert [args[HEAD + 1] - base for args in kernel.repeated] == [0, 12]
+    # two words are left where three are needed: fresh memory, and a new pool for the next call
+    recorded.repeat((x,))
+    assert (0, STREAM) not in module._zeros
+    recorded.repeat((x,))
+    assert module._zeros[(0, STREAM)] is not pool
+    used = module._zeros[(0, STREAM)].used
+    fake_gpu.capturing = True
+    recorded.repeat((x,))
+    assert module._zeros[(0, STREAM)].used == used == 3
+
+
+def test_no_recording_where_tensors_cannot_be_told_apart():
+    x, y = torch.zeros(4), torch.zeros(4)
+    assert record(Kernel(), [x, y], (x, y)) is not None
+    assert record(Kernel(), [x, x], (x, x)) is None
+    assert record(Kernel(), [x, x[:2]], (x, x[:2])) is None
+
+
+def test_no_recording_of_interpreted_kernels_or_of_nothing():
+    x = torch.zeros(4)
+    assert record(Kernel(interpreted=True), [x], (x,)) is None
+    with recording() as made:
+        pass
+    assert RecordedLaunches.make(made, (x,)) is None
+
+
+def test_no_recording_where_the_launcher_is_hidden():
+    kernel, x = Kernel(), torch.zeros(4)
+    kernel.compiled.run.global_scratch_size = 128
+    assert record(kernel, [x], (x,)) is None
+
+
+def test_no_recording_of_a_descriptor_without_a_role():
+    x, table = torch.zeros(4), torch.zeros(4)
+    kernel = Kernel(descriptors=["meta"])
+    assert record(kernel, [Descriptor(table), x], (x,)) is None
+    assert record(kernel, [Descriptor(x), table], (x,)) is not None

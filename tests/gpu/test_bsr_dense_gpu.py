@@ -1,0 +1,51 @@
+"""The dense product and its choice on a real GPU."""
+
+import pytest
+import torch
+
+from blackwell_sparsek import explain, matmul
+from blackwell_sparsek.bench.clocks import ClockLog
+from blackwell_sparsek.bench.matmul_inputs import Product
+from blackwell_sparsek.bench.matmul_peers import DENSE, OURS, PEERS
+from blackwell_sparsek.bench.matmul_suites import _case
+from blackwell_sparsek.bench.measure import measure
+from blackwell_sparsek.testing.bsr import random_bsr
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda")
+
+
+def test_auto_takes_the_dense_product_of_a_full_matrix():
+    full = Product(4096, 4096, 4096, (128, 128), 1.0).build(GPU)
+    sparse = Product(4096, 4096, 4096, (128, 128), 0.1).build(GPU)
+    assert explain(matmul, full.sparse, full.x).chosen == "dense"
+    assert explain(matmul, sparse.sparse, sparse.x).chosen in ("sm90", "triton")
+    contender = PEERS[OURS].prepare(full)
+    contender.check(contender.run())
+
+
+def test_the_dense_product_works_in_a_graph_and_without_synchronising():
+    a = random_bsr((256, 192), (32, 16), seed=1, dtype=torch.float16, device=GPU)
+    x = torch.randn(192, 40, device=GPU).half()
+    bias = torch.randn(256, device=GPU).half()
+    expected = matmul(a, x, bias=bias, activation="silu", impl="dense")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        matmul(a, x, bias=bias, activation="silu", impl="dense")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = matmul(a, x, bias=bias, activation="silu", impl="dense")
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def test_narrow_cases_have_times_in_both_modes():
+    product = Product(1024, 1024, 4, (128, 128), 0.22, linear=True)
+    case = _case(product, "narrow", (OURS, DENSE), narrow=True)
+    result = measure(case, PEERS, GPU, seconds=0.02, clocks=ClockLog(torch.device("cpu")))
+    for name in (OURS, DENSE):
+        assert set(result["peers"][name]["times"]) == {"eager", "graph"}, result["peers"][name]

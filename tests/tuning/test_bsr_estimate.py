@@ -1,0 +1,111 @@
+import pytest
+import torch
+
+from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.tuning.bsr_estimate import dense_seconds, packed_fill, sparse_seconds
+from blackwell_sparsek.tuning.problem_bsr import BsrProblem
+
+H200 = Arch("cuda", 90, 132, 232448, False)
+CPU = Arch("cpu", 0, 1, 0, False)
+BLOCKS = [(128, 128), (128, 16), (64, 64), (32, 32), (16, 16)]
+
+
+def problem(block=(128, 128), density=0.22, n=8192, size=8192, arch=H200, **options):
+    blocks = (size // block[0]) * (size // block[1])
+    dtype = options.pop("dtype", torch.float16)
+    out_dtype = options.pop("out_dtype", dtype)
+    return BsrProblem(
+        "matmul", arch, dtype, out_dtype, (size, size), block, round(density * blocks), n, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "expected_ms"),
+    [
+        # executed work of 8192^3 at 22 % over the measured rate, and a launch
+        ((128, 128), 241.9 / 600 + 0.004),
+        ((128, 16), 241.9 / 575 + 0.004),
+        ((64, 64), 241.9 / 500 + 0.004),
+        # 39.2 % and 63.0 % of 1099.5 GFLOP once packed, plus packing 134 MB times (stored + packed)
+        ((32, 32), 430.6 / 500 + 0.134218 * (0.22 + 0.3916) / 3 + 0.008),
+        ((16, 16), 692.5 / 500 + 0.134218 * (0.22 + 0.6298) / 3 + 0.008),
+    ],
+)
+def test_the_founding_product_takes_what_was_measured(block, expected_ms):
+    assert sparse_seconds(problem(block), "sm90") * 1e3 == pytest.approx(expected_ms, rel=0.02)
+
+
+def test_the_dense_twin_takes_the_cublas_rate_and_writing():
+    assert dense_seconds(problem()) * 1e3 == pytest.approx(1099.5 / 700 + 0.062, rel=0.02)
+
+
+def test_fill_of_packed_blocks():
+    assert packed_fill(1.0, 4) == 1.0
+    assert packed_fill(0.0, 4) == 1.0
+    assert packed_fill(0.5, 1) == 0.5 / 0.5
+    assert packed_fill(1e-6, 4) == pytest.approx(0.25, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arch", "impl"), [(H200, "sm90"), (H200, "triton"), (H200, "eager"), (CPU, "eager")], ids=str
+)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_more_blocks_and_more_columns_take_longer(arch, impl, block):
+    densities = [0.0, 0.05, 0.22, 0.5, 0.9, 1.0]
+    times = [sparse_seconds(problem(block, d, arch=arch), impl) for d in densities]
+    assert times == sorted(times) and times[0] < times[2] < times[-1]
+    widths = [1, 16, 17, 64, 1000, 8192]
+    times = [sparse_seconds(problem(block, n=n, arch=arch), impl) for n in widths]
+    assert times == sorted(times) and times[0] < times[-1]
+    times = [dense_seconds(problem(block, n=n, arch=arch)) for n in widths]
+    assert times == sorted(times) and times[0] < times[-1]
+
+
+def test_orientation_decides_which_side_is_the_height():
+    tall, flat = problem((128, 16)), problem((16, 128))
+    assert sparse_seconds(tall, "sm90") < sparse_seconds(flat, "sm90")
+    turned = problem((16, 128), dense_left=True)
+    assert sparse_seconds(turned, "sm90") == sparse_seconds(tall, "sm90")
+
+
+def test_portable_kernels_are_slower_and_low_blocks_slowest():
+    for block in BLOCKS:
+        assert sparse_seconds(problem(block), "triton") > sparse_seconds(problem(block), "sm90")
+    times = [sparse_seconds(problem((b, b)), "triton") for b in (128, 64, 32, 16)]
+    assert times == sorted(times)
+
+
+def test_a_narrow_product_only_reads():
+    # 22 % of 134 MB at 4.3 TB/s, against writing and reading all of it
+    narrow = problem(n=1)
+    assert sparse_seconds(narrow, "triton") == pytest.approx(
+        0.22 * 134.2e6 / 4.3e12 + 4e-6, rel=0.02
+    )
+    assert dense_seconds(narrow) > 5 * sparse_seconds(narrow, "triton")
+
+
+def test_the_epilogue_costs_the_dense_product_passes_over_the_result():
+    plain = dense_seconds(problem())
+    with_bias = dense_seconds(problem(bias=True))
+    with_all = dense_seconds(problem(bias=True, residual=True, activation="gelu"))
+    assert plain < with_bias < with_all
+    assert plain < dense_seconds(problem(out_dtype=torch.float32)) < with_all
+    assert sparse_seconds(problem(bias=True), "sm90") == sparse_seconds(problem(), "sm90")
+
+
+def test_float32_runs_at_a_fraction_of_the_rate():
+    assert dense_seconds(problem(dtype=torch.float32)) > 10 * dense_seconds(problem())
+
+
+def test_newer_gpus_are_faster_and_unknown_ones_are_taken_for_older():
+    def dense(sm):
+        return dense_seconds(problem(arch=Arch("cuda", sm, 132, 0, False)))
+
+    assert dense(100) < dense(90) < dense(80)
+    assert dense(103) == dense(100) and dense(75) == dense(80)
+
+
+def test_empty_products_have_an_estimate():
+    assert sparse_seconds(problem(density=0.0), "sm90") > 0
+    assert sparse_seconds(problem((16, 16), density=0.0), "sm90") > 0
+    assert sparse_seconds(problem(n=0), "triton") > 0 and dense_seconds(problem(n=0)) > 0
