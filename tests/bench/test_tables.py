@@ -40,7 +40,7 @@ def test_a_document_as_tables():
     assert tables.matmul_tables(_document()).splitlines() == [
         "**matmul founding** (H200, torch 2.11, triton 3.6, commit 0123456789)",
         "",
-        "| case | ran | bsk ms | dense ms | faster than dense | best sparse peer ms "
+        "| case, single calls between pauses, cold L2 | ran | bsk ms | dense ms | faster than dense | best sparse peer ms "
         "| faster than it | executed TFLOP/s | dense-equivalent TFLOP/s |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| 8192^3 | sm90 | 0.431 | 1.5 | 3.48x | 0.9 (torch_bsr) | 2.09x | 561 | 2551 |",

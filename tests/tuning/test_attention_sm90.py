@@ -82,9 +82,10 @@ def test_few_queries_are_left_to_smaller_tiles():
         ({"head_dim": 64, "head_dim_v": 64, "softcap": True}, 2),
         # 64 pieces of 64 queries occupy twice as many SMs as 32 of 128
         ({"head_dim": 64, "head_dim_v": 64, "heads_q": 8, "max_q": 512}, 1),
-        # one round for all: 128 pieces of 128 queries on 132 SMs
-        ({"head_dim": 64, "head_dim_v": 64, "heads_q": 32, "max_q": 512}, 2),
-        ({"head_dim": 64, "head_dim_v": 64, "heads_q": 128, "max_q": 512}, 3),
+        # one round for all: 128 pieces of 128 queries on 132 SMs, unless pieces are short
+        ({"head_dim": 64, "head_dim_v": 64, "heads_q": 32, "max_q": 512, "max_k": 4096}, 2),
+        ({"head_dim": 64, "head_dim_v": 64, "heads_q": 32, "max_q": 512, "max_k": 512}, 1),
+        ({"head_dim": 64, "head_dim_v": 64, "heads_q": 128, "max_q": 512, "max_k": 512}, 1),
         # tiles of 192 would be two thirds empty
         ({"head_dim": 64, "head_dim_v": 64, "batch": 64, "heads_q": 32, "max_q": 64}, 1),
         ({"heads_q": 4, "max_q": 1024}, 1),

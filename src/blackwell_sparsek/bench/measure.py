@@ -8,9 +8,9 @@ import torch
 
 from .clocks import ClockLog
 from .registry import Case, Contender, Peer
-from .timing import Run, Timing, time_interleaved
+from .timing import Run, Timing, time_interleaved, time_sustained
 
-EAGER, GRAPH = "eager", "graph"
+EAGER, GRAPH, SUSTAINED = MODES = "eager", "graph", "sustained"
 
 
 def measure(
@@ -46,7 +46,7 @@ def measure(
         contenders[name] = contender
 
     started = time.monotonic()
-    for mode in (EAGER, GRAPH) if case.narrow and device.type == "cuda" else (EAGER,):
+    for mode in _modes(case, device):
         stage(f"timing, {mode}")
         for name, timing in _times(contenders, mode, device, seconds, result).items():
             times = {"quantiles_s": timing.quantiles(), "rounds": len(timing.seconds)}
@@ -56,6 +56,13 @@ def measure(
             result["peers"][name].setdefault("times", {})[mode] = times
     result["clocks"] = clocks.between(started, time.monotonic())
     return result
+
+
+def _modes(case: Case, device: torch.device) -> tuple[str, ...]:
+    """Narrow products are bound by launches and memory, wide ones by clocks and power."""
+    if device.type != "cuda":
+        return (EAGER,)
+    return (EAGER, GRAPH) if case.narrow else (EAGER, SUSTAINED)
 
 
 def _times(
@@ -80,6 +87,8 @@ def _times(
     if not runs:
         return {}
     try:
+        if mode == SUSTAINED:
+            return time_sustained(runs, device, block_s=seconds / 2)
         times = time_interleaved(runs, device, budget_s=seconds, rounds=(3, 100))
     except Exception as error:
         result[f"no {mode}"] = _told(error)
@@ -106,7 +115,7 @@ def captured(runs: tuple[Run, ...]) -> Run:
 def ratios(result: dict[str, Any], ours: str, dense: str, sparse: list[str]) -> dict[str, Any]:
     """How many times faster `ours` is than the dense peer and the best sparse one, by mode."""
     found: dict[str, Any] = {}
-    for mode in (EAGER, GRAPH):
+    for mode in MODES:
         medians = {
             name: entry["times"][mode]["quantiles_s"]["p50"]
             for name, entry in result["peers"].items()

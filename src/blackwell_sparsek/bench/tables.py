@@ -17,6 +17,13 @@ RESULTS = pathlib.Path("benchmarks/results")
 README_SUITES = ("matmul_founding", "matmul_decode", "matmul_crossover")
 
 
+CASE_HEADS = {
+    "eager": "case, single calls between pauses, cold L2",
+    "graph": "case, in a CUDA graph, cold weights",
+    "sustained": "case, call after call without a pause",
+}
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; all but the first column are aligned to the right."""
     lines = [head, ["---", *(["---:"] * (len(head) - 1))], *rows]
@@ -31,7 +38,7 @@ def matmul_tables(document: dict[str, Any]) -> str:
     where += f", triton {versions['triton']}" if "triton" in versions else ""
     where += f", commit {document['commit'][:10]}" if document.get("commit") else ""
     parts = [f"**{document['suite'].replace('_', ' ')}** ({where})"]
-    for mode in ("eager", "graph"):
+    for mode in CASE_HEADS:
         rows = [_row(case, mode) for case in document["cases"]]
         if any(row is not None for row in rows):
             parts.append(_times_table(mode, [row for row in rows if row is not None]))
@@ -72,7 +79,7 @@ def _row(case: dict[str, Any], mode: str) -> list[str] | None:
 
 def _times_table(mode: str, rows: list[list[str]]) -> str:
     head = [
-        "case" if mode == "eager" else "case, in a CUDA graph",
+        CASE_HEADS[mode],
         "ran",
         "bsk ms",
         "dense ms",

@@ -90,6 +90,32 @@ def time_interleaved(
     return timings
 
 
+def time_sustained(
+    contenders: Mapping[str, Run], device: torch.device, *, block_s: float = 0.1, blocks: int = 3
+) -> dict[str, Timing]:
+    """Time each contender over blocks of calls without a pause, in turns.
+
+    A GPU that never rests runs into its power limit and lowers its clocks, more so for those that
+    keep it busier; single calls between pauses do not show that. Each block gives one time per
+    call; the first round warms up and does not count.
+    """
+    event: Callable[..., Any] = torch.cuda.Event
+    sample = _CudaSample(device)
+    calls = {name: max(1, round(block_s / sample(run, 1))) for name, run in contenders.items()}
+    timings = {name: Timing() for name in contenders}
+    for block in range(blocks + 1):
+        for name, run in contenders.items():
+            start, end = event(enable_timing=True), event(enable_timing=True)
+            start.record()
+            for _ in range(calls[name]):
+                run()
+            end.record()
+            end.synchronize()
+            if block > 0:
+                timings[name].seconds.append(start.elapsed_time(end) * 1e-3 / calls[name])
+    return timings
+
+
 class _CpuSample:
     """Seconds per call by the wall clock."""
 
