@@ -40,7 +40,8 @@ def test_a_document_as_tables():
     assert tables.matmul_tables(_document()).splitlines() == [
         "**matmul founding** (H200, torch 2.11, triton 3.6, commit 0123456789)",
         "",
-        "| case, single calls between pauses, cold L2 | ran | bsk ms | dense ms | faster than dense | best sparse peer ms "
+        "| case, single calls between pauses, cold L2 | ran | bsk ms | dense ms "
+        "| faster than dense | best sparse peer ms "
         "| faster than it | executed TFLOP/s | dense-equivalent TFLOP/s |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| 8192^3 | sm90 | 0.431 | 1.5 | 3.48x | 0.9 (torch_bsr) | 2.09x | 561 | 2551 |",
@@ -82,16 +83,20 @@ def _readme(inside):
 
 def test_the_section_is_replaced_and_nothing_else(tmp_path):
     (tmp_path / "benchmarks/results").mkdir(parents=True)
-    readme = tmp_path / "README.md"
-    readme.write_text(_readme("\nold\n"))
-    tables.main(["--readme", str(readme)])
-    assert readme.read_text() == _readme("\n")
-    path = tmp_path / "benchmarks/results/matmul_founding.json"
-    path.write_text(json.dumps(_document()))
-    (tmp_path / "benchmarks/results/matmul_square.json").write_text("not for the README")
-    tables.main(["--readme", str(readme)])
+    (tmp_path / "docs").mkdir()
+    readme, docs = tmp_path / "README.md", tmp_path / "docs/results.md"
+    write = ["--write", "--root", str(tmp_path)]
+    for page in (readme, docs):
+        page.write_text(_readme("\nold\n"))
+    tables.main(write)
+    assert readme.read_text() == docs.read_text() == _readme("\n")
+    for suite in ("founding", "square"):
+        path = tmp_path / f"benchmarks/results/matmul_{suite}.json"
+        path.write_text(json.dumps(_document() | {"suite": f"matmul_{suite}"}))
+    tables.main(write)
     assert readme.read_text() == _readme(f"\n\n{tables.matmul_tables(_document())}\n\n")
-    tables.main(["--readme", str(readme)])
+    assert docs.read_text().count("**matmul") == 2
+    tables.main(write)
     assert readme.read_text().count("8192^3") == 1
 
 
@@ -108,9 +113,10 @@ def test_printing_files(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("**matmul founding**")
 
 
-def test_the_figures_of_the_readme_are_those_of_the_committed_results():
-    text = (REPOSITORY / "README.md").read_text()
-    section = tables.readme_section(REPOSITORY / tables.RESULTS)
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_the_figures_of_a_page_are_those_of_the_committed_results(page):
+    text = (REPOSITORY / page).read_text()
+    section = tables.section_of(page, REPOSITORY / tables.RESULTS)
     assert text == tables.with_section(text, section), (
-        "run `python -m blackwell_sparsek.bench.tables --readme README.md`"
+        "run `python -m blackwell_sparsek.bench.tables --write`"
     )

@@ -211,7 +211,7 @@ def test_explain():
         ("no 16-bit WGMMA", (q.float(),) * 3, {}),
         ("needs a scale above zero", (q, q, q), {"scale": -1.0}),
         ("up to 128 in steps of 8", (torch.cat([q] * 3, -1),) * 3, {}),
-        ("only runs when asked for", (q[:, :, :31], q, q), {}),
+        ("31 queries fill too little", (q[:, :, :31], q, q), {}),
     ):
         decision = bsk.explain(bsk.attention, *args, **options)
         assert decision.chosen == "triton" and reason in decision.reasons["sm90"]

@@ -36,7 +36,9 @@ def test_the_founding_product_takes_what_was_measured(block, expected_ms):
 
 
 def test_the_dense_twin_takes_the_cublas_rate_and_writing():
-    assert dense_seconds(problem()) * 1e3 == pytest.approx(1099.5 / 700 + 0.062, rel=0.02)
+    # 8192 x 8192 at 22 %: 193 MB at an eighth of 4.3 TB/s, and four launches
+    written = 193 / 4300 * 8 + 0.016
+    assert dense_seconds(problem()) * 1e3 == pytest.approx(1099.5 / 700 + written, rel=0.02)
 
 
 def test_fill_of_packed_blocks():

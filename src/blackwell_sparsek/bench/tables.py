@@ -1,7 +1,7 @@
-"""Results files as Markdown: `python -m blackwell_sparsek.bench.tables --readme README.md`.
+"""Results files as Markdown: `python -m blackwell_sparsek.bench.tables --write`.
 
-Figures in README.md are between two markers and come from the files in benchmarks/results; a test
-holds them to that.
+Figures in README.md and docs/results.md are between two markers and come from the files in
+benchmarks/results; a test holds them to that.
 """
 
 import argparse
@@ -13,8 +13,17 @@ from typing import Any
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 RESULTS = pathlib.Path("benchmarks/results")
-# what a reader of README.md wants first; the other files have tables of their own
-README_SUITES = ("matmul_founding", "matmul_decode", "matmul_crossover")
+# What each page shows: README.md what a reader wants first, the other page everything.
+PAGES = {
+    pathlib.Path("README.md"): ("matmul_founding", "matmul_crossover"),
+    pathlib.Path("docs/results.md"): (
+        "matmul_founding",
+        "matmul_decode",
+        "matmul_crossover",
+        "matmul_square",
+        "matmul_llama",
+    ),
+}
 
 
 CASE_HEADS = {
@@ -69,7 +78,6 @@ def _row(case: dict[str, Any], mode: str) -> list[str] | None:
         ms("bsk"),
         ms("dense"),
         _times(ratio.get("over_dense")),
-        ms("dense_packed_k"),
         f"{ms(best)} ({best})" if best else "n/a",
         _times(ratio.get("over_best_sparse")),
         _number(ours["executed_tflops"]) if ours else "n/a",
@@ -84,7 +92,6 @@ def _times_table(mode: str, rows: list[list[str]]) -> str:
         "bsk ms",
         "dense ms",
         "faster than dense",
-        "dense, K = density * K, ms",
         "best sparse peer ms",
         "faster than it",
         "executed TFLOP/s",
@@ -133,39 +140,41 @@ def _times(ratio: float | None) -> str:
     return "n/a" if ratio is None else f"{ratio:.2f}x"
 
 
-def readme_section(results: pathlib.Path) -> str:
-    """What belongs between the markers, given the committed results; empty without any."""
+def section_of(page: pathlib.Path, results: pathlib.Path) -> str:
+    """What belongs between the markers of a page, given the committed results; may be empty."""
     parts = []
-    for suite in README_SUITES:
+    for suite in PAGES[page]:
         path = results / f"{suite}.json"
         if path.exists():
             parts.append(matmul_tables(json.loads(path.read_text())))
     return "\n\n".join(parts)
 
 
-def with_section(readme: str, section: str) -> str:
-    """`readme` with `section` between its markers."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README needs the lines {BEGIN!r} and {END!r}, once each")
-    before, rest = readme.split(BEGIN)
+def with_section(text: str, section: str) -> str:
+    """`text` with `section` between its markers."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}, once each")
+    before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     inside = f"\n\n{section}\n\n" if section else "\n"
     return f"{before}{BEGIN}{inside}{END}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: print tables of the given files, or write those of README."""
+    """Command line: print tables of the given files, or write those of the pages."""
     parser = argparse.ArgumentParser(
         prog="python -m blackwell_sparsek.bench.tables", description=__doc__
     )
     parser.add_argument("files", nargs="*", type=pathlib.Path, help="results files to print")
-    parser.add_argument("--readme", type=pathlib.Path, help="rewrite the results in this file")
+    parser.add_argument("--write", action="store_true", help="rewrite the figures of the pages")
+    parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path("."), help="repository")
     args = parser.parse_args(argv)
     for path in args.files:
         print(matmul_tables(json.loads(path.read_text())), end="\n\n")
-    if args.readme:
-        section = readme_section(args.readme.parent / RESULTS)
-        args.readme.write_text(with_section(args.readme.read_text(), section))
+    for page in PAGES if args.write else ():
+        section = section_of(page, args.root / RESULTS)
+        target = args.root / page
+        target.write_text(with_section(target.read_text(), section))
     return 0
 
 
