@@ -77,6 +77,10 @@ def test_few_queries_are_left_to_smaller_tiles():
     [
         ({}, 2),
         ({"head_dim": 64, "head_dim_v": 64}, 3),
+        ({"head_dim": 64, "head_dim_v": 64, "banded": True, "max_k": 4095}, 2),
+        ({"head_dim": 64, "head_dim_v": 64, "banded": True, "max_k": 4096}, 3),
+        ({"head_dim": 64, "head_dim_v": 64, "max_k": 2047}, 2),
+        ({"head_dim": 64, "head_dim_v": 64, "max_k": 2048}, 3),
         ({"head_dim": 64, "head_dim_v": 128}, 2),
         # a tanh takes the registers of a third consumer
         ({"head_dim": 64, "head_dim_v": 64, "softcap": True}, 2),

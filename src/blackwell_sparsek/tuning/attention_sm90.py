@@ -20,6 +20,8 @@ MOST_PIECES = 2**31 - 1
 # Fewer queries than half of a warp group's rows: the portable kernel has smaller tiles for them.
 FEW_QUERIES = 32
 SHORT_KEYS = 512
+# Keys from which on three consumers pay, by whether a band cuts tiles.
+LONG_FULL, LONG_BANDED = 2048, 4096
 # Half of the L2 of H100 and H200; queries, outputs and the next section need the other half.
 SECTION_BYTES = 25 * 2**20
 # TFLOP/s of an H200 with its SMs full, by (widest head dim, consumers): with one program on each
@@ -87,8 +89,12 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
         # a piece of work stays within one row of the mask, and rows of 64 are for one consumer
         return make_config(min(block_q // GROUP_ROWS, 2), tile_d, tile_dv, block_kv)
     dim = max(tile_d, tile_dv)
-    # registers hold three consumers only where the sums are 64 wide, and no tanh comes between
-    choices = (3, 2, 1) if dim == 64 and not problem.softcap else (2, 1)
+    # Registers hold three consumers only where the sums are 64 wide, and no tanh comes between.
+    # Masked tiles cost them most: 0.35 ms against 0.24 at 1k tokens, causal, as much as two
+    # consumers take at 4k, and less (2.24 against 2.43 ms) at 16k.
+    long_enough = problem.max_k >= (LONG_BANDED if problem.banded else LONG_FULL)
+    three = dim == 64 and not problem.softcap and long_enough
+    choices = (3, 2, 1) if three else (2, 1)
     consumers = min(choices, key=lambda count: _time(problem, dim, count))
     return make_config(consumers, tile_d, tile_dv)
 
