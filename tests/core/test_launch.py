@@ -68,7 +68,8 @@ def fake_gpu(monkeypatch):
     active = SimpleNamespace(get_current_stream=lambda device: STREAM)
     triton_runtime = pytest.importorskip("triton.runtime")
     monkeypatch.setattr(triton_runtime, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    # the tensors of these tests are on the CPU, which has no index
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU.index)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(module, "tensor_map", tensor_map)
     monkeypatch.setattr(module, "_zeros", {})
@@ -79,6 +80,27 @@ def record(kernel, args, roles, grid=5):
     with recording() as made:
         launch(kernel, grid, args)
     return RecordedLaunches.make(made, roles)
+
+
+def test_launches_are_repeated_on_the_device_of_their_tensors(monkeypatch):
+    current, entered = [3], []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append(self.index)
+            current.append(self.index)
+
+        def __exit__(self, *args):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    kernel, x = Kernel(), torch.zeros(2)
+    record(kernel, (x,), (x,)).repeat((torch.ones(2),))
+    assert entered == [CPU.index] and len(kernel.repeated) == 1 and current == [3]
 
 
 @pytest.mark.parametrize(("a", "b", "expected"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)])
