@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType, Unsupported
+from blackwell_sparsek.formats import patterns as masks
 from blackwell_sparsek.formats.block_mask import BlockMask
 from blackwell_sparsek.functional.attention import attention
 from blackwell_sparsek.testing.inputs import qkv
@@ -148,3 +149,17 @@ def test_sink_of_a_row_that_sees_nothing():
     out, lse = attention(Q, K[:, :, :2], V[:, :, :2], causal=True, sinks=sinks, return_lse=True)
     assert (out[:, :, :3] == 0).all()
     torch.testing.assert_close(lse[:, :, :3], sinks.view(1, 4, 1).expand(2, 4, 3))
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_transposed_lists_are_made_for_gradients_only(needs_grad):
+    mask = masks.topk(torch.randn(1, 1, 2, 2), 1, 16, seq_lengths=(20, 30))
+    q, k, v = qkv(1, 2, 2, 20, 30, 8, seed=5)
+    expected = attention(q, k, v, block_mask=mask, impl="reference")
+    assert mask._transposed is None
+    out = attention(q.requires_grad_(needs_grad), k, v, block_mask=mask)
+    assert (mask._transposed is not None) == needs_grad
+    assert torch.allclose(out, expected, atol=1e-6)
+    if needs_grad:
+        out.sum().backward()
+        assert q.grad.isfinite().all()

@@ -153,7 +153,8 @@ class BlockMask:
             heads,
             (seq_lengths[0], seq_lengths[1]),
             (block_size[0], block_size[1]),
-            transposed,
+            # row pointers have at least one element
+            transposed if transposed.indptr.shape[0] > 0 else None,
         )
 
     @classmethod
@@ -303,9 +304,19 @@ class BlockMask:
             transposed=self._forward,
         )
 
-    def tensors(self) -> list[torch.Tensor]:
-        """The nine tensors that operator schemas carry: forward, transposed, bits."""
-        return [*self._forward, *self.transposed, self._bits]
+    def tensors(self, *, for_gradients: bool = True) -> list[torch.Tensor]:
+        """The nine tensors that operator schemas carry: forward, transposed, bits.
+
+        Only gradients read the transposed lists; without `for_gradients` they are left empty unless
+        they are there already.
+        """
+        transposed = self._transposed
+        if for_gradients:
+            transposed = self.transposed
+        elif transposed is None:
+            nothing = self._forward.indices.new_empty(0)
+            transposed = BlockLists(nothing, nothing, nothing, nothing)
+        return [*self._forward, *transposed, self._bits]
 
     @usable_in_training
     def to(self, device: torch.device | str) -> "BlockMask":

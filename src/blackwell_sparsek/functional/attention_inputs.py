@@ -165,7 +165,10 @@ def call_operator(
     check_sinks(op, sinks, q)
     mask, mask_shape = [], []
     if block_mask is not None:
-        mask = block_mask.tensors()
+        needs_grad = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, sinks)
+        )
+        mask = block_mask.tensors(for_gradients=needs_grad)
         mask_shape = [
             block_mask.batch,
             block_mask.heads,
