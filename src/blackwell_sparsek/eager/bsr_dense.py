@@ -7,10 +7,10 @@ The arguments are those of the operators (see `ops.bsr`).
 
 import torch
 
-from ..core.activations import activate
 from ..core.launch import cdiv
 from ..formats.bsr_pattern import rows_of_entries
 from ..formats.bsr_validate import zero_padding
+from .bsr_epilogue import finish
 
 
 def bsr_matmul(
@@ -32,12 +32,7 @@ def bsr_matmul(
     plain = bias is None and residual is None and activation is None and out_dtype == dense.dtype
     factors = (dense, matrix) if dense_left else (matrix, dense)
     product = _product(*factors, rounded=plain)
-    if bias is not None:
-        product = product + (bias if dense_left else bias[:, None])
-    product = activate(product, activation)
-    if residual is not None:
-        product = product + residual
-    return product.to(out_dtype).contiguous()
+    return finish(product, bias, residual, activation, out_dtype, dense_left)
 
 
 def bsr_sddmm(

@@ -11,10 +11,10 @@ with one rounding at the end. The arguments are those of the operators (see `ops
 import torch
 import torch.nn.functional as F
 
-from ..core.activations import activate
 from ..core.launch import cdiv
 from ..formats.bsr_pattern import rows_of_entries
 from ..formats.bsr_validate import zero_padding
+from .bsr_epilogue import finish
 from .bsr_rows import RowGroup, columns_at_once, row_groups, rows_at_once
 
 
@@ -57,12 +57,7 @@ def bsr_matmul(
     product = acc[..., :rows, :]
     if dense_left:
         product = product.mT.reshape(*batch, n, rows)
-    if bias is not None:
-        product = product + (bias if dense_left else bias[:, None])
-    product = activate(product, activation)
-    if residual is not None:
-        product = product + residual
-    return product.to(out_dtype).contiguous()
+    return finish(product, bias, residual, activation, out_dtype, dense_left)
 
 
 def _collapsed(x: torch.Tensor) -> torch.Tensor:
