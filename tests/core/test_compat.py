@@ -87,6 +87,13 @@ def test_the_wrapper_for_descriptors_is_looked_through():
     assert found.launch is print and found.descriptors == ["first", "second"]
 
 
+@pytest.mark.parametrize("version", [(3, 7), (3, 9), None])
+def test_launchers_of_other_releases_are_left_alone(monkeypatch, version):
+    assert compat.kernel_launcher(_compiled(print)) is not None
+    monkeypatch.setattr(compat, "triton_version", lambda: version)
+    assert compat.kernel_launcher(_compiled(print)) is None
+
+
 @pytest.mark.parametrize(
     "compiled",
     [

@@ -1,5 +1,6 @@
 """Launches and their repetition, with a fake compiler and a fake GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -282,3 +283,9 @@ def test_no_recording_of_a_descriptor_without_a_role():
     kernel = Kernel(descriptors=["meta"])
     assert record(kernel, [Descriptor(table), x], (x,)) is None
     assert record(kernel, [Descriptor(x), table], (x,)) is not None
+
+
+def test_threads_on_one_stream_get_different_counters():
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(lambda _: module._counter(1, CPU, STREAM).data_ptr(), range(3000)))
+    assert len(set(taken)) == 3000

@@ -12,6 +12,8 @@ from .._version import __version__
 
 MIN_TORCH = (2, 10)
 MIN_TRITON = (3, 6)
+# The release whose private launcher `kernel_launcher` knows.
+LAUNCHER_TRITON = (3, 6)
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -55,22 +57,25 @@ class KernelLauncher(NamedTuple):
 
 
 def kernel_launcher(compiled: Any) -> KernelLauncher | None:
-    """The launcher of a kernel that Triton compiled; None where this version hides it."""
-    try:
-        run = compiled.run
-        launch = run.launch
-        if run.global_scratch_size or run.profile_scratch_size:
+    """The launcher of a kernel that Triton compiled; None where its arguments are not known.
+
+    They are private to Triton and differ between releases, so only the release they were read in
+    counts; others launch through Triton's front end.
+    """
+    run = getattr(compiled, "run", None)
+    launch = getattr(run, "launch", None)
+    if triton_version() != LAUNCHER_TRITON or not callable(launch):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    descriptors: list[Any] = []
+    # a function that expands descriptors stands before the builtin, where there are any
+    if (code := getattr(launch, "__code__", None)) is not None:
+        cells = dict(zip(code.co_freevars, launch.__closure__ or (), strict=True))
+        if not {"launcher", "tensordesc_meta"} <= cells.keys():
             return None
-        descriptors: list[Any] = []
-        cells = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
-        if "launcher" in cells:
-            descriptors = cells["tensordesc_meta"].cell_contents
-            launch = cells["launcher"].cell_contents
-    except (AttributeError, TypeError, KeyError):
-        # a kernel without descriptors is launched by a builtin, which has no closure
-        if not callable(getattr(getattr(compiled, "run", None), "launch", None)):
-            return None
-        descriptors = []
+        descriptors = cells["tensordesc_meta"].cell_contents
+        launch = cells["launcher"].cell_contents
     flags = (run.launch_cooperative_grid, run.launch_pdl)
     no_scratch_or_hooks = (None, None, compiled.packed_metadata, None, None, None)
     return KernelLauncher(launch, (compiled.function, *flags, *no_scratch_or_hooks), descriptors)

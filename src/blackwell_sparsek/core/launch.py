@@ -6,6 +6,7 @@ again with other tensors. Only what is the same in both calls (shapes, strides, 
 gone into a recording: whoever keeps one looks after that.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -177,6 +178,8 @@ class _Zeros:
 
 
 _zeros: dict[tuple[int, int], _Zeros] = {}
+# two threads on one stream must not get the same words: the second launch would find them used
+_zeros_lock = threading.Lock()
 
 
 def _counter(count: int, device: torch.device, stream: int) -> torch.Tensor:
@@ -184,12 +187,14 @@ def _counter(count: int, device: torch.device, stream: int) -> torch.Tensor:
     # a graph must zero its counters at every replay
     if not torch.cuda.is_current_stream_capturing():
         key = (device.index or 0, stream)
-        if key not in _zeros:
-            _zeros[key] = _Zeros(device)
-        words = _zeros[key].take(count)
+        with _zeros_lock:
+            if key not in _zeros:
+                _zeros[key] = _Zeros(device)
+            words = _zeros[key].take(count)
+            if words is None:
+                del _zeros[key]
         if words is not None:
             return words
-        del _zeros[key]
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
