@@ -62,7 +62,7 @@ def kernel_launcher(compiled: Any) -> KernelLauncher | None:
     They are private to Triton and differ between releases, so only the release they were read in
     counts; others launch through Triton's front end.
     """
-    run = getattr(compiled, "run", None)
+    run: Any = getattr(compiled, "run", None)
     launch = getattr(run, "launch", None)
     if triton_version() != LAUNCHER_TRITON or not callable(launch):
         return None
