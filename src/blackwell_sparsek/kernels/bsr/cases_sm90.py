@@ -9,7 +9,6 @@ from ...core.compile_cases import CompileCase, compile_cases
 from ..sm90 import descriptor_type
 from .config_sm90 import SpmmSm90Config, stages_that_fit
 from .spmm_sm90 import _spmm_sm90_kernel
-from .spmm_sm90_launch import MAX_REGISTERS
 
 
 def spmm_sm90_case(
@@ -43,7 +42,7 @@ def spmm_sm90_case(
         },
         archs=(90,),
         num_warps=4,
-        options={"maxnreg": MAX_REGISTERS},
+        options={"maxnreg": config.MAX_REGISTERS},
         expect={"wgmma": 1},
     )
 
