@@ -1,8 +1,6 @@
 """The Hopper product against the fp64 oracle: every orientation, block shape, edge and epilogue."""
 
 import random
-import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +8,9 @@ import torch
 from blackwell_sparsek.core.errors import Unsupported
 from blackwell_sparsek.formats.bsr import BSRMatrix
 from blackwell_sparsek.functional.bsr import matmul
-from blackwell_sparsek.ops import bsr_sm90
 from blackwell_sparsek.ops.dispatch import explain
 from blackwell_sparsek.testing.poison import poisoned_empty
 from blackwell_sparsek.testing.tolerance import assert_within_budget
-from blackwell_sparsek.tuning import bsr_sm90 as tuning
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,48 +93,6 @@ def test_random_products_match_the_oracle(seed):
     exact = _product(_double(matrix), dense.double(), left, impl="reference", **exact_options)
     peer = _same_precision(matrix, dense, left, **options)
     assert_within_budget(out, exact, peer, what=f"seed {seed}")
-
-
-@pytest.fixture
-def unions_always(monkeypatch):
-    """Small products over unions of rows, which `tuning` keeps for large ones."""
-    monkeypatch.setattr(tuning, "union_moves_less", lambda density: True)
-    chosen = tuning.spmm_union_sm90_config
-    taken = []
-
-    def for_few_rows(problem, x_transposed):
-        problem = replace(problem, arch=replace(problem.arch, num_sms=1))
-        taken.append(chosen(problem, x_transposed))
-        return taken[-1]
-
-    monkeypatch.setattr(bsr_sm90, "spmm_union_sm90_config", for_few_rows)
-    return taken
-
-
-LOW = [(64, 64), (64, 32), (32, 32), (16, 16), (32, 64), (16, 128), (64, 48)]
-
-
-@pytest.mark.parametrize("seed", range(1000, 1080))
-def test_random_products_over_unions_match_the_oracle(seed, unions_always, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "BLOCKS", LOW)
-    test_random_products_match_the_oracle(seed)
-    if unions_always[-1] is None:
-        pytest.skip("the other side of the block is taller than 64")
-
-
-@pytest.mark.parametrize("height", [16, 32, 64])
-def test_a_long_row_of_a_union_is_cut_and_exact(height, unions_always):
-    keep = torch.zeros(40, 300, dtype=torch.bool, device="cuda")
-    keep[7] = True
-    keep[8, ::3] = True
-    keep[31, 5] = True
-    x = torch.randint(-2, 3, (40 * height, 300 * 16), device="cuda").half()
-    matrix = BSRMatrix.from_mask(x, keep, (height, 16))
-    dense = torch.randint(-2, 3, (300 * 16, 264), device="cuda").half()
-    with poisoned_empty():
-        out = matmul(matrix, dense, out_dtype=torch.float32, impl="sm90")
-    assert unions_always[-1] is not None
-    assert torch.equal(out.double(), matrix.to_dense().double() @ dense.double())
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -1,29 +1,17 @@
 """The Hopper kernels as implementation `sm90` of `bsk::bsr_matmul`."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.compat import why_no_triton
 from ..core.launch import scratch
 from ..tuning.bsr import spmm_chunk, spmm_sizes
-from ..tuning.bsr_sm90 import spmm_sm90_config, spmm_sm90_unsupported, spmm_union_sm90_config
+from ..tuning.bsr_sm90 import spmm_sm90_config, spmm_sm90_unsupported
 from ..tuning.problem_bsr import BsrProblem
 from .bsr_operands import RowsProduct, rows_product
 
-if TYPE_CHECKING:
-    from ..kernels.bsr.config_sm90 import SpmmSm90Config
-    from ..kernels.bsr.config_union_sm90 import UnionSm90Config
-    from ..kernels.bsr.union import UnionRows
-
-Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]
-
-# Packed patterns and unions of rows by the row pointers they were made from, which live as long as
-# their pattern.
+# Packed patterns by the row pointers they were made from, which live as long as their pattern.
 _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_UNIONS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def why_not(problem: BsrProblem) -> str | None:
@@ -44,62 +32,29 @@ def bsr_matmul(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
+    from ..kernels.bsr.plan import spmm_plan
+    from ..kernels.bsr.spmm_sm90_launch import launch_spmm_sm90
+
     product = rows_product(
         *(values, pattern, shape, transposed, dense, dense_left),
         *(bias, residual, activation, out_dtype),
     )
     for part in product.parts:
         operands, x_transposed = _readable(part[1], product.blocks.shape[2])
-        run = _launcher(product, values, x_transposed)
+        config = spmm_sm90_config(product.problem, x_transposed)
+        blocks, indptr, indices, perm = _tall_blocks(product, values, config.BLOCK_H)
+        sizes = spmm_sizes(product.problem)._replace(
+            block_h=config.BLOCK_H, nnz_blocks=blocks.shape[0]
+        )
+        chunk = spmm_chunk(product.problem.arch, sizes, config.tile_m, config.tile_n)
+        plan = spmm_plan(indptr, blocks.shape[0], product.cols_b, chunk)
         for i in range(part[0].shape[0]):
             part_residual = part[2][i] if residual is not None else None
-            run(part[0][i], operands[i], bias, part_residual)
+            launch_spmm_sm90(
+                *(part[0][i], blocks, indices, perm, operands[i]),
+                *(bias, part_residual, plan, config),
+            )
     return product.out
-
-
-def _launcher(product: RowsProduct, values: torch.Tensor, x_transposed: bool) -> Launcher:
-    """What writes act(A @ x + bias) + residual, given (out, x, bias, residual)."""
-    from ..kernels.bsr.plan import spmm_plan
-    from ..kernels.bsr.spmm_sm90_launch import launch_spmm_sm90, launch_spmm_union_sm90
-
-    problem = product.problem
-    config = spmm_sm90_config(problem, x_transposed)
-    blocks, indptr, indices, perm = _tall_blocks(product, values, config.BLOCK_H)
-    union_config = spmm_union_sm90_config(problem, x_transposed)
-    union = None
-    if union_config is not None and values.shape[0]:
-        union = _union(product, indptr, indices, perm)
-    if union is None or union_config is None:
-        chunk = _chunk(problem, config, blocks.shape[0])
-        plan = spmm_plan(indptr, blocks.shape[0], product.cols_b, chunk)
-        return lambda out, x, bias, residual: launch_spmm_sm90(
-            out, blocks, indices, perm, x, bias, residual, plan, config
-        )
-    count = union.entries.shape[0]
-    plan = spmm_plan(union.indptr, count, product.cols_b, _chunk(problem, union_config, count))
-    return lambda out, x, bias, residual: launch_spmm_union_sm90(
-        out, blocks, union, x, bias, residual, plan, union_config
-    )
-
-
-def _chunk(problem: BsrProblem, config: "SpmmSm90Config | UnionSm90Config", blocks: int) -> int:
-    sizes = spmm_sizes(problem)._replace(block_h=config.BLOCK_H, nnz_blocks=blocks)
-    return spmm_chunk(problem.arch, sizes, config.tile_m, config.tile_n)
-
-
-def _union(
-    product: RowsProduct, indptr: torch.Tensor, indices: torch.Tensor, perm: torch.Tensor | None
-) -> "UnionRows | None":
-    """Groups of rows of a pattern, made once; None while a graph is captured that has no time."""
-    from ..kernels.bsr.union import union_rows
-
-    if product.indptr not in _UNIONS:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        _UNIONS[product.indptr] = union_rows(indptr, indices, perm, product.cols_b)
-        # the next product with this pattern may run on another stream
-        torch.cuda.current_stream(indptr.device).synchronize()
-    return _UNIONS[product.indptr]
 
 
 def _readable(x: torch.Tensor, block_w: int) -> tuple[torch.Tensor, bool]:

@@ -68,7 +68,7 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
     share = 0.71 if sizes.block_h % 128 else 0.82 if sizes.block_w <= 16 else 0.857
     rate = share * dense_rate
     if impl == "sm90" and sizes.block_h < PACKED_ROWS:
-        executed = stored / packed_fill(block_density(problem), PACKED_ROWS // sizes.block_h)
+        executed = stored / packed_fill(_density(problem), PACKED_ROWS // sizes.block_h)
         packing_s = LAUNCH_S + (stored + executed) * item / PACK_BYTES_S
     elif impl == "triton":
         # an element of the dense operand that comes from L2 meets the rows of one block
@@ -136,8 +136,7 @@ def _dense_rate(problem: BsrProblem) -> float:
     return device.flops_per_sm * problem.arch.num_sms * (_SCALAR_SHARE if scalar else 1.0)
 
 
-def block_density(problem: BsrProblem) -> float:
-    """Stored blocks over all blocks."""
+def _density(problem: BsrProblem) -> float:
     blocks = 1
     for size, block in zip(problem.shape, problem.block_shape, strict=True):
         blocks *= cdiv(size, block)

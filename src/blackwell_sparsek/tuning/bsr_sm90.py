@@ -4,16 +4,8 @@ import torch
 
 from ..core.launch import cdiv
 from ..kernels.bsr.config_sm90 import SpmmSm90Config, stages_that_fit
-from ..kernels.bsr.config_union_sm90 import (
-    MEMBERS,
-    SLIM_N,
-    WIDE_N,
-    UnionSm90Config,
-    union_stages_that_fit,
-)
 from ..kernels.sm90 import GROUP_ROWS
 from .bsr import SpmmSizes, spmm_sizes
-from .bsr_estimate import block_density, packed_fill
 from .problem_bsr import BsrProblem
 
 # Below this many columns the product only reads blocks, and 64-row tiles are too few to do it fast.
@@ -69,53 +61,6 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
         OUT_TRANSPOSED=problem.dense_left,
         ACTIVATION=problem.activation,
     )
-
-
-def spmm_union_sm90_config(problem: BsrProblem, x_transposed: bool) -> UnionSm90Config | None:
-    """Tiles of a product over unions of three rows of 64; None where single rows are better."""
-    sizes = spmm_sizes(problem)
-    packed = sizes.block_h < GROUP_ROWS
-    if sizes.block_h > GROUP_ROWS or problem.activation == "gelu":
-        # an erf beside 96 sums does not fit into the registers
-        return None
-    rows = sizes.rows_b * sizes.block_h
-    pieces = cdiv(rows, MEMBERS * GROUP_ROWS) * cdiv(sizes.n, WIDE_N + SLIM_N)
-    if pieces < problem.arch.num_sms or not union_moves_less(_density_of_64(problem, sizes)):
-        return None
-    tile_k = min(_k_tile(sizes.block_w), 32)
-    return UnionSm90Config(
-        BLOCK_W=sizes.block_w,
-        TILE_K=tile_k,
-        STAGES=union_stages_that_fit(tile_k, problem.out_dtype.itemsize),
-        A_TRANSPOSED=not packed and problem.transposed != problem.dense_left,
-        X_TRANSPOSED=x_transposed,
-        OUT_TRANSPOSED=problem.dense_left,
-        ACTIVATION=problem.activation,
-    )
-
-
-def union_moves_less(density: float) -> bool:
-    """Whether fetching unions of three random rows of blocks of 64 takes fewer bytes from L2.
-
-    Elements fetched for one output and one step of the sum, over all steps:
-
-    Examples
-    --------
-    >>> union_moves_less(0.1), union_moves_less(0.4)
-    (False, True)
-    """
-    columns = WIDE_N + SLIM_N
-    union = density / packed_fill(density, MEMBERS)
-    together = (union * columns + MEMBERS * density * GROUP_ROWS) / (MEMBERS * GROUP_ROWS * columns)
-    # one row of 64 meets panels of 512 columns
-    alone = density * (GROUP_ROWS + 512) / (GROUP_ROWS * 512)
-    return together < alone
-
-
-def _density_of_64(problem: BsrProblem, sizes: SpmmSizes) -> float:
-    """Share of blocks of 64 rows that are there, as stored or after packing random ones."""
-    density = block_density(problem)
-    return density / packed_fill(density, max(1, GROUP_ROWS // sizes.block_h))
 
 
 def _k_tile(block_w: int) -> int:

@@ -24,13 +24,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...device.activations import activate
 from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
+from ...device.schedule import place_in_sections
 from ..sm90 import GROUP_ROWS
-from .spmm_sm90_parts import read_item, store_tile
 
 ROWS = gl.constexpr(GROUP_ROWS)
 # What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none).
 WORK_FIELDS = gl.constexpr(4)
+
+
+@gluon.jit
+def _read_piece(items_ptr, piece, grid, CFG: gl.constexpr):
+    """Row tile and panel of a piece of work, and the plan's item: (block row, begin, end, slot).
+
+    Panels go in sections whose part of X stays in L2, and within a section each item goes through
+    all of them before the next: what runs together shares blocks of A as well.
+    """
+    row_pieces, panels, section = grid
+    panel, tile = place_in_sections(piece, panels, row_pieces, section)
+    # tiles of a section count down, items are sorted longest first
+    row_piece = row_pieces - 1 - tile
+    live = piece < row_pieces * panels
+    item_ptr = items_ptr + 4 * (row_piece // CFG.row_tiles)
+    block_row = gl.load(item_ptr, mask=live, other=0)
+    begin = gl.load(item_ptr + 1, mask=live, other=0)
+    end = gl.load(item_ptr + 2, mask=live, other=0)
+    slot = gl.load(item_ptr + 3, mask=live, other=-1)
+    return row_piece, panel, (block_row, begin, end, slot)
 
 
 @gluon.jit
@@ -60,23 +81,24 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
 
 @gluon.jit
 def _produce(
-    a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, work, sizes, CFG: gl.constexpr
+    a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, work, grid, CFG: gl.constexpr
 ):
     """Take work and keep the ring full."""
-    pieces_per_panel, total = sizes
+    total = grid[0] * grid[1]
     _, _, _, empty = ring
     k_steps: gl.constexpr = CFG.k_steps
     step = 0
     turn = 0
     piece = gl.program_id(0)
     next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-    block_row, begin, end, slot = read_item(items_ptr, piece, pieces_per_panel, total, CFG)
+    row_piece, panel, item = _read_piece(items_ptr, piece, grid, CFG)
     while piece < total:
         # What the next round needs is asked for a whole tile ahead of its use.
         after_next = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        next_item = read_item(items_ptr, next_piece, pieces_per_panel, total, CFG)
-        sub_row = (piece % CFG.row_tiles) * CFG.tile_m
-        col = (piece // pieces_per_panel) * CFG.tile_n
+        next_row_piece, next_panel, next_item = _read_piece(items_ptr, next_piece, grid, CFG)
+        block_row, begin, end, slot = item
+        sub_row = (row_piece % CFG.row_tiles) * CFG.tile_m
+        col = panel * CFG.tile_n
         row = block_row * CFG.BLOCK_H + sub_row
         publish(work, turn, ((end - begin) * CFG.k_steps, row, col, slot))
         turn += 1
@@ -98,8 +120,75 @@ def _produce(
             block_col = next_block_col
         piece = next_piece
         next_piece = after_next
-        block_row, begin, end, slot = next_item
+        row_piece = next_row_piece
+        panel = next_panel
+        item = next_item
     publish(work, turn, (-1, 0, 0, -1))
+
+
+@gluon.jit
+def _halves(x):
+    """Split [M, N] into its left and right half."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _store_chunk(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.constexpr):
+    """Finish and store a [ROWS, chunk] piece of a tile; a partial sum goes to its slot as it is."""
+    part_ptr, bias_ptr, residual_ptr, residual_strides = extras
+    n_rows, n_cols = sizes
+    chunk: gl.constexpr = CFG.out_chunk
+    layout: gl.constexpr = CFG.accumulator_layout(chunk)
+    activation: gl.constexpr = CFG.ACTIVATION
+    acc = gl.convert_layout(acc, layout)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    cols = col + gl.arange(0, chunk, gl.SliceLayout(0, layout))
+    if part_ptr is not None and slot >= 0:
+        # a slot holds a whole block row
+        part_rows = (slot * CFG.BLOCK_H + rows % CFG.BLOCK_H).to(gl.int64)
+        offsets = part_rows[:, None] * n_cols + cols[None, :]
+        gl.store(part_ptr + offsets, acc, mask=(cols < n_cols)[None, :])
+    else:
+        if bias_ptr is not None:
+            present = (rows >= 0) & (rows < n_rows)
+            bias = gl.load(bias_ptr + rows, mask=present, other=0.0)
+            acc += bias.to(gl.float32)[:, None]
+        acc = activate(acc, activation)
+        if residual_ptr is not None:
+            row_offsets = rows.to(gl.int64) * residual_strides[0]
+            offsets = row_offsets[:, None] + (cols.to(gl.int64) * residual_strides[1])[None, :]
+            inside = ((rows >= 0) & (rows < n_rows))[:, None] & (cols < n_cols)[None, :]
+            acc += gl.load(residual_ptr + offsets, mask=inside, other=0.0).to(gl.float32)
+        tile = acc.to(out_smem.dtype)
+        # The copy that was started one chunk ago must have read the buffer.
+        tma.store_wait(0)
+        if CFG.OUT_TRANSPOSED:
+            out_smem.permute((1, 0)).store(tile)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [col, row], out_smem)
+        else:
+            out_smem.store(tile)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [row, col], out_smem)
+
+
+@gluon.jit
+def _store_tile(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.constexpr):
+    """Store an accumulator in OUT_CHUNKS column chunks through one buffer."""
+    chunk: gl.constexpr = CFG.out_chunk
+    gl.static_assert(CFG.OUT_CHUNKS == 2 or CFG.OUT_CHUNKS == 4)
+    for half in gl.static_range(2):
+        part = _halves(acc)[half]
+        if CFG.OUT_CHUNKS == 2:
+            _store_chunk(
+                part, row, col + half * chunk, slot, out_desc, out_smem, extras, sizes, CFG
+            )
+        else:
+            for quarter in gl.static_range(2):
+                first = col + (2 * half + quarter) * chunk
+                _store_chunk(
+                    _halves(part)[quarter], row, first, slot, out_desc, out_smem, extras, sizes, CFG
+                )
 
 
 @gluon.jit
@@ -132,13 +221,13 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
 
         row += (GROUP % CFG.a_tiles) * ROWS
         col += (GROUP % CFG.x_tiles) * CFG.GROUP_N
-        store_tile(acc, row, col, slot, out_desc, out_smem.index(GROUP), extras, sizes, CFG)
+        _store_tile(acc, row, col, slot, out_desc, out_smem.index(GROUP), extras, sizes, CFG)
         turn += 1
         steps, row, col, slot = take(work, turn)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_rows", "n_cols", "pieces_per_panel", "total"])
+@gluon.jit(do_not_specialize=["n_rows", "n_cols", "row_pieces", "panels", "section"])
 def _spmm_sm90_kernel(
     out_desc,
     part_ptr,
@@ -153,8 +242,9 @@ def _spmm_sm90_kernel(
     counter_ptr,
     n_rows,
     n_cols,
-    pieces_per_panel,
-    total,
+    row_pieces,
+    panels,
+    section,
     CFG: gl.constexpr,
 ):
     """Set up the ring and the three roles; `_produce` and `_consume` do the work."""
@@ -182,11 +272,11 @@ def _spmm_sm90_kernel(
                     counter_ptr,
                     ring,
                     work,
-                    (pieces_per_panel, total),
+                    (row_pieces, panels, section),
                     CFG,
                 ),
             ),
         ],
         [4, 1],
-        [CFG.CONSUMER_REGISTERS, 24],
+        [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
     )
