@@ -5,11 +5,13 @@ benchmarks/results; a test holds them to that.
 """
 
 import argparse
-import json
 import pathlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from . import results
+from .peer_tables import MODE_HEADS, heading, notes, number, peer_tables, table, times_faster
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 RESULTS = pathlib.Path("benchmarks/results")
@@ -26,36 +28,26 @@ PAGES = {
 }
 
 
-CASE_HEADS = {
-    "eager": "case, single calls between pauses, cold L2",
-    "graph": "case, in a CUDA graph, cold weights",
-    "sustained": "case, call after call without a pause",
-}
+CASE_HEADS = {mode: f"case, {MODE_HEADS[mode]}" for mode in ("eager", "graph", "sustained")}
+CASE_HEADS["graph"] = "case, in a CUDA graph, cold weights"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all but the first column are aligned to the right."""
-    lines = [head, ["---", *(["---:"] * (len(head) - 1))], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def suite_tables(document: dict[str, Any]) -> str:
+    """What a results file says."""
+    is_matmul = document["suite"].startswith("matmul_")
+    return matmul_tables(document) if is_matmul else peer_tables(document)
 
 
 def matmul_tables(document: dict[str, Any]) -> str:
-    """What a results file of `bench.matmul` says."""
-    environment = document["environment"]
-    versions = environment["versions"]
-    where = f"{environment['device_name']}, torch {versions['torch']}"
-    where += f", triton {versions['triton']}" if "triton" in versions else ""
-    where += f", commit {document['commit'][:10]}" if document.get("commit") else ""
-    parts = [f"**{document['suite'].replace('_', ' ')}** ({where})"]
+    """What a results file of products says: ours against the dense product and the best peer."""
+    parts = [heading(document)]
     for mode in CASE_HEADS:
         rows = [_row(case, mode) for case in document["cases"]]
         if any(row is not None for row in rows):
             parts.append(_times_table(mode, [row for row in rows if row is not None]))
     if document.get("crossover"):
         parts.append(_crossover_table(document["crossover"]))
-    absent = _absent(document["cases"])
-    if absent:
-        parts.append("\n".join(absent))
+    parts += notes(document)
     return "\n\n".join(parts)
 
 
@@ -67,21 +59,21 @@ def _row(case: dict[str, Any], mode: str) -> list[str] | None:
         return None
 
     def ms(name: str) -> str:
-        return _number(times[name]["quantiles_s"]["p50"] * 1e3) if name in times else "n/a"
+        return number(times[name]["quantiles_s"]["p50"] * 1e3) if name in times else "n/a"
 
     ours = times.get("bsk", {})
     ratio = case.get("ratios", {}).get(mode, {})
-    best = ratio.get("best_sparse_peer")
+    best = ratio.get("best_peer")
     return [
         case["name"],
         str(peers.get("bsk", {}).get("implementation", "n/a")),
         ms("bsk"),
         ms("dense"),
-        _times(ratio.get("over_dense")),
+        times_faster(ratio.get("over_dense")),
         f"{ms(best)} ({best})" if best else "n/a",
-        _times(ratio.get("over_best_sparse")),
-        _number(ours["executed_tflops"]) if ours else "n/a",
-        _number(ours["dense_equivalent_tflops"]) if ours else "n/a",
+        times_faster(ratio.get("over_best_peer")),
+        number(ours["executed_tflops"]) if ours else "n/a",
+        number(ours["dense_equivalent_tflops"]) if ours else "n/a",
     ]
 
 
@@ -115,38 +107,17 @@ def _crossover_table(crossover: list[dict[str, Any]]) -> str:
     return table(["block", "stored blocks win below", "against dense"], rows)
 
 
-def _absent(cases: list[dict[str, Any]]) -> list[str]:
-    """Why peers have no times, each reason once."""
-    found: dict[str, None] = {}
-    for case in cases:
-        for name, entry in case["peers"].items():
-            if "n/a" in entry:
-                found[f"- {name}: n/a: {entry['n/a']}"] = None
-            if "failed" in entry:
-                found[f"- {name}: failed its check ({case['name']}): {entry['failed']}"] = None
-    return list(found)
-
-
-def _number(value: float) -> str:
-    """Three digits, and no exponent where there are more."""
-    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
-
-
 def _has(entry: dict[str, Any], mode: str) -> bool:
     return mode in entry.get("times", {})
 
 
-def _times(ratio: float | None) -> str:
-    return "n/a" if ratio is None else f"{ratio:.2f}x"
-
-
-def section_of(page: pathlib.Path, results: pathlib.Path) -> str:
+def section_of(page: pathlib.Path, folder: pathlib.Path) -> str:
     """What belongs between the markers of a page, given the committed results; may be empty."""
     parts = []
     for suite in PAGES[page]:
-        path = results / f"{suite}.json"
+        path = folder / f"{suite}.json"
         if path.exists():
-            parts.append(matmul_tables(json.loads(path.read_text())))
+            parts.append(suite_tables(results.read(path)))
     return "\n\n".join(parts)
 
 
@@ -170,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path("."), help="repository")
     args = parser.parse_args(argv)
     for path in args.files:
-        print(matmul_tables(json.loads(path.read_text())), end="\n\n")
+        print(suite_tables(results.read(path)), end="\n\n")
     for page in PAGES if args.write else ():
         section = section_of(page, args.root / RESULTS)
         target = args.root / page

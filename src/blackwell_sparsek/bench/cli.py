@@ -1,0 +1,43 @@
+"""`bsk`, also `python -m blackwell_sparsek`: the command line of the package."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .._version import __version__
+from ..core.errors import BskError
+from .commands import bench
+
+COMMANDS = (bench,)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All subcommands."""
+    top = argparse.ArgumentParser(
+        prog="bsk", description="Block-sparse products and attention for PyTorch."
+    )
+    top.add_argument("--version", action="version", version=f"bsk {__version__}")
+    subparsers = top.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_to(subparsers)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command: 0 when all went well, 1 when it says no, 2 for what it cannot understand."""
+    args = parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except BskError as error:
+        print(f"bsk: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `bsk ... | head`
+        sys.stderr.close()
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
