@@ -71,13 +71,13 @@ def _rich_bar() -> Any:
 def _escaped(text: str) -> str:
     from rich.markup import escape
 
-    return escape(text)
+    return str(escape(text))
 
 
 def summary(result: dict[str, Any], ours: str) -> str:
     """The figures of one case in one line."""
     if "error" in result:
-        return result["error"]
+        return str(result["error"])
     parts = []
     for mode, ratio in result.get("ratios", {}).items():
         figures = result["peers"][ours]["times"][mode]

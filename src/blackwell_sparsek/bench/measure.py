@@ -150,7 +150,8 @@ def _sustained(runs: dict[str, Run], device: torch.device, seconds: float) -> di
     return time_sustained(runs, device, block_s=seconds / 2)
 
 
-_TIMERS = {
+_Timer = Callable[[dict[str, Run], torch.device, float], dict[str, Timing]]
+_TIMERS: dict[str, _Timer] = {
     EAGER: _interleaved,
     GRAPH: _interleaved,
     SUSTAINED: _sustained,

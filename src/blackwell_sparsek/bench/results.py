@@ -21,7 +21,7 @@ def write(document: dict[str, Any], path: pathlib.Path) -> None:
 def read(path: pathlib.Path) -> dict[str, Any]:
     """A results file of `bsk bench`, older schemas brought up to date."""
     try:
-        document = json.loads(path.read_text())
+        document: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:
         raise InvalidInput(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # no UTF-8, no JSON

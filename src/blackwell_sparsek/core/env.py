@@ -38,3 +38,9 @@ def triton_overrides() -> dict[str, str]:
 def environment_for_compiler() -> dict[str, str]:
     """Return the environment for a child process in which Triton compiles, not interprets."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+def environment_with_cache(folder: str) -> dict[str, str]:
+    """Return the environment for a child process that keeps everything it compiles in `folder`."""
+    own = {"TRITON_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor")}
+    return environment_for_compiler() | own

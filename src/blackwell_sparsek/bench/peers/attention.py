@@ -3,7 +3,7 @@
 from .cudnn_frontend import CUDNN_BLOCKS, cudnn_blocks
 from .flash import FA2, FA3, FA4, fa2, fa3, fa4
 from .flashinfer import FLASHINFER, flashinfer
-from .ours import OURS, ours
+from .ours import OURS, ours, ours_dense
 from .torch_attention import (
     CUDNN,
     DENSE,
@@ -21,6 +21,7 @@ FORWARD = {
     peer.name: peer
     for peer in (
         ours,
+        ours_dense,
         sdpa_dense,
         sdpa,
         sdpa_cudnn,

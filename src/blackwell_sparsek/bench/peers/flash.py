@@ -35,7 +35,8 @@ def token_major_contender(
     return Contender(run_of(inputs), inputs.check(), inputs.flops, replicas, notes)
 
 
-def _window(inputs: AttentionInputs, unbounded: Any) -> tuple[Any, Any]:
+def window_of(inputs: AttentionInputs, unbounded: Any) -> tuple[Any, Any]:
+    """(left, right) of a problem, in the way of flash_attn."""
     p = inputs.problem
     if p.window is None:
         return unbounded, (0 if p.causal and unbounded is None else unbounded)
@@ -44,7 +45,7 @@ def _window(inputs: AttentionInputs, unbounded: Any) -> tuple[Any, Any]:
 
 def _fa2(inputs: AttentionInputs) -> Contender:
     function = load("flash_attn", "flash_attn_func")
-    options = {"causal": inputs.problem.causal, "window_size": _window(inputs, -1)}
+    options = {"causal": inputs.problem.causal, "window_size": window_of(inputs, -1)}
     return token_major_contender(inputs, lambda q, k, v: function(q, k, v, **options))
 
 
@@ -52,7 +53,7 @@ def _fa3(inputs: AttentionInputs) -> Contender:
     if why_missing(*_FA3) is not None:
         return token_major_contender(inputs, _fa3_library_call(inputs), build="vLLM's library")
     function = load(*_FA3)
-    options = {"causal": inputs.problem.causal, "window_size": _window(inputs, -1)}
+    options = {"causal": inputs.problem.causal, "window_size": window_of(inputs, -1)}
     return token_major_contender(inputs, lambda q, k, v: function(q, k, v, **options))
 
 
@@ -60,7 +61,8 @@ def fa3_operator() -> Any:
     """The forward operator of vLLM's library, loaded on first use."""
     path = library_on_path(_FA3_LIBRARY)
     if path is not None:
-        torch.ops.load_library(str(path))
+        ops: Any = torch.ops
+        ops.load_library(str(path))
     return torch.ops._vllm_fa3_C.fwd
 
 
@@ -78,7 +80,7 @@ def call_by_name(operator: Any, values: dict[str, Any]) -> Any:
 
 def _fa3_library_call(inputs: AttentionInputs) -> Callable[..., torch.Tensor]:
     operator, p = fa3_operator(), inputs.problem
-    left, right = _window(inputs, -1)
+    left, right = window_of(inputs, -1)
     starts = torch.arange(p.batch + 1, device=inputs.q.device, dtype=torch.int32) * p.length
     options = {
         "cu_seqlens_q": starts,
@@ -102,7 +104,8 @@ def _fa3_library_call(inputs: AttentionInputs) -> Callable[..., torch.Tensor]:
     return call
 
 
-def _fa3_available() -> str | None:
+def fa3_available() -> str | None:
+    """Why there is no FlashAttention 3 here, neither its package nor vLLM's library, or None."""
     if (reason := why_missing(*_FA3)) is None or library_on_path(_FA3_LIBRARY) is not None:
         return None
     return reason
@@ -114,14 +117,14 @@ def _fa4(inputs: AttentionInputs) -> Contender:
     options: dict[str, Any] = {"causal": p.causal}
     if p.window is not None:
         # a window alone says what causal would
-        options = {"window_size": _window(inputs, None)}
+        options = {"window_size": window_of(inputs, None)}
     if inputs.keep is not None:
         options["block_sparse_tensors"] = fa4_blocks(inputs)
     return token_major_contender(inputs, lambda q, k, v: function(q, k, v, **options))
 
 
-def fa4_blocks(inputs: AttentionInputs) -> Any:
-    """The kept blocks as FA4 takes them: all of them full."""
+def fa4_blocks(inputs: AttentionInputs, transposed: bool = False) -> Any:
+    """The kept blocks as FA4 takes them, all of them full; `transposed`: queries of each key."""
     assert inputs.keep is not None
     make = load("flash_attn.cute.block_sparsity", "BlockSparseTensorsTorch")
     counts, order = (
@@ -155,7 +158,7 @@ fa2 = Peer(
     supports=_no_blocks,
     rival=True,
 )
-fa3 = Peer(FA3, "FlashAttention 3", _fa3, available=_fa3_available, supports=_no_blocks, rival=True)
+fa3 = Peer(FA3, "FlashAttention 3", _fa3, available=fa3_available, supports=_no_blocks, rival=True)
 fa4 = Peer(
     FA4,
     "FlashAttention 4 (CuTe)",

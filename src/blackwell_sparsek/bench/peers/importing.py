@@ -23,6 +23,8 @@ def why_missing(module: str, name: str) -> str | None:
         return f"{top} is not installed"
     try:
         load(module, name)
+    except AttributeError:
+        return f"{module} has no {name}"
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
     except Exception as error:  # built for another torch, another GPU, ...

@@ -1,5 +1,6 @@
 """This package as a peer of attention."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from ... import attention, explain
 from ..case import Contender, Peer
 from ..problems.attention import AttentionInputs
 
-OURS = "bsk"
+OURS, OURS_DENSE = "bsk", "bsk_dense"
 
 
 def options_of(inputs: AttentionInputs) -> dict[str, Any]:
@@ -30,9 +31,16 @@ def _prepare(inputs: AttentionInputs) -> Contender:
         lambda: call(inputs),
         inputs.check(),
         inputs.flops,
-        tuple((lambda x=x: call(x)) for x in inputs.others()),
+        tuple(partial(call, x) for x in inputs.others()),
         {"implementation": decision.chosen, "why_not": dict(decision.reasons)},
     )
 
 
+def _prepare_dense(inputs: AttentionInputs) -> Contender:
+    """Without the mask: what a mask that hides nothing costs is the ratio to this."""
+    whole = AttentionInputs(inputs.problem.dense(), inputs.q, inputs.k, inputs.v, None)
+    return _prepare(whole)
+
+
+ours_dense = Peer(OURS_DENSE, "blackwell_sparsek without the mask", _prepare_dense)
 ours = Peer(OURS, "blackwell_sparsek, impl auto", _prepare)

@@ -19,8 +19,6 @@ from ...testing.tolerance import assert_within_budget
 _CACHES_BYTES = 160 * 2**20
 _MOST_REPLICAS = 128
 _CHECKED_HEADS, _CHECKED_ROWS = 4, 64
-# Rows of fp64 scores held at once.
-_SCORES = 2**26
 
 
 @dataclass(frozen=True)
@@ -167,11 +165,11 @@ class AttentionInputs:
         if size > _CACHES_BYTES or self.q.device.type != "cuda":
             return []
         count = max(2, min(_MOST_REPLICAS, -(-_CACHES_BYTES // size)))
-        copies = (replace(self, **self._copies()) for _ in range(count - 1))
-        return [self, *copies]
+        return [self, *(self._copy() for _ in range(count - 1))]
 
-    def _copies(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(self, name).clone() for name in ("q", "k", "v")}
+    def _copy(self) -> "AttentionInputs":
+        q, k, v = (x.clone() for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v)
 
     def visible(self, head: int, rows: torch.Tensor) -> torch.Tensor:
         """What `rows` of a head see: bool `[len(rows), length]`."""
@@ -237,4 +235,5 @@ def _sampled(size: int, count: int, device: torch.device) -> torch.Tensor:
     third = max(1, count // 3)
     even = torch.linspace(third, size - third - 1, count - 2 * third).round().long()
     ends = torch.cat([torch.arange(third), even, torch.arange(size - third, size)])
-    return ends.unique().to(device)
+    places = sorted(set(ends.tolist()))
+    return torch.tensor(places, device=device)
