@@ -2,12 +2,12 @@ import json
 
 import pytest
 import torch
-
-from blackwell_sparsek.bench import matmul, matmul_peers
-from blackwell_sparsek.bench.clocks import ClockLog
 from blackwell_sparsek.bench.matmul_inputs import Product
 from blackwell_sparsek.bench.matmul_peers import CUSPARSE, DENSE, OURS, PACKED, PEERS, STORED, TUNED
 from blackwell_sparsek.bench.matmul_suites import BLOCKS, LLAMA, SUITES, _case
+
+from blackwell_sparsek.bench import matmul, matmul_peers
+from blackwell_sparsek.bench.clocks import ClockLog
 from blackwell_sparsek.bench.measure import measure
 
 CPU = torch.device("cpu")

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-
-from blackwell_sparsek import explain, matmul
-from blackwell_sparsek.bench.clocks import ClockLog
 from blackwell_sparsek.bench.matmul_inputs import Product
 from blackwell_sparsek.bench.matmul_peers import DENSE, OURS, PEERS
 from blackwell_sparsek.bench.matmul_suites import _case
+
+from blackwell_sparsek import explain, matmul
+from blackwell_sparsek.bench.clocks import ClockLog
 from blackwell_sparsek.bench.measure import measure
 from blackwell_sparsek.testing.bsr import random_bsr
 
