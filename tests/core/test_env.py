@@ -48,3 +48,12 @@ def test_the_compilers_environment_is_this_one_without_the_interpreter(monkeypat
     monkeypatch.setenv("BSK_SOMETHING", "kept")
     found = env.environment_for_compiler()
     assert "TRITON_INTERPRET" not in found and found["BSK_SOMETHING"] == "kept"
+
+
+def test_an_environment_with_a_cache_of_its_own(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = env.environment_with_cache("/x")
+    assert found["TRITON_CACHE_DIR"] == "/x"
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == "/x/inductor"
+    assert "TRITON_INTERPRET" not in found

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .._version import __version__
+from ..core.compat import installed_versions
 from ..core.errors import BskError
 from .commands import bench
 
@@ -16,7 +16,9 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="bsk", description="Block-sparse products and attention for PyTorch."
     )
-    top.add_argument("--version", action="version", version=f"bsk {__version__}")
+    top.add_argument(
+        "--version", action="version", version=f"bsk {installed_versions()['blackwell_sparsek']}"
+    )
     subparsers = top.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_to(subparsers)

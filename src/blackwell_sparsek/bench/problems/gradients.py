@@ -6,7 +6,6 @@ Gradients of a key need every query, so one key head is computed in full, in chu
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from ...testing.tolerance import assert_within_budget
 from .attention import AttentionInputs, attend
@@ -48,7 +47,7 @@ def check_gradients(inputs: AttentionInputs) -> Callable[[Gradients], None]:
 
 
 def _gradients(inputs: AttentionInputs, b: int, kv: int, heads: range, *, exact: bool) -> Gradients:
-    """Gradients of a key head and its query heads: in fp64, or as torch's own kernels round."""
+    """Gradients of a key head and its query heads: in fp64, or as plain PyTorch rounds."""
     p, upstream = inputs.problem, upstream_gradient(inputs)
     wide = torch.float64 if exact else torch.float32
     dtype = wide if exact else inputs.k.dtype
@@ -62,12 +61,7 @@ def _gradients(inputs: AttentionInputs, b: int, kv: int, heads: range, *, exact:
             rows = torch.arange(start, min(start + step, p.length), device=k.device)
             q = inputs.q[b, h, rows].detach().to(k.dtype).requires_grad_()
             seen = inputs.visible(h, rows)
-            if exact:
-                out = attend(q, k, v, seen)
-            else:
-                out = F.scaled_dot_product_attention(
-                    q[None, None], k[None, None], v[None, None], attn_mask=seen
-                )[0, 0]
+            out = attend(q, k, v, seen)
             got = torch.autograd.grad(out, (q, k, v), upstream[b, h, rows].to(out.dtype))
             parts.append(got[0])
             dk += got[1]
