@@ -41,7 +41,9 @@ def check_gradients(inputs: AttentionInputs) -> Callable[[Gradients], None]:
         got = (found[0][b, heads.start : heads.stop], found[1][b, kv], found[2][b, kv])
         for name, x, right, usual in zip(("dq", "dk", "dv"), got, exact, plain, strict=True):
             what = f"{name} of key head {kv} of batch {b}"
-            assert_within_budget(x, right, usual.to(x.dtype), what=what)
+            # fp32 sums over few queries differ by their order alone
+            factor = 4.0 if x.dtype == torch.float32 else 2.0
+            assert_within_budget(x, right, usual.to(x.dtype), factor=factor, what=what)
 
     return compare
 
