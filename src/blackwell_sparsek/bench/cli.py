@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ..core.compat import installed_versions
 from ..core.errors import BskError
-from .commands import bench
+from .commands import bench, compare
 
-COMMANDS = (bench,)
+COMMANDS = (bench, compare)
 
 
 def parser() -> argparse.ArgumentParser:
