@@ -111,11 +111,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any], drift: float) -> Iterator
     for case, peer, mode, a, b in _timed(old, new):
         if _is_ours(peer):
             ratio, noise = b["p50"] / a["p50"] / drift, _spread(a) + _spread(b)
-            limit = max(SMALLEST_CHANGE, noise)
-            verdict = (
-                "slower" if ratio > 1 + limit else "faster" if ratio < 1 / (1 + limit) else "same"
-            )
-            yield Change(suite, case, peer, mode, ratio, noise, verdict)
+            yield Change(suite, case, peer, mode, ratio, noise, _verdict(ratio, noise))
     earlier = {case["name"]: case for case in old["cases"]}
     for case in new["cases"]:
         for peer, entry in earlier.get(case["name"], {"peers": {}})["peers"].items():
