@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ..core.compat import installed_versions
 from ..core.errors import BskError
-from .commands import bench, compare
+from .commands import bench, compare, report
 
-COMMANDS = (bench, compare)
+COMMANDS = (bench, compare, report)
 
 
 def parser() -> argparse.ArgumentParser:

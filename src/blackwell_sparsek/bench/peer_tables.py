@@ -75,6 +75,8 @@ def _mode_table(
     compared = any("best_peer" in c.get("ratios", {}).get(mode, {}) for c in cases)
     tiers = any("tiers_us_per_head" in c["problem"] for c in cases)
     head = [f"{unit}, {MODE_HEADS[mode]}", "ran", *names]
+    to_dense = any("over_dense" in c.get("ratios", {}).get(mode, {}) for c in cases)
+    head += ["bsk faster than dense"] if to_dense else []
     head += ["bsk against the best peer"] if compared else []
     head += ["tier reached, us per head"] if tiers else []
     rows = []
@@ -85,8 +87,10 @@ def _mode_table(
         for name in names:
             figures = entries.get(name, {}).get("times", {}).get(mode)
             row.append("n/a" if figures is None else show(figures, case["problem"]))
+        ratio = case.get("ratios", {}).get(mode, {})
+        if to_dense:
+            row.append(times_faster(ratio.get("over_dense")))
         if compared:
-            ratio = case.get("ratios", {}).get(mode, {})
             best = ratio.get("best_peer")
             row.append(f"{times_faster(ratio['over_best_peer'])} ({best})" if best else "n/a")
         if tiers:
@@ -105,17 +109,23 @@ def _shown(unit: str) -> Callable[[Any, Any], str]:
                 return number(figures["executed_tflops"])
             return f"{number(seconds * 1e3)} ms"
         if unit == "us_per_head":
-            return number(seconds * 1e6 / problem["heads"])
+            return number(seconds * 1e6 / _heads(problem))
         return number(seconds * (1e6 if unit == "us" else 1e3))
 
     return show
+
+
+def _heads(problem: dict[str, Any]) -> int:
+    """The heads of a problem; 1 where a file does not say."""
+    heads = problem.get("heads")
+    return heads if isinstance(heads, int) and heads > 0 else 1
 
 
 def _tier(figures: dict[str, Any] | None, problem: dict[str, Any]) -> str:
     """The lowest of the tiers that the time per head is under."""
     if figures is None or "tiers_us_per_head" not in problem:
         return "n/a"
-    per_head = figures["quantiles_s"]["p50"] * 1e6 / problem["heads"]
+    per_head = figures["quantiles_s"]["p50"] * 1e6 / _heads(problem)
     reached = [tier for tier in problem["tiers_us_per_head"] if per_head < tier]
     return f"under {min(reached)}" if reached else "none"
 

@@ -29,6 +29,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     if (problem := _problem(document)) is not None:
         raise InvalidInput(f"{path}: is not a results file of `bsk bench`: {problem}")
     for case in document["cases"]:
+        case.setdefault("problem", {})
         for ratio in case.get("ratios", {}).values():
             if "best_sparse_peer" in ratio:  # schema 1
                 ratio["best_peer"] = ratio.pop("best_sparse_peer")
@@ -58,8 +59,12 @@ def _problem(document: Any) -> str | None:
 def _case_problem(case: Any) -> str | None:
     if not isinstance(case, dict) or not isinstance(case.get("name"), str):
         return "has no name"
-    if not isinstance(case.get("peers"), dict):
-        return "has no peers"
+    for field in ("peers", "problem", "ratios", "clocks"):
+        if not isinstance(case.get(field, {}), dict) or (field == "peers" and field not in case):
+            return f"has no {field}"
+    for mode, ratio in case.get("ratios", {}).items():
+        if not isinstance(ratio, dict) or not all(map(_is_ratio, ratio.values())):
+            return f"ratios in mode {mode!r} are no numbers"
     for peer, entry in case["peers"].items():
         times = entry.get("times", {}) if isinstance(entry, dict) else None
         if not isinstance(times, dict):
@@ -68,7 +73,17 @@ def _case_problem(case: Any) -> str | None:
             quantiles = figures.get("quantiles_s") if isinstance(figures, dict) else None
             if not isinstance(quantiles, dict) or not _is_time(quantiles.get("p50")):
                 return f"peer {peer!r} has no median in mode {mode!r}"
+            if not all(map(_is_time, quantiles.values())):
+                return f"peer {peer!r} has quantiles in mode {mode!r} that are no times"
+            work = (v for k, v in figures.items() if k != "quantiles_s")
+            if not all(map(_is_ratio, work)):
+                return f"peer {peer!r} has figures in mode {mode!r} that are no numbers"
     return None
+
+
+def _is_ratio(value: Any) -> bool:
+    """A finite number that is not negative, or the name of a peer."""
+    return isinstance(value, str) or _is_time(value) or value == 0
 
 
 def _is_time(value: Any) -> bool:

@@ -131,6 +131,14 @@ def with_section(text: str, section: str) -> str:
     return f"{before}{BEGIN}{inside}{END}{after}"
 
 
+def write_pages(root: pathlib.Path) -> None:
+    """Put the figures of the committed results into the pages of a repository."""
+    for page in PAGES:
+        target = root / page
+        section = section_of(page, root / RESULTS)
+        target.write_text(with_section(target.read_text(), section))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: print tables of the given files, or write those of the pages."""
     parser = argparse.ArgumentParser(
@@ -142,10 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for path in args.files:
         print(suite_tables(results.read(path)), end="\n\n")
-    for page in PAGES if args.write else ():
-        section = section_of(page, args.root / RESULTS)
-        target = args.root / page
-        target.write_text(with_section(target.read_text(), section))
+    if args.write:
+        write_pages(args.root)
     return 0
 
 
