@@ -55,11 +55,11 @@ def peer_tables(document: dict[str, Any]) -> str:
     """One table for each way of timing."""
     parts = [heading(document)]
     cases = document["cases"]
-    show = _shown(document.get("unit", "ms"))
+    show = _shown(document.get("unit", "tflops"))
     for mode in MODE_HEADS:
         timed = [c for c in cases if any(mode in e.get("times", {}) for e in c["peers"].values())]
         if timed:
-            unit = UNITS.get(document.get("unit", "ms"), "ms")
+            unit = UNITS.get(document.get("unit", "tflops"), "ms")
             parts.append(_mode_table(timed, mode, unit, show))
     for note in notes(document):
         parts.append(note)
@@ -126,7 +126,10 @@ def _tier(figures: dict[str, Any] | None, problem: dict[str, Any]) -> str:
     if figures is None or "tiers_us_per_head" not in problem:
         return "n/a"
     per_head = figures["quantiles_s"]["p50"] * 1e6 / _heads(problem)
-    reached = [tier for tier in problem["tiers_us_per_head"] if per_head < tier]
+    given = problem["tiers_us_per_head"]
+    tiers = given if isinstance(given, list) else []
+    tiers = [tier for tier in tiers if isinstance(tier, (int, float))]
+    reached = [tier for tier in tiers if per_head < tier]
     return f"under {min(reached)}" if reached else "none"
 
 
@@ -142,7 +145,7 @@ def notes(document: dict[str, Any]) -> list[str]:
     if document.get("interrupted"):
         found.append("The run was interrupted: cases are missing.")
     if document.get("left_out"):
-        found.append(f"Left out for lack of time: {', '.join(document['left_out'])}.")
+        found.append(f"Left out for lack of time: {', '.join(map(str, document['left_out']))}.")
     return found
 
 

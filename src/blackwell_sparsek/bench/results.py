@@ -3,11 +3,13 @@
 import json
 import os
 import pathlib
+from itertools import starmap
 from typing import Any
 
 from ..core.errors import InvalidInput
 
 SCHEMA = 2
+_WORDS = ("label", "n/a", "failed", "crashed")
 
 
 def write(document: dict[str, Any], path: pathlib.Path) -> None:
@@ -50,10 +52,26 @@ def _problem(document: Any) -> str | None:
         return "the environment has no device_name"
     if not isinstance(document["environment"].get("versions", {}), dict):
         return "the versions of the environment are no object"
+    for field, kind in {"unit": str, "left_out": list, "crossover": list}.items():
+        if not isinstance(document.get(field, kind()), kind):
+            return f"{field!r} is no {kind.__name__}"
+    if not isinstance(document.get("commit"), (str, type(None))):
+        return "'commit' is no str"
+    if not all(map(_is_crossing, document.get("crossover", []))):
+        return "'crossover' holds something else than curves"
     for index, case in enumerate(document["cases"]):
         if (problem := _case_problem(case)) is not None:
             return f"case {index}: {problem}"
     return None
+
+
+def _is_crossing(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("block"), list):
+        return False
+    meets, points = entry.get("density", 0.0), entry.get("speedups")
+    if not (meets is None or _is_time(meets)) or not isinstance(points, list) or not points:
+        return False
+    return all(isinstance(p, list) and len(p) == 2 and all(map(_is_time, p)) for p in points)
 
 
 def _case_problem(case: Any) -> str | None:
@@ -63,27 +81,29 @@ def _case_problem(case: Any) -> str | None:
         if not isinstance(case.get(field, {}), dict) or (field == "peers" and field not in case):
             return f"has no {field}"
     for mode, ratio in case.get("ratios", {}).items():
-        if not isinstance(ratio, dict) or not all(map(_is_ratio, ratio.values())):
+        if not isinstance(ratio, dict) or not all(starmap(_is_ratio, ratio.items())):
             return f"ratios in mode {mode!r} are no numbers"
     for peer, entry in case["peers"].items():
         times = entry.get("times", {}) if isinstance(entry, dict) else None
         if not isinstance(times, dict):
             return f"peer {peer!r} has no times"
+        if any(not isinstance(entry.get(word, ""), str) for word in _WORDS):
+            return f"peer {peer!r} has a reason that is no text"
         for mode, figures in times.items():
             quantiles = figures.get("quantiles_s") if isinstance(figures, dict) else None
             if not isinstance(quantiles, dict) or not _is_time(quantiles.get("p50")):
                 return f"peer {peer!r} has no median in mode {mode!r}"
             if not all(map(_is_time, quantiles.values())):
                 return f"peer {peer!r} has quantiles in mode {mode!r} that are no times"
-            work = (v for k, v in figures.items() if k != "quantiles_s")
-            if not all(map(_is_ratio, work)):
+            work = (pair for pair in figures.items() if pair[0] != "quantiles_s")
+            if not all(starmap(_is_ratio, work)):
                 return f"peer {peer!r} has figures in mode {mode!r} that are no numbers"
     return None
 
 
-def _is_ratio(value: Any) -> bool:
-    """A finite number that is not negative, or the name of a peer."""
-    return isinstance(value, str) or _is_time(value) or value == 0
+def _is_ratio(name: str, value: Any) -> bool:
+    """A positive number, or the name of a peer where there should be one."""
+    return isinstance(value, str) if name.startswith("best_") else _is_time(value)
 
 
 def _is_time(value: Any) -> bool:

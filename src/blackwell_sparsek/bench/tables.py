@@ -72,8 +72,10 @@ def _row(case: dict[str, Any], mode: str) -> list[str] | None:
         times_faster(ratio.get("over_dense")),
         f"{ms(best)} ({best})" if best else "n/a",
         times_faster(ratio.get("over_best_peer")),
-        number(ours["executed_tflops"]) if ours else "n/a",
-        number(ours["dense_equivalent_tflops"]) if ours else "n/a",
+        *(
+            number(ours[work]) if work in ours else "n/a"
+            for work in ("executed_tflops", "dense_equivalent_tflops")
+        ),
     ]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from .svg import Axis, axis, element, picture, short_number, text, titled
 
 WIDTH = 960.0
-_LABELS = 300.0
+_LABELS = 330.0
 _BAR, _GAP = 13.0, 14.0
 
 Place = Callable[[float], float]
@@ -33,7 +33,7 @@ def bar_chart(groups: Sequence[tuple[str, Sequence[Bar]]], unit: str, colours: C
     y = 14.0
     for name, group in groups:
         middle = y + len(group) * _BAR / 2 + 4
-        parts.append(text(_LABELS - 10, middle, _cut(name, 46), "end", class_="case"))
+        parts.append(text(_LABELS - 10, middle, _cut(name, 50), "end", class_="case"))
         for bar in group:
             parts.append(_bar(bar, across.at, y, unit, colours))
             y += _BAR
@@ -102,7 +102,7 @@ def line_chart(plot: Plot, colours: Colours, width: float = WIDTH / 2 - 12) -> s
     for value, name in (plot.x_names or {tick: short_number(tick) for tick in x.ticks()}).items():
         parts.append(text(x.at(value), bottom + 18, name, "middle", class_="tick"))
     parts.append(text((left + width - 16) / 2, bottom + 38, plot.x_label, "middle", class_="label"))
-    parts.append(text(left - 8, 30, plot.y_label, "end", class_="tick"))
+    parts.append(text(width - 16, 16, plot.y_label, "end", class_="tick"))
     if plot.level is not None:
         at = y.at(plot.level)
         parts.append(element("line", x1=left, x2=width - 16, y1=at, y2=at, class_="level"))

@@ -1,7 +1,6 @@
 """Results files as one HTML page."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from ..peer_tables import MODE_HEADS, absent
@@ -11,15 +10,16 @@ from .style import CSS, SCRIPT
 from .svg import element, escaped
 
 _COLOURS = 12
+_USUAL = {"bsk": 0, "sdpa_cudnn": 1, "fa4": 2, "fa3": 3, "flex": 4, "flashinfer": 5}
+_USUAL |= {"sdpa_flash": 6, "dense": 7, "sdpa_dense": 7, "fa2": 8, "cudnn_blocks": 10}
 
 
 def page(documents: list[dict[str, Any]]) -> str:
     """The whole page: nothing in it is loaded from anywhere."""
-    colours = colours_of(documents)
     title = "blackwell_sparsek benchmarks"
     devices = ", ".join(dict.fromkeys(d["environment"]["device_name"] for d in documents))
     sections = "".join(
-        _section(document, f"suite-{index}", colours) for index, document in enumerate(documents)
+        _section(document, f"suite-{index}") for index, document in enumerate(documents)
     )
     links = "".join(
         element("a", escaped(_title(d)), href=f"#suite-{i}") for i, d in enumerate(documents)
@@ -43,13 +43,15 @@ def page(documents: list[dict[str, Any]]) -> str:
     )
 
 
-def colours_of(documents: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """A colour for each peer, ours first, the same in all suites."""
-    names = dict.fromkeys(["bsk"])
-    for document in documents:
-        for case in document["cases"]:
-            names |= dict.fromkeys(case["peers"])
-    return {name: min(i, _COLOURS - 1) for i, name in enumerate(names)}
+def colours_of(document: dict[str, Any]) -> dict[str, int]:
+    """A colour for each peer: those that stand in many suites always have the same."""
+    names = dict.fromkeys(name for case in document["cases"] for name in case["peers"])
+    found = {name: _USUAL[name] for name in names if name in _USUAL}
+    free = [i for i in range(_COLOURS) if i not in found.values()]
+    for name in names:
+        if name not in found:
+            found[name] = free.pop(0) if free else _COLOURS - 1
+    return found
 
 
 def _title(document: dict[str, Any]) -> str:
@@ -86,7 +88,7 @@ def _cards(documents: list[dict[str, Any]]) -> str:
     return element("div", "".join(content), class_="cards")
 
 
-def _section(document: dict[str, Any], anchor: str, colours: dict[str, int]) -> str:
+def _section(document: dict[str, Any], anchor: str) -> str:
     parts = [element("h2", escaped(_title(document)), id=anchor)]
     parts.append(element("p", escaped(_provenance(document)), class_="soft"))
     for mark, words in (
@@ -95,7 +97,7 @@ def _section(document: dict[str, Any], anchor: str, colours: dict[str, int]) -> 
     ):
         if document.get(mark):
             parts.append(element("p", words, class_="warning"))
-    parts += [_figure(figure) for figure in figures_of(document, colours)]
+    parts += [_figure(figure) for figure in figures_of(document, colours_of(document))]
     for mode, words in MODE_HEADS.items():
         parts.append(results_table(document, mode, words))
     parts.append(_details("Who is absent, and why", absent(document["cases"])))
