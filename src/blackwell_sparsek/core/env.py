@@ -22,6 +22,17 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
+def config_dir() -> str | None:
+    """`BSK_CONFIG_DIR`: the tiles that `bsk tune` found; unset, only the built-in ones count."""
+    return os.environ.get("BSK_CONFIG_DIR") or None
+
+
+def triton_cache_dir() -> str:
+    """Where Triton keeps compiled kernels, which processes of this user load and run."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
+
+
 def triton_overrides() -> dict[str, str]:
     """Return the set variables that make Triton load code or tools from elsewhere."""
     names = (
