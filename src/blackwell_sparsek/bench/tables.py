@@ -1,31 +1,48 @@
-"""Results files as Markdown: `python -m blackwell_sparsek.bench.tables --write`.
+"""Results files as Markdown, and the pages that show them: `bsk report --write`.
 
 Figures in README.md and docs/results.md are between two markers and come from the files in
 benchmarks/results; a test holds them to that.
 """
 
-import argparse
 import pathlib
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from . import results
 from .peer_tables import MODE_HEADS, heading, notes, number, peer_tables, table, times_faster
+from .report.figures import Figure, figures_of
+from .report.page import colours_of
+from .report.standalone import standalone
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 RESULTS = pathlib.Path("benchmarks/results")
 # What each page shows: README.md what a reader wants first, the other page everything.
 PAGES = {
-    pathlib.Path("README.md"): ("matmul_founding", "matmul_crossover"),
+    pathlib.Path("README.md"): (
+        "matmul_founding",
+        "attention_dense",
+        "attention_small",
+        "attention_window",
+        "block_sparse",
+        "decode",
+    ),
     pathlib.Path("docs/results.md"): (
         "matmul_founding",
         "matmul_decode",
         "matmul_crossover",
         "matmul_square",
         "matmul_llama",
+        "attention_dense",
+        "attention_window",
+        "attention_small",
+        "block_sparse",
+        "mask_building",
+        "backward",
+        "decode",
+        "host",
+        "first_call",
     ),
 }
+PLOTS = pathlib.Path("docs/plots")
 
 
 CASE_HEADS = {mode: f"case, {MODE_HEADS[mode]}" for mode in ("eager", "graph", "sustained")}
@@ -119,7 +136,11 @@ def section_of(page: pathlib.Path, folder: pathlib.Path) -> str:
     for suite in PAGES[page]:
         path = folder / f"{suite}.json"
         if path.exists():
-            parts.append(suite_tables(results.read(path)))
+            document = results.read(path)
+            heading, *tables = suite_tables(document).split("\n\n")
+            above = "../" * (len(page.parts) - 1)
+            links = [f"![{plot.caption}]({above}{name})" for name, plot in headline(document)]
+            parts.append("\n\n".join([heading, *links, *tables]))
     return "\n\n".join(parts)
 
 
@@ -133,29 +154,30 @@ def with_section(text: str, section: str) -> str:
     return f"{before}{BEGIN}{inside}{END}{after}"
 
 
+def headline(document: dict[str, Any]) -> list[tuple[str, Figure]]:
+    """The picture that says most about a suite, with its file from the root of the repository."""
+    figures = figures_of(document, colours_of(document))
+    # products are about the dense product, attention about the other kernels
+    if document["suite"].startswith("matmul_"):
+        figures.sort(key=lambda figure: "faster than" not in figure.caption)
+    return [((PLOTS / f"{document['suite']}.svg").as_posix(), figure) for figure in figures[:1]]
+
+
+def plot_files(folder: pathlib.Path) -> dict[str, str]:
+    """Every plot that the pages show, by the name of its file."""
+    suites = dict.fromkeys(suite for shown in PAGES.values() for suite in shown)
+    paths = [folder / f"{suite}.json" for suite in suites]
+    documents = [results.read(path) for path in paths if path.exists()]
+    found = (plot for document in documents for plot in headline(document))
+    return {name: standalone(figure) for name, figure in found}
+
+
 def write_pages(root: pathlib.Path) -> None:
     """Put the figures of the committed results into the pages of a repository."""
+    for name, content in plot_files(root / RESULTS).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
     for page in PAGES:
         target = root / page
         section = section_of(page, root / RESULTS)
         target.write_text(with_section(target.read_text(), section))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: print tables of the given files, or write those of the pages."""
-    parser = argparse.ArgumentParser(
-        prog="python -m blackwell_sparsek.bench.tables", description=__doc__
-    )
-    parser.add_argument("files", nargs="*", type=pathlib.Path, help="results files to print")
-    parser.add_argument("--write", action="store_true", help="rewrite the figures of the pages")
-    parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path("."), help="repository")
-    args = parser.parse_args(argv)
-    for path in args.files:
-        print(suite_tables(results.read(path)), end="\n\n")
-    if args.write:
-        write_pages(args.root)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -62,7 +62,7 @@ def _unit(document: dict[str, Any], mode: str) -> tuple[str, str]:
     timed = [e["times"][mode] for e in entries if mode in e.get("times", {})]
     if unit == "tflops" and not all("executed_tflops" in figures for figures in timed):
         unit = "ms"
-    names = {"tflops": "executed TFLOP/s", "us": "µs", "us_per_head": "µs per head"}
+    names = {"tflops": "TFLOP/s", "us": "µs", "us_per_head": "µs per head"}
     return unit, names.get(unit, "ms")
 
 
@@ -82,8 +82,13 @@ def _bars(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]
         if bars:
             groups.append((case["name"], bars))
     better = "higher" if unit == "tflops" else "lower"
-    caption = f"{written} by case, mode {mode}; {better} is better. Whiskers span the quartiles."
+    caption = f"{_in_words(unit, written)} by case, mode {mode}; {better} is better."
+    caption += " Whiskers span the quartiles."
     return _bar_figure(caption, groups, written, colours)
+
+
+def _in_words(unit: str, written: str) -> str:
+    return f"{written} of executed work" if unit == "tflops" else written
 
 
 def _bar_figure(
@@ -147,7 +152,7 @@ def _over_length(document: dict[str, Any], mode: str, colours: Colours) -> list[
                 x_names=_length_names(cases),
             )
             pictures.append(line_chart(plot, colours))
-    caption = f"{written} over the sequence length, mode {mode}."
+    caption = f"{_in_words(unit, written)} over the sequence length, mode {mode}."
     return [Figure(caption, pictures, shown)] if pictures else []
 
 
