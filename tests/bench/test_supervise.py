@@ -52,6 +52,15 @@ def test_a_worker_that_dies_starts_again_without_the_peer_at_work(tmp_path, caps
     assert f"fa4 {word}: going on without it" in capsys.readouterr().err
 
 
+def test_a_worker_that_dies_while_all_are_timed_goes_on_with_the_next_case(tmp_path, capsys):
+    script = _dies("os.kill(os.getpid(), signal.SIGSEGV)").replace('"fa4"', '""')
+    command, path = _command(tmp_path, script)
+    assert supervise.run_worker(command, path) == 0
+    (case,) = json.loads(path.read_text())["cases"]
+    assert case["error"] == "the process died of SIGSEGV while peers were timed"
+    assert case["name"] == "case 3" and "going on with the next" in capsys.readouterr().err
+
+
 def test_a_worker_that_dies_of_nobody_does_not_start_again(tmp_path):
     script = "path.write_text(json.dumps(document)); os.kill(os.getpid(), signal.SIGSEGV)"
     command, path = _command(tmp_path, script)

@@ -133,7 +133,7 @@ def _times(
         calls[name] = len(together) if mode == GRAPH else 1
     if not runs:
         return {}
-    stage(f"timing, {mode}", "")
+    stage("", "")
     try:
         times = _TIMERS[mode](runs, device, seconds)
     except Exception as error:

@@ -28,8 +28,8 @@ def occupancy(arch: int, registers: int, shared: int, num_warps: int) -> Occupan
 
     Examples
     --------
-    >>> occupancy(90, registers=168, shared=200000, num_warps=12)
-    Occupancy(warps=12, most=64, limit='shared memory')
+    >>> occupancy(90, registers=128, shared=200000, num_warps=8)
+    Occupancy(warps=8, most=64, limit='shared memory')
     """
     most, blocks, memory = _LIMITS.get(arch, _LIMITS[90])
     # registers are given out to warps in units of 256

@@ -60,8 +60,8 @@ def run_suite(
                 def stage(text: str, peer: str, index: int = index, case: Case = case) -> None:
                     if text:
                         progress.stage(index, f"{case.name}: {text}")
-                    if path and peer:
-                        # whoever takes the process down is found under this key
+                    if path:
+                        # what takes the process down is found under this key
                         results.write(document | {"running": [case.name, peer]}, path)
 
                 result = measure(

@@ -56,20 +56,26 @@ def _signal_name(number: int) -> str:
 
 
 def _blame(path: pathlib.Path, how: str) -> bool:
-    """Mark the peer that was at work as crashed; False where nobody was."""
+    """Mark what was at work as crashed; False where that is unknown, or was tried before.
+
+    While peers are timed in turns nobody can tell which of them it was: the case is given up.
+    """
     if not path.exists():
         return False
     document = results.read(path)
     case, peer = document.pop("running", (None, None))
-    reason = document.pop("lost", how)
-    if peer is None or peer in document.get("crashed", {}):
-        results.write(document, path)
-        return False
-    text = f"{how} ({reason}) on {case}" if reason != how else f"{how} on {case}"
-    document.setdefault("crashed", {})[peer] = text
+    reason = document.pop("lost", None)
+    told = f"{how} ({reason})" if reason else how
+    known = case is not None and peer not in document.get("crashed", {})
+    if known and peer:
+        document.setdefault("crashed", {})[peer] = f"{told} on {case}"
+        print(f"{peer} {told} on {case}: going on without it", file=sys.stderr, flush=True)
+    elif known:
+        error = f"the process {told} while peers were timed"
+        document["cases"].append({"name": case, "problem": {}, "peers": {}, "error": error})
+        print(f"{case}: {error}: going on with the next", file=sys.stderr, flush=True)
     results.write(document, path)
-    print(f"{peer} {text}: going on without it", file=sys.stderr, flush=True)
-    return True
+    return known
 
 
 def resumable(path: pathlib.Path) -> dict[str, Any]:
