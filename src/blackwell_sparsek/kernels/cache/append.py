@@ -1,0 +1,235 @@
+"""Write new keys and values behind what a cache holds.
+
+    cache[b, h, cache_seqlens[b] + t] = k[b, h, t]        for t < counts[b]
+
+k [B, Hkv, T, D], v [B, Hkv, T, Dv]; contiguous caches [B, Hkv, S, D] or pages
+[pages, page_size, Hkv, D] that a table [B, max_pages] orders; any strides with a contiguous last
+dimension. One program handles TILE_ROWS of the B*T*Hkv rows of K and of V. A row whose slot does
+not exist is not written: past the capacity, a negative length, a page id out of range. fp8 caches
+are given as uint8 and take `x / scale`, saturated. Called by `bsk::kv_append`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core.compile_cases import CompileCase, compile_cases
+from ...core.launch import cdiv, launch, on_device_of
+from ...device.fp8 import e4m3_bits
+
+# Elements of one tile: one 16-byte load for each of 128 threads. With two, rows that cannot be
+# loaded in vectors (D = 40) need so many addresses that sm_120 spills.
+TILE_ELEMENTS = 1024
+MAX_TILE_D = 256
+# Rows and slots are int32: divisions of int64 cost more than the copy of a decoding step.
+INT32_MAX = 2**31 - 1
+
+
+@triton.jit
+def _write_rows(cache, src, scale, head, live, HEAD_DIM: tl.constexpr):
+    """Copy rows of HEAD_DIM elements, converted to what the cache stores.
+
+    `cache` and `src` are pairs of a pointer and offsets of rows, `scale` a pointer or None and its
+    stride.
+    """
+    TILE_D: tl.constexpr = triton.next_power_of_2(min(HEAD_DIM, 256))
+    STORED: tl.constexpr = cache[0].dtype.element_ty
+    for d_start in tl.static_range(0, HEAD_DIM, TILE_D):
+        offs_d = d_start + tl.arange(0, TILE_D)
+        mask = live[:, None]
+        if HEAD_DIM % TILE_D != 0:
+            mask = mask & (offs_d < HEAD_DIM)[None, :]
+        x = tl.load(src[0] + src[1][:, None] + offs_d[None, :], mask=mask, other=0.0)
+        if STORED == tl.uint8:
+            x = x.to(tl.float32)
+            if scale[0] is not None:
+                of_head = tl.load(scale[0] + head * scale[1], mask=live, other=1.0)
+                x = tl.math.div_rn(x, tl.broadcast_to(of_head[:, None], x.shape))
+            x = e4m3_bits(x)
+        tl.store(cache[0] + cache[1][:, None] + offs_d[None, :], x, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "table_stride", "num_rows", "tokens", "heads", "capacity", "pages", "page_size",
+    ]
+)  # fmt: skip
+def _kv_append_kernel(
+    k_cache_ptr,
+    v_cache_ptr,
+    k_ptr,
+    v_ptr,
+    cache_seqlens_ptr,
+    counts_ptr,
+    page_table_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    k_cache_strides,
+    v_cache_strides,
+    k_strides,
+    v_strides,
+    scale_strides,
+    table_stride,
+    num_rows,
+    tokens,
+    heads,
+    capacity,
+    pages,
+    page_size,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """Append rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of K and of V."""
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    live = row < num_rows
+    head = (row % heads).to(tl.int64)
+    token = (row // heads % tokens).to(tl.int64)
+    batch = (row // heads // tokens).to(tl.int64)
+
+    length = tl.load(cache_seqlens_ptr + batch, mask=live, other=0).to(tl.int64)
+    if counts_ptr is not None:
+        live = live & (token < tl.load(counts_ptr + batch, mask=live, other=0))
+    slot = length + token
+    live = live & (length >= 0) & (slot < capacity)
+    outer = batch
+    if page_table_ptr is not None:
+        slot = slot.to(tl.int32)
+        page_ptrs = page_table_ptr + batch * table_stride + slot // page_size
+        outer = tl.load(page_ptrs, mask=live, other=-1).to(tl.int64)
+        live = live & (outer >= 0) & (outer < pages)
+        slot = (slot % page_size).to(tl.int64)
+
+    k_to = outer * k_cache_strides[0] + head * k_cache_strides[1] + slot * k_cache_strides[2]
+    k_from = batch * k_strides[0] + head * k_strides[1] + token * k_strides[2]
+    k_scale = (k_scale_ptr, scale_strides[0])
+    _write_rows((k_cache_ptr, k_to), (k_ptr, k_from), k_scale, head, live, HEAD_DIM)
+    v_to = outer * v_cache_strides[0] + head * v_cache_strides[1] + slot * v_cache_strides[2]
+    v_from = batch * v_strides[0] + head * v_strides[1] + token * v_strides[2]
+    v_scale = (v_scale_ptr, scale_strides[1])
+    _write_rows((v_cache_ptr, v_to), (v_ptr, v_from), v_scale, head, live, HEAD_DIM_V)
+
+
+def _tile_rows(head_dim: int, head_dim_v: int) -> int:
+    widest = triton.next_power_of_2(max(head_dim, head_dim_v, 1))
+    return max(TILE_ELEMENTS // min(widest, MAX_TILE_D), 1)
+
+
+def launch_kv_append(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Write into `k_cache` and `v_cache`.
+
+    Parameters
+    ----------
+    k_cache, v_cache : [B, Hkv, S, D], or [pages, page_size, Hkv, D] with `page_table`; the dtype
+        of `k`, or float8_e4m3fn
+    k, v : [B, Hkv, T, D]; fp16, bf16 or fp32
+    cache_seqlens : int32 [B], contiguous; tokens that each sequence holds before this
+    counts : int32 [B], contiguous; how many of the T tokens to append
+    page_table : int32 [B, max_pages], contiguous in the last dimension
+    k_scale, v_scale : fp32, one element or [Hkv]; for fp8 only
+    """
+    batch, heads, tokens, head_dim = k.shape
+    num_rows = batch * heads * tokens
+    if num_rows == 0:
+        return
+    if page_table is None:
+        capacity, pages, page_size, order = k_cache.shape[2], 0, 1, (0, 1, 2)
+    else:
+        pages, page_size = k_cache.shape[:2]
+        capacity, order = page_table.shape[1] * page_size, (0, 2, 1)
+    tile_rows = _tile_rows(head_dim, v.shape[-1])
+    assert num_rows <= INT32_MAX - tile_rows, num_rows
+    args = (
+        _stored(k_cache),
+        _stored(v_cache),
+        k,
+        v,
+        cache_seqlens,
+        counts,
+        page_table,
+        k_scale,
+        v_scale,
+        *(_strides(cache, order) for cache in (k_cache, v_cache)),
+        *(_strides(new, (0, 1, 2)) for new in (k, v)),
+        tuple(0 if x is None or x.numel() == 1 else x.stride(0) for x in (k_scale, v_scale)),
+        0 if page_table is None else page_table.stride(0),
+        num_rows,
+        tokens,
+        heads,
+        min(capacity, INT32_MAX),
+        pages,
+        page_size,
+        head_dim,
+        v.shape[-1],
+        tile_rows,
+    )
+    with on_device_of(k):
+        launch(_kv_append_kernel, cdiv(num_rows, tile_rows), args, num_warps=4)
+
+
+def _stored(cache: torch.Tensor) -> torch.Tensor:
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def _strides(x: torch.Tensor, order: tuple[int, int, int]) -> tuple[int, ...]:
+    # a dimension of size 1 may have any stride; 0 keeps it from compiling another variant
+    return tuple(x.stride(d) if x.shape[d] > 1 else 0 for d in order)
+
+
+@compile_cases
+def _cases():
+    kinds = (
+        (torch.bfloat16, torch.bfloat16, 128, 128),
+        (torch.float16, torch.float16, 64, 40),
+        (torch.bfloat16, torch.uint8, 128, 128),
+        (torch.float32, torch.float32, 192, 320),
+    )
+    for dtype, stored, head_dim, head_dim_v in kinds:
+        for paged in (False, True):
+            kind = f"{'paged' if paged else 'contiguous'}-{str(dtype).split('.')[-1]}"
+            scale = torch.float32 if stored == torch.uint8 else None
+            yield CompileCase(
+                f"kv_append/{kind}-to-{str(stored).split('.')[-1]}-d{head_dim}-{head_dim_v}",
+                _kv_append_kernel,
+                {
+                    "k_cache_ptr": stored,
+                    "v_cache_ptr": stored,
+                    "k_ptr": dtype,
+                    "v_ptr": dtype,
+                    "cache_seqlens_ptr": torch.int32,
+                    "counts_ptr": torch.int32,
+                    "page_table_ptr": torch.int32 if paged else None,
+                    "k_scale_ptr": scale,
+                    "v_scale_ptr": scale,
+                    **{
+                        f"{name}_strides": (4096 * 8 * dim, 4096 * dim, dim)
+                        for name, dim in (
+                            ("k_cache", head_dim),
+                            ("v_cache", head_dim_v),
+                            ("k", head_dim),
+                            ("v", head_dim_v),
+                        )
+                    },
+                    "scale_strides": (1, 1) if scale else (0, 0),
+                    "table_stride": 1000,
+                    "num_rows": 1000,
+                    "tokens": 3,
+                    "heads": 7,
+                    "capacity": 4096,
+                    "pages": 1000,
+                    "page_size": 20,
+                    "HEAD_DIM": head_dim,
+                    "HEAD_DIM_V": head_dim_v,
+                    "TILE_ROWS": _tile_rows(head_dim, head_dim_v),
+                },
+            )
