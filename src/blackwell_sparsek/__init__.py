@@ -2,13 +2,16 @@
 
 from . import nn, prune
 from ._version import __version__
-from .core.errors import BskError, InvalidInput, InvalidType, Unsupported
+from .core.errors import BskError, InvalidInput, InvalidType, OutOfPages, Unsupported
 from .formats import patterns as masks
 from .formats.block_mask import BlockMask
 from .formats.bsr import BSRMatrix
 from .functional.attention import attention
 from .functional.bsr import matmul, sddmm
+from .functional.kv_append import kv_append
+from .functional.kv_cache import KVCache
 from .functional.merge import merge_states
+from .functional.paged_kv_cache import PagedKVCache
 from .functional.sdpa import scaled_dot_product_attention
 from .functional.varlen import attention_varlen
 from .integrations.torch_sparse import enable_torch_sparse
@@ -20,12 +23,16 @@ __all__ = [
     "BskError",
     "InvalidInput",
     "InvalidType",
+    "KVCache",
+    "OutOfPages",
+    "PagedKVCache",
     "Unsupported",
     "__version__",
     "attention",
     "attention_varlen",
     "enable_torch_sparse",
     "explain",
+    "kv_append",
     "masks",
     "matmul",
     "merge_states",

@@ -17,7 +17,7 @@ def kv_append(
     v_scale: torch.Tensor | None = None,
 ) -> None:
     """Write k and v behind `cache_seqlens`; slots that do not exist are not written."""
-    batch, heads, tokens, _ = k.shape
+    batch, tokens = k.shape[0], k.shape[2]
     if k.numel() == 0 and v.numel() == 0:
         return
     token = torch.arange(tokens, device=k.device)

@@ -1,11 +1,13 @@
 """What KV caches may look like: layouts, dtypes, scales."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..core.checks import check_dtype, check_tensor, message
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, InvalidType
+from .block_mask_check import check_count
 
 CONTIGUOUS = "[B, Hkv, S, D]"
 PAGED = "[pages, page_size, Hkv, D]"
@@ -42,3 +44,30 @@ def scale_tensor(
     scale = scale.to(device)
     check_scale(op, arg, scale, stored, heads)
     return scale
+
+
+def check_counts(
+    op: str,
+    counts: int | Sequence[int] | None,
+    sequences: int,
+    tokens: int | None,
+    *,
+    arg: str = "counts",
+) -> list[int]:
+    """One count for each sequence, none above `tokens`; None means all of them."""
+    if counts is None:
+        assert tokens is not None
+        return [tokens] * sequences
+    if isinstance(counts, torch.Tensor):
+        expected = "ints on the host (bsk.kv_append takes tensors)"
+        raise InvalidType(message(op, arg, "are a tensor", expected, type(counts).__name__))
+    each = [counts] * sequences if isinstance(counts, int) else list(counts)
+    if len(each) != sequences:
+        expected = f"an int or {sequences}, one for each sequence"
+        raise InvalidInput(message(op, arg, "do not match the sequences", expected, len(each)))
+    for count in each:
+        check_count(op, arg, count, at_least=0)
+        if tokens is not None and count > tokens:
+            expected = f"0 to {tokens} (T)"
+            raise InvalidInput(message(op, arg, "are out of range", expected, count))
+    return each

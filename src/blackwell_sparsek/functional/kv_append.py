@@ -72,7 +72,7 @@ def kv_append(
             [0., 0., 0., 7.]])
     """
     _check_caches(k_cache, v_cache, page_table)
-    batch, heads = _check_new(k_cache, v_cache, k, v, paged=page_table is not None)
+    batch, heads = check_new(_OP, k_cache, v_cache, k, v, paged=page_table is not None)
     others = {"cache_seqlens": cache_seqlens, "counts": counts, "page_table": page_table}
     for arg, x in others.items():
         if x is None and arg != "cache_seqlens":
@@ -107,25 +107,26 @@ def _check_caches(k_cache: Any, v_cache: Any, page_table: Any) -> None:
     check_shape(_OP, "v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]))
 
 
-def _check_new(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any, v: Any, *, paged: bool
+def check_new(
+    op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any, v: Any, *, paged: bool
 ) -> tuple[int, int]:
     """Batch and KV heads of k and v, which must fit the caches."""
     allowed = NEW if k_cache.dtype == FP8 else [k_cache.dtype]
     for arg, x in (("k", k), ("v", v)):
-        check_tensor(_OP, arg, x)
-        check_dtype(_OP, arg, x, allowed)
-        check_rank(_OP, arg, x, "[B, Hkv, T, D]")
-        check_last_dim_contiguous(_OP, arg, x)
+        check_tensor(op, arg, x)
+        check_dtype(op, arg, x, allowed)
+        check_rank(op, arg, x, "[B, Hkv, T, D]")
+        check_last_dim_contiguous(op, arg, x)
         if torch.is_grad_enabled() and x.requires_grad:
             expected = "torch.no_grad(), or a detached tensor"
             problem = "requires gradients, which do not flow through a cache"
-            raise InvalidInput(message(_OP, arg, problem, expected, "requires_grad=True"))
-    check_same_dtype(_OP, {"k": k, "v": v})
+            raise InvalidInput(message(op, arg, problem, expected, "requires_grad=True"))
+    check_same_dtype(op, {"k": k, "v": v})
     batch = k.shape[0] if paged else k_cache.shape[0]
     heads = k_cache.shape[2] if paged else k_cache.shape[1]
-    check_shape(_OP, "k", k, (batch, heads, k.shape[2], k_cache.shape[3]))
-    check_shape(_OP, "v", v, (batch, heads, k.shape[2], v_cache.shape[3]))
+    check_shape(op, "k", k, (batch, heads, k.shape[2], k_cache.shape[3]))
+    check_shape(op, "v", v, (batch, heads, k.shape[2], v_cache.shape[3]))
+    check_same_device(op, {"cache": k_cache, "k": k, "v": v})
     return batch, heads
 
 
@@ -156,5 +157,3 @@ def _check_slots(
                 expected, got = f"0 to {k_cache.shape[0] - 1}", f"{int(wrong[0])} for sequence {b}"
                 problem = "names a page that does not exist"
                 raise InvalidInput(message(_OP, "page_table", problem, expected, got))
-
-

@@ -35,7 +35,9 @@ def test_writes_behind_the_lengths(append, page_size, tokens, dtype, device):
 @pytest.mark.parametrize("dims", [(1, 1), (15, 40), (72, 64), (300, 16)])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_head_dims(append, page_size, dims, heads, device):
-    check(append, append_case([3, 0], 5, page_size=page_size, dims=dims, heads=heads, device=device))
+    check(
+        append, append_case([3, 0], 5, page_size=page_size, dims=dims, heads=heads, device=device)
+    )
 
 
 @BOTH
@@ -92,7 +94,9 @@ def test_fp8_rounds_to_even_saturates_and_keeps_nan(append, device):
     exact = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     exact = exact[~exact.isnan()]
     between = (exact.sort().values[1:] + exact.sort().values[:-1]) / 2
-    special = torch.tensor([447.9, 448, 464, 465, 1e9, torch.inf, -torch.inf, torch.nan, -0.0, 1e-9])
+    special = torch.tensor(
+        [447.9, 448, 464, 465, 1e9, torch.inf, -torch.inf, torch.nan, -0.0, 1e-9]
+    )
     x = torch.cat((exact, between, between * 1.0001, special, -special)).view(1, 1, 1, -1)
     case = append_case([0], 1, heads=1, dims=(x.shape[-1],) * 2, stored=FP8, device=device)
     case = case._replace(k=x.to(device), v=-x.to(device))

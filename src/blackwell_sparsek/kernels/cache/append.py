@@ -40,7 +40,7 @@ def _write_rows(cache, src, scale, head, live, HEAD_DIM: tl.constexpr):
         if HEAD_DIM % TILE_D != 0:
             mask = mask & (offs_d < HEAD_DIM)[None, :]
         x = tl.load(src[0] + src[1][:, None] + offs_d[None, :], mask=mask, other=0.0)
-        if STORED == tl.uint8:
+        if tl.uint8 == STORED:
             x = x.to(tl.float32)
             if scale[0] is not None:
                 of_head = tl.load(scale[0] + head * scale[1], mask=live, other=1.0)
