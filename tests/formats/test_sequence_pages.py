@@ -23,7 +23,7 @@ def test_pages_are_taken_from_the_lowest_and_come_back_when_nobody_holds_them():
 
 
 def test_too_few_pages_says_how_many():
-    with pytest.raises(OutOfPages, match="expected 4 .*, got 3 free") as caught:
+    with pytest.raises(OutOfPages, match=r"expected 4 .*, got 3 free") as caught:
         PagePool(3).check_room("cache.append", 4)
     assert "cache.append: cache has too few free pages, of 3 in all" in str(caught.value)
 
@@ -89,7 +89,7 @@ def test_a_released_id_is_gone_for_good():
     a, b = pages.add("op", 2)
     pages.grow("op", [a, b], [6, 1])
     assert pages.release("op", [a]).entries == [(0, 0, NO_PAGE), (0, 1, NO_PAGE)]
-    with pytest.raises(InvalidInput, match="op: sequence was released; .*, got 0"):
+    with pytest.raises(InvalidInput, match=r"op: sequence was released; .*, got 0"):
         pages.release("op", [a])
     (c,) = pages.add("op", 1)
     assert c == 2 and pages.states("op", [c])[0].row == 0 and pages.ids == [b, c]

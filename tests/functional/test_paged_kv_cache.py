@@ -200,5 +200,5 @@ def test_released_twice():
     cache = make()
     (a,) = cache.add_sequences(1)
     cache.release(a)
-    with pytest.raises(bsk.InvalidInput, match="PagedKVCache.release: sequence was released"):
+    with pytest.raises(bsk.InvalidInput, match=r"PagedKVCache\.release: sequence was released"):
         cache.release(a)

@@ -143,9 +143,16 @@ class KVCache:
         if k.shape[2] < max(self._reserved):
             expected = f"at least the {max(self._reserved)} tokens that were reserved"
             raise InvalidInput(message(op, "k", "is too short", expected, k.shape[2]))
-        before, counts = self._state[0], self._state[1]
-        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
-        kv_append(self.k, self.v, k, v, cache_seqlens=before, counts=counts, **scales)
+        kv_append(
+            self.k,
+            self.v,
+            k,
+            v,
+            cache_seqlens=self._state[0],
+            counts=self._state[1],
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Keep only the first `lengths` tokens, such as those that speculation got right."""

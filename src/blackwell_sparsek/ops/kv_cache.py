@@ -1,5 +1,7 @@
 """`bsk::kv_append`: write new keys and values into a cache, in place."""
 
+from typing import Any
+
 import torch
 
 from ..core.arch import Arch
@@ -25,7 +27,7 @@ def why_not_triton(problem: CacheProblem) -> str | None:
     return None
 
 
-def _launch(*args: torch.Tensor | None) -> None:
+def _launch(*args: Any) -> None:
     from ..kernels.cache.append import launch_kv_append
 
     launch_kv_append(*args)
