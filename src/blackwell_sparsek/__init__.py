@@ -6,6 +6,7 @@ from .core.errors import BskError, InvalidInput, InvalidType, OutOfPages, Unsupp
 from .formats import patterns as masks
 from .formats.block_mask import BlockMask
 from .formats.bsr import BSRMatrix
+from .formats.kv_memory import kv_cache_bytes, kv_memory_table
 from .functional.attention import attention
 from .functional.bsr import matmul, sddmm
 from .functional.kv_append import kv_append
@@ -33,6 +34,8 @@ __all__ = [
     "enable_torch_sparse",
     "explain",
     "kv_append",
+    "kv_cache_bytes",
+    "kv_memory_table",
     "masks",
     "matmul",
     "merge_states",
