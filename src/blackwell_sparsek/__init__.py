@@ -7,11 +7,13 @@ from .formats import patterns as masks
 from .formats.block_mask import BlockMask
 from .formats.bsr import BSRMatrix
 from .formats.kv_memory import kv_cache_bytes, kv_memory_table
+from .formats.page_summaries import PageSummaries
 from .functional.attention import attention
 from .functional.bsr import matmul, sddmm
 from .functional.kv_append import kv_append
 from .functional.kv_cache import KVCache
 from .functional.merge import merge_states
+from .functional.page_selection import page_summaries, topk_pages
 from .functional.paged_kv_cache import PagedKVCache
 from .functional.sdpa import scaled_dot_product_attention
 from .functional.varlen import attention_varlen
@@ -26,6 +28,7 @@ __all__ = [
     "InvalidType",
     "KVCache",
     "OutOfPages",
+    "PageSummaries",
     "PagedKVCache",
     "Unsupported",
     "__version__",
@@ -40,7 +43,9 @@ __all__ = [
     "matmul",
     "merge_states",
     "nn",
+    "page_summaries",
     "prune",
     "scaled_dot_product_attention",
     "sddmm",
+    "topk_pages",
 ]

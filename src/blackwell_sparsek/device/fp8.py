@@ -27,3 +27,13 @@ def e4m3_bits(x):
     rounded = tl.where(bits < _SMALLEST_NORMAL, subnormal, normal)
     sign = tl.where(x.to(tl.int32, bitcast=True) < 0, 0x80, 0)
     return (tl.where(is_nan, 0x7F, rounded) | sign).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_values(bits):
+    """The fp32 values of e4m3fn given as uint8; exact, on GPUs without fp8 as well."""
+    magnitude = (bits & 0x7F).to(tl.int16)
+    # fp16 has one exponent bit more: its subnormals take in those of e4m3, 2^8 times smaller
+    value = (magnitude << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    value = tl.where(magnitude == 0x7F, float("nan"), value)
+    return tl.where((bits & 0x80) != 0, -value, value)

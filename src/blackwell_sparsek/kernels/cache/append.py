@@ -150,8 +150,8 @@ def launch_kv_append(
     tile_rows = _tile_rows(head_dim, v.shape[-1])
     assert num_rows <= INT32_MAX - tile_rows, num_rows
     args = (
-        _stored(k_cache),
-        _stored(v_cache),
+        stored_as_bytes(k_cache),
+        stored_as_bytes(v_cache),
         k,
         v,
         cache_seqlens,
@@ -159,8 +159,8 @@ def launch_kv_append(
         page_table,
         k_scale,
         v_scale,
-        *(_strides(cache, order) for cache in (k_cache, v_cache)),
-        *(_strides(new, (0, 1, 2)) for new in (k, v)),
+        *(cache_strides(cache, order) for cache in (k_cache, v_cache)),
+        *(cache_strides(new, (0, 1, 2)) for new in (k, v)),
         tuple(0 if x is None or x.numel() == 1 else x.stride(0) for x in (k_scale, v_scale)),
         0 if page_table is None else page_table.stride(0),
         num_rows,
@@ -177,11 +177,13 @@ def launch_kv_append(
         launch(_kv_append_kernel, cdiv(num_rows, tile_rows), args, num_warps=4)
 
 
-def _stored(cache: torch.Tensor) -> torch.Tensor:
+def stored_as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """An fp8 cache as uint8, which every GPU can load; others as they are."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
-def _strides(x: torch.Tensor, order: tuple[int, int, int]) -> tuple[int, ...]:
+def cache_strides(x: torch.Tensor, order: tuple[int, int, int]) -> tuple[int, ...]:
+    """Strides of the dimensions in `order`: page or batch, head, token."""
     # a dimension of size 1 may have any stride; 0 keeps it from compiling another variant
     return tuple(x.stride(d) if x.shape[d] > 1 else 0 for d in order)
 
