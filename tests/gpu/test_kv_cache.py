@@ -16,12 +16,22 @@ FP8 = torch.float8_e4m3fn
 PAGED = pytest.mark.parametrize("page_size", [None, 16, 64])
 
 
-def check_against_eager(case):
+def check_against_eager(case, **options):
     expected = case.copy()
     eager_append(*expected)
-    launch_kv_append(*case)
+    launch_kv_append(*case, **options)
     assert_same_bits(case.k_cache, expected.k_cache)
     assert_same_bits(case.v_cache, expected.v_cache)
+
+
+def test_the_instruction_rounds_as_the_arithmetic_does():
+    case = append_case([0], 1, heads=1, dims=(4096, 4096), stored=FP8, device="cuda")
+    spread = 10.0 ** torch.randint(-4, 4, (4096,), device="cuda")
+    edges = torch.tensor([447.9, 464, 1e9, torch.inf, -torch.inf, torch.nan, -0.0, 1e-9])
+    case.k.mul_(spread)[..., :8] = edges
+    case.v.mul_(spread)[..., :8] = -edges
+    for converts in (True, False):
+        check_against_eager(case.copy(), converts_fp8=converts)
 
 
 @PAGED

@@ -24,9 +24,14 @@ def to_device(
     return host.to(device, non_blocking=on_gpu)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on `device` goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_capture(op: str, device: torch.device) -> None:
     """Raise inside of a CUDA graph's capture: host accounting would happen once, not per replay."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise BskError(
             f"{op}: keeps accounts on the host, which a CUDA graph would not repeat; call it "
             "before each replay and capture only write or kv_append"

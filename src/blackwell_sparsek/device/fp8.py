@@ -17,7 +17,7 @@ _REBIAS_AND_ROUND = tl.constexpr(((7 - 127) << 23) + 0x7FFFF)
 
 @triton.jit
 def e4m3_bits(x):
-    """The bits (uint8) of fp32 `x` as e4m3fn: nearest even; past 448 it saturates; NaN stays."""
+    """The bits (uint8) of fp32 `x` as e4m3fn: nearest even; past 448 it saturates; NaN is 0x7F."""
     is_nan = x != x
     magnitude = tl.minimum(tl.abs(x), E4M3_MAX)
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -26,7 +26,7 @@ def e4m3_bits(x):
     normal = (bits + _REBIAS_AND_ROUND + ((bits >> 20) & 1)) >> 20
     rounded = tl.where(bits < _SMALLEST_NORMAL, subnormal, normal)
     sign = tl.where(x.to(tl.int32, bitcast=True) < 0, 0x80, 0)
-    return (tl.where(is_nan, 0x7F, rounded) | sign).to(tl.uint8)
+    return tl.where(is_nan, 0x7F, rounded | sign).to(tl.uint8)
 
 
 @triton.jit

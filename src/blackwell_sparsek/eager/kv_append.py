@@ -74,5 +74,7 @@ def _stored(new: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -
         return new
     x = new.float()
     if scale is not None:
-        x = x / scale.float().view(1, -1, 1, 1)
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(dtype).view(torch.uint8)
+        x = x * scale.float().reciprocal().view(1, -1, 1, 1)
+    # converted by an instruction of the GPU, NaN has no sign
+    x = torch.where(x.isnan(), torch.nan, x.clamp(-E4M3_MAX, E4M3_MAX))
+    return x.to(dtype).view(torch.uint8)

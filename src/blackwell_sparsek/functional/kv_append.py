@@ -56,8 +56,8 @@ def kv_append(
     page_table : int32 `[B, max_pages]`, optional
         Pages of each sequence in their order; -1 where there is none.
     k_scale, v_scale : fp32, one element or `[Hkv]`, optional
-        fp8 caches hold `x / scale`, rounded to nearest even; what passes ±448 becomes ±448 (no
-        infinity, no NaN), NaN stays NaN. 1 by default.
+        fp8 caches hold `x * (1 / scale)`, rounded to nearest even; what passes ±448 becomes ±448,
+        infinities too, and NaN stays NaN. 1 by default.
     impl : str
         `auto`, `eager` or `triton`.
 

@@ -6,7 +6,7 @@ import torch
 
 from ..core.checks import check_choice, message
 from ..core.errors import InvalidInput
-from ..core.transfer import refuse_capture, to_device
+from ..core.transfer import is_capturing, refuse_capture, to_device
 from ..formats.block_mask_check import check_count
 from ..formats.kv_layout import STORED, check_counts, scale_tensor
 from .kv_append import check_new, kv_append
@@ -140,7 +140,8 @@ class KVCache:
         """
         op = "KVCache.write"
         check_new(op, self.k, self.v, k, v, paged=False)
-        if k.shape[2] < max(self._reserved):
+        # while a graph is captured, the reservations of its replays are still to come
+        if k.shape[2] < max(self._reserved) and not is_capturing(self.k.device):
             expected = f"at least the {max(self._reserved)} tokens that were reserved"
             raise InvalidInput(message(op, "k", "is too short", expected, k.shape[2]))
         kv_append(

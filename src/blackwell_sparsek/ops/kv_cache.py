@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..core.arch import Arch
+from ..core.arch import Arch, arch_of
 from ..core.compat import why_no_triton
 from ..eager import kv_append as eager
 from ..tuning.problem_cache import CacheProblem
@@ -13,6 +13,7 @@ from .registry import define_op
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_SM = 80
+_SM_THAT_CONVERTS_FP8 = 89
 
 
 def why_not_triton(problem: CacheProblem) -> str | None:
@@ -30,7 +31,7 @@ def why_not_triton(problem: CacheProblem) -> str | None:
 def _launch(*args: Any) -> None:
     from ..kernels.cache.append import launch_kv_append
 
-    launch_kv_append(*args)
+    launch_kv_append(*args, converts_fp8=arch_of(args[0].device).sm >= _SM_THAT_CONVERTS_FP8)
 
 
 append_dispatch = Dispatcher("kv_append")

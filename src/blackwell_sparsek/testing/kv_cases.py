@@ -85,8 +85,9 @@ def appended(case: AppendCase) -> tuple[torch.Tensor, torch.Tensor]:
     for cache, (x, scale) in zip(caches, new, strict=True):
         rows = x.cpu()
         if cache.dtype == torch.float8_e4m3fn:
-            rows = rows.float() / (1.0 if scale is None else scale.cpu().view(-1, 1, 1))
-            rows = rows.clamp(-448, 448).to(cache.dtype)
+            factor = torch.ones(1) if scale is None else 1 / scale.cpu()
+            rows = (rows.float() * factor.view(-1, 1, 1)).clamp(-448, 448)
+            rows = torch.where(rows.isnan(), torch.nan, rows).to(cache.dtype)
         for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             for t in range(min(count, tokens)):
                 place = _place(cache, b, length + t, table) if length >= 0 else None
