@@ -33,7 +33,7 @@ def visited_tiles(kv_lo, kv_hi, num_blocks, TILE_N: tl.constexpr, BLOCK_KV: tl.c
 
 @triton.jit
 def _visited_keys(
-    tile, offs_n, list_ptr, num_blocks, capacity, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr
+    tile, offs_n, tables, num_blocks, capacity, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr
 ):
     """Positions of a tile's keys and, of their blocks, which are there and which are wrong.
 
@@ -51,7 +51,7 @@ def _visited_keys(
         else:
             entry = (tile * TILE_N + offs_n) // BLOCK_KV
             in_block = (tile * TILE_N + offs_n) % BLOCK_KV - offs_n
-        block = tl.load(list_ptr + entry, mask=entry < num_blocks, other=-1)
+        block = tl.load(tables[1] + tables[3] + entry, mask=entry < num_blocks, other=-1)
         inside = (block >= 0) & (block < (capacity + BLOCK_KV - 1) // BLOCK_KV)
         start = tl.where(inside, block, 0) * BLOCK_KV + in_block
         kv_pos = start + offs_n
@@ -78,13 +78,13 @@ def cache_tile(
     """Positions [TILE_N] of the keys, slab and row of each, which are live, which are wrong.
 
     Live are the visited ones of `[kv_lo, kv_hi)`, which must lie within `capacity`. `tables` are
-    the page table and the list of this sequence and head, None where there is none. The slab is
-    one scalar where a page holds whole tiles, and without pages.
+    the page table and the lists, None where there is none, and the offsets of this sequence's (and
+    head's) row in each. The slab is one scalar where a page holds whole tiles, and without pages.
     """
     ONE_PAGE: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % TILE_N == 0
     WHOLE_TILES: tl.constexpr = BLOCK_KV is None or BLOCK_KV % TILE_N == 0
     kv_pos, start, known, wrong = _visited_keys(
-        tile, offs_n, tables[1], num_blocks, capacity, TILE_N, BLOCK_KV
+        tile, offs_n, tables, num_blocks, capacity, TILE_N, BLOCK_KV
     )
     live = known & within_bounds(kv_pos, kv_lo, kv_hi - 1)
     if PAGE_SIZE is None:
@@ -94,10 +94,10 @@ def cache_tile(
         if ONE_PAGE and WHOLE_TILES:
             # pages past the last key, and before the first one seen, may be anything
             wanted = within_bounds(start, kv_lo - (TILE_N - 1), kv_hi - 1)
-            slab = tl.load(tables[0] + start // PAGE_SIZE, mask=wanted, other=-1)
+            slab = tl.load(tables[0] + tables[2] + start // PAGE_SIZE, mask=wanted, other=-1)
             row = start % PAGE_SIZE + offs_n
         else:
-            slab = tl.load(tables[0] + kv_pos // PAGE_SIZE, mask=live, other=-1)
+            slab = tl.load(tables[0] + tables[2] + kv_pos // PAGE_SIZE, mask=live, other=-1)
             row = kv_pos % PAGE_SIZE
         exists = (slab >= 0) & (slab < num_pages)
         wrong = wrong | (live & (exists == 0))

@@ -121,7 +121,9 @@ def _attend_cache(
         k = load_cache_rows(k_ptr, slab, row, strides.k, live, offs_d, HEAD_DIM)
         if FP8:
             k = k.to(tl.float16)
-        s = cap(tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION), score[1])
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        if score[1] is not None:
+            s = cap(s * score[2], score[1])
         visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None]) & live[None, :]
         s = tl.where(wrong[None, :], float("nan"), tl.where(visible, s, -float("inf")))
         m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
@@ -230,25 +232,22 @@ def _attn_decode_kernel(
         k_scale = 1.0
         if extras[1] is not None:
             k_scale = tl.load(extras[1] + kv_head * strides.scales[0])
-        inverse_cap = score[1]
-        scale_log2 = score[0]
-        if inverse_cap is None:
-            scale_log2 *= k_scale
-        else:
-            inverse_cap *= k_scale
-        q, scale_log2 = fold_sign(q, scale_log2)
+        # under a softcap the factor of the softmax is the cap, and that of keys belongs inside
+        q, scale_log2 = fold_sign(q, score[0] * k_scale if score[1] is None else score[0])
         q_pos = position(token, q_len, tl.maximum(kv_len, 0))
         first, last = row_bounds(q_pos, tl.maximum(kv_len, 0), left, right)
 
+        page_row = tl.cast(sequence, tl.int64) * strides.tables[0]
+        list_row = tl.cast(sequence, tl.int64) * strides.tables[1] + kv_head * strides.tables[2]
         stop = tl.minimum(end, plane_tile + count)
         shift = first_tile - plane_tile
         m_log2, row_sum, acc = _attend_cache(
             q, first, last,
             k_ptr + tl.cast(kv_head, tl.int64) * strides.k[1],
             v_ptr + tl.cast(kv_head, tl.int64) * strides.v[1],
-            _rows_of(tables, sequence, kv_head, strides.tables),
+            (tables[1], tables[2], page_row, list_row),
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi, tile + shift, stop + shift,
-            strides, (scale_log2, inverse_cap),
+            strides, (scale_log2, score[1], k_scale),
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION,
         )  # fmt: skip
 
@@ -278,18 +277,6 @@ def _attn_decode_kernel(
         finished = stop == sequence_tile + planes * count
         sequence += finished.to(tl.int32)
         sequence_tile = tl.where(finished, stop, sequence_tile)
-
-
-@triton.jit
-def _rows_of(tables, sequence, kv_head, strides):
-    """Page table and block list of one sequence and KV head, None where there is none."""
-    page_row = None
-    if tables[1] is not None:
-        page_row = tables[1] + tl.cast(sequence, tl.int64) * strides[0]
-    block_row = None
-    if tables[2] is not None:
-        block_row = tables[2] + tl.cast(sequence, tl.int64) * strides[1] + kv_head * strides[2]
-    return page_row, block_row
 
 
 def launch_attn_decode(
