@@ -113,9 +113,14 @@ def _attend_cache(
     offs_dv = tl.arange(0, TILE_DV)
     m_log2, row_sum = init_state(first)
     acc = tl.zeros([q.shape[0], TILE_DV], tl.float32)
+    ahead = cache_tile(
+        tile_begin, offs_n, tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi,
+        TILE_N, PAGE_SIZE, BLOCK_KV,
+    )  # fmt: skip
     for tile in tl.range(tile_begin, tile_end):
-        kv_pos, slab, row, live, wrong = cache_tile(
-            tile, offs_n, tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi,
+        kv_pos, slab, row, live, wrong = ahead
+        ahead = cache_tile(
+            tile + 1, offs_n, tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi,
             TILE_N, PAGE_SIZE, BLOCK_KV,
         )  # fmt: skip
         k = load_cache_rows(k_ptr, slab, row, strides.k, live, offs_d, HEAD_DIM)
