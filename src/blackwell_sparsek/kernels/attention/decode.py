@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...core.launch import cdiv, launch, on_device_of, resting_words, scratch
+from ...core.launch import launch, on_device_of, resting_words, scratch
 from ...device.masks import kv_range, position, row_bounds, within_bounds
 from ...device.paging import cache_tile, load_cache_rows, visited_tiles
 from ...device.partials import (
@@ -221,9 +221,7 @@ def _attn_decode_kernel(
     program = tl.program_id(0)
     offs_d = tl.arange(0, TILE_D)
     while tile < end:
-        kv_len, kv_lo, kv_hi = _keys_seen(
-            tables[0], sequence, True, q_len, capacity, left, right
-        )
+        kv_len, kv_lo, kv_hi = _keys_seen(tables[0], sequence, True, q_len, capacity, left, right)
         first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, TILE_N, BLOCK_KV)
         plane = (tile - sequence_tile) // count
         plane_tile = sequence_tile + plane * count
@@ -321,7 +319,11 @@ def launch_attn_decode(
             k_cache,
             v_cache,
             (spec.cache_seqlens, spec.page_table, blocks),
-            (spec.sinks, spec.k_scale, spec.v_scale),
+            (
+                None if spec.sinks is None else spec.sinks.contiguous(),
+                spec.k_scale,
+                spec.v_scale,
+            ),
             (
                 scratch((slots, config.tile_m, tile_dv), torch.float32, q.device),
                 scratch((slots, 2, config.tile_m), torch.float32, q.device),
