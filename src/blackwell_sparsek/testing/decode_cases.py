@@ -55,8 +55,10 @@ class DecodeCase:
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
         q = normal(batch, hq, self.q_len, d, seed=self.seed * 8, dtype=self.dtype)
         k, v = (
-            normal(batch, hkv, slots, dim, seed=self.seed * 8 + i) for i, dim in ((1, d), (2, dv))
+            normal(batch, hkv, max(self.lengths), dim, seed=self.seed * 8 + i)
+            for i, dim in ((1, d), (2, dv))
         )
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, slots - x.shape[2])) for x in (k, v))
         cache_dtype = self.dtype if self.fp8 == "none" else torch.float8_e4m3fn
         k, v = (_poisoned(x.to(cache_dtype), lengths) for x in (k, v))
         spec = DecodeSpec(
@@ -132,8 +134,9 @@ def draw_decode_case(
     dim = rng.choice([16, 24, 40, 64])
     page_size = rng.choice([None, None, 16, 17, 32, 64])
     listed = rng.random() < 0.4
+    awkward = [n for n in (0, 1, 15, 16, 17, 31, 33, 63, 65) if n <= longest]
     lengths = tuple(
-        rng.choice([0, 1, 15, 16, 17, 31, 33, 63, 65, rng.randint(0, longest), longest])
+        rng.choice([*awkward, rng.randint(0, longest), longest])
         for _ in range(rng.choice([1, 2, 3, 5]))
     )
     sides = (rng.choice([None, 0, 1, 15, 16, 40]), rng.choice([None, 0, 0, 2]))
