@@ -10,6 +10,7 @@ from .formats.kv_memory import kv_cache_bytes, kv_memory_table
 from .formats.page_summaries import PageSummaries
 from .functional.attention import attention
 from .functional.bsr import matmul, sddmm
+from .functional.decode import attention_decode, check_decode_inputs
 from .functional.kv_append import kv_append
 from .functional.kv_cache import KVCache
 from .functional.merge import merge_states
@@ -33,7 +34,9 @@ __all__ = [
     "Unsupported",
     "__version__",
     "attention",
+    "attention_decode",
     "attention_varlen",
+    "check_decode_inputs",
     "enable_torch_sparse",
     "explain",
     "kv_append",
