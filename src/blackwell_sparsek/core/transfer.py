@@ -6,6 +6,9 @@ import torch
 
 from .errors import BskError
 
+# Rows of int32 that start at multiples of 16 bytes: kernels are compiled for aligned pointers.
+ALIGNED_INTS = 4
+
 
 def to_device(
     values: Sequence[int] | Sequence[Sequence[int]],
@@ -22,6 +25,12 @@ def to_device(
     if out is not None:
         return out.copy_(host, non_blocking=on_gpu)
     return host.to(device, non_blocking=on_gpu)
+
+
+def aligned_rows(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Rows of one length, each filled up with 0 so that the next one is aligned."""
+    width = -(-len(rows[0]) // ALIGNED_INTS) * ALIGNED_INTS
+    return [[*row, *[0] * (width - len(row))] for row in rows]
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -16,6 +16,7 @@ from ..core.checks import (
 )
 from ..core.errors import InvalidInput
 from ..formats.kv_layout import CONTIGUOUS, FP8, NEW, PAGED, STORED, check_scale
+from ..ops.kv_cache import append_call
 from ..ops.kv_cache import kv_append as kv_append_op
 
 _OP = "kv_append"
@@ -71,6 +72,27 @@ def kv_append(
     tensor([[5., 0., 0., 0.],
             [0., 0., 0., 7.]])
     """
+    tensors = (k_cache, v_cache, k, v, cache_seqlens, counts, page_table, k_scale, v_scale)
+    call = append_call(tensors, impl)
+    if call is None:
+        _checked(*tensors, impl)
+    elif call.repeat() is None:
+        call.record(lambda: _checked(*tensors, impl))
+
+
+def _checked(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    counts: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    impl: str,
+) -> tuple[()]:
+    """Check everything and run the operator, which returns nothing."""
     _check_caches(k_cache, v_cache, page_table)
     batch, heads = check_new(_OP, k_cache, v_cache, k, v, paged=page_table is not None)
     others = {"cache_seqlens": cache_seqlens, "counts": counts, "page_table": page_table}
@@ -94,6 +116,7 @@ def kv_append(
         _check_slots(k_cache, k.shape[2], cache_seqlens, counts, page_table)
     new = (k, v, cache_seqlens, counts, page_table, k_scale, v_scale)
     kv_append_op(k_cache, v_cache, *new, impl)
+    return ()
 
 
 def _check_caches(k_cache: Any, v_cache: Any, page_table: Any) -> None:

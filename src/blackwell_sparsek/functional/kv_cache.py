@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core.checks import check_choice, message
+from ..core.checks import check_choice, check_rank, check_tensor, message
 from ..core.errors import InvalidInput
-from ..core.transfer import is_capturing, refuse_capture, to_device
+from ..core.transfer import aligned_rows, is_capturing, refuse_capture, to_device
 from ..formats.block_mask_check import check_count
 from ..formats.kv_layout import STORED, check_counts, scale_tensor
 from .kv_append import check_new, kv_append
@@ -73,15 +73,17 @@ class KVCache:
         place = self.k.device
         self.k_scale = scale_tensor(op, "k_scale", k_scale, dtype, heads_kv, place)
         self.v_scale = scale_tensor(op, "v_scale", v_scale, dtype, heads_kv, place)
-        # before the last reservation, its counts, and after it
-        self._state = torch.zeros(3, batch, dtype=torch.int32, device=place)
         self._host_lengths = [0] * batch
         self._reserved = [0] * batch
+        # lengths before the last reservation, its counts, and lengths after it
+        nothing = aligned_rows([self._reserved] * 3)
+        self._state = to_device(nothing, torch.int32, place)
+        self._before, self._counts, self._after = (row[:batch] for row in self._state)
 
     @property
     def lengths(self) -> torch.Tensor:
         """Tokens of each sequence, int32 `[B]` on the device; `reserve` updates it in place."""
-        return self._state[2]
+        return self._after
 
     @property
     def host_lengths(self) -> tuple[int, ...]:
@@ -139,7 +141,8 @@ class KVCache:
         k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`, T at least the largest count
         """
         op = "KVCache.write"
-        check_new(op, self.k, self.v, k, v, paged=False)
+        check_tensor(op, "k", k)
+        check_rank(op, "k", k, "[B, Hkv, T, D]")
         # while a graph is captured, the reservations of its replays are still to come
         if k.shape[2] < max(self._reserved) and not is_capturing(self.k.device):
             expected = f"at least the {max(self._reserved)} tokens that were reserved"
@@ -149,8 +152,8 @@ class KVCache:
             self.v,
             k,
             v,
-            cache_seqlens=self._state[0],
-            counts=self._state[1],
+            cache_seqlens=self._before,
+            counts=self._counts,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
@@ -175,7 +178,8 @@ class KVCache:
     def _set(self, op: str, before: list[int], counts: list[int]) -> None:
         refuse_capture(op, self.k.device)
         after = [a + b for a, b in zip(before, counts, strict=True)]
-        to_device([before, counts, after], torch.int32, self.k.device, out=self._state)
+        rows = aligned_rows([before, counts, after])
+        to_device(rows, torch.int32, self.k.device, out=self._state)
         self._host_lengths, self._reserved = after, counts
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ import torch
 from ..core.checks import check_choice, message
 from ..core.errors import InvalidInput
 from ..core.launch import cdiv
-from ..core.transfer import refuse_capture, to_device
+from ..core.transfer import ALIGNED_INTS, aligned_rows, refuse_capture, to_device
 from ..formats.block_mask_check import check_count
 from ..formats.kv_layout import FP8, STORED, check_counts, scale_tensor
 from ..formats.pages import PagePool
@@ -39,7 +39,7 @@ class PagedKVCache:
     max_sequences : int
         Sequences at one time: the rows of the page table.
     max_tokens : int, optional
-        Tokens of one sequence; all pages by default.
+        Tokens of one sequence, rounded up to whole pages; all pages by default.
 
     Attributes
     ----------
@@ -92,9 +92,8 @@ class PagedKVCache:
         self.k_scale = scale_tensor(op, "k_scale", k_scale, dtype, heads_kv, place)
         self.v_scale = scale_tensor(op, "v_scale", v_scale, dtype, heads_kv, place)
         max_pages = min(cdiv(max_tokens, page_size), num_pages)
-        self._table = torch.full(
-            (max_sequences, max_pages), NO_PAGE, dtype=torch.int32, device=place
-        )
+        width = cdiv(max_pages, ALIGNED_INTS) * ALIGNED_INTS
+        self._table = torch.full((max_sequences, width), NO_PAGE, dtype=torch.int32, device=place)
         self._book = SequencePages(PagePool(num_pages), page_size, max_sequences, max_pages)
         self._reserved: tuple[list[int], list[int], torch.Tensor] | None = None
         self._last_rows: tuple[list[int], torch.Tensor] | None = None
@@ -154,8 +153,8 @@ class PagedKVCache:
         refuse_capture(op, self.k.device)
         before = [state.length for state in self._book.states(op, sequences)]
         self._apply(self._book.grow(op, sequences, counts))
-        state = to_device([before, counts], torch.int32, self.k.device)
-        self._reserved = (list(sequences), counts, state)
+        state = to_device(aligned_rows([before, counts]), torch.int32, self.k.device)
+        self._reserved = (list(sequences), counts, state[:, : len(counts)])
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the tokens that were reserved last.
@@ -180,7 +179,8 @@ class PagedKVCache:
             v,
             cache_seqlens=before,
             counts=count_tensor,
-            page_table=self.page_table(sequences),
+            # the whole width: a shape that stays the same needs no new checks
+            page_table=self.page_table(sequences, self._table.shape[1]),
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
