@@ -18,6 +18,7 @@ from ..core.errors import InvalidInput, InvalidType
 from ..formats.block_mask_check import check_count
 from ..formats.kv_layout import CONTIGUOUS, NEW, PAGED, STORED
 from ..formats.page_summaries import KINDS, PageSummaries, empty_summaries
+from ..ops.cache_repeat import cache_call
 from ..ops.page_selection import page_summaries as page_summaries_op
 from ..ops.page_selection import topk_pages as topk_pages_op
 
@@ -71,6 +72,35 @@ def page_summaries(
     >>> low.flatten(), high.flatten()
     (tensor([0., 2., 4.]), tensor([1., 3., 4.]))
     """
+    where = (cache_seqlens, page_table)
+    call = None
+    if isinstance(out, PageSummaries):
+        high = None if out.low is out.high else out.high
+        options = (kv_block_size, kind, out.page_size, new_tokens)
+        call = cache_call("page_summaries", (out.low,), (high, k_cache, *where), impl, options)
+    if out is None or call is None:
+        return _page_summaries(k_cache, *where, kv_block_size, kind, out, new_tokens, impl)
+
+    def update() -> tuple[()]:
+        _page_summaries(k_cache, *where, kv_block_size, kind, out, new_tokens, impl)
+        return ()
+
+    if call.repeat() is None:
+        call.record(update)
+    return out
+
+
+def _page_summaries(
+    k_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None,
+    kv_block_size: int | None,
+    kind: str,
+    out: PageSummaries | None,
+    new_tokens: int | None,
+    impl: str,
+) -> PageSummaries:
+    """Check everything and run the operator."""
     op = "page_summaries"
     check_tensor(op, "k_cache", k_cache)
     check_dtype(op, "k_cache", k_cache, STORED)
@@ -150,6 +180,32 @@ def topk_pages(
     >>> topk_pages(torch.ones(1, 1, 1, 1), summaries, 3, cache_seqlens=lengths)
     tensor([[[0, 2, 3]]], dtype=torch.int32)
     """
+    call = None
+    if isinstance(summaries, PageSummaries):
+        others = (summaries.low, summaries.high, cache_seqlens, page_table)
+        options = (summaries.page_size, k, keep_first, keep_last, reduce)
+        call = cache_call("topk_pages", (q,), others, impl, options)
+
+    def checked() -> tuple[torch.Tensor]:
+        where = (cache_seqlens, page_table)
+        return (_topk_pages(q, summaries, k, *where, keep_first, keep_last, reduce, impl),)
+
+    (kv_blocks,) = checked() if call is None else call.repeat() or call.record(checked)
+    return kv_blocks
+
+
+def _topk_pages(
+    q: torch.Tensor,
+    summaries: PageSummaries,
+    k: int,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None,
+    keep_first: int,
+    keep_last: int,
+    reduce: str,
+    impl: str,
+) -> torch.Tensor:
+    """Check everything and run the operator."""
     op = "topk_pages"
     check_tensor(op, "q", q)
     check_dtype(op, "q", q, NEW)

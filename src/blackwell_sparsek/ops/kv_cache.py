@@ -6,12 +6,10 @@ import torch
 
 from ..core.arch import Arch, arch_of
 from ..core.compat import why_no_triton
-from ..core.env import default_impl
 from ..eager import kv_append as eager
 from ..tuning.problem_cache import CacheProblem
 from .dispatch import Dispatcher, interpreted_only
 from .registry import define_op
-from .repeat import RepeatableCall, may_repeat, tensor_key
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_SM = 80
@@ -70,23 +68,3 @@ kv_append = define_op(
     _append,
     _append_fake,
 )
-
-_RECORDED: dict[Any, Any] = {}
-
-
-def append_call(tensors: tuple[Any, ...], impl: str) -> RepeatableCall | None:
-    """An append to caches as a call that may be repeated; None where it must be checked anew.
-
-    `tensors` are those of the operator, in its order.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    if not all(x is None or isinstance(x, torch.Tensor) for x in tensors):
-        return None
-    if any(x is None for x in tensors[:5]):
-        return None
-    if not may_repeat(tensors[2:4], (*tensors[:2], *tensors[4:])):
-        return None
-    asked = default_impl() if impl == "auto" else impl
-    key = (asked, tensors[0].device, *map(tensor_key, tensors))
-    return RepeatableCall(_RECORDED, key, tensors)

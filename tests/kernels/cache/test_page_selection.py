@@ -79,7 +79,7 @@ def made_by(summarise, cache, lengths, table, page_size, kind, out=None, new_tok
 @SUMMARISE
 @KINDS
 @pytest.mark.parametrize("paged", [True, False])
-@pytest.mark.parametrize("page_size", [1, 8, 16, 20])
+@pytest.mark.parametrize("page_size", [1, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 def test_summaries(summarise, kind, paged, page_size, dtype, device):
     case = cache_of([33, 0, 16], page_size, paged=paged, dim=24, dtype=dtype, device=device)
