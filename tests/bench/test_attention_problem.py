@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from blackwell_sparsek import attention
+from blackwell_sparsek import attention, attention_decode
 from blackwell_sparsek.bench.problems.attention import Attention, _sampled, attend
 from blackwell_sparsek.bench.problems.decode import Decode
 from blackwell_sparsek.bench.problems.gradients import check_gradients, upstream_gradient
@@ -117,3 +117,30 @@ def test_decoding_is_checked_against_the_cache_in_order(page_size):
     assert problem.cache_bytes == 2 * 3 * 2 * 50 * 16 * 4
     if page_size:
         assert sorted(inputs.table.flatten().tolist()) == list(range(12))
+
+
+def test_sparse_and_fp8_caches_are_checked_on_what_is_read():
+    problem = Decode(2, 128, 4, 2, 16, 16, torch.float32, kept=0.5)
+    inputs = problem.build(CPU)
+    assert inputs.blocks.shape == (2, 2, 4)
+    out = attention_decode(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        cache_seqlens=inputs.lengths,
+        page_table=inputs.table,
+        kv_blocks=inputs.blocks,
+    )
+    inputs.check(out)
+    everything = attention_decode(
+        inputs.q, inputs.k, inputs.v, cache_seqlens=inputs.lengths, page_table=inputs.table
+    )
+    with pytest.raises(AssertionError):
+        inputs.check(everything)
+    whole = Decode(2, 128, 4, 2, 16, 16, torch.float32)
+    assert 2 * problem.cache_bytes == whole.cache_bytes and 2 * problem.flops == whole.flops
+    fp8 = Decode(2, 128, 4, 2, 16, 0, torch.float32, is_fp8=True)
+    assert fp8.build(CPU).k.dtype == torch.float8_e4m3fn
+    assert 4 * fp8.cache_bytes == whole.cache_bytes
+    assert fp8.title == "B2 S128 H4:2 D16, contiguous, fp8"
+    assert problem.title == "B2 S128 H4:2 D16, pages of 16, 50% of them"

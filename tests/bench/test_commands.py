@@ -1,4 +1,5 @@
 import json
+import re
 import stat
 
 import pytest
@@ -219,3 +220,25 @@ def test_what_goes_wrong_in_ncu_is_told(tmp_path, monkeypatch, script, message):
 def test_a_case_nobody_has():
     with pytest.raises(InvalidInput, match="no benchmark case has 'S3 D7'"):
         profile.find_case("S3 D7")
+
+
+def test_memory_of_known_models_and_of_ones_own(capsys):
+    out = _printed(capsys, "memory").out
+    assert re.search(r"Llama 3.1 8B .* 8\.6 GB +2\.1 GB +4\.0x", out)
+    out = _printed(capsys, "memory", "--layers", "10", "--heads", "16:4", "--tokens", "1000").out
+    assert re.search(r"this model +10 +16:4 +128 +1000 +bfloat16", out) and "Llama" not in out
+    half = _printed(capsys, "memory", "--dtype", "float8_e4m3fn").out
+    assert re.search(r"Llama 3.1 8B .* 4\.3 GB +1\.1 GB", half)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--heads", "32:8"], "--layers and --heads describe a model together"),
+        (["--layers", "2", "--heads", "a:b"], "--heads is 'a:b'; expected such as 32:8"),
+        (["--layers", "2", "--heads", "32:5"], "a multiple of its 5 KV heads"),
+        (["--tokens", "0"], "--tokens is 0; expected 1 or more"),
+    ],
+)
+def test_memory_says_what_it_does_not_understand(capsys, args, message):
+    assert message in _printed(capsys, "memory", *args, status=2).err

@@ -1,5 +1,6 @@
 """Who decodes: this package, SDPA on a contiguous cache, FlashAttention 3, FlashInfer."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -7,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ... import attention_decode, explain
 from ..case import Contender, Peer
 from ..problems.decode import Call, DecodeInputs
 from .flash import call_by_name, fa3_available, fa3_operator
 from .flashinfer import workspace
 from .importing import load, needs, why_missing
-from .ours import OURS
+from .ours import OURS, OURS_DENSE
 
 
 def _contender(inputs: DecodeInputs, call: Call, notes: dict[str, Any] | None = None) -> Contender:
@@ -23,13 +25,21 @@ def _contender(inputs: DecodeInputs, call: Call, notes: dict[str, Any] | None = 
 
 
 def _ours(inputs: DecodeInputs) -> Contender:
-    decode = load("blackwell_sparsek", "attention_decode")
-
     def call(x: DecodeInputs) -> torch.Tensor:
-        out: torch.Tensor = decode(x.q, x.k, x.v, cache_seqlens=x.lengths, page_table=x.table)
+        out = attention_decode(
+            x.q, x.k, x.v, cache_seqlens=x.lengths, page_table=x.table, kv_blocks=x.blocks
+        )
+        assert isinstance(out, torch.Tensor)  # a pair only with return_lse
         return out
 
-    return _contender(inputs, call)
+    decision = explain(call, inputs)
+    notes = {"implementation": decision.chosen, "why_not": dict(decision.reasons)}
+    return _contender(inputs, call, notes)
+
+
+def _ours_dense(inputs: DecodeInputs) -> Contender:
+    """The same cache, all of it."""
+    return _ours(replace(inputs, problem=replace(inputs.problem, kept=1.0), blocks=None))
 
 
 def _sdpa(inputs: DecodeInputs, backends: list[SDPBackend]) -> Contender:
@@ -115,7 +125,14 @@ def _flashinfer(inputs: DecodeInputs) -> Contender:
 
 
 def _contiguous(inputs: DecodeInputs) -> str | None:
-    return None if inputs.table is None else "has no paged cache"
+    return _plain(inputs) or (None if inputs.table is None else "has no paged cache")
+
+
+def _plain(inputs: DecodeInputs) -> str | None:
+    """Why peers that read a whole cache of the queries' dtype do not take part, or None."""
+    if inputs.blocks is not None:
+        return "reads all pages"
+    return "measured without fp8" if inputs.problem.is_fp8 else None
 
 
 def _contiguous_on_gpu(inputs: DecodeInputs) -> str | None:
@@ -127,22 +144,24 @@ def _on_gpu(inputs: DecodeInputs) -> str | None:
 
 
 def _paged_on_gpu(inputs: DecodeInputs) -> str | None:
-    return _on_gpu(inputs) or ("measured with a paged cache" if inputs.table is None else None)
+    reason = _on_gpu(inputs) or _plain(inputs)
+    return reason or ("measured with a paged cache" if inputs.table is None else None)
 
 
 def _fa3_supports(inputs: DecodeInputs) -> str | None:
     has_python = why_missing("flash_attn_interface", "flash_attn_with_kvcache") is None
-    return _on_gpu(inputs) if has_python else _paged_on_gpu(inputs)
+    return (_on_gpu(inputs) or _plain(inputs)) if has_python else _paged_on_gpu(inputs)
 
 
 DECODE = {
     peer.name: peer
     for peer in (
+        Peer(OURS, "blackwell_sparsek, impl auto", _ours),
         Peer(
-            OURS,
-            "blackwell_sparsek, impl auto",
-            _ours,
-            available=needs("blackwell_sparsek", "attention_decode"),
+            OURS_DENSE,
+            "blackwell_sparsek, all pages",
+            _ours_dense,
+            supports=lambda x: "is the case itself" if x.blocks is None else None,
         ),
         Peer(
             "sdpa",

@@ -199,13 +199,20 @@ class AttentionInputs:
                 exact = attend(q.double(), k.double(), v.double(), seen)
                 plain = attend(q, k, v, seen)
                 what = f"sampled rows of head {h} of batch {b}"
-                assert_within_budget(out[b, h, rows], exact, plain, what=what)
+                factor = factor_of(out.dtype)
+                assert_within_budget(out[b, h, rows], exact, plain, factor=factor, what=what)
 
         return compare
 
     def _kv(self, b: int, h: int) -> tuple[torch.Tensor, torch.Tensor]:
         group = self.problem.heads // (self.problem.kv_heads or self.problem.heads)
         return self.k[b, h // group], self.v[b, h // group]
+
+
+def factor_of(dtype: torch.dtype) -> float:
+    """How many times the error of plain PyTorch is accepted: fp32 errs by the order of sums alone,
+    which on a small sample makes the plain one lucky at times."""
+    return 4.0 if dtype == torch.float32 else 2.0
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ...testing.tolerance import assert_within_budget
-from .attention import AttentionInputs, attend
+from .attention import AttentionInputs, attend, factor_of
 
 # Elements of fp64 scores held at once.
 _SCORES = 2**26
@@ -41,8 +41,7 @@ def check_gradients(inputs: AttentionInputs) -> Callable[[Gradients], None]:
         got = (found[0][b, heads.start : heads.stop], found[1][b, kv], found[2][b, kv])
         for name, x, right, usual in zip(("dq", "dk", "dv"), got, exact, plain, strict=True):
             what = f"{name} of key head {kv} of batch {b}"
-            # fp32 sums over few queries differ by their order alone
-            factor = 4.0 if x.dtype == torch.float32 else 2.0
+            factor = factor_of(x.dtype)
             assert_within_budget(x, right, usual.to(x.dtype), factor=factor, what=what)
 
     return compare
