@@ -100,7 +100,8 @@ def test_on_a_gpu_a_worker_does_the_work(fake, tmp_path, monkeypatch):
     status, document = _run(tmp_path, "--case", "case 1", "--quick")
     (command,) = seen
     assert command[1:6] == ["-m", "blackwell_sparsek", "bench", "fake", "--worker"]
-    assert command[-1] == "--quick" and "case 1" in command
+    assert command[-3:-1] == ["--quick", "--time-left"] and 40 < float(command[-1]) <= 45
+    assert "case 1" in command
     assert status == 0 and document["cases"] == []
 
 

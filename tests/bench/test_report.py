@@ -174,6 +174,15 @@ def test_figures_follow_what_varies():
     assert captions(_document(times, unit="us")) == ["µs by case"]
 
 
+def test_crossings_have_a_picture_and_say_where_dense_takes_over():
+    curve = {"block": [64, 64], "density": 0.62, "speedups": [[0.1, 6.0], [0.9, 0.7]]}
+    never = {"block": [16, 16], "density": None, "speedups": [[0.1, 0.9], [0.9, 0.2]]}
+    document = _document([_product(0.1, 2.0)], suite="matmul_crossover", crossover=[curve, never])
+    captions = [f.caption for f in figures_of(document, {"bsk": 0})]
+    assert "Where dense takes over: 64x64 at 62%." in captions
+    _parsed(page([document]))
+
+
 def test_curves_stand_by_what_sets_cases_apart():
     figure = figures_of(_document(LENGTHS), {"bsk": 0, "fa4": 2})[0]
     assert len(figure.pictures) == 2 and figure.legend == {"bsk": 0, "fa4": 2}

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import time
 from collections.abc import Collection, Iterator, Mapping
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ def _new_document(suite: Suite, device: torch.device, commit: str | None) -> dic
         "suite": suite.name,
         "unit": suite.unit,
         "commit": commit or source_commit(),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "environment": describe_environment(device),
         "cases": [],
     }

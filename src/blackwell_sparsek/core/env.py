@@ -46,6 +46,12 @@ def triton_overrides() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+def relevant_variables() -> dict[str, str]:
+    """Return the set variables that change what runs or how fast, for reports."""
+    prefixes = ("BSK_", "TRITON_", "CUDA_", "PYTORCH_", "OMP_", "MKL_", "NVIDIA_TF32_")
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
+
+
 def environment_for_compiler() -> dict[str, str]:
     """Return the environment for a child process in which Triton compiles, not interprets."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -52,6 +52,7 @@ def add_to(subparsers: Any) -> None:
     )
     parser.add_argument("--commit", help="what to note where this is no git checkout")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--time-left", type=float, default=_QUICK_S, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput("bsk bench: --device cuda: torch finds no CUDA GPU here")
     if device.type == "cpu":
         print("No GPU: small sizes, for a look at the tool.", file=sys.stderr)
-    until = time.monotonic() + _QUICK_S if args.quick else None
+    until = time.monotonic() + args.time_left if args.quick else None
     problems: list[str] = []
     for name in names:
         suite = SUITES[name]
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             continue
         path = args.out / f"{name}.json"
         if device.type == "cuda" and not args.worker:
-            supervise.run_worker(_worker_command(args, name), path)
+            supervise.run_worker(_worker_command(args, name, until), path)
             document = results.read(path)
         else:
             try:
@@ -158,7 +159,7 @@ def _with_peers(case: Case, args: argparse.Namespace, suite: Suite) -> Case:
     return replace(case, peers=peers)
 
 
-def _worker_command(args: argparse.Namespace, name: str) -> list[str]:
+def _worker_command(args: argparse.Namespace, name: str, until: float | None) -> list[str]:
     command = [sys.executable, "-m", "blackwell_sparsek", "bench", name, "--worker"]
     command += ["--out", str(args.out), "--seconds", str(args.seconds)]
     for option in ("device", "peers", "case", "commit"):
@@ -166,7 +167,9 @@ def _worker_command(args: argparse.Namespace, name: str) -> list[str]:
             command += [f"--{option}", value]
     for mode in args.mode or ():
         command += ["--mode", mode]
-    return command + (["--quick"] if args.quick else [])
+    if until is not None:
+        command += ["--quick", "--time-left", f"{until - time.monotonic():.1f}"]
+    return command
 
 
 def _listing() -> str:

@@ -210,8 +210,10 @@ class AttentionInputs:
 
 
 def factor_of(dtype: torch.dtype) -> float:
-    """How many times the error of plain PyTorch is accepted: fp32 errs by the order of sums alone,
-    which on a small sample makes the plain one lucky at times."""
+    """How many times the error of plain PyTorch is accepted.
+
+    fp32 errs by the order of sums alone, and a small sample makes the plain one lucky at times.
+    """
     return 4.0 if dtype == torch.float32 else 2.0
 
 

@@ -34,7 +34,7 @@ def figures_of(document: dict[str, Any], colours: Colours) -> list[Figure]:
     found += over_length or _bars(document, mode, colours)
     found += _faster_than_dense(cases, mode, colours)
     found += _speedup_over_length(cases, mode)
-    found += _speedup_over_density(cases, mode)
+    found += _crossings(document) or _speedup_over_density(cases, mode)
     found += _roof(document, mode, colours)
     return found
 
@@ -209,6 +209,29 @@ def _speedup_over_density(cases: list[dict[str, Any]], mode: str) -> list[Figure
     )
     caption = f"Speed-up over the dense product by sparsity, mode {mode}; dense wins below 1."
     return [Figure(caption, [line_chart(plot, shown, 960.0)], shown)]
+
+
+def _crossings(document: dict[str, Any]) -> list[Figure]:
+    """Stored blocks against the dense product over the density, and where they meet."""
+    lines, meetings = [], []
+    for curve in document.get("crossover", []):
+        name = "x".join(map(str, curve["block"]))
+        lines.append(Line(name, [(100 * d, ratio) for d, ratio in curve["speedups"]]))
+        if curve.get("density"):
+            meetings.append(f"{name} at {curve['density']:.0%}")
+    if not lines:
+        return []
+    shown = {line.name: i for i, line in enumerate(lines)}
+    plot = Plot(
+        "stored blocks against the dense product",
+        "% of blocks stored",
+        "times faster",
+        lines,
+        y_log=True,
+        level=1.0,
+    )
+    caption = "Where dense takes over: " + (", ".join(meetings) or "nowhere that was measured")
+    return [Figure(f"{caption}.", [line_chart(plot, shown, 960.0)], shown)]
 
 
 def _roof(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]:
