@@ -129,8 +129,11 @@ class DecodeInputs:
         if self.blocks is None:
             pages = cache[self.table[b].long(), :, kv_head]
             return pages.flatten(0, 1)[: self.problem.length].to(dtype)
-        listed = self.table[b][self.blocks[b, kv_head].long()]
-        return cache[listed.long(), :, kv_head].flatten(0, 1).to(dtype)
+        listed = self.blocks[b, kv_head].long()
+        size = self.problem.page_size
+        position = (listed[:, None] * size + torch.arange(size, device=cache.device)).flatten()
+        values = cache[self.table[b][listed].long(), :, kv_head].flatten(0, 1)
+        return values[position < self.problem.length].to(dtype)
 
     def check(self, out: torch.Tensor) -> None:
         """Compare `[B, H, 1, D]` with fp64 on sampled heads."""
