@@ -1,4 +1,8 @@
+import importlib
 import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -145,3 +149,13 @@ def test_a_bar_where_rich_draws_on_a_terminal(monkeypatch, capsys):
         progress.stage(0, "[bold]case[/bold]: timing")
         progress.done(0, "case", {"peers": {"bsk": {"n/a": "[red]x"}}}, suite())
         assert progress.bar.tasks[0].completed == 1
+
+
+def test_the_command_is_installed_and_the_module_is_the_same():
+    tomllib = pytest.importorskip("tomllib")
+    project = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+    module, name = tomllib.loads(project.read_text())["project"]["scripts"]["bsk"].split(":")
+    assert getattr(importlib.import_module(module), name) is cli.main
+    command = [sys.executable, "-m", "blackwell_sparsek", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.startswith("bsk ")

@@ -7,8 +7,8 @@ import torch
 
 from blackwell_sparsek import InvalidInput, Unsupported
 from blackwell_sparsek.bench import cli, ncu
-from blackwell_sparsek.bench.commands import compile as compiling
 from blackwell_sparsek.bench.commands import info, profile
+from blackwell_sparsek.bench.commands import precompile as compiling
 from blackwell_sparsek.bench.occupancy import occupancy
 
 

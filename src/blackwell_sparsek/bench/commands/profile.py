@@ -12,7 +12,7 @@ from ..case import Case, Suite
 from ..occupancy import occupancy
 from ..peaks import peak_of
 from ..suites import SUITES
-from .compile import architectures, built
+from .precompile import architectures, built
 
 # Instructions that tell how a kernel multiplies, copies and waits.
 COUNTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.bulk", "ex2")
