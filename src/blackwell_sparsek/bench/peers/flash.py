@@ -127,9 +127,9 @@ def fa4_blocks(inputs: AttentionInputs, transposed: bool = False) -> Any:
     """The kept blocks as FA4 takes them, all of them full; `transposed`: queries of each key."""
     assert inputs.keep is not None
     make = load("flash_attn.cute.block_sparsity", "BlockSparseTensorsTorch")
-    counts, order = (
-        x[None].expand(inputs.problem.batch, *x.shape) for x in block_lists(inputs.keep)
-    )
+    batch = inputs.problem.batch
+    keep = inputs.keep.mT if transposed else inputs.keep
+    counts, order = (x[None].expand(batch, *x.shape) for x in block_lists(keep))
     return make(
         mask_block_cnt=torch.zeros_like(counts),
         mask_block_idx=torch.zeros_like(order),
