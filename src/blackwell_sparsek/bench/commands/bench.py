@@ -21,7 +21,6 @@ from ..tables import suite_tables
 _QUICK_S = 45.0
 # Peers whose first call compiles for longer than a quick look may take.
 _SLOW_TO_START = {"flex", "fa4", "flashinfer", "cudnn_blocks", "torch_bsr_tuned", "cusparse_csr"}
-_LOST = supervise.LOST
 
 
 def add_to(subparsers: Any) -> None:
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
                 document = _measured(suite, args, device, path, until)
             except ContextLost as error:
                 print(f"{name}: the GPU is lost to this process: {error}", file=sys.stderr)
-                return _LOST
+                return supervise.LOST
         if not args.worker:
             print(suite_tables(document), end="\n\n", flush=True)
             print(f"Wrote {path}.", file=sys.stderr)
