@@ -273,8 +273,8 @@ def test_the_library_of_flash_attention_3(monkeypatch):
         "fwd(Tensor q, Tensor k, Tensor v, Tensor? q_v, Tensor? cu_seqlens_q, "
         "Tensor? cu_seqlens_k, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, "
         "Tensor? page_table, float? softmax_scale, bool is_causal, int window_size_left, "
-        "int window_size_right, float softcap, bool is_rotary_interleaved, int num_splits, bool? pack_gqa, "
-        "int cp_world_size, int cp_rank) -> Tensor[]"
+        "int window_size_right, float softcap, bool is_rotary_interleaved, int num_splits, "
+        "bool? pack_gqa, int cp_world_size, int cp_rank) -> Tensor[]"
     )
 
     def forward(*args):
