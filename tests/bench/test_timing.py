@@ -3,7 +3,12 @@ import time
 import pytest
 import torch
 
-from blackwell_sparsek.bench.timing import Timing, time_interleaved
+from blackwell_sparsek.bench.timing import (
+    Timing,
+    time_host,
+    time_interleaved,
+    time_reported,
+)
 
 CPU = torch.device("cpu")
 
@@ -52,3 +57,22 @@ def test_the_budget_bounds_the_rounds():
     contenders = {"sleep": lambda: time.sleep(0.01)}
     times = time_interleaved(contenders, CPU, budget_s=0.1, rounds=(2, 50))
     assert 2 <= len(times["sleep"].seconds) <= 12
+
+
+def test_host_times_are_of_many_short_calls_or_few_long_ones():
+    calls = {"short": 0, "long": 0}
+
+    def run(name, seconds):
+        calls[name] += 1
+        time.sleep(seconds)
+
+    contenders = {"short": lambda: run("short", 0.0), "long": lambda: run("long", 0.02)}
+    times = time_host(contenders, CPU, 0.0)
+    assert {len(t.seconds) for t in times.values()} == {5}
+    assert calls["short"] > 20 * 4 and calls["long"] == 6
+    assert times["long"].median >= 0.02 > times["short"].median
+
+
+def test_runs_that_measure_themselves():
+    times = time_reported({"a": lambda: 3.5}, CPU)
+    assert times["a"].seconds == [3.5] * 3

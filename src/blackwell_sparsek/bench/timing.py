@@ -123,7 +123,7 @@ def time_host(
 
     Samples are of few calls, so that the queue of launches never fills and makes the host wait.
     """
-    calls = 20
+    calls = {name: _calls_for_host(run) for name, run in contenders.items()}
     timings = {name: Timing() for name in contenders}
     started = time.perf_counter()
     while len(next(iter(timings.values())).seconds) < 5 or time.perf_counter() - started < seconds:
@@ -131,12 +131,18 @@ def time_host(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             begin = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(calls[name]):
                 run()
-            timings[name].seconds.append((time.perf_counter() - begin) / calls)
+            timings[name].seconds.append((time.perf_counter() - begin) / calls[name])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return timings
+
+
+def _calls_for_host(run: Run) -> int:
+    begin = time.perf_counter()
+    run()
+    return max(1, min(20, round(10 * _SHORTEST_SAMPLE_S / (time.perf_counter() - begin))))
 
 
 def time_reported(
