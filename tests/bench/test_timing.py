@@ -76,3 +76,4 @@ def test_host_times_are_of_many_short_calls_or_few_long_ones():
 def test_runs_that_measure_themselves():
     times = time_reported({"a": lambda: 3.5}, CPU)
     assert times["a"].seconds == [3.5] * 3
+    assert time_reported({"a": lambda: 3.5}, CPU, 0.05)["a"].seconds == [3.5]

@@ -148,9 +148,9 @@ def _calls_for_host(run: Run) -> int:
 def time_reported(
     contenders: Mapping[str, Run], device: torch.device, seconds: float = 0.3
 ) -> dict[str, Timing]:
-    """Three rounds of runs that measure themselves and return seconds."""
+    """One to three rounds, by `seconds`, of runs that measure themselves and return seconds."""
     timings = {name: Timing() for name in contenders}
-    for _ in range(3):
+    for _ in range(max(1, min(3, round(10 * seconds)))):
         for name, run in contenders.items():
             timings[name].seconds.append(float(run()))
     return timings
