@@ -3,6 +3,7 @@ import time
 import pytest
 import torch
 
+from blackwell_sparsek.bench import timing
 from blackwell_sparsek.bench.timing import (
     Timing,
     time_host,
@@ -59,18 +60,20 @@ def test_the_budget_bounds_the_rounds():
     assert 2 <= len(times["sleep"].seconds) <= 12
 
 
-def test_host_times_are_of_many_short_calls_or_few_long_ones():
-    calls = {"short": 0, "long": 0}
+def test_host_times_are_of_many_short_calls_or_few_long_ones(monkeypatch):
+    now, calls = [0.0], {"short": 0, "long": 0}
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
     def run(name, seconds):
         calls[name] += 1
-        time.sleep(seconds)
+        now[0] += seconds
 
-    contenders = {"short": lambda: run("short", 0.0), "long": lambda: run("long", 0.02)}
+    contenders = {"short": lambda: run("short", 1e-4), "long": lambda: run("long", 0.02)}
     times = time_host(contenders, CPU, 0.0)
-    assert {len(t.seconds) for t in times.values()} == {5}
-    assert calls["short"] > 20 * 4 and calls["long"] == 6
-    assert times["long"].median >= 0.02 > times["short"].median
+    # one call to see how long it takes, then five samples
+    assert calls == {"short": 1 + 5 * 20, "long": 1 + 5}
+    assert times["long"].median == pytest.approx(0.02)
+    assert times["short"].median == pytest.approx(1e-4)
 
 
 def test_runs_that_measure_themselves():
