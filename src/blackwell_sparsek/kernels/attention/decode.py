@@ -238,7 +238,7 @@ def _attn_decode_kernel(
     """One stretch of the KV tiles of all sequences and heads.
 
     results (out, lse), inputs (q, k_cache, v_cache), tables (cache_seqlens, page_table,
-    kv_blocks), extras (sinks, k_scale, v_scale), workspace (accumulators, states, counters),
+    kv_blocks), extras (sinks, k_scale, v_scale), workspace (parts, counters),
     heads (KV heads, query heads of each).
     """
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
@@ -251,6 +251,8 @@ def _attn_decode_kernel(
         tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
     )
     program = tl.program_id(0)
+    acc_parts = workspace[0]
+    state_parts = acc_parts + tl.cast(2 * tl.num_programs(0), tl.int64) * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)
     while tile < end:
         kv_len, kv_lo, kv_hi = _keys_seen(tables[0], sequence, True, q_len, capacity, left, right)
@@ -303,12 +305,12 @@ def _attn_decode_kernel(
             )  # fmt: skip
         else:
             slot = part_slot(program, begins)
-            store_part(workspace[0], workspace[1], slot, m_log2, row_sum, acc, num_rows - first_row)
-            if is_last(workspace[2] + begins, ends - begins + 1):
+            store_part(acc_parts, state_parts, slot, m_log2, row_sum, acc, num_rows - first_row)
+            if is_last(workspace[1] + begins, ends - begins + 1):
                 tile_rows = tl.minimum(num_rows - first_row, TILE_M)
                 for row in range(0, tile_rows, MERGED_ROWS):
                     m_log2_all, row_sum_all, acc_all = merge_parts(
-                        workspace[0], workspace[1], begins, ends - begins + 1, row, tile_rows,
+                        acc_parts, state_parts, begins, ends - begins + 1, row, tile_rows,
                         TILE_M, TILE_DV,
                     )  # fmt: skip
                     _write(
@@ -363,8 +365,7 @@ def launch_attn_decode(
                 spec.v_scale,
             ),
             (
-                scratch((slots, config.tile_m, tile_dv), torch.float32, q.device),
-                scratch((slots, 2, config.tile_m), torch.float32, q.device),
+                scratch((slots, config.tile_m, tile_dv + 2), torch.float32, q.device),
                 resting_words(config.programs, q.device),
             ),
             DecodeStrides(

@@ -64,7 +64,7 @@ def _arguments(call: Call) -> dict[str, Any]:
             torch.int32 if call.everything else None,
         ),
         "extras": (torch.float32 if call.everything else None, scale, scale),
-        "workspace": (torch.float32, torch.float32, torch.int32),
+        "workspace": (torch.float32, torch.int32),
         "strides": DecodeStrides(
             (row * GROUP, dim, 0),
             (row * GROUP, dim, 0),
