@@ -24,7 +24,7 @@ def paged(lengths, page_size, heads=8, dim=128, dtype=torch.bfloat16):
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 def test_equals_eager(page_size, reduce):
-    k_cache, where = paged([40_000, 1, 12_345, 0], page_size)
+    k_cache, where = paged([9000, 1, 2345, 0], page_size)
     made = [bsk.page_summaries(k_cache, **where, impl=impl) for impl in ("triton", "eager")]
     q = inputs.integers(4, 32, 2, 128, seed=3, dtype=torch.bfloat16, device="cuda")
     pages = where["page_table"].shape[1]

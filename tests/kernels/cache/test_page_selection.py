@@ -117,7 +117,7 @@ def test_wrong_pages_and_lengths_are_not_touched(summarise, device):
 
 def exact_lists(q, summaries, k, lengths, table, keep_first, keep_last, reduce):
     """The definition, page by page in fp64."""
-    low, high, page_size = summaries
+    low, high, page_size = summaries.low.cpu(), summaries.high.cpu(), summaries.page_size
     heads = low.shape[-2]
     group = q.shape[1] // heads
     columns = low.shape[1] if table is None else table.shape[1]
