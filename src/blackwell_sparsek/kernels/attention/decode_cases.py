@@ -93,9 +93,7 @@ def _arguments(call: Call) -> dict[str, Any]:
 def _cases() -> Iterator[CompileCase]:
     for call, tiles in BUILDS.items():
         for sm, tile in tiles.items():
-            config = DecodeConfig(
-                *tile, PROGRAMS, prefetch=4 if sm >= 90 and call.dtype != FLOAT else 0
-            )
+            config = DecodeConfig(*tile, PROGRAMS)
             yield CompileCase(
                 call.name(sm),
                 _attn_decode_kernel,
@@ -103,7 +101,6 @@ def _cases() -> Iterator[CompileCase]:
                     **_arguments(call),
                     "TILE_M": config.tile_m,
                     "TILE_N": config.tile_n,
-                    "PREFETCH": config.prefetch,
                     "PRECISION": config.precision,
                 },
                 archs=(sm,),
