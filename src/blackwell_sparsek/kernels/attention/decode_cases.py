@@ -111,4 +111,6 @@ def _cases() -> Iterator[CompileCase]:
                 archs=(sm,),
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
+                # four registers: 64 rows of fp32 sums leave sm_80 none to spare
+                max_spill_bytes=16 if sm == 80 and call.rows == 64 else 0,
             )
