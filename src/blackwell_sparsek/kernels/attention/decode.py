@@ -24,7 +24,7 @@ import triton.language as tl
 
 from ...core.launch import launch, on_device_of, resting_words, scratch
 from ...device.masks import kv_range, position, row_bounds, within_bounds
-from ...device.paging import cache_tile, load_cache_rows, prefetch_cache_rows, visited_tiles
+from ...device.paging import cache_tile, load_cache_rows, visited_tiles
 from ...device.partials import (
     MERGED_ROWS,
     is_last,
@@ -41,8 +41,6 @@ from .operands import score_factors, token_strides
 
 # Sequences whose lengths are read at a time: as many as a warp scans without the others.
 SCAN = tl.constexpr(32)
-# Tiles that are worth a program of their own.
-MIN_SHARE = tl.constexpr(1)
 
 
 class DecodeStrides(NamedTuple):
@@ -52,8 +50,6 @@ class DecodeStrides(NamedTuple):
     q: tuple[int, int, int]
     k: tuple[int, int, int]
     v: tuple[int, int, int]
-    tables: tuple[int, int, int]
-    """Of the page table's rows, and of batch and head of the block lists."""
     scales: tuple[int, int]
     """Of the heads of k_scale and v_scale; 0 where one number is for all."""
 
@@ -85,10 +81,9 @@ def _find_share(
     seqlens_ptr, batch, q_len, capacity, num_blocks, left, right, planes,
     TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """All tiles and the programs that share them, this one's stretch, where that begins.
+    """All tiles, this program's stretch of them, its first sequence, and that one's first tile.
 
-    The last two are the sequence and the first of its tiles. The first SCAN sequences are read
-    once, which is all there is to most batches.
+    The first SCAN sequences are read once, which is all there is to most batches.
     """
     first_counts = _tiles_of_sequences(
         seqlens_ptr, 0, batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
@@ -102,10 +97,7 @@ def _find_share(
             TILE_N, BLOCK_KV,
         )  # fmt: skip
         total += tl.sum(counts, 0)
-    # a program that reads less than this costs more to wait for than it saves
-    programs = tl.minimum(tl.num_programs(0), (total + MIN_SHARE - 1) // MIN_SHARE)
-    begin, end = share_of(tl.program_id(0), total, programs)
-    end = tl.where(tl.program_id(0) < programs, end, begin)
+    begin, end = share_of(tl.program_id(0), total, tl.num_programs(0))
 
     sequence = tl.sum(((first_counts > 0) & (until <= begin)).to(tl.int32), 0)
     first_tile = tl.max(tl.where(until <= begin, until, 0), 0)
@@ -118,7 +110,7 @@ def _find_share(
         sequence += tl.sum(((counts > 0) & (until <= begin)).to(tl.int32), 0)
         first_tile = tl.maximum(first_tile, tl.max(tl.where(until <= begin, until, 0), 0))
         before = tl.max(until, 0)
-    return total, programs, begin, end, sequence, first_tile
+    return total, begin, end, sequence, first_tile
 
 
 @triton.jit
@@ -157,20 +149,6 @@ def _attend_cache(
 
 
 @triton.jit
-def _prefetch_tiles(
-    k_ptr, v_ptr, cache, tile_begin, tile_end, strides,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    """Ask the L2 for the tiles `[tile_begin, tile_end)` of one KV head."""
-    offs_n = tl.arange(0, TILE_N)
-    for tile in range(tile_begin, tile_end):
-        _, slab, row, live, _ = cache_tile(tile, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        prefetch_cache_rows(k_ptr, slab, row, strides.k, live, HEAD_DIM)
-        prefetch_cache_rows(v_ptr, slab, row, strides.v, live, HEAD_DIM_V)
-
-
-@triton.jit
 def _row_places(rows, num_rows, kv_head, group, q_len, strides):
     """Query index, query head and offset of packed rows; rows past the last count as the last."""
     rows = tl.minimum(rows, num_rows - 1)
@@ -181,19 +159,19 @@ def _row_places(rows, num_rows, kv_head, group, q_len, strides):
 
 @triton.jit
 def _write(
-    results, extras, m_log2, row_sum, acc, rows, num_rows, batch, kv_head, kv_len, q_len, heads,
+    results, scoring, m_log2, row_sum, acc, rows, num_rows, batch, kv_head, kv_len, q_len, heads,
     strides, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
     """End the softmax of packed rows and store outputs and lse."""
     live = rows < num_rows
     token, head, offset = _row_places(rows, num_rows, kv_head, heads[1], q_len, strides.out)
-    if extras[0] is not None:
-        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(extras[0] + head))
+    if scoring[2] is not None:
+        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(scoring[2] + head))
         acc *= rescale[:, None]
     row_sum = tl.where(kv_len < 0, float("nan"), row_sum)
     inverse, lse = finalise(m_log2, row_sum)
-    if extras[2] is not None:
-        inverse *= tl.load(extras[2] + kv_head * strides.scales[1])
+    if scoring[4] is not None:
+        inverse *= tl.load(scoring[4] + kv_head * strides.scales[1])
     offs_dv = tl.arange(0, acc.shape[1])
     out_ptr = results[0] + tl.cast(batch, tl.int64) * strides.out[0]
     tl.store(
@@ -207,6 +185,7 @@ def _write(
 
 @triton.jit(
     do_not_specialize=[
+        "page_row_stride", "list_batch_stride", "list_head_stride",
         "batch", "q_len", "capacity", "num_pages", "num_blocks", "left", "right",
     ]
 )  # fmt: skip
@@ -214,9 +193,12 @@ def _attn_decode_kernel(
     results,
     inputs,
     tables,
-    extras,
+    scoring,
     workspace,
     strides,
+    page_row_stride,
+    list_batch_stride,
+    list_head_stride,
     batch,
     q_len,
     capacity,
@@ -225,21 +207,19 @@ def _attn_decode_kernel(
     left,
     right,
     heads,
-    score,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One stretch of the KV tiles of all sequences and heads.
 
     results (out, lse), inputs (q, k_cache, v_cache), tables (cache_seqlens, page_table,
-    kv_blocks), extras (sinks, k_scale, v_scale), workspace (parts, counters),
-    heads (KV heads, query heads of each).
+    kv_blocks), scoring (scale_log2, inverse_cap, sinks, k_scale, v_scale), workspace (parts,
+    counters), heads (KV heads, query heads of each).
     """
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
@@ -247,7 +227,7 @@ def _attn_decode_kernel(
     num_rows = q_len * heads[1]
     q_tiles = (num_rows + TILE_M - 1) // TILE_M
     planes = heads[0] * q_tiles
-    total, programs, tile, end, sequence, sequence_tile = _find_share(
+    total, tile, end, sequence, sequence_tile = _find_share(
         tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
     )
     program = tl.program_id(0)
@@ -265,42 +245,35 @@ def _attn_decode_kernel(
         shift = first_tile - plane_tile
         k_head = k_ptr + tl.cast(kv_head, tl.int64) * strides.k[1]
         v_head = v_ptr + tl.cast(kv_head, tl.int64) * strides.v[1]
-        page_row = tl.cast(sequence, tl.int64) * strides.tables[0]
-        list_row = tl.cast(sequence, tl.int64) * strides.tables[1] + kv_head * strides.tables[2]
+        page_row = tl.cast(sequence, tl.int64) * page_row_stride
+        list_row = tl.cast(sequence, tl.int64) * list_batch_stride + kv_head * list_head_stride
         cache = (
             (tables[1], tables[2], page_row, list_row),
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
         )  # fmt: skip
-        if PREFETCH:
-            # what the queries are waited for, the first keys come meanwhile
-            _prefetch_tiles(
-                k_head, v_head, cache, tile + shift, tl.minimum(stop, tile + PREFETCH) + shift,
-                strides, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N,
-            )  # fmt: skip
-
         rows = first_row + tl.arange(0, TILE_M)
         token, _, offset = _row_places(rows, num_rows, kv_head, heads[1], q_len, strides.q)
         q_plane = q_ptr + tl.cast(sequence, tl.int64) * strides.q[0]
         live = (rows < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
         q = tl.load(q_plane + offset[:, None] + offs_d[None, :], live, other=0.0)
-        begins = owner_of(plane_tile, total, programs)
-        ends = owner_of(plane_tile + count - 1, total, programs)
+        begins = owner_of(plane_tile, total, tl.num_programs(0))
+        ends = owner_of(plane_tile + count - 1, total, tl.num_programs(0))
         k_scale = 1.0
-        if extras[1] is not None:
-            k_scale = tl.load(extras[1] + kv_head * strides.scales[0])
+        if scoring[3] is not None:
+            k_scale = tl.load(scoring[3] + kv_head * strides.scales[0])
         # under a softcap the factor of the softmax is the cap, and that of keys belongs inside
-        q, scale_log2 = fold_sign(q, score[0] * k_scale if score[1] is None else score[0])
+        q, scale_log2 = fold_sign(q, scoring[0] * k_scale if scoring[1] is None else scoring[0])
         q_pos = position(token, q_len, tl.maximum(kv_len, 0))
         first, last = row_bounds(q_pos, tl.maximum(kv_len, 0), left, right)
         m_log2, row_sum, acc = _attend_cache(
             q, first, last,
             k_head, v_head, cache, tile + shift, stop + shift,
-            strides, (scale_log2, score[1], k_scale),
+            strides, (scale_log2, scoring[1], k_scale),
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION,
         )  # fmt: skip
         if begins == ends:
             _write(
-                results, extras, m_log2, row_sum, acc, rows, num_rows, sequence, kv_head, kv_len,
+                results, scoring, m_log2, row_sum, acc, rows, num_rows, sequence, kv_head, kv_len,
                 q_len, heads, strides, HEAD_DIM_V,
             )  # fmt: skip
         else:
@@ -314,7 +287,7 @@ def _attn_decode_kernel(
                         TILE_M, TILE_DV,
                     )  # fmt: skip
                     _write(
-                        results, extras, m_log2_all, row_sum_all, acc_all,
+                        results, scoring, m_log2_all, row_sum_all, acc_all,
                         first_row + row + tl.arange(0, MERGED_ROWS), first_row + tile_rows,
                         sequence, kv_head, kv_len, q_len, heads, strides, HEAD_DIM_V,
                     )  # fmt: skip
@@ -360,6 +333,7 @@ def launch_attn_decode(
             (q, k_cache, v_cache),
             (spec.cache_seqlens, spec.page_table, blocks),
             (
+                *score_factors(spec.scale, spec.softcap),
                 None if spec.sinks is None else spec.sinks.contiguous(),
                 spec.k_scale,
                 spec.v_scale,
@@ -373,9 +347,9 @@ def launch_attn_decode(
                 token_strides(q),
                 _cache_strides(k_cache, pages),
                 _cache_strides(v_cache, pages),
-                _table_strides(spec),
                 (_scale_stride(spec.k_scale), _scale_stride(spec.v_scale)),
             ),
+            *_table_strides(spec),
             batch,
             q_len,
             capacity(k_cache, spec),
@@ -383,14 +357,12 @@ def launch_attn_decode(
             0 if blocks is None else blocks.shape[2],
             *spec.band.scalars(),
             (heads, heads_q // heads),
-            score_factors(spec.scale, spec.softcap),
             dim,
             dim_v,
             pages,
             None if blocks is None else spec.kv_block_size,
             config.tile_m,
             config.tile_n,
-            config.prefetch if _whole_lines(k_cache, v_cache) else 0,
             config.precision,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -402,13 +374,8 @@ def _cache_strides(cache: torch.Tensor, pages: int | None) -> tuple[int, int, in
     return token_strides(cache if pages is None else cache.transpose(1, 2))
 
 
-def _whole_lines(*caches: torch.Tensor) -> bool:
-    """Whether every row can be prefetched: it begins and ends at a multiple of 16 bytes."""
-    sizes = [n * x.element_size() for x in caches for n in (*x.stride()[:-1], x.shape[-1])]
-    return all(n % 16 == 0 for n in (*sizes, *(x.data_ptr() for x in caches)))
-
-
 def _table_strides(spec: DecodeSpec) -> tuple[int, int, int]:
+    """Strides of the page table's rows, and of batch and head of the block lists."""
     table, blocks = spec.page_table, spec.kv_blocks
     of_table = 0 if table is None else table.stride(0)
     return (of_table, *((0, 0) if blocks is None else blocks.stride()[:2]))
