@@ -1,0 +1,52 @@
+"""One step of the backward pass of attention: probabilities again, and gradients of the products.
+
+    p  = 2^(s * scale_log2 - lse_log2)        delta = sum_d out * dout - dlse
+    ds = p * (dp - delta) * cap'(s)           with dp = dout v^T
+
+`s` and `dp` are [queries, keys] or [keys, queries]: whoever calls gives the terms of the queries,
+`lse_log2` and `delta`, with an axis of 1 where the keys are. `ds` is the gradient of q k^T up to
+the scale, which the sums of `ds k` and `ds^T q` take once, at the end. Nothing here makes a tensor,
+so Triton and Gluon kernels share it.
+"""
+
+import triton
+import triton.language as tl
+
+from .scores import cap
+from .softmax import LOG2_E
+
+
+@triton.jit
+def lse_to_log2(lse):
+    """`lse` in base 2; +inf for rows that see nothing, so that their probabilities are 0."""
+    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E)
+
+
+@triton.jit
+def probabilities(s, visible, lse_log2, score):
+    """Weights of the keys from raw products `s`, and the capped scores for `score_gradients`.
+
+    `visible` is None where all is; `score` holds (scale_log2 > 0, inverse_cap) as `scores` says.
+    """
+    capped = cap(s, score[1])
+    shown = capped
+    if visible is not None:
+        shown = tl.where(visible, capped, -float("inf"))
+    return tl.exp2(shown * score[0] - lse_log2), capped
+
+
+@triton.jit
+def score_gradients(p, capped, dp, delta, score):
+    """Gradient of the products q k^T up to the scale, from what `probabilities` gave."""
+    ds = p * (dp - delta)
+    if score[1] is not None:
+        # derivative of tanh; not of masked scores, whose -inf has none
+        ds = ds * ((1.0 - capped) * (1.0 + capped))
+    return ds
+
+
+@triton.jit
+def sink_gradients(sink, lse_log2, delta):
+    """What each query adds to the gradient of a sink: a key whose value is 0."""
+    p = tl.exp2(sink.to(tl.float32) * LOG2_E - lse_log2)
+    return -p * delta
