@@ -26,13 +26,14 @@ def lse_to_log2(lse):
 def probabilities(s, visible, lse_log2, score):
     """Weights of the keys from raw products `s`, and the capped scores for `score_gradients`.
 
-    `visible` is None where all is; `score` holds (scale_log2 > 0, inverse_cap) as `scores` says.
+    `visible` is None where all is; `score` holds (scale_log2, inverse_cap) as `scores` says, of any
+    sign: with the maximum known, masking can wait until after the scale.
     """
     capped = cap(s, score[1])
-    shown = capped
+    exponent = capped * score[0] - lse_log2
     if visible is not None:
-        shown = tl.where(visible, capped, -float("inf"))
-    return tl.exp2(shown * score[0] - lse_log2), capped
+        exponent = tl.where(visible, exponent, -float("inf"))
+    return tl.exp2(exponent), capped
 
 
 @triton.jit

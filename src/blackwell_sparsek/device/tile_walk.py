@@ -9,11 +9,9 @@ import triton
 import triton.language as tl
 
 from .masks import (
-    band_visible,
     bit_visible,
     kv_range,
     kv_range_of_all,
-    position,
     q_range,
     q_range_of_all,
     within_bounds,
@@ -100,19 +98,18 @@ def plan_queries(
 
 @triton.jit
 def masked_query_tile(
-    lists, plan, num_units, q_tile, kv_pos, kv_block, lengths, band,
+    lists, plan, num_units, q_tile, column_limits, kv_pos, kv_block, q_len,
     TILE_M: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Indices of the queries of a tile with mask code, and which keys they see, [keys, queries].
 
-    The keys `kv_pos` lie in column `kv_block` of a mask.
+    `column_limits` are the `column_bounds` of the keys `kv_pos`, which lie in column `kv_block` of
+    a mask.
     """
-    q_len, kv_len = lengths
     ordinal, q_in_unit = tile_ordinal(q_tile, tl.arange(0, TILE_M), TILE_M, UNIT)
     unit = masked_unit(plan, ordinal)
     q_index = keys_of_tile(lists, unit, ordinal, num_units, q_in_unit, q_len, TILE_M, UNIT)
-    q_pos = position(q_index, q_len, kv_len)
-    visible = band_visible(q_pos[None, :], kv_pos[:, None], kv_len, band[0], band[1])
+    visible = within_bounds(q_index[None, :], column_limits[0][:, None], column_limits[1][:, None])
     if lists is not None:
         kv_in_block = kv_pos - kv_block * lists[5]
         words = bits_of_query_tile(

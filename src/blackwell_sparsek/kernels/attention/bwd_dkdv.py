@@ -19,9 +19,8 @@ import triton.language as tl
 
 from ...core.launch import cdiv, launch, on_device_of
 from ...device.backprop import lse_to_log2, probabilities, score_gradients
-from ...device.masks import exists
+from ...device.masks import column_bounds, exists
 from ...device.schedule import place_in_sections, section_planes
-from ...device.scores import fold_sign
 from ...device.sequences import lse_offset, plane_offset, token_span
 from ...device.tile_walk import masked_query_tile, plan_queries
 from ...device.tiles import load_rows, store_rows
@@ -146,6 +145,7 @@ def _attn_dkdv_kernel(
         return
     lengths, band = (q_len, kv_len), (left, right)
     kv_pos = kv_start + tl.arange(0, TILE_N)
+    column_limits = column_bounds(kv_pos, q_len, kv_len, left, right)
     kv_block = 0 if block_lists is None else kv_start // block_lists[5]
     mask_row = batch * mask_batch_step + kv_block
 
@@ -154,9 +154,6 @@ def _attn_dkdv_kernel(
     v_ptr += plane_offset(batch, kv_head, kv_first, strides.v)
     k = load_rows(k_ptr, kv_pos, strides.k[2], offs_d, kv_len, HEAD_DIM)
     v = load_rows(v_ptr, kv_pos, strides.v[2], offs_dv, kv_len, HEAD_DIM_V)
-    # the sign of the scale goes to the operand that stays
-    k, scale_log2 = fold_sign(k, score[0])
-    factors = (scale_log2, score[1])
     dk = tl.zeros([TILE_N, TILE_D], tl.float32)
     dv = tl.zeros([TILE_N, TILE_DV], tl.float32)
 
@@ -176,11 +173,11 @@ def _attn_dkdv_kernel(
         num_masked = num_masked_units(plan)
         for q_tile in tl.range(0, num_tiles(num_masked, TILE_M, UNIT)):
             q_index, visible = masked_query_tile(
-                block_lists, plan, num_masked, q_tile, kv_pos, kv_block, lengths, band,
+                block_lists, plan, num_masked, q_tile, column_limits, kv_pos, kv_block, q_len,
                 TILE_M, UNIT,
             )  # fmt: skip
             dk, dv = _add_tile(
-                (dk, dv), gradients, k, v, queries, q_index, q_len, visible, strides, factors,
+                (dk, dv), gradients, k, v, queries, q_index, q_len, visible, strides, score,
                 HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
             )  # fmt: skip
         num_full = num_full_units(plan)
@@ -190,7 +187,7 @@ def _attn_dkdv_kernel(
                 block_lists, plan[3] + ordinal, ordinal, num_full, q_in_unit, q_len, TILE_M, UNIT
             )
             dk, dv = _add_tile(
-                (dk, dv), gradients, k, v, queries, q_index, None, None, strides, factors,
+                (dk, dv), gradients, k, v, queries, q_index, None, None, strides, score,
                 HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
             )  # fmt: skip
 

@@ -17,7 +17,6 @@ from ...core.launch import cdiv, launch, on_device_of
 from ...device.backprop import lse_to_log2, probabilities, score_gradients
 from ...device.masks import exists, position, row_bounds
 from ...device.schedule import place_in_sections, section_planes
-from ...device.scores import fold_sign
 from ...device.sequences import batch_and_heads, lse_offset, plane_offset, token_span
 from ...device.tile_walk import masked_key_tile, plan_keys
 from ...device.tiles import load_rows, store_rows
@@ -131,8 +130,6 @@ def _attn_dq_kernel(
     dout_ptr += plane_offset(batch, q_head, q_first, strides.dout)
     q = load_rows(q_ptr, offs_m, strides.q[2], tl.arange(0, TILE_D), q_len, HEAD_DIM)
     dout = load_rows(dout_ptr, offs_m, strides.dout[2], tl.arange(0, TILE_DV), q_len, HEAD_DIM_V)
-    q, scale_log2 = fold_sign(q, score[0])
-    factors = (scale_log2, score[1])
     offset = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
     live = exists(offs_m, q_len)
     lse = tl.load(row_terms[0] + offset + offs_m, mask=live, other=-float("inf"))
@@ -157,7 +154,7 @@ def _attn_dq_kernel(
         )
         dq = _add_tile(
             dq, rows, k_ptr, v_ptr, kv_pos, kv_len, visible, strides.k[2], strides.v[2],
-            factors, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
         )  # fmt: skip
 
     num_full = num_full_units(plan)
@@ -168,7 +165,7 @@ def _attn_dq_kernel(
         )
         dq = _add_tile(
             dq, rows, k_ptr, v_ptr, kv_pos, None, None, strides.k[2], strides.v[2],
-            factors, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
         )  # fmt: skip
 
     dq_ptr += plane_offset(batch, q_head, q_first, strides.dq)
