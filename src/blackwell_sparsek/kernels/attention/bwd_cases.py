@@ -77,7 +77,7 @@ def _arguments(call: Call, kernel: str) -> dict[str, Any]:
         "mask_batch_step": 0,
         "mask_head_step": 0,
         "heads": (HEADS, HEADS // KV_HEADS),
-        "score": gradient_factors(0.1, 30.0 if call.everything else 0.0),
+        "score": gradient_factors(0.1, 30.0 if call.everything else 0.0, call.dtype),
         "HEAD_DIM": call.head_dim,
         "HEAD_DIM_V": call.head_dim,
     }

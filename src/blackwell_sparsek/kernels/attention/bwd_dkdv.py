@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ...core.launch import cdiv, launch, on_device_of
-from ...device.backprop import lse_to_log2, probabilities, score_gradients
+from ...device.backprop import probabilities, score_gradients, shift_of_rows
 from ...device.masks import column_bounds, exists
 from ...device.schedule import place_in_sections, section_planes
 from ...device.sequences import lse_offset, plane_offset, token_span
@@ -74,13 +74,15 @@ def _add_tile(
     PRECISION: tl.constexpr,
 ):
     """Add what one tile of queries gives to (dk / scale, dv); `visible` None means all see it."""
+    NATURAL: tl.constexpr = k.dtype == tl.float32
     dk, dv = sums
     q_ptr, dout_ptr, lse_ptr, delta_ptr = queries
     q = load_rows(q_ptr, q_index, strides.q[2], tl.arange(0, TILE_D), q_limit, HEAD_DIM)
     dout = load_rows(dout_ptr, q_index, strides.dout[2], tl.arange(0, TILE_DV), q_limit, HEAD_DIM_V)
-    lse_log2 = lse_to_log2(_load_terms(lse_ptr, q_index, q_limit, -float("inf")))
+    lse = _load_terms(lse_ptr, q_index, q_limit, -float("inf"))
+    shift = shift_of_rows(lse, NATURAL)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [TILE_N, TILE_M]
-    p, capped = probabilities(s, visible, lse_log2[None, :], score)
+    p, capped = probabilities(s, visible, shift[None, :], score, NATURAL)
     if gradients[1] is not None:
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
     if gradients[0] is not None:
@@ -247,7 +249,7 @@ def launch_attn_dkdv(
             *operands.band,
             *mask.steps,
             operands.heads,
-            gradient_factors(spec.scale, spec.softcap),
+            gradient_factors(spec.scale, spec.softcap, q.dtype),
             q.shape[-1],
             v.shape[-1],
             mask.block_q,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...core.launch import cdiv, launch, on_device_of
-from ...device.backprop import lse_to_log2, probabilities, score_gradients
+from ...device.backprop import probabilities, score_gradients, shift_of_rows
 from ...device.masks import exists, position, row_bounds
 from ...device.schedule import place_in_sections, section_planes
 from ...device.sequences import batch_and_heads, lse_offset, plane_offset, token_span
@@ -51,11 +51,11 @@ def _add_tile(
     PRECISION: tl.constexpr,
 ):
     """Add what one KV tile gives to dq / scale; `visible` None means all of it is."""
-    q, dout, lse_log2, delta = rows
+    q, dout, shift, delta = rows
     k = load_rows(k_ptr, kv_pos, k_stride, tl.arange(0, TILE_D), kv_limit, HEAD_DIM)
     v = load_rows(v_ptr, kv_pos, v_stride, tl.arange(0, TILE_DV), kv_limit, HEAD_DIM_V)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [TILE_M, TILE_N]
-    p, capped = probabilities(s, visible, lse_log2[:, None], score)
+    p, capped = probabilities(s, visible, shift[:, None], score, q.dtype == tl.float32)
     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
     ds = score_gradients(p, capped, dp, delta[:, None], score)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -134,7 +134,7 @@ def _attn_dq_kernel(
     live = exists(offs_m, q_len)
     lse = tl.load(row_terms[0] + offset + offs_m, mask=live, other=-float("inf"))
     delta = tl.load(row_terms[1] + offset + offs_m, mask=live, other=0.0)
-    rows = (q, dout, lse_to_log2(lse), delta)
+    rows = (q, dout, shift_of_rows(lse, q.dtype == tl.float32), delta)
     row_limits = row_bounds(position(offs_m, q_len, kv_len), kv_len, left, right)
     dq = tl.zeros([TILE_M, TILE_D], tl.float32)
 
@@ -213,7 +213,7 @@ def launch_attn_dq(
             *operands.band,
             *operands.mask_steps,
             operands.heads,
-            gradient_factors(spec.scale, spec.softcap),
+            gradient_factors(spec.scale, spec.softcap, q.dtype),
             q.shape[-1],
             v.shape[-1],
             operands.block_kv,

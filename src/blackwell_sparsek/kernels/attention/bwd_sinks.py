@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ...core.compile_cases import CompileCase, compile_cases
 from ...core.launch import cdiv, launch, on_device_of
-from ...device.backprop import lse_to_log2, sink_gradients
+from ...device.backprop import sink_gradients
 from ...device.masks import exists
 
 # Queries of one program, and how many of them it reads at a time.
@@ -49,9 +49,9 @@ def _sink_parts_kernel(
         row = tl.cast(part, tl.int64) * ROWS + first + tl.arange(0, TILE_ROWS)
         live = exists(row, num_rows)
         at = (row // q_len * heads + head) * q_len + row % q_len
-        lse_log2 = lse_to_log2(tl.load(lse_ptr + at, mask=live, other=-float("inf")))
+        lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"))
         delta = tl.load(delta_ptr + at, mask=live, other=0.0)
-        total += sink_gradients(sink, lse_log2, delta)
+        total += sink_gradients(sink, lse, delta)
     tl.store(parts_ptr + tl.program_id(0), tl.sum(total, 0))
 
 

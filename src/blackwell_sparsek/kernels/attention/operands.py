@@ -90,9 +90,17 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float | None]:
     return float(scale) * LOG2_E, None
 
 
-def gradient_factors(scale: float, softcap: float) -> tuple[float, float | None, float]:
-    """`score_factors`, and what the gradients of q and k are multiplied by at the end."""
-    return (*score_factors(scale, softcap), float(scale))
+def gradient_factors(
+    scale: float, softcap: float, dtype: torch.dtype
+) -> tuple[float, float | None, float]:
+    """What `device.backprop` reads, and what the gradients of q and k are multiplied by at the end.
+
+    The first factor is in natural units for fp32 operands.
+    """
+    factor, inverse_cap = score_factors(scale, softcap)
+    if dtype == torch.float32:
+        factor = float(softcap) if softcap else float(scale)
+    return factor, inverse_cap, float(scale)
 
 
 class TransposedMask(NamedTuple):
