@@ -104,7 +104,7 @@ def _recompute(
     p = torch.where(visible, torch.exp(s - shift), 0.0)
     delta = (out * dout).sum(-1, keepdim=True) - dlse[..., None]
     ds = p * (dout @ wide_v.mT - delta) * slope * spec.scale
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q, p.mT @ dout))
+    dk, dv = (x.reshape(*k.shape[:2], group, *x.shape[2:]).sum(2) for x in (ds.mT @ q, p.mT @ dout))
     dsinks = None
     if spec.sinks is not None:
         p_sink = torch.exp(spec.sinks[:, None, None] - shift)
