@@ -134,5 +134,9 @@ def check_gradients(
     for name, got, want, low in zip(AttnGradients._fields, gradients, exact, plain, strict=True):
         if got is not None:
             assert want is not None and low is not None, name
-            label = f"{what} {name}"
-            assert_within_budget(got, want, low.to(got.dtype), factor=factor, what=label)
+            # a sink sums delta, which knows the output after it was rounded, over all queries; and
+            # what plain PyTorch errs by on a handful of heads is a lucky draw
+            slack = 2.0 if name == "dsinks" else 1.0
+            assert_within_budget(
+                got, want, low.to(got.dtype), factor=slack * factor, what=f"{what} {name}"
+            )
