@@ -141,7 +141,7 @@ def _accepted_spills(call: Call, kernel: str, sm: int) -> int:
         # the loop with mask code; measured, tiles that do not spill are slower (see the tuning)
         return 2048
     # padding, softcap and packed sequences at once are rare; fp32 runs on the CUDA cores
-    if call.everything or call.precision == "ieee" and call.dtype == torch.float32:
+    if call.everything or (call.precision == "ieee" and call.dtype == torch.float32):
         return 192
     # a few registers around the loop with mask code
     return 96 if kernel == "dkdv" else 0
