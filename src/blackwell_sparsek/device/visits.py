@@ -1,5 +1,8 @@
 """Which KV tiles a query tile visits: a dense range, or the blocks of a mask row.
 
+The other direction is the same with the roles exchanged: the query tiles that a KV tile visits come
+from a range of queries and from the transposed lists, whose blocks hold queries.
+
 Both are lists of *units*: KV tiles when dense, mask blocks otherwise. A plan is six bounds,
 
     partial_begin, partial_end, edge_begin, full_begin, full_end, edge_end
@@ -178,3 +181,28 @@ def bits_of_tile(
     column = tl.cast(bits_id, tl.int64) * block_words + kv_in_unit // 32
     has_bits = (q_in_block >= 0)[:, None] & (bits_id >= 0)[None, :]
     return tl.load(lists[4] + (q_in_block * WORDS)[:, None] + column[None, :], has_bits, other=-1)
+
+
+@triton.jit
+def bits_of_query_tile(
+    lists,
+    unit,
+    ordinal,
+    num_units,
+    kv_in_block,
+    q_in_unit,
+    TILE_M: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """`bits_of_tile` for lists of query blocks: words [keys, queries] of UNIT queries a block.
+
+    The pool is the one of the other direction; `lists[5]` is the width of a block.
+    """
+    words = (lists[5] + 31) // 32
+    if UNIT >= TILE_M:
+        bits_id = tl.load(lists[3] + unit) + (q_in_unit - q_in_unit)
+    else:
+        bits_id = tl.load(lists[3] + unit, mask=ordinal < num_units, other=-1)
+    row = tl.cast(bits_id, tl.int64) * (UNIT * words) + q_in_unit * words
+    has_bits = (kv_in_block >= 0)[:, None] & (bits_id >= 0)[None, :]
+    return tl.load(lists[4] + (kv_in_block // 32)[:, None] + row[None, :], has_bits, other=-1)

@@ -8,7 +8,7 @@ scores either. Sums run in a fixed order on a CPU; elsewhere the gradients of k 
 mask are scattered, in a fixed order only if asked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -70,12 +70,16 @@ def attention_backward(
     lse: torch.Tensor,
     spec: AttnSpec,
     deterministic: bool,
+    needs: Sequence[bool] = (True, True, True),
 ) -> Gradients:
-    """Gradients for the layouts of `attention`; dq, dk, dv are laid out as q, k and v."""
+    """Gradients for the layouts of `attention`; dq, dk, dv are laid out as q, k and v.
+
+    `needs` says which of dq, dk, dv are wanted; the others come back as zeros.
+    """
     guarded = may_be_nonfinite(q, k, v, dout)
     if not spec.is_varlen:
         extent = Extent(q.shape[2], k.shape[2])
-        return _backward(dout, dlse, q, k, v, out, lse, spec, extent, guarded, deterministic)
+        return _backward(dout, dlse, q, k, v, out, lse, spec, extent, guarded, deterministic, needs)
     dtype = compute_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     dsinks = None if spec.sinks is None else torch.zeros_like(spec.sinks, dtype=dtype)
@@ -92,6 +96,7 @@ def attention_backward(
             extent,
             guarded,
             deterministic,
+            needs,
         )
         as_batch(dq, q_span).copy_(part.dq)
         as_batch(dk, k_span).copy_(part.dk)
@@ -113,6 +118,7 @@ def _backward(
     extent: Extent,
     guarded: bool,
     deterministic: bool,
+    needs: Sequence[bool],
 ) -> Gradients:
     dtype = compute_dtype(q.dtype)
     ops = operands(q, k, v, spec, guarded)
@@ -130,10 +136,10 @@ def _backward(
     dk = ops.q.new_zeros((n, extent.sk, q.shape[3]))
     dv = torch.zeros_like(ops.v, memory_format=torch.contiguous_format)
     if spec.block_mask is None or q.numel() == 0:
-        _backward_band(ops, rows, spec, extent, dq, dk, dv)
+        _backward_band(ops, rows, spec, extent, dq, dk, dv, needs)
     else:
         dq, dk, dv = _backward_blocks(
-            ops, rows, spec, spec.block_mask, extent, k.shape[1], deterministic
+            ops, rows, spec, spec.block_mask, extent, k.shape[1], deterministic, needs
         )
     dsinks = None
     if spec.sinks is not None:
@@ -187,6 +193,7 @@ def _backward_band(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    needs: Sequence[bool],
 ) -> None:
     group = ops.q.shape[1]
     vt = ops.v.transpose(1, 2).contiguous()
@@ -215,9 +222,12 @@ def _backward_band(
                 visible,
             )
             seen_by = None if visible is None else visible.transpose(-1, -2)
-            dq_tile += _product(ds, kt.transpose(1, 2), visible)
-            dk[heads, span] += _product(ds.transpose(1, 2), q, seen_by)
-            dv[heads, span] += _product(p.transpose(1, 2), do, seen_by)
+            if needs[0]:
+                dq_tile += _product(ds, kt.transpose(1, 2), visible)
+            if needs[1]:
+                dk[heads, span] += _product(ds.transpose(1, 2), q, seen_by)
+            if needs[2]:
+                dv[heads, span] += _product(p.transpose(1, 2), do, seen_by)
         dq[heads, :, queries] = dq_tile.view(n, group, count, -1)
 
 
@@ -229,6 +239,7 @@ def _backward_blocks(
     extent: Extent,
     heads_kv: int,
     deterministic: bool,
+    needs: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bq, bk = mask.block_size
     layout = block_rows(ops, mask, extent, heads_kv)
@@ -258,11 +269,14 @@ def _backward_blocks(
             seen_by = None
             if select is not None:
                 seen_by = select.transpose(1, 2).expand(n, -1, q.shape[1])
-            dq += _product(ds, k_blocks.gather(block), select)
-            dk = _product(ds.transpose(1, 2), q, seen_by).view(-1, bk, q.shape[2])
-            dv = _product(p.transpose(1, 2), do, seen_by).view(-1, bk, do.shape[2])
-            _scatter_add(dk_blocks, block.flatten(), dk, deterministic)
-            _scatter_add(dv_blocks, block.flatten(), dv, deterministic)
+            if needs[0]:
+                dq += _product(ds, k_blocks.gather(block), select)
+            if needs[1]:
+                dk = _product(ds.transpose(1, 2), q, seen_by).view(-1, bk, q.shape[2])
+                _scatter_add(dk_blocks, block.flatten(), dk, deterministic)
+            if needs[2]:
+                dv = _product(p.transpose(1, 2), do, seen_by).view(-1, bk, do.shape[2])
+                _scatter_add(dv_blocks, block.flatten(), dv, deterministic)
         dq_rows[rows] = dq
     dq = from_query_rows(dq_rows, layout, bq, ops.q.shape).contiguous()
     n = ops.kt.shape[0]

@@ -1,5 +1,6 @@
 """What an attention call asks for besides q, k and v: one object for every implementation."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,25 @@ class AttnSpec(NamedTuple):
     def is_varlen(self) -> bool:
         """Whether sequences are packed along one token axis."""
         return self.cu_seqlens_q is not None
+
+
+class AttnGradients(NamedTuple):
+    """Where the gradients of a call go; None for those that nobody asked for.
+
+    Each has the shape and dtype of its input and a contiguous last dimension.
+    """
+
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
+    dsinks: torch.Tensor | None
+
+    def fill(self, computed: Iterable[torch.Tensor | None]) -> None:
+        """Copy what was computed elsewhere to where it was asked for."""
+        for gradient, value in zip(self, computed, strict=True):
+            if gradient is not None:
+                assert value is not None
+                gradient.copy_(value)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

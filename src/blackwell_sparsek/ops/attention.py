@@ -4,6 +4,9 @@ Layouts: dense q [B, Hq, Sq, D], out [B, Hq, Sq, Dv], lse [B, Hq, Sq]; packed (w
 q [Tq, Hq, D], out [Tq, Hq, Dv], lse [Hq, Tq]. A missing mask is two empty lists; `mask_shape` is
 [Bm, Hm, Sq, Sk, bq, bk]. `left` and `right` are the scalars of a `Band`. `deterministic` is about
 the backward pass alone, but travels with the forward call that the backward pass belongs to.
+
+Implementations of the backward fill the tensors of an `AttnGradients`, laid out as the inputs are,
+and compute only those.
 """
 
 from collections.abc import Sequence
@@ -14,13 +17,13 @@ import torch
 from ..core.errors import Unsupported
 from ..eager import attention as eager_forward
 from ..eager import attention_backward as eager_backward
-from ..formats.attention_spec import AttnSpec, empty_lse, empty_out
+from ..formats.attention_spec import AttnGradients, AttnSpec, empty_lse, empty_out
 from ..formats.band import Band
 from ..formats.block_mask import BlockMask
 from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
 from ..tuning.problem_attention import AttnProblem
-from . import attention_sm90, attention_triton
+from . import attention_bwd_triton, attention_sm90, attention_triton
 from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
 
@@ -91,7 +94,8 @@ def _forward_reference(
     return empty_out(q, v.shape[-1]).copy_(out), lse
 
 
-def _backward_reference(
+def _backward_eager(
+    gradients: AttnGradients,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
@@ -101,8 +105,26 @@ def _backward_reference(
     lse: torch.Tensor,
     spec: AttnSpec,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    return reference.attention_backward(dout, dlse, q, k, v, spec)
+) -> None:
+    needs = [gradient is not None for gradient in gradients[:3]]
+    gradients.fill(
+        eager_backward.attention_backward(dout, dlse, q, k, v, out, lse, spec, deterministic, needs)
+    )
+
+
+def _backward_reference(
+    gradients: AttnGradients,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: AttnSpec,
+    deterministic: bool,
+) -> None:
+    gradients.fill(reference.attention_backward(dout, dlse, q, k, v, spec))
 
 
 forward_dispatch.register(
@@ -119,7 +141,13 @@ forward_dispatch.register(
 )
 forward_dispatch.register("eager", _everything, _forward_eager)
 forward_dispatch.register("reference", _everything, _forward_reference, auto_passes=only_asked)
-backward_dispatch.register("eager", _everything, eager_backward.attention_backward)
+backward_dispatch.register(
+    "triton",
+    attention_bwd_triton.why_not_backward,
+    attention_bwd_triton.backward,
+    auto_passes=interpreted_only,
+)
+backward_dispatch.register("eager", _everything, _backward_eager)
 backward_dispatch.register("reference", _everything, _backward_reference, auto_passes=only_asked)
 
 
@@ -149,14 +177,16 @@ def _attn_bwd(
     *described, deterministic, needs, impl = options
     spec = _spec(*described)
     problem = AttnProblem.of(q, k, v, spec, backward=True, deterministic=deterministic)
-    with torch.autocast(q.device.type, enabled=False):
-        gradients = backward_dispatch(
-            impl, problem, dout, dlse, q, k, v, out, lse, spec, deterministic
-        )
+    # what comes back may be expanded, from a sum for instance
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     outputs = _empty_gradients(q, k, v, spec.sinks, needs)
-    for output, gradient, needed in zip(outputs, gradients, needs, strict=True):
-        if needed:
-            output.copy_(gradient)
+    gradients = AttnGradients(
+        *(x if needed else None for x, needed in zip(outputs, needs, strict=True))
+    )
+    with torch.autocast(q.device.type, enabled=False):
+        backward_dispatch(
+            impl, problem, gradients, dout, dlse, q, k, v, out, lse, spec, deterministic
+        )
     return outputs
 
 
@@ -207,7 +237,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
     q, k, v, cu_q, cu_k, max_q, max_k, mask, *rest = inputs
     mask_shape, left, right, scale, softcap, sinks, deterministic, impl = rest
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks, *mask)
-    # a forward kernel need not have a backward of its own: then `auto` chooses one
+    # a forward kernel need not have a backward of its own: then `auto` chooses one, as the public
+    # functions say
     backward_impl = impl if impl in backward_dispatch.candidates else "auto"
     ctx.scalars = (
         *(max_q, max_k, mask_shape, left, right, scale, softcap, deterministic),
