@@ -1,0 +1,109 @@
+"""Configuration of the Hopper attention backward: tiles, rings, and what follows from them."""
+
+from dataclasses import dataclass
+
+from ..sm90 import GROUP_ROWS, accumulator_layout
+
+# Steps whose places are kept in shared memory: more than a producer is ever ahead of the writer.
+INFO_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class AttnBwdSm90Config:
+    """Everything the kernel is specialised on. Sizes in elements.
+
+    CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries. UNIT is
+    the number of neighbouring queries a visit is made of: TILE_M when dense, else the block of the
+    mask; smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when
+    dense. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
+    STAGES tiles of queries and DOUT_STAGES of output gradients are in flight. The kernel is
+    compiled for MAX_REGISTERS per thread; the roles then trade them.
+    """
+
+    CONSUMERS: int
+    TILE_M: int
+    TILE_D: int
+    TILE_DV: int
+    STAGES: int
+    DOUT_STAGES: int
+    UNIT: int
+    BLOCK_KV: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    MAX_REGISTERS: int
+
+    def __post_init__(self) -> None:
+        assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
+        assert (self.TILE_M, self.TILE_D) in ((64, 128), (128, 64)), f"{self=}"
+        assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
+        assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a piece of work."""
+        return GROUP_ROWS * self.CONSUMERS
+
+    @property
+    def parts(self) -> int:
+        """Copies that fill one tile of queries."""
+        return max(1, self.TILE_M // self.UNIT)
+
+    @property
+    def part_rows(self) -> int:
+        """Queries of one such copy."""
+        return min(self.UNIT, self.TILE_M)
+
+    @property
+    def dq_by_rows(self) -> bool:
+        """Whether a warp group adds up 64 rows of dq; otherwise 64 columns."""
+        return self.TILE_M == 2 * GROUP_ROWS
+
+    def q_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of queries."""
+        return (1, 1, self.part_rows, self.TILE_D)
+
+    def dout_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of output gradients."""
+        return (1, 1, self.part_rows, self.TILE_DV)
+
+    def k_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of keys, or of their gradients."""
+        return (1, 1, GROUP_ROWS, self.TILE_D)
+
+    def v_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of values, or of their gradients."""
+        return (1, 1, GROUP_ROWS, self.TILE_DV)
+
+    def row_block(self) -> tuple[int, int]:
+        """Shape of a copy of numbers that belong to queries."""
+        return (1, self.part_rows)
+
+    def dq_block(self) -> tuple[int, int, int]:
+        """Shape of what a warp group adds to the gradients of queries."""
+        return (1, GROUP_ROWS, 64)
+
+    def accumulator_layout(self, columns: int) -> object:
+        """Register layout of a [64, columns] WGMMA accumulator."""
+        return accumulator_layout(columns)
+
+
+def make_config(
+    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None
+) -> AttnBwdSm90Config:
+    """The configuration for these head dims; `block_size` is the mask's, None when dense."""
+    tile_m = 64 if tile_d == 128 else 128
+    block_q, block_kv = block_size or (tile_m, 0)
+    producer = 40 if block_size is not None else 24
+    return AttnBwdSm90Config(
+        CONSUMERS=2,
+        TILE_M=tile_m,
+        TILE_D=tile_d,
+        TILE_DV=tile_dv,
+        STAGES=3,
+        DOUT_STAGES=2,
+        UNIT=block_q,
+        BLOCK_KV=block_kv,
+        CONSUMER_REGISTERS=232 if producer == 40 else 240,
+        PRODUCER_REGISTERS=producer,
+        MAX_REGISTERS=168,
+    )

@@ -1,0 +1,169 @@
+"""Launching the Hopper backward: scratch memory, descriptors, order of work, grid."""
+
+from typing import Any
+
+import torch
+
+from ...core.arch import arch_of
+from ...core.launch import cdiv, launch, on_device_of, scratch
+from ...formats.attention_spec import AttnSpec
+from ..sm90 import tensor_descriptor
+from .bwd_config_sm90 import AttnBwdSm90Config
+from .bwd_sm90 import _attn_bwd_sm90_kernel
+from .bwd_sm90_rows import _attn_bwd_round_kernel, _attn_bwd_rows_kernel
+from .fwd_sm90_launch import tma_strides
+from .operands import KernelOperands, kernel_operands, token_strides
+
+# Rows of a program of the row kernels, and what rows are padded to.
+ROW_TILE = 64
+PADDING = 128
+
+
+def launch_attn_bwd_sm90(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: AttnSpec,
+    order: torch.Tensor | None,
+    section: int,
+    config: AttnBwdSm90Config,
+) -> torch.Tensor:
+    """Fill dq, dk and dv; returns delta, fp32 [B, Hq, padded Sq].
+
+    Parameters
+    ----------
+    dq, dk, dv : like q, k and v; all of each is written
+    dout, out : [B, Hq, Sq, Dv], dout with strides and an address that TMA takes
+    dlse : [B, Hq, Sq] with any strides, or None where nothing comes back for lse
+    q, k, v : [B, H, S, D | Dv], at least one query and key, as TMA takes them
+    lse : fp32 [B, Hq, Sq] contiguous
+    spec : options of the call, validated; no packed sequences
+    order : int32 [B * Hkv * tiles], tiles of 128 keys in the order to take them, or None, which
+        goes through the keys in sections
+    section : planes (batch and KV head) whose queries stay in L2 together
+    config : tiles
+    """
+    operands = kernel_operands(q, k, v, spec)
+    q_len, kv_len = operands.lengths
+    planes = operands.batch * operands.heads[0]
+    padded = cdiv(q_len, PADDING) * PADDING
+    lse_log2, delta = (scratch((planes, padded), torch.float32, q.device) for _ in range(2))
+    sums = scratch((planes, padded, q.shape[-1]), torch.float32, q.device)
+    with on_device_of(q):
+        _prepare_rows(lse_log2, delta, sums, out, dout, lse, dlse)
+        row_block = config.row_block()
+        rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
+        kv_planes = planes // operands.heads[1]
+        pieces = kv_planes * cdiv(kv_len, config.tile_n)
+        programs = min(arch_of(q.device).num_sms, pieces)
+        dynamic = pieces > programs
+        args = (
+            tensor_descriptor(sums, config.dq_block()),
+            _descriptor(dk, config.k_block()),
+            _descriptor(dv, config.v_block()),
+            _descriptor(dout, config.dout_block()),
+            _descriptor(q, config.q_block()),
+            _descriptor(k, config.k_block()),
+            _descriptor(v, config.v_block()),
+            *rows,
+            # without `dynamic` nobody looks at the counter
+            scratch((1,), torch.int32, q.device, zero=dynamic),
+            order,
+            _transposed_lists(spec),
+            *_transposed_steps(spec),
+            q_len,
+            kv_len,
+            *operands.band,
+            kv_planes,
+            section,
+            int(dynamic),
+            *operands.heads,
+            operands.score,
+            float(spec.scale),
+            config,
+        )
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        launch(_attn_bwd_sm90_kernel, programs, args, **options)
+        _round_dq(dq, sums, operands, float(spec.scale))
+    return delta.view(operands.batch, operands.heads[0], padded)
+
+
+def _prepare_rows(
+    lse_log2: torch.Tensor,
+    delta: torch.Tensor,
+    sums: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> None:
+    planes, padded, head_dim = sums.shape
+    args = (
+        lse_log2,
+        delta,
+        sums,
+        out,
+        dout,
+        lse,
+        dlse,
+        token_strides(out),
+        token_strides(dout),
+        (0, 0, 0) if dlse is None else dlse.stride(),
+        out.shape[2],
+        padded,
+        out.shape[1],
+        head_dim,
+        out.shape[3],
+        ROW_TILE,
+        _power_of_2(head_dim),
+        _power_of_2(out.shape[3]),
+    )
+    launch(_attn_bwd_rows_kernel, planes * (padded // ROW_TILE), args, num_warps=4)
+
+
+def _round_dq(
+    dq: torch.Tensor, sums: torch.Tensor, operands: KernelOperands, scale: float
+) -> None:
+    planes, padded, head_dim = sums.shape
+    args = (
+        dq,
+        sums,
+        token_strides(dq),
+        dq.shape[2],
+        padded,
+        operands.heads[0],
+        scale,
+        head_dim,
+        ROW_TILE,
+        _power_of_2(head_dim),
+    )
+    launch(_attn_bwd_round_kernel, planes * (padded // ROW_TILE), args, num_warps=4)
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
+    return tensor_descriptor(x, block, tma_strides(x))
+
+
+def _transposed_lists(spec: AttnSpec) -> tuple[Any, ...] | None:
+    mask = spec.block_mask
+    return None if mask is None else (*mask.transposed, mask.bits, mask.block_size[1])
+
+
+def _transposed_steps(spec: AttnSpec) -> tuple[int, int]:
+    """Rows of the transposed lists between two batches and between two heads."""
+    mask = spec.block_mask
+    if mask is None:
+        return 0, 0
+    columns = mask.grid[1]
+    return mask.heads * columns if mask.batch > 1 else 0, columns if mask.heads > 1 else 0
