@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..sm90 import GROUP_ROWS, accumulator_layout
+import torch
+
+from ..sm90 import GROUP_ROWS, accumulator_layout, shared_layout
 
 # Steps whose places are kept in shared memory: more than a producer is ever ahead of the writer.
 INFO_DEPTH = 8
@@ -15,7 +17,7 @@ class AttnBwdSm90Config:
     CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries. UNIT is
     the number of neighbouring queries a visit is made of: TILE_M when dense, else the block of the
     mask; smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when
-    dense. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
+    dense. With SHARED_KEYS the warp groups keep the same 64 keys, and 64 queries of a tile each. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
     STAGES tiles of queries and DOUT_STAGES of output gradients are in flight. The kernel is
     compiled for MAX_REGISTERS per thread; the roles then trade them.
     """
@@ -26,6 +28,7 @@ class AttnBwdSm90Config:
     TILE_DV: int
     STAGES: int
     DOUT_STAGES: int
+    SHARED_KEYS: bool
     UNIT: int
     BLOCK_KV: int
     CONSUMER_REGISTERS: int
@@ -34,14 +37,40 @@ class AttnBwdSm90Config:
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
-        assert (self.TILE_M, self.TILE_D) in ((64, 128), (128, 64)), f"{self=}"
+        tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
+        assert self.TILE_M == tile_m and self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
 
     @property
     def tile_n(self) -> int:
         """Keys of a piece of work."""
-        return GROUP_ROWS * self.CONSUMERS
+        return GROUP_ROWS * self.key_groups
+
+    @property
+    def key_groups(self) -> int:
+        """Sets of 64 keys that a piece has."""
+        return 1 if self.SHARED_KEYS else self.CONSUMERS
+
+    @property
+    def group_m(self) -> int:
+        """Queries of a step that a warp group multiplies with its keys."""
+        return GROUP_ROWS if self.SHARED_KEYS else self.TILE_M
+
+    @property
+    def masks_apart(self) -> bool:
+        """Whether tiles that need mask code have a loop of their own: bits take many registers."""
+        return self.BLOCK_KV > 0
+
+    @property
+    def dq_chunks(self) -> int:
+        """Tiles of 64 x 64 that a warp group contributes to dq in a step."""
+        return self.TILE_D // 64 if self.SHARED_KEYS else 1
+
+    @property
+    def dq_groups(self) -> int:
+        """Products that such a tile takes."""
+        return 1 if self.SHARED_KEYS else self.CONSUMERS
 
     @property
     def parts(self) -> int:
@@ -82,6 +111,10 @@ class AttnBwdSm90Config:
         """Shape of what a warp group adds to the gradients of queries."""
         return (1, GROUP_ROWS, 64)
 
+    def sum_layout(self, columns: int) -> object:
+        """How fp32 sums [64, columns] lie in shared memory."""
+        return shared_layout((GROUP_ROWS, columns), torch.float32)
+
     def accumulator_layout(self, columns: int) -> object:
         """Register layout of a [64, columns] WGMMA accumulator."""
         return accumulator_layout(columns)
@@ -91,7 +124,8 @@ def make_config(
     tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None
 ) -> AttnBwdSm90Config:
     """The configuration for these head dims; `block_size` is the mask's, None when dense."""
-    tile_m = 64 if tile_d == 128 else 128
+    shared_keys = block_size is not None and block_size[1] == GROUP_ROWS
+    tile_m = 64 if tile_d == 128 and not shared_keys else 128
     block_q, block_kv = block_size or (tile_m, 0)
     producer = 40 if block_size is not None else 24
     return AttnBwdSm90Config(
@@ -99,8 +133,9 @@ def make_config(
         TILE_M=tile_m,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
-        STAGES=3,
+        STAGES=2 if shared_keys and tile_d == 128 else 3,
         DOUT_STAGES=2,
+        SHARED_KEYS=shared_keys,
         UNIT=block_q,
         BLOCK_KV=block_kv,
         CONSUMER_REGISTERS=232 if producer == 40 else 240,

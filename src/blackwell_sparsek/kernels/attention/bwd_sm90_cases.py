@@ -39,6 +39,8 @@ CALLS = (
     Call(128, 128, softcap=True, max_spill_bytes=512),
     Call(128, 128, (128, 128), max_spill_bytes=512),
     Call(64, 64, (64, 128), max_spill_bytes=512),
+    Call(128, 128, (64, 64), max_spill_bytes=512),
+    Call(64, 64, (128, 64), max_spill_bytes=512),
 )
 
 

@@ -142,7 +142,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     mask, kv_ring, q_ring, dout_ring, info, work, lengths, heads, band = shared
     order_ptr, num_planes, section, dynamic = schedule
     k_smem, v_smem, kv_full, kv_empty = kv_ring
-    consumers: gl.constexpr = CFG.CONSUMERS
+    key_groups: gl.constexpr = CFG.key_groups
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     q_heads, group_size = heads
@@ -171,8 +171,8 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         publish(work, turn, (plane, kv_tile))
         turn += 1
         mbarrier.wait(kv_empty, (pieces & 1) ^ 1)
-        mbarrier.expect(kv_full, consumers * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-        for g in gl.static_range(consumers):
+        mbarrier.expect(kv_full, key_groups * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+        for g in gl.static_range(key_groups):
             kv_row = kv_tile * CFG.tile_n + g * ROWS
             place = [batch, kv_head, kv_row, 0]
             tma.async_copy_global_to_shared(k_desc, place, kv_full, k_smem.index(g))
