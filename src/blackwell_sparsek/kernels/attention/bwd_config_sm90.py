@@ -18,7 +18,7 @@ class AttnBwdSm90Config:
     the number of neighbouring queries a visit is made of: TILE_M when dense, else the block of the
     mask; smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when
     dense. With SHARED_KEYS the warp groups keep the same 64 keys, and 64 queries of a tile each. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
-    STAGES tiles of queries and DOUT_STAGES of output gradients are in flight. The kernel is
+    STAGES tiles of queries are in flight, DS_STAGES of the gradients of scores. The kernel is
     compiled for MAX_REGISTERS per thread; the roles then trade them.
     """
 
@@ -27,7 +27,7 @@ class AttnBwdSm90Config:
     TILE_D: int
     TILE_DV: int
     STAGES: int
-    DOUT_STAGES: int
+    DS_STAGES: int
     SHARED_KEYS: bool
     UNIT: int
     BLOCK_KV: int
@@ -58,19 +58,9 @@ class AttnBwdSm90Config:
         return GROUP_ROWS if self.SHARED_KEYS else self.TILE_M
 
     @property
-    def masks_apart(self) -> bool:
-        """Whether tiles that need mask code have a loop of their own: bits take many registers."""
-        return self.BLOCK_KV > 0
-
-    @property
     def dq_chunks(self) -> int:
         """Tiles of 64 x 64 that a warp group contributes to dq in a step."""
         return self.TILE_D // 64 if self.SHARED_KEYS else 1
-
-    @property
-    def dq_groups(self) -> int:
-        """Products that such a tile takes."""
-        return 1 if self.SHARED_KEYS else self.CONSUMERS
 
     @property
     def parts(self) -> int:
@@ -133,8 +123,9 @@ def make_config(
         TILE_M=tile_m,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
-        STAGES=2 if shared_keys and tile_d == 128 else 3,
-        DOUT_STAGES=2,
+        STAGES=2,
+        # with keys of their own, warp groups are up to a step apart
+        DS_STAGES=2 if shared_keys else 3,
         SHARED_KEYS=shared_keys,
         UNIT=block_q,
         BLOCK_KV=block_kv,

@@ -29,19 +29,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.backprop import score_gradients
+from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ...device.gluon.tma_reduce import tma_add
 from ..sm90 import GROUP_ROWS
 from .bwd_sm90_steps import (
     ds_place,
-    exponentiate,
     hand_over,
     hide,
     numbers_of_queries,
     own_queries,
     start_dq,
     start_products,
+    zero_of,
 )
 from .bwd_sm90_work import produce_steps, read_info, step_info
 
@@ -49,68 +49,81 @@ ROWS = gl.constexpr(GROUP_ROWS)
 
 
 @gluon.jit
-def _first_half(masked, step, keep, consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """p^T of a step, as dv wants it; ds^T goes to shared memory."""
-    k, v, kv_index, _ = keep
-    score, ds_ring = consume[2], consume[4]
-    q_ring, dout_ring = shared[2], shared[3]
-    dtype: gl.constexpr = k.dtype
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
-    s_started = start_products(k, q_ring, step, CFG.STAGES, GROUP, CFG)
-    if CFG.masks_apart:
-        # the bits of masks and dp^T do not fit into registers together
-        s = warpgroup_mma_wait(0, deps=(s_started,))
-        p, capped = exponentiate(s, step, shared, score, GROUP, CFG)
-        if masked:
-            p = hide(p, step, kv_index, shared, GROUP, CFG)
-        dp_started = start_products(v, dout_ring, step, CFG.DOUT_STAGES, GROUP, CFG)
-    else:
-        dp_started = start_products(v, dout_ring, step, CFG.DOUT_STAGES, GROUP, CFG)
-        s = warpgroup_mma_wait(1, deps=(s_started,))
-        p, capped = exponentiate(s, step, shared, score, GROUP, CFG)
-        if masked:
-            p = hide(p, step, kv_index, shared, GROUP, CFG)
-    dp = warpgroup_mma_wait(0, deps=(dp_started,))
-    delta = numbers_of_queries(dout_ring, step, CFG.DOUT_STAGES, GROUP, CFG)
-    ds = score_gradients(p, capped, dp, delta, score)
-    ds_tile, ds_bar = ds_place(ds_ring, step, GROUP, CFG)
-    hand_over(ds.to(dtype), ds_tile, ds_bar)
-    return gl.convert_layout(p.to(dtype), p_layout)
-
-
-@gluon.jit
 def _give_dq(dq, dq_ring, tiles_given, GROUP: gl.constexpr):
     """Hand a tile of dq to the writer, once it has taken the one before."""
     smem, full, empty = dq_ring
     mbarrier.wait(empty.index(GROUP), (tiles_given & 1) ^ 1)
-    hand_over(dq, smem.index(GROUP), full.index(GROUP))
+    hand_over(dq, smem.index(GROUP + zero_of(tiles_given)), full.index(GROUP))
 
 
 @gluon.jit
-def _second_half(p, dk, dv, step, keep, consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """The sums of dk and dv after a step; dq goes to the writer."""
-    k_smem = keep[3]
-    ds_ring, dq_ring = consume[4], consume[5]
-    q_smem, q_empty = shared[2][0], shared[2][3]
-    dout_smem, dout_empty = shared[3][0], shared[3][3]
+def _step(
+    dk, dv, step, masked, keep, consume, shared,
+    FIRST: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr,
+):  # fmt: skip
+    """Scores and gradients of one tile of queries; dq only of the step before."""
+    k_smem, v_smem, kv_index = keep
+    own_keys: gl.constexpr = 0 if CFG.SHARED_KEYS else GROUP
+    k = k_smem.index(own_keys + zero_of(step))
+    v = v_smem.index(own_keys + zero_of(step))
+    score, ds_ring, dq_ring = consume[2], consume[4], consume[5]
+    q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
+    dtype: gl.constexpr = k.dtype
     chunks: gl.constexpr = CFG.dq_chunks
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
+    stage = step % CFG.STAGES
+    mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
+    s_started = start_products(k, q_smem, step, GROUP, CFG)
+    dp_started = start_products(v, dout_smem, step, GROUP, CFG)
+    s = warpgroup_mma_wait(1, deps=(s_started,))
+    lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
+    p, capped = probabilities(s, None, lse_log2, score)
+    if masked:
+        p = hide(p, step, kv_index, shared, GROUP, CFG)
+    dp = warpgroup_mma_wait(0, deps=(dp_started,))
+    delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
+    ds = score_gradients(p, capped, dp, delta, score)
     ds_tile, ds_bar = ds_place(ds_ring, step, GROUP, CFG)
-    dout = own_queries(dout_smem.index(step % CFG.DOUT_STAGES), GROUP, CFG)
-    dv_started = warpgroup_mma(p, dout, dv, is_async=True)
-    mbarrier.wait(ds_bar, (step // 2) & 1)
-    dq_started = start_dq(ds_ring, k_smem, step, 0, GROUP, CFG)
-    q = own_queries(q_smem.index(step % CFG.STAGES), GROUP, CFG)
-    dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
-    dv, dq = warpgroup_mma_wait(1, deps=(dv_started, dq_started))
-    mbarrier.arrive(dout_empty.index(step % CFG.DOUT_STAGES), count=1)
-    _give_dq(dq, dq_ring, step * chunks, GROUP)
-    dk = warpgroup_mma_wait(0, deps=(dk_started,))
-    mbarrier.arrive(q_empty.index(step % CFG.STAGES), count=1)
-    if chunks == 2:
-        dq_started = start_dq(ds_ring, k_smem, step, 1, GROUP, CFG)
-        dq = warpgroup_mma_wait(0, deps=(dq_started,))
-        _give_dq(dq, dq_ring, step * chunks + 1, GROUP)
+    if not FIRST:
+        # what the other warp group is done with by then frees the memory for ds, too
+        _, last_bar = ds_place(ds_ring, step - 1, GROUP, CFG)
+        mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
+    hand_over(ds.to(dtype), ds_tile, ds_bar)
+    p = gl.convert_layout(p.to(dtype), p_layout)
+    q = own_queries(q_smem.index(stage), GROUP, CFG)
+    dout = own_queries(dout_smem.index(stage), GROUP, CFG)
+    if FIRST:
+        dv_started = warpgroup_mma(p, dout, dv, is_async=True)
+        dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+    else:
+        dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
+        dv_started = warpgroup_mma(p, dout, dv, is_async=True)
+        if chunks == 2:
+            dq = warpgroup_mma_wait(1, deps=(dq_started,))
+            _give_dq(dq, dq_ring, step * 2 - 2, GROUP)
+            dq_started = start_dq(ds_ring, k_smem, step - 1, 1, GROUP, CFG)
+            dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=(dq_started,))
+        else:
+            dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+            dq = warpgroup_mma_wait(2, deps=(dq_started,))
+        _give_dq(dq, dq_ring, step * chunks - 1, GROUP)
+    dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
+    mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
+
+
+@gluon.jit
+def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """dq of the last step, whose turn would be in the one after."""
+    ds_ring, dq_ring = consume[4], consume[5]
+    chunks: gl.constexpr = CFG.dq_chunks
+    _, bar = ds_place(ds_ring, step, GROUP, CFG)
+    mbarrier.wait(bar, (step // CFG.DS_STAGES) & 1)
+    for chunk in gl.static_range(chunks):
+        dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
+        dq = warpgroup_mma_wait(0, deps=(dq_started,))
+        _give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
 
 
 @gluon.jit
@@ -142,24 +155,18 @@ def _add_up(x, smem, bars, exchange, GROUP: gl.constexpr):
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Gradients of 64 keys, piece by piece of work."""
     dk_desc, dv_desc, score, scale, ds_ring, dq_ring, sum_bars = consume
-    kv_ring, q_ring, dout_ring, work, heads = shared[1], shared[2], shared[3], shared[5], shared[7]
+    kv_ring, work, heads = shared[1], shared[4], shared[6]
     k_smem, v_smem, kv_full, kv_empty = kv_ring
-    q_smem, q_empty = q_ring[0], q_ring[3]
-    dout_smem, dout_empty = dout_ring[0], dout_ring[3]
     tile_d: gl.constexpr = CFG.TILE_D
     tile_dv: gl.constexpr = CFG.TILE_DV
     chunks: gl.constexpr = CFG.dq_chunks
-    dq_groups: gl.constexpr = CFG.dq_groups
     own_keys: gl.constexpr = 0 if CFG.SHARED_KEYS else GROUP
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
     k_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_D)
     v_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, v_layout, 2)
-    dtype: gl.constexpr = q_smem.dtype
+    dtype: gl.constexpr = k_smem.dtype
     dk_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_d], dtype)
     dv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_dv], dtype)
-    k = k_smem.index(own_keys)
-    v = v_smem.index(own_keys)
     dk_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, [ROWS, tile_d], dk_layout)
     dv_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, [ROWS, tile_dv], dv_layout)
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) + own_keys * ROWS
@@ -170,62 +177,22 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     plane, kv_tile = take(work, 0)
     while plane >= 0:
         kv_index = kv_tile * CFG.tile_n + keys
-        keep = (k, v, kv_index, k_smem)
+        keep = (k_smem, v_smem, kv_index)
         dk = gl.zeros([ROWS, tile_d], gl.float32, k_layout)
         dv = gl.zeros([ROWS, tile_dv], gl.float32, v_layout)
         mbarrier.wait(kv_full, pieces & 1)
         for _ in range(heads[1]):
             q_tiles, masked_tiles = take(work, turn)
             turn += 1
-            apart = 0
-            if CFG.masks_apart:
-                apart = masked_tiles
-                for _ in range(apart):
-                    p_alone = _first_half(True, step, keep, consume, shared, GROUP, CFG)
-                    dk, dv = _second_half(p_alone, dk, dv, step, keep, consume, shared, GROUP, CFG)
-                    step += 1
-            if apart < q_tiles:
-                if CFG.masks_apart:
-                    p_operand = _first_half(False, step, keep, consume, shared, GROUP, CFG)
-                else:
-                    masked = masked_tiles > 0
-                    p_operand = _first_half(masked, step, keep, consume, shared, GROUP, CFG)
-                for q_tile in range(apart + 1, q_tiles):
-                    ds_tile, ds_bar = ds_place(ds_ring, step, GROUP, CFG)
-                    dout = own_queries(dout_smem.index(step % CFG.DOUT_STAGES), GROUP, CFG)
-                    dv_started = warpgroup_mma(p_operand, dout, dv, is_async=True)
-                    mbarrier.wait(ds_bar, (step // 2) & 1)
-                    dq_started = start_dq(ds_ring, k_smem, step, 0, GROUP, CFG)
-                    dv = warpgroup_mma_wait(dq_groups, deps=(dv_started,))
-                    mbarrier.arrive(dout_empty.index(step % CFG.DOUT_STAGES), count=1)
-                    if chunks == 2:
-                        dq_next = start_dq(ds_ring, k_smem, step, 1, GROUP, CFG)
-                        dq = warpgroup_mma_wait(1, deps=(dq_started,))
-                        _give_dq(dq, dq_ring, step * 2, GROUP)
-                        dq_started = dq_next
-                    s_started = start_products(k, q_ring, step + 1, CFG.STAGES, GROUP, CFG)
-                    dq = warpgroup_mma_wait(1, deps=(dq_started,))
-                    _give_dq(dq, dq_ring, step * chunks + chunks - 1, GROUP)
-                    dp_started = start_products(v, dout_ring, step + 1, CFG.DOUT_STAGES, GROUP, CFG)
-                    q = own_queries(q_smem.index(step % CFG.STAGES), GROUP, CFG)
-                    dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
-                    s = warpgroup_mma_wait(2, deps=(s_started,))
-                    p, capped = exponentiate(s, step + 1, shared, score, GROUP, CFG)
-                    if not CFG.masks_apart:
-                        if q_tile < masked_tiles:
-                            p = hide(p, step + 1, kv_index, shared, GROUP, CFG)
-                    dp = warpgroup_mma_wait(1, deps=(dp_started,))
-                    delta = numbers_of_queries(dout_ring, step + 1, CFG.DOUT_STAGES, GROUP, CFG)
-                    ds = score_gradients(p, capped, dp, delta, score)
-                    # the store also keeps ptxas from moving all of this below the wait
-                    ds_tile, ds_bar = ds_place(ds_ring, step + 1, GROUP, CFG)
-                    hand_over(ds.to(dtype), ds_tile, ds_bar)
-                    dk = warpgroup_mma_wait(0, deps=(dk_started,))
-                    mbarrier.arrive(q_empty.index(step % CFG.STAGES), count=1)
-                    p_operand = gl.convert_layout(p.to(dtype), p_layout)
-                    step += 1
-                dk, dv = _second_half(p_operand, dk, dv, step, keep, consume, shared, GROUP, CFG)
+            if q_tiles > 0:
+                masked = masked_tiles > 0
+                dk, dv = _step(dk, dv, step, masked, keep, consume, shared, True, GROUP, CFG)
                 step += 1
+                for q_tile in range(1, q_tiles):
+                    masked = q_tile < masked_tiles
+                    dk, dv = _step(dk, dv, step, masked, keep, consume, shared, False, GROUP, CFG)
+                    step += 1
+                _last_dq(step - 1, keep, consume, GROUP, CFG)
         # the keys are read for the last time: the next ones may come
         mbarrier.arrive(kv_empty, count=1)
         if CFG.SHARED_KEYS:
@@ -305,7 +272,7 @@ def _attn_bwd_sm90_kernel(
     """Set up rings and roles."""
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
-    dout_stages: gl.constexpr = CFG.DOUT_STAGES
+    ds_stages: gl.constexpr = CFG.DS_STAGES
     tile_m: gl.constexpr = CFG.TILE_M
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
@@ -319,16 +286,17 @@ def _attn_bwd_sm90_kernel(
     k_smem = tiles(k_desc, key_groups, ROWS)
     v_smem = tiles(v_desc, key_groups, ROWS)
     q_smem = tiles(q_desc, stages, tile_m)
-    dout_smem = tiles(dout_desc, dout_stages, tile_m)
+    dout_smem = tiles(dout_desc, stages, tile_m)
     lse_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [dout_stages, tile_m], vector)
-    ds_smem = gl.allocate_shared_memory(dtype, [2 * consumers, ROWS, group_m], ds_layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
+    ds_smem = gl.allocate_shared_memory(dtype, [ds_stages * consumers, ROWS, group_m], ds_layout)
     dq_smem = tiles(dq_desc, consumers, ROWS)
     kv_ring = (k_smem, v_smem, barriers(1, 1).index(0), barriers(1, consumers).index(0))
-    q_ring = (q_smem, lse_smem, barriers(stages, 1), barriers(stages, consumers))
-    dout_ring = (dout_smem, delta_smem, barriers(dout_stages, 1), barriers(dout_stages, consumers))
+    q_full = barriers(stages, 1)
+    q_empty = barriers(stages, consumers)
+    q_ring = (q_smem, dout_smem, lse_smem, delta_smem, q_full, q_empty)
     # each warp group waits for both halves of ds, or only for its own
-    ds_ring = (ds_smem, barriers(2 * consumers, consumers // (3 - key_groups)))
+    ds_ring = (ds_smem, barriers(ds_stages * consumers, key_groups))
     dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1))
     sum_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0))
     info = step_info()
@@ -339,7 +307,7 @@ def _attn_bwd_sm90_kernel(
     heads = (q_heads, group_size)
     schedule = (order_ptr, num_planes, section, dynamic)
     lengths = (q_len, kv_len)
-    shared = (mask, kv_ring, q_ring, dout_ring, info, work, lengths, heads, (left, right))
+    shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
     consume = (dk_desc, dv_desc, score, scale, ds_ring, dq_ring, sum_bars)
     # the first role runs in the warps of the launch, the others in warps of their own

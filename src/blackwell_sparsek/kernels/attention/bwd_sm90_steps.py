@@ -11,12 +11,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from ...device.backprop import probabilities
 from ...device.masks import bit_visible, position, row_bounds, within_bounds
 from ..sm90 import GROUP_ROWS
 from .bwd_sm90_work import read_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
+
+
+@gluon.jit
+def zero_of(step):
+    """0, which the compiler does not know: it would keep addresses that contain only constants in
+    registers all along, and spill them. They are cheap to compute again."""
+    return step >> 31
 
 
 @gluon.jit
@@ -28,30 +34,27 @@ def own_queries(tile, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def start_products(rows, ring, step, STAGES: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr):
+def start_products(rows, tiles, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Start the products of 64 keys or values with the queries or output gradients of a step."""
     group_m: gl.constexpr = CFG.group_m
     layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
     nothing = gl.zeros([ROWS, group_m], gl.float32, layout)
-    stage = step % STAGES
-    mbarrier.wait(ring[2].index(stage), (step // STAGES) & 1)
-    columns = own_queries(ring[0].index(stage), GROUP, CFG).permute((1, 0))
+    columns = own_queries(tiles.index(step % CFG.STAGES), GROUP, CFG).permute((1, 0))
     return warpgroup_mma(rows, columns, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def numbers_of_queries(ring, step, STAGES: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr):
+def numbers_of_queries(numbers, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     """lse or delta, which came with a tile, as [1, queries]."""
     layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
-    numbers = own_queries(ring[1].index(step % STAGES), GROUP, CFG)
-    return numbers.load(gl.SliceLayout(0, layout))[None, :]
+    own = own_queries(numbers.index(step % CFG.STAGES), GROUP, CFG)
+    return own.load(gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
 def _visible(shared, step, kv_index, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Which of 64 keys each query of a step sees."""
-    mask, _, _, _, info, _, lengths, _, band = shared
-    lists = mask[0]
+    lists, info, lengths, band = shared[0][0], shared[3], shared[5], shared[7]
     group_m: gl.constexpr = CFG.group_m
     own: gl.constexpr = GROUP if CFG.SHARED_KEYS else 0
     two_units: gl.constexpr = CFG.parts == 2 and not CFG.SHARED_KEYS
@@ -77,13 +80,6 @@ def _visible(shared, step, kv_index, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def exponentiate(s, step, shared, score, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """p^T before masks, and the capped scores that `score_gradients` wants."""
-    lse_log2 = numbers_of_queries(shared[2], step, CFG.STAGES, GROUP, CFG)
-    return probabilities(s, None, lse_log2, score)
-
-
-@gluon.jit
 def hide(p, step, kv_index, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """p^T without the keys that a query does not see, whatever the exponential gave there."""
     return gl.where(_visible(shared, step, kv_index, GROUP, CFG), p, 0.0)
@@ -93,7 +89,7 @@ def hide(p, step, kv_index, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 def ds_place(ds_ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Where a warp group's ds^T of a step lies, and the barrier that says it is there."""
     smem, ready = ds_ring
-    buffer = step % 2
+    buffer = step % CFG.DS_STAGES
     tile = smem.index(buffer * CFG.CONSUMERS + GROUP)
     if CFG.SHARED_KEYS:
         bar = ready.index(buffer * CFG.CONSUMERS + GROUP)
@@ -118,15 +114,15 @@ def start_dq(ds_ring, k_smem, step, CHUNK: gl.constexpr, GROUP: gl.constexpr, CF
     dq = gl.zeros([ROWS, 64], gl.float32, layout)
     if CFG.SHARED_KEYS:
         ds, _ = ds_place(ds_ring, step, GROUP, CFG)
-        k = k_smem.index(0).slice(CHUNK * 64, 64, dim=1)
+        k = k_smem.index(zero_of(step)).slice(CHUNK * 64, 64, dim=1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
     else:
         for g in gl.static_range(consumers):
             ds, _ = ds_place(ds_ring, step, g, CFG)
             if CFG.dq_by_rows:
                 ds = ds.slice(GROUP * ROWS, ROWS, dim=1)
-                k = k_smem.index(g)
+                k = k_smem.index(g + zero_of(step))
             else:
-                k = k_smem.index(g).slice(GROUP * 64, 64, dim=1)
+                k = k_smem.index(g + zero_of(step)).slice(GROUP * 64, 64, dim=1)
             dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=g > 0, is_async=True)
     return dq

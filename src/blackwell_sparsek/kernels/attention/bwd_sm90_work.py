@@ -99,12 +99,11 @@ def _find_part(lists, plan, num_masked, q_tile, part: gl.constexpr, q_len, CFG: 
 
 @gluon.jit
 def _fetch_step(descs, shared, step, visit, q_tile, batch, q_head, CFG: gl.constexpr):
-    """Start the copies of one query tile: queries with lse, output gradients with delta."""
+    """Start the copies of one query tile: queries, output gradients, lse and delta."""
     q_desc, dout_desc, lse_desc, delta_desc = descs
-    _, kv_ring, q_ring, dout_ring, info, work, lengths, heads, band = shared
+    _, _, q_ring, info, _, lengths, heads, _ = shared
+    q_smem, dout_smem, lse_smem, delta_smem, full, empty = q_ring
     lists, plan, num_masked = visit
-    q_smem, lse_smem, q_full, q_empty = q_ring
-    dout_smem, delta_smem, dout_full, dout_empty = dout_ring
     parts: gl.constexpr = CFG.parts
     rows: gl.constexpr = CFG.part_rows
     plane = batch * heads[0] + q_head
@@ -113,24 +112,20 @@ def _fetch_step(descs, shared, step, visit, q_tile, batch, q_head, CFG: gl.const
     if parts == 2:
         second, second_bits = _find_part(lists, plan, num_masked, q_tile, 1, lengths[0], CFG)
     stage = step % CFG.STAGES
-    bar = q_full.index(stage)
-    mbarrier.wait(q_empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+    bar = full.index(stage)
+    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
     _write_info(info, step, (plane, first, second, first_bits, second_bits))
-    mbarrier.expect(bar, parts * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
+    row_bytes: gl.constexpr = lse_desc.block_type.nbytes + delta_desc.block_type.nbytes
+    tile_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes
+    mbarrier.expect(bar, parts * (row_bytes + tile_bytes))
     for part in gl.static_range(parts):
         q_row = first if part == 0 else second
         q = q_smem.index(stage).slice(part * rows, rows, dim=0)
+        dout = dout_smem.index(stage).slice(part * rows, rows, dim=0)
         lse = lse_smem.index(stage).slice(part * rows, rows, dim=0)
+        delta = delta_smem.index(stage).slice(part * rows, rows, dim=0)
         tma.async_copy_global_to_shared(q_desc, [batch, q_head, q_row, 0], bar, q)
         tma.async_copy_global_to_shared(lse_desc, [plane, q_row], bar, lse)
-    stage = step % CFG.DOUT_STAGES
-    bar = dout_full.index(stage)
-    mbarrier.wait(dout_empty.index(stage), ((step // CFG.DOUT_STAGES) & 1) ^ 1)
-    mbarrier.expect(bar, parts * (dout_desc.block_type.nbytes + delta_desc.block_type.nbytes))
-    for part in gl.static_range(parts):
-        q_row = first if part == 0 else second
-        dout = dout_smem.index(stage).slice(part * rows, rows, dim=0)
-        delta = delta_smem.index(stage).slice(part * rows, rows, dim=0)
         tma.async_copy_global_to_shared(dout_desc, [batch, q_head, q_row, 0], bar, dout)
         tma.async_copy_global_to_shared(delta_desc, [plane, q_row], bar, delta)
 
@@ -139,7 +134,7 @@ def _fetch_step(descs, shared, step, visit, q_tile, batch, q_head, CFG: gl.const
 def produce_steps(produce, shared, CFG: gl.constexpr):
     """Take pieces of work, publish them and keep the rings full."""
     descs, k_desc, v_desc, counter_ptr, schedule = produce
-    mask, kv_ring, q_ring, dout_ring, info, work, lengths, heads, band = shared
+    mask, kv_ring, q_ring, info, work, lengths, heads, band = shared
     order_ptr, num_planes, section, dynamic = schedule
     k_smem, v_smem, kv_full, kv_empty = kv_ring
     key_groups: gl.constexpr = CFG.key_groups
