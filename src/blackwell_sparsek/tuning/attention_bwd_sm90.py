@@ -6,8 +6,8 @@ from ..kernels.attention.bwd_config_sm90 import AttnBwdSm90Config, make_config
 from .attention_sm90 import SECTION_BYTES, attn_fwd_sm90_unsupported
 from .problem_attention import AttnProblem
 
-# Key blocks that a tile of 128 keys lies within.
-KEY_BLOCKS = (128, 256)
+# Key blocks that a tile of 64 or 128 keys lies within.
+KEY_BLOCKS = (64, 128, 256)
 # Below this many queries a tile of 64 or 128 is mostly padding.
 FEW_QUERIES = 32
 
@@ -16,10 +16,12 @@ def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
     """Why the Hopper kernel cannot run this problem, or None."""
     if (reason := attn_fwd_sm90_unsupported(problem)) is not None:
         return reason
+    if problem.mask_block is None:
+        return None
     if problem.deterministic:
-        return "adds up dq in no fixed order"
-    if problem.mask_block is not None and problem.mask_block[1] not in KEY_BLOCKS:
-        return f"needs key blocks of 128 or 256, got {problem.mask_block[1]}"
+        return "adds up dq in no fixed order under a block mask"
+    if problem.mask_block[1] not in KEY_BLOCKS:
+        return f"needs key blocks of 64, 128 or 256, got {problem.mask_block[1]}"
     return None
 
 
@@ -36,7 +38,7 @@ def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
     # wide values leave no registers for the tall tiles of narrow keys
     tile_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
     tile_dv = 64 if problem.head_dim_v <= 64 else 128
-    return make_config(tile_d, tile_dv, problem.mask_block)
+    return make_config(tile_d, tile_dv, problem.mask_block, problem.deterministic)
 
 
 def attn_bwd_sm90_section(problem: AttnProblem) -> int:

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
-from ...device.gluon.tma_reduce import tma_add
+from ...device.gluon.tma_reduce import await_turn, finish_turn, tma_add
 from ..sm90 import GROUP_ROWS
 from .bwd_sm90_steps import (
     ds_place,
@@ -58,7 +58,7 @@ def _give_dq(dq, dq_ring, tiles_given, GROUP: gl.constexpr):
 
 @gluon.jit
 def _step(
-    dk, dv, step, masked, keep, consume, shared,
+    dk, dv, step, keep, consume, shared,
     FIRST: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr,
 ):  # fmt: skip
     """Scores and gradients of one tile of queries; dq only of the step before."""
@@ -73,12 +73,13 @@ def _step(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
     stage = step % CFG.STAGES
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
+    masked = read_info(shared[3], step, 5, 4)
     s_started = start_products(k, q_smem, step, GROUP, CFG)
     dp_started = start_products(v, dout_smem, step, GROUP, CFG)
     s = warpgroup_mma_wait(1, deps=(s_started,))
     lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
     p, capped = probabilities(s, None, lse_log2, score)
-    if masked:
+    if masked != 0:
         p = hide(p, step, kv_index, shared, GROUP, CFG)
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
     delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
@@ -136,16 +137,16 @@ def _store_gradient(desc, x, smem, place):
 
 
 @gluon.jit
-def _add_up(x, smem, bars, exchange, GROUP: gl.constexpr):
+def _add_up(x, smem, bars, pieces, SECOND: gl.constexpr, GROUP: gl.constexpr):
     """Add the second warp group's `x` to the first one's, through shared memory."""
     free, filled = bars
     if GROUP == 0:
         # nothing of this warp group reads the memory any more
         mbarrier.arrive(free, count=1)
-        mbarrier.wait(filled, exchange & 1)
+        mbarrier.wait(filled, SECOND)
         x = x + smem.load(x.type.layout)
     else:
-        mbarrier.wait(free, exchange & 1)
+        mbarrier.wait(free, (3 * pieces + SECOND) & 1)
         smem.store(x)
         mbarrier.arrive(filled, count=1)
     return x
@@ -182,24 +183,26 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         dv = gl.zeros([ROWS, tile_dv], gl.float32, v_layout)
         mbarrier.wait(kv_full, pieces & 1)
         for _ in range(heads[1]):
-            q_tiles, masked_tiles = take(work, turn)
+            q_tiles, _ = take(work, turn)
             turn += 1
             if q_tiles > 0:
-                masked = masked_tiles > 0
-                dk, dv = _step(dk, dv, step, masked, keep, consume, shared, True, GROUP, CFG)
+                dk, dv = _step(dk, dv, step, keep, consume, shared, True, GROUP, CFG)
                 step += 1
-                for q_tile in range(1, q_tiles):
-                    masked = q_tile < masked_tiles
-                    dk, dv = _step(dk, dv, step, masked, keep, consume, shared, False, GROUP, CFG)
+                for _ in range(1, q_tiles):
+                    dk, dv = _step(dk, dv, step, keep, consume, shared, False, GROUP, CFG)
                     step += 1
                 _last_dq(step - 1, keep, consume, GROUP, CFG)
         # the keys are read for the last time: the next ones may come
         mbarrier.arrive(kv_empty, count=1)
         if CFG.SHARED_KEYS:
             total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_d], CFG.sum_layout(tile_d))
-            dk = _add_up(dk, total, sum_bars, 2 * pieces, GROUP)
+            dk = _add_up(dk, total, sum_bars, pieces, 0, GROUP)
             total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_dv], CFG.sum_layout(tile_dv))
-            dv = _add_up(dv, total, sum_bars, 2 * pieces + 1, GROUP)
+            dv = _add_up(dv, total, sum_bars, pieces, 1, GROUP)
+            if GROUP == 0:
+                mbarrier.arrive(sum_bars[0], count=1)
+            else:
+                mbarrier.wait(sum_bars[0], (3 * pieces + 2) & 1)
         # the writer must have taken the last tile of dq, whose memory comes in handy
         mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
         if GROUP == own_keys:
@@ -215,8 +218,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _write_dq(dq_desc, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Add what a warp group hands over to the sums of dq in memory."""
+def _write_dq(dq_desc, turns_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Add what a warp group hands over to the sums of dq in memory, in turn where that is asked."""
     smem, full, empty = dq_ring
     chunks: gl.constexpr = CFG.dq_chunks
     row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
@@ -229,8 +232,16 @@ def _write_dq(dq_desc, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
         if plane >= 0:
             column = given % chunks * 64 if CFG.dq_by_rows else GROUP * 64
             place = [plane, read_info(info, step, row_field, 1), column]
-            tma_add(dq_desc, place, smem.index(GROUP))
-            tma.store_wait(0)
+            if CFG.ORDERED:
+                q_chunks = (q_len + 127) // 128 * 2
+                chunk = plane.to(gl.int64) * q_chunks + read_info(info, step, 1, 1) // ROWS
+                turn_ptr = turns_ptr + chunk * 2 + GROUP
+                await_turn(turn_ptr, read_info(info, step, 6, 1))
+                tma_add(dq_desc, place, smem.index(GROUP))
+                finish_turn(turn_ptr)
+            else:
+                tma_add(dq_desc, place, smem.index(GROUP))
+                tma.store_wait(0)
             mbarrier.arrive(empty.index(GROUP), count=1)
         given += 1
 
@@ -252,6 +263,7 @@ def _attn_bwd_sm90_kernel(
     lse_desc,
     delta_desc,
     counter_ptr,
+    turns_ptr,
     order_ptr,
     block_lists,
     mask_batch_step,
@@ -316,8 +328,8 @@ def _attn_bwd_sm90_kernel(
             (_consume, (consume, shared, 0, CFG)),
             (_consume, (consume, shared, 1, CFG)),
             (produce_steps, (produce, shared, CFG)),
-            (_write_dq, (dq_desc, dq_ring, info, 0, CFG)),
-            (_write_dq, (dq_desc, dq_ring, info, 1, CFG)),
+            (_write_dq, (dq_desc, turns_ptr, q_len, dq_ring, info, 0, CFG)),
+            (_write_dq, (dq_desc, turns_ptr, q_len, dq_ring, info, 1, CFG)),
         ],
         [4, 1, 1, 1],
         [registers, producer_registers, producer_registers, producer_registers],

@@ -20,7 +20,7 @@ PADDING = 128
 
 
 def launch_attn_bwd_sm90(
-    dq: torch.Tensor,
+    dq: torch.Tensor | None,
     dk: torch.Tensor,
     dv: torch.Tensor,
     dout: torch.Tensor,
@@ -39,7 +39,7 @@ def launch_attn_bwd_sm90(
 
     Parameters
     ----------
-    dq, dk, dv : like q, k and v; all of each is written
+    dq, dk, dv : like q, k and v; all of each is written. Without dq only the sums are formed
     dout, out : [B, Hq, Sq, Dv], dout with strides and an address that TMA takes
     dlse : [B, Hq, Sq] with any strides, or None where nothing comes back for lse
     q, k, v : [B, H, S, D | Dv], at least one query and key, as TMA takes them
@@ -56,8 +56,12 @@ def launch_attn_bwd_sm90(
     padded = cdiv(q_len, PADDING) * PADDING
     lse_log2, delta = (scratch((planes, padded), torch.float32, q.device) for _ in range(2))
     sums = scratch((planes, padded, q.shape[-1]), torch.float32, q.device)
+    turns = None
+    if config.ORDERED:
+        # two for each 64 rows: one for each warp group
+        turns = scratch((planes, padded // ROW_TILE, 2), torch.int32, q.device)
     with on_device_of(q):
-        _prepare_rows(lse_log2, delta, sums, out, dout, lse, dlse)
+        _prepare_rows(lse_log2, delta, sums, turns, out, dout, lse, dlse)
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
         kv_planes = planes // operands.heads[1]
@@ -75,6 +79,7 @@ def launch_attn_bwd_sm90(
             *rows,
             # without `dynamic` nobody looks at the counter
             scratch((1,), torch.int32, q.device, zero=dynamic),
+            turns,
             order,
             _transposed_lists(spec),
             *_transposed_steps(spec),
@@ -91,7 +96,8 @@ def launch_attn_bwd_sm90(
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
         launch(_attn_bwd_sm90_kernel, programs, args, **options)
-        _round_dq(dq, sums, operands, float(spec.scale))
+        if dq is not None:
+            _round_dq(dq, sums, operands, float(spec.scale))
     return delta.view(operands.batch, operands.heads[0], padded)
 
 
@@ -99,6 +105,7 @@ def _prepare_rows(
     lse_log2: torch.Tensor,
     delta: torch.Tensor,
     sums: torch.Tensor,
+    turns: torch.Tensor | None,
     out: torch.Tensor,
     dout: torch.Tensor,
     lse: torch.Tensor,
@@ -109,6 +116,7 @@ def _prepare_rows(
         lse_log2,
         delta,
         sums,
+        turns,
         out,
         dout,
         lse,

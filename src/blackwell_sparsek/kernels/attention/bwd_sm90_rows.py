@@ -1,7 +1,7 @@
 """What the Hopper backward does row by row: terms of the queries before it, rounding dq after it.
 
-Before: lse in base 2, delta (as in `bwd_delta`) and zeroed sums for dq, in scratch memory whose rows
-are padded to whole tiles. Padding has lse +inf, like queries that see nothing: their probabilities
+Before: lse in base 2, delta (as in `bwd_delta`), zeroed sums and turns for dq, in scratch memory
+whose rows are padded to whole tiles. Padding has lse +inf, like queries that see nothing: their probabilities
 are 0. After: dq = scale * sums, in the dtype and layout of q. Called around `bwd_sm90`.
 """
 
@@ -19,6 +19,7 @@ def _attn_bwd_rows_kernel(
     lse_log2_ptr,
     delta_ptr,
     sums_ptr,
+    turns_ptr,
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -59,6 +60,8 @@ def _attn_bwd_rows_kernel(
     row = tl.cast(plane, tl.int64) * padded + offs_m
     tl.store(lse_log2_ptr + row, lse_to_log2(lse))
     tl.store(delta_ptr + row, delta)
+    if turns_ptr is not None:
+        tl.store(turns_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), 0)
     if sums_ptr is not None:
         offs_d = tl.arange(0, TILE_D)[None, :]
         place = row[:, None] * HEAD_DIM + offs_d
