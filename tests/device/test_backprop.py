@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from blackwell_sparsek.device.backprop import (
-    lse_to_log2,
     probabilities,
     score_gradients,
+    shift_of_rows,
     sink_gradients,
 )
 from blackwell_sparsek.testing.tolerance import assert_within_budget
@@ -23,15 +23,16 @@ LOG2_E = 1.4426950408889634
 def _step_probe(
     p_ptr, ds_ptr, s_ptr, dp_ptr, visible_ptr, lse_ptr, delta_ptr, score,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Queries are rows, or columns when TRANSPOSED."""
     at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     query = tl.arange(0, COLUMNS)[None, :] if TRANSPOSED else tl.arange(0, ROWS)[:, None]
-    lse_log2 = lse_to_log2(tl.load(lse_ptr + query))
+    shift = shift_of_rows(tl.load(lse_ptr + query), NATURAL)
     visible = None
     if visible_ptr is not None:
         visible = tl.load(visible_ptr + at) != 0
-    p, capped = probabilities(tl.load(s_ptr + at), visible, lse_log2, score)
+    p, capped = probabilities(tl.load(s_ptr + at), visible, shift, score, NATURAL)
     ds = score_gradients(p, capped, tl.load(dp_ptr + at), tl.load(delta_ptr + query), score)
     tl.store(p_ptr + at, p)
     tl.store(ds_ptr + at, ds)
@@ -41,8 +42,8 @@ def _step_probe(
 def _sink_probe(out_ptr, sink_ptr, lse_ptr, delta_ptr, N: tl.constexpr):
     """The terms of N queries."""
     offs = tl.arange(0, N)
-    lse_log2 = lse_to_log2(tl.load(lse_ptr + offs))
-    terms = sink_gradients(tl.load(sink_ptr), lse_log2, tl.load(delta_ptr + offs))
+    lse, delta = tl.load(lse_ptr + offs), tl.load(delta_ptr + offs)
+    terms = sink_gradients(tl.load(sink_ptr), lse, delta)
     tl.store(out_ptr + offs, terms)
 
 
@@ -61,8 +62,10 @@ def formula(raw, visible, dp, lse, delta, scale, softcap):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_step(transposed, masked, softcap, device):
-    rows, columns, scale = 16, 32, 0.4
+@pytest.mark.parametrize("scale", [0.4, -0.4])
+@pytest.mark.parametrize("natural", [False, True])
+def test_step(transposed, masked, softcap, scale, natural, device):
+    rows, columns = 16, 32
     raw, dp = torch.randn(rows, columns), torch.randn(rows, columns)
     visible = torch.rand(rows, columns) < 0.6 if masked else torch.ones(rows, columns).bool()
     lse, delta = torch.randn(rows) + 3, torch.randn(rows)
@@ -74,10 +77,11 @@ def test_step(transposed, masked, softcap, device):
     tiles = [x.mT.contiguous() if transposed else x for x in (raw, dp, visible.int())]
     s, dp, shown = (x.to(device) for x in tiles)
     p, ds = torch.full_like(s, torch.nan), torch.full_like(s, torch.nan)
-    score = (softcap * LOG2_E, scale / softcap) if softcap else (scale * LOG2_E, None)
+    unit = 1.0 if natural else LOG2_E
+    score = (softcap * unit, scale / softcap) if softcap else (scale * unit, None)
     _step_probe[(1,)](
         p, ds, s, dp, shown if masked else None, lse.to(device), delta.to(device), score,
-        ROWS=s.shape[0], COLUMNS=s.shape[1], TRANSPOSED=transposed,
+        ROWS=s.shape[0], COLUMNS=s.shape[1], TRANSPOSED=transposed, NATURAL=natural,
     )  # fmt: skip
     for got, want, low, what in zip((p, ds), exact, plain, ("p", "ds"), strict=True):
         got = (got.mT if transposed else got).cpu()

@@ -1,10 +1,10 @@
 """One step of the backward pass of attention: probabilities again, and gradients of the products.
 
-    p  = 2^(s * scale_log2 - lse_log2)        delta = sum_d out * dout - dlse
+    p  = 2^(s * scale_log2 - shift)           delta = sum_d out * dout - dlse
     ds = p * (dp - delta) * cap'(s)           with dp = dout v^T
 
 `s` and `dp` are [queries, keys] or [keys, queries]: whoever calls gives the terms of the queries,
-`lse_log2` and `delta`, with an axis of 1 where the keys are. `ds` is the gradient of q k^T up to
+`shift` and `delta`, with an axis of 1 where the keys are. `ds` is the gradient of q k^T up to
 the scale, which the sums of `ds k` and `ds^T q` take once, at the end. Nothing here makes a tensor,
 so Triton and Gluon kernels share it.
 """
@@ -17,22 +17,28 @@ from .softmax import LOG2_E
 
 
 @triton.jit
-def lse_to_log2(lse):
-    """`lse` in base 2; +inf for rows that see nothing, so that their probabilities are 0."""
-    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E)
+def shift_of_rows(lse, NATURAL: tl.constexpr = False):
+    """What `probabilities` subtracts: lse in its units, +inf for rows that see nothing."""
+    shift = lse if NATURAL else lse * LOG2_E
+    return tl.where(lse == -float("inf"), float("inf"), shift)
 
 
 @triton.jit
-def probabilities(s, visible, lse_log2, score):
+def probabilities(s, visible, shift, score, NATURAL: tl.constexpr = False):
     """Weights of the keys from raw products `s`, and the capped scores for `score_gradients`.
 
-    `visible` is None where all is; `score` holds (scale_log2 > 0, inverse_cap) as `scores` says.
+    `visible` is None where all is; `score` holds (factor, inverse_cap), the factor to base-2
+    exponents of any sign: with lse known, masking can wait until after it. NATURAL says that factor
+    and shift are in units of e instead. That is one more product, and saves a rounding of lse that
+    only fp32 operands can show.
     """
     capped = cap(s, score[1])
-    shown = capped
+    exponent = capped * score[0] - shift
+    if NATURAL:
+        exponent = exponent * LOG2_E
     if visible is not None:
-        shown = tl.where(visible, capped, -float("inf"))
-    return tl.exp2(shown * score[0] - lse_log2), capped
+        exponent = tl.where(visible, exponent, -float("inf"))
+    return tl.exp2(exponent), capped
 
 
 @triton.jit
@@ -46,7 +52,7 @@ def score_gradients(p, capped, dp, delta, score):
 
 
 @triton.jit
-def sink_gradients(sink, lse_log2, delta):
+def sink_gradients(sink, lse, delta):
     """What each query adds to the gradient of a sink: a key whose value is 0."""
-    p = tl.exp2(sink.to(tl.float32) * LOG2_E - lse_log2)
+    p = tl.exp2((sink.to(tl.float32) - shift_of_rows(lse, True)) * LOG2_E)
     return -p * delta

@@ -28,6 +28,13 @@ def row_bounds(q_pos, kv_len, left, right):
 
 
 @triton.jit
+def column_bounds(kv_pos, q_len, kv_len, left, right):
+    """First and last query (both inclusive) that sees each key: adjoint of `row_bounds`."""
+    # keys look back at queries through the mirrored band
+    return row_bounds(position(kv_pos, kv_len, q_len), q_len, right, left)
+
+
+@triton.jit
 def within_bounds(kv_pos, first, last):
     """Whether keys lie between the row bounds; two comparisons cover band and length."""
     return (kv_pos >= first) & (kv_pos <= last)
@@ -78,7 +85,6 @@ def kv_range_of_all(q_start, q_end, q_len, kv_len, left, right):
 @triton.jit
 def q_range(kv_start, kv_end, q_len, kv_len, left, right):
     """Queries that see at least one existing key of `[kv_start, kv_end)`: adjoint of `kv_range`."""
-    # keys look back at queries through the mirrored band
     return kv_range(kv_start, kv_end, kv_len, q_len, right, left)
 
 

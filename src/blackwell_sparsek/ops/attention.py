@@ -23,7 +23,7 @@ from ..formats.block_mask import BlockMask
 from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
 from ..tuning.problem_attention import AttnProblem
-from . import attention_bwd_sm90, attention_sm90, attention_triton
+from . import attention_bwd_sm90, attention_bwd_triton, attention_sm90, attention_triton
 from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
 
@@ -146,6 +146,12 @@ backward_dispatch.register(
     attention_bwd_sm90.why_not_backward,
     attention_bwd_sm90.backward,
     auto_passes=attention_bwd_sm90.auto_passes,
+)
+backward_dispatch.register(
+    "triton",
+    attention_bwd_triton.why_not_backward,
+    attention_bwd_triton.backward,
+    auto_passes=interpreted_only,
 )
 backward_dispatch.register("eager", _everything, _backward_eager)
 backward_dispatch.register("reference", _everything, _backward_reference, auto_passes=only_asked)

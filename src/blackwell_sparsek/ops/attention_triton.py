@@ -17,8 +17,8 @@ _MIN_SM = 80
 _LARGEST_HEAD_DIM = 256
 # Positions and band limits are int32 in kernels, and so is the number of programs.
 _LONGEST = 2**30 - 1
-_MOST_PROGRAMS = 2**31 - 1
-_SMALLEST_TILE = 16
+MOST_PROGRAMS = 2**31 - 1
+SMALLEST_TILE = 16
 
 
 def why_not_forward(problem: AttnProblem) -> str | None:
@@ -30,9 +30,9 @@ def why_not_forward(problem: AttnProblem) -> str | None:
         return f"needs head dimensions of 1 to {_LARGEST_HEAD_DIM}, got {dims[0]} and {dims[1]}"
     if max(problem.max_q, problem.max_k) > _LONGEST:
         return f"needs sequences of at most {_LONGEST} tokens"
-    tiles = -(-problem.max_q // _SMALLEST_TILE)
-    if problem.batch * problem.heads_q * tiles > _MOST_PROGRAMS:
-        return f"needs at most {_MOST_PROGRAMS} query tiles over batch and heads"
+    tiles = -(-problem.max_q // SMALLEST_TILE)
+    if problem.batch * problem.heads_q * tiles > MOST_PROGRAMS:
+        return f"needs at most {MOST_PROGRAMS} query tiles over batch and heads"
     return None
 
 
@@ -51,7 +51,7 @@ def _why_not_here(arch: Arch, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _precision(dtype: torch.dtype) -> str:
+def fp32_precision(dtype: torch.dtype) -> str:
     """Multiply float32 as torch's own products may: in tf32 only where the user allowed it."""
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if dtype == torch.float32 and allowed else "ieee"
@@ -65,7 +65,7 @@ def forward(
 
     problem = AttnProblem.of(q, k, v, spec)
     out, lse = empty_out(q, v.shape[-1]), empty_lse(q)
-    launch_attn_fwd(out, lse, q, k, v, spec, attn_fwd_config(problem, _precision(q.dtype)))
+    launch_attn_fwd(out, lse, q, k, v, spec, attn_fwd_config(problem, fp32_precision(q.dtype)))
     return out, lse
 
 

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from blackwell_sparsek.core.compile_cases import CompileCase, compile_cases
 from blackwell_sparsek.device import masks, visits
-from blackwell_sparsek.device.backprop import lse_to_log2, probabilities, score_gradients
+from blackwell_sparsek.device.backprop import probabilities, score_gradients, shift_of_rows
 
 
 @gluon.jit
@@ -32,13 +32,13 @@ def _gradient_probe_kernel(
         scan = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
         row = gl.program_id(0)
         plan = visits.plan_blocks(lists, row, q_lo, q_hi, all_lo, all_hi, scan, M, BLOCK_Q)
+    first, last = masks.column_bounds(offs_n, q_len, kv_len, left, right)
     count = visits.num_masked_units(plan)
     for t in range(visits.num_tiles(count, M, UNIT)):
         ordinal, q_in_unit = visits.tile_ordinal(t, offs_m, M, UNIT)
         unit = visits.masked_unit(plan, ordinal)
         q_index = visits.keys_of_tile(lists, unit, ordinal, count, q_in_unit, q_len, M, UNIT)
-        q_pos = masks.position(q_index, q_len, kv_len)
-        visible = masks.band_visible(q_pos[None, :], offs_n[:, None], kv_len, left, right)
+        visible = masks.within_bounds(q_index[None, :], first[:, None], last[:, None])
         if lists is not None:
             kv_in_block = offs_n - kv_start
             words = visits.bits_of_query_tile(
@@ -49,7 +49,7 @@ def _gradient_probe_kernel(
         delta = gl.load(delta_ptr + q_index, mask=masks.exists(q_index, q_len), other=0.0)
         at = offs_n[:, None] * 4096 + q_index[None, :]
         s, dp = gl.load(s_ptr + at), gl.load(dp_ptr + at)
-        p, capped = probabilities(s, visible, lse_to_log2(lse)[None, :], score)
+        p, capped = probabilities(s, visible, shift_of_rows(lse)[None, :], score)
         gl.store(p_ptr + at, p)
         gl.store(ds_ptr + at, score_gradients(p, capped, dp, delta[None, :], score))
 

@@ -29,3 +29,7 @@ class AttnFwdConfig:
                 raise ValueError(f"{name} is {side}; expected a power of two from 16 on")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is {self.precision!r}; expected one of {PRECISIONS}")
+
+
+class AttnBwdConfig(AttnFwdConfig):
+    """The same for one kernel of the backward pass."""

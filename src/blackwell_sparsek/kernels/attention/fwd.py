@@ -18,37 +18,23 @@ import triton
 import triton.language as tl
 
 from ...core.launch import cdiv, launch, on_device_of
-from ...device.masks import (
-    bit_visible,
-    exists,
-    kv_range,
-    kv_range_of_all,
-    position,
-    row_bounds,
-    within_bounds,
-)
+from ...device.masks import exists, position, row_bounds
 from ...device.schedule import place_in_sections, section_planes
 from ...device.scores import cap, fold_sign
 from ...device.sequences import batch_and_heads, lse_offset, plane_offset, token_span
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
+from ...device.tile_walk import masked_key_tile, plan_keys
 from ...device.tiles import load_rows, store_rows
 from ...device.visits import (
-    bits_of_tile,
     keys_of_tile,
-    masked_unit,
     num_full_units,
     num_masked_units,
     num_tiles,
-    plan_blocks,
-    plan_dense,
     tile_ordinal,
 )
 from ...formats.attention_spec import AttnSpec
 from .config import AttnFwdConfig
 from .operands import AttnStrides, kernel_operands, token_strides
-
-# Entries of a mask row read at a time: a row of 16k keys in blocks of 128 is one read.
-SCAN = tl.constexpr(128)
 
 
 @triton.jit
@@ -134,20 +120,19 @@ def _attn_fwd_kernel(
     q_start = q_tile * TILE_M
     if q_start >= q_len:
         return
-    kv_lo, kv_hi = kv_range(q_start, q_start + TILE_M, q_len, kv_len, left, right)
-    all_lo, all_hi = kv_range_of_all(q_start, q_start + TILE_M, q_len, kv_len, left, right)
-    if block_lists is None:
-        plan = plan_dense(kv_lo, kv_hi, all_lo, all_hi, TILE_N)
-    else:
-        q_block = q_start // block_lists[5]
-        row = batch * mask_batch_step + q_head * mask_head_step + q_block
-        offs_scan = tl.arange(0, SCAN)
-        plan = plan_blocks(
-            block_lists, row, kv_lo, kv_hi, all_lo, all_hi, offs_scan, TILE_N, BLOCK_KV
-        )
+    q_block = 0 if block_lists is None else q_start // block_lists[5]
+    plan = plan_keys(
+        block_lists,
+        batch * mask_batch_step + q_head * mask_head_step + q_block,
+        q_start,
+        (q_len, kv_len),
+        (left, right),
+        TILE_M,
+        TILE_N,
+        BLOCK_KV,
+    )
 
     offs_m = q_start + tl.arange(0, TILE_M)
-    offs_n = tl.arange(0, TILE_N)
     q_ptr += plane_offset(batch, q_head, q_first, strides.q)
     k_ptr += plane_offset(batch, kv_head, kv_first, strides.k)
     v_ptr += plane_offset(batch, kv_head, kv_first, strides.v)
@@ -155,24 +140,24 @@ def _attn_fwd_kernel(
     q, scale_log2 = fold_sign(q, score[0])
     score = (scale_log2, score[1])
     q_pos = position(offs_m, q_len, kv_len)
-    first, last = row_bounds(q_pos, kv_len, left, right)
+    row_limits = row_bounds(q_pos, kv_len, left, right)
     m_log2, row_sum = init_state(q_pos)
     acc = tl.zeros([TILE_M, TILE_DV], tl.float32)
 
     num_masked = num_masked_units(plan)
     for kv_tile in tl.range(0, num_tiles(num_masked, TILE_N, UNIT)):
-        ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, TILE_N, UNIT)
-        unit = masked_unit(plan, ordinal)
-        kv_pos = keys_of_tile(
-            block_lists, unit, ordinal, num_masked, kv_in_unit, kv_len, TILE_N, UNIT
+        kv_pos, visible = masked_key_tile(
+            block_lists,
+            plan,
+            num_masked,
+            kv_tile,
+            row_limits,
+            offs_m,
+            q_block,
+            kv_len,
+            TILE_N,
+            UNIT,
         )
-        visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
-        if block_lists is not None:
-            q_in_block = offs_m - q_block * block_lists[5]
-            words = bits_of_tile(
-                block_lists, unit, ordinal, num_masked, q_in_block, kv_in_unit, TILE_N, UNIT
-            )
-            visible = visible & bit_visible(words, kv_in_unit[None, :])
         m_log2, row_sum, acc = _attend_tile(
             (m_log2, row_sum, acc), q, k_ptr, v_ptr, kv_pos, kv_len, visible,
             strides.k[2], strides.v[2], score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
@@ -180,7 +165,7 @@ def _attn_fwd_kernel(
 
     num_full = num_full_units(plan)
     for kv_tile in tl.range(0, num_tiles(num_full, TILE_N, UNIT)):
-        ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, TILE_N, UNIT)
+        ordinal, kv_in_unit = tile_ordinal(kv_tile, tl.arange(0, TILE_N), TILE_N, UNIT)
         kv_pos = keys_of_tile(
             block_lists, plan[3] + ordinal, ordinal, num_full, kv_in_unit, kv_len, TILE_N, UNIT
         )

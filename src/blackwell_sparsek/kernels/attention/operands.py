@@ -27,6 +27,18 @@ class AttnStrides(NamedTuple):
     v: tuple[int, int, int]
 
 
+class AttnBwdStrides(NamedTuple):
+    """The same for a kernel of the backward pass; None for gradients that it does not write."""
+
+    q: tuple[int, int, int]
+    k: tuple[int, int, int]
+    v: tuple[int, int, int]
+    dout: tuple[int, int, int]
+    dq: tuple[int, int, int] | None = None
+    dk: tuple[int, int, int] | None = None
+    dv: tuple[int, int, int] | None = None
+
+
 class KernelOperands(NamedTuple):
     """What attention kernels take besides tensors and strides."""
 
@@ -76,6 +88,41 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float | None]:
     if softcap:
         return float(softcap) * LOG2_E, float(scale) / float(softcap)
     return float(scale) * LOG2_E, None
+
+
+def gradient_factors(
+    scale: float, softcap: float, dtype: torch.dtype
+) -> tuple[float, float | None, float]:
+    """What `device.backprop` reads, and what the gradients of q and k are multiplied by at the end.
+
+    The first factor is in natural units for fp32 operands.
+    """
+    factor, inverse_cap = score_factors(scale, softcap)
+    if dtype == torch.float32:
+        factor = float(softcap) if softcap else float(scale)
+    return factor, inverse_cap, float(scale)
+
+
+class TransposedMask(NamedTuple):
+    """A block mask as kernels read it that own keys and walk over queries."""
+
+    lists: tuple[Any, ...] | None
+    """Transposed lists, bits, and the width of a block."""
+    steps: tuple[int, int]
+    """From batch and query head to the row of the lists; 0 where the mask broadcasts."""
+    block_q: int | None
+
+
+def transposed_mask(mask: BlockMask | None) -> TransposedMask:
+    """The other direction of what `kernel_operands` gives."""
+    if mask is None:
+        return TransposedMask(None, (0, 0), None)
+    columns = mask.grid[1]
+    return TransposedMask(
+        (*mask.transposed, mask.bits, mask.block_size[1]),
+        (mask.heads * columns if mask.batch > 1 else 0, columns if mask.heads > 1 else 0),
+        mask.block_size[0],
+    )
 
 
 def mask_steps(mask: BlockMask) -> tuple[int, int]:

@@ -1,0 +1,261 @@
+"""Attention backward, the portable kernel of the keys' and values' gradients: sm_80 and newer.
+
+    p[i, j]  = exp(s[i, j] - lse[i])          where query i sees key j
+    ds[i, j] = p[i, j] * (dout[i] . v[j] - delta[i])
+    dv[j]    = sum_i p[i, j] dout[i]
+    dk[j]    = scale * sum_i ds[i, j] q[i]
+
+Shapes are those of `bwd_dq.py`; the sums go over the queries of all heads that read a KV head. One
+program owns TILE_N keys of one KV head and walks over the queries that see them, head by head, so
+sums have one order and there are no atomics. Scores are computed as k q^T: p and ds come out with
+the keys as rows, as the products that follow want them. (The transpose of a product as an operand
+of the next one has been compiled wrongly for Hopper.) Keys that no query sees get 0. Limits are
+those of `fwd.py`, and a mask whose KV blocks hold whole tiles. Called by `bsk::attn_bwd`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core.launch import cdiv, launch, on_device_of
+from ...device.backprop import probabilities, score_gradients, shift_of_rows
+from ...device.masks import column_bounds, exists
+from ...device.schedule import place_in_sections, section_planes
+from ...device.sequences import lse_offset, plane_offset, token_span
+from ...device.tile_walk import masked_query_tile, plan_queries
+from ...device.tiles import load_rows, store_rows
+from ...device.visits import (
+    keys_of_tile,
+    num_full_units,
+    num_masked_units,
+    num_tiles,
+    tile_ordinal,
+)
+from ...formats.attention_spec import AttnSpec
+from .config import AttnBwdConfig
+from .operands import (
+    AttnBwdStrides,
+    gradient_factors,
+    kernel_operands,
+    token_strides,
+    transposed_mask,
+)
+
+# Queries past which a plane counts as long: the product with the heads must fit int32.
+LONG = tl.constexpr(2**20)
+
+
+@triton.jit
+def _load_terms(term_ptr, q_index, q_limit, missing):
+    """One number per query; `missing` for those at or past `q_limit`, if that is given."""
+    if q_limit is None:
+        terms = tl.load(term_ptr + q_index)
+    else:
+        terms = tl.load(term_ptr + q_index, mask=exists(q_index, q_limit), other=missing)
+    return terms
+
+
+@triton.jit
+def _add_tile(
+    sums,
+    gradients,
+    k,
+    v,
+    queries,
+    q_index,
+    q_limit,
+    visible,
+    strides,
+    score,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what one tile of queries gives to (dk / scale, dv); `visible` None means all see it."""
+    NATURAL: tl.constexpr = k.dtype == tl.float32
+    dk, dv = sums
+    q_ptr, dout_ptr, lse_ptr, delta_ptr = queries
+    q = load_rows(q_ptr, q_index, strides.q[2], tl.arange(0, TILE_D), q_limit, HEAD_DIM)
+    dout = load_rows(dout_ptr, q_index, strides.dout[2], tl.arange(0, TILE_DV), q_limit, HEAD_DIM_V)
+    lse = _load_terms(lse_ptr, q_index, q_limit, -float("inf"))
+    shift = shift_of_rows(lse, NATURAL)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [TILE_N, TILE_M]
+    p, capped = probabilities(s, visible, shift[None, :], score, NATURAL)
+    if gradients[1] is not None:
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    if gradients[0] is not None:
+        delta = _load_terms(delta_ptr, q_index, q_limit, 0.0)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        ds = score_gradients(p, capped, dp, delta[None, :], score)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=[
+        "lse_head_stride", "q_len", "kv_len", "left", "right", "mask_batch_step", "mask_head_step",
+    ]
+)  # fmt: skip
+def _attn_dkdv_kernel(
+    gradients,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    row_terms,
+    cu_seqlens,
+    block_lists,
+    strides,
+    lse_head_stride,
+    q_len,
+    kv_len,
+    left,
+    right,
+    mask_batch_step,
+    mask_head_step,
+    heads,
+    score,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`gradients`, dK and dV or None, of one tile of keys; `row_terms` are lse and delta."""
+    TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
+    TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
+    UNIT: tl.constexpr = TILE_M if BLOCK_Q is None else BLOCK_Q
+    ELEMENT_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    Q_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * ELEMENT_BYTES
+    tl.static_assert((BLOCK_Q is None) == (block_lists is None))
+
+    kv_tiles = (kv_len + TILE_N - 1) // TILE_N
+    section = section_planes(tl.minimum(q_len, LONG) * heads[1], 1, Q_BYTES)
+    plane, last_tiles = place_in_sections(
+        tl.program_id(0), tl.num_programs(0) // kv_tiles, kv_tiles, section
+    )
+    # the first keys have the most queries under a causal band
+    kv_start = (kv_tiles - 1 - last_tiles) * TILE_N
+    kv_heads = heads[0] // heads[1]
+    batch, kv_head = plane // kv_heads, plane % kv_heads
+    q_first, q_len = token_span(cu_seqlens[0], batch, q_len)
+    kv_first, kv_len = token_span(cu_seqlens[1], batch, kv_len)
+    if kv_start >= kv_len:
+        return
+    lengths, band = (q_len, kv_len), (left, right)
+    kv_pos = kv_start + tl.arange(0, TILE_N)
+    column_limits = column_bounds(kv_pos, q_len, kv_len, left, right)
+    kv_block = 0 if block_lists is None else kv_start // block_lists[5]
+    mask_row = batch * mask_batch_step + kv_block
+
+    offs_d, offs_dv = tl.arange(0, TILE_D), tl.arange(0, TILE_DV)
+    k_ptr += plane_offset(batch, kv_head, kv_first, strides.k)
+    v_ptr += plane_offset(batch, kv_head, kv_first, strides.v)
+    k = load_rows(k_ptr, kv_pos, strides.k[2], offs_d, kv_len, HEAD_DIM)
+    v = load_rows(v_ptr, kv_pos, strides.v[2], offs_dv, kv_len, HEAD_DIM_V)
+    dk = tl.zeros([TILE_N, TILE_D], tl.float32)
+    dv = tl.zeros([TILE_N, TILE_DV], tl.float32)
+
+    for member in tl.range(0, heads[1]):
+        q_head = kv_head * heads[1] + member
+        offset = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
+        queries = (
+            q_ptr + plane_offset(batch, q_head, q_first, strides.q),
+            dout_ptr + plane_offset(batch, q_head, q_first, strides.dout),
+            row_terms[0] + offset,
+            row_terms[1] + offset,
+        )
+        plan = plan_queries(
+            block_lists, mask_row + q_head * mask_head_step, kv_start, lengths, band,
+            TILE_M, TILE_N, BLOCK_Q,
+        )  # fmt: skip
+        num_masked = num_masked_units(plan)
+        for q_tile in tl.range(0, num_tiles(num_masked, TILE_M, UNIT)):
+            q_index, visible = masked_query_tile(
+                block_lists, plan, num_masked, q_tile, column_limits, kv_pos, kv_block, q_len,
+                TILE_M, UNIT,
+            )  # fmt: skip
+            dk, dv = _add_tile(
+                (dk, dv), gradients, k, v, queries, q_index, q_len, visible, strides, score,
+                HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            )  # fmt: skip
+        num_full = num_full_units(plan)
+        for q_tile in tl.range(0, num_tiles(num_full, TILE_M, UNIT)):
+            ordinal, q_in_unit = tile_ordinal(q_tile, tl.arange(0, TILE_M), TILE_M, UNIT)
+            q_index = keys_of_tile(
+                block_lists, plan[3] + ordinal, ordinal, num_full, q_in_unit, q_len, TILE_M, UNIT
+            )
+            dk, dv = _add_tile(
+                (dk, dv), gradients, k, v, queries, q_index, None, None, strides, score,
+                HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            )  # fmt: skip
+
+    if gradients[0] is not None:
+        dk_ptr = gradients[0] + plane_offset(batch, kv_head, kv_first, strides.dk)
+        store_rows(dk_ptr, kv_pos, strides.dk[2], offs_d, dk * score[2], kv_len, HEAD_DIM)
+    if gradients[1] is not None:
+        dv_ptr = gradients[1] + plane_offset(batch, kv_head, kv_first, strides.dv)
+        store_rows(dv_ptr, kv_pos, strides.dv[2], offs_dv, dv, kv_len, HEAD_DIM_V)
+
+
+def launch_attn_dkdv(
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor | None,
+    spec: AttnSpec,
+    config: AttnBwdConfig,
+) -> None:
+    """Fill `dk` and `dv`, or the one of them that is not None.
+
+    Parameters
+    ----------
+    dk, dv, dout, q, k, v : [B, H, S, D] or packed [T, H, D], contiguous in the last dimension
+    lse : fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
+    delta : like lse, as `launch_attn_delta` gives it; only `dk` needs it
+    spec : options of the forward call
+    config : tiles and launch options; tiles lie within the KV blocks of a mask
+    """
+    operands = kernel_operands(q, k, v, spec)
+    programs = operands.batch * k.shape[1] * cdiv(operands.lengths[1], config.tile_n)
+    if programs == 0:
+        return
+    mask = transposed_mask(spec.block_mask)
+    with on_device_of(q):
+        strides = AttnBwdStrides(
+            *(token_strides(x) for x in (q, k, v, dout)),
+            dk=None if dk is None else token_strides(dk),
+            dv=None if dv is None else token_strides(dv),
+        )
+        args = (
+            (dk, dv),
+            q,
+            k,
+            v,
+            dout,
+            (lse, lse if delta is None else delta),
+            operands.cu_seqlens,
+            mask.lists,
+            strides,
+            lse.stride(-2),
+            *operands.lengths,
+            *operands.band,
+            *mask.steps,
+            operands.heads,
+            gradient_factors(spec.scale, spec.softcap, q.dtype),
+            q.shape[-1],
+            v.shape[-1],
+            mask.block_q,
+            config.tile_m,
+            config.tile_n,
+            config.precision,
+        )
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        launch(_attn_dkdv_kernel, programs, args, **options)

@@ -1,0 +1,138 @@
+"""The check of attention's gradients: for every implementation of the backward alike."""
+
+import torch
+
+from ..formats.attention_spec import AttnGradients, AttnSpec
+from ..reference.attention import attention as oracle
+from ..reference.attention import visible_elements
+from .inputs import normal
+from .tolerance import assert_within_budget
+
+
+def upstream(out: torch.Tensor, lse: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients that come back for a result."""
+    dout = normal(*out.shape, seed=seed * 8 + 5, dtype=out.dtype, device=out.device)
+    return dout, normal(*lse.shape, seed=seed * 8 + 6, dtype=lse.dtype, device=lse.device)
+
+
+def oracle_gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttnSpec,
+    precision: torch.dtype = torch.float64,
+) -> AttnGradients:
+    """Gradients of the formula in `precision`, by autograd; `dsinks` is None without sinks."""
+    with torch.enable_grad():
+        inputs = [x.detach().to(precision).requires_grad_() for x in (q, k, v)]
+        if spec.sinks is not None:
+            inputs.append(spec.sinks.detach().to(precision).requires_grad_())
+        spec = spec._replace(sinks=inputs[3] if spec.sinks is not None else None)
+        out, lse = oracle(inputs[0], inputs[1], inputs[2], spec, precision=precision)
+        pairs = [(out, dout.to(out.dtype))]
+        if dlse is not None:
+            pairs.append((lse, dlse.to(lse.dtype)))
+        outputs, upstreams = zip(*pairs, strict=True)
+        gradients = torch.autograd.grad(outputs, inputs, upstreams, materialize_grads=True)
+    dsinks = gradients[3] if spec.sinks is not None else None
+    return AttnGradients(gradients[0], gradients[1], gradients[2], dsinks)
+
+
+def recomputed_gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttnSpec,
+) -> AttnGradients:
+    """The dense formula in the dtype of q, from an lse of that dtype.
+
+    What recomputing probabilities from lse costs is not the fault of an implementation: the
+    rounding of lse alone is an error of |lse| * eps / 2 in each of them, and autograd of a softmax
+    does not have it.
+    """
+    out, lse = oracle(q, k, v, spec, precision=q.dtype)
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    if not spec.is_varlen:
+        visible = visible_elements(q.shape[2], k.shape[2], spec, q.device)
+        return _recompute(dout, dlse, q, k, v, out, lse, spec, visible)
+    assert spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    dsinks = None if spec.sinks is None else torch.zeros_like(spec.sinks)
+    q_ends, k_ends = spec.cu_seqlens_q.tolist(), spec.cu_seqlens_k.tolist()
+    for i in range(len(q_ends) - 1):
+        queries, keys = slice(q_ends[i], q_ends[i + 1]), slice(k_ends[i], k_ends[i + 1])
+        do, q_s, o_s = (x[queries].transpose(0, 1)[None] for x in (dout, q, out))
+        k_s, v_s = (x[keys].transpose(0, 1)[None] for x in (k, v))
+        terms = (dlse[None, :, queries], lse[None, :, queries])
+        visible = visible_elements(q_s.shape[2], k_s.shape[2], spec, q.device, i)
+        part = _recompute(do, terms[0], q_s, k_s, v_s, o_s, terms[1], spec, visible)
+        for whole, span, piece in (
+            (dq, queries, part.dq),
+            (dk, keys, part.dk),
+            (dv, keys, part.dv),
+        ):
+            assert piece is not None
+            whole[span] = piece[0].transpose(0, 1)
+        if dsinks is not None and part.dsinks is not None:
+            dsinks += part.dsinks
+    return AttnGradients(dq, dk, dv, dsinks)
+
+
+def _recompute(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: AttnSpec,
+    visible: torch.Tensor,
+) -> AttnGradients:
+    group = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = q @ wide_k.mT * spec.scale
+    slope = torch.ones_like(s)
+    if spec.softcap:
+        tanh = torch.tanh(s / spec.softcap)
+        s, slope = spec.softcap * tanh, 1 - tanh * tanh
+    shift = lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
+    p = torch.where(visible, torch.exp(s - shift), 0.0)
+    delta = (out * dout).sum(-1, keepdim=True) - dlse[..., None]
+    ds = p * (dout @ wide_v.mT - delta) * slope * spec.scale
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q, p.mT @ dout))
+    dsinks = None
+    if spec.sinks is not None:
+        p_sink = torch.exp(spec.sinks[:, None, None] - shift)
+        dsinks = -(p_sink * delta).sum((0, 2, 3))
+    return AttnGradients(ds @ wide_k, dk, dv, dsinks)
+
+
+def check_gradients(
+    gradients: AttnGradients,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttnSpec,
+    what: str = "",
+) -> None:
+    """Compare those gradients that are not None with the oracle under the error budget."""
+    exact = oracle_gradients(dout, dlse, q, k, v, spec)
+    if q.dtype == torch.float32:
+        plain = recomputed_gradients(dout, dlse, q, k, v, spec)
+    else:
+        plain = oracle_gradients(dout, dlse, q, k, v, spec, q.dtype)
+    # softcaps bend scores that are rounded already; in fp32, base-2 exponents round once more than
+    # the formula does, and that is all the error there is
+    factor = 3.0 if spec.softcap or q.dtype == torch.float32 else 2.0
+    for name, got, want, low in zip(AttnGradients._fields, gradients, exact, plain, strict=True):
+        if got is not None:
+            assert want is not None and low is not None, name
+            label = f"{what} {name}"
+            assert_within_budget(got, want, low.to(got.dtype), factor=factor, what=label)
