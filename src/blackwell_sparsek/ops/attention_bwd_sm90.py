@@ -39,6 +39,7 @@ def backward(
     deterministic: bool,
 ) -> None:
     """Fill `gradients`; those of k and v come together, and scratch takes what nobody asked for."""
+    from ..kernels.attention.bwd_sinks import launch_sink_gradients
     from ..kernels.attention.bwd_sm90_launch import launch_attn_bwd_sm90
 
     problem = AttnProblem.of(q, k, v, spec, backward=True, deterministic=deterministic)
@@ -56,6 +57,5 @@ def backward(
         gradients.dq, dk, dv, dout, dlse, q, k, v, out, lse, spec, order, section, config
     )
     if gradients.dsinks is not None and spec.sinks is not None:
-        # a sink is a key whose value is 0
-        p = torch.exp(spec.sinks.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
-        gradients.dsinks.copy_(-(p * delta[..., : lse.shape[-1]]).sum((0, 2)))
+        delta = delta[..., : lse.shape[-1]].contiguous()
+        launch_sink_gradients(gradients.dsinks, spec.sinks.contiguous(), lse, delta, None)

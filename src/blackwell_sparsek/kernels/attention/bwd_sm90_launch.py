@@ -12,7 +12,7 @@ from .bwd_config_sm90 import AttnBwdSm90Config
 from .bwd_sm90 import _attn_bwd_sm90_kernel
 from .bwd_sm90_rows import _attn_bwd_round_kernel, _attn_bwd_rows_kernel
 from .fwd_sm90_launch import tma_strides
-from .operands import KernelOperands, kernel_operands, token_strides
+from .operands import KernelOperands, kernel_operands, token_strides, transposed_mask
 
 # Rows of a program of the row kernels, and what rows are padded to.
 ROW_TILE = 64
@@ -50,7 +50,7 @@ def launch_attn_bwd_sm90(
     section : planes (batch and KV head) whose queries stay in L2 together
     config : tiles
     """
-    operands = kernel_operands(q, k, v, spec)
+    operands, mask = kernel_operands(q, k, v, spec), transposed_mask(spec.block_mask)
     q_len, kv_len = operands.lengths
     planes = operands.batch * operands.heads[0]
     padded = cdiv(q_len, PADDING) * PADDING
@@ -81,8 +81,8 @@ def launch_attn_bwd_sm90(
             scratch((1,), torch.int32, q.device, zero=dynamic),
             turns,
             order,
-            _transposed_lists(spec),
-            *_transposed_steps(spec),
+            mask.lists,
+            *mask.steps,
             q_len,
             kv_len,
             *operands.band,
@@ -162,16 +162,3 @@ def _power_of_2(n: int) -> int:
 def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
     return tensor_descriptor(x, block, tma_strides(x))
 
-
-def _transposed_lists(spec: AttnSpec) -> tuple[Any, ...] | None:
-    mask = spec.block_mask
-    return None if mask is None else (*mask.transposed, mask.bits, mask.block_size[1])
-
-
-def _transposed_steps(spec: AttnSpec) -> tuple[int, int]:
-    """Rows of the transposed lists between two batches and between two heads."""
-    mask = spec.block_mask
-    if mask is None:
-        return 0, 0
-    columns = mask.grid[1]
-    return mask.heads * columns if mask.batch > 1 else 0, columns if mask.heads > 1 else 0

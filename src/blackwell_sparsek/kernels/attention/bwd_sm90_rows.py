@@ -8,7 +8,7 @@ are 0. After: dq = scale * sums, in the dtype and layout of q. Called around `bw
 import triton
 import triton.language as tl
 
-from ...device.backprop import lse_to_log2
+from ...device.backprop import shift_of_rows
 from ...device.masks import exists
 from ...device.sequences import plane_offset
 from ...device.tiles import load_rows
@@ -58,7 +58,7 @@ def _attn_bwd_rows_kernel(
     delta = tl.where(lse == -float("inf"), 0.0, delta)
 
     row = tl.cast(plane, tl.int64) * padded + offs_m
-    tl.store(lse_log2_ptr + row, lse_to_log2(lse))
+    tl.store(lse_log2_ptr + row, shift_of_rows(lse))
     tl.store(delta_ptr + row, delta)
     if turns_ptr is not None:
         tl.store(turns_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), 0)
