@@ -139,7 +139,9 @@ def test_deterministic_bits(band):
         assert all(a.equal(b) for a, b in zip(first[:3], again[:3], strict=True))
 
 
-@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (False, False, True)])
+@pytest.mark.parametrize(
+    "wanted", [(True, False, False), (False, True, True), (False, False, True)]
+)
 def test_only_what_was_asked_for(wanted):
     q, k, v, spec = AttnCase(
         3, BRAIN, heads=(4, 2), lengths=((300, 200),), head_dims=(64, 64)

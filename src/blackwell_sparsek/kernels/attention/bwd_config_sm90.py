@@ -14,13 +14,14 @@ INFO_DEPTH = 8
 class AttnBwdSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
-    CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries. UNIT is
-    the number of neighbouring queries a visit is made of: TILE_M when dense, else the block of the
-    mask; smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when
-    dense. With SHARED_KEYS the warp groups keep the same 64 keys, and 64 queries of a tile each.
-    ORDERED adds up dq in the same order in every run. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
-    STAGES tiles of queries are in flight, DS_STAGES of the gradients of scores. The kernel is
-    compiled for MAX_REGISTERS per thread; the roles then trade them.
+    CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; with
+    SHARED_KEYS they keep the same 64 keys, and take 64 queries of a tile each. UNIT is the number
+    of neighbouring queries a visit is made of: TILE_M when dense, else the block of the mask;
+    smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when dense.
+    TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros. STAGES
+    tiles of queries are in flight, DS_STAGES of the gradients of scores. ORDERED adds up dq in the
+    same order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles then
+    trade them.
     """
 
     CONSUMERS: int
@@ -40,7 +41,7 @@ class AttnBwdSm90Config:
     def __post_init__(self) -> None:
         assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
         tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
-        assert self.TILE_M == tile_m and self.TILE_D in (64, 128), f"{self=}"
+        assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
         assert not (self.ORDERED and self.BLOCK_KV), "no order of adding up under a mask"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"

@@ -8,9 +8,10 @@ consumer warp groups keep 64 keys each, dk and dv in registers, and compute
 
 so that p^T is where the product for dv reads it. `ds` goes through shared memory to the products
 for dk and dq, the latter shared by both warp groups; writer warps add dq to fp32 sums in memory by
-TMA, in no fixed order. A producer warp finds the query tiles (`bwd_sm90_work`) and copies them, with
-lse in base 2 and delta; queries past the end, where lse is +inf, count for nothing. The products of
-step i for dq and dk run beside the scores and the softmax of step i + 1.
+TMA, in no fixed order unless `ORDERED`. A producer warp finds the query tiles (`bwd_sm90_work`) and
+copies them, with lse in base 2 and delta; queries past the end, where lse is +inf, count for
+nothing. The product for dq of a step waits for the next one, so that neither warp group waits for
+the other and one computes exponentials while the other multiplies.
 
 Where key blocks of a mask are 64 wide (`SHARED_KEYS`), both warp groups keep the same 64 keys and
 take turns with the queries; each then has dq of its own, and dk and dv are added up at the end.
@@ -155,7 +156,8 @@ def _add_up(x, smem, bars, pieces, SECOND: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Gradients of 64 keys, piece by piece of work."""
-    dk_desc, dv_desc, score, scale, ds_ring, dq_ring, sum_bars = consume
+    dk_desc, dv_desc, scale = consume[0], consume[1], consume[3]
+    ds_ring, dq_ring, sum_bars = consume[4], consume[5], consume[6]
     kv_ring, work, heads = shared[1], shared[4], shared[6]
     k_smem, v_smem, kv_full, kv_empty = kv_ring
     tile_d: gl.constexpr = CFG.TILE_D
@@ -205,7 +207,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 mbarrier.wait(sum_bars[0], (3 * pieces + 2) & 1)
         # the writer must have taken the last tile of dq, whose memory comes in handy
         mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
-        if GROUP == own_keys:
+        if own_keys == GROUP:
             row = kv_tile * CFG.tile_n + GROUP * ROWS
             place = [plane // kv_heads, plane % kv_heads, row, 0]
             _store_gradient(dv_desc, dv.to(dtype), dv_tile, place)
@@ -289,9 +291,7 @@ def _attn_bwd_sm90_kernel(
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     dtype: gl.constexpr = q_desc.dtype
-    vector: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=0, element_bitwidth=32, rank=1
-    )
+    vector: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     group_m: gl.constexpr = CFG.group_m
     key_groups: gl.constexpr = CFG.key_groups
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, group_m], dtype)

@@ -136,9 +136,7 @@ def _prepare_rows(
     launch(_attn_bwd_rows_kernel, planes * (padded // ROW_TILE), args, num_warps=4)
 
 
-def _round_dq(
-    dq: torch.Tensor, sums: torch.Tensor, operands: KernelOperands, scale: float
-) -> None:
+def _round_dq(dq: torch.Tensor, sums: torch.Tensor, operands: KernelOperands, scale: float) -> None:
     planes, padded, head_dim = sums.shape
     args = (
         dq,
@@ -161,4 +159,3 @@ def _power_of_2(n: int) -> int:
 
 def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
     return tensor_descriptor(x, block, tma_strides(x))
-

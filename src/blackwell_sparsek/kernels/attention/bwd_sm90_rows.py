@@ -1,8 +1,9 @@
 """What the Hopper backward does row by row: terms of the queries before it, rounding dq after it.
 
 Before: lse in base 2, delta (as in `bwd_delta`), zeroed sums and turns for dq, in scratch memory
-whose rows are padded to whole tiles. Padding has lse +inf, like queries that see nothing: their probabilities
-are 0. After: dq = scale * sums, in the dtype and layout of q. Called around `bwd_sm90`.
+whose rows are padded to whole tiles. Padding has lse +inf, like queries that see nothing: their
+probabilities are 0. After: dq = scale * sums, in the dtype and layout of q. Called around
+`bwd_sm90`.
 """
 
 import triton

@@ -63,7 +63,9 @@ def _visible(shared, step, kv_index, GROUP: gl.constexpr, CFG: gl.constexpr):
     q_index = read_info(info, step, 1 + own, 4) + offs_m
     if two_units:
         q_index = gl.where(offs_m < ROWS, q_index, read_info(info, step, 2, 4) - ROWS + offs_m)
-    first, last = row_bounds(position(q_index, lengths[0], lengths[1]), lengths[1], band[0], band[1])
+    first, last = row_bounds(
+        position(q_index, lengths[0], lengths[1]), lengths[1], band[0], band[1]
+    )
     visible = within_bounds(kv_index[:, None], first[None, :], last[None, :])
     if lists is not None:
         words: gl.constexpr = (CFG.BLOCK_KV + 31) // 32
@@ -91,11 +93,9 @@ def ds_place(ds_ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     smem, ready = ds_ring
     buffer = step % CFG.DS_STAGES
     tile = smem.index(buffer * CFG.CONSUMERS + GROUP)
-    if CFG.SHARED_KEYS:
-        bar = ready.index(buffer * CFG.CONSUMERS + GROUP)
-    else:
-        bar = ready.index(buffer)
-    return tile, bar
+    # each warp group waits for its own ds alone, or for both
+    own: gl.constexpr = GROUP if CFG.SHARED_KEYS else 0
+    return tile, ready.index(buffer * CFG.CONSUMERS + own)
 
 
 @gluon.jit

@@ -77,7 +77,7 @@ def _plan_queries(mask, batch, q_head, kv_tile, lengths, band, CFG: gl.constexpr
 
 @gluon.jit
 def _count_tiles(lists, plan, CFG: gl.constexpr):
-    """Tiles of queries in a plan, and how many of them, which come first in a mask, need its code."""
+    """Tiles of queries in a plan, and how many of a mask need its code, which come first."""
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     if lists is None:
@@ -167,7 +167,8 @@ def _fetch_step(descs, shared, step, numbers, batch, q_head, CFG: gl.constexpr):
 def produce_steps(produce, shared, CFG: gl.constexpr):
     """Take pieces of work, publish them and keep the rings full."""
     descs, k_desc, v_desc, counter_ptr, schedule = produce
-    mask, kv_ring, q_ring, info, work, lengths, heads, band = shared
+    mask, kv_ring, info, work = shared[0], shared[1], shared[3], shared[4]
+    lengths, heads, band = shared[5], shared[6], shared[7]
     order_ptr, num_planes, section, dynamic = schedule
     k_smem, v_smem, kv_full, kv_empty = kv_ring
     key_groups: gl.constexpr = CFG.key_groups
@@ -181,10 +182,10 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     piece = gl.program_id(0)
     while piece < total:
         next_piece = piece + gl.num_programs(0)
-        if not CFG.ORDERED:
-            if dynamic != 0:
-                # asked for a whole piece ahead of its use
-                next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        # asked for a whole piece ahead of its use, unless others wait for what it adds
+        ahead = 0 if CFG.ORDERED else dynamic
+        if ahead != 0:
+            next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         if order_ptr is None:
             plane, kv_tile = place_in_sections(piece, num_planes, kv_tiles, section)
             if not CFG.ORDERED:
@@ -218,10 +219,8 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
                 numbers = _describe_step(visit, q_tile, kv_tile, q_plane, lengths, band, CFG)
                 _fetch_step(descs, shared, step, numbers, batch, q_head, CFG)
                 step += 1
-        if CFG.ORDERED:
-            if dynamic != 0:
-                # not ahead of its use: others wait for what it adds
-                next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        if dynamic != ahead:
+            next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         pieces += 1
         piece = next_piece
     # no plane: the end, for the writer too
