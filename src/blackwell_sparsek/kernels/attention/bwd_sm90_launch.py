@@ -10,12 +10,11 @@ from ...formats.attention_spec import AttnSpec
 from ..sm90 import tensor_descriptor
 from .bwd_config_sm90 import AttnBwdSm90Config
 from .bwd_sm90 import _attn_bwd_sm90_kernel
-from .bwd_sm90_rows import _attn_bwd_round_kernel, _attn_bwd_rows_kernel
+from .bwd_sm90_rows import ROW_TILE, launch_attn_bwd_round, launch_attn_bwd_rows
 from .fwd_sm90_launch import tma_strides
-from .operands import KernelOperands, kernel_operands, token_strides, transposed_mask
+from .operands import kernel_operands, transposed_mask
 
-# Rows of a program of the row kernels, and what rows are padded to.
-ROW_TILE = 64
+# What queries are padded to: the tallest tile.
 PADDING = 128
 
 
@@ -61,7 +60,7 @@ def launch_attn_bwd_sm90(
         # two for each 64 rows: one for each warp group
         turns = scratch((planes, padded // ROW_TILE, 2), torch.int32, q.device)
     with on_device_of(q):
-        _prepare_rows(lse_log2, delta, sums, turns, out, dout, lse, dlse)
+        launch_attn_bwd_rows(lse_log2, delta, sums, turns, out, dout, lse, dlse)
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
         kv_planes = planes // operands.heads[1]
@@ -97,64 +96,8 @@ def launch_attn_bwd_sm90(
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
         launch(_attn_bwd_sm90_kernel, programs, args, **options)
         if dq is not None:
-            _round_dq(dq, sums, operands, float(spec.scale))
+            launch_attn_bwd_round(dq, sums, float(spec.scale))
     return delta.view(operands.batch, operands.heads[0], padded)
-
-
-def _prepare_rows(
-    lse_log2: torch.Tensor,
-    delta: torch.Tensor,
-    sums: torch.Tensor,
-    turns: torch.Tensor | None,
-    out: torch.Tensor,
-    dout: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> None:
-    planes, padded, head_dim = sums.shape
-    args = (
-        lse_log2,
-        delta,
-        sums,
-        turns,
-        out,
-        dout,
-        lse,
-        dlse,
-        token_strides(out),
-        token_strides(dout),
-        (0, 0, 0) if dlse is None else dlse.stride(),
-        out.shape[2],
-        padded,
-        out.shape[1],
-        head_dim,
-        out.shape[3],
-        ROW_TILE,
-        _power_of_2(head_dim),
-        _power_of_2(out.shape[3]),
-    )
-    launch(_attn_bwd_rows_kernel, planes * (padded // ROW_TILE), args, num_warps=4)
-
-
-def _round_dq(dq: torch.Tensor, sums: torch.Tensor, operands: KernelOperands, scale: float) -> None:
-    planes, padded, head_dim = sums.shape
-    args = (
-        dq,
-        sums,
-        token_strides(dq),
-        dq.shape[2],
-        padded,
-        operands.heads[0],
-        scale,
-        head_dim,
-        ROW_TILE,
-        _power_of_2(head_dim),
-    )
-    launch(_attn_bwd_round_kernel, planes * (padded // ROW_TILE), args, num_warps=4)
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
