@@ -68,7 +68,7 @@ def test_few_queries_are_left_to_smaller_tiles():
 )
 def test_tiles_cover_the_head_dims(dims, tiles):
     config = attn_bwd_sm90_config(problem(head_dim=dims[0], head_dim_v=dims[1]))
-    assert (config.TILE_D, config.TILE_DV) == tiles
+    assert tiles == (config.TILE_D, config.TILE_DV)
 
 
 def test_narrow_key_blocks_are_kept_by_both_warp_groups():
