@@ -32,6 +32,7 @@ class AttnBwdSm90Config:
     DS_STAGES: int
     SHARED_KEYS: bool
     ORDERED: bool
+    PING_PONG: bool
     UNIT: int
     BLOCK_KV: int
     CONSUMER_REGISTERS: int
@@ -132,6 +133,7 @@ def make_config(
         DS_STAGES=2 if shared_keys else 3,
         SHARED_KEYS=shared_keys,
         ORDERED=ordered,
+        PING_PONG=True,
         UNIT=block_q,
         BLOCK_KV=block_kv,
         CONSUMER_REGISTERS=232 if producer == 40 else 240,

@@ -67,7 +67,7 @@ def _step(
     own_keys: gl.constexpr = 0 if CFG.SHARED_KEYS else GROUP
     k = k_smem.index(own_keys + zero_of(step))
     v = v_smem.index(own_keys + zero_of(step))
-    score, ds_ring, dq_ring = consume[2], consume[4], consume[5]
+    score, ds_ring, dq_ring, turns = consume[2], consume[4], consume[5], consume[7]
     q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
     dtype: gl.constexpr = k.dtype
     chunks: gl.constexpr = CFG.dq_chunks
@@ -77,13 +77,23 @@ def _step(
     masked = read_info(shared[3], step, 5, 4)
     s_started = start_products(k, q_smem, step, GROUP, CFG)
     dp_started = start_products(v, dout_smem, step, GROUP, CFG)
+    if CFG.PING_PONG and not FIRST:
+        mbarrier.arrive(turns.index(1 - GROUP), count=1)
+    # the numbers of a few queries fit into registers while their scores are under way
+    early: gl.constexpr = CFG.group_m == 64
+    if early:
+        lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
     s = warpgroup_mma_wait(1, deps=(s_started,))
-    lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
+    if not early:
+        lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
     p, capped = probabilities(s, None, lse_log2, score)
     if masked != 0:
         p = hide(p, step, kv_index, shared, GROUP, CFG)
+    if early:
+        delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
-    delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
+    if not early:
+        delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
     ds = score_gradients(p, capped, dp, delta, score)
     ds_tile, ds_bar = ds_place(ds_ring, step, GROUP, CFG)
     if not FIRST:
@@ -92,6 +102,8 @@ def _step(
         mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
     hand_over(ds.to(dtype), ds_tile, ds_bar)
     p = gl.convert_layout(p.to(dtype), p_layout)
+    if CFG.PING_PONG:
+        mbarrier.wait(turns.index(GROUP), (step & 1) ^ (1 - GROUP))
     q = own_queries(q_smem.index(stage), GROUP, CFG)
     dout = own_queries(dout_smem.index(stage), GROUP, CFG)
     if FIRST:
@@ -124,6 +136,8 @@ def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
     mbarrier.wait(bar, (step // CFG.DS_STAGES) & 1)
     for chunk in gl.static_range(chunks):
         dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
+        if CFG.PING_PONG and chunk == chunks - 1:
+            mbarrier.arrive(consume[7].index(1 - GROUP), count=1)
         dq = warpgroup_mma_wait(0, deps=(dq_started,))
         _give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
 
@@ -321,7 +335,8 @@ def _attn_bwd_sm90_kernel(
     lengths = (q_len, kv_len)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
-    consume = (dk_desc, dv_desc, score, scale, ds_ring, dq_ring, sum_bars)
+    turns = barriers(consumers, 1)
+    consume = (dk_desc, dv_desc, score, scale, ds_ring, dq_ring, sum_bars, turns)
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [
