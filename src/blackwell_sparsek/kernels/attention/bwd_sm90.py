@@ -278,9 +278,7 @@ def _attn_bwd_sm90_kernel(
     v_desc,
     lse_desc,
     delta_desc,
-    counter_ptr,
-    turns_ptr,
-    order_ptr,
+    work_ptrs,
     block_lists,
     mask_batch_step,
     mask_head_step,
@@ -294,10 +292,14 @@ def _attn_bwd_sm90_kernel(
     q_heads,
     group_size,
     score,
-    scale,
     CFG: gl.constexpr,
 ):
-    """Set up rings and roles."""
+    """Set up rings and roles.
+
+    `work_ptrs` are a counter, the turns of those who add to dq or None, and an order of the tiles
+    of keys or None; `score` is what `gradient_factors` gives.
+    """
+    counter_ptr, turns_ptr, order_ptr = work_ptrs
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     ds_stages: gl.constexpr = CFG.DS_STAGES
@@ -336,7 +338,7 @@ def _attn_bwd_sm90_kernel(
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
     turns = barriers(consumers, 1)
-    consume = (dk_desc, dv_desc, score, scale, ds_ring, dq_ring, sum_bars, turns)
+    consume = (dk_desc, dv_desc, score, score[2], ds_ring, dq_ring, sum_bars, turns)
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [

@@ -9,7 +9,7 @@ from ...core.compile_cases import CompileCase, compile_cases
 from ..sm90 import descriptor_type
 from .bwd_config_sm90 import make_config
 from .bwd_sm90 import _attn_bwd_sm90_kernel
-from .operands import score_factors
+from .operands import gradient_factors
 
 
 class Call(NamedTuple):
@@ -68,9 +68,11 @@ def attn_bwd_sm90_case(call: Call) -> CompileCase:
             "v_desc": v_type,
             "lse_desc": row_type,
             "delta_desc": row_type,
-            "counter_ptr": torch.int32,
-            "turns_ptr": torch.int32 if call.ordered else None,
-            "order_ptr": None if block_kv is None else torch.int32,
+            "work_ptrs": (
+                torch.int32,
+                torch.int32 if call.ordered else None,
+                None if block_kv is None else torch.int32,
+            ),
             "block_lists": None if block_kv is None else (*(torch.int32,) * 5, block_kv),
             "mask_batch_step": 0,
             "mask_head_step": 0,
@@ -83,8 +85,7 @@ def attn_bwd_sm90_case(call: Call) -> CompileCase:
             "dynamic": 1,
             "q_heads": 32,
             "group_size": 4,
-            "score": score_factors(0.1, 30.0 if call.softcap else 0.0),
-            "scale": 0.1,
+            "score": gradient_factors(0.1, 30.0 if call.softcap else 0.0, call.dtype),
             "CFG": config,
         },
         archs=(90,),

@@ -12,7 +12,7 @@ from .bwd_config_sm90 import AttnBwdSm90Config
 from .bwd_sm90 import _attn_bwd_sm90_kernel
 from .bwd_sm90_rows import ROW_TILE, launch_attn_bwd_round, launch_attn_bwd_rows
 from .fwd_sm90_launch import tma_strides
-from .operands import kernel_operands, transposed_mask
+from .operands import gradient_factors, kernel_operands, transposed_mask
 
 # What queries are padded to: the tallest tile.
 PADDING = 128
@@ -77,9 +77,7 @@ def launch_attn_bwd_sm90(
             _descriptor(v, config.v_block()),
             *rows,
             # without `dynamic` nobody looks at the counter
-            scratch((1,), torch.int32, q.device, zero=dynamic),
-            turns,
-            order,
+            (scratch((1,), torch.int32, q.device, zero=dynamic), turns, order),
             mask.lists,
             *mask.steps,
             q_len,
@@ -89,8 +87,7 @@ def launch_attn_bwd_sm90(
             section,
             int(dynamic),
             *operands.heads,
-            operands.score,
-            float(spec.scale),
+            gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}

@@ -46,6 +46,7 @@ def read_info(info, step, field: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _write_info(info, step, fields):
+    """Describe a step, once nobody reads what described the one `DEPTH` before."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
     for i in gl.static_range(len(fields)):
@@ -189,8 +190,8 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         if order_ptr is None:
             plane, kv_tile = place_in_sections(piece, num_planes, kv_tiles, section)
             if not CFG.ORDERED:
-                # early keys are seen by most queries under a causal band; in order, the late ones
-                # must go first, which have the first queries to themselves
+                # early keys tend to be seen by most queries; in order, the late ones must go first,
+                # which often have the first queries they meet to themselves
                 kv_tile = kv_tiles - 1 - kv_tile
         else:
             entry = gl.load(order_ptr + piece)
