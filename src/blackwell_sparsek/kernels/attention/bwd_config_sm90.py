@@ -133,7 +133,7 @@ def make_config(
         DS_STAGES=2 if shared_keys else 3,
         SHARED_KEYS=shared_keys,
         ORDERED=ordered,
-        PING_PONG=True,
+        PING_PONG=False,
         UNIT=block_q,
         BLOCK_KV=block_kv,
         CONSUMER_REGISTERS=232 if producer == 40 else 240,

@@ -66,7 +66,7 @@ def launch_attn_bwd_sm90(
         kv_planes = planes // operands.heads[1]
         pieces = kv_planes * cdiv(kv_len, config.tile_n)
         programs = min(arch_of(q.device).num_sms, pieces)
-        dynamic = pieces > programs
+        dynamic = config.ORDERED or pieces > programs
         args = (
             tensor_descriptor(sums, config.dq_block()),
             _descriptor(dk, config.k_block()),

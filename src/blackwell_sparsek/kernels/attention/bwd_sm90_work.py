@@ -181,6 +181,9 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     turn = 0
     pieces = 0
     piece = gl.program_id(0)
+    if CFG.ORDERED:
+        # programs wait for what earlier pieces add: those must be in the hands of running programs
+        piece = gl.atomic_add(counter_ptr, 1)
     while piece < total:
         next_piece = piece + gl.num_programs(0)
         # asked for a whole piece ahead of its use, unless others wait for what it adds
@@ -220,8 +223,8 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
                 numbers = _describe_step(visit, q_tile, kv_tile, q_plane, lengths, band, CFG)
                 _fetch_step(descs, shared, step, numbers, batch, q_head, CFG)
                 step += 1
-        if dynamic != ahead:
-            next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        if CFG.ORDERED:
+            next_piece = gl.atomic_add(counter_ptr, 1)
         pieces += 1
         piece = next_piece
     # no plane: the end, for the writer too
