@@ -19,9 +19,8 @@ class AttnBwdSm90Config:
     of neighbouring queries a visit is made of: TILE_M when dense, else the block of the mask;
     smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when dense.
     TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros. STAGES
-    tiles of queries are in flight, DS_STAGES of the gradients of scores. ORDERED adds up dq in the
-    same order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles then
-    trade them.
+    tiles of queries are in flight, DS_STAGES of the gradients of scores. The kernel is compiled for
+    MAX_REGISTERS per thread; the roles then trade them.
     """
 
     CONSUMERS: int
@@ -31,8 +30,6 @@ class AttnBwdSm90Config:
     STAGES: int
     DS_STAGES: int
     SHARED_KEYS: bool
-    ORDERED: bool
-    PING_PONG: bool
     UNIT: int
     BLOCK_KV: int
     CONSUMER_REGISTERS: int
@@ -44,7 +41,6 @@ class AttnBwdSm90Config:
         tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
         assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
-        assert not (self.ORDERED and self.BLOCK_KV), "no order of adding up under a mask"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
 
     @property
@@ -116,7 +112,7 @@ class AttnBwdSm90Config:
 
 
 def make_config(
-    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None, ordered: bool = False
+    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None
 ) -> AttnBwdSm90Config:
     """The configuration for these head dims; `block_size` is the mask's, None when dense."""
     shared_keys = block_size is not None and block_size[1] == GROUP_ROWS
@@ -132,8 +128,6 @@ def make_config(
         # with keys of their own, warp groups are up to a step apart
         DS_STAGES=2 if shared_keys else 3,
         SHARED_KEYS=shared_keys,
-        ORDERED=ordered,
-        PING_PONG=False,
         UNIT=block_q,
         BLOCK_KV=block_kv,
         CONSUMER_REGISTERS=232 if producer == 40 else 240,

@@ -8,10 +8,9 @@ consumer warp groups keep 64 keys each, dk and dv in registers, and compute
 
 so that p^T is where the product for dv reads it. `ds` goes through shared memory to the products
 for dk and dq, the latter shared by both warp groups; writer warps add dq to fp32 sums in memory by
-TMA, in no fixed order unless `ORDERED`. A producer warp finds the query tiles (`bwd_sm90_work`) and
-copies them, with lse in base 2 and delta; queries past the end, where lse is +inf, count for
-nothing. The product for dq of a step waits for the next one, so that neither warp group waits for
-the other and one computes exponentials while the other multiplies.
+TMA, in no fixed order. A producer warp finds the query tiles (`bwd_sm90_work`) and copies them,
+with lse in base 2 and delta; queries past the end, where lse is +inf, count for nothing. The
+product for dq of a step waits for the next step, so that no warp group waits for ds of the other.
 
 Where key blocks of a mask are 64 wide (`SHARED_KEYS`), both warp groups keep the same 64 keys and
 take turns with the queries; each then has dq of its own, and dk and dv are added up at the end.
@@ -32,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
-from ...device.gluon.tma_reduce import await_turn, finish_turn, tma_add
+from ...device.gluon.tma_reduce import tma_add
 from ..sm90 import GROUP_ROWS
 from .bwd_sm90_steps import (
     ds_place,
@@ -59,7 +58,7 @@ def _give_dq(dq, dq_ring, tiles_given, GROUP: gl.constexpr):
 
 @gluon.jit
 def _step(
-    dk, dv, step, keep, consume, shared,
+    dk, dv, step, masked, keep, consume, shared,
     FIRST: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr,
 ):  # fmt: skip
     """Scores and gradients of one tile of queries; dq only of the step before."""
@@ -67,27 +66,24 @@ def _step(
     own_keys: gl.constexpr = 0 if CFG.SHARED_KEYS else GROUP
     k = k_smem.index(own_keys + zero_of(step))
     v = v_smem.index(own_keys + zero_of(step))
-    score, ds_ring, dq_ring, turns = consume[2], consume[4], consume[5], consume[7]
+    score, ds_ring, dq_ring = consume[2], consume[3], consume[4]
     q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
     dtype: gl.constexpr = k.dtype
     chunks: gl.constexpr = CFG.dq_chunks
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
     stage = step % CFG.STAGES
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
-    masked = read_info(shared[3], step, 5, 4)
     s_started = start_products(k, q_smem, step, GROUP, CFG)
     dp_started = start_products(v, dout_smem, step, GROUP, CFG)
-    if CFG.PING_PONG and not FIRST:
-        mbarrier.arrive(turns.index(1 - GROUP), count=1)
     # the numbers of a few queries fit into registers while their scores are under way
-    early: gl.constexpr = CFG.group_m == 64
+    early: gl.constexpr = CFG.group_m == 64 and not CFG.SHARED_KEYS
     if early:
         lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
     s = warpgroup_mma_wait(1, deps=(s_started,))
     if not early:
         lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
     p, capped = probabilities(s, None, lse_log2, score)
-    if masked != 0:
+    if masked:
         p = hide(p, step, kv_index, shared, GROUP, CFG)
     if early:
         delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
@@ -102,8 +98,6 @@ def _step(
         mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
     hand_over(ds.to(dtype), ds_tile, ds_bar)
     p = gl.convert_layout(p.to(dtype), p_layout)
-    if CFG.PING_PONG:
-        mbarrier.wait(turns.index(GROUP), (step & 1) ^ (1 - GROUP))
     q = own_queries(q_smem.index(stage), GROUP, CFG)
     dout = own_queries(dout_smem.index(stage), GROUP, CFG)
     if FIRST:
@@ -130,14 +124,12 @@ def _step(
 @gluon.jit
 def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
     """dq of the last step, whose turn would be in the one after."""
-    ds_ring, dq_ring = consume[4], consume[5]
+    ds_ring, dq_ring = consume[3], consume[4]
     chunks: gl.constexpr = CFG.dq_chunks
     _, bar = ds_place(ds_ring, step, GROUP, CFG)
     mbarrier.wait(bar, (step // CFG.DS_STAGES) & 1)
     for chunk in gl.static_range(chunks):
         dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
-        if CFG.PING_PONG and chunk == chunks - 1:
-            mbarrier.arrive(consume[7].index(1 - GROUP), count=1)
         dq = warpgroup_mma_wait(0, deps=(dq_started,))
         _give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
 
@@ -152,16 +144,16 @@ def _store_gradient(desc, x, smem, place):
 
 
 @gluon.jit
-def _add_up(x, smem, bars, pieces, SECOND: gl.constexpr, GROUP: gl.constexpr):
-    """Add the second warp group's `x` to the first one's, through shared memory."""
-    free, filled = bars
+def _add_up(x, smem, bars, SECOND: gl.constexpr, GROUP: gl.constexpr):
+    """Add the second warp group's `x` to the first one's, once and a SECOND time in a piece."""
+    free, filled, _ = bars
     if GROUP == 0:
         # nothing of this warp group reads the memory any more
         mbarrier.arrive(free, count=1)
         mbarrier.wait(filled, SECOND)
         x = x + smem.load(x.type.layout)
     else:
-        mbarrier.wait(free, (3 * pieces + SECOND) & 1)
+        mbarrier.wait(free, SECOND)
         smem.store(x)
         mbarrier.arrive(filled, count=1)
     return x
@@ -170,8 +162,7 @@ def _add_up(x, smem, bars, pieces, SECOND: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Gradients of 64 keys, piece by piece of work."""
-    dk_desc, dv_desc, scale = consume[0], consume[1], consume[3]
-    ds_ring, dq_ring, sum_bars = consume[4], consume[5], consume[6]
+    dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars = consume
     kv_ring, work, heads = shared[1], shared[4], shared[6]
     k_smem, v_smem, kv_full, kv_empty = kv_ring
     tile_d: gl.constexpr = CFG.TILE_D
@@ -199,33 +190,36 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         dv = gl.zeros([ROWS, tile_dv], gl.float32, v_layout)
         mbarrier.wait(kv_full, pieces & 1)
         for _ in range(heads[1]):
-            q_tiles, _ = take(work, turn)
+            q_tiles, masked_tiles = take(work, turn)
             turn += 1
             if q_tiles > 0:
-                dk, dv = _step(dk, dv, step, keep, consume, shared, True, GROUP, CFG)
+                masked = masked_tiles > 0
+                dk, dv = _step(dk, dv, step, masked, keep, consume, shared, True, GROUP, CFG)
                 step += 1
-                for _ in range(1, q_tiles):
-                    dk, dv = _step(dk, dv, step, keep, consume, shared, False, GROUP, CFG)
+                for q_tile in range(1, q_tiles):
+                    masked = q_tile < masked_tiles
+                    dk, dv = _step(dk, dv, step, masked, keep, consume, shared, False, GROUP, CFG)
                     step += 1
                 _last_dq(step - 1, keep, consume, GROUP, CFG)
         # the keys are read for the last time: the next ones may come
         mbarrier.arrive(kv_empty, count=1)
         if CFG.SHARED_KEYS:
             total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_d], CFG.sum_layout(tile_d))
-            dk = _add_up(dk, total, sum_bars, pieces, 0, GROUP)
+            dk = _add_up(dk, total, sum_bars, 0, GROUP)
             total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_dv], CFG.sum_layout(tile_dv))
-            dv = _add_up(dv, total, sum_bars, pieces, 1, GROUP)
+            dv = _add_up(dv, total, sum_bars, 1, GROUP)
+            # the second warp group goes on to write ds there
             if GROUP == 0:
-                mbarrier.arrive(sum_bars[0], count=1)
+                mbarrier.arrive(sum_bars[2], count=1)
             else:
-                mbarrier.wait(sum_bars[0], (3 * pieces + 2) & 1)
+                mbarrier.wait(sum_bars[2], pieces & 1)
         # the writer must have taken the last tile of dq, whose memory comes in handy
         mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
         if own_keys == GROUP:
             row = kv_tile * CFG.tile_n + GROUP * ROWS
             place = [plane // kv_heads, plane % kv_heads, row, 0]
             _store_gradient(dv_desc, dv.to(dtype), dv_tile, place)
-            _store_gradient(dk_desc, (dk * scale).to(dtype), dk_tile, place)
+            _store_gradient(dk_desc, (dk * score[2]).to(dtype), dk_tile, place)
         pieces += 1
         plane, kv_tile = take(work, turn)
         turn += 1
@@ -234,8 +228,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _write_dq(dq_desc, turns_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Add what a warp group hands over to the sums of dq in memory, in turn where that is asked."""
+def _write_dq(dq_desc, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Add what a warp group hands over to the sums of dq in memory."""
     smem, full, empty = dq_ring
     chunks: gl.constexpr = CFG.dq_chunks
     row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
@@ -248,16 +242,8 @@ def _write_dq(dq_desc, turns_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, CFG
         if plane >= 0:
             column = given % chunks * 64 if CFG.dq_by_rows else GROUP * 64
             place = [plane, read_info(info, step, row_field, 1), column]
-            if CFG.ORDERED:
-                q_chunks = (q_len + 127) // 128 * 2
-                chunk = plane.to(gl.int64) * q_chunks + read_info(info, step, 1, 1) // ROWS
-                turn_ptr = turns_ptr + chunk * 2 + GROUP
-                await_turn(turn_ptr, read_info(info, step, 6, 1))
-                tma_add(dq_desc, place, smem.index(GROUP))
-                finish_turn(turn_ptr)
-            else:
-                tma_add(dq_desc, place, smem.index(GROUP))
-                tma.store_wait(0)
+            tma_add(dq_desc, place, smem.index(GROUP))
+            tma.store_wait(0)
             mbarrier.arrive(empty.index(GROUP), count=1)
         given += 1
 
@@ -296,10 +282,10 @@ def _attn_bwd_sm90_kernel(
 ):
     """Set up rings and roles.
 
-    `work_ptrs` are a counter, the turns of those who add to dq or None, and an order of the tiles
-    of keys or None; `score` is what `gradient_factors` gives.
+    `work_ptrs` are a counter and an order of the tiles of keys or None; `score` is what
+    `gradient_factors` gives.
     """
-    counter_ptr, turns_ptr, order_ptr = work_ptrs
+    counter_ptr, order_ptr = work_ptrs
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     ds_stages: gl.constexpr = CFG.DS_STAGES
@@ -326,7 +312,7 @@ def _attn_bwd_sm90_kernel(
     # each warp group waits for both halves of ds, or only for its own
     ds_ring = (ds_smem, barriers(ds_stages * consumers, key_groups))
     dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1))
-    sum_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0))
+    sum_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
     info = step_info()
     work = work_channel(2, consumers)
     fence_async_shared()
@@ -337,16 +323,15 @@ def _attn_bwd_sm90_kernel(
     lengths = (q_len, kv_len)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
-    turns = barriers(consumers, 1)
-    consume = (dk_desc, dv_desc, score, score[2], ds_ring, dq_ring, sum_bars, turns)
+    consume = (dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars)
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [
             (_consume, (consume, shared, 0, CFG)),
             (_consume, (consume, shared, 1, CFG)),
             (produce_steps, (produce, shared, CFG)),
-            (_write_dq, (dq_desc, turns_ptr, q_len, dq_ring, info, 0, CFG)),
-            (_write_dq, (dq_desc, turns_ptr, q_len, dq_ring, info, 1, CFG)),
+            (_write_dq, (dq_desc, dq_ring, info, 0, CFG)),
+            (_write_dq, (dq_desc, dq_ring, info, 1, CFG)),
         ],
         [4, 1, 1, 1],
         [registers, producer_registers, producer_registers, producer_registers],

@@ -10,7 +10,7 @@ from ...formats.attention_spec import AttnSpec
 from ..sm90 import tensor_descriptor
 from .bwd_config_sm90 import AttnBwdSm90Config
 from .bwd_sm90 import _attn_bwd_sm90_kernel
-from .bwd_sm90_rows import ROW_TILE, launch_attn_bwd_round, launch_attn_bwd_rows
+from .bwd_sm90_rows import launch_attn_bwd_round, launch_attn_bwd_rows
 from .fwd_sm90_launch import tma_strides
 from .operands import gradient_factors, kernel_operands, transposed_mask
 
@@ -55,18 +55,14 @@ def launch_attn_bwd_sm90(
     padded = cdiv(q_len, PADDING) * PADDING
     lse_log2, delta = (scratch((planes, padded), torch.float32, q.device) for _ in range(2))
     sums = scratch((planes, padded, q.shape[-1]), torch.float32, q.device)
-    turns = None
-    if config.ORDERED:
-        # two for each 64 rows: one for each warp group
-        turns = scratch((planes, padded // ROW_TILE, 2), torch.int32, q.device)
     with on_device_of(q):
-        launch_attn_bwd_rows(lse_log2, delta, sums, turns, out, dout, lse, dlse)
+        launch_attn_bwd_rows(lse_log2, delta, sums, out, dout, lse, dlse)
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
         kv_planes = planes // operands.heads[1]
         pieces = kv_planes * cdiv(kv_len, config.tile_n)
         programs = min(arch_of(q.device).num_sms, pieces)
-        dynamic = config.ORDERED or pieces > programs
+        dynamic = pieces > programs
         args = (
             tensor_descriptor(sums, config.dq_block()),
             _descriptor(dk, config.k_block()),
@@ -77,7 +73,7 @@ def launch_attn_bwd_sm90(
             _descriptor(v, config.v_block()),
             *rows,
             # without `dynamic` nobody looks at the counter
-            (scratch((1,), torch.int32, q.device, zero=dynamic), turns, order),
+            (scratch((1,), torch.int32, q.device, zero=dynamic), order),
             mask.lists,
             *mask.steps,
             q_len,

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...device.gluon.pipeline import publish
-from ...device.masks import kv_range, q_range, q_range_of_all
+from ...device.masks import q_range, q_range_of_all
 from ...device.schedule import place_in_sections
 from ...device.visits import (
     keys_of_tile,
@@ -24,9 +24,8 @@ ROWS = gl.constexpr(GROUP_ROWS)
 DEPTH = gl.constexpr(INFO_DEPTH)
 # Entries of a mask row read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
-# What describes a step: plane of the queries, first query of each of two parts, their bits, whether
-# it needs mask code, and how many tiles of keys add to its dq before.
-INFO_FIELDS = gl.constexpr(7)
+# What describes a step: plane of the queries, first query and bits of each of two parts.
+INFO_FIELDS = gl.constexpr(5)
 
 
 @gluon.jit
@@ -46,7 +45,7 @@ def read_info(info, step, field: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _write_info(info, step, fields):
-    """Describe a step, once nobody reads what described the one `DEPTH` before."""
+    """Describe a step; nobody reads any more what described the one `DEPTH` before."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
     for i in gl.static_range(len(fields)):
@@ -77,78 +76,46 @@ def _plan_queries(mask, batch, q_head, kv_tile, lengths, band, CFG: gl.constexpr
 
 
 @gluon.jit
-def _count_tiles(lists, plan, CFG: gl.constexpr):
-    """Tiles of queries in a plan, and how many of a mask need its code, which come first."""
-    tile_m: gl.constexpr = CFG.TILE_M
-    unit_size: gl.constexpr = CFG.UNIT
-    if lists is None:
-        masked_tiles = 0
-        q_tiles = plan[5] - plan[2]
-    else:
-        masked_tiles = num_tiles(num_masked_units(plan), tile_m, unit_size)
-        q_tiles = masked_tiles + num_tiles(num_full_units(plan), tile_m, unit_size)
-    return q_tiles, masked_tiles
-
-
-@gluon.jit
-def _find_part(visit, q_tile, part: gl.constexpr, q_len, CFG: gl.constexpr):
+def _find_part(lists, plan, num_masked, q_tile, part: gl.constexpr, q_len, CFG: gl.constexpr):
     """First query of a part of a query tile, and the row of the bit pool that covers it, or -1."""
-    lists, plan, masked_tiles = visit
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
+    masked_tiles = num_tiles(num_masked, tile_m, unit_size)
     in_kind = q_tile if q_tile < masked_tiles else q_tile - masked_tiles
     ordinal, q_in_unit = tile_ordinal(in_kind, part * CFG.part_rows, tile_m, unit_size)
     if q_tile < masked_tiles:
         unit = masked_unit(plan, ordinal)
-        units = num_masked_units(plan)
+        units = num_masked
     else:
         unit = plan[3] + ordinal
         units = num_full_units(plan)
     # a part with no unit left is read from past the queries, where nothing counts
     q_row = keys_of_tile(lists, unit, ordinal, units, q_in_unit, q_len, tile_m, unit_size)
     bits_id = -1
-    if q_tile < masked_tiles:
-        bits_id = gl.load(lists[3] + unit, mask=ordinal < units, other=-1)
+    if lists is not None:
+        has_bits = (q_tile < masked_tiles) & (ordinal < units)
+        bits_id = gl.load(lists[3] + unit, mask=has_bits, other=-1)
     return q_row, bits_id
 
 
 @gluon.jit
-def _describe_step(visit, q_tile, kv_tile, plane, lengths, band, CFG: gl.constexpr):
-    """The numbers of a step: see `INFO_FIELDS`."""
-    lists, plan, masked_tiles = visit
-    if lists is None:
-        # from the first to the last query, as those who add to dq in order want it
-        tile = plan[2] + q_tile
-        first = tile * CFG.TILE_M
-        masked = ((tile < plan[3]) | (tile >= plan[4])).to(gl.int32)
-        numbers = (plane, first, first + ROWS, -1, -1, masked, 0)
-        if CFG.ORDERED:
-            end = first + CFG.TILE_M
-            _, kv_hi = kv_range(first, end, lengths[0], lengths[1], band[0], band[1])
-            rank = (kv_hi - 1) // CFG.tile_n - kv_tile
-            numbers = (plane, first, first + ROWS, -1, -1, masked, rank)
-    else:
-        masked = (q_tile < masked_tiles).to(gl.int32)
-        first, first_bits = _find_part(visit, q_tile, 0, lengths[0], CFG)
-        numbers = (plane, first, first + ROWS, first_bits, first_bits, masked, 0)
-        if CFG.parts == 2:
-            second, second_bits = _find_part(visit, q_tile, 1, lengths[0], CFG)
-            numbers = (plane, first, second, first_bits, second_bits, masked, 0)
-    return numbers
-
-
-@gluon.jit
-def _fetch_step(descs, shared, step, numbers, batch, q_head, CFG: gl.constexpr):
+def _fetch_step(descs, shared, step, visit, q_tile, batch, q_head, CFG: gl.constexpr):
     """Start the copies of one query tile: queries, output gradients, lse and delta."""
     q_desc, dout_desc, lse_desc, delta_desc = descs
     q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
-    plane, first, second = numbers[0], numbers[1], numbers[2]
+    info, lengths, heads = shared[3], shared[5], shared[6]
+    lists, plan, num_masked = visit
     parts: gl.constexpr = CFG.parts
     rows: gl.constexpr = CFG.part_rows
+    plane = batch * heads[0] + q_head
+    first, first_bits = _find_part(lists, plan, num_masked, q_tile, 0, lengths[0], CFG)
+    second, second_bits = first + ROWS, first_bits
+    if parts == 2:
+        second, second_bits = _find_part(lists, plan, num_masked, q_tile, 1, lengths[0], CFG)
     stage = step % CFG.STAGES
     bar = full.index(stage)
     mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-    _write_info(shared[3], step, numbers)
+    _write_info(info, step, (plane, first, second, first_bits, second_bits))
     row_bytes: gl.constexpr = lse_desc.block_type.nbytes + delta_desc.block_type.nbytes
     tile_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes
     mbarrier.expect(bar, parts * (row_bytes + tile_bytes))
@@ -173,6 +140,8 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     order_ptr, num_planes, section, dynamic = schedule
     k_smem, v_smem, kv_full, kv_empty = kv_ring
     key_groups: gl.constexpr = CFG.key_groups
+    tile_m: gl.constexpr = CFG.TILE_M
+    unit_size: gl.constexpr = CFG.UNIT
     q_heads, group_size = heads
     kv_heads = q_heads // group_size
     kv_tiles = (lengths[1] + CFG.tile_n - 1) // CFG.tile_n
@@ -181,21 +150,15 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     turn = 0
     pieces = 0
     piece = gl.program_id(0)
-    if CFG.ORDERED:
-        # programs wait for what earlier pieces add: those must be in the hands of running programs
-        piece = gl.atomic_add(counter_ptr, 1)
     while piece < total:
         next_piece = piece + gl.num_programs(0)
-        # asked for a whole piece ahead of its use, unless others wait for what it adds
-        ahead = 0 if CFG.ORDERED else dynamic
-        if ahead != 0:
+        if dynamic != 0:
+            # asked for a whole piece ahead of its use
             next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         if order_ptr is None:
-            plane, kv_tile = place_in_sections(piece, num_planes, kv_tiles, section)
-            if not CFG.ORDERED:
-                # early keys tend to be seen by most queries; in order, the late ones must go first,
-                # which often have the first queries they meet to themselves
-                kv_tile = kv_tiles - 1 - kv_tile
+            plane, from_end = place_in_sections(piece, num_planes, kv_tiles, section)
+            # early keys tend to be seen by most queries
+            kv_tile = kv_tiles - 1 - from_end
         else:
             entry = gl.load(order_ptr + piece)
             plane = entry // kv_tiles
@@ -214,19 +177,17 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         for member in range(group_size):
             q_head = kv_head * group_size + member
             plan = _plan_queries(mask, batch, q_head, kv_tile, lengths, band, CFG)
-            q_tiles, masked_tiles = _count_tiles(mask[0], plan, CFG)
-            publish(work, turn, (q_tiles, member))
+            num_masked = num_masked_units(plan)
+            masked_tiles = num_tiles(num_masked, tile_m, unit_size)
+            q_tiles = masked_tiles + num_tiles(num_full_units(plan), tile_m, unit_size)
+            publish(work, turn, (q_tiles, masked_tiles))
             turn += 1
-            visit = (mask[0], plan, masked_tiles)
-            q_plane = batch * q_heads + q_head
+            visit = (mask[0], plan, num_masked)
             for q_tile in range(q_tiles):
-                numbers = _describe_step(visit, q_tile, kv_tile, q_plane, lengths, band, CFG)
-                _fetch_step(descs, shared, step, numbers, batch, q_head, CFG)
+                _fetch_step(descs, shared, step, visit, q_tile, batch, q_head, CFG)
                 step += 1
-        if CFG.ORDERED:
-            next_piece = gl.atomic_add(counter_ptr, 1)
         pieces += 1
         piece = next_piece
     # no plane: the end, for the writer too
-    _write_info(info, step, (-1, 0, 0, 0, 0, 0, 0))
+    _write_info(info, step, (-1, 0, 0, 0, 0))
     publish(work, turn, (-1, 0))
