@@ -75,8 +75,8 @@ def _step(
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
     s_started = start_products(k, q_smem, step, GROUP, CFG)
     dp_started = start_products(v, dout_smem, step, GROUP, CFG)
-    # the numbers of a few queries fit into registers while their scores are under way
-    early: gl.constexpr = CFG.group_m == 64 and not CFG.SHARED_KEYS
+    # where registers are left for them, the numbers of queries come while scores are under way
+    early: gl.constexpr = CFG.group_m == 64 and not CFG.SHARED_KEYS and score[1] is None
     if early:
         lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
     s = warpgroup_mma_wait(1, deps=(s_started,))

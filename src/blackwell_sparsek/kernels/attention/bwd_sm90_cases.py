@@ -37,10 +37,10 @@ CALLS = (
     Call(128, 128, dtype=torch.float16, max_spill_bytes=640),
     Call(64, 64, max_spill_bytes=1024),
     Call(128, 64, max_spill_bytes=192),
-    Call(128, 128, softcap=True, max_spill_bytes=1792),
+    Call(128, 128, softcap=True, max_spill_bytes=960),
     Call(128, 128, (128, 128), max_spill_bytes=960),
-    Call(64, 64, (64, 128), max_spill_bytes=1664),
-    Call(128, 128, (64, 64), max_spill_bytes=1216),
+    Call(64, 64, (64, 128), max_spill_bytes=1536),
+    Call(128, 128, (64, 64), max_spill_bytes=768),
     Call(64, 64, (128, 64), max_spill_bytes=256),
 )
 
