@@ -62,6 +62,23 @@ def test_band_looks_like_its_picture(device, q_len, kv_len, left, right, picture
 
 
 @triton.jit
+def _column_probe(out_ptr, q_len, kv_len, left, right, Q: tl.constexpr, KV: tl.constexpr):
+    kv_pos, q_index = tl.arange(0, KV), tl.arange(0, Q)
+    first, last = masks.column_bounds(kv_pos, q_len, kv_len, left, right)
+    seen = masks.within_bounds(q_index[None, :], first[:, None], last[:, None])
+    tl.store(out_ptr + kv_pos[:, None] * Q + q_index[None, :], seen.to(tl.int32))
+
+
+@pytest.mark.parametrize("q_len, kv_len, left, right, picture", TABLES)
+def test_column_bounds_are_the_same_band(device, q_len, kv_len, left, right, picture):
+    out = torch.full((32, 16), -1, dtype=torch.int32, device=device)
+    _column_probe[(1,)](out, q_len, kv_len, left, right, Q=16, KV=32)
+    assert not out[:kv_len, q_len:].any(), "queries past the length see keys"
+    expected = visible_elements(device, q_len, kv_len, left, right)
+    assert out[:kv_len, :q_len].T.cpu().equal(expected)
+
+
+@triton.jit
 def _range_probe(out_ptr, cases_ptr, num_cases, TRANSPOSED: tl.constexpr, N: tl.constexpr):
     offs = tl.program_id(0) * N + tl.arange(0, N)
     live = offs < num_cases

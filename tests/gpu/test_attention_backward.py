@@ -1,7 +1,7 @@
 """What only a GPU can say about gradients of attention: the real compiler, graphs, order, size.
 
-`PYTHONPATH=src python -m pytest -m gpu tests/gpu/test_attention_backward.py`; `BSK_RANDOM_CALLS=32`
-before it makes 512 random calls, forward and backward.
+`PYTHONPATH=src python -m pytest -m gpu tests/gpu/test_attention_backward.py`; `BSK_RANDOM_CALLS=36`
+before it makes 504 random calls, forward and backward.
 """
 
 import os
@@ -32,10 +32,10 @@ pytestmark = pytest.mark.gpu
 
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 # Each structure is compiled once, in some seconds, and then sees several calls.
-STRUCTURES = 16
+STRUCTURES = 14
 CALLS = int(os.environ.get("BSK_RANDOM_CALLS", "4"))
 # (structure, seed) pairs that ever failed stay here
-CORPUS: tuple[tuple[int, int], ...] = ()
+CORPUS: tuple[tuple[int, int], ...] = ((8, 34),)
 
 
 def run(q, k, v, spec, seed=0, wanted=(True, True, True)):
@@ -299,7 +299,7 @@ def test_packed_sequences():
         alone = attention(*part, causal=True, impl="triton")
         expected = torch.autograd.grad(alone.square().sum(), part)
         for a, b in zip(got, expected, strict=True):
-            assert a[start:end].equal(b[0].transpose(0, 1))
+            torch.testing.assert_close(a[start:end], b[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("masked", [False, True])

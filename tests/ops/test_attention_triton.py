@@ -11,7 +11,7 @@ from blackwell_sparsek.formats.attention_spec import AttnSpec
 from blackwell_sparsek.functional.attention import attention
 from blackwell_sparsek.functional.varlen import attention_varlen
 from blackwell_sparsek.ops import attention_triton
-from blackwell_sparsek.ops.attention import backward_dispatch, forward_dispatch
+from blackwell_sparsek.ops.attention import forward_dispatch
 from blackwell_sparsek.ops.merge import merge_dispatch, merge_states
 from blackwell_sparsek.tuning.problem_attention import AttnProblem
 from blackwell_sparsek.tuning.problem_merge import MergeProblem
@@ -114,7 +114,3 @@ def test_merge_states_agrees_with_eager(shape, device):
     lse_a, lse_b = torch.randn(shape[:-1], device=device), torch.randn(shape[:-1], device=device)
     ours = merge_states(a, lse_a, b, lse_b, "triton")
     torch.testing.assert_close(ours, merge_states(a, lse_a, b, lse_b, "eager"))
-
-
-def test_the_backward_is_eager_so_far():
-    assert backward_dispatch.decide("auto", problem(backward=True)).chosen == "eager"

@@ -66,7 +66,8 @@ def attention(
         Whether gradients must be the same bits in every run; by default what
         `torch.use_deterministic_algorithms` says. The forward pass always is deterministic.
     impl : str
-        `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back.
+        `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back. Gradients come
+        from the backward of that name; where there is none, `auto` chooses one.
 
     Returns
     -------

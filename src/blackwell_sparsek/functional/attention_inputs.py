@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..core.autocast import cast_operand
 from ..core.checks import (
     check_choice,
     check_dtype,
@@ -78,10 +79,7 @@ def autocast_qkv(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cast to autocast's dtype where autocast is on (fp64 stays); then all dtypes must agree."""
-    kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    q, k, v = cast_operand(q), cast_operand(k), cast_operand(v)
     check_same_dtype(op, {"q": q, "k": k, "v": v})
     return q, k, v
 

@@ -243,7 +243,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
     q, k, v, cu_q, cu_k, max_q, max_k, mask, *rest = inputs
     mask_shape, left, right, scale, softcap, sinks, deterministic, impl = rest
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks, *mask)
-    # a forward kernel need not have a backward of its own: then `auto` chooses one
+    # a forward kernel need not have a backward of its own: then `auto` chooses one, as the public
+    # functions say
     backward_impl = impl if impl in backward_dispatch.candidates else "auto"
     ctx.scalars = (
         *(max_q, max_k, mask_shape, left, right, scale, softcap, deterministic),

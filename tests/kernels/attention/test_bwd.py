@@ -60,7 +60,7 @@ def check(case, device, tiles=(32, 16), with_dlse=True):
     return gradients
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_calls(seed, device):
     case = draw_case(seed, dtypes=(HALF, FLOAT, BRAIN))
     q, k, v, spec = case.build(device)
@@ -78,30 +78,30 @@ def test_random_calls(seed, device):
         layouts.assert_gaps_untouched(gradient, f"d{name}")
 
 
-@pytest.mark.parametrize("dim, dim_v", [(1, 1), (8, 16), (80, 96), (72, 40), (128, 8), (40, 256)])
+@pytest.mark.parametrize("dim, dim_v", [(1, 1), (80, 96), (72, 8), (40, 256)])
 def test_head_dims(dim, dim_v, device):
     check(AttnCase(1, HALF, lengths=((17, 35),), head_dims=(dim, dim_v)), device)
 
 
-@pytest.mark.parametrize("heads", [(3, 1), (6, 2), (5, 5)])
+@pytest.mark.parametrize("heads", [(3, 1), (4, 2)])
 def test_query_heads_add_up_in_their_kv_head(heads, device):
     check(AttnCase(2, HALF, batch=2, heads=heads, lengths=((9, 20),)), device)
 
 
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 200])
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 33])
 @pytest.mark.parametrize("lengths", [(49, 49), (20, 52), (52, 20)])
 def test_windows_around_the_tile(window, lengths, device):
     case = AttnCase(window, HALF, lengths=(lengths,), band=Band(window - 1, 0))
     check(case, device, (32, 16) if window % 2 else (16, 32))
 
 
-@pytest.mark.parametrize("band", [Band(None, 0), Band(3, 40), Band(0, None), Band(0, 0)])
-@pytest.mark.parametrize("lengths", [(97, 97), (97, 33), (33, 97), (1, 97), (97, 1)])
+@pytest.mark.parametrize("band", [Band(None, 0), Band(3, 40), Band(0, None)])
+@pytest.mark.parametrize("lengths", [(97, 65), (33, 97), (1, 97), (97, 1)])
 def test_bands_over_several_tiles(band, lengths, device):
     check(AttnCase(3, HALF, lengths=(lengths,), band=band), device)
 
 
-@pytest.mark.parametrize("block_size", [(64, 16), (16, 64), (32, 32), (128, 32), (32, 128)])
+@pytest.mark.parametrize("block_size", [(64, 16), (16, 64), (32, 32), (16, 128)])
 @pytest.mark.parametrize("mask", ["blocks", "elements"])
 @pytest.mark.parametrize("other", [16, 64])
 def test_blocks_of_any_size(block_size, mask, other, device):
@@ -110,7 +110,7 @@ def test_blocks_of_any_size(block_size, mask, other, device):
         sum(block_size) + other,
         HALF,
         heads=(2, 1),
-        lengths=((70, 110),),
+        lengths=((50, 70),),
         mask=mask,
         block_size=block_size,
         mask_broadcast=(True, False),
@@ -119,18 +119,16 @@ def test_blocks_of_any_size(block_size, mask, other, device):
     check(case, device, (32, other))
 
 
-@pytest.mark.parametrize("any_batch", [False, True])
-@pytest.mark.parametrize("any_head", [False, True])
+@pytest.mark.parametrize("any_batch, any_head", [(False, False), (True, False), (False, True)])
 def test_masks_of_batches_and_heads(any_batch, any_head, device):
     case = AttnCase(
-        17, HALF, batch=3, heads=(4, 2), lengths=((40, 20),), mask="blocks",
+        17, HALF, batch=2, heads=(4, 2), lengths=((20, 20),), mask="blocks",
         mask_broadcast=(any_batch, any_head), block_size=(16, 16),
     )  # fmt: skip
     check(case, device, (16, 32))
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.3, 1.0])
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("scale, softcap", [(0.0, 0.0), (-0.3, 0.0), (-0.3, 3.0)])
 def test_scales_of_any_sign(scale, softcap, device):
     check(AttnCase(4, HALF, lengths=((20, 40),), band=Band(30, 0), scale=scale, softcap=softcap),
           device)  # fmt: skip
@@ -174,7 +172,7 @@ def test_packed_sequences_of_every_kind(device):
         check(case, device)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,)])
 def test_only_what_was_asked_for(wanted, device):
     """The same bits as when all are; nothing else is written."""
     q, k, v, spec = AttnCase(8, HALF, heads=(2, 1), lengths=((33, 40),)).build(device)
@@ -189,7 +187,7 @@ def test_only_what_was_asked_for(wanted, device):
 
 def test_sinks_of_many_rows(device):
     """More queries than one program adds up."""
-    heads, rows = 3, 40000
+    heads, rows = 2, 20000
     lse, delta = torch.randn(2, heads, rows, device=device), torch.randn(2, heads, rows).to(device)
     sinks, dsinks = torch.randn(heads, device=device), torch.full((heads,), torch.nan).to(device)
     lse[1, 1, 7], delta[1, 1, 7] = -torch.inf, 0.0
@@ -201,20 +199,19 @@ def test_sinks_of_many_rows(device):
 
 def test_unused_slots_are_not_read(device):
     """Tensors longer than their sequences: everything past the lengths is NaN."""
-    q, k, v, spec = AttnCase(9, FLOAT, heads=(2, 2), lengths=((33, 41),), batch=2).build(device)
+    q, k, v, spec = AttnCase(9, FLOAT, heads=(2, 2), lengths=((33, 41),)).build(device)
     out, lse = oracle(q, k, v, spec)
     dout, dlse = upstream(out, lse, 9)
 
     def in_cache(x):
-        cache = torch.full((2, 2, 128, 16), torch.nan, device=device)
+        cache = torch.full((1, 2, 128, 16), torch.nan, device=device)
         cache[:, :, : x.shape[2]] = x
         return cache[:, :, : x.shape[2]]
 
-    for other in (16, 64):
-        gradients = empty_gradients(q, k, v, spec)
-        inputs = [in_cache(x) for x in (dout, q, k, v, out)]
-        backward(gradients, inputs[0], dlse, *inputs[1:4], spec, (inputs[4], lse), (32, other))
-        check_gradients(gradients, dout, dlse, q, k, v, spec)
+    gradients = empty_gradients(q, k, v, spec)
+    inputs = [in_cache(x) for x in (dout, q, k, v, out)]
+    backward(gradients, inputs[0], dlse, *inputs[1:4], spec, (inputs[4], lse), (32, 64))
+    check_gradients(gradients, dout, dlse, q, k, v, spec)
 
 
 def test_absent_blocks_are_not_read(device):

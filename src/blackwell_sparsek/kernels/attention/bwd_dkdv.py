@@ -137,7 +137,7 @@ def _attn_dkdv_kernel(
     plane, last_tiles = place_in_sections(
         tl.program_id(0), tl.num_programs(0) // kv_tiles, kv_tiles, section
     )
-    # the first keys have the most queries under a causal band
+    # the first keys have the most queries where the future is hidden
     kv_start = (kv_tiles - 1 - last_tiles) * TILE_N
     kv_heads = heads[0] // heads[1]
     batch, kv_head = plane // kv_heads, plane % kv_heads

@@ -26,6 +26,8 @@ from ...device.masks import (
     exists,
     kv_range,
     kv_range_of_all,
+    not_after,
+    not_before,
     position,
     row_bounds,
     within_bounds,
@@ -180,24 +182,36 @@ def _produce(produce, shared, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _mask_scores(s, visit, kv_tile, q_index, q_start, first, last, CFG: gl.constexpr):
+def _mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
     """Scores of a tile that needs mask code, -inf where a query does not see a key."""
     lists, plan, num_masked, kv_len = visit
+    first, last, every_first, every_last = bounds
     tile_n: gl.constexpr = CFG.TILE_N
     unit_size: gl.constexpr = CFG.UNIT
-    layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    offs_n = gl.arange(0, tile_n, gl.SliceLayout(0, layout))
-    ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, tile_n, unit_size)
-    unit = masked_unit(plan, ordinal)
-    kv_pos = keys_of_tile(lists, unit, ordinal, num_masked, kv_in_unit, kv_len, tile_n, unit_size)
-    visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
-    if lists is not None:
+    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
+    if lists is None:
+        # a band has two edges, and seldom do both cut through a tile
+        kv_start = masked_unit(plan, kv_tile) * tile_n
+        if kv_start + (tile_n - 1) > every_last:
+            kv_pos = kv_start + gl.arange(0, tile_n, columns)
+            s = gl.where(not_after(kv_pos[None, :], last[:, None]), s, -float("inf"))
+        if kv_start < every_first:
+            kv_pos = kv_start + gl.arange(0, tile_n, columns)
+            s = gl.where(not_before(kv_pos[None, :], first[:, None]), s, -float("inf"))
+    else:
+        offs_n = gl.arange(0, tile_n, columns)
+        ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, tile_n, unit_size)
+        unit = masked_unit(plan, ordinal)
+        kv_pos = keys_of_tile(
+            lists, unit, ordinal, num_masked, kv_in_unit, kv_len, tile_n, unit_size
+        )
+        visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
         q_in_block = q_index - q_start // lists[5] * lists[5]
         words = bits_of_tile(
             lists, unit, ordinal, num_masked, q_in_block, kv_in_unit, tile_n, unit_size
         )
-        visible = visible & bit_visible(words, kv_in_unit[None, :])
-    return gl.where(visible, s, -float("inf"))
+        s = gl.where(visible & bit_visible(words, kv_in_unit[None, :]), s, -float("inf"))
+    return s
 
 
 @gluon.jit
@@ -231,6 +245,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q_start = q_tile * CFG.tile_m
         q_index = q_start + GROUP * ROWS + rows
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
+        first_pos = position(q_start + GROUP * ROWS, q_len, kv_len)
+        _, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
+        every_first, _ = row_bounds(first_pos + (ROWS - 1), kv_len, band[0], band[1])
+        bounds = (first, last, every_first, every_last)
         num_masked = num_masked_units(plan)
         masked_tiles = num_tiles(num_masked, tile_n, unit_size)
         kv_tiles = masked_tiles + num_tiles(num_full_units(plan), tile_n, unit_size)
@@ -246,7 +264,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
             mbarrier.arrive(k_empty.index(stage), count=1)
             if masked_tiles > 0:
-                s = _mask_scores(s, visit, 0, q_index, q_start, first, last, CFG)
+                s = _mask_scores(s, visit, 0, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
             p = gl.convert_layout(weights.to(dtype), p_layout)
             for kv_tile in range(1, kv_tiles):
@@ -262,7 +280,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 if kv_tile < masked_tiles:
-                    s = _mask_scores(s, visit, kv_tile, q_index, q_start, first, last, CFG)
+                    s = _mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
                 m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
                 # ptxas would sink the softmax below the wait, where it overlaps with nothing;
                 # a store to shared memory that needs its result keeps it above
