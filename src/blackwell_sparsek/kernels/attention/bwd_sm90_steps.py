@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from ...device.masks import bit_visible, position, row_bounds, within_bounds
+from ...device.masks import bit_visible, column_bounds, exists, within_bounds
 from ..sm90 import GROUP_ROWS
 from .bwd_sm90_work import read_info
 
@@ -63,10 +63,10 @@ def _visible(shared, step, kv_index, GROUP: gl.constexpr, CFG: gl.constexpr):
     q_index = read_info(info, step, 1 + own, 4) + offs_m
     if two_units:
         q_index = gl.where(offs_m < ROWS, q_index, read_info(info, step, 2, 4) - ROWS + offs_m)
-    first, last = row_bounds(
-        position(q_index, lengths[0], lengths[1]), lengths[1], band[0], band[1]
-    )
-    visible = within_bounds(kv_index[:, None], first[None, :], last[None, :])
+    # bounds of keys take two registers, where those of queries take two for each
+    first, last = column_bounds(kv_index, lengths[0], lengths[1], band[0], band[1])
+    last = gl.where(exists(kv_index, lengths[1]), last, -1)
+    visible = within_bounds(q_index[None, :], first[:, None], last[:, None])
     if lists is not None:
         words: gl.constexpr = (CFG.BLOCK_KV + 31) // 32
         bits_id = read_info(info, step, 3 + own, 4) + (offs_m - offs_m)
