@@ -196,9 +196,12 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 masked = masked_tiles > 0
                 dk, dv = _step(dk, dv, step, masked, keep, consume, shared, True, GROUP, CFG)
                 step += 1
-                for q_tile in range(1, q_tiles):
-                    masked = q_tile < masked_tiles
-                    dk, dv = _step(dk, dv, step, masked, keep, consume, shared, False, GROUP, CFG)
+                for _ in range(1, masked_tiles):
+                    dk, dv = _step(dk, dv, step, True, keep, consume, shared, False, GROUP, CFG)
+                    step += 1
+                # a loop of its own: what masks spill would be reloaded here
+                for _ in range(gl.maximum(masked_tiles, 1), q_tiles):
+                    dk, dv = _step(dk, dv, step, False, keep, consume, shared, False, GROUP, CFG)
                     step += 1
                 _last_dq(step - 1, keep, consume, GROUP, CFG)
         # the keys are read for the last time: the next ones may come
