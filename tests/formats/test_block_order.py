@@ -5,7 +5,11 @@ import torch
 
 from blackwell_sparsek.formats.band import EVERYTHING, Band, kv_range
 from blackwell_sparsek.formats.block_mask import BlockMask
-from blackwell_sparsek.formats.block_order import longest_first, visible_blocks
+from blackwell_sparsek.formats.block_order import (
+    longest_columns_first,
+    longest_first,
+    visible_blocks,
+)
 
 BANDS = (EVERYTHING, Band(None, 0), Band(37, 0), Band(5, 90), Band(None, 3), Band(0, None))
 
@@ -91,3 +95,29 @@ def test_masks_forget_launches_when_copied():
     mask._launches["key"] = object()
     assert copy.deepcopy(mask)._launches == {}
     assert mask._launches
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("heads, group, tile", [(1, 1, 64), (4, 2, 64), (4, 2, 32), (1, 3, 16)])
+def test_every_tile_of_keys_once_and_longest_first(band, heads, group, tile):
+    mask = random_mask(2, heads, sq=300, sk=211, block=(16, 64), keep=0.3, seed=tile)
+    kv_heads = 2
+    order = longest_columns_first(mask, 2, kv_heads, group, band, 4, tile)
+    keep, tiles = mask.to_dense(), -(-211 // tile)
+    assert order.dtype == torch.int32
+    assert sorted(order.tolist()) == list(range(2 * kv_heads * tiles))
+
+    def visits(entry):
+        plane, column = entry // tiles, entry % tiles * tile // 64
+        total = 0
+        for member in range(group if heads > 1 else 1):
+            head = plane % kv_heads * group + member if heads > 1 else 0
+            for row in range(keep.shape[2]):
+                lo, hi = kv_range(band, row * 16, row * 16 + 16, 300, 211)
+                seen = max(lo, column * 64) < min(hi, column * 64 + 64)
+                total += int(keep[plane // kv_heads, head, row, column]) * seen
+        return total
+
+    counts = [visits(entry) for entry in order.tolist()]
+    light = [n for n in counts if n <= 2 * sum(counts) / len(counts)]
+    assert light == sorted(light, reverse=True)

@@ -1,9 +1,12 @@
 """The order in which the rows of a block mask are taken, so that no long one comes last."""
 
+from typing import NamedTuple
+
 import torch
 
 from .band import EVERYTHING, Band
 from .bits import usable_in_training
+from .block_lists import BlockLists
 from .block_mask import BlockMask
 
 
@@ -40,43 +43,101 @@ def longest_first(
     [1, 4, 0, 3, 2, 5]
     """
     mb, nb = mask.grid
-    planes = batch * heads
-    visits = visible_blocks(mask, band)
+    visits = visible_blocks(mask, band).view(mask.batch, mask.heads, mb)
+    return _longest(visits.expand(batch, heads, mb).reshape(batch * heads, mb), nb, section)
+
+
+@usable_in_training
+def longest_columns_first(
+    mask: BlockMask, batch: int, heads: int, group_size: int, band: Band, section: int, tile: int
+) -> torch.Tensor:
+    """Tiles of keys in the order to take them, when each meets all queries that see it.
+
+    As `longest_first`, for the columns of a mask: a tile counts the query blocks of all
+    `group_size` query heads that share its KV head.
+
+    Parameters
+    ----------
+    batch, heads : int
+        Of the keys.
+    tile : int
+        Keys of a tile; divides the width of a block.
+
+    Returns
+    -------
+    int32 `[batch * heads * ceil(Sk / tile)]`
+        Entries `plane * tiles + tile`.
+
+    Examples
+    --------
+    >>> mask = BlockMask.from_dense(torch.tensor([[1, 0], [1, 1], [0, 0]]).bool(), 64)
+    >>> longest_columns_first(mask, 1, 2, 1, EVERYTHING, 2, 64).tolist()
+    [0, 2, 1, 3]
+    """
+    (mb, nb), (_, block_kv) = mask.grid, mask.block_size
+    (sq, sk), (left, right) = mask.seq_lengths, band.scalars()
+    sides = _Sides((sk, sq), mask.block_size[::-1], right, left)
+    visits = _visible(mask.transposed, sides, band).view(mask.batch, mask.heads, nb)
+    if mask.heads > 1:
+        visits = visits.view(mask.batch, heads, group_size, nb).sum(2)
+    visits = visits.expand(batch, heads, nb).reshape(batch * heads, nb)
+    tiles = -(-sk // tile)
+    visits = visits.repeat_interleave(block_kv // tile, 1)[:, :tiles]
+    # early columns are the long ones under a causal band, and come first among equals
+    most = mb * (group_size if mask.heads > 1 else 1)
+    order = _longest(visits.flip(1), most, section)
+    plane = order.div(max(tiles, 1), rounding_mode="floor")
+    return plane * tiles + (tiles - 1 - (order - plane * tiles))
+
+
+def _longest(visits: torch.Tensor, most: int, section: int) -> torch.Tensor:
+    """Entries `plane * rows + row` of visits `[planes, rows]`, none of them above `most`."""
+    planes, rows = visits.shape
     heavy = visits > 2 * visits.float().mean()
     # tile by tile from the last, and through all planes for each: what a stable sort keeps
-    visits, heavy = (
-        x.view(mask.batch, mask.heads, mb).expand(batch, heads, mb).reshape(planes, mb).t().flip(0)
-        for x in (visits, heavy)
-    )
-    small = (planes // section + 2) * (nb + 1) < 2**31
+    visits, heavy = (x.t().flip(0) for x in (visits, heavy))
+    small = (planes // section + 2) * (most + 1) < 2**31
     # small keys sort several times faster
     dtype = torch.int32 if small else torch.int64
-    plane = torch.arange(planes, device=mask.device, dtype=dtype)
+    plane = torch.arange(planes, device=visits.device, dtype=dtype)
     group = torch.where(heavy, 0, plane.div(section, rounding_mode="floor") + 1)
-    key = group * (nb + 1) + (nb - visits)
+    key = group * (most + 1) + (most - visits)
     place = torch.sort(key.flatten(), stable=True).indices
-    row = mb - 1 - place.div(max(planes, 1), rounding_mode="floor")
-    return (place % max(planes, 1) * mb + row).to(torch.int32)
+    row = rows - 1 - place.div(max(planes, 1), rounding_mode="floor")
+    return (place % max(planes, 1) * rows + row).to(torch.int32)
+
+
+class _Sides(NamedTuple):
+    """A mask seen from its rows, or from its columns: lengths, blocks and the band."""
+
+    lengths: tuple[int, int]
+    block: tuple[int, int]
+    left: int
+    right: int
 
 
 def visible_blocks(mask: BlockMask, band: Band) -> torch.Tensor:
     """How many blocks of each row lie within the band, int32 `[batch * heads * Mb]`."""
-    lists = mask.forward
+    sides = _Sides(mask.seq_lengths, mask.block_size, *band.scalars())
+    return _visible(mask.forward, sides, band)
+
+
+def _visible(lists: BlockLists, sides: _Sides, band: Band) -> torch.Tensor:
     if band == EVERYTHING:
         return lists.indptr[1:] - lists.indptr[:-1]
-    mb, _ = mask.grid
-    lo, hi = _blocks_in_band(mask, band)
-    q_block = lists.row_indices() % max(mb, 1)
-    seen = (lists.indices >= lo[q_block]) & (lists.indices < hi[q_block])
+    lo, hi = _blocks_in_band(sides, lists.indptr.device)
+    row = lists.row_indices() % max(lo.numel(), 1)
+    seen = (lists.indices >= lo[row]) & (lists.indices < hi[row])
     before = torch.nn.functional.pad(torch.cumsum(seen, 0, dtype=torch.int32), (1, 0))
     return before[lists.indptr[1:]] - before[lists.indptr[:-1]]
 
 
-def _blocks_in_band(mask: BlockMask, band: Band) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key blocks `[lo, hi)` that each query block sees: `band.kv_range` for all of them at once."""
-    (sq, sk), (bq, bk) = mask.seq_lengths, mask.block_size
-    left, right = band.scalars()
-    first = torch.arange(0, sq, bq, device=mask.device)
+def _blocks_in_band(
+    sides: _Sides, device: torch.device | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks `[lo, hi)` that each row of blocks sees: `band.kv_range` for all of them at once."""
+    (sq, sk), (bq, bk), left, right = sides
+    first = torch.arange(0, sq, bq, device=device)
     end = (first + bq).clamp(max=sq)
     lo = (first + (sk - sq) - left).clamp(min=0)
     hi = (end + (sk - sq) + right).clamp(max=sk)

@@ -23,7 +23,7 @@ from ..formats.block_mask import BlockMask
 from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
 from ..tuning.problem_attention import AttnProblem
-from . import attention_bwd_triton, attention_sm90, attention_triton
+from . import attention_bwd_sm90, attention_bwd_triton, attention_sm90, attention_triton
 from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
 
@@ -141,6 +141,12 @@ forward_dispatch.register(
 )
 forward_dispatch.register("eager", _everything, _forward_eager)
 forward_dispatch.register("reference", _everything, _forward_reference, auto_passes=only_asked)
+backward_dispatch.register(
+    "sm90",
+    attention_bwd_sm90.why_not_backward,
+    attention_bwd_sm90.backward,
+    auto_passes=attention_bwd_sm90.auto_passes,
+)
 backward_dispatch.register(
     "triton",
     attention_bwd_triton.why_not_backward,

@@ -3,14 +3,14 @@
 Triton and the kernel are imported at the first call.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.compat import why_no_triton
 from ..formats.attention_spec import AttnSpec, empty_lse, empty_out
-from ..formats.band import Band
 from ..formats.block_mask import BlockMask
 from ..formats.block_order import longest_first
 from ..tuning.attention_sm90 import (
@@ -53,25 +53,27 @@ def forward(
     out, lse = empty_out(q, v.shape[-1]), empty_lse(q)
     config, section = attn_fwd_sm90_config(problem), attn_fwd_sm90_section(problem)
     order = None
-    if spec.block_mask is not None:
-        order = _order(spec.block_mask, q.shape[0], q.shape[1], spec.band, section)
+    if (mask := spec.block_mask) is not None:
+        key = ("rows", q.shape[0], q.shape[1], spec.band, section)
+        order = kept_order(mask, key, lambda: longest_first(mask, *key[1:]))
     launch_attn_fwd_sm90(out, lse, q, k, v, spec, order, section, config)
     return out, lse
 
 
-def _order(mask: BlockMask, batch: int, heads: int, band: Band, section: int) -> torch.Tensor:
-    """The rows of a mask, longest first: made once, and ready on the current stream."""
+def kept_order(
+    mask: BlockMask, key: tuple[Any, ...], make: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """An order of the rows or columns of a mask: made once, and ready on the current stream."""
     known = _ORDERS.setdefault(mask.forward.indptr, {})
-    key = (mask.seq_lengths, mask.block_size, batch, heads, band, section)
+    key = (mask.seq_lengths, mask.block_size, *key)
     order = known.get(key)
     with torch.cuda.device(mask.device):
         stream = torch.cuda.current_stream()
         if torch.cuda.is_current_stream_capturing():
             # what is known was made before the capture; what is made here may not leave its graph
-            return longest_first(mask, batch, heads, band, section) if order is None else order.rows
+            return make() if order is None else order.rows
         if order is None:
-            rows = longest_first(mask, batch, heads, band, section)
-            order = _Order(rows, stream, stream.record_event())
+            order = _Order(make(), stream, stream.record_event())
             if len(known) >= MAX_ORDERS:
                 known.clear()
             known[key] = order

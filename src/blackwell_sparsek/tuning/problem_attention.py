@@ -73,7 +73,7 @@ class AttnProblem:
             deterministic=deterministic,
             # under a softcap, the factor before the softmax is the softcap
             positive=spec.scale > 0 or spec.softcap > 0,
-            tma=q.dim() == 4 and all(_tma_takes(x) for x in (q, k, v)),
+            tma=q.dim() == 4 and all(tma_takes(x) for x in (q, k, v)),
         )
 
     def __str__(self) -> str:
@@ -89,7 +89,8 @@ class AttnProblem:
         )
 
 
-def _tma_takes(x: torch.Tensor) -> bool:
+def tma_takes(x: torch.Tensor) -> bool:
+    """Whether TMA can copy tiles of `x`: address and strides in steps of 16 bytes."""
     *outer, row = (
         stride * x.element_size() if size > 1 else 16
         for size, stride in zip(x.shape, x.stride(), strict=True)

@@ -24,6 +24,33 @@ from .operands import token_strides
 TILE_ELEMENTS = 4096
 
 
+@triton.jit
+def delta_of_rows(
+    tensors, strides, plane, heads, offs_m, q_len, HEAD_DIM_V: tl.constexpr, TILE_DV: tl.constexpr
+):
+    """delta and lse of rows `offs_m` of a plane; 0 and -inf for rows past the end.
+
+    `tensors` are out, dout, lse and dlse or None, `strides` those of out, dout and dlse.
+    """
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr = tensors
+    out_strides, dout_strides, dlse_strides = strides
+    batch, head = plane // heads, plane % heads
+    offs_d = tl.arange(0, TILE_DV)
+    live = exists(offs_m, q_len)
+    out_ptr += plane_offset(batch, head, 0, out_strides)
+    dout_ptr += plane_offset(batch, head, 0, dout_strides)
+    out = load_rows(out_ptr, offs_m, out_strides[2], offs_d, q_len, HEAD_DIM_V)
+    dout = load_rows(dout_ptr, offs_m, dout_strides[2], offs_d, q_len, HEAD_DIM_V)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        offset = plane_offset(batch, head, 0, dlse_strides)
+        rows = tl.cast(offs_m, tl.int64) * dlse_strides[2]
+        delta -= tl.load(dlse_ptr + offset + rows, mask=live, other=0.0).to(tl.float32)
+    row = tl.cast(plane, tl.int64) * q_len + offs_m
+    lse = tl.load(lse_ptr + row, mask=live, other=-float("inf"))
+    return tl.where(lse == -float("inf"), 0.0, delta), lse
+
+
 @triton.jit(do_not_specialize=["q_len", "heads"])
 def _attn_delta_kernel(
     delta_ptr,
@@ -43,24 +70,12 @@ def _attn_delta_kernel(
     """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one plane."""
     q_tiles = (q_len + TILE_M - 1) // TILE_M
     plane = tl.program_id(0) // q_tiles
-    batch, head = plane // heads, plane % heads
     offs_m = tl.program_id(0) % q_tiles * TILE_M + tl.arange(0, TILE_M)
-    offs_d = tl.arange(0, TILE_DV)
-    live = exists(offs_m, q_len)
-
-    out_ptr += plane_offset(batch, head, 0, out_strides)
-    dout_ptr += plane_offset(batch, head, 0, dout_strides)
-    out = load_rows(out_ptr, offs_m, out_strides[2], offs_d, q_len, HEAD_DIM_V)
-    dout = load_rows(dout_ptr, offs_m, dout_strides[2], offs_d, q_len, HEAD_DIM_V)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        offset = plane_offset(batch, head, 0, dlse_strides)
-        rows = tl.cast(offs_m, tl.int64) * dlse_strides[2]
-        delta -= tl.load(dlse_ptr + offset + rows, mask=live, other=0.0).to(tl.float32)
+    tensors = (out_ptr, dout_ptr, lse_ptr, dlse_ptr)
+    strides = (out_strides, dout_strides, dlse_strides)
+    delta, _ = delta_of_rows(tensors, strides, plane, heads, offs_m, q_len, HEAD_DIM_V, TILE_DV)
     row = tl.cast(plane, tl.int64) * q_len + offs_m
-    lse = tl.load(lse_ptr + row, mask=live, other=-float("inf"))
-    delta = tl.where(lse == -float("inf"), 0.0, delta)
-    tl.store(delta_ptr + row, delta, mask=live)
+    tl.store(delta_ptr + row, delta, mask=exists(offs_m, q_len))
 
 
 def _tiles(v_dim: int) -> tuple[int, int]:

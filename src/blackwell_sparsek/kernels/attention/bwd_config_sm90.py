@@ -1,0 +1,136 @@
+"""Configuration of the Hopper attention backward: tiles, rings, and what follows from them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..sm90 import GROUP_ROWS, accumulator_layout, shared_layout
+
+# Steps whose places are kept in shared memory: more than a producer is ever ahead of the writer.
+INFO_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class AttnBwdSm90Config:
+    """Everything the kernel is specialised on. Sizes in elements.
+
+    CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; with
+    SHARED_KEYS they keep the same 64 keys, and take 64 queries of a tile each. UNIT is the number
+    of neighbouring queries a visit is made of: TILE_M when dense, else the block of the mask;
+    smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when dense.
+    TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros. STAGES
+    tiles of queries are in flight, DS_STAGES of the gradients of scores. The kernel is compiled for
+    MAX_REGISTERS per thread; the roles then trade them.
+    """
+
+    CONSUMERS: int
+    TILE_M: int
+    TILE_D: int
+    TILE_DV: int
+    STAGES: int
+    DS_STAGES: int
+    SHARED_KEYS: bool
+    UNIT: int
+    BLOCK_KV: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    MAX_REGISTERS: int
+
+    def __post_init__(self) -> None:
+        assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
+        tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
+        assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
+        assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
+        assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a piece of work."""
+        return GROUP_ROWS * self.key_groups
+
+    @property
+    def key_groups(self) -> int:
+        """Sets of 64 keys that a piece has."""
+        return 1 if self.SHARED_KEYS else self.CONSUMERS
+
+    @property
+    def group_m(self) -> int:
+        """Queries of a step that a warp group multiplies with its keys."""
+        return GROUP_ROWS if self.SHARED_KEYS else self.TILE_M
+
+    @property
+    def dq_chunks(self) -> int:
+        """Tiles of 64 x 64 that a warp group contributes to dq in a step."""
+        return self.TILE_D // 64 if self.SHARED_KEYS else 1
+
+    @property
+    def parts(self) -> int:
+        """Copies that fill one tile of queries."""
+        return max(1, self.TILE_M // self.UNIT)
+
+    @property
+    def part_rows(self) -> int:
+        """Queries of one such copy."""
+        return min(self.UNIT, self.TILE_M)
+
+    @property
+    def dq_by_rows(self) -> bool:
+        """Whether a warp group adds up 64 rows of dq; otherwise 64 columns."""
+        return self.TILE_M == 2 * GROUP_ROWS
+
+    def q_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of queries."""
+        return (1, 1, self.part_rows, self.TILE_D)
+
+    def dout_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of output gradients."""
+        return (1, 1, self.part_rows, self.TILE_DV)
+
+    def k_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of keys, or of their gradients."""
+        return (1, 1, GROUP_ROWS, self.TILE_D)
+
+    def v_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of values, or of their gradients."""
+        return (1, 1, GROUP_ROWS, self.TILE_DV)
+
+    def row_block(self) -> tuple[int, int]:
+        """Shape of a copy of numbers that belong to queries."""
+        return (1, self.part_rows)
+
+    def dq_block(self) -> tuple[int, int, int]:
+        """Shape of what a warp group adds to the gradients of queries."""
+        return (1, GROUP_ROWS, 64)
+
+    def sum_layout(self, columns: int) -> object:
+        """How fp32 sums [64, columns] lie in shared memory."""
+        return shared_layout((GROUP_ROWS, columns), torch.float32)
+
+    def accumulator_layout(self, columns: int) -> object:
+        """Register layout of a [64, columns] WGMMA accumulator."""
+        return accumulator_layout(columns)
+
+
+def make_config(
+    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None
+) -> AttnBwdSm90Config:
+    """The configuration for these head dims; `block_size` is the mask's, None when dense."""
+    shared_keys = block_size is not None and block_size[1] == GROUP_ROWS
+    tile_m = 64 if tile_d == 128 and not shared_keys else 128
+    block_q, block_kv = block_size or (tile_m, 0)
+    producer = 40 if block_size is not None else 24
+    return AttnBwdSm90Config(
+        CONSUMERS=2,
+        TILE_M=tile_m,
+        TILE_D=tile_d,
+        TILE_DV=tile_dv,
+        STAGES=2,
+        # with keys of their own, warp groups are up to a step apart
+        DS_STAGES=2 if shared_keys else 3,
+        SHARED_KEYS=shared_keys,
+        UNIT=block_q,
+        BLOCK_KV=block_kv,
+        CONSUMER_REGISTERS=232 if producer == 40 else 240,
+        PRODUCER_REGISTERS=producer,
+        MAX_REGISTERS=168,
+    )

@@ -1,0 +1,341 @@
+"""Attention backward on Hopper: dq, dk and dv in one pass over the scores.
+
+q, out, dout [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv]. Programs take pieces of work until none
+is left; a piece is a tile of keys of one KV head, with all queries of all heads that see them. Two
+consumer warp groups keep 64 keys each, dk and dv in registers, and compute
+
+    s^T = k q^T    dp^T = v dout^T    dv += p^T dout    dk += ds^T q    dq = ds k
+
+so that p^T is where the product for dv reads it. `ds` goes through shared memory to the products
+for dk and dq, the latter shared by both warp groups; writer warps add dq to fp32 sums in memory by
+TMA, in no fixed order. A producer warp finds the query tiles (`bwd_sm90_work`) and copies them,
+with lse in base 2 and delta; queries past the end, where lse is +inf, count for nothing. The
+product for dq of a step waits for the next step, so that no warp group waits for ds of the other.
+
+Where key blocks of a mask are 64 wide (`SHARED_KEYS`), both warp groups keep the same 64 keys and
+take turns with the queries; each then has dq of its own, and dk and dv are added up at the end.
+
+Called as impl "sm90" of `bsk::attn_bwd`, between the kernels of `bwd_sm90_rows`. Limits: those of
+`fwd_sm90`; key blocks of masks of 64, 128 or 256.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...device.backprop import probabilities, score_gradients
+from ...device.gluon.pipeline import barriers, take, tiles, work_channel
+from ...device.gluon.tma_reduce import tma_add
+from ..sm90 import GROUP_ROWS
+from .bwd_sm90_steps import (
+    ds_place,
+    hand_over,
+    hide,
+    numbers_of_queries,
+    own_queries,
+    start_dq,
+    start_products,
+    zero_of,
+)
+from .bwd_sm90_work import produce_steps, read_info, step_info
+
+ROWS = gl.constexpr(GROUP_ROWS)
+
+
+@gluon.jit
+def _give_dq(dq, dq_ring, tiles_given, GROUP: gl.constexpr):
+    """Hand a tile of dq to the writer, once it has taken the one before."""
+    smem, full, empty = dq_ring
+    mbarrier.wait(empty.index(GROUP), (tiles_given & 1) ^ 1)
+    hand_over(dq, smem.index(GROUP + zero_of(tiles_given)), full.index(GROUP))
+
+
+@gluon.jit
+def _step(
+    dk, dv, step, masked, keep, consume, shared,
+    FIRST: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr,
+):  # fmt: skip
+    """Scores and gradients of one tile of queries; dq only of the step before."""
+    k_smem, v_smem, kv_index = keep
+    own_keys: gl.constexpr = 0 if CFG.SHARED_KEYS else GROUP
+    k = k_smem.index(own_keys + zero_of(step))
+    v = v_smem.index(own_keys + zero_of(step))
+    score, ds_ring, dq_ring = consume[2], consume[3], consume[4]
+    q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
+    dtype: gl.constexpr = k.dtype
+    chunks: gl.constexpr = CFG.dq_chunks
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
+    stage = step % CFG.STAGES
+    mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
+    s_started = start_products(k, q_smem, step, GROUP, CFG)
+    dp_started = start_products(v, dout_smem, step, GROUP, CFG)
+    # where registers are left for them, the numbers of queries come while scores are under way
+    early: gl.constexpr = CFG.group_m == 64 and not CFG.SHARED_KEYS and score[1] is None
+    if early:
+        lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
+    s = warpgroup_mma_wait(1, deps=(s_started,))
+    if not early:
+        lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
+    p, capped = probabilities(s, None, lse_log2, score)
+    if masked:
+        p = hide(p, step, kv_index, shared, GROUP, CFG)
+    if early:
+        delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
+    dp = warpgroup_mma_wait(0, deps=(dp_started,))
+    if not early:
+        delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
+    ds = score_gradients(p, capped, dp, delta, score)
+    ds_tile, ds_bar = ds_place(ds_ring, step, GROUP, CFG)
+    if not FIRST:
+        # what the other warp group is done with by then frees the memory for ds, too
+        _, last_bar = ds_place(ds_ring, step - 1, GROUP, CFG)
+        mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
+    hand_over(ds.to(dtype), ds_tile, ds_bar)
+    p = gl.convert_layout(p.to(dtype), p_layout)
+    q = own_queries(q_smem.index(stage), GROUP, CFG)
+    dout = own_queries(dout_smem.index(stage), GROUP, CFG)
+    if FIRST:
+        dv_started = warpgroup_mma(p, dout, dv, is_async=True)
+        dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+    else:
+        dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
+        dv_started = warpgroup_mma(p, dout, dv, is_async=True)
+        if chunks == 2:
+            dq = warpgroup_mma_wait(1, deps=(dq_started,))
+            _give_dq(dq, dq_ring, step * 2 - 2, GROUP)
+            dq_started = start_dq(ds_ring, k_smem, step - 1, 1, GROUP, CFG)
+            dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=(dq_started,))
+        else:
+            dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+            dq = warpgroup_mma_wait(2, deps=(dq_started,))
+        _give_dq(dq, dq_ring, step * chunks - 1, GROUP)
+    dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
+    mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """dq of the last step, whose turn would be in the one after."""
+    ds_ring, dq_ring = consume[3], consume[4]
+    chunks: gl.constexpr = CFG.dq_chunks
+    _, bar = ds_place(ds_ring, step, GROUP, CFG)
+    mbarrier.wait(bar, (step // CFG.DS_STAGES) & 1)
+    for chunk in gl.static_range(chunks):
+        dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
+        dq = warpgroup_mma_wait(0, deps=(dq_started,))
+        _give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
+
+
+@gluon.jit
+def _store_gradient(desc, x, smem, place):
+    """Round a gradient of keys or values and copy it to memory."""
+    smem.store(x)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, place, smem)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _add_up(x, smem, bars, SECOND: gl.constexpr, GROUP: gl.constexpr):
+    """Add the second warp group's `x` to the first one's, once and a SECOND time in a piece."""
+    free, filled, _ = bars
+    if GROUP == 0:
+        # nothing of this warp group reads the memory any more
+        mbarrier.arrive(free, count=1)
+        mbarrier.wait(filled, SECOND)
+        x = x + smem.load(x.type.layout)
+    else:
+        mbarrier.wait(free, SECOND)
+        smem.store(x)
+        mbarrier.arrive(filled, count=1)
+    return x
+
+
+@gluon.jit
+def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Gradients of 64 keys, piece by piece of work."""
+    dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars = consume
+    kv_ring, work, heads = shared[1], shared[4], shared[6]
+    k_smem, v_smem, kv_full, kv_empty = kv_ring
+    tile_d: gl.constexpr = CFG.TILE_D
+    tile_dv: gl.constexpr = CFG.TILE_DV
+    chunks: gl.constexpr = CFG.dq_chunks
+    own_keys: gl.constexpr = 0 if CFG.SHARED_KEYS else GROUP
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
+    k_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_D)
+    v_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    dtype: gl.constexpr = k_smem.dtype
+    dk_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_d], dtype)
+    dv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_dv], dtype)
+    dk_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, [ROWS, tile_d], dk_layout)
+    dv_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, [ROWS, tile_dv], dv_layout)
+    keys = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) + own_keys * ROWS
+    kv_heads = heads[0] // heads[1]
+    step = 0
+    turn = 1
+    pieces = 0
+    plane, kv_tile = take(work, 0)
+    while plane >= 0:
+        kv_index = kv_tile * CFG.tile_n + keys
+        keep = (k_smem, v_smem, kv_index)
+        dk = gl.zeros([ROWS, tile_d], gl.float32, k_layout)
+        dv = gl.zeros([ROWS, tile_dv], gl.float32, v_layout)
+        mbarrier.wait(kv_full, pieces & 1)
+        for _ in range(heads[1]):
+            q_tiles, masked_tiles = take(work, turn)
+            turn += 1
+            if q_tiles > 0:
+                masked = masked_tiles > 0
+                dk, dv = _step(dk, dv, step, masked, keep, consume, shared, True, GROUP, CFG)
+                step += 1
+                for _ in range(1, masked_tiles):
+                    dk, dv = _step(dk, dv, step, True, keep, consume, shared, False, GROUP, CFG)
+                    step += 1
+                # a loop of its own: what masks spill would be reloaded here
+                for _ in range(gl.maximum(masked_tiles, 1), q_tiles):
+                    dk, dv = _step(dk, dv, step, False, keep, consume, shared, False, GROUP, CFG)
+                    step += 1
+                _last_dq(step - 1, keep, consume, GROUP, CFG)
+        # the keys are read for the last time: the next ones may come
+        mbarrier.arrive(kv_empty, count=1)
+        if CFG.SHARED_KEYS:
+            total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_d], CFG.sum_layout(tile_d))
+            dk = _add_up(dk, total, sum_bars, 0, GROUP)
+            total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_dv], CFG.sum_layout(tile_dv))
+            dv = _add_up(dv, total, sum_bars, 1, GROUP)
+            # the second warp group goes on to write ds there
+            if GROUP == 0:
+                mbarrier.arrive(sum_bars[2], count=1)
+            else:
+                mbarrier.wait(sum_bars[2], pieces & 1)
+        # the writer must have taken the last tile of dq, whose memory comes in handy
+        mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
+        if own_keys == GROUP:
+            row = kv_tile * CFG.tile_n + GROUP * ROWS
+            place = [plane // kv_heads, plane % kv_heads, row, 0]
+            _store_gradient(dv_desc, dv.to(dtype), dv_tile, place)
+            _store_gradient(dk_desc, (dk * score[2]).to(dtype), dk_tile, place)
+        pieces += 1
+        plane, kv_tile = take(work, turn)
+        turn += 1
+    # the writer finds that there is no such step, and ends
+    mbarrier.arrive(dq_ring[1].index(GROUP), count=1)
+
+
+@gluon.jit
+def _write_dq(dq_desc, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Add what a warp group hands over to the sums of dq in memory."""
+    smem, full, empty = dq_ring
+    chunks: gl.constexpr = CFG.dq_chunks
+    row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
+    given = 0
+    plane = 0
+    while plane >= 0:
+        step = given // chunks
+        mbarrier.wait(full.index(GROUP), given & 1)
+        plane = read_info(info, step, 0, 1)
+        if plane >= 0:
+            column = given % chunks * 64 if CFG.dq_by_rows else GROUP * 64
+            place = [plane, read_info(info, step, row_field, 1), column]
+            tma_add(dq_desc, place, smem.index(GROUP))
+            tma.store_wait(0)
+            mbarrier.arrive(empty.index(GROUP), count=1)
+        given += 1
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_planes",
+        "section", "dynamic", "q_heads", "group_size",
+    ]
+)  # fmt: skip
+def _attn_bwd_sm90_kernel(
+    dq_desc,
+    dk_desc,
+    dv_desc,
+    dout_desc,
+    q_desc,
+    k_desc,
+    v_desc,
+    lse_desc,
+    delta_desc,
+    work_ptrs,
+    block_lists,
+    mask_batch_step,
+    mask_head_step,
+    q_len,
+    kv_len,
+    left,
+    right,
+    num_planes,
+    section,
+    dynamic,
+    q_heads,
+    group_size,
+    score,
+    CFG: gl.constexpr,
+):
+    """Set up rings and roles.
+
+    `work_ptrs` are a counter and an order of the tiles of keys or None; `score` is what
+    `gradient_factors` gives.
+    """
+    counter_ptr, order_ptr = work_ptrs
+    consumers: gl.constexpr = CFG.CONSUMERS
+    stages: gl.constexpr = CFG.STAGES
+    ds_stages: gl.constexpr = CFG.DS_STAGES
+    tile_m: gl.constexpr = CFG.TILE_M
+    registers: gl.constexpr = CFG.CONSUMER_REGISTERS
+    producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
+    dtype: gl.constexpr = q_desc.dtype
+    vector: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    group_m: gl.constexpr = CFG.group_m
+    key_groups: gl.constexpr = CFG.key_groups
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, group_m], dtype)
+    k_smem = tiles(k_desc, key_groups, ROWS)
+    v_smem = tiles(v_desc, key_groups, ROWS)
+    q_smem = tiles(q_desc, stages, tile_m)
+    dout_smem = tiles(dout_desc, stages, tile_m)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
+    ds_smem = gl.allocate_shared_memory(dtype, [ds_stages * consumers, ROWS, group_m], ds_layout)
+    dq_smem = tiles(dq_desc, consumers, ROWS)
+    kv_ring = (k_smem, v_smem, barriers(1, 1).index(0), barriers(1, consumers).index(0))
+    q_full = barriers(stages, 1)
+    q_empty = barriers(stages, consumers)
+    q_ring = (q_smem, dout_smem, lse_smem, delta_smem, q_full, q_empty)
+    # each warp group waits for both halves of ds, or only for its own
+    ds_ring = (ds_smem, barriers(ds_stages * consumers, key_groups))
+    dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1))
+    sum_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
+    info = step_info()
+    work = work_channel(2, consumers)
+    fence_async_shared()
+
+    mask = (block_lists, mask_batch_step, mask_head_step)
+    heads = (q_heads, group_size)
+    schedule = (order_ptr, num_planes, section, dynamic)
+    lengths = (q_len, kv_len)
+    shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
+    produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
+    consume = (dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars)
+    # the first role runs in the warps of the launch, the others in warps of their own
+    gl.warp_specialize(
+        [
+            (_consume, (consume, shared, 0, CFG)),
+            (_consume, (consume, shared, 1, CFG)),
+            (produce_steps, (produce, shared, CFG)),
+            (_write_dq, (dq_desc, dq_ring, info, 0, CFG)),
+            (_write_dq, (dq_desc, dq_ring, info, 1, CFG)),
+        ],
+        [4, 1, 1, 1],
+        [registers, producer_registers, producer_registers, producer_registers],
+    )

@@ -1,0 +1,97 @@
+"""Launching the Hopper backward: scratch memory, descriptors, order of work, grid."""
+
+from typing import Any
+
+import torch
+
+from ...core.arch import arch_of
+from ...core.launch import cdiv, launch, on_device_of, scratch
+from ...formats.attention_spec import AttnSpec
+from ..sm90 import tensor_descriptor
+from .bwd_config_sm90 import AttnBwdSm90Config
+from .bwd_sm90 import _attn_bwd_sm90_kernel
+from .bwd_sm90_rows import launch_attn_bwd_round, launch_attn_bwd_rows
+from .fwd_sm90_launch import tma_strides
+from .operands import gradient_factors, kernel_operands, transposed_mask
+
+# What queries are padded to: the tallest tile.
+PADDING = 128
+
+
+def launch_attn_bwd_sm90(
+    dq: torch.Tensor | None,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: AttnSpec,
+    order: torch.Tensor | None,
+    section: int,
+    config: AttnBwdSm90Config,
+) -> torch.Tensor:
+    """Fill dq, dk and dv; returns delta, fp32 [B, Hq, padded Sq].
+
+    Parameters
+    ----------
+    dq, dk, dv : like q, k and v; all of each is written. Without dq only the sums are formed
+    dout, out : [B, Hq, Sq, Dv], dout with strides and an address that TMA takes
+    dlse : [B, Hq, Sq] with any strides, or None where nothing comes back for lse
+    q, k, v : [B, H, S, D | Dv], at least one query and key, as TMA takes them
+    lse : fp32 [B, Hq, Sq] contiguous
+    spec : options of the call, validated; no packed sequences
+    order : int32 [B * Hkv * tiles], tiles of 128 keys in the order to take them, or None, which
+        goes through the keys in sections
+    section : planes (batch and KV head) whose queries stay in L2 together
+    config : tiles
+    """
+    operands, mask = kernel_operands(q, k, v, spec), transposed_mask(spec.block_mask)
+    q_len, kv_len = operands.lengths
+    planes = operands.batch * operands.heads[0]
+    padded = cdiv(q_len, PADDING) * PADDING
+    lse_log2, delta = (scratch((planes, padded), torch.float32, q.device) for _ in range(2))
+    sums = scratch((planes, padded, q.shape[-1]), torch.float32, q.device)
+    with on_device_of(q):
+        launch_attn_bwd_rows(lse_log2, delta, sums, out, dout, lse, dlse)
+        row_block = config.row_block()
+        rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
+        kv_planes = planes // operands.heads[1]
+        pieces = kv_planes * cdiv(kv_len, config.tile_n)
+        programs = min(arch_of(q.device).num_sms, pieces)
+        dynamic = pieces > programs
+        args = (
+            tensor_descriptor(sums, config.dq_block()),
+            _descriptor(dk, config.k_block()),
+            _descriptor(dv, config.v_block()),
+            _descriptor(dout, config.dout_block()),
+            _descriptor(q, config.q_block()),
+            _descriptor(k, config.k_block()),
+            _descriptor(v, config.v_block()),
+            *rows,
+            # without `dynamic` nobody looks at the counter
+            (scratch((1,), torch.int32, q.device, zero=dynamic), order),
+            mask.lists,
+            *mask.steps,
+            q_len,
+            kv_len,
+            *operands.band,
+            kv_planes,
+            section,
+            int(dynamic),
+            *operands.heads,
+            gradient_factors(spec.scale, spec.softcap, q.dtype),
+            config,
+        )
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        launch(_attn_bwd_sm90_kernel, programs, args, **options)
+        if dq is not None:
+            launch_attn_bwd_round(dq, sums, float(spec.scale))
+    return delta.view(operands.batch, operands.heads[0], padded)
+
+
+def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
+    return tensor_descriptor(x, block, tma_strides(x))

@@ -1,0 +1,178 @@
+"""What the Hopper backward does row by row: terms of the queries before it, rounding dq after it.
+
+Before: lse in base 2, delta (as in `bwd_delta`), zeroed sums for dq, in scratch memory whose rows
+are padded to whole tiles. Padding has lse +inf, like queries that see nothing: their probabilities
+are 0. After: dq = scale * sums, in the dtype and layout of q. Called around
+`bwd_sm90`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core.compile_cases import CompileCase, compile_cases
+from ...core.launch import launch
+from ...device.backprop import shift_of_rows
+from ...device.masks import exists
+from ...device.sequences import plane_offset
+from ...device.tiles import store_rows
+from .bwd_delta import delta_of_rows
+from .operands import token_strides
+
+# Rows of a program.
+ROW_TILE = 64
+
+
+@triton.jit(do_not_specialize=["q_len", "padded", "heads"])
+def _attn_bwd_rows_kernel(
+    lse_log2_ptr,
+    delta_ptr,
+    sums_ptr,
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    out_strides,
+    dout_strides,
+    dlse_strides,
+    q_len,
+    padded,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_DV: tl.constexpr,
+):
+    """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one plane of `padded` rows."""
+    q_tiles = padded // TILE_M
+    plane = tl.program_id(0) // q_tiles
+    offs_m = tl.program_id(0) % q_tiles * TILE_M + tl.arange(0, TILE_M)
+    tensors = (out_ptr, dout_ptr, lse_ptr, dlse_ptr)
+    strides = (out_strides, dout_strides, dlse_strides)
+    delta, lse = delta_of_rows(tensors, strides, plane, heads, offs_m, q_len, HEAD_DIM_V, TILE_DV)
+    row = tl.cast(plane, tl.int64) * padded + offs_m
+    tl.store(lse_log2_ptr + row, shift_of_rows(lse))
+    tl.store(delta_ptr + row, delta)
+    if sums_ptr is not None:
+        offs_d = tl.arange(0, TILE_D)[None, :]
+        place = row[:, None] * HEAD_DIM + offs_d
+        tl.store(sums_ptr + place, tl.zeros([TILE_M, TILE_D], tl.float32), offs_d < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["q_len", "padded", "heads"])
+def _attn_bwd_round_kernel(
+    dq_ptr,
+    sums_ptr,
+    dq_strides,
+    q_len,
+    padded,
+    heads,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one plane of dq."""
+    q_tiles = padded // TILE_M
+    plane = tl.program_id(0) // q_tiles
+    offs_m = tl.program_id(0) % q_tiles * TILE_M + tl.arange(0, TILE_M)
+    offs_d = tl.arange(0, TILE_D)
+    row = tl.cast(plane, tl.int64) * padded + offs_m
+    live = exists(offs_m, q_len)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    sums = tl.load(sums_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], live, other=0.0)
+    dq_ptr += plane_offset(plane // heads, plane % heads, 0, dq_strides)
+    store_rows(dq_ptr, offs_m, dq_strides[2], offs_d, sums * scale, q_len, HEAD_DIM)
+
+
+def launch_attn_bwd_rows(
+    lse_log2: torch.Tensor,
+    delta: torch.Tensor,
+    sums: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> None:
+    """Fill lse_log2 and delta, fp32 [planes, rows], and sums fp32 [planes, rows, D].
+
+    Rows are the queries padded to a multiple of 64. The others are as for `launch_attn_delta`, not
+    packed.
+    """
+    planes, padded, head_dim = sums.shape
+    args = (
+        lse_log2,
+        delta,
+        sums,
+        out,
+        dout,
+        lse,
+        dlse,
+        token_strides(out),
+        token_strides(dout),
+        (0, 0, 0) if dlse is None else dlse.stride(),
+        out.shape[2],
+        padded,
+        out.shape[1],
+        head_dim,
+        out.shape[3],
+        ROW_TILE,
+        triton.next_power_of_2(head_dim),
+        triton.next_power_of_2(out.shape[3]),
+    )
+    launch(_attn_bwd_rows_kernel, planes * (padded // ROW_TILE), args, num_warps=4)
+
+
+def launch_attn_bwd_round(dq: torch.Tensor, sums: torch.Tensor, scale: float) -> None:
+    """Fill dq [B, H, S, D], any strides, from sums fp32 [B * H, rows, D], rows as above."""
+    planes, padded, head_dim = sums.shape
+    tile_d = triton.next_power_of_2(head_dim)
+    sizes = (dq.shape[2], padded, dq.shape[1])
+    args = (dq, sums, token_strides(dq), *sizes, scale, head_dim, ROW_TILE, tile_d)
+    launch(_attn_bwd_round_kernel, planes * (padded // ROW_TILE), args, num_warps=4)
+
+
+@compile_cases
+def _cases() -> Iterator[CompileCase]:
+    strides = (32 * 4096 * 128, 128, 32 * 128)
+    for dim in (80, 128):
+        name = f"d{dim}"
+        numbers = ("lse_log2", "delta", "sums", "lse", "dlse")
+        yield CompileCase(
+            f"attn_bwd_rows/{name}",
+            _attn_bwd_rows_kernel,
+            {
+                **{f"{number}_ptr": torch.float32 for number in numbers},
+                **{f"{tensor}_ptr": torch.bfloat16 for tensor in ("out", "dout")},
+                **{f"{tensor}_strides": strides for tensor in ("out", "dout")},
+                "dlse_strides": (32 * 4096, 4096, 1),
+                "q_len": 4000,
+                "padded": 4096,
+                "heads": 32,
+                "HEAD_DIM": dim,
+                "HEAD_DIM_V": dim,
+                "TILE_M": ROW_TILE,
+                "TILE_D": 128,
+                "TILE_DV": 128,
+            },
+            archs=(90,),
+        )
+        yield CompileCase(
+            f"attn_bwd_round/{name}",
+            _attn_bwd_round_kernel,
+            {
+                "dq_ptr": torch.bfloat16,
+                "sums_ptr": torch.float32,
+                "dq_strides": strides,
+                "q_len": 4000,
+                "padded": 4096,
+                "heads": 32,
+                "scale": 0.1,
+                "HEAD_DIM": dim,
+                "TILE_M": ROW_TILE,
+                "TILE_D": 128,
+            },
+            archs=(90,),
+        )

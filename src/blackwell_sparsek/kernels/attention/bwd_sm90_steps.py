@@ -1,0 +1,128 @@
+"""What a warp group of the Hopper backward does with one tile of queries.
+
+Tiles are [keys, queries] here: s^T, p^T, ds^T. `CFG.group_m` queries meet a warp group's 64 keys.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
+
+from ...device.masks import bit_visible, column_bounds, exists, within_bounds
+from ..sm90 import GROUP_ROWS
+from .bwd_sm90_work import read_info
+
+ROWS = gl.constexpr(GROUP_ROWS)
+
+
+@gluon.jit
+def zero_of(step):
+    """0, which the compiler does not know: it would keep addresses that contain only constants in
+    registers all along, and spill them. They are cheap to compute again."""
+    return step >> 31
+
+
+@gluon.jit
+def own_queries(tile, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """The part of a tile of queries, or of their numbers, that a warp group works on."""
+    if CFG.SHARED_KEYS:
+        tile = tile.slice(GROUP * ROWS, ROWS, dim=0)
+    return tile
+
+
+@gluon.jit
+def start_products(rows, tiles, step, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Start the products of 64 keys or values with the queries or output gradients of a step."""
+    group_m: gl.constexpr = CFG.group_m
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
+    nothing = gl.zeros([ROWS, group_m], gl.float32, layout)
+    columns = own_queries(tiles.index(step % CFG.STAGES), GROUP, CFG).permute((1, 0))
+    return warpgroup_mma(rows, columns, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def numbers_of_queries(numbers, step, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """lse or delta, which came with a tile, as [1, queries]."""
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
+    own = own_queries(numbers.index(step % CFG.STAGES), GROUP, CFG)
+    return own.load(gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def _visible(shared, step, kv_index, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Which of 64 keys each query of a step sees."""
+    lists, info, lengths, band = shared[0][0], shared[3], shared[5], shared[7]
+    group_m: gl.constexpr = CFG.group_m
+    own: gl.constexpr = GROUP if CFG.SHARED_KEYS else 0
+    two_units: gl.constexpr = CFG.parts == 2 and not CFG.SHARED_KEYS
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
+    offs_m = gl.arange(0, group_m, gl.SliceLayout(0, layout))
+    q_index = read_info(info, step, 1 + own, 4) + offs_m
+    if two_units:
+        q_index = gl.where(offs_m < ROWS, q_index, read_info(info, step, 2, 4) - ROWS + offs_m)
+    # bounds of keys take two registers, where those of queries take two for each
+    first, last = column_bounds(kv_index, lengths[0], lengths[1], band[0], band[1])
+    last = gl.where(exists(kv_index, lengths[1]), last, -1)
+    visible = within_bounds(q_index[None, :], first[:, None], last[:, None])
+    if lists is not None:
+        words: gl.constexpr = (CFG.BLOCK_KV + 31) // 32
+        bits_id = read_info(info, step, 3 + own, 4) + (offs_m - offs_m)
+        if two_units:
+            bits_id = gl.where(offs_m < ROWS, bits_id, read_info(info, step, 4, 4))
+        kv_in_block = kv_index % CFG.BLOCK_KV
+        row = (bits_id.to(gl.int64) * CFG.UNIT + q_index % CFG.UNIT) * words
+        place = lists[4] + row[None, :] + (kv_in_block // 32)[:, None]
+        has_bits = (kv_in_block >= 0)[:, None] & (bits_id >= 0)[None, :]
+        word = gl.load(place, has_bits, other=-1)
+        visible = visible & bit_visible(word, kv_in_block[:, None])
+    return visible
+
+
+@gluon.jit
+def hide(p, step, kv_index, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """p^T without the keys that a query does not see, whatever the exponential gave there."""
+    return gl.where(_visible(shared, step, kv_index, GROUP, CFG), p, 0.0)
+
+
+@gluon.jit
+def ds_place(ds_ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Where a warp group's ds^T of a step lies, and the barrier that says it is there."""
+    smem, ready = ds_ring
+    buffer = step % CFG.DS_STAGES
+    tile = smem.index(buffer * CFG.CONSUMERS + GROUP)
+    # each warp group waits for its own ds alone, or for both
+    own: gl.constexpr = GROUP if CFG.SHARED_KEYS else 0
+    return tile, ready.index(buffer * CFG.CONSUMERS + own)
+
+
+@gluon.jit
+def hand_over(x, smem, filled):
+    """Give a tile to whoever reads it from shared memory asynchronously."""
+    smem.store(x)
+    fence_async_shared()
+    mbarrier.arrive(filled, count=1)
+
+
+@gluon.jit
+def start_dq(ds_ring, k_smem, step, CHUNK: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Start a [64, 64] tile of dq: rows or columns of its own for each warp group."""
+    layout: gl.constexpr = CFG.accumulator_layout(64)
+    consumers: gl.constexpr = CFG.CONSUMERS
+    dq = gl.zeros([ROWS, 64], gl.float32, layout)
+    if CFG.SHARED_KEYS:
+        ds, _ = ds_place(ds_ring, step, GROUP, CFG)
+        k = k_smem.index(zero_of(step)).slice(CHUNK * 64, 64, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+    else:
+        for g in gl.static_range(consumers):
+            ds, _ = ds_place(ds_ring, step, g, CFG)
+            if CFG.dq_by_rows:
+                ds = ds.slice(GROUP * ROWS, ROWS, dim=1)
+                k = k_smem.index(g + zero_of(step))
+            else:
+                k = k_smem.index(g + zero_of(step)).slice(GROUP * 64, 64, dim=1)
+            dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=g > 0, is_async=True)
+    return dq

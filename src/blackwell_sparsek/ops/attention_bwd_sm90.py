@@ -1,0 +1,61 @@
+"""The Hopper kernel as implementation `sm90` of `bsk::attn_bwd`.
+
+Triton and the kernel are imported at the first call.
+"""
+
+import torch
+
+from ..core.compat import why_no_triton
+from ..formats.attention_spec import AttnGradients, AttnSpec
+from ..formats.block_order import longest_columns_first
+from ..tuning.attention_bwd_sm90 import (
+    attn_bwd_sm90_config,
+    attn_bwd_sm90_passed_over,
+    attn_bwd_sm90_section,
+    attn_bwd_sm90_unsupported,
+)
+from ..tuning.problem_attention import AttnProblem, tma_takes
+from .attention_sm90 import kept_order
+
+
+def why_not_backward(problem: AttnProblem) -> str | None:
+    """Why the backward kernel cannot run this problem, or None when it can."""
+    return why_no_triton() or attn_bwd_sm90_unsupported(problem)
+
+
+auto_passes = attn_bwd_sm90_passed_over
+
+
+def backward(
+    gradients: AttnGradients,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: AttnSpec,
+    deterministic: bool,
+) -> None:
+    """Fill `gradients`; those of k and v come together, and scratch takes what nobody asked for."""
+    from ..kernels.attention.bwd_sinks import launch_sink_gradients
+    from ..kernels.attention.bwd_sm90_launch import launch_attn_bwd_sm90
+
+    problem = AttnProblem.of(q, k, v, spec, backward=True, deterministic=deterministic)
+    config, section = attn_bwd_sm90_config(problem), attn_bwd_sm90_section(problem)
+    # the gradient of an expanded or sliced output may be laid out in ways that TMA cannot read
+    dout = dout if tma_takes(dout) else dout.contiguous()
+    order = None
+    if (mask := spec.block_mask) is not None:
+        heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
+        key = ("columns", q.shape[0], heads, group_size, spec.band, section, config.tile_n)
+        order = kept_order(mask, key, lambda: longest_columns_first(mask, *key[1:]))
+    dk = torch.empty_like(k) if gradients.dk is None else gradients.dk
+    dv = torch.empty_like(v) if gradients.dv is None else gradients.dv
+    delta = launch_attn_bwd_sm90(
+        gradients.dq, dk, dv, dout, dlse, q, k, v, out, lse, spec, order, section, config
+    )
+    if gradients.dsinks is not None and spec.sinks is not None:
+        delta = delta[..., : lse.shape[-1]].contiguous()
+        launch_sink_gradients(gradients.dsinks, spec.sinks.contiguous(), lse, delta, None)

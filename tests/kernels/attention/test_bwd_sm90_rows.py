@@ -1,0 +1,47 @@
+"""What comes before and after the Hopper backward: numbers of each query, and rounding dq."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from blackwell_sparsek.kernels.attention.bwd_sm90_rows import (
+    launch_attn_bwd_round,
+    launch_attn_bwd_rows,
+)
+from blackwell_sparsek.testing import layouts
+from blackwell_sparsek.testing.inputs import normal
+from blackwell_sparsek.testing.poison import nan_like
+
+
+@pytest.mark.parametrize("length", [1, 64, 130])
+@pytest.mark.parametrize("dims", [(16, 16), (40, 24)])
+def test_rows(length, dims, device):
+    shape, padded = (2, 3, length, dims[1]), -(-length // 128) * 128
+    out, dout = (normal(*shape, seed=i, dtype=torch.float16, device=device) for i in range(2))
+    lse, dlse = (normal(*shape[:3], seed=i, device=device) for i in (2, 3))
+    lse[..., 0] = -torch.inf
+    lse_log2, delta = (torch.full((6, padded), torch.nan, device=device) for _ in range(2))
+    sums = torch.full((6, padded, dims[0]), torch.nan, device=device)
+    wide = layouts.different_layouts(out, dout)
+    launch_attn_bwd_rows(lse_log2, delta, sums, *wide, lse, dlse)
+    assert (sums == 0).all()
+    exact = (out.double() * dout.double()).sum(-1) - dlse
+    exact[..., 0] = 0
+    torch.testing.assert_close(delta[:, :length].view(lse.shape).double(), exact, atol=1e-5, rtol=0)
+    assert (delta[:, length:] == 0).all()
+    expected = (lse / torch.log(torch.tensor(2.0))).masked_fill(lse == -torch.inf, torch.inf)
+    torch.testing.assert_close(lse_log2[:, :length].view(lse.shape), expected)
+    assert (lse_log2[:, length:] == torch.inf).all()
+
+
+@pytest.mark.parametrize("length", [1, 64, 130])
+@pytest.mark.parametrize("kind", ["contiguous", "outer_gap"])
+def test_rounding(length, kind, device):
+    padded = -(-length // 128) * 128
+    sums = normal(6, padded, 40, seed=1, device=device)
+    dq = layouts.strided_like(torch.empty(2, 3, length, 40, dtype=torch.float16), kind)
+    dq = nan_like(dq.to(device)) if kind == "contiguous" else dq.to(device)
+    launch_attn_bwd_round(dq, sums, 0.5)
+    expected = (sums[:, :length] * 0.5).to(torch.float16).view(2, 3, length, 40)
+    assert dq.equal(expected)

@@ -1,0 +1,96 @@
+"""When the Hopper backward runs, with which tiles, and why not otherwise."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.formats.attention_spec import AttnSpec
+from blackwell_sparsek.kernels.attention.bwd_config_sm90 import INFO_DEPTH, make_config
+from blackwell_sparsek.tuning.attention_bwd_sm90 import (
+    FEW_QUERIES,
+    attn_bwd_sm90_config,
+    attn_bwd_sm90_passed_over,
+    attn_bwd_sm90_section,
+    attn_bwd_sm90_unsupported,
+)
+from blackwell_sparsek.tuning.problem_attention import AttnProblem
+
+
+def problem(**changes):
+    q = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16)
+    spec = AttnSpec(0.1, max_q=4096, max_k=4096)
+    base = AttnProblem.of(q, q, q, spec, backward=True)
+    return dataclasses.replace(base, **{"arch": Arch("cuda", 90, 132, 232448, False), **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"arch": Arch("cuda", 100, 148, 0, False)}, "needs sm_90, this is sm_100"),
+        ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
+        ({"head_dim": 136}, "up to 128 in steps of 8, got 136 and 128"),
+        ({"varlen": True}, "packed sequences are not written yet"),
+        ({"mask_block": (32, 64)}, "query blocks of 32 are not a multiple of 64"),
+        ({"mask_block": (64, 32)}, "needs key blocks of 64, 128 or 256, got 32"),
+        ({"deterministic": True}, "adds up dq in no fixed order"),
+        ({"tma": False}, "addresses and strides that are multiples of 16 bytes"),
+    ],
+)
+def test_why_not(changes, reason):
+    assert reason in attn_bwd_sm90_unsupported(problem(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": torch.float16},
+        {"head_dim": 8, "head_dim_v": 128},
+        {"mask_block": (256, 256)},
+        {"mask_block": (64, 64), "element_bits": True},
+        {"softcap": True, "sinks": True, "banded": True},
+    ],
+)
+def test_what_runs(changes):
+    assert attn_bwd_sm90_unsupported(problem(**changes)) is None
+
+
+def test_few_queries_are_left_to_smaller_tiles():
+    assert "31 queries" in attn_bwd_sm90_passed_over(problem(max_q=FEW_QUERIES - 1))
+    assert attn_bwd_sm90_passed_over(problem(max_q=FEW_QUERIES)) is None
+
+
+@pytest.mark.parametrize(
+    "dims, tiles", [((64, 64), (64, 64)), ((40, 128), (128, 128)), ((128, 8), (128, 64))]
+)
+def test_tiles_cover_the_head_dims(dims, tiles):
+    config = attn_bwd_sm90_config(problem(head_dim=dims[0], head_dim_v=dims[1]))
+    assert tiles == (config.TILE_D, config.TILE_DV)
+
+
+def test_narrow_key_blocks_are_kept_by_both_warp_groups():
+    config = attn_bwd_sm90_config(problem(mask_block=(64, 64)))
+    assert config.SHARED_KEYS and config.tile_n == 64 and config.group_m == 64
+    assert (config.parts, config.dq_chunks) == (2, 2)
+    wide = attn_bwd_sm90_config(problem(mask_block=(64, 128)))
+    assert not wide.SHARED_KEYS and wide.tile_n == 128
+
+
+def test_what_describes_steps_outlives_them():
+    """The producer is at most the ring ahead, the writer at most two steps behind."""
+    blocks = (None, (64, 64), (64, 128), (256, 256))
+    for dims, block in itertools.product(((64, 64), (128, 64), (128, 128)), blocks):
+        assert make_config(*dims, block).STAGES + 2 < INFO_DEPTH
+
+
+def test_sections():
+    # queries, gradients and sums of a head take 4 MiB
+    assert attn_bwd_sm90_section(problem()) == 6
+    assert attn_bwd_sm90_section(problem(max_q=16384, banded=True)) == 4
+    assert attn_bwd_sm90_section(problem(banded=True)) == 16
+    assert attn_bwd_sm90_section(problem(heads_kv=4)) == 1
+    assert attn_bwd_sm90_section(problem(max_q=65536)) == 1
+    assert attn_bwd_sm90_section(problem(max_q=16, heads_q=2, heads_kv=2)) == 2
