@@ -10,6 +10,7 @@ from blackwell_sparsek.core.errors import Unsupported
 from blackwell_sparsek.functional.bsr import matmul, sddmm
 from blackwell_sparsek.ops import bsr_triton
 from blackwell_sparsek.ops.bsr import matmul_dispatch, pairs_dispatch, sddmm_dispatch
+from blackwell_sparsek.ops.precision import fp32_precision
 from blackwell_sparsek.testing.bsr import ORDERS, operand_for, product, random_bsr
 from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
@@ -65,10 +66,10 @@ def test_tf32_only_where_torch_may_use_it(monkeypatch):
     before = matmul_backend.fp32_precision
     try:
         matmul_backend.fp32_precision = "ieee"
-        assert bsr_triton._precision(torch.float32) == "ieee"
+        assert fp32_precision(torch.float32) == "ieee"
         matmul_backend.fp32_precision = "tf32"
-        assert bsr_triton._precision(torch.float32) == "tf32"
-        assert bsr_triton._precision(torch.float16) == "ieee"
+        assert fp32_precision(torch.float32) == "tf32"
+        assert fp32_precision(torch.float16) == "ieee"
     finally:
         matmul_backend.fp32_precision = before
 

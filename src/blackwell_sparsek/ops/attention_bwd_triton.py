@@ -9,7 +9,8 @@ import torch
 from ..formats.attention_spec import AttnGradients, AttnSpec
 from ..tuning.attention_bwd import attn_dkdv_config, attn_dq_config
 from ..tuning.problem_attention import AttnProblem
-from .attention_triton import MOST_PROGRAMS, SMALLEST_TILE, fp32_precision, why_not_forward
+from .attention_triton import MOST_PROGRAMS, SMALLEST_TILE, why_not_forward
+from .precision import fp32_precision
 
 
 def why_not_backward(problem: AttnProblem) -> str | None:

@@ -11,6 +11,7 @@ from ..formats.attention_spec import AttnSpec, empty_lse, empty_out
 from ..tuning.attention import attn_fwd_config
 from ..tuning.problem_attention import AttnProblem
 from ..tuning.problem_merge import MergeProblem
+from .precision import fp32_precision
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_SM = 80
@@ -49,12 +50,6 @@ def _why_not_here(arch: Arch, dtype: torch.dtype) -> str | None:
     if dtype not in _DTYPES:
         return f"needs float16, bfloat16 or float32, got {dtype}"
     return None
-
-
-def fp32_precision(dtype: torch.dtype) -> str:
-    """Multiply float32 as torch's own products may: in tf32 only where the user allowed it."""
-    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if dtype == torch.float32 and allowed else "ieee"
 
 
 def forward(

@@ -12,6 +12,7 @@ from ..tuning.bsr import narrow_config, narrow_is_even, pair_config, sddmm_confi
 from ..tuning.problem_bsr import BsrProblem
 from .bsr_operands import RowsProduct, matrices, merged_views, rows_product
 from .bsr_problem import pairs_problem, sddmm_problem
+from .precision import fp32_precision
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_SM = 80
@@ -42,12 +43,6 @@ def why_not(problem: BsrProblem) -> str | None:
     return None
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """Multiply float32 as torch's own products may: in tf32 only where the user allowed it."""
-    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if dtype == torch.float32 and allowed else "ieee"
-
-
 def bsr_matmul(
     values: torch.Tensor,
     pattern: list[torch.Tensor],
@@ -70,7 +65,7 @@ def bsr_matmul(
     )
     if _narrow_product(product, bias, activation):
         return product.out
-    config = spmm_config(product.problem, _precision(values.dtype))
+    config = spmm_config(product.problem, fp32_precision(values.dtype))
     plan = spmm_plan(product.indptr, values.shape[0], product.cols_b, config.chunk)
     for part in product.parts:
         part_residual = part[2] if residual is not None else None
@@ -123,7 +118,7 @@ def bsr_sddmm(
     else:
         parts = matrices([a, b])
         problem = replace(problem, batch=parts[0][0].shape[0])
-    config = sddmm_config(problem, _precision(a.dtype))
+    config = sddmm_config(problem, fp32_precision(a.dtype))
     if len(parts) == 1:
         launch_sddmm(out, parts[0][0], parts[0][1], indices, t_indices, t_perm, config)
         return out
@@ -150,6 +145,6 @@ def bsr_pair_products(
     second = second.mT if second_transposed else second
     blocks = indptr.shape[0] - 1
     out = first.new_empty((blocks, first.shape[1], second.shape[2]), dtype=out_dtype or first.dtype)
-    config = pair_config(problem, _precision(first.dtype))
+    config = pair_config(problem, fp32_precision(first.dtype))
     launch_pair_products(out, first, second, first_of, second_of, order, indptr, config)
     return out

@@ -9,7 +9,8 @@ from ..formats.attention_spec import empty_lse, empty_out
 from ..formats.decode_spec import DecodeSpec
 from ..tuning.decode import attn_decode_config
 from ..tuning.problem_decode import DecodeProblem
-from .attention_triton import _LARGEST_HEAD_DIM, _LONGEST, _precision, _why_not_here
+from .attention_triton import _LARGEST_HEAD_DIM, _LONGEST, _why_not_here
+from .precision import fp32_precision
 
 _FP8 = torch.float8_e4m3fn
 _MIN_SM_FP8 = 89
@@ -44,7 +45,9 @@ def run(
     """Output and lse, laid out as `empty_out` and `empty_lse` do."""
     from ..kernels.attention.decode import launch_attn_decode
 
-    config = attn_decode_config(DecodeProblem.of(q, k_cache, v_cache, spec), _precision(q.dtype))
+    config = attn_decode_config(
+        DecodeProblem.of(q, k_cache, v_cache, spec), fp32_precision(q.dtype)
+    )
     out, lse = empty_out(q, v_cache.shape[-1]), empty_lse(q)
     launch_attn_decode(out, lse, q, k_cache, v_cache, spec, config)
     return out, lse
