@@ -1,0 +1,194 @@
+"""What a layer's queries may see, made once per forward pass and handed to every layer."""
+
+from typing import Any
+
+import torch
+
+from ...core.checks import message
+from ...core.errors import InvalidInput, Unsupported
+from ...formats.band import EVERYTHING, Band
+from ...formats.block_mask import BlockMask
+from ...formats.pattern_segments import every_block, segments
+
+OP = "huggingface"
+
+
+def may_wait() -> bool:
+    """Whether reading a number back from the device is possible and not too dear here."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def block_size_for(sq: int, sk: int) -> tuple[int, int]:
+    """Blocks that kernels like, without many rows or keys that do not exist."""
+    return _side(sq), max(_side(sk), 32)
+
+
+def _side(length: int) -> int:
+    return 128 if length >= 128 else 64 if length >= 64 else 16
+
+
+class VisibleKeys:
+    """The `attention_mask` that layers get from this integration.
+
+    Query i of `q_length` sits at key slot `key_length - q_length + i`. What it sees is what `band`,
+    and `block_mask` or `segments` where there are any, leave visible together.
+
+    transformers passes ready masks through by their rank, so this says that it has four.
+
+    Attributes
+    ----------
+    kv_length : int
+        Slots that the keys of a layer have.
+    key_length : int
+        Slots up to the last query's; a static cache may have more. Ignored where `lengths` is set.
+    lengths : int32 `[B]` or None
+        The same on the device, for one query over a static cache.
+    segments : pair of int `[B, q_length]`, `[B, key_length]` or None
+        A query sees the keys with its own number.
+    block_mask : BlockMask or None
+        Ready made. Over `kv_length` keys where `lengths` is set, else over `key_length`.
+    """
+
+    ndim = 4
+
+    def __init__(
+        self,
+        q_length: int,
+        kv_length: int,
+        *,
+        band: Band,
+        key_length: int | None = None,
+        lengths: torch.Tensor | None = None,
+        segments: tuple[torch.Tensor, torch.Tensor] | None = None,
+        block_mask: BlockMask | None = None,
+        batch: int = 1,
+    ) -> None:
+        self.q_length, self.kv_length = q_length, kv_length
+        self.band = band
+        self.key_length = kv_length if key_length is None else key_length
+        self.lengths = lengths
+        self.segments = segments
+        self.block_mask = block_mask
+        self.batch = batch
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of the mask which this stands for."""
+        return (self.batch, 1, self.q_length, self.kv_length)
+
+    def check_layer(self, query: torch.Tensor, key: torch.Tensor) -> None:
+        """Raise unless this was made for a layer with such queries and keys."""
+        got = (query.shape[2], key.shape[2])
+        if got != (self.q_length, self.kv_length):
+            expected = f"queries and keys {(self.q_length, self.kv_length)}"
+            raise InvalidInput(message(OP, "attention_mask", "is of other sizes", expected, got))
+
+    def mask_with(self, keep: torch.Tensor | None, block: tuple[int, int]) -> BlockMask | None:
+        """The block mask, or None; `keep` (bool `[B or 1, H or 1, Mb, Nb]`) limits it further."""
+        if self.block_mask is not None:
+            if keep is not None:
+                raise Unsupported(
+                    f"{OP}: block_sparse together with a mask of single elements; "
+                    "leave out one of the two"
+                )
+            return self.block_mask
+        if self.segments is not None:
+            made = segments(*self.segments, block, band=self.band, keep=keep)
+            if keep is None:
+                # the next layers take it from here
+                self.block_mask = made
+            return made
+        if keep is None:
+            return None
+        return BlockMask.from_dense(keep, block, (self.q_length, self.key_length))
+
+
+def visible_elements(visible: torch.Tensor) -> VisibleKeys:
+    """From a complete mask, bool `[B or 1, H or 1, Sq, Sk]`: no causality or window is added."""
+    batch, _, sq, sk = visible.shape
+    return VisibleKeys(
+        sq, sk, band=EVERYTHING, block_mask=mask_of_elements(visible), batch=int(batch)
+    )
+
+
+def mask_of_elements(visible: torch.Tensor) -> BlockMask:
+    """The block mask of a bool mask, without waiting where that cannot be done."""
+    block = block_size_for(*visible.shape[2:])
+    if may_wait():
+        return BlockMask.from_element_mask(visible, block)
+    return every_block(visible, block)
+
+
+def visible_of_user(mask: Any, query: torch.Tensor, key: torch.Tensor) -> VisibleKeys:
+    """From a ready mask of the user: 4-D bool, 4-D float of 0 and -inf, or FlexAttention's.
+
+    Converted at each layer, except that the last one is remembered.
+    """
+    sq, sk = query.shape[2], key.shape[2]
+    if not isinstance(mask, torch.Tensor):
+        block_mask = BlockMask.from_flex(mask)
+        return VisibleKeys(*block_mask.seq_lengths, band=EVERYTHING, block_mask=block_mask)
+    fits = mask.dim() == 4 and mask.shape[2] in (1, sq) and mask.shape[3] >= sk
+    if not fits:
+        shape = f"[{query.shape[0]}, 1 or {query.shape[1]}, {sq}, {sk}]"
+        raise InvalidInput(
+            message(OP, "attention_mask", "has a wrong shape", shape, list(mask.shape))
+        )
+    if torch.compiler.is_compiling():
+        return visible_elements(_as_bool(mask)[..., :sk].expand(-1, -1, sq, -1))
+    found = _last_user_mask.find(mask, sq, sk)
+    if found is None:
+        found = visible_elements(_as_bool(mask)[..., :sk].expand(-1, -1, sq, -1))
+        _last_user_mask.keep(mask, sq, sk, found)
+    return found
+
+
+def _as_bool(mask: torch.Tensor) -> torch.Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise Unsupported(
+            message(OP, "attention_mask", "has an unsupported dtype", "bool or float", mask.dtype)
+        )
+    visible = mask == 0
+    if may_wait():
+        # transformers writes the lowest number of the dtype for what is hidden
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if not bool((visible | hidden).all()):
+            raise Unsupported(
+                f"{OP}: attention_mask is a bias with values other than 0 and -inf; "
+                "use attn_implementation='sdpa' for this model"
+            )
+        return visible
+    torch._assert_async(
+        (visible | (mask <= torch.finfo(mask.dtype).min / 2)).all(),
+        f"{OP}: attention_mask is a bias with values other than 0 and -inf",
+    )
+    return visible
+
+
+class _LastUserMask:
+    """One mask, so that the layers of a forward pass convert it once."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._mask: Any = None
+        self._made: VisibleKeys | None = None
+
+    def find(self, mask: torch.Tensor, sq: int, sk: int) -> VisibleKeys | None:
+        same = self._mask is not None and self._mask() is mask
+        return self._made if same and self._key == (_version(mask), sq, sk) else None
+
+    def keep(self, mask: torch.Tensor, sq: int, sk: int, made: VisibleKeys) -> None:
+        import weakref
+
+        self._mask, self._key, self._made = weakref.ref(mask), (_version(mask), sq, sk), made
+
+
+def _version(x: torch.Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+_last_user_mask = _LastUserMask()
