@@ -185,7 +185,10 @@ def mask_of_selection(
         expected = f"[{query.shape[0]}, a divisor of {heads_q}, {sq}, n]"
         raise InvalidInput(
             message(
-                "huggingface", "block_indices", "is of other sizes", expected,
+                "huggingface",
+                "block_indices",
+                "is of other sizes",
+                expected,
                 list(block_indices.shape),
             )
         )
@@ -197,9 +200,7 @@ def mask_of_selection(
     return selected_blocks(selected, (side, block_size), (sq, sk), visible_keys=visible_keys)
 
 
-def decode_mask(
-    block_sparse: BlockSparse, lengths: torch.Tensor, kv_length: int
-) -> BlockMask:
+def decode_mask(block_sparse: BlockSparse, lengths: torch.Tensor, kv_length: int) -> BlockMask:
     """What single queries at the end of their sequences see, without waiting."""
     visible = block_sparse.keys(lengths, kv_length)
     return every_key_block(visible, 1, (16, max(32, min(block_sparse.block_size, 128))))

@@ -67,9 +67,7 @@ def make_visible_keys(
     nothing = real is None and pattern.documents is None
     if nothing and end == kv_length and pattern.band == CAUSAL:
         return None
-    plan = VisibleKeys(
-        q_length, kv_length, band=pattern.band, key_length=end, batch=batch_size
-    )
+    plan = VisibleKeys(q_length, kv_length, band=pattern.band, key_length=end, batch=batch_size)
     if pattern.documents is not None:
         plan.segments = (pattern.documents, pattern.documents[:, :end])
     elif real is not None and may_wait():
