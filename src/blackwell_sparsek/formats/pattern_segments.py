@@ -132,8 +132,7 @@ def every_block(visible: torch.Tensor, block_size: IntPair) -> BlockMask:
 
     Parameters
     ----------
-    visible : bool `[B or 1, H or 1, Sq or 1, Sk]`
-        With one row for all queries if its third dimension is 1; then give `sq` through expand.
+    visible : bool `[B or 1, H or 1, Sq, Sk]`
     block_size : (bq, bk)
 
     Examples
@@ -146,7 +145,7 @@ def every_block(visible: torch.Tensor, block_size: IntPair) -> BlockMask:
     mb, nb = cdiv(sq, bq), cdiv(sk, bk)
     rows = batch * heads * mb
     padded = pad(visible, (0, nb * bk - sk, 0, mb * bq - sq))
-    words = bit_masks.pack(padded).view(rows, bq, nb, -1)
+    words = bit_masks.pack(padded.reshape(rows, bq, nb, bk))
     pool = words.transpose(1, 2).flatten(0, 1).contiguous()
     return _all_partial(pool, rows, nb, visible.device, (batch, heads), ((sq, sk), block_size))
 

@@ -96,7 +96,9 @@ class BlockSparse:
         lengths : int32 `[B]`
         """
         position = lengths[:, None] - 1
-        blocks = self._fixed(position, position, cdiv(kv_length, self.block_size))
+        # as in a prompt, the queries of one block of keys see the same blocks
+        first = position // self.block_size * self.block_size
+        blocks = self._fixed(first, position, cdiv(kv_length, self.block_size))
         slot = torch.arange(kv_length, device=lengths.device)
         return blocks[:, slot // self.block_size] & (slot <= position)
 
