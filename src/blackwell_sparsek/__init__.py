@@ -11,6 +11,7 @@ from .functional.bsr import matmul, sddmm
 from .functional.merge import merge_states
 from .functional.sdpa import scaled_dot_product_attention
 from .functional.varlen import attention_varlen
+from .integrations.torch_sdpa import patch_sdpa
 from .integrations.torch_sparse import enable_torch_sparse
 from .ops.dispatch import explain
 
@@ -30,6 +31,7 @@ __all__ = [
     "matmul",
     "merge_states",
     "nn",
+    "patch_sdpa",
     "prune",
     "scaled_dot_product_attention",
     "sddmm",

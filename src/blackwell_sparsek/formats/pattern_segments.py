@@ -189,7 +189,7 @@ def _in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     """View `[B, S]` as `[B, blocks, block]`; the last token stands in for those past the end."""
     count = cdiv(x.shape[1], block)
     index = torch.arange(count * block, device=x.device).clamp(max=x.shape[1] - 1)
-    return x[:, index].view(-1, count, block)
+    return x[:, index].view(x.shape[0], count, block)
 
 
 def _mask(

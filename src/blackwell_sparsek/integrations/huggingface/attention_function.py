@@ -17,7 +17,7 @@ REFUSED = ("position_bias", "head_mask", "layer_head_mask", "alibi")
 
 
 def attention_forward(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -110,7 +110,9 @@ def _attend(
     if lengths is not None:
         # the mask says what a static cache holds; positions count from its end, not from there
         band = Band(None, None)
-    out = attention(query, key, value, window=tuple(band), block_mask=block_mask, **options)
+    out = attention(
+        query, key, value, window=(band.left, band.right), block_mask=block_mask, **options
+    )
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -189,13 +191,16 @@ def _packed(
     elif attention_mask is not None:
         raise Unsupported(f"{OP}: cu_seq_lens_q together with an attention_mask")
     cu_q, cu_k, max_q, max_k = lengths
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attention_varlen(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        q,
+        k,
+        v,
         cu_q.to(torch.int32),
         cu_k.to(torch.int32),
         max_seqlen_q=query.shape[2] if max_q is None else int(max_q),
         max_seqlen_k=key.shape[2] if max_k is None else int(max_k),
-        window=tuple(band),
+        window=(band.left, band.right),
         **options,
     )
     assert isinstance(out, torch.Tensor)

@@ -7,7 +7,8 @@ import torch
 
 from ...formats.band import Band
 from ...formats.pattern_segments import every_key_block
-from .visible_keys import VisibleKeys, block_size_for, may_wait, visible_elements
+from ...functional.sdpa_mask import may_wait
+from .visible_keys import VisibleKeys, block_size_for, visible_elements
 
 CAUSAL = Band(None, 0)
 
@@ -51,7 +52,7 @@ def make_visible_keys(
         pattern = recognise(mask_function)
     bidirectional = pattern is not None and pattern.band.right != 0
     end: Any = kv_length if bidirectional else q_offset + q_length - kv_offset
-    if isinstance(end, torch.Tensor) and q_length > 1 and may_wait():
+    if isinstance(end, torch.Tensor) and q_length > 1 and may_wait(end.device):
         end = int(end)
     unplaced = isinstance(end, torch.Tensor) and q_length > 1
     if pattern is None or unplaced:
@@ -62,7 +63,7 @@ def make_visible_keys(
         return _of_one_query(sizes, end, pattern.band, real, options["device"])
     if real is not None:
         real = real[:, :end]
-        if may_wait():
+        if may_wait(real.device):
             real = real if _padding_matters(real, causal=not bidirectional) else None
     nothing = real is None and pattern.documents is None
     if nothing and end == kv_length and pattern.band == CAUSAL:
@@ -70,7 +71,7 @@ def make_visible_keys(
     plan = VisibleKeys(q_length, kv_length, band=pattern.band, key_length=end, batch=batch_size)
     if pattern.documents is not None:
         plan.segments = (pattern.documents, pattern.documents[:, :end])
-    elif real is not None and may_wait():
+    elif real is not None and may_wait(real.device):
         k_segment = real.int() - 1
         plan.segments = (k_segment.new_zeros(batch_size, q_length), k_segment)
     elif real is not None:
@@ -95,7 +96,7 @@ def _of_one_query(
     visible = slot < lengths[:, None]
     if band.left is not None:
         visible &= slot >= lengths[:, None] - 1 - band.left
-    if may_wait() and not bool((visible & ~real).any()):
+    if may_wait(real.device) and not bool((visible & ~real).any()):
         return plan
     # of fixed size, so that a compiled step takes the masks of all steps
     mask = every_key_block(visible & real, 1, block_size_for(1, kv_length))

@@ -9,15 +9,9 @@ from ...core.errors import InvalidInput, Unsupported
 from ...formats.band import EVERYTHING, Band
 from ...formats.block_mask import BlockMask
 from ...formats.pattern_segments import every_block, segments
+from ...functional.sdpa_mask import may_wait
 
 OP = "huggingface"
-
-
-def may_wait() -> bool:
-    """Whether reading a number back from the device is possible and not too dear here."""
-    if torch.compiler.is_compiling():
-        return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def block_size_for(sq: int, sk: int) -> tuple[int, int]:
@@ -116,7 +110,7 @@ def visible_elements(visible: torch.Tensor) -> VisibleKeys:
 def mask_of_elements(visible: torch.Tensor) -> BlockMask:
     """The block mask of a bool mask, without waiting where that cannot be done."""
     block = block_size_for(*visible.shape[2:])
-    if may_wait():
+    if may_wait(visible.device):
         return BlockMask.from_element_mask(visible, block)
     return every_block(visible, block)
 
@@ -153,7 +147,7 @@ def _as_bool(mask: torch.Tensor) -> torch.Tensor:
             message(OP, "attention_mask", "has an unsupported dtype", "bool or float", mask.dtype)
         )
     visible = mask == 0
-    if may_wait():
+    if may_wait(mask.device):
         # transformers writes the lowest number of the dtype for what is hidden
         hidden = mask <= torch.finfo(mask.dtype).min / 2
         if not bool((visible | hidden).all()):
