@@ -8,6 +8,7 @@ from .formats.block_mask import BlockMask
 from .formats.bsr import BSRMatrix
 from .functional.attention import attention
 from .functional.bsr import matmul, sddmm
+from .functional.decode import attention_decode, check_decode_inputs
 from .functional.merge import merge_states
 from .functional.sdpa import scaled_dot_product_attention
 from .functional.varlen import attention_varlen
@@ -24,7 +25,9 @@ __all__ = [
     "Unsupported",
     "__version__",
     "attention",
+    "attention_decode",
     "attention_varlen",
+    "check_decode_inputs",
     "enable_torch_sparse",
     "explain",
     "masks",

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .compat import KernelLauncher, kernel_launcher, tensor_map
+from .resting import resting
 
 # Tensor maps kept for each descriptor: the allocator hands out the same few addresses again.
 MAX_TENSOR_MAPS = 16
@@ -42,6 +43,7 @@ class _Launch(NamedTuple):
 class _Recording:
     launches: list[_Launch] = field(default_factory=list)
     scratch: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
+    resting: list[torch.Tensor] = field(default_factory=list)
     complete: bool = True
 
 
@@ -83,6 +85,15 @@ def scratch(
     if record is not None:
         record.scratch.append((memory, zero))
     return memory
+
+
+def resting_words(count: int, device: torch.device) -> torch.Tensor:
+    """`count` int32 that are zero when a launch finds them and that it must leave so."""
+    words = resting(count, device)
+    record = _recording.get()
+    if record is not None:
+        record.resting.append(words)
+    return words
 
 
 class _Slot(NamedTuple):
@@ -210,10 +221,12 @@ class RecordedLaunches:
         self,
         templates: list[_Template],
         scratch_made: list[tuple[torch.Tensor, bool]],
+        resting_made: list[torch.Tensor],
         device: torch.device,
     ):
         self._templates = templates
         self._scratch = [(x.shape, x.dtype, x.device, zero) for x, zero in scratch_made]
+        self._resting = [(x.numel(), x.device) for x in resting_made]
         self._device = device.index
 
     @classmethod
@@ -221,7 +234,7 @@ class RecordedLaunches:
         cls, record: _Recording, roles: Sequence[torch.Tensor | None]
     ) -> "RecordedLaunches | None":
         """Find the `roles` and the scratch memory among the arguments of the launches."""
-        known = [*roles, *(x for x, _ in record.scratch)]
+        known = [*roles, *(x for x, _ in record.scratch), *record.resting]
         role_of = {x.data_ptr(): i for i, x in enumerate(known) if x is not None}
         distinct = len(role_of) == sum(x is not None for x in known)
         if not (distinct and record.launches and record.complete):
@@ -233,7 +246,7 @@ class RecordedLaunches:
                 return None
             templates.append(_Template(launched, launcher, role_of))
         device = next(x.device for x in known if x is not None)
-        return cls(templates, record.scratch, device)
+        return cls(templates, record.scratch, record.resting, device)
 
     def repeat(self, roles: Sequence[torch.Tensor | None]) -> None:
         """Launch again with `roles` in place of the recorded tensors, on the current stream."""
@@ -249,6 +262,7 @@ class RecordedLaunches:
                 tensors.append(_counter(shape.numel(), device, stream))
             else:
                 tensors.append(torch.empty(shape, dtype=dtype, device=device))
+        tensors += [resting(count, device) for count, device in self._resting]
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         for template in self._templates:
             template.run(stream, tensors, addresses)

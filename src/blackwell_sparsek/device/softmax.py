@@ -54,6 +54,19 @@ def add_sink(m_log2, row_sum, sink):
 
 
 @triton.jit
+def join_states(m_log2, row_sum, m_parts, sum_parts):
+    """Take the states [parts, rows] of other softmaxes over the same rows into one [rows].
+
+    Returns the new state, the factor for its older accumulators, and that for each part's.
+    """
+    m_new = tl.maximum(m_log2, tl.max(m_parts, 0))
+    shift = _safe_shift(m_new)
+    rescale = tl.exp2(m_log2 - shift)
+    factors = tl.exp2(m_parts - shift[None, :])
+    return m_new, row_sum * rescale + tl.sum(sum_parts * factors, 0), rescale, factors
+
+
+@triton.jit
 def finalise(m_log2, row_sum):
     """Factor that turns accumulators into outputs, and the natural-log lse; 0 and -inf if empty."""
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)

@@ -1,0 +1,115 @@
+"""Where the keys of a tile lie in a cache: contiguous or in pages, all of them or chosen blocks.
+
+A cache is contiguous, [B, Hkv, S, D], or [pages, page_size, Hkv, D] with a table of pages for each
+sequence. A tile holds TILE_N of the *visited* keys: all keys of a sequence in a row, or those of
+the blocks in a list, in the list's order. Each key has a position and a place `(slab, row)`: a page
+and the token in it, or a batch and a position.
+
+Tables and lists come from outside and may hold anything. A number out of range makes its keys
+*wrong*: they are not read, and whoever computes with the tile makes the result NaN.
+"""
+
+import triton
+import triton.language as tl
+
+from .masks import within_bounds
+
+
+@triton.jit
+def visited_tiles(kv_lo, kv_hi, num_blocks, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """First tile and number of tiles, at least one, that hold the visited keys of a sequence.
+
+    Without lists (BLOCK_KV None) these are the keys `[kv_lo, kv_hi)`. Scalars or vectors.
+    """
+    if BLOCK_KV is None:
+        first = kv_lo // TILE_N
+        count = (kv_hi + TILE_N - 1) // TILE_N - first
+    else:
+        first = kv_lo - kv_lo
+        count = first + (num_blocks * BLOCK_KV + TILE_N - 1) // TILE_N
+    # a sequence without keys has a result too, which somebody must write
+    return first, tl.maximum(count, 1)
+
+
+@triton.jit
+def _visited_keys(
+    tile, offs_n, tables, num_blocks, capacity, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr
+):
+    """Positions of a tile's keys and, of their blocks, which are there and which are wrong.
+
+    Also the position of the first key, a scalar wherever a block holds whole tiles.
+    """
+    if BLOCK_KV is None:
+        start = tile * TILE_N
+        kv_pos = start + offs_n
+        known = kv_pos >= 0
+        wrong = kv_pos < 0
+    else:
+        if BLOCK_KV % TILE_N == 0:
+            entry = tile // (BLOCK_KV // TILE_N)
+            in_block = tile % (BLOCK_KV // TILE_N) * TILE_N
+        else:
+            entry = (tile * TILE_N + offs_n) // BLOCK_KV
+            in_block = (tile * TILE_N + offs_n) % BLOCK_KV - offs_n
+        block = tl.load(tables[1] + tables[3] + entry, mask=entry < num_blocks, other=-1)
+        inside = (block >= 0) & (block < (capacity + BLOCK_KV - 1) // BLOCK_KV)
+        start = tl.where(inside, block, 0) * BLOCK_KV + in_block
+        kv_pos = start + offs_n
+        known = inside & (kv_pos >= 0)
+        wrong = (block != -1) & (known == 0)
+    return kv_pos, start, known, wrong
+
+
+@triton.jit
+def cache_tile(
+    tile,
+    offs_n,
+    tables,
+    batch,
+    num_pages,
+    num_blocks,
+    capacity,
+    kv_lo,
+    kv_hi,
+    TILE_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """Positions [TILE_N] of the keys, slab and row of each, which are live, which are wrong.
+
+    Live are the visited ones of `[kv_lo, kv_hi)`, which must lie within `capacity`. `tables` are
+    the page table and the lists, None where there is none, and the offsets of this sequence's (and
+    head's) row in each. The slab is one scalar where a page holds whole tiles, and without pages.
+    """
+    ONE_PAGE: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % TILE_N == 0
+    WHOLE_TILES: tl.constexpr = BLOCK_KV is None or BLOCK_KV % TILE_N == 0
+    kv_pos, start, known, wrong = _visited_keys(
+        tile, offs_n, tables, num_blocks, capacity, TILE_N, BLOCK_KV
+    )
+    live = known & within_bounds(kv_pos, kv_lo, kv_hi - 1)
+    if PAGE_SIZE is None:
+        slab = batch
+        row = kv_pos
+    else:
+        if ONE_PAGE and WHOLE_TILES:
+            # pages past the last key, and before the first one seen, may be anything
+            wanted = within_bounds(start, kv_lo - (TILE_N - 1), kv_hi - 1)
+            slab = tl.load(tables[0] + tables[2] + start // PAGE_SIZE, mask=wanted, other=-1)
+            row = start % PAGE_SIZE + offs_n
+        else:
+            slab = tl.load(tables[0] + tables[2] + kv_pos // PAGE_SIZE, mask=live, other=-1)
+            row = kv_pos % PAGE_SIZE
+        exists = (slab >= 0) & (slab < num_pages)
+        wrong = wrong | (live & (exists == 0))
+        live = live & exists
+    return kv_pos, slab, row, live, wrong
+
+
+@triton.jit
+def load_cache_rows(base_ptr, slab, row, strides, live, offs_d, HEAD_DIM: tl.constexpr):
+    """Rows [TILE_N, columns] of a cache with strides (slab, head, token); 0 where not live."""
+    offset = tl.cast(slab, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[2]
+    mask = live[:, None]
+    if offs_d.shape[0] != HEAD_DIM:
+        mask = mask & (offs_d < HEAD_DIM)[None, :]
+    return tl.load(base_ptr + offset[:, None] + offs_d[None, :], mask=mask, other=0.0)

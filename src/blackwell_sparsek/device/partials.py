@@ -1,0 +1,89 @@
+"""Results of one softmax that several programs computed parts of, and who puts them together.
+
+A program writes its part to a slot of its own and counts itself in. The one that comes last reads
+all parts, in the order of the programs, whoever it is: the result does not depend on the race. It
+also sets the counter back to zero, so that the next launch finds it as this one did.
+
+A program has at most two parts of softmaxes that others work on too: it may begin in the middle of
+one, slot 2p, and end in the middle of one, slot 2p + 1. A softmax is therefore known by the program
+that begins it, and so is its counter.
+"""
+
+import triton
+import triton.language as tl
+
+from .softmax import init_state, join_states
+
+# Parts read at a time: enough loads in flight to hide that they come from the L2.
+PARTS = tl.constexpr(16)
+# Rows merged at a time: those of a common group of heads.
+MERGED_ROWS = tl.constexpr(4)
+
+
+@triton.jit
+def part_slot(program, first_program):
+    """Slot of a program's part of the softmax that `first_program` begins."""
+    return 2 * program + tl.where(program == first_program, 1, 0)
+
+
+@triton.jit
+def store_part(acc_ptr, state_ptr, slot, m_log2, row_sum, acc, num_rows):
+    """Write the state and the accumulators [TILE_M, columns] of a part; `num_rows` count."""
+    TILE_M: tl.constexpr = acc.shape[0]
+    TILE_DV: tl.constexpr = acc.shape[1]
+    rows = tl.arange(0, TILE_M)
+    live = rows < num_rows
+    state_ptr += slot * (2 * TILE_M)
+    tl.store(state_ptr + rows, m_log2, live)
+    tl.store(state_ptr + TILE_M + rows, row_sum, live)
+    offsets = rows[:, None] * TILE_DV + tl.arange(0, TILE_DV)[None, :]
+    tl.store(acc_ptr + tl.cast(slot, tl.int64) * (TILE_M * TILE_DV) + offsets, acc, live[:, None])
+
+
+@triton.jit
+def is_last(counter_ptr, num_parts):
+    """Count this program in, after its stores; whether all others were before it."""
+    # every thread's stores come before the one thread's release
+    tl.debug_barrier()
+    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+    last = before == num_parts - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    return last
+
+
+@triton.jit
+def merge_parts(
+    acc_ptr,
+    state_ptr,
+    first_program,
+    num_parts,
+    first_row,
+    num_rows,
+    TILE_M: tl.constexpr,
+    TILE_DV: tl.constexpr,
+):
+    """State and accumulators [MERGED_ROWS, TILE_DV] of the rows from `first_row` on."""
+    rows = first_row + tl.arange(0, MERGED_ROWS)
+    offs_d = tl.arange(0, TILE_DV)
+    live_row = rows < num_rows
+    m_log2, row_sum = init_state(rows)
+    acc = tl.zeros([MERGED_ROWS, TILE_DV], tl.float32)
+    for first in range(0, num_parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        slot = part_slot(first_program + part, first_program)
+        live = (part < num_parts)[:, None] & live_row[None, :]
+        state = state_ptr + slot[:, None] * (2 * TILE_M) + rows[None, :]
+        # past the L1, which does not see what other SMs write
+        m_parts = tl.load(state, live, other=-float("inf"), cache_modifier=".cg")
+        sum_parts = tl.load(state + TILE_M, live, other=0.0, cache_modifier=".cg")
+        offsets = tl.cast(slot, tl.int64)[:, None] * (TILE_M * TILE_DV) + rows[None, :] * TILE_DV
+        parts = tl.load(
+            acc_ptr + offsets[:, :, None] + offs_d[None, None, :],
+            live[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        m_log2, row_sum, rescale, factors = join_states(m_log2, row_sum, m_parts, sum_parts)
+        acc = acc * rescale[:, None] + tl.sum(parts * factors[:, :, None], 0)
+    return m_log2, row_sum, acc

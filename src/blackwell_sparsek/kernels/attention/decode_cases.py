@@ -1,0 +1,111 @@
+"""Launches of the decode kernel that are built without a GPU.
+
+The tiles are those that `tuning.decode` picks on each GPU; a test of the tuning compares them.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...core.compile_cases import CompileCase, compile_cases
+from .config_decode import DecodeConfig
+from .decode import DecodeStrides, _attn_decode_kernel
+from .operands import score_factors
+
+KV_HEADS, GROUP, TOKENS, PROGRAMS = 8, 4, 4096, 264
+
+
+class Call(NamedTuple):
+    """What sets a launch apart. `everything`: sinks, a softcap, lists of blocks."""
+
+    dtype: torch.dtype
+    head_dim: int
+    page_size: int | None = None
+    cache: torch.dtype | None = None
+    everything: bool = False
+
+    def name(self, sm: int) -> str:
+        """Name of the case."""
+        parts = [str(self.dtype).split(".")[-1], f"d{self.head_dim}"]
+        parts += [f"pages{self.page_size}"] if self.page_size else []
+        parts += ["fp8"] if self.cache else []
+        parts += ["everything"] if self.everything else []
+        return f"attn_decode/{'-'.join(parts)}-sm_{sm}"
+
+
+HALF, BRAIN, FLOAT, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+TALL, SMALL = (16, 64, 4, 3), (16, 32, 4, 3)
+
+# tile_m, tile_n, num_warps, num_stages by architecture
+BUILDS: Mapping[Call, Mapping[int, tuple[int, int, int, int]]] = {
+    Call(BRAIN, 128): {80: TALL, 89: TALL, 90: TALL, 100: TALL, 120: TALL},
+    Call(BRAIN, 128, 16): {80: TALL, 90: TALL},
+    Call(BRAIN, 128, 64): {90: TALL},
+    Call(BRAIN, 128, 256): {90: TALL},
+    Call(BRAIN, 128, 64, FP8): {89: TALL, 90: TALL, 100: TALL, 120: TALL},
+    Call(HALF, 80, 48, everything=True): {80: TALL, 90: TALL},
+    Call(FLOAT, 128): {80: SMALL, 90: SMALL},
+}
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    dim = call.head_dim
+    row = KV_HEADS * dim
+    slab = TOKENS * row if call.page_size is None else call.page_size * row
+    cache = call.cache or call.dtype
+    scale = torch.float32 if call.cache else None
+    return {
+        "results": (call.dtype, torch.float32),
+        "q_ptr": call.dtype,
+        "k_ptr": cache,
+        "v_ptr": cache,
+        "tables": (
+            torch.int32,
+            None if call.page_size is None else torch.int32,
+            torch.int32 if call.everything else None,
+        ),
+        "extras": (torch.float32 if call.everything else None, scale, scale),
+        "workspace": (torch.float32, torch.float32, torch.int32),
+        "strides": DecodeStrides(
+            (row * GROUP, dim, 0),
+            (row * GROUP, dim, 0),
+            (slab, dim, row),
+            (slab, dim, row),
+            (TOKENS, TOKENS * KV_HEADS, TOKENS),
+            (1, 1),
+        ),
+        "batch": 16,
+        "q_len": 1,
+        "capacity": TOKENS,
+        "num_pages": 1000,
+        "num_blocks": 100,
+        "left": 2**30,
+        "right": 0,
+        "heads": (KV_HEADS, GROUP),
+        "score": score_factors(0.1, 30.0 if call.everything else 0.0),
+        "HEAD_DIM": dim,
+        "HEAD_DIM_V": dim,
+        "PAGE_SIZE": call.page_size,
+        "BLOCK_KV": call.page_size if call.everything else None,
+    }
+
+
+@compile_cases
+def _cases() -> Iterator[CompileCase]:
+    for call, tiles in BUILDS.items():
+        for sm, tile in tiles.items():
+            config = DecodeConfig(*tile, PROGRAMS)
+            yield CompileCase(
+                call.name(sm),
+                _attn_decode_kernel,
+                {
+                    **_arguments(call),
+                    "TILE_M": config.tile_m,
+                    "TILE_N": config.tile_n,
+                    "PRECISION": config.precision,
+                },
+                archs=(sm,),
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+            )

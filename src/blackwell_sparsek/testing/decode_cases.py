@@ -1,0 +1,174 @@
+"""Random decode calls from a seed, and the check of a result: for every implementation alike."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..formats.band import Band
+from ..formats.decode_spec import DecodeSpec
+from ..reference.decode import attention_decode as oracle
+from .inputs import normal
+from .poison import poison_, poison_unused_
+from .tolerance import assert_within_budget
+
+CAUSAL = Band(None, 0)
+SPARE_PAGES = 3
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One decode call; the same seed gives the same keys in any layout.
+
+    Slots past the lengths and pages that nobody owns hold NaN.
+    """
+
+    seed: int
+    dtype: torch.dtype = torch.float16
+    heads: tuple[int, int] = (4, 1)
+    lengths: tuple[int, ...] = (33,)
+    q_len: int = 1
+    head_dims: tuple[int, int] = (16, 16)
+    capacity: int | None = None
+    """Slots of a sequence; by default as many as the longest one has keys."""
+    band: Band = CAUSAL
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    page_size: int | None = None
+    block_size: int | None = None
+    """List blocks of this size, those of pages under `page_size`; None reads all keys."""
+    keep: float = 0.5
+    """Share of the blocks that are listed."""
+    fp8: str = "none"
+    """`none`, or scales per `tensor` or per `head`."""
+
+    def build(
+        self, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, DecodeSpec]:
+        """Queries, caches and options of the call."""
+        (hq, hkv), (d, dv), batch = self.heads, self.head_dims, len(self.lengths)
+        slots = max(self.lengths) if self.capacity is None else self.capacity
+        size = self.page_size or 1
+        slots = -(-slots // size) * size
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        q = normal(batch, hq, self.q_len, d, seed=self.seed * 8, dtype=self.dtype)
+        k, v = (
+            normal(batch, hkv, slots, dim, seed=self.seed * 8 + i) for i, dim in ((1, d), (2, dv))
+        )
+        cache_dtype = self.dtype if self.fp8 == "none" else torch.float8_e4m3fn
+        k, v = (_poisoned(x.to(cache_dtype), lengths) for x in (k, v))
+        spec = DecodeSpec(
+            scale=d**-0.5 if self.scale is None else self.scale,
+            cache_seqlens=lengths.to(device),
+            band=self.band,
+            softcap=self.softcap,
+            sinks=normal(hq, seed=self.seed * 8 + 3, device=device) if self.sinks else None,
+            **self._lists(slots, device),
+            **self._scales(device),
+        )
+        if self.page_size is not None:
+            k, v, table = self._paged(k, v)
+            spec = spec._replace(page_table=table.to(device))
+        return q.to(device), k.to(device), v.to(device), spec
+
+    def _generator(self, salt: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed * 8 + salt)
+
+    def _lists(self, slots: int, device: torch.device | str) -> dict[str, object]:
+        size = self.page_size or self.block_size
+        if self.block_size is None or size is None:
+            return {}
+        blocks, (batch, hkv) = -(-slots // size), (len(self.lengths), self.heads[1])
+        order = torch.rand(batch, hkv, blocks, generator=self._generator(4)).argsort(-1)
+        kept = torch.rand(order.shape, generator=self._generator(5)) < self.keep
+        return {
+            "kv_blocks": torch.where(kept, order, -1).to(device=device, dtype=torch.int32),
+            "kv_block_size": size,
+        }
+
+    def _scales(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+        if self.fp8 == "none":
+            return {}
+        shape = () if self.fp8 == "tensor" else (self.heads[1],)
+        factors = torch.rand((2, *shape), generator=self._generator(6)) + 0.5
+        return {"k_scale": factors[0].to(device), "v_scale": factors[1].to(device)}
+
+    def _paged(
+        self, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scatter over shuffled pages, [pages, page_size, Hkv, D] with strides of their own."""
+        batch, hkv, slots, _ = k.shape
+        size = self.page_size or 1
+        pages = slots // size
+        places = torch.randperm(batch * pages + SPARE_PAGES, generator=self._generator(7))
+        table = places[: batch * pages].view(batch, pages)
+        cache = poison_(
+            torch.empty(batch * pages + SPARE_PAGES, hkv, size, k.shape[3] + v.shape[3])
+        ).to(k.dtype)
+        k_cache, v_cache = cache.transpose(1, 2).split([k.shape[3], v.shape[3]], -1)
+        for pool, x in ((k_cache, k), (v_cache, v)):
+            rows = x.view(batch, hkv, pages, size, -1).permute(0, 2, 3, 1, 4)
+            pool[table.flatten()] = rows.flatten(0, 1)
+        return k_cache, v_cache, table.to(torch.int32)
+
+
+def _poisoned(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    # float8 has NaN but hardly any operations
+    return poison_unused_(x.float(), lengths).to(x.dtype)
+
+
+def draw_decode_case(
+    seed: int,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float16, torch.float32),
+    longest: int = 130,
+    most_queries: int = 16,
+) -> DecodeCase:
+    """A call in which every option is as likely as not, and sizes are awkward."""
+    rng = random.Random(seed)
+    hkv = rng.choice([1, 2, 3])
+    dim = rng.choice([16, 24, 40, 64])
+    page_size = rng.choice([None, None, 16, 17, 32, 64])
+    listed = rng.random() < 0.4
+    lengths = tuple(
+        rng.choice([0, 1, 15, 16, 17, 31, 33, 63, 65, rng.randint(0, longest), longest])
+        for _ in range(rng.choice([1, 2, 3, 5]))
+    )
+    sides = (rng.choice([None, 0, 1, 15, 16, 40]), rng.choice([None, 0, 0, 2]))
+    return DecodeCase(
+        seed=seed,
+        dtype=rng.choice(list(dtypes)),
+        heads=(hkv * rng.choice([1, 2, 4, 7]), hkv),
+        lengths=lengths,
+        q_len=rng.choice([n for n in (1, 1, 1, 2, 3, 5, 16) if n <= most_queries]),
+        head_dims=(dim, dim if rng.random() < 0.6 else rng.choice([16, 40, 64])),
+        capacity=longest + rng.choice([0, 1, 37]),
+        band=rng.choice([CAUSAL, CAUSAL, Band(*sides)]),
+        scale=rng.choice([None, None, 0.3, -0.2, 0.0]),
+        softcap=rng.choice([0.0, 0.0, 5.0, 30.0]),
+        sinks=rng.random() < 0.4,
+        page_size=page_size,
+        block_size=(page_size or rng.choice([8, 16, 20, 32, 64])) if listed else None,
+        keep=rng.choice([0.3, 0.7, 1.0]),
+    )
+
+
+def check_decode(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    spec: DecodeSpec,
+    what: str = "",
+) -> None:
+    """Compare a result with the oracle under the error budget."""
+    exact, exact_lse = oracle(q.double(), k_cache, v_cache, spec)
+    plain, _ = oracle(q, k_cache, v_cache, spec, precision=q.dtype)
+    _, plain_lse = oracle(q.float(), k_cache, v_cache, spec, precision=torch.float32)
+    assert_within_budget(out, exact, plain, what=f"{what} out")
+    # tensor cores cut off what they add up, where float32 on the CPU and in cuBLAS rounds
+    factor = 4.0 if lse.is_cuda else 2.0
+    assert_within_budget(lse, exact_lse, plain_lse, factor=factor, what=f"{what} lse")
