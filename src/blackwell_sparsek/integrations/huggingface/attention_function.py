@@ -9,7 +9,8 @@ from ...formats.band import Band
 from ...formats.block_mask import BlockMask
 from ...functional.attention import attention
 from ...functional.varlen import attention_varlen
-from .block_sparse import BlockSparse, decode_mask, mask_of_selection
+from .block_sparse import BlockSparse, mask_of_selection
+from .decode import attend_one
 from .visible_keys import OP, VisibleKeys, block_size_for, visible_of_user
 
 # Arguments that change what attention computes and that nothing here computes.
@@ -67,18 +68,25 @@ def attention_forward(
         plan = visible_of_user(attention_mask, query, key)
         key, value = key[:, :, : plan.kv_length], value[:, :, : plan.kv_length]
     plan.check_layer(query, key)
-    if plan.lengths is None and plan.key_length != plan.kv_length:
+    if plan.key_length != plan.kv_length:
         key, value = key[:, :, : plan.key_length], value[:, :, : plan.key_length]
+    sparse = block_sparse if plan.band.right == 0 else None
+    if plan.lengths is not None:
+        out = attend_one(module, query, key, value, plan, options, sparse, block_indices)
+        return out.transpose(1, 2).contiguous(), None
     band, block_mask = plan.band, plan.block_mask
     if block_indices is not None:
         size = module.indexer.block_size
         block_mask = _selection(plan, block_indices, size, query, key.shape[2])
-    elif block_sparse is not None and plan.band.right == 0:
-        band = block_sparse.band(band)
-        block_mask = _sparse_mask(plan, block_sparse, query, key)
-    elif plan.segments is not None:
+    elif sparse is not None and not sparse.is_window:
+        keep = sparse.keep(query, key)
+        block_mask = plan.mask_with(keep, (sparse.block_size, sparse.block_size))
+    else:
+        band = band if sparse is None else sparse.band(band)
         block_mask = plan.mask_with(None, block_size_for(plan.q_length, plan.key_length))
-    out = _attend(query, key, value, plan.lengths, band, block_mask, options)
+    window = (band.left, band.right)
+    out = attention(query, key, value, window=window, block_mask=block_mask, **options)
+    assert isinstance(out, torch.Tensor)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -96,65 +104,6 @@ def refuse(dropout: float, kwargs: dict[str, Any]) -> None:
             raise Unsupported(f"{OP}: {name} is not supported; use attn_implementation='sdpa'")
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: torch.Tensor | None,
-    band: Band,
-    block_mask: BlockMask | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    if lengths is not None and block_mask is None:
-        return _decode(query, key, value, lengths, band, options)
-    if lengths is not None:
-        # the mask says what a static cache holds; positions count from its end, not from there
-        band = Band(None, None)
-    out = attention(
-        query, key, value, window=(band.left, band.right), block_mask=block_mask, **options
-    )
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
-def _decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: torch.Tensor,
-    band: Band,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    from ...formats.pattern_segments import every_key_block
-
-    slot = torch.arange(key.shape[2], device=key.device)
-    visible = slot < lengths[:, None]
-    if band.left is not None:
-        visible &= slot >= lengths[:, None] - 1 - band.left
-    mask = every_key_block(visible, 1, block_size_for(1, key.shape[2]))
-    out = attention(query, key, value, block_mask=mask, **options)
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
-def _sparse_mask(
-    plan: VisibleKeys, block_sparse: BlockSparse, query: torch.Tensor, key: torch.Tensor
-) -> BlockMask | None:
-    if block_sparse.is_window:
-        return plan.mask_with(None, block_size_for(plan.q_length, plan.key_length))
-    if plan.lengths is None:
-        keep = block_sparse.keep(query, key)
-        return plan.mask_with(keep, (block_sparse.block_size, block_sparse.block_size))
-    if not block_sparse.is_fixed:
-        return plan.block_mask
-    if plan.block_mask is not None:
-        raise Unsupported(
-            f"{OP}: block_sparse while decoding padded sequences from a static cache; "
-            "use a dynamic cache or leave out the padding"
-        )
-    return decode_mask(block_sparse, plan.lengths, key.shape[2])
-
-
 def _selection(
     plan: VisibleKeys, block_indices: torch.Tensor, size: int, query: torch.Tensor, sk: int
 ) -> BlockMask:
@@ -165,8 +114,6 @@ def _selection(
         if bool(plan.segments[0].any()):
             raise Unsupported(f"{OP}: block_indices together with packed sequences")
         visible = plan.segments[1] == 0
-    if plan.lengths is not None:
-        visible = torch.arange(sk, device=query.device) < plan.lengths[:, None]
     return mask_of_selection(block_indices, size, query, sk, visible)
 
 

@@ -12,7 +12,7 @@ from ...core.launch import cdiv
 from ...formats.band import Band
 from ...formats.block_mask import BlockMask
 from ...formats.block_mask_check import BLOCK_SIZES
-from ...formats.pattern_segments import every_key_block, selected_blocks
+from ...formats.pattern_segments import selected_blocks
 
 OP = "BlockSparse"
 
@@ -95,12 +95,26 @@ class BlockSparse:
 
         lengths : int32 `[B]`
         """
+        blocks = self._blocks_at_the_end(lengths, kv_length)
+        slot = torch.arange(kv_length, device=lengths.device)
+        return blocks[:, slot // self.block_size] & (slot < lengths[:, None])
+
+    def kv_blocks(self, lengths: torch.Tensor, kv_length: int) -> torch.Tensor:
+        """The same as a list of blocks, int32 `[B, n]` with -1 in empty slots."""
+        blocks = self._blocks_at_the_end(lengths, kv_length)
+        nb = blocks.shape[1]
+        most = self.global_blocks + 1
+        most += 0 if self.window is None else cdiv(self.window, self.block_size) + 1
+        most += 0 if self.stride is None else cdiv(nb, self.stride)
+        column = torch.arange(nb, dtype=torch.int32, device=lengths.device)
+        listed = torch.where(blocks, column, -1).sort(dim=1, descending=True).values
+        return listed[:, : min(most, nb)]
+
+    def _blocks_at_the_end(self, lengths: torch.Tensor, kv_length: int) -> torch.Tensor:
         position = lengths[:, None] - 1
         # as in a prompt, the queries of one block of keys see the same blocks
         first = position // self.block_size * self.block_size
-        blocks = self._fixed(first, position, cdiv(kv_length, self.block_size))
-        slot = torch.arange(kv_length, device=lengths.device)
-        return blocks[:, slot // self.block_size] & (slot <= position)
+        return self._fixed(first, position, cdiv(kv_length, self.block_size))
 
     def _fixed(self, first: torch.Tensor, last: torch.Tensor, nb: int) -> torch.Tensor:
         """For queries at positions first .. last, `[rows, 1]`: which of `nb` blocks they see."""
@@ -200,9 +214,3 @@ def mask_of_selection(
     selected = selected[..., :nb].repeat_interleave(heads_q // heads, 1)
     side = 64 if sq >= 64 else 16
     return selected_blocks(selected, (side, block_size), (sq, sk), visible_keys=visible_keys)
-
-
-def decode_mask(block_sparse: BlockSparse, lengths: torch.Tensor, kv_length: int) -> BlockMask:
-    """What single queries at the end of their sequences see, without waiting."""
-    visible = block_sparse.keys(lengths, kv_length)
-    return every_key_block(visible, 1, (16, max(32, min(block_sparse.block_size, 128))))

@@ -96,11 +96,9 @@ def _of_one_query(
     visible = slot < lengths[:, None]
     if band.left is not None:
         visible &= slot >= lengths[:, None] - 1 - band.left
-    if may_wait(real.device) and not bool((visible & ~real).any()):
-        return plan
-    # of fixed size, so that a compiled step takes the masks of all steps
-    mask = every_key_block(visible & real, 1, block_size_for(1, kv_length))
-    return VisibleKeys(1, kv_length, band=Band(None, None), block_mask=mask, batch=batch)
+    if not may_wait(real.device) or bool((visible & ~real).any()):
+        plan.visible = visible & real
+    return plan
 
 
 def _real_keys(

@@ -38,11 +38,13 @@ class VisibleKeys:
     key_length : int
         Slots up to the last query's; a static cache may have more. Ignored where `lengths` is set.
     lengths : int32 `[B]` or None
-        The same on the device, for one query over a static cache.
+        The same on the device, for one query.
+    visible : bool `[B, kv_length]` or None
+        Which keys that one query sees, where padding hides some. It includes the band.
     segments : pair of int `[B, q_length]`, `[B, key_length]` or None
         A query sees the keys with its own number.
     block_mask : BlockMask or None
-        Ready made. Over `kv_length` keys where `lengths` is set, else over `key_length`.
+        Ready made, over `key_length` keys.
     """
 
     ndim = 4
@@ -55,6 +57,7 @@ class VisibleKeys:
         band: Band,
         key_length: int | None = None,
         lengths: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
         segments: tuple[torch.Tensor, torch.Tensor] | None = None,
         block_mask: BlockMask | None = None,
         batch: int = 1,
@@ -62,7 +65,7 @@ class VisibleKeys:
         self.q_length, self.kv_length = q_length, kv_length
         self.band = band
         self.key_length = kv_length if key_length is None else key_length
-        self.lengths = lengths
+        self.lengths, self.visible = lengths, visible
         self.segments = segments
         self.block_mask = block_mask
         self.batch = batch

@@ -1,0 +1,80 @@
+"""One query of each sequence over its cache."""
+
+from typing import Any
+
+import torch
+
+from ...core.errors import Unsupported
+from ...formats.pattern_segments import every_key_block
+from ...functional.attention import attention
+from ...functional.decode import attention_decode
+from .block_sparse import BlockSparse, mask_of_selection
+from .visible_keys import OP, VisibleKeys, block_size_for
+
+
+def attend_one(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: VisibleKeys,
+    options: dict[str, Any],
+    block_sparse: BlockSparse | None,
+    block_indices: torch.Tensor | None,
+) -> Any:
+    """Output `[B, Hq, 1, Dv]` of the query at the end of each sequence, without waiting.
+
+    The decode kernel reads lengths on the device. Padding among the keys needs a mask of single
+    elements, and gradients need a derivative; both are for the forward kernel.
+    """
+    lengths, window = plan.lengths, (plan.band.left, plan.band.right)
+    assert lengths is not None
+    if block_sparse is not None:
+        band = block_sparse.band(plan.band)
+        window = (band.left, band.right)
+        if block_sparse.is_window or not block_sparse.is_fixed:
+            block_sparse = None
+    inputs = (query, key, value, *(x for x in options.values() if isinstance(x, torch.Tensor)))
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if plan.visible is None and not differentiable:
+        blocks: dict[str, Any] = {}
+        if block_indices is not None:
+            blocks = {
+                "kv_blocks": block_indices[:, :, 0].to(torch.int32),
+                "kv_block_size": module.indexer.block_size,
+            }
+        elif block_sparse is not None:
+            listed = block_sparse.kv_blocks(lengths, key.shape[2])
+            blocks = {
+                "kv_blocks": listed[:, None].expand(-1, key.shape[1], -1).contiguous(),
+                "kv_block_size": block_sparse.block_size,
+            }
+        return attention_decode(
+            query, key, value, cache_seqlens=lengths, window=window, **blocks, **options
+        )
+    visible = _visible(plan, lengths, window[0], key.shape[2])
+    if block_sparse is not None:
+        visible = visible & block_sparse.keys(lengths, key.shape[2])
+    if block_indices is not None:
+        if torch.compiler.is_compiling():
+            raise Unsupported(f"{OP}: block_indices with padding under torch.compile")
+        size = module.indexer.block_size
+        mask = mask_of_selection(block_indices, size, query, key.shape[2], visible)
+    elif window[0] == plan.band.left and block_sparse is None:
+        if plan.block_mask is None:
+            # the next layers take it from here
+            plan.block_mask = every_key_block(visible, 1, block_size_for(1, key.shape[2]))
+        mask = plan.block_mask
+    else:
+        mask = every_key_block(visible, 1, block_size_for(1, key.shape[2]))
+    return attention(query, key, value, block_mask=mask, **options)
+
+
+def _visible(
+    plan: VisibleKeys, lengths: torch.Tensor, left: int | None, kv_length: int
+) -> torch.Tensor:
+    slot = torch.arange(kv_length, device=lengths.device)
+    visible = slot < lengths[:, None]
+    if left is not None:
+        visible &= slot >= lengths[:, None] - 1 - left
+    return visible if plan.visible is None else visible & plan.visible
