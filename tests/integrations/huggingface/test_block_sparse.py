@@ -239,7 +239,7 @@ class TestErrors:
             **TOLERANCE,
         )
 
-    def test_continuous_batching(self, make_model, long_ids):
+    def test_continuous_batching(self, continuous_batching, make_model, long_ids):
         register(FIXED["sinks"], name="sparse")
         model = make_model()
         model.set_attn_implementation("paged|sparse")

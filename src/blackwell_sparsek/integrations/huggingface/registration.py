@@ -17,8 +17,9 @@ def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
 
     Works for every model that uses transformers' attention interface, in training and generation,
     with padding on either side, sliding windows, softcap, sinks, sequences packed by
-    `position_ids` or `cu_seq_lens_q`, dynamic and static caches, continuous batching (transformers
-    up to 5.21; as `"paged|blackwell_sparsek"`), and under `torch.compile`. What it cannot honour
+    `position_ids` or `cu_seq_lens_q`, dynamic and static caches, continuous batching (as
+    `"paged|blackwell_sparsek"`; transformers 5.22 and newer allow their own attention there only),
+    and under `torch.compile`. What it cannot honour
     is an error: dropout on attention weights, `output_attentions`, additive biases.
 
     May be called again, which replaces what was registered under the name before.

@@ -75,6 +75,10 @@ class VisibleKeys:
         """That of the mask which this stands for."""
         return (self.batch, 1, self.q_length, self.kv_length)
 
+    def contiguous(self) -> "VisibleKeys":
+        """Itself; `generate` asks masks that it makes for this."""
+        return self
+
     def check_layer(self, query: torch.Tensor, key: torch.Tensor) -> None:
         """Raise unless this was made for a layer with such queries and keys."""
         got = (query.shape[2], key.shape[2])
