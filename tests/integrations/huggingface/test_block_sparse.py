@@ -103,6 +103,23 @@ def test_layers_choose(make_model, long_ids):
     assert not torch.allclose(only_first, found[0], atol=1e-2)
 
 
+def test_dense_and_sparse_layers_share_padding(make_model, long_ids):
+    model = make_model()
+    padding = torch.ones(2, LENGTH, dtype=torch.long)
+    padding[0, :21] = 0
+    everything = BlockSparse(window=20, stride=1, block_size=16)
+    dense = _with(model, register(), long_ids, attention_mask=padding)
+    mixed = register({1: everything}, name="sparse")
+    found = _with(model, mixed, long_ids, attention_mask=padding)
+    torch.testing.assert_close(found, dense, **TOLERANCE)
+    options = {"attention_mask": padding, "max_new_tokens": 3, "do_sample": False}
+    tokens = [
+        (model.set_attn_implementation(name), model.generate(long_ids, **options))[1]
+        for name in ("sdpa", mixed)
+    ]
+    assert torch.equal(*tokens)
+
+
 class TestTopK:
     def test_enough_blocks_are_dense(self, make_model, long_ids):
         model = make_model()

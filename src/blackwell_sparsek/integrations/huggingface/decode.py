@@ -61,10 +61,7 @@ def attend_one(
         size = module.indexer.block_size
         mask = mask_of_selection(block_indices, size, query, key.shape[2], visible)
     elif window[0] == plan.band.left and block_sparse is None:
-        if plan.block_mask is None:
-            # the next layers take it from here
-            plan.block_mask = every_key_block(visible, 1, block_size_for(1, key.shape[2]))
-        mask = plan.block_mask
+        mask = plan.mask_of_one(visible)
     else:
         mask = every_key_block(visible, 1, block_size_for(1, key.shape[2]))
     return attention(query, key, value, block_mask=mask, **options)

@@ -8,7 +8,7 @@ from ...core.checks import message
 from ...core.errors import InvalidInput, Unsupported
 from ...formats.band import EVERYTHING, Band
 from ...formats.block_mask import BlockMask
-from ...formats.pattern_segments import every_block, segments
+from ...formats.pattern_segments import every_block, every_key_block, segments
 from ...functional.sdpa_mask import may_wait
 
 OP = "huggingface"
@@ -69,6 +69,7 @@ class VisibleKeys:
         self.segments = segments
         self.block_mask = block_mask
         self.batch = batch
+        self._made: BlockMask | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -86,6 +87,12 @@ class VisibleKeys:
             expected = f"queries and keys {(self.q_length, self.kv_length)}"
             raise InvalidInput(message(OP, "attention_mask", "is of other sizes", expected, got))
 
+    def mask_of_one(self, visible: torch.Tensor) -> BlockMask:
+        """The mask of one query that sees what is `visible`, the same at every layer."""
+        if self._made is None:
+            self._made = every_key_block(visible, 1, block_size_for(1, self.kv_length))
+        return self._made
+
     def mask_with(self, keep: torch.Tensor | None, block: tuple[int, int]) -> BlockMask | None:
         """The block mask, or None; `keep` (bool `[B or 1, H or 1, Mb, Nb]`) limits it further."""
         if self.block_mask is not None:
@@ -96,11 +103,12 @@ class VisibleKeys:
                 )
             return self.block_mask
         if self.segments is not None:
-            made = segments(*self.segments, block, band=self.band, keep=keep)
-            if keep is None:
+            if keep is not None:
+                return segments(*self.segments, block, band=self.band, keep=keep)
+            if self._made is None:
                 # the next layers take it from here
-                self.block_mask = made
-            return made
+                self._made = segments(*self.segments, block, band=self.band)
+            return self._made
         if keep is None:
             return None
         return BlockMask.from_dense(keep, block, (self.q_length, self.key_length))
