@@ -262,7 +262,7 @@ class RecordedLaunches:
                 tensors.append(_counter(shape.numel(), device, stream))
             else:
                 tensors.append(torch.empty(shape, dtype=dtype, device=device))
-        tensors += [resting(count, device) for count, device in self._resting]
+        tensors += [resting(count, device, stream) for count, device in self._resting]
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         for template in self._templates:
             template.run(stream, tensors, addresses)

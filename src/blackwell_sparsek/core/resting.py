@@ -18,14 +18,19 @@ _of_streams: dict[tuple[int, int], torch.Tensor] = {}
 _for_captures: dict[int, list[torch.Tensor]] = {}
 
 
-def resting(count: int, device: torch.device) -> torch.Tensor:
-    """`count` int32 on `device` that are zero, for one launch on its current stream."""
+def resting(count: int, device: torch.device, stream: int | None = None) -> torch.Tensor:
+    """`count` int32 on `device` that are zero, for one launch on `stream`, by default the current.
+
+    `device` has an index.
+    """
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = device.index
     if torch.cuda.is_current_stream_capturing():
         return _captured(count, index, device)
-    key = (index, torch.cuda.current_stream(device).cuda_stream)
+    if stream is None:
+        stream = torch.cuda.current_stream(device).cuda_stream
+    key = (index, stream)
     words = _of_streams.get(key)
     if words is None or words.numel() < count:
         with _lock:

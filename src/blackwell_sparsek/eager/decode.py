@@ -82,19 +82,20 @@ def _attend(
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     scores = scores.masked_fill(~visible, -torch.inf)
-    total = (
-        torch.logsumexp(scores, -1)
-        if k.shape[1]
-        else scores.new_full(scores.shape[:-1], -torch.inf)
-    )
+    # one more column holds the sink; -inf there is no sink at all
+    column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     if spec.sinks is not None:
-        total = torch.logaddexp(total, spec.sinks.to(dtype).view(heads, -1, 1))
-    shift = total.masked_fill(total == -torch.inf, 0.0)
-    weights = torch.exp(scores - shift.unsqueeze(-1))
+        column = spec.sinks.to(dtype).view(heads, -1, 1, 1).expand_as(column)
+    logits = torch.cat([scores, column], -1)
+    peak = logits.amax(-1, keepdim=True)
+    weights = torch.exp(logits - peak.masked_fill(peak == -torch.inf, 0.0))
+    total = weights.sum(-1, keepdim=True)
     # values that no query sees may hold anything
     v = v.to(dtype).masked_fill(~visible.any(-2).squeeze(1).unsqueeze(-1), 0.0)
-    out = weights @ v.unsqueeze(1) * _scale(spec.v_scale, dtype)
-    return out.flatten(0, 1).to(q.dtype), total.flatten(0, 1)
+    out = weights[..., :-1] @ v.unsqueeze(1) / total.masked_fill(total == 0.0, 1.0)
+    lse = (peak + torch.log(total)).squeeze(-1)
+    out = out * _scale(spec.v_scale, dtype)
+    return out.flatten(0, 1).to(q.dtype), lse.flatten(0, 1)
 
 
 def _scale(scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | float:

@@ -161,14 +161,13 @@ def _block_size(op: str, size: Any, listed: bool, page_size: int | None) -> int:
     return int(size)
 
 
-def autocast_queries(op: str, q: Any) -> torch.Tensor:
+def autocast_queries(op: str, q: torch.Tensor) -> torch.Tensor:
     """Queries in autocast's dtype where autocast is on (fp64 stays); caches are never cast."""
     check_tensor(op, "q", q)
     kind = q.device.type
-    if q.is_floating_point() and q.dtype != torch.float64:
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            q = q.to(torch.get_autocast_dtype(kind))
-    return q
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return q
+    return q if q.dtype == torch.float64 else q.to(torch.get_autocast_dtype(kind))
 
 
 def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:

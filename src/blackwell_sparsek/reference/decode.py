@@ -27,9 +27,12 @@ def attention_decode(
     for b in range(batch):
         for h in range(heads):
             tokens = _visited(spec, b, h, lengths[b])
+            visible = _visible(q_len, lengths[b], tokens, spec)
+            # nothing is known of keys that no query sees: their pages may be gone
+            tokens = [t for t, seen in zip(tokens, visible.any(0).tolist(), strict=True) if seen]
+            visible = _visible(q_len, lengths[b], tokens, spec).to(q.device)
             k = _rows(k_cache, spec, b, h, tokens, spec.k_scale, precision)
             v = _rows(v_cache, spec, b, h, tokens, spec.v_scale, precision)
-            visible = _visible(q_len, lengths[b], tokens, spec).to(q.device)
             own = slice(h * group, (h + 1) * group)
             options = AttnSpec(
                 spec.scale,

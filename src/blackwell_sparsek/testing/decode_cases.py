@@ -55,8 +55,10 @@ class DecodeCase:
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
         q = normal(batch, hq, self.q_len, d, seed=self.seed * 8, dtype=self.dtype)
         k, v = (
-            normal(batch, hkv, slots, dim, seed=self.seed * 8 + i) for i, dim in ((1, d), (2, dv))
+            normal(batch, hkv, max(self.lengths), dim, seed=self.seed * 8 + i)
+            for i, dim in ((1, d), (2, dv))
         )
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, slots - x.shape[2])) for x in (k, v))
         cache_dtype = self.dtype if self.fp8 == "none" else torch.float8_e4m3fn
         k, v = (_poisoned(x.to(cache_dtype), lengths) for x in (k, v))
         spec = DecodeSpec(
@@ -65,9 +67,8 @@ class DecodeCase:
             band=self.band,
             softcap=self.softcap,
             sinks=normal(hq, seed=self.seed * 8 + 3, device=device) if self.sinks else None,
-            **self._lists(slots, device),
-            **self._scales(device),
         )
+        spec = self._with_scales(self._with_lists(spec, slots, device), device)
         if self.page_size is not None:
             k, v, table = self._paged(k, v)
             spec = spec._replace(page_table=table.to(device))
@@ -76,24 +77,22 @@ class DecodeCase:
     def _generator(self, salt: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed * 8 + salt)
 
-    def _lists(self, slots: int, device: torch.device | str) -> dict[str, object]:
+    def _with_lists(self, spec: DecodeSpec, slots: int, device: torch.device | str) -> DecodeSpec:
         size = self.page_size or self.block_size
         if self.block_size is None or size is None:
-            return {}
-        blocks, (batch, hkv) = -(-slots // size), (len(self.lengths), self.heads[1])
-        order = torch.rand(batch, hkv, blocks, generator=self._generator(4)).argsort(-1)
-        kept = torch.rand(order.shape, generator=self._generator(5)) < self.keep
-        return {
-            "kv_blocks": torch.where(kept, order, -1).to(device=device, dtype=torch.int32),
-            "kv_block_size": size,
-        }
+            return spec
+        shape = (len(self.lengths), self.heads[1], -(-slots // size))
+        order = torch.rand(shape, generator=self._generator(4)).argsort(-1)
+        kept = torch.rand(shape, generator=self._generator(5)) < self.keep
+        blocks = torch.where(kept, order, -1).to(device=device, dtype=torch.int32)
+        return spec._replace(kv_blocks=blocks, kv_block_size=size)
 
-    def _scales(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+    def _with_scales(self, spec: DecodeSpec, device: torch.device | str) -> DecodeSpec:
         if self.fp8 == "none":
-            return {}
+            return spec
         shape = () if self.fp8 == "tensor" else (self.heads[1],)
         factors = torch.rand((2, *shape), generator=self._generator(6)) + 0.5
-        return {"k_scale": factors[0].to(device), "v_scale": factors[1].to(device)}
+        return spec._replace(k_scale=factors[0].to(device), v_scale=factors[1].to(device))
 
     def _paged(
         self, k: torch.Tensor, v: torch.Tensor
@@ -107,10 +106,11 @@ class DecodeCase:
         cache = poison_(
             torch.empty(batch * pages + SPARE_PAGES, hkv, size, k.shape[3] + v.shape[3])
         ).to(k.dtype)
-        k_cache, v_cache = cache.transpose(1, 2).split([k.shape[3], v.shape[3]], -1)
+        rows = cache.transpose(1, 2)
+        k_cache, v_cache = rows[..., : k.shape[3]], rows[..., k.shape[3] :]
         for pool, x in ((k_cache, k), (v_cache, v)):
-            rows = x.view(batch, hkv, pages, size, -1).permute(0, 2, 3, 1, 4)
-            pool[table.flatten()] = rows.flatten(0, 1)
+            own = x.view(batch, hkv, pages, size, -1).permute(0, 2, 3, 1, 4)
+            pool[table.flatten()] = own.flatten(0, 1)
         return k_cache, v_cache, table.to(torch.int32)
 
 
@@ -132,8 +132,9 @@ def draw_decode_case(
     dim = rng.choice([16, 24, 40, 64])
     page_size = rng.choice([None, None, 16, 17, 32, 64])
     listed = rng.random() < 0.4
+    awkward = [n for n in (0, 1, 15, 16, 17, 31, 33, 63, 65) if n <= longest]
     lengths = tuple(
-        rng.choice([0, 1, 15, 16, 17, 31, 33, 63, 65, rng.randint(0, longest), longest])
+        rng.choice([*awkward, rng.randint(0, longest), longest])
         for _ in range(rng.choice([1, 2, 3, 5]))
     )
     sides = (rng.choice([None, 0, 1, 15, 16, 40]), rng.choice([None, 0, 0, 2]))

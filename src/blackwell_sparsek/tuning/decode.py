@@ -26,8 +26,8 @@ def _config(sm: int, sms: int, itemsize: int, dim: int, rows: int, precision: st
     tile_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if itemsize == 4:
         # full fp32 products run on the CUDA cores, with operands in registers
-        return DecodeConfig(min(tile_m, 32), 32 if dim <= 128 else 16, 4, 2, 2 * sms, precision)
+        return DecodeConfig(min(tile_m, 32), 32 if dim <= 128 else 16, 4, 2, 2 * sms, 0, precision)
     if dim > 128:
-        return DecodeConfig(tile_m, 32, 4, 3, 2 * sms, precision)
+        return DecodeConfig(tile_m, 32, 4, 3, 2 * sms, 0, precision)
     stages = 3 if sm in LARGE_SMEM else 2
-    return DecodeConfig(tile_m, 64, 4, stages, 2 * sms, precision)
+    return DecodeConfig(tile_m, 64, 4, stages, 2 * sms, 0, precision)

@@ -36,9 +36,9 @@ def check(case, device, cfg=None):
     return out, lse
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_calls(seed, device):
-    case = draw_decode_case(seed, dtypes=(HALF, FLOAT, BRAIN), longest=90)
+    case = draw_decode_case(seed, dtypes=(HALF, FLOAT, BRAIN), longest=50)
     cfg = config((1, 2, 3, 7, 16)[seed % 5], (16, 32)[seed % 2], (16, 32, 64)[seed % 3])
     check(case, device, cfg)
 
@@ -50,27 +50,25 @@ def test_any_number_of_splits(programs, device):
     check(case, device, config(programs))
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 48, 17])
-@pytest.mark.parametrize("tile_n", [16, 32])
+@pytest.mark.parametrize("page_size, tile_n", [(16, 16), (32, 16), (16, 32), (48, 32), (17, 16)])
 def test_pages_give_the_bits_of_a_contiguous_cache(page_size, tile_n, device):
-    case = DecodeCase(2, BRAIN, heads=(4, 2), lengths=(70, 0, 97, 33), q_len=2)
-    contiguous = check(case, device, config(7, tile_n=tile_n))
+    case = DecodeCase(2, BRAIN, heads=(4, 2), lengths=(50, 0, 33), q_len=2)
+    contiguous = attend(*case.build(device), config(7, tile_n=tile_n))
     paged = dataclasses.replace(case, page_size=page_size)
     shuffled = check(paged, device, config(7, tile_n=tile_n))
     assert contiguous[0].equal(shuffled[0]) and contiguous[1].equal(shuffled[1])
 
 
-@pytest.mark.parametrize("heads", [(3, 3), (4, 1), (8, 2), (7, 1), (14, 2), (8, 1), (40, 2)])
-@pytest.mark.parametrize("q_len", [1, 5])
-def test_groups_of_query_heads(heads, q_len, device):
-    rows = q_len * heads[0] // heads[1]
+@pytest.mark.parametrize("heads", [(3, 3), (4, 1), (14, 2), (8, 1), (20, 1)])
+@pytest.mark.parametrize("q_len, tile_m", [(1, 16), (5, 32)])
+def test_groups_of_query_heads(heads, q_len, tile_m, device):
     case = DecodeCase(3, HALF, heads=heads, lengths=(37, 20), q_len=q_len)
-    check(case, device, config(5, 16 if rows <= 40 else 64, 32))
+    check(case, device, config(5, tile_m, 32))
 
 
-@pytest.mark.parametrize("q_len", [1, 2, 3, 4, 7, 8, 15, 16, 40])
+@pytest.mark.parametrize("q_len", [1, 2, 3, 8, 15, 16, 40])
 def test_several_queries_align_to_the_end(q_len, device):
-    check(DecodeCase(4, HALF, heads=(2, 1), lengths=(45, 7, 16, 1), q_len=q_len), device)
+    check(DecodeCase(4, HALF, heads=(2, 1), lengths=(35, 7, 1), q_len=q_len), device)
 
 
 @pytest.mark.parametrize("dim, dim_v", [(16, 16), (80, 96), (24, 8), (128, 256), (256, 16)])
@@ -78,11 +76,11 @@ def test_head_dims(dim, dim_v, device):
     check(DecodeCase(5, HALF, lengths=(35,), head_dims=(dim, dim_v)), device)
 
 
-@pytest.mark.parametrize("band", [Band(0, 0), Band(1, 0), Band(15, 0), Band(16, 0), Band(40, 0)])
+@pytest.mark.parametrize("band", [Band(0, 0), Band(15, 0), Band(16, 0)])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_keys_before_a_band_are_not_read(band, page_size, device):
     """Their slots hold NaN and their pages nothing: they may have been given away."""
-    case = DecodeCase(6, HALF, heads=(2, 1), lengths=(70, 33), q_len=2, band=band)
+    case = DecodeCase(6, HALF, heads=(2, 1), lengths=(50, 33), q_len=2, band=band)
     q, k, v, spec = dataclasses.replace(case, page_size=page_size).build(device)
     if page_size is None:
         for b, length in enumerate(case.lengths):
@@ -121,15 +119,16 @@ def test_empty_sequences(device):
 
 def test_more_sequences_than_are_read_at_a_time(device):
     """Lengths are found by a scan over 128 at a time."""
-    lengths = tuple(i % 5 for i in range(300))
-    check(DecodeCase(10, HALF, heads=(1, 1), lengths=lengths), device, config(7))
+    lengths = tuple(i % 3 for i in range(140))
+    check(DecodeCase(10, HALF, heads=(1, 1), lengths=lengths), device, config(3))
 
 
-@pytest.mark.parametrize("page_size, block_size", [(None, 8), (None, 16), (None, 48), (16, 16),
-                                                   (32, 32), (24, 24)])  # fmt: skip
+@pytest.mark.parametrize(
+    "page_size, block_size", [(None, 8), (None, 48), (16, 16), (32, 32), (24, 24)]
+)
 def test_all_blocks_are_the_dense_result(page_size, block_size, device):
     case = DecodeCase(
-        11, FLOAT, heads=(4, 2), lengths=(70, 33, 5), page_size=page_size, q_len=2,
+        11, FLOAT, heads=(4, 2), lengths=(50, 5), page_size=page_size, q_len=2,
         block_size=block_size, keep=1.0,
     )  # fmt: skip
     listed = check(case, device)
@@ -141,7 +140,7 @@ def test_all_blocks_are_the_dense_result(page_size, block_size, device):
 @pytest.mark.parametrize("band", [Band(None, 0), Band(30, 0)])
 def test_only_listed_blocks_are_read(page_size, band, device):
     case = DecodeCase(
-        12, HALF, heads=(4, 2), lengths=(130, 61), q_len=3, page_size=page_size,
+        12, HALF, heads=(4, 2), lengths=(66, 33), q_len=3, page_size=page_size,
         block_size=page_size or 16, keep=0.3, band=band,
     )  # fmt: skip
     q, k, v, spec = case.build(device)
@@ -149,7 +148,7 @@ def test_only_listed_blocks_are_read(page_size, band, device):
     check_decode(*exact, q, k, v, spec)
     size = spec.kv_block_size
     for b, head in ((b, h) for b in range(2) for h in range(2)):
-        for block in set(range(-(-130 // size))) - set(spec.kv_blocks[b, head].tolist()):
+        for block in set(range(-(-66 // size))) - set(spec.kv_blocks[b, head].tolist()):
             for cache in (k, v):
                 if page_size is None:
                     cache[b, head, block * size : (block + 1) * size] = float("nan")
@@ -173,20 +172,20 @@ def test_lists_without_a_block(device):
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_fp8_caches(scales, dtype, softcap, device):
     case = DecodeCase(
-        14, dtype, heads=(4, 2), lengths=(40, 70), q_len=2, fp8=scales, softcap=softcap
+        14, dtype, heads=(4, 2), lengths=(20, 33), q_len=2, fp8=scales, softcap=softcap
     )
     check(case, device)
     check(dataclasses.replace(case, page_size=16), device, config(3, tile_n=32))
 
 
 @pytest.mark.parametrize("page", [-1, 9, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize("page_size", [16, 32, 24])
+@pytest.mark.parametrize("page_size", [32, 24])
 def test_a_page_out_of_range_is_nan_and_not_read(page, page_size, device):
-    case = DecodeCase(15, HALF, heads=(4, 2), lengths=(40, 70, 20), page_size=page_size)
+    case = DecodeCase(15, HALF, heads=(4, 2), lengths=(20, 50, 3), page_size=page_size)
     q, k, v, spec = case.build(device)
-    fine = attend(q, k, v, spec, config(4))
+    fine = attend(q, k, v, spec, config(3))
     spec.page_table[1, 1] = page if page != 9 else k.shape[0]
-    out, lse = attend(q, k, v, spec, config(4))
+    out, lse = attend(q, k, v, spec, config(3))
     assert out[1].isnan().all() and lse[1].isnan().all()
     for b in (0, 2):
         assert out[b].equal(fine[0][b]) and lse[b].equal(fine[1][b])
@@ -195,7 +194,7 @@ def test_a_page_out_of_range_is_nan_and_not_read(page, page_size, device):
 @pytest.mark.parametrize("length", [-1, 65, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_a_length_out_of_range_is_nan_and_not_read(length, page_size, device):
-    case = DecodeCase(16, HALF, lengths=(40, 64, 20), page_size=page_size, band=Band(8, 0))
+    case = DecodeCase(16, HALF, lengths=(20, 64, 9), page_size=page_size, band=Band(8, 0))
     q, k, v, spec = case.build(device)
     fine = attend(q, k, v, spec)
     spec.cache_seqlens[1] = length

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from ...core.launch import launch, on_device_of, resting_words, scratch
 from ...device.masks import kv_range, position, row_bounds, within_bounds
-from ...device.paging import cache_tile, load_cache_rows, visited_tiles
+from ...device.paging import cache_tile, load_cache_rows, prefetch_cache_rows, visited_tiles
 from ...device.partials import (
     MERGED_ROWS,
     is_last,
@@ -39,8 +39,10 @@ from ...formats.decode_spec import DecodeSpec, capacity, kv_heads, page_size
 from .config_decode import DecodeConfig
 from .operands import score_factors, token_strides
 
-# Sequences whose lengths are read at a time.
-SCAN = tl.constexpr(128)
+# Sequences whose lengths are read at a time: as many as a warp scans without the others.
+SCAN = tl.constexpr(32)
+# Tiles that are worth a program of their own.
+MIN_SHARE = tl.constexpr(1)
 
 
 class DecodeStrides(NamedTuple):
@@ -66,42 +68,62 @@ def _keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right):
 
 
 @triton.jit
+def _tiles_of_sequences(
+    seqlens_ptr, first, batch, q_len, capacity, num_blocks, left, right, planes,
+    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the next SCAN sequences: `planes` times those of their visited keys."""
+    sequence = first + tl.arange(0, SCAN)
+    exists = sequence < batch
+    _, lo, hi = _keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right)
+    _, count = visited_tiles(lo, hi, num_blocks, TILE_N, BLOCK_KV)
+    return tl.where(exists, count * planes, 0)
+
+
+@triton.jit
 def _find_share(
     seqlens_ptr, batch, q_len, capacity, num_blocks, left, right, planes,
     TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """All tiles, this program's stretch of them, its first sequence, and that one's first tile.
+    """All tiles and the programs that share them, this one's stretch, where that begins.
 
-    A sequence has `planes` times as many tiles as its visited keys.
+    The last two are the sequence and the first of its tiles. The first SCAN sequences are read
+    once, which is all there is to most batches.
     """
-    offs_b = tl.arange(0, SCAN)
-    total = 0
-    for first in range(0, batch, SCAN):
-        exists = first + offs_b < batch
-        _, lo, hi = _keys_seen(seqlens_ptr, first + offs_b, exists, q_len, capacity, left, right)
-        _, count = visited_tiles(lo, hi, num_blocks, TILE_N, BLOCK_KV)
-        total += tl.sum(tl.where(exists, count, 0), 0) * planes
-    begin, end = share_of(tl.program_id(0), total, tl.num_programs(0))
+    first_counts = _tiles_of_sequences(
+        seqlens_ptr, 0, batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
+    )
+    until = tl.cumsum(first_counts, 0)
+    total = tl.max(until, 0)
+    before = total
+    for first in range(SCAN, batch, SCAN):
+        counts = _tiles_of_sequences(
+            seqlens_ptr, first, batch, q_len, capacity, num_blocks, left, right, planes,
+            TILE_N, BLOCK_KV,
+        )  # fmt: skip
+        total += tl.sum(counts, 0)
+    # a program that reads less than this costs more to wait for than it saves
+    programs = tl.minimum(tl.num_programs(0), (total + MIN_SHARE - 1) // MIN_SHARE)
+    begin, end = share_of(tl.program_id(0), total, programs)
+    end = tl.where(tl.program_id(0) < programs, end, begin)
 
-    sequence = 0
-    first_tile = 0
-    before = 0
-    for first in range(0, batch, SCAN):
-        exists = first + offs_b < batch
-        _, lo, hi = _keys_seen(seqlens_ptr, first + offs_b, exists, q_len, capacity, left, right)
-        _, count = visited_tiles(lo, hi, num_blocks, TILE_N, BLOCK_KV)
-        until = before + tl.cumsum(tl.where(exists, count, 0) * planes, 0)
-        passed = exists & (until <= begin)
-        sequence += tl.sum(passed.to(tl.int32), 0)
-        first_tile = tl.maximum(first_tile, tl.max(tl.where(passed, until, 0), 0))
+    sequence = tl.sum(((first_counts > 0) & (until <= begin)).to(tl.int32), 0)
+    first_tile = tl.max(tl.where(until <= begin, until, 0), 0)
+    for first in range(SCAN, batch, SCAN):
+        counts = _tiles_of_sequences(
+            seqlens_ptr, first, batch, q_len, capacity, num_blocks, left, right, planes,
+            TILE_N, BLOCK_KV,
+        )  # fmt: skip
+        until = before + tl.cumsum(counts, 0)
+        sequence += tl.sum(((counts > 0) & (until <= begin)).to(tl.int32), 0)
+        first_tile = tl.maximum(first_tile, tl.max(tl.where(until <= begin, until, 0), 0))
         before = tl.max(until, 0)
-    return total, begin, end, sequence, first_tile
+    return total, programs, begin, end, sequence, first_tile
 
 
 @triton.jit
 def _attend_cache(
-    q, first, last, k_ptr, v_ptr, tables, batch, num_pages, num_blocks, capacity,
-    kv_lo, kv_hi, tile_begin, tile_end, strides, score,
+    q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -113,16 +135,11 @@ def _attend_cache(
     offs_dv = tl.arange(0, TILE_DV)
     m_log2, row_sum = init_state(first)
     acc = tl.zeros([q.shape[0], TILE_DV], tl.float32)
-    ahead = cache_tile(
-        tile_begin, offs_n, tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi,
-        TILE_N, PAGE_SIZE, BLOCK_KV,
-    )  # fmt: skip
+    # a page is looked up while the keys of the tile before it are waited for
+    ahead = cache_tile(tile_begin, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
     for tile in tl.range(tile_begin, tile_end):
         kv_pos, slab, row, live, wrong = ahead
-        ahead = cache_tile(
-            tile + 1, offs_n, tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi,
-            TILE_N, PAGE_SIZE, BLOCK_KV,
-        )  # fmt: skip
+        ahead = cache_tile(tile + 1, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
         k = load_cache_rows(k_ptr, slab, row, strides.k, live, offs_d, HEAD_DIM)
         if FP8:
             k = k.to(tl.float16)
@@ -137,6 +154,20 @@ def _attend_cache(
             v = v.to(tl.float16)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return m_log2, row_sum, acc
+
+
+@triton.jit
+def _prefetch_tiles(
+    k_ptr, v_ptr, cache, tile_begin, tile_end, strides,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 for the tiles `[tile_begin, tile_end)` of one KV head."""
+    offs_n = tl.arange(0, TILE_N)
+    for tile in range(tile_begin, tile_end):
+        _, slab, row, live, _ = cache_tile(tile, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
+        prefetch_cache_rows(k_ptr, slab, row, strides.k, live, HEAD_DIM)
+        prefetch_cache_rows(v_ptr, slab, row, strides.v, live, HEAD_DIM_V)
 
 
 @triton.jit
@@ -181,9 +212,7 @@ def _write(
 )  # fmt: skip
 def _attn_decode_kernel(
     results,
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    inputs,
     tables,
     extras,
     workspace,
@@ -203,22 +232,27 @@ def _attn_decode_kernel(
     BLOCK_KV: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One stretch of the KV tiles of all sequences and heads.
 
-    results (out, lse), tables (cache_seqlens, page_table, kv_blocks), extras (sinks, k_scale,
-    v_scale), workspace (accumulators, states, counters), heads (KV heads, query heads of each).
+    results (out, lse), inputs (q, k_cache, v_cache), tables (cache_seqlens, page_table,
+    kv_blocks), extras (sinks, k_scale, v_scale), workspace (parts, counters),
+    heads (KV heads, query heads of each).
     """
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
+    q_ptr, k_ptr, v_ptr = inputs
     num_rows = q_len * heads[1]
     q_tiles = (num_rows + TILE_M - 1) // TILE_M
     planes = heads[0] * q_tiles
-    total, tile, end, sequence, sequence_tile = _find_share(
+    total, programs, tile, end, sequence, sequence_tile = _find_share(
         tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
     )
     program = tl.program_id(0)
+    acc_parts = workspace[0]
+    state_parts = acc_parts + tl.cast(2 * tl.num_programs(0), tl.int64) * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)
     while tile < end:
         kv_len, kv_lo, kv_hi = _keys_seen(tables[0], sequence, True, q_len, capacity, left, right)
@@ -227,11 +261,30 @@ def _attn_decode_kernel(
         plane_tile = sequence_tile + plane * count
         kv_head = plane // q_tiles
         first_row = plane % q_tiles * TILE_M
+        stop = tl.minimum(end, plane_tile + count)
+        shift = first_tile - plane_tile
+        k_head = k_ptr + tl.cast(kv_head, tl.int64) * strides.k[1]
+        v_head = v_ptr + tl.cast(kv_head, tl.int64) * strides.v[1]
+        page_row = tl.cast(sequence, tl.int64) * strides.tables[0]
+        list_row = tl.cast(sequence, tl.int64) * strides.tables[1] + kv_head * strides.tables[2]
+        cache = (
+            (tables[1], tables[2], page_row, list_row),
+            sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
+        )  # fmt: skip
+        if PREFETCH:
+            # what the queries are waited for, the first keys come meanwhile
+            _prefetch_tiles(
+                k_head, v_head, cache, tile + shift, tl.minimum(stop, tile + PREFETCH) + shift,
+                strides, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N,
+            )  # fmt: skip
+
         rows = first_row + tl.arange(0, TILE_M)
         token, _, offset = _row_places(rows, num_rows, kv_head, heads[1], q_len, strides.q)
         q_plane = q_ptr + tl.cast(sequence, tl.int64) * strides.q[0]
         live = (rows < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
         q = tl.load(q_plane + offset[:, None] + offs_d[None, :], live, other=0.0)
+        begins = owner_of(plane_tile, total, programs)
+        ends = owner_of(plane_tile + count - 1, total, programs)
         k_scale = 1.0
         if extras[1] is not None:
             k_scale = tl.load(extras[1] + kv_head * strides.scales[0])
@@ -239,23 +292,12 @@ def _attn_decode_kernel(
         q, scale_log2 = fold_sign(q, score[0] * k_scale if score[1] is None else score[0])
         q_pos = position(token, q_len, tl.maximum(kv_len, 0))
         first, last = row_bounds(q_pos, tl.maximum(kv_len, 0), left, right)
-
-        page_row = tl.cast(sequence, tl.int64) * strides.tables[0]
-        list_row = tl.cast(sequence, tl.int64) * strides.tables[1] + kv_head * strides.tables[2]
-        stop = tl.minimum(end, plane_tile + count)
-        shift = first_tile - plane_tile
         m_log2, row_sum, acc = _attend_cache(
             q, first, last,
-            k_ptr + tl.cast(kv_head, tl.int64) * strides.k[1],
-            v_ptr + tl.cast(kv_head, tl.int64) * strides.v[1],
-            (tables[1], tables[2], page_row, list_row),
-            sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi, tile + shift, stop + shift,
+            k_head, v_head, cache, tile + shift, stop + shift,
             strides, (scale_log2, score[1], k_scale),
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION,
         )  # fmt: skip
-
-        begins = owner_of(plane_tile, total, tl.num_programs(0))
-        ends = owner_of(plane_tile + count - 1, total, tl.num_programs(0))
         if begins == ends:
             _write(
                 results, extras, m_log2, row_sum, acc, rows, num_rows, sequence, kv_head, kv_len,
@@ -263,12 +305,12 @@ def _attn_decode_kernel(
             )  # fmt: skip
         else:
             slot = part_slot(program, begins)
-            store_part(workspace[0], workspace[1], slot, m_log2, row_sum, acc, num_rows - first_row)
-            if is_last(workspace[2] + begins, ends - begins + 1):
+            store_part(acc_parts, state_parts, slot, m_log2, row_sum, acc, num_rows - first_row)
+            if is_last(workspace[1] + begins, ends - begins + 1):
                 tile_rows = tl.minimum(num_rows - first_row, TILE_M)
                 for row in range(0, tile_rows, MERGED_ROWS):
                     m_log2_all, row_sum_all, acc_all = merge_parts(
-                        workspace[0], workspace[1], begins, ends - begins + 1, row, tile_rows,
+                        acc_parts, state_parts, begins, ends - begins + 1, row, tile_rows,
                         TILE_M, TILE_DV,
                     )  # fmt: skip
                     _write(
@@ -315,9 +357,7 @@ def launch_attn_decode(
     with on_device_of(q):
         args = (
             (out, lse),
-            q,
-            k_cache,
-            v_cache,
+            (q, k_cache, v_cache),
             (spec.cache_seqlens, spec.page_table, blocks),
             (
                 None if spec.sinks is None else spec.sinks.contiguous(),
@@ -325,8 +365,7 @@ def launch_attn_decode(
                 spec.v_scale,
             ),
             (
-                scratch((slots, config.tile_m, tile_dv), torch.float32, q.device),
-                scratch((slots, 2, config.tile_m), torch.float32, q.device),
+                scratch((slots, config.tile_m, tile_dv + 2), torch.float32, q.device),
                 resting_words(config.programs, q.device),
             ),
             DecodeStrides(
@@ -351,6 +390,7 @@ def launch_attn_decode(
             None if blocks is None else spec.kv_block_size,
             config.tile_m,
             config.tile_n,
+            config.prefetch if _whole_lines(k_cache, v_cache) else 0,
             config.precision,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -360,6 +400,12 @@ def launch_attn_decode(
 def _cache_strides(cache: torch.Tensor, pages: int | None) -> tuple[int, int, int]:
     """Strides of batch or page, of head, of token."""
     return token_strides(cache if pages is None else cache.transpose(1, 2))
+
+
+def _whole_lines(*caches: torch.Tensor) -> bool:
+    """Whether every row can be prefetched: it begins and ends at a multiple of 16 bytes."""
+    sizes = [n * x.element_size() for x in caches for n in (*x.stride()[:-1], x.shape[-1])]
+    return all(n % 16 == 0 for n in (*sizes, *(x.data_ptr() for x in caches)))
 
 
 def _table_strides(spec: DecodeSpec) -> tuple[int, int, int]:

@@ -57,16 +57,14 @@ def _arguments(call: Call) -> dict[str, Any]:
     scale = torch.float32 if call.cache else None
     return {
         "results": (call.dtype, torch.float32),
-        "q_ptr": call.dtype,
-        "k_ptr": cache,
-        "v_ptr": cache,
+        "inputs": (call.dtype, cache, cache),
         "tables": (
             torch.int32,
             None if call.page_size is None else torch.int32,
             torch.int32 if call.everything else None,
         ),
         "extras": (torch.float32 if call.everything else None, scale, scale),
-        "workspace": (torch.float32, torch.float32, torch.int32),
+        "workspace": (torch.float32, torch.int32),
         "strides": DecodeStrides(
             (row * GROUP, dim, 0),
             (row * GROUP, dim, 0),
@@ -95,7 +93,9 @@ def _arguments(call: Call) -> dict[str, Any]:
 def _cases() -> Iterator[CompileCase]:
     for call, tiles in BUILDS.items():
         for sm, tile in tiles.items():
-            config = DecodeConfig(*tile, PROGRAMS)
+            config = DecodeConfig(
+                *tile, PROGRAMS, prefetch=4 if sm >= 90 and call.dtype != FLOAT else 0
+            )
             yield CompileCase(
                 call.name(sm),
                 _attn_decode_kernel,
@@ -103,6 +103,7 @@ def _cases() -> Iterator[CompileCase]:
                     **_arguments(call),
                     "TILE_M": config.tile_m,
                     "TILE_N": config.tile_n,
+                    "PREFETCH": config.prefetch,
                     "PRECISION": config.precision,
                 },
                 archs=(sm,),
