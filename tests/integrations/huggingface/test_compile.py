@@ -86,3 +86,16 @@ def test_training_step(make_model, compiled, ids):
     function(ids, labels=ids).loss.backward()
     found = model.model.layers[0].self_attn.q_proj.weight.grad
     torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "top_k"])
+def test_sparse_layers(kind, make_model, compiled):
+    from blackwell_sparsek.integrations.huggingface import BlockSparse, register
+
+    parts = {"window": 20, "global_blocks": 1} if kind == "fixed" else {"top_k": 1}
+    model = make_model("Llama", num_hidden_layers=1)
+    model.set_attn_implementation(register(BlockSparse(**parts, block_size=16), name="sparse"))
+    ids = torch.randint(3, 64, (1, 90), generator=torch.Generator().manual_seed(0))
+    function, _ = compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(function(ids).logits, model(ids).logits, **TOLERANCE)

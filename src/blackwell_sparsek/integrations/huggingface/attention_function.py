@@ -79,8 +79,11 @@ def attention_forward(
         size = module.indexer.block_size
         block_mask = _selection(plan, block_indices, size, query, key.shape[2])
     elif sparse is not None and not sparse.is_window:
-        keep = sparse.keep(query, key)
-        block_mask = plan.mask_with(keep, (sparse.block_size, sparse.block_size))
+        if plan.block_mask is None and plan.segments is None:
+            block_mask = sparse.mask(query, key)
+        else:
+            block = (sparse.block_size, sparse.block_size)
+            block_mask = plan.mask_with(sparse.keep(query, key), block)
     else:
         band = band if sparse is None else sparse.band(band)
         block_mask = plan.mask_with(None, block_size_for(plan.q_length, plan.key_length))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ...core.launch import cdiv
 from ...formats.band import Band
 from ...formats.block_mask import BlockMask
 from ...formats.block_mask_check import BLOCK_SIZES
+from ...formats.pattern_kept import kept_blocks
 from ...formats.pattern_segments import selected_blocks
 
 OP = "BlockSparse"
@@ -103,12 +105,27 @@ class BlockSparse:
         """The same as a list of blocks, int32 `[B, n]` with -1 in empty slots."""
         blocks = self._blocks_at_the_end(lengths, kv_length)
         nb = blocks.shape[1]
-        most = self.global_blocks + 1
-        most += 0 if self.window is None else cdiv(self.window, self.block_size) + 1
-        most += 0 if self.stride is None else cdiv(nb, self.stride)
+        most = self._most(nb, 1)
         column = torch.arange(nb, dtype=torch.int32, device=lengths.device)
         listed = torch.where(blocks, column, -1).sort(dim=1, descending=True).values
         return listed[:, : min(most, nb)]
+
+    def _most(self, nb: int, own: int) -> int:
+        """The most of `nb` blocks that the fixed parts show a query; `own` hold its neighbours."""
+        most = self.global_blocks + own
+        most += 0 if self.window is None else cdiv(self.window, self.block_size) + 1
+        most += 0 if self.stride is None else cdiv(nb, self.stride)
+        return min(most, nb)
+
+    def mask(self, query: torch.Tensor, key: torch.Tensor) -> BlockMask:
+        """The mask of all parts, without causality and without waiting for the device."""
+        sq, sk, size = query.shape[2], key.shape[2], self.block_size
+        if self.top_k is None and not torch.compiler.is_compiling():
+            return _fixed_mask(self, sq, sk, query.device)
+        nb = cdiv(sk, size)
+        # a block of queries lies across two blocks of keys if the cache is not full blocks long
+        most = self._most(nb, 2) + (self.top_k or 0)
+        return kept_blocks(self.keep(query, key), most, (size, size), (sq, sk))
 
     def _blocks_at_the_end(self, lengths: torch.Tensor, kv_length: int) -> torch.Tensor:
         position = lengths[:, None] - 1
@@ -163,6 +180,13 @@ class BlockSparse:
             return means
         rest = x[:, :, whole * size :].mean(2, keepdim=True, dtype=torch.float32)
         return torch.cat([means, rest], 2)
+
+
+@lru_cache(maxsize=8)
+def _fixed_mask(sparse: BlockSparse, sq: int, sk: int, device: torch.device) -> BlockMask:
+    """Kept, as the layers of a model and its next prompts ask for the same."""
+    keep = sparse.blocks(sq, sk, device)
+    return BlockMask.from_dense(keep, (sparse.block_size,) * 2, (sq, sk))
 
 
 PerLayer = BlockSparse | Mapping[int, BlockSparse | None] | Callable[[int], BlockSparse | None]

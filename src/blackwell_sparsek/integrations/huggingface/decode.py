@@ -9,7 +9,7 @@ from ...formats.pattern_segments import every_key_block
 from ...functional.attention import attention
 from ...functional.decode import attention_decode
 from .block_sparse import BlockSparse, mask_of_selection
-from .visible_keys import OP, VisibleKeys, block_size_for
+from .visible_keys import OP, VisibleKeys, block_size_for, listed_tokens
 
 
 def attend_one(
@@ -24,8 +24,8 @@ def attend_one(
 ) -> Any:
     """Output `[B, Hq, 1, Dv]` of the query at the end of each sequence, without waiting.
 
-    The decode kernel reads lengths on the device. Padding among the keys needs a mask of single
-    elements, and gradients need a derivative; both are for the forward kernel.
+    The decode kernel reads lengths on the device. Where padding hides keys, it gets a list of the
+    others. Gradients need a derivative, which the forward kernel has.
     """
     lengths, window = plan.lengths, (plan.band.left, plan.band.right)
     assert lengths is not None
@@ -55,16 +55,47 @@ def attend_one(
     visible = _visible(plan, lengths, window[0], key.shape[2])
     if block_sparse is not None:
         visible = visible & block_sparse.keys(lengths, key.shape[2])
+    if not differentiable and block_indices is None:
+        # what layers have in common, they list once
+        common = window[0] == plan.band.left and block_sparse is None
+        tokens, counts = plan.tokens_of_one(visible) if common else listed_tokens(visible)
+        caches = as_token_pages(key, value)
+        if caches is not None:
+            first = torch.arange(key.shape[0], dtype=torch.int32, device=key.device) * caches[2]
+            table = tokens + first[:, None]
+            return attention_decode(
+                query, *caches[:2], cache_seqlens=counts, page_table=table, **options
+            )
     if block_indices is not None:
         if torch.compiler.is_compiling():
             raise Unsupported(f"{OP}: block_indices with padding under torch.compile")
         size = module.indexer.block_size
         mask = mask_of_selection(block_indices, size, query, key.shape[2], visible)
-    elif window[0] == plan.band.left and block_sparse is None:
-        mask = plan.mask_of_one(visible)
     else:
         mask = every_key_block(visible, 1, block_size_for(1, key.shape[2]))
     return attention(query, key, value, block_mask=mask, **options)
+
+
+def as_token_pages(
+    key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+    """Caches `[B, H, S, D]` as views `[pages, 1, H, D]` in which every token is a page.
+
+    Also the number of pages from one sequence to the next. None where strides do not allow it.
+    """
+    steps = {x.stride(0) // x.stride(2) for x in (key, value)}
+    if len(steps) != 1 or any(x.stride(0) % x.stride(2) for x in (key, value)):
+        return None
+    (step,) = steps
+    batch, heads, length, _ = key.shape
+    pages = (batch - 1) * step + length
+    k_pages, v_pages = (
+        x.as_strided(
+            (pages, 1, heads, x.shape[3]), (x.stride(2), x.stride(2), x.stride(1), x.stride(3))
+        )
+        for x in (key, value)
+    )
+    return k_pages, v_pages, step
 
 
 def _visible(

@@ -8,7 +8,7 @@ from ...core.checks import message
 from ...core.errors import InvalidInput, Unsupported
 from ...formats.band import EVERYTHING, Band
 from ...formats.block_mask import BlockMask
-from ...formats.pattern_segments import every_block, every_key_block, segments
+from ...formats.pattern_segments import every_block, segments
 from ...functional.sdpa_mask import may_wait
 
 OP = "huggingface"
@@ -70,6 +70,7 @@ class VisibleKeys:
         self.block_mask = block_mask
         self.batch = batch
         self._made: BlockMask | None = None
+        self._tokens: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -87,14 +88,17 @@ class VisibleKeys:
             expected = f"queries and keys {(self.q_length, self.kv_length)}"
             raise InvalidInput(message(OP, "attention_mask", "is of other sizes", expected, got))
 
-    def mask_of_one(self, visible: torch.Tensor) -> BlockMask:
-        """The mask of one query that sees what is `visible`, the same at every layer."""
-        if self._made is None:
-            self._made = every_key_block(visible, 1, block_size_for(1, self.kv_length))
-        return self._made
+    def tokens_of_one(self, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`listed_tokens` of what one query sees, kept for the next layers."""
+        if self._tokens is None:
+            self._tokens = listed_tokens(visible)
+        return self._tokens
 
     def mask_with(self, keep: torch.Tensor | None, block: tuple[int, int]) -> BlockMask | None:
-        """The block mask, or None; `keep` (bool `[B or 1, H or 1, Mb, Nb]`) limits it further."""
+        """The block mask, or None where the band says it all.
+
+        `keep`, bool `[B or 1, H or 1, Mb, Nb]`, limits what segments show. Waits for the device.
+        """
         if self.block_mask is not None:
             if keep is not None:
                 raise Unsupported(
@@ -109,9 +113,21 @@ class VisibleKeys:
                 # the next layers take it from here
                 self._made = segments(*self.segments, block, band=self.band)
             return self._made
-        if keep is None:
-            return None
-        return BlockMask.from_dense(keep, block, (self.q_length, self.key_length))
+        return None
+
+
+def listed_tokens(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots of the visible keys of each sequence, int32 `[B, S]`, and how many these are.
+
+    Slots past that number are 0. Does not wait for the device.
+    """
+    batch, length = visible.shape
+    place = visible.cumsum(1) - 1
+    slot = torch.arange(length, dtype=torch.int32, device=visible.device).expand(batch, -1)
+    # what is hidden falls into a column that is cut off
+    tokens = torch.zeros(batch, length + 1, dtype=torch.int32, device=visible.device)
+    tokens = tokens.scatter(1, torch.where(visible, place, length), slot)
+    return tokens[:, :length], visible.sum(1, dtype=torch.int32)
 
 
 def visible_elements(visible: torch.Tensor) -> VisibleKeys:
