@@ -20,43 +20,25 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
+from llama_model import (
+    LLAMA_31_8B,
+    SMALL,
+    build,
+    cropped_sdpa,
+    filled_cache,
+    kv_memory,
+    rewind,
+    tokens,
+    wide_attention,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blackwell_sparsek.bench.environment import describe_environment, source_commit
 from blackwell_sparsek.bench.measure import captured
-from blackwell_sparsek.integrations.huggingface import register
+from blackwell_sparsek.integrations.huggingface import BlockSparse, register
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
 WINDOW = 4096
-LLAMA_31_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": False,
-}
-SMALL = LLAMA_31_8B | {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
 
 
 class Sizes:
@@ -68,45 +50,19 @@ class Sizes:
         self.eager_up_to = 256 if small else 8192
         self.logits = 96 if small else 4096
         self.decode = ((1, 128), (2, 128)) if small else ((1, 8192), (32, 8192))
+        block = 16 if small else 128
+        parts = {"window": self.window, "global_blocks": 1, "block_size": block}
+        self.sparse = {
+            "dense": None,
+            "window and a global block": BlockSparse(**parts),
+            "window, global and 16 chosen blocks": BlockSparse(top_k=16, **parts),
+        }
         self.prompt, self.generated = (2 * self.window, 8) if small else (self.window + 512, 40)
-
-
-def build(settings, device, dtype, window):
-    """A Llama, and a Mistral with a window that shares its weights."""
-    llama_config = transformers.LlamaConfig(**settings)
-    mistral_config = transformers.MistralConfig(**settings, sliding_window=window)
-    models = []
-    for kind, config in (("Llama", llama_config), ("Mistral", mistral_config)):
-        config.dtype = dtype
-        with torch.device("meta"):
-            model = getattr(transformers, f"{kind}ForCausalLM")(config)
-        models.append(model.to(dtype))
-    llama, mistral = (model.eval().requires_grad_(False) for model in models)
-    llama.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in llama.named_parameters():
-        if "norm" in name:
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
-    mistral.load_state_dict(llama.state_dict(), assign=True)
-    for model in (llama, mistral):
-        # its buffers are computed, not stored
-        with device:
-            model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    return {None: llama, window: mistral}
-
-
-def tokens(settings, batch, length, device):
-    generator = torch.Generator(device).manual_seed(length)
-    return torch.randint(
-        0, settings["vocab_size"], (batch, length), device=device, generator=generator
-    )
 
 
 def backend(implementation, device, flash=False):
     """cuDNN for SDPA where it has a kernel, the next best elsewhere."""
-    if implementation != "sdpa" or device.type != "cuda":
+    if not implementation.startswith("sdpa") or device.type != "cuda":
         return nullcontext()
     order = [
         SDPBackend.CUDNN_ATTENTION,
@@ -162,21 +118,20 @@ def prefill(models, settings, sizes, clock, report):
                 report.add("prefill", name, found, length=length, window=window)
 
 
-def filled_cache(model, batch, length, room, device, dtype):
-    """A static cache as if `length` tokens had been read, of random keys and values."""
-    config = model.config
-    cache = transformers.StaticCache(config=config, max_cache_len=length + room)
-    cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, dtype, device)
-    generator = torch.Generator(device).manual_seed(1)
-    for layer in cache.layers:
-        layer.keys.normal_(generator=generator)
-        layer.values.normal_(generator=generator)
-    return cache
+def sparse(models, settings, sizes, clock, report):
+    """The longest prompt with sparse attention by configuration, against dense attention."""
+    model, length = models[None], sizes.prefill[-1]
+    ids = tokens(settings, 1, length, clock.device)
+    for label, chosen in sizes.sparse.items():
+        model.set_attn_implementation(register(chosen, name="sparse_attention"))
 
+        def run(model=model, ids=ids):
+            model(ids, logits_to_keep=1, use_cache=False)
 
-def rewind(cache, length):
-    for layer in cache.layers:
-        layer.cumulative_length.fill_(length)
+        found = report.attempt(lambda run=run: clock(run, 3))
+        if "median_s" in found:
+            found["tokens_per_s"] = length / found["median_s"]
+        report.add("sparse", "blackwell_sparsek", found, length=length, choice=label)
 
 
 def decode(models, settings, sizes, clock, report):
@@ -192,7 +147,9 @@ def decode(models, settings, sizes, clock, report):
             config.sliding_window = sliding
             ids = tokens(settings, batch, 1, device)
             outputs = {}
-            for name in ("sdpa", "blackwell_sparsek"):
+            cropped_sdpa(length + 1)
+            names = ("sdpa", "blackwell_sparsek", *(("sdpa_cropped",) if window is None else ()))
+            for name in names:
                 model.set_attn_implementation(name)
                 position = torch.full((batch, 1), length, device=device)
 
@@ -211,26 +168,14 @@ def decode(models, settings, sizes, clock, report):
                     found = report.attempt(timed)
                 if "median_s" in found:
                     found["tokens_per_s"] = batch / found["median_s"]
-                if len(outputs) == 2:
-                    theirs, ours = outputs.values()
+                if name != "sdpa" and len(outputs) > 1:
+                    theirs, ours = outputs["sdpa"], outputs[name]
                     found["logits_differ_from_sdpa_by"] = (theirs - ours).abs().max().item()
                     found["same_argmax"] = bool((theirs.argmax(-1) == ours.argmax(-1)).all())
                 found["mode"] = "CUDA graph" if clock.cuda else "eager"
                 report.add("decode", name, found, batch=batch, length=length, window=window)
             del cache
             collect(clock)
-
-
-def wide_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """What the others are judged by: the same layer with attention in a wider dtype."""
-    wide = torch.float64 if query.dtype == torch.float32 else torch.float32
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *(x.to(wide) for x in (query, key, value)),
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
-    return out.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
 def logits(models, settings, sizes, clock, report):
@@ -305,24 +250,6 @@ def generation(models, settings, sizes, clock, report):
         collect(clock)
 
 
-def kv_memory(settings):
-    """Bytes of keys and values for each token, as configured and with as many heads as queries."""
-    layers, dim = settings["num_hidden_layers"], settings["head_dim"]
-    return {
-        f"{kind} ({heads} heads)": {
-            "bytes_per_token": 2 * layers * heads * dim * 2,
-            **{
-                f"gib_at_{n}": 2 * layers * heads * dim * 2 * n / 2**30
-                for n in (8192, 32768, 131072)
-            },
-        }
-        for kind, heads in (
-            ("GQA", settings["num_key_value_heads"]),
-            ("MHA", settings["num_attention_heads"]),
-        )
-    }
-
-
 class Report:
     """Collects results and prints them as they come."""
 
@@ -348,7 +275,13 @@ def collect(clock):
         torch.cuda.empty_cache()
 
 
-SCENARIOS = {"logits": logits, "prefill": prefill, "decode": decode, "generation": generation}
+SCENARIOS = {
+    "logits": logits,
+    "prefill": prefill,
+    "sparse": sparse,
+    "decode": decode,
+    "generation": generation,
+}
 
 
 @torch.inference_mode()

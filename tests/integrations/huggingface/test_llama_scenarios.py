@@ -107,7 +107,8 @@ def test_generation(make_model, both):
     assert torch.equal(ours, theirs)
 
 
-def test_the_benchmark(name, tmp_path):
+def test_the_benchmark(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     specification = importlib.util.spec_from_file_location("llama_end_to_end", SCRIPT)
     script = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(script)
