@@ -1,5 +1,6 @@
 """One query of each sequence over its cache."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,11 @@ def attend_one(
                 "kv_block_size": module.indexer.block_size,
             }
         elif block_sparse is not None:
-            listed = block_sparse.kv_blocks(lengths, key.shape[2])
             blocks = {
-                "kv_blocks": listed[:, None].expand(-1, key.shape[1], -1).contiguous(),
+                "kv_blocks": plan.shared(
+                    (block_sparse, key.shape[1]),
+                    partial(_listed_blocks, block_sparse, lengths, key),
+                ),
                 "kv_block_size": block_sparse.block_size,
             }
         return attention_decode(
@@ -56,9 +59,8 @@ def attend_one(
     if block_sparse is not None:
         visible = visible & block_sparse.keys(lengths, key.shape[2])
     if not differentiable and block_indices is None:
-        # what layers have in common, they list once
-        common = window[0] == plan.band.left and block_sparse is None
-        tokens, counts = plan.tokens_of_one(visible) if common else listed_tokens(visible)
+        key_of_list = ("tokens", window[0], block_sparse)
+        tokens, counts = plan.shared(key_of_list, partial(listed_tokens, visible))
         caches = as_token_pages(key, value)
         if caches is not None:
             first = torch.arange(key.shape[0], dtype=torch.int32, device=key.device) * caches[2]
@@ -74,6 +76,14 @@ def attend_one(
     else:
         mask = every_key_block(visible, 1, block_size_for(1, key.shape[2]))
     return attention(query, key, value, block_mask=mask, **options)
+
+
+def _listed_blocks(
+    block_sparse: BlockSparse, lengths: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """int32 `[B, Hkv, n]`"""
+    listed = block_sparse.kv_blocks(lengths, key.shape[2])
+    return listed[:, None].expand(-1, key.shape[1], -1).contiguous()
 
 
 def as_token_pages(

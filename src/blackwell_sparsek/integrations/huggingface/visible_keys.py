@@ -1,5 +1,6 @@
 """What a layer's queries may see, made once per forward pass and handed to every layer."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,8 +70,7 @@ class VisibleKeys:
         self.segments = segments
         self.block_mask = block_mask
         self.batch = batch
-        self._made: BlockMask | None = None
-        self._tokens: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._shared: dict[Any, Any] = {}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -88,11 +88,11 @@ class VisibleKeys:
             expected = f"queries and keys {(self.q_length, self.kv_length)}"
             raise InvalidInput(message(OP, "attention_mask", "is of other sizes", expected, got))
 
-    def tokens_of_one(self, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`listed_tokens` of what one query sees, kept for the next layers."""
-        if self._tokens is None:
-            self._tokens = listed_tokens(visible)
-        return self._tokens
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes, once for all layers that ask with the same key."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     def mask_with(self, keep: torch.Tensor | None, block: tuple[int, int]) -> BlockMask | None:
         """The block mask, or None where the band says it all.
@@ -109,10 +109,10 @@ class VisibleKeys:
         if self.segments is not None:
             if keep is not None:
                 return segments(*self.segments, block, band=self.band, keep=keep)
-            if self._made is None:
-                # the next layers take it from here
-                self._made = segments(*self.segments, block, band=self.band)
-            return self._made
+            q_segment, k_segment = self.segments
+            return self.shared(
+                "segments", lambda: segments(q_segment, k_segment, block, band=self.band)
+            )
         return None
 
 
