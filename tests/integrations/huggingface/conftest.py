@@ -3,10 +3,9 @@ import os
 import pytest
 import torch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers", minversion="5.17")
+from blackwell_sparsek.integrations.huggingface import register
 
-from blackwell_sparsek.integrations.huggingface import register  # noqa: E402
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SIZES = {
     "vocab_size": 64,
@@ -40,6 +39,8 @@ FAMILIES = {
 
 
 def build(family, **changes):
+    import transformers
+
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family], **changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")._from_config(
@@ -54,6 +55,8 @@ def build(family, **changes):
 @pytest.fixture
 def continuous_batching():
     """Skip where transformers lets no other implementation take part in it."""
+    import transformers
+
     major, minor = map(int, transformers.__version__.split(".")[:2])
     if (major, minor) >= (5, 22):
         pytest.skip("transformers 5.22 and newer take only their own attention")

@@ -7,6 +7,8 @@ from blackwell_sparsek import InvalidInput, InvalidType, Unsupported
 from blackwell_sparsek.integrations.huggingface import BlockSparse, register
 from blackwell_sparsek.integrations.huggingface.attention_function import attention_forward
 
+pytest.importorskip("transformers", minversion="5.17")
+
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 LENGTH = 75
 FIXED = {

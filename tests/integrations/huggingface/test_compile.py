@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+pytest.importorskip("transformers", minversion="5.17")
+
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 

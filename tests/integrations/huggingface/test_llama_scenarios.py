@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from blackwell_sparsek.integrations.huggingface.mask_function import make_visible_keys
 
+pytest.importorskip("transformers", minversion="5.17")
+
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "llama_end_to_end.py"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 

@@ -5,6 +5,8 @@ import torch
 
 from blackwell_sparsek import InvalidInput, Unsupported
 
+pytest.importorskip("transformers", minversion="5.17")
+
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Phi3", "GptOss")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-import transformers
 
 from .conftest import SIZES
+
+transformers = pytest.importorskip("transformers", minversion="5.17")
 
 BART = {
     "d_model": 64,
