@@ -43,7 +43,7 @@ def call(q, k, v, spec, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_calls(seed):
     check(draw_decode_case(seed, dtypes=(HALF, BRAIN, torch.float32), longest=400))
 
@@ -56,15 +56,16 @@ def test_pages_give_the_bits_of_a_contiguous_cache(page_size):
     assert contiguous[0].equal(paged[0]) and contiguous[1].equal(paged[1])
 
 
-@pytest.mark.parametrize("page_size", [None, 16, 64, 256])
-@pytest.mark.parametrize("q_len", [1, 4, 16])
+@pytest.mark.parametrize(
+    "page_size, q_len", [(None, 1), (16, 1), (64, 4), (256, 5), (None, 16), (64, 16)]
+)
 def test_sizes_of_models(page_size, q_len):
     check(dataclasses.replace(LLAMA, lengths=(600, 77), q_len=q_len, page_size=page_size))
 
 
-@pytest.mark.parametrize("scales", ["tensor", "head"])
-@pytest.mark.parametrize("page_size", [None, 64])
-@pytest.mark.parametrize("dtype", [BRAIN, HALF])
+@pytest.mark.parametrize(
+    "scales, page_size, dtype", [("tensor", None, BRAIN), ("head", 64, BRAIN), ("head", 16, HALF)]
+)
 def test_fp8_caches(scales, page_size, dtype):
     check(
         dataclasses.replace(LLAMA, dtype=dtype, lengths=(300, 77), fp8=scales, page_size=page_size)

@@ -60,7 +60,7 @@ def test_compile_cases_are_what_is_launched():
         for sm, tile in tiles.items():
             asked = problem(
                 sm, dtype=call.dtype, cache_dtype=cache, head_dim=call.head_dim,
-                head_dim_v=call.head_dim,
+                head_dim_v=call.head_dim, q_len=call.rows // 4,
             )  # fmt: skip
             config = attn_decode_config(asked, "ieee")
             launched = (config.tile_m, config.tile_n, config.num_warps, config.num_stages)

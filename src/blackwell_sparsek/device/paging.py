@@ -104,30 +104,3 @@ def load_cache_rows(base_ptr, slab, row, strides, live, offs_d, HEAD_DIM: tl.con
     if offs_d.shape[0] != HEAD_DIM:
         mask = mask & (offs_d < HEAD_DIM)[None, :]
     return tl.load(base_ptr + offset[:, None] + offs_d[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def prefetch_cache_rows(base_ptr, slab, row, strides, live, HEAD_DIM: tl.constexpr):
-    """Bring the live rows [TILE_N] to the L2; they begin and end at multiples of 16 bytes.
-
-    Writes of other kernels meet in that cache, so nothing gets stale by coming early.
-    """
-    ROW_BYTES: tl.constexpr = HEAD_DIM * base_ptr.dtype.element_ty.primitive_bitwidth // 8
-    offset = tl.cast(slab, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[2]
-    tl.inline_asm_elementwise(
-        _prefetch_asm(ROW_BYTES),
-        "=r,l,r",
-        [(base_ptr + offset).to(tl.int64), live.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.constexpr_function
-def _prefetch_asm(num_bytes):
-    """PTX of a prefetch: pointer $1, not where $2 is 0. $0 must be written, for nothing."""
-    return (
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
-        f"@p cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0; }}"
-    )

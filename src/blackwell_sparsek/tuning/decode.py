@@ -24,10 +24,18 @@ def attn_decode_config(problem: DecodeProblem, precision: str) -> DecodeConfig:
 @lru_cache(maxsize=1024)
 def _config(sm: int, sms: int, itemsize: int, dim: int, rows: int, precision: str) -> DecodeConfig:
     tile_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    # one stage of 64 KiB and more is all that 99 KiB hold
+    programs = 2 * sms if sm in LARGE_SMEM else sms
     if itemsize == 4:
         # full fp32 products run on the CUDA cores, with operands in registers
-        return DecodeConfig(min(tile_m, 32), 32 if dim <= 128 else 16, 4, 2, 2 * sms, 0, precision)
+        tile_n = 32 if dim <= 128 else 16
+        return DecodeConfig(min(tile_m, 16), tile_n, 8, 2, programs, precision)
     if dim > 128:
-        return DecodeConfig(tile_m, 32, 4, 3, 2 * sms, 0, precision)
-    stages = 3 if sm in LARGE_SMEM else 2
-    return DecodeConfig(tile_m, 64, 4, stages, 2 * sms, 0, precision)
+        return DecodeConfig(min(tile_m, 32), 32, 4, 3, programs, precision)
+    # H200, microseconds at (batch, keys) (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k):
+    #   64 keys, 4 warps, 3 stages, 2 programs on an SM: 22.8 / 137 / 143 / 255
+    #   128 keys, 8 warps, 3 stages, 1 program:          26.9 / 137 / 146 / 259
+    #   32 keys, 4 warps, 5 stages, 2 programs:          25.0 / 139 / 146 / 256
+    # A third program finds no registers and runs after the others: 33.2 / 158 / 163 / 301.
+    # 64 rows spill from the registers of 4 warps.
+    return DecodeConfig(tile_m, 64, 8 if tile_m > 32 else 4, 3, programs, precision)

@@ -15,7 +15,6 @@ class DecodeConfig:
     tile_n : keys of one tile; both are powers of two, at least 16
     num_warps, num_stages : launch options of Triton
     programs : how many programs share the keys of all sequences and heads
-    prefetch : tiles that a program asks the L2 for before anything else; needs sm_90
     precision : how fp32 products are taken: "ieee" or "tf32"; 16-bit inputs do not look at it
     """
 
@@ -24,7 +23,6 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs: int
-    prefetch: int = 0
     precision: str = "ieee"
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from ...core.launch import launch, on_device_of, resting_words, scratch
 from ...device.masks import kv_range, position, row_bounds, within_bounds
-from ...device.paging import cache_tile, load_cache_rows, prefetch_cache_rows, visited_tiles
+from ...device.paging import cache_tile, load_cache_rows, visited_tiles
 from ...device.partials import (
     MERGED_ROWS,
     is_last,
@@ -41,8 +41,6 @@ from .operands import score_factors, token_strides
 
 # Sequences whose lengths are read at a time: as many as a warp scans without the others.
 SCAN = tl.constexpr(32)
-# Tiles that are worth a program of their own.
-MIN_SHARE = tl.constexpr(1)
 
 
 class DecodeStrides(NamedTuple):
@@ -85,10 +83,9 @@ def _find_share(
     seqlens_ptr, batch, q_len, capacity, num_blocks, left, right, planes,
     TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """All tiles and the programs that share them, this one's stretch, where that begins.
+    """All tiles, this program's stretch of them, its first sequence, and that one's first tile.
 
-    The last two are the sequence and the first of its tiles. The first SCAN sequences are read
-    once, which is all there is to most batches.
+    The first SCAN sequences are read once, which is all there is to most batches.
     """
     first_counts = _tiles_of_sequences(
         seqlens_ptr, 0, batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
@@ -102,10 +99,7 @@ def _find_share(
             TILE_N, BLOCK_KV,
         )  # fmt: skip
         total += tl.sum(counts, 0)
-    # a program that reads less than this costs more to wait for than it saves
-    programs = tl.minimum(tl.num_programs(0), (total + MIN_SHARE - 1) // MIN_SHARE)
-    begin, end = share_of(tl.program_id(0), total, programs)
-    end = tl.where(tl.program_id(0) < programs, end, begin)
+    begin, end = share_of(tl.program_id(0), total, tl.num_programs(0))
 
     sequence = tl.sum(((first_counts > 0) & (until <= begin)).to(tl.int32), 0)
     first_tile = tl.max(tl.where(until <= begin, until, 0), 0)
@@ -118,7 +112,7 @@ def _find_share(
         sequence += tl.sum(((counts > 0) & (until <= begin)).to(tl.int32), 0)
         first_tile = tl.maximum(first_tile, tl.max(tl.where(until <= begin, until, 0), 0))
         before = tl.max(until, 0)
-    return total, programs, begin, end, sequence, first_tile
+    return total, begin, end, sequence, first_tile
 
 
 @triton.jit
@@ -154,20 +148,6 @@ def _attend_cache(
             v = v.to(tl.float16)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return m_log2, row_sum, acc
-
-
-@triton.jit
-def _prefetch_tiles(
-    k_ptr, v_ptr, cache, tile_begin, tile_end, strides,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    """Ask the L2 for the tiles `[tile_begin, tile_end)` of one KV head."""
-    offs_n = tl.arange(0, TILE_N)
-    for tile in range(tile_begin, tile_end):
-        _, slab, row, live, _ = cache_tile(tile, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        prefetch_cache_rows(k_ptr, slab, row, strides.k, live, HEAD_DIM)
-        prefetch_cache_rows(v_ptr, slab, row, strides.v, live, HEAD_DIM_V)
 
 
 @triton.jit
@@ -232,7 +212,6 @@ def _attn_decode_kernel(
     BLOCK_KV: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One stretch of the KV tiles of all sequences and heads.
@@ -247,7 +226,7 @@ def _attn_decode_kernel(
     num_rows = q_len * heads[1]
     q_tiles = (num_rows + TILE_M - 1) // TILE_M
     planes = heads[0] * q_tiles
-    total, programs, tile, end, sequence, sequence_tile = _find_share(
+    total, tile, end, sequence, sequence_tile = _find_share(
         tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
     )
     program = tl.program_id(0)
@@ -271,20 +250,13 @@ def _attn_decode_kernel(
             (tables[1], tables[2], page_row, list_row),
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
         )  # fmt: skip
-        if PREFETCH:
-            # what the queries are waited for, the first keys come meanwhile
-            _prefetch_tiles(
-                k_head, v_head, cache, tile + shift, tl.minimum(stop, tile + PREFETCH) + shift,
-                strides, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N,
-            )  # fmt: skip
-
         rows = first_row + tl.arange(0, TILE_M)
         token, _, offset = _row_places(rows, num_rows, kv_head, heads[1], q_len, strides.q)
         q_plane = q_ptr + tl.cast(sequence, tl.int64) * strides.q[0]
         live = (rows < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
         q = tl.load(q_plane + offset[:, None] + offs_d[None, :], live, other=0.0)
-        begins = owner_of(plane_tile, total, programs)
-        ends = owner_of(plane_tile + count - 1, total, programs)
+        begins = owner_of(plane_tile, total, tl.num_programs(0))
+        ends = owner_of(plane_tile + count - 1, total, tl.num_programs(0))
         k_scale = 1.0
         if extras[1] is not None:
             k_scale = tl.load(extras[1] + kv_head * strides.scales[0])
@@ -390,7 +362,6 @@ def launch_attn_decode(
             None if blocks is None else spec.kv_block_size,
             config.tile_m,
             config.tile_n,
-            config.prefetch if _whole_lines(k_cache, v_cache) else 0,
             config.precision,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -400,12 +371,6 @@ def launch_attn_decode(
 def _cache_strides(cache: torch.Tensor, pages: int | None) -> tuple[int, int, int]:
     """Strides of batch or page, of head, of token."""
     return token_strides(cache if pages is None else cache.transpose(1, 2))
-
-
-def _whole_lines(*caches: torch.Tensor) -> bool:
-    """Whether every row can be prefetched: it begins and ends at a multiple of 16 bytes."""
-    sizes = [n * x.element_size() for x in caches for n in (*x.stride()[:-1], x.shape[-1])]
-    return all(n % 16 == 0 for n in (*sizes, *(x.data_ptr() for x in caches)))
 
 
 def _table_strides(spec: DecodeSpec) -> tuple[int, int, int]:

@@ -24,18 +24,20 @@ class Call(NamedTuple):
     page_size: int | None = None
     cache: torch.dtype | None = None
     everything: bool = False
+    rows: int = 4
 
     def name(self, sm: int) -> str:
         """Name of the case."""
         parts = [str(self.dtype).split(".")[-1], f"d{self.head_dim}"]
         parts += [f"pages{self.page_size}"] if self.page_size else []
         parts += ["fp8"] if self.cache else []
+        parts += [f"rows{self.rows}"] if self.rows != GROUP else []
         parts += ["everything"] if self.everything else []
         return f"attn_decode/{'-'.join(parts)}-sm_{sm}"
 
 
 HALF, BRAIN, FLOAT, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
-TALL, SMALL = (16, 64, 4, 3), (16, 32, 4, 3)
+TALL, PLAIN = (16, 64, 4, 3), (16, 32, 8, 2)
 
 # tile_m, tile_n, num_warps, num_stages by architecture
 BUILDS: Mapping[Call, Mapping[int, tuple[int, int, int, int]]] = {
@@ -45,7 +47,10 @@ BUILDS: Mapping[Call, Mapping[int, tuple[int, int, int, int]]] = {
     Call(BRAIN, 128, 256): {90: TALL},
     Call(BRAIN, 128, 64, FP8): {89: TALL, 90: TALL, 100: TALL, 120: TALL},
     Call(HALF, 80, 48, everything=True): {80: TALL, 90: TALL},
-    Call(FLOAT, 128): {80: SMALL, 90: SMALL},
+    Call(FLOAT, 128): {80: PLAIN, 90: PLAIN},
+    Call(BRAIN, 128, rows=32): {90: (32, 64, 4, 3)},
+    Call(BRAIN, 128, rows=64): {80: (64, 64, 8, 3), 89: (64, 64, 8, 3), 90: (64, 64, 8, 3)},
+    Call(HALF, 256, rows=64): {89: (32, 32, 4, 3), 90: (32, 32, 4, 3)},
 }
 
 
@@ -93,9 +98,7 @@ def _arguments(call: Call) -> dict[str, Any]:
 def _cases() -> Iterator[CompileCase]:
     for call, tiles in BUILDS.items():
         for sm, tile in tiles.items():
-            config = DecodeConfig(
-                *tile, PROGRAMS, prefetch=4 if sm >= 90 and call.dtype != FLOAT else 0
-            )
+            config = DecodeConfig(*tile, PROGRAMS)
             yield CompileCase(
                 call.name(sm),
                 _attn_decode_kernel,
@@ -103,10 +106,11 @@ def _cases() -> Iterator[CompileCase]:
                     **_arguments(call),
                     "TILE_M": config.tile_m,
                     "TILE_N": config.tile_n,
-                    "PREFETCH": config.prefetch,
                     "PRECISION": config.precision,
                 },
                 archs=(sm,),
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
+                # four registers: 64 rows of fp32 sums leave sm_80 none to spare
+                max_spill_bytes=16 if sm == 80 and call.rows == 64 else 0,
             )
