@@ -186,6 +186,24 @@ class TestFlash:
         for ours, given in zip(gradients, inputs, strict=True):
             torch.testing.assert_close(ours, given.grad)
 
+    def test_through_the_dispatcher(self, x):
+        """As torch calls them, with torch's derivative formulas above; here under the CPU's key."""
+        library = torch.library.Library("aten", "IMPL")
+        for name, route in flash._ROUTES.items():
+            library.impl(name, flash._routed(route, None), "CPU", with_keyset=True)
+        inputs = [torch.randn_like(x).requires_grad_() for _ in range(3)]
+        try:
+            out = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.0, True)[0]
+            gradients = torch.autograd.grad(out.sum(), inputs)
+        finally:
+            library._destroy()
+        expected = ORIGINAL(*inputs, is_causal=True)
+        torch.testing.assert_close(out, expected)
+        for ours, theirs in zip(
+            gradients, torch.autograd.grad(expected.sum(), inputs), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+
     def test_what_torch_should_compute(self, x):
         assert flash.sdpa_forward(x, x, x, 0.1) is None
         assert flash.sdpa_forward(x, x, x, return_debug_mask=True) is None
