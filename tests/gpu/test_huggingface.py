@@ -108,11 +108,12 @@ def test_generated_tokens(models, ids, padded, cache):
 
 def test_a_step_in_a_cuda_graph(models, ids):
     """Replayed, it reads the length of the cache on the device."""
-    model, _ = models
+    model = copy.deepcopy(models[0]).float()
+    model.set_attn_implementation("blackwell_sparsek")
     config = copy.deepcopy(model.config)
     config.sliding_window = None
     cache = transformers.StaticCache(config=config, max_cache_len=64)
-    cache.early_initialization(2, 2, 64, torch.bfloat16, torch.device("cuda"))
+    cache.early_initialization(2, 2, 64, torch.float32, torch.device("cuda"))
     token = ids[:, :1].clone()
     position = torch.zeros(2, 1, dtype=torch.long, device="cuda")
 
@@ -133,13 +134,14 @@ def test_a_step_in_a_cuda_graph(models, ids):
         token.copy_(ids[:, i : i + 1])
         position.fill_(i)
         graph.replay()
-        torch.testing.assert_close(logits[:, 0], expected[:, i], rtol=0.05, atol=0.05)
+        torch.testing.assert_close(logits[:, 0], expected[:, i], rtol=1e-3, atol=1e-3)
 
 
 def test_torchs_flash_backend_is_ours_once_activated():
     from torch.nn.attention import (
         SDPBackend,
         activate_flash_attention_impl,
+        current_flash_attention_impl,
         restore_flash_attention_impl,
         sdpa_kernel,
     )
@@ -163,7 +165,8 @@ def test_torchs_flash_backend_is_ours_once_activated():
             results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     finally:
         flash._forward = original
-        restore_flash_attention_impl(_raise_warn=False)
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
     assert calls
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True)

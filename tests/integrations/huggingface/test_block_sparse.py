@@ -247,6 +247,11 @@ class TestErrors:
         with pytest.raises(InvalidType, match="block_sparse is of a wrong type"):
             register(3)
 
+    @pytest.mark.parametrize("name", ["my_flash", "org/attention", "paged|x"])
+    def test_names_that_transformers_reads(self, name):
+        with pytest.raises(InvalidInput, match="name means something else to transformers"):
+            register(name=name)
+
     def test_a_ready_mask(self, make_model, long_ids):
         model = make_model()
         model.set_attn_implementation(register(FIXED["sinks"], name="sparse"))

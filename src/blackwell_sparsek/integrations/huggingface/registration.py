@@ -3,13 +3,16 @@
 from functools import wraps
 from typing import Any
 
-from ...core.errors import Unsupported
+from ...core.checks import message
+from ...core.errors import InvalidInput, Unsupported
 from .attention_function import attention_forward
 from .block_sparse import PerLayer, layer_choice
 from .mask_function import make_visible_keys
 from .paged import paged_attention_forward, refuse_paged
 
 NAME = "blackwell_sparsek"
+# Parts of a name by which transformers picks code of its own, or asks the hub.
+SPECIAL = ("flash", "sdpa", "flex", "eager", "paged", "/", "|", ":")
 
 
 def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
@@ -47,6 +50,12 @@ def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
     >>> model = LlamaForCausalLM(LlamaConfig())  # doctest: +SKIP
     >>> model.set_attn_implementation(name)  # doctest: +SKIP
     """
+    if found := [word for word in SPECIAL if word in name]:
+        raise InvalidInput(
+            message(
+                "register", "name", "means something else to transformers", "other words", found
+            )
+        )
     try:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
