@@ -3,7 +3,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: quickstart test lint format gpu-test clean help
+# what `make gpu-bench` measures and where it leaves the results
+SUITES ?= founding
+RESULTS ?= bsk-results
+
+.PHONY: quickstart test lint format gpu-test gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,8 +30,15 @@ format: $(VENV)/.installed-test  ## rewrite the sources the way `lint` wants the
 gpu-test:  ## the tests that need a GPU, with the packages of this machine's Python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
 
+gpu-bench:  ## measure on this machine's GPU; fails when something is slower than the committed results
+	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek bench $(SUITES) -o $(RESULTS)
+	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek compare benchmarks/results $(RESULTS)
+
+browser:  ## Debian's Chromium, in which the report is tested; needs root
+	command -v chromium || (apt-get update -q && apt-get install -y -q chromium)
+
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json
+	rm -rf $(VENV) $(RESULTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

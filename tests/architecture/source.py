@@ -22,8 +22,13 @@ def files(root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def layer_of(path: pathlib.Path, root: pathlib.Path) -> str:
-    """First component below the package; "" for the files directly in it."""
+    """First component below the package; "" for the files directly in it.
+
+    `__main__` is the command line, which is of the layer `bench`.
+    """
     parts = path.relative_to(root).parts
+    if parts == ("__main__.py",):
+        return "bench"
     return parts[0] if len(parts) > 1 else ""
 
 

@@ -50,7 +50,7 @@ LAZY = {
     "testing": {"triton"},
     "distributed": {"numpy"},
     "integrations": {"transformers", "vllm", "xformers", "jax", "jaxlib", "numpy", "accelerate"},
-    "bench": {"matplotlib", "numpy", "triton", "flash_attn", "flashinfer", "cudnn"},
+    "bench": {"rich", "numpy", "triton"},
 }
 
 

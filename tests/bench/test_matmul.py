@@ -1,14 +1,24 @@
-import json
-
 import pytest
 import torch
 
-from blackwell_sparsek.bench import matmul, matmul_peers
+from blackwell_sparsek.bench.case import EAGER, GRAPH, SUSTAINED
 from blackwell_sparsek.bench.clocks import ClockLog
-from blackwell_sparsek.bench.matmul_inputs import Product
-from blackwell_sparsek.bench.matmul_peers import CUSPARSE, DENSE, OURS, PACKED, PEERS, STORED, TUNED
-from blackwell_sparsek.bench.matmul_suites import BLOCKS, LLAMA, SUITES, _case
 from blackwell_sparsek.bench.measure import measure
+from blackwell_sparsek.bench.peers import matmul as matmul_peers
+from blackwell_sparsek.bench.peers.matmul import (
+    CUSPARSE,
+    DENSE,
+    OURS,
+    PACKED,
+    PEERS,
+    STORED,
+    TORCH,
+    TUNED,
+)
+from blackwell_sparsek.bench.problems.product import Product
+from blackwell_sparsek.bench.run import failures
+from blackwell_sparsek.bench.suites import SUITES, matmul
+from blackwell_sparsek.bench.suites.matmul import BLOCKS, LLAMA, _case
 
 CPU = torch.device("cpu")
 
@@ -96,16 +106,16 @@ def test_a_peer_that_cannot_or_is_wrong_or_crashes_keeps_the_others(monkeypatch)
     product = Product(64, 64, 8, (16, 16), 0.5)
     result = _measure(product, ("a", "b", "c", TUNED, CUSPARSE, OURS))
     peers = result["peers"]
-    assert peers["a"]["n/a"] == "RuntimeError: no such thing"
+    assert peers["a"]["crashed"] == "RuntimeError: no such thing"
     assert peers["b"]["failed"].startswith("AssertionError: sampled rows")
     assert peers["c"]["no eager"].startswith("StopIteration")
     assert peers[TUNED]["n/a"] == peers[CUSPARSE]["n/a"] == "needs a CUDA GPU"
     assert [name for name in peers if "times" in peers[name]] == [OURS]
     document = {"cases": [result]}
-    assert matmul.failures(document) == []
+    assert failures(document) == []
     peers[OURS] = peers["b"]
     document["cases"].append({"name": "x", "peers": {}, "error": "no memory"})
-    ours, built = matmul.failures(document)
+    ours, built = failures(document)
     assert ours.startswith("case, blocks 16x16, 50% sparse: bsk: AssertionError: sampled rows")
     assert built == "x: no memory"
 
@@ -115,31 +125,10 @@ def test_a_case_that_cannot_be_built_has_an_error():
     assert result["error"].startswith("RuntimeError") and result["peers"] == {}
 
 
-def test_results_so_far_are_kept(tmp_path, monkeypatch):
-    path = tmp_path / "out.json"
-    seen = []
-
-    def fake(case, *args, **kwargs):
-        seen.append(json.loads(path.read_text()) if path.exists() else None)
-        if case.name == "third":
-            raise KeyboardInterrupt
-        return {"name": case.name, "problem": {}, "peers": {}}
-
-    monkeypatch.setattr(matmul, "measure", fake)
-    cases = [type("Case", (), {"name": name}) for name in ("first", "second", "third")]
-    with pytest.raises(KeyboardInterrupt):
-        matmul.run("founding", cases, CPU, 0.0, str(path))
-    assert [s and [c["name"] for c in s["cases"]] for s in seen] == [
-        None,
-        ["first"],
-        ["first", "second"],
-    ]
-    assert len(json.loads(path.read_text())["cases"]) == 2
-
-
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", ["founding", "square", "llama", "decode", "crossover"])
 def test_suites_cover_what_they_say(suite):
-    cases, tiny = list(SUITES[suite]()), list(SUITES[suite](tiny=True))
+    made = SUITES[f"matmul_{suite}"].cases
+    cases, tiny = list(made(False)), list(made(True))
     assert len({case.name for case in cases}) == len(cases)
     assert len({case.name for case in tiny}) == len(tiny)
     problems = [case.problem for case in cases]
@@ -155,28 +144,18 @@ def test_suites_cover_what_they_say(suite):
         assert {p["density"] for p in problems} == {0.5, 0.3, 0.22, 0.1, 0.05}
     if suite == "llama":
         assert {tuple(p["weight"]) for p in problems} == set(LLAMA.values())
-        assert {case.narrow for case in cases if case.problem["n"] <= 64} == {True}
+        for case in cases:
+            modes = (EAGER, GRAPH) if case.problem["n"] <= 64 else (EAGER, SUSTAINED)
+            assert case.modes == modes
     if suite == "decode":
-        assert all(case.narrow and case.problem["n"] <= 64 for case in cases)
+        assert all(GRAPH in case.modes and case.problem["n"] <= 64 for case in cases)
 
 
-def test_command_line(tmp_path, monkeypatch, capsys):
-    product = Product(64, 64, 8, (16, 16), 0.5)
-    monkeypatch.setitem(
-        matmul.SUITES, "decode", lambda tiny: [_case(product, "one", (OURS, DENSE))]
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    path = tmp_path / "out.json"
-    assert (
-        matmul.main(["--suite", "decode", "--seconds", "0", "--json", str(path), "--commit", "abc"])
-        == 0
-    )
-    document = json.loads(path.read_text())
-    assert document["commit"] == "abc"
-    assert document["suite"] == "matmul_decode" and document["schema"] == 1
-    assert document["environment"]["versions"]["torch"] == torch.__version__
-    assert document["cases"][0]["ratios"]["eager"]["over_dense"] > 0
-    assert "| one, blocks 16x16, 50% sparse | eager |" in capsys.readouterr().out
+def test_torch_takes_square_blocks_only():
+    inputs = Product(64, 64, 8, (32, 16), 0.5).build(CPU)
+    assert PEERS[TORCH].supports(inputs) == "takes square blocks only"
+    linear = Product(64, 64, 8, (16, 16), 0.5, linear=True).build(CPU)
+    assert PEERS[TORCH].supports(linear) == "only measured as W @ x"
 
 
 def test_meeting_points():

@@ -1,5 +1,6 @@
 import json
 import pathlib
+import xml.etree.ElementTree as ET
 
 import pytest
 
@@ -24,10 +25,11 @@ def _document(**more):
         "torch_bsr": _entry(0.9),
         "cusparse_csr": {"label": "", "n/a": "needs a CUDA GPU"},
     }
-    ratio = {"over_dense": 3.4786, "best_sparse_peer": "torch_bsr", "over_best_sparse": 2.087}
+    ratio = {"over_dense": 3.4786, "best_peer": "torch_bsr", "over_best_peer": 2.087}
     case = {"name": "8192^3", "problem": {}, "peers": peers, "ratios": {"eager": ratio}}
     environment = {"device_name": "H200", "versions": {"torch": "2.11", "triton": "3.6"}}
     return {
+        "schema": 2,
         "suite": "matmul_founding",
         "commit": "0123456789abcdef",
         "environment": environment,
@@ -85,18 +87,22 @@ def test_the_section_is_replaced_and_nothing_else(tmp_path):
     (tmp_path / "benchmarks/results").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
     readme, docs = tmp_path / "README.md", tmp_path / "docs/results.md"
-    write = ["--write", "--root", str(tmp_path)]
     for page in (readme, docs):
         page.write_text(_readme("\nold\n"))
-    tables.main(write)
+    tables.write_pages(tmp_path)
     assert readme.read_text() == docs.read_text() == _readme("\n")
     for suite in ("founding", "square"):
         path = tmp_path / f"benchmarks/results/matmul_{suite}.json"
         path.write_text(json.dumps(_document() | {"suite": f"matmul_{suite}"}))
-    tables.main(write)
-    assert readme.read_text() == _readme(f"\n\n{tables.matmul_tables(_document())}\n\n")
+    tables.write_pages(tmp_path)
+    heading, rest = tables.matmul_tables(_document()).split("\n\n", 1)
+    caption = "Times faster than the same without sparsity, mode eager; below 1, dense wins."
+    link = f"![{caption}](docs/plots/matmul_founding.svg)"
+    assert readme.read_text() == _readme(f"\n\n{heading}\n\n{link}\n\n{rest}\n\n")
+    assert "(../docs/plots/matmul_square.svg)" in docs.read_text()
+    assert len(list((tmp_path / "docs/plots").iterdir())) == 2
     assert docs.read_text().count("**matmul") == 2
-    tables.main(write)
+    tables.write_pages(tmp_path)
     assert readme.read_text().count("8192^3") == 1
 
 
@@ -106,17 +112,21 @@ def test_markers_must_stand_once(text):
         tables.with_section(text, "")
 
 
-def test_printing_files(tmp_path, capsys):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(_document()))
-    assert tables.main([str(path)]) == 0
-    assert capsys.readouterr().out.startswith("**matmul founding**")
-
-
 @pytest.mark.parametrize("page", tables.PAGES)
 def test_the_figures_of_a_page_are_those_of_the_committed_results(page):
     text = (REPOSITORY / page).read_text()
     section = tables.section_of(page, REPOSITORY / tables.RESULTS)
-    assert text == tables.with_section(text, section), (
-        "run `python -m blackwell_sparsek.bench.tables --write`"
-    )
+    assert text == tables.with_section(text, section), "run `bsk report --write`"
+
+
+def test_the_plots_of_the_pages_are_those_of_the_committed_results():
+    folder = REPOSITORY / tables.PLOTS
+    there = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in folder.iterdir()}
+    assert there == tables.plot_files(REPOSITORY / tables.RESULTS), "run `bsk report --write`"
+
+
+def test_a_plot_is_a_file_of_its_own():
+    (text,) = [tables.standalone(figure) for _, figure in tables.headline(_document())]
+    root = ET.fromstring(text)
+    assert root.tag.endswith("svg") and "prefers-color-scheme" in text and "var(--c0)" in text
+    assert [x.text for x in root if x.tag.endswith("text")] == ["bsk", "torch_bsr"]

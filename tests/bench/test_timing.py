@@ -3,7 +3,13 @@ import time
 import pytest
 import torch
 
-from blackwell_sparsek.bench.timing import Timing, time_interleaved
+from blackwell_sparsek.bench import timing
+from blackwell_sparsek.bench.timing import (
+    Timing,
+    time_host,
+    time_interleaved,
+    time_reported,
+)
 
 CPU = torch.device("cpu")
 
@@ -52,3 +58,25 @@ def test_the_budget_bounds_the_rounds():
     contenders = {"sleep": lambda: time.sleep(0.01)}
     times = time_interleaved(contenders, CPU, budget_s=0.1, rounds=(2, 50))
     assert 2 <= len(times["sleep"].seconds) <= 12
+
+
+def test_host_times_are_of_many_short_calls_or_few_long_ones(monkeypatch):
+    now, calls = [0.0], {"short": 0, "long": 0}
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def run(name, seconds):
+        calls[name] += 1
+        now[0] += seconds
+
+    contenders = {"short": lambda: run("short", 1e-4), "long": lambda: run("long", 0.02)}
+    times = time_host(contenders, CPU, 0.0)
+    # one call to see how long it takes, then five samples
+    assert calls == {"short": 1 + 5 * 20, "long": 1 + 5}
+    assert times["long"].median == pytest.approx(0.02)
+    assert times["short"].median == pytest.approx(1e-4)
+
+
+def test_runs_that_measure_themselves():
+    times = time_reported({"a": lambda: 3.5}, CPU)
+    assert times["a"].seconds == [3.5] * 3
+    assert time_reported({"a": lambda: 3.5}, CPU, 0.05)["a"].seconds == [3.5]

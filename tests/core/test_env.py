@@ -48,3 +48,33 @@ def test_the_compilers_environment_is_this_one_without_the_interpreter(monkeypat
     monkeypatch.setenv("BSK_SOMETHING", "kept")
     found = env.environment_for_compiler()
     assert "TRITON_INTERPRET" not in found and found["BSK_SOMETHING"] == "kept"
+
+
+def test_an_environment_with_a_cache_of_its_own(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = env.environment_with_cache("/x")
+    assert found["TRITON_CACHE_DIR"] == "/x"
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == "/x/inductor"
+    assert "TRITON_INTERPRET" not in found
+
+
+def test_variables_for_reports_are_those_that_matter(monkeypatch):
+    monkeypatch.setenv("BSK_IMPL", "eager")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    found = env.relevant_variables()
+    assert found["BSK_IMPL"] == "eager" and found["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "SECRET_TOKEN" not in found
+
+
+def test_where_caches_and_tiles_are(monkeypatch):
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME", "BSK_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert env.triton_cache_dir().endswith("/.triton/cache") and env.config_dir() is None
+    monkeypatch.setenv("TRITON_HOME", "/home")
+    assert env.triton_cache_dir() == "/home/.triton/cache"
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/cache")
+    assert env.triton_cache_dir() == "/cache"
+    monkeypatch.setenv("BSK_CONFIG_DIR", "")
+    assert env.config_dir() is None

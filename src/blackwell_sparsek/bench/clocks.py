@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 FIELDS = {"sm_mhz": "clocks.sm", "watts": "power.draw", "celsius": "temperature.gpu"}
-_EVERY_MS = 200
+_EVERY_MS = 100
+# Beyond this share of its median, a moving clock moves ratios too.
+_STEADY_SHARE = 0.08
 
 
 def parse_line(line: str) -> dict[str, float] | None:
@@ -20,6 +22,20 @@ def parse_line(line: str) -> dict[str, float] | None:
         return dict(zip(FIELDS, (float(cell) for cell in line.split(",")), strict=True))
     except ValueError:
         return None
+
+
+def unsteady(clocks: dict[str, Any]) -> str | None:
+    """How far the clock moved while a case was timed, where that makes its times doubtful.
+
+    Examples
+    --------
+    >>> unsteady({"sm_mhz": {"min": 1200.0, "p50": 1900.0, "max": 1980.0}})
+    'the SM clock moved between 1200 and 1980 MHz'
+    """
+    speed = clocks.get("sm_mhz")
+    if speed is None or speed["max"] - speed["min"] <= _STEADY_SHARE * speed["p50"]:
+        return None
+    return f"the SM clock moved between {speed['min']:.0f} and {speed['max']:.0f} MHz"
 
 
 class ClockLog:

@@ -1,16 +1,29 @@
-"""Running cases: every peer is checked, then all that passed are timed against one another."""
+"""Running one case: every peer is checked, then all that passed are timed against one another."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
-from .clocks import ClockLog
-from .registry import Case, Contender, Peer
-from .timing import Run, Timing, time_interleaved, time_sustained
+from .case import EAGER, GRAPH, HOST, MODES, REPORTED, SUSTAINED, Case, Contender, Peer, Suite
+from .clocks import ClockLog, unsteady
+from .timing import (
+    Run,
+    Timing,
+    captured,
+    time_host,
+    time_interleaved,
+    time_reported,
+    time_sustained,
+)
 
-EAGER, GRAPH, SUSTAINED = MODES = "eager", "graph", "sustained"
+Stage = Callable[[str, str], None]
+"""Told what happens now, and which peer would be to blame if the process ended there."""
+
+
+class ContextLost(RuntimeError):
+    """A peer left the GPU in a state from which only a new process recovers."""
 
 
 def measure(
@@ -20,49 +33,79 @@ def measure(
     *,
     seconds: float,
     clocks: ClockLog,
-    stage: Callable[[str], None] = lambda text: None,
+    stage: Stage = lambda text, peer: None,
+    modes: Collection[str] = MODES,
+    crashed: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Check and time one case; what fails has a reason instead of times."""
+    """Check and time one case; what fails has a reason instead of times.
+
+    `crashed` names the peers that ended an earlier process on this case or another, and how.
+    """
     result: dict[str, Any] = {"name": case.name, "problem": case.problem, "peers": {}}
-    stage("preparing")
+    stage("preparing", "")
     try:
         inputs = case.build(device)
     except Exception as error:  # such as memory: the other cases still run
-        return result | {"error": _told(error)}
+        return result | {"error": told(error)}
     contenders: dict[str, Contender] = {}
     for name in case.peers:
-        stage(f"checking {name}")
-        entry = result["peers"][name] = {"label": peers[name].label}
-        if (reason := peers[name].why_not(inputs)) is not None:
-            entry["n/a"] = reason
+        peer = peers[name]
+        entry = result["peers"][name] = {"label": peer.label, "rival": peer.rival}
+        if crashed and name in crashed:
+            entry["crashed"] = crashed[name]
+            continue
+        stage("", name)
+        try:
+            if (reason := peer.available() or peer.supports(inputs)) is not None:
+                entry["n/a"] = reason
+                continue
+            stage(f"checking {name}", name)
+            contender = peer.prepare(inputs)
+            result_of_run = contender.run()
+        except NotImplementedError as error:
+            entry["n/a"] = told(error)
+            continue
+        except Exception as error:  # the others still run
+            entry["crashed"] = told(error)
+            _raise_if_lost(device, name)
             continue
         try:
-            contender = peers[name].prepare(inputs)
-            contender.check(contender.run())
-        except Exception as error:  # a peer that cannot, or computes something else
-            entry["failed" if isinstance(error, AssertionError) else "n/a"] = _told(error)
+            contender.check(result_of_run)
+        except Exception as error:
+            entry["failed" if isinstance(error, AssertionError) else "crashed"] = told(error)
+            _raise_if_lost(device, name)
             continue
+        del result_of_run
         entry |= contender.notes or {}
         contenders[name] = contender
 
     started = time.monotonic()
-    for mode in _modes(case, device):
-        stage(f"timing, {mode}")
-        for name, timing in _times(contenders, mode, device, seconds, result).items():
-            times = {"quantiles_s": timing.quantiles(), "rounds": len(timing.seconds)}
-            tera = 1e12 * timing.median
-            times["executed_tflops"] = contenders[name].flops / tera
-            times["dense_equivalent_tflops"] = case.dense_flops / tera
-            result["peers"][name].setdefault("times", {})[mode] = times
+    for mode in case.modes:
+        if mode not in modes or (mode in (GRAPH, SUSTAINED) and device.type != "cuda"):
+            continue
+        stage(f"timing, {mode}", "")
+        for name, timing in _times(contenders, mode, device, seconds, result, stage).items():
+            entry = _figures(timing, contenders[name], case.dense_flops)
+            result["peers"][name].setdefault("times", {})[mode] = entry
     result["clocks"] = clocks.between(started, time.monotonic())
+    if (mark := unsteady(result["clocks"])) is not None:
+        result["unsteady"] = mark
     return result
 
 
-def _modes(case: Case, device: torch.device) -> tuple[str, ...]:
-    """Narrow products are bound by launches and memory, wide ones by clocks and power."""
-    if device.type != "cuda":
-        return (EAGER,)
-    return (EAGER, GRAPH) if case.narrow else (EAGER, SUSTAINED)
+def _figures(timing: Timing, contender: Contender, dense_flops: float) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "quantiles_s": timing.quantiles(),
+        "rounds": len(timing.seconds),
+    }
+    tera = 1e12 * timing.median
+    if contender.flops:
+        figures["executed_tflops"] = contender.flops / tera
+    if dense_flops:
+        figures["dense_equivalent_tflops"] = dense_flops / tera
+    if contender.moved_bytes:
+        figures["terabytes_per_s"] = contender.moved_bytes / tera
+    return figures
 
 
 def _times(
@@ -71,71 +114,85 @@ def _times(
     device: torch.device,
     seconds: float,
     result: dict[str, Any],
+    stage: Stage,
 ) -> dict[str, Timing]:
     runs: dict[str, Run] = {}
     calls: dict[str, int] = {}
     for name, contender in contenders.items():
         together = contender.replicas or (contender.run,)
+        stage("", name)
         try:
             runs[name] = captured(together) if mode == GRAPH else contender.run
-            runs[name]()
+            if mode != REPORTED:
+                runs[name]()
         except Exception as error:
-            result["peers"][name][f"no {mode}"] = _told(error)
+            result["peers"][name][f"no {mode}"] = told(error)
             runs.pop(name, None)
+            _raise_if_lost(device, name)
             continue
         calls[name] = len(together) if mode == GRAPH else 1
     if not runs:
         return {}
+    stage("", "")
     try:
-        if mode == SUSTAINED:
-            return time_sustained(runs, device, block_s=seconds / 2)
-        times = time_interleaved(runs, device, budget_s=seconds, rounds=(3, 100))
+        times = _TIMERS[mode](runs, device, seconds)
     except Exception as error:
-        result[f"no {mode}"] = _told(error)
+        result[f"no {mode}"] = told(error)
         return {}
     return {name: Timing([s / calls[name] for s in t.seconds]) for name, t in times.items()}
 
 
-def captured(runs: tuple[Run, ...]) -> Run:
-    """All of `runs`, one after the other, as one CUDA graph."""
-    make_stream: Any = torch.cuda.Stream
-    stream = make_stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for run in runs:
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
-    return graph.replay
+def _interleaved(runs: dict[str, Run], device: torch.device, seconds: float) -> dict[str, Timing]:
+    return time_interleaved(runs, device, budget_s=seconds, rounds=(3, 100))
 
 
-def ratios(result: dict[str, Any], ours: str, dense: str, sparse: list[str]) -> dict[str, Any]:
-    """How many times faster `ours` is than the dense peer and the best sparse one, by mode."""
+def _sustained(runs: dict[str, Run], device: torch.device, seconds: float) -> dict[str, Timing]:
+    return time_sustained(runs, device, block_s=seconds / 2)
+
+
+_Timer = Callable[[dict[str, Run], torch.device, float], dict[str, Timing]]
+_TIMERS: dict[str, _Timer] = {
+    EAGER: _interleaved,
+    GRAPH: _interleaved,
+    SUSTAINED: _sustained,
+    HOST: time_host,
+    REPORTED: time_reported,
+}
+
+
+def _raise_if_lost(device: torch.device, peer: str) -> None:
+    """An illegal access, say, makes every later call on the GPU fail as well."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        raise ContextLost(f"{peer}: {told(error)}") from error
+
+
+def ratios(result: dict[str, Any], suite: Suite) -> dict[str, Any]:
+    """How many times faster we are than the dense peer and the best rival, by mode."""
     found: dict[str, Any] = {}
+    rivals = [name for name, entry in result["peers"].items() if entry.get("rival")]
     for mode in MODES:
         medians = {
             name: entry["times"][mode]["quantiles_s"]["p50"]
             for name, entry in result["peers"].items()
             if mode in entry.get("times", {})
         }
-        if ours not in medians:
+        if suite.ours not in medians:
             continue
         found[mode] = {}
-        if dense in medians:
-            found[mode]["over_dense"] = medians[dense] / medians[ours]
-        others = {name: medians[name] for name in sparse if name in medians}
+        mine = medians[suite.ours]
+        if suite.dense in medians:
+            found[mode]["over_dense"] = medians[suite.dense] / mine
+        others = {name: medians[name] for name in rivals if name in medians}
         if others:
             best = min(others, key=others.__getitem__)
-            found[mode] |= {
-                "best_sparse_peer": best,
-                "over_best_sparse": others[best] / medians[ours],
-            }
+            found[mode] |= {"best_peer": best, "over_best_peer": others[best] / mine}
     return found
 
 
-def _told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """The first line of an error; some of torch's go on for pages."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]

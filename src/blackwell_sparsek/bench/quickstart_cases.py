@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from .. import BSRMatrix, attention, explain, masks, matmul
 from ..testing.tolerance import assert_within_budget
-from .matmul_inputs import plain_product
+from .problems.product import plain_product
 
 OURS = "bsk"
 

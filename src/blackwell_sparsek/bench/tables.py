@@ -1,61 +1,70 @@
-"""Results files as Markdown: `python -m blackwell_sparsek.bench.tables --write`.
+"""Results files as Markdown, and the pages that show them: `bsk report --write`.
 
 Figures in README.md and docs/results.md are between two markers and come from the files in
 benchmarks/results; a test holds them to that.
 """
 
-import argparse
-import json
 import pathlib
-import sys
-from collections.abc import Iterable, Sequence
 from typing import Any
+
+from . import results
+from .peer_tables import MODE_HEADS, heading, notes, number, peer_tables, table, times_faster
+from .report.figures import Figure, figures_of
+from .report.page import colours_of
+from .report.standalone import standalone
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 RESULTS = pathlib.Path("benchmarks/results")
 # What each page shows: README.md what a reader wants first, the other page everything.
 PAGES = {
-    pathlib.Path("README.md"): ("matmul_founding", "matmul_crossover"),
+    pathlib.Path("README.md"): (
+        "matmul_founding",
+        "attention_dense",
+        "attention_small",
+        "attention_window",
+        "block_sparse",
+        "decode",
+    ),
     pathlib.Path("docs/results.md"): (
         "matmul_founding",
         "matmul_decode",
         "matmul_crossover",
         "matmul_square",
         "matmul_llama",
+        "attention_dense",
+        "attention_window",
+        "attention_small",
+        "block_sparse",
+        "mask_building",
+        "backward",
+        "decode",
+        "host",
+        "first_call",
     ),
 }
+PLOTS = pathlib.Path("docs/plots")
 
 
-CASE_HEADS = {
-    "eager": "case, single calls between pauses, cold L2",
-    "graph": "case, in a CUDA graph, cold weights",
-    "sustained": "case, call after call without a pause",
-}
+CASE_HEADS = {mode: f"case, {MODE_HEADS[mode]}" for mode in ("eager", "graph", "sustained")}
+CASE_HEADS["graph"] = "case, in a CUDA graph, cold weights"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all but the first column are aligned to the right."""
-    lines = [head, ["---", *(["---:"] * (len(head) - 1))], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def suite_tables(document: dict[str, Any]) -> str:
+    """What a results file says."""
+    is_matmul = document["suite"].startswith("matmul_")
+    return matmul_tables(document) if is_matmul else peer_tables(document)
 
 
 def matmul_tables(document: dict[str, Any]) -> str:
-    """What a results file of `bench.matmul` says."""
-    environment = document["environment"]
-    versions = environment["versions"]
-    where = f"{environment['device_name']}, torch {versions['torch']}"
-    where += f", triton {versions['triton']}" if "triton" in versions else ""
-    where += f", commit {document['commit'][:10]}" if document.get("commit") else ""
-    parts = [f"**{document['suite'].replace('_', ' ')}** ({where})"]
+    """What a results file of products says: ours against the dense product and the best peer."""
+    parts = [heading(document)]
     for mode in CASE_HEADS:
         rows = [_row(case, mode) for case in document["cases"]]
         if any(row is not None for row in rows):
             parts.append(_times_table(mode, [row for row in rows if row is not None]))
     if document.get("crossover"):
         parts.append(_crossover_table(document["crossover"]))
-    absent = _absent(document["cases"])
-    if absent:
-        parts.append("\n".join(absent))
+    parts += notes(document)
     return "\n\n".join(parts)
 
 
@@ -67,21 +76,23 @@ def _row(case: dict[str, Any], mode: str) -> list[str] | None:
         return None
 
     def ms(name: str) -> str:
-        return _number(times[name]["quantiles_s"]["p50"] * 1e3) if name in times else "n/a"
+        return number(times[name]["quantiles_s"]["p50"] * 1e3) if name in times else "n/a"
 
     ours = times.get("bsk", {})
     ratio = case.get("ratios", {}).get(mode, {})
-    best = ratio.get("best_sparse_peer")
+    best = ratio.get("best_peer")
     return [
         case["name"],
         str(peers.get("bsk", {}).get("implementation", "n/a")),
         ms("bsk"),
         ms("dense"),
-        _times(ratio.get("over_dense")),
+        times_faster(ratio.get("over_dense")),
         f"{ms(best)} ({best})" if best else "n/a",
-        _times(ratio.get("over_best_sparse")),
-        _number(ours["executed_tflops"]) if ours else "n/a",
-        _number(ours["dense_equivalent_tflops"]) if ours else "n/a",
+        times_faster(ratio.get("over_best_peer")),
+        *(
+            number(ours[work]) if work in ours else "n/a"
+            for work in ("executed_tflops", "dense_equivalent_tflops")
+        ),
     ]
 
 
@@ -115,38 +126,21 @@ def _crossover_table(crossover: list[dict[str, Any]]) -> str:
     return table(["block", "stored blocks win below", "against dense"], rows)
 
 
-def _absent(cases: list[dict[str, Any]]) -> list[str]:
-    """Why peers have no times, each reason once."""
-    found: dict[str, None] = {}
-    for case in cases:
-        for name, entry in case["peers"].items():
-            if "n/a" in entry:
-                found[f"- {name}: n/a: {entry['n/a']}"] = None
-            if "failed" in entry:
-                found[f"- {name}: failed its check ({case['name']}): {entry['failed']}"] = None
-    return list(found)
-
-
-def _number(value: float) -> str:
-    """Three digits, and no exponent where there are more."""
-    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
-
-
 def _has(entry: dict[str, Any], mode: str) -> bool:
     return mode in entry.get("times", {})
 
 
-def _times(ratio: float | None) -> str:
-    return "n/a" if ratio is None else f"{ratio:.2f}x"
-
-
-def section_of(page: pathlib.Path, results: pathlib.Path) -> str:
+def section_of(page: pathlib.Path, folder: pathlib.Path) -> str:
     """What belongs between the markers of a page, given the committed results; may be empty."""
     parts = []
     for suite in PAGES[page]:
-        path = results / f"{suite}.json"
+        path = folder / f"{suite}.json"
         if path.exists():
-            parts.append(matmul_tables(json.loads(path.read_text())))
+            document = results.read(path)
+            heading, *tables = suite_tables(document).split("\n\n")
+            above = "../" * (len(page.parts) - 1)
+            links = [f"![{plot.caption}]({above}{name})" for name, plot in headline(document)]
+            parts.append("\n\n".join([heading, *links, *tables]))
     return "\n\n".join(parts)
 
 
@@ -160,23 +154,30 @@ def with_section(text: str, section: str) -> str:
     return f"{before}{BEGIN}{inside}{END}{after}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: print tables of the given files, or write those of the pages."""
-    parser = argparse.ArgumentParser(
-        prog="python -m blackwell_sparsek.bench.tables", description=__doc__
-    )
-    parser.add_argument("files", nargs="*", type=pathlib.Path, help="results files to print")
-    parser.add_argument("--write", action="store_true", help="rewrite the figures of the pages")
-    parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path("."), help="repository")
-    args = parser.parse_args(argv)
-    for path in args.files:
-        print(matmul_tables(json.loads(path.read_text())), end="\n\n")
-    for page in PAGES if args.write else ():
-        section = section_of(page, args.root / RESULTS)
-        target = args.root / page
+def headline(document: dict[str, Any]) -> list[tuple[str, Figure]]:
+    """The picture that says most about a suite, with its file from the root of the repository."""
+    figures = figures_of(document, colours_of(document))
+    # products are about the dense product, attention about the other kernels
+    if document["suite"].startswith("matmul_"):
+        figures.sort(key=lambda figure: "faster than" not in figure.caption)
+    return [((PLOTS / f"{document['suite']}.svg").as_posix(), figure) for figure in figures[:1]]
+
+
+def plot_files(folder: pathlib.Path) -> dict[str, str]:
+    """Every plot that the pages show, by the name of its file."""
+    suites = dict.fromkeys(suite for shown in PAGES.values() for suite in shown)
+    paths = [folder / f"{suite}.json" for suite in suites]
+    documents = [results.read(path) for path in paths if path.exists()]
+    found = (plot for document in documents for plot in headline(document))
+    return {name: standalone(figure) for name, figure in found}
+
+
+def write_pages(root: pathlib.Path) -> None:
+    """Put the figures of the committed results into the pages of a repository."""
+    for name, content in plot_files(root / RESULTS).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    for page in PAGES:
+        target = root / page
+        section = section_of(page, root / RESULTS)
         target.write_text(with_section(target.read_text(), section))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

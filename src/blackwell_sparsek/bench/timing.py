@@ -116,6 +116,62 @@ def time_sustained(
     return timings
 
 
+def time_host(
+    contenders: Mapping[str, Run], device: torch.device, seconds: float = 0.3
+) -> dict[str, Timing]:
+    """Time until calls return, the device working behind them: what a call costs the host.
+
+    Samples are of few calls, so that the queue of launches never fills and makes the host wait.
+    """
+    calls = {name: _calls_for_host(run) for name, run in contenders.items()}
+    timings = {name: Timing() for name in contenders}
+    started = time.perf_counter()
+    while len(next(iter(timings.values())).seconds) < 5 or time.perf_counter() - started < seconds:
+        for name, run in contenders.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            for _ in range(calls[name]):
+                run()
+            timings[name].seconds.append((time.perf_counter() - begin) / calls[name])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return timings
+
+
+def _calls_for_host(run: Run) -> int:
+    begin = time.perf_counter()
+    run()
+    return max(1, min(20, round(10 * _SHORTEST_SAMPLE_S / (time.perf_counter() - begin))))
+
+
+def time_reported(
+    contenders: Mapping[str, Run], device: torch.device, seconds: float = 0.3
+) -> dict[str, Timing]:
+    """One to three rounds, by `seconds`, of runs that measure themselves and return seconds."""
+    timings = {name: Timing() for name in contenders}
+    for _ in range(max(1, min(3, round(10 * seconds)))):
+        for name, run in contenders.items():
+            timings[name].seconds.append(float(run()))
+    return timings
+
+
+def captured(runs: tuple[Run, ...]) -> Run:
+    """All of `runs`, one after the other, as one CUDA graph."""
+    make_stream: Any = torch.cuda.Stream
+    stream = make_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for run in runs:
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    return graph.replay
+
+
 class _CpuSample:
     """Seconds per call by the wall clock."""
 

@@ -22,6 +22,17 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
+def config_dir() -> str | None:
+    """`BSK_CONFIG_DIR`: the tiles that `bsk tune` found; unset, only the built-in ones count."""
+    return os.environ.get("BSK_CONFIG_DIR") or None
+
+
+def triton_cache_dir() -> str:
+    """Where Triton keeps compiled kernels, which processes of this user load and run."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
+
+
 def triton_overrides() -> dict[str, str]:
     """Return the set variables that make Triton load code or tools from elsewhere."""
     names = (
@@ -35,6 +46,18 @@ def triton_overrides() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+def relevant_variables() -> dict[str, str]:
+    """Return the set variables that change what runs or how fast, for reports."""
+    prefixes = ("BSK_", "TRITON_", "CUDA_", "PYTORCH_", "OMP_", "MKL_", "NVIDIA_TF32_")
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
+
+
 def environment_for_compiler() -> dict[str, str]:
     """Return the environment for a child process in which Triton compiles, not interprets."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+def environment_with_cache(folder: str) -> dict[str, str]:
+    """Return the environment for a child process that keeps everything it compiles in `folder`."""
+    own = {"TRITON_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor")}
+    return environment_for_compiler() | own

@@ -15,3 +15,7 @@ class InvalidType(InvalidInput, TypeError):
 
 class Unsupported(BskError, NotImplementedError):
     """The request is meaningful, but the implementation asked for cannot serve it here."""
+
+
+class OutOfPages(BskError, RuntimeError):
+    """A paged cache has fewer free pages than a request needs; nothing was changed."""

@@ -28,9 +28,21 @@ def row_bounds(q_pos, kv_len, left, right):
 
 
 @triton.jit
+def not_before(kv_pos, first):
+    """Whether keys are not cut off by the lower row bounds."""
+    return kv_pos >= first
+
+
+@triton.jit
+def not_after(kv_pos, last):
+    """Whether keys are not cut off by the upper row bounds."""
+    return kv_pos <= last
+
+
+@triton.jit
 def within_bounds(kv_pos, first, last):
     """Whether keys lie between the row bounds; two comparisons cover band and length."""
-    return (kv_pos >= first) & (kv_pos <= last)
+    return not_before(kv_pos, first) & not_after(kv_pos, last)
 
 
 @triton.jit

@@ -108,6 +108,7 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     # kernels with asynchronous copies take their shared memory at launch: ptxas does not see it
     record["shared"] = max(record["shared"], compiled.metadata.shared)
     wanted = dict.fromkeys((*case.expect, *counts))
+    record["num_warps"] = case.num_warps
     record["counts"] = {what: _count(compiled, what, sm) for what in wanted}
     record["problems"] = _problems(case, sm, record)
     record["seconds"] = time.perf_counter() - started

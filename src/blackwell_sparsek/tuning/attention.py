@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..kernels.attention.config import AttnFwdConfig
 from .problem_attention import AttnProblem
+from .tuned import tuned_tile
 
 # GPUs whose programs get 160 KiB of shared memory and more; all others have 99 KiB.
 LARGE_SMEM = (80, 87, 90, 100, 101, 103, 110)
@@ -28,8 +29,9 @@ def attn_fwd_config(problem: AttnProblem, precision: str) -> AttnFwdConfig:
     """Tiles of the forward kernel; `precision` is what fp32 operands are multiplied in."""
     dim = max(problem.head_dim, problem.head_dim_v)
     block_q = None if problem.mask_block is None else problem.mask_block[0]
-    tile = _tile(problem.arch.sm, problem.dtype.itemsize, dim, block_q, precision)
-    return AttnFwdConfig(tile.m, tile.n, tile.warps, tile.stages, precision)
+    facts = (problem.arch.sm, problem.dtype.itemsize, dim, block_q, precision)
+    tile = tuned_tile("attn_fwd", facts) or _tile(*facts)
+    return AttnFwdConfig(*tile, precision)
 
 
 @lru_cache(maxsize=1024)

@@ -50,8 +50,6 @@ class DecodeStrides(NamedTuple):
     q: tuple[int, int, int]
     k: tuple[int, int, int]
     v: tuple[int, int, int]
-    tables: tuple[int, int, int]
-    """Of the page table's rows, and of batch and head of the block lists."""
     scales: tuple[int, int]
     """Of the heads of k_scale and v_scale; 0 where one number is for all."""
 
@@ -161,19 +159,19 @@ def _row_places(rows, num_rows, kv_head, group, q_len, strides):
 
 @triton.jit
 def _write(
-    results, extras, m_log2, row_sum, acc, rows, num_rows, batch, kv_head, kv_len, q_len, heads,
+    results, scoring, m_log2, row_sum, acc, rows, num_rows, batch, kv_head, kv_len, q_len, heads,
     strides, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
     """End the softmax of packed rows and store outputs and lse."""
     live = rows < num_rows
     token, head, offset = _row_places(rows, num_rows, kv_head, heads[1], q_len, strides.out)
-    if extras[0] is not None:
-        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(extras[0] + head))
+    if scoring[2] is not None:
+        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(scoring[2] + head))
         acc *= rescale[:, None]
     row_sum = tl.where(kv_len < 0, float("nan"), row_sum)
     inverse, lse = finalise(m_log2, row_sum)
-    if extras[2] is not None:
-        inverse *= tl.load(extras[2] + kv_head * strides.scales[1])
+    if scoring[4] is not None:
+        inverse *= tl.load(scoring[4] + kv_head * strides.scales[1])
     offs_dv = tl.arange(0, acc.shape[1])
     out_ptr = results[0] + tl.cast(batch, tl.int64) * strides.out[0]
     tl.store(
@@ -187,6 +185,7 @@ def _write(
 
 @triton.jit(
     do_not_specialize=[
+        "page_row_stride", "list_batch_stride", "list_head_stride",
         "batch", "q_len", "capacity", "num_pages", "num_blocks", "left", "right",
     ]
 )  # fmt: skip
@@ -194,9 +193,12 @@ def _attn_decode_kernel(
     results,
     inputs,
     tables,
-    extras,
+    scoring,
     workspace,
     strides,
+    page_row_stride,
+    list_batch_stride,
+    list_head_stride,
     batch,
     q_len,
     capacity,
@@ -205,7 +207,6 @@ def _attn_decode_kernel(
     left,
     right,
     heads,
-    score,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -217,8 +218,8 @@ def _attn_decode_kernel(
     """One stretch of the KV tiles of all sequences and heads.
 
     results (out, lse), inputs (q, k_cache, v_cache), tables (cache_seqlens, page_table,
-    kv_blocks), extras (sinks, k_scale, v_scale), workspace (parts, counters),
-    heads (KV heads, query heads of each).
+    kv_blocks), scoring (scale_log2, inverse_cap, sinks, k_scale, v_scale), workspace (parts,
+    counters), heads (KV heads, query heads of each).
     """
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
@@ -244,8 +245,8 @@ def _attn_decode_kernel(
         shift = first_tile - plane_tile
         k_head = k_ptr + tl.cast(kv_head, tl.int64) * strides.k[1]
         v_head = v_ptr + tl.cast(kv_head, tl.int64) * strides.v[1]
-        page_row = tl.cast(sequence, tl.int64) * strides.tables[0]
-        list_row = tl.cast(sequence, tl.int64) * strides.tables[1] + kv_head * strides.tables[2]
+        page_row = tl.cast(sequence, tl.int64) * page_row_stride
+        list_row = tl.cast(sequence, tl.int64) * list_batch_stride + kv_head * list_head_stride
         cache = (
             (tables[1], tables[2], page_row, list_row),
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
@@ -258,21 +259,21 @@ def _attn_decode_kernel(
         begins = owner_of(plane_tile, total, tl.num_programs(0))
         ends = owner_of(plane_tile + count - 1, total, tl.num_programs(0))
         k_scale = 1.0
-        if extras[1] is not None:
-            k_scale = tl.load(extras[1] + kv_head * strides.scales[0])
+        if scoring[3] is not None:
+            k_scale = tl.load(scoring[3] + kv_head * strides.scales[0])
         # under a softcap the factor of the softmax is the cap, and that of keys belongs inside
-        q, scale_log2 = fold_sign(q, score[0] * k_scale if score[1] is None else score[0])
+        q, scale_log2 = fold_sign(q, scoring[0] * k_scale if scoring[1] is None else scoring[0])
         q_pos = position(token, q_len, tl.maximum(kv_len, 0))
         first, last = row_bounds(q_pos, tl.maximum(kv_len, 0), left, right)
         m_log2, row_sum, acc = _attend_cache(
             q, first, last,
             k_head, v_head, cache, tile + shift, stop + shift,
-            strides, (scale_log2, score[1], k_scale),
+            strides, (scale_log2, scoring[1], k_scale),
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION,
         )  # fmt: skip
         if begins == ends:
             _write(
-                results, extras, m_log2, row_sum, acc, rows, num_rows, sequence, kv_head, kv_len,
+                results, scoring, m_log2, row_sum, acc, rows, num_rows, sequence, kv_head, kv_len,
                 q_len, heads, strides, HEAD_DIM_V,
             )  # fmt: skip
         else:
@@ -286,7 +287,7 @@ def _attn_decode_kernel(
                         TILE_M, TILE_DV,
                     )  # fmt: skip
                     _write(
-                        results, extras, m_log2_all, row_sum_all, acc_all,
+                        results, scoring, m_log2_all, row_sum_all, acc_all,
                         first_row + row + tl.arange(0, MERGED_ROWS), first_row + tile_rows,
                         sequence, kv_head, kv_len, q_len, heads, strides, HEAD_DIM_V,
                     )  # fmt: skip
@@ -332,6 +333,7 @@ def launch_attn_decode(
             (q, k_cache, v_cache),
             (spec.cache_seqlens, spec.page_table, blocks),
             (
+                *score_factors(spec.scale, spec.softcap),
                 None if spec.sinks is None else spec.sinks.contiguous(),
                 spec.k_scale,
                 spec.v_scale,
@@ -345,9 +347,9 @@ def launch_attn_decode(
                 token_strides(q),
                 _cache_strides(k_cache, pages),
                 _cache_strides(v_cache, pages),
-                _table_strides(spec),
                 (_scale_stride(spec.k_scale), _scale_stride(spec.v_scale)),
             ),
+            *_table_strides(spec),
             batch,
             q_len,
             capacity(k_cache, spec),
@@ -355,7 +357,6 @@ def launch_attn_decode(
             0 if blocks is None else blocks.shape[2],
             *spec.band.scalars(),
             (heads, heads_q // heads),
-            score_factors(spec.scale, spec.softcap),
             dim,
             dim_v,
             pages,
@@ -374,6 +375,7 @@ def _cache_strides(cache: torch.Tensor, pages: int | None) -> tuple[int, int, in
 
 
 def _table_strides(spec: DecodeSpec) -> tuple[int, int, int]:
+    """Strides of the page table's rows, and of batch and head of the block lists."""
     table, blocks = spec.page_table, spec.kv_blocks
     of_table = 0 if table is None else table.stride(0)
     return (of_table, *((0, 0) if blocks is None else blocks.stride()[:2]))

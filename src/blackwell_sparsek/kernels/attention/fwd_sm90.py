@@ -24,13 +24,12 @@ from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channe
 from ...device.masks import (
     bit_visible,
     exists,
-    kv_range,
-    kv_range_of_all,
+    not_after,
+    not_before,
     position,
     row_bounds,
     within_bounds,
 )
-from ...device.schedule import place_in_sections
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
@@ -41,65 +40,14 @@ from ...device.visits import (
     num_full_units,
     num_masked_units,
     num_tiles,
-    plan_blocks,
-    plan_dense,
     tile_ordinal,
 )
 from ..sm90 import GROUP_ROWS
+from .fwd_sm90_work import count_q_tiles, place_piece, plan_piece
 
 ROWS = gl.constexpr(GROUP_ROWS)
-# Entries of a mask row read at a time, four by each thread of the producer.
-SCAN = gl.constexpr(128)
 # What describes a piece of work: the six bounds of a visit plan, plane and query tile.
 WORK_FIELDS = gl.constexpr(8)
-
-
-@gluon.jit
-def _count_q_tiles(mask, schedule, q_len, CFG: gl.constexpr):
-    """How many pieces of work a plane has."""
-    if schedule[0] is None:
-        q_tiles = (q_len + CFG.tile_m - 1) // CFG.tile_m
-    else:
-        # an order names whole rows of the mask; what they have past the queries is empty
-        block_q = mask[0][5]
-        q_tiles = (q_len + block_q - 1) // block_q * (block_q // CFG.tile_m)
-    return q_tiles
-
-
-@gluon.jit
-def _place_piece(mask, schedule, piece, q_tiles, CFG: gl.constexpr):
-    """Plane and query tile of a piece of work: in sections, or as the order of the mask says."""
-    order_ptr, num_planes, section, _ = schedule
-    if order_ptr is None:
-        plane, q_tile = place_in_sections(piece, num_planes, q_tiles, section)
-    else:
-        row_tiles = mask[0][5] // CFG.tile_m
-        q_blocks = q_tiles // row_tiles
-        entry = gl.load(order_ptr + piece // row_tiles)
-        plane = entry // q_blocks
-        q_tile = entry % q_blocks * row_tiles + piece % row_tiles
-    return plane, q_tile
-
-
-@gluon.jit
-def _plan_piece(mask, plane, q_tile, lengths, heads, band, CFG: gl.constexpr):
-    """Which KV tiles the queries of a piece visit."""
-    lists, batch_step, head_step = mask
-    tile_n: gl.constexpr = CFG.TILE_N
-    unit_size: gl.constexpr = CFG.UNIT
-    q_len, kv_len = lengths
-    q_start = q_tile * CFG.tile_m
-    q_end = q_start + CFG.tile_m
-    kv_lo, kv_hi = kv_range(q_start, q_end, q_len, kv_len, band[0], band[1])
-    all_lo, all_hi = kv_range_of_all(q_start, q_end, q_len, kv_len, band[0], band[1])
-    if lists is None:
-        plan = plan_dense(kv_lo, kv_hi, all_lo, all_hi, tile_n)
-    else:
-        batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
-        row = batch * batch_step + q_head * head_step + q_start // lists[5]
-        offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
-        plan = plan_blocks(lists, row, kv_lo, kv_hi, all_lo, all_hi, offs_scan, tile_n, unit_size)
-    return plan
 
 
 @gluon.jit
@@ -144,7 +92,7 @@ def _produce(produce, shared, CFG: gl.constexpr):
     consumers: gl.constexpr = CFG.CONSUMERS
     tile_n: gl.constexpr = CFG.TILE_N
     unit_size: gl.constexpr = CFG.UNIT
-    q_tiles = _count_q_tiles(mask, schedule, lengths[0], CFG)
+    q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
     total = schedule[1] * q_tiles
     step = 0
     turn = 0
@@ -154,9 +102,9 @@ def _produce(produce, shared, CFG: gl.constexpr):
         if schedule[3] != 0:
             # asked for a whole piece ahead of its use
             next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        plane, q_tile = _place_piece(mask, schedule, piece, q_tiles, CFG)
+        plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
         batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
-        plan = _plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
+        plan = plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
         num_masked = num_masked_units(plan)
         kv_tiles = num_tiles(num_masked, tile_n, unit_size)
         kv_tiles += num_tiles(num_full_units(plan), tile_n, unit_size)
@@ -180,24 +128,36 @@ def _produce(produce, shared, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _mask_scores(s, visit, kv_tile, q_index, q_start, first, last, CFG: gl.constexpr):
+def _mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
     """Scores of a tile that needs mask code, -inf where a query does not see a key."""
     lists, plan, num_masked, kv_len = visit
+    first, last, every_first, every_last = bounds
     tile_n: gl.constexpr = CFG.TILE_N
     unit_size: gl.constexpr = CFG.UNIT
-    layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    offs_n = gl.arange(0, tile_n, gl.SliceLayout(0, layout))
-    ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, tile_n, unit_size)
-    unit = masked_unit(plan, ordinal)
-    kv_pos = keys_of_tile(lists, unit, ordinal, num_masked, kv_in_unit, kv_len, tile_n, unit_size)
-    visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
-    if lists is not None:
+    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
+    if lists is None:
+        # a band has two edges, and seldom do both cut through a tile
+        kv_start = masked_unit(plan, kv_tile) * tile_n
+        if kv_start + (tile_n - 1) > every_last:
+            kv_pos = kv_start + gl.arange(0, tile_n, columns)
+            s = gl.where(not_after(kv_pos[None, :], last[:, None]), s, -float("inf"))
+        if kv_start < every_first:
+            kv_pos = kv_start + gl.arange(0, tile_n, columns)
+            s = gl.where(not_before(kv_pos[None, :], first[:, None]), s, -float("inf"))
+    else:
+        offs_n = gl.arange(0, tile_n, columns)
+        ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, tile_n, unit_size)
+        unit = masked_unit(plan, ordinal)
+        kv_pos = keys_of_tile(
+            lists, unit, ordinal, num_masked, kv_in_unit, kv_len, tile_n, unit_size
+        )
+        visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
         q_in_block = q_index - q_start // lists[5] * lists[5]
         words = bits_of_tile(
             lists, unit, ordinal, num_masked, q_in_block, kv_in_unit, tile_n, unit_size
         )
-        visible = visible & bit_visible(words, kv_in_unit[None, :])
-    return gl.where(visible, s, -float("inf"))
+        s = gl.where(visible & bit_visible(words, kv_in_unit[None, :]), s, -float("inf"))
+    return s
 
 
 @gluon.jit
@@ -231,6 +191,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q_start = q_tile * CFG.tile_m
         q_index = q_start + GROUP * ROWS + rows
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
+        first_pos = position(q_start + GROUP * ROWS, q_len, kv_len)
+        _, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
+        every_first, _ = row_bounds(first_pos + (ROWS - 1), kv_len, band[0], band[1])
+        bounds = (first, last, every_first, every_last)
         num_masked = num_masked_units(plan)
         masked_tiles = num_tiles(num_masked, tile_n, unit_size)
         kv_tiles = masked_tiles + num_tiles(num_full_units(plan), tile_n, unit_size)
@@ -246,7 +210,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
             mbarrier.arrive(k_empty.index(stage), count=1)
             if masked_tiles > 0:
-                s = _mask_scores(s, visit, 0, q_index, q_start, first, last, CFG)
+                s = _mask_scores(s, visit, 0, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
             p = gl.convert_layout(weights.to(dtype), p_layout)
             for kv_tile in range(1, kv_tiles):
@@ -262,7 +226,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 if kv_tile < masked_tiles:
-                    s = _mask_scores(s, visit, kv_tile, q_index, q_start, first, last, CFG)
+                    s = _mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
                 m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
                 # ptxas would sink the softmax below the wait, where it overlaps with nothing;
                 # a store to shared memory that needs its result keeps it above

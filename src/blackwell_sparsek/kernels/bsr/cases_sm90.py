@@ -18,6 +18,7 @@ def spmm_sm90_case(
     dtype: torch.dtype = torch.float16,
     out_dtype: torch.dtype | None = None,
     extras: bool = False,
+    max_spill_bytes: int = 0,
 ) -> CompileCase:
     """A launch of the kernel; `extras` adds bias, residual and rows that were cut."""
     return CompileCase(
@@ -37,14 +38,16 @@ def spmm_sm90_case(
             "counter_ptr": torch.int32,
             "n_rows": 4096,
             "n_cols": 4096,
-            "pieces_per_panel": 32,
-            "total": 512,
+            "row_pieces": 32,
+            "panels": 16,
+            "section": 4,
             "CFG": config,
         },
         archs=(90,),
         num_warps=4,
         options={"maxnreg": MAX_REGISTERS},
         expect={"wgmma": 1},
+        max_spill_bytes=max_spill_bytes,
     )
 
 
@@ -68,7 +71,8 @@ def _cases() -> Iterator[CompileCase]:
     linear = replace(tall, X_TRANSPOSED=True, OUT_TRANSPOSED=True, ACTIVATION="silu")
     yield spmm_sm90_case("128x128-linear-silu", linear, extras=True)
     gelu = replace(tall, ACTIVATION="gelu", OUT_CHUNKS=4)
-    yield spmm_sm90_case("128x128-gelu", gelu, extras=True)
+    # a few registers of the erf, once for each tile; the loop has none
+    yield spmm_sm90_case("128x128-gelu", gelu, extras=True, max_spill_bytes=64)
     yield spmm_sm90_case("128x128-transposed", replace(tall, A_TRANSPOSED=True))
     yield spmm_sm90_case("64x64-transposed", replace(flat, A_TRANSPOSED=True, X_TRANSPOSED=True))
     for group_n in (64, 128):

@@ -27,7 +27,8 @@ class SpmmSm90Config:
     X_TRANSPOSED: bool = False
     OUT_TRANSPOSED: bool = False
     ACTIVATION: str | None = None
-    CONSUMER_REGISTERS: int = 240
+    CONSUMER_REGISTERS: int = 232
+    PRODUCER_REGISTERS: int = 40
 
     def __post_init__(self) -> None:
         assert self.BLOCK_H % self.tile_m == 0, f"{self.BLOCK_H=} {self.tile_m=}"

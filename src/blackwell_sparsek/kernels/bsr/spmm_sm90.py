@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.activations import activate
 from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
+from ...device.schedule import place_in_sections
 from ..sm90 import GROUP_ROWS
 
 ROWS = gl.constexpr(GROUP_ROWS)
@@ -34,15 +35,23 @@ WORK_FIELDS = gl.constexpr(4)
 
 
 @gluon.jit
-def _read_item(items_ptr, piece, pieces_per_panel, total, CFG: gl.constexpr):
-    """Read the plan's item behind a piece of work: (block row, begin, end, slot)."""
-    live = piece < total
-    item_ptr = items_ptr + 4 * ((piece % pieces_per_panel) // CFG.row_tiles)
+def _read_piece(items_ptr, piece, grid, CFG: gl.constexpr):
+    """Row tile and panel of a piece of work, and the plan's item: (block row, begin, end, slot).
+
+    Panels go in sections whose part of X stays in L2, and within a section each item goes through
+    all of them before the next: what runs together shares blocks of A as well.
+    """
+    row_pieces, panels, section = grid
+    panel, tile = place_in_sections(piece, panels, row_pieces, section)
+    # tiles of a section count down, items are sorted longest first
+    row_piece = row_pieces - 1 - tile
+    live = piece < row_pieces * panels
+    item_ptr = items_ptr + 4 * (row_piece // CFG.row_tiles)
     block_row = gl.load(item_ptr, mask=live, other=0)
     begin = gl.load(item_ptr + 1, mask=live, other=0)
     end = gl.load(item_ptr + 2, mask=live, other=0)
     slot = gl.load(item_ptr + 3, mask=live, other=-1)
-    return block_row, begin, end, slot
+    return row_piece, panel, (block_row, begin, end, slot)
 
 
 @gluon.jit
@@ -72,23 +81,24 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
 
 @gluon.jit
 def _produce(
-    a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, work, sizes, CFG: gl.constexpr
+    a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, work, grid, CFG: gl.constexpr
 ):
     """Take work and keep the ring full."""
-    pieces_per_panel, total = sizes
+    total = grid[0] * grid[1]
     _, _, _, empty = ring
     k_steps: gl.constexpr = CFG.k_steps
     step = 0
     turn = 0
     piece = gl.program_id(0)
     next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-    block_row, begin, end, slot = _read_item(items_ptr, piece, pieces_per_panel, total, CFG)
+    row_piece, panel, item = _read_piece(items_ptr, piece, grid, CFG)
     while piece < total:
         # What the next round needs is asked for a whole tile ahead of its use.
         after_next = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        next_item = _read_item(items_ptr, next_piece, pieces_per_panel, total, CFG)
-        sub_row = (piece % CFG.row_tiles) * CFG.tile_m
-        col = (piece // pieces_per_panel) * CFG.tile_n
+        next_row_piece, next_panel, next_item = _read_piece(items_ptr, next_piece, grid, CFG)
+        block_row, begin, end, slot = item
+        sub_row = (row_piece % CFG.row_tiles) * CFG.tile_m
+        col = panel * CFG.tile_n
         row = block_row * CFG.BLOCK_H + sub_row
         publish(work, turn, ((end - begin) * CFG.k_steps, row, col, slot))
         turn += 1
@@ -110,7 +120,9 @@ def _produce(
             block_col = next_block_col
         piece = next_piece
         next_piece = after_next
-        block_row, begin, end, slot = next_item
+        row_piece = next_row_piece
+        panel = next_panel
+        item = next_item
     publish(work, turn, (-1, 0, 0, -1))
 
 
@@ -215,7 +227,7 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_rows", "n_cols", "pieces_per_panel", "total"])
+@gluon.jit(do_not_specialize=["n_rows", "n_cols", "row_pieces", "panels", "section"])
 def _spmm_sm90_kernel(
     out_desc,
     part_ptr,
@@ -230,8 +242,9 @@ def _spmm_sm90_kernel(
     counter_ptr,
     n_rows,
     n_cols,
-    pieces_per_panel,
-    total,
+    row_pieces,
+    panels,
+    section,
     CFG: gl.constexpr,
 ):
     """Set up the ring and the three roles; `_produce` and `_consume` do the work."""
@@ -259,11 +272,11 @@ def _spmm_sm90_kernel(
                     counter_ptr,
                     ring,
                     work,
-                    (pieces_per_panel, total),
+                    (row_pieces, panels, section),
                     CFG,
                 ),
             ),
         ],
         [4, 1],
-        [CFG.CONSUMER_REGISTERS, 24],
+        [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
     )

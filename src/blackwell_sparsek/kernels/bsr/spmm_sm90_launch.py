@@ -14,6 +14,9 @@ from .spmm_sm90 import _spmm_sm90_kernel
 
 # Registers per thread the kernel is compiled for; the roles then trade them among themselves.
 MAX_REGISTERS = 168
+# Panels of the dense operand that run together: they share blocks through the L2 (50 MB) and stay
+# in it themselves. One panel after the other read 780 MB from memory where 300 would do.
+SECTION_BYTES = 16 * 2**20
 
 
 def _descriptor(x: torch.Tensor, block: list[int], transposed: bool) -> Any:
@@ -45,8 +48,8 @@ def launch_spmm_sm90(
     # the kernel does not know a batch; the second pass does
     out_b = out.unsqueeze(0)
     partial = empty_partial(out_b, plan, config.BLOCK_H)
-    pieces_per_panel = plan.n_items * config.row_tiles
-    total = pieces_per_panel * cdiv(n, config.tile_n)
+    row_pieces, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)
+    section = max(1, SECTION_BYTES // (x.shape[0] * config.tile_n * x.element_size()))
     counter = scratch((1,), torch.int32, out.device, zero=True)
     a_matrix = values.view(-1, values.shape[2])
     with on_device_of(out):
@@ -64,11 +67,12 @@ def launch_spmm_sm90(
             counter,
             m,
             n,
-            pieces_per_panel,
-            total,
+            row_pieces,
+            panels,
+            section,
             config,
         )
-        programs = min(arch_of(out.device).num_sms, total)
+        programs = min(arch_of(out.device).num_sms, row_pieces * panels)
         launch(_spmm_sm90_kernel, programs, args, num_warps=4, maxnreg=MAX_REGISTERS)
         if partial is not None:
             residual_b = None if residual is None else residual.unsqueeze(0)

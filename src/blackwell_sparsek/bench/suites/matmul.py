@@ -1,11 +1,17 @@
-"""The cases of `bench.matmul`, for a GPU; `tiny` ones run anywhere, for tests and a first look."""
+"""Block-sparse products against torch; `tiny` ones run anywhere, for tests and a first look.
 
-from collections.abc import Iterator
+In CUDA graphs, narrow products rotate through copies of the weight that together outgrow the L2
+cache.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
-from .matmul_inputs import Product
-from .matmul_peers import CUSPARSE, DENSE, OURS, PACKED, STORED, TORCH, TUNED
-from .registry import Case
+from ..case import EAGER, GRAPH, SUSTAINED, Case, Suite
+from ..peers.matmul import CUSPARSE, DENSE, OURS, PACKED, PEERS, STORED, TORCH, TUNED
+from ..problems.product import Product
 
 BLOCKS = ((128, 128), (128, 64), (128, 32), (128, 16), (64, 64), (32, 32), (16, 16))
 # (features out, features in); gate and up, and q, k and v, are one weight each
@@ -36,7 +42,8 @@ def _case(
         partial(product.build, replicated=narrow),
         peers,
         product.dense_flops,
-        narrow,
+        # narrow products are bound by launches and memory, wide ones by clocks and power
+        (EAGER, GRAPH) if narrow else (EAGER, SUSTAINED),
     )
 
 
@@ -94,4 +101,54 @@ def crossover(tiny: bool = False) -> Iterator[Case]:
             yield _case(product, f"{size}^3", (STORED, OURS, DENSE))
 
 
-SUITES = {suite.__name__: suite for suite in (founding, square, llama, decode, crossover)}
+def crossings(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each block shape, the density at which stored blocks and the dense product meet."""
+    curves: dict[tuple[int, ...], list[tuple[float, float]]] = {}
+    for case in cases:
+        medians = {
+            name: entry["times"][EAGER]["quantiles_s"]["p50"]
+            for name, entry in case["peers"].items()
+            if "times" in entry
+        }
+        if STORED in medians and DENSE in medians:
+            curve = curves.setdefault(tuple(case["problem"]["block"]), [])
+            curve.append((case["problem"]["density"], medians[DENSE] / medians[STORED]))
+    return [
+        {"block": list(block), "density": meeting_point(curve), "speedups": sorted(curve)}
+        for block, curve in curves.items()
+    ]
+
+
+def meeting_point(curve: Sequence[tuple[float, float]]) -> float | None:
+    """Where a falling speedup passes 1, between (density, speedup) points; None if it does not.
+
+    Examples
+    --------
+    >>> meeting_point([(0.2, 2.0), (0.4, 0.5)])
+    0.2667
+    """
+    points = sorted(curve)
+    for (left, high), (right, low) in itertools.pairwise(points):
+        if high >= 1 > low:
+            # time grows with density: interpolate its inverse, the ratio of times
+            share = (1 - 1 / high) / (1 / low - 1 / high)
+            return round(left + share * (right - left), 4)
+    return None
+
+
+def _add_crossings(document: dict[str, Any]) -> None:
+    document["crossover"] = crossings(document["cases"])
+
+
+def _suite(
+    cases: Callable[[bool], Iterator[Case]],
+    finish: Callable[[dict[str, Any]], None] = lambda document: None,
+) -> Suite:
+    about = (cases.__doc__ or "").splitlines()[0]
+    return Suite(f"matmul_{cases.__name__}", about, cases, PEERS, OURS, DENSE, finish=finish)
+
+
+SUITES = [
+    *map(_suite, (founding, square, llama, decode)),
+    _suite(crossover, _add_crossings),
+]

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .. import BSRMatrix
-from ..testing.tolerance import assert_within_budget
+from ... import BSRMatrix
+from ...testing.tolerance import assert_within_budget
 
 # Replicas of a narrow product read at least this much before memory is met again.
 _CACHES_BYTES = 160 * 2**20

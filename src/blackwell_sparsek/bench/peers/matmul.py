@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from .. import BSRMatrix, explain, matmul
-from .matmul_inputs import ProductInputs
-from .registry import Contender, Peer
-from .timing import time_interleaved
+from ... import BSRMatrix, explain, matmul
+from ..case import Contender, Peer
+from ..problems.product import ProductInputs
+from ..timing import time_interleaved
 
 OURS, STORED = "bsk", "bsk_stored"
 DENSE, PACKED = "dense", "dense_packed_k"
@@ -160,6 +160,11 @@ def _as_layer(inputs: ProductInputs) -> str | None:
     return "only measured as W @ x" if inputs.product.linear else None
 
 
+def _square_blocks(inputs: ProductInputs) -> str | None:
+    height, width = inputs.product.block
+    return _as_layer(inputs) or (None if height == width else "takes square blocks only")
+
+
 def _needs_gpu(inputs: ProductInputs) -> str | None:
     return _as_layer(inputs) or (None if inputs.x.is_cuda else "needs a CUDA GPU")
 
@@ -171,8 +176,26 @@ PEERS = {
         Peer(STORED, "blackwell_sparsek, stored blocks", _stored),
         Peer(DENSE, "torch.matmul (cuBLAS on a GPU)", _dense),
         Peer(PACKED, "torch.matmul with K = density * K: a ceiling", _packed),
-        Peer(TORCH, "torch.sparse_bsr @ dense", _torch_bsr, _as_layer, True),
-        Peer(TUNED, "torch bsr_dense_addmm, tuned", _torch_bsr_tuned, _needs_gpu, True),
-        Peer(CUSPARSE, "torch CSR @ dense (cuSPARSE)", _cusparse, _needs_gpu, True),
+        Peer(
+            TORCH,
+            "torch.sparse_bsr @ dense",
+            _torch_bsr,
+            supports=_square_blocks,
+            rival=True,
+        ),
+        Peer(
+            TUNED,
+            "torch bsr_dense_addmm, tuned",
+            _torch_bsr_tuned,
+            supports=_needs_gpu,
+            rival=True,
+        ),
+        Peer(
+            CUSPARSE,
+            "torch CSR @ dense (cuSPARSE)",
+            _cusparse,
+            supports=_needs_gpu,
+            rival=True,
+        ),
     )
 }

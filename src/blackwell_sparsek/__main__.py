@@ -1,0 +1,7 @@
+"""`python -m blackwell_sparsek` is `bsk`."""
+
+import sys
+
+from .bench.cli import main
+
+sys.exit(main())

@@ -1,0 +1,45 @@
+"""`bsk`, also `python -m blackwell_sparsek`: the command line of the package."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..core.compat import installed_versions
+from ..core.errors import BskError
+from .commands import bench, compare, explain, info, memory, precompile, profile, report, tune
+
+COMMANDS = (bench, report, compare, profile, info, explain, precompile, tune, memory)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All subcommands."""
+    top = argparse.ArgumentParser(
+        prog="bsk", description="Block-sparse products and attention for PyTorch."
+    )
+    top.add_argument(
+        "--version", action="version", version=f"bsk {installed_versions()['blackwell_sparsek']}"
+    )
+    subparsers = top.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_to(subparsers)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command: 0 when all went well, 1 when it says no, 2 for what it cannot understand."""
+    args = parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except BskError as error:
+        print(f"bsk: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `bsk ... | head`
+        sys.stderr.close()
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

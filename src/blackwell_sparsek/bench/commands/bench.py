@@ -1,0 +1,185 @@
+"""`bsk bench`: suites against every peer that is installed."""
+
+import argparse
+import fnmatch
+import pathlib
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...core.errors import InvalidInput
+from .. import results, supervise
+from ..case import MODES, Case, Suite
+from ..measure import ContextLost
+from ..run import failures, run_suite
+from ..suites import GROUPS, SUITES
+from ..tables import suite_tables
+
+_QUICK_S = 45.0
+# Peers whose first call compiles for longer than a quick look may take.
+_SLOW_TO_START = {"flex", "fa4", "flashinfer", "cudnn_blocks", "torch_bsr_tuned", "cusparse_csr"}
+
+
+def add_to(subparsers: Any) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure suites against every peer that is installed",
+        description="Every result is checked against fp64 before it is timed. Times are medians of "
+        "interleaved rounds from cold caches. Results are kept after every case.",
+    )
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help="suites or groups; see --list")
+    parser.add_argument("--list", action="store_true", help="list suites, groups and peers")
+    parser.add_argument("--quick", action="store_true", help="a few cases, under a minute in all")
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("bsk-results"),
+        metavar="DIR",
+        help="where SUITE.json goes (default bsk-results)",
+    )
+    parser.add_argument("--device", help="cpu or cuda; the GPU if there is one")
+    parser.add_argument("--peers", metavar="A,B", help="only these peers; bsk always takes part")
+    parser.add_argument("--case", metavar="PATTERN", help="only cases with this in their name")
+    parser.add_argument("--mode", action="append", choices=MODES, help="only these ways of timing")
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, metavar="N", help="timing of each case (default 0.3)"
+    )
+    parser.add_argument("--commit", help="what to note where this is no git checkout")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--time-left", type=float, default=_QUICK_S, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the suites one after the other; 1 when something of ours failed."""
+    if args.list:
+        print(_listing())
+        return 0
+    names = chosen_suites(args.suites, args.quick)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput("bsk bench: --device cuda: torch finds no CUDA GPU here")
+    if device.type == "cpu":
+        print("No GPU: small sizes, for a look at the tool.", file=sys.stderr)
+    until = time.monotonic() + args.time_left if args.quick else None
+    problems: list[str] = []
+    for name in names:
+        suite = SUITES[name]
+        if suite.gpu_only and device.type != "cuda":
+            problems.append(f"{name}: needs a CUDA GPU")
+            continue
+        path = args.out / f"{name}.json"
+        if device.type == "cuda" and not args.worker:
+            supervise.run_worker(_worker_command(args, name, until), path)
+            document = results.read(path)
+        else:
+            try:
+                document = _measured(suite, args, device, path, until)
+            except ContextLost as error:
+                print(f"{name}: the GPU is lost to this process: {error}", file=sys.stderr)
+                return supervise.LOST
+        if not args.worker:
+            print(suite_tables(document), end="\n\n", flush=True)
+            print(f"Wrote {path}.", file=sys.stderr)
+        problems += [f"{name}: {problem}" for problem in failures(document)]
+        if document.get("interrupted"):
+            print("Interrupted: what was measured so far is kept.", file=sys.stderr)
+            return 130
+    if problems and not args.worker:
+        print("\n".join(f"FAILED {problem}" for problem in problems))
+    return int(bool(problems))
+
+
+def chosen_suites(asked: list[str], quick: bool) -> list[str]:
+    """Names of suites for names of suites and groups, each once.
+
+    Examples
+    --------
+    >>> chosen_suites(["attention_small", "founding"], quick=False)
+    ['attention_small', 'matmul_founding', 'attention_window']
+    """
+    found: dict[str, None] = {}
+    for name in asked or ["quick" if quick else "founding"]:
+        if name not in SUITES and name not in GROUPS:
+            known = ", ".join([*GROUPS, *SUITES])
+            raise InvalidInput(f"bsk bench: unknown suite {name!r}; there are {known}")
+        found |= dict.fromkeys([name] if name in SUITES else GROUPS[name])
+    return list(found)
+
+
+def _measured(
+    suite: Suite,
+    args: argparse.Namespace,
+    device: torch.device,
+    path: pathlib.Path,
+    until: float | None,
+) -> dict[str, Any]:
+    cases = list(suite.cases(device.type == "cpu"))
+    if args.quick:
+        # the first, the middle and the last say most about a suite
+        cases = [cases[i] for i in sorted({0, len(cases) // 2, len(cases) - 1})]
+    cases = [_with_peers(case, args, suite) for case in cases if _is_asked(case, args.case)]
+    before = None
+    if args.worker and path.exists():
+        before = supervise.resumable(path)
+    return run_suite(
+        suite,
+        cases,
+        device,
+        seconds=min(args.seconds, 0.05) if args.quick else args.seconds,
+        path=path,
+        modes=args.mode or MODES,
+        commit=args.commit,
+        before=before,
+        until=until,
+    )
+
+
+def _is_asked(case: Case, pattern: str | None) -> bool:
+    return pattern is None or fnmatch.fnmatch(case.name, f"*{pattern}*")
+
+
+def _with_peers(case: Case, args: argparse.Namespace, suite: Suite) -> Case:
+    peers = case.peers
+    if args.quick:
+        peers = tuple(name for name in peers if name not in _SLOW_TO_START)
+    if args.peers is not None:
+        asked = {name.strip() for name in args.peers.split(",")}
+        everybody = {name for one in SUITES.values() for name in one.peers}
+        if unknown := sorted(asked - everybody):
+            known = ", ".join(sorted(everybody))
+            raise InvalidInput(f"bsk bench: unknown peer {', '.join(unknown)}; there are {known}")
+        peers = tuple(name for name in case.peers if name in asked or name == suite.ours)
+    return replace(case, peers=peers)
+
+
+def _worker_command(args: argparse.Namespace, name: str, until: float | None) -> list[str]:
+    command = [sys.executable, "-m", "blackwell_sparsek", "bench", name, "--worker"]
+    command += ["--out", str(args.out), "--seconds", str(args.seconds)]
+    for option in ("device", "peers", "case", "commit"):
+        if (value := getattr(args, option)) is not None:
+            command += [f"--{option}", value]
+    for mode in args.mode or ():
+        command += ["--mode", mode]
+    if until is not None:
+        command += ["--quick", "--time-left", f"{until - time.monotonic():.1f}"]
+    return command
+
+
+def _listing() -> str:
+    lines = ["suites"]
+    width = max(map(len, SUITES))
+    lines += [f"  {name:<{width}}  {suite.about}" for name, suite in SUITES.items()]
+    lines.append("groups")
+    lines += [f"  {name:<{width}}  {', '.join(members)}" for name, members in GROUPS.items()]
+    lines.append("peers")
+    peers = {peer.name: peer for suite in SUITES.values() for peer in suite.peers.values()}
+    for name, peer in peers.items():
+        reason = peer.available()
+        lines.append(f"  {name:<{width}}  {peer.label}" + (f" -- n/a: {reason}" if reason else ""))
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""`bsk explain`: which implementation would run, and why not the others."""
+
+import argparse
+from typing import Any
+
+import torch
+
+from ... import BSRMatrix, attention, explain, masks, matmul
+from ...core.env import IMPLS
+from ...core.errors import InvalidInput
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def add_to(subparsers: Any) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "explain", help="say which implementation would run, and why not the others"
+    )
+    kinds = parser.add_subparsers(metavar="FUNCTION", required=True)
+    one = kinds.add_parser("attention", help="of bsk.attention")
+    one.add_argument("--q", default="1x16x4096x128", metavar="BxHxSxD", help="shape of q")
+    one.add_argument("--kv-heads", type=int, metavar="N", help="as many as q has unless given")
+    one.add_argument("--kv-length", type=int, metavar="N", help="as long as q unless given")
+    one.add_argument("--causal", action="store_true")
+    one.add_argument("--window", type=int, metavar="N", help="the N latest keys")
+    one.add_argument("--block", metavar="QxK", help="blocks of a random block mask")
+    one.set_defaults(run=explain_attention)
+    two = kinds.add_parser("matmul", help="of bsk.matmul")
+    two.add_argument("--weight", default="4096x4096", metavar="RxC", help="shape of the matrix")
+    two.add_argument("--n", type=int, default=1024, metavar="N", help="columns, or tokens")
+    two.add_argument("--block", default="64x64", metavar="HxW", help="blocks of the matrix")
+    two.add_argument("--linear", action="store_true", help="x @ W.T, the order of a layer")
+    two.set_defaults(run=explain_matmul)
+    for each in (one, two):
+        each.add_argument("--density", type=float, default=0.22, help="share of kept blocks")
+        each.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+        each.add_argument("--impl", choices=IMPLS, default="auto")
+        each.add_argument("--device", help="cpu or cuda; the GPU if there is one")
+
+
+def sizes(option: str, text: str, count: int) -> list[int]:
+    """Sizes joined by x.
+
+    Examples
+    --------
+    >>> sizes("--block", "128x64", 2)
+    [128, 64]
+    """
+    parts = text.lower().split("x")
+    if len(parts) != count or not all(part.isdigit() and int(part) > 0 for part in parts):
+        example = "x".join(["64"] * count)
+        raise InvalidInput(f"bsk explain: {option} is {text!r}; expected sizes such as {example}")
+    return [int(part) for part in parts]
+
+
+def _device(args: argparse.Namespace) -> torch.device:
+    if args.device is not None and args.device.split(":")[0] not in ("cpu", "cuda"):
+        raise InvalidInput(f"bsk explain: --device is {args.device!r}; expected cpu or cuda")
+    if args.device is not None and args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise InvalidInput("bsk explain: --device cuda: torch finds no CUDA GPU here")
+    if not 0 < args.density <= 1:
+        raise InvalidInput(f"bsk explain: --density is {args.density}; expected 0 to 1")
+    return torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def explain_attention(args: argparse.Namespace) -> int:
+    """Print the decision for one call of `bsk.attention`."""
+    device = _device(args)
+    batch, heads, length, dim = sizes("--q", args.q, 4)
+    kv_length, kv_heads = args.kv_length or length, args.kv_heads or heads
+    options: Any = {"dtype": DTYPES[args.dtype], "device": device}
+    q = torch.empty(batch, heads, length, dim, **options)
+    k = torch.empty(batch, kv_heads, kv_length, dim, **options)
+    mask = None
+    if args.block is not None:
+        bq, bk = sizes("--block", args.block, 2)
+        mask = masks.random((length, kv_length), args.density, (bq, bk), device=device)
+    asked = {"causal": args.causal, "window": args.window, "block_mask": mask, "impl": args.impl}
+    print(explain(attention, q, k, k, **asked))
+    return 0
+
+
+def explain_matmul(args: argparse.Namespace) -> int:
+    """Print the decision for one call of `bsk.matmul`."""
+    device = _device(args)
+    rows, columns = sizes("--weight", args.weight, 2)
+    height, width = sizes("--block", args.block, 2)
+    grid = (-(-rows // height), -(-columns // width))
+    keep = torch.zeros(grid[0] * grid[1], dtype=torch.bool)
+    keep[: max(1, round(args.density * keep.numel()))] = True
+    keep = keep[torch.randperm(keep.numel(), generator=torch.Generator().manual_seed(0))]
+    weight = torch.empty(rows, columns, dtype=DTYPES[args.dtype], device=device)
+    sparse = BSRMatrix.from_mask(weight, keep.view(grid).to(device), (height, width))
+    x = weight.new_empty((args.n, columns) if args.linear else (columns, args.n))
+    pair = (x, sparse.T) if args.linear else (sparse, x)
+    print(explain(matmul, *pair, impl=args.impl))
+    return 0

@@ -1,0 +1,165 @@
+"""Results of any suite as Markdown: cases down, peers across."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+MODE_HEADS = {
+    "eager": "single calls between pauses, cold L2",
+    "graph": "in a CUDA graph, cold inputs",
+    "sustained": "call after call without a pause",
+    "host": "host time of a call",
+    "reported": "measured by itself",
+}
+UNITS = {"tflops": "TFLOP/s", "ms": "ms", "us": "us", "us_per_head": "us per head"}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; all but the first column are aligned to the right.
+
+    Examples
+    --------
+    >>> print(table(["a|b", "ms"], [["x", "1"]]))
+    | a\\|b | ms |
+    | --- | ---: |
+    | x | 1 |
+    """
+    lines = [head, ["---", *(["---:"] * (len(head) - 1))], *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("\n", " ")
+
+
+def number(value: float) -> str:
+    """Three digits, and no exponent where there are more."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def times_faster(ratio: float | None) -> str:
+    """A ratio as people say it."""
+    return "n/a" if ratio is None else f"{ratio:.2f}x"
+
+
+def heading(document: dict[str, Any]) -> str:
+    """Suite, device, versions and commit in one line."""
+    environment = document["environment"]
+    versions = environment.get("versions", {})
+    where = f"{environment['device_name']}, torch {versions.get('torch', 'unknown')}"
+    where += f", triton {versions['triton']}" if "triton" in versions else ""
+    where += f", commit {document['commit'][:10]}" if document.get("commit") else ""
+    return f"**{document['suite'].replace('_', ' ')}** ({where})"
+
+
+def peer_tables(document: dict[str, Any]) -> str:
+    """One table for each way of timing."""
+    parts = [heading(document)]
+    cases = document["cases"]
+    show = _shown(document.get("unit", "tflops"))
+    for mode in MODE_HEADS:
+        timed = [c for c in cases if any(mode in e.get("times", {}) for e in c["peers"].values())]
+        if timed:
+            unit = UNITS.get(document.get("unit", "tflops"), "ms")
+            parts.append(_mode_table(timed, mode, unit, show))
+    for note in notes(document):
+        parts.append(note)
+    return "\n\n".join(parts)
+
+
+def _mode_table(
+    cases: list[dict[str, Any]], mode: str, unit: str, show: Callable[[Any, Any], str]
+) -> str:
+    names = dict.fromkeys(
+        name for c in cases for name, e in c["peers"].items() if mode in e.get("times", {})
+    )
+    compared = any("best_peer" in c.get("ratios", {}).get(mode, {}) for c in cases)
+    tiers = any("tiers_us_per_head" in c["problem"] for c in cases)
+    head = [f"{unit}, {MODE_HEADS[mode]}", "ran", *names]
+    to_dense = any("over_dense" in c.get("ratios", {}).get(mode, {}) for c in cases)
+    head += ["bsk faster than dense"] if to_dense else []
+    head += ["bsk against the best peer"] if compared else []
+    head += ["tier reached, us per head"] if tiers else []
+    rows = []
+    for case in cases:
+        entries = case["peers"]
+        mark = " ~" if "unsteady" in case else ""
+        row = [case["name"] + mark, str(entries.get("bsk", {}).get("implementation", "n/a"))]
+        for name in names:
+            figures = entries.get(name, {}).get("times", {}).get(mode)
+            row.append("n/a" if figures is None else show(figures, case["problem"]))
+        ratio = case.get("ratios", {}).get(mode, {})
+        if to_dense:
+            row.append(times_faster(ratio.get("over_dense")))
+        if compared:
+            best = ratio.get("best_peer")
+            row.append(f"{times_faster(ratio['over_best_peer'])} ({best})" if best else "n/a")
+        if tiers:
+            row.append(_tier(entries.get("bsk", {}).get("times", {}).get(mode), case["problem"]))
+        rows.append(row)
+    return table(head, rows)
+
+
+def _shown(unit: str) -> Callable[[Any, Any], str]:
+    """How a time is shown."""
+
+    def show(figures: dict[str, Any], problem: dict[str, Any]) -> str:
+        seconds = figures["quantiles_s"]["p50"]
+        if unit == "tflops":
+            if "executed_tflops" in figures:
+                return number(figures["executed_tflops"])
+            return f"{number(seconds * 1e3)} ms"
+        if unit == "us_per_head":
+            return number(seconds * 1e6 / _heads(problem))
+        return number(seconds * (1e6 if unit == "us" else 1e3))
+
+    return show
+
+
+def _heads(problem: dict[str, Any]) -> int:
+    """The heads of a problem; 1 where a file does not say."""
+    heads = problem.get("heads")
+    return heads if isinstance(heads, int) and heads > 0 else 1
+
+
+def _tier(figures: dict[str, Any] | None, problem: dict[str, Any]) -> str:
+    """The lowest of the tiers that the time per head is under."""
+    if figures is None or "tiers_us_per_head" not in problem:
+        return "n/a"
+    per_head = figures["quantiles_s"]["p50"] * 1e6 / _heads(problem)
+    given = problem["tiers_us_per_head"]
+    tiers = given if isinstance(given, list) else []
+    tiers = [tier for tier in tiers if isinstance(tier, (int, float))]
+    reached = [tier for tier in tiers if per_head < tier]
+    return f"under {min(reached)}" if reached else "none"
+
+
+def notes(document: dict[str, Any]) -> list[str]:
+    """What a reader must know besides: who is absent and why, doubtful clocks, an early end."""
+    found = []
+    if reasons := absent(document["cases"]):
+        found.append("\n".join(reasons))
+    unsteady = [c for c in document["cases"] if "unsteady" in c]
+    if unsteady:
+        lines = [f"- ~ {case['name']}: {case['unsteady']}" for case in unsteady]
+        found.append("\n".join(lines))
+    if document.get("interrupted"):
+        found.append("The run was interrupted: cases are missing.")
+    if document.get("left_out"):
+        found.append(f"Left out for lack of time: {', '.join(map(str, document['left_out']))}.")
+    return found
+
+
+def absent(cases: list[dict[str, Any]]) -> list[str]:
+    """Why peers have no times, each reason once."""
+    found: dict[str, None] = {}
+    for case in cases:
+        if "error" in case:
+            found[f"- {case['name']}: {case['error']}"] = None
+        for name, entry in case["peers"].items():
+            if "n/a" in entry:
+                found[f"- {name}: n/a: {entry['n/a']}"] = None
+            if "failed" in entry:
+                found[f"- {name}: failed its check ({case['name']}): {entry['failed']}"] = None
+            if "crashed" in entry:
+                found[f"- {name}: crashed ({case['name']}): {entry['crashed']}"] = None
+    return list(found)

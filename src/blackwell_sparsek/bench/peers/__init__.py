@@ -1,0 +1,1 @@
+"""Who computes the cases: this package and everybody else that can be imported."""

@@ -1,0 +1,1 @@
+"""Problems of the benchmarks: their inputs, their executed work, how results are checked."""

@@ -1,0 +1,244 @@
+"""Inputs of attention, its executed work, and how results are checked on samples.
+
+A check computes a few rows of a few heads in fp64, so that it takes little time and memory at any
+length: what a row sees follows here from positions and kept blocks alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ... import BlockMask
+from ...testing.tolerance import assert_within_budget
+
+# Replicas together outgrow every current L2 cache.
+_CACHES_BYTES = 160 * 2**20
+_MOST_REPLICAS = 128
+_CHECKED_HEADS, _CHECKED_ROWS = 4, 64
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`softmax(q k^T) v` for `batch` x `heads` heads; see `bsk.attention` for causal and window."""
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    kv_heads: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = False
+    window: int | None = None
+    block: tuple[int, int] | None = None
+    """Query and key block of a random block mask, one for each head."""
+    density: float = 1.0
+
+    def describe(self) -> dict[str, Any]:
+        """As it stands in the results."""
+        found = {
+            "batch": self.batch,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads or self.heads,
+            "length": self.length,
+            "head_dim": self.head_dim,
+            "dtype": str(self.dtype).split(".")[-1],
+            "causal": self.causal,
+        }
+        if self.window is not None:
+            found["window"] = self.window
+        if self.block is not None:
+            found |= {"block": list(self.block), "density": self.density}
+        return found
+
+    @property
+    def title(self) -> str:
+        """A name for tables."""
+        heads = f"{self.heads}:{self.kv_heads}" if self.kv_heads else f"{self.heads}"
+        length = f"{self.length // 1024}k" if self.length % 1024 == 0 else f"{self.length}"
+        parts = [f"B{self.batch} H{heads} S{length} D{self.head_dim}"]
+        parts += ["causal"] if self.causal else ["full"] if self.block is None else []
+        parts += [f"window {self.window}"] if self.window is not None else []
+        if self.block is not None:
+            parts.append(f"blocks {self.block[0]}x{self.block[1]} at {self.density:.0%}")
+        if self.dtype != torch.bfloat16:
+            parts.append(str(self.dtype).split(".")[-1])
+        return " ".join(parts)
+
+    def dense(self) -> "Attention":
+        """The same without window and block mask."""
+        return replace(self, window=None, block=None, density=1.0)
+
+    def band_pairs(self) -> float:
+        """Query-key pairs that causal and window leave, of one head."""
+        at = torch.arange(self.length, dtype=torch.float64)
+        last = at if self.causal else torch.full_like(at, self.length - 1)
+        first = torch.zeros_like(at)
+        if self.window is not None:
+            first = (at - (self.window - 1)).clamp(min=0)
+            last = last.minimum(at + (0 if self.causal else self.window - 1))
+        return float((last - first + 1).sum())
+
+    def build(self, device: torch.device) -> "AttentionInputs":
+        """Random values and a random mask with exactly the density, the same at each call."""
+        generator = torch.Generator(device).manual_seed(0)
+        kv_heads = self.kv_heads or self.heads
+
+        def values(heads: int) -> torch.Tensor:
+            shape = (self.batch, heads, self.length, self.head_dim)
+            return torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
+
+        keep = None
+        if self.block is not None:
+            rows, columns = (-(-self.length // side) for side in self.block)
+            keep = _random_blocks(self.heads, rows, columns, self.density, generator, device)
+        q, k, v = values(self.heads), values(kv_heads), values(kv_heads)
+        return AttentionInputs(self, q, k, v, keep)
+
+
+def _random_blocks(
+    heads: int,
+    rows: int,
+    columns: int,
+    density: float,
+    generator: torch.Generator,
+    device: torch.device,
+) -> torch.Tensor:
+    """The same number of blocks in every row, at least one: bool `[heads, rows, columns]`."""
+    count = max(1, round(density * columns))
+    scores = torch.rand(heads, rows, columns, generator=generator, device=device)
+    keep = torch.zeros(heads, rows, columns, dtype=torch.bool, device=device)
+    return keep.scatter_(2, scores.topk(count, dim=2).indices, True)
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The tensors of an `Attention`."""
+
+    problem: Attention
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    keep: torch.Tensor | None
+    """Kept blocks, bool `[heads, query blocks, key blocks]`."""
+
+    @cached_property
+    def mask(self) -> BlockMask | None:
+        """The kept blocks as a block mask of this package."""
+        if self.keep is None or self.problem.block is None:
+            return None
+        return BlockMask.from_dense(
+            self.keep[None], self.problem.block, (self.problem.length, self.problem.length)
+        )
+
+    @cached_property
+    def pairs(self) -> float:
+        """Query-key pairs that are visible, over batch and heads."""
+        p = self.problem
+        if self.keep is None or p.block is None:
+            return p.batch * p.heads * p.band_pairs()
+        elements = self.keep.sum().item() * p.block[0] * p.block[1]
+        return float(p.batch * elements)
+
+    @property
+    def flops(self) -> float:
+        """Executed work of a forward pass: two products over the visible pairs."""
+        return 4.0 * self.problem.head_dim * self.pairs
+
+    @property
+    def shown(self) -> str:
+        """Which positions are visible, as peers that know few masks ask."""
+        if self.keep is not None:
+            return "blocks"
+        return "window" if self.problem.window is not None else "band"
+
+    def token_major(self) -> list[torch.Tensor]:
+        """q, k and v as contiguous `[B, S, H, D]`, the order of flash_attn and its relatives."""
+        return [x.transpose(1, 2).contiguous() for x in (self.q, self.k, self.v)]
+
+    def others(self) -> list["AttentionInputs"]:
+        """These inputs and copies of them, more than caches hold; none where one outgrows them."""
+        size = sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v))
+        if size > _CACHES_BYTES or self.q.device.type != "cuda":
+            return []
+        count = max(2, min(_MOST_REPLICAS, -(-_CACHES_BYTES // size)))
+        return [self, *(self._copy() for _ in range(count - 1))]
+
+    def _copy(self) -> "AttentionInputs":
+        q, k, v = (x.clone() for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v)
+
+    def visible(self, head: int, rows: torch.Tensor) -> torch.Tensor:
+        """What `rows` of a head see: bool `[len(rows), length]`."""
+        p = self.problem
+        key = torch.arange(p.length, device=rows.device)
+        seen = torch.ones(len(rows), p.length, dtype=torch.bool, device=rows.device)
+        if p.causal:
+            seen &= key <= rows[:, None]
+        if p.window is not None:
+            seen &= (key - rows[:, None]).abs() < p.window
+        if self.keep is not None and p.block is not None:
+            blocks = self.keep[head][rows // p.block[0]]
+            seen &= blocks.repeat_interleave(p.block[1], 1)[:, : p.length]
+        return seen
+
+    def check(self) -> Callable[[torch.Tensor], None]:
+        """Compare `[B, H, S, D]` with fp64 on the first, middle and last rows of a few heads."""
+
+        def compare(out: torch.Tensor) -> None:
+            p = self.problem
+            if out.shape != self.q.shape:
+                raise AssertionError(f"expected {list(self.q.shape)}, got {list(out.shape)}")
+            rows = _sampled(p.length, _CHECKED_ROWS * 3, out.device)
+            for number in _sampled(p.batch * p.heads, _CHECKED_HEADS, out.device).tolist():
+                b, h = divmod(number, p.heads)
+                q, k, v = self.q[b, h, rows], *self._kv(b, h)
+                seen = self.visible(h, rows)
+                exact = attend(q.double(), k.double(), v.double(), seen)
+                plain = attend(q, k, v, seen)
+                what = f"sampled rows of head {h} of batch {b}"
+                factor = factor_of(out.dtype)
+                assert_within_budget(out[b, h, rows], exact, plain, factor=factor, what=what)
+
+        return compare
+
+    def _kv(self, b: int, h: int) -> tuple[torch.Tensor, torch.Tensor]:
+        group = self.problem.heads // (self.problem.kv_heads or self.problem.heads)
+        return self.k[b, h // group], self.v[b, h // group]
+
+
+def factor_of(dtype: torch.dtype) -> float:
+    """How many times the error of plain PyTorch is accepted.
+
+    fp32 errs by the order of sums alone, and a small sample makes the plain one lucky at times.
+    """
+    return 4.0 if dtype == torch.float32 else 2.0
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Attention of `[rows, D]` to `[keys, D]`; rows that see nothing are 0.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q = k = v = torch.ones(2, 3)
+    >>> attend(q, k, v, torch.tensor([[True, False], [False, False]]))
+    tensor([[1., 1., 1.],
+            [0., 0., 0.]])
+    """
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.where(seen.any(1, keepdim=True), weights.nan_to_num(), 0) @ v
+
+
+def _sampled(size: int, count: int, device: torch.device) -> torch.Tensor:
+    """Up to `count` places: runs at both ends and evenly between."""
+    if size <= count:
+        return torch.arange(size, device=device)
+    third = max(1, count // 3)
+    even = torch.linspace(third, size - third - 1, count - 2 * third).round().long()
+    ends = torch.cat([torch.arange(third), even, torch.arange(size - third, size)])
+    places = sorted(set(ends.tolist()))
+    return torch.tensor(places, device=device)

@@ -1,0 +1,253 @@
+"""Which pictures a results file gives: chosen by what varies between its cases."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..peaks import peak_of
+from .charts import Bar, Colours, Line, Plot, Spot, bar_chart, line_chart, roofline
+from .problems import amount, least_bytes, names_of
+
+MODES = ("graph", "eager", "sustained", "host", "reported")
+# They do more work than the others: their TFLOP/s would look good and mean nothing.
+DENSE_PEERS = ("dense", "sdpa_dense", "dense_packed_k")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Pictures that stand side by side, what they show, and the names in their legend."""
+
+    caption: str
+    pictures: list[str]
+    legend: Mapping[str, int]
+
+
+def figures_of(document: dict[str, Any], colours: Colours) -> list[Figure]:
+    """All figures of one suite."""
+    cases = document["cases"]
+    mode = next((m for m in MODES if any(_median(c, p, m) for c in cases for p in c["peers"])), "")
+    if not mode:
+        return []
+    found = []
+    over_length = _over_length(document, mode, colours)
+    found += over_length or _bars(document, mode, colours)
+    found += _faster_than_dense(cases, mode, colours)
+    found += _speedup_over_length(cases, mode)
+    found += _crossings(document) or _speedup_over_density(cases, mode)
+    found += _roof(document, mode, colours)
+    return found
+
+
+def _median(case: dict[str, Any], peer: str, mode: str) -> float | None:
+    figures = case["peers"].get(peer, {}).get("times", {}).get(mode)
+    return None if figures is None else figures["quantiles_s"]["p50"]
+
+
+def _value(figures: dict[str, Any], unit: str, problem: Any, which: str = "p50") -> float:
+    """A quantile in the unit of the suite."""
+    quantiles = figures["quantiles_s"]
+    seconds = quantiles.get(which, quantiles["p50"])
+    if unit == "tflops" and "executed_tflops" in figures:
+        return float(figures["executed_tflops"] * quantiles["p50"] / seconds)
+    if unit == "us_per_head":
+        return float(seconds * 1e6 / (amount(problem, "heads") or 1))
+    return float(seconds * (1e6 if unit == "us" else 1e3))
+
+
+def _unit(document: dict[str, Any], mode: str) -> tuple[str, str]:
+    """The unit, and how it is written."""
+    unit = document.get("unit", "tflops")
+    entries = (e for c in document["cases"] for e in c["peers"].values())
+    timed = [e["times"][mode] for e in entries if mode in e.get("times", {})]
+    if unit == "tflops" and not all("executed_tflops" in figures for figures in timed):
+        unit = "ms"
+    names = {"tflops": "TFLOP/s", "us": "µs", "us_per_head": "µs per head"}
+    return unit, names.get(unit, "ms")
+
+
+def _bars(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]:
+    unit, written = _unit(document, mode)
+    groups = []
+    for case in document["cases"]:
+        bars = []
+        for peer, entry in case["peers"].items():
+            if unit == "tflops" and peer in DENSE_PEERS:
+                continue
+            if (figures := entry.get("times", {}).get(mode)) is not None:
+                value, a, b = (
+                    _value(figures, unit, case["problem"], which) for which in ("p50", "p25", "p75")
+                )
+                bars.append(Bar(peer, value, min(a, b), max(a, b)))
+        if bars:
+            groups.append((case["name"], bars))
+    better = "higher" if unit == "tflops" else "lower"
+    caption = f"{_in_words(unit, written)} by case, mode {mode}; {better} is better."
+    caption += " Whiskers span the quartiles."
+    return _bar_figure(caption, groups, written, colours)
+
+
+def _in_words(unit: str, written: str) -> str:
+    return f"{written} of executed work" if unit == "tflops" else written
+
+
+def _bar_figure(
+    caption: str, groups: list[tuple[str, list[Bar]]], unit: str, colours: Colours
+) -> list[Figure]:
+    shown = {bar.peer: colours.get(bar.peer, 0) for _, bars in groups for bar in bars}
+    return [Figure(caption, [bar_chart(groups, unit, colours)], shown)] if groups else []
+
+
+def _faster_than_dense(cases: list[dict[str, Any]], mode: str, colours: Colours) -> list[Figure]:
+    """Time of the dense peer over everybody's."""
+    groups = []
+    for case in cases:
+        times = {peer: _median(case, peer, mode) for peer in case["peers"]}
+        dense = next((times[peer] for peer in DENSE_PEERS[:2] if times.get(peer)), None)
+        bars = [
+            Bar(peer, dense / seconds, dense / seconds, dense / seconds)
+            for peer, seconds in times.items()
+            if dense and seconds and peer not in DENSE_PEERS
+        ]
+        if bars:
+            groups.append((case["name"], bars))
+    caption = f"Times faster than the same without sparsity, mode {mode}; below 1, dense wins."
+    return _bar_figure(caption, groups, "times", colours)
+
+
+def _groups(cases: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any]]]:
+    """Cases that differ in `x` and in what follows from it alone, by what else they are."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        if amount(case["problem"], x) is not None:
+            found.setdefault(names_of(case["problem"], x), []).append(case)
+    return {
+        name: group
+        for name, group in found.items()
+        if len({amount(case["problem"], x) for case in group}) >= 3
+    }
+
+
+def _over_length(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]:
+    unit, written = _unit(document, mode)
+    pictures: list[str] = []
+    shown: dict[str, int] = {}
+    for name, cases in _groups(document["cases"], "length").items():
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for case in cases:
+            for peer, entry in case["peers"].items():
+                if (figures := entry.get("times", {}).get(mode)) is not None:
+                    at = amount(case["problem"], "length")
+                    assert at is not None
+                    value = _value(figures, unit, case["problem"])
+                    lines.setdefault(peer, []).append((at, value))
+        if lines:
+            shown |= {peer: colours.get(peer, 0) for peer in lines}
+            plot = Plot(
+                name,
+                "sequence length",
+                written,
+                [Line(peer, points) for peer, points in lines.items()],
+                x_log=True,
+                x_names=_length_names(cases),
+            )
+            pictures.append(line_chart(plot, colours))
+    caption = f"{_in_words(unit, written)} over the sequence length, mode {mode}."
+    return [Figure(caption, pictures, shown)] if pictures else []
+
+
+def _length_names(cases: Iterable[dict[str, Any]]) -> dict[float, str]:
+    lengths = {amount(case["problem"], "length") for case in cases} - {None}
+    return {n: f"{n / 1024:g}k" if n % 1024 == 0 else f"{n:g}" for n in lengths if n is not None}
+
+
+def _ratio(case: dict[str, Any], mode: str, key: str) -> float | None:
+    ratio = case.get("ratios", {}).get(mode, {}).get(key)
+    return ratio if ratio is not None and math.isfinite(ratio) else None
+
+
+def _curves(
+    groups: dict[str, list[dict[str, Any]]], mode: str, x: str, key: str
+) -> tuple[list[Line], dict[str, int]]:
+    lines = []
+    for name, cases in groups.items():
+        points = []
+        for case in cases:
+            at, ratio = amount(case["problem"], x), _ratio(case, mode, key)
+            if at is not None and ratio is not None:
+                points.append((at, ratio))
+        if len(points) >= 2:
+            lines.append(Line(name, points))
+    return lines, {line.name: i for i, line in enumerate(lines)}
+
+
+def _speedup_over_length(cases: list[dict[str, Any]], mode: str) -> list[Figure]:
+    lines, shown = _curves(_groups(cases, "length"), mode, "length", "over_best_peer")
+    if not lines:
+        return []
+    plot = Plot(
+        "against the best other peer",
+        "sequence length",
+        "times faster",
+        lines,
+        x_log=True,
+        level=1.0,
+        x_names=_length_names(cases),
+    )
+    caption = f"Speed-up over the best other peer by sequence length, mode {mode}; above 1 we win."
+    return [Figure(caption, [line_chart(plot, shown, 960.0)], shown)]
+
+
+def _speedup_over_density(cases: list[dict[str, Any]], mode: str) -> list[Figure]:
+    """Speed-up over dense by sparsity; where a curve crosses 1, dense takes over."""
+    lines, shown = _curves(_groups(cases, "density"), mode, "density", "over_dense")
+    if not lines:
+        return []
+    sparsities = [Line(x.name, [(100 * (1 - d), r) for d, r in x.points]) for x in lines]
+    plot = Plot(
+        "against the dense product", "% sparse", "times faster", sparsities, level=1.0, y_log=True
+    )
+    caption = f"Speed-up over the dense product by sparsity, mode {mode}; dense wins below 1."
+    return [Figure(caption, [line_chart(plot, shown, 960.0)], shown)]
+
+
+def _crossings(document: dict[str, Any]) -> list[Figure]:
+    """Stored blocks against the dense product over the density, and where they meet."""
+    lines, meetings = [], []
+    for curve in document.get("crossover", []):
+        name = "x".join(map(str, curve["block"]))
+        lines.append(Line(name, [(100 * d, ratio) for d, ratio in curve["speedups"]]))
+        if curve.get("density"):
+            meetings.append(f"{name} at {curve['density']:.0%}")
+    if not lines:
+        return []
+    shown = {line.name: i for i, line in enumerate(lines)}
+    plot = Plot(
+        "stored blocks against the dense product",
+        "% of blocks stored",
+        "times faster",
+        lines,
+        y_log=True,
+        level=1.0,
+    )
+    caption = "Where dense takes over: " + (", ".join(meetings) or "nowhere that was measured")
+    return [Figure(f"{caption}.", [line_chart(plot, shown, 960.0)], shown)]
+
+
+def _roof(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]:
+    peak = peak_of(document["environment"]["device_name"])
+    spots = []
+    for case in document["cases"]:
+        moved = least_bytes(case["problem"])
+        for peer, entry in case["peers"].items():
+            figures = entry.get("times", {}).get(mode, {})
+            tflops = figures.get("executed_tflops")
+            if moved and tflops and tflops > 0:
+                flops = tflops * 1e12 * figures["quantiles_s"]["p50"]
+                spots.append(Spot(case["name"], peer, flops / moved, tflops))
+    if peak is None or not spots:
+        return []
+    shown = {spot.peer: colours.get(spot.peer, 0) for spot in spots}
+    caption = f"Under the roof of the data sheet, mode {mode}; every byte counted once."
+    picture = roofline(spots, peak.tflops, peak.terabytes, colours)
+    return [Figure(caption, [picture], shown)]

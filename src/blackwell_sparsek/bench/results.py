@@ -1,0 +1,110 @@
+"""Results files: written whole after every case, read with a clear word about what is wrong."""
+
+import json
+import os
+import pathlib
+from itertools import starmap
+from typing import Any
+
+from ..core.errors import InvalidInput
+
+SCHEMA = 2
+_WORDS = ("label", "n/a", "failed", "crashed")
+
+
+def write(document: dict[str, Any], path: pathlib.Path) -> None:
+    """Replace the file at once: whoever reads it, or ends the process, never sees half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(document, indent=1) + "\n")
+    os.replace(beside, path)
+
+
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """A results file of `bsk bench`, older schemas brought up to date."""
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # no UTF-8, no JSON
+        raise InvalidInput(f"{path}: is not JSON: {error}") from error
+    if (problem := _problem(document)) is not None:
+        raise InvalidInput(f"{path}: is not a results file of `bsk bench`: {problem}")
+    for case in document["cases"]:
+        case.setdefault("problem", {})
+        for ratio in case.get("ratios", {}).values():
+            if "best_sparse_peer" in ratio:  # schema 1
+                ratio["best_peer"] = ratio.pop("best_sparse_peer")
+                ratio["over_best_peer"] = ratio.pop("over_best_sparse")
+    return document
+
+
+def _problem(document: Any) -> str | None:
+    """What keeps this from being a results file, or None."""
+    if not isinstance(document, dict):
+        return f"expected an object, got {type(document).__name__}"
+    for field, kind in {"schema": int, "suite": str, "environment": dict, "cases": list}.items():
+        if not isinstance(document.get(field), kind):
+            return f"{field!r} is missing or no {kind.__name__}"
+    if not 1 <= document["schema"] <= SCHEMA:
+        return f"schema {document['schema']} is unknown (1 to {SCHEMA} are)"
+    if not isinstance(document["environment"].get("device_name"), str):
+        return "the environment has no device_name"
+    if not isinstance(document["environment"].get("versions", {}), dict):
+        return "the versions of the environment are no object"
+    for field, kind in {"unit": str, "left_out": list, "crossover": list}.items():
+        if not isinstance(document.get(field, kind()), kind):
+            return f"{field!r} is no {kind.__name__}"
+    if not isinstance(document.get("commit"), (str, type(None))):
+        return "'commit' is no str"
+    if not all(map(_is_crossing, document.get("crossover", []))):
+        return "'crossover' holds something else than curves"
+    for index, case in enumerate(document["cases"]):
+        if (problem := _case_problem(case)) is not None:
+            return f"case {index}: {problem}"
+    return None
+
+
+def _is_crossing(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("block"), list):
+        return False
+    meets, points = entry.get("density", 0.0), entry.get("speedups")
+    if not (meets is None or _is_time(meets)) or not isinstance(points, list) or not points:
+        return False
+    return all(isinstance(p, list) and len(p) == 2 and all(map(_is_time, p)) for p in points)
+
+
+def _case_problem(case: Any) -> str | None:
+    if not isinstance(case, dict) or not isinstance(case.get("name"), str):
+        return "has no name"
+    for field in ("peers", "problem", "ratios", "clocks"):
+        if not isinstance(case.get(field, {}), dict) or (field == "peers" and field not in case):
+            return f"has no {field}"
+    for mode, ratio in case.get("ratios", {}).items():
+        if not isinstance(ratio, dict) or not all(starmap(_is_ratio, ratio.items())):
+            return f"ratios in mode {mode!r} are no numbers"
+    for peer, entry in case["peers"].items():
+        times = entry.get("times", {}) if isinstance(entry, dict) else None
+        if not isinstance(times, dict):
+            return f"peer {peer!r} has no times"
+        if any(not isinstance(entry.get(word, ""), str) for word in _WORDS):
+            return f"peer {peer!r} has a reason that is no text"
+        for mode, figures in times.items():
+            quantiles = figures.get("quantiles_s") if isinstance(figures, dict) else None
+            if not isinstance(quantiles, dict) or not _is_time(quantiles.get("p50")):
+                return f"peer {peer!r} has no median in mode {mode!r}"
+            if not all(map(_is_time, quantiles.values())):
+                return f"peer {peer!r} has quantiles in mode {mode!r} that are no times"
+            work = (pair for pair in figures.items() if pair[0] != "quantiles_s")
+            if not all(starmap(_is_ratio, work)):
+                return f"peer {peer!r} has figures in mode {mode!r} that are no numbers"
+    return None
+
+
+def _is_ratio(name: str, value: Any) -> bool:
+    """A positive number, or the name of a peer where there should be one."""
+    return isinstance(value, str) if name.startswith("best_") else _is_time(value)
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e9

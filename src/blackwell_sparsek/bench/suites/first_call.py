@@ -1,0 +1,89 @@
+"""How long the first call of a process takes: imports, compilation, launch."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...core.env import environment_with_cache
+from ..case import REPORTED, Case, Contender, Peer, Suite
+from ..peers.importing import needs
+from ..peers.ours import OURS
+
+_LONGEST_S = 300
+
+
+def first_call(tiny: bool = False) -> Iterator[Case]:
+    """In a fresh process: nothing compiled yet, and everything in Triton's cache."""
+    for state in ("nothing compiled", "compiled before"):
+        for call in ("attention", "matmul"):
+            peers = (OURS, *PEERS) if call == "attention" else (OURS,)
+            build = partial(_build, call, state == "compiled before")
+            yield Case(f"{call}, {state}", {"call": call}, build, peers, modes=(REPORTED,))
+
+
+def _build(call: str, warm: bool, device: torch.device) -> tuple[str, bool, torch.device]:
+    return call, warm, device
+
+
+def _prepare(inputs: tuple[str, bool, torch.device], name: str = "") -> Contender:
+    call, warm = name or inputs[0], inputs[1]
+    kept = tempfile.TemporaryDirectory()  # lives as long as the contender
+
+    def run() -> float:
+        if warm:
+            return seconds_of(call, pathlib.Path(kept.name))
+        with tempfile.TemporaryDirectory() as fresh:
+            return seconds_of(call, pathlib.Path(fresh))
+
+    return Contender(run, lambda seconds: None)
+
+
+def seconds_of(call: str, cache: pathlib.Path) -> float:
+    """Run one call in a fresh process with its compiled kernels in `cache`."""
+    command = [sys.executable, "-m", "blackwell_sparsek.bench.first_call_worker", call]
+    done = subprocess.run(
+        command,
+        env=environment_with_cache(str(cache)),
+        capture_output=True,
+        text=True,
+        timeout=_LONGEST_S,
+    )
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
+        raise RuntimeError(f"the process of {call} ended with {done.returncode}: {last[0]}")
+    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if not record["finite"]:
+        raise AssertionError(f"{call} gave something that is not finite")
+    return float(record["seconds"])
+
+
+def _on_gpu(inputs: tuple[str, bool, torch.device]) -> str | None:
+    return None if inputs[2].type == "cuda" else "needs a CUDA GPU"
+
+
+PEERS = {
+    "sdpa": Peer("sdpa", "SDPA", partial(_prepare, name="sdpa"), rival=True),
+    "flex": Peer(
+        "flex",
+        "FlexAttention, compiled",
+        partial(_prepare, name="flex"),
+        supports=_on_gpu,
+        rival=True,
+    ),
+    "fa4": Peer(
+        "fa4",
+        "FlashAttention 4",
+        partial(_prepare, name="fa4"),
+        available=needs("flash_attn.cute", "flash_attn_func"),
+        rival=True,
+    ),
+}
+_OURS = {OURS: Peer(OURS, "blackwell_sparsek", _prepare)}
+SUITES = [Suite("first_call", first_call.__doc__ or "", first_call, _OURS | PEERS, OURS, unit="ms")]

@@ -1,0 +1,85 @@
+"""A suite in a process of its own: a peer that takes it down is noted, and the rest goes on."""
+
+import pathlib
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from . import results
+
+# Exit status of a worker whose GPU context a peer has broken.
+LOST = 70
+_MOST_STARTS = 8
+
+
+def run_worker(command: list[str], path: pathlib.Path) -> int:
+    """Run `command` until it ends by itself; the status it ended with.
+
+    The worker keeps its results in `path`, and under the key `running` the case and the peer at
+    work. When it dies, that peer is marked there as crashed and the worker starts again.
+    """
+    path.unlink(missing_ok=True)
+    status = 0
+    for _ in range(_MOST_STARTS):
+        status = _wait(subprocess.Popen(command))
+        if status != LOST and status >= 0:
+            return status
+        how = "broke the GPU context" if status == LOST else f"died of {_signal_name(-status)}"
+        if not _blame(path, how):
+            break
+    document = results.read(path) if path.exists() else None
+    if document is None:
+        raise RuntimeError(f"the benchmark process ended with status {status} and left no results")
+    return status
+
+
+def _wait(worker: subprocess.Popen[bytes]) -> int:
+    """The status of a worker; it gets the signals that end us, and time to keep its results."""
+
+    def forward(number: int, frame: Any) -> None:
+        worker.send_signal(number)
+
+    old = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return worker.wait()
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _blame(path: pathlib.Path, how: str) -> bool:
+    """Mark what was at work as crashed; False where that is unknown, or was tried before.
+
+    While peers are timed in turns nobody can tell which of them it was: the case is given up.
+    """
+    if not path.exists():
+        return False
+    document = results.read(path)
+    case, peer = document.pop("running", (None, None))
+    reason = document.pop("lost", None)
+    told = f"{how} ({reason})" if reason else how
+    known = case is not None and peer not in document.get("crashed", {})
+    if known and peer:
+        document.setdefault("crashed", {})[peer] = f"{told} on {case}"
+        print(f"{peer} {told} on {case}: going on without it", file=sys.stderr, flush=True)
+    elif known:
+        error = f"the process {told} while peers were timed"
+        document["cases"].append({"name": case, "problem": {}, "peers": {}, "error": error})
+        print(f"{case}: {error}: going on with the next", file=sys.stderr, flush=True)
+    results.write(document, path)
+    return known
+
+
+def resumable(path: pathlib.Path) -> dict[str, Any]:
+    """The document of an earlier worker."""
+    document = results.read(path)
+    document.pop("running", None)
+    return document

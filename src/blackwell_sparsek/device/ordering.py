@@ -1,0 +1,22 @@
+"""Comparing floats as integers, and finding the k-th largest of many."""
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-(2**31))
+HIGHEST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def ordered_int(x):
+    """int32 in the order of fp32 `x`: negative floats count backwards, NaN is infinity."""
+    x = tl.where(x != x, float("inf"), x)
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def midpoint(low, high):
+    """The middle of two int32, rounded up; their difference may not fit into one."""
+    half = (low >> 1) + (high >> 1)
+    return half + (((low & 1) + (high & 1) + 1) >> 1)

@@ -1,0 +1,60 @@
+"""What a program of the Hopper forward does next: its piece of work and that piece's KV tiles."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...device.masks import kv_range, kv_range_of_all
+from ...device.schedule import place_in_sections
+from ...device.sequences import batch_and_heads
+from ...device.visits import plan_blocks, plan_dense
+
+# Entries of a mask row read at a time, four by each thread of the producer.
+SCAN = gl.constexpr(128)
+
+
+@gluon.jit
+def count_q_tiles(mask, schedule, q_len, CFG: gl.constexpr):
+    """How many pieces of work a plane has."""
+    if schedule[0] is None:
+        q_tiles = (q_len + CFG.tile_m - 1) // CFG.tile_m
+    else:
+        # an order names whole rows of the mask; what they have past the queries is empty
+        block_q = mask[0][5]
+        q_tiles = (q_len + block_q - 1) // block_q * (block_q // CFG.tile_m)
+    return q_tiles
+
+
+@gluon.jit
+def place_piece(mask, schedule, piece, q_tiles, CFG: gl.constexpr):
+    """Plane and query tile of a piece of work: in sections, or as the order of the mask says."""
+    order_ptr, num_planes, section, _ = schedule
+    if order_ptr is None:
+        plane, q_tile = place_in_sections(piece, num_planes, q_tiles, section)
+    else:
+        row_tiles = mask[0][5] // CFG.tile_m
+        q_blocks = q_tiles // row_tiles
+        entry = gl.load(order_ptr + piece // row_tiles)
+        plane = entry // q_blocks
+        q_tile = entry % q_blocks * row_tiles + piece % row_tiles
+    return plane, q_tile
+
+
+@gluon.jit
+def plan_piece(mask, plane, q_tile, lengths, heads, band, CFG: gl.constexpr):
+    """Which KV tiles the queries of a piece visit."""
+    lists, batch_step, head_step = mask
+    tile_n: gl.constexpr = CFG.TILE_N
+    unit_size: gl.constexpr = CFG.UNIT
+    q_len, kv_len = lengths
+    q_start = q_tile * CFG.tile_m
+    q_end = q_start + CFG.tile_m
+    kv_lo, kv_hi = kv_range(q_start, q_end, q_len, kv_len, band[0], band[1])
+    all_lo, all_hi = kv_range_of_all(q_start, q_end, q_len, kv_len, band[0], band[1])
+    if lists is None:
+        plan = plan_dense(kv_lo, kv_hi, all_lo, all_hi, tile_n)
+    else:
+        batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
+        row = batch * batch_step + q_head * head_step + q_start // lists[5]
+        offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
+        plan = plan_blocks(lists, row, kv_lo, kv_hi, all_lo, all_hi, offs_scan, tile_n, unit_size)
+    return plan

@@ -1,0 +1,91 @@
+"""Tiles that `bsk tune` found on a GPU, used in place of the built-in ones where asked for.
+
+Off unless `BSK_CONFIG_DIR` names a folder. It holds a file for each device, by its name.
+"""
+
+import json
+import pathlib
+from collections.abc import Hashable
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..core.env import config_dir
+from ..core.errors import InvalidInput
+
+SCHEMA = 1
+# tile_m, tile_n, num_warps, num_stages
+Tile = tuple[int, int, int, int]
+
+
+def file_name(device_name: str) -> str:
+    """The file of a device.
+
+    Examples
+    --------
+    >>> file_name("NVIDIA H200")
+    'device_name=NVIDIA_H200.json'
+    """
+    safe = "".join(c if c.isalnum() or c in "-." else "_" for c in device_name)
+    return f"device_name={safe}.json"
+
+
+def key_of(facts: tuple[Hashable, ...]) -> str:
+    """The facts that a tile depends on, as they stand in the file."""
+    return " ".join(map(str, facts))
+
+
+def tuned_tile(kernel: str, facts: tuple[Hashable, ...]) -> Tile | None:
+    """The tile found for a kernel and these facts on this GPU, or None."""
+    folder = config_dir()
+    if folder is None or not torch.cuda.is_available():
+        return None
+    return _tiles(folder, torch.cuda.get_device_name()).get((kernel, key_of(facts)))
+
+
+@cache
+def _tiles(folder: str, device_name: str) -> dict[tuple[str, str], Tile]:
+    path = pathlib.Path(folder) / file_name(device_name)
+    return read_tiles(path) if path.exists() else {}
+
+
+def read_tiles(path: pathlib.Path) -> dict[tuple[str, str], Tile]:
+    """All tiles of a file, checked."""
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise InvalidInput(f"{path}: expected what `bsk tune` writes, schema {SCHEMA}")
+    found = {}
+    for kernel, tiles in _items(document.get("tiles")):
+        for key, tile in _items(tiles):
+            if not _is_tile(tile):
+                raise InvalidInput(f"{path}: {kernel} {key!r}: expected a tile, got {tile!r}")
+            found[kernel, key] = (tile[0], tile[1], tile[2], tile[3])
+    return found
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def _is_tile(value: Any) -> bool:
+    """Two powers of two from 16 on, then warps and stages that Triton takes."""
+    if not isinstance(value, list) or [type(x) for x in value] != [int] * 4:
+        return False
+    m, n, warps, stages = value
+    sides = all(16 <= side <= 256 and side & (side - 1) == 0 for side in (m, n))
+    return sides and warps in (1, 2, 4, 8, 16) and 1 <= stages <= 8
+
+
+def write_tiles(path: pathlib.Path, device_name: str, tiles: dict[tuple[str, str], Tile]) -> None:
+    """Write a file that `tuned_tile` reads, keeping what it had for other problems."""
+    merged = (read_tiles(path) if path.exists() else {}) | tiles
+    by_kernel: dict[str, dict[str, list[int]]] = {}
+    for (kernel, key), tile in sorted(merged.items()):
+        by_kernel.setdefault(kernel, {})[key] = list(tile)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"schema": SCHEMA, "device_name": device_name, "tiles": by_kernel}
+    path.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,104 @@
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from blackwell_sparsek.bench import supervise
+
+_WORKER = """
+import json, os, pathlib, signal, sys, time
+path = pathlib.Path(sys.argv[1])
+starts = path.with_suffix(".starts")
+count = int(starts.read_text()) + 1 if starts.exists() else 1
+starts.write_text(str(count))
+document = {"schema": 2, "suite": "fake", "environment": {"device_name": "a"}, "cases": []}
+if path.exists():
+    document = json.loads(path.read_text())
+"""
+
+
+def _command(tmp_path, script):
+    path = tmp_path / "fake.json"
+    return [sys.executable, "-c", _WORKER + script, str(path)], path
+
+
+def _dies(how):
+    return f"""
+if count == 1:
+    path.write_text(json.dumps(document | {{"running": ["case 3", "fa4"]}}))
+    {how}
+path.write_text(json.dumps(document))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "word"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV on case 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "died of SIGKILL on case 3"),
+        ("sys.exit(70)", "broke the GPU context on case 3"),
+    ],
+)
+def test_a_worker_that_dies_starts_again_without_the_peer_at_work(tmp_path, capsys, how, word):
+    command, path = _command(tmp_path, _dies(how))
+    assert supervise.run_worker(command, path) == 0
+    document = json.loads(path.read_text())
+    assert document["crashed"] == {"fa4": word} and "running" not in document
+    assert path.with_suffix(".starts").read_text() == "2"
+    assert f"fa4 {word}: going on without it" in capsys.readouterr().err
+
+
+def test_a_worker_that_dies_while_all_are_timed_goes_on_with_the_next_case(tmp_path, capsys):
+    script = _dies("os.kill(os.getpid(), signal.SIGSEGV)").replace('"fa4"', '""')
+    command, path = _command(tmp_path, script)
+    assert supervise.run_worker(command, path) == 0
+    (case,) = json.loads(path.read_text())["cases"]
+    assert case["error"] == "the process died of SIGSEGV while peers were timed"
+    assert case["name"] == "case 3" and "going on with the next" in capsys.readouterr().err
+
+
+def test_a_worker_that_dies_of_nobody_does_not_start_again(tmp_path):
+    script = "path.write_text(json.dumps(document)); os.kill(os.getpid(), signal.SIGSEGV)"
+    command, path = _command(tmp_path, script)
+    assert supervise.run_worker(command, path) == -signal.SIGSEGV
+    assert path.with_suffix(".starts").read_text() == "1"
+
+
+def test_a_worker_that_leaves_nothing_is_an_error(tmp_path):
+    command, path = _command(tmp_path, "os.kill(os.getpid(), signal.SIGSEGV)")
+    with pytest.raises(RuntimeError, match="status -11 and left no results"):
+        supervise.run_worker(command, path)
+
+
+def test_results_of_an_earlier_run_are_not_taken_for_this_one(tmp_path):
+    command, path = _command(tmp_path, 'document["fresh"] = True; path.write_text("{}")')
+    path.write_text(json.dumps({"schema": 2, "old": True}))
+    assert supervise.run_worker(command, path) == 0
+    assert path.read_text() == "{}"
+
+
+def test_signals_reach_the_worker_and_its_status_comes_back(tmp_path):
+    script = """
+def stop(*_):
+    path.write_text(json.dumps(document | {"interrupted": True}))
+    sys.exit(130)
+signal.signal(signal.SIGTERM, stop)
+path.with_suffix(".ready").write_text("")
+time.sleep(60)
+"""
+    command, path = _command(tmp_path, script)
+
+    def terminate():
+        while not path.with_suffix(".ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    assert supervise.run_worker(command, path) == 130
+    thread.join()
+    assert json.loads(path.read_text())["interrupted"] is True

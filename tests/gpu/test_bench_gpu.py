@@ -1,0 +1,65 @@
+"""`bsk bench` on a GPU: every kind of suite times small cases, ours and torch's own kernels."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blackwell_sparsek.bench import cli
+from blackwell_sparsek.bench.case import EAGER, GRAPH
+from blackwell_sparsek.bench.problems.attention import Attention
+from blackwell_sparsek.bench.problems.decode import Decode
+from blackwell_sparsek.bench.run import failures, run_suite
+from blackwell_sparsek.bench.suites import SUITES
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda", 0)
+FEW = {"bsk", "bsk_dense", "bsk_deterministic", "sdpa_cudnn", "sdpa_flash", "sdpa_dense", "sdpa"}
+PROBLEMS = {
+    "attention_dense": Attention(2, 4, 512, 128, causal=True),
+    "attention_window": Attention(1, 4, 1024, 64, causal=True, window=200),
+    "attention_small": Attention(1, 8, 512, 64, dtype=torch.float16),
+    "block_sparse": Attention(1, 2, 1024, 128, block=(128, 64), density=0.25),
+    "mask_building": Attention(1, 2, 1024, 128, block=(64, 64), density=0.25),
+    "backward": Attention(1, 4, 256, 64, kv_heads=2, causal=True),
+    "decode": Decode(2, 1000, page_size=16, kept=0.5),
+    "host": Attention(1, 2, 256, 64, causal=True),
+}
+
+
+def _small(suite, problem):
+    """The first case of a suite, with a smaller problem and no peers that compile for long."""
+    case = next(iter(suite.cases(False)))
+    peers = tuple(name for name in case.peers if name in FEW)
+    shown = case.problem | problem.describe()
+    return replace(case, name=problem.title, problem=shown, build=problem.build, peers=peers)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_small_case_of_each_suite(name):
+    suite = SUITES[name]
+    case = _small(suite, PROBLEMS[name])
+    document = run_suite(suite, [case], GPU, seconds=0.02)
+    assert failures(document) == []
+    (result,) = document["cases"]
+    assert set(result["peers"]["bsk"]["times"]) == set(case.modes), result["peers"]
+    assert document["environment"]["driver"] != ""
+
+
+def test_graphs_rotate_inputs_past_the_cache():
+    inputs = PROBLEMS["attention_small"].build(GPU)
+    copies = inputs.others()
+    size = sum(x.numel() * x.element_size() for x in (inputs.q, inputs.k, inputs.v))
+    assert len(copies) * size >= 128 * 2**20 or len(copies) == 128
+    assert len({x.q.data_ptr() for x in copies}) == len(copies)
+    case = _small(SUITES["attention_small"], PROBLEMS["attention_small"])
+    assert case.modes == (EAGER, GRAPH)
+
+
+def test_the_command_runs_a_worker_and_leaves_results(tmp_path, capfd):
+    args = ["bench", "host", "--case", "matmul W", "--seconds", "0.02", "-o", str(tmp_path)]
+    assert cli.main(args) == 0
+    document = json.loads((tmp_path / "host.json").read_text())
+    assert document["environment"]["device"] == "cuda" and "running" not in document
+    assert "| matmul W @ x |" in capfd.readouterr().out
