@@ -18,6 +18,7 @@ from .functional.page_selection import page_summaries, topk_pages
 from .functional.paged_kv_cache import PagedKVCache
 from .functional.sdpa import scaled_dot_product_attention
 from .functional.varlen import attention_varlen
+from .integrations.torch_sdpa import patch_sdpa
 from .integrations.torch_sparse import enable_torch_sparse
 from .ops.dispatch import explain
 
@@ -47,6 +48,7 @@ __all__ = [
     "merge_states",
     "nn",
     "page_summaries",
+    "patch_sdpa",
     "prune",
     "scaled_dot_product_attention",
     "sddmm",

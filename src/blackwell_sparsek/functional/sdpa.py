@@ -7,8 +7,8 @@ import torch
 from ..core.checks import check_dtype, check_tensor, message
 from ..core.errors import InvalidInput, Unsupported
 from ..formats.band import Band
-from ..formats.block_mask import BlockMask
 from .attention_inputs import DENSE, autocast_qkv, call_operator, check_qkv
+from .sdpa_mask import block_mask_of
 
 OP = "scaled_dot_product_attention"
 NAMES = ("query", "key", "value")
@@ -28,9 +28,10 @@ def scaled_dot_product_attention(
 
     Two things differ from `attention`: `is_causal` aligns to the top left (query i sees keys up
     to i), and masks are tensors. A bool mask becomes a block mask on every call, which reads it
-    once and waits for the device; keep a `BlockMask` and call `attention` where that matters. A
+    once and waits for the device (not under `torch.compile` or CUDA graph capture, where all of
+    its blocks are listed instead); keep a `BlockMask` and call `attention` where that matters. A
     float mask is a dense bias on every score, so nothing about it is sparse: it runs on torch's
-    own kernels.
+    own kernels. Inputs whose last dimension is not contiguous are copied, as torch does.
 
     Parameters
     ----------
@@ -65,7 +66,8 @@ def scaled_dot_product_attention(
         check_tensor(OP, "attn_mask", attn_mask)
         check_dtype(OP, "attn_mask", attn_mask, _mask_dtypes(query))
         if attn_mask.dtype != torch.bool:
-            return torch.nn.functional.scaled_dot_product_attention(
+            # not torch.nn.functional, where `patch_sdpa` may have put this function
+            return torch._C._nn.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
     for arg, x in zip(NAMES, (query, key, value), strict=True):
@@ -73,6 +75,7 @@ def scaled_dot_product_attention(
         if x.dim() < 2:
             raise InvalidInput(message(OP, arg, "has a wrong rank", "[..., S, E]", list(x.shape)))
     q, k, v, lead = _as_dense(query, key, value, enable_gqa)
+    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous() for x in (q, k, v))
     check_qkv(OP, q, k, v, DENSE, NAMES)
     sq, sk = q.shape[2], k.shape[2]
     mask = None if attn_mask is None else _mask_planes(attn_mask, lead, q, sk)
@@ -86,7 +89,7 @@ def scaled_dot_product_attention(
     q, k, v = autocast_qkv(OP, q, k, v)
     block_mask = None
     if mask is not None:
-        block_mask = BlockMask.from_element_mask(mask, 64 if min(sq, sk) >= 64 else 16)
+        block_mask = block_mask_of(mask, sq)
     out, _ = call_operator(
         OP,
         q,
@@ -135,7 +138,7 @@ def _as_dense(
 
 
 def _mask_planes(mask: torch.Tensor, lead: torch.Size, q: torch.Tensor, sk: int) -> torch.Tensor:
-    """`mask` as bool [B or 1, H or 1, L, S]."""
+    """`mask` as bool [B or 1, H or 1, L or 1, S]; one row stands for all queries."""
     sq, heads = q.shape[2], q.shape[1]
     expected = (*lead, sq, sk)
     try:
@@ -150,7 +153,9 @@ def _mask_planes(mask: torch.Tensor, lead: torch.Size, q: torch.Tensor, sk: int)
         )
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    mask = mask.expand(*mask.shape[:-2], sq, sk)
+    if mask.dim() > 4 or mask.shape[-2] != 1:
+        mask = mask.expand(*mask.shape[:-2], sq, sk)
+    mask = mask.expand(*mask.shape[:-1], sk)
     if mask.dim() == 4:
         return mask
     # more leading dimensions than a batch: flatten them all

@@ -1,1 +1,12 @@
 """Bridges to other libraries. Each is imported only when asked for."""
+
+from importlib import import_module
+from typing import Any
+
+_BRIDGES = ("huggingface", "torch_sdpa", "torch_sparse")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _BRIDGES:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,6 @@
+"""Attention of Hugging Face models through this package; needs transformers 5.17 or newer."""
+
+from .block_sparse import BlockSparse
+from .registration import NAME, register
+
+__all__ = ["NAME", "BlockSparse", "register"]

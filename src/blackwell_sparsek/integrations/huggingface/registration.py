@@ -1,0 +1,81 @@
+"""Making this package an attention implementation of transformers."""
+
+from functools import wraps
+from typing import Any
+
+from ...core.checks import message
+from ...core.errors import InvalidInput, Unsupported
+from .attention_function import attention_forward
+from .block_sparse import PerLayer, layer_choice
+from .mask_function import make_visible_keys
+from .paged import paged_attention_forward, refuse_paged
+
+NAME = "blackwell_sparsek"
+# Parts of a name by which transformers picks code of its own, or asks the hub.
+SPECIAL = ("flash", "sdpa", "flex", "eager", "paged", "/", "|", ":")
+
+
+def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
+    """Make `attn_implementation="blackwell_sparsek"` work for models of transformers.
+
+    Works for every model that uses transformers' attention interface, in training and generation,
+    with padding on either side, sliding windows, softcap, sinks, sequences packed by
+    `position_ids` or `cu_seq_lens_q`, dynamic and static caches, continuous batching (as
+    `"paged|blackwell_sparsek"`; transformers 5.22 and newer allow their own attention there only),
+    and under `torch.compile`. What it cannot honour
+    is an error: dropout on attention weights, `output_attentions`, additive biases.
+
+    May be called again, which replaces what was registered under the name before.
+
+    Parameters
+    ----------
+    block_sparse : BlockSparse, dict, function or None
+        Sparse attention in causal layers: the same for all, or by the index of the layer, with
+        None for layers that stay as they are.
+    name : str
+        Another name, to have several choices side by side.
+
+    Returns
+    -------
+    str
+        The name, for `attn_implementation`.
+
+    Examples
+    --------
+    >>> import pytest; _ = pytest.importorskip("transformers")  # doctest: +SKIP
+    >>> from transformers import LlamaConfig, LlamaForCausalLM  # doctest: +SKIP
+    >>> from blackwell_sparsek.integrations.huggingface import BlockSparse, register
+    >>> sparse = BlockSparse(window=4096, global_blocks=1)
+    >>> name = register(sparse, name="windowed")  # doctest: +SKIP
+    >>> model = LlamaForCausalLM(LlamaConfig())  # doctest: +SKIP
+    >>> model.set_attn_implementation(name)  # doctest: +SKIP
+    """
+    if found := [word for word in SPECIAL if word in name]:
+        raise InvalidInput(
+            message(
+                "register", "name", "means something else to transformers", "other words", found
+            )
+        )
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise Unsupported(
+            "register: needs transformers 5.17 or newer; pip install 'blackwell-sparsek[hf]'"
+        ) from error
+    choose = layer_choice(block_sparse)
+
+    if block_sparse is None:
+        forward: Any = attention_forward
+    else:
+
+        @wraps(attention_forward)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return attention_forward(module, *args, block_sparse=choose(module), **kwargs)
+
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, make_visible_keys)
+    # without a mask function transformers makes no mask, and the offsets of the requests say it all
+    paged = paged_attention_forward if block_sparse is None else refuse_paged
+    AttentionInterface.register(f"paged|{name}", paged)
+    return name

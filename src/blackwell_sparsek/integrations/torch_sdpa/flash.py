@@ -1,0 +1,264 @@
+"""This package as a flash attention implementation of torch.
+
+Torch lets libraries replace the CUDA kernels behind `SDPBackend.FLASH_ATTENTION` and
+`torch.nn.attention.varlen.varlen_attn`. What this package does not compute (dropout, ALiBi, debug
+masks, used lengths) stays with torch's kernels.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...core.checks import message
+from ...core.errors import Unsupported
+from ...formats.band import Band
+from ...functional.attention_inputs import scale_or_default
+from ...ops.attention import attn_bwd, attn_fwd
+
+FLASH_NAME = "blackwell_sparsek"
+OP = "flash_attention"
+
+
+def register_flash_attention() -> str:
+    """Offer this package to `torch.nn.attention.activate_flash_attention_impl`.
+
+    Nothing changes until that is called; `restore_flash_attention_impl()` brings torch's kernels
+    back. Needs a build of torch with CUDA.
+
+    Returns
+    -------
+    str
+        The name to activate.
+
+    Examples
+    --------
+    >>> import torch
+    >>> name = register_flash_attention()
+    >>> name in torch.nn.attention.list_flash_attention_impls()
+    True
+    """
+    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register is None:
+        raise Unsupported(f"{OP}: this torch has no register_flash_attention_impl")
+    register(FLASH_NAME, register_fn=_install)
+    return FLASH_NAME
+
+
+class _Handle:
+    """Keeps the kernels in place until torch asks to remove them."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def remove(self) -> None:
+        """Bring torch's kernels back."""
+        self._library._destroy()
+
+
+def _install() -> _Handle:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if not has_kernel("aten::_flash_attention_forward", "CUDA"):
+        raise Unsupported(f"{OP}: this build of torch has no flash attention for CUDA")
+    originals = {name: torch.library.get_kernel(f"aten::{name}", "CUDA") for name in _ROUTES}
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # that a kernel is replaced is what was asked for
+        warnings.simplefilter("ignore")
+        for name, route in _ROUTES.items():
+            library.impl(name, _routed(route, originals[name]), "CUDA", with_keyset=True)
+    return _Handle(library)
+
+
+def _routed(route: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        result = route(*args, **kwargs)
+        return original.call_boxed(keyset, *args, **kwargs) if result is None else result
+
+    return kernel
+
+
+def _sides(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
+    """The band of flash attention's arguments, in which None and -1 are unbounded."""
+    sides = [None if side is None or side < 0 else int(side) for side in (left, right)]
+    return Band(sides[0], 0 if is_causal else sides[1]).scalars()
+
+
+def sdpa_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """`aten::_scaled_dot_product_flash_attention`; None where torch should compute.
+
+    query `[B, Hq, Sq, D]`; key, value `[B, Hkv, Sk, D]`
+    """
+    if dropout_p != 0.0 or return_debug_mask:
+        return None
+    left, right = _sides(is_causal, None, None)
+    out, lse = _forward(
+        query, key, value, None, None, query.shape[2], key.shape[2], left, right, scale
+    )
+    empty = query.new_empty(0)
+    rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    # the offsets are for packed sequences; None is how torch's own kernel leaves them
+    return out, lse, None, None, query.shape[2], key.shape[2], rng, unused, empty
+
+
+def sdpa_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """`aten::_scaled_dot_product_flash_attention_backward`; None where torch should compute."""
+    if dropout_p != 0.0:
+        return None
+    left, right = _sides(is_causal, None, None)
+    sizes = (query.shape[2], key.shape[2])
+    return _backward(
+        grad_out, query, key, value, out, logsumexp, None, None, *sizes, left, right, scale
+    )
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """`aten::_flash_attention_forward`; None where torch should compute.
+
+    query `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with offsets
+    """
+    missing = (seqused_k, alibi_slopes, block_table)
+    if dropout_p != 0.0 or return_debug_mask or any(x is not None for x in missing):
+        return None
+    left, right = _sides(is_causal, window_size_left, window_size_right)
+    q, k, v = _heads_first(cum_seq_q, query, key, value)
+    out, lse = _forward(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, left, right, scale)
+    (out,) = _heads_first(cum_seq_q, out)
+    rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    return out, lse, rng, unused, query.new_empty(0)
+
+
+def flash_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Any:
+    """`aten::_flash_attention_backward`; None where torch should compute."""
+    if dropout_p != 0.0:
+        return None
+    left, right = _sides(is_causal, window_size_left, window_size_right)
+    do, q, k, v, o = _heads_first(cum_seq_q, grad_out, query, key, value, out)
+    offsets = (cum_seq_q, cum_seq_k, max_q, max_k)
+    gradients = _backward(do, q, k, v, o, logsumexp, *offsets, left, right, scale)
+    return tuple(_heads_first(cum_seq_q, *gradients))
+
+
+def _heads_first(offsets: torch.Tensor | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Swap heads and tokens of dense tensors; packed ones have one order everywhere."""
+    return [x if offsets is not None else x.transpose(1, 2) for x in tensors]
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    left: int,
+    right: int,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    factor = scale_or_default(OP, scale, q.shape[-1])
+    out, lse = attn_fwd(
+        *(q, k, v, cu_q, cu_k, max_q, max_k, [], [], left, right, factor, 0.0, None, False, "auto")
+    )
+    return out, lse
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    left: int,
+    right: int,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if lse.dtype != torch.float32:
+        raise Unsupported(message(OP, "logsumexp", "has a wrong dtype", "float32", lse.dtype))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    factor = scale_or_default(OP, scale, q.shape[-1])
+    dq, dk, dv, _ = attn_bwd(
+        *(grad_out, None, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, [], [], left, right),
+        *(factor, 0.0, None, deterministic, [True, True, True, False], "auto"),
+    )
+    return dq, dk, dv
+
+
+_ROUTES: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention": sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_backward": flash_backward,
+}

@@ -1,0 +1,271 @@
+"""Sparse attention by configuration, against dense attention with the mask written out."""
+
+import pytest
+import torch
+
+from blackwell_sparsek import InvalidInput, InvalidType, Unsupported
+from blackwell_sparsek.integrations.huggingface import BlockSparse, register
+from blackwell_sparsek.integrations.huggingface.attention_function import attention_forward
+
+pytest.importorskip("transformers", minversion="5.17")
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+LENGTH = 75
+FIXED = {
+    "window": BlockSparse(window=20, block_size=16),
+    "sinks": BlockSparse(window=20, global_blocks=1, block_size=16),
+    "stride": BlockSparse(stride=3, block_size=16),
+    "all": BlockSparse(window=5, global_blocks=1, stride=3, block_size=16),
+}
+
+
+@pytest.fixture
+def long_ids():
+    return torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+def visible(sparse, sq, sk):
+    """Element by element, from the description in words."""
+    q, k = torch.arange(sk - sq, sk)[:, None], torch.arange(sk)
+    if sparse.is_window:
+        return (k <= q) & (k > q - sparse.window)
+    size = sparse.block_size
+    first = (q - (sk - sq)) // size * size + sk - sq
+    last = (first + size - 1).clamp(max=sk - 1)
+    seen = (k // size < sparse.global_blocks) | ((k // size + 1) * size > first)
+    if sparse.window:
+        seen = seen | ((k // size + 1) * size > first - sparse.window + 1)
+    if sparse.stride:
+        seen = seen | ((last // size - k // size) % sparse.stride == 0)
+    return seen & (k <= q)
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_prompt(kind, make_model, long_ids):
+    model, sparse = make_model(), FIXED[kind]
+    model.set_attn_implementation(register(sparse, name="sparse"))
+    ours = model(long_ids).logits
+    model.set_attn_implementation("sdpa")
+    mask = visible(sparse, LENGTH, LENGTH)[None, None]
+    assert not mask.equal(torch.ones_like(mask).tril())
+    theirs = model(long_ids, attention_mask=mask.expand(2, -1, -1, -1)).logits
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", FIXED)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_sees_the_same_blocks(kind, cache, make_model, long_ids):
+    """Reading one token after another gives what reading them together gives."""
+    import transformers
+
+    model, sparse = make_model(), FIXED[kind]
+    model.set_attn_implementation(register(sparse, name="sparse"))
+    # to a multiple of the block: a block of queries then is a block of keys
+    whole = LENGTH // 16 * 16
+    model_cache = transformers.DynamicCache(config=model.config)
+    if cache == "static":
+        model_cache = transformers.StaticCache(config=model.config, max_cache_len=100)
+    with torch.no_grad():
+        expected = model(long_ids[:, :whole]).logits
+        model(long_ids[:, :32], past_key_values=model_cache)
+        steps = [
+            model(long_ids[:, i : i + 1], past_key_values=model_cache).logits
+            for i in range(32, whole)
+        ]
+    torch.testing.assert_close(torch.cat(steps, 1), expected[:, 32:], **TOLERANCE)
+
+
+def test_padding_and_sparsity_together(make_model, long_ids):
+    model, sparse = make_model(), FIXED["sinks"]
+    register(sparse, name="sparse")
+    padding = torch.ones(2, LENGTH, dtype=torch.long)
+    padding[0, :21] = 0
+    mask = visible(sparse, LENGTH, LENGTH)[None, None] & padding.bool()[:, None, None]
+    positions = (padding.cumsum(1) - 1).clamp(min=0)
+    ours = _with(model, "sparse", long_ids, attention_mask=padding, position_ids=positions)
+    theirs = _with(model, "sdpa", long_ids, attention_mask=mask, position_ids=positions)
+    torch.testing.assert_close(ours[padding.bool()], theirs[padding.bool()], **TOLERANCE)
+
+
+def _with(model, name, ids, **options):
+    model.set_attn_implementation(name)
+    return model(ids, **options).logits
+
+
+def test_layers_choose(make_model, long_ids):
+    model, sparse = make_model(), BlockSparse(window=4)
+    found = [
+        _with(model, register(choice, name="sparse"), long_ids)
+        for choice in (sparse, {0: sparse, 1: sparse}, lambda layer: sparse)
+    ]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    dense = _with(model, register(), long_ids)
+    only_first = _with(model, register({0: sparse}, name="sparse"), long_ids)
+    assert not torch.allclose(only_first, dense, atol=1e-2)
+    assert not torch.allclose(only_first, found[0], atol=1e-2)
+
+
+def test_dense_and_sparse_layers_share_padding(make_model, long_ids):
+    model = make_model()
+    padding = torch.ones(2, LENGTH, dtype=torch.long)
+    padding[0, :21] = 0
+    everything = BlockSparse(window=20, stride=1, block_size=16)
+    dense = _with(model, register(), long_ids, attention_mask=padding)
+    mixed = register({1: everything}, name="sparse")
+    found = _with(model, mixed, long_ids, attention_mask=padding)
+    torch.testing.assert_close(found, dense, **TOLERANCE)
+    options = {"attention_mask": padding, "max_new_tokens": 3, "do_sample": False}
+    tokens = [
+        (model.set_attn_implementation(name), model.generate(long_ids, **options))[1]
+        for name in ("sdpa", mixed)
+    ]
+    assert torch.equal(*tokens)
+
+
+class TestTopK:
+    def test_enough_blocks_are_dense(self, make_model, long_ids):
+        model = make_model()
+        dense = _with(model, register(), long_ids)
+        sparse = register(BlockSparse(top_k=5, block_size=16), name="sparse")
+        torch.testing.assert_close(_with(model, sparse, long_ids), dense, **TOLERANCE)
+
+    def test_the_best_blocks_are_taken(self):
+        q, k = torch.zeros(1, 2, 32, 4), torch.zeros(1, 1, 80, 4)
+        q[:, 0, :, 0] = q[:, 1, :, 1] = 1.0
+        k[:, :, 16:32, 0] = k[:, :, 32:48, 1] = 1.0
+        keep = BlockSparse(top_k=1, block_size=16).keep(q, k)
+        # queries 0 .. 15 are at positions 48 .. 63, block 3
+        assert keep[0, :, 0].int().tolist() == [[0, 1, 0, 1, 0], [0, 0, 1, 1, 0]]
+        assert keep[0, :, 1].int().tolist() == [[0, 1, 0, 0, 1], [0, 0, 1, 0, 1]]
+
+    def test_what_is_seen_anyway_does_not_count(self):
+        q = torch.randn(1, 1, 80, 4, generator=torch.Generator().manual_seed(0))
+        sparse = BlockSparse(top_k=2, global_blocks=1, block_size=16)
+        assert sparse.keep(q, q)[0, 0].sum(-1).tolist() == [1, 2, 3, 4, 4]
+
+    def test_generation(self, make_model, long_ids):
+        model = make_model()
+        model.set_attn_implementation(register(BlockSparse(top_k=1, block_size=16), name="sparse"))
+        out = model.generate(long_ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        assert out.shape == (2, LENGTH + 3)
+
+    def test_gradients_flow(self, make_model, long_ids):
+        model = make_model().train()
+        model.set_attn_implementation(register(BlockSparse(top_k=1, block_size=16), name="sparse"))
+        model(long_ids, labels=long_ids).loss.backward()
+        assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
+
+
+class TestSelection:
+    """`block_indices` of MiniMax-M3: each query's own blocks of keys, by KV head."""
+
+    @pytest.mark.parametrize(("sq", "sk"), [(70, 70), (1, 70), (5, 33)])
+    def test_against_the_mask_written_out(self, sq, sk):
+        generator = torch.Generator().manual_seed(0)
+        q = torch.randn(2, 4, sq, 8, generator=generator)
+        k, v = torch.randn(2, 2, 2, sk, 8, generator=generator)
+        nb, size = -(-sk // 16), 16
+        own = (torch.arange(sk - sq, sk) // size).expand(2, 2, -1)
+        other = torch.randint(0, nb, (2, 2, sq), generator=generator)
+        other = torch.where(other < own, other, -1)
+        indices = torch.stack([own, other, torch.full_like(own, -1)], -1)
+        module = torch.nn.Module()
+        module.indexer = torch.nn.Module()
+        module.indexer.block_size = size
+        out, _ = attention_forward(module, q, k, v, None, scaling=0.3, block_indices=indices)
+        block = torch.arange(sk) // size
+        chosen = (indices.unsqueeze(-1) == block).any(3)
+        visible = chosen & (torch.arange(sk) <= torch.arange(sk - sq, sk)[:, None])
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, visible.repeat_interleave(2, 1), scale=0.3, enable_gqa=True
+        )
+        torch.testing.assert_close(out, expected.transpose(1, 2), **TOLERANCE)
+
+    def test_the_model(self, name):
+        """A small MiniMax-M3 text model, against the mask that it makes for SDPA itself."""
+        modeling = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
+        from transformers import MiniMaxM3VLTextConfig
+
+        config = MiniMaxM3VLTextConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=32,
+            dense_intermediate_size=32,
+            shared_intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            rotary_dim=8,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            index_n_heads=2,
+            index_head_dim=16,
+            index_block_size=16,
+            index_topk_blocks=2,
+            index_local_blocks=1,
+            initializer_range=0.3,
+            layer_types=["minimax_m3_sparse"] * 2,
+            pad_token_id=0,
+        )
+        torch.manual_seed(0)
+        model = modeling.MiniMaxM3VLTextModel._from_config(
+            config, attn_implementation="sdpa"
+        ).eval()
+        ids = torch.randint(0, 64, (2, 70))
+        with torch.no_grad():
+            theirs = model(ids).last_hidden_state
+            model.set_attn_implementation(name)
+            ours = model(ids).last_hidden_state
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+    def test_wrong_sizes(self):
+        q = torch.zeros(1, 4, 3, 8)
+        module = torch.nn.Module()
+        module.indexer = torch.nn.Module()
+        module.indexer.block_size = 16
+        indices = torch.zeros(1, 2, 2, 1, dtype=torch.int64)
+        with pytest.raises(InvalidInput, match="block_indices is of other sizes"):
+            attention_forward(module, q, q, q, None, block_indices=indices)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("options", "error", "text"),
+        [
+            ({}, InvalidInput, "shows no key"),
+            ({"window": 0}, InvalidInput, "window is too small"),
+            ({"stride": 1.5}, InvalidType, "stride is not an int"),
+            ({"window": 8, "block_size": 17}, InvalidInput, "block_size is unsupported"),
+        ],
+    )
+    def test_configuration(self, options, error, text):
+        with pytest.raises(error, match=text):
+            BlockSparse(**options)
+
+    def test_register(self):
+        with pytest.raises(InvalidType, match="block_sparse is of a wrong type"):
+            register(3)
+
+    @pytest.mark.parametrize("name", ["my_flash", "org/attention", "paged|x"])
+    def test_names_that_transformers_reads(self, name):
+        with pytest.raises(InvalidInput, match="name means something else to transformers"):
+            register(name=name)
+
+    def test_a_ready_mask(self, make_model, long_ids):
+        model = make_model()
+        model.set_attn_implementation(register(FIXED["sinks"], name="sparse"))
+        mask = torch.ones(2, 1, LENGTH, LENGTH).tril().bool()
+        # complete masks take no part in sparsity by configuration: they say all there is
+        torch.testing.assert_close(
+            model(long_ids, attention_mask=mask).logits,
+            _with(model, register(), long_ids),
+            **TOLERANCE,
+        )
+
+    def test_continuous_batching(self, continuous_batching, make_model, long_ids):
+        register(FIXED["sinks"], name="sparse")
+        model = make_model()
+        model.set_attn_implementation("paged|sparse")
+        with pytest.raises(Unsupported, match="continuous batching with block_sparse"):
+            model(long_ids)

@@ -1,0 +1,213 @@
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek import Unsupported
+from blackwell_sparsek.integrations.torch_sdpa import flash, patch_sdpa, register_flash_attention
+
+ORIGINAL = F.scaled_dot_product_attention
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 4, 20, 16, generator=torch.Generator().manual_seed(0))
+
+
+class TestPatch:
+    def test_results_are_torchs(self, x):
+        mask = torch.rand(20, 20, generator=torch.Generator().manual_seed(1)) < 0.5
+        mask |= torch.eye(20, dtype=torch.bool)
+        for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"scale": 0.1}):
+            with bsk.patch_sdpa() as patch:
+                ours = F.scaled_dot_product_attention(x, x, x, **options)
+            torch.testing.assert_close(ours, ORIGINAL(x, x, x, **options))
+            assert patch.taken == 1 and not patch.left
+
+    def test_torchs_function_is_back_afterwards(self, x):
+        with pytest.raises(RuntimeError, match="inside"), patch_sdpa():
+            assert F.scaled_dot_product_attention is not ORIGINAL
+            raise RuntimeError("inside")
+        assert F.scaled_dot_product_attention is ORIGINAL
+
+    def test_patches_nest(self, x):
+        with patch_sdpa() as outer:
+            with patch_sdpa() as inner:
+                F.scaled_dot_product_attention(x, x, x)
+            F.scaled_dot_product_attention(x, x, x)
+            assert (outer.taken, inner.taken) == (1, 1)
+        assert F.scaled_dot_product_attention is ORIGINAL
+
+    def test_what_is_left_to_torch_is_counted(self, x):
+        bias = torch.randn(20, 20)
+        with patch_sdpa() as patch:
+            ours = F.scaled_dot_product_attention(x, x, x, bias)
+            F.scaled_dot_product_attention(x, x, x, dropout_p=0.25)
+            F.scaled_dot_product_attention(x, x, x, dropout_p=0.25)
+        torch.testing.assert_close(ours, ORIGINAL(x, x, x, bias))
+        assert patch.taken == 0
+        assert sorted(patch.left.values()) == [1, 2]
+        assert any("bias" in reason for reason in patch.left)
+        assert any("dropout_p" in reason for reason in patch.left)
+        assert "left={" in repr(patch)
+
+    def test_torchs_own_errors_stay(self, x):
+        with patch_sdpa() as patch, pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(x, x[..., :8], x)
+        assert sum(patch.left.values()) == 1
+
+    def test_strict(self, x):
+        with patch_sdpa(strict=True), pytest.raises(Unsupported, match="dropout_p asks for"):
+            F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    def test_other_threads_are_left_alone(self, x):
+        inside, leave, found = threading.Event(), threading.Event(), {}
+
+        def patched():
+            with patch_sdpa() as patch:
+                inside.set()
+                leave.wait(10)
+                F.scaled_dot_product_attention(x, x, x)
+                found["taken"] = patch.taken
+
+        thread = threading.Thread(target=patched)
+        thread.start()
+        inside.wait(10)
+        F.scaled_dot_product_attention(x, x, x)
+        leave.set()
+        thread.join()
+        assert found["taken"] == 1
+        assert F.scaled_dot_product_attention is ORIGINAL
+
+    def test_gradients_and_checkpoints(self, x):
+        from torch.utils.checkpoint import checkpoint
+
+        a, b = (x.double().requires_grad_() for _ in range(2))
+
+        def run(q):
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True).square().sum()
+
+        with patch_sdpa() as patch:
+            checkpoint(run, a, use_reentrant=False).backward()
+            assert patch.taken == 2
+        run(b).backward()
+        torch.testing.assert_close(a.grad, b.grad)
+
+    def test_compiled(self, x):
+        def run(q):
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        with patch_sdpa():
+            torch.testing.assert_close(compiled(x), run(x))
+        torch.testing.assert_close(compiled(x), ORIGINAL(x, x, x, is_causal=True))
+
+
+class TestCompiledDropIn:
+    @pytest.mark.parametrize("shape", [(20, 20), (2, 1, 1, 20), (2, 4, 20, 20)])
+    def test_bool_masks(self, shape, x):
+        mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
+        mask[..., 0] = True
+
+        def run(q, mask):
+            return bsk.scaled_dot_product_attention(q, q, q, mask)
+
+        found = torch.compile(run, fullgraph=True, backend="aot_eager")(x, mask)
+        torch.testing.assert_close(found, ORIGINAL(x, x, x, mask))
+
+    def test_fifty_lengths_compile_twice_at_most(self):
+        from torch._dynamo.testing import CompileCounter
+
+        torch._dynamo.reset()
+        counter = CompileCounter()
+
+        def run(q, k):
+            return bsk.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+        compiled = torch.compile(run, fullgraph=True, backend=counter)
+        for length in range(20, 70):
+            q, k = torch.randn(1, 2, length, 8), torch.randn(1, 2, length + 3, 8)
+            torch.testing.assert_close(compiled(q, k), ORIGINAL(q, k, k, is_causal=True))
+        assert counter.frame_count <= 3
+
+
+class TestFlash:
+    """The functions that take the place of torch's kernels; on a GPU they are really installed."""
+
+    def test_registered_but_not_active(self):
+        name = register_flash_attention()
+        assert name in torch.nn.attention.list_flash_attention_impls()
+        assert torch.nn.attention.current_flash_attention_impl() != name
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA it can be activated")
+    def test_needs_cuda(self):
+        name = register_flash_attention()
+        with pytest.raises(Unsupported, match="no flash attention for CUDA"):
+            torch.nn.attention.activate_flash_attention_impl(name)
+
+    def test_dense(self, x):
+        q, k, v, dout = (torch.randn_like(x) for _ in range(4))
+        out, lse, *rest = flash.sdpa_forward(q, k, v, is_causal=True, scale=0.2)
+        assert len(rest) == 7
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        expected = ORIGINAL(*inputs, is_causal=True, scale=0.2)
+        expected.backward(dout)
+        torch.testing.assert_close(out, expected)
+        gradients = flash.sdpa_backward(
+            dout, q, k, v, out, lse, None, None, 20, 20, 0.0, True, *rest[4:6], scale=0.2
+        )
+        for ours, given in zip(gradients, inputs, strict=True):
+            torch.testing.assert_close(ours, given.grad)
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_windows(self, packed):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, dout = torch.randn(4, 1, 30, 2, 8, generator=generator)
+        mask = torch.ones(30, 30).tril().triu(-6).bool()
+        offsets = None
+        if packed:
+            q, k, v, dout = (t[0] for t in (q, k, v, dout))
+            offsets = torch.tensor([0, 11, 30], dtype=torch.int32)
+            document = (torch.arange(30) >= 11).int()
+            mask &= document[:, None] == document
+        window = {"window_size_left": 6, "window_size_right": 0}
+        out, lse, rng, unused, _ = flash.flash_forward(
+            q, k, v, offsets, offsets, 30, 30, 0.0, False, False, **window
+        )
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        expected = ORIGINAL(*(t.transpose(-2, -3) for t in inputs), mask).transpose(-2, -3)
+        expected.backward(dout)
+        torch.testing.assert_close(out, expected)
+        gradients = flash.flash_backward(
+            dout, q, k, v, out, lse, offsets, offsets, 30, 30, 0.0, False, rng, unused, **window
+        )
+        for ours, given in zip(gradients, inputs, strict=True):
+            torch.testing.assert_close(ours, given.grad)
+
+    def test_through_the_dispatcher(self, x):
+        """As torch calls them, with torch's derivative formulas above; here under the CPU's key."""
+        library = torch.library.Library("aten", "IMPL")
+        for name, route in flash._ROUTES.items():
+            library.impl(name, flash._routed(route, None), "CPU", with_keyset=True)
+        inputs = [torch.randn_like(x).requires_grad_() for _ in range(3)]
+        try:
+            out = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.0, True)[0]
+            gradients = torch.autograd.grad(out.sum(), inputs)
+        finally:
+            library._destroy()
+        expected = ORIGINAL(*inputs, is_causal=True)
+        torch.testing.assert_close(out, expected)
+        for ours, theirs in zip(
+            gradients, torch.autograd.grad(expected.sum(), inputs), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+
+    def test_what_torch_should_compute(self, x):
+        assert flash.sdpa_forward(x, x, x, 0.1) is None
+        assert flash.sdpa_forward(x, x, x, return_debug_mask=True) is None
+        sizes = (None, None, 4, 4)
+        assert flash.flash_forward(x, x, x, *sizes, 0.1, False, False) is None
+        slopes = {"alibi_slopes": torch.zeros(4)}
+        assert flash.flash_forward(x, x, x, *sizes, 0.0, False, False, **slopes) is None
