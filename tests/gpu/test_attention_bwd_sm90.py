@@ -23,6 +23,7 @@ from blackwell_sparsek.ops.attention import backward_dispatch
 from blackwell_sparsek.testing.attention_cases import AttnCase, draw_case
 from blackwell_sparsek.testing.attention_gradients import check_gradients, upstream
 from blackwell_sparsek.testing.poison import nan_like, poisoned_empty
+from blackwell_sparsek.tuning.attention_bwd_sm90 import QUERIES_TOGETHER
 from blackwell_sparsek.tuning.problem_attention import AttnProblem
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -72,6 +73,8 @@ def draw(structure, seed):
     sq, sk = (max(n, 1) for n in case.lengths[0])
     if rng.random() < 0.2:
         sq, sk = rng.randint(1, 1300), rng.randint(1, 1300)
+    if blocks is not None and blocks[0] == 64:
+        sq += -sq % QUERIES_TOGETHER
     masks = ["none"] if blocks is None else ["blocks", "elements"]
     return dataclasses.replace(
         case,

@@ -35,6 +35,10 @@ def problem(**changes):
         ({"varlen": True}, "packed sequences are not written yet"),
         ({"mask_block": (32, 64)}, "query blocks of 32 are not a multiple of 64"),
         ({"mask_block": (64, 32)}, "needs key blocks of 64, 128 or 256, got 32"),
+        (
+            {"mask_block": (64, 64), "max_q": 333},
+            "64 only where 4 divides the number of",
+        ),
         ({"deterministic": True}, "adds up dq in no fixed order"),
         ({"tma": False}, "addresses and strides that are multiples of 16 bytes"),
     ],
@@ -51,6 +55,9 @@ def test_why_not(changes, reason):
         {"head_dim": 8, "head_dim_v": 128},
         {"mask_block": (256, 256)},
         {"mask_block": (64, 64), "element_bits": True},
+        {"mask_block": (64, 64), "max_q": 332},
+        {"mask_block": (128, 64), "max_q": 333},
+        {"mask_block": (64, 128), "max_q": 333},
         {"softcap": True, "sinks": True, "banded": True},
     ],
 )

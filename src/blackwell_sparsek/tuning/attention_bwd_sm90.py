@@ -10,6 +10,10 @@ from .problem_attention import AttnProblem
 KEY_BLOCKS = (64, 128, 256)
 # How many times more planes run together under a band.
 UNEVEN = 4
+# What must divide the number of queries where two blocks of them share a tile. With 333 queries the
+# kernel stopped at an illegal instruction: a block that is missing is fetched from the end of the
+# queries, and there the copy of lse does not begin at 16 bytes, which is the likely cause.
+QUERIES_TOGETHER = 4
 # Below this many queries a tile of 64 or 128 is mostly padding.
 FEW_QUERIES = 32
 
@@ -22,6 +26,13 @@ def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
         return "adds up dq in no fixed order"
     if problem.mask_block is not None and problem.mask_block[1] not in KEY_BLOCKS:
         return f"needs key blocks of 64, 128 or 256, got {problem.mask_block[1]}"
+    if problem.mask_block is not None and problem.max_q % QUERIES_TOGETHER:
+        config = attn_bwd_sm90_config(problem)
+        if config.parts > 1:
+            return (
+                f"packs query blocks of {problem.mask_block[0]} only where {QUERIES_TOGETHER} "
+                f"divides the number of queries, got {problem.max_q}"
+            )
     return None
 
 
