@@ -4,7 +4,7 @@ The real configuration with random weights, made on the device. "ours" is
 `attn_implementation="blackwell_sparsek"`; "sdpa" and "eager" are transformers' own. The window is
 that of a Mistral model of the same sizes which shares the weights.
 
-    python benchmarks/llama_end_to_end.py --output benchmarks/results/llama_end_to_end.json
+    python benchmarks/llama_end_to_end.py --output benchmarks/results/llama.json
     python benchmarks/llama_end_to_end.py --small        # two layers, also on a CPU
 """
 
@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import os
+import pathlib
 import statistics
 import time
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from llama_model import (
     tokens,
     wide_attention,
 )
+from llama_results import results_document
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blackwell_sparsek.bench.environment import describe_environment, source_commit
@@ -323,8 +325,8 @@ def main():
         layers=arguments.layers,
     )
     if arguments.output:
-        with open(arguments.output, "w") as file:
-            json.dump(found, file, indent=1)
+        output = pathlib.Path(arguments.output)
+        output.write_text(json.dumps(results_document(found, output.stem), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ PAGES = {
         "attention_window",
         "block_sparse",
         "decode",
+        "llama_prefill",
+        "llama_decode",
     ),
     pathlib.Path("docs/results.md"): (
         "matmul_founding",
@@ -38,6 +40,8 @@ PAGES = {
         "mask_building",
         "backward",
         "decode",
+        "llama_prefill",
+        "llama_decode",
         "host",
         "first_call",
     ),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from blackwell_sparsek.bench.results import read
 from blackwell_sparsek.integrations.huggingface.mask_function import make_visible_keys
 
 pytest.importorskip("transformers", minversion="5.17")
@@ -109,7 +110,7 @@ def test_generation(make_model, both):
     assert torch.equal(ours, theirs)
 
 
-def test_the_benchmark(name, monkeypatch):
+def test_the_benchmark(name, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     specification = importlib.util.spec_from_file_location("llama_end_to_end", SCRIPT)
     script = importlib.util.module_from_spec(specification)
@@ -124,3 +125,12 @@ def test_the_benchmark(name, monkeypatch):
     assert all(e["same_argmax"] for e in ours if e["scenario"] == "decode")
     table = script.kv_memory(script.LLAMA_31_8B)
     assert [row["bytes_per_token"] for row in table.values()] == [131072, 524288]
+
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps(script.results_document(found, "llama")))
+    cases = {case["name"]: case for case in read(path)["cases"]}
+    timed = [entry for entry in results if "median_s" in entry]
+    assert sum(len(case["peers"]) for case in cases.values()) == len(timed)
+    decode = next(case for name, case in cases.items() if name.startswith("decode"))
+    assert {"bsk", "sdpa"} <= set(decode["peers"])
+    assert decode["ratios"]["eager"]["over_best_peer"] > 0
