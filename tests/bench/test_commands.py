@@ -70,6 +70,8 @@ def test_a_cache_of_another_user_is_unsafe(tmp_path, monkeypatch):
         (["attention", "--q", "1x1x8x8", "--impl", "sm90"], ["attn_fwd: nothing (impl='sm90')"]),
         (["matmul", "--weight", "128x64", "--n", "8", "--block", "16x32"], ["blocks (16, 32)"]),
         (["matmul", "--weight", "64x64", "--linear", "--density", "1"], ["X @ A"]),
+        (["decode", "--q", "2x8x1x32", "--kv-length", "100"], ["attn_decode: eager", "up to 100"]),
+        (["decode", "--q", "2x8x1x32", "--page-size", "16", "--kv-heads", "4"], ["pages of 16"]),
     ],
 )
 def test_explain(capsys, args, words):

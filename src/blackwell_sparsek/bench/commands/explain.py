@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ... import BSRMatrix, attention, explain, masks, matmul
+from ... import BSRMatrix, attention, attention_decode, explain, masks, matmul
 from ...core.env import IMPLS
 from ...core.errors import InvalidInput
 
@@ -32,8 +32,15 @@ def add_to(subparsers: Any) -> None:
     two.add_argument("--block", default="64x64", metavar="HxW", help="blocks of the matrix")
     two.add_argument("--linear", action="store_true", help="x @ W.T, the order of a layer")
     two.set_defaults(run=explain_matmul)
+    three = kinds.add_parser("decode", help="of bsk.attention_decode")
+    three.add_argument("--q", default="1x32x1x128", metavar="BxHxSxD", help="shape of q")
+    three.add_argument("--kv-heads", type=int, default=8, metavar="N")
+    three.add_argument("--kv-length", type=int, default=8192, metavar="N", help="cached tokens")
+    three.add_argument("--page-size", type=int, metavar="N", help="contiguous unless given")
+    three.set_defaults(run=explain_decode, density=1.0)
     for each in (one, two):
         each.add_argument("--density", type=float, default=0.22, help="share of kept blocks")
+    for each in (one, two, three):
         each.add_argument("--dtype", choices=DTYPES, default="bfloat16")
         each.add_argument("--impl", choices=IMPLS, default="auto")
         each.add_argument("--device", help="cpu or cuda; the GPU if there is one")
@@ -78,6 +85,25 @@ def explain_attention(args: argparse.Namespace) -> int:
         mask = masks.random((length, kv_length), args.density, (bq, bk), device=device)
     asked = {"causal": args.causal, "window": args.window, "block_mask": mask, "impl": args.impl}
     print(explain(attention, q, k, k, **asked))
+    return 0
+
+
+def explain_decode(args: argparse.Namespace) -> int:
+    """Print the decision for one call of `bsk.attention_decode`."""
+    device = _device(args)
+    batch, heads, queries, dim = sizes("--q", args.q, 4)
+    options: Any = {"dtype": DTYPES[args.dtype], "device": device}
+    q = torch.empty(batch, heads, queries, dim, **options)
+    lengths = torch.full((batch,), args.kv_length, dtype=torch.int32, device=device)
+    table = None
+    if args.page_size is None:
+        cache = torch.empty(batch, args.kv_heads, args.kv_length, dim, **options)
+    else:
+        pages = -(-args.kv_length // args.page_size)
+        cache = torch.empty(batch * pages, args.page_size, args.kv_heads, dim, **options)
+        table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+    asked = {"cache_seqlens": lengths, "page_table": table, "impl": args.impl}
+    print(explain(attention_decode, q, cache, cache, **asked))
     return 0
 
 

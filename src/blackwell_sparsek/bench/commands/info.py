@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ... import BSRMatrix, attention, explain, matmul
+from ... import BSRMatrix, attention, attention_decode, explain, matmul
 from ...core.compat import why_no_triton
 from ...core.env import config_dir, triton_cache_dir, triton_overrides
 from ..environment import describe_environment, source_commit
@@ -51,13 +51,15 @@ def gathered(device: torch.device) -> dict[str, Any]:
 
 
 def _implementations(device: torch.device) -> dict[str, dict[str, str]]:
-    """For an attention and a product of usual sizes: what runs, and why not the others."""
+    """For calls of usual sizes: what runs, and why not the others."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q = torch.empty(1, 8, 1024, 128, dtype=dtype, device=device)
     weight = torch.zeros(1024, 1024, dtype=dtype, device=device)
     sparse = BSRMatrix.from_mask(weight, torch.eye(8, dtype=torch.bool, device=device))
+    lengths = torch.full((1,), q.shape[2], dtype=torch.int32, device=device)
     decisions = {
         "attention": explain(attention, q, q, q, causal=True),
+        "attention_decode": explain(attention_decode, q[:, :, :1], q, q, cache_seqlens=lengths),
         "matmul": explain(matmul, sparse, weight),
     }
     return {
