@@ -10,9 +10,9 @@ from .problem_attention import AttnProblem
 KEY_BLOCKS = (64, 128, 256)
 # How many times more planes run together under a band.
 UNEVEN = 4
-# What must divide the number of queries where two blocks of them share a tile. With 333 queries the
-# kernel stopped at an illegal instruction: a block that is missing is fetched from the end of the
-# queries, and there the copy of lse does not begin at 16 bytes, which is the likely cause.
+# What must divide the number of queries where two blocks of them share a tile. A block that is
+# missing is fetched from the end of the queries, and the copy of their lse must begin at a multiple
+# of 16 bytes: the innermost coordinate of a TMA copy anywhere else is an illegal instruction.
 QUERIES_TOGETHER = 4
 # Below this many queries a tile of 64 or 128 is mostly padding.
 FEW_QUERIES = 32
