@@ -78,9 +78,9 @@ class AttnFwdSm90Config:
 
 
 def make_config(
-    consumers: int, tile_d: int, tile_dv: int, block_kv: int | None = None
+    consumers: int, tile_d: int, tile_dv: int, block_kv: int | None = None, packed: bool = False
 ) -> AttnFwdSm90Config:
-    """The configuration with so many consumers; `block_kv` is the mask's, None when dense."""
+    """The configuration with so many consumers; `block_kv` is the mask's, None without one."""
     # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
     # Finding blocks takes the producer more registers than counting tiles; they come from the

@@ -4,17 +4,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.masks import kv_range, kv_range_of_all
-from ...device.schedule import place_in_sections
-from ...device.sequences import batch_and_heads
+from ...device.schedule import place_in_sections, section_planes
+from ...device.sequences import batch_and_heads, token_span
 from ...device.visits import plan_blocks, plan_dense
 
-# Entries of a mask row read at a time, four by each thread of the producer.
+# Entries of a mask row, or sequences, read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
 
 
 @gluon.jit
 def count_q_tiles(mask, schedule, q_len, CFG: gl.constexpr):
-    """How many pieces of work a plane has."""
+    """How many pieces of work a plane of a dense batch has."""
     if schedule[0] is None:
         q_tiles = (q_len + CFG.tile_m - 1) // CFG.tile_m
     else:
@@ -37,6 +37,64 @@ def place_piece(mask, schedule, piece, q_tiles, CFG: gl.constexpr):
         plane = entry // q_blocks
         q_tile = entry % q_blocks * row_tiles + piece % row_tiles
     return plane, q_tile
+
+
+@gluon.jit
+def _slot(token, sequence, CFG: gl.constexpr):
+    """First slot of a sequence that begins `token` tokens after the first one.
+
+    Slots are query tiles numbered through all sequences. Each sequence has one for every tile it
+    may have wherever it begins, so that its first slot depends on nothing but its own offset; the
+    last slot may have no queries.
+    """
+    return token // CFG.tile_m + sequence
+
+
+@gluon.jit
+def count_packed_pieces(cu_seqlens_ptr, num_sequences, q_heads, CFG: gl.constexpr):
+    """How many pieces of work packed sequences have, those without queries included."""
+    tokens = gl.load(cu_seqlens_ptr + num_sequences) - gl.load(cu_seqlens_ptr)
+    return _slot(tokens, num_sequences, CFG) * q_heads
+
+
+@gluon.jit
+def place_packed_piece(
+    cu_seqlens, piece, sequence, num_sequences, dense_lengths, heads, CFG: gl.constexpr
+):
+    """Sequence, plane, query tile and the two token spans of a piece of work.
+
+    Sequences come one after the other. The search begins at `sequence`, that of an earlier piece:
+    the pieces of a program ascend.
+    """
+    origin = gl.load(cu_seqlens[0])
+    slot = piece // heads[0]
+    offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
+    begun = sequence - sequence + SCAN
+    while begun == SCAN:
+        index = sequence + offs_scan
+        exists = index < num_sequences
+        token = gl.load(cu_seqlens[0] + index, mask=exists, other=0) - origin
+        begun = gl.sum((exists & (_slot(token, index, CFG) <= slot)).to(gl.int32), 0)
+        sequence += begun - 1
+    q_first, q_len = token_span(cu_seqlens[0], sequence, dense_lengths[0])
+    kv_first, kv_len = token_span(cu_seqlens[1], sequence, dense_lengths[1])
+    first_slot = _slot(q_first - origin, sequence, CFG)
+    slots = _slot(q_first - origin + q_len, sequence + 1, CFG) - first_slot
+    kv_bytes: gl.constexpr = 2 * (CFG.TILE_D + CFG.TILE_DV)
+    section = section_planes(kv_len, heads[1], kv_bytes)
+    in_sequence = piece - first_slot * heads[0]
+    q_head, q_tile = place_in_sections(in_sequence, heads[0], slots, section)
+    return sequence, sequence * heads[0] + q_head, q_tile, (q_first, q_len), (kv_first, kv_len)
+
+
+@gluon.jit
+def piece_lengths(piece, dense_lengths):
+    """First query token, queries and keys of the sequence that a published piece belongs to."""
+    if len(piece) == 8:
+        span = (0, dense_lengths[0], dense_lengths[1])
+    else:
+        span = (piece[8], piece[9], piece[10])
+    return span
 
 
 @gluon.jit
