@@ -31,6 +31,7 @@ from ...device.masks import (
     row_bounds,
     within_bounds,
 )
+from ...device.schedule import count_packed_pieces
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
@@ -45,7 +46,6 @@ from ...device.visits import (
 )
 from ..sm90 import GROUP_ROWS
 from .fwd_sm90_work import (
-    count_packed_pieces,
     count_q_tiles,
     piece_lengths,
     place_packed_piece,
@@ -140,7 +140,7 @@ def _produce(produce, shared, CFG: gl.constexpr):
         total = schedule[1] * q_tiles
     else:
         num_sequences = schedule[1] // heads[0]
-        total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG)
+        total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
     piece = gl.program_id(0)
     while piece < total:
         next_piece = piece + gl.num_programs(0)

@@ -4,7 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.masks import kv_range, kv_range_of_all
-from ...device.schedule import place_in_sections, section_planes
+from ...device.schedule import (
+    place_in_sections,
+    place_in_sequence,
+    section_planes,
+    sequence_of_piece,
+)
 from ...device.sequences import batch_and_heads, token_span
 from ...device.visits import plan_blocks, plan_dense
 
@@ -40,51 +45,25 @@ def place_piece(mask, schedule, piece, q_tiles, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _slot(token, sequence, CFG: gl.constexpr):
-    """First slot of a sequence that begins `token` tokens after the first one.
-
-    Slots are query tiles numbered through all sequences. Each sequence has one for every tile it
-    may have wherever it begins, so that its first slot depends on nothing but its own offset; the
-    last slot may have no queries.
-    """
-    return token // CFG.tile_m + sequence
-
-
-@gluon.jit
-def count_packed_pieces(cu_seqlens_ptr, num_sequences, q_heads, CFG: gl.constexpr):
-    """How many pieces of work packed sequences have, those without queries included."""
-    tokens = gl.load(cu_seqlens_ptr + num_sequences) - gl.load(cu_seqlens_ptr)
-    return _slot(tokens, num_sequences, CFG) * q_heads
-
-
-@gluon.jit
 def place_packed_piece(
-    cu_seqlens, piece, sequence, num_sequences, dense_lengths, heads, CFG: gl.constexpr
+    cu_seqlens, piece, sequence, num_sequences, lengths, heads, CFG: gl.constexpr
 ):
-    """Sequence, plane, query tile and the two token spans of a piece of work.
+    """Sequence, plane, query tile and the token spans of queries and keys of a piece of work.
 
-    Sequences come one after the other. The search begins at `sequence`, that of an earlier piece:
-    the pieces of a program ascend.
+    `sequence` is that of an earlier piece, and `lengths` the longest ones.
     """
-    origin = gl.load(cu_seqlens[0])
-    slot = piece // heads[0]
     offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
-    begun = sequence - sequence + SCAN
-    while begun == SCAN:
-        index = sequence + offs_scan
-        exists = index < num_sequences
-        token = gl.load(cu_seqlens[0] + index, mask=exists, other=0) - origin
-        begun = gl.sum((exists & (_slot(token, index, CFG) <= slot)).to(gl.int32), 0)
-        sequence += begun - 1
-    q_first, q_len = token_span(cu_seqlens[0], sequence, dense_lengths[0])
-    kv_first, kv_len = token_span(cu_seqlens[1], sequence, dense_lengths[1])
-    first_slot = _slot(q_first - origin, sequence, CFG)
-    slots = _slot(q_first - origin + q_len, sequence + 1, CFG) - first_slot
+    sequence = sequence_of_piece(
+        cu_seqlens[0], piece, sequence, num_sequences, heads[0], offs_scan, CFG.tile_m
+    )
+    q_span = token_span(cu_seqlens[0], sequence, lengths[0])
+    kv_span = token_span(cu_seqlens[1], sequence, lengths[1])
     kv_bytes: gl.constexpr = 2 * (CFG.TILE_D + CFG.TILE_DV)
-    section = section_planes(kv_len, heads[1], kv_bytes)
-    in_sequence = piece - first_slot * heads[0]
-    q_head, q_tile = place_in_sections(in_sequence, heads[0], slots, section)
-    return sequence, sequence * heads[0] + q_head, q_tile, (q_first, q_len), (kv_first, kv_len)
+    section = section_planes(kv_span[1], heads[1], kv_bytes)
+    q_head, q_tile = place_in_sequence(
+        cu_seqlens[0], piece, sequence, heads[0], section, CFG.tile_m
+    )
+    return sequence, sequence * heads[0] + q_head, q_tile, q_span, kv_span
 
 
 @gluon.jit
