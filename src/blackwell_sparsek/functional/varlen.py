@@ -83,11 +83,13 @@ def attention_varlen(
     torch.Size([10, 4, 16])
     """
     options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic)
-    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    call = attention_call(q, k, v, sinks, block_mask, impl, options, cu_seqlens)
+    offsets = (cu_seqlens_q, cu_seqlens_k)
+    call = attention_call(q, k, v, sinks, block_mask, impl, options, offsets)
 
     def checked() -> tuple[torch.Tensor, torch.Tensor]:
-        return _attention_varlen(q, k, v, *cu_seqlens, block_mask, sinks, impl, *options)
+        return _attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, block_mask, sinks, impl, *options
+        )
 
     out, lse = checked() if call is None else call.repeat() or call.record(checked)
     return (out, lse) if return_lse else out

@@ -121,7 +121,7 @@ def _pieces(problem: AttnProblem, rows: int) -> int:
 
 
 def _time(problem: AttnProblem, dim: int, consumers: int) -> float:
-    """Relative time of a problem without a mask: rounds of pieces on all SMs, each at the pace measured.
+    """Relative time without a mask: rounds of pieces on all SMs, each at the pace measured.
 
     Tall tiles run faster, but small problems leave SMs idle with them, and rows past the last
     query cost as much as others.

@@ -61,7 +61,7 @@ CALLS = (
     Call(2, 64, 64, packed=True),
     Call(1, 64, 64, packed=True),
     Call(2, 128, 128, sinks=True, softcap=True, packed=True),
-    Call(2, 128, 128, (128, 128), packed=True, max_spill_bytes=512),
+    Call(2, 128, 128, (128, 128), packed=True, max_spill_bytes=640),
     Call(1, 64, 64, (64, 16), packed=True, max_spill_bytes=256),
 )
 
