@@ -23,9 +23,8 @@ WRAP = gl.constexpr(2**34)
 @gluon.jit
 def plane_place(cu_seqlens_ptr, batch, head, first, length):
     """What tells the tiles of a plane apart; `first` and `length` are those of its sequence."""
-    if cu_seqlens_ptr is None:
-        place = (batch, head)
-    else:
+    place = (batch, head)
+    if cu_seqlens_ptr is not None:
         place = (first + length, head, ROW_END - length)
     return place
 
