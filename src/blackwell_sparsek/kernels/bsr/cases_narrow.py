@@ -8,7 +8,7 @@ import torch
 from ...core.compile_cases import CompileCase, compile_cases
 from .cases import _ORDERS, _SIZE, _addends, _short
 from .config import NarrowConfig
-from .spmm_narrow import MAX_REGISTERS, _bsr_spmm_narrow_kernel
+from .spmm_narrow import _bsr_spmm_narrow_kernel
 from .views import Strides
 
 _OLD, _NEW = (80, 89), (90, 100, 120)
@@ -61,7 +61,7 @@ def narrow_case(
         },
         num_warps=config.num_warps,
         num_stages=1,
-        options={"maxnreg": MAX_REGISTERS, **({"launch_pdl": True} if config.overlap else {})},
+        options={"maxnreg": config.max_registers, **({"launch_pdl": True} if config.overlap else {})},
         **options,
     )
 
