@@ -38,6 +38,11 @@ class NarrowSm90Config:
         assert self.STAGES >= 2 and self.SPLITS >= 1, f"{self=}"
 
     @property
+    def tile_m(self) -> int:
+        """Rows of a program."""
+        return self.TILE_M
+
+    @property
     def swapped(self) -> bool:
         """Whether x is the first operand."""
         return self.TILE_M < GROUP_ROWS

@@ -58,14 +58,14 @@ def _prefetch(ptr, ASM: tl.constexpr):
 
 @gluon.jit
 def _place(width, records_ptr, CFG: gl.constexpr):
-    """Row tile, record and slots of this program, and its blocks of the row: begin, end."""
+    """Tile of rows and record of this program, and its blocks of the row: begin, end."""
     tile = gl.program_id(0) // CFG.SPLITS
     share = gl.program_id(0) % CFG.SPLITS
     record_ptr = records_ptr + (tile // CFG.row_tiles).to(gl.int64) * (_HEADER + 2 * width)
     blocks = gl.load(record_ptr + 1)
     begin = blocks * share // CFG.SPLITS
     end = blocks * (share + 1) // CFG.SPLITS
-    return tile, share, record_ptr, begin, end
+    return tile, record_ptr, begin, end
 
 
 @gluon.jit
@@ -74,7 +74,7 @@ def _produce(a_desc, x_desc, values_ptr, records_ptr, width, ring, CFG: gl.const
     a_smem, x_smem, full, empty = ring
     k_steps: gl.constexpr = CFG.k_steps
     nbytes: gl.constexpr = a_desc.block_type.nbytes + x_desc.block_type.nbytes
-    tile, _, record_ptr, begin, end = _place(width, records_ptr, CFG)
+    tile, record_ptr, begin, end = _place(width, records_ptr, CFG)
     slots_ptr = record_ptr + _HEADER
     sub_row = (tile % CFG.row_tiles) * CFG.TILE_M
     entry = gl.load(slots_ptr + begin, mask=begin < end, other=0)
@@ -164,7 +164,7 @@ def _consume(work, output, width, ring, CFG: gl.constexpr):
     layout: gl.constexpr = CFG.accumulator_layout()
     sums_width: gl.constexpr = CFG.sums_shape[1]
     store_layout: gl.constexpr = CFG.store_layout()
-    tile, share, record_ptr, begin, end = _place(width, records_ptr, CFG)
+    tile, record_ptr, begin, end = _place(width, records_ptr, CFG)
     block_row = gl.load(record_ptr)
     steps = (end - begin) * CFG.k_steps
     acc = gl.zeros([_SUMS, sums_width], gl.float32, layout)
