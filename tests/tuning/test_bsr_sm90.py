@@ -13,7 +13,7 @@ from blackwell_sparsek.tuning.bsr_sm90 import (
 )
 from blackwell_sparsek.tuning.problem_bsr import BsrProblem
 
-HOPPER = Arch(sm=90, num_sms=132, smem_bytes=227 * 1024)
+HOPPER = Arch(kind="cuda", sm=90, num_sms=132, smem_bytes=227 * 1024, interpreted=False)
 # x [n, 4096] @ A.T for A [6144, 4096] in blocks of 128
 LAYER = BsrProblem(
     kind="matmul",
@@ -32,12 +32,14 @@ LAYER = BsrProblem(
 
 @pytest.mark.parametrize("n, tile_n", [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64)])
 def test_columns_of_a_tile(n, tile_n):
-    assert narrow_sm90_config(replace(LAYER, n=n)).TILE_N == tile_n
+    config = narrow_sm90_config(replace(LAYER, n=n))
+    assert config.x_block() == [tile_n, 64]
 
 
 @pytest.mark.parametrize("rows, tile_m", [(4096, 32), (8448, 64), (28672, 64)])
 def test_tall_tiles_only_where_they_fill_the_gpu(rows, tile_m):
-    assert narrow_sm90_config(replace(LAYER, shape=(4096, rows))).TILE_M == tile_m
+    config = narrow_sm90_config(replace(LAYER, shape=(4096, rows)))
+    assert config.tile_m == tile_m
 
 
 @pytest.mark.parametrize(

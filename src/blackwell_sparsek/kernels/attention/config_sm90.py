@@ -18,8 +18,9 @@ class AttnFwdSm90Config:
     memory, beyond which TMA fills zeros. Q_STAGES of 2 fetches the queries of the next piece of
     work, and with them its first keys, while this one is still being computed. HALF_TILES
     leaves out the second 64 keys of a piece's first tile for consumers that see none of them, as
-    one of two does under a causal mask. The kernel is compiled for MAX_REGISTERS per thread; the
-    roles then trade them: CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for the producer.
+    one of two does where the band ends within that tile. The kernel is compiled for MAX_REGISTERS
+    per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS
+    for the producer.
     """
 
     CONSUMERS: int

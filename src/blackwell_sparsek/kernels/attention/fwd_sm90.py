@@ -21,20 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
-from ...device.masks import (
-    bit_visible,
-    exists,
-    not_after,
-    not_before,
-    position,
-    row_bounds,
-    within_bounds,
-)
+from ...device.masks import exists, position, row_bounds
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
 from ...device.visits import (
-    bits_of_tile,
     keys_of_tile,
     masked_unit,
     num_full_units,
@@ -43,6 +34,7 @@ from ...device.visits import (
     tile_ordinal,
 )
 from ..sm90 import GROUP_ROWS
+from .fwd_sm90_masks import mask_band, mask_scores
 from .fwd_sm90_work import count_q_tiles, place_piece, plan_piece
 
 ROWS = gl.constexpr(GROUP_ROWS)
@@ -132,48 +124,6 @@ def _produce(produce, shared, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _mask_band(s, kv_start, bounds, CFG: gl.constexpr):
-    """Scores of neighbouring keys from `kv_start` on, -inf outside of the band."""
-    first, last, every_first, every_last = bounds
-    width: gl.constexpr = s.shape[1]
-    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(s.shape[1]))
-    # a band has two edges, and seldom do both cut through a tile
-    if kv_start + (width - 1) > every_last:
-        kv_pos = kv_start + gl.arange(0, width, columns)
-        s = gl.where(not_after(kv_pos[None, :], last[:, None]), s, -float("inf"))
-    if kv_start < every_first:
-        kv_pos = kv_start + gl.arange(0, width, columns)
-        s = gl.where(not_before(kv_pos[None, :], first[:, None]), s, -float("inf"))
-    return s
-
-
-@gluon.jit
-def _mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
-    """Scores of a tile that needs mask code, -inf where a query does not see a key."""
-    lists, plan, num_masked, kv_len = visit
-    tile_n: gl.constexpr = CFG.TILE_N
-    unit_size: gl.constexpr = CFG.UNIT
-    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
-    if lists is None:
-        s = _mask_band(s, masked_unit(plan, kv_tile) * tile_n, bounds, CFG)
-    else:
-        first, last, _, _ = bounds
-        offs_n = gl.arange(0, tile_n, columns)
-        ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, tile_n, unit_size)
-        unit = masked_unit(plan, ordinal)
-        kv_pos = keys_of_tile(
-            lists, unit, ordinal, num_masked, kv_in_unit, kv_len, tile_n, unit_size
-        )
-        visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
-        q_in_block = q_index - q_start // lists[5] * lists[5]
-        words = bits_of_tile(
-            lists, unit, ordinal, num_masked, q_in_block, kv_in_unit, tile_n, unit_size
-        )
-        s = gl.where(visible & bit_visible(words, kv_in_unit[None, :]), s, -float("inf"))
-    return s
-
-
-@gluon.jit
 def _attend_half(q, rings, step, state, acc, kv_start, bounds, score, CFG: gl.constexpr):
     """Take in the first HALF keys of the tile at `step`, which is a piece's first."""
     k_smem, k_full, k_empty = rings[0]
@@ -195,7 +145,7 @@ def _attend_half(q, rings, step, state, acc, kv_start, bounds, score, CFG: gl.co
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    s = _mask_band(s, kv_start, (first, last, every_first, every_last), CFG)
+    s = mask_band(s, kv_start, (first, last, every_first, every_last), CFG)
     m_log2, row_sum, weights, _ = softmax_step(m_log2, row_sum, s, score[0])
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
     mbarrier.wait(v_full.index(stage), phase)
@@ -268,7 +218,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
             mbarrier.arrive(k_empty.index(stage), count=1)
             if masked_tiles > taken:
-                s = _mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
+                s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
             if CFG.HALF_TILES:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
@@ -286,7 +236,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 if kv_tile < masked_tiles:
-                    s = _mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
+                    s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
                 m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
                 # ptxas would sink the softmax below the wait, where it overlaps with nothing;
                 # a store to shared memory that needs its result keeps it above
