@@ -149,8 +149,8 @@ def _store_chunk(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl
         offsets = part_rows[:, None] * n_cols + cols[None, :]
         gl.store(part_ptr + offsets, acc, mask=(cols < n_cols)[None, :])
     else:
-        extras = (bias_ptr, residual_ptr, residual_strides)
-        acc = finish_values(acc, rows[:, None], cols[None, :], extras, sizes, activation)
+        addends = (bias_ptr, residual_ptr, residual_strides)
+        acc = finish_values(acc, rows[:, None], cols[None, :], addends, sizes, activation)
         tile = acc.to(out_smem.dtype)
         # The copy that was started one chunk ago must have read the buffer.
         tma.store_wait(0)
