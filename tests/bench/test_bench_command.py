@@ -93,7 +93,8 @@ def test_an_interrupt_keeps_what_there_is(fake, tmp_path, monkeypatch, capsys):
 def test_on_a_gpu_a_worker_does_the_work(fake, tmp_path, monkeypatch):
     seen = []
 
-    def worker(command, path):
+    def worker(command, paths):
+        assert paths == [tmp_path / "fake.json"]
         seen.append(command)
         torch_is_there = monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert torch_is_there is None

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from blackwell_sparsek.bench import results
 from blackwell_sparsek.bench import run as runner
 from blackwell_sparsek.bench.case import EAGER, GRAPH, HOST, REPORTED
 from blackwell_sparsek.bench.clocks import ClockLog
@@ -144,11 +145,11 @@ def test_a_lost_gpu_ends_the_process_and_a_new_one_goes_on(tmp_path, monkeypatch
     with pytest.raises(ContextLost):
         run_suite(suite(), cases, CPU, seconds=0.0, path=path)
     left = json.loads(path.read_text())
-    assert left["running"] == ["second", "other"] and len(left["cases"]) == 1
+    assert results.running(path) == ("second", "other") and len(left["cases"]) == 1
+    assert left["lost"] == "ContextLost: other: illegal memory access"
 
     monkeypatch.setattr(runner, "measure", real)
     before = {**left, "crashed": {"other": "broke the GPU context on second"}}
-    before.pop("running")
     document = run_suite(suite(), cases, CPU, seconds=0.0, path=path, before=before)
     assert [c["name"] for c in document["cases"]] == ["first", "second", "third"]
     assert "times" in document["cases"][0]["peers"]["other"]

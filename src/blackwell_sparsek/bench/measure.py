@@ -147,7 +147,7 @@ def _interleaved(runs: dict[str, Run], device: torch.device, seconds: float) -> 
 
 
 def _sustained(runs: dict[str, Run], device: torch.device, seconds: float) -> dict[str, Timing]:
-    return time_sustained(runs, device, block_s=seconds / 2)
+    return time_sustained(runs, device, block_s=seconds / 4)
 
 
 _Timer = Callable[[dict[str, Run], torch.device, float], dict[str, Timing]]

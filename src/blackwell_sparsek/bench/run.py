@@ -49,6 +49,7 @@ def run_suite(
         if path:
             results.write(document, path)
 
+    keep()
     with ClockLog(device) as clocks, torch.no_grad(), _terminated_as_interrupt(), progress:
         try:
             for index, case in enumerate(cases):
@@ -62,8 +63,7 @@ def run_suite(
                     if text:
                         progress.stage(index, f"{case.name}: {text}")
                     if path:
-                        # what takes the process down is found under this key
-                        results.write(document | {"running": [case.name, peer]}, path)
+                        results.mark_running(path, case.name, peer)
 
                 result = measure(
                     case,
@@ -84,9 +84,12 @@ def run_suite(
             document["interrupted"] = True
         except ContextLost as error:
             document["lost"] = told(error)
+            keep()
             if path:
                 raise
         keep()
+    if path:
+        results.running(path, forget=True)
     return document
 
 
