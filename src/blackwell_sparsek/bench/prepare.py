@@ -17,11 +17,14 @@ import torch
 from .case import Case, Peer, Suite
 from .measure import told
 
-# Sizes do not change what is compiled, with exceptions that the timed run then compiles.
+# Sizes hardly change what is compiled; what they do change, the timed run compiles.
 _SIZES = {"batch", "heads", "kv_heads", "length", "lengths", "weight", "density", "kept"}
+_NARROW = 64
 # Libraries, and what is compiled but not kept.
 _NOT_COMPILED = {"dense", "dense_packed_k", "cusparse_csr", "mm", "fa2", "fa3", "cudnn_blocks"}
-# The longest first, so that nobody begins one at the end.
+# Kernels that take any size: one case of a kind compiles them.
+_ANY_SIZE = {"fa4", "flashinfer", "torch_bsr", "torch_bsr_tuned", "torch_varlen"}
+# Those that compile longest begin, so that nobody waits for them at the end.
 _LONGEST = ("fa4", "flex", "flashinfer", "torch_bsr_tuned")
 
 
@@ -33,14 +36,15 @@ class Task(NamedTuple):
 
 
 def tasks_of(suites: Iterable[tuple[Suite, Sequence[Case]]]) -> list[Task]:
-    """The first and the last case of each kind, for every peer that compiles something."""
+    """The first case of each kind, and the last, for every peer that compiles something."""
     chosen: dict[tuple[str, str, str], list[Task]] = {}
     for suite, cases in suites:
         for case in cases:
             for name in case.peers:
                 if name not in _NOT_COMPILED and not name.startswith("sdpa"):
                     found = chosen.setdefault((suite.name, _kind(case), name), [])
-                    found[1:] = [Task(case, suite.peers[name])]
+                    if not found or name not in _ANY_SIZE:
+                        found[1:] = [Task(case, suite.peers[name])]
     tasks = [task for group in chosen.values() for task in group]
     return sorted(tasks, key=lambda task: task.peer.name not in _LONGEST)
 
@@ -49,7 +53,8 @@ def _kind(case: Case) -> str:
     problem = case.problem
     group = problem.get("heads", 1) // problem.get("kv_heads", problem.get("heads", 1))
     same = sorted((name, value) for name, value in problem.items() if name not in _SIZES)
-    return f"{same} {group}"
+    wide = [pair for pair in same if pair[0] == "n" and pair[1] > _NARROW]
+    return f"{[pair for pair in same if pair not in wide]} {group}"
 
 
 def serve(tasks: Sequence[Task], device: torch.device) -> None:
