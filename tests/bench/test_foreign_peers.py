@@ -16,6 +16,7 @@ import torch
 from blackwell_sparsek.bench.peers import importing
 from blackwell_sparsek.bench.peers.attention import FORWARD
 from blackwell_sparsek.bench.peers.backward import BACKWARD
+from blackwell_sparsek.bench.peers.cudnn_frontend import blocks_of
 from blackwell_sparsek.bench.peers.decode import DECODE
 from blackwell_sparsek.bench.peers.mask_building import BUILDERS
 from blackwell_sparsek.bench.peers.varlen import VARLEN
@@ -190,14 +191,16 @@ class _PagedDecode:
         return torch.stack(outs)
 
 
-def _cudnn_forward(q, k, v, q2k_block_index, q2k_block_nums, *, sparse_block_size, layout):
+def _cudnn_forward(q, k, v, q2k_block_index, q2k_block_nums=None, *, sparse_block_size, layout):
     assert layout == "bhsd" and q2k_block_index.is_contiguous()
+    if q2k_block_nums is None:
+        q2k_block_nums = torch.full(q2k_block_index.shape[:3], q2k_block_index.shape[3])
     keep = _from_lists(q2k_block_nums, q2k_block_index, k.shape[2] // sparse_block_size)
     seen = _elements(keep, sparse_block_size, sparse_block_size)
     return {"o_tensor": _softmax(q, k, v, seen), "lse_tensor": seen}
 
 
-def _cudnn_backward(do, q, k, v, o, lse, q2k_block_index, q2k_block_nums, **more):
+def _cudnn_backward(do, q, k, v, o, lse, q2k_block_index, q2k_block_nums=None, **more):
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = _cudnn_forward(*leaves, q2k_block_index, q2k_block_nums, **more)["o_tensor"]
@@ -270,6 +273,14 @@ def test_block_masks(name):
     wrong = contender.run().roll(1, 2)
     with pytest.raises(AssertionError):
         contender.check(wrong)
+
+
+def test_rows_with_unequal_numbers_of_blocks():
+    inputs = BLOCKS.build(CPU)
+    inputs.keep[0, 0] = True
+    for peers in (FORWARD, BACKWARD):
+        _checked(peers["cudnn_blocks"], inputs)
+    assert "q2k_block_nums" in blocks_of(inputs)
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa4"])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.env import environment_for_compiler
 from .case import Case, Peer, Suite
 from .measure import told
 
@@ -110,7 +111,7 @@ class _Worker:
 
     def _start(self) -> "subprocess.Popen[str]":
         # many processes: each compiles for itself alone
-        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment = environment_for_compiler() | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
         options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         return subprocess.Popen(self.command, env=environment, **options)
 

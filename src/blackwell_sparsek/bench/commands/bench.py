@@ -96,6 +96,9 @@ def _run_here(
         if suite.gpu_only and device.type != "cuda":
             problems.append(f"{name}: needs a CUDA GPU")
             continue
+        if until is not None and time.monotonic() > until:
+            print(f"{name}: left out for lack of time", file=sys.stderr)
+            continue
         path = args.out / f"{name}.json"
         try:
             document = _measured(suite, args, device, path, until)
