@@ -1,9 +1,12 @@
 import json
 import os
 import signal
+import threading
+import time
 
 import pytest
 
+from blackwell_sparsek.bench import measure as measuring
 from blackwell_sparsek.bench import results
 from blackwell_sparsek.bench import run as runner
 from blackwell_sparsek.bench.case import EAGER, GRAPH, HOST, REPORTED
@@ -164,3 +167,34 @@ def test_what_follows_from_all_cases_is_added():
 
     document = run_suite(suite(finish=finish), [case("a"), case("b")], CPU, seconds=0.0)
     assert document["count"] == 2
+
+
+def test_who_takes_too_long_to_start_is_asked_once(monkeypatch):
+    monkeypatch.setattr(measuring, "_LONGEST_START_S", 0.2)
+    asked = []
+
+    def waits(inputs):
+        asked.append(1)
+        time.sleep(30)
+
+    peers = [peer("bsk"), peer("slow", waits)]
+    cases = [case(name, peers=("bsk", "slow")) for name in ("a", "b")]
+    document = run_suite(suite(peers), cases, CPU, seconds=0.0)
+    first, second = (result["peers"]["slow"] for result in document["cases"])
+    assert asked == [1] and "too_slow" not in first
+    assert first["crashed"] == "TookTooLong: no result after 0 s"
+    assert second["crashed"] == "TookTooLong: no result after 0 s on a"
+    assert all("times" in result["peers"]["bsk"] for result in document["cases"])
+
+
+def test_without_signals_there_is_no_limit():
+    done = []
+
+    def work():
+        with measuring.time_limit(0.0):
+            done.append(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [1]

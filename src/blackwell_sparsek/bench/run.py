@@ -75,6 +75,10 @@ def run_suite(
                     modes=modes,
                     crashed=crashed,
                 )
+                for name, entry in result["peers"].items():
+                    if entry.pop("too_slow", False):
+                        # not again in each of the cases that follow
+                        crashed[name] = f"{entry['crashed']} on {case.name}"
                 result["ratios"] = ratios(result, suite)
                 document["cases"].append(result)
                 progress.done(index, case.name, result, suite)

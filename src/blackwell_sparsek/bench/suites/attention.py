@@ -39,8 +39,7 @@ def dense(tiny: bool = False) -> Iterator[Case]:
             for causal in (False, True):
                 shape = (tokens // length, hidden // head_dim, length, head_dim)
                 problem = Attention(*shape, dtype=dtype_of(tiny), causal=causal)
-                more = (FLEX,) if (head_dim, length) == (128, TOKENS) else ()
-                yield case_of(problem, (*ON_BAND, *more), (EAGER, GRAPH))
+                yield case_of(problem, ON_BAND, (EAGER, GRAPH))
     heads, kv_heads, length, batch = (4, 2, 128, 1) if tiny else (32, 8, 8192, 2)
     for causal in (False, True):
         problem = Attention(batch, heads, length, 128, kv_heads, dtype_of(tiny), causal)
