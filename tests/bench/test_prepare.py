@@ -30,7 +30,7 @@ def test_the_first_and_last_case_of_each_kind_run():
     ]
     tasks = prepare.tasks_of([(suite(), cases)])
     ours = [task.case.name for task in tasks if task.peer.name == "bsk"]
-    assert ours == ["a", "c", "full", "grouped"]
+    assert ours == ["a", "full", "grouped", "c"]
 
 
 def test_libraries_are_not_run_and_the_slowest_begin():

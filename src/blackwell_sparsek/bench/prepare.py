@@ -21,10 +21,11 @@ from .measure import told
 # Sizes hardly change what is compiled; what they do change, the timed run compiles.
 _SIZES = {"batch", "heads", "kv_heads", "length", "lengths", "weight", "density", "kept"}
 _NARROW = 64
-# Libraries, and what is compiled but not kept.
+# Libraries, what is compiled but not kept, and what another case compiles anyway.
 _NOT_COMPILED = {"dense", "dense_packed_k", "cusparse_csr", "mm", "fa2", "fa3", "cudnn_blocks"}
+_NOT_COMPILED |= {"bsk_dense", "bsk_padded", "bsk_attention", "torch_varlen"}
 # Kernels that take any size: one case of a kind compiles them.
-_ANY_SIZE = {"fa4", "flashinfer", "torch_bsr", "torch_bsr_tuned", "torch_varlen"}
+_ANY_SIZE = {"fa4", "flashinfer", "torch_bsr", "torch_bsr_tuned"}
 # Those that compile longest begin, so that nobody waits for them at the end.
 _LONGEST = ("fa4", "flex", "flashinfer", "torch_bsr_tuned")
 
@@ -46,7 +47,9 @@ def tasks_of(suites: Iterable[tuple[Suite, Sequence[Case]]]) -> list[Task]:
                     found = chosen.setdefault((suite.name, _kind(case), name), [])
                     if not found or name not in _ANY_SIZE:
                         found[1:] = [Task(case, suite.peers[name])]
-    tasks = [task for group in chosen.values() for task in group]
+    # the last ones find most of theirs compiled by then
+    tasks = [task for group in chosen.values() for task in group[:1]]
+    tasks += [task for group in chosen.values() for task in group[1:]]
     return sorted(tasks, key=lambda task: task.peer.name not in _LONGEST)
 
 
