@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Measure every suite against every peer that Python finds here: benchmarks/record.sh [FOLDER]
 #
-# FOLDER (benchmarks/results) gets one file for each suite, also when the run is interrupted or its
-# time is up: BUDGET=400 begins no case after that many seconds. What is compiled comes first, in
-# JOBS processes at once. Suites follow in the order of their importance.
+# FOLDER (benchmarks/results) gets a file for each suite, kept up to date after every case: what is
+# there when the run is interrupted, or its time is up, counts. BUDGET=400 begins no case after that
+# many seconds. What is compiled comes first, in JOBS processes at once, for PREPARE seconds at most.
+# Suites follow in the order of their importance.
 set -u
 cd "$(dirname "$0")/.." || exit
 folder=${1:-benchmarks/results}
 python=${PYTHON:-python}
 begun=$SECONDS
-new=$(mktemp -d)
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
 
 # the tables that the project is judged by, then sweeps over many cases
@@ -22,10 +22,7 @@ bench() { "$python" -m blackwell_sparsek bench "$@"; }
 measure() {
   local left=()
   [ -n "${BUDGET:-}" ] && left=(--time-left $((BUDGET - SECONDS + begun)))
-  bench "$@" -o "$new" "${left[@]}"
-  local status=$?
-  mkdir -p "$folder" && cp "$new"/*.json "$folder"
-  return $status
+  bench "$@" -o "$folder" "${left[@]}"
 }
 
 # shellcheck disable=SC2086 # lists of words
@@ -37,5 +34,4 @@ measure() {
   measure $sweeps --seconds 0.1
   second=$?
 }
-rm -r "$new"
 exit $((first > second ? first : second))

@@ -16,14 +16,15 @@ starts = path.with_suffix(".starts")
 count = int(starts.read_text()) + 1 if starts.exists() else 1
 starts.write_text(str(count))
 document = {"schema": 2, "suite": "fake", "environment": {"device_name": "a"}, "cases": []}
-if path.exists():
+if sys.argv[2:] == ["again"]:
     document = json.loads(path.read_text())
 """
 
 
 def _command(tmp_path, script):
     path = tmp_path / "fake.json"
-    return [sys.executable, "-c", _WORKER + script, str(path)], path
+    command = [sys.executable, "-c", _WORKER + script, str(path)]
+    return (lambda first, again: [*command, *(["again"] if again else [])]), path
 
 
 def _dies(how):
@@ -76,10 +77,27 @@ def test_a_worker_that_leaves_nothing_is_an_error(tmp_path):
 
 
 def test_results_of_an_earlier_run_are_not_taken_for_this_one(tmp_path):
-    command, path = _command(tmp_path, 'document["fresh"] = True; path.write_text("{}")')
+    command, path = _command(tmp_path, "path.write_text(json.dumps(document))")
     path.write_text(json.dumps({"schema": 2, "old": True}))
+    path.with_name(path.name + ".running").write_text('["old case", "fa4"]')
     assert supervise.run_worker(command, [path]) == 0
-    assert path.read_text() == "{}"
+    assert "old" not in json.loads(path.read_text()) and results.running(path) is None
+
+
+def test_another_worker_begins_with_the_suite_that_ended_the_last(tmp_path):
+    paths, seen = [tmp_path / f"{name}.json" for name in "abc"], []
+
+    def command(first, again):
+        seen.append((first, again))
+        ends = _dies("os.kill(os.getpid(), signal.SIGSEGV)")
+        more = ["again"] if again else []
+        return [sys.executable, "-c", _WORKER + ends, str(paths[1]), *more]
+
+    paths[2].write_text("of an earlier run, not begun in this one")
+    assert supervise.run_worker(command, paths) == 0
+    assert seen == [(0, False), (1, True)]
+    assert json.loads(paths[1].read_text())["crashed"] == {"fa4": "died of SIGSEGV on case 3"}
+    assert paths[2].read_text().startswith("of an earlier run")
 
 
 def test_signals_reach_the_worker_and_its_status_comes_back(tmp_path):

@@ -4,7 +4,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import results
@@ -14,24 +14,24 @@ LOST = 70
 _MOST_STARTS = 16
 
 
-def run_worker(command: list[str], paths: Sequence[pathlib.Path]) -> int:
-    """Run `command` until it ends by itself; the status it ended with.
+def run_worker(command: Callable[[int, bool], list[str]], paths: Sequence[pathlib.Path]) -> int:
+    """Run a worker until it ends by itself; the status it ended with.
 
     The worker keeps results in `paths`, one after the other, and notes beside them the case and
-    the peer at work. When it dies, that peer is marked there as crashed and the worker starts
-    again; it goes on where it was.
+    the peer at work. When it dies, that peer is marked there as crashed and another worker goes on.
+    `command(first, again)` begins with `paths[first]`; `again`, with the cases it has already.
     """
     for path in paths:
-        path.unlink(missing_ok=True)
         results.running(path, forget=True)
-    status = 0
+    status, first, again = 0, 0, False
     for _ in range(_MOST_STARTS):
-        status = _wait(subprocess.Popen(command))
+        status = _wait(subprocess.Popen(command(first, again)))
         if status != LOST and status >= 0:
             return status
         how = "broke the GPU context" if status == LOST else f"died of {_signal_name(-status)}"
-        if not _blame(paths, how):
+        if (ended := _blame(paths, how)) is None:
             break
+        first, again = ended, True
     if not any(path.exists() for path in paths):
         raise RuntimeError(f"the benchmark process ended with status {status} and left no results")
     return status
@@ -58,15 +58,19 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _blame(paths: Sequence[pathlib.Path], how: str) -> bool:
-    """Mark what was at work as crashed; False where that is unknown, or was tried before.
+def _blame(paths: Sequence[pathlib.Path], how: str) -> int | None:
+    """Mark what was at work as crashed; None where that is unknown, or was tried before.
 
     While peers are timed in turns nobody can tell which of them it was: the case is given up.
     """
-    path = next((path for path in paths if results.running(path) is not None), None)
-    if path is None or not path.exists():
-        return False
-    case, peer = results.running(path, forget=True) or ("", "")
+    for index, path in enumerate(paths):
+        running = results.running(path, forget=True)
+        if running is not None and path.exists():
+            return index if _blamed(path, how, *running) else None
+    return None
+
+
+def _blamed(path: pathlib.Path, how: str, case: str, peer: str) -> bool:
     document = results.read(path)
     reason = document.pop("lost", None)
     told = f"{how} ({reason})" if reason else how

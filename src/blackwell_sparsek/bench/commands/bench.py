@@ -58,6 +58,7 @@ def add_to(subparsers: Any) -> None:
     )
     parser.add_argument("--commit", help="what to note where this is no git checkout")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--time-left",
         type=float,
@@ -101,7 +102,8 @@ def _run_here(
             continue
         path = args.out / f"{name}.json"
         try:
-            document = _measured(suite, args, device, path, until)
+            resumed = args.resume and name == names[0]
+            document = _measured(suite, args, device, path, until, resumed)
         except ContextLost as error:
             print(f"{name}: the GPU is lost to this process: {error}", file=sys.stderr)
             return supervise.LOST
@@ -119,7 +121,12 @@ def _run_here(
 def _supervised(args: argparse.Namespace, names: list[str], until: float | None) -> int:
     """The suites in a process of their own, started again when a peer takes it down."""
     paths = [args.out / f"{name}.json" for name in names]
-    status = supervise.run_worker(_worker_command(args, names, until), paths)
+
+    def command(first: int, again: bool) -> list[str]:
+        more = ["--resume"] if again else []
+        return _worker_command(args, names[first:], until) + more
+
+    status = supervise.run_worker(command, paths)
     return 1 if status < 0 or status == supervise.LOST else status
 
 
@@ -158,8 +165,8 @@ def _measured(
     device: torch.device,
     path: pathlib.Path,
     until: float | None,
+    resumed: bool,
 ) -> dict[str, Any]:
-    before = results.read(path) if args.worker and path.exists() else None
     return run_suite(
         suite,
         _cases(suite, args, device),
@@ -168,7 +175,7 @@ def _measured(
         path=path,
         modes=args.mode or MODES,
         commit=args.commit,
-        before=before,
+        before=results.read(path) if resumed else None,
         until=until,
     )
 
