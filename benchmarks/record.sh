@@ -29,9 +29,9 @@ measure() {
 {
   # other sweeps run the kernels of the tables
   bench $tables matmul_llama --prepare "${JOBS:-$(nproc)}" --time-left "${PREPARE:-120}"
-  measure $tables
+  measure $tables --seconds 0.15
   first=$?
-  measure $sweeps --seconds 0.1
+  measure $sweeps --seconds 0.05
   second=$?
 }
 exit $((first > second ? first : second))

@@ -38,8 +38,8 @@ def test_all_suites_are_compiled_for_then_measured(tmp_path):
     assert compiled[-4:] == ["--prepare", "3", "--time-left", "120"]
     measured = [word for word in (*tables, *sweeps) if word in SUITES]
     assert sorted(measured) == sorted(known)
-    assert tables[-2:] == ["-o", "results"]
-    assert sweeps[-4:] == ["--seconds", "0.1", "-o", "results"]
+    assert tables[-4:] == ["--seconds", "0.15", "-o", "results"]
+    assert sweeps[-4:] == ["--seconds", "0.05", "-o", "results"]
 
 
 def test_a_budget_is_shared(tmp_path):
