@@ -16,11 +16,13 @@ import torch
 
 from ..core.env import environment_for_compiler
 from .case import Case, Peer, Suite
-from .measure import told
+from .measure import time_limit, told
 
 # Sizes hardly change what is compiled; what they do change, the timed run compiles.
 _SIZES = {"batch", "heads", "kv_heads", "length", "lengths", "weight", "density", "kept"}
 _NARROW = 64
+# Beside as many others as there are cores, compilers take twice their time and more.
+_LONGEST_S = 60.0
 # Libraries, what is compiled but not kept, and what another case compiles anyway.
 _NOT_COMPILED = {"dense", "dense_packed_k", "cusparse_csr", "mm", "fa2", "fa3", "cudnn_blocks"}
 _NOT_COMPILED |= {"bsk_dense", "bsk_padded", "bsk_attention", "torch_varlen"}
@@ -78,7 +80,8 @@ def _once(task: Task, device: torch.device) -> str:
         inputs = task.case.build(device)
         if task.peer.supports(inputs) is not None:
             return "n/a"
-        task.peer.prepare(inputs).run()
+        with time_limit(_LONGEST_S):
+            task.peer.prepare(inputs).run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
