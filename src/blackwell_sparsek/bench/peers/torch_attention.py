@@ -84,11 +84,13 @@ def flex_mask(inputs: AttentionInputs) -> Any:
         )
     if not p.causal and p.window is None:
         return None
-    window = p.length if p.window is None else p.window
+    window, causal = p.window, p.causal
 
     def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        if window is None:
+            return q >= kv
         inside = q - kv < window
-        return inside & (q >= kv) if p.causal else inside & (kv - q < window)
+        return inside & (q >= kv) if causal else inside & (kv - q < window)
 
     # compiled, because the plain one makes a mask of Sq x Sk elements first
     return create_block_mask(
