@@ -17,6 +17,7 @@ import torch
 from ..core.env import environment_for_compiler
 from .case import Case, Peer, Suite
 from .measure import time_limit, told
+from .run import release
 
 # Sizes hardly change what is compiled; what they do change, the timed run compiles.
 _SIZES = {"batch", "heads", "kv_heads", "length", "lengths", "weight", "density", "kept"}
@@ -70,6 +71,7 @@ def serve(tasks: Sequence[Task], device: torch.device) -> None:
     with torch.no_grad():
         for line in sys.stdin:
             print(_once(tasks[int(line)], device), file=answers, flush=True)
+            release(device)  # of memory that other processes need
 
 
 def _once(task: Task, device: torch.device) -> str:
@@ -84,7 +86,6 @@ def _once(task: Task, device: torch.device) -> str:
             task.peer.prepare(inputs).run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
     except Exception as error:  # the timed run says so again, in the results
         return told(error)
     return f"{time.monotonic() - started:.1f} s"

@@ -83,7 +83,7 @@ def run_suite(
                 document["cases"].append(result)
                 progress.done(index, case.name, result, suite)
                 keep()
-                _release(device)
+                release(device)
         except KeyboardInterrupt:
             document["interrupted"] = True
         except ContextLost as error:
@@ -122,7 +122,7 @@ def failures(document: dict[str, Any], ours: str = "bsk") -> list[str]:
     return found
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
     """The tensors of one case must not be in the way of the next."""
     gc.collect()
     if device.type == "cuda":

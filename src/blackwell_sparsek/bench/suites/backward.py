@@ -6,7 +6,6 @@ from dataclasses import replace
 from ..case import Case, Suite
 from ..peers.backward import BACKWARD, ON_BAND, ON_BLOCKS, ON_WINDOW
 from ..peers.ours import OURS
-from ..peers.torch_attention import FLEX
 from ..problems.attention import Attention
 from ..problems.gradients import WORK
 from .attention import HIDDEN, TOKENS, case_of, dtype_of
@@ -27,9 +26,7 @@ def backward(tiny: bool = False) -> Iterator[Case]:
             problem = Attention(
                 1, heads, length, 128, dtype=dtype, block=(side, side), density=density
             )
-            # it compiles anew for each mask: once is enough to know where it stands
-            more = (FLEX,) if problem.block == (128, 128) and length <= TOKENS else ()
-            yield _case(problem, (*ON_BLOCKS, *more))
+            yield _case(problem, ON_BLOCKS)
     heads, width = (2, 64) if tiny else (16, 2048)
     for length in (256,) if tiny else (32768, 131072):
         window = Attention(1, heads, length, 128, dtype=dtype, causal=True, window=width)
