@@ -6,8 +6,10 @@ Triton and the kernel are imported at the first call.
 import torch
 
 from ..core.compat import why_no_triton
+from ..core.launch import scratch
 from ..formats.attention_spec import AttnGradients, AttnSpec
 from ..formats.block_order import longest_columns_first
+from ..formats.block_turns import turns_of_blocks
 from ..tuning.attention_bwd_sm90 import (
     attn_bwd_sm90_config,
     attn_bwd_sm90_passed_over,
@@ -46,15 +48,21 @@ def backward(
     config, section = attn_bwd_sm90_config(problem), attn_bwd_sm90_section(problem)
     # the gradient of an expanded or sliced output may be laid out in ways that TMA cannot read
     dout = dout if tma_takes(dout) else dout.contiguous()
-    order = None
+    order = turns = None
     if (mask := spec.block_mask) is not None:
         heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
         key = ("columns", q.shape[0], heads, group_size, spec.band, section, config.tile_n)
-        order = kept_order(mask, key, lambda: longest_columns_first(mask, *key[1:]))
-    dk = torch.empty_like(k) if gradients.dk is None else gradients.dk
-    dv = torch.empty_like(v) if gradients.dv is None else gradients.dv
+        order = rows = kept_order(mask, key, lambda: longest_columns_first(mask, *key[1:]))
+        if deterministic:
+            shape = (heads, group_size, spec.band, config.tile_n)
+            key = ("turns", *key[1:])
+            turns = kept_order(mask, key, lambda: turns_of_blocks(mask, rows, *shape))
+    dk, dv = (
+        scratch(x.shape, x.dtype, x.device) if gradient is None else gradient
+        for x, gradient in ((k, gradients.dk), (v, gradients.dv))
+    )
     delta = launch_attn_bwd_sm90(
-        gradients.dq, dk, dv, dout, dlse, q, k, v, out, lse, spec, order, section, config
+        gradients.dq, dk, dv, dout, dlse, q, k, v, out, lse, spec, order, turns, section, config
     )
     if gradients.dsinks is not None and spec.sinks is not None:
         delta = delta[..., : lse.shape[-1]].contiguous()

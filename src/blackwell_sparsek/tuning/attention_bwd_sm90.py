@@ -10,10 +10,6 @@ from .problem_attention import AttnProblem
 KEY_BLOCKS = (64, 128, 256)
 # How many times more planes run together under a band.
 UNEVEN = 4
-# What must divide the number of queries where two blocks of them share a tile. A block that is
-# missing is fetched from the end of the queries, and the copy of their lse must begin at a multiple
-# of 16 bytes: the innermost coordinate of a TMA copy anywhere else is an illegal instruction.
-QUERIES_TOGETHER = 4
 # Below this many queries a tile of 64 or 128 is mostly padding.
 FEW_QUERIES = 32
 
@@ -22,17 +18,8 @@ def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
     """Why the Hopper kernel cannot run this problem, or None."""
     if (reason := attn_fwd_sm90_unsupported(problem)) is not None:
         return reason
-    if problem.deterministic:
-        return "adds up dq in no fixed order"
     if problem.mask_block is not None and problem.mask_block[1] not in KEY_BLOCKS:
         return f"needs key blocks of 64, 128 or 256, got {problem.mask_block[1]}"
-    if problem.mask_block is not None and problem.max_q % QUERIES_TOGETHER:
-        config = attn_bwd_sm90_config(problem)
-        if config.parts > 1:
-            return (
-                f"packs query blocks of {problem.mask_block[0]} only where {QUERIES_TOGETHER} "
-                f"divides the number of queries, got {problem.max_q}"
-            )
     return None
 
 
@@ -49,7 +36,7 @@ def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
     # wide values leave no registers for the tall tiles of narrow keys
     tile_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
     tile_dv = 64 if problem.head_dim_v <= 64 else 128
-    return make_config(tile_d, tile_dv, problem.mask_block)
+    return make_config(tile_d, tile_dv, problem.mask_block, problem.deterministic)
 
 
 def attn_bwd_sm90_section(problem: AttnProblem) -> int:
@@ -57,12 +44,13 @@ def attn_bwd_sm90_section(problem: AttnProblem) -> int:
 
     Four times as many where a band makes pieces uneven: what it takes to fill the SMs at the end
     of the last section costs more than what misses the L2 (7.04 against 6.59 ms at 16k tokens).
+    The same for sums in order, where only tiles of one plane wait for each other.
     """
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     row_bytes += problem.head_dim * 4
     group = problem.heads_q // problem.heads_kv
     planes = problem.batch * problem.heads_kv
     section = max(SECTION_BYTES // max(row_bytes * problem.max_q * group, 1), 1)
-    if problem.banded and problem.mask_block is None:
+    if problem.deterministic or (problem.banded and problem.mask_block is None):
         section *= UNEVEN
     return min(section, max(planes, 1))

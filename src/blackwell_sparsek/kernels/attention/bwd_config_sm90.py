@@ -8,6 +8,8 @@ from ..sm90 import GROUP_ROWS, accumulator_layout, shared_layout
 
 # Steps whose places are kept in shared memory: more than a producer is ever ahead of the writer.
 INFO_DEPTH = 8
+# What queries are padded to: the tallest tile.
+QUERY_PADDING = 128
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,9 @@ class AttnBwdSm90Config:
     of neighbouring queries a visit is made of: TILE_M when dense, else the block of the mask;
     smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when dense.
     TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros. STAGES
-    tiles of queries are in flight, DS_STAGES of the gradients of scores. The kernel is compiled for
-    MAX_REGISTERS per thread; the roles then trade them.
+    tiles of queries are in flight, DS_STAGES of the gradients of scores. ORDERED adds up dq in the
+    same order in every run. With PING_PONG only one warp group at a time starts products. The
+    kernel is compiled for MAX_REGISTERS per thread; the roles then trade them.
     """
 
     CONSUMERS: int
@@ -30,6 +33,8 @@ class AttnBwdSm90Config:
     STAGES: int
     DS_STAGES: int
     SHARED_KEYS: bool
+    ORDERED: bool
+    PING_PONG: bool
     UNIT: int
     BLOCK_KV: int
     CONSUMER_REGISTERS: int
@@ -62,6 +67,11 @@ class AttnBwdSm90Config:
     def dq_chunks(self) -> int:
         """Tiles of 64 x 64 that a warp group contributes to dq in a step."""
         return self.TILE_D // 64 if self.SHARED_KEYS else 1
+
+    @property
+    def visits(self) -> int:
+        """Visits that a tile of keys pays to a head of queries."""
+        return 2 if self.ORDERED else 1
 
     @property
     def parts(self) -> int:
@@ -112,7 +122,7 @@ class AttnBwdSm90Config:
 
 
 def make_config(
-    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None
+    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None, ordered: bool = False
 ) -> AttnBwdSm90Config:
     """The configuration for these head dims; `block_size` is the mask's, None when dense."""
     shared_keys = block_size is not None and block_size[1] == GROUP_ROWS
@@ -128,6 +138,8 @@ def make_config(
         # with keys of their own, warp groups are up to a step apart
         DS_STAGES=2 if shared_keys else 3,
         SHARED_KEYS=shared_keys,
+        ORDERED=ordered,
+        PING_PONG=False,
         UNIT=block_q,
         BLOCK_KV=block_kv,
         CONSUMER_REGISTERS=232 if producer == 40 else 240,

@@ -8,7 +8,7 @@ consumer warp groups keep 64 keys each, dk and dv in registers, and compute
 
 so that p^T is where the product for dv reads it. `ds` goes through shared memory to the products
 for dk and dq, the latter shared by both warp groups; writer warps add dq to fp32 sums in memory by
-TMA, in no fixed order. A producer warp finds the query tiles (`bwd_sm90_work`) and copies them,
+TMA, in no fixed order unless `ORDERED`. A producer warp finds the query tiles (`bwd_sm90_work`) and copies them,
 with lse in base 2 and delta; queries past the end, where lse is +inf, count for nothing. The
 product for dq of a step waits for the next step, so that no warp group waits for ds of the other.
 
@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
-from ...device.gluon.tma_reduce import tma_add
+from ...device.gluon.tma_reduce import await_turn, finish_turn, tma_add
 from ..sm90 import GROUP_ROWS
 from .bwd_sm90_steps import (
     ds_place,
@@ -43,7 +43,7 @@ from .bwd_sm90_steps import (
     start_products,
     zero_of,
 )
-from .bwd_sm90_work import produce_steps, read_info, step_info
+from .bwd_sm90_work import padded_queries, produce_steps, read_info, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
 
@@ -66,7 +66,7 @@ def _step(
     own_keys: gl.constexpr = 0 if CFG.SHARED_KEYS else GROUP
     k = k_smem.index(own_keys + zero_of(step))
     v = v_smem.index(own_keys + zero_of(step))
-    score, ds_ring, dq_ring = consume[2], consume[3], consume[4]
+    score, ds_ring, dq_ring, turns = consume[2], consume[3], consume[4], consume[6]
     q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
     dtype: gl.constexpr = k.dtype
     chunks: gl.constexpr = CFG.dq_chunks
@@ -75,6 +75,8 @@ def _step(
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
     s_started = start_products(k, q_smem, step, GROUP, CFG)
     dp_started = start_products(v, dout_smem, step, GROUP, CFG)
+    if CFG.PING_PONG and not FIRST:
+        mbarrier.arrive(turns.index(1 - GROUP), count=1)
     # where registers are left for them, the numbers of queries come while scores are under way
     early: gl.constexpr = CFG.group_m == 64 and not CFG.SHARED_KEYS and score[1] is None
     if early:
@@ -98,6 +100,8 @@ def _step(
         mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
     hand_over(ds.to(dtype), ds_tile, ds_bar)
     p = gl.convert_layout(p.to(dtype), p_layout)
+    if CFG.PING_PONG:
+        mbarrier.wait(turns.index(GROUP), (step & 1) ^ (1 - GROUP))
     q = own_queries(q_smem.index(stage), GROUP, CFG)
     dout = own_queries(dout_smem.index(stage), GROUP, CFG)
     if FIRST:
@@ -130,6 +134,8 @@ def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
     mbarrier.wait(bar, (step // CFG.DS_STAGES) & 1)
     for chunk in gl.static_range(chunks):
         dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
+        if CFG.PING_PONG and chunk == chunks - 1:
+            mbarrier.arrive(consume[6].index(1 - GROUP), count=1)
         dq = warpgroup_mma_wait(0, deps=(dq_started,))
         _give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
 
@@ -162,7 +168,7 @@ def _add_up(x, smem, bars, SECOND: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Gradients of 64 keys, piece by piece of work."""
-    dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars = consume
+    dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars, _ = consume
     kv_ring, work, heads = shared[1], shared[4], shared[6]
     k_smem, v_smem, kv_full, kv_empty = kv_ring
     tile_d: gl.constexpr = CFG.TILE_D
@@ -189,7 +195,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         dk = gl.zeros([ROWS, tile_d], gl.float32, k_layout)
         dv = gl.zeros([ROWS, tile_dv], gl.float32, v_layout)
         mbarrier.wait(kv_full, pieces & 1)
-        for _ in range(heads[1]):
+        for _ in range(heads[1] * CFG.visits):
             q_tiles, masked_tiles = take(work, turn)
             turn += 1
             if q_tiles > 0:
@@ -231,8 +237,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _write_dq(dq_desc, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Add what a warp group hands over to the sums of dq in memory."""
+def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Add what a warp group hands over to the sums of dq in memory, in turn where that is asked."""
     smem, full, empty = dq_ring
     chunks: gl.constexpr = CFG.dq_chunks
     row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
@@ -244,9 +250,19 @@ def _write_dq(dq_desc, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
         plane = read_info(info, step, 0, 1)
         if plane >= 0:
             column = given % chunks * 64 if CFG.dq_by_rows else GROUP * 64
-            place = [plane, read_info(info, step, row_field, 1), column]
-            tma_add(dq_desc, place, smem.index(GROUP))
-            tma.store_wait(0)
+            row = read_info(info, step, row_field, 1)
+            if CFG.ORDERED:
+                rows = padded_queries(q_len)
+                # a part without queries has no turn
+                if row < rows:
+                    tile = plane.to(gl.int64) * (rows // ROWS) + row // ROWS
+                    turn_ptr = sums_turn_ptr + tile * 2 + column // 64
+                    await_turn(turn_ptr, read_info(info, step, 4 + row_field, 1))
+                    tma_add(dq_desc, [plane, row, column], smem.index(GROUP))
+                    finish_turn(turn_ptr)
+            else:
+                tma_add(dq_desc, [plane, row, column], smem.index(GROUP))
+                tma.store_wait(0)
             mbarrier.arrive(empty.index(GROUP), count=1)
         given += 1
 
@@ -285,10 +301,11 @@ def _attn_bwd_sm90_kernel(
 ):
     """Set up rings and roles.
 
-    `work_ptrs` are a counter and an order of the tiles of keys or None; `score` is what
-    `gradient_factors` gives.
+    `work_ptrs` are a counter, an order of the tiles of keys or None, and for sums in order whose
+    turn it is at each [64, 64] of dq, int32 [planes, rows / 64, 2], and the turns of the blocks of a
+    mask; `score` is what `gradient_factors` gives.
     """
-    counter_ptr, order_ptr = work_ptrs
+    counter_ptr, order_ptr, sums_turn_ptr, turns_ptr = work_ptrs
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     ds_stages: gl.constexpr = CFG.DS_STAGES
@@ -322,19 +339,20 @@ def _attn_bwd_sm90_kernel(
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
-    schedule = (order_ptr, num_planes, section, dynamic)
+    schedule = (order_ptr, turns_ptr, num_planes, section, dynamic)
     lengths = (q_len, kv_len)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
-    consume = (dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars)
+    turns = barriers(consumers, 1)
+    consume = (dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars, turns)
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [
             (_consume, (consume, shared, 0, CFG)),
             (_consume, (consume, shared, 1, CFG)),
             (produce_steps, (produce, shared, CFG)),
-            (_write_dq, (dq_desc, dq_ring, info, 0, CFG)),
-            (_write_dq, (dq_desc, dq_ring, info, 1, CFG)),
+            (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 0, CFG)),
+            (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 1, CFG)),
         ],
         [4, 1, 1, 1],
         [registers, producer_registers, producer_registers, producer_registers],

@@ -1,8 +1,8 @@
 """What the Hopper backward does row by row: terms of the queries before it, rounding dq after it.
 
-Before: lse in base 2, delta (as in `bwd_delta`), zeroed sums for dq, in scratch memory whose rows
-are padded to whole tiles. Padding has lse +inf, like queries that see nothing: their probabilities
-are 0. After: dq = scale * sums, in the dtype and layout of q. Called around
+Before: lse in base 2, delta (as in `bwd_delta`), zeroed sums and turns for dq, in scratch memory
+whose rows are padded to whole tiles. Padding has lse +inf, like queries that see nothing: their
+probabilities are 0. After: dq = scale * sums, in the dtype and layout of q. Called around
 `bwd_sm90`.
 """
 
@@ -21,7 +21,7 @@ from ...device.tiles import store_rows
 from .bwd_delta import delta_of_rows
 from .operands import token_strides
 
-# Rows of a program.
+# Rows of a program, which share a pair of turns.
 ROW_TILE = 64
 
 
@@ -30,6 +30,7 @@ def _attn_bwd_rows_kernel(
     lse_log2_ptr,
     delta_ptr,
     sums_ptr,
+    turns_ptr,
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -56,6 +57,8 @@ def _attn_bwd_rows_kernel(
     row = tl.cast(plane, tl.int64) * padded + offs_m
     tl.store(lse_log2_ptr + row, shift_of_rows(lse))
     tl.store(delta_ptr + row, delta)
+    if turns_ptr is not None:
+        tl.store(turns_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), 0)
     if sums_ptr is not None:
         offs_d = tl.arange(0, TILE_D)[None, :]
         place = row[:, None] * HEAD_DIM + offs_d
@@ -91,21 +94,23 @@ def launch_attn_bwd_rows(
     lse_log2: torch.Tensor,
     delta: torch.Tensor,
     sums: torch.Tensor,
+    turns: torch.Tensor | None,
     out: torch.Tensor,
     dout: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> None:
-    """Fill lse_log2 and delta, fp32 [planes, rows], and sums fp32 [planes, rows, D].
+    """Fill lse_log2, delta fp32 [planes, rows], sums fp32 [planes, rows, D] and, if any, turns.
 
-    Rows are the queries padded to a multiple of 64. The others are as for `launch_attn_delta`, not
-    packed.
+    Rows are the queries padded to a multiple of 64; turns are int32 [planes, rows / 64, 2]. The
+    others are as for `launch_attn_delta`, not packed.
     """
     planes, padded, head_dim = sums.shape
     args = (
         lse_log2,
         delta,
         sums,
+        turns,
         out,
         dout,
         lse,
@@ -137,8 +142,8 @@ def launch_attn_bwd_round(dq: torch.Tensor, sums: torch.Tensor, scale: float) ->
 @compile_cases
 def _cases() -> Iterator[CompileCase]:
     strides = (32 * 4096 * 128, 128, 32 * 128)
-    for dim in (80, 128):
-        name = f"d{dim}"
+    for dim, ordered in ((128, False), (80, True)):
+        name = f"d{dim}-ordered" if ordered else f"d{dim}"
         numbers = ("lse_log2", "delta", "sums", "lse", "dlse")
         yield CompileCase(
             f"attn_bwd_rows/{name}",
@@ -147,6 +152,7 @@ def _cases() -> Iterator[CompileCase]:
                 **{f"{number}_ptr": torch.float32 for number in numbers},
                 **{f"{tensor}_ptr": torch.bfloat16 for tensor in ("out", "dout")},
                 **{f"{tensor}_strides": strides for tensor in ("out", "dout")},
+                "turns_ptr": torch.int32 if ordered else None,
                 "dlse_strides": (32 * 4096, 4096, 1),
                 "q_len": 4000,
                 "padded": 4096,
