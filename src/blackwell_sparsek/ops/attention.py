@@ -22,8 +22,9 @@ from ..formats.band import Band
 from ..formats.block_mask import BlockMask
 from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
-from ..tuning.problem_attention import AttnProblem
+from ..tuning.problem_attention import AttnProblem, tma_takes
 from . import attention_bwd_sm90, attention_bwd_triton, attention_sm90, attention_triton
+from .attention_repeat import operator_call
 from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
 
@@ -158,6 +159,18 @@ backward_dispatch.register("reference", _everything, _backward_reference, auto_p
 
 
 def _attn_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
+    cu_q, _, _, _, mask, mask_shape, *scalars, sinks, _, impl = options
+    call = None
+    # sinks with gaps are copied, which no launch repeats
+    if cu_q is None and (sinks is None or sinks.is_contiguous()):
+        kept = ("attn_fwd", *mask_shape, *scalars)
+        call = operator_call((q, k, v), (sinks,), mask, impl, kept)
+    if call is None:
+        return _run_forward(q, k, v, *options)
+    return call.repeat() or call.record(lambda: _run_forward(q, k, v, *options))
+
+
+def _run_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
     *described, deterministic, impl = options
     spec = _spec(*described)
     problem = AttnProblem.of(q, k, v, spec, deterministic=deterministic)
@@ -171,6 +184,28 @@ def _attn_fwd_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: 
 
 
 def _attn_bwd(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *options: Any,
+) -> Tensors:
+    cu_q, _, _, _, mask, mask_shape, *scalars, sinks, deterministic, needs, impl = options
+    inputs = (dout, dlse, q, k, v, out, lse)
+    call = None
+    # what is copied, as a `dout` that TMA cannot read or delta for sinks, no launch repeats
+    if cu_q is None and not needs[3] and tma_takes(dout):
+        kept = ("attn_bwd", *mask_shape, *scalars, sinks is None, deterministic, *needs)
+        call = operator_call((dout, q, k, v, out), (dlse, lse), mask, impl, kept)
+    if call is None:
+        return _run_backward(*inputs, *options)
+    return call.repeat() or call.record(lambda: _run_backward(*inputs, *options))
+
+
+def _run_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,

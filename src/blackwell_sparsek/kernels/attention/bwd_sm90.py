@@ -168,7 +168,8 @@ def _add_up(x, smem, bars, SECOND: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Gradients of 64 keys, piece by piece of work."""
-    dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars, _ = consume
+    dk_desc, dv_desc, score = consume[0], consume[1], consume[2]
+    ds_ring, dq_ring, sum_bars = consume[3], consume[4], consume[5]
     kv_ring, work, heads = shared[1], shared[4], shared[6]
     k_smem, v_smem, kv_full, kv_empty = kv_ring
     tile_d: gl.constexpr = CFG.TILE_D

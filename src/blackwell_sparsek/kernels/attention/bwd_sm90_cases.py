@@ -45,7 +45,7 @@ CALLS = (
     Call(128, 128, (64, 64), max_spill_bytes=2304),
     Call(64, 64, (128, 64), max_spill_bytes=512),
     Call(128, 128, ordered=True, max_spill_bytes=384),
-    Call(64, 64, ordered=True, max_spill_bytes=384),
+    Call(64, 64, ordered=True, max_spill_bytes=512),
     Call(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
     Call(128, 128, (64, 64), ordered=True, max_spill_bytes=2304),
 )
