@@ -27,6 +27,7 @@ from . import attention_bwd_sm90, attention_bwd_triton, attention_sm90, attentio
 from .attention_repeat import operator_call
 from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
+from .repeat import RepeatableCall
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -193,16 +194,29 @@ def _attn_bwd(
     lse: torch.Tensor,
     *options: Any,
 ) -> Tensors:
-    cu_q, _, _, _, mask, mask_shape, *scalars, sinks, deterministic, needs, impl = options
-    inputs = (dout, dlse, q, k, v, out, lse)
-    call = None
-    # what is copied, as a `dout` that TMA cannot read or delta for sinks, no launch repeats
-    if cu_q is None and not needs[3] and tma_takes(dout):
-        kept = ("attn_bwd", *mask_shape, *scalars, sinks is None, deterministic, *needs)
-        call = operator_call((dout, q, k, v, out), (dlse, lse), mask, impl, kept)
+    inputs = (dout, dlse, q, k, v, out, lse, *options)
+    call = _gradient_call(*inputs)
     if call is None:
-        return _run_backward(*inputs, *options)
-    return call.repeat() or call.record(lambda: _run_backward(*inputs, *options))
+        return _run_backward(*inputs)
+    return call.repeat() or call.record(lambda: _run_backward(*inputs))
+
+
+def _gradient_call(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *options: Any,
+) -> RepeatableCall | None:
+    cu_q, _, _, _, mask, mask_shape, *scalars, sinks, deterministic, needs, impl = options
+    # what is copied, as a `dout` that TMA cannot read or delta for sinks, no launch repeats
+    if cu_q is not None or needs[3] or torch.compiler.is_compiling() or not tma_takes(dout):
+        return None
+    kept = ("attn_bwd", *mask_shape, *scalars, sinks is None, deterministic, *needs)
+    return operator_call((dout, q, k, v, out), (dlse, lse), mask, impl, kept)
 
 
 def _run_backward(
@@ -299,7 +313,7 @@ def _attn_fwd_backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor |
         dout = torch.zeros_like(out)
     # only here does torch index this by argument; before, lists are flattened
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 13)]
-    gradients = attn_bwd(
+    inputs = (
         dout,
         dlse,
         q,
@@ -322,6 +336,9 @@ def _attn_fwd_backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor |
         needs,
         impl,
     )
+    # most calls were made before: then not even the operator is needed
+    call = _gradient_call(*inputs)
+    gradients = (None if call is None else call.repeat()) or attn_bwd(*inputs)
     dq, dk, dv, dsinks = (g if need else None for g, need in zip(gradients, needs, strict=True))
     return (dq, dk, dv, None, None, None, None, *lists, None, None, None, None, dsinks, None, None)
 

@@ -15,8 +15,8 @@ from blackwell_sparsek.testing.poison import nan_like
 
 
 @pytest.mark.parametrize("length", [1, 64, 130])
-@pytest.mark.parametrize("dims", [(16, 16), (40, 24)])
-def test_rows(length, dims, device):
+@pytest.mark.parametrize("dims, ordered", [((16, 16), False), ((40, 24), True)])
+def test_rows(length, dims, ordered, device):
     shape, padded = (2, 3, length, dims[1]), -(-length // 128) * 128
     out, dout = (normal(*shape, seed=i, dtype=torch.float16, device=device) for i in range(2))
     lse, dlse = (normal(*shape[:3], seed=i, device=device) for i in (2, 3))
@@ -24,7 +24,9 @@ def test_rows(length, dims, device):
     lse_log2, delta = (torch.full((6, padded), torch.nan, device=device) for _ in range(2))
     sums = torch.full((6, padded, dims[0]), torch.nan, device=device)
     wide = layouts.different_layouts(out, dout)
-    launch_attn_bwd_rows(lse_log2, delta, sums, *wide, lse, dlse)
+    turns = torch.full((6, padded // 64, 2), 7, dtype=torch.int32, device=device)
+    launch_attn_bwd_rows(lse_log2, delta, sums, turns if ordered else None, *wide, lse, dlse)
+    assert (turns == (0 if ordered else 7)).all()
     assert (sums == 0).all()
     exact = (out.double() * dout.double()).sum(-1) - dlse
     exact[..., 0] = 0

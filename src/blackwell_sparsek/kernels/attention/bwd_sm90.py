@@ -8,9 +8,15 @@ consumer warp groups keep 64 keys each, dk and dv in registers, and compute
 
 so that p^T is where the product for dv reads it. `ds` goes through shared memory to the products
 for dk and dq, the latter shared by both warp groups; writer warps add dq to fp32 sums in memory by
-TMA, in no fixed order unless `ORDERED`. A producer warp finds the query tiles (`bwd_sm90_work`) and copies them,
-with lse in base 2 and delta; queries past the end, where lse is +inf, count for nothing. The
-product for dq of a step waits for the next step, so that no warp group waits for ds of the other.
+TMA, in no fixed order unless `ORDERED`. A producer warp finds the query tiles (`bwd_sm90_work`) and
+copies them, with lse in base 2 and delta; queries past the end, where lse is +inf, count for
+nothing. The product for dq of a step waits for the next step, so that no warp group waits for ds of
+the other.
+
+In order, a tile of keys adds to dq of a tile of queries when as many have done so as come before
+it. Pieces are taken from a counter, a program takes them in turn, and each waits only for earlier
+ones: the earliest that is not done waits for nobody, so that programs never wait in a circle.
+Queries go from the last to the first, which the first keys meet first: few have to wait.
 
 Where key blocks of a mask are 64 wide (`SHARED_KEYS`), both warp groups keep the same 64 keys and
 take turns with the queries; each then has dq of its own, and dk and dv are added up at the end.
@@ -302,9 +308,9 @@ def _attn_bwd_sm90_kernel(
 ):
     """Set up rings and roles.
 
-    `work_ptrs` are a counter, an order of the tiles of keys or None, and for sums in order whose
-    turn it is at each [64, 64] of dq, int32 [planes, rows / 64, 2], and the turns of the blocks of a
-    mask; `score` is what `gradient_factors` gives.
+    `work_ptrs` are a counter, an order of the tiles of keys or None and, to add in order, how many
+    have added to each [64, 64] of dq, int32 [planes, rows / 64, 2], and the turns of the blocks of
+    a mask; `score` is what `gradient_factors` gives.
     """
     counter_ptr, order_ptr, sums_turn_ptr, turns_ptr = work_ptrs
     consumers: gl.constexpr = CFG.CONSUMERS

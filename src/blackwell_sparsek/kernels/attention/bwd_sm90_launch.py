@@ -65,7 +65,9 @@ def launch_attn_bwd_sm90(
         kv_planes = planes // operands.heads[1]
         pieces = kv_planes * cdiv(kv_len, config.tile_n)
         programs = min(arch_of(q.device).num_sms, pieces)
-        dynamic = config.ORDERED or pieces > programs
+        # in order, pieces come from the counter whatever their number, and none ahead of its use
+        dynamic = pieces > programs and not config.ORDERED
+        counter = scratch((1,), torch.int32, q.device, zero=dynamic or config.ORDERED)
         args = (
             tensor_descriptor(sums, config.dq_block()),
             _descriptor(dk, config.k_block()),
@@ -75,8 +77,7 @@ def launch_attn_bwd_sm90(
             _descriptor(k, config.k_block()),
             _descriptor(v, config.v_block()),
             *rows,
-            # without `dynamic` nobody looks at the counter
-            (scratch((1,), torch.int32, q.device, zero=dynamic), order, sums_turn, turns),
+            (counter, order, sums_turn, turns),
             mask.lists,
             *mask.steps,
             q_len,

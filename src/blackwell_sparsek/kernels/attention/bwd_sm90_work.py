@@ -157,9 +157,7 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     first, bits, turn = _find_part(visit, q_tile, 0, kv_tile, lengths, band, CFG)
     second, second_bits, second_turn = first + ROWS, bits, turn
     if parts == 2:
-        second, second_bits, second_turn = _find_part(
-            visit, q_tile, 1, kv_tile, lengths, band, CFG
-        )
+        second, second_bits, second_turn = _find_part(visit, q_tile, 1, kv_tile, lengths, band, CFG)
     stage = step % CFG.STAGES
     bar = full.index(stage)
     mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
@@ -214,10 +212,9 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         piece = gl.atomic_add(counter_ptr, 1)
     while piece < total:
         next_piece = piece + gl.num_programs(0)
-        if not CFG.ORDERED:
-            if dynamic != 0:
-                # asked for a whole piece ahead of its use
-                next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        if dynamic != 0:
+            # asked for a whole piece ahead of its use
+            next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         if order_ptr is None:
             plane, from_end = place_in_sections(piece, num_planes, kv_tiles, section)
             # early keys tend to be seen by most queries
