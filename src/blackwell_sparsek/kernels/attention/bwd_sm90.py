@@ -260,17 +260,17 @@ def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr,
             row = read_info(info, step, row_field, 1)
             if CFG.ORDERED:
                 rows = padded_queries(q_len)
-                # a part without queries has no turn
-                if row < rows:
-                    tile = plane.to(gl.int64) * (rows // ROWS) + row // ROWS
-                    turn_ptr = sums_turn_ptr + tile * 2 + column // 64
+                tile = plane.to(gl.int64) * (rows // ROWS) + row // ROWS
+                turn_ptr = sums_turn_ptr + tile * 2 + (0 if CFG.dq_by_rows else GROUP)
+                # a part without queries has no turn; all columns of a row go in one
+                if (row < rows) & (given % chunks == 0):
                     await_turn(turn_ptr, read_info(info, step, 4 + row_field, 1))
-                    tma_add(dq_desc, [plane, row, column], smem.index(GROUP))
-                    finish_turn(turn_ptr)
-            else:
-                tma_add(dq_desc, [plane, row, column], smem.index(GROUP))
-                tma.store_wait(0)
+            tma_add(dq_desc, [plane, row, column], smem.index(GROUP))
+            tma.store_wait(0)
             mbarrier.arrive(empty.index(GROUP), count=1)
+            if CFG.ORDERED:  # noqa: SIM102 - a constant decides whether `rows` exist
+                if (row < rows) & (given % chunks == chunks - 1):
+                    finish_turn(turn_ptr)
         given += 1
 
 
