@@ -31,9 +31,10 @@ def finish_turn(turn_ptr):
     """Wait until what this warp added is in memory, and let the next program in."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
-    # unlike `tma.store_wait`, which only waits until the tile has been read
+    # unlike `tma.store_wait`, which only waits until the tile has been read; all lanes wait for the
+    # one that started the copy
     done = gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;",
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync -1; mov.b32 $0, $1;",
         "=r,r",
         [zero],
         dtype=gl.int32,
