@@ -212,11 +212,12 @@ def _gradient_call(
     *options: Any,
 ) -> RepeatableCall | None:
     cu_q, _, _, _, mask, mask_shape, *scalars, sinks, deterministic, needs, impl = options
-    # what is copied, as a `dout` that TMA cannot read or delta for sinks, no launch repeats
-    if cu_q is not None or needs[3] or torch.compiler.is_compiling() or not tma_takes(dout):
+    # what is copied, as delta for sinks or a `dout` that TMA cannot read, no launch repeats
+    if cu_q is not None or needs[3] or torch.compiler.is_compiling():
         return None
     kept = ("attn_bwd", *mask_shape, *scalars, sinks is None, deterministic, *needs)
-    return operator_call((dout, q, k, v, out), (dlse, lse), mask, impl, kept)
+    call = operator_call((dout, q, k, v, out), (dlse, lse), mask, impl, kept)
+    return call if call is not None and tma_takes(dout) else None
 
 
 def _run_backward(
