@@ -22,8 +22,7 @@ class AttnBwdSm90Config:
     smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when dense.
     TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros. STAGES
     tiles of queries are in flight, DS_STAGES of the gradients of scores. ORDERED adds up dq in the
-    same order in every run. With PING_PONG only one warp group at a time starts products. The
-    kernel is compiled for MAX_REGISTERS per thread; the roles then trade them.
+    same order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them.
     """
 
     CONSUMERS: int
@@ -34,7 +33,6 @@ class AttnBwdSm90Config:
     DS_STAGES: int
     SHARED_KEYS: bool
     ORDERED: bool
-    PING_PONG: bool
     UNIT: int
     BLOCK_KV: int
     CONSUMER_REGISTERS: int
@@ -139,7 +137,6 @@ def make_config(
         DS_STAGES=2 if shared_keys else 3,
         SHARED_KEYS=shared_keys,
         ORDERED=ordered,
-        PING_PONG=False,
         UNIT=block_q,
         BLOCK_KV=block_kv,
         CONSUMER_REGISTERS=232 if producer == 40 else 240,

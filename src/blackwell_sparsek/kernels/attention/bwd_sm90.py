@@ -72,7 +72,7 @@ def _step(
     own_keys: gl.constexpr = 0 if CFG.SHARED_KEYS else GROUP
     k = k_smem.index(own_keys + zero_of(step))
     v = v_smem.index(own_keys + zero_of(step))
-    score, ds_ring, dq_ring, turns = consume[2], consume[3], consume[4], consume[6]
+    score, ds_ring, dq_ring = consume[2], consume[3], consume[4]
     q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
     dtype: gl.constexpr = k.dtype
     chunks: gl.constexpr = CFG.dq_chunks
@@ -81,8 +81,6 @@ def _step(
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
     s_started = start_products(k, q_smem, step, GROUP, CFG)
     dp_started = start_products(v, dout_smem, step, GROUP, CFG)
-    if CFG.PING_PONG and not FIRST:
-        mbarrier.arrive(turns.index(1 - GROUP), count=1)
     # where registers are left for them, the numbers of queries come while scores are under way
     early: gl.constexpr = CFG.group_m == 64 and not CFG.SHARED_KEYS and score[1] is None
     if early:
@@ -106,8 +104,6 @@ def _step(
         mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
     hand_over(ds.to(dtype), ds_tile, ds_bar)
     p = gl.convert_layout(p.to(dtype), p_layout)
-    if CFG.PING_PONG:
-        mbarrier.wait(turns.index(GROUP), (step & 1) ^ (1 - GROUP))
     q = own_queries(q_smem.index(stage), GROUP, CFG)
     dout = own_queries(dout_smem.index(stage), GROUP, CFG)
     if FIRST:
@@ -140,8 +136,6 @@ def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
     mbarrier.wait(bar, (step // CFG.DS_STAGES) & 1)
     for chunk in gl.static_range(chunks):
         dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
-        if CFG.PING_PONG and chunk == chunks - 1:
-            mbarrier.arrive(consume[6].index(1 - GROUP), count=1)
         dq = warpgroup_mma_wait(0, deps=(dq_started,))
         _give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
 
@@ -350,8 +344,7 @@ def _attn_bwd_sm90_kernel(
     lengths = (q_len, kv_len)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
-    turns = barriers(consumers, 1)
-    consume = (dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars, turns)
+    consume = (dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars)
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [
