@@ -20,7 +20,7 @@ def draw(seed):
 
 
 def turn_of(band, q_tile, kv_tile, lengths, tile_m, tile_n=128):
-    """What `_turn_of_tile` computes."""
+    """What `_turn_of_unit` computes."""
     first, _ = kv_range(band, q_tile * tile_m, (q_tile + 1) * tile_m, *lengths)
     return kv_tile - first // tile_n
 

@@ -18,11 +18,12 @@ class AttnBwdSm90Config:
 
     CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; with
     SHARED_KEYS they keep the same 64 keys, and take 64 queries of a tile each. UNIT is the number
-    of neighbouring queries a visit is made of: TILE_M when dense, else the block of the mask;
-    smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when dense.
-    TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros. STAGES
-    tiles of queries are in flight, DS_STAGES of the gradients of scores. ORDERED adds up dq in the
-    same order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them.
+    of neighbouring queries a visit is made of, and that take turns together: the block of the mask;
+    when dense TILE_M, or two of them in order. Smaller units are packed into one tile. BLOCK_KV is
+    the other side of a block, 0 when dense. TILE_D and TILE_DV are the head dims in shared memory,
+    beyond which TMA fills zeros. STAGES tiles of queries are in flight, DS_STAGES of the gradients
+    of scores. ORDERED adds up dq in the same order in every run. The kernel is compiled for
+    MAX_REGISTERS per thread; the roles then trade them.
     """
 
     CONSUMERS: int
@@ -77,6 +78,11 @@ class AttnBwdSm90Config:
         return max(1, self.TILE_M // self.UNIT)
 
     @property
+    def last_in_unit(self) -> int:
+        """The last tile of a unit, counted from 0."""
+        return max(1, self.UNIT // self.TILE_M) - 1
+
+    @property
     def part_rows(self) -> int:
         """Queries of one such copy."""
         return min(self.UNIT, self.TILE_M)
@@ -125,7 +131,8 @@ def make_config(
     """The configuration for these head dims; `block_size` is the mask's, None when dense."""
     shared_keys = block_size is not None and block_size[1] == GROUP_ROWS
     tile_m = 64 if tile_d == 128 and not shared_keys else 128
-    block_q, block_kv = block_size or (tile_m, 0)
+    # an addition in its turn takes as long as a step of 64 queries: two of them share one
+    block_q, block_kv = block_size or (QUERY_PADDING if ordered else tile_m, 0)
     producer = 40 if block_size is not None else 24
     return AttnBwdSm90Config(
         CONSUMERS=2,

@@ -254,16 +254,19 @@ def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr,
             row = read_info(info, step, row_field, 1)
             if CFG.ORDERED:
                 rows = padded_queries(q_len)
-                tile = plane.to(gl.int64) * (rows // ROWS) + row // ROWS
-                turn_ptr = sums_turn_ptr + tile * 2 + (0 if CFG.dq_by_rows else GROUP)
-                # a part without queries has no turn; all columns of a row go in one
-                if (row < rows) & (given % chunks == 0):
+                tile = plane.to(gl.int64) * (rows // ROWS) + row // CFG.UNIT * (CFG.UNIT // ROWS)
+                # either warp group may get a unit that fills half a tile
+                turn_ptr = sums_turn_ptr + tile * 2 + (0 if CFG.parts == 2 else GROUP)
+                # a part without queries has no turn; all of a unit goes in one, last rows first
+                has_turn = (row < rows) if CFG.parts == 2 else True
+                tile_in_unit = row % CFG.UNIT // CFG.TILE_M
+                if has_turn & (tile_in_unit == CFG.last_in_unit) & (given % chunks == 0):
                     await_turn(turn_ptr, read_info(info, step, 4 + row_field, 1))
             tma_add(dq_desc, [plane, row, column], smem.index(GROUP))
             tma.store_wait(0)
             mbarrier.arrive(empty.index(GROUP), count=1)
-            if CFG.ORDERED:  # noqa: SIM102 - a constant decides whether `rows` exist
-                if (row < rows) & (given % chunks == chunks - 1):
+            if CFG.ORDERED:  # noqa: SIM102 - a constant decides whether `has_turn` exists
+                if has_turn & (tile_in_unit == 0) & (given % chunks == chunks - 1):
                     finish_turn(turn_ptr)
         given += 1
 

@@ -69,7 +69,7 @@ def _plan_queries(mask, batch, q_head, kv_tile, lengths, band, CFG: gl.constexpr
         # keys past the end are zeros and would count: hiding them takes mask code for all queries
         all_hi = 0
     if lists is None:
-        plan = plan_dense(q_lo, q_hi, all_lo, all_hi, tile_m)
+        plan = plan_dense(q_lo, q_hi, all_lo, all_hi, unit_size)
     else:
         row = batch * batch_step + q_head * head_step + kv_start // CFG.BLOCK_KV
         offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
@@ -101,9 +101,10 @@ def _part_of_plan(plan, visit, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _turn_of_tile(q_row, kv_tile, lengths, band, CFG: gl.constexpr):
-    """How many tiles of keys before this one see a tile of queries, when there is no mask."""
-    first, _ = kv_range(q_row, q_row + CFG.TILE_M, lengths[0], lengths[1], band[0], band[1])
+def _turn_of_unit(unit, kv_tile, lengths, band, CFG: gl.constexpr):
+    """How many tiles of keys before this one see a unit of queries, when there is no mask."""
+    q_row = unit * CFG.UNIT
+    first, _ = kv_range(q_row, q_row + CFG.UNIT, lengths[0], lengths[1], band[0], band[1])
     return kv_tile - first // CFG.tile_n
 
 
@@ -137,7 +138,7 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
         bits_id = gl.load(lists[3] + unit, mask=has_bits, other=-1)
     if CFG.ORDERED:
         if lists is None:
-            turn = _turn_of_tile(q_row, kv_tile, lengths, band, CFG)
+            turn = _turn_of_unit(unit, kv_tile, lengths, band, CFG)
         else:
             tiles: gl.constexpr = CFG.BLOCK_KV // CFG.tile_n
             turn = gl.load(turns_ptr + unit * tiles + kv_tile % tiles, ordinal < units, other=0)
