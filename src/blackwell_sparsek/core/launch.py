@@ -61,6 +61,16 @@ def recording() -> Iterator[_Recording]:
         _recording.reset(token)
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Inside, launches are nobody's: for what is made once and kept."""
+    token = _recording.set(None)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
 def is_recording() -> bool:
     """Whether somebody notes what is launched, who would miss launches that are repeated."""
     return _recording.get() is not None

@@ -34,6 +34,7 @@ class AttnBwdSm90Config:
     DS_STAGES: int
     SHARED_KEYS: bool
     ORDERED: bool
+    DQ_LAST: bool
     UNIT: int
     BLOCK_KV: int
     CONSUMER_REGISTERS: int
@@ -144,6 +145,7 @@ def make_config(
         DS_STAGES=2 if shared_keys else 3,
         SHARED_KEYS=shared_keys,
         ORDERED=ordered,
+        DQ_LAST=False,
         UNIT=block_q,
         BLOCK_KV=block_kv,
         CONSUMER_REGISTERS=232 if producer == 40 else 240,
