@@ -33,7 +33,7 @@ def planned_by_hand(mask, order, group, lanes):
                 left, begin_time = visits[begin:end][::-1], time
                 for block in left:
                     time = max(time, begin_time + wait[block])
-                    free[head][block] = time + HOLD.value
+                    free[head][block] = time + HOLD
                     time += 1
             idle[lane] = time
     return visits

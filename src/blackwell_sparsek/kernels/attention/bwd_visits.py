@@ -20,7 +20,9 @@ from ...formats.block_mask import BlockMask
 
 # Visits until what a visit adds is there for the next column; more than it takes, since programs
 # are not as punctual as this plan.
-HOLD = tl.constexpr(3)
+HOLD = 3
+# How much longer than free a block may have been to come before another.
+SLACK = 0
 # Columns that run at once: a multiprocessor each.
 LANES = tl.constexpr(256)
 # Visits of a column that are put in order; longer ones stay as they are.
@@ -33,7 +35,7 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["columns", "blocks", "heads", "lanes", "ragged"])
+@triton.jit(do_not_specialize=["columns", "blocks", "heads", "lanes", "ragged", "hold", "slack"])
 def _attn_bwd_visits_kernel(
     visits_ptr,
     free_ptr,
@@ -46,6 +48,8 @@ def _attn_bwd_visits_kernel(
     heads,
     lanes,
     ragged,
+    hold,
+    slack,
     VISITS: tl.constexpr,
 ):
     """Plan one plane of `heads` heads of a mask, whose columns come as `order_ptr` says.
@@ -74,16 +78,16 @@ def _attn_bwd_visits_kernel(
                 block = tl.load(indices_ptr + end - 1 - offs, live, other=0)
                 wait = tl.load(free_of_head + block, live, other=0) - time
                 # one that is not full of queries has to stay the last of the list: visited first
-                wait = tl.where(block == ragged, 0, tl.maximum(wait, 0))
-                key = tl.where(live, tl.minimum(wait, 2**20) * VISITS + offs, 2**31 - 1)
+                wait = tl.where(block == ragged, -slack, tl.maximum(wait, -slack))
+                key = tl.where(live, tl.minimum(wait + slack, 2**20) * VISITS + offs, 2**31 - 1)
                 key = tl.sort(key)
                 # no two visits at the same time
-                late = tl.associative_scan(key // VISITS - offs, 0, _larger)
+                late = tl.associative_scan(tl.maximum(key // VISITS - slack, 0) - offs, 0, _larger)
                 when = time + late + offs
                 block = tl.load(indices_ptr + end - 1 - key % VISITS, live, other=0)
                 tl.store(visits_ptr + end - 1 - offs, block, live)
                 tl.debug_barrier()
-                tl.store(free_of_head + block, when + HOLD, live)
+                tl.store(free_of_head + block, when + hold, live)
                 # the next column may have to read what other threads wrote
                 tl.debug_barrier()
                 time = tl.max(tl.where(live, when + 1, 0), 0)
@@ -126,6 +130,8 @@ def plan_visits(mask: BlockMask, order: torch.Tensor, group_size: int, lanes: in
         heads,
         min(max(lanes, 1), LANES.value),
         mask.seq_lengths[0] // mask.block_size[0],
+        HOLD,
+        SLACK,
         width,
     )
     with on_device_of(visits):
@@ -142,7 +148,15 @@ def _cases() -> Iterator[CompileCase]:
             _attn_bwd_visits_kernel,
             {
                 **{f"{name}_ptr": torch.int32 for name in pointers},
-                **{"columns": 512, "blocks": 512, "heads": 4, "lanes": 33, "ragged": 511},
+                **{
+                    "columns": 512,
+                    "blocks": 512,
+                    "heads": 4,
+                    "lanes": 33,
+                    "ragged": 511,
+                    "hold": 3,
+                    "slack": 0,
+                },
                 "VISITS": width,
             },
             archs=(90,),
