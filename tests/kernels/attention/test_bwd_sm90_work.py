@@ -19,26 +19,26 @@ def draw(seed):
     return rng, band, lengths, rng.choice([64, 128])
 
 
-def turn_of(band, q_tile, kv_tile, lengths, tile_m, tile_n=128):
+def turn_of(band, q_unit, kv_tile, lengths, unit, tile_n=128):
     """What `_turn_of_unit` computes."""
-    first, _ = kv_range(band, q_tile * tile_m, (q_tile + 1) * tile_m, *lengths)
+    first, _ = kv_range(band, q_unit * unit, (q_unit + 1) * unit, *lengths)
     return kv_tile - first // tile_n
 
 
-def visits(band, kv_tile, lengths, tile_m, tile_n=128):
-    """Query tiles of a piece from the last to the first, as `produce_steps` goes through them."""
+def visits(band, kv_tile, lengths, unit, tile_n=128):
+    """Units of queries of a piece from the last to the first, as `produce_steps` goes through them."""
     lo, hi = q_range(band, kv_tile * tile_n, (kv_tile + 1) * tile_n, *lengths)
-    return tiles_of(lo, hi, tile_m)[::-1]
+    return tiles_of(lo, hi, unit)[::-1]
 
 
 @pytest.mark.parametrize("seed", range(300))
 def test_turns_count_the_tiles_of_keys_before(seed):
-    """Tiles of keys meet a query tile from its first visible key up, without gaps."""
-    _, band, lengths, tile_m = draw(seed)
+    """Tiles of keys meet a unit of queries from its first visible key up, without gaps."""
+    _, band, lengths, unit = draw(seed)
     turns = {}
     for kv_tile in range(-(-lengths[1] // 128)):
-        for q_tile in visits(band, kv_tile, lengths, tile_m):
-            turns.setdefault(q_tile, []).append(turn_of(band, q_tile, kv_tile, lengths, tile_m))
+        for q_unit in visits(band, kv_tile, lengths, unit):
+            turns.setdefault(q_unit, []).append(turn_of(band, q_unit, kv_tile, lengths, unit))
     for taken in turns.values():
         assert taken == list(range(len(taken)))
 
@@ -46,23 +46,23 @@ def test_turns_count_the_tiles_of_keys_before(seed):
 @pytest.mark.parametrize("seed", range(60))
 def test_programs_never_wait_for_each_other_in_a_circle(seed):
     """Any number of programs, which take pieces in order and run at any speed."""
-    rng, band, lengths, tile_m = draw(seed)
+    rng, band, lengths, unit = draw(seed)
     pieces = list(range(-(-lengths[1] // 128)))
     sums, running, done = {}, [[] for _ in range(rng.randint(1, 5))], 0
-    total = sum(len(visits(band, p, lengths, tile_m)) for p in pieces)
+    total = sum(len(visits(band, p, lengths, unit)) for p in pieces)
     while done < total:
         moved = False
         for program in rng.sample(running, len(running)):
             while not program and pieces:
                 piece = pieces.pop(0)
-                program += [(piece, q_tile) for q_tile in visits(band, piece, lengths, tile_m)]
+                program += [(piece, q_unit) for q_unit in visits(band, piece, lengths, unit)]
                 moved = True
             for _ in range(rng.randint(1, 3)):
                 if not program:
                     break
-                piece, q_tile = program[0]
-                if sums.get(q_tile, 0) == turn_of(band, q_tile, piece, lengths, tile_m):
-                    sums[q_tile] = sums.get(q_tile, 0) + 1
+                piece, q_unit = program[0]
+                if sums.get(q_unit, 0) == turn_of(band, q_unit, piece, lengths, unit):
+                    sums[q_unit] = sums.get(q_unit, 0) + 1
                     program.pop(0)
                     done, moved = done + 1, True
         assert moved, "all programs wait"
