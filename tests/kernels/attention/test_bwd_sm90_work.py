@@ -26,7 +26,7 @@ def turn_of(band, q_unit, kv_tile, lengths, unit, tile_n=128):
 
 
 def visits(band, kv_tile, lengths, unit, tile_n=128):
-    """Units of queries of a piece from the last to the first, as `produce_steps` goes through them."""
+    """Units of queries of a piece, from the last to the first as `produce_steps` takes them."""
     lo, hi = q_range(band, kv_tile * tile_n, (kv_tile + 1) * tile_n, *lengths)
     return tiles_of(lo, hi, unit)[::-1]
 

@@ -260,6 +260,7 @@ def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr,
         if plane >= 0:
             column = given % chunks * 64 if CFG.dq_by_rows else GROUP * 64
             row = read_info(info, step, row_field, 1)
+            turn = 1
             if CFG.ORDERED:
                 rows = padded_queries(q_len)
                 tile = plane.to(gl.int64) * (rows // ROWS) + row // CFG.UNIT * (CFG.UNIT // ROWS)
@@ -268,9 +269,14 @@ def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr,
                 # a part without queries has no turn; all of a unit goes in one, last rows first
                 has_turn = (row < rows) if CFG.parts == 2 else True
                 tile_in_unit = row % CFG.UNIT // CFG.TILE_M
+                turn = read_info(info, step, 4 + row_field, 1)
                 if has_turn & (tile_in_unit == CFG.last_in_unit) & (given % chunks == 0):
-                    await_turn(turn_ptr, read_info(info, step, 4 + row_field, 1))
-            tma_add(dq_desc, [plane, row, column], smem.index(GROUP))
+                    await_turn(turn_ptr, turn)
+            if turn == 0:
+                # nobody was here: sums begin
+                tma.async_copy_shared_to_global(dq_desc, [plane, row, column], smem.index(GROUP))
+            else:
+                tma_add(dq_desc, [plane, row, column], smem.index(GROUP))
             tma.store_wait(0)
             mbarrier.arrive(empty.index(GROUP), count=1)
             if CFG.ORDERED:  # noqa: SIM102 - a constant decides whether `has_turn` exists
