@@ -67,6 +67,14 @@ def test_few_queries_are_left_to_smaller_tiles():
     assert attn_bwd_sm90_passed_over(problem(max_q=FEW_QUERIES)) is None
 
 
+def test_narrow_blocks_in_order_are_left_to_the_portable_kernels():
+    blocks = {"mask_block": (64, 64)}
+    assert attn_bwd_sm90_passed_over(problem(**blocks)) is None
+    assert "turns" in attn_bwd_sm90_passed_over(problem(**blocks, deterministic=True))
+    wide = problem(mask_block=(64, 128), deterministic=True)
+    assert attn_bwd_sm90_passed_over(wide) is None
+
+
 @pytest.mark.parametrize(
     "dims, tiles", [((64, 64), (64, 64)), ((40, 128), (128, 128)), ((128, 8), (128, 64))]
 )
@@ -102,6 +110,7 @@ def test_sections():
     assert attn_bwd_sm90_section(problem(max_q=16384, banded=True)) == 4
     assert attn_bwd_sm90_section(problem(banded=True)) == 16
     assert attn_bwd_sm90_section(problem(max_q=16384, deterministic=True)) == 4
+    assert attn_bwd_sm90_section(problem(max_q=65536, deterministic=True)) == 1
     assert attn_bwd_sm90_section(problem(heads_kv=4)) == 1
     assert attn_bwd_sm90_section(problem(max_q=65536)) == 1
     assert attn_bwd_sm90_section(problem(max_q=16, heads_q=2, heads_kv=2)) == 2

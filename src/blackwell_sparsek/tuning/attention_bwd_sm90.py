@@ -10,6 +10,8 @@ from .problem_attention import AttnProblem
 KEY_BLOCKS = (64, 128, 256)
 # How many times more planes run together under a band.
 UNEVEN = 4
+# How many times more bytes of planes run together where dq is added up in order.
+ORDERED = 3
 # Below this many queries a tile of 64 or 128 is mostly padding.
 FEW_QUERIES = 32
 
@@ -29,6 +31,10 @@ def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile"
+    narrow = problem.mask_block is not None and problem.mask_block[1] == 64
+    if problem.deterministic and narrow:
+        # 22 % of 16k tokens: 297 TFLOP/s in order, 350 of the portable kernels
+        return "tiles of 64 keys wait long for their turns"
     return None
 
 
@@ -46,13 +52,16 @@ def attn_bwd_sm90_section(problem: AttnProblem) -> int:
 
     Four times as many where a band makes pieces uneven: what it takes to fill the SMs at the end
     of the last section costs more than what misses the L2 (7.04 against 6.59 ms at 16k tokens).
-    The same for sums in order, where only tiles of one plane wait for each other.
+    For sums in order three times as many bytes: only tiles of one plane wait for each other, and a
+    plan of visits leaves the L2 less to find (22 % of 16k tokens, TFLOP/s in sections of 1, 2, 4, 8
+    and 16 planes: 344, 411, 438, 364, 336; 5 % of 64k tokens, 1, 2, 4: 423, 359, 337).
     """
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     row_bytes += problem.head_dim * 4
     group = problem.heads_q // problem.heads_kv
     planes = problem.batch * problem.heads_kv
-    section = max(SECTION_BYTES // max(row_bytes * problem.max_q * group, 1), 1)
-    if problem.deterministic or (problem.banded and problem.mask_block is None):
+    plane_bytes = max(row_bytes * problem.max_q * group, 1)
+    section = max((ORDERED if problem.deterministic else 1) * SECTION_BYTES // plane_bytes, 1)
+    if problem.banded and problem.mask_block is None and not problem.deterministic:
         section *= UNEVEN
     return min(section, max(planes, 1))

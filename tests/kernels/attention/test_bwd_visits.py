@@ -10,7 +10,7 @@ from blackwell_sparsek.formats.block_mask import BlockMask
 from blackwell_sparsek.formats.block_order import longest_columns_first
 from blackwell_sparsek.formats.block_turns import columns_in_order, turns_of_blocks
 from blackwell_sparsek.kernels.attention import bwd_visits
-from blackwell_sparsek.kernels.attention.bwd_visits import HOLD, plan_visits
+from blackwell_sparsek.kernels.attention.bwd_visits import HOLD, OLDEST, plan_visits
 
 
 def planned_by_hand(mask, order, group, lanes):
@@ -27,13 +27,13 @@ def planned_by_hand(mask, order, group, lanes):
                 row = (plane * heads + head) * nb + column
                 begin, end = int(lists.partial_end[row]), int(lists.indptr[row + 1])
                 left = visits[begin:end][::-1]
-                wait = {b: 0 if b == ragged else max(free[head][b] - time, 0) for b in left}
+                wait = {b: free[head][b] - time if b != ragged else -OLDEST.value for b in left}
                 for i, block in enumerate(sorted(left, key=wait.get)):
                     visits[end - 1 - i] = block
                 left, begin_time = visits[begin:end][::-1], time
                 for block in left:
-                    time = max(time, begin_time + wait[block])
-                    free[head][block] = time + HOLD
+                    time = max(time, begin_time + max(wait[block], 0))
+                    free[head][block] = time + HOLD.value
                     time += 1
             idle[lane] = time
     return visits

@@ -34,7 +34,6 @@ class AttnBwdSm90Config:
     DS_STAGES: int
     SHARED_KEYS: bool
     ORDERED: bool
-    DQ_LAST: bool
     UNIT: int
     BLOCK_KV: int
     CONSUMER_REGISTERS: int
@@ -134,7 +133,9 @@ def make_config(
     tile_m = 64 if tile_d == 128 and not shared_keys else 128
     # an addition in its turn takes as long as a step of 64 queries: two of them share one
     block_q, block_kv = block_size or (QUERY_PADDING if ordered else tile_m, 0)
-    producer = 40 if block_size is not None else 24
+    # under a mask a producer with 24 spills; but where dq comes in two parts a consumer needs 240
+    # (blocks of 64 at 16k / 64k tokens: 450 / 361 TFLOP/s against 415 / 341)
+    producer = 24 if block_size is None or shared_keys else 40
     return AttnBwdSm90Config(
         CONSUMERS=2,
         TILE_M=tile_m,
@@ -145,7 +146,6 @@ def make_config(
         DS_STAGES=2 if shared_keys else 3,
         SHARED_KEYS=shared_keys,
         ORDERED=ordered,
-        DQ_LAST=False,
         UNIT=block_q,
         BLOCK_KV=block_kv,
         CONSUMER_REGISTERS=232 if producer == 40 else 240,

@@ -112,14 +112,7 @@ def _step(
     else:
         dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
-        if CFG.DQ_LAST and chunks == 2:
-            dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
-            dq = warpgroup_mma_wait(2, deps=(dq_started,))
-            _give_dq(dq, dq_ring, step * 2 - 2, GROUP)
-            dq_started = start_dq(ds_ring, k_smem, step - 1, 1, GROUP, CFG)
-            dv, dk, dq = warpgroup_mma_wait(0, deps=(dv_started, dk_started, dq_started))
-            mbarrier.arrive(empty.index(stage), count=1)
-        elif chunks == 2:
+        if chunks == 2:
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
             _give_dq(dq, dq_ring, step * 2 - 2, GROUP)
             dq_started = start_dq(ds_ring, k_smem, step - 1, 1, GROUP, CFG)
@@ -129,9 +122,8 @@ def _step(
             dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=(dq_started,))
         _give_dq(dq, dq_ring, step * chunks - 1, GROUP)
-    if FIRST or not (CFG.DQ_LAST and chunks == 2):
-        dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
-        mbarrier.arrive(empty.index(stage), count=1)
+    dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
+    mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
 
 

@@ -20,9 +20,9 @@ from ...formats.block_mask import BlockMask
 
 # Visits until what a visit adds is there for the next column; more than it takes, since programs
 # are not as punctual as this plan.
-HOLD = 3
-# How much longer than free a block may have been to come before another.
-SLACK = 0
+HOLD = tl.constexpr(3)
+# How far back it counts since when a block is free: the oldest come first.
+OLDEST = tl.constexpr(1000)
 # Columns that run at once: a multiprocessor each.
 LANES = tl.constexpr(256)
 # Visits of a column that are put in order; longer ones stay as they are.
@@ -35,7 +35,7 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["columns", "blocks", "heads", "lanes", "ragged", "hold", "slack"])
+@triton.jit(do_not_specialize=["columns", "blocks", "heads", "lanes", "ragged"])
 def _attn_bwd_visits_kernel(
     visits_ptr,
     free_ptr,
@@ -48,8 +48,6 @@ def _attn_bwd_visits_kernel(
     heads,
     lanes,
     ragged,
-    hold,
-    slack,
     VISITS: tl.constexpr,
 ):
     """Plan one plane of `heads` heads of a mask, whose columns come as `order_ptr` says.
@@ -78,16 +76,16 @@ def _attn_bwd_visits_kernel(
                 block = tl.load(indices_ptr + end - 1 - offs, live, other=0)
                 wait = tl.load(free_of_head + block, live, other=0) - time
                 # one that is not full of queries has to stay the last of the list: visited first
-                wait = tl.where(block == ragged, -slack, tl.maximum(wait, -slack))
-                key = tl.where(live, tl.minimum(wait + slack, 2**20) * VISITS + offs, 2**31 - 1)
+                wait = tl.where(block == ragged, -OLDEST, tl.maximum(wait, -OLDEST))
+                key = tl.where(live, tl.minimum(wait + OLDEST, 2**20) * VISITS + offs, 2**31 - 1)
                 key = tl.sort(key)
                 # no two visits at the same time
-                late = tl.associative_scan(tl.maximum(key // VISITS - slack, 0) - offs, 0, _larger)
+                late = tl.associative_scan(tl.maximum(key // VISITS - OLDEST, 0) - offs, 0, _larger)
                 when = time + late + offs
                 block = tl.load(indices_ptr + end - 1 - key % VISITS, live, other=0)
                 tl.store(visits_ptr + end - 1 - offs, block, live)
                 tl.debug_barrier()
-                tl.store(free_of_head + block, when + hold, live)
+                tl.store(free_of_head + block, when + HOLD, live)
                 # the next column may have to read what other threads wrote
                 tl.debug_barrier()
                 time = tl.max(tl.where(live, when + 1, 0), 0)
@@ -130,8 +128,6 @@ def plan_visits(mask: BlockMask, order: torch.Tensor, group_size: int, lanes: in
         heads,
         min(max(lanes, 1), LANES.value),
         mask.seq_lengths[0] // mask.block_size[0],
-        HOLD,
-        SLACK,
         width,
     )
     with on_device_of(visits):
@@ -154,8 +150,6 @@ def _cases() -> Iterator[CompileCase]:
                     "heads": 4,
                     "lanes": 33,
                     "ragged": 511,
-                    "hold": 3,
-                    "slack": 0,
                 },
                 "VISITS": width,
             },
