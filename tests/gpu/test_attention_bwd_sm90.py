@@ -237,6 +237,7 @@ def test_auto_takes_it():
     for reason, changes in (
         ("key blocks of 64, 128 or 256", {"mask_block": (64, 32)}),
         ("31 queries", {"max_q": 31}),
+        ("wait long for their turns", {"mask_block": (64, 64), "deterministic": True}),
     ):
         decision = backward_dispatch.decide("auto", dataclasses.replace(problem, **changes))
         assert decision.chosen == "triton" and reason in decision.reasons["sm90"]
