@@ -7,11 +7,14 @@ from ..core.compat import why_no_triton
 from ..core.launch import scratch
 from ..tuning.bsr import spmm_chunk, spmm_sizes
 from ..tuning.bsr_sm90 import spmm_sm90_config, spmm_sm90_unsupported
+from ..tuning.bsr_warps import takes_warp_rows, warp_rows_config
 from ..tuning.problem_bsr import BsrProblem
 from .bsr_operands import RowsProduct, rows_product
 
 # Packed patterns by the row pointers they were made from, which live as long as their pattern.
 _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Columns of 16-wide pieces of blocks, likewise.
+_FRAGMENT_COLUMNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def why_not(problem: BsrProblem) -> str | None:
@@ -41,6 +44,9 @@ def bsr_matmul(
     )
     for part in product.parts:
         operands, x_transposed = _readable(part[1], product.blocks.shape[2])
+        if takes_warp_rows(product.problem, x_transposed):
+            _multiply_by_warps(product, values, part, operands, bias)
+            continue
         config = spmm_sm90_config(product.problem, x_transposed)
         blocks, indptr, indices, perm = _tall_blocks(product, values, config.BLOCK_H)
         sizes = spmm_sizes(product.problem)._replace(
@@ -55,6 +61,40 @@ def bsr_matmul(
                 *(bias, part_residual, plan, config),
             )
     return product.out
+
+
+def _multiply_by_warps(
+    product: RowsProduct,
+    values: torch.Tensor,
+    part: list[torch.Tensor],
+    operands: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """Fill the results of one part with warps that have a block row each."""
+    from ..kernels.bsr.plan import spmm_plan
+    from ..kernels.bsr.spmm_warps_launch import launch_spmm_warps
+
+    config = warp_rows_config(product.problem)
+    plan = spmm_plan(product.indptr, values.shape[0], product.cols_b, product.cols_b)
+    cols = _fragment_columns(product)
+    for i in range(part[0].shape[0]):
+        residual = part[2][i] if len(part) > 2 else None
+        launch_spmm_warps(
+            *(part[0][i], values, cols, product.perm, operands[i]),
+            *(bias, residual, plan, config),
+        )
+
+
+def _fragment_columns(product: RowsProduct) -> torch.Tensor:
+    """Columns of the 16-wide pieces of all blocks, in units of 16."""
+    pieces = product.blocks.shape[2] // 16
+    if pieces == 1:
+        return product.indices
+    if product.indptr not in _FRAGMENT_COLUMNS:
+        piece = torch.arange(pieces, dtype=torch.int32, device=product.indices.device)
+        columns = product.indices[:, None] * pieces + piece
+        _FRAGMENT_COLUMNS[product.indptr] = columns.flatten()
+    return _FRAGMENT_COLUMNS[product.indptr]
 
 
 def _readable(x: torch.Tensor, block_w: int) -> tuple[torch.Tensor, bool]:

@@ -1,0 +1,81 @@
+"""Blocks in the order in which `mma.sync` takes them from registers.
+
+A block of 16 x 16 is the left operand of one `mma.sync.m16n8k16`; each of its 32 threads holds
+eight elements: rows g and g + 8 of columns 2t, 2t + 1, 2t + 8 and 2t + 9 for thread 4g + t. Written
+in that order, a thread reads its share with one load of 16 bytes. Wider blocks become several of
+16 columns. The values are written anew for every product, because they may have changed.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core.compile_cases import CompileCase, compile_cases
+from ...core.launch import cdiv, launch, on_device_of
+
+# Elements of a fragment, and pairs of them that one program writes.
+FRAGMENT = 256
+TILE_PAIRS = 1024
+
+
+@triton.jit
+def _fragments_kernel(
+    fragments_ptr, values_ptr, perm_ptr, num_pairs, BLOCK_W: tl.constexpr, TILE_PAIRS: tl.constexpr
+):
+    """Write TILE_PAIRS pairs of fragments; with `perm`, out of transposed storage."""
+    pair = tl.program_id(0).to(tl.int64) * TILE_PAIRS + tl.arange(0, TILE_PAIRS)
+    inside = pair < num_pairs
+    place = (pair % 128).to(tl.int32)
+    fragment = pair // 128
+    block = fragment // (BLOCK_W // 16)
+    # a pair's place in its fragment: g, t, upper or lower half of k, of the rows
+    row = (place % 2) * 8 + place // 16
+    col = (fragment % (BLOCK_W // 16)) * 16 + (place // 2 % 2) * 8 + place // 4 % 4 * 2
+    if perm_ptr is not None:
+        block = tl.load(perm_ptr + block, mask=inside, other=0).to(tl.int64)
+        first = block * (16 * BLOCK_W) + col * 16 + row
+        step: tl.constexpr = 16
+    else:
+        first = block * (16 * BLOCK_W) + row * BLOCK_W + col
+        step: tl.constexpr = 1
+    two = tl.arange(0, 2)
+    x = tl.load(values_ptr + first[:, None] + (two * step)[None, :], mask=inside[:, None])
+    tl.store(fragments_ptr + pair[:, None] * 2 + two[None, :], x, mask=inside[:, None])
+
+
+def launch_fragments(
+    fragments: torch.Tensor, values: torch.Tensor, block_w: int, perm: torch.Tensor | None
+) -> None:
+    """Fill `fragments` [nnzb * block_w / 16 or more, 256] from `values` as stored.
+
+    `perm` int32 [nnzb] says which stored block stands behind each entry, and that blocks are stored
+    transposed.
+    """
+    num_pairs = values.numel() // 2
+    if num_pairs == 0:
+        return
+    with on_device_of(values):
+        args = (fragments, values, perm, num_pairs, block_w, TILE_PAIRS)
+        launch(_fragments_kernel, cdiv(num_pairs, TILE_PAIRS), args, num_warps=4)
+
+
+@compile_cases
+def _cases() -> Iterator[CompileCase]:
+    for block_w in (16, 32):
+        for perm in (None, torch.int32):
+            yield CompileCase(
+                name=f"bsr_fragments/16x{block_w}{'-transposed' if perm else ''}",
+                kernel=_fragments_kernel,
+                args={
+                    "fragments_ptr": torch.float16,
+                    "values_ptr": torch.float16,
+                    "perm_ptr": perm,
+                    "num_pairs": 4096,
+                    "BLOCK_W": block_w,
+                    "TILE_PAIRS": TILE_PAIRS,
+                },
+                archs=(90,),
+                num_warps=4,
+            )

@@ -1,0 +1,123 @@
+"""Launching the product of single warps, and what is compiled of it without a GPU."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ...core.arch import arch_of
+from ...core.compile_cases import CompileCase, compile_cases
+from ...core.launch import cdiv, launch, on_device_of, scratch
+from ..sm90 import descriptor_type, tensor_descriptor
+from .config_warps import WARP_ROWS, WarpRowsConfig
+from .fragments import FRAGMENT, launch_fragments
+from .plan import SpmmPlan
+from .spmm_warps import _spmm_warps_kernel
+
+# Registers per thread the kernel is compiled for; the producer leaves most of its own to the rest.
+MAX_REGISTERS = 96
+
+
+def launch_spmm_warps(
+    out: torch.Tensor,
+    values: torch.Tensor,
+    fragment_cols: torch.Tensor,
+    perm: torch.Tensor | None,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    plan: SpmmPlan,
+    config: WarpRowsConfig,
+) -> None:
+    """Write activation(A @ x + bias) + residual to `out`.
+
+    Parameters
+    ----------
+    out : [M, N]; rows contiguous, or columns where the configuration says transposed
+    values : [nnzb, height, width] contiguous, as stored; at least one
+    fragment_cols : int32, the columns of A's fragments, in units of 16
+    perm : as in `launch_spmm`; blocks are stored transposed where there is one
+    x : [K, N], rows contiguous
+    bias : [M] contiguous, residual : [M, N], any strides; or None
+    plan : of a pattern whose rows were not cut
+    """
+    m, n = out.shape
+    block_w = values[0].numel() // WARP_ROWS
+    count = values.shape[0] * (block_w // WARP_ROWS)
+    # warps read ahead of the last block
+    fragments = scratch((count + config.AHEAD, FRAGMENT), values.dtype, values.device)
+    launch_fragments(fragments, values, block_w, perm)
+    groups, panels = cdiv(plan.n_items, config.WARPS), cdiv(n, config.tile_n)
+    with on_device_of(out):
+        args = (
+            out,
+            out.stride(1 if config.OUT_TRANSPOSED else 0),
+            bias,
+            residual,
+            None if residual is None else residual.stride(),
+            fragments.view(torch.int32),
+            tensor_descriptor(x, config.x_block()),
+            plan.items,
+            fragment_cols,
+            plan.n_items,
+            m,
+            n,
+            block_w // WARP_ROWS,
+            groups,
+            panels,
+            cdiv(x.shape[0], config.CHUNK),
+            config,
+        )
+        programs = min(arch_of(out.device).num_sms, groups * panels)
+        launch(
+            *(_spmm_warps_kernel, programs, args),
+            num_warps=config.WARPS,
+            maxnreg=MAX_REGISTERS,
+        )
+
+
+def _case(
+    name: str,
+    config: WarpRowsConfig,
+    dtype: torch.dtype = torch.float16,
+    out_dtype: torch.dtype | None = None,
+    extras: bool = False,
+) -> CompileCase:
+    return CompileCase(
+        name=f"bsr_spmm_warps/{name}",
+        kernel=_spmm_warps_kernel,
+        args={
+            "out_ptr": out_dtype or dtype,
+            "out_stride": 4096,
+            "bias_ptr": dtype if extras else None,
+            "residual_ptr": dtype if extras else None,
+            "residual_strides": (4096, 1) if extras else None,
+            "fragments_ptr": torch.int32,
+            "x_desc": descriptor_type(config.x_block(), dtype),
+            "items_ptr": torch.int32,
+            "cols_ptr": torch.int32,
+            "n_items": 256,
+            "n_rows": 4096,
+            "n_cols": 4096,
+            "per_block": 1,
+            "groups": 16,
+            "panels": 32,
+            "chunks": 32,
+            "CFG": config,
+        },
+        archs=(90,),
+        num_warps=config.WARPS,
+        options={"maxnreg": MAX_REGISTERS},
+        expect={"sass:HMMA": 16, "sass:LDSM": 8},
+    )
+
+
+@compile_cases
+def _cases() -> Iterator[CompileCase]:
+    plain = WarpRowsConfig()
+    yield _case("16x16", plain)
+    yield _case("16x16-bf16", plain, torch.bfloat16)
+    yield _case("16x16-fp32-out", plain, out_dtype=torch.float32)
+    linear = replace(plain, OUT_TRANSPOSED=True, ACTIVATION="silu")
+    yield _case("16x16-linear-silu", linear, extras=True)
+    yield _case("16x16-gelu", replace(plain, ACTIVATION="gelu"), extras=True)
