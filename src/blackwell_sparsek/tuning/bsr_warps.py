@@ -1,4 +1,4 @@
-"""(problem) -> whether warps with a block row each multiply it, and how (`kernels.bsr.spmm_warps`)."""
+"""(problem) -> whether warps with a block row each multiply it (`kernels.bsr.spmm_warps`), how."""
 
 from ..kernels.bsr.config_warps import WARP_ROWS, WarpRowsConfig
 from .bsr import spmm_sizes

@@ -6,10 +6,11 @@ contiguous rows; out is [M, N] or its transpose in memory.
 WGMMA multiplies 64 rows at a time, so that most of what it multiplies in blocks this low is zeros.
 Here each of 16 warps has a block row of its own, and multiplies only its blocks, one
 `mma.sync.m16n8k16` for 8 columns. X passes densely through a ring of chunks that all warps read,
-filled by a producer warp: what is fetched meets 256 rows. A warp walks its own list of blocks, moves
-on to the next chunk when a block lies there, and waits for no other warp (`device/gluon/warps.py`).
-One program per SM takes pieces of work, 256 rows by 128 columns, in turns. Rows of about the same
-length work together, so that a piece is over for all of them at about the same time.
+filled by a producer warp: what is fetched meets 256 rows. A warp walks its own list of blocks,
+moves on to the next chunk when a block lies there, and waits for no other warp
+(`device/gluon/warps.py`). One program per SM takes pieces of work, 256 rows by 128 columns, in
+turns. Rows of about the same length work together, so that a piece is over for all of them at
+about the same time.
 
 What holds it is reading X from shared memory: 4 KB for each block.
 
@@ -108,7 +109,7 @@ def _replaced(items, place: gl.constexpr, item):
     """The tuple `items` with `item` in one place."""
     result = ()
     for i in gl.static_range(len(items)):
-        result = result + ((item if i == place else items[i]),)
+        result = result + (item if i == place else items[i],)  # noqa: RUF005
     return result
 
 
@@ -128,7 +129,7 @@ def _multiply_row(row, place, bars, fragments_ptr, cols_ptr, slabs, CFG: gl.cons
     next_cols = gl.load(cols_ptr + begin + lane, mask=begin + lane < end, other=0)
     ahead = ()
     for u in gl.static_range(ahead_count):
-        ahead = ahead + (_fragment(fragments_ptr, begin + u, CFG),)
+        ahead = ahead + (_fragment(fragments_ptr, begin + u, CFG),)  # noqa: RUF005
     for base in range(begin, end, LANES):
         cols = next_cols
         place_in_cols = base + LANES + lane

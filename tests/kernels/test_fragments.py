@@ -1,0 +1,37 @@
+"""Blocks in the order of `mma.sync` operands."""
+
+import pytest
+import torch
+
+from blackwell_sparsek.kernels.bsr.fragments import launch_fragments
+
+
+def _fragment(block):
+    """One 16 x 16 block by the table of the PTX manual: eight elements for each of 32 threads."""
+    elements = []
+    for lane in range(32):
+        group, thread = divmod(lane, 4)
+        for i in range(8):
+            row = group if i // 2 % 2 == 0 else group + 8
+            col = thread * 2 + i % 2 + (8 if i >= 4 else 0)
+            elements.append(block[row, col])
+    return torch.stack(elements)
+
+
+@pytest.mark.parametrize("width", [16, 32, 48])
+@pytest.mark.parametrize("count", [0, 1, 9])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fragments_are_those_of_the_manual(width, count, transposed):
+    blocks = torch.randn(count, 16, width).half()
+    stored, perm = blocks, None
+    if transposed:
+        perm = torch.randperm(count).int()
+        stored = torch.empty(count, width, 16).half()
+        stored[perm.long()] = blocks.mT
+    pieces = width // 16
+    fragments = torch.full((count * pieces + 2, 256), -7.0).half()
+    launch_fragments(fragments, stored, width, perm)
+    for i in range(count * pieces):
+        piece = blocks[i // pieces][:, i % pieces * 16 :][:, :16]
+        assert torch.equal(fragments[i], _fragment(piece))
+    assert torch.equal(fragments[count * pieces :], torch.full((2, 256), -7.0).half())
