@@ -3,7 +3,7 @@
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..core.compat import why_no_triton
+from ..core.compat import warps_may_part, why_no_triton
 from ..core.launch import scratch
 from ..tuning.bsr import spmm_chunk, spmm_sizes
 from ..tuning.bsr_sm90 import spmm_sm90_config, spmm_sm90_unsupported
@@ -44,7 +44,7 @@ def bsr_matmul(
     )
     for part in product.parts:
         operands, x_transposed = _readable(part[1], product.blocks.shape[2])
-        if takes_warp_rows(product.problem, x_transposed):
+        if warps_may_part() and takes_warp_rows(product.problem, x_transposed):
             _multiply_by_warps(product, values, part, operands, bias)
             continue
         config = spmm_sm90_config(product.problem, x_transposed)
