@@ -100,6 +100,7 @@ def _advance(place, chunk, bars, CFG: gl.constexpr):
 
 @gluon.jit
 def _next_stage(stage, phase, CFG: gl.constexpr):
+    """The ring stage after this one, and its phase."""
     last = stage == CFG.STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
