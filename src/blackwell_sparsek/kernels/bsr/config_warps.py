@@ -19,14 +19,14 @@ class WarpRowsConfig:
     CHUNK: int = 128
     STAGES: int = 6
     WARPS: int = 16
-    AHEAD: int = 2
+    AHEAD: int = 4
     OUT_TRANSPOSED: bool = False
     ACTIVATION: str | None = None
     PRODUCER_REGISTERS: int = 24
 
     def __post_init__(self) -> None:
         assert self.CHUNK in (64, 128, 256), f"{self.CHUNK=}"
-        assert self.AHEAD in (2, 4), f"{self.AHEAD=}"
+        assert self.AHEAD in (2, 4, 8), f"{self.AHEAD=}"
         assert self.WARPS in (8, 16), f"{self.WARPS=}"
 
     @property

@@ -10,7 +10,7 @@ filled by a producer warp: what is fetched meets 256 rows. A warp walks its own 
 moves on to the next chunk when a block lies there, and waits for no other warp
 (`device/gluon/warps.py`). One program per SM takes pieces of work, 256 rows by 128 columns, in
 turns. Rows of about the same length work together, so that a piece is over for all of them at
-about the same time.
+about the same time. Groups of rows go in sections whose blocks stay in L2 while X passes by.
 
 What holds it is reading X from shared memory: 4 KB for each block.
 
@@ -31,6 +31,7 @@ from ...device.gluon.warps import (
     wait_at,
     warp_number,
 )
+from ...device.schedule import place_in_sections
 from .config_warps import HALF_COLUMNS, WARP_ROWS
 from .spmm_warps_store import store_half
 
@@ -44,10 +45,11 @@ WORDS = gl.constexpr(128)
 @gluon.jit
 def _produce(x_desc, chunks_smem, bars, grid, CFG: gl.constexpr):
     """Fill the ring with the chunks of X that one piece of work after the other needs."""
-    groups, panels, chunks = grid
+    groups, panels, section, chunks = grid
     step = 0
     for piece in range(gl.program_id(0), groups * panels, gl.num_programs(0)):
-        col = (piece // groups) * (2 * HALF)
+        _, panel = place_in_sections(piece, groups, panels, section)
+        col = panel * (2 * HALF)
         for chunk in range(chunks):
             stage = step % CFG.STAGES
             mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
@@ -154,13 +156,14 @@ def _multiply_row(row, place, bars, fragments_ptr, cols_ptr, slabs, CFG: gl.cons
 def _consume(out_ptr, extras, operands, grid, sizes, CFG: gl.constexpr):
     """Multiply and store the block row of each warp, piece by piece of work."""
     fragments_ptr, items_ptr, cols_ptr, slabs = operands
-    groups, panels, chunks = grid
+    groups, panels, section, chunks = grid
     n_items, n_rows, n_cols, per_block = sizes
     bars = shared_address(CFG.STAGES * CFG.chunk_bytes)
     stage = 0
     phase = 0
     for piece in range(gl.program_id(0), groups * panels, gl.num_programs(0)):
-        item = (piece % groups) * CFG.WARPS + warp_number()
+        group, panel = place_in_sections(piece, groups, panels, section)
+        item = group * CFG.WARPS + warp_number()
         item_ptr = items_ptr + 4 * item
         block_row = gl.load(item_ptr, mask=item < n_items, other=-1)
         begin = gl.load(item_ptr + 1, mask=item < n_items, other=0) * per_block
@@ -174,13 +177,16 @@ def _consume(out_ptr, extras, operands, grid, sizes, CFG: gl.constexpr):
         stage, phase = _next_stage(stage, phase, CFG)
 
         row = block_row * ROWS
-        col = (piece // groups) * (2 * HALF)
+        col = panel * (2 * HALF)
         store_half(left, row, col, out_ptr, extras, n_rows, n_cols, CFG)
         store_half(right, row, col + HALF, out_ptr, extras, n_rows, n_cols, CFG)
 
 
 @gluon.jit(
-    do_not_specialize=["n_items", "n_rows", "n_cols", "per_block", "groups", "panels", "chunks"]
+    do_not_specialize=[
+        *("n_items", "n_rows", "n_cols", "per_block"),
+        *("groups", "panels", "section", "chunks"),
+    ]
 )
 def _spmm_warps_kernel(
     out_ptr,
@@ -198,6 +204,7 @@ def _spmm_warps_kernel(
     per_block,  # fragments of a block
     groups,
     panels,
+    section,  # groups of rows whose pieces run together
     chunks,
     CFG: gl.constexpr,
 ):
@@ -217,7 +224,7 @@ def _spmm_warps_kernel(
     gl.thread_barrier()
 
     extras = (out_stride, bias_ptr, residual_ptr, residual_strides)
-    grid = (groups, panels, chunks)
+    grid = (groups, panels, section, chunks)
     sizes = (n_items, n_rows, n_cols, per_block)
     operands = (fragments_ptr, items_ptr, cols_ptr, slabs)
     gl.warp_specialize(
