@@ -5,16 +5,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.compat import warps_may_part, why_no_triton
 from ..core.launch import scratch
-from ..tuning.bsr import spmm_chunk, spmm_sizes
-from ..tuning.bsr_sm90 import spmm_sm90_config, spmm_sm90_unsupported
+from ..tuning.bsr import narrow_is_even, spmm_chunk, spmm_sizes
+from ..tuning.bsr_sm90 import narrow_sm90_config, spmm_sm90_config, spmm_sm90_unsupported
 from ..tuning.bsr_warps import takes_warp_rows, warp_rows_config
 from ..tuning.problem_bsr import BsrProblem
 from .bsr_operands import RowsProduct, rows_product
 
 # Packed patterns by the row pointers they were made from, which live as long as their pattern.
 _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# Columns of 16-wide pieces of blocks, likewise.
-_FRAGMENT_COLUMNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def why_not(problem: BsrProblem) -> str | None:
@@ -42,6 +40,8 @@ def bsr_matmul(
         *(values, pattern, shape, transposed, dense, dense_left),
         *(bias, residual, activation, out_dtype),
     )
+    if _narrow_product(product, values, bias):
+        return product.out
     for part in product.parts:
         operands, x_transposed = _readable(part[1], product.blocks.shape[2])
         if warps_may_part() and takes_warp_rows(product.problem, x_transposed):
@@ -71,30 +71,38 @@ def _multiply_by_warps(
     bias: torch.Tensor | None,
 ) -> None:
     """Fill the results of one part with warps that have a block row each."""
+    from ..kernels.bsr.fragments import in_fragments
     from ..kernels.bsr.plan import spmm_plan
     from ..kernels.bsr.spmm_warps_launch import launch_spmm_warps
 
     config = warp_rows_config(product.problem)
+    # no row is longer than this, so none is cut
     plan = spmm_plan(product.indptr, values.shape[0], product.cols_b, product.cols_b)
-    cols = _fragment_columns(product)
+    fragments = in_fragments(values, product.blocks.shape[2], product.perm, config.AHEAD)
     for i in range(part[0].shape[0]):
         residual = part[2][i] if len(part) > 2 else None
         launch_spmm_warps(
-            *(part[0][i], values, cols, product.perm, operands[i]),
+            *(part[0][i], fragments, product.indices, operands[i]),
             *(bias, residual, plan, config),
         )
 
 
-def _fragment_columns(product: RowsProduct) -> torch.Tensor:
-    """Columns of the 16-wide pieces of all blocks, in units of 16."""
-    pieces = product.blocks.shape[2] // 16
-    if pieces == 1:
-        return product.indices
-    if product.indptr not in _FRAGMENT_COLUMNS:
-        piece = torch.arange(pieces, dtype=torch.int32, device=product.indices.device)
-        columns = product.indices[:, None] * pieces + piece
-        _FRAGMENT_COLUMNS[product.indptr] = columns.flatten()
-    return _FRAGMENT_COLUMNS[product.indptr]
+def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Make a product of few columns; False where it is not one, or its rows are too uneven."""
+    from ..kernels.bsr.row_table import row_table
+    from ..kernels.bsr.spmm_narrow_sm90 import launch_spmm_narrow_sm90
+
+    config = narrow_sm90_config(product.problem)
+    if config is None or product.out.numel() == 0:
+        return False
+    table = row_table(product.indptr, product.indices, product.perm)
+    if table is None or not narrow_is_even(product.problem, config, table.width):
+        return False
+    for views in product.parts:
+        for out, x, *residual in zip(*views, strict=True):
+            addends = (bias, residual[0] if residual else None)
+            launch_spmm_narrow_sm90(out, values, table, x, *addends, config)
+    return True
 
 
 def _readable(x: torch.Tensor, block_w: int) -> tuple[torch.Tensor, bool]:

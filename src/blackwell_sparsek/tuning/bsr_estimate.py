@@ -27,11 +27,13 @@ WRITE_OUT_SHARE = 1 / 8
 L2_BYTES_S = 9.2e12
 # Rows of a packed block (`kernels.bsr.config_sm90.GROUP_ROWS`).
 PACKED_ROWS = 64
-# Rows and columns that 16 warps with a block row each multiply at a time; what a row of the dense
-# operand costs them, and a block of 16 x 16.
+# Rows and columns that 16 warps with a block row each multiply at a time. What that takes an SM of
+# an H200 for each row of the dense operand and for each block of 16 x 16, fitted to 10 and 22 % of
+# the blocks; and for each row when blocks are so few that fetching the operand decides.
 WARP_ROWS_TILE = (256, 128)
-WARP_ROWS_X_S = 1.5e-9
-WARP_ROWS_BLOCK_S = 25e-9
+WARP_ROWS_X_S = 2.5e-9
+WARP_ROWS_BLOCK_S = 17.4e-9
+WARP_ROWS_FETCH_S = 3.6e-9
 # Columns of the narrowest tile: fewer cost the same.
 TILE_COLUMNS = 16
 # Triton's kernel against the one for Hopper at the same blocks.
@@ -96,7 +98,8 @@ def warp_rows_seconds(problem: BsrProblem) -> float:
     pieces = cdiv(sizes.rows_b * sizes.block_h, WARP_ROWS_TILE[0]) * panels
     rounds = cdiv(pieces, max(problem.arch.num_sms, 1))
     blocks = stored / 256 * panels / max(pieces, 1)
-    piece_s = inner * WARP_ROWS_X_S + blocks * WARP_ROWS_BLOCK_S
+    busy_s = inner * WARP_ROWS_X_S + blocks * WARP_ROWS_BLOCK_S
+    piece_s = max(busy_s, inner * WARP_ROWS_FETCH_S)
     packing_s = LAUNCH_S + 2 * stored * problem.dtype.itemsize / PACK_BYTES_S
     return rounds * piece_s + packing_s + LAUNCH_S
 

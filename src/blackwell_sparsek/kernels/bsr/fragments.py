@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from ...core.compile_cases import CompileCase, compile_cases
-from ...core.launch import cdiv, launch, on_device_of
+from ...core.launch import cdiv, launch, on_device_of, scratch
 
-# Elements of a fragment, and pairs of them that one program writes.
-FRAGMENT = 256
+# Pairs of elements in a fragment, and those that one program writes.
+PAIRS = 128
 TILE_PAIRS = 1024
 
 
@@ -45,20 +45,23 @@ def _fragments_kernel(
     tl.store(fragments_ptr + pair[:, None] * 2 + two[None, :], x, mask=inside[:, None])
 
 
-def launch_fragments(
-    fragments: torch.Tensor, values: torch.Tensor, block_w: int, perm: torch.Tensor | None
-) -> None:
-    """Fill `fragments` [nnzb * block_w / 16 or more, 256] from `values` as stored.
+def in_fragments(
+    values: torch.Tensor, block_w: int, perm: torch.Tensor | None, spare: int
+) -> torch.Tensor:
+    """Blocks as fragments, int32 [nnzb * block_w / 16 + spare, 128]; the spare ones hold anything.
 
-    `perm` int32 [nnzb] says which stored block stands behind each entry, and that blocks are stored
-    transposed.
+    Parameters
+    ----------
+    values : [nnzb, 16, block_w] of 16 bits, contiguous; [nnzb, block_w, 16] where there is `perm`
+    perm : int32 [nnzb] or None, which stored block stands behind each entry
     """
     num_pairs = values.numel() // 2
-    if num_pairs == 0:
-        return
-    with on_device_of(values):
-        args = (fragments, values, perm, num_pairs, block_w, TILE_PAIRS)
-        launch(_fragments_kernel, cdiv(num_pairs, TILE_PAIRS), args, num_warps=4)
+    fragments = scratch((num_pairs // PAIRS + spare, PAIRS), torch.int32, values.device)
+    if num_pairs:
+        with on_device_of(values):
+            args = (fragments.view(values.dtype), values, perm, num_pairs, block_w, TILE_PAIRS)
+            launch(_fragments_kernel, cdiv(num_pairs, TILE_PAIRS), args, num_warps=4)
+    return fragments
 
 
 @compile_cases

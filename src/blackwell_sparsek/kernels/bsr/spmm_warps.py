@@ -117,9 +117,18 @@ def _replaced(items, place: gl.constexpr, item):
 
 
 @gluon.jit
+def _columns(cols_ptr, first, end, per_block):
+    """Columns of 32 fragments, one to a thread, in units of 16."""
+    fragment = first + lane_number()
+    block = fragment // per_block
+    col = gl.load(cols_ptr + block, mask=fragment < end, other=0)
+    return col * per_block + fragment - block * per_block
+
+
+@gluon.jit
 def _multiply_row(row, place, bars, fragments_ptr, cols_ptr, slabs, CFG: gl.constexpr):
     """Sums [tile_m, HALF] of both halves, for the block row of each warp, and the new place."""
-    begin, end = row
+    begin, end, per_block = row
     here, stage, phase = place
     layout: gl.constexpr = CFG.accumulator_layout()
     operand: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
@@ -127,16 +136,13 @@ def _multiply_row(row, place, bars, fragments_ptr, cols_ptr, slabs, CFG: gl.cons
     tile_m: gl.constexpr = CFG.tile_m
     left = gl.zeros([tile_m, HALF], gl.float32, layout)
     right = gl.zeros([tile_m, HALF], gl.float32, layout)
-    lane = lane_number()
-    # thread i holds the column of block i of the next 32
-    next_cols = gl.load(cols_ptr + begin + lane, mask=begin + lane < end, other=0)
+    next_cols = _columns(cols_ptr, begin, end, per_block)
     ahead = ()
     for u in gl.static_range(ahead_count):
         ahead = ahead + (_fragment(fragments_ptr, begin + u, CFG),)  # noqa: RUF005
     for base in range(begin, end, LANES):
         cols = next_cols
-        place_in_cols = base + LANES + lane
-        next_cols = gl.load(cols_ptr + place_in_cols, mask=place_in_cols < end, other=0)
+        next_cols = _columns(cols_ptr, base + LANES, end, per_block)
         for j in range(0, gl.minimum(end - base, LANES), ahead_count):
             for u in gl.static_range(ahead_count):
                 if base + j + u < end:
@@ -170,7 +176,7 @@ def _consume(out_ptr, extras, operands, grid, sizes, CFG: gl.constexpr):
         end = gl.load(item_ptr + 2, mask=item < n_items, other=0) * per_block
         wait_at(bars + 8 * stage, phase)
         left, right, place = _multiply_row(
-            *((begin, end), (0, stage, phase), bars, fragments_ptr, cols_ptr, slabs, CFG)
+            *((begin, end, per_block), (0, stage, phase), bars, fragments_ptr, cols_ptr, slabs, CFG)
         )
         _, stage, phase = _advance(place, chunks - 1, bars, CFG)
         arrive_at(bars + 8 * (CFG.STAGES + stage))

@@ -9,8 +9,8 @@ the program for that.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...device.activations import activate
 from .config_warps import HALF_COLUMNS, WARP_ROWS
+from .finish_sm90 import finish_values
 
 ROWS = gl.constexpr(WARP_ROWS)
 HALF = gl.constexpr(HALF_COLUMNS)
@@ -89,16 +89,9 @@ def store_half(acc, row, col, out_ptr, extras, n_rows, n_cols, CFG: gl.constexpr
     activation: gl.constexpr = CFG.ACTIVATION
     rows = row + gl.arange(0, CFG.tile_m, gl.SliceLayout(1, layout)) % ROWS
     cols = col + gl.arange(0, HALF, gl.SliceLayout(0, layout))
-    present = (rows >= 0) & (rows < n_rows)
-    inside = present[:, None] & (cols < n_cols)[None, :]
-    if bias_ptr is not None:
-        bias = gl.load(bias_ptr + rows, mask=present, other=0.0)
-        acc += bias.to(gl.float32)[:, None]
-    acc = activate(acc, activation)
-    if residual_ptr is not None:
-        row_offsets = rows.to(gl.int64) * residual_strides[0]
-        offsets = row_offsets[:, None] + (cols.to(gl.int64) * residual_strides[1])[None, :]
-        acc += gl.load(residual_ptr + offsets, mask=inside, other=0.0).to(gl.float32)
+    addends = (bias_ptr, residual_ptr, residual_strides)
+    acc = finish_values(acc, rows[:, None], cols[None, :], addends, (n_rows, n_cols), activation)
+    inside = ((rows >= 0) & (rows < n_rows))[:, None] & (cols < n_cols)[None, :]
     if CFG.OUT_TRANSPOSED:
         offsets = rows[:, None] + (cols.to(gl.int64) * out_stride)[None, :]
         gl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=inside)
