@@ -15,34 +15,42 @@ import triton.language as tl
 from ...core.compile_cases import CompileCase, compile_cases
 from ...core.launch import cdiv, launch, on_device_of, scratch
 
-# Pairs of elements in a fragment, and those that one program writes.
+# Pairs of elements in a fragment, and fragments that one program writes.
 PAIRS = 128
-TILE_PAIRS = 1024
+TILE_FRAGMENTS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_fragments"])
 def _fragments_kernel(
-    fragments_ptr, values_ptr, perm_ptr, num_pairs, BLOCK_W: tl.constexpr, TILE_PAIRS: tl.constexpr
+    fragments_ptr,
+    values_ptr,
+    perm_ptr,
+    num_fragments,
+    BLOCK_W: tl.constexpr,
+    TILE_FRAGMENTS: tl.constexpr,
 ):
-    """Write TILE_PAIRS pairs of fragments; with `perm`, out of transposed storage."""
-    pair = tl.program_id(0).to(tl.int64) * TILE_PAIRS + tl.arange(0, TILE_PAIRS)
-    inside = pair < num_pairs
-    place = (pair % 128).to(tl.int32)
-    fragment = pair // 128
+    """Write TILE_FRAGMENTS fragments; with `perm`, out of transposed storage."""
+    PAIRS: tl.constexpr = 128
+    pair = tl.arange(0, TILE_FRAGMENTS * PAIRS)
+    first = tl.program_id(0) * TILE_FRAGMENTS
+    fragment = first + pair // PAIRS
+    inside = fragment < num_fragments
     block = fragment // (BLOCK_W // 16)
     # a pair's place in its fragment: g, t, upper or lower half of k, of the rows
+    place = pair % PAIRS
     row = (place % 2) * 8 + place // 16
-    col = (fragment % (BLOCK_W // 16)) * 16 + (place // 2 % 2) * 8 + place // 4 % 4 * 2
+    col = (fragment % (BLOCK_W // 16)) * 16 + (place // 2 % 2) * 8 + (place // 4 % 4) * 2
     if perm_ptr is not None:
-        block = tl.load(perm_ptr + block, mask=inside, other=0).to(tl.int64)
-        first = block * (16 * BLOCK_W) + col * 16 + row
+        block = tl.load(perm_ptr + block, mask=inside, other=0)
+        offset = block.to(tl.int64) * (16 * BLOCK_W) + (col * 16 + row)
         step: tl.constexpr = 16
     else:
-        first = block * (16 * BLOCK_W) + row * BLOCK_W + col
+        offset = block.to(tl.int64) * (16 * BLOCK_W) + (row * BLOCK_W + col)
         step: tl.constexpr = 1
     two = tl.arange(0, 2)
-    x = tl.load(values_ptr + first[:, None] + (two * step)[None, :], mask=inside[:, None])
-    tl.store(fragments_ptr + pair[:, None] * 2 + two[None, :], x, mask=inside[:, None])
+    x = tl.load(values_ptr + offset[:, None] + (two * step)[None, :], mask=inside[:, None])
+    out_ptr = fragments_ptr + first.to(tl.int64) * (2 * PAIRS)
+    tl.store(out_ptr + pair[:, None] * 2 + two[None, :], x, mask=inside[:, None])
 
 
 def in_fragments(
@@ -55,12 +63,12 @@ def in_fragments(
     values : [nnzb, 16, block_w] of 16 bits, contiguous; [nnzb, block_w, 16] where there is `perm`
     perm : int32 [nnzb] or None, which stored block stands behind each entry
     """
-    num_pairs = values.numel() // 2
-    fragments = scratch((num_pairs // PAIRS + spare, PAIRS), torch.int32, values.device)
-    if num_pairs:
+    count = values.numel() // (2 * PAIRS)
+    fragments = scratch((count + spare, PAIRS), torch.int32, values.device)
+    if count:
         with on_device_of(values):
-            args = (fragments.view(values.dtype), values, perm, num_pairs, block_w, TILE_PAIRS)
-            launch(_fragments_kernel, cdiv(num_pairs, TILE_PAIRS), args, num_warps=4)
+            args = (fragments.view(values.dtype), values, perm, count, block_w, TILE_FRAGMENTS)
+            launch(_fragments_kernel, cdiv(count, TILE_FRAGMENTS), args, num_warps=4)
     return fragments
 
 
@@ -75,9 +83,9 @@ def _cases() -> Iterator[CompileCase]:
                     "fragments_ptr": torch.float16,
                     "values_ptr": torch.float16,
                     "perm_ptr": perm,
-                    "num_pairs": 4096,
+                    "num_fragments": 4096,
                     "BLOCK_W": block_w,
-                    "TILE_PAIRS": TILE_PAIRS,
+                    "TILE_FRAGMENTS": TILE_FRAGMENTS,
                 },
                 archs=(90,),
                 num_warps=4,
