@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blackwell_sparsek.kernels.bsr.fragments import in_fragments
+from blackwell_sparsek.kernels.bsr.fragments import fragment_columns, in_fragments
 
 
 def _fragment(block):
@@ -34,3 +34,11 @@ def test_fragments_are_those_of_the_manual(width, count, transposed):
     for i in range(count * pieces):
         piece = blocks[i // pieces][:, i % pieces * 16 :][:, :16]
         assert torch.equal(fragments[i].view(torch.float16), _fragment(piece))
+
+
+def test_columns_of_fragments():
+    indptr, indices = torch.tensor([0, 2, 3]).int(), torch.tensor([1, 4, 0]).int()
+    assert fragment_columns(indptr, indices, 1) is indices
+    columns = fragment_columns(indptr, indices, 3)
+    assert columns.tolist() == [3, 4, 5, 12, 13, 14, 0, 1, 2] and columns.dtype == torch.int32
+    assert fragment_columns(indptr, indices, 3) is columns

@@ -5,6 +5,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.compat import warps_may_part, why_no_triton
 from ..core.launch import scratch
+from ..kernels.bsr.config_warps import WARP_ROWS
 from ..tuning.bsr import narrow_is_even, spmm_chunk, spmm_sizes
 from ..tuning.bsr_sm90 import narrow_sm90_config, spmm_sm90_config, spmm_sm90_unsupported
 from ..tuning.bsr_warps import takes_warp_rows, warp_rows_config
@@ -71,19 +72,21 @@ def _multiply_by_warps(
     bias: torch.Tensor | None,
 ) -> None:
     """Fill the results of one part with warps that have a block row each."""
-    from ..kernels.bsr.fragments import in_fragments
+    from ..kernels.bsr.fragments import fragment_columns, in_fragments
     from ..kernels.bsr.plan import spmm_plan
     from ..kernels.bsr.spmm_warps_launch import launch_spmm_warps
 
     config = warp_rows_config(product.problem)
     # no row is longer than this, so none is cut
     plan = spmm_plan(product.indptr, values.shape[0], product.cols_b, product.cols_b)
-    fragments = in_fragments(values, product.blocks.shape[2], product.perm, config.AHEAD)
+    block_w = product.blocks.shape[2]
+    fragments = in_fragments(values, block_w, product.perm, config.AHEAD)
+    columns = fragment_columns(product.indptr, product.indices, block_w // WARP_ROWS)
     for i in range(part[0].shape[0]):
         residual = part[2][i] if len(part) > 2 else None
         launch_spmm_warps(
-            *(part[0][i], fragments, product.indices, operands[i]),
-            *(bias, residual, plan, config),
+            *(part[0][i], fragments, columns, operands[i]),
+            *(bias, residual, plan, block_w // WARP_ROWS, config),
         )
 
 

@@ -28,11 +28,11 @@ L2_BYTES_S = 9.2e12
 # Rows of a packed block (`kernels.bsr.config_sm90.GROUP_ROWS`).
 PACKED_ROWS = 64
 # Rows and columns that 16 warps with a block row each multiply at a time. What that takes an SM of
-# an H200 for each row of the dense operand and for each block of 16 x 16, fitted to 10 and 22 % of
-# the blocks; and for each row when blocks are so few that fetching the operand decides.
+# an H200 for each row of the dense operand and for each block of 16 x 16, fitted to 10, 22 and 50 %
+# of the blocks; and for each row when blocks are so few that fetching the operand decides.
 WARP_ROWS_TILE = (256, 128)
-WARP_ROWS_X_S = 2.5e-9
-WARP_ROWS_BLOCK_S = 17.4e-9
+WARP_ROWS_X_S = 1.8e-9
+WARP_ROWS_BLOCK_S = 21e-9
 WARP_ROWS_FETCH_S = 3.6e-9
 # Columns of the narrowest tile: fewer cost the same.
 TILE_COLUMNS = 16

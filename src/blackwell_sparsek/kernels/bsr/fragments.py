@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 import triton
 import triton.language as tl
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...core.compile_cases import CompileCase, compile_cases
 from ...core.launch import cdiv, launch, on_device_of, scratch
@@ -18,6 +19,8 @@ from ...core.launch import cdiv, launch, on_device_of, scratch
 # Pairs of elements in a fragment, and fragments that one program writes.
 PAIRS = 128
 TILE_FRAGMENTS = 16
+# Columns of fragments by the row pointers of their pattern, which live as long as it.
+_COLUMNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @triton.jit(do_not_specialize=["num_fragments"])
@@ -51,6 +54,26 @@ def _fragments_kernel(
     x = tl.load(values_ptr + offset[:, None] + (two * step)[None, :], mask=inside[:, None])
     out_ptr = fragments_ptr + first.to(tl.int64) * (2 * PAIRS)
     tl.store(out_ptr + pair[:, None] * 2 + two[None, :], x, mask=inside[:, None])
+
+
+def fragment_columns(indptr: torch.Tensor, indices: torch.Tensor, per_block: int) -> torch.Tensor:
+    """Columns of fragments in units of 16, from the block columns `indices` of a pattern.
+
+    Kept for each pattern, known by its row pointers, unless a CUDA graph is captured; synchronises
+    when it is made, because the next product may run on another stream.
+    """
+    if per_block == 1:
+        return indices
+    if indptr in _COLUMNS:
+        return _COLUMNS[indptr]
+    part = torch.arange(per_block, dtype=torch.int32, device=indices.device)
+    columns = (indices[:, None] * per_block + part).flatten()
+    if indptr.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return columns
+        torch.cuda.current_stream(indptr.device).synchronize()
+    _COLUMNS[indptr] = columns
+    return columns
 
 
 def in_fragments(

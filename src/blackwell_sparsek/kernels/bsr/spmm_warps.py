@@ -117,18 +117,9 @@ def _replaced(items, place: gl.constexpr, item):
 
 
 @gluon.jit
-def _columns(cols_ptr, first, end, per_block):
-    """Columns of 32 fragments, one to a thread, in units of 16."""
-    fragment = first + lane_number()
-    block = fragment // per_block
-    col = gl.load(cols_ptr + block, mask=fragment < end, other=0)
-    return col * per_block + fragment - block * per_block
-
-
-@gluon.jit
 def _multiply_row(row, place, bars, fragments_ptr, cols_ptr, slabs, CFG: gl.constexpr):
     """Sums [tile_m, HALF] of both halves, for the block row of each warp, and the new place."""
-    begin, end, per_block = row
+    begin, end = row
     here, stage, phase = place
     layout: gl.constexpr = CFG.accumulator_layout()
     operand: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
@@ -136,13 +127,18 @@ def _multiply_row(row, place, bars, fragments_ptr, cols_ptr, slabs, CFG: gl.cons
     tile_m: gl.constexpr = CFG.tile_m
     left = gl.zeros([tile_m, HALF], gl.float32, layout)
     right = gl.zeros([tile_m, HALF], gl.float32, layout)
-    next_cols = _columns(cols_ptr, begin, end, per_block)
+    lane = lane_number()
+    # Thread i holds the column of block i of the next 32. What is loaded must not be touched
+    # before it is needed: a warp that waits for it stands still for thousands of cycles.
+    next_cols = gl.load(cols_ptr + begin + lane, mask=begin + lane < end, other=0)
     ahead = ()
     for u in gl.static_range(ahead_count):
         ahead = ahead + (_fragment(fragments_ptr, begin + u, CFG),)  # noqa: RUF005
+    wait_at(bars + 8 * stage, phase)
     for base in range(begin, end, LANES):
         cols = next_cols
-        next_cols = _columns(cols_ptr, base + LANES, end, per_block)
+        next_block = base + LANES + lane
+        next_cols = gl.load(cols_ptr + next_block, mask=next_block < end, other=0)
         for j in range(0, gl.minimum(end - base, LANES), ahead_count):
             for u in gl.static_range(ahead_count):
                 if base + j + u < end:
@@ -174,9 +170,8 @@ def _consume(out_ptr, extras, operands, grid, sizes, CFG: gl.constexpr):
         block_row = gl.load(item_ptr, mask=item < n_items, other=-1)
         begin = gl.load(item_ptr + 1, mask=item < n_items, other=0) * per_block
         end = gl.load(item_ptr + 2, mask=item < n_items, other=0) * per_block
-        wait_at(bars + 8 * stage, phase)
         left, right, place = _multiply_row(
-            *((begin, end, per_block), (0, stage, phase), bars, fragments_ptr, cols_ptr, slabs, CFG)
+            *((begin, end), (0, stage, phase), bars, fragments_ptr, cols_ptr, slabs, CFG)
         )
         _, stage, phase = _advance(place, chunks - 1, bars, CFG)
         arrive_at(bars + 8 * (CFG.STAGES + stage))

@@ -22,11 +22,12 @@ SECTION_BYTES = 16 * 2**20
 def launch_spmm_warps(
     out: torch.Tensor,
     fragments: torch.Tensor,
-    indices: torch.Tensor,
+    columns: torch.Tensor,
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     plan: SpmmPlan,
+    per_block: int,
     config: WarpRowsConfig,
 ) -> None:
     """Write activation(A @ x + bias) + residual to `out`.
@@ -35,10 +36,11 @@ def launch_spmm_warps(
     ----------
     out : [M, N]; rows contiguous, or columns where the configuration says transposed
     fragments : A as `in_fragments` gives it, with AHEAD spare ones; at least one other
-    indices : int32 [nnzb], block columns in the order of the fragments
+    columns : int32, columns of the fragments in units of 16
     x : [K, N], rows contiguous
     bias : [M] contiguous, residual : [M, N], any strides; or None
-    plan : of a pattern whose rows were not cut
+    plan : of the pattern, no row cut
+    per_block : fragments of a block
     """
     m, n = out.shape
     groups, panels = cdiv(plan.n_items, config.WARPS), cdiv(n, config.tile_n)
@@ -52,11 +54,11 @@ def launch_spmm_warps(
             fragments,
             tensor_descriptor(x, config.x_block()),
             plan.items,
-            indices,
+            columns,
             plan.n_items,
             m,
             n,
-            (fragments.shape[0] - config.AHEAD) // indices.shape[0],
+            per_block,
             groups,
             panels,
             max(1, SECTION_BYTES * groups // (fragments.numel() * fragments.element_size())),
