@@ -25,9 +25,9 @@ class WarpRowsConfig:
     PRODUCER_REGISTERS: int = 24
 
     def __post_init__(self) -> None:
-        assert self.CHUNK in (64, 128, 256), f"{self.CHUNK=}"
-        assert self.AHEAD in (2, 4, 8), f"{self.AHEAD=}"
-        assert self.WARPS in (8, 16), f"{self.WARPS=}"
+        assert self.CHUNK % WARP_ROWS == 0, f"{self.CHUNK=}"
+        # columns are kept for 32 blocks, one to a thread
+        assert 32 % self.AHEAD == 0, f"{self.AHEAD=}"
 
     @property
     def tile_m(self) -> int:
