@@ -73,6 +73,12 @@ def cache_tile(
     """
     tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi = cache
     ONE_PAGE: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % TILE_N == 0
+    # keys of a group, the last dimension of offs_n, that lie in one page: one look at the table
+    GROUP: tl.constexpr = offs_n.shape[len(offs_n.shape) - 1]
+    GROUP_IN_PAGE: tl.constexpr = (
+        len(offs_n.shape) == 2 and PAGE_SIZE is not None and PAGE_SIZE % GROUP == 0
+    )
+    GROUP_IN_BLOCK: tl.constexpr = BLOCK_KV is None or BLOCK_KV % GROUP == 0
     WHOLE_TILES: tl.constexpr = BLOCK_KV is None or BLOCK_KV % TILE_N == 0
     kv_pos, start, known, wrong = _visited_keys(
         tile, offs_n, tables, num_blocks, capacity, TILE_N, BLOCK_KV
@@ -87,6 +93,11 @@ def cache_tile(
             wanted = within_bounds(start, kv_lo - (TILE_N - 1), kv_hi - 1)
             slab = tl.load(tables[0] + tables[2] + start // PAGE_SIZE, mask=wanted, other=-1)
             row = start % PAGE_SIZE + offs_n
+        elif GROUP_IN_PAGE and GROUP_IN_BLOCK and WHOLE_TILES:
+            group_start = start + tl.expand_dims(tl.arange(0, TILE_N // GROUP), 1) * GROUP
+            wanted = within_bounds(group_start, kv_lo - (GROUP - 1), kv_hi - 1)
+            slab = tl.load(tables[0] + tables[2] + group_start // PAGE_SIZE, wanted, other=-1)
+            row = group_start % PAGE_SIZE + tl.arange(0, GROUP)[None, :]
         else:
             slab = tl.load(tables[0] + tables[2] + kv_pos // PAGE_SIZE, mask=live, other=-1)
             row = kv_pos % PAGE_SIZE
@@ -97,10 +108,42 @@ def cache_tile(
 
 
 @triton.jit
-def load_cache_rows(base_ptr, slab, row, strides, live, offs_d, HEAD_DIM: tl.constexpr):
-    """Rows [TILE_N, columns] of a cache with strides (slab, head, token); 0 where not live."""
+def load_cache_rows(
+    base_ptr, slab, row, strides, live, offs_d, HEAD_DIM: tl.constexpr, HINT: tl.constexpr
+):
+    """Rows [..., columns] of a cache with strides (slab, head, token); 0 where not live."""
+    LAST: tl.constexpr = len(row.shape)
     offset = tl.cast(slab, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[2]
-    mask = live[:, None]
+    mask = tl.expand_dims(live, LAST)
     if offs_d.shape[0] != HEAD_DIM:
-        mask = mask & (offs_d < HEAD_DIM)[None, :]
-    return tl.load(base_ptr + offset[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        mask = mask & (offs_d < HEAD_DIM)
+    return tl.load(
+        base_ptr + tl.expand_dims(offset, LAST) + offs_d, mask=mask, other=0.0, eviction_policy=HINT
+    )
+
+
+@triton.jit
+def prefetch_cache_rows(base_ptr, slab, row, strides, live, HEAD_DIM: tl.constexpr):
+    """Bring the live rows to the L2; they begin and end at multiples of 16 bytes.
+
+    Writes of other kernels meet in that cache, so nothing gets stale by coming early.
+    """
+    ROW_BYTES: tl.constexpr = HEAD_DIM * base_ptr.dtype.element_ty.primitive_bitwidth // 8
+    offset = tl.cast(slab, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[2]
+    tl.inline_asm_elementwise(
+        _prefetch_asm(ROW_BYTES),
+        "=r,l,r",
+        [(base_ptr + offset).to(tl.int64), live.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.constexpr_function
+def _prefetch_asm(num_bytes):
+    """PTX of a prefetch: pointer $1, not where $2 is 0. $0 must be written, for nothing."""
+    return (
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
+        f"@p cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0; }}"
+    )

@@ -14,8 +14,6 @@ import triton.language as tl
 
 from .softmax import init_state, join_states
 
-# Parts read at a time: enough loads in flight to hide that they come from the L2.
-PARTS = tl.constexpr(16)
 # Rows merged at a time: those of a common group of heads.
 MERGED_ROWS = tl.constexpr(4)
 
@@ -62,8 +60,12 @@ def merge_parts(
     num_rows,
     TILE_M: tl.constexpr,
     TILE_DV: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """State and accumulators [MERGED_ROWS, TILE_DV] of the rows from `first_row` on."""
+    """State and accumulators [MERGED_ROWS, TILE_DV] of the rows from `first_row` on.
+
+    PARTS are read at a time: enough loads in flight to hide that they come from the L2.
+    """
     rows = first_row + tl.arange(0, MERGED_ROWS)
     offs_d = tl.arange(0, TILE_DV)
     live_row = rows < num_rows

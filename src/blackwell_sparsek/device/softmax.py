@@ -31,16 +31,17 @@ def _safe_shift(m_log2):
 
 @triton.jit
 def softmax_step(m_log2, row_sum, s, scale_log2):
-    """Take in raw scores `s` [rows, keys], -inf where masked; `scale_log2` > 0.
+    """Take in raw scores `s` [..., rows, keys], -inf where masked; `scale_log2` > 0.
 
-    Returns the new state, the weights p [rows, keys], and the factor that older accumulators of
-    each row take.
+    Returns the new state, the weights p [..., rows, keys], and the factor that older accumulators
+    of each row take.
     """
-    m_new = tl.maximum(m_log2, tl.max(s, 1) * scale_log2)
+    KEYS: tl.constexpr = len(s.shape) - 1
+    m_new = tl.maximum(m_log2, tl.max(s, KEYS) * scale_log2)
     shift = _safe_shift(m_new)
-    p = tl.exp2(s * scale_log2 - shift[:, None])
+    p = tl.exp2(s * scale_log2 - tl.expand_dims(shift, KEYS))
     rescale = tl.exp2(m_log2 - shift)
-    return m_new, row_sum * rescale + tl.sum(p, 1), p, rescale
+    return m_new, row_sum * rescale + tl.sum(p, KEYS), p, rescale
 
 
 @triton.jit

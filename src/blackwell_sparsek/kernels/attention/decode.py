@@ -24,7 +24,7 @@ import triton.language as tl
 
 from ...core.launch import launch, on_device_of, resting_words, scratch
 from ...device.masks import kv_range, position, row_bounds, within_bounds
-from ...device.paging import cache_tile, load_cache_rows, visited_tiles
+from ...device.paging import cache_tile, load_cache_rows, prefetch_cache_rows, visited_tiles
 from ...device.partials import (
     MERGED_ROWS,
     is_last,
@@ -34,7 +34,7 @@ from ...device.partials import (
 )
 from ...device.scores import cap, fold_sign
 from ...device.shares import owner_of, share_of
-from ...device.softmax import add_sink, finalise, init_state, softmax_step
+from ...device.softmax import add_sink, finalise, init_state, join_states, softmax_step
 from ...formats.decode_spec import DecodeSpec, capacity, kv_heads, page_size
 from .config_decode import DecodeConfig
 from .operands import score_factors, token_strides
@@ -79,11 +79,11 @@ def _tiles_of_sequences(
 @triton.jit
 def _find_share(
     seqlens_ptr, batch, q_len, capacity, num_blocks, left, right, planes,
-    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr,
+    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """All tiles, this program's stretch of them, its first sequence, and that one's first tile.
+    """All tiles, the programs that share them, this one's stretch, where that begins.
 
-    The first SCAN sequences are read once, which is all there is to most batches.
+    The last two are the sequence and the first of its tiles. The first SCAN sequences are read once, which is all there is to most batches.
     """
     first_counts = _tiles_of_sequences(
         seqlens_ptr, 0, batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
@@ -97,7 +97,10 @@ def _find_share(
             TILE_N, BLOCK_KV,
         )  # fmt: skip
         total += tl.sum(counts, 0)
-    begin, end = share_of(tl.program_id(0), total, tl.num_programs(0))
+    # a program that reads less than this costs more to wait for than it saves
+    programs = tl.minimum(tl.num_programs(0), (total + LEAST - 1) // LEAST)
+    begin, end = share_of(tl.program_id(0), total, programs)
+    end = tl.where(tl.program_id(0) < programs, end, begin)
 
     sequence = tl.sum(((first_counts > 0) & (until <= begin)).to(tl.int32), 0)
     first_tile = tl.max(tl.where(until <= begin, until, 0), 0)
@@ -110,14 +113,14 @@ def _find_share(
         sequence += tl.sum(((counts > 0) & (until <= begin)).to(tl.int32), 0)
         first_tile = tl.maximum(first_tile, tl.max(tl.where(until <= begin, until, 0), 0))
         before = tl.max(until, 0)
-    return total, begin, end, sequence, first_tile
+    return total, programs, begin, end, sequence, first_tile
 
 
 @triton.jit
 def _attend_cache(
     q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """Softmax state and accumulators over the tiles `[tile_begin, tile_end)` of one KV head."""
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
@@ -132,7 +135,7 @@ def _attend_cache(
     for tile in tl.range(tile_begin, tile_end):
         kv_pos, slab, row, live, wrong = ahead
         ahead = cache_tile(tile + 1, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, strides.k, live, offs_d, HEAD_DIM)
+        k = load_cache_rows(k_ptr, slab, row, strides.k, live, offs_d, HEAD_DIM, HINT)
         if FP8:
             k = k.to(tl.float16)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
@@ -141,11 +144,82 @@ def _attend_cache(
         visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None]) & live[None, :]
         s = tl.where(wrong[None, :], float("nan"), tl.where(visible, s, -float("inf")))
         m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
-        v = load_cache_rows(v_ptr, slab, row, strides.v, live, offs_dv, HEAD_DIM_V)
+        v = load_cache_rows(v_ptr, slab, row, strides.v, live, offs_dv, HEAD_DIM_V, HINT)
         if FP8:
             v = v.to(tl.float16)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return m_log2, row_sum, acc
+
+
+@triton.jit
+def _attend_by_warps(
+    q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, HINT: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """As `_attend_cache`, for q [warps, TILE_M, columns]: each warp has its own keys of a tile.
+
+    Batched products go to a warp each, so that no warp waits for another one's maximum or weights.
+    """
+    TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
+    FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+    MAY_BE_WRONG: tl.constexpr = PAGE_SIZE is not None or BLOCK_KV is not None
+    GROUPS: tl.constexpr = q.shape[0]
+    KEYS: tl.constexpr = TILE_N // GROUPS
+    groups = tl.arange(0, GROUPS)
+    offs_n = groups[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    offs_d = tl.arange(0, q.shape[2])
+    offs_dv = tl.arange(0, TILE_DV)
+    m_log2, row_sum = init_state(groups[:, None] + first[None, :])
+    acc = tl.zeros([GROUPS, q.shape[1], TILE_DV], tl.float32)
+    # a page is looked up while the keys of the tile before it are waited for
+    ahead = cache_tile(tile_begin, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
+    for tile in tl.range(tile_begin, tile_end):
+        kv_pos, slab, row, live, wrong = ahead
+        ahead = cache_tile(tile + 1, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
+        k = load_cache_rows(k_ptr, slab, row, strides.k, live, offs_d, HEAD_DIM, HINT)
+        s = tl.dot(q, tl.permute(k.to(q.dtype), 0, 2, 1))
+        if SCALED:
+            s *= score[3][None, :, None]
+        if score[1] is not None:
+            s = cap(s * score[2], score[1])
+        visible = within_bounds(kv_pos[:, None, :], first[None, :, None], last[None, :, None])
+        s = tl.where(visible & live[:, None, :], s, -float("inf"))
+        if MAY_BE_WRONG:
+            s = tl.where(wrong[:, None, :], float("nan"), s)
+        m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
+        v = load_cache_rows(v_ptr, slab, row, strides.v, live, offs_dv, HEAD_DIM_V, HINT)
+        if FP8:
+            v = v.to(tl.float16)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, :, None])
+    m_all, sum_all = init_state(first)
+    m_all, sum_all, _, factors = join_states(m_all, sum_all, m_log2, row_sum)
+    return m_all, sum_all, tl.sum(acc * factors[:, :, None], 0)
+
+
+@triton.jit
+def _row_scales(q):
+    """Queries in fp16, rows scaled by powers of two into its range, and the factors [rows] left."""
+    top = tl.max(tl.abs(q.to(tl.float32)), 1)
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = tl.minimum(tl.maximum(exponent, -126), 126)
+    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) * down[:, None]).to(tl.float16), up
+
+
+@triton.jit
+def _prefetch_tiles(
+    k_ptr, v_ptr, cache, tile_begin, tile_end, strides,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 for the tiles `[tile_begin, tile_end)` of one KV head."""
+    offs_n = tl.arange(0, TILE_N)
+    for tile in range(tile_begin, tile_end):
+        _, slab, row, live, _ = cache_tile(tile, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
+        prefetch_cache_rows(k_ptr, slab, row, strides.k, live, HEAD_DIM)
+        prefetch_cache_rows(v_ptr, slab, row, strides.v, live, HEAD_DIM_V)
 
 
 @triton.jit
@@ -214,6 +288,13 @@ def _attn_decode_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    HINT: tl.constexpr,
+    PDL: tl.constexpr,
+    ABLATE: tl.constexpr,
 ):
     """One stretch of the KV tiles of all sequences and heads.
 
@@ -227,15 +308,33 @@ def _attn_decode_kernel(
     num_rows = q_len * heads[1]
     q_tiles = (num_rows + TILE_M - 1) // TILE_M
     planes = heads[0] * q_tiles
-    total, tile, end, sequence, sequence_tile = _find_share(
-        tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
-    )
+    if PDL:
+        # the next kernel may begin to wait; this one waits for the one before
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if ABLATE == "scan":
+        # one sequence of full length
+        total = planes * (capacity // TILE_N)
+        programs = tl.num_programs(0)
+        tile, end = share_of(tl.program_id(0), total, programs)
+        sequence, sequence_tile = 0, 0
+    else:
+        total, programs, tile, end, sequence, sequence_tile = _find_share(
+            tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV,
+            LEAST,
+        )  # fmt: skip
     program = tl.program_id(0)
     acc_parts = workspace[0]
     state_parts = acc_parts + tl.cast(2 * tl.num_programs(0), tl.int64) * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)
     while tile < end:
-        kv_len, kv_lo, kv_hi = _keys_seen(tables[0], sequence, True, q_len, capacity, left, right)
+        if ABLATE == "scan":
+            kv_len = capacity
+            kv_lo, kv_hi = kv_range(0, q_len, q_len, kv_len, left, right)
+        else:
+            kv_len, kv_lo, kv_hi = _keys_seen(
+                tables[0], sequence, True, q_len, capacity, left, right
+            )
         first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, TILE_N, BLOCK_KV)
         plane = (tile - sequence_tile) // count
         plane_tile = sequence_tile + plane * count
@@ -251,13 +350,21 @@ def _attn_decode_kernel(
             (tables[1], tables[2], page_row, list_row),
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
         )  # fmt: skip
+        if PREFETCH > 0:
+            asked = tl.minimum(stop, tile + PREFETCH) + shift
+            _prefetch_tiles(
+                k_head, v_head, cache, tile + shift, asked, strides,
+                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N,
+            )  # fmt: skip
         rows = first_row + tl.arange(0, TILE_M)
         token, _, offset = _row_places(rows, num_rows, kv_head, heads[1], q_len, strides.q)
         q_plane = q_ptr + tl.cast(sequence, tl.int64) * strides.q[0]
         live = (rows < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
         q = tl.load(q_plane + offset[:, None] + offs_d[None, :], live, other=0.0)
-        begins = owner_of(plane_tile, total, tl.num_programs(0))
-        ends = owner_of(plane_tile + count - 1, total, tl.num_programs(0))
+        if ABLATE == "q":
+            q = (offset[:, None] + offs_d[None, :]).to(tl.float32).to(q_ptr.dtype.element_ty)
+        begins = owner_of(plane_tile, total, programs)
+        ends = owner_of(plane_tile + count - 1, total, programs)
         k_scale = 1.0
         if scoring[3] is not None:
             k_scale = tl.load(scoring[3] + kv_head * strides.scales[0])
@@ -265,13 +372,29 @@ def _attn_decode_kernel(
         q, scale_log2 = fold_sign(q, scoring[0] * k_scale if scoring[1] is None else scoring[0])
         q_pos = position(token, q_len, tl.maximum(kv_len, 0))
         first, last = row_bounds(q_pos, tl.maximum(kv_len, 0), left, right)
-        m_log2, row_sum, acc = _attend_cache(
-            q, first, last,
-            k_head, v_head, cache, tile + shift, stop + shift,
-            strides, (scale_log2, scoring[1], k_scale),
-            HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION,
-        )  # fmt: skip
-        if begins == ends:
+        if GROUPS > 1:
+            SCALED: tl.constexpr = (
+                k_ptr.dtype.element_ty.primitive_bitwidth == 8 and q_ptr.dtype.element_ty != tl.float16
+            )
+            up = tl.zeros([TILE_M], tl.float32)
+            if SCALED:
+                # keys become fp16 in one step, as bf16 they would need two
+                q, up = _row_scales(q)
+            q3 = tl.broadcast_to(q[None, :, :], (GROUPS, TILE_M, TILE_D))
+            m_log2, row_sum, acc = _attend_by_warps(
+                q3, first, last,
+                k_head, v_head, cache, tile + shift, stop + shift,
+                strides, (scale_log2, scoring[1], k_scale, up),
+                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, HINT, SCALED,
+            )  # fmt: skip
+        else:
+            m_log2, row_sum, acc = _attend_cache(
+                q, first, last,
+                k_head, v_head, cache, tile + shift, stop + shift,
+                strides, (scale_log2, scoring[1], k_scale),
+                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION, HINT,
+            )  # fmt: skip
+        if begins == ends or ABLATE == "merge":
             _write(
                 results, scoring, m_log2, row_sum, acc, rows, num_rows, sequence, kv_head, kv_len,
                 q_len, heads, strides, HEAD_DIM_V,
@@ -284,7 +407,7 @@ def _attn_decode_kernel(
                 for row in range(0, tile_rows, MERGED_ROWS):
                     m_log2_all, row_sum_all, acc_all = merge_parts(
                         acc_parts, state_parts, begins, ends - begins + 1, row, tile_rows,
-                        TILE_M, TILE_DV,
+                        TILE_M, TILE_DV, PARTS,
                     )  # fmt: skip
                     _write(
                         results, scoring, m_log2_all, row_sum_all, acc_all,
@@ -364,8 +487,17 @@ def launch_attn_decode(
             config.tile_m,
             config.tile_n,
             config.precision,
+            config.groups,
+            config.parts,
+            config.least,
+            config.prefetch,
+            config.hint,
+            config.pdl,
+            config.ablate,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        if config.pdl:
+            options["launch_pdl"] = True
         launch(_attn_decode_kernel, config.programs, args, **options)
 
 
