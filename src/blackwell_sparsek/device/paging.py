@@ -73,12 +73,6 @@ def cache_tile(
     """
     tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi = cache
     ONE_PAGE: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % TILE_N == 0
-    # keys of a group, the last dimension of offs_n, that lie in one page: one look at the table
-    GROUP: tl.constexpr = offs_n.shape[len(offs_n.shape) - 1]
-    GROUP_IN_PAGE: tl.constexpr = (
-        len(offs_n.shape) == 2 and PAGE_SIZE is not None and PAGE_SIZE % GROUP == 0
-    )
-    GROUP_IN_BLOCK: tl.constexpr = BLOCK_KV is None or BLOCK_KV % GROUP == 0
     WHOLE_TILES: tl.constexpr = BLOCK_KV is None or BLOCK_KV % TILE_N == 0
     kv_pos, start, known, wrong = _visited_keys(
         tile, offs_n, tables, num_blocks, capacity, TILE_N, BLOCK_KV
@@ -93,11 +87,6 @@ def cache_tile(
             wanted = within_bounds(start, kv_lo - (TILE_N - 1), kv_hi - 1)
             slab = tl.load(tables[0] + tables[2] + start // PAGE_SIZE, mask=wanted, other=-1)
             row = start % PAGE_SIZE + offs_n
-        elif GROUP_IN_PAGE and GROUP_IN_BLOCK and WHOLE_TILES:
-            group_start = start + tl.expand_dims(tl.arange(0, TILE_N // GROUP), 1) * GROUP
-            wanted = within_bounds(group_start, kv_lo - (GROUP - 1), kv_hi - 1)
-            slab = tl.load(tables[0] + tables[2] + group_start // PAGE_SIZE, wanted, other=-1)
-            row = group_start % PAGE_SIZE + tl.arange(0, GROUP)[None, :]
         else:
             slab = tl.load(tables[0] + tables[2] + kv_pos // PAGE_SIZE, mask=live, other=-1)
             row = kv_pos % PAGE_SIZE
@@ -105,6 +94,60 @@ def cache_tile(
         wrong = wrong | (live & (exists == 0))
         live = live & exists
     return kv_pos, slab, row, live, wrong
+
+
+@triton.jit
+def grouped_tile(
+    tile, cache, TILE_N: tl.constexpr, GROUPS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """As `cache_tile`, for keys [GROUPS, keys of a group], with one look-up for each group.
+
+    Returns positions, slab, row, and whether the keys are readable, listed, wrong. Keys outside of
+    `[kv_lo, kv_hi)` have the row of the nearest one inside, which is in the same block: what is
+    read there is finite, and a mask by position hides it. So the last three are the same for a
+    whole group, [GROUPS, 1], unless pages or blocks cut groups. `listed` is None without lists.
+    """
+    tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi = cache
+    KEYS: tl.constexpr = TILE_N // GROUPS
+    PAGES_CUT: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % KEYS != 0
+    BLOCKS_CUT: tl.constexpr = BLOCK_KV is not None and BLOCK_KV % KEYS != 0
+    place = tile * TILE_N + tl.arange(0, GROUPS)[:, None] * KEYS
+    keys = tl.arange(0, KEYS)[None, :]
+    if PAGES_CUT or BLOCKS_CUT:
+        place += keys
+        keys = keys - keys
+    if BLOCK_KV is None:
+        start = place
+        lo = kv_lo
+        hi = kv_hi
+        readable = (place >= 0) & (kv_lo < kv_hi)
+        listed = place >= 0
+        wrong = place < 0
+    else:
+        entry = place // BLOCK_KV
+        block = tl.load(tables[1] + tables[3] + entry, mask=entry < num_blocks, other=-1)
+        listed = (block >= 0) & (block < (capacity + BLOCK_KV - 1) // BLOCK_KV)
+        wrong = (block != -1) & (listed == 0)
+        begin = tl.where(listed, block, 0) * BLOCK_KV
+        start = begin + place % BLOCK_KV
+        lo = tl.maximum(kv_lo, begin)
+        hi = tl.minimum(kv_hi, begin + BLOCK_KV)
+        readable = listed & (lo < hi)
+    kv_pos = start + keys
+    slab = batch
+    row = tl.maximum(tl.minimum(kv_pos, hi - 1), lo)
+    if PAGE_SIZE is not None:
+        page = tl.maximum(tl.minimum(start, hi - 1), lo) // PAGE_SIZE
+        slab = tl.load(tables[0] + tables[2] + page, mask=readable, other=-1)
+        if PAGE_SIZE & (PAGE_SIZE - 1) == 0:
+            row &= PAGE_SIZE - 1
+        else:
+            row -= page * PAGE_SIZE
+        exists = (slab >= 0) & (slab < num_pages)
+        wrong = wrong | (readable & (exists == 0))
+        readable = readable & exists
+    return kv_pos, slab, row, readable, listed, wrong
 
 
 @triton.jit

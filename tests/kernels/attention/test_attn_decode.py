@@ -17,8 +17,19 @@ from blackwell_sparsek.testing.decode_cases import DecodeCase, check_decode, dra
 HALF, FLOAT, BRAIN = torch.float16, torch.float32, torch.bfloat16
 
 
+# warps that have keys of their own, set by the fixture
+GROUPS = 1
+
+
+@pytest.fixture(params=[1, 2], ids=["shared_keys", "own_keys"], autouse=True)
+def groups(request, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.GROUPS", request.param)
+
+
 def config(programs=5, tile_m=16, tile_n=16):
-    return DecodeConfig(tile_m, tile_n, num_warps=4, num_stages=2, programs=programs)
+    return DecodeConfig(
+        tile_m, tile_n * GROUPS, num_warps=4, num_stages=2, programs=programs, groups=GROUPS
+    )
 
 
 def attend(q, k, v, spec, cfg=None):

@@ -24,7 +24,13 @@ import triton.language as tl
 
 from ...core.launch import launch, on_device_of, resting_words, scratch
 from ...device.masks import kv_range, position, row_bounds, within_bounds
-from ...device.paging import cache_tile, load_cache_rows, prefetch_cache_rows, visited_tiles
+from ...device.paging import (
+    cache_tile,
+    grouped_tile,
+    load_cache_rows,
+    prefetch_cache_rows,
+    visited_tiles,
+)
 from ...device.partials import (
     MERGED_ROWS,
     is_last,
@@ -155,7 +161,8 @@ def _attend_cache(
 def _attend_by_warps(
     q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, HINT: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, HINT: tl.constexpr,
+    GROUPS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """As `_attend_cache`, for q [warps, TILE_M, columns]: each warp has its own keys of a tile.
 
@@ -164,31 +171,30 @@ def _attend_by_warps(
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
     FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
     MAY_BE_WRONG: tl.constexpr = PAGE_SIZE is not None or BLOCK_KV is not None
-    GROUPS: tl.constexpr = q.shape[0]
-    KEYS: tl.constexpr = TILE_N // GROUPS
-    groups = tl.arange(0, GROUPS)
-    offs_n = groups[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
     offs_d = tl.arange(0, q.shape[2])
     offs_dv = tl.arange(0, TILE_DV)
-    m_log2, row_sum = init_state(groups[:, None] + first[None, :])
+    m_log2, row_sum = init_state(tl.arange(0, GROUPS)[:, None] + first[None, :])
     acc = tl.zeros([GROUPS, q.shape[1], TILE_DV], tl.float32)
     # a page is looked up while the keys of the tile before it are waited for
-    ahead = cache_tile(tile_begin, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
+    ahead = grouped_tile(tile_begin, cache, TILE_N, GROUPS, PAGE_SIZE, BLOCK_KV)
     for tile in tl.range(tile_begin, tile_end):
-        kv_pos, slab, row, live, wrong = ahead
-        ahead = cache_tile(tile + 1, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, strides.k, live, offs_d, HEAD_DIM, HINT)
+        kv_pos, slab, row, readable, listed, wrong = ahead
+        ahead = grouped_tile(tile + 1, cache, TILE_N, GROUPS, PAGE_SIZE, BLOCK_KV)
+        k = load_cache_rows(k_ptr, slab, row, strides.k, readable, offs_d, HEAD_DIM, HINT)
         s = tl.dot(q, tl.permute(k.to(q.dtype), 0, 2, 1))
         if SCALED:
             s *= score[3][None, :, None]
         if score[1] is not None:
             s = cap(s * score[2], score[1])
         visible = within_bounds(kv_pos[:, None, :], first[None, :, None], last[None, :, None])
-        s = tl.where(visible & live[:, None, :], s, -float("inf"))
-        if MAY_BE_WRONG:
-            s = tl.where(wrong[:, None, :], float("nan"), s)
+        if BLOCK_KV is not None:
+            visible = visible & listed[:, None, :]
+        s = tl.where(visible, s, -float("inf"))
         m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
-        v = load_cache_rows(v_ptr, slab, row, strides.v, live, offs_dv, HEAD_DIM_V, HINT)
+        if MAY_BE_WRONG:
+            some_wrong = tl.max(wrong.to(tl.int32), 1)
+            row_sum = tl.where(some_wrong[:, None] > 0, float("nan"), row_sum)
+        v = load_cache_rows(v_ptr, slab, row, strides.v, readable, offs_dv, HEAD_DIM_V, HINT)
         if FP8:
             v = v.to(tl.float16)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, :, None])
@@ -385,7 +391,7 @@ def _attn_decode_kernel(
                 q3, first, last,
                 k_head, v_head, cache, tile + shift, stop + shift,
                 strides, (scale_log2, scoring[1], k_scale, up),
-                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, HINT, SCALED,
+                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, HINT, GROUPS, SCALED,
             )  # fmt: skip
         else:
             m_log2, row_sum, acc = _attend_cache(
