@@ -274,3 +274,17 @@ def test_nothing_to_compute(shape, device):
     _, _, _, spec = DecodeCase(21, lengths=(7,)).build(device)
     out, lse = attend(q, k, k, spec._replace(cache_seqlens=spec.cache_seqlens[: shape[0]]))
     assert out.shape == shape and lse.shape == shape[:3]
+
+
+@pytest.mark.parametrize("least", [1, 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(1, HALF, heads=(8, 2), lengths=(150,)),
+        DecodeCase(1, BRAIN, heads=(8, 2), lengths=(0,), capacity=64, page_size=16),
+        DecodeCase(1, BRAIN, heads=(8, 2), lengths=(130,), page_size=32, block_size=32),
+    ],
+    ids=["plain", "empty", "listed"],
+)
+def test_one_sequence_and_longer_shares(case, least, device):
+    check(case, device, dataclasses.replace(config(7), single=True, least=least, parts=32))

@@ -20,6 +20,8 @@ class DecodeConfig:
     least : tiles that are worth a program of their own
     prefetch : tiles that the L2 is asked for before the queries are read
     hint : eviction policy of the caches
+    words : read values of an fp8 cache as words of four; offsets must be multiples of four
+    single : do not scan the lengths of one sequence
     pdl : launch while the kernel before still runs
     ablate : what is left out, for measurements: "", "merge", "scan", "q" (results are wrong)
     precision : how fp32 products are taken: "ieee" or "tf32"; 16-bit inputs do not look at it
@@ -36,6 +38,8 @@ class DecodeConfig:
     least: int = 1
     prefetch: int = 0
     hint: str = ""
+    words: bool = False
+    single: bool = False
     pdl: bool = False
     ablate: str = ""
 

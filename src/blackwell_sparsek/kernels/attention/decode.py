@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from ...core.launch import launch, on_device_of, resting_words, scratch
+from ...device.fp8_words import column_order, paired_half
 from ...device.masks import kv_range, position, row_bounds, within_bounds
 from ...device.paging import (
     cache_tile,
@@ -123,6 +124,22 @@ def _find_share(
 
 
 @triton.jit
+def _share_of_one(
+    seqlens_ptr, q_len, capacity, num_blocks, left, right, planes,
+    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """`_find_share` of a single sequence, which needs no scan."""
+    _, lo, hi = _keys_seen(seqlens_ptr, 0, True, q_len, capacity, left, right)
+    _, count = visited_tiles(lo, hi, num_blocks, TILE_N, BLOCK_KV)
+    total = planes * count
+    programs = tl.minimum(tl.num_programs(0), (total + LEAST - 1) // LEAST)
+    begin, end = share_of(tl.program_id(0), total, programs)
+    end = tl.where(tl.program_id(0) < programs, end, begin)
+    nothing = total - total
+    return total, programs, begin, end, nothing, nothing
+
+
+@triton.jit
 def _attend_cache(
     q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -162,7 +179,7 @@ def _attend_by_warps(
     q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, HINT: tl.constexpr,
-    GROUPS: tl.constexpr, SCALED: tl.constexpr,
+    GROUPS: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """As `_attend_cache`, for q [warps, TILE_M, columns]: each warp has its own keys of a tile.
 
@@ -173,6 +190,9 @@ def _attend_by_warps(
     MAY_BE_WRONG: tl.constexpr = PAGE_SIZE is not None or BLOCK_KV is not None
     offs_d = tl.arange(0, q.shape[2])
     offs_dv = tl.arange(0, TILE_DV)
+    offs_w = tl.arange(0, TILE_DV // 4)
+    word_strides = (strides.v[0] // 4, strides.v[1] // 4, strides.v[2] // 4)
+    v_words = v_ptr.to(tl.pointer_type(tl.int32), bitcast=True) if WORDS else v_ptr
     m_log2, row_sum = init_state(tl.arange(0, GROUPS)[:, None] + first[None, :])
     acc = tl.zeros([GROUPS, q.shape[1], TILE_DV], tl.float32)
     # a page is looked up while the keys of the tile before it are waited for
@@ -194,13 +214,23 @@ def _attend_by_warps(
         if MAY_BE_WRONG:
             some_wrong = tl.max(wrong.to(tl.int32), 1)
             row_sum = tl.where(some_wrong[:, None] > 0, float("nan"), row_sum)
-        v = load_cache_rows(v_ptr, slab, row, strides.v, readable, offs_dv, HEAD_DIM_V, HINT)
-        if FP8:
-            v = v.to(tl.float16)
+        if WORDS:
+            v = paired_half(
+                load_cache_rows(
+                    v_words, slab, row, word_strides, readable, offs_w, HEAD_DIM_V // 4, HINT
+                )
+            )
+        else:
+            v = load_cache_rows(v_ptr, slab, row, strides.v, readable, offs_dv, HEAD_DIM_V, HINT)
+            if FP8:
+                v = v.to(tl.float16)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, :, None])
     m_all, sum_all = init_state(first)
     m_all, sum_all, _, factors = join_states(m_all, sum_all, m_log2, row_sum)
-    return m_all, sum_all, tl.sum(acc * factors[:, :, None], 0)
+    acc_all = tl.sum(acc * factors[:, :, None], 0)
+    if WORDS:
+        acc_all = column_order(acc_all)
+    return m_all, sum_all, acc_all
 
 
 @triton.jit
@@ -299,6 +329,8 @@ def _attn_decode_kernel(
     LEAST: tl.constexpr,
     PREFETCH: tl.constexpr,
     HINT: tl.constexpr,
+    SINGLE: tl.constexpr,
+    WORDS: tl.constexpr,
     PDL: tl.constexpr,
     ABLATE: tl.constexpr,
 ):
@@ -314,6 +346,7 @@ def _attn_decode_kernel(
     num_rows = q_len * heads[1]
     q_tiles = (num_rows + TILE_M - 1) // TILE_M
     planes = heads[0] * q_tiles
+    program = tl.program_id(0)
     if PDL:
         # the next kernel may begin to wait; this one waits for the one before
         tl.extra.cuda.gdc_launch_dependents()
@@ -322,14 +355,18 @@ def _attn_decode_kernel(
         # one sequence of full length
         total = planes * (capacity // TILE_N)
         programs = tl.num_programs(0)
-        tile, end = share_of(tl.program_id(0), total, programs)
-        sequence, sequence_tile = 0, 0
+        tile, end = share_of(program, total, programs)
+        sequence = program - program
+        sequence_tile = sequence
+    elif SINGLE:
+        total, programs, tile, end, sequence, sequence_tile = _share_of_one(
+            tables[0], q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV, LEAST
+        )
     else:
         total, programs, tile, end, sequence, sequence_tile = _find_share(
             tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV,
             LEAST,
         )  # fmt: skip
-    program = tl.program_id(0)
     acc_parts = workspace[0]
     state_parts = acc_parts + tl.cast(2 * tl.num_programs(0), tl.int64) * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)
@@ -380,7 +417,8 @@ def _attn_decode_kernel(
         first, last = row_bounds(q_pos, tl.maximum(kv_len, 0), left, right)
         if GROUPS > 1:
             SCALED: tl.constexpr = (
-                k_ptr.dtype.element_ty.primitive_bitwidth == 8 and q_ptr.dtype.element_ty != tl.float16
+                k_ptr.dtype.element_ty.primitive_bitwidth == 8
+                and q_ptr.dtype.element_ty != tl.float16
             )
             up = tl.zeros([TILE_M], tl.float32)
             if SCALED:
@@ -391,7 +429,7 @@ def _attn_decode_kernel(
                 q3, first, last,
                 k_head, v_head, cache, tile + shift, stop + shift,
                 strides, (scale_log2, scoring[1], k_scale, up),
-                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, HINT, GROUPS, SCALED,
+                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, HINT, GROUPS, SCALED, WORDS,
             )  # fmt: skip
         else:
             m_log2, row_sum, acc = _attend_cache(
@@ -498,6 +536,8 @@ def launch_attn_decode(
             config.least,
             config.prefetch,
             config.hint,
+            config.single and batch == 1,
+            config.words,
             config.pdl,
             config.ablate,
         )

@@ -118,6 +118,8 @@ def _cases() -> Iterator[CompileCase]:
                     "LEAST": config.least,
                     "PREFETCH": config.prefetch,
                     "HINT": config.hint,
+                    "SINGLE": config.single,
+                    "WORDS": config.words,
                     "PDL": config.pdl,
                     "ABLATE": config.ablate,
                 },
