@@ -90,7 +90,8 @@ def _find_share(
 ):  # fmt: skip
     """All tiles, the programs that share them, this one's stretch, where that begins.
 
-    The last two are the sequence and the first of its tiles. The first SCAN sequences are read once, which is all there is to most batches.
+    The last two are the sequence and the first of its tiles. The first SCAN sequences are read
+    once, which is all there is to most batches.
     """
     first_counts = _tiles_of_sequences(
         seqlens_ptr, 0, batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
