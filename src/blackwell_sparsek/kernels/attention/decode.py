@@ -247,16 +247,37 @@ def _row_scales(q):
 
 @triton.jit
 def _prefetch_tiles(
-    k_ptr, v_ptr, cache, tile_begin, tile_end, strides,
+    tile, end, sequence, sequence_tile, inputs, tables, strides, table_strides, band, sizes,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr,
+    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Ask the L2 for the tiles `[tile_begin, tile_end)` of one KV head."""
+    """Ask the L2 for the first PREFETCH tiles of the stretch `[tile, end)` that one head holds.
+
+    band (q_len, left, right), sizes (capacity, num_pages, num_blocks, q_tiles).
+    """
     offs_n = tl.arange(0, TILE_N)
-    for tile in range(tile_begin, tile_end):
-        _, slab, row, live, _ = cache_tile(tile, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        prefetch_cache_rows(k_ptr, slab, row, strides.k, live, HEAD_DIM)
-        prefetch_cache_rows(v_ptr, slab, row, strides.v, live, HEAD_DIM_V)
+    kv_len, kv_lo, kv_hi = _keys_seen(
+        tables[0], sequence, tile < end, band[0], sizes[0], band[1], band[2]
+    )
+    first_tile, count = visited_tiles(kv_lo, kv_hi, sizes[2], TILE_N, BLOCK_KV)
+    plane = (tile - sequence_tile) // count
+    plane_tile = sequence_tile + plane * count
+    kv_head = tl.cast(plane // sizes[3], tl.int64)
+    rows_of_tables = (
+        tables[1], tables[2],
+        tl.cast(sequence, tl.int64) * table_strides[0],
+        tl.cast(sequence, tl.int64) * table_strides[1] + kv_head * table_strides[2],
+    )  # fmt: skip
+    cache = (rows_of_tables, sequence, sizes[1], sizes[2], sizes[0], kv_lo, kv_hi)
+    shift = first_tile - plane_tile
+    stop = tl.minimum(tl.minimum(end, plane_tile + count), tile + PREFETCH)
+    k_head = inputs[1] + kv_head * strides.k[1]
+    v_head = inputs[2] + kv_head * strides.v[1]
+    for asked in range(tile + shift, stop + shift):
+        places = cache_tile(asked, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
+        slab, row, live = places[1], places[2], places[3]
+        prefetch_cache_rows(k_head, slab, row, strides.k, live, HEAD_DIM)
+        prefetch_cache_rows(v_head, slab, row, strides.v, live, HEAD_DIM_V)
 
 
 @triton.jit
@@ -371,6 +392,15 @@ def _attn_decode_kernel(
     acc_parts = workspace[0]
     state_parts = acc_parts + tl.cast(2 * tl.num_programs(0), tl.int64) * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)
+    table_strides = (page_row_stride, list_batch_stride, list_head_stride)
+    band = (q_len, left, right)
+    sizes = (capacity, num_pages, num_blocks, q_tiles)
+    if PREFETCH > 0:
+        # before the queries are waited for
+        _prefetch_tiles(
+            tile, end, sequence, sequence_tile, inputs, tables, strides, table_strides, band, sizes,
+            HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PREFETCH,
+        )  # fmt: skip
     while tile < end:
         if ABLATE == "scan":
             kv_len = capacity
@@ -394,12 +424,6 @@ def _attn_decode_kernel(
             (tables[1], tables[2], page_row, list_row),
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
         )  # fmt: skip
-        if PREFETCH > 0:
-            asked = tl.minimum(stop, tile + PREFETCH) + shift
-            _prefetch_tiles(
-                k_head, v_head, cache, tile + shift, asked, strides,
-                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N,
-            )  # fmt: skip
         rows = first_row + tl.arange(0, TILE_M)
         token, _, offset = _row_places(rows, num_rows, kv_head, heads[1], q_len, strides.q)
         q_plane = q_ptr + tl.cast(sequence, tl.int64) * strides.q[0]
@@ -439,6 +463,16 @@ def _attn_decode_kernel(
                 strides, (scale_log2, scoring[1], k_scale),
                 HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION, HINT,
             )  # fmt: skip
+        finished = stop == sequence_tile + planes * count
+        next_sequence = sequence + finished.to(tl.int32)
+        next_sequence_tile = tl.where(finished, stop, sequence_tile)
+        if PREFETCH > 0:
+            # before results are written and others waited for
+            _prefetch_tiles(
+                stop, end, next_sequence, next_sequence_tile, inputs, tables, strides,
+                table_strides, band, sizes,
+                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PREFETCH,
+            )  # fmt: skip
         if begins == ends or ABLATE == "merge":
             _write(
                 results, scoring, m_log2, row_sum, acc, rows, num_rows, sequence, kv_head, kv_len,
@@ -460,9 +494,8 @@ def _attn_decode_kernel(
                         sequence, kv_head, kv_len, q_len, heads, strides, HEAD_DIM_V,
                     )  # fmt: skip
         tile = stop
-        finished = stop == sequence_tile + planes * count
-        sequence += finished.to(tl.int32)
-        sequence_tile = tl.where(finished, stop, sequence_tile)
+        sequence = next_sequence
+        sequence_tile = next_sequence_tile
 
 
 def launch_attn_decode(
