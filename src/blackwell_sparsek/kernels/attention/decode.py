@@ -23,31 +23,17 @@ import triton
 import triton.language as tl
 
 from ...core.launch import launch, on_device_of, resting_words, scratch
-from ...device.fp8_words import column_order, paired_half
-from ...device.masks import kv_range, position, row_bounds, within_bounds
-from ...device.paging import (
-    cache_tile,
-    grouped_tile,
-    load_cache_rows,
-    prefetch_cache_rows,
-    visited_tiles,
-)
-from ...device.partials import (
-    MERGED_ROWS,
-    is_last,
-    merge_parts,
-    part_slot,
-    store_part,
-)
-from ...device.scores import cap, fold_sign
+from ...device.masks import kv_range, position, row_bounds
+from ...device.paging import visited_tiles
+from ...device.partials import MERGED_ROWS, is_last, merge_parts, part_slot, store_part
+from ...device.scores import fold_sign
 from ...device.shares import owner_of, share_of
-from ...device.softmax import add_sink, finalise, init_state, join_states, softmax_step
+from ...device.softmax import add_sink, finalise
 from ...formats.decode_spec import DecodeSpec, capacity, kv_heads, page_size
 from .config_decode import DecodeConfig
+from .decode_steps import attend_by_warps, attend_cache, half_rows
+from .decode_work import find_share, keys_seen, prefetch_tiles, share_of_one
 from .operands import score_factors, token_strides
-
-# Sequences whose lengths are read at a time: as many as a warp scans without the others.
-SCAN = tl.constexpr(32)
 
 
 class DecodeStrides(NamedTuple):
@@ -59,225 +45,6 @@ class DecodeStrides(NamedTuple):
     v: tuple[int, int, int]
     scales: tuple[int, int]
     """Of the heads of k_scale and v_scale; 0 where one number is for all."""
-
-
-@triton.jit
-def _keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right):
-    """Length, and the keys that some query sees; a length out of range counts as 0 keys, -1."""
-    kv_len = tl.load(seqlens_ptr + sequence, mask=exists, other=0)
-    kv_len = tl.where((kv_len >= 0) & (kv_len <= capacity), kv_len, -1)
-    lo, hi = kv_range(0, q_len, q_len, tl.maximum(kv_len, 0), left, right)
-    return kv_len, lo, hi
-
-
-@triton.jit
-def _tiles_of_sequences(
-    seqlens_ptr, first, batch, q_len, capacity, num_blocks, left, right, planes,
-    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr,
-):  # fmt: skip
-    """Tiles of the next SCAN sequences: `planes` times those of their visited keys."""
-    sequence = first + tl.arange(0, SCAN)
-    exists = sequence < batch
-    _, lo, hi = _keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right)
-    _, count = visited_tiles(lo, hi, num_blocks, TILE_N, BLOCK_KV)
-    return tl.where(exists, count * planes, 0)
-
-
-@triton.jit
-def _find_share(
-    seqlens_ptr, batch, q_len, capacity, num_blocks, left, right, planes,
-    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr, LEAST: tl.constexpr,
-):  # fmt: skip
-    """All tiles, the programs that share them, this one's stretch, where that begins.
-
-    The last two are the sequence and the first of its tiles. The first SCAN sequences are read
-    once, which is all there is to most batches.
-    """
-    first_counts = _tiles_of_sequences(
-        seqlens_ptr, 0, batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
-    )
-    until = tl.cumsum(first_counts, 0)
-    total = tl.max(until, 0)
-    before = total
-    for first in range(SCAN, batch, SCAN):
-        counts = _tiles_of_sequences(
-            seqlens_ptr, first, batch, q_len, capacity, num_blocks, left, right, planes,
-            TILE_N, BLOCK_KV,
-        )  # fmt: skip
-        total += tl.sum(counts, 0)
-    # a program that reads less than this costs more to wait for than it saves
-    programs = tl.minimum(tl.num_programs(0), (total + LEAST - 1) // LEAST)
-    begin, end = share_of(tl.program_id(0), total, programs)
-    end = tl.where(tl.program_id(0) < programs, end, begin)
-
-    sequence = tl.sum(((first_counts > 0) & (until <= begin)).to(tl.int32), 0)
-    first_tile = tl.max(tl.where(until <= begin, until, 0), 0)
-    for first in range(SCAN, batch, SCAN):
-        counts = _tiles_of_sequences(
-            seqlens_ptr, first, batch, q_len, capacity, num_blocks, left, right, planes,
-            TILE_N, BLOCK_KV,
-        )  # fmt: skip
-        until = before + tl.cumsum(counts, 0)
-        sequence += tl.sum(((counts > 0) & (until <= begin)).to(tl.int32), 0)
-        first_tile = tl.maximum(first_tile, tl.max(tl.where(until <= begin, until, 0), 0))
-        before = tl.max(until, 0)
-    return total, programs, begin, end, sequence, first_tile
-
-
-@triton.jit
-def _share_of_one(
-    seqlens_ptr, q_len, capacity, num_blocks, left, right, planes,
-    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr, LEAST: tl.constexpr,
-):  # fmt: skip
-    """`_find_share` of a single sequence, which needs no scan."""
-    _, lo, hi = _keys_seen(seqlens_ptr, 0, True, q_len, capacity, left, right)
-    _, count = visited_tiles(lo, hi, num_blocks, TILE_N, BLOCK_KV)
-    total = planes * count
-    programs = tl.minimum(tl.num_programs(0), (total + LEAST - 1) // LEAST)
-    begin, end = share_of(tl.program_id(0), total, programs)
-    end = tl.where(tl.program_id(0) < programs, end, begin)
-    nothing = total - total
-    return total, programs, begin, end, nothing, nothing
-
-
-@triton.jit
-def _attend_cache(
-    q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr, HINT: tl.constexpr,
-):  # fmt: skip
-    """Softmax state and accumulators over the tiles `[tile_begin, tile_end)` of one KV head."""
-    TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
-    FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
-    offs_n = tl.arange(0, TILE_N)
-    offs_d = tl.arange(0, q.shape[1])
-    offs_dv = tl.arange(0, TILE_DV)
-    m_log2, row_sum = init_state(first)
-    acc = tl.zeros([q.shape[0], TILE_DV], tl.float32)
-    # a page is looked up while the keys of the tile before it are waited for
-    ahead = cache_tile(tile_begin, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-    for tile in tl.range(tile_begin, tile_end):
-        kv_pos, slab, row, live, wrong = ahead
-        ahead = cache_tile(tile + 1, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, strides.k, live, offs_d, HEAD_DIM, HINT)
-        if FP8:
-            k = k.to(tl.float16)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-        if score[1] is not None:
-            s = cap(s * score[2], score[1])
-        visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None]) & live[None, :]
-        s = tl.where(wrong[None, :], float("nan"), tl.where(visible, s, -float("inf")))
-        m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
-        v = load_cache_rows(v_ptr, slab, row, strides.v, live, offs_dv, HEAD_DIM_V, HINT)
-        if FP8:
-            v = v.to(tl.float16)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-    return m_log2, row_sum, acc
-
-
-@triton.jit
-def _attend_by_warps(
-    q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, HINT: tl.constexpr,
-    GROUPS: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """As `_attend_cache`, for q [warps, TILE_M, columns]: each warp has its own keys of a tile.
-
-    Batched products go to a warp each, so that no warp waits for another one's maximum or weights.
-    """
-    TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
-    FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
-    MAY_BE_WRONG: tl.constexpr = PAGE_SIZE is not None or BLOCK_KV is not None
-    offs_d = tl.arange(0, q.shape[2])
-    offs_dv = tl.arange(0, TILE_DV)
-    offs_w = tl.arange(0, TILE_DV // 4)
-    word_strides = (strides.v[0] // 4, strides.v[1] // 4, strides.v[2] // 4)
-    v_words = v_ptr.to(tl.pointer_type(tl.int32), bitcast=True) if WORDS else v_ptr
-    m_log2, row_sum = init_state(tl.arange(0, GROUPS)[:, None] + first[None, :])
-    acc = tl.zeros([GROUPS, q.shape[1], TILE_DV], tl.float32)
-    # a page is looked up while the keys of the tile before it are waited for
-    ahead = grouped_tile(tile_begin, cache, TILE_N, GROUPS, PAGE_SIZE, BLOCK_KV)
-    for tile in tl.range(tile_begin, tile_end):
-        kv_pos, slab, row, readable, listed, wrong = ahead
-        ahead = grouped_tile(tile + 1, cache, TILE_N, GROUPS, PAGE_SIZE, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, strides.k, readable, offs_d, HEAD_DIM, HINT)
-        s = tl.dot(q, tl.permute(k.to(q.dtype), 0, 2, 1))
-        if SCALED:
-            s *= score[3][None, :, None]
-        if score[1] is not None:
-            s = cap(s * score[2], score[1])
-        visible = within_bounds(kv_pos[:, None, :], first[None, :, None], last[None, :, None])
-        if BLOCK_KV is not None:
-            visible = visible & listed[:, None, :]
-        s = tl.where(visible, s, -float("inf"))
-        m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
-        if MAY_BE_WRONG:
-            some_wrong = tl.max(wrong.to(tl.int32), 1)
-            row_sum = tl.where(some_wrong[:, None] > 0, float("nan"), row_sum)
-        if WORDS:
-            v = paired_half(
-                load_cache_rows(
-                    v_words, slab, row, word_strides, readable, offs_w, HEAD_DIM_V // 4, HINT
-                )
-            )
-        else:
-            v = load_cache_rows(v_ptr, slab, row, strides.v, readable, offs_dv, HEAD_DIM_V, HINT)
-            if FP8:
-                v = v.to(tl.float16)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, :, None])
-    m_all, sum_all = init_state(first)
-    m_all, sum_all, _, factors = join_states(m_all, sum_all, m_log2, row_sum)
-    acc_all = tl.sum(acc * factors[:, :, None], 0)
-    if WORDS:
-        acc_all = column_order(acc_all)
-    return m_all, sum_all, acc_all
-
-
-@triton.jit
-def _row_scales(q):
-    """Queries in fp16, rows scaled by powers of two into its range, and the factors [rows] left."""
-    top = tl.max(tl.abs(q.to(tl.float32)), 1)
-    exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.minimum(tl.maximum(exponent, -126), 126)
-    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-    up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-    return (q.to(tl.float32) * down[:, None]).to(tl.float16), up
-
-
-@triton.jit
-def _prefetch_tiles(
-    tile, end, sequence, sequence_tile, inputs, tables, strides, table_strides, band, sizes,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PREFETCH: tl.constexpr,
-):  # fmt: skip
-    """Ask the L2 for the first PREFETCH tiles of the stretch `[tile, end)` that one head holds.
-
-    band (q_len, left, right), sizes (capacity, num_pages, num_blocks, q_tiles).
-    """
-    offs_n = tl.arange(0, TILE_N)
-    kv_len, kv_lo, kv_hi = _keys_seen(
-        tables[0], sequence, tile < end, band[0], sizes[0], band[1], band[2]
-    )
-    first_tile, count = visited_tiles(kv_lo, kv_hi, sizes[2], TILE_N, BLOCK_KV)
-    plane = (tile - sequence_tile) // count
-    plane_tile = sequence_tile + plane * count
-    kv_head = tl.cast(plane // sizes[3], tl.int64)
-    rows_of_tables = (
-        tables[1], tables[2],
-        tl.cast(sequence, tl.int64) * table_strides[0],
-        tl.cast(sequence, tl.int64) * table_strides[1] + kv_head * table_strides[2],
-    )  # fmt: skip
-    cache = (rows_of_tables, sequence, sizes[1], sizes[2], sizes[0], kv_lo, kv_hi)
-    shift = first_tile - plane_tile
-    stop = tl.minimum(tl.minimum(end, plane_tile + count), tile + PREFETCH)
-    k_head = inputs[1] + kv_head * strides.k[1]
-    v_head = inputs[2] + kv_head * strides.v[1]
-    for asked in range(tile + shift, stop + shift):
-        places = cache_tile(asked, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        slab, row, live = places[1], places[2], places[3]
-        prefetch_cache_rows(k_head, slab, row, strides.k, live, HEAD_DIM)
-        prefetch_cache_rows(v_head, slab, row, strides.v, live, HEAD_DIM_V)
 
 
 @triton.jit
@@ -381,11 +148,11 @@ def _attn_decode_kernel(
         sequence = program - program
         sequence_tile = sequence
     elif SINGLE:
-        total, programs, tile, end, sequence, sequence_tile = _share_of_one(
+        total, programs, tile, end, sequence, sequence_tile = share_of_one(
             tables[0], q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV, LEAST
         )
     else:
-        total, programs, tile, end, sequence, sequence_tile = _find_share(
+        total, programs, tile, end, sequence, sequence_tile = find_share(
             tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV,
             LEAST,
         )  # fmt: skip
@@ -397,7 +164,7 @@ def _attn_decode_kernel(
     sizes = (capacity, num_pages, num_blocks, q_tiles)
     if PREFETCH > 0:
         # before the queries are waited for
-        _prefetch_tiles(
+        prefetch_tiles(
             tile, end, sequence, sequence_tile, inputs, tables, strides, table_strides, band, sizes,
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PREFETCH,
         )  # fmt: skip
@@ -406,7 +173,7 @@ def _attn_decode_kernel(
             kv_len = capacity
             kv_lo, kv_hi = kv_range(0, q_len, q_len, kv_len, left, right)
         else:
-            kv_len, kv_lo, kv_hi = _keys_seen(
+            kv_len, kv_lo, kv_hi = keys_seen(
                 tables[0], sequence, True, q_len, capacity, left, right
             )
         first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, TILE_N, BLOCK_KV)
@@ -448,16 +215,16 @@ def _attn_decode_kernel(
             up = tl.zeros([TILE_M], tl.float32)
             if SCALED:
                 # keys become fp16 in one step, as bf16 they would need two
-                q, up = _row_scales(q)
+                q, up = half_rows(q)
             q3 = tl.broadcast_to(q[None, :, :], (GROUPS, TILE_M, TILE_D))
-            m_log2, row_sum, acc = _attend_by_warps(
+            m_log2, row_sum, acc = attend_by_warps(
                 q3, first, last,
                 k_head, v_head, cache, tile + shift, stop + shift,
                 strides, (scale_log2, scoring[1], k_scale, up),
                 HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, HINT, GROUPS, SCALED, WORDS,
             )  # fmt: skip
         else:
-            m_log2, row_sum, acc = _attend_cache(
+            m_log2, row_sum, acc = attend_cache(
                 q, first, last,
                 k_head, v_head, cache, tile + shift, stop + shift,
                 strides, (scale_log2, scoring[1], k_scale),
@@ -468,7 +235,7 @@ def _attn_decode_kernel(
         next_sequence_tile = tl.where(finished, stop, sequence_tile)
         if PREFETCH > 0:
             # before results are written and others waited for
-            _prefetch_tiles(
+            prefetch_tiles(
                 stop, end, next_sequence, next_sequence_tile, inputs, tables, strides,
                 table_strides, band, sizes,
                 HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PREFETCH,
