@@ -100,32 +100,59 @@ def _arguments(call: Call) -> dict[str, Any]:
     }
 
 
+# Warps with keys of their own: tile_n, num_warps, num_stages, by call and architecture.
+OWN_KEYS: Mapping[Call, Mapping[int, tuple[int, int, int]]] = {
+    Call(BRAIN, 128): {80: (64, 4, 3), 90: (64, 4, 4), 100: (64, 4, 4), 120: (64, 4, 2)},
+    Call(BRAIN, 128, 16): {90: (128, 8, 3)},
+    Call(BRAIN, 128, 64, FP8): {89: (64, 4, 3), 90: (64, 4, 4), 100: (64, 4, 4)},
+    Call(HALF, 80, 48, everything=True): {90: (64, 4, 3)},
+}
+
+
+def _case(name: str, call: Call, sm: int, config: DecodeConfig, spill: int) -> CompileCase:
+    return CompileCase(
+        name,
+        _attn_decode_kernel,
+        {
+            **_arguments(call),
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "PRECISION": config.precision,
+            "GROUPS": config.groups,
+            "PARTS": config.parts,
+            "LEAST": config.least,
+            "PREFETCH": config.prefetch,
+            "HINT": config.hint,
+            "SINGLE": config.single,
+            "WORDS": config.words,
+            "PDL": config.pdl,
+            "ABLATE": config.ablate,
+        },
+        archs=(sm,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        max_spill_bytes=spill,
+    )
+
+
 @compile_cases
 def _cases() -> Iterator[CompileCase]:
     for call, tiles in BUILDS.items():
         for sm, tile in tiles.items():
-            config = DecodeConfig(*tile, PROGRAMS)
-            yield CompileCase(
-                call.name(sm),
-                _attn_decode_kernel,
-                {
-                    **_arguments(call),
-                    "TILE_M": config.tile_m,
-                    "TILE_N": config.tile_n,
-                    "PRECISION": config.precision,
-                    "GROUPS": config.groups,
-                    "PARTS": config.parts,
-                    "LEAST": config.least,
-                    "PREFETCH": config.prefetch,
-                    "HINT": config.hint,
-                    "SINGLE": config.single,
-                    "WORDS": config.words,
-                    "PDL": config.pdl,
-                    "ABLATE": config.ablate,
-                },
-                archs=(sm,),
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-                # four registers: 64 rows of fp32 sums leave sm_80 none to spare
-                max_spill_bytes=16 if sm == 80 and call.rows == 64 else 0,
+            # four registers: 64 rows of fp32 sums leave sm_80 none to spare
+            spill = 16 if sm == 80 and call.rows == 64 else 0
+            yield _case(call.name(sm), call, sm, DecodeConfig(*tile, PROGRAMS), spill)
+    for call, own in OWN_KEYS.items():
+        for sm, (keys, warps, stages) in own.items():
+            config = DecodeConfig(
+                16,
+                keys,
+                warps,
+                stages,
+                PROGRAMS,
+                groups=warps,
+                parts=16,
+                words=call.cache is not None,
             )
+            # outside of the loop: where parts are put together
+            yield _case(f"{call.name(sm)}-own_keys", call, sm, config, 128)
