@@ -50,7 +50,7 @@ def attend_by_warps(
     q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, HINT: tl.constexpr,
-    GROUPS: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr,
+    GROUPS: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `attend_cache`, for q [warps, TILE_M, columns]: each warp has its own keys of a tile.
 
@@ -72,7 +72,7 @@ def attend_by_warps(
         kv_pos, slab, row, readable, listed, wrong = ahead
         ahead = grouped_tile(tile + 1, cache, TILE_N, GROUPS, PAGE_SIZE, BLOCK_KV)
         k = load_cache_rows(k_ptr, slab, row, strides.k, readable, offs_d, HEAD_DIM, HINT)
-        s = tl.dot(q, tl.permute(k.to(q.dtype), 0, 2, 1))
+        s = tl.dot(q, tl.permute(k.to(q.dtype), 0, 2, 1), input_precision=PRECISION)
         if SCALED:
             s *= score[3][None, :, None]
         if score[1] is not None:
@@ -95,7 +95,7 @@ def attend_by_warps(
             v = load_cache_rows(v_ptr, slab, row, strides.v, readable, offs_dv, HEAD_DIM_V, HINT)
             if FP8:
                 v = v.to(tl.float16)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, :, None])
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, :, None], input_precision=PRECISION)
     m_all, sum_all = init_state(first)
     m_all, sum_all, _, factors = join_states(m_all, sum_all, m_log2, row_sum)
     acc_all = tl.sum(acc * factors[:, :, None], 0)
