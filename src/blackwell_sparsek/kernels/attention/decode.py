@@ -221,7 +221,8 @@ def _attn_decode_kernel(
                 q3, first, last,
                 k_head, v_head, cache, tile + shift, stop + shift,
                 strides, (scale_log2, scoring[1], k_scale, up),
-                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, HINT, GROUPS, SCALED, WORDS, PRECISION,
+                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, HINT, GROUPS, SCALED,
+                WORDS, PRECISION,
             )  # fmt: skip
         else:
             m_log2, row_sum, acc = attend_cache(

@@ -50,7 +50,8 @@ def attend_by_warps(
     q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, HINT: tl.constexpr,
-    GROUPS: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `attend_cache`, for q [warps, TILE_M, columns]: each warp has its own keys of a tile.
 
