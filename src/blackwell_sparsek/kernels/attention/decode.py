@@ -339,7 +339,7 @@ def launch_attn_decode(
             config.prefetch,
             config.hint,
             config.single and batch == 1,
-            config.words,
+            config.words and v_cache.dtype == torch.float8_e4m3fn,
             config.pdl,
             config.ablate,
         )
