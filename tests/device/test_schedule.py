@@ -8,7 +8,12 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from blackwell_sparsek.device.schedule import place_in_sections
+from blackwell_sparsek.device.schedule import (
+    count_packed_pieces,
+    place_in_sections,
+    place_in_sequence,
+    sequence_of_piece,
+)
 from blackwell_sparsek.device.sequences import batch_and_heads, plane_offset, token_span
 
 
@@ -67,3 +72,56 @@ def test_offsets_pass_32_bits(device):
     strides = (2**31 - 16, 2**30, 2**33)
     _span_probe[(1,)](out, None, 3 * 8 + 7, 8, 1, 5, strides)
     assert out[4].item() == 3 * strides[0] + 7 * strides[1]
+
+
+@triton.jit
+def _packed_probe(
+    out_ptr, cu_ptr, num_sequences, heads, section, TILE_M: tl.constexpr, SCAN: tl.constexpr
+):
+    total = count_packed_pieces(cu_ptr, num_sequences, heads, TILE_M)
+    sequence = 0
+    piece = 0
+    while piece < total:
+        sequence = sequence_of_piece(
+            cu_ptr, piece, sequence, num_sequences, heads, tl.arange(0, SCAN), TILE_M
+        )
+        head, tile = place_in_sequence(cu_ptr, piece, sequence, heads, section, TILE_M)
+        tl.store(out_ptr + piece * 3, sequence)
+        tl.store(out_ptr + piece * 3 + 1, head)
+        tl.store(out_ptr + piece * 3 + 2, tile)
+        piece += 1
+
+
+@pytest.mark.parametrize("first", [0, 37])
+@pytest.mark.parametrize("scan", [2, 4, 16])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (1,),
+        (0,),
+        (64, 64, 64),
+        (63, 1, 65, 129),
+        (0, 0, 0, 200, 0, 1, 0),
+        (1,) * 9,
+        (0,) * 8 + (70,),
+        (70,) + (0,) * 8,
+    ],
+)
+def test_every_tile_of_packed_sequences_once(device, lengths, scan, first):
+    heads, section, tile_m = 3, 2, 64
+    cu = torch.tensor([first, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32).to(device)
+    most = heads * (sum(lengths) // tile_m + len(lengths))
+    out = torch.full((most + 1, 3), -1, dtype=torch.int32, device=device)
+    _packed_probe[(1,)](out, cu, len(lengths), heads, section, TILE_M=tile_m, SCAN=scan)
+    placed = [tuple(x) for x in out.tolist()]
+    assert placed.pop() == (-1, -1, -1)
+    assert (-1, -1, -1) not in placed
+    with_queries = [(s, h, t) for s, h, t in placed if t * tile_m < lengths[s]]
+    expected = [
+        (sequence, head, tile)
+        for sequence, length in enumerate(lengths)
+        for first_head in range(0, heads, section)
+        for tile in reversed(range(-(-length // tile_m)))
+        for head in range(first_head, min(first_head + section, heads))
+    ]
+    assert with_queries == expected

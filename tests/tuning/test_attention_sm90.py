@@ -16,10 +16,13 @@ from blackwell_sparsek.tuning.attention_sm90 import (
     attn_fwd_sm90_section,
     attn_fwd_sm90_unsupported,
 )
-from blackwell_sparsek.tuning.problem_attention import AttnProblem
+from blackwell_sparsek.tuning.problem_attention import AttnProblem, tma_takes
 
 # An SM has 228 KiB, of which the system takes 1 KiB per program.
 SM_BYTES = 228 * 1024
+
+
+NARROW = {"head_dim": 64, "head_dim_v": 64}
 
 
 def problem(**changes):
@@ -37,7 +40,9 @@ def problem(**changes):
         ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
         ({"head_dim": 136}, "up to 128 in steps of 8, got 136 and 128"),
         ({"head_dim_v": 20}, "up to 128 in steps of 8, got 128 and 20"),
-        ({"varlen": True}, "packed sequences are not written yet"),
+        ({"varlen": True, "tokens": (9, 0)}, "TMA cannot describe zero keys"),
+        ({"varlen": True, "tokens": (2**31 - 2**16, 9)}, "at most 2147418111 tokens in all"),
+        ({"varlen": True, "tokens": (2**30, 9), "heads_q": 128}, "at most 2147483647 query tiles"),
         ({"positive": False}, "needs a scale above zero"),
         ({"max_k": 0}, "TMA cannot describe zero keys"),
         ({"mask_block": (32, 64)}, "query blocks of 32 are not a multiple of 64"),
@@ -60,6 +65,9 @@ def test_why_not(changes, reason):
         {"mask_block": (256, 256)},
         {"max_k": 1, "max_q": 1},
         {"max_k": 2**30 - 1},
+        {"varlen": True, "tokens": (1, 1)},
+        # far fewer tiles than sequences times tiles of the longest
+        {"varlen": True, "tokens": (2**24, 2**24), "batch": 2**16, "max_q": 2**19},
         {"softcap": True, "sinks": True, "banded": True, "element_bits": True},
     ],
 )
@@ -93,6 +101,11 @@ def test_few_queries_are_left_to_smaller_tiles():
         # tiles of 192 would be two thirds empty
         ({"head_dim": 64, "head_dim_v": 64, "batch": 64, "heads_q": 32, "max_q": 64}, 1),
         ({"heads_q": 4, "max_q": 1024}, 1),
+        # lengths of packed sequences are averages: here 64 tokens, and 4096
+        ({"varlen": True, "tokens": (4096, 4096), "batch": 64, "heads_q": 32}, 1),
+        ({"varlen": True, "tokens": (8192, 8192), "batch": 2}, 2),
+        ({**NARROW, "varlen": True, "tokens": (8192, 8192), "batch": 2}, 3),
+        ({**NARROW, "varlen": True, "tokens": (65536, 65536), "batch": 64}, 2),
         ({"mask_block": (64, 64)}, 1),
         ({"mask_block": (128, 16)}, 2),
         ({"mask_block": (256, 128), "head_dim": 64, "head_dim_v": 64}, 2),
@@ -109,14 +122,25 @@ def test_pieces_lie_within_query_blocks():
         assert config.UNIT == 32
 
 
+def test_sequences_are_searched_with_more_registers():
+    for blocks in (None, (128, 128)):
+        packed = attn_fwd_sm90_config(problem(varlen=True, tokens=(8192, 8192), mask_block=blocks))
+        assert (packed.PRODUCER_REGISTERS, packed.CONSUMER_REGISTERS) == (40, 232)
+    assert attn_fwd_sm90_config(problem()).PRODUCER_REGISTERS == 24
+
+
 DIMS = list(itertools.product((64, 128), (64, 128)))
 UNITS = (None, 16, 64, 128, 256)
-CHOICES = [(c, unit, *dims) for c in (1, 2) for unit in UNITS for dims in DIMS]
+CHOICES = [(c, unit, *dims, False) for c in (1, 2) for unit in UNITS for dims in DIMS]
+PACKED = [(*choice[:-1], True) for choice in CHOICES]
+THREE = [(3, None, 64, 64, packed) for packed in (False, True)]
 
 
-@pytest.mark.parametrize("consumers, block_kv, tile_d, tile_dv", [*CHOICES, (3, None, 64, 64)])
-def test_tiles_and_registers_fit_an_sm(consumers, block_kv, tile_d, tile_dv):
-    config = make_config(consumers, tile_d, tile_dv, block_kv)
+@pytest.mark.parametrize(
+    "consumers, block_kv, tile_d, tile_dv, packed", [*CHOICES, *PACKED, *THREE]
+)
+def test_tiles_and_registers_fit_an_sm(consumers, block_kv, tile_d, tile_dv, packed):
+    config = make_config(consumers, tile_d, tile_dv, block_kv, packed)
     rows = config.tile_m + config.STAGES * config.TILE_N
     # barriers, work numbers and pins take less than 1 KiB
     program = rows * (tile_d + tile_dv) * 2 + 2048
@@ -177,3 +201,35 @@ def test_the_sign_of_scores(scale, softcap, positive):
     q = torch.empty(1, 1, 8, 8, dtype=torch.float16)
     spec = AttnSpec(scale, softcap=softcap, max_q=8, max_k=8)
     assert AttnProblem.of(q, q, q, spec).positive is positive
+
+
+@pytest.mark.parametrize(
+    "name, x, takes",
+    [
+        ("contiguous", torch.empty(32, 4, 64, dtype=torch.float16), True),
+        ("fused", torch.empty(32, 12, 64, dtype=torch.float16)[:, 4:8], True),
+        ("heads outer", torch.empty(4, 32, 64, dtype=torch.float16).transpose(0, 1), True),
+        ("row of 68", torch.empty(32, 4, 68, dtype=torch.float16)[..., :64], False),
+        ("no token", torch.empty(0, 4, 64, dtype=torch.float16), False),
+        ("same token", torch.empty(1, 4, 64, dtype=torch.float16).expand(32, -1, -1), False),
+        (
+            "tokens 16 GiB apart",
+            torch.empty(2, 4, 64, dtype=torch.float16, device="meta").as_strided(
+                (2, 4, 64), (2**33, 64, 1)
+            ),
+            False,
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_tma_takes_of_packed_sequences(name, x, takes):
+    assert tma_takes(x) is takes
+
+
+def test_tokens_of_packed_sequences():
+    cu = torch.tensor([0, 3, 8], dtype=torch.int32)
+    q, k = torch.empty(8, 4, 64), torch.empty(8, 2, 64)
+    spec = AttnSpec(0.1, max_q=5, max_k=6, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    packed = AttnProblem.of(q, k, k, spec)
+    assert (packed.batch, packed.tokens, packed.max_k) == (2, (8, 8), 6)
+    assert AttnProblem.of(q[None], k[None], k[None], AttnSpec(0.1)).tokens is None

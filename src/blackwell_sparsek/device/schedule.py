@@ -28,3 +28,53 @@ def place_in_sections(program, num_planes, num_tiles, section):
     in_section = program - first_plane * num_tiles
     width = tl.minimum(section, num_planes - first_plane)
     return first_plane + in_section % width, num_tiles - 1 - in_section // width
+
+
+@triton.jit
+def _first_slot(cu_seqlens_ptr, sequence, TILE_M: tl.constexpr):
+    """First slot of a sequence. Slots are the query tiles of a head, through all sequences.
+
+    A sequence has as many as it may have tiles, wherever it begins: its first slot depends on its
+    own offset alone, at the price that the last slot may hold no queries.
+    """
+    token = tl.load(cu_seqlens_ptr + sequence) - tl.load(cu_seqlens_ptr)
+    return token // TILE_M + sequence
+
+
+@triton.jit
+def count_packed_pieces(cu_seqlens_ptr, num_sequences, heads, TILE_M: tl.constexpr):
+    """How many pieces of work packed sequences have, those without queries included."""
+    return _first_slot(cu_seqlens_ptr, num_sequences, TILE_M) * heads
+
+
+@triton.jit
+def sequence_of_piece(
+    cu_seqlens_ptr, piece, sequence, num_sequences, heads, offs_scan, TILE_M: tl.constexpr
+):
+    """The sequence that a piece of work belongs to, looked for from `sequence` on.
+
+    That is the sequence of an earlier piece, or 0. `offs_scan` is any range 0..n: the offsets of
+    sequences are read n at a time.
+    """
+    slot = piece // heads
+    origin = tl.load(cu_seqlens_ptr)
+    begun = offs_scan.shape[0] + sequence - sequence
+    # each round ends at the last sequence that it saw begin, and goes on if it saw no other
+    while begun == offs_scan.shape[0]:
+        index = sequence + offs_scan
+        live = index < num_sequences
+        token = tl.load(cu_seqlens_ptr + index, mask=live, other=0) - origin
+        begun = tl.sum((live & (token // TILE_M + index <= slot)).to(tl.int32), 0)
+        sequence += begun - 1
+    return sequence
+
+
+@triton.jit
+def place_in_sequence(cu_seqlens_ptr, piece, sequence, heads, section, TILE_M: tl.constexpr):
+    """Head and query tile of a piece of work of this sequence, in sections of heads.
+
+    The first tiles of a section to come may begin past the last query.
+    """
+    first = _first_slot(cu_seqlens_ptr, sequence, TILE_M)
+    slots = _first_slot(cu_seqlens_ptr, sequence + 1, TILE_M) - first
+    return place_in_sections(piece - first * heads, heads, slots, section)

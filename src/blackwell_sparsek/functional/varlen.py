@@ -9,6 +9,7 @@ from ..core.errors import InvalidInput, InvalidType
 from ..formats.band import band_of
 from ..formats.block_mask import BlockMask
 from ..formats.varlen import check_cu_seqlens, check_same_batch
+from ..ops.attention_repeat import attention_call
 from .attention_inputs import (
     PACKED,
     autocast_qkv,
@@ -81,6 +82,37 @@ def attention_varlen(
     ... ).shape
     torch.Size([10, 4, 16])
     """
+    options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic)
+    offsets = (cu_seqlens_q, cu_seqlens_k)
+    call = attention_call(q, k, v, sinks, block_mask, impl, options, offsets)
+
+    def checked() -> tuple[torch.Tensor, torch.Tensor]:
+        return _attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, block_mask, sinks, impl, *options
+        )
+
+    out, lse = checked() if call is None else call.repeat() or call.record(checked)
+    return (out, lse) if return_lse else out
+
+
+def _attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    block_mask: BlockMask | None,
+    sinks: torch.Tensor | None,
+    impl: str,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    window: int | tuple[int | None, int | None] | None,
+    scale: float | None,
+    softcap: float | None,
+    deterministic: bool | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check everything and run the operator."""
     op = "attention_varlen"
     check_qkv(op, q, k, v, PACKED)
     check_head_dims(op, q, v)
@@ -93,7 +125,7 @@ def attention_varlen(
     batch = cu_seqlens_q.numel() - 1
     check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k)
     q, k, v = autocast_qkv(op, q, k, v)
-    out, lse = call_operator(
+    return call_operator(
         op,
         q,
         k,
@@ -110,4 +142,3 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
-    return (out, lse) if return_lse else out

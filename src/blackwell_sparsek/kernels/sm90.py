@@ -46,6 +46,25 @@ def tensor_descriptor(
     return TensorDescriptor(x, list(x.shape), list(steps), list(block), layout)
 
 
+def packed_descriptor(x: torch.Tensor, block: Sequence[int]) -> Any:
+    """TMA descriptor of packed sequences [T, H, D], as `device.gluon.packed` finds tiles in it.
+
+    `block` is that of the dense layout, [1, 1, rows, width].
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from ..device.gluon.packed import BEYOND, ROW_END, WRAP
+
+    tokens, heads, width = x.shape
+    # a dimension of size 1 may carry any stride, which TMA would refuse
+    token = x.stride(0) if tokens > 1 else width
+    head = x.stride(1) if heads > 1 else width
+    shape = [BEYOND.value, BEYOND.value, heads, ROW_END.value, width]
+    strides = [WRAP.value - token, token, head, token, 1]
+    packed = (1, *block)
+    return TensorDescriptor(x, shape, strides, list(packed), shared_layout(packed, x.dtype))
+
+
 def descriptor_type(block: Sequence[int], dtype: torch.dtype) -> str:
     """The type of such a descriptor in Triton's spelling, for compile cases."""
     return f"tensordesc<{_NAMES[dtype]}{list(block)},{shared_layout(tuple(block), dtype)!r}>"

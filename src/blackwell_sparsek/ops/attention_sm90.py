@@ -53,7 +53,8 @@ def forward(
     out, lse = empty_out(q, v.shape[-1]), empty_lse(q)
     config, section = attn_fwd_sm90_config(problem), attn_fwd_sm90_section(problem)
     order = None
-    if (mask := spec.block_mask) is not None:
+    # an order of mask rows knows nothing of the lengths of packed sequences
+    if (mask := spec.block_mask) is not None and not spec.is_varlen:
         key = ("rows", q.shape[0], q.shape[1], spec.band, section)
         order = kept_order(mask, key, lambda: longest_first(mask, *key[1:]))
     launch_attn_fwd_sm90(out, lse, q, k, v, spec, order, section, config)

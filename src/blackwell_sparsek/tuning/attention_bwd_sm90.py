@@ -22,6 +22,8 @@ def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
     """Why the Hopper kernel cannot run this problem, or None."""
     if (reason := attn_fwd_sm90_unsupported(problem)) is not None:
         return reason
+    if problem.varlen:
+        return "packed sequences are not written yet"
     if problem.deterministic:
         return "adds up dq in no fixed order"
     if problem.mask_block is not None and problem.mask_block[1] not in KEY_BLOCKS:

@@ -17,6 +17,8 @@ LARGEST_HEAD_DIM = 128
 # Positions and band limits are int32 in the kernel, and so is the number of pieces of work.
 LONGEST = 2**30 - 1
 MOST_PIECES = 2**31 - 1
+# Tokens of packed sequences are coordinates of a TMA dimension of this size.
+MOST_TOKENS = 2**31 - 2**16 - 1
 # Fewer queries than half of a warp group's rows: the portable kernel has smaller tiles for them.
 FEW_QUERIES = 32
 SHORT_KEYS = 512
@@ -47,11 +49,9 @@ def attn_fwd_sm90_unsupported(problem: AttnProblem) -> str | None:
             f"needs head dimensions up to {LARGEST_HEAD_DIM} in steps of 8, "
             f"got {dims[0]} and {dims[1]}"
         )
-    if problem.varlen:
-        return "packed sequences are not written yet"
     if not problem.positive:
         return "needs a scale above zero"
-    if problem.max_k == 0:
+    if problem.max_k == 0 or (problem.tokens is not None and problem.tokens[1] == 0):
         return "TMA cannot describe zero keys"
     return _sizes_unsupported(problem)
 
@@ -67,8 +67,13 @@ def _sizes_unsupported(problem: AttnProblem) -> str | None:
         return "TMA needs addresses and strides that are multiples of 16 bytes"
     if max(problem.max_q, problem.max_k) > LONGEST:
         return f"needs sequences of at most {LONGEST} tokens"
+    if problem.tokens is not None and max(problem.tokens) > MOST_TOKENS:
+        return f"needs at most {MOST_TOKENS} tokens in all"
     # an order of mask rows may count whole blocks of 256 queries
-    if problem.batch * problem.heads_q * (cdiv(problem.max_q, GROUP_ROWS) + 3) > MOST_PIECES:
+    tiles = problem.batch * (cdiv(problem.max_q, GROUP_ROWS) + 3)
+    if problem.tokens is not None:
+        tiles = problem.tokens[0] // GROUP_ROWS + problem.batch
+    if tiles * problem.heads_q > MOST_PIECES:
         return f"needs at most {MOST_PIECES} query tiles over batch and heads"
     return None
 
@@ -87,32 +92,48 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
     block_q, block_kv = problem.mask_block or (None, None)
     if block_q is not None:
         # a piece of work stays within one row of the mask, and rows of 64 are for one consumer
-        return make_config(min(block_q // GROUP_ROWS, 2), tile_d, tile_dv, block_kv)
+        consumers = min(block_q // GROUP_ROWS, 2)
+        return make_config(consumers, tile_d, tile_dv, block_kv, problem.varlen)
     dim = max(tile_d, tile_dv)
     # Registers hold three consumers only where the sums are 64 wide, and no tanh comes between.
     # Masked tiles cost them most: 0.35 ms against 0.24 at 1k tokens, causal, as much as two
     # consumers take at 4k, and less (2.24 against 2.43 ms) at 16k.
-    long_enough = problem.max_k >= (LONG_BANDED if problem.banded else LONG_FULL)
+    long_enough = _keys(problem) >= (LONG_BANDED if problem.banded else LONG_FULL)
     three = dim == 64 and not problem.softcap and long_enough
     choices = (3, 2, 1) if three else (2, 1)
     consumers = min(choices, key=lambda count: _time(problem, dim, count))
-    return make_config(consumers, tile_d, tile_dv)
+    return make_config(consumers, tile_d, tile_dv, packed=problem.varlen)
+
+
+def _keys(problem: AttnProblem) -> int:
+    """Keys that a query meets; on average, where packed sequences differ."""
+    if problem.tokens is None:
+        return problem.max_k
+    return cdiv(problem.tokens[1], max(problem.batch, 1))
+
+
+def _pieces(problem: AttnProblem, rows: int) -> int:
+    """Pieces of work of `rows` queries; packed sequences fill half of their last ones."""
+    if problem.tokens is None:
+        return problem.batch * problem.heads_q * cdiv(problem.max_q, rows)
+    half_filled = cdiv(problem.tokens[0] + problem.batch * rows // 2, rows)
+    return problem.heads_q * max(half_filled, problem.batch)
 
 
 def _time(problem: AttnProblem, dim: int, consumers: int) -> float:
-    """Relative time of a dense problem: rounds of pieces on all SMs, each at the pace measured.
+    """Relative time without a mask: rounds of pieces on all SMs, each at the pace measured.
 
     Tall tiles run faster, but small problems leave SMs idle with them, and rows past the last
     query cost as much as others.
     """
     rows = consumers * GROUP_ROWS
-    pieces = problem.batch * problem.heads_q * cdiv(problem.max_q, rows)
+    pieces = _pieces(problem, rows)
     sms = problem.arch.num_sms
     pace = PACE[dim, consumers]
     beside = min(len(pace), max(1, cdiv(pieces, sms)))
     # two programs on an SM overlap the ends of their pieces, which are much of a short one:
     # 8.9 us against 10.1 for 32 heads of 512 tokens
-    short = 1.18 if consumers == 1 and problem.max_k <= SHORT_KEYS else 1.0
+    short = 1.18 if consumers == 1 and _keys(problem) <= SHORT_KEYS else 1.0
     return cdiv(pieces, sms * beside) * beside * rows / (pace[beside - 1] * short)
 
 

@@ -36,6 +36,8 @@ class AttnProblem:
     """Whether scores are multiplied by a factor above zero before the softmax."""
     tma: bool = False
     """Whether TMA can copy q, k and v: addresses and strides in steps of 16 bytes."""
+    tokens: tuple[int, int] | None = None
+    """Queries and keys of all packed sequences together; None for dense batches."""
 
     @classmethod
     def of(
@@ -73,7 +75,8 @@ class AttnProblem:
             deterministic=deterministic,
             # under a softcap, the factor before the softmax is the softcap
             positive=spec.scale > 0 or spec.softcap > 0,
-            tma=q.dim() == 4 and all(tma_takes(x) for x in (q, k, v)),
+            tma=all(tma_takes(x) for x in (q, k, v)),
+            tokens=(q.shape[0], k.shape[0]) if spec.is_varlen else None,
         )
 
     def __str__(self) -> str:
@@ -89,6 +92,10 @@ class AttnProblem:
         )
 
 
+# Bytes between tokens of packed sequences that their descriptors can go back by.
+FARTHEST_TOKENS = 2**34
+
+
 def tma_takes(x: torch.Tensor) -> bool:
     """Whether TMA can copy tiles of `x`: address and strides in steps of 16 bytes."""
     *outer, row = (
@@ -96,4 +103,6 @@ def tma_takes(x: torch.Tensor) -> bool:
         for size, stride in zip(x.shape, x.stride(), strict=True)
     )
     aligned = all(0 < stride < 2**40 and stride % 16 == 0 for stride in outer)
+    if x.dim() == 3:
+        aligned = aligned and outer[0] < FARTHEST_TOKENS
     return aligned and row <= 16 and x.data_ptr() % 16 == 0 and x.numel() > 0

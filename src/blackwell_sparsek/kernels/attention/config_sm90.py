@@ -78,14 +78,15 @@ class AttnFwdSm90Config:
 
 
 def make_config(
-    consumers: int, tile_d: int, tile_dv: int, block_kv: int | None = None
+    consumers: int, tile_d: int, tile_dv: int, block_kv: int | None = None, packed: bool = False
 ) -> AttnFwdSm90Config:
-    """The configuration with so many consumers; `block_kv` is the mask's, None when dense."""
+    """The configuration with so many consumers; `block_kv` is the mask's, None without one."""
     # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
-    # Finding blocks takes the producer more registers than counting tiles; they come from the
-    # consumers. Three consumers need few: their head dims are 64 at the most.
-    producer = 40 if block_kv is not None or consumers == 1 else 32 if consumers == 3 else 24
+    # Finding blocks or sequences takes the producer more registers than counting tiles; they come
+    # from the consumers. Three consumers need few: their head dims are 64 at the most.
+    searches = block_kv is not None or packed
+    producer = 32 if consumers == 3 else 40 if searches or consumers == 1 else 24
     return AttnFwdSm90Config(
         CONSUMERS=consumers,
         TILE_N=tile_n,

@@ -7,7 +7,7 @@ A consumer issues the scores of tile i and the product of tile i - 1 with V toge
 softmax of tile i runs while the tensor cores are busy. Tiles that need mask code come first.
 
 Called as impl "sm90" of `bsk::attn_fwd`. Limits: fp16 and bf16, D and Dv up to 128, a positive
-factor of scores, dense batches, strides and addresses that TMA takes, and those of `fwd.py`.
+factor of scores, strides and addresses that TMA takes, and those of `fwd.py`.
 """
 
 from triton.experimental import gluon
@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...device.gluon.packed import plane_place, tile_at
 from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
 from ...device.masks import (
     bit_visible,
@@ -30,6 +31,7 @@ from ...device.masks import (
     row_bounds,
     within_bounds,
 )
+from ...device.schedule import count_packed_pieces
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
@@ -43,15 +45,23 @@ from ...device.visits import (
     tile_ordinal,
 )
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_work import count_q_tiles, place_piece, plan_piece
+from .fwd_sm90_work import (
+    count_q_tiles,
+    piece_lengths,
+    place_packed_piece,
+    place_piece,
+    plan_piece,
+)
 
 ROWS = gl.constexpr(GROUP_ROWS)
-# What describes a piece of work: the six bounds of a visit plan, plane and query tile.
-WORK_FIELDS = gl.constexpr(8)
+# What describes a piece of work: the six bounds of a visit plan, plane and query tile; of packed
+# sequences also the first query token, queries and keys.
+DENSE_FIELDS = gl.constexpr(8)
+PACKED_FIELDS = gl.constexpr(11)
 
 
 @gluon.jit
-def _fetch_tile(desc, ring, step, visit, kv_tile, batch, kv_head, CFG: gl.constexpr):
+def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
     """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
     smem, full, empty = ring
     lists, plan, num_masked, kv_len = visit
@@ -77,54 +87,84 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, batch, kv_head, CFG: gl.conste
         # a tile with no unit left is read from past the keys, where TMA fills zeros
         kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
         if parts == 1:
-            tma.async_copy_global_to_shared(desc, [batch, kv_head, kv, 0], bar, tile)
+            tma.async_copy_global_to_shared(desc, tile_at(place, kv), bar, tile)
         else:
             rows = tile.slice(part * part_rows, part_rows, dim=0)
-            tma.async_copy_global_to_shared(desc, [batch, kv_head, kv, 0], bar, rows)
+            tma.async_copy_global_to_shared(desc, tile_at(place, kv), bar, rows)
+
+
+@gluon.jit
+def _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG: gl.constexpr):
+    """Publish a piece of work, fetch its queries and KV tiles; return the next step."""
+    q_desc, k_desc, v_desc, _, _ = produce
+    mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
+    q_smem, q_full, q_empty = q_ring
+    consumers: gl.constexpr = CFG.CONSUMERS
+    tile_n: gl.constexpr = CFG.TILE_N
+    unit_size: gl.constexpr = CFG.UNIT
+    batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
+    plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
+    num_masked = num_masked_units(plan)
+    kv_tiles = num_tiles(num_masked, tile_n, unit_size)
+    kv_tiles += num_tiles(num_full_units(plan), tile_n, unit_size)
+    fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
+    if cu_seqlens[0] is not None:
+        fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
+    publish(work, turn, fields)
+    mbarrier.wait(q_empty, (turn & 1) ^ 1)
+    mbarrier.expect(q_full, consumers * q_desc.block_type.nbytes)
+    q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
+    for g in gl.static_range(consumers):
+        q_row = q_tile * CFG.tile_m + g * ROWS
+        q = q_smem.index(g)
+        tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_full, q)
+    visit = (mask[0], plan, num_masked, kv_span[1])
+    kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
+    for kv_tile in range(kv_tiles):
+        _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
+        _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
+        step += 1
+    return step
 
 
 @gluon.jit
 def _produce(produce, shared, CFG: gl.constexpr):
     """Take pieces of work, publish them and keep the rings full."""
-    q_desc, k_desc, v_desc, counter_ptr, schedule = produce
-    mask, q_ring, k_ring, v_ring, work, lengths, heads, band = shared
-    q_smem, q_full, q_empty = q_ring
-    consumers: gl.constexpr = CFG.CONSUMERS
-    tile_n: gl.constexpr = CFG.TILE_N
-    unit_size: gl.constexpr = CFG.UNIT
-    q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
-    total = schedule[1] * q_tiles
+    _, _, _, counter_ptr, schedule = produce
+    mask, _, _, _, work, lengths, heads, _, cu_seqlens = shared
     step = 0
     turn = 0
+    sequence = 0
+    if cu_seqlens[0] is None:
+        q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
+        total = schedule[1] * q_tiles
+    else:
+        num_sequences = schedule[1] // heads[0]
+        total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
     piece = gl.program_id(0)
     while piece < total:
         next_piece = piece + gl.num_programs(0)
         if schedule[3] != 0:
             # asked for a whole piece ahead of its use
             next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
-        batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
-        plan = plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
-        num_masked = num_masked_units(plan)
-        kv_tiles = num_tiles(num_masked, tile_n, unit_size)
-        kv_tiles += num_tiles(num_full_units(plan), tile_n, unit_size)
-        fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
-        publish(work, turn, fields)
-        mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        mbarrier.expect(q_full, consumers * q_desc.block_type.nbytes)
-        for g in gl.static_range(consumers):
-            q_row = q_tile * CFG.tile_m + g * ROWS
-            q = q_smem.index(g)
-            tma.async_copy_global_to_shared(q_desc, [batch, q_head, q_row, 0], q_full, q)
-        visit = (mask[0], plan, num_masked, lengths[1])
-        for kv_tile in range(kv_tiles):
-            _fetch_tile(k_desc, k_ring, step, visit, kv_tile, batch, kv_head, CFG)
-            _fetch_tile(v_desc, v_ring, step, visit, kv_tile, batch, kv_head, CFG)
-            step += 1
-        turn += 1
+        if cu_seqlens[0] is None:
+            plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
+            spans = (0, lengths[0]), (0, lengths[1])
+            step = _feed(produce, shared, plane, q_tile, *spans, step, turn, CFG)
+            turn += 1
+        else:
+            sequence, plane, q_tile, q_span, kv_span = place_packed_piece(
+                cu_seqlens, piece, sequence, num_sequences, lengths, heads, CFG
+            )
+            if q_tile * CFG.tile_m < q_span[1]:
+                step = _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG)
+                turn += 1
         piece = next_piece
     # no plane: the end
-    publish(work, turn, (0, 0, 0, 0, 0, 0, -1, 0))
+    end = (0, 0, 0, 0, 0, 0, -1, 0)
+    if cu_seqlens[0] is not None:
+        end = end + (0, 0, 0)  # noqa: RUF005
+    publish(work, turn, end)
 
 
 @gluon.jit
@@ -163,8 +203,8 @@ def _mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr)
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Attend with 64 queries, piece by piece of work."""
-    out_desc, lse_ptr, sinks_ptr, score, out_tiles, pins = consume
-    mask, q_ring, k_ring, v_ring, work, lengths, heads, band = shared
+    out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, pins = consume
+    mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_full, v_empty = v_ring
@@ -176,7 +216,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
-    q_len, kv_len = lengths
     q = q_smem.index(GROUP)
     out_smem = out_tiles.index(GROUP)
     pin = pins.index(GROUP)
@@ -184,11 +223,12 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     step = 0
     turn = 0
-    p0, p1, p2, p3, p4, p5, plane, q_tile = take(work, turn)
-    while plane >= 0:
-        plan = (p0, p1, p2, p3, p4, p5)
-        batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
-        q_start = q_tile * CFG.tile_m
+    piece = take(work, turn)
+    while piece[6] >= 0:
+        plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
+        q_first, q_len, kv_len = piece_lengths(piece, lengths)
+        batch, q_head, _ = batch_and_heads(piece[6], heads[0], heads[1])
+        q_start = piece[7] * CFG.tile_m
         q_index = q_start + GROUP * ROWS + rows
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
         first_pos = position(q_start + GROUP * ROWS, q_len, kv_len)
@@ -255,18 +295,19 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         out_smem.store(out.to(dtype))
         fence_async_shared()
         q_row = q_start + GROUP * ROWS
-        tma.async_copy_shared_to_global(out_desc, [batch, q_head, q_row, 0], out_smem)
-        lse_plane = lse_offset(batch, q_head, 0, heads[0], q_len, None)
+        out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
+        tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
+        lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
         gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
         turn += 1
-        p0, p1, p2, p3, p4, p5, plane, q_tile = take(work, turn)
+        piece = take(work, turn)
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_planes",
-        "section", "dynamic", "q_heads", "group_size",
+        "lse_head_stride", "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right",
+        "num_planes", "section", "dynamic", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_fwd_sm90_kernel(
@@ -276,11 +317,13 @@ def _attn_fwd_sm90_kernel(
     k_desc,
     v_desc,
     sinks_ptr,
+    cu_seqlens,
     counter_ptr,
     order_ptr,
     block_lists,
     mask_batch_step,
     mask_head_step,
+    lse_head_stride,
     q_len,
     kv_len,
     left,
@@ -309,15 +352,16 @@ def _attn_fwd_sm90_kernel(
     q_ring = (q_smem, barriers(1, 1).index(0), barriers(1, consumers).index(0))
     k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
     v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
-    work = work_channel(WORK_FIELDS, consumers)
+    work = work_channel(DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS, consumers)
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
     schedule = (order_ptr, num_planes, section, dynamic)
     produce = (q_desc, k_desc, v_desc, counter_ptr, schedule)
-    consume = (out_desc, lse_ptr, sinks_ptr, score, out_smem, pins)
-    shared = (mask, q_ring, k_ring, v_ring, work, (q_len, kv_len), heads, (left, right))
+    consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, pins)
+    lengths = (q_len, kv_len)
+    shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)
     # the first role runs in the warps of the launch, the others in warps of their own
     if consumers == 1:
         gl.warp_specialize(

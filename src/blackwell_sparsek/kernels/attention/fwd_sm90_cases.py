@@ -21,6 +21,7 @@ class Call(NamedTuple):
     block_size: tuple[int, int] | None = None
     sinks: bool = False
     softcap: bool = False
+    packed: bool = False
     dtype: torch.dtype = torch.bfloat16
     max_spill_bytes: int = 0
 
@@ -32,6 +33,7 @@ class Call(NamedTuple):
         parts += [f"blocks{self.block_size[0]}x{self.block_size[1]}"] if self.block_size else []
         parts += ["sinks"] if self.sinks else []
         parts += ["softcap"] if self.softcap else []
+        parts += ["packed"] if self.packed else []
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
 
@@ -53,25 +55,37 @@ CALLS = (
     Call(2, 64, 64, (256, 256), max_spill_bytes=192),
     Call(1, 64, 64, (64, 64), max_spill_bytes=128),
     Call(2, 128, 128, (128, 128), sinks=True, softcap=True, max_spill_bytes=1024),
+    Call(2, 128, 128, packed=True),
+    Call(1, 128, 128, packed=True),
+    Call(3, 64, 64, packed=True),
+    Call(2, 64, 64, packed=True),
+    Call(1, 64, 64, packed=True),
+    Call(2, 128, 128, sinks=True, softcap=True, packed=True),
+    Call(2, 128, 128, (128, 128), packed=True, max_spill_bytes=640),
+    Call(1, 64, 64, (64, 16), packed=True, max_spill_bytes=256),
 )
 
 
 def attn_fwd_sm90_case(call: Call) -> CompileCase:
     """A launch of the kernel; a mask comes with its order of rows."""
     block_q, block_kv = call.block_size or (None, None)
-    config = make_config(call.consumers, call.tile_d, call.tile_dv, block_kv)
+    config = make_config(call.consumers, call.tile_d, call.tile_dv, block_kv, call.packed)
+    # packed descriptors have one dimension more
+    lead = (1,) if call.packed else ()
     return CompileCase(
         name=call.name,
         kernel=_attn_fwd_sm90_kernel,
         args={
-            "out_desc": descriptor_type(config.out_block(), call.dtype),
+            "out_desc": descriptor_type((*lead, *config.out_block()), call.dtype),
             "lse_ptr": torch.float32,
-            "q_desc": descriptor_type(config.q_block(), call.dtype),
-            "k_desc": descriptor_type(config.k_block(), call.dtype),
-            "v_desc": descriptor_type(config.v_block(), call.dtype),
+            "q_desc": descriptor_type((*lead, *config.q_block()), call.dtype),
+            "k_desc": descriptor_type((*lead, *config.k_block()), call.dtype),
+            "v_desc": descriptor_type((*lead, *config.v_block()), call.dtype),
+            "cu_seqlens": (torch.int32, torch.int32) if call.packed else (None, None),
+            "lse_head_stride": 4096,
             "sinks_ptr": torch.float32 if call.sinks else None,
             "counter_ptr": torch.int32,
-            "order_ptr": None if block_q is None else torch.int32,
+            "order_ptr": None if block_q is None or call.packed else torch.int32,
             "block_lists": None if block_q is None else (*(torch.int32,) * 5, block_q),
             "mask_batch_step": 0,
             "mask_head_step": 0,

@@ -8,7 +8,7 @@ from ...core.arch import arch_of
 from ...core.launch import cdiv, launch, on_device_of, scratch
 from ...formats.attention_spec import AttnSpec
 from ...formats.band import EVERYTHING
-from ..sm90 import tensor_descriptor
+from ..sm90 import packed_descriptor, tensor_descriptor
 from .config_sm90 import AttnFwdSm90Config
 from .fwd_sm90 import _attn_fwd_sm90_kernel
 from .operands import kernel_operands
@@ -33,24 +33,31 @@ def launch_attn_fwd_sm90(
 
     Parameters
     ----------
-    out : [B, Hq, Sq, Dv], lse : fp32 [B, Hq, Sq] contiguous; all of both is written
-    q, k, v : [B, H, S, D | Dv], at least one key, strides and addresses that TMA takes
-    spec : options of the call, validated; no packed sequences
+    out : [B, Hq, Sq, Dv], lse : fp32 [B, Hq, Sq] contiguous; all of both is written. Packed:
+        [Tq, Hq, Dv] and [Hq, Tq], of which the tokens of sequences are written
+    q, k, v : [B, H, S, D | Dv] or packed [T, H, D | Dv], at least one query and one key, strides
+        and addresses that TMA takes
+    spec : options of the call, validated
     order : int32 [B * Hq * rows], the rows of the block mask in the order to take them, as
-        `formats.block_order.longest_first` makes it; None goes through the queries in sections
-    section : planes (batch and head) whose KV stay in L2 together
+        `formats.block_order.longest_first` makes it; None goes through the queries in sections,
+        and it must be None when sequences are packed
+    section : planes (batch and head) whose KV stay in L2 together; packed sequences, taken one
+        after the other, find theirs from their own lengths
     config : tiles
     """
     operands = kernel_operands(q, k, v, spec)
     q_len = operands.lengths[0]
     planes = operands.batch * operands.heads[0]
     pieces = planes * cdiv(q_len, config.tile_m)
+    if spec.is_varlen:
+        assert order is None
+        pieces = planes + operands.heads[0] * (q.shape[0] // config.tile_m)
     if order is not None and spec.block_mask is not None:
         pieces = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
     if pieces == 0:
         return
     programs = min(arch_of(q.device).num_sms * config.programs_per_sm, pieces)
-    even = spec.block_mask is None and spec.band == EVERYTHING
+    even = spec.block_mask is None and spec.band == EVERYTHING and not spec.is_varlen
     dynamic = pieces > programs * (EVEN_ROUNDS if even else 1)
     # without `dynamic` nobody looks at the counter
     counter = scratch((1,), torch.int32, q.device, zero=dynamic)
@@ -62,10 +69,12 @@ def launch_attn_fwd_sm90(
             _descriptor(k, config.k_block()),
             _descriptor(v, config.v_block()),
             operands.sinks,
+            operands.cu_seqlens,
             counter,
             order,
             operands.block_lists,
             *operands.mask_steps,
+            lse.stride(-2),
             *operands.lengths,
             *operands.band,
             planes,
@@ -80,6 +89,8 @@ def launch_attn_fwd_sm90(
 
 
 def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
+    if x.dim() == 3:
+        return packed_descriptor(x, block)
     return tensor_descriptor(x, block, tma_strides(x))
 
 

@@ -4,17 +4,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.masks import kv_range, kv_range_of_all
-from ...device.schedule import place_in_sections
-from ...device.sequences import batch_and_heads
+from ...device.schedule import (
+    place_in_sections,
+    place_in_sequence,
+    section_planes,
+    sequence_of_piece,
+)
+from ...device.sequences import batch_and_heads, token_span
 from ...device.visits import plan_blocks, plan_dense
 
-# Entries of a mask row read at a time, four by each thread of the producer.
+# Entries of a mask row, or sequences, read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
 
 
 @gluon.jit
 def count_q_tiles(mask, schedule, q_len, CFG: gl.constexpr):
-    """How many pieces of work a plane has."""
+    """How many pieces of work a plane of a dense batch has."""
     if schedule[0] is None:
         q_tiles = (q_len + CFG.tile_m - 1) // CFG.tile_m
     else:
@@ -37,6 +42,38 @@ def place_piece(mask, schedule, piece, q_tiles, CFG: gl.constexpr):
         plane = entry // q_blocks
         q_tile = entry % q_blocks * row_tiles + piece % row_tiles
     return plane, q_tile
+
+
+@gluon.jit
+def place_packed_piece(
+    cu_seqlens, piece, sequence, num_sequences, lengths, heads, CFG: gl.constexpr
+):
+    """Sequence, plane, query tile and the token spans of queries and keys of a piece of work.
+
+    `sequence` is that of an earlier piece, and `lengths` the longest ones.
+    """
+    offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
+    sequence = sequence_of_piece(
+        cu_seqlens[0], piece, sequence, num_sequences, heads[0], offs_scan, CFG.tile_m
+    )
+    q_span = token_span(cu_seqlens[0], sequence, lengths[0])
+    kv_span = token_span(cu_seqlens[1], sequence, lengths[1])
+    kv_bytes: gl.constexpr = 2 * (CFG.TILE_D + CFG.TILE_DV)
+    section = section_planes(kv_span[1], heads[1], kv_bytes)
+    q_head, q_tile = place_in_sequence(
+        cu_seqlens[0], piece, sequence, heads[0], section, CFG.tile_m
+    )
+    return sequence, sequence * heads[0] + q_head, q_tile, q_span, kv_span
+
+
+@gluon.jit
+def piece_lengths(piece, dense_lengths):
+    """First query token, queries and keys of the sequence that a published piece belongs to."""
+    if len(piece) == 8:
+        span = (0, dense_lengths[0], dense_lengths[1])
+    else:
+        span = (piece[8], piece[9], piece[10])
+    return span
 
 
 @gluon.jit
