@@ -97,26 +97,24 @@ def cache_tile(
 
 
 @triton.jit
-def grouped_tile(
-    tile, cache, TILE_N: tl.constexpr, GROUPS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):  # fmt: skip
-    """As `cache_tile`, for keys [GROUPS, keys of a group], with one look-up for each group.
+def clamped_tile(
+    tile, offs_n, cache, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
+):
+    """As `cache_tile`, with one look-up for all keys: cheaper where a page holds whole tiles.
 
     Returns positions, slab, row, and whether the keys are readable, listed, wrong. Keys outside of
     `[kv_lo, kv_hi)` have the row of the nearest one inside, which is in the same block: what is
-    read there is finite, and a mask by position hides it. So the last three are the same for a
-    whole group, [GROUPS, 1], unless pages or blocks cut groups. `listed` is None without lists.
+    read there is finite, and a mask by position hides it. So the last three are the same for all
+    keys, scalars, unless pages or blocks cut tiles.
     """
     tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi = cache
-    KEYS: tl.constexpr = TILE_N // GROUPS
-    PAGES_CUT: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % KEYS != 0
-    BLOCKS_CUT: tl.constexpr = BLOCK_KV is not None and BLOCK_KV % KEYS != 0
-    place = tile * TILE_N + tl.arange(0, GROUPS)[:, None] * KEYS
-    keys = tl.arange(0, KEYS)[None, :]
+    PAGES_CUT: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % TILE_N != 0
+    BLOCKS_CUT: tl.constexpr = BLOCK_KV is not None and BLOCK_KV % TILE_N != 0
+    place = tile * TILE_N
+    keys = offs_n
     if PAGES_CUT or BLOCKS_CUT:
-        place += keys
-        keys = keys - keys
+        place += offs_n
+        keys = offs_n - offs_n
     if BLOCK_KV is None:
         start = place
         lo = kv_lo
@@ -151,42 +149,13 @@ def grouped_tile(
 
 
 @triton.jit
-def load_cache_rows(
-    base_ptr, slab, row, strides, live, offs_d, HEAD_DIM: tl.constexpr, HINT: tl.constexpr
-):
-    """Rows [..., columns] of a cache with strides (slab, head, token); 0 where not live."""
-    LAST: tl.constexpr = len(row.shape)
-    offset = tl.cast(slab, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[2]
-    mask = tl.expand_dims(live, LAST)
-    if offs_d.shape[0] != HEAD_DIM:
-        mask = mask & (offs_d < HEAD_DIM)
-    return tl.load(
-        base_ptr + tl.expand_dims(offset, LAST) + offs_d, mask=mask, other=0.0, eviction_policy=HINT
-    )
+def load_cache_rows(base_ptr, slab, row, strides, live, offs_d, HEAD_DIM: tl.constexpr):
+    """Rows [TILE_N, columns] of a cache with strides (slab, head, token); 0 where not live.
 
-
-@triton.jit
-def prefetch_cache_rows(base_ptr, slab, row, strides, live, HEAD_DIM: tl.constexpr):
-    """Bring the live rows to the L2; they begin and end at multiples of 16 bytes.
-
-    Writes of other kernels meet in that cache, so nothing gets stale by coming early.
+    `live` is one for each row or one for all.
     """
-    ROW_BYTES: tl.constexpr = HEAD_DIM * base_ptr.dtype.element_ty.primitive_bitwidth // 8
     offset = tl.cast(slab, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[2]
-    tl.inline_asm_elementwise(
-        _prefetch_asm(ROW_BYTES),
-        "=r,l,r",
-        [(base_ptr + offset).to(tl.int64), live.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.constexpr_function
-def _prefetch_asm(num_bytes):
-    """PTX of a prefetch: pointer $1, not where $2 is 0. $0 must be written, for nothing."""
-    return (
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
-        f"@p cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0; }}"
-    )
+    mask = live[:, None] if len(live.shape) == 1 else live
+    if offs_d.shape[0] != HEAD_DIM:
+        mask = mask & (offs_d < HEAD_DIM)[None, :]
+    return tl.load(base_ptr + offset[:, None] + offs_d[None, :], mask=mask, other=0.0)

@@ -17,18 +17,18 @@ from blackwell_sparsek.testing.decode_cases import DecodeCase, check_decode, dra
 HALF, FLOAT, BRAIN = torch.float16, torch.float32, torch.bfloat16
 
 
-# warps that have keys of their own, set by the fixture
-GROUPS = 1
+# whether rows lie across, set by the fixture
+ACROSS = False
 
 
-@pytest.fixture(params=[1, 2], ids=["shared_keys", "own_keys"], autouse=True)
-def groups(request, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.GROUPS", request.param)
+@pytest.fixture(params=[False, True], ids=["down", "across"], autouse=True)
+def across(request, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ACROSS", request.param)
 
 
 def config(programs=5, tile_m=16, tile_n=16):
     return DecodeConfig(
-        tile_m, tile_n * GROUPS, num_warps=4, num_stages=2, programs=programs, groups=GROUPS
+        tile_m, tile_n, num_warps=4, num_stages=2, programs=programs, across=ACROSS
     )
 
 
@@ -276,15 +276,15 @@ def test_nothing_to_compute(shape, device):
     assert out.shape == shape and lse.shape == shape[:3]
 
 
-@pytest.mark.parametrize("least", [1, 3])
 @pytest.mark.parametrize(
     "case",
     [
-        DecodeCase(1, HALF, heads=(8, 2), lengths=(150,)),
-        DecodeCase(1, BRAIN, heads=(8, 2), lengths=(0,), capacity=64, page_size=16),
-        DecodeCase(1, BRAIN, heads=(8, 2), lengths=(130,), page_size=32, block_size=32),
+        DecodeCase(22, HALF, heads=(8, 2), lengths=(150,)),
+        DecodeCase(22, BRAIN, heads=(8, 2), lengths=(0,), capacity=64, page_size=16),
+        DecodeCase(22, BRAIN, heads=(8, 2), lengths=(130, 20), page_size=32, block_size=32),
     ],
     ids=["plain", "empty", "listed"],
 )
-def test_one_sequence_and_longer_shares(case, least, device):
-    check(case, device, dataclasses.replace(config(7), single=True, least=least, parts=32))
+def test_programs_that_get_nothing(case, device):
+    """Fewer take part when each is to have three tiles."""
+    check(case, device, dataclasses.replace(config(7), least=3))

@@ -23,17 +23,27 @@ import triton
 import triton.language as tl
 
 from ...core.launch import launch, on_device_of, resting_words, scratch
-from ...device.masks import kv_range, position, row_bounds
+from ...device.masks import position, row_bounds
 from ...device.paging import visited_tiles
-from ...device.partials import MERGED_ROWS, is_last, merge_parts, part_slot, store_part
+from ...device.partials import (
+    MERGED_ROWS,
+    is_last,
+    merge_parts,
+    merged_places,
+    part_slot,
+    store_part,
+)
 from ...device.scores import fold_sign
-from ...device.shares import owner_of, share_of
+from ...device.shares import owner_of
 from ...device.softmax import add_sink, finalise
 from ...formats.decode_spec import DecodeSpec, capacity, kv_heads, page_size
 from .config_decode import DecodeConfig
-from .decode_steps import attend_by_warps, attend_cache, half_rows
-from .decode_work import find_share, keys_seen, prefetch_tiles, share_of_one
+from .decode_steps import attend_across, attend_cache
+from .decode_work import find_share, keys_seen
 from .operands import score_factors, token_strides
+
+
+FP8 = torch.float8_e4m3fn
 
 
 class DecodeStrides(NamedTuple):
@@ -58,10 +68,13 @@ def _row_places(rows, num_rows, kv_head, group, q_len, strides):
 
 @triton.jit
 def _write(
-    results, scoring, m_log2, row_sum, acc, rows, num_rows, batch, kv_head, kv_len, q_len, heads,
-    strides, HEAD_DIM_V: tl.constexpr,
+    results, scoring, m_log2, row_sum, acc, rows, columns, num_rows, batch, kv_head, kv_len, q_len,
+    heads, strides, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
-    """End the softmax of packed rows and store outputs and lse."""
+    """End the softmax of packed rows [R] and store outputs and lse; acc and columns are [R, C].
+
+    A row may come more than once, with other columns.
+    """
     live = rows < num_rows
     token, head, offset = _row_places(rows, num_rows, kv_head, heads[1], q_len, strides.out)
     if scoring[2] is not None:
@@ -71,12 +84,11 @@ def _write(
     inverse, lse = finalise(m_log2, row_sum)
     if scoring[4] is not None:
         inverse *= tl.load(scoring[4] + kv_head * strides.scales[1])
-    offs_dv = tl.arange(0, acc.shape[1])
     out_ptr = results[0] + tl.cast(batch, tl.int64) * strides.out[0]
     tl.store(
-        out_ptr + offset[:, None] + offs_dv[None, :],
+        out_ptr + offset[:, None] + columns,
         (acc * inverse[:, None]).to(out_ptr.dtype.element_ty),
-        live[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+        live[:, None] & (columns < HEAD_DIM_V),
     )
     lse_row = (tl.cast(batch, tl.int64) * heads[0] * heads[1] + head) * q_len + token
     tl.store(results[1] + lse_row, lse, live)
@@ -84,8 +96,7 @@ def _write(
 
 @triton.jit(
     do_not_specialize=[
-        "page_row_stride", "list_batch_stride", "list_head_stride",
-        "batch", "q_len", "capacity", "num_pages", "num_blocks", "left", "right",
+        "table_strides", "batch", "q_len", "capacity", "num_pages", "num_blocks", "left", "right",
     ]
 )  # fmt: skip
 def _attn_decode_kernel(
@@ -95,9 +106,7 @@ def _attn_decode_kernel(
     scoring,
     workspace,
     strides,
-    page_row_stride,
-    list_batch_stride,
-    list_head_stride,
+    table_strides,
     batch,
     q_len,
     capacity,
@@ -113,21 +122,15 @@ def _attn_decode_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PARTS: tl.constexpr,
     LEAST: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    HINT: tl.constexpr,
-    SINGLE: tl.constexpr,
-    WORDS: tl.constexpr,
-    PDL: tl.constexpr,
-    ABLATE: tl.constexpr,
+    ACROSS: tl.constexpr,
 ):
     """One stretch of the KV tiles of all sequences and heads.
 
     results (out, lse), inputs (q, k_cache, v_cache), tables (cache_seqlens, page_table,
     kv_blocks), scoring (scale_log2, inverse_cap, sinks, k_scale, v_scale), workspace (parts,
-    counters), heads (KV heads, query heads of each).
+    counters), table_strides (rows of page_table, sequences and heads of kv_blocks), heads (KV heads,
+    query heads of each).
     """
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
@@ -136,46 +139,15 @@ def _attn_decode_kernel(
     q_tiles = (num_rows + TILE_M - 1) // TILE_M
     planes = heads[0] * q_tiles
     program = tl.program_id(0)
-    if PDL:
-        # the next kernel may begin to wait; this one waits for the one before
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if ABLATE == "scan":
-        # one sequence of full length
-        total = planes * (capacity // TILE_N)
-        programs = tl.num_programs(0)
-        tile, end = share_of(program, total, programs)
-        sequence = program - program
-        sequence_tile = sequence
-    elif SINGLE:
-        total, programs, tile, end, sequence, sequence_tile = share_of_one(
-            tables[0], q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV, LEAST
-        )
-    else:
-        total, programs, tile, end, sequence, sequence_tile = find_share(
-            tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV,
-            LEAST,
-        )  # fmt: skip
+    total, programs, tile, end, sequence, sequence_tile = find_share(
+        tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV, LEAST
+    )
     acc_parts = workspace[0]
     state_parts = acc_parts + tl.cast(2 * tl.num_programs(0), tl.int64) * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)
-    table_strides = (page_row_stride, list_batch_stride, list_head_stride)
-    band = (q_len, left, right)
-    sizes = (capacity, num_pages, num_blocks, q_tiles)
-    if PREFETCH > 0:
-        # before the queries are waited for
-        prefetch_tiles(
-            tile, end, sequence, sequence_tile, inputs, tables, strides, table_strides, band, sizes,
-            HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PREFETCH,
-        )  # fmt: skip
+    offs_dv = tl.arange(0, TILE_DV)[None, :]
     while tile < end:
-        if ABLATE == "scan":
-            kv_len = capacity
-            kv_lo, kv_hi = kv_range(0, q_len, q_len, kv_len, left, right)
-        else:
-            kv_len, kv_lo, kv_hi = keys_seen(
-                tables[0], sequence, True, q_len, capacity, left, right
-            )
+        kv_len, kv_lo, kv_hi = keys_seen(tables[0], sequence, True, q_len, capacity, left, right)
         first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, TILE_N, BLOCK_KV)
         plane = (tile - sequence_tile) // count
         plane_tile = sequence_tile + plane * count
@@ -185,8 +157,8 @@ def _attn_decode_kernel(
         shift = first_tile - plane_tile
         k_head = k_ptr + tl.cast(kv_head, tl.int64) * strides.k[1]
         v_head = v_ptr + tl.cast(kv_head, tl.int64) * strides.v[1]
-        page_row = tl.cast(sequence, tl.int64) * page_row_stride
-        list_row = tl.cast(sequence, tl.int64) * list_batch_stride + kv_head * list_head_stride
+        page_row = tl.cast(sequence, tl.int64) * table_strides[0]
+        list_row = tl.cast(sequence, tl.int64) * table_strides[1] + kv_head * table_strides[2]
         cache = (
             (tables[1], tables[2], page_row, list_row),
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
@@ -196,10 +168,6 @@ def _attn_decode_kernel(
         q_plane = q_ptr + tl.cast(sequence, tl.int64) * strides.q[0]
         live = (rows < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
         q = tl.load(q_plane + offset[:, None] + offs_d[None, :], live, other=0.0)
-        if ABLATE == "q":
-            q = (offset[:, None] + offs_d[None, :]).to(tl.float32).to(q_ptr.dtype.element_ty)
-        begins = owner_of(plane_tile, total, programs)
-        ends = owner_of(plane_tile + count - 1, total, programs)
         k_scale = 1.0
         if scoring[3] is not None:
             k_scale = tl.load(scoring[3] + kv_head * strides.scales[0])
@@ -207,44 +175,19 @@ def _attn_decode_kernel(
         q, scale_log2 = fold_sign(q, scoring[0] * k_scale if scoring[1] is None else scoring[0])
         q_pos = position(token, q_len, tl.maximum(kv_len, 0))
         first, last = row_bounds(q_pos, tl.maximum(kv_len, 0), left, right)
-        if GROUPS > 1:
-            SCALED: tl.constexpr = (
-                k_ptr.dtype.element_ty.primitive_bitwidth == 8
-                and q_ptr.dtype.element_ty != tl.float16
-            )
-            up = tl.zeros([TILE_M], tl.float32)
-            if SCALED:
-                # keys become fp16 in one step, as bf16 they would need two
-                q, up = half_rows(q)
-            q3 = tl.broadcast_to(q[None, :, :], (GROUPS, TILE_M, TILE_D))
-            m_log2, row_sum, acc = attend_by_warps(
-                q3, first, last,
-                k_head, v_head, cache, tile + shift, stop + shift,
-                strides, (scale_log2, scoring[1], k_scale, up),
-                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, HINT, GROUPS, SCALED,
-                WORDS, PRECISION,
-            )  # fmt: skip
-        else:
-            m_log2, row_sum, acc = attend_cache(
-                q, first, last,
-                k_head, v_head, cache, tile + shift, stop + shift,
-                strides, (scale_log2, scoring[1], k_scale),
-                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION, HINT,
-            )  # fmt: skip
-        finished = stop == sequence_tile + planes * count
-        next_sequence = sequence + finished.to(tl.int32)
-        next_sequence_tile = tl.where(finished, stop, sequence_tile)
-        if PREFETCH > 0:
-            # before results are written and others waited for
-            prefetch_tiles(
-                stop, end, next_sequence, next_sequence_tile, inputs, tables, strides,
-                table_strides, band, sizes,
-                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PREFETCH,
-            )  # fmt: skip
-        if begins == ends or ABLATE == "merge":
+        attend: tl.constexpr = attend_across if ACROSS else attend_cache
+        m_log2, row_sum, acc = attend(
+            q, first, last,
+            k_head, v_head, cache, tile + shift, stop + shift,
+            strides, (scale_log2, scoring[1], k_scale),
+            HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION,
+        )  # fmt: skip
+        begins = owner_of(plane_tile, total, programs)
+        ends = owner_of(plane_tile + count - 1, total, programs)
+        if begins == ends:
             _write(
-                results, scoring, m_log2, row_sum, acc, rows, num_rows, sequence, kv_head, kv_len,
-                q_len, heads, strides, HEAD_DIM_V,
+                results, scoring, m_log2, row_sum, acc, rows, offs_dv, num_rows, sequence, kv_head,
+                kv_len, q_len, heads, strides, HEAD_DIM_V,
             )  # fmt: skip
         else:
             slot = part_slot(program, begins)
@@ -254,16 +197,18 @@ def _attn_decode_kernel(
                 for row in range(0, tile_rows, MERGED_ROWS):
                     m_log2_all, row_sum_all, acc_all = merge_parts(
                         acc_parts, state_parts, begins, ends - begins + 1, row, tile_rows,
-                        TILE_M, TILE_DV, PARTS,
+                        TILE_M, TILE_DV,
                     )  # fmt: skip
+                    merged_rows, columns = merged_places(first_row + row, TILE_DV)
                     _write(
-                        results, scoring, m_log2_all, row_sum_all, acc_all,
-                        first_row + row + tl.arange(0, MERGED_ROWS), first_row + tile_rows,
-                        sequence, kv_head, kv_len, q_len, heads, strides, HEAD_DIM_V,
+                        results, scoring, m_log2_all, row_sum_all, acc_all, merged_rows, columns,
+                        first_row + tile_rows, sequence, kv_head, kv_len, q_len, heads, strides,
+                        HEAD_DIM_V,
                     )  # fmt: skip
         tile = stop
-        sequence = next_sequence
-        sequence_tile = next_sequence_tile
+        finished = stop == sequence_tile + planes * count
+        sequence += finished.to(tl.int32)
+        sequence_tile = tl.where(finished, stop, sequence_tile)
 
 
 def launch_attn_decode(
@@ -295,6 +240,8 @@ def launch_attn_decode(
     heads, pages, dim_v = kv_heads(k_cache, spec), page_size(k_cache, spec), v_cache.shape[-1]
     tile_dv = triton.next_power_of_2(max(dim_v, 16))
     slots = 2 * config.programs
+    if config.words and all(has_words(x) for x in (k_cache, v_cache)):
+        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
     blocks = spec.kv_blocks
     with on_device_of(q):
         args = (
@@ -318,7 +265,7 @@ def launch_attn_decode(
                 _cache_strides(v_cache, pages),
                 (_scale_stride(spec.k_scale), _scale_stride(spec.v_scale)),
             ),
-            *_table_strides(spec),
+            _table_strides(spec),
             batch,
             q_len,
             capacity(k_cache, spec),
@@ -333,20 +280,17 @@ def launch_attn_decode(
             config.tile_m,
             config.tile_n,
             config.precision,
-            config.groups,
-            config.parts,
             config.least,
-            config.prefetch,
-            config.hint,
-            config.single and batch == 1,
-            config.words and v_cache.dtype == torch.float8_e4m3fn,
-            config.pdl,
-            config.ablate,
+            config.across,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        if config.pdl:
-            options["launch_pdl"] = True
         launch(_attn_decode_kernel, config.programs, args, **options)
+
+
+def has_words(cache: torch.Tensor) -> bool:
+    """Whether fp8 rows begin and end between words of four, and are long enough to be reordered."""
+    lengths = (*cache.stride()[:-1], cache.storage_offset(), cache.shape[-1])
+    return cache.dtype == FP8 and cache.shape[-1] > 32 and all(n % 4 == 0 for n in lengths)
 
 
 def _cache_strides(cache: torch.Tensor, pages: int | None) -> tuple[int, int, int]:

@@ -54,11 +54,12 @@ BUILDS: Mapping[Call, Mapping[int, tuple[int, int, int, int]]] = {
 }
 
 
-def _arguments(call: Call) -> dict[str, Any]:
+def _arguments(call: Call, words: bool) -> dict[str, Any]:
     dim = call.head_dim
     row = KV_HEADS * dim
     slab = TOKENS * row if call.page_size is None else call.page_size * row
-    cache = call.cache or call.dtype
+    cache = torch.int32 if words else call.cache or call.dtype
+    packed = 4 if words else 1
     scale = torch.float32 if call.cache else None
     return {
         "results": (call.dtype, torch.float32),
@@ -78,13 +79,11 @@ def _arguments(call: Call) -> dict[str, Any]:
         "strides": DecodeStrides(
             (row * GROUP, dim, 0),
             (row * GROUP, dim, 0),
-            (slab, dim, row),
-            (slab, dim, row),
+            (slab // packed, dim // packed, row // packed),
+            (slab // packed, dim // packed, row // packed),
             (1, 1),
         ),
-        "page_row_stride": TOKENS,
-        "list_batch_stride": TOKENS * KV_HEADS,
-        "list_head_stride": TOKENS,
+        "table_strides": (TOKENS, TOKENS * KV_HEADS, TOKENS),
         "batch": 16,
         "q_len": 1,
         "capacity": TOKENS,
@@ -100,12 +99,12 @@ def _arguments(call: Call) -> dict[str, Any]:
     }
 
 
-# Warps with keys of their own: tile_n, num_warps, num_stages, by call and architecture.
-OWN_KEYS: Mapping[Call, Mapping[int, tuple[int, int, int]]] = {
-    Call(BRAIN, 128): {80: (64, 4, 3), 90: (64, 4, 4), 100: (64, 4, 4), 120: (64, 4, 2)},
-    Call(BRAIN, 128, 16): {90: (128, 8, 3)},
-    Call(BRAIN, 128, 64, FP8): {89: (64, 4, 3), 90: (64, 4, 4), 100: (64, 4, 4)},
-    Call(HALF, 80, 48, everything=True): {90: (64, 4, 3)},
+# Keys down and rows across.
+ACROSS: Mapping[Call, tuple[int, ...]] = {
+    Call(BRAIN, 128): (90,),
+    Call(BRAIN, 128, 16): (90,),
+    Call(BRAIN, 128, 64, FP8): (90,),
+    Call(HALF, 80, 48, everything=True): (90,),
 }
 
 
@@ -114,19 +113,12 @@ def _case(name: str, call: Call, sm: int, config: DecodeConfig, spill: int) -> C
         name,
         _attn_decode_kernel,
         {
-            **_arguments(call),
+            **_arguments(call, config.words),
             "TILE_M": config.tile_m,
             "TILE_N": config.tile_n,
             "PRECISION": config.precision,
-            "GROUPS": config.groups,
-            "PARTS": config.parts,
             "LEAST": config.least,
-            "PREFETCH": config.prefetch,
-            "HINT": config.hint,
-            "SINGLE": config.single,
-            "WORDS": config.words,
-            "PDL": config.pdl,
-            "ABLATE": config.ablate,
+            "ACROSS": config.across,
         },
         archs=(sm,),
         num_warps=config.num_warps,
@@ -142,17 +134,7 @@ def _cases() -> Iterator[CompileCase]:
             # four registers: 64 rows of fp32 sums leave sm_80 none to spare
             spill = 16 if sm == 80 and call.rows == 64 else 0
             yield _case(call.name(sm), call, sm, DecodeConfig(*tile, PROGRAMS), spill)
-    for call, own in OWN_KEYS.items():
-        for sm, (keys, warps, stages) in own.items():
-            config = DecodeConfig(
-                16,
-                keys,
-                warps,
-                stages,
-                PROGRAMS,
-                groups=warps,
-                parts=16,
-                words=call.cache is not None,
-            )
-            # outside of the loop: where parts are put together
-            yield _case(f"{call.name(sm)}-own_keys", call, sm, config, 128)
+    for call, archs in ACROSS.items():
+        for sm in archs:
+            config = DecodeConfig(*TALL, PROGRAMS, across=True, words=call.cache is not None)
+            yield _case(f"{call.name(sm)}-across", call, sm, config, 0)

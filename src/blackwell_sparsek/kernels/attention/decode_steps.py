@@ -3,18 +3,18 @@
 import triton
 import triton.language as tl
 
-from ...device.fp8_words import column_order, paired_half
+from ...device.fp8_words import as_halves, halves, turned_back, turned_halves
 from ...device.masks import within_bounds
-from ...device.paging import cache_tile, grouped_tile, load_cache_rows
+from ...device.paging import cache_tile, clamped_tile, load_cache_rows
 from ...device.scores import cap
-from ...device.softmax import init_state, join_states, softmax_step
+from ...device.softmax import init_state, softmax_step, softmax_step_down
 
 
 @triton.jit
 def attend_cache(
     q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr, HINT: tl.constexpr,
+    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Softmax state and accumulators over the tiles `[tile_begin, tile_end)` of one KV head."""
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
@@ -29,7 +29,7 @@ def attend_cache(
     for tile in tl.range(tile_begin, tile_end):
         kv_pos, slab, row, live, wrong = ahead
         ahead = cache_tile(tile + 1, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, strides.k, live, offs_d, HEAD_DIM, HINT)
+        k = load_cache_rows(k_ptr, slab, row, strides.k, live, offs_d, HEAD_DIM)
         if FP8:
             k = k.to(tl.float16)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
@@ -38,7 +38,7 @@ def attend_cache(
         visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None]) & live[None, :]
         s = tl.where(wrong[None, :], float("nan"), tl.where(visible, s, -float("inf")))
         m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
-        v = load_cache_rows(v_ptr, slab, row, strides.v, live, offs_dv, HEAD_DIM_V, HINT)
+        v = load_cache_rows(v_ptr, slab, row, strides.v, live, offs_dv, HEAD_DIM_V)
         if FP8:
             v = v.to(tl.float16)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -46,63 +46,64 @@ def attend_cache(
 
 
 @triton.jit
-def attend_by_warps(
+def attend_across(
     q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, HINT: tl.constexpr,
-    GROUPS: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `attend_cache`, for q [warps, TILE_M, columns]: each warp has its own keys of a tile.
+    """As `attend_cache`, with keys down and rows across.
 
-    Batched products go to a warp each, so that no warp waits for another one's maximum or weights.
+    Tensor cores of Hopper want 64 rows and read them from shared memory; keys are that many, and
+    queries are not. Caches are fp8 as bytes, fp8 as words of four (int32), or like q.
     """
+    TILE_M: tl.constexpr = q.shape[0]
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
     FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
-    MAY_BE_WRONG: tl.constexpr = PAGE_SIZE is not None or BLOCK_KV is not None
-    offs_d = tl.arange(0, q.shape[2])
-    offs_dv = tl.arange(0, TILE_DV)
-    offs_w = tl.arange(0, TILE_DV // 4)
-    word_strides = (strides.v[0] // 4, strides.v[1] // 4, strides.v[2] // 4)
-    v_words = v_ptr.to(tl.pointer_type(tl.int32), bitcast=True) if WORDS else v_ptr
-    m_log2, row_sum = init_state(tl.arange(0, GROUPS)[:, None] + first[None, :])
-    acc = tl.zeros([GROUPS, q.shape[1], TILE_DV], tl.float32)
-    # a page is looked up while the keys of the tile before it are waited for
-    ahead = grouped_tile(tile_begin, cache, TILE_N, GROUPS, PAGE_SIZE, BLOCK_KV)
+    WORDS: tl.constexpr = k_ptr.dtype.element_ty == tl.int32
+    PACKED: tl.constexpr = 4 if WORDS else 1
+    SCALED: tl.constexpr = (FP8 or WORDS) and q.dtype != tl.float16
+    offs_n = tl.arange(0, TILE_N)
+    offs_d = tl.arange(0, q.shape[1] // PACKED)
+    offs_dv = tl.arange(0, TILE_DV // PACKED)
+    if SCALED:
+        # keys become fp16 in one step, as bf16 they would need two
+        q, up = half_rows(q)
+    if WORDS:
+        q = as_halves(q)
+    q = tl.trans(q)
+    m_log2, _ = init_state(first)
+    # of each thread's keys, summed up at the end
+    sums = tl.zeros([TILE_N, TILE_M], tl.float32)
+    acc = tl.zeros([TILE_DV, TILE_M], tl.float32)
+    ahead = clamped_tile(tile_begin, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
     for tile in tl.range(tile_begin, tile_end):
         kv_pos, slab, row, readable, listed, wrong = ahead
-        ahead = grouped_tile(tile + 1, cache, TILE_N, GROUPS, PAGE_SIZE, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, strides.k, readable, offs_d, HEAD_DIM, HINT)
-        s = tl.dot(q, tl.permute(k.to(q.dtype), 0, 2, 1), input_precision=PRECISION)
+        ahead = clamped_tile(tile + 1, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
+        k = load_cache_rows(k_ptr, slab, row, strides.k, readable, offs_d, HEAD_DIM // PACKED)
+        if WORDS:
+            k = halves(k)
+        s = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
         if SCALED:
-            s *= score[3][None, :, None]
+            s *= up[None, :]
         if score[1] is not None:
             s = cap(s * score[2], score[1])
-        visible = within_bounds(kv_pos[:, None, :], first[None, :, None], last[None, :, None])
+        visible = within_bounds(kv_pos[:, None], first[None, :], last[None, :])
         if BLOCK_KV is not None:
-            visible = visible & listed[:, None, :]
+            visible = visible & (listed[:, None] if len(listed.shape) == 1 else listed)
         s = tl.where(visible, s, -float("inf"))
-        m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
-        if MAY_BE_WRONG:
-            some_wrong = tl.max(wrong.to(tl.int32), 1)
-            row_sum = tl.where(some_wrong[:, None] > 0, float("nan"), row_sum)
+        m_log2, sums, p, rescale = softmax_step_down(m_log2, sums, s, score[0])
+        if PAGE_SIZE is not None or BLOCK_KV is not None:
+            wrong = wrong[:, None] if len(wrong.shape) == 1 else wrong
+            sums = tl.where(wrong, float("nan"), sums)
+        v = load_cache_rows(v_ptr, slab, row, strides.v, readable, offs_dv, HEAD_DIM_V // PACKED)
         if WORDS:
-            v = paired_half(
-                load_cache_rows(
-                    v_words, slab, row, word_strides, readable, offs_w, HEAD_DIM_V // 4, HINT
-                )
-            )
+            v = turned_halves(v)
         else:
-            v = load_cache_rows(v_ptr, slab, row, strides.v, readable, offs_dv, HEAD_DIM_V, HINT)
-            if FP8:
-                v = v.to(tl.float16)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, :, None], input_precision=PRECISION)
-    m_all, sum_all = init_state(first)
-    m_all, sum_all, _, factors = join_states(m_all, sum_all, m_log2, row_sum)
-    acc_all = tl.sum(acc * factors[:, :, None], 0)
+            v = tl.trans(v.to(tl.float16) if FP8 else v)
+        acc = tl.dot(v, p.to(v.dtype), acc * rescale[None, :], input_precision=PRECISION)
     if WORDS:
-        acc_all = column_order(acc_all)
-    return m_all, sum_all, acc_all
+        acc = turned_back(acc)
+    return m_log2, tl.sum(sums, 0), tl.trans(acc)
 
 
 @triton.jit

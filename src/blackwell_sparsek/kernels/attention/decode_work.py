@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ...device.masks import kv_range
-from ...device.paging import cache_tile, prefetch_cache_rows, visited_tiles
+from ...device.paging import visited_tiles
 from ...device.shares import share_of
 
 # Sequences whose lengths are read at a time: as many as a warp scans without the others.
@@ -72,54 +72,3 @@ def find_share(
         first_tile = tl.maximum(first_tile, tl.max(tl.where(until <= begin, until, 0), 0))
         before = tl.max(until, 0)
     return total, programs, begin, end, sequence, first_tile
-
-
-@triton.jit
-def share_of_one(
-    seqlens_ptr, q_len, capacity, num_blocks, left, right, planes,
-    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr, LEAST: tl.constexpr,
-):  # fmt: skip
-    """`find_share` of a single sequence, which needs no scan."""
-    _, lo, hi = keys_seen(seqlens_ptr, 0, True, q_len, capacity, left, right)
-    _, count = visited_tiles(lo, hi, num_blocks, TILE_N, BLOCK_KV)
-    total = planes * count
-    programs = tl.minimum(tl.num_programs(0), (total + LEAST - 1) // LEAST)
-    begin, end = share_of(tl.program_id(0), total, programs)
-    end = tl.where(tl.program_id(0) < programs, end, begin)
-    nothing = total - total
-    return total, programs, begin, end, nothing, nothing
-
-
-@triton.jit
-def prefetch_tiles(
-    tile, end, sequence, sequence_tile, inputs, tables, strides, table_strides, band, sizes,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PREFETCH: tl.constexpr,
-):  # fmt: skip
-    """Ask the L2 for the first PREFETCH tiles of the stretch `[tile, end)` that one head holds.
-
-    band (q_len, left, right), sizes (capacity, num_pages, num_blocks, q_tiles).
-    """
-    offs_n = tl.arange(0, TILE_N)
-    _kv_len, kv_lo, kv_hi = keys_seen(
-        tables[0], sequence, tile < end, band[0], sizes[0], band[1], band[2]
-    )
-    first_tile, count = visited_tiles(kv_lo, kv_hi, sizes[2], TILE_N, BLOCK_KV)
-    plane = (tile - sequence_tile) // count
-    plane_tile = sequence_tile + plane * count
-    kv_head = tl.cast(plane // sizes[3], tl.int64)
-    rows_of_tables = (
-        tables[1], tables[2],
-        tl.cast(sequence, tl.int64) * table_strides[0],
-        tl.cast(sequence, tl.int64) * table_strides[1] + kv_head * table_strides[2],
-    )  # fmt: skip
-    cache = (rows_of_tables, sequence, sizes[1], sizes[2], sizes[0], kv_lo, kv_hi)
-    shift = first_tile - plane_tile
-    stop = tl.minimum(tl.minimum(end, plane_tile + count), tile + PREFETCH)
-    k_head = inputs[1] + kv_head * strides.k[1]
-    v_head = inputs[2] + kv_head * strides.v[1]
-    for asked in range(tile + shift, stop + shift):
-        places = cache_tile(asked, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        slab, row, live = places[1], places[2], places[3]
-        prefetch_cache_rows(k_head, slab, row, strides.k, live, HEAD_DIM)
-        prefetch_cache_rows(v_head, slab, row, strides.v, live, HEAD_DIM_V)
