@@ -18,6 +18,7 @@ class DecodeConfig:
     least : tiles that are worth a program of their own
     across : keys down and rows across in products, for tensor cores that want 64 rows
     words : read fp8 caches as words of four, where their strides allow it
+    registers : most registers of a thread
     precision : how fp32 products are taken: "ieee" or "tf32"; 16-bit inputs do not look at it
     """
 
@@ -30,6 +31,7 @@ class DecodeConfig:
     least: int = 1
     across: bool = False
     words: bool = False
+    registers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n"):

@@ -284,6 +284,8 @@ def launch_attn_decode(
             config.across,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        if config.registers is not None:
+            options["maxnreg"] = config.registers
         launch(_attn_decode_kernel, config.programs, args, **options)
 
 
