@@ -97,17 +97,35 @@ def cache_tile(
 
 
 @triton.jit
+def listed_block(tile, offs_n, cache, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """What the list has for the keys of a tile: a block, -1 past the end; 0 without lists.
+
+    A number for all keys unless blocks cut tiles.
+    """
+    if BLOCK_KV is None:
+        block = tile - tile
+    else:
+        place = tile * TILE_N
+        if BLOCK_KV % TILE_N != 0:
+            place += offs_n
+        entry = place // BLOCK_KV
+        block = tl.load(cache[0][1] + cache[0][3] + entry, mask=entry < cache[3], other=-1)
+    return block
+
+
+@triton.jit
 def clamped_tile(
-    tile, offs_n, cache, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
-):
-    """As `cache_tile`, with one look-up for all keys: cheaper where a page holds whole tiles.
+    tile, block, offs_n, cache,
+    TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """As `cache_tile` with the `listed_block`, and with one look-up where a page holds the tile.
 
     Returns positions, slab, row, and whether the keys are readable, listed, wrong. Keys outside of
     `[kv_lo, kv_hi)` have the row of the nearest one inside, which is in the same block: what is
     read there is finite, and a mask by position hides it. So the last three are the same for all
     keys, scalars, unless pages or blocks cut tiles.
     """
-    tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi = cache
+    tables, batch, num_pages, _, capacity, kv_lo, kv_hi = cache
     PAGES_CUT: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % TILE_N != 0
     BLOCKS_CUT: tl.constexpr = BLOCK_KV is not None and BLOCK_KV % TILE_N != 0
     place = tile * TILE_N
@@ -123,8 +141,6 @@ def clamped_tile(
         listed = place >= 0
         wrong = place < 0
     else:
-        entry = place // BLOCK_KV
-        block = tl.load(tables[1] + tables[3] + entry, mask=entry < num_blocks, other=-1)
         listed = (block >= 0) & (block < (capacity + BLOCK_KV - 1) // BLOCK_KV)
         wrong = (block != -1) & (listed == 0)
         begin = tl.where(listed, block, 0) * BLOCK_KV

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ...device.fp8_words import as_halves, halves, turned_back, turned_halves
 from ...device.masks import within_bounds
-from ...device.paging import cache_tile, clamped_tile, load_cache_rows
+from ...device.paging import cache_tile, clamped_tile, listed_block, load_cache_rows
 from ...device.scores import cap
 from ...device.softmax import init_state, softmax_step, softmax_step_down
 
@@ -75,10 +75,14 @@ def attend_across(
     # of each thread's keys, summed up at the end
     sums = tl.zeros([TILE_N, TILE_M], tl.float32)
     acc = tl.zeros([TILE_DV, TILE_M], tl.float32)
-    ahead = clamped_tile(tile_begin, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
+    # a page is looked up a tile before its keys are read, the block that tells which two before
+    block = listed_block(tile_begin, offs_n, cache, TILE_N, BLOCK_KV)
+    next_block = listed_block(tile_begin + 1, offs_n, cache, TILE_N, BLOCK_KV)
+    ahead = clamped_tile(tile_begin, block, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
     for tile in tl.range(tile_begin, tile_end):
         kv_pos, slab, row, readable, listed, wrong = ahead
-        ahead = clamped_tile(tile + 1, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
+        ahead = clamped_tile(tile + 1, next_block, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
+        next_block = listed_block(tile + 2, offs_n, cache, TILE_N, BLOCK_KV)
         k = load_cache_rows(k_ptr, slab, row, strides.k, readable, offs_d, HEAD_DIM // PACKED)
         if WORDS:
             k = halves(k)
