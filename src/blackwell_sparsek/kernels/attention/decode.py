@@ -46,7 +46,7 @@ from .operands import score_factors, token_strides
 FP8 = torch.float8_e4m3fn
 
 
-class DecodeStrides(NamedTuple):
+class DecodeLayout(NamedTuple):
     """Strides (batch, head, token) of q and out, (batch or page, head, token) of the caches."""
 
     out: tuple[int, int, int]
@@ -55,6 +55,8 @@ class DecodeStrides(NamedTuple):
     v: tuple[int, int, int]
     scales: tuple[int, int]
     """Of the heads of k_scale and v_scale; 0 where one number is for all."""
+    heads: tuple[int, int]
+    """KV heads, and query heads of each."""
 
 
 @triton.jit
@@ -69,34 +71,35 @@ def _row_places(rows, num_rows, kv_head, group, q_len, strides):
 @triton.jit
 def _write(
     results, scoring, m_log2, row_sum, acc, rows, columns, num_rows, batch, kv_head, kv_len, q_len,
-    heads, strides, HEAD_DIM_V: tl.constexpr,
+    layout, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
     """End the softmax of packed rows [R] and store outputs and lse; acc and columns are [R, C].
 
     A row may come more than once, with other columns.
     """
     live = rows < num_rows
-    token, head, offset = _row_places(rows, num_rows, kv_head, heads[1], q_len, strides.out)
+    token, head, offset = _row_places(rows, num_rows, kv_head, layout.heads[1], q_len, layout.out)
     if scoring[2] is not None:
         m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(scoring[2] + head))
         acc *= rescale[:, None]
     row_sum = tl.where(kv_len < 0, float("nan"), row_sum)
     inverse, lse = finalise(m_log2, row_sum)
     if scoring[4] is not None:
-        inverse *= tl.load(scoring[4] + kv_head * strides.scales[1])
-    out_ptr = results[0] + tl.cast(batch, tl.int64) * strides.out[0]
+        inverse *= tl.load(scoring[4] + kv_head * layout.scales[1])
+    out_ptr = results[0] + tl.cast(batch, tl.int64) * layout.out[0]
     tl.store(
         out_ptr + offset[:, None] + columns,
         (acc * inverse[:, None]).to(out_ptr.dtype.element_ty),
         live[:, None] & (columns < HEAD_DIM_V),
     )
-    lse_row = (tl.cast(batch, tl.int64) * heads[0] * heads[1] + head) * q_len + token
+    lse_row = (tl.cast(batch, tl.int64) * layout.heads[0] * layout.heads[1] + head) * q_len + token
     tl.store(results[1] + lse_row, lse, live)
 
 
 @triton.jit(
     do_not_specialize=[
-        "table_strides", "batch", "q_len", "capacity", "num_pages", "num_blocks", "left", "right",
+        "page_row_stride", "list_batch_stride", "list_head_stride",
+        "batch", "q_len", "capacity", "num_pages", "num_blocks", "left", "right",
     ]
 )  # fmt: skip
 def _attn_decode_kernel(
@@ -105,8 +108,10 @@ def _attn_decode_kernel(
     tables,
     scoring,
     workspace,
-    strides,
-    table_strides,
+    layout,
+    page_row_stride,
+    list_batch_stride,
+    list_head_stride,
     batch,
     q_len,
     capacity,
@@ -114,7 +119,6 @@ def _attn_decode_kernel(
     num_blocks,
     left,
     right,
-    heads,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -129,15 +133,14 @@ def _attn_decode_kernel(
 
     results (out, lse), inputs (q, k_cache, v_cache), tables (cache_seqlens, page_table,
     kv_blocks), scoring (scale_log2, inverse_cap, sinks, k_scale, v_scale), workspace (parts,
-    counters), table_strides (rows of page_table, sequences and heads of kv_blocks), heads (KV heads,
-    query heads of each).
+    counters).
     """
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
     q_ptr, k_ptr, v_ptr = inputs
-    num_rows = q_len * heads[1]
+    num_rows = q_len * layout.heads[1]
     q_tiles = (num_rows + TILE_M - 1) // TILE_M
-    planes = heads[0] * q_tiles
+    planes = layout.heads[0] * q_tiles
     program = tl.program_id(0)
     total, programs, tile, end, sequence, sequence_tile = find_share(
         tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV, LEAST
@@ -155,22 +158,22 @@ def _attn_decode_kernel(
         first_row = plane % q_tiles * TILE_M
         stop = tl.minimum(end, plane_tile + count)
         shift = first_tile - plane_tile
-        k_head = k_ptr + tl.cast(kv_head, tl.int64) * strides.k[1]
-        v_head = v_ptr + tl.cast(kv_head, tl.int64) * strides.v[1]
-        page_row = tl.cast(sequence, tl.int64) * table_strides[0]
-        list_row = tl.cast(sequence, tl.int64) * table_strides[1] + kv_head * table_strides[2]
+        k_head = k_ptr + tl.cast(kv_head, tl.int64) * layout.k[1]
+        v_head = v_ptr + tl.cast(kv_head, tl.int64) * layout.v[1]
+        page_row = tl.cast(sequence, tl.int64) * page_row_stride
+        list_row = tl.cast(sequence, tl.int64) * list_batch_stride + kv_head * list_head_stride
         cache = (
             (tables[1], tables[2], page_row, list_row),
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
         )  # fmt: skip
         rows = first_row + tl.arange(0, TILE_M)
-        token, _, offset = _row_places(rows, num_rows, kv_head, heads[1], q_len, strides.q)
-        q_plane = q_ptr + tl.cast(sequence, tl.int64) * strides.q[0]
+        token, _, offset = _row_places(rows, num_rows, kv_head, layout.heads[1], q_len, layout.q)
+        q_plane = q_ptr + tl.cast(sequence, tl.int64) * layout.q[0]
         live = (rows < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
         q = tl.load(q_plane + offset[:, None] + offs_d[None, :], live, other=0.0)
         k_scale = 1.0
         if scoring[3] is not None:
-            k_scale = tl.load(scoring[3] + kv_head * strides.scales[0])
+            k_scale = tl.load(scoring[3] + kv_head * layout.scales[0])
         # under a softcap the factor of the softmax is the cap, and that of keys belongs inside
         q, scale_log2 = fold_sign(q, scoring[0] * k_scale if scoring[1] is None else scoring[0])
         q_pos = position(token, q_len, tl.maximum(kv_len, 0))
@@ -179,7 +182,7 @@ def _attn_decode_kernel(
         m_log2, row_sum, acc = attend(
             q, first, last,
             k_head, v_head, cache, tile + shift, stop + shift,
-            strides, (scale_log2, scoring[1], k_scale),
+            layout, (scale_log2, scoring[1], k_scale),
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION,
         )  # fmt: skip
         begins = owner_of(plane_tile, total, programs)
@@ -187,7 +190,7 @@ def _attn_decode_kernel(
         if begins == ends:
             _write(
                 results, scoring, m_log2, row_sum, acc, rows, offs_dv, num_rows, sequence, kv_head,
-                kv_len, q_len, heads, strides, HEAD_DIM_V,
+                kv_len, q_len, layout, HEAD_DIM_V,
             )  # fmt: skip
         else:
             slot = part_slot(program, begins)
@@ -202,7 +205,7 @@ def _attn_decode_kernel(
                     merged_rows, columns = merged_places(first_row + row, TILE_DV)
                     _write(
                         results, scoring, m_log2_all, row_sum_all, acc_all, merged_rows, columns,
-                        first_row + tile_rows, sequence, kv_head, kv_len, q_len, heads, strides,
+                        first_row + tile_rows, sequence, kv_head, kv_len, q_len, layout,
                         HEAD_DIM_V,
                     )  # fmt: skip
         tile = stop
@@ -258,21 +261,21 @@ def launch_attn_decode(
                 scratch((slots, config.tile_m, tile_dv + 2), torch.float32, q.device),
                 resting_words(config.programs, q.device),
             ),
-            DecodeStrides(
+            DecodeLayout(
                 token_strides(out),
                 token_strides(q),
                 _cache_strides(k_cache, pages),
                 _cache_strides(v_cache, pages),
                 (_scale_stride(spec.k_scale), _scale_stride(spec.v_scale)),
+                (heads, heads_q // heads),
             ),
-            _table_strides(spec),
+            *_table_strides(spec),
             batch,
             q_len,
             capacity(k_cache, spec),
             k_cache.shape[0],
             0 if blocks is None else blocks.shape[2],
             *spec.band.scalars(),
-            (heads, heads_q // heads),
             dim,
             dim_v,
             pages,

@@ -10,7 +10,7 @@ import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
 from .config_decode import DecodeConfig
-from .decode import DecodeStrides, _attn_decode_kernel
+from .decode import DecodeLayout, _attn_decode_kernel
 from .operands import score_factors
 
 KV_HEADS, GROUP, TOKENS, PROGRAMS = 8, 4, 4096, 264
@@ -76,14 +76,17 @@ def _arguments(call: Call, words: bool) -> dict[str, Any]:
             scale,
         ),
         "workspace": (torch.float32, torch.int32),
-        "strides": DecodeStrides(
+        "layout": DecodeLayout(
             (row * GROUP, dim, 0),
             (row * GROUP, dim, 0),
             (slab // packed, dim // packed, row // packed),
             (slab // packed, dim // packed, row // packed),
             (1, 1),
+            (KV_HEADS, GROUP),
         ),
-        "table_strides": (TOKENS, TOKENS * KV_HEADS, TOKENS),
+        "page_row_stride": TOKENS,
+        "list_batch_stride": TOKENS * KV_HEADS,
+        "list_head_stride": TOKENS,
         "batch": 16,
         "q_len": 1,
         "capacity": TOKENS,
@@ -91,7 +94,6 @@ def _arguments(call: Call, words: bool) -> dict[str, Any]:
         "num_blocks": 100,
         "left": 2**30,
         "right": 0,
-        "heads": (KV_HEADS, GROUP),
         "HEAD_DIM": dim,
         "HEAD_DIM_V": dim,
         "PAGE_SIZE": call.page_size,

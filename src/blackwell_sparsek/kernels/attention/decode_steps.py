@@ -12,7 +12,7 @@ from ...device.softmax import init_state, softmax_step, softmax_step_down
 
 @triton.jit
 def attend_cache(
-    q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
+    q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, layout, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -29,7 +29,7 @@ def attend_cache(
     for tile in tl.range(tile_begin, tile_end):
         kv_pos, slab, row, live, wrong = ahead
         ahead = cache_tile(tile + 1, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, strides.k, live, offs_d, HEAD_DIM)
+        k = load_cache_rows(k_ptr, slab, row, layout.k, live, offs_d, HEAD_DIM)
         if FP8:
             k = k.to(tl.float16)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
@@ -38,7 +38,7 @@ def attend_cache(
         visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None]) & live[None, :]
         s = tl.where(wrong[None, :], float("nan"), tl.where(visible, s, -float("inf")))
         m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
-        v = load_cache_rows(v_ptr, slab, row, strides.v, live, offs_dv, HEAD_DIM_V)
+        v = load_cache_rows(v_ptr, slab, row, layout.v, live, offs_dv, HEAD_DIM_V)
         if FP8:
             v = v.to(tl.float16)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -47,7 +47,7 @@ def attend_cache(
 
 @triton.jit
 def attend_across(
-    q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, strides, score,
+    q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, layout, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def attend_across(
         kv_pos, slab, row, readable, listed, wrong = ahead
         ahead = clamped_tile(tile + 1, next_block, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
         next_block = listed_block(tile + 2, offs_n, cache, TILE_N, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, strides.k, readable, offs_d, HEAD_DIM // PACKED)
+        k = load_cache_rows(k_ptr, slab, row, layout.k, readable, offs_d, HEAD_DIM // PACKED)
         if WORDS:
             k = halves(k)
         s = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
@@ -99,7 +99,7 @@ def attend_across(
         if PAGE_SIZE is not None or BLOCK_KV is not None:
             wrong = wrong[:, None] if len(wrong.shape) == 1 else wrong
             sums = tl.where(wrong, float("nan"), sums)
-        v = load_cache_rows(v_ptr, slab, row, strides.v, readable, offs_dv, HEAD_DIM_V // PACKED)
+        v = load_cache_rows(v_ptr, slab, row, layout.v, readable, offs_dv, HEAD_DIM_V // PACKED)
         if WORDS:
             v = turned_halves(v)
         else:
