@@ -45,10 +45,13 @@ def softmax_step(m_log2, row_sum, s, scale_log2):
 
 @triton.jit
 def softmax_step_down(m_log2, sums, s, scale_log2):
-    """As `softmax_step` of scores [keys, rows]; `sums` [keys, rows] are still to be added up."""
+    """As `softmax_step` of scores [keys, rows], with a `scale_log2` for each row.
+
+    `sums` [keys, rows] are still to be added up.
+    """
     m_new = tl.maximum(m_log2, tl.max(s, 0) * scale_log2)
     shift = _safe_shift(m_new)
-    p = tl.exp2(s * scale_log2 - shift[None, :])
+    p = tl.exp2(s * scale_log2[None, :] - shift[None, :])
     rescale = tl.exp2(m_log2 - shift)
     return m_new, sums * rescale[None, :] + p, p, rescale
 

@@ -65,9 +65,11 @@ def attend_across(
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, q.shape[1] // PACKED)
     offs_dv = tl.arange(0, TILE_DV // PACKED)
+    scale_log2 = tl.zeros([TILE_M], tl.float32) + score[0]
     if SCALED:
         # keys become fp16 in one step, as bf16 they would need two
         q, up = half_rows(q)
+        scale_log2 = scale_log2 * up if score[1] is None else scale_log2
     if WORDS:
         q = as_halves(q)
     q = tl.trans(q)
@@ -87,23 +89,18 @@ def attend_across(
         if WORDS:
             k = halves(k)
         s = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
-        if SCALED:
-            s *= up[None, :]
         if score[1] is not None:
-            s = cap(s * score[2], score[1])
+            s = cap((s * up[None, :] if SCALED else s) * score[2], score[1])
         visible = within_bounds(kv_pos[:, None], first[None, :], last[None, :])
         if BLOCK_KV is not None:
             visible = visible & (listed[:, None] if len(listed.shape) == 1 else listed)
         s = tl.where(visible, s, -float("inf"))
-        m_log2, sums, p, rescale = softmax_step_down(m_log2, sums, s, score[0])
+        m_log2, sums, p, rescale = softmax_step_down(m_log2, sums, s, scale_log2)
         if PAGE_SIZE is not None or BLOCK_KV is not None:
             wrong = wrong[:, None] if len(wrong.shape) == 1 else wrong
             sums = tl.where(wrong, float("nan"), sums)
         v = load_cache_rows(v_ptr, slab, row, layout.v, readable, offs_dv, HEAD_DIM_V // PACKED)
-        if WORDS:
-            v = turned_halves(v)
-        else:
-            v = tl.trans(v.to(tl.float16) if FP8 else v)
+        v = turned_halves(v) if WORDS else tl.trans(v.to(tl.float16) if FP8 else v)
         acc = tl.dot(v, p.to(v.dtype), acc * rescale[None, :], input_precision=PRECISION)
     if WORDS:
         acc = turned_back(acc)
