@@ -274,17 +274,3 @@ def test_nothing_to_compute(shape, device):
     _, _, _, spec = DecodeCase(21, lengths=(7,)).build(device)
     out, lse = attend(q, k, k, spec._replace(cache_seqlens=spec.cache_seqlens[: shape[0]]))
     assert out.shape == shape and lse.shape == shape[:3]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        DecodeCase(22, HALF, heads=(8, 2), lengths=(150,)),
-        DecodeCase(22, BRAIN, heads=(8, 2), lengths=(0,), capacity=64, page_size=16),
-        DecodeCase(22, BRAIN, heads=(8, 2), lengths=(130, 20), page_size=32, block_size=32),
-    ],
-    ids=["plain", "empty", "listed"],
-)
-def test_programs_that_get_nothing(case, device):
-    """Fewer take part when each is to have three tiles."""
-    check(case, device, dataclasses.replace(config(7), least=3))

@@ -15,7 +15,6 @@ class DecodeConfig:
     tile_n : keys of one tile; both are powers of two, at least 16
     num_warps, num_stages : launch options of Triton
     programs : how many programs share the keys of all sequences and heads
-    least : tiles that are worth a program of their own
     across : keys down and rows across in products, for tensor cores that want 64 rows
     words : read fp8 caches as words of four, where their strides allow it
     registers : most registers of a thread
@@ -28,7 +27,6 @@ class DecodeConfig:
     num_stages: int
     programs: int
     precision: str = "ieee"
-    least: int = 1
     across: bool = False
     words: bool = False
     registers: int | None = None

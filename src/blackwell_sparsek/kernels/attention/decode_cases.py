@@ -119,7 +119,6 @@ def _case(name: str, call: Call, sm: int, config: DecodeConfig, spill: int) -> C
             "TILE_M": config.tile_m,
             "TILE_N": config.tile_n,
             "PRECISION": config.precision,
-            "LEAST": config.least,
             "ACROSS": config.across,
         },
         archs=(sm,),

@@ -36,12 +36,11 @@ def _tiles_of_sequences(
 @triton.jit
 def find_share(
     seqlens_ptr, batch, q_len, capacity, num_blocks, left, right, planes,
-    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr, LEAST: tl.constexpr,
+    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """All tiles, the programs that share them, this one's stretch, where that begins.
+    """All tiles, this program's stretch of them, its first sequence, and that one's first tile.
 
-    The last two are the sequence and the first of its tiles. The first SCAN sequences are read
-    once, which is all there is to most batches.
+    The first SCAN sequences are read once, which is all there is to most batches.
     """
     first_counts = _tiles_of_sequences(
         seqlens_ptr, 0, batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
@@ -55,10 +54,7 @@ def find_share(
             TILE_N, BLOCK_KV,
         )  # fmt: skip
         total += tl.sum(counts, 0)
-    # a program that reads less than this costs more to wait for than it saves
-    programs = tl.minimum(tl.num_programs(0), (total + LEAST - 1) // LEAST)
-    begin, end = share_of(tl.program_id(0), total, programs)
-    end = tl.where(tl.program_id(0) < programs, end, begin)
+    begin, end = share_of(tl.program_id(0), total, tl.num_programs(0))
 
     sequence = tl.sum(((first_counts > 0) & (until <= begin)).to(tl.int32), 0)
     first_tile = tl.max(tl.where(until <= begin, until, 0), 0)
@@ -71,4 +67,4 @@ def find_share(
         sequence += tl.sum(((counts > 0) & (until <= begin)).to(tl.int32), 0)
         first_tile = tl.maximum(first_tile, tl.max(tl.where(until <= begin, until, 0), 0))
         before = tl.max(until, 0)
-    return total, programs, begin, end, sequence, first_tile
+    return total, begin, end, sequence, first_tile
