@@ -319,3 +319,27 @@ def test_two_streams_share_a_mask():
     for out in outs:
         assert out.equal(outs[0])
     torch.testing.assert_close(outs[0], expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("consumers, dim", [(1, 64), (2, 64), (3, 64), (2, 128)])
+@pytest.mark.parametrize("band", [EVERYTHING, Band(None, 0), Band(100, 0), Band(70, 30)])
+def test_half_tiles_and_single_queries_give_the_same(consumers, dim, band):
+    from blackwell_sparsek.kernels.attention.fwd_sm90_launch import launch_attn_fwd_sm90
+
+    config = make_config(consumers, dim, dim)
+    spec = AttnSpec(scale=dim**-0.5, band=band)
+    for sq, sk in ((1, 1), (63, 65), (200, 333), (333, 200), (512, 512)):
+        torch.manual_seed(sq)
+        # enough heads that programs take several pieces of work
+        q, k, v = (torch.randn(2, 50, s, dim, device="cuda", dtype=BRAIN) for s in (sq, sk, sk))
+        results = []
+        for changes in ({}, {"HALF_TILES": True}, {"Q_STAGES": 1}):
+            with poisoned_empty():
+                out, lse = empty_out(q, dim), empty_lse(q)
+            changed = dataclasses.replace(config, **changes)
+            launch_attn_fwd_sm90(out, lse, q, k, v, spec, None, 100, changed)
+            results.append((out, lse))
+        (out, lse), (half, half_lse), (single, single_lse) = results
+        assert torch.equal(out, single) and torch.equal(lse, single_lse)
+        torch.testing.assert_close(half_lse, lse)
+        torch.testing.assert_close(half, out)

@@ -141,9 +141,10 @@ THREE = [(3, None, 64, 64, packed) for packed in (False, True)]
 )
 def test_tiles_and_registers_fit_an_sm(consumers, block_kv, tile_d, tile_dv, packed):
     config = make_config(consumers, tile_d, tile_dv, block_kv, packed)
-    rows = config.tile_m + config.STAGES * config.TILE_N
+    ring = config.STAGES * config.TILE_N * (tile_d + tile_dv)
+    rows = config.tile_m * (config.Q_STAGES * tile_d + tile_dv)
     # barriers, work numbers and pins take less than 1 KiB
-    program = rows * (tile_d + tile_dv) * 2 + 2048
+    program = (ring + rows) * 2 + 2048
     assert program * config.programs_per_sm <= SM_BYTES
     # the producer warp occupies a warp group
     threads = 128 * (consumers + 1)
@@ -151,6 +152,12 @@ def test_tiles_and_registers_fit_an_sm(consumers, block_kv, tile_d, tile_dv, pac
     if consumers > 1:
         workers = (consumers - 1) * config.CONSUMER_REGISTERS + config.PRODUCER_REGISTERS
         assert 24 <= threads * config.MAX_REGISTERS // 128 - workers <= 256
+
+
+def test_queries_are_fetched_ahead_where_there_is_room_and_no_mask():
+    ahead = [(c, d) for c in (1, 2, 3) for d in (64, 128) if make_config(c, d, d).Q_STAGES == 2]
+    assert ahead == [(1, 64), (2, 64), (2, 128), (3, 64)]
+    assert make_config(2, 64, 64, 128).Q_STAGES == 1
 
 
 @pytest.mark.parametrize(

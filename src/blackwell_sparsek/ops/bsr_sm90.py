@@ -5,8 +5,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.compat import why_no_triton
 from ..core.launch import scratch
-from ..tuning.bsr import spmm_chunk, spmm_sizes
-from ..tuning.bsr_sm90 import spmm_sm90_config, spmm_sm90_unsupported
+from ..tuning.bsr import narrow_is_even, spmm_chunk, spmm_sizes
+from ..tuning.bsr_sm90 import narrow_sm90_config, spmm_sm90_config, spmm_sm90_unsupported
 from ..tuning.problem_bsr import BsrProblem
 from .bsr_operands import RowsProduct, rows_product
 
@@ -39,6 +39,8 @@ def bsr_matmul(
         *(values, pattern, shape, transposed, dense, dense_left),
         *(bias, residual, activation, out_dtype),
     )
+    if _narrow_product(product, values, bias):
+        return product.out
     for part in product.parts:
         operands, x_transposed = _readable(part[1], product.blocks.shape[2])
         config = spmm_sm90_config(product.problem, x_transposed)
@@ -55,6 +57,24 @@ def bsr_matmul(
                 *(bias, part_residual, plan, config),
             )
     return product.out
+
+
+def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Make a product of few columns; False where it is not one, or its rows are too uneven."""
+    from ..kernels.bsr.row_table import row_table
+    from ..kernels.bsr.spmm_narrow_sm90 import launch_spmm_narrow_sm90
+
+    config = narrow_sm90_config(product.problem)
+    if config is None or product.out.numel() == 0:
+        return False
+    table = row_table(product.indptr, product.indices, product.perm)
+    if table is None or not narrow_is_even(product.problem, config, table.width):
+        return False
+    for views in product.parts:
+        for out, x, *residual in zip(*views, strict=True):
+            addends = (bias, residual[0] if residual else None)
+            launch_spmm_narrow_sm90(out, values, table, x, *addends, config)
+    return True
 
 
 def _readable(x: torch.Tensor, block_w: int) -> tuple[torch.Tensor, bool]:

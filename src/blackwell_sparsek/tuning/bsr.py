@@ -18,6 +18,7 @@ from ..kernels.bsr.config import (
     SpmmConfig,
     largest_tile,
 )
+from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
 from .problem_bsr import BsrProblem
 
 # Shared memory of the smallest supported GPU (sm_86, sm_89, sm_120): also where it is unknown.
@@ -130,7 +131,9 @@ def narrow_config(problem: BsrProblem) -> NarrowConfig | None:
     return NarrowConfig(16, 16, 512, 4, overlap, prefetch)
 
 
-def narrow_is_even(problem: BsrProblem, config: NarrowConfig, longest_row: int) -> bool:
+def narrow_is_even(
+    problem: BsrProblem, config: NarrowConfig | NarrowSm90Config, longest_row: int
+) -> bool:
     """Whether no program is much longer than the product, given the blocks of the longest row."""
     sizes = spmm_sizes(problem)
     row_bytes = sizes.block_w * problem.dtype.itemsize

@@ -3,13 +3,17 @@
 import torch
 
 from ..core.launch import cdiv
+from ..kernels.bsr import config_narrow_sm90
+from ..kernels.bsr.config import largest_tile
+from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
 from ..kernels.bsr.config_sm90 import SpmmSm90Config, stages_that_fit
 from ..kernels.sm90 import GROUP_ROWS
-from .bsr import SpmmSizes, spmm_sizes
+from .bsr import NARROW, SpmmSizes, spmm_sizes
 from .problem_bsr import BsrProblem
 
-# Below this many columns the product only reads blocks, and 64-row tiles are too few to do it fast.
-MIN_COLUMNS = 65
+# Columns from which on `auto` takes these kernels: below, they were not yet measured against the
+# portable ones.
+AUTO_COLUMNS = NARROW + 1
 
 
 def spmm_sm90_unsupported(problem: BsrProblem) -> str | None:
@@ -25,11 +29,43 @@ def spmm_sm90_unsupported(problem: BsrProblem) -> str | None:
         return f"block height {sizes.block_h} is neither 16, 32 nor a multiple of 64"
     if sizes.block_w % 16:
         return f"block width {sizes.block_w} is not a multiple of 16"
-    if sizes.n < MIN_COLUMNS:
-        return f"{sizes.n} columns are too few for 64-row tiles"
     if not problem.tma:
         return "TMA needs addresses and strides that are multiples of 16 bytes"
+    if sizes.n <= NARROW and narrow_sm90_config(problem) is None:
+        return (
+            f"with {sizes.n} columns needs x @ A.T, a contiguous last dimension of x and at least "
+            "one block"
+        )
     return None
+
+
+def spmm_sm90_passed_over(problem: BsrProblem) -> str | None:
+    """Why `auto` should not take the kernels where they could run, or None."""
+    n = spmm_sizes(problem).n
+    return f"{n} columns are left to the portable kernels" if n < AUTO_COLUMNS else None
+
+
+def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
+    """Tiles of a product with few columns; None where its kernel cannot run it."""
+    sizes = spmm_sizes(problem)
+    by_rows = problem.dense_left and problem.transposed and problem.row_major
+    if not (1 <= sizes.n <= NARROW and by_rows and sizes.nnz_blocks):
+        return None
+    tile_m = largest_tile(sizes.block_h, GROUP_ROWS)
+    # half the rows where tall tiles would leave SMs idle; x is then read twice as often
+    if tile_m == GROUP_ROWS and sizes.rows_b * (sizes.block_h // tile_m) < problem.arch.num_sms:
+        tile_m //= 2
+    tile_n = next(tile for tile in (16, 32, 64) if sizes.n <= tile)
+    tile_k = _k_tile(sizes.block_w)
+    return NarrowSm90Config(
+        BLOCK_H=sizes.block_h,
+        BLOCK_W=sizes.block_w,
+        TILE_M=tile_m,
+        TILE_N=tile_n,
+        TILE_K=tile_k,
+        STAGES=config_narrow_sm90.stages_that_fit(tile_m, tile_n, tile_k, programs_per_sm=2),
+        ACTIVATION=problem.activation,
+    )
 
 
 def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:

@@ -15,8 +15,12 @@ class AttnFwdSm90Config:
     CONSUMERS warp groups take 64 queries each and read the same KV tiles of TILE_N keys. UNIT is
     the number of neighbouring keys a visit is made of: TILE_N when dense, else the block of the
     mask; smaller units are packed into one tile. TILE_D and TILE_DV are the head dims in shared
-    memory, beyond which TMA fills zeros. The kernel is compiled for MAX_REGISTERS per thread; the
-    roles then trade them: CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for the producer.
+    memory, beyond which TMA fills zeros. Q_STAGES of 2 fetches the queries of the next piece of
+    work, and with them its first keys, while this one is still being computed. HALF_TILES
+    leaves out the second 64 keys of a piece's first tile for consumers that see none of them, as
+    one of two does where the band ends within that tile. The kernel is compiled for MAX_REGISTERS
+    per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS
+    for the producer.
     """
 
     CONSUMERS: int
@@ -28,6 +32,8 @@ class AttnFwdSm90Config:
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
+    Q_STAGES: int = 1
+    HALF_TILES: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -35,6 +41,8 @@ class AttnFwdSm90Config:
         assert self.TILE_D in (64, 128) and self.TILE_DV in (64, 128), f"{self=}"
         assert self.UNIT % self.TILE_N == 0 or self.TILE_N % self.UNIT == 0, f"{self.UNIT=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
+        assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
+        assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
 
     @property
     def tile_m(self) -> int:
@@ -87,24 +95,32 @@ def make_config(
     # from the consumers. Three consumers need few: their head dims are 64 at the most.
     searches = block_kv is not None or packed
     producer = 32 if consumers == 3 else 40 if searches or consumers == 1 else 24
+    stages = stages_that_fit(consumers, tile_n, tile_d, tile_dv)
+    # A second buffer of queries where it costs no keys, which is but for one consumer of 128 dims.
+    # Rows of a mask are long, and their consumers have no register left.
+    ahead = stages_that_fit(consumers, tile_n, tile_d, tile_dv, q_stages=2) == stages
+    ahead = ahead and block_kv is None
     return AttnFwdSm90Config(
         CONSUMERS=consumers,
         TILE_N=tile_n,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
-        STAGES=stages_that_fit(consumers, tile_n, tile_d, tile_dv),
+        STAGES=stages,
         UNIT=tile_n if block_kv is None else block_kv,
         CONSUMER_REGISTERS=160 if consumers == 3 else 232 if producer == 40 else 240,
         PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168 if consumers == 2 else 128,
+        Q_STAGES=2 if ahead else 1,
     )
 
 
-def stages_that_fit(consumers: int, tile_n: int, tile_d: int, tile_dv: int) -> int:
+def stages_that_fit(
+    consumers: int, tile_n: int, tile_d: int, tile_dv: int, q_stages: int = 1
+) -> int:
     """Stages of the K and V rings that fit beside queries and outputs."""
     budget = SMEM_BYTES
     if consumers == 1:
         # each of two programs has barriers and 1 KiB that the system takes
         budget = SMEM_BYTES // 2 - 2048
-    rows = consumers * GROUP_ROWS
-    return min(MOST_STAGES, (budget // 2 // (tile_d + tile_dv) - rows) // tile_n)
+    elements = budget // 2 - consumers * GROUP_ROWS * (q_stages * tile_d + tile_dv)
+    return min(MOST_STAGES, elements // (tile_n * (tile_d + tile_dv)))

@@ -22,21 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.gluon.packed import plane_place, tile_at
 from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
-from ...device.masks import (
-    bit_visible,
-    exists,
-    not_after,
-    not_before,
-    position,
-    row_bounds,
-    within_bounds,
-)
+from ...device.masks import exists, position, row_bounds
 from ...device.schedule import count_packed_pieces
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
 from ...device.visits import (
-    bits_of_tile,
     keys_of_tile,
     masked_unit,
     num_full_units,
@@ -45,6 +36,7 @@ from ...device.visits import (
     tile_ordinal,
 )
 from ..sm90 import GROUP_ROWS
+from .fwd_sm90_masks import mask_band, mask_scores
 from .fwd_sm90_work import (
     count_q_tiles,
     piece_lengths,
@@ -54,6 +46,8 @@ from .fwd_sm90_work import (
 )
 
 ROWS = gl.constexpr(GROUP_ROWS)
+# Keys of half a tile.
+HALF = gl.constexpr(64)
 # What describes a piece of work: the six bounds of a visit plan, plane and query tile; of packed
 # sequences also the first query token, queries and keys.
 DENSE_FIELDS = gl.constexpr(8)
@@ -111,13 +105,15 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG: gl.c
     if cu_seqlens[0] is not None:
         fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
     publish(work, turn, fields)
-    mbarrier.wait(q_empty, (turn & 1) ^ 1)
-    mbarrier.expect(q_full, consumers * q_desc.block_type.nbytes)
+    q_stage = turn % CFG.Q_STAGES
+    q_bar = q_full.index(q_stage)
+    mbarrier.wait(q_empty.index(q_stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
+    mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
     for g in gl.static_range(consumers):
         q_row = q_tile * CFG.tile_m + g * ROWS
-        q = q_smem.index(g)
-        tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_full, q)
+        q = q_smem.index(q_stage * consumers + g)
+        tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
     visit = (mask[0], plan, num_masked, kv_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
     for kv_tile in range(kv_tiles):
@@ -168,36 +164,37 @@ def _produce(produce, shared, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
-    """Scores of a tile that needs mask code, -inf where a query does not see a key."""
-    lists, plan, num_masked, kv_len = visit
+def _attend_half(q, rings, step, state, acc, kv_start, bounds, score, CFG: gl.constexpr):
+    """Take in the first HALF keys of the tile at `step`, which is a piece's first."""
+    k_smem, k_full, k_empty = rings[0]
+    v_smem, v_full, v_empty = rings[1]
+    s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    state_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
     first, last, every_first, every_last = bounds
-    tile_n: gl.constexpr = CFG.TILE_N
-    unit_size: gl.constexpr = CFG.UNIT
-    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
-    if lists is None:
-        # a band has two edges, and seldom do both cut through a tile
-        kv_start = masked_unit(plan, kv_tile) * tile_n
-        if kv_start + (tile_n - 1) > every_last:
-            kv_pos = kv_start + gl.arange(0, tile_n, columns)
-            s = gl.where(not_after(kv_pos[None, :], last[:, None]), s, -float("inf"))
-        if kv_start < every_first:
-            kv_pos = kv_start + gl.arange(0, tile_n, columns)
-            s = gl.where(not_before(kv_pos[None, :], first[:, None]), s, -float("inf"))
-    else:
-        offs_n = gl.arange(0, tile_n, columns)
-        ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, tile_n, unit_size)
-        unit = masked_unit(plan, ordinal)
-        kv_pos = keys_of_tile(
-            lists, unit, ordinal, num_masked, kv_in_unit, kv_len, tile_n, unit_size
-        )
-        visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
-        q_in_block = q_index - q_start // lists[5] * lists[5]
-        words = bits_of_tile(
-            lists, unit, ordinal, num_masked, q_in_block, kv_in_unit, tile_n, unit_size
-        )
-        s = gl.where(visible & bit_visible(words, kv_in_unit[None, :]), s, -float("inf"))
-    return s
+    first = gl.convert_layout(first, s_rows)
+    last = gl.convert_layout(last, s_rows)
+    m_log2 = gl.convert_layout(state[0], s_rows)
+    row_sum = gl.convert_layout(state[1], s_rows)
+    stage = step % CFG.STAGES
+    phase = (step // CFG.STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    k = k_smem.index(stage).slice(0, HALF, dim=0).permute((1, 0))
+    no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
+    scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+    s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    s = mask_band(s, kv_start, (first, last, every_first, every_last), CFG)
+    m_log2, row_sum, weights, _ = softmax_step(m_log2, row_sum, s, score[0])
+    p = gl.convert_layout(weights.to(q.dtype), p_layout)
+    mbarrier.wait(v_full.index(stage), phase)
+    v = v_smem.index(stage).slice(0, HALF, dim=0)
+    product = warpgroup_mma(p, v, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(product,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    m_log2 = gl.convert_layout(m_log2, state_rows)
+    return m_log2, gl.convert_layout(row_sum, state_rows), acc
 
 
 @gluon.jit
@@ -216,7 +213,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
-    q = q_smem.index(GROUP)
     out_smem = out_tiles.index(GROUP)
     pin = pins.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
@@ -233,7 +229,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
         first_pos = position(q_start + GROUP * ROWS, q_len, kv_len)
         _, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
-        every_first, _ = row_bounds(first_pos + (ROWS - 1), kv_len, band[0], band[1])
+        every_first, any_last = row_bounds(first_pos + (ROWS - 1), kv_len, band[0], band[1])
         bounds = (first, last, every_first, every_last)
         num_masked = num_masked_units(plan)
         masked_tiles = num_tiles(num_masked, tile_n, unit_size)
@@ -241,19 +237,33 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         visit = (mask[0], plan, num_masked, kv_len)
         m_log2, row_sum = init_state(q_index)
         acc = gl.zeros([ROWS, tile_dv], gl.float32, o_layout)
-        mbarrier.wait(q_full, turn & 1)
-        if kv_tiles > 0:
+        q_stage = turn % CFG.Q_STAGES
+        q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
+        mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
+        taken = 0
+        if CFG.HALF_TILES:
+            kv_start = masked_unit(plan, 0) * tile_n
+            if (masked_tiles > 0) & (any_last < kv_start + HALF):
+                rings = (k_ring, v_ring)
+                m_log2, row_sum, acc = _attend_half(
+                    q, rings, step, (m_log2, row_sum), acc, kv_start, bounds, score, CFG
+                )
+                step += 1
+                taken = 1
+        if kv_tiles > taken:
             stage = step % CFG.STAGES
             mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
             k = k_smem.index(stage).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            if masked_tiles > 0:
-                s = _mask_scores(s, visit, 0, q_index, q_start, bounds, CFG)
+            if masked_tiles > taken:
+                s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
+            if CFG.HALF_TILES:
+                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
-            for kv_tile in range(1, kv_tiles):
+            for kv_tile in range(taken + 1, kv_tiles):
                 last_stage = stage
                 last_phase = (step // CFG.STAGES) & 1
                 step += 1
@@ -266,7 +276,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 if kv_tile < masked_tiles:
-                    s = _mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
+                    s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
                 m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
                 # ptxas would sink the softmax below the wait, where it overlaps with nothing;
                 # a store to shared memory that needs its result keeps it above
@@ -276,14 +286,14 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
                 p = gl.convert_layout(weights.to(dtype), p_layout)
             # every score of this piece is taken: the next queries may come
-            mbarrier.arrive(q_empty, count=1)
+            mbarrier.arrive(q_empty.index(q_stage), count=1)
             mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
             mbarrier.arrive(v_empty.index(stage), count=1)
             step += 1
         else:
-            mbarrier.arrive(q_empty, count=1)
+            mbarrier.arrive(q_empty.index(q_stage), count=1)
 
         if sinks_ptr is not None:
             m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + q_head))
@@ -342,14 +352,14 @@ def _attn_fwd_sm90_kernel(
     tile_n: gl.constexpr = CFG.TILE_N
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
-    q_smem = tiles(q_desc, consumers, ROWS)
+    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, ROWS)
     out_smem = tiles(out_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
     pins = gl.allocate_shared_memory(
         gl.float32, [consumers, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    q_ring = (q_smem, barriers(1, 1).index(0), barriers(1, consumers).index(0))
+    q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
     k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
     v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
     work = work_channel(DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS, consumers)

@@ -1,6 +1,7 @@
 """Launches of the Hopper forward that are built without a GPU: the main choices of `tuning`."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class Call(NamedTuple):
     packed: bool = False
     dtype: torch.dtype = torch.bfloat16
     max_spill_bytes: int = 0
+    half_tiles: bool = False
 
     @property
     def name(self) -> str:
@@ -34,6 +36,7 @@ class Call(NamedTuple):
         parts += ["sinks"] if self.sinks else []
         parts += ["softcap"] if self.softcap else []
         parts += ["packed"] if self.packed else []
+        parts += ["half"] if self.half_tiles else []
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
 
@@ -46,6 +49,10 @@ CALLS = (
     Call(2, 64, 64),
     Call(1, 64, 64),
     Call(2, 128, 64),
+    Call(2, 128, 128, half_tiles=True),
+    Call(2, 64, 64, half_tiles=True),
+    Call(1, 64, 64, half_tiles=True),
+    Call(3, 64, 64, half_tiles=True),
     Call(2, 128, 128, sinks=True, softcap=True),
     Call(3, 64, 64, sinks=True),
     Call(2, 128, 128, (128, 128), max_spill_bytes=512),
@@ -70,6 +77,7 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
     """A launch of the kernel; a mask comes with its order of rows."""
     block_q, block_kv = call.block_size or (None, None)
     config = make_config(call.consumers, call.tile_d, call.tile_dv, block_kv, call.packed)
+    config = replace(config, HALF_TILES=call.half_tiles)
     # packed descriptors have one dimension more
     lead = (1,) if call.packed else ()
     return CompileCase(

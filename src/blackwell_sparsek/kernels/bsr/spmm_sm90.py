@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.activations import activate
 from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
 from ...device.schedule import place_in_sections
 from ..sm90 import GROUP_ROWS
+from .finish_sm90 import finish_values
 
 ROWS = gl.constexpr(GROUP_ROWS)
 # What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none).
@@ -136,7 +136,7 @@ def _halves(x):
 def _store_chunk(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.constexpr):
     """Finish and store a [ROWS, chunk] piece of a tile; a partial sum goes to its slot as it is."""
     part_ptr, bias_ptr, residual_ptr, residual_strides = extras
-    n_rows, n_cols = sizes
+    n_cols = sizes[1]
     chunk: gl.constexpr = CFG.out_chunk
     layout: gl.constexpr = CFG.accumulator_layout(chunk)
     activation: gl.constexpr = CFG.ACTIVATION
@@ -149,16 +149,8 @@ def _store_chunk(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl
         offsets = part_rows[:, None] * n_cols + cols[None, :]
         gl.store(part_ptr + offsets, acc, mask=(cols < n_cols)[None, :])
     else:
-        if bias_ptr is not None:
-            present = (rows >= 0) & (rows < n_rows)
-            bias = gl.load(bias_ptr + rows, mask=present, other=0.0)
-            acc += bias.to(gl.float32)[:, None]
-        acc = activate(acc, activation)
-        if residual_ptr is not None:
-            row_offsets = rows.to(gl.int64) * residual_strides[0]
-            offsets = row_offsets[:, None] + (cols.to(gl.int64) * residual_strides[1])[None, :]
-            inside = ((rows >= 0) & (rows < n_rows))[:, None] & (cols < n_cols)[None, :]
-            acc += gl.load(residual_ptr + offsets, mask=inside, other=0.0).to(gl.float32)
+        addends = (bias_ptr, residual_ptr, residual_strides)
+        acc = finish_values(acc, rows[:, None], cols[None, :], addends, sizes, activation)
         tile = acc.to(out_smem.dtype)
         # The copy that was started one chunk ago must have read the buffer.
         tma.store_wait(0)

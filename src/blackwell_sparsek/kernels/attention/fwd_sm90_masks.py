@@ -1,0 +1,49 @@
+"""Masking the scores of a KV tile in the Hopper forward."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...device.masks import bit_visible, not_after, not_before, within_bounds
+from ...device.visits import bits_of_tile, keys_of_tile, masked_unit, tile_ordinal
+
+
+@gluon.jit
+def mask_band(s, kv_start, bounds, CFG: gl.constexpr):
+    """Scores of neighbouring keys from `kv_start` on, -inf outside of the band."""
+    first, last, every_first, every_last = bounds
+    width: gl.constexpr = s.shape[1]
+    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(s.shape[1]))
+    # a band has two edges, and seldom do both cut through a tile
+    if kv_start + (width - 1) > every_last:
+        kv_pos = kv_start + gl.arange(0, width, columns)
+        s = gl.where(not_after(kv_pos[None, :], last[:, None]), s, -float("inf"))
+    if kv_start < every_first:
+        kv_pos = kv_start + gl.arange(0, width, columns)
+        s = gl.where(not_before(kv_pos[None, :], first[:, None]), s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
+    """Scores of a tile that needs mask code, -inf where a query does not see a key."""
+    lists, plan, num_masked, kv_len = visit
+    tile_n: gl.constexpr = CFG.TILE_N
+    unit_size: gl.constexpr = CFG.UNIT
+    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
+    if lists is None:
+        s = mask_band(s, masked_unit(plan, kv_tile) * tile_n, bounds, CFG)
+    else:
+        first, last, _, _ = bounds
+        offs_n = gl.arange(0, tile_n, columns)
+        ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, tile_n, unit_size)
+        unit = masked_unit(plan, ordinal)
+        kv_pos = keys_of_tile(
+            lists, unit, ordinal, num_masked, kv_in_unit, kv_len, tile_n, unit_size
+        )
+        visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
+        q_in_block = q_index - q_start // lists[5] * lists[5]
+        words = bits_of_tile(
+            lists, unit, ordinal, num_masked, q_in_block, kv_in_unit, tile_n, unit_size
+        )
+        s = gl.where(visible & bit_visible(words, kv_in_unit[None, :]), s, -float("inf"))
+    return s
