@@ -37,20 +37,25 @@ class Call(NamedTuple):
 
 
 HALF, BRAIN, FLOAT, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
-TALL, PLAIN = (16, 64, 4, 3), (16, 32, 8, 2)
+DOWN = DecodeConfig(16, 64, 4, 3, PROGRAMS)
+ACROSS = DecodeConfig(16, 64, 4, 3, PROGRAMS, across=True)
+WORDS = DecodeConfig(16, 64, 4, 4, PROGRAMS, across=True, words=True, registers=168)
+PLAIN = DecodeConfig(16, 32, 8, 2, PROGRAMS)
+WIDE = DecodeConfig(64, 64, 8, 3, PROGRAMS)
+DEEP = DecodeConfig(32, 32, 4, 3, PROGRAMS)
 
-# tile_m, tile_n, num_warps, num_stages by architecture
-BUILDS: Mapping[Call, Mapping[int, tuple[int, int, int, int]]] = {
-    Call(BRAIN, 128): {80: TALL, 89: TALL, 90: TALL, 100: TALL, 120: TALL},
-    Call(BRAIN, 128, 16): {80: TALL, 90: TALL},
-    Call(BRAIN, 128, 64): {90: TALL},
-    Call(BRAIN, 128, 256): {90: TALL},
-    Call(BRAIN, 128, 64, FP8): {89: TALL, 90: TALL, 100: TALL, 120: TALL},
-    Call(HALF, 80, 48, everything=True): {80: TALL, 90: TALL},
+BUILDS: Mapping[Call, Mapping[int, DecodeConfig]] = {
+    Call(BRAIN, 128): {80: DOWN, 89: DOWN, 90: ACROSS, 100: DOWN, 120: DOWN},
+    Call(BRAIN, 128, 16): {80: DOWN, 90: ACROSS},
+    Call(BRAIN, 128, 64): {90: ACROSS},
+    Call(BRAIN, 128, 256): {90: ACROSS},
+    Call(BRAIN, 128, 64, FP8): {89: DOWN, 90: WORDS, 100: DOWN, 120: DOWN},
+    Call(BRAIN, 128, 16, FP8): {90: WORDS},
+    Call(HALF, 80, 48, everything=True): {80: DOWN, 90: ACROSS},
     Call(FLOAT, 128): {80: PLAIN, 90: PLAIN},
-    Call(BRAIN, 128, rows=32): {90: (32, 64, 4, 3)},
-    Call(BRAIN, 128, rows=64): {80: (64, 64, 8, 3), 89: (64, 64, 8, 3), 90: (64, 64, 8, 3)},
-    Call(HALF, 256, rows=64): {89: (32, 32, 4, 3), 90: (32, 32, 4, 3)},
+    Call(BRAIN, 128, rows=32): {90: DecodeConfig(32, 64, 4, 3, PROGRAMS)},
+    Call(BRAIN, 128, rows=64): {80: WIDE, 89: WIDE, 90: WIDE},
+    Call(HALF, 256, rows=64): {89: DEEP, 90: DEEP},
 }
 
 
@@ -101,18 +106,9 @@ def _arguments(call: Call, words: bool) -> dict[str, Any]:
     }
 
 
-# Keys down and rows across.
-ACROSS: Mapping[Call, tuple[int, ...]] = {
-    Call(BRAIN, 128): (90,),
-    Call(BRAIN, 128, 16): (90,),
-    Call(BRAIN, 128, 64, FP8): (90,),
-    Call(HALF, 80, 48, everything=True): (90,),
-}
-
-
-def _case(name: str, call: Call, sm: int, config: DecodeConfig, spill: int) -> CompileCase:
+def _case(call: Call, sm: int, config: DecodeConfig) -> CompileCase:
     return CompileCase(
-        name,
+        call.name(sm),
         _attn_decode_kernel,
         {
             **_arguments(call, config.words),
@@ -124,18 +120,14 @@ def _case(name: str, call: Call, sm: int, config: DecodeConfig, spill: int) -> C
         archs=(sm,),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        max_spill_bytes=spill,
+        options={} if config.registers is None else {"maxnreg": config.registers},
+        # three programs on an SM, and a page for each key: spilled outside of the loop
+        max_spill_bytes=192 if config.words and call.page_size == 16 else 0,
     )
 
 
 @compile_cases
 def _cases() -> Iterator[CompileCase]:
-    for call, tiles in BUILDS.items():
-        for sm, tile in tiles.items():
-            # four registers: 64 rows of fp32 sums leave sm_80 none to spare
-            spill = 16 if sm == 80 and call.rows == 64 else 0
-            yield _case(call.name(sm), call, sm, DecodeConfig(*tile, PROGRAMS), spill)
-    for call, archs in ACROSS.items():
-        for sm in archs:
-            config = DecodeConfig(*TALL, PROGRAMS, across=True, words=call.cache is not None)
-            yield _case(f"{call.name(sm)}-across", call, sm, config, 0)
+    for call, configs in BUILDS.items():
+        for sm, config in configs.items():
+            yield _case(call, sm, config)
