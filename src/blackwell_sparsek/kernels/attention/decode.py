@@ -43,7 +43,6 @@ from .decode_steps import attend_across, attend_cache
 from .decode_work import find_share, keys_seen
 from .operands import score_factors, token_strides
 
-
 FP8 = torch.float8_e4m3fn
 
 
