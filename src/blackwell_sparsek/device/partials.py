@@ -12,12 +12,10 @@ that begins it, and so is its counter.
 import triton
 import triton.language as tl
 
-from .softmax import join_states
+from .softmax import init_state, join_states
 
 # Parts read at a time: enough loads in flight to hide that they come from the L2.
 PARTS = tl.constexpr(16)
-# Slots that must exist beyond two of each program.
-SPARE_SLOTS = tl.constexpr(2 * 16)
 # Columns of a part that a thread reads at once.
 VECTOR = tl.constexpr(4)
 # Rows merged at a time: those of a common group of heads.
@@ -37,8 +35,9 @@ def store_part(acc_ptr, state_ptr, slot, m_log2, row_sum, acc, num_rows):
     TILE_DV: tl.constexpr = acc.shape[1]
     rows = tl.arange(0, TILE_M)
     live = rows < num_rows
-    places = 2 * (slot * TILE_M + rows)[:, None] + tl.arange(0, 2)[None, :]
-    tl.store(state_ptr + places, tl.join(m_log2, row_sum), live[:, None])
+    state_ptr += slot * (2 * TILE_M)
+    tl.store(state_ptr + rows, m_log2, live)
+    tl.store(state_ptr + TILE_M + rows, row_sum, live)
     offsets = rows[:, None] * TILE_DV + tl.arange(0, TILE_DV)[None, :]
     tl.store(acc_ptr + tl.cast(slot, tl.int64) * (TILE_M * TILE_DV) + offsets, acc, live[:, None])
 
@@ -71,43 +70,29 @@ def merge_parts(
     first_program,
     num_parts,
     first_row,
+    num_rows,
     TILE_M: tl.constexpr,
     TILE_DV: tl.constexpr,
 ):
     """State and accumulators of the rows from `first_row` on, placed as by `merged_places`.
 
-    A thread has the same columns of all parts, so that no thread waits for another. Loads have no
-    masks and addresses that differ by constants, so that all of them leave at once: up to PARTS
-    slots past the last part are read, and not used.
+    A thread has the same columns of all parts, so that no thread waits for another.
     """
     rows, columns = merged_places(first_row, TILE_DV)
-    state_ptr += 2 * rows[:, None]
-    acc_ptr += rows[:, None] * TILE_DV + columns
-    slot = part_slot(first_program, first_program)
-    m_log2, row_sum, acc = _load_parts(state_ptr, acc_ptr, slot, TILE_M, TILE_DV)
-    part = tl.arange(0, PARTS)[None, :, None]
-    for first in range(1, num_parts, PARTS):
-        m_parts, sum_parts, parts = _load_parts(
-            state_ptr[:, None, :] + part * (2 * 2 * TILE_M),
-            acc_ptr[:, None, :] + part * (2 * TILE_M * TILE_DV),
-            2 * (first_program + first), TILE_M, TILE_DV,
-        )  # fmt: skip
-        exists = part < num_parts - first
-        m_parts = tl.where(exists, m_parts, -float("inf"))
-        sum_parts = tl.where(exists, sum_parts, 0.0)
+    live_row = (rows < num_rows)[:, None, None]
+    m_log2, row_sum = init_state(rows[:, None])
+    acc = tl.zeros(columns.shape, tl.float32)
+    inside = (rows[:, None] * TILE_DV + columns)[:, None, :]
+    for first in range(0, num_parts, PARTS):
+        part = first + tl.arange(0, PARTS)[None, :, None]
+        slot = part_slot(first_program + part, first_program)
+        live = (part < num_parts) & live_row
+        state = state_ptr + slot * (2 * TILE_M) + rows[:, None, None]
+        # past the L1, which does not see what other SMs write
+        m_parts = tl.load(state, live, other=-float("inf"), cache_modifier=".cg")
+        sum_parts = tl.load(state + TILE_M, live, other=0.0, cache_modifier=".cg")
+        offsets = tl.cast(slot, tl.int64) * (TILE_M * TILE_DV) + inside
+        parts = tl.load(acc_ptr + offsets, live, other=0.0, cache_modifier=".cg")
         m_log2, row_sum, rescale, factors = join_states(m_log2, row_sum, m_parts, sum_parts)
-        acc = acc * rescale + tl.sum(tl.where(exists, parts, 0.0) * factors, 1)
+        acc = acc * rescale + tl.sum(parts * factors, 1)
     return tl.reshape(m_log2, rows.shape), tl.reshape(row_sum, rows.shape), acc
-
-
-@triton.jit
-def _load_parts(state_ptr, acc_ptr, slot, TILE_M: tl.constexpr, TILE_DV: tl.constexpr):
-    """Maxima, sums and accumulators, past the L1, which does not see what other SMs write.
-
-    Volatile loads stay in order. Nothing can be computed before the last of them has left, or the
-    compiler would put some off until others have come, to save registers.
-    """
-    state_ptr += slot * (2 * TILE_M)
-    parts = tl.load(acc_ptr + tl.cast(slot, tl.int64) * (TILE_M * TILE_DV), volatile=True)
-    sum_parts = tl.load(state_ptr + 1, volatile=True)
-    return tl.load(state_ptr, volatile=True), sum_parts, parts

@@ -27,7 +27,6 @@ from ...device.masks import position, row_bounds
 from ...device.paging import visited_tiles
 from ...device.partials import (
     MERGED_ROWS,
-    SPARE_SLOTS,
     is_last,
     merge_parts,
     merged_places,
@@ -63,11 +62,8 @@ class DecodeLayout(NamedTuple):
 def _row_places(rows, num_rows, kv_head, group, q_len, strides):
     """Query index, query head and offset of packed rows; rows past the last count as the last."""
     rows = tl.minimum(rows, num_rows - 1)
-    token = rows - rows
-    # a division takes longer than to find out that it is not needed
-    if q_len > 1:
-        token = rows // group
-    head = kv_head * group + (rows - token * group)
+    token = rows // group
+    head = kv_head * group + rows % group
     return token, head, tl.cast(head, tl.int64) * strides[1] + token * strides[2]
 
 
@@ -149,8 +145,7 @@ def _attn_decode_kernel(
         tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
     )
     acc_parts = workspace[0]
-    slots = 2 * programs + SPARE_SLOTS
-    state_parts = acc_parts + tl.cast(slots, tl.int64) * (TILE_M * TILE_DV)
+    state_parts = acc_parts + tl.cast(2 * programs, tl.int64) * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)
     offs_dv = tl.arange(0, TILE_DV)[None, :]
     while tile < end:
@@ -158,10 +153,8 @@ def _attn_decode_kernel(
         first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, TILE_N, BLOCK_KV)
         plane = (tile - sequence_tile) // count
         plane_tile = sequence_tile + plane * count
-        kv_head = plane
-        if q_tiles > 1:
-            kv_head = plane // q_tiles
-        first_row = (plane - kv_head * q_tiles) * TILE_M
+        kv_head = plane // q_tiles
+        first_row = plane % q_tiles * TILE_M
         stop = tl.minimum(end, plane_tile + count)
         shift = first_tile - plane_tile
         k_head = k_ptr + tl.cast(kv_head, tl.int64) * layout.k[1]
@@ -205,7 +198,7 @@ def _attn_decode_kernel(
                 tile_rows = tl.minimum(num_rows - first_row, TILE_M)
                 for row in range(0, tile_rows, MERGED_ROWS):
                     m_log2_all, row_sum_all, acc_all = merge_parts(
-                        acc_parts, state_parts, begins, ends - begins + 1, row,
+                        acc_parts, state_parts, begins, ends - begins + 1, row, tile_rows,
                         TILE_M, TILE_DV,
                     )  # fmt: skip
                     merged_rows, columns = merged_places(first_row + row, TILE_DV)
@@ -231,8 +224,8 @@ def launch_attn_decode(
 ) -> None:
     """Fill `out` and `lse`.
 
-    Takes `(2 * programs + 32) * tile_m * (Dv + 2)` floats of memory, Dv rounded up to a power of
-    two, whatever the lengths are.
+    Takes `2 * programs * tile_m * (Dv + 2)` floats of memory, Dv rounded up to a power of two,
+    whatever the lengths are.
 
     Parameters
     ----------
@@ -248,7 +241,7 @@ def launch_attn_decode(
         return
     heads, pages, dim_v = kv_heads(k_cache, spec), page_size(k_cache, spec), v_cache.shape[-1]
     tile_dv = triton.next_power_of_2(max(dim_v, 16))
-    slots = 2 * config.programs + SPARE_SLOTS.value
+    slots = 2 * config.programs
     if config.words and all(has_words(x) for x in (k_cache, v_cache)):
         k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
     blocks = spec.kv_blocks
