@@ -1,0 +1,86 @@
+"""Configuration of the Hopper decode kernel: tiles, rings, and what follows from them."""
+
+from dataclasses import dataclass
+from math import gcd
+
+from ..sm90 import SMEM_BYTES, accumulator_layout
+
+
+@dataclass(frozen=True)
+class DecodeSm90Config:
+    """Everything the kernel is specialised on. Sizes in elements.
+
+    ROWS queries of the heads that share a KV head meet tiles of TILE_N keys, STAGES of which are
+    kept on their way. TILE_D and TILE_DV are the head dims. PAGE_SIZE is None for a contiguous
+    cache. The kernel is compiled for MAX_REGISTERS per thread, of which the producer gives back all
+    but PRODUCER_REGISTERS.
+    """
+
+    ROWS: int
+    TILE_N: int
+    TILE_D: int
+    TILE_DV: int
+    STAGES: int
+    PAGE_SIZE: int | None
+    PRODUCER_REGISTERS: int
+    MAX_REGISTERS: int
+
+    def __post_init__(self) -> None:
+        assert self.ROWS in (8, 16, 32, 64), f"{self.ROWS=}"
+        assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
+        assert self.TILE_D in (64, 128) and self.TILE_DV in (64, 128), f"{self=}"
+        assert self.STAGES >= 2, f"{self.STAGES=}"
+        assert self.part_keys >= 16, f"{self.PAGE_SIZE=}"
+
+    @property
+    def part_keys(self) -> int:
+        """Keys of one copy: the most that always lie in one page."""
+        return self.TILE_N if self.PAGE_SIZE is None else gcd(self.TILE_N, self.PAGE_SIZE)
+
+    @property
+    def parts(self) -> int:
+        """Copies that fill one tile."""
+        return self.TILE_N // self.part_keys
+
+    def k_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of keys."""
+        return (1, 1, self.part_keys, self.TILE_D)
+
+    def v_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of values."""
+        return (1, 1, self.part_keys, self.TILE_DV)
+
+    def accumulator_layout(self) -> object:
+        """Register layout of products: [keys or dims, ROWS]."""
+        return accumulator_layout(self.ROWS)
+
+
+def make_config(
+    rows: int,
+    tile_d: int,
+    tile_dv: int,
+    page_size: int | None,
+    *,
+    programs_per_sm: int = 2,
+    tile_n: int = 64,
+) -> DecodeSm90Config:
+    """The configuration of which `programs_per_sm` programs fill an SM."""
+    return DecodeSm90Config(
+        ROWS=rows,
+        TILE_N=tile_n,
+        TILE_D=tile_d,
+        TILE_DV=tile_dv,
+        STAGES=stages_that_fit(rows, tile_n, tile_d, tile_dv, programs_per_sm),
+        PAGE_SIZE=page_size,
+        PRODUCER_REGISTERS=40,
+        MAX_REGISTERS=128 if programs_per_sm <= 2 else 80,
+    )
+
+
+def stages_that_fit(
+    rows: int, tile_n: int, tile_d: int, tile_dv: int, programs_per_sm: int
+) -> int:
+    """Stages of the K and V rings that fit beside queries and weights."""
+    # each program has barriers, and 1 KiB that the system takes
+    budget = SMEM_BYTES // programs_per_sm - 2048
+    return (budget - 2 * rows * (tile_d + tile_n)) // (2 * tile_n * (tile_d + tile_dv))

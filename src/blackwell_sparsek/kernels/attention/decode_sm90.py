@@ -1,0 +1,338 @@
+"""Attention of a few new queries over a cache on Hopper: the arithmetic of `decode.py` by WGMMA.
+
+Shapes and results are those of `decode.py`, and so is the way work is shared: programs take equal
+stretches of the KV tiles of all sequences and heads. A producer warp finds the stretch, publishes
+its pieces (what it has of one softmax) and keeps rings of K and V tiles full by TMA, across the
+ends of pieces. A consumer warp group computes with keys as the rows of its products,
+
+    s^T = K Q^T [TILE_N, ROWS]      o^T = V^T P^T [Dv, ROWS]
+
+so that few queries cost few instructions. K and V are read from where TMA put them; Q and P are
+small and written to shared memory by the consumer.
+
+Called as impl "sm90" of `bsk::attn_decode`. Limits: fp16 and bf16, D and Dv 64 or 128, pages of a
+multiple of 16 tokens, no lists of blocks, strides and addresses that TMA takes, and those of
+`decode.py`. Slots past the lengths are copied and not looked at; a page out of range is not read.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...device.gluon.partials import columns_of, merge_parts, rows_of, store_part
+from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
+from ...device.masks import kv_range, position, row_bounds, within_bounds
+from ...device.paging import visited_tiles
+from ...device.partials import MERGED_ROWS, is_last, part_slot
+from ...device.scores import cap, fold_sign
+from ...device.softmax import add_sink, finalise, init_state, weigh
+from .decode import _keys_seen, _row_places
+from .decode_sm90_work import find_stretch, look_up
+
+# What describes a piece: sequence, plane, length, first and end tile, first and last program.
+WORK_FIELDS = gl.constexpr(7)
+
+
+@gluon.jit
+def _fetch(desc, ring, step, places, kv_head, note, CFG: gl.constexpr):
+    """Start the copies of one tile into a ring, once its stage is free; leave a note with it."""
+    smem, full, empty = ring
+    parts: gl.constexpr = CFG.parts
+    part_keys: gl.constexpr = CFG.part_keys
+    stage = step % CFG.STAGES
+    bar = full.index(stage)
+    tile = smem.index(stage)
+    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+    if note is not None:
+        note[0].index(stage).store(note[1])
+    mbarrier.expect(bar, parts * desc.block_type.nbytes)
+    for part in gl.static_range(parts):
+        place = [places[2 * part], kv_head, places[2 * part + 1], 0]
+        if parts == 1:
+            tma.async_copy_global_to_shared(desc, place, bar, tile)
+        else:
+            rows = tile.slice(part * part_keys, part_keys, dim=0)
+            tma.async_copy_global_to_shared(desc, place, bar, rows)
+
+
+@gluon.jit
+def _produce(produce, shared, CFG: gl.constexpr):
+    """Find this program's stretch, publish its pieces and keep the rings full."""
+    k_desc, v_desc, page_table_ptr, page_row_stride, num_pages, min_tiles = produce
+    k_ring, v_ring, flags, work, lengths, heads = shared
+    seqlens_ptr, _, q_len, capacity, left, right = lengths
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    nothing = gl.full([1], 0, gl.int32, lane)
+    q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
+    planes = heads[0] * q_tiles
+    each, tile, end, sequence, sequence_tile = find_stretch(lengths, planes, min_tiles, CFG)
+    step = 0
+    turn = 0
+    while tile < end:
+        kv_len, kv_lo, kv_hi = _keys_seen(
+            seqlens_ptr, sequence, True, q_len, capacity, left, right
+        )
+        first_tile, count = visited_tiles(kv_lo, kv_hi, 0, CFG.TILE_N, None)
+        plane = (tile - sequence_tile) // count
+        plane_tile = sequence_tile + plane * count
+        stop = gl.minimum(end, plane_tile + count)
+        shift = first_tile - plane_tile
+        begins = plane_tile // each
+        ends = (plane_tile + count - 1) // each
+        fields = (sequence, plane, kv_len, tile + shift, stop + shift, begins, ends)
+        publish(work, turn, fields)
+        kv_head = plane // q_tiles
+        if CFG.PAGE_SIZE is None:
+            for kv_tile in range(tile + shift, stop + shift):
+                places = (sequence, kv_tile * CFG.TILE_N)
+                _fetch(k_desc, k_ring, step, places, kv_head, None, CFG)
+                _fetch(v_desc, v_ring, step, places, kv_head, None, CFG)
+                step += 1
+        else:
+            table_row = sequence.to(gl.int64) * page_row_stride
+            places, wrong = look_up(
+                page_table_ptr, table_row, tile + shift, kv_lo, kv_hi, num_pages, CFG
+            )
+            wrong_so_far = 0
+            for kv_tile in range(tile + shift, stop + shift):
+                # a page is looked up while the stage of the tile before it is waited for
+                ahead, wrong_ahead = look_up(
+                    page_table_ptr, table_row, kv_tile + 1, kv_lo, kv_hi, num_pages, CFG
+                )
+                wrong_so_far = wrong_so_far | wrong
+                note = (flags, nothing + wrong_so_far)
+                _fetch(k_desc, k_ring, step, places, kv_head, note, CFG)
+                _fetch(v_desc, v_ring, step, places, kv_head, None, CFG)
+                places = ahead
+                wrong = wrong_ahead
+                step += 1
+        turn += 1
+        tile = stop
+        finished = stop == sequence_tile + planes * count
+        sequence += finished.to(gl.int32)
+        sequence_tile = gl.where(finished, stop, sequence_tile)
+    # no sequence: the end
+    publish(work, turn, (-1, 0, 0, 0, 0, 0, 0))
+
+
+@gluon.jit
+def _load_queries(q_smem, q_ptr, sequence, kv_head, first_row, score, q_len, heads, strides):
+    """Put the queries of a piece into shared memory; returns the factor of their scores."""
+    rows: gl.constexpr = q_smem.shape[0]
+    dim: gl.constexpr = q_smem.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+    num_rows = q_len * heads[1]
+    row = first_row + gl.arange(0, rows, gl.SliceLayout(1, layout))
+    offs_d = gl.arange(0, dim, gl.SliceLayout(0, layout))
+    _, _, offset = _row_places(row, num_rows, kv_head, heads[1], q_len, strides.q)
+    plane = q_ptr + sequence.to(gl.int64) * strides.q[0]
+    q = gl.load(plane + offset[:, None] + offs_d[None, :], (row < num_rows)[:, None], other=0.0)
+    q, factor = fold_sign(q, score[0])
+    q_smem.store(q)
+    fence_async_shared()
+    return factor
+
+
+@gluon.jit
+def _drop_dead_values(tile, kv_start, kv_lo, kv_hi):
+    """Zero the values past the keys of a sequence: they may be NaN, which weights of 0 keep."""
+    keys: gl.constexpr = tile.shape[0]
+    dim: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+    kv_pos = kv_start + gl.arange(0, keys, gl.SliceLayout(1, layout))
+    live = within_bounds(kv_pos, kv_lo, kv_hi - 1)
+    nothing = gl.zeros([keys, dim], tile.dtype, layout)
+    tile.store(gl.where(live[:, None], tile.load(layout), nothing))
+
+
+@gluon.jit
+def _write(
+    results, m_log2, row_sum, acc, first_row, num_rows, sequence, kv_head, kv_len, q_len, heads,
+    strides, sinks_ptr,
+):  # fmt: skip
+    """End the softmax of packed rows and store outputs and lse."""
+    row = first_row + rows_of(acc)
+    live = row < num_rows
+    token, head, offset = _row_places(row, num_rows, kv_head, heads[1], q_len, strides.out)
+    if sinks_ptr is not None:
+        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + head))
+        acc = acc * rescale[:, None]
+    row_sum = gl.where(kv_len < 0, float("nan"), row_sum)
+    inverse, lse = finalise(m_log2, row_sum)
+    out_ptr = results[0] + sequence.to(gl.int64) * strides.out[0]
+    gl.store(
+        out_ptr + offset[:, None] + columns_of(acc)[None, :],
+        (acc * inverse[:, None]).to(out_ptr.dtype.element_ty),
+        live[:, None],
+    )
+    lse_row = (sequence.to(gl.int64) * heads[0] * heads[1] + head) * q_len + token
+    gl.store(results[1] + lse_row, lse, live)
+
+
+@gluon.jit
+def _consume(consume, shared, CFG: gl.constexpr):
+    """Attend with the queries of each piece."""
+    results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem = consume
+    k_ring, v_ring, flags, work, lengths, heads = shared
+    k_smem, k_full, k_empty = k_ring
+    v_smem, v_full, v_empty = v_ring
+    q_len, left, right = lengths[2], lengths[4], lengths[5]
+    tile_n: gl.constexpr = CFG.TILE_N
+    tile_dv: gl.constexpr = CFG.TILE_DV
+    num: gl.constexpr = CFG.ROWS
+    layout: gl.constexpr = CFG.accumulator_layout()
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    no_scores = gl.zeros([tile_n, num], gl.float32, layout)
+    turned = gl.permute(no_scores, (1, 0))
+    rows = rows_of(turned)
+    offs_n = columns_of(turned)
+    num_rows = q_len * heads[1]
+    q_tiles = (num_rows + num - 1) // num
+    acc_parts = workspace[0]
+    state_parts = acc_parts + (2 * gl.num_programs(0)).to(gl.int64) * (num * tile_dv)
+    program = gl.program_id(0)
+    step = 0
+    turn = 0
+    sequence, plane, kv_len, kv_tile, kv_end, begins, ends = take(work, turn)
+    while sequence >= 0:
+        kv_head = plane // q_tiles
+        first_row = plane % q_tiles * num
+        factor = _load_queries(
+            q_smem, q_ptr, sequence, kv_head, first_row, score, q_len, heads, strides
+        )
+        length = gl.maximum(kv_len, 0)
+        kv_lo, kv_hi = kv_range(0, q_len, q_len, length, left, right)
+        place = _row_places(first_row + rows, num_rows, kv_head, heads[1], q_len, strides.q)
+        first, last = row_bounds(position(place[0], q_len, length), length, left, right)
+        m_log2, row_sum = init_state(rows)
+        sums = turned
+        wrong = 0
+        acc = gl.zeros([tile_dv, num], gl.float32, layout)
+        for tile in range(kv_tile, kv_end):
+            stage = step % CFG.STAGES
+            phase = (step // CFG.STAGES) & 1
+            kv_start = tile * tile_n
+            mbarrier.wait(k_full.index(stage), phase)
+            if CFG.PAGE_SIZE is not None:
+                group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+                wrong = gl.max(flags.index(stage).load(group), 0)
+            q = q_smem.permute((1, 0))
+            scores = warpgroup_mma(k_smem.index(stage), q, no_scores, use_acc=False, is_async=True)
+            s = gl.permute(warpgroup_mma_wait(0, deps=(scores,)), (1, 0))
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            kv_pos = (kv_start + offs_n)[None, :]
+            visible = within_bounds(kv_pos, first[:, None], last[:, None])
+            s = gl.where(visible, cap(s, score[1]), -float("inf"))
+            m_log2, p, rescale = weigh(m_log2, s, factor)
+            sums = sums * rescale[:, None] + p
+            p_smem.store(p.to(p_smem.dtype))
+            acc = acc * gl.convert_layout(rescale, columns)[None, :]
+            mbarrier.wait(v_full.index(stage), phase)
+            v = v_smem.index(stage)
+            if (kv_start < kv_lo) | (kv_start + tile_n > kv_hi):
+                _drop_dead_values(v, kv_start, kv_lo, kv_hi)
+            fence_async_shared()
+            product = warpgroup_mma(
+                v.permute((1, 0)), p_smem.permute((1, 0)), acc, is_async=True
+            )
+            acc = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            step += 1
+
+        out = gl.permute(acc, (1, 0))
+        out_rows: gl.constexpr = gl.SliceLayout(1, out.type.layout)
+        row_sum = gl.convert_layout(gl.sum(sums, 1), out_rows)
+        if CFG.PAGE_SIZE is not None:
+            row_sum = gl.where(wrong != 0, float("nan"), row_sum)
+        m_out = gl.convert_layout(m_log2, out_rows)
+        if begins == ends:
+            _write(
+                results, m_out, row_sum, out, first_row, num_rows, sequence, kv_head, kv_len,
+                q_len, heads, strides, sinks_ptr,
+            )  # fmt: skip
+        else:
+            tile_rows = gl.minimum(num_rows - first_row, num)
+            slot = part_slot(program, begins)
+            store_part(acc_parts, state_parts, slot, m_out, row_sum, out, tile_rows)
+            if is_last(workspace[1] + begins, ends - begins + 1):
+                for row in range(0, tile_rows, MERGED_ROWS):
+                    m_all, sum_all, acc_all = merge_parts(
+                        acc_parts, state_parts, begins, ends - begins + 1, row, tile_rows,
+                        num, tile_dv,
+                    )  # fmt: skip
+                    _write(
+                        results, m_all, sum_all, acc_all, first_row + row, first_row + tile_rows,
+                        sequence, kv_head, kv_len, q_len, heads, strides, sinks_ptr,
+                    )  # fmt: skip
+        turn += 1
+        sequence, plane, kv_len, kv_tile, kv_end, begins, ends = take(work, turn)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "page_row_stride", "batch", "q_len", "capacity", "num_pages", "left", "right", "min_tiles",
+    ]
+)  # fmt: skip
+def _attn_decode_sm90_kernel(
+    results,
+    q_ptr,
+    k_desc,
+    v_desc,
+    seqlens_ptr,
+    page_table_ptr,
+    sinks_ptr,
+    score,
+    workspace,
+    strides,
+    page_row_stride,
+    batch,
+    q_len,
+    capacity,
+    num_pages,
+    left,
+    right,
+    heads,
+    min_tiles,
+    CFG: gl.constexpr,
+):
+    """Set up rings and roles; `_produce` and `_consume` do the work.
+
+    results (out, lse), score (scale_log2, inverse_cap), workspace (parts, counters), heads (KV
+    heads, query heads of each).
+    """
+    stages: gl.constexpr = CFG.STAGES
+    tile_n: gl.constexpr = CFG.TILE_N
+    producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
+    num: gl.constexpr = CFG.ROWS
+    tile_d: gl.constexpr = CFG.TILE_D
+    dtype: gl.constexpr = k_desc.dtype
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_d], dtype)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_n], dtype)
+    k_smem = tiles(k_desc, stages, tile_n)
+    v_smem = tiles(v_desc, stages, tile_n)
+    q_smem = gl.allocate_shared_memory(dtype, [num, tile_d], q_layout)
+    p_smem = gl.allocate_shared_memory(dtype, [num, tile_n], p_layout)
+    flags = gl.allocate_shared_memory(
+        gl.int32, [stages, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    k_ring = (k_smem, barriers(stages, 1), barriers(stages, 1))
+    v_ring = (v_smem, barriers(stages, 1), barriers(stages, 1))
+    work = work_channel(WORK_FIELDS, 1)
+    fence_async_shared()
+
+    lengths = (seqlens_ptr, batch, q_len, capacity, left, right)
+    produce = (k_desc, v_desc, page_table_ptr, page_row_stride, num_pages, min_tiles)
+    consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem)
+    shared = (k_ring, v_ring, flags, work, lengths, heads)
+    # the first role runs in the warps of the launch, the other in a warp of its own
+    gl.warp_specialize(
+        [(_consume, (consume, shared, CFG)), (_produce, (produce, shared, CFG))],
+        [1],
+        [producer_registers],
+    )

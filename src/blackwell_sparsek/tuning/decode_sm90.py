@@ -1,0 +1,73 @@
+"""(problem) -> tiles and programs of the Hopper decode kernel, and the reasons why it cannot run.
+
+Tiles may not depend on a length, nor on where pages lie: pages give the bits of a contiguous cache.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.attention.config_decode_sm90 import DecodeSm90Config, make_config
+from .attention_sm90 import LONGEST
+from .problem_decode import DecodeProblem
+
+HEAD_DIMS = (64, 128)
+# What one copy of a page must hold at the least: a step of WGMMA.
+PAGE_STEP = 16
+# Tiles of all sequences and heads lie in one row that int32 counts.
+MOST_TILES = 2**31 - 1
+
+
+class DecodeSm90Launch(NamedTuple):
+    """What a launch is made of, besides its tensors."""
+
+    config: DecodeSm90Config
+    programs: int
+    min_tiles: int
+    """The fewest tiles that a program takes."""
+
+
+def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
+    """Why the Hopper kernel cannot run this problem, or None."""
+    if problem.arch.sm != 90:
+        return f"needs sm_90, this is {problem.arch}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"{problem.dtype} has no 16-bit WGMMA"
+    if problem.cache_dtype != problem.dtype:
+        return f"needs a cache of {problem.dtype}, got {problem.cache_dtype}"
+    dims = (problem.head_dim, problem.head_dim_v)
+    if any(dim not in HEAD_DIMS for dim in dims):
+        return f"needs head dimensions of 64 or 128, got {dims[0]} and {dims[1]}"
+    if problem.block_size is not None:
+        return "lists of blocks are not written yet"
+    if problem.page_size is not None and problem.page_size % PAGE_STEP:
+        return f"pages of {problem.page_size} are not a multiple of {PAGE_STEP}"
+    if not problem.tma:
+        return "TMA needs slots to copy, and addresses and strides that are multiples of 16 bytes"
+    if problem.capacity > LONGEST:
+        return f"needs caches of at most {LONGEST} tokens a sequence"
+    planes = problem.batch * problem.heads_kv * (problem.rows // 8 + 1)
+    if planes * (problem.capacity // 64 + 1) > MOST_TILES:
+        return f"needs at most {MOST_TILES} tiles over all sequences and heads"
+    return None
+
+
+def attn_decode_sm90_launch(problem: DecodeProblem) -> DecodeSm90Launch:
+    """Tiles and programs of a problem that `attn_decode_sm90_unsupported` accepts."""
+    return _launch(
+        problem.arch.num_sms,
+        problem.rows,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.page_size,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    sms: int, rows: int, head_dim: int, head_dim_v: int, page_size: int | None
+) -> DecodeSm90Launch:
+    packed = next((size for size in (8, 16, 32) if rows <= size), 64)
+    config = make_config(packed, head_dim, head_dim_v, page_size, programs_per_sm=2)
+    return DecodeSm90Launch(config, 2 * sms, 1)
