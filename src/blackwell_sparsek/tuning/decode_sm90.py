@@ -13,8 +13,8 @@ from .attention_sm90 import LONGEST
 from .problem_decode import DecodeProblem
 
 HEAD_DIMS = (64, 128)
-# What one copy of a page must hold at the least: a step of WGMMA.
-PAGE_STEP = 16
+# Keys that one copy must hold at the least: a step of WGMMA.
+STEP = 16
 # Tiles of all sequences and heads lie in one row that int32 counts.
 MOST_TILES = 2**31 - 1
 
@@ -39,10 +39,9 @@ def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
     dims = (problem.head_dim, problem.head_dim_v)
     if any(dim not in HEAD_DIMS for dim in dims):
         return f"needs head dimensions of 64 or 128, got {dims[0]} and {dims[1]}"
-    if problem.block_size is not None:
-        return "lists of blocks are not written yet"
-    if problem.page_size is not None and problem.page_size % PAGE_STEP:
-        return f"pages of {problem.page_size} are not a multiple of {PAGE_STEP}"
+    for what, size in (("pages", problem.page_size), ("listed blocks", problem.block_size)):
+        if size is not None and size % STEP:
+            return f"{what} of {size} are not a multiple of {STEP}"
     if not problem.tma:
         return "TMA needs slots to copy, and addresses and strides that are multiples of 16 bytes"
     if problem.capacity > LONGEST:
@@ -61,13 +60,14 @@ def attn_decode_sm90_launch(problem: DecodeProblem) -> DecodeSm90Launch:
         problem.head_dim,
         problem.head_dim_v,
         problem.page_size,
+        problem.block_size,
     )
 
 
 @lru_cache(maxsize=1024)
 def _launch(
-    sms: int, rows: int, head_dim: int, head_dim_v: int, page_size: int | None
+    sms: int, rows: int, dim: int, dim_v: int, page_size: int | None, block_kv: int | None
 ) -> DecodeSm90Launch:
     packed = next((size for size in (8, 16, 32) if rows <= size), 64)
-    config = make_config(packed, head_dim, head_dim_v, page_size, programs_per_sm=2)
+    config = make_config(packed, dim, dim_v, page_size, block_kv, programs_per_sm=2)
     return DecodeSm90Launch(config, 2 * sms, 1)

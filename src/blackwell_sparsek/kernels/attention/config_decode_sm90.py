@@ -12,7 +12,7 @@ class DecodeSm90Config:
 
     ROWS queries of the heads that share a KV head meet tiles of TILE_N keys, STAGES of which are
     kept on their way. TILE_D and TILE_DV are the head dims. PAGE_SIZE is None for a contiguous
-    cache. The kernel is compiled for MAX_REGISTERS per thread, of which the producer gives back all
+    cache, BLOCK_KV without lists of blocks. The kernel is compiled for MAX_REGISTERS per thread, of which the producer gives back all
     but PRODUCER_REGISTERS.
     """
 
@@ -22,6 +22,7 @@ class DecodeSm90Config:
     TILE_DV: int
     STAGES: int
     PAGE_SIZE: int | None
+    BLOCK_KV: int | None
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
 
@@ -34,8 +35,18 @@ class DecodeSm90Config:
 
     @property
     def part_keys(self) -> int:
-        """Keys of one copy: the most that always lie in one page."""
-        return self.TILE_N if self.PAGE_SIZE is None else gcd(self.TILE_N, self.PAGE_SIZE)
+        """Keys of one copy: the most that always lie in one page and one block."""
+        return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
+
+    @property
+    def scattered(self) -> bool:
+        """Whether tables or lists say where keys lie."""
+        return self.PAGE_SIZE is not None or self.BLOCK_KV is not None
+
+    @property
+    def noted_keys(self) -> int:
+        """Keys of a tile whose positions the producer notes down."""
+        return 1 if self.BLOCK_KV is None else self.TILE_N
 
     @property
     def parts(self) -> int:
@@ -60,6 +71,7 @@ def make_config(
     tile_d: int,
     tile_dv: int,
     page_size: int | None,
+    block_kv: int | None = None,
     *,
     programs_per_sm: int = 2,
     tile_n: int = 64,
@@ -72,7 +84,9 @@ def make_config(
         TILE_DV=tile_dv,
         STAGES=stages_that_fit(rows, tile_n, tile_d, tile_dv, programs_per_sm),
         PAGE_SIZE=page_size,
-        PRODUCER_REGISTERS=40,
+        BLOCK_KV=block_kv,
+        # lists are read two tiles ahead
+        PRODUCER_REGISTERS=40 if block_kv is None else 64,
         MAX_REGISTERS=128 if programs_per_sm <= 2 else 80,
     )
 

@@ -33,42 +33,107 @@ from ...device.partials import MERGED_ROWS, is_last, part_slot
 from ...device.scores import cap, fold_sign
 from ...device.softmax import add_sink, finalise, init_state, weigh
 from .decode import _keys_seen, _row_places
-from .decode_sm90_work import find_stretch, look_up
+from .decode_sm90_work import (
+    find_stretch,
+    places_of,
+    positions_of,
+    read_blocks,
+    read_pages,
+    starts_of,
+)
 
 # What describes a piece: sequence, plane, length, first and end tile, first and last program.
 WORK_FIELDS = gl.constexpr(7)
 
 
 @gluon.jit
-def _fetch(desc, ring, step, places, kv_head, note, CFG: gl.constexpr):
-    """Start the copies of one tile into a ring, once its stage is free; leave a note with it."""
-    smem, full, empty = ring
+def _fetch(desc, ring, step, places, kv_head, wanted, CFG: gl.constexpr):
+    """Start the copies of one tile into a ring whose stage is free; none if it is not wanted."""
+    smem, full, _ = ring
     parts: gl.constexpr = CFG.parts
     part_keys: gl.constexpr = CFG.part_keys
-    stage = step % CFG.STAGES
-    bar = full.index(stage)
-    tile = smem.index(stage)
-    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-    if note is not None:
-        note[0].index(stage).store(note[1])
-    mbarrier.expect(bar, parts * desc.block_type.nbytes)
+    bar = full.index(step % CFG.STAGES)
+    tile = smem.index(step % CFG.STAGES)
+    mbarrier.expect(bar, parts * desc.block_type.nbytes, pred=wanted)
     for part in gl.static_range(parts):
-        place = [places[2 * part], kv_head, places[2 * part + 1], 0]
-        if parts == 1:
-            tma.async_copy_global_to_shared(desc, place, bar, tile)
-        else:
+        rows = tile
+        if parts > 1:
             rows = tile.slice(part * part_keys, part_keys, dim=0)
-            tma.async_copy_global_to_shared(desc, place, bar, rows)
+        place = [places[2 * part], kv_head, places[2 * part + 1], 0]
+        tma.async_copy_global_to_shared(desc, place, bar, rows, pred=wanted)
+
+
+@gluon.jit
+def _wait_for_stage(ring, step, CFG: gl.constexpr):
+    """Wait until the stage of a step is free."""
+    mbarrier.wait(ring[2].index(step % CFG.STAGES), ((step // CFG.STAGES) & 1) ^ 1)
+
+
+@gluon.jit
+def _produce_in_a_row(descs, shared, step, sequence, kv_head, first, end, CFG: gl.constexpr):
+    """Fetch tiles of a contiguous cache; returns the next step."""
+    for tile in range(first, end):
+        places = (sequence, tile * CFG.TILE_N)
+        _wait_for_stage(shared[0], step, CFG)
+        _fetch(descs[0], shared[0], step, places, kv_head, True, CFG)
+        _wait_for_stage(shared[1], step, CFG)
+        _fetch(descs[1], shared[1], step, places, kv_head, True, CFG)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _produce_scattered(
+    descs, shared, tables, bounds, step, sequence, kv_head, first, end, CFG: gl.constexpr
+):
+    """Fetch tiles that tables and lists tell the places of; returns the next step.
+
+    Blocks are read two tiles ahead and pages one, so that nothing waits for them.
+    """
+    list_ptr, table_ptr, num_blocks, num_pages = tables
+    kv_lo, kv_hi, capacity = bounds
+    positions, flags = shared[2]
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    nothing = gl.full([1], 0, gl.int32, lane)
+    blocks = read_blocks(list_ptr, first, num_blocks, CFG)
+    starts, wrong = starts_of(blocks, first, capacity, CFG)
+    pages = read_pages(table_ptr, sequence, starts, kv_lo, kv_hi, CFG)
+    blocks = read_blocks(list_ptr, first + 1, num_blocks, CFG)
+    for tile in range(first, end):
+        next_starts, wrong_block = starts_of(blocks, tile + 1, capacity, CFG)
+        next_pages = read_pages(table_ptr, sequence, next_starts, kv_lo, kv_hi, CFG)
+        blocks = read_blocks(list_ptr, tile + 2, num_blocks, CFG)
+        _wait_for_stage(shared[0], step, CFG)
+        places, wanted, cut, wrong_page = places_of(pages, starts, kv_lo, kv_hi, num_pages, CFG)
+        wrong = wrong | wrong_page
+        stage = step % CFG.STAGES
+        if CFG.BLOCK_KV is not None:
+            # positions are looked at as long as values are
+            _wait_for_stage(shared[1], step, CFG)
+            positions.index(stage).store(positions_of(starts, CFG))
+        flags.index(stage).store(nothing + (wrong + 2 * cut))
+        # the one thread that arrives does not wait for the stores of the others
+        gl.thread_barrier()
+        _fetch(descs[0], shared[0], step, places, kv_head, wanted, CFG)
+        mbarrier.arrive(shared[0][1].index(stage), count=1, pred=wanted == 0)
+        _wait_for_stage(shared[1], step, CFG)
+        _fetch(descs[1], shared[1], step, places, kv_head, wanted, CFG)
+        mbarrier.arrive(shared[1][1].index(stage), count=1, pred=wanted == 0)
+        # the block after the last one is not this piece's
+        wrong = wrong | gl.where(tile + 1 < end, wrong_block, 0)
+        starts = next_starts
+        pages = next_pages
+        step += 1
+    return step
 
 
 @gluon.jit
 def _produce(produce, shared, CFG: gl.constexpr):
     """Find this program's stretch, publish its pieces and keep the rings full."""
-    k_desc, v_desc, page_table_ptr, page_row_stride, num_pages, min_tiles = produce
-    k_ring, v_ring, flags, work, lengths, heads = shared
-    seqlens_ptr, _, q_len, capacity, left, right = lengths
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    nothing = gl.full([1], 0, gl.int32, lane)
+    descs, tables, table_strides, min_tiles = produce
+    page_table_ptr, list_ptr, num_pages = tables
+    work, lengths, heads = shared[3], shared[4], shared[5]
+    seqlens_ptr, _, q_len, capacity, left, right, num_blocks = lengths
     q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
     planes = heads[0] * q_tiles
     each, tile, end, sequence, sequence_tile = find_stretch(lengths, planes, min_tiles, CFG)
@@ -78,7 +143,7 @@ def _produce(produce, shared, CFG: gl.constexpr):
         kv_len, kv_lo, kv_hi = _keys_seen(
             seqlens_ptr, sequence, True, q_len, capacity, left, right
         )
-        first_tile, count = visited_tiles(kv_lo, kv_hi, 0, CFG.TILE_N, None)
+        first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
         plane = (tile - sequence_tile) // count
         plane_tile = sequence_tile + plane * count
         stop = gl.minimum(end, plane_tile + count)
@@ -88,30 +153,22 @@ def _produce(produce, shared, CFG: gl.constexpr):
         fields = (sequence, plane, kv_len, tile + shift, stop + shift, begins, ends)
         publish(work, turn, fields)
         kv_head = plane // q_tiles
-        if CFG.PAGE_SIZE is None:
-            for kv_tile in range(tile + shift, stop + shift):
-                places = (sequence, kv_tile * CFG.TILE_N)
-                _fetch(k_desc, k_ring, step, places, kv_head, None, CFG)
-                _fetch(v_desc, v_ring, step, places, kv_head, None, CFG)
-                step += 1
+        if CFG.scattered:
+            rows = (list_ptr, page_table_ptr, num_blocks, num_pages)
+            if CFG.BLOCK_KV is not None:
+                list_row = sequence.to(gl.int64) * table_strides[1] + kv_head * table_strides[2]
+                rows = (list_ptr + list_row, rows[1], num_blocks, num_pages)
+            if CFG.PAGE_SIZE is not None:
+                table_row = sequence.to(gl.int64) * table_strides[0]
+                rows = (rows[0], page_table_ptr + table_row, num_blocks, num_pages)
+            step = _produce_scattered(
+                descs, shared, rows, (kv_lo, kv_hi, capacity), step, sequence, kv_head,
+                tile + shift, stop + shift, CFG,
+            )  # fmt: skip
         else:
-            table_row = sequence.to(gl.int64) * page_row_stride
-            places, wrong = look_up(
-                page_table_ptr, table_row, tile + shift, kv_lo, kv_hi, num_pages, CFG
+            step = _produce_in_a_row(
+                descs, shared, step, sequence, kv_head, tile + shift, stop + shift, CFG
             )
-            wrong_so_far = 0
-            for kv_tile in range(tile + shift, stop + shift):
-                # a page is looked up while the stage of the tile before it is waited for
-                ahead, wrong_ahead = look_up(
-                    page_table_ptr, table_row, kv_tile + 1, kv_lo, kv_hi, num_pages, CFG
-                )
-                wrong_so_far = wrong_so_far | wrong
-                note = (flags, nothing + wrong_so_far)
-                _fetch(k_desc, k_ring, step, places, kv_head, note, CFG)
-                _fetch(v_desc, v_ring, step, places, kv_head, None, CFG)
-                places = ahead
-                wrong = wrong_ahead
-                step += 1
         turn += 1
         tile = stop
         finished = stop == sequence_tile + planes * count
@@ -140,12 +197,15 @@ def _load_queries(q_smem, q_ptr, sequence, kv_head, first_row, score, q_len, hea
 
 
 @gluon.jit
-def _drop_dead_values(tile, kv_start, kv_lo, kv_hi):
+def _drop_dead_values(tile, kv_start, positions, kv_lo, kv_hi):
     """Zero the values past the keys of a sequence: they may be NaN, which weights of 0 keep."""
     keys: gl.constexpr = tile.shape[0]
     dim: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
-    kv_pos = kv_start + gl.arange(0, keys, gl.SliceLayout(1, layout))
+    if positions is None:
+        kv_pos = kv_start + gl.arange(0, keys, gl.SliceLayout(1, layout))
+    else:
+        kv_pos = positions.load(gl.SliceLayout(1, layout))
     live = within_bounds(kv_pos, kv_lo, kv_hi - 1)
     nothing = gl.zeros([keys, dim], tile.dtype, layout)
     tile.store(gl.where(live[:, None], tile.load(layout), nothing))
@@ -179,7 +239,7 @@ def _write(
 def _consume(consume, shared, CFG: gl.constexpr):
     """Attend with the queries of each piece."""
     results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem = consume
-    k_ring, v_ring, flags, work, lengths, heads = shared
+    k_ring, v_ring, notes, work, lengths, heads = shared
     k_smem, k_full, k_empty = k_ring
     v_smem, v_full, v_empty = v_ring
     q_len, left, right = lengths[2], lengths[4], lengths[5]
@@ -188,6 +248,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
     num: gl.constexpr = CFG.ROWS
     layout: gl.constexpr = CFG.accumulator_layout()
     columns: gl.constexpr = gl.SliceLayout(0, layout)
+    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     no_scores = gl.zeros([tile_n, num], gl.float32, layout)
     turned = gl.permute(no_scores, (1, 0))
     rows = rows_of(turned)
@@ -219,15 +280,21 @@ def _consume(consume, shared, CFG: gl.constexpr):
             phase = (step // CFG.STAGES) & 1
             kv_start = tile * tile_n
             mbarrier.wait(k_full.index(stage), phase)
-            if CFG.PAGE_SIZE is not None:
-                group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-                wrong = gl.max(flags.index(stage).load(group), 0)
+            kv_pos = kv_start + offs_n
+            positions = None
+            cut = (kv_start < kv_lo) | (kv_start + tile_n > kv_hi)
+            if CFG.scattered:
+                note = gl.max(notes[1].index(stage).load(group), 0)
+                wrong = note % 2
+                cut = note >= 2
+            if CFG.BLOCK_KV is not None:
+                positions = notes[0].index(stage)
+                kv_pos = positions.load(gl.SliceLayout(0, turned.type.layout))
             q = q_smem.permute((1, 0))
             scores = warpgroup_mma(k_smem.index(stage), q, no_scores, use_acc=False, is_async=True)
             s = gl.permute(warpgroup_mma_wait(0, deps=(scores,)), (1, 0))
             mbarrier.arrive(k_empty.index(stage), count=1)
-            kv_pos = (kv_start + offs_n)[None, :]
-            visible = within_bounds(kv_pos, first[:, None], last[:, None])
+            visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
             s = gl.where(visible, cap(s, score[1]), -float("inf"))
             m_log2, p, rescale = weigh(m_log2, s, factor)
             sums = sums * rescale[:, None] + p
@@ -235,8 +302,8 @@ def _consume(consume, shared, CFG: gl.constexpr):
             acc = acc * gl.convert_layout(rescale, columns)[None, :]
             mbarrier.wait(v_full.index(stage), phase)
             v = v_smem.index(stage)
-            if (kv_start < kv_lo) | (kv_start + tile_n > kv_hi):
-                _drop_dead_values(v, kv_start, kv_lo, kv_hi)
+            if cut:
+                _drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
             fence_async_shared()
             product = warpgroup_mma(
                 v.permute((1, 0)), p_smem.permute((1, 0)), acc, is_async=True
@@ -248,7 +315,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
         out = gl.permute(acc, (1, 0))
         out_rows: gl.constexpr = gl.SliceLayout(1, out.type.layout)
         row_sum = gl.convert_layout(gl.sum(sums, 1), out_rows)
-        if CFG.PAGE_SIZE is not None:
+        if CFG.scattered:
             row_sum = gl.where(wrong != 0, float("nan"), row_sum)
         m_out = gl.convert_layout(m_log2, out_rows)
         if begins == ends:
@@ -276,7 +343,8 @@ def _consume(consume, shared, CFG: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "page_row_stride", "batch", "q_len", "capacity", "num_pages", "left", "right", "min_tiles",
+        "page_row_stride", "list_batch_stride", "list_head_stride", "batch", "q_len", "capacity",
+        "num_pages", "num_blocks", "left", "right", "min_tiles",
     ]
 )  # fmt: skip
 def _attn_decode_sm90_kernel(
@@ -286,15 +354,19 @@ def _attn_decode_sm90_kernel(
     v_desc,
     seqlens_ptr,
     page_table_ptr,
+    list_ptr,
     sinks_ptr,
     score,
     workspace,
     strides,
     page_row_stride,
+    list_batch_stride,
+    list_head_stride,
     batch,
     q_len,
     capacity,
     num_pages,
+    num_blocks,
     left,
     right,
     heads,
@@ -318,18 +390,20 @@ def _attn_decode_sm90_kernel(
     v_smem = tiles(v_desc, stages, tile_n)
     q_smem = gl.allocate_shared_memory(dtype, [num, tile_d], q_layout)
     p_smem = gl.allocate_shared_memory(dtype, [num, tile_n], p_layout)
-    flags = gl.allocate_shared_memory(
-        gl.int32, [stages, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
+    positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
     k_ring = (k_smem, barriers(stages, 1), barriers(stages, 1))
     v_ring = (v_smem, barriers(stages, 1), barriers(stages, 1))
     work = work_channel(WORK_FIELDS, 1)
     fence_async_shared()
 
-    lengths = (seqlens_ptr, batch, q_len, capacity, left, right)
-    produce = (k_desc, v_desc, page_table_ptr, page_row_stride, num_pages, min_tiles)
+    lengths = (seqlens_ptr, batch, q_len, capacity, left, right, num_blocks)
+    tables = (page_table_ptr, list_ptr, num_pages)
+    table_strides = (page_row_stride, list_batch_stride, list_head_stride)
+    produce = ((k_desc, v_desc), tables, table_strides, min_tiles)
     consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem)
-    shared = (k_ring, v_ring, flags, work, lengths, heads)
+    shared = (k_ring, v_ring, (positions, flags), work, lengths, heads)
     # the first role runs in the warps of the launch, the other in a warp of its own
     gl.warp_specialize(
         [(_consume, (consume, shared, CFG)), (_produce, (produce, shared, CFG))],

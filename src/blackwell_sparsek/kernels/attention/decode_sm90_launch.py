@@ -42,7 +42,7 @@ def launch_attn_decode_sm90(
     q : [B, Hq, Sq, D]
     k_cache, v_cache : [B, Hkv, S, D], or [pages, page_size, Hkv, D] with a page table; strides and
         addresses that TMA takes, at least one slot
-    spec : options of the call, validated; no lists of blocks, no scales
+    spec : options of the call, validated; no scales
     config : tiles
     programs : how many programs share the tiles of all sequences and heads
     min_tiles : the fewest tiles that a program takes
@@ -51,7 +51,7 @@ def launch_attn_decode_sm90(
     if batch * heads_q * q_len == 0:
         return
     heads, pages = kv_heads(k_cache, spec), page_size(k_cache, spec)
-    table = spec.page_table
+    table, blocks = spec.page_table, spec.kv_blocks
     with on_device_of(q):
         args = (
             (out, lse),
@@ -60,6 +60,7 @@ def launch_attn_decode_sm90(
             _descriptor(v_cache, pages, config.v_block()),
             spec.cache_seqlens,
             table,
+            blocks,
             None if spec.sinks is None else spec.sinks.contiguous(),
             score_factors(spec.scale, spec.softcap),
             (
@@ -68,10 +69,12 @@ def launch_attn_decode_sm90(
             ),
             DecodeSm90Strides(token_strides(out), token_strides(q)),
             0 if table is None else table.stride(0),
+            *((0, 0) if blocks is None else blocks.stride()[:2]),
             batch,
             q_len,
             capacity(k_cache, spec),
             k_cache.shape[0],
+            0 if blocks is None else blocks.shape[2],
             *spec.band.scalars(),
             (heads, heads_q // heads),
             min_tiles,

@@ -12,16 +12,18 @@ from .decode import _keys_seen
 
 # Sequences whose lengths are read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
+# A position past all keys, and far enough from the end of int32 for sums.
+NOWHERE = gl.constexpr(2**30)
 
 
 @gluon.jit
 def _tiles_of_sequences(lengths, first, planes, CFG: gl.constexpr):
     """Tiles of the next SCAN sequences."""
-    seqlens_ptr, batch, q_len, capacity, left, right = lengths
+    seqlens_ptr, batch, q_len, capacity, left, right, num_blocks = lengths
     sequence = first + gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
     exists = sequence < batch
     _, lo, hi = _keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right)
-    _, count = visited_tiles(lo, hi, 0, CFG.TILE_N, None)
+    _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
     return gl.where(exists, count * planes, 0)
 
 
@@ -33,7 +35,7 @@ def _add(a, b):
 @gluon.jit
 def find_stretch(lengths, planes, min_tiles, CFG: gl.constexpr):
     """Tiles of a stretch, this program's stretch, its first sequence, and that one's first tile."""
-    seqlens_ptr, batch, q_len, capacity, left, right = lengths
+    seqlens_ptr, batch, q_len, capacity, left, right, num_blocks = lengths
     programs = gl.num_programs(0)
     program = gl.program_id(0)
     sequence = 0
@@ -41,7 +43,7 @@ def find_stretch(lengths, planes, min_tiles, CFG: gl.constexpr):
     if batch == 1:
         # planes are alike: none of them is cut in more parts than it must be
         _, lo, hi = _keys_seen(seqlens_ptr, 0, True, q_len, capacity, left, right)
-        _, count = visited_tiles(lo, hi, 0, CFG.TILE_N, None)
+        _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
         total = count * planes
         each = (total + programs - 1) // programs
         if planes <= programs:
@@ -69,19 +71,91 @@ def find_stretch(lengths, planes, min_tiles, CFG: gl.constexpr):
 
 
 @gluon.jit
-def look_up(page_table_ptr, table_row, tile, kv_lo, kv_hi, num_pages, CFG: gl.constexpr):
-    """Slab and row of each part of a tile, flat, and 1 if a page that holds live keys is wrong."""
+def read_blocks(list_ptr, tile, num_blocks, CFG: gl.constexpr):
+    """The block of a list that each part of a tile lies in; -1 past the end of the list."""
     parts: gl.constexpr = CFG.parts
-    part_keys: gl.constexpr = CFG.part_keys
-    page_size: gl.constexpr = CFG.PAGE_SIZE
+    blocks = ()
+    for part in gl.static_range(parts):
+        block = tile
+        if CFG.BLOCK_KV is not None:
+            entry = (tile * CFG.TILE_N + part * CFG.part_keys) // CFG.BLOCK_KV
+            block = gl.load(list_ptr + entry, mask=entry < num_blocks, other=-1)
+        blocks = blocks + (block,)  # noqa: RUF005
+    return blocks
+
+
+@gluon.jit
+def starts_of(blocks, tile, capacity, CFG: gl.constexpr):
+    """Position of the first key of each part, NOWHERE without one, and 1 for a wrong block."""
+    parts: gl.constexpr = CFG.parts
     wrong = 0
+    starts = ()
+    for part in gl.static_range(parts):
+        start = tile * CFG.TILE_N + part * CFG.part_keys
+        if CFG.BLOCK_KV is not None:
+            block = blocks[part]
+            last_block = (capacity - 1) // CFG.BLOCK_KV
+            inside = (block >= 0) & (block <= last_block)
+            start = gl.where(inside, block * CFG.BLOCK_KV + start % CFG.BLOCK_KV, NOWHERE)
+            wrong = wrong | gl.where(inside | (block == -1), 0, 1)
+        starts = starts + (start,)  # noqa: RUF005
+    return starts, wrong
+
+
+@gluon.jit
+def _wanted(start, kv_lo, kv_hi, CFG: gl.constexpr):
+    """Whether a part holds keys that are seen."""
+    return (start < kv_hi) & (start + CFG.part_keys > kv_lo)
+
+
+@gluon.jit
+def read_pages(page_table_ptr, sequence, starts, kv_lo, kv_hi, CFG: gl.constexpr):
+    """The page of each part, or the sequence of a contiguous cache."""
+    parts: gl.constexpr = CFG.parts
+    pages = ()
+    for part in gl.static_range(parts):
+        page = sequence
+        if CFG.PAGE_SIZE is not None:
+            # pages past the last key, and before the first one seen, may be anything
+            wanted = _wanted(starts[part], kv_lo, kv_hi, CFG)
+            page = gl.load(page_table_ptr + starts[part] // CFG.PAGE_SIZE, mask=wanted, other=0)
+        pages = pages + (page,)  # noqa: RUF005
+    return pages
+
+
+@gluon.jit
+def places_of(pages, starts, kv_lo, kv_hi, num_pages, CFG: gl.constexpr):
+    """Slab and row of each part, flat; whether some part is wanted; 1 if not all keys are seen, and
+    1 for a wrong page."""
+    parts: gl.constexpr = CFG.parts
+    wrong = 0
+    wanted = False
+    cut = 0
     places = ()
     for part in gl.static_range(parts):
-        start = tile * CFG.TILE_N + part * part_keys
-        # pages past the last key, and before the first one seen, may be anything
-        wanted = (start < kv_hi) & (start + part_keys > kv_lo)
-        page = gl.load(page_table_ptr + table_row + start // page_size, mask=wanted, other=0)
-        exists = (page >= 0) & (page < num_pages)
-        wrong = wrong | gl.where(exists, 0, 1)
-        places = places + (gl.where(exists, page, 0), start % page_size)  # noqa: RUF005
-    return places, wrong
+        part_wanted = _wanted(starts[part], kv_lo, kv_hi, CFG)
+        row = gl.where(part_wanted, starts[part], 0)
+        page = pages[part]
+        if CFG.PAGE_SIZE is not None:
+            exists = (page >= 0) & (page < num_pages)
+            wrong = wrong | gl.where(exists, 0, 1)
+            page = gl.where(exists, page, 0)
+            row = row % CFG.PAGE_SIZE
+        wanted = wanted | part_wanted
+        whole = (starts[part] >= kv_lo) & (starts[part] + CFG.part_keys <= kv_hi)
+        cut = cut | gl.where(whole, 0, 1)
+        places = places + (page, row)  # noqa: RUF005
+    return places, wanted, cut, wrong
+
+
+@gluon.jit
+def positions_of(starts, CFG: gl.constexpr):
+    """Positions of all keys of a tile, in a warp."""
+    parts: gl.constexpr = CFG.parts
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    offs_n = gl.arange(0, CFG.TILE_N, layout)
+    kv_pos = starts[0] + offs_n
+    for part in gl.static_range(1, parts):
+        first = part * CFG.part_keys
+        kv_pos = gl.where(offs_n < first, kv_pos, starts[part] + offs_n - first)
+    return kv_pos
