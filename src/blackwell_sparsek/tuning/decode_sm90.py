@@ -69,5 +69,7 @@ def _launch(
     sms: int, rows: int, dim: int, dim_v: int, page_size: int | None, block_kv: int | None
 ) -> DecodeSm90Launch:
     packed = next((size for size in (8, 16, 32) if rows <= size), 64)
-    config = make_config(packed, dim, dim_v, page_size, block_kv, programs_per_sm=2)
-    return DecodeSm90Launch(config, 2 * sms, 1)
+    # the sums of 64 rows take the registers of a second program
+    per_sm = 1 if packed == 64 else 2
+    config = make_config(packed, dim, dim_v, page_size, block_kv, programs_per_sm=per_sm)
+    return DecodeSm90Launch(config, per_sm * sms, 1)

@@ -87,7 +87,7 @@ def make_config(
         BLOCK_KV=block_kv,
         # lists are read two tiles ahead
         PRODUCER_REGISTERS=40 if block_kv is None else 64,
-        MAX_REGISTERS=128 if programs_per_sm <= 2 else 80,
+        MAX_REGISTERS=168 if programs_per_sm == 1 else 128,
     )
 
 

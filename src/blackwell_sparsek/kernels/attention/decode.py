@@ -58,6 +58,12 @@ class DecodeStrides(NamedTuple):
 def _keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right):
     """Length, and the keys that some query sees; a length out of range counts as 0 keys, -1."""
     kv_len = tl.load(seqlens_ptr + sequence, mask=exists, other=0)
+    return _keys_of_length(kv_len, q_len, capacity, left, right)
+
+
+@triton.jit
+def _keys_of_length(kv_len, q_len, capacity, left, right):
+    """`_keys_seen` of a length that is known."""
     kv_len = tl.where((kv_len >= 0) & (kv_len <= capacity), kv_len, -1)
     lo, hi = kv_range(0, q_len, q_len, tl.maximum(kv_len, 0), left, right)
     return kv_len, lo, hi

@@ -32,9 +32,10 @@ from ...device.paging import visited_tiles
 from ...device.partials import MERGED_ROWS, is_last, part_slot
 from ...device.scores import cap, fold_sign
 from ...device.softmax import add_sink, finalise, init_state, weigh
-from .decode import _keys_seen, _row_places
+from .decode import _row_places
 from .decode_sm90_work import (
     find_stretch,
+    keys_of_sequence,
     places_of,
     positions_of,
     read_blocks,
@@ -133,16 +134,14 @@ def _produce(produce, shared, CFG: gl.constexpr):
     descs, tables, table_strides, min_tiles = produce
     page_table_ptr, list_ptr, num_pages = tables
     work, lengths, heads = shared[3], shared[4], shared[5]
-    seqlens_ptr, _, q_len, capacity, left, right, num_blocks = lengths
+    q_len, capacity, num_blocks = lengths[3], lengths[4], lengths[7]
     q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
     planes = heads[0] * q_tiles
     each, tile, end, sequence, sequence_tile = find_stretch(lengths, planes, min_tiles, CFG)
     step = 0
     turn = 0
     while tile < end:
-        kv_len, kv_lo, kv_hi = _keys_seen(
-            seqlens_ptr, sequence, True, q_len, capacity, left, right
-        )
+        kv_len, kv_lo, kv_hi = keys_of_sequence(lengths, sequence)
         first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
         plane = (tile - sequence_tile) // count
         plane_tile = sequence_tile + plane * count
@@ -242,7 +241,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
     k_ring, v_ring, notes, work, lengths, heads = shared
     k_smem, k_full, k_empty = k_ring
     v_smem, v_full, v_empty = v_ring
-    q_len, left, right = lengths[2], lengths[4], lengths[5]
+    q_len, left, right = lengths[3], lengths[5], lengths[6]
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
     num: gl.constexpr = CFG.ROWS
@@ -378,6 +377,8 @@ def _attn_decode_sm90_kernel(
     results (out, lse), score (scale_log2, inverse_cap), workspace (parts, counters), heads (KV
     heads, query heads of each).
     """
+    # the first thing that anything depends on, asked for before anything else
+    first_length = gl.load(seqlens_ptr)
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
@@ -398,7 +399,7 @@ def _attn_decode_sm90_kernel(
     work = work_channel(WORK_FIELDS, 1)
     fence_async_shared()
 
-    lengths = (seqlens_ptr, batch, q_len, capacity, left, right, num_blocks)
+    lengths = (seqlens_ptr, first_length, batch, q_len, capacity, left, right, num_blocks)
     tables = (page_table_ptr, list_ptr, num_pages)
     table_strides = (page_row_stride, list_batch_stride, list_head_stride)
     produce = ((k_desc, v_desc), tables, table_strides, min_tiles)

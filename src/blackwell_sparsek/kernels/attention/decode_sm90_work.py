@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.paging import visited_tiles
-from .decode import _keys_seen
+from .decode import _keys_of_length, _keys_seen
 
 # Sequences whose lengths are read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
@@ -19,7 +19,7 @@ NOWHERE = gl.constexpr(2**30)
 @gluon.jit
 def _tiles_of_sequences(lengths, first, planes, CFG: gl.constexpr):
     """Tiles of the next SCAN sequences."""
-    seqlens_ptr, batch, q_len, capacity, left, right, num_blocks = lengths
+    seqlens_ptr, _, batch, q_len, capacity, left, right, num_blocks = lengths
     sequence = first + gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
     exists = sequence < batch
     _, lo, hi = _keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right)
@@ -35,14 +35,14 @@ def _add(a, b):
 @gluon.jit
 def find_stretch(lengths, planes, min_tiles, CFG: gl.constexpr):
     """Tiles of a stretch, this program's stretch, its first sequence, and that one's first tile."""
-    seqlens_ptr, batch, q_len, capacity, left, right, num_blocks = lengths
+    first_length, batch, q_len, capacity, left, right, num_blocks = lengths[1:]
     programs = gl.num_programs(0)
     program = gl.program_id(0)
     sequence = 0
     first_tile = 0
     if batch == 1:
         # planes are alike: none of them is cut in more parts than it must be
-        _, lo, hi = _keys_seen(seqlens_ptr, 0, True, q_len, capacity, left, right)
+        _, lo, hi = _keys_of_length(first_length, q_len, capacity, left, right)
         _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
         total = count * planes
         each = (total + programs - 1) // programs
@@ -68,6 +68,16 @@ def find_stretch(lengths, planes, min_tiles, CFG: gl.constexpr):
             first_tile = gl.maximum(first_tile, gl.max(gl.where(passed, until, 0), 0))
             before = gl.max(until, 0)
     return each, begin, gl.minimum(begin + each, total), sequence, first_tile
+
+
+@gluon.jit
+def keys_of_sequence(lengths, sequence):
+    """Length of a sequence, and the keys that some query sees."""
+    seqlens_ptr, first_length, batch, q_len, capacity, left, right, _ = lengths
+    kv_len = first_length
+    if batch > 1:
+        kv_len = gl.load(seqlens_ptr + sequence)
+    return _keys_of_length(kv_len, q_len, capacity, left, right)
 
 
 @gluon.jit
