@@ -12,8 +12,8 @@ class DecodeSm90Config:
 
     ROWS queries of the heads that share a KV head meet tiles of TILE_N keys, STAGES of which are
     kept on their way. TILE_D and TILE_DV are the head dims. PAGE_SIZE is None for a contiguous
-    cache, BLOCK_KV without lists of blocks. The kernel is compiled for MAX_REGISTERS per thread, of which the producer gives back all
-    but PRODUCER_REGISTERS.
+    cache, BLOCK_KV without lists of blocks. The kernel is compiled for MAX_REGISTERS per thread, of
+    which the producer gives back all but PRODUCER_REGISTERS.
     """
 
     ROWS: int
@@ -91,9 +91,7 @@ def make_config(
     )
 
 
-def stages_that_fit(
-    rows: int, tile_n: int, tile_d: int, tile_dv: int, programs_per_sm: int
-) -> int:
+def stages_that_fit(rows: int, tile_n: int, tile_d: int, tile_dv: int, programs_per_sm: int) -> int:
     """Stages of the K and V rings that fit beside queries and weights."""
     # each program has barriers, and 1 KiB that the system takes
     budget = SMEM_BYTES // programs_per_sm - 2048

@@ -58,9 +58,7 @@ def decode_sm90_case(call: Call) -> CompileCase:
             "sinks_ptr": torch.float32 if call.everything else None,
             "score": score_factors(0.1, 30.0 if call.everything else 0.0),
             "workspace": (torch.float32, torch.int32),
-            "strides": DecodeSm90Strides(
-                (out_row, config.TILE_DV, 0), (q_row, config.TILE_D, 0)
-            ),
+            "strides": DecodeSm90Strides((out_row, config.TILE_DV, 0), (q_row, config.TILE_D, 0)),
             "page_row_stride": 4096,
             "list_batch_stride": 4096,
             "list_head_stride": 512,

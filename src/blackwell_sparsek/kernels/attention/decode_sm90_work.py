@@ -29,6 +29,7 @@ def _tiles_of_sequences(lengths, first, planes, CFG: gl.constexpr):
 
 @gluon.jit
 def _add(a, b):
+    """For scans."""
     return a + b
 
 
