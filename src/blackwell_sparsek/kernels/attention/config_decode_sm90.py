@@ -85,8 +85,8 @@ def make_config(
         STAGES=stages_that_fit(rows, tile_n, tile_d, tile_dv, programs_per_sm),
         PAGE_SIZE=page_size,
         BLOCK_KV=block_kv,
-        # lists are read two tiles ahead
-        PRODUCER_REGISTERS=40 if block_kv is None else 64,
+        # places of the next tiles are held while a stage is waited for
+        PRODUCER_REGISTERS=40 if page_size is None and block_kv is None else 64,
         MAX_REGISTERS=168 if programs_per_sm == 1 else 128,
     )
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.gluon.partials import columns_of, merge_parts, rows_of, store_part
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
-from ...device.masks import kv_range, position, row_bounds, within_bounds
+from ...device.masks import kv_range, kv_range_of_all, position, row_bounds, within_bounds
 from ...device.partials import MERGED_ROWS, is_last, part_slot
 from ...device.scores import cap, fold_sign
 from ...device.softmax import add_sink, finalise, init_state, weigh
@@ -53,6 +53,17 @@ def _load_queries(q_smem, q_ptr, sequence, kv_head, first_row, score, q_len, hea
     q_smem.store(q)
     fence_async_shared()
     return factor
+
+
+@gluon.jit
+def _mask_scores(s, kv_pos, first_row, length, band, q_len, heads):
+    """Scores [rows, keys], -inf where a query does not see a key."""
+    row = first_row + rows_of(s)
+    # rows past the last query see what some position sees; nobody looks at them
+    q_pos = position(row // heads[1], q_len, length)
+    first, last = row_bounds(q_pos, length, band[0], band[1])
+    visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
+    return gl.where(visible, s, -float("inf"))
 
 
 @gluon.jit
@@ -128,8 +139,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
         )
         length = gl.maximum(kv_len, 0)
         kv_lo, kv_hi = kv_range(0, q_len, q_len, length, left, right)
-        place = _row_places(first_row + rows, num_rows, kv_head, heads[1], q_len, strides.q)
-        first, last = row_bounds(position(place[0], q_len, length), length, left, right)
+        all_lo, all_hi = kv_range_of_all(0, q_len, q_len, length, left, right)
         m_log2, row_sum = init_state(rows)
         sums = turned
         wrong = 0
@@ -153,8 +163,9 @@ def _consume(consume, shared, CFG: gl.constexpr):
             scores = warpgroup_mma(k_smem.index(stage), q, no_scores, use_acc=False, is_async=True)
             s = gl.permute(warpgroup_mma_wait(0, deps=(scores,)), (1, 0))
             mbarrier.arrive(k_empty.index(stage), count=1)
-            visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
-            s = gl.where(visible, cap(s, score[1]), -float("inf"))
+            s = cap(s, score[1])
+            if CFG.BLOCK_KV is not None or (kv_start < all_lo) | (kv_start + tile_n > all_hi):
+                s = _mask_scores(s, kv_pos, first_row, length, (left, right), q_len, heads)
             m_log2, p, rescale = weigh(m_log2, s, factor)
             sums = sums * rescale[:, None] + p
             p_smem.store(p.to(p_smem.dtype))
