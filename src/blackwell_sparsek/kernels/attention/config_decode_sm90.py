@@ -25,6 +25,7 @@ class DecodeSm90Config:
     BLOCK_KV: int | None
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
+    WARM: bool = False
 
     def __post_init__(self) -> None:
         assert self.ROWS in (8, 16, 32, 64), f"{self.ROWS=}"

@@ -30,11 +30,25 @@ from ...device.masks import kv_range, kv_range_of_all, position, row_bounds, wit
 from ...device.partials import MERGED_ROWS, is_last, part_slot
 from ...device.scores import cap, fold_sign
 from ...device.softmax import add_sink, finalise, init_state, weigh
-from .decode import _row_places
 from .decode_sm90_fetch import produce_tiles
+from .decode_sm90_work import head_of_plane
 
-# What describes a piece: sequence, plane, length, first and end tile, first and last program.
-WORK_FIELDS = gl.constexpr(7)
+# What describes a piece: sequence, plane, length, first and end tile; and who else has a part of it:
+# origin, first tile and number of tiles of the plane, tiles of a stretch.
+WORK_FIELDS = gl.constexpr(9)
+
+
+@gluon.jit
+def _places(rows, num_rows, kv_head, group, q_len, strides):
+    """`decode._row_places`, without divisions where there is one query."""
+    rows = gl.minimum(rows, num_rows - 1)
+    token = rows - rows
+    in_group = rows
+    if q_len > 1:
+        token = rows // group
+        in_group = rows - token * group
+    head = kv_head * group + in_group
+    return token, head, head.to(gl.int64) * strides[1] + token * strides[2]
 
 
 @gluon.jit
@@ -46,7 +60,7 @@ def _load_queries(q_smem, q_ptr, sequence, kv_head, first_row, score, q_len, hea
     num_rows = q_len * heads[1]
     row = first_row + gl.arange(0, rows, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, dim, gl.SliceLayout(0, layout))
-    _, _, offset = _row_places(row, num_rows, kv_head, heads[1], q_len, strides.q)
+    _, _, offset = _places(row, num_rows, kv_head, heads[1], q_len, strides.q)
     plane = q_ptr + sequence.to(gl.int64) * strides.q[0]
     q = gl.load(plane + offset[:, None] + offs_d[None, :], (row < num_rows)[:, None], other=0.0)
     q, factor = fold_sign(q, score[0])
@@ -60,7 +74,10 @@ def _mask_scores(s, kv_pos, first_row, length, band, q_len, heads):
     """Scores [rows, keys], -inf where a query does not see a key."""
     row = first_row + rows_of(s)
     # rows past the last query see what some position sees; nobody looks at them
-    q_pos = position(row // heads[1], q_len, length)
+    token = row - row
+    if q_len > 1:
+        token = row // heads[1]
+    q_pos = position(token, q_len, length)
     first, last = row_bounds(q_pos, length, band[0], band[1])
     visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
     return gl.where(visible, s, -float("inf"))
@@ -89,7 +106,7 @@ def _write(
     """End the softmax of packed rows and store outputs and lse."""
     row = first_row + rows_of(acc)
     live = row < num_rows
-    token, head, offset = _row_places(row, num_rows, kv_head, heads[1], q_len, strides.out)
+    token, head, offset = _places(row, num_rows, kv_head, heads[1], q_len, strides.out)
     if sinks_ptr is not None:
         m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + head))
         acc = acc * rescale[:, None]
@@ -109,9 +126,8 @@ def _write(
 def _consume(consume, shared, CFG: gl.constexpr):
     """Attend with the queries of each piece."""
     results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem = consume
-    k_ring, v_ring, notes, work, lengths, heads = shared
-    k_smem, k_full, k_empty = k_ring
-    v_smem, v_full, v_empty = v_ring
+    ring, notes, work, lengths, heads = shared
+    k_smem, v_smem, full, empty = ring
     q_len, left, right = lengths[3], lengths[5], lengths[6]
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
@@ -130,10 +146,10 @@ def _consume(consume, shared, CFG: gl.constexpr):
     program = gl.program_id(0)
     step = 0
     turn = 0
-    sequence, plane, kv_len, kv_tile, kv_end, begins, ends = take(work, turn)
+    sequence, plane, kv_len, kv_tile, kv_end, origin, plane_tile, count, each = take(work, turn)
     while sequence >= 0:
-        kv_head = plane // q_tiles
-        first_row = plane % q_tiles * num
+        kv_head = head_of_plane(plane, q_tiles)
+        first_row = (plane - kv_head * q_tiles) * num
         factor = _load_queries(
             q_smem, q_ptr, sequence, kv_head, first_row, score, q_len, heads, strides
         )
@@ -148,7 +164,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
             stage = step % CFG.STAGES
             phase = (step // CFG.STAGES) & 1
             kv_start = tile * tile_n
-            mbarrier.wait(k_full.index(stage), phase)
+            mbarrier.wait(full.index(stage), phase)
             kv_pos = kv_start + offs_n
             positions = None
             cut = (kv_start < kv_lo) | (kv_start + tile_n > kv_hi)
@@ -162,7 +178,6 @@ def _consume(consume, shared, CFG: gl.constexpr):
             q = q_smem.permute((1, 0))
             scores = warpgroup_mma(k_smem.index(stage), q, no_scores, use_acc=False, is_async=True)
             s = gl.permute(warpgroup_mma_wait(0, deps=(scores,)), (1, 0))
-            mbarrier.arrive(k_empty.index(stage), count=1)
             s = cap(s, score[1])
             if CFG.BLOCK_KV is not None or (kv_start < all_lo) | (kv_start + tile_n > all_hi):
                 s = _mask_scores(s, kv_pos, first_row, length, (left, right), q_len, heads)
@@ -170,14 +185,13 @@ def _consume(consume, shared, CFG: gl.constexpr):
             sums = sums * rescale[:, None] + p
             p_smem.store(p.to(p_smem.dtype))
             acc = acc * gl.convert_layout(rescale, columns)[None, :]
-            mbarrier.wait(v_full.index(stage), phase)
             v = v_smem.index(stage)
             if cut:
                 _drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
             fence_async_shared()
             product = warpgroup_mma(v.permute((1, 0)), p_smem.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
             step += 1
 
         out = gl.permute(acc, (1, 0))
@@ -186,6 +200,8 @@ def _consume(consume, shared, CFG: gl.constexpr):
         if CFG.scattered:
             row_sum = gl.where(wrong != 0, float("nan"), row_sum)
         m_out = gl.convert_layout(m_log2, out_rows)
+        begins = origin + plane_tile // each
+        ends = origin + (plane_tile + count - 1) // each
         if begins == ends:
             _write(
                 results, m_out, row_sum, out, first_row, num_rows, sequence, kv_head, kv_len,
@@ -206,13 +222,13 @@ def _consume(consume, shared, CFG: gl.constexpr):
                         sequence, kv_head, kv_len, q_len, heads, strides, sinks_ptr,
                     )  # fmt: skip
         turn += 1
-        sequence, plane, kv_len, kv_tile, kv_end, begins, ends = take(work, turn)
+        sequence, plane, kv_len, kv_tile, kv_end, origin, plane_tile, count, each = take(work, turn)
 
 
 @gluon.jit(
     do_not_specialize=[
         "page_row_stride", "list_batch_stride", "list_head_stride", "batch", "q_len", "capacity",
-        "num_pages", "num_blocks", "left", "right", "min_tiles",
+        "num_pages", "num_blocks", "left", "right", "min_tiles", "of_plane",
     ]
 )  # fmt: skip
 def _attn_decode_sm90_kernel(
@@ -239,6 +255,7 @@ def _attn_decode_sm90_kernel(
     right,
     heads,
     min_tiles,
+    of_plane,
     CFG: gl.constexpr,
 ):
     """Set up rings and roles; `produce_tiles` and `_consume` do the work.
@@ -248,6 +265,10 @@ def _attn_decode_sm90_kernel(
     """
     # the first thing that anything depends on, asked for before anything else
     first_length = gl.load(seqlens_ptr)
+    # divisions, while that is waited for
+    program = gl.program_id(0)
+    own_plane = program // gl.maximum(of_plane, 1)
+    shares = (min_tiles, of_plane, own_plane, program - own_plane * of_plane)
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
@@ -263,17 +284,21 @@ def _attn_decode_sm90_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
-    k_ring = (k_smem, barriers(stages, 1), barriers(stages, 1))
-    v_ring = (v_smem, barriers(stages, 1), barriers(stages, 1))
+    # a barrier costs each launch 60 cycles: keys and values come together
+    ring = (k_smem, v_smem, barriers(stages, 1), barriers(stages, 1))
+    if CFG.WARM:
+        warm = barriers(1, 1).index(0)
+    else:
+        warm = ring[2]
     work = work_channel(WORK_FIELDS, 1)
     fence_async_shared()
 
     lengths = (seqlens_ptr, first_length, batch, q_len, capacity, left, right, num_blocks)
     tables = (page_table_ptr, list_ptr, num_pages)
     table_strides = (page_row_stride, list_batch_stride, list_head_stride)
-    produce = ((k_desc, v_desc), tables, table_strides, min_tiles)
+    produce = ((k_desc, v_desc), tables, table_strides, shares, warm)
     consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem)
-    shared = (k_ring, v_ring, (positions, flags), work, lengths, heads)
+    shared = (ring, (positions, flags), work, lengths, heads)
     # the first role runs in the warps of the launch, the other in a warp of its own
     gl.warp_specialize(
         [(_consume, (consume, shared, CFG)), (produce_tiles, (produce, shared, CFG))],

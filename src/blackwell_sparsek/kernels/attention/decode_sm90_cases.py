@@ -1,6 +1,7 @@
 """Launches of the Hopper decode kernel that are built without a GPU: the choices of `tuning`."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ CALLS = (
     Call(make_config(8, 128, 128, None), "d128"),
     Call(make_config(8, 128, 128, None, programs_per_sm=1), "d128-alone"),
     Call(make_config(8, 128, 128, None, programs_per_sm=1, tile_n=128), "d128-alone-n128"),
+    Call(replace(make_config(8, 128, 128, None), WARM=True), "d128-warm"),
     Call(make_config(8, 64, 64, None), "d64"),
     Call(make_config(8, 128, 128, 16), "d128-pages16"),
     Call(make_config(8, 128, 128, 64), "d128-pages64"),
@@ -71,6 +73,7 @@ def decode_sm90_case(call: Call) -> CompileCase:
             "right": 0,
             "heads": (KV_HEADS, GROUP),
             "min_tiles": 1,
+            "of_plane": 0,
             "CFG": config,
         },
         archs=(90,),

@@ -8,6 +8,7 @@ from ...device.gluon.pipeline import publish
 from ...device.paging import visited_tiles
 from .decode_sm90_work import (
     find_stretch,
+    head_of_plane,
     keys_of_sequence,
     places_of,
     positions_of,
@@ -17,15 +18,15 @@ from .decode_sm90_work import (
 )
 
 
+# A row past the end of every cache, where TMA fills zeros.
+BEYOND = gl.constexpr(2**30)
+
+
 @gluon.jit
-def _fetch(desc, ring, step, places, kv_head, wanted, CFG: gl.constexpr):
-    """Start the copies of one tile into a ring whose stage is free; none if it is not wanted."""
-    smem, full, _ = ring
+def _copy(desc, tile, bar, places, kv_head, wanted, CFG: gl.constexpr):
+    """Start the copies of the keys or values of a tile."""
     parts: gl.constexpr = CFG.parts
     part_keys: gl.constexpr = CFG.part_keys
-    bar = full.index(step % CFG.STAGES)
-    tile = smem.index(step % CFG.STAGES)
-    mbarrier.expect(bar, parts * desc.block_type.nbytes, pred=wanted)
     for part in gl.static_range(parts):
         rows = tile
         if parts > 1:
@@ -35,27 +36,52 @@ def _fetch(desc, ring, step, places, kv_head, wanted, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _wait_for_stage(ring, step, CFG: gl.constexpr):
-    """Wait until the stage of a step is free."""
-    mbarrier.wait(ring[2].index(step % CFG.STAGES), ((step // CFG.STAGES) & 1) ^ 1)
+def _fetch(descs, ring, step, places, kv_head, wanted, CFG: gl.constexpr):
+    """Start the copies of one tile into a stage that is free; none if it is not wanted."""
+    k_smem, v_smem, full, _ = ring
+    stage = step % CFG.STAGES
+    bar = full.index(stage)
+    tile_bytes: gl.constexpr = CFG.parts * (descs[0].block_type.nbytes + descs[1].block_type.nbytes)
+    mbarrier.expect(bar, tile_bytes, pred=wanted)
+    _copy(descs[0], k_smem.index(stage), bar, places, kv_head, wanted, CFG)
+    _copy(descs[1], v_smem.index(stage), bar, places, kv_head, wanted, CFG)
 
 
 @gluon.jit
-def _produce_in_a_row(descs, shared, step, sequence, kv_head, first, end, CFG: gl.constexpr):
+def _wait_for_stage(ring, step, CFG: gl.constexpr):
+    """Wait until the stage of a step is free."""
+    mbarrier.wait(ring[3].index(step % CFG.STAGES), ((step // CFG.STAGES) & 1) ^ 1)
+
+
+@gluon.jit
+def _have_descriptors_read(descs, ring, warm, CFG: gl.constexpr):
+    """Copy nothing into the last stage, so that the first real copies find their descriptors."""
+    k_smem, v_smem, _, _ = ring
+    keys: gl.constexpr = CFG.part_keys
+    last: gl.constexpr = CFG.STAGES - 1
+    mbarrier.expect(warm, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
+    k = k_smem.index(last)
+    v = v_smem.index(last)
+    if CFG.parts > 1:
+        k = k.slice(0, keys, dim=0)
+        v = v.slice(0, keys, dim=0)
+    tma.async_copy_global_to_shared(descs[0], [0, 0, BEYOND, 0], warm, k)
+    tma.async_copy_global_to_shared(descs[1], [0, 0, BEYOND, 0], warm, v)
+
+
+@gluon.jit
+def _produce_in_a_row(descs, ring, step, sequence, kv_head, first, end, CFG: gl.constexpr):
     """Fetch tiles of a contiguous cache; returns the next step."""
     for tile in range(first, end):
-        places = (sequence, tile * CFG.TILE_N)
-        _wait_for_stage(shared[0], step, CFG)
-        _fetch(descs[0], shared[0], step, places, kv_head, True, CFG)
-        _wait_for_stage(shared[1], step, CFG)
-        _fetch(descs[1], shared[1], step, places, kv_head, True, CFG)
+        _wait_for_stage(ring, step, CFG)
+        _fetch(descs, ring, step, (sequence, tile * CFG.TILE_N), kv_head, True, CFG)
         step += 1
     return step
 
 
 @gluon.jit
 def _produce_scattered(
-    descs, shared, tables, bounds, step, sequence, kv_head, first, end, CFG: gl.constexpr
+    descs, ring, notes, tables, bounds, step, sequence, kv_head, first, end, CFG: gl.constexpr
 ):
     """Fetch tiles that tables and lists tell the places of; returns the next step.
 
@@ -63,7 +89,7 @@ def _produce_scattered(
     """
     list_ptr, table_ptr, num_blocks, num_pages = tables
     kv_lo, kv_hi, capacity = bounds
-    positions, flags = shared[2]
+    positions, flags = notes
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     nothing = gl.full([1], 0, gl.int32, lane)
     blocks = read_blocks(list_ptr, first, num_blocks, CFG)
@@ -74,22 +100,17 @@ def _produce_scattered(
         next_starts, wrong_block = starts_of(blocks, tile + 1, capacity, CFG)
         next_pages = read_pages(table_ptr, sequence, next_starts, kv_lo, kv_hi, CFG)
         blocks = read_blocks(list_ptr, tile + 2, num_blocks, CFG)
-        _wait_for_stage(shared[0], step, CFG)
         places, wanted, cut, wrong_page = places_of(pages, starts, kv_lo, kv_hi, num_pages, CFG)
         wrong = wrong | wrong_page
         stage = step % CFG.STAGES
+        _wait_for_stage(ring, step, CFG)
         if CFG.BLOCK_KV is not None:
-            # positions are looked at as long as values are
-            _wait_for_stage(shared[1], step, CFG)
             positions.index(stage).store(positions_of(starts, CFG))
         flags.index(stage).store(nothing + (wrong + 2 * cut))
         # the one thread that arrives does not wait for the stores of the others
         gl.thread_barrier()
-        _fetch(descs[0], shared[0], step, places, kv_head, wanted, CFG)
-        mbarrier.arrive(shared[0][1].index(stage), count=1, pred=wanted == 0)
-        _wait_for_stage(shared[1], step, CFG)
-        _fetch(descs[1], shared[1], step, places, kv_head, wanted, CFG)
-        mbarrier.arrive(shared[1][1].index(stage), count=1, pred=wanted == 0)
+        _fetch(descs, ring, step, places, kv_head, wanted, CFG)
+        mbarrier.arrive(ring[2].index(stage), count=1, pred=wanted == 0)
         # the block after the last one is not this piece's
         wrong = wrong | gl.where(tile + 1 < end, wrong_block, 0)
         starts = next_starts
@@ -100,28 +121,31 @@ def _produce_scattered(
 
 @gluon.jit
 def produce_tiles(produce, shared, CFG: gl.constexpr):
-    """Find this program's stretch, publish its pieces and keep the rings full."""
-    descs, tables, table_strides, min_tiles = produce
+    """Find this program's stretch, publish its pieces and keep the ring full."""
+    descs, tables, table_strides, shares, warm = produce
     page_table_ptr, list_ptr, num_pages = tables
-    work, lengths, heads = shared[3], shared[4], shared[5]
+    ring, notes, work, lengths, heads = shared
     q_len, capacity, num_blocks = lengths[3], lengths[4], lengths[7]
+    if CFG.WARM:
+        _have_descriptors_read(descs, ring, warm, CFG)
     q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
     planes = heads[0] * q_tiles
-    each, tile, end, sequence, sequence_tile = find_stretch(lengths, planes, min_tiles, CFG)
+    each, origin, tile, end, sequence, plane, plane_tile = find_stretch(
+        lengths, planes, shares, CFG
+    )
     step = 0
     turn = 0
     while tile < end:
         kv_len, kv_lo, kv_hi = keys_of_sequence(lengths, sequence)
         first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
-        plane = (tile - sequence_tile) // count
-        plane_tile = sequence_tile + plane * count
         stop = gl.minimum(end, plane_tile + count)
-        shift = first_tile - plane_tile
-        begins = plane_tile // each
-        ends = (plane_tile + count - 1) // each
-        fields = (sequence, plane, kv_len, tile + shift, stop + shift, begins, ends)
+        begin_key = tile + first_tile - plane_tile
+        end_key = stop + first_tile - plane_tile
+        fields = (sequence, plane, kv_len, begin_key, end_key, origin, plane_tile, count, each)
         publish(work, turn, fields)
-        kv_head = plane // q_tiles
+        kv_head = head_of_plane(plane, q_tiles)
+        if CFG.WARM:
+            mbarrier.wait(warm, 0)
         if CFG.scattered:
             rows = (list_ptr, page_table_ptr, num_blocks, num_pages)
             if CFG.BLOCK_KV is not None:
@@ -131,17 +155,17 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 table_row = sequence.to(gl.int64) * table_strides[0]
                 rows = (rows[0], page_table_ptr + table_row, num_blocks, num_pages)
             step = _produce_scattered(
-                descs, shared, rows, (kv_lo, kv_hi, capacity), step, sequence, kv_head,
-                tile + shift, stop + shift, CFG,
+                descs, ring, notes, rows, (kv_lo, kv_hi, capacity), step, sequence, kv_head,
+                begin_key, end_key, CFG,
             )  # fmt: skip
         else:
-            step = _produce_in_a_row(
-                descs, shared, step, sequence, kv_head, tile + shift, stop + shift, CFG
-            )
+            step = _produce_in_a_row(descs, ring, step, sequence, kv_head, begin_key, end_key, CFG)
         turn += 1
         tile = stop
-        finished = stop == sequence_tile + planes * count
-        sequence += finished.to(gl.int32)
-        sequence_tile = gl.where(finished, stop, sequence_tile)
+        plane_tile = stop
+        plane += 1
+        if plane == planes:
+            plane = 0
+            sequence += 1
     # no sequence: the end
-    publish(work, turn, (-1, 0, 0, 0, 0, 0, 0))
+    publish(work, turn, (-1, 0, 0, 0, 0, 0, 0, 0, 1))

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.launch import launch, on_device_of, resting_words, scratch
+from ...core.launch import cdiv, launch, on_device_of, resting_words, scratch
 from ...formats.decode_spec import DecodeSpec, capacity, kv_heads, page_size
 from ..sm90 import tensor_descriptor
 from .config_decode_sm90 import DecodeSm90Config
@@ -51,6 +51,7 @@ def launch_attn_decode_sm90(
     if batch * heads_q * q_len == 0:
         return
     heads, pages = kv_heads(k_cache, spec), page_size(k_cache, spec)
+    planes = heads * cdiv(heads_q // heads * q_len, config.ROWS)
     table, blocks = spec.page_table, spec.kv_blocks
     with on_device_of(q):
         args = (
@@ -78,6 +79,7 @@ def launch_attn_decode_sm90(
             *spec.band.scalars(),
             (heads, heads_q // heads),
             min_tiles,
+            programs // planes if batch == 1 else 0,
             config,
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}

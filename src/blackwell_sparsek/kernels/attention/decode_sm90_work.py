@@ -34,44 +34,6 @@ def _add(a, b):
 
 
 @gluon.jit
-def find_stretch(lengths, planes, min_tiles, CFG: gl.constexpr):
-    """Tiles of a stretch, this program's stretch, its first sequence, and that one's first tile."""
-    first_length, batch, q_len, capacity, left, right, num_blocks = lengths[1:]
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    sequence = 0
-    first_tile = 0
-    if batch == 1:
-        # planes are alike: none of them is cut in more parts than it must be
-        _, lo, hi = _keys_of_length(first_length, q_len, capacity, left, right)
-        _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
-        total = count * planes
-        each = (total + programs - 1) // programs
-        if planes <= programs:
-            of_plane = programs // planes
-            each = (count + of_plane - 1) // of_plane
-        each = gl.maximum(each, min_tiles)
-        begin = program * each
-    else:
-        counts = _tiles_of_sequences(lengths, 0, planes, CFG)
-        total = gl.sum(counts, 0)
-        for first in range(SCAN, batch, SCAN):
-            total += gl.sum(_tiles_of_sequences(lengths, first, planes, CFG), 0)
-        each = gl.maximum((total + programs - 1) // programs, min_tiles)
-        begin = program * each
-        before = 0
-        for first in range(0, batch, SCAN):
-            if first > 0:
-                counts = _tiles_of_sequences(lengths, first, planes, CFG)
-            until = before + gl.associative_scan(counts, 0, _add)
-            passed = (counts > 0) & (until <= begin)
-            sequence += gl.sum(passed.to(gl.int32), 0)
-            first_tile = gl.maximum(first_tile, gl.max(gl.where(passed, until, 0), 0))
-            before = gl.max(until, 0)
-    return each, begin, gl.minimum(begin + each, total), sequence, first_tile
-
-
-@gluon.jit
 def keys_of_sequence(lengths, sequence):
     """Length of a sequence, and the keys that some query sees."""
     seqlens_ptr, first_length, batch, q_len, capacity, left, right, _ = lengths
@@ -79,6 +41,64 @@ def keys_of_sequence(lengths, sequence):
     if batch > 1:
         kv_len = gl.load(seqlens_ptr + sequence)
     return _keys_of_length(kv_len, q_len, capacity, left, right)
+
+
+@gluon.jit
+def head_of_plane(plane, q_tiles):
+    """The KV head of a plane."""
+    head = plane
+    # seldom, and a division takes longer than all else that a piece begins with
+    if q_tiles > 1:
+        head = plane // q_tiles
+    return head
+
+
+@gluon.jit
+def find_stretch(lengths, planes, shares, CFG: gl.constexpr):
+    """This program's stretch: tiles `[tile, end)`, and where it begins: sequence and plane.
+
+    Also the most tiles of a stretch, and what tells who else works on a plane: tile t of the plane
+    whose first is `plane_tile` belongs to program `origin + (plane_tile + t) // each`.
+    """
+    min_tiles, of_plane, own_plane, own_part = shares
+    first_length, batch, q_len, capacity, left, right, num_blocks = lengths[1:]
+    sequence = 0
+    plane_tile = 0
+    origin = 0
+    if of_plane > 0:
+        # one sequence, whose planes are alike: no stretch goes from one to another
+        _, lo, hi = _keys_of_length(first_length, q_len, capacity, left, right)
+        _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+        each = gl.maximum((count + of_plane - 1) // of_plane, min_tiles)
+        plane = own_plane
+        origin = own_plane * of_plane
+        tile = own_part * each
+        end = gl.where(own_plane < planes, gl.minimum(tile + each, count), 0)
+    else:
+        programs = gl.num_programs(0)
+        counts = _tiles_of_sequences(lengths, 0, planes, CFG)
+        total = gl.sum(counts, 0)
+        for first in range(SCAN, batch, SCAN):
+            total += gl.sum(_tiles_of_sequences(lengths, first, planes, CFG), 0)
+        each = gl.maximum((total + programs - 1) // programs, min_tiles)
+        tile = gl.program_id(0) * each
+        end = gl.minimum(tile + each, total)
+        before = 0
+        sequence_tile = 0
+        for first in range(0, batch, SCAN):
+            if first > 0:
+                counts = _tiles_of_sequences(lengths, first, planes, CFG)
+            until = before + gl.associative_scan(counts, 0, _add)
+            passed = (counts > 0) & (until <= tile)
+            sequence += gl.sum(passed.to(gl.int32), 0)
+            sequence_tile = gl.maximum(sequence_tile, gl.max(gl.where(passed, until, 0), 0))
+            before = gl.max(until, 0)
+        # past the end, where a program without tiles begins, there is no sequence
+        _, lo, hi = keys_of_sequence(lengths, gl.minimum(sequence, batch - 1))
+        _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+        plane = (tile - sequence_tile) // count
+        plane_tile = sequence_tile + plane * count
+    return each, origin, tile, end, sequence, plane, plane_tile
 
 
 @gluon.jit
