@@ -33,7 +33,7 @@ from ...device.softmax import add_sink, finalise, init_state, weigh
 from .decode_sm90_fetch import produce_tiles
 from .decode_sm90_work import head_of_plane
 
-# What describes a piece: sequence, plane, length, first and end tile; and who else has a part of it:
+# What describes a piece: sequence, plane, length, first and end tile; and who else has a part:
 # origin, first tile and number of tiles of the plane, tiles of a stretch.
 WORK_FIELDS = gl.constexpr(9)
 
@@ -286,10 +286,7 @@ def _attn_decode_sm90_kernel(
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
     # a barrier costs each launch 60 cycles: keys and values come together
     ring = (k_smem, v_smem, barriers(stages, 1), barriers(stages, 1))
-    if CFG.WARM:
-        warm = barriers(1, 1).index(0)
-    else:
-        warm = ring[2]
+    warm = barriers(1, 1).index(0) if CFG.WARM else ring[2]
     work = work_channel(WORK_FIELDS, 1)
     fence_async_shared()
 

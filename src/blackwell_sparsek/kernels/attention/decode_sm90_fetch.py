@@ -17,7 +17,6 @@ from .decode_sm90_work import (
     starts_of,
 )
 
-
 # A row past the end of every cache, where TMA fills zeros.
 BEYOND = gl.constexpr(2**30)
 
