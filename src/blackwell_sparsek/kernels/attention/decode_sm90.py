@@ -153,6 +153,9 @@ def _consume(consume, shared, CFG: gl.constexpr):
         factor = _load_queries(
             q_smem, q_ptr, sequence, kv_head, first_row, score, q_len, heads, strides
         )
+        # divisions, while keys are waited for
+        begins = origin + plane_tile // each
+        ends = origin + (plane_tile + count - 1) // each
         length = gl.maximum(kv_len, 0)
         kv_lo, kv_hi = kv_range(0, q_len, q_len, length, left, right)
         all_lo, all_hi = kv_range_of_all(0, q_len, q_len, length, left, right)
@@ -200,8 +203,6 @@ def _consume(consume, shared, CFG: gl.constexpr):
         if CFG.scattered:
             row_sum = gl.where(wrong != 0, float("nan"), row_sum)
         m_out = gl.convert_layout(m_log2, out_rows)
-        begins = origin + plane_tile // each
-        ends = origin + (plane_tile + count - 1) // each
         if begins == ends:
             _write(
                 results, m_out, row_sum, out, first_row, num_rows, sequence, kv_head, kv_len,

@@ -69,12 +69,16 @@ def _have_descriptors_read(descs, ring, warm, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _produce_in_a_row(descs, ring, step, sequence, kv_head, first, end, CFG: gl.constexpr):
-    """Fetch tiles of a contiguous cache; returns the next step."""
+def _produce_in_a_row(descs, ring, piece, step, sequence, kv_head, first, end, CFG: gl.constexpr):
+    """Publish a piece and fetch its tiles from a contiguous cache; returns the next step."""
+    work, turn, fields = piece
     for tile in range(first, end):
         _wait_for_stage(ring, step, CFG)
         _fetch(descs, ring, step, (sequence, tile * CFG.TILE_N), kv_head, True, CFG)
         step += 1
+        # the first keys take longer to come than the queries that the consumer loads
+        if tile == first:
+            publish(work, turn, fields)
     return step
 
 
@@ -141,11 +145,11 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         begin_key = tile + first_tile - plane_tile
         end_key = stop + first_tile - plane_tile
         fields = (sequence, plane, kv_len, begin_key, end_key, origin, plane_tile, count, each)
-        publish(work, turn, fields)
         kv_head = head_of_plane(plane, q_tiles)
         if CFG.WARM:
             mbarrier.wait(warm, 0)
         if CFG.scattered:
+            publish(work, turn, fields)
             rows = (list_ptr, page_table_ptr, num_blocks, num_pages)
             if CFG.BLOCK_KV is not None:
                 list_row = sequence.to(gl.int64) * table_strides[1] + kv_head * table_strides[2]
@@ -158,7 +162,10 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 begin_key, end_key, CFG,
             )  # fmt: skip
         else:
-            step = _produce_in_a_row(descs, ring, step, sequence, kv_head, begin_key, end_key, CFG)
+            piece = (work, turn, fields)
+            step = _produce_in_a_row(
+                descs, ring, piece, step, sequence, kv_head, begin_key, end_key, CFG
+            )
         turn += 1
         tile = stop
         plane_tile = stop
