@@ -87,7 +87,7 @@ def make_config(
         PAGE_SIZE=page_size,
         BLOCK_KV=block_kv,
         # places of the next tiles are held while a stage is waited for
-        PRODUCER_REGISTERS=40 if page_size is None and block_kv is None else 64,
+        PRODUCER_REGISTERS=40 if page_size is None and block_kv is None else 96,
         MAX_REGISTERS=168 if programs_per_sm == 1 else 128,
     )
 
