@@ -24,8 +24,6 @@ class DecodeSm90Launch(NamedTuple):
 
     config: DecodeSm90Config
     programs: int
-    min_tiles: int
-    """The fewest tiles that a program takes."""
 
 
 def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
@@ -69,7 +67,10 @@ def _launch(
     sms: int, rows: int, dim: int, dim_v: int, page_size: int | None, block_kv: int | None
 ) -> DecodeSm90Launch:
     packed = next((size for size in (8, 16, 32) if rows <= size), 64)
-    # the sums of 64 rows take the registers of a second program
-    per_sm = 1 if packed == 64 else 2
-    config = make_config(packed, dim, dim_v, page_size, block_kv, programs_per_sm=per_sm)
-    return DecodeSm90Launch(config, per_sm * sms, 1)
+    # H200, microseconds at (batch, keys) (1, 1k) / (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), and
+    # (16, 8k) in pages of 64 and 16, planes left whole:
+    #   64 keys, 3 stages, 1 program on an SM:  7.2 / 14.9 / 127.6 / 129.4 / 247.7, 127.7, 129.6
+    #   64 keys, 5 stages, 1 program:           7.3 / 14.8 / 127.4 / 128.7 / 247.7, 129.7, -
+    #   128 keys, 3 stages, 1 program:          7.3 / 14.5 / 126.9 / 128.4 / 248.5, 129.1, 137.2
+    #   64 keys, 3 stages, 2 programs:            - /    - / 129.5 /     - /     -, 131.0, 133.4
+    return DecodeSm90Launch(make_config(packed, dim, dim_v, page_size, block_kv), sms)

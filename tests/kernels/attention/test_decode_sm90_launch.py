@@ -16,7 +16,7 @@ decode_sm90_launch._attn_decode_sm90_kernel = Recorder(decode_sm90_launch._attn_
 
 
 def call(batch=2, q_len=1, slots=64, heads=8, kv_heads=2, dim=64, page=None, pages=9, wide=4,
-         listed=None, least=1, **options):
+         listed=None, **options):
     q = torch.empty(batch, heads, q_len, dim, dtype=torch.float16)
     shape = (batch, kv_heads, slots, dim) if page is None else (pages, page, kv_heads, dim)
     k = torch.empty(shape, dtype=torch.float16)
@@ -31,7 +31,7 @@ def call(batch=2, q_len=1, slots=64, heads=8, kv_heads=2, dim=64, page=None, pag
     )
     config = make_config(8, dim, dim, page, block)
     decode_sm90_launch.launch_attn_decode_sm90(
-        empty_out(q, dim), empty_lse(q), q, k, k, spec, config, 6, least)
+        empty_out(q, dim), empty_lse(q), q, k, k, spec, config, 6)
 
 
 counts = {
@@ -44,7 +44,6 @@ counts = {
     "pages": variants([lambda n=n: call(page=16, pages=n) for n in (1, 2, 16, 100)]),
     "tables": variants([lambda n=n: call(page=16, wide=n) for n in (1, 2, 16, 100)]),
     "lists": variants([lambda n=n: call(listed=n) for n in (1, 2, 16, 100)]),
-    "stretches": variants([lambda n=n: call(least=n) for n in (1, 2, 16)]),
     "kinds": variants([lambda: call(), lambda: call(page=16), lambda: call(listed=4),
                        lambda: call(page=16, listed=4), lambda: call(softcap=2.0),
                        lambda: call(sinks=torch.zeros(8)), lambda: call(dim=128)]),
@@ -81,7 +80,6 @@ def result(run_recorder):
         "pages",
         "tables",
         "lists",
-        "stretches",
     ],
 )
 def test_what_is_data_compiles_nothing(what, result):

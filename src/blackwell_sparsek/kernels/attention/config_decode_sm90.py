@@ -5,6 +5,9 @@ from math import gcd
 
 from ..sm90 import SMEM_BYTES, accumulator_layout
 
+# Keys of a tile.
+TILE_N = 64
+
 
 @dataclass(frozen=True)
 class DecodeSm90Config:
@@ -25,7 +28,6 @@ class DecodeSm90Config:
     BLOCK_KV: int | None
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
-    WARM: bool = False
 
     def __post_init__(self) -> None:
         assert self.ROWS in (8, 16, 32, 64), f"{self.ROWS=}"
@@ -68,32 +70,25 @@ class DecodeSm90Config:
 
 
 def make_config(
-    rows: int,
-    tile_d: int,
-    tile_dv: int,
-    page_size: int | None,
-    block_kv: int | None = None,
-    *,
-    programs_per_sm: int = 2,
-    tile_n: int = 64,
+    rows: int, tile_d: int, tile_dv: int, page_size: int | None = None, block_kv: int | None = None
 ) -> DecodeSm90Config:
-    """The configuration of which `programs_per_sm` programs fill an SM."""
+    """The configuration for so many packed rows, head dims, pages and listed blocks."""
+    # Half of an SM holds all that must be on its way, and each stage more delays a launch by the
+    # 120 cycles of its barriers. The sums of 64 rows need all registers, and their stages are long.
+    tall = rows == 64
+    scattered = page_size is not None or block_kv is not None
+    budget = SMEM_BYTES if tall else SMEM_BYTES // 2
+    # barriers, notes and 1 KiB that the system takes
+    ring = budget - 2048 - 2 * rows * (tile_d + TILE_N)
     return DecodeSm90Config(
         ROWS=rows,
-        TILE_N=tile_n,
+        TILE_N=TILE_N,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
-        STAGES=stages_that_fit(rows, tile_n, tile_d, tile_dv, programs_per_sm),
+        STAGES=ring // (2 * TILE_N * (tile_d + tile_dv)),
         PAGE_SIZE=page_size,
         BLOCK_KV=block_kv,
         # places of the next tiles are held while a stage is waited for
-        PRODUCER_REGISTERS=40 if page_size is None and block_kv is None else 96,
-        MAX_REGISTERS=168 if programs_per_sm == 1 else 128,
+        PRODUCER_REGISTERS=96 if scattered else 40,
+        MAX_REGISTERS=168 if tall or scattered else 128,
     )
-
-
-def stages_that_fit(rows: int, tile_n: int, tile_d: int, tile_dv: int, programs_per_sm: int) -> int:
-    """Stages of the K and V rings that fit beside queries and weights."""
-    # each program has barriers, and 1 KiB that the system takes
-    budget = SMEM_BYTES // programs_per_sm - 2048
-    return (budget - 2 * rows * (tile_d + tile_n)) // (2 * tile_n * (tile_d + tile_dv))

@@ -229,7 +229,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "page_row_stride", "list_batch_stride", "list_head_stride", "batch", "q_len", "capacity",
-        "num_pages", "num_blocks", "left", "right", "min_tiles", "of_plane",
+        "num_pages", "num_blocks", "left", "right", "of_plane",
     ]
 )  # fmt: skip
 def _attn_decode_sm90_kernel(
@@ -255,21 +255,16 @@ def _attn_decode_sm90_kernel(
     left,
     right,
     heads,
-    min_tiles,
     of_plane,
     CFG: gl.constexpr,
 ):
     """Set up rings and roles; `produce_tiles` and `_consume` do the work.
 
     results (out, lse), score (scale_log2, inverse_cap), workspace (parts, counters), heads (KV
-    heads, query heads of each).
+    heads, query heads of each), of_plane: programs for each plane, 0 if there are more planes.
     """
     # the first thing that anything depends on, asked for before anything else
     first_length = gl.load(seqlens_ptr)
-    # divisions, while that is waited for
-    program = gl.program_id(0)
-    own_plane = program // gl.maximum(of_plane, 1)
-    shares = (min_tiles, of_plane, own_plane, program - own_plane * of_plane)
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
@@ -287,14 +282,13 @@ def _attn_decode_sm90_kernel(
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
     # a barrier costs each launch 60 cycles: keys and values come together
     ring = (k_smem, v_smem, barriers(stages, 1), barriers(stages, 1))
-    warm = barriers(1, 1).index(0) if CFG.WARM else ring[2]
     work = work_channel(WORK_FIELDS, 1)
     fence_async_shared()
 
     lengths = (seqlens_ptr, first_length, batch, q_len, capacity, left, right, num_blocks)
     tables = (page_table_ptr, list_ptr, num_pages)
     table_strides = (page_row_stride, list_batch_stride, list_head_stride)
-    produce = ((k_desc, v_desc), tables, table_strides, shares, warm)
+    produce = ((k_desc, v_desc), tables, table_strides, of_plane)
     consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem)
     shared = (ring, (positions, flags), work, lengths, heads)
     # the first role runs in the warps of the launch, the other in a warp of its own

@@ -17,9 +17,6 @@ from .decode_sm90_work import (
     starts_of,
 )
 
-# A row past the end of every cache, where TMA fills zeros.
-BEYOND = gl.constexpr(2**30)
-
 
 @gluon.jit
 def _copy(desc, tile, bar, places, kv_head, wanted, CFG: gl.constexpr):
@@ -50,22 +47,6 @@ def _fetch(descs, ring, step, places, kv_head, wanted, CFG: gl.constexpr):
 def _wait_for_stage(ring, step, CFG: gl.constexpr):
     """Wait until the stage of a step is free."""
     mbarrier.wait(ring[3].index(step % CFG.STAGES), ((step // CFG.STAGES) & 1) ^ 1)
-
-
-@gluon.jit
-def _have_descriptors_read(descs, ring, warm, CFG: gl.constexpr):
-    """Copy nothing into the last stage, so that the first real copies find their descriptors."""
-    k_smem, v_smem, _, _ = ring
-    keys: gl.constexpr = CFG.part_keys
-    last: gl.constexpr = CFG.STAGES - 1
-    mbarrier.expect(warm, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
-    k = k_smem.index(last)
-    v = v_smem.index(last)
-    if CFG.parts > 1:
-        k = k.slice(0, keys, dim=0)
-        v = v.slice(0, keys, dim=0)
-    tma.async_copy_global_to_shared(descs[0], [0, 0, BEYOND, 0], warm, k)
-    tma.async_copy_global_to_shared(descs[1], [0, 0, BEYOND, 0], warm, v)
 
 
 @gluon.jit
@@ -125,16 +106,14 @@ def _produce_scattered(
 @gluon.jit
 def produce_tiles(produce, shared, CFG: gl.constexpr):
     """Find this program's stretch, publish its pieces and keep the ring full."""
-    descs, tables, table_strides, shares, warm = produce
+    descs, tables, table_strides, of_plane = produce
     page_table_ptr, list_ptr, num_pages = tables
     ring, notes, work, lengths, heads = shared
     q_len, capacity, num_blocks = lengths[3], lengths[4], lengths[7]
-    if CFG.WARM:
-        _have_descriptors_read(descs, ring, warm, CFG)
     q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
     planes = heads[0] * q_tiles
     each, origin, tile, end, sequence, plane, plane_tile = find_stretch(
-        lengths, planes, shares, CFG
+        lengths, planes, of_plane, CFG
     )
     step = 0
     turn = 0
@@ -146,8 +125,6 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         end_key = stop + first_tile - plane_tile
         fields = (sequence, plane, kv_len, begin_key, end_key, origin, plane_tile, count, each)
         kv_head = head_of_plane(plane, q_tiles)
-        if CFG.WARM:
-            mbarrier.wait(warm, 0)
         if CFG.scattered:
             publish(work, turn, fields)
             rows = (list_ptr, page_table_ptr, num_blocks, num_pages)

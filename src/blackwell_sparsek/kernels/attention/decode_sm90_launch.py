@@ -29,7 +29,6 @@ def launch_attn_decode_sm90(
     spec: DecodeSpec,
     config: DecodeSm90Config,
     programs: int,
-    min_tiles: int,
 ) -> None:
     """Fill `out` and `lse`.
 
@@ -45,7 +44,6 @@ def launch_attn_decode_sm90(
     spec : options of the call, validated; no scales
     config : tiles
     programs : how many programs share the tiles of all sequences and heads
-    min_tiles : the fewest tiles that a program takes
     """
     batch, heads_q, q_len, _ = q.shape
     if batch * heads_q * q_len == 0:
@@ -78,8 +76,7 @@ def launch_attn_decode_sm90(
             0 if blocks is None else blocks.shape[2],
             *spec.band.scalars(),
             (heads, heads_q // heads),
-            min_tiles,
-            programs // planes if batch == 1 else 0,
+            programs // (batch * planes),
             config,
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
