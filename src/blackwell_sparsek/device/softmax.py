@@ -30,16 +30,26 @@ def _safe_shift(m_log2):
 
 
 @triton.jit
+def weigh(m_log2, s, scale_log2):
+    """Take raw scores `s` [rows, keys], -inf where masked, into the maximum; `scale_log2` > 0.
+
+    Returns the new maximum, the weights p [rows, keys], and the factor that older sums and
+    accumulators of each row take.
+    """
+    m_new = tl.maximum(m_log2, tl.max(s, 1) * scale_log2)
+    shift = _safe_shift(m_new)
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    return m_new, p, tl.exp2(m_log2 - shift)
+
+
+@triton.jit
 def softmax_step(m_log2, row_sum, s, scale_log2):
     """Take in raw scores `s` [rows, keys], -inf where masked; `scale_log2` > 0.
 
     Returns the new state, the weights p [rows, keys], and the factor that older accumulators of
     each row take.
     """
-    m_new = tl.maximum(m_log2, tl.max(s, 1) * scale_log2)
-    shift = _safe_shift(m_new)
-    p = tl.exp2(s * scale_log2 - shift[:, None])
-    rescale = tl.exp2(m_log2 - shift)
+    m_new, p, rescale = weigh(m_log2, s, scale_log2)
     return m_new, row_sum * rescale + tl.sum(p, 1), p, rescale
 
 
