@@ -56,14 +56,16 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
     if tile_m == GROUP_ROWS and sizes.rows_b * (sizes.block_h // tile_m) < problem.arch.num_sms:
         tile_m //= 2
     tile_n = next(tile for tile in (16, 32, 64) if sizes.n <= tile)
-    tile_k = _k_tile(sizes.block_w)
+    tile_k = next(tile for tile in (128, 64, 32, 16) if sizes.block_w % tile == 0)
+    wide = problem.out_dtype == torch.float32
     return NarrowSm90Config(
         BLOCK_H=sizes.block_h,
         BLOCK_W=sizes.block_w,
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_K=tile_k,
-        STAGES=config_narrow_sm90.stages_that_fit(tile_m, tile_n, tile_k, programs_per_sm=2),
+        STAGES=config_narrow_sm90.stages_that_fit(tile_m, tile_n, tile_k, 1, wide),
+        PROGRAMS=1,
         ACTIVATION=problem.activation,
     )
 

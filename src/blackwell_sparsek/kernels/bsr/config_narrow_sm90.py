@@ -5,19 +5,17 @@ from dataclasses import dataclass
 from ..sm90 import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
 # More stages than this hide nothing further: 16 KB pieces of blocks from as many are 128 KB.
-MOST_STAGES = 8
+MOST_STAGES = 10
 
 
 @dataclass(frozen=True)
 class NarrowSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
-    A program computes TILE_M rows of a block row of [BLOCK_H, BLOCK_W] blocks for all of TILE_N
-    columns, in steps of TILE_K. Tiles of 64 rows are the first operand of WGMMA; lower ones change
-    places with x, whose tile is then padded to 64 columns that nobody fetches or looks at. SPLITS
-    programs share the blocks of a tile, and the last one to finish adds up their sums in order.
-    OVERLAP starts the kernel before the one in front of it has finished, PREFETCH asks for all
-    blocks in that time.
+    A program computes TILE_M rows of a block row of [BLOCK_H, BLOCK_W] blocks for TILE_N columns,
+    one of COL_TILES such tiles, in steps of TILE_K. Tiles of 64 rows are the first operand of
+    WGMMA; lower ones change places with x, whose tile is then padded to 64 columns that nobody
+    fetches or looks at. PROGRAMS share an SM.
     """
 
     BLOCK_H: int
@@ -26,21 +24,27 @@ class NarrowSm90Config:
     TILE_N: int
     TILE_K: int
     STAGES: int
-    SPLITS: int = 1
+    PROGRAMS: int
+    COL_TILES: int = 1
     ACTIVATION: str | None = None
-    OVERLAP: bool = True
-    PREFETCH: bool = False
+    WARM: bool = False
+    FETCH: int = 0
 
     def __post_init__(self) -> None:
-        assert self.TILE_M in (16, 32, 64) and self.BLOCK_H % self.TILE_M == 0, f"{self=}"
+        assert self.TILE_M in (16, 32, 64, 128) and self.BLOCK_H % self.TILE_M == 0, f"{self=}"
         assert self.TILE_N in (16, 32, 64), f"{self.TILE_N=}"
         assert self.TILE_K in (16, 32, 64, 128) and self.BLOCK_W % self.TILE_K == 0, f"{self=}"
-        assert self.STAGES >= 2 and self.SPLITS >= 1, f"{self=}"
+        assert self.STAGES >= 2 and self.PROGRAMS in (1, 2, 3, 4), f"{self=}"
 
     @property
     def tile_m(self) -> int:
         """Rows of a program."""
         return self.TILE_M
+
+    @property
+    def max_registers(self) -> int:
+        """Registers per thread of a program of eight warps, four of which are given most."""
+        return {1: 96, 2: 96, 3: 80, 4: 64}[self.PROGRAMS]
 
     @property
     def swapped(self) -> bool:
@@ -50,7 +54,7 @@ class NarrowSm90Config:
     @property
     def sums_shape(self) -> list[int]:
         """Shape of the accumulators: [rows, columns], or [columns, rows] where swapped."""
-        return [GROUP_ROWS, self.TILE_M if self.swapped else self.TILE_N]
+        return [GROUP_ROWS, self.TILE_M] if self.swapped else [self.TILE_M, self.TILE_N]
 
     @property
     def x_rows(self) -> int:
@@ -89,9 +93,12 @@ class NarrowSm90Config:
         return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
-def stages_that_fit(tile_m: int, tile_n: int, tile_k: int, programs_per_sm: int) -> int:
-    """Ring stages that fit where so many programs share an SM."""
+def stages_that_fit(
+    tile_m: int, tile_n: int, tile_k: int, programs_per_sm: int, wide: bool = False
+) -> int:
+    """Ring stages that fit where so many programs share an SM; `wide` for results in float32."""
     x_rows = GROUP_ROWS if tile_m < GROUP_ROWS else tile_n
-    # the exchange before the store takes at most 16 KB, and the system 1 KB of each program
-    budget = SMEM_BYTES // programs_per_sm - 18 * 1024
+    # sums change their place before they are stored; the system takes 1 KB of each program
+    exchange = (16 if wide else 4) * 1024 + 2 * 1024
+    budget = SMEM_BYTES // programs_per_sm - exchange
     return min(MOST_STAGES, budget // (2 * tile_k * (tile_m + x_rows)))
