@@ -57,6 +57,8 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
         tile_m //= 2
     tile_n = next(tile for tile in (16, 32, 64) if sizes.n <= tile)
     tile_k = next(tile for tile in (128, 64, 32, 16) if sizes.block_w % tile == 0)
+    # of narrow blocks several make one stage of the ring
+    units = min(4, max(1, 128 // sizes.block_w))
     wide = problem.out_dtype == torch.float32
     return NarrowSm90Config(
         BLOCK_H=sizes.block_h,
@@ -64,8 +66,9 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_K=tile_k,
-        STAGES=config_narrow_sm90.stages_that_fit(tile_m, tile_n, tile_k, 1, wide),
+        STAGES=config_narrow_sm90.stages_that_fit(tile_m, tile_n, tile_k * units, 1, wide),
         PROGRAMS=1,
+        UNITS=units,
         ACTIVATION=problem.activation,
     )
 

@@ -22,6 +22,8 @@ _SLOTS_PER_BLOCK, _SPARE_SLOTS = 4, 1 << 18
 # Numbers before the slots of a record: tiles of the program, tile of rows, first column,
 # blocks.
 HEADER = 4
+# A coordinate past the end of every tensor, from where TMA copies zeros.
+OUTSIDE = 1 << 30
 # What starting and finishing a tile costs, in blocks.
 _TILE_COST = 1
 
@@ -31,7 +33,8 @@ class RowSchedule(NamedTuple):
 
     `records` is int32 [programs, tiles, HEADER + 2 * width]. The first number of a record is how
     many of the program's records count. After the header come `width` rows of the values as a
-    matrix [nnzb * bh, bw], then `width` rows of x, of which the first `blocks` count. `width` is
+    matrix [nnzb * bh, bw], then `width` rows of x; past the blocks of the row
+    they lie outside of the tensors. `width` is
     the length of the longest row, at least 1.
     """
 
@@ -97,13 +100,12 @@ def build_row_schedule(
     first_col = part % config.COL_TILES * config.TILE_N
     counts = torch.tensor([len(mine) for mine in dealt])[:, None].expand_as(tile)
     header = torch.stack([counts, tile // config.COL_TILES, first_col, lengths[row]], dim=2)
-    slot = (starts[row][..., None] + torch.arange(width)).clamp(max=max(indices.shape[0] - 1, 0))
-    if indices.shape[0]:
-        entry = slot if perm is None else perm.cpu()[slot]
-        a_rows = entry * config.BLOCK_H + sub_row[..., None]
-        x_rows = indices.cpu()[slot] * config.BLOCK_W
-    else:
-        a_rows = x_rows = torch.zeros_like(slot)
+    along = torch.arange(width)
+    present = along < lengths[row][..., None]
+    slot = torch.where(present, starts[row][..., None] + along, 0)
+    entry = slot if perm is None else perm.cpu()[slot]
+    a_rows = torch.where(present, entry * config.BLOCK_H + sub_row[..., None], OUTSIDE)
+    x_rows = torch.where(present, indices.cpu()[slot] * config.BLOCK_W, OUTSIDE)
     records = torch.cat([header, a_rows, x_rows], dim=2).int()
     return RowSchedule(records.to(indptr.device), width)
 

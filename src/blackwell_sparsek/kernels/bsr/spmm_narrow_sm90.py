@@ -28,14 +28,14 @@ from ...device.gluon.pipeline import barriers, tiles
 from ..sm90 import tensor_descriptor
 from .config_narrow_sm90 import NarrowSm90Config
 from .finish_sm90 import finish_values
-from .row_schedule import HEADER, RowSchedule
+from .row_schedule import HEADER, OUTSIDE, RowSchedule
 
 _HEADER = gl.constexpr(HEADER)
 PRODUCER_REGISTERS = gl.constexpr(40)
 # Slots that a warp reads at once.
 _LANES = gl.constexpr(32)
 # A coordinate past the end of every tensor.
-_OUTSIDE = gl.constexpr(1 << 30)
+_OUTSIDE = gl.constexpr(OUTSIDE)
 
 
 @triton.constexpr_function
@@ -61,8 +61,8 @@ def _slots(slots_ptr, first, width, present):
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = first + gl.arange(0, _LANES, lane)
     mask = (slot < width) & present
-    a_rows = gl.load(slots_ptr + slot, mask=mask, other=0)
-    x_rows = gl.load(slots_ptr + width + slot, mask=mask, other=0)
+    a_rows = gl.load(slots_ptr + slot, mask=mask, other=_OUTSIDE)
+    x_rows = gl.load(slots_ptr + width + slot, mask=mask, other=_OUTSIDE)
     return slot, a_rows, x_rows
 
 
@@ -70,7 +70,9 @@ def _slots(slots_ptr, first, width, present):
 def _produce(values_ptr, a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr):
     """Keep the ring full."""
     a_smem, x_smem, full, empty, warm = ring
-    k_steps: gl.constexpr = CFG.k_steps
+    units: gl.constexpr = CFG.UNITS
+    block_w: gl.constexpr = CFG.BLOCK_W
+    tile_k: gl.constexpr = CFG.TILE_K
     nbytes: gl.constexpr = a_desc.block_type.nbytes + x_desc.block_type.nbytes
     if CFG.WARM:
         # a copy from outside of the tensors reads nothing but their descriptors
@@ -101,24 +103,25 @@ def _produce(values_ptr, a_desc, x_desc, records_ptr, items, width, ring, CFG: g
         next_col = gl.load(record_ptr + 2, mask=more, other=0)
         next_blocks = gl.load(record_ptr + 3, mask=more, other=0)
         next_slots, next_a_rows, next_x_rows = _slots(record_ptr + _HEADER, 0, width, more)
-        for slot in range(blocks):
-            if slot % _LANES == 0 and slot > 0:
-                slots, a_rows, x_rows = _slots(slots_ptr, slot, width, True)
-            a_row = gl.sum(gl.where(slots == slot, a_rows, 0), 0)
-            x_row = gl.sum(gl.where(slots == slot, x_rows, 0), 0)
-            for u in gl.static_range(k_steps):
+        for first in range(0, blocks, CFG.UNITS):
+            if first % _LANES == 0 and first > 0:
+                slots, a_rows, x_rows = _slots(slots_ptr, first, width, True)
+            for k in gl.static_range(0, block_w, tile_k):
                 stage = step % CFG.STAGES
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-                mbarrier.expect(bar, nbytes)
-                a = a_smem.index(stage)
-                x = x_smem.index(stage)
-                tma.async_copy_global_to_shared(a_desc, [a_row, u * CFG.TILE_K], bar, a)
-                if CFG.x_rows > CFG.TILE_N:
-                    # rows of the tile that are not fetched only meet sums that nobody looks at
-                    x = x.slice(0, CFG.TILE_N, dim=0)
-                k = x_row + u * CFG.TILE_K
-                tma.async_copy_global_to_shared(x_desc, [first_col, k], bar, x)
+                mbarrier.expect(bar, nbytes * units)
+                for u in gl.static_range(units):
+                    # past the last block both come from outside of the tensors, as zeros
+                    a_row = gl.sum(gl.where(slots == first + u, a_rows, 0), 0)
+                    x_row = gl.sum(gl.where(slots == first + u, x_rows, 0), 0)
+                    a = a_smem.index(stage * CFG.UNITS + u)
+                    x = x_smem.index(stage * CFG.UNITS + u)
+                    tma.async_copy_global_to_shared(a_desc, [a_row, k], bar, a)
+                    if CFG.x_rows > CFG.TILE_N:
+                        # rows of the tile that are not fetched meet sums that nobody looks at
+                        x = x.slice(0, CFG.TILE_N, dim=0)
+                    tma.async_copy_global_to_shared(x_desc, [first_col, x_row + k], bar, x)
                 step += 1
         first_col = next_col
         blocks = next_blocks
@@ -170,6 +173,7 @@ def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
     a_smem, x_smem, full, empty, warm = ring
     layout: gl.constexpr = CFG.accumulator_layout()
     sums_shape: gl.constexpr = CFG.sums_shape
+    units: gl.constexpr = CFG.UNITS
     size = _HEADER + 2 * width
     record_ptr = records_ptr + gl.program_id(0).to(gl.int64) * (items * size)
     tiles_mine = gl.load(record_ptr)
@@ -185,19 +189,20 @@ def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
         next_tile = gl.load(record_ptr + 1, mask=more, other=0)
         next_col = gl.load(record_ptr + 2, mask=more, other=0)
         next_blocks = gl.load(record_ptr + 3, mask=more, other=0)
-        end = begin + blocks * CFG.k_steps
+        end = begin + gl.cdiv(blocks, CFG.UNITS) * CFG.k_steps
         acc = gl.zeros(sums_shape, gl.float32, layout)
         for step in range(begin, end):
             stage = step % CFG.STAGES
             mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
-            a = a_smem.index(stage)
-            x = x_smem.index(stage)
-            if CFG.swapped:
-                pending = warpgroup_mma(x, a.permute((1, 0)), acc, is_async=True)
-            else:
-                pending = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
-            # one product stays in flight; the one before it is done, so its stage is free
-            acc = warpgroup_mma_wait(1, deps=(pending,))
+            for u in gl.static_range(units):
+                a = a_smem.index(stage * CFG.UNITS + u)
+                x = x_smem.index(stage * CFG.UNITS + u)
+                if CFG.swapped:
+                    acc = warpgroup_mma(x, a.permute((1, 0)), acc, is_async=True)
+                else:
+                    acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
+            # one stage stays in flight; the one before it is done and free
+            acc = warpgroup_mma_wait(units, deps=(acc,))
             before = (step + CFG.STAGES - 1) % CFG.STAGES
             mbarrier.arrive(empty.index(before), count=1, pred=step > begin)
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -233,8 +238,8 @@ def _spmm_narrow_sm90_kernel(
     # the next kernel may start as soon as there is room for it; it waits where it has to
     gdc_launch_dependents()
     stages: gl.constexpr = CFG.STAGES
-    a_smem = tiles(a_desc, stages, CFG.TILE_M)
-    x_smem = tiles(x_desc, stages, CFG.x_rows)
+    a_smem = tiles(a_desc, stages * CFG.UNITS, CFG.TILE_M)
+    x_smem = tiles(x_desc, stages * CFG.UNITS, CFG.x_rows)
     ring = (a_smem, x_smem, barriers(stages, 1), barriers(stages, 1), barriers(1, 1))
     fence_async_shared()
     extras = (bias_ptr, residual_ptr, residual_strides)
