@@ -68,8 +68,7 @@ def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tens
     if config is None or product.out.numel() == 0:
         return False
     programs = config.PROGRAMS * product.problem.arch.num_sms
-    pattern = (product.indptr, product.indices, product.perm)
-    schedule = row_schedule(*pattern, config, programs)
+    schedule = row_schedule(product.indptr, product.indices, config, programs)
     if schedule is None or not narrow_is_even(product.problem, config, schedule.width):
         return False
     for views in product.parts:

@@ -50,8 +50,6 @@ def _cases() -> Iterator[CompileCase]:
         *((32, 64, 128, 1), (32, 16, 128, 1), (16, 16, 128, 2)),
     ):
         stages = stages_that_fit(tile_m, tile_n, tile_k, programs)
-        yield narrow_sm90_case(
-            NarrowSm90Config(128, 128, tile_m, tile_n, tile_k, stages, programs)
-        )
+        yield narrow_sm90_case(NarrowSm90Config(128, 128, tile_m, tile_n, tile_k, stages, programs))
     flat = NarrowSm90Config(64, 32, 64, 64, 32, 8, 2, 1, "gelu")
     yield narrow_sm90_case(flat, torch.float16, extras=True)

@@ -13,9 +13,9 @@ class NarrowSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
     A program computes TILE_M rows of a block row of [BLOCK_H, BLOCK_W] blocks for TILE_N columns,
-    one of COL_TILES such tiles, in steps of TILE_K from each of UNITS blocks. Tiles of 64 rows are the first operand of
-    WGMMA; lower ones change places with x, whose tile is then padded to 64 columns that nobody
-    fetches or looks at. PROGRAMS share an SM.
+    one of COL_TILES such tiles, in steps of TILE_K from each of UNITS blocks. Tiles of 64 rows
+    are the first operand of WGMMA; lower ones change places with x, whose tile is then padded to
+    64 columns that nobody fetches or looks at. PROGRAMS share an SM.
     """
 
     BLOCK_H: int

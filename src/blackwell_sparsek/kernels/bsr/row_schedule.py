@@ -1,4 +1,4 @@
-"""Which tiles each program of Hopper's product with few columns computes, and where their blocks lie.
+"""The tiles that each program of Hopper's product with few columns computes, and their blocks.
 
 A product of few columns is over in microseconds, so no program may have much more to read than
 another, and none may look anything up before it can ask for its first block. The schedule is made
@@ -29,7 +29,7 @@ _TILE_COST = 1
 
 
 class RowSchedule(NamedTuple):
-    """The tiles of one pattern in one orientation, dealt out to programs.
+    """The tiles of one pattern, dealt out to programs.
 
     `records` is int32 [programs, tiles, HEADER + 2 * width]. The first number of a record is how
     many of the program's records count. After the header come `width` rows of the values as a
@@ -45,7 +45,6 @@ class RowSchedule(NamedTuple):
 def row_schedule(
     indptr: torch.Tensor,
     indices: torch.Tensor,
-    perm: torch.Tensor | None,
     config: NarrowSm90Config,
     programs: int,
 ) -> RowSchedule | None:
@@ -57,20 +56,19 @@ def row_schedule(
 
     Parameters
     ----------
-    indptr : int32 [rows_b + 1], of the orientation whose rows are the rows of the output
-    indices : int32 [nnzb], block columns
-    perm : int32 [nnzb] or None, which entry of the values stands behind each index
+    indptr : int32 [rows_b + 1], of rows that are stored one after the other
+    indices : int32 [nnzb], block columns, at least one
     config : tiles of the product
     programs : how many there are at most
     """
     schedules = _SCHEDULES.setdefault(indptr, {})
     tiles = (config.TILE_M, config.TILE_N, config.COL_TILES, config.BLOCK_H, config.BLOCK_W)
-    key = (perm is None, tiles, programs)
+    key = (tiles, programs)
     if key in schedules:
         return schedules[key]
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    schedule = build_row_schedule(indptr, indices, perm, config, programs)
+    schedule = build_row_schedule(indptr, indices, config, programs)
     if indptr.is_cuda:
         torch.cuda.current_stream(indptr.device).synchronize()
     schedules[key] = schedule
@@ -80,7 +78,6 @@ def row_schedule(
 def build_row_schedule(
     indptr: torch.Tensor,
     indices: torch.Tensor,
-    perm: torch.Tensor | None,
     config: NarrowSm90Config,
     programs: int,
 ) -> RowSchedule | None:
@@ -103,8 +100,7 @@ def build_row_schedule(
     along = torch.arange(width)
     present = along < lengths[row][..., None]
     slot = torch.where(present, starts[row][..., None] + along, 0)
-    entry = slot if perm is None else perm.cpu()[slot]
-    a_rows = torch.where(present, entry * config.BLOCK_H + sub_row[..., None], OUTSIDE)
+    a_rows = torch.where(present, slot * config.BLOCK_H + sub_row[..., None], OUTSIDE)
     x_rows = torch.where(present, indices.cpu()[slot] * config.BLOCK_W, OUTSIDE)
     records = torch.cat([header, a_rows, x_rows], dim=2).int()
     return RowSchedule(records.to(indptr.device), width)

@@ -170,7 +170,7 @@ def _indices(first_row, first_col, layout: gl.constexpr, CFG: gl.constexpr):
 def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
     """Multiply what comes through the ring, and finish each tile."""
     out_ptr, out_strides, extras, sizes = output
-    a_smem, x_smem, full, empty, warm = ring
+    a_smem, x_smem, full, empty, _warm = ring
     layout: gl.constexpr = CFG.accumulator_layout()
     sums_shape: gl.constexpr = CFG.sums_shape
     units: gl.constexpr = CFG.UNITS
