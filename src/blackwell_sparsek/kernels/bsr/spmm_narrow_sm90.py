@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...core.launch import launch, on_device_of
+from ...core.launch import cdiv, launch, on_device_of
 from ...device.gluon.pipeline import barriers, tiles
 from ..sm90 import tensor_descriptor
 from .config_narrow_sm90 import NarrowSm90Config
@@ -274,12 +274,14 @@ def launch_spmm_narrow_sm90(
     bias : [M] contiguous, residual : [M, N], any strides; or None
     """
     m, n = out.shape
+    # a dimension of size 1 may carry any stride, which TMA would refuse
+    x_strides = (x.stride(1) if n > 1 else cdiv(x.shape[0], 8) * 8, 1)
     args = (
         out,
         out.stride(),
         values,
         tensor_descriptor(values.view(-1, config.BLOCK_W), config.a_block()),
-        tensor_descriptor(x.mT, config.x_block()),
+        tensor_descriptor(x.mT, config.x_block(), x_strides),
         bias,
         residual,
         None if residual is None else residual.stride(),
