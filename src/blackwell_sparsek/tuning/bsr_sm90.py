@@ -1,5 +1,7 @@
 """(problem) -> tiles of the Hopper product kernel, and the reasons why it cannot run."""
 
+from functools import lru_cache
+
 import torch
 
 from ..core.launch import cdiv
@@ -45,6 +47,7 @@ def spmm_sm90_passed_over(problem: BsrProblem) -> str | None:
     return f"{n} columns are left to the portable kernels" if n < AUTO_COLUMNS else None
 
 
+@lru_cache(maxsize=1024)
 def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
     """Tiles of a product with few columns; None where its kernel cannot run it."""
     sizes = spmm_sizes(problem)
@@ -52,9 +55,6 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
     if not (1 <= sizes.n <= NARROW and by_rows and sizes.nnz_blocks):
         return None
     tile_m = largest_tile(sizes.block_h, GROUP_ROWS)
-    # half the rows where tall tiles would leave SMs idle; x is then read twice as often
-    if tile_m == GROUP_ROWS and sizes.rows_b * (sizes.block_h // tile_m) < problem.arch.num_sms:
-        tile_m //= 2
     tile_n = next(tile for tile in (16, 32, 64) if sizes.n <= tile)
     tile_k = next(tile for tile in (128, 64, 32, 16) if sizes.block_w % tile == 0)
     # of narrow blocks several make one stage of the ring
@@ -69,6 +69,7 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
         STAGES=config_narrow_sm90.stages_that_fit(tile_m, tile_n, tile_k * units, 1, wide),
         PROGRAMS=1,
         UNITS=units,
+        WARM=True,
         ACTIVATION=problem.activation,
     )
 

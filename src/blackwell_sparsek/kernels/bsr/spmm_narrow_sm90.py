@@ -71,8 +71,7 @@ def _produce(values_ptr, a_desc, x_desc, records_ptr, items, width, ring, CFG: g
     """Keep the ring full."""
     a_smem, x_smem, full, empty, warm = ring
     units: gl.constexpr = CFG.UNITS
-    block_w: gl.constexpr = CFG.BLOCK_W
-    tile_k: gl.constexpr = CFG.TILE_K
+    k_steps: gl.constexpr = CFG.k_steps
     nbytes: gl.constexpr = a_desc.block_type.nbytes + x_desc.block_type.nbytes
     if CFG.WARM:
         # a copy from outside of the tensors reads nothing but their descriptors
@@ -95,7 +94,7 @@ def _produce(values_ptr, a_desc, x_desc, records_ptr, items, width, ring, CFG: g
     gdc_wait()
     if CFG.WARM:
         mbarrier.wait(warm.index(0), 0)
-    step = 0
+    begin = 0
     for item in range(tiles_mine):
         slots_ptr = record_ptr + _HEADER
         record_ptr += size
@@ -103,10 +102,15 @@ def _produce(values_ptr, a_desc, x_desc, records_ptr, items, width, ring, CFG: g
         next_col = gl.load(record_ptr + 2, mask=more, other=0)
         next_blocks = gl.load(record_ptr + 3, mask=more, other=0)
         next_slots, next_a_rows, next_x_rows = _slots(record_ptr + _HEADER, 0, width, more)
-        for first in range(0, blocks, CFG.UNITS):
+        # counted on from tile to tile: Triton 3.6 takes the bound of a loop from zero to `blocks`
+        # out of the loop over tiles
+        end = begin + gl.cdiv(blocks, CFG.UNITS)
+        for group in range(begin, end):
+            first = (group - begin) * CFG.UNITS
             if first % _LANES == 0 and first > 0:
                 slots, a_rows, x_rows = _slots(slots_ptr, first, width, True)
-            for k in gl.static_range(0, block_w, tile_k):
+            for i in gl.static_range(k_steps):
+                step = group * CFG.k_steps + i
                 stage = step % CFG.STAGES
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
@@ -114,15 +118,15 @@ def _produce(values_ptr, a_desc, x_desc, records_ptr, items, width, ring, CFG: g
                 for u in gl.static_range(units):
                     # past the last block both come from outside of the tensors, as zeros
                     a_row = gl.sum(gl.where(slots == first + u, a_rows, 0), 0)
-                    x_row = gl.sum(gl.where(slots == first + u, x_rows, 0), 0)
+                    x_row = gl.sum(gl.where(slots == first + u, x_rows, 0), 0) + i * CFG.TILE_K
                     a = a_smem.index(stage * CFG.UNITS + u)
                     x = x_smem.index(stage * CFG.UNITS + u)
-                    tma.async_copy_global_to_shared(a_desc, [a_row, k], bar, a)
+                    tma.async_copy_global_to_shared(a_desc, [a_row, i * CFG.TILE_K], bar, a)
                     if CFG.x_rows > CFG.TILE_N:
                         # rows of the tile that are not fetched meet sums that nobody looks at
                         x = x.slice(0, CFG.TILE_N, dim=0)
-                    tma.async_copy_global_to_shared(x_desc, [first_col, x_row + k], bar, x)
-                step += 1
+                    tma.async_copy_global_to_shared(x_desc, [first_col, x_row], bar, x)
+        begin = end
         first_col = next_col
         blocks = next_blocks
         slots = next_slots
