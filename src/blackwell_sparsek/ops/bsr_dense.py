@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from ..tuning.bsr_estimate import dense_seconds, sparse_seconds
-from ..tuning.bsr_sm90 import spmm_sm90_passed_over
 from ..tuning.problem_bsr import BsrProblem
 from . import bsr_sm90, bsr_triton
 from .dispatch import interpreted_only
@@ -22,12 +21,7 @@ def passed_for_dense(impl: str) -> Callable[[BsrProblem], str | None]:
     return why
 
 
-_sm90_for_dense, _triton_for_dense = passed_for_dense("sm90"), passed_for_dense("triton")
-
-
-def sm90_passed_over(problem: BsrProblem) -> str | None:
-    """Few columns are for others; the rest competes with the dense product."""
-    return spmm_sm90_passed_over(problem) or _sm90_for_dense(problem)
+_triton_for_dense = passed_for_dense("triton")
 
 
 def triton_passed_over(problem: BsrProblem) -> str | None:
@@ -47,8 +41,7 @@ def dense_passed_over(problem: BsrProblem) -> str | None:
 
 def _sparse_impls(problem: BsrProblem) -> list[str]:
     """Sparse implementations that can run, in the order in which `auto` asks."""
-    sm90 = (bsr_sm90.why_not(problem) or spmm_sm90_passed_over(problem)) is None
-    impls = ["sm90"] if sm90 else []
+    impls = ["sm90"] if bsr_sm90.why_not(problem) is None else []
     if (bsr_triton.why_not(problem) or interpreted_only(problem)) is None:
         impls.append("triton")
     return [*impls, "eager"]

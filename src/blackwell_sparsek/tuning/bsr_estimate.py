@@ -7,6 +7,7 @@ themselves is left out: they decide only where both take fractions of a millisec
 stored blocks are the safer choice. Estimates serve to choose, not to promise.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,13 @@ import torch
 from ..core.arch import Arch
 from ..core.launch import cdiv
 from .bsr import SpmmSizes, spmm_sizes
+from .bsr_sm90 import narrow_sm90_config
 from .problem_bsr import BsrProblem
 
 # Seconds until a kernel has started and ended.
 LAUNCH_S = 4e-6
+# The same of Hopper's kernel for few columns, which starts while the one in front still runs.
+NARROW_LAUNCH_S = 2.5e-6
 # Bytes per second of packing low blocks into tall ones, read and written together.
 PACK_BYTES_S = 3e12
 # Writing a matrix out from its blocks with PyTorch, against the memory rate: 0.76 ms for a full
@@ -60,6 +64,10 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
     sizes = spmm_sizes(problem)
     if impl == "eager":
         return _eager_seconds(problem, sizes)
+    # rows of all batch entries are rows of one matrix
+    merged = replace(problem, n=problem.n * problem.batch, batch=1)
+    if impl == "sm90" and (config := narrow_sm90_config(merged)) is not None:
+        return _narrow_seconds(problem, sizes, config.TILE_N * config.COL_TILES / config.TILE_M)
     device, dense_rate = _device(problem.arch), _dense_rate(problem)
     item = problem.dtype.itemsize
     stored = executed = _stored(sizes)
@@ -106,6 +114,13 @@ def packed_fill(density: float, group: int) -> float:
     if density <= 0.0:
         return 1.0
     return density / (1.0 - (1.0 - min(density, 1.0)) ** group)
+
+
+def _narrow_seconds(problem: BsrProblem, sizes: SpmmSizes, x_share: float) -> float:
+    """Few columns: blocks come from memory once, with `x_share` times as much of x from the L2."""
+    stored_bytes = _stored(sizes) * problem.dtype.itemsize
+    read_s = (stored_bytes + _operand_bytes(problem)) / _device(problem.arch).bytes_s
+    return NARROW_LAUNCH_S + max(read_s, stored_bytes * (1.0 + x_share) / L2_BYTES_S)
 
 
 def _eager_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:

@@ -13,10 +13,6 @@ from ..kernels.sm90 import GROUP_ROWS
 from .bsr import NARROW, SpmmSizes, spmm_sizes
 from .problem_bsr import BsrProblem
 
-# Columns from which on `auto` takes these kernels: below, they were not yet measured against the
-# portable ones.
-AUTO_COLUMNS = NARROW + 1
-
 
 def spmm_sm90_unsupported(problem: BsrProblem) -> str | None:
     """Why the Hopper kernel cannot run this product, or None."""
@@ -39,12 +35,6 @@ def spmm_sm90_unsupported(problem: BsrProblem) -> str | None:
             "one block"
         )
     return None
-
-
-def spmm_sm90_passed_over(problem: BsrProblem) -> str | None:
-    """Why `auto` should not take the kernels where they could run, or None."""
-    n = spmm_sizes(problem).n
-    return f"{n} columns are left to the portable kernels" if n < AUTO_COLUMNS else None
 
 
 @lru_cache(maxsize=1024)
