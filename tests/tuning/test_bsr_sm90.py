@@ -30,7 +30,7 @@ LAYER = BsrProblem(
 @pytest.mark.parametrize("n, tile_n", [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64)])
 def test_columns_of_a_tile(n, tile_n):
     config = narrow_sm90_config(replace(LAYER, n=n))
-    assert config.TILE_N * config.COL_TILES == tile_n
+    assert config.x_block() == [tile_n, 128]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,8 @@ def test_columns_of_a_tile(n, tile_n):
 )
 def test_tiles_fit_the_blocks(block, tile_m, tile_k, units):
     config = narrow_sm90_config(replace(LAYER, block_shape=block[::-1]))
-    assert (config.TILE_M, config.TILE_K, config.UNITS) == (tile_m, tile_k, units)
+    assert config.a_block() == [tile_m, tile_k]
+    assert units == config.UNITS
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tens
     config = narrow_sm90_config(product.problem)
     if config is None or product.out.numel() == 0:
         return False
-    programs = config.PROGRAMS * product.problem.arch.num_sms
+    # one program fills the shared memory of an SM
+    programs = product.problem.arch.num_sms
     schedule = row_schedule(product.indptr, product.indices, config, programs)
     if schedule is None or not narrow_is_even(product.problem, config, schedule.width):
         return False

@@ -67,7 +67,7 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
     # rows of all batch entries are rows of one matrix
     merged = replace(problem, n=problem.n * problem.batch, batch=1)
     if impl == "sm90" and (config := narrow_sm90_config(merged)) is not None:
-        return _narrow_seconds(problem, sizes, config.TILE_N * config.COL_TILES / config.TILE_M)
+        return _narrow_seconds(problem, sizes, config.TILE_N / config.TILE_M)
     device, dense_rate = _device(problem.arch), _dense_rate(problem)
     item = problem.dtype.itemsize
     stored = executed = _stored(sizes)

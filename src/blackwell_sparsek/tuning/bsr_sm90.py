@@ -56,10 +56,8 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_K=tile_k,
-        STAGES=config_narrow_sm90.stages_that_fit(tile_m, tile_n, tile_k * units, 1, wide),
-        PROGRAMS=1,
         UNITS=units,
-        WARM=True,
+        STAGES=config_narrow_sm90.stages_that_fit(tile_m, tile_n, tile_k * units, wide),
         ACTIVATION=problem.activation,
     )
 

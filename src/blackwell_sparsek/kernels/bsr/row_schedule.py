@@ -19,9 +19,8 @@ _SCHEDULES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # Slots that a schedule may have for each block that its tiles read, and some more where they are
 # few. Past that a few rows are much longer than the others, which wants a plan that cuts them.
 _SLOTS_PER_BLOCK, _SPARE_SLOTS = 4, 1 << 18
-# Numbers before the slots of a record: tiles of the program, tile of rows, first column,
-# blocks.
-HEADER = 4
+# Numbers before the slots of a record: tiles of the program, which tile of rows, its blocks.
+HEADER = 3
 # A coordinate past the end of every tensor, from where TMA copies zeros.
 OUTSIDE = 1 << 30
 # What starting and finishing a tile costs, in blocks.
@@ -62,8 +61,7 @@ def row_schedule(
     programs : how many there are at most
     """
     schedules = _SCHEDULES.setdefault(indptr, {})
-    tiles = (config.TILE_M, config.TILE_N, config.COL_TILES, config.BLOCK_H, config.BLOCK_W)
-    key = (tiles, programs)
+    key = (config.TILE_M, config.BLOCK_H, config.BLOCK_W, programs)
     if key in schedules:
         return schedules[key]
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -85,18 +83,15 @@ def build_row_schedule(
     starts = indptr.cpu()
     lengths = torch.diff(starts)
     width = max(1, int(lengths.max()))
-    tiles_of_row = config.row_tiles * config.COL_TILES
-    dealt = _deal(lengths.repeat_interleave(tiles_of_row).tolist(), programs)
+    dealt = _deal(lengths.repeat_interleave(config.row_tiles).tolist(), programs)
     most = max(map(len, dealt))
-    allowed = _SLOTS_PER_BLOCK * indices.shape[0] * tiles_of_row + _SPARE_SLOTS
+    allowed = _SLOTS_PER_BLOCK * indices.shape[0] * config.row_tiles + _SPARE_SLOTS
     if len(dealt) * most * width > allowed:
         return None
     tile = torch.tensor([mine + [mine[0]] * (most - len(mine)) for mine in dealt])
-    row, part = tile // tiles_of_row, tile % tiles_of_row
-    sub_row = part // config.COL_TILES * config.TILE_M
-    first_col = part % config.COL_TILES * config.TILE_N
+    row, sub_row = tile // config.row_tiles, tile % config.row_tiles * config.TILE_M
     counts = torch.tensor([len(mine) for mine in dealt])[:, None].expand_as(tile)
-    header = torch.stack([counts, tile // config.COL_TILES, first_col, lengths[row]], dim=2)
+    header = torch.stack([counts, tile, lengths[row]], dim=2)
     along = torch.arange(width)
     present = along < lengths[row][..., None]
     slot = torch.where(present, starts[row][..., None] + along, 0)

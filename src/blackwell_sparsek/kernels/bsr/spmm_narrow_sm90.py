@@ -10,8 +10,6 @@ that are multiples of 16, pointers and strides that TMA takes.
 """
 
 import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,34 +23,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...core.launch import cdiv, launch, on_device_of
 from ...device.gluon.pipeline import barriers, tiles
-from ..sm90 import tensor_descriptor
-from .config_narrow_sm90 import NarrowSm90Config
+from ..sm90 import GROUP_ROWS, tensor_descriptor
+from .config_narrow_sm90 import MAX_REGISTERS, NarrowSm90Config
 from .finish_sm90 import finish_values
 from .row_schedule import HEADER, OUTSIDE, RowSchedule
 
 _HEADER = gl.constexpr(HEADER)
+_SUMS = gl.constexpr(GROUP_ROWS)
 PRODUCER_REGISTERS = gl.constexpr(40)
 # Slots that a warp reads at once.
 _LANES = gl.constexpr(32)
 # A coordinate past the end of every tensor.
 _OUTSIDE = gl.constexpr(OUTSIDE)
-
-
-@triton.constexpr_function
-def _fetch_asm(num_bytes):
-    """PTX that brings `num_bytes` at $1 to the L2 where $2 is not zero; $0 is for nothing."""
-    return (
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
-        f"@p cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0; }}"
-    )
-
-
-@triton.jit
-def _fetch(ptrs, wanted, ASM: tl.constexpr):
-    """Bring pieces of blocks to the L2 cache, where writes of other kernels meet as well."""
-    tl.inline_asm_elementwise(
-        *(ASM, "=r,l,r", [ptrs.to(tl.int64), wanted]), dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -67,40 +49,31 @@ def _slots(slots_ptr, first, width, present):
 
 
 @gluon.jit
-def _produce(values_ptr, a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr):
+def _produce(a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr):
     """Keep the ring full."""
-    a_smem, x_smem, full, empty, warm = ring
+    a_smem, x_smem, full, empty, known = ring
     units: gl.constexpr = CFG.UNITS
     k_steps: gl.constexpr = CFG.k_steps
     nbytes: gl.constexpr = a_desc.block_type.nbytes + x_desc.block_type.nbytes
-    if CFG.WARM:
-        # a copy from outside of the tensors reads nothing but their descriptors
-        mbarrier.expect(warm.index(0), nbytes)
-        tma.async_copy_global_to_shared(a_desc, [_OUTSIDE, 0], warm.index(0), a_smem.index(0))
-        tma.async_copy_global_to_shared(
-            x_desc, [0, _OUTSIDE], warm.index(0), x_smem.index(0).slice(0, CFG.TILE_N, dim=0)
-        )
+    # a copy from outside of the tensors reads nothing but their descriptors, so it may come early
+    mbarrier.expect(known.index(0), nbytes)
+    tma.async_copy_global_to_shared(a_desc, [_OUTSIDE, 0], known.index(0), a_smem.index(0))
+    x = x_smem.index(0).slice(0, CFG.TILE_N, dim=0)
+    tma.async_copy_global_to_shared(x_desc, [0, _OUTSIDE], known.index(0), x)
     size = _HEADER + 2 * width
     record_ptr = records_ptr + gl.program_id(0).to(gl.int64) * (items * size)
     tiles_mine = gl.load(record_ptr)
-    first_col = gl.load(record_ptr + 2)
-    blocks = gl.load(record_ptr + 3)
+    blocks = gl.load(record_ptr + 2)
     slots, a_rows, x_rows = _slots(record_ptr + _HEADER, 0, width, True)
-    if CFG.FETCH:
-        asm: gl.constexpr = _fetch_asm(a_desc.block_type.nbytes * CFG.k_steps)
-        wanted = (slots < gl.minimum(blocks, CFG.FETCH)).to(gl.int32)
-        _fetch(values_ptr + a_rows.to(gl.int64) * CFG.BLOCK_W, wanted, asm)
     # only the schedule may be read ahead of other kernels: it never changes
     gdc_wait()
-    if CFG.WARM:
-        mbarrier.wait(warm.index(0), 0)
+    mbarrier.wait(known.index(0), 0)
     begin = 0
     for item in range(tiles_mine):
         slots_ptr = record_ptr + _HEADER
         record_ptr += size
         more = item + 1 < tiles_mine
-        next_col = gl.load(record_ptr + 2, mask=more, other=0)
-        next_blocks = gl.load(record_ptr + 3, mask=more, other=0)
+        next_blocks = gl.load(record_ptr + 2, mask=more, other=0)
         next_slots, next_a_rows, next_x_rows = _slots(record_ptr + _HEADER, 0, width, more)
         # counted on from tile to tile: Triton 3.6 takes the bound of a loop from zero to `blocks`
         # out of the loop over tiles
@@ -125,9 +98,8 @@ def _produce(values_ptr, a_desc, x_desc, records_ptr, items, width, ring, CFG: g
                     if CFG.x_rows > CFG.TILE_N:
                         # rows of the tile that are not fetched meet sums that nobody looks at
                         x = x.slice(0, CFG.TILE_N, dim=0)
-                    tma.async_copy_global_to_shared(x_desc, [first_col, x_row], bar, x)
+                    tma.async_copy_global_to_shared(x_desc, [0, x_row], bar, x)
         begin = end
-        first_col = next_col
         blocks = next_blocks
         slots = next_slots
         a_rows = next_a_rows
@@ -135,19 +107,16 @@ def _produce(values_ptr, a_desc, x_desc, records_ptr, items, width, ring, CFG: g
 
 
 @gluon.jit
-def _store(acc, out_ptr, out_strides, extras, sizes, first_row, first_col, CFG: gl.constexpr):
+def _store(acc, out_ptr, out_strides, extras, sizes, first_row, CFG: gl.constexpr):
     """Finish and store the sums of a tile."""
     bias_ptr, residual_ptr, residual_strides = extras
     activation: gl.constexpr = CFG.ACTIVATION
     accumulators: gl.constexpr = CFG.accumulator_layout()
     layout: gl.constexpr = CFG.store_layout()
-    rows, cols = _indices(first_row, first_col, accumulators, CFG)
+    rows, cols = _indices(first_row, accumulators, CFG)
     acc = finish_values(acc, rows, cols, (bias_ptr, None, None), sizes, activation)
-    rows, cols = _indices(first_row, first_col, layout, CFG)
+    rows, cols = _indices(first_row, layout, CFG)
     inside = (rows < sizes[0]) & (cols < sizes[1])
-    if CFG.swapped:
-        # columns past the tile were never fetched
-        inside = inside & (cols < first_col + CFG.TILE_N)
     if residual_ptr is not None:
         offsets = rows.to(gl.int64) * residual_strides[0] + cols.to(gl.int64) * residual_strides[1]
         residual = gl.load(residual_ptr + offsets, mask=inside, other=0.0)
@@ -158,32 +127,30 @@ def _store(acc, out_ptr, out_strides, extras, sizes, first_row, first_col, CFG: 
 
 
 @gluon.jit
-def _indices(first_row, first_col, layout: gl.constexpr, CFG: gl.constexpr):
+def _indices(first_row, layout: gl.constexpr, CFG: gl.constexpr):
     """Rows and columns of the result for sums in `layout`."""
-    height: gl.constexpr = CFG.sums_shape[0]
-    width: gl.constexpr = CFG.sums_shape[1]
-    down = gl.arange(0, height, gl.SliceLayout(1, layout))[:, None]
+    width: gl.constexpr = CFG.sums_width
+    down = gl.arange(0, _SUMS, gl.SliceLayout(1, layout))[:, None]
     along = gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
     if CFG.swapped:
-        return first_row + along, first_col + down
+        return first_row + along, down
     else:
-        return first_row + down, first_col + along
+        return first_row + down, along
 
 
 @gluon.jit
 def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
     """Multiply what comes through the ring, and finish each tile."""
     out_ptr, out_strides, extras, sizes = output
-    a_smem, x_smem, full, empty, _warm = ring
+    a_smem, x_smem, full, empty, _ = ring
     layout: gl.constexpr = CFG.accumulator_layout()
-    sums_shape: gl.constexpr = CFG.sums_shape
+    sums_width: gl.constexpr = CFG.sums_width
     units: gl.constexpr = CFG.UNITS
     size = _HEADER + 2 * width
     record_ptr = records_ptr + gl.program_id(0).to(gl.int64) * (items * size)
     tiles_mine = gl.load(record_ptr)
     row_tile = gl.load(record_ptr + 1)
-    first_col = gl.load(record_ptr + 2)
-    blocks = gl.load(record_ptr + 3)
+    blocks = gl.load(record_ptr + 2)
     # bias, residual and output belong to kernels in front until they have finished
     gdc_wait()
     begin = 0
@@ -191,10 +158,9 @@ def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
         record_ptr += size
         more = item + 1 < tiles_mine
         next_tile = gl.load(record_ptr + 1, mask=more, other=0)
-        next_col = gl.load(record_ptr + 2, mask=more, other=0)
-        next_blocks = gl.load(record_ptr + 3, mask=more, other=0)
+        next_blocks = gl.load(record_ptr + 2, mask=more, other=0)
         end = begin + gl.cdiv(blocks, CFG.UNITS) * CFG.k_steps
-        acc = gl.zeros(sums_shape, gl.float32, layout)
+        acc = gl.zeros([_SUMS, sums_width], gl.float32, layout)
         for step in range(begin, end):
             stage = step % CFG.STAGES
             mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
@@ -213,10 +179,9 @@ def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
         last = (end + CFG.STAGES - 1) % CFG.STAGES
         mbarrier.arrive(empty.index(last), count=1, pred=end > begin)
         first_row = row_tile * CFG.TILE_M
-        _store(acc, out_ptr, out_strides, extras, sizes, first_row, first_col, CFG)
+        _store(acc, out_ptr, out_strides, extras, sizes, first_row, CFG)
         begin = end
         row_tile = next_tile
-        first_col = next_col
         blocks = next_blocks
 
 
@@ -225,7 +190,6 @@ def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
 def _spmm_narrow_sm90_kernel(
     out_ptr,
     out_strides,
-    values_ptr,
     a_desc,
     x_desc,
     bias_ptr,
@@ -251,7 +215,7 @@ def _spmm_narrow_sm90_kernel(
     gl.warp_specialize(
         [
             (_consume, (output, records_ptr, items, width, ring, CFG)),
-            (_produce, (values_ptr, a_desc, x_desc, records_ptr, items, width, ring, CFG)),
+            (_produce, (a_desc, x_desc, records_ptr, items, width, ring, CFG)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -271,7 +235,7 @@ def launch_spmm_narrow_sm90(
 
     Parameters
     ----------
-    out : [M, N], any strides, N at most the columns of all tiles
+    out : [M, N], any strides, N at most `config.TILE_N`
     values : [nnzb, bh, bw] contiguous, at least one block
     schedule : of the pattern and the tiles of `config`, complete on the device before this call
     x : [K, N] with contiguous columns
@@ -283,7 +247,6 @@ def launch_spmm_narrow_sm90(
     args = (
         out,
         out.stride(),
-        values,
         tensor_descriptor(values.view(-1, config.BLOCK_W), config.a_block()),
         tensor_descriptor(x.mT, config.x_block(), x_strides),
         bias,
@@ -300,6 +263,6 @@ def launch_spmm_narrow_sm90(
         launch(
             *(_spmm_narrow_sm90_kernel, schedule.records.shape[0], args),
             num_warps=4,
-            maxnreg=config.max_registers,
+            maxnreg=MAX_REGISTERS,
             launch_pdl=True,
         )
