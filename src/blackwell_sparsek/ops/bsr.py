@@ -29,7 +29,7 @@ def _anything(problem: Any) -> str | None:
 
 
 matmul_dispatch.register(
-    "sm90", bsr_sm90.why_not, bsr_sm90.bsr_matmul, auto_passes=bsr_dense.passed_for_dense("sm90")
+    "sm90", bsr_sm90.why_not, bsr_sm90.bsr_matmul, auto_passes=bsr_dense.sm90_passed_over
 )
 matmul_dispatch.register(
     "triton",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from ..tuning.bsr_estimate import dense_seconds, sparse_seconds
+from ..tuning.bsr_sm90 import spmm_sm90_passed_over
 from ..tuning.problem_bsr import BsrProblem
 from . import bsr_sm90, bsr_triton
 from .dispatch import interpreted_only
@@ -21,7 +22,12 @@ def passed_for_dense(impl: str) -> Callable[[BsrProblem], str | None]:
     return why
 
 
-_triton_for_dense = passed_for_dense("triton")
+_sm90_for_dense, _triton_for_dense = passed_for_dense("sm90"), passed_for_dense("triton")
+
+
+def sm90_passed_over(problem: BsrProblem) -> str | None:
+    """What others do better is for them; the rest competes with the dense product."""
+    return spmm_sm90_passed_over(problem) or _sm90_for_dense(problem)
 
 
 def triton_passed_over(problem: BsrProblem) -> str | None:
@@ -41,7 +47,8 @@ def dense_passed_over(problem: BsrProblem) -> str | None:
 
 def _sparse_impls(problem: BsrProblem) -> list[str]:
     """Sparse implementations that can run, in the order in which `auto` asks."""
-    impls = ["sm90"] if bsr_sm90.why_not(problem) is None else []
+    sm90 = (bsr_sm90.why_not(problem) or spmm_sm90_passed_over(problem)) is None
+    impls = ["sm90"] if sm90 else []
     if (bsr_triton.why_not(problem) or interpreted_only(problem)) is None:
         impls.append("triton")
     return [*impls, "eager"]

@@ -14,6 +14,7 @@ import torch
 
 from ..core.arch import Arch
 from ..core.launch import cdiv
+from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
 from .bsr import SpmmSizes, spmm_sizes
 from .bsr_sm90 import narrow_sm90_config
 from .problem_bsr import BsrProblem
@@ -22,6 +23,8 @@ from .problem_bsr import BsrProblem
 LAUNCH_S = 4e-6
 # The same of Hopper's kernel for few columns, which starts while the one in front still runs.
 NARROW_LAUNCH_S = 2.5e-6
+# In which a program of it copies a piece of a block with its rows of x, however small.
+NARROW_COPY_S = 5e-8
 # Bytes per second of packing low blocks into tall ones, read and written together.
 PACK_BYTES_S = 3e12
 # Writing a matrix out from its blocks with PyTorch, against the memory rate: 0.76 ms for a full
@@ -67,7 +70,7 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
     # rows of all batch entries are rows of one matrix
     merged = replace(problem, n=problem.n * problem.batch, batch=1)
     if impl == "sm90" and (config := narrow_sm90_config(merged)) is not None:
-        return _narrow_seconds(problem, sizes, config.TILE_N / config.TILE_M)
+        return _narrow_seconds(problem, sizes, config)
     device, dense_rate = _device(problem.arch), _dense_rate(problem)
     item = problem.dtype.itemsize
     stored = executed = _stored(sizes)
@@ -116,11 +119,14 @@ def packed_fill(density: float, group: int) -> float:
     return density / (1.0 - (1.0 - min(density, 1.0)) ** group)
 
 
-def _narrow_seconds(problem: BsrProblem, sizes: SpmmSizes, x_share: float) -> float:
-    """Few columns: blocks come from memory once, with `x_share` times as much of x from the L2."""
+def _narrow_seconds(problem: BsrProblem, sizes: SpmmSizes, config: NarrowSm90Config) -> float:
+    """Few columns: blocks come from memory once, each piece of one with its rows of x from L2."""
     stored_bytes = _stored(sizes) * problem.dtype.itemsize
     read_s = (stored_bytes + _operand_bytes(problem)) / _device(problem.arch).bytes_s
-    return NARROW_LAUNCH_S + max(read_s, stored_bytes * (1.0 + x_share) / L2_BYTES_S)
+    fed_s = stored_bytes * (1.0 + config.TILE_N / config.TILE_M) / L2_BYTES_S
+    copies = sizes.nnz_blocks * config.row_tiles * config.k_steps
+    copied_s = copies / problem.arch.num_sms * NARROW_COPY_S
+    return NARROW_LAUNCH_S + max(read_s, fed_s, copied_s)
 
 
 def _eager_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
