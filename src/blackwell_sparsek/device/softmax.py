@@ -54,6 +54,19 @@ def softmax_step(m_log2, row_sum, s, scale_log2):
 
 
 @triton.jit
+def softmax_step_down(m_log2, sums, s, scale_log2):
+    """As `softmax_step` of scores [keys, rows], with a `scale_log2` for each row.
+
+    `sums` [keys, rows] are still to be added up.
+    """
+    m_new = tl.maximum(m_log2, tl.max(s, 0) * scale_log2)
+    shift = _safe_shift(m_new)
+    p = tl.exp2(s * scale_log2[None, :] - shift[None, :])
+    rescale = tl.exp2(m_log2 - shift)
+    return m_new, sums * rescale[None, :] + p, p, rescale
+
+
+@triton.jit
 def add_sink(m_log2, row_sum, sink):
     """Take in one more logit (natural units) without a value; returns state and rescale factor."""
     sink_log2 = sink.to(tl.float32) * LOG2_E
@@ -65,15 +78,15 @@ def add_sink(m_log2, row_sum, sink):
 
 @triton.jit
 def join_states(m_log2, row_sum, m_parts, sum_parts):
-    """Take the states [parts, rows] of other softmaxes over the same rows into one [rows].
+    """Take the states [rows, parts, 1] of other softmaxes over the same rows into one [rows, 1].
 
     Returns the new state, the factor for its older accumulators, and that for each part's.
     """
-    m_new = tl.maximum(m_log2, tl.max(m_parts, 0))
+    m_new = tl.maximum(m_log2, tl.max(m_parts, 1))
     shift = _safe_shift(m_new)
     rescale = tl.exp2(m_log2 - shift)
-    factors = tl.exp2(m_parts - shift[None, :])
-    return m_new, row_sum * rescale + tl.sum(sum_parts * factors, 0), rescale, factors
+    factors = tl.exp2(m_parts - shift[:, None, :])
+    return m_new, row_sum * rescale + tl.sum(sum_parts * factors, 1), rescale, factors
 
 
 @triton.jit

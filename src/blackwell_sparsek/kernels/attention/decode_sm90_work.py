@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.paging import visited_tiles
-from .decode import _keys_of_length, _keys_seen
+from .decode_work import keys_of_length, keys_seen
 
 # Sequences whose lengths are read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
@@ -25,7 +25,7 @@ def _tiles_of_sequences(lengths, first, CFG: gl.constexpr):
     seqlens_ptr, _, batch, q_len, capacity, left, right, num_blocks = lengths
     sequence = first + gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
     exists = sequence < batch
-    _, lo, hi = _keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right)
+    _, lo, hi = keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right)
     _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
     return gl.where(exists, count, 0)
 
@@ -43,7 +43,7 @@ def keys_of_sequence(lengths, sequence):
     kv_len = first_length
     if batch > 1:
         kv_len = gl.load(seqlens_ptr + sequence)
-    return _keys_of_length(kv_len, q_len, capacity, left, right)
+    return keys_of_length(kv_len, q_len, capacity, left, right)
 
 
 @gluon.jit
@@ -71,7 +71,7 @@ def find_stretch(lengths, planes, of_plane, CFG: gl.constexpr):
     if (batch == 1) & (of_plane > 0):
         # one sequence, whose planes are alike: no stretch goes from one to another
         plane = program // of_plane
-        _, lo, hi = _keys_of_length(first_length, q_len, capacity, left, right)
+        _, lo, hi = keys_of_length(first_length, q_len, capacity, left, right)
         _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
         each = (count + of_plane - 1) // of_plane
         origin = plane * of_plane
