@@ -73,7 +73,7 @@ def attention_decode(
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included; see `merge_states`.
     impl : str
-        `auto`, `reference`, `eager` or `triton`; a name never falls back.
+        `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back.
 
     Returns
     -------

@@ -53,34 +53,26 @@ def merge_parts(
     Four warps; each takes a row, and each of its threads the same columns of all parts.
     """
     layout: gl.constexpr = gl.BlockedLayout(
-        [PARTS, 1, TILE_DV // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0]
+        [1, PARTS, TILE_DV // 32], [1, 1, 32], [4, 1, 1], [2, 1, 0]
     )
-    states: gl.constexpr = gl.SliceLayout(2, layout)
-    offs_part = gl.arange(0, PARTS, gl.SliceLayout(1, states))
-    rows = first_row + gl.arange(0, MERGED_ROWS, gl.SliceLayout(0, states))
-    offs_d = gl.arange(0, TILE_DV, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    live_row = rows < num_rows
+    sums: gl.constexpr = gl.SliceLayout(1, layout)
+    offs_part = gl.arange(0, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    rows = first_row + gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, sums))[:, None]
+    offs_d = gl.arange(0, TILE_DV, gl.SliceLayout(0, sums))[None, :]
+    live_row = (rows < num_rows)[:, None, :]
     m_log2, row_sum = init_state(rows)
-    acc = gl.zeros([MERGED_ROWS, TILE_DV], gl.float32, gl.SliceLayout(0, layout))
+    acc = gl.zeros([MERGED_ROWS, TILE_DV], gl.float32, sums)
+    inside = (rows * TILE_DV + offs_d)[:, None, :]
     for first in range(0, num_parts, PARTS):
         part = first + offs_part
         slot = part_slot(first_program + part, first_program)
-        live = (part < num_parts)[:, None] & live_row[None, :]
-        state = state_ptr + slot[:, None] * (2 * TILE_M) + rows[None, :]
+        live = (part < num_parts) & live_row
+        state = state_ptr + slot * (2 * TILE_M) + rows[:, None, :]
         # past the L1, which does not see what other SMs write
         m_parts = gl.load(state, live, other=-float("inf"), cache_modifier=".cg")
         sum_parts = gl.load(state + TILE_M, live, other=0.0, cache_modifier=".cg")
-        offsets = slot.to(gl.int64)[:, None] * (TILE_M * TILE_DV) + rows[None, :] * TILE_DV
-        parts = gl.load(
-            acc_ptr + offsets[:, :, None] + offs_d[None, None, :],
-            live[:, :, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
+        offsets = slot.to(gl.int64) * (TILE_M * TILE_DV) + inside
+        parts = gl.load(acc_ptr + offsets, live, other=0.0, cache_modifier=".cg")
         m_log2, row_sum, rescale, factors = join_states(m_log2, row_sum, m_parts, sum_parts)
-        rescale = gl.convert_layout(rescale, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
-        acc = acc * rescale[:, None] + gl.sum(parts * factors[:, :, None], 0)
-    rows_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, layout))
-    m_log2 = gl.convert_layout(m_log2, rows_layout)
-    row_sum = gl.convert_layout(row_sum, rows_layout)
-    return m_log2, row_sum, acc
+        acc = acc * rescale + gl.sum(parts * factors, 1)
+    return gl.max(m_log2, 1), gl.max(row_sum, 1), acc
