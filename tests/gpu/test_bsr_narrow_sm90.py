@@ -5,10 +5,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from blackwell_sparsek import explain
 from blackwell_sparsek.formats.bsr import BSRMatrix
 from blackwell_sparsek.functional.bsr import matmul
 from blackwell_sparsek.kernels.bsr.config_narrow_sm90 import NarrowSm90Config, stages_that_fit
-from blackwell_sparsek.kernels.bsr.row_table import build_row_table
+from blackwell_sparsek.kernels.bsr.row_schedule import build_row_schedule
+from blackwell_sparsek.ops import bsr_sm90
+from blackwell_sparsek.testing.poison import poisoned_empty
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -22,63 +25,124 @@ def _weight(rows, cols, block, dtype=torch.bfloat16, density=0.4):
     return BSRMatrix.from_mask(torch.randn(rows, cols, device="cuda", dtype=dtype), keep, block)
 
 
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 33, 63, 64])
-@pytest.mark.parametrize("shape, block", [((280, 520), (128, 128)), ((200, 328), (64, 32))])
+def _check(a, x, **options):
+    """The product x @ A.T with its epilogue, into memory full of NaN."""
+    dense = a.to_dense()
+    bias, residual = options.get("bias"), options.get("residual")
+
+    def plain(x, dense, convert):
+        out = x @ dense.mT
+        if bias is not None:
+            out = out + convert(bias)
+        if options.get("activation"):
+            out = getattr(torch.nn.functional, options["activation"])(out)
+        return out if residual is None else out + convert(residual)
+
+    with poisoned_empty():
+        got = matmul(x, a.T, impl="sm90", **options)
+    exact = plain(x.double(), dense.double(), torch.Tensor.double)
+    same = plain(x, dense, lambda t: t).to(got.dtype)
+    assert_within_budget(got, exact, same)
+    return got
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 15, 16, 17, 33, 63, 64])
+@pytest.mark.parametrize(
+    "shape, block",
+    [
+        ((280, 520), (128, 128)),
+        ((200, 328), (64, 32)),
+        ((520, 776), (256, 256)),
+        ((136, 200), (32, 32)),
+        ((72, 88), (16, 16)),
+        ((264, 184), (128, 16)),
+    ],
+)
 def test_products_keep_the_budget(n, shape, block):
     torch.manual_seed(n)
-    a = _weight(*shape, block)
-    x = torch.randn(n, shape[1], device="cuda", dtype=torch.bfloat16)
-    bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
-    residual = torch.randn(n, shape[0], device="cuda", dtype=torch.bfloat16)
-    dense = a.to_dense()
-    for options in ({}, {"bias": bias, "activation": "silu", "residual": residual}):
-        got = matmul(x, a.T, impl="sm90", **options)
-        exact, plain = x.double() @ dense.double().T, x @ dense.T
-        if options:
-            silu = torch.nn.functional.silu
-            exact = silu(exact + bias.double()) + residual.double()
-            plain = silu(plain + bias) + residual
-        assert_within_budget(got, exact, plain)
+    dtype = torch.float16 if n % 2 else torch.bfloat16
+    a = _weight(*shape, block, dtype)
+    x = torch.randn(n, shape[1], device="cuda", dtype=dtype)
+    bias = torch.randn(shape[0], device="cuda", dtype=dtype)
+    residual = torch.randn(n, shape[0], device="cuda", dtype=dtype)
+    _check(a, x)
+    _check(a, x, bias=bias, activation="silu", residual=residual)
 
 
-@pytest.mark.parametrize("tile_m, splits", [(64, 1), (64, 2), (64, 4), (32, 1), (32, 3), (16, 1)])
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_every_cut_gives_the_same_bits_each_time(tile_m, splits, prefetch):
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("extra", ["", "bias", "residual"])
+def test_every_epilogue(activation, extra):
+    torch.manual_seed(0)
+    a = _weight(256, 384, (64, 64))
+    x = torch.randn(20, 384, device="cuda", dtype=torch.bfloat16)
+    shape = {"bias": (256,), "residual": (20, 256)}.get(extra)
+    options = {extra: torch.randn(shape, device="cuda", dtype=torch.bfloat16)} if extra else {}
+    _check(a, x, activation=activation, **options)
+    got = _check(a, x, activation=activation, out_dtype=torch.float32, **options)
+    assert got.dtype == torch.float32
+
+
+def test_views_and_batches():
+    torch.manual_seed(0)
+    a = _weight(256, 384, (64, 64))
+    wide = torch.randn(3, 40, 512, device="cuda", dtype=torch.bfloat16)
+    for x in (
+        wide[0, ::2, :384],
+        wide[:, :5, 64:448],
+        wide[:2, :16, :384].contiguous(),
+        wide[:, :7, :384].transpose(0, 1),
+        wide[:1, :3, :384],
+        # one row has no distance to the next, whatever its stride says
+        torch.randn(2, 385, device="cuda", dtype=torch.bfloat16)[:1, :384],
+    ):
+        assert explain(matmul, x, a.T, impl="sm90").chosen == "sm90"
+        _check(a, x)
+        residual = torch.randn(*x.shape[:-1], 256, device="cuda", dtype=torch.bfloat16)
+        _check(a, x, residual=residual)
+
+
+def test_integers_are_exact_and_bits_do_not_depend_on_who_computes_a_tile():
     from blackwell_sparsek.kernels.bsr.spmm_narrow_sm90 import launch_spmm_narrow_sm90
 
     torch.manual_seed(0)
-    a = _weight(512, 1024, (128, 128))
-    x = torch.randn(40, 1024, device="cuda", dtype=torch.bfloat16)
-    stages = stages_that_fit(tile_m, 64, 64, 2)
-    config = NarrowSm90Config(
-        128, 128, tile_m, 64, 64, stages, splits, OVERLAP=True, PREFETCH=prefetch
-    )
-    table = build_row_table(a.indptr, a.indices, None)
-    torch.cuda.synchronize()
-    outs = []
-    for _ in range(20):
-        out = torch.full((40, 512), float("nan"), device="cuda", dtype=torch.bfloat16)
-        launch_spmm_narrow_sm90(out.mT, a.storage, table, x.mT, None, None, config)
-        outs.append(out)
-    dense = a.to_dense()
-    assert_within_budget(outs[0], x.double() @ dense.double().T, x @ dense.T)
-    assert all(torch.equal(outs[0], out) for out in outs)
+    a = _weight(1024, 5120, (128, 128))
+    whole = a.with_data(torch.randint(-2, 3, a.data.shape, device="cuda").bfloat16())
+    for n, tile_m, tile_n, tile_k in ((40, 64, 64, 128), (16, 32, 16, 128), (33, 16, 64, 64)):
+        x = torch.randint(-2, 3, (n, 5120), device="cuda").bfloat16()
+        expected = (x.float() @ whole.to_dense().float().T).bfloat16()
+        stages = stages_that_fit(tile_m, tile_n, tile_k, False)
+        config = NarrowSm90Config(128, 128, tile_m, tile_n, tile_k, 1, stages)
+        for programs in (1, 7, 132, 10**6):
+            schedule = build_row_schedule(a.indptr, a.indices, config, programs)
+            torch.cuda.synchronize()
+            for _ in range(3):
+                out = torch.full((n, 1024), float("nan"), device="cuda", dtype=torch.bfloat16)
+                launch_spmm_narrow_sm90(out.mT, whole.storage, schedule, x.mT, None, None, config)
+                assert torch.equal(out, expected), (config, programs)
 
 
-def test_calls_that_need_each_other_in_a_graph():
+@pytest.mark.parametrize("n", [1, 16, 64])
+def test_calls_that_need_each_other_in_a_graph(n):
+    """They start early: what the kernel in front writes must not be read before."""
     torch.manual_seed(0)
     a = _weight(1024, 1024, (128, 128))
-    a = a.with_data(a.data * 0.05)
-    x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
+    fresh = a.data * 0.05
+    a = a.with_data(torch.empty_like(fresh))
+    x = torch.randn(n, 1024, device="cuda", dtype=torch.bfloat16)
 
-    def chain():
+    def chain(wait=lambda: None):
         y = x
         for _ in range(10):
+            a.data.fill_(float("nan"))
+            a.data.copy_(fresh)
+            wait()
             y = matmul(y, a.T, impl="sm90")
+            wait()
+            y = matmul(y, a.T, impl="sm90")
+            wait()
         return y
 
-    expected = chain()
-    torch.cuda.synchronize()
+    expected = chain(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = chain()
@@ -86,6 +150,24 @@ def test_calls_that_need_each_other_in_a_graph():
         got.fill_(float("nan"))
         graph.replay()
         assert torch.equal(got, expected)
+        assert torch.equal(chain(), expected)
+
+
+def test_captured_without_a_schedule(monkeypatch):
+    torch.manual_seed(0)
+    a, other = _weight(512, 512, (64, 64)), _weight(512, 512, (64, 64))
+    x = torch.randn(16, 512, device="cuda", dtype=torch.bfloat16)
+    # the kernel for many columns, compiled and loaded before the capture that has to take it
+    with monkeypatch.context() as patch:
+        patch.setattr(bsr_sm90, "narrow_sm90_config", lambda problem: None)
+        matmul(x, other.T, impl="sm90")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = matmul(x, a.T, impl="sm90")
+    graph.replay()
+    dense = a.to_dense()
+    assert_within_budget(got, x.double() @ dense.double().T, x @ dense.T)
 
 
 def test_uneven_rows_are_cut():
@@ -96,6 +178,13 @@ def test_uneven_rows_are_cut():
         torch.randn(64 * 64, 2048 * 16, device="cuda", dtype=torch.bfloat16), keep, (64, 16)
     )
     x = torch.randn(16, 2048 * 16, device="cuda", dtype=torch.bfloat16)
-    dense = a.to_dense()
-    got = matmul(x, a.T, impl="sm90")
-    assert_within_budget(got, x.double() @ dense.double().T, x @ dense.T)
+    _check(a, x)
+
+
+def test_auto_takes_it_and_compiles_without_breaks():
+    torch.manual_seed(0)
+    a = _weight(1024, 1024, (128, 128), density=0.2)
+    x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
+    assert explain(matmul, x, a.T).chosen == "sm90"
+    run = torch.compile(lambda x: matmul(x, a.T, activation="relu") * 2, fullgraph=True)
+    assert torch.equal(run(x), matmul(x, a.T, activation="relu", impl="sm90") * 2)

@@ -165,6 +165,11 @@ def _problem(block, density, n=8192, arch=H200):
     )
 
 
+def _layer(block, density, n):
+    """x @ A.T for few rows of x."""
+    return replace(_problem(block, density, n), dense_left=True, transposed=True)
+
+
 @pytest.mark.parametrize(
     ("problem", "chosen"),
     [
@@ -175,6 +180,12 @@ def _problem(block, density, n=8192, arch=H200):
         (_problem(16, 0.5), "sm90"),
         (_problem(16, 0.9), "dense"),
         (_problem(16, 1.0, n=16), "triton"),
+        (_layer(128, 0.22, 1), "triton"),
+        *((_layer(128, 0.22, n), "sm90") for n in (2, 16, 64)),
+        (_layer(32, 0.22, 64), "sm90"),
+        (_layer(16, 0.22, 16), "triton"),
+        (_layer(128, 1.0, 16), "sm90"),
+        (replace(_layer(128, 0.22, 16), row_major=False), "triton"),
         (_problem(128, 0.22, arch=replace(H200, sm=80)), "triton"),
         (_problem(128, 1.0, arch=replace(H200, sm=80)), "dense"),
         (_problem(64, 0.5, arch=Arch("cpu", 0, 1, 0, False)), "eager"),

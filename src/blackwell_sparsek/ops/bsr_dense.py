@@ -26,7 +26,7 @@ _sm90_for_dense, _triton_for_dense = passed_for_dense("sm90"), passed_for_dense(
 
 
 def sm90_passed_over(problem: BsrProblem) -> str | None:
-    """Few columns are for others; the rest competes with the dense product."""
+    """What others do better is for them; the rest competes with the dense product."""
     return spmm_sm90_passed_over(problem) or _sm90_for_dense(problem)
 
 

@@ -84,27 +84,33 @@ def _multiply_by_warps(
     columns = fragment_columns(product.indptr, product.indices, block_w // WARP_ROWS)
     for i in range(part[0].shape[0]):
         residual = part[2][i] if len(part) > 2 else None
+        addends = (bias, residual)
         launch_spmm_warps(
             *(part[0][i], fragments, columns, operands[i]),
-            *(bias, residual, plan, block_w // WARP_ROWS, config),
+            *addends,
+            plan,
+            block_w // WARP_ROWS,
+            config,
         )
 
 
 def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Make a product of few columns; False where it is not one, or its rows are too uneven."""
-    from ..kernels.bsr.row_table import row_table
+    from ..kernels.bsr.row_schedule import row_schedule
     from ..kernels.bsr.spmm_narrow_sm90 import launch_spmm_narrow_sm90
 
     config = narrow_sm90_config(product.problem)
     if config is None or product.out.numel() == 0:
         return False
-    table = row_table(product.indptr, product.indices, product.perm)
-    if table is None or not narrow_is_even(product.problem, config, table.width):
+    # one program fills the shared memory of an SM
+    programs = product.problem.arch.num_sms
+    schedule = row_schedule(product.indptr, product.indices, config, programs)
+    if schedule is None or not narrow_is_even(product.problem, config, schedule.width):
         return False
     for views in product.parts:
         for out, x, *residual in zip(*views, strict=True):
             addends = (bias, residual[0] if residual else None)
-            launch_spmm_narrow_sm90(out, values, table, x, *addends, config)
+            launch_spmm_narrow_sm90(out, values, schedule, x, *addends, config)
     return True
 
 

@@ -33,8 +33,8 @@ def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
         return f"{problem.max_q} queries fill too little of a tile"
     narrow = problem.mask_block is not None and problem.mask_block[1] == 64
     if problem.deterministic and narrow:
-        # TFLOP/s in order and of the portable kernels, 16k tokens: 22 % in blocks of 64 297 and 350,
-        # of 128 438 and 339; full 542 and 364, causal 520 and 356
+        # TFLOP/s in order and of the portable kernels, 16k tokens: blocks of 64 at 22 % 297, 350;
+        # of 128 438, 339; full 542, 364; causal 520, 356
         return "tiles of 64 keys wait long for their turns"
     return None
 

@@ -7,17 +7,24 @@ themselves is left out: they decide only where both take fractions of a millisec
 stored blocks are the safer choice. Estimates serve to choose, not to promise.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from ..core.arch import Arch
 from ..core.launch import cdiv
+from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
 from .bsr import SpmmSizes, spmm_sizes
+from .bsr_sm90 import narrow_sm90_config
 from .problem_bsr import BsrProblem
 
 # Seconds until a kernel has started and ended.
 LAUNCH_S = 4e-6
+# The same of Hopper's kernel for few columns, which starts while the one in front still runs.
+NARROW_LAUNCH_S = 2.5e-6
+# In which a program of it copies a piece of a block with its rows of x, however small.
+NARROW_COPY_S = 5e-8
 # Bytes per second of packing low blocks into tall ones, read and written together.
 PACK_BYTES_S = 3e12
 # Writing a matrix out from its blocks with PyTorch, against the memory rate: 0.76 ms for a full
@@ -67,6 +74,10 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
     sizes = spmm_sizes(problem)
     if impl == "eager":
         return _eager_seconds(problem, sizes)
+    # rows of all batch entries are rows of one matrix
+    merged = replace(problem, n=problem.n * problem.batch, batch=1)
+    if impl == "sm90" and (config := narrow_sm90_config(merged)) is not None:
+        return _narrow_seconds(problem, sizes, config)
     if impl == "sm90" and sizes.block_h < PACKED_ROWS:
         packed_s = packed_seconds(problem)
         return packed_s if sizes.block_h != 16 else min(packed_s, warp_rows_seconds(problem))
@@ -132,6 +143,16 @@ def packed_fill(density: float, group: int) -> float:
     if density <= 0.0:
         return 1.0
     return density / (1.0 - (1.0 - min(density, 1.0)) ** group)
+
+
+def _narrow_seconds(problem: BsrProblem, sizes: SpmmSizes, config: NarrowSm90Config) -> float:
+    """Few columns: blocks come from memory once, each piece of one with its rows of x from L2."""
+    stored_bytes = _stored(sizes) * problem.dtype.itemsize
+    read_s = (stored_bytes + _operand_bytes(problem)) / _device(problem.arch).bytes_s
+    fed_s = stored_bytes * (1.0 + config.TILE_N / config.TILE_M) / L2_BYTES_S
+    copies = sizes.nnz_blocks * config.row_tiles * config.k_steps
+    copied_s = copies / problem.arch.num_sms * NARROW_COPY_S
+    return NARROW_LAUNCH_S + max(read_s, fed_s, copied_s)
 
 
 def _eager_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:

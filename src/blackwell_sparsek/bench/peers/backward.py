@@ -17,8 +17,6 @@ from .flash import FA2, FA4, fa2, fa4, fa4_blocks, window_of
 from .importing import load, needs
 from .ours import OURS, options_of
 from .torch_attention import (
-    flex,
-    flex_mask,
     sdpa,
     sdpa_cudnn,
     sdpa_flash,
@@ -83,16 +81,6 @@ def _sdpa(inputs: AttentionInputs, backends: list[SDPBackend]) -> Contender:
     return _through_autograd(inputs, forward, context=lambda: sdpa_kernel(backends))
 
 
-def _flex(inputs: AttentionInputs) -> Contender:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-    mask, grouped = flex_mask(inputs), bool(inputs.problem.kv_heads)
-    return _through_autograd(
-        inputs, lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
-    )
-
-
 def _fa2(inputs: AttentionInputs) -> Contender:
     function = load("flash_attn", "flash_attn_func")
     options = {"causal": inputs.problem.causal, "window_size": window_of(inputs, -1)}
@@ -154,7 +142,6 @@ BACKWARD = {
         _like(sdpa, lambda inputs: _sdpa(inputs, [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])),
         _like(sdpa_cudnn, lambda inputs: _sdpa(inputs, [SDPBackend.CUDNN_ATTENTION])),
         _like(sdpa_flash, lambda inputs: _sdpa(inputs, [SDPBackend.FLASH_ATTENTION])),
-        _like(flex, _flex),
         _like(fa2, _fa2),
         _like(fa4, _fa4, _fa4_supports),
         Peer(

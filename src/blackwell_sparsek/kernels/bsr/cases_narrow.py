@@ -1,7 +1,6 @@
 """What is compiled without a GPU: the main configurations of products with few columns."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import torch
 from ...core.compile_cases import CompileCase, compile_cases
 from .cases import _ORDERS, _SIZE, _addends, _short
 from .config import NarrowConfig
-from .spmm_narrow import _bsr_spmm_narrow_kernel
+from .spmm_narrow import MAX_REGISTERS, _bsr_spmm_narrow_kernel
 from .views import Strides
 
 _OLD, _NEW = (80, 89), (90, 100, 120)
@@ -32,7 +31,7 @@ def narrow_case(
     return CompileCase(
         name=(
             f"bsr_spmm_narrow/{_short(dtype)}-{bh}x{bw}-{order}"
-            f"{'-epilogue' if epilogue else ''}-{tiles}{early}-r{config.max_registers}"
+            f"{'-epilogue' if epilogue else ''}-{tiles}{early}"
         ),
         kernel=_bsr_spmm_narrow_kernel,
         args={
@@ -63,7 +62,7 @@ def narrow_case(
         },
         num_warps=config.num_warps,
         num_stages=1,
-        options={"maxnreg": config.max_registers, **early_options},
+        options={"maxnreg": MAX_REGISTERS, **early_options},
         **options,
     )
 
@@ -80,10 +79,6 @@ def _cases() -> Iterator[CompileCase]:
         yield narrow_case(config(8, 1, 1024, 4), bf16, (128, 128), archs=archs)
         yield narrow_case(config(8, 1, 1024, 4), bf16, (16, 16), "A@X", True, archs=archs)
         yield narrow_case(config(16, 16, 512, 4), bf16, (128, 128), **tensor_cores)
-        # half the steps, twice the programs on an SM
-        for tile_m, tile_k, warps in ((16, 256, 4), (32, 128, 4), (32, 256, 8)):
-            lean = replace(config(tile_m, 16, tile_k, warps), max_registers=128)
-            yield narrow_case(lean, bf16, (128, 128), **tensor_cores)
         yield narrow_case(config(16, 16, 512, 4), bf16, (16, 16), "A@X", True, **tensor_cores)
         yield narrow_case(config(16, 16, 256, 4), bf16, (48, 80), "A.T@X", **tensor_cores)
         yield narrow_case(config(32, 16, 256, 4), bf16, (32, 32), "X@A", True, **tensor_cores)

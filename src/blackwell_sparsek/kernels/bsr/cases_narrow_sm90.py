@@ -1,13 +1,14 @@
 """What is compiled without a GPU: the configurations of Hopper's products with few columns."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
 from ..sm90 import descriptor_type
-from .config_narrow_sm90 import NarrowSm90Config, stages_that_fit
-from .spmm_narrow_sm90 import MAX_REGISTERS, _spmm_narrow_sm90_kernel
+from .config_narrow_sm90 import MAX_REGISTERS, NarrowSm90Config, stages_that_fit
+from .spmm_narrow_sm90 import _spmm_narrow_sm90_kernel
 
 
 def narrow_sm90_case(
@@ -15,18 +16,14 @@ def narrow_sm90_case(
 ) -> CompileCase:
     """A launch of the kernel; `extras` adds bias and residual."""
     tiles = f"{config.TILE_M}x{config.TILE_N}x{config.TILE_K}-stages{config.STAGES}"
-    parts = [f"{config.BLOCK_H}x{config.BLOCK_W}", tiles, f"splits{config.SPLITS}"]
+    parts = [f"{config.BLOCK_H}x{config.BLOCK_W}", tiles]
     parts += ["extras"] if extras else []
-    parts += ["prefetch"] if config.PREFETCH else []
     return CompileCase(
         name=f"bsr_spmm_narrow_sm90/{'-'.join(parts)}",
         kernel=_spmm_narrow_sm90_kernel,
         args={
             "out_ptr": dtype,
             "out_strides": (1, 4096),
-            "part_ptr": torch.float32 if config.SPLITS > 1 else None,
-            "counters_ptr": torch.int32 if config.SPLITS > 1 else None,
-            "values_ptr": dtype,
             "a_desc": descriptor_type(config.a_block(), dtype),
             "x_desc": descriptor_type(config.x_block(), dtype),
             "bias_ptr": dtype if extras else None,
@@ -35,26 +32,30 @@ def narrow_sm90_case(
             "records_ptr": torch.int32,
             "n_rows": 4096,
             "n_cols": 64,
+            "items": 3,
             "width": 33,
             "CFG": config,
         },
         archs=(90,),
         num_warps=4,
         options={"maxnreg": MAX_REGISTERS, "launch_pdl": True},
-        expect={"wgmma.mma_async": 1, "griddepcontrol.wait": 1},
+        # rows of the result are stored 16 bytes at a time
+        expect={"wgmma.mma_async": 1, "griddepcontrol.wait": 1, "st.global.v4": 1},
     )
 
 
 @compile_cases
 def _cases() -> Iterator[CompileCase]:
-    for tile_m, tile_n, splits, programs in (
-        *((64, 64, 1, 2), (64, 64, 2, 1), (64, 16, 1, 2), (64, 32, 2, 2)),
-        *((32, 64, 1, 2), (32, 16, 1, 2), (16, 16, 1, 2)),
+    for block, tile_m, tile_k, units in (
+        ((128, 128), 64, 128, 1),
+        ((256, 256), 64, 128, 1),
+        ((128, 64), 64, 64, 2),
+        ((64, 32), 64, 32, 4),
+        ((32, 32), 32, 32, 4),
+        ((16, 16), 16, 16, 4),
     ):
-        stages = stages_that_fit(tile_m, tile_n, 128, programs)
-        prefetch = programs == 2
-        yield narrow_sm90_case(
-            NarrowSm90Config(128, 128, tile_m, tile_n, 128, stages, splits, None, True, prefetch)
-        )
-    flat = NarrowSm90Config(64, 32, 64, 64, 32, 8, 2, "gelu")
-    yield narrow_sm90_case(flat, torch.float16, extras=True)
+        for tile_n in (16, 64):
+            stages = stages_that_fit(tile_m, tile_n, tile_k * units, False)
+            config = NarrowSm90Config(*block, tile_m, tile_n, tile_k, units, stages)
+            yield narrow_sm90_case(config)
+            yield narrow_sm90_case(replace(config, ACTIVATION="gelu"), torch.float16, extras=True)

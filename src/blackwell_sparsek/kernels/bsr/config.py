@@ -118,8 +118,7 @@ class NarrowConfig:
 
     tile_n is 1 for a single column, multiplied without tensor cores, or at least 16. `overlap`
     starts the kernel before the one in front of it has finished, `prefetch` asks for all blocks
-    at once; both need sm_90. `max_registers` of a thread decide how many programs share an SM.
-    Without a limit ptxas spills a few values to get below 128 or 168.
+    at once; both need sm_90.
     """
 
     tile_m: int
@@ -128,7 +127,6 @@ class NarrowConfig:
     num_warps: int
     overlap: bool = False
     prefetch: bool = False
-    max_registers: int = 240
 
     def check(self, block_shape: tuple[int, int], n: int) -> None:
         """Raise unless the tiles fit to blocks of this shape and to n columns."""

@@ -4,20 +4,20 @@ from dataclasses import dataclass
 
 from ..sm90 import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
-# More stages than this hide nothing further: 16 KB pieces of blocks from as many are 128 KB.
-MOST_STAGES = 8
+# Of a thread: 32 sums and their addresses beside what the producer is given.
+MAX_REGISTERS = 96
+# More stages than this hide nothing further: pieces of 16 KB from as many are 160 KB.
+MOST_STAGES = 10
 
 
 @dataclass(frozen=True)
 class NarrowSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
-    A program computes TILE_M rows of a block row of [BLOCK_H, BLOCK_W] blocks for all of TILE_N
-    columns, in steps of TILE_K. Tiles of 64 rows are the first operand of WGMMA; lower ones change
-    places with x, whose tile is then padded to 64 columns that nobody fetches or looks at. SPLITS
-    programs share the blocks of a tile, and the last one to finish adds up their sums in order.
-    OVERLAP starts the kernel before the one in front of it has finished, PREFETCH asks for all
-    blocks in that time.
+    A tile of the result is TILE_M rows of a block row of [BLOCK_H, BLOCK_W] blocks and all of
+    TILE_N columns. A stage of the ring holds steps of TILE_K from each of UNITS blocks. Tiles of 64
+    rows are the first operand of WGMMA; lower ones change places with x, whose tile is then padded
+    to 64 columns that nobody fetches or looks at.
     """
 
     BLOCK_H: int
@@ -25,21 +25,20 @@ class NarrowSm90Config:
     TILE_M: int
     TILE_N: int
     TILE_K: int
+    UNITS: int
     STAGES: int
-    SPLITS: int = 1
     ACTIVATION: str | None = None
-    OVERLAP: bool = True
-    PREFETCH: bool = False
 
     def __post_init__(self) -> None:
         assert self.TILE_M in (16, 32, 64) and self.BLOCK_H % self.TILE_M == 0, f"{self=}"
         assert self.TILE_N in (16, 32, 64), f"{self.TILE_N=}"
         assert self.TILE_K in (16, 32, 64, 128) and self.BLOCK_W % self.TILE_K == 0, f"{self=}"
-        assert self.STAGES >= 2 and self.SPLITS >= 1, f"{self=}"
+        # a warp finds the blocks of a stage among the 32 that it has looked up
+        assert self.UNITS in (1, 2, 4) and self.STAGES >= 2, f"{self=}"
 
     @property
     def tile_m(self) -> int:
-        """Rows of a program."""
+        """Rows of a tile."""
         return self.TILE_M
 
     @property
@@ -48,9 +47,9 @@ class NarrowSm90Config:
         return self.TILE_M < GROUP_ROWS
 
     @property
-    def sums_shape(self) -> list[int]:
-        """Shape of the accumulators: [rows, columns], or [columns, rows] where swapped."""
-        return [GROUP_ROWS, self.TILE_M if self.swapped else self.TILE_N]
+    def sums_width(self) -> int:
+        """Columns of the accumulators [64, columns]: those of the result, or rows where swapped."""
+        return self.TILE_M if self.swapped else self.TILE_N
 
     @property
     def x_rows(self) -> int:
@@ -77,7 +76,7 @@ class NarrowSm90Config:
 
     def accumulator_layout(self) -> object:
         """Register layout of the sums."""
-        return accumulator_layout(self.sums_shape[1])
+        return accumulator_layout(self.sums_width)
 
     def store_layout(self) -> object:
         """Register layout in which 16 bytes of neighbouring rows lie in one thread."""
@@ -89,9 +88,10 @@ class NarrowSm90Config:
         return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
-def stages_that_fit(tile_m: int, tile_n: int, tile_k: int, programs_per_sm: int) -> int:
-    """Ring stages that fit where so many programs share an SM."""
+def stages_that_fit(tile_m: int, tile_n: int, stage_k: int, wide: bool) -> int:
+    """Ring stages of `stage_k` steps that fit into an SM; `wide` for results in float32."""
     x_rows = GROUP_ROWS if tile_m < GROUP_ROWS else tile_n
-    # the exchange before the store takes at most 16 KB, and the system 1 KB of each program
-    budget = SMEM_BYTES // programs_per_sm - 18 * 1024
-    return min(MOST_STAGES, budget // (2 * tile_k * (tile_m + x_rows)))
+    # sums change their place before they are stored; the system takes 1 KB, barriers less
+    exchange = (16 if wide else 4) * 1024
+    budget = SMEM_BYTES - exchange - 2 * 1024
+    return min(MOST_STAGES, budget // (2 * stage_k * (tile_m + x_rows)))

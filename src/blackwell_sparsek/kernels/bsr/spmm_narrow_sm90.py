@@ -1,18 +1,15 @@
 """BSR times few columns on Hopper: out = activation(A @ x + bias) + residual for N of at most 64.
 
 A [M, K] block-sparse, x [K, N] with contiguous columns, out [M, N]: `dense @ A.T` of a layer, seen
-from A. A program computes TILE_M rows of one block row, or one share of the blocks along K of it. A
+from A. A program computes the tiles that a schedule gives it, each TILE_M rows of one block row. A
 producer warp keeps a ring of pieces of blocks, which lie contiguous in memory, and of x full
-through TMA; one warp group multiplies. Where shares are more than one, each leaves its sums in
-a workspace and the last to come adds them up in order.
+through TMA, and does not stop between tiles; one warp group multiplies.
 
 Called as impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, blocks stored by rows, heights
 that are multiples of 16, pointers and strides that TMA takes.
 """
 
 import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,185 +21,175 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...core.launch import launch, on_device_of, resting_words, scratch
+from ...core.launch import cdiv, launch, on_device_of
 from ...device.gluon.pipeline import barriers, tiles
-from ...device.partials import is_last
 from ..sm90 import GROUP_ROWS, tensor_descriptor
-from .config_narrow_sm90 import NarrowSm90Config
+from .config_narrow_sm90 import MAX_REGISTERS, NarrowSm90Config
 from .finish_sm90 import finish_values
-from .row_table import HEADER, RowTable
+from .row_schedule import HEADER, OUTSIDE, RowSchedule
 
 _HEADER = gl.constexpr(HEADER)
 _SUMS = gl.constexpr(GROUP_ROWS)
-# Registers per thread: 32 sums and their addresses. Two programs of eight warps share an SM.
-MAX_REGISTERS = 96
 PRODUCER_REGISTERS = gl.constexpr(40)
-
-
-@triton.constexpr_function
-def _prefetch_asm(num_bytes):
-    """PTX that brings `num_bytes` at $1 to the L2, asked for by one lane; $0 is for nothing."""
-    return (
-        "{ .reg .pred p; .reg .u32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; "
-        f"@p cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0; }}"
-    )
-
-
-@triton.jit
-def _prefetch(ptr, ASM: tl.constexpr):
-    """Bring a piece of a block to the L2 cache, where writes of other kernels meet as well."""
-    tl.inline_asm_elementwise(
-        ASM, "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+# Slots that a warp reads at once.
+_LANES = gl.constexpr(32)
+# A coordinate past the end of every tensor.
+_OUTSIDE = gl.constexpr(OUTSIDE)
 
 
 @gluon.jit
-def _place(width, records_ptr, CFG: gl.constexpr):
-    """Tile of rows and record of this program, and its blocks of the row: begin, end."""
-    tile = gl.program_id(0) // CFG.SPLITS
-    share = gl.program_id(0) % CFG.SPLITS
-    record_ptr = records_ptr + (tile // CFG.row_tiles).to(gl.int64) * (_HEADER + 2 * width)
-    blocks = gl.load(record_ptr + 1)
-    begin = blocks * share // CFG.SPLITS
-    end = blocks * (share + 1) // CFG.SPLITS
-    return tile, record_ptr, begin, end
+def _slots(slots_ptr, first, width, present):
+    """Rows of values and of x for 32 slots, one for each lane of a warp."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = first + gl.arange(0, _LANES, lane)
+    mask = (slot < width) & present
+    a_rows = gl.load(slots_ptr + slot, mask=mask, other=_OUTSIDE)
+    x_rows = gl.load(slots_ptr + width + slot, mask=mask, other=_OUTSIDE)
+    return slot, a_rows, x_rows
 
 
 @gluon.jit
-def _produce(a_desc, x_desc, values_ptr, records_ptr, width, ring, CFG: gl.constexpr):
+def _produce(a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr):
     """Keep the ring full."""
-    a_smem, x_smem, full, empty = ring
+    a_smem, x_smem, full, empty, known = ring
+    units: gl.constexpr = CFG.UNITS
     k_steps: gl.constexpr = CFG.k_steps
     nbytes: gl.constexpr = a_desc.block_type.nbytes + x_desc.block_type.nbytes
-    tile, record_ptr, begin, end = _place(width, records_ptr, CFG)
-    slots_ptr = record_ptr + _HEADER
-    sub_row = (tile % CFG.row_tiles) * CFG.TILE_M
-    entry = gl.load(slots_ptr + begin, mask=begin < end, other=0)
-    col = gl.load(slots_ptr + width + begin, mask=begin < end, other=0)
-    # only the table may be read ahead of other kernels: it never changes
-    if CFG.PREFETCH:
-        asm: gl.constexpr = _prefetch_asm(a_desc.block_type.nbytes * CFG.k_steps)
-        for slot in range(begin, end):
-            row = gl.load(slots_ptr + slot).to(gl.int64) * CFG.BLOCK_H + sub_row
-            _prefetch(values_ptr + row * CFG.BLOCK_W, asm)
-    if CFG.OVERLAP:
-        gdc_wait()
-    step = 0
-    for slot in range(begin, end):
-        more = slot + 1 < end
-        next_entry = gl.load(slots_ptr + slot + 1, mask=more, other=0)
-        next_col = gl.load(slots_ptr + width + slot + 1, mask=more, other=0)
-        for u in gl.static_range(k_steps):
-            stage = step % CFG.STAGES
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-            mbarrier.expect(bar, nbytes)
-            a_row = entry * CFG.BLOCK_H + sub_row
-            k = col * CFG.BLOCK_W + u * CFG.TILE_K
-            a = a_smem.index(stage)
-            x = x_smem.index(stage)
-            tma.async_copy_global_to_shared(a_desc, [a_row, u * CFG.TILE_K], bar, a)
-            if CFG.x_rows > CFG.TILE_N:
-                # rows of the tile that are not fetched only meet sums that nobody looks at
-                x = x.slice(0, CFG.TILE_N, dim=0)
-            tma.async_copy_global_to_shared(x_desc, [0, k], bar, x)
-            step += 1
-        entry = next_entry
-        col = next_col
-
-
-@gluon.jit
-def _sum_shares(part_ptr, tile, CFG: gl.constexpr):
-    """Add up what the programs of a tile left, in their order."""
-    layout: gl.constexpr = CFG.store_layout()
-    width: gl.constexpr = CFG.sums_shape[1]
-    splits: gl.constexpr = CFG.SPLITS
-    first = tile.to(gl.int64) * (CFG.SPLITS * _SUMS * width)
-    offsets = _part_offsets(layout, width)
-    acc = gl.zeros([_SUMS, width], gl.float32, layout)
-    for share in gl.static_range(splits):
-        # past the L1, which does not see what other SMs write
-        ptrs = part_ptr + first + share * (_SUMS * width) + offsets
-        acc += gl.load(ptrs, cache_modifier=".cg")
-    return acc
-
-
-@gluon.jit
-def _part_offsets(layout: gl.constexpr, width: gl.constexpr):
-    """Where the sums of one share lie, [64, width]."""
-    offs_row = gl.arange(0, _SUMS, gl.SliceLayout(1, layout))
-    offs_col = gl.arange(0, width, gl.SliceLayout(0, layout))
-    return offs_row[:, None] * width + offs_col[None, :]
+    # a copy from outside of the tensors reads nothing but their descriptors, so it may come early
+    mbarrier.expect(known.index(0), nbytes)
+    tma.async_copy_global_to_shared(a_desc, [_OUTSIDE, 0], known.index(0), a_smem.index(0))
+    x = x_smem.index(0).slice(0, CFG.TILE_N, dim=0)
+    tma.async_copy_global_to_shared(x_desc, [0, _OUTSIDE], known.index(0), x)
+    size = _HEADER + 2 * width
+    record_ptr = records_ptr + gl.program_id(0).to(gl.int64) * (items * size)
+    tiles_mine = gl.load(record_ptr)
+    blocks = gl.load(record_ptr + 2)
+    slots, a_rows, x_rows = _slots(record_ptr + _HEADER, 0, width, True)
+    # only the schedule may be read ahead of other kernels: it never changes
+    gdc_wait()
+    mbarrier.wait(known.index(0), 0)
+    begin = 0
+    for item in range(tiles_mine):
+        slots_ptr = record_ptr + _HEADER
+        record_ptr += size
+        more = item + 1 < tiles_mine
+        next_blocks = gl.load(record_ptr + 2, mask=more, other=0)
+        next_slots, next_a_rows, next_x_rows = _slots(record_ptr + _HEADER, 0, width, more)
+        # counted on from tile to tile: Triton 3.6 takes the bound of a loop from zero to `blocks`
+        # out of the loop over tiles
+        end = begin + gl.cdiv(blocks, CFG.UNITS)
+        for group in range(begin, end):
+            first = (group - begin) * CFG.UNITS
+            if first % _LANES == 0 and first > 0:
+                slots, a_rows, x_rows = _slots(slots_ptr, first, width, True)
+            for i in gl.static_range(k_steps):
+                step = group * CFG.k_steps + i
+                stage = step % CFG.STAGES
+                bar = full.index(stage)
+                mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, nbytes * units)
+                for u in gl.static_range(units):
+                    # past the last block both come from outside of the tensors, as zeros
+                    a_row = gl.sum(gl.where(slots == first + u, a_rows, 0), 0)
+                    x_row = gl.sum(gl.where(slots == first + u, x_rows, 0), 0) + i * CFG.TILE_K
+                    a = a_smem.index(stage * CFG.UNITS + u)
+                    x = x_smem.index(stage * CFG.UNITS + u)
+                    tma.async_copy_global_to_shared(a_desc, [a_row, i * CFG.TILE_K], bar, a)
+                    if CFG.x_rows > CFG.TILE_N:
+                        # rows of the tile that are not fetched meet sums that nobody looks at
+                        x = x.slice(0, CFG.TILE_N, dim=0)
+                    tma.async_copy_global_to_shared(x_desc, [0, x_row], bar, x)
+        begin = end
+        blocks = next_blocks
+        slots = next_slots
+        a_rows = next_a_rows
+        x_rows = next_x_rows
 
 
 @gluon.jit
 def _store(acc, out_ptr, out_strides, extras, sizes, first_row, CFG: gl.constexpr):
     """Finish and store the sums of a tile."""
-    layout: gl.constexpr = CFG.store_layout()
-    width: gl.constexpr = CFG.sums_shape[1]
+    bias_ptr, residual_ptr, residual_strides = extras
     activation: gl.constexpr = CFG.ACTIVATION
-    down = gl.arange(0, _SUMS, gl.SliceLayout(1, layout))[:, None]
-    along = gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
-    if CFG.swapped:
-        rows = first_row + along
-        cols = down
-    else:
-        rows = first_row + down
-        cols = along
-    acc = finish_values(acc, rows, cols, extras, sizes, activation)
-    offsets = rows.to(gl.int64) * out_strides[0] + cols.to(gl.int64) * out_strides[1]
+    accumulators: gl.constexpr = CFG.accumulator_layout()
+    layout: gl.constexpr = CFG.store_layout()
+    rows, cols = _indices(first_row, accumulators, CFG)
+    acc = finish_values(acc, rows, cols, (bias_ptr, None, None), sizes, activation)
+    rows, cols = _indices(first_row, layout, CFG)
     inside = (rows < sizes[0]) & (cols < sizes[1])
-    gl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    if residual_ptr is not None:
+        offsets = rows.to(gl.int64) * residual_strides[0] + cols.to(gl.int64) * residual_strides[1]
+        residual = gl.load(residual_ptr + offsets, mask=inside, other=0.0)
+        acc += gl.convert_layout(residual, accumulators).to(gl.float32)
+    offsets = rows.to(gl.int64) * out_strides[0] + cols.to(gl.int64) * out_strides[1]
+    acc = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), layout)
+    gl.store(out_ptr + offsets, acc, mask=inside)
 
 
 @gluon.jit
-def _consume(work, output, width, ring, CFG: gl.constexpr):
-    """Multiply what comes through the ring, and finish the tile."""
-    records_ptr, counters_ptr, part_ptr = work
-    out_ptr, out_strides, extras, sizes = output
-    a_smem, x_smem, full, empty = ring
-    layout: gl.constexpr = CFG.accumulator_layout()
-    sums_width: gl.constexpr = CFG.sums_shape[1]
-    store_layout: gl.constexpr = CFG.store_layout()
-    tile, record_ptr, begin, end = _place(width, records_ptr, CFG)
-    block_row = gl.load(record_ptr)
-    steps = (end - begin) * CFG.k_steps
-    acc = gl.zeros([_SUMS, sums_width], gl.float32, layout)
-    for step in range(steps):
-        stage = step % CFG.STAGES
-        mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
-        a = a_smem.index(stage)
-        x = x_smem.index(stage)
-        if CFG.swapped:
-            pending = warpgroup_mma(x, a.permute((1, 0)), acc, is_async=True)
-        else:
-            pending = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
-        # one product stays in flight; the one before it is done, so its stage is free
-        acc = warpgroup_mma_wait(1, deps=(pending,))
-        mbarrier.arrive(empty.index((step + CFG.STAGES - 1) % CFG.STAGES), count=1, pred=step > 0)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    if CFG.OVERLAP:
-        # bias, residual and output belong to kernels in front until they have finished
-        gdc_wait()
-    acc = gl.convert_layout(acc, store_layout)
-    first_row = block_row * CFG.BLOCK_H + (tile % CFG.row_tiles) * CFG.TILE_M
-    if CFG.SPLITS == 1:
-        _store(acc, out_ptr, out_strides, extras, sizes, first_row, CFG)
+def _indices(first_row, layout: gl.constexpr, CFG: gl.constexpr):
+    """Rows and columns of the result for sums in `layout`."""
+    width: gl.constexpr = CFG.sums_width
+    down = gl.arange(0, _SUMS, gl.SliceLayout(1, layout))[:, None]
+    along = gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
+    if CFG.swapped:
+        return first_row + along, down
     else:
-        part = gl.program_id(0).to(gl.int64) * (_SUMS * sums_width)
-        gl.store(part_ptr + part + _part_offsets(store_layout, sums_width), acc)
-        if is_last(counters_ptr + tile, CFG.SPLITS):
-            acc = _sum_shares(part_ptr, tile, CFG)
-            _store(acc, out_ptr, out_strides, extras, sizes, first_row, CFG)
+        return first_row + down, along
 
 
-@gluon.jit(do_not_specialize=["n_rows", "n_cols", "width"])
+@gluon.jit
+def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
+    """Multiply what comes through the ring, and finish each tile."""
+    out_ptr, out_strides, extras, sizes = output
+    a_smem, x_smem, full, empty, _ = ring
+    layout: gl.constexpr = CFG.accumulator_layout()
+    sums_width: gl.constexpr = CFG.sums_width
+    units: gl.constexpr = CFG.UNITS
+    size = _HEADER + 2 * width
+    record_ptr = records_ptr + gl.program_id(0).to(gl.int64) * (items * size)
+    tiles_mine = gl.load(record_ptr)
+    row_tile = gl.load(record_ptr + 1)
+    blocks = gl.load(record_ptr + 2)
+    # bias, residual and output belong to kernels in front until they have finished
+    gdc_wait()
+    begin = 0
+    for item in range(tiles_mine):
+        record_ptr += size
+        more = item + 1 < tiles_mine
+        next_tile = gl.load(record_ptr + 1, mask=more, other=0)
+        next_blocks = gl.load(record_ptr + 2, mask=more, other=0)
+        end = begin + gl.cdiv(blocks, CFG.UNITS) * CFG.k_steps
+        acc = gl.zeros([_SUMS, sums_width], gl.float32, layout)
+        for step in range(begin, end):
+            stage = step % CFG.STAGES
+            mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
+            for u in gl.static_range(units):
+                a = a_smem.index(stage * CFG.UNITS + u)
+                x = x_smem.index(stage * CFG.UNITS + u)
+                if CFG.swapped:
+                    acc = warpgroup_mma(x, a.permute((1, 0)), acc, is_async=True)
+                else:
+                    acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
+            # one stage stays in flight; the one before it is done and free
+            acc = warpgroup_mma_wait(units, deps=(acc,))
+            before = (step + CFG.STAGES - 1) % CFG.STAGES
+            mbarrier.arrive(empty.index(before), count=1, pred=step > begin)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        last = (end + CFG.STAGES - 1) % CFG.STAGES
+        mbarrier.arrive(empty.index(last), count=1, pred=end > begin)
+        first_row = row_tile * CFG.TILE_M
+        _store(acc, out_ptr, out_strides, extras, sizes, first_row, CFG)
+        begin = end
+        row_tile = next_tile
+        blocks = next_blocks
+
+
+# the number of rows is specialised: where 16 divides it, rows are stored 16 bytes at a time
+@gluon.jit(do_not_specialize=["n_cols", "items", "width"])
 def _spmm_narrow_sm90_kernel(
     out_ptr,
     out_strides,
-    part_ptr,  # fp32 [tiles, SPLITS, 64, sums], None without splits
-    counters_ptr,  # int32 [tiles] that rest at zero, None without splits
-    values_ptr,
     a_desc,
     x_desc,
     bias_ptr,
@@ -211,25 +198,24 @@ def _spmm_narrow_sm90_kernel(
     records_ptr,
     n_rows,
     n_cols,
+    items,
     width,
     CFG: gl.constexpr,
 ):
     """Set up the ring and the two roles; `_produce` and `_consume` do the work."""
-    if CFG.OVERLAP:
-        # the next kernel may start as soon as there is room for it; it waits where it has to
-        gdc_launch_dependents()
+    # the next kernel may start as soon as there is room for it; it waits where it has to
+    gdc_launch_dependents()
     stages: gl.constexpr = CFG.STAGES
-    a_smem = tiles(a_desc, stages, CFG.TILE_M)
-    x_smem = tiles(x_desc, stages, CFG.x_rows)
-    ring = (a_smem, x_smem, barriers(stages, 1), barriers(stages, 1))
+    a_smem = tiles(a_desc, stages * CFG.UNITS, CFG.TILE_M)
+    x_smem = tiles(x_desc, stages * CFG.UNITS, CFG.x_rows)
+    ring = (a_smem, x_smem, barriers(stages, 1), barriers(stages, 1), barriers(1, 1))
     fence_async_shared()
     extras = (bias_ptr, residual_ptr, residual_strides)
     output = (out_ptr, out_strides, extras, (n_rows, n_cols))
-    work = (records_ptr, counters_ptr, part_ptr)
     gl.warp_specialize(
         [
-            (_consume, (work, output, width, ring, CFG)),
-            (_produce, (a_desc, x_desc, values_ptr, records_ptr, width, ring, CFG)),
+            (_consume, (output, records_ptr, items, width, ring, CFG)),
+            (_produce, (a_desc, x_desc, records_ptr, items, width, ring, CFG)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -239,7 +225,7 @@ def _spmm_narrow_sm90_kernel(
 def launch_spmm_narrow_sm90(
     out: torch.Tensor,
     values: torch.Tensor,
-    table: RowTable,
+    schedule: RowSchedule,
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
@@ -251,39 +237,32 @@ def launch_spmm_narrow_sm90(
     ----------
     out : [M, N], any strides, N at most `config.TILE_N`
     values : [nnzb, bh, bw] contiguous, at least one block
-    table : of the pattern, complete on the device before this call
+    schedule : of the pattern and the tiles of `config`, complete on the device before this call
     x : [K, N] with contiguous columns
     bias : [M] contiguous, residual : [M, N], any strides; or None
     """
     m, n = out.shape
-    tiles_m = table.records.shape[0] * config.row_tiles
-    part = counters = None
-    if config.SPLITS > 1:
-        shape = (tiles_m, config.SPLITS, *config.sums_shape)
-        part = scratch(shape, torch.float32, out.device)
-        counters = resting_words(tiles_m, out.device)
+    # a dimension of size 1 may carry any stride, which TMA would refuse
+    x_strides = (x.stride(1) if n > 1 else cdiv(x.shape[0], 8) * 8, 1)
     args = (
         out,
         out.stride(),
-        part,
-        counters,
-        values,
         tensor_descriptor(values.view(-1, config.BLOCK_W), config.a_block()),
-        tensor_descriptor(x.mT, config.x_block()),
+        tensor_descriptor(x.mT, config.x_block(), x_strides),
         bias,
         residual,
         None if residual is None else residual.stride(),
-        table.records,
+        schedule.records,
         m,
         n,
-        table.width,
+        schedule.records.shape[1],
+        schedule.width,
         config,
     )
-    options = {"launch_pdl": True} if config.OVERLAP else {}
     with on_device_of(out):
         launch(
-            *(_spmm_narrow_sm90_kernel, tiles_m * config.SPLITS, args),
+            *(_spmm_narrow_sm90_kernel, schedule.records.shape[0], args),
             num_warps=4,
             maxnreg=MAX_REGISTERS,
-            **options,
+            launch_pdl=True,
         )
