@@ -84,14 +84,8 @@ def _multiply_by_warps(
     columns = fragment_columns(product.indptr, product.indices, block_w // WARP_ROWS)
     for i in range(part[0].shape[0]):
         residual = part[2][i] if len(part) > 2 else None
-        addends = (bias, residual)
-        launch_spmm_warps(
-            *(part[0][i], fragments, columns, operands[i]),
-            *addends,
-            plan,
-            block_w // WARP_ROWS,
-            config,
-        )
+        operands_i = (part[0][i], fragments, columns, operands[i])
+        launch_spmm_warps(*operands_i, bias, residual, plan, block_w // WARP_ROWS, config)
 
 
 def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -212,10 +212,6 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         # one that waits for the sums of earlier pieces must find them in running programs
         piece = gl.atomic_add(counter_ptr, 1)
     while piece < total:
-        next_piece = piece + gl.num_programs(0)
-        if dynamic != 0:
-            # asked for a whole piece ahead of its use
-            next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         if order_ptr is None:
             plane, from_end = place_in_sections(piece, num_planes, kv_tiles, section)
             # early keys tend to be seen by most queries
@@ -244,11 +240,16 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             for q_tile in range(q_tiles):
                 _fetch_step(descs, shared, step, found, q_tile, (batch, q_head, kv_tile), CFG)
                 step += 1
-        if CFG.ORDERED:
-            # not ahead: others would wait for a piece that waits itself
-            next_piece = gl.atomic_add(counter_ptr, 1)
         pieces += 1
-        piece = next_piece
+        # Asked for when the copies of this one are under way, and not before: pieces of many heads
+        # are long, and one that waits behind another leaves the last of them to few programs. In
+        # order, others would wait for a piece that waits itself.
+        if CFG.ORDERED:
+            piece = gl.atomic_add(counter_ptr, 1)
+        elif dynamic != 0:
+            piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        else:
+            piece += gl.num_programs(0)
     # no plane: the end, for the writer too
     _write_info(info, step, (-1, 0, 0, 0, 0, 0, 0))
     publish(work, turn, (-1, 0))

@@ -61,7 +61,7 @@ def launch_spmm_warps(
             per_block,
             groups,
             panels,
-            max(1, SECTION_BYTES * groups // (fragments.numel() * fragments.element_size())),
+            max(1, min(groups, SECTION_BYTES * groups // fragments.nbytes)),
             cdiv(x.shape[0], config.CHUNK),
             config,
         )
