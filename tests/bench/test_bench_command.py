@@ -93,11 +93,13 @@ def test_an_interrupt_keeps_what_there_is(fake, tmp_path, monkeypatch, capsys):
 def test_on_a_gpu_a_worker_does_the_work(fake, tmp_path, monkeypatch):
     seen = []
 
-    def worker(command, path):
-        seen.append(command)
+    def worker(command, paths):
+        assert paths == [tmp_path / "fake.json"]
+        seen.append(command(0, False))
+        assert command(0, True) == [*command(0, False), "--resume"]
         torch_is_there = monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert torch_is_there is None
-        return cli.main([*command[3:], "--device", "cpu"])
+        return cli.main([*seen[0][3:], "--device", "cpu"])
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench.supervise, "run_worker", worker)
@@ -107,6 +109,16 @@ def test_on_a_gpu_a_worker_does_the_work(fake, tmp_path, monkeypatch):
     assert command[-3:-1] == ["--quick", "--time-left"] and 40 < float(command[-1]) <= 45
     assert "case 1" in command
     assert status == 0 and document["cases"] == []
+
+
+def test_a_worker_that_follows_keeps_the_cases_of_the_first_suite(fake, tmp_path):
+    _, document = _run(tmp_path, "--case", "case 1", "--worker")
+    first = document["cases"][0]["clocks"] = {"kept": 1.0}
+    (tmp_path / "fake.json").write_text(json.dumps(document))
+    _, document = _run(tmp_path, "--worker", "--resume")
+    assert len(document["cases"]) == 5 and document["cases"][0]["clocks"] == first
+    _, document = _run(tmp_path, "--worker")
+    assert len(document["cases"]) == 5 and document["cases"][0]["clocks"] == {}
 
 
 def test_the_listing_names_suites_groups_and_absent_peers(capsys):

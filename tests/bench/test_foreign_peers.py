@@ -4,6 +4,7 @@ What is tested is ours: layouts, windows, lists of blocks, page tables. That the
 these signatures shows only where they are installed.
 """
 
+import inspect
 import itertools
 import sys
 import types
@@ -15,10 +16,13 @@ import torch
 from blackwell_sparsek.bench.peers import importing
 from blackwell_sparsek.bench.peers.attention import FORWARD
 from blackwell_sparsek.bench.peers.backward import BACKWARD
+from blackwell_sparsek.bench.peers.cudnn_frontend import blocks_of
 from blackwell_sparsek.bench.peers.decode import DECODE
 from blackwell_sparsek.bench.peers.mask_building import BUILDERS
+from blackwell_sparsek.bench.peers.varlen import VARLEN
 from blackwell_sparsek.bench.problems.attention import Attention
 from blackwell_sparsek.bench.problems.decode import Decode
+from blackwell_sparsek.bench.problems.varlen import Varlen
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -26,6 +30,10 @@ BANDS = [
     Attention(2, 4, 96, 16, dtype=F32),
     Attention(2, 4, 96, 16, kv_heads=2, dtype=F32, causal=True),
     Attention(1, 2, 96, 16, dtype=F32, causal=True, window=20),
+]
+PACKED = [
+    Varlen((17, 64, 1, 40), 4, 16, dtype=F32),
+    Varlen((17, 64, 1, 40), 4, 16, 2, F32, causal=True),
 ]
 BLOCKS = Attention(1, 2, 256, 16, dtype=F32, block=(64, 64), density=0.4)
 
@@ -102,6 +110,26 @@ def _fa4(
     return _token_major(q, k, v, seen), None
 
 
+def _varlen(
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    causal=False,
+):
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
+    ends = cu_seqlens_q.tolist()
+    assert max_seqlen_q == max_seqlen_k == max(b - a for a, b in itertools.pairwise(ends))
+    outs = []
+    for begin, end in itertools.pairwise(ends):
+        seen = _band(end - begin, end - begin, causal, -1, -1)
+        outs.append(_token_major(*(x[begin:end][None] for x in (q, k, v)), seen)[0])
+    return torch.cat(outs), None
+
+
 class _Ragged:
     def __init__(self, workspace, layout):
         assert layout == "NHD" and workspace.dtype == torch.uint8
@@ -163,14 +191,16 @@ class _PagedDecode:
         return torch.stack(outs)
 
 
-def _cudnn_forward(q, k, v, q2k_block_index, q2k_block_nums, *, sparse_block_size, layout):
+def _cudnn_forward(q, k, v, q2k_block_index, q2k_block_nums=None, *, sparse_block_size, layout):
     assert layout == "bhsd" and q2k_block_index.is_contiguous()
+    if q2k_block_nums is None:
+        q2k_block_nums = torch.full(q2k_block_index.shape[:3], q2k_block_index.shape[3])
     keep = _from_lists(q2k_block_nums, q2k_block_index, k.shape[2] // sparse_block_size)
     seen = _elements(keep, sparse_block_size, sparse_block_size)
     return {"o_tensor": _softmax(q, k, v, seen), "lse_tensor": seen}
 
 
-def _cudnn_backward(do, q, k, v, o, lse, q2k_block_index, q2k_block_nums, **more):
+def _cudnn_backward(do, q, k, v, o, lse, q2k_block_index, q2k_block_nums=None, **more):
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = _cudnn_forward(*leaves, q2k_block_index, q2k_block_nums, **more)["o_tensor"]
@@ -191,11 +221,12 @@ def installed(monkeypatch):
     """All of them, for one test."""
     modules = {
         "flash_attn": {"flash_attn_func": _flash},
-        "flash_attn.cute": {"flash_attn_func": _fa4},
+        "flash_attn.cute": {"flash_attn_func": _fa4, "flash_attn_varlen_func": _varlen},
         "flash_attn.cute.block_sparsity": {"BlockSparseTensorsTorch": BlockSparseTensorsTorch},
         "flash_attn_interface": {
             "flash_attn_func": _flash,
             "flash_attn_with_kvcache": _with_kvcache,
+            "flash_attn_varlen_func": _varlen,
         },
         "flashinfer": {
             "BatchPrefillWithRaggedKVCacheWrapper": _Ragged,
@@ -244,10 +275,22 @@ def test_block_masks(name):
         contender.check(wrong)
 
 
+def test_rows_with_unequal_numbers_of_blocks():
+    inputs = BLOCKS.build(CPU)
+    inputs.keep[0, 0] = True
+    for peers in (FORWARD, BACKWARD):
+        _checked(peers["cudnn_blocks"], inputs)
+    assert "q2k_block_nums" in blocks_of(inputs)
+
+
 @pytest.mark.parametrize("name", ["fa2", "fa4"])
 @pytest.mark.parametrize("problem", BANDS, ids=lambda p: p.title)
 def test_gradients_of_bands(name, problem):
     _checked(BACKWARD[name], problem.build(CPU))
+
+
+def test_gradients_of_64_by_64_blocks_are_not_asked_of_fa4():
+    assert BACKWARD["fa4"].supports(BLOCKS.build(CPU)) == "has no gradients for blocks of 64x64"
 
 
 @pytest.mark.parametrize("name", ["fa4", "cudnn_blocks"])
@@ -255,9 +298,56 @@ def test_gradients_of_block_masks(name):
     _checked(BACKWARD[name], BLOCKS.build(CPU))
 
 
+@pytest.mark.parametrize("problem", PACKED, ids=lambda p: p.title)
+@pytest.mark.parametrize("name", [name for name in VARLEN if name != "torch_varlen"])
+def test_packed_sequences(name, problem):
+    peer, inputs = VARLEN[name], problem.build(CPU)
+    if "padded" in name and not problem.causal:
+        assert peer.supports(inputs) == "padding would be visible"
+        return
+    contender = _checked(peer, inputs)
+    assert contender.flops == problem.flops
+    with pytest.raises(AssertionError):
+        contender.check(contender.run().roll(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "causal", "given"),
+    [
+        ({"is_causal": False}, True, {"is_causal": True}),
+        ({"window_size": (-1, -1), "enable_gqa": False}, True, {"window_size": (-1, 0)}),
+        ({"window_size": (-1, -1), "enable_gqa": False}, False, {}),
+    ],
+)
+def test_torch_says_causal_in_two_ways(monkeypatch, parameters, causal, given):
+    seen = {}
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
+        seen.update(options)
+        return _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, causal)
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    known = [inspect.Parameter(n, kind, default=value) for n, value in parameters.items()]
+    varlen_attn.__signature__ = inspect.Signature(known)
+    module = types.ModuleType("torch.nn.attention.varlen")
+    module.varlen_attn = varlen_attn
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    problem = Varlen((9, 30), 2, 16, dtype=F32, causal=causal)
+    _checked(VARLEN["torch_varlen"], problem.build(CPU))
+    assert seen == given
+    grouped = Varlen((9, 30), 4, 16, 2, F32, causal)
+    if "enable_gqa" in parameters:
+        _checked(VARLEN["torch_varlen"], grouped.build(CPU))
+        assert seen == given | {"enable_gqa": True}
+    else:
+        with pytest.raises(NotImplementedError, match="no GQA in this version"):
+            VARLEN["torch_varlen"].prepare(grouped.build(CPU))
+
+
+@pytest.mark.parametrize("shortest", [0, 7])
 @pytest.mark.parametrize(("name", "page_size"), [("fa3", 0), ("fa3", 16), ("flashinfer", 16)])
-def test_decoding(name, page_size):
-    problem = Decode(3, 50, 4, 2, 16, page_size, F32)
+def test_decoding(name, page_size, shortest):
+    problem = Decode(3, 50, 4, 2, 16, page_size, F32, shortest=shortest)
     contender = _checked(DECODE[name], problem.build(CPU))
     assert contender.moved_bytes == problem.cache_bytes
 
@@ -286,7 +376,10 @@ def test_the_library_of_flash_attention_3(monkeypatch):
         if pages is not None:
             k, v = (x[pages.long()].flatten(1, 2) for x in (k, v))
             return [_with_kvcache(q[:, None], k, v, used, None, causal)[:, 0]]
-        assert longest * batch == q.shape[0] and torch.equal(cu_q, cu_k)
+        if cu_k is None:
+            return [_with_kvcache(q[:, None], k, v, used, None, causal)[:, 0]]
+        if longest * batch != q.shape[0]:
+            return [_varlen(q, k, v, cu_q, cu_k, longest, longest, causal)[0]]
         parts = [x.unflatten(0, (batch, longest)) for x in (q, k, v)]
         return [_flash(*parts, causal=causal, window_size=(left, right)).flatten(0, 1)]
 
@@ -297,7 +390,10 @@ def test_the_library_of_flash_attention_3(monkeypatch):
         contender = FORWARD["fa3"].prepare(problem.build(CPU))
         contender.check(contender.run())
         assert contender.notes == {"build": "vLLM's library"}
-    inputs = Decode(3, 50, 4, 2, 16, 16, F32).build(CPU)
-    contender = DECODE["fa3"].prepare(inputs)
-    contender.check(contender.run())
+    for page_size in (0, 16):
+        contender = DECODE["fa3"].prepare(Decode(3, 50, 4, 2, 16, page_size, F32).build(CPU))
+        contender.check(contender.run())
+    for packed in PACKED:
+        contender = VARLEN["fa3"].prepare(packed.build(CPU))
+        contender.check(contender.run())
     library._destroy()

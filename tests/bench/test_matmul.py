@@ -139,13 +139,14 @@ def test_suites_cover_what_they_say(suite):
         assert all(p["weight"] == [8192, 8192] and p["n"] == 8192 for p in problems)
         assert sorted({p["density"] for p in problems}) == [0.22, 1.0]
         assert sum(CUSPARSE in case.peers for case in cases) == 1
+        assert all(case.modes == (EAGER, SUSTAINED) for case in cases)
     if suite == "square":
         assert {p["n"] for p in problems} == {4096, 8192, 16384, 32768}
         assert {p["density"] for p in problems} == {0.5, 0.3, 0.22, 0.1, 0.05}
     if suite == "llama":
         assert {tuple(p["weight"]) for p in problems} == set(LLAMA.values())
         for case in cases:
-            modes = (EAGER, GRAPH) if case.problem["n"] <= 64 else (EAGER, SUSTAINED)
+            modes = (EAGER, GRAPH) if case.problem["n"] <= 64 else (EAGER,)
             assert case.modes == modes
     if suite == "decode":
         assert all(GRAPH in case.modes and case.problem["n"] <= 64 for case in cases)

@@ -1,9 +1,13 @@
 import json
 import os
 import signal
+import threading
+import time
 
 import pytest
 
+from blackwell_sparsek.bench import measure as measuring
+from blackwell_sparsek.bench import results
 from blackwell_sparsek.bench import run as runner
 from blackwell_sparsek.bench.case import EAGER, GRAPH, HOST, REPORTED
 from blackwell_sparsek.bench.clocks import ClockLog
@@ -144,11 +148,11 @@ def test_a_lost_gpu_ends_the_process_and_a_new_one_goes_on(tmp_path, monkeypatch
     with pytest.raises(ContextLost):
         run_suite(suite(), cases, CPU, seconds=0.0, path=path)
     left = json.loads(path.read_text())
-    assert left["running"] == ["second", "other"] and len(left["cases"]) == 1
+    assert results.running(path) == ("second", "other") and len(left["cases"]) == 1
+    assert left["lost"] == "ContextLost: other: illegal memory access"
 
     monkeypatch.setattr(runner, "measure", real)
     before = {**left, "crashed": {"other": "broke the GPU context on second"}}
-    before.pop("running")
     document = run_suite(suite(), cases, CPU, seconds=0.0, path=path, before=before)
     assert [c["name"] for c in document["cases"]] == ["first", "second", "third"]
     assert "times" in document["cases"][0]["peers"]["other"]
@@ -163,3 +167,34 @@ def test_what_follows_from_all_cases_is_added():
 
     document = run_suite(suite(finish=finish), [case("a"), case("b")], CPU, seconds=0.0)
     assert document["count"] == 2
+
+
+def test_who_takes_too_long_to_start_is_asked_once(monkeypatch):
+    monkeypatch.setattr(measuring, "_LONGEST_START_S", 0.2)
+    asked = []
+
+    def waits(inputs):
+        asked.append(1)
+        time.sleep(30)
+
+    peers = [peer("bsk"), peer("slow", waits)]
+    cases = [case(name, peers=("bsk", "slow")) for name in ("a", "b")]
+    document = run_suite(suite(peers), cases, CPU, seconds=0.0)
+    first, second = (result["peers"]["slow"] for result in document["cases"])
+    assert asked == [1] and "too_slow" not in first
+    assert first["crashed"] == "TookTooLong: no result after 0 s"
+    assert second["crashed"] == "TookTooLong: no result after 0 s on a"
+    assert all("times" in result["peers"]["bsk"] for result in document["cases"])
+
+
+def test_without_signals_there_is_no_limit():
+    done = []
+
+    def work():
+        with measuring.time_limit(0.0):
+            done.append(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [1]

@@ -30,11 +30,22 @@ def test_cases_have_names_of_their_own_and_peers_that_exist(name):
 def test_groups_hold_suites_and_all_holds_all():
     assert all(set(members) <= set(SUITES) for members in GROUPS.values())
     assert GROUPS["all"] == list(SUITES)
-    assert GROUPS["attention"] == ["attention_dense", "attention_window", "attention_small"]
+    kinds = ("dense", "window", "small", "varlen")
+    assert GROUPS["attention"] == [f"attention_{kind}" for kind in kinds]
 
 
 @pytest.mark.parametrize(
-    "name", ["attention_small", "attention_window", "block_sparse", "mask_building", "host"]
+    "name",
+    [
+        "attention_small",
+        "attention_window",
+        "attention_varlen",
+        "block_sparse",
+        "mask_building",
+        "training",
+        "decode",
+        "host",
+    ],
 )
 def test_small_suites_run_here_and_nothing_of_ours_fails(name):
     suite = SUITES[name]
@@ -55,11 +66,12 @@ def test_the_founding_shapes():
         assert p["batch"] * p["length"] == 16384 and p["heads"] * p["head_dim"] == 2048
     assert {(p["heads"], p["kv_heads"]) for p in dense[-2:]} == {(32, 8)}
     window = [case.problem for case in SUITES["attention_window"].cases(False)]
-    assert [(p["length"], p["window"]) for p in window] == [(32768, 2048), (131072, 2048)]
+    assert [p["length"] for p in window] == [32768, 131072, 524288]
+    assert all(p["window"] == 2048 and p["causal"] for p in window)
     blocks = [case.problem for case in SUITES["block_sparse"].cases(False)]
     assert {tuple(p["block"]) for p in blocks} == {(128, 128), (64, 64), (128, 32), (128, 16)}
     decode = [case.problem for case in SUITES["decode"].cases(False)]
-    assert {(p["batch"], p["length"]) for p in decode} == {
+    assert {(p["batch"], p["length"]) for p in decode[:-4]} == {
         (1, 1024),
         (1, 8192),
         (1, 131072),
@@ -67,6 +79,17 @@ def test_the_founding_shapes():
         (64, 4096),
     }
     assert {p["page_size"] for p in decode} == {0, 16, 64, 256}
+    ragged, equal = decode[-2:]
+    assert (min(ragged["lengths"]), max(ragged["lengths"])) == (100, 32768)
+    assert 0 <= sum(ragged["lengths"]) - 16 * equal["length"] < 16
+    (varlen, *_) = [case.problem for case in SUITES["attention_varlen"].cases(False)]
+    lengths = varlen["lengths"]
+    assert len(lengths) == 16 and (min(lengths), max(lengths)) == (128, 4096)
+    training = [case.problem for case in SUITES["training"].cases(False)]
+    assert [(p["length"], p["heads"], p["kv_heads"]) for p in training] == [
+        (8192, 32, 8),
+        (32768, 32, 8),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +107,7 @@ def test_the_founding_shapes():
             Attention(1, 2, 64, 16, dtype=F32, block=(16, 16), density=0.5),
             {
                 "sdpa": "has no blocks mask",
-                "fa4": "takes blocks of 128 on this GPU, not 16x16",
+                "fa4": "has no tile for blocks of 16x16",
                 "cudnn_blocks": "takes blocks of 64x64 and 128x128, not 16x16",
                 "flashinfer": "needs a CUDA GPU",
                 "fa3": "needs a CUDA GPU",

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from blackwell_sparsek.bench import supervise
+from blackwell_sparsek.bench import results, supervise
 
 _WORKER = """
 import json, os, pathlib, signal, sys, time
@@ -16,20 +16,22 @@ starts = path.with_suffix(".starts")
 count = int(starts.read_text()) + 1 if starts.exists() else 1
 starts.write_text(str(count))
 document = {"schema": 2, "suite": "fake", "environment": {"device_name": "a"}, "cases": []}
-if path.exists():
+if sys.argv[2:] == ["again"]:
     document = json.loads(path.read_text())
 """
 
 
 def _command(tmp_path, script):
     path = tmp_path / "fake.json"
-    return [sys.executable, "-c", _WORKER + script, str(path)], path
+    command = [sys.executable, "-c", _WORKER + script, str(path)]
+    return (lambda first, again: [*command, *(["again"] if again else [])]), path
 
 
 def _dies(how):
     return f"""
 if count == 1:
-    path.write_text(json.dumps(document | {{"running": ["case 3", "fa4"]}}))
+    path.write_text(json.dumps(document))
+    path.with_name(path.name + ".running").write_text(json.dumps(["case 3", "fa4"]))
     {how}
 path.write_text(json.dumps(document))
 """
@@ -45,9 +47,9 @@ path.write_text(json.dumps(document))
 )
 def test_a_worker_that_dies_starts_again_without_the_peer_at_work(tmp_path, capsys, how, word):
     command, path = _command(tmp_path, _dies(how))
-    assert supervise.run_worker(command, path) == 0
+    assert supervise.run_worker(command, [path]) == 0
     document = json.loads(path.read_text())
-    assert document["crashed"] == {"fa4": word} and "running" not in document
+    assert document["crashed"] == {"fa4": word} and results.running(path) is None
     assert path.with_suffix(".starts").read_text() == "2"
     assert f"fa4 {word}: going on without it" in capsys.readouterr().err
 
@@ -55,7 +57,7 @@ def test_a_worker_that_dies_starts_again_without_the_peer_at_work(tmp_path, caps
 def test_a_worker_that_dies_while_all_are_timed_goes_on_with_the_next_case(tmp_path, capsys):
     script = _dies("os.kill(os.getpid(), signal.SIGSEGV)").replace('"fa4"', '""')
     command, path = _command(tmp_path, script)
-    assert supervise.run_worker(command, path) == 0
+    assert supervise.run_worker(command, [path]) == 0
     (case,) = json.loads(path.read_text())["cases"]
     assert case["error"] == "the process died of SIGSEGV while peers were timed"
     assert case["name"] == "case 3" and "going on with the next" in capsys.readouterr().err
@@ -64,21 +66,38 @@ def test_a_worker_that_dies_while_all_are_timed_goes_on_with_the_next_case(tmp_p
 def test_a_worker_that_dies_of_nobody_does_not_start_again(tmp_path):
     script = "path.write_text(json.dumps(document)); os.kill(os.getpid(), signal.SIGSEGV)"
     command, path = _command(tmp_path, script)
-    assert supervise.run_worker(command, path) == -signal.SIGSEGV
+    assert supervise.run_worker(command, [path]) == -signal.SIGSEGV
     assert path.with_suffix(".starts").read_text() == "1"
 
 
 def test_a_worker_that_leaves_nothing_is_an_error(tmp_path):
     command, path = _command(tmp_path, "os.kill(os.getpid(), signal.SIGSEGV)")
     with pytest.raises(RuntimeError, match="status -11 and left no results"):
-        supervise.run_worker(command, path)
+        supervise.run_worker(command, [path])
 
 
 def test_results_of_an_earlier_run_are_not_taken_for_this_one(tmp_path):
-    command, path = _command(tmp_path, 'document["fresh"] = True; path.write_text("{}")')
+    command, path = _command(tmp_path, "path.write_text(json.dumps(document))")
     path.write_text(json.dumps({"schema": 2, "old": True}))
-    assert supervise.run_worker(command, path) == 0
-    assert path.read_text() == "{}"
+    path.with_name(path.name + ".running").write_text('["old case", "fa4"]')
+    assert supervise.run_worker(command, [path]) == 0
+    assert "old" not in json.loads(path.read_text()) and results.running(path) is None
+
+
+def test_another_worker_begins_with_the_suite_that_ended_the_last(tmp_path):
+    paths, seen = [tmp_path / f"{name}.json" for name in "abc"], []
+
+    def command(first, again):
+        seen.append((first, again))
+        ends = _dies("os.kill(os.getpid(), signal.SIGSEGV)")
+        more = ["again"] if again else []
+        return [sys.executable, "-c", _WORKER + ends, str(paths[1]), *more]
+
+    paths[2].write_text("of an earlier run, not begun in this one")
+    assert supervise.run_worker(command, paths) == 0
+    assert seen == [(0, False), (1, True)]
+    assert json.loads(paths[1].read_text())["crashed"] == {"fa4": "died of SIGSEGV on case 3"}
+    assert paths[2].read_text().startswith("of an earlier run")
 
 
 def test_signals_reach_the_worker_and_its_status_comes_back(tmp_path):
@@ -99,6 +118,6 @@ time.sleep(60)
 
     thread = threading.Thread(target=terminate)
     thread.start()
-    assert supervise.run_worker(command, path) == 130
+    assert supervise.run_worker(command, [path]) == 130
     thread.join()
     assert json.loads(path.read_text())["interrupted"] is True

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from blackwell_sparsek.bench import tables
+from blackwell_sparsek.bench.summary import summary
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 
@@ -95,15 +96,20 @@ def test_the_section_is_replaced_and_nothing_else(tmp_path):
         path = tmp_path / f"benchmarks/results/matmul_{suite}.json"
         path.write_text(json.dumps(_document() | {"suite": f"matmul_{suite}"}))
     tables.write_pages(tmp_path)
-    heading, rest = tables.matmul_tables(_document()).split("\n\n", 1)
     caption = "Times faster than the same without sparsity, mode eager; below 1, dense wins."
     link = f"![{caption}](docs/plots/matmul_founding.svg)"
-    assert readme.read_text() == _readme(f"\n\n{heading}\n\n{link}\n\n{rest}\n\n")
+    lines = summary([_document(), _document() | {"suite": "matmul_square"}])
+    assert readme.read_text() == _readme(f"\n\n{lines}\n\n{link}\n\n")
+    heading, rest = tables.matmul_tables(_document()).split("\n\n", 1)
+    assert (
+        f"{heading}\n\n![{caption}](../docs/plots/matmul_founding.svg)\n\n{rest}"
+        in docs.read_text()
+    )
     assert "(../docs/plots/matmul_square.svg)" in docs.read_text()
     assert len(list((tmp_path / "docs/plots").iterdir())) == 2
     assert docs.read_text().count("**matmul") == 2
     tables.write_pages(tmp_path)
-    assert readme.read_text().count("8192^3") == 1
+    assert readme.read_text().count("8192^3") == 2
 
 
 @pytest.mark.parametrize("text", ["no markers", _readme("\n") + tables.BEGIN])

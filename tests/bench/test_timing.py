@@ -80,3 +80,27 @@ def test_runs_that_measure_themselves():
     times = time_reported({"a": lambda: 3.5}, CPU)
     assert times["a"].seconds == [3.5] * 3
     assert time_reported({"a": lambda: 3.5}, CPU, 0.05)["a"].seconds == [3.5]
+
+
+def test_who_takes_longer_than_the_budget_alone_has_two_rounds():
+    contenders = {"long": lambda: time.sleep(0.05), "short": lambda: time.sleep(0.001)}
+    times = time_interleaved(contenders, CPU, budget_s=0.02, rounds=(4, 9))
+    assert [len(t.seconds) for t in times.values()] == [2, 4]
+
+
+def test_the_cache_is_overwritten_until_the_host_is_ahead(monkeypatch):
+    asked = []
+
+    def once(self, run, repeats, flushes):
+        asked.append(flushes)
+        return 1.0, flushes < needed
+
+    monkeypatch.setattr(timing._CudaSample, "__init__", lambda self: setattr(self, "flushes", {}))
+    monkeypatch.setattr(timing._CudaSample, "_once", once)
+    sample, run = timing._CudaSample(), object()
+    needed = 3
+    assert sample(run, 1) == sample(run, 1) == 1.0
+    assert asked == [1, 2, 4, 4]  # and it is known from then on
+    needed, asked[:] = 99, []
+    sample(object(), 1)
+    assert asked == [1, 2, 4, 8]

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,15 @@ import torch
 from blackwell_sparsek import InvalidInput
 from blackwell_sparsek.bench import cli, tune
 from blackwell_sparsek.bench.problems.attention import Attention
+from blackwell_sparsek.bench.problems.product import Product
+from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.kernels.attention import fwd
+from blackwell_sparsek.kernels.bsr import spmm
 from blackwell_sparsek.reference.attention import attention as oracle
 from blackwell_sparsek.tuning import attention as tuning
 from blackwell_sparsek.tuning import tuned
+from blackwell_sparsek.tuning.bsr import spmm_config
+from blackwell_sparsek.tuning.problem_bsr import BsrProblem
 
 CPU = torch.device("cpu")
 FACTS = (90, 2, 128, None, "ieee")
@@ -127,17 +133,64 @@ def test_a_small_gain_is_none(monkeypatch):
     assert found is None
 
 
+def test_tiles_of_products_are_searched(monkeypatch):
+    best, right = (256, 32, 8, 3), []
+
+    def launch(out, blocks, indices, perm, x, bias, residual, activation, plan, config):
+        tile = (config.tile_n, config.tile_k, config.num_warps, config.num_stages)
+        right.append(tile)
+        out.copy_(inputs.dense @ inputs.x)
+        if tile == (64, 32, 4, 3):
+            out.add_(1)
+
+    def time_all(runs, device, **more):
+        times = {str(best): 0.5}
+        return {name: SimpleNamespace(median=times.get(name, 1.0)) for name in runs}
+
+    product = Product(256, 256, 256, (64, 64), 0.5, torch.float32)
+    inputs = product.build(CPU)
+    monkeypatch.setattr(spmm, "launch_spmm", launch)
+    said = []
+    key, winner = tune.tune_product(product, CPU, said.append, time_all)
+    assert winner == best and key.endswith("4 64 64 ieee")
+    assert len(set(right)) > 20 and "AssertionError" in said[0]
+    tiles = list(tune.product_candidates((128, 32, 4, 4)))
+    assert tiles[0] == (128, 32, 4, 4) and len(set(tiles)) == len(tiles) == 36
+
+
+def test_a_tile_of_products_is_used_where_there_are_many_columns(h200, tmp_path, monkeypatch):
+    facts = (90, 2, 64, 64, "ieee")
+    path = tmp_path / tuned.file_name("NVIDIA H200")
+    tuned.write_tiles(path, "NVIDIA H200", {("bsr_spmm", tuned.key_of(facts)): (128, 32, 8, 5)})
+    monkeypatch.setenv("BSK_CONFIG_DIR", str(tmp_path))
+    spmm_config.cache_clear()
+    arch, half = Arch("cuda", 90, 132, 232448, False), torch.float16
+    problem = BsrProblem("matmul", arch, half, half, (4096, 4096), (64, 64), 1024, 4096)
+    config = spmm_config(problem, "ieee")
+    assert (config.tile_m, config.tile_n, config.tile_k) == (64, 128, 32)
+    assert (config.num_warps, config.num_stages) == (8, 5)
+    narrow = spmm_config(replace(problem, n=16), "ieee")
+    assert narrow.tile_n == 16
+    spmm_config.cache_clear()
+
+
 def test_the_command_writes_a_file_for_this_device(h200, tmp_path, monkeypatch, capsys):
     from blackwell_sparsek.bench.commands import tune as command
 
     answers = iter([("a", (64, 64, 4, 2)), None, None, None])
     monkeypatch.setattr(command, "tune_attention", lambda *args: next(answers))
+    products = iter([None, ("b", (128, 64, 8, 4)), None, None])
+    monkeypatch.setattr(command, "tune_product", lambda *args: next(products))
     assert cli.main(["tune", "-o", str(tmp_path)]) == 0
     assert "BSK_CONFIG_DIR" in capsys.readouterr().out
     (path,) = tmp_path.iterdir()
     assert path.name == "device_name=NVIDIA_H200.json"
-    assert tuned.read_tiles(path) == {("attn_fwd", "a"): (64, 64, 4, 2)}
+    assert tuned.read_tiles(path) == {
+        ("attn_fwd", "a"): (64, 64, 4, 2),
+        ("bsr_spmm", "b"): (128, 64, 8, 4),
+    }
     monkeypatch.setattr(command, "tune_attention", lambda *args: None)
+    monkeypatch.setattr(command, "tune_product", lambda *args: None)
     assert cli.main(["tune", "-o", str(tmp_path / "other")]) == 0
     assert "nothing written" in capsys.readouterr().out
 

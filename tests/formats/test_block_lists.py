@@ -44,3 +44,9 @@ def test_no_rows_and_no_columns():
     lists = lists_from_blocks(nothing, nothing, nothing, 0, 0)
     assert lists.indptr.tolist() == [0] and lists.row_indices().numel() == 0
     assert transpose_lists(lists, 2, 0, 3).indptr.tolist() == [0] * 7
+
+
+def test_lists_of_one_row_are_aligned():
+    """A tensor that begins inside of another has kernels compiled for its address."""
+    lists = lists_from_blocks(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)), 1, 1)
+    assert all(x.storage_offset() == 0 for x in lists)

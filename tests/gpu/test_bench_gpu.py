@@ -1,6 +1,7 @@
 """`bsk bench` on a GPU: every kind of suite times small cases, ours and torch's own kernels."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,20 +11,25 @@ from blackwell_sparsek.bench import cli
 from blackwell_sparsek.bench.case import EAGER, GRAPH
 from blackwell_sparsek.bench.problems.attention import Attention
 from blackwell_sparsek.bench.problems.decode import Decode
+from blackwell_sparsek.bench.problems.varlen import Varlen
 from blackwell_sparsek.bench.run import failures, run_suite
 from blackwell_sparsek.bench.suites import SUITES
+from blackwell_sparsek.bench.timing import time_interleaved
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
-FEW = {"bsk", "bsk_dense", "bsk_deterministic", "sdpa_cudnn", "sdpa_flash", "sdpa_dense", "sdpa"}
+FEW = {"bsk", "bsk_dense", "bsk_deterministic", "bsk_padded", "bsk_attention"}
+FEW |= {"sdpa_cudnn", "sdpa_flash", "sdpa_dense", "sdpa", "sdpa_padded"}
 PROBLEMS = {
     "attention_dense": Attention(2, 4, 512, 128, causal=True),
     "attention_window": Attention(1, 4, 1024, 64, causal=True, window=200),
     "attention_small": Attention(1, 8, 512, 64, dtype=torch.float16),
+    "attention_varlen": Varlen((100, 7, 300), 4, 64, 2, causal=True),
     "block_sparse": Attention(1, 2, 1024, 128, block=(128, 64), density=0.25),
     "mask_building": Attention(1, 2, 1024, 128, block=(64, 64), density=0.25),
     "backward": Attention(1, 4, 256, 64, kv_heads=2, causal=True),
-    "decode": Decode(2, 1000, page_size=16, kept=0.5),
+    "training": Attention(1, 4, 256, 64, kv_heads=2, causal=True, forward_too=True),
+    "decode": Decode(3, 1000, page_size=16, shortest=70),
     "host": Attention(1, 2, 256, 64, causal=True),
 }
 
@@ -47,6 +53,17 @@ def test_a_small_case_of_each_suite(name):
     assert document["environment"]["driver"] != ""
 
 
+def test_what_a_call_costs_the_host_is_not_in_device_times():
+    x = torch.ones(1024, device=GPU)
+
+    def slow():
+        time.sleep(3e-4)
+        return x + 1
+
+    times = time_interleaved({"slow": slow}, GPU, budget_s=0.01, rounds=(5, 5))
+    assert times["slow"].median < 1e-4
+
+
 def test_graphs_rotate_inputs_past_the_cache():
     inputs = PROBLEMS["attention_small"].build(GPU)
     copies = inputs.others()
@@ -61,5 +78,6 @@ def test_the_command_runs_a_worker_and_leaves_results(tmp_path, capfd):
     args = ["bench", "host", "--case", "matmul W", "--seconds", "0.02", "-o", str(tmp_path)]
     assert cli.main(args) == 0
     document = json.loads((tmp_path / "host.json").read_text())
-    assert document["environment"]["device"] == "cuda" and "running" not in document
+    assert document["environment"]["device"] == "cuda"
+    assert [path.name for path in tmp_path.iterdir()] == ["host.json"]
     assert "| matmul W @ x |" in capfd.readouterr().out

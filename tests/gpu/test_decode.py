@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.formats.band import Band
-from blackwell_sparsek.ops import decode_repeat, decode_triton
+from blackwell_sparsek.ops import decode_repeat, decode_sm90, decode_triton
 from blackwell_sparsek.testing.decode_cases import DecodeCase, check_decode, draw_decode_case
 from blackwell_sparsek.testing.poison import poisoned_empty
+from blackwell_sparsek.tuning.problem_decode import DecodeProblem
 
 pytestmark = pytest.mark.gpu
 
@@ -22,9 +23,22 @@ BRAIN, HALF = torch.bfloat16, torch.float16
 LLAMA = DecodeCase(1, BRAIN, heads=(32, 8), head_dims=(128, 128))
 
 
+IMPLS = {"triton": decode_triton, "sm90": decode_sm90}
+chosen = "triton"
+
+
+@pytest.fixture(autouse=True, params=IMPLS)
+def implementation(request, monkeypatch):
+    """Every test runs with both kernels, as far as they take its calls."""
+    monkeypatch.setitem(globals(), "chosen", request.param)
+
+
 def run(q, k, v, spec):
+    why = IMPLS[chosen].why_not(DecodeProblem.of(q, k, v, spec))
+    if why is not None:
+        pytest.skip(why)
     with poisoned_empty():
-        return decode_triton.run(q, k, v, spec)
+        return IMPLS[chosen].run(q, k, v, spec)
 
 
 def check(case):
@@ -39,7 +53,8 @@ def call(q, k, v, spec, **options):
     return bsk.attention_decode(
         q, k, v, cache_seqlens=spec.cache_seqlens, page_table=spec.page_table,
         kv_blocks=spec.kv_blocks, kv_block_size=spec.kv_block_size or None, window=None,
-        k_scale=spec.k_scale, v_scale=spec.v_scale, return_lse=True, **options,
+        k_scale=spec.k_scale, v_scale=spec.v_scale, return_lse=True,
+        **{"impl": chosen, **options},
     )  # fmt: skip
 
 
@@ -63,6 +78,32 @@ def test_sizes_of_models(page_size, q_len):
     check(dataclasses.replace(LLAMA, lengths=(600, 77), q_len=q_len, page_size=page_size))
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_random_calls_that_hopper_takes(seed):
+    case = draw_decode_case(seed, dtypes=(HALF, BRAIN), longest=400)
+    page_size = case.page_size if case.page_size in (16, 32, 64) else None
+    block_size = page_size or (seed % 3 * 16 or None)
+    check(
+        dataclasses.replace(
+            case,
+            head_dims=((64, 64), (64, 128), (128, 64))[seed % 3],
+            page_size=page_size,
+            block_size=None if case.block_size is None else block_size,
+        )
+    )
+
+
+@pytest.mark.parametrize("page_size, block_size", [(64, 64), (16, 16), (None, 64), (None, 16)])
+@pytest.mark.parametrize("keep", [0.3, 1.0])
+def test_listed_blocks(page_size, block_size, keep):
+    check(
+        dataclasses.replace(
+            LLAMA, lengths=(1000, 0, 37, 512), capacity=1024, page_size=page_size,
+            block_size=block_size, keep=keep,
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "scales, page_size, dtype", [("tensor", None, BRAIN), ("head", 64, BRAIN), ("head", 16, HALF)]
 )
@@ -76,7 +117,7 @@ def test_long_and_short_sequences_together():
     """Against eager, which reads what it needs: the oracle would take minutes."""
     lengths = (100, 32000, 7, 0, 5000, 1)
     q, k, v, spec = dataclasses.replace(LLAMA, lengths=lengths).build("cuda")
-    out, lse = call(q, k, v, spec, impl="triton")
+    out, lse = call(q, k, v, spec)
     exact, exact_lse = call(q, k, v, spec, impl="eager")
     torch.testing.assert_close(out, exact, rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(lse, exact_lse, rtol=1e-5, atol=1e-4)
@@ -187,8 +228,9 @@ def test_nothing_waits_for_the_device():
     try:
         call(q, k, v, spec)
         bsk.attention_decode(
-            q, k, v, cache_seqlens=spec.cache_seqlens, page_table=spec.page_table, window=64
-        )
+            q, k, v, cache_seqlens=spec.cache_seqlens, page_table=spec.page_table, window=64,
+            impl=chosen,
+        )  # fmt: skip
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -202,10 +244,10 @@ def test_more_than_2_31_elements():
         cache[used[0].long()] = torch.randn(3, 64, 8, 128, device="cuda", dtype=BRAIN)
     q = torch.randn(1, 32, 1, 128, device="cuda", dtype=BRAIN)
     lengths = torch.tensor([180], dtype=torch.int32, device="cuda")
-    out = bsk.attention_decode(q, k, v, cache_seqlens=lengths, page_table=used, impl="triton")
+    out = bsk.attention_decode(q, k, v, cache_seqlens=lengths, page_table=used, impl=chosen)
     near = torch.arange(3, dtype=torch.int32, device="cuda")[None]
     small = (x[used[0].long()].contiguous() for x in (k, v))
-    exact = bsk.attention_decode(q, *small, cache_seqlens=lengths, page_table=near, impl="triton")
+    exact = bsk.attention_decode(q, *small, cache_seqlens=lengths, page_table=near, impl=chosen)
     assert out.equal(exact)
 
 

@@ -73,7 +73,10 @@ def test_a_window_may_change_without_another_graph():
 
 
 def test_auto_prefers_the_kernel_on_a_gpu():
-    assert decode_dispatch.decide("auto", problem()).chosen == "triton"
+    assert decode_dispatch.decide("auto", problem()).chosen == "sm90"
+    for sm in (80, 89, 100):
+        portable = problem(Arch("cuda", sm, 108, 166912, False))
+        assert decode_dispatch.decide("auto", portable).chosen == "triton"
     for interpreted in (False, True):
         cpu = Arch("cpu", 0, 1, 0, interpreted)
         assert decode_dispatch.decide("auto", problem(cpu)).chosen == "eager"
@@ -122,9 +125,15 @@ def test_paths_on_the_host_refuse_what_is_out_of_range(impl):
         )
 
 
-def test_no_implementation_for_hopper_alone():
+def test_auto_takes_the_portable_kernel_for_what_hopper_has_none():
+    for changes in ({"head_dim": 80}, {"page_size": 20}, {"cache_dtype": torch.float8_e4m3fn}):
+        assert decode_dispatch.decide("auto", problem(**changes)).chosen == "triton"
+
+
+def test_the_kernel_of_hopper_says_why_not():
+    pytest.importorskip("triton")
     q, k, v, spec = DecodeCase(9).build("cpu")
-    with pytest.raises(Unsupported, match="attn_decode has no sm90 implementation"):
+    with pytest.raises(Unsupported, match="needs sm_90, this is cpu"):
         attention_decode(q, k, v, cache_seqlens=spec.cache_seqlens, impl="sm90")
 
 

@@ -35,11 +35,6 @@ def problem(**changes):
         ({"varlen": True}, "packed sequences are not written yet"),
         ({"mask_block": (32, 64)}, "query blocks of 32 are not a multiple of 64"),
         ({"mask_block": (64, 32)}, "needs key blocks of 64, 128 or 256, got 32"),
-        (
-            {"mask_block": (64, 64), "max_q": 333},
-            "64 only where 4 divides the number of",
-        ),
-        ({"deterministic": True}, "adds up dq in no fixed order"),
         ({"tma": False}, "addresses and strides that are multiples of 16 bytes"),
     ],
 )
@@ -55,7 +50,9 @@ def test_why_not(changes, reason):
         {"head_dim": 8, "head_dim_v": 128},
         {"mask_block": (256, 256)},
         {"mask_block": (64, 64), "element_bits": True},
-        {"mask_block": (64, 64), "max_q": 332},
+        {"mask_block": (64, 64), "max_q": 333},
+        {"deterministic": True},
+        {"deterministic": True, "mask_block": (64, 64), "max_q": 333},
         {"mask_block": (128, 64), "max_q": 333},
         {"mask_block": (64, 128), "max_q": 333},
         {"softcap": True, "sinks": True, "banded": True},
@@ -68,6 +65,14 @@ def test_what_runs(changes):
 def test_few_queries_are_left_to_smaller_tiles():
     assert "31 queries" in attn_bwd_sm90_passed_over(problem(max_q=FEW_QUERIES - 1))
     assert attn_bwd_sm90_passed_over(problem(max_q=FEW_QUERIES)) is None
+
+
+def test_narrow_blocks_in_order_are_left_to_the_portable_kernels():
+    blocks = {"mask_block": (64, 64)}
+    assert attn_bwd_sm90_passed_over(problem(**blocks)) is None
+    assert "turns" in attn_bwd_sm90_passed_over(problem(**blocks, deterministic=True))
+    wide = problem(mask_block=(64, 128), deterministic=True)
+    assert attn_bwd_sm90_passed_over(wide) is None
 
 
 @pytest.mark.parametrize(
@@ -86,6 +91,12 @@ def test_narrow_key_blocks_are_kept_by_both_warp_groups():
     assert not wide.SHARED_KEYS and wide.tile_n == 128
 
 
+def test_only_what_was_asked_for_is_in_order():
+    assert not attn_bwd_sm90_config(problem()).ORDERED
+    config = attn_bwd_sm90_config(problem(deterministic=True))
+    assert config.ORDERED and config.visits == 2
+
+
 def test_what_describes_steps_outlives_them():
     """The producer is at most the ring ahead, the writer at most two steps behind."""
     blocks = (None, (64, 64), (64, 128), (256, 256))
@@ -98,6 +109,8 @@ def test_sections():
     assert attn_bwd_sm90_section(problem()) == 6
     assert attn_bwd_sm90_section(problem(max_q=16384, banded=True)) == 4
     assert attn_bwd_sm90_section(problem(banded=True)) == 16
+    assert attn_bwd_sm90_section(problem(max_q=16384, deterministic=True)) == 4
+    assert attn_bwd_sm90_section(problem(max_q=65536, deterministic=True)) == 1
     assert attn_bwd_sm90_section(problem(heads_kv=4)) == 1
     assert attn_bwd_sm90_section(problem(max_q=65536)) == 1
     assert attn_bwd_sm90_section(problem(max_q=16, heads_q=2, heads_kv=2)) == 2

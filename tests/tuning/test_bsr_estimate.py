@@ -2,7 +2,14 @@ import pytest
 import torch
 
 from blackwell_sparsek.core.arch import Arch
-from blackwell_sparsek.tuning.bsr_estimate import dense_seconds, packed_fill, sparse_seconds
+from blackwell_sparsek.tuning.bsr_estimate import (
+    dense_seconds,
+    packed_fill,
+    packed_seconds,
+    sparse_seconds,
+    warp_rows_seconds,
+)
+from blackwell_sparsek.tuning.bsr_warps import takes_warp_rows
 from blackwell_sparsek.tuning.problem_bsr import BsrProblem
 
 H200 = Arch("cuda", 90, 132, 232448, False)
@@ -26,13 +33,31 @@ def problem(block=(128, 128), density=0.22, n=8192, size=8192, arch=H200, **opti
         ((128, 128), 241.9 / 600 + 0.004),
         ((128, 16), 241.9 / 575 + 0.004),
         ((64, 64), 241.9 / 500 + 0.004),
-        # 39.2 % and 63.0 % of 1099.5 GFLOP once packed, plus packing 134 MB times (stored + packed)
+        # 39.2 % of 1099.5 GFLOP once packed, plus packing 134 MB times (stored + packed)
         ((32, 32), 430.6 / 500 + 0.134218 * (0.22 + 0.3916) / 3 + 0.008),
-        ((16, 16), 692.5 / 500 + 0.134218 * (0.22 + 0.6298) / 3 + 0.008),
+        # measured with warps that have a block row each, plus writing 29.5 MB as fragments
+        ((16, 16), 0.828 + 0.134218 * 2 * 0.22 / 3 + 0.008),
     ],
 )
 def test_the_founding_product_takes_what_was_measured(block, expected_ms):
     assert sparse_seconds(problem(block), "sm90") * 1e3 == pytest.approx(expected_ms, rel=0.02)
+
+
+def test_low_blocks_are_packed_only_where_that_is_faster():
+    # measured, in milliseconds: packed 0.42, 0.79, 1.45, by warps 0.48, 0.57, 0.85
+    for density, packed in ((0.05, True), (0.1, False), (0.22, False)):
+        low = problem((16, 16), density)
+        assert (packed_seconds(low) < warp_rows_seconds(low)) == packed
+        assert takes_warp_rows(low, x_transposed=False) != packed
+        assert not takes_warp_rows(low, x_transposed=True)
+    assert packed_seconds(problem((16, 16))) * 1e3 == pytest.approx(
+        692.5 / 500 + 0.134218 * (0.22 + 0.6298) / 3 + 0.008, rel=0.02
+    )
+    assert not takes_warp_rows(problem((32, 32)), x_transposed=False)
+    assert not takes_warp_rows(problem((16, 16), 0.0), x_transposed=False)
+    # as the product reads them, blocks are 32 x 16
+    assert not takes_warp_rows(problem((16, 32), dense_left=True), x_transposed=False)
+    assert takes_warp_rows(problem((32, 16), dense_left=True), x_transposed=False)
 
 
 def test_the_dense_twin_takes_the_cublas_rate_and_writing():

@@ -9,6 +9,7 @@ from blackwell_sparsek.kernels.sm90 import SMEM_BYTES
 from blackwell_sparsek.tuning.bsr_estimate import dense_seconds, sparse_seconds
 from blackwell_sparsek.tuning.bsr_sm90 import (
     narrow_sm90_config,
+    spmm_sm90_config,
     spmm_sm90_passed_over,
     spmm_sm90_unsupported,
 )
@@ -137,3 +138,19 @@ def test_estimates_take_a_batch_for_more_columns():
     batched = replace(LAYER, n=4, batch=4)
     assert sparse_seconds(batched, "sm90") == sparse_seconds(LAYER, "sm90")
     assert sparse_seconds(replace(LAYER, n=4, batch=64), "sm90") > sparse_seconds(LAYER, "sm90")
+
+
+@pytest.mark.parametrize("block", [(128, 128), (128, 16), (64, 64), (32, 32)])
+def test_a_step_of_a_wide_product_is_two_copies(block):
+    wide = replace(LAYER, block_shape=block, n=8192, dense_left=False, transposed=False)
+    config = spmm_sm90_config(wide, x_transposed=False)
+    assert (config.WIDE, config.a_copies, config.x_copies) == (True, 1, 1)
+    slabs, rows, columns = config.x_block()
+    assert (slabs * columns, rows) == (config.tile_n, config.TILE_K)
+    assert config.a_block() == [config.tile_m, config.TILE_K]
+    # 1000 columns are no whole number of slabs
+    for other in (
+        spmm_sm90_config(replace(wide, n=1000), x_transposed=False),
+        spmm_sm90_config(wide, x_transposed=True),
+    ):
+        assert not other.WIDE and other.x_block() == other.x_tile()

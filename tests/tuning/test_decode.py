@@ -19,8 +19,8 @@ LIMITS = {80: 166912, 90: 232448, 100: 232448, 103: 232448}
 def problem(sm=90, **changes):
     q, k, v, spec = DecodeCase(1, heads=(32, 8), head_dims=(128, 128)).build("cpu")
     kind = "cuda" if sm else "cpu"
-    arch = Arch(kind, sm, 132, 0, sm == 0)
-    return dataclasses.replace(DecodeProblem.of(q, k, v, spec), arch=arch, **changes)
+    changes.setdefault("arch", Arch(kind, sm, 132, 0, sm == 0))
+    return dataclasses.replace(DecodeProblem.of(q, k, v, spec), **changes)
 
 
 @pytest.mark.parametrize("sm", ARCHS)
@@ -46,6 +46,17 @@ def test_stages_fit_shared_memory(sm):
         assert stages + config.tile_m * dim * 4 <= LIMITS.get(sm, 101376), (dtype, dim, config)
 
 
+@pytest.mark.parametrize("sms", [36, 78, 114, 132, 144])
+def test_programs_of_hopper(sms):
+    """Two on an SM, a third one for fp8 where softmaxes are many."""
+    arch = Arch("cuda", 90, sms, 0, False)
+    few, many = (problem(arch=arch, batch=batch) for batch in (1, 64))
+    for asked in (few, many, dataclasses.replace(few, cache_dtype=torch.float8_e4m3fn)):
+        assert 1 <= attn_decode_config(asked, "ieee").programs <= 2 * sms
+    fp8 = dataclasses.replace(many, cache_dtype=torch.float8_e4m3fn)
+    assert attn_decode_config(fp8, "ieee").programs == 3 * sms
+
+
 def test_rows_fit_tiles():
     for q_len, tile_m in ((1, 16), (4, 16), (5, 32), (8, 32), (9, 64), (16, 64), (64, 64)):
         assert attn_decode_config(problem(q_len=q_len), "ieee").tile_m == tile_m
@@ -55,16 +66,15 @@ def test_compile_cases_are_what_is_launched():
     pytest.importorskip("triton")
     from blackwell_sparsek.kernels.attention import decode_cases
 
-    for call, tiles in decode_cases.BUILDS.items():
+    for call, configs in decode_cases.BUILDS.items():
         cache = call.cache or call.dtype
-        for sm, tile in tiles.items():
+        for sm, config in configs.items():
             asked = problem(
                 sm, dtype=call.dtype, cache_dtype=cache, head_dim=call.head_dim,
-                head_dim_v=call.head_dim, q_len=call.rows // 4,
+                head_dim_v=call.head_dim, q_len=call.rows // 4, batch=call.batch,
             )  # fmt: skip
-            config = attn_decode_config(asked, "ieee")
-            launched = (config.tile_m, config.tile_n, config.num_warps, config.num_stages)
-            assert launched == tile, call.name(sm)
+            launched = attn_decode_config(asked, "ieee")
+            assert dataclasses.replace(launched, programs=config.programs) == config, call.name(sm)
 
 
 @pytest.mark.parametrize(

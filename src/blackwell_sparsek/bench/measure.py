@@ -1,7 +1,9 @@
 """Running one case: every peer is checked, then all that passed are timed against one another."""
 
+import contextlib
+import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from .timing import (
     time_reported,
     time_sustained,
 )
+
+# Compilers of some peers may take minutes, or wait for one another for ever.
+_LONGEST_START_S = 40.0
 
 Stage = Callable[[str, str], None]
 """Told what happens now, and which peer would be to blame if the process ended there."""
@@ -60,13 +65,16 @@ def measure(
                 entry["n/a"] = reason
                 continue
             stage(f"checking {name}", name)
-            contender = peer.prepare(inputs)
-            result_of_run = contender.run()
+            with time_limit(_LONGEST_START_S):
+                contender = peer.prepare(inputs)
+                result_of_run = contender.run()
         except NotImplementedError as error:
             entry["n/a"] = told(error)
             continue
         except Exception as error:  # the others still run
             entry["crashed"] = told(error)
+            if isinstance(error, TookTooLong):
+                entry["too_slow"] = True
             _raise_if_lost(device, name)
             continue
         try:
@@ -147,7 +155,7 @@ def _interleaved(runs: dict[str, Run], device: torch.device, seconds: float) -> 
 
 
 def _sustained(runs: dict[str, Run], device: torch.device, seconds: float) -> dict[str, Timing]:
-    return time_sustained(runs, device, block_s=seconds / 2)
+    return time_sustained(runs, device, block_s=seconds / 4)
 
 
 _Timer = Callable[[dict[str, Run], torch.device, float], dict[str, Timing]]
@@ -158,6 +166,30 @@ _TIMERS: dict[str, _Timer] = {
     HOST: time_host,
     REPORTED: time_reported,
 }
+
+
+class TookTooLong(RuntimeError):
+    """A peer was stopped before its first result."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TookTooLong` in what runs inside; nothing where signals cannot (other threads)."""
+
+    def stop(*_: Any) -> None:
+        raise TookTooLong(f"no result after {seconds:.0f} s")
+
+    try:
+        old = signal.signal(signal.SIGALRM, stop)
+    except (AttributeError, ValueError):  # no such signal here, or not the main thread
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
 
 
 def _raise_if_lost(device: torch.device, peer: str) -> None:

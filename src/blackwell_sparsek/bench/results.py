@@ -20,6 +20,29 @@ def write(document: dict[str, Any], path: pathlib.Path) -> None:
     os.replace(beside, path)
 
 
+def mark_running(path: pathlib.Path, case: str, peer: str) -> None:
+    """Note beside the results what is at work: that is to blame if the process ends there."""
+    _beside(path).write_text(json.dumps([case, peer]))
+
+
+def running(path: pathlib.Path, *, forget: bool = False) -> tuple[str, str] | None:
+    """The case and the peer at work on the results in `path`; None when they are complete."""
+    note = _beside(path)
+    if not note.exists():
+        return None
+    try:
+        case, peer = json.loads(note.read_text())
+    except ValueError:  # the process ended while it wrote the note
+        case, peer = "", ""
+    if forget:
+        note.unlink()
+    return case, peer
+
+
+def _beside(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(path.name + ".running")
+
+
 def read(path: pathlib.Path) -> dict[str, Any]:
     """A results file of `bsk bench`, older schemas brought up to date."""
     try:

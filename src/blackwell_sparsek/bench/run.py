@@ -49,6 +49,7 @@ def run_suite(
         if path:
             results.write(document, path)
 
+    keep()
     with ClockLog(device) as clocks, torch.no_grad(), _terminated_as_interrupt(), progress:
         try:
             for index, case in enumerate(cases):
@@ -62,8 +63,7 @@ def run_suite(
                     if text:
                         progress.stage(index, f"{case.name}: {text}")
                     if path:
-                        # what takes the process down is found under this key
-                        results.write(document | {"running": [case.name, peer]}, path)
+                        results.mark_running(path, case.name, peer)
 
                 result = measure(
                     case,
@@ -75,18 +75,25 @@ def run_suite(
                     modes=modes,
                     crashed=crashed,
                 )
+                for name, entry in result["peers"].items():
+                    if entry.pop("too_slow", False):
+                        # not again in each of the cases that follow
+                        crashed[name] = f"{entry['crashed']} on {case.name}"
                 result["ratios"] = ratios(result, suite)
                 document["cases"].append(result)
                 progress.done(index, case.name, result, suite)
                 keep()
-                _release(device)
+                release(device)
         except KeyboardInterrupt:
             document["interrupted"] = True
         except ContextLost as error:
             document["lost"] = told(error)
+            keep()
             if path:
                 raise
         keep()
+    if path:
+        results.running(path, forget=True)
     return document
 
 
@@ -115,7 +122,7 @@ def failures(document: dict[str, Any], ours: str = "bsk") -> list[str]:
     return found
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
     """The tensors of one case must not be in the way of the next."""
     gc.collect()
     if device.type == "cuda":

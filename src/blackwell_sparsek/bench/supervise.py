@@ -1,35 +1,38 @@
-"""A suite in a process of its own: a peer that takes it down is noted, and the rest goes on."""
+"""Suites in a process of their own: a peer that takes it down is noted, and the rest goes on."""
 
 import pathlib
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import results
 
 # Exit status of a worker whose GPU context a peer has broken.
 LOST = 70
-_MOST_STARTS = 8
+_MOST_STARTS = 16
 
 
-def run_worker(command: list[str], path: pathlib.Path) -> int:
-    """Run `command` until it ends by itself; the status it ended with.
+def run_worker(command: Callable[[int, bool], list[str]], paths: Sequence[pathlib.Path]) -> int:
+    """Run a worker until it ends by itself; the status it ended with.
 
-    The worker keeps its results in `path`, and under the key `running` the case and the peer at
-    work. When it dies, that peer is marked there as crashed and the worker starts again.
+    The worker keeps results in `paths`, one after the other, and notes beside them the case and
+    the peer at work. When it dies, that peer is marked there as crashed and another worker goes on.
+    `command(first, again)` begins with `paths[first]`; `again`, with the cases it has already.
     """
-    path.unlink(missing_ok=True)
-    status = 0
+    for path in paths:
+        results.running(path, forget=True)
+    status, first, again = 0, 0, False
     for _ in range(_MOST_STARTS):
-        status = _wait(subprocess.Popen(command))
+        status = _wait(subprocess.Popen(command(first, again)))
         if status != LOST and status >= 0:
             return status
         how = "broke the GPU context" if status == LOST else f"died of {_signal_name(-status)}"
-        if not _blame(path, how):
+        if (ended := _blame(paths, how)) is None:
             break
-    document = results.read(path) if path.exists() else None
-    if document is None:
+        first, again = ended, True
+    if not any(path.exists() for path in paths):
         raise RuntimeError(f"the benchmark process ended with status {status} and left no results")
     return status
 
@@ -55,18 +58,23 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _blame(path: pathlib.Path, how: str) -> bool:
-    """Mark what was at work as crashed; False where that is unknown, or was tried before.
+def _blame(paths: Sequence[pathlib.Path], how: str) -> int | None:
+    """Mark what was at work as crashed; None where that is unknown, or was tried before.
 
     While peers are timed in turns nobody can tell which of them it was: the case is given up.
     """
-    if not path.exists():
-        return False
+    for index, path in enumerate(paths):
+        running = results.running(path, forget=True)
+        if running is not None and path.exists():
+            return index if _blamed(path, how, *running) else None
+    return None
+
+
+def _blamed(path: pathlib.Path, how: str, case: str, peer: str) -> bool:
     document = results.read(path)
-    case, peer = document.pop("running", (None, None))
     reason = document.pop("lost", None)
     told = f"{how} ({reason})" if reason else how
-    known = case is not None and peer not in document.get("crashed", {})
+    known = bool(case) and peer not in document.get("crashed", {})
     if known and peer:
         document.setdefault("crashed", {})[peer] = f"{told} on {case}"
         print(f"{peer} {told} on {case}: going on without it", file=sys.stderr, flush=True)
@@ -76,10 +84,3 @@ def _blame(path: pathlib.Path, how: str) -> bool:
         print(f"{case}: {error}: going on with the next", file=sys.stderr, flush=True)
     results.write(document, path)
     return known
-
-
-def resumable(path: pathlib.Path) -> dict[str, Any]:
-    """The document of an earlier worker."""
-    document = results.read(path)
-    document.pop("running", None)
-    return document

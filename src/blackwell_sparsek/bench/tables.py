@@ -12,40 +12,35 @@ from .peer_tables import MODE_HEADS, heading, notes, number, peer_tables, table,
 from .report.figures import Figure, figures_of
 from .report.page import colours_of
 from .report.standalone import standalone
+from .summary import summary
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 RESULTS = pathlib.Path("benchmarks/results")
-# What each page shows: README.md what a reader wants first, the other page everything.
-PAGES = {
-    pathlib.Path("README.md"): (
-        "matmul_founding",
-        "attention_dense",
-        "attention_small",
-        "attention_window",
-        "block_sparse",
-        "decode",
-        "llama_prefill",
-        "llama_decode",
-    ),
-    pathlib.Path("docs/results.md"): (
-        "matmul_founding",
-        "matmul_decode",
-        "matmul_crossover",
-        "matmul_square",
-        "matmul_llama",
-        "attention_dense",
-        "attention_window",
-        "attention_small",
-        "block_sparse",
-        "mask_building",
-        "backward",
-        "decode",
-        "llama_prefill",
-        "llama_decode",
-        "host",
-        "first_call",
-    ),
-}
+# The order in which pages show suites: README.md one line of each, the other page everything.
+SUITES = (
+    "matmul_founding",
+    "matmul_decode",
+    "matmul_crossover",
+    "matmul_square",
+    "matmul_llama",
+    "attention_dense",
+    "attention_window",
+    "attention_small",
+    "attention_varlen",
+    "block_sparse",
+    "mask_building",
+    "backward",
+    "training",
+    "decode",
+    "llama_prefill",
+    "llama_decode",
+    "host",
+    "first_call",
+)
+SUMMARY = pathlib.Path("README.md")
+PAGES = (SUMMARY, pathlib.Path("docs/results.md"))
+# Suites whose plots the summary shows.
+PLOTTED = ("matmul_founding", "attention_dense")
 PLOTS = pathlib.Path("docs/plots")
 
 
@@ -136,16 +131,27 @@ def _has(entry: dict[str, Any], mode: str) -> bool:
 
 def section_of(page: pathlib.Path, folder: pathlib.Path) -> str:
     """What belongs between the markers of a page, given the committed results; may be empty."""
+    documents = committed(folder)
+    if page == SUMMARY:
+        shown = [document for document in documents if document["suite"] in PLOTTED]
+        parts = [summary(documents), *(link for d in shown for link in _links(d, page))]
+        return "\n\n".join(part for part in parts if part)
     parts = []
-    for suite in PAGES[page]:
-        path = folder / f"{suite}.json"
-        if path.exists():
-            document = results.read(path)
-            heading, *tables = suite_tables(document).split("\n\n")
-            above = "../" * (len(page.parts) - 1)
-            links = [f"![{plot.caption}]({above}{name})" for name, plot in headline(document)]
-            parts.append("\n\n".join([heading, *links, *tables]))
+    for document in documents:
+        heading, *tables = suite_tables(document).split("\n\n")
+        parts.append("\n\n".join([heading, *_links(document, page), *tables]))
     return "\n\n".join(parts)
+
+
+def committed(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The results files of the suites that pages show, in their order."""
+    paths = [folder / f"{suite}.json" for suite in SUITES]
+    return [results.read(path) for path in paths if path.exists()]
+
+
+def _links(document: dict[str, Any], page: pathlib.Path) -> list[str]:
+    above = "../" * (len(page.parts) - 1)
+    return [f"![{plot.caption}]({above}{name})" for name, plot in headline(document)]
 
 
 def with_section(text: str, section: str) -> str:
@@ -169,9 +175,7 @@ def headline(document: dict[str, Any]) -> list[tuple[str, Figure]]:
 
 def plot_files(folder: pathlib.Path) -> dict[str, str]:
     """Every plot that the pages show, by the name of its file."""
-    suites = dict.fromkeys(suite for shown in PAGES.values() for suite in shown)
-    paths = [folder / f"{suite}.json" for suite in suites]
-    documents = [results.read(path) for path in paths if path.exists()]
+    documents = committed(folder)
     found = (plot for document in documents for plot in headline(document))
     return {name: standalone(figure) for name, figure in found}
 

@@ -12,6 +12,8 @@ Run = Callable[[], Any]
 
 # Larger than the last-level cache of any current GPU.
 _FLUSH_BYTES = 256 * 2**20
+# Most times that the cache is overwritten ahead of a sample, to give a slow host time.
+_MOST_FLUSHES = 8
 # Below this a CPU sample is repeated: the clock and a cold cache line would show.
 _SHORTEST_SAMPLE_S = 2e-3
 
@@ -55,7 +57,7 @@ def time_interleaved(
     ----------
     contenders : name to a function without arguments
     device : a CUDA device is timed with events, after its L2 cache has been overwritten
-    budget_s : how long all rounds together should take
+    budget_s : how long all rounds together should take; who takes longer alone has two rounds
     rounds : fewest and most rounds, whatever the budget
     progress : called with (rounds done, rounds)
 
@@ -77,6 +79,7 @@ def time_interleaved(
     repeats = {name: sample.repeats(seconds) for name, seconds in once.items()}
     round_s = sum(repeats[name] * seconds for name, seconds in once.items())
     count = max(fewest, min(most, int(budget_s / max(round_s, 1e-9))))
+    long_s = budget_s or float("inf")
 
     timings = {name: Timing() for name in contenders}
     names = list(contenders)
@@ -84,7 +87,8 @@ def time_interleaved(
         # rotated, so that nobody always follows the same neighbour
         turn = done % len(names)
         for name in names[turn:] + names[:turn]:
-            timings[name].seconds.append(sample(contenders[name], repeats[name]))
+            if done < 2 or once[name] <= long_s:
+                timings[name].seconds.append(sample(contenders[name], repeats[name]))
         if progress:
             progress(done + 1, count)
     return timings
@@ -187,25 +191,40 @@ class _CpuSample:
 
 
 class _CudaSample:
-    """Seconds per call on the device, from a cold L2 cache."""
+    """Seconds per call on the device, from a cold L2 cache.
+
+    The device overwrites its cache while the host queues the call, and does so again where the
+    host takes longer than that: what calls cost the host is not in these times.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+        self.flushes: dict[Run, int] = {}
 
     @staticmethod
     def repeats(seconds: float) -> int:
         return 1
 
     def __call__(self, run: Run, repeats: int) -> float:
+        flushes = self.flushes.setdefault(run, 1)
+        seconds, waited = self._once(run, repeats, flushes)
+        while waited and flushes < _MOST_FLUSHES:
+            flushes = self.flushes[run] = 2 * flushes
+            seconds, waited = self._once(run, repeats, flushes)
+        return seconds
+
+    def _once(self, run: Run, repeats: int, flushes: int) -> tuple[float, bool]:
+        """Seconds per call, and whether the device was done with the cache before the host."""
         with torch.cuda.device(self.device):
             event: Callable[..., Any] = torch.cuda.Event
             start, end = event(enable_timing=True), event(enable_timing=True)
-            # the flush also keeps the device busy while the host queues the call
-            self.flush.zero_()
+            for _ in range(flushes):
+                self.flush.zero_()
             start.record()
             for _ in range(repeats):
                 run()
             end.record()
+            waited = bool(start.query())
             end.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3 / repeats
+        return float(start.elapsed_time(end)) * 1e-3 / repeats, waited

@@ -1,6 +1,8 @@
 """Search for the best tile of a kernel on this GPU: correct first, then fastest."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,11 +10,14 @@ import torch
 from ..formats.attention_spec import AttnSpec, empty_lse, empty_out
 from ..formats.band import band_of
 from ..kernels.attention.config import AttnFwdConfig
+from ..ops.bsr_operands import rows_product
 from ..tuning.attention import attn_fwd_config
+from ..tuning.bsr import spmm_config, spmm_config_of, spmm_facts
 from ..tuning.problem_attention import AttnProblem
 from ..tuning.tuned import Tile, key_of
 from .measure import told
 from .problems.attention import Attention, AttentionInputs
+from .problems.product import Product
 from .timing import time_interleaved
 
 # A tile must be this much faster than the built-in one to be written down.
@@ -23,6 +28,8 @@ PROBLEMS = (
     Attention(1, 16, 8192, 128, block=(128, 128), density=0.25),
     Attention(1, 16, 8192, 128, block=(64, 64), density=0.25),
 )
+PRODUCTS = tuple(Product(4096, 4096, 4096, (side, side), 0.25) for side in (128, 64, 32, 16))
+Say = Callable[[str], None]
 
 
 def candidates(built_in: Tile, block_q: int | None) -> Iterator[Tile]:
@@ -37,10 +44,18 @@ def candidates(built_in: Tile, block_q: int | None) -> Iterator[Tile]:
                         yield tile
 
 
+def product_candidates(built_in: Tile) -> Iterator[Tile]:
+    """Columns, steps, warps and stages of a product, the built-in ones first."""
+    yield built_in
+    for n, k, warps, stages in itertools.product((64, 128, 256), (32, 64), (4, 8), (3, 4, 5)):
+        if (n, k, warps, stages) != built_in:
+            yield n, k, warps, stages
+
+
 def tune_attention(
     problem: Attention,
     device: torch.device,
-    say: Callable[[str], None],
+    say: Say,
     time_all: Callable[..., Any] = time_interleaved,
 ) -> tuple[str, Tile] | None:
     """The key and the best tile of a problem, or None where the built-in one is best."""
@@ -48,23 +63,70 @@ def tune_attention(
 
     inputs = problem.build(device)
     facts, built_in, spec = _attention_facts(inputs)
-    block_q = problem.block[0] if problem.block else None
-    runs = {}
-    for tile in candidates(built_in, block_q):
 
-        def run(tile: Tile = tile) -> torch.Tensor:
-            out, lse = empty_out(inputs.q, inputs.v.shape[-1]), empty_lse(inputs.q)
-            config = AttnFwdConfig(*tile, facts[-1])
-            launch_attn_fwd(out, lse, inputs.q, inputs.k, inputs.v, spec, config)
-            return out
+    def run(tile: Tile) -> torch.Tensor:
+        out, lse = empty_out(inputs.q, inputs.v.shape[-1]), empty_lse(inputs.q)
+        config = AttnFwdConfig(*tile, facts[-1])
+        launch_attn_fwd(out, lse, inputs.q, inputs.k, inputs.v, spec, config)
+        return out
 
+    tiles = candidates(built_in, problem.block[0] if problem.block else None)
+    winner = _fastest(problem.title, tiles, run, inputs.check(), device, say, time_all)
+    return None if winner is None else (key_of(facts), winner)
+
+
+def tune_product(
+    product: Product,
+    device: torch.device,
+    say: Say,
+    time_all: Callable[..., Any] = time_interleaved,
+) -> tuple[str, Tile] | None:
+    """The key and the best tile of a product, or None where the built-in one is best."""
+    from ..kernels.bsr.plan import spmm_plan
+    from ..kernels.bsr.spmm import launch_spmm
+
+    inputs = product.build(device)
+    sparse = inputs.sparse
+    given = (sparse.storage, sparse.pattern.tensors(), list(sparse.pattern.shape), False, inputs.x)
+    rows = rows_product(*given, False, None, None, None, None)
+    built_in = spmm_config(rows.problem, "ieee")
+    first = (built_in.tile_n, built_in.tile_k, built_in.num_warps, built_in.num_stages)
+
+    def run(tile: Tile) -> torch.Tensor:
+        config = spmm_config_of(rows.problem, "ieee", tile)
+        plan = spmm_plan(rows.indptr, sparse.storage.shape[0], rows.cols_b, config.chunk)
+        ((out, x),) = rows.parts
+        fixed = (rows.blocks, rows.indices, rows.perm)
+        launch_spmm(out, *fixed, x, None, None, None, plan, config)
+        return rows.out
+
+    block = f"{product.block[0]}x{product.block[1]}"
+    title = f"{product.rows}^3, blocks {block} at {product.density:.0%}"
+    tiles = product_candidates(first)
+    winner = _fastest(title, tiles, run, inputs.check(), device, say, time_all)
+    return None if winner is None else (key_of(spmm_facts(rows.problem, "ieee")), winner)
+
+
+def _fastest(
+    title: str,
+    tiles: Iterable[Tile],
+    run: Callable[[Tile], torch.Tensor],
+    check: Callable[[torch.Tensor], None],
+    device: torch.device,
+    say: Say,
+    time_all: Callable[..., Any],
+) -> Tile | None:
+    """The fastest of those that are right, or None where the first is as good."""
+    built_in, runs = None, {}
+    for tile in tiles:
+        built_in = built_in or tile
         try:
-            inputs.check()(run())
+            check(run(tile))
         except Exception as error:  # shared memory, registers, a wrong result: no candidate
-            say(f"{problem.title}: {tile}: {told(error)}")
+            say(f"{title}: {tile}: {told(error)}")
             continue
-        runs[tile] = run
-    if built_in not in runs:
+        runs[tile] = partial(run, tile)
+    if built_in is None or built_in not in runs:
         return None
     # a first look at all, then a fair race of the best four with the built-in one
     first = time_all({str(t): r for t, r in runs.items()}, device, budget_s=0.5, rounds=(3, 10))
@@ -73,8 +135,8 @@ def tune_attention(
     times = time_all({str(t): r for t, r in final.items()}, device, budget_s=1.0, rounds=(9, 50))
     winner = min(final, key=lambda tile: times[str(tile)].median)
     gain = times[str(built_in)].median / times[str(winner)].median
-    say(f"{problem.title}: best {winner}, {gain:.3f}x the built-in {built_in}")
-    return (key_of(facts), winner) if gain >= WORTH else None
+    say(f"{title}: best {winner}, {gain:.3f}x the built-in {built_in}")
+    return winner if gain >= WORTH else None
 
 
 def _attention_facts(inputs: AttentionInputs) -> tuple[tuple[Any, ...], Tile, AttnSpec]:

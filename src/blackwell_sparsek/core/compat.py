@@ -14,6 +14,8 @@ MIN_TORCH = (2, 10)
 MIN_TRITON = (3, 6)
 # The release whose private launcher `kernel_launcher` knows.
 LAUNCHER_TRITON = (3, 6)
+# The release in whose machine code the assumptions of `device/gluon/warps.py` were checked.
+WARPS_TRITON = (3, 6)
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -42,6 +44,11 @@ def why_no_triton() -> str | None:
     if version < MIN_TRITON:
         return f"triton {version[0]}.{version[1]} is older than {MIN_TRITON[0]}.{MIN_TRITON[1]}"
     return None
+
+
+def warps_may_part() -> bool:
+    """Whether warps of a program may go their own ways, as `device/gluon/warps.py` lets them."""
+    return triton_version() == WARPS_TRITON
 
 
 class KernelLauncher(NamedTuple):

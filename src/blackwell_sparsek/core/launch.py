@@ -61,6 +61,21 @@ def recording() -> Iterator[_Recording]:
         _recording.reset(token)
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Inside, launches are nobody's: for what is made once and kept."""
+    token = _recording.set(None)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether somebody notes what is launched, who would miss launches that are repeated."""
+    return _recording.get() is not None
+
+
 def launch(kernel: Any, grid: int, args: Sequence[Any], **options: Any) -> None:
     """Run `kernel` on `grid` programs with all its parameters in order, constants included."""
     compiled = kernel[(grid,)](*args, **options)

@@ -97,10 +97,81 @@ def cache_tile(
 
 
 @triton.jit
+def listed_block(tile, offs_n, cache, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """What the list has for the keys of a tile: a block, -1 past the end; 0 without lists.
+
+    A number for all keys unless blocks cut tiles.
+    """
+    if BLOCK_KV is None:
+        block = tile - tile
+    else:
+        place = tile * TILE_N
+        if BLOCK_KV % TILE_N != 0:
+            place += offs_n
+        entry = place // BLOCK_KV
+        block = tl.load(cache[0][1] + cache[0][3] + entry, mask=entry < cache[3], other=-1)
+    return block
+
+
+@triton.jit
+def clamped_tile(
+    tile, block, offs_n, cache,
+    TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """As `cache_tile` with the `listed_block`, and with one look-up where a page holds the tile.
+
+    Returns positions, slab, row, and whether the keys are readable, listed, wrong. Keys outside of
+    `[kv_lo, kv_hi)` have the row of the nearest one inside, which is in the same block: what is
+    read there is finite, and a mask by position hides it. So the last three are the same for all
+    keys, scalars, unless pages or blocks cut tiles.
+    """
+    tables, batch, num_pages, _, capacity, kv_lo, kv_hi = cache
+    PAGES_CUT: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % TILE_N != 0
+    BLOCKS_CUT: tl.constexpr = BLOCK_KV is not None and BLOCK_KV % TILE_N != 0
+    place = tile * TILE_N
+    keys = offs_n
+    if PAGES_CUT or BLOCKS_CUT:
+        place += offs_n
+        keys = offs_n - offs_n
+    if BLOCK_KV is None:
+        start = place
+        lo = kv_lo
+        hi = kv_hi
+        readable = (place >= 0) & (kv_lo < kv_hi)
+        listed = place >= 0
+        wrong = place < 0
+    else:
+        listed = (block >= 0) & (block < (capacity + BLOCK_KV - 1) // BLOCK_KV)
+        wrong = (block != -1) & (listed == 0)
+        begin = tl.where(listed, block, 0) * BLOCK_KV
+        start = begin + place % BLOCK_KV
+        lo = tl.maximum(kv_lo, begin)
+        hi = tl.minimum(kv_hi, begin + BLOCK_KV)
+        readable = listed & (lo < hi)
+    kv_pos = start + keys
+    slab = batch
+    row = tl.maximum(tl.minimum(kv_pos, hi - 1), lo)
+    if PAGE_SIZE is not None:
+        page = tl.maximum(tl.minimum(start, hi - 1), lo) // PAGE_SIZE
+        slab = tl.load(tables[0] + tables[2] + page, mask=readable, other=-1)
+        if PAGE_SIZE & (PAGE_SIZE - 1) == 0:
+            row &= PAGE_SIZE - 1
+        else:
+            row -= page * PAGE_SIZE
+        exists = (slab >= 0) & (slab < num_pages)
+        wrong = wrong | (readable & (exists == 0))
+        readable = readable & exists
+    return kv_pos, slab, row, readable, listed, wrong
+
+
+@triton.jit
 def load_cache_rows(base_ptr, slab, row, strides, live, offs_d, HEAD_DIM: tl.constexpr):
-    """Rows [TILE_N, columns] of a cache with strides (slab, head, token); 0 where not live."""
+    """Rows [TILE_N, columns] of a cache with strides (slab, head, token); 0 where not live.
+
+    `live` is one for each row or one for all.
+    """
     offset = tl.cast(slab, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[2]
-    mask = live[:, None]
+    mask = live[:, None] if len(live.shape) == 1 else live
     if offs_d.shape[0] != HEAD_DIM:
         mask = mask & (offs_d < HEAD_DIM)[None, :]
     return tl.load(base_ptr + offset[:, None] + offs_d[None, :], mask=mask, other=0.0)

@@ -16,6 +16,8 @@ from .softmax import init_state, join_states
 
 # Parts read at a time: enough loads in flight to hide that they come from the L2.
 PARTS = tl.constexpr(16)
+# Columns of a part that a thread reads at once.
+VECTOR = tl.constexpr(4)
 # Rows merged at a time: those of a common group of heads.
 MERGED_ROWS = tl.constexpr(4)
 
@@ -53,6 +55,15 @@ def is_last(counter_ptr, num_parts):
 
 
 @triton.jit
+def merged_places(first_row, TILE_DV: tl.constexpr):
+    """Rows [pieces] and columns [pieces, VECTOR] of MERGED_ROWS rows, cut into pieces."""
+    PIECES: tl.constexpr = TILE_DV // VECTOR
+    pieces = tl.arange(0, MERGED_ROWS * PIECES)
+    columns = (pieces % PIECES * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
+    return first_row + pieces // PIECES, columns
+
+
+@triton.jit
 def merge_parts(
     acc_ptr,
     state_ptr,
@@ -63,27 +74,25 @@ def merge_parts(
     TILE_M: tl.constexpr,
     TILE_DV: tl.constexpr,
 ):
-    """State and accumulators [MERGED_ROWS, TILE_DV] of the rows from `first_row` on."""
-    rows = first_row + tl.arange(0, MERGED_ROWS)
-    offs_d = tl.arange(0, TILE_DV)
-    live_row = rows < num_rows
-    m_log2, row_sum = init_state(rows)
-    acc = tl.zeros([MERGED_ROWS, TILE_DV], tl.float32)
+    """State and accumulators of the rows from `first_row` on, placed as by `merged_places`.
+
+    A thread has the same columns of all parts, so that no thread waits for another.
+    """
+    rows, columns = merged_places(first_row, TILE_DV)
+    live_row = (rows < num_rows)[:, None, None]
+    m_log2, row_sum = init_state(rows[:, None])
+    acc = tl.zeros(columns.shape, tl.float32)
+    inside = (rows[:, None] * TILE_DV + columns)[:, None, :]
     for first in range(0, num_parts, PARTS):
-        part = first + tl.arange(0, PARTS)
+        part = first + tl.arange(0, PARTS)[None, :, None]
         slot = part_slot(first_program + part, first_program)
-        live = (part < num_parts)[:, None] & live_row[None, :]
-        state = state_ptr + slot[:, None] * (2 * TILE_M) + rows[None, :]
+        live = (part < num_parts) & live_row
+        state = state_ptr + slot * (2 * TILE_M) + rows[:, None, None]
         # past the L1, which does not see what other SMs write
         m_parts = tl.load(state, live, other=-float("inf"), cache_modifier=".cg")
         sum_parts = tl.load(state + TILE_M, live, other=0.0, cache_modifier=".cg")
-        offsets = tl.cast(slot, tl.int64)[:, None] * (TILE_M * TILE_DV) + rows[None, :] * TILE_DV
-        parts = tl.load(
-            acc_ptr + offsets[:, :, None] + offs_d[None, None, :],
-            live[:, :, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
+        offsets = tl.cast(slot, tl.int64) * (TILE_M * TILE_DV) + inside
+        parts = tl.load(acc_ptr + offsets, live, other=0.0, cache_modifier=".cg")
         m_log2, row_sum, rescale, factors = join_states(m_log2, row_sum, m_parts, sum_parts)
-        acc = acc * rescale[:, None] + tl.sum(parts * factors[:, :, None], 0)
-    return m_log2, row_sum, acc
+        acc = acc * rescale + tl.sum(parts * factors, 1)
+    return tl.reshape(m_log2, rows.shape), tl.reshape(row_sum, rows.shape), acc

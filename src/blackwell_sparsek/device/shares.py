@@ -25,5 +25,8 @@ def owner_of(piece, total, programs):
     more = total - each * programs
     # the first `more` stretches are one piece longer
     longer = more * (each + 1)
-    rest = more + (piece - longer) // tl.maximum(each, 1)
-    return tl.where(piece < longer, piece // (each + 1), rest)
+    early = piece < longer
+    size = each + tl.where(early, 1, 0)
+    # one division: they take long, and nothing can begin before they are done
+    rest = tl.where(early, piece, piece - longer) // tl.maximum(size, 1)
+    return rest + tl.where(early, 0, more)

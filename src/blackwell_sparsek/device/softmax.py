@@ -30,17 +30,40 @@ def _safe_shift(m_log2):
 
 
 @triton.jit
+def weigh(m_log2, s, scale_log2):
+    """Take raw scores `s` [rows, keys], -inf where masked, into the maximum; `scale_log2` > 0.
+
+    Returns the new maximum, the weights p [rows, keys], and the factor that older sums and
+    accumulators of each row take.
+    """
+    m_new = tl.maximum(m_log2, tl.max(s, 1) * scale_log2)
+    shift = _safe_shift(m_new)
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    return m_new, p, tl.exp2(m_log2 - shift)
+
+
+@triton.jit
 def softmax_step(m_log2, row_sum, s, scale_log2):
     """Take in raw scores `s` [rows, keys], -inf where masked; `scale_log2` > 0.
 
     Returns the new state, the weights p [rows, keys], and the factor that older accumulators of
     each row take.
     """
-    m_new = tl.maximum(m_log2, tl.max(s, 1) * scale_log2)
-    shift = _safe_shift(m_new)
-    p = tl.exp2(s * scale_log2 - shift[:, None])
-    rescale = tl.exp2(m_log2 - shift)
+    m_new, p, rescale = weigh(m_log2, s, scale_log2)
     return m_new, row_sum * rescale + tl.sum(p, 1), p, rescale
+
+
+@triton.jit
+def softmax_step_down(m_log2, sums, s, scale_log2):
+    """As `softmax_step` of scores [keys, rows], with a `scale_log2` for each row.
+
+    `sums` [keys, rows] are still to be added up.
+    """
+    m_new = tl.maximum(m_log2, tl.max(s, 0) * scale_log2)
+    shift = _safe_shift(m_new)
+    p = tl.exp2(s * scale_log2[None, :] - shift[None, :])
+    rescale = tl.exp2(m_log2 - shift)
+    return m_new, sums * rescale[None, :] + p, p, rescale
 
 
 @triton.jit
@@ -55,15 +78,15 @@ def add_sink(m_log2, row_sum, sink):
 
 @triton.jit
 def join_states(m_log2, row_sum, m_parts, sum_parts):
-    """Take the states [parts, rows] of other softmaxes over the same rows into one [rows].
+    """Take the states [rows, parts, 1] of other softmaxes over the same rows into one [rows, 1].
 
     Returns the new state, the factor for its older accumulators, and that for each part's.
     """
-    m_new = tl.maximum(m_log2, tl.max(m_parts, 0))
+    m_new = tl.maximum(m_log2, tl.max(m_parts, 1))
     shift = _safe_shift(m_new)
     rescale = tl.exp2(m_log2 - shift)
-    factors = tl.exp2(m_parts - shift[None, :])
-    return m_new, row_sum * rescale + tl.sum(sum_parts * factors, 0), rescale, factors
+    factors = tl.exp2(m_parts - shift[:, None, :])
+    return m_new, row_sum * rescale + tl.sum(sum_parts * factors, 1), rescale, factors
 
 
 @triton.jit

@@ -59,7 +59,8 @@ def lists_from_sorted(
     bounds = torch.searchsorted(group, probes).to(torch.int32)
     return BlockLists(
         bounds[::2].contiguous(),
-        bounds[1::2].contiguous(),
+        # a view of one number would be misaligned, and kernels compiled again for it
+        bounds[1::2].clone(),
         cols.to(torch.int32),
         bits_id.to(torch.int32),
     )

@@ -125,18 +125,22 @@ def visible_blocks(mask: BlockMask, band: Band) -> torch.Tensor:
 def _visible(lists: BlockLists, sides: _Sides, band: Band) -> torch.Tensor:
     if band == EVERYTHING:
         return lists.indptr[1:] - lists.indptr[:-1]
-    lo, hi = _blocks_in_band(sides, lists.indptr.device)
+    lo, hi = blocks_in_band(*sides, lists.indptr.device)
     row = lists.row_indices() % max(lo.numel(), 1)
     seen = (lists.indices >= lo[row]) & (lists.indices < hi[row])
     before = torch.nn.functional.pad(torch.cumsum(seen, 0, dtype=torch.int32), (1, 0))
     return before[lists.indptr[1:]] - before[lists.indptr[:-1]]
 
 
-def _blocks_in_band(
-    sides: _Sides, device: torch.device | None
+def blocks_in_band(
+    lengths: tuple[int, ...],
+    block: tuple[int, int],
+    left: int,
+    right: int,
+    device: torch.device | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks `[lo, hi)` that each row of blocks sees: `band.kv_range` for all of them at once."""
-    (sq, sk), (bq, bk), left, right = sides
+    (sq, sk), (bq, bk) = lengths, block
     first = torch.arange(0, sq, bq, device=device)
     end = (first + bq).clamp(max=sq)
     lo = (first + (sk - sq) - left).clamp(min=0)

@@ -22,10 +22,12 @@ from ..formats.band import Band
 from ..formats.block_mask import BlockMask
 from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
-from ..tuning.problem_attention import AttnProblem
+from ..tuning.problem_attention import AttnProblem, tma_takes
 from . import attention_bwd_sm90, attention_bwd_triton, attention_sm90, attention_triton
+from .attention_repeat import operator_call
 from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
+from .repeat import RepeatableCall
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -158,6 +160,18 @@ backward_dispatch.register("reference", _everything, _backward_reference, auto_p
 
 
 def _attn_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
+    cu_q, _, _, _, mask, mask_shape, *scalars, sinks, _, impl = options
+    call = None
+    # sinks with gaps are copied, which no launch repeats
+    if cu_q is None and (sinks is None or sinks.is_contiguous()):
+        kept = ("attn_fwd", *mask_shape, *scalars)
+        call = operator_call((q, k, v), (sinks,), mask, impl, kept)
+    if call is None:
+        return _run_forward(q, k, v, *options)
+    return call.repeat() or call.record(lambda: _run_forward(q, k, v, *options))
+
+
+def _run_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
     *described, deterministic, impl = options
     spec = _spec(*described)
     problem = AttnProblem.of(q, k, v, spec, deterministic=deterministic)
@@ -171,6 +185,42 @@ def _attn_fwd_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: 
 
 
 def _attn_bwd(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *options: Any,
+) -> Tensors:
+    inputs = (dout, dlse, q, k, v, out, lse, *options)
+    call = _gradient_call(*inputs)
+    if call is None:
+        return _run_backward(*inputs)
+    return call.repeat() or call.record(lambda: _run_backward(*inputs))
+
+
+def _gradient_call(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *options: Any,
+) -> RepeatableCall | None:
+    cu_q, _, _, _, mask, mask_shape, *scalars, sinks, deterministic, needs, impl = options
+    # what is copied, as delta for sinks or a `dout` that TMA cannot read, no launch repeats
+    if cu_q is not None or needs[3] or torch.compiler.is_compiling():
+        return None
+    kept = ("attn_bwd", *mask_shape, *scalars, sinks is None, deterministic, *needs)
+    call = operator_call((dout, q, k, v, out), (dlse, lse), mask, impl, kept)
+    return call if call is not None and tma_takes(dout) else None
+
+
+def _run_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
@@ -264,7 +314,7 @@ def _attn_fwd_backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor |
         dout = torch.zeros_like(out)
     # only here does torch index this by argument; before, lists are flattened
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 13)]
-    gradients = attn_bwd(
+    inputs = (
         dout,
         dlse,
         q,
@@ -287,6 +337,9 @@ def _attn_fwd_backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor |
         needs,
         impl,
     )
+    # most calls were made before: then not even the operator is needed
+    call = _gradient_call(*inputs)
+    gradients = (None if call is None else call.repeat()) or attn_bwd(*inputs)
     dq, dk, dv, dsinks = (g if need else None for g, need in zip(gradients, needs, strict=True))
     return (dq, dk, dv, None, None, None, None, *lists, None, None, None, None, dsinks, None, None)
 

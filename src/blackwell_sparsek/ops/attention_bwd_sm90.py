@@ -5,9 +5,14 @@ Triton and the kernel are imported at the first call.
 
 import torch
 
+from ..core.arch import arch_of
 from ..core.compat import why_no_triton
+from ..core.launch import scratch, unrecorded
 from ..formats.attention_spec import AttnGradients, AttnSpec
+from ..formats.band import EVERYTHING, Band
+from ..formats.block_mask import BlockMask
 from ..formats.block_order import longest_columns_first
+from ..formats.block_turns import columns_in_order, turns_of_blocks
 from ..tuning.attention_bwd_sm90 import (
     attn_bwd_sm90_config,
     attn_bwd_sm90_passed_over,
@@ -46,16 +51,49 @@ def backward(
     config, section = attn_bwd_sm90_config(problem), attn_bwd_sm90_section(problem)
     # the gradient of an expanded or sliced output may be laid out in ways that TMA cannot read
     dout = dout if tma_takes(dout) else dout.contiguous()
-    order = None
+    order = turns = visits = None
     if (mask := spec.block_mask) is not None:
         heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
         key = ("columns", q.shape[0], heads, group_size, spec.band, section, config.tile_n)
-        order = kept_order(mask, key, lambda: longest_columns_first(mask, *key[1:]))
-    dk = torch.empty_like(k) if gradients.dk is None else gradients.dk
-    dv = torch.empty_like(v) if gradients.dv is None else gradients.dv
+        order = rows = kept_order(mask, key, lambda: longest_columns_first(mask, *key[1:]))
+        if deterministic:
+            shape = (heads, group_size, spec.band, config.tile_n)
+            # a band may cut lists, which have to be in order for that
+            if spec.band == EVERYTHING:
+                lanes = arch_of(q.device).num_sms // section
+                visits = kept_order(
+                    mask, ("visits", *key[1:]), lambda: _visits(mask, rows, *shape, lanes)
+                )
+            blocks = visits
+            turns = kept_order(
+                mask, ("turns", *key[1:]), lambda: turns_of_blocks(mask, rows, *shape, blocks)
+            )
+    dk, dv = (
+        scratch(x.shape, x.dtype, x.device) if gradient is None else gradient
+        for x, gradient in ((k, gradients.dk), (v, gradients.dv))
+    )
+    work = (order, turns, visits, section)
     delta = launch_attn_bwd_sm90(
-        gradients.dq, dk, dv, dout, dlse, q, k, v, out, lse, spec, order, section, config
+        gradients.dq, dk, dv, dout, dlse, q, k, v, out, lse, spec, *work, config
     )
     if gradients.dsinks is not None and spec.sinks is not None:
         delta = delta[..., : lse.shape[-1]].contiguous()
         launch_sink_gradients(gradients.dsinks, spec.sinks.contiguous(), lse, delta, None)
+
+
+def _visits(
+    mask: BlockMask,
+    order: torch.Tensor,
+    heads: int,
+    group_size: int,
+    band: Band,
+    tile: int,
+    lanes: int,
+) -> torch.Tensor:
+    """In which order columns visit query blocks, `lanes` tiles of a plane at once."""
+    from ..kernels.attention.bwd_visits import plan_visits
+
+    assert band == EVERYTHING, band
+    columns = columns_in_order(mask, order, heads, tile)
+    with unrecorded():
+        return plan_visits(mask, columns, group_size, lanes * tile // mask.block_size[1])

@@ -6,6 +6,7 @@ asked for or not. Triton and the kernels are imported at the first call.
 
 import torch
 
+from ..core.launch import scratch
 from ..formats.attention_spec import AttnGradients, AttnSpec
 from ..tuning.attention_bwd import attn_dkdv_config, attn_dq_config
 from ..tuning.problem_attention import AttnProblem
@@ -46,7 +47,7 @@ def backward(
     dq, dk, dv, dsinks = gradients
     delta = None
     if dq is not None or dk is not None or dsinks is not None:
-        delta = torch.empty_like(lse)
+        delta = scratch(lse.shape, lse.dtype, lse.device)
         launch_attn_delta(delta, dout, out, dlse, lse)
     if dq is not None and delta is not None:
         config = attn_dq_config(problem, precision)

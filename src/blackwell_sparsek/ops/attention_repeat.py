@@ -1,10 +1,17 @@
-"""Attention calls that were made before: their launches are kept on the mask, if there is one."""
+"""Attention calls that were made before: their launches are kept on the mask, if there is one.
 
+`attention_call` is for calls of the public function, which gradients keep from being repeated;
+`operator_call` for what remains of them below autograd, and for the gradients themselves.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.env import default_impl
+from ..core.launch import is_recording
 from ..formats.block_mask import BlockMask
 from .repeat import RepeatableCall, may_repeat, tensor_key
 
@@ -12,6 +19,9 @@ from .repeat import RepeatableCall, may_repeat, tensor_key
 # batch, must not push the others out.
 _UNMASKED: dict[Any, Any] = {}
 _UNMASKED_PACKED: dict[Any, Any] = {}
+# Launches of operators: by their mask's row pointers, which live as long as the mask does.
+_OPERATORS: dict[Any, Any] = {}
+_MASKED_OPERATORS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # Options that a key can hold and compare; others go to the checks of the operator.
 _OPTIONS = (type(None), bool, int, float, str, tuple)
 
@@ -57,3 +67,31 @@ def attention_call(
     # what a mask keeps was made on one stream; another must first wait for it
     stream = torch.cuda.current_stream(q.device).cuda_stream
     return RepeatableCall(block_mask._launches, (*key, stream), inputs)
+
+
+def operator_call(
+    operands: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor | None],
+    mask: Sequence[torch.Tensor],
+    impl: str,
+    options: tuple[Any, ...],
+) -> RepeatableCall | None:
+    """A call of an operator as one that may be repeated; None where it must run as it is.
+
+    `options` are all that launches depend on besides tensors, the operator's name included. Whoever
+    calls makes sure that launches alone make the results: nothing copied, no packed sequences.
+    """
+    if is_recording() or not may_repeat(operands, (*others, *mask)):
+        return None
+    inputs = (*operands, *others, *mask)
+    key = (
+        *options,
+        default_impl() if impl == "auto" else impl,
+        operands[0].device,
+        *map(tensor_key, inputs),
+    )
+    if not mask:
+        return RepeatableCall(_OPERATORS, key, inputs)
+    # orders of a mask were made on one stream; another must first wait for them
+    stream = torch.cuda.current_stream(operands[0].device).cuda_stream
+    return RepeatableCall(_MASKED_OPERATORS.setdefault(mask[0], {}), (*key, stream), inputs)

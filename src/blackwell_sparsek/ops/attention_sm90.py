@@ -21,8 +21,9 @@ from ..tuning.attention_sm90 import (
 )
 from ..tuning.problem_attention import AttnProblem
 
-# Orders kept for one mask: it is used with a band or two, by layers of one or two shapes.
-MAX_ORDERS = 8
+# Orders kept for one mask: used with a band or two by layers of one or two shapes, it has one for
+# the forward pass and up to three for gradients.
+MAX_ORDERS = 16
 
 
 class _Order(NamedTuple):

@@ -3,10 +3,12 @@
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..core.compat import why_no_triton
+from ..core.compat import warps_may_part, why_no_triton
 from ..core.launch import scratch
+from ..kernels.bsr.config_warps import WARP_ROWS
 from ..tuning.bsr import narrow_is_even, spmm_chunk, spmm_sizes
 from ..tuning.bsr_sm90 import narrow_sm90_config, spmm_sm90_config, spmm_sm90_unsupported
+from ..tuning.bsr_warps import takes_warp_rows, warp_rows_config
 from ..tuning.problem_bsr import BsrProblem
 from .bsr_operands import RowsProduct, rows_product
 
@@ -43,6 +45,9 @@ def bsr_matmul(
         return product.out
     for part in product.parts:
         operands, x_transposed = _readable(part[1], product.blocks.shape[2])
+        if warps_may_part() and takes_warp_rows(product.problem, x_transposed):
+            _multiply_by_warps(product, values, part, operands, bias)
+            continue
         config = spmm_sm90_config(product.problem, x_transposed)
         blocks, indptr, indices, perm = _tall_blocks(product, values, config.BLOCK_H)
         sizes = spmm_sizes(product.problem)._replace(
@@ -57,6 +62,36 @@ def bsr_matmul(
                 *(bias, part_residual, plan, config),
             )
     return product.out
+
+
+def _multiply_by_warps(
+    product: RowsProduct,
+    values: torch.Tensor,
+    part: list[torch.Tensor],
+    operands: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """Fill the results of one part with warps that have a block row each."""
+    from ..kernels.bsr.fragments import fragment_columns, in_fragments
+    from ..kernels.bsr.plan import spmm_plan
+    from ..kernels.bsr.spmm_warps_launch import launch_spmm_warps
+
+    config = warp_rows_config(product.problem)
+    # no row is longer than this, so none is cut
+    plan = spmm_plan(product.indptr, values.shape[0], product.cols_b, product.cols_b)
+    block_w = product.blocks.shape[2]
+    fragments = in_fragments(values, block_w, product.perm, config.AHEAD)
+    columns = fragment_columns(product.indptr, product.indices, block_w // WARP_ROWS)
+    for i in range(part[0].shape[0]):
+        residual = part[2][i] if len(part) > 2 else None
+        addends = (bias, residual)
+        launch_spmm_warps(
+            *(part[0][i], fragments, columns, operands[i]),
+            *addends,
+            plan,
+            block_w // WARP_ROWS,
+            config,
+        )
 
 
 def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -16,7 +16,7 @@ from ..formats.decode_check import check_decode_values
 from ..formats.decode_spec import DecodeSpec
 from ..reference import decode as reference
 from ..tuning.problem_decode import DecodeProblem
-from . import decode_triton
+from . import decode_sm90, decode_triton
 from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_op
 
@@ -40,6 +40,7 @@ def _reference(
     return empty_out(q, v_cache.shape[-1]).copy_(out), lse
 
 
+decode_dispatch.register("sm90", decode_sm90.why_not, decode_sm90.run)
 decode_dispatch.register(
     "triton", decode_triton.why_not, decode_triton.run, auto_passes=interpreted_only
 )

@@ -46,7 +46,7 @@ class RepeatableCall(NamedTuple):
             torch.empty_strided(shape, strides, dtype=dtype, device=first.device)
             for shape, strides, dtype in recorded.results
         )
-        recorded.launches.repeat((*results, *self.inputs))
+        recorded.launches.repeat(_roles(results, self.inputs))
         return results
 
     def record(self, call: Callable[[], Tensors]) -> Tensors:
@@ -57,10 +57,15 @@ class RepeatableCall(NamedTuple):
             results = call()
         if len(self.known) >= MAX_RECORDINGS:
             self.known.clear()
-        launches = RecordedLaunches.make(record, (*results, *self.inputs))
+        launches = RecordedLaunches.make(record, _roles(results, self.inputs))
         made = [(x.shape, x.stride(), x.dtype) for x in results]
         self.known[self.key] = None if launches is None else _Recorded(launches, made)
         return results
+
+
+def _roles(results: Tensors, inputs: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+    """Tensors that launches may read or write; those without elements have no address."""
+    return [x if x is not None and x.numel() else None for x in (*results, *inputs)]
 
 
 def tensor_key(x: torch.Tensor | None) -> Hashable:

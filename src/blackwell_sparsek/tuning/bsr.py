@@ -3,6 +3,7 @@
 Sizes are those of the result: a block row of `block_h` rows meets `n` columns.
 """
 
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from ..kernels.bsr.config import (
 )
 from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
 from .problem_bsr import BsrProblem
+from .tuned import Tile, tuned_tile
 
 # Shared memory of the smallest supported GPU (sm_86, sm_89, sm_120): also where it is unknown.
 SMALLEST_SMEM = 99 * 1024
@@ -71,9 +73,26 @@ def spmm_config(problem: BsrProblem, precision: str) -> SpmmConfig:
     sizes = spmm_sizes(problem)
     if sizes.n <= NARROW:
         tile = _narrow_tile(problem, sizes, precision)
+    elif (found := tuned_tile("bsr_spmm", spmm_facts(problem, precision))) is not None:
+        return spmm_config_of(problem, precision, found)
     else:
         tile = _wide_tile(problem, sizes, precision)
     tile = _fit_smem(tile, problem.arch, problem.dtype.itemsize)
+    return SpmmConfig(*tile, precision, spmm_chunk(problem.arch, sizes, tile.m, tile.n))
+
+
+def spmm_facts(problem: BsrProblem, precision: str) -> tuple[Hashable, ...]:
+    """What the best tile of a product with many columns depends on."""
+    sizes = spmm_sizes(problem)
+    itemsize = problem.dtype.itemsize
+    return problem.arch.sm, itemsize, sizes.block_h, sizes.block_w, precision
+
+
+def spmm_config_of(problem: BsrProblem, precision: str, found: Tile) -> SpmmConfig:
+    """A product with many columns in tiles of these columns, steps, warps and stages."""
+    sizes = spmm_sizes(problem)
+    tile = _Tile(_wide_tile(problem, sizes, precision).m, *found)
+    tile = _narrowed(tile, problem.arch, sizes)
     return SpmmConfig(*tile, precision, spmm_chunk(problem.arch, sizes, tile.m, tile.n))
 
 

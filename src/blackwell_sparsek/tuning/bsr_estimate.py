@@ -34,6 +34,13 @@ WRITE_OUT_SHARE = 1 / 8
 L2_BYTES_S = 9.2e12
 # Rows of a packed block (`kernels.bsr.config_sm90.GROUP_ROWS`).
 PACKED_ROWS = 64
+# Rows and columns that 16 warps with a block row each multiply at a time. What that takes an SM of
+# an H200 for each row of the dense operand and for each block of 16 x 16, fitted to 10, 22 and 50 %
+# of the blocks; and for each row when blocks are so few that fetching the operand decides.
+WARP_ROWS_TILE = (256, 128)
+WARP_ROWS_X_S = 1.8e-9
+WARP_ROWS_BLOCK_S = 21e-9
+WARP_ROWS_FETCH_S = 3.6e-9
 # Columns of the narrowest tile: fewer cost the same.
 TILE_COLUMNS = 16
 # Triton's kernel against the one for Hopper at the same blocks.
@@ -71,22 +78,41 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
     merged = replace(problem, n=problem.n * problem.batch, batch=1)
     if impl == "sm90" and (config := narrow_sm90_config(merged)) is not None:
         return _narrow_seconds(problem, sizes, config)
-    device, dense_rate = _device(problem.arch), _dense_rate(problem)
-    item = problem.dtype.itemsize
-    stored = executed = _stored(sizes)
-    packing_s = 0.0
-    # 600 TFLOP/s of 700; with blocks of width 16, 575; with 64 rows, 500
-    share = 0.71 if sizes.block_h % 128 else 0.82 if sizes.block_w <= 16 else 0.857
-    rate = share * dense_rate
     if impl == "sm90" and sizes.block_h < PACKED_ROWS:
-        executed = stored / packed_fill(_density(problem), PACKED_ROWS // sizes.block_h)
-        packing_s = LAUNCH_S + (stored + executed) * item / PACK_BYTES_S
-    elif impl == "triton":
+        packed_s = packed_seconds(problem)
+        return packed_s if sizes.block_h != 16 else min(packed_s, warp_rows_seconds(problem))
+    rate = _share(sizes) * _dense_rate(problem)
+    if impl == "triton":
         # an element of the dense operand that comes from L2 meets the rows of one block
-        fed = L2_BYTES_S * device.bytes_s / _DEVICES[90].bytes_s / item * 2 * sizes.block_h
+        bytes_s = L2_BYTES_S * _device(problem.arch).bytes_s / _DEVICES[90].bytes_s
+        fed = bytes_s / problem.dtype.itemsize * 2 * sizes.block_h
         rate = PORTABLE_SHARE * min(rate, fed)
-    moved = executed * item + _operand_bytes(problem)
-    return max(_flops(executed, sizes) / rate, moved / device.bytes_s) + packing_s + LAUNCH_S
+    return _product_seconds(problem, _stored(sizes), rate)
+
+
+def packed_seconds(problem: BsrProblem) -> float:
+    """Time of the Hopper product of low blocks packed into blocks of 64 rows."""
+    sizes = spmm_sizes(problem)
+    stored = _stored(sizes)
+    executed = stored / packed_fill(_density(problem), PACKED_ROWS // sizes.block_h)
+    packing_s = LAUNCH_S + (stored + executed) * problem.dtype.itemsize / PACK_BYTES_S
+    rate = _share(sizes) * _dense_rate(problem)
+    return _product_seconds(problem, executed, rate) + packing_s
+
+
+def warp_rows_seconds(problem: BsrProblem) -> float:
+    """Time of the Hopper product in which each warp has a block row of 16 rows."""
+    sizes = spmm_sizes(problem)
+    stored = _stored(sizes)
+    inner = problem.shape[0] if problem.dense_left else problem.shape[1]
+    panels = cdiv(max(sizes.n, 1), WARP_ROWS_TILE[1]) * max(sizes.batch, 1)
+    pieces = cdiv(sizes.rows_b * sizes.block_h, WARP_ROWS_TILE[0]) * panels
+    rounds = cdiv(pieces, max(problem.arch.num_sms, 1))
+    blocks = stored / 256 * panels / max(pieces, 1)
+    busy_s = inner * WARP_ROWS_X_S + blocks * WARP_ROWS_BLOCK_S
+    piece_s = max(busy_s, inner * WARP_ROWS_FETCH_S)
+    packing_s = LAUNCH_S + 2 * stored * problem.dtype.itemsize / PACK_BYTES_S
+    return rounds * piece_s + packing_s + LAUNCH_S
 
 
 def dense_seconds(problem: BsrProblem) -> float:
@@ -143,6 +169,17 @@ def _eager_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
         moved += 2 * stored * _columns(sizes) / sizes.block_h * wide
     launches_s = 10 * LAUNCH_S if problem.arch.sm else 0.0
     return max(_flops(stored, sizes) / rate, moved / device.bytes_s) + launches_s
+
+
+def _share(sizes: SpmmSizes) -> float:
+    """Of the dense rate: 600 TFLOP/s of 700; with blocks of width 16, 575; with 64 rows, 500."""
+    return 0.71 if sizes.block_h % 128 else 0.82 if sizes.block_w <= 16 else 0.857
+
+
+def _product_seconds(problem: BsrProblem, executed: float, rate: float) -> float:
+    moved = executed * problem.dtype.itemsize + _operand_bytes(problem)
+    arithmetic_s = _flops(executed, spmm_sizes(problem)) / rate
+    return max(arithmetic_s, moved / _device(problem.arch).bytes_s) + LAUNCH_S
 
 
 def _device(arch: Arch) -> _Device:

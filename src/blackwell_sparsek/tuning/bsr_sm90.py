@@ -8,7 +8,7 @@ from ..core.launch import cdiv
 from ..kernels.bsr import config_narrow_sm90
 from ..kernels.bsr.config import largest_tile
 from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
-from ..kernels.bsr.config_sm90 import SpmmSm90Config, stages_that_fit
+from ..kernels.bsr.config_sm90 import SLAB_COLUMNS, SpmmSm90Config, stages_that_fit
 from ..kernels.sm90 import GROUP_ROWS
 from .bsr import NARROW, SpmmSizes, spmm_sizes
 from .problem_bsr import BsrProblem
@@ -107,6 +107,7 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
         # packing also turns blocks the right way round
         A_TRANSPOSED=not packed and problem.transposed != problem.dense_left,
         X_TRANSPOSED=x_transposed,
+        WIDE=not x_transposed and sizes.n % SLAB_COLUMNS == 0,
         OUT_TRANSPOSED=problem.dense_left,
         ACTIVATION=problem.activation,
     )

@@ -6,6 +6,7 @@ import torch
 
 from ..core.arch import Arch, arch_of
 from ..formats.decode_spec import DecodeSpec, capacity, kv_heads, page_size
+from .problem_attention import tma_takes
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class DecodeProblem:
     banded: bool
     softcap: bool
     sinks: bool
+    tma: bool = False
+    """Whether TMA can copy the caches: addresses and strides in steps of 16 bytes."""
 
     @classmethod
     def of(
@@ -52,6 +55,7 @@ class DecodeProblem:
             banded=spec.band != (None, None),
             softcap=spec.softcap != 0.0,
             sinks=spec.sinks is not None,
+            tma=tma_takes(k_cache) and tma_takes(v_cache),
         )
 
     @property

@@ -15,7 +15,8 @@ from ..core.env import config_dir
 from ..core.errors import InvalidInput
 
 SCHEMA = 1
-# tile_m, tile_n, num_warps, num_stages
+# Two sides of a tile (tile_m and tile_n of attention, tile_n and tile_k of a product), num_warps,
+# num_stages.
 Tile = tuple[int, int, int, int]
 
 

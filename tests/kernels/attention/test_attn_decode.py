@@ -17,8 +17,17 @@ from blackwell_sparsek.testing.decode_cases import DecodeCase, check_decode, dra
 HALF, FLOAT, BRAIN = torch.float16, torch.float32, torch.bfloat16
 
 
+# whether rows lie across, set by the fixture
+ACROSS = False
+
+
+@pytest.fixture(params=[False, True], ids=["down", "across"], autouse=True)
+def across(request, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ACROSS", request.param)
+
+
 def config(programs=5, tile_m=16, tile_n=16):
-    return DecodeConfig(tile_m, tile_n, num_warps=4, num_stages=2, programs=programs)
+    return DecodeConfig(tile_m, tile_n, num_warps=4, num_stages=2, programs=programs, across=ACROSS)
 
 
 def attend(q, k, v, spec, cfg=None):
@@ -36,22 +45,30 @@ def check(case, device, cfg=None):
     return out, lse
 
 
-@pytest.mark.parametrize("seed", range(14))
-def test_random_calls(seed, device):
+@pytest.mark.parametrize(
+    "seed, across", [(seed, seed // 2 % 2 == 1) for seed in range(16)], indirect=["across"]
+)
+def test_random_calls(seed, across, device):
     case = draw_decode_case(seed, dtypes=(HALF, FLOAT, BRAIN), longest=50)
     cfg = config((1, 2, 3, 7, 16)[seed % 5], (16, 32)[seed % 2], (16, 32, 64)[seed % 3])
     check(case, device, cfg)
 
 
-@pytest.mark.parametrize("programs", range(1, 17))
-def test_any_number_of_splits(programs, device):
+@pytest.mark.parametrize(
+    "programs, across", [(n, n % 2 == 1) for n in range(1, 17)], indirect=["across"]
+)
+def test_any_number_of_splits(programs, across, device):
     """One KV head: the programs are the splits of its keys."""
     case = DecodeCase(1, HALF, heads=(2, 1), lengths=(16 * 16 - 3,))
     check(case, device, config(programs))
 
 
-@pytest.mark.parametrize("page_size, tile_n", [(16, 16), (32, 16), (16, 32), (48, 32), (17, 16)])
-def test_pages_give_the_bits_of_a_contiguous_cache(page_size, tile_n, device):
+@pytest.mark.parametrize(
+    "page_size, tile_n, across",
+    [(16, 16, False), (32, 16, True), (16, 32, True), (48, 32, False), (17, 16, True)],
+    indirect=["across"],
+)
+def test_pages_give_the_bits_of_a_contiguous_cache(page_size, tile_n, across, device):
     case = DecodeCase(2, BRAIN, heads=(4, 2), lengths=(50, 0, 33), q_len=2)
     contiguous = attend(*case.build(device), config(7, tile_n=tile_n))
     paged = dataclasses.replace(case, page_size=page_size)

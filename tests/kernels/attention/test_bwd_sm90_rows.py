@@ -15,8 +15,8 @@ from blackwell_sparsek.testing.poison import nan_like
 
 
 @pytest.mark.parametrize("length", [1, 64, 130])
-@pytest.mark.parametrize("dims", [(16, 16), (40, 24)])
-def test_rows(length, dims, device):
+@pytest.mark.parametrize("dims, ordered", [((16, 16), False), ((40, 24), True)])
+def test_rows(length, dims, ordered, device):
     shape, padded = (2, 3, length, dims[1]), -(-length // 128) * 128
     out, dout = (normal(*shape, seed=i, dtype=torch.float16, device=device) for i in range(2))
     lse, dlse = (normal(*shape[:3], seed=i, device=device) for i in (2, 3))
@@ -24,8 +24,10 @@ def test_rows(length, dims, device):
     lse_log2, delta = (torch.full((6, padded), torch.nan, device=device) for _ in range(2))
     sums = torch.full((6, padded, dims[0]), torch.nan, device=device)
     wide = layouts.different_layouts(out, dout)
-    launch_attn_bwd_rows(lse_log2, delta, sums, *wide, lse, dlse)
-    assert (sums == 0).all()
+    turns = torch.full((6, padded // 64, 2), 7, dtype=torch.int32, device=device)
+    launch_attn_bwd_rows(lse_log2, delta, sums, turns if ordered else None, *wide, lse, dlse)
+    assert (turns == (0 if ordered else 7)).all()
+    assert sums.isnan().all() if ordered else (sums == 0).all()
     exact = (out.double() * dout.double()).sum(-1) - dlse
     exact[..., 0] = 0
     torch.testing.assert_close(delta[:, :length].view(lse.shape).double(), exact, atol=1e-5, rtol=0)
@@ -36,12 +38,21 @@ def test_rows(length, dims, device):
 
 
 @pytest.mark.parametrize("length", [1, 64, 130])
-@pytest.mark.parametrize("kind", ["contiguous", "outer_gap"])
-def test_rounding(length, kind, device):
+@pytest.mark.parametrize(
+    "kind, unit", [("contiguous", None), ("outer_gap", 64), ("outer_gap", 128)]
+)
+def test_rounding(length, kind, unit, device):
     padded = -(-length // 128) * 128
     sums = normal(6, padded, 40, seed=1, device=device)
     dq = layouts.strided_like(torch.empty(2, 3, length, 40, dtype=torch.float16), kind)
     dq = nan_like(dq.to(device)) if kind == "contiguous" else dq.to(device)
-    launch_attn_bwd_round(dq, sums, 0.5)
     expected = (sums[:, :length] * 0.5).to(torch.float16).view(2, 3, length, 40)
+    turns = None
+    if unit is not None:
+        turns = torch.ones(6, padded // 64, 2, dtype=torch.int32, device=device)
+        # without turns: first rows of a plane, whatever the rest of a unit counts
+        turns[2, 0] = 0
+        sums[2, :unit] = torch.nan
+        expected[0, 2, :unit] = 0
+    launch_attn_bwd_round(dq, sums, turns, unit or 64, 0.5)
     assert dq.equal(expected)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...core.errors import InvalidInput
-from .. import results, supervise
+from .. import prepare, results, supervise
 from ..case import MODES, Case, Suite
 from ..measure import ContextLost
 from ..run import failures, run_suite
@@ -19,6 +19,7 @@ from ..suites import GROUPS, SUITES
 from ..tables import suite_tables
 
 _QUICK_S = 45.0
+_PREPARE_S = 240.0
 # Peers whose first call compiles for longer than a quick look may take.
 _SLOW_TO_START = {"flex", "fa4", "flashinfer", "cudnn_blocks", "torch_bsr_tuned", "cusparse_csr"}
 
@@ -49,9 +50,21 @@ def add_to(subparsers: Any) -> None:
     parser.add_argument(
         "--seconds", type=float, default=0.3, metavar="N", help="timing of each case (default 0.3)"
     )
+    parser.add_argument(
+        "--prepare",
+        type=int,
+        metavar="JOBS",
+        help="time nothing: compile what the suites need in this many processes",
+    )
     parser.add_argument("--commit", help="what to note where this is no git checkout")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--time-left", type=float, default=_QUICK_S, help=argparse.SUPPRESS)
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--time-left",
+        type=float,
+        metavar="SECONDS",
+        help="begin nothing after this time (default 45 with --quick, 240 with --prepare)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -66,33 +79,67 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput("bsk bench: --device cuda: torch finds no CUDA GPU here")
     if device.type == "cpu":
         print("No GPU: small sizes, for a look at the tool.", file=sys.stderr)
-    until = time.monotonic() + args.time_left if args.quick else None
+    if args.prepare is not None:
+        return _prepared(args, names, device)
+    left = args.time_left if args.time_left is not None or not args.quick else _QUICK_S
+    until = None if left is None else time.monotonic() + left
+    if device.type == "cuda" and not args.worker:
+        return _supervised(args, names, until)
+    return _run_here(args, names, device, until)
+
+
+def _run_here(
+    args: argparse.Namespace, names: list[str], device: torch.device, until: float | None
+) -> int:
     problems: list[str] = []
     for name in names:
         suite = SUITES[name]
         if suite.gpu_only and device.type != "cuda":
             problems.append(f"{name}: needs a CUDA GPU")
             continue
+        if until is not None and time.monotonic() > until:
+            print(f"{name}: left out for lack of time", file=sys.stderr)
+            continue
         path = args.out / f"{name}.json"
-        if device.type == "cuda" and not args.worker:
-            supervise.run_worker(_worker_command(args, name, until), path)
-            document = results.read(path)
-        else:
-            try:
-                document = _measured(suite, args, device, path, until)
-            except ContextLost as error:
-                print(f"{name}: the GPU is lost to this process: {error}", file=sys.stderr)
-                return supervise.LOST
-        if not args.worker:
-            print(suite_tables(document), end="\n\n", flush=True)
-            print(f"Wrote {path}.", file=sys.stderr)
+        try:
+            resumed = args.resume and name == names[0]
+            document = _measured(suite, args, device, path, until, resumed)
+        except ContextLost as error:
+            print(f"{name}: the GPU is lost to this process: {error}", file=sys.stderr)
+            return supervise.LOST
+        print(suite_tables(document), end="\n\n", flush=True)
+        print(f"Wrote {path}.", file=sys.stderr)
         problems += [f"{name}: {problem}" for problem in failures(document)]
         if document.get("interrupted"):
             print("Interrupted: what was measured so far is kept.", file=sys.stderr)
             return 130
-    if problems and not args.worker:
+    if problems:
         print("\n".join(f"FAILED {problem}" for problem in problems))
     return int(bool(problems))
+
+
+def _supervised(args: argparse.Namespace, names: list[str], until: float | None) -> int:
+    """The suites in a process of their own, started again when a peer takes it down."""
+    paths = [args.out / f"{name}.json" for name in names]
+
+    def command(first: int, again: bool) -> list[str]:
+        more = ["--resume"] if again else []
+        return _worker_command(args, names[first:], until) + more
+
+    status = supervise.run_worker(command, paths)
+    return 1 if status < 0 or status == supervise.LOST else status
+
+
+def _prepared(args: argparse.Namespace, names: list[str], device: torch.device) -> int:
+    chosen = ((SUITES[name], _cases(SUITES[name], args, device)) for name in names)
+    tasks = prepare.tasks_of(chosen)
+    if args.worker:
+        prepare.serve(tasks, device)
+        return 0
+    command = [*_worker_command(args, names, None), "--prepare", "1"]
+    limit_s = _PREPARE_S if args.time_left is None else args.time_left
+    prepare.prepare(command, tasks, args.prepare, limit_s)
+    return 0
 
 
 def chosen_suites(asked: list[str], quick: bool) -> list[str]:
@@ -118,26 +165,27 @@ def _measured(
     device: torch.device,
     path: pathlib.Path,
     until: float | None,
+    resumed: bool,
 ) -> dict[str, Any]:
-    cases = list(suite.cases(device.type == "cpu"))
-    if args.quick:
-        # the first, the middle and the last say most about a suite
-        cases = [cases[i] for i in sorted({0, len(cases) // 2, len(cases) - 1})]
-    cases = [_with_peers(case, args, suite) for case in cases if _is_asked(case, args.case)]
-    before = None
-    if args.worker and path.exists():
-        before = supervise.resumable(path)
     return run_suite(
         suite,
-        cases,
+        _cases(suite, args, device),
         device,
         seconds=min(args.seconds, 0.05) if args.quick else args.seconds,
         path=path,
         modes=args.mode or MODES,
         commit=args.commit,
-        before=before,
+        before=results.read(path) if resumed else None,
         until=until,
     )
+
+
+def _cases(suite: Suite, args: argparse.Namespace, device: torch.device) -> list[Case]:
+    cases = list(suite.cases(device.type == "cpu"))
+    if args.quick:
+        # the first, the middle and the last say most about a suite
+        cases = [cases[i] for i in sorted({0, len(cases) // 2, len(cases) - 1})]
+    return [_with_peers(case, args, suite) for case in cases if _is_asked(case, args.case)]
 
 
 def _is_asked(case: Case, pattern: str | None) -> bool:
@@ -158,16 +206,18 @@ def _with_peers(case: Case, args: argparse.Namespace, suite: Suite) -> Case:
     return replace(case, peers=peers)
 
 
-def _worker_command(args: argparse.Namespace, name: str, until: float | None) -> list[str]:
-    command = [sys.executable, "-m", "blackwell_sparsek", "bench", name, "--worker"]
+def _worker_command(args: argparse.Namespace, names: list[str], until: float | None) -> list[str]:
+    command = [sys.executable, "-m", "blackwell_sparsek", "bench", *names, "--worker"]
     command += ["--out", str(args.out), "--seconds", str(args.seconds)]
     for option in ("device", "peers", "case", "commit"):
         if (value := getattr(args, option)) is not None:
             command += [f"--{option}", value]
     for mode in args.mode or ():
         command += ["--mode", mode]
+    if args.quick:
+        command.append("--quick")
     if until is not None:
-        command += ["--quick", "--time-left", f"{until - time.monotonic():.1f}"]
+        command += ["--time-left", f"{until - time.monotonic():.1f}"]
     return command
 
 

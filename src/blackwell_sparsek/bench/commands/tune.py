@@ -9,7 +9,7 @@ import torch
 
 from ...core.errors import Unsupported
 from ...tuning.tuned import file_name, write_tiles
-from ..tune import PROBLEMS, tune_attention
+from ..tune import PROBLEMS, PRODUCTS, tune_attention, tune_product
 
 
 def add_to(subparsers: Any) -> None:
@@ -45,6 +45,10 @@ def run(args: argparse.Namespace) -> int:
             better = tune_attention(problem, torch.device("cuda"), say)
             if better is not None:
                 found["attn_fwd", better[0]] = better[1]
+        for product in PRODUCTS:
+            better = tune_product(product, torch.device("cuda"), say)
+            if better is not None:
+                found["bsr_spmm", better[0]] = better[1]
     if not found:
         print("The built-in tiles are the fastest: nothing written.")
         return 0

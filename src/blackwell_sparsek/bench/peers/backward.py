@@ -17,41 +17,50 @@ from .flash import FA2, FA4, fa2, fa4, fa4_blocks, window_of
 from .importing import load, needs
 from .ours import OURS, options_of
 from .torch_attention import (
-    FLEX,
-    flex,
-    flex_mask,
     sdpa,
     sdpa_cudnn,
     sdpa_flash,
 )
 
 DETERMINISTIC = "bsk_deterministic"
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 
 def _through_autograd(
     inputs: AttentionInputs,
-    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any],
+    forward: Forward,
     *,
     token_major: bool = False,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     notes: dict[str, Any] | None = None,
 ) -> Contender:
-    """The backward pass alone: `forward` runs once, its graph is kept."""
+    """The backward pass alone, its forward pass run once; or both, where the problem says so."""
     leaves = inputs.token_major() if token_major else [inputs.q, inputs.k, inputs.v]
     leaves = [x.detach().requires_grad_() for x in leaves]
     upstream = upstream_gradient(inputs)
     upstream = upstream.transpose(1, 2).contiguous() if token_major else upstream
-    with torch.enable_grad(), context():
-        out = forward(*leaves)
-    out = out[0] if isinstance(out, (tuple, list)) else out
+    together = inputs.problem.forward_too
+
+    def result() -> torch.Tensor:
+        with torch.enable_grad(), context():
+            out = forward(*leaves)
+        first: torch.Tensor = out[0] if isinstance(out, (tuple, list)) else out
+        return first
+
+    kept = None if together else result()
 
     def run() -> Gradients:
+        out = result() if kept is None else kept
         with context():
-            found = torch.autograd.grad(out, leaves, upstream, retain_graph=True)
+            found = torch.autograd.grad(out, leaves, upstream, retain_graph=not together)
         dq, dk, dv = (x.transpose(1, 2) for x in found) if token_major else found
         return dq, dk, dv
 
-    return Contender(run, check_gradients(inputs), WORK * inputs.flops, notes=notes)
+    return Contender(run, check_gradients(inputs), _work(inputs), notes=notes)
+
+
+def _work(inputs: AttentionInputs) -> float:
+    return (WORK + inputs.problem.forward_too) * inputs.flops
 
 
 def _ours(inputs: AttentionInputs, deterministic: bool = False) -> Contender:
@@ -70,16 +79,6 @@ def _sdpa(inputs: AttentionInputs, backends: list[SDPBackend]) -> Contender:
         )
 
     return _through_autograd(inputs, forward, context=lambda: sdpa_kernel(backends))
-
-
-def _flex(inputs: AttentionInputs) -> Contender:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-    mask, grouped = flex_mask(inputs), bool(inputs.problem.kv_heads)
-    return _through_autograd(
-        inputs, lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
-    )
 
 
 def _fa2(inputs: AttentionInputs) -> Contender:
@@ -110,12 +109,24 @@ def _cudnn_blocks(inputs: AttentionInputs) -> Contender:
         found = backward(upstream, q, k, v, made["o_tensor"], made["lse_tensor"], **blocks)
         return found["dq_tensor"], found["dk_tensor"], found["dv_tensor"]
 
-    return Contender(run, check_gradients(inputs), WORK * inputs.flops)
+    return Contender(run, check_gradients(inputs), _work(inputs))
 
 
-def _like(peer: Peer, prepare: Callable[[AttentionInputs], Contender]) -> Peer:
+def _like(
+    peer: Peer,
+    prepare: Callable[[AttentionInputs], Contender],
+    supports: Callable[[AttentionInputs], str | None] | None = None,
+) -> Peer:
     """The same peer, for its backward pass."""
-    return Peer(peer.name, peer.label, prepare, peer.available, peer.supports, peer.rival)
+    supports = supports or peer.supports
+    return Peer(peer.name, peer.label, prepare, peer.available, supports, peer.rival)
+
+
+def _fa4_supports(inputs: AttentionInputs) -> str | None:
+    block = inputs.problem.block
+    if block is not None and (block[0] % 64 or block[1] != 128):
+        return f"has no gradients for blocks of {block[0]}x{block[1]}"
+    return fa4.supports(inputs)
 
 
 CUDNN_BLOCKS = "cudnn_blocks"
@@ -131,9 +142,8 @@ BACKWARD = {
         _like(sdpa, lambda inputs: _sdpa(inputs, [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])),
         _like(sdpa_cudnn, lambda inputs: _sdpa(inputs, [SDPBackend.CUDNN_ATTENTION])),
         _like(sdpa_flash, lambda inputs: _sdpa(inputs, [SDPBackend.FLASH_ATTENTION])),
-        _like(flex, _flex),
         _like(fa2, _fa2),
-        _like(fa4, _fa4),
+        _like(fa4, _fa4, _fa4_supports),
         Peer(
             CUDNN_BLOCKS,
             "cuDNN front end, block-sparse",
@@ -144,6 +154,6 @@ BACKWARD = {
         ),
     )
 }
-ON_BAND = (OURS, sdpa.name, sdpa_cudnn.name, sdpa_flash.name, FLEX, FA2, FA4)
-ON_WINDOW = (OURS, FLEX, FA2, FA4)
-ON_BLOCKS = (OURS, FLEX, FA4, CUDNN_BLOCKS)
+ON_BAND = (OURS, DETERMINISTIC, sdpa.name, sdpa_cudnn.name, sdpa_flash.name, FA2, FA4)
+ON_WINDOW = (OURS, DETERMINISTIC, FA2, FA4)
+ON_BLOCKS = (OURS, DETERMINISTIC, FA4, CUDNN_BLOCKS)

@@ -20,13 +20,14 @@ def blocks_of(inputs: AttentionInputs) -> dict[str, Any]:
         x[None].expand(inputs.problem.batch, *x.shape).contiguous()
         for x in block_lists(inputs.keep)
     )
-    capacity = int(counts.max())
-    return {
-        "q2k_block_index": order[..., :capacity].contiguous(),
-        "q2k_block_nums": counts,
+    fewest, most = int(counts.min()), int(counts.max())
+    blocks = {
+        "q2k_block_index": order[..., :most].contiguous(),
         "sparse_block_size": inputs.problem.block[0],
         "layout": "bhsd",
     }
+    # where all rows have as many, its kernels are made for that number
+    return blocks if fewest == most else blocks | {"q2k_block_nums": counts}
 
 
 def _prepare(inputs: AttentionInputs) -> Contender:

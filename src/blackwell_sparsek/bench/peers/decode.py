@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ... import attention_decode, explain
 from ..case import Contender, Peer
 from ..problems.decode import Call, DecodeInputs
-from .flash import call_by_name, fa3_available, fa3_operator
+from .flash import call_by_name, fa3_available, fa3_operator, fa3_options
 from .flashinfer import workspace
 from .importing import load, needs, why_missing
 from .ours import OURS, OURS_DENSE
@@ -55,7 +55,7 @@ def _fa3(inputs: DecodeInputs) -> Contender:
         function = load("flash_attn_interface", "flash_attn_with_kvcache")
 
         def call(x: DecodeInputs) -> torch.Tensor:
-            k, v = (x.k, x.v) if x.table is not None else (x.k.transpose(1, 2), x.v.transpose(1, 2))
+            k, v = _token_major(x)
             q = x.q.transpose(1, 2)
             out: Any = function(q, k, v, cache_seqlens=x.lengths, page_table=x.table, causal=True)
             first: torch.Tensor = out[0] if isinstance(out, tuple) else out
@@ -63,39 +63,35 @@ def _fa3(inputs: DecodeInputs) -> Contender:
 
         return _contender(inputs, call)
     operator, p = fa3_operator(), inputs.problem
-    starts = torch.arange(p.batch + 1, device=inputs.q.device, dtype=torch.int32)
+    options = fa3_options(p.head_dim, causal=True) | {
+        "cu_seqlens_q": torch.arange(p.batch + 1, device=inputs.q.device, dtype=torch.int32),
+        "max_seqlen_q": 1,
+        "max_seqlen_k": p.length,
+    }
 
     def call_library(x: DecodeInputs) -> torch.Tensor:
-        values = {
-            "q": x.q[:, :, 0],
-            "k": x.k,
-            "v": x.v,
-            "cu_seqlens_q": starts,
-            "seqused_k": x.lengths,
-            "max_seqlen_q": 1,
-            "max_seqlen_k": p.length,
-            "page_table": x.table,
-            "softmax_scale": p.head_dim**-0.5,
-            "is_causal": True,
-            "window_size_left": -1,
-            "window_size_right": -1,
-            "is_rotary_interleaved": True,
-            "cp_world_size": 1,
-        }
-        out: torch.Tensor = call_by_name(operator, values)[0]
+        k, v = _token_major(x)
+        values = {"q": x.q[:, :, 0], "k": k, "v": v, "seqused_k": x.lengths, "page_table": x.table}
+        out: torch.Tensor = call_by_name(operator, values | options)[0]
         return out[:, :, None]
 
     return _contender(inputs, call_library, {"build": "vLLM's library"})
 
 
+def _token_major(x: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages as they are; a contiguous cache as `[B, S, Hkv, D]`, a view."""
+    return (x.k, x.v) if x.table is not None else (x.k.transpose(1, 2), x.v.transpose(1, 2))
+
+
 def _flashinfer(inputs: DecodeInputs) -> Contender:
     p, table, device = inputs.problem, inputs.table, inputs.q.device
     assert table is not None
-    each = table.shape[1]
-    starts = torch.arange(p.batch + 1, dtype=torch.int32, device=device) * each
-    last = torch.full((p.batch,), p.length - (each - 1) * p.page_size, device=device)
+    used = [-(-length // p.page_size) for length in p.lengths]
+    starts = torch.tensor([0, *used]).cumsum(0).to(device, torch.int32)
+    full = (n - 1 for n in used)
+    last = [n - pages * p.page_size for n, pages in zip(p.lengths, full, strict=True)]
     make = load("flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
-    indices = table.flatten().contiguous()
+    indices = torch.cat([row[:n] for row, n in zip(table, used, strict=True)])
     wrapper = make(
         workspace(device),
         "NHD",
@@ -108,7 +104,7 @@ def _flashinfer(inputs: DecodeInputs) -> Contender:
     wrapper.plan(
         starts,
         indices,
-        last.int(),
+        torch.tensor(last, dtype=torch.int32, device=device),
         p.heads,
         p.kv_heads,
         p.head_dim,
@@ -125,6 +121,8 @@ def _flashinfer(inputs: DecodeInputs) -> Contender:
 
 
 def _contiguous(inputs: DecodeInputs) -> str | None:
+    if inputs.problem.shortest:
+        return "takes equal lengths"
     return _plain(inputs) or (None if inputs.table is None else "has no paged cache")
 
 
@@ -144,13 +142,12 @@ def _on_gpu(inputs: DecodeInputs) -> str | None:
 
 
 def _paged_on_gpu(inputs: DecodeInputs) -> str | None:
-    reason = _on_gpu(inputs) or _plain(inputs)
+    reason = _whole_on_gpu(inputs)
     return reason or ("measured with a paged cache" if inputs.table is None else None)
 
 
-def _fa3_supports(inputs: DecodeInputs) -> str | None:
-    has_python = why_missing("flash_attn_interface", "flash_attn_with_kvcache") is None
-    return (_on_gpu(inputs) or _plain(inputs)) if has_python else _paged_on_gpu(inputs)
+def _whole_on_gpu(inputs: DecodeInputs) -> str | None:
+    return _on_gpu(inputs) or _plain(inputs)
 
 
 DECODE = {
@@ -182,7 +179,7 @@ DECODE = {
             "FlashAttention 3",
             _fa3,
             available=fa3_available,
-            supports=_fa3_supports,
+            supports=_whole_on_gpu,
             rival=True,
         ),
         Peer(

@@ -78,22 +78,27 @@ def call_by_name(operator: Any, values: dict[str, Any]) -> Any:
     return operator(**arguments)
 
 
+def fa3_options(head_dim: int, causal: bool, window: tuple[int, int] = (-1, -1)) -> dict[str, Any]:
+    """What the forward operator of vLLM's library takes besides tensors and lengths."""
+    return {
+        "softmax_scale": head_dim**-0.5,
+        "is_causal": causal,
+        "window_size_left": window[0],
+        "window_size_right": window[1],
+        "is_rotary_interleaved": True,
+        "cp_world_size": 1,
+    }
+
+
 def _fa3_library_call(inputs: AttentionInputs) -> Callable[..., torch.Tensor]:
     operator, p = fa3_operator(), inputs.problem
-    left, right = window_of(inputs, -1)
     starts = torch.arange(p.batch + 1, device=inputs.q.device, dtype=torch.int32) * p.length
-    options = {
+    options = fa3_options(p.head_dim, p.causal, window_of(inputs, -1)) | {
         "cu_seqlens_q": starts,
         "cu_seqlens_k": starts,
         "max_seqlen_q": p.length,
         "max_seqlen_k": p.length,
-        "softmax_scale": p.head_dim**-0.5,
-        "is_causal": p.causal,
-        "window_size_left": left,
-        "window_size_right": right,
-        "is_rotary_interleaved": True,
         "num_splits": 1,
-        "cp_world_size": 1,
     }
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -144,9 +149,10 @@ def _no_blocks(inputs: AttentionInputs) -> str | None:
 
 
 def _fa4_supports(inputs: AttentionInputs) -> str | None:
+    """On Hopper its tiles shrink to the blocks: 64 rows at the least, as many keys as a block."""
     block = inputs.problem.block
-    if block is not None and (block[0] % 128 or block[1] % 128):
-        return f"takes blocks of 128 on this GPU, not {block[0]}x{block[1]}"
+    if block is not None and (block[0] % 64 or block[1] % 16 or block[1] > 128):
+        return f"has no tile for blocks of {block[0]}x{block[1]}"
     return on_gpu(inputs)
 
 

@@ -5,24 +5,31 @@ import torch.nn.functional as F
 
 from ..case import Contender, Peer
 from ..problems.attention import AttentionInputs
+from ..problems.decode import DecodeInputs
 from ..problems.product import ProductInputs
+from .decode import DECODE as DECODERS
 from .matmul import DENSE
 from .matmul import PEERS as PRODUCTS
 from .ours import OURS, ours
 
-SDPA = "sdpa"
+SDPA, MM = "sdpa", "mm"
 
 
-def _ours(inputs: AttentionInputs | ProductInputs) -> Contender:
+def _ours(inputs: AttentionInputs | DecodeInputs | ProductInputs) -> Contender:
     if isinstance(inputs, AttentionInputs):
         return ours.prepare(inputs)
-    return PRODUCTS[OURS].prepare(inputs)
+    return (DECODERS if isinstance(inputs, DecodeInputs) else PRODUCTS)[OURS].prepare(inputs)
 
 
-def _sdpa(inputs: AttentionInputs) -> Contender:
+def _sdpa(inputs: AttentionInputs | DecodeInputs) -> Contender:
     """SDPA of the same shape, whatever the mask: what torch's own calls cost."""
-    whole = AttentionInputs(inputs.problem.dense(), inputs.q, inputs.k, inputs.v, None)
-    q, k, v, causal = inputs.q, inputs.k, inputs.v, inputs.problem.causal
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if isinstance(inputs, DecodeInputs):
+        return Contender(
+            lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), inputs.check
+        )
+    whole = AttentionInputs(inputs.problem.dense(), q, k, v, None)
+    causal = inputs.problem.causal
 
     def call() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -34,12 +41,8 @@ def _mm(inputs: ProductInputs) -> Contender:
     return PRODUCTS[DENSE].prepare(inputs)
 
 
-_ours_peer = Peer(OURS, "blackwell_sparsek, impl auto", _ours)
-ATTENTION = {
-    OURS: _ours_peer,
+PEERS = {
+    OURS: Peer(OURS, "blackwell_sparsek, impl auto", _ours),
     SDPA: Peer(SDPA, "SDPA of the same shape", _sdpa, rival=True),
-}
-MATMUL = {
-    OURS: _ours_peer,
-    "mm": Peer("mm", "torch.mm of the same shape", _mm, rival=True),
+    MM: Peer(MM, "torch.mm of the same shape", _mm, rival=True),
 }

@@ -10,7 +10,10 @@ from ..case import Contender, Peer
 from ..problems.attention import AttentionInputs
 from .flashinfer import workspace
 from .importing import load, needs
+from .ours import ours
 from .torch_attention import flex_mask, on_gpu
+
+SERVED = "bsk_attention"
 
 
 def _ours(inputs: AttentionInputs) -> Contender:
@@ -82,6 +85,7 @@ BUILDERS = {
     peer.name: peer
     for peer in (
         Peer("bsk", "blackwell_sparsek BlockMask", _ours),
+        Peer(SERVED, "the attention that the mask is for", ours.prepare),
         Peer("flex", "FlexAttention block mask", _flex, supports=on_gpu, rival=True),
         Peer(
             "flashinfer",

@@ -52,11 +52,15 @@ def _flex(inputs: AttentionInputs) -> Contender:
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Any = torch.compile(flex_attention, dynamic=False)
-    mask = flex_mask(inputs)
-    grouped = bool(inputs.problem.kv_heads)
+    options: dict[str, Any] = {"block_mask": flex_mask(inputs)}
+    options["enable_gqa"] = bool(inputs.problem.kv_heads)
+    block = inputs.problem.block
+    if block is not None and min(block) < 128:
+        # its tiles must divide the blocks, and those that it takes by itself are 128 rows high
+        options["kernel_options"] = {"BLOCK_M": min(128, block[0]), "BLOCK_N": min(64, block[1])}
 
     def call(x: AttentionInputs) -> torch.Tensor:
-        out: torch.Tensor = compiled(x.q, x.k, x.v, block_mask=mask, enable_gqa=grouped)
+        out: torch.Tensor = compiled(x.q, x.k, x.v, **options)
         return out
 
     return contender_of(inputs, call)
@@ -80,11 +84,13 @@ def flex_mask(inputs: AttentionInputs) -> Any:
         )
     if not p.causal and p.window is None:
         return None
-    window = p.length if p.window is None else p.window
+    window, causal = p.window, p.causal
 
     def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        if window is None:
+            return q >= kv
         inside = q - kv < window
-        return inside & (q >= kv) if p.causal else inside & (kv - q < window)
+        return inside & (q >= kv) if causal else inside & (kv - q < window)
 
     # compiled, because the plain one makes a mask of Sq x Sk elements first
     return create_block_mask(

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ...testing.tolerance import assert_within_budget
-from .attention import attend, factor_of
+from .attention import attend
 
 _CACHES_BYTES = 160 * 2**20
 _MOST_REPLICAS = 64
-_CHECKED = 8
+_CHECKED = 16
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,14 @@ class Decode:
     """Share of the pages that are read, others for each sequence and KV head."""
     is_fp8: bool = False
     """Whether the cache stores float8_e4m3fn."""
+    shortest: int = 0
+    """Where not 0, lengths grow from this to `length` by the same factor from one to the next."""
 
     @property
     def title(self) -> str:
         """A name for tables."""
         length = f"{self.length // 1024}k" if self.length % 1024 == 0 else str(self.length)
+        length = f"{self.shortest}..{length}" if self.shortest else length
         where = f"pages of {self.page_size}" if self.page_size else "contiguous"
         where += f", {self.kept:.0%} of them" if self.kept < 1 else ""
         where += ", fp8" if self.is_fp8 else ""
@@ -42,7 +45,7 @@ class Decode:
 
     def describe(self) -> dict[str, Any]:
         """As it stands in the results."""
-        return {
+        found = {
             "batch": self.batch,
             "length": self.length,
             "heads": self.heads,
@@ -53,6 +56,23 @@ class Decode:
             "kept": self.kept,
             "cache_dtype": str(self.cache_dtype).split(".")[-1],
         }
+        return found | {"lengths": self.lengths} if self.shortest else found
+
+    @property
+    def lengths(self) -> list[int]:
+        """Cached tokens of each sequence, in an order that is neither up nor down.
+
+        Examples
+        --------
+        >>> Decode(4, 800, shortest=100).lengths
+        [100, 400, 200, 800]
+        """
+        if not self.shortest:
+            return [self.length] * self.batch
+        grown = self.length / self.shortest
+        steps = [index / max(1, self.batch - 1) for index in range(self.batch)]
+        lengths = [round(self.shortest * grown**step) for step in steps]
+        return lengths[::2] + lengths[1::2]
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -62,12 +82,12 @@ class Decode:
     @property
     def flops(self) -> float:
         """Executed work: two products over the pairs that are read."""
-        return 4.0 * self.kept * self.batch * self.heads * self.length * self.head_dim
+        return 4.0 * self.kept * self.heads * sum(self.lengths) * self.head_dim
 
     @property
     def cache_bytes(self) -> int:
         """Keys and values that a call must read."""
-        elements = 2 * self.batch * self.kv_heads * self.length * self.head_dim
+        elements = 2 * self.kv_heads * sum(self.lengths) * self.head_dim
         return round(elements * self.cache_dtype.itemsize * self.kept)
 
     def build(self, device: torch.device) -> "DecodeInputs":
@@ -79,7 +99,7 @@ class Decode:
             return made.to(self.cache_dtype)
 
         q = values(self.batch, self.heads, 1, self.head_dim).to(self.dtype)
-        lengths = torch.full((self.batch,), self.length, dtype=torch.int32, device=device)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         if not self.page_size:
             shape = (self.batch, self.kv_heads, self.length, self.head_dim)
             return DecodeInputs(self, q, values(*shape), values(*shape), lengths)
@@ -123,35 +143,42 @@ class DecodeInputs:
 
     def sequence(self, cache: torch.Tensor, b: int, kv_head: int) -> torch.Tensor:
         """Keys or values `[keys, D]` of one sequence and head that are read."""
-        dtype = self.problem.dtype
+        dtype, length = self.problem.dtype, self.problem.lengths[b]
         if self.table is None:
-            return cache[b, kv_head].to(dtype)
+            return cache[b, kv_head, :length].to(dtype)
         if self.blocks is None:
             pages = cache[self.table[b].long(), :, kv_head]
-            return pages.flatten(0, 1)[: self.problem.length].to(dtype)
+            return pages.flatten(0, 1)[:length].to(dtype)
         listed = self.blocks[b, kv_head].long()
         size = self.problem.page_size
         position = (listed[:, None] * size + torch.arange(size, device=cache.device)).flatten()
         values = cache[self.table[b][listed].long(), :, kv_head].flatten(0, 1)
-        return values[position < self.problem.length].to(dtype)
+        return values[position < length].to(dtype)
 
     def check(self, out: torch.Tensor) -> None:
-        """Compare `[B, H, 1, D]` with fp64 on sampled heads."""
-        p = self.problem
+        """Compare `[B, H, 1, D]` with fp64 on the queries of sampled key heads."""
         if out.shape != self.q.shape:
             raise AssertionError(f"expected {list(self.q.shape)}, got {list(out.shape)}")
-        total = p.batch * p.heads
-        exact, plain, got = [], [], []
-        for number in range(0, total, max(1, total // _CHECKED)):
-            b, h = divmod(number, p.heads)
-            k, v = (self.sequence(x, b, h * p.kv_heads // p.heads) for x in (self.k, self.v))
-            seen = torch.ones(1, len(k), dtype=torch.bool, device=k.device)
-            exact.append(attend(self.q[b, h].double(), k.double(), v.double(), seen))
-            plain.append(attend(self.q[b, h], k, v, seen))
-            got.append(out[b, h])
-        what = "sampled heads"
-        found = (torch.cat(got), torch.cat(exact), torch.cat(plain))
-        assert_within_budget(*found, factor=factor_of(out.dtype), what=what)
+        heads, exact, plain = self._expected
+        group = self.problem.heads // self.problem.kv_heads
+        got = torch.cat([out[b, kv * group : (kv + 1) * group, 0] for b, kv in heads])
+        assert_within_budget(got, exact, plain, what="queries of sampled key heads")
+
+    @cached_property
+    def _expected(self) -> tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]:
+        """Sampled key heads, and what their queries give in fp64 and by plain PyTorch."""
+        p = self.problem
+        total, group = p.batch * p.kv_heads, p.heads // p.kv_heads
+        numbers = range(0, total, max(1, total // _CHECKED))
+        heads = [divmod(number, p.kv_heads) for number in numbers]
+        exact, plain = [], []
+        for b, kv in heads:
+            q = self.q[b, kv * group : (kv + 1) * group, 0]
+            k, v = (self.sequence(x, b, kv) for x in (self.k, self.v))
+            seen = torch.ones(group, len(k), dtype=torch.bool, device=k.device)
+            exact.append(attend(q.double(), k.double(), v.double(), seen))
+            plain.append(attend(q, k, v, seen))
+        return heads, torch.cat(exact), torch.cat(plain)
 
 
 Call = Callable[[DecodeInputs], torch.Tensor]

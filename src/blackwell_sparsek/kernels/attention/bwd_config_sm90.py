@@ -8,6 +8,8 @@ from ..sm90 import GROUP_ROWS, accumulator_layout, shared_layout
 
 # Steps whose places are kept in shared memory: more than a producer is ever ahead of the writer.
 INFO_DEPTH = 8
+# What queries are padded to: the tallest tile.
+QUERY_PADDING = 128
 
 
 @dataclass(frozen=True)
@@ -16,10 +18,11 @@ class AttnBwdSm90Config:
 
     CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; with
     SHARED_KEYS they keep the same 64 keys, and take 64 queries of a tile each. UNIT is the number
-    of neighbouring queries a visit is made of: TILE_M when dense, else the block of the mask;
-    smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when dense.
-    TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros. STAGES
-    tiles of queries are in flight, DS_STAGES of the gradients of scores. The kernel is compiled for
+    of neighbouring queries a visit is made of, and that take turns together: the block of the mask;
+    when dense TILE_M, or two of them in order. Smaller units are packed into one tile. BLOCK_KV is
+    the other side of a block, 0 when dense. TILE_D and TILE_DV are the head dims in shared memory,
+    beyond which TMA fills zeros. STAGES tiles of queries are in flight, DS_STAGES of the gradients
+    of scores. ORDERED adds up dq in the same order in every run. The kernel is compiled for
     MAX_REGISTERS per thread; the roles then trade them.
     """
 
@@ -30,6 +33,7 @@ class AttnBwdSm90Config:
     STAGES: int
     DS_STAGES: int
     SHARED_KEYS: bool
+    ORDERED: bool
     UNIT: int
     BLOCK_KV: int
     CONSUMER_REGISTERS: int
@@ -64,9 +68,19 @@ class AttnBwdSm90Config:
         return self.TILE_D // 64 if self.SHARED_KEYS else 1
 
     @property
+    def visits(self) -> int:
+        """Visits that a tile of keys pays to a head of queries."""
+        return 2 if self.ORDERED else 1
+
+    @property
     def parts(self) -> int:
         """Copies that fill one tile of queries."""
         return max(1, self.TILE_M // self.UNIT)
+
+    @property
+    def last_in_unit(self) -> int:
+        """The last tile of a unit, counted from 0."""
+        return max(1, self.UNIT // self.TILE_M) - 1
 
     @property
     def part_rows(self) -> int:
@@ -112,13 +126,16 @@ class AttnBwdSm90Config:
 
 
 def make_config(
-    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None
+    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None, ordered: bool = False
 ) -> AttnBwdSm90Config:
     """The configuration for these head dims; `block_size` is the mask's, None when dense."""
     shared_keys = block_size is not None and block_size[1] == GROUP_ROWS
     tile_m = 64 if tile_d == 128 and not shared_keys else 128
-    block_q, block_kv = block_size or (tile_m, 0)
-    producer = 40 if block_size is not None else 24
+    # an addition in its turn takes as long as a step of 64 queries: two of them share one
+    block_q, block_kv = block_size or (QUERY_PADDING if ordered else tile_m, 0)
+    # under a mask a producer with 24 spills; but where dq comes in two parts a consumer needs 240
+    # (blocks of 64 at 16k / 64k tokens: 450 / 361 TFLOP/s against 415 / 341)
+    producer = 24 if block_size is None or shared_keys else 40
     return AttnBwdSm90Config(
         CONSUMERS=2,
         TILE_M=tile_m,
@@ -128,6 +145,7 @@ def make_config(
         # with keys of their own, warp groups are up to a step apart
         DS_STAGES=2 if shared_keys else 3,
         SHARED_KEYS=shared_keys,
+        ORDERED=ordered,
         UNIT=block_q,
         BLOCK_KV=block_kv,
         CONSUMER_REGISTERS=232 if producer == 40 else 240,

@@ -22,14 +22,12 @@ from ...device.backprop import probabilities, score_gradients, shift_of_rows
 from ...device.masks import column_bounds, exists
 from ...device.schedule import place_in_sections, section_planes
 from ...device.sequences import lse_offset, plane_offset, token_span
-from ...device.tile_walk import masked_query_tile, plan_queries
+from ...device.tile_walk import full_tile, masked_query_tile, plan_queries
 from ...device.tiles import load_rows, store_rows
 from ...device.visits import (
-    keys_of_tile,
     num_full_units,
     num_masked_units,
     num_tiles,
-    tile_ordinal,
 )
 from ...formats.attention_spec import AttnSpec
 from .config import AttnBwdConfig
@@ -148,8 +146,6 @@ def _attn_dkdv_kernel(
     lengths, band = (q_len, kv_len), (left, right)
     kv_pos = kv_start + tl.arange(0, TILE_N)
     column_limits = column_bounds(kv_pos, q_len, kv_len, left, right)
-    kv_block = 0 if block_lists is None else kv_start // block_lists[5]
-    mask_row = batch * mask_batch_step + kv_block
 
     offs_d, offs_dv = tl.arange(0, TILE_D), tl.arange(0, TILE_DV)
     k_ptr += plane_offset(batch, kv_head, kv_first, strides.k)
@@ -168,14 +164,15 @@ def _attn_dkdv_kernel(
             row_terms[0] + offset,
             row_terms[1] + offset,
         )
+        mask_row = batch * mask_batch_step + q_head * mask_head_step
         plan = plan_queries(
-            block_lists, mask_row + q_head * mask_head_step, kv_start, lengths, band,
+            block_lists, mask_row, kv_start, lengths, band,
             TILE_M, TILE_N, BLOCK_Q,
         )  # fmt: skip
         num_masked = num_masked_units(plan)
         for q_tile in tl.range(0, num_tiles(num_masked, TILE_M, UNIT)):
             q_index, visible = masked_query_tile(
-                block_lists, plan, num_masked, q_tile, column_limits, kv_pos, kv_block, q_len,
+                block_lists, plan, num_masked, q_tile, column_limits, kv_pos, kv_start, q_len,
                 TILE_M, UNIT,
             )  # fmt: skip
             dk, dv = _add_tile(
@@ -184,10 +181,7 @@ def _attn_dkdv_kernel(
             )  # fmt: skip
         num_full = num_full_units(plan)
         for q_tile in tl.range(0, num_tiles(num_full, TILE_M, UNIT)):
-            ordinal, q_in_unit = tile_ordinal(q_tile, tl.arange(0, TILE_M), TILE_M, UNIT)
-            q_index = keys_of_tile(
-                block_lists, plan[3] + ordinal, ordinal, num_full, q_in_unit, q_len, TILE_M, UNIT
-            )
+            q_index = full_tile(block_lists, plan, num_full, q_tile, q_len, TILE_M, UNIT)
             dk, dv = _add_tile(
                 (dk, dv), gradients, k, v, queries, q_index, None, None, strides, score,
                 HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,

@@ -16,16 +16,13 @@ import triton.language as tl
 from ...core.launch import cdiv, launch, on_device_of
 from ...device.backprop import probabilities, score_gradients, shift_of_rows
 from ...device.masks import exists, position, row_bounds
-from ...device.schedule import place_in_sections, section_planes
-from ...device.sequences import batch_and_heads, lse_offset, plane_offset, token_span
-from ...device.tile_walk import masked_key_tile, plan_keys
+from ...device.sequences import lse_offset, plane_offset
+from ...device.tile_walk import full_tile, masked_key_tile, place_query_tile, plan_keys
 from ...device.tiles import load_rows, store_rows
 from ...device.visits import (
-    keys_of_tile,
     num_full_units,
     num_masked_units,
     num_tiles,
-    tile_ordinal,
 )
 from ...formats.attention_spec import AttnSpec
 from .config import AttnBwdConfig
@@ -100,28 +97,17 @@ def _attn_dq_kernel(
     KV_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * ELEMENT_BYTES
     tl.static_assert((BLOCK_KV is None) == (block_lists is None))
 
-    q_tiles = (q_len + TILE_M - 1) // TILE_M
-    section = section_planes(kv_len, heads[1], KV_BYTES)
-    plane, q_tile = place_in_sections(
-        tl.program_id(0), tl.num_programs(0) // q_tiles, q_tiles, section
+    place, q_span, kv_span, q_start = place_query_tile(
+        cu_seqlens, q_len, kv_len, heads, KV_BYTES, TILE_M
     )
-    batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
-    q_first, q_len = token_span(cu_seqlens[0], batch, q_len)
-    kv_first, kv_len = token_span(cu_seqlens[1], batch, kv_len)
-    q_start = q_tile * TILE_M
+    batch, q_head, kv_head = place
+    q_first, q_len = q_span
+    kv_first, kv_len = kv_span
     if q_start >= q_len:
         return
-    q_block = 0 if block_lists is None else q_start // block_lists[5]
-    plan = plan_keys(
-        block_lists,
-        batch * mask_batch_step + q_head * mask_head_step + q_block,
-        q_start,
-        (q_len, kv_len),
-        (left, right),
-        TILE_M,
-        TILE_N,
-        BLOCK_KV,
-    )
+    mask_row = batch * mask_batch_step + q_head * mask_head_step
+    lengths, band = (q_len, kv_len), (left, right)
+    plan = plan_keys(block_lists, mask_row, q_start, lengths, band, TILE_M, TILE_N, BLOCK_KV)
 
     k_ptr += plane_offset(batch, kv_head, kv_first, strides.k)
     v_ptr += plane_offset(batch, kv_head, kv_first, strides.v)
@@ -141,17 +127,9 @@ def _attn_dq_kernel(
     num_masked = num_masked_units(plan)
     for kv_tile in tl.range(0, num_tiles(num_masked, TILE_N, UNIT)):
         kv_pos, visible = masked_key_tile(
-            block_lists,
-            plan,
-            num_masked,
-            kv_tile,
-            row_limits,
-            offs_m,
-            q_block,
-            kv_len,
-            TILE_N,
-            UNIT,
-        )
+            block_lists, plan, num_masked, kv_tile, row_limits, offs_m, q_start, kv_len,
+            TILE_N, UNIT,
+        )  # fmt: skip
         dq = _add_tile(
             dq, rows, k_ptr, v_ptr, kv_pos, kv_len, visible, strides.k[2], strides.v[2],
             score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
@@ -159,10 +137,7 @@ def _attn_dq_kernel(
 
     num_full = num_full_units(plan)
     for kv_tile in tl.range(0, num_tiles(num_full, TILE_N, UNIT)):
-        ordinal, kv_in_unit = tile_ordinal(kv_tile, tl.arange(0, TILE_N), TILE_N, UNIT)
-        kv_pos = keys_of_tile(
-            block_lists, plan[3] + ordinal, ordinal, num_full, kv_in_unit, kv_len, TILE_N, UNIT
-        )
+        kv_pos = full_tile(block_lists, plan, num_full, kv_tile, kv_len, TILE_N, UNIT)
         dq = _add_tile(
             dq, rows, k_ptr, v_ptr, kv_pos, None, None, strides.k[2], strides.v[2],
             score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,

@@ -8,9 +8,15 @@ consumer warp groups keep 64 keys each, dk and dv in registers, and compute
 
 so that p^T is where the product for dv reads it. `ds` goes through shared memory to the products
 for dk and dq, the latter shared by both warp groups; writer warps add dq to fp32 sums in memory by
-TMA, in no fixed order. A producer warp finds the query tiles (`bwd_sm90_work`) and copies them,
-with lse in base 2 and delta; queries past the end, where lse is +inf, count for nothing. The
-product for dq of a step waits for the next step, so that no warp group waits for ds of the other.
+TMA, in no fixed order unless `ORDERED`. A producer warp finds the query tiles (`bwd_sm90_work`) and
+copies them, with lse in base 2 and delta; queries past the end, where lse is +inf, count for
+nothing. The product for dq of a step waits for the next step, so that no warp group waits for ds of
+the other.
+
+In order, a tile of keys adds to dq of a tile of queries when as many have done so as come before
+it. Pieces are taken from a counter, a program takes them in turn, and each waits only for earlier
+ones: the earliest that is not done waits for nobody, so that programs never wait in a circle.
+Queries go from the last to the first, which the first keys meet first: few have to wait.
 
 Where key blocks of a mask are 64 wide (`SHARED_KEYS`), both warp groups keep the same 64 keys and
 take turns with the queries; each then has dq of its own, and dk and dv are added up at the end.
@@ -31,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
-from ...device.gluon.tma_reduce import tma_add
+from ...device.gluon.tma_reduce import await_turn, finish_turn, tma_add
 from ..sm90 import GROUP_ROWS
 from .bwd_sm90_steps import (
     ds_place,
@@ -43,7 +49,7 @@ from .bwd_sm90_steps import (
     start_products,
     zero_of,
 )
-from .bwd_sm90_work import produce_steps, read_info, step_info
+from .bwd_sm90_work import padded_queries, produce_steps, read_info, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
 
@@ -162,7 +168,8 @@ def _add_up(x, smem, bars, SECOND: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Gradients of 64 keys, piece by piece of work."""
-    dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars = consume
+    dk_desc, dv_desc, score = consume[0], consume[1], consume[2]
+    ds_ring, dq_ring, sum_bars = consume[3], consume[4], consume[5]
     kv_ring, work, heads = shared[1], shared[4], shared[6]
     k_smem, v_smem, kv_full, kv_empty = kv_ring
     tile_d: gl.constexpr = CFG.TILE_D
@@ -189,7 +196,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         dk = gl.zeros([ROWS, tile_d], gl.float32, k_layout)
         dv = gl.zeros([ROWS, tile_dv], gl.float32, v_layout)
         mbarrier.wait(kv_full, pieces & 1)
-        for _ in range(heads[1]):
+        for _ in range(heads[1] * CFG.visits):
             q_tiles, masked_tiles = take(work, turn)
             turn += 1
             if q_tiles > 0:
@@ -231,8 +238,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _write_dq(dq_desc, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Add what a warp group hands over to the sums of dq in memory."""
+def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Add what a warp group hands over to the sums of dq in memory, in turn where that is asked."""
     smem, full, empty = dq_ring
     chunks: gl.constexpr = CFG.dq_chunks
     row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
@@ -244,10 +251,29 @@ def _write_dq(dq_desc, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
         plane = read_info(info, step, 0, 1)
         if plane >= 0:
             column = given % chunks * 64 if CFG.dq_by_rows else GROUP * 64
-            place = [plane, read_info(info, step, row_field, 1), column]
-            tma_add(dq_desc, place, smem.index(GROUP))
+            row = read_info(info, step, row_field, 1)
+            turn = 1
+            if CFG.ORDERED:
+                rows = padded_queries(q_len)
+                tile = plane.to(gl.int64) * (rows // ROWS) + row // CFG.UNIT * (CFG.UNIT // ROWS)
+                # either warp group may get a unit that fills half a tile
+                turn_ptr = sums_turn_ptr + tile * 2 + (0 if CFG.parts == 2 else GROUP)
+                # a part without queries has no turn; all of a unit goes in one, last rows first
+                has_turn = (row < rows) if CFG.parts == 2 else True
+                tile_in_unit = row % CFG.UNIT // CFG.TILE_M
+                turn = read_info(info, step, 4 + row_field, 1)
+                if has_turn & (tile_in_unit == CFG.last_in_unit) & (given % chunks == 0):
+                    await_turn(turn_ptr, turn)
+            if turn == 0:
+                # nobody was here: sums begin
+                tma.async_copy_shared_to_global(dq_desc, [plane, row, column], smem.index(GROUP))
+            else:
+                tma_add(dq_desc, [plane, row, column], smem.index(GROUP))
             tma.store_wait(0)
             mbarrier.arrive(empty.index(GROUP), count=1)
+            if CFG.ORDERED:  # noqa: SIM102 - a constant decides whether `has_turn` exists
+                if has_turn & (tile_in_unit == 0) & (given % chunks == chunks - 1):
+                    finish_turn(turn_ptr)
         given += 1
 
 
@@ -285,10 +311,11 @@ def _attn_bwd_sm90_kernel(
 ):
     """Set up rings and roles.
 
-    `work_ptrs` are a counter and an order of the tiles of keys or None; `score` is what
-    `gradient_factors` gives.
+    `work_ptrs` are a counter, an order of the tiles of keys or None and, to add in order, how many
+    have added to each [64, 64] of dq, int32 [planes, rows / 64, 2], and the turns of the blocks of
+    a mask; `score` is what `gradient_factors` gives.
     """
-    counter_ptr, order_ptr = work_ptrs
+    counter_ptr, order_ptr, sums_turn_ptr, turns_ptr = work_ptrs
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     ds_stages: gl.constexpr = CFG.DS_STAGES
@@ -322,7 +349,7 @@ def _attn_bwd_sm90_kernel(
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
-    schedule = (order_ptr, num_planes, section, dynamic)
+    schedule = (order_ptr, turns_ptr, num_planes, section, dynamic)
     lengths = (q_len, kv_len)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
@@ -333,8 +360,8 @@ def _attn_bwd_sm90_kernel(
             (_consume, (consume, shared, 0, CFG)),
             (_consume, (consume, shared, 1, CFG)),
             (produce_steps, (produce, shared, CFG)),
-            (_write_dq, (dq_desc, dq_ring, info, 0, CFG)),
-            (_write_dq, (dq_desc, dq_ring, info, 1, CFG)),
+            (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 0, CFG)),
+            (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 1, CFG)),
         ],
         [4, 1, 1, 1],
         [registers, producer_registers, producer_registers, producer_registers],

@@ -19,6 +19,7 @@ class Call(NamedTuple):
     tile_dv: int
     block_size: tuple[int, int] | None = None
     softcap: bool = False
+    ordered: bool = False
     dtype: torch.dtype = torch.bfloat16
     max_spill_bytes: int = 0
 
@@ -28,6 +29,7 @@ class Call(NamedTuple):
         parts = [str(self.dtype).split(".")[-1], f"d{self.tile_d}-{self.tile_dv}"]
         parts += [f"blocks{self.block_size[0]}x{self.block_size[1]}"] if self.block_size else []
         parts += ["softcap"] if self.softcap else []
+        parts += ["ordered"] if self.ordered else []
         return f"attn_bwd_sm90/{'-'.join(parts)}"
 
 
@@ -42,12 +44,16 @@ CALLS = (
     Call(64, 64, (64, 128), max_spill_bytes=2560),
     Call(128, 128, (64, 64), max_spill_bytes=2304),
     Call(64, 64, (128, 64), max_spill_bytes=512),
+    Call(128, 128, ordered=True, max_spill_bytes=384),
+    Call(64, 64, ordered=True, max_spill_bytes=512),
+    Call(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
+    Call(128, 128, (64, 64), ordered=True, max_spill_bytes=2304),
 )
 
 
 def attn_bwd_sm90_case(call: Call) -> CompileCase:
     """A launch of the kernel; a mask comes with its order of columns."""
-    config = make_config(call.tile_d, call.tile_dv, call.block_size)
+    config = make_config(call.tile_d, call.tile_dv, call.block_size, call.ordered)
     block_kv = call.block_size[1] if call.block_size else None
     k_type = descriptor_type(config.k_block(), call.dtype)
     v_type = descriptor_type(config.v_block(), call.dtype)
@@ -65,7 +71,12 @@ def attn_bwd_sm90_case(call: Call) -> CompileCase:
             "v_desc": v_type,
             "lse_desc": row_type,
             "delta_desc": row_type,
-            "work_ptrs": (torch.int32, None if block_kv is None else torch.int32),
+            "work_ptrs": (
+                torch.int32,
+                None if block_kv is None else torch.int32,
+                torch.int32 if call.ordered else None,
+                torch.int32 if call.ordered and block_kv is not None else None,
+            ),
             "block_lists": None if block_kv is None else (*(torch.int32,) * 5, block_kv),
             "mask_batch_step": 0,
             "mask_head_step": 0,

@@ -8,14 +8,11 @@ from ...core.arch import arch_of
 from ...core.launch import cdiv, launch, on_device_of, scratch
 from ...formats.attention_spec import AttnSpec
 from ..sm90 import tensor_descriptor
-from .bwd_config_sm90 import AttnBwdSm90Config
+from .bwd_config_sm90 import QUERY_PADDING, AttnBwdSm90Config
 from .bwd_sm90 import _attn_bwd_sm90_kernel
-from .bwd_sm90_rows import launch_attn_bwd_round, launch_attn_bwd_rows
+from .bwd_sm90_rows import ROW_TILE, launch_attn_bwd_round, launch_attn_bwd_rows
 from .fwd_sm90_launch import tma_strides
 from .operands import gradient_factors, kernel_operands, transposed_mask
-
-# What queries are padded to: the tallest tile.
-PADDING = 128
 
 
 def launch_attn_bwd_sm90(
@@ -31,6 +28,8 @@ def launch_attn_bwd_sm90(
     lse: torch.Tensor,
     spec: AttnSpec,
     order: torch.Tensor | None,
+    turns: torch.Tensor | None,
+    visits: torch.Tensor | None,
     section: int,
     config: AttnBwdSm90Config,
 ) -> torch.Tensor:
@@ -46,23 +45,35 @@ def launch_attn_bwd_sm90(
     spec : options of the call, validated; no packed sequences
     order : int32 [B * Hkv * tiles], tiles of 128 keys in the order to take them, or None, which
         goes through the keys in sections
+    turns : int32, under a mask and with `config.ORDERED`: when each tile of keys adds to dq of each
+        query block, as `formats.block_turns.turns_of_blocks` makes them for `order`
+    visits : int32 [nnz], query blocks of the transposed lists in the order that turns are for, as
+        `bwd_visits.plan_visits` makes them, or None, which leaves them as they are
     section : planes (batch and KV head) whose queries stay in L2 together
     config : tiles
     """
     operands, mask = kernel_operands(q, k, v, spec), transposed_mask(spec.block_mask)
+    lists = mask.lists
+    if lists is not None and visits is not None:
+        lists = (*lists[:2], visits, *lists[3:])
     q_len, kv_len = operands.lengths
     planes = operands.batch * operands.heads[0]
-    padded = cdiv(q_len, PADDING) * PADDING
+    padded = cdiv(q_len, QUERY_PADDING) * QUERY_PADDING
     lse_log2, delta = (scratch((planes, padded), torch.float32, q.device) for _ in range(2))
     sums = scratch((planes, padded, q.shape[-1]), torch.float32, q.device)
+    sums_turn = None
+    if config.ORDERED:
+        sums_turn = scratch((planes, padded // ROW_TILE, 2), torch.int32, q.device)
     with on_device_of(q):
-        launch_attn_bwd_rows(lse_log2, delta, sums, out, dout, lse, dlse)
+        launch_attn_bwd_rows(lse_log2, delta, sums, sums_turn, out, dout, lse, dlse)
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
         kv_planes = planes // operands.heads[1]
         pieces = kv_planes * cdiv(kv_len, config.tile_n)
         programs = min(arch_of(q.device).num_sms, pieces)
-        dynamic = pieces > programs
+        # in order, pieces come from the counter whatever their number, and none ahead of its use
+        dynamic = pieces > programs and not config.ORDERED
+        counter = scratch((1,), torch.int32, q.device, zero=dynamic or config.ORDERED)
         args = (
             tensor_descriptor(sums, config.dq_block()),
             _descriptor(dk, config.k_block()),
@@ -72,9 +83,8 @@ def launch_attn_bwd_sm90(
             _descriptor(k, config.k_block()),
             _descriptor(v, config.v_block()),
             *rows,
-            # without `dynamic` nobody looks at the counter
-            (scratch((1,), torch.int32, q.device, zero=dynamic), order),
-            mask.lists,
+            (counter, order, sums_turn, turns),
+            lists,
             *mask.steps,
             q_len,
             kv_len,
@@ -89,7 +99,8 @@ def launch_attn_bwd_sm90(
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
         launch(_attn_bwd_sm90_kernel, programs, args, **options)
         if dq is not None:
-            launch_attn_bwd_round(dq, sums, float(spec.scale))
+            unit = max(config.UNIT, ROW_TILE)
+            launch_attn_bwd_round(dq, sums, sums_turn, unit, float(spec.scale))
     return delta.view(operands.batch, operands.heads[0], padded)
 
 

@@ -1,8 +1,9 @@
 """What the Hopper backward does row by row: terms of the queries before it, rounding dq after it.
 
-Before: lse in base 2, delta (as in `bwd_delta`), zeroed sums for dq, in scratch memory whose rows
-are padded to whole tiles. Padding has lse +inf, like queries that see nothing: their probabilities
-are 0. After: dq = scale * sums, in the dtype and layout of q. Called around
+Before: lse in base 2, delta (as in `bwd_delta`), zeroed sums or turns for dq, in scratch memory
+whose rows are padded to whole tiles. Padding has lse +inf, like queries that see nothing: their
+probabilities are 0. After: dq = scale * sums, in the dtype and layout of q. With turns, whoever has
+the first one begins a sum, and where nobody had one there is no sum. Called around
 `bwd_sm90`.
 """
 
@@ -21,7 +22,7 @@ from ...device.tiles import store_rows
 from .bwd_delta import delta_of_rows
 from .operands import token_strides
 
-# Rows of a program.
+# Rows of a program, which share a pair of turns.
 ROW_TILE = 64
 
 
@@ -30,6 +31,7 @@ def _attn_bwd_rows_kernel(
     lse_log2_ptr,
     delta_ptr,
     sums_ptr,
+    turns_ptr,
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -56,6 +58,8 @@ def _attn_bwd_rows_kernel(
     row = tl.cast(plane, tl.int64) * padded + offs_m
     tl.store(lse_log2_ptr + row, shift_of_rows(lse))
     tl.store(delta_ptr + row, delta)
+    if turns_ptr is not None:
+        tl.store(turns_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), 0)
     if sums_ptr is not None:
         offs_d = tl.arange(0, TILE_D)[None, :]
         place = row[:, None] * HEAD_DIM + offs_d
@@ -66,12 +70,14 @@ def _attn_bwd_rows_kernel(
 def _attn_bwd_round_kernel(
     dq_ptr,
     sums_ptr,
+    turns_ptr,
     dq_strides,
     q_len,
     padded,
     heads,
     scale,
     HEAD_DIM: tl.constexpr,
+    UNIT: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
@@ -81,7 +87,13 @@ def _attn_bwd_round_kernel(
     offs_m = tl.program_id(0) % q_tiles * TILE_M + tl.arange(0, TILE_M)
     offs_d = tl.arange(0, TILE_D)
     row = tl.cast(plane, tl.int64) * padded + offs_m
-    live = exists(offs_m, q_len)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    summed = q_len
+    if turns_ptr is not None:
+        # the turns of a unit are those of its first rows
+        first = tl.program_id(0) % q_tiles * TILE_M // UNIT * (UNIT // TILE_M)
+        turns = tl.load(turns_ptr + (tl.cast(plane, tl.int64) * q_tiles + first) * 2)
+        summed = tl.where(turns > 0, q_len, 0)
+    live = exists(offs_m, summed)[:, None] & (offs_d < HEAD_DIM)[None, :]
     sums = tl.load(sums_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], live, other=0.0)
     dq_ptr += plane_offset(plane // heads, plane % heads, 0, dq_strides)
     store_rows(dq_ptr, offs_m, dq_strides[2], offs_d, sums * scale, q_len, HEAD_DIM)
@@ -91,21 +103,23 @@ def launch_attn_bwd_rows(
     lse_log2: torch.Tensor,
     delta: torch.Tensor,
     sums: torch.Tensor,
+    turns: torch.Tensor | None,
     out: torch.Tensor,
     dout: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> None:
-    """Fill lse_log2 and delta, fp32 [planes, rows], and sums fp32 [planes, rows, D].
+    """Fill lse_log2, delta fp32 [planes, rows], sums fp32 [planes, rows, D] and, if any, turns.
 
-    Rows are the queries padded to a multiple of 64. The others are as for `launch_attn_delta`, not
-    packed.
+    Rows are the queries padded to a multiple of 64; turns are int32 [planes, rows / 64, 2]. With
+    turns, sums stay as they are. The others are as for `launch_attn_delta`, not packed.
     """
     planes, padded, head_dim = sums.shape
     args = (
         lse_log2,
         delta,
-        sums,
+        sums if turns is None else None,
+        turns,
         out,
         dout,
         lse,
@@ -125,28 +139,36 @@ def launch_attn_bwd_rows(
     launch(_attn_bwd_rows_kernel, planes * (padded // ROW_TILE), args, num_warps=4)
 
 
-def launch_attn_bwd_round(dq: torch.Tensor, sums: torch.Tensor, scale: float) -> None:
-    """Fill dq [B, H, S, D], any strides, from sums fp32 [B * H, rows, D], rows as above."""
+def launch_attn_bwd_round(
+    dq: torch.Tensor, sums: torch.Tensor, turns: torch.Tensor | None, unit: int, scale: float
+) -> None:
+    """Fill dq [B, H, S, D], any strides, from sums fp32 [B * H, rows, D], rows as above.
+
+    Where `turns` are given, `unit` rows have one, counted in those of its first 64 rows; sums of
+    units that had none are not read.
+    """
     planes, padded, head_dim = sums.shape
     tile_d = triton.next_power_of_2(head_dim)
     sizes = (dq.shape[2], padded, dq.shape[1])
-    args = (dq, sums, token_strides(dq), *sizes, scale, head_dim, ROW_TILE, tile_d)
+    args = (dq, sums, turns, token_strides(dq), *sizes, scale, head_dim, unit, ROW_TILE, tile_d)
     launch(_attn_bwd_round_kernel, planes * (padded // ROW_TILE), args, num_warps=4)
 
 
 @compile_cases
 def _cases() -> Iterator[CompileCase]:
     strides = (32 * 4096 * 128, 128, 32 * 128)
-    for dim in (80, 128):
-        name = f"d{dim}"
-        numbers = ("lse_log2", "delta", "sums", "lse", "dlse")
+    for dim, ordered in ((128, False), (80, True)):
+        name = f"d{dim}-ordered" if ordered else f"d{dim}"
+        numbers = ("lse_log2", "delta", "lse", "dlse")
         yield CompileCase(
             f"attn_bwd_rows/{name}",
             _attn_bwd_rows_kernel,
             {
                 **{f"{number}_ptr": torch.float32 for number in numbers},
+                "sums_ptr": None if ordered else torch.float32,
                 **{f"{tensor}_ptr": torch.bfloat16 for tensor in ("out", "dout")},
                 **{f"{tensor}_strides": strides for tensor in ("out", "dout")},
+                "turns_ptr": torch.int32 if ordered else None,
                 "dlse_strides": (32 * 4096, 4096, 1),
                 "q_len": 4000,
                 "padded": 4096,
@@ -165,12 +187,14 @@ def _cases() -> Iterator[CompileCase]:
             {
                 "dq_ptr": torch.bfloat16,
                 "sums_ptr": torch.float32,
+                "turns_ptr": torch.int32 if ordered else None,
                 "dq_strides": strides,
                 "q_len": 4000,
                 "padded": 4096,
                 "heads": 32,
                 "scale": 0.1,
                 "HEAD_DIM": dim,
+                "UNIT": 128,
                 "TILE_M": ROW_TILE,
                 "TILE_D": 128,
             },

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...device.gluon.pipeline import publish
-from ...device.masks import q_range, q_range_of_all
+from ...device.masks import kv_range, q_range, q_range_of_all
 from ...device.schedule import place_in_sections
 from ...device.visits import (
     keys_of_tile,
@@ -18,14 +18,16 @@ from ...device.visits import (
     tile_ordinal,
 )
 from ..sm90 import GROUP_ROWS
-from .bwd_config_sm90 import INFO_DEPTH
+from .bwd_config_sm90 import INFO_DEPTH, QUERY_PADDING
 
 ROWS = gl.constexpr(GROUP_ROWS)
 DEPTH = gl.constexpr(INFO_DEPTH)
 # Entries of a mask row read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
-# What describes a step: plane of the queries, first query and bits of each of two parts.
-INFO_FIELDS = gl.constexpr(5)
+PADDING = gl.constexpr(QUERY_PADDING)
+# What describes a step: plane of the queries; then of each of two parts the first query, the bits,
+# and how many tiles of keys add to its dq before.
+INFO_FIELDS = gl.constexpr(7)
 
 
 @gluon.jit
@@ -67,7 +69,7 @@ def _plan_queries(mask, batch, q_head, kv_tile, lengths, band, CFG: gl.constexpr
         # keys past the end are zeros and would count: hiding them takes mask code for all queries
         all_hi = 0
     if lists is None:
-        plan = plan_dense(q_lo, q_hi, all_lo, all_hi, tile_m)
+        plan = plan_dense(q_lo, q_hi, all_lo, all_hi, unit_size)
     else:
         row = batch * batch_step + q_head * head_step + kv_start // CFG.BLOCK_KV
         offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
@@ -76,12 +78,48 @@ def _plan_queries(mask, batch, q_head, kv_tile, lengths, band, CFG: gl.constexpr
 
 
 @gluon.jit
-def _find_part(lists, plan, num_masked, q_tile, part: gl.constexpr, q_len, CFG: gl.constexpr):
-    """First query of a part of a query tile, and the row of the bit pool that covers it, or -1."""
+def padded_queries(q_len):
+    """Rows of lse, delta and sums of dq in a plane: the first query of a part without any."""
+    return (q_len + PADDING - 1) // PADDING * PADDING
+
+
+@gluon.jit
+def _part_of_plan(plan, visit, CFG: gl.constexpr):
+    """What of a plan is visited at once: all, or first the later queries and then the earlier.
+
+    Tiles with and without mask code have loops of their own. In order, queries go from the last to
+    the first, so that edges before and after what needs no mask code are two visits.
+    """
+    if CFG.ORDERED:
+        later = visit % 2 == 0
+        middle = plan[3]
+        partial_end = gl.where(later, plan[0], plan[1])
+        edge_begin = gl.where(later, middle, plan[2])
+        full_end, edge_end = (gl.where(later, plan[4], middle), gl.where(later, plan[5], middle))
+        plan = (plan[0], partial_end, edge_begin, middle, full_end, edge_end)
+    return plan
+
+
+@gluon.jit
+def _turn_of_unit(unit, kv_tile, lengths, band, CFG: gl.constexpr):
+    """How many tiles of keys before this one see a unit of queries, when there is no mask."""
+    q_row = unit * CFG.UNIT
+    first, _ = kv_range(q_row, q_row + CFG.UNIT, lengths[0], lengths[1], band[0], band[1])
+    return kv_tile - first // CFG.tile_n
+
+
+@gluon.jit
+def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: gl.constexpr):
+    """First query of a part of a query tile, the row of the bit pool that covers it or -1, and its
+    turn, where there are turns."""
+    lists, plan, num_masked, turns_ptr = visit
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     masked_tiles = num_tiles(num_masked, tile_m, unit_size)
     in_kind = q_tile if q_tile < masked_tiles else q_tile - masked_tiles
+    if CFG.ORDERED:
+        full_tiles = num_tiles(num_full_units(plan), tile_m, unit_size)
+        in_kind = (masked_tiles if q_tile < masked_tiles else full_tiles) - 1 - in_kind
     ordinal, q_in_unit = tile_ordinal(in_kind, part * CFG.part_rows, tile_m, unit_size)
     if q_tile < masked_tiles:
         unit = masked_unit(plan, ordinal)
@@ -89,33 +127,42 @@ def _find_part(lists, plan, num_masked, q_tile, part: gl.constexpr, q_len, CFG: 
     else:
         unit = plan[3] + ordinal
         units = num_full_units(plan)
-    # a part with no unit left is read from past the queries, where nothing counts
-    q_row = keys_of_tile(lists, unit, ordinal, units, q_in_unit, q_len, tile_m, unit_size)
+    # a part with no unit left is read from past all rows, where nothing counts; not from past the
+    # queries: the innermost coordinate of a copy, which is that of lse, must be at 16 bytes
+    end = padded_queries(lengths[0])
+    q_row = keys_of_tile(lists, unit, ordinal, units, q_in_unit, end, tile_m, unit_size)
     bits_id = -1
+    turn = 0
     if lists is not None:
         has_bits = (q_tile < masked_tiles) & (ordinal < units)
         bits_id = gl.load(lists[3] + unit, mask=has_bits, other=-1)
-    return q_row, bits_id
+    if CFG.ORDERED:
+        if lists is None:
+            turn = _turn_of_unit(unit, kv_tile, lengths, band, CFG)
+        else:
+            tiles: gl.constexpr = CFG.BLOCK_KV // CFG.tile_n
+            turn = gl.load(turns_ptr + unit * tiles + kv_tile % tiles, ordinal < units, other=0)
+    return q_row, bits_id, turn
 
 
 @gluon.jit
-def _fetch_step(descs, shared, step, visit, q_tile, batch, q_head, CFG: gl.constexpr):
+def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     """Start the copies of one query tile: queries, output gradients, lse and delta."""
     q_desc, dout_desc, lse_desc, delta_desc = descs
     q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
-    info, lengths, heads = shared[3], shared[5], shared[6]
-    lists, plan, num_masked = visit
+    info, lengths, heads, band = shared[3], shared[5], shared[6], shared[7]
+    batch, q_head, kv_tile = place
     parts: gl.constexpr = CFG.parts
     rows: gl.constexpr = CFG.part_rows
     plane = batch * heads[0] + q_head
-    first, first_bits = _find_part(lists, plan, num_masked, q_tile, 0, lengths[0], CFG)
-    second, second_bits = first + ROWS, first_bits
+    first, bits, turn = _find_part(visit, q_tile, 0, kv_tile, lengths, band, CFG)
+    second, second_bits, second_turn = first + ROWS, bits, turn
     if parts == 2:
-        second, second_bits = _find_part(lists, plan, num_masked, q_tile, 1, lengths[0], CFG)
+        second, second_bits, second_turn = _find_part(visit, q_tile, 1, kv_tile, lengths, band, CFG)
     stage = step % CFG.STAGES
     bar = full.index(stage)
     mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-    _write_info(info, step, (plane, first, second, first_bits, second_bits))
+    _write_info(info, step, (plane, first, second, bits, second_bits, turn, second_turn))
     row_bytes: gl.constexpr = lse_desc.block_type.nbytes + delta_desc.block_type.nbytes
     tile_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes
     mbarrier.expect(bar, parts * (row_bytes + tile_bytes))
@@ -132,14 +179,25 @@ def _fetch_step(descs, shared, step, visit, q_tile, batch, q_head, CFG: gl.const
 
 
 @gluon.jit
+def _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG: gl.constexpr):
+    """Start the copies of the keys and values of a piece, once those before are done with."""
+    k_smem, v_smem, full, empty = kv_ring
+    key_groups: gl.constexpr = CFG.key_groups
+    mbarrier.wait(empty, (pieces & 1) ^ 1)
+    mbarrier.expect(full, key_groups * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for g in gl.static_range(key_groups):
+        place = [batch, kv_head, kv_tile * CFG.tile_n + g * ROWS, 0]
+        tma.async_copy_global_to_shared(k_desc, place, full, k_smem.index(g))
+        tma.async_copy_global_to_shared(v_desc, place, full, v_smem.index(g))
+
+
+@gluon.jit
 def produce_steps(produce, shared, CFG: gl.constexpr):
     """Take pieces of work, publish them and keep the rings full."""
     descs, k_desc, v_desc, counter_ptr, schedule = produce
     mask, kv_ring, info, work = shared[0], shared[1], shared[3], shared[4]
     lengths, heads, band = shared[5], shared[6], shared[7]
-    order_ptr, num_planes, section, dynamic = schedule
-    k_smem, v_smem, kv_full, kv_empty = kv_ring
-    key_groups: gl.constexpr = CFG.key_groups
+    order_ptr, turns_ptr, num_planes, section, dynamic = schedule
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     q_heads, group_size = heads
@@ -150,6 +208,9 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     turn = 0
     pieces = 0
     piece = gl.program_id(0)
+    if CFG.ORDERED:
+        # one that waits for the sums of earlier pieces must find them in running programs
+        piece = gl.atomic_add(counter_ptr, 1)
     while piece < total:
         next_piece = piece + gl.num_programs(0)
         if dynamic != 0:
@@ -167,27 +228,27 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         kv_head = plane % kv_heads
         publish(work, turn, (plane, kv_tile))
         turn += 1
-        mbarrier.wait(kv_empty, (pieces & 1) ^ 1)
-        mbarrier.expect(kv_full, key_groups * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-        for g in gl.static_range(key_groups):
-            kv_row = kv_tile * CFG.tile_n + g * ROWS
-            place = [batch, kv_head, kv_row, 0]
-            tma.async_copy_global_to_shared(k_desc, place, kv_full, k_smem.index(g))
-            tma.async_copy_global_to_shared(v_desc, place, kv_full, v_smem.index(g))
-        for member in range(group_size):
-            q_head = kv_head * group_size + member
+        for visit in range(group_size * CFG.visits):
+            q_head = kv_head * group_size + visit // CFG.visits
             plan = _plan_queries(mask, batch, q_head, kv_tile, lengths, band, CFG)
+            plan = _part_of_plan(plan, visit, CFG)
             num_masked = num_masked_units(plan)
             masked_tiles = num_tiles(num_masked, tile_m, unit_size)
             q_tiles = masked_tiles + num_tiles(num_full_units(plan), tile_m, unit_size)
             publish(work, turn, (q_tiles, masked_tiles))
             turn += 1
-            visit = (mask[0], plan, num_masked)
+            if visit == 0:
+                # planned before, while the consumers still needed the last ones
+                _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG)
+            found = (mask[0], plan, num_masked, turns_ptr)
             for q_tile in range(q_tiles):
-                _fetch_step(descs, shared, step, visit, q_tile, batch, q_head, CFG)
+                _fetch_step(descs, shared, step, found, q_tile, (batch, q_head, kv_tile), CFG)
                 step += 1
+        if CFG.ORDERED:
+            # not ahead: others would wait for a piece that waits itself
+            next_piece = gl.atomic_add(counter_ptr, 1)
         pieces += 1
         piece = next_piece
     # no plane: the end, for the writer too
-    _write_info(info, step, (-1, 0, 0, 0, 0))
+    _write_info(info, step, (-1, 0, 0, 0, 0, 0, 0))
     publish(work, turn, (-1, 0))

@@ -15,6 +15,9 @@ class DecodeConfig:
     tile_n : keys of one tile; both are powers of two, at least 16
     num_warps, num_stages : launch options of Triton
     programs : how many programs share the keys of all sequences and heads
+    across : keys down and rows across in products, for tensor cores that want 64 rows
+    words : read fp8 caches as words of four, where their strides allow it
+    registers : most registers of a thread
     precision : how fp32 products are taken: "ieee" or "tf32"; 16-bit inputs do not look at it
     """
 
@@ -24,6 +27,9 @@ class DecodeConfig:
     num_stages: int
     programs: int
     precision: str = "ieee"
+    across: bool = False
+    words: bool = False
+    registers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n"):

@@ -10,7 +10,7 @@ import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
 from .config_decode import DecodeConfig
-from .decode import DecodeStrides, _attn_decode_kernel
+from .decode import DecodeLayout, _attn_decode_kernel
 from .operands import score_factors
 
 KV_HEADS, GROUP, TOKENS, PROGRAMS = 8, 4, 4096, 264
@@ -25,6 +25,7 @@ class Call(NamedTuple):
     cache: torch.dtype | None = None
     everything: bool = False
     rows: int = 4
+    batch: int = 1
 
     def name(self, sm: int) -> str:
         """Name of the case."""
@@ -33,32 +34,41 @@ class Call(NamedTuple):
         parts += ["fp8"] if self.cache else []
         parts += [f"rows{self.rows}"] if self.rows != GROUP else []
         parts += ["everything"] if self.everything else []
+        parts += [f"batch{self.batch}"] if self.batch != 1 else []
         return f"attn_decode/{'-'.join(parts)}-sm_{sm}"
 
 
 HALF, BRAIN, FLOAT, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
-TALL, PLAIN = (16, 64, 4, 3), (16, 32, 8, 2)
+DOWN = DecodeConfig(16, 64, 4, 3, PROGRAMS)
+ACROSS = DecodeConfig(16, 64, 4, 3, PROGRAMS, across=True)
+WORDS = DecodeConfig(16, 64, 4, 3, PROGRAMS, across=True, words=True)
+THREE = DecodeConfig(16, 64, 4, 4, PROGRAMS, across=True, words=True, registers=168)
+PLAIN = DecodeConfig(16, 32, 8, 2, PROGRAMS)
+WIDE = DecodeConfig(64, 64, 8, 3, PROGRAMS)
+DEEP = DecodeConfig(32, 32, 4, 3, PROGRAMS)
 
-# tile_m, tile_n, num_warps, num_stages by architecture
-BUILDS: Mapping[Call, Mapping[int, tuple[int, int, int, int]]] = {
-    Call(BRAIN, 128): {80: TALL, 89: TALL, 90: TALL, 100: TALL, 120: TALL},
-    Call(BRAIN, 128, 16): {80: TALL, 90: TALL},
-    Call(BRAIN, 128, 64): {90: TALL},
-    Call(BRAIN, 128, 256): {90: TALL},
-    Call(BRAIN, 128, 64, FP8): {89: TALL, 90: TALL, 100: TALL, 120: TALL},
-    Call(HALF, 80, 48, everything=True): {80: TALL, 90: TALL},
+BUILDS: Mapping[Call, Mapping[int, DecodeConfig]] = {
+    Call(BRAIN, 128): {80: DOWN, 89: DOWN, 90: ACROSS, 100: DOWN, 120: DOWN},
+    Call(BRAIN, 128, 16): {80: DOWN, 90: ACROSS},
+    Call(BRAIN, 128, 64): {90: ACROSS},
+    Call(BRAIN, 128, 256): {90: ACROSS},
+    Call(BRAIN, 128, 64, FP8): {89: DOWN, 90: WORDS, 100: DOWN, 120: DOWN},
+    Call(BRAIN, 128, None, FP8, batch=16): {90: THREE},
+    Call(BRAIN, 128, 16, FP8, batch=16): {90: THREE},
+    Call(HALF, 80, 48, everything=True): {80: DOWN, 90: ACROSS},
     Call(FLOAT, 128): {80: PLAIN, 90: PLAIN},
-    Call(BRAIN, 128, rows=32): {90: (32, 64, 4, 3)},
-    Call(BRAIN, 128, rows=64): {80: (64, 64, 8, 3), 89: (64, 64, 8, 3), 90: (64, 64, 8, 3)},
-    Call(HALF, 256, rows=64): {89: (32, 32, 4, 3), 90: (32, 32, 4, 3)},
+    Call(BRAIN, 128, rows=32): {90: DecodeConfig(32, 64, 4, 3, PROGRAMS)},
+    Call(BRAIN, 128, rows=64): {80: WIDE, 89: WIDE, 90: WIDE},
+    Call(HALF, 256, rows=64): {89: DEEP, 90: DEEP},
 }
 
 
-def _arguments(call: Call) -> dict[str, Any]:
+def _arguments(call: Call, words: bool) -> dict[str, Any]:
     dim = call.head_dim
     row = KV_HEADS * dim
     slab = TOKENS * row if call.page_size is None else call.page_size * row
-    cache = call.cache or call.dtype
+    cache = torch.int32 if words else call.cache or call.dtype
+    packed = 4 if words else 1
     scale = torch.float32 if call.cache else None
     return {
         "results": (call.dtype, torch.float32),
@@ -75,24 +85,24 @@ def _arguments(call: Call) -> dict[str, Any]:
             scale,
         ),
         "workspace": (torch.float32, torch.int32),
-        "strides": DecodeStrides(
+        "layout": DecodeLayout(
             (row * GROUP, dim, 0),
             (row * GROUP, dim, 0),
-            (slab, dim, row),
-            (slab, dim, row),
+            (slab // packed, dim // packed, row // packed),
+            (slab // packed, dim // packed, row // packed),
             (1, 1),
+            (KV_HEADS, GROUP),
         ),
         "page_row_stride": TOKENS,
         "list_batch_stride": TOKENS * KV_HEADS,
         "list_head_stride": TOKENS,
-        "batch": 16,
+        "batch": call.batch,
         "q_len": 1,
         "capacity": TOKENS,
         "num_pages": 1000,
         "num_blocks": 100,
         "left": 2**30,
         "right": 0,
-        "heads": (KV_HEADS, GROUP),
         "HEAD_DIM": dim,
         "HEAD_DIM_V": dim,
         "PAGE_SIZE": call.page_size,
@@ -100,23 +110,28 @@ def _arguments(call: Call) -> dict[str, Any]:
     }
 
 
+def _case(call: Call, sm: int, config: DecodeConfig) -> CompileCase:
+    return CompileCase(
+        call.name(sm),
+        _attn_decode_kernel,
+        {
+            **_arguments(call, config.words),
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "PRECISION": config.precision,
+            "ACROSS": config.across,
+        },
+        archs=(sm,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        options={} if config.registers is None else {"maxnreg": config.registers},
+        # three programs on an SM, and a page for each key: spilled outside of the loop
+        max_spill_bytes=64 if config.registers and call.page_size == 16 else 0,
+    )
+
+
 @compile_cases
 def _cases() -> Iterator[CompileCase]:
-    for call, tiles in BUILDS.items():
-        for sm, tile in tiles.items():
-            config = DecodeConfig(*tile, PROGRAMS)
-            yield CompileCase(
-                call.name(sm),
-                _attn_decode_kernel,
-                {
-                    **_arguments(call),
-                    "TILE_M": config.tile_m,
-                    "TILE_N": config.tile_n,
-                    "PRECISION": config.precision,
-                },
-                archs=(sm,),
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-                # four registers: 64 rows of fp32 sums leave sm_80 none to spare
-                max_spill_bytes=16 if sm == 80 and call.rows == 64 else 0,
-            )
+    for call, configs in BUILDS.items():
+        for sm, config in configs.items():
+            yield _case(call, sm, config)

@@ -62,6 +62,9 @@ def _config(block_h: int, block_w: int, tile_k: int, out_bytes: int = 2) -> Spmm
 def _cases() -> Iterator[CompileCase]:
     tall, flat = _config(128, 128, 64), _config(64, 64, 32)
     yield spmm_sm90_case("128x128", tall)
+    yield spmm_sm90_case("128x128-wide", replace(tall, WIDE=True))
+    yield spmm_sm90_case("128x16-wide", replace(_config(128, 16, 16), WIDE=True))
+    yield spmm_sm90_case("64x64-wide", replace(flat, WIDE=True))
     yield spmm_sm90_case("128x128-bf16", tall, torch.bfloat16)
     yield spmm_sm90_case("128x128-fp32-out", _config(128, 128, 64, 4), out_dtype=torch.float32)
     yield spmm_sm90_case("128x16", _config(128, 16, 16))

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from ..sm90 import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
 CONSUMERS = 2
+# Columns of X that lie together in shared memory: 128 bytes.
+SLAB_COLUMNS = 64
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,8 @@ class SpmmSm90Config:
     BLOCK_H x BLOCK_W is the block of A as the product reads it (after a transpose by metadata).
     GROUP_N is the width one consumer accumulates; with SPLIT_N the two consumers share rows and
     take neighbouring columns, otherwise they share columns and take neighbouring 64 rows.
+    WIDE takes all columns of a step with one copy, instead of one for each 64: their number must
+    be a multiple of 64.
     """
 
     BLOCK_H: int
@@ -25,6 +29,7 @@ class SpmmSm90Config:
     OUT_CHUNKS: int
     A_TRANSPOSED: bool = False
     X_TRANSPOSED: bool = False
+    WIDE: bool = False
     OUT_TRANSPOSED: bool = False
     ACTIVATION: str | None = None
     CONSUMER_REGISTERS: int = 232
@@ -37,6 +42,7 @@ class SpmmSm90Config:
         assert self.GROUP_N in (64, 128, 256), f"{self.GROUP_N=}"
         assert self.OUT_CHUNKS in (1, 2, 4), f"{self.OUT_CHUNKS=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
+        assert not (self.WIDE and self.X_TRANSPOSED), "columns of X are in one copy already"
 
     @property
     def a_tiles(self) -> int:
@@ -73,12 +79,31 @@ class SpmmSm90Config:
         """Columns a consumer stores at a time."""
         return self.GROUP_N // self.OUT_CHUNKS
 
+    @property
+    def a_copies(self) -> int:
+        """Copies that bring the A tiles of a step."""
+        return self.a_tiles if self.A_TRANSPOSED else 1
+
+    @property
+    def x_copies(self) -> int:
+        """Copies that bring the X tiles of a step."""
+        return 1 if self.WIDE else self.x_tiles
+
     def a_block(self) -> list[int]:
+        """Shape of a copy of A."""
+        return [self.TILE_K, GROUP_ROWS] if self.A_TRANSPOSED else [self.tile_m, self.TILE_K]
+
+    def a_tile(self) -> list[int]:
         """Shape of an A tile in memory."""
-        shape = [GROUP_ROWS, self.TILE_K]
-        return shape[::-1] if self.A_TRANSPOSED else shape
+        return [self.TILE_K, GROUP_ROWS] if self.A_TRANSPOSED else [GROUP_ROWS, self.TILE_K]
 
     def x_block(self) -> list[int]:
+        """Shape of a copy of X; WIDE: of X as [N / 64, K, 64]."""
+        if self.WIDE:
+            return [self.tile_n // SLAB_COLUMNS, self.TILE_K, SLAB_COLUMNS]
+        return self.x_tile()
+
+    def x_tile(self) -> list[int]:
         """Shape of an X tile in memory."""
         shape = [self.TILE_K, self.GROUP_N]
         return shape[::-1] if self.X_TRANSPOSED else shape

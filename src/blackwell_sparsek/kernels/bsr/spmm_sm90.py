@@ -27,9 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
 from ...device.schedule import place_in_sections
 from ..sm90 import GROUP_ROWS
+from .config_sm90 import SLAB_COLUMNS
 from .finish_sm90 import finish_values
 
 ROWS = gl.constexpr(GROUP_ROWS)
+SLAB = gl.constexpr(SLAB_COLUMNS)
 # What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none).
 WORK_FIELDS = gl.constexpr(4)
 
@@ -59,21 +61,23 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
     """Start the copies of one K step into a ring stage."""
     a_smem, x_smem, full, _ = ring
     bar = full.index(stage)
-    a_tiles: gl.constexpr = CFG.a_tiles
-    x_tiles: gl.constexpr = CFG.x_tiles
+    a_copies: gl.constexpr = CFG.a_copies
+    x_copies: gl.constexpr = CFG.x_copies
     nbytes: gl.constexpr = (
-        CFG.a_tiles * a_desc.block_type.nbytes + CFG.x_tiles * x_desc.block_type.nbytes
+        CFG.a_copies * a_desc.block_type.nbytes + CFG.x_copies * x_desc.block_type.nbytes
     )
     mbarrier.expect(bar, nbytes)
-    for g in gl.static_range(a_tiles):
-        tile = a_smem.index(stage * CFG.a_tiles + g)
+    for g in gl.static_range(a_copies):
+        tile = a_smem.index(stage * CFG.a_copies + g)
         if CFG.A_TRANSPOSED:
             tma.async_copy_global_to_shared(a_desc, [a_col, a_row + g * ROWS], bar, tile)
         else:
-            tma.async_copy_global_to_shared(a_desc, [a_row + g * ROWS, a_col], bar, tile)
-    for g in gl.static_range(x_tiles):
-        tile = x_smem.index(stage * CFG.x_tiles + g)
-        if CFG.X_TRANSPOSED:
+            tma.async_copy_global_to_shared(a_desc, [a_row, a_col], bar, tile)
+    for g in gl.static_range(x_copies):
+        tile = x_smem.index(stage * CFG.x_copies + g)
+        if CFG.WIDE:
+            tma.async_copy_global_to_shared(x_desc, [col // SLAB, k, 0], bar, tile)
+        elif CFG.X_TRANSPOSED:
             tma.async_copy_global_to_shared(x_desc, [col + g * CFG.GROUP_N, k], bar, tile)
         else:
             tma.async_copy_global_to_shared(x_desc, [k, col + g * CFG.GROUP_N], bar, tile)
@@ -184,9 +188,24 @@ def _store_tile(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.
 
 
 @gluon.jit
+def _as_tiles(smem, count: gl.constexpr, shape: gl.constexpr):
+    """The same shared memory as tiles that one consumer multiplies."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, smem.dtype)
+    return smem._reinterpret(smem.dtype, [count, shape[0], shape[1]], layout)
+
+
+@gluon.jit
+def _ring_memory(desc, count: gl.constexpr):
+    """Shared memory for `count` copies through a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [count] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.jit
 def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Multiply the ring's tiles into an accumulator and store it, piece by piece of work."""
     a_smem, x_smem, full, empty = ring
+    a_smem = _as_tiles(a_smem, CFG.STAGES * CFG.a_tiles, CFG.a_tile())
+    x_smem = _as_tiles(x_smem, CFG.STAGES * CFG.x_tiles, CFG.x_tile())
     group_n: gl.constexpr = CFG.GROUP_N
     layout: gl.constexpr = CFG.accumulator_layout(CFG.GROUP_N)
     step = 0
@@ -240,8 +259,8 @@ def _spmm_sm90_kernel(
     CFG: gl.constexpr,
 ):
     """Set up the ring and the three roles; `_produce` and `_consume` do the work."""
-    a_smem = tiles(a_desc, CFG.STAGES * CFG.a_tiles, a_desc.block_type.shape[0])
-    x_smem = tiles(x_desc, CFG.STAGES * CFG.x_tiles, x_desc.block_type.shape[0])
+    a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
+    x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
     out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
     ring = (a_smem, x_smem, barriers(CFG.STAGES, 1), barriers(CFG.STAGES, 2))
     work = work_channel(WORK_FIELDS, 2)

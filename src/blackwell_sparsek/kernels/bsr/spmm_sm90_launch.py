@@ -7,7 +7,7 @@ import torch
 from ...core.arch import arch_of
 from ...core.launch import cdiv, launch, on_device_of, scratch
 from ..sm90 import tensor_descriptor
-from .config_sm90 import SpmmSm90Config
+from .config_sm90 import SLAB_COLUMNS, SpmmSm90Config
 from .plan import SpmmPlan
 from .spmm_finish import addends_of, empty_partial, launch_spmm_reduce
 from .spmm_sm90 import _spmm_sm90_kernel
@@ -22,6 +22,14 @@ SECTION_BYTES = 16 * 2**20
 def _descriptor(x: torch.Tensor, block: list[int], transposed: bool) -> Any:
     """TMA descriptor of a matrix, of its transpose where that is what lies row by row."""
     return tensor_descriptor(x.mT if transposed else x, block)
+
+
+def _x_descriptor(x: torch.Tensor, config: SpmmSm90Config) -> Any:
+    """TMA descriptor of X [K, N]; of its slabs of columns [N / 64, K, 64] for wide copies."""
+    if not config.WIDE:
+        return _descriptor(x, config.x_block(), config.X_TRANSPOSED)
+    slabs = x.view(x.shape[0], -1, SLAB_COLUMNS).transpose(0, 1)
+    return tensor_descriptor(slabs, config.x_block())
 
 
 def launch_spmm_sm90(
@@ -57,7 +65,7 @@ def launch_spmm_sm90(
             _descriptor(out, config.out_block(), config.OUT_TRANSPOSED),
             partial,
             _descriptor(a_matrix, config.a_block(), False),
-            _descriptor(x, config.x_block(), config.X_TRANSPOSED),
+            _x_descriptor(x, config),
             bias,
             residual,
             None if residual is None else residual.stride(),

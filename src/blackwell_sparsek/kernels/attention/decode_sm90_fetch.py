@@ -1,0 +1,154 @@
+"""What the producer warp of the Hopper decode kernel does: find its tiles and have them copied."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ...device.gluon.pipeline import publish
+from ...device.paging import visited_tiles
+from .decode_sm90_work import (
+    find_stretch,
+    head_of_plane,
+    keys_of_sequence,
+    places_of,
+    positions_of,
+    read_blocks,
+    read_pages,
+    starts_of,
+)
+
+
+@gluon.jit
+def _copy(desc, tile, bar, places, kv_head, wanted, CFG: gl.constexpr):
+    """Start the copies of the keys or values of a tile."""
+    parts: gl.constexpr = CFG.parts
+    part_keys: gl.constexpr = CFG.part_keys
+    for part in gl.static_range(parts):
+        rows = tile
+        if parts > 1:
+            rows = tile.slice(part * part_keys, part_keys, dim=0)
+        place = [places[2 * part], kv_head, places[2 * part + 1], 0]
+        tma.async_copy_global_to_shared(desc, place, bar, rows, pred=wanted)
+
+
+@gluon.jit
+def _fetch(descs, ring, step, places, kv_head, wanted, CFG: gl.constexpr):
+    """Start the copies of one tile into a stage that is free; none if it is not wanted."""
+    k_smem, v_smem, full, _ = ring
+    stage = step % CFG.STAGES
+    bar = full.index(stage)
+    tile_bytes: gl.constexpr = CFG.parts * (descs[0].block_type.nbytes + descs[1].block_type.nbytes)
+    mbarrier.expect(bar, tile_bytes, pred=wanted)
+    _copy(descs[0], k_smem.index(stage), bar, places, kv_head, wanted, CFG)
+    _copy(descs[1], v_smem.index(stage), bar, places, kv_head, wanted, CFG)
+
+
+@gluon.jit
+def _wait_for_stage(ring, step, CFG: gl.constexpr):
+    """Wait until the stage of a step is free."""
+    mbarrier.wait(ring[3].index(step % CFG.STAGES), ((step // CFG.STAGES) & 1) ^ 1)
+
+
+@gluon.jit
+def _produce_in_a_row(descs, ring, piece, step, sequence, kv_head, first, end, CFG: gl.constexpr):
+    """Publish a piece and fetch its tiles from a contiguous cache; returns the next step."""
+    work, turn, fields = piece
+    for tile in range(first, end):
+        _wait_for_stage(ring, step, CFG)
+        _fetch(descs, ring, step, (sequence, tile * CFG.TILE_N), kv_head, True, CFG)
+        step += 1
+        # the first keys take longer to come than the queries that the consumer loads
+        if tile == first:
+            publish(work, turn, fields)
+    return step
+
+
+@gluon.jit
+def _produce_scattered(
+    descs, ring, notes, tables, bounds, step, sequence, kv_head, first, end, CFG: gl.constexpr
+):
+    """Fetch tiles that tables and lists tell the places of; returns the next step.
+
+    Blocks are read two tiles ahead and pages one, so that nothing waits for them.
+    """
+    list_ptr, table_ptr, num_blocks, num_pages = tables
+    kv_lo, kv_hi, capacity = bounds
+    positions, flags = notes
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    nothing = gl.full([1], 0, gl.int32, lane)
+    blocks = read_blocks(list_ptr, first, num_blocks, CFG)
+    starts, wrong = starts_of(blocks, first, capacity, CFG)
+    pages = read_pages(table_ptr, sequence, starts, kv_lo, kv_hi, CFG)
+    blocks = read_blocks(list_ptr, first + 1, num_blocks, CFG)
+    for tile in range(first, end):
+        next_starts, wrong_block = starts_of(blocks, tile + 1, capacity, CFG)
+        next_pages = read_pages(table_ptr, sequence, next_starts, kv_lo, kv_hi, CFG)
+        blocks = read_blocks(list_ptr, tile + 2, num_blocks, CFG)
+        places, wanted, cut, wrong_page = places_of(pages, starts, kv_lo, kv_hi, num_pages, CFG)
+        wrong = wrong | wrong_page
+        stage = step % CFG.STAGES
+        _wait_for_stage(ring, step, CFG)
+        if CFG.BLOCK_KV is not None:
+            positions.index(stage).store(positions_of(starts, CFG))
+        flags.index(stage).store(nothing + (wrong + 2 * cut))
+        # the one thread that arrives does not wait for the stores of the others
+        gl.thread_barrier()
+        _fetch(descs, ring, step, places, kv_head, wanted, CFG)
+        mbarrier.arrive(ring[2].index(stage), count=1, pred=wanted == 0)
+        # the block after the last one is not this piece's
+        wrong = wrong | gl.where(tile + 1 < end, wrong_block, 0)
+        starts = next_starts
+        pages = next_pages
+        step += 1
+    return step
+
+
+@gluon.jit
+def produce_tiles(produce, shared, CFG: gl.constexpr):
+    """Find this program's stretch, publish its pieces and keep the ring full."""
+    descs, tables, table_strides, of_plane = produce
+    page_table_ptr, list_ptr, num_pages = tables
+    ring, notes, work, lengths, heads = shared
+    q_len, capacity, num_blocks = lengths[3], lengths[4], lengths[7]
+    q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
+    planes = heads[0] * q_tiles
+    each, origin, tile, end, sequence, plane, plane_tile = find_stretch(
+        lengths, planes, of_plane, CFG
+    )
+    step = 0
+    turn = 0
+    while tile < end:
+        kv_len, kv_lo, kv_hi = keys_of_sequence(lengths, sequence)
+        first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+        stop = gl.minimum(end, plane_tile + count)
+        begin_key = tile + first_tile - plane_tile
+        end_key = stop + first_tile - plane_tile
+        fields = (sequence, plane, kv_len, begin_key, end_key, origin, plane_tile, count, each)
+        kv_head = head_of_plane(plane, q_tiles)
+        if CFG.scattered:
+            publish(work, turn, fields)
+            rows = (list_ptr, page_table_ptr, num_blocks, num_pages)
+            if CFG.BLOCK_KV is not None:
+                list_row = sequence.to(gl.int64) * table_strides[1] + kv_head * table_strides[2]
+                rows = (list_ptr + list_row, rows[1], num_blocks, num_pages)
+            if CFG.PAGE_SIZE is not None:
+                table_row = sequence.to(gl.int64) * table_strides[0]
+                rows = (rows[0], page_table_ptr + table_row, num_blocks, num_pages)
+            step = _produce_scattered(
+                descs, ring, notes, rows, (kv_lo, kv_hi, capacity), step, sequence, kv_head,
+                begin_key, end_key, CFG,
+            )  # fmt: skip
+        else:
+            piece = (work, turn, fields)
+            step = _produce_in_a_row(
+                descs, ring, piece, step, sequence, kv_head, begin_key, end_key, CFG
+            )
+        turn += 1
+        tile = stop
+        plane_tile = stop
+        plane += 1
+        if plane == planes:
+            plane = 0
+            sequence += 1
+    # no sequence: the end
+    publish(work, turn, (-1, 0, 0, 0, 0, 0, 0, 0, 1))

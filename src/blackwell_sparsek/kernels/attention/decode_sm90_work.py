@@ -1,0 +1,202 @@
+"""What a program of the Hopper decode kernel reads: its stretch of the KV tiles of all sequences.
+
+The tiles lie in one row, sequence by sequence and in it plane by plane; a plane is a KV head and up
+to ROWS of the queries that share it. Program p takes the p-th stretch of `each` tiles.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...device.paging import visited_tiles
+from .decode_work import keys_of_length, keys_seen
+
+# Sequences whose lengths are read at a time, four by each thread of the producer.
+SCAN = gl.constexpr(128)
+# Stretches may be longer by one part in so many if that leaves planes whole, which saves 1.8 of
+# 129 us at 128 planes of 8k keys.
+WORTH = gl.constexpr(32)
+# A position past all keys, and far enough from the end of int32 for sums.
+NOWHERE = gl.constexpr(2**30)
+
+
+@gluon.jit
+def _tiles_of_sequences(lengths, first, CFG: gl.constexpr):
+    """Tiles of a plane of each of the next SCAN sequences."""
+    seqlens_ptr, _, batch, q_len, capacity, left, right, num_blocks = lengths
+    sequence = first + gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
+    exists = sequence < batch
+    _, lo, hi = keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right)
+    _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+    return gl.where(exists, count, 0)
+
+
+@gluon.jit
+def _add(a, b):
+    """For scans."""
+    return a + b
+
+
+@gluon.jit
+def keys_of_sequence(lengths, sequence):
+    """Length of a sequence, and the keys that some query sees."""
+    seqlens_ptr, first_length, batch, q_len, capacity, left, right, _ = lengths
+    kv_len = first_length
+    if batch > 1:
+        kv_len = gl.load(seqlens_ptr + sequence)
+    return keys_of_length(kv_len, q_len, capacity, left, right)
+
+
+@gluon.jit
+def head_of_plane(plane, q_tiles):
+    """The KV head of a plane."""
+    head = plane
+    # seldom, and a division takes longer than all else that a piece begins with
+    if q_tiles > 1:
+        head = plane // q_tiles
+    return head
+
+
+@gluon.jit
+def find_stretch(lengths, planes, of_plane, CFG: gl.constexpr):
+    """This program's stretch: tiles `[tile, end)`, and where it begins: sequence and plane.
+
+    Also the most tiles of a stretch, and what tells who else works on a plane: tile t of the plane
+    whose first is `plane_tile` belongs to program `origin + (plane_tile + t) // each`.
+    """
+    first_length, batch, q_len, capacity, left, right, num_blocks = lengths[1:]
+    program = gl.program_id(0)
+    sequence = 0
+    plane_tile = 0
+    origin = 0
+    if (batch == 1) & (of_plane > 0):
+        # one sequence, whose planes are alike: no stretch goes from one to another
+        plane = program // of_plane
+        _, lo, hi = keys_of_length(first_length, q_len, capacity, left, right)
+        _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+        each = (count + of_plane - 1) // of_plane
+        origin = plane * of_plane
+        tile = (program - origin) * each
+        end = gl.where(plane < planes, gl.minimum(tile + each, count), 0)
+    else:
+        programs = gl.num_programs(0)
+        counts = _tiles_of_sequences(lengths, 0, CFG)
+        total = gl.sum(counts, 0)
+        longest = gl.max(counts, 0)
+        for first in range(SCAN, batch, SCAN):
+            more = _tiles_of_sequences(lengths, first, CFG)
+            total += gl.sum(more, 0)
+            longest = gl.maximum(longest, gl.max(more, 0))
+        total *= planes
+        each = (total + programs - 1) // programs
+        # a plane that is not cut needs no merging, which is worth a few programs without work
+        whole = (longest + of_plane - 1) // gl.maximum(of_plane, 1)
+        each = gl.where((of_plane > 0) & (whole - each <= each // WORTH), whole, each)
+        tile = program * each
+        end = gl.minimum(tile + each, total)
+        before = 0
+        sequence_tile = 0
+        for first in range(0, batch, SCAN):
+            if first > 0:
+                counts = _tiles_of_sequences(lengths, first, CFG)
+            until = before + gl.associative_scan(counts * planes, 0, _add)
+            passed = (counts > 0) & (until <= tile)
+            sequence += gl.sum(passed.to(gl.int32), 0)
+            sequence_tile = gl.maximum(sequence_tile, gl.max(gl.where(passed, until, 0), 0))
+            before = gl.max(until, 0)
+        # past the end, where a program without tiles begins, there is no sequence
+        _, lo, hi = keys_of_sequence(lengths, gl.minimum(sequence, batch - 1))
+        _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+        plane = (tile - sequence_tile) // count
+        plane_tile = sequence_tile + plane * count
+    return each, origin, tile, end, sequence, plane, plane_tile
+
+
+@gluon.jit
+def read_blocks(list_ptr, tile, num_blocks, CFG: gl.constexpr):
+    """The block of a list that each part of a tile lies in; -1 past the end of the list."""
+    parts: gl.constexpr = CFG.parts
+    blocks = ()
+    for part in gl.static_range(parts):
+        block = tile
+        if CFG.BLOCK_KV is not None:
+            entry = (tile * CFG.TILE_N + part * CFG.part_keys) // CFG.BLOCK_KV
+            block = gl.load(list_ptr + entry, mask=entry < num_blocks, other=-1)
+        blocks = blocks + (block,)  # noqa: RUF005
+    return blocks
+
+
+@gluon.jit
+def starts_of(blocks, tile, capacity, CFG: gl.constexpr):
+    """Position of the first key of each part, NOWHERE without one, and 1 for a wrong block."""
+    parts: gl.constexpr = CFG.parts
+    wrong = 0
+    starts = ()
+    for part in gl.static_range(parts):
+        start = tile * CFG.TILE_N + part * CFG.part_keys
+        if CFG.BLOCK_KV is not None:
+            block = blocks[part]
+            last_block = (capacity - 1) // CFG.BLOCK_KV
+            inside = (block >= 0) & (block <= last_block)
+            start = gl.where(inside, block * CFG.BLOCK_KV + start % CFG.BLOCK_KV, NOWHERE)
+            wrong = wrong | gl.where(inside | (block == -1), 0, 1)
+        starts = starts + (start,)  # noqa: RUF005
+    return starts, wrong
+
+
+@gluon.jit
+def _wanted(start, kv_lo, kv_hi, CFG: gl.constexpr):
+    """Whether a part holds keys that are seen."""
+    return (start < kv_hi) & (start + CFG.part_keys > kv_lo)
+
+
+@gluon.jit
+def read_pages(page_table_ptr, sequence, starts, kv_lo, kv_hi, CFG: gl.constexpr):
+    """The page of each part, or the sequence of a contiguous cache."""
+    parts: gl.constexpr = CFG.parts
+    pages = ()
+    for part in gl.static_range(parts):
+        page = sequence
+        if CFG.PAGE_SIZE is not None:
+            # pages past the last key, and before the first one seen, may be anything
+            wanted = _wanted(starts[part], kv_lo, kv_hi, CFG)
+            page = gl.load(page_table_ptr + starts[part] // CFG.PAGE_SIZE, mask=wanted, other=0)
+        pages = pages + (page,)  # noqa: RUF005
+    return pages
+
+
+@gluon.jit
+def places_of(pages, starts, kv_lo, kv_hi, num_pages, CFG: gl.constexpr):
+    """Slab and row of each part, flat; whether some part is wanted; 1 if not all keys are seen, and
+    1 for a wrong page."""
+    parts: gl.constexpr = CFG.parts
+    wrong = 0
+    wanted = False
+    cut = 0
+    places = ()
+    for part in gl.static_range(parts):
+        part_wanted = _wanted(starts[part], kv_lo, kv_hi, CFG)
+        row = gl.where(part_wanted, starts[part], 0)
+        page = pages[part]
+        if CFG.PAGE_SIZE is not None:
+            exists = (page >= 0) & (page < num_pages)
+            wrong = wrong | gl.where(exists, 0, 1)
+            page = gl.where(exists, page, 0)
+            row = row % CFG.PAGE_SIZE
+        wanted = wanted | part_wanted
+        whole = (starts[part] >= kv_lo) & (starts[part] + CFG.part_keys <= kv_hi)
+        cut = cut | gl.where(whole, 0, 1)
+        places = places + (page, row)  # noqa: RUF005
+    return places, wanted, cut, wrong
+
+
+@gluon.jit
+def positions_of(starts, CFG: gl.constexpr):
+    """Positions of all keys of a tile, in a warp."""
+    parts: gl.constexpr = CFG.parts
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    offs_n = gl.arange(0, CFG.TILE_N, layout)
+    kv_pos = starts[0] + offs_n
+    for part in gl.static_range(1, parts):
+        first = part * CFG.part_keys
+        kv_pos = gl.where(offs_n < first, kv_pos, starts[part] + offs_n - first)
+    return kv_pos

@@ -1,0 +1,58 @@
+"""What `device/gluon/warps.py` relies on, read in the PTX of the product that uses it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from blackwell_sparsek.core.env import environment_for_compiler
+
+PROGRAM = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from blackwell_sparsek.kernels.bsr import spmm_warps_launch
+from blackwell_sparsek.testing.compile_worker import Specialised
+
+case = next(case for case in spmm_warps_launch._cases())
+special = Specialised(case)
+compiled = triton.compile(
+    GluonASTSource(case.kernel, special.signature, special.constants, special.attrs),
+    target=GPUTarget("cuda", 90, 32),
+    options={"num_warps": case.num_warps, **case.options},
+)
+print("ring bytes", case.args["CFG"].STAGES * case.args["CFG"].chunk_bytes)
+print(compiled.asm["ptx"])
+"""
+
+
+@pytest.fixture(scope="module")
+def ptx():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env=environment_for_compiler(),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_barriers_lie_where_the_warps_look_for_them(ptx):
+    ring = int(re.search(r"ring bytes (\d+)", ptx)[1])
+    base = re.search(r"mov\.b32\s+(%r\d+), global_smem;", ptx)[1]
+    first = re.search(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)[1]
+    assert re.search(rf"add\.s32\s+{first}, {base}, {ring};", ptx)
+    # and that is the offset which is added to the address in `shared_address`
+    offset = re.search(r"mov\.b32 t, global_smem; add\.u32 %r\d+, t, (%r\d+);", ptx)[1]
+    assert re.search(rf"mov\.b32\s+{offset}, {ring};", ptx)
+
+
+def test_no_barrier_of_all_warps_lies_in_the_loops_of_the_warps(ptx):
+    set_up, loops = ptx.split("mov.b32 t, global_smem;")
+    assert "bar.sync" in set_up
+    assert re.findall(r"\bbar\.sync\b", loops) == []
+    assert len(re.findall("ldmatrix", loops)) == len(re.findall(r"mma\.sync", loops)) // 2

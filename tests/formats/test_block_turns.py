@@ -1,0 +1,46 @@
+"""Turns of tiles of keys under a mask: as many as see a block of queries, in order of pieces."""
+
+import pytest
+import torch
+
+from blackwell_sparsek.formats.band import EVERYTHING, Band, q_range
+from blackwell_sparsek.formats.block_mask import BlockMask
+from blackwell_sparsek.formats.block_order import longest_columns_first
+from blackwell_sparsek.formats.block_turns import turns_of_blocks
+
+BANDS = (EVERYTHING, Band(None, 0), Band(70, 20), Band(0, 0))
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("batch, heads, group, tile", [(1, 1, 3, 64), (2, 4, 2, 64), (2, 4, 2, 32)])
+@pytest.mark.parametrize("section", [1, 4])
+def test_every_turn_once_and_in_the_order_of_pieces(band, batch, heads, group, tile, section):
+    sq, sk, block, kv_heads = 300, 211, (16, 64), 2
+    keep = torch.rand(batch, heads, 19, 4, generator=torch.Generator().manual_seed(tile)) < 0.6
+    mask = BlockMask.from_dense(keep, block, (sq, sk))
+    order = longest_columns_first(mask, 2, kv_heads, group, band, section, tile)
+    turns = turns_of_blocks(mask, order, kv_heads, group, band, tile)
+    tiles, in_block, lists = -(-sk // tile), 64 // tile, mask.transposed
+    assert turns.shape == (lists.indices.numel(), in_block) and turns.dtype == torch.int32
+    taken = {}
+    for entry in order.tolist():
+        plane, kv_tile = entry // tiles, entry % tiles
+        lo, hi = q_range(band, kv_tile * tile, (kv_tile + 1) * tile, sq, sk)
+        for member in range(group):
+            q_head = plane % kv_heads * group + member
+            row = (plane // kv_heads if batch > 1 else 0) * heads + (q_head if heads > 1 else 0)
+            row = row * 4 + kv_tile // in_block
+            for unit in range(lists.indptr[row], lists.indptr[row + 1]):
+                q_block = int(lists.indices[unit])
+                if lo < hi and lo // 16 <= q_block < -(-hi // 16):
+                    turn = int(turns[unit, kv_tile % in_block])
+                    taken.setdefault((plane // kv_heads, q_head, q_block), []).append(turn)
+    assert taken
+    for numbers in taken.values():
+        assert numbers == list(range(len(numbers)))
+
+
+def test_no_blocks():
+    mask = BlockMask.from_dense(torch.zeros(2, 2, dtype=torch.bool), 64)
+    order = longest_columns_first(mask, 1, 1, 1, EVERYTHING, 1, 64)
+    assert turns_of_blocks(mask, order, 1, 1, EVERYTHING, 64).shape == (0, 1)
