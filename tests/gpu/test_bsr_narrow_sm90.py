@@ -56,6 +56,7 @@ def _check(a, x, **options):
         ((136, 200), (32, 32)),
         ((72, 88), (16, 16)),
         ((264, 184), (128, 16)),
+        ((200, 280), (64, 48)),
     ],
 )
 def test_products_keep_the_budget(n, shape, block):
