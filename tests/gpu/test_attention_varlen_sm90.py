@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 import blackwell_sparsek as bsk
 from blackwell_sparsek.formats.attention_spec import AttnSpec, empty_lse, empty_out
 from blackwell_sparsek.formats.band import EVERYTHING, Band
+from blackwell_sparsek.kernels.attention import fwd_sm90_launch
 from blackwell_sparsek.kernels.attention.config_sm90 import make_config
 from blackwell_sparsek.ops import attention_sm90, attention_triton
 from blackwell_sparsek.testing.attention_cases import AttnCase, check_attention, draw_case
@@ -45,12 +46,10 @@ CORPUS: tuple[tuple[int, int], ...] = ()
 
 
 def launch(out, lse, q, k, v, spec, consumers):
-    from blackwell_sparsek.kernels.attention.fwd_sm90_launch import launch_attn_fwd_sm90
-
     tiles = [64 if x.shape[-1] <= 64 else 128 for x in (q, v)]
     block_kv = None if spec.block_mask is None else spec.block_mask.block_size[1]
     config = make_config(consumers, *tiles, block_kv, packed=True)
-    launch_attn_fwd_sm90(out, lse, q, k, v, spec, None, 1, config)
+    fwd_sm90_launch.launch_attn_fwd_sm90(out, lse, q, k, v, spec, None, 1, config)
 
 
 def run(q, k, v, spec, consumers=None):
@@ -97,22 +96,23 @@ def draw(structure, seed):
     ), consumers
 
 
-def check_random_call(structure, seed):
+def check_random_call(structure, seed, on_few_sms):
     case, consumers = draw(structure, seed)
     q, k, v, spec = case.build("cuda")
-    results = run(q, k, v, spec, consumers)
+    with on_few_sms(seed):
+        results = run(q, k, v, spec, consumers)
     check_attention(*results, q, k, v, spec, what=f"structure {structure}, {case}")
 
 
 @pytest.mark.parametrize("structure", range(len(STRUCTURES)))
-def test_random_calls(structure):
+def test_random_calls(structure, on_few_sms):
     for seed in range(structure * CALLS, (structure + 1) * CALLS):
-        check_random_call(structure, seed)
+        check_random_call(structure, seed, on_few_sms)
 
 
 @pytest.mark.parametrize("structure, seed", CORPUS)
-def test_calls_that_failed(structure, seed):
-    check_random_call(structure, seed)
+def test_calls_that_failed(structure, seed, on_few_sms):
+    check_random_call(structure, seed, on_few_sms)
 
 
 @pytest.mark.parametrize("consumers, dim", [(1, 64), (3, 64), (1, 128), (2, 128)])
@@ -167,11 +167,9 @@ def test_the_bits_of_dense_batches(consumers, dim, causal):
     spec = AttnSpec(0.1, band, max_q=tokens, max_k=tokens)
     out, lse = run(q, k, v, spec._replace(cu_seqlens_q=cu, cu_seqlens_k=cu), consumers)
     dense = [x.view(batch, tokens, heads, dim).transpose(1, 2) for x in (q, k, v)]
-    from blackwell_sparsek.kernels.attention.fwd_sm90_launch import launch_attn_fwd_sm90
-
     other, other_lse = empty_out(dense[0], dim), empty_lse(dense[0])
     config = make_config(consumers, dim, dim)
-    launch_attn_fwd_sm90(other, other_lse, *dense, spec, None, 2, config)
+    fwd_sm90_launch.launch_attn_fwd_sm90(other, other_lse, *dense, spec, None, 2, config)
     assert out.equal(other.transpose(1, 2).reshape(out.shape))
     assert lse.equal(other_lse.transpose(0, 1).reshape(lse.shape))
 

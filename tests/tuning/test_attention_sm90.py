@@ -85,10 +85,16 @@ def test_few_queries_are_left_to_smaller_tiles():
     [
         ({}, 2),
         ({"head_dim": 64, "head_dim_v": 64}, 3),
-        ({"head_dim": 64, "head_dim_v": 64, "banded": True, "max_k": 4095}, 2),
+        ({"head_dim": 64, "head_dim_v": 64, "banded": True, "max_k": 4095}, 1),
+        ({"banded": True, "max_k": 1024}, 2),
         ({"head_dim": 64, "head_dim_v": 64, "banded": True, "max_k": 4096}, 3),
-        ({"head_dim": 64, "head_dim_v": 64, "max_k": 2047}, 2),
-        ({"head_dim": 64, "head_dim_v": 64, "max_k": 2048}, 3),
+        ({"head_dim": 64, "head_dim_v": 64, "max_k": 1023}, 2),
+        ({"head_dim": 64, "head_dim_v": 64, "max_k": 1024}, 3),
+        # as measured, 16k tokens in all: full and causal
+        ({**NARROW, "batch": 16, "heads_q": 32, "max_q": 1024, "max_k": 1024}, 3),
+        ({**NARROW, "batch": 16, "heads_q": 32, "max_q": 1024, "max_k": 1024, "banded": True}, 1),
+        ({**NARROW, "batch": 8, "heads_q": 32, "max_q": 2048, "max_k": 2048, "banded": True}, 1),
+        ({**NARROW, "batch": 4, "heads_q": 32, "banded": True}, 3),
         ({"head_dim": 64, "head_dim_v": 128}, 2),
         # a tanh takes the registers of a third consumer
         ({"head_dim": 64, "head_dim_v": 64, "softcap": True}, 2),
@@ -105,7 +111,8 @@ def test_few_queries_are_left_to_smaller_tiles():
         ({"varlen": True, "tokens": (4096, 4096), "batch": 64, "heads_q": 32}, 1),
         ({"varlen": True, "tokens": (8192, 8192), "batch": 2}, 2),
         ({**NARROW, "varlen": True, "tokens": (8192, 8192), "batch": 2}, 3),
-        ({**NARROW, "varlen": True, "tokens": (65536, 65536), "batch": 64}, 2),
+        ({**NARROW, "varlen": True, "tokens": (65536, 65536), "batch": 64}, 3),
+        ({**NARROW, "varlen": True, "tokens": (65536, 65536), "batch": 64, "banded": True}, 2),
         ({"mask_block": (64, 64)}, 1),
         ({"mask_block": (128, 16)}, 2),
         ({"mask_block": (256, 128), "head_dim": 64, "head_dim_v": 64}, 2),
@@ -113,6 +120,21 @@ def test_few_queries_are_left_to_smaller_tiles():
 )
 def test_consumers(changes, consumers):
     assert consumers == attn_fwd_sm90_config(problem(**changes)).CONSUMERS
+
+
+def test_half_tiles_are_for_one_consumer_and_bands_of_dense_batches():
+    one = {"batch": 16, "heads_q": 32, "max_q": 1024, "max_k": 1024, **NARROW}
+    assert attn_fwd_sm90_config(problem(**one, banded=True)).HALF_TILES
+    assert not attn_fwd_sm90_config(problem(banded=True)).HALF_TILES
+    for consumers, dim, options in (
+        (1, 64, {}),
+        (1, 64, {"banded": True, "packed": True}),
+        (1, 64, {"banded": True, "block_kv": 128}),
+        (1, 128, {"banded": True}),
+        (2, 64, {"banded": True}),
+        (3, 64, {"banded": True}),
+    ):
+        assert not make_config(consumers, dim, dim, **options).HALF_TILES
 
 
 def test_pieces_lie_within_query_blocks():

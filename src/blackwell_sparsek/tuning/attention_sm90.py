@@ -23,7 +23,7 @@ MOST_TOKENS = 2**31 - 2**16 - 1
 FEW_QUERIES = 32
 SHORT_KEYS = 512
 # Keys from which on three consumers pay, by whether a band cuts tiles.
-LONG_FULL, LONG_BANDED = 2048, 4096
+LONG_FULL, LONG_BANDED = 1024, 4096
 # Half of the L2 of H100 and H200; queries, outputs and the next section need the other half.
 SECTION_BYTES = 25 * 2**20
 # TFLOP/s of an H200 with its SMs full, by (widest head dim, consumers): with one program on each
@@ -96,13 +96,13 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
         return make_config(consumers, tile_d, tile_dv, block_kv, problem.varlen)
     dim = max(tile_d, tile_dv)
     # Registers hold three consumers only where the sums are 64 wide, and no tanh comes between.
-    # Masked tiles cost them most: 0.35 ms against 0.24 at 1k tokens, causal, as much as two
-    # consumers take at 4k, and less (2.24 against 2.43 ms) at 16k.
+    # TFLOP/s of D64 with one, two and three at 1k, 2k, 4k, 16k tokens, those of one with half
+    # tiles: full 410 420 435 at 1k; causal 321 310 264, 385 366 365, - 407 420, - 435 490.
     long_enough = _keys(problem) >= (LONG_BANDED if problem.banded else LONG_FULL)
     three = dim == 64 and not problem.softcap and long_enough
     choices = (3, 2, 1) if three else (2, 1)
     consumers = min(choices, key=lambda count: _time(problem, dim, count))
-    return make_config(consumers, tile_d, tile_dv, packed=problem.varlen)
+    return make_config(consumers, tile_d, tile_dv, packed=problem.varlen, banded=problem.banded)
 
 
 def _keys(problem: AttnProblem) -> int:
@@ -131,10 +131,21 @@ def _time(problem: AttnProblem, dim: int, consumers: int) -> float:
     sms = problem.arch.num_sms
     pace = PACE[dim, consumers]
     beside = min(len(pace), max(1, cdiv(pieces, sms)))
+    rounds = cdiv(pieces, sms * beside) * beside
+    return rounds * rows / (pace[beside - 1] * _lead(problem, dim, consumers))
+
+
+def _lead(problem: AttnProblem, dim: int, consumers: int) -> float:
+    """What one consumer gains on its pace with long pieces of work."""
+    if consumers > 1:
+        return 1.0
     # two programs on an SM overlap the ends of their pieces, which are much of a short one:
     # 8.9 us against 10.1 for 32 heads of 512 tokens
-    short = 1.18 if consumers == 1 and _keys(problem) <= SHORT_KEYS else 1.0
-    return cdiv(pieces, sms * beside) * beside * rows / (pace[beside - 1] * short)
+    if _keys(problem) <= SHORT_KEYS:
+        return 1.18
+    # with half tiles, see `attn_fwd_sm90_config`
+    halved = dim == 64 and problem.banded and not problem.varlen
+    return 1.12 if halved and _keys(problem) < LONG_BANDED else 1.0
 
 
 def attn_fwd_sm90_section(problem: AttnProblem) -> int:

@@ -17,8 +17,8 @@ class AttnFwdSm90Config:
     mask; smaller units are packed into one tile. TILE_D and TILE_DV are the head dims in shared
     memory, beyond which TMA fills zeros. Q_STAGES of 2 fetches the queries of the next piece of
     work, and with them its first keys, while this one is still being computed. HALF_TILES
-    leaves out the second 64 keys of a piece's first tile for consumers that see none of them, as
-    one of two does where the band ends within that tile. The kernel is compiled for MAX_REGISTERS
+    leaves out the second 64 keys of a piece's first tile where its queries see none of them, as in
+    every second piece where queries see up to themselves. The kernel is compiled for MAX_REGISTERS
     per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS
     for the producer.
     """
@@ -42,6 +42,7 @@ class AttnFwdSm90Config:
         assert self.UNIT % self.TILE_N == 0 or self.TILE_N % self.UNIT == 0, f"{self.UNIT=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
         assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
+        assert not self.HALF_TILES or self.CONSUMERS == 1, f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
 
     @property
@@ -86,7 +87,12 @@ class AttnFwdSm90Config:
 
 
 def make_config(
-    consumers: int, tile_d: int, tile_dv: int, block_kv: int | None = None, packed: bool = False
+    consumers: int,
+    tile_d: int,
+    tile_dv: int,
+    block_kv: int | None = None,
+    packed: bool = False,
+    banded: bool = False,
 ) -> AttnFwdSm90Config:
     """The configuration with so many consumers; `block_kv` is the mask's, None without one."""
     # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
@@ -111,6 +117,8 @@ def make_config(
         PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168 if consumers == 2 else 128,
         Q_STAGES=2 if ahead else 1,
+        # tried with dense batches alone; two and three consumers had a compiler's error there
+        HALF_TILES=banded and consumers == 1 and tile_n == 128 and not packed,
     )
 
 

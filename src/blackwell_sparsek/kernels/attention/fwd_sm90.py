@@ -21,180 +21,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.gluon.packed import plane_place, tile_at
-from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
+from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ...device.masks import exists, position, row_bounds
-from ...device.schedule import count_packed_pieces
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
-from ...device.visits import (
-    keys_of_tile,
-    masked_unit,
-    num_full_units,
-    num_masked_units,
-    num_tiles,
-    tile_ordinal,
-)
+from ...device.visits import masked_unit, num_masked_units
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_masks import mask_band, mask_scores
-from .fwd_sm90_work import (
-    count_q_tiles,
-    piece_lengths,
-    place_packed_piece,
-    place_piece,
-    plan_piece,
-)
+from .fwd_sm90_half import HALF, attend_half
+from .fwd_sm90_masks import mask_scores
+from .fwd_sm90_producer import produce_tiles
+from .fwd_sm90_work import count_tiles, piece_lengths
 
 ROWS = gl.constexpr(GROUP_ROWS)
-# Keys of half a tile.
-HALF = gl.constexpr(64)
 # What describes a piece of work: the six bounds of a visit plan, plane and query tile; of packed
 # sequences also the first query token, queries and keys.
 DENSE_FIELDS = gl.constexpr(8)
 PACKED_FIELDS = gl.constexpr(11)
-
-
-@gluon.jit
-def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
-    """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
-    smem, full, empty = ring
-    lists, plan, num_masked, kv_len = visit
-    tile_n: gl.constexpr = CFG.TILE_N
-    unit_size: gl.constexpr = CFG.UNIT
-    parts: gl.constexpr = CFG.parts
-    part_rows: gl.constexpr = CFG.part_rows
-    stage = step % CFG.STAGES
-    bar = full.index(stage)
-    tile = smem.index(stage)
-    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-    mbarrier.expect(bar, parts * desc.block_type.nbytes)
-    masked_tiles = num_tiles(num_masked, tile_n, unit_size)
-    for part in gl.static_range(parts):
-        in_kind = kv_tile if kv_tile < masked_tiles else kv_tile - masked_tiles
-        ordinal, kv_in_unit = tile_ordinal(in_kind, part * part_rows, tile_n, unit_size)
-        if kv_tile < masked_tiles:
-            unit = masked_unit(plan, ordinal)
-            units = num_masked
-        else:
-            unit = plan[3] + ordinal
-            units = num_full_units(plan)
-        # a tile with no unit left is read from past the keys, where TMA fills zeros
-        kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
-        if parts == 1:
-            tma.async_copy_global_to_shared(desc, tile_at(place, kv), bar, tile)
-        else:
-            rows = tile.slice(part * part_rows, part_rows, dim=0)
-            tma.async_copy_global_to_shared(desc, tile_at(place, kv), bar, rows)
-
-
-@gluon.jit
-def _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG: gl.constexpr):
-    """Publish a piece of work, fetch its queries and KV tiles; return the next step."""
-    q_desc, k_desc, v_desc, _, _ = produce
-    mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
-    q_smem, q_full, q_empty = q_ring
-    consumers: gl.constexpr = CFG.CONSUMERS
-    tile_n: gl.constexpr = CFG.TILE_N
-    unit_size: gl.constexpr = CFG.UNIT
-    batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
-    plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
-    num_masked = num_masked_units(plan)
-    kv_tiles = num_tiles(num_masked, tile_n, unit_size)
-    kv_tiles += num_tiles(num_full_units(plan), tile_n, unit_size)
-    fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
-    if cu_seqlens[0] is not None:
-        fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
-    publish(work, turn, fields)
-    q_stage = turn % CFG.Q_STAGES
-    q_bar = q_full.index(q_stage)
-    mbarrier.wait(q_empty.index(q_stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
-    mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
-    q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
-    for g in gl.static_range(consumers):
-        q_row = q_tile * CFG.tile_m + g * ROWS
-        q = q_smem.index(q_stage * consumers + g)
-        tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
-    visit = (mask[0], plan, num_masked, kv_span[1])
-    kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
-    for kv_tile in range(kv_tiles):
-        _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
-        _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
-        step += 1
-    return step
-
-
-@gluon.jit
-def _produce(produce, shared, CFG: gl.constexpr):
-    """Take pieces of work, publish them and keep the rings full."""
-    _, _, _, counter_ptr, schedule = produce
-    mask, _, _, _, work, lengths, heads, _, cu_seqlens = shared
-    step = 0
-    turn = 0
-    sequence = 0
-    if cu_seqlens[0] is None:
-        q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
-        total = schedule[1] * q_tiles
-    else:
-        num_sequences = schedule[1] // heads[0]
-        total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
-    piece = gl.program_id(0)
-    while piece < total:
-        next_piece = piece + gl.num_programs(0)
-        if schedule[3] != 0:
-            # asked for a whole piece ahead of its use
-            next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        if cu_seqlens[0] is None:
-            plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
-            spans = (0, lengths[0]), (0, lengths[1])
-            step = _feed(produce, shared, plane, q_tile, *spans, step, turn, CFG)
-            turn += 1
-        else:
-            sequence, plane, q_tile, q_span, kv_span = place_packed_piece(
-                cu_seqlens, piece, sequence, num_sequences, lengths, heads, CFG
-            )
-            if q_tile * CFG.tile_m < q_span[1]:
-                step = _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG)
-                turn += 1
-        piece = next_piece
-    # no plane: the end
-    end = (0, 0, 0, 0, 0, 0, -1, 0)
-    if cu_seqlens[0] is not None:
-        end = end + (0, 0, 0)  # noqa: RUF005
-    publish(work, turn, end)
-
-
-@gluon.jit
-def _attend_half(q, rings, step, state, acc, kv_start, bounds, score, CFG: gl.constexpr):
-    """Take in the first HALF keys of the tile at `step`, which is a piece's first."""
-    k_smem, k_full, k_empty = rings[0]
-    v_smem, v_full, v_empty = rings[1]
-    s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
-    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    state_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
-    first, last, every_first, every_last = bounds
-    first = gl.convert_layout(first, s_rows)
-    last = gl.convert_layout(last, s_rows)
-    m_log2 = gl.convert_layout(state[0], s_rows)
-    row_sum = gl.convert_layout(state[1], s_rows)
-    stage = step % CFG.STAGES
-    phase = (step // CFG.STAGES) & 1
-    mbarrier.wait(k_full.index(stage), phase)
-    k = k_smem.index(stage).slice(0, HALF, dim=0).permute((1, 0))
-    no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
-    scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-    s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    s = mask_band(s, kv_start, (first, last, every_first, every_last), CFG)
-    m_log2, row_sum, weights, _ = softmax_step(m_log2, row_sum, s, score[0])
-    p = gl.convert_layout(weights.to(q.dtype), p_layout)
-    mbarrier.wait(v_full.index(stage), phase)
-    v = v_smem.index(stage).slice(0, HALF, dim=0)
-    product = warpgroup_mma(p, v, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(product,))
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    m_log2 = gl.convert_layout(m_log2, state_rows)
-    return m_log2, gl.convert_layout(row_sum, state_rows), acc
 
 
 @gluon.jit
@@ -207,7 +50,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     v_smem, v_full, v_empty = v_ring
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
-    unit_size: gl.constexpr = CFG.UNIT
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
     o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -231,10 +73,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         _, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
         every_first, any_last = row_bounds(first_pos + (ROWS - 1), kv_len, band[0], band[1])
         bounds = (first, last, every_first, every_last)
-        num_masked = num_masked_units(plan)
-        masked_tiles = num_tiles(num_masked, tile_n, unit_size)
-        kv_tiles = masked_tiles + num_tiles(num_full_units(plan), tile_n, unit_size)
-        visit = (mask[0], plan, num_masked, kv_len)
+        masked_tiles, kv_tiles = count_tiles(plan, CFG)
+        visit = (mask[0], plan, num_masked_units(plan), kv_len)
         m_log2, row_sum = init_state(q_index)
         acc = gl.zeros([ROWS, tile_dv], gl.float32, o_layout)
         q_stage = turn % CFG.Q_STAGES
@@ -244,10 +84,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         if CFG.HALF_TILES:
             kv_start = masked_unit(plan, 0) * tile_n
             if (masked_tiles > 0) & (any_last < kv_start + HALF):
-                rings = (k_ring, v_ring)
-                m_log2, row_sum, acc = _attend_half(
-                    q, rings, step, (m_log2, row_sum), acc, kv_start, bounds, score, CFG
-                )
+                # The same queries, so written that ptxas cannot know it. That of CUDA 12.8 would
+                # keep their descriptors for after the branch, without them where it is not taken.
+                same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
+                m_log2, row_sum, acc = attend_half(
+                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, kv_start, bounds, score,
+                    CFG,
+                )  # fmt: skip
                 step += 1
                 taken = 1
         if kv_tiles > taken:
@@ -346,7 +189,7 @@ def _attn_fwd_sm90_kernel(
     score,
     CFG: gl.constexpr,
 ):
-    """Set up rings and roles; `_produce` and `_consume` do the work."""
+    """Set up rings and roles; `produce_tiles` and `_consume` do the work."""
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
@@ -375,7 +218,7 @@ def _attn_fwd_sm90_kernel(
     # the first role runs in the warps of the launch, the others in warps of their own
     if consumers == 1:
         gl.warp_specialize(
-            [(_consume, (consume, shared, 0, CFG)), (_produce, (produce, shared, CFG))],
+            [(_consume, (consume, shared, 0, CFG)), (produce_tiles, (produce, shared, CFG))],
             [1],
             [producer_registers],
         )
@@ -384,7 +227,7 @@ def _attn_fwd_sm90_kernel(
             [
                 (_consume, (consume, shared, 0, CFG)),
                 (_consume, (consume, shared, 1, CFG)),
-                (_produce, (produce, shared, CFG)),
+                (produce_tiles, (produce, shared, CFG)),
             ],
             [4, 1],
             [registers, producer_registers],
@@ -395,7 +238,7 @@ def _attn_fwd_sm90_kernel(
                 (_consume, (consume, shared, 0, CFG)),
                 (_consume, (consume, shared, 1, CFG)),
                 (_consume, (consume, shared, 2, CFG)),
-                (_produce, (produce, shared, CFG)),
+                (produce_tiles, (produce, shared, CFG)),
             ],
             [4, 4, 1],
             [registers, registers, producer_registers],

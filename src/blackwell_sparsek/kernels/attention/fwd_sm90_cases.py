@@ -1,7 +1,6 @@
 """Launches of the Hopper forward that are built without a GPU: the main choices of `tuning`."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ class Call(NamedTuple):
     packed: bool = False
     dtype: torch.dtype = torch.bfloat16
     max_spill_bytes: int = 0
-    half_tiles: bool = False
+    banded: bool = False
 
     @property
     def name(self) -> str:
@@ -36,7 +35,7 @@ class Call(NamedTuple):
         parts += ["sinks"] if self.sinks else []
         parts += ["softcap"] if self.softcap else []
         parts += ["packed"] if self.packed else []
-        parts += ["half"] if self.half_tiles else []
+        parts += ["banded"] if self.banded else []
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
 
@@ -49,10 +48,8 @@ CALLS = (
     Call(2, 64, 64),
     Call(1, 64, 64),
     Call(2, 128, 64),
-    Call(2, 128, 128, half_tiles=True),
-    Call(2, 64, 64, half_tiles=True),
-    Call(1, 64, 64, half_tiles=True),
-    Call(3, 64, 64, half_tiles=True),
+    Call(1, 64, 64, banded=True),
+    Call(1, 64, 64, sinks=True, softcap=True, banded=True),
     Call(2, 128, 128, sinks=True, softcap=True),
     Call(3, 64, 64, sinks=True),
     Call(2, 128, 128, (128, 128), max_spill_bytes=512),
@@ -76,8 +73,8 @@ CALLS = (
 def attn_fwd_sm90_case(call: Call) -> CompileCase:
     """A launch of the kernel; a mask comes with its order of rows."""
     block_q, block_kv = call.block_size or (None, None)
-    config = make_config(call.consumers, call.tile_d, call.tile_dv, block_kv, call.packed)
-    config = replace(config, HALF_TILES=call.half_tiles)
+    options = {"packed": call.packed, "banded": call.banded}
+    config = make_config(call.consumers, call.tile_d, call.tile_dv, block_kv, **options)
     # packed descriptors have one dimension more
     lead = (1,) if call.packed else ()
     return CompileCase(

@@ -11,7 +11,13 @@ from ...device.schedule import (
     sequence_of_piece,
 )
 from ...device.sequences import batch_and_heads, token_span
-from ...device.visits import plan_blocks, plan_dense
+from ...device.visits import (
+    num_full_units,
+    num_masked_units,
+    num_tiles,
+    plan_blocks,
+    plan_dense,
+)
 
 # Entries of a mask row, or sequences, read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
@@ -95,3 +101,12 @@ def plan_piece(mask, plane, q_tile, lengths, heads, band, CFG: gl.constexpr):
         offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
         plan = plan_blocks(lists, row, kv_lo, kv_hi, all_lo, all_hi, offs_scan, tile_n, unit_size)
     return plan
+
+
+@gluon.jit
+def count_tiles(plan, CFG: gl.constexpr):
+    """How many KV tiles a piece visits with mask code, and in all."""
+    tile_n: gl.constexpr = CFG.TILE_N
+    unit_size: gl.constexpr = CFG.UNIT
+    masked = num_tiles(num_masked_units(plan), tile_n, unit_size)
+    return masked, masked + num_tiles(num_full_units(plan), tile_n, unit_size)

@@ -1,0 +1,126 @@
+"""The producer of the Hopper forward: one warp that finds work and keeps the rings full."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ...device.gluon.packed import plane_place, tile_at
+from ...device.gluon.pipeline import publish
+from ...device.schedule import count_packed_pieces
+from ...device.sequences import batch_and_heads
+from ...device.visits import (
+    keys_of_tile,
+    masked_unit,
+    num_full_units,
+    num_masked_units,
+    tile_ordinal,
+)
+from ..sm90 import GROUP_ROWS
+from .fwd_sm90_work import count_q_tiles, count_tiles, place_packed_piece, place_piece, plan_piece
+
+ROWS = gl.constexpr(GROUP_ROWS)
+
+
+@gluon.jit
+def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
+    """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
+    smem, full, empty = ring
+    lists, plan, num_masked, kv_len = visit
+    tile_n: gl.constexpr = CFG.TILE_N
+    unit_size: gl.constexpr = CFG.UNIT
+    parts: gl.constexpr = CFG.parts
+    part_rows: gl.constexpr = CFG.part_rows
+    stage = step % CFG.STAGES
+    bar = full.index(stage)
+    tile = smem.index(stage)
+    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+    mbarrier.expect(bar, parts * desc.block_type.nbytes)
+    masked_tiles, _ = count_tiles(plan, CFG)
+    for part in gl.static_range(parts):
+        in_kind = kv_tile if kv_tile < masked_tiles else kv_tile - masked_tiles
+        ordinal, kv_in_unit = tile_ordinal(in_kind, part * part_rows, tile_n, unit_size)
+        if kv_tile < masked_tiles:
+            unit = masked_unit(plan, ordinal)
+            units = num_masked
+        else:
+            unit = plan[3] + ordinal
+            units = num_full_units(plan)
+        # a tile with no unit left is read from past the keys, where TMA fills zeros
+        kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
+        if parts == 1:
+            tma.async_copy_global_to_shared(desc, tile_at(place, kv), bar, tile)
+        else:
+            rows = tile.slice(part * part_rows, part_rows, dim=0)
+            tma.async_copy_global_to_shared(desc, tile_at(place, kv), bar, rows)
+
+
+@gluon.jit
+def _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG: gl.constexpr):
+    """Publish a piece of work, fetch its queries and KV tiles; return the next step."""
+    q_desc, k_desc, v_desc, _, _ = produce
+    mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
+    q_smem, q_full, q_empty = q_ring
+    consumers: gl.constexpr = CFG.CONSUMERS
+    batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
+    plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
+    _, kv_tiles = count_tiles(plan, CFG)
+    fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
+    if cu_seqlens[0] is not None:
+        fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
+    publish(work, turn, fields)
+    q_stage = turn % CFG.Q_STAGES
+    q_bar = q_full.index(q_stage)
+    mbarrier.wait(q_empty.index(q_stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
+    mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
+    q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
+    for g in gl.static_range(consumers):
+        q_row = q_tile * CFG.tile_m + g * ROWS
+        q = q_smem.index(q_stage * consumers + g)
+        tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
+    visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
+    kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
+    for kv_tile in range(kv_tiles):
+        _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
+        _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
+        step += 1
+    return step
+
+
+@gluon.jit
+def produce_tiles(produce, shared, CFG: gl.constexpr):
+    """Take pieces of work, publish them and keep the rings full."""
+    _, _, _, counter_ptr, schedule = produce
+    mask, _, _, _, work, lengths, heads, _, cu_seqlens = shared
+    step = 0
+    turn = 0
+    sequence = 0
+    if cu_seqlens[0] is None:
+        q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
+        total = schedule[1] * q_tiles
+    else:
+        num_sequences = schedule[1] // heads[0]
+        total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
+    piece = gl.program_id(0)
+    while piece < total:
+        next_piece = piece + gl.num_programs(0)
+        if schedule[3] != 0:
+            # asked for a whole piece ahead of its use
+            next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        if cu_seqlens[0] is None:
+            plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
+            spans = (0, lengths[0]), (0, lengths[1])
+            step = _feed(produce, shared, plane, q_tile, *spans, step, turn, CFG)
+            turn += 1
+        else:
+            sequence, plane, q_tile, q_span, kv_span = place_packed_piece(
+                cu_seqlens, piece, sequence, num_sequences, lengths, heads, CFG
+            )
+            if q_tile * CFG.tile_m < q_span[1]:
+                step = _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG)
+                turn += 1
+        piece = next_piece
+    # no plane: the end
+    end = (0, 0, 0, 0, 0, 0, -1, 0)
+    if cu_seqlens[0] is not None:
+        end = end + (0, 0, 0)  # noqa: RUF005
+    publish(work, turn, end)
