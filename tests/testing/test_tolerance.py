@@ -154,3 +154,14 @@ def test_rejects_other_shapes_and_integers():
 def test_empty_results_are_fine():
     x = torch.zeros(0, 3)
     assert_within_budget(x, x.double(), x)
+
+
+def test_more_roundings_grant_more_eps_and_no_more():
+    exact = torch.ones(1, dtype=torch.float64)
+    plain = torch.ones(1)
+    eps = torch.finfo(torch.float32).eps
+    assert_within_budget(plain + 3 * eps, exact, plain, roundings=3)
+    with pytest.raises(AssertionError, match="over the budget"):
+        assert_within_budget(plain + 4 * eps, exact, plain, roundings=3)
+    with pytest.raises(AssertionError, match="over the budget"):
+        assert_within_budget(plain + 2 * eps, exact, plain)

@@ -162,4 +162,7 @@ def check_attention(
     assert_within_budget(out, exact, plain, what=f"{what} out")
     # tensor cores cut off what they add up, where float32 on the CPU and in cuBLAS rounds
     factor = 4.0 if lse.is_cuda else 2.0
-    assert_within_budget(lse, exact_lse, plain_lse, factor=factor, what=f"{what} lse")
+    # Base 2 rounds four times more, by half an eps: log2(e) in the factor of scores, ln 2, and the
+    # products with both. Plain PyTorch may be exact where a query sees one key.
+    budget = {"factor": factor, "roundings": 3.0}
+    assert_within_budget(lse, exact_lse, plain_lse, **budget, what=f"{what} lse")

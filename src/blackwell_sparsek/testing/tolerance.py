@@ -13,6 +13,7 @@ def assert_within_budget(
     same_precision: torch.Tensor,
     *,
     factor: float = 2.0,
+    roundings: float = 1.0,
     what: str = "",
 ) -> None:
     """Fail unless `actual` is as close to `exact` as plain PyTorch is, within `factor`.
@@ -20,8 +21,8 @@ def assert_within_budget(
     All three must hold, with e(x) = |x - exact| and eps that of the dtype of `actual`:
 
     - infinities stand in the same places with the same signs, and `actual` holds no NaN;
-    - max e(actual) <= factor * max e(same_precision) + eps * max|exact|;
-    - mean e(actual) <= 3/4 factor * mean e(same_precision) + eps * mean|exact|.
+    - max e(actual) <= factor * max e(same_precision) + roundings * eps * max|exact|;
+    - mean e(actual) <= 3/4 factor * mean e(same_precision) + roundings * eps * mean|exact|.
 
     Parameters
     ----------
@@ -29,7 +30,7 @@ def assert_within_budget(
     exact : the fp64 oracle, same shape. A NaN in it is a defect of the test: nothing matches it.
     same_precision : plain PyTorch in the dtype of `actual`, same shape. Where it is not finite
         although `exact` is (a softmax over no keys, say), it grants no budget.
-    factor : 2 unless an operation has a written reason for more
+    factor, roundings : 2 and 1 unless an operation has a written reason for more
     what : names the result in the failure
 
     Examples
@@ -46,6 +47,7 @@ def assert_within_budget(
     if actual.dtype == torch.float64:
         # the oracle rounds as often as such a result does
         eps *= 8
+    eps *= roundings
     exact = exact.detach().double()
     got = actual.detach().to(exact.device).double()
     plain = same_precision.detach().to(exact.device).double()
@@ -65,7 +67,7 @@ def assert_within_budget(
         raise AssertionError(
             f"{label}: error {worst:.4g} at {at} is over the budget {budget:.4g}: "
             f"got {got[at].item():.9g}, exact {exact[at].item():.9g}; plain PyTorch errs by "
-            f"{plain_max:.4g} (x{factor:g}), eps*max|exact| is {eps * scale.max().item():.4g}; "
+            f"{plain_max:.4g} (x{factor:g}), eps*max|exact| gives {eps * scale.max().item():.4g}; "
             f"{int((error > budget).sum())} of {error.numel()} elements are over"
         )
     plain_mean = plain_error.mean().item() if plain_error.numel() else 0.0
