@@ -1,4 +1,4 @@
-"""Calls that torch.compile puts into CUDA graphs: what they keep must not live in a graph's pool."""
+"""Calls that torch.compile puts into CUDA graphs keep nothing in the memory of a graph."""
 
 import pytest
 import torch
