@@ -1,10 +1,12 @@
 import contextlib
+import importlib.util
+import sys
 import threading
 
 import pytest
 import torch
 
-from blackwell_sparsek.core.apart import made_apart
+from blackwell_sparsek.core.apart import GRAPHS, made_apart
 
 GPU = torch.device("cuda", 0)
 
@@ -21,16 +23,13 @@ def streams(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setitem(sys.modules, GRAPHS, object())
     return entered
 
 
 def test_a_gpu_s_results_come_from_another_thread_on_the_same_stream(streams):
-    with torch.inference_mode():
-        thread, is_inference = made_apart(
-            lambda: (threading.current_thread(), torch.zeros(1).is_inference()), GPU
-        )
+    thread = made_apart(threading.current_thread, GPU)
     assert thread is not threading.current_thread() and not thread.is_alive()
-    assert not is_inference
     assert streams == [("stream of cuda:0", thread)]
 
 
@@ -40,6 +39,15 @@ def test_errors_arrive_where_the_result_was_asked_for(streams):
 
     with pytest.raises(MemoryError, match="no room"):
         made_apart(fail, GPU)
+
+
+def test_nobody_makes_graphs(streams, monkeypatch):
+    monkeypatch.delitem(sys.modules, GRAPHS)
+    assert made_apart(threading.current_thread, GPU) is threading.current_thread()
+
+
+def test_inductor_s_module_has_this_name():
+    assert importlib.util.find_spec(GRAPHS) is not None
 
 
 def test_a_cpu_needs_no_thread():

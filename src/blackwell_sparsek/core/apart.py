@@ -2,10 +2,10 @@
 
 While Inductor warms a CUDA graph up, all that its thread allocates belongs to the memory of the
 graph, and recording it stops with an error if any of that is still alive. Threads enter such memory
-one by one, so what a call keeps for later calls is made in another thread. That thread has no
-gradient or inference mode either, which would stick to the tensors.
+one by one, so what a call keeps for later calls is made in another thread.
 """
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,11 +14,13 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+# Warms graphs up and records them; nobody does where it was never imported.
+GRAPHS = "torch._inductor.cudagraph_trees"
 
 
 def made_apart(make: Callable[[], T], device: torch.device) -> T:
     """What `make` returns, on the current stream of `device`; not for use during a capture."""
-    if device.type != "cuda":
+    if device.type != "cuda" or GRAPHS not in sys.modules:
         return make()
     stream = torch.cuda.current_stream(device)
     made: Future[T] = Future()
