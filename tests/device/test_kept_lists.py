@@ -7,7 +7,7 @@ from blackwell_sparsek.formats.block_lists import lists_from_blocks, transpose_l
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.device import kept_lists  # noqa: E402
+from blackwell_sparsek.device import kept_lists
 
 UNTOUCHED = -7
 
@@ -69,9 +69,7 @@ def test_programs_take_several_tiles_of_rows(device, monkeypatch):
 def test_any_strides(device):
     wide = values_of((2, 20, 3, 12), 0.5, 0.0).bool()
     values = wide.permute(2, 0, 3, 1)[:, :, 1:, ::2]
-    assert_same(
-        made_lists(values.to(device), device, values.numel()), expected_lists(values.int())
-    )
+    assert_same(made_lists(values.to(device), device, values.numel()), expected_lists(values.int()))
     expanded = wide[:1, :1].expand(2, 3, 3, 12)
     made = made_lists(wide.to(device)[:1, :1].expand(2, 3, 3, 12), device, expanded.numel())
     assert_same(made, expected_lists(expanded.int()))

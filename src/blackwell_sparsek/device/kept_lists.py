@@ -112,9 +112,7 @@ def _list_kept_kernel(
     last = tl.minimum((pid + 1) * chunk, rows)
     for first in range(pid * chunk, last, TILE_ROWS):
         row = first + tl.arange(0, TILE_ROWS)
-        partial_count, full_count = _counts(
-            map_ptr, steps, row, heads, mb, nb, last, TILE_COLS
-        )
+        partial_count, full_count = _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS)
         count = partial_count + full_count
         end = base + tl.cumsum(count, 0)
         full_place = end - full_count
