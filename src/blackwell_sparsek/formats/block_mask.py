@@ -152,16 +152,10 @@ class BlockMask:
     ) -> "BlockMask":
         """The inverse of `tensors`, without checks or copies."""
         forward, transposed = BlockLists(*tensors[:4]), BlockLists(*tensors[4:8])
-        mask = cls._from_parts(
-            forward,
-            tensors[8],
-            batch,
-            heads,
-            (seq_lengths[0], seq_lengths[1]),
-            (block_size[0], block_size[1]),
-            # row pointers have at least one element
-            transposed if transposed.indptr.shape[0] > 0 else None,
-        )
+        (sq, sk), (bq, bk) = seq_lengths, block_size
+        # row pointers have at least one element
+        other = transposed if transposed.indptr.shape[0] > 0 else None
+        mask = cls._from_parts(forward, tensors[8], batch, heads, (sq, sk), (bq, bk), other)
         mask._exact = not build.may_have_room(mask)
         return mask
 

@@ -77,7 +77,7 @@ def from_dense(
             )
         )
     pool = empty_pool(block, keep.device)
-    if 0 < keep.numel() <= MAX_ROOM and kernels_build(keep.device, keep):
+    if kernels_build(keep.device, keep) and 0 < keep.numel() <= MAX_ROOM:
         listed = kept_lists(keep)
         return cls._from_parts(listed, pool, batch, heads, seq, block, exact=False)
     rows, cols = torch.nonzero(keep.flatten(0, 2), as_tuple=True)
@@ -121,8 +121,8 @@ def may_have_room(mask: "BlockMask") -> bool:
 def transposed(mask: "BlockMask") -> BlockLists:
     """See `BlockMask.listed_transposed`."""
     planes, (mb, nb), lists = mask.batch * mask.heads, mask.grid, mask.listed
-    some = lists.indices.numel() > 0 and planes * mb * nb <= MAX_SPREAD
-    if some and kernels_build(mask.device, *lists):
+    by_kernels = kernels_build(mask.device, *lists)
+    if by_kernels and lists.indices.numel() > 0 and planes * mb * nb <= MAX_SPREAD:
         return transposed_lists(lists, planes, (mb, nb), all_full=mask.bits.shape[0] == 0)
     return transpose_lists(mask.forward, planes, mb, nb)
 
