@@ -8,7 +8,7 @@ from blackwell_sparsek.formats.pattern_parts import Problem, band_mask
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.formats.block_mask_kernels import band_lists  # noqa: E402
+from blackwell_sparsek.formats.block_mask_kernels import band_lists
 
 BANDS = [Band(None, None), Band(None, 0), Band(0, 0), Band(3, 0), Band(40, 17), Band(0, None)]
 PROBLEMS = [

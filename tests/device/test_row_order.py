@@ -9,8 +9,8 @@ from blackwell_sparsek.formats.block_order import longest_first
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.formats.block_lists import BlockLists  # noqa: E402
-from blackwell_sparsek.formats.block_mask_kernels import row_order  # noqa: E402
+from blackwell_sparsek.formats.block_lists import BlockLists
+from blackwell_sparsek.formats.block_mask_kernels import row_order
 
 
 def check(mask, batch, heads, band, section, device):
