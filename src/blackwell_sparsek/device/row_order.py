@@ -1,8 +1,10 @@
-"""The order in which to take the rows of a block mask, as `formats.block_order` describes it.
+"""The order in which to take the rows or columns of a mask, as `formats.block_order` describes it.
 
 Each row finds its own place: it counts the rows that come before it. That is quadratic work, but
 without a sort's many launches, and a few microseconds for thousands of rows.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +18,26 @@ TILE_ENTRIES = 64
 TILE_ROWS = 16
 TILE_OTHERS = 256
 TILE_VISITS = 1024
+
+
+class OrderSizes(NamedTuple):
+    """What is put in order: `rows` of each of `planes`, by how many blocks they visit."""
+
+    planes: int
+    heads: int
+    """Planes of one batch."""
+    rows: int
+    step_b: int
+    step_h: int
+    """Lists between those of two batches and of two heads; 0 where the mask broadcasts."""
+    per_list: int
+    """Neighbouring rows that share a list."""
+    group: int
+    group_step: int
+    """How many lists a row goes through, and how far they are apart."""
+    section: int
+    most: int
+    """Of the blocks that a row visits."""
 
 
 @triton.jit(do_not_specialize=["rows", "mb", "sq", "sk", "left", "right"])
@@ -34,7 +56,7 @@ def _visits_kernel(
     TILE_LISTS: tl.constexpr,
     TILE_ENTRIES: tl.constexpr,
 ):
-    """How many blocks of each row lie within a band."""
+    """How many blocks of each list lie within a band."""
     row = tl.program_id(0) * TILE_LISTS + tl.arange(0, TILE_LISTS)
     entry = tl.load(indptr_ptr + row, mask=row < rows, other=0)
     end = tl.load(indptr_ptr + 1 + row, mask=row < rows, other=0)
@@ -53,104 +75,111 @@ def _visits_kernel(
 
 
 @triton.jit
-def _visits(visits_ptr, at, there, FROM_POINTERS: tl.constexpr):
-    visits = tl.load(visits_ptr + at, mask=there, other=0)
-    if FROM_POINTERS:
-        visits = tl.load(visits_ptr + 1 + at, mask=there, other=0) - visits
-    return visits
+def _visits(visits_ptr, place, sizes, FROM_POINTERS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Blocks that the rows visit which stand at `place` among equals, their planes and rows."""
+    planes, heads, rows, step_b, step_h, per_list, group, group_step = sizes
+    plane = place % planes
+    row = place // planes
+    if not COLUMNS:
+        # late rows are the long ones under a causal band, and come first among equals
+        row = rows - 1 - row
+    at = plane // heads * step_b + plane % heads * step_h + row // per_list
+    there = place < planes * rows
+    visits = tl.zeros_like(place)
+    for g in range(group):
+        mine = tl.load(visits_ptr + at + g * group_step, mask=there, other=0)
+        if FROM_POINTERS:
+            end = tl.load(visits_ptr + 1 + at + g * group_step, mask=there, other=0)
+            mine = end - mine
+        visits += mine
+    return visits, plane, row
 
 
 @triton.jit
-def _keys(visits_ptr, place, sizes, total, FROM_POINTERS: tl.constexpr):
-    """Sort keys of the rows that stand at `place` among equals, and their numbers."""
-    planes, heads, mb, step_b, step_h, section, most, count = sizes
-    there = place < planes * mb
-    plane = place % planes
-    row = mb - 1 - place // planes
-    at = plane // heads * step_b + plane % heads * step_h + row
-    visits = _visits(visits_ptr, at, there, FROM_POINTERS)
+def _keys(visits, plane, section, most, total, count):
+    """Sort keys: heavy rows, then section by section, the longest first within each."""
     heavy = visits.to(tl.int64) * count > 2 * total
     group = tl.where(heavy, 0, plane // section + 1)
-    key = group * (most + 1) + (most - visits)
-    return tl.where(there, key, 2**31 - 1), plane * mb + row
+    return group * (most + 1) + (most - visits)
 
 
-_ORDER_SIZES = ["planes", "heads", "mb", "step_b", "step_h", "section", "most", "count"]
-
-
-@triton.jit(do_not_specialize=_ORDER_SIZES)
+@triton.jit(do_not_specialize=list(OrderSizes._fields))
 def _row_order_kernel(
     order_ptr,
     visits_ptr,
     planes,
     heads,
-    mb,
+    rows,
     step_b,
     step_h,
+    per_list,
+    group,
+    group_step,
     section,
     most,
-    count,
     FROM_POINTERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OTHERS: tl.constexpr,
     TILE_VISITS: tl.constexpr,
 ):
     """Put TILE_ROWS rows where they belong."""
+    sizes = (planes, heads, rows, step_b, step_h, per_list, group, group_step)
+    count = planes * rows
     sums = tl.zeros([TILE_VISITS], tl.int64)
     for first in range(0, count, TILE_VISITS):
-        at = first + tl.arange(0, TILE_VISITS)
-        sums += _visits(visits_ptr, at, at < count, FROM_POINTERS).to(tl.int64)
+        others = first + tl.arange(0, TILE_VISITS)
+        visits, _, _ = _visits(visits_ptr, others, sizes, FROM_POINTERS, COLUMNS)
+        sums += visits.to(tl.int64)
     total = tl.sum(sums, 0)
 
-    sizes = (planes, heads, mb, step_b, step_h, section, most, count)
     place = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    key, row = _keys(visits_ptr, place, sizes, total, FROM_POINTERS)
+    visits, plane, row = _visits(visits_ptr, place, sizes, FROM_POINTERS, COLUMNS)
+    key = _keys(visits, plane, section, most, total, count)
     rank = tl.zeros([TILE_ROWS], tl.int32)
-    for first in range(0, planes * mb, TILE_OTHERS):
+    for first in range(0, count, TILE_OTHERS):
         others = first + tl.arange(0, TILE_OTHERS)
-        other, _ = _keys(visits_ptr, others, sizes, total, FROM_POINTERS)
+        visits, others_plane, _ = _visits(visits_ptr, others, sizes, FROM_POINTERS, COLUMNS)
+        other = _keys(visits, others_plane, section, most, total, count)
         earlier = (other[None, :] == key[:, None]) & (others[None, :] < place[:, None])
-        earlier = earlier | (other[None, :] < key[:, None])
+        earlier = (earlier | (other[None, :] < key[:, None])) & (others < count)[None, :]
         rank += tl.sum(earlier.to(tl.int32), 1)
-    tl.store(order_ptr + rank, row, mask=place < planes * mb)
+    tl.store(order_ptr + rank, plane * rows + row, mask=place < count)
 
 
 def launch_row_order(
     order: torch.Tensor,
     indptr: torch.Tensor,
     indices: torch.Tensor,
-    planes: tuple[int, int],
-    mask_planes: tuple[int, int],
+    sizes: OrderSizes,
     lengths: tuple[int, int],
     block: tuple[int, int],
     band: tuple[int, int] | None,
-    section: int,
+    columns: bool,
 ) -> None:
     """Fill `order`.
 
     Parameters
     ----------
-    order : int32 [batch * heads * Mb], at least one and fewer than 2**15 or so
-    indptr, indices : lists of a mask with at least one block column
-    planes, mask_planes : batch and heads, of the queries and of the mask
-    lengths, block : (Sq, Sk), (bq, bk)
-    band : left and right, as operator schemas carry them, or None for everything
+    order : int32 [planes * rows], not empty
+    indptr, indices : lists of a mask, or of its columns
+    lengths, block : those of the lists' rows, then of their columns
+    band : left and right, seen from the lists' rows, or None for everything
+    columns : whether early rows come first among equals, and not late ones
     """
-    (batch, heads), (mask_batch, mask_heads) = planes, mask_planes
-    mb, nb = cdiv(lengths[0], block[0]), cdiv(lengths[1], block[1])
-    rows = mask_batch * mask_heads * mb
-    steps = (mask_heads * mb if mask_batch > 1 else 0, mb if mask_heads > 1 else 0)
-    sizes = (batch * heads, heads, mb, *steps, section, nb, rows)
+    lists = indptr.numel() - 1
 
     def launches() -> None:
         visits = indptr
         if band is not None:
-            visits = scratch((rows,), torch.int32, order.device)
-            args = (visits, indptr, indices, rows, mb, *lengths, *band, *block)
-            tiles = (TILE_LISTS, TILE_ENTRIES)
-            launch(_visits_kernel, cdiv(rows, TILE_LISTS), (*args, *tiles), num_warps=4)
-        order_args = (order, visits, *sizes, band is None, TILE_ROWS, TILE_OTHERS, TILE_VISITS)
+            visits = scratch((lists,), torch.int32, order.device)
+            args = (visits, indptr, indices, lists, cdiv(lengths[0], block[0]), *lengths, *band)
+            tiles = (*block, TILE_LISTS, TILE_ENTRIES)
+            launch(_visits_kernel, cdiv(lists, TILE_LISTS), (*args, *tiles), num_warps=4)
+        tiles = (TILE_ROWS, TILE_OTHERS, TILE_VISITS)
+        order_args = (order, visits, *sizes, band is None, columns, *tiles)
         launch(_row_order_kernel, cdiv(order.numel(), TILE_ROWS), order_args, num_warps=4)
 
     roles = (order, indptr) if band is None else (order, indptr, indices)
-    launch_recorded(("row_order", sizes, lengths, block, band), roles, launches)
+    key = ("row_order", sizes, lists, lengths, block, band, columns)
+    launch_recorded(key, roles, launches)

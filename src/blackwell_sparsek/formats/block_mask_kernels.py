@@ -121,24 +121,33 @@ def band_lists(
     return lists, pool
 
 
-def row_order(
+def ordered(
     lists: BlockLists,
-    planes: IntPair,
-    mask_planes: IntPair,
-    seq: IntPair,
-    block: IntPair,
+    sizes: tuple[int, ...],
+    sides: tuple[IntPair, IntPair, int, int],
     band: Band,
-    section: int,
+    *,
+    columns: bool,
 ) -> torch.Tensor | None:
-    """See `block_order.longest_first`; None where there are no rows or too many."""
-    from ..device.row_order import launch_row_order
+    """Rows of `planes` in the order to take them; None where there are none or too many.
 
-    rows = planes[0] * planes[1] * cdiv(seq[0], block[0])
-    small_keys = (planes[0] * planes[1] // section + 2) * (cdiv(seq[1], block[1]) + 1) < 2**31
+    Parameters
+    ----------
+    sizes : what `device.row_order.OrderSizes` holds
+    sides : lengths, blocks and the two sides of `band`, seen from the rows of `lists`
+    columns : whether these lists are the transposed ones
+    """
+    from ..device.row_order import OrderSizes, launch_row_order
+
+    size = OrderSizes(*sizes)
+    rows = size.planes * size.rows
+    small_keys = (size.planes // size.section + 2) * (size.most + 1) < 2**31
     if not (0 < rows <= MAX_ORDERED_ROWS and small_keys):
         return None
     order = torch.empty(rows, dtype=torch.int32, device=lists.indptr.device)
-    within = None if band == EVERYTHING else band.scalars()
-    pointers = (lists.indptr, lists.indices)
-    launch_row_order(order, *pointers, planes, mask_planes, seq, block, within, section)
+    lengths, block, *within = sides
+    limits = None if band == EVERYTHING else (within[0], within[1])
+    launch_row_order(
+        order, lists.indptr, lists.indices, size, lengths, block, limits, columns=columns
+    )
     return order

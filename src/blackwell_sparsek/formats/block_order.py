@@ -8,7 +8,7 @@ from .band import EVERYTHING, Band
 from .bits import usable_in_training
 from .block_lists import BlockLists
 from .block_mask import BlockMask
-from .block_mask_kernels import kernels_build, row_order
+from .block_mask_kernels import kernels_build, ordered
 
 
 @usable_in_training
@@ -45,9 +45,10 @@ def longest_first(
     """
     mb, nb = mask.grid
     if kernels_build(mask.device, *mask.listed):
-        sizes = (batch, heads), (mask.batch, mask.heads), mask.seq_lengths, mask.block_size
-        order = row_order(mask.listed, *sizes, band, section)
-        if order is not None:
+        steps = (mask.heads * mb if mask.batch > 1 else 0, mb if mask.heads > 1 else 0)
+        sizes = (batch * heads, heads, mb, *steps, 1, 1, 0, section, nb)
+        sides = _Sides(mask.seq_lengths, mask.block_size, *band.scalars())
+        if (order := ordered(mask.listed, sizes, sides, band, columns=False)) is not None:
             return order
     visits = visible_blocks(mask, band).view(mask.batch, mask.heads, mb)
     return _longest(visits.expand(batch, heads, mb).reshape(batch * heads, mb), nb, section)
@@ -83,16 +84,22 @@ def longest_columns_first(
     (mb, nb), (_, block_kv) = mask.grid, mask.block_size
     (sq, sk), (left, right) = mask.seq_lengths, band.scalars()
     sides = _Sides((sk, sq), mask.block_size[::-1], right, left)
+    tiles, group = -(-sk // tile), group_size if mask.heads > 1 else 1
+    if kernels_build(mask.device, *mask.listed):
+        steps = (mask.heads * nb if mask.batch > 1 else 0, group * nb if mask.heads > 1 else 0)
+        grouped = (block_kv // tile, group, nb, section, mb * group)
+        sizes = (batch * heads, heads, tiles, *steps, *grouped)
+        made = ordered(mask.listed_transposed, sizes, sides, band, columns=True)
+        if made is not None:
+            return made
     lists = mask.listed_transposed if band == EVERYTHING else mask.transposed
     visits = _visible(lists, sides, band).view(mask.batch, mask.heads, nb)
     if mask.heads > 1:
         visits = visits.view(mask.batch, heads, group_size, nb).sum(2)
     visits = visits.expand(batch, heads, nb).reshape(batch * heads, nb)
-    tiles = -(-sk // tile)
     visits = visits.repeat_interleave(block_kv // tile, 1)[:, :tiles]
     # early columns are the long ones under a causal band, and come first among equals
-    most = mb * (group_size if mask.heads > 1 else 1)
-    order = _longest(visits.flip(1), most, section)
+    order = _longest(visits.flip(1), mb * group, section)
     plane = order.div(max(tiles, 1), rounding_mode="floor")
     return plane * tiles + (tiles - 1 - (order - plane * tiles))
 

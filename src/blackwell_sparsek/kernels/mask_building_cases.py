@@ -75,14 +75,16 @@ def _cases() -> Iterator[CompileCase]:
             "TILE_ENTRIES": row_order.TILE_ENTRIES,
         },
     )
-    for from_pointers in (False, True):
+    for from_pointers, columns in ((True, False), (True, True), (False, False), (False, True)):
+        name = f"{'columns' if columns else 'rows'}-{'pointers' if from_pointers else 'visits'}"
         yield CompileCase(
-            f"row_order/{'pointers' if from_pointers else 'visits'}",
+            f"row_order/{name}",
             row_order._row_order_kernel,
             {
                 **_int32("order_ptr", "visits_ptr"),
-                **dict.fromkeys(row_order._ORDER_SIZES, 1027),
+                **dict.fromkeys(row_order.OrderSizes._fields, 1027),
                 "FROM_POINTERS": from_pointers,
+                "COLUMNS": columns,
                 "TILE_ROWS": row_order.TILE_ROWS,
                 "TILE_OTHERS": row_order.TILE_OTHERS,
                 "TILE_VISITS": row_order.TILE_VISITS,
