@@ -54,8 +54,8 @@ KEEPS = [
 def test_from_dense(keep, block, lengths, by_kernels, device):
     expected = BlockMask.from_dense(keep, block, lengths)
     mask = by_kernels(BlockMask.from_dense, keep.to(device), block, lengths)
-    assert mask.listed.indices.numel() == keep.numel()
-    assert by_kernels(lambda: mask.listed_transposed).indices.numel() == keep.numel()
+    assert mask._listed.indices.numel() == keep.numel()
+    assert by_kernels(lambda: mask._listed_transposed).indices.numel() == keep.numel()
     assert mask.nnz_blocks == expected.nnz_blocks == int(keep.sum())
     assert mask.density == expected.density
     assert same_lists(mask.forward, expected.forward)
@@ -72,15 +72,15 @@ def test_kept_lists_know_their_count_before_they_leave(by_kernels, device):
     def fresh():
         return by_kernels(BlockMask.from_dense, keep.to(device), 16)
 
-    assert same_lists(pickle.loads(pickle.dumps(fresh())).listed, expected.listed)
+    assert same_lists(pickle.loads(pickle.dumps(fresh()))._listed, expected._listed)
     assert f"nnz_blocks={expected.nnz_blocks}" in repr(fresh())
     assert fresh().equals(fresh())
     transposed = fresh().T
-    assert same_lists(transposed.listed, expected.T.listed)
+    assert same_lists(transposed._listed, expected.T._listed)
     assert same_lists(transposed.transposed, expected.forward)
     mask = fresh()
     listed = mask.tensors(for_gradients=False)
-    assert listed[0] is mask.listed.indptr and listed[2].numel() == keep.numel()
+    assert listed[0] is mask._listed.indptr and listed[2].numel() == keep.numel()
 
 
 def test_transposed_lists_of_partial_blocks(by_kernels, device):
@@ -115,7 +115,7 @@ def test_order_of_lists_with_room(band, by_kernels, device):
     mask = by_kernels(BlockMask.from_dense, keep.to(device), 16)
     made = by_kernels(block_order.longest_first, mask, 2, 2, band, 2)
     assert torch.equal(made.cpu(), expected)
-    assert mask.listed.indices.numel() == keep.numel()
+    assert mask._listed.indices.numel() == keep.numel()
 
 
 def test_columns_of_lists_with_room(by_kernels, device):
@@ -131,7 +131,7 @@ def test_large_masks_are_left_to_torch(monkeypatch, by_kernels, device):
     monkeypatch.setattr(block_mask_build, "MAX_ROOM", 20)
     keep = kept((1, 1, 5, 5))
     mask = by_kernels(BlockMask.from_dense, keep.to(device), 16)
-    assert mask.listed.indices.numel() == int(keep.sum())
+    assert mask._listed.indices.numel() == int(keep.sum())
 
 
 def test_kernels_build_nothing_on_the_cpu_or_while_traced():

@@ -49,7 +49,7 @@ def test_kept_blocks(heads, mb, nb):
         on_gpu = keep.cuda()
         with no_waiting():
             mask = BlockMask.from_dense(on_gpu, (128, 16))
-            _ = mask.listed_transposed
+            _ = mask._listed_transposed
         assert_same(mask, expected)
 
 
@@ -69,7 +69,7 @@ def test_windows(lengths, window, block):
     for _ in range(2):
         with no_waiting():
             mask = masks.sliding_window(lengths, window, block, causal=True, device="cuda")
-            _ = mask.listed_transposed
+            _ = mask._listed_transposed
         assert_same(mask, expected)
 
 
@@ -112,7 +112,7 @@ def test_attention_takes_lists_with_room(deterministic):
     exact = BlockMask.from_dense(keep, 128).to("cuda")
     expected = attention_parts(exact, deterministic)
     mask = BlockMask.from_dense(keep.cuda(), 128)
-    assert mask.listed.indices.numel() == keep.numel()
+    assert mask._listed.indices.numel() == keep.numel()
     for _ in range(2):
         for got, want in zip(attention_parts(mask, deterministic), expected, strict=True):
             torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)

@@ -44,6 +44,7 @@ class BandSizes(NamedTuple):
 
 @triton.jit
 def _clamp(x, low, high):
+    """`x`, no less than `low` and no more than `high`."""
     return tl.minimum(tl.maximum(x, low), high)
 
 

@@ -129,8 +129,8 @@ def _row_order_kernel(
     sums = tl.zeros([TILE_VISITS], tl.int64)
     for first in range(0, count, TILE_VISITS):
         others = first + tl.arange(0, TILE_VISITS)
-        visits, _, _ = _visits(visits_ptr, others, sizes, FROM_POINTERS, COLUMNS)
-        sums += visits.to(tl.int64)
+        theirs, _, _ = _visits(visits_ptr, others, sizes, FROM_POINTERS, COLUMNS)
+        sums += theirs.to(tl.int64)
     total = tl.sum(sums, 0)
 
     place = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -139,8 +139,8 @@ def _row_order_kernel(
     rank = tl.zeros([TILE_ROWS], tl.int32)
     for first in range(0, count, TILE_OTHERS):
         others = first + tl.arange(0, TILE_OTHERS)
-        visits, others_plane, _ = _visits(visits_ptr, others, sizes, FROM_POINTERS, COLUMNS)
-        other = _keys(visits, others_plane, section, most, total, count)
+        theirs, their_plane, _ = _visits(visits_ptr, others, sizes, FROM_POINTERS, COLUMNS)
+        other = _keys(theirs, their_plane, section, most, total, count)
         earlier = (other[None, :] == key[:, None]) & (others[None, :] < place[:, None])
         earlier = (earlier | (other[None, :] < key[:, None])) & (others < count)[None, :]
         rank += tl.sum(earlier.to(tl.int32), 1)

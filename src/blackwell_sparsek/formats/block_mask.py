@@ -244,15 +244,15 @@ class BlockMask:
         May wait for the device, once.
         """
         self._trim()
-        return self.listed_transposed
+        return self._listed_transposed
 
     @property
-    def listed(self) -> BlockLists:
+    def _listed(self) -> BlockLists:
         """`forward` as kernels take it: more entries may follow than rows own; never waits."""
         return self._forward
 
     @property
-    def listed_transposed(self) -> BlockLists:
+    def _listed_transposed(self) -> BlockLists:
         """`transposed` as kernels take it: more entries may follow; never waits."""
         if self._transposed is not None:
             return self._transposed
@@ -341,7 +341,7 @@ class BlockMask:
         """
         transposed = self._transposed
         if for_gradients:
-            transposed = self.listed_transposed
+            transposed = self._listed_transposed
         elif transposed is None:
             nothing = self._forward.indices.new_empty(0)
             transposed = BlockLists(nothing, nothing, nothing, nothing)

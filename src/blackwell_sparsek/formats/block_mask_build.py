@@ -112,15 +112,15 @@ def from_element_mask(
 
 def may_have_room(mask: "BlockMask") -> bool:
     """Whether lists of unknown origin may be those that `from_dense` gives room for all blocks."""
-    indices, (mb, nb) = mask.listed.indices, mask.grid
+    indices, (mb, nb) = mask._listed.indices, mask.grid
     # sizes of traced lists may be unknown, and nobody traces what was made by kernels
     plain = indices.is_cuda and not torch.compiler.is_compiling() and type(indices) is torch.Tensor
     return plain and indices.numel() == mask.batch * mask.heads * mb * nb
 
 
 def transposed(mask: "BlockMask") -> BlockLists:
-    """See `BlockMask.listed_transposed`."""
-    planes, (mb, nb), lists = mask.batch * mask.heads, mask.grid, mask.listed
+    """See `BlockMask._listed_transposed`."""
+    planes, (mb, nb), lists = mask.batch * mask.heads, mask.grid, mask._listed
     by_kernels = kernels_build(mask.device, *lists)
     if by_kernels and lists.indices.numel() > 0 and planes * mb * nb <= MAX_SPREAD:
         return transposed_lists(lists, planes, (mb, nb), all_full=mask.bits.shape[0] == 0)

@@ -44,11 +44,11 @@ def longest_first(
     [1, 4, 0, 3, 2, 5]
     """
     mb, nb = mask.grid
-    if kernels_build(mask.device, *mask.listed):
+    if kernels_build(mask.device, *mask._listed):
         steps = (mask.heads * mb if mask.batch > 1 else 0, mb if mask.heads > 1 else 0)
         sizes = (batch * heads, heads, mb, *steps, 1, 1, 0, section, nb)
         sides = _Sides(mask.seq_lengths, mask.block_size, *band.scalars())
-        if (order := ordered(mask.listed, sizes, sides, band, columns=False)) is not None:
+        if (order := ordered(mask._listed, sizes, sides, band, columns=False)) is not None:
             return order
     visits = visible_blocks(mask, band).view(mask.batch, mask.heads, mb)
     return _longest(visits.expand(batch, heads, mb).reshape(batch * heads, mb), nb, section)
@@ -85,14 +85,14 @@ def longest_columns_first(
     (sq, sk), (left, right) = mask.seq_lengths, band.scalars()
     sides = _Sides((sk, sq), mask.block_size[::-1], right, left)
     tiles, group = -(-sk // tile), group_size if mask.heads > 1 else 1
-    if kernels_build(mask.device, *mask.listed):
+    if kernels_build(mask.device, *mask._listed):
         steps = (mask.heads * nb if mask.batch > 1 else 0, group * nb if mask.heads > 1 else 0)
         grouped = (block_kv // tile, group, nb, section, mb * group)
         sizes = (batch * heads, heads, tiles, *steps, *grouped)
-        made = ordered(mask.listed_transposed, sizes, sides, band, columns=True)
+        made = ordered(mask._listed_transposed, sizes, sides, band, columns=True)
         if made is not None:
             return made
-    lists = mask.listed_transposed if band == EVERYTHING else mask.transposed
+    lists = mask._listed_transposed if band == EVERYTHING else mask.transposed
     visits = _visible(lists, sides, band).view(mask.batch, mask.heads, nb)
     if mask.heads > 1:
         visits = visits.view(mask.batch, heads, group_size, nb).sum(2)
@@ -133,7 +133,7 @@ class _Sides(NamedTuple):
 def visible_blocks(mask: BlockMask, band: Band) -> torch.Tensor:
     """How many blocks of each row lie within the band, int32 `[batch * heads * Mb]`."""
     sides = _Sides(mask.seq_lengths, mask.block_size, *band.scalars())
-    return _visible(mask.listed if band == EVERYTHING else mask.forward, sides, band)
+    return _visible(mask._listed if band == EVERYTHING else mask.forward, sides, band)
 
 
 def _visible(lists: BlockLists, sides: _Sides, band: Band) -> torch.Tensor:
