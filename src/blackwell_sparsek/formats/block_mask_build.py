@@ -48,8 +48,8 @@ def _as_planes(op: str, arg: str, x: Any, layout: str) -> torch.Tensor:
     check_dtype(op, arg, x, [torch.bool])
     if not 2 <= x.dim() <= 4:
         raise InvalidInput(message(op, arg, "has a wrong rank", layout, list(x.shape)))
-    planes: torch.Tensor = x.detach()[(None,) * (4 - x.dim())]
-    return planes
+    planes: torch.Tensor = x.detach()
+    return planes if x.dim() == 4 else planes[(None,) * (4 - x.dim())]
 
 
 def from_dense(
