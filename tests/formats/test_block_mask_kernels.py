@@ -10,9 +10,11 @@ from blackwell_sparsek.formats import (
     block_mask_build,
     block_mask_kernels,
     block_order,
+    pattern_kept,
     pattern_parts,
 )
 from blackwell_sparsek.formats.band import EVERYTHING, Band
+from blackwell_sparsek.formats.pattern_kept import kept_blocks
 
 pytest.importorskip("triton")
 
@@ -25,7 +27,7 @@ def by_kernels(monkeypatch, device):
     def call(make, *args, **kwargs):
         with monkeypatch.context() as patch:
             if not on_gpu:
-                for module in (block_mask_build, block_order, pattern_parts):
+                for module in (block_mask_build, block_order, pattern_kept, pattern_parts):
                     patch.setattr(module, "kernels_build", lambda *tensors: True)
             return make(*args, **kwargs)
 
@@ -100,6 +102,19 @@ def test_windows(lengths, window, by_kernels, device):
     assert same_lists(mask.forward, expected.forward)
     assert torch.equal(mask.bits.cpu(), expected.bits)
     assert same_lists(by_kernels(lambda: mask.transposed), expected.transposed)
+
+
+@pytest.mark.parametrize("most", [1, 3, 6, 200])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 5, 7), (1, 2, 9, 130)])
+def test_kept_blocks_with_a_bound(shape, most, by_kernels, device):
+    # some rows keep more than the bound, some nothing, some all
+    keep = kept(shape, 0.4)
+    keep[0, 0, 0] = True
+    keep[-1, -1, -1] = False
+    sizes = (16, 16), (shape[2] * 16, shape[3] * 16 - 3)
+    expected = kept_blocks(keep, most, *sizes)
+    mask = by_kernels(kept_blocks, keep.to(device), most, *sizes)
+    assert same_lists((*mask.forward, mask.bits), (*expected.forward, expected.bits))
 
 
 def test_causal(by_kernels, device):

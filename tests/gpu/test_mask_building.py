@@ -11,6 +11,7 @@ import blackwell_sparsek as bsk
 from blackwell_sparsek import BlockMask, masks
 from blackwell_sparsek.formats.band import EVERYTHING, Band
 from blackwell_sparsek.formats.block_order import longest_columns_first, longest_first
+from blackwell_sparsek.formats.pattern_kept import kept_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -73,6 +74,17 @@ def test_windows(lengths, window, block):
         assert_same(mask, expected)
 
 
+def test_kept_blocks_with_a_bound():
+    keep = kept(16, 128, 128, 0.2)
+    keep[:, 0] = False
+    on_gpu = keep.cuda()
+    expected = kept_blocks(keep, 40, (128, 128), (16384, 16384))
+    for _ in range(2):
+        with no_waiting():
+            mask = kept_blocks(on_gpu, 40, (128, 128), (16384, 16384))
+        assert_same(mask, expected)
+
+
 def test_causal():
     assert_same(masks.causal((4000, 5000), 64, device="cuda"), masks.causal((4000, 5000), 64))
 
@@ -98,12 +110,8 @@ def attention_parts(mask, deterministic):
         for _ in range(4)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        out = bsk.attention(q, k, v, block_mask=mask)
-        return [out, *torch.autograd.grad(out, leaves, dout)]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    out = bsk.attention(q, k, v, block_mask=mask, deterministic=deterministic)
+    return [out, *torch.autograd.grad(out, leaves, dout)]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

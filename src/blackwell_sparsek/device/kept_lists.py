@@ -23,7 +23,7 @@ _SIZES = ["step_b", "step_h", "step_r", "step_c", "heads", "mb", "nb", "rows", "
 
 
 @triton.jit
-def _values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS: tl.constexpr):
+def block_values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS: tl.constexpr):
     """Values of TILE_COLS blocks of each `row` before `last`, int32."""
     plane = row // mb
     at = (plane // heads).to(tl.int64) * steps[0] + (plane % heads).to(tl.int64) * steps[1]
@@ -46,7 +46,7 @@ def _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS: tl.constexpr):
     partial_count = tl.zeros_like(row)
     full_count = tl.zeros_like(row)
     for first_col in range(0, nb, TILE_COLS):
-        value = _values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS)
+        value = block_values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS)
         partial, full = _kinds(value)
         partial_count += tl.sum(partial, 1)
         full_count += tl.sum(full, 1)
@@ -121,7 +121,7 @@ def _list_kept_kernel(
         tl.store(partial_end_ptr + row, full_place, mask=row < last)
         base += tl.sum(count, 0)
         for first_col in range(0, nb, TILE_COLS):
-            value = _values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS)
+            value = block_values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS)
             partial, full = _kinds(value)
             entry = tl.where(
                 partial != 0,

@@ -52,6 +52,16 @@ def kept_lists(keep: torch.Tensor) -> BlockLists:
     return lists
 
 
+def bounded_lists(keep: torch.Tensor, most: int) -> BlockLists:
+    """See `pattern_kept.kept_blocks`; `keep` is not empty, `most` within 1 .. Nb."""
+    from ..device.bounded_lists import launch_bounded_lists
+
+    rows = keep.shape[:3].numel()
+    lists = _room(rows, rows * most, keep.device)
+    launch_bounded_lists(*lists, keep, most)
+    return lists
+
+
 def transposed_lists(lists: BlockLists, planes: int, grid: IntPair, all_full: bool) -> BlockLists:
     """Lists of columns, with as much room as `lists` have; these are not empty."""
     from ..device.kept_lists import launch_kept_lists, launch_spread

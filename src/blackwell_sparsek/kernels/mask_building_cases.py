@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..core.compile_cases import CompileCase, compile_cases
-from ..device import band_lists, kept_lists, row_order
+from ..device import band_lists, bounded_lists, kept_lists, row_order
 
 _LISTS = ("indptr_ptr", "partial_end_ptr", "indices_ptr", "bits_id_ptr")
 
@@ -37,6 +37,12 @@ def _cases() -> Iterator[CompileCase]:
                 "MAX_PROGRAMS": kept_lists.MAX_PROGRAMS,
             },
         )
+    without_chunk = {name: size for name, size in sizes.items() if name != "chunk"}
+    yield CompileCase(
+        "bounded_lists/bool",
+        bounded_lists._bounded_lists_kernel,
+        {**_int32(*_LISTS), "keep_ptr": torch.bool, **without_chunk, "most": 41, **tiles},
+    )
     for dtype in (torch.int8, torch.int32):
         yield CompileCase(
             f"spread/{str(dtype).split('.')[-1]}",
