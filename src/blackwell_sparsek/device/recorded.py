@@ -26,7 +26,7 @@ def launch_recorded(
     roles : every tensor that kernels are given, none of them empty; scratch memory aside
     """
     first = roles[0]
-    place = (key, first.device.index, tuple(x.data_ptr() % 16 == 0 for x in roles))
+    place = (key, first.device.index, tuple([x.data_ptr() % 16 == 0 for x in roles]))
     recorded = _known.get(place)
     if recorded is not None:
         recorded.repeat(roles)

@@ -20,6 +20,7 @@ from .block_mask_kernels import (
     MAX_SPREAD,
     kept_lists,
     kernels_build,
+    no_bits,
     transposed_lists,
 )
 
@@ -76,14 +77,13 @@ def from_dense(
                 f"{mb} x {nb}",
             )
         )
-    pool = empty_pool(block, keep.device)
     if kernels_build(keep.device, keep) and 0 < keep.numel() <= MAX_ROOM:
-        listed = kept_lists(keep)
-        return cls._from_parts(listed, pool, batch, heads, seq, block, exact=False)
+        listed, no_pool = kept_lists(keep), no_bits(block, keep.device)
+        return cls._from_parts(listed, no_pool, batch, heads, seq, block, exact=False)
     rows, cols = torch.nonzero(keep.flatten(0, 2), as_tuple=True)
     full = torch.full_like(cols, -1)
     lists = lists_from_blocks(rows, cols, full, batch * heads * mb, nb)
-    return cls._from_parts(lists, pool, batch, heads, seq, block)
+    return cls._from_parts(lists, empty_pool(block, keep.device), batch, heads, seq, block)
 
 
 def from_element_mask(

@@ -43,6 +43,13 @@ def _room(rows: int, entries: int, device: torch.device) -> BlockLists:
     return BlockLists(*(torch.empty(n, dtype=torch.int32, device=device) for n in sizes))
 
 
+@lru_cache(maxsize=64)
+def no_bits(block: IntPair, device: torch.device) -> torch.Tensor:
+    """A pool of no bit masks, the same for all masks of a kind: there is nothing to write to."""
+    shape = (0, block[0], bit_masks.words_per_row(block[1]))
+    return torch.empty(shape, dtype=torch.int32, device=device)
+
+
 def kept_lists(keep: torch.Tensor) -> BlockLists:
     """Lists of the kept blocks of bool `[B, H, Mb, Nb]`, with room for all; `keep` is not empty."""
     from ..device.kept_lists import launch_kept_lists
