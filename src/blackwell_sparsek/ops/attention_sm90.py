@@ -67,7 +67,7 @@ def kept_order(
     mask: BlockMask, key: tuple[Any, ...], make: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
     """An order of the rows or columns of a mask: made once, and ready on the current stream."""
-    known = _ORDERS.setdefault(mask.forward.indptr, {})
+    known = _ORDERS.setdefault(mask._listed.indptr, {})
     key = (mask.seq_lengths, mask.block_size, *key)
     order = known.get(key)
     with torch.cuda.device(mask.device):
