@@ -24,10 +24,9 @@ from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
 from ..tuning.problem_attention import AttnProblem, tma_takes
 from . import attention_bwd_sm90, attention_bwd_triton, attention_sm90, attention_triton
-from .attention_repeat import operator_call
+from .attention_repeat import OperatorCall
 from .dispatch import Dispatcher, interpreted_only, only_asked
 from .registry import define_autograd, define_op
-from .repeat import RepeatableCall
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -161,13 +160,10 @@ backward_dispatch.register("reference", _everything, _backward_reference, auto_p
 
 def _attn_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
     cu_q, _, _, _, mask, mask_shape, *scalars, sinks, _, impl = options
-    call = None
     # sinks with gaps are copied, which no launch repeats
-    if cu_q is None and (sinks is None or sinks.is_contiguous()):
-        kept = ("attn_fwd", *mask_shape, *scalars)
-        call = operator_call((q, k, v), (sinks,), mask, impl, kept)
-    if call is None:
+    if cu_q is not None or not (sinks is None or sinks.is_contiguous()):
         return _run_forward(q, k, v, *options)
+    call = OperatorCall((q, k, v), (sinks,), mask, ("attn_fwd", impl, *mask_shape, *scalars))
     return call.repeat() or call.record(lambda: _run_forward(q, k, v, *options))
 
 
@@ -210,14 +206,13 @@ def _gradient_call(
     out: torch.Tensor,
     lse: torch.Tensor,
     *options: Any,
-) -> RepeatableCall | None:
+) -> OperatorCall | None:
     cu_q, _, _, _, mask, mask_shape, *scalars, sinks, deterministic, needs, impl = options
     # what is copied, as delta for sinks or a `dout` that TMA cannot read, no launch repeats
-    if cu_q is not None or needs[3] or torch.compiler.is_compiling():
+    if cu_q is not None or needs[3] or torch.compiler.is_compiling() or not tma_takes(dout):
         return None
-    kept = ("attn_bwd", *mask_shape, *scalars, sinks is None, deterministic, *needs)
-    call = operator_call((dout, q, k, v, out), (dlse, lse), mask, impl, kept)
-    return call if call is not None and tma_takes(dout) else None
+    kept = ("attn_bwd", impl, *mask_shape, *scalars, sinks is None, deterministic, *needs)
+    return OperatorCall((dout, q, k, v, out), (dlse, lse), mask, kept)
 
 
 def _run_backward(
