@@ -194,7 +194,13 @@ def _attn_bwd(
     call = _gradient_call(*inputs)
     if call is None:
         return _run_backward(*inputs)
-    return call.repeat() or call.record(lambda: _run_backward(*inputs))
+    results = call.repeat()
+    if results is not None:
+        return results
+    # a `dout` that TMA cannot read is copied, which no launch repeats
+    if not tma_takes(dout):
+        return _run_backward(*inputs)
+    return call.record(lambda: _run_backward(*inputs))
 
 
 def _gradient_call(
@@ -208,8 +214,8 @@ def _gradient_call(
     *options: Any,
 ) -> OperatorCall | None:
     cu_q, _, _, _, mask, mask_shape, *scalars, sinks, deterministic, needs, impl = options
-    # what is copied, as delta for sinks or a `dout` that TMA cannot read, no launch repeats
-    if cu_q is not None or needs[3] or torch.compiler.is_compiling() or not tma_takes(dout):
+    # delta for sinks is copied, which no launch repeats
+    if cu_q is not None or needs[3] or torch.compiler.is_compiling():
         return None
     kept = ("attn_bwd", impl, *mask_shape, *scalars, sinks is None, deterministic, *needs)
     return OperatorCall((dout, q, k, v, out), (dlse, lse), mask, kept)

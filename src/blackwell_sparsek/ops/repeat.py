@@ -66,13 +66,7 @@ def repeat(
     Nothing was checked before. `options` hold all that launches depend on besides tensors; `inputs`
     are those tensors, None where absent; `stream` is the current one where launches belong to it.
     """
-    if (
-        _dispatch_modes()
-        or _function_modes()
-        or _transform() is not None
-        or _is_autocast_enabled()
-        or is_explaining()
-    ):
+    if not _nothing_else_looks():
         return None
     key, addresses, bits = [options, *map(type, options), asked_impl(), stream], [], 0
     with_gradients = _is_grad_enabled()
@@ -154,13 +148,17 @@ def may_repeat(operands: Sequence[Any], others: Sequence[Any]) -> bool:
     """
     tensors = [*operands, *(x for x in others if x is not None)]
     return (
-        all(type(x) in _PLAIN for x in tensors)
-        and all(x.is_cuda and x.layout == torch.strided for x in tensors)
+        _nothing_else_looks()
+        and all(type(x) in _PLAIN for x in tensors)
+        and all(map(_is_in_gpu_memory, tensors))
         and all(x.dtype in _DTYPES for x in operands)
         and all(x.device == tensors[0].device and x.data_ptr() % 16 == 0 for x in tensors)
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-        and _nothing_else_looks()
     )
+
+
+def _is_in_gpu_memory(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.layout == torch.strided
 
 
 def _nothing_else_looks() -> bool:
