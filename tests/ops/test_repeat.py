@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -223,8 +224,14 @@ class Overriding(TorchFunctionMode):
 
 @pytest.mark.parametrize(
     "mode",
-    [Dispatching, Overriding, explaining, lambda: torch.autocast("cuda", torch.float16)],
-    ids=["dispatch mode", "function mode", "explain", "autocast"],
+    [
+        Dispatching,
+        Overriding,
+        explaining,
+        forward_ad.dual_level,
+        lambda: torch.autocast("cuda", torch.float16),
+    ],
+    ids=["dispatch mode", "function mode", "explain", "forward gradients", "autocast"],
 )
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
 def test_modes_see_the_whole_call(gpu, monkeypatch, mode):
@@ -237,6 +244,13 @@ def test_modes_see_the_whole_call(gpu, monkeypatch, mode):
     assert gpu.calls == 3 and not gpu.repeated
     attend()
     assert gpu.calls == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_traces_see_the_whole_call(gpu):
+    attend()
+    torch.jit.trace(lambda q: attend([q, *qkv()[1:]]), half(1, 2, 32, 16), check_trace=False)
+    assert gpu.calls == 2 and not gpu.repeated
 
 
 def test_transforms_see_the_whole_call(gpu):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..core.compat import empty_on_gpu, raw_device
 from ..core.env import asked_impl
@@ -30,6 +31,7 @@ _OPTIONS = (type(None), bool, int, float, str, tuple, torch.dtype)
 _is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+_tracing_state = torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
 _is_autocast_enabled: Callable[[], bool] = torch.is_autocast_enabled
 
@@ -168,5 +170,7 @@ def _nothing_else_looks() -> bool:
         or _function_modes()
         or _transform() is not None
         or _is_autocast_enabled()
+        or _tracing_state() is not None
+        or forward_ad._current_level >= 0
         or is_explaining()
     )
