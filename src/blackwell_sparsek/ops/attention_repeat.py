@@ -90,7 +90,7 @@ class OperatorCall(NamedTuple):
             return None
         known = _MASKED_OPERATORS.get(self.mask[0]) if self.mask else _OPERATORS
         inputs = (*self.operands, *self.others, *self.mask)
-        return repeat(known, self.options, inputs, self._stream()) if known else None
+        return repeat(known, self.options, inputs, self._stream(), True) if known else None
 
     def record(self, call: Callable[[], Tensors]) -> Tensors:
         """Make the results by `call` and keep its launches."""
@@ -98,8 +98,15 @@ class OperatorCall(NamedTuple):
             return call()
         known = _MASKED_OPERATORS.setdefault(self.mask[0], {}) if self.mask else _OPERATORS
         inputs = (*self.operands, *self.others, *self.mask)
-        operands = len(self.operands)
-        return record(known, self.options, inputs, call, operands=operands, stream=self._stream())
+        return record(
+            known,
+            self.options,
+            inputs,
+            call,
+            operands=len(self.operands),
+            stream=self._stream(),
+            below_autocast=True,
+        )
 
     def _stream(self) -> int | None:
         # orders of a mask were made on one stream; another must first wait for them

@@ -62,13 +62,15 @@ def repeat(
     options: tuple[Any, ...],
     inputs: tuple[Any, ...],
     stream: int | None = None,
+    below_autocast: bool = False,
 ) -> Tensors | None:
     """The results by the launches that `record` kept for such a call, or None to make it.
 
     Nothing was checked before. `options` hold all that launches depend on besides tensors; `inputs`
     are those tensors, None where absent; `stream` is the current one where launches belong to it.
+    Operators are `below_autocast`: it has cast what it wanted to.
     """
-    if not _nothing_else_looks():
+    if not _nothing_else_looks(below_autocast):
         return None
     key, addresses, bits = [options, *map(type, options), asked_impl(), stream], [], 0
     with_gradients = _is_grad_enabled()
@@ -104,13 +106,17 @@ def record(
     operands: int,
     wanted: int | None = None,
     stream: int | None = None,
+    below_autocast: bool = False,
 ) -> Tensors:
     """Make the results by `call`; keep its launches for `repeat` where they make all of it.
 
     The first `operands` inputs are those that are multiplied with each other. Only `wanted` of the
     results are given back by `repeat`, by default all: for the others it allocates nothing.
     """
-    if not _may_record(options, inputs, operands):
+    if not (
+        all(type(option) in _OPTIONS for option in options)
+        and may_repeat(inputs[:operands], inputs[operands:], below_autocast)
+    ):
         return call()
     key = _key(options, inputs, stream)
     if key in known or torch.cuda.is_current_stream_capturing():
@@ -137,20 +143,16 @@ def _key(options: tuple[Any, ...], inputs: Sequence[Any], stream: int | None) ->
     return tuple(key)
 
 
-def _may_record(options: tuple[Any, ...], inputs: Sequence[Any], operands: int) -> bool:
-    return all(type(option) in _OPTIONS for option in options) and may_repeat(
-        inputs[:operands], inputs[operands:]
-    )
-
-
-def may_repeat(operands: Sequence[Any], others: Sequence[Any]) -> bool:
+def may_repeat(
+    operands: Sequence[Any], others: Sequence[Any], below_autocast: bool = False
+) -> bool:
     """Whether launches make the whole of a call: no gradient, mode or transform needs more.
 
     `operands` are multiplied with each other; `others` are read besides, None where absent.
     """
     tensors = [*operands, *(x for x in others if x is not None)]
     return (
-        _nothing_else_looks()
+        _nothing_else_looks(below_autocast)
         and all(type(x) in _PLAIN for x in tensors)
         and all(map(_is_in_gpu_memory, tensors))
         and all(x.dtype in _DTYPES for x in operands)
@@ -163,13 +165,18 @@ def _is_in_gpu_memory(x: torch.Tensor) -> bool:
     return x.is_cuda and x.layout == torch.strided
 
 
-def _nothing_else_looks() -> bool:
-    """Whether no mode, transform or autocast stands between this call and the kernels."""
+def is_plain_call(tensors: Sequence[Any]) -> bool:
+    """Whether an operator on these tensors, which autocast has seen, meets autograd alone."""
+    return _nothing_else_looks(below_autocast=True) and all(type(x) in _PLAIN for x in tensors)
+
+
+def _nothing_else_looks(below_autocast: bool) -> bool:
+    """Whether no mode or transform stands between this call and the kernels, nor autocast."""
     return not (
         _dispatch_modes()
         or _function_modes()
         or _transform() is not None
-        or _is_autocast_enabled()
+        or (_is_autocast_enabled() and not below_autocast)
         or _tracing_state() is not None
         or forward_ad._current_level >= 0
         or is_explaining()
