@@ -154,10 +154,10 @@ def may_repeat(
     return (
         _nothing_else_looks(below_autocast)
         and all(type(x) in _PLAIN for x in tensors)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         and all(map(_is_in_gpu_memory, tensors))
         and all(x.dtype in _DTYPES for x in operands)
         and all(x.device == tensors[0].device and x.data_ptr() % 16 == 0 for x in tensors)
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )
 
 
