@@ -331,11 +331,19 @@ def test_wrong_tensors_reach_the_checks(wrong):
             bsk.attention(*inputs, **options)
 
 
-@pytest.mark.parametrize("window", [{}, torch.zeros(2)])
-def test_options_that_no_key_holds_reach_the_checks(window):
-    q = torch.randn(1, 2, 64, 64)
+@pytest.mark.parametrize("window", [{}, torch.zeros(2), (3, [0])])
+def test_options_that_no_key_holds_reach_the_checks(monkeypatch, window):
+    pretend_gpu(monkeypatch)
     with pytest.raises(bsk.BskError, match="window"):
-        bsk.attention(q, q, q, window=window)
+        bsk.attention(*qkv(), window=window)
+
+
+def test_a_tensor_without_sizes_reaches_the_checks(gpu):
+    nested = torch.nested.nested_tensor([half(2, 32, 16)])
+    # what stands for the checks here stumbles over it
+    with pytest.raises(RuntimeError, match="sizes"):
+        attend([nested, *qkv()[1:]])
+    assert gpu.calls == 1 and not attention_repeat._UNMASKED
 
 
 def test_offsets_that_are_no_tensors_reach_the_checks():

@@ -118,8 +118,13 @@ def record(
         and may_repeat(inputs[:operands], inputs[operands:], below_autocast)
     ):
         return call()
-    key = _key(options, inputs, stream)
-    if key in known or torch.cuda.is_current_stream_capturing():
+    try:
+        key = _key(options, inputs, stream)
+        is_known = key in known
+    except (TypeError, RuntimeError):
+        # as in `repeat`
+        return call()
+    if is_known or torch.cuda.is_current_stream_capturing():
         return call()
     with recording() as made:
         results = call()
