@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .apart import made_apart
 from .compat import KernelLauncher, kernel_launcher, raw_stream, tensor_map
 from .resting import resting, words_at_rest
 from .stream_memory import MOST_KEPT_BYTES, stream_memory
@@ -234,7 +235,7 @@ def _counter(
         key = (device.index or 0, stream)
         with _zeros_lock:
             if key not in _zeros:
-                _zeros[key] = _Zeros(device)
+                _zeros[key] = made_apart(lambda: _Zeros(device), device)
             words = _zeros[key].words
             address = _zeros[key].take(count)
             if address is None:

@@ -7,6 +7,8 @@ stream.
 
 import torch
 
+from .apart import made_apart
+
 # A stream keeps no more than this; larger pieces are allocated for each call. Calls that need more
 # run long enough to hide an allocation.
 MOST_KEPT_BYTES = 8 * 2**20
@@ -22,5 +24,6 @@ def stream_memory(size: int, device: torch.device, stream: int) -> torch.Tensor:
     memory = _kept.get(key)
     if memory is None or memory.numel() < size:
         enough = max(_LEAST_BYTES, 1 << (size - 1).bit_length())
-        _kept[key] = memory = torch.empty(enough, dtype=torch.uint8, device=device)
+        memory = made_apart(lambda: torch.empty(enough, dtype=torch.uint8, device=device), device)
+        _kept[key] = memory
     return memory
