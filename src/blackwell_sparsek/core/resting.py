@@ -27,11 +27,17 @@ def resting(count: int, device: torch.device, stream: int | None = None) -> torc
     """
     if device.type != "cuda":
         return _zeros(count, device)
-    index = device.index
-    if torch.cuda.is_current_stream_capturing():
-        return _captured(count, index, device)
     if stream is None:
         stream = torch.cuda.current_stream(device).cuda_stream
+    capturing = torch.cuda.is_current_stream_capturing()
+    return words_at_rest(count, device, stream, capturing)[:count]
+
+
+def words_at_rest(count: int, device: torch.device, stream: int, capturing: bool) -> torch.Tensor:
+    """`resting` on a GPU; there may be more words than were asked for."""
+    index = device.index
+    if capturing:
+        return _captured(count, index, device)
     key = (index, stream)
     words = _of_streams.get(key)
     if words is None or words.numel() < count:
@@ -43,7 +49,7 @@ def resting(count: int, device: torch.device, stream: int | None = None) -> torc
                 # once per device: graphs may use these words on streams that know nothing of this
                 torch.cuda.synchronize(device)
                 _for_captures[index] = [reserve]
-    return words[:count]
+    return words
 
 
 def _captured(count: int, index: int, device: torch.device) -> torch.Tensor:
