@@ -40,7 +40,7 @@ def gpu(monkeypatch):
         return results
 
     pretend_gpu(monkeypatch)
-    monkeypatch.setattr(attention_repeat, "_stream_of", lambda x: state.stream)
+    monkeypatch.setattr(attention_repeat, "stream_of", lambda x: state.stream)
     monkeypatch.setattr(launching, "kernel_launcher", lambda compiled: launcher)
     monkeypatch.setattr(attention, "_run_backward", run)
     monkeypatch.setattr(attention_repeat, "_OPERATORS", {})

@@ -56,7 +56,7 @@ def gpu(monkeypatch):
         return results
 
     pretend_gpu(monkeypatch)
-    monkeypatch.setattr(attention_repeat, "_stream_of", lambda x: STREAM)
+    monkeypatch.setattr(attention_repeat, "stream_of", lambda x: STREAM)
     monkeypatch.setattr(launching, "kernel_launcher", lambda compiled: launcher)
     monkeypatch.setattr(functional_attention, "_attention", run)
     monkeypatch.setattr(functional_varlen, "_attention_varlen", run)
@@ -154,7 +154,7 @@ def test_launches_of_a_mask_belong_to_it_and_to_a_stream(gpu, monkeypatch):
     for mask in (*masks, *masks):
         attend(block_mask=mask)
     assert gpu.calls == 2 and len(gpu.repeated) == 2
-    monkeypatch.setattr(attention_repeat, "_stream_of", lambda x: STREAM + 1)
+    monkeypatch.setattr(attention_repeat, "stream_of", lambda x: STREAM + 1)
     attend(block_mask=masks[0])
     assert gpu.calls == 3
 
