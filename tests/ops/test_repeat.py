@@ -61,7 +61,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(functional_attention, "_attention", run)
     monkeypatch.setattr(functional_varlen, "_attention_varlen", run)
     monkeypatch.setattr(functional_decode, "_attention_decode", run)
-    for known in ("_UNMASKED", "_UNMASKED_PACKED"):
+    for known in ("_UNMASKED", "_UNMASKED_PACKED", "_MASKED"):
         monkeypatch.setattr(attention_repeat, known, {})
     monkeypatch.setattr(decode_repeat, "_KNOWN", {})
     return state
@@ -147,16 +147,6 @@ def test_offsets_that_serve_queries_and_keys_have_one_role(gpu):
     packed(same=True)
     cu, _ = packed(same=True)
     assert gpu.calls == 1 and gpu.repeated[0][-2:] == (cu.data_ptr(), cu.data_ptr())
-
-
-def test_launches_of_a_mask_belong_to_it_and_to_a_stream(gpu, monkeypatch):
-    masks = [BlockMask.from_dense(torch.eye(2, dtype=torch.bool), 16) for _ in range(2)]
-    for mask in (*masks, *masks):
-        attend(block_mask=mask)
-    assert gpu.calls == 2 and len(gpu.repeated) == 2
-    monkeypatch.setattr(attention_repeat, "stream_of", lambda x: STREAM + 1)
-    attend(block_mask=masks[0])
-    assert gpu.calls == 3
 
 
 @pytest.mark.parametrize(
@@ -356,6 +346,6 @@ def test_offsets_that_are_no_tensors_reach_the_checks():
 def test_calls_on_the_cpu_are_not_recorded(monkeypatch):
     monkeypatch.setattr(attention_repeat, "_UNMASKED", {})
     q = torch.randn(1, 2, 64, 64).half()
-    assert not module.may_repeat([q, q], [None])
+    assert not module.may_record((), [q, q], [None])
     bsk.attention(q, q, q)
     assert attention_repeat._UNMASKED == {}

@@ -210,6 +210,7 @@ def may_record(options: Sequence[Any], operands: Sequence[Any], others: Sequence
     tensors = [*operands, *(x for x in others if x is not None)]
     return (
         all(type(option) in _OPTIONS for option in options)
+        and all(type(x) in _PLAIN for x in tensors)
         and all(map(_is_in_gpu_memory, tensors))
         and all(x.dtype in _DTYPES for x in operands)
         and all(x.device == tensors[0].device for x in tensors)
