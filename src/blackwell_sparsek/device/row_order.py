@@ -15,7 +15,7 @@ from .recorded import launch_recorded
 
 TILE_LISTS = 8
 TILE_ENTRIES = 64
-TILE_ROWS = 16
+TILE_ROWS = 8
 TILE_OTHERS = 256
 TILE_VISITS = 1024
 
@@ -153,18 +153,18 @@ def _row_order_kernel(
     place = first + tl.arange(0, TILE_ROWS)
     key = tl.load(keys_ptr + place, mask=place < count, other=0)[:, None]
     others = tl.arange(0, TILE_OTHERS)
-    # only in the tile of these rows does it matter who comes first among equals
+    rank = tl.zeros([TILE_ROWS, TILE_OTHERS], tl.int32)
     own = first // TILE_OTHERS * TILE_OTHERS
-    other = tl.load(keys_ptr + own + others, mask=own + others < count, other=2**31 - 1)[None, :]
-    earlier = (other < key) | ((other == key) & ((own + others)[None, :] < place[:, None]))
-    rank = earlier.to(tl.int32)
     for start in range(0, own, TILE_OTHERS):
         other = tl.load(keys_ptr + start + others)[None, :]
         rank += (other <= key).to(tl.int32)
-    for start in range(own + TILE_OTHERS, count, TILE_OTHERS):
+    for start in range(own, count, TILE_OTHERS):
         later = start + others
         other = tl.load(keys_ptr + later, mask=later < count, other=2**31 - 1)[None, :]
         rank += (other < key).to(tl.int32)
+    # only in the tile of these rows does it matter who comes first among equals
+    other = tl.load(keys_ptr + own + others, mask=own + others < count, other=-1)[None, :]
+    rank += ((other == key) & ((own + others)[None, :] < place[:, None])).to(tl.int32)
     plane = place % planes
     row = place // planes
     if not COLUMNS:
