@@ -65,8 +65,8 @@ def from_dense(
     op = "BlockMask.from_dense"
     key = kept_key(keep, block_size, seq_lengths)
     if (again := kept_again(key, keep)) is not None:
-        listed, known = again
-        return cls._from_parts(listed, *known, exact=False)
+        listed, (no_pool, batch, heads, seq, block) = again
+        return cls._from_parts(listed, no_pool, batch, heads, seq, block, exact=False)
     keep = _as_planes(op, "keep", keep, "[B or 1, H or 1, Mb, Nb]")
     block = check_block_size(op, block_size)
     batch, heads, mb, nb = keep.shape
@@ -84,8 +84,9 @@ def from_dense(
             )
         )
     if kernels_build(keep.device, keep) and 0 < keep.numel() <= MAX_ROOM:
-        known = (no_bits(block, keep.device), batch, heads, seq, block)
-        return cls._from_parts(kept_lists(keep, key, known), *known, exact=False)
+        no_pool = no_bits(block, keep.device)
+        listed = kept_lists(keep, key, (no_pool, batch, heads, seq, block))
+        return cls._from_parts(listed, no_pool, batch, heads, seq, block, exact=False)
     rows, cols = torch.nonzero(keep.flatten(0, 2), as_tuple=True)
     full = torch.full_like(cols, -1)
     lists = lists_from_blocks(rows, cols, full, batch * heads * mb, nb)

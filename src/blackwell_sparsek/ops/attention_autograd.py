@@ -77,9 +77,7 @@ class Attended:
     def bound(self, mask: BlockMask, bind: Callable[[Any], Launches]) -> "Attended":
         """The same call with another mask of the kind."""
         tensors = mask.tensors(for_gradients=True)
-        return Attended(
-            self._sizes, (tensors, self._mask[1]), self._scalars, bind(self._forward)
-        )
+        return Attended(self._sizes, (tensors, self._mask[1]), self._scalars, bind(self._forward))
 
     def options(
         self,
@@ -110,9 +108,7 @@ class Attended:
         made: Any = _apply(q, k, v, sinks, None, None, self, addresses, return_lse)
         return made if return_lse else (made,)
 
-    def forward(
-        self, tensors: tuple[Any, ...], addresses: list[int] | None
-    ) -> Tensors:
+    def forward(self, tensors: tuple[Any, ...], addresses: list[int] | None) -> Tensors:
         """Output and lse of q, k, v, the sinks and the offsets of packed sequences."""
         if addresses is not None and self._forward is not None:
             return self._forward(addresses)

@@ -87,9 +87,7 @@ def _visits(
     from ..kernels.attention.bwd_visits import plan_visits
 
     assert band == EVERYTHING, band
-    order = derived_list(
-        mask, longest_columns_first, batch, heads, group_size, band, section, tile
-    )
+    order = derived_list(mask, longest_columns_first, batch, heads, group_size, band, section, tile)
     lanes = arch_of(mask.device).num_sms // section
     columns = columns_in_order(mask, order, heads, tile)
     with unrecorded():

@@ -17,6 +17,7 @@ from ..tuning.attention_sm90 import (
 from ..tuning.problem_attention import AttnProblem
 from .derived_lists import derived_list
 
+
 def why_not_forward(problem: AttnProblem) -> str | None:
     """Why the forward kernel cannot run this problem, or None when it can."""
     return why_no_triton() or attn_fwd_sm90_unsupported(problem)
