@@ -219,14 +219,10 @@ class Overriding(TorchFunctionMode):
         Overriding,
         explaining,
         forward_ad.dual_level,
-        lambda: torch.autocast("cuda", torch.float16),
     ],
-    ids=["dispatch mode", "function mode", "explain", "forward gradients", "autocast"],
+    ids=["dispatch mode", "function mode", "explain", "forward gradients"],
 )
-@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
-def test_modes_see_the_whole_call(gpu, monkeypatch, mode):
-    # without a GPU, autocast would turn itself off
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+def test_modes_see_the_whole_call(gpu, mode):
     attend()
     with mode():
         attend()
@@ -234,6 +230,23 @@ def test_modes_see_the_whole_call(gpu, monkeypatch, mode):
     assert gpu.calls == 3 and not gpu.repeated
     attend()
     assert gpu.calls == 3
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+def test_autocast_sees_what_it_may_cast(gpu, monkeypatch):
+    # without a GPU, autocast would turn itself off
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    with torch.autocast("cuda", torch.float16):
+        attend()
+        attend()
+    attend()
+    assert gpu.calls == 1 and len(gpu.repeated) == 2
+    other = [x.bfloat16() for x in qkv()]
+    attend(other)
+    with torch.autocast("cuda", torch.float16):
+        attend(other)
+        attend([*qkv()[:2], other[2]])
+    assert gpu.calls == 4 and len(gpu.repeated) == 2
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -38,6 +38,7 @@ _MASKED: Known = {}
 _OPERATORS: Known = {}
 _MASKED_OPERATORS: Known = {}
 
+_is_autocast_enabled: Callable[[], bool] = torch.is_autocast_enabled
 _deterministic = torch.are_deterministic_algorithms_enabled
 
 
@@ -72,7 +73,9 @@ def attention_results(
         known, stream = block_mask._launches, stream_of(q)
     inputs = (q, k, v, sinks, *cu_seqlens)
     options = (return_lse, *options)
-    found = described(options, inputs, stream, gradients=not cu_seqlens)
+    found = described(
+        options, inputs, stream, _autocast_leaves(q, k, v), gradients=not cu_seqlens
+    )
     if found is None:
         return call()
     key, addresses, trains = found
@@ -92,6 +95,14 @@ def attention_results(
             return recorded.attend(q, k, v, sinks, addresses, return_lse)
         return recorded(addresses)
     return _recorded_results(known, kind or key, inputs, options, block_mask, call, trains)
+
+
+def _autocast_leaves(*operands: Any) -> bool:
+    """Whether autocast is on and would cast nothing."""
+    if not _is_autocast_enabled():
+        return False
+    dtype = torch.get_autocast_dtype("cuda")
+    return all(getattr(x, "dtype", None) == dtype for x in operands)
 
 
 def _recorded_results(
