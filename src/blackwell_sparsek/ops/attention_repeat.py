@@ -73,9 +73,7 @@ def attention_results(
         known, stream = block_mask._launches, stream_of(q)
     inputs = (q, k, v, sinks, *cu_seqlens)
     options = (return_lse, *options)
-    found = described(
-        options, inputs, stream, _autocast_leaves(q, k, v), gradients=not cu_seqlens
-    )
+    found = described(options, inputs, stream, _autocast_leaves(q, k, v), gradients=not cu_seqlens)
     if found is None:
         return call()
     key, addresses, trains = found
