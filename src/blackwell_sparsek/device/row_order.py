@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ..core.launch import RecordedLaunches, cdiv, launch, scratch
 from .recorded import launch_recorded
+from .schedule import section_of
 
 TILE_LISTS = 8
 TILE_ENTRIES = 64
@@ -96,10 +97,10 @@ def _visits(visits_ptr, place, sizes, FROM_POINTERS: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def _keys(visits, plane, section, most, total, count):
+def _keys(visits, plane, planes, section, most, total, count):
     """Sort keys: heavy rows, then section by section, the longest first within each."""
     heavy = visits.to(tl.int64) * count > 2 * total
-    group = tl.where(heavy, 0, plane // section + 1)
+    group = tl.where(heavy, 0, section_of(plane, planes, section) + 1)
     return group * (most + 1) + (most - visits)
 
 
@@ -133,7 +134,7 @@ def _order_keys_kernel(
 
     place = tl.program_id(0) * TILE_VISITS + tl.arange(0, TILE_VISITS)
     visits, plane, _ = _visits(visits_ptr, place, sizes, FROM_POINTERS, COLUMNS)
-    key = _keys(visits, plane, section, most, total, count)
+    key = _keys(visits, plane, planes, section, most, total, count)
     tl.store(keys_ptr + place, key, mask=place < count)
 
 
