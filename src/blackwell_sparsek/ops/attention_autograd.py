@@ -37,7 +37,7 @@ def attend(
     ):
         out, lse = attn_fwd(q, k, v, *options)
     else:
-        out, lse = _Attention.apply(q, k, v, sinks, cu_q, cu_k, Attended.of(options), None, True)
+        out, lse = _Attention.apply(q, k, v, sinks, (Attended.of(options), cu_q, cu_k, None, True))
     return out, lse
 
 
@@ -105,7 +105,7 @@ class Attended:
         return_lse: bool,
     ) -> Tensors:
         """The call with other tensors like those it was recorded with, at `addresses`."""
-        made: Any = _apply(q, k, v, sinks, None, None, self, addresses, return_lse)
+        made: Any = _apply(q, k, v, sinks, (self, None, None, addresses, return_lse))
         return made if return_lse else (made,)
 
     def forward(self, tensors: tuple[Any, ...], addresses: list[int] | None) -> Tensors:
@@ -148,12 +148,10 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        cu_q: torch.Tensor | None,
-        cu_k: torch.Tensor | None,
-        attended: Attended,
-        addresses: list[int] | None,
-        with_lse: bool,
+        # without gradients of their own: torch has work with each argument
+        others: tuple[Attended, torch.Tensor | None, torch.Tensor | None, list[int] | None, bool],
     ) -> Any:
+        attended, cu_q, cu_k, addresses, with_lse = others
         output = attended.forward((q, k, v, sinks, cu_q, cu_k), addresses)
         ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks)
         ctx.attended = attended
@@ -167,7 +165,7 @@ class _Attention(torch.autograd.Function):
         gradients = _of_results(
             dout, dlse, saved[3], needs, lambda d: ctx.attended.gradients(d, dlse, saved, needs)
         )
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None)
 
 
 # below torch's own `apply`, which looks for transforms: who comes with addresses has looked
