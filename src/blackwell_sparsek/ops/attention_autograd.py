@@ -14,7 +14,7 @@ import torch
 from ..core.errors import Unsupported
 from ..formats.block_mask import BlockMask
 from .attention import attn_bwd, attn_fwd, backward_dispatch, gradient_call, run_attn_fwd
-from .attention_repeat import stream_of
+from .attention_repeat import bound_to, stream_of
 from .registry import define_autograd
 from .repeat import Known, Tensors, described, is_plain_call, keep
 
@@ -44,10 +44,11 @@ def attend(
 class Attended:
     """A call that autograd knows of, without its tensors; of a mask it keeps the lists alive.
 
-    The backward pass has launches of its own, which are looked up once and kept here.
+    The backward pass has launches of its own. They are looked up once for calls that differ in
+    their masks alone, and bound to each mask once.
     """
 
-    __slots__ = ("_forward", "_gradients", "_mask", "_scalars", "_sizes")
+    __slots__ = ("_forward", "_gradients", "_mask", "_of_kind", "_scalars", "_sizes")
 
     def __init__(
         self,
@@ -55,12 +56,14 @@ class Attended:
         mask: tuple[Sequence[torch.Tensor], Sequence[int]],
         scalars: tuple[Any, ...],
         forward: Launches | None = None,
+        of_kind: Known | None = None,
     ):
         self._sizes = sizes
         self._mask = mask
         self._scalars = scalars
         self._forward = forward
         self._gradients: Known = {}
+        self._of_kind: Known = {} if of_kind is None else of_kind
 
     @classmethod
     def of(cls, options: Sequence[Any]) -> "Attended":
@@ -76,8 +79,9 @@ class Attended:
 
     def bound(self, mask: BlockMask, bind: Callable[[Any], Launches]) -> "Attended":
         """The same call with another mask of the kind."""
-        tensors = mask.tensors(for_gradients=True)
-        return Attended(self._sizes, (tensors, self._mask[1]), self._scalars, bind(self._forward))
+        lists = (mask.tensors(for_gradients=True), self._mask[1])
+        forward = bind(self._forward)
+        return Attended(self._sizes, lists, self._scalars, forward, self._of_kind)
 
     def options(
         self,
@@ -131,13 +135,23 @@ class Attended:
         if call is not None and launches is not None:
             return launches(call[1])
         inputs = (dout, dlse, q, k, v, out, lse, *self.options(cu_q, cu_k, sinks, needs))
-        again = gradient_call(*inputs)
-        found = None if call is None or again is None else again.found()
-        if call is None or found is None:
-            return attn_bwd(*inputs)
+        launches = None if call is None else self._launches(call[0], inputs)
+        return attn_bwd(*inputs) if call is None or launches is None else launches(call[1])
+
+    def _launches(self, key: Any, inputs: tuple[Any, ...]) -> Launches | None:
+        """What was recorded for gradients of such `inputs`, bound to the mask."""
+        recorded = self._of_kind.get(key)
+        if recorded is None:
+            again = gradient_call(*inputs)
+            recorded = None if again is None else again.recorded()
+            if recorded is None:
+                return None
+            keep(self._of_kind, key, recorded)
+        lists, mask_shape = self._mask
+        launches = bound_to(recorded, lists, mask_shape) if lists else recorded
         if not torch.cuda.is_current_stream_capturing():
-            keep(self._gradients, call[0], found[0])
-        return found[0](found[1])
+            keep(self._gradients, key, launches)
+        return launches
 
 
 class _Attention(torch.autograd.Function):

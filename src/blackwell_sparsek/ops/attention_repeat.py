@@ -169,6 +169,13 @@ def _bound(recorded: Recorded, mask: BlockMask, lists: Sequence[torch.Tensor]) -
     return Bound(recorded, (*lists, *derived))
 
 
+def bound_to(recorded: Recorded, lists: Sequence[torch.Tensor], mask_shape: Sequence[int]) -> Bound:
+    """Recorded launches of an operator, bound to a mask as operators get it."""
+    batch, heads, *sizes = mask_shape
+    mask = BlockMask._from_tensors(lists, batch, heads, sizes[:2], sizes[2:])
+    return _bound(recorded, mask, lists)
+
+
 def stream_of(x: Any) -> int | None:
     """The current stream of the device of a plain tensor on a GPU."""
     plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
@@ -191,32 +198,25 @@ class OperatorCall(NamedTuple):
 
     def repeat(self) -> Tensors | None:
         """The results by recorded launches, or None where there are none."""
-        found = self.found()
-        return None if found is None else found[0](found[1])
-
-    def found(self) -> tuple[Recorded | Bound, list[int]] | None:
-        """Recorded launches, bound to the mask, and the addresses of what they take besides."""
-        if is_recording():
-            return None
-        inputs = (*self.operands, *self.others, *self.mask)
-        known = _MASKED_OPERATORS if self.mask else _OPERATORS
-        call = described(self._options(), inputs, self._stream(), below_autocast=True)
-        recorded = None if call is None else known.get(call[0])
+        call = self._described()
+        recorded = None if call is None else self._known().get(call[0])
         if call is None or recorded is None:
             return None
-        addresses = call[1][: len(inputs) - len(self.mask)]
         if self.mask:
-            batch, heads, *sizes = self.mask_shape
-            mask = BlockMask._from_tensors(self.mask, batch, heads, sizes[:2], sizes[2:])
-            recorded = _bound(recorded, mask, self.mask)
-        return recorded, addresses
+            recorded = bound_to(recorded, self.mask, self.mask_shape)
+        return recorded(call[1][: len(self.operands) + len(self.others)])
+
+    def recorded(self) -> Recorded | None:
+        """Recorded launches, which `bound_to` binds to a mask."""
+        call = self._described()
+        return None if call is None else self._known().get(call[0])
 
     def record(self, call: Callable[[], Tensors]) -> Tensors:
         """Make the results by `call` and keep its launches."""
         if is_recording():
             return call()
         return record(
-            _MASKED_OPERATORS if self.mask else _OPERATORS,
+            self._known(),
             self._options(),
             (*self.operands, *self.others, *self.mask),
             call,
@@ -225,6 +225,15 @@ class OperatorCall(NamedTuple):
             below_autocast=True,
             closed=bool(self.mask),
         )
+
+    def _described(self) -> tuple[tuple[Any, ...], list[int], bool] | None:
+        if is_recording():
+            return None
+        inputs = (*self.operands, *self.others, *self.mask)
+        return described(self._options(), inputs, self._stream(), below_autocast=True)
+
+    def _known(self) -> Known:
+        return _MASKED_OPERATORS if self.mask else _OPERATORS
 
     def _options(self) -> tuple[Any, ...]:
         return (*self.mask_shape, *self.options)
