@@ -23,6 +23,7 @@ from .repeat import (
     Tensors,
     described,
     keep,
+    known_launches,
     make_recorded,
     may_record,
     record,
@@ -73,7 +74,8 @@ def attention_results(
         known, stream = block_mask._launches, stream_of(q)
     inputs = (q, k, v, sinks, *cu_seqlens)
     options = (return_lse, *options)
-    found = described(options, inputs, stream, _autocast_leaves(q, k, v), gradients=not cu_seqlens)
+    casts_nothing = _is_autocast_enabled() and _autocast_leaves(q, k, v)
+    found = described(options, inputs, stream, casts_nothing, gradients=not cu_seqlens)
     if found is None:
         return call()
     key, addresses, trains = found
@@ -81,7 +83,7 @@ def attention_results(
         # which gradients there will be depends on torch's own switch too
         key = (*key, _deterministic())
     kind = None
-    recorded = known.get(key)
+    recorded = known_launches(known, key)
     if recorded is None and block_mask is not None:
         kind = (key, _kind(block_mask))
         known = _MASKED
@@ -96,9 +98,7 @@ def attention_results(
 
 
 def _autocast_leaves(*operands: Any) -> bool:
-    """Whether autocast is on and would cast nothing."""
-    if not _is_autocast_enabled():
-        return False
+    """Whether autocast would cast nothing."""
     dtype = torch.get_autocast_dtype("cuda")
     return all(getattr(x, "dtype", None) == dtype for x in operands)
 
@@ -115,8 +115,8 @@ def _recorded_results(
     """Make a call, and keep its launches under `key`."""
     sinks = inputs[3]
     if (
-        key in known
-        or not may_record(options, inputs[:3], inputs[3:])
+        not may_record(options, inputs[:3], inputs[3:])
+        or key in known
         # sinks with gaps are copied, which no launch repeats
         or (sinks is not None and not sinks.is_contiguous())
     ):
@@ -156,7 +156,7 @@ def _kind(mask: BlockMask) -> tuple[Any, ...] | None:
 
 def _of_kind(kind: Any, mask: BlockMask, trains: bool) -> Any:
     """What was recorded for masks of a kind, bound to `mask`."""
-    recorded = _MASKED.get(kind)
+    recorded = known_launches(_MASKED, kind)
     if recorded is None or kind[1] is None:
         return None
     if trains:

@@ -103,7 +103,6 @@ def described(
     key, addresses, bits = [options, *map(type, options), asked_impl(), stream], [], 0
     with_gradients, wants = _is_grad_enabled(), False
     try:
-        hash(options)
         for x in inputs:
             if x is None:
                 key.append(None)
@@ -122,7 +121,7 @@ def described(
             bits |= address
             key += (x.shape, x.stride(), x.dtype, x.get_device())
     except (TypeError, RuntimeError):
-        # an option that no key can hold, a tensor without strides or memory: the checks will tell
+        # a tensor without strides or memory: the checks will tell
         return None
     # a recorded variant of a kernel may count on the alignment
     return None if bits & 15 else (tuple(key), addresses, wants)
@@ -137,8 +136,16 @@ def repeat(
 ) -> Tensors | None:
     """The results by the launches that `record` kept for such a call, or None to make it."""
     found = described(options, inputs, stream, below_autocast)
-    recorded = None if found is None else known.get(found[0])
+    recorded = None if found is None else known_launches(known, found[0])
     return None if found is None or recorded is None else recorded(found[1])
+
+
+def known_launches(known: Known, key: tuple[Any, ...]) -> Any:
+    """What is kept for a key of `described`; None where it has an option that no key can hold."""
+    try:
+        return known.get(key)
+    except TypeError:
+        return None
 
 
 def record(
@@ -209,13 +216,17 @@ def may_record(options: Sequence[Any], operands: Sequence[Any], others: Sequence
     """
     tensors = [*operands, *(x for x in others if x is not None)]
     return (
-        all(type(option) in _OPTIONS for option in options)
+        all(map(_is_option, options))
         and all(type(x) in _PLAIN for x in tensors)
         and all(map(_is_in_gpu_memory, tensors))
         and all(x.dtype in _DTYPES for x in operands)
         and all(x.device == tensors[0].device for x in tensors)
         and not torch.cuda.is_current_stream_capturing()
     )
+
+
+def _is_option(option: Any) -> bool:
+    return type(option) in _OPTIONS and (type(option) is not tuple or all(map(_is_option, option)))
 
 
 def _is_in_gpu_memory(x: torch.Tensor) -> bool:
