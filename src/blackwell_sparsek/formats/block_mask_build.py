@@ -85,7 +85,7 @@ def from_dense(
         )
     if kernels_build(keep.device, keep) and 0 < keep.numel() <= MAX_ROOM:
         no_pool = no_bits(block, keep.device)
-        listed = kept_lists(keep, key, (no_pool, batch, heads, seq, block))
+        listed = kept_lists(keep, keep.numel(), key, (no_pool, batch, heads, seq, block))
         return cls._from_parts(listed, no_pool, batch, heads, seq, block, exact=False)
     rows, cols = torch.nonzero(keep.flatten(0, 2), as_tuple=True)
     full = torch.full_like(cols, -1)

@@ -123,16 +123,19 @@ def kept_again(
 
 
 def kept_lists(
-    keep: torch.Tensor, key: tuple[Any, ...] | None = None, known: tuple[Any, ...] = ()
+    values: torch.Tensor,
+    entries: int,
+    key: tuple[Any, ...] | None = None,
+    known: tuple[Any, ...] = (),
 ) -> BlockLists:
-    """Lists of the kept blocks of bool `[B, H, Mb, Nb]`, with room for all; `keep` is not empty.
+    """Lists of the kept blocks of `[B, H, Mb, Nb]`, which is not empty, with room for `entries`.
 
-    `known` is what `kept_again` shall tell for `key`.
+    `values` are what `device.kept_lists` says, `known` what `kept_again` shall tell for `key`.
     """
     from ..device.kept_lists import launch_kept_lists
 
-    lists = _room(keep.shape[:3].numel(), keep.numel(), keep.device)
-    launches = launch_kept_lists(*lists, keep)
+    lists = _room(values.shape[:3].numel(), entries, values.device)
+    launches = launch_kept_lists(*lists, values)
     if key is not None and launches is not None:
         _KEPT.keep(key, (launches, [x.numel() for x in lists], known))
     return lists
