@@ -83,7 +83,7 @@ def attention_results(
         # which gradients there will be depends on torch's own switch too
         key = (*key, _deterministic())
     kind = None
-    recorded = known_launches(known, key)
+    recorded = known_launches(known, key) if known else None
     if recorded is None and block_mask is not None:
         kind = (key, _kind(block_mask))
         known = _MASKED
@@ -138,20 +138,20 @@ def _recorded_results(
 
 
 def _lists(mask: BlockMask) -> tuple[torch.Tensor, ...]:
-    return (*mask._listed, mask.bits)
+    return (*mask._forward, mask._bits)
 
 
 def _kind(mask: BlockMask) -> tuple[Any, ...] | None:
     """What launches depend on besides the addresses of lists; None where these are unusual."""
-    bits, absent = 0, []
+    bits, absent = 0, 0
     for x in _lists(mask):
         if type(x) is not torch.Tensor:
             return None
         address = x.data_ptr()
         bits |= address
-        absent.append(address == 0)
+        absent = 2 * absent + (address == 0)
     sizes = (mask._batch, mask._heads, mask._seq_lengths, mask._block_size)
-    return None if bits & 15 else (*sizes, mask._bits.get_device(), *absent)
+    return None if bits & 15 else (absent, mask._bits.get_device(), *sizes)
 
 
 def _of_kind(kind: Any, mask: BlockMask, trains: bool) -> Any:

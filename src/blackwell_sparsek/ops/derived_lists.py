@@ -18,7 +18,7 @@ from ..formats.block_mask import BlockMask
 # the forward pass and up to three for gradients.
 MAX_LISTS = 16
 
-# By the row pointers of their mask, which live as long as the mask does.
+# Of masks that operators know as tensors: by their row pointers, which live as long as the mask.
 _LISTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -31,8 +31,10 @@ def derived_list(mask: BlockMask, make: Callable[..., torch.Tensor], *args: Any)
     if raw_device() != device.index:
         with torch.cuda.device(device):
             return derived_list(mask, make, *args)
-    known = _LISTS.setdefault(mask._listed.indptr, {})
-    key = (make, args, mask.seq_lengths, mask.block_size)
+    known = mask._derived
+    if known is None:
+        known = _LISTS.setdefault(mask._listed.indptr, {})
+    key = (make, args, mask._seq_lengths, mask._block_size)
     of_streams = known.get(key)
     if torch.cuda.is_current_stream_capturing():
         # what is known was made before the capture; what is made here may not leave its graph

@@ -71,6 +71,8 @@ class Recorded:
 class Bound:
     """Recorded launches whose last inputs are given: tensors that live as long as this does."""
 
+    __slots__ = ("_addresses", "_recorded", "_tensors")
+
     def __init__(self, recorded: Recorded, tensors: Sequence[torch.Tensor]):
         self._recorded = recorded
         self._tensors = tensors
