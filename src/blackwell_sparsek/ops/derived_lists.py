@@ -38,6 +38,7 @@ def derived_list(mask: BlockMask, make: Callable[..., torch.Tensor], *args: Any)
     of_streams = known.get(key)
     if torch.cuda.is_current_stream_capturing():
         # what is known was made before the capture; what is made here may not leave its graph
+        of_streams = of_streams or _LISTS.get(mask._listed.indptr, {}).get(key)
         made = next(iter(of_streams.values())) if of_streams else make(_copy(mask), *args)
     else:
         stream = raw_stream(device.index)
