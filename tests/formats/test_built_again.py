@@ -27,7 +27,8 @@ class Launches:
 def launches(monkeypatch):
     """What every builder gets back from its first launch."""
     module, found = block_mask_kernels, Launches()
-    monkeypatch.setattr(module, "raw_device", lambda: None)
+    # the index that CPU tensors tell
+    monkeypatch.setattr(module, "raw_device", lambda: -1)
     monkeypatch.setattr(module, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
     builds = module.kernels_build
 
@@ -53,6 +54,12 @@ def test_a_second_mask_has_its_own_lists(launches):
     assert not {x.data_ptr() for x in mask._listed} & {x.data_ptr() for x in first._listed}
     assert (mask.batch, mask.heads, mask.seq_lengths) == (1, 2, (64, 90))
     assert mask.block_size == (16, 16) and not mask._exact and mask.bits is first.bits
+
+
+def test_sizes_in_a_list(launches):
+    for _ in range(2):
+        mask = BlockMask.from_dense(KEEP, [16, 32], [64, 192])
+    assert len(launches.repeated) == 1 and mask.block_size == (16, 32)
 
 
 @pytest.mark.parametrize(

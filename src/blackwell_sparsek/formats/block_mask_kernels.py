@@ -32,11 +32,18 @@ def kernels_build(device: torch.device, *tensors: torch.Tensor) -> bool:
     """Whether kernels make masks on `device`: no mode or transform of PyTorch looks on."""
     return (
         device.type == "cuda"
-        and not torch.compiler.is_compiling()
+        and nobody_looks_on()
         and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+        and why_no_triton() is None
+    )
+
+
+def nobody_looks_on() -> bool:
+    """Whether no compiler, mode or transform of PyTorch follows what is done here."""
+    return (
+        not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
-        and why_no_triton() is None
     )
 
 
@@ -65,14 +72,20 @@ class BuiltAgain:
 
     def find(self, key: Any, *tensors: torch.Tensor) -> Any:
         """The plan for `tensors`, or None."""
-        plan = self._plans.get(key)
+        try:
+            plan = self._plans.get(key)
+        except TypeError:
+            # something that no key can hold: the checks will tell
+            return None
         if plan is None:
             return None
-        device, bits = tensors[0].device, 0
+        bits = 0
         for x in tensors:
+            if type(x) is not torch.Tensor:
+                return None
             bits |= x.data_ptr()
-        may = device.index == raw_device() and not bits & 15 and kernels_build(device, *tensors)
-        return plan if may else None
+        usual = not bits & 15 and tensors[0].get_device() == raw_device() and nobody_looks_on()
+        return plan if usual else None
 
     def keep(self, key: Any, plan: Any) -> None:
         """Remember a plan; a stream of new ones starts over."""
@@ -95,7 +108,9 @@ _ORDERED = BuiltAgain()
 
 def _exactly(value: Any) -> tuple[Any, ...]:
     """To tell numbers apart that compare equal: checks take some of them only."""
-    return (value, *map(type, value)) if type(value) is tuple else (value, type(value))
+    if type(value) is tuple or type(value) is list:
+        return (tuple(value), *map(type, value))
+    return (value, type(value))
 
 
 def kept_key(keep: Any, *sizes: Any) -> tuple[Any, ...] | None:
@@ -103,11 +118,9 @@ def kept_key(keep: Any, *sizes: Any) -> tuple[Any, ...] | None:
     if type(keep) is not torch.Tensor or torch.compiler.is_compiling():
         return None
     try:
-        key = (*map(_exactly, sizes), keep.shape, keep.stride(), keep.dtype, keep.get_device())
-        hash(key)
-    except (TypeError, RuntimeError):
+        return (*map(_exactly, sizes), keep.shape, keep.stride(), keep.dtype, keep.get_device())
+    except RuntimeError:
         return None
-    return key
 
 
 def kept_again(
