@@ -1,8 +1,8 @@
 """Lists of kept blocks, from one value for each block: 0 absent, 1 full, 2 + its bit mask partial.
 
-One launch, whatever the size: programs count the blocks of their rows and tell the others; each
-waits for those before it, adds up what they counted to find where its rows begin, and lists them.
-The number of blocks stays on the device, so lists may have room for more blocks than there are.
+Two launches, whatever the size: programs count the blocks of their rows, then each finds where its
+rows begin by adding up what the programs before it counted, and lists them. The number of blocks
+stays on the device, so lists may have room for more blocks than there are.
 
 `launch_spread` is the way back, from lists to values, turned over on the way.
 """
@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.launch import RecordedLaunches, cdiv, launch, resting_words
+from ..core.launch import RecordedLaunches, cdiv, launch, scratch
 from .recorded import launch_recorded
 
 TILE_ROWS = 8
 TILE_COLS = 128
 TILE_ENTRIES = 32
-# Counts that a program adds up; it takes more rows where there would be more programs.
+# Counts that each program adds up; a program takes more rows where there would be more programs.
 MAX_PROGRAMS = 1024
 _SIZES = ["step_b", "step_h", "step_r", "step_c", "heads", "mb", "nb", "rows", "chunk"]
 
@@ -53,21 +53,32 @@ def _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS: tl.constexpr):
     return partial_count, full_count
 
 
-@triton.jit
-def _counted_before(words_ptr, pid, count, MAX_PROGRAMS: tl.constexpr):
-    """Tell what program `pid` counted, and add up what those before it did.
-
-    Programs are numbered in the order in which they began, so nobody waits for one that has not.
-    """
-    tl.atomic_xchg(words_ptr + pid, count + 1)
-    before = tl.arange(0, MAX_PROGRAMS)
-    missing = 1
-    total = 0
-    while missing > 0:
-        told = tl.load(words_ptr + before, mask=before < pid, other=1, volatile=True)
-        missing = tl.sum((told == 0).to(tl.int32), 0)
-        total = tl.sum(told - 1, 0)
-    return total
+@triton.jit(do_not_specialize=_SIZES)
+def _count_kept_kernel(
+    totals_ptr,
+    map_ptr,
+    step_b,
+    step_h,
+    step_r,
+    step_c,
+    heads,
+    mb,
+    nb,
+    rows,
+    chunk,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):
+    """How many blocks are kept in the `chunk` rows of this program."""
+    steps = (step_b, step_h, step_r, step_c)
+    pid = tl.program_id(0)
+    last = tl.minimum((pid + 1) * chunk, rows)
+    counts = tl.zeros([TILE_ROWS], tl.int32)
+    for first in range(pid * chunk, last, TILE_ROWS):
+        row = first + tl.arange(0, TILE_ROWS)
+        partial, full = _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS)
+        counts += partial + full
+    tl.store(totals_ptr + pid, tl.sum(counts, 0))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -76,7 +87,7 @@ def _list_kept_kernel(
     partial_end_ptr,
     indices_ptr,
     bits_id_ptr,
-    words_ptr,
+    totals_ptr,
     map_ptr,
     step_b,
     step_h,
@@ -91,26 +102,14 @@ def _list_kept_kernel(
     TILE_COLS: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
-    """List the kept blocks of `chunk` rows.
-
-    Words rest at zero: who began, who is done with them, and what each program counted.
-    """
+    """List the kept blocks of `chunk` rows."""
     steps = (step_b, step_h, step_r, step_c)
-    pid = tl.atomic_add(words_ptr, 1)
-    last = tl.minimum((pid + 1) * chunk, rows)
-    counts = tl.zeros([TILE_ROWS], tl.int32)
-    for first in range(pid * chunk, last, TILE_ROWS):
-        row = first + tl.arange(0, TILE_ROWS)
-        partial, full = _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS)
-        counts += partial + full
-    base = _counted_before(words_ptr + 2, pid, tl.sum(counts, 0), MAX_PROGRAMS)
-    if tl.atomic_add(words_ptr + 1, 1) == tl.num_programs(0) - 1:
-        word = tl.arange(0, MAX_PROGRAMS)
-        tl.store(words_ptr + 2 + word, 0, mask=word < tl.num_programs(0))
-        tl.store(words_ptr, 0)
-        tl.store(words_ptr + 1, 0)
+    pid = tl.program_id(0)
+    before = tl.arange(0, MAX_PROGRAMS)
+    base = tl.sum(tl.load(totals_ptr + before, mask=before < pid, other=0), 0)
     if pid == 0:
         tl.store(indptr_ptr, 0)
+    last = tl.minimum((pid + 1) * chunk, rows)
     for first in range(pid * chunk, last, TILE_ROWS):
         row = first + tl.arange(0, TILE_ROWS)
         partial_count, full_count = _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS)
@@ -188,8 +187,9 @@ def launch_kept_lists(
     outputs = (indptr, partial_end, indices, bits_id)
 
     def launches() -> None:
-        words = resting_words(programs + 2, values.device)
-        args = (*outputs, words, values, *sizes, MAX_PROGRAMS)
+        totals = scratch((programs,), torch.int32, values.device)
+        launch(_count_kept_kernel, programs, (totals, values, *sizes), num_warps=4)
+        args = (*outputs, totals, values, *sizes, MAX_PROGRAMS)
         launch(_list_kept_kernel, programs, args, num_warps=4)
 
     return launch_recorded(("kept_lists", values.dtype, sizes), (*outputs, values), launches)

@@ -24,10 +24,15 @@ def _cases() -> Iterator[CompileCase]:
         name = str(dtype).split(".")[-1]
         values = {"map_ptr": dtype, **sizes, **tiles}
         yield CompileCase(
+            f"count_kept/{name}",
+            kept_lists._count_kept_kernel,
+            {**_int32("totals_ptr"), **values},
+        )
+        yield CompileCase(
             f"list_kept/{name}",
             kept_lists._list_kept_kernel,
             {
-                **_int32(*_LISTS, "words_ptr"),
+                **_int32(*_LISTS, "totals_ptr"),
                 **values,
                 "MAX_PROGRAMS": kept_lists.MAX_PROGRAMS,
             },
