@@ -55,7 +55,7 @@ def test_kept_blocks(heads, mb, nb):
 
 
 def test_lists_on_several_streams_at_once():
-    """Programs wait for one another there, while other kernels take most of the GPU."""
+    """Each has scratch memory of its own, whatever the others do."""
     keeps = [kept(8, 512, 512, 0.1 * seed, seed).cuda() for seed in range(1, 4)]
     expected = [BlockMask.from_dense(keep.cpu(), 128) for keep in keeps]
     q = torch.randn(1, 16, 4096, 64, device="cuda", dtype=torch.bfloat16)
