@@ -54,7 +54,7 @@ def derived_list(mask: BlockMask, make: Callable[..., torch.Tensor], *args: Any)
 
 def _copy(mask: BlockMask) -> BlockMask:
     """For who may cut the room off lists: launches get the lists that the operator was given."""
-    return BlockMask._from_parts(
+    copy = BlockMask._from_parts(
         mask._listed,
         mask.bits,
         mask.batch,
@@ -64,3 +64,6 @@ def _copy(mask: BlockMask) -> BlockMask:
         mask._transposed,
         mask._exact,
     )
+    # a list may be made from another, which must be the one that launches get
+    copy._derived = mask._derived
+    return copy
