@@ -106,8 +106,9 @@ class _Cut(NamedTuple):
     pool: torch.Tensor
 
 
-# For the sizes of a model's layers, each on the stream that made them.
-MAX_CUTS = 8
+# For the sizes of a model's layers, each on the stream that made them: 5 bytes a block, 20 MiB.
+MAX_CUTS = 4
+MAX_CUT_BLOCKS = 2**22
 _cuts: dict[Any, _Cut] = {}
 
 
@@ -138,7 +139,8 @@ def _cut(p: Problem, device: torch.device) -> _Cut:
         bits_id, pool = causal_bits(q_blocks, kv_blocks.expand(p.grid), p)
         return _Cut(hidden, (bits_id + 2).masked_fill(hidden, 0).to(torch.int32), pool)
 
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    too_large = p.grid[0] * p.grid[1] > MAX_CUT_BLOCKS
+    if too_large or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return make()
     key = (p, device, raw_stream(device.index))
     if key not in _cuts:

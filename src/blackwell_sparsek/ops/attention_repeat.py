@@ -39,7 +39,6 @@ _MASKED: Known = {}
 _OPERATORS: Known = {}
 _MASKED_OPERATORS: Known = {}
 
-_is_autocast_enabled: Callable[[], bool] = torch.is_autocast_enabled
 _deterministic = torch.are_deterministic_algorithms_enabled
 
 
@@ -74,8 +73,7 @@ def attention_results(
         known, stream = block_mask._launches, stream_of(q)
     inputs = (q, k, v, sinks, *cu_seqlens)
     options = (return_lse, *options)
-    casts_nothing = _is_autocast_enabled() and _autocast_leaves(q, k, v)
-    found = described(options, inputs, stream, casts_nothing, gradients=not cu_seqlens)
+    found = described(options, inputs, stream, gradients=not cu_seqlens, operands=3)
     if found is None:
         return call()
     key, addresses, trains = found
@@ -95,12 +93,6 @@ def attention_results(
             return recorded.attend(q, k, v, sinks, addresses, return_lse)
         return recorded(addresses)
     return _recorded_results(known, kind or key, inputs, options, block_mask, call, trains)
-
-
-def _autocast_leaves(*operands: Any) -> bool:
-    """Whether autocast would cast nothing."""
-    dtype = torch.get_autocast_dtype("cuda")
-    return all(getattr(x, "dtype", None) == dtype for x in operands)
 
 
 def _recorded_results(

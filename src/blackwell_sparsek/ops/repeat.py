@@ -92,15 +92,19 @@ def described(
     stream: int | None = None,
     below_autocast: bool = False,
     gradients: bool = False,
+    operands: int = 0,
 ) -> tuple[tuple[Any, ...], list[int], bool] | None:
     """What tells a call from others, the addresses of its inputs, and whether it wants gradients.
 
     None where it must be made in full. Nothing was checked before. `options` hold all that launches
     depend on besides tensors; `inputs` are those tensors, None where absent; `stream` is the
     current one where launches belong to it. Operators are `below_autocast`: it has cast what it
-    wanted to. Without `gradients` a call that wants them is made in full.
+    wanted to. Where it casts nothing but the first `operands` inputs, it may have nothing to cast.
+    Without `gradients` a call that wants them is made in full.
     """
-    if not _nothing_else_looks(below_autocast):
+    if not _nothing_else_looks(below_autocast) and not (
+        operands and _autocast_leaves(inputs[:operands]) and _nothing_else_looks(True)
+    ):
         return None
     key, addresses, bits = [options, *map(type, options), asked_impl(), stream], [], 0
     with_gradients, wants = _is_grad_enabled(), False
@@ -233,6 +237,12 @@ def _is_option(option: Any) -> bool:
 
 def _is_in_gpu_memory(x: torch.Tensor) -> bool:
     return x.is_cuda and x.layout == torch.strided
+
+
+def _autocast_leaves(operands: Sequence[Any]) -> bool:
+    """Whether autocast would cast none of these."""
+    dtype = torch.get_autocast_dtype("cuda")
+    return all(getattr(x, "dtype", None) == dtype for x in operands)
 
 
 def is_plain_call(tensors: Sequence[Any]) -> bool:
