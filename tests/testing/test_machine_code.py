@@ -37,3 +37,9 @@ def test_descriptors_of_products():
         "HGMMA.64x64x16.F32.BF16 at 0020 reads UR4",
         "HGMMA.64x64x16.F32.BF16 at 0020 reads UR5",
     ]
+
+
+def test_copies_of_nothing_are_found_where_they_are_read():
+    assert not unwritten_registers(code("UMOV UR4, UR9", "UMOV UR4, 0x1", "UIADD3 UR5, UR4, URZ"))
+    found = unwritten_registers(code("UMOV UR4, UR9", "UIADD3 UR5, UR4, URZ, URZ"))
+    assert found == ["UIADD3 at 0010 reads UR4, which nothing wrote"]

@@ -40,9 +40,12 @@ def unwritten_registers(sass: str) -> list[str]:
             # two descriptors of two registers each, the first unused where registers take its place
             skip = 2 if _FIRST_FACTOR_IN_REGISTERS.match(body) else 0
             read += range(number + skip, number + 4)
-        found += [
-            f"{op} at {at} reads UR{x}, which nothing wrote" for x in read if x not in written
-        ]
+        unknown = [x for x in read if x not in written]
+        if op == "UMOV" and unknown and target is not None:
+            # half of a pair is often copied along and then overwritten: whoever reads it will tell
+            written.discard(int(target[1]))
+            continue
+        found += [f"{op} at {at} reads UR{x}, which nothing wrote" for x in unknown]
         if target is not None:
             width = 4 if ".128" in op else 2 if ".64" in op or ".WIDE" in op else 1
             written.update(range(int(target[1]), int(target[1]) + width))
