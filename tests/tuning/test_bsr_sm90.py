@@ -33,10 +33,36 @@ LAYER = BsrProblem(
 )
 
 
-@pytest.mark.parametrize("n, tile_n", [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64)])
+@pytest.mark.parametrize("n, tile_n", [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 128)])
 def test_columns_of_a_tile(n, tile_n):
     config = narrow_sm90_config(replace(LAYER, n=n))
     assert config.x_block() == [tile_n, 128]
+
+
+def test_many_of_few_columns_are_shared_out_where_sms_are_idle():
+    """4096 rows are 64 tiles for 132 SMs; low tiles are the second operand, x the first."""
+    small = replace(LAYER, shape=(4096, 4096), n=128)
+    assert narrow_sm90_config(small).TILE_N == 64
+    assert narrow_sm90_config(replace(LAYER, n=128)).TILE_N == 128
+    assert narrow_sm90_config(replace(LAYER, n=128, block_shape=(32, 32))).TILE_N == 64
+
+
+@pytest.mark.parametrize(
+    "block, n, columns",
+    [
+        ((128, 128), 128, 128),
+        ((64, 64), 128, 128),
+        ((128, 128), 136, 256),
+        ((64, 64), 136, 256),
+        ((64, 64), 256, 256),
+        ((64, 64), 257, 512),
+    ],
+)
+def test_panels_are_no_wider_than_the_columns(block, n, columns):
+    tall = replace(
+        *(LAYER,), shape=(57344, 8192), block_shape=block, n=n, dense_left=False, transposed=False
+    )
+    assert spmm_sm90_config(tall, x_transposed=False).tile_n == columns
 
 
 @pytest.mark.parametrize(
@@ -59,7 +85,7 @@ def test_tiles_fit_the_blocks(block, tile_m, tile_k, units):
 @pytest.mark.parametrize(
     "change",
     [
-        {"n": 65},
+        {"n": 129},
         {"n": 0},
         {"nnz_blocks": 0},
         {"transposed": False},

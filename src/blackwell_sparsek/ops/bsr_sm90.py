@@ -99,7 +99,8 @@ def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tens
         return False
     # one program fills the shared memory of an SM
     programs = product.problem.arch.num_sms
-    schedule = row_schedule(product.indptr, product.indices, config, programs)
+    columns = product.problem.n
+    schedule = row_schedule(product.indptr, product.indices, config, columns, programs)
     if schedule is None or not narrow_is_even(product.problem, config, schedule.width):
         return False
     for views in product.parts:

@@ -7,7 +7,7 @@ import torch
 from ..core.launch import cdiv
 from ..kernels.bsr import config_narrow_sm90
 from ..kernels.bsr.config import largest_tile
-from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
+from ..kernels.bsr.config_narrow_sm90 import MOST_COLUMNS, NarrowSm90Config
 from ..kernels.bsr.config_sm90 import SLAB_COLUMNS, SpmmSm90Config, stages_that_fit
 from ..kernels.sm90 import GROUP_ROWS
 from .bsr import NARROW, SpmmSizes, spmm_sizes
@@ -61,10 +61,10 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
     """Tiles of a product with few columns; None where its kernel cannot run it."""
     sizes = spmm_sizes(problem)
     by_rows = problem.dense_left and problem.transposed and problem.row_major
-    if not (1 <= sizes.n <= NARROW and by_rows and sizes.nnz_blocks):
+    if not (1 <= sizes.n <= MOST_COLUMNS and by_rows and sizes.nnz_blocks):
         return None
     tile_m = largest_tile(sizes.block_h, GROUP_ROWS)
-    tile_n = next(tile for tile in (16, 32, 64) if sizes.n <= tile)
+    tile_n = _narrow_columns(problem, sizes, tile_m)
     tile_k = next(tile for tile in (128, 64, 32, 16) if sizes.block_w % tile == 0)
     # of narrow blocks several make one stage of the ring
     units = min(4, max(1, 128 // sizes.block_w))
@@ -81,6 +81,15 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
     )
 
 
+def _narrow_columns(problem: BsrProblem, sizes: SpmmSizes, tile_m: int) -> int:
+    """Columns of a tile: all of them, unless half would give work to SMs that have none."""
+    if sizes.n <= NARROW:
+        return next(tile for tile in (16, 32, 64) if sizes.n <= tile)
+    row_tiles = sizes.rows_b * (sizes.block_h // tile_m)
+    halved = tile_m < GROUP_ROWS or 2 * row_tiles <= problem.arch.num_sms
+    return MOST_COLUMNS // 2 if halved else MOST_COLUMNS
+
+
 def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
     """Tiles of a product that `spmm_sm90_unsupported` accepts."""
     sizes = spmm_sizes(problem)
@@ -88,10 +97,11 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
     block_h = GROUP_ROWS if packed else sizes.block_h
     # One block row of 64: both groups take it, side by side, so that X is fetched once for both.
     split_n = block_h % (2 * GROUP_ROWS) != 0
-    widest = _k_tile(sizes.block_w)
-    # Splitting columns doubles the X bytes of a stage; 32-wide steps keep five stages in flight.
-    tile_k = min(widest, 32) if split_n else widest
-    group_n = _group_columns(problem, sizes, block_h, split_n)
+    group_n = _group_columns(problem, sizes, split_n)
+    tile_k = _k_tile(sizes.block_w)
+    if split_n and group_n == 256:
+        # X takes twice the bytes of a stage; 32-wide steps keep five stages in flight
+        tile_k = min(tile_k, 32)
     # Smaller chunks where they are wide in bytes, or where finishing them takes many registers.
     wide = problem.out_dtype == torch.float32 or problem.residual or problem.activation == "gelu"
     chunks = 4 if wide else 2
@@ -117,11 +127,13 @@ def _k_tile(block_w: int) -> int:
     return next(tile for tile in (64, 32, 16) if block_w % tile == 0)
 
 
-def _group_columns(problem: BsrProblem, sizes: SpmmSizes, block_h: int, split_n: bool) -> int:
-    """The widest accumulator that still gives every SM a piece of work."""
-    row_pieces = cdiv(sizes.rows_b * sizes.block_h, GROUP_ROWS if split_n else 2 * GROUP_ROWS)
+def _group_columns(problem: BsrProblem, sizes: SpmmSizes, split_n: bool) -> int:
+    """The widest accumulator that the columns fill and that still gives every SM work."""
+    groups = 2 if split_n else 1
+    row_pieces = cdiv(sizes.rows_b * sizes.block_h, 2 * GROUP_ROWS // groups)
     for group_n in (256, 128):
-        panels = cdiv(sizes.n, group_n * (2 if split_n else 1))
-        if row_pieces * panels >= problem.arch.num_sms:
+        panels = cdiv(sizes.n, group_n * groups)
+        filled = sizes.n > group_n * groups // 2
+        if filled and row_pieces * panels >= problem.arch.num_sms:
             return group_n
     return 64
