@@ -6,7 +6,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..core.apart import made_apart
 from ..core.compat import warps_may_part, why_no_triton
 from ..core.launch import scratch
-from ..kernels.bsr.config_warps import WARP_ROWS
+from ..kernels.bsr.config_warps import MMA_ROWS
 from ..tuning.bsr import narrow_is_even, spmm_chunk, spmm_sizes
 from ..tuning.bsr_sm90 import narrow_sm90_config, spmm_sm90_config, spmm_sm90_unsupported
 from ..tuning.bsr_warps import takes_warp_rows, warp_rows_config
@@ -80,13 +80,15 @@ def _multiply_by_warps(
     config = warp_rows_config(product.problem)
     # no row is longer than this, so none is cut
     plan = spmm_plan(product.indptr, values.shape[0], product.cols_b, product.cols_b)
-    block_w = product.blocks.shape[2]
-    fragments = in_fragments(values, block_w, product.perm, config.AHEAD)
-    columns = fragment_columns(product.indptr, product.indices, block_w // WARP_ROWS)
+    block_h, block_w = product.blocks.shape[1:]
+    spare = config.AHEAD * config.parts
+    fragments = in_fragments(values, block_h, block_w, product.perm, spare)
+    per_block = block_w // MMA_ROWS
+    columns = fragment_columns(product.indptr, product.indices, per_block)
     for i in range(part[0].shape[0]):
         residual = part[2][i] if len(part) > 2 else None
         operands_i = (part[0][i], fragments, columns, operands[i])
-        launch_spmm_warps(*operands_i, bias, residual, plan, block_w // WARP_ROWS, config)
+        launch_spmm_warps(*operands_i, bias, residual, plan, per_block, config)
 
 
 def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tensor | None) -> bool:

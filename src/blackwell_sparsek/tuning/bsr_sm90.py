@@ -104,8 +104,11 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
         tile_k = min(tile_k, 32)
     # Smaller chunks where they are wide in bytes, or where finishing them takes many registers.
     wide = problem.out_dtype == torch.float32 or problem.residual or problem.activation == "gelu"
-    chunks = 4 if wide else 2
-    stages = stages_that_fit(group_n, tile_k, split_n, problem.out_dtype.itemsize, chunks)
+    # Where it takes no more memory, one chunk is finished while the one before is copied out.
+    buffers = 2 if group_n == 256 and problem.out_dtype.itemsize == 2 else 1
+    chunks = 4 if wide or buffers == 2 else 2
+    out_bytes = problem.out_dtype.itemsize
+    stages = stages_that_fit(group_n, tile_k, split_n, out_bytes, chunks, buffers)
     return SpmmSm90Config(
         BLOCK_H=block_h,
         BLOCK_W=sizes.block_w,
@@ -114,6 +117,7 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
         STAGES=stages,
         SPLIT_N=split_n,
         OUT_CHUNKS=chunks,
+        OUT_BUFFERS=buffers,
         # packing also turns blocks the right way round
         A_TRANSPOSED=not packed and problem.transposed != problem.dense_left,
         X_TRANSPOSED=x_transposed,
