@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import torch
 
+from ..core.arch import arch_of
 from ..core.compat import why_no_triton
 from ..core.launch import cdiv, unrecorded
 from ..eager import bsr_dense as eager
@@ -13,6 +14,9 @@ from ..tuning.bsr_sm90 import spmm_sm90_passed_over
 from ..tuning.problem_bsr import BsrProblem
 from . import bsr_sm90, bsr_triton
 from .dispatch import interpreted_only
+
+# What the kernel that writes a matrix out needs: Triton's oldest GPU, whole pieces of a row.
+LEAST_SM, COLUMNS_STEP = 80, 8
 
 
 def bsr_matmul(
@@ -38,13 +42,13 @@ def _written_out(
     values: torch.Tensor, pattern: list[torch.Tensor], shape: list[int]
 ) -> torch.Tensor:
     """The stored matrix as a view [M, K] of whole blocks: in one pass where a kernel can."""
-    if not values.is_cuda or why_no_triton() is not None or not values.is_contiguous():
-        return eager.written_out(values, pattern, shape)
-    from ..kernels.bsr.write_out import CHUNK, block_table, launch_write_out
-
+    arch = arch_of(values.device)
+    compiled = arch.sm >= LEAST_SM and not arch.interpreted and why_no_triton() is None
     block_h, block_w = values.shape[1:]
-    if block_w % CHUNK:
+    if not (compiled and block_w % COLUMNS_STEP == 0 and values.is_contiguous()):
         return eager.written_out(values, pattern, shape)
+    from ..kernels.bsr.write_out import block_table, launch_write_out
+
     rows_b, cols_b = cdiv(shape[0], block_h), cdiv(shape[1], block_w)
     full = values.new_empty(rows_b * block_h, cols_b * block_w)
     # the product behind it is torch's, so that launches are not all of this call
