@@ -32,7 +32,7 @@ class NarrowSm90Config:
     def __post_init__(self) -> None:
         assert self.TILE_M in (16, 32, 64) and self.BLOCK_H % self.TILE_M == 0, f"{self=}"
         most = GROUP_ROWS if self.swapped else MOST_COLUMNS
-        assert self.TILE_N in (16, 32, 64, 128) and self.TILE_N <= most, f"{self.TILE_N=}"
+        assert self.TILE_N in (16, 32, 64, 128) and most >= self.TILE_N, f"{self.TILE_N=}"
         assert self.TILE_K in (16, 32, 64, 128) and self.BLOCK_W % self.TILE_K == 0, f"{self=}"
         # a warp finds the blocks of a stage among the 32 that it has looked up
         assert self.UNITS in (1, 2, 4) and self.STAGES >= 2, f"{self=}"

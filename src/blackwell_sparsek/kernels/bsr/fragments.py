@@ -3,7 +3,8 @@
 A block of 16 x 16 is the left operand of one `mma.sync.m16n8k16`; each of its 32 threads holds
 eight elements: rows g and g + 8 of columns 2t, 2t + 1, 2t + 8 and 2t + 9 for thread 4g + t. Written
 in that order, a thread reads its share with one load of 16 bytes. Wider blocks become several of
-16 columns, higher ones for each 16 columns several of 16 rows. The values are written anew for every product, because they may have changed.
+16 columns, higher ones for each 16 columns several of 16 rows. The values are written anew for
+every product, because they may have changed.
 """
 
 from collections.abc import Iterator

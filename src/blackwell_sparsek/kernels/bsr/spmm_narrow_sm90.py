@@ -2,8 +2,8 @@
 
 A [M, K] block-sparse, x [K, N] with contiguous columns, out [M, N]: `dense @ A.T` of a layer, seen
 from A. A program computes the tiles that a schedule gives it, each TILE_M rows of one block row by
-TILE_N columns. A producer warp keeps a ring of pieces of blocks, which lie contiguous in memory, and of x full
-through TMA, and does not stop between tiles; one warp group multiplies.
+TILE_N columns. A producer warp keeps a ring of pieces of blocks, which lie contiguous in memory,
+and of x full through TMA, and does not stop between tiles; one warp group multiplies.
 
 Called as impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, blocks stored by rows, heights
 that are multiples of 16, pointers and strides that TMA takes.

@@ -6,11 +6,11 @@ rows; out is [M, N] or its transpose in memory.
 WGMMA multiplies 64 rows at a time, so that most of what it multiplies in blocks this low is zeros.
 Here each of 16 warps has a block row of 16 rows of its own, or each of 8 one of 32, and multiplies
 only its blocks, one `mma.sync.m16n8k16` for 16 rows and 8 columns. X passes densely through a ring
-of chunks that all warps read, filled by a producer warp: what is fetched meets 256 rows. A warp walks its own list of blocks,
-moves on to the next chunk when a block lies there, and waits for no other warp
-(`device/gluon/warps.py`). One program per SM takes pieces of work, 256 rows by 128 columns, in
-turns. Rows of about the same length work together, so that a piece is over for all of them at
-about the same time. Groups of rows go in sections whose blocks stay in L2 while X passes by.
+of chunks that all warps read, filled by a producer warp: what is fetched meets 256 rows. A warp
+walks its own list of blocks, moves on to the next chunk when a block lies there, and waits for no
+other warp (`device/gluon/warps.py`). One program per SM takes pieces of work, 256 rows by 128
+columns, in turns. Rows of about the same length work together, so that a piece is over for all of
+them at about the same time. Groups of rows go in sections whose blocks stay in L2 while X passes.
 
 What holds it is reading X from shared memory, 4 KB for each step of 16, and from L2.
 

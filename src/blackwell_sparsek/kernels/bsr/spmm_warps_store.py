@@ -83,7 +83,7 @@ def _store_in_sixteens(acc, row, col, out_ptr, out_stride, n_rows, n_cols, CFG: 
 
 @gluon.jit
 def store_half(acc, row, col, out_ptr, extras, n_rows, n_cols, CFG: gl.constexpr):
-    """Finish and store sums [sum_rows, HALF]; `row` is the first row of each warp, negative: none."""
+    """Finish and store sums [sum_rows, HALF]; `row` is the first of each warp, negative: none."""
     out_stride, bias_ptr, residual_ptr, residual_strides = extras
     layout: gl.constexpr = CFG.accumulator_layout()
     activation: gl.constexpr = CFG.ACTIVATION
