@@ -33,18 +33,31 @@ LAYER = BsrProblem(
 )
 
 
-@pytest.mark.parametrize("n, tile_n", [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 128)])
+@pytest.mark.parametrize("n, tile_n", [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 64)])
 def test_columns_of_a_tile(n, tile_n):
     config = narrow_sm90_config(replace(LAYER, n=n))
     assert config.x_block() == [tile_n, 128]
 
 
-def test_many_of_few_columns_are_shared_out_where_sms_are_idle():
-    """4096 rows are 64 tiles for 132 SMs; low tiles are the second operand, x the first."""
-    small = replace(LAYER, shape=(4096, 4096), n=128)
-    assert narrow_sm90_config(small).TILE_N == 64
-    assert narrow_sm90_config(replace(LAYER, n=128)).TILE_N == 128
-    assert narrow_sm90_config(replace(LAYER, n=128, block_shape=(32, 32))).TILE_N == 64
+@pytest.mark.parametrize(
+    "rows, block, n, tile_n",
+    [
+        # 64 tiles of rows for 132 SMs, 256, 896: the more, the less others are to share
+        (4096, 128, 128, 64),
+        (16384, 128, 128, 64),
+        (57344, 128, 128, 128),
+        (4096, 128, 256, 128),
+        (16384, 128, 256, None),
+        # low tiles are the second operand and x the first, of 64 columns
+        (57344, 32, 128, 64),
+        (4096, 32, 256, None),
+        (4096, 16, 65, None),
+    ],
+)
+def test_more_columns_in_several_tiles(rows, block, n, tile_n):
+    layer = replace(LAYER, shape=(4096, rows), block_shape=(block, block), n=n)
+    config = narrow_sm90_config(layer)
+    assert (config and config.TILE_N) == tile_n
 
 
 @pytest.mark.parametrize(
@@ -85,7 +98,7 @@ def test_tiles_fit_the_blocks(block, tile_m, tile_k, units):
 @pytest.mark.parametrize(
     "change",
     [
-        {"n": 129},
+        {"n": 257},
         {"n": 0},
         {"nnz_blocks": 0},
         {"transposed": False},

@@ -6,9 +6,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..core.apart import made_apart
 from ..core.compat import warps_may_part, why_no_triton
 from ..core.launch import scratch
-from ..kernels.bsr.config_warps import MMA_ROWS
-from ..tuning.bsr import narrow_is_even, spmm_chunk, spmm_sizes
-from ..tuning.bsr_sm90 import narrow_sm90_config, spmm_sm90_config, spmm_sm90_unsupported
+from ..kernels.bsr.config_warps import WARP_ROWS
+from ..tuning.bsr import narrow_is_even, spmm_sizes
+from ..tuning.bsr_sm90 import (
+    BEARABLE_CHUNKS,
+    narrow_sm90_config,
+    spmm_sm90_chunk,
+    spmm_sm90_config,
+    spmm_sm90_unsupported,
+)
 from ..tuning.bsr_warps import takes_warp_rows, warp_rows_config
 from ..tuning.problem_bsr import BsrProblem
 from .bsr_operands import RowsProduct, rows_product
@@ -54,8 +60,8 @@ def bsr_matmul(
         sizes = spmm_sizes(product.problem)._replace(
             block_h=config.BLOCK_H, nnz_blocks=blocks.shape[0]
         )
-        chunk = spmm_chunk(product.problem.arch, sizes, config.tile_m, config.tile_n)
-        plan = spmm_plan(indptr, blocks.shape[0], product.cols_b, chunk)
+        chunk = spmm_sm90_chunk(product.problem.arch, sizes, config)
+        plan = spmm_plan(indptr, blocks.shape[0], product.cols_b, chunk, BEARABLE_CHUNKS)
         for i in range(part[0].shape[0]):
             part_residual = part[2][i] if residual is not None else None
             launch_spmm_sm90(
@@ -80,15 +86,13 @@ def _multiply_by_warps(
     config = warp_rows_config(product.problem)
     # no row is longer than this, so none is cut
     plan = spmm_plan(product.indptr, values.shape[0], product.cols_b, product.cols_b)
-    block_h, block_w = product.blocks.shape[1:]
-    spare = config.AHEAD * config.parts
-    fragments = in_fragments(values, block_h, block_w, product.perm, spare)
-    per_block = block_w // MMA_ROWS
-    columns = fragment_columns(product.indptr, product.indices, per_block)
+    block_w = product.blocks.shape[2]
+    fragments = in_fragments(values, block_w, product.perm, config.AHEAD)
+    columns = fragment_columns(product.indptr, product.indices, block_w // WARP_ROWS)
     for i in range(part[0].shape[0]):
         residual = part[2][i] if len(part) > 2 else None
         operands_i = (part[0][i], fragments, columns, operands[i])
-        launch_spmm_warps(*operands_i, bias, residual, plan, per_block, config)
+        launch_spmm_warps(*operands_i, bias, residual, plan, block_w // WARP_ROWS, config)
 
 
 def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tensor | None) -> bool:

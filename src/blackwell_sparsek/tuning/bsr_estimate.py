@@ -34,12 +34,12 @@ WRITE_OUT_SHARE = 0.8
 L2_BYTES_S = 9.2e12
 # Rows of a packed block (`kernels.bsr.config_sm90.GROUP_ROWS`).
 PACKED_ROWS = 64
-# Rows and columns that warps with a block row each multiply at a time. What that takes an SM of an
-# H200 for each row of the dense operand, and by the height of blocks for each 16 of their columns;
-# and for each row when blocks are so few that fetching the operand decides.
+# Rows and columns that 16 warps with a block row each multiply at a time. What that takes an SM of
+# an H200 for each row of the dense operand and for each block of 16 x 16; and for each row when
+# blocks are so few that fetching the operand decides.
 WARP_ROWS_TILE = (256, 128)
 WARP_ROWS_X_S = 1.04e-9
-WARP_ROWS_STEP_S = {16: 22.6e-9, 32: 33e-9}
+WARP_ROWS_BLOCK_S = 22.6e-9
 WARP_ROWS_FETCH_S = 4.2e-9
 # Of a piece of work of Hopper's other product: until its first copies have come and its sums are
 # stored. More for steps that are short, since as many copies are under way as there are stages.
@@ -83,7 +83,8 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
     if impl == "sm90" and (config := narrow_sm90_config(merged)) is not None:
         return _narrow_seconds(problem, sizes, config)
     if impl == "sm90" and sizes.block_h < PACKED_ROWS:
-        return min(packed_seconds(problem), warp_rows_seconds(problem))
+        packed_s = packed_seconds(problem)
+        return packed_s if sizes.block_h != 16 else min(packed_s, warp_rows_seconds(problem))
     if impl == "sm90":
         return _pieces_seconds(problem, _stored(sizes))
     # an element of the dense operand that comes from L2 meets the rows of one block
@@ -103,15 +104,15 @@ def packed_seconds(problem: BsrProblem) -> float:
 
 
 def warp_rows_seconds(problem: BsrProblem) -> float:
-    """Time of the Hopper product in which each warp has a block row of 16 or 32 rows."""
+    """Time of the Hopper product in which each warp has a block row of 16 rows."""
     sizes = spmm_sizes(problem)
     stored = _stored(sizes)
     inner = problem.shape[0] if problem.dense_left else problem.shape[1]
     panels = cdiv(max(sizes.n, 1), WARP_ROWS_TILE[1]) * max(sizes.batch, 1)
     pieces = cdiv(sizes.rows_b * sizes.block_h, WARP_ROWS_TILE[0]) * panels
     rounds = cdiv(pieces, max(problem.arch.num_sms, 1))
-    steps = stored / (16 * sizes.block_h) * panels / max(pieces, 1)
-    busy_s = inner * WARP_ROWS_X_S + steps * WARP_ROWS_STEP_S[sizes.block_h]
+    blocks = stored / 256 * panels / max(pieces, 1)
+    busy_s = inner * WARP_ROWS_X_S + blocks * WARP_ROWS_BLOCK_S
     piece_s = max(busy_s, inner * WARP_ROWS_FETCH_S)
     packing_s = LAUNCH_S + 2 * stored * problem.dtype.itemsize / PACK_BYTES_S
     return rounds * piece_s + packing_s + LAUNCH_S

@@ -4,13 +4,14 @@ from functools import lru_cache
 
 import torch
 
+from ..core.arch import Arch
 from ..core.launch import cdiv
 from ..kernels.bsr import config_narrow_sm90
 from ..kernels.bsr.config import largest_tile
 from ..kernels.bsr.config_narrow_sm90 import MOST_COLUMNS, NarrowSm90Config
 from ..kernels.bsr.config_sm90 import SLAB_COLUMNS, SpmmSm90Config, stages_that_fit
 from ..kernels.sm90 import GROUP_ROWS
-from .bsr import NARROW, SpmmSizes, spmm_sizes
+from .bsr import NARROW, SpmmSizes, spmm_chunk, spmm_sizes
 from .problem_bsr import BsrProblem
 
 # Columns from which on `auto` takes these kernels: one alone takes 4.5 us in the portable kernel
@@ -19,6 +20,15 @@ AUTO_COLUMNS = 2
 # Of blocks lower than this each copy of TMA brings so little that the portable kernel is no slower
 # while its tiles hold the columns: 7.8 us both at 16 x 16.
 FLAT_HEIGHT, FLAT_COLUMNS = 32, 16
+# Up to this many columns the kernel for few of them takes a matrix with one tile of rows for each
+# SM at the most: 12.4 us against 13.7 for 256 columns and 4096 x 4096 in 22 % of the blocks.
+MANY_COLUMNS = 256
+# Rows are cut where one has more than this many times the blocks that a part would have. A second
+# pass takes 10 us: 4096 x 4096 times 1024 columns took 38 us with rows of 9 to 14 blocks cut at 8,
+# and 24 uncut.
+BEARABLE_CHUNKS = 3
+# A part has at least this many steps of the sum.
+LEAST_STEPS = 1024
 
 
 def spmm_sm90_unsupported(problem: BsrProblem) -> str | None:
@@ -61,10 +71,13 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
     """Tiles of a product with few columns; None where its kernel cannot run it."""
     sizes = spmm_sizes(problem)
     by_rows = problem.dense_left and problem.transposed and problem.row_major
-    if not (1 <= sizes.n <= MOST_COLUMNS and by_rows and sizes.nnz_blocks):
-        return None
     tile_m = largest_tile(sizes.block_h, GROUP_ROWS)
-    tile_n = _narrow_columns(problem, sizes, tile_m)
+    row_tiles = sizes.rows_b * (sizes.block_h // tile_m)
+    if not (1 <= sizes.n <= _most_columns(problem, tile_m, row_tiles)):
+        return None
+    if not (by_rows and sizes.nnz_blocks):
+        return None
+    tile_n = _narrow_columns(sizes, tile_m, row_tiles, problem.arch.num_sms)
     tile_k = next(tile for tile in (128, 64, 32, 16) if sizes.block_w % tile == 0)
     # of narrow blocks several make one stage of the ring
     units = min(4, max(1, 128 // sizes.block_w))
@@ -81,13 +94,28 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
     )
 
 
-def _narrow_columns(problem: BsrProblem, sizes: SpmmSizes, tile_m: int) -> int:
-    """Columns of a tile: all of them, unless half would give work to SMs that have none."""
+def _most_columns(problem: BsrProblem, tile_m: int, row_tiles: int) -> int:
+    """Up to how many columns the kernel for few of them is the faster one."""
+    if tile_m == 16:
+        return NARROW
+    wide = tile_m == GROUP_ROWS and row_tiles <= problem.arch.num_sms
+    return MANY_COLUMNS if wide else MOST_COLUMNS
+
+
+def _narrow_columns(sizes: SpmmSizes, tile_m: int, row_tiles: int, num_sms: int) -> int:
+    """Columns of a tile: all of them, unless others are to share the work."""
     if sizes.n <= NARROW:
         return next(tile for tile in (16, 32, 64) if sizes.n <= tile)
-    row_tiles = sizes.rows_b * (sizes.block_h // tile_m)
-    halved = tile_m < GROUP_ROWS or 2 * row_tiles <= problem.arch.num_sms
-    return MOST_COLUMNS // 2 if halved else MOST_COLUMNS
+    # half the columns for 128: 18.1 us instead of 21.2 with 64 tiles of rows (4096 x 14336), 22.5
+    # instead of 23.4 with 160; 83 instead of 74 with 896
+    halved = row_tiles <= 2 * num_sms and sizes.n <= MOST_COLUMNS
+    return NARROW if halved or tile_m < GROUP_ROWS else MOST_COLUMNS
+
+
+def spmm_sm90_chunk(arch: Arch, sizes: SpmmSizes, config: SpmmSm90Config) -> int:
+    """How many blocks a part of a row has at most, if rows are cut."""
+    chunk = spmm_chunk(arch, sizes, config.tile_m, config.tile_n)
+    return max(chunk, LEAST_STEPS // sizes.block_w)
 
 
 def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
@@ -104,11 +132,8 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
         tile_k = min(tile_k, 32)
     # Smaller chunks where they are wide in bytes, or where finishing them takes many registers.
     wide = problem.out_dtype == torch.float32 or problem.residual or problem.activation == "gelu"
-    # Where it takes no more memory, one chunk is finished while the one before is copied out.
-    buffers = 2 if group_n == 256 and problem.out_dtype.itemsize == 2 else 1
-    chunks = 4 if wide or buffers == 2 else 2
-    out_bytes = problem.out_dtype.itemsize
-    stages = stages_that_fit(group_n, tile_k, split_n, out_bytes, chunks, buffers)
+    chunks = 4 if wide else 2
+    stages = stages_that_fit(group_n, tile_k, split_n, problem.out_dtype.itemsize, chunks)
     return SpmmSm90Config(
         BLOCK_H=block_h,
         BLOCK_W=sizes.block_w,
@@ -117,7 +142,6 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
         STAGES=stages,
         SPLIT_N=split_n,
         OUT_CHUNKS=chunks,
-        OUT_BUFFERS=buffers,
         # packing also turns blocks the right way round
         A_TRANSPOSED=not packed and problem.transposed != problem.dense_left,
         X_TRANSPOSED=x_transposed,

@@ -9,18 +9,11 @@ from .problem_bsr import BsrProblem
 def takes_warp_rows(problem: BsrProblem, x_transposed: bool) -> bool:
     """Whether such warps can and should multiply what `spmm_sm90_unsupported` accepts."""
     sizes = spmm_sizes(problem)
-    if sizes.block_h not in WARP_ROWS or sizes.nnz_blocks == 0 or x_transposed:
+    if sizes.block_h != WARP_ROWS or sizes.nnz_blocks == 0 or x_transposed:
         return False
     return warp_rows_seconds(problem) < packed_seconds(problem)
 
 
 def warp_rows_config(problem: BsrProblem) -> WarpRowsConfig:
     """How they do it."""
-    block_h = spmm_sizes(problem).block_h
-    return WarpRowsConfig(
-        BLOCK_H=block_h,
-        # 256 rows in all
-        WARPS=256 // block_h,
-        OUT_TRANSPOSED=problem.dense_left,
-        ACTIVATION=problem.activation,
-    )
+    return WarpRowsConfig(OUT_TRANSPOSED=problem.dense_left, ACTIVATION=problem.activation)

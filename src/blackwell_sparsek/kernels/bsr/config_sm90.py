@@ -16,7 +16,6 @@ class SpmmSm90Config:
     BLOCK_H x BLOCK_W is the block of A as the product reads it (after a transpose by metadata).
     GROUP_N is the width one consumer accumulates; with SPLIT_N the two consumers share rows and
     take neighbouring columns, otherwise they share columns and take neighbouring 64 rows.
-    A consumer stores OUT_CHUNKS pieces of its sums one after the other, through OUT_BUFFERS.
     WIDE takes all columns of a step with one copy, instead of one for each 64: their number must
     be a multiple of 64.
     """
@@ -28,7 +27,6 @@ class SpmmSm90Config:
     STAGES: int
     SPLIT_N: bool
     OUT_CHUNKS: int
-    OUT_BUFFERS: int = 1
     A_TRANSPOSED: bool = False
     X_TRANSPOSED: bool = False
     WIDE: bool = False
@@ -42,7 +40,7 @@ class SpmmSm90Config:
         assert self.BLOCK_W % self.TILE_K == 0, f"{self.BLOCK_W=} {self.TILE_K=}"
         assert self.TILE_K in (16, 32, 64), f"{self.TILE_K=}"
         assert self.GROUP_N in (64, 128, 256), f"{self.GROUP_N=}"
-        assert self.OUT_CHUNKS in (2, 4) and self.OUT_BUFFERS in (1, 2), f"{self=}"
+        assert self.OUT_CHUNKS in (1, 2, 4), f"{self.OUT_CHUNKS=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
         assert not (self.WIDE and self.X_TRANSPOSED), "columns of X are in one copy already"
 
@@ -120,11 +118,9 @@ class SpmmSm90Config:
         return accumulator_layout(columns)
 
 
-def stages_that_fit(
-    group_n: int, tile_k: int, split_n: bool, out_bytes: int, chunks: int, buffers: int = 1
-) -> int:
+def stages_that_fit(group_n: int, tile_k: int, split_n: bool, out_bytes: int, chunks: int) -> int:
     """Ring stages that fit beside the output buffers."""
     a_tiles, x_tiles = (1, CONSUMERS) if split_n else (CONSUMERS, 1)
     stage = 2 * tile_k * (a_tiles * GROUP_ROWS + x_tiles * group_n)
-    out = CONSUMERS * buffers * GROUP_ROWS * (group_n // chunks) * out_bytes
+    out = CONSUMERS * GROUP_ROWS * (group_n // chunks) * out_bytes
     return (SMEM_BYTES - out) // stage

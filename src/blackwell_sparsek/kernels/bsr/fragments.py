@@ -3,8 +3,7 @@
 A block of 16 x 16 is the left operand of one `mma.sync.m16n8k16`; each of its 32 threads holds
 eight elements: rows g and g + 8 of columns 2t, 2t + 1, 2t + 8 and 2t + 9 for thread 4g + t. Written
 in that order, a thread reads its share with one load of 16 bytes. Wider blocks become several of
-16 columns, higher ones for each 16 columns several of 16 rows. The values are written anew for
-every product, because they may have changed.
+16 columns. The values are written anew for every product, because they may have changed.
 """
 
 from collections.abc import Iterator
@@ -31,7 +30,6 @@ def _fragments_kernel(
     values_ptr,
     perm_ptr,
     num_fragments,
-    BLOCK_H: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TILE_FRAGMENTS: tl.constexpr,
 ):
@@ -41,19 +39,17 @@ def _fragments_kernel(
     first = tl.program_id(0) * TILE_FRAGMENTS
     fragment = first + pair // PAIRS
     inside = fragment < num_fragments
-    PARTS: tl.constexpr = BLOCK_H // 16
-    STEPS: tl.constexpr = BLOCK_W // 16
-    block = fragment // (PARTS * STEPS)
+    block = fragment // (BLOCK_W // 16)
     # a pair's place in its fragment: g, t, upper or lower half of k, of the rows
     place = pair % PAIRS
-    row = (fragment % PARTS) * 16 + (place % 2) * 8 + place // 16
-    col = (fragment // PARTS % STEPS) * 16 + (place // 2 % 2) * 8 + (place // 4 % 4) * 2
+    row = (place % 2) * 8 + place // 16
+    col = (fragment % (BLOCK_W // 16)) * 16 + (place // 2 % 2) * 8 + (place // 4 % 4) * 2
     if perm_ptr is not None:
         block = tl.load(perm_ptr + block, mask=inside, other=0)
-        offset = block.to(tl.int64) * (BLOCK_H * BLOCK_W) + (col * BLOCK_H + row)
-        step: tl.constexpr = BLOCK_H
+        offset = block.to(tl.int64) * (16 * BLOCK_W) + (col * 16 + row)
+        step: tl.constexpr = 16
     else:
-        offset = block.to(tl.int64) * (BLOCK_H * BLOCK_W) + (row * BLOCK_W + col)
+        offset = block.to(tl.int64) * (16 * BLOCK_W) + (row * BLOCK_W + col)
         step: tl.constexpr = 1
     two = tl.arange(0, 2)
     x = tl.load(values_ptr + offset[:, None] + (two * step)[None, :], mask=inside[:, None])
@@ -62,7 +58,7 @@ def _fragments_kernel(
 
 
 def fragment_columns(indptr: torch.Tensor, indices: torch.Tensor, per_block: int) -> torch.Tensor:
-    """Columns of the steps of 16 of all blocks, in steps, from the block columns of a pattern.
+    """Columns of fragments in units of 16, from the block columns `indices` of a pattern.
 
     Kept for each pattern, known by its row pointers, unless a CUDA graph is captured; synchronises
     when it is made, because the next product may run on another stream.
@@ -85,42 +81,36 @@ def fragment_columns(indptr: torch.Tensor, indices: torch.Tensor, per_block: int
 
 
 def in_fragments(
-    values: torch.Tensor,
-    block_h: int,
-    block_w: int,
-    perm: torch.Tensor | None,
-    spare: int,
+    values: torch.Tensor, block_w: int, perm: torch.Tensor | None, spare: int
 ) -> torch.Tensor:
-    """Blocks as fragments, int32 [nnzb * bh * bw / 256 + spare, 128]; the spare hold anything.
+    """Blocks as fragments, int32 [nnzb * block_w / 16 + spare, 128]; the spare ones hold anything.
 
     Parameters
     ----------
-    values : [nnzb, bh, bw] of 16 bits, contiguous; [nnzb, bw, bh] where there is `perm`
+    values : [nnzb, 16, block_w] of 16 bits, contiguous; [nnzb, block_w, 16] where there is `perm`
     perm : int32 [nnzb] or None, which stored block stands behind each entry
     """
     count = values.numel() // (2 * PAIRS)
     fragments = scratch((count + spare, PAIRS), torch.int32, values.device)
     if count:
         with on_device_of(values):
-            args = (fragments.view(values.dtype), values, perm, count)
-            args = (*args, block_h, block_w, TILE_FRAGMENTS)
+            args = (fragments.view(values.dtype), values, perm, count, block_w, TILE_FRAGMENTS)
             launch(_fragments_kernel, cdiv(count, TILE_FRAGMENTS), args, num_warps=4)
     return fragments
 
 
 @compile_cases
 def _cases() -> Iterator[CompileCase]:
-    for block_h, block_w in ((16, 16), (16, 32), (32, 32)):
+    for block_w in (16, 32):
         for perm in (None, torch.int32):
             yield CompileCase(
-                name=f"bsr_fragments/{block_h}x{block_w}{'-transposed' if perm else ''}",
+                name=f"bsr_fragments/16x{block_w}{'-transposed' if perm else ''}",
                 kernel=_fragments_kernel,
                 args={
                     "fragments_ptr": torch.float16,
                     "values_ptr": torch.float16,
                     "perm_ptr": perm,
                     "num_fragments": 4096,
-                    "BLOCK_H": block_h,
                     "BLOCK_W": block_w,
                     "TILE_FRAGMENTS": TILE_FRAGMENTS,
                 },

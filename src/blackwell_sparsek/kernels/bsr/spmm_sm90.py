@@ -57,18 +57,6 @@ def _read_piece(items_ptr, piece, grid, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _take_ticket(counter_ptr, total):
-    """The number of the next piece of work that nobody has begun with.
-
-    Each program asks once, and once more for each piece: whoever asks last sets the counter back.
-    """
-    ticket = gl.atomic_add(counter_ptr, 1)
-    programs = gl.num_programs(0)
-    gl.store(counter_ptr, 0, mask=ticket == total + programs - 1)
-    return ticket + programs
-
-
-@gluon.jit
 def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.constexpr):
     """Start the copies of one K step into a ring stage."""
     a_smem, x_smem, full, _ = ring
@@ -106,11 +94,11 @@ def _produce(
     step = 0
     turn = 0
     piece = gl.program_id(0)
-    next_piece = _take_ticket(counter_ptr, total)
+    next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
     row_piece, panel, item = _read_piece(items_ptr, piece, grid, CFG)
     while piece < total:
         # What the next round needs is asked for a whole tile ahead of its use.
-        after_next = _take_ticket(counter_ptr, total)
+        after_next = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         next_row_piece, next_panel, next_item = _read_piece(items_ptr, next_piece, grid, CFG)
         block_row, begin, end, slot = item
         sub_row = (row_piece % CFG.row_tiles) * CFG.tile_m
@@ -140,6 +128,8 @@ def _produce(
         panel = next_panel
         item = next_item
     publish(work, turn, (-1, 0, 0, -1))
+    # Each program asked once, and once more for each piece: whoever was last sets the counter back.
+    gl.store(counter_ptr, 0, mask=next_piece == total + 2 * gl.num_programs(0) - 1)
 
 
 @gluon.jit
@@ -151,7 +141,6 @@ def _halves(x):
 @gluon.jit
 def _store_chunk(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.constexpr):
     """Finish and store a [ROWS, chunk] piece of a tile; a partial sum goes to its slot as it is."""
-    pending: gl.constexpr = CFG.OUT_BUFFERS - 1
     part_ptr, bias_ptr, residual_ptr, residual_strides = extras
     n_cols = sizes[1]
     chunk: gl.constexpr = CFG.out_chunk
@@ -169,8 +158,8 @@ def _store_chunk(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl
         addends = (bias_ptr, residual_ptr, residual_strides)
         acc = finish_values(acc, rows[:, None], cols[None, :], addends, sizes, activation)
         tile = acc.to(out_smem.dtype)
-        # The copy that was started from this buffer must have read it.
-        tma.store_wait(pending)
+        # The copy that was started one chunk ago must have read the buffer.
+        tma.store_wait(0)
         if CFG.OUT_TRANSPOSED:
             out_smem.permute((1, 0)).store(tile)
             fence_async_shared()
@@ -182,21 +171,22 @@ def _store_chunk(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl
 
 
 @gluon.jit
-def _store_tile(acc, row, col, slot, out_desc, out_smem, first, extras, sizes, CFG: gl.constexpr):
-    """Store an accumulator in OUT_CHUNKS column chunks, through buffers in turns."""
+def _store_tile(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.constexpr):
+    """Store an accumulator in OUT_CHUNKS column chunks through one buffer."""
     chunk: gl.constexpr = CFG.out_chunk
     gl.static_assert(CFG.OUT_CHUNKS == 2 or CFG.OUT_CHUNKS == 4)
     for half in gl.static_range(2):
         part = _halves(acc)[half]
         if CFG.OUT_CHUNKS == 2:
-            buffer = out_smem.index(first + half % CFG.OUT_BUFFERS)
-            _store_chunk(part, row, col + half * chunk, slot, out_desc, buffer, extras, sizes, CFG)
+            _store_chunk(
+                part, row, col + half * chunk, slot, out_desc, out_smem, extras, sizes, CFG
+            )
         else:
             for quarter in gl.static_range(2):
-                at = col + (2 * half + quarter) * chunk
-                buffer = out_smem.index(first + quarter % CFG.OUT_BUFFERS)
-                piece = _halves(part)[quarter]
-                _store_chunk(piece, row, at, slot, out_desc, buffer, extras, sizes, CFG)
+                first = col + (2 * half + quarter) * chunk
+                _store_chunk(
+                    _halves(part)[quarter], row, first, slot, out_desc, out_smem, extras, sizes, CFG
+                )
 
 
 @gluon.jit
@@ -244,8 +234,7 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
 
         row += (GROUP % CFG.a_tiles) * ROWS
         col += (GROUP % CFG.x_tiles) * CFG.GROUP_N
-        first = GROUP * CFG.OUT_BUFFERS
-        _store_tile(acc, row, col, slot, out_desc, out_smem, first, extras, sizes, CFG)
+        _store_tile(acc, row, col, slot, out_desc, out_smem.index(GROUP), extras, sizes, CFG)
         turn += 1
         steps, row, col, slot = take(work, turn)
     tma.store_wait(0)
@@ -274,7 +263,7 @@ def _spmm_sm90_kernel(
     """Set up the ring and the three roles; `_produce` and `_consume` do the work."""
     a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
     x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
-    out_smem = tiles(out_desc, 2 * CFG.OUT_BUFFERS, out_desc.block_type.shape[0])
+    out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
     ring = (a_smem, x_smem, barriers(CFG.STAGES, 1), barriers(CFG.STAGES, 2))
     work = work_channel(WORK_FIELDS, 2)
     fence_async_shared()

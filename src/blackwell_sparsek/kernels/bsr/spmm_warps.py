@@ -1,18 +1,18 @@
-"""BSR times dense on Hopper for blocks of 16 or 32 rows: out = act(A @ X + bias) + residual.
+"""BSR times dense on Hopper for blocks of 16 rows: out = act(A @ X + bias) + residual.
 
-A is block-sparse [M, K], given as fragments (`fragments.py`) of 16 x 16; X [K, N] has contiguous
-rows; out is [M, N] or its transpose in memory.
+A is block-sparse [M, K] in blocks of 16 x 16, given as fragments (`fragments.py`); X [K, N] has
+contiguous rows; out is [M, N] or its transpose in memory.
 
 WGMMA multiplies 64 rows at a time, so that most of what it multiplies in blocks this low is zeros.
-Here each of 16 warps has a block row of 16 rows of its own, or each of 8 one of 32, and multiplies
-only its blocks, one `mma.sync.m16n8k16` for 16 rows and 8 columns. X passes densely through a ring
-of chunks that all warps read, filled by a producer warp: what is fetched meets 256 rows. A warp
-walks its own list of blocks, moves on to the next chunk when a block lies there, and waits for no
-other warp (`device/gluon/warps.py`). One program per SM takes pieces of work, 256 rows by 128
-columns, in turns. Rows of about the same length work together, so that a piece is over for all of
-them at about the same time. Groups of rows go in sections whose blocks stay in L2 while X passes.
+Here each of 16 warps has a block row of its own, and multiplies only its blocks, one
+`mma.sync.m16n8k16` for 8 columns. X passes densely through a ring of chunks that all warps read,
+filled by a producer warp: what is fetched meets 256 rows. A warp walks its own list of blocks,
+moves on to the next chunk when a block lies there, and waits for no other warp
+(`device/gluon/warps.py`). One program per SM takes pieces of work, 256 rows by 128 columns, in
+turns. Rows of about the same length work together, so that a piece is over for all of them at
+about the same time. Groups of rows go in sections whose blocks stay in L2 while X passes by.
 
-What holds it is reading X from shared memory, 4 KB for each step of 16, and from L2.
+What holds it is reading X from shared memory: 4 KB for each block.
 
 Called as part of impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, pointers and
 strides that TMA takes.
@@ -32,10 +32,10 @@ from ...device.gluon.warps import (
     warp_number,
 )
 from ...device.schedule import place_in_sections
-from .config_warps import HALF_COLUMNS, MMA_ROWS
+from .config_warps import HALF_COLUMNS, WARP_ROWS
 from .spmm_warps_store import store_half
 
-ROWS = gl.constexpr(MMA_ROWS)
+ROWS = gl.constexpr(WARP_ROWS)
 HALF = gl.constexpr(HALF_COLUMNS)
 LANES = gl.constexpr(32)
 # int32 words of a fragment in all threads of a warp
@@ -79,13 +79,13 @@ def _fragment(fragments_ptr, entry, CFG: gl.constexpr):
 
 @gluon.jit
 def _operand(words, dtype: gl.constexpr, CFG: gl.constexpr):
-    """The words of a fragment as left operand [sum_rows, 16]; moves nothing."""
+    """The words of a fragment as left operand [WARPS * 16, 16]; moves nothing."""
     layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(), 2)
     low = (words & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
     high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
     # [warp, (g, t), (k half, row half), pair] -> [(warp, row half, g), (k half, t, pair)]
     parts = gl.join(low, high).reshape([CFG.WARPS, 8, 4, 2, 2, 2]).permute([0, 4, 1, 3, 2, 5])
-    return gl.convert_layout(parts.reshape([CFG.sum_rows, 16]), layout, assert_trivial=True)
+    return gl.convert_layout(parts.reshape([CFG.tile_m, 16]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -117,35 +117,23 @@ def _replaced(items, place: gl.constexpr, item):
 
 
 @gluon.jit
-def _fragments(fragments_ptr, step, CFG: gl.constexpr):
-    """Ask for the fragments of one step of a block row, those of its parts."""
-    parts: gl.constexpr = CFG.parts
-    found = ()
-    for part in gl.static_range(parts):
-        found = found + (_fragment(fragments_ptr, step * CFG.parts + part, CFG),)  # noqa: RUF005
-    return found
-
-
-@gluon.jit
 def _multiply_row(row, place, bars, fragments_ptr, cols_ptr, slabs, CFG: gl.constexpr):
-    """Sums [sum_rows, HALF] of (part, half) for the block row of each warp, and the new place."""
+    """Sums [tile_m, HALF] of both halves, for the block row of each warp, and the new place."""
     begin, end = row
     here, stage, phase = place
     layout: gl.constexpr = CFG.accumulator_layout()
     operand: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     ahead_count: gl.constexpr = CFG.AHEAD
-    parts: gl.constexpr = CFG.parts
-    sum_rows: gl.constexpr = CFG.sum_rows
-    sums = ()
-    for _ in gl.static_range(2 * parts):
-        sums = sums + (gl.zeros([sum_rows, HALF], gl.float32, layout),)  # noqa: RUF005
+    tile_m: gl.constexpr = CFG.tile_m
+    left = gl.zeros([tile_m, HALF], gl.float32, layout)
+    right = gl.zeros([tile_m, HALF], gl.float32, layout)
     lane = lane_number()
-    # Thread i holds the column of step i of the next 32. What is loaded must not be touched
+    # Thread i holds the column of block i of the next 32. What is loaded must not be touched
     # before it is needed: a warp that waits for it stands still for thousands of cycles.
     next_cols = gl.load(cols_ptr + begin + lane, mask=begin + lane < end, other=0)
     ahead = ()
     for u in gl.static_range(ahead_count):
-        ahead = ahead + (_fragments(fragments_ptr, begin + u, CFG),)  # noqa: RUF005
+        ahead = ahead + (_fragment(fragments_ptr, begin + u, CFG),)  # noqa: RUF005
     wait_at(bars + 8 * stage, phase)
     for base in range(begin, end, LANES):
         cols = next_cols
@@ -157,16 +145,13 @@ def _multiply_row(row, place, bars, fragments_ptr, cols_ptr, slabs, CFG: gl.cons
                     col = from_lane(cols, j + u)
                     here, stage, phase = _advance((here, stage, phase), col // CFG.slabs, bars, CFG)
                     slab = stage * (2 * CFG.slabs) + col % CFG.slabs
-                    for half in gl.static_range(2):
-                        x = slabs.index(slab + half * CFG.slabs).load(operand)
-                        for part in gl.static_range(parts):
-                            a = _operand(ahead[u][part], slabs.dtype, CFG)
-                            acc = mma_v2(a, x, sums[2 * part + half])
-                            sums = _replaced(sums, 2 * part + half, acc)
-                    # past the last step: read, never multiplied
-                    fresh = _fragments(fragments_ptr, base + j + u + ahead_count, CFG)
+                    a = _operand(ahead[u], slabs.dtype, CFG)
+                    left = mma_v2(a, slabs.index(slab).load(operand), left)
+                    right = mma_v2(a, slabs.index(slab + CFG.slabs).load(operand), right)
+                    # past the last block: read, never multiplied
+                    fresh = _fragment(fragments_ptr, base + j + u + ahead_count, CFG)
                     ahead = _replaced(ahead, u, fresh)
-    return sums, (here, stage, phase)
+    return left, right, (here, stage, phase)
 
 
 @gluon.jit
@@ -176,7 +161,6 @@ def _consume(out_ptr, extras, operands, grid, sizes, CFG: gl.constexpr):
     groups, panels, section, chunks = grid
     n_items, n_rows, n_cols, per_block = sizes
     bars = shared_address(CFG.STAGES * CFG.chunk_bytes)
-    parts: gl.constexpr = CFG.parts
     stage = 0
     phase = 0
     for piece in range(gl.program_id(0), groups * panels, gl.num_programs(0)):
@@ -186,17 +170,17 @@ def _consume(out_ptr, extras, operands, grid, sizes, CFG: gl.constexpr):
         block_row = gl.load(item_ptr, mask=item < n_items, other=-1)
         begin = gl.load(item_ptr + 1, mask=item < n_items, other=0) * per_block
         end = gl.load(item_ptr + 2, mask=item < n_items, other=0) * per_block
-        sums, place = _multiply_row(
+        left, right, place = _multiply_row(
             *((begin, end), (0, stage, phase), bars, fragments_ptr, cols_ptr, slabs, CFG)
         )
         _, stage, phase = _advance(place, chunks - 1, bars, CFG)
         arrive_at(bars + 8 * (CFG.STAGES + stage))
         stage, phase = _next_stage(stage, phase, CFG)
 
-        for i in gl.static_range(2 * parts):
-            row = block_row * CFG.BLOCK_H + (i // 2) * ROWS
-            col = panel * (2 * HALF) + (i % 2) * HALF
-            store_half(sums[i], row, col, out_ptr, extras, n_rows, n_cols, CFG)
+        row = block_row * ROWS
+        col = panel * (2 * HALF)
+        store_half(left, row, col, out_ptr, extras, n_rows, n_cols, CFG)
+        store_half(right, row, col + HALF, out_ptr, extras, n_rows, n_cols, CFG)
 
 
 @gluon.jit(
@@ -218,7 +202,7 @@ def _spmm_warps_kernel(
     n_items,
     n_rows,
     n_cols,
-    per_block,  # steps of a block
+    per_block,  # fragments of a block
     groups,
     panels,
     section,  # groups of rows whose pieces run together

@@ -13,6 +13,8 @@ from .config_warps import WarpRowsConfig
 from .plan import SpmmPlan
 from .spmm_warps import _spmm_warps_kernel
 
+# Registers per thread the kernel is compiled for; the producer leaves most of its own to the rest.
+MAX_REGISTERS = 96
 # Blocks of the rows that run together: they are read again for every panel of X, out of L2 (50 MB).
 SECTION_BYTES = 16 * 2**20
 
@@ -33,12 +35,12 @@ def launch_spmm_warps(
     Parameters
     ----------
     out : [M, N]; rows contiguous, or columns where the configuration says transposed
-    fragments : A as `in_fragments` gives it, with those of AHEAD steps to spare; at least one other
-    columns : int32, columns of the steps of 16
+    fragments : A as `in_fragments` gives it, with AHEAD spare ones; at least one other
+    columns : int32, columns of the fragments in units of 16
     x : [K, N], rows contiguous
     bias : [M] contiguous, residual : [M, N], any strides; or None
     plan : of the pattern, no row cut
-    per_block : steps of a block
+    per_block : fragments of a block
     """
     m, n = out.shape
     groups, panels = cdiv(plan.n_items, config.WARPS), cdiv(n, config.tile_n)
@@ -67,7 +69,7 @@ def launch_spmm_warps(
         launch(
             *(_spmm_warps_kernel, programs, args),
             num_warps=config.WARPS,
-            maxnreg=config.max_registers,
+            maxnreg=MAX_REGISTERS,
         )
 
 
@@ -104,8 +106,8 @@ def _case(
         },
         archs=(90,),
         num_warps=config.WARPS,
-        options={"maxnreg": config.max_registers},
-        expect={"sass:HMMA": 16 * config.parts, "sass:LDSM": 8},
+        options={"maxnreg": MAX_REGISTERS},
+        expect={"sass:HMMA": 16, "sass:LDSM": 8},
         max_spill_bytes=max_spill_bytes,
     )
 
@@ -121,10 +123,3 @@ def _cases() -> Iterator[CompileCase]:
     yield _case("16x16-linear-silu", linear, extras=True, max_spill_bytes=192)
     gelu = replace(plain, ACTIVATION="gelu")
     yield _case("16x16-gelu", gelu, extras=True, max_spill_bytes=192)
-    tall = WarpRowsConfig(BLOCK_H=32, WARPS=8)
-    yield _case("32x32", tall)
-    yield _case("32x32-bf16", tall, torch.bfloat16)
-    yield _case("32x32-fp32-out", tall, out_dtype=torch.float32)
-    linear = replace(tall, OUT_TRANSPOSED=True, ACTIVATION="silu")
-    yield _case("32x32-linear-silu", linear, extras=True, max_spill_bytes=592)
-    yield _case("32x32-gelu", replace(tall, ACTIVATION="gelu"), extras=True)

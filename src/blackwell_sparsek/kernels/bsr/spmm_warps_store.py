@@ -9,10 +9,10 @@ the program for that.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config_warps import HALF_COLUMNS, MMA_ROWS
+from .config_warps import HALF_COLUMNS, WARP_ROWS
 from .finish_sm90 import finish_values
 
-ROWS = gl.constexpr(MMA_ROWS)
+ROWS = gl.constexpr(WARP_ROWS)
 HALF = gl.constexpr(HALF_COLUMNS)
 _EIGHT = ",".join(["r"] * 8)
 _EIGHT_OUT = ",".join(["=r"] * 8)
@@ -61,7 +61,7 @@ _STORE = gl.constexpr(_store())
 @gluon.jit
 def _store_in_sixteens(acc, row, col, out_ptr, out_stride, n_rows, n_cols, CFG: gl.constexpr):
     """Store sums as fp16 or bf16 in rows; n_cols is a multiple of 8."""
-    low, high = acc.reshape([CFG.sum_rows, HALF // 2, 2]).split()
+    low, high = acc.reshape([CFG.tile_m, HALF // 2, 2]).split()
     if out_ptr.dtype.element_ty == gl.float16:
         words = gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], gl.int32, True, 1
@@ -72,7 +72,7 @@ def _store_in_sixteens(acc, row, col, out_ptr, out_stride, n_rows, n_cols, CFG: 
         )
     words = gl.inline_asm_elementwise(_EXCHANGE, _EXCHANGE_OPERANDS, [words], gl.int32, False, 8)
     layout: gl.constexpr = words.type.layout
-    rows = row + gl.arange(0, CFG.sum_rows, gl.SliceLayout(1, layout)) % ROWS
+    rows = row + gl.arange(0, CFG.tile_m, gl.SliceLayout(1, layout)) % ROWS
     pairs = gl.arange(0, HALF // 2, gl.SliceLayout(0, layout))
     cols = col + (pairs // 16) * 32 + (pairs % 4) * 8
     inside = ((rows >= 0) & (rows < n_rows))[:, None] & (cols < n_cols)[None, :]
@@ -83,11 +83,11 @@ def _store_in_sixteens(acc, row, col, out_ptr, out_stride, n_rows, n_cols, CFG: 
 
 @gluon.jit
 def store_half(acc, row, col, out_ptr, extras, n_rows, n_cols, CFG: gl.constexpr):
-    """Finish and store sums [sum_rows, HALF]; `row` is the first of each warp, negative: none."""
+    """Finish and store sums [tile_m, HALF]; `row` is the first row of each warp, negative: none."""
     out_stride, bias_ptr, residual_ptr, residual_strides = extras
     layout: gl.constexpr = CFG.accumulator_layout()
     activation: gl.constexpr = CFG.ACTIVATION
-    rows = row + gl.arange(0, CFG.sum_rows, gl.SliceLayout(1, layout)) % ROWS
+    rows = row + gl.arange(0, CFG.tile_m, gl.SliceLayout(1, layout)) % ROWS
     cols = col + gl.arange(0, HALF, gl.SliceLayout(0, layout))
     addends = (bias_ptr, residual_ptr, residual_strides)
     acc = finish_values(acc, rows[:, None], cols[None, :], addends, (n_rows, n_cols), activation)
