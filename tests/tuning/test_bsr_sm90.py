@@ -130,6 +130,7 @@ def test_what_auto_leaves_to_the_portable_kernels():
     for taken in (
         *(replace(LAYER, n=n) for n in (2, 16, 17, 64, 65, 8192)),
         *(replace(LAYER, n=1, batch=2), replace(LAYER, block_shape=(32, 32))),
+        replace(LAYER, n=1, shape=(4096, 28672)),
         *(replace(low, n=17), replace(low, n=4, batch=8), replace(low, n=8192)),
     ):
         assert spmm_sm90_passed_over(taken) is None, taken

@@ -14,9 +14,10 @@ from ..kernels.sm90 import GROUP_ROWS
 from .bsr import NARROW, SpmmSizes, spmm_chunk, spmm_sizes
 from .problem_bsr import BsrProblem
 
-# Columns from which on `auto` takes these kernels: one alone takes 4.5 us in the portable kernel
-# and 4.7 here (4096 x 4096 in 22 % of blocks of 128, H200).
-AUTO_COLUMNS = 2
+# One column alone is left to the portable kernel, unless there are more tiles of rows than this for
+# each SM: 3.9 us there and 4.9 here (4096 x 4096 in 22 % of blocks of 128, H200), 9.6 and 10.3
+# (4096 x 14336), but 20.7 and 17.9 (28672 x 4096).
+ONE_COLUMN_TILES = 2
 # Of blocks lower than this each copy of TMA brings so little that the portable kernel is no slower
 # while its tiles hold the columns: 7.8 us both at 16 x 16.
 FLAT_HEIGHT, FLAT_COLUMNS = 32, 16
@@ -58,8 +59,10 @@ def spmm_sm90_passed_over(problem: BsrProblem) -> str | None:
     """Why `auto` should not take the kernels where they could run, or None."""
     # rows of all batch entries are rows of one matrix
     columns = problem.n * problem.batch
-    height = spmm_sizes(problem).block_h
-    if columns < AUTO_COLUMNS:
+    sizes = spmm_sizes(problem)
+    height = sizes.block_h
+    tiles = cdiv(sizes.rows_b * height, GROUP_ROWS)
+    if columns < 2 and tiles <= ONE_COLUMN_TILES * problem.arch.num_sms:
         return "one column is left to the portable kernels"
     if columns <= FLAT_COLUMNS and height < FLAT_HEIGHT:
         return f"{columns} columns and blocks of height {height} are left to the portable kernels"
