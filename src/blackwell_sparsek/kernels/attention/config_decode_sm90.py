@@ -28,6 +28,10 @@ class DecodeSm90Config:
     BLOCK_KV: int | None
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
+    WORDS: bool = False
+    UNITS: int = 0
+    SHARE: int = 48
+    PDL: bool = False
 
     def __post_init__(self) -> None:
         assert self.ROWS in (8, 16, 32, 64), f"{self.ROWS=}"
@@ -40,6 +44,11 @@ class DecodeSm90Config:
     def part_keys(self) -> int:
         """Keys of one copy: the most that always lie in one page and one block."""
         return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
+
+    @property
+    def packed(self) -> int:
+        """Values of the cache in one element that is copied."""
+        return 4 if self.WORDS else 1
 
     @property
     def scattered(self) -> bool:
@@ -58,11 +67,11 @@ class DecodeSm90Config:
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys."""
-        return (1, 1, self.part_keys, self.TILE_D)
+        return (1, 1, self.part_keys, self.TILE_D // self.packed)
 
     def v_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of values."""
-        return (1, 1, self.part_keys, self.TILE_DV)
+        return (1, 1, self.part_keys, self.TILE_DV // self.packed)
 
     def accumulator_layout(self) -> object:
         """Register layout of products: [keys or dims, ROWS]."""

@@ -23,7 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...device.fp8_words import turned_back
+from ...device.gluon.fp8_operands import column_of_slot, half_range, key_operand, value_operand
 from ...device.gluon.partials import columns_of, merge_parts, rows_of, store_part
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ...device.masks import kv_range, kv_range_of_all, position, row_bounds, within_bounds
@@ -31,11 +34,11 @@ from ...device.partials import MERGED_ROWS, is_last, part_slot
 from ...device.scores import cap, fold_sign
 from ...device.softmax import add_sink, finalise, init_state, weigh
 from .decode_sm90_fetch import produce_tiles
-from .decode_sm90_work import head_of_plane
+from .decode_sm90_work import head_of_plane, part_of_tile
 
 # What describes a piece: sequence, plane, length, first and end tile; and who else has a part:
-# origin, first tile and number of tiles of the plane, tiles of a stretch.
-WORK_FIELDS = gl.constexpr(9)
+# number of the part, origin, first tile and number of tiles of the plane, tiles of a stretch.
+WORK_FIELDS = gl.constexpr(10)
 
 
 @gluon.jit
@@ -52,21 +55,41 @@ def _places(rows, num_rows, kv_head, group, q_len, strides):
 
 
 @gluon.jit
-def _load_queries(q_smem, q_ptr, sequence, kv_head, first_row, score, q_len, heads, strides):
-    """Put the queries of a piece into shared memory; returns the factor of their scores."""
-    rows: gl.constexpr = q_smem.shape[0]
-    dim: gl.constexpr = q_smem.shape[1]
+def _read_queries(q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG: gl.constexpr):
+    """KV head and first row of a plane, its queries, and the factor of their scores."""
+    rows: gl.constexpr = CFG.ROWS
+    dim: gl.constexpr = CFG.TILE_D
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+    kv_head = head_of_plane(plane, q_tiles)
+    first_row = (plane - kv_head * q_tiles) * rows
     num_rows = q_len * heads[1]
     row = first_row + gl.arange(0, rows, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, dim, gl.SliceLayout(0, layout))
+    if CFG.WORDS:
+        offs_d = column_of_slot(offs_d)
     _, _, offset = _places(row, num_rows, kv_head, heads[1], q_len, strides.q)
-    plane = q_ptr + sequence.to(gl.int64) * strides.q[0]
-    q = gl.load(plane + offset[:, None] + offs_d[None, :], (row < num_rows)[:, None], other=0.0)
-    q, factor = fold_sign(q, score[0])
+    queries = q_ptr + sequence.to(gl.int64) * strides.q[0]
+    live = (row < num_rows) & (sequence >= 0)
+    q = gl.load(queries + offset[:, None] + offs_d[None, :], live[:, None], other=0.0)
+    k_scale = 1.0
+    if score[2] is not None:
+        k_scale = gl.load(score[2] + kv_head * score[4], sequence >= 0, other=1.0)
+    return kv_head, first_row, q, k_scale
+
+
+@gluon.jit
+def _put_queries(q_smem, q, k_scale, score, CFG: gl.constexpr):
+    """Queries into shared memory; returns the factor of their scores, and that before a softcap."""
+    # under a softcap the factor of the softmax is the cap, and that of keys belongs inside
+    q, factor = fold_sign(q, score[0] * k_scale if score[1] is None else score[0])
+    inside = k_scale
+    if CFG.WORDS and q.dtype != gl.float16:
+        q, up = half_range(q)
+        factor = factor * up if score[1] is None else factor
+        inside = inside * up
     q_smem.store(q)
     fence_async_shared()
-    return factor
+    return factor, inside
 
 
 @gluon.jit
@@ -101,7 +124,7 @@ def _drop_dead_values(tile, kv_start, positions, kv_lo, kv_hi):
 @gluon.jit
 def _write(
     results, m_log2, row_sum, acc, first_row, num_rows, sequence, kv_head, kv_len, q_len, heads,
-    strides, sinks_ptr,
+    strides, sinks_ptr, score,
 ):  # fmt: skip
     """End the softmax of packed rows and store outputs and lse."""
     row = first_row + rows_of(acc)
@@ -112,6 +135,8 @@ def _write(
         acc = acc * rescale[:, None]
     row_sum = gl.where(kv_len < 0, float("nan"), row_sum)
     inverse, lse = finalise(m_log2, row_sum)
+    if score[3] is not None:
+        inverse *= gl.load(score[3] + kv_head * score[5])
     out_ptr = results[0] + sequence.to(gl.int64) * strides.out[0]
     gl.store(
         out_ptr + offset[:, None] + columns_of(acc)[None, :],
@@ -142,20 +167,23 @@ def _consume(consume, shared, CFG: gl.constexpr):
     num_rows = q_len * heads[1]
     q_tiles = (num_rows + num - 1) // num
     acc_parts = workspace[0]
-    state_parts = acc_parts + (2 * gl.num_programs(0)).to(gl.int64) * (num * tile_dv)
-    program = gl.program_id(0)
+    slots = 2 * gl.num_programs(0) * (CFG.UNITS + 1)
+    state_parts = acc_parts + slots.to(gl.int64) * (num * tile_dv)
     step = 0
     turn = 0
-    sequence, plane, kv_len, kv_tile, kv_end, origin, plane_tile, count, each = take(work, turn)
+    if CFG.PDL:
+        gdc_wait()
+    sequence, plane, kv_len, kv_tile, kv_end, part, origin, plane_tile, count, each = take(
+        work, turn
+    )
+    kv_head, first_row, q, k_scale = _read_queries(
+        q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+    )
     while sequence >= 0:
-        kv_head = head_of_plane(plane, q_tiles)
-        first_row = (plane - kv_head * q_tiles) * num
-        factor = _load_queries(
-            q_smem, q_ptr, sequence, kv_head, first_row, score, q_len, heads, strides
-        )
+        factor, inside = _put_queries(q_smem, q, k_scale, score, CFG)
         # divisions, while keys are waited for
-        begins = origin + plane_tile // each
-        ends = origin + (plane_tile + count - 1) // each
+        begins = origin + part_of_tile(plane_tile, each, CFG)
+        ends = origin + part_of_tile(plane_tile + count - 1, each, CFG)
         length = gl.maximum(kv_len, 0)
         kv_lo, kv_hi = kv_range(0, q_len, q_len, length, left, right)
         all_lo, all_hi = kv_range_of_all(0, q_len, q_len, length, left, right)
@@ -178,9 +206,20 @@ def _consume(consume, shared, CFG: gl.constexpr):
             if CFG.BLOCK_KV is not None:
                 positions = notes[0].index(stage)
                 kv_pos = positions.load(gl.SliceLayout(0, turned.type.layout))
-            q = q_smem.permute((1, 0))
-            scores = warpgroup_mma(k_smem.index(stage), q, no_scores, use_acc=False, is_async=True)
+            k = k_smem.index(stage)
+            v = v_smem.index(stage)
+            if CFG.WORDS:
+                k = key_operand(k, layout)
+            q_turned = q_smem.permute((1, 0))
+            scores = warpgroup_mma(k, q_turned, no_scores, use_acc=False, is_async=True)
+            if CFG.WORDS:
+                if cut:
+                    _drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
+                # while the tensor cores multiply
+                values = value_operand(v, layout)
             s = gl.permute(warpgroup_mma_wait(0, deps=(scores,)), (1, 0))
+            if CFG.WORDS and score[1] is not None:
+                s = s * inside
             s = cap(s, score[1])
             if CFG.BLOCK_KV is not None or (kv_start < all_lo) | (kv_start + tile_n > all_hi):
                 s = _mask_scores(s, kv_pos, first_row, length, (left, right), q_len, heads)
@@ -188,30 +227,43 @@ def _consume(consume, shared, CFG: gl.constexpr):
             sums = sums * rescale[:, None] + p
             p_smem.store(p.to(p_smem.dtype))
             acc = acc * gl.convert_layout(rescale, columns)[None, :]
-            v = v_smem.index(stage)
-            if cut:
-                _drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
+            if not CFG.WORDS:
+                if cut:
+                    _drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
+                values = v.permute((1, 0))
             fence_async_shared()
-            product = warpgroup_mma(v.permute((1, 0)), p_smem.permute((1, 0)), acc, is_async=True)
+            product = warpgroup_mma(values, p_smem.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
             mbarrier.arrive(empty.index(stage), count=1)
             step += 1
 
-        out = gl.permute(acc, (1, 0))
+        if CFG.WORDS:
+            out = gl.permute(turned_back(acc), (1, 0))
+        else:
+            out = gl.permute(acc, (1, 0))
         out_rows: gl.constexpr = gl.SliceLayout(1, out.type.layout)
         row_sum = gl.convert_layout(gl.sum(sums, 1), out_rows)
         if CFG.scattered:
             row_sum = gl.where(wrong != 0, float("nan"), row_sum)
         m_out = gl.convert_layout(m_log2, out_rows)
+        tile_rows = gl.minimum(num_rows - first_row, num)
         if begins == ends:
             _write(
                 results, m_out, row_sum, out, first_row, num_rows, sequence, kv_head, kv_len,
-                q_len, heads, strides, sinks_ptr,
+                q_len, heads, strides, sinks_ptr, score,
             )  # fmt: skip
         else:
-            tile_rows = gl.minimum(num_rows - first_row, num)
-            slot = part_slot(program, begins)
+            slot = part_slot(part, begins)
             store_part(acc_parts, state_parts, slot, m_out, row_sum, out, tile_rows)
+        # the next queries are on their way while others are told of this part
+        turn += 1
+        (
+            next_sequence, plane, next_len, kv_tile, kv_end, part, origin, plane_tile, count, each
+        ) = take(work, turn)  # fmt: skip
+        next_head, next_row, q, k_scale = _read_queries(
+            q_ptr, next_sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+        )
+        if begins < ends:
             if is_last(workspace[1] + begins, ends - begins + 1):
                 for row in range(0, tile_rows, MERGED_ROWS):
                     m_all, sum_all, acc_all = merge_parts(
@@ -220,10 +272,12 @@ def _consume(consume, shared, CFG: gl.constexpr):
                     )  # fmt: skip
                     _write(
                         results, m_all, sum_all, acc_all, first_row + row, first_row + tile_rows,
-                        sequence, kv_head, kv_len, q_len, heads, strides, sinks_ptr,
+                        sequence, kv_head, kv_len, q_len, heads, strides, sinks_ptr, score,
                     )  # fmt: skip
-        turn += 1
-        sequence, plane, kv_len, kv_tile, kv_end, origin, plane_tile, count, each = take(work, turn)
+        sequence = next_sequence
+        kv_len = next_len
+        kv_head = next_head
+        first_row = next_row
 
 
 @gluon.jit(
@@ -260,17 +314,21 @@ def _attn_decode_sm90_kernel(
 ):
     """Set up rings and roles; `produce_tiles` and `_consume` do the work.
 
-    results (out, lse), score (scale_log2, inverse_cap), workspace (parts, counters), heads (KV
+    results (out, lse), score (scale_log2, inverse_cap, k_scale, v_scale, their strides), workspace (parts, counters), heads (KV
     heads, query heads of each), of_plane: programs for each plane, 0 if there are more planes.
     """
     # the first thing that anything depends on, asked for before anything else
-    first_length = gl.load(seqlens_ptr)
+    first_length = 0
+    if CFG.PDL:
+        gdc_launch_dependents()
+    else:
+        first_length = gl.load(seqlens_ptr)
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     num: gl.constexpr = CFG.ROWS
     tile_d: gl.constexpr = CFG.TILE_D
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = gl.float16 if CFG.WORDS else k_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_d], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_n], dtype)
     k_smem = tiles(k_desc, stages, tile_n)
@@ -288,7 +346,8 @@ def _attn_decode_sm90_kernel(
     lengths = (seqlens_ptr, first_length, batch, q_len, capacity, left, right, num_blocks)
     tables = (page_table_ptr, list_ptr, num_pages)
     table_strides = (page_row_stride, list_batch_stride, list_head_stride)
-    produce = ((k_desc, v_desc), tables, table_strides, of_plane)
+    claims = workspace[1] + gl.num_programs(0) * (CFG.UNITS + 1)
+    produce = ((k_desc, v_desc), tables, table_strides, of_plane, claims)
     consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem)
     shared = (ring, (positions, flags), work, lengths, heads)
     # the first role runs in the warps of the launch, the other in a warp of its own

@@ -3,14 +3,17 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 from ...device.gluon.pipeline import publish
 from ...device.paging import visited_tiles
 from .decode_sm90_work import (
-    find_stretch,
+    find_tiles,
     head_of_plane,
     keys_of_sequence,
+    late_tiles,
     places_of,
+    plan_stretches,
     positions_of,
     read_blocks,
     read_pages,
@@ -65,9 +68,10 @@ def _produce_in_a_row(descs, ring, piece, step, sequence, kv_head, first, end, C
 
 @gluon.jit
 def _produce_scattered(
-    descs, ring, notes, tables, bounds, step, sequence, kv_head, first, end, CFG: gl.constexpr
-):
-    """Fetch tiles that tables and lists tell the places of; returns the next step.
+    descs, ring, notes, tables, bounds, piece, step, sequence, kv_head, first, end,
+    CFG: gl.constexpr,
+):  # fmt: skip
+    """Publish a piece and fetch its tiles, whose places tables and lists tell; returns the next step.
 
     Blocks are read two tiles ahead and pages one, so that nothing waits for them.
     """
@@ -76,10 +80,14 @@ def _produce_scattered(
     positions, flags = notes
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     nothing = gl.full([1], 0, gl.int32, lane)
+    work, turn, fields = piece
     blocks = read_blocks(list_ptr, first, num_blocks, CFG)
+    next_blocks = read_blocks(list_ptr, first + 1, num_blocks, CFG)
+    # what is published waits for the length; blocks are on their way by then
+    publish(work, turn, fields)
     starts, wrong = starts_of(blocks, first, capacity, CFG)
     pages = read_pages(table_ptr, sequence, starts, kv_lo, kv_hi, CFG)
-    blocks = read_blocks(list_ptr, first + 1, num_blocks, CFG)
+    blocks = next_blocks
     for tile in range(first, end):
         next_starts, wrong_block = starts_of(blocks, tile + 1, capacity, CFG)
         next_pages = read_pages(table_ptr, sequence, next_starts, kv_lo, kv_hi, CFG)
@@ -106,49 +114,74 @@ def _produce_scattered(
 @gluon.jit
 def produce_tiles(produce, shared, CFG: gl.constexpr):
     """Find this program's stretch, publish its pieces and keep the ring full."""
-    descs, tables, table_strides, of_plane = produce
+    descs, tables, table_strides, of_plane, claims_ptr = produce
     page_table_ptr, list_ptr, num_pages = tables
     ring, notes, work, lengths, heads = shared
     q_len, capacity, num_blocks = lengths[3], lengths[4], lengths[7]
     q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
     planes = heads[0] * q_tiles
-    each, origin, tile, end, sequence, plane, plane_tile = find_stretch(
-        lengths, planes, of_plane, CFG
-    )
+    if CFG.PDL:
+        gdc_wait()
+        lengths = (lengths[0], gl.load(lengths[0]), *lengths[2:])
+    each, total, counts = plan_stretches(lengths, planes, of_plane, CFG)
+    unit, late, parts = late_tiles(each, CFG)
+    stretches = gl.num_programs(0)
+    stretch = gl.program_id(0)
+    part = stretch * parts
+    skip = 0
+    size = each - late
     step = 0
     turn = 0
-    while tile < end:
-        kv_len, kv_lo, kv_hi = keys_of_sequence(lengths, sequence)
-        first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
-        stop = gl.minimum(end, plane_tile + count)
-        begin_key = tile + first_tile - plane_tile
-        end_key = stop + first_tile - plane_tile
-        fields = (sequence, plane, kv_len, begin_key, end_key, origin, plane_tile, count, each)
-        kv_head = head_of_plane(plane, q_tiles)
-        if CFG.scattered:
-            publish(work, turn, fields)
-            rows = (list_ptr, page_table_ptr, num_blocks, num_pages)
-            if CFG.BLOCK_KV is not None:
-                list_row = sequence.to(gl.int64) * table_strides[1] + kv_head * table_strides[2]
-                rows = (list_ptr + list_row, rows[1], num_blocks, num_pages)
-            if CFG.PAGE_SIZE is not None:
-                table_row = sequence.to(gl.int64) * table_strides[0]
-                rows = (rows[0], page_table_ptr + table_row, num_blocks, num_pages)
-            step = _produce_scattered(
-                descs, ring, notes, rows, (kv_lo, kv_hi, capacity), step, sequence, kv_head,
-                begin_key, end_key, CFG,
-            )  # fmt: skip
-        else:
+    more = 1
+    while more > 0:
+        origin, tile, end, sequence, plane, plane_tile = find_tiles(
+            lengths, planes, of_plane, each, total, counts, stretch, skip, size, CFG
+        )
+        while tile < end:
+            kv_len, kv_lo, kv_hi = keys_of_sequence(lengths, sequence)
+            first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+            stop = gl.minimum(end, plane_tile + count)
+            first = tile + first_tile - plane_tile
+            until = stop + first_tile - plane_tile
+            fields = (sequence, plane, kv_len, first, until, part, origin, plane_tile, count, each)
+            kv_head = head_of_plane(plane, q_tiles)
             piece = (work, turn, fields)
-            step = _produce_in_a_row(
-                descs, ring, piece, step, sequence, kv_head, begin_key, end_key, CFG
-            )
-        turn += 1
-        tile = stop
-        plane_tile = stop
-        plane += 1
-        if plane == planes:
-            plane = 0
-            sequence += 1
+            if CFG.scattered:
+                rows = (list_ptr, page_table_ptr, num_blocks, num_pages)
+                if CFG.BLOCK_KV is not None:
+                    list_row = sequence.to(gl.int64) * table_strides[1] + kv_head * table_strides[2]
+                    rows = (list_ptr + list_row, rows[1], num_blocks, num_pages)
+                if CFG.PAGE_SIZE is not None:
+                    table_row = sequence.to(gl.int64) * table_strides[0]
+                    rows = (rows[0], page_table_ptr + table_row, num_blocks, num_pages)
+                step = _produce_scattered(
+                    descs, ring, notes, rows, (kv_lo, kv_hi, capacity), piece, step, sequence,
+                    kv_head, first, until, CFG,
+                )  # fmt: skip
+            else:
+                step = _produce_in_a_row(
+                    descs, ring, piece, step, sequence, kv_head, first, until, CFG
+                )
+            turn += 1
+            tile = stop
+            plane_tile = stop
+            plane += 1
+            if plane == planes:
+                plane = 0
+                sequence += 1
+        more = 0
+        if CFG.UNITS > 0:
+            if unit > 0:
+                claim = gl.atomic_add(claims_ptr, 1, sem="relaxed")
+                if claim < stretches * CFG.UNITS:
+                    of_stretch = claim // stretches
+                    stretch = claim - of_stretch * stretches
+                    part = stretch * parts + 1 + of_stretch
+                    skip = each - late + of_stretch * unit
+                    size = unit
+                    more = 1
+                # every program's last claim fails; after the last of those nobody asks again
+                if claim == stretches * (CFG.UNITS + 1) - 1:
+                    gl.store(claims_ptr, 0)
     # no sequence: the end
-    publish(work, turn, (-1, 0, 0, 0, 0, 0, 0, 0, 1))
+    publish(work, turn, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 1))

@@ -50,6 +50,9 @@ def launch_attn_decode_sm90(
         return
     heads, pages = kv_heads(k_cache, spec), page_size(k_cache, spec)
     planes = heads * cdiv(heads_q // heads * q_len, config.ROWS)
+    parts = programs * (config.UNITS + 1)
+    if config.WORDS:
+        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
     table, blocks = spec.page_table, spec.kv_blocks
     with on_device_of(q):
         args = (
@@ -61,10 +64,16 @@ def launch_attn_decode_sm90(
             table,
             blocks,
             None if spec.sinks is None else spec.sinks.contiguous(),
-            score_factors(spec.scale, spec.softcap),
             (
-                scratch((2 * programs, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
-                resting_words(programs, q.device),
+                *score_factors(spec.scale, spec.softcap),
+                spec.k_scale,
+                spec.v_scale,
+                _scale_stride(spec.k_scale),
+                _scale_stride(spec.v_scale),
+            ),
+            (
+                scratch((2 * parts, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
+                resting_words(parts + 1, q.device),
             ),
             DecodeSm90Strides(token_strides(out), token_strides(q)),
             0 if table is None else table.stride(0),
@@ -80,7 +89,14 @@ def launch_attn_decode_sm90(
             config,
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        if config.PDL:
+            options["launch_pdl"] = True
         launch(_attn_decode_sm90_kernel, programs, args, **options)
+
+
+def _scale_stride(scale: torch.Tensor | None) -> int:
+    """From head to head; 0 where one number is for all."""
+    return 0 if scale is None or scale.numel() == 1 else 1
 
 
 def _descriptor(cache: torch.Tensor, pages: int | None, block: tuple[int, int, int, int]) -> Any:

@@ -2,6 +2,10 @@
 
 The tiles lie in one row, sequence by sequence and in it plane by plane; a plane is a KV head and up
 to ROWS of the queries that share it. Program p takes the p-th stretch of `each` tiles.
+
+SMs do not get equal shares of the memory's bandwidth, so the last tiles of long stretches are dealt
+out in units to whoever is done. Stretches without their units, and units, are *parts* of the work,
+numbered in the order of their tiles; who computes a part does not change its result.
 """
 
 from triton.experimental import gluon
@@ -57,26 +61,39 @@ def head_of_plane(plane, q_tiles):
 
 
 @gluon.jit
-def find_stretch(lengths, planes, of_plane, CFG: gl.constexpr):
-    """This program's stretch: tiles `[tile, end)`, and where it begins: sequence and plane.
+def late_tiles(each, CFG: gl.constexpr):
+    """Tiles of a unit, 0 if there are none, tiles of all units of a stretch, and its parts."""
+    unit = each - each
+    if CFG.UNITS > 0:
+        unit = each // CFG.SHARE
+    return unit, unit * CFG.UNITS, gl.where(unit > 0, CFG.UNITS + 1, 1)
 
-    Also the most tiles of a stretch, and what tells who else works on a plane: tile t of the plane
-    whose first is `plane_tile` belongs to program `origin + (plane_tile + t) // each`.
+
+@gluon.jit
+def part_of_tile(tile, each, CFG: gl.constexpr):
+    """The part of the work that a tile belongs to."""
+    stretch = tile // each
+    if CFG.UNITS > 0:
+        unit, late, parts = late_tiles(each, CFG)
+        in_late = tile - stretch * each - (each - late)
+        of_stretch = gl.where(in_late < 0, 0, 1 + in_late // gl.maximum(unit, 1))
+        stretch = stretch * parts + of_stretch
+    return stretch
+
+
+@gluon.jit
+def plan_stretches(lengths, planes, of_plane, CFG: gl.constexpr):
+    """Tiles of a stretch, all tiles, and those of each of the first sequences.
+
+    With one sequence, whose planes are alike, all tiles are those of a plane: no stretch goes from
+    one to another.
     """
     first_length, batch, q_len, capacity, left, right, num_blocks = lengths[1:]
-    program = gl.program_id(0)
-    sequence = 0
-    plane_tile = 0
-    origin = 0
+    counts = gl.full([SCAN], 0, gl.int32, gl.BlockedLayout([4], [32], [1], [0]))
     if (batch == 1) & (of_plane > 0):
-        # one sequence, whose planes are alike: no stretch goes from one to another
-        plane = program // of_plane
         _, lo, hi = keys_of_length(first_length, q_len, capacity, left, right)
-        _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
-        each = (count + of_plane - 1) // of_plane
-        origin = plane * of_plane
-        tile = (program - origin) * each
-        end = gl.where(plane < planes, gl.minimum(tile + each, count), 0)
+        _, total = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+        each = (total + of_plane - 1) // of_plane
     else:
         programs = gl.num_programs(0)
         counts = _tiles_of_sequences(lengths, 0, CFG)
@@ -91,8 +108,31 @@ def find_stretch(lengths, planes, of_plane, CFG: gl.constexpr):
         # a plane that is not cut needs no merging, which is worth a few programs without work
         whole = (longest + of_plane - 1) // gl.maximum(of_plane, 1)
         each = gl.where((of_plane > 0) & (whole - each <= each // WORTH), whole, each)
-        tile = program * each
-        end = gl.minimum(tile + each, total)
+    return each, total, counts
+
+
+@gluon.jit
+def find_tiles(
+    lengths, planes, of_plane, each, total, counts, stretch, skip, size, CFG: gl.constexpr
+):
+    """Tiles `[tile, end)`, `size` of a stretch after `skip`, and the sequence and plane of the first.
+
+    Also what tells who else works on that plane: tile t of the plane whose first is `plane_tile`
+    belongs to part `origin + part_of_tile(plane_tile + t)`.
+    """
+    batch, num_blocks = lengths[2], lengths[7]
+    sequence = 0
+    plane_tile = 0
+    origin = 0
+    if (batch == 1) & (of_plane > 0):
+        plane = stretch // of_plane
+        _, _, parts = late_tiles(each, CFG)
+        origin = plane * of_plane * parts
+        tile = (stretch - plane * of_plane) * each + skip
+        end = gl.where(plane < planes, gl.minimum(tile + size, total), 0)
+    else:
+        tile = stretch * each + skip
+        end = gl.minimum(tile + size, total)
         before = 0
         sequence_tile = 0
         for first in range(0, batch, SCAN):
@@ -108,7 +148,7 @@ def find_stretch(lengths, planes, of_plane, CFG: gl.constexpr):
         _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
         plane = (tile - sequence_tile) // count
         plane_tile = sequence_tile + plane * count
-    return each, origin, tile, end, sequence, plane, plane_tile
+    return origin, tile, end, sequence, plane, plane_tile
 
 
 @gluon.jit
