@@ -15,6 +15,8 @@ from .problem_decode import DecodeProblem
 HEAD_DIMS = (64, 128)
 # Keys that one copy must hold at the least: a step of WGMMA.
 STEP = 16
+# Rows whose scores leave registers for operands.
+MOST_FP8_ROWS = 16
 # Tiles of all sequences and heads lie in one row that int32 counts.
 MOST_TILES = 2**31 - 1
 
@@ -32,9 +34,16 @@ def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
         return f"needs sm_90, this is {problem.arch}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"{problem.dtype} has no 16-bit WGMMA"
-    if problem.cache_dtype != problem.dtype:
-        return f"needs a cache of {problem.dtype}, got {problem.cache_dtype}"
     dims = (problem.head_dim, problem.head_dim_v)
+    if problem.cache_dtype == torch.float8_e4m3fn:
+        # a word of four values is what a thread has of the 128 rows of two WGMMAs
+        if dims != (128, 128) or problem.rows > MOST_FP8_ROWS:
+            return (
+                f"needs head dimensions of 128 and at most {MOST_FP8_ROWS} rows for a float8 "
+                f"cache, got {dims[0]} and {dims[1]}, {problem.rows} rows"
+            )
+    elif problem.cache_dtype != problem.dtype:
+        return f"needs a cache of {problem.dtype} or float8, got {problem.cache_dtype}"
     if any(dim not in HEAD_DIMS for dim in dims):
         return f"needs head dimensions of 64 or 128, got {dims[0]} and {dims[1]}"
     for what, size in (("pages", problem.page_size), ("listed blocks", problem.block_size)):
@@ -59,12 +68,19 @@ def attn_decode_sm90_launch(problem: DecodeProblem) -> DecodeSm90Launch:
         problem.head_dim_v,
         problem.page_size,
         problem.block_size,
+        problem.cache_dtype.itemsize == 1,
     )
 
 
 @lru_cache(maxsize=1024)
 def _launch(
-    sms: int, rows: int, dim: int, dim_v: int, page_size: int | None, block_kv: int | None
+    sms: int,
+    rows: int,
+    dim: int,
+    dim_v: int,
+    page_size: int | None,
+    block_kv: int | None,
+    is_fp8: bool,
 ) -> DecodeSm90Launch:
     packed = next((size for size in (8, 16, 32) if rows <= size), 64)
     # H200, microseconds at (batch, keys) (1, 1k) / (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), and
@@ -73,4 +89,5 @@ def _launch(
     #   64 keys, 5 stages, 1 program:           7.3 / 14.8 / 127.4 / 128.7 / 247.7, 129.7, -
     #   128 keys, 3 stages, 1 program:          7.3 / 14.5 / 126.9 / 128.4 / 248.5, 129.1, 137.2
     #   64 keys, 3 stages, 2 programs:            - /    - / 129.5 /     - /     -, 131.0, 133.4
-    return DecodeSm90Launch(make_config(packed, dim, dim_v, page_size, block_kv), sms)
+    config = make_config(packed, dim, dim_v, page_size, block_kv, words=is_fp8)
+    return DecodeSm90Launch(config, 2 * sms if is_fp8 else sms)

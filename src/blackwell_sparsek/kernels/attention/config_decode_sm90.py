@@ -32,6 +32,7 @@ class DecodeSm90Config:
     UNITS: int = 0
     SHARE: int = 48
     PDL: bool = False
+    WARM: bool = False
 
     def __post_init__(self) -> None:
         assert self.ROWS in (8, 16, 32, 64), f"{self.ROWS=}"
@@ -79,9 +80,14 @@ class DecodeSm90Config:
 
 
 def make_config(
-    rows: int, tile_d: int, tile_dv: int, page_size: int | None = None, block_kv: int | None = None
+    rows: int,
+    tile_d: int,
+    tile_dv: int,
+    page_size: int | None = None,
+    block_kv: int | None = None,
+    words: bool = False,
 ) -> DecodeSm90Config:
-    """The configuration for so many packed rows, head dims, pages and listed blocks."""
+    """The configuration for so many packed rows, head dims, pages, listed blocks; fp8 as `words`."""
     # Half of an SM holds all that must be on its way, and each stage more delays a launch by the
     # 120 cycles of its barriers. The sums of 64 rows need all registers, and their stages are long.
     tall = rows == 64
@@ -94,10 +100,11 @@ def make_config(
         TILE_N=TILE_N,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
-        STAGES=ring // (2 * TILE_N * (tile_d + tile_dv)),
+        STAGES=ring // ((1 if words else 2) * TILE_N * (tile_d + tile_dv)),
         PAGE_SIZE=page_size,
         BLOCK_KV=block_kv,
         # places of the next tiles are held while a stage is waited for
         PRODUCER_REGISTERS=96 if scattered else 40,
-        MAX_REGISTERS=168 if tall or scattered else 128,
+        MAX_REGISTERS=168 if (tall or scattered) and not words else 128,
+        WORDS=words,
     )

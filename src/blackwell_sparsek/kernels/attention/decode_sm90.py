@@ -318,7 +318,7 @@ def _attn_decode_sm90_kernel(
     heads, query heads of each), of_plane: programs for each plane, 0 if there are more planes.
     """
     # the first thing that anything depends on, asked for before anything else
-    first_length = 0
+    first_length = batch
     if CFG.PDL:
         gdc_launch_dependents()
     else:
@@ -340,6 +340,9 @@ def _attn_decode_sm90_kernel(
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
     # a barrier costs each launch 60 cycles: keys and values come together
     ring = (k_smem, v_smem, barriers(stages, 1), barriers(stages, 1))
+    warm = None
+    if CFG.WARM:
+        warm = barriers(1, 1).index(0)
     work = work_channel(WORK_FIELDS, 1)
     fence_async_shared()
 
@@ -347,7 +350,7 @@ def _attn_decode_sm90_kernel(
     tables = (page_table_ptr, list_ptr, num_pages)
     table_strides = (page_row_stride, list_batch_stride, list_head_stride)
     claims = workspace[1] + gl.num_programs(0) * (CFG.UNITS + 1)
-    produce = ((k_desc, v_desc), tables, table_strides, of_plane, claims)
+    produce = ((k_desc, v_desc), tables, table_strides, of_plane, claims, warm)
     consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem)
     shared = (ring, (positions, flags), work, lengths, heads)
     # the first role runs in the warps of the launch, the other in a warp of its own

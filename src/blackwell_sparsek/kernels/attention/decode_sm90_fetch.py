@@ -8,6 +8,7 @@ from triton.language.extra.cuda import gdc_wait
 from ...device.gluon.pipeline import publish
 from ...device.paging import visited_tiles
 from .decode_sm90_work import (
+    NOWHERE,
     find_tiles,
     head_of_plane,
     keys_of_sequence,
@@ -112,17 +113,35 @@ def _produce_scattered(
 
 
 @gluon.jit
+def _have_descriptors_read(descs, ring, warm, CFG: gl.constexpr):
+    """Copy from outside of the caches, which reads nothing but their descriptors."""
+    last: gl.constexpr = CFG.STAGES - 1
+    mbarrier.expect(warm, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
+    k = ring[0].index(last)
+    v = ring[1].index(last)
+    if CFG.parts > 1:
+        k = k.slice(0, CFG.part_keys, dim=0)
+        v = v.slice(0, CFG.part_keys, dim=0)
+    tma.async_copy_global_to_shared(descs[0], [0, 0, NOWHERE, 0], warm, k)
+    tma.async_copy_global_to_shared(descs[1], [0, 0, NOWHERE, 0], warm, v)
+
+
+@gluon.jit
 def produce_tiles(produce, shared, CFG: gl.constexpr):
     """Find this program's stretch, publish its pieces and keep the ring full."""
-    descs, tables, table_strides, of_plane, claims_ptr = produce
+    descs, tables, table_strides, of_plane, claims_ptr, warm = produce
     page_table_ptr, list_ptr, num_pages = tables
     ring, notes, work, lengths, heads = shared
     q_len, capacity, num_blocks = lengths[3], lengths[4], lengths[7]
     q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
     planes = heads[0] * q_tiles
     if CFG.PDL:
+        if CFG.WARM:
+            _have_descriptors_read(descs, ring, warm, CFG)
         gdc_wait()
-        lengths = (lengths[0], gl.load(lengths[0]), *lengths[2:])
+        if CFG.WARM:
+            mbarrier.wait(warm, 0)
+        lengths = lengths[:1] + (gl.load(lengths[0]),) + lengths[2:]  # noqa: RUF005
     each, total, counts = plan_stretches(lengths, planes, of_plane, CFG)
     unit, late, parts = late_tiles(each, CFG)
     stretches = gl.num_programs(0)
