@@ -33,6 +33,7 @@ class DecodeSm90Config:
     SHARE: int = 48
     PDL: bool = False
     WARM: bool = False
+    AHEAD: bool = False
 
     def __post_init__(self) -> None:
         assert self.ROWS in (8, 16, 32, 64), f"{self.ROWS=}"

@@ -340,7 +340,7 @@ def _attn_decode_sm90_kernel(
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
     # a barrier costs each launch 60 cycles: keys and values come together
     ring = (k_smem, v_smem, barriers(stages, 1), barriers(stages, 1))
-    warm = None
+    warm = ring[2].index(0)
     if CFG.WARM:
         warm = barriers(1, 1).index(0)
     work = work_channel(WORK_FIELDS, 1)

@@ -16,6 +16,7 @@ from .decode_sm90_work import (
     places_of,
     plan_stretches,
     positions_of,
+    prefetch_pages,
     read_blocks,
     read_pages,
     starts_of,
@@ -84,6 +85,8 @@ def _produce_scattered(
     work, turn, fields = piece
     blocks = read_blocks(list_ptr, first, num_blocks, CFG)
     next_blocks = read_blocks(list_ptr, first + 1, num_blocks, CFG)
+    if CFG.AHEAD and CFG.PAGE_SIZE is not None:
+        prefetch_pages(table_ptr, first, end, capacity, CFG)
     # what is published waits for the length; blocks are on their way by then
     publish(work, turn, fields)
     starts, wrong = starts_of(blocks, first, capacity, CFG)

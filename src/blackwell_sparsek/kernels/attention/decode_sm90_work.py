@@ -184,6 +184,23 @@ def starts_of(blocks, tile, capacity, CFG: gl.constexpr):
 
 
 @gluon.jit
+def prefetch_pages(page_table_ptr, first, end, capacity, CFG: gl.constexpr):
+    """Have the L2 read the table's entries for a piece's tiles, or the first of any it may list."""
+    lines = gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
+    begin = first * CFG.TILE_N // CFG.PAGE_SIZE
+    last = (end * CFG.TILE_N - 1) // CFG.PAGE_SIZE
+    if CFG.BLOCK_KV is not None:
+        begin = first - first
+        last = (capacity - 1) // CFG.PAGE_SIZE
+    # 128 bytes are 32 pages
+    entry = gl.minimum(begin + lines * 32, gl.minimum(last, (capacity - 1) // CFG.PAGE_SIZE))
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [page_table_ptr + entry],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _wanted(start, kv_lo, kv_hi, CFG: gl.constexpr):
     """Whether a part holds keys that are seen."""
     return (start < kv_hi) & (start + CFG.part_keys > kv_lo)
