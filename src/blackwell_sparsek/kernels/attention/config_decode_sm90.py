@@ -33,6 +33,7 @@ class DecodeSm90Config:
     SHARE: int = 48
     PDL: bool = False
     WARM: bool = False
+    EARLY: bool = False
     AHEAD: bool = False
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...device.fp8_words import turned_back
 from ...device.gluon.fp8_operands import column_of_slot, half_range, key_operand, value_operand
 from ...device.gluon.partials import columns_of, merge_parts, rows_of, store_part
-from ...device.gluon.pipeline import barriers, take, tiles, work_channel
+from ...device.gluon.pipeline import barriers, peek, take, tiles, work_channel
 from ...device.masks import kv_range, kv_range_of_all, position, row_bounds, within_bounds
 from ...device.partials import MERGED_ROWS, is_last, part_slot
 from ...device.scores import cap, fold_sign
@@ -150,10 +150,10 @@ def _write(
 @gluon.jit
 def _consume(consume, shared, CFG: gl.constexpr):
     """Attend with the queries of each piece."""
-    results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem = consume
+    results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, of_plane = consume
     ring, notes, work, lengths, heads = shared
     k_smem, v_smem, full, empty = ring
-    q_len, left, right = lengths[3], lengths[5], lengths[6]
+    batch, q_len, left, right = lengths[2], lengths[3], lengths[5], lengths[6]
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
     num: gl.constexpr = CFG.ROWS
@@ -173,12 +173,26 @@ def _consume(consume, shared, CFG: gl.constexpr):
     turn = 0
     if CFG.PDL:
         gdc_wait()
+    if CFG.EARLY:
+        sequence = gl.program_id(0) * 0
+        plane = sequence
+        if (batch == 1) & (of_plane > 0):
+            # which head it is, is known before the length is
+            plane = gl.program_id(0) // of_plane
+            sequence = gl.where(plane < heads[0] * q_tiles, 0, -1)
+        else:
+            sequence = peek(work, turn, 0)
+            plane = peek(work, turn, 1)
+        kv_head, first_row, q, k_scale = _read_queries(
+            q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+        )
     sequence, plane, kv_len, kv_tile, kv_end, part, origin, plane_tile, count, each = take(
         work, turn
     )
-    kv_head, first_row, q, k_scale = _read_queries(
-        q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
-    )
+    if not CFG.EARLY:
+        kv_head, first_row, q, k_scale = _read_queries(
+            q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+        )
     while sequence >= 0:
         factor, inside = _put_queries(q_smem, q, k_scale, score, CFG)
         # divisions, while keys are waited for
@@ -351,7 +365,7 @@ def _attn_decode_sm90_kernel(
     table_strides = (page_row_stride, list_batch_stride, list_head_stride)
     claims = workspace[1] + gl.num_programs(0) * (CFG.UNITS + 1)
     produce = ((k_desc, v_desc), tables, table_strides, of_plane, claims, warm)
-    consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem)
+    consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, of_plane)
     shared = (ring, (positions, flags), work, lengths, heads)
     # the first role runs in the warps of the launch, the other in a warp of its own
     gl.warp_specialize(
