@@ -8,18 +8,18 @@ from triton.language.extra.cuda import gdc_wait
 from ...device.gluon.pipeline import publish
 from ...device.paging import visited_tiles
 from .decode_sm90_work import (
+    LOOKED_UP,
     NOWHERE,
     find_tiles,
     head_of_plane,
     keys_of_sequence,
     late_tiles,
+    look_up,
     places_of,
     plan_stretches,
     positions_of,
     prefetch_pages,
     read_blocks,
-    read_pages,
-    starts_of,
 )
 
 
@@ -75,42 +75,42 @@ def _produce_scattered(
 ):  # fmt: skip
     """Publish a piece and fetch its tiles, whose places tables and lists tell; returns the next step.
 
-    Blocks are read two tiles ahead and pages one, so that nothing waits for them.
+    The places of 32 parts of tiles are looked up at a time, and their blocks 32 parts ahead.
     """
     list_ptr, table_ptr, num_blocks, num_pages = tables
     kv_lo, kv_hi, capacity = bounds
-    positions, flags = notes
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    nothing = gl.full([1], 0, gl.int32, lane)
     work, turn, fields = piece
-    blocks = read_blocks(list_ptr, first, num_blocks, CFG)
-    next_blocks = read_blocks(list_ptr, first + 1, num_blocks, CFG)
+    positions, flags = notes
+    parts: gl.constexpr = CFG.parts
+    lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    nothing = gl.full([1], 0, gl.int32, lane_layout)
+    last = end * parts
+    blocks = read_blocks(list_ptr, first * parts, last, num_blocks, CFG)
     if CFG.AHEAD and CFG.PAGE_SIZE is not None:
         prefetch_pages(table_ptr, first, end, capacity, CFG)
     # what is published waits for the length; blocks are on their way by then
     publish(work, turn, fields)
-    starts, wrong = starts_of(blocks, first, capacity, CFG)
-    pages = read_pages(table_ptr, sequence, starts, kv_lo, kv_hi, CFG)
-    blocks = next_blocks
+    starts = blocks
+    pages = blocks
+    wrong = 0
     for tile in range(first, end):
-        next_starts, wrong_block = starts_of(blocks, tile + 1, capacity, CFG)
-        next_pages = read_pages(table_ptr, sequence, next_starts, kv_lo, kv_hi, CFG)
-        blocks = read_blocks(list_ptr, tile + 2, num_blocks, CFG)
-        places, wanted, cut, wrong_page = places_of(pages, starts, kv_lo, kv_hi, num_pages, CFG)
-        wrong = wrong | wrong_page
+        lane = (tile - first) * parts % LOOKED_UP
+        if lane == 0:
+            starts, pages, more_wrong = look_up(
+                table_ptr, blocks, tile * parts, last, sequence, bounds, num_pages, CFG
+            )
+            wrong = wrong | more_wrong
+            blocks = read_blocks(list_ptr, tile * parts + LOOKED_UP, last, num_blocks, CFG)
+        places, own, wanted, cut = places_of(starts, pages, lane, kv_lo, kv_hi, CFG)
         stage = step % CFG.STAGES
         _wait_for_stage(ring, step, CFG)
         if CFG.BLOCK_KV is not None:
-            positions.index(stage).store(positions_of(starts, CFG))
+            positions.index(stage).store(positions_of(own, CFG))
         flags.index(stage).store(nothing + (wrong + 2 * cut))
         # the one thread that arrives does not wait for the stores of the others
         gl.thread_barrier()
         _fetch(descs, ring, step, places, kv_head, wanted, CFG)
         mbarrier.arrive(ring[2].index(stage), count=1, pred=wanted == 0)
-        # the block after the last one is not this piece's
-        wrong = wrong | gl.where(tile + 1 < end, wrong_block, 0)
-        starts = next_starts
-        pages = next_pages
         step += 1
     return step
 
