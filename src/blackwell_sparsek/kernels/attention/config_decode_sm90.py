@@ -106,7 +106,7 @@ def make_config(
         PAGE_SIZE=page_size,
         BLOCK_KV=block_kv,
         # places of the next tiles are held while a stage is waited for
-        PRODUCER_REGISTERS=96 if scattered else 40,
-        MAX_REGISTERS=168 if (tall or scattered) and not words else 128,
+        PRODUCER_REGISTERS=64 if scattered else 40,
+        MAX_REGISTERS=168 if tall else 128,
         WORDS=words,
     )
