@@ -33,8 +33,16 @@ def problem(**changes):
         ({"arch": Arch("cpu", 0, 1, 0, True)}, "needs sm_90, this is cpu"),
         ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
         (
-            {"cache_dtype": torch.float8_e4m3fn},
-            "needs a cache of torch.bfloat16, got torch.float8_e4m3fn",
+            {"cache_dtype": torch.float16},
+            "needs a cache of torch.bfloat16 or torch.float8_e4m3fn, got torch.float16",
+        ),
+        (
+            {"cache_dtype": torch.float8_e4m3fn, "head_dim_v": 64},
+            "needs head dimensions of 128 for a float8 cache, got 128 and 64",
+        ),
+        (
+            {"cache_dtype": torch.float8_e4m3fn, "q_len": 5},
+            "takes at most 16 rows of a float8 cache, got 20",
         ),
         ({"head_dim": 96}, "needs head dimensions of 64 or 128, got 96 and 128"),
         ({"head_dim_v": 256}, "needs head dimensions of 64 or 128, got 128 and 256"),
@@ -59,6 +67,7 @@ def test_why_not(changes, reason):
         {"page_size": 48, "block_size": 48},
         {"block_size": 80},
         {"q_len": 16},
+        {"cache_dtype": torch.float8_e4m3fn, "q_len": 4, "page_size": 16, "block_size": 16},
         {"capacity": 2**30 - 1, "banded": True, "softcap": True, "sinks": True},
     ],
 )
@@ -125,6 +134,7 @@ def test_compile_cases_are_what_is_launched():
             problem(
                 head_dim=config.TILE_D, head_dim_v=config.TILE_DV, page_size=config.PAGE_SIZE,
                 block_size=config.BLOCK_KV, heads_q=config.ROWS, heads_kv=1,
+                cache_dtype=torch.float8_e4m3fn if config.WORDS else torch.bfloat16,
             )
         )  # fmt: skip
         assert launch.config == config, call.name

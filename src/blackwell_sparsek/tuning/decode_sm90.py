@@ -12,6 +12,7 @@ from ..kernels.attention.config_decode_sm90 import DecodeSm90Config, make_config
 from .attention_sm90 import LONGEST
 from .problem_decode import DecodeProblem
 
+FP8 = torch.float8_e4m3fn
 HEAD_DIMS = (64, 128)
 # Keys that one copy must hold at the least: a step of WGMMA.
 STEP = 16
@@ -35,15 +36,14 @@ def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"{problem.dtype} has no 16-bit WGMMA"
     dims = (problem.head_dim, problem.head_dim_v)
-    if problem.cache_dtype == torch.float8_e4m3fn:
-        # a word of four values is what a thread has of the 128 rows of two WGMMAs
-        if dims != (128, 128) or problem.rows > MOST_FP8_ROWS:
-            return (
-                f"needs head dimensions of 128 and at most {MOST_FP8_ROWS} rows for a float8 "
-                f"cache, got {dims[0]} and {dims[1]}, {problem.rows} rows"
-            )
+    if problem.cache_dtype == FP8:
+        # what a thread has of two WGMMAs of 64 rows is a word of four values
+        if dims != (128, 128):
+            return f"needs head dimensions of 128 for a float8 cache, got {dims[0]} and {dims[1]}"
+        if problem.rows > MOST_FP8_ROWS:
+            return f"takes at most {MOST_FP8_ROWS} rows of a float8 cache, got {problem.rows}"
     elif problem.cache_dtype != problem.dtype:
-        return f"needs a cache of {problem.dtype} or float8, got {problem.cache_dtype}"
+        return f"needs a cache of {problem.dtype} or {FP8}, got {problem.cache_dtype}"
     if any(dim not in HEAD_DIMS for dim in dims):
         return f"needs head dimensions of 64 or 128, got {dims[0]} and {dims[1]}"
     for what, size in (("pages", problem.page_size), ("listed blocks", problem.block_size)):
@@ -68,7 +68,7 @@ def attn_decode_sm90_launch(problem: DecodeProblem) -> DecodeSm90Launch:
         problem.head_dim_v,
         problem.page_size,
         problem.block_size,
-        problem.cache_dtype.itemsize == 1,
+        problem.cache_dtype == FP8,
     )
 
 

@@ -35,6 +35,9 @@ CALLS = (
     Call(make_config(8, 128, 128, 16, 16), "d128-pages16-lists"),
     Call(make_config(8, 128, 128, None, 32), "d128-lists32"),
     Call(make_config(16, 128, 64, 48), "d128-64-pages48", everything=True),
+    Call(make_config(8, 128, 128, words=True), "d128-fp8"),
+    Call(make_config(8, 128, 128, 64, words=True), "d128-fp8-pages64"),
+    Call(make_config(16, 128, 128, 16, 16, words=True), "d128-fp8-pages16-lists", everything=True),
     Call(make_config(32, 128, 128), "d128-rows32"),
     Call(make_config(64, 128, 128, 256), "d128-rows64", dtype=torch.float16, max_spill_bytes=1024),
 )

@@ -73,7 +73,8 @@ def launch_attn_decode_sm90(
             ),
             (
                 scratch((2 * parts, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
-                resting_words(parts + 1, q.device),
+                # of 16 bytes: a launch that finds words elsewhere would be compiled anew
+                resting_words(cdiv(parts + 1, 4) * 4, q.device),
             ),
             DecodeSm90Strides(token_strides(out), token_strides(q)),
             0 if table is None else table.stride(0),
