@@ -90,7 +90,7 @@ def merge_parts(
     offs_part = gl.arange(0, PARTS, gl.SliceLayout(0, states))[None, :]
     rows = first_row + gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, states))[:, None]
     offs_d = gl.arange(0, TILE_DV, gl.SliceLayout(0, sums))[None, None, :]
-    m_log2, row_sum = init_state(first_row + gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, sums))[:, None])
+    m_log2, row_sum = init_state(gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, sums))[:, None])
     acc = gl.zeros([MERGED_ROWS, TILE_DV], gl.float32, sums)
     for first in range(0, num_parts, PARTS):
         # `part_slot`, as distances that are known when this is compiled

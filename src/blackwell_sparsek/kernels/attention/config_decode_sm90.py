@@ -31,10 +31,6 @@ class DecodeSm90Config:
     WORDS: bool = False
     UNITS: int = 0
     SHARE: int = 48
-    PDL: bool = False
-    WARM: bool = False
-    EARLY: bool = False
-    AHEAD: bool = False
 
     def __post_init__(self) -> None:
         assert self.ROWS in (8, 16, 32, 64), f"{self.ROWS=}"
@@ -89,7 +85,7 @@ def make_config(
     block_kv: int | None = None,
     words: bool = False,
 ) -> DecodeSm90Config:
-    """The configuration for so many packed rows, head dims, pages, listed blocks; fp8 as `words`."""
+    """The configuration for so many packed rows, head dims, pages, listed blocks; words for fp8."""
     # Half of an SM holds all that must be on its way, and each stage more delays a launch by the
     # 120 cycles of its barriers. The sums of 64 rows need all registers, and their stages are long.
     tall = rows == 64

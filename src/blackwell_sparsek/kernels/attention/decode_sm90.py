@@ -26,70 +26,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.fp8_words import turned_back
-from ...device.gluon.fp8_operands import column_of_slot, half_range, key_operand, value_operand
+from ...device.gluon.fp8_operands import key_operand, value_operand
 from ...device.gluon.partials import columns_of, merge_parts, rows_of, store_part
 from ...device.gluon.pipeline import barriers, peek, take, tiles, work_channel
 from ...device.masks import kv_range, kv_range_of_all, position, row_bounds, within_bounds
 from ...device.partials import MERGED_ROWS, is_last, part_slot
-from ...device.scores import cap, fold_sign
+from ...device.scores import cap
 from ...device.softmax import add_sink, finalise, init_state, weigh
 from .decode_sm90_fetch import produce_tiles
-from .decode_sm90_work import head_of_plane, part_of_tile
+from .decode_sm90_queries import places_of_rows, put_queries, read_queries
+from .decode_sm90_work import part_of_tile
 
 # What describes a piece: sequence, plane, length, first and end tile; and who else has a part:
 # number of the part, origin, first tile and number of tiles of the plane, tiles of a stretch.
 WORK_FIELDS = gl.constexpr(10)
-
-
-@gluon.jit
-def _places(rows, num_rows, kv_head, group, q_len, strides):
-    """`decode._row_places`, without divisions where there is one query."""
-    rows = gl.minimum(rows, num_rows - 1)
-    token = rows - rows
-    in_group = rows
-    if q_len > 1:
-        token = rows // group
-        in_group = rows - token * group
-    head = kv_head * group + in_group
-    return token, head, head.to(gl.int64) * strides[1] + token * strides[2]
-
-
-@gluon.jit
-def _read_queries(q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG: gl.constexpr):
-    """KV head and first row of a plane, its queries, and the factor of their scores."""
-    rows: gl.constexpr = CFG.ROWS
-    dim: gl.constexpr = CFG.TILE_D
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
-    kv_head = head_of_plane(plane, q_tiles)
-    first_row = (plane - kv_head * q_tiles) * rows
-    num_rows = q_len * heads[1]
-    row = first_row + gl.arange(0, rows, gl.SliceLayout(1, layout))
-    offs_d = gl.arange(0, dim, gl.SliceLayout(0, layout))
-    if CFG.WORDS:
-        offs_d = column_of_slot(offs_d)
-    _, _, offset = _places(row, num_rows, kv_head, heads[1], q_len, strides.q)
-    queries = q_ptr + sequence.to(gl.int64) * strides.q[0]
-    live = (row < num_rows) & (sequence >= 0)
-    q = gl.load(queries + offset[:, None] + offs_d[None, :], live[:, None], other=0.0)
-    k_scale = 1.0
-    if score[2] is not None:
-        k_scale = gl.load(score[2] + kv_head * score[4], sequence >= 0, other=1.0)
-    return kv_head, first_row, q, k_scale
-
-
-@gluon.jit
-def _put_queries(q_smem, q, k_scale, score, CFG: gl.constexpr):
-    """Queries into shared memory; returns the factor of their scores, and that before a softcap."""
-    # under a softcap the factor of the softmax is the cap, and that of keys belongs inside
-    q, factor = fold_sign(q, score[0] * k_scale if score[1] is None else score[0])
-    inside = k_scale
-    if CFG.WORDS and q.dtype != gl.float16:
-        q, up = half_range(q)
-        factor = factor * up if score[1] is None else factor
-        inside = inside * up
-    q_smem.store(q)
-    fence_async_shared()
-    return factor, inside
 
 
 @gluon.jit
@@ -129,7 +79,7 @@ def _write(
     """End the softmax of packed rows and store outputs and lse."""
     row = first_row + rows_of(acc)
     live = row < num_rows
-    token, head, offset = _places(row, num_rows, kv_head, heads[1], q_len, strides.out)
+    token, head, offset = places_of_rows(row, num_rows, kv_head, heads[1], q_len, strides.out)
     if sinks_ptr is not None:
         m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + head))
         acc = acc * rescale[:, None]
@@ -153,7 +103,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
     results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, of_plane = consume
     ring, notes, work, lengths, heads = shared
     k_smem, v_smem, full, empty = ring
-    batch, q_len, left, right = lengths[2], lengths[3], lengths[5], lengths[6]
+    batch, q_len, left, right = lengths[1], lengths[2], lengths[4], lengths[5]
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
     num: gl.constexpr = CFG.ROWS
@@ -171,30 +121,22 @@ def _consume(consume, shared, CFG: gl.constexpr):
     state_parts = acc_parts + slots.to(gl.int64) * (num * tile_dv)
     step = 0
     turn = 0
-    if CFG.PDL:
-        gdc_wait()
-    if CFG.EARLY:
-        sequence = gl.program_id(0) * 0
-        plane = sequence
-        if (batch == 1) & (of_plane > 0):
-            # which head it is, is known before the length is
-            plane = gl.program_id(0) // of_plane
-            sequence = gl.where(plane < heads[0] * q_tiles, 0, -1)
-        else:
-            sequence = peek(work, turn, 0)
-            plane = peek(work, turn, 1)
-        kv_head, first_row, q, k_scale = _read_queries(
-            q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
-        )
+    gdc_wait()
+    if (batch == 1) & (of_plane > 0):
+        # which head it is, is known before the length is
+        plane = gl.program_id(0) // of_plane
+        sequence = gl.where(plane < heads[0] * q_tiles, 0, -1)
+    else:
+        sequence = peek(work, turn, 0)
+        plane = peek(work, turn, 1)
+    kv_head, first_row, q, k_scale = read_queries(
+        q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+    )
     sequence, plane, kv_len, kv_tile, kv_end, part, origin, plane_tile, count, each = take(
         work, turn
     )
-    if not CFG.EARLY:
-        kv_head, first_row, q, k_scale = _read_queries(
-            q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
-        )
     while sequence >= 0:
-        factor, inside = _put_queries(q_smem, q, k_scale, score, CFG)
+        factor, inside = put_queries(q_smem, q, k_scale, score, CFG)
         # divisions, while keys are waited for
         begins = origin + part_of_tile(plane_tile, each, CFG)
         ends = origin + part_of_tile(plane_tile + count - 1, each, CFG)
@@ -252,9 +194,8 @@ def _consume(consume, shared, CFG: gl.constexpr):
             step += 1
 
         if CFG.WORDS:
-            out = gl.permute(turned_back(acc), (1, 0))
-        else:
-            out = gl.permute(acc, (1, 0))
+            acc = turned_back(acc)
+        out = gl.permute(acc, (1, 0))
         out_rows: gl.constexpr = gl.SliceLayout(1, out.type.layout)
         row_sum = gl.convert_layout(gl.sum(sums, 1), out_rows)
         if CFG.scattered:
@@ -274,10 +215,10 @@ def _consume(consume, shared, CFG: gl.constexpr):
         (
             next_sequence, plane, next_len, kv_tile, kv_end, part, origin, plane_tile, count, each
         ) = take(work, turn)  # fmt: skip
-        next_head, next_row, q, k_scale = _read_queries(
+        next_head, next_row, q, k_scale = read_queries(
             q_ptr, next_sequence, plane, q_tiles, score, q_len, heads, strides, CFG
         )
-        if begins < ends:
+        if begins < ends:  # noqa: SIM102
             if is_last(workspace[1] + begins, ends - begins + 1):
                 for row in range(0, tile_rows, MERGED_ROWS):
                     m_all, sum_all, acc_all = merge_parts(
@@ -328,15 +269,12 @@ def _attn_decode_sm90_kernel(
 ):
     """Set up rings and roles; `produce_tiles` and `_consume` do the work.
 
-    results (out, lse), score (scale_log2, inverse_cap, k_scale, v_scale, their strides), workspace (parts, counters), heads (KV
-    heads, query heads of each), of_plane: programs for each plane, 0 if there are more planes.
+    results (out, lse), score (scale_log2, inverse_cap, k_scale, v_scale, their strides), workspace
+    (parts, counters), heads (KV heads, query heads of each), of_plane: programs for each plane, 0
+    if there are more planes.
     """
-    # the first thing that anything depends on, asked for before anything else
-    first_length = batch
-    if CFG.PDL:
-        gdc_launch_dependents()
-    else:
-        first_length = gl.load(seqlens_ptr)
+    # the next kernel may start as soon as there is room for it; it waits where it has to
+    gdc_launch_dependents()
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
@@ -354,17 +292,15 @@ def _attn_decode_sm90_kernel(
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
     # a barrier costs each launch 60 cycles: keys and values come together
     ring = (k_smem, v_smem, barriers(stages, 1), barriers(stages, 1))
-    warm = ring[2].index(0)
-    if CFG.WARM:
-        warm = barriers(1, 1).index(0)
+    known = barriers(1, 1).index(0)
     work = work_channel(WORK_FIELDS, 1)
     fence_async_shared()
 
-    lengths = (seqlens_ptr, first_length, batch, q_len, capacity, left, right, num_blocks)
+    lengths = (seqlens_ptr, batch, q_len, capacity, left, right, num_blocks)
     tables = (page_table_ptr, list_ptr, num_pages)
     table_strides = (page_row_stride, list_batch_stride, list_head_stride)
     claims = workspace[1] + gl.num_programs(0) * (CFG.UNITS + 1)
-    produce = ((k_desc, v_desc), tables, table_strides, of_plane, claims, warm)
+    produce = ((k_desc, v_desc), tables, table_strides, of_plane, claims, known)
     consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, of_plane)
     shared = (ring, (positions, flags), work, lengths, heads)
     # the first role runs in the warps of the launch, the other in a warp of its own

@@ -46,6 +46,7 @@ CALLS = (
 def decode_sm90_case(call: Call) -> CompileCase:
     """A launch of the kernel."""
     config = call.config
+    copied = torch.int32 if config.WORDS else call.dtype
     out_row, q_row = GROUP * KV_HEADS * config.TILE_DV, GROUP * KV_HEADS * config.TILE_D
     return CompileCase(
         name=f"attn_decode_sm90/{call.name}",
@@ -53,8 +54,8 @@ def decode_sm90_case(call: Call) -> CompileCase:
         args={
             "results": (call.dtype, torch.float32),
             "q_ptr": call.dtype,
-            "k_desc": descriptor_type(config.k_block(), torch.int32 if config.WORDS else call.dtype),
-            "v_desc": descriptor_type(config.v_block(), torch.int32 if config.WORDS else call.dtype),
+            "k_desc": descriptor_type(config.k_block(), copied),
+            "v_desc": descriptor_type(config.v_block(), copied),
             "seqlens_ptr": torch.int32,
             "page_table_ptr": None if config.PAGE_SIZE is None else torch.int32,
             "list_ptr": None if config.BLOCK_KV is None else torch.int32,
@@ -81,7 +82,7 @@ def decode_sm90_case(call: Call) -> CompileCase:
         },
         archs=(90,),
         num_warps=4,
-        options={"maxnreg": config.MAX_REGISTERS},
+        options={"maxnreg": config.MAX_REGISTERS, "launch_pdl": True},
         expect={"wgmma.mma_async": 1},
         max_spill_bytes=call.max_spill_bytes,
     )

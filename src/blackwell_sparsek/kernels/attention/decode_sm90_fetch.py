@@ -73,7 +73,7 @@ def _produce_scattered(
     descs, ring, notes, tables, bounds, piece, step, sequence, kv_head, first, end,
     CFG: gl.constexpr,
 ):  # fmt: skip
-    """Publish a piece and fetch its tiles, whose places tables and lists tell; returns the next step.
+    """Publish a piece and fetch its tiles, whose places tables tell; returns the next step.
 
     The places of 32 parts of tiles are looked up at a time, and their blocks 32 parts ahead.
     """
@@ -86,7 +86,7 @@ def _produce_scattered(
     nothing = gl.full([1], 0, gl.int32, lane_layout)
     last = end * parts
     blocks = read_blocks(list_ptr, first * parts, last, num_blocks, CFG)
-    if CFG.AHEAD and CFG.PAGE_SIZE is not None:
+    if CFG.PAGE_SIZE is not None:
         prefetch_pages(table_ptr, first, end, capacity, CFG)
     # what is published waits for the length; blocks are on their way by then
     publish(work, turn, fields)
@@ -116,35 +116,33 @@ def _produce_scattered(
 
 
 @gluon.jit
-def _have_descriptors_read(descs, ring, warm, CFG: gl.constexpr):
+def _have_descriptors_read(descs, ring, known, CFG: gl.constexpr):
     """Copy from outside of the caches, which reads nothing but their descriptors."""
     last: gl.constexpr = CFG.STAGES - 1
-    mbarrier.expect(warm, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
+    mbarrier.expect(known, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
     k = ring[0].index(last)
     v = ring[1].index(last)
     if CFG.parts > 1:
         k = k.slice(0, CFG.part_keys, dim=0)
         v = v.slice(0, CFG.part_keys, dim=0)
-    tma.async_copy_global_to_shared(descs[0], [0, 0, NOWHERE, 0], warm, k)
-    tma.async_copy_global_to_shared(descs[1], [0, 0, NOWHERE, 0], warm, v)
+    tma.async_copy_global_to_shared(descs[0], [0, 0, NOWHERE, 0], known, k)
+    tma.async_copy_global_to_shared(descs[1], [0, 0, NOWHERE, 0], known, v)
 
 
 @gluon.jit
 def produce_tiles(produce, shared, CFG: gl.constexpr):
     """Find this program's stretch, publish its pieces and keep the ring full."""
-    descs, tables, table_strides, of_plane, claims_ptr, warm = produce
+    descs, tables, table_strides, of_plane, claims_ptr, known = produce
     page_table_ptr, list_ptr, num_pages = tables
     ring, notes, work, lengths, heads = shared
-    q_len, capacity, num_blocks = lengths[3], lengths[4], lengths[7]
+    q_len, capacity, num_blocks = lengths[2], lengths[3], lengths[6]
     q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
     planes = heads[0] * q_tiles
-    if CFG.PDL:
-        if CFG.WARM:
-            _have_descriptors_read(descs, ring, warm, CFG)
-        gdc_wait()
-        if CFG.WARM:
-            mbarrier.wait(warm, 0)
-        lengths = lengths[:1] + (gl.load(lengths[0]),) + lengths[2:]  # noqa: RUF005
+    _have_descriptors_read(descs, ring, known, CFG)
+    # nothing that other kernels may have written is read before this
+    gdc_wait()
+    lengths = (lengths[0], gl.load(lengths[0])) + lengths[1:]  # noqa: RUF005
+    mbarrier.wait(known, 0)
     each, total, counts = plan_stretches(lengths, planes, of_plane, CFG)
     unit, late, parts = late_tiles(each, CFG)
     stretches = gl.num_programs(0)
@@ -192,7 +190,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 plane = 0
                 sequence += 1
         more = 0
-        if CFG.UNITS > 0:
+        if CFG.UNITS > 0:  # noqa: SIM102
             if unit > 0:
                 claim = gl.atomic_add(claims_ptr, 1, sem="relaxed")
                 if claim < stretches * CFG.UNITS:

@@ -89,9 +89,7 @@ def launch_attn_decode_sm90(
             programs // (batch * planes),
             config,
         )
-        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
-        if config.PDL:
-            options["launch_pdl"] = True
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": True}
         launch(_attn_decode_sm90_kernel, programs, args, **options)
 
 

@@ -117,7 +117,7 @@ def plan_stretches(lengths, planes, of_plane, CFG: gl.constexpr):
 def find_tiles(
     lengths, planes, of_plane, each, total, counts, stretch, skip, size, CFG: gl.constexpr
 ):
-    """Tiles `[tile, end)`, `size` of a stretch after `skip`, and the sequence and plane of the first.
+    """Tiles `[tile, end)`, `size` of a stretch after `skip`, and sequence and plane of the first.
 
     Also what tells who else works on that plane: tile t of the plane whose first is `plane_tile`
     belongs to part `origin + part_of_tile(plane_tile + t)`.
