@@ -30,7 +30,7 @@ class DecodeSm90Config:
     MAX_REGISTERS: int
     WORDS: bool = False
     UNITS: int = 0
-    SHARE: int = 48
+    SHARE: int = 24
 
     def __post_init__(self) -> None:
         assert self.ROWS in (8, 16, 32, 64), f"{self.ROWS=}"
@@ -105,4 +105,5 @@ def make_config(
         PRODUCER_REGISTERS=64 if scattered else 40,
         MAX_REGISTERS=168 if tall else 128,
         WORDS=words,
+        UNITS=0 if words else 2,
     )
