@@ -54,13 +54,15 @@ def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
     if problem.capacity > LONGEST:
         return f"needs caches of at most {LONGEST} tokens a sequence"
     planes = problem.batch * problem.heads_kv * (problem.rows // 8 + 1)
-    if planes * (problem.capacity // 64 + 1) > MOST_TILES:
+    # each plane costs as much as a few tiles more
+    if planes * (problem.capacity // 64 + 3) > MOST_TILES:
         return f"needs at most {MOST_TILES} tiles over all sequences and heads"
     return None
 
 
 def attn_decode_sm90_launch(problem: DecodeProblem) -> DecodeSm90Launch:
     """Tiles and programs of a problem that `attn_decode_sm90_unsupported` accepts."""
+    is_fp8 = problem.cache_dtype == FP8
     return _launch(
         problem.arch.num_sms,
         problem.rows,
@@ -68,7 +70,9 @@ def attn_decode_sm90_launch(problem: DecodeProblem) -> DecodeSm90Launch:
         problem.head_dim_v,
         problem.page_size,
         problem.block_size,
-        problem.cache_dtype == FP8,
+        is_fp8,
+        problem.batch == 1,
+        is_fp8 and problem.batch * problem.heads_kv > problem.arch.num_sms // 4,
     )
 
 
@@ -81,6 +85,8 @@ def _launch(
     page_size: int | None,
     block_kv: int | None,
     is_fp8: bool,
+    single: bool,
+    many: bool,
 ) -> DecodeSm90Launch:
     packed = next((size for size in (8, 16, 32) if rows <= size), 64)
     # H200, microseconds at (batch, keys) (1, 1k) / (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), and
@@ -89,5 +95,14 @@ def _launch(
     #   64 keys, 5 stages, 1 program:           7.3 / 14.8 / 127.4 / 128.7 / 247.7, 129.7, -
     #   128 keys, 3 stages, 1 program:          7.3 / 14.5 / 126.9 / 128.4 / 248.5, 129.1, 137.2
     #   64 keys, 3 stages, 2 programs:            - /    - / 129.5 /     - /     -, 131.0, 133.4
-    config = make_config(packed, dim, dim_v, page_size, block_kv, words=is_fp8)
+    # One sequence, in the graphs of `bsk bench`: 7.4 / 16.1, started early 5.9 / 15.2.
+    # fp8 there, (16, 8k) / (64, 4k) / (16, 8k) in pages of 64 / (1, 8k) started early:
+    #   64 keys, 6 stages, 1 program on an SM:  87.8 /     - /    - /    -
+    #   64 keys, 6 stages, 2 programs:          79.2 / 140.9 / 81.5 / 11.8
+    #   128 keys, 6 stages, 1 program:          80.6 / 145.4 /    - /    -
+    #   128 keys, 3 stages, 2 programs:         78.0 / 140.5 / 80.8 / 12.2
+    config = make_config(
+        packed, dim, dim_v, page_size, block_kv,
+        tile_n=128 if many else 64, words=is_fp8, single=single,
+    )  # fmt: skip
     return DecodeSm90Launch(config, 2 * sms if is_fp8 else sms)

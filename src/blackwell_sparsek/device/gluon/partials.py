@@ -7,7 +7,7 @@ Parts lie in memory as [slot, rows, columns] and [slot, 2, rows].
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..partials import MERGED_ROWS, PARTS
+from ..partials import MERGED_ROWS, PARTS, part_slot
 from ..softmax import init_state, join_states
 
 
@@ -37,37 +37,6 @@ def store_part(acc_ptr, state_ptr, slot, m_log2, row_sum, acc, num_rows):
     gl.store(acc_ptr + slot.to(gl.int64) * (TILE_M * TILE_DV) + offsets, acc, live[:, None])
 
 
-@gluon.constexpr_function
-def _asm(count):
-    """Load `count` neighbours if the first one's flag is set."""
-    outs = ", ".join(f"${i}" for i in range(count))
-    kind, outs = ("b32", outs) if count == 1 else (f"v{count}.b32", f"{{{outs}}}")
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
-    return (
-        f"{{ .reg .pred p; setp.ne.b32 p, ${2 * count}, 0; {zeros} "
-        f"@p ld.relaxed.gpu.global.{kind} {outs}, [${count}]; }}"
-    )
-
-
-@gluon.constexpr_function
-def _operands(count):
-    return ",".join(["=&r"] * count + ["l"] * count + ["r"] * count)
-
-
-@gluon.jit
-def _read(pointers, live, COUNT: gl.constexpr):
-    """Read past the L1, which does not see what other SMs write; 0 where not live.
-
-    All loads leave in a row: the compiler would put half of weak ones off until others have come.
-    `COUNT` neighbours are as live as the first of them.
-    """
-    words = gl.inline_asm_elementwise(
-        _asm(COUNT), _operands(COUNT), [pointers, live.to(gl.int32)], dtype=gl.int32,
-        is_pure=False, pack=COUNT,
-    )  # fmt: skip
-    return words.to(gl.float32, bitcast=True)
-
-
 @gluon.jit
 def merge_parts(
     acc_ptr,
@@ -83,31 +52,27 @@ def merge_parts(
 
     Four warps; each takes a row, and each of its threads the same columns of all parts.
     """
-    COLUMNS: gl.constexpr = TILE_DV // 32
-    layout: gl.constexpr = gl.BlockedLayout([1, PARTS, COLUMNS], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, PARTS, TILE_DV // 32], [1, 1, 32], [4, 1, 1], [2, 1, 0]
+    )
     sums: gl.constexpr = gl.SliceLayout(1, layout)
-    states: gl.constexpr = gl.SliceLayout(2, layout)
-    offs_part = gl.arange(0, PARTS, gl.SliceLayout(0, states))[None, :]
-    rows = first_row + gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, states))[:, None]
-    offs_d = gl.arange(0, TILE_DV, gl.SliceLayout(0, sums))[None, None, :]
-    m_log2, row_sum = init_state(gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, sums))[:, None])
+    offs_part = gl.arange(0, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    rows = first_row + gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, sums))[:, None]
+    offs_d = gl.arange(0, TILE_DV, gl.SliceLayout(0, sums))[None, :]
+    live_row = (rows < num_rows)[:, None, :]
+    m_log2, row_sum = init_state(rows)
     acc = gl.zeros([MERGED_ROWS, TILE_DV], gl.float32, sums)
+    inside = (rows * TILE_DV + offs_d)[:, None, :]
     for first in range(0, num_parts, PARTS):
-        # `part_slot`, as distances that are known when this is compiled
-        slot = 2 * (first_program + first)
-        beyond = 2 * offs_part + gl.where((offs_part == 0) & (first == 0), 1, 0)
-        live = (offs_part < num_parts - first) & (rows < num_rows)
-        state = state_ptr + slot * (2 * TILE_M) + rows + beyond * (2 * TILE_M)
-        place = acc_ptr + slot.to(gl.int64) * (TILE_M * TILE_DV) + rows * TILE_DV
-        place = place + beyond * (TILE_M * TILE_DV)
-        place = place[:, :, None] + offs_d
-        wanted = (live.to(gl.int32)[:, :, None] + 0 * offs_d) != 0
-        m_parts = _read(state, live, 1)
-        sum_parts = _read(state + TILE_M, live, 1)
-        parts = _read(place, wanted, COLUMNS)
-        m_parts = gl.where(live, m_parts, -float("inf"))
-        m_log2, row_sum, rescale, factors = join_states(
-            m_log2, row_sum, m_parts[:, :, None], sum_parts[:, :, None]
-        )
+        part = first + offs_part
+        slot = part_slot(first_program + part, first_program)
+        live = (part < num_parts) & live_row
+        state = state_ptr + slot * (2 * TILE_M) + rows[:, None, :]
+        # past the L1, which does not see what other SMs write
+        m_parts = gl.load(state, live, other=-float("inf"), cache_modifier=".cg")
+        sum_parts = gl.load(state + TILE_M, live, other=0.0, cache_modifier=".cg")
+        offsets = slot.to(gl.int64) * (TILE_M * TILE_DV) + inside
+        parts = gl.load(acc_ptr + offsets, live, other=0.0, cache_modifier=".cg")
+        m_log2, row_sum, rescale, factors = join_states(m_log2, row_sum, m_parts, sum_parts)
         acc = acc * rescale + gl.sum(parts * factors, 1)
     return gl.max(m_log2, 1), gl.max(row_sum, 1), acc

@@ -35,11 +35,10 @@ from ...device.scores import cap
 from ...device.softmax import add_sink, finalise, init_state, weigh
 from .decode_sm90_fetch import produce_tiles
 from .decode_sm90_queries import places_of_rows, put_queries, read_queries
-from .decode_sm90_work import part_of_tile
 
 # What describes a piece: sequence, plane, length, first and end tile; and who else has a part:
-# number of the part, origin, first tile and number of tiles of the plane, tiles of a stretch.
-WORK_FIELDS = gl.constexpr(10)
+# origin, first tile and number of tiles of the plane, tiles of a stretch.
+WORK_FIELDS = gl.constexpr(9)
 
 
 @gluon.jit
@@ -103,7 +102,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
     results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, of_plane = consume
     ring, notes, work, lengths, heads = shared
     k_smem, v_smem, full, empty = ring
-    batch, q_len, left, right = lengths[1], lengths[2], lengths[4], lengths[5]
+    q_len, left, right = lengths[3], lengths[5], lengths[6]
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
     num: gl.constexpr = CFG.ROWS
@@ -117,29 +116,32 @@ def _consume(consume, shared, CFG: gl.constexpr):
     num_rows = q_len * heads[1]
     q_tiles = (num_rows + num - 1) // num
     acc_parts = workspace[0]
-    slots = 2 * gl.num_programs(0) * (CFG.UNITS + 1)
-    state_parts = acc_parts + slots.to(gl.int64) * (num * tile_dv)
+    state_parts = acc_parts + (2 * gl.num_programs(0)).to(gl.int64) * (num * tile_dv)
+    program = gl.program_id(0)
     step = 0
     turn = 0
-    gdc_wait()
-    if (batch == 1) & (of_plane > 0):
-        # which head it is, is known before the length is
-        plane = gl.program_id(0) // of_plane
-        sequence = gl.where(plane < heads[0] * q_tiles, 0, -1)
-    else:
-        sequence = peek(work, turn, 0)
-        plane = peek(work, turn, 1)
-    kv_head, first_row, q, k_scale = read_queries(
-        q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
-    )
-    sequence, plane, kv_len, kv_tile, kv_end, part, origin, plane_tile, count, each = take(
-        work, turn
-    )
+    if CFG.SINGLE:
+        gdc_wait()
+        if of_plane > 0:
+            # which head it is, is known before the length is
+            plane = program // of_plane
+            sequence = gl.where(plane < heads[0] * q_tiles, 0, -1)
+        else:
+            sequence = peek(work, turn, 0)
+            plane = peek(work, turn, 1)
+        kv_head, first_row, q, k_scale = read_queries(
+            q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+        )
+    sequence, plane, kv_len, kv_tile, kv_end, origin, plane_tile, count, each = take(work, turn)
     while sequence >= 0:
+        if not CFG.SINGLE:
+            kv_head, first_row, q, k_scale = read_queries(
+                q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+            )
         factor, inside = put_queries(q_smem, q, k_scale, score, CFG)
         # divisions, while keys are waited for
-        begins = origin + part_of_tile(plane_tile, each, CFG)
-        ends = origin + part_of_tile(plane_tile + count - 1, each, CFG)
+        begins = origin + plane_tile // each
+        ends = origin + (plane_tile + count - 1) // each
         length = gl.maximum(kv_len, 0)
         kv_lo, kv_hi = kv_range(0, q_len, q_len, length, left, right)
         all_lo, all_hi = kv_range_of_all(0, q_len, q_len, length, left, right)
@@ -201,24 +203,15 @@ def _consume(consume, shared, CFG: gl.constexpr):
         if CFG.scattered:
             row_sum = gl.where(wrong != 0, float("nan"), row_sum)
         m_out = gl.convert_layout(m_log2, out_rows)
-        tile_rows = gl.minimum(num_rows - first_row, num)
         if begins == ends:
             _write(
                 results, m_out, row_sum, out, first_row, num_rows, sequence, kv_head, kv_len,
                 q_len, heads, strides, sinks_ptr, score,
             )  # fmt: skip
         else:
-            slot = part_slot(part, begins)
+            tile_rows = gl.minimum(num_rows - first_row, num)
+            slot = part_slot(program, begins)
             store_part(acc_parts, state_parts, slot, m_out, row_sum, out, tile_rows)
-        # the next queries are on their way while others are told of this part
-        turn += 1
-        (
-            next_sequence, plane, next_len, kv_tile, kv_end, part, origin, plane_tile, count, each
-        ) = take(work, turn)  # fmt: skip
-        next_head, next_row, q, k_scale = read_queries(
-            q_ptr, next_sequence, plane, q_tiles, score, q_len, heads, strides, CFG
-        )
-        if begins < ends:  # noqa: SIM102
             if is_last(workspace[1] + begins, ends - begins + 1):
                 for row in range(0, tile_rows, MERGED_ROWS):
                     m_all, sum_all, acc_all = merge_parts(
@@ -229,10 +222,13 @@ def _consume(consume, shared, CFG: gl.constexpr):
                         results, m_all, sum_all, acc_all, first_row + row, first_row + tile_rows,
                         sequence, kv_head, kv_len, q_len, heads, strides, sinks_ptr, score,
                     )  # fmt: skip
-        sequence = next_sequence
-        kv_len = next_len
-        kv_head = next_head
-        first_row = next_row
+        turn += 1
+        sequence, plane, kv_len, kv_tile, kv_end, origin, plane_tile, count, each = take(work, turn)
+        if CFG.SINGLE:  # noqa: SIM102
+            if sequence >= 0:
+                kv_head, first_row, q, k_scale = read_queries(
+                    q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+                )
 
 
 @gluon.jit(
@@ -273,8 +269,13 @@ def _attn_decode_sm90_kernel(
     (parts, counters), heads (KV heads, query heads of each), of_plane: programs for each plane, 0
     if there are more planes.
     """
-    # the next kernel may start as soon as there is room for it; it waits where it has to
-    gdc_launch_dependents()
+    first_length = batch
+    if CFG.SINGLE:
+        # the next kernel may start as soon as there is room for it; it waits where it has to
+        gdc_launch_dependents()
+    else:
+        # the first thing that anything depends on, asked for before anything else
+        first_length = gl.load(seqlens_ptr)
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
@@ -292,15 +293,13 @@ def _attn_decode_sm90_kernel(
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
     # a barrier costs each launch 60 cycles: keys and values come together
     ring = (k_smem, v_smem, barriers(stages, 1), barriers(stages, 1))
-    known = barriers(1, 1).index(0)
     work = work_channel(WORK_FIELDS, 1)
     fence_async_shared()
 
-    lengths = (seqlens_ptr, batch, q_len, capacity, left, right, num_blocks)
+    lengths = (seqlens_ptr, first_length, batch, q_len, capacity, left, right, num_blocks)
     tables = (page_table_ptr, list_ptr, num_pages)
     table_strides = (page_row_stride, list_batch_stride, list_head_stride)
-    claims = workspace[1] + gl.num_programs(0) * (CFG.UNITS + 1)
-    produce = ((k_desc, v_desc), tables, table_strides, of_plane, claims, known)
+    produce = ((k_desc, v_desc), tables, table_strides, of_plane)
     consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, of_plane)
     shared = (ring, (positions, flags), work, lengths, heads)
     # the first role runs in the warps of the launch, the other in a warp of its own

@@ -25,19 +25,25 @@ class Call(NamedTuple):
     max_spill_bytes: int = 0
 
 
-# The spills of 64 rows are of numbers that wait for the end of the loop.
+# The spills of 64 rows are of numbers that wait for the end of the loop, those of eight parts are of
+# places that wait for a stage.
 CALLS = (
     Call(make_config(8, 128, 128), "d128"),
+    Call(make_config(8, 128, 128, single=True), "d128-single"),
     Call(make_config(8, 64, 64), "d64"),
     Call(make_config(8, 128, 128, 16), "d128-pages16"),
     Call(make_config(8, 128, 128, 64), "d128-pages64"),
-    Call(make_config(8, 128, 128, 64, 64), "d128-pages64-lists"),
+    Call(make_config(8, 128, 128, 64, 64, single=True), "d128-pages64-lists"),
     Call(make_config(8, 128, 128, 16, 16), "d128-pages16-lists"),
     Call(make_config(8, 128, 128, None, 32), "d128-lists32"),
     Call(make_config(16, 128, 64, 48), "d128-64-pages48", everything=True),
-    Call(make_config(8, 128, 128, words=True), "d128-fp8"),
-    Call(make_config(8, 128, 128, 64, words=True), "d128-fp8-pages64"),
-    Call(make_config(16, 128, 128, 16, 16, words=True), "d128-fp8-pages16-lists", everything=True),
+    Call(make_config(8, 128, 128, words=True, single=True), "d128-fp8-single"),
+    Call(make_config(8, 128, 128, tile_n=128, words=True), "d128-fp8"),
+    Call(
+        make_config(8, 128, 128, 16, tile_n=128, words=True), "d128-fp8-pages16", max_spill_bytes=64
+    ),
+    Call(make_config(8, 128, 128, 64, tile_n=128, words=True), "d128-fp8-pages64"),
+    Call(make_config(16, 128, 128, 64, 64, words=True), "d128-fp8-lists", everything=True),
     Call(make_config(32, 128, 128), "d128-rows32"),
     Call(make_config(64, 128, 128, 256), "d128-rows64", dtype=torch.float16, max_spill_bytes=1024),
 )
@@ -82,7 +88,7 @@ def decode_sm90_case(call: Call) -> CompileCase:
         },
         archs=(90,),
         num_warps=4,
-        options={"maxnreg": config.MAX_REGISTERS, "launch_pdl": True},
+        options={"maxnreg": config.MAX_REGISTERS, "launch_pdl": config.SINGLE},
         expect={"wgmma.mma_async": 1},
         max_spill_bytes=call.max_spill_bytes,
     )

@@ -9,16 +9,12 @@ from ...device.gluon.pipeline import publish
 from ...device.paging import visited_tiles
 from .decode_sm90_work import (
     LOOKED_UP,
-    NOWHERE,
-    find_tiles,
+    find_stretch,
     head_of_plane,
     keys_of_sequence,
-    late_tiles,
     look_up,
     places_of,
-    plan_stretches,
     positions_of,
-    prefetch_pages,
     read_blocks,
 )
 
@@ -78,7 +74,7 @@ def _produce_scattered(
     The places of 32 parts of tiles are looked up at a time, and their blocks 32 parts ahead.
     """
     list_ptr, table_ptr, num_blocks, num_pages = tables
-    kv_lo, kv_hi, capacity = bounds
+    kv_lo, kv_hi, _ = bounds
     work, turn, fields = piece
     positions, flags = notes
     parts: gl.constexpr = CFG.parts
@@ -86,8 +82,6 @@ def _produce_scattered(
     nothing = gl.full([1], 0, gl.int32, lane_layout)
     last = end * parts
     blocks = read_blocks(list_ptr, first * parts, last, num_blocks, CFG)
-    if CFG.PAGE_SIZE is not None:
-        prefetch_pages(table_ptr, first, end, capacity, CFG)
     # what is published waits for the length; blocks are on their way by then
     publish(work, turn, fields)
     starts = blocks
@@ -116,54 +110,31 @@ def _produce_scattered(
 
 
 @gluon.jit
-def _have_descriptors_read(descs, ring, known, CFG: gl.constexpr):
-    """Copy from outside of the caches, which reads nothing but their descriptors."""
-    last: gl.constexpr = CFG.STAGES - 1
-    mbarrier.expect(known, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
-    k = ring[0].index(last)
-    v = ring[1].index(last)
-    if CFG.parts > 1:
-        k = k.slice(0, CFG.part_keys, dim=0)
-        v = v.slice(0, CFG.part_keys, dim=0)
-    tma.async_copy_global_to_shared(descs[0], [0, 0, NOWHERE, 0], known, k)
-    tma.async_copy_global_to_shared(descs[1], [0, 0, NOWHERE, 0], known, v)
-
-
-@gluon.jit
 def produce_tiles(produce, shared, CFG: gl.constexpr):
     """Find this program's stretch, publish its pieces and keep the ring full."""
-    descs, tables, table_strides, of_plane, claims_ptr, known = produce
+    descs, tables, table_strides, of_plane = produce
     page_table_ptr, list_ptr, num_pages = tables
     ring, notes, work, lengths, heads = shared
-    q_len, capacity, num_blocks = lengths[2], lengths[3], lengths[6]
+    if CFG.SINGLE:
+        # nothing that other kernels may have written is read before this
+        gdc_wait()
+        lengths = lengths[:1] + (gl.load(lengths[0]),) + lengths[2:]  # noqa: RUF005
+    q_len, capacity, num_blocks = lengths[3], lengths[4], lengths[7]
     q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
     planes = heads[0] * q_tiles
-    _have_descriptors_read(descs, ring, known, CFG)
-    # nothing that other kernels may have written is read before this
-    gdc_wait()
-    lengths = (lengths[0], gl.load(lengths[0])) + lengths[1:]  # noqa: RUF005
-    mbarrier.wait(known, 0)
-    each, total, counts = plan_stretches(lengths, planes, of_plane, CFG)
-    unit, late, parts = late_tiles(each, CFG)
-    stretches = gl.num_programs(0)
-    stretch = gl.program_id(0)
-    part = stretch * parts
-    skip = 0
-    size = each - late
+    each, origin, tile, end, sequence, plane, plane_tile, cost = find_stretch(
+        lengths, planes, of_plane, CFG
+    )
     step = 0
     turn = 0
-    more = 1
-    while more > 0:
-        origin, tile, end, sequence, plane, plane_tile = find_tiles(
-            lengths, planes, of_plane, each, total, counts, stretch, skip, size, CFG
-        )
-        while tile < end:
-            kv_len, kv_lo, kv_hi = keys_of_sequence(lengths, sequence)
-            first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
-            stop = gl.minimum(end, plane_tile + count)
+    while tile < end:
+        kv_len, kv_lo, kv_hi = keys_of_sequence(lengths, sequence)
+        first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+        stop = gl.minimum(end, plane_tile + count)
+        if tile < stop:
             first = tile + first_tile - plane_tile
             until = stop + first_tile - plane_tile
-            fields = (sequence, plane, kv_len, first, until, part, origin, plane_tile, count, each)
+            fields = (sequence, plane, kv_len, first, until, origin, plane_tile, count, each)
             kv_head = head_of_plane(plane, q_tiles)
             piece = (work, turn, fields)
             if CFG.scattered:
@@ -183,25 +154,11 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                     descs, ring, piece, step, sequence, kv_head, first, until, CFG
                 )
             turn += 1
-            tile = stop
-            plane_tile = stop
-            plane += 1
-            if plane == planes:
-                plane = 0
-                sequence += 1
-        more = 0
-        if CFG.UNITS > 0:  # noqa: SIM102
-            if unit > 0:
-                claim = gl.atomic_add(claims_ptr, 1, sem="relaxed")
-                if claim < stretches * CFG.UNITS:
-                    of_stretch = claim // stretches
-                    stretch = claim - of_stretch * stretches
-                    part = stretch * parts + 1 + of_stretch
-                    skip = each - late + of_stretch * unit
-                    size = unit
-                    more = 1
-                # every program's last claim fails; after the last of those nobody asks again
-                if claim == stretches * (CFG.UNITS + 1) - 1:
-                    gl.store(claims_ptr, 0)
+        plane_tile += count + cost
+        tile = plane_tile
+        plane += 1
+        if plane == planes:
+            plane = 0
+            sequence += 1
     # no sequence: the end
-    publish(work, turn, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 1))
+    publish(work, turn, (-1, 0, 0, 0, 0, 0, 0, 0, 1))

@@ -50,7 +50,6 @@ def launch_attn_decode_sm90(
         return
     heads, pages = kv_heads(k_cache, spec), page_size(k_cache, spec)
     planes = heads * cdiv(heads_q // heads * q_len, config.ROWS)
-    parts = programs * (config.UNITS + 1)
     if config.WORDS:
         k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
     table, blocks = spec.page_table, spec.kv_blocks
@@ -72,9 +71,8 @@ def launch_attn_decode_sm90(
                 _scale_stride(spec.v_scale),
             ),
             (
-                scratch((2 * parts, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
-                # of 16 bytes: a launch that finds words elsewhere would be compiled anew
-                resting_words(cdiv(parts + 1, 4) * 4, q.device),
+                scratch((2 * programs, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
+                resting_words(programs, q.device),
             ),
             DecodeSm90Strides(token_strides(out), token_strides(q)),
             0 if table is None else table.stride(0),
@@ -89,7 +87,7 @@ def launch_attn_decode_sm90(
             programs // (batch * planes),
             config,
         )
-        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": True}
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.SINGLE}
         launch(_attn_decode_sm90_kernel, programs, args, **options)
 
 

@@ -2,10 +2,6 @@
 
 The tiles lie in one row, sequence by sequence and in it plane by plane; a plane is a KV head and up
 to ROWS of the queries that share it. Program p takes the p-th stretch of `each` tiles.
-
-SMs do not get equal shares of the memory's bandwidth, so the last tiles of long stretches are dealt
-out in units to whoever is done. Stretches without their units, and units, are *parts* of the work,
-numbered in the order of their tiles; who computes a part does not change its result.
 """
 
 from triton.experimental import gluon
@@ -21,6 +17,8 @@ SCAN = gl.constexpr(128)
 WORTH = gl.constexpr(32)
 # Parts of tiles whose places are looked up at a time, one by each thread of the producer.
 LOOKED_UP = gl.constexpr(32)
+# Tiles that could be read while a program goes from one piece to another.
+PIECE_COST = gl.constexpr(2)
 # A position past all keys, and far enough from the end of int32 for sums.
 NOWHERE = gl.constexpr(2**30)
 
@@ -63,39 +61,28 @@ def head_of_plane(plane, q_tiles):
 
 
 @gluon.jit
-def late_tiles(each, CFG: gl.constexpr):
-    """Tiles of a unit, 0 if there are none, tiles of all units of a stretch, and its parts."""
-    unit = each - each
-    if CFG.UNITS > 0:
-        unit = each // CFG.SHARE
-    return unit, unit * CFG.UNITS, gl.where(unit > 0, CFG.UNITS + 1, 1)
+def find_stretch(lengths, planes, of_plane, CFG: gl.constexpr):
+    """This program's stretch: tiles `[tile, end)`, and where it begins: sequence and plane.
 
-
-@gluon.jit
-def part_of_tile(tile, each, CFG: gl.constexpr):
-    """The part of the work that a tile belongs to."""
-    stretch = tile // each
-    if CFG.UNITS > 0:
-        unit, late, parts = late_tiles(each, CFG)
-        in_late = tile - stretch * each - (each - late)
-        of_stretch = gl.where(in_late < 0, 0, 1 + in_late // gl.maximum(unit, 1))
-        stretch = stretch * parts + of_stretch
-    return stretch
-
-
-@gluon.jit
-def plan_stretches(lengths, planes, of_plane, CFG: gl.constexpr):
-    """Tiles of a stretch, all tiles, and those of each of the first sequences.
-
-    With one sequence, whose planes are alike, all tiles are those of a plane: no stretch goes from
-    one to another.
+    Also the most tiles of a stretch, and what tells who else works on a plane: tile t of the plane
+    whose first is `plane_tile` belongs to program `origin + (plane_tile + t) // each`. And the
+    places between the tiles of a plane and those of the next, which stand for what a piece costs.
     """
     first_length, batch, q_len, capacity, left, right, num_blocks = lengths[1:]
-    counts = gl.full([SCAN], 0, gl.int32, gl.BlockedLayout([4], [32], [1], [0]))
+    program = gl.program_id(0)
+    sequence = 0
+    plane_tile = 0
+    origin = 0
+    cost = 0
     if (batch == 1) & (of_plane > 0):
+        # one sequence, whose planes are alike: no stretch goes from one to another
+        plane = program // of_plane
         _, lo, hi = keys_of_length(first_length, q_len, capacity, left, right)
-        _, total = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
-        each = (total + of_plane - 1) // of_plane
+        _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+        each = (count + of_plane - 1) // of_plane
+        origin = plane * of_plane
+        tile = (program - origin) * each
+        end = gl.where(plane < planes, gl.minimum(tile + each, count), 0)
     else:
         programs = gl.num_programs(0)
         counts = _tiles_of_sequences(lengths, 0, CFG)
@@ -105,42 +92,22 @@ def plan_stretches(lengths, planes, of_plane, CFG: gl.constexpr):
             more = _tiles_of_sequences(lengths, first, CFG)
             total += gl.sum(more, 0)
             longest = gl.maximum(longest, gl.max(more, 0))
-        total *= planes
+        # where all planes are equally long, no program has more pieces than others
+        cost = gl.where(total == longest * batch, 0, PIECE_COST)
+        total = (total + batch * cost) * planes
         each = (total + programs - 1) // programs
         # a plane that is not cut needs no merging, which is worth a few programs without work
-        whole = (longest + of_plane - 1) // gl.maximum(of_plane, 1)
+        whole = (longest + cost + of_plane - 1) // gl.maximum(of_plane, 1)
         each = gl.where((of_plane > 0) & (whole - each <= each // WORTH), whole, each)
-    return each, total, counts
-
-
-@gluon.jit
-def find_tiles(
-    lengths, planes, of_plane, each, total, counts, stretch, skip, size, CFG: gl.constexpr
-):
-    """Tiles `[tile, end)`, `size` of a stretch after `skip`, and sequence and plane of the first.
-
-    Also what tells who else works on that plane: tile t of the plane whose first is `plane_tile`
-    belongs to part `origin + part_of_tile(plane_tile + t)`.
-    """
-    batch, num_blocks = lengths[2], lengths[7]
-    sequence = 0
-    plane_tile = 0
-    origin = 0
-    if (batch == 1) & (of_plane > 0):
-        plane = stretch // of_plane
-        _, _, parts = late_tiles(each, CFG)
-        origin = plane * of_plane * parts
-        tile = (stretch - plane * of_plane) * each + skip
-        end = gl.where(plane < planes, gl.minimum(tile + size, total), 0)
-    else:
-        tile = stretch * each + skip
-        end = gl.minimum(tile + size, total)
+        tile = program * each
+        end = gl.minimum(tile + each, total)
         before = 0
         sequence_tile = 0
         for first in range(0, batch, SCAN):
             if first > 0:
                 counts = _tiles_of_sequences(lengths, first, CFG)
-            until = before + gl.associative_scan(counts * planes, 0, _add)
+            places = gl.where(counts > 0, (counts + cost) * planes, 0)
+            until = before + gl.associative_scan(places, 0, _add)
             passed = (counts > 0) & (until <= tile)
             sequence += gl.sum(passed.to(gl.int32), 0)
             sequence_tile = gl.maximum(sequence_tile, gl.max(gl.where(passed, until, 0), 0))
@@ -148,9 +115,9 @@ def find_tiles(
         # past the end, where a program without tiles begins, there is no sequence
         _, lo, hi = keys_of_sequence(lengths, gl.minimum(sequence, batch - 1))
         _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
-        plane = (tile - sequence_tile) // count
-        plane_tile = sequence_tile + plane * count
-    return origin, tile, end, sequence, plane, plane_tile
+        plane = (tile - sequence_tile) // (count + cost)
+        plane_tile = sequence_tile + plane * (count + cost)
+    return each, origin, tile, end, sequence, plane, plane_tile, cost
 
 
 @gluon.jit
@@ -225,23 +192,6 @@ def places_of(starts, pages, lane, kv_lo, kv_hi, CFG: gl.constexpr):
         places = places + (_pick(pages, lane + part), row)  # noqa: RUF005
         own = own + (start,)  # noqa: RUF005
     return places, own, wanted, cut
-
-
-@gluon.jit
-def prefetch_pages(page_table_ptr, first, end, capacity, CFG: gl.constexpr):
-    """Have the L2 read the table's entries for a piece's tiles, or the first of any it may list."""
-    lines = gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
-    begin = first * CFG.TILE_N // CFG.PAGE_SIZE
-    last = (end * CFG.TILE_N - 1) // CFG.PAGE_SIZE
-    if CFG.BLOCK_KV is not None:
-        begin = first - first
-        last = (capacity - 1) // CFG.PAGE_SIZE
-    # 128 bytes are 32 pages
-    entry = gl.minimum(begin + lines * 32, gl.minimum(last, (capacity - 1) // CFG.PAGE_SIZE))
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [page_table_ptr + entry],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
