@@ -25,7 +25,7 @@ class Call(NamedTuple):
     max_spill_bytes: int = 0
 
 
-# The spills of 64 rows are of numbers that wait for the end of the loop, those of eight parts are of
+# The spills of 64 rows are of numbers that wait for the end of the loop, those of eight parts of
 # places that wait for a stage.
 CALLS = (
     Call(make_config(8, 128, 128), "d128"),
