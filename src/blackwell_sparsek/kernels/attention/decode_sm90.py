@@ -7,12 +7,12 @@ ends of pieces. A consumer warp group computes with keys as the rows of its prod
 
     s^T = K Q^T [TILE_N, ROWS]      o^T = V^T P^T [Dv, ROWS]
 
-so that few queries cost few instructions. K and V are read from where TMA put them; Q and P are
-small and written to shared memory by the consumer.
+so that few queries cost few instructions. K and V are read from where TMA put them, fp8 ones after
+they have become fp16 in registers; Q and P are small and written to shared memory by the consumer.
 
-Called as impl "sm90" of `bsk::attn_decode`. Limits: fp16 and bf16, D and Dv 64 or 128, pages of a
-multiple of 16 tokens, no lists of blocks, strides and addresses that TMA takes, and those of
-`decode.py`. Slots past the lengths are copied and not looked at; a page out of range is not read.
+Called as impl "sm90" of `bsk::attn_decode`. Limits: queries in fp16 or bf16, caches too or in fp8
+(D and Dv 128, up to 16 rows that share a KV head), D and Dv 64 or 128, pages and listed blocks of a
+multiple of 16 tokens, strides and addresses that TMA takes, and those of `decode.py`. Slots past the lengths are copied and not looked at; a page out of range is not read.
 """
 
 from triton.experimental import gluon

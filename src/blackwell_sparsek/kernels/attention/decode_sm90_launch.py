@@ -41,13 +41,14 @@ def launch_attn_decode_sm90(
     q : [B, Hq, Sq, D]
     k_cache, v_cache : [B, Hkv, S, D], or [pages, page_size, Hkv, D] with a page table; strides and
         addresses that TMA takes, at least one slot
-    spec : options of the call, validated; no scales
-    config : tiles
+    spec : options of the call, validated
+    config : tiles; SINGLE for a batch of one
     programs : how many programs share the tiles of all sequences and heads
     """
     batch, heads_q, q_len, _ = q.shape
     if batch * heads_q * q_len == 0:
         return
+    assert batch == 1 or not config.SINGLE, f"{batch=} {config=}"
     heads, pages = kv_heads(k_cache, spec), page_size(k_cache, spec)
     planes = heads * cdiv(heads_q // heads * q_len, config.ROWS)
     if config.WORDS:

@@ -24,7 +24,10 @@ def places_of_rows(rows, num_rows, kv_head, group, q_len, strides):
 
 @gluon.jit
 def read_queries(q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG: gl.constexpr):
-    """KV head and first row of a plane, its queries, and the factor of their scores."""
+    """KV head and first row of a plane, its queries, and the factor of its keys.
+
+    Without a sequence, -1, nothing is read.
+    """
     rows: gl.constexpr = CFG.ROWS
     dim: gl.constexpr = CFG.TILE_D
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
