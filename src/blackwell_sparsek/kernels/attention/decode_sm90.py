@@ -12,7 +12,8 @@ they have become fp16 in registers; Q and P are small and written to shared memo
 
 Called as impl "sm90" of `bsk::attn_decode`. Limits: queries in fp16 or bf16, caches too or in fp8
 (D and Dv 128, up to 16 rows that share a KV head), D and Dv 64 or 128, pages and listed blocks of a
-multiple of 16 tokens, strides and addresses that TMA takes, and those of `decode.py`. Slots past the lengths are copied and not looked at; a page out of range is not read.
+multiple of 16 tokens, strides and addresses that TMA takes, and those of `decode.py`. Slots past
+the lengths are copied and not looked at; a page out of range is not read.
 """
 
 from triton.experimental import gluon
