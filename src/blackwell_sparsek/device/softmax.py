@@ -36,7 +36,13 @@ def weigh(m_log2, s, scale_log2):
     Returns the new maximum, the weights p [rows, keys], and the factor that older sums and
     accumulators of each row take.
     """
-    m_new = tl.maximum(m_log2, tl.max(s, 1) * scale_log2)
+    return weigh_below(m_log2, tl.max(s, 1), s, scale_log2)
+
+
+@triton.jit
+def weigh_below(m_log2, top, s, scale_log2):
+    """As `weigh`, of scores whose maximum in each row is `top`."""
+    m_new = tl.maximum(m_log2, top * scale_log2)
     shift = _safe_shift(m_new)
     p = tl.exp2(s * scale_log2 - shift[:, None])
     return m_new, p, tl.exp2(m_log2 - shift)

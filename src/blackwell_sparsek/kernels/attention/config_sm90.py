@@ -18,7 +18,11 @@ class AttnFwdSm90Config:
     memory, beyond which TMA fills zeros. Q_STAGES of 2 fetches the queries of the next piece of
     work, and with them its first keys, while this one is still being computed. HALF_TILES
     leaves out the second 64 keys of a piece's first tile where its queries see none of them, as in
-    every second piece where queries see up to themselves. The kernel is compiled for MAX_REGISTERS
+    every second piece where queries see up to themselves. With TURNS consumers start their products
+    one after the other. LATE_RESCALE scales sums after the next scores are asked for. PARTS adds up
+    weights in parts, and takes maxima in short chains. SOFT_PIN keeps the softmax above its wait by
+    a store that never happens. K_EMPTY_AT and V_EMPTY_AT, the bytes of shared memory at which the
+    barriers of free stages lie, let each warp arrive there for itself. The kernel is compiled for MAX_REGISTERS
     per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS
     for the producer.
     """
@@ -34,6 +38,12 @@ class AttnFwdSm90Config:
     MAX_REGISTERS: int
     Q_STAGES: int = 1
     HALF_TILES: bool = False
+    TURNS: bool = False
+    LATE_RESCALE: bool = False
+    PARTS: bool = False
+    SOFT_PIN: bool = False
+    K_EMPTY_AT: int = 0
+    V_EMPTY_AT: int = 0
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -42,7 +52,6 @@ class AttnFwdSm90Config:
         assert self.UNIT % self.TILE_N == 0 or self.TILE_N % self.UNIT == 0, f"{self.UNIT=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
         assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
-        assert not self.HALF_TILES or self.CONSUMERS == 1, f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
 
     @property
@@ -54,6 +63,11 @@ class AttnFwdSm90Config:
     def programs_per_sm(self) -> int:
         """One consumer leaves half of an SM to another program."""
         return 2 if self.CONSUMERS == 1 else 1
+
+    @property
+    def arrivals(self) -> int:
+        """Arrivals that free a stage."""
+        return self.CONSUMERS * (4 if self.K_EMPTY_AT else 1)
 
     @property
     def parts(self) -> int:

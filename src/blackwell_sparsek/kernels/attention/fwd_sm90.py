@@ -22,12 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.gluon.packed import plane_place, tile_at
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
+from ...device.gluon.row_parts import row_parts, softmax_step_parts
+from ...device.gluon.turns import pass_turn, wait_for_turn
 from ...device.masks import exists, position, row_bounds
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
 from ...device.visits import masked_unit, num_masked_units
 from ..sm90 import GROUP_ROWS
+from .fwd_sm90_free import free_stage, pin_above
 from .fwd_sm90_half import HALF, attend_half
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
@@ -38,6 +41,15 @@ ROWS = gl.constexpr(GROUP_ROWS)
 # sequences also the first query token, queries and keys.
 DENSE_FIELDS = gl.constexpr(8)
 PACKED_FIELDS = gl.constexpr(11)
+
+
+@gluon.jit
+def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
+    if CFG.PARTS:
+        state = softmax_step_parts(m_log2, row_sum, s, score[0])
+    else:
+        state = softmax_step(m_log2, row_sum, s, score[0])
+    return state
 
 
 @gluon.jit
@@ -59,6 +71,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     pin = pins.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    next_group: gl.constexpr = (GROUP + 1) % CFG.CONSUMERS
+    if CFG.TURNS and GROUP == 0:
+        pass_turn(GROUP)
     step = 0
     turn = 0
     piece = take(work, turn)
@@ -93,17 +108,25 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 )  # fmt: skip
                 step += 1
                 taken = 1
+                if CFG.TURNS:
+                    # this group's loop is one tile shorter
+                    wait_for_turn(GROUP)
+                    pass_turn(next_group)
+        if CFG.PARTS:
+            quarter = row_parts(no_scores)
+            part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
+            row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
             stage = step % CFG.STAGES
             mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
             k = k_smem.index(stage).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            free_stage(k_empty, stage, CFG.K_EMPTY_AT)
             if masked_tiles > taken:
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
-            m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
-            if CFG.HALF_TILES:
+            m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
+            if CFG.HALF_TILES and not CFG.LATE_RESCALE:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
             for kv_tile in range(taken + 1, kv_tiles):
@@ -113,31 +136,45 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 stage = step % CFG.STAGES
                 mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
                 k = k_smem.index(stage).permute((1, 0))
+                if CFG.TURNS:
+                    wait_for_turn(GROUP)
                 scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+                if CFG.LATE_RESCALE:
+                    acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
                 mbarrier.wait(v_full.index(last_stage), last_phase)
                 product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
+                if CFG.TURNS:
+                    pass_turn(next_group)
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-                mbarrier.arrive(k_empty.index(stage), count=1)
+                free_stage(k_empty, stage, CFG.K_EMPTY_AT)
                 if kv_tile < masked_tiles:
                     s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
-                m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
+                m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
                 # ptxas would sink the softmax below the wait, where it overlaps with nothing;
                 # a store to shared memory that needs its result keeps it above
-                pin.store(row_sum)
+                if CFG.SOFT_PIN:
+                    pin_above(row_sum)
+                else:
+                    pin.store(row_sum)
                 acc = warpgroup_mma_wait(0, deps=(product,))
-                mbarrier.arrive(v_empty.index(last_stage), count=1)
-                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+                free_stage(v_empty, last_stage, CFG.V_EMPTY_AT)
+                if not CFG.LATE_RESCALE:
+                    acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
                 p = gl.convert_layout(weights.to(dtype), p_layout)
             # every score of this piece is taken: the next queries may come
             mbarrier.arrive(q_empty.index(q_stage), count=1)
+            if CFG.LATE_RESCALE:
+                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            free_stage(v_empty, stage, CFG.V_EMPTY_AT)
             step += 1
         else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
 
+        if CFG.PARTS:
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
         if sinks_ptr is not None:
             m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + q_head))
             acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
@@ -203,8 +240,8 @@ def _attn_fwd_sm90_kernel(
         gl.float32, [consumers, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
-    k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
-    v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
+    k_ring = (k_smem, barriers(stages, 1), barriers(stages, CFG.arrivals))
+    v_ring = (v_smem, barriers(stages, 1), barriers(stages, CFG.arrivals))
     work = work_channel(DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS, consumers)
     fence_async_shared()
 

@@ -1,0 +1,26 @@
+"""Small steps of a consumer of the Hopper forward: freeing stages, keeping work above a wait."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ...device.gluon.warps import arrive_at, shared_address
+
+
+@gluon.jit
+def free_stage(empty, stage, AT: gl.constexpr):
+    """Tell the producer that a stage was read: the whole group, or each warp for itself."""
+    if AT == 0:
+        mbarrier.arrive(empty.index(stage), count=1)
+    else:
+        arrive_at(shared_address(AT + stage * 8))
+
+
+@gluon.jit
+def pin_above(sums):
+    """Keep what makes `sums`, which are never negative, above the next wait."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; setp.lt.f32 p, $1, 0f00000000; mov.b32 t, 0; "
+        "@p st.shared.f32 [t], $1; mov.b32 $0, t; }",
+        *("=r,f,~{memory}", [sums], gl.int32, False, 1),
+    )
