@@ -1,7 +1,7 @@
 """Maxima and sums over rows of WGMMA accumulators, without exchanges that can wait.
 
 Four threads hold a row, each of them two of every eight columns. Sums stay apart until the last
-tile: `parts` [rows, 4]. Maxima are needed at once, but pairs first: half as long a chain.
+tile: `parts` [rows, 4]. Maxima are needed at once: first of 8, then of those, in short chains.
 """
 
 from triton.experimental import gluon
@@ -14,19 +14,19 @@ HOLDERS = gl.constexpr(4)
 
 @gluon.jit
 def _apart(x):
-    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, HOLDERS, 2])
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 32, 4, HOLDERS, 2])
 
 
 @gluon.jit
 def row_parts(x):
     """Sums [rows, 4] of what each thread has of a row."""
-    return gl.sum(gl.sum(_apart(x), 3), 1)
+    return gl.sum(gl.sum(gl.sum(_apart(x), 4), 2), 1)
 
 
 @gluon.jit
 def softmax_step_parts(m_log2, parts, s, scale_log2):
     """As `softmax.softmax_step`, with sums in parts."""
-    top = gl.max(gl.max(gl.max(_apart(s), 3), 1), 1)
+    top = gl.max(gl.max(gl.max(gl.max(_apart(s), 4), 2), 1), 1)
     top = gl.convert_layout(top, m_log2.type.layout, assert_trivial=True)
     m_new, p, rescale = weigh_below(m_log2, top, s, scale_log2)
     rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)

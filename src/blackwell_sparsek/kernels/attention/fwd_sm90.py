@@ -30,7 +30,7 @@ from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
 from ...device.visits import masked_unit, num_masked_units
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_free import free_stage, pin_above
+from .fwd_sm90_free import free_stage, not_earlier, pin_above
 from .fwd_sm90_half import HALF, attend_half
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
@@ -139,9 +139,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 if CFG.TURNS:
                     wait_for_turn(GROUP)
                 scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                if CFG.LATE_RESCALE:
-                    acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
                 mbarrier.wait(v_full.index(last_stage), last_phase)
+                if CFG.LATE_RESCALE:
+                    acc = acc * gl.convert_layout(not_earlier(rescale), o_rows)[:, None]
                 product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
                 if CFG.TURNS:
                     pass_turn(next_group)
@@ -152,7 +152,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
                 # ptxas would sink the softmax below the wait, where it overlaps with nothing;
                 # a store to shared memory that needs its result keeps it above
-                if CFG.SOFT_PIN:
+                if CFG.SOFT_PIN or CFG.PARTS:
                     pin_above(row_sum)
                 else:
                     pin.store(row_sum)

@@ -24,3 +24,12 @@ def pin_above(sums):
         "@p st.shared.f32 [t], $1; mov.b32 $0, t; }",
         *("=r,f,~{memory}", [sums], gl.int32, False, 1),
     )
+
+
+@gluon.jit
+def not_earlier(x):
+    """`x`, which ptxas cannot know before this point: each thread asks itself for it."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 lane; mov.u32 lane, %laneid; shfl.sync.idx.b32 $0, $1, lane, 31, -1; }",
+        *("=f,f,~{memory}", [x], gl.float32, False, 1),
+    )
