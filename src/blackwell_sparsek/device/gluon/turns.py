@@ -1,13 +1,12 @@
 """Consumer warp groups that take turns: one issues its products while the others compute.
 
 Each group has a named barrier, on which it waits for its turn and the group before it says that it
-had its own. Gluon takes the first few of the sixteen for itself.
+had its own. Gluon takes the first few of the sixteen for itself; these are the
+eighth and later ones.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-FIRST_BARRIER = gl.constexpr(8)
 
 
 @gluon.constexpr_function

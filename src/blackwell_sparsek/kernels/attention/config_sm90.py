@@ -22,9 +22,9 @@ class AttnFwdSm90Config:
     one after the other. LATE_RESCALE scales sums after the next scores are asked for. PARTS adds up
     weights in parts, and takes maxima in short chains. SOFT_PIN keeps the softmax above its wait by
     a store that never happens. K_EMPTY_AT and V_EMPTY_AT, the bytes of shared memory at which the
-    barriers of free stages lie, let each warp arrive there for itself. The kernel is compiled for MAX_REGISTERS
-    per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS
-    for the producer.
+    barriers of free stages lie, let each warp arrive there for itself. The kernel is compiled
+    for MAX_REGISTERS per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group,
+    PRODUCER_REGISTERS for the producer.
     """
 
     CONSUMERS: int

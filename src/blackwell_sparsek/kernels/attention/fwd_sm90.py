@@ -30,7 +30,7 @@ from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
 from ...device.visits import masked_unit, num_masked_units
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_free import free_stage, not_earlier, pin_above
+from .fwd_sm90_free import await_stage, free_stage, not_earlier, pin_above
 from .fwd_sm90_half import HALF, attend_half
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
@@ -108,17 +108,18 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 )  # fmt: skip
                 step += 1
                 taken = 1
-                if CFG.TURNS:
-                    # this group's loop is one tile shorter
-                    wait_for_turn(GROUP)
-                    pass_turn(next_group)
+                if CFG.TURNS:  # noqa: SIM102
+                    # this group's loop is one tile shorter, where there is one
+                    if kv_tiles > 1:
+                        wait_for_turn(GROUP)
+                        pass_turn(next_group)
         if CFG.PARTS:
             quarter = row_parts(no_scores)
             part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
             row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
             stage = step % CFG.STAGES
-            mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
+            await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.K_EMPTY_AT)
             k = k_smem.index(stage).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
@@ -134,12 +135,12 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 last_phase = (step // CFG.STAGES) & 1
                 step += 1
                 stage = step % CFG.STAGES
-                mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
+                await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.K_EMPTY_AT)
                 k = k_smem.index(stage).permute((1, 0))
                 if CFG.TURNS:
                     wait_for_turn(GROUP)
                 scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(last_stage), last_phase)
+                await_stage(v_full, last_stage, last_phase, CFG.V_EMPTY_AT)
                 if CFG.LATE_RESCALE:
                     acc = acc * gl.convert_layout(not_earlier(rescale), o_rows)[:, None]
                 product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
@@ -165,7 +166,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             mbarrier.arrive(q_empty.index(q_stage), count=1)
             if CFG.LATE_RESCALE:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
-            mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
+            await_stage(v_full, stage, (step // CFG.STAGES) & 1, CFG.V_EMPTY_AT)
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
             free_stage(v_empty, stage, CFG.V_EMPTY_AT)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...device.gluon.warps import arrive_at, shared_address
+from ...device.gluon.warps import arrive_at, shared_address, wait_at
 
 
 @gluon.jit
@@ -14,6 +14,15 @@ def free_stage(empty, stage, AT: gl.constexpr):
         mbarrier.arrive(empty.index(stage), count=1)
     else:
         arrive_at(shared_address(AT + stage * 8))
+
+
+@gluon.jit
+def await_stage(full, stage, phase, AT: gl.constexpr):
+    """Wait for the copies into a stage; `AT` is where the barriers of free stages lie."""
+    if AT == 0:
+        mbarrier.wait(full.index(stage), phase)
+    else:
+        wait_at(shared_address(AT - full.shape[0] * 8 + stage * 8), phase)
 
 
 @gluon.jit
