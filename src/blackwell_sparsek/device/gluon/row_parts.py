@@ -14,6 +14,7 @@ HOLDERS = gl.constexpr(4)
 
 @gluon.jit
 def _apart(x):
+    """`x` [rows, keys] with an axis of its own for the threads that share a row."""
     return gl.reshape(x, [x.shape[0], x.shape[1] // 32, 4, HOLDERS, 2])
 
 

@@ -22,8 +22,9 @@ class AttnFwdSm90Config:
     one after the other. LATE_RESCALE scales sums after the next scores are asked for. PARTS adds up
     weights in parts, and takes maxima in short chains. SOFT_PIN keeps the softmax above its wait by
     a store that never happens. K_EMPTY_AT and V_EMPTY_AT, the bytes of shared memory at which the
-    barriers of free stages lie, let each warp arrive there for itself. The kernel is compiled
-    for MAX_REGISTERS per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group,
+    barriers of free stages lie, let each warp arrive there for itself. TAKE_EARLY
+    reads what the next piece is while the last product of this one runs. The kernel is compiled for
+    MAX_REGISTERS per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group,
     PRODUCER_REGISTERS for the producer.
     """
 
@@ -39,6 +40,7 @@ class AttnFwdSm90Config:
     Q_STAGES: int = 1
     HALF_TILES: bool = False
     TURNS: bool = False
+    TAKE_EARLY: bool = False
     LATE_RESCALE: bool = False
     PARTS: bool = False
     SOFT_PIN: bool = False

@@ -45,6 +45,7 @@ PACKED_FIELDS = gl.constexpr(11)
 
 @gluon.jit
 def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
+    """The softmax step of a tile, with the sums that the configuration keeps."""
     if CFG.PARTS:
         state = softmax_step_parts(m_log2, row_sum, s, score[0])
     else:
@@ -168,11 +169,15 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             await_stage(v_full, stage, (step // CFG.STAGES) & 1, CFG.V_EMPTY_AT)
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+            if CFG.TAKE_EARLY:
+                piece = take(work, turn + 1)
             acc = warpgroup_mma_wait(0, deps=(product,))
             free_stage(v_empty, stage, CFG.V_EMPTY_AT)
             step += 1
         else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
+            if CFG.TAKE_EARLY:
+                piece = take(work, turn + 1)
 
         if CFG.PARTS:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
@@ -191,7 +196,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
         gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
         turn += 1
-        piece = take(work, turn)
+        if not CFG.TAKE_EARLY:
+            piece = take(work, turn)
     tma.store_wait(0)
 
 
