@@ -21,11 +21,10 @@ class AttnFwdSm90Config:
     every second piece where queries see up to themselves. With TURNS consumers start their products
     one after the other. LATE_RESCALE scales sums after the next scores are asked for. PARTS adds up
     weights in parts, and takes maxima in short chains. SOFT_PIN keeps the softmax above its wait by
-    a store that never happens. K_EMPTY_AT and V_EMPTY_AT, the bytes of shared memory at which the
-    barriers of free stages lie, let each warp arrive there for itself. TAKE_EARLY
-    reads what the next piece is while the last product of this one runs. The kernel is compiled for
-    MAX_REGISTERS per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group,
-    PRODUCER_REGISTERS for the producer.
+    a store that never happens. With WARP_ARRIVALS each warp waits and arrives at the barriers of K
+    and V for itself. TAKE_EARLY reads what the next piece is while the last product of this one
+    runs. The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them:
+    CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for the producer.
     """
 
     CONSUMERS: int
@@ -44,8 +43,7 @@ class AttnFwdSm90Config:
     LATE_RESCALE: bool = False
     PARTS: bool = False
     SOFT_PIN: bool = False
-    K_EMPTY_AT: int = 0
-    V_EMPTY_AT: int = 0
+    WARP_ARRIVALS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -54,6 +52,7 @@ class AttnFwdSm90Config:
         assert self.UNIT % self.TILE_N == 0 or self.TILE_N % self.UNIT == 0, f"{self.UNIT=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
         assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
+        assert not self.WARP_ARRIVALS or self.SOFT_PIN or self.PARTS, f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
 
     @property
@@ -69,7 +68,27 @@ class AttnFwdSm90Config:
     @property
     def arrivals(self) -> int:
         """Arrivals that free a stage."""
-        return self.CONSUMERS * (4 if self.K_EMPTY_AT else 1)
+        return self.CONSUMERS * (4 if self.WARP_ARRIVALS else 1)
+
+    @property
+    def barrier_room(self) -> int:
+        """Barriers that each array of those of K and V has room for.
+
+        Triton lays out larger allocations first. With so much room these come right behind the
+        tiles, in the order of the program: full K, free K, full V, free V.
+        """
+        return 64 if self.WARP_ARRIVALS else self.STAGES
+
+    @property
+    def tile_bytes(self) -> int:
+        """Shared memory of all tiles, which is where the barriers begin."""
+        rows = GROUP_ROWS * self.CONSUMERS
+        queries = rows * (self.Q_STAGES * self.TILE_D + self.TILE_DV)
+        return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
+
+    def barrier_at(self, array: int) -> int:
+        """Byte of shared memory at which an array of barriers begins, 0 if nobody needs to know."""
+        return self.tile_bytes + array * self.barrier_room * 8 if self.WARP_ARRIVALS else 0
 
     @property
     def parts(self) -> int:

@@ -120,11 +120,11 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
             stage = step % CFG.STAGES
-            await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.K_EMPTY_AT)
+            await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(0))
             k = k_smem.index(stage).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            free_stage(k_empty, stage, CFG.K_EMPTY_AT)
+            free_stage(k_empty, stage, CFG.barrier_at(1))
             if masked_tiles > taken:
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
@@ -136,19 +136,19 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 last_phase = (step // CFG.STAGES) & 1
                 step += 1
                 stage = step % CFG.STAGES
-                await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.K_EMPTY_AT)
+                await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(0))
                 k = k_smem.index(stage).permute((1, 0))
                 if CFG.TURNS:
                     wait_for_turn(GROUP)
                 scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                await_stage(v_full, last_stage, last_phase, CFG.V_EMPTY_AT)
+                await_stage(v_full, last_stage, last_phase, CFG.barrier_at(2))
                 if CFG.LATE_RESCALE:
                     acc = acc * gl.convert_layout(not_earlier(rescale), o_rows)[:, None]
                 product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
                 if CFG.TURNS:
                     pass_turn(next_group)
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-                free_stage(k_empty, stage, CFG.K_EMPTY_AT)
+                free_stage(k_empty, stage, CFG.barrier_at(1))
                 if kv_tile < masked_tiles:
                     s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
                 m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
@@ -159,7 +159,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 else:
                     pin.store(row_sum)
                 acc = warpgroup_mma_wait(0, deps=(product,))
-                free_stage(v_empty, last_stage, CFG.V_EMPTY_AT)
+                free_stage(v_empty, last_stage, CFG.barrier_at(3))
                 if not CFG.LATE_RESCALE:
                     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
                 p = gl.convert_layout(weights.to(dtype), p_layout)
@@ -167,12 +167,12 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             mbarrier.arrive(q_empty.index(q_stage), count=1)
             if CFG.LATE_RESCALE:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
-            await_stage(v_full, stage, (step // CFG.STAGES) & 1, CFG.V_EMPTY_AT)
+            await_stage(v_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(2))
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             if CFG.TAKE_EARLY:
                 piece = take(work, turn + 1)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            free_stage(v_empty, stage, CFG.V_EMPTY_AT)
+            free_stage(v_empty, stage, CFG.barrier_at(3))
             step += 1
         else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
@@ -247,8 +247,10 @@ def _attn_fwd_sm90_kernel(
         gl.float32, [consumers, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
-    k_ring = (k_smem, barriers(stages, 1), barriers(stages, CFG.arrivals))
-    v_ring = (v_smem, barriers(stages, 1), barriers(stages, CFG.arrivals))
+    arrivals: gl.constexpr = CFG.arrivals
+    room: gl.constexpr = CFG.barrier_room
+    k_ring = (k_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
+    v_ring = (v_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
     work = work_channel(DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS, consumers)
     fence_async_shared()
 

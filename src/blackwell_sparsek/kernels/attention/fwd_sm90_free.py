@@ -1,4 +1,7 @@
-"""Small steps of a consumer of the Hopper forward: freeing stages, keeping work above a wait."""
+"""Small steps of a consumer of the Hopper forward: stages of a ring, keeping work above a wait.
+
+`AT` is 0, or the byte of shared memory at which the barriers lie that a function uses.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,11 +21,11 @@ def free_stage(empty, stage, AT: gl.constexpr):
 
 @gluon.jit
 def await_stage(full, stage, phase, AT: gl.constexpr):
-    """Wait for the copies into a stage; `AT` is where the barriers of free stages lie."""
+    """Wait for the copies into a stage: as one group, or each warp for itself."""
     if AT == 0:
         mbarrier.wait(full.index(stage), phase)
     else:
-        wait_at(shared_address(AT - full.shape[0] * 8 + stage * 8), phase)
+        wait_at(shared_address(AT + stage * 8), phase)
 
 
 @gluon.jit
