@@ -40,22 +40,27 @@ def weigh(m_log2, s, scale_log2):
 
 
 @triton.jit
-def weigh_below(m_log2, top, s, scale_log2):
-    """As `weigh`, of scores whose maximum in each row is `top`."""
+def weigh_below(m_log2, top, s, scale_log2, SLACK: tl.constexpr = 0):
+    """As `weigh`, of scores whose maximum in each row is `top`.
+
+    Weights may grow to 2**SLACK before the maximum that is kept, and with it older sums, change.
+    """
     m_new = tl.maximum(m_log2, top * scale_log2)
+    if SLACK > 0:
+        m_new = tl.where(m_new > m_log2 + SLACK, m_new, m_log2)
     shift = _safe_shift(m_new)
     p = tl.exp2(s * scale_log2 - shift[:, None])
     return m_new, p, tl.exp2(m_log2 - shift)
 
 
 @triton.jit
-def softmax_step(m_log2, row_sum, s, scale_log2):
+def softmax_step(m_log2, row_sum, s, scale_log2, SLACK: tl.constexpr = 0):
     """Take in raw scores `s` [rows, keys], -inf where masked; `scale_log2` > 0.
 
     Returns the new state, the weights p [rows, keys], and the factor that older accumulators of
-    each row take.
+    each row take. SLACK is that of `weigh_below`.
     """
-    m_new, p, rescale = weigh(m_log2, s, scale_log2)
+    m_new, p, rescale = weigh_below(m_log2, tl.max(s, 1), s, scale_log2, SLACK)
     return m_new, row_sum * rescale + tl.sum(p, 1), p, rescale
 
 

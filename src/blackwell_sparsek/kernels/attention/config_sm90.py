@@ -18,12 +18,9 @@ class AttnFwdSm90Config:
     memory, beyond which TMA fills zeros. Q_STAGES of 2 fetches the queries of the next piece of
     work, and with them its first keys, while this one is still being computed. HALF_TILES
     leaves out the second 64 keys of a piece's first tile where its queries see none of them, as in
-    every second piece where queries see up to themselves. With TURNS consumers start their products
-    one after the other. LATE_RESCALE scales sums after the next scores are asked for. PARTS adds up
-    weights in parts, and takes maxima in short chains. SOFT_PIN keeps the softmax above its wait by
-    a store that never happens. With WARP_ARRIVALS each warp waits and arrives at the barriers of K
-    and V for itself. TAKE_EARLY reads what the next piece is while the last product of this one
-    runs. The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them:
+    every second piece where queries see up to themselves. PARTS adds up weights in parts, and takes
+    maxima in short chains. SLACK lets scores pass the maximum that a row keeps by a factor of up to
+    2**SLACK before its sums are scaled. The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them:
     CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for the producer.
     """
 
@@ -38,12 +35,11 @@ class AttnFwdSm90Config:
     MAX_REGISTERS: int
     Q_STAGES: int = 1
     HALF_TILES: bool = False
-    TURNS: bool = False
-    TAKE_EARLY: bool = False
-    LATE_RESCALE: bool = False
     PARTS: bool = False
     SOFT_PIN: bool = False
-    WARP_ARRIVALS: bool = False
+    SLACK: int = 0
+    EARLY_CLAIM: bool = False
+    SKIP_TILES: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -52,7 +48,6 @@ class AttnFwdSm90Config:
         assert self.UNIT % self.TILE_N == 0 or self.TILE_N % self.UNIT == 0, f"{self.UNIT=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
         assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
-        assert not self.WARP_ARRIVALS or self.SOFT_PIN or self.PARTS, f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
 
     @property
@@ -64,31 +59,6 @@ class AttnFwdSm90Config:
     def programs_per_sm(self) -> int:
         """One consumer leaves half of an SM to another program."""
         return 2 if self.CONSUMERS == 1 else 1
-
-    @property
-    def arrivals(self) -> int:
-        """Arrivals that free a stage."""
-        return self.CONSUMERS * (4 if self.WARP_ARRIVALS else 1)
-
-    @property
-    def barrier_room(self) -> int:
-        """Barriers that each array of those of K and V has room for.
-
-        Triton lays out larger allocations first. With so much room these come right behind the
-        tiles, in the order of the program: full K, free K, full V, free V.
-        """
-        return 64 if self.WARP_ARRIVALS else self.STAGES
-
-    @property
-    def tile_bytes(self) -> int:
-        """Shared memory of all tiles, which is where the barriers begin."""
-        rows = GROUP_ROWS * self.CONSUMERS
-        queries = rows * (self.Q_STAGES * self.TILE_D + self.TILE_DV)
-        return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
-
-    def barrier_at(self, array: int) -> int:
-        """Byte of shared memory at which an array of barriers begins, 0 if nobody needs to know."""
-        return self.tile_bytes + array * self.barrier_room * 8 if self.WARP_ARRIVALS else 0
 
     @property
     def parts(self) -> int:

@@ -22,15 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.gluon.packed import plane_place, tile_at
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
-from ...device.gluon.row_parts import row_parts, softmax_step_parts
-from ...device.gluon.turns import pass_turn, wait_for_turn
+from ...device.gluon.row_parts import pin_above, row_parts, scale_rows, softmax_step_parts
 from ...device.masks import exists, position, row_bounds
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
 from ...device.visits import masked_unit, num_masked_units
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_free import await_stage, free_stage, not_earlier, pin_above
 from .fwd_sm90_half import HALF, attend_half
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
@@ -47,9 +45,9 @@ PACKED_FIELDS = gl.constexpr(11)
 def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
     """The softmax step of a tile, with the sums that the configuration keeps."""
     if CFG.PARTS:
-        state = softmax_step_parts(m_log2, row_sum, s, score[0])
+        state = softmax_step_parts(m_log2, row_sum, s, score[0], CFG.SLACK)
     else:
-        state = softmax_step(m_log2, row_sum, s, score[0])
+        state = softmax_step(m_log2, row_sum, s, score[0], CFG.SLACK)
     return state
 
 
@@ -72,9 +70,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     pin = pins.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    next_group: gl.constexpr = (GROUP + 1) % CFG.CONSUMERS
-    if CFG.TURNS and GROUP == 0:
-        pass_turn(GROUP)
     step = 0
     turn = 0
     piece = take(work, turn)
@@ -97,9 +92,20 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
         mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
         taken = 0
+        if CFG.SKIP_TILES:
+            # other groups see these keys, this one does not
+            while (taken < masked_tiles) & (any_last < masked_unit(plan, taken) * tile_n):
+                stage = step % CFG.STAGES
+                phase = (step // CFG.STAGES) & 1
+                mbarrier.wait(k_full.index(stage), phase)
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                mbarrier.wait(v_full.index(stage), phase)
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                step += 1
+                taken += 1
         if CFG.HALF_TILES:
-            kv_start = masked_unit(plan, 0) * tile_n
-            if (masked_tiles > 0) & (any_last < kv_start + HALF):
+            kv_start = masked_unit(plan, taken) * tile_n
+            if (masked_tiles > taken) & (any_last < kv_start + HALF):
                 # The same queries, so written that ptxas cannot know it. That of CUDA 12.8 would
                 # keep their descriptors for after the branch, without them where it is not taken.
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
@@ -108,27 +114,22 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                     CFG,
                 )  # fmt: skip
                 step += 1
-                taken = 1
-                if CFG.TURNS:  # noqa: SIM102
-                    # this group's loop is one tile shorter, where there is one
-                    if kv_tiles > 1:
-                        wait_for_turn(GROUP)
-                        pass_turn(next_group)
+                taken += 1
         if CFG.PARTS:
             quarter = row_parts(no_scores)
             part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
             row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
             stage = step % CFG.STAGES
-            await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(0))
+            mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
             k = k_smem.index(stage).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            free_stage(k_empty, stage, CFG.barrier_at(1))
+            mbarrier.arrive(k_empty.index(stage), count=1)
             if masked_tiles > taken:
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
-            if CFG.HALF_TILES and not CFG.LATE_RESCALE:
+            if CFG.HALF_TILES:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
             for kv_tile in range(taken + 1, kv_tiles):
@@ -136,19 +137,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 last_phase = (step // CFG.STAGES) & 1
                 step += 1
                 stage = step % CFG.STAGES
-                await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(0))
+                mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
                 k = k_smem.index(stage).permute((1, 0))
-                if CFG.TURNS:
-                    wait_for_turn(GROUP)
                 scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                await_stage(v_full, last_stage, last_phase, CFG.barrier_at(2))
-                if CFG.LATE_RESCALE:
-                    acc = acc * gl.convert_layout(not_earlier(rescale), o_rows)[:, None]
+                mbarrier.wait(v_full.index(last_stage), last_phase)
                 product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
-                if CFG.TURNS:
-                    pass_turn(next_group)
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-                free_stage(k_empty, stage, CFG.barrier_at(1))
+                mbarrier.arrive(k_empty.index(stage), count=1)
                 if kv_tile < masked_tiles:
                     s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
                 m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
@@ -159,25 +154,22 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 else:
                     pin.store(row_sum)
                 acc = warpgroup_mma_wait(0, deps=(product,))
-                free_stage(v_empty, last_stage, CFG.barrier_at(3))
-                if not CFG.LATE_RESCALE:
-                    acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+                mbarrier.arrive(v_empty.index(last_stage), count=1)
+                factor = gl.convert_layout(rescale, o_rows)[:, None]
+                if CFG.SLACK > 0:
+                    acc = scale_rows(acc, factor)
+                else:
+                    acc = acc * factor
                 p = gl.convert_layout(weights.to(dtype), p_layout)
             # every score of this piece is taken: the next queries may come
             mbarrier.arrive(q_empty.index(q_stage), count=1)
-            if CFG.LATE_RESCALE:
-                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
-            await_stage(v_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(2))
+            mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-            if CFG.TAKE_EARLY:
-                piece = take(work, turn + 1)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            free_stage(v_empty, stage, CFG.barrier_at(3))
+            mbarrier.arrive(v_empty.index(stage), count=1)
             step += 1
         else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
-            if CFG.TAKE_EARLY:
-                piece = take(work, turn + 1)
 
         if CFG.PARTS:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
@@ -196,8 +188,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
         gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
         turn += 1
-        if not CFG.TAKE_EARLY:
-            piece = take(work, turn)
+        piece = take(work, turn)
     tma.store_wait(0)
 
 
@@ -247,10 +238,8 @@ def _attn_fwd_sm90_kernel(
         gl.float32, [consumers, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
-    arrivals: gl.constexpr = CFG.arrivals
-    room: gl.constexpr = CFG.barrier_room
-    k_ring = (k_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
-    v_ring = (v_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
+    k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
+    v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
     work = work_channel(DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS, consumers)
     fence_async_shared()
 

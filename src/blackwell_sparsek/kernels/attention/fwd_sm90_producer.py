@@ -103,9 +103,9 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     piece = gl.program_id(0)
     while piece < total:
         next_piece = piece + gl.num_programs(0)
-        if schedule[3] != 0:
-            # asked for a whole piece ahead of its use
-            next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        if CFG.EARLY_CLAIM:  # noqa: SIM102
+            if schedule[3] != 0:
+                next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         if cu_seqlens[0] is None:
             plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
             spans = (0, lengths[0]), (0, lengths[1])
@@ -118,6 +118,10 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
             if q_tile * CFG.tile_m < q_span[1]:
                 step = _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG)
                 turn += 1
+        if not CFG.EARLY_CLAIM:  # noqa: SIM102
+            if schedule[3] != 0:
+                # only now, with the last copies of this piece under way: who is late takes less
+                next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         piece = next_piece
     # no plane: the end
     end = (0, 0, 0, 0, 0, 0, -1, 0)
