@@ -88,6 +88,19 @@ def add_sink(m_log2, row_sum, sink):
 
 
 @triton.jit
+def join_state(m_log2, row_sum, m_part, sum_part):
+    """Take in the state of another softmax over the same rows.
+
+    Returns the new state, and the factors for older accumulators and for those of the other.
+    """
+    m_new = tl.maximum(m_log2, m_part)
+    shift = _safe_shift(m_new)
+    rescale = tl.exp2(m_log2 - shift)
+    factor = tl.exp2(m_part - shift)
+    return m_new, row_sum * rescale + sum_part * factor, rescale, factor
+
+
+@triton.jit
 def join_states(m_log2, row_sum, m_parts, sum_parts):
     """Take the states [rows, parts, 1] of other softmaxes over the same rows into one [rows, 1].
 

@@ -40,6 +40,7 @@ class AttnFwdSm90Config:
     SLACK: int = 0
     EARLY_CLAIM: bool = False
     SKIP_TILES: bool = False
+    SHARED_TAIL: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"

@@ -32,6 +32,7 @@ from ..sm90 import GROUP_ROWS
 from .fwd_sm90_half import HALF, attend_half
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
+from .fwd_sm90_tail import meet
 from .fwd_sm90_work import count_tiles, piece_lengths
 
 ROWS = gl.constexpr(GROUP_ROWS)
@@ -39,6 +40,8 @@ ROWS = gl.constexpr(GROUP_ROWS)
 # sequences also the first query token, queries and keys.
 DENSE_FIELDS = gl.constexpr(8)
 PACKED_FIELDS = gl.constexpr(11)
+# ... of pieces that programs may share also tiles of this part, program, first and last of all.
+SHARED_FIELDS = gl.constexpr(13)
 
 
 @gluon.jit
@@ -54,7 +57,7 @@ def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Attend with 64 queries, piece by piece of work."""
-    out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, pins = consume
+    out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, pins, tail = consume
     mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
@@ -92,6 +95,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
         mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
         taken = 0
+        if CFG.SHARED_TAIL:
+            taken = piece[8]
+            kv_tiles = piece[9]
         if CFG.SKIP_TILES:
             # other groups see these keys, this one does not
             while (taken < masked_tiles) & (any_last < masked_unit(plan, taken) * tile_n):
@@ -173,20 +179,27 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
         if CFG.PARTS:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
-        if sinks_ptr is not None:
-            m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + q_head))
-            acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
-        inverse, lse = finalise(m_log2, row_sum)
-        out = acc * gl.convert_layout(inverse, o_rows)[:, None]
-        # the copy of the piece before must have read the buffer
-        tma.store_wait(0)
-        out_smem.store(out.to(dtype))
-        fence_async_shared()
-        q_row = q_start + GROUP * ROWS
-        out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
-        tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
-        lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
-        gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
+        complete = True
+        if CFG.SHARED_TAIL:  # noqa: SIM102
+            if piece[11] < piece[12]:
+                complete, m_log2, row_sum, acc = meet(
+                    tail, piece[10], piece[11], piece[12], (m_log2, row_sum), acc, GROUP, CFG
+                )
+        if complete:
+            if sinks_ptr is not None:
+                m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + q_head))
+                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+            inverse, lse = finalise(m_log2, row_sum)
+            out = acc * gl.convert_layout(inverse, o_rows)[:, None]
+            # the copy of the piece before must have read the buffer
+            tma.store_wait(0)
+            out_smem.store(out.to(dtype))
+            fence_async_shared()
+            q_row = q_start + GROUP * ROWS
+            out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
+            tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
+            lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
+            gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
         turn += 1
         piece = take(work, turn)
     tma.store_wait(0)
@@ -195,7 +208,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "lse_head_stride", "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right",
-        "num_planes", "section", "dynamic", "q_heads", "group_size",
+        "num_planes", "section", "dynamic", "whole", "share", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_fwd_sm90_kernel(
@@ -219,6 +232,9 @@ def _attn_fwd_sm90_kernel(
     num_planes,
     section,
     dynamic,
+    parts_ptr,
+    whole,
+    share,
     q_heads,
     group_size,
     score,
@@ -240,14 +256,16 @@ def _attn_fwd_sm90_kernel(
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
     k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
     v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
-    work = work_channel(DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS, consumers)
+    fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
+    work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, consumers)
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
     schedule = (order_ptr, num_planes, section, dynamic)
-    produce = (q_desc, k_desc, v_desc, counter_ptr, schedule)
-    consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, pins)
+    produce = (q_desc, k_desc, v_desc, counter_ptr, schedule, (whole, share))
+    tail = (parts_ptr, counter_ptr)
+    consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, pins, tail)
     lengths = (q_len, kv_len)
     shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)
     # the first role runs in the warps of the launch, the others in warps of their own

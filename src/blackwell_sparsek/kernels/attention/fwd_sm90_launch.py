@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from ...core.arch import arch_of
-from ...core.launch import cdiv, launch, on_device_of, scratch
+from ...core.launch import cdiv, launch, on_device_of, resting_words, scratch
 from ...formats.attention_spec import AttnSpec
 from ...formats.band import EVERYTHING
-from ..sm90 import packed_descriptor, tensor_descriptor
+from ..sm90 import GROUP_ROWS, packed_descriptor, tensor_descriptor
 from .config_sm90 import AttnFwdSm90Config
 from .fwd_sm90 import _attn_fwd_sm90_kernel
 from .operands import kernel_operands
@@ -16,6 +16,8 @@ from .operands import kernel_operands
 # Pieces of the same size are dealt out to programs in turn while there are few: zeroing a counter
 # takes the GPU longer than what dealing them out as programs get free would save.
 EVEN_ROUNDS = 4
+# What leaving parts of a softmax to another program and putting them together takes, in KV tiles.
+MEETING_TILES = 2
 
 
 def launch_attn_fwd_sm90(
@@ -59,8 +61,13 @@ def launch_attn_fwd_sm90(
     programs = min(arch_of(q.device).num_sms * config.programs_per_sm, pieces)
     even = spec.block_mask is None and spec.band == EVERYTHING and not spec.is_varlen
     dynamic = pieces > programs * (EVEN_ROUNDS if even else 1)
-    # without `dynamic` nobody looks at the counter
-    counter = scratch((1,), torch.int32, q.device, zero=dynamic)
+    parts, words = None, 1
+    whole, share = pieces, 0
+    if config.SHARED_TAIL:
+        whole, share = shared_tail(pieces, programs, cdiv(operands.lengths[1], config.TILE_N))
+        slots = 2 * programs * config.CONSUMERS if share else 1
+        parts = scratch((slots, GROUP_ROWS, config.TILE_DV + 2), torch.float32, q.device)
+        words += programs * config.CONSUMERS
     with on_device_of(q):
         args = (
             _descriptor(out, config.out_block()),
@@ -70,7 +77,7 @@ def launch_attn_fwd_sm90(
             _descriptor(v, config.v_block()),
             operands.sinks,
             operands.cu_seqlens,
-            counter,
+            resting_words(words, q.device),
             order,
             operands.block_lists,
             *operands.mask_steps,
@@ -80,12 +87,27 @@ def launch_attn_fwd_sm90(
             planes,
             section,
             int(dynamic),
+            parts,
+            whole,
+            share,
             *operands.heads,
             operands.score,
             config,
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
         launch(_attn_fwd_sm90_kernel, programs, args, **options)
+
+
+def shared_tail(pieces: int, programs: int, kv_tiles: int) -> tuple[int, int]:
+    """How many pieces programs take one by one, and the KV tiles that each has of the others.
+
+    No tiles where sharing would save none.
+    """
+    rounds, rest = divmod(pieces, programs)
+    share = cdiv(rest * kv_tiles, programs)
+    if rounds == 0 or kv_tiles - share < MEETING_TILES:
+        return pieces, 0
+    return rounds * programs, share
 
 
 def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:

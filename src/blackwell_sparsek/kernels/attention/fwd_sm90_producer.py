@@ -55,9 +55,12 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG: gl.constexpr):
-    """Publish a piece of work, fetch its queries and KV tiles; return the next step."""
-    q_desc, k_desc, v_desc, _, _ = produce
+def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG: gl.constexpr):
+    """Publish a piece of work, fetch its queries and KV tiles; return the next step.
+
+    `part` is None, or says which tiles of the piece are meant and which programs have the others.
+    """
+    q_desc, k_desc, v_desc, _, _, _ = produce
     mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
     consumers: gl.constexpr = CFG.CONSUMERS
@@ -67,6 +70,11 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG: gl.c
     fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
     if cu_seqlens[0] is not None:
         fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
+    first_tile = 0
+    if part is not None:
+        first_tile = part[0]
+        kv_tiles = part[1]
+        fields = fields + part  # noqa: RUF005
     publish(work, turn, fields)
     q_stage = turn % CFG.Q_STAGES
     q_bar = q_full.index(q_stage)
@@ -79,7 +87,7 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG: gl.c
         tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
     visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
-    for kv_tile in range(kv_tiles):
+    for kv_tile in range(first_tile, kv_tiles):
         _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
         _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
         step += 1
@@ -87,14 +95,34 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG: gl.c
 
 
 @gluon.jit
+def _claim(counter_ptr, dynamic, piece, total):
+    """The next piece of work of this program: every so many, or the first that nobody has."""
+    next_piece = piece + gl.num_programs(0)
+    if dynamic != 0:
+        claim = gl.atomic_add(counter_ptr, 1)
+        next_piece = claim + gl.num_programs(0)
+        if claim == total - 1:
+            # one claim for each piece: nobody comes after this one
+            gl.store(counter_ptr, 0)
+    return next_piece
+
+
+@gluon.jit
 def produce_tiles(produce, shared, CFG: gl.constexpr):
     """Take pieces of work, publish them and keep the rings full."""
-    _, _, _, counter_ptr, schedule = produce
+    _, _, _, counter_ptr, schedule, tail = produce
     mask, _, _, _, work, lengths, heads, _, cu_seqlens = shared
     step = 0
     turn = 0
     sequence = 0
-    if cu_seqlens[0] is None:
+    if CFG.SHARED_TAIL:
+        q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
+        whole, share = tail
+        kv_tiles = (lengths[1] + (CFG.TILE_N - 1)) // CFG.TILE_N
+        # the pieces that are left over for less than all programs are one stretch of tiles
+        tail_tiles = (schedule[1] * q_tiles - whole) * kv_tiles
+        total = whole + gl.minimum(tail_tiles, gl.num_programs(0))
+    elif cu_seqlens[0] is None:
         q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
         total = schedule[1] * q_tiles
     else:
@@ -102,29 +130,54 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
     piece = gl.program_id(0)
     while piece < total:
-        next_piece = piece + gl.num_programs(0)
-        if CFG.EARLY_CLAIM:  # noqa: SIM102
-            if schedule[3] != 0:
-                next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        if cu_seqlens[0] is None:
+        if CFG.EARLY_CLAIM:
+            next_piece = _claim(counter_ptr, schedule[3], piece, total)
+        if CFG.SHARED_TAIL:
+            begin = 0
+            end = kv_tiles
+            if piece >= whole:
+                begin = (piece - whole) * share
+                end = gl.minimum(begin + share, tail_tiles)
+            while begin < end:
+                index = piece
+                first_tile = begin
+                end_tile = end
+                begins = 0
+                ends = 0
+                if piece >= whole:
+                    in_tail = begin // kv_tiles
+                    index = whole + in_tail
+                    first_tile = begin - in_tail * kv_tiles
+                    end_tile = gl.minimum(first_tile + (end - begin), kv_tiles)
+                    begins = in_tail * kv_tiles // share
+                    ends = ((in_tail + 1) * kv_tiles - 1) // share
+                plane, q_tile = place_piece(mask, schedule, index, q_tiles, CFG)
+                spans = (0, lengths[0]), (0, lengths[1])
+                part = (first_tile, end_tile, piece - whole, begins, ends)
+                step = _feed(produce, shared, plane, q_tile, *spans, part, step, turn, CFG)
+                turn += 1
+                begin += end_tile - first_tile
+        elif cu_seqlens[0] is None:
             plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
             spans = (0, lengths[0]), (0, lengths[1])
-            step = _feed(produce, shared, plane, q_tile, *spans, step, turn, CFG)
+            step = _feed(produce, shared, plane, q_tile, *spans, None, step, turn, CFG)
             turn += 1
         else:
             sequence, plane, q_tile, q_span, kv_span = place_packed_piece(
                 cu_seqlens, piece, sequence, num_sequences, lengths, heads, CFG
             )
             if q_tile * CFG.tile_m < q_span[1]:
-                step = _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG)
+                spans = q_span, kv_span
+                step = _feed(produce, shared, plane, q_tile, *spans, None, step, turn, CFG)
                 turn += 1
-        if not CFG.EARLY_CLAIM:  # noqa: SIM102
-            if schedule[3] != 0:
-                # only now, with the last copies of this piece under way: who is late takes less
-                next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        if not CFG.EARLY_CLAIM:
+            # only now, with the last copies of this piece under way: who is late takes less
+            next_piece = _claim(counter_ptr, schedule[3], piece, total)
         piece = next_piece
     # no plane: the end
     end = (0, 0, 0, 0, 0, 0, -1, 0)
     if cu_seqlens[0] is not None:
         end = end + (0, 0, 0)  # noqa: RUF005
+    if CFG.SHARED_TAIL:
+        end = end + (0, 0, 0, 0, 0)  # noqa: RUF005
     publish(work, turn, end)

@@ -75,7 +75,7 @@ def place_packed_piece(
 @gluon.jit
 def piece_lengths(piece, dense_lengths):
     """First query token, queries and keys of the sequence that a published piece belongs to."""
-    if len(piece) == 8:
+    if len(piece) != 11:
         span = (0, dense_lengths[0], dense_lengths[1])
     else:
         span = (piece[8], piece[9], piece[10])
