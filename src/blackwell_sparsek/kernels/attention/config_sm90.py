@@ -40,6 +40,8 @@ class AttnFwdSm90Config:
     SLACK: int = 0
     EARLY_CLAIM: bool = False
     SKIP_TILES: bool = False
+    PLAN_AHEAD: bool = False
+    LOOK_AHEAD: bool = False
     SHARED_TAIL: bool = False
 
     def __post_init__(self) -> None:

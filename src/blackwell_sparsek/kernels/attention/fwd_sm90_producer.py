@@ -33,9 +33,11 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
     stage = step % CFG.STAGES
     bar = full.index(stage)
     tile = smem.index(stage)
-    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-    mbarrier.expect(bar, parts * desc.block_type.nbytes)
     masked_tiles, _ = count_tiles(plan, CFG)
+    if not CFG.LOOK_AHEAD:
+        mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+    # the lists of a mask are read while the stage is waited for
+    starts = ()
     for part in gl.static_range(parts):
         in_kind = kv_tile if kv_tile < masked_tiles else kv_tile - masked_tiles
         ordinal, kv_in_unit = tile_ordinal(in_kind, part * part_rows, tile_n, unit_size)
@@ -47,33 +49,33 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
             units = num_full_units(plan)
         # a tile with no unit left is read from past the keys, where TMA fills zeros
         kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
+        starts = starts + (kv,)  # noqa: RUF005
+    if CFG.LOOK_AHEAD:
+        mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+    mbarrier.expect(bar, parts * desc.block_type.nbytes)
+    for part in gl.static_range(parts):
         if parts == 1:
-            tma.async_copy_global_to_shared(desc, tile_at(place, kv), bar, tile)
+            tma.async_copy_global_to_shared(desc, tile_at(place, starts[part]), bar, tile)
         else:
             rows = tile.slice(part * part_rows, part_rows, dim=0)
-            tma.async_copy_global_to_shared(desc, tile_at(place, kv), bar, rows)
+            tma.async_copy_global_to_shared(desc, tile_at(place, starts[part]), bar, rows)
 
 
 @gluon.jit
-def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG: gl.constexpr):
-    """Publish a piece of work, fetch its queries and KV tiles; return the next step.
+def _announce(produce, shared, plane, q_tile, plan, q_span, part, turn, CFG: gl.constexpr):
+    """Publish a piece of work and fetch its queries.
 
     `part` is None, or says which tiles of the piece are meant and which programs have the others.
     """
-    q_desc, k_desc, v_desc, _, _, _ = produce
-    mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
+    q_desc, _, _, _, _, _ = produce
+    _, q_ring, _, _, work, _, heads, _, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
     consumers: gl.constexpr = CFG.CONSUMERS
-    batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
-    plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
-    _, kv_tiles = count_tiles(plan, CFG)
+    batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
     fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
     if cu_seqlens[0] is not None:
-        fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
-    first_tile = 0
+        fields = fields + (q_span[0], q_span[1], q_span[2])  # noqa: RUF005
     if part is not None:
-        first_tile = part[0]
-        kv_tiles = part[1]
         fields = fields + part  # noqa: RUF005
     publish(work, turn, fields)
     q_stage = turn % CFG.Q_STAGES
@@ -85,13 +87,67 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
         q_row = q_tile * CFG.tile_m + g * ROWS
         q = q_smem.index(q_stage * consumers + g)
         tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
+
+
+@gluon.jit
+def _fetch_tiles(produce, shared, plane, plan, kv_span, begin, end, step, CFG: gl.constexpr):
+    """Fetch KV tiles `begin` to `end` of a plan; return the next step."""
+    _, k_desc, v_desc, _, _, _ = produce
+    mask, _, k_ring, v_ring, _, _, heads, _, cu_seqlens = shared
+    batch, _, kv_head = batch_and_heads(plane, heads[0], heads[1])
     visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
-    for kv_tile in range(first_tile, kv_tiles):
+    for kv_tile in range(begin, end):
         _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
         _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
         step += 1
     return step
+
+
+@gluon.jit
+def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG: gl.constexpr):
+    """Publish a piece of work, fetch its queries and KV tiles; return the next step."""
+    mask, _, _, _, _, _, heads, band, _ = shared
+    plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
+    first_tile = 0
+    _, kv_tiles = count_tiles(plan, CFG)
+    if part is not None:
+        first_tile = part[0]
+        kv_tiles = part[1]
+    spans = (q_span[0], q_span[1], kv_span[1])
+    _announce(produce, shared, plane, q_tile, plan, spans, part, turn, CFG)
+    return _fetch_tiles(
+        produce, shared, plane, plan, kv_span, first_tile, kv_tiles, step, CFG
+    )
+
+
+@gluon.jit
+def _produce_rows(produce, shared, q_tiles, CFG: gl.constexpr):
+    """Take rows of a mask. The next one is looked up behind the first copies of the one before."""
+    _, _, _, counter_ptr, schedule, _ = produce
+    mask, _, _, _, _, lengths, heads, band, _ = shared
+    total = schedule[1] * q_tiles
+    step = 0
+    turn = 0
+    piece = gl.program_id(0)
+    plane, q_tile = place_piece(mask, schedule, gl.minimum(piece, total - 1), q_tiles, CFG)
+    plan = plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
+    while piece < total:
+        spans = (0, lengths[0], lengths[1])
+        kv_span = (0, lengths[1])
+        _announce(produce, shared, plane, q_tile, plan, spans, None, turn, CFG)
+        kv_tiles = count_tiles(plan, CFG)[1]
+        ahead = gl.minimum(kv_tiles, CFG.STAGES)
+        step = _fetch_tiles(produce, shared, plane, plan, kv_span, 0, ahead, step, CFG)
+        next_piece = _claim(counter_ptr, schedule[3], piece, total)
+        next_plane, next_q_tile = place_piece(
+            mask, schedule, gl.minimum(next_piece, total - 1), q_tiles, CFG
+        )
+        next_plan = plan_piece(mask, next_plane, next_q_tile, lengths, heads, band, CFG)
+        step = _fetch_tiles(produce, shared, plane, plan, kv_span, ahead, kv_tiles, step, CFG)
+        piece, plane, q_tile, plan = next_piece, next_plane, next_q_tile, next_plan
+        turn += 1
+    return turn
 
 
 @gluon.jit
@@ -115,7 +171,11 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     step = 0
     turn = 0
     sequence = 0
-    if CFG.SHARED_TAIL:
+    if CFG.PLAN_AHEAD:
+        q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
+        turn = _produce_rows(produce, shared, q_tiles, CFG)
+        total = 0
+    elif CFG.SHARED_TAIL:
         q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
         whole, share = tail
         kv_tiles = (lengths[1] + (CFG.TILE_N - 1)) // CFG.TILE_N
