@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.gluon.packed import plane_place, tile_at
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
@@ -57,6 +58,8 @@ def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Attend with 64 queries, piece by piece of work."""
+    if CFG.OVERLAP:
+        gdc_wait()
     out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, pins, tail = consume
     mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
@@ -241,6 +244,9 @@ def _attn_fwd_sm90_kernel(
     CFG: gl.constexpr,
 ):
     """Set up rings and roles; `produce_tiles` and `_consume` do the work."""
+    if CFG.OVERLAP:
+        # the next kernel may start as soon as there is room for it; it waits where it has to
+        gdc_launch_dependents()
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N

@@ -95,6 +95,8 @@ def launch_attn_fwd_sm90(
             config,
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        if config.OVERLAP:
+            options["launch_pdl"] = True
         launch(_attn_fwd_sm90_kernel, programs, args, **options)
 
 

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 from ...device.gluon.packed import plane_place, tile_at
 from ...device.gluon.pipeline import publish
@@ -166,6 +167,9 @@ def _claim(counter_ptr, dynamic, piece, total):
 @gluon.jit
 def produce_tiles(produce, shared, CFG: gl.constexpr):
     """Take pieces of work, publish them and keep the rings full."""
+    if CFG.OVERLAP:
+        # everything read or written may belong to kernels in front until they have finished
+        gdc_wait()
     _, _, _, counter_ptr, schedule, tail = produce
     mask, _, _, _, work, lengths, heads, _, cu_seqlens = shared
     step = 0
