@@ -49,9 +49,9 @@ SHARED_FIELDS = gl.constexpr(13)
 def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
     """The softmax step of a tile, with the sums that the configuration keeps."""
     if CFG.PARTS:
-        state = softmax_step_parts(m_log2, row_sum, s, score[0], CFG.SLACK)
+        state = softmax_step_parts(m_log2, row_sum, s, score[0], CFG.SLACK, CFG.MIX)
     else:
-        state = softmax_step(m_log2, row_sum, s, score[0], CFG.SLACK)
+        state = softmax_step(m_log2, row_sum, s, score[0], CFG.SLACK, CFG.MIX)
     return state
 
 
