@@ -40,6 +40,7 @@ class AttnFwdSm90Config:
     SLACK: int = 0
     EARLY_CLAIM: bool = False
     SKIP_TILES: bool = False
+    DIRECT_OUT: bool = False
     MIX: int = 0
     OVERLAP: bool = False
     PLAN_AHEAD: bool = False

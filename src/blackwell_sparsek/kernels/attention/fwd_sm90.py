@@ -60,7 +60,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Attend with 64 queries, piece by piece of work."""
     if CFG.OVERLAP:
         gdc_wait()
-    out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, pins, tail = consume
+    out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, pins, tail, direct = consume
     mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
@@ -72,7 +72,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
-    out_smem = out_tiles.index(GROUP)
     pin = pins.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
@@ -194,24 +193,37 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             inverse, lse = finalise(m_log2, row_sum)
             out = acc * gl.convert_layout(inverse, o_rows)[:, None]
-            # the copy of the piece before must have read the buffer
-            tma.store_wait(0)
-            out_smem.store(out.to(dtype))
-            fence_async_shared()
             q_row = q_start + GROUP * ROWS
             out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
-            tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
+            if CFG.DIRECT_OUT:
+                out_ptr, strides, width = direct
+                columns = gl.arange(0, tile_dv, gl.SliceLayout(0, o_layout))
+                out_rows = gl.convert_layout(q_index, o_rows)
+                first_row = batch.to(gl.int64) * strides[0] + q_head.to(gl.int64) * strides[1]
+                first_row += q_first.to(gl.int64) * strides[2] if cu_seqlens[0] is not None else 0
+                at = out_rows.to(gl.int64)[:, None] * strides[2] + columns[None, :]
+                live = exists(out_rows, q_len)[:, None] & exists(columns, width)[None, :]
+                gl.store(out_ptr + first_row + at, out.to(dtype), mask=live)
+            else:
+                # the copy of the piece before must have read the buffer
+                tma.store_wait(0)
+                out_smem = out_tiles.index(GROUP)
+                out_smem.store(out.to(dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
             lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
             gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
         turn += 1
         piece = take(work, turn)
-    tma.store_wait(0)
+    if not CFG.DIRECT_OUT:
+        tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
         "lse_head_stride", "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right",
         "num_planes", "section", "dynamic", "whole", "share", "q_heads", "group_size",
+        "out_batch_stride", "out_head_stride", "width",
     ]
 )  # fmt: skip
 def _attn_fwd_sm90_kernel(
@@ -238,6 +250,11 @@ def _attn_fwd_sm90_kernel(
     parts_ptr,
     whole,
     share,
+    out_ptr,
+    out_batch_stride,
+    out_head_stride,
+    out_row_stride,
+    width,
     q_heads,
     group_size,
     score,
@@ -253,7 +270,10 @@ def _attn_fwd_sm90_kernel(
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, ROWS)
-    out_smem = tiles(out_desc, consumers, ROWS)
+    if CFG.DIRECT_OUT:
+        out_smem = q_smem
+    else:
+        out_smem = tiles(out_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
     pins = gl.allocate_shared_memory(
@@ -271,7 +291,8 @@ def _attn_fwd_sm90_kernel(
     schedule = (order_ptr, num_planes, section, dynamic)
     produce = (q_desc, k_desc, v_desc, counter_ptr, schedule, (whole, share))
     tail = (parts_ptr, counter_ptr)
-    consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, pins, tail)
+    direct = (out_ptr, (out_batch_stride, out_head_stride, out_row_stride), width)
+    consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, pins, tail, direct)
     lengths = (q_len, kv_len)
     shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)
     # the first role runs in the warps of the launch, the others in warps of their own

@@ -11,7 +11,7 @@ from ...formats.band import EVERYTHING
 from ..sm90 import GROUP_ROWS, packed_descriptor, tensor_descriptor
 from .config_sm90 import AttnFwdSm90Config
 from .fwd_sm90 import _attn_fwd_sm90_kernel
-from .operands import kernel_operands
+from .operands import kernel_operands, token_strides
 
 # Pieces of the same size are dealt out to programs in turn while there are few: zeroing a counter
 # takes the GPU longer than what dealing them out as programs get free would save.
@@ -90,6 +90,9 @@ def launch_attn_fwd_sm90(
             parts,
             whole,
             share,
+            out if config.DIRECT_OUT else None,
+            *token_strides(out),
+            out.shape[-1],
             *operands.heads,
             operands.score,
             config,
