@@ -40,6 +40,8 @@ class AttnFwdSm90Config:
     SLACK: int = 0
     EARLY_CLAIM: bool = False
     SKIP_TILES: bool = False
+    WARP_ARRIVALS: bool = False
+    FREE_LATE: bool = False
     DIRECT_OUT: bool = False
     MIX: int = 0
     OVERLAP: bool = False
@@ -65,6 +67,31 @@ class AttnFwdSm90Config:
     def programs_per_sm(self) -> int:
         """One consumer leaves half of an SM to another program."""
         return 2 if self.CONSUMERS == 1 else 1
+
+    @property
+    def arrivals(self) -> int:
+        """Arrivals that free a stage."""
+        return self.CONSUMERS * (4 if self.WARP_ARRIVALS else 1)
+
+    @property
+    def barrier_room(self) -> int:
+        """Barriers that each array of those of K and V has room for.
+
+        Triton lays out larger allocations first. With so much room these come right behind the
+        tiles, in the order of the program: full K, free K, full V, free V.
+        """
+        return 64 if self.WARP_ARRIVALS else self.STAGES
+
+    @property
+    def tile_bytes(self) -> int:
+        """Shared memory of all tiles, which is where the barriers begin."""
+        rows = GROUP_ROWS * self.CONSUMERS
+        queries = rows * (self.Q_STAGES * self.TILE_D + self.TILE_DV)
+        return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
+
+    def barrier_at(self, array: int) -> int:
+        """Byte of shared memory at which an array of barriers begins, 0 if nobody needs to know."""
+        return self.tile_bytes + array * self.barrier_room * 8 if self.WARP_ARRIVALS else 0
 
     @property
     def parts(self) -> int:

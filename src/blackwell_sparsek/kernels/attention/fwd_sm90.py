@@ -30,6 +30,7 @@ from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
 from ...device.visits import masked_unit, num_masked_units
 from ..sm90 import GROUP_ROWS
+from .fwd_sm90_free import await_stage, free_stage
 from .fwd_sm90_half import HALF, attend_half
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
@@ -105,10 +106,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             while (taken < masked_tiles) & (any_last < masked_unit(plan, taken) * tile_n):
                 stage = step % CFG.STAGES
                 phase = (step // CFG.STAGES) & 1
-                mbarrier.wait(k_full.index(stage), phase)
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                mbarrier.wait(v_full.index(stage), phase)
-                mbarrier.arrive(v_empty.index(stage), count=1)
+                await_stage(k_full, stage, phase, CFG.barrier_at(0))
+                free_stage(k_empty, stage, CFG.barrier_at(1))
+                await_stage(v_full, stage, phase, CFG.barrier_at(2))
+                free_stage(v_empty, stage, CFG.barrier_at(3))
                 step += 1
                 taken += 1
         if CFG.HALF_TILES:
@@ -129,11 +130,11 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
             stage = step % CFG.STAGES
-            mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
+            await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(0))
             k = k_smem.index(stage).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            free_stage(k_empty, stage, CFG.barrier_at(1))
             if masked_tiles > taken:
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
@@ -145,13 +146,14 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 last_phase = (step // CFG.STAGES) & 1
                 step += 1
                 stage = step % CFG.STAGES
-                mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
+                await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(0))
                 k = k_smem.index(stage).permute((1, 0))
                 scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(last_stage), last_phase)
+                await_stage(v_full, last_stage, last_phase, CFG.barrier_at(2))
                 product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-                mbarrier.arrive(k_empty.index(stage), count=1)
+                if not CFG.FREE_LATE:
+                    free_stage(k_empty, stage, CFG.barrier_at(1))
                 if kv_tile < masked_tiles:
                     s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
                 m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
@@ -162,7 +164,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 else:
                     pin.store(row_sum)
                 acc = warpgroup_mma_wait(0, deps=(product,))
-                mbarrier.arrive(v_empty.index(last_stage), count=1)
+                free_stage(v_empty, last_stage, CFG.barrier_at(3))
+                if CFG.FREE_LATE:
+                    free_stage(k_empty, stage, CFG.barrier_at(1))
                 factor = gl.convert_layout(rescale, o_rows)[:, None]
                 if CFG.SLACK > 0:
                     acc = scale_rows(acc, factor)
@@ -171,10 +175,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 p = gl.convert_layout(weights.to(dtype), p_layout)
             # every score of this piece is taken: the next queries may come
             mbarrier.arrive(q_empty.index(q_stage), count=1)
-            mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
+            await_stage(v_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(2))
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            free_stage(v_empty, stage, CFG.barrier_at(3))
             step += 1
         else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
@@ -280,8 +284,10 @@ def _attn_fwd_sm90_kernel(
         gl.float32, [consumers, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
-    k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
-    v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
+    arrivals: gl.constexpr = CFG.arrivals
+    room: gl.constexpr = CFG.barrier_room
+    k_ring = (k_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
+    v_ring = (v_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
     fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
     work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, consumers)
     fence_async_shared()

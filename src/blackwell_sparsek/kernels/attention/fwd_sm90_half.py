@@ -2,15 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from ...device.scores import cap
 from ...device.softmax import softmax_step
 from ..sm90 import GROUP_ROWS
+from .fwd_sm90_free import await_stage, free_stage
 from .fwd_sm90_masks import mask_band
 
 ROWS = gl.constexpr(GROUP_ROWS)
@@ -34,19 +31,19 @@ def attend_half(q, rings, step, state, acc, kv_start, bounds, score, CFG: gl.con
     row_sum = gl.convert_layout(state[1], s_rows)
     stage = step % CFG.STAGES
     phase = (step // CFG.STAGES) & 1
-    mbarrier.wait(k_full.index(stage), phase)
+    await_stage(k_full, stage, phase, CFG.barrier_at(0))
     k = k_smem.index(stage).slice(0, HALF, dim=0).permute((1, 0))
     no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    free_stage(k_empty, stage, CFG.barrier_at(1))
     s = mask_band(s, kv_start, (first, last, every_first, every_last), CFG)
     m_log2, row_sum, weights, _ = softmax_step(m_log2, row_sum, s, score[0])
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
-    mbarrier.wait(v_full.index(stage), phase)
+    await_stage(v_full, stage, phase, CFG.barrier_at(2))
     v = v_smem.index(stage).slice(0, HALF, dim=0)
     product = warpgroup_mma(p, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(product,))
-    mbarrier.arrive(v_empty.index(stage), count=1)
+    free_stage(v_empty, stage, CFG.barrier_at(3))
     m_log2 = gl.convert_layout(m_log2, state_rows)
     return m_log2, gl.convert_layout(row_sum, state_rows), acc
