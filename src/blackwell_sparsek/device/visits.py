@@ -107,10 +107,9 @@ def num_full_units(plan):
 def masked_unit(plan, ordinal):
     """The unit that is `ordinal`-th among those with mask code; scalar or vector."""
     num_partial = plan[1] - plan[0]
-    num_right = plan[5] - plan[4]
+    num_left = plan[3] - plan[2]
     edge = ordinal - num_partial
-    # from the right: who sees little of a piece's keys under a causal band does without the first
-    edge_unit = tl.where(edge < num_right, plan[5] - 1 - edge, plan[2] + edge - num_right)
+    edge_unit = tl.where(edge < num_left, plan[2] + edge, plan[4] + edge - num_left)
     return tl.where(edge < 0, plan[0] + ordinal, edge_unit)
 
 

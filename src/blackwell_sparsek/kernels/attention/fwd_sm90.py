@@ -28,14 +28,14 @@ from ...device.masks import exists, position, row_bounds
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
-from ...device.visits import masked_unit, num_masked_units
+from ...device.visits import num_masked_units
 from ..sm90 import GROUP_ROWS
 from .fwd_sm90_free import await_stage, free_stage
 from .fwd_sm90_half import HALF, attend_half
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
 from .fwd_sm90_tail import meet
-from .fwd_sm90_work import count_tiles, piece_lengths
+from .fwd_sm90_work import count_tiles, dense_tile, needs_mask, piece_lengths
 
 ROWS = gl.constexpr(GROUP_ROWS)
 # What describes a piece of work: the six bounds of a visit plan, plane and query tile; of packed
@@ -87,7 +87,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q_index = q_start + GROUP * ROWS + rows
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
         first_pos = position(q_start + GROUP * ROWS, q_len, kv_len)
-        _, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
+        any_first, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
         every_first, any_last = row_bounds(first_pos + (ROWS - 1), kv_len, band[0], band[1])
         bounds = (first, last, every_first, every_last)
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
@@ -103,7 +103,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             kv_tiles = piece[9]
         if CFG.SKIP_TILES:
             # other groups see these keys, this one does not
-            while (taken < masked_tiles) & (any_last < masked_unit(plan, taken) * tile_n):
+            while (taken < masked_tiles) & (any_last < dense_tile(plan, taken) * tile_n):
                 stage = step % CFG.STAGES
                 phase = (step // CFG.STAGES) & 1
                 await_stage(k_full, stage, phase, CFG.barrier_at(0))
@@ -113,17 +113,24 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 step += 1
                 taken += 1
         if CFG.HALF_TILES:
-            kv_start = masked_unit(plan, taken) * tile_n
+            kv_start = dense_tile(plan, taken) * tile_n
             if (masked_tiles > taken) & (any_last < kv_start + HALF):
                 # The same queries, so written that ptxas cannot know it. That of CUDA 12.8 would
                 # keep their descriptors for after the branch, without them where it is not taken.
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
                     same, (k_ring, v_ring), step, (m_log2, row_sum), acc, kv_start, bounds, score,
-                    CFG,
+                    0, CFG,
                 )  # fmt: skip
                 step += 1
                 taken += 1
+        rest = 0
+        if CFG.HALF_TILES:
+            left_start = plan[2] * tile_n
+            halved = (plan[2] < plan[3]) & (any_first >= left_start + HALF)
+            if halved & (kv_tiles > taken + 1):
+                rest = 1
+        kv_tiles -= rest
         if CFG.PARTS:
             quarter = row_parts(no_scores)
             part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
@@ -135,7 +142,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
             free_stage(k_empty, stage, CFG.barrier_at(1))
-            if masked_tiles > taken:
+            if needs_mask(mask[0], plan, taken, masked_tiles):
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
             if CFG.HALF_TILES:
@@ -154,7 +161,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
                 if not CFG.FREE_LATE:
                     free_stage(k_empty, stage, CFG.barrier_at(1))
-                if kv_tile < masked_tiles:
+                if needs_mask(mask[0], plan, kv_tile, masked_tiles):
                     s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
                 m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
                 # ptxas would sink the softmax below the wait, where it overlaps with nothing;
@@ -174,7 +181,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                     acc = acc * factor
                 p = gl.convert_layout(weights.to(dtype), p_layout)
             # every score of this piece is taken: the next queries may come
-            mbarrier.arrive(q_empty.index(q_stage), count=1)
+            mbarrier.arrive(q_empty.index(q_stage), count=1, pred=rest == 0)
             await_stage(v_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(2))
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
@@ -185,6 +192,15 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
         if CFG.PARTS:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
+        if CFG.HALF_TILES:  # noqa: SIM102
+            if rest > 0:
+                same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
+                m_log2, row_sum, acc = attend_half(
+                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, left_start, bounds,
+                    score, HALF, CFG,
+                )  # fmt: skip
+                step += 1
+                mbarrier.arrive(q_empty.index(q_stage), count=1)
         complete = True
         if CFG.SHARED_TAIL:  # noqa: SIM102
             if piece[11] < piece[12]:

@@ -16,8 +16,10 @@ HALF = gl.constexpr(64)
 
 
 @gluon.jit
-def attend_half(q, rings, step, state, acc, kv_start, bounds, score, CFG: gl.constexpr):
-    """Take in the first HALF keys of the tile at `step`, which is a piece's first."""
+def attend_half(
+    q, rings, step, state, acc, kv_start, bounds, score, START: gl.constexpr, CFG: gl.constexpr
+):
+    """Take in HALF keys from START on of the tile at `step`, which begins at `kv_start`."""
     k_smem, k_full, k_empty = rings[0]
     v_smem, v_full, v_empty = rings[1]
     s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
@@ -32,16 +34,18 @@ def attend_half(q, rings, step, state, acc, kv_start, bounds, score, CFG: gl.con
     stage = step % CFG.STAGES
     phase = (step // CFG.STAGES) & 1
     await_stage(k_full, stage, phase, CFG.barrier_at(0))
-    k = k_smem.index(stage).slice(0, HALF, dim=0).permute((1, 0))
+    k = k_smem.index(stage).slice(START, HALF, dim=0).permute((1, 0))
     no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
     free_stage(k_empty, stage, CFG.barrier_at(1))
-    s = mask_band(s, kv_start, (first, last, every_first, every_last), CFG)
-    m_log2, row_sum, weights, _ = softmax_step(m_log2, row_sum, s, score[0])
+    s = mask_band(s, kv_start + START, (first, last, every_first, every_last), CFG)
+    m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
+    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_DV))
+    acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
     await_stage(v_full, stage, phase, CFG.barrier_at(2))
-    v = v_smem.index(stage).slice(0, HALF, dim=0)
+    v = v_smem.index(stage).slice(START, HALF, dim=0)
     product = warpgroup_mma(p, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(product,))
     free_stage(v_empty, stage, CFG.barrier_at(3))

@@ -17,7 +17,14 @@ from ...device.visits import (
     tile_ordinal,
 )
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_work import count_q_tiles, count_tiles, place_packed_piece, place_piece, plan_piece
+from .fwd_sm90_work import (
+    dense_tile,
+    count_q_tiles, 
+    count_tiles,
+    place_packed_piece,
+    place_piece,
+    plan_piece,
+)
 
 ROWS = gl.constexpr(GROUP_ROWS)
 
@@ -39,18 +46,21 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
         mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
     # the lists of a mask are read while the stage is waited for
     starts = ()
-    for part in gl.static_range(parts):
-        in_kind = kv_tile if kv_tile < masked_tiles else kv_tile - masked_tiles
-        ordinal, kv_in_unit = tile_ordinal(in_kind, part * part_rows, tile_n, unit_size)
-        if kv_tile < masked_tiles:
-            unit = masked_unit(plan, ordinal)
-            units = num_masked
-        else:
-            unit = plan[3] + ordinal
-            units = num_full_units(plan)
-        # a tile with no unit left is read from past the keys, where TMA fills zeros
-        kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
-        starts = starts + (kv,)  # noqa: RUF005
+    if lists is None:
+        starts = (dense_tile(plan, kv_tile) * tile_n,)
+    else:
+        for part in gl.static_range(parts):
+            in_kind = kv_tile if kv_tile < masked_tiles else kv_tile - masked_tiles
+            ordinal, kv_in_unit = tile_ordinal(in_kind, part * part_rows, tile_n, unit_size)
+            if kv_tile < masked_tiles:
+                unit = masked_unit(plan, ordinal)
+                units = num_masked
+            else:
+                unit = plan[3] + ordinal
+                units = num_full_units(plan)
+            # a tile with no unit left is read from past the keys, where TMA fills zeros
+            kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
+            starts = starts + (kv,)  # noqa: RUF005
     if CFG.LOOK_AHEAD:
         mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
     mbarrier.expect(bar, parts * desc.block_type.nbytes)

@@ -110,3 +110,27 @@ def count_tiles(plan, CFG: gl.constexpr):
     unit_size: gl.constexpr = CFG.UNIT
     masked = num_tiles(num_masked_units(plan), tile_n, unit_size)
     return masked, masked + num_tiles(num_full_units(plan), tile_n, unit_size)
+
+
+@gluon.jit
+def dense_tile(plan, kv_tile):
+    """The KV tile that a piece without a mask visits as its `kv_tile`-th.
+
+    The right edge of its band comes first, from the right, and the left edge last, from the right
+    too: queries that see little of an edge do without the very first or the very last tile.
+    """
+    num_right = plan[5] - plan[4]
+    after = kv_tile - num_right
+    left = plan[3] - 1 - (after - num_full_units(plan))
+    inner = gl.where(after < num_full_units(plan), plan[3] + after, left)
+    return gl.where(after < 0, plan[5] - 1 - kv_tile, inner)
+
+
+@gluon.jit
+def needs_mask(lists, plan, kv_tile, masked_tiles):
+    """Whether a KV tile needs mask code, of `masked_tiles` that do."""
+    needs = kv_tile < masked_tiles
+    if lists is None:
+        after = kv_tile - (plan[5] - plan[4])
+        needs = (after < 0) | (after >= num_full_units(plan))
+    return needs
