@@ -7,6 +7,7 @@ most of it to compile. `BSK_RANDOM_CALLS=150` before it makes 2,100 random calls
 import dataclasses
 import os
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
+from blackwell_sparsek.core.arch import arch_of
 from blackwell_sparsek.formats.attention_spec import AttnSpec, empty_lse, empty_out
 from blackwell_sparsek.formats.band import EVERYTHING, Band
 from blackwell_sparsek.formats.block_mask import BlockMask
@@ -322,11 +324,45 @@ def test_two_streams_share_a_mask():
 
 
 @pytest.mark.parametrize("consumers, dim", [(1, 64), (2, 64), (3, 64), (1, 128), (2, 128)])
-@pytest.mark.parametrize("band", [EVERYTHING, Band(None, 0), Band(100, 0), Band(70, 30)])
+def test_maxima_that_grow(consumers, dim):
+    """By less than rows let pass before they scale their sums, and by more."""
+    q, k, v, spec = AttnCase(
+        15, BRAIN, heads=(3, 3), lengths=((300, 1400),), head_dims=(dim, dim)
+    ).build("cuda")
+    ramp = torch.linspace(0.2, 12, 1400, device="cuda")
+    for growth in (ramp, ramp.flip(0), (3 * ramp) ** 2 / 12):
+        grown = (k.float() * growth[:, None]).to(BRAIN)
+        check_attention(*run(q, grown, v, spec, consumers), q, grown, v, spec)
+
+
+@pytest.mark.parametrize("consumers, dim", [(2, 128), (3, 64)])
+@pytest.mark.parametrize("sms, heads, sq, sk", [(3, 5, 300, 1700), (5, 7, 200, 900)])
+def test_programs_share_the_last_pieces(consumers, dim, sms, heads, sq, sk):
+    """The bits are those of every other run, whoever comes last."""
+    config = make_config(consumers, dim, dim)
+    pieces = heads * -(-sq // config.tile_m)
+    assert config.shared_tail(pieces, sms, -(-sk // config.TILE_N))[1] > 0
+    q, k, v, spec = AttnCase(
+        16, BRAIN, heads=(heads, heads), lengths=((sq, sk),), head_dims=(dim, dim)
+    ).build("cuda")
+    arch = dataclasses.replace(arch_of(q.device), num_sms=sms)
+    with mock.patch.object(fwd_sm90_launch, "arch_of", lambda device: arch):
+        expected = run(q, k, v, spec, consumers)
+        check_attention(*expected, q, k, v, spec)
+        for _ in range(5):
+            out, lse = run(q, k, v, spec, consumers)
+            assert out.equal(expected[0]) and lse.equal(expected[1])
+
+
+BANDS = (EVERYTHING, Band(None, 0), Band(100, 0), Band(70, 30), Band(300, 0), Band(300, 50))
+
+
+@pytest.mark.parametrize("consumers, dim", [(1, 64), (2, 64), (3, 64), (1, 128), (2, 128)])
+@pytest.mark.parametrize("band", BANDS)
 def test_a_piece_of_work_leaves_nothing_to_the_next(consumers, dim, band, on_few_sms):
     """Whether a program takes one piece or all of them, the bits are the same."""
     spec = AttnSpec(scale=dim**-0.5, band=band)
-    for sq, sk in ((1, 1), (63, 65), (200, 333), (333, 200), (512, 512)):
+    for sq, sk in ((1, 1), (63, 65), (200, 333), (333, 200), (512, 512), (896, 900)):
         torch.manual_seed(sq)
         q, k, v = (torch.randn(2, 3, s, dim, device="cuda", dtype=BRAIN) for s in (sq, sk, sk))
         expected = run(q, k, v, spec, consumers)

@@ -149,8 +149,18 @@ def _lead(problem: AttnProblem, dim: int, consumers: int) -> float:
 
 
 def attn_fwd_sm90_section(problem: AttnProblem) -> int:
-    """Planes that run together: those whose keys and values stay in L2, whole groups of heads."""
-    kv_bytes = problem.max_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    """Planes that run together, whole groups of heads that share keys.
+
+    Where all pieces of work are equal, those of one KV head run together: SMs that read the same
+    keys at the same time are faster than those whose keys only stay in L2. Under a band the longest
+    pieces come first, of as many heads as stay in L2.
+    """
     group = problem.heads_q // problem.heads_kv
-    planes = problem.batch * problem.heads_q
-    return min(max(SECTION_BYTES // max(kv_bytes, 1), 1) * group, max(planes, 1))
+    planes = max(problem.batch * problem.heads_q, 1)
+    if not problem.banded and problem.mask_block is None:
+        return group
+    if problem.varlen:
+        # no limit: the kernel knows how long sequences are
+        return planes
+    kv_bytes = problem.max_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    return min(max(SECTION_BYTES // max(kv_bytes, 1), 1) * group, planes)

@@ -238,7 +238,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
             turn += 1
         else:
             sequence, plane, q_tile, q_span, kv_span = place_packed_piece(
-                cu_seqlens, piece, sequence, num_sequences, lengths, heads, CFG
+                cu_seqlens, piece, sequence, num_sequences, schedule[2], lengths, heads, CFG
             )
             if q_tile * CFG.tile_m < q_span[1]:
                 spans = q_span, kv_span

@@ -52,11 +52,12 @@ def place_piece(mask, schedule, piece, q_tiles, CFG: gl.constexpr):
 
 @gluon.jit
 def place_packed_piece(
-    cu_seqlens, piece, sequence, num_sequences, lengths, heads, CFG: gl.constexpr
+    cu_seqlens, piece, sequence, num_sequences, most_planes, lengths, heads, CFG: gl.constexpr
 ):
     """Sequence, plane, query tile and the token spans of queries and keys of a piece of work.
 
-    `sequence` is that of an earlier piece, and `lengths` the longest ones.
+    `sequence` is that of an earlier piece, and `lengths` the longest ones. A section has
+    `most_planes` heads at the most.
     """
     offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
     sequence = sequence_of_piece(
@@ -65,7 +66,7 @@ def place_packed_piece(
     q_span = token_span(cu_seqlens[0], sequence, lengths[0])
     kv_span = token_span(cu_seqlens[1], sequence, lengths[1])
     kv_bytes: gl.constexpr = 2 * (CFG.TILE_D + CFG.TILE_DV)
-    section = section_planes(kv_span[1], heads[1], kv_bytes)
+    section = gl.minimum(section_planes(kv_span[1], heads[1], kv_bytes), most_planes)
     q_head, q_tile = place_in_sequence(
         cu_seqlens[0], piece, sequence, heads[0], section, CFG.tile_m
     )
