@@ -336,7 +336,9 @@ def test_maxima_that_grow(consumers, dim):
 
 
 @pytest.mark.parametrize("consumers, dim", [(2, 128), (3, 64)])
-@pytest.mark.parametrize("sms, heads, sq, sk", [(3, 5, 300, 1700), (5, 7, 200, 900)])
+@pytest.mark.parametrize(
+    "sms, heads, sq, sk", [(3, 5, 100, 1700), (5, 7, 120, 900), (132, 170, 128, 999)]
+)
 def test_programs_share_the_last_pieces(consumers, dim, sms, heads, sq, sk):
     """The bits are those of every other run, whoever comes last."""
     config = make_config(consumers, dim, dim)

@@ -6,6 +6,8 @@ from ..sm90 import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
 # More stages than this hide nothing further: a producer is never that far ahead.
 MOST_STAGES = 4
+# What it takes to put together parts of a softmax that programs share, in KV tiles.
+MEETING_TILES = 2
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,17 @@ class AttnFwdSm90Config:
     def part_rows(self) -> int:
         """Keys of one such copy."""
         return min(self.UNIT, self.TILE_N)
+
+    def shared_tail(self, pieces: int, programs: int, kv_tiles: int) -> tuple[int, int]:
+        """Pieces of work that programs take whole, and how many KV tiles each has of the others.
+
+        The last pieces of `kv_tiles` each may be too few for all programs, which then share their
+        tiles. No tiles where that saves nothing.
+        """
+        whole = pieces - pieces % programs
+        share = -(-(pieces - whole) * kv_tiles // programs)
+        worth = self.SHARED_TAIL and whole > 0 and kv_tiles - share >= MEETING_TILES
+        return (whole, share) if worth and share > 0 else (pieces, 0)
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of queries."""

@@ -16,8 +16,6 @@ from .operands import kernel_operands, token_strides
 # Pieces of the same size are dealt out to programs in turn while there are few: zeroing a counter
 # takes the GPU longer than what dealing them out as programs get free would save.
 EVEN_ROUNDS = 4
-# What leaving parts of a softmax to another program and putting them together takes, in KV tiles.
-MEETING_TILES = 2
 
 
 def launch_attn_fwd_sm90(
@@ -64,10 +62,13 @@ def launch_attn_fwd_sm90(
     parts, words = None, 1
     whole, share = pieces, 0
     if config.SHARED_TAIL:
-        whole, share = shared_tail(pieces, programs, cdiv(operands.lengths[1], config.TILE_N))
-        slots = 2 * programs * config.CONSUMERS if share else 1
-        parts = scratch((slots, GROUP_ROWS, config.TILE_DV + 2), torch.float32, q.device)
+        whole, share = config.shared_tail(pieces, programs, cdiv(k.shape[-2], config.TILE_N))
         words += programs * config.CONSUMERS
+        # where nothing is shared nobody looks at it
+        parts = lse
+        if share > 0:
+            slots = 2 * programs * config.CONSUMERS
+            parts = scratch((slots, GROUP_ROWS, config.TILE_DV + 2), torch.float32, q.device)
     with on_device_of(q):
         args = (
             _descriptor(out, config.out_block()),
@@ -101,18 +102,6 @@ def launch_attn_fwd_sm90(
         if config.OVERLAP:
             options["launch_pdl"] = True
         launch(_attn_fwd_sm90_kernel, programs, args, **options)
-
-
-def shared_tail(pieces: int, programs: int, kv_tiles: int) -> tuple[int, int]:
-    """How many pieces programs take one by one, and the KV tiles that each has of the others.
-
-    No tiles where sharing would save none.
-    """
-    rounds, rest = divmod(pieces, programs)
-    share = cdiv(rest * kv_tiles, programs)
-    if rounds == 0 or kv_tiles - share < MEETING_TILES:
-        return pieces, 0
-    return rounds * programs, share
 
 
 def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
