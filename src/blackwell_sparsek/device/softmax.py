@@ -29,37 +29,6 @@ def _safe_shift(m_log2):
     return tl.where(m_log2 == -float("inf"), 0.0, m_log2)
 
 
-def _mixed_exp2(every):
-    # 2^x = 2^round(x) 2^f with |f| <= 1/2; a polynomial for 2^f, within 1.4 eps as ex2.approx is.
-    # At -127, where -inf ends, f is 0 and the sum of bits is 0.
-    start = "{ .reg .f32 x, r, f, p; .reg .b32 e; max.NaN.f32 x, $IN, 0fC2FE0000; "
-    start += "add.rn.f32 r, x, 0f4B400000; mov.b32 e, r; sub.rn.f32 r, r, 0f4B400000; "
-    start += "sub.rn.f32 f, x, r; mov.b32 p, 0f3AADDD0A; "
-    terms = ("0f3C1E7544", "0f3D635BA9", "0f3E75FCDE", "0f3F317215", "0f3F800000")
-    series = "".join(f"fma.rn.f32 p, p, f, {term}; " for term in terms)
-    end = "shl.b32 e, e, 23; mov.b32 r, p; .reg .b32 q; mov.b32 q, p; add.s32 q, q, e; mov.b32 $OUT, q; }"
-    lines = ["ex2.approx.ftz.f32 $%d, $%d;" % (i, every + i) for i in range(every - 1)]
-    last = (start + series + end).replace("$IN", f"${2 * every - 1}").replace("$OUT", f"${every - 1}")
-    return " ".join([*lines, last])
-
-
-MIXED_4 = tl.constexpr(_mixed_exp2(4))
-MIXED_8 = tl.constexpr(_mixed_exp2(8))
-MIXED_16 = tl.constexpr(_mixed_exp2(16))
-
-
-@triton.jit
-def exp2_mixed(x, EVERY: tl.constexpr):
-    """2**x, one of EVERY by arithmetic in place of the unit for special functions."""
-    if EVERY == 4:
-        y = tl.inline_asm_elementwise(MIXED_4, "=f,=f,=f,=f,f,f,f,f", [x], tl.float32, True, 4)
-    elif EVERY == 8:
-        y = tl.inline_asm_elementwise(MIXED_8, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x], tl.float32, True, 8)
-    else:
-        y = tl.inline_asm_elementwise(MIXED_16, "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f", [x], tl.float32, True, 16)
-    return y
-
-
 @triton.jit
 def weigh(m_log2, s, scale_log2):
     """Take raw scores `s` [rows, keys], -inf where masked, into the maximum; `scale_log2` > 0.
@@ -71,7 +40,7 @@ def weigh(m_log2, s, scale_log2):
 
 
 @triton.jit
-def weigh_below(m_log2, top, s, scale_log2, SLACK: tl.constexpr = 0, MIX: tl.constexpr = 0):
+def weigh_below(m_log2, top, s, scale_log2, SLACK: tl.constexpr = 0):
     """As `weigh`, of scores whose maximum in each row is `top`.
 
     Weights may grow to 2**SLACK before the maximum that is kept, and with it older sums, change.
@@ -80,21 +49,18 @@ def weigh_below(m_log2, top, s, scale_log2, SLACK: tl.constexpr = 0, MIX: tl.con
     if SLACK > 0:
         m_new = tl.where(m_new > m_log2 + SLACK, m_new, m_log2)
     shift = _safe_shift(m_new)
-    if MIX > 0:
-        p = exp2_mixed(s * scale_log2 - shift[:, None], MIX)
-    else:
-        p = tl.exp2(s * scale_log2 - shift[:, None])
+    p = tl.exp2(s * scale_log2 - shift[:, None])
     return m_new, p, tl.exp2(m_log2 - shift)
 
 
 @triton.jit
-def softmax_step(m_log2, row_sum, s, scale_log2, SLACK: tl.constexpr = 0, MIX: tl.constexpr = 0):
+def softmax_step(m_log2, row_sum, s, scale_log2, SLACK: tl.constexpr = 0):
     """Take in raw scores `s` [rows, keys], -inf where masked; `scale_log2` > 0.
 
     Returns the new state, the weights p [rows, keys], and the factor that older accumulators of
     each row take. SLACK is that of `weigh_below`.
     """
-    m_new, p, rescale = weigh_below(m_log2, tl.max(s, 1), s, scale_log2, SLACK, MIX)
+    m_new, p, rescale = weigh_below(m_log2, tl.max(s, 1), s, scale_log2, SLACK)
     return m_new, row_sum * rescale + tl.sum(p, 1), p, rescale
 
 

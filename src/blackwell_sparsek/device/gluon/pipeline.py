@@ -21,10 +21,9 @@ def tiles(desc, count: gl.constexpr, rows: gl.constexpr):
 
 
 @gluon.jit
-def barriers(count: gl.constexpr, arrivals: gl.constexpr, room: gl.constexpr = 0):
-    """Allocate `count` barriers that complete after `arrivals` arrivals, in `room` or no more."""
-    words: gl.constexpr = room if room > count else count
-    bars = gl.allocate_shared_memory(gl.int64, [words, 1], mbarrier.MBarrierLayout())
+def barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """Allocate `count` barriers that complete after `arrivals` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(bars.index(i), count=arrivals)
     return bars

@@ -25,11 +25,11 @@ def row_parts(x):
 
 
 @gluon.jit
-def softmax_step_parts(m_log2, parts, s, scale_log2, SLACK: gl.constexpr, MIX: gl.constexpr):
+def softmax_step_parts(m_log2, parts, s, scale_log2, SLACK: gl.constexpr):
     """As `softmax.softmax_step`, with sums in parts."""
     top = gl.max(gl.max(gl.max(gl.max(_apart(s), 4), 2), 1), 1)
     top = gl.convert_layout(top, m_log2.type.layout, assert_trivial=True)
-    m_new, p, rescale = weigh_below(m_log2, top, s, scale_log2, SLACK, MIX)
+    m_new, p, rescale = weigh_below(m_log2, top, s, scale_log2, SLACK)
     rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     factor = gl.convert_layout(rescale, rows, assert_trivial=True)
     return m_new, parts * factor[:, None] + row_parts(p), p, rescale

@@ -19,11 +19,12 @@ class AttnFwdSm90Config:
     mask; smaller units are packed into one tile. TILE_D and TILE_DV are the head dims in shared
     memory, beyond which TMA fills zeros. Q_STAGES of 2 fetches the queries of the next piece of
     work, and with them its first keys, while this one is still being computed. HALF_TILES
-    leaves out the second 64 keys of a piece's first tile where its queries see none of them, as in
+    leaves out 64 keys of a piece's first and last tile where its queries see none of them, as in
     every second piece where queries see up to themselves. PARTS adds up weights in parts, and takes
-    maxima in short chains. SLACK lets scores pass the maximum that a row keeps by a factor of up to
-    2**SLACK before its sums are scaled. The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them:
-    CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for the producer.
+    maxima in short chains. With SHARED_TAIL programs share the tiles of the last pieces, if those
+    are too few for all. OVERLAP starts before the kernel in front has ended. The kernel is compiled
+    for MAX_REGISTERS per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group,
+    PRODUCER_REGISTERS for the producer.
     """
 
     CONSUMERS: int
@@ -38,18 +39,8 @@ class AttnFwdSm90Config:
     Q_STAGES: int = 1
     HALF_TILES: bool = False
     PARTS: bool = False
-    SOFT_PIN: bool = False
-    SLACK: int = 0
-    EARLY_CLAIM: bool = False
-    SKIP_TILES: bool = False
-    WARP_ARRIVALS: bool = False
-    FREE_LATE: bool = False
-    DIRECT_OUT: bool = False
-    MIX: int = 0
-    OVERLAP: bool = False
-    PLAN_AHEAD: bool = False
-    LOOK_AHEAD: bool = False
     SHARED_TAIL: bool = False
+    OVERLAP: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -58,6 +49,7 @@ class AttnFwdSm90Config:
         assert self.UNIT % self.TILE_N == 0 or self.TILE_N % self.UNIT == 0, f"{self.UNIT=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
         assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
+        assert not (self.HALF_TILES and self.SHARED_TAIL), f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
 
     @property
@@ -69,31 +61,6 @@ class AttnFwdSm90Config:
     def programs_per_sm(self) -> int:
         """One consumer leaves half of an SM to another program."""
         return 2 if self.CONSUMERS == 1 else 1
-
-    @property
-    def arrivals(self) -> int:
-        """Arrivals that free a stage."""
-        return self.CONSUMERS * (4 if self.WARP_ARRIVALS else 1)
-
-    @property
-    def barrier_room(self) -> int:
-        """Barriers that each array of those of K and V has room for.
-
-        Triton lays out larger allocations first. With so much room these come right behind the
-        tiles, in the order of the program: full K, free K, full V, free V.
-        """
-        return 64 if self.WARP_ARRIVALS else self.STAGES
-
-    @property
-    def tile_bytes(self) -> int:
-        """Shared memory of all tiles, which is where the barriers begin."""
-        rows = GROUP_ROWS * self.CONSUMERS
-        queries = rows * (self.Q_STAGES * self.TILE_D + self.TILE_DV)
-        return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
-
-    def barrier_at(self, array: int) -> int:
-        """Byte of shared memory at which an array of barriers begins, 0 if nobody needs to know."""
-        return self.tile_bytes + array * self.barrier_room * 8 if self.WARP_ARRIVALS else 0
 
     @property
     def parts(self) -> int:
@@ -144,19 +111,25 @@ def make_config(
     block_kv: int | None = None,
     packed: bool = False,
     banded: bool = False,
+    long: bool = False,
 ) -> AttnFwdSm90Config:
-    """The configuration with so many consumers; `block_kv` is the mask's, None without one."""
+    """The configuration with so many consumers; `block_kv` is the mask's, None without one.
+
+    `banded`: a band cuts off keys. `long`: there are enough keys for programs to share them.
+    """
+    dense = block_kv is None and not packed
     # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
-    # Finding blocks or sequences takes the producer more registers than counting tiles; they come
-    # from the consumers. Three consumers need few: their head dims are 64 at the most.
-    searches = block_kv is not None or packed
+    shared_tail = dense and long and not banded and consumers == 2
+    # Finding blocks, sequences or shares takes the producer more registers than counting tiles;
+    # they come from the consumers. Three consumers need few: their head dims are 64 at the most.
+    searches = not dense or shared_tail
     producer = 32 if consumers == 3 else 40 if searches or consumers == 1 else 24
     stages = stages_that_fit(consumers, tile_n, tile_d, tile_dv)
     # A second buffer of queries where it costs no keys, which is but for one consumer of 128 dims.
-    # Rows of a mask are long, and their consumers have no register left.
+    # Units that share a tile leave consumers no register for it.
     ahead = stages_that_fit(consumers, tile_n, tile_d, tile_dv, q_stages=2) == stages
-    ahead = ahead and block_kv is None
+    ahead = ahead and (block_kv is None or block_kv >= tile_n)
     return AttnFwdSm90Config(
         CONSUMERS=consumers,
         TILE_N=tile_n,
@@ -168,8 +141,13 @@ def make_config(
         PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168 if consumers == 2 else 128,
         Q_STAGES=2 if ahead else 1,
-        # tried with dense batches alone; two and three consumers had a compiler's error there
-        HALF_TILES=banded and consumers == 1 and tile_n == 128 and not packed,
+        # packed sequences were not tried
+        HALF_TILES=dense and banded and tile_n == 128,
+        # sums of 64 columns are slower in parts
+        PARTS=tile_dv > 64,
+        SHARED_TAIL=shared_tail,
+        # small problems, whose start is much of their time
+        OVERLAP=consumers == 1 and block_kv is None,
     )
 
 

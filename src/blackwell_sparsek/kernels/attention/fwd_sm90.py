@@ -30,14 +30,16 @@ from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
 from ...device.visits import num_masked_units
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_free import await_stage, free_stage
-from .fwd_sm90_half import HALF, attend_half
+from .fwd_sm90_half import HALF, attend_half, pass_by
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
 from .fwd_sm90_tail import meet
 from .fwd_sm90_work import count_tiles, dense_tile, needs_mask, piece_lengths
 
 ROWS = gl.constexpr(GROUP_ROWS)
+# Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
+# their precision, and fp16 holds them.
+SLACK = gl.constexpr(8)
 # What describes a piece of work: the six bounds of a visit plan, plane and query tile; of packed
 # sequences also the first query token, queries and keys.
 DENSE_FIELDS = gl.constexpr(8)
@@ -50,9 +52,9 @@ SHARED_FIELDS = gl.constexpr(13)
 def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
     """The softmax step of a tile, with the sums that the configuration keeps."""
     if CFG.PARTS:
-        state = softmax_step_parts(m_log2, row_sum, s, score[0], CFG.SLACK, CFG.MIX)
+        state = softmax_step_parts(m_log2, row_sum, s, score[0], SLACK)
     else:
-        state = softmax_step(m_log2, row_sum, s, score[0], CFG.SLACK, CFG.MIX)
+        state = softmax_step(m_log2, row_sum, s, score[0], SLACK)
     return state
 
 
@@ -61,7 +63,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Attend with 64 queries, piece by piece of work."""
     if CFG.OVERLAP:
         gdc_wait()
-    out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, pins, tail, direct = consume
+    out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, tail = consume
     mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
@@ -73,7 +75,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
-    pin = pins.index(GROUP)
+    out_smem = out_tiles.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     step = 0
@@ -101,17 +103,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         if CFG.SHARED_TAIL:
             taken = piece[8]
             kv_tiles = piece[9]
-        if CFG.SKIP_TILES:
-            # other groups see these keys, this one does not
-            while (taken < masked_tiles) & (any_last < dense_tile(plan, taken) * tile_n):
-                stage = step % CFG.STAGES
-                phase = (step // CFG.STAGES) & 1
-                await_stage(k_full, stage, phase, CFG.barrier_at(0))
-                free_stage(k_empty, stage, CFG.barrier_at(1))
-                await_stage(v_full, stage, phase, CFG.barrier_at(2))
-                free_stage(v_empty, stage, CFG.barrier_at(3))
-                step += 1
-                taken += 1
+        if CFG.HALF_TILES and CFG.CONSUMERS > 2:
+            taken = pass_by((k_ring, v_ring), plan, masked_tiles, any_last, step, CFG)
+            step += taken
         if CFG.HALF_TILES:
             kv_start = dense_tile(plan, taken) * tile_n
             if (masked_tiles > taken) & (any_last < kv_start + HALF):
@@ -124,24 +118,24 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 )  # fmt: skip
                 step += 1
                 taken += 1
-        rest = 0
+        # whether half of the last tile is all that is seen of it
+        halved = False
         if CFG.HALF_TILES:
             left_start = plan[2] * tile_n
             halved = (plan[2] < plan[3]) & (any_first >= left_start + HALF)
-            if halved & (kv_tiles > taken + 1):
-                rest = 1
-        kv_tiles -= rest
+            halved = halved & (kv_tiles > taken + 1)
+            kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
         if CFG.PARTS:
             quarter = row_parts(no_scores)
             part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
             row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
             stage = step % CFG.STAGES
-            await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(0))
+            mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
             k = k_smem.index(stage).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            free_stage(k_empty, stage, CFG.barrier_at(1))
+            mbarrier.arrive(k_empty.index(stage), count=1)
             if needs_mask(mask[0], plan, taken, masked_tiles):
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
@@ -153,39 +147,28 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 last_phase = (step // CFG.STAGES) & 1
                 step += 1
                 stage = step % CFG.STAGES
-                await_stage(k_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(0))
+                mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
                 k = k_smem.index(stage).permute((1, 0))
                 scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                await_stage(v_full, last_stage, last_phase, CFG.barrier_at(2))
+                mbarrier.wait(v_full.index(last_stage), last_phase)
                 product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-                if not CFG.FREE_LATE:
-                    free_stage(k_empty, stage, CFG.barrier_at(1))
+                mbarrier.arrive(k_empty.index(stage), count=1)
                 if needs_mask(mask[0], plan, kv_tile, masked_tiles):
                     s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
                 m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
-                # ptxas would sink the softmax below the wait, where it overlaps with nothing;
-                # a store to shared memory that needs its result keeps it above
-                if CFG.SOFT_PIN or CFG.PARTS:
-                    pin_above(row_sum)
-                else:
-                    pin.store(row_sum)
+                # ptxas would sink the softmax below the wait, where it overlaps with nothing
+                pin_above(row_sum)
                 acc = warpgroup_mma_wait(0, deps=(product,))
-                free_stage(v_empty, last_stage, CFG.barrier_at(3))
-                if CFG.FREE_LATE:
-                    free_stage(k_empty, stage, CFG.barrier_at(1))
-                factor = gl.convert_layout(rescale, o_rows)[:, None]
-                if CFG.SLACK > 0:
-                    acc = scale_rows(acc, factor)
-                else:
-                    acc = acc * factor
+                mbarrier.arrive(v_empty.index(last_stage), count=1)
+                acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
                 p = gl.convert_layout(weights.to(dtype), p_layout)
             # every score of this piece is taken: the next queries may come
-            mbarrier.arrive(q_empty.index(q_stage), count=1, pred=rest == 0)
-            await_stage(v_full, stage, (step // CFG.STAGES) & 1, CFG.barrier_at(2))
+            mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
+            mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            free_stage(v_empty, stage, CFG.barrier_at(3))
+            mbarrier.arrive(v_empty.index(stage), count=1)
             step += 1
         else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
@@ -193,7 +176,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         if CFG.PARTS:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
         if CFG.HALF_TILES:  # noqa: SIM102
-            if rest > 0:
+            if halved:
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
                     same, (k_ring, v_ring), step, (m_log2, row_sum), acc, left_start, bounds,
@@ -213,37 +196,24 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             inverse, lse = finalise(m_log2, row_sum)
             out = acc * gl.convert_layout(inverse, o_rows)[:, None]
+            # the copy of the piece before must have read the buffer
+            tma.store_wait(0)
+            out_smem.store(out.to(dtype))
+            fence_async_shared()
             q_row = q_start + GROUP * ROWS
             out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
-            if CFG.DIRECT_OUT:
-                out_ptr, strides, width = direct
-                columns = gl.arange(0, tile_dv, gl.SliceLayout(0, o_layout))
-                out_rows = gl.convert_layout(q_index, o_rows)
-                first_row = batch.to(gl.int64) * strides[0] + q_head.to(gl.int64) * strides[1]
-                first_row += q_first.to(gl.int64) * strides[2] if cu_seqlens[0] is not None else 0
-                at = out_rows.to(gl.int64)[:, None] * strides[2] + columns[None, :]
-                live = exists(out_rows, q_len)[:, None] & exists(columns, width)[None, :]
-                gl.store(out_ptr + first_row + at, out.to(dtype), mask=live)
-            else:
-                # the copy of the piece before must have read the buffer
-                tma.store_wait(0)
-                out_smem = out_tiles.index(GROUP)
-                out_smem.store(out.to(dtype))
-                fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
+            tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
             lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
             gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
         turn += 1
         piece = take(work, turn)
-    if not CFG.DIRECT_OUT:
-        tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
         "lse_head_stride", "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right",
         "num_planes", "section", "dynamic", "whole", "share", "q_heads", "group_size",
-        "out_batch_stride", "out_head_stride", "width",
     ]
 )  # fmt: skip
 def _attn_fwd_sm90_kernel(
@@ -270,11 +240,6 @@ def _attn_fwd_sm90_kernel(
     parts_ptr,
     whole,
     share,
-    out_ptr,
-    out_batch_stride,
-    out_head_stride,
-    out_row_stride,
-    width,
     q_heads,
     group_size,
     score,
@@ -290,20 +255,12 @@ def _attn_fwd_sm90_kernel(
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, ROWS)
-    if CFG.DIRECT_OUT:
-        out_smem = q_smem
-    else:
-        out_smem = tiles(out_desc, consumers, ROWS)
+    out_smem = tiles(out_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
-    pins = gl.allocate_shared_memory(
-        gl.float32, [consumers, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
-    arrivals: gl.constexpr = CFG.arrivals
-    room: gl.constexpr = CFG.barrier_room
-    k_ring = (k_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
-    v_ring = (v_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
+    k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
+    v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
     fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
     work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, consumers)
     fence_async_shared()
@@ -313,8 +270,7 @@ def _attn_fwd_sm90_kernel(
     schedule = (order_ptr, num_planes, section, dynamic)
     produce = (q_desc, k_desc, v_desc, counter_ptr, schedule, (whole, share))
     tail = (parts_ptr, counter_ptr)
-    direct = (out_ptr, (out_batch_stride, out_head_stride, out_row_stride), width)
-    consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, pins, tail, direct)
+    consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail)
     lengths = (q_len, kv_len)
     shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)
     # the first role runs in the warps of the launch, the others in warps of their own

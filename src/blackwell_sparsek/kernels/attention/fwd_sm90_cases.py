@@ -25,6 +25,7 @@ class Call(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     max_spill_bytes: int = 0
     banded: bool = False
+    long: bool = False
 
     @property
     def name(self) -> str:
@@ -36,6 +37,7 @@ class Call(NamedTuple):
         parts += ["softcap"] if self.softcap else []
         parts += ["packed"] if self.packed else []
         parts += ["banded"] if self.banded else []
+        parts += ["long"] if self.long else []
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
 
@@ -48,9 +50,16 @@ CALLS = (
     Call(2, 64, 64),
     Call(1, 64, 64),
     Call(2, 128, 64),
+    Call(2, 128, 128, long=True),
+    Call(2, 128, 128, banded=True),
+    Call(2, 128, 128, banded=True, dtype=torch.float16),
+    Call(2, 64, 128, banded=True),
+    Call(3, 64, 64, banded=True),
+    Call(2, 64, 64, banded=True),
     Call(1, 64, 64, banded=True),
     Call(1, 64, 64, sinks=True, softcap=True, banded=True),
-    Call(2, 128, 128, sinks=True, softcap=True),
+    Call(2, 128, 128, sinks=True, softcap=True, long=True),
+    Call(2, 128, 128, sinks=True, softcap=True, banded=True),
     Call(3, 64, 64, sinks=True),
     Call(2, 128, 128, (128, 128), max_spill_bytes=512),
     Call(2, 128, 128, (128, 16), max_spill_bytes=1792),
@@ -73,7 +82,7 @@ CALLS = (
 def attn_fwd_sm90_case(call: Call) -> CompileCase:
     """A launch of the kernel; a mask comes with its order of rows."""
     block_q, block_kv = call.block_size or (None, None)
-    options = {"packed": call.packed, "banded": call.banded}
+    options = {"packed": call.packed, "banded": call.banded, "long": call.long}
     config = make_config(call.consumers, call.tile_d, call.tile_dv, block_kv, **options)
     # packed descriptors have one dimension more
     lead = (1,) if call.packed else ()
@@ -104,11 +113,6 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
             "parts_ptr": torch.float32 if config.SHARED_TAIL else None,
             "whole": 132,
             "share": 17,
-            "out_ptr": call.dtype if config.DIRECT_OUT else None,
-            "out_batch_stride": 2**20,
-            "out_head_stride": 2**16,
-            "out_row_stride": 128,
-            "width": 128,
             "q_heads": 32,
             "group_size": 4,
             "score": score_factors(0.1, 30.0 if call.softcap else 0.0),
@@ -116,7 +120,7 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
         },
         archs=(90,),
         num_warps=4,
-        options={"maxnreg": config.MAX_REGISTERS},
+        options={"maxnreg": config.MAX_REGISTERS, "launch_pdl": config.OVERLAP},
         expect={"wgmma.mma_async": 1},
         max_spill_bytes=call.max_spill_bytes,
     )

@@ -11,10 +11,10 @@ from ...formats.band import EVERYTHING
 from ..sm90 import GROUP_ROWS, packed_descriptor, tensor_descriptor
 from .config_sm90 import AttnFwdSm90Config
 from .fwd_sm90 import _attn_fwd_sm90_kernel
-from .operands import kernel_operands, token_strides
+from .operands import kernel_operands
 
-# Pieces of the same size are dealt out to programs in turn while there are few: zeroing a counter
-# takes the GPU longer than what dealing them out as programs get free would save.
+# Pieces of the same size are dealt out to programs in turn while there are few: to deal them out as
+# programs get free would save nothing.
 EVEN_ROUNDS = 4
 
 
@@ -41,8 +41,8 @@ def launch_attn_fwd_sm90(
     order : int32 [B * Hq * rows], the rows of the block mask in the order to take them, as
         `formats.block_order.longest_first` makes it; None goes through the queries in sections,
         and it must be None when sequences are packed
-    section : planes (batch and head) whose KV stay in L2 together; packed sequences, taken one
-        after the other, find theirs from their own lengths
+    section : planes (batch and head) whose pieces run together; packed sequences, taken one after
+        the other, find theirs from their own lengths, up to this
     config : tiles
     """
     operands = kernel_operands(q, k, v, spec)
@@ -91,16 +91,11 @@ def launch_attn_fwd_sm90(
             parts,
             whole,
             share,
-            out if config.DIRECT_OUT else None,
-            *token_strides(out),
-            out.shape[-1],
             *operands.heads,
             operands.score,
             config,
         )
-        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
-        if config.OVERLAP:
-            options["launch_pdl"] = True
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.OVERLAP}
         launch(_attn_fwd_sm90_kernel, programs, args, **options)
 
 

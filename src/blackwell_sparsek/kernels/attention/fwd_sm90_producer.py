@@ -18,9 +18,9 @@ from ...device.visits import (
 )
 from ..sm90 import GROUP_ROWS
 from .fwd_sm90_work import (
-    dense_tile,
-    count_q_tiles, 
+    count_q_tiles,
     count_tiles,
+    dense_tile,
     place_packed_piece,
     place_piece,
     plan_piece,
@@ -42,9 +42,7 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
     bar = full.index(stage)
     tile = smem.index(stage)
     masked_tiles, _ = count_tiles(plan, CFG)
-    if not CFG.LOOK_AHEAD:
-        mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-    # the lists of a mask are read while the stage is waited for
+    # before the stage is waited for: reading the lists of a mask takes as long
     starts = ()
     if lists is None:
         starts = (dense_tile(plan, kv_tile) * tile_n,)
@@ -61,8 +59,7 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
             # a tile with no unit left is read from past the keys, where TMA fills zeros
             kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
             starts = starts + (kv,)  # noqa: RUF005
-    if CFG.LOOK_AHEAD:
-        mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
     mbarrier.expect(bar, parts * desc.block_type.nbytes)
     for part in gl.static_range(parts):
         if parts == 1:
@@ -73,21 +70,26 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _announce(produce, shared, plane, q_tile, plan, q_span, part, turn, CFG: gl.constexpr):
-    """Publish a piece of work and fetch its queries.
+def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG: gl.constexpr):
+    """Publish a piece of work, fetch its queries and KV tiles; return the next step.
 
     `part` is None, or says which tiles of the piece are meant and which programs have the others.
     """
-    q_desc, _, _, _, _, _ = produce
-    _, q_ring, _, _, work, _, heads, _, cu_seqlens = shared
+    q_desc, k_desc, v_desc, _, _, _ = produce
+    mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
     consumers: gl.constexpr = CFG.CONSUMERS
-    batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
+    batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
+    plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
+    first_tile = 0
+    _, end_tile = count_tiles(plan, CFG)
     fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
     if cu_seqlens[0] is not None:
-        fields = fields + (q_span[0], q_span[1], q_span[2])  # noqa: RUF005
+        fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
     if part is not None:
-        fields = fields + part  # noqa: RUF005
+        first_tile = part[0]
+        end_tile = part[1]
+        fields = fields + part
     publish(work, turn, fields)
     q_stage = turn % CFG.Q_STAGES
     q_bar = q_full.index(q_stage)
@@ -98,17 +100,9 @@ def _announce(produce, shared, plane, q_tile, plan, q_span, part, turn, CFG: gl.
         q_row = q_tile * CFG.tile_m + g * ROWS
         q = q_smem.index(q_stage * consumers + g)
         tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
-
-
-@gluon.jit
-def _fetch_tiles(produce, shared, plane, plan, kv_span, begin, end, step, CFG: gl.constexpr):
-    """Fetch KV tiles `begin` to `end` of a plan; return the next step."""
-    _, k_desc, v_desc, _, _, _ = produce
-    mask, _, k_ring, v_ring, _, _, heads, _, cu_seqlens = shared
-    batch, _, kv_head = batch_and_heads(plane, heads[0], heads[1])
     visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
-    for kv_tile in range(begin, end):
+    for kv_tile in range(first_tile, end_tile):
         _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
         _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
         step += 1
@@ -116,49 +110,38 @@ def _fetch_tiles(produce, shared, plane, plan, kv_span, begin, end, step, CFG: g
 
 
 @gluon.jit
-def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG: gl.constexpr):
-    """Publish a piece of work, fetch its queries and KV tiles; return the next step."""
-    mask, _, _, _, _, _, heads, band, _ = shared
-    plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
-    first_tile = 0
-    _, kv_tiles = count_tiles(plan, CFG)
-    if part is not None:
-        first_tile = part[0]
-        kv_tiles = part[1]
-    spans = (q_span[0], q_span[1], kv_span[1])
-    _announce(produce, shared, plane, q_tile, plan, spans, part, turn, CFG)
-    return _fetch_tiles(
-        produce, shared, plane, plan, kv_span, first_tile, kv_tiles, step, CFG
-    )
-
-
-@gluon.jit
-def _produce_rows(produce, shared, q_tiles, CFG: gl.constexpr):
-    """Take rows of a mask. The next one is looked up behind the first copies of the one before."""
-    _, _, _, counter_ptr, schedule, _ = produce
-    mask, _, _, _, _, lengths, heads, band, _ = shared
-    total = schedule[1] * q_tiles
-    step = 0
-    turn = 0
-    piece = gl.program_id(0)
-    plane, q_tile = place_piece(mask, schedule, gl.minimum(piece, total - 1), q_tiles, CFG)
-    plan = plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
-    while piece < total:
-        spans = (0, lengths[0], lengths[1])
-        kv_span = (0, lengths[1])
-        _announce(produce, shared, plane, q_tile, plan, spans, None, turn, CFG)
-        kv_tiles = count_tiles(plan, CFG)[1]
-        ahead = gl.minimum(kv_tiles, CFG.STAGES)
-        step = _fetch_tiles(produce, shared, plane, plan, kv_span, 0, ahead, step, CFG)
-        next_piece = _claim(counter_ptr, schedule[3], piece, total)
-        next_plane, next_q_tile = place_piece(
-            mask, schedule, gl.minimum(next_piece, total - 1), q_tiles, CFG
-        )
-        next_plan = plan_piece(mask, next_plane, next_q_tile, lengths, heads, band, CFG)
-        step = _fetch_tiles(produce, shared, plane, plan, kv_span, ahead, kv_tiles, step, CFG)
-        piece, plane, q_tile, plan = next_piece, next_plane, next_q_tile, next_plan
+def _feed_share(
+    produce, shared, piece, q_tiles, kv_tiles, tail_tiles, step, turn, CFG: gl.constexpr
+):
+    """Feed a whole piece, or a share of the tiles of those left over; return next step and turn."""
+    mask, _, _, _, _, lengths, _, _, _ = shared
+    _, _, _, _, schedule, tail = produce
+    whole, share = tail
+    begin = 0
+    end = kv_tiles
+    if piece >= whole:
+        begin = (piece - whole) * share
+        end = gl.minimum(begin + share, tail_tiles)
+    while begin < end:
+        index = piece
+        first_tile = begin
+        end_tile = end
+        begins = 0
+        ends = 0
+        if piece >= whole:
+            in_tail = begin // kv_tiles
+            index = whole + in_tail
+            first_tile = begin - in_tail * kv_tiles
+            end_tile = gl.minimum(first_tile + (end - begin), kv_tiles)
+            begins = in_tail * kv_tiles // share
+            ends = ((in_tail + 1) * kv_tiles - 1) // share
+        plane, q_tile = place_piece(mask, schedule, index, q_tiles, CFG)
+        spans = (0, lengths[0]), (0, lengths[1])
+        part = (first_tile, end_tile, piece - whole, begins, ends)
+        step = _feed(produce, shared, plane, q_tile, *spans, part, step, turn, CFG)
         turn += 1
-    return turn
+        begin += end_tile - first_tile
+    return step, turn
 
 
 @gluon.jit
@@ -185,17 +168,12 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     step = 0
     turn = 0
     sequence = 0
-    if CFG.PLAN_AHEAD:
+    if CFG.SHARED_TAIL:
         q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
-        turn = _produce_rows(produce, shared, q_tiles, CFG)
-        total = 0
-    elif CFG.SHARED_TAIL:
-        q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
-        whole, share = tail
         kv_tiles = (lengths[1] + (CFG.TILE_N - 1)) // CFG.TILE_N
-        # the pieces that are left over for less than all programs are one stretch of tiles
-        tail_tiles = (schedule[1] * q_tiles - whole) * kv_tiles
-        total = whole + gl.minimum(tail_tiles, gl.num_programs(0))
+        # the pieces that are too few for all programs are one stretch of tiles, in equal shares
+        tail_tiles = (schedule[1] * q_tiles - tail[0]) * kv_tiles
+        total = tail[0] + gl.minimum(tail_tiles, gl.num_programs(0))
     elif cu_seqlens[0] is None:
         q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
         total = schedule[1] * q_tiles
@@ -204,33 +182,13 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
     piece = gl.program_id(0)
     while piece < total:
-        if CFG.EARLY_CLAIM:
+        if mask[0] is not None:
+            # looking up a row of a mask takes long, and short rows come last
             next_piece = _claim(counter_ptr, schedule[3], piece, total)
         if CFG.SHARED_TAIL:
-            begin = 0
-            end = kv_tiles
-            if piece >= whole:
-                begin = (piece - whole) * share
-                end = gl.minimum(begin + share, tail_tiles)
-            while begin < end:
-                index = piece
-                first_tile = begin
-                end_tile = end
-                begins = 0
-                ends = 0
-                if piece >= whole:
-                    in_tail = begin // kv_tiles
-                    index = whole + in_tail
-                    first_tile = begin - in_tail * kv_tiles
-                    end_tile = gl.minimum(first_tile + (end - begin), kv_tiles)
-                    begins = in_tail * kv_tiles // share
-                    ends = ((in_tail + 1) * kv_tiles - 1) // share
-                plane, q_tile = place_piece(mask, schedule, index, q_tiles, CFG)
-                spans = (0, lengths[0]), (0, lengths[1])
-                part = (first_tile, end_tile, piece - whole, begins, ends)
-                step = _feed(produce, shared, plane, q_tile, *spans, part, step, turn, CFG)
-                turn += 1
-                begin += end_tile - first_tile
+            step, turn = _feed_share(
+                produce, shared, piece, q_tiles, kv_tiles, tail_tiles, step, turn, CFG
+            )
         elif cu_seqlens[0] is None:
             plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
             spans = (0, lengths[0]), (0, lengths[1])
@@ -241,10 +199,10 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 cu_seqlens, piece, sequence, num_sequences, schedule[2], lengths, heads, CFG
             )
             if q_tile * CFG.tile_m < q_span[1]:
-                spans = q_span, kv_span
+                spans = (q_span, kv_span)
                 step = _feed(produce, shared, plane, q_tile, *spans, None, step, turn, CFG)
                 turn += 1
-        if not CFG.EARLY_CLAIM:
+        if mask[0] is None:
             # only now, with the last copies of this piece under way: who is late takes less
             next_piece = _claim(counter_ptr, schedule[3], piece, total)
         piece = next_piece
