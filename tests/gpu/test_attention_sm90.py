@@ -52,7 +52,7 @@ STRUCTURES = (
 CORPUS = ((6, 972), (7, 1169))
 
 
-def run(q, k, v, spec, consumers=None, section=1):
+def run(q, k, v, spec, consumers=None, section=1, long=False):
     """Output and lse in poisoned memory; with `consumers`, past the choice of tiles."""
     with poisoned_empty():
         if consumers is None:
@@ -63,7 +63,7 @@ def run(q, k, v, spec, consumers=None, section=1):
     if mask is not None:
         block_kv = mask.block_size[1]
         order = longest_first(mask, *q.shape[:2], spec.band, section)
-    config = make_config(consumers, *tiles, block_kv, banded=spec.band != EVERYTHING)
+    config = make_config(consumers, *tiles, block_kv, banded=spec.band != EVERYTHING, long=long)
     fwd_sm90_launch.launch_attn_fwd_sm90(out, lse, q, k, v, spec, order, section, config)
     return out, lse
 
@@ -335,25 +335,43 @@ def test_maxima_that_grow(consumers, dim):
         check_attention(*run(q, grown, v, spec, consumers), q, grown, v, spec)
 
 
-@pytest.mark.parametrize("consumers, dim", [(2, 128), (3, 64)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(
     "sms, heads, sq, sk", [(3, 5, 100, 1700), (5, 7, 120, 900), (132, 170, 128, 999)]
 )
-def test_programs_share_the_last_pieces(consumers, dim, sms, heads, sq, sk):
+def test_programs_share_the_last_pieces(dim, sinks, sms, heads, sq, sk):
     """The bits are those of every other run, whoever comes last."""
-    config = make_config(consumers, dim, dim)
-    pieces = heads * -(-sq // config.tile_m)
-    assert config.shared_tail(pieces, sms, -(-sk // config.TILE_N))[1] > 0
+    assert make_config(2, dim, dim, long=True).shared_tail(heads, sms, -(-sk // 128))[1] > 0
     q, k, v, spec = AttnCase(
-        16, BRAIN, heads=(heads, heads), lengths=((sq, sk),), head_dims=(dim, dim)
+        16, BRAIN, heads=(heads, heads), lengths=((sq, sk),), head_dims=(dim, dim), sinks=sinks
     ).build("cuda")
     arch = dataclasses.replace(arch_of(q.device), num_sms=sms)
     with mock.patch.object(fwd_sm90_launch, "arch_of", lambda device: arch):
-        expected = run(q, k, v, spec, consumers)
+        expected = run(q, k, v, spec, 2, long=True)
         check_attention(*expected, q, k, v, spec)
         for _ in range(5):
-            out, lse = run(q, k, v, spec, consumers)
+            out, lse = run(q, k, v, spec, 2, long=True)
             assert out.equal(expected[0]) and lse.equal(expected[1])
+
+
+def test_calls_that_start_early_read_what_the_one_before_wrote():
+    q, k, v, spec = AttnCase(
+        17, BRAIN, batch=2, heads=(100, 100), lengths=((700, 700),), head_dims=(64, 64)
+    ).build("cuda")
+    assert make_config(1, 64, 64).OVERLAP
+
+    def chain(wait):
+        x = q
+        for _ in range(8):
+            x, _ = run(x, k, v, spec, 1)
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    expected = chain(wait=True)
+    for _ in range(4):
+        assert chain(wait=False).equal(expected)
 
 
 BANDS = (EVERYTHING, Band(None, 0), Band(100, 0), Band(70, 30), Band(300, 0), Band(300, 50))
