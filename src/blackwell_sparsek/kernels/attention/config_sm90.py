@@ -72,16 +72,15 @@ class AttnFwdSm90Config:
         """Keys of one such copy."""
         return min(self.UNIT, self.TILE_N)
 
-    def shared_tail(self, pieces: int, programs: int, kv_tiles: int) -> tuple[int, int]:
-        """Pieces of work that programs take whole, and how many KV tiles each has of the others.
+    def shared_tail(self, pieces: int, programs: int, kv_tiles: int) -> int:
+        """KV tiles that each program has of the last pieces of work, 0 if they are not shared.
 
-        The last pieces of `kv_tiles` each may be too few for all programs, which then share their
-        tiles. No tiles where that saves nothing.
+        Those are the pieces, of `kv_tiles` each, that are left over when all programs took as many.
         """
-        whole = pieces - pieces % programs
-        share = -(-(pieces - whole) * kv_tiles // programs)
-        worth = self.SHARED_TAIL and whole > 0 and kv_tiles - share >= MEETING_TILES
-        return (whole, share) if worth and share > 0 else (pieces, 0)
+        rounds, left_over = divmod(pieces, programs)
+        share = -(-left_over * kv_tiles // programs)
+        worth = self.SHARED_TAIL and rounds > 0 and kv_tiles - share >= MEETING_TILES
+        return share if worth else 0
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of queries."""

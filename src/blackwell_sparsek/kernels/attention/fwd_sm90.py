@@ -213,7 +213,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "lse_head_stride", "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right",
-        "num_planes", "section", "dynamic", "whole", "share", "q_heads", "group_size",
+        "num_planes", "section", "dynamic", "share", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_fwd_sm90_kernel(
@@ -224,8 +224,7 @@ def _attn_fwd_sm90_kernel(
     v_desc,
     sinks_ptr,
     cu_seqlens,
-    counter_ptr,
-    order_ptr,
+    workspace,
     block_lists,
     mask_batch_step,
     mask_head_step,
@@ -237,15 +236,16 @@ def _attn_fwd_sm90_kernel(
     num_planes,
     section,
     dynamic,
-    parts_ptr,
-    whole,
     share,
     q_heads,
     group_size,
     score,
     CFG: gl.constexpr,
 ):
-    """Set up rings and roles; `produce_tiles` and `_consume` do the work."""
+    """Set up rings and roles; `produce_tiles` and `_consume` do the work.
+
+    workspace (counters, order of mask rows, parts of softmaxes that programs share)
+    """
     if CFG.OVERLAP:
         # the next kernel may start as soon as there is room for it; it waits where it has to
         gdc_launch_dependents()
@@ -267,9 +267,9 @@ def _attn_fwd_sm90_kernel(
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
-    schedule = (order_ptr, num_planes, section, dynamic)
-    produce = (q_desc, k_desc, v_desc, counter_ptr, schedule, (whole, share))
-    tail = (parts_ptr, counter_ptr)
+    schedule = (workspace[1], num_planes, section, dynamic, share)
+    produce = (q_desc, k_desc, v_desc, workspace[0], schedule)
+    tail = (workspace[2], workspace[0])
     consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail)
     lengths = (q_len, kv_len)
     shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)

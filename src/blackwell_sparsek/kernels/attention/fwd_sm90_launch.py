@@ -59,10 +59,9 @@ def launch_attn_fwd_sm90(
     programs = min(arch_of(q.device).num_sms * config.programs_per_sm, pieces)
     even = spec.block_mask is None and spec.band == EVERYTHING and not spec.is_varlen
     dynamic = pieces > programs * (EVEN_ROUNDS if even else 1)
-    parts, words = None, 1
-    whole, share = pieces, 0
+    parts, words, share = None, 1, 0
     if config.SHARED_TAIL:
-        whole, share = config.shared_tail(pieces, programs, cdiv(k.shape[-2], config.TILE_N))
+        share = config.shared_tail(pieces, programs, cdiv(k.shape[-2], config.TILE_N))
         words += programs * config.CONSUMERS
         # where nothing is shared nobody looks at it
         parts = lse
@@ -78,8 +77,7 @@ def launch_attn_fwd_sm90(
             _descriptor(v, config.v_block()),
             operands.sinks,
             operands.cu_seqlens,
-            resting_words(words, q.device),
-            order,
+            (resting_words(words, q.device), order, parts),
             operands.block_lists,
             *operands.mask_steps,
             lse.stride(-2),
@@ -88,8 +86,6 @@ def launch_attn_fwd_sm90(
             planes,
             section,
             int(dynamic),
-            parts,
-            whole,
             share,
             *operands.heads,
             operands.score,

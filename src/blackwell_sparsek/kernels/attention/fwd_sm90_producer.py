@@ -75,7 +75,7 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
 
     `part` is None, or says which tiles of the piece are meant and which programs have the others.
     """
-    q_desc, k_desc, v_desc, _, _, _ = produce
+    q_desc, k_desc, v_desc, _, _ = produce
     mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
     consumers: gl.constexpr = CFG.CONSUMERS
@@ -111,12 +111,12 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
 
 @gluon.jit
 def _feed_share(
-    produce, shared, piece, q_tiles, kv_tiles, tail_tiles, step, turn, CFG: gl.constexpr
+    produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG: gl.constexpr
 ):
     """Feed a whole piece, or a share of the tiles of those left over; return next step and turn."""
     mask, _, _, _, _, lengths, _, _, _ = shared
-    _, _, _, _, schedule, tail = produce
-    whole, share = tail
+    schedule = produce[4]
+    share = schedule[4]
     begin = 0
     end = kv_tiles
     if piece >= whole:
@@ -163,7 +163,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     if CFG.OVERLAP:
         # everything read or written may belong to kernels in front until they have finished
         gdc_wait()
-    _, _, _, counter_ptr, schedule, tail = produce
+    _, _, _, counter_ptr, schedule = produce
     mask, _, _, _, work, lengths, heads, _, cu_seqlens = shared
     step = 0
     turn = 0
@@ -172,8 +172,10 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
         kv_tiles = (lengths[1] + (CFG.TILE_N - 1)) // CFG.TILE_N
         # the pieces that are too few for all programs are one stretch of tiles, in equal shares
-        tail_tiles = (schedule[1] * q_tiles - tail[0]) * kv_tiles
-        total = tail[0] + gl.minimum(tail_tiles, gl.num_programs(0))
+        left_over = schedule[1] * q_tiles % gl.num_programs(0)
+        tail_tiles = gl.where(schedule[4] > 0, left_over * kv_tiles, 0)
+        whole = schedule[1] * q_tiles - gl.where(schedule[4] > 0, left_over, 0)
+        total = whole + gl.minimum(tail_tiles, gl.num_programs(0))
     elif cu_seqlens[0] is None:
         q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
         total = schedule[1] * q_tiles
@@ -187,7 +189,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
             next_piece = _claim(counter_ptr, schedule[3], piece, total)
         if CFG.SHARED_TAIL:
             step, turn = _feed_share(
-                produce, shared, piece, q_tiles, kv_tiles, tail_tiles, step, turn, CFG
+                produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG
             )
         elif cu_seqlens[0] is None:
             plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)

@@ -38,7 +38,7 @@ def count_q_tiles(mask, schedule, q_len, CFG: gl.constexpr):
 @gluon.jit
 def place_piece(mask, schedule, piece, q_tiles, CFG: gl.constexpr):
     """Plane and query tile of a piece of work: in sections, or as the order of the mask says."""
-    order_ptr, num_planes, section, _ = schedule
+    order_ptr, num_planes, section, _, _ = schedule
     if order_ptr is None:
         plane, q_tile = place_in_sections(piece, num_planes, q_tiles, section)
     else:
