@@ -41,7 +41,7 @@ class Call(NamedTuple):
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
 
-# Spills of masks are in the code for partial blocks, whose bits take 64 registers of a consumer, the
+# Spills of masks are in the code for partial blocks, whose bits take 64 registers of a consumer,
 # others before and after the loop over pieces of work.
 CALLS = (
     Call(2, 128, 128),
