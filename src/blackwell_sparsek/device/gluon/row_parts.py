@@ -1,4 +1,4 @@
-"""Maxima and sums over rows of WGMMA accumulators, without exchanges that can wait.
+"""Rows of WGMMA accumulators: maxima and sums without exchanges that can wait, factors that are one.
 
 Four threads hold a row, each of them two of every eight columns. Sums stay apart until the last
 tile: `parts` [rows, 4]. Maxima are needed at once: first of 8, then of those, in short chains.
