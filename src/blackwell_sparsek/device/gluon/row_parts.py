@@ -1,4 +1,4 @@
-"""Rows of WGMMA accumulators: maxima and sums without exchanges that can wait, factors that are one.
+"""Rows of WGMMA accumulators: maxima and sums without exchanges that can wait, factors of one.
 
 Four threads hold a row, each of them two of every eight columns. Sums stay apart until the last
 tile: `parts` [rows, 4]. Maxima are needed at once: first of 8, then of those, in short chains.
