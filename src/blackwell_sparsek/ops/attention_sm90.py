@@ -34,7 +34,7 @@ def forward(
 
     problem = AttnProblem.of(q, k, v, spec)
     out, lse = empty_out(q, v.shape[-1]), empty_lse(q)
-    config, section = attn_fwd_sm90_config(problem), attn_fwd_sm90_section(problem)
+    config, section = attn_fwd_sm90_config(problem), attn_fwd_sm90_section(problem, spec.band)
     order = None
     # an order of mask rows knows nothing of the lengths of packed sequences
     if (mask := spec.block_mask) is not None and not spec.is_varlen:
