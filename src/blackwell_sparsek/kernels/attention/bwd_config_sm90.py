@@ -24,6 +24,11 @@ class AttnBwdSm90Config:
     beyond which TMA fills zeros. STAGES tiles of queries are in flight, DS_STAGES of the gradients
     of scores. ORDERED adds up dq in the same order in every run. The kernel is compiled for
     MAX_REGISTERS per thread; the roles then trade them.
+
+    EARLY_EXP keeps the machine code from putting exponentials off until dp is there. DK_REGISTERS
+    multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients barriers of
+    their own: the latter are done with first. ROTATE lets each tile of keys begin with the queries
+    beside it, so that programs add to different tiles of dq.
     """
 
     CONSUMERS: int
@@ -39,6 +44,10 @@ class AttnBwdSm90Config:
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
+    EARLY_EXP: bool = False
+    DK_REGISTERS: bool = False
+    SPLIT_RING: bool = False
+    ROTATE: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"

@@ -45,6 +45,7 @@ from .bwd_sm90_steps import (
     hide,
     numbers_of_queries,
     own_queries,
+    settled,
     start_dq,
     start_products,
     zero_of,
@@ -73,13 +74,16 @@ def _step(
     k = k_smem.index(own_keys + zero_of(step))
     v = v_smem.index(own_keys + zero_of(step))
     score, ds_ring, dq_ring = consume[2], consume[3], consume[4]
-    q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
+    q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty = shared[2]
     dtype: gl.constexpr = k.dtype
     chunks: gl.constexpr = CFG.dq_chunks
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
     stage = step % CFG.STAGES
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
     s_started = start_products(k, q_smem, step, GROUP, CFG)
+    if CFG.SPLIT_RING:
+        mbarrier.wait(dout_full.index(stage), (step // CFG.STAGES) & 1)
     dp_started = start_products(v, dout_smem, step, GROUP, CFG)
     # where registers are left for them, the numbers of queries come while scores are under way
     early: gl.constexpr = CFG.group_m == 64 and not CFG.SHARED_KEYS and score[1] is None
@@ -93,6 +97,8 @@ def _step(
         p = hide(p, step, kv_index, shared, GROUP, CFG)
     if early:
         delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
+    if CFG.EARLY_EXP:
+        p = settled(p, step)
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
     if not early:
         delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
@@ -102,13 +108,26 @@ def _step(
         # what the other warp group is done with by then frees the memory for ds, too
         _, last_bar = ds_place(ds_ring, step - 1, GROUP, CFG)
         mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
-    hand_over(ds.to(dtype), ds_tile, ds_bar)
+    ds = ds.to(dtype)
+    hand_over(ds, ds_tile, ds_bar)
+    if CFG.DK_REGISTERS:
+        ds_operand = gl.convert_layout(ds, ds_layout)
+    else:
+        ds_operand = ds_tile
     p = gl.convert_layout(p.to(dtype), p_layout)
     q = own_queries(q_smem.index(stage), GROUP, CFG)
     dout = own_queries(dout_smem.index(stage), GROUP, CFG)
     if FIRST:
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
-        dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+        dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    elif CFG.SPLIT_RING and chunks == 1:
+        # dv first, whose end frees the output gradients
+        dv_started = warpgroup_mma(p, dout, dv, is_async=True)
+        dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
+        dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dv_started, dq = warpgroup_mma_wait(1, deps=(dv_started, dq_started))
+        _give_dq(dq, dq_ring, step - 1, GROUP)
+        mbarrier.arrive(dout_empty.index(stage), count=1)
     else:
         dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
@@ -116,14 +135,16 @@ def _step(
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
             _give_dq(dq, dq_ring, step * 2 - 2, GROUP)
             dq_started = start_dq(ds_ring, k_smem, step - 1, 1, GROUP, CFG)
-            dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+            dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
         else:
-            dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+            dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=(dq_started,))
         _give_dq(dq, dq_ring, step * chunks - 1, GROUP)
     dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
     mbarrier.arrive(empty.index(stage), count=1)
+    if CFG.SPLIT_RING and (FIRST or chunks == 2):
+        mbarrier.arrive(dout_empty.index(stage), count=1)
     return dk, dv
 
 
@@ -336,9 +357,11 @@ def _attn_bwd_sm90_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [ds_stages * consumers, ROWS, group_m], ds_layout)
     dq_smem = tiles(dq_desc, consumers, ROWS)
     kv_ring = (k_smem, v_smem, barriers(1, 1).index(0), barriers(1, consumers).index(0))
-    q_full = barriers(stages, 1)
-    q_empty = barriers(stages, consumers)
-    q_ring = (q_smem, dout_smem, lse_smem, delta_smem, q_full, q_empty)
+    q_bars = (barriers(stages, 1), barriers(stages, consumers))
+    dout_bars = q_bars
+    if CFG.SPLIT_RING:
+        dout_bars = (barriers(stages, 1), barriers(stages, consumers))
+    q_ring = (q_smem, dout_smem, lse_smem, delta_smem) + q_bars + dout_bars
     # each warp group waits for both halves of ds, or only for its own
     ds_ring = (ds_smem, barriers(ds_stages * consumers, key_groups))
     dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1))

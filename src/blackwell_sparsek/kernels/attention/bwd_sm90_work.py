@@ -125,8 +125,11 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
         unit = masked_unit(plan, ordinal)
         units = num_masked
     else:
-        unit = plan[3] + ordinal
         units = num_full_units(plan)
+        if CFG.ROTATE:
+            beside = gl.maximum(kv_tile * CFG.tile_n // CFG.UNIT - plan[3], 0)
+            ordinal = (ordinal + beside) % units
+        unit = plan[3] + ordinal
     # a part with no unit left is read from past all rows, where nothing counts; not from past the
     # queries: the innermost coordinate of a copy, which is that of lse, must be at 16 bytes
     end = padded_queries(lengths[0])
@@ -149,7 +152,7 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
 def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     """Start the copies of one query tile: queries, output gradients, lse and delta."""
     q_desc, dout_desc, lse_desc, delta_desc = descs
-    q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
+    q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty = shared[2]
     info, lengths, heads, band = shared[3], shared[5], shared[6], shared[7]
     batch, q_head, kv_tile = place
     parts: gl.constexpr = CFG.parts
@@ -160,22 +163,29 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     if parts == 2:
         second, second_bits, second_turn = _find_part(visit, q_tile, 1, kv_tile, lengths, band, CFG)
     stage = step % CFG.STAGES
-    bar = full.index(stage)
-    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+    phase = ((step // CFG.STAGES) & 1) ^ 1
+    mbarrier.wait(empty.index(stage), phase)
     _write_info(info, step, (plane, first, second, bits, second_bits, turn, second_turn))
-    row_bytes: gl.constexpr = lse_desc.block_type.nbytes + delta_desc.block_type.nbytes
-    tile_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes
-    mbarrier.expect(bar, parts * (row_bytes + tile_bytes))
+    q_bytes: gl.constexpr = q_desc.block_type.nbytes + lse_desc.block_type.nbytes
+    dout_bytes: gl.constexpr = dout_desc.block_type.nbytes + delta_desc.block_type.nbytes
+    bar = full.index(stage)
+    mbarrier.expect(bar, parts * (q_bytes if CFG.SPLIT_RING else q_bytes + dout_bytes))
     for part in gl.static_range(parts):
         q_row = first if part == 0 else second
         q = q_smem.index(stage).slice(part * rows, rows, dim=0)
-        dout = dout_smem.index(stage).slice(part * rows, rows, dim=0)
         lse = lse_smem.index(stage).slice(part * rows, rows, dim=0)
-        delta = delta_smem.index(stage).slice(part * rows, rows, dim=0)
         tma.async_copy_global_to_shared(q_desc, [batch, q_head, q_row, 0], bar, q)
         tma.async_copy_global_to_shared(lse_desc, [plane, q_row], bar, lse)
-        tma.async_copy_global_to_shared(dout_desc, [batch, q_head, q_row, 0], bar, dout)
-        tma.async_copy_global_to_shared(delta_desc, [plane, q_row], bar, delta)
+    dout_bar = dout_full.index(stage)
+    if CFG.SPLIT_RING:
+        mbarrier.wait(dout_empty.index(stage), phase)
+        mbarrier.expect(dout_bar, parts * dout_bytes)
+    for part in gl.static_range(parts):
+        q_row = first if part == 0 else second
+        dout = dout_smem.index(stage).slice(part * rows, rows, dim=0)
+        delta = delta_smem.index(stage).slice(part * rows, rows, dim=0)
+        tma.async_copy_global_to_shared(dout_desc, [batch, q_head, q_row, 0], dout_bar, dout)
+        tma.async_copy_global_to_shared(delta_desc, [plane, q_row], dout_bar, delta)
 
 
 @gluon.jit
