@@ -95,10 +95,10 @@ def _step(
     p, capped = probabilities(s, None, lse_log2, score)
     if masked:
         p = hide(p, step, kv_index, shared, GROUP, CFG)
+    elif CFG.EARLY_EXP:
+        p = settled(p, step)
     if early:
         delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
-    if CFG.EARLY_EXP:
-        p = settled(p, step)
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
     if not early:
         delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
