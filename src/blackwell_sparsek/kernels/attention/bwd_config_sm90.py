@@ -54,6 +54,7 @@ class AttnBwdSm90Config:
         tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
         assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
+        assert not self.ROTATE or not (self.ORDERED or self.BLOCK_KV), f"{self=}"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
 
     @property

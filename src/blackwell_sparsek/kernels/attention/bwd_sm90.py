@@ -110,10 +110,7 @@ def _step(
         mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
     ds = ds.to(dtype)
     hand_over(ds, ds_tile, ds_bar)
-    if CFG.DK_REGISTERS:
-        ds_operand = gl.convert_layout(ds, ds_layout)
-    else:
-        ds_operand = ds_tile
+    ds_operand = gl.convert_layout(ds, ds_layout) if CFG.DK_REGISTERS else ds_tile
     p = gl.convert_layout(p.to(dtype), p_layout)
     q = own_queries(q_smem.index(stage), GROUP, CFG)
     dout = own_queries(dout_smem.index(stage), GROUP, CFG)
@@ -361,7 +358,7 @@ def _attn_bwd_sm90_kernel(
     dout_bars = q_bars
     if CFG.SPLIT_RING:
         dout_bars = (barriers(stages, 1), barriers(stages, consumers))
-    q_ring = (q_smem, dout_smem, lse_smem, delta_smem) + q_bars + dout_bars
+    q_ring = (q_smem, dout_smem, lse_smem, delta_smem) + q_bars + dout_bars  # noqa: RUF005
     # each warp group waits for both halves of ds, or only for its own
     ds_ring = (ds_smem, barriers(ds_stages * consumers, key_groups))
     dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1))
