@@ -99,7 +99,9 @@ def _fa4(
     if block_sparse_tensors is not None:
         lists, (rows, columns) = block_sparse_tensors, block_sparse_tensors.block_size
         assert lists.mask_block_cnt.sum() == 0
-        assert lists.full_block_idx.is_contiguous() and lists.full_block_idx.dtype == torch.int32
+        assert lists.full_block_idx.dtype == torch.int32
+        for given in (lists, block_sparse_tensors_bwd):
+            assert given is None or all(x.is_contiguous() for x in given[:4])
         blocks = k.shape[1] // columns
         keep = _from_lists(lists.full_block_cnt, lists.full_block_idx, blocks)
         if block_sparse_tensors_bwd is not None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from blackwell_sparsek.core import launch as module
+from blackwell_sparsek.core import stream_memory
 from blackwell_sparsek.core.launch import (
     RecordedLaunches,
     cdiv,
@@ -67,14 +68,12 @@ def fake_gpu(monkeypatch):
         state.maps.append((descriptor.base.data_ptr(), meta))
         return [f"map of {descriptor.base.data_ptr()}", "size", "stride"]
 
-    active = SimpleNamespace(get_current_stream=lambda device: STREAM)
-    triton_runtime = pytest.importorskip("triton.runtime")
-    monkeypatch.setattr(triton_runtime, "driver", SimpleNamespace(active=active))
-    # the tensors of these tests are on the CPU, which has no index
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU.index)
+    pytest.importorskip("triton")
+    monkeypatch.setattr(module, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(module, "tensor_map", tensor_map)
     monkeypatch.setattr(module, "_zeros", {})
+    monkeypatch.setattr(stream_memory, "_kept", {})
     return state
 
 
@@ -84,25 +83,9 @@ def record(kernel, args, roles, grid=5):
     return RecordedLaunches.make(made, roles)
 
 
-def test_launches_are_repeated_on_the_device_of_their_tensors(monkeypatch):
-    current, entered = [3], []
-
-    class Device:
-        def __init__(self, index):
-            self.index = index
-
-        def __enter__(self):
-            entered.append(self.index)
-            current.append(self.index)
-
-        def __exit__(self, *args):
-            current.pop()
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    kernel, x = Kernel(), torch.zeros(2)
-    record(kernel, (x,), (x,)).repeat((torch.ones(2),))
-    assert entered == [CPU.index] and len(kernel.repeated) == 1 and current == [3]
+def at(*tensors):
+    """Addresses, as a repetition takes them."""
+    return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 @pytest.mark.parametrize(("a", "b", "expected"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)])
@@ -157,7 +140,7 @@ def test_a_repetition_has_the_new_tensors_and_the_old_rest():
     x, out, table = torch.zeros(4), torch.zeros(4), torch.zeros(4, dtype=torch.int32)
     recorded = record(kernel, [out, 16, x, table, "const"], (out, x, None))
     new_x, new_out = torch.zeros(4), torch.zeros(4)
-    recorded.repeat((new_out, new_x, None))
+    recorded.repeat(at(new_out, new_x, None))
     (args,) = kernel.repeated
     assert args[:4] == [5, 1, 1, STREAM]
     assert args[4:HEAD] == [7, False, False, None, None, "meta", None, None, None]
@@ -188,8 +171,8 @@ def test_tensors_in_tuples_are_found():
     x, y, table = (torch.zeros(4) for _ in range(3))
     recorded = record(kernel, [(x, 3, table), y], (x, y))
     new_x, new_y = torch.zeros(4), torch.zeros(4)
-    recorded.repeat((new_x, new_y))
-    recorded.repeat((new_y, new_x))
+    recorded.repeat(at(new_x, new_y))
+    recorded.repeat(at(new_y, new_x))
     first, second = (args[HEAD:] for args in kernel.repeated)
     assert first == [(new_x.data_ptr(), 3, table.data_ptr()), new_y.data_ptr()]
     assert second == [(new_y.data_ptr(), 3, table.data_ptr()), new_x.data_ptr()]
@@ -202,7 +185,7 @@ def test_descriptors_are_made_anew_for_new_addresses_only(fake_gpu):
     assert fake_gpu.maps == [(x.data_ptr(), "meta of x")]
     others = [torch.zeros(4) for _ in range(2)]
     for other in (others[0], others[1], others[0]):
-        recorded.repeat((other, out))
+        recorded.repeat(at(other, out))
     assert fake_gpu.maps[1:] == [(other.data_ptr(), "meta of x") for other in others]
     rest = ["size", "stride", out.data_ptr()]
     expected = [[f"map of {others[i].data_ptr()}", *rest] for i in (0, 1, 0)]
@@ -215,24 +198,64 @@ def test_few_tensor_maps_are_kept(fake_gpu):
     recorded = record(kernel, [Descriptor(x)], (x,))
     tensors = [torch.zeros(4) for _ in range(module.MAX_TENSOR_MAPS + 1)]
     for tensor in tensors:
-        recorded.repeat((tensor,))
+        recorded.repeat(at(tensor))
     made = len(fake_gpu.maps)
-    recorded.repeat((tensors[-1],))
+    recorded.repeat(at(tensors[-1]))
     assert len(fake_gpu.maps) == made
-    recorded.repeat((tensors[0],))
+    recorded.repeat(at(tensors[0]))
     assert len(fake_gpu.maps) == made + 1
 
 
-def test_scratch_memory_is_allocated_anew():
-    kernel = Kernel()
+def scratched(kernel, shape=(8,), launches=1):
+    """A recording of launches with two pieces of scratch memory, the second of `shape`."""
     x = torch.zeros(4)
     with recording() as made:
-        memory = scratch((8,), torch.float16, CPU)
-        launch(kernel, 1, [x, memory])
-    recorded = RecordedLaunches.make(made, (x,))
-    recorded.repeat((x,))
-    assert kernel.repeated[0][HEAD] == x.data_ptr()
-    assert kernel.repeated[0][HEAD + 1] != memory.data_ptr()
+        first = scratch((3,), torch.float16, CPU)
+        second = scratch(shape, torch.float16, CPU)
+        for _ in range(launches):
+            launch(kernel, 1, [x, first, second])
+    return RecordedLaunches.make(made, (x,)), x
+
+
+def test_scratch_memory_is_that_of_the_stream(fake_gpu, monkeypatch):
+    kernel = Kernel()
+    recorded, x = scratched(kernel)
+    recorded.repeat(at(x))
+    recorded.repeat(at(x))
+    memory = stream_memory._kept[(None, STREAM)].data_ptr()
+    assert [args[HEAD:] for args in kernel.repeated] == [[*at(x), memory, memory + 512]] * 2
+    monkeypatch.setattr(module, "raw_stream", lambda device: STREAM + 1)
+    recorded.repeat(at(x))
+    other = stream_memory._kept[(None, STREAM + 1)].data_ptr()
+    assert other != memory and kernel.repeated[-1][HEAD + 1] == other
+
+
+@pytest.mark.parametrize("why", ["graph", "two launches", "large", "overlaps"])
+def test_scratch_memory_of_one_call(fake_gpu, why):
+    kernel = Kernel()
+    kernel.compiled.run.launch_pdl = why == "overlaps"
+    shape = (stream_memory.MOST_KEPT_BYTES // 2,) if why == "large" else (8,)
+    recorded, x = scratched(kernel, shape, launches=2 if why == "two launches" else 1)
+    fake_gpu.capturing = why == "graph"
+    recorded.repeat(at(x))
+    assert stream_memory._kept == {}
+    # the launches of one call share its memory
+    assert len({tuple(args[HEAD:]) for args in kernel.repeated}) == 1
+
+
+def test_memory_of_a_stream_grows():
+    small = stream_memory.stream_memory(100, CPU, STREAM)
+    assert stream_memory.stream_memory(small.numel(), CPU, STREAM) is small
+    large = stream_memory.stream_memory(small.numel() + 1, CPU, STREAM)
+    assert large.numel() == 2 * small.numel()
+    assert stream_memory.stream_memory(100, CPU, STREAM) is large
+
+
+def test_constant_tuples_are_kept_as_they_are():
+    kernel, x = Kernel(), torch.zeros(4)
+    strides = ((1, 2), 3)
+    record(kernel, [x, strides], (x,)).repeat(at(x))
+    assert kernel.repeated[0][HEAD:] == [x.data_ptr(), strides]
 
 
 def test_counters_are_handed_out_once_and_in_a_graph_zeroed_by_it(fake_gpu, monkeypatch):
@@ -243,18 +266,18 @@ def test_counters_are_handed_out_once_and_in_a_graph_zeroed_by_it(fake_gpu, monk
         launch(kernel, 1, [x, scratch((3,), torch.int32, CPU, zero=True)])
     recorded = RecordedLaunches.make(made, (x,))
     for _ in range(2):
-        recorded.repeat((x,))
+        recorded.repeat(at(x))
     pool = module._zeros[(0, STREAM)]
     base = pool.words.data_ptr()
     assert [args[HEAD + 1] - base for args in kernel.repeated] == [0, 12]
     # two words are left where three are needed: fresh memory, and a new pool for the next call
-    recorded.repeat((x,))
+    recorded.repeat(at(x))
     assert (0, STREAM) not in module._zeros
-    recorded.repeat((x,))
+    recorded.repeat(at(x))
     assert module._zeros[(0, STREAM)] is not pool
     used = module._zeros[(0, STREAM)].used
     fake_gpu.capturing = True
-    recorded.repeat((x,))
+    recorded.repeat(at(x))
     assert module._zeros[(0, STREAM)].used == used == 3
 
 
@@ -302,5 +325,5 @@ def test_threads_on_one_stream_get_different_counters(monkeypatch):
 
     monkeypatch.setattr(module, "_Zeros", Slow)
     with ThreadPoolExecutor(8) as pool:
-        taken = list(pool.map(lambda _: module._counter(1, CPU, STREAM).data_ptr(), range(100)))
+        taken = list(pool.map(lambda _: module._counter(1, CPU, STREAM, False)[0], range(100)))
     assert len(set(taken)) == 100

@@ -13,6 +13,8 @@ from blackwell_sparsek.formats.band import EVERYTHING
 from blackwell_sparsek.formats.block_mask import BlockMask
 from blackwell_sparsek.ops import attention, attention_repeat
 
+from .test_repeat import pretend_gpu
+
 NEEDS = [True, True, True, False]
 
 
@@ -37,15 +39,10 @@ def gpu(monkeypatch):
         launching.launch(kernel, 3, (*results, sums, q, k, v, dout, table, *options[4][:1]))
         return results
 
-    active = SimpleNamespace(get_current_stream=lambda device: state.stream)
-    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    stream = lambda device: SimpleNamespace(cuda_stream=state.stream)  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(attention_repeat, "_stream_of", lambda x: state.stream)
     monkeypatch.setattr(launching, "kernel_launcher", lambda compiled: launcher)
     monkeypatch.setattr(attention, "_run_backward", run)
-    monkeypatch.setattr(attention_repeat, "may_repeat", lambda operands, others: True)
     monkeypatch.setattr(attention_repeat, "_OPERATORS", {})
     return state
 

@@ -6,6 +6,7 @@ import torch
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.kernels.bsr.config_narrow_sm90 import stages_that_fit
 from blackwell_sparsek.kernels.sm90 import SMEM_BYTES
+from blackwell_sparsek.tuning.bsr import narrow_is_even
 from blackwell_sparsek.tuning.bsr_estimate import dense_seconds, sparse_seconds
 from blackwell_sparsek.tuning.bsr_sm90 import (
     narrow_sm90_config,
@@ -143,6 +144,16 @@ def test_estimates_are_near_what_was_measured(rows, cols, few_us, many_us):
         assert estimate * 1e6 == pytest.approx(measured, rel=0.35)
         assert estimate < sparse_seconds(replace(layer, n=n), "triton")
         assert estimate < dense_seconds(replace(layer, n=n))
+
+
+@pytest.mark.parametrize("block, longest", [((128, 128), 37), ((64, 64), 68)])
+def test_half_as_many_tiles_as_sms_are_even_enough(block, longest):
+    """4096 x 14336 in 22 % of the blocks: an SM takes in its long rows while others have none."""
+    blocks = round(0.22 * 4096 * 14336 / block[0] ** 2)
+    down = replace(LAYER, shape=(14336, 4096), block_shape=block, nnz_blocks=blocks)
+    config = narrow_sm90_config(down)
+    assert narrow_is_even(down, config, longest)
+    assert not narrow_is_even(down, config, 2 * longest)
 
 
 def test_low_blocks_are_bound_by_their_number():

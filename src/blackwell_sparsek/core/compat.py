@@ -55,12 +55,14 @@ class KernelLauncher(NamedTuple):
     """The C function that launches a compiled kernel, below Triton's own preparations.
 
     `prefix` are its constant leading arguments after grid and stream; `descriptors` is the metadata
-    of the tensor descriptors among the kernel's parameters, in their order.
+    of the tensor descriptors among the kernel's parameters, in their order. One that `overlaps` may
+    begin before the kernel ahead of it on the stream has ended.
     """
 
     launch: Callable[..., None]
     prefix: tuple[Any, ...]
     descriptors: list[Any]
+    overlaps: bool = False
 
 
 def kernel_launcher(compiled: Any) -> KernelLauncher | None:
@@ -85,7 +87,30 @@ def kernel_launcher(compiled: Any) -> KernelLauncher | None:
         launch = cells["launcher"].cell_contents
     flags = (run.launch_cooperative_grid, run.launch_pdl)
     no_scratch_or_hooks = (None, None, compiled.packed_metadata, None, None, None)
-    return KernelLauncher(launch, (compiled.function, *flags, *no_scratch_or_hooks), descriptors)
+    prefix = (compiled.function, *flags, *no_scratch_or_hooks)
+    return KernelLauncher(launch, prefix, descriptors, bool(run.launch_pdl))
+
+
+# torch's private ways to what its public functions tell after checks that a launch cannot afford:
+# all of them have a public function behind them where they are missing.
+raw_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def _public_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+
+
+def _public_empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+# (shape, strides, dtype) -> memory on the current GPU; what compiled models allocate with
+empty_on_gpu: Callable[..., torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty
+)
 
 
 def tensor_map(descriptor: Any, metadata: Any) -> Any:

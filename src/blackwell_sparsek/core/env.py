@@ -17,6 +17,20 @@ def default_impl() -> str:
     return value
 
 
+def asked_impl() -> object:
+    """`BSK_IMPL` as the environment stores it, unchecked: to tell whether it changed.
+
+    Reading `os.environ` decodes the value, which takes longer than all else that a repeated call
+    asks; where it hides what it stores, it is read nevertheless.
+    """
+    if _STORED_NAME is None:
+        return os.environ.get("BSK_IMPL")
+    return os.environ._data.get(_STORED_NAME)  # type: ignore[attr-defined]
+
+
+_STORED_NAME = os.environ.encodekey("BSK_IMPL") if hasattr(os.environ, "_data") else None
+
+
 def triton_interpreted() -> bool:
     """`TRITON_INTERPRET`: whether Triton runs kernels on the CPU. Triton reads it at import."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")

@@ -16,11 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .compat import KernelLauncher, kernel_launcher, tensor_map
-from .resting import resting
+from .apart import made_apart
+from .compat import KernelLauncher, kernel_launcher, raw_stream, tensor_map
+from .resting import resting, words_at_rest
+from .stream_memory import MOST_KEPT_BYTES, stream_memory
 
-# Tensor maps kept for each descriptor: the allocator hands out the same few addresses again.
-MAX_TENSOR_MAPS = 16
+# Tensor maps kept for each descriptor, 128 bytes each: the layers of a model have tensors of one
+# shape at as many addresses, which come back with every step.
+MAX_TENSOR_MAPS = 256
+# Pieces of scratch memory begin at multiples of this, as an allocation of their own would.
+_ALIGNMENT = 512
 
 
 def cdiv(a: int, b: int) -> int:
@@ -118,6 +123,17 @@ class _Slot(NamedTuple):
     role: int
 
 
+class _Address:
+    """Stands for a tensor where only its address is asked for."""
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def data_ptr(self) -> int:
+        """As a tensor tells it."""
+        return self.address
+
+
 class _Template:
     """One recorded launch as the argument list of Triton's C launcher.
 
@@ -126,24 +142,27 @@ class _Template:
 
     def __init__(self, launched: _Launch, launcher: KernelLauncher, role_of: dict[int, int]):
         self.launch = launcher.launch
+        self.overlaps = launcher.overlaps
         self.args: list[Any] = [launched.grid, 1, 1, 0, *launcher.prefix]
         self.tensors: list[_Slot] = []
-        self.nested: list[tuple[int, list[_Slot]]] = []
-        self.descriptors: list[tuple[_Slot, Any, Any, dict[int, Any]]] = []
+        self.nested: list[tuple[int, list[Any], list[_Slot]]] = []
+        self.descriptors: list[tuple[int, int, Any, Any, dict[int, Any]]] = []
         self.kept: list[torch.Tensor] = []
         metadata = iter(launcher.descriptors)
         for arg in launched.args:
             place = len(self.args)
             if isinstance(getattr(arg, "base", None), torch.Tensor):
                 meta = next(metadata)
-                slot = _Slot(place, role_of[arg.base.data_ptr()])
+                role = role_of[arg.base.data_ptr()]
                 self.args += tensor_map(arg, meta)
-                self.descriptors.append((slot, copy(arg), meta, {}))
-                self.descriptors[-1][1].base = None
+                self.descriptors.append((place, role, copy(arg), meta, {}))
+                self.descriptors[-1][2].base = None
             elif isinstance(arg, tuple):
                 slots: list[_Slot] = []
-                self.args.append([self._value(x, i, role_of, slots) for i, x in enumerate(arg)])
-                self.nested.append((place, slots))
+                items = [self._value(x, i, role_of, slots) for i, x in enumerate(arg)]
+                self.args.append(tuple(items))
+                if slots:
+                    self.nested.append((place, items, slots))
             else:
                 self.args.append(self._value(arg, place, role_of, self.tensors))
 
@@ -157,30 +176,29 @@ class _Template:
             self.kept.append(arg)
         return address
 
-    def run(self, stream: int, tensors: list[torch.Tensor | None], addresses: list[int]) -> None:
-        """Launch with these tensors, by role."""
-        args = [*self.args]
+    def run(self, stream: int, addresses: list[int]) -> None:
+        """Launch with tensors at these addresses, by role."""
+        args = self.args.copy()
         args[3] = stream
         for place, role in self.tensors:
             args[place] = addresses[role]
-        for place, slots in self.nested:
-            items = [*args[place]]
+        for place, recorded, slots in self.nested:
+            items = recorded.copy()
             for item, role in slots:
                 items[item] = addresses[role]
             args[place] = tuple(items)
-        for (place, role), descriptor, meta, maps in self.descriptors:
-            args[place] = maps.get(addresses[role]) or self._map(
-                descriptor, meta, maps, tensors[role]
-            )
+        for place, role, descriptor, meta, maps in self.descriptors:
+            address = addresses[role]
+            args[place] = maps.get(address) or self._map(descriptor, meta, maps, address)
         self.launch(*args)
 
     @staticmethod
-    def _map(descriptor: Any, meta: Any, maps: dict[int, Any], tensor: Any) -> Any:
+    def _map(descriptor: Any, meta: Any, maps: dict[int, Any], address: int) -> Any:
         if len(maps) >= MAX_TENSOR_MAPS:
             maps.clear()
         descriptor = copy(descriptor)
-        descriptor.base = tensor
-        maps[tensor.data_ptr()] = made = tensor_map(descriptor, meta)[0]
+        descriptor.base = _Address(address)
+        maps[address] = made = tensor_map(descriptor, meta)[0]
         return made
 
 
@@ -196,11 +214,11 @@ class _Zeros:
         self.words = torch.zeros(self.WORDS, dtype=torch.int32, device=device)
         self.used = 0
 
-    def take(self, count: int) -> torch.Tensor | None:
-        """The next `count` words, or None when they are used up."""
+    def take(self, count: int) -> int | None:
+        """The address of the next `count` words, or None when they are used up."""
         first = self.used
         self.used = first + count
-        return self.words[first : self.used] if self.used <= self.WORDS else None
+        return self.words.data_ptr() + 4 * first if self.used <= self.WORDS else None
 
 
 _zeros: dict[tuple[int, int], _Zeros] = {}
@@ -208,20 +226,24 @@ _zeros: dict[tuple[int, int], _Zeros] = {}
 _zeros_lock = threading.Lock()
 
 
-def _counter(count: int, device: torch.device, stream: int) -> torch.Tensor:
-    """`count` zeroed int32 for a launch on `stream`."""
+def _counter(
+    count: int, device: torch.device, stream: int, capturing: bool
+) -> tuple[int, torch.Tensor]:
+    """The address of `count` zeroed int32 for a launch on `stream`, and who owns them."""
     # a graph must zero its counters at every replay
-    if not torch.cuda.is_current_stream_capturing():
+    if not capturing:
         key = (device.index or 0, stream)
         with _zeros_lock:
             if key not in _zeros:
-                _zeros[key] = _Zeros(device)
-            words = _zeros[key].take(count)
-            if words is None:
+                _zeros[key] = made_apart(lambda: _Zeros(device), device)
+            words = _zeros[key].words
+            address = _zeros[key].take(count)
+            if address is None:
                 del _zeros[key]
-        if words is not None:
-            return words
-    return torch.zeros(count, dtype=torch.int32, device=device)
+        if address is not None:
+            return address, words
+    words = torch.zeros(count, dtype=torch.int32, device=device)
+    return words.data_ptr(), words
 
 
 class RecordedLaunches:
@@ -235,21 +257,33 @@ class RecordedLaunches:
     def __init__(
         self,
         templates: list[_Template],
-        scratch_made: list[tuple[torch.Tensor, bool]],
+        scratch_made: list[torch.Tensor],
+        counters: list[torch.Tensor],
         resting_made: list[torch.Tensor],
         device: torch.device,
     ):
         self._templates = templates
-        self._scratch = [(x.shape, x.dtype, x.device, zero) for x, zero in scratch_made]
+        self._offsets: list[int] = []
+        self._bytes = 0
+        for memory in scratch_made:
+            self._offsets.append(self._bytes)
+            self._bytes += cdiv(memory.nbytes, _ALIGNMENT) * _ALIGNMENT
+        # What one launch leaves to the next must be this call's own: another thread's launches may
+        # come between them on the stream. One that overlaps would meet the launch ahead of it.
+        alone = len(templates) == 1 and not templates[0].overlaps
+        self._shares = alone and self._bytes <= MOST_KEPT_BYTES
+        self._counters = [(x.numel(), x.device) for x in counters]
         self._resting = [(x.numel(), x.device) for x in resting_made]
-        self._device = device.index
+        self._device = device
 
     @classmethod
     def make(
         cls, record: _Recording, roles: Sequence[torch.Tensor | None]
     ) -> "RecordedLaunches | None":
         """Find the `roles` and the scratch memory among the arguments of the launches."""
-        known = [*roles, *(x for x, _ in record.scratch), *record.resting]
+        counters = [x for x, zero in record.scratch if zero]
+        memories = [x for x, zero in record.scratch if not zero]
+        known = [*roles, *memories, *counters, *record.resting]
         role_of = {x.data_ptr(): i for i, x in enumerate(known) if x is not None}
         distinct = len(role_of) == sum(x is not None for x in known)
         if not (distinct and record.launches and record.complete):
@@ -261,27 +295,38 @@ class RecordedLaunches:
                 return None
             templates.append(_Template(launched, launcher, role_of))
         device = next(x.device for x in known if x is not None)
-        return cls(templates, record.scratch, record.resting, device)
+        return cls(templates, memories, counters, record.resting, device)
 
-    def repeat(self, roles: Sequence[torch.Tensor | None]) -> None:
-        """Launch again with `roles` in place of the recorded tensors, on the current stream."""
-        from triton.runtime import driver
+    def repeat(self, roles: Sequence[int]) -> None:
+        """Launch again on the current stream with tensors at the addresses `roles`.
 
-        if torch.cuda.current_device() != self._device:
-            with torch.cuda.device(self._device):
-                return self.repeat(roles)
-        stream = driver.active.get_current_stream(self._device)
-        tensors = [*roles]
-        for shape, dtype, device, zero in self._scratch:
-            if zero:
-                tensors.append(_counter(shape.numel(), device, stream))
-            else:
-                tensors.append(torch.empty(shape, dtype=dtype, device=device))
-        tensors += [resting(count, device, stream) for count, device in self._resting]
-        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        The device of the recorded tensors must be current.
+        """
+        stream = raw_stream(self._device.index)
+        addresses = [*roles]
+        # memory stays with this call until its launches are on the stream
+        owners: list[torch.Tensor] = []
+        if self._offsets or self._counters or self._resting:
+            capturing = torch.cuda.is_current_stream_capturing()
+            if self._offsets:
+                memory = self._memory(stream, capturing)
+                start = memory.data_ptr()
+                addresses += [start + offset for offset in self._offsets]
+            for count, device in self._counters:
+                address, owner = _counter(count, device, stream, capturing)
+                addresses.append(address)
+                owners.append(owner)
+            for count, device in self._resting:
+                owners.append(words_at_rest(count, device, stream, capturing))
+                addresses.append(owners[-1].data_ptr())
         for template in self._templates:
-            template.run(stream, tensors, addresses)
-        return None
+            template.run(stream, addresses)
+
+    def _memory(self, stream: int, capturing: bool) -> torch.Tensor:
+        """Scratch memory for all pieces: that of the stream, or for this call alone."""
+        if self._shares and not capturing:
+            return stream_memory(self._bytes, self._device, stream)
+        return torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
 
 
 def _descriptors_have_roles(args: list[Any], role_of: dict[int, int]) -> bool:

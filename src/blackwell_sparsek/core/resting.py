@@ -10,6 +10,8 @@ import threading
 
 import torch
 
+from .apart import made_apart
+
 # Words set aside for captured launches, 4 bytes each: a launch takes one for each of its programs.
 CAPTURED_WORDS = 2**20
 
@@ -24,23 +26,30 @@ def resting(count: int, device: torch.device, stream: int | None = None) -> torc
     `device` has an index.
     """
     if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    index = device.index
-    if torch.cuda.is_current_stream_capturing():
-        return _captured(count, index, device)
+        return _zeros(count, device)
     if stream is None:
         stream = torch.cuda.current_stream(device).cuda_stream
+    capturing = torch.cuda.is_current_stream_capturing()
+    return words_at_rest(count, device, stream, capturing)[:count]
+
+
+def words_at_rest(count: int, device: torch.device, stream: int, capturing: bool) -> torch.Tensor:
+    """`resting` on a GPU; there may be more words than were asked for."""
+    index = device.index
+    if capturing:
+        return _captured(count, index, device)
     key = (index, stream)
     words = _of_streams.get(key)
     if words is None or words.numel() < count:
         with _lock:
-            _of_streams[key] = words = torch.zeros(count, dtype=torch.int32, device=device)
+            words = made_apart(lambda: _zeros(count, device), device)
+            _of_streams[key] = words
             if index not in _for_captures:
-                reserve = torch.zeros(CAPTURED_WORDS, dtype=torch.int32, device=device)
+                reserve = made_apart(lambda: _zeros(CAPTURED_WORDS, device), device)
                 # once per device: graphs may use these words on streams that know nothing of this
                 torch.cuda.synchronize(device)
                 _for_captures[index] = [reserve]
-    return words[:count]
+    return words
 
 
 def _captured(count: int, index: int, device: torch.device) -> torch.Tensor:
@@ -51,4 +60,8 @@ def _captured(count: int, index: int, device: torch.device) -> torch.Tensor:
             words, reserve[0] = reserve[0][:count], reserve[0][count:]
             return words
     # nothing set aside before the capture, or used up: the graph zeroes its own, which costs time
+    return _zeros(count, device)
+
+
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)

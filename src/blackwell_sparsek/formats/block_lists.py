@@ -35,6 +35,16 @@ class BlockLists(NamedTuple):
         return torch.repeat_interleave(rows, counts, output_size=self.indices.numel())
 
 
+def entries_listed(lists: BlockLists) -> BlockLists:
+    """The same lists without entries that no row owns. Waits for the device."""
+    count = int(lists.indptr[-1])
+    if count == lists.indices.numel():
+        return lists
+    return lists._replace(
+        indices=lists.indices[:count].clone(), bits_id=lists.bits_id[:count].clone()
+    )
+
+
 def check_entry_count(count: int) -> None:
     """Entries are counted in int32."""
     if count >= 2**31:

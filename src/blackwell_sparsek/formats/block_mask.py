@@ -11,12 +11,13 @@ from ..core.launch import cdiv
 from . import bits as bit_masks
 from . import block_mask_build as build
 from .bits import usable_in_training
-from .block_lists import BlockLists, transpose_lists
+from .block_lists import BlockLists, entries_listed
 from .block_mask_check import (
     IntPair,
     check_block_size,
     check_count,
     check_lists,
+    check_made_for,
     check_seq_lengths,
 )
 from .block_mask_flex import from_flex
@@ -61,6 +62,7 @@ class BlockMask:
 
     _forward: BlockLists
     _transposed: BlockLists | None
+    _exact: bool
     _bits: torch.Tensor
     _seq_lengths: IntPair
     _block_size: IntPair
@@ -110,9 +112,12 @@ class BlockMask:
         heads: int,
         seq_lengths: IntPair,
         block_size: IntPair,
+        exact: bool = True,
     ) -> None:
         self._forward = forward
         self._transposed = transposed
+        # False: entries may follow the last one that a row owns, made without knowing how many
+        self._exact = exact
         self._bits = bits
         self._batch, self._heads = batch, heads
         self._seq_lengths, self._block_size = seq_lengths, block_size
@@ -129,10 +134,11 @@ class BlockMask:
         seq_lengths: IntPair,
         block_size: IntPair,
         transposed: BlockLists | None = None,
+        exact: bool = True,
     ) -> "BlockMask":
         """Without checks or copies, from tensors that the caller has just made."""
         mask = cls.__new__(cls)
-        mask._set(forward, transposed, bits, batch, heads, seq_lengths, block_size)
+        mask._set(forward, transposed, bits, batch, heads, seq_lengths, block_size, exact)
         return mask
 
     @classmethod
@@ -146,16 +152,12 @@ class BlockMask:
     ) -> "BlockMask":
         """The inverse of `tensors`, without checks or copies."""
         forward, transposed = BlockLists(*tensors[:4]), BlockLists(*tensors[4:8])
-        return cls._from_parts(
-            forward,
-            tensors[8],
-            batch,
-            heads,
-            (seq_lengths[0], seq_lengths[1]),
-            (block_size[0], block_size[1]),
-            # row pointers have at least one element
-            transposed if transposed.indptr.shape[0] > 0 else None,
-        )
+        (sq, sk), (bq, bk) = seq_lengths, block_size
+        # row pointers have at least one element
+        other = transposed if transposed.indptr.shape[0] > 0 else None
+        mask = cls._from_parts(forward, tensors[8], batch, heads, (sq, sk), (bq, bk), other)
+        mask._exact = not build.may_have_room(mask)
+        return mask
 
     @classmethod
     @usable_in_training
@@ -174,6 +176,12 @@ class BlockMask:
         block_size : int or (bq, bk)
         seq_lengths : int or (Sq, Sk), optional
             With `ceil(Sq / bq) == Mb` and `ceil(Sk / bk) == Nb`; by default whole blocks.
+
+        Notes
+        -----
+        Made on the device of `keep`. On a GPU nothing waits for it, unless there are more than
+        2**26 blocks: lists take 8 bytes for each block of `keep`, and how many it keeps is read
+        when it is first asked for (`forward`, `transposed`, `nnz_blocks`, printing).
 
         Examples
         --------
@@ -224,7 +232,8 @@ class BlockMask:
 
     @property
     def forward(self) -> BlockLists:
-        """Key blocks of each query block; read only."""
+        """Key blocks of each query block; read only. May wait for the device, once."""
+        self._trim()
         return self._forward
 
     @property
@@ -232,15 +241,35 @@ class BlockMask:
         """Query blocks of each key block, row `(b * heads + h) * Nb + c`; read only.
 
         Made on first use and kept, except inside a CUDA graph capture, whose memory may not leave.
+        May wait for the device, once.
         """
+        self._trim()
+        return self._listed_transposed
+
+    @property
+    def _listed(self) -> BlockLists:
+        """`forward` as kernels take it: more entries may follow than rows own; never waits."""
+        return self._forward
+
+    @property
+    def _listed_transposed(self) -> BlockLists:
+        """`transposed` as kernels take it: more entries may follow; never waits."""
         if self._transposed is not None:
             return self._transposed
-        mb, nb = self.grid
-        made = transpose_lists(self._forward, self._batch * self._heads, mb, nb)
+        made = build.transposed(self)
         traced = torch.compiler.is_compiling() or self.device.type != "cuda"
         if traced or not torch.cuda.is_current_stream_capturing():
             self._transposed = made
         return made
+
+    def _trim(self) -> None:
+        """Give back the room for blocks that are not there; waits for the device."""
+        if self._exact or torch.compiler.is_compiling():
+            return
+        self._forward = entries_listed(self._forward)
+        if self._transposed is not None:
+            self._transposed = entries_listed(self._transposed)
+        self._exact = True
 
     @property
     def bits(self) -> torch.Tensor:
@@ -281,7 +310,7 @@ class BlockMask:
     @property
     def nnz_blocks(self) -> int:
         """Number of visible blocks, partial and full, over batch and heads."""
-        return self._forward.indices.numel()
+        return self.forward.indices.numel()
 
     @property
     def density(self) -> float:
@@ -301,7 +330,7 @@ class BlockMask:
             self._heads,
             (sk, sq),
             (bk, bq),
-            transposed=self._forward,
+            transposed=self.forward,
         )
 
     def tensors(self, *, for_gradients: bool = True) -> list[torch.Tensor]:
@@ -312,7 +341,7 @@ class BlockMask:
         """
         transposed = self._transposed
         if for_gradients:
-            transposed = self.transposed
+            transposed = self._listed_transposed
         elif transposed is None:
             nothing = self._forward.indices.new_empty(0)
             transposed = BlockLists(nothing, nothing, nothing, nothing)
@@ -324,6 +353,7 @@ class BlockMask:
         target = torch.empty(0, device=device).device
         if target == self.device:
             return self
+        self._trim()
         made = self._transposed
         return BlockMask._from_parts(
             BlockLists(*(x.to(target) for x in self._forward)),
@@ -337,10 +367,7 @@ class BlockMask:
 
     def to_dense(self) -> torch.Tensor:
         """Which blocks are visible, partly or fully: bool `[batch, heads, Mb, Nb]`."""
-        mb, nb = self.grid
-        keep = torch.zeros(self._batch * self._heads * mb, nb, dtype=torch.bool, device=self.device)
-        keep[self._forward.row_indices(), self._forward.indices.long()] = True
-        return keep.view(self._batch, self._heads, mb, nb)
+        return build.to_dense(self)
 
     def to_element_mask(self) -> torch.Tensor:
         """Which elements are visible: bool `[batch, heads, Sq, Sk]`; memory of that size."""
@@ -348,44 +375,18 @@ class BlockMask:
 
     def validate(self) -> None:
         """Check every invariant again, of both directions. Waits for the device."""
-        (sq, sk), (bq, bk) = self._seq_lengths, self._block_size
-        planes = self._batch * self._heads
-        check_lists("BlockMask", self._forward, self._bits, planes, (sq, sk), (bq, bk))
-        if self._transposed is None:
-            return
-        mb, nb = self.grid
-        expected = transpose_lists(self._forward, planes, mb, nb)
-        if not all(map(torch.equal, expected, self._transposed)):
-            raise InvalidInput("BlockMask: transposed lists do not agree with the forward lists")
+        build.validate(self, self._transposed)
 
     def check_problem(self, op: str, batch: int, heads: int, sq: int, sk: int) -> None:
         """Raise unless this mask was made for such a problem; host only."""
-        fits = self._batch in (1, batch) and self._heads in (1, heads)
-        if not fits or self._seq_lengths != (sq, sk):
-            made_for = [self._batch, self._heads, *self._seq_lengths]
-            raise InvalidInput(
-                message(
-                    op,
-                    "block_mask",
-                    f"was made for [B, H, Sq, Sk] = {made_for}",
-                    f"[1 or {batch}, 1 or {heads}, {sq}, {sk}]",
-                    made_for,
-                )
-            )
+        check_made_for(op, (self._batch, self._heads, *self._seq_lengths), (batch, heads, sq, sk))
 
     def equals(self, other: "BlockMask") -> bool:
         """Whether both show the same elements through the same blocks. Waits for the device."""
-        mine = (self._seq_lengths, self._block_size, self._batch, self._heads)
-        theirs = (other._seq_lengths, other._block_size, other._batch, other._heads)
-        if mine != theirs:
-            return False
-        a, b = self._forward, other._forward
-        if not all(map(torch.equal, a[:3], b[:3])):
-            return False
-        partial = a.bits_id >= 0
-        return torch.equal(self._bits[a.bits_id[partial]], other._bits[b.bits_id[partial]])
+        return build.same_masks(self, other)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._trim()
         return {**self.__dict__, "_launches": {}}
 
     def __repr__(self) -> str:

@@ -8,11 +8,20 @@ from ..core.checks import check_dtype, check_tensor, message
 from ..core.errors import InvalidInput
 from ..core.launch import cdiv
 from . import bits as bit_masks
-from .block_lists import lists_from_blocks
+from .block_lists import BlockLists, lists_from_blocks, transpose_lists
 from .block_mask_check import (
     IntPair,
     check_block_size,
+    check_lists,
     check_seq_lengths,
+)
+from .block_mask_kernels import (
+    MAX_ROOM,
+    MAX_SPREAD,
+    kept_lists,
+    kernels_build,
+    no_bits,
+    transposed_lists,
 )
 
 if TYPE_CHECKING:
@@ -40,8 +49,8 @@ def _as_planes(op: str, arg: str, x: Any, layout: str) -> torch.Tensor:
     check_dtype(op, arg, x, [torch.bool])
     if not 2 <= x.dim() <= 4:
         raise InvalidInput(message(op, arg, "has a wrong rank", layout, list(x.shape)))
-    planes: torch.Tensor = x.detach()[(None,) * (4 - x.dim())]
-    return planes
+    planes: torch.Tensor = x.detach()
+    return planes if x.dim() == 4 else planes[(None,) * (4 - x.dim())]
 
 
 def from_dense(
@@ -68,6 +77,9 @@ def from_dense(
                 f"{mb} x {nb}",
             )
         )
+    if kernels_build(keep.device, keep) and 0 < keep.numel() <= MAX_ROOM:
+        listed, no_pool = kept_lists(keep), no_bits(block, keep.device)
+        return cls._from_parts(listed, no_pool, batch, heads, seq, block, exact=False)
     rows, cols = torch.nonzero(keep.flatten(0, 2), as_tuple=True)
     full = torch.full_like(cols, -1)
     lists = lists_from_blocks(rows, cols, full, batch * heads * mb, nb)
@@ -96,6 +108,54 @@ def from_element_mask(
     bits_id[partial] = ids.long()
     lists = lists_from_blocks(rows, cols, bits_id, batch * heads * mb, nb)
     return cls._from_parts(lists, pool, batch, heads, seq, block)
+
+
+def may_have_room(mask: "BlockMask") -> bool:
+    """Whether lists of unknown origin may be those that `from_dense` gives room for all blocks."""
+    indices, (mb, nb) = mask._listed.indices, mask.grid
+    # sizes of traced lists may be unknown, and nobody traces what was made by kernels
+    plain = indices.is_cuda and not torch.compiler.is_compiling() and type(indices) is torch.Tensor
+    return plain and indices.numel() == mask.batch * mask.heads * mb * nb
+
+
+def transposed(mask: "BlockMask") -> BlockLists:
+    """See `BlockMask._listed_transposed`."""
+    planes, (mb, nb), lists = mask.batch * mask.heads, mask.grid, mask._listed
+    by_kernels = kernels_build(mask.device, *lists)
+    if by_kernels and lists.indices.numel() > 0 and planes * mb * nb <= MAX_SPREAD:
+        return transposed_lists(lists, planes, (mb, nb), all_full=mask.bits.shape[0] == 0)
+    return transpose_lists(mask.forward, planes, mb, nb)
+
+
+def validate(mask: "BlockMask", transposed: BlockLists | None) -> None:
+    """See `BlockMask.validate`."""
+    planes, sizes = mask.batch * mask.heads, (mask.seq_lengths, mask.block_size)
+    check_lists("BlockMask", mask.forward, mask.bits, planes, *sizes)
+    if transposed is None:
+        return
+    expected = transpose_lists(mask.forward, planes, *mask.grid)
+    if not all(map(torch.equal, expected, mask.transposed)):
+        raise InvalidInput("BlockMask: transposed lists do not agree with the forward lists")
+
+
+def same_masks(mask: "BlockMask", other: "BlockMask") -> bool:
+    """See `BlockMask.equals`."""
+    sizes = [(x.seq_lengths, x.block_size, x.batch, x.heads) for x in (mask, other)]
+    if sizes[0] != sizes[1]:
+        return False
+    a, b = mask.forward, other.forward
+    if not all(map(torch.equal, a[:3], b[:3])):
+        return False
+    partial = a.bits_id >= 0
+    return torch.equal(mask.bits[a.bits_id[partial]], other.bits[b.bits_id[partial]])
+
+
+def to_dense(mask: "BlockMask") -> torch.Tensor:
+    """See `BlockMask.to_dense`."""
+    mb, nb = mask.grid
+    keep = torch.zeros(mask.batch * mask.heads * mb, nb, dtype=torch.bool, device=mask.device)
+    keep[mask.forward.row_indices(), mask.forward.indices.long()] = True
+    return keep.view(mask.batch, mask.heads, mb, nb)
 
 
 def existing_elements(

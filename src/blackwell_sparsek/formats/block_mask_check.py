@@ -46,6 +46,22 @@ def check_count(op: str, arg: str, value: Any, at_least: int = 0) -> int:
     return value
 
 
+def check_made_for(op: str, made_for: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise unless a mask of `[B, H, Sq, Sk]` fits a problem; 1 stands for all batches or heads."""
+    fits = all(made in (1, want) for made, want in zip(made_for[:2], wanted[:2], strict=True))
+    if not fits or tuple(made_for[2:]) != tuple(wanted[2:]):
+        batch, heads, sq, sk = wanted
+        raise InvalidInput(
+            message(
+                op,
+                "block_mask",
+                f"was made for [B, H, Sq, Sk] = {list(made_for)}",
+                f"[1 or {batch}, 1 or {heads}, {sq}, {sk}]",
+                list(made_for),
+            )
+        )
+
+
 def _int_pair(op: str, arg: str, value: Any) -> IntPair:
     pair = value if isinstance(value, (tuple, list, torch.Size)) else (value, value)
     if len(pair) != 2 or not all(isinstance(x, int) and not isinstance(x, bool) for x in pair):

@@ -8,6 +8,7 @@ from .band import EVERYTHING, Band
 from .bits import usable_in_training
 from .block_lists import BlockLists
 from .block_mask import BlockMask
+from .block_mask_kernels import kernels_build, ordered
 
 
 @usable_in_training
@@ -43,6 +44,12 @@ def longest_first(
     [1, 4, 0, 3, 2, 5]
     """
     mb, nb = mask.grid
+    if kernels_build(mask.device, *mask._listed):
+        steps = (mask.heads * mb if mask.batch > 1 else 0, mb if mask.heads > 1 else 0)
+        sizes = (batch * heads, heads, mb, *steps, 1, 1, 0, section, nb)
+        sides = _Sides(mask.seq_lengths, mask.block_size, *band.scalars())
+        if (order := ordered(mask._listed, sizes, sides, band, columns=False)) is not None:
+            return order
     visits = visible_blocks(mask, band).view(mask.batch, mask.heads, mb)
     return _longest(visits.expand(batch, heads, mb).reshape(batch * heads, mb), nb, section)
 
@@ -77,15 +84,22 @@ def longest_columns_first(
     (mb, nb), (_, block_kv) = mask.grid, mask.block_size
     (sq, sk), (left, right) = mask.seq_lengths, band.scalars()
     sides = _Sides((sk, sq), mask.block_size[::-1], right, left)
-    visits = _visible(mask.transposed, sides, band).view(mask.batch, mask.heads, nb)
+    tiles, group = -(-sk // tile), group_size if mask.heads > 1 else 1
+    if kernels_build(mask.device, *mask._listed):
+        steps = (mask.heads * nb if mask.batch > 1 else 0, group * nb if mask.heads > 1 else 0)
+        grouped = (block_kv // tile, group, nb, section, mb * group)
+        sizes = (batch * heads, heads, tiles, *steps, *grouped)
+        made = ordered(mask._listed_transposed, sizes, sides, band, columns=True)
+        if made is not None:
+            return made
+    lists = mask._listed_transposed if band == EVERYTHING else mask.transposed
+    visits = _visible(lists, sides, band).view(mask.batch, mask.heads, nb)
     if mask.heads > 1:
         visits = visits.view(mask.batch, heads, group_size, nb).sum(2)
     visits = visits.expand(batch, heads, nb).reshape(batch * heads, nb)
-    tiles = -(-sk // tile)
     visits = visits.repeat_interleave(block_kv // tile, 1)[:, :tiles]
     # early columns are the long ones under a causal band, and come first among equals
-    most = mb * (group_size if mask.heads > 1 else 1)
-    order = _longest(visits.flip(1), most, section)
+    order = _longest(visits.flip(1), mb * group, section)
     plane = order.div(max(tiles, 1), rounding_mode="floor")
     return plane * tiles + (tiles - 1 - (order - plane * tiles))
 
@@ -93,7 +107,7 @@ def longest_columns_first(
 def _longest(visits: torch.Tensor, most: int, section: int) -> torch.Tensor:
     """Entries `plane * rows + row` of visits `[planes, rows]`, none of them above `most`."""
     planes, rows = visits.shape
-    heavy = visits > 2 * visits.float().mean()
+    heavy = visits.to(torch.int64) * visits.numel() > 2 * visits.sum()
     # tile by tile from the last, and through all planes for each: what a stable sort keeps
     visits, heavy = (x.t().flip(0) for x in (visits, heavy))
     small = (planes // section + 2) * (most + 1) < 2**31
@@ -119,7 +133,7 @@ class _Sides(NamedTuple):
 def visible_blocks(mask: BlockMask, band: Band) -> torch.Tensor:
     """How many blocks of each row lie within the band, int32 `[batch * heads * Mb]`."""
     sides = _Sides(mask.seq_lengths, mask.block_size, *band.scalars())
-    return _visible(mask.forward, sides, band)
+    return _visible(mask._listed if band == EVERYTHING else mask.forward, sides, band)
 
 
 def _visible(lists: BlockLists, sides: _Sides, band: Band) -> torch.Tensor:

@@ -8,6 +8,7 @@ from .bits import usable_in_training
 from .block_lists import BlockLists
 from .block_mask import BlockMask
 from .block_mask_check import IntPair
+from .block_mask_kernels import bounded_lists, kernels_build
 
 
 @usable_in_training
@@ -37,6 +38,12 @@ def kept_blocks(
     batch, heads, mb, nb = keep.shape
     rows, most = batch * heads * mb, min(most, nb)
     device = keep.device
+    bq, bk = block_size
+    assert (mb, nb) == (cdiv(seq_lengths[0], bq), cdiv(seq_lengths[1], bk))
+    pool = torch.zeros(1, bq, bit_masks.words_per_row(bk), dtype=torch.int32, device=device)
+    if kernels_build(device, keep) and 0 < rows * most < 2**31:
+        lists = bounded_lists(keep, most)
+        return BlockMask._from_parts(lists, pool, batch, heads, seq_lengths, block_size)
     column = torch.arange(nb, device=device)
     # kept blocks first, then the others from the end
     order = torch.where(keep, column, 2 * nb - column).view(rows, nb).sort(dim=1).values[:, :most]
@@ -50,7 +57,4 @@ def kept_blocks(
         torch.where(kept, order - nb, order).flatten().to(torch.int32),
         torch.where(kept, -1, 0).flatten().to(torch.int32),
     )
-    bq, bk = block_size
-    assert (mb, nb) == (cdiv(seq_lengths[0], bq), cdiv(seq_lengths[1], bk))
-    pool = torch.zeros(1, bq, bit_masks.words_per_row(bk), dtype=torch.int32, device=device)
     return BlockMask._from_parts(lists, pool, batch, heads, seq_lengths, block_size)

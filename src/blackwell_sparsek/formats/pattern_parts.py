@@ -4,7 +4,6 @@ Functions marked "CPU only" have results whose size depends on the data; the oth
 the device of their tensors.
 """
 
-from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from .block_lists import BlockLists, check_entry_count, lists_from_blocks, lists
 from .block_mask import BlockMask
 from .block_mask_build import empty_pool
 from .block_mask_check import IntPair
+from .block_mask_kernels import band_crossings, band_lists, kernels_build
 
 CPU = torch.device("cpu")
 FAR = 2**31
@@ -121,7 +121,8 @@ class BandBits:
         (sq, sk), (bq, bk) = p.seq, p.block
         self._p = p
         parts = [
-            torch.arange(lo, hi + 1, gcd(bq, bk), device=device) for lo, hi in _crossings(band, p)
+            torch.arange(lo, hi + 1, gcd(bq, bk), device=device)
+            for lo, hi in band_crossings(band, *p)
         ]
         empty = torch.empty(0, dtype=torch.int64, device=device)
         self._distances = torch.cat([*parts, empty])
@@ -150,28 +151,14 @@ class BandBits:
         return (where * len(self._heights) + short) * len(self._widths) + narrow
 
 
-def _crossings(band: Band, p: Problem) -> Iterator[IntPair]:
-    """Ranges of distances, first query minus first key, at which an edge crosses a block."""
-    bq, bk = p.block
-    step = gcd(bq, bk)
-    edges = []
-    if band.right is not None:
-        edges.append((-band.right - bq + 1, bk - 2 - band.right))
-    if band.left is not None:
-        edges.append((band.left - bq + 2, band.left + bk - 1))
-    if len(edges) == 2 and edges[1][0] <= edges[0][1]:
-        edges = [(edges[0][0], edges[1][1])]
-    for lo, hi in edges:
-        # distances occur in steps, from the shift on
-        yield lo + (p.shift - lo) % step, hi
-
-
-def band_mask(band: Band, p: Problem) -> BlockMask:
-    """The mask of a band, element for element; CPU only."""
+def band_mask(band: Band, p: Problem, device: torch.device = CPU) -> BlockMask:
+    """The mask of a band, element for element; does not wait for `device` if that is a GPU."""
+    if kernels_build(device) and (made := band_lists(band, *p, device)) is not None:
+        return BlockMask._from_parts(*made, 1, 1, p.seq, p.block)
     lists, entries, rows = lists_of_runs(band_runs(band, p))
     crossed = BandBits(band, p)
     lists.bits_id[entries] = crossed.ids(rows, lists.indices[entries]).to(torch.int32)
-    return BlockMask._from_parts(lists, crossed.pool, 1, 1, p.seq, p.block)
+    return BlockMask._from_parts(lists, crossed.pool, 1, 1, p.seq, p.block).to(device)
 
 
 def blocks_mask(

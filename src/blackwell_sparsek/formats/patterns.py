@@ -35,8 +35,12 @@ def _problem(op: str, seq_lengths: int | IntPair, block_size: int | IntPair) -> 
     return Problem(check_seq_lengths(op, seq_lengths), check_block_size(op, block_size))
 
 
+def _device(device: _Device) -> torch.device:
+    return torch.get_default_device() if device is None else torch.device(device)
+
+
 def _placed(mask: BlockMask, device: _Device) -> BlockMask:
-    return mask.to(torch.get_default_device() if device is None else device)
+    return mask.to(_device(device))
 
 
 @usable_in_training
@@ -59,7 +63,7 @@ def causal(
             [1, 1, 1, 1]], dtype=torch.int32)
     """
     p = _problem("masks.causal", seq_lengths, block_size)
-    return _placed(band_mask(Band(None, 0), p), device)
+    return band_mask(Band(None, 0), p, _device(device))
 
 
 @usable_in_training
@@ -94,7 +98,7 @@ def sliding_window(
     """
     op = "masks.sliding_window"
     p = _problem(op, seq_lengths, block_size)
-    return _placed(band_mask(band_of(op, causal, window), p), device)
+    return band_mask(band_of(op, causal, window), p, _device(device))
 
 
 @usable_in_training

@@ -4,7 +4,7 @@ import torch
 
 from ..formats.band import band_of
 from ..formats.block_mask import BlockMask
-from ..ops.attention_repeat import attention_call
+from ..ops.attention_repeat import attention_results
 from .attention_inputs import (
     DENSE,
     autocast_qkv,
@@ -84,14 +84,13 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
-    options = (causal, window, scale, softcap, deterministic)
-    call = attention_call(q, k, v, sinks, block_mask, impl, options)
+    options = (causal, window, scale, softcap, deterministic, impl)
 
     def checked() -> tuple[torch.Tensor, torch.Tensor]:
-        return _attention(q, k, v, block_mask, sinks, impl, *options)
+        return _attention(q, k, v, block_mask, sinks, *options)
 
-    out, lse = checked() if call is None else call.repeat() or call.record(checked)
-    return (out, lse) if return_lse else out
+    results = attention_results(q, k, v, sinks, block_mask, options, checked, return_lse)
+    return (results[0], results[1]) if return_lse else results[0]
 
 
 def _attention(
@@ -100,12 +99,12 @@ def _attention(
     v: torch.Tensor,
     block_mask: BlockMask | None,
     sinks: torch.Tensor | None,
-    impl: str,
     causal: bool,
     window: int | tuple[int | None, int | None] | None,
     scale: float | None,
     softcap: float | None,
     deterministic: bool | None,
+    impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check everything and run the operator."""
     op = "attention"

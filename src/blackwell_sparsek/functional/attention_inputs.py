@@ -22,7 +22,7 @@ from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..formats.band import Band
 from ..formats.block_mask import BlockMask
-from ..ops.attention import attn_fwd
+from ..ops.attention_autograd import attend
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
@@ -174,7 +174,7 @@ def call_operator(
             *block_mask.block_size,
         ]
     left, right = band.scalars()
-    return attn_fwd(
+    return attend(
         q,
         k,
         v,

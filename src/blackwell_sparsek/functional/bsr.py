@@ -20,7 +20,7 @@ from ..formats.bsr import BSRMatrix, BSRPattern, install_matmul
 from ..formats.bsr_product import product_pattern
 from ..formats.bsr_validate import VALUE_DTYPES, zero_padding
 from ..ops.bsr import bsr_matmul, bsr_pair_products, bsr_sddmm
-from ..ops.bsr_repeat import product_call
+from ..ops.bsr_repeat import product_results
 
 
 @overload
@@ -128,13 +128,13 @@ def matmul(
     >>> torch.allclose(w @ x.T, w.to_dense() @ x.T, atol=1e-4)
     True
     """
-    call = product_call(a, b, bias, residual, activation, out_dtype, impl)
-    if call is None:
-        return _product(a, b, bias, activation, residual, out_dtype, impl)
-    results = call.repeat() or call.record(
-        lambda: (_product(a, b, bias, activation, residual, out_dtype, impl),)
-    )
-    return results[0]
+
+    def checked() -> tuple[Any]:
+        return (_product(a, b, bias, activation, residual, out_dtype, impl),)
+
+    options = (activation, out_dtype, impl)
+    (product,) = product_results(a, b, bias, residual, options, checked)
+    return product
 
 
 def _product(

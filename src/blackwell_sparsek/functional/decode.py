@@ -6,7 +6,7 @@ from ..core.checks import check_choice
 from ..core.env import IMPLS
 from ..formats.decode_check import check_decode_values
 from ..ops.decode import attn_decode
-from ..ops.decode_repeat import decode_call
+from ..ops.decode_repeat import decode_results
 from .decode_inputs import autocast_queries, decode_spec, refuse_gradients
 
 
@@ -40,7 +40,8 @@ def attention_decode(
     heads of a KV head). Longer chunks of a prompt run faster as
     `bsk.attention(q, k_cache[:, :, :n], v_cache[:, :, :n], causal=True)` on a contiguous cache.
 
-    Memory besides the result: at most `4 * SMs * 64 * (Dv + 2)` floats, whatever the lengths.
+    Memory besides the result: at most `4 * SMs * 64 * (Dv + 2)` floats, whatever the lengths. Up to
+    8 MiB of it stay with the stream for later calls.
 
     Parameters
     ----------
@@ -97,14 +98,13 @@ def attention_decode(
     torch.Size([2, 8, 1, 64])
     """
     tensors = (q, k_cache, v_cache, cache_seqlens, page_table, kv_blocks, sinks, k_scale, v_scale)
-    options = (kv_block_size, causal, window, scale, softcap)
-    call = decode_call(tensors, impl, options)
+    options = (kv_block_size, causal, window, scale, softcap, impl)
 
     def checked() -> tuple[torch.Tensor, torch.Tensor]:
-        return _attention_decode(*tensors, impl, *options)
+        return _attention_decode(*tensors, *options)
 
-    out, lse = checked() if call is None else call.repeat() or call.record(checked)
-    return (out, lse) if return_lse else out
+    results = decode_results(tensors, options, checked, return_lse)
+    return (results[0], results[1]) if return_lse else results[0]
 
 
 def _attention_decode(
@@ -117,12 +117,12 @@ def _attention_decode(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    impl: str,
     kv_block_size: int | None,
     causal: bool,
     window: int | tuple[int | None, int | None] | None,
     scale: float | None,
     softcap: float | None,
+    impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check everything and run the operator."""
     op = "attention_decode"

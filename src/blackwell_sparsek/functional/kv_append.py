@@ -16,7 +16,7 @@ from ..core.checks import (
 )
 from ..core.errors import InvalidInput
 from ..formats.kv_layout import CONTIGUOUS, FP8, NEW, PAGED, STORED, check_scale
-from ..ops.cache_repeat import cache_call
+from ..ops.cache_repeat import cache_results
 from ..ops.kv_cache import kv_append as kv_append_op
 
 _OP = "kv_append"
@@ -73,11 +73,8 @@ def kv_append(
             [0., 0., 0., 7.]])
     """
     tensors = (k_cache, v_cache, k, v, cache_seqlens, counts, page_table, k_scale, v_scale)
-    call = cache_call(_OP, (k, v), (*tensors[:2], *tensors[4:]), impl)
-    if call is None:
-        _checked(*tensors, impl)
-    elif call.repeat() is None:
-        call.record(lambda: _checked(*tensors, impl))
+    others = (k_cache, v_cache, *tensors[4:])
+    cache_results(_OP, (k, v), others, (impl,), lambda: _checked(*tensors, impl))
 
 
 def _checked(

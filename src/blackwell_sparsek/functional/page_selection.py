@@ -18,7 +18,7 @@ from ..core.errors import InvalidInput, InvalidType
 from ..formats.block_mask_check import check_count
 from ..formats.kv_layout import CONTIGUOUS, NEW, PAGED, STORED
 from ..formats.page_summaries import KINDS, PageSummaries, empty_summaries
-from ..ops.cache_repeat import cache_call
+from ..ops.cache_repeat import cache_results
 from ..ops.page_selection import page_summaries as page_summaries_op
 from ..ops.page_selection import topk_pages as topk_pages_op
 
@@ -73,20 +73,16 @@ def page_summaries(
     (tensor([0., 2., 4.]), tensor([1., 3., 4.]))
     """
     where = (cache_seqlens, page_table)
-    call = None
-    if isinstance(out, PageSummaries):
-        high = None if out.low is out.high else out.high
-        options = (kv_block_size, kind, out.page_size, new_tokens)
-        call = cache_call("page_summaries", (out.low,), (high, k_cache, *where), impl, options)
-    if out is None or call is None:
+    if not isinstance(out, PageSummaries):
         return _page_summaries(k_cache, *where, kv_block_size, kind, out, new_tokens, impl)
 
     def update() -> tuple[()]:
         _page_summaries(k_cache, *where, kv_block_size, kind, out, new_tokens, impl)
         return ()
 
-    if call.repeat() is None:
-        call.record(update)
+    others = (None if out.low is out.high else out.high, k_cache, *where)
+    options = (kv_block_size, kind, out.page_size, new_tokens, impl)
+    cache_results("page_summaries", (out.low,), others, options, update)
     return out
 
 
@@ -180,18 +176,16 @@ def topk_pages(
     >>> topk_pages(torch.ones(1, 1, 1, 1), summaries, 3, cache_seqlens=lengths)
     tensor([[[0, 2, 3]]], dtype=torch.int32)
     """
-    call = None
-    if isinstance(summaries, PageSummaries):
-        others = (summaries.low, summaries.high, cache_seqlens, page_table)
-        options = (summaries.page_size, k, keep_first, keep_last, reduce)
-        call = cache_call("topk_pages", (q,), others, impl, options)
 
     def checked() -> tuple[torch.Tensor]:
         where = (cache_seqlens, page_table)
         return (_topk_pages(q, summaries, k, *where, keep_first, keep_last, reduce, impl),)
 
-    (kv_blocks,) = checked() if call is None else call.repeat() or call.record(checked)
-    return kv_blocks
+    if not isinstance(summaries, PageSummaries):
+        return checked()[0]
+    others = (summaries.low, summaries.high, cache_seqlens, page_table)
+    options = (summaries.page_size, k, keep_first, keep_last, reduce, impl)
+    return cache_results("topk_pages", (q,), others, options, checked)[0]
 
 
 def _topk_pages(

@@ -9,7 +9,7 @@ from ..core.errors import InvalidInput, InvalidType
 from ..formats.band import band_of
 from ..formats.block_mask import BlockMask
 from ..formats.varlen import check_cu_seqlens, check_same_batch
-from ..ops.attention_repeat import attention_call
+from ..ops.attention_repeat import attention_results
 from .attention_inputs import (
     PACKED,
     autocast_qkv,
@@ -82,17 +82,14 @@ def attention_varlen(
     ... ).shape
     torch.Size([10, 4, 16])
     """
-    options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic)
+    options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, impl)
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    call = attention_call(q, k, v, sinks, block_mask, impl, options, offsets)
 
     def checked() -> tuple[torch.Tensor, torch.Tensor]:
-        return _attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, block_mask, sinks, impl, *options
-        )
+        return _attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, block_mask, sinks, *options)
 
-    out, lse = checked() if call is None else call.repeat() or call.record(checked)
-    return (out, lse) if return_lse else out
+    results = attention_results(q, k, v, sinks, block_mask, options, checked, return_lse, offsets)
+    return (results[0], results[1]) if return_lse else results[0]
 
 
 def _attention_varlen(
@@ -103,7 +100,6 @@ def _attention_varlen(
     cu_seqlens_k: torch.Tensor,
     block_mask: BlockMask | None,
     sinks: torch.Tensor | None,
-    impl: str,
     max_seqlen_q: int,
     max_seqlen_k: int,
     causal: bool,
@@ -111,6 +107,7 @@ def _attention_varlen(
     scale: float | None,
     softcap: float | None,
     deterministic: bool | None,
+    impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check everything and run the operator."""
     op = "attention_varlen"

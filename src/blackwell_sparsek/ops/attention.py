@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..core.errors import Unsupported
 from ..eager import attention as eager_forward
 from ..eager import attention_backward as eager_backward
 from ..formats.attention_spec import AttnGradients, AttnSpec, empty_lse, empty_out
@@ -24,10 +23,9 @@ from ..formats.varlen import check_cu_seqlens_values
 from ..reference import attention as reference
 from ..tuning.problem_attention import AttnProblem, tma_takes
 from . import attention_bwd_sm90, attention_bwd_triton, attention_sm90, attention_triton
-from .attention_repeat import operator_call
+from .attention_repeat import OperatorCall
 from .dispatch import Dispatcher, interpreted_only, only_asked
-from .registry import define_autograd, define_op
-from .repeat import RepeatableCall
+from .registry import define_op
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -159,15 +157,13 @@ backward_dispatch.register("eager", _everything, _backward_eager)
 backward_dispatch.register("reference", _everything, _backward_reference, auto_passes=only_asked)
 
 
-def _attn_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
+def run_attn_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
+    """What `bsk::attn_fwd` does, below autograd."""
     cu_q, _, _, _, mask, mask_shape, *scalars, sinks, _, impl = options
-    call = None
     # sinks with gaps are copied, which no launch repeats
-    if cu_q is None and (sinks is None or sinks.is_contiguous()):
-        kept = ("attn_fwd", *mask_shape, *scalars)
-        call = operator_call((q, k, v), (sinks,), mask, impl, kept)
-    if call is None:
+    if cu_q is not None or not (sinks is None or sinks.is_contiguous()):
         return _run_forward(q, k, v, *options)
+    call = OperatorCall((q, k, v), (sinks,), mask, ("attn_fwd", impl, *mask_shape, *scalars))
     return call.repeat() or call.record(lambda: _run_forward(q, k, v, *options))
 
 
@@ -195,13 +191,19 @@ def _attn_bwd(
     *options: Any,
 ) -> Tensors:
     inputs = (dout, dlse, q, k, v, out, lse, *options)
-    call = _gradient_call(*inputs)
+    call = gradient_call(*inputs)
     if call is None:
         return _run_backward(*inputs)
-    return call.repeat() or call.record(lambda: _run_backward(*inputs))
+    results = call.repeat()
+    if results is not None:
+        return results
+    # a `dout` that TMA cannot read is copied, which no launch repeats
+    if not tma_takes(dout):
+        return _run_backward(*inputs)
+    return call.record(lambda: _run_backward(*inputs))
 
 
-def _gradient_call(
+def gradient_call(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
@@ -210,14 +212,14 @@ def _gradient_call(
     out: torch.Tensor,
     lse: torch.Tensor,
     *options: Any,
-) -> RepeatableCall | None:
+) -> OperatorCall | None:
+    """A call of `bsk::attn_bwd` as one that may be repeated; None where it must run as it is."""
     cu_q, _, _, _, mask, mask_shape, *scalars, sinks, deterministic, needs, impl = options
-    # what is copied, as delta for sinks or a `dout` that TMA cannot read, no launch repeats
+    # delta for sinks is copied, which no launch repeats
     if cu_q is not None or needs[3] or torch.compiler.is_compiling():
         return None
-    kept = ("attn_bwd", *mask_shape, *scalars, sinks is None, deterministic, *needs)
-    call = operator_call((dout, q, k, v, out), (dlse, lse), mask, impl, kept)
-    return call if call is not None and tma_takes(dout) else None
+    kept = ("attn_bwd", impl, *mask_shape, *scalars, sinks is None, deterministic, *needs)
+    return OperatorCall((dout, q, k, v, out), (dlse, lse), mask, kept)
 
 
 def _run_backward(
@@ -277,7 +279,7 @@ def _attn_bwd_fake(
 attn_fwd = define_op(
     "attn_fwd",
     f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str impl) -> (Tensor out, Tensor lse)",
-    _attn_fwd,
+    run_attn_fwd,
     _attn_fwd_fake,
 )
 attn_bwd = define_op(
@@ -287,68 +289,3 @@ attn_bwd = define_op(
     _attn_bwd,
     _attn_bwd_fake,
 )
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, cu_q, cu_k, max_q, max_k, mask, *rest = inputs
-    mask_shape, left, right, scale, softcap, sinks, deterministic, impl = rest
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks, *mask)
-    # a forward kernel need not have a backward of its own: then `auto` chooses one, as the public
-    # functions say
-    backward_impl = impl if impl in backward_dispatch.candidates else "auto"
-    ctx.scalars = (
-        *(max_q, max_k, mask_shape, left, right, scale, softcap, deterministic),
-        backward_impl,
-    )
-    ctx.set_materialize_grads(False)
-
-
-def _attn_fwd_backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-    q, k, v, out, lse, cu_q, cu_k, sinks, *mask = ctx.saved_tensors
-    max_q, max_k, mask_shape, left, right, scale, softcap, deterministic, impl = ctx.scalars
-    # torch wants the structure of the inputs back, where an empty list counts as one of tensors
-    lists: tuple[Any, Any] = [None] * len(mask), None if mask_shape else []
-    if dout is None and dlse is None:
-        return (*(None,) * 7, *lists, *(None,) * 7)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    # only here does torch index this by argument; before, lists are flattened
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 13)]
-    inputs = (
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        list(mask),
-        mask_shape,
-        left,
-        right,
-        scale,
-        softcap,
-        sinks,
-        deterministic,
-        needs,
-        impl,
-    )
-    # most calls were made before: then not even the operator is needed
-    call = _gradient_call(*inputs)
-    gradients = (None if call is None else call.repeat()) or attn_bwd(*inputs)
-    dq, dk, dv, dsinks = (g if need else None for g, need in zip(gradients, needs, strict=True))
-    return (dq, dk, dv, None, None, None, None, *lists, None, None, None, None, dsinks, None, None)
-
-
-def _refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
-    raise Unsupported(
-        "attn_bwd: no backward of the backward; use torch's own attention for second derivatives"
-    )
-
-
-define_autograd("attn_fwd", _save_for_backward, _attn_fwd_backward)
-define_autograd("attn_bwd", lambda ctx, inputs, output: None, _refuse_double_backward)

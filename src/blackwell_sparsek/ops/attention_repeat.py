@@ -1,19 +1,19 @@
 """Attention calls that were made before: their launches are kept on the mask, if there is one.
 
-`attention_call` is for calls of the public function, which gradients keep from being repeated;
-`operator_call` for what remains of them below autograd, and for the gradients themselves.
+`attention_results` is for calls of the public functions, which gradients keep from being repeated;
+`OperatorCall` for what remains of them below autograd, and for the gradients themselves.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..core.env import default_impl
+from ..core.compat import raw_stream
 from ..core.launch import is_recording
 from ..formats.block_mask import BlockMask
-from .repeat import RepeatableCall, may_repeat, tensor_key
+from .repeat import Tensors, record, repeat
 
 # Launches of calls without a mask. Those of packed sequences, whose sizes change from batch to
 # batch, must not push the others out.
@@ -22,76 +22,92 @@ _UNMASKED_PACKED: dict[Any, Any] = {}
 # Launches of operators: by their mask's row pointers, which live as long as the mask does.
 _OPERATORS: dict[Any, Any] = {}
 _MASKED_OPERATORS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# Options that a key can hold and compare; others go to the checks of the operator.
-_OPTIONS = (type(None), bool, int, float, str, tuple)
 
 
-def attention_call(
+def attention_results(
     q: Any,
     k: Any,
     v: Any,
     sinks: Any,
     block_mask: Any,
-    impl: str,
     options: tuple[Any, ...],
+    call: Callable[[], Tensors],
+    return_lse: bool,
     cu_seqlens: tuple[Any, ...] = (),
-) -> RepeatableCall | None:
-    """The call as one that may be repeated; None where it must go through the operator.
+) -> Tensors:
+    """The output, and lse where it is asked for: by recorded launches, or by `call`.
 
-    `cu_seqlens` are the two offsets of packed sequences, whose longest lengths are options.
+    Nothing was checked; `call` checks everything. `cu_seqlens` are the two offsets of packed
+    sequences, whose longest lengths are options.
     """
     if torch.compiler.is_compiling():
-        return None
-    tensors = (q, k, v, *(() if sinks is None else (sinks,)), *cu_seqlens)
-    if not all(isinstance(x, torch.Tensor) for x in tensors):
-        return None
-    # a recording tells tensors apart by their addresses; most calls give the same offsets twice
-    if cu_seqlens and cu_seqlens[0] is cu_seqlens[1]:
-        cu_seqlens = (cu_seqlens[0], None)
+        return call()
+    known, stream = _UNMASKED, None
+    if cu_seqlens:
+        known = _UNMASKED_PACKED
+        # a recording tells tensors apart by their addresses; most calls give the same offsets twice
+        if cu_seqlens[0] is cu_seqlens[1]:
+            cu_seqlens = (cu_seqlens[0], None)
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            return call()
+        # what a mask keeps was made on one stream; another must first wait for it
+        known, stream = block_mask._launches, _stream_of(q)
     inputs = (q, k, v, sinks, *cu_seqlens)
-    if not all(type(option) in _OPTIONS for option in options):
-        return None
+    options = (return_lse, *options)
+    results = repeat(known, options, inputs, stream)
+    if results is not None:
+        return results
     # sinks with gaps are copied, which no launch repeats
-    if not may_repeat(inputs[:3], inputs[3:]) or not (sinks is None or sinks.is_contiguous()):
-        return None
-    key: tuple[Any, ...] = (
-        *options,
-        default_impl() if impl == "auto" else impl,
-        q.device,
-        *map(tensor_key, inputs),
-    )
-    if block_mask is None:
-        return RepeatableCall(_UNMASKED_PACKED if cu_seqlens else _UNMASKED, key, inputs)
-    if not isinstance(block_mask, BlockMask):
-        return None
-    # what a mask keeps was made on one stream; another must first wait for it
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-    return RepeatableCall(block_mask._launches, (*key, stream), inputs)
+    if isinstance(sinks, torch.Tensor) and not sinks.is_contiguous():
+        return call()
+    wanted = 2 if return_lse else 1
+    return record(known, options, inputs, call, operands=3, wanted=wanted, stream=stream)
 
 
-def operator_call(
-    operands: Sequence[torch.Tensor],
-    others: Sequence[torch.Tensor | None],
-    mask: Sequence[torch.Tensor],
-    impl: str,
-    options: tuple[Any, ...],
-) -> RepeatableCall | None:
-    """A call of an operator as one that may be repeated; None where it must run as it is.
+def _stream_of(x: Any) -> int | None:
+    """The current stream of the device of a plain tensor on a GPU."""
+    plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+    return raw_stream(x.get_device()) if plain and x.is_cuda else None
 
-    `options` are all that launches depend on besides tensors, the operator's name included. Whoever
-    calls makes sure that launches alone make the results: nothing copied, no packed sequences.
+
+class OperatorCall(NamedTuple):
+    """A call of an operator that may be repeated.
+
+    `options` are all that launches depend on besides tensors, the operator's name and
+    implementation included. Whoever makes one sees to it that launches alone make the results:
+    nothing copied, no packed sequences.
     """
-    if is_recording() or not may_repeat(operands, (*others, *mask)):
-        return None
-    inputs = (*operands, *others, *mask)
-    key = (
-        *options,
-        default_impl() if impl == "auto" else impl,
-        operands[0].device,
-        *map(tensor_key, inputs),
-    )
-    if not mask:
-        return RepeatableCall(_OPERATORS, key, inputs)
-    # orders of a mask were made on one stream; another must first wait for them
-    stream = torch.cuda.current_stream(operands[0].device).cuda_stream
-    return RepeatableCall(_MASKED_OPERATORS.setdefault(mask[0], {}), (*key, stream), inputs)
+
+    operands: tuple[torch.Tensor, ...]
+    others: tuple[torch.Tensor | None, ...]
+    mask: Sequence[torch.Tensor]
+    options: tuple[Any, ...]
+
+    def repeat(self) -> Tensors | None:
+        """The results by recorded launches, or None where there are none."""
+        if is_recording():
+            return None
+        known = _MASKED_OPERATORS.get(self.mask[0]) if self.mask else _OPERATORS
+        inputs = (*self.operands, *self.others, *self.mask)
+        return repeat(known, self.options, inputs, self._stream(), True) if known else None
+
+    def record(self, call: Callable[[], Tensors]) -> Tensors:
+        """Make the results by `call` and keep its launches."""
+        if is_recording():
+            return call()
+        known = _MASKED_OPERATORS.setdefault(self.mask[0], {}) if self.mask else _OPERATORS
+        inputs = (*self.operands, *self.others, *self.mask)
+        return record(
+            known,
+            self.options,
+            inputs,
+            call,
+            operands=len(self.operands),
+            stream=self._stream(),
+            below_autocast=True,
+        )
+
+    def _stream(self) -> int | None:
+        # orders of a mask were made on one stream; another must first wait for them
+        return _stream_of(self.operands[0]) if self.mask else None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..core.apart import made_apart
 from ..core.compat import why_no_triton
 from ..formats.attention_spec import AttnSpec, empty_lse, empty_out
 from ..formats.block_mask import BlockMask
@@ -66,7 +67,7 @@ def kept_order(
     mask: BlockMask, key: tuple[Any, ...], make: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
     """An order of the rows or columns of a mask: made once, and ready on the current stream."""
-    known = _ORDERS.setdefault(mask.forward.indptr, {})
+    known = _ORDERS.setdefault(mask._listed.indptr, {})
     key = (mask.seq_lengths, mask.block_size, *key)
     order = known.get(key)
     with torch.cuda.device(mask.device):
@@ -75,7 +76,7 @@ def kept_order(
             # what is known was made before the capture; what is made here may not leave its graph
             return make() if order is None else order.rows
         if order is None:
-            order = _Order(make(), stream, stream.record_event())
+            order = _Order(made_apart(make, mask.device), stream, stream.record_event())
             if len(known) >= MAX_ORDERS:
                 known.clear()
             known[key] = order

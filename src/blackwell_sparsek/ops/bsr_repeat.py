@@ -1,36 +1,30 @@
 """Products that were made before: their launches are kept on the pattern."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..core.env import default_impl
 from ..formats.bsr import BSRMatrix
-from .repeat import RepeatableCall, may_repeat, tensor_key
+from .repeat import Tensors, record, repeat
 
 
-def product_call(
+def product_results(
     a: Any,
     b: Any,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype | None,
-    impl: str,
-) -> RepeatableCall | None:
-    """The call as one that may be repeated; None where it must go through the operator."""
+    options: tuple[Any, ...],
+    call: Callable[[], Tensors],
+) -> Tensors:
+    """The product in a tuple: by recorded launches, or by `call`, which checks everything."""
     if torch.compiler.is_compiling():
-        return None
+        return call()
     dense_left = isinstance(b, BSRMatrix)
     sparse, dense = (b, a) if dense_left else (a, b)
     if not isinstance(sparse, BSRMatrix) or not isinstance(dense, torch.Tensor):
-        return None
-    inputs = (sparse.storage, dense, bias, residual)
-    if not may_repeat(inputs[:2], inputs[2:]):
-        return None
-    key = (
-        *(sparse.is_transposed, dense_left, activation, out_dtype),
-        default_impl() if impl == "auto" else impl,
-        *map(tensor_key, inputs),
-    )
-    return RepeatableCall(sparse.pattern.launches, key, inputs)
+        return call()
+    known, inputs = sparse.pattern.launches, (sparse.storage, dense, bias, residual)
+    options = (sparse.is_transposed, dense_left, *options)
+    results = repeat(known, options, inputs)
+    return record(known, options, inputs, call, operands=2) if results is None else results

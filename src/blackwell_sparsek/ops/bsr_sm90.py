@@ -3,6 +3,7 @@
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..core.apart import made_apart
 from ..core.compat import warps_may_part, why_no_triton
 from ..core.launch import scratch
 from ..kernels.bsr.config_warps import WARP_ROWS
@@ -144,9 +145,8 @@ def _tall_blocks(
         return values, product.indptr, product.indices, product.perm
     if product.indptr not in _PACKED:
         group = block_h // height
-        _PACKED[product.indptr] = pack_pattern(
-            product.indptr, product.indices, product.cols_b, group
-        )
+        pattern = (product.indptr, product.indices, product.cols_b, group)
+        _PACKED[product.indptr] = made_apart(lambda: pack_pattern(*pattern), values.device)
     packed = _PACKED[product.indptr]
     shape = (packed.indices.shape[0], block_h, width)
     blocks = scratch(shape, values.dtype, values.device)

@@ -1,39 +1,34 @@
 """Decode calls that were made before: see `repeat`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..core.env import default_impl
-from .attention_repeat import _OPTIONS
-from .repeat import RepeatableCall, may_repeat, tensor_key
+from .repeat import Tensors, record, repeat
 
 _KNOWN: dict[Any, Any] = {}
 
 
-def decode_call(
-    tensors: tuple[Any, ...], impl: str, options: tuple[Any, ...]
-) -> RepeatableCall | None:
-    """The call as one that may be repeated; None where it must go through the operator.
+def decode_results(
+    inputs: tuple[Any, ...],
+    options: tuple[Any, ...],
+    call: Callable[[], Tensors],
+    return_lse: bool,
+) -> Tensors:
+    """The output, and lse where it is asked for: by recorded launches, or by `call`.
 
-    `tensors` are q, the caches and the lengths, then those that may be None.
+    `inputs` are q, the caches and the lengths, then the tensors that may be None. Nothing was
+    checked; `call` checks everything.
     """
     if torch.compiler.is_compiling():
-        return None
-    if not all(x is None or isinstance(x, torch.Tensor) for x in tensors):
-        return None
-    if any(x is None for x in tensors[:4]) or not all(type(x) in _OPTIONS for x in options):
-        return None
-    if not may_repeat(tensors[:1], tensors[1:]):
-        return None
-    sinks = tensors[6]
+        return call()
+    options = (return_lse, *options)
+    results = repeat(_KNOWN, options, inputs)
+    if results is not None:
+        return results
+    sinks = inputs[6]
     # sinks with gaps are copied, which no launch repeats
-    if not (sinks is None or sinks.is_contiguous()):
-        return None
-    key = (
-        *options,
-        default_impl() if impl == "auto" else impl,
-        tensors[0].device,
-        *map(tensor_key, tensors),
-    )
-    return RepeatableCall(_KNOWN, key, tensors)
+    if isinstance(sinks, torch.Tensor) and not sinks.is_contiguous():
+        return call()
+    return record(_KNOWN, options, inputs, call, operands=1, wanted=2 if return_lse else 1)

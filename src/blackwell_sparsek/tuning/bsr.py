@@ -35,6 +35,9 @@ NARROW = 64
 PROGRAMS_PER_SM = 4
 # What one SM reads in the time that a small product takes anyway: two or three microseconds.
 SMALL_SHARE = 256 * 1024
+# Shares of the memory's rate that one SM of an H200 can take in by TMA, 64 bytes a cycle: a tile
+# that is no longer than this takes no longer than the product.
+TMA_ALONE = 3.4
 
 
 class _Tile(NamedTuple):
@@ -158,7 +161,8 @@ def narrow_is_even(
     row_bytes = sizes.block_w * problem.dtype.itemsize
     longest = longest_row * config.tile_m * row_bytes
     share = sizes.nnz_blocks * sizes.block_h * row_bytes // problem.arch.num_sms
-    return longest <= max(SMALL_SHARE, 2 * share * max(sizes.batch, 1))
+    alone = TMA_ALONE if isinstance(config, NarrowSm90Config) else 2
+    return longest <= max(SMALL_SHARE, alone * share * max(sizes.batch, 1))
 
 
 def _wide_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile:

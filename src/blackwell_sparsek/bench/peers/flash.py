@@ -134,12 +134,13 @@ def fa4_blocks(inputs: AttentionInputs, transposed: bool = False) -> Any:
     make = load("flash_attn.cute.block_sparsity", "BlockSparseTensorsTorch")
     batch = inputs.problem.batch
     keep = inputs.keep.mT if transposed else inputs.keep
-    counts, order = (x[None].expand(batch, *x.shape) for x in block_lists(keep))
+    # the lists of a transposed mask come with its strides, which `zeros_like` would keep
+    counts, order = (x[None].repeat(batch, *(1,) * x.dim()) for x in block_lists(keep))
     return make(
-        mask_block_cnt=torch.zeros_like(counts),
-        mask_block_idx=torch.zeros_like(order),
-        full_block_cnt=counts.contiguous(),
-        full_block_idx=order.contiguous(),
+        mask_block_cnt=torch.zeros(counts.shape, dtype=counts.dtype, device=counts.device),
+        mask_block_idx=torch.zeros(order.shape, dtype=order.dtype, device=order.device),
+        full_block_cnt=counts,
+        full_block_idx=order,
         block_size=inputs.problem.block,
     )
 

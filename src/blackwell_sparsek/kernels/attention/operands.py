@@ -76,7 +76,7 @@ def kernel_operands(
         spec.band.scalars(),
         score_factors(spec.scale, spec.softcap),
         (spec.cu_seqlens_q, spec.cu_seqlens_k),
-        None if mask is None else (*mask.forward, mask.bits, mask.block_size[0]),
+        None if mask is None else (*mask._listed, mask.bits, mask.block_size[0]),
         (0, 0) if mask is None else mask_steps(mask),
         None if mask is None else mask.block_size[1],
         None if spec.sinks is None else spec.sinks.contiguous(),
@@ -119,7 +119,7 @@ def transposed_mask(mask: BlockMask | None) -> TransposedMask:
         return TransposedMask(None, (0, 0), None)
     columns = mask.grid[1]
     return TransposedMask(
-        (*mask.transposed, mask.bits, mask.block_size[1]),
+        (*mask._listed_transposed, mask.bits, mask.block_size[1]),
         (mask.heads * columns if mask.batch > 1 else 0, columns if mask.heads > 1 else 0),
         mask.block_size[0],
     )

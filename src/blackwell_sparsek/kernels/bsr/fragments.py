@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...core.apart import made_apart
 from ...core.compile_cases import CompileCase, compile_cases
 from ...core.launch import cdiv, launch, on_device_of, scratch
 
@@ -66,13 +67,16 @@ def fragment_columns(indptr: torch.Tensor, indices: torch.Tensor, per_block: int
         return indices
     if indptr in _COLUMNS:
         return _COLUMNS[indptr]
-    part = torch.arange(per_block, dtype=torch.int32, device=indices.device)
-    columns = (indices[:, None] * per_block + part).flatten()
+
+    def make() -> torch.Tensor:
+        part = torch.arange(per_block, dtype=torch.int32, device=indices.device)
+        return (indices[:, None] * per_block + part).flatten()
+
+    if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
+        return make()
+    _COLUMNS[indptr] = columns = made_apart(make, indptr.device)
     if indptr.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            return columns
         torch.cuda.current_stream(indptr.device).synchronize()
-    _COLUMNS[indptr] = columns
     return columns
 
 

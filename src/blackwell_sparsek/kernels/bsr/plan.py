@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...core.apart import made_apart
+
 # Plans by the row pointers they were made from. Those tensors are immutable and live as long as
 # their pattern; the operators see tensors, not the pattern.
 _PLANS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -66,7 +68,9 @@ def spmm_plan(indptr: torch.Tensor, nnz_blocks: int, cols_b: int, chunk: int) ->
         return plans[chunk]
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return build_spmm_plan(indptr, chunk, _largest_sizes(indptr, nnz_blocks, chunk))
-    plan = build_spmm_plan(indptr, chunk, _exact_sizes(indptr, chunk))
+    plan = made_apart(
+        lambda: build_spmm_plan(indptr, chunk, _exact_sizes(indptr, chunk)), indptr.device
+    )
     if indptr.is_cuda:
         # the next product with this pattern may run on another stream
         torch.cuda.current_stream(indptr.device).synchronize()

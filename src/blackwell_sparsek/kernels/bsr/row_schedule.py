@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...core.apart import made_apart
 from .config_narrow_sm90 import NarrowSm90Config
 
 # Schedules by the row pointers they were made from, which live as long as their pattern.
@@ -66,7 +67,9 @@ def row_schedule(
         return schedules[key]
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    schedule = build_row_schedule(indptr, indices, config, programs)
+    schedule = made_apart(
+        lambda: build_row_schedule(indptr, indices, config, programs), indptr.device
+    )
     if indptr.is_cuda:
         torch.cuda.current_stream(indptr.device).synchronize()
     schedules[key] = schedule

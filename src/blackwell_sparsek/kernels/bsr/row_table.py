@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...core.apart import made_apart
+
 # Tables by the row pointers they were made from, which live as long as their pattern. The same
 # pointers serve a pattern with and one without `perm`.
 _TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -54,7 +56,7 @@ def row_table(
         return tables[key]
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    table = build_row_table(indptr, indices, perm)
+    table = made_apart(lambda: build_row_table(indptr, indices, perm), indptr.device)
     if indptr.is_cuda:
         torch.cuda.current_stream(indptr.device).synchronize()
     tables[key] = table
