@@ -10,6 +10,8 @@ from ..sm90 import GROUP_ROWS, accumulator_layout, shared_layout
 INFO_DEPTH = 8
 # What queries are padded to: the tallest tile.
 QUERY_PADDING = 128
+# How the sums of a [64, 64] tile of dq lie in memory: that many rows of one swizzle each.
+SUM_ROWS, SUM_COLUMNS = 128, 32
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class AttnBwdSm90Config:
     DK_REGISTERS: bool = False
     SPLIT_RING: bool = False
     ROTATE: bool = False
+    DIRECT: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
@@ -124,7 +127,7 @@ class AttnBwdSm90Config:
 
     def dq_block(self) -> tuple[int, int, int]:
         """Shape of what a warp group adds to the gradients of queries."""
-        return (1, GROUP_ROWS, 64)
+        return (1, SUM_ROWS, SUM_COLUMNS)
 
     def sum_layout(self, columns: int) -> object:
         """How fp32 sums [64, columns] lie in shared memory."""

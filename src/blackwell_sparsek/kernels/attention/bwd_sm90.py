@@ -39,10 +39,12 @@ from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ...device.gluon.tma_reduce import await_turn, finish_turn, tma_add
 from ..sm90 import GROUP_ROWS
+from . import bwd_config_sm90 as config
 from .bwd_sm90_steps import (
     ds_place,
     hand_over,
     hide,
+    in_register_order,
     numbers_of_queries,
     own_queries,
     settled,
@@ -53,14 +55,39 @@ from .bwd_sm90_steps import (
 from .bwd_sm90_work import padded_queries, produce_steps, read_info, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
+SUM_ROWS = gl.constexpr(config.SUM_ROWS)
 
 
 @gluon.jit
-def _give_dq(dq, dq_ring, tiles_given, GROUP: gl.constexpr):
+def _add_dq(dq, step, column, sums_ptr, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Add a tile of dq to the sums in memory from registers, in no order."""
+    info, lengths = shared[3], shared[5]
+    row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
+    rows = padded_queries(lengths[0])
+    plane = read_info(info, step, 0, 4)
+    row = read_info(info, step, row_field, 4)
+    tile = plane.to(gl.int64) * rows * CFG.TILE_D + (row * CFG.TILE_D + column * (ROWS * 64))
+    layout: gl.constexpr = dq.type.layout
+    offs_m = gl.arange(0, SUM_ROWS, gl.SliceLayout(1, layout))
+    offs_n = gl.arange(0, 32, gl.SliceLayout(0, layout))
+    place = sums_ptr + tile + (offs_m[:, None] * 32 + offs_n[None, :])
+    # a part without queries lies past all rows
+    if CFG.parts == 1 or row < rows:
+        gl.atomic_add(place, dq, sem="relaxed")
+
+
+@gluon.jit
+def _give_dq(dq, dq_ring, tiles_given, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Hand a tile of dq to the writer, once it has taken the one before."""
-    smem, full, empty = dq_ring
-    mbarrier.wait(empty.index(GROUP), (tiles_given & 1) ^ 1)
-    hand_over(dq, smem.index(GROUP + zero_of(tiles_given)), full.index(GROUP))
+    smem, full, empty, sums_ptr = dq_ring
+    dq = in_register_order(dq)
+    if CFG.DIRECT:
+        chunks: gl.constexpr = CFG.dq_chunks
+        column = tiles_given % chunks if CFG.dq_by_rows else GROUP
+        _add_dq(dq, tiles_given // chunks, column, sums_ptr, shared, GROUP, CFG)
+    else:
+        mbarrier.wait(empty.index(GROUP), (tiles_given & 1) ^ 1)
+        hand_over(dq, smem.index(GROUP + zero_of(tiles_given)), full.index(GROUP))
 
 
 @gluon.jit
@@ -123,21 +150,21 @@ def _step(
         dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
         dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv_started, dq = warpgroup_mma_wait(1, deps=(dv_started, dq_started))
-        _give_dq(dq, dq_ring, step - 1, GROUP)
+        _give_dq(dq, dq_ring, step - 1, shared, GROUP, CFG)
         mbarrier.arrive(dout_empty.index(stage), count=1)
     else:
         dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         if chunks == 2:
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
-            _give_dq(dq, dq_ring, step * 2 - 2, GROUP)
+            _give_dq(dq, dq_ring, step * 2 - 2, shared, GROUP, CFG)
             dq_started = start_dq(ds_ring, k_smem, step - 1, 1, GROUP, CFG)
             dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
         else:
             dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=(dq_started,))
-        _give_dq(dq, dq_ring, step * chunks - 1, GROUP)
+        _give_dq(dq, dq_ring, step * chunks - 1, shared, GROUP, CFG)
     dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
     mbarrier.arrive(empty.index(stage), count=1)
     if CFG.SPLIT_RING and (FIRST or chunks == 2):
@@ -146,7 +173,7 @@ def _step(
 
 
 @gluon.jit
-def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
+def _last_dq(step, keep, consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """dq of the last step, whose turn would be in the one after."""
     ds_ring, dq_ring = consume[3], consume[4]
     chunks: gl.constexpr = CFG.dq_chunks
@@ -155,7 +182,7 @@ def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
     for chunk in gl.static_range(chunks):
         dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
         dq = warpgroup_mma_wait(0, deps=(dq_started,))
-        _give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
+        _give_dq(dq, dq_ring, step * chunks + chunk, shared, GROUP, CFG)
 
 
 @gluon.jit
@@ -228,7 +255,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 for _ in range(gl.maximum(masked_tiles, 1), q_tiles):
                     dk, dv = _step(dk, dv, step, False, keep, consume, shared, False, GROUP, CFG)
                     step += 1
-                _last_dq(step - 1, keep, consume, GROUP, CFG)
+                _last_dq(step - 1, keep, consume, shared, GROUP, CFG)
         # the keys are read for the last time: the next ones may come
         mbarrier.arrive(kv_empty, count=1)
         if CFG.SHARED_KEYS:
@@ -242,7 +269,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             else:
                 mbarrier.wait(sum_bars[2], pieces & 1)
         # the writer must have taken the last tile of dq, whose memory comes in handy
-        mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
+        if not CFG.DIRECT:
+            mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
         if own_keys == GROUP:
             row = kv_tile * CFG.tile_n + GROUP * ROWS
             place = [plane // kv_heads, plane % kv_heads, row, 0]
@@ -252,13 +280,14 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         plane, kv_tile = take(work, turn)
         turn += 1
     # the writer finds that there is no such step, and ends
-    mbarrier.arrive(dq_ring[1].index(GROUP), count=1)
+    if not CFG.DIRECT:
+        mbarrier.arrive(dq_ring[1].index(GROUP), count=1)
 
 
 @gluon.jit
 def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Add what a warp group hands over to the sums of dq in memory, in turn where that is asked."""
-    smem, full, empty = dq_ring
+    smem, full, empty, _ = dq_ring
     chunks: gl.constexpr = CFG.dq_chunks
     row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
     given = 0
@@ -268,8 +297,9 @@ def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr,
         mbarrier.wait(full.index(GROUP), given & 1)
         plane = read_info(info, step, 0, 1)
         if plane >= 0:
-            column = given % chunks * 64 if CFG.dq_by_rows else GROUP * 64
+            column = given % chunks if CFG.dq_by_rows else GROUP
             row = read_info(info, step, row_field, 1)
+            place = [plane, (row // ROWS * (CFG.TILE_D // 64) + column) * SUM_ROWS, 0]
             turn = 1
             if CFG.ORDERED:
                 rows = padded_queries(q_len)
@@ -284,9 +314,9 @@ def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr,
                     await_turn(turn_ptr, turn)
             if turn == 0:
                 # nobody was here: sums begin
-                tma.async_copy_shared_to_global(dq_desc, [plane, row, column], smem.index(GROUP))
+                tma.async_copy_shared_to_global(dq_desc, place, smem.index(GROUP))
             else:
-                tma_add(dq_desc, [plane, row, column], smem.index(GROUP))
+                tma_add(dq_desc, place, smem.index(GROUP))
             tma.store_wait(0)
             mbarrier.arrive(empty.index(GROUP), count=1)
             if CFG.ORDERED:  # noqa: SIM102 - a constant decides whether `has_turn` exists
@@ -333,7 +363,7 @@ def _attn_bwd_sm90_kernel(
     have added to each [64, 64] of dq, int32 [planes, rows / 64, 2], and the turns of the blocks of
     a mask; `score` is what `gradient_factors` gives.
     """
-    counter_ptr, order_ptr, sums_turn_ptr, turns_ptr = work_ptrs
+    counter_ptr, order_ptr, sums_turn_ptr, turns_ptr, sums_ptr = work_ptrs
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     ds_stages: gl.constexpr = CFG.DS_STAGES
@@ -352,7 +382,7 @@ def _attn_bwd_sm90_kernel(
     lse_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
     delta_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
     ds_smem = gl.allocate_shared_memory(dtype, [ds_stages * consumers, ROWS, group_m], ds_layout)
-    dq_smem = tiles(dq_desc, consumers, ROWS)
+    dq_smem = tiles(dq_desc, consumers, SUM_ROWS)
     kv_ring = (k_smem, v_smem, barriers(1, 1).index(0), barriers(1, consumers).index(0))
     q_bars = (barriers(stages, 1), barriers(stages, consumers))
     dout_bars = q_bars
@@ -361,7 +391,7 @@ def _attn_bwd_sm90_kernel(
     q_ring = (q_smem, dout_smem, lse_smem, delta_smem) + q_bars + dout_bars  # noqa: RUF005
     # each warp group waits for both halves of ds, or only for its own
     ds_ring = (ds_smem, barriers(ds_stages * consumers, key_groups))
-    dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1))
+    dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1), sums_ptr)
     sum_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
     info = step_info()
     work = work_channel(2, consumers)
@@ -375,14 +405,25 @@ def _attn_bwd_sm90_kernel(
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
     consume = (dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars)
     # the first role runs in the warps of the launch, the others in warps of their own
-    gl.warp_specialize(
-        [
-            (_consume, (consume, shared, 0, CFG)),
-            (_consume, (consume, shared, 1, CFG)),
-            (produce_steps, (produce, shared, CFG)),
-            (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 0, CFG)),
-            (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 1, CFG)),
-        ],
-        [4, 1, 1, 1],
-        [registers, producer_registers, producer_registers, producer_registers],
-    )
+    if CFG.DIRECT:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (_consume, (consume, shared, 1, CFG)),
+                (produce_steps, (produce, shared, CFG)),
+            ],
+            [4, 1],
+            [registers, producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (_consume, (consume, shared, 1, CFG)),
+                (produce_steps, (produce, shared, CFG)),
+                (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 0, CFG)),
+                (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 1, CFG)),
+            ],
+            [4, 1, 1, 1],
+            [registers, producer_registers, producer_registers, producer_registers],
+        )

@@ -13,9 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.masks import bit_visible, column_bounds, exists, within_bounds
 from ..sm90 import GROUP_ROWS
+from . import bwd_config_sm90 as config
 from .bwd_sm90_work import read_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
+SUM_ROWS = gl.constexpr(config.SUM_ROWS)
+SUM_COLUMNS = gl.constexpr(config.SUM_COLUMNS)
 
 
 @gluon.jit
@@ -113,6 +116,17 @@ def hand_over(x, smem, filled):
     smem.store(x)
     fence_async_shared()
     mbarrier.arrive(filled, count=1)
+
+
+@gluon.jit
+def in_register_order(dq):
+    """A [64, 64] tile of dq so that four sums of a thread lie side by side, as do threads of a warp.
+
+    `bwd_sm90_rows` puts them back. Stored as a tile, rows would meet in the same banks.
+    """
+    # row: warp, half of its 16 rows, thread; column: eighth, thread, one of two
+    dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return dq.reshape([SUM_ROWS, SUM_COLUMNS])
 
 
 @gluon.jit
