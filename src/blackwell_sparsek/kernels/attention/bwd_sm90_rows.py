@@ -25,6 +25,15 @@ from .operands import token_strides
 ROW_TILE = 64
 
 
+@triton.jit
+def _from_the_end():
+    """The tile of a program: the last ones first.
+
+    The backward begins with the first planes, which then are in the L2, and ends with the last.
+    """
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
 @triton.jit(do_not_specialize=["q_len", "padded", "heads"])
 def _attn_bwd_rows_kernel(
     lse_log2_ptr,
@@ -48,8 +57,9 @@ def _attn_bwd_rows_kernel(
 ):
     """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one plane of `padded` rows."""
     q_tiles = padded // TILE_M
-    plane = tl.program_id(0) // q_tiles
-    offs_m = tl.program_id(0) % q_tiles * TILE_M + tl.arange(0, TILE_M)
+    tile = _from_the_end()
+    plane = tile // q_tiles
+    offs_m = tile % q_tiles * TILE_M + tl.arange(0, TILE_M)
     tensors = (out_ptr, dout_ptr, lse_ptr, dlse_ptr)
     strides = (out_strides, dout_strides, dlse_strides)
     delta, lse = delta_of_rows(tensors, strides, plane, heads, offs_m, q_len, HEAD_DIM_V, TILE_DV)
@@ -57,7 +67,7 @@ def _attn_bwd_rows_kernel(
     tl.store(lse_log2_ptr + row, shift_of_rows(lse))
     tl.store(delta_ptr + row, delta)
     if turns_ptr is not None:
-        tl.store(turns_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), 0)
+        tl.store(turns_ptr + tile * 2 + tl.arange(0, 2), 0)
     if sums_ptr is not None:
         place = row[:, None] * TILE_D + tl.arange(0, TILE_D)[None, :]
         tl.store(sums_ptr + place, tl.zeros([TILE_M, TILE_D], tl.float32))
@@ -88,18 +98,19 @@ def _attn_bwd_round_kernel(
 ):
     """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one plane of dq."""
     q_tiles = padded // TILE_M
-    plane = tl.program_id(0) // q_tiles
-    offs_m = tl.program_id(0) % q_tiles * TILE_M + tl.arange(0, TILE_M)
+    tile = _from_the_end()
+    plane = tile // q_tiles
+    offs_m = tile % q_tiles * TILE_M + tl.arange(0, TILE_M)
     offs_d = tl.arange(0, TILE_D)
     live = True
     if turns_ptr is not None:
         # the turns of a unit are those of its first rows
-        first = tl.program_id(0) % q_tiles * TILE_M // UNIT * (UNIT // TILE_M)
+        first = tile % q_tiles * TILE_M // UNIT * (UNIT // TILE_M)
         turns = tl.load(turns_ptr + (tl.cast(plane, tl.int64) * q_tiles + first) * 2)
         live = turns > 0
-    tile = tl.cast(tl.program_id(0), tl.int64) * (TILE_M * TILE_D)
+    sums_ptr += tl.cast(tile, tl.int64) * (TILE_M * TILE_D)
     offs = tl.arange(0, TILE_M * TILE_D)
-    sums = tl.load(sums_ptr + tile + offs, live & (offs >= 0), other=0.0)
+    sums = tl.load(sums_ptr + offs, live & (offs >= 0), other=0.0)
     sums = _rows_of_registers(sums, TILE_D)
     dq_ptr += plane_offset(plane // heads, plane % heads, 0, dq_strides)
     store_rows(dq_ptr, offs_m, dq_strides[2], offs_d, sums * scale, q_len, HEAD_DIM)
