@@ -51,6 +51,8 @@ class AttnBwdSm90Config:
     SPLIT_RING: bool = False
     ROTATE: bool = False
     DIRECT: bool = False
+    EARLY_TURN: bool = False
+    TILE_TURNS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
@@ -91,9 +93,14 @@ class AttnBwdSm90Config:
         return max(1, self.TILE_M // self.UNIT)
 
     @property
-    def last_in_unit(self) -> int:
-        """The last tile of a unit, counted from 0."""
-        return max(1, self.UNIT // self.TILE_M) - 1
+    def turn_rows(self) -> int:
+        """Neighbouring queries that have one turn."""
+        return min(self.UNIT, self.TILE_M) if self.TILE_TURNS else self.UNIT
+
+    @property
+    def last_in_turn(self) -> int:
+        """The last tile of those with one turn, counted from 0."""
+        return max(1, self.turn_rows // self.TILE_M) - 1
 
     @property
     def part_rows(self) -> int:

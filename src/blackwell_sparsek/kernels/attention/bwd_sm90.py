@@ -52,7 +52,7 @@ from .bwd_sm90_steps import (
     start_products,
     zero_of,
 )
-from .bwd_sm90_work import padded_queries, produce_steps, read_info, step_info
+from .bwd_sm90_work import DEPTH, padded_queries, produce_steps, read_info, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
 SUM_ROWS = gl.constexpr(config.SUM_ROWS)
@@ -285,7 +285,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
+def _write_dq(
+    dq_desc, sums_turn_ptr, q_len, dq_ring, info, info_bars,
+    GROUP: gl.constexpr, CFG: gl.constexpr,
+):  # fmt: skip
     """Add what a warp group hands over to the sums of dq in memory, in turn where that is asked."""
     smem, full, empty, _ = dq_ring
     chunks: gl.constexpr = CFG.dq_chunks
@@ -294,7 +297,10 @@ def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr,
     plane = 0
     while plane >= 0:
         step = given // chunks
-        mbarrier.wait(full.index(GROUP), given & 1)
+        if CFG.EARLY_TURN:
+            mbarrier.wait(info_bars.index(step % DEPTH), (step // DEPTH) & 1)
+        else:
+            mbarrier.wait(full.index(GROUP), given & 1)
         plane = read_info(info, step, 0, 1)
         if plane >= 0:
             column = given % chunks if CFG.dq_by_rows else GROUP
@@ -303,15 +309,18 @@ def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr,
             turn = 1
             if CFG.ORDERED:
                 rows = padded_queries(q_len)
-                tile = plane.to(gl.int64) * (rows // ROWS) + row // CFG.UNIT * (CFG.UNIT // ROWS)
+                first = row // CFG.turn_rows * (CFG.turn_rows // ROWS)
+                tile = plane.to(gl.int64) * (rows // ROWS) + first
                 # either warp group may get a unit that fills half a tile
                 turn_ptr = sums_turn_ptr + tile * 2 + (0 if CFG.parts == 2 else GROUP)
                 # a part without queries has no turn; all of a unit goes in one, last rows first
                 has_turn = (row < rows) if CFG.parts == 2 else True
-                tile_in_unit = row % CFG.UNIT // CFG.TILE_M
+                tile_in_unit = row % CFG.turn_rows // CFG.TILE_M
                 turn = read_info(info, step, 4 + row_field, 1)
-                if has_turn & (tile_in_unit == CFG.last_in_unit) & (given % chunks == 0):
+                if has_turn & (tile_in_unit == CFG.last_in_turn) & (given % chunks == 0):
                     await_turn(turn_ptr, turn)
+            if CFG.EARLY_TURN:
+                mbarrier.wait(full.index(GROUP), given & 1)
             if turn == 0:
                 # nobody was here: sums begin
                 tma.async_copy_shared_to_global(dq_desc, place, smem.index(GROUP))
@@ -394,6 +403,9 @@ def _attn_bwd_sm90_kernel(
     dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1), sums_ptr)
     sum_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
     info = step_info()
+    info_bars = info
+    if CFG.EARLY_TURN:
+        info_bars = barriers(DEPTH, 1)
     work = work_channel(2, consumers)
     fence_async_shared()
 
@@ -401,7 +413,7 @@ def _attn_bwd_sm90_kernel(
     heads = (q_heads, group_size)
     schedule = (order_ptr, turns_ptr, num_planes, section, dynamic)
     lengths = (q_len, kv_len)
-    shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
+    shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right), info_bars)
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
     consume = (dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars)
     # the first role runs in the warps of the launch, the others in warps of their own
@@ -421,8 +433,8 @@ def _attn_bwd_sm90_kernel(
                 (_consume, (consume, shared, 0, CFG)),
                 (_consume, (consume, shared, 1, CFG)),
                 (produce_steps, (produce, shared, CFG)),
-                (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 0, CFG)),
-                (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 1, CFG)),
+                (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, info_bars, 0, CFG)),
+                (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, info_bars, 1, CFG)),
             ],
             [4, 1, 1, 1],
             [registers, producer_registers, producer_registers, producer_registers],

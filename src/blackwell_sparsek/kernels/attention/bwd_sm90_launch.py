@@ -99,7 +99,7 @@ def launch_attn_bwd_sm90(
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
         launch(_attn_bwd_sm90_kernel, programs, args, **options)
         if dq is not None:
-            unit = max(config.UNIT, ROW_TILE)
+            unit = max(config.turn_rows, ROW_TILE)
             launch_attn_bwd_round(dq, sums, sums_turn, unit, float(spec.scale))
     return delta.view(operands.batch, operands.heads[0], padded)
 

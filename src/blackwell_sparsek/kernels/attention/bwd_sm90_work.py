@@ -166,6 +166,8 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     phase = ((step // CFG.STAGES) & 1) ^ 1
     mbarrier.wait(empty.index(stage), phase)
     _write_info(info, step, (plane, first, second, bits, second_bits, turn, second_turn))
+    if CFG.EARLY_TURN:
+        mbarrier.arrive(shared[8].index(step % DEPTH), count=1)
     q_bytes: gl.constexpr = q_desc.block_type.nbytes + lse_desc.block_type.nbytes
     dout_bytes: gl.constexpr = dout_desc.block_type.nbytes + delta_desc.block_type.nbytes
     bar = full.index(stage)
@@ -262,4 +264,6 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             piece += gl.num_programs(0)
     # no plane: the end, for the writer too
     _write_info(info, step, (-1, 0, 0, 0, 0, 0, 0))
+    if CFG.EARLY_TURN:
+        mbarrier.arrive(shared[8].index(step % DEPTH), count=1)
     publish(work, turn, (-1, 0))
