@@ -29,8 +29,7 @@ class AttnBwdSm90Config:
 
     EARLY_EXP keeps the machine code from putting exponentials off until dp is there. DK_REGISTERS
     multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients barriers of
-    their own: the latter are done with first. ROTATE lets each tile of keys begin with the queries
-    beside it, so that programs add to different tiles of dq.
+    their own: the latter are done with first.
     """
 
     CONSUMERS: int
@@ -49,7 +48,6 @@ class AttnBwdSm90Config:
     EARLY_EXP: bool = False
     DK_REGISTERS: bool = False
     SPLIT_RING: bool = False
-    ROTATE: bool = False
     DIRECT: bool = False
     EARLY_TURN: bool = False
     TILE_TURNS: bool = False
@@ -59,7 +57,6 @@ class AttnBwdSm90Config:
         tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
         assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
-        assert not self.ROTATE or not (self.ORDERED or self.BLOCK_KV), f"{self=}"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
 
     @property

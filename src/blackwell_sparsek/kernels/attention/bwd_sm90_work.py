@@ -126,9 +126,6 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
         units = num_masked
     else:
         units = num_full_units(plan)
-        if CFG.ROTATE:
-            beside = gl.maximum(kv_tile * CFG.tile_n // CFG.UNIT - plan[3], 0)
-            ordinal = (ordinal + beside) % units
         unit = plan[3] + ordinal
     # a part with no unit left is read from past all rows, where nothing counts; not from past the
     # queries: the innermost coordinate of a copy, which is that of lse, must be at 16 bytes
