@@ -191,7 +191,6 @@ def _store_gradient(desc, x, smem, place):
     smem.store(x)
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, place, smem)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -256,6 +255,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                     dk, dv = _step(dk, dv, step, False, keep, consume, shared, False, GROUP, CFG)
                     step += 1
                 _last_dq(step - 1, keep, consume, shared, GROUP, CFG)
+        if CFG.DIRECT:
+            # dk of the piece before has left its memory; all threads know after they meet below
+            tma.store_wait(0)
         # the keys are read for the last time: the next ones may come
         mbarrier.arrive(kv_empty, count=1)
         if CFG.SHARED_KEYS:
@@ -275,12 +277,17 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             row = kv_tile * CFG.tile_n + GROUP * ROWS
             place = [plane // kv_heads, plane % kv_heads, row, 0]
             _store_gradient(dv_desc, dv.to(dtype), dv_tile, place)
+            tma.store_wait(0)
             _store_gradient(dk_desc, (dk * score[2]).to(dtype), dk_tile, place)
+            if not CFG.DIRECT:
+                tma.store_wait(0)
         pieces += 1
         plane, kv_tile = take(work, turn)
         turn += 1
-    # the writer finds that there is no such step, and ends
-    if not CFG.DIRECT:
+    if CFG.DIRECT:
+        tma.store_wait(0)
+    else:
+        # the writer finds that there is no such step, and ends
         mbarrier.arrive(dq_ring[1].index(GROUP), count=1)
 
 
