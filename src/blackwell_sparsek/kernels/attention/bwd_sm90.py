@@ -52,7 +52,7 @@ from .bwd_sm90_steps import (
     start_products,
     zero_of,
 )
-from .bwd_sm90_work import DEPTH, padded_queries, produce_steps, read_info, step_info
+from .bwd_sm90_work import TURN_DEPTH, padded_queries, produce_steps, read_info, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
 SUM_ROWS = gl.constexpr(config.SUM_ROWS)
@@ -305,7 +305,7 @@ def _write_dq(
     while plane >= 0:
         step = given // chunks
         if CFG.EARLY_TURN:
-            mbarrier.wait(info_bars.index(step % DEPTH), (step // DEPTH) & 1)
+            mbarrier.wait(info_bars.index(step % TURN_DEPTH), (step // TURN_DEPTH) & 1)
         else:
             mbarrier.wait(full.index(GROUP), given & 1)
         plane = read_info(info, step, 0, 1)
@@ -412,7 +412,7 @@ def _attn_bwd_sm90_kernel(
     info = step_info()
     info_bars = info
     if CFG.EARLY_TURN:
-        info_bars = barriers(DEPTH, 1)
+        info_bars = barriers(TURN_DEPTH, 1)
     work = work_channel(2, consumers)
     fence_async_shared()
 

@@ -22,6 +22,8 @@ from .bwd_config_sm90 import INFO_DEPTH, QUERY_PADDING
 
 ROWS = gl.constexpr(GROUP_ROWS)
 DEPTH = gl.constexpr(INFO_DEPTH)
+# Of these, the ones whose turns the writers may ask for.
+TURN_DEPTH = gl.constexpr(INFO_DEPTH // 2)
 # Entries of a mask row read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
 PADDING = gl.constexpr(QUERY_PADDING)
@@ -164,7 +166,7 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     mbarrier.wait(empty.index(stage), phase)
     _write_info(info, step, (plane, first, second, bits, second_bits, turn, second_turn))
     if CFG.EARLY_TURN:
-        mbarrier.arrive(shared[8].index(step % DEPTH), count=1)
+        mbarrier.arrive(shared[8].index(step % TURN_DEPTH), count=1)
     q_bytes: gl.constexpr = q_desc.block_type.nbytes + lse_desc.block_type.nbytes
     dout_bytes: gl.constexpr = dout_desc.block_type.nbytes + delta_desc.block_type.nbytes
     bar = full.index(stage)
@@ -259,8 +261,13 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         else:
             piece += gl.num_programs(0)
+    if CFG.EARLY_TURN:
+        # as for a step, so that the writers are past the one `TURN_DEPTH` before
+        mbarrier.wait(
+            shared[2][5].index(step % CFG.STAGES), ((step // CFG.STAGES) & 1) ^ 1
+        )
     # no plane: the end, for the writer too
     _write_info(info, step, (-1, 0, 0, 0, 0, 0, 0))
     if CFG.EARLY_TURN:
-        mbarrier.arrive(shared[8].index(step % DEPTH), count=1)
+        mbarrier.arrive(shared[8].index(step % TURN_DEPTH), count=1)
     publish(work, turn, (-1, 0))
