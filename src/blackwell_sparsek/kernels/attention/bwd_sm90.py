@@ -37,57 +37,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
-from ...device.gluon.tma_reduce import await_turn, finish_turn, tma_add
 from ..sm90 import GROUP_ROWS
 from . import bwd_config_sm90 as config
+from .bwd_sm90_dq import give_dq, start_dq, write_dq
 from .bwd_sm90_steps import (
     ds_place,
     hand_over,
     hide,
-    in_register_order,
     numbers_of_queries,
     own_queries,
     settled,
-    start_dq,
     start_products,
     zero_of,
 )
-from .bwd_sm90_work import TURN_DEPTH, padded_queries, produce_steps, read_info, step_info
+from .bwd_sm90_work import TURN_DEPTH, produce_steps, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
 SUM_ROWS = gl.constexpr(config.SUM_ROWS)
-
-
-@gluon.jit
-def _add_dq(dq, step, column, sums_ptr, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Add a tile of dq to the sums in memory from registers, in no order."""
-    info, lengths = shared[3], shared[5]
-    row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
-    rows = padded_queries(lengths[0])
-    plane = read_info(info, step, 0, 4)
-    row = read_info(info, step, row_field, 4)
-    tile = plane.to(gl.int64) * rows * CFG.TILE_D + (row * CFG.TILE_D + column * (ROWS * 64))
-    layout: gl.constexpr = dq.type.layout
-    offs_m = gl.arange(0, SUM_ROWS, gl.SliceLayout(1, layout))
-    offs_n = gl.arange(0, 32, gl.SliceLayout(0, layout))
-    place = sums_ptr + tile + (offs_m[:, None] * 32 + offs_n[None, :])
-    # a part without queries lies past all rows
-    if CFG.parts == 1 or row < rows:
-        gl.atomic_add(place, dq, sem="relaxed")
-
-
-@gluon.jit
-def _give_dq(dq, dq_ring, tiles_given, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Hand a tile of dq to the writer, once it has taken the one before."""
-    smem, full, empty, sums_ptr = dq_ring
-    dq = in_register_order(dq)
-    if CFG.DIRECT:
-        chunks: gl.constexpr = CFG.dq_chunks
-        column = tiles_given % chunks if CFG.dq_by_rows else GROUP
-        _add_dq(dq, tiles_given // chunks, column, sums_ptr, shared, GROUP, CFG)
-    else:
-        mbarrier.wait(empty.index(GROUP), (tiles_given & 1) ^ 1)
-        hand_over(dq, smem.index(GROUP + zero_of(tiles_given)), full.index(GROUP))
 
 
 @gluon.jit
@@ -150,21 +116,21 @@ def _step(
         dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
         dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv_started, dq = warpgroup_mma_wait(1, deps=(dv_started, dq_started))
-        _give_dq(dq, dq_ring, step - 1, shared, GROUP, CFG)
+        give_dq(dq, dq_ring, step - 1, shared, GROUP, CFG)
         mbarrier.arrive(dout_empty.index(stage), count=1)
     else:
         dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         if chunks == 2:
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
-            _give_dq(dq, dq_ring, step * 2 - 2, shared, GROUP, CFG)
+            give_dq(dq, dq_ring, step * 2 - 2, shared, GROUP, CFG)
             dq_started = start_dq(ds_ring, k_smem, step - 1, 1, GROUP, CFG)
             dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
         else:
             dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=(dq_started,))
-        _give_dq(dq, dq_ring, step * chunks - 1, shared, GROUP, CFG)
+        give_dq(dq, dq_ring, step * chunks - 1, shared, GROUP, CFG)
     dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
     mbarrier.arrive(empty.index(stage), count=1)
     if CFG.SPLIT_RING and (FIRST or chunks == 2):
@@ -182,7 +148,7 @@ def _last_dq(step, keep, consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr
     for chunk in gl.static_range(chunks):
         dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
         dq = warpgroup_mma_wait(0, deps=(dq_started,))
-        _give_dq(dq, dq_ring, step * chunks + chunk, shared, GROUP, CFG)
+        give_dq(dq, dq_ring, step * chunks + chunk, shared, GROUP, CFG)
 
 
 @gluon.jit
@@ -291,56 +257,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         mbarrier.arrive(dq_ring[1].index(GROUP), count=1)
 
 
-@gluon.jit
-def _write_dq(
-    dq_desc, sums_turn_ptr, q_len, dq_ring, info, info_bars,
-    GROUP: gl.constexpr, CFG: gl.constexpr,
-):  # fmt: skip
-    """Add what a warp group hands over to the sums of dq in memory, in turn where that is asked."""
-    smem, full, empty, _ = dq_ring
-    chunks: gl.constexpr = CFG.dq_chunks
-    row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
-    given = 0
-    plane = 0
-    while plane >= 0:
-        step = given // chunks
-        if CFG.EARLY_TURN:
-            mbarrier.wait(info_bars.index(step % TURN_DEPTH), (step // TURN_DEPTH) & 1)
-        else:
-            mbarrier.wait(full.index(GROUP), given & 1)
-        plane = read_info(info, step, 0, 1)
-        if plane >= 0:
-            column = given % chunks if CFG.dq_by_rows else GROUP
-            row = read_info(info, step, row_field, 1)
-            place = [plane, (row // ROWS * (CFG.TILE_D // 64) + column) * SUM_ROWS, 0]
-            turn = 1
-            if CFG.ORDERED:
-                rows = padded_queries(q_len)
-                first = row // CFG.turn_rows * (CFG.turn_rows // ROWS)
-                tile = plane.to(gl.int64) * (rows // ROWS) + first
-                # either warp group may get a unit that fills half a tile
-                turn_ptr = sums_turn_ptr + tile * 2 + (0 if CFG.parts == 2 else GROUP)
-                # a part without queries has no turn; all of a unit goes in one, last rows first
-                has_turn = (row < rows) if CFG.parts == 2 else True
-                tile_in_unit = row % CFG.turn_rows // CFG.TILE_M
-                turn = read_info(info, step, 4 + row_field, 1)
-                if has_turn & (tile_in_unit == CFG.last_in_turn) & (given % chunks == 0):
-                    await_turn(turn_ptr, turn)
-            if CFG.EARLY_TURN:
-                mbarrier.wait(full.index(GROUP), given & 1)
-            if turn == 0:
-                # nobody was here: sums begin
-                tma.async_copy_shared_to_global(dq_desc, place, smem.index(GROUP))
-            else:
-                tma_add(dq_desc, place, smem.index(GROUP))
-            tma.store_wait(0)
-            mbarrier.arrive(empty.index(GROUP), count=1)
-            if CFG.ORDERED:  # noqa: SIM102 - a constant decides whether `has_turn` exists
-                if has_turn & (tile_in_unit == 0) & (given % chunks == chunks - 1):
-                    finish_turn(turn_ptr)
-        given += 1
-
-
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_planes",
@@ -440,8 +356,8 @@ def _attn_bwd_sm90_kernel(
                 (_consume, (consume, shared, 0, CFG)),
                 (_consume, (consume, shared, 1, CFG)),
                 (produce_steps, (produce, shared, CFG)),
-                (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, info_bars, 0, CFG)),
-                (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, info_bars, 1, CFG)),
+                (write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, info_bars, 0, CFG)),
+                (write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, info_bars, 1, CFG)),
             ],
             [4, 1, 1, 1],
             [registers, producer_registers, producer_registers, producer_registers],

@@ -13,12 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.masks import bit_visible, column_bounds, exists, within_bounds
 from ..sm90 import GROUP_ROWS
-from . import bwd_config_sm90 as config
 from .bwd_sm90_work import read_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
-SUM_ROWS = gl.constexpr(config.SUM_ROWS)
-SUM_COLUMNS = gl.constexpr(config.SUM_COLUMNS)
 
 
 @gluon.jit
@@ -116,36 +113,3 @@ def hand_over(x, smem, filled):
     smem.store(x)
     fence_async_shared()
     mbarrier.arrive(filled, count=1)
-
-
-@gluon.jit
-def in_register_order(dq):
-    """A [64, 64] tile of dq so that four sums of a thread lie side by side, as do threads of a warp.
-
-    `bwd_sm90_rows` puts them back. Stored as a tile, rows would meet in the same banks.
-    """
-    # row: warp, half of its 16 rows, thread; column: eighth, thread, one of two
-    dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return dq.reshape([SUM_ROWS, SUM_COLUMNS])
-
-
-@gluon.jit
-def start_dq(ds_ring, k_smem, step, CHUNK: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Start a [64, 64] tile of dq: rows or columns of its own for each warp group."""
-    layout: gl.constexpr = CFG.accumulator_layout(64)
-    consumers: gl.constexpr = CFG.CONSUMERS
-    dq = gl.zeros([ROWS, 64], gl.float32, layout)
-    if CFG.SHARED_KEYS:
-        ds, _ = ds_place(ds_ring, step, GROUP, CFG)
-        k = k_smem.index(zero_of(step)).slice(CHUNK * 64, 64, dim=1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
-    else:
-        for g in gl.static_range(consumers):
-            ds, _ = ds_place(ds_ring, step, g, CFG)
-            if CFG.dq_by_rows:
-                ds = ds.slice(GROUP * ROWS, ROWS, dim=1)
-                k = k_smem.index(g + zero_of(step))
-            else:
-                k = k_smem.index(g + zero_of(step)).slice(GROUP * 64, 64, dim=1)
-            dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=g > 0, is_async=True)
-    return dq

@@ -263,9 +263,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             piece += gl.num_programs(0)
     if CFG.EARLY_TURN:
         # as for a step, so that the writers are past the one `TURN_DEPTH` before
-        mbarrier.wait(
-            shared[2][5].index(step % CFG.STAGES), ((step // CFG.STAGES) & 1) ^ 1
-        )
+        mbarrier.wait(shared[2][5].index(step % CFG.STAGES), ((step // CFG.STAGES) & 1) ^ 1)
     # no plane: the end, for the writer too
     _write_info(info, step, (-1, 0, 0, 0, 0, 0, 0))
     if CFG.EARLY_TURN:
