@@ -27,9 +27,9 @@ class AttnBwdSm90Config:
     of scores. ORDERED adds up dq in the same order in every run. The kernel is compiled for
     MAX_REGISTERS per thread; the roles then trade them.
 
-    EARLY_EXP keeps the machine code from putting exponentials off until dp is there. DK_REGISTERS
-    multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients barriers of
-    their own: the latter are done with first.
+    DK_REGISTERS multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients
+    barriers of their own: the latter are done with first. SWEEP lets programs read the lists of a
+    mask together, from where the others are.
     """
 
     CONSUMERS: int
@@ -45,18 +45,17 @@ class AttnBwdSm90Config:
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
-    EARLY_EXP: bool = False
-    DK_REGISTERS: bool = False
-    SPLIT_RING: bool = False
-    DIRECT: bool = False
-    EARLY_TURN: bool = False
-    TILE_TURNS: bool = False
+    DK_REGISTERS: bool
+    SPLIT_RING: bool
+    SWEEP: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
         tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
         assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
+        assert not (self.SPLIT_RING and self.SHARED_KEYS), f"{self=}"
+        assert not self.SWEEP or self.BLOCK_KV and not self.ORDERED, f"{self=}"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
 
     @property
@@ -90,14 +89,9 @@ class AttnBwdSm90Config:
         return max(1, self.TILE_M // self.UNIT)
 
     @property
-    def turn_rows(self) -> int:
-        """Neighbouring queries that have one turn."""
-        return min(self.UNIT, self.TILE_M) if self.TILE_TURNS else self.UNIT
-
-    @property
-    def last_in_turn(self) -> int:
-        """The last tile of those with one turn, counted from 0."""
-        return max(1, self.turn_rows // self.TILE_M) - 1
+    def last_in_unit(self) -> int:
+        """The last tile of a unit, counted from 0."""
+        return max(1, self.UNIT // self.TILE_M) - 1
 
     @property
     def part_rows(self) -> int:
@@ -168,4 +162,9 @@ def make_config(
         CONSUMER_REGISTERS=232 if producer == 40 else 240,
         PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168,
+        # under a mask they cost registers that bits need (blocks of 128: 620 against 615 TFLOP/s);
+        # 16k tokens, causal: 661 against 642 TFLOP/s
+        DK_REGISTERS=block_size is None,
+        # D = 64, causal: 583 against 572 TFLOP/s; D = 128 619 against 632
+        SPLIT_RING=block_size is None and tile_d == 64,
     )

@@ -46,11 +46,10 @@ from .bwd_sm90_steps import (
     hide,
     numbers_of_queries,
     own_queries,
-    settled,
     start_products,
     zero_of,
 )
-from .bwd_sm90_work import TURN_DEPTH, produce_steps, step_info
+from .bwd_sm90_work import produce_steps, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
 SUM_ROWS = gl.constexpr(config.SUM_ROWS)
@@ -88,8 +87,6 @@ def _step(
     p, capped = probabilities(s, None, lse_log2, score)
     if masked:
         p = hide(p, step, kv_index, shared, GROUP, CFG)
-    elif CFG.EARLY_EXP:
-        p = settled(p, step)
     if early:
         delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
@@ -110,36 +107,36 @@ def _step(
     if FIRST:
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
-    elif CFG.SPLIT_RING and chunks == 1:
+    elif CFG.SPLIT_RING:
         # dv first, whose end frees the output gradients
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
         dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv_started, dq = warpgroup_mma_wait(1, deps=(dv_started, dq_started))
-        give_dq(dq, dq_ring, step - 1, shared, GROUP, CFG)
+        give_dq(dq, dq_ring, step - 1, GROUP)
         mbarrier.arrive(dout_empty.index(stage), count=1)
     else:
         dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         if chunks == 2:
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
-            give_dq(dq, dq_ring, step * 2 - 2, shared, GROUP, CFG)
+            give_dq(dq, dq_ring, step * 2 - 2, GROUP)
             dq_started = start_dq(ds_ring, k_smem, step - 1, 1, GROUP, CFG)
             dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
         else:
             dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=(dq_started,))
-        give_dq(dq, dq_ring, step * chunks - 1, shared, GROUP, CFG)
+        give_dq(dq, dq_ring, step * chunks - 1, GROUP)
     dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
     mbarrier.arrive(empty.index(stage), count=1)
-    if CFG.SPLIT_RING and (FIRST or chunks == 2):
+    if CFG.SPLIT_RING and FIRST:
         mbarrier.arrive(dout_empty.index(stage), count=1)
     return dk, dv
 
 
 @gluon.jit
-def _last_dq(step, keep, consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
+def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
     """dq of the last step, whose turn would be in the one after."""
     ds_ring, dq_ring = consume[3], consume[4]
     chunks: gl.constexpr = CFG.dq_chunks
@@ -148,7 +145,7 @@ def _last_dq(step, keep, consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr
     for chunk in gl.static_range(chunks):
         dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
         dq = warpgroup_mma_wait(0, deps=(dq_started,))
-        give_dq(dq, dq_ring, step * chunks + chunk, shared, GROUP, CFG)
+        give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
 
 
 @gluon.jit
@@ -157,6 +154,7 @@ def _store_gradient(desc, x, smem, place):
     smem.store(x)
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, place, smem)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -220,10 +218,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 for _ in range(gl.maximum(masked_tiles, 1), q_tiles):
                     dk, dv = _step(dk, dv, step, False, keep, consume, shared, False, GROUP, CFG)
                     step += 1
-                _last_dq(step - 1, keep, consume, shared, GROUP, CFG)
-        if CFG.DIRECT:
-            # dk of the piece before has left its memory; all threads know after they meet below
-            tma.store_wait(0)
+                _last_dq(step - 1, keep, consume, GROUP, CFG)
         # the keys are read for the last time: the next ones may come
         mbarrier.arrive(kv_empty, count=1)
         if CFG.SHARED_KEYS:
@@ -237,24 +232,17 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             else:
                 mbarrier.wait(sum_bars[2], pieces & 1)
         # the writer must have taken the last tile of dq, whose memory comes in handy
-        if not CFG.DIRECT:
-            mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
+        mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
         if own_keys == GROUP:
             row = kv_tile * CFG.tile_n + GROUP * ROWS
             place = [plane // kv_heads, plane % kv_heads, row, 0]
             _store_gradient(dv_desc, dv.to(dtype), dv_tile, place)
-            tma.store_wait(0)
             _store_gradient(dk_desc, (dk * score[2]).to(dtype), dk_tile, place)
-            if not CFG.DIRECT:
-                tma.store_wait(0)
         pieces += 1
         plane, kv_tile = take(work, turn)
         turn += 1
-    if CFG.DIRECT:
-        tma.store_wait(0)
-    else:
-        # the writer finds that there is no such step, and ends
-        mbarrier.arrive(dq_ring[1].index(GROUP), count=1)
+    # the writer finds that there is no such step, and ends
+    mbarrier.arrive(dq_ring[1].index(GROUP), count=1)
 
 
 @gluon.jit(
@@ -295,7 +283,7 @@ def _attn_bwd_sm90_kernel(
     have added to each [64, 64] of dq, int32 [planes, rows / 64, 2], and the turns of the blocks of
     a mask; `score` is what `gradient_factors` gives.
     """
-    counter_ptr, order_ptr, sums_turn_ptr, turns_ptr, sums_ptr = work_ptrs
+    counter_ptr, order_ptr, sums_turn_ptr, turns_ptr = work_ptrs
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     ds_stages: gl.constexpr = CFG.DS_STAGES
@@ -323,12 +311,9 @@ def _attn_bwd_sm90_kernel(
     q_ring = (q_smem, dout_smem, lse_smem, delta_smem) + q_bars + dout_bars  # noqa: RUF005
     # each warp group waits for both halves of ds, or only for its own
     ds_ring = (ds_smem, barriers(ds_stages * consumers, key_groups))
-    dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1), sums_ptr)
+    dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1))
     sum_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
     info = step_info()
-    info_bars = info
-    if CFG.EARLY_TURN:
-        info_bars = barriers(TURN_DEPTH, 1)
     work = work_channel(2, consumers)
     fence_async_shared()
 
@@ -336,29 +321,18 @@ def _attn_bwd_sm90_kernel(
     heads = (q_heads, group_size)
     schedule = (order_ptr, turns_ptr, num_planes, section, dynamic)
     lengths = (q_len, kv_len)
-    shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right), info_bars)
+    shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
     consume = (dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars)
     # the first role runs in the warps of the launch, the others in warps of their own
-    if CFG.DIRECT:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (_consume, (consume, shared, 1, CFG)),
-                (produce_steps, (produce, shared, CFG)),
-            ],
-            [4, 1],
-            [registers, producer_registers],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (_consume, (consume, shared, 1, CFG)),
-                (produce_steps, (produce, shared, CFG)),
-                (write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, info_bars, 0, CFG)),
-                (write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, info_bars, 1, CFG)),
-            ],
-            [4, 1, 1, 1],
-            [registers, producer_registers, producer_registers, producer_registers],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (consume, shared, 0, CFG)),
+            (_consume, (consume, shared, 1, CFG)),
+            (produce_steps, (produce, shared, CFG)),
+            (write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 0, CFG)),
+            (write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 1, CFG)),
+        ],
+        [4, 1, 1, 1],
+        [registers, producer_registers, producer_registers, producer_registers],
+    )

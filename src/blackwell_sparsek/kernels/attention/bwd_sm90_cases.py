@@ -76,7 +76,6 @@ def attn_bwd_sm90_case(call: Call) -> CompileCase:
                 None if block_kv is None else torch.int32,
                 torch.int32 if call.ordered else None,
                 torch.int32 if call.ordered and block_kv is not None else None,
-                torch.float32,
             ),
             "block_lists": None if block_kv is None else (*(torch.int32,) * 5, block_kv),
             "mask_batch_step": 0,

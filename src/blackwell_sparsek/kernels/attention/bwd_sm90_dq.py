@@ -11,7 +11,7 @@ from ...device.gluon.tma_reduce import await_turn, finish_turn, tma_add
 from ..sm90 import GROUP_ROWS
 from . import bwd_config_sm90 as config
 from .bwd_sm90_steps import ds_place, hand_over, zero_of
-from .bwd_sm90_work import TURN_DEPTH, padded_queries, read_info
+from .bwd_sm90_work import padded_queries, read_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
 SUM_ROWS = gl.constexpr(config.SUM_ROWS)
@@ -52,54 +52,25 @@ def in_register_order(dq):
 
 
 @gluon.jit
-def _add_dq(dq, step, column, sums_ptr, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Add a tile of dq to the sums in memory from registers, in no order."""
-    info, lengths = shared[3], shared[5]
-    row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
-    rows = padded_queries(lengths[0])
-    plane = read_info(info, step, 0, 4)
-    row = read_info(info, step, row_field, 4)
-    tile = plane.to(gl.int64) * rows * CFG.TILE_D + (row * CFG.TILE_D + column * (ROWS * 64))
-    layout: gl.constexpr = dq.type.layout
-    offs_m = gl.arange(0, SUM_ROWS, gl.SliceLayout(1, layout))
-    offs_n = gl.arange(0, 32, gl.SliceLayout(0, layout))
-    place = sums_ptr + tile + (offs_m[:, None] * 32 + offs_n[None, :])
-    # a part without queries lies past all rows
-    if CFG.parts == 1 or row < rows:
-        gl.atomic_add(place, dq, sem="relaxed")
-
-
-@gluon.jit
-def give_dq(dq, dq_ring, tiles_given, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
+def give_dq(dq, dq_ring, tiles_given, GROUP: gl.constexpr):
     """Hand a tile of dq to the writer, once it has taken the one before."""
-    smem, full, empty, sums_ptr = dq_ring
+    smem, full, empty = dq_ring
     dq = in_register_order(dq)
-    if CFG.DIRECT:
-        chunks: gl.constexpr = CFG.dq_chunks
-        column = tiles_given % chunks if CFG.dq_by_rows else GROUP
-        _add_dq(dq, tiles_given // chunks, column, sums_ptr, shared, GROUP, CFG)
-    else:
-        mbarrier.wait(empty.index(GROUP), (tiles_given & 1) ^ 1)
-        hand_over(dq, smem.index(GROUP + zero_of(tiles_given)), full.index(GROUP))
+    mbarrier.wait(empty.index(GROUP), (tiles_given & 1) ^ 1)
+    hand_over(dq, smem.index(GROUP + zero_of(tiles_given)), full.index(GROUP))
 
 
 @gluon.jit
-def write_dq(
-    dq_desc, sums_turn_ptr, q_len, dq_ring, info, info_bars,
-    GROUP: gl.constexpr, CFG: gl.constexpr,
-):  # fmt: skip
+def write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Add what a warp group hands over to the sums of dq in memory, in turn where that is asked."""
-    smem, full, empty, _ = dq_ring
+    smem, full, empty = dq_ring
     chunks: gl.constexpr = CFG.dq_chunks
     row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
     given = 0
     plane = 0
     while plane >= 0:
         step = given // chunks
-        if CFG.EARLY_TURN:
-            mbarrier.wait(info_bars.index(step % TURN_DEPTH), (step // TURN_DEPTH) & 1)
-        else:
-            mbarrier.wait(full.index(GROUP), given & 1)
+        mbarrier.wait(full.index(GROUP), given & 1)
         plane = read_info(info, step, 0, 1)
         if plane >= 0:
             column = given % chunks if CFG.dq_by_rows else GROUP
@@ -108,18 +79,15 @@ def write_dq(
             turn = 1
             if CFG.ORDERED:
                 rows = padded_queries(q_len)
-                first = row // CFG.turn_rows * (CFG.turn_rows // ROWS)
-                tile = plane.to(gl.int64) * (rows // ROWS) + first
+                tile = plane.to(gl.int64) * (rows // ROWS) + row // CFG.UNIT * (CFG.UNIT // ROWS)
                 # either warp group may get a unit that fills half a tile
                 turn_ptr = sums_turn_ptr + tile * 2 + (0 if CFG.parts == 2 else GROUP)
                 # a part without queries has no turn; all of a unit goes in one, last rows first
                 has_turn = (row < rows) if CFG.parts == 2 else True
-                tile_in_unit = row % CFG.turn_rows // CFG.TILE_M
+                tile_in_unit = row % CFG.UNIT // CFG.TILE_M
                 turn = read_info(info, step, 4 + row_field, 1)
-                if has_turn & (tile_in_unit == CFG.last_in_turn) & (given % chunks == 0):
+                if has_turn & (tile_in_unit == CFG.last_in_unit) & (given % chunks == 0):
                     await_turn(turn_ptr, turn)
-            if CFG.EARLY_TURN:
-                mbarrier.wait(full.index(GROUP), given & 1)
             if turn == 0:
                 # nobody was here: sums begin
                 tma.async_copy_shared_to_global(dq_desc, place, smem.index(GROUP))

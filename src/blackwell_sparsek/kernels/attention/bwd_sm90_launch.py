@@ -73,7 +73,7 @@ def launch_attn_bwd_sm90(
         programs = min(arch_of(q.device).num_sms, pieces)
         # in order, pieces come from the counter whatever their number, and none ahead of its use
         dynamic = pieces > programs and not config.ORDERED
-        counter = scratch((1,), torch.int32, q.device, zero=dynamic or config.ORDERED)
+        counter = scratch((2,), torch.int32, q.device, zero=dynamic or config.ORDERED)
         args = (
             tensor_descriptor(sums.view(planes, -1, SUM_COLUMNS), config.dq_block()),
             _descriptor(dk, config.k_block()),
@@ -83,7 +83,7 @@ def launch_attn_bwd_sm90(
             _descriptor(k, config.k_block()),
             _descriptor(v, config.v_block()),
             *rows,
-            (counter, order, sums_turn, turns, sums),
+            (counter, order, sums_turn, turns),
             lists,
             *mask.steps,
             q_len,
@@ -99,7 +99,7 @@ def launch_attn_bwd_sm90(
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
         launch(_attn_bwd_sm90_kernel, programs, args, **options)
         if dq is not None:
-            unit = max(config.turn_rows, ROW_TILE)
+            unit = max(config.UNIT, ROW_TILE)
             launch_attn_bwd_round(dq, sums, sums_turn, unit, float(spec.scale))
     return delta.view(operands.batch, operands.heads[0], padded)
 

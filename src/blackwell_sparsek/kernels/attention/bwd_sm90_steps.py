@@ -88,15 +88,6 @@ def hide(p, step, kv_index, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def settled(x, step):
-    """`x`, computed by now: ptxas moves what only a later product needs behind its wait, but not
-    out of the way of a branch that could change it. This one is never taken."""
-    if step < 0:
-        x = x * x
-    return x
-
-
-@gluon.jit
 def ds_place(ds_ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Where a warp group's ds^T of a step lies, and the barrier that says it is there."""
     smem, ready = ds_ring

@@ -22,11 +22,11 @@ from .bwd_config_sm90 import INFO_DEPTH, QUERY_PADDING
 
 ROWS = gl.constexpr(GROUP_ROWS)
 DEPTH = gl.constexpr(INFO_DEPTH)
-# Of these, the ones whose turns the writers may ask for.
-TURN_DEPTH = gl.constexpr(INFO_DEPTH // 2)
 # Entries of a mask row read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
 PADDING = gl.constexpr(QUERY_PADDING)
+# How finely programs tell each other where in their lists they are.
+FRACTION = gl.constexpr(4096)
 # What describes a step: plane of the queries; then of each of two parts the first query, the bits,
 # and how many tiles of keys add to its dq before.
 INFO_FIELDS = gl.constexpr(7)
@@ -127,8 +127,8 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
         unit = masked_unit(plan, ordinal)
         units = num_masked
     else:
-        units = num_full_units(plan)
         unit = plan[3] + ordinal
+        units = num_full_units(plan)
     # a part with no unit left is read from past all rows, where nothing counts; not from past the
     # queries: the innermost coordinate of a copy, which is that of lse, must be at 16 bytes
     end = padded_queries(lengths[0])
@@ -165,8 +165,6 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     phase = ((step // CFG.STAGES) & 1) ^ 1
     mbarrier.wait(empty.index(stage), phase)
     _write_info(info, step, (plane, first, second, bits, second_bits, turn, second_turn))
-    if CFG.EARLY_TURN:
-        mbarrier.arrive(shared[8].index(step % TURN_DEPTH), count=1)
     q_bytes: gl.constexpr = q_desc.block_type.nbytes + lse_desc.block_type.nbytes
     dout_bytes: gl.constexpr = dout_desc.block_type.nbytes + delta_desc.block_type.nbytes
     bar = full.index(stage)
@@ -190,6 +188,20 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
 
 
 @gluon.jit
+def _next_of_sweep(i, masked_tiles, q_tiles, front, front_ptr):
+    """The i-th tile of a list that is read from `front`, in parts of `FRACTION`, and round.
+
+    All programs go through their lists together, whenever each began: then they find the same
+    queries in the L2, where those of a long sequence do not fit.
+    """
+    first = 0 if i < masked_tiles else masked_tiles
+    count = masked_tiles if i < masked_tiles else q_tiles - masked_tiles
+    in_kind = (i - first + (count * front) // FRACTION) % count
+    gl.store(front_ptr, in_kind * FRACTION // count)
+    return first + in_kind
+
+
+@gluon.jit
 def _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG: gl.constexpr):
     """Start the copies of the keys and values of a piece, once those before are done with."""
     k_smem, v_smem, full, empty = kv_ring
@@ -209,6 +221,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     mask, kv_ring, info, work = shared[0], shared[1], shared[3], shared[4]
     lengths, heads, band = shared[5], shared[6], shared[7]
     order_ptr, turns_ptr, num_planes, section, dynamic = schedule
+    front_ptr = counter_ptr + 1
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     q_heads, group_size = heads
@@ -248,7 +261,13 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
                 # planned before, while the consumers still needed the last ones
                 _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG)
             found = (mask[0], plan, num_masked, turns_ptr)
-            for q_tile in range(q_tiles):
+            front = 0
+            if CFG.SWEEP:
+                front = gl.atomic_add(front_ptr, 0, sem="relaxed") & (FRACTION - 1)
+            for i in range(q_tiles):
+                q_tile = i
+                if CFG.SWEEP:
+                    q_tile = _next_of_sweep(i, masked_tiles, q_tiles, front, front_ptr)
                 _fetch_step(descs, shared, step, found, q_tile, (batch, q_head, kv_tile), CFG)
                 step += 1
         pieces += 1
@@ -261,11 +280,6 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         else:
             piece += gl.num_programs(0)
-    if CFG.EARLY_TURN:
-        # as for a step, so that the writers are past the one `TURN_DEPTH` before
-        mbarrier.wait(shared[2][5].index(step % CFG.STAGES), ((step // CFG.STAGES) & 1) ^ 1)
     # no plane: the end, for the writer too
     _write_info(info, step, (-1, 0, 0, 0, 0, 0, 0))
-    if CFG.EARLY_TURN:
-        mbarrier.arrive(shared[8].index(step % TURN_DEPTH), count=1)
     publish(work, turn, (-1, 0))
