@@ -21,6 +21,10 @@ if not HAS_GPU:
 from blackwell_sparsek.core.env import triton_interpreted  # noqa: E402
 from blackwell_sparsek.testing.interpreter import interpreter_checks  # noqa: E402
 
+# Workers of pytest-xdist share the cores: if each took all of them, they would wait for each other.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+
 SEED = 20240229
 ON_GPU = HAS_GPU and not triton_interpreted()
 

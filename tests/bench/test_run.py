@@ -123,7 +123,12 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, number):
 
     path = tmp_path / "fake.json"
     cases = [case("first"), case("second", build=build), case("third")]
-    document = run_suite(suite(), cases, CPU, seconds=0.0, path=path)
+    # tests that a shell runs in the background inherit that interrupts are ignored
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        document = run_suite(suite(), cases, CPU, seconds=0.0, path=path)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert document["interrupted"] is True
     assert [c["name"] for c in json.loads(path.read_text())["cases"]] == ["first"]
 

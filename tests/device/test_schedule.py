@@ -1,5 +1,7 @@
 """Program order and where sequences lie."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -25,17 +27,22 @@ def _schedule_probe(out_ptr, num_planes, num_tiles, section, N: tl.constexpr):
     tl.store(out_ptr + program * 2 + 1, tile)
 
 
-@pytest.mark.parametrize("planes, tiles, section", [(1, 1, 1), (6, 4, 4), (7, 3, 2), (5, 2, 5)])
+@pytest.mark.parametrize(
+    "planes, tiles, section",
+    [(1, 1, 1), (6, 4, 4), (7, 3, 2), (5, 2, 5), (6, 5, 2), (8, 4, 3), (3, 2, 7)],
+)
 def test_every_tile_once_heavy_ones_first(device, planes, tiles, section):
     out = torch.full((32, 2), -1, dtype=torch.int32, device=device)
     _schedule_probe[(1,)](out, planes, tiles, section, N=32)
     placed = [tuple(x) for x in out[: planes * tiles].tolist()]
     assert sorted(placed) == [(p, t) for p in range(planes) for t in range(tiles)]
+    # planes too few for a section of their own belong to the last one
+    begins = list(range(0, planes, section))[: max(planes // section, 1)]
     expected = [
         (plane, tile)
-        for first in range(0, planes, section)
+        for first, end in itertools.pairwise([*begins, planes])
         for tile in reversed(range(tiles))
-        for plane in range(first, min(first + section, planes))
+        for plane in range(first, end)
     ]
     assert placed == expected
 
@@ -108,7 +115,7 @@ def _packed_probe(
     ],
 )
 def test_every_tile_of_packed_sequences_once(device, lengths, scan, first):
-    heads, section, tile_m = 3, 2, 64
+    heads, section, tile_m = 5, 2, 64
     cu = torch.tensor([first, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32).to(device)
     most = heads * (sum(lengths) // tile_m + len(lengths))
     out = torch.full((most + 1, 3), -1, dtype=torch.int32, device=device)
@@ -120,8 +127,8 @@ def test_every_tile_of_packed_sequences_once(device, lengths, scan, first):
     expected = [
         (sequence, head, tile)
         for sequence, length in enumerate(lengths)
-        for first_head in range(0, heads, section)
+        for section_heads in ((0, 1), (2, 3, 4))
         for tile in reversed(range(-(-length // tile_m)))
-        for head in range(first_head, min(first_head + section, heads))
+        for head in section_heads
     ]
     assert with_queries == expected

@@ -31,12 +31,15 @@ def _unpacked(packed, pattern, rows, cols, block_w):
 @pytest.mark.parametrize("size", [(64, 96), (80, 112), (272, 48), (16, 16)])
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_packed_matrix_is_the_same_matrix(block, size, density, transposed):
+@pytest.mark.parametrize("trim", [False, True])
+def test_packed_matrix_is_the_same_matrix(block, size, density, transposed, trim):
     stored = block[::-1] if transposed else block
     matrix = _matrix(*(size[::-1] if transposed else size), stored, density)
     seen = matrix.T if transposed else matrix
     group = 64 // block[0]
     pattern = pack_pattern(seen.indptr, seen.indices, -(-size[1] // block[1]), group)
+    if trim:
+        pattern = pattern.trimmed()
     packed = torch.full((pattern.indices.shape[0], 64, block[1]), float("nan"))
     perm = matrix.pattern.transpose_perm if transposed else None
     launch_pack(packed, matrix.storage, pattern.source, perm)
@@ -46,7 +49,10 @@ def test_packed_matrix_is_the_same_matrix(block, size, density, transposed):
 def test_packed_columns_are_the_sorted_union():
     keep = torch.tensor([[1, 0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]])
     matrix = BSRMatrix.from_mask(torch.ones(80, 64), keep.bool(), (16, 16))
-    pattern = pack_pattern(matrix.indptr, matrix.indices, 4, 4)
+    untrimmed = pack_pattern(matrix.indptr, matrix.indices, 4, 4)
+    assert untrimmed.indices.tolist() == [0, 2, 3, 1, 0]
+    assert untrimmed.source[4].tolist() == 4 * [-1]
+    pattern = untrimmed.trimmed()
     assert pattern.indptr.tolist() == [0, 3, 4]
     assert pattern.indices.tolist() == [0, 2, 3, 1]
     assert pattern.source.tolist() == [

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ..core.launch import cdiv, launch, scratch
 from .recorded import launch_recorded
+from .schedule import section_of
 
 TILE_LISTS = 8
 TILE_ENTRIES = 64
@@ -96,10 +97,10 @@ def _visits(visits_ptr, place, sizes, FROM_POINTERS: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def _keys(visits, plane, section, most, total, count):
+def _keys(visits, plane, planes, section, most, total, count):
     """Sort keys: heavy rows, then section by section, the longest first within each."""
     heavy = visits.to(tl.int64) * count > 2 * total
-    group = tl.where(heavy, 0, plane // section + 1)
+    group = tl.where(heavy, 0, section_of(plane, planes, section) + 1)
     return group * (most + 1) + (most - visits)
 
 
@@ -135,12 +136,12 @@ def _row_order_kernel(
 
     place = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     visits, plane, row = _visits(visits_ptr, place, sizes, FROM_POINTERS, COLUMNS)
-    key = _keys(visits, plane, section, most, total, count)
+    key = _keys(visits, plane, planes, section, most, total, count)
     rank = tl.zeros([TILE_ROWS], tl.int32)
     for first in range(0, count, TILE_OTHERS):
         others = first + tl.arange(0, TILE_OTHERS)
         theirs, their_plane, _ = _visits(visits_ptr, others, sizes, FROM_POINTERS, COLUMNS)
-        other = _keys(theirs, their_plane, section, most, total, count)
+        other = _keys(theirs, their_plane, planes, section, most, total, count)
         earlier = (other[None, :] == key[:, None]) & (others[None, :] < place[:, None])
         earlier = (earlier | (other[None, :] < key[:, None])) & (others < count)[None, :]
         rank += tl.sum(earlier.to(tl.int32), 1)

@@ -16,17 +16,27 @@ def section_planes(kv_len, group_size, KV_BYTES: tl.constexpr):
 
 
 @triton.jit
+def section_of(plane, num_planes, section):
+    """Which section a plane belongs to. The last one takes those that are too few for their own:
+    alone at the end, the pieces of few planes would leave most SMs idle behind the longest of them.
+    """
+    return tl.minimum(plane // section, tl.maximum(num_planes // section, 1) - 1)
+
+
+@triton.jit
 def place_in_sections(program, num_planes, num_tiles, section):
     """Plane (batch and head) and query tile of a program.
 
-    Planes run in sections of `section` neighbours. Within a section the tiles go from the last,
-    which is the heaviest under a causal band, to the first, and for each tile through all planes
-    of the section: what runs together shares KV heads, and the KV of a section stays in L2.
+    Planes run in sections of `section` neighbours, see `section_of`. Within a section the tiles go
+    from the last, which is the heaviest under a causal band, to the first, and for each tile
+    through all planes of the section: what runs together shares KV heads, and the KV of a section
+    stays in L2.
     """
     section = tl.minimum(section, num_planes)
-    first_plane = program // (section * num_tiles) * section
+    first_plane = section_of(program // num_tiles, num_planes, section) * section
     in_section = program - first_plane * num_tiles
-    width = tl.minimum(section, num_planes - first_plane)
+    is_last = first_plane + 2 * section > num_planes
+    width = tl.where(is_last, num_planes - first_plane, section)
     return first_plane + in_section % width, num_tiles - 1 - in_section // width
 
 

@@ -114,7 +114,9 @@ def _longest(visits: torch.Tensor, most: int, section: int) -> torch.Tensor:
     # small keys sort several times faster
     dtype = torch.int32 if small else torch.int64
     plane = torch.arange(planes, device=visits.device, dtype=dtype)
-    group = torch.where(heavy, 0, plane.div(section, rounding_mode="floor") + 1)
+    # as `device.schedule.section_of`
+    sections = plane.div(section, rounding_mode="floor").clamp(max=max(planes // section, 1) - 1)
+    group = torch.where(heavy, 0, sections + 1)
     key = group * (most + 1) + (most - visits)
     place = torch.sort(key.flatten(), stable=True).indices
     row = rows - 1 - place.div(max(planes, 1), rounding_mode="floor")

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..core.autocast import cast_operand
 from ..core.checks import (
     check_dtype,
     check_last_dim_contiguous,
@@ -164,10 +165,7 @@ def _block_size(op: str, size: Any, listed: bool, page_size: int | None) -> int:
 def autocast_queries(op: str, q: torch.Tensor) -> torch.Tensor:
     """Queries in autocast's dtype where autocast is on (fp64 stays); caches are never cast."""
     check_tensor(op, "q", q)
-    kind = q.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return q
-    return q if q.dtype == torch.float64 else q.to(torch.get_autocast_dtype(kind))
+    return cast_operand(q)
 
 
 def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:

@@ -143,11 +143,15 @@ def _tall_blocks(
         )
     if height >= block_h:
         return values, product.indptr, product.indices, product.perm
-    if product.indptr not in _PACKED:
-        group = block_h // height
-        pattern = (product.indptr, product.indices, product.cols_b, group)
-        _PACKED[product.indptr] = made_apart(lambda: pack_pattern(*pattern), values.device)
-    packed = _PACKED[product.indptr]
+    packed = _PACKED.get(product.indptr)
+    if packed is None:
+        pattern = (product.indptr, product.indices, product.cols_b, block_h // height)
+        if torch.cuda.is_current_stream_capturing():
+            # part of the graph, so not kept
+            packed = pack_pattern(*pattern)
+        else:
+            packed = made_apart(lambda: pack_pattern(*pattern).trimmed(), values.device)
+            _PACKED[product.indptr] = packed
     shape = (packed.indices.shape[0], block_h, width)
     blocks = scratch(shape, values.dtype, values.device)
     launch_pack(blocks, values, packed.source, product.perm)

@@ -27,23 +27,36 @@ class PackedPattern(NamedTuple):
     indices: torch.Tensor
     source: torch.Tensor
 
+    def trimmed(self) -> "PackedPattern":
+        """Without the blocks past the last row; waits for their number."""
+        count = int(self.indptr[-1])
+        return PackedPattern(self.indptr, self.indices[:count].clone(), self.source[:count].clone())
+
 
 def pack_pattern(
     indptr: torch.Tensor, indices: torch.Tensor, cols_b: int, group: int
 ) -> PackedPattern:
-    """Group `group` consecutive block rows into one; needs one sync for the packed count."""
-    rows_b = indptr.numel() - 1
-    counts = (indptr[1:] - indptr[:-1]).long()
-    row = torch.repeat_interleave(torch.arange(rows_b, device=indptr.device), counts)
-    key = (row // group) * cols_b + indices.long()
-    packed_key, packed = torch.unique(key, return_inverse=True)
-    source = torch.full((packed_key.numel(), group), -1, dtype=torch.int32, device=indptr.device)
-    entry = torch.arange(indices.numel(), dtype=torch.int32, device=indptr.device)
-    source[packed, row % group] = entry
-    packed_rows = cdiv(rows_b, group)
-    per_row = torch.bincount(packed_key // max(cols_b, 1), minlength=packed_rows)
-    packed_indptr = torch.nn.functional.pad(per_row.cumsum(0), (1, 0)).to(torch.int32)
-    return PackedPattern(packed_indptr, (packed_key % max(cols_b, 1)).to(torch.int32), source)
+    """Group `group` consecutive block rows into one.
+
+    Nothing waits for the device, so that graphs can capture it: there are as many packed blocks as
+    there were blocks, and those past the last row belong to none.
+    """
+    rows_b, nnz = indptr.numel() - 1, indices.numel()
+    device = indptr.device
+    counts = torch.diff(indptr).long()
+    row = torch.repeat_interleave(torch.arange(rows_b, device=device), counts, output_size=nnz)
+    key, entry = torch.sort((row // group) * cols_b + indices.long())
+    is_new = torch.ones_like(key)
+    is_new[1:] = key[1:] != key[:-1]
+    packed = is_new.cumsum(0) - 1
+    source = torch.full((nnz, group), -1, dtype=torch.int32, device=device)
+    source[packed, row[entry] % group] = entry.int()
+    columns = torch.zeros(nnz, dtype=torch.int32, device=device)
+    columns[packed] = (key % max(cols_b, 1)).int()
+    per_row = torch.zeros(cdiv(rows_b, group), dtype=torch.int64, device=device)
+    per_row.index_add_(0, key // max(cols_b, 1), is_new)
+    packed_indptr = torch.nn.functional.pad(per_row.cumsum(0), (1, 0)).int()
+    return PackedPattern(packed_indptr, columns, source)
 
 
 # Rows one program copies: blocks of 16 x 16 are too small to give each its own.
