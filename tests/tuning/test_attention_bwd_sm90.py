@@ -91,6 +91,15 @@ def test_narrow_key_blocks_are_kept_by_both_warp_groups():
     assert not wide.SHARED_KEYS and wide.tile_n == 128
 
 
+def test_what_dense_kernels_have_registers_and_barriers_for():
+    assert attn_bwd_sm90_config(problem()).DK_REGISTERS
+    assert not attn_bwd_sm90_config(problem(mask_block=(128, 128))).DK_REGISTERS
+    narrow = {"head_dim": 64, "head_dim_v": 64}
+    assert attn_bwd_sm90_config(problem(**narrow)).SPLIT_RING
+    assert not attn_bwd_sm90_config(problem(**narrow, mask_block=(64, 64))).SPLIT_RING
+    assert not attn_bwd_sm90_config(problem(head_dim=128, head_dim_v=128)).SPLIT_RING
+
+
 def test_only_what_was_asked_for_is_in_order():
     assert not attn_bwd_sm90_config(problem()).ORDERED
     config = attn_bwd_sm90_config(problem(deterministic=True))

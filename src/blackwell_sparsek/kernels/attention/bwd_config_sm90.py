@@ -55,7 +55,7 @@ class AttnBwdSm90Config:
         assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
         assert not (self.SPLIT_RING and self.SHARED_KEYS), f"{self=}"
-        assert not self.SWEEP or self.BLOCK_KV and not self.ORDERED, f"{self=}"
+        assert not self.SWEEP or (self.BLOCK_KV and not self.ORDERED), f"{self=}"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
 
     @property

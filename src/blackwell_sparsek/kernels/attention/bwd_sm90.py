@@ -6,12 +6,12 @@ consumer warp groups keep 64 keys each, dk and dv in registers, and compute
 
     s^T = k q^T    dp^T = v dout^T    dv += p^T dout    dk += ds^T q    dq = ds k
 
-so that p^T is where the product for dv reads it. `ds` goes through shared memory to the products
-for dk and dq, the latter shared by both warp groups; writer warps add dq to fp32 sums in memory by
-TMA, in no fixed order unless `ORDERED`. A producer warp finds the query tiles (`bwd_sm90_work`) and
-copies them, with lse in base 2 and delta; queries past the end, where lse is +inf, count for
-nothing. The product for dq of a step waits for the next step, so that no warp group waits for ds of
-the other.
+so that p^T is where the product for dv reads it, as ds^T is for dk where registers are left for it.
+ds goes through shared memory to the product for dq, which both warp groups share; writer warps add
+dq to fp32 sums in memory by TMA, in no fixed order unless `ORDERED` (`bwd_sm90_dq`). A producer
+warp finds the query tiles (`bwd_sm90_work`) and copies them, with lse in base 2 and delta; queries
+past the end, where lse is +inf, count for nothing. The product for dq of a step waits for the next
+step, so that no warp group waits for ds of the other.
 
 In order, a tile of keys adds to dq of a tile of queries when as many have done so as come before
 it. Pieces are taken from a counter, a program takes them in turn, and each waits only for earlier

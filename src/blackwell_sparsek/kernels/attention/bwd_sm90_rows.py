@@ -160,7 +160,7 @@ def launch_attn_bwd_round(
 ) -> None:
     """Fill dq [B, H, S, D], any strides, from sums fp32 [B * H, rows, 64 | 128], rows as above.
 
-    Each [64, 64] of the sums is in the order of `bwd_sm90_steps.in_register_order`.
+    Each [64, 64] of the sums is in the order of `bwd_sm90_dq.in_register_order`.
     Where `turns` are given, `unit` rows have one, counted in those of its first 64 rows; sums of
     units that had none are not read.
     """
