@@ -162,9 +162,9 @@ def make_config(
         CONSUMER_REGISTERS=232 if producer == 40 else 240,
         PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168,
-        # under a mask they cost registers that bits need (blocks of 128: 620 against 615 TFLOP/s);
-        # 16k tokens, causal: 661 against 642 TFLOP/s
+        # 16k tokens: 655 against 628 TFLOP/s; under a mask bits need these registers (620 without,
+        # 615 with them)
         DK_REGISTERS=block_size is None,
-        # D = 64, causal: 583 against 572 TFLOP/s; D = 128 619 against 632
+        # 583 against 572 TFLOP/s; with D = 128 595 against 625
         SPLIT_RING=block_size is None and tile_d == 64,
     )
