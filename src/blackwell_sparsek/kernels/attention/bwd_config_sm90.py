@@ -28,8 +28,8 @@ class AttnBwdSm90Config:
     MAX_REGISTERS per thread; the roles then trade them.
 
     DK_REGISTERS multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients
-    barriers of their own: the latter are done with first. SWEEP lets programs read the lists of a
-    mask together, from where the others are.
+    barriers of their own: the latter are done with first. ROTATE lets each tile of keys
+    begin with the queries beside it, so that programs add to different tiles of dq.
     """
 
     CONSUMERS: int
@@ -47,7 +47,7 @@ class AttnBwdSm90Config:
     MAX_REGISTERS: int
     DK_REGISTERS: bool
     SPLIT_RING: bool
-    SWEEP: bool = False
+    ROTATE: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
@@ -55,7 +55,7 @@ class AttnBwdSm90Config:
         assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
         assert not (self.SPLIT_RING and self.SHARED_KEYS), f"{self=}"
-        assert not self.SWEEP or (self.BLOCK_KV and not self.ORDERED), f"{self=}"
+        assert not (self.ROTATE and self.ORDERED), f"{self=}"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
 
     @property

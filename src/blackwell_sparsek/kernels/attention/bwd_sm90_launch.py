@@ -73,7 +73,7 @@ def launch_attn_bwd_sm90(
         programs = min(arch_of(q.device).num_sms, pieces)
         # in order, pieces come from the counter whatever their number, and none ahead of its use
         dynamic = pieces > programs and not config.ORDERED
-        counter = scratch((2,), torch.int32, q.device, zero=dynamic or config.ORDERED)
+        counter = scratch((1,), torch.int32, q.device, zero=dynamic or config.ORDERED)
         args = (
             tensor_descriptor(sums.view(planes, -1, SUM_COLUMNS), config.dq_block()),
             _descriptor(dk, config.k_block()),

@@ -25,8 +25,6 @@ DEPTH = gl.constexpr(INFO_DEPTH)
 # Entries of a mask row read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
 PADDING = gl.constexpr(QUERY_PADDING)
-# How finely programs tell each other where in their lists they are.
-FRACTION = gl.constexpr(4096)
 # What describes a step: plane of the queries; then of each of two parts the first query, the bits,
 # and how many tiles of keys add to its dq before.
 INFO_FIELDS = gl.constexpr(7)
@@ -188,20 +186,6 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _next_of_sweep(i, masked_tiles, q_tiles, front, front_ptr):
-    """The i-th tile of a list that is read from `front`, in parts of `FRACTION`, and round.
-
-    All programs go through their lists together, whenever each began: then they find the same
-    queries in the L2, where those of a long sequence do not fit.
-    """
-    first = 0 if i < masked_tiles else masked_tiles
-    count = masked_tiles if i < masked_tiles else q_tiles - masked_tiles
-    in_kind = (i - first + (count * front) // FRACTION) % count
-    gl.store(front_ptr, in_kind * FRACTION // count)
-    return first + in_kind
-
-
-@gluon.jit
 def _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG: gl.constexpr):
     """Start the copies of the keys and values of a piece, once those before are done with."""
     k_smem, v_smem, full, empty = kv_ring
@@ -221,7 +205,6 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     mask, kv_ring, info, work = shared[0], shared[1], shared[3], shared[4]
     lengths, heads, band = shared[5], shared[6], shared[7]
     order_ptr, turns_ptr, num_planes, section, dynamic = schedule
-    front_ptr = counter_ptr + 1
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     q_heads, group_size = heads
@@ -261,13 +244,17 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
                 # planned before, while the consumers still needed the last ones
                 _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG)
             found = (mask[0], plan, num_masked, turns_ptr)
-            front = 0
-            if CFG.SWEEP:
-                front = gl.atomic_add(front_ptr, 0, sem="relaxed") & (FRACTION - 1)
+            # not where a band begins beside the keys
+            full_tiles = q_tiles - masked_tiles
+            beside = kv_tile * full_tiles // kv_tiles
+            if mask[0] is None and plan[3] > 0:
+                beside = 0
             for i in range(q_tiles):
                 q_tile = i
-                if CFG.SWEEP:
-                    q_tile = _next_of_sweep(i, masked_tiles, q_tiles, front, front_ptr)
+                if CFG.ROTATE and i >= masked_tiles:
+                    q_tile += beside
+                    if q_tile >= q_tiles:
+                        q_tile -= full_tiles
                 _fetch_step(descs, shared, step, found, q_tile, (batch, q_head, kv_tile), CFG)
                 step += 1
         pieces += 1
