@@ -115,11 +115,13 @@ def test_what_describes_steps_outlives_them():
 
 def test_sections():
     # queries, gradients and sums of a head take 4 MiB
-    assert attn_bwd_sm90_section(problem()) == 6
-    assert attn_bwd_sm90_section(problem(max_q=16384, banded=True)) == 4
-    assert attn_bwd_sm90_section(problem(banded=True)) == 16
-    assert attn_bwd_sm90_section(problem(max_q=16384, deterministic=True)) == 4
+    assert attn_bwd_sm90_section(problem()) == 4
+    assert attn_bwd_sm90_section(problem(banded=True)) == 4
+    assert attn_bwd_sm90_section(problem(max_q=16384)) == 1
+    assert attn_bwd_sm90_section(problem(max_q=16384, banded=True)) == 2
+    assert attn_bwd_sm90_section(problem(max_q=16384, deterministic=True)) == 3
     assert attn_bwd_sm90_section(problem(max_q=65536, deterministic=True)) == 1
     assert attn_bwd_sm90_section(problem(heads_kv=4)) == 1
+    assert attn_bwd_sm90_section(problem(heads_kv=1, banded=True)) == 1
     assert attn_bwd_sm90_section(problem(max_q=65536)) == 1
     assert attn_bwd_sm90_section(problem(max_q=16, heads_q=2, heads_kv=2)) == 2

@@ -53,7 +53,13 @@ def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
 def attn_bwd_sm90_section(problem: AttnProblem) -> int:
     """KV planes that run together: those whose queries, gradients and sums of dq stay in L2.
 
-    TFLOP/s of a quarter, half, ... SECTIONS
+    At least two where a band makes pieces uneven, which fill the SMs while the longest end. TFLOP/s
+    with a band, by MiB of a plane and planes of a section: 4 MiB, 6, 12 and 24 planes 564, 558,
+    539; 2 MiB, 12, 24 and 48 planes 500, 491, 449; 32 MiB, 1, 2, 4 and 8 planes 533, 625, 610, 602;
+    without a band, 8 MiB, 1, 2, 3 and 6 planes 568, 571, 555, 553.
+    For sums in order three times as many bytes: only tiles of one plane wait for each other (22 %
+    of 16k tokens, 16 MiB, 2, 3, 4 and 6 planes 448, 475, 450, 386; 5 % of 64k tokens, 64 MiB, 1
+    and 2 planes 448, 375).
     """
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     row_bytes += problem.head_dim * 4
