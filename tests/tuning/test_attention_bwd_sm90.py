@@ -91,6 +91,15 @@ def test_narrow_key_blocks_are_kept_by_both_warp_groups():
     assert not wide.SHARED_KEYS and wide.tile_n == 128
 
 
+def test_what_dense_kernels_have_registers_and_barriers_for():
+    assert attn_bwd_sm90_config(problem()).DK_REGISTERS
+    assert not attn_bwd_sm90_config(problem(mask_block=(128, 128))).DK_REGISTERS
+    narrow = {"head_dim": 64, "head_dim_v": 64}
+    assert attn_bwd_sm90_config(problem(**narrow)).SPLIT_RING
+    assert not attn_bwd_sm90_config(problem(**narrow, mask_block=(64, 64))).SPLIT_RING
+    assert not attn_bwd_sm90_config(problem(head_dim=128, head_dim_v=128)).SPLIT_RING
+
+
 def test_only_what_was_asked_for_is_in_order():
     assert not attn_bwd_sm90_config(problem()).ORDERED
     config = attn_bwd_sm90_config(problem(deterministic=True))
@@ -106,11 +115,13 @@ def test_what_describes_steps_outlives_them():
 
 def test_sections():
     # queries, gradients and sums of a head take 4 MiB
-    assert attn_bwd_sm90_section(problem()) == 6
-    assert attn_bwd_sm90_section(problem(max_q=16384, banded=True)) == 4
-    assert attn_bwd_sm90_section(problem(banded=True)) == 16
-    assert attn_bwd_sm90_section(problem(max_q=16384, deterministic=True)) == 4
+    assert attn_bwd_sm90_section(problem()) == 4
+    assert attn_bwd_sm90_section(problem(banded=True)) == 4
+    assert attn_bwd_sm90_section(problem(max_q=16384)) == 1
+    assert attn_bwd_sm90_section(problem(max_q=16384, banded=True)) == 2
+    assert attn_bwd_sm90_section(problem(max_q=16384, deterministic=True)) == 3
     assert attn_bwd_sm90_section(problem(max_q=65536, deterministic=True)) == 1
     assert attn_bwd_sm90_section(problem(heads_kv=4)) == 1
+    assert attn_bwd_sm90_section(problem(heads_kv=1, banded=True)) == 1
     assert attn_bwd_sm90_section(problem(max_q=65536)) == 1
     assert attn_bwd_sm90_section(problem(max_q=16, heads_q=2, heads_kv=2)) == 2

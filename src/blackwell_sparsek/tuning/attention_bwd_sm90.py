@@ -3,13 +3,15 @@
 from functools import lru_cache
 
 from ..kernels.attention.bwd_config_sm90 import AttnBwdSm90Config, make_config
-from .attention_sm90 import SECTION_BYTES, attn_fwd_sm90_unsupported
+from .attention_sm90 import attn_fwd_sm90_unsupported
 from .problem_attention import AttnProblem
 
 # Key blocks that a tile of 64 or 128 keys lies within.
 KEY_BLOCKS = (64, 128, 256)
-# How many times more planes run together under a band.
-UNEVEN = 4
+# Of the L2 of H100 and H200, what the planes of a section take.
+SECTION_BYTES = 16 * 2**20
+# Planes that run together at least under a band.
+UNEVEN = 2
 # How many times more bytes of planes run together where dq is added up in order.
 ORDERED = 3
 # Below this many queries a tile of 64 or 128 is mostly padding.
@@ -51,11 +53,13 @@ def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
 def attn_bwd_sm90_section(problem: AttnProblem) -> int:
     """KV planes that run together: those whose queries, gradients and sums of dq stay in L2.
 
-    Four times as many where a band makes pieces uneven: what it takes to fill the SMs at the end
-    of the last section costs more than what misses the L2 (7.04 against 6.59 ms at 16k tokens).
-    For sums in order three times as many bytes: only tiles of one plane wait for each other, and a
-    plan of visits leaves the L2 less to find (22 % of 16k tokens, TFLOP/s in sections of 1, 2, 4, 8
-    and 16 planes: 344, 411, 438, 364, 336; 5 % of 64k tokens, 1, 2, 4: 423, 359, 337).
+    At least two where a band makes pieces uneven, which fill the SMs while the longest end. TFLOP/s
+    with a band, by MiB of a plane and planes of a section: 4 MiB, 6, 12 and 24 planes 564, 558,
+    539; 2 MiB, 12, 24 and 48 planes 500, 491, 449; 32 MiB, 1, 2, 4 and 8 planes 533, 625, 610, 602;
+    without a band, 8 MiB, 1, 2, 3 and 6 planes 568, 571, 555, 553.
+    For sums in order three times as many bytes: only tiles of one plane wait for each other (22 %
+    of 16k tokens, 16 MiB, 2, 3, 4 and 6 planes 448, 475, 450, 386; 5 % of 64k tokens, 64 MiB, 1
+    and 2 planes 448, 375).
     """
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     row_bytes += problem.head_dim * 4
@@ -63,6 +67,6 @@ def attn_bwd_sm90_section(problem: AttnProblem) -> int:
     planes = problem.batch * problem.heads_kv
     plane_bytes = max(row_bytes * problem.max_q * group, 1)
     section = max((ORDERED if problem.deterministic else 1) * SECTION_BYTES // plane_bytes, 1)
-    if problem.banded and problem.mask_block is None and not problem.deterministic:
-        section *= UNEVEN
+    if problem.banded and problem.mask_block is None:
+        section = max(section, UNEVEN)
     return min(section, max(planes, 1))

@@ -14,15 +14,23 @@ from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.poison import nan_like
 
 
+def as_threads_hold_them(sums):
+    """Each [64, 64] as the accumulator of a warp group lies in registers: fours of a thread."""
+    planes, rows, width = sums.shape
+    # row: tile, warp, half, thread; column: tile, eighth, thread, one of two
+    tiles = sums.view(planes, rows // 64, 4, 2, 8, width // 64, 8, 4, 2)
+    return tiles.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).reshape(sums.shape)
+
+
 @pytest.mark.parametrize("length", [1, 64, 130])
-@pytest.mark.parametrize("dims, ordered", [((16, 16), False), ((40, 24), True)])
-def test_rows(length, dims, ordered, device):
-    shape, padded = (2, 3, length, dims[1]), -(-length // 128) * 128
+@pytest.mark.parametrize("v_dim, tile_d, ordered", [(16, 64, False), (24, 128, True)])
+def test_rows(length, v_dim, tile_d, ordered, device):
+    shape, padded = (2, 3, length, v_dim), -(-length // 128) * 128
     out, dout = (normal(*shape, seed=i, dtype=torch.float16, device=device) for i in range(2))
     lse, dlse = (normal(*shape[:3], seed=i, device=device) for i in (2, 3))
     lse[..., 0] = -torch.inf
     lse_log2, delta = (torch.full((6, padded), torch.nan, device=device) for _ in range(2))
-    sums = torch.full((6, padded, dims[0]), torch.nan, device=device)
+    sums = torch.full((6, padded, tile_d), torch.nan, device=device)
     wide = layouts.different_layouts(out, dout)
     turns = torch.full((6, padded // 64, 2), 7, dtype=torch.int32, device=device)
     launch_attn_bwd_rows(lse_log2, delta, sums, turns if ordered else None, *wide, lse, dlse)
@@ -41,12 +49,13 @@ def test_rows(length, dims, ordered, device):
 @pytest.mark.parametrize(
     "kind, unit", [("contiguous", None), ("outer_gap", 64), ("outer_gap", 128)]
 )
-def test_rounding(length, kind, unit, device):
+@pytest.mark.parametrize("dim, tile_d", [(40, 64), (72, 128)])
+def test_rounding(length, kind, unit, dim, tile_d, device):
     padded = -(-length // 128) * 128
-    sums = normal(6, padded, 40, seed=1, device=device)
-    dq = layouts.strided_like(torch.empty(2, 3, length, 40, dtype=torch.float16), kind)
+    sums = normal(6, padded, tile_d, seed=1, device=device)
+    dq = layouts.strided_like(torch.empty(2, 3, length, dim, dtype=torch.float16), kind)
     dq = nan_like(dq.to(device)) if kind == "contiguous" else dq.to(device)
-    expected = (sums[:, :length] * 0.5).to(torch.float16).view(2, 3, length, 40)
+    expected = (sums[:, :length, :dim] * 0.5).to(torch.float16).view(2, 3, length, dim)
     turns = None
     if unit is not None:
         turns = torch.ones(6, padded // 64, 2, dtype=torch.int32, device=device)
@@ -54,5 +63,5 @@ def test_rounding(length, kind, unit, device):
         turns[2, 0] = 0
         sums[2, :unit] = torch.nan
         expected[0, 2, :unit] = 0
-    launch_attn_bwd_round(dq, sums, turns, unit or 64, 0.5)
+    launch_attn_bwd_round(dq, as_threads_hold_them(sums), turns, unit or 64, 0.5)
     assert dq.equal(expected)

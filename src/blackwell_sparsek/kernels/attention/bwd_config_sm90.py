@@ -10,6 +10,8 @@ from ..sm90 import GROUP_ROWS, accumulator_layout, shared_layout
 INFO_DEPTH = 8
 # What queries are padded to: the tallest tile.
 QUERY_PADDING = 128
+# How the sums of a [64, 64] tile of dq lie in memory: that many rows of one swizzle each.
+SUM_ROWS, SUM_COLUMNS = 128, 32
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class AttnBwdSm90Config:
     beyond which TMA fills zeros. STAGES tiles of queries are in flight, DS_STAGES of the gradients
     of scores. ORDERED adds up dq in the same order in every run. The kernel is compiled for
     MAX_REGISTERS per thread; the roles then trade them.
+
+    DK_REGISTERS multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients
+    barriers of their own: the latter are done with first. ROTATE lets each tile of keys
+    begin with the queries beside it, so that programs add to different tiles of dq.
     """
 
     CONSUMERS: int
@@ -39,12 +45,17 @@ class AttnBwdSm90Config:
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
+    DK_REGISTERS: bool
+    SPLIT_RING: bool
+    ROTATE: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
         tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
         assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
+        assert not (self.SPLIT_RING and self.SHARED_KEYS), f"{self=}"
+        assert not (self.ROTATE and self.ORDERED), f"{self=}"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
 
     @property
@@ -114,7 +125,7 @@ class AttnBwdSm90Config:
 
     def dq_block(self) -> tuple[int, int, int]:
         """Shape of what a warp group adds to the gradients of queries."""
-        return (1, GROUP_ROWS, 64)
+        return (1, SUM_ROWS, SUM_COLUMNS)
 
     def sum_layout(self, columns: int) -> object:
         """How fp32 sums [64, columns] lie in shared memory."""
@@ -151,4 +162,9 @@ def make_config(
         CONSUMER_REGISTERS=232 if producer == 40 else 240,
         PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168,
+        # 16k tokens: 655 against 628 TFLOP/s; under a mask bits need these registers (620 without,
+        # 615 with them)
+        DK_REGISTERS=block_size is None,
+        # 583 against 572 TFLOP/s; with D = 128 595 against 625
+        SPLIT_RING=block_size is None and tile_d == 64,
     )

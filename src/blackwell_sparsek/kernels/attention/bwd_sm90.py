@@ -6,12 +6,12 @@ consumer warp groups keep 64 keys each, dk and dv in registers, and compute
 
     s^T = k q^T    dp^T = v dout^T    dv += p^T dout    dk += ds^T q    dq = ds k
 
-so that p^T is where the product for dv reads it. `ds` goes through shared memory to the products
-for dk and dq, the latter shared by both warp groups; writer warps add dq to fp32 sums in memory by
-TMA, in no fixed order unless `ORDERED`. A producer warp finds the query tiles (`bwd_sm90_work`) and
-copies them, with lse in base 2 and delta; queries past the end, where lse is +inf, count for
-nothing. The product for dq of a step waits for the next step, so that no warp group waits for ds of
-the other.
+so that p^T is where the product for dv reads it, as ds^T is for dk where registers are left for it.
+ds goes through shared memory to the product for dq, which both warp groups share; writer warps add
+dq to fp32 sums in memory by TMA, in no fixed order unless `ORDERED` (`bwd_sm90_dq`). A producer
+warp finds the query tiles (`bwd_sm90_work`) and copies them, with lse in base 2 and delta; queries
+past the end, where lse is +inf, count for nothing. The product for dq of a step waits for the next
+step, so that no warp group waits for ds of the other.
 
 In order, a tile of keys adds to dq of a tile of queries when as many have done so as come before
 it. Pieces are taken from a counter, a program takes them in turn, and each waits only for earlier
@@ -37,29 +37,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
-from ...device.gluon.tma_reduce import await_turn, finish_turn, tma_add
 from ..sm90 import GROUP_ROWS
+from . import bwd_config_sm90 as config
+from .bwd_sm90_dq import give_dq, start_dq, write_dq
 from .bwd_sm90_steps import (
     ds_place,
     hand_over,
     hide,
     numbers_of_queries,
     own_queries,
-    start_dq,
     start_products,
     zero_of,
 )
-from .bwd_sm90_work import padded_queries, produce_steps, read_info, step_info
+from .bwd_sm90_work import produce_steps, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
-
-
-@gluon.jit
-def _give_dq(dq, dq_ring, tiles_given, GROUP: gl.constexpr):
-    """Hand a tile of dq to the writer, once it has taken the one before."""
-    smem, full, empty = dq_ring
-    mbarrier.wait(empty.index(GROUP), (tiles_given & 1) ^ 1)
-    hand_over(dq, smem.index(GROUP + zero_of(tiles_given)), full.index(GROUP))
+SUM_ROWS = gl.constexpr(config.SUM_ROWS)
 
 
 @gluon.jit
@@ -73,13 +66,16 @@ def _step(
     k = k_smem.index(own_keys + zero_of(step))
     v = v_smem.index(own_keys + zero_of(step))
     score, ds_ring, dq_ring = consume[2], consume[3], consume[4]
-    q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
+    q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty = shared[2]
     dtype: gl.constexpr = k.dtype
     chunks: gl.constexpr = CFG.dq_chunks
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
     stage = step % CFG.STAGES
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
     s_started = start_products(k, q_smem, step, GROUP, CFG)
+    if CFG.SPLIT_RING:
+        mbarrier.wait(dout_full.index(stage), (step // CFG.STAGES) & 1)
     dp_started = start_products(v, dout_smem, step, GROUP, CFG)
     # where registers are left for them, the numbers of queries come while scores are under way
     early: gl.constexpr = CFG.group_m == 64 and not CFG.SHARED_KEYS and score[1] is None
@@ -102,28 +98,40 @@ def _step(
         # what the other warp group is done with by then frees the memory for ds, too
         _, last_bar = ds_place(ds_ring, step - 1, GROUP, CFG)
         mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
-    hand_over(ds.to(dtype), ds_tile, ds_bar)
+    ds = ds.to(dtype)
+    hand_over(ds, ds_tile, ds_bar)
+    ds_operand = gl.convert_layout(ds, ds_layout) if CFG.DK_REGISTERS else ds_tile
     p = gl.convert_layout(p.to(dtype), p_layout)
     q = own_queries(q_smem.index(stage), GROUP, CFG)
     dout = own_queries(dout_smem.index(stage), GROUP, CFG)
     if FIRST:
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
-        dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+        dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    elif CFG.SPLIT_RING:
+        # dv first, whose end frees the output gradients
+        dv_started = warpgroup_mma(p, dout, dv, is_async=True)
+        dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
+        dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dv_started, dq = warpgroup_mma_wait(1, deps=(dv_started, dq_started))
+        give_dq(dq, dq_ring, step - 1, GROUP)
+        mbarrier.arrive(dout_empty.index(stage), count=1)
     else:
         dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         if chunks == 2:
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
-            _give_dq(dq, dq_ring, step * 2 - 2, GROUP)
+            give_dq(dq, dq_ring, step * 2 - 2, GROUP)
             dq_started = start_dq(ds_ring, k_smem, step - 1, 1, GROUP, CFG)
-            dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+            dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
         else:
-            dk_started = warpgroup_mma(ds_tile, q, dk, is_async=True)
+            dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=(dq_started,))
-        _give_dq(dq, dq_ring, step * chunks - 1, GROUP)
+        give_dq(dq, dq_ring, step * chunks - 1, GROUP)
     dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
     mbarrier.arrive(empty.index(stage), count=1)
+    if CFG.SPLIT_RING and FIRST:
+        mbarrier.arrive(dout_empty.index(stage), count=1)
     return dk, dv
 
 
@@ -137,7 +145,7 @@ def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
     for chunk in gl.static_range(chunks):
         dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
         dq = warpgroup_mma_wait(0, deps=(dq_started,))
-        _give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
+        give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
 
 
 @gluon.jit
@@ -237,46 +245,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     mbarrier.arrive(dq_ring[1].index(GROUP), count=1)
 
 
-@gluon.jit
-def _write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Add what a warp group hands over to the sums of dq in memory, in turn where that is asked."""
-    smem, full, empty = dq_ring
-    chunks: gl.constexpr = CFG.dq_chunks
-    row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
-    given = 0
-    plane = 0
-    while plane >= 0:
-        step = given // chunks
-        mbarrier.wait(full.index(GROUP), given & 1)
-        plane = read_info(info, step, 0, 1)
-        if plane >= 0:
-            column = given % chunks * 64 if CFG.dq_by_rows else GROUP * 64
-            row = read_info(info, step, row_field, 1)
-            turn = 1
-            if CFG.ORDERED:
-                rows = padded_queries(q_len)
-                tile = plane.to(gl.int64) * (rows // ROWS) + row // CFG.UNIT * (CFG.UNIT // ROWS)
-                # either warp group may get a unit that fills half a tile
-                turn_ptr = sums_turn_ptr + tile * 2 + (0 if CFG.parts == 2 else GROUP)
-                # a part without queries has no turn; all of a unit goes in one, last rows first
-                has_turn = (row < rows) if CFG.parts == 2 else True
-                tile_in_unit = row % CFG.UNIT // CFG.TILE_M
-                turn = read_info(info, step, 4 + row_field, 1)
-                if has_turn & (tile_in_unit == CFG.last_in_unit) & (given % chunks == 0):
-                    await_turn(turn_ptr, turn)
-            if turn == 0:
-                # nobody was here: sums begin
-                tma.async_copy_shared_to_global(dq_desc, [plane, row, column], smem.index(GROUP))
-            else:
-                tma_add(dq_desc, [plane, row, column], smem.index(GROUP))
-            tma.store_wait(0)
-            mbarrier.arrive(empty.index(GROUP), count=1)
-            if CFG.ORDERED:  # noqa: SIM102 - a constant decides whether `has_turn` exists
-                if has_turn & (tile_in_unit == 0) & (given % chunks == chunks - 1):
-                    finish_turn(turn_ptr)
-        given += 1
-
-
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_planes",
@@ -334,11 +302,13 @@ def _attn_bwd_sm90_kernel(
     lse_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
     delta_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
     ds_smem = gl.allocate_shared_memory(dtype, [ds_stages * consumers, ROWS, group_m], ds_layout)
-    dq_smem = tiles(dq_desc, consumers, ROWS)
+    dq_smem = tiles(dq_desc, consumers, SUM_ROWS)
     kv_ring = (k_smem, v_smem, barriers(1, 1).index(0), barriers(1, consumers).index(0))
-    q_full = barriers(stages, 1)
-    q_empty = barriers(stages, consumers)
-    q_ring = (q_smem, dout_smem, lse_smem, delta_smem, q_full, q_empty)
+    q_bars = (barriers(stages, 1), barriers(stages, consumers))
+    dout_bars = q_bars
+    if CFG.SPLIT_RING:
+        dout_bars = (barriers(stages, 1), barriers(stages, consumers))
+    q_ring = (q_smem, dout_smem, lse_smem, delta_smem) + q_bars + dout_bars  # noqa: RUF005
     # each warp group waits for both halves of ds, or only for its own
     ds_ring = (ds_smem, barriers(ds_stages * consumers, key_groups))
     dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1))
@@ -360,8 +330,8 @@ def _attn_bwd_sm90_kernel(
             (_consume, (consume, shared, 0, CFG)),
             (_consume, (consume, shared, 1, CFG)),
             (produce_steps, (produce, shared, CFG)),
-            (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 0, CFG)),
-            (_write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 1, CFG)),
+            (write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 0, CFG)),
+            (write_dq, (dq_desc, sums_turn_ptr, q_len, dq_ring, info, 1, CFG)),
         ],
         [4, 1, 1, 1],
         [registers, producer_registers, producer_registers, producer_registers],

@@ -35,19 +35,19 @@ class Call(NamedTuple):
 
 # What spills is in the code for masked tiles, whose bits take 64 registers of a consumer.
 CALLS = (
-    Call(128, 128, max_spill_bytes=384),
-    Call(128, 128, dtype=torch.float16, max_spill_bytes=384),
-    Call(64, 64, max_spill_bytes=384),
-    Call(128, 64, max_spill_bytes=256),
-    Call(128, 128, softcap=True, max_spill_bytes=1024),
+    Call(128, 128, max_spill_bytes=192),
+    Call(128, 128, dtype=torch.float16, max_spill_bytes=192),
+    Call(64, 64, max_spill_bytes=192),
+    Call(128, 64),
+    Call(128, 128, softcap=True, max_spill_bytes=512),
     Call(128, 128, (128, 128), max_spill_bytes=1536),
     Call(64, 64, (64, 128), max_spill_bytes=2560),
-    Call(128, 128, (64, 64), max_spill_bytes=2304),
+    Call(128, 128, (64, 64), max_spill_bytes=1792),
     Call(64, 64, (128, 64), max_spill_bytes=512),
-    Call(128, 128, ordered=True, max_spill_bytes=384),
-    Call(64, 64, ordered=True, max_spill_bytes=512),
+    Call(128, 128, ordered=True, max_spill_bytes=192),
+    Call(64, 64, ordered=True, max_spill_bytes=192),
     Call(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
-    Call(128, 128, (64, 64), ordered=True, max_spill_bytes=2304),
+    Call(128, 128, (64, 64), ordered=True, max_spill_bytes=1792),
 )
 
 

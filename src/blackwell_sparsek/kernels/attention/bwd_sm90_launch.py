@@ -8,7 +8,7 @@ from ...core.arch import arch_of
 from ...core.launch import cdiv, launch, on_device_of, scratch
 from ...formats.attention_spec import AttnSpec
 from ..sm90 import tensor_descriptor
-from .bwd_config_sm90 import QUERY_PADDING, AttnBwdSm90Config
+from .bwd_config_sm90 import QUERY_PADDING, SUM_COLUMNS, AttnBwdSm90Config
 from .bwd_sm90 import _attn_bwd_sm90_kernel
 from .bwd_sm90_rows import ROW_TILE, launch_attn_bwd_round, launch_attn_bwd_rows
 from .fwd_sm90_launch import tma_strides
@@ -60,7 +60,7 @@ def launch_attn_bwd_sm90(
     planes = operands.batch * operands.heads[0]
     padded = cdiv(q_len, QUERY_PADDING) * QUERY_PADDING
     lse_log2, delta = (scratch((planes, padded), torch.float32, q.device) for _ in range(2))
-    sums = scratch((planes, padded, q.shape[-1]), torch.float32, q.device)
+    sums = scratch((planes, padded, config.TILE_D), torch.float32, q.device)
     sums_turn = None
     if config.ORDERED:
         sums_turn = scratch((planes, padded // ROW_TILE, 2), torch.int32, q.device)
@@ -75,7 +75,7 @@ def launch_attn_bwd_sm90(
         dynamic = pieces > programs and not config.ORDERED
         counter = scratch((1,), torch.int32, q.device, zero=dynamic or config.ORDERED)
         args = (
-            tensor_descriptor(sums, config.dq_block()),
+            tensor_descriptor(sums.view(planes, -1, SUM_COLUMNS), config.dq_block()),
             _descriptor(dk, config.k_block()),
             _descriptor(dv, config.v_block()),
             _descriptor(dout, config.dout_block()),

@@ -16,7 +16,6 @@ import triton.language as tl
 from ...core.compile_cases import CompileCase, compile_cases
 from ...core.launch import launch
 from ...device.backprop import shift_of_rows
-from ...device.masks import exists
 from ...device.sequences import plane_offset
 from ...device.tiles import store_rows
 from .bwd_delta import delta_of_rows
@@ -24,6 +23,15 @@ from .operands import token_strides
 
 # Rows of a program, which share a pair of turns.
 ROW_TILE = 64
+
+
+@triton.jit
+def _from_the_end():
+    """The tile of a program: the last ones first.
+
+    The backward begins with the first planes, which then are in the L2, and ends with the last.
+    """
+    return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
 @triton.jit(do_not_specialize=["q_len", "padded", "heads"])
@@ -42,7 +50,6 @@ def _attn_bwd_rows_kernel(
     q_len,
     padded,
     heads,
-    HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -50,8 +57,9 @@ def _attn_bwd_rows_kernel(
 ):
     """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one plane of `padded` rows."""
     q_tiles = padded // TILE_M
-    plane = tl.program_id(0) // q_tiles
-    offs_m = tl.program_id(0) % q_tiles * TILE_M + tl.arange(0, TILE_M)
+    tile = _from_the_end()
+    plane = tile // q_tiles
+    offs_m = tile % q_tiles * TILE_M + tl.arange(0, TILE_M)
     tensors = (out_ptr, dout_ptr, lse_ptr, dlse_ptr)
     strides = (out_strides, dout_strides, dlse_strides)
     delta, lse = delta_of_rows(tensors, strides, plane, heads, offs_m, q_len, HEAD_DIM_V, TILE_DV)
@@ -59,11 +67,18 @@ def _attn_bwd_rows_kernel(
     tl.store(lse_log2_ptr + row, shift_of_rows(lse))
     tl.store(delta_ptr + row, delta)
     if turns_ptr is not None:
-        tl.store(turns_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), 0)
+        tl.store(turns_ptr + tile * 2 + tl.arange(0, 2), 0)
     if sums_ptr is not None:
-        offs_d = tl.arange(0, TILE_D)[None, :]
-        place = row[:, None] * HEAD_DIM + offs_d
-        tl.store(sums_ptr + place, tl.zeros([TILE_M, TILE_D], tl.float32), offs_d < HEAD_DIM)
+        place = row[:, None] * TILE_D + tl.arange(0, TILE_D)[None, :]
+        tl.store(sums_ptr + place, tl.zeros([TILE_M, TILE_D], tl.float32))
+
+
+@triton.jit
+def _rows_of_registers(sums, TILE_D: tl.constexpr):
+    """[64, TILE_D] of dq from tiles of 64 columns in the order that `in_register_order` gives."""
+    # 64 columns, eighth of them, warp, row and column of a thread, half of 16 rows, one of two
+    sums = sums.reshape([TILE_D // 64, 8, 4, 8, 4, 2, 2]).permute(2, 5, 3, 0, 1, 4, 6)
+    return sums.reshape([64, TILE_D])
 
 
 @triton.jit(do_not_specialize=["q_len", "padded", "heads"])
@@ -83,18 +98,20 @@ def _attn_bwd_round_kernel(
 ):
     """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one plane of dq."""
     q_tiles = padded // TILE_M
-    plane = tl.program_id(0) // q_tiles
-    offs_m = tl.program_id(0) % q_tiles * TILE_M + tl.arange(0, TILE_M)
+    tile = _from_the_end()
+    plane = tile // q_tiles
+    offs_m = tile % q_tiles * TILE_M + tl.arange(0, TILE_M)
     offs_d = tl.arange(0, TILE_D)
-    row = tl.cast(plane, tl.int64) * padded + offs_m
-    summed = q_len
+    live = True
     if turns_ptr is not None:
         # the turns of a unit are those of its first rows
-        first = tl.program_id(0) % q_tiles * TILE_M // UNIT * (UNIT // TILE_M)
+        first = tile % q_tiles * TILE_M // UNIT * (UNIT // TILE_M)
         turns = tl.load(turns_ptr + (tl.cast(plane, tl.int64) * q_tiles + first) * 2)
-        summed = tl.where(turns > 0, q_len, 0)
-    live = exists(offs_m, summed)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    sums = tl.load(sums_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], live, other=0.0)
+        live = turns > 0
+    sums_ptr += tl.cast(tile, tl.int64) * (TILE_M * TILE_D)
+    offs = tl.arange(0, TILE_M * TILE_D)
+    sums = tl.load(sums_ptr + offs, live & (offs >= 0), other=0.0)
+    sums = _rows_of_registers(sums, TILE_D)
     dq_ptr += plane_offset(plane // heads, plane % heads, 0, dq_strides)
     store_rows(dq_ptr, offs_m, dq_strides[2], offs_d, sums * scale, q_len, HEAD_DIM)
 
@@ -109,12 +126,12 @@ def launch_attn_bwd_rows(
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> None:
-    """Fill lse_log2, delta fp32 [planes, rows], sums fp32 [planes, rows, D] and, if any, turns.
+    """Fill lse_log2, delta fp32 [planes, rows], sums fp32 [planes, rows, 64 | 128] and any turns.
 
     Rows are the queries padded to a multiple of 64; turns are int32 [planes, rows / 64, 2]. With
     turns, sums stay as they are. The others are as for `launch_attn_delta`, not packed.
     """
-    planes, padded, head_dim = sums.shape
+    planes, padded, tile_d = sums.shape
     args = (
         lse_log2,
         delta,
@@ -130,10 +147,9 @@ def launch_attn_bwd_rows(
         out.shape[2],
         padded,
         out.shape[1],
-        head_dim,
         out.shape[3],
         ROW_TILE,
-        triton.next_power_of_2(head_dim),
+        tile_d,
         triton.next_power_of_2(out.shape[3]),
     )
     launch(_attn_bwd_rows_kernel, planes * (padded // ROW_TILE), args, num_warps=4)
@@ -142,15 +158,16 @@ def launch_attn_bwd_rows(
 def launch_attn_bwd_round(
     dq: torch.Tensor, sums: torch.Tensor, turns: torch.Tensor | None, unit: int, scale: float
 ) -> None:
-    """Fill dq [B, H, S, D], any strides, from sums fp32 [B * H, rows, D], rows as above.
+    """Fill dq [B, H, S, D], any strides, from sums fp32 [B * H, rows, 64 | 128], rows as above.
 
+    Each [64, 64] of the sums is in the order of `bwd_sm90_dq.in_register_order`.
     Where `turns` are given, `unit` rows have one, counted in those of its first 64 rows; sums of
     units that had none are not read.
     """
-    planes, padded, head_dim = sums.shape
-    tile_d = triton.next_power_of_2(head_dim)
+    planes, padded, tile_d = sums.shape
     sizes = (dq.shape[2], padded, dq.shape[1])
-    args = (dq, sums, turns, token_strides(dq), *sizes, scale, head_dim, unit, ROW_TILE, tile_d)
+    constants = (dq.shape[3], unit, ROW_TILE, tile_d)
+    args = (dq, sums, turns, token_strides(dq), *sizes, scale, *constants)
     launch(_attn_bwd_round_kernel, planes * (padded // ROW_TILE), args, num_warps=4)
 
 
@@ -173,7 +190,6 @@ def _cases() -> Iterator[CompileCase]:
                 "q_len": 4000,
                 "padded": 4096,
                 "heads": 32,
-                "HEAD_DIM": dim,
                 "HEAD_DIM_V": dim,
                 "TILE_M": ROW_TILE,
                 "TILE_D": 128,

@@ -104,25 +104,3 @@ def hand_over(x, smem, filled):
     smem.store(x)
     fence_async_shared()
     mbarrier.arrive(filled, count=1)
-
-
-@gluon.jit
-def start_dq(ds_ring, k_smem, step, CHUNK: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Start a [64, 64] tile of dq: rows or columns of its own for each warp group."""
-    layout: gl.constexpr = CFG.accumulator_layout(64)
-    consumers: gl.constexpr = CFG.CONSUMERS
-    dq = gl.zeros([ROWS, 64], gl.float32, layout)
-    if CFG.SHARED_KEYS:
-        ds, _ = ds_place(ds_ring, step, GROUP, CFG)
-        k = k_smem.index(zero_of(step)).slice(CHUNK * 64, 64, dim=1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
-    else:
-        for g in gl.static_range(consumers):
-            ds, _ = ds_place(ds_ring, step, g, CFG)
-            if CFG.dq_by_rows:
-                ds = ds.slice(GROUP * ROWS, ROWS, dim=1)
-                k = k_smem.index(g + zero_of(step))
-            else:
-                k = k_smem.index(g + zero_of(step)).slice(GROUP * 64, 64, dim=1)
-            dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=g > 0, is_async=True)
-    return dq

@@ -149,7 +149,7 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
 def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     """Start the copies of one query tile: queries, output gradients, lse and delta."""
     q_desc, dout_desc, lse_desc, delta_desc = descs
-    q_smem, dout_smem, lse_smem, delta_smem, full, empty = shared[2]
+    q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty = shared[2]
     info, lengths, heads, band = shared[3], shared[5], shared[6], shared[7]
     batch, q_head, kv_tile = place
     parts: gl.constexpr = CFG.parts
@@ -160,22 +160,29 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     if parts == 2:
         second, second_bits, second_turn = _find_part(visit, q_tile, 1, kv_tile, lengths, band, CFG)
     stage = step % CFG.STAGES
-    bar = full.index(stage)
-    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+    phase = ((step // CFG.STAGES) & 1) ^ 1
+    mbarrier.wait(empty.index(stage), phase)
     _write_info(info, step, (plane, first, second, bits, second_bits, turn, second_turn))
-    row_bytes: gl.constexpr = lse_desc.block_type.nbytes + delta_desc.block_type.nbytes
-    tile_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes
-    mbarrier.expect(bar, parts * (row_bytes + tile_bytes))
+    q_bytes: gl.constexpr = q_desc.block_type.nbytes + lse_desc.block_type.nbytes
+    dout_bytes: gl.constexpr = dout_desc.block_type.nbytes + delta_desc.block_type.nbytes
+    bar = full.index(stage)
+    mbarrier.expect(bar, parts * (q_bytes if CFG.SPLIT_RING else q_bytes + dout_bytes))
     for part in gl.static_range(parts):
         q_row = first if part == 0 else second
         q = q_smem.index(stage).slice(part * rows, rows, dim=0)
-        dout = dout_smem.index(stage).slice(part * rows, rows, dim=0)
         lse = lse_smem.index(stage).slice(part * rows, rows, dim=0)
-        delta = delta_smem.index(stage).slice(part * rows, rows, dim=0)
         tma.async_copy_global_to_shared(q_desc, [batch, q_head, q_row, 0], bar, q)
         tma.async_copy_global_to_shared(lse_desc, [plane, q_row], bar, lse)
-        tma.async_copy_global_to_shared(dout_desc, [batch, q_head, q_row, 0], bar, dout)
-        tma.async_copy_global_to_shared(delta_desc, [plane, q_row], bar, delta)
+    dout_bar = dout_full.index(stage)
+    if CFG.SPLIT_RING:
+        mbarrier.wait(dout_empty.index(stage), phase)
+        mbarrier.expect(dout_bar, parts * dout_bytes)
+    for part in gl.static_range(parts):
+        q_row = first if part == 0 else second
+        dout = dout_smem.index(stage).slice(part * rows, rows, dim=0)
+        delta = delta_smem.index(stage).slice(part * rows, rows, dim=0)
+        tma.async_copy_global_to_shared(dout_desc, [batch, q_head, q_row, 0], dout_bar, dout)
+        tma.async_copy_global_to_shared(delta_desc, [plane, q_row], dout_bar, delta)
 
 
 @gluon.jit
@@ -237,7 +244,17 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
                 # planned before, while the consumers still needed the last ones
                 _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG)
             found = (mask[0], plan, num_masked, turns_ptr)
-            for q_tile in range(q_tiles):
+            # not where a band begins beside the keys
+            full_tiles = q_tiles - masked_tiles
+            beside = kv_tile * full_tiles // kv_tiles
+            if mask[0] is None and plan[3] > 0:
+                beside = 0
+            for i in range(q_tiles):
+                q_tile = i
+                if CFG.ROTATE and i >= masked_tiles:
+                    q_tile += beside
+                    if q_tile >= q_tiles:
+                        q_tile -= full_tiles
                 _fetch_step(descs, shared, step, found, q_tile, (batch, q_head, kv_tile), CFG)
                 step += 1
         pieces += 1
