@@ -8,23 +8,35 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from blackwell_sparsek.device.softmax import add_sink, finalise, init_state, softmax_step
+from blackwell_sparsek.device.softmax import (
+    add_sink,
+    finalise,
+    init_state,
+    join_state,
+    softmax_step,
+)
 
 INF = float("inf")
 
 
 @triton.jit
 def _softmax_probe(
-    p_ptr, lse_ptr, s_ptr, sinks_ptr, scale_log2, steps, M: tl.constexpr, N: tl.constexpr
-):
+    p_ptr, lse_ptr, s_ptr, sinks_ptr, scale_log2, steps, parts, M: tl.constexpr, N: tl.constexpr,
+    SLACK: tl.constexpr,
+):  # fmt: skip
     offs_m = tl.arange(0, M)
     offs_n = tl.arange(0, N)
     m_log2, row_sum = init_state(offs_m)
     weight_sum = tl.zeros([M], tl.float32)  # accumulator with values of 1
-    for step in range(steps):
-        s = tl.load(s_ptr + offs_m[:, None] * (steps * N) + step * N + offs_n[None, :])
-        m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, scale_log2)
-        weight_sum = weight_sum * rescale + tl.sum(p, 1)
+    for part in range(parts):
+        m_part, sum_part = init_state(offs_m)
+        weight_part = tl.zeros([M], tl.float32)
+        for step in range(part * steps // parts, (part + 1) * steps // parts):
+            s = tl.load(s_ptr + offs_m[:, None] * (steps * N) + step * N + offs_n[None, :])
+            m_part, sum_part, p, rescale = softmax_step(m_part, sum_part, s, scale_log2, SLACK)
+            weight_part = weight_part * rescale + tl.sum(p, 1)
+        m_log2, row_sum, rescale, factor = join_state(m_log2, row_sum, m_part, sum_part)
+        weight_sum = weight_sum * rescale + weight_part * factor
     if sinks_ptr is not None:
         m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(sinks_ptr + offs_m))
         weight_sum *= rescale
@@ -33,14 +45,16 @@ def _softmax_probe(
     tl.store(lse_ptr + offs_m, lse)
 
 
-def run(s, sinks, scale, device, steps=4):
+def run(s, sinks, scale, device, steps=4, parts=1, slack=0):
     rows = s.shape[0]
     weight = torch.full((rows,), float("nan"), device=device)
     lse = torch.full((rows,), float("nan"), device=device)
     scale_log2 = scale * 1.4426950408889634
     sinks = None if sinks is None else sinks.to(device)
     tile = s.shape[1] // steps
-    _softmax_probe[(1,)](weight, lse, s.to(device), sinks, scale_log2, steps, M=rows, N=tile)
+    _softmax_probe[(1,)](
+        *(weight, lse, s.to(device), sinks, scale_log2, steps, parts), M=rows, N=tile, SLACK=slack
+    )
     return weight.cpu(), lse.cpu()
 
 
@@ -60,6 +74,9 @@ def scores(kind):
         s *= 1e6
     elif kind == "equal":
         s = torch.full_like(s, 3.0)
+    elif kind == "growing":
+        # by less than a slack of 8 allows, by more, and back
+        s += torch.linspace(-40, 40, 64) * torch.linspace(-2, 2, 16)[:, None]
     elif kind == "masked":
         s[torch.rand_like(s) < 0.7] = -INF
         s[0] = -INF  # sees nothing
@@ -69,12 +86,14 @@ def scores(kind):
     return s
 
 
+@pytest.mark.parametrize("slack", [0, 8])
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("kind", ["normal", "huge", "equal", "masked"])
-def test_steps_add_up(device, kind, with_sinks):
+@pytest.mark.parametrize("kind", ["normal", "huge", "equal", "growing", "masked"])
+def test_steps_and_parts_add_up(device, kind, with_sinks, parts, slack):
     s = scores(kind)
     sinks = torch.randn(16) if with_sinks else None
-    weight, lse = run(s, sinks, 0.3, device)
+    weight, lse = run(s, sinks, 0.3, device, parts=parts, slack=slack)
     exact_weight, exact_lse = exact(s, sinks, 0.3)
     # a logit of 1e6 has an ulp of 1/16, which moves lse and not the normalised weights
     bound = 1e-6 * exact_lse.abs().nan_to_num(posinf=0.0).clamp(min=1.0) + 1e-6

@@ -82,4 +82,4 @@ def test_too_many_rows_are_left_to_the_sort(device):
     sides = (mask.seq_lengths, mask.block_size, 0, 0)
     for planes in (0, MAX_ORDERED_ROWS // 4 + 1):
         sizes = (planes, 1, 4, 0, 0, 1, 1, 0, 1, 1)
-        assert ordered(mask.forward, sizes, sides, EVERYTHING, columns=False) is None
+        assert ordered(mask.forward, sizes, sides, EVERYTHING, columns=False, key=()) is None

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType
+from blackwell_sparsek.formats import pattern_topk
 from blackwell_sparsek.formats.block_mask import BlockMask
 from blackwell_sparsek.formats.pattern_topk import topk
 from blackwell_sparsek.formats.patterns import causal
@@ -80,9 +81,28 @@ def test_topk_inside_torch_compile():
     assert all(map(torch.equal, compiled(scores), build(scores)))
 
 
+@pytest.mark.parametrize("causal_too", [False, True])
+@pytest.mark.parametrize(("seq", "block"), [((40, 40), 16), ((17, 65), (32, 16)), ((65, 17), 16)])
+def test_topk_by_kernels(monkeypatch, device, seq, block, causal_too):
+    pytest.importorskip("triton")
+    sides = (block, block) if isinstance(block, int) else block
+    grid = -(-seq[0] // sides[0]), -(-seq[1] // sides[1])
+    scores = torch.randn(2, 3, *grid, generator=torch.Generator().manual_seed(1))
+    scores[0, 0, 0, 0] = float("-inf")
+    for k in {1, (grid[1] + 1) // 2, grid[1]}:
+        expected = topk(scores, k, block, seq_lengths=seq, causal=causal_too)
+        with monkeypatch.context() as patch:
+            patch.setattr(pattern_topk, "kernels_build", lambda *tensors: True)
+            mask = topk(scores.to(device), k, block, seq_lengths=seq, causal=causal_too)
+        made = zip(mask.tensors(), expected.tensors(), strict=True)
+        assert all(torch.equal(a.cpu(), b) for a, b in made)
+        mask.validate()
+
+
 @pytest.mark.gpu
 def test_topk_does_not_wait_for_the_gpu():
     scores = torch.randn(2, 3, 16, 16, device="cuda")
+    topk(scores, 3, 64, causal=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
         made = topk(scores, 3, 64, causal=True).tensors()

@@ -7,6 +7,7 @@ most of it to compile. `BSK_RANDOM_CALLS=150` before it makes 2,100 random calls
 import dataclasses
 import os
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
+from blackwell_sparsek.core.arch import arch_of
 from blackwell_sparsek.formats.attention_spec import AttnSpec, empty_lse, empty_out
 from blackwell_sparsek.formats.band import EVERYTHING, Band
 from blackwell_sparsek.formats.block_mask import BlockMask
@@ -50,7 +52,7 @@ STRUCTURES = (
 CORPUS = ((6, 972), (7, 1169))
 
 
-def run(q, k, v, spec, consumers=None, section=1):
+def run(q, k, v, spec, consumers=None, section=1, long=False):
     """Output and lse in poisoned memory; with `consumers`, past the choice of tiles."""
     with poisoned_empty():
         if consumers is None:
@@ -61,7 +63,7 @@ def run(q, k, v, spec, consumers=None, section=1):
     if mask is not None:
         block_kv = mask.block_size[1]
         order = longest_first(mask, *q.shape[:2], spec.band, section)
-    config = make_config(consumers, *tiles, block_kv, banded=spec.band != EVERYTHING)
+    config = make_config(consumers, *tiles, block_kv, banded=spec.band != EVERYTHING, long=long)
     fwd_sm90_launch.launch_attn_fwd_sm90(out, lse, q, k, v, spec, order, section, config)
     return out, lse
 
@@ -322,11 +324,65 @@ def test_two_streams_share_a_mask():
 
 
 @pytest.mark.parametrize("consumers, dim", [(1, 64), (2, 64), (3, 64), (1, 128), (2, 128)])
-@pytest.mark.parametrize("band", [EVERYTHING, Band(None, 0), Band(100, 0), Band(70, 30)])
+def test_maxima_that_grow(consumers, dim):
+    """By less than rows let pass before they scale their sums, and by more."""
+    q, k, v, spec = AttnCase(
+        15, BRAIN, heads=(3, 3), lengths=((300, 1400),), head_dims=(dim, dim)
+    ).build("cuda")
+    ramp = torch.linspace(0.2, 12, 1400, device="cuda")
+    for growth in (ramp, ramp.flip(0), (3 * ramp) ** 2 / 12):
+        grown = (k.float() * growth[:, None]).to(BRAIN)
+        check_attention(*run(q, grown, v, spec, consumers), q, grown, v, spec)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    "sms, heads, sq, sk", [(3, 5, 100, 1700), (5, 7, 120, 900), (132, 170, 128, 999)]
+)
+def test_programs_share_the_last_pieces(dim, sinks, sms, heads, sq, sk):
+    """The bits are those of every other run, whoever comes last."""
+    assert make_config(2, dim, dim, long=True).shared_tail(heads, sms, -(-sk // 128)) > 0
+    q, k, v, spec = AttnCase(
+        16, BRAIN, heads=(heads, heads), lengths=((sq, sk),), head_dims=(dim, dim), sinks=sinks
+    ).build("cuda")
+    arch = dataclasses.replace(arch_of(q.device), num_sms=sms)
+    with mock.patch.object(fwd_sm90_launch, "arch_of", lambda device: arch):
+        expected = run(q, k, v, spec, 2, long=True)
+        check_attention(*expected, q, k, v, spec)
+        for _ in range(5):
+            out, lse = run(q, k, v, spec, 2, long=True)
+            assert out.equal(expected[0]) and lse.equal(expected[1])
+
+
+def test_calls_that_start_early_read_what_the_one_before_wrote():
+    q, k, v, spec = AttnCase(
+        17, BRAIN, batch=2, heads=(100, 100), lengths=((700, 700),), head_dims=(64, 64)
+    ).build("cuda")
+    assert make_config(1, 64, 64).OVERLAP
+
+    def chain(wait):
+        x = q
+        for _ in range(8):
+            x, _ = run(x, k, v, spec, 1)
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    expected = chain(wait=True)
+    for _ in range(4):
+        assert chain(wait=False).equal(expected)
+
+
+BANDS = (EVERYTHING, Band(None, 0), Band(100, 0), Band(70, 30), Band(300, 0), Band(300, 50))
+
+
+@pytest.mark.parametrize("consumers, dim", [(1, 64), (2, 64), (3, 64), (1, 128), (2, 128)])
+@pytest.mark.parametrize("band", BANDS)
 def test_a_piece_of_work_leaves_nothing_to_the_next(consumers, dim, band, on_few_sms):
     """Whether a program takes one piece or all of them, the bits are the same."""
     spec = AttnSpec(scale=dim**-0.5, band=band)
-    for sq, sk in ((1, 1), (63, 65), (200, 333), (333, 200), (512, 512)):
+    for sq, sk in ((1, 1), (63, 65), (200, 333), (333, 200), (512, 512), (896, 900)):
         torch.manual_seed(sq)
         q, k, v = (torch.randn(2, 3, s, dim, device="cuda", dtype=BRAIN) for s in (sq, sk, sk))
         expected = run(q, k, v, spec, consumers)

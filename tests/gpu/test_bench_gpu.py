@@ -18,7 +18,7 @@ from blackwell_sparsek.bench.timing import time_interleaved
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
-FEW = {"bsk", "bsk_dense", "bsk_deterministic", "bsk_padded", "bsk_attention"}
+FEW = {"bsk", "bsk_dense", "bsk_deterministic", "bsk_padded", "bsk_attention", "bsk_new_mask"}
 FEW |= {"sdpa_cudnn", "sdpa_flash", "sdpa_dense", "sdpa", "sdpa_padded"}
 PROBLEMS = {
     "attention_dense": Attention(2, 4, 512, 128, causal=True),

@@ -11,13 +11,14 @@ from blackwell_sparsek.bench.peers.matmul import DENSE, OURS, PEERS
 from blackwell_sparsek.bench.problems.product import Product
 from blackwell_sparsek.bench.suites.matmul import _case
 from blackwell_sparsek.testing.bsr import random_bsr
+from blackwell_sparsek.testing.poison import poisoned_empty
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 
 
 def test_auto_takes_the_dense_product_of_a_full_matrix():
-    full = Product(8192, 8192, 8192, (16, 16), 0.9).build(GPU)
+    full = Product(8192, 8192, 8192, (16, 16), 0.6).build(GPU)
     sparse = Product(4096, 4096, 4096, (16, 16), 0.05).build(GPU)
     assert explain(matmul, full.sparse, full.x).chosen == "dense"
     assert explain(matmul, sparse.sparse, sparse.x).chosen in ("sm90", "triton")
@@ -42,6 +43,18 @@ def test_the_dense_product_works_in_a_graph_and_without_synchronising():
     out.fill_(float("nan"))
     graph.replay()
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("block", [(16, 16), (128, 64), (32, 8), (16, 4)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_all_of_the_matrix_is_written(block, dtype):
+    a = random_bsr((520, 1100), block, seed=3, dtype=dtype, device=GPU, whole=True)
+    x = torch.randint(-3, 4, (1100, 40), device=GPU).to(dtype)
+    with poisoned_empty():
+        out = matmul(a, x, impl="dense")
+        left = matmul(x.mT, a.T, impl="dense")
+    exact = (a.to_dense().double() @ x.double()).to(dtype)
+    assert torch.equal(out, exact) and torch.equal(left, exact.mT)
 
 
 def test_narrow_cases_have_times_in_both_modes():

@@ -46,7 +46,7 @@ def _check(a, x, **options):
     return got
 
 
-@pytest.mark.parametrize("n", [1, 2, 8, 15, 16, 17, 33, 63, 64])
+@pytest.mark.parametrize("n", [1, 2, 8, 15, 16, 17, 33, 63, 64, 65, 100, 128])
 @pytest.mark.parametrize(
     "shape, block",
     [
@@ -108,13 +108,19 @@ def test_integers_are_exact_and_bits_do_not_depend_on_who_computes_a_tile():
     torch.manual_seed(0)
     a = _weight(1024, 5120, (128, 128))
     whole = a.with_data(torch.randint(-2, 3, a.data.shape, device="cuda").bfloat16())
-    for n, tile_m, tile_n, tile_k in ((40, 64, 64, 128), (16, 32, 16, 128), (33, 16, 64, 64)):
+    for n, tile_m, tile_n, tile_k in (
+        (40, 64, 64, 128),
+        (16, 32, 16, 128),
+        (33, 16, 64, 64),
+        (100, 64, 32, 128),
+        (128, 64, 128, 128),
+    ):
         x = torch.randint(-2, 3, (n, 5120), device="cuda").bfloat16()
         expected = (x.float() @ whole.to_dense().float().T).bfloat16()
         stages = stages_that_fit(tile_m, tile_n, tile_k, False)
         config = NarrowSm90Config(128, 128, tile_m, tile_n, tile_k, 1, stages)
         for programs in (1, 7, 132, 10**6):
-            schedule = build_row_schedule(a.indptr, a.indices, config, programs)
+            schedule = build_row_schedule(a.indptr, a.indices, config, n, programs)
             torch.cuda.synchronize()
             for _ in range(3):
                 out = torch.full((n, 1024), float("nan"), device="cuda", dtype=torch.bfloat16)

@@ -64,8 +64,9 @@ def test_random_calls(seed):
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 256])
-def test_pages_give_the_bits_of_a_contiguous_cache(page_size):
-    case = dataclasses.replace(LLAMA, lengths=(1000, 0, 37, 512), capacity=1024)
+@pytest.mark.parametrize("fp8", ["none", "head"])
+def test_pages_give_the_bits_of_a_contiguous_cache(page_size, fp8):
+    case = dataclasses.replace(LLAMA, lengths=(1000, 0, 37, 512), capacity=1024, fp8=fp8)
     contiguous = run(*case.build("cuda"))
     paged = run(*dataclasses.replace(case, page_size=page_size).build("cuda"))
     assert contiguous[0].equal(paged[0]) and contiguous[1].equal(paged[1])
@@ -113,9 +114,41 @@ def test_fp8_caches(scales, page_size, dtype):
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"page_size": 64, "block_size": 64, "keep": 0.3}])
+def test_fp8_with_queries_sinks_and_softcap(options):
+    case = dataclasses.replace(LLAMA, lengths=(300, 0, 77), fp8="head", q_len=3)
+    check(dataclasses.replace(case, sinks=True, softcap=5.0, band=Band(100, 0), **options))
+
+
+def test_queries_outside_of_the_range_of_fp16():
+    """Keys of an fp8 cache are multiplied as fp16, queries in bf16 reach further."""
+    case = dataclasses.replace(LLAMA, lengths=(65,), fp8="tensor")
+    for factor in (2.0**40, 2.0**-40):
+        q, k, v, spec = case.build("cpu")
+        spec = spec._replace(scale=spec.scale / factor)
+        q[:, 1::2] *= 2.0**-6
+        out, lse = run(*(x.cuda() for x in (q * factor, k, v)), _on_gpu(spec))
+        check_decode(out.cpu(), lse.cpu(), q * factor, k, v, spec)
+
+
+def _on_gpu(spec):
+    return spec._replace(**{n: x.cuda() for n, x in spec._asdict().items() if torch.is_tensor(x)})
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_long_stretches_give_the_same_bits_every_time(page_size):
+    """As long as stretches whose last tiles are dealt out to whoever is done."""
+    case = dataclasses.replace(LLAMA, lengths=(52000, 1, 9000, 3000))
+    first = run(*case.build("cuda"))
+    args = dataclasses.replace(case, page_size=page_size).build("cuda")
+    for _ in range(20):
+        again = run(*args)
+        assert first[0].equal(again[0]) and first[1].equal(again[1])
+
+
 def test_long_and_short_sequences_together():
     """Against eager, which reads what it needs: the oracle would take minutes."""
-    lengths = (100, 32000, 7, 0, 5000, 1)
+    lengths = (100, 52000, 7, 0, 9000, 1)
     q, k, v, spec = dataclasses.replace(LLAMA, lengths=lengths).build("cuda")
     out, lse = call(q, k, v, spec)
     exact, exact_lse = call(q, k, v, spec, impl="eager")

@@ -54,6 +54,24 @@ def test_kept_blocks(heads, mb, nb):
         assert_same(mask, expected)
 
 
+def test_lists_on_several_streams_at_once():
+    """Each has scratch memory of its own, whatever the others do."""
+    keeps = [kept(8, 512, 512, 0.1 * seed, seed).cuda() for seed in range(1, 4)]
+    expected = [BlockMask.from_dense(keep.cpu(), 128) for keep in keeps]
+    q = torch.randn(1, 16, 4096, 64, device="cuda", dtype=torch.bfloat16)
+    streams = [torch.cuda.Stream() for _ in keeps]
+    torch.cuda.synchronize()
+    made = [None] * len(keeps)
+    for _ in range(20):
+        bsk.attention(q, q, q)
+        for i, (stream, keep) in enumerate(zip(streams, keeps, strict=True)):
+            with torch.cuda.stream(stream):
+                made[i] = BlockMask.from_dense(keep, 128)
+    torch.cuda.synchronize()
+    for mask, other in zip(made, expected, strict=True):
+        assert_same(mask, other)
+
+
 def test_views_of_kept_blocks():
     wide = kept(4, 65, 130, 0.3).cuda()
     for keep in (wide[..., 1:], wide.transpose(2, 3), wide[:, :1].expand(2, 3, 65, 130)):

@@ -177,8 +177,12 @@ def _layer(block, density, n):
         (_problem(128, 0.8), "sm90"),
         (_problem(128, 1.0), "sm90"),
         (_problem(16, 0.22), "sm90"),
-        (_problem(16, 0.5), "sm90"),
-        (_problem(16, 0.9), "dense"),
+        (_problem(16, 0.3), "sm90"),
+        (_problem(16, 0.5), "dense"),
+        (_problem(32, 0.3), "sm90"),
+        (_problem(32, 0.5), "dense"),
+        (_problem(64, 0.5), "sm90"),
+        (_problem(64, 0.9), "dense"),
         (_problem(16, 1.0, n=16), "triton"),
         (_layer(128, 0.22, 1), "triton"),
         *((_layer(128, 0.22, n), "sm90") for n in (2, 16, 64)),
@@ -205,9 +209,9 @@ def test_both_estimates_are_in_the_reasons(monkeypatch):
     monkeypatch.delenv("BSK_IMPL", raising=False)
     monkeypatch.setattr("blackwell_sparsek.ops.bsr_sm90.why_no_triton", lambda: None)
     sparse = matmul_dispatch.decide("auto", _problem(128, 0.22)).reasons
-    assert sparse["dense"] == "estimated 1.95 ms, sm90 0.407 ms"
+    assert sparse["dense"] == "estimated 1.5 ms, sm90 0.357 ms"
     dense = matmul_dispatch.decide("auto", _problem(16, 0.9)).reasons
-    assert dense["sm90"] == "estimated 2.31 ms, dense 2.29 ms"
+    assert dense["sm90"] == "estimated 2.22 ms, dense 1.53 ms"
     asked = matmul_dispatch.decide("dense", _problem(128, 0.22))
     assert asked.chosen == "dense" and asked.reasons["sm90"] == "impl='dense' was asked for"
 

@@ -56,12 +56,12 @@ def gpu(monkeypatch):
         return results
 
     pretend_gpu(monkeypatch)
-    monkeypatch.setattr(attention_repeat, "_stream_of", lambda x: STREAM)
+    monkeypatch.setattr(attention_repeat, "stream_of", lambda x: STREAM)
     monkeypatch.setattr(launching, "kernel_launcher", lambda compiled: launcher)
     monkeypatch.setattr(functional_attention, "_attention", run)
     monkeypatch.setattr(functional_varlen, "_attention_varlen", run)
     monkeypatch.setattr(functional_decode, "_attention_decode", run)
-    for known in ("_UNMASKED", "_UNMASKED_PACKED"):
+    for known in ("_UNMASKED", "_UNMASKED_PACKED", "_MASKED"):
         monkeypatch.setattr(attention_repeat, known, {})
     monkeypatch.setattr(decode_repeat, "_KNOWN", {})
     return state
@@ -149,16 +149,6 @@ def test_offsets_that_serve_queries_and_keys_have_one_role(gpu):
     assert gpu.calls == 1 and gpu.repeated[0][-2:] == (cu.data_ptr(), cu.data_ptr())
 
 
-def test_launches_of_a_mask_belong_to_it_and_to_a_stream(gpu, monkeypatch):
-    masks = [BlockMask.from_dense(torch.eye(2, dtype=torch.bool), 16) for _ in range(2)]
-    for mask in (*masks, *masks):
-        attend(block_mask=mask)
-    assert gpu.calls == 2 and len(gpu.repeated) == 2
-    monkeypatch.setattr(attention_repeat, "_stream_of", lambda x: STREAM + 1)
-    attend(block_mask=masks[0])
-    assert gpu.calls == 3
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -229,14 +219,10 @@ class Overriding(TorchFunctionMode):
         Overriding,
         explaining,
         forward_ad.dual_level,
-        lambda: torch.autocast("cuda", torch.float16),
     ],
-    ids=["dispatch mode", "function mode", "explain", "forward gradients", "autocast"],
+    ids=["dispatch mode", "function mode", "explain", "forward gradients"],
 )
-@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
-def test_modes_see_the_whole_call(gpu, monkeypatch, mode):
-    # without a GPU, autocast would turn itself off
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+def test_modes_see_the_whole_call(gpu, mode):
     attend()
     with mode():
         attend()
@@ -244,6 +230,23 @@ def test_modes_see_the_whole_call(gpu, monkeypatch, mode):
     assert gpu.calls == 3 and not gpu.repeated
     attend()
     assert gpu.calls == 3
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+def test_autocast_sees_what_it_may_cast(gpu, monkeypatch):
+    # without a GPU, autocast would turn itself off
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    with torch.autocast("cuda", torch.float16):
+        attend()
+        attend()
+    attend()
+    assert gpu.calls == 1 and len(gpu.repeated) == 2
+    other = [x.bfloat16() for x in qkv()]
+    attend(other)
+    with torch.autocast("cuda", torch.float16):
+        attend(other)
+        attend([*qkv()[:2], other[2]])
+    assert gpu.calls == 4 and len(gpu.repeated) == 2
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -356,6 +359,6 @@ def test_offsets_that_are_no_tensors_reach_the_checks():
 def test_calls_on_the_cpu_are_not_recorded(monkeypatch):
     monkeypatch.setattr(attention_repeat, "_UNMASKED", {})
     q = torch.randn(1, 2, 64, 64).half()
-    assert not module.may_repeat([q, q], [None])
+    assert not module.may_record((), [q, q], [None])
     bsk.attention(q, q, q)
     assert attention_repeat._UNMASKED == {}

@@ -8,6 +8,7 @@ import torch
 
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.formats.attention_spec import AttnSpec
+from blackwell_sparsek.formats.band import EVERYTHING, Band
 from blackwell_sparsek.kernels.attention.config_sm90 import make_config
 from blackwell_sparsek.tuning.attention_sm90 import (
     FEW_QUERIES,
@@ -22,6 +23,7 @@ from blackwell_sparsek.tuning.problem_attention import AttnProblem, tma_takes
 SM_BYTES = 228 * 1024
 
 
+CAUSAL = Band(None, 0)
 NARROW = {"head_dim": 64, "head_dim_v": 64}
 
 
@@ -122,19 +124,60 @@ def test_consumers(changes, consumers):
     assert consumers == attn_fwd_sm90_config(problem(**changes)).CONSUMERS
 
 
-def test_half_tiles_are_for_one_consumer_and_bands_of_dense_batches():
+def test_half_tiles_are_for_bands_of_dense_batches():
     one = {"batch": 16, "heads_q": 32, "max_q": 1024, "max_k": 1024, **NARROW}
-    assert attn_fwd_sm90_config(problem(**one, banded=True)).HALF_TILES
-    assert not attn_fwd_sm90_config(problem(banded=True)).HALF_TILES
+    for changes in (one, {}, NARROW):
+        assert attn_fwd_sm90_config(problem(**changes, banded=True)).HALF_TILES
+        assert not attn_fwd_sm90_config(problem(**changes)).HALF_TILES
     for consumers, dim, options in (
-        (1, 64, {}),
         (1, 64, {"banded": True, "packed": True}),
         (1, 64, {"banded": True, "block_kv": 128}),
+        (2, 128, {"banded": True, "packed": True}),
+        (2, 128, {"banded": True, "block_kv": 128}),
+        # its tiles have 64 keys
         (1, 128, {"banded": True}),
-        (2, 64, {"banded": True}),
-        (3, 64, {"banded": True}),
     ):
         assert not make_config(consumers, dim, dim, **options).HALF_TILES
+
+
+@pytest.mark.parametrize(
+    "changes, shared",
+    [
+        ({}, True),
+        ({"max_k": 4095}, False),
+        ({"banded": True}, False),
+        (NARROW, False),
+        ({"varlen": True, "tokens": (8192, 8192)}, False),
+        ({"mask_block": (128, 128)}, False),
+        ({"heads_q": 4, "max_q": 1024}, False),
+    ],
+)
+def test_programs_share_the_last_of_long_equal_pieces(changes, shared):
+    assert shared == attn_fwd_sm90_config(problem(**changes)).SHARED_TAIL
+
+
+@pytest.mark.parametrize(
+    "pieces, programs, kv_tiles, share",
+    [
+        # 15 rounds and a half
+        (2048, 132, 128, 66),
+        (5, 3, 14, 10),
+        # nothing is left over, nothing comes before it, or there is too little to save
+        (264, 132, 128, 0),
+        (131, 132, 128, 0),
+        (263, 132, 128, 0),
+        (200, 132, 3, 0),
+    ],
+)
+def test_shares_of_the_last_pieces(pieces, programs, kv_tiles, share):
+    assert make_config(2, 128, 128, long=True).shared_tail(pieces, programs, kv_tiles) == share
+    assert make_config(2, 128, 128).shared_tail(pieces, programs, kv_tiles) == 0
+
+
+def test_small_problems_start_early():
+    assert attn_fwd_sm90_config(problem(**NARROW, heads_q=8, max_q=512, max_k=512)).OVERLAP
+    assert not attn_fwd_sm90_config(problem()).OVERLAP
+    assert not attn_fwd_sm90_config(problem(mask_block=(64, 64))).OVERLAP
 
 
 def test_pieces_lie_within_query_blocks():
@@ -144,11 +187,12 @@ def test_pieces_lie_within_query_blocks():
         assert config.UNIT == 32
 
 
-def test_sequences_are_searched_with_more_registers():
+def test_sequences_and_shares_are_found_with_more_registers():
     for blocks in (None, (128, 128)):
         packed = attn_fwd_sm90_config(problem(varlen=True, tokens=(8192, 8192), mask_block=blocks))
         assert (packed.PRODUCER_REGISTERS, packed.CONSUMER_REGISTERS) == (40, 232)
-    assert attn_fwd_sm90_config(problem()).PRODUCER_REGISTERS == 24
+    assert attn_fwd_sm90_config(problem()).PRODUCER_REGISTERS == 40
+    assert attn_fwd_sm90_config(problem(banded=True)).PRODUCER_REGISTERS == 24
 
 
 DIMS = list(itertools.product((64, 128), (64, 128)))
@@ -165,7 +209,7 @@ def test_tiles_and_registers_fit_an_sm(consumers, block_kv, tile_d, tile_dv, pac
     config = make_config(consumers, tile_d, tile_dv, block_kv, packed)
     ring = config.STAGES * config.TILE_N * (tile_d + tile_dv)
     rows = config.tile_m * (config.Q_STAGES * tile_d + tile_dv)
-    # barriers, work numbers and pins take less than 1 KiB
+    # barriers and work numbers take less than 1 KiB
     program = (ring + rows) * 2 + 2048
     assert program * config.programs_per_sm <= SM_BYTES
     # the producer warp occupies a warp group
@@ -176,26 +220,35 @@ def test_tiles_and_registers_fit_an_sm(consumers, block_kv, tile_d, tile_dv, pac
         assert 24 <= threads * config.MAX_REGISTERS // 128 - workers <= 256
 
 
-def test_queries_are_fetched_ahead_where_there_is_room_and_no_mask():
+def test_queries_are_fetched_ahead_where_there_is_room():
     ahead = [(c, d) for c in (1, 2, 3) for d in (64, 128) if make_config(c, d, d).Q_STAGES == 2]
     assert ahead == [(1, 64), (2, 64), (2, 128), (3, 64)]
-    assert make_config(2, 64, 64, 128).Q_STAGES == 1
+    assert make_config(2, 64, 64, 128).Q_STAGES == make_config(2, 128, 128, 128).Q_STAGES == 2
+    assert make_config(2, 128, 128, 64).Q_STAGES == make_config(1, 128, 128, 64).Q_STAGES == 1
 
 
 @pytest.mark.parametrize(
-    "changes, section",
+    "changes, band, section",
     [
-        # 2 MiB of keys and values per head: 12 heads in 25 MiB
-        ({}, 12),
-        ({"max_k": 16384}, 3),
-        ({"max_k": 65536}, 1),
-        ({"max_k": 65536, "heads_kv": 4}, 4),
-        ({"max_k": 128}, 16),
-        ({"max_k": 2**29}, 1),
+        # one KV head at a time
+        ({}, EVERYTHING, 1),
+        ({"heads_kv": 4}, EVERYTHING, 4),
+        ({"mask_block": (128, 128), "banded": True}, CAUSAL, 1),
+        # 2 MiB of keys and values per head: 8 heads in 16 MiB
+        ({"banded": True}, CAUSAL, 8),
+        ({"banded": True, "max_k": 16384}, CAUSAL, 2),
+        ({"banded": True, "max_k": 65536}, CAUSAL, 1),
+        ({"banded": True, "max_k": 65536, "heads_kv": 4}, CAUSAL, 4),
+        ({"banded": True, "max_k": 128}, CAUSAL, 16),
+        ({"banded": True, "max_k": 2**29}, CAUSAL, 1),
+        # of which a window shows 6143 at a time
+        ({"banded": True, "max_k": 65536}, Band(2047, 0), 5),
+        ({"banded": True, "varlen": True, "tokens": (8192, 8192), "batch": 2}, CAUSAL, 32),
+        ({"varlen": True, "tokens": (8192, 8192), "batch": 2}, EVERYTHING, 1),
     ],
 )
-def test_sections_stay_in_l2(changes, section):
-    assert attn_fwd_sm90_section(problem(**changes)) == section
+def test_sections(changes, band, section):
+    assert attn_fwd_sm90_section(problem(**changes), band) == section
 
 
 def views():

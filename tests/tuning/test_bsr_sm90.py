@@ -33,10 +33,49 @@ LAYER = BsrProblem(
 )
 
 
-@pytest.mark.parametrize("n, tile_n", [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64)])
+@pytest.mark.parametrize("n, tile_n", [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 64)])
 def test_columns_of_a_tile(n, tile_n):
     config = narrow_sm90_config(replace(LAYER, n=n))
     assert config.x_block() == [tile_n, 128]
+
+
+@pytest.mark.parametrize(
+    "rows, block, n, tile_n",
+    [
+        # 64 tiles of rows for 132 SMs, 256, 896: the more, the less others are to share
+        (4096, 128, 128, 64),
+        (16384, 128, 128, 64),
+        (57344, 128, 128, 128),
+        (4096, 128, 256, 128),
+        (16384, 128, 256, None),
+        # low tiles are the second operand and x the first, of 64 columns
+        (57344, 32, 128, 64),
+        (4096, 32, 256, None),
+        (4096, 16, 65, None),
+    ],
+)
+def test_more_columns_in_several_tiles(rows, block, n, tile_n):
+    layer = replace(LAYER, shape=(4096, rows), block_shape=(block, block), n=n)
+    config = narrow_sm90_config(layer)
+    assert (config and config.TILE_N) == tile_n
+
+
+@pytest.mark.parametrize(
+    "block, n, columns",
+    [
+        ((128, 128), 128, 128),
+        ((64, 64), 128, 128),
+        ((128, 128), 136, 256),
+        ((64, 64), 136, 256),
+        ((64, 64), 256, 256),
+        ((64, 64), 257, 512),
+    ],
+)
+def test_panels_are_no_wider_than_the_columns(block, n, columns):
+    tall = replace(
+        *(LAYER,), shape=(57344, 8192), block_shape=block, n=n, dense_left=False, transposed=False
+    )
+    assert spmm_sm90_config(tall, x_transposed=False).tile_n == columns
 
 
 @pytest.mark.parametrize(
@@ -59,7 +98,7 @@ def test_tiles_fit_the_blocks(block, tile_m, tile_k, units):
 @pytest.mark.parametrize(
     "change",
     [
-        {"n": 65},
+        {"n": 257},
         {"n": 0},
         {"nnz_blocks": 0},
         {"transposed": False},
@@ -91,6 +130,7 @@ def test_what_auto_leaves_to_the_portable_kernels():
     for taken in (
         *(replace(LAYER, n=n) for n in (2, 16, 17, 64, 65, 8192)),
         *(replace(LAYER, n=1, batch=2), replace(LAYER, block_shape=(32, 32))),
+        replace(LAYER, n=1, shape=(4096, 28672)),
         *(replace(low, n=17), replace(low, n=4, batch=8), replace(low, n=8192)),
     ):
         assert spmm_sm90_passed_over(taken) is None, taken
@@ -125,15 +165,14 @@ def test_a_step_of_a_wide_product_is_two_copies(block):
         assert not other.WIDE and other.x_block() == other.x_tile()
 
 
-# layers of an 8B model in 22 % of the blocks: microseconds for 16 and 64 columns; all but the first
-# with an earlier version of the kernel
+# layers of an 8B model in 22 % of the blocks: microseconds for 16 and 64 columns
 @pytest.mark.parametrize(
     "rows, cols, few_us, many_us",
     [
-        (4096, 4096, 4.7, 5.1),
-        (6144, 4096, 5.8, 7.9),
-        (4096, 14336, 9.3, 11.4),
-        (28672, 4096, 17.3, 22.7),
+        (4096, 4096, 5.0, 5.4),
+        (6144, 4096, 5.9, 6.3),
+        (4096, 14336, 10.4, 11.4),
+        (28672, 4096, 18.2, 18.6),
     ],
 )
 def test_estimates_are_near_what_was_measured(rows, cols, few_us, many_us):
@@ -141,7 +180,7 @@ def test_estimates_are_near_what_was_measured(rows, cols, few_us, many_us):
     layer = replace(LAYER, shape=(cols, rows), nnz_blocks=blocks)
     for n, measured in ((16, few_us), (64, many_us)):
         estimate = sparse_seconds(replace(layer, n=n), "sm90")
-        assert estimate * 1e6 == pytest.approx(measured, rel=0.35)
+        assert estimate * 1e6 == pytest.approx(measured, rel=0.1)
         assert estimate < sparse_seconds(replace(layer, n=n), "triton")
         assert estimate < dense_seconds(replace(layer, n=n))
 

@@ -33,8 +33,16 @@ def problem(**changes):
         ({"arch": Arch("cpu", 0, 1, 0, True)}, "needs sm_90, this is cpu"),
         ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
         (
-            {"cache_dtype": torch.float8_e4m3fn},
-            "needs a cache of torch.bfloat16, got torch.float8_e4m3fn",
+            {"cache_dtype": torch.float16},
+            "needs a cache of torch.bfloat16 or torch.float8_e4m3fn, got torch.float16",
+        ),
+        (
+            {"cache_dtype": torch.float8_e4m3fn, "head_dim_v": 64},
+            "needs head dimensions of 128 for a float8 cache, got 128 and 64",
+        ),
+        (
+            {"cache_dtype": torch.float8_e4m3fn, "q_len": 5},
+            "takes at most 16 rows of a float8 cache, got 20",
         ),
         ({"head_dim": 96}, "needs head dimensions of 64 or 128, got 96 and 128"),
         ({"head_dim_v": 256}, "needs head dimensions of 64 or 128, got 128 and 256"),
@@ -59,6 +67,7 @@ def test_why_not(changes, reason):
         {"page_size": 48, "block_size": 48},
         {"block_size": 80},
         {"q_len": 16},
+        {"cache_dtype": torch.float8_e4m3fn, "q_len": 4, "page_size": 16, "block_size": 16},
         {"capacity": 2**30 - 1, "banded": True, "softcap": True, "sinks": True},
     ],
 )
@@ -82,11 +91,21 @@ def test_lengths_pages_and_options_do_not_change_the_tiles():
     for changes in (
         {"capacity": 1}, {"capacity": 2**20}, {"banded": True}, {"softcap": True},
         {"sinks": True}, {"page_size": 16}, {"page_size": 256}, {"batch": 64},
+        {"batch": 1},
     ):  # fmt: skip
         launch = attn_decode_sm90_launch(problem(**changes))
         assert launch.programs == expected.programs
         assert launch.config.ROWS == expected.config.ROWS
         assert launch.config.TILE_N == expected.config.TILE_N
+
+
+def test_one_sequence_starts_early_and_many_fp8_planes_take_long_tiles():
+    assert attn_decode_sm90_launch(problem(batch=1)).config.SINGLE
+    assert not attn_decode_sm90_launch(problem(batch=2)).config.SINGLE
+    for batch, tile_n in ((1, 64), (4, 64), (5, 128)):
+        launch = attn_decode_sm90_launch(problem(batch=batch, cache_dtype=torch.float8_e4m3fn))
+        assert launch.config.WORDS and tile_n == launch.config.TILE_N
+        assert launch.programs == 2 * H200.num_sms
 
 
 def test_programs_fit_an_sm():
@@ -125,6 +144,8 @@ def test_compile_cases_are_what_is_launched():
             problem(
                 head_dim=config.TILE_D, head_dim_v=config.TILE_DV, page_size=config.PAGE_SIZE,
                 block_size=config.BLOCK_KV, heads_q=config.ROWS, heads_kv=1,
+                cache_dtype=torch.float8_e4m3fn if config.WORDS else torch.bfloat16,
+                batch=1 if config.SINGLE else 17 if config.TILE_N == 64 else 64,
             )
         )  # fmt: skip
         assert launch.config == config, call.name

@@ -49,6 +49,7 @@ class _Recording:
     launches: list[_Launch] = field(default_factory=list)
     scratch: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
     resting: list[torch.Tensor] = field(default_factory=list)
+    derived: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
     complete: bool = True
 
 
@@ -116,6 +117,13 @@ def resting_words(count: int, device: torch.device) -> torch.Tensor:
     return words
 
 
+def note_derived(how: Any, made: torch.Tensor) -> None:
+    """Note that launches were given a tensor that another call makes in the same way, by `how`."""
+    record = _recording.get()
+    if record is not None:
+        record.derived.append((how, made))
+
+
 class _Slot(NamedTuple):
     """A place in a launcher's argument list that differs from call to call."""
 
@@ -172,7 +180,7 @@ class _Template:
         address = arg.data_ptr()
         if address in role_of:
             slots.append(_Slot(place, role_of[address]))
-        else:
+        elif address:
             self.kept.append(arg)
         return address
 
@@ -278,9 +286,12 @@ class RecordedLaunches:
 
     @classmethod
     def make(
-        cls, record: _Recording, roles: Sequence[torch.Tensor | None]
+        cls, record: _Recording, roles: Sequence[torch.Tensor | None], closed: bool = False
     ) -> "RecordedLaunches | None":
-        """Find the `roles` and the scratch memory among the arguments of the launches."""
+        """Find the `roles` and the scratch memory among the arguments of the launches.
+
+        Other tensors are given to all repetitions as they are, or are refused: `closed`.
+        """
         counters = [x for x, zero in record.scratch if zero]
         memories = [x for x, zero in record.scratch if not zero]
         known = [*roles, *memories, *counters, *record.resting]
@@ -294,6 +305,8 @@ class RecordedLaunches:
             if launcher is None or not _descriptors_have_roles(launched.args, role_of):
                 return None
             templates.append(_Template(launched, launcher, role_of))
+        if closed and any(template.kept for template in templates):
+            return None
         device = next(x.device for x in known if x is not None)
         return cls(templates, memories, counters, record.resting, device)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # a word in, its four values out
-_FOUR = tl.constexpr("""
+FOUR = tl.constexpr("""
 {
 .reg .b32 f;
 .reg .b16 x, y;
@@ -50,7 +50,7 @@ def halves(words):
     W: tl.constexpr = words.shape[1]
     words = tl.reshape(tl.permute(tl.reshape(words, (N, W // 16, 4, 4)), (0, 1, 3, 2)), (N, W))
     x0, x1, x2, x3 = tl.inline_asm_elementwise(
-        _FOUR, "=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1
+        FOUR, "=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1
     )
     # [rows, 16 columns, thread, high, low]
     every = tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (N, W // 4, 4, 2, 2))

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.launch import cdiv, launch, scratch
+from ..core.launch import RecordedLaunches, cdiv, launch, scratch
 from .recorded import launch_recorded
 
 TILE_ROWS = 8
@@ -167,8 +167,10 @@ def launch_kept_lists(
     indices: torch.Tensor,
     bits_id: torch.Tensor,
     values: torch.Tensor,
-) -> None:
+) -> RecordedLaunches | None:
     """Fill lists; entries past the last kept block are left as they are.
+
+    Returns what `recorded.repeat_at` takes with other tensors like these.
 
     Parameters
     ----------
@@ -190,13 +192,15 @@ def launch_kept_lists(
         args = (*outputs, totals, values, *sizes, MAX_PROGRAMS)
         launch(_list_kept_kernel, programs, args, num_warps=4)
 
-    launch_recorded(("kept_lists", values.dtype, sizes), (*outputs, values), launches)
+    return launch_recorded(("kept_lists", values.dtype, sizes), (*outputs, values), launches)
 
 
 def launch_spread(
     values: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, bits_id: torch.Tensor
-) -> None:
+) -> RecordedLaunches | None:
     """Write the values of listed blocks where they stand in the transposed mask.
+
+    Returns what `recorded.repeat_at` takes with other tensors like these.
 
     Parameters
     ----------
@@ -208,7 +212,7 @@ def launch_spread(
     rows = batch * heads * mb
     lists = (indptr, indices, bits_id)
     args = (values, *lists, rows, mb, nb, TILE_ROWS, TILE_ENTRIES)
-    launch_recorded(
+    return launch_recorded(
         ("spread", values.dtype, rows, mb, nb),
         (values, *lists),
         lambda: launch(_spread_kernel, cdiv(rows, TILE_ROWS), args, num_warps=4),

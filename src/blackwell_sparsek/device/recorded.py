@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from ..core.compat import raw_device
 from ..core.launch import RecordedLaunches, on_device_of, recording, unrecorded
 
 # A stream of ever new sizes starts over.
@@ -17,19 +18,23 @@ _known: dict[Hashable, RecordedLaunches | None] = {}
 
 def launch_recorded(
     key: Hashable, roles: Sequence[torch.Tensor], launches: Callable[[], None]
-) -> None:
+) -> RecordedLaunches | None:
     """Run `launches`, or repeat what they launched when the same `key` came before.
 
     Parameters
     ----------
     key : all that `launches` depends on, besides the device and the addresses of tensors
     roles : every tensor that kernels are given, none of them empty; scratch memory aside
+
+    Returns
+    -------
+    What can be repeated by `repeat_at` with other tensors, all at addresses that 16 divides.
     """
-    first = roles[0]
-    place = (key, first.device.index, tuple([x.data_ptr() % 16 == 0 for x in roles]))
+    first, addresses = roles[0], [x.data_ptr() for x in roles]
+    place = (key, first.get_device(), tuple([x % 16 == 0 for x in addresses]))
     recorded = _known.get(place)
     if recorded is not None:
-        recorded.repeat(roles)
+        repeat_at(recorded, place[1], addresses)
     elif place in _known or not first.is_cuda or torch.cuda.is_current_stream_capturing():
         with unrecorded(), on_device_of(first):
             launches()
@@ -38,4 +43,14 @@ def launch_recorded(
             launches()
         if len(_known) >= MAX_RECORDINGS:
             _known.clear()
-        _known[place] = RecordedLaunches.make(record, roles)
+        _known[place] = recorded = RecordedLaunches.make(record, roles)
+    return recorded if all(place[2]) else None
+
+
+def repeat_at(recorded: RecordedLaunches, device: int, addresses: list[int]) -> None:
+    """Launch on `device` with tensors at `addresses`, in the order of the recorded roles."""
+    if raw_device() == device:
+        recorded.repeat(addresses)
+    else:
+        with torch.cuda.device(device):
+            recorded.repeat(addresses)

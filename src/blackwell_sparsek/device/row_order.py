@@ -1,7 +1,7 @@
 """The order in which to take the rows or columns of a mask, as `formats.block_order` describes it.
 
-Each row finds its own place: it counts the rows that come before it. That is quadratic work, but
-without a sort's many launches, and a few microseconds for thousands of rows.
+Each row finds its own place: it counts the rows that come before it. That is quadratic work, a
+comparison for each pair of rows, but without a sort's many launches.
 """
 
 from typing import NamedTuple
@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.launch import cdiv, launch, scratch
+from ..core.launch import RecordedLaunches, cdiv, launch, scratch
 from .recorded import launch_recorded
 from .schedule import section_of
 
 TILE_LISTS = 8
 TILE_ENTRIES = 64
-TILE_ROWS = 16
+TILE_ROWS = 8
 TILE_OTHERS = 256
 TILE_VISITS = 1024
 
@@ -105,8 +105,8 @@ def _keys(visits, plane, planes, section, most, total, count):
 
 
 @triton.jit(do_not_specialize=list(OrderSizes._fields))
-def _row_order_kernel(
-    order_ptr,
+def _order_keys_kernel(
+    keys_ptr,
     visits_ptr,
     planes,
     heads,
@@ -120,11 +120,9 @@ def _row_order_kernel(
     most,
     FROM_POINTERS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_OTHERS: tl.constexpr,
     TILE_VISITS: tl.constexpr,
 ):
-    """Put TILE_ROWS rows where they belong."""
+    """Keys by which TILE_VISITS rows are sorted; equal ones stay as they are."""
     sizes = (planes, heads, rows, step_b, step_h, per_list, group, group_step)
     count = planes * rows
     sums = tl.zeros([TILE_VISITS], tl.int64)
@@ -134,18 +132,45 @@ def _row_order_kernel(
         sums += theirs.to(tl.int64)
     total = tl.sum(sums, 0)
 
-    place = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    visits, plane, row = _visits(visits_ptr, place, sizes, FROM_POINTERS, COLUMNS)
+    place = tl.program_id(0) * TILE_VISITS + tl.arange(0, TILE_VISITS)
+    visits, plane, _ = _visits(visits_ptr, place, sizes, FROM_POINTERS, COLUMNS)
     key = _keys(visits, plane, planes, section, most, total, count)
-    rank = tl.zeros([TILE_ROWS], tl.int32)
-    for first in range(0, count, TILE_OTHERS):
-        others = first + tl.arange(0, TILE_OTHERS)
-        theirs, their_plane, _ = _visits(visits_ptr, others, sizes, FROM_POINTERS, COLUMNS)
-        other = _keys(theirs, their_plane, planes, section, most, total, count)
-        earlier = (other[None, :] == key[:, None]) & (others[None, :] < place[:, None])
-        earlier = (earlier | (other[None, :] < key[:, None])) & (others < count)[None, :]
-        rank += tl.sum(earlier.to(tl.int32), 1)
-    tl.store(order_ptr + rank, plane * rows + row, mask=place < count)
+    tl.store(keys_ptr + place, key, mask=place < count)
+
+
+@triton.jit(do_not_specialize=["planes", "rows"])
+def _row_order_kernel(
+    order_ptr,
+    keys_ptr,
+    planes,
+    rows,
+    COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OTHERS: tl.constexpr,
+):
+    """Put TILE_ROWS rows where they belong; TILE_ROWS divides TILE_OTHERS."""
+    count = planes * rows
+    first = tl.program_id(0) * TILE_ROWS
+    place = first + tl.arange(0, TILE_ROWS)
+    key = tl.load(keys_ptr + place, mask=place < count, other=0)[:, None]
+    others = tl.arange(0, TILE_OTHERS)
+    rank = tl.zeros([TILE_ROWS, TILE_OTHERS], tl.int32)
+    own = first // TILE_OTHERS * TILE_OTHERS
+    for start in range(0, own, TILE_OTHERS):
+        other = tl.load(keys_ptr + start + others)[None, :]
+        rank += (other <= key).to(tl.int32)
+    for start in range(own, count, TILE_OTHERS):
+        later = start + others
+        other = tl.load(keys_ptr + later, mask=later < count, other=2**31 - 1)[None, :]
+        rank += (other < key).to(tl.int32)
+    # only in the tile of these rows does it matter who comes first among equals
+    other = tl.load(keys_ptr + own + others, mask=own + others < count, other=-1)[None, :]
+    rank += ((other == key) & ((own + others)[None, :] < place[:, None])).to(tl.int32)
+    plane = place % planes
+    row = place // planes
+    if not COLUMNS:
+        row = rows - 1 - row
+    tl.store(order_ptr + tl.sum(rank, 1), plane * rows + row, mask=place < count)
 
 
 def launch_row_order(
@@ -157,8 +182,8 @@ def launch_row_order(
     block: tuple[int, int],
     band: tuple[int, int] | None,
     columns: bool,
-) -> None:
-    """Fill `order`.
+) -> RecordedLaunches | None:
+    """Fill `order`. Returns what `recorded.repeat_at` takes for `order`, `indptr` and `indices`.
 
     Parameters
     ----------
@@ -177,10 +202,11 @@ def launch_row_order(
             args = (visits, indptr, indices, lists, cdiv(lengths[0], block[0]), *lengths, *band)
             tiles = (*block, TILE_LISTS, TILE_ENTRIES)
             launch(_visits_kernel, cdiv(lists, TILE_LISTS), (*args, *tiles), num_warps=4)
-        tiles = (TILE_ROWS, TILE_OTHERS, TILE_VISITS)
-        order_args = (order, visits, *sizes, band is None, columns, *tiles)
-        launch(_row_order_kernel, cdiv(order.numel(), TILE_ROWS), order_args, num_warps=4)
+        keys = scratch(order.shape, torch.int32, order.device)
+        args = (keys, visits, *sizes, band is None, columns, TILE_VISITS)
+        launch(_order_keys_kernel, cdiv(order.numel(), TILE_VISITS), args, num_warps=4)
+        args = (order, keys, sizes.planes, sizes.rows, columns, TILE_ROWS, TILE_OTHERS)
+        launch(_row_order_kernel, cdiv(order.numel(), TILE_ROWS), args, num_warps=4)
 
-    roles = (order, indptr) if band is None else (order, indptr, indices)
     key = ("row_order", sizes, lists, lengths, block, band, columns)
-    launch_recorded(key, roles, launches)
+    return launch_recorded(key, (order, indptr, indices), launches)

@@ -36,20 +36,31 @@ def weigh(m_log2, s, scale_log2):
     Returns the new maximum, the weights p [rows, keys], and the factor that older sums and
     accumulators of each row take.
     """
-    m_new = tl.maximum(m_log2, tl.max(s, 1) * scale_log2)
+    return weigh_below(m_log2, tl.max(s, 1), s, scale_log2)
+
+
+@triton.jit
+def weigh_below(m_log2, top, s, scale_log2, SLACK: tl.constexpr = 0):
+    """As `weigh`, of scores whose maximum in each row is `top`.
+
+    Weights may grow to 2**SLACK before the maximum that is kept, and with it older sums, change.
+    """
+    m_new = tl.maximum(m_log2, top * scale_log2)
+    if SLACK > 0:
+        m_new = tl.where(m_new > m_log2 + SLACK, m_new, m_log2)
     shift = _safe_shift(m_new)
     p = tl.exp2(s * scale_log2 - shift[:, None])
     return m_new, p, tl.exp2(m_log2 - shift)
 
 
 @triton.jit
-def softmax_step(m_log2, row_sum, s, scale_log2):
+def softmax_step(m_log2, row_sum, s, scale_log2, SLACK: tl.constexpr = 0):
     """Take in raw scores `s` [rows, keys], -inf where masked; `scale_log2` > 0.
 
     Returns the new state, the weights p [rows, keys], and the factor that older accumulators of
-    each row take.
+    each row take. SLACK is that of `weigh_below`.
     """
-    m_new, p, rescale = weigh(m_log2, s, scale_log2)
+    m_new, p, rescale = weigh_below(m_log2, tl.max(s, 1), s, scale_log2, SLACK)
     return m_new, row_sum * rescale + tl.sum(p, 1), p, rescale
 
 
@@ -74,6 +85,19 @@ def add_sink(m_log2, row_sum, sink):
     shift = _safe_shift(m_new)
     rescale = tl.exp2(m_log2 - shift)
     return m_new, row_sum * rescale + tl.exp2(sink_log2 - shift), rescale
+
+
+@triton.jit
+def join_state(m_log2, row_sum, m_part, sum_part):
+    """Take in the state of another softmax over the same rows.
+
+    Returns the new state, and the factors for older accumulators and for those of the other.
+    """
+    m_new = tl.maximum(m_log2, m_part)
+    shift = _safe_shift(m_new)
+    rescale = tl.exp2(m_log2 - shift)
+    factor = tl.exp2(m_part - shift)
+    return m_new, row_sum * rescale + sum_part * factor, rescale, factor
 
 
 @triton.jit

@@ -26,9 +26,22 @@ def bsr_matmul(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
-    out_dtype = out_dtype or dense.dtype
     matrix = written_out(values, pattern, shape)
     matrix = matrix.mT if transposed else matrix
+    return multiplied_out(matrix, dense, dense_left, bias, residual, activation, out_dtype)
+
+
+def multiplied_out(
+    matrix: torch.Tensor,
+    dense: torch.Tensor,
+    dense_left: bool,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """The product of a matrix that was written out, with its epilogue."""
+    out_dtype = out_dtype or dense.dtype
     plain = bias is None and residual is None and activation is None and out_dtype == dense.dtype
     factors = (dense, matrix) if dense_left else (matrix, dense)
     product = _product(*factors, rounded=plain)

@@ -4,12 +4,30 @@ A pool of block masks is int32 `[pool, bq, ceil(bk / 32)]`: bit `j % 32` of word
 `i` says whether element `(i, j)` of the block is visible.
 """
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 import torch
 
 WORD = 32
 
-usable_in_training = torch.inference_mode(False)
-"""Decorates what makes masks: one made during inference may be saved for a backward later."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def usable_in_training(make: Callable[P, T]) -> Callable[P, T]:
+    """Decorates what makes masks: one made during inference may be saved for a backward later."""
+
+    @wraps(make)
+    def outside_of_inference(*args: P.args, **kwargs: P.kwargs) -> T:
+        # compilers know the mode itself, but not the question
+        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+            return make(*args, **kwargs)
+        with torch.inference_mode(False):
+            return make(*args, **kwargs)
+
+    return outside_of_inference
 
 
 def words_per_row(bk: int) -> int:

@@ -69,6 +69,7 @@ class BlockMask:
     _batch: int
     _heads: int
     _launches: dict[Any, Any]
+    _derived: dict[Any, Any] | None
 
     @usable_in_training
     def __init__(
@@ -114,15 +115,14 @@ class BlockMask:
         block_size: IntPair,
         exact: bool = True,
     ) -> None:
-        self._forward = forward
-        self._transposed = transposed
+        self._forward, self._transposed = forward, transposed
         # False: entries may follow the last one that a row owns, made without knowing how many
         self._exact = exact
         self._bits = bits
         self._batch, self._heads = batch, heads
         self._seq_lengths, self._block_size = seq_lengths, block_size
-        # recorded launches of attention with this mask; the operators fill it
-        self._launches = {}
+        # recorded launches of attention with this mask, and lists for them; the operators fill both
+        self._launches, self._derived = {}, {}
 
     @classmethod
     def _from_parts(
@@ -150,13 +150,13 @@ class BlockMask:
         seq_lengths: Sequence[int],
         block_size: Sequence[int],
     ) -> "BlockMask":
-        """The inverse of `tensors`, without checks or copies."""
+        """The inverse of `tensors`, without checks or copies; one of many objects for a mask."""
         forward, transposed = BlockLists(*tensors[:4]), BlockLists(*tensors[4:8])
         (sq, sk), (bq, bk) = seq_lengths, block_size
         # row pointers have at least one element
         other = transposed if transposed.indptr.shape[0] > 0 else None
         mask = cls._from_parts(forward, tensors[8], batch, heads, (sq, sk), (bq, bk), other)
-        mask._exact = not build.may_have_room(mask)
+        mask._exact, mask._derived = not build.may_have_room(mask), None
         return mask
 
     @classmethod
@@ -387,7 +387,7 @@ class BlockMask:
 
     def __getstate__(self) -> dict[str, Any]:
         self._trim()
-        return {**self.__dict__, "_launches": {}}
+        return {**self.__dict__, "_launches": {}, "_derived": {}}
 
     def __repr__(self) -> str:
         sq, sk = self._seq_lengths

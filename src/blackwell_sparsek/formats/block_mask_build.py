@@ -18,6 +18,8 @@ from .block_mask_check import (
 from .block_mask_kernels import (
     MAX_ROOM,
     MAX_SPREAD,
+    kept_again,
+    kept_key,
     kept_lists,
     kernels_build,
     no_bits,
@@ -61,6 +63,10 @@ def from_dense(
 ) -> "BlockMask":
     """See `BlockMask.from_dense`."""
     op = "BlockMask.from_dense"
+    key = kept_key(keep, block_size, seq_lengths)
+    if (again := kept_again(key, keep)) is not None:
+        listed, (no_pool, batch, heads, seq, block) = again
+        return cls._from_parts(listed, no_pool, batch, heads, seq, block, exact=False)
     keep = _as_planes(op, "keep", keep, "[B or 1, H or 1, Mb, Nb]")
     block = check_block_size(op, block_size)
     batch, heads, mb, nb = keep.shape
@@ -78,7 +84,8 @@ def from_dense(
             )
         )
     if kernels_build(keep.device, keep) and 0 < keep.numel() <= MAX_ROOM:
-        listed, no_pool = kept_lists(keep), no_bits(block, keep.device)
+        no_pool = no_bits(block, keep.device)
+        listed = kept_lists(keep, keep.numel(), key, (no_pool, batch, heads, seq, block))
         return cls._from_parts(listed, no_pool, batch, heads, seq, block, exact=False)
     rows, cols = torch.nonzero(keep.flatten(0, 2), as_tuple=True)
     full = torch.full_like(cols, -1)

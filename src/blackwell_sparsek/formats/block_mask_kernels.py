@@ -3,13 +3,15 @@
 Elsewhere torch functions make the same masks, entry for entry.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.compat import why_no_triton
+from ..core.compat import empty_on_gpu, raw_device, why_no_triton
 from ..core.launch import cdiv
 from . import bits as bit_masks
 from .band import EVERYTHING, Band
@@ -30,17 +32,66 @@ def kernels_build(device: torch.device, *tensors: torch.Tensor) -> bool:
     """Whether kernels make masks on `device`: no mode or transform of PyTorch looks on."""
     return (
         device.type == "cuda"
-        and not torch.compiler.is_compiling()
+        and nobody_looks_on()
         and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
         and why_no_triton() is None
     )
 
 
+def nobody_looks_on() -> bool:
+    """Whether no compiler, mode or transform of PyTorch follows what is done here."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def _empty(size: int, device: torch.device) -> torch.Tensor:
+    """Room for int32."""
+    if device.type == "cuda" and device.index == raw_device():
+        return empty_on_gpu((size,), (1,), torch.int32)
+    return torch.empty(size, dtype=torch.int32, device=device)
+
+
 def _room(rows: int, entries: int, device: torch.device) -> BlockLists:
-    sizes = (rows + 1, rows, entries, entries)
-    return BlockLists(*(torch.empty(n, dtype=torch.int32, device=device) for n in sizes))
+    return BlockLists(*[_empty(n, device) for n in (rows + 1, rows, entries, entries)])
+
+
+class BuiltAgain:
+    """Launches that built something before, by what they depend on besides addresses.
+
+    A plan is whatever the builder wants to know again. It is found only where kernels build, on
+    the current device, and for tensors at addresses that kernels may count on.
+    """
+
+    MOST = 64
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, Any] = {}
+
+    def find(self, key: Any, *tensors: torch.Tensor) -> Any:
+        """The plan for `tensors`, or None."""
+        try:
+            plan = self._plans.get(key)
+        except TypeError:
+            # something that no key can hold: the checks will tell
+            return None
+        if plan is None:
+            return None
+        bits = 0
+        for x in tensors:
+            if type(x) is not torch.Tensor:
+                return None
+            bits |= x.data_ptr()
+        usual = not bits & 15 and tensors[0].get_device() == raw_device() and nobody_looks_on()
+        return plan if usual else None
+
+    def keep(self, key: Any, plan: Any) -> None:
+        """Remember a plan; a stream of new ones starts over."""
+        if len(self._plans) >= self.MOST:
+            self._plans.clear()
+        self._plans[key] = plan
 
 
 @lru_cache(maxsize=64)
@@ -50,12 +101,56 @@ def no_bits(block: IntPair, device: torch.device) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32, device=device)
 
 
-def kept_lists(keep: torch.Tensor) -> BlockLists:
-    """Lists of the kept blocks of bool `[B, H, Mb, Nb]`, with room for all; `keep` is not empty."""
+_KEPT = BuiltAgain()
+_TURNED = BuiltAgain()
+_ORDERED = BuiltAgain()
+
+
+def _exactly(value: Any) -> tuple[Any, ...]:
+    """To tell numbers apart that compare equal: checks take some of them only."""
+    if type(value) is tuple or type(value) is list:
+        return (tuple(value), *map(type, value))
+    return (value, type(value))
+
+
+def kept_key(keep: Any, *sizes: Any) -> tuple[Any, ...] | None:
+    """All that a mask of kept blocks depends on besides them; None where this is no usual call."""
+    if type(keep) is not torch.Tensor or torch.compiler.is_compiling():
+        return None
+    try:
+        return (*map(_exactly, sizes), keep.shape, keep.stride(), keep.dtype, keep.get_device())
+    except RuntimeError:
+        return None
+
+
+def kept_again(
+    key: tuple[Any, ...] | None, keep: torch.Tensor
+) -> tuple[BlockLists, tuple[Any, ...]] | None:
+    """Lists of kept blocks and what was kept with `key`; None for a call that is new."""
+    if key is None or (plan := _KEPT.find(key, keep)) is None:
+        return None
+    launches, sizes, known = plan
+    lists = BlockLists(*[empty_on_gpu((n,), (1,), torch.int32) for n in sizes])
+    launches.repeat([*[x.data_ptr() for x in lists], keep.data_ptr()])
+    return lists, known
+
+
+def kept_lists(
+    values: torch.Tensor,
+    entries: int,
+    key: tuple[Any, ...] | None = None,
+    known: tuple[Any, ...] = (),
+) -> BlockLists:
+    """Lists of the kept blocks of `[B, H, Mb, Nb]`, which is not empty, with room for `entries`.
+
+    `values` are what `device.kept_lists` says, `known` what `kept_again` shall tell for `key`.
+    """
     from ..device.kept_lists import launch_kept_lists
 
-    lists = _room(keep.shape[:3].numel(), keep.numel(), keep.device)
-    launch_kept_lists(*lists, keep)
+    lists = _room(values.shape[:3].numel(), entries, values.device)
+    launches = launch_kept_lists(*lists, values)
+    if key is not None and launches is not None:
+        _KEPT.keep(key, (launches, [x.numel() for x in lists], known))
     return lists
 
 
@@ -76,9 +171,18 @@ def transposed_lists(lists: BlockLists, planes: int, grid: IntPair, all_full: bo
     mb, nb = grid
     dtype, device = torch.int8 if all_full else torch.int32, lists.indptr.device
     values = torch.zeros(1, planes, nb, mb, dtype=dtype, device=device)
-    launch_spread(values, lists.indptr, lists.indices, lists.bits_id)
     made = _room(planes * nb, lists.indices.numel(), device)
-    launch_kept_lists(*made, values)
+    key = (planes, grid, all_full, device.index, lists.indices.numel())
+    read = (lists.indptr, lists.indices, lists.bits_id)
+    if (plan := _TURNED.find(key, *read)) is not None:
+        spread, list_kept = plan
+        at = values.data_ptr()
+        spread.repeat([at, *[x.data_ptr() for x in read]])
+        list_kept.repeat([*[x.data_ptr() for x in made], at])
+        return made
+    plan = (launch_spread(values, *read), launch_kept_lists(*made, values))
+    if None not in plan:
+        _TURNED.keep(key, plan)
     return made
 
 
@@ -145,6 +249,7 @@ def ordered(
     band: Band,
     *,
     columns: bool,
+    key: tuple[Any, ...],
 ) -> torch.Tensor | None:
     """Rows of `planes` in the order to take them; None where there are none or too many.
 
@@ -153,6 +258,7 @@ def ordered(
     sizes : what `device.row_order.OrderSizes` holds
     sides : lengths, blocks and the two sides of `band`, seen from the rows of `lists`
     columns : whether these lists are the transposed ones
+    key : all of these but the addresses of lists, for `ordered_again`
     """
     from ..device.row_order import OrderSizes, launch_row_order
 
@@ -161,10 +267,23 @@ def ordered(
     small_keys = (size.planes // size.section + 2) * (size.most + 1) < 2**31
     if not (0 < rows <= MAX_ORDERED_ROWS and small_keys):
         return None
-    order = torch.empty(rows, dtype=torch.int32, device=lists.indptr.device)
+    order = _empty(rows, lists.indptr.device)
     lengths, block, *within = sides
     limits = None if band == EVERYTHING else (within[0], within[1])
-    launch_row_order(
+    launches = launch_row_order(
         order, lists.indptr, lists.indices, size, lengths, block, limits, columns=columns
     )
+    if launches is not None:
+        _ORDERED.keep(key, (launches, rows))
+    return order
+
+
+def ordered_again(key: tuple[Any, ...], lists: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """What `ordered` makes, where it was called with `key` before."""
+    indptr, _, indices, _ = lists
+    if (plan := _ORDERED.find(key, indptr, indices)) is None:
+        return None
+    launches, rows = plan
+    order = empty_on_gpu((rows,), (1,), torch.int32)
+    launches.repeat([order.data_ptr(), indptr.data_ptr(), indices.data_ptr()])
     return order

@@ -8,7 +8,7 @@ from .band import EVERYTHING, Band
 from .bits import usable_in_training
 from .block_lists import BlockLists
 from .block_mask import BlockMask
-from .block_mask_kernels import kernels_build, ordered
+from .block_mask_kernels import kernels_build, ordered, ordered_again
 
 
 @usable_in_training
@@ -43,13 +43,17 @@ def longest_first(
     >>> longest_first(mask, 1, 2, EVERYTHING, 2).tolist()
     [1, 4, 0, 3, 2, 5]
     """
+    key = ("rows", _kind(mask), batch, heads, band, section)
+    if (order := ordered_again(key, mask._listed)) is not None:
+        return order
     mb, nb = mask.grid
     if kernels_build(mask.device, *mask._listed):
         steps = (mask.heads * mb if mask.batch > 1 else 0, mb if mask.heads > 1 else 0)
         sizes = (batch * heads, heads, mb, *steps, 1, 1, 0, section, nb)
         sides = _Sides(mask.seq_lengths, mask.block_size, *band.scalars())
-        if (order := ordered(mask._listed, sizes, sides, band, columns=False)) is not None:
-            return order
+        made = ordered(mask._listed, sizes, sides, band, columns=False, key=key)
+        if made is not None:
+            return made
     visits = visible_blocks(mask, band).view(mask.batch, mask.heads, mb)
     return _longest(visits.expand(batch, heads, mb).reshape(batch * heads, mb), nb, section)
 
@@ -81,6 +85,9 @@ def longest_columns_first(
     >>> longest_columns_first(mask, 1, 2, 1, EVERYTHING, 2, 64).tolist()
     [0, 2, 1, 3]
     """
+    key = ("columns", _kind(mask), batch, heads, group_size, band, section, tile)
+    if (order := ordered_again(key, mask._listed_transposed)) is not None:
+        return order
     (mb, nb), (_, block_kv) = mask.grid, mask.block_size
     (sq, sk), (left, right) = mask.seq_lengths, band.scalars()
     sides = _Sides((sk, sq), mask.block_size[::-1], right, left)
@@ -89,7 +96,7 @@ def longest_columns_first(
         steps = (mask.heads * nb if mask.batch > 1 else 0, group * nb if mask.heads > 1 else 0)
         grouped = (block_kv // tile, group, nb, section, mb * group)
         sizes = (batch * heads, heads, tiles, *steps, *grouped)
-        made = ordered(mask._listed_transposed, sizes, sides, band, columns=True)
+        made = ordered(mask._listed_transposed, sizes, sides, band, columns=True, key=key)
         if made is not None:
             return made
     lists = mask._listed_transposed if band == EVERYTHING else mask.transposed
@@ -102,6 +109,11 @@ def longest_columns_first(
     order = _longest(visits.flip(1), mb * group, section)
     plane = order.div(max(tiles, 1), rounding_mode="floor")
     return plane * tiles + (tiles - 1 - (order - plane * tiles))
+
+
+def _kind(mask: BlockMask) -> tuple[object, ...]:
+    """All that an order depends on besides the lists of a mask."""
+    return (mask.batch, mask.heads, mask.seq_lengths, mask.block_size, mask.device.index)
 
 
 def _longest(visits: torch.Tensor, most: int, section: int) -> torch.Tensor:

@@ -1,16 +1,22 @@
 """The mask of the highest scores, made without waiting for the device."""
 
+from functools import lru_cache
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 
+from ..core.apart import made_apart
 from ..core.checks import check_dtype, check_tensor, message
+from ..core.compat import raw_stream
 from ..core.errors import InvalidInput
-from .band import band_of
+from .band import Band, band_of
 from .bits import usable_in_training
 from .block_lists import lists_from_sorted
 from .block_mask import BlockMask
 from .block_mask_build import empty_pool
 from .block_mask_check import IntPair, check_block_size, check_count, check_seq_lengths
+from .block_mask_kernels import MAX_SPREAD, kept_lists, kernels_build, no_bits
 from .pattern_parts import Problem, band_runs, causal_bits
 
 
@@ -66,6 +72,9 @@ def topk(
         raise InvalidInput(message(op, "k", "is too large", f"at most {nb} (Nb)", k))
 
     device = scores.device
+    by_kernels = kernels_build(device, scores) and 0 < scores.numel() <= MAX_SPREAD
+    if by_kernels and (count := _known_count(p, k, causal)) > 0:
+        return _by_kernels(scores, k, p, causal, batch * heads * count)
     band = band_of(op, causal, None)
     limit = band_runs(band, p, device).end
     # a score of -inf still wins against blocks that are not visible at all
@@ -87,6 +96,60 @@ def topk(
     return BlockMask._from_parts(lists, pool, batch, heads, p.seq, block)
 
 
+class _Cut(NamedTuple):
+    """What causality leaves of each block of queries and of keys."""
+
+    hidden: torch.Tensor
+    """bool `[Mb, Nb]`."""
+    values: torch.Tensor
+    """int32 `[Mb, Nb]`, as `device.kept_lists` takes them."""
+    pool: torch.Tensor
+
+
+# For the sizes of a model's layers, each on the stream that made them: 5 bytes a block, 20 MiB.
+MAX_CUTS = 4
+MAX_CUT_BLOCKS = 2**22
+_cuts: dict[Any, _Cut] = {}
+
+
+def _by_kernels(scores: torch.Tensor, k: int, p: Problem, causal: bool, count: int) -> BlockMask:
+    batch, heads, _, _ = scores.shape
+    cut = None
+    if causal:
+        cut = _cut(p, scores.device)
+        scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(cut.hidden, float("-inf"))
+    cols = scores.topk(k, dim=-1, sorted=False).indices
+    if cut is None:
+        kept = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+        values, pool = kept.scatter_(-1, cols, True), no_bits(p.block, scores.device)
+    else:
+        values = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
+        values.scatter_(-1, cols, cut.values.expand(scores.shape).gather(-1, cols))
+        pool = cut.pool
+    lists = kept_lists(values, count)
+    return BlockMask._from_parts(lists, pool, batch, heads, p.seq, p.block)
+
+
+def _cut(p: Problem, device: torch.device) -> _Cut:
+    def make() -> _Cut:
+        q_blocks = torch.arange(p.grid[0], device=device).unsqueeze(-1)
+        kv_blocks = torch.arange(p.grid[1], device=device)
+        hidden = kv_blocks >= band_runs(Band(None, 0), p, device).end.unsqueeze(-1)
+        bits_id, pool = causal_bits(q_blocks, kv_blocks.expand(p.grid), p)
+        return _Cut(hidden, (bits_id + 2).masked_fill(hidden, 0).to(torch.int32), pool)
+
+    too_large = p.grid[0] * p.grid[1] > MAX_CUT_BLOCKS
+    if too_large or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return make()
+    key = (p, device, raw_stream(device.index))
+    if key not in _cuts:
+        if len(_cuts) >= MAX_CUTS:
+            _cuts.clear()
+        _cuts[key] = made_apart(make, device)
+    return _cuts[key]
+
+
 def _count_on_host(p: Problem, k: int, causal: bool) -> int:
     """Blocks that one mask keeps when each row keeps `k` or all it may see; no tensor is read."""
     (sq, sk), (bq, bk), (mb, _) = p.seq, p.block, p.grid
@@ -94,3 +157,6 @@ def _count_on_host(p: Problem, k: int, causal: bool) -> int:
         return mb * k
     visible_keys = np.clip(np.minimum((np.arange(mb) + 1) * bq, sq) + p.shift, 0, sk)
     return int(np.minimum(-(-visible_keys // bk), k).sum())
+
+
+_known_count = lru_cache(maxsize=64)(_count_on_host)

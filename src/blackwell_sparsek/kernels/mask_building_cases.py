@@ -84,15 +84,26 @@ def _cases() -> Iterator[CompileCase]:
     for from_pointers, columns in ((True, False), (True, True), (False, False), (False, True)):
         name = f"{'columns' if columns else 'rows'}-{'pointers' if from_pointers else 'visits'}"
         yield CompileCase(
-            f"row_order/{name}",
-            row_order._row_order_kernel,
+            f"order_keys/{name}",
+            row_order._order_keys_kernel,
             {
-                **_int32("order_ptr", "visits_ptr"),
+                **_int32("keys_ptr", "visits_ptr"),
                 **dict.fromkeys(row_order.OrderSizes._fields, 1027),
                 "FROM_POINTERS": from_pointers,
                 "COLUMNS": columns,
+                "TILE_VISITS": row_order.TILE_VISITS,
+            },
+        )
+    for columns in (False, True):
+        yield CompileCase(
+            f"row_order/{'columns' if columns else 'rows'}",
+            row_order._row_order_kernel,
+            {
+                **_int32("order_ptr", "keys_ptr"),
+                "planes": 1027,
+                "rows": 1027,
+                "COLUMNS": columns,
                 "TILE_ROWS": row_order.TILE_ROWS,
                 "TILE_OTHERS": row_order.TILE_OTHERS,
-                "TILE_VISITS": row_order.TILE_VISITS,
             },
         )

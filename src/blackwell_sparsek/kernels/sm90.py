@@ -14,7 +14,7 @@ GROUP_ROWS = 64
 # What one program may take of the 228 KiB of an SM, less the barriers and work numbers.
 SMEM_BYTES = 226 * 1024
 
-_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 
 def accumulator_layout(columns: int) -> object:
@@ -31,7 +31,12 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     """How a tile of this shape lies in shared memory."""
     from triton.experimental.gluon import language as gl
 
-    element = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}[_NAMES[dtype]]
+    element = {
+        torch.float16: gl.float16,
+        torch.bfloat16: gl.bfloat16,
+        torch.float32: gl.float32,
+        torch.int32: gl.int32,
+    }[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 

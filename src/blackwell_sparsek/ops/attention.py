@@ -163,7 +163,7 @@ def run_attn_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: An
     # sinks with gaps are copied, which no launch repeats
     if cu_q is not None or not (sinks is None or sinks.is_contiguous()):
         return _run_forward(q, k, v, *options)
-    call = OperatorCall((q, k, v), (sinks,), mask, ("attn_fwd", impl, *mask_shape, *scalars))
+    call = OperatorCall((q, k, v), (sinks,), mask, mask_shape, ("attn_fwd", impl, *scalars))
     return call.repeat() or call.record(lambda: _run_forward(q, k, v, *options))
 
 
@@ -218,8 +218,8 @@ def gradient_call(
     # delta for sinks is copied, which no launch repeats
     if cu_q is not None or needs[3] or torch.compiler.is_compiling():
         return None
-    kept = ("attn_bwd", impl, *mask_shape, *scalars, sinks is None, deterministic, *needs)
-    return OperatorCall((dout, q, k, v, out), (dlse, lse), mask, kept)
+    kept = ("attn_bwd", impl, *scalars, sinks is None, deterministic, *needs)
+    return OperatorCall((dout, q, k, v, out), (dlse, lse), mask, mask_shape, kept)
 
 
 def _run_backward(

@@ -20,7 +20,7 @@ from ..tuning.attention_bwd_sm90 import (
     attn_bwd_sm90_unsupported,
 )
 from ..tuning.problem_attention import AttnProblem, tma_takes
-from .attention_sm90 import kept_order
+from .derived_lists import derived_list
 
 
 def why_not_backward(problem: AttnProblem) -> str | None:
@@ -54,20 +54,13 @@ def backward(
     order = turns = visits = None
     if (mask := spec.block_mask) is not None:
         heads, group_size = k.shape[1], q.shape[1] // k.shape[1]
-        key = ("columns", q.shape[0], heads, group_size, spec.band, section, config.tile_n)
-        order = rows = kept_order(mask, key, lambda: longest_columns_first(mask, *key[1:]))
+        sizes = (q.shape[0], heads, group_size, spec.band, section, config.tile_n)
+        order = derived_list(mask, longest_columns_first, *sizes)
         if deterministic:
-            shape = (heads, group_size, spec.band, config.tile_n)
             # a band may cut lists, which have to be in order for that
             if spec.band == EVERYTHING:
-                lanes = arch_of(q.device).num_sms // section
-                visits = kept_order(
-                    mask, ("visits", *key[1:]), lambda: _visits(mask, rows, *shape, lanes)
-                )
-            blocks = visits
-            turns = kept_order(
-                mask, ("turns", *key[1:]), lambda: turns_of_blocks(mask, rows, *shape, blocks)
-            )
+                visits = derived_list(mask, _visits, *sizes)
+            turns = derived_list(mask, _turns, *sizes)
     dk, dv = (
         scratch(x.shape, x.dtype, x.device) if gradient is None else gradient
         for x, gradient in ((k, gradients.dk), (v, gradients.dv))
@@ -83,17 +76,35 @@ def backward(
 
 def _visits(
     mask: BlockMask,
-    order: torch.Tensor,
+    batch: int,
     heads: int,
     group_size: int,
     band: Band,
+    section: int,
     tile: int,
-    lanes: int,
 ) -> torch.Tensor:
-    """In which order columns visit query blocks, `lanes` tiles of a plane at once."""
+    """In which order columns visit query blocks, as many tiles of a plane at once as there are."""
     from ..kernels.attention.bwd_visits import plan_visits
 
     assert band == EVERYTHING, band
+    order = derived_list(mask, longest_columns_first, batch, heads, group_size, band, section, tile)
+    lanes = arch_of(mask.device).num_sms // section
     columns = columns_in_order(mask, order, heads, tile)
     with unrecorded():
         return plan_visits(mask, columns, group_size, lanes * tile // mask.block_size[1])
+
+
+def _turns(
+    mask: BlockMask,
+    batch: int,
+    heads: int,
+    group_size: int,
+    band: Band,
+    section: int,
+    tile: int,
+) -> torch.Tensor:
+    """When each tile of keys adds to the gradients of queries."""
+    sizes = (batch, heads, group_size, band, section, tile)
+    order = derived_list(mask, longest_columns_first, *sizes)
+    visits = derived_list(mask, _visits, *sizes) if band == EVERYTHING else None
+    return turns_of_blocks(mask, order, heads, group_size, band, tile, visits)

@@ -42,7 +42,7 @@ matmul_dispatch.register(
 )
 # last: reached where each of the others has been passed over for it
 matmul_dispatch.register(
-    "dense", _anything, eager_dense.bsr_matmul, auto_passes=bsr_dense.dense_passed_over
+    "dense", _anything, bsr_dense.bsr_matmul, auto_passes=bsr_dense.dense_passed_over
 )
 matmul_dispatch.register("reference", _anything, reference.bsr_matmul, auto_passes=only_asked)
 

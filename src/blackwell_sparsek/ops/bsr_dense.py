@@ -1,13 +1,60 @@
-"""Whether `auto` multiplies the stored blocks, or the matrix written out: `impl="dense"`."""
+"""The matrix written out as implementation `dense` of `bsk::bsr_matmul`, and when to take it."""
 
 from collections.abc import Callable
 from functools import lru_cache
 
+import torch
+
+from ..core.arch import arch_of
+from ..core.compat import why_no_triton
+from ..core.launch import cdiv, unrecorded
+from ..eager import bsr_dense as eager
 from ..tuning.bsr_estimate import dense_seconds, sparse_seconds
 from ..tuning.bsr_sm90 import spmm_sm90_passed_over
 from ..tuning.problem_bsr import BsrProblem
 from . import bsr_sm90, bsr_triton
 from .dispatch import interpreted_only
+
+# What the kernel that writes a matrix out needs: Triton's oldest GPU, whole pieces of a row.
+LEAST_SM, COLUMNS_STEP = 80, 8
+
+
+def bsr_matmul(
+    values: torch.Tensor,
+    pattern: list[torch.Tensor],
+    shape: list[int],
+    transposed: bool,
+    dense: torch.Tensor,
+    dense_left: bool,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
+    matrix = _written_out(values, pattern, shape)
+    matrix = matrix.mT if transposed else matrix
+    extras = (bias, residual, activation, out_dtype)
+    return eager.multiplied_out(matrix, dense, dense_left, *extras)
+
+
+def _written_out(
+    values: torch.Tensor, pattern: list[torch.Tensor], shape: list[int]
+) -> torch.Tensor:
+    """The stored matrix as a view [M, K] of whole blocks: in one pass where a kernel can."""
+    arch = arch_of(values.device)
+    compiled = arch.sm >= LEAST_SM and not arch.interpreted and why_no_triton() is None
+    block_h, block_w = values.shape[1:]
+    if not (compiled and block_w % COLUMNS_STEP == 0 and values.is_contiguous()):
+        return eager.written_out(values, pattern, shape)
+    from ..kernels.bsr.write_out import block_table, launch_write_out
+
+    rows_b, cols_b = cdiv(shape[0], block_h), cdiv(shape[1], block_w)
+    full = values.new_empty(rows_b * block_h, cols_b * block_w)
+    # the product behind it is torch's, so that launches are not all of this call
+    with unrecorded():
+        launch_write_out(full, values, block_table(pattern, cols_b))
+    return full[: shape[0], : shape[1]]
 
 
 def passed_for_dense(impl: str) -> Callable[[BsrProblem], str | None]:

@@ -7,8 +7,14 @@ from ..core.apart import made_apart
 from ..core.compat import warps_may_part, why_no_triton
 from ..core.launch import scratch
 from ..kernels.bsr.config_warps import WARP_ROWS
-from ..tuning.bsr import narrow_is_even, spmm_chunk, spmm_sizes
-from ..tuning.bsr_sm90 import narrow_sm90_config, spmm_sm90_config, spmm_sm90_unsupported
+from ..tuning.bsr import narrow_is_even, spmm_sizes
+from ..tuning.bsr_sm90 import (
+    BEARABLE_CHUNKS,
+    narrow_sm90_config,
+    spmm_sm90_chunk,
+    spmm_sm90_config,
+    spmm_sm90_unsupported,
+)
 from ..tuning.bsr_warps import takes_warp_rows, warp_rows_config
 from ..tuning.problem_bsr import BsrProblem
 from .bsr_operands import RowsProduct, rows_product
@@ -54,8 +60,8 @@ def bsr_matmul(
         sizes = spmm_sizes(product.problem)._replace(
             block_h=config.BLOCK_H, nnz_blocks=blocks.shape[0]
         )
-        chunk = spmm_chunk(product.problem.arch, sizes, config.tile_m, config.tile_n)
-        plan = spmm_plan(indptr, blocks.shape[0], product.cols_b, chunk)
+        chunk = spmm_sm90_chunk(product.problem.arch, sizes, config)
+        plan = spmm_plan(indptr, blocks.shape[0], product.cols_b, chunk, BEARABLE_CHUNKS)
         for i in range(part[0].shape[0]):
             part_residual = part[2][i] if residual is not None else None
             launch_spmm_sm90(
@@ -99,7 +105,8 @@ def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tens
         return False
     # one program fills the shared memory of an SM
     programs = product.problem.arch.num_sms
-    schedule = row_schedule(product.indptr, product.indices, config, programs)
+    columns = product.problem.n
+    schedule = row_schedule(product.indptr, product.indices, config, columns, programs)
     if schedule is None or not narrow_is_even(product.problem, config, schedule.width):
         return False
     for views in product.parts:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ..core.compile_cases import CompileCase, registered_cases
+from .machine_code import unwritten_registers
 
 # Bytes of shared memory one block may ask for.
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -109,8 +111,11 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     record["shared"] = max(record["shared"], compiled.metadata.shared)
     wanted = dict.fromkeys((*case.expect, *counts))
     record["num_warps"] = case.num_warps
-    record["counts"] = {what: _count(compiled, what, sm) for what in wanted}
+    code = _Code(compiled, sm)
+    record["counts"] = {what: code.count(what) for what in wanted}
     record["problems"] = _problems(case, sm, record)
+    if sm == 90:
+        record["problems"] += unwritten_registers(code.sass)
     record["seconds"] = time.perf_counter() - started
     return record
 
@@ -148,17 +153,28 @@ def _ptxas(ptx: str, sm: int) -> dict[str, Any]:
     }
 
 
-def _count(compiled: Any, what: str, sm: int) -> int:
-    if not what.startswith("sass:"):
-        lines = [x.strip() for x in compiled.asm["ptx"].splitlines()]
-        code = [x for x in lines if not x.startswith(("//", "."))]
-        return sum(what in line for line in code)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [_tool("nvdisasm", sm), "-c", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return len(re.findall(rf"\b{re.escape(what.removeprefix('sass:'))}\b", sass))
+class _Code:
+    """What came out for one architecture."""
+
+    def __init__(self, compiled: Any, sm: int):
+        self._compiled, self._sm = compiled, sm
+
+    @cached_property
+    def sass(self) -> str:
+        """Machine code."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self._compiled.asm["cubin"])
+            file.flush()
+            command = [_tool("nvdisasm", self._sm), "-c", file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def count(self, what: str) -> int:
+        """How often an instruction occurs, in the PTX or, as `sass:NAME`, in the machine code."""
+        if what.startswith("sass:"):
+            name = re.escape(what.removeprefix("sass:"))
+            return len(re.findall(rf"\b{name}\b", self.sass))
+        lines = [x.strip() for x in self._compiled.asm["ptx"].splitlines()]
+        return sum(what in x for x in lines if not x.startswith(("//", ".")))
 
 
 def _problems(case: CompileCase, sm: int, record: dict[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """(problem) -> tiles and order of the Hopper forward, and the reasons why it cannot run.
 
-Lengths choose among at most three heights of tiles and nothing else, so that a model whose lengths
-vary compiles a handful of variants once.
+Lengths choose among at most three heights of tiles, and whether programs share the last ones, so
+that a model whose lengths vary compiles a handful of variants once.
 """
 
 from functools import lru_cache
@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from ..core.launch import cdiv
+from ..formats.band import EVERYTHING, Band
 from ..kernels.attention.config_sm90 import AttnFwdSm90Config, make_config
 from ..kernels.sm90 import GROUP_ROWS
 from .problem_attention import AttnProblem
@@ -24,8 +25,15 @@ FEW_QUERIES = 32
 SHORT_KEYS = 512
 # Keys from which on three consumers pay, by whether a band cuts tiles.
 LONG_FULL, LONG_BANDED = 1024, 4096
-# Half of the L2 of H100 and H200; queries, outputs and the next section need the other half.
+# Half of the L2 of H100 and H200; queries, outputs and the next section need the other half. With
+# less the forward is faster: 642, 635 and 618 TFLOP/s for 16, 32 and 64 MiB (D128 causal, 4k).
 SECTION_BYTES = 25 * 2**20
+FORWARD_SECTION_BYTES = 16 * 2**20
+# Queries of a head that run at a time under a window, about.
+RUNNING_QUERIES = 4096
+# Keys from which on programs share the last pieces of work. TFLOP/s of D128 without and with that:
+# 596 571 at 1k, 659 654 at 2k, 697 703 at 4k, 724 739 at 16k.
+LONG_SHARED = 4096
 # TFLOP/s of an H200 with its SMs full, by (widest head dim, consumers): with one program on each
 # SM, and with two where they fit. A lone warp group waits for its own softmax.
 PACE = {
@@ -102,7 +110,14 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
     three = dim == 64 and not problem.softcap and long_enough
     choices = (3, 2, 1) if three else (2, 1)
     consumers = min(choices, key=lambda count: _time(problem, dim, count))
-    return make_config(consumers, tile_d, tile_dv, packed=problem.varlen, banded=problem.banded)
+    return make_config(
+        consumers,
+        tile_d,
+        tile_dv,
+        packed=problem.varlen,
+        banded=problem.banded,
+        long=dim == 128 and problem.max_k >= LONG_SHARED,
+    )
 
 
 def _keys(problem: AttnProblem) -> int:
@@ -148,9 +163,22 @@ def _lead(problem: AttnProblem, dim: int, consumers: int) -> float:
     return 1.12 if halved and _keys(problem) < LONG_BANDED else 1.0
 
 
-def attn_fwd_sm90_section(problem: AttnProblem) -> int:
-    """Planes that run together: those whose keys and values stay in L2, whole groups of heads."""
-    kv_bytes = problem.max_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+def attn_fwd_sm90_section(problem: AttnProblem, band: Band = EVERYTHING) -> int:
+    """Planes that run together, whole groups of heads that share keys.
+
+    Where pieces of work are equal, or come in the order of a mask, those of one KV head run
+    together: SMs that read the same keys at the same time are faster than those whose keys only
+    stay in L2. Under a band the longest pieces come first, of as many heads as stay in L2.
+    """
     group = problem.heads_q // problem.heads_kv
-    planes = problem.batch * problem.heads_q
-    return min(max(SECTION_BYTES // max(kv_bytes, 1), 1) * group, max(planes, 1))
+    planes = max(problem.batch * problem.heads_q, 1)
+    if not problem.banded or problem.mask_block is not None:
+        return min(group, planes)
+    if problem.varlen:
+        # no limit: the kernel knows how long sequences are
+        return planes
+    tokens = problem.max_k
+    if band.left is not None and band.right is not None:
+        tokens = min(tokens, band.left + band.right + RUNNING_QUERIES)
+    kv_bytes = tokens * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    return min(max(FORWARD_SECTION_BYTES // max(kv_bytes, 1), 1) * group, planes)

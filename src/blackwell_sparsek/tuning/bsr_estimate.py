@@ -1,8 +1,9 @@
 """How long a block-sparse product and its dense twin should take: a roofline, nothing is timed.
 
 A product takes the longer of its arithmetic and its traffic, plus its launches. The constants of
-sm_90 were measured on an H200 at 8192 x 8192 x 8192 in float16; other GPUs take their own dense
-rate and bandwidth, from data sheets, and the same shares of them. On a CPU the time of the calls
+sm_90 are fitted to single calls on an H200 in float16, 8192 x 8192 x 8192 at 10 to 100 % of the
+blocks and the layers of Llama 3; other GPUs take their own dense rate and bandwidth, from data
+sheets, and the same shares of them. On a CPU the time of the calls
 themselves is left out: they decide only where both take fractions of a millisecond, and there the
 stored blocks are the safer choice. Estimates serve to choose, not to promise.
 """
@@ -15,32 +16,36 @@ import torch
 from ..core.arch import Arch
 from ..core.launch import cdiv
 from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
-from .bsr import SpmmSizes, spmm_sizes
-from .bsr_sm90 import narrow_sm90_config
+from .bsr import NARROW, SpmmSizes, spmm_sizes
+from .bsr_sm90 import narrow_sm90_config, spmm_sm90_config
 from .problem_bsr import BsrProblem
 
 # Seconds until a kernel has started and ended.
 LAUNCH_S = 4e-6
 # The same of Hopper's kernel for few columns, which starts while the one in front still runs.
 NARROW_LAUNCH_S = 2.5e-6
+# Of the memory's rate, what products with few columns read blocks at: 3.1 to 3.8 of 4.3 TB/s.
+NARROW_READ_SHARE = 0.78
 # In which a program of it copies a piece of a block with its rows of x, however small.
 NARROW_COPY_S = 5e-8
 # Bytes per second of packing low blocks into tall ones, read and written together.
 PACK_BYTES_S = 3e12
-# Writing a matrix out from its blocks with PyTorch, against the memory rate: 0.76 ms for a full
-# 8192 x 8192 on an H200.
-WRITE_OUT_SHARE = 1 / 8
+# Writing a matrix out from its blocks, against the memory rate.
+WRITE_OUT_SHARE = 0.8
 # L2 to shared memory through TMA, all SMs of an H200: what feeds the blocks with the operand.
 L2_BYTES_S = 9.2e12
 # Rows of a packed block (`kernels.bsr.config_sm90.GROUP_ROWS`).
 PACKED_ROWS = 64
 # Rows and columns that 16 warps with a block row each multiply at a time. What that takes an SM of
-# an H200 for each row of the dense operand and for each block of 16 x 16, fitted to 10, 22 and 50 %
-# of the blocks; and for each row when blocks are so few that fetching the operand decides.
+# an H200 for each row of the dense operand and for each block of 16 x 16; and for each row when
+# blocks are so few that fetching the operand decides.
 WARP_ROWS_TILE = (256, 128)
-WARP_ROWS_X_S = 1.8e-9
-WARP_ROWS_BLOCK_S = 21e-9
-WARP_ROWS_FETCH_S = 3.6e-9
+WARP_ROWS_X_S = 1.04e-9
+WARP_ROWS_BLOCK_S = 22.6e-9
+WARP_ROWS_FETCH_S = 4.2e-9
+# Of a piece of work of Hopper's other product: until its first copies have come and its sums are
+# stored. More for steps that are short, since as many copies are under way as there are stages.
+PIECE_S, PIECE_STEP_S = 1e-6, 36e-6
 # Columns of the narrowest tile: fewer cost the same.
 TILE_COLUMNS = 16
 # Triton's kernel against the one for Hopper at the same blocks.
@@ -53,12 +58,13 @@ class _Device(NamedTuple):
     bytes_s: float
 
 
-# Only sm_90 is measured: 700 TFLOP/s on 132 SMs and 4.3 TB/s.
+# Only sm_90 is measured: 760 TFLOP/s on 132 SMs, between single calls (880) and calls without a
+# pause (650), and 4.3 TB/s.
 _DEVICES = {
     80: _Device(2.3e12, 1.7e12),
     86: _Device(1.3e12, 0.6e12),
     89: _Device(1.8e12, 0.8e12),
-    90: _Device(5.3e12, 4.3e12),
+    90: _Device(5.76e12, 4.3e12),
     100: _Device(10e12, 6.8e12),
     120: _Device(1.2e12, 1.5e12),
 }
@@ -81,12 +87,12 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
     if impl == "sm90" and sizes.block_h < PACKED_ROWS:
         packed_s = packed_seconds(problem)
         return packed_s if sizes.block_h != 16 else min(packed_s, warp_rows_seconds(problem))
-    rate = _share(sizes) * _dense_rate(problem)
-    if impl == "triton":
-        # an element of the dense operand that comes from L2 meets the rows of one block
-        bytes_s = L2_BYTES_S * _device(problem.arch).bytes_s / _DEVICES[90].bytes_s
-        fed = bytes_s / problem.dtype.itemsize * 2 * sizes.block_h
-        rate = PORTABLE_SHARE * min(rate, fed)
+    if impl == "sm90":
+        return _pieces_seconds(problem, _stored(sizes))
+    # an element of the dense operand that comes from L2 meets the rows of one block
+    bytes_s = L2_BYTES_S * _device(problem.arch).bytes_s / _DEVICES[90].bytes_s
+    fed = bytes_s / problem.dtype.itemsize * 2 * sizes.block_h
+    rate = PORTABLE_SHARE * min(_share(sizes) * _dense_rate(problem), fed)
     return _product_seconds(problem, _stored(sizes), rate)
 
 
@@ -96,8 +102,7 @@ def packed_seconds(problem: BsrProblem) -> float:
     stored = _stored(sizes)
     executed = stored / packed_fill(_density(problem), PACKED_ROWS // sizes.block_h)
     packing_s = LAUNCH_S + (stored + executed) * problem.dtype.itemsize / PACK_BYTES_S
-    rate = _share(sizes) * _dense_rate(problem)
-    return _product_seconds(problem, executed, rate) + packing_s
+    return _pieces_seconds(problem, executed) + packing_s
 
 
 def warp_rows_seconds(problem: BsrProblem) -> float:
@@ -122,13 +127,13 @@ def dense_seconds(problem: BsrProblem) -> float:
     item = problem.dtype.itemsize
     elements = problem.shape[0] * problem.shape[1]
     share = WRITE_OUT_SHARE if problem.arch.sm else 1.0
-    written_s = (elements + 2 * _stored(sizes)) * item / (device.bytes_s * share)
+    written_s = (elements + _stored(sizes)) * item / (device.bytes_s * share)
     moved = elements * item + _operand_bytes(problem)
     product_s = max(_flops(elements, sizes) / _dense_rate(problem), moved / device.bytes_s)
     passes = _epilogue_passes(problem)
     # each pass reads and writes the result in float32
     epilogue_s = passes * 8 * _columns(sizes) * _rows(problem) / device.bytes_s
-    launches_s = (4 + passes) * LAUNCH_S if problem.arch.sm else 0.0
+    launches_s = (2 + passes) * LAUNCH_S if problem.arch.sm else 0.0
     return written_s + product_s + epilogue_s + launches_s
 
 
@@ -148,9 +153,11 @@ def packed_fill(density: float, group: int) -> float:
 def _narrow_seconds(problem: BsrProblem, sizes: SpmmSizes, config: NarrowSm90Config) -> float:
     """Few columns: blocks come from memory once, each piece of one with its rows of x from L2."""
     stored_bytes = _stored(sizes) * problem.dtype.itemsize
-    read_s = (stored_bytes + _operand_bytes(problem)) / _device(problem.arch).bytes_s
-    fed_s = stored_bytes * (1.0 + config.TILE_N / config.TILE_M) / L2_BYTES_S
-    copies = sizes.nnz_blocks * config.row_tiles * config.k_steps
+    bytes_s = _device(problem.arch).bytes_s * NARROW_READ_SHARE
+    read_s = (stored_bytes + _operand_bytes(problem)) / bytes_s
+    panels = cdiv(_columns(sizes), config.TILE_N)
+    fed_s = panels * stored_bytes * (1.0 + config.TILE_N / config.TILE_M) / L2_BYTES_S
+    copies = panels * sizes.nnz_blocks * config.row_tiles * config.k_steps
     copied_s = copies / problem.arch.num_sms * NARROW_COPY_S
     return NARROW_LAUNCH_S + max(read_s, fed_s, copied_s)
 
@@ -172,14 +179,32 @@ def _eager_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
 
 
 def _share(sizes: SpmmSizes) -> float:
-    """Of the dense rate: 600 TFLOP/s of 700; with blocks of width 16, 575; with 64 rows, 500."""
-    return 0.71 if sizes.block_h % 128 else 0.82 if sizes.block_w <= 16 else 0.857
+    """Of the dense rate: 735 TFLOP/s of 760; with 64 rows, 530."""
+    return 0.697 if sizes.block_h % 128 else 0.967
+
+
+def _pieces_seconds(problem: BsrProblem, executed: float) -> float:
+    """Hopper's product with many columns: pieces of work that SMs take one after the other."""
+    sizes = spmm_sizes(problem)
+    x_transposed = problem.row_major == problem.dense_left
+    config = spmm_sm90_config(problem, x_transposed)
+    panels = cdiv(max(sizes.n, 1), config.tile_n) * max(sizes.batch, 1)
+    rows = cdiv(sizes.rows_b * sizes.block_h, config.tile_m)
+    rounds = max(1.0, rows * panels / max(problem.arch.num_sms, 1))
+    flops = 2.0 * executed * panels * config.tile_n
+    arithmetic_s = flops / (_share(sizes) * _dense_rate(problem))
+    moved = executed * problem.dtype.itemsize + _operand_bytes(problem)
+    piece_s = PIECE_S + PIECE_STEP_S / config.TILE_K
+    busy_s = max(arithmetic_s, moved / _device(problem.arch).bytes_s)
+    return busy_s + rounds * piece_s + LAUNCH_S
 
 
 def _product_seconds(problem: BsrProblem, executed: float, rate: float) -> float:
+    sizes = spmm_sizes(problem)
     moved = executed * problem.dtype.itemsize + _operand_bytes(problem)
-    arithmetic_s = _flops(executed, spmm_sizes(problem)) / rate
-    return max(arithmetic_s, moved / _device(problem.arch).bytes_s) + LAUNCH_S
+    share = NARROW_READ_SHARE if sizes.n <= NARROW else 1.0
+    moved_s = moved / (_device(problem.arch).bytes_s * share)
+    return max(_flops(executed, sizes) / rate, moved_s) + LAUNCH_S
 
 
 def _device(arch: Arch) -> _Device:

@@ -4,21 +4,32 @@ from functools import lru_cache
 
 import torch
 
+from ..core.arch import Arch
 from ..core.launch import cdiv
 from ..kernels.bsr import config_narrow_sm90
 from ..kernels.bsr.config import largest_tile
-from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
+from ..kernels.bsr.config_narrow_sm90 import MOST_COLUMNS, NarrowSm90Config
 from ..kernels.bsr.config_sm90 import SLAB_COLUMNS, SpmmSm90Config, stages_that_fit
 from ..kernels.sm90 import GROUP_ROWS
-from .bsr import NARROW, SpmmSizes, spmm_sizes
+from .bsr import NARROW, SpmmSizes, spmm_chunk, spmm_sizes
 from .problem_bsr import BsrProblem
 
-# Columns from which on `auto` takes these kernels: one alone takes 4.5 us in the portable kernel
-# and 4.7 here (4096 x 4096 in 22 % of blocks of 128, H200).
-AUTO_COLUMNS = 2
+# One column alone is left to the portable kernel, unless there are more tiles of rows than this for
+# each SM: 3.9 us there and 4.9 here (4096 x 4096 in 22 % of blocks of 128, H200), 9.6 and 10.3
+# (4096 x 14336), but 20.7 and 17.9 (28672 x 4096).
+ONE_COLUMN_TILES = 2
 # Of blocks lower than this each copy of TMA brings so little that the portable kernel is no slower
 # while its tiles hold the columns: 7.8 us both at 16 x 16.
 FLAT_HEIGHT, FLAT_COLUMNS = 32, 16
+# Up to this many columns the kernel for few of them takes a matrix with one tile of rows for each
+# SM at the most: 12.4 us against 13.7 for 256 columns and 4096 x 4096 in 22 % of the blocks.
+MANY_COLUMNS = 256
+# Rows are cut where one has more than this many times the blocks that a part would have. A second
+# pass takes 10 us: 4096 x 4096 times 1024 columns took 38 us with rows of 9 to 14 blocks cut at 8,
+# and 24 uncut.
+BEARABLE_CHUNKS = 3
+# A part has at least this many steps of the sum.
+LEAST_STEPS = 1024
 
 
 def spmm_sm90_unsupported(problem: BsrProblem) -> str | None:
@@ -48,8 +59,10 @@ def spmm_sm90_passed_over(problem: BsrProblem) -> str | None:
     """Why `auto` should not take the kernels where they could run, or None."""
     # rows of all batch entries are rows of one matrix
     columns = problem.n * problem.batch
-    height = spmm_sizes(problem).block_h
-    if columns < AUTO_COLUMNS:
+    sizes = spmm_sizes(problem)
+    height = sizes.block_h
+    tiles = cdiv(sizes.rows_b * height, GROUP_ROWS)
+    if columns < 2 and tiles <= ONE_COLUMN_TILES * problem.arch.num_sms:
         return "one column is left to the portable kernels"
     if columns <= FLAT_COLUMNS and height < FLAT_HEIGHT:
         return f"{columns} columns and blocks of height {height} are left to the portable kernels"
@@ -61,10 +74,13 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
     """Tiles of a product with few columns; None where its kernel cannot run it."""
     sizes = spmm_sizes(problem)
     by_rows = problem.dense_left and problem.transposed and problem.row_major
-    if not (1 <= sizes.n <= NARROW and by_rows and sizes.nnz_blocks):
-        return None
     tile_m = largest_tile(sizes.block_h, GROUP_ROWS)
-    tile_n = next(tile for tile in (16, 32, 64) if sizes.n <= tile)
+    row_tiles = sizes.rows_b * (sizes.block_h // tile_m)
+    if not (1 <= sizes.n <= _most_columns(problem, tile_m, row_tiles)):
+        return None
+    if not (by_rows and sizes.nnz_blocks):
+        return None
+    tile_n = _narrow_columns(sizes, tile_m, row_tiles, problem.arch.num_sms)
     tile_k = next(tile for tile in (128, 64, 32, 16) if sizes.block_w % tile == 0)
     # of narrow blocks several make one stage of the ring
     units = min(4, max(1, 128 // sizes.block_w))
@@ -81,6 +97,30 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
     )
 
 
+def _most_columns(problem: BsrProblem, tile_m: int, row_tiles: int) -> int:
+    """Up to how many columns the kernel for few of them is the faster one."""
+    if tile_m == 16:
+        return NARROW
+    wide = tile_m == GROUP_ROWS and row_tiles <= problem.arch.num_sms
+    return MANY_COLUMNS if wide else MOST_COLUMNS
+
+
+def _narrow_columns(sizes: SpmmSizes, tile_m: int, row_tiles: int, num_sms: int) -> int:
+    """Columns of a tile: all of them, unless others are to share the work."""
+    if sizes.n <= NARROW:
+        return next(tile for tile in (16, 32, 64) if sizes.n <= tile)
+    # half the columns for 128: 18.1 us instead of 21.2 with 64 tiles of rows (4096 x 14336), 22.5
+    # instead of 23.4 with 160; 83 instead of 74 with 896
+    halved = row_tiles <= 2 * num_sms and sizes.n <= MOST_COLUMNS
+    return NARROW if halved or tile_m < GROUP_ROWS else MOST_COLUMNS
+
+
+def spmm_sm90_chunk(arch: Arch, sizes: SpmmSizes, config: SpmmSm90Config) -> int:
+    """How many blocks a part of a row has at most, if rows are cut."""
+    chunk = spmm_chunk(arch, sizes, config.tile_m, config.tile_n)
+    return max(chunk, LEAST_STEPS // sizes.block_w)
+
+
 def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
     """Tiles of a product that `spmm_sm90_unsupported` accepts."""
     sizes = spmm_sizes(problem)
@@ -88,10 +128,11 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
     block_h = GROUP_ROWS if packed else sizes.block_h
     # One block row of 64: both groups take it, side by side, so that X is fetched once for both.
     split_n = block_h % (2 * GROUP_ROWS) != 0
-    widest = _k_tile(sizes.block_w)
-    # Splitting columns doubles the X bytes of a stage; 32-wide steps keep five stages in flight.
-    tile_k = min(widest, 32) if split_n else widest
-    group_n = _group_columns(problem, sizes, block_h, split_n)
+    group_n = _group_columns(problem, sizes, split_n)
+    tile_k = _k_tile(sizes.block_w)
+    if split_n and group_n == 256:
+        # X takes twice the bytes of a stage; 32-wide steps keep five stages in flight
+        tile_k = min(tile_k, 32)
     # Smaller chunks where they are wide in bytes, or where finishing them takes many registers.
     wide = problem.out_dtype == torch.float32 or problem.residual or problem.activation == "gelu"
     chunks = 4 if wide else 2
@@ -117,11 +158,13 @@ def _k_tile(block_w: int) -> int:
     return next(tile for tile in (64, 32, 16) if block_w % tile == 0)
 
 
-def _group_columns(problem: BsrProblem, sizes: SpmmSizes, block_h: int, split_n: bool) -> int:
-    """The widest accumulator that still gives every SM a piece of work."""
-    row_pieces = cdiv(sizes.rows_b * sizes.block_h, GROUP_ROWS if split_n else 2 * GROUP_ROWS)
+def _group_columns(problem: BsrProblem, sizes: SpmmSizes, split_n: bool) -> int:
+    """The widest accumulator that the columns fill and that still gives every SM work."""
+    groups = 2 if split_n else 1
+    row_pieces = cdiv(sizes.rows_b * sizes.block_h, 2 * GROUP_ROWS // groups)
     for group_n in (256, 128):
-        panels = cdiv(sizes.n, group_n * (2 if split_n else 1))
-        if row_pieces * panels >= problem.arch.num_sms:
+        panels = cdiv(sizes.n, group_n * groups)
+        filled = sizes.n > group_n * groups // 2
+        if filled and row_pieces * panels >= problem.arch.num_sms:
             return group_n
     return 64

@@ -71,7 +71,7 @@ launches.clear()
 call(sq=0)
 empty = len(launches)
 call(sq=130, sk=64, mask=blocks(130, 64))
-rows = launches[-1][1][8].numel()
+rows = launches[-1][1][7][1].numel()
 packed([(70, 3), (60, 0), (0, 9)], 6, 1, 40)
 packed_grid, packed_args, _ = launches[-1]
 packed([(130, 130)], 2, 2, 64, fused=True)

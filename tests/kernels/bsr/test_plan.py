@@ -101,3 +101,14 @@ def test_plans_are_kept_per_chunk_and_die_with_the_pattern():
 def test_no_rows():
     plan = spmm_plan(torch.zeros(1, dtype=torch.int32), 0, 0, 4)
     assert (plan.n_items, plan.n_split_rows, plan.n_slots) == (0, 0, 0)
+
+
+def test_rows_that_are_bearable_are_not_cut():
+    lengths = [20, 3, 0, 7]
+    indptr = indptr_of(lengths)
+    assert spmm_plan(indptr, 30, 40, 8).n_split_rows == 1
+    uncut = spmm_plan(indptr, 30, 40, 8, 3)
+    assert uncut.n_split_rows == 0 and uncut.n_items == 4
+    assert spmm_plan(indptr, 30, 40, 8, 3) is uncut
+    # 20 blocks are more than three times six: then all rows longer than six are cut
+    assert spmm_plan(indptr, 30, 40, 6, 3).n_split_rows == 2

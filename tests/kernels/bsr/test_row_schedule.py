@@ -23,29 +23,31 @@ def product(schedule, tiles, values, x, rows):
     padded = torch.nn.functional.pad(x, (0, block_w))
     for records in schedule.records:
         for record in records[: int(records[0, 0])]:
-            _, row_tile, blocks = record[:HEADER].tolist()
-            acc = x.new_zeros(x.shape[0], tiles.TILE_M)
+            _, row_tile, blocks, col = record[:HEADER].tolist()
+            mine = padded[col : col + tiles.TILE_N]
+            acc = x.new_zeros(mine.shape[0], tiles.TILE_M)
             for slot in range(blocks):
                 a = int(record[HEADER + slot])
                 k = int(record[HEADER + width + slot])
-                acc += padded[:, k : k + block_w] @ values[a : a + tiles.TILE_M].T
+                acc += mine[:, k : k + block_w] @ values[a : a + tiles.TILE_M].T
             assert (record[HEADER + blocks : HEADER + width] == OUTSIDE).all()
             assert (record[HEADER + width + blocks :] == OUTSIDE).all()
-            place = out[:, row_tile * tiles.TILE_M :][:, : tiles.TILE_M]
+            place = out[col : col + tiles.TILE_N, row_tile * tiles.TILE_M :][:, : tiles.TILE_M]
             assert place.isnan().all(), "a tile was dealt out twice"
             place.copy_(acc)
     return out[:, :rows]
 
 
+@pytest.mark.parametrize("columns", [3, 16, 37])
 @pytest.mark.parametrize("programs", [1, 5, 132])
 @pytest.mark.parametrize(
     ("block", "tile_m"), [((64, 32), 64), ((64, 32), 32), ((128, 16), 64), ((16, 16), 16)]
 )
-def test_every_tile_is_computed_once(programs, block, tile_m):
+def test_every_tile_is_computed_once(columns, programs, block, tile_m):
     a = random_bsr((4 * block[0] + 5, 7 * block[1] - 3), block, seed=1, whole=True)
-    x = torch.randint(-3, 4, (3, a.shape[1])).float()
+    x = torch.randint(-3, 4, (columns, a.shape[1])).float()
     tiles = config(block, tile_m)
-    schedule = build_row_schedule(a.indptr, a.indices, tiles, programs)
+    schedule = build_row_schedule(a.indptr, a.indices, tiles, columns, programs)
     assert schedule.records.shape[0] <= programs
     got = product(schedule, tiles, a.storage.reshape(-1, block[1]), x, a.shape[0])
     assert torch.equal(got, x @ a.to_dense().T)
@@ -57,7 +59,7 @@ def test_no_program_reads_much_more_than_another():
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
     indices = torch.zeros(int(lengths.sum()), dtype=torch.int32)
     tiles = config((128, 128), 64)
-    schedule = build_row_schedule(indptr, indices, tiles, 132)
+    schedule = build_row_schedule(indptr, indices, tiles, 16, 132)
     counts = schedule.records[:, 0, 0]
     blocks = torch.stack([r[: int(r[0, 0]), 2].sum() for r in schedule.records])
     assert int(counts.sum()) == 448
@@ -69,7 +71,7 @@ def test_one_long_row_has_no_schedule():
     lengths[7] = 2048
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
     indices = torch.arange(2048, dtype=torch.int32)
-    assert build_row_schedule(indptr, indices, config((64, 16), 64), 132) is None
+    assert build_row_schedule(indptr, indices, config((64, 16), 64), 16, 132) is None
 
 
 def test_a_schedule_is_made_once_for_each_cut(monkeypatch):
@@ -83,7 +85,12 @@ def test_a_schedule_is_made_once_for_each_cut(monkeypatch):
     same = config((32, 16), 32, ACTIVATION="relu")
     other = config((32, 16), 16)
     for tiles in (first, same, first, other):
-        assert row_schedule(a.indptr, a.indices, tiles, 4) is not None
+        assert row_schedule(a.indptr, a.indices, tiles, 4, 4) is not None
     assert len(made) == 2
-    row_schedule(a.indptr, a.indices, first, 5)
+    row_schedule(a.indptr, a.indices, first, 4, 5)
     assert len(made) == 3
+    # as many columns as a tile has need no schedule of their own, more do
+    row_schedule(a.indptr, a.indices, first, 16, 4)
+    assert len(made) == 3
+    row_schedule(a.indptr, a.indices, first, 17, 4)
+    assert len(made) == 4

@@ -5,34 +5,47 @@ from typing import Any
 
 import torch
 
-from ... import BlockMask, masks
+from ... import BlockMask, attention, masks
 from ..case import Contender, Peer
 from ..problems.attention import AttentionInputs
 from .flashinfer import workspace
 from .importing import load, needs
-from .ours import ours
+from .ours import options_of, ours
 from .torch_attention import flex_mask, on_gpu
 
-SERVED = "bsk_attention"
+SERVED, SERVED_ANEW = "bsk_attention", "bsk_new_mask"
 
 
 def _ours(inputs: AttentionInputs) -> Contender:
     p, keep = inputs.problem, inputs.keep
-    if keep is None:
+    if keep is not None:
+        expected = int(keep.sum())
+    else:
         assert p.window is not None
+        expected = _window_blocks(p.length, p.window)
+    return _contender(_builder(inputs), lambda mask: mask.nnz_blocks, expected)
+
+
+def _builder(inputs: AttentionInputs) -> Callable[[], BlockMask]:
+    p, keep = inputs.problem, inputs.keep
+    if keep is None:
         width, device = p.window, inputs.q.device
-        return _contender(
-            lambda: masks.sliding_window(p.length, width, 128, causal=p.causal, device=device),
-            lambda mask: mask.nnz_blocks,
-            _window_blocks(p.length, p.window),
-        )
+        assert width is not None
+        return lambda: masks.sliding_window(p.length, width, 128, causal=p.causal, device=device)
     assert p.block is not None
-    block = p.block
-    return _contender(
-        lambda: BlockMask.from_dense(keep[None], block),
-        lambda mask: mask.nnz_blocks,
-        int(keep.sum()),
-    )
+    block, planes = p.block, keep[None]
+    return lambda: BlockMask.from_dense(planes, block)
+
+
+def _attention_anew(inputs: AttentionInputs) -> Contender:
+    """What a mask costs where each call has its own: also what is made of it at its first call."""
+    make = _builder(inputs)
+    options = options_of(inputs)
+
+    def run() -> Any:
+        return attention(inputs.q, inputs.k, inputs.v, **{**options, "block_mask": make()})
+
+    return Contender(run, inputs.check(), inputs.flops)
 
 
 def _contender(make: Callable[[], Any], blocks: Callable[[Any], int], expected: int) -> Contender:
@@ -86,6 +99,7 @@ BUILDERS = {
     for peer in (
         Peer("bsk", "blackwell_sparsek BlockMask", _ours),
         Peer(SERVED, "the attention that the mask is for", ours.prepare),
+        Peer(SERVED_ANEW, "that attention, a mask built for each call", _attention_anew),
         Peer("flex", "FlexAttention block mask", _flex, supports=on_gpu, rival=True),
         Peer(
             "flashinfer",

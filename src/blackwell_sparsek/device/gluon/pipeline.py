@@ -52,6 +52,17 @@ def publish(channel, turn, fields):
 
 
 @gluon.jit
+def peek(channel, turn, place: gl.constexpr):
+    """One of the numbers that `take` will return."""
+    numbers, filled, _ = channel
+    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    depth = turn % WORK_DEPTH
+    mbarrier.wait(filled.index(depth), (turn // WORK_DEPTH) & 1)
+    count: gl.constexpr = numbers.shape[0] // WORK_DEPTH
+    return gl.max(numbers.index(depth * count + place).load(group), 0)
+
+
+@gluon.jit
 def take(channel, turn):
     """The numbers that the producer published for this turn, to be read by four warps."""
     numbers, filled, free = channel

@@ -6,6 +6,8 @@ from ..sm90 import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
 # More stages than this hide nothing further: a producer is never that far ahead.
 MOST_STAGES = 4
+# What it takes to put together parts of a softmax that programs share, in KV tiles.
+MEETING_TILES = 2
 
 
 @dataclass(frozen=True)
@@ -17,10 +19,12 @@ class AttnFwdSm90Config:
     mask; smaller units are packed into one tile. TILE_D and TILE_DV are the head dims in shared
     memory, beyond which TMA fills zeros. Q_STAGES of 2 fetches the queries of the next piece of
     work, and with them its first keys, while this one is still being computed. HALF_TILES
-    leaves out the second 64 keys of a piece's first tile where its queries see none of them, as in
-    every second piece where queries see up to themselves. The kernel is compiled for MAX_REGISTERS
-    per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS
-    for the producer.
+    leaves out 64 keys of a piece's first and last tile where its queries see none of them, as in
+    every second piece where queries see up to themselves. PARTS adds up weights in parts, and takes
+    maxima in short chains. With SHARED_TAIL programs share the tiles of the last pieces, if those
+    are too few for all. OVERLAP starts before the kernel in front has ended. The kernel is compiled
+    for MAX_REGISTERS per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group,
+    PRODUCER_REGISTERS for the producer.
     """
 
     CONSUMERS: int
@@ -34,6 +38,9 @@ class AttnFwdSm90Config:
     MAX_REGISTERS: int
     Q_STAGES: int = 1
     HALF_TILES: bool = False
+    PARTS: bool = False
+    SHARED_TAIL: bool = False
+    OVERLAP: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -42,7 +49,7 @@ class AttnFwdSm90Config:
         assert self.UNIT % self.TILE_N == 0 or self.TILE_N % self.UNIT == 0, f"{self.UNIT=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
         assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
-        assert not self.HALF_TILES or self.CONSUMERS == 1, f"{self=}"
+        assert not (self.HALF_TILES and self.SHARED_TAIL), f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
 
     @property
@@ -64,6 +71,16 @@ class AttnFwdSm90Config:
     def part_rows(self) -> int:
         """Keys of one such copy."""
         return min(self.UNIT, self.TILE_N)
+
+    def shared_tail(self, pieces: int, programs: int, kv_tiles: int) -> int:
+        """KV tiles that each program has of the last pieces of work, 0 if they are not shared.
+
+        Those are the pieces, of `kv_tiles` each, that are left over when all programs took as many.
+        """
+        rounds, left_over = divmod(pieces, programs)
+        share = -(-left_over * kv_tiles // programs)
+        worth = self.SHARED_TAIL and rounds > 0 and kv_tiles - share >= MEETING_TILES
+        return share if worth else 0
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of queries."""
@@ -93,19 +110,25 @@ def make_config(
     block_kv: int | None = None,
     packed: bool = False,
     banded: bool = False,
+    long: bool = False,
 ) -> AttnFwdSm90Config:
-    """The configuration with so many consumers; `block_kv` is the mask's, None without one."""
+    """The configuration with so many consumers; `block_kv` is the mask's, None without one.
+
+    `banded`: a band cuts off keys. `long`: there are enough keys for programs to share them.
+    """
+    dense = block_kv is None and not packed
     # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
-    # Finding blocks or sequences takes the producer more registers than counting tiles; they come
-    # from the consumers. Three consumers need few: their head dims are 64 at the most.
-    searches = block_kv is not None or packed
+    shared_tail = dense and long and not banded and consumers == 2
+    # Finding blocks, sequences or shares takes the producer more registers than counting tiles;
+    # they come from the consumers. Three consumers need few: their head dims are 64 at the most.
+    searches = not dense or shared_tail
     producer = 32 if consumers == 3 else 40 if searches or consumers == 1 else 24
     stages = stages_that_fit(consumers, tile_n, tile_d, tile_dv)
     # A second buffer of queries where it costs no keys, which is but for one consumer of 128 dims.
-    # Rows of a mask are long, and their consumers have no register left.
+    # Units that share a tile leave consumers no register for it.
     ahead = stages_that_fit(consumers, tile_n, tile_d, tile_dv, q_stages=2) == stages
-    ahead = ahead and block_kv is None
+    ahead = ahead and (block_kv is None or block_kv >= tile_n)
     return AttnFwdSm90Config(
         CONSUMERS=consumers,
         TILE_N=tile_n,
@@ -117,8 +140,13 @@ def make_config(
         PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168 if consumers == 2 else 128,
         Q_STAGES=2 if ahead else 1,
-        # tried with dense batches alone; two and three consumers had a compiler's error there
-        HALF_TILES=banded and consumers == 1 and tile_n == 128 and not packed,
+        # packed sequences were not tried
+        HALF_TILES=dense and banded and tile_n == 128,
+        # sums of 64 columns are slower in parts
+        PARTS=tile_dv > 64,
+        SHARED_TAIL=shared_tail,
+        # small problems, whose start is much of their time
+        OVERLAP=consumers == 1 and block_kv is None,
     )
 
 

@@ -7,12 +7,13 @@ ends of pieces. A consumer warp group computes with keys as the rows of its prod
 
     s^T = K Q^T [TILE_N, ROWS]      o^T = V^T P^T [Dv, ROWS]
 
-so that few queries cost few instructions. K and V are read from where TMA put them; Q and P are
-small and written to shared memory by the consumer.
+so that few queries cost few instructions. K and V are read from where TMA put them, fp8 ones after
+they have become fp16 in registers; Q and P are small and written to shared memory by the consumer.
 
-Called as impl "sm90" of `bsk::attn_decode`. Limits: fp16 and bf16, D and Dv 64 or 128, pages of a
-multiple of 16 tokens, no lists of blocks, strides and addresses that TMA takes, and those of
-`decode.py`. Slots past the lengths are copied and not looked at; a page out of range is not read.
+Called as impl "sm90" of `bsk::attn_decode`. Limits: queries in fp16 or bf16, caches too or in fp8
+(D and Dv 128, up to 16 rows that share a KV head), D and Dv 64 or 128, pages and listed blocks of a
+multiple of 16 tokens, strides and addresses that TMA takes, and those of `decode.py`. Slots past
+the lengths are copied and not looked at; a page out of range is not read.
 """
 
 from triton.experimental import gluon
@@ -23,50 +24,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...device.fp8_words import turned_back
+from ...device.gluon.fp8_operands import key_operand, value_operand
 from ...device.gluon.partials import columns_of, merge_parts, rows_of, store_part
-from ...device.gluon.pipeline import barriers, take, tiles, work_channel
+from ...device.gluon.pipeline import barriers, peek, take, tiles, work_channel
 from ...device.masks import kv_range, kv_range_of_all, position, row_bounds, within_bounds
 from ...device.partials import MERGED_ROWS, is_last, part_slot
-from ...device.scores import cap, fold_sign
+from ...device.scores import cap
 from ...device.softmax import add_sink, finalise, init_state, weigh
 from .decode_sm90_fetch import produce_tiles
-from .decode_sm90_work import head_of_plane
+from .decode_sm90_queries import places_of_rows, put_queries, read_queries
 
 # What describes a piece: sequence, plane, length, first and end tile; and who else has a part:
 # origin, first tile and number of tiles of the plane, tiles of a stretch.
 WORK_FIELDS = gl.constexpr(9)
-
-
-@gluon.jit
-def _places(rows, num_rows, kv_head, group, q_len, strides):
-    """`decode._row_places`, without divisions where there is one query."""
-    rows = gl.minimum(rows, num_rows - 1)
-    token = rows - rows
-    in_group = rows
-    if q_len > 1:
-        token = rows // group
-        in_group = rows - token * group
-    head = kv_head * group + in_group
-    return token, head, head.to(gl.int64) * strides[1] + token * strides[2]
-
-
-@gluon.jit
-def _load_queries(q_smem, q_ptr, sequence, kv_head, first_row, score, q_len, heads, strides):
-    """Put the queries of a piece into shared memory; returns the factor of their scores."""
-    rows: gl.constexpr = q_smem.shape[0]
-    dim: gl.constexpr = q_smem.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
-    num_rows = q_len * heads[1]
-    row = first_row + gl.arange(0, rows, gl.SliceLayout(1, layout))
-    offs_d = gl.arange(0, dim, gl.SliceLayout(0, layout))
-    _, _, offset = _places(row, num_rows, kv_head, heads[1], q_len, strides.q)
-    plane = q_ptr + sequence.to(gl.int64) * strides.q[0]
-    q = gl.load(plane + offset[:, None] + offs_d[None, :], (row < num_rows)[:, None], other=0.0)
-    q, factor = fold_sign(q, score[0])
-    q_smem.store(q)
-    fence_async_shared()
-    return factor
 
 
 @gluon.jit
@@ -101,17 +74,19 @@ def _drop_dead_values(tile, kv_start, positions, kv_lo, kv_hi):
 @gluon.jit
 def _write(
     results, m_log2, row_sum, acc, first_row, num_rows, sequence, kv_head, kv_len, q_len, heads,
-    strides, sinks_ptr,
+    strides, sinks_ptr, score,
 ):  # fmt: skip
     """End the softmax of packed rows and store outputs and lse."""
     row = first_row + rows_of(acc)
     live = row < num_rows
-    token, head, offset = _places(row, num_rows, kv_head, heads[1], q_len, strides.out)
+    token, head, offset = places_of_rows(row, num_rows, kv_head, heads[1], q_len, strides.out)
     if sinks_ptr is not None:
         m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + head))
         acc = acc * rescale[:, None]
     row_sum = gl.where(kv_len < 0, float("nan"), row_sum)
     inverse, lse = finalise(m_log2, row_sum)
+    if score[3] is not None:
+        inverse *= gl.load(score[3] + kv_head * score[5])
     out_ptr = results[0] + sequence.to(gl.int64) * strides.out[0]
     gl.store(
         out_ptr + offset[:, None] + columns_of(acc)[None, :],
@@ -125,7 +100,7 @@ def _write(
 @gluon.jit
 def _consume(consume, shared, CFG: gl.constexpr):
     """Attend with the queries of each piece."""
-    results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem = consume
+    results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, of_plane = consume
     ring, notes, work, lengths, heads = shared
     k_smem, v_smem, full, empty = ring
     q_len, left, right = lengths[3], lengths[5], lengths[6]
@@ -146,13 +121,25 @@ def _consume(consume, shared, CFG: gl.constexpr):
     program = gl.program_id(0)
     step = 0
     turn = 0
+    if CFG.SINGLE:
+        gdc_wait()
+        if of_plane > 0:
+            # which head it is, is known before the length is
+            plane = program // of_plane
+            sequence = gl.where(plane < heads[0] * q_tiles, 0, -1)
+        else:
+            sequence = peek(work, turn, 0)
+            plane = peek(work, turn, 1)
+        kv_head, first_row, q, k_scale = read_queries(
+            q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+        )
     sequence, plane, kv_len, kv_tile, kv_end, origin, plane_tile, count, each = take(work, turn)
     while sequence >= 0:
-        kv_head = head_of_plane(plane, q_tiles)
-        first_row = (plane - kv_head * q_tiles) * num
-        factor = _load_queries(
-            q_smem, q_ptr, sequence, kv_head, first_row, score, q_len, heads, strides
-        )
+        if not CFG.SINGLE:
+            kv_head, first_row, q, k_scale = read_queries(
+                q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+            )
+        factor, inside = put_queries(q_smem, q, k_scale, score, CFG)
         # divisions, while keys are waited for
         begins = origin + plane_tile // each
         ends = origin + (plane_tile + count - 1) // each
@@ -178,9 +165,20 @@ def _consume(consume, shared, CFG: gl.constexpr):
             if CFG.BLOCK_KV is not None:
                 positions = notes[0].index(stage)
                 kv_pos = positions.load(gl.SliceLayout(0, turned.type.layout))
-            q = q_smem.permute((1, 0))
-            scores = warpgroup_mma(k_smem.index(stage), q, no_scores, use_acc=False, is_async=True)
+            k = k_smem.index(stage)
+            v = v_smem.index(stage)
+            if CFG.WORDS:
+                k = key_operand(k, layout)
+            q_turned = q_smem.permute((1, 0))
+            scores = warpgroup_mma(k, q_turned, no_scores, use_acc=False, is_async=True)
+            if CFG.WORDS:
+                if cut:
+                    _drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
+                # while the tensor cores multiply
+                values = value_operand(v, layout)
             s = gl.permute(warpgroup_mma_wait(0, deps=(scores,)), (1, 0))
+            if CFG.WORDS and score[1] is not None:
+                s = s * inside
             s = cap(s, score[1])
             if CFG.BLOCK_KV is not None or (kv_start < all_lo) | (kv_start + tile_n > all_hi):
                 s = _mask_scores(s, kv_pos, first_row, length, (left, right), q_len, heads)
@@ -188,15 +186,18 @@ def _consume(consume, shared, CFG: gl.constexpr):
             sums = sums * rescale[:, None] + p
             p_smem.store(p.to(p_smem.dtype))
             acc = acc * gl.convert_layout(rescale, columns)[None, :]
-            v = v_smem.index(stage)
-            if cut:
-                _drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
+            if not CFG.WORDS:
+                if cut:
+                    _drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
+                values = v.permute((1, 0))
             fence_async_shared()
-            product = warpgroup_mma(v.permute((1, 0)), p_smem.permute((1, 0)), acc, is_async=True)
+            product = warpgroup_mma(values, p_smem.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
             mbarrier.arrive(empty.index(stage), count=1)
             step += 1
 
+        if CFG.WORDS:
+            acc = turned_back(acc)
         out = gl.permute(acc, (1, 0))
         out_rows: gl.constexpr = gl.SliceLayout(1, out.type.layout)
         row_sum = gl.convert_layout(gl.sum(sums, 1), out_rows)
@@ -206,7 +207,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
         if begins == ends:
             _write(
                 results, m_out, row_sum, out, first_row, num_rows, sequence, kv_head, kv_len,
-                q_len, heads, strides, sinks_ptr,
+                q_len, heads, strides, sinks_ptr, score,
             )  # fmt: skip
         else:
             tile_rows = gl.minimum(num_rows - first_row, num)
@@ -220,10 +221,15 @@ def _consume(consume, shared, CFG: gl.constexpr):
                     )  # fmt: skip
                     _write(
                         results, m_all, sum_all, acc_all, first_row + row, first_row + tile_rows,
-                        sequence, kv_head, kv_len, q_len, heads, strides, sinks_ptr,
+                        sequence, kv_head, kv_len, q_len, heads, strides, sinks_ptr, score,
                     )  # fmt: skip
         turn += 1
         sequence, plane, kv_len, kv_tile, kv_end, origin, plane_tile, count, each = take(work, turn)
+        if CFG.SINGLE:  # noqa: SIM102
+            if sequence >= 0:
+                kv_head, first_row, q, k_scale = read_queries(
+                    q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+                )
 
 
 @gluon.jit(
@@ -260,17 +266,23 @@ def _attn_decode_sm90_kernel(
 ):
     """Set up rings and roles; `produce_tiles` and `_consume` do the work.
 
-    results (out, lse), score (scale_log2, inverse_cap), workspace (parts, counters), heads (KV
-    heads, query heads of each), of_plane: programs for each plane, 0 if there are more planes.
+    results (out, lse), score (scale_log2, inverse_cap, k_scale, v_scale, their strides), workspace
+    (parts, counters), heads (KV heads, query heads of each), of_plane: programs for each plane, 0
+    if there are more planes.
     """
-    # the first thing that anything depends on, asked for before anything else
-    first_length = gl.load(seqlens_ptr)
+    first_length = batch
+    if CFG.SINGLE:
+        # the next kernel may start as soon as there is room for it; it waits where it has to
+        gdc_launch_dependents()
+    else:
+        # the first thing that anything depends on, asked for before anything else
+        first_length = gl.load(seqlens_ptr)
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     num: gl.constexpr = CFG.ROWS
     tile_d: gl.constexpr = CFG.TILE_D
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = gl.float16 if CFG.WORDS else k_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_d], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_n], dtype)
     k_smem = tiles(k_desc, stages, tile_n)
@@ -289,7 +301,7 @@ def _attn_decode_sm90_kernel(
     tables = (page_table_ptr, list_ptr, num_pages)
     table_strides = (page_row_stride, list_batch_stride, list_head_stride)
     produce = ((k_desc, v_desc), tables, table_strides, of_plane)
-    consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem)
+    consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, of_plane)
     shared = (ring, (positions, flags), work, lengths, heads)
     # the first role runs in the warps of the launch, the other in a warp of its own
     gl.warp_specialize(

@@ -25,16 +25,25 @@ class Call(NamedTuple):
     max_spill_bytes: int = 0
 
 
-# The spills of 64 rows are of numbers that wait for the end of the loop.
+# The spills of 64 rows are of numbers that wait for the end of the loop, those of eight parts of
+# places that wait for a stage.
 CALLS = (
     Call(make_config(8, 128, 128), "d128"),
+    Call(make_config(8, 128, 128, single=True), "d128-single"),
     Call(make_config(8, 64, 64), "d64"),
     Call(make_config(8, 128, 128, 16), "d128-pages16"),
     Call(make_config(8, 128, 128, 64), "d128-pages64"),
-    Call(make_config(8, 128, 128, 64, 64), "d128-pages64-lists"),
+    Call(make_config(8, 128, 128, 64, 64, single=True), "d128-pages64-lists"),
     Call(make_config(8, 128, 128, 16, 16), "d128-pages16-lists"),
     Call(make_config(8, 128, 128, None, 32), "d128-lists32"),
     Call(make_config(16, 128, 64, 48), "d128-64-pages48", everything=True),
+    Call(make_config(8, 128, 128, words=True, single=True), "d128-fp8-single"),
+    Call(make_config(8, 128, 128, tile_n=128, words=True), "d128-fp8"),
+    Call(
+        make_config(8, 128, 128, 16, tile_n=128, words=True), "d128-fp8-pages16", max_spill_bytes=64
+    ),
+    Call(make_config(8, 128, 128, 64, tile_n=128, words=True), "d128-fp8-pages64"),
+    Call(make_config(16, 128, 128, 64, 64, words=True), "d128-fp8-lists", everything=True),
     Call(make_config(32, 128, 128), "d128-rows32"),
     Call(make_config(64, 128, 128, 256), "d128-rows64", dtype=torch.float16, max_spill_bytes=1024),
 )
@@ -43,6 +52,7 @@ CALLS = (
 def decode_sm90_case(call: Call) -> CompileCase:
     """A launch of the kernel."""
     config = call.config
+    copied = torch.int32 if config.WORDS else call.dtype
     out_row, q_row = GROUP * KV_HEADS * config.TILE_DV, GROUP * KV_HEADS * config.TILE_D
     return CompileCase(
         name=f"attn_decode_sm90/{call.name}",
@@ -50,13 +60,16 @@ def decode_sm90_case(call: Call) -> CompileCase:
         args={
             "results": (call.dtype, torch.float32),
             "q_ptr": call.dtype,
-            "k_desc": descriptor_type(config.k_block(), call.dtype),
-            "v_desc": descriptor_type(config.v_block(), call.dtype),
+            "k_desc": descriptor_type(config.k_block(), copied),
+            "v_desc": descriptor_type(config.v_block(), copied),
             "seqlens_ptr": torch.int32,
             "page_table_ptr": None if config.PAGE_SIZE is None else torch.int32,
             "list_ptr": None if config.BLOCK_KV is None else torch.int32,
             "sinks_ptr": torch.float32 if call.everything else None,
-            "score": score_factors(0.1, 30.0 if call.everything else 0.0),
+            "score": (
+                *score_factors(0.1, 30.0 if call.everything else 0.0),
+                *((torch.float32, torch.float32, 1, 1) if config.WORDS else (None, None, 0, 0)),
+            ),
             "workspace": (torch.float32, torch.int32),
             "strides": DecodeSm90Strides((out_row, config.TILE_DV, 0), (q_row, config.TILE_D, 0)),
             "page_row_stride": 4096,
@@ -75,7 +88,7 @@ def decode_sm90_case(call: Call) -> CompileCase:
         },
         archs=(90,),
         num_warps=4,
-        options={"maxnreg": config.MAX_REGISTERS},
+        options={"maxnreg": config.MAX_REGISTERS, "launch_pdl": config.SINGLE},
         expect={"wgmma.mma_async": 1},
         max_spill_bytes=call.max_spill_bytes,
     )

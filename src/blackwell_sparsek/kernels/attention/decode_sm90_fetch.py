@@ -3,18 +3,19 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 from ...device.gluon.pipeline import publish
 from ...device.paging import visited_tiles
 from .decode_sm90_work import (
+    LOOKED_UP,
     find_stretch,
     head_of_plane,
     keys_of_sequence,
+    look_up,
     places_of,
     positions_of,
     read_blocks,
-    read_pages,
-    starts_of,
 )
 
 
@@ -65,40 +66,45 @@ def _produce_in_a_row(descs, ring, piece, step, sequence, kv_head, first, end, C
 
 @gluon.jit
 def _produce_scattered(
-    descs, ring, notes, tables, bounds, step, sequence, kv_head, first, end, CFG: gl.constexpr
-):
-    """Fetch tiles that tables and lists tell the places of; returns the next step.
+    descs, ring, notes, tables, bounds, piece, step, sequence, kv_head, first, end,
+    CFG: gl.constexpr,
+):  # fmt: skip
+    """Publish a piece and fetch its tiles, whose places tables tell; returns the next step.
 
-    Blocks are read two tiles ahead and pages one, so that nothing waits for them.
+    The places of 32 parts of tiles are looked up at a time, and their blocks 32 parts ahead.
     """
     list_ptr, table_ptr, num_blocks, num_pages = tables
-    kv_lo, kv_hi, capacity = bounds
+    kv_lo, kv_hi, _ = bounds
+    work, turn, fields = piece
     positions, flags = notes
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    nothing = gl.full([1], 0, gl.int32, lane)
-    blocks = read_blocks(list_ptr, first, num_blocks, CFG)
-    starts, wrong = starts_of(blocks, first, capacity, CFG)
-    pages = read_pages(table_ptr, sequence, starts, kv_lo, kv_hi, CFG)
-    blocks = read_blocks(list_ptr, first + 1, num_blocks, CFG)
+    parts: gl.constexpr = CFG.parts
+    lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    nothing = gl.full([1], 0, gl.int32, lane_layout)
+    last = end * parts
+    blocks = read_blocks(list_ptr, first * parts, last, num_blocks, CFG)
+    # what is published waits for the length; blocks are on their way by then
+    publish(work, turn, fields)
+    starts = blocks
+    pages = blocks
+    wrong = 0
     for tile in range(first, end):
-        next_starts, wrong_block = starts_of(blocks, tile + 1, capacity, CFG)
-        next_pages = read_pages(table_ptr, sequence, next_starts, kv_lo, kv_hi, CFG)
-        blocks = read_blocks(list_ptr, tile + 2, num_blocks, CFG)
-        places, wanted, cut, wrong_page = places_of(pages, starts, kv_lo, kv_hi, num_pages, CFG)
-        wrong = wrong | wrong_page
+        lane = (tile - first) * parts % LOOKED_UP
+        if lane == 0:
+            starts, pages, more_wrong = look_up(
+                table_ptr, blocks, tile * parts, last, sequence, bounds, num_pages, CFG
+            )
+            wrong = wrong | more_wrong
+            blocks = read_blocks(list_ptr, tile * parts + LOOKED_UP, last, num_blocks, CFG)
+        places, own, wanted, cut = places_of(starts, pages, lane, kv_lo, kv_hi, CFG)
         stage = step % CFG.STAGES
         _wait_for_stage(ring, step, CFG)
         if CFG.BLOCK_KV is not None:
-            positions.index(stage).store(positions_of(starts, CFG))
+            positions.index(stage).store(positions_of(own, CFG))
         flags.index(stage).store(nothing + (wrong + 2 * cut))
         # the one thread that arrives does not wait for the stores of the others
         gl.thread_barrier()
         _fetch(descs, ring, step, places, kv_head, wanted, CFG)
         mbarrier.arrive(ring[2].index(stage), count=1, pred=wanted == 0)
-        # the block after the last one is not this piece's
-        wrong = wrong | gl.where(tile + 1 < end, wrong_block, 0)
-        starts = next_starts
-        pages = next_pages
         step += 1
     return step
 
@@ -109,10 +115,14 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     descs, tables, table_strides, of_plane = produce
     page_table_ptr, list_ptr, num_pages = tables
     ring, notes, work, lengths, heads = shared
+    if CFG.SINGLE:
+        # nothing that other kernels may have written is read before this
+        gdc_wait()
+        lengths = lengths[:1] + (gl.load(lengths[0]),) + lengths[2:]  # noqa: RUF005
     q_len, capacity, num_blocks = lengths[3], lengths[4], lengths[7]
     q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
     planes = heads[0] * q_tiles
-    each, origin, tile, end, sequence, plane, plane_tile = find_stretch(
+    each, origin, tile, end, sequence, plane, plane_tile, cost = find_stretch(
         lengths, planes, of_plane, CFG
     )
     step = 0
@@ -121,31 +131,31 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         kv_len, kv_lo, kv_hi = keys_of_sequence(lengths, sequence)
         first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
         stop = gl.minimum(end, plane_tile + count)
-        begin_key = tile + first_tile - plane_tile
-        end_key = stop + first_tile - plane_tile
-        fields = (sequence, plane, kv_len, begin_key, end_key, origin, plane_tile, count, each)
-        kv_head = head_of_plane(plane, q_tiles)
-        if CFG.scattered:
-            publish(work, turn, fields)
-            rows = (list_ptr, page_table_ptr, num_blocks, num_pages)
-            if CFG.BLOCK_KV is not None:
-                list_row = sequence.to(gl.int64) * table_strides[1] + kv_head * table_strides[2]
-                rows = (list_ptr + list_row, rows[1], num_blocks, num_pages)
-            if CFG.PAGE_SIZE is not None:
-                table_row = sequence.to(gl.int64) * table_strides[0]
-                rows = (rows[0], page_table_ptr + table_row, num_blocks, num_pages)
-            step = _produce_scattered(
-                descs, ring, notes, rows, (kv_lo, kv_hi, capacity), step, sequence, kv_head,
-                begin_key, end_key, CFG,
-            )  # fmt: skip
-        else:
+        if tile < stop:
+            first = tile + first_tile - plane_tile
+            until = stop + first_tile - plane_tile
+            fields = (sequence, plane, kv_len, first, until, origin, plane_tile, count, each)
+            kv_head = head_of_plane(plane, q_tiles)
             piece = (work, turn, fields)
-            step = _produce_in_a_row(
-                descs, ring, piece, step, sequence, kv_head, begin_key, end_key, CFG
-            )
-        turn += 1
-        tile = stop
-        plane_tile = stop
+            if CFG.scattered:
+                rows = (list_ptr, page_table_ptr, num_blocks, num_pages)
+                if CFG.BLOCK_KV is not None:
+                    list_row = sequence.to(gl.int64) * table_strides[1] + kv_head * table_strides[2]
+                    rows = (list_ptr + list_row, rows[1], num_blocks, num_pages)
+                if CFG.PAGE_SIZE is not None:
+                    table_row = sequence.to(gl.int64) * table_strides[0]
+                    rows = (rows[0], page_table_ptr + table_row, num_blocks, num_pages)
+                step = _produce_scattered(
+                    descs, ring, notes, rows, (kv_lo, kv_hi, capacity), piece, step, sequence,
+                    kv_head, first, until, CFG,
+                )  # fmt: skip
+            else:
+                step = _produce_in_a_row(
+                    descs, ring, piece, step, sequence, kv_head, first, until, CFG
+                )
+            turn += 1
+        plane_tile += count + cost
+        tile = plane_tile
         plane += 1
         if plane == planes:
             plane = 0

@@ -41,15 +41,18 @@ def launch_attn_decode_sm90(
     q : [B, Hq, Sq, D]
     k_cache, v_cache : [B, Hkv, S, D], or [pages, page_size, Hkv, D] with a page table; strides and
         addresses that TMA takes, at least one slot
-    spec : options of the call, validated; no scales
-    config : tiles
+    spec : options of the call, validated
+    config : tiles; SINGLE for a batch of one
     programs : how many programs share the tiles of all sequences and heads
     """
     batch, heads_q, q_len, _ = q.shape
     if batch * heads_q * q_len == 0:
         return
+    assert batch == 1 or not config.SINGLE, f"{batch=} {config=}"
     heads, pages = kv_heads(k_cache, spec), page_size(k_cache, spec)
     planes = heads * cdiv(heads_q // heads * q_len, config.ROWS)
+    if config.WORDS:
+        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
     table, blocks = spec.page_table, spec.kv_blocks
     with on_device_of(q):
         args = (
@@ -61,7 +64,13 @@ def launch_attn_decode_sm90(
             table,
             blocks,
             None if spec.sinks is None else spec.sinks.contiguous(),
-            score_factors(spec.scale, spec.softcap),
+            (
+                *score_factors(spec.scale, spec.softcap),
+                spec.k_scale,
+                spec.v_scale,
+                _scale_stride(spec.k_scale),
+                _scale_stride(spec.v_scale),
+            ),
             (
                 scratch((2 * programs, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
                 resting_words(programs, q.device),
@@ -79,8 +88,13 @@ def launch_attn_decode_sm90(
             programs // (batch * planes),
             config,
         )
-        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.SINGLE}
         launch(_attn_decode_sm90_kernel, programs, args, **options)
+
+
+def _scale_stride(scale: torch.Tensor | None) -> int:
+    """From head to head; 0 where one number is for all."""
+    return 0 if scale is None or scale.numel() == 1 else 1
 
 
 def _descriptor(cache: torch.Tensor, pages: int | None, block: tuple[int, int, int, int]) -> Any:

@@ -15,6 +15,10 @@ SCAN = gl.constexpr(128)
 # Stretches may be longer by one part in so many if that leaves planes whole, which saves 1.8 of
 # 129 us at 128 planes of 8k keys.
 WORTH = gl.constexpr(32)
+# Parts of tiles whose places are looked up at a time, one by each thread of the producer.
+LOOKED_UP = gl.constexpr(32)
+# Tiles that could be read while a program goes from one piece to another.
+PIECE_COST = gl.constexpr(2)
 # A position past all keys, and far enough from the end of int32 for sums.
 NOWHERE = gl.constexpr(2**30)
 
@@ -61,13 +65,15 @@ def find_stretch(lengths, planes, of_plane, CFG: gl.constexpr):
     """This program's stretch: tiles `[tile, end)`, and where it begins: sequence and plane.
 
     Also the most tiles of a stretch, and what tells who else works on a plane: tile t of the plane
-    whose first is `plane_tile` belongs to program `origin + (plane_tile + t) // each`.
+    whose first is `plane_tile` belongs to program `origin + (plane_tile + t) // each`. And the
+    places between the tiles of a plane and those of the next, which stand for what a piece costs.
     """
     first_length, batch, q_len, capacity, left, right, num_blocks = lengths[1:]
     program = gl.program_id(0)
     sequence = 0
     plane_tile = 0
     origin = 0
+    cost = 0
     if (batch == 1) & (of_plane > 0):
         # one sequence, whose planes are alike: no stretch goes from one to another
         plane = program // of_plane
@@ -86,10 +92,12 @@ def find_stretch(lengths, planes, of_plane, CFG: gl.constexpr):
             more = _tiles_of_sequences(lengths, first, CFG)
             total += gl.sum(more, 0)
             longest = gl.maximum(longest, gl.max(more, 0))
-        total *= planes
+        # where all planes are equally long, no program has more pieces than others
+        cost = gl.where(total == longest * batch, 0, PIECE_COST)
+        total = (total + batch * cost) * planes
         each = (total + programs - 1) // programs
         # a plane that is not cut needs no merging, which is worth a few programs without work
-        whole = (longest + of_plane - 1) // gl.maximum(of_plane, 1)
+        whole = (longest + cost + of_plane - 1) // gl.maximum(of_plane, 1)
         each = gl.where((of_plane > 0) & (whole - each <= each // WORTH), whole, each)
         tile = program * each
         end = gl.minimum(tile + each, total)
@@ -98,7 +106,8 @@ def find_stretch(lengths, planes, of_plane, CFG: gl.constexpr):
         for first in range(0, batch, SCAN):
             if first > 0:
                 counts = _tiles_of_sequences(lengths, first, CFG)
-            until = before + gl.associative_scan(counts * planes, 0, _add)
+            places = gl.where(counts > 0, (counts + cost) * planes, 0)
+            until = before + gl.associative_scan(places, 0, _add)
             passed = (counts > 0) & (until <= tile)
             sequence += gl.sum(passed.to(gl.int32), 0)
             sequence_tile = gl.maximum(sequence_tile, gl.max(gl.where(passed, until, 0), 0))
@@ -106,87 +115,89 @@ def find_stretch(lengths, planes, of_plane, CFG: gl.constexpr):
         # past the end, where a program without tiles begins, there is no sequence
         _, lo, hi = keys_of_sequence(lengths, gl.minimum(sequence, batch - 1))
         _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
-        plane = (tile - sequence_tile) // count
-        plane_tile = sequence_tile + plane * count
-    return each, origin, tile, end, sequence, plane, plane_tile
+        plane = (tile - sequence_tile) // (count + cost)
+        plane_tile = sequence_tile + plane * (count + cost)
+    return each, origin, tile, end, sequence, plane, plane_tile, cost
 
 
 @gluon.jit
-def read_blocks(list_ptr, tile, num_blocks, CFG: gl.constexpr):
-    """The block of a list that each part of a tile lies in; -1 past the end of the list."""
-    parts: gl.constexpr = CFG.parts
-    blocks = ()
-    for part in gl.static_range(parts):
-        block = tile
-        if CFG.BLOCK_KV is not None:
-            entry = (tile * CFG.TILE_N + part * CFG.part_keys) // CFG.BLOCK_KV
-            block = gl.load(list_ptr + entry, mask=entry < num_blocks, other=-1)
-        blocks = blocks + (block,)  # noqa: RUF005
+def _lanes():
+    """Numbers of the threads of the producer."""
+    return gl.arange(0, LOOKED_UP, gl.BlockedLayout([1], [32], [1], [0]))
+
+
+@gluon.jit
+def read_blocks(list_ptr, part, end, num_blocks, CFG: gl.constexpr):
+    """The block of a list that each of LOOKED_UP parts from `part` on lies in.
+
+    -1 past the end of the list, and from part `end` on.
+    """
+    part = part + _lanes()
+    blocks = part
+    if CFG.BLOCK_KV is not None:
+        entry = part * CFG.part_keys // CFG.BLOCK_KV
+        blocks = gl.load(list_ptr + entry, mask=(part < end) & (entry < num_blocks), other=-1)
     return blocks
 
 
 @gluon.jit
-def starts_of(blocks, tile, capacity, CFG: gl.constexpr):
-    """Position of the first key of each part, NOWHERE without one, and 1 for a wrong block."""
+def look_up(page_table_ptr, blocks, part, end, sequence, bounds, num_pages, CFG: gl.constexpr):
+    """Position of the first key of each part, NOWHERE without one; its page, or the sequence of a
+    contiguous cache; 1 if a block or a page is wrong."""
+    kv_lo, kv_hi, capacity = bounds
+    part = part + _lanes()
+    starts = part * CFG.part_keys
+    wrong = gl.zeros_like(part)
+    if CFG.BLOCK_KV is not None:
+        last_block = (capacity - 1) // CFG.BLOCK_KV
+        inside = (blocks >= 0) & (blocks <= last_block)
+        wrong = gl.where(inside | (blocks == -1), 0, 1)
+        starts = gl.where(inside, blocks * CFG.BLOCK_KV + starts % CFG.BLOCK_KV, NOWHERE)
+    starts = gl.where(part < end, starts, NOWHERE)
+    pages = gl.zeros_like(part) + sequence
+    if CFG.PAGE_SIZE is not None:
+        # pages past the last key, and before the first one seen, may be anything
+        wanted = _wanted(starts, kv_lo, kv_hi, CFG)
+        pages = gl.load(page_table_ptr + starts // CFG.PAGE_SIZE, mask=wanted, other=0)
+        exists = (pages >= 0) & (pages < num_pages)
+        wrong = wrong | gl.where(exists, 0, 1)
+        pages = gl.where(exists, pages, 0)
+    return starts, pages, gl.max(wrong, 0)
+
+
+@gluon.jit
+def _pick(values, lane):
+    """The value of one thread."""
+    return gl.max(gl.where(_lanes() == lane, values, -(2**31)), 0)
+
+
+@gluon.jit
+def places_of(starts, pages, lane, kv_lo, kv_hi, CFG: gl.constexpr):
+    """Slab and row of each part of the tile whose first part is a thread's, flat; the parts'
+    positions; whether some part is wanted; 1 if not all keys are seen."""
     parts: gl.constexpr = CFG.parts
-    wrong = 0
-    starts = ()
+    wanted = False
+    cut = 0
+    places = ()
+    own = ()
     for part in gl.static_range(parts):
-        start = tile * CFG.TILE_N + part * CFG.part_keys
-        if CFG.BLOCK_KV is not None:
-            block = blocks[part]
-            last_block = (capacity - 1) // CFG.BLOCK_KV
-            inside = (block >= 0) & (block <= last_block)
-            start = gl.where(inside, block * CFG.BLOCK_KV + start % CFG.BLOCK_KV, NOWHERE)
-            wrong = wrong | gl.where(inside | (block == -1), 0, 1)
-        starts = starts + (start,)  # noqa: RUF005
-    return starts, wrong
+        start = _pick(starts, lane + part)
+        part_wanted = _wanted(start, kv_lo, kv_hi, CFG)
+        row = gl.where(part_wanted, start, 0)
+        if CFG.PAGE_SIZE is not None:
+            row = row % CFG.PAGE_SIZE
+        wanted = wanted | part_wanted
+        whole = (start >= kv_lo) & (start + CFG.part_keys <= kv_hi)
+        cut = cut | gl.where(whole, 0, 1)
+        places = places + (_pick(pages, lane + part), row)  # noqa: RUF005
+        own = own + (start,)  # noqa: RUF005
+    return places, own, wanted, cut
 
 
 @gluon.jit
 def _wanted(start, kv_lo, kv_hi, CFG: gl.constexpr):
     """Whether a part holds keys that are seen."""
     return (start < kv_hi) & (start + CFG.part_keys > kv_lo)
-
-
-@gluon.jit
-def read_pages(page_table_ptr, sequence, starts, kv_lo, kv_hi, CFG: gl.constexpr):
-    """The page of each part, or the sequence of a contiguous cache."""
-    parts: gl.constexpr = CFG.parts
-    pages = ()
-    for part in gl.static_range(parts):
-        page = sequence
-        if CFG.PAGE_SIZE is not None:
-            # pages past the last key, and before the first one seen, may be anything
-            wanted = _wanted(starts[part], kv_lo, kv_hi, CFG)
-            page = gl.load(page_table_ptr + starts[part] // CFG.PAGE_SIZE, mask=wanted, other=0)
-        pages = pages + (page,)  # noqa: RUF005
-    return pages
-
-
-@gluon.jit
-def places_of(pages, starts, kv_lo, kv_hi, num_pages, CFG: gl.constexpr):
-    """Slab and row of each part, flat; whether some part is wanted; 1 if not all keys are seen, and
-    1 for a wrong page."""
-    parts: gl.constexpr = CFG.parts
-    wrong = 0
-    wanted = False
-    cut = 0
-    places = ()
-    for part in gl.static_range(parts):
-        part_wanted = _wanted(starts[part], kv_lo, kv_hi, CFG)
-        row = gl.where(part_wanted, starts[part], 0)
-        page = pages[part]
-        if CFG.PAGE_SIZE is not None:
-            exists = (page >= 0) & (page < num_pages)
-            wrong = wrong | gl.where(exists, 0, 1)
-            page = gl.where(exists, page, 0)
-            row = row % CFG.PAGE_SIZE
-        wanted = wanted | part_wanted
-        whole = (starts[part] >= kv_lo) & (starts[part] + CFG.part_keys <= kv_hi)
-        cut = cut | gl.where(whole, 0, 1)
-        places = places + (page, row)  # noqa: RUF005
-    return places, wanted, cut, wrong
 
 
 @gluon.jit

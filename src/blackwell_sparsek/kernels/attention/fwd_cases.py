@@ -17,17 +17,23 @@ HEADS, KV_HEADS, TOKENS = 32, 8, 4096
 
 
 class Call(NamedTuple):
-    """What sets a launch apart. `everything`: packed sequences, sinks and a softcap."""
+    """What sets a launch apart.
+
+    `everything`: packed sequences, sinks and a softcap. `head_dim_v`: of narrower values, and rows
+    of one head next to each other, which leaves them at no address that 16 divides.
+    """
 
     dtype: torch.dtype
     head_dim: int
     block_size: tuple[int, int] | None = None
     everything: bool = False
     precision: str = "ieee"
+    head_dim_v: int | None = None
 
     def name(self, sm: int) -> str:
         """Name of the case."""
         parts = [str(self.dtype).split(".")[-1], f"d{self.head_dim}"]
+        parts += [f"dv{self.head_dim_v}"] if self.head_dim_v else []
         parts += [f"blocks{self.block_size[0]}x{self.block_size[1]}"] if self.block_size else []
         parts += ["everything"] if self.everything else []
         parts += [self.precision] if self.dtype == torch.float32 else []
@@ -62,16 +68,21 @@ BUILDS: Mapping[Call, Mapping[int, tuple[int, int, int, int]]] = {
     Call(BRAIN, 128, (64, 64)): {80: (64, 64, 4, 2), 90: (64, 64, 4, 3)},
     Call(BRAIN, 128, (16, 16)): {80: (16, 64, 2, 2), 90: (16, 64, 2, 2)},
     Call(HALF, 80, everything=True): {80: TALL, 90: TALL},
+    Call(BRAIN, 40, head_dim_v=8): {90: WIDE},
+    Call(BRAIN, 24, (128, 64), head_dim_v=8): {90: TALL},
     Call(FLOAT, 128, precision="tf32"): {80: (64, 32, 8, 2), 90: (64, 32, 8, 2)},
     Call(FLOAT, 128): {80: (32, 32, 8, 1), 90: (32, 32, 8, 1)},
 }
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    def strides(heads: int) -> tuple[int, int, int]:
-        row = heads * call.head_dim
-        return (0 if call.everything else TOKENS * row, call.head_dim, row)
+    def strides(heads: int, dim: int) -> tuple[int, int, int]:
+        if call.head_dim_v is not None:
+            return (heads * TOKENS * dim, TOKENS * dim, dim)
+        row = heads * dim
+        return (0 if call.everything else TOKENS * row, dim, row)
 
+    d, dv = call.head_dim, call.head_dim_v or call.head_dim
     lists = None
     if call.block_size is not None:
         lists = (*(torch.int32,) * 5, call.block_size[0])
@@ -82,7 +93,9 @@ def _arguments(call: Call) -> dict[str, Any]:
         "sinks_ptr": torch.float32 if call.everything else None,
         "cu_seqlens": (torch.int32, torch.int32) if call.everything else (None, None),
         "block_lists": lists,
-        "strides": AttnStrides(*(strides(heads) for heads in (HEADS, HEADS, KV_HEADS, KV_HEADS))),
+        "strides": AttnStrides(
+            strides(HEADS, dv), strides(HEADS, d), strides(KV_HEADS, d), strides(KV_HEADS, dv)
+        ),
         "lse_head_stride": TOKENS,
         "q_len": TOKENS,
         "kv_len": TOKENS,
@@ -93,7 +106,7 @@ def _arguments(call: Call) -> dict[str, Any]:
         "heads": (HEADS, HEADS // KV_HEADS),
         "score": score_factors(0.1, 30.0 if call.everything else 0.0),
         "HEAD_DIM": call.head_dim,
-        "HEAD_DIM_V": call.head_dim,
+        "HEAD_DIM_V": dv,
         "BLOCK_KV": None if call.block_size is None else call.block_size[1],
     }
 

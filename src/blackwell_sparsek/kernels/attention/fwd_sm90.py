@@ -19,31 +19,51 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.gluon.packed import plane_place, tile_at
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
+from ...device.gluon.row_parts import pin_above, row_parts, scale_rows, softmax_step_parts
 from ...device.masks import exists, position, row_bounds
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
-from ...device.visits import masked_unit, num_masked_units
+from ...device.visits import num_masked_units
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_half import HALF, attend_half
+from .fwd_sm90_half import HALF, attend_half, pass_by
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
-from .fwd_sm90_work import count_tiles, piece_lengths
+from .fwd_sm90_tail import meet
+from .fwd_sm90_work import count_tiles, dense_tile, needs_mask, piece_lengths
 
 ROWS = gl.constexpr(GROUP_ROWS)
+# Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
+# their precision, and fp16 holds them.
+SLACK = gl.constexpr(8)
 # What describes a piece of work: the six bounds of a visit plan, plane and query tile; of packed
 # sequences also the first query token, queries and keys.
 DENSE_FIELDS = gl.constexpr(8)
 PACKED_FIELDS = gl.constexpr(11)
+# ... of pieces that programs may share also tiles of this part, program, first and last of all.
+SHARED_FIELDS = gl.constexpr(13)
+
+
+@gluon.jit
+def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
+    """The softmax step of a tile, with the sums that the configuration keeps."""
+    if CFG.PARTS:
+        state = softmax_step_parts(m_log2, row_sum, s, score[0], SLACK)
+    else:
+        state = softmax_step(m_log2, row_sum, s, score[0], SLACK)
+    return state
 
 
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Attend with 64 queries, piece by piece of work."""
-    out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, pins = consume
+    if CFG.OVERLAP:
+        gdc_wait()
+    out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, tail = consume
     mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
@@ -56,7 +76,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
     out_smem = out_tiles.index(GROUP)
-    pin = pins.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     step = 0
@@ -70,7 +89,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q_index = q_start + GROUP * ROWS + rows
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
         first_pos = position(q_start + GROUP * ROWS, q_len, kv_len)
-        _, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
+        any_first, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
         every_first, any_last = row_bounds(first_pos + (ROWS - 1), kv_len, band[0], band[1])
         bounds = (first, last, every_first, every_last)
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
@@ -81,18 +100,35 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
         mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
         taken = 0
+        if CFG.SHARED_TAIL:
+            taken = piece[8]
+            kv_tiles = piece[9]
+        if CFG.HALF_TILES and CFG.CONSUMERS > 2:
+            taken = pass_by((k_ring, v_ring), plan, masked_tiles, any_last, step, CFG)
+            step += taken
         if CFG.HALF_TILES:
-            kv_start = masked_unit(plan, 0) * tile_n
-            if (masked_tiles > 0) & (any_last < kv_start + HALF):
+            kv_start = dense_tile(plan, taken) * tile_n
+            if (masked_tiles > taken) & (any_last < kv_start + HALF):
                 # The same queries, so written that ptxas cannot know it. That of CUDA 12.8 would
                 # keep their descriptors for after the branch, without them where it is not taken.
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
                     same, (k_ring, v_ring), step, (m_log2, row_sum), acc, kv_start, bounds, score,
-                    CFG,
+                    0, CFG,
                 )  # fmt: skip
                 step += 1
-                taken = 1
+                taken += 1
+        # whether half of the last tile is all that is seen of it
+        halved = False
+        if CFG.HALF_TILES:
+            left_start = plan[2] * tile_n
+            halved = (plan[2] < plan[3]) & (any_first >= left_start + HALF)
+            halved = halved & (kv_tiles > taken + 1)
+            kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
+        if CFG.PARTS:
+            quarter = row_parts(no_scores)
+            part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
+            row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
             stage = step % CFG.STAGES
             mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
@@ -100,9 +136,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            if masked_tiles > taken:
+            if needs_mask(mask[0], plan, taken, masked_tiles):
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
-            m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
+            m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
             if CFG.HALF_TILES:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
@@ -118,18 +154,17 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
                 mbarrier.arrive(k_empty.index(stage), count=1)
-                if kv_tile < masked_tiles:
+                if needs_mask(mask[0], plan, kv_tile, masked_tiles):
                     s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
-                m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
-                # ptxas would sink the softmax below the wait, where it overlaps with nothing;
-                # a store to shared memory that needs its result keeps it above
-                pin.store(row_sum)
+                m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
+                # ptxas would sink the softmax below the wait, where it overlaps with nothing
+                pin_above(row_sum)
                 acc = warpgroup_mma_wait(0, deps=(product,))
                 mbarrier.arrive(v_empty.index(last_stage), count=1)
-                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+                acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
                 p = gl.convert_layout(weights.to(dtype), p_layout)
             # every score of this piece is taken: the next queries may come
-            mbarrier.arrive(q_empty.index(q_stage), count=1)
+            mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
             mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
@@ -138,20 +173,38 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
 
-        if sinks_ptr is not None:
-            m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + q_head))
-            acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
-        inverse, lse = finalise(m_log2, row_sum)
-        out = acc * gl.convert_layout(inverse, o_rows)[:, None]
-        # the copy of the piece before must have read the buffer
-        tma.store_wait(0)
-        out_smem.store(out.to(dtype))
-        fence_async_shared()
-        q_row = q_start + GROUP * ROWS
-        out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
-        tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
-        lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
-        gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
+        if CFG.PARTS:
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
+        if CFG.HALF_TILES:  # noqa: SIM102
+            if halved:
+                same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
+                m_log2, row_sum, acc = attend_half(
+                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, left_start, bounds,
+                    score, HALF, CFG,
+                )  # fmt: skip
+                step += 1
+                mbarrier.arrive(q_empty.index(q_stage), count=1)
+        complete = True
+        if CFG.SHARED_TAIL:  # noqa: SIM102
+            if piece[11] < piece[12]:
+                complete, m_log2, row_sum, acc = meet(
+                    tail, piece[10], piece[11], piece[12], (m_log2, row_sum), acc, GROUP, CFG
+                )
+        if complete:
+            if sinks_ptr is not None:
+                m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + q_head))
+                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+            inverse, lse = finalise(m_log2, row_sum)
+            out = acc * gl.convert_layout(inverse, o_rows)[:, None]
+            # the copy of the piece before must have read the buffer
+            tma.store_wait(0)
+            out_smem.store(out.to(dtype))
+            fence_async_shared()
+            q_row = q_start + GROUP * ROWS
+            out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
+            tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
+            lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
+            gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
         turn += 1
         piece = take(work, turn)
     tma.store_wait(0)
@@ -160,7 +213,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "lse_head_stride", "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right",
-        "num_planes", "section", "dynamic", "q_heads", "group_size",
+        "num_planes", "section", "dynamic", "share", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_fwd_sm90_kernel(
@@ -171,8 +224,7 @@ def _attn_fwd_sm90_kernel(
     v_desc,
     sinks_ptr,
     cu_seqlens,
-    counter_ptr,
-    order_ptr,
+    workspace,
     block_lists,
     mask_batch_step,
     mask_head_step,
@@ -184,12 +236,19 @@ def _attn_fwd_sm90_kernel(
     num_planes,
     section,
     dynamic,
+    share,
     q_heads,
     group_size,
     score,
     CFG: gl.constexpr,
 ):
-    """Set up rings and roles; `produce_tiles` and `_consume` do the work."""
+    """Set up rings and roles; `produce_tiles` and `_consume` do the work.
+
+    workspace (counters, order of mask rows, parts of softmaxes that programs share)
+    """
+    if CFG.OVERLAP:
+        # the next kernel may start as soon as there is room for it; it waits where it has to
+        gdc_launch_dependents()
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
@@ -199,20 +258,19 @@ def _attn_fwd_sm90_kernel(
     out_smem = tiles(out_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
-    pins = gl.allocate_shared_memory(
-        gl.float32, [consumers, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
     k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
     v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
-    work = work_channel(DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS, consumers)
+    fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
+    work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, consumers)
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
-    schedule = (order_ptr, num_planes, section, dynamic)
-    produce = (q_desc, k_desc, v_desc, counter_ptr, schedule)
-    consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, pins)
+    schedule = (workspace[1], num_planes, section, dynamic, share)
+    produce = (q_desc, k_desc, v_desc, workspace[0], schedule)
+    tail = (workspace[2], workspace[0])
+    consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail)
     lengths = (q_len, kv_len)
     shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)
     # the first role runs in the warps of the launch, the others in warps of their own

@@ -25,6 +25,7 @@ class Call(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     max_spill_bytes: int = 0
     banded: bool = False
+    long: bool = False
 
     @property
     def name(self) -> str:
@@ -36,10 +37,12 @@ class Call(NamedTuple):
         parts += ["softcap"] if self.softcap else []
         parts += ["packed"] if self.packed else []
         parts += ["banded"] if self.banded else []
+        parts += ["long"] if self.long else []
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
 
-# Spills of masks are in the code for partial blocks, whose bits take 64 registers of a consumer.
+# Spills of masks are in the code for partial blocks, whose bits take 64 registers of a consumer,
+# others before and after the loop over pieces of work.
 CALLS = (
     Call(2, 128, 128),
     Call(2, 128, 128, dtype=torch.float16),
@@ -48,11 +51,18 @@ CALLS = (
     Call(2, 64, 64),
     Call(1, 64, 64),
     Call(2, 128, 64),
+    Call(2, 128, 128, long=True),
+    Call(2, 128, 128, banded=True),
+    Call(2, 128, 128, banded=True, dtype=torch.float16),
+    Call(2, 64, 128, banded=True),
+    Call(3, 64, 64, banded=True),
+    Call(2, 64, 64, banded=True),
     Call(1, 64, 64, banded=True),
     Call(1, 64, 64, sinks=True, softcap=True, banded=True),
-    Call(2, 128, 128, sinks=True, softcap=True),
+    Call(2, 128, 128, sinks=True, softcap=True, long=True),
+    Call(2, 128, 128, sinks=True, softcap=True, banded=True, max_spill_bytes=32),
     Call(3, 64, 64, sinks=True),
-    Call(2, 128, 128, (128, 128), max_spill_bytes=512),
+    Call(2, 128, 128, (128, 128), max_spill_bytes=640),
     Call(2, 128, 128, (128, 16), max_spill_bytes=1792),
     Call(1, 128, 128, (64, 64), max_spill_bytes=128),
     Call(1, 128, 128, (64, 16), max_spill_bytes=256),
@@ -73,7 +83,7 @@ CALLS = (
 def attn_fwd_sm90_case(call: Call) -> CompileCase:
     """A launch of the kernel; a mask comes with its order of rows."""
     block_q, block_kv = call.block_size or (None, None)
-    options = {"packed": call.packed, "banded": call.banded}
+    options = {"packed": call.packed, "banded": call.banded, "long": call.long}
     config = make_config(call.consumers, call.tile_d, call.tile_dv, block_kv, **options)
     # packed descriptors have one dimension more
     lead = (1,) if call.packed else ()
@@ -89,8 +99,11 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
             "cu_seqlens": (torch.int32, torch.int32) if call.packed else (None, None),
             "lse_head_stride": 4096,
             "sinks_ptr": torch.float32 if call.sinks else None,
-            "counter_ptr": torch.int32,
-            "order_ptr": None if block_q is None or call.packed else torch.int32,
+            "workspace": (
+                torch.int32,
+                None if block_q is None or call.packed else torch.int32,
+                torch.float32 if config.SHARED_TAIL else None,
+            ),
             "block_lists": None if block_q is None else (*(torch.int32,) * 5, block_q),
             "mask_batch_step": 0,
             "mask_head_step": 0,
@@ -101,6 +114,7 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
             "num_planes": 32,
             "section": 32,
             "dynamic": 1,
+            "share": 17,
             "q_heads": 32,
             "group_size": 4,
             "score": score_factors(0.1, 30.0 if call.softcap else 0.0),
@@ -108,7 +122,7 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
         },
         archs=(90,),
         num_warps=4,
-        options={"maxnreg": config.MAX_REGISTERS},
+        options={"maxnreg": config.MAX_REGISTERS, "launch_pdl": config.OVERLAP},
         expect={"wgmma.mma_async": 1},
         max_spill_bytes=call.max_spill_bytes,
     )

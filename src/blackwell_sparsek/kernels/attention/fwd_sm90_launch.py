@@ -5,16 +5,16 @@ from typing import Any
 import torch
 
 from ...core.arch import arch_of
-from ...core.launch import cdiv, launch, on_device_of, scratch
+from ...core.launch import cdiv, launch, on_device_of, resting_words, scratch
 from ...formats.attention_spec import AttnSpec
 from ...formats.band import EVERYTHING
-from ..sm90 import packed_descriptor, tensor_descriptor
+from ..sm90 import GROUP_ROWS, packed_descriptor, tensor_descriptor
 from .config_sm90 import AttnFwdSm90Config
 from .fwd_sm90 import _attn_fwd_sm90_kernel
 from .operands import kernel_operands
 
-# Pieces of the same size are dealt out to programs in turn while there are few: zeroing a counter
-# takes the GPU longer than what dealing them out as programs get free would save.
+# Pieces of the same size are dealt out to programs in turn while there are few: to deal them out as
+# programs get free would save nothing.
 EVEN_ROUNDS = 4
 
 
@@ -41,8 +41,8 @@ def launch_attn_fwd_sm90(
     order : int32 [B * Hq * rows], the rows of the block mask in the order to take them, as
         `formats.block_order.longest_first` makes it; None goes through the queries in sections,
         and it must be None when sequences are packed
-    section : planes (batch and head) whose KV stay in L2 together; packed sequences, taken one
-        after the other, find theirs from their own lengths
+    section : planes (batch and head) whose pieces run together; packed sequences, taken one after
+        the other, find theirs from their own lengths, up to this
     config : tiles
     """
     operands = kernel_operands(q, k, v, spec)
@@ -59,8 +59,15 @@ def launch_attn_fwd_sm90(
     programs = min(arch_of(q.device).num_sms * config.programs_per_sm, pieces)
     even = spec.block_mask is None and spec.band == EVERYTHING and not spec.is_varlen
     dynamic = pieces > programs * (EVEN_ROUNDS if even else 1)
-    # without `dynamic` nobody looks at the counter
-    counter = scratch((1,), torch.int32, q.device, zero=dynamic)
+    parts, words, share = None, 1, 0
+    if config.SHARED_TAIL:
+        share = config.shared_tail(pieces, programs, cdiv(k.shape[-2], config.TILE_N))
+        words += programs * config.CONSUMERS
+        # where nothing is shared nobody looks at it
+        parts = lse
+        if share > 0:
+            slots = 2 * programs * config.CONSUMERS
+            parts = scratch((slots, GROUP_ROWS, config.TILE_DV + 2), torch.float32, q.device)
     with on_device_of(q):
         args = (
             _descriptor(out, config.out_block()),
@@ -70,8 +77,7 @@ def launch_attn_fwd_sm90(
             _descriptor(v, config.v_block()),
             operands.sinks,
             operands.cu_seqlens,
-            counter,
-            order,
+            (resting_words(words, q.device), order, parts),
             operands.block_lists,
             *operands.mask_steps,
             lse.stride(-2),
@@ -80,11 +86,12 @@ def launch_attn_fwd_sm90(
             planes,
             section,
             int(dynamic),
+            share,
             *operands.heads,
             operands.score,
             config,
         )
-        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.OVERLAP}
         launch(_attn_fwd_sm90_kernel, programs, args, **options)
 
 

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from ...device.masks import bit_visible, not_after, not_before, within_bounds
 from ...device.visits import bits_of_tile, keys_of_tile, masked_unit, tile_ordinal
+from .fwd_sm90_work import dense_tile
 
 
 @gluon.jit
@@ -31,7 +32,7 @@ def mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
     unit_size: gl.constexpr = CFG.UNIT
     columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
     if lists is None:
-        s = mask_band(s, masked_unit(plan, kv_tile) * tile_n, bounds, CFG)
+        s = mask_band(s, dense_tile(plan, kv_tile) * tile_n, bounds, CFG)
     else:
         first, last, _, _ = bounds
         offs_n = gl.arange(0, tile_n, columns)

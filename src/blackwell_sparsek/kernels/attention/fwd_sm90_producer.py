@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 from ...device.gluon.packed import plane_place, tile_at
 from ...device.gluon.pipeline import publish
@@ -16,7 +17,14 @@ from ...device.visits import (
     tile_ordinal,
 )
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_work import count_q_tiles, count_tiles, place_packed_piece, place_piece, plan_piece
+from .fwd_sm90_work import (
+    count_q_tiles,
+    count_tiles,
+    dense_tile,
+    place_packed_piece,
+    place_piece,
+    plan_piece,
+)
 
 ROWS = gl.constexpr(GROUP_ROWS)
 
@@ -33,40 +41,55 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
     stage = step % CFG.STAGES
     bar = full.index(stage)
     tile = smem.index(stage)
+    masked_tiles, _ = count_tiles(plan, CFG)
+    # before the stage is waited for: reading the lists of a mask takes as long
+    starts = ()
+    if lists is None:
+        starts = (dense_tile(plan, kv_tile) * tile_n,)
+    else:
+        for part in gl.static_range(parts):
+            in_kind = kv_tile if kv_tile < masked_tiles else kv_tile - masked_tiles
+            ordinal, kv_in_unit = tile_ordinal(in_kind, part * part_rows, tile_n, unit_size)
+            if kv_tile < masked_tiles:
+                unit = masked_unit(plan, ordinal)
+                units = num_masked
+            else:
+                unit = plan[3] + ordinal
+                units = num_full_units(plan)
+            # a tile with no unit left is read from past the keys, where TMA fills zeros
+            kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
+            starts = starts + (kv,)  # noqa: RUF005
     mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
     mbarrier.expect(bar, parts * desc.block_type.nbytes)
-    masked_tiles, _ = count_tiles(plan, CFG)
     for part in gl.static_range(parts):
-        in_kind = kv_tile if kv_tile < masked_tiles else kv_tile - masked_tiles
-        ordinal, kv_in_unit = tile_ordinal(in_kind, part * part_rows, tile_n, unit_size)
-        if kv_tile < masked_tiles:
-            unit = masked_unit(plan, ordinal)
-            units = num_masked
-        else:
-            unit = plan[3] + ordinal
-            units = num_full_units(plan)
-        # a tile with no unit left is read from past the keys, where TMA fills zeros
-        kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
         if parts == 1:
-            tma.async_copy_global_to_shared(desc, tile_at(place, kv), bar, tile)
+            tma.async_copy_global_to_shared(desc, tile_at(place, starts[part]), bar, tile)
         else:
             rows = tile.slice(part * part_rows, part_rows, dim=0)
-            tma.async_copy_global_to_shared(desc, tile_at(place, kv), bar, rows)
+            tma.async_copy_global_to_shared(desc, tile_at(place, starts[part]), bar, rows)
 
 
 @gluon.jit
-def _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG: gl.constexpr):
-    """Publish a piece of work, fetch its queries and KV tiles; return the next step."""
+def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG: gl.constexpr):
+    """Publish a piece of work, fetch its queries and KV tiles; return the next step.
+
+    `part` is None, or says which tiles of the piece are meant and which programs have the others.
+    """
     q_desc, k_desc, v_desc, _, _ = produce
     mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
     consumers: gl.constexpr = CFG.CONSUMERS
     batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
     plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
-    _, kv_tiles = count_tiles(plan, CFG)
+    first_tile = 0
+    _, end_tile = count_tiles(plan, CFG)
     fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
     if cu_seqlens[0] is not None:
         fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
+    if part is not None:
+        first_tile = part[0]
+        end_tile = part[1]
+        fields = fields + part
     publish(work, turn, fields)
     q_stage = turn % CFG.Q_STAGES
     q_bar = q_full.index(q_stage)
@@ -79,7 +102,7 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG: gl.c
         tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
     visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
-    for kv_tile in range(kv_tiles):
+    for kv_tile in range(first_tile, end_tile):
         _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
         _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
         step += 1
@@ -87,14 +110,73 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG: gl.c
 
 
 @gluon.jit
+def _feed_share(
+    produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG: gl.constexpr
+):
+    """Feed a whole piece, or a share of the tiles of those left over; return next step and turn."""
+    mask, _, _, _, _, lengths, _, _, _ = shared
+    schedule = produce[4]
+    share = schedule[4]
+    begin = 0
+    end = kv_tiles
+    if piece >= whole:
+        begin = (piece - whole) * share
+        end = gl.minimum(begin + share, tail_tiles)
+    while begin < end:
+        index = piece
+        first_tile = begin
+        end_tile = end
+        begins = 0
+        ends = 0
+        if piece >= whole:
+            in_tail = begin // kv_tiles
+            index = whole + in_tail
+            first_tile = begin - in_tail * kv_tiles
+            end_tile = gl.minimum(first_tile + (end - begin), kv_tiles)
+            begins = in_tail * kv_tiles // share
+            ends = ((in_tail + 1) * kv_tiles - 1) // share
+        plane, q_tile = place_piece(mask, schedule, index, q_tiles, CFG)
+        spans = (0, lengths[0]), (0, lengths[1])
+        part = (first_tile, end_tile, piece - whole, begins, ends)
+        step = _feed(produce, shared, plane, q_tile, *spans, part, step, turn, CFG)
+        turn += 1
+        begin += end_tile - first_tile
+    return step, turn
+
+
+@gluon.jit
+def _claim(counter_ptr, dynamic, piece, total):
+    """The next piece of work of this program: every so many, or the first that nobody has."""
+    next_piece = piece + gl.num_programs(0)
+    if dynamic != 0:
+        claim = gl.atomic_add(counter_ptr, 1)
+        next_piece = claim + gl.num_programs(0)
+        if claim == total - 1:
+            # one claim for each piece: nobody comes after this one
+            gl.store(counter_ptr, 0)
+    return next_piece
+
+
+@gluon.jit
 def produce_tiles(produce, shared, CFG: gl.constexpr):
     """Take pieces of work, publish them and keep the rings full."""
+    if CFG.OVERLAP:
+        # everything read or written may belong to kernels in front until they have finished
+        gdc_wait()
     _, _, _, counter_ptr, schedule = produce
     mask, _, _, _, work, lengths, heads, _, cu_seqlens = shared
     step = 0
     turn = 0
     sequence = 0
-    if cu_seqlens[0] is None:
+    if CFG.SHARED_TAIL:
+        q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
+        kv_tiles = (lengths[1] + (CFG.TILE_N - 1)) // CFG.TILE_N
+        # the pieces that are too few for all programs are one stretch of tiles, in equal shares
+        left_over = schedule[1] * q_tiles % gl.num_programs(0)
+        tail_tiles = gl.where(schedule[4] > 0, left_over * kv_tiles, 0)
+        whole = schedule[1] * q_tiles - gl.where(schedule[4] > 0, left_over, 0)
+        total = whole + gl.minimum(tail_tiles, gl.num_programs(0))
+    elif cu_seqlens[0] is None:
         q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
         total = schedule[1] * q_tiles
     else:
@@ -102,25 +184,34 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
     piece = gl.program_id(0)
     while piece < total:
-        next_piece = piece + gl.num_programs(0)
-        if schedule[3] != 0:
-            # asked for a whole piece ahead of its use
-            next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        if cu_seqlens[0] is None:
+        if mask[0] is not None:
+            # looking up a row of a mask takes long, and short rows come last
+            next_piece = _claim(counter_ptr, schedule[3], piece, total)
+        if CFG.SHARED_TAIL:
+            step, turn = _feed_share(
+                produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG
+            )
+        elif cu_seqlens[0] is None:
             plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
             spans = (0, lengths[0]), (0, lengths[1])
-            step = _feed(produce, shared, plane, q_tile, *spans, step, turn, CFG)
+            step = _feed(produce, shared, plane, q_tile, *spans, None, step, turn, CFG)
             turn += 1
         else:
             sequence, plane, q_tile, q_span, kv_span = place_packed_piece(
-                cu_seqlens, piece, sequence, num_sequences, lengths, heads, CFG
+                cu_seqlens, piece, sequence, num_sequences, schedule[2], lengths, heads, CFG
             )
             if q_tile * CFG.tile_m < q_span[1]:
-                step = _feed(produce, shared, plane, q_tile, q_span, kv_span, step, turn, CFG)
+                spans = (q_span, kv_span)
+                step = _feed(produce, shared, plane, q_tile, *spans, None, step, turn, CFG)
                 turn += 1
+        if mask[0] is None:
+            # only now, with the last copies of this piece under way: who is late takes less
+            next_piece = _claim(counter_ptr, schedule[3], piece, total)
         piece = next_piece
     # no plane: the end
     end = (0, 0, 0, 0, 0, 0, -1, 0)
     if cu_seqlens[0] is not None:
         end = end + (0, 0, 0)  # noqa: RUF005
+    if CFG.SHARED_TAIL:
+        end = end + (0, 0, 0, 0, 0)  # noqa: RUF005
     publish(work, turn, end)

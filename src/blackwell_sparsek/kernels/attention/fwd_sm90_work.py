@@ -38,7 +38,7 @@ def count_q_tiles(mask, schedule, q_len, CFG: gl.constexpr):
 @gluon.jit
 def place_piece(mask, schedule, piece, q_tiles, CFG: gl.constexpr):
     """Plane and query tile of a piece of work: in sections, or as the order of the mask says."""
-    order_ptr, num_planes, section, _ = schedule
+    order_ptr, num_planes, section, _, _ = schedule
     if order_ptr is None:
         plane, q_tile = place_in_sections(piece, num_planes, q_tiles, section)
     else:
@@ -52,11 +52,12 @@ def place_piece(mask, schedule, piece, q_tiles, CFG: gl.constexpr):
 
 @gluon.jit
 def place_packed_piece(
-    cu_seqlens, piece, sequence, num_sequences, lengths, heads, CFG: gl.constexpr
+    cu_seqlens, piece, sequence, num_sequences, most_planes, lengths, heads, CFG: gl.constexpr
 ):
     """Sequence, plane, query tile and the token spans of queries and keys of a piece of work.
 
-    `sequence` is that of an earlier piece, and `lengths` the longest ones.
+    `sequence` is that of an earlier piece, and `lengths` the longest ones. A section has
+    `most_planes` heads at the most.
     """
     offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
     sequence = sequence_of_piece(
@@ -65,7 +66,7 @@ def place_packed_piece(
     q_span = token_span(cu_seqlens[0], sequence, lengths[0])
     kv_span = token_span(cu_seqlens[1], sequence, lengths[1])
     kv_bytes: gl.constexpr = 2 * (CFG.TILE_D + CFG.TILE_DV)
-    section = section_planes(kv_span[1], heads[1], kv_bytes)
+    section = gl.minimum(section_planes(kv_span[1], heads[1], kv_bytes), most_planes)
     q_head, q_tile = place_in_sequence(
         cu_seqlens[0], piece, sequence, heads[0], section, CFG.tile_m
     )
@@ -75,7 +76,7 @@ def place_packed_piece(
 @gluon.jit
 def piece_lengths(piece, dense_lengths):
     """First query token, queries and keys of the sequence that a published piece belongs to."""
-    if len(piece) == 8:
+    if len(piece) != 11:
         span = (0, dense_lengths[0], dense_lengths[1])
     else:
         span = (piece[8], piece[9], piece[10])
@@ -110,3 +111,27 @@ def count_tiles(plan, CFG: gl.constexpr):
     unit_size: gl.constexpr = CFG.UNIT
     masked = num_tiles(num_masked_units(plan), tile_n, unit_size)
     return masked, masked + num_tiles(num_full_units(plan), tile_n, unit_size)
+
+
+@gluon.jit
+def dense_tile(plan, kv_tile):
+    """The KV tile that a piece without a mask visits as its `kv_tile`-th.
+
+    The right edge of its band comes first, from the right, and the left edge last, from the right
+    too: queries that see little of an edge do without the very first or the very last tile.
+    """
+    num_right = plan[5] - plan[4]
+    after = kv_tile - num_right
+    left = plan[3] - 1 - (after - num_full_units(plan))
+    inner = gl.where(after < num_full_units(plan), plan[3] + after, left)
+    return gl.where(after < 0, plan[5] - 1 - kv_tile, inner)
+
+
+@gluon.jit
+def needs_mask(lists, plan, kv_tile, masked_tiles):
+    """Whether a KV tile needs mask code, of `masked_tiles` that do."""
+    needs = kv_tile < masked_tiles
+    if lists is None:
+        after = kv_tile - (plan[5] - plan[4])
+        needs = (after < 0) | (after >= num_full_units(plan))
+    return needs

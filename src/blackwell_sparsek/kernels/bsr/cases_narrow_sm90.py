@@ -7,7 +7,7 @@ import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
 from ..sm90 import descriptor_type
-from .config_narrow_sm90 import MAX_REGISTERS, NarrowSm90Config, stages_that_fit
+from .config_narrow_sm90 import NarrowSm90Config, stages_that_fit
 from .spmm_narrow_sm90 import _spmm_narrow_sm90_kernel
 
 
@@ -38,7 +38,7 @@ def narrow_sm90_case(
         },
         archs=(90,),
         num_warps=4,
-        options={"maxnreg": MAX_REGISTERS, "launch_pdl": True},
+        options={"maxnreg": config.max_registers, "launch_pdl": True},
         # rows of the result are stored 16 bytes at a time
         expect={"wgmma.mma_async": 1, "griddepcontrol.wait": 1, "st.global.v4": 1},
     )
@@ -54,7 +54,7 @@ def _cases() -> Iterator[CompileCase]:
         ((32, 32), 32, 32, 4),
         ((16, 16), 16, 16, 4),
     ):
-        for tile_n in (16, 64):
+        for tile_n in (16, 64, 128) if tile_m == 64 else (16, 64):
             stages = stages_that_fit(tile_m, tile_n, tile_k * units, False)
             config = NarrowSm90Config(*block, tile_m, tile_n, tile_k, units, stages)
             yield narrow_sm90_case(config)

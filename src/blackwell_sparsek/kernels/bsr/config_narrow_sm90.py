@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from ..sm90 import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
-# Of a thread: 32 sums and their addresses beside what the producer is given.
-MAX_REGISTERS = 96
+# Columns of the widest tile.
+MOST_COLUMNS = 128
 # More stages than this hide nothing further: pieces of 16 KB from as many are 160 KB.
 MOST_STAGES = 10
 
@@ -14,8 +14,8 @@ MOST_STAGES = 10
 class NarrowSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
-    A tile of the result is TILE_M rows of a block row of [BLOCK_H, BLOCK_W] blocks and all of
-    TILE_N columns. A stage of the ring holds steps of TILE_K from each of UNITS blocks. Tiles of 64
+    A tile of the result is TILE_M rows of a block row of [BLOCK_H, BLOCK_W] blocks by TILE_N
+    columns. A stage of the ring holds steps of TILE_K from each of UNITS blocks. Tiles of 64
     rows are the first operand of WGMMA; lower ones change places with x, whose tile is then padded
     to 64 columns that nobody fetches or looks at.
     """
@@ -31,7 +31,8 @@ class NarrowSm90Config:
 
     def __post_init__(self) -> None:
         assert self.TILE_M in (16, 32, 64) and self.BLOCK_H % self.TILE_M == 0, f"{self=}"
-        assert self.TILE_N in (16, 32, 64), f"{self.TILE_N=}"
+        most = GROUP_ROWS if self.swapped else MOST_COLUMNS
+        assert self.TILE_N in (16, 32, 64, 128) and most >= self.TILE_N, f"{self.TILE_N=}"
         assert self.TILE_K in (16, 32, 64, 128) and self.BLOCK_W % self.TILE_K == 0, f"{self=}"
         # a warp finds the blocks of a stage among the 32 that it has looked up
         assert self.UNITS in (1, 2, 4) and self.STAGES >= 2, f"{self=}"
@@ -40,6 +41,11 @@ class NarrowSm90Config:
     def tile_m(self) -> int:
         """Rows of a tile."""
         return self.TILE_M
+
+    @property
+    def max_registers(self) -> int:
+        """Of a thread: its sums and their addresses beside what the producer is given."""
+        return 96 if self.sums_width <= GROUP_ROWS else 128
 
     @property
     def swapped(self) -> bool:

@@ -49,7 +49,9 @@ class SpmmPlan:
         return self.split_rows.shape[0]
 
 
-def spmm_plan(indptr: torch.Tensor, nnz_blocks: int, cols_b: int, chunk: int) -> SpmmPlan:
+def spmm_plan(
+    indptr: torch.Tensor, nnz_blocks: int, cols_b: int, chunk: int, bearable: int = 1
+) -> SpmmPlan:
     """The plan of a pattern, from the cache where it was asked for before.
 
     The first request synchronises, unless it comes while a CUDA graph is captured; then the plan
@@ -60,21 +62,28 @@ def spmm_plan(indptr: torch.Tensor, nnz_blocks: int, cols_b: int, chunk: int) ->
     indptr : int32 [rows_b + 1], of the orientation whose rows are the rows of the output
     nnz_blocks, cols_b : blocks stored, block columns: what a row may hold at most
     chunk : blocks per part at most
+    bearable : no row is cut where the longest has at most this many times `chunk` blocks, because
+        the second pass would take longer than it saves
     """
-    if min(nnz_blocks, cols_b) <= chunk:
+    if min(nnz_blocks, cols_b) <= chunk * bearable:
         chunk = 0  # no row can be cut, so all such chunks share a plan
     plans = _PLANS.setdefault(indptr, {})
-    if chunk in plans:
-        return plans[chunk]
+    key = (chunk, bearable if chunk else 1)
+    if key in plans:
+        return plans[key]
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return build_spmm_plan(indptr, chunk, _largest_sizes(indptr, nnz_blocks, chunk))
-    plan = made_apart(
-        lambda: build_spmm_plan(indptr, chunk, _exact_sizes(indptr, chunk)), indptr.device
-    )
+
+    def make() -> SpmmPlan:
+        even = chunk and bearable > 1 and int(torch.diff(indptr).max()) <= chunk * bearable
+        cut = 0 if even else chunk
+        return build_spmm_plan(indptr, cut, _exact_sizes(indptr, cut))
+
+    plan = made_apart(make, indptr.device)
     if indptr.is_cuda:
         # the next product with this pattern may run on another stream
         torch.cuda.current_stream(indptr.device).synchronize()
-    plans[chunk] = plan
+    plans[key] = plan
     return plan
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...core.apart import made_apart
+from ...core.launch import cdiv
 from .config_narrow_sm90 import NarrowSm90Config
 
 # Schedules by the row pointers they were made from, which live as long as their pattern.
@@ -20,8 +21,9 @@ _SCHEDULES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # Slots that a schedule may have for each block that its tiles read, and some more where they are
 # few. Past that a few rows are much longer than the others, which wants a plan that cuts them.
 _SLOTS_PER_BLOCK, _SPARE_SLOTS = 4, 1 << 18
-# Numbers before the slots of a record: tiles of the program, which tile of rows, its blocks.
-HEADER = 3
+# Numbers before the slots of a record: tiles of the program, which tile of rows, its blocks, its
+# first column.
+HEADER = 4
 # A coordinate past the end of every tensor, from where TMA copies zeros.
 OUTSIDE = 1 << 30
 # What starting and finishing a tile costs, in blocks.
@@ -46,6 +48,7 @@ def row_schedule(
     indptr: torch.Tensor,
     indices: torch.Tensor,
     config: NarrowSm90Config,
+    columns: int,
     programs: int,
 ) -> RowSchedule | None:
     """The schedule of a pattern, from the cache where it was asked for before.
@@ -59,16 +62,20 @@ def row_schedule(
     indptr : int32 [rows_b + 1], of rows that are stored one after the other
     indices : int32 [nnzb], block columns, at least one
     config : tiles of the product
+    columns : of the result
     programs : how many there are at most
     """
     schedules = _SCHEDULES.setdefault(indptr, {})
-    key = (config.TILE_M, config.BLOCK_H, config.BLOCK_W, programs)
+    panels = cdiv(columns, config.TILE_N)
+    # where one tile has all columns, it does not matter how wide it is
+    tile_n = config.TILE_N if panels > 1 else 0
+    key = (config.TILE_M, config.BLOCK_H, config.BLOCK_W, panels, tile_n, programs)
     if key in schedules:
         return schedules[key]
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     schedule = made_apart(
-        lambda: build_row_schedule(indptr, indices, config, programs), indptr.device
+        lambda: build_row_schedule(indptr, indices, config, columns, programs), indptr.device
     )
     if indptr.is_cuda:
         torch.cuda.current_stream(indptr.device).synchronize()
@@ -80,21 +87,24 @@ def build_row_schedule(
     indptr: torch.Tensor,
     indices: torch.Tensor,
     config: NarrowSm90Config,
+    columns: int,
     programs: int,
 ) -> RowSchedule | None:
     """Make a schedule; None where rows are too uneven. Synchronises for the lengths of rows."""
     starts = indptr.cpu()
     lengths = torch.diff(starts)
     width = max(1, int(lengths.max()))
-    dealt = _deal(lengths.repeat_interleave(config.row_tiles).tolist(), programs)
+    panels = cdiv(columns, config.TILE_N)
+    dealt = _deal(lengths.repeat_interleave(config.row_tiles * panels).tolist(), programs)
     most = max(map(len, dealt))
-    allowed = _SLOTS_PER_BLOCK * indices.shape[0] * config.row_tiles + _SPARE_SLOTS
+    allowed = _SLOTS_PER_BLOCK * indices.shape[0] * config.row_tiles * panels + _SPARE_SLOTS
     if len(dealt) * most * width > allowed:
         return None
-    tile = torch.tensor([mine + [mine[0]] * (most - len(mine)) for mine in dealt])
+    place = torch.tensor([mine + [mine[0]] * (most - len(mine)) for mine in dealt])
+    tile, first_column = place // panels, place % panels * config.TILE_N
     row, sub_row = tile // config.row_tiles, tile % config.row_tiles * config.TILE_M
     counts = torch.tensor([len(mine) for mine in dealt])[:, None].expand_as(tile)
-    header = torch.stack([counts, tile, lengths[row]], dim=2)
+    header = torch.stack([counts, tile, lengths[row], first_column], dim=2)
     along = torch.arange(width)
     present = along < lengths[row][..., None]
     slot = torch.where(present, starts[row][..., None] + along, 0)

@@ -1,9 +1,9 @@
-"""BSR times few columns on Hopper: out = activation(A @ x + bias) + residual for N of at most 64.
+"""BSR times few columns on Hopper: out = activation(A @ x + bias) + residual for small N.
 
 A [M, K] block-sparse, x [K, N] with contiguous columns, out [M, N]: `dense @ A.T` of a layer, seen
-from A. A program computes the tiles that a schedule gives it, each TILE_M rows of one block row. A
-producer warp keeps a ring of pieces of blocks, which lie contiguous in memory, and of x full
-through TMA, and does not stop between tiles; one warp group multiplies.
+from A. A program computes the tiles that a schedule gives it, each TILE_M rows of one block row by
+TILE_N columns. A producer warp keeps a ring of pieces of blocks, which lie contiguous in memory,
+and of x full through TMA, and does not stop between tiles; one warp group multiplies.
 
 Called as impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, blocks stored by rows, heights
 that are multiples of 16, pointers and strides that TMA takes.
@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...core.launch import cdiv, launch, on_device_of
 from ...device.gluon.pipeline import barriers, tiles
 from ..sm90 import GROUP_ROWS, tensor_descriptor
-from .config_narrow_sm90 import MAX_REGISTERS, NarrowSm90Config
+from .config_narrow_sm90 import NarrowSm90Config
 from .finish_sm90 import finish_values
 from .row_schedule import HEADER, OUTSIDE, RowSchedule
 
@@ -64,6 +64,7 @@ def _produce(a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr)
     record_ptr = records_ptr + gl.program_id(0).to(gl.int64) * (items * size)
     tiles_mine = gl.load(record_ptr)
     blocks = gl.load(record_ptr + 2)
+    col = gl.load(record_ptr + 3)
     slots, a_rows, x_rows = _slots(record_ptr + _HEADER, 0, width, True)
     # only the schedule may be read ahead of other kernels: it never changes
     gdc_wait()
@@ -74,6 +75,7 @@ def _produce(a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr)
         record_ptr += size
         more = item + 1 < tiles_mine
         next_blocks = gl.load(record_ptr + 2, mask=more, other=0)
+        next_col = gl.load(record_ptr + 3, mask=more, other=0)
         next_slots, next_a_rows, next_x_rows = _slots(record_ptr + _HEADER, 0, width, more)
         # counted on from tile to tile: Triton 3.6 takes the bound of a loop from zero to `blocks`
         # out of the loop over tiles
@@ -98,24 +100,25 @@ def _produce(a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr)
                     if CFG.x_rows > CFG.TILE_N:
                         # rows of the tile that are not fetched meet sums that nobody looks at
                         x = x.slice(0, CFG.TILE_N, dim=0)
-                    tma.async_copy_global_to_shared(x_desc, [0, x_row], bar, x)
+                    tma.async_copy_global_to_shared(x_desc, [col, x_row], bar, x)
         begin = end
         blocks = next_blocks
+        col = next_col
         slots = next_slots
         a_rows = next_a_rows
         x_rows = next_x_rows
 
 
 @gluon.jit
-def _store(acc, out_ptr, out_strides, extras, sizes, first_row, CFG: gl.constexpr):
-    """Finish and store the sums of a tile."""
+def _store(acc, out_ptr, out_strides, extras, sizes, corner, CFG: gl.constexpr):
+    """Finish and store the sums of a tile whose first row and column are `corner`."""
     bias_ptr, residual_ptr, residual_strides = extras
     activation: gl.constexpr = CFG.ACTIVATION
     accumulators: gl.constexpr = CFG.accumulator_layout()
     layout: gl.constexpr = CFG.store_layout()
-    rows, cols = _indices(first_row, accumulators, CFG)
+    rows, cols = _indices(corner, accumulators, CFG)
     acc = finish_values(acc, rows, cols, (bias_ptr, None, None), sizes, activation)
-    rows, cols = _indices(first_row, layout, CFG)
+    rows, cols = _indices(corner, layout, CFG)
     inside = (rows < sizes[0]) & (cols < sizes[1])
     if residual_ptr is not None:
         offsets = rows.to(gl.int64) * residual_strides[0] + cols.to(gl.int64) * residual_strides[1]
@@ -127,15 +130,16 @@ def _store(acc, out_ptr, out_strides, extras, sizes, first_row, CFG: gl.constexp
 
 
 @gluon.jit
-def _indices(first_row, layout: gl.constexpr, CFG: gl.constexpr):
+def _indices(corner, layout: gl.constexpr, CFG: gl.constexpr):
     """Rows and columns of the result for sums in `layout`."""
+    first_row, first_col = corner
     width: gl.constexpr = CFG.sums_width
     down = gl.arange(0, _SUMS, gl.SliceLayout(1, layout))[:, None]
     along = gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
     if CFG.swapped:
-        return first_row + along, down
+        return first_row + along, first_col + down
     else:
-        return first_row + down, along
+        return first_row + down, first_col + along
 
 
 @gluon.jit
@@ -151,6 +155,7 @@ def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
     tiles_mine = gl.load(record_ptr)
     row_tile = gl.load(record_ptr + 1)
     blocks = gl.load(record_ptr + 2)
+    col = gl.load(record_ptr + 3)
     # bias, residual and output belong to kernels in front until they have finished
     gdc_wait()
     begin = 0
@@ -159,6 +164,7 @@ def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
         more = item + 1 < tiles_mine
         next_tile = gl.load(record_ptr + 1, mask=more, other=0)
         next_blocks = gl.load(record_ptr + 2, mask=more, other=0)
+        next_col = gl.load(record_ptr + 3, mask=more, other=0)
         end = begin + gl.cdiv(blocks, CFG.UNITS) * CFG.k_steps
         acc = gl.zeros([_SUMS, sums_width], gl.float32, layout)
         for step in range(begin, end):
@@ -178,11 +184,12 @@ def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
         acc = warpgroup_mma_wait(0, deps=(acc,))
         last = (end + CFG.STAGES - 1) % CFG.STAGES
         mbarrier.arrive(empty.index(last), count=1, pred=end > begin)
-        first_row = row_tile * CFG.TILE_M
-        _store(acc, out_ptr, out_strides, extras, sizes, first_row, CFG)
+        corner = (row_tile * CFG.TILE_M, col)
+        _store(acc, out_ptr, out_strides, extras, sizes, corner, CFG)
         begin = end
         row_tile = next_tile
         blocks = next_blocks
+        col = next_col
 
 
 # the number of rows is specialised: where 16 divides it, rows are stored 16 bytes at a time
@@ -235,9 +242,9 @@ def launch_spmm_narrow_sm90(
 
     Parameters
     ----------
-    out : [M, N], any strides, N at most `config.TILE_N`
+    out : [M, N], any strides
     values : [nnzb, bh, bw] contiguous, at least one block
-    schedule : of the pattern and the tiles of `config`, complete on the device before this call
+    schedule : of the pattern, N and the tiles of `config`, complete on the device before this call
     x : [K, N] with contiguous columns
     bias : [M] contiguous, residual : [M, N], any strides; or None
     """
@@ -263,6 +270,6 @@ def launch_spmm_narrow_sm90(
         launch(
             *(_spmm_narrow_sm90_kernel, schedule.records.shape[0], args),
             num_warps=4,
-            maxnreg=MAX_REGISTERS,
+            maxnreg=config.max_registers,
             launch_pdl=True,
         )

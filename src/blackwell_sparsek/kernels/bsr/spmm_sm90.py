@@ -128,6 +128,8 @@ def _produce(
         panel = next_panel
         item = next_item
     publish(work, turn, (-1, 0, 0, -1))
+    # Each program asked once, and once more for each piece: whoever was last sets the counter back.
+    gl.store(counter_ptr, 0, mask=next_piece == total + 2 * gl.num_programs(0) - 1)
 
 
 @gluon.jit

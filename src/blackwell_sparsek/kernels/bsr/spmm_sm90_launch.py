@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ...core.arch import arch_of
-from ...core.launch import cdiv, launch, on_device_of, scratch
+from ...core.launch import cdiv, launch, on_device_of, resting_words
 from ..sm90 import tensor_descriptor
 from .config_sm90 import SLAB_COLUMNS, SpmmSm90Config
 from .plan import SpmmPlan
@@ -58,7 +58,7 @@ def launch_spmm_sm90(
     partial = empty_partial(out_b, plan, config.BLOCK_H)
     row_pieces, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)
     section = max(1, SECTION_BYTES // (x.shape[0] * config.tile_n * x.element_size()))
-    counter = scratch((1,), torch.int32, out.device, zero=True)
+    counter = resting_words(1, out.device)
     a_matrix = values.view(-1, values.shape[2])
     with on_device_of(out):
         args = (

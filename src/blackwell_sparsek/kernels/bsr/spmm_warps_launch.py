@@ -122,4 +122,4 @@ def _cases() -> Iterator[CompileCase]:
     # addresses of the residual, once for each tile; the loop has no spills
     yield _case("16x16-linear-silu", linear, extras=True, max_spill_bytes=192)
     gelu = replace(plain, ACTIVATION="gelu")
-    yield _case("16x16-gelu", gelu, extras=True, max_spill_bytes=192)
+    yield _case("16x16-gelu", gelu, extras=True, max_spill_bytes=208)

@@ -1,0 +1,74 @@
+"""Rows of WGMMA accumulators: maxima and sums without exchanges that can wait, factors of one.
+
+Four threads hold a row, each of them two of every eight columns. Sums stay apart until the last
+tile: `parts` [rows, 4]. Maxima are needed at once: first of 8, then of those, in short chains.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..softmax import weigh_below
+
+HOLDERS = gl.constexpr(4)
+
+
+@gluon.jit
+def _apart(x):
+    """`x` [rows, keys] with an axis of its own for the threads that share a row."""
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 32, 4, HOLDERS, 2])
+
+
+@gluon.jit
+def row_parts(x):
+    """Sums [rows, 4] of what each thread has of a row."""
+    return gl.sum(gl.sum(gl.sum(_apart(x), 4), 2), 1)
+
+
+@gluon.jit
+def softmax_step_parts(m_log2, parts, s, scale_log2, SLACK: gl.constexpr):
+    """As `softmax.softmax_step`, with sums in parts."""
+    top = gl.max(gl.max(gl.max(gl.max(_apart(s), 4), 2), 1), 1)
+    top = gl.convert_layout(top, m_log2.type.layout, assert_trivial=True)
+    m_new, p, rescale = weigh_below(m_log2, top, s, scale_log2, SLACK)
+    rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
+    factor = gl.convert_layout(rescale, rows, assert_trivial=True)
+    return m_new, parts * factor[:, None] + row_parts(p), p, rescale
+
+
+@gluon.jit
+def pin_above(sums):
+    """Keep what makes `sums`, which are never negative, above the next wait."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; setp.lt.f32 p, $1, 0f00000000; mov.b32 t, 0; "
+        "@p st.shared.f32 [t], $1; mov.b32 $0, t; }",
+        *("=r,f,~{memory}", [sums], gl.int32, False, 1),
+    )
+
+
+@gluon.constexpr_function
+def _scaling(count):
+    # operands: results, the accumulators they start from, and the factor of each; a thread has
+    # two rows, whose elements come in pairs
+    factors = [f"${2 * count + i}" for i in range(count)]
+    scaled = " ".join(f"mul.f32 ${i}, ${i}, {factors[i]};" for i in range(count))
+    return (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, {factors[0]}, 0f3F800000; "
+        f"setp.neu.or.f32 p, {factors[2]}, 0f3F800000, p; vote.sync.any.pred q, p, -1; "
+        f"@!q bra.uni same; {scaled} same: }}"
+    )
+
+
+@gluon.constexpr_function
+def _scaling_operands(count):
+    tied = [str(i) for i in range(count)]
+    return ",".join(["=f"] * count + tied + ["f"] * count)
+
+
+@gluon.jit
+def scale_rows(acc, factor):
+    """`acc` [64, columns] of WGMMA times `factor` [64, 1]; warps with nothing but ones skip it."""
+    count: gl.constexpr = acc.shape[1] // 2
+    asm: gl.constexpr = _scaling(acc.shape[1] // 2)
+    operands: gl.constexpr = _scaling_operands(acc.shape[1] // 2)
+    _, factors = gl.broadcast(acc, factor)
+    return gl.inline_asm_elementwise(asm, operands, [acc, factors], gl.float32, True, count)

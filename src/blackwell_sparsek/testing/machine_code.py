@@ -1,0 +1,52 @@
+"""What machine code must not do, whatever the compiler thought of it.
+
+ptxas of CUDA 12.8, which Triton 3.6 brings, can lose the copy of a shared-memory address that
+several products of a Hopper kernel share: it then computes the descriptor of an operand from a
+uniform register that nothing wrote, and the kernel reads where whatever ran before it left off.
+"""
+
+import re
+
+_INSTRUCTION = re.compile(
+    r"/\*(?P<at>[0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)\s*(?P<rest>[^;]*);"
+)
+# Their first operand, predicates aside, is the register that they write.
+_WRITERS = re.compile(
+    r"(UMOV|ULDC|UIADD3|UIMAD|ULEA|ULOP3|USHF|USEL|S2UR|R2UR|USGXT|UPRMT|UFLO|UPOPC|VOTEU|UP2UR"
+    r"|UBMSK|UBREV|UIABS|REDUX)\b"
+)
+_WRITTEN = re.compile(r"\s*(?:U?P\w+,\s*)*UR(\d+)\b")
+_READ = re.compile(r"(?<!gdesc\[)\bUR(\d+)\b")
+_DESCRIPTORS = re.compile(r"gdesc\[UR(\d+)\]")
+_FIRST_FACTOR_IN_REGISTERS = re.compile(r"\s*R\d+,\s*R\d+,")
+
+
+def unwritten_registers(sass: str) -> list[str]:
+    """One sentence for each uniform register that is read before any instruction wrote it.
+
+    Examples
+    --------
+    >>> unwritten_registers("/*0010*/ UMOV UR4, 0x1 ; /*0020*/ UIADD3 UR5, UR4, UR6, URZ ;")
+    ['UIADD3 at 0020 reads UR6, which nothing wrote']
+    """
+    written: set[int] = set()
+    found = []
+    for match in _INSTRUCTION.finditer(sass):
+        at, op, rest = match["at"], match["op"], match["rest"]
+        target = _WRITTEN.match(rest) if _WRITERS.match(op) else None
+        body = rest if target is None else rest[target.end() :]
+        read = [int(number) for number in _READ.findall(body)]
+        for number in map(int, _DESCRIPTORS.findall(body)):
+            # two descriptors of two registers each, the first unused where registers take its place
+            skip = 2 if _FIRST_FACTOR_IN_REGISTERS.match(body) else 0
+            read += range(number + skip, number + 4)
+        unknown = [x for x in read if x not in written]
+        if op == "UMOV" and unknown and target is not None:
+            # half of a pair is often copied along and then overwritten: whoever reads it will tell
+            written.discard(int(target[1]))
+            continue
+        found += [f"{op} at {at} reads UR{x}, which nothing wrote" for x in unknown]
+        if target is not None:
+            width = 4 if ".128" in op else 2 if ".64" in op or ".WIDE" in op else 1
+            written.update(range(int(target[1]), int(target[1]) + width))
+    return found

@@ -1,0 +1,45 @@
+"""Finding registers that a compiler forgot to write."""
+
+from blackwell_sparsek.testing.machine_code import unwritten_registers
+
+
+def code(*instructions):
+    return "\n".join(f"  /*{16 * i:04x}*/  {x} ;  /* 0x0 */" for i, x in enumerate(instructions))
+
+
+def test_everything_was_written():
+    assert not unwritten_registers(
+        code(
+            "ULDC.64 UR4, c[0x0][0x208]",
+            "UIADD3 UR6, UP0, UR4, 0x20, URZ",
+            "UIADD3.X UR7, UR5, -0x3ffffff0, URZ, UP0, !UPT",
+            "@UP1 UMOV UR8, UR6",
+            "R2UR UR9, R12",
+            "LDG.E R4, desc[UR4][R2.64]",
+            "HGMMA.64x16x16.F32.BF16 R56, R28, gdesc[UR6].tnspB, R56",
+        )
+    )
+
+
+def test_the_lost_address_of_an_operand():
+    found = unwritten_registers(
+        code("UMOV UR8, 0x1", "UIADD3 UR12, UP0, UR12, 0x20, URZ", "UMOV UR14, UR12")
+    )
+    assert found == ["UIADD3 at 0010 reads UR12, which nothing wrote"]
+
+
+def test_descriptors_of_products():
+    both = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"
+    one = "HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0"
+    moves = [f"UMOV UR{number}, 0x1" for number in (6, 7)]
+    assert not unwritten_registers(code(*moves, one))
+    assert [x.split(", ")[0] for x in unwritten_registers(code(*moves, both))] == [
+        "HGMMA.64x64x16.F32.BF16 at 0020 reads UR4",
+        "HGMMA.64x64x16.F32.BF16 at 0020 reads UR5",
+    ]
+
+
+def test_copies_of_nothing_are_found_where_they_are_read():
+    assert not unwritten_registers(code("UMOV UR4, UR9", "UMOV UR4, 0x1", "UIADD3 UR5, UR4, URZ"))
+    found = unwritten_registers(code("UMOV UR4, UR9", "UIADD3 UR5, UR4, URZ, URZ"))
+    assert found == ["UIADD3 at 0010 reads UR4, which nothing wrote"]
