@@ -28,8 +28,7 @@ class AttnBwdSm90Config:
     MAX_REGISTERS per thread; the roles then trade them.
 
     DK_REGISTERS multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients
-    barriers of their own: the latter are done with first. ROTATE lets each tile of keys
-    begin with the queries beside it, so that programs add to different tiles of dq.
+    barriers of their own: the latter are done with first.
     """
 
     CONSUMERS: int
@@ -47,7 +46,6 @@ class AttnBwdSm90Config:
     MAX_REGISTERS: int
     DK_REGISTERS: bool
     SPLIT_RING: bool
-    ROTATE: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
@@ -55,7 +53,6 @@ class AttnBwdSm90Config:
         assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
         assert not (self.SPLIT_RING and self.SHARED_KEYS), f"{self=}"
-        assert not (self.ROTATE and self.ORDERED), f"{self=}"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
 
     @property

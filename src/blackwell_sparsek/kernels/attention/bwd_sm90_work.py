@@ -244,17 +244,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
                 # planned before, while the consumers still needed the last ones
                 _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG)
             found = (mask[0], plan, num_masked, turns_ptr)
-            # not where a band begins beside the keys
-            full_tiles = q_tiles - masked_tiles
-            beside = kv_tile * full_tiles // kv_tiles
-            if mask[0] is None and plan[3] > 0:
-                beside = 0
-            for i in range(q_tiles):
-                q_tile = i
-                if CFG.ROTATE and i >= masked_tiles:
-                    q_tile += beside
-                    if q_tile >= q_tiles:
-                        q_tile -= full_tiles
+            for q_tile in range(q_tiles):
                 _fetch_step(descs, shared, step, found, q_tile, (batch, q_head, kv_tile), CFG)
                 step += 1
         pieces += 1
