@@ -100,9 +100,9 @@ def _attn_fwd_kernel(
 ):
     """One tile of queries of one head."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
-    # As wide as keys, where values are narrower and both fit into one row of shared memory: if they
-    # lie at the same place in it, ptxas of CUDA 12.8 loses the address of the values.
-    NARROWEST: tl.constexpr = HEAD_DIM if HEAD_DIM <= 64 else 16
+    # As wide as keys where values are narrower: if tiles of different widths lie at the same place
+    # in shared memory, ptxas of CUDA 12.8 may lose the address of one.
+    NARROWEST: tl.constexpr = HEAD_DIM if HEAD_DIM <= 128 else 16
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, NARROWEST, 16))
     UNIT: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
     ELEMENT_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
