@@ -28,7 +28,7 @@ format: $(VENV)/.installed-test  ## rewrite the sources the way `lint` wants the
 	$(BIN)/ruff format .
 
 gpu-test:  ## the tests that need a GPU, with the packages of this machine's Python
-	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+	BSK_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
 
 gpu-bench:  ## measure on this machine's GPU; fails when something is slower than the committed results
 	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek bench $(SUITES) -o $(RESULTS)

@@ -15,6 +15,9 @@ import torch
 if "triton" in sys.modules:
     raise RuntimeError("triton was imported before tests/conftest.py could choose the interpreter")
 HAS_GPU = torch.cuda.is_available()
+if os.environ.get("BSK_REQUIRE_GPU") and not HAS_GPU:
+    # a worker that lost its GPU to another one's fault must not go on and skip
+    raise RuntimeError("BSK_REQUIRE_GPU is set, but PyTorch sees no CUDA GPU")
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
