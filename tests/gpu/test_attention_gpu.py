@@ -56,6 +56,19 @@ def test_calls_that_failed(structure, seed):
     check_random_call(structure, seed)
 
 
+@pytest.mark.parametrize("blocks", [None, (64, 256), (256, 64)])
+@pytest.mark.parametrize("dims", [(40, 8), (24, 8), (56, 24), (72, 8), (104, 24), (136, 40)])
+def test_values_narrower_than_keys(dims, blocks):
+    """In rows that TMA and asynchronous copies cannot take; see the tile of values in the kernel."""
+    for seed in range(3):
+        case = AttnCase(
+            seed, BRAIN, heads=(2, 2), lengths=((17 + 300 * seed, 9 + 350 * seed),), head_dims=dims,
+            mask="elements" if blocks else "none", block_size=blocks or (64, 64), sinks=seed == 1,
+        )  # fmt: skip
+        q, k, v, spec = case.build("cuda")
+        check_attention(*run(q, k, v, spec), q, k, v, spec, what=str(case))
+
+
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_fp32(dim, tf32):
