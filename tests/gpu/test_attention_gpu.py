@@ -59,7 +59,7 @@ def test_calls_that_failed(structure, seed):
 @pytest.mark.parametrize("blocks", [None, (64, 256), (256, 64)])
 @pytest.mark.parametrize("dims", [(40, 8), (24, 8), (56, 24), (72, 8), (104, 24), (136, 40)])
 def test_values_narrower_than_keys(dims, blocks):
-    """In rows that TMA and asynchronous copies cannot take; see the tile of values in the kernel."""
+    """In rows that asynchronous copies cannot take; see the tile of values in the kernel."""
     for seed in range(3):
         case = AttnCase(
             seed, BRAIN, heads=(2, 2), lengths=((17 + 300 * seed, 9 + 350 * seed),), head_dims=dims,
