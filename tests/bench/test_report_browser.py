@@ -15,8 +15,8 @@ RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
-# Sorts the first table by its third column, twice, and tells what it saw in the title. The bars of a
-# single case are the lowest picture there may be.
+# Sorts the first table by its third column, twice, and tells what it saw in the title. The bars of
+# a single case are the lowest picture there may be.
 _CLICKS = """
 <script>
 const first = document.querySelector("table.sortable");
