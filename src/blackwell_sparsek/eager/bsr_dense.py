@@ -2,7 +2,8 @@
 
 The better choice where few blocks are missing, or where blocks are too small for their rows to
 feed a GPU. Absent blocks are zeros here, so NaN and inf of the dense operand meet all of them.
-The arguments are those of the operators (see `ops.bsr`).
+The arguments are those of the operators (see `ops.bsr`); `ops.bsr_dense` puts product and matrix
+together.
 """
 
 import torch
@@ -11,24 +12,6 @@ from ..core.launch import cdiv
 from ..formats.bsr_pattern import rows_of_entries
 from ..formats.bsr_validate import zero_padding
 from .bsr_epilogue import finish
-
-
-def bsr_matmul(
-    values: torch.Tensor,
-    pattern: list[torch.Tensor],
-    shape: list[int],
-    transposed: bool,
-    dense: torch.Tensor,
-    dense_left: bool,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
-    matrix = written_out(values, pattern, shape)
-    matrix = matrix.mT if transposed else matrix
-    return multiplied_out(matrix, dense, dense_left, bias, residual, activation, out_dtype)
 
 
 def multiplied_out(
