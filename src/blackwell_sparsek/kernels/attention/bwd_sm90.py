@@ -46,10 +46,11 @@ from .bwd_sm90_steps import (
     hide,
     numbers_of_queries,
     own_queries,
+    sees_nothing,
     start_products,
     zero_of,
 )
-from .bwd_sm90_work import produce_steps, step_info
+from .bwd_sm90_work import heads_together, produce_steps, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
 SUM_ROWS = gl.constexpr(config.SUM_ROWS)
@@ -61,7 +62,7 @@ def _step(
     FIRST: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr,
 ):  # fmt: skip
     """Scores and gradients of one tile of queries; dq only of the step before."""
-    k_smem, v_smem, kv_index = keep
+    k_smem, v_smem, kv_index = keep[0], keep[1], keep[2]
     own_keys: gl.constexpr = 0 if CFG.SHARED_KEYS else GROUP
     k = k_smem.index(own_keys + zero_of(step))
     v = v_smem.index(own_keys + zero_of(step))
@@ -149,6 +150,38 @@ def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
+def _empty_step(step, keep, consume, shared, FIRST: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """A step whose queries see none of a warp group's keys: dq of the step before, and no ds."""
+    ds_ring, empty = consume[3], shared[2][5]
+    group_m: gl.constexpr = CFG.group_m
+    dtype: gl.constexpr = keep[0].dtype
+    ds_tile, ds_bar = ds_place(ds_ring, step, GROUP, CFG)
+    if not FIRST:
+        _, last_bar = ds_place(ds_ring, step - 1, GROUP, CFG)
+        mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
+    hand_over(gl.zeros([ROWS, group_m], dtype, CFG.accumulator_layout(group_m)), ds_tile, ds_bar)
+    if not FIRST:
+        _last_dq(step - 1, keep, consume, GROUP, CFG)
+    mbarrier.arrive(empty.index(step % CFG.STAGES), count=1)
+
+
+@gluon.jit
+def _masked_step(
+    dk, dv, step, masked, keep, consume, shared,
+    FIRST: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr,
+):  # fmt: skip
+    if CFG.SKIP:
+        mbarrier.wait(shared[2][4].index(step % CFG.STAGES), (step // CFG.STAGES) & 1)
+        if sees_nothing(step, keep[3], shared, GROUP, CFG):
+            _empty_step(step, keep, consume, shared, FIRST, GROUP, CFG)
+        else:
+            dk, dv = _step(dk, dv, step, masked, keep, consume, shared, FIRST, GROUP, CFG)
+    else:
+        dk, dv = _step(dk, dv, step, masked, keep, consume, shared, FIRST, GROUP, CFG)
+    return dk, dv
+
+
+@gluon.jit
 def _store_gradient(desc, x, smem, place):
     """Round a gradient of keys or values and copy it to memory."""
     smem.store(x)
@@ -174,6 +207,51 @@ def _add_up(x, smem, bars, SECOND: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _give_and_store(
+    dk, dv, step, pieces, plane, kv_tile, consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr
+):  # fmt: skip
+    """The warp groups give each other dv and dk of their queries, and store the sum of one each."""
+    dk_desc, dv_desc, score = consume[0], consume[1], consume[2]
+    ds_ring, dq_ring, sum_bars = consume[3], consume[4], consume[5]
+    ds_free, dq_free, dk_there, dv_there, dk_stored, dv_stored = sum_bars
+    heads = shared[6]
+    tile_d: gl.constexpr = CFG.TILE_D
+    tile_dv: gl.constexpr = CFG.TILE_DV
+    dtype: gl.constexpr = shared[1][0].dtype
+    dk_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_d], dtype)
+    dv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_dv], dtype)
+    kv_heads = heads[0] // heads[1]
+    phase = pieces & 1
+    place = [plane // kv_heads, plane % kv_heads, kv_tile * CFG.tile_n, 0]
+    dk_sum = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_d], CFG.sum_layout(tile_d))
+    dv_sum = dq_ring[0]._reinterpret(gl.float32, [ROWS, tile_dv], CFG.sum_layout(tile_dv))
+    # the writer must have taken the last tile of dq, whose memory comes in handy
+    mbarrier.wait(dq_ring[2].index(GROUP), ((step * CFG.dq_chunks) & 1) ^ 1)
+    if GROUP == 0:
+        mbarrier.arrive(ds_free, count=1)
+        mbarrier.wait(dq_free, phase)
+        dv_sum.store(dv)
+        mbarrier.arrive(dv_there, count=1)
+        mbarrier.wait(dk_there, phase)
+        dk = dk + dk_sum.load(dk.type.layout)
+        dk_tile = ds_ring[0]._reinterpret(dtype, [ROWS, tile_d], dk_layout)
+        _store_gradient(dk_desc, (dk * score[2]).to(dtype), dk_tile, place)
+        mbarrier.arrive(dk_stored, count=1)
+        mbarrier.wait(dv_stored, phase)
+    else:
+        mbarrier.arrive(dq_free, count=1)
+        mbarrier.wait(ds_free, phase)
+        dk_sum.store(dk)
+        mbarrier.arrive(dk_there, count=1)
+        mbarrier.wait(dv_there, phase)
+        dv = dv + dv_sum.load(dv.type.layout)
+        dv_tile = dq_ring[0]._reinterpret(dtype, [ROWS, tile_dv], dv_layout)
+        _store_gradient(dv_desc, dv.to(dtype), dv_tile, place)
+        mbarrier.arrive(dv_stored, count=1)
+        mbarrier.wait(dk_stored, phase)
+
+
+@gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Gradients of 64 keys, piece by piece of work."""
     dk_desc, dv_desc, score = consume[0], consume[1], consume[2]
@@ -194,25 +272,26 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     dv_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, [ROWS, tile_dv], dv_layout)
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) + own_keys * ROWS
     kv_heads = heads[0] // heads[1]
+    visits = heads[1] // heads_together(shared[0], heads, CFG) * CFG.visits
     step = 0
     turn = 1
     pieces = 0
     plane, kv_tile = take(work, 0)
     while plane >= 0:
         kv_index = kv_tile * CFG.tile_n + keys
-        keep = (k_smem, v_smem, kv_index)
+        keep = (k_smem, v_smem, kv_index, kv_tile)
         dk = gl.zeros([ROWS, tile_d], gl.float32, k_layout)
         dv = gl.zeros([ROWS, tile_dv], gl.float32, v_layout)
         mbarrier.wait(kv_full, pieces & 1)
-        for _ in range(heads[1] * CFG.visits):
+        for _ in range(visits):
             q_tiles, masked_tiles = take(work, turn)
             turn += 1
             if q_tiles > 0:
                 masked = masked_tiles > 0
-                dk, dv = _step(dk, dv, step, masked, keep, consume, shared, True, GROUP, CFG)
+                dk, dv = _masked_step(dk, dv, step, masked, keep, consume, shared, True, GROUP, CFG)
                 step += 1
                 for _ in range(1, masked_tiles):
-                    dk, dv = _step(dk, dv, step, True, keep, consume, shared, False, GROUP, CFG)
+                    dk, dv = _masked_step(dk, dv, step, True, keep, consume, shared, False, GROUP, CFG)
                     step += 1
                 # a loop of its own: what masks spill would be reloaded here
                 for _ in range(gl.maximum(masked_tiles, 1), q_tiles):
@@ -221,7 +300,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 _last_dq(step - 1, keep, consume, GROUP, CFG)
         # the keys are read for the last time: the next ones may come
         mbarrier.arrive(kv_empty, count=1)
-        if CFG.SHARED_KEYS:
+        if CFG.EXCHANGE:
+            _give_and_store(dk, dv, step, pieces, plane, kv_tile, consume, shared, GROUP, CFG)
+        elif CFG.SHARED_KEYS:
             total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_d], CFG.sum_layout(tile_d))
             dk = _add_up(dk, total, sum_bars, 0, GROUP)
             total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_dv], CFG.sum_layout(tile_dv))
@@ -232,8 +313,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             else:
                 mbarrier.wait(sum_bars[2], pieces & 1)
         # the writer must have taken the last tile of dq, whose memory comes in handy
-        mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
-        if own_keys == GROUP:
+        if not CFG.EXCHANGE:
+            mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
+        if own_keys == GROUP and not CFG.EXCHANGE:
             row = kv_tile * CFG.tile_n + GROUP * ROWS
             place = [plane // kv_heads, plane % kv_heads, row, 0]
             _store_gradient(dv_desc, dv.to(dtype), dv_tile, place)
@@ -312,7 +394,10 @@ def _attn_bwd_sm90_kernel(
     # each warp group waits for both halves of ds, or only for its own
     ds_ring = (ds_smem, barriers(ds_stages * consumers, key_groups))
     dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1))
-    sum_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
+    bars = barriers(6 if CFG.EXCHANGE else 3, 1)
+    sum_bars = (bars.index(0), bars.index(1), bars.index(2))
+    if CFG.EXCHANGE:
+        sum_bars = sum_bars + (bars.index(3), bars.index(4), bars.index(5))
     info = step_info()
     work = work_channel(2, consumers)
     fence_async_shared()

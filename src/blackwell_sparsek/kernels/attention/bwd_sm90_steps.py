@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from ...device.masks import bit_visible, column_bounds, exists, within_bounds
+from ...device.masks import bit_visible, column_bounds, exists, q_range, within_bounds
 from ..sm90 import GROUP_ROWS
 from .bwd_sm90_work import read_info
 
@@ -79,6 +79,16 @@ def _visible(shared, step, kv_index, GROUP: gl.constexpr, CFG: gl.constexpr):
         word = gl.load(place, has_bits, other=-1)
         visible = visible & bit_visible(word, kv_in_block[:, None])
     return visible
+
+
+@gluon.jit
+def sees_nothing(step, kv_tile, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Whether no query of a step sees a key of a warp group, by the band alone."""
+    info, lengths, band = shared[3], shared[5], shared[7]
+    first = kv_tile * CFG.tile_n + GROUP * ROWS
+    lo, hi = q_range(first, first + ROWS, lengths[0], lengths[1], band[0], band[1])
+    q_row = read_info(info, step, 1, 4)
+    return (q_row + CFG.TILE_M <= lo) | (q_row >= hi)
 
 
 @gluon.jit

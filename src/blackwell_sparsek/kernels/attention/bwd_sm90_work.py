@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...device.gluon.pipeline import publish
 from ...device.masks import kv_range, q_range, q_range_of_all
-from ...device.schedule import place_in_sections
+from ...device.schedule import place_in_sections, section_of
 from ...device.visits import (
     keys_of_tile,
     masked_unit,
@@ -84,42 +84,64 @@ def padded_queries(q_len):
 
 
 @gluon.jit
-def _part_of_plan(plan, visit, CFG: gl.constexpr):
-    """What of a plan is visited at once: all, or first the later queries and then the earlier.
+def heads_together(mask, heads, CFG: gl.constexpr):
+    """Query heads that a tile of keys visits together, one unit of all of them after the other:
+    those that see the same."""
+    together = heads[1]
+    if not CFG.TOGETHER:
+        together = 1
+    elif mask[0] is not None:
+        together = gl.where(mask[2] == 0, together, 1)
+    return together
+
+
+@gluon.jit
+def _part_of_plan(plan, visit, ascending, CFG: gl.constexpr):
+    """What of a plan is visited at once: all, or first the later queries and then the earlier, or
+    the other way round.
 
     Tiles with and without mask code have loops of their own. In order, queries go from the last to
-    the first, so that edges before and after what needs no mask code are two visits.
+    the first or from the first to the last, so that edges before and after what needs no mask code
+    are two visits.
     """
     if CFG.ORDERED:
-        later = visit % 2 == 0
-        middle = plan[3]
-        partial_end = gl.where(later, plan[0], plan[1])
-        edge_begin = gl.where(later, middle, plan[2])
-        full_end, edge_end = (gl.where(later, plan[4], middle), gl.where(later, plan[5], middle))
-        plan = (plan[0], partial_end, edge_begin, middle, full_end, edge_end)
+        later = (visit % 2 == 0) != ascending
+        middle = gl.where(ascending, plan[4], plan[3])
+        plan = (
+            plan[0],
+            gl.where(later, plan[0], plan[1]),
+            gl.where(later, middle, plan[2]),
+            gl.where(later, middle, plan[3]),
+            gl.where(later, plan[4], middle),
+            gl.where(later, plan[5], middle),
+        )
     return plan
 
 
 @gluon.jit
-def _turn_of_unit(unit, kv_tile, lengths, band, CFG: gl.constexpr):
-    """How many tiles of keys before this one see a unit of queries, when there is no mask."""
+def _turn_of_unit(unit, kv_tile, ascending, lengths, band, CFG: gl.constexpr):
+    """How many tiles of keys that see a unit of queries come before this one, without a mask."""
     q_row = unit * CFG.UNIT
-    first, _ = kv_range(q_row, q_row + CFG.UNIT, lengths[0], lengths[1], band[0], band[1])
-    return kv_tile - first // CFG.tile_n
+    first, end = kv_range(q_row, q_row + CFG.UNIT, lengths[0], lengths[1], band[0], band[1])
+    from_last = (end - 1) // CFG.tile_n - kv_tile
+    return gl.where(ascending, from_last, kv_tile - first // CFG.tile_n)
 
 
 @gluon.jit
 def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: gl.constexpr):
     """First query of a part of a query tile, the row of the bit pool that covers it or -1, and its
     turn, where there are turns."""
-    lists, plan, num_masked, turns_ptr = visit
+    lists, plan, num_masked, turns_ptr, _, ascending = visit
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     masked_tiles = num_tiles(num_masked, tile_m, unit_size)
     in_kind = q_tile if q_tile < masked_tiles else q_tile - masked_tiles
     if CFG.ORDERED:
         full_tiles = num_tiles(num_full_units(plan), tile_m, unit_size)
-        in_kind = (masked_tiles if q_tile < masked_tiles else full_tiles) - 1 - in_kind
+        from_end = (masked_tiles if q_tile < masked_tiles else full_tiles) - 1 - in_kind
+        # within a unit always from the last tile to the first
+        last: gl.constexpr = CFG.last_in_unit
+        in_kind = gl.where(ascending, in_kind + last - in_kind % (last + 1) * 2, from_end)
     ordinal, q_in_unit = tile_ordinal(in_kind, part * CFG.part_rows, tile_m, unit_size)
     if q_tile < masked_tiles:
         unit = masked_unit(plan, ordinal)
@@ -138,7 +160,7 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
         bits_id = gl.load(lists[3] + unit, mask=has_bits, other=-1)
     if CFG.ORDERED:
         if lists is None:
-            turn = _turn_of_unit(unit, kv_tile, lengths, band, CFG)
+            turn = _turn_of_unit(unit, kv_tile, ascending, lengths, band, CFG)
         else:
             tiles: gl.constexpr = CFG.BLOCK_KV // CFG.tile_n
             turn = gl.load(turns_ptr + unit * tiles + kv_tile % tiles, ordinal < units, other=0)
@@ -154,6 +176,10 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     batch, q_head, kv_tile = place
     parts: gl.constexpr = CFG.parts
     rows: gl.constexpr = CFG.part_rows
+    tiles: gl.constexpr = CFG.last_in_unit + 1
+    # a unit of all heads after the other
+    q_head += q_tile // tiles % visit[4]
+    q_tile = q_tile // tiles // visit[4] * tiles + q_tile % tiles
     plane = batch * heads[0] + q_head
     first, bits, turn = _find_part(visit, q_tile, 0, kv_tile, lengths, band, CFG)
     second, second_bits, second_turn = first + ROWS, bits, turn
@@ -218,11 +244,18 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     if CFG.ORDERED:
         # one that waits for the sums of earlier pieces must find them in running programs
         piece = gl.atomic_add(counter_ptr, 1)
+    together = heads_together(mask, heads, CFG)
     while piece < total:
+        ascending = piece < 0
         if order_ptr is None:
             plane, from_end = place_in_sections(piece, num_planes, kv_tiles, section)
             # early keys tend to be seen by most queries
             kv_tile = kv_tiles - 1 - from_end
+            if CFG.SPT:
+                sections = gl.maximum(num_planes // gl.minimum(section, num_planes), 1)
+                last = section_of(plane, num_planes, gl.minimum(section, num_planes)) == sections - 1
+                ascending = (band[1] < lengths[1]) & (last == 0)
+                kv_tile = gl.where(ascending, from_end, kv_tile)
         else:
             entry = gl.load(order_ptr + piece)
             plane = entry // kv_tiles
@@ -231,19 +264,20 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         kv_head = plane % kv_heads
         publish(work, turn, (plane, kv_tile))
         turn += 1
-        for visit in range(group_size * CFG.visits):
-            q_head = kv_head * group_size + visit // CFG.visits
+        for visit in range(group_size // together * CFG.visits):
+            q_head = kv_head * group_size + visit // CFG.visits * together
             plan = _plan_queries(mask, batch, q_head, kv_tile, lengths, band, CFG)
-            plan = _part_of_plan(plan, visit, CFG)
+            plan = _part_of_plan(plan, visit, ascending, CFG)
             num_masked = num_masked_units(plan)
             masked_tiles = num_tiles(num_masked, tile_m, unit_size)
             q_tiles = masked_tiles + num_tiles(num_full_units(plan), tile_m, unit_size)
+            q_tiles, masked_tiles = q_tiles * together, masked_tiles * together
             publish(work, turn, (q_tiles, masked_tiles))
             turn += 1
             if visit == 0:
                 # planned before, while the consumers still needed the last ones
                 _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG)
-            found = (mask[0], plan, num_masked, turns_ptr)
+            found = (mask[0], plan, num_masked, turns_ptr, together, ascending)
             for q_tile in range(q_tiles):
                 _fetch_step(descs, shared, step, found, q_tile, (batch, q_head, kv_tile), CFG)
                 step += 1
