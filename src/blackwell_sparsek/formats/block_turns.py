@@ -1,7 +1,16 @@
 """In which turn each tile of keys adds to what it gives a block of queries, under a block mask.
 
-Turns follow the order of tiles alone: who waits for a turn waits for tiles that come earlier.
+Turns follow the order of tiles: who waits for a turn waits for tiles that come earlier. Or they
+follow times at which columns were planned to visit blocks (`kernels.attention.bwd_visits`), where
+so many columns run at once as there are lanes, each group of columns apart. Then a tile may wait
+for one that is taken later. Let all that is left of a group wait, and Y be the first column of it
+that nobody has taken: all visits with times before Y begins are of columns that were taken, the
+earliest of them waits for nobody, and so there are none left. At most one column in each other lane
+has later visits. So fewer tiles wait than there are lanes, and as long as a launch has as many
+programs that run, one of them is there to take Y.
 """
+
+from typing import NamedTuple
 
 import torch
 
@@ -9,6 +18,92 @@ from .band import Band
 from .bits import usable_in_training
 from .block_mask import BlockMask
 from .block_order import blocks_in_band
+
+
+class Groups(NamedTuple):
+    """Columns that are planned together.
+
+    queue : int32 `[n]`, entries `plane * Nb + column` of the KV planes that a mask has, by group
+    table : int32 `[count, 4]`: first place in the queue, the place behind the last, columns that
+        run at once, and 1 where turns come after those of all groups that have 0
+    count : groups
+    lanes : columns that run at once in all groups together, about
+    """
+
+    queue: torch.Tensor
+    table: torch.Tensor
+    count: int
+    lanes: int
+
+
+@usable_in_training
+def groups_of_columns(
+    mask: BlockMask,
+    order: torch.Tensor,
+    batch: int,
+    heads: int,
+    group_size: int,
+    section: int,
+    tile: int,
+    programs: int,
+) -> Groups:
+    """Columns in the order in which `programs` take them, and which of them run together.
+
+    Where every plane has a mask of its own, those are the planes of a section. Where planes share
+    one, they follow each other closely, and each has its part of the programs. Columns that
+    `block_order.longest_columns_first` puts before all sections are a group of their own.
+
+    Parameters
+    ----------
+    order, heads, group_size, tile
+        As for `turns_of_blocks`.
+
+    Examples
+    --------
+    >>> mask = BlockMask.from_dense(torch.tensor([[1, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).bool(), 64)
+    >>> groups = groups_of_columns(mask, torch.arange(5), 1, 1, 1, 1, 64, 132)
+    >>> groups.queue.tolist(), groups.table.tolist()
+    ([0, 1, 2, 3, 4], [[0, 0, 132, 0], [0, 5, 132, 1]])
+    """
+    (_, nb), in_block, device = mask.grid, mask.block_size[1] // tile, order.device
+    planes, sections = batch * heads, max(batch * heads // section, 1)
+    place = _places(order, -(-mask.seq_lengths[1] // tile))[:, ::in_block]
+    lists = mask.transposed
+    visits = (lists.indptr[1:] - lists.indptr[:-1]).view(mask.batch, mask.heads, nb)
+    if mask.heads > 1:
+        visits = visits.view(mask.batch, heads, group_size, nb).sum(2)
+    # as `block_order` has it
+    heavy = visits.to(torch.int64) * visits.numel() > 2 * visits.sum()
+    kv_heads = visits.shape[1]
+    own = mask.batch * kv_heads
+    plane = torch.arange(own, device=device)[:, None].expand(own, nb)
+    if own == planes:
+        part = plane.div(section, rounding_mode="floor").clamp(max=sections - 1) + 1
+        group = torch.where(heavy.view(own, nb), 0, part)
+        lanes = [programs // in_block] * (1 + sections)
+        later = [0] + [1] * sections
+    else:
+        place = place.view(batch, heads, nb)[: mask.batch, :kv_heads].reshape(own, nb)
+        group = 2 * plane + ~heavy.view(own, nb)
+        # planes that are under way at the same time: of all, the heavy columns
+        width = planes - (sections - 1) * section
+        lanes = [max(programs // (n * in_block), 1) for n in (planes, width)] * own
+        later = [0, 1] * own
+    key = group.reshape(-1) * order.numel() + place.reshape(-1)
+    queue = torch.argsort(key)
+    count = len(lanes)
+    ends = torch.arange(count + 1, device=device)
+    ends = torch.searchsorted(group.reshape(-1)[queue], ends)
+    # small numbers reach a device without waiting for it
+    table = torch.empty(count, 4, dtype=torch.int32, device=device)
+    table[:, 0], table[:, 1] = ends[:-1], ends[1:]
+    if own == planes:
+        table[:, 2], table[:, 3] = lanes[0], 1
+        table[:1, 3] = 0
+    else:
+        table[::2, 2], table[1::2, 2] = lanes[0], lanes[1]
+        table[::2, 3], table[1::2, 3] = 0, 1
+    return Groups(queue.to(torch.int32), table, count, sum(n for n, l in zip(lanes, later) if l))
 
 
 @usable_in_training
@@ -20,6 +115,7 @@ def turns_of_blocks(
     band: Band,
     tile: int,
     blocks: torch.Tensor | None = None,
+    times: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """How many tiles of keys see a block of queries and come before, for each that sees it.
 
@@ -37,6 +133,8 @@ def turns_of_blocks(
         Keys of a tile; divides the width of a block.
     blocks : int32 `[nnz]`, optional
         Query blocks of the transposed lists, where they come in another order within columns.
+    times : int32 `[nnz]`, optional
+        When they are visited; turns are in this order, not in that of tiles.
 
     Returns
     -------
@@ -71,8 +169,11 @@ def turns_of_blocks(
     # those that nobody waits for stand behind all others
     rows = mask.batch * mask.heads * mb
     group = torch.where(seen, mask_plane[:, None] * mb + block, rows).flatten()
-    key = group * max(order.numel(), 1) + place[plane[:, None], kv_tile].flatten()
-    sorted_place = torch.argsort(key)
+    if times is None:
+        key = group * max(order.numel(), 1) + place[plane[:, None], kv_tile].flatten()
+    else:
+        key = group * 2**31 + times[:, None].expand_as(kv_tile).flatten()
+    sorted_place = torch.argsort(key, stable=True)
     group = group[sorted_place]
     turn = torch.arange(group.numel(), device=device) - torch.searchsorted(group, group)
     turns = torch.empty_like(turn, dtype=torch.int32)

@@ -12,7 +12,7 @@ from ..formats.attention_spec import AttnGradients, AttnSpec
 from ..formats.band import EVERYTHING, Band
 from ..formats.block_mask import BlockMask
 from ..formats.block_order import longest_columns_first
-from ..formats.block_turns import columns_in_order, turns_of_blocks
+from ..formats.block_turns import groups_of_columns, turns_of_blocks
 from ..tuning.attention_bwd_sm90 import (
     attn_bwd_sm90_config,
     attn_bwd_sm90_passed_over,
@@ -59,8 +59,8 @@ def backward(
         if deterministic:
             # a band may cut lists, which have to be in order for that
             if spec.band == EVERYTHING:
-                visits = derived_list(mask, _visits, *sizes)
-            turns = derived_list(mask, _turns, *sizes)
+                visits = derived_list(mask, _plan, *sizes, config.parts)[0]
+            turns = derived_list(mask, _turns, *sizes, config.parts)
     dk, dv = (
         scratch(x.shape, x.dtype, x.device) if gradient is None else gradient
         for x, gradient in ((k, gradients.dk), (v, gradients.dv))
@@ -74,7 +74,7 @@ def backward(
         launch_sink_gradients(gradients.dsinks, spec.sinks.contiguous(), lse, delta, None)
 
 
-def _visits(
+def _plan(
     mask: BlockMask,
     batch: int,
     heads: int,
@@ -82,16 +82,18 @@ def _visits(
     band: Band,
     section: int,
     tile: int,
+    pack: int,
 ) -> torch.Tensor:
-    """In which order columns visit query blocks, as many tiles of a plane at once as there are."""
+    """Which query blocks columns visit in which order, and when: int32 `[2, nnz]`."""
     from ..kernels.attention.bwd_visits import plan_visits
 
     assert band == EVERYTHING, band
     order = derived_list(mask, longest_columns_first, batch, heads, group_size, band, section, tile)
-    lanes = arch_of(mask.device).num_sms // section
-    columns = columns_in_order(mask, order, heads, tile)
+    programs = arch_of(mask.device).num_sms
+    sizes = (batch, heads, group_size, section, tile, programs)
+    groups = groups_of_columns(mask, order, *sizes)
     with unrecorded():
-        return plan_visits(mask, columns, group_size, lanes * tile // mask.block_size[1])
+        return torch.stack(plan_visits(mask, groups, group_size, pack))
 
 
 def _turns(
@@ -102,9 +104,10 @@ def _turns(
     band: Band,
     section: int,
     tile: int,
+    pack: int,
 ) -> torch.Tensor:
     """When each tile of keys adds to the gradients of queries."""
     sizes = (batch, heads, group_size, band, section, tile)
     order = derived_list(mask, longest_columns_first, *sizes)
-    visits = derived_list(mask, _visits, *sizes) if band == EVERYTHING else None
-    return turns_of_blocks(mask, order, heads, group_size, band, tile, visits)
+    plan = derived_list(mask, _plan, *sizes, pack) if band == EVERYTHING else (None, None)
+    return turns_of_blocks(mask, order, heads, group_size, band, tile, *plan)
