@@ -404,7 +404,7 @@ def _attn_bwd_sm90_kernel(
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
-    schedule = (order_ptr, turns_ptr, num_planes, section, dynamic)
+    schedule = (order_ptr, turns_ptr, sums_turn_ptr, num_planes, section, dynamic)
     lengths = (q_len, kv_len)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)

@@ -25,6 +25,8 @@ DEPTH = gl.constexpr(INFO_DEPTH)
 # Entries of a mask row read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
 PADDING = gl.constexpr(QUERY_PADDING)
+# Steps that the producer is ahead of the writer at most, when it has fetched the last of a piece.
+UNDER_WAY = gl.constexpr(4)
 # What describes a step: plane of the queries; then of each of two parts the first query, the bits,
 # and how many tiles of keys add to its dq before.
 INFO_FIELDS = gl.constexpr(7)
@@ -168,6 +170,34 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
 
 
 @gluon.jit
+def _turn_under_way(info, step, half: gl.constexpr, padded, CFG: gl.constexpr):
+    """Counter of the sums to which half of a step is added, and the turn; 0 and 0 for none."""
+    part: gl.constexpr = half if CFG.parts == 2 else 0
+    column: gl.constexpr = 0 if CFG.parts == 2 else half
+    row = read_info(info, step, 1 + part, 1)
+    tile = read_info(info, step, 0, 1) * (padded // ROWS) + row // CFG.UNIT * (CFG.UNIT // ROWS)
+    known = (step >= 0) & (row < padded)
+    turn = gl.where(known, read_info(info, step, 5 + part, 1), 0)
+    return gl.where(known, tile * 2 + column, 0), turn
+
+
+@gluon.jit
+def _await_turns(sums_turn_ptr, info, step, q_len, CFG: gl.constexpr):
+    """Wait until the turns of all steps before `step` that may still be waited for have come."""
+    lane = gl.arange(0, 2 * UNDER_WAY, gl.BlockedLayout([1], [32], [1], [0]))
+    counters, turns = lane - lane, lane - lane
+    padded = padded_queries(q_len)
+    for i in range(UNDER_WAY):
+        for half in gl.static_range(2):
+            counter, turn = _turn_under_way(info, step - 1 - i, half, padded, CFG)
+            counters = gl.where(lane == i * 2 + half, counter, counters)
+            turns = gl.where(lane == i * 2 + half, turn, turns)
+    late = gl.min(gl.load(sums_turn_ptr + counters, volatile=True) - turns, 0)
+    while late < 0:
+        late = gl.min(gl.load(sums_turn_ptr + counters, volatile=True) - turns, 0)
+
+
+@gluon.jit
 def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     """Start the copies of one query tile: queries, output gradients, lse and delta."""
     q_desc, dout_desc, lse_desc, delta_desc = descs
@@ -230,7 +260,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     descs, k_desc, v_desc, counter_ptr, schedule = produce
     mask, kv_ring, info, work = shared[0], shared[1], shared[3], shared[4]
     lengths, heads, band = shared[5], shared[6], shared[7]
-    order_ptr, turns_ptr, num_planes, section, dynamic = schedule
+    order_ptr, turns_ptr, sums_turn_ptr, num_planes, section, dynamic = schedule
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     q_heads, group_size = heads
@@ -286,6 +316,9 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         # are long, and one that waits behind another leaves the last of them to few programs. In
         # order, others would wait for a piece that waits itself.
         if CFG.ORDERED:
+            if mask[0] is not None:
+                # turns are planned: nobody may wait for a piece that waits behind another
+                _await_turns(sums_turn_ptr, info, step, lengths[0], CFG)
             piece = gl.atomic_add(counter_ptr, 1)
         elif dynamic != 0:
             piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
