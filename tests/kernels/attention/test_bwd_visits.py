@@ -1,4 +1,6 @@
-"""The order in which columns of a mask visit query blocks: the same ones, few waited for."""
+"""When columns of a mask visit query blocks: the same ones, at times when nobody else is there."""
+
+import random
 
 import pytest
 import torch
@@ -8,47 +10,85 @@ pytest.importorskip("triton")
 from blackwell_sparsek.formats.band import EVERYTHING
 from blackwell_sparsek.formats.block_mask import BlockMask
 from blackwell_sparsek.formats.block_order import longest_columns_first
-from blackwell_sparsek.formats.block_turns import columns_in_order, turns_of_blocks
+from blackwell_sparsek.formats.block_turns import groups_of_columns, turns_of_blocks
 from blackwell_sparsek.kernels.attention import bwd_visits
-from blackwell_sparsek.kernels.attention.bwd_visits import HOLD, OLDEST, plan_visits
+from blackwell_sparsek.kernels.attention.bwd_visits import LATER, PATIENCE, plan_visits
 
 
-def planned_by_hand(mask, order, group, lanes):
-    """What the kernel does, one visit at a time."""
-    (mb, nb), lists = mask.grid, mask.transposed
-    visits, heads = lists.indices.tolist(), group if mask.heads > 1 else 1
-    ragged = mask.seq_lengths[0] // mask.block_size[0]
-    for plane, columns in enumerate(order.tolist()):
-        idle, free = [0] * lanes, [[0] * mb for _ in range(heads)]
-        for column in columns:
+class Case:
+    """A mask of `heads` heads, broadcast to a batch of 2 with 2 KV heads of `group` query heads."""
+
+    def __init__(self, device, heads, group, queries, batch, section, sink, programs):
+        generator = torch.Generator().manual_seed(heads + section)
+        keep = torch.rand(batch, heads, 32, 5, generator=generator) < 0.4
+        keep[..., :24, 0] |= sink
+        self.mask = BlockMask.from_dense(keep.to(device), (16, 64), (queries, 300))
+        self.group = group
+        self.order = longest_columns_first(self.mask, 2, 2, group, EVERYTHING, section, 64)
+        sizes = (2, 2, group, section, 64, programs)
+        self.groups = groups_of_columns(self.mask, self.order, *sizes)
+
+    def plan(self, pack):
+        """Visits, times and turns."""
+        visits, times = plan_visits(self.mask, self.groups, self.group, pack)
+        sizes = (2, self.group, EVERYTHING, 64)
+        return visits, times, turns_of_blocks(self.mask, self.order, *sizes, visits, times)[:, 0]
+
+    def tiles(self, visits, row, pack):
+        """Entries of a row of the lists as they are visited, in tiles."""
+        begin, end = self.mask.transposed.indptr[row : row + 2].tolist()
+        ragged = self.mask.seq_lengths[0] // self.mask.block_size[0]
+        cut = int(end > begin and int(visits[end - 1]) == ragged)
+        lead = (end - begin - cut) % pack + cut
+        entries = list(range(end - 1, begin - 1, -1))
+        rest = [entries[i : i + pack] for i in range(lead, end - begin, pack)]
+        return [entries[:lead]] * (lead > 0) + rest
+
+
+def planned_by_hand(case, pack):
+    """What the kernel does with times below 62, one visit at a time."""
+    mask, queue, lists = case.mask, case.groups.queue.tolist(), case.mask.transposed
+    nb, heads = mask.grid[1], case.group if mask.heads > 1 else 1
+    visits, times, taken = lists.indices.tolist(), [0] * lists.indices.numel(), {}
+    for first, end_place, lanes, later in case.groups.table.tolist():
+        idle = [0] * lanes
+        for entry in queue[first:end_place]:
             lane = idle.index(min(idle))
             time = idle[lane] + 1
             for head in range(heads):
-                row = (plane * heads + head) * nb + column
-                begin, end = int(lists.partial_end[row]), int(lists.indptr[row + 1])
-                left = visits[begin:end][::-1]
-                wait = {b: free[head][b] - time if b != ragged else -OLDEST.value for b in left}
-                for i, block in enumerate(sorted(left, key=wait.get)):
-                    visits[end - 1 - i] = block
-                left, begin_time = visits[begin:end][::-1], time
-                for block in left:
-                    time = max(time, begin_time + max(wait[block], 0))
-                    free[head][block] = time + HOLD.value
+                plane = entry // nb * heads + head
+                tiles = case.tiles(visits, plane * nb + entry % nb, pack)
+                left = [visits[i] for tile in tiles for i in tile]
+                there = {b: taken.setdefault((later, plane, b), set()) for b in left}
+                late, forced = 0, len(tiles) > 0 and left[0] == mask.seq_lengths[0] // 16
+                while tiles:
+                    free = {b: not there[b] & {time - 1, time, time + 1} for b in left}
+                    wanted = {b: sum(t > time + 1 for t in there[b]) for b in left}
+                    chosen = sorted(left, key=lambda b: (not free[b], -wanted[b]))  # noqa: B023
+                    if forced:
+                        chosen = [left[0], *(b for b in chosen if b != left[0])]
+                    chosen = chosen[: len(tiles[0])]
+                    if all(free[b] for b in chosen[forced:]) or late >= PATIENCE.value:
+                        for i, block in zip(tiles.pop(0), chosen, strict=True):
+                            visits[i], times[i] = block, time + later * LATER.value
+                            there[block].add(time)
+                            left.remove(block)
+                        late, forced = 0, False
+                    else:
+                        late += 1
                     time += 1
             idle[lane] = time
-    return visits
+            assert time < 62
+    return visits, times
 
 
-@pytest.mark.parametrize("heads, group", [(1, 1), (1, 3), (4, 2)])
-@pytest.mark.parametrize("queries", [512, 500])
-def test_plan(heads, group, queries, device):
-    keep = torch.rand(2, heads, 32, 5, generator=torch.Generator().manual_seed(heads)) < 0.4
-    mask = BlockMask.from_dense(keep.to(device), (16, 64), (queries, 300))
-    order = longest_columns_first(mask, 2, 2, group, EVERYTHING, 2, 64)
-    columns = columns_in_order(mask, order, 2, 64)
-    visits = plan_visits(mask, columns, group, 3)
-    assert visits.tolist() == planned_by_hand(mask, columns, group, 3)
-    lists = mask.transposed
+@pytest.mark.parametrize("heads, group, batch", [(1, 1, 1), (1, 3, 2), (4, 2, 2), (2, 1, 2)])
+@pytest.mark.parametrize("queries, pack, sink", [(500, 1, True), (500, 2, False)])
+def test_plan(heads, group, batch, queries, pack, sink, device):
+    case = Case(device, heads, group, queries, batch, 2, sink, 9)
+    visits, times, _ = case.plan(pack)
+    assert (visits.tolist(), times.tolist()) == planned_by_hand(case, pack)
+    lists = case.mask.transposed
     assert not visits.equal(lists.indices)
     rows = lists.row_indices() * 32
     assert (rows + visits).sort().values.equal((rows + lists.indices).sort().values)
@@ -62,19 +102,44 @@ def test_partial_blocks_and_long_columns_stay(device, monkeypatch):
     visible[:, :64] = True
     visible[::3, 64:] = True
     mask = BlockMask.from_element_mask(visible.to(device), (16, 64))
-    columns = torch.tensor([[1, 0]], device=device)
-    assert plan_visits(mask, columns, 1, 4).equal(mask.transposed.indices)
+    order = torch.tensor([1, 0], device=device)
+    groups = groups_of_columns(mask, order, 1, 1, 1, 1, 64, 4)
+    visits, times = plan_visits(mask, groups, 1, 1)
+    assert visits.equal(mask.transposed.indices)
+    assert (times % LATER.value).tolist() == [*range(16, 0, -1)] * 2
 
 
-def test_turns_of_planned_visits(device):
-    keep = torch.rand(1, 2, 19, 4, generator=torch.Generator().manual_seed(3)) < 0.6
-    mask = BlockMask.from_dense(keep.to(device), (16, 64), (300, 256))
-    order = longest_columns_first(mask, 1, 2, 1, EVERYTHING, 2, 64)
-    visits = plan_visits(mask, columns_in_order(mask, order, 2, 64), 1, 2)
-    before = turns_of_blocks(mask, order, 2, 1, EVERYTHING, 64)
-    turns = turns_of_blocks(mask, order, 2, 1, EVERYTHING, 64, visits)
-    rows = mask.transposed.row_indices() * 19
-    expected = dict(
-        zip((rows + mask.transposed.indices).tolist(), before[:, 0].tolist(), strict=True)
-    )
-    assert [expected[b] for b in (rows + visits).tolist()] == turns[:, 0].tolist()
+@pytest.mark.parametrize("heads, group, batch", [(1, 2, 1), (1, 1, 2), (4, 2, 2), (4, 2, 1)])
+@pytest.mark.parametrize("section, pack, sink", [(1, 1, True), (3, 2, False)])
+def test_programs_never_all_wait(heads, group, batch, section, pack, sink, device):
+    """As many as were planned for, which take pieces in order and run at any speed."""
+    case = Case(device, heads, group, 500, batch, section, sink, 3)
+    visits, _, turns = case.plan(pack)
+    rng, order, nb = random.Random(section), case.order.tolist(), case.mask.grid[1]
+    visits, turns, sums, running = visits.tolist(), turns.tolist(), {}, [[] for _ in range(3)]
+    while order or any(running):
+        moved = False
+        for program in rng.sample(running, len(running)):
+            if not program and order:
+                plane, column = divmod(order.pop(0), nb)
+                b, h = (plane // 2 if batch > 1 else 0), plane % 2
+                for head in range(h * group, (h + 1) * group) if heads > 1 else (0,):
+                    tiles = case.tiles(visits, (b * heads + head) * nb + column, pack)
+                    program += [[(plane, head, i) for i in tile] for tile in tiles]
+                moved = True
+            for _ in range(rng.choice((1, 1, 2, 40)) * bool(program)):
+                waiting = []
+                for plane, head, i in program[0]:
+                    count = sums.get((plane, head, visits[i]), 0)
+                    if count == turns[i]:
+                        sums[plane, head, visits[i]] = count + 1
+                        moved = True
+                    else:
+                        waiting.append((plane, head, i))
+                program[0] = waiting
+                if not waiting:
+                    program.pop(0)
+                if waiting or not program:
+                    break
+        assert moved, "all programs wait"
+    assert sum(sums.values()) >= len(turns)
