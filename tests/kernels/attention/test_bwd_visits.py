@@ -12,7 +12,7 @@ from blackwell_sparsek.formats.block_mask import BlockMask
 from blackwell_sparsek.formats.block_order import longest_columns_first
 from blackwell_sparsek.formats.block_turns import groups_of_columns, turns_of_blocks
 from blackwell_sparsek.kernels.attention import bwd_visits
-from blackwell_sparsek.kernels.attention.bwd_visits import LATER, PATIENCE, plan_visits
+from blackwell_sparsek.kernels.attention.bwd_visits import LATER, PATIENCE, STEPS, WINDOW, plan_visits
 
 
 class Case:
@@ -46,7 +46,7 @@ class Case:
 
 
 def planned_by_hand(case, pack):
-    """What the kernel does with times below 62, one visit at a time."""
+    """What the kernel does, one visit at a time."""
     mask, queue, lists = case.mask, case.groups.queue.tolist(), case.mask.transposed
     nb, heads = mask.grid[1], case.group if mask.heads > 1 else 1
     visits, times, taken = lists.indices.tolist(), [0] * lists.indices.numel(), {}
@@ -61,9 +61,12 @@ def planned_by_hand(case, pack):
                 left = [visits[i] for tile in tiles for i in tile]
                 there = {b: taken.setdefault((later, plane, b), set()) for b in left}
                 late, forced = 0, len(tiles) > 0 and left[0] == mask.seq_lengths[0] // 16
+                begin = time
                 while tiles:
+                    # the times that were read reach so far
+                    end = time - (time - begin) % STEPS.value - 1 + WINDOW.value
                     free = {b: not there[b] & {time - 1, time, time + 1} for b in left}
-                    wanted = {b: sum(t > time + 1 for t in there[b]) for b in left}
+                    wanted = {b: sum(time + 1 < t < end for t in there[b]) for b in left}
                     chosen = sorted(left, key=lambda b: (not free[b], -wanted[b]))  # noqa: B023
                     if forced:
                         chosen = [left[0], *(b for b in chosen if b != left[0])]
@@ -78,7 +81,6 @@ def planned_by_hand(case, pack):
                         late += 1
                     time += 1
             idle[lane] = time
-            assert time < 62
     return visits, times
 
 

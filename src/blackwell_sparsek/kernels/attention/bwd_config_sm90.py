@@ -49,6 +49,7 @@ class AttnBwdSm90Config:
     TOGETHER: bool = False
     SPT: bool = False
     SKIP: bool = False
+    RELEASE: bool = False
     EXCHANGE: bool = False
     COOPERATIVE: bool = False
 

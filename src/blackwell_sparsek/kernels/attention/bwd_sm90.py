@@ -137,13 +137,26 @@ def _step(
 
 
 @gluon.jit
-def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
+def _last_dq(step, keep, consume, last, GROUP: gl.constexpr, CFG: gl.constexpr):
     """dq of the last step, whose turn would be in the one after."""
     ds_ring, dq_ring = consume[3], consume[4]
     chunks: gl.constexpr = CFG.dq_chunks
     _, bar = ds_place(ds_ring, step, GROUP, CFG)
     mbarrier.wait(bar, (step // CFG.DS_STAGES) & 1)
-    for chunk in gl.static_range(chunks):
+    if CFG.RELEASE:
+        dq_started = start_dq(ds_ring, keep[0], step, 0, GROUP, CFG)
+        if chunks == 2:
+            second_started = start_dq(ds_ring, keep[0], step, 1, GROUP, CFG)
+            dq, second = warpgroup_mma_wait(0, deps=(dq_started, second_started))
+        else:
+            dq = warpgroup_mma_wait(0, deps=(dq_started,))
+        if last:
+            # the keys are read for the last time: the next ones may come
+            mbarrier.arrive(keep[4], count=1)
+        give_dq(dq, dq_ring, step * chunks, GROUP)
+        if chunks == 2:
+            give_dq(second, dq_ring, step * chunks + 1, GROUP)
+    for chunk in gl.static_range(0 if CFG.RELEASE else chunks):
         dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
         dq = warpgroup_mma_wait(0, deps=(dq_started,))
         give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
@@ -161,7 +174,7 @@ def _empty_step(step, keep, consume, shared, FIRST: gl.constexpr, GROUP: gl.cons
         mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
     hand_over(gl.zeros([ROWS, group_m], dtype, CFG.accumulator_layout(group_m)), ds_tile, ds_bar)
     if not FIRST:
-        _last_dq(step - 1, keep, consume, GROUP, CFG)
+        _last_dq(step - 1, keep, consume, False, GROUP, CFG)
     mbarrier.arrive(empty.index(step % CFG.STAGES), count=1)
 
 
@@ -279,11 +292,12 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     plane, kv_tile = take(work, 0)
     while plane >= 0:
         kv_index = kv_tile * CFG.tile_n + keys
-        keep = (k_smem, v_smem, kv_index, kv_tile)
+        keep = (k_smem, v_smem, kv_index, kv_tile, kv_empty)
         dk = gl.zeros([ROWS, tile_d], gl.float32, k_layout)
         dv = gl.zeros([ROWS, tile_dv], gl.float32, v_layout)
         mbarrier.wait(kv_full, pieces & 1)
-        for _ in range(visits):
+        q_tiles = 0
+        for visit in range(visits):
             q_tiles, masked_tiles = take(work, turn)
             turn += 1
             if q_tiles > 0:
@@ -297,9 +311,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 for _ in range(gl.maximum(masked_tiles, 1), q_tiles):
                     dk, dv = _step(dk, dv, step, False, keep, consume, shared, False, GROUP, CFG)
                     step += 1
-                _last_dq(step - 1, keep, consume, GROUP, CFG)
+                _last_dq(step - 1, keep, consume, visit == visits - 1, GROUP, CFG)
         # the keys are read for the last time: the next ones may come
-        mbarrier.arrive(kv_empty, count=1)
+        if CFG.RELEASE:
+            if q_tiles == 0:
+                mbarrier.arrive(kv_empty, count=1)
+        else:
+            mbarrier.arrive(kv_empty, count=1)
         if CFG.EXCHANGE:
             _give_and_store(dk, dv, step, pieces, plane, kv_tile, consume, shared, GROUP, CFG)
         elif CFG.SHARED_KEYS:

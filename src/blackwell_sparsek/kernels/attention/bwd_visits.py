@@ -26,38 +26,37 @@ from ...formats.block_turns import Groups
 AROUND = tl.constexpr(0b111)
 # Times in a row at which a column waits for a block to be free before it takes one that is not.
 PATIENCE = tl.constexpr(3)
+# Times that are read at once, and after which others are read.
+WINDOW, STEPS = tl.constexpr(32), tl.constexpr(16)
 # Columns that run at once: a multiprocessor each.
 LANES = tl.constexpr(256)
 # Visits of a column that are put in order; longer ones stay as they are.
-MAX_VISITS = 1024
+MAX_VISITS = 256
 # Keys of blocks that are not free, and of those that were visited.
 BUSY = tl.constexpr(2**20)
 GONE = tl.constexpr(2**21)
-# Rows whose times come first: see `Groups`.
+# What is added to times of visits that come after others: see `formats.block_turns.Groups`.
 LATER = tl.constexpr(2**30)
 
 
 @triton.jit
 def _ones(x):
-    """How many bits of uint64 are set."""
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return ((x * 0x0101010101010101) >> 56).to(tl.int32)
+    """How many bits of uint32 are set."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return ((x + (x >> 16)) & 0x3F).to(tl.int32)
 
 
 @triton.jit
 def _times_taken(taken_ptr, time, words, live):
-    """Bit i: whether somebody is there at `time - 1 + i`, for 64 times."""
+    """Bit i: whether somebody is there at `time - 1 + i`, uint32."""
     word = (time - 1) // 32
-    shift = ((time - 1) % 32).to(tl.uint64)
-    a = tl.load(taken_ptr + word, live & (word < words), other=0).to(tl.uint32, bitcast=True)
-    b = tl.load(taken_ptr + word + 1, live & (word + 1 < words), other=0)
-    c = tl.load(taken_ptr + word + 2, live & (word + 2 < words), other=0)
-    b, c = b.to(tl.uint32, bitcast=True), c.to(tl.uint32, bitcast=True)
-    low = a.to(tl.uint64) | (b.to(tl.uint64) << 32)
-    # in two steps: a shift by 64 would be none
-    return (low >> shift) | ((c.to(tl.uint64) << 1) << (63 - shift))
+    low = tl.load(taken_ptr + word, live & (word < words), other=0).to(tl.uint32, bitcast=True)
+    high = tl.load(taken_ptr + word + 1, live & (word + 1 < words), other=0)
+    both = low.to(tl.uint64) | (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
+    return (both >> ((time - 1) % 32).to(tl.uint64)).to(tl.uint32)
 
 
 @triton.jit
@@ -65,10 +64,26 @@ def _take(taken_ptr, when, words, live):
     """Note that somebody is there."""
     place = taken_ptr + when // 32
     live &= when // 32 < words
-    bit = (tl.full(when.shape, 1, tl.uint32) << (when % 32).to(tl.uint32)).to(tl.int32, bitcast=True)
-    tl.store(place, tl.load(place, live, other=0) | bit, live)
+    bit = tl.full(when.shape, 1, tl.uint32) << (when % 32).to(tl.uint32)
+    tl.store(place, tl.load(place, live, other=0) | bit.to(tl.int32, bitcast=True), live)
     # the next column may have to read what other threads wrote
     tl.debug_barrier()
+
+
+@triton.jit
+def _two_smallest(a, b, c, d):
+    """The two smallest of a < b and c < d."""
+    return tl.minimum(a, c), tl.minimum(tl.maximum(a, c), tl.minimum(b, d))
+
+
+@triton.jit
+def _column(queue_ptr, indptr_ptr, partial_end_ptr, turn, heads, columns):
+    """Plane of a mask and bounds of the list of one head of a column."""
+    entry = tl.load(queue_ptr + turn // heads)
+    plane = entry // columns * heads + turn % heads
+    row = tl.cast(plane, tl.int64) * columns + entry % columns
+    begin = tl.load(indptr_ptr + row)
+    return plane, begin, tl.load(partial_end_ptr + row), tl.load(indptr_ptr + row + 1)
 
 
 @triton.jit(do_not_specialize=["planes", "columns", "blocks", "heads", "ragged", "words"])
@@ -91,88 +106,95 @@ def _attn_bwd_visits_kernel(
     VISITS: tl.constexpr,
 ):
     """Plan one group of columns. `taken_ptr` has the times of each block of queries, as bits."""
-    group = tl.program_id(0)
-    first = tl.load(groups_ptr + group * 4)
-    end_place = tl.load(groups_ptr + group * 4 + 1)
-    lanes = tl.load(groups_ptr + group * 4 + 2)
-    later = tl.load(groups_ptr + group * 4 + 3)
+    groups_ptr += tl.program_id(0) * 4
+    first = tl.load(groups_ptr) * heads
+    end_turn = tl.load(groups_ptr + 1) * heads
+    last = tl.maximum(end_turn - 1, 0)
+    lanes = tl.load(groups_ptr + 2)
+    later = tl.load(groups_ptr + 3)
     taken_ptr += tl.cast(later, tl.int64) * planes * blocks * words
     offs = tl.arange(0, VISITS)
     lane = tl.arange(0, LANES)
     idle = tl.where(lane < lanes, 0, 2**30)
-    for place in range(first, end_place):
-        entry = tl.load(queue_ptr + place)
-        plane = entry // columns
-        begin_time = tl.min(idle, 0)
-        chosen = tl.min(tl.where(idle == begin_time, lane, LANES), 0)
-        # one visit for what a piece of work takes besides
-        time = begin_time + 1
-        for head in range(heads):
-            head_plane = tl.cast(plane * heads + head, tl.int64)
-            row = head_plane * columns + entry % columns
-            begin = tl.load(indptr_ptr + row)
-            split = tl.load(partial_end_ptr + row)
-            end = tl.load(indptr_ptr + row + 1)
-            taken_of_head = taken_ptr + head_plane * blocks * words
-            count = end - split
-            if count <= VISITS:
-                live = offs < count
-                block = tl.load(indices_ptr + end - 1 - offs, live, other=0)
-                taken_of_block = taken_of_head + block.to(tl.int64) * words
-                # one that is not full of queries has to stay the last of the list: visited first,
-                # with one that is left over
-                cut = tl.sum((live & (block == ragged)).to(tl.int32), 0)
-                lead = (count - cut) % PACK + cut
-                place_of = offs
-                when = offs - offs
-                left = live
-                used = 0
-                late = 0
-                while used < count:
-                    taken = _times_taken(taken_of_block, time, words, live)
-                    wanted = _ones(taken >> 3)
-                    step = 0
-                    while (step < 32) & (used < count):
-                        take = tl.where((used == 0) & (lead > 0), lead, PACK)
-                        free = (taken & AROUND) == 0
-                        key = tl.where(free, 0, BUSY) + (64 - wanted) * VISITS + offs
-                        key = tl.where((used == 0) & (offs < cut), -1, key)
-                        key = tl.where(left, key, GONE + offs)
+    lists = (queue_ptr, indptr_ptr, partial_end_ptr)
+    time = 0
+    chosen = 0
+    plane, begin, split, end = _column(*lists, tl.minimum(first, last), heads, columns)
+    block = tl.load(indices_ptr + end - 1 - offs, offs < end - split, other=0)
+    for turn in range(first, end_turn):
+        if turn % heads == 0:
+            free_time = tl.min(idle, 0)
+            chosen = tl.min(tl.where(idle == free_time, lane, LANES), 0)
+            # one visit for what a piece of work takes besides
+            time = free_time + 1
+        # read ahead for the next one
+        next_turn = tl.minimum(turn + 1, last)
+        next_plane, next_begin, next_split, next_end = _column(*lists, next_turn, heads, columns)
+        next_block = tl.load(
+            indices_ptr + next_end - 1 - offs, offs < next_end - next_split, other=0
+        )
+        taken_of_head = taken_ptr + tl.cast(plane, tl.int64) * blocks * words
+        count = end - split
+        if count <= VISITS:
+            live = offs < count
+            taken_of_block = taken_of_head + block.to(tl.int64) * words
+            # one that is not full of queries has to stay the last of the list: visited first, with
+            # one that is left over
+            cut = tl.sum((live & (block == ragged)).to(tl.int32), 0)
+            lead = (count - cut) % PACK + cut
+            place_of = offs
+            when = offs - offs
+            left = live
+            used = 0
+            late = 0
+            while used < count:
+                taken = _times_taken(taken_of_block, time, words, live)
+                wanted = _ones(taken >> 3)
+                until = time + STEPS
+                while (time < until) & (used < count):
+                    take = tl.where((used == 0) & (lead > 0), lead, PACK)
+                    key = tl.where((taken & AROUND) == 0, 0, BUSY)
+                    key += (WINDOW - wanted) * VISITS + offs
+                    key = tl.where((used == 0) & (offs < cut), -1, key)
+                    key = tl.where(left, key, GONE + offs)
+                    if PACK == 2:
+                        best, worst = tl.reduce((key, key + 2 * GONE), 0, _two_smallest)
+                        worst = tl.where(take == 2, worst, best)
+                    else:
                         best = tl.min(key, 0)
                         worst = best
-                        if PACK == 2:
-                            second = tl.min(tl.where(key == best, GONE * 2, key), 0)
-                            worst = tl.where(take == 2, second, best)
-                        go = worst < tl.where(late < PATIENCE, BUSY, GONE)
-                        is_best = go & (key == best)
-                        is_worst = go & (key == worst)
-                        place_of = tl.where(is_worst, used + take - 1, place_of)
-                        place_of = tl.where(is_best, used, place_of)
-                        when = tl.where(is_best | is_worst, time, when)
-                        left = left & (is_best == 0) & (is_worst == 0)
-                        used += tl.where(go, take, 0)
-                        late = tl.where(go, 0, late + 1)
-                        time += 1
-                        step += 1
-                        taken = taken >> 1
-                        wanted -= ((taken >> 2) & 1).to(tl.int32)
-                tl.store(visits_ptr + end - 1 - place_of, block, live)
-                tl.store(times_ptr + end - 1 - place_of, when + later * LATER, live)
-                _take(taken_of_block, when, words, live)
-            else:
-                split = end
-                count = 0
-            # the others one after the other from the last, whoever is there
-            count = split - begin
-            lead = (PACK - count % PACK) % PACK
-            for at in range(0, count, VISITS):
-                live = at + offs < count
-                when = time + (at + offs + lead) // PACK
-                block = tl.load(indices_ptr + split - 1 - at - offs, live, other=0)
-                tl.store(times_ptr + split - 1 - at - offs, when + later * LATER, live)
-                _take(taken_of_head + block.to(tl.int64) * words, when, words, live)
-            time += (count + PACK - 1) // PACK
-        idle = tl.where(lane == chosen, time, idle)
+                    go = worst < tl.where(late < PATIENCE, BUSY, GONE)
+                    is_best = go & (key == best)
+                    is_worst = go & (key == worst)
+                    place_of = tl.where(is_worst, used + take - 1, place_of)
+                    place_of = tl.where(is_best, used, place_of)
+                    when = tl.where(is_best | is_worst, time, when)
+                    left = left & (is_best == 0) & (is_worst == 0)
+                    used += tl.where(go, take, 0)
+                    late = tl.where(go, 0, late + 1)
+                    time += 1
+                    taken = taken >> 1
+                    wanted -= ((taken >> 2) & 1).to(tl.int32)
+            tl.store(visits_ptr + end - 1 - place_of, block, live)
+            tl.store(times_ptr + end - 1 - place_of, when + later * LATER, live)
+            _take(taken_of_block, when, words, live)
+        else:
+            split = end
+        # the others one after the other from the last, whoever is there
+        count = split - begin
+        lead = (PACK - count % PACK) % PACK
+        for at in range(0, count, VISITS):
+            live = at + offs < count
+            when = time + (at + offs + lead) // PACK
+            place = split - 1 - at - offs
+            there = tl.load(indices_ptr + place, live, other=0).to(tl.int64)
+            tl.store(times_ptr + place, when + later * LATER, live)
+            _take(taken_of_head + there * words, when, words, live)
+        time += (count + PACK - 1) // PACK
+        if turn % heads == heads - 1:
+            idle = tl.where(lane == chosen, time, idle)
+        plane, begin, split, end = next_plane, next_begin, next_split, next_end
+        block = next_block
 
 
 def plan_visits(
@@ -198,7 +220,7 @@ def plan_visits(
     heads = group_size if mask.heads > 1 else 1
     planes = mask.batch * mask.heads
     mean = -(-visits.numel() // max(planes * nb, 1))
-    width = triton.next_power_of_2(min(max(3 * mean, 16), mb, MAX_VISITS))
+    width = triton.next_power_of_2(min(max(7 * mean // 4, 32), MAX_VISITS))
     # times that are known: twice as many as it takes when nobody waits, and a long column
     most = 2 * (visits.numel() // max(groups.lanes, 1) + mb * heads) // pack
     words = -(-min(most, 2**14) // 32) + 2
@@ -222,15 +244,14 @@ def plan_visits(
         width,
     )
     with on_device_of(visits):
-        warps = 1 if width <= 128 else 4
-        launch(_attn_bwd_visits_kernel, groups.count, args, num_warps=warps)
+        launch(_attn_bwd_visits_kernel, groups.count, args, num_warps=1)
     return visits, times
 
 
 @compile_cases
 def _cases() -> Iterator[CompileCase]:
     pointers = ("visits", "times", "taken", "queue", "groups", "indptr", "partial_end", "indices")
-    for pack, width in ((1, 128), (2, MAX_VISITS)):
+    for pack, width in ((1, 64), (2, MAX_VISITS)):
         yield CompileCase(
             f"attn_bwd_visits/{width}",
             _attn_bwd_visits_kernel,
@@ -248,5 +269,5 @@ def _cases() -> Iterator[CompileCase]:
                 "VISITS": width,
             },
             archs=(90,),
-            num_warps=1 if width <= 128 else 4,
+            num_warps=1,
         )
