@@ -24,15 +24,15 @@ class Groups(NamedTuple):
     """Columns that are planned together.
 
     queue : int32 `[n]`, entries `plane * Nb + column` of the KV planes that a mask has, by group
-    table : int32 `[count, 4]`: first place in the queue, the place behind the last, columns that
+    table : int32 `[number, 4]`: first place in the queue, the place behind the last, columns that
         run at once, and 1 where turns come after those of all groups that have 0
-    count : groups
+    number : groups
     lanes : columns that run at once in all groups together, about
     """
 
     queue: torch.Tensor
     table: torch.Tensor
-    count: int
+    number: int
     lanes: int
 
 
@@ -74,36 +74,26 @@ def groups_of_columns(
         visits = visits.view(mask.batch, heads, group_size, nb).sum(2)
     # as `block_order` has it
     heavy = visits.to(torch.int64) * visits.numel() > 2 * visits.sum()
-    kv_heads = visits.shape[1]
-    own = mask.batch * kv_heads
-    plane = torch.arange(own, device=device)[:, None].expand(own, nb)
+    own, own_heads = mask.batch * visits.shape[1], visits.shape[1]
+    heavy, plane = heavy.view(own, nb), torch.arange(own, device=device)[:, None]
     if own == planes:
         part = plane.div(section, rounding_mode="floor").clamp(max=sections - 1) + 1
-        group = torch.where(heavy.view(own, nb), 0, part)
-        lanes = [programs // in_block] * (1 + sections)
-        later = [0] + [1] * sections
+        group, apart = torch.where(heavy, 0, part).flatten(), sections
+        count, lanes_first, lanes_later = apart + 1, programs, programs
+        later = torch.arange(count, device=device) > 0
     else:
-        place = place.view(batch, heads, nb)[: mask.batch, :kv_heads].reshape(own, nb)
-        group = 2 * plane + ~heavy.view(own, nb)
+        place = place.view(batch, heads, nb)[: mask.batch, :own_heads].reshape(own, nb)
+        group, apart, count = (2 * plane + ~heavy).flatten(), own, 2 * own
         # planes that are under way at the same time: of all, the heavy columns
-        width = planes - (sections - 1) * section
-        lanes = [max(programs // (n * in_block), 1) for n in (planes, width)] * own
-        later = [0, 1] * own
-    key = group.reshape(-1) * order.numel() + place.reshape(-1)
-    queue = torch.argsort(key)
-    count = len(lanes)
-    ends = torch.arange(count + 1, device=device)
-    ends = torch.searchsorted(group.reshape(-1)[queue], ends)
-    # small numbers reach a device without waiting for it
-    table = torch.empty(count, 4, dtype=torch.int32, device=device)
-    table[:, 0], table[:, 1] = ends[:-1], ends[1:]
-    if own == planes:
-        table[:, 2], table[:, 3] = lanes[0], 1
-        table[:1, 3] = 0
-    else:
-        table[::2, 2], table[1::2, 2] = lanes[0], lanes[1]
-        table[::2, 3], table[1::2, 3] = 0, 1
-    return Groups(queue.to(torch.int32), table, count, sum(n for n, l in zip(lanes, later) if l))
+        lanes_first = programs // planes
+        lanes_later = programs // (planes - (sections - 1) * section)
+        later = torch.arange(count, device=device) % 2 > 0
+    lanes_first, lanes_later = (max(n // in_block, 1) for n in (lanes_first, lanes_later))
+    queue = torch.argsort(group * max(order.numel(), 1) + place.flatten())
+    bounds = torch.searchsorted(group[queue], torch.arange(count + 1, device=device))
+    lanes = torch.where(later, lanes_later, lanes_first)
+    table = torch.stack((bounds[:-1], bounds[1:], lanes, later), 1).to(torch.int32)
+    return Groups(queue.to(torch.int32), table, count, lanes_later * apart)
 
 
 @usable_in_training
@@ -120,8 +110,8 @@ def turns_of_blocks(
     """How many tiles of keys see a block of queries and come before, for each that sees it.
 
     Whoever adds to sums of the queries in these turns does so in the same order in every run, and
-    waits only for tiles that come earlier in `order`. Built on the device of the mask, without
-    waiting for it.
+    waits only for tiles that come earlier in `order`, or that have earlier `times`. Built on the
+    device of the mask, without waiting for it.
 
     Parameters
     ----------
@@ -179,30 +169,6 @@ def turns_of_blocks(
     turns = torch.empty_like(turn, dtype=torch.int32)
     turns[sorted_place] = turn.to(torch.int32)
     return turns.view(-1, in_block) * seen
-
-
-@usable_in_training
-def columns_in_order(mask: BlockMask, order: torch.Tensor, heads: int, tile: int) -> torch.Tensor:
-    """Columns of each plane of a mask in the order in which their first tiles come.
-
-    Parameters are those of `turns_of_blocks`.
-
-    Returns
-    -------
-    int64 `[planes, Nb]`
-        Planes of KV heads that have a mask of their own.
-
-    Examples
-    --------
-    >>> mask = BlockMask.from_dense(torch.tensor([[1, 0], [1, 1]]).bool(), 64)
-    >>> columns_in_order(mask, torch.tensor([1, 3, 2, 0]), 2, 64).tolist()
-    [[1, 0]]
-    """
-    place = _places(order, -(-mask.seq_lengths[1] // tile))
-    place = place[:, :: mask.block_size[1] // tile].reshape(-1, heads, mask.grid[1])
-    # of planes that share a mask, any will do: their tiles are in the same order
-    place = place[: mask.batch, : mask.heads]
-    return torch.argsort(place.flatten(0, 1), dim=1)
 
 
 def _places(order: torch.Tensor, tiles: int) -> torch.Tensor:

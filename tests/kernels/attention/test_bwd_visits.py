@@ -12,7 +12,13 @@ from blackwell_sparsek.formats.block_mask import BlockMask
 from blackwell_sparsek.formats.block_order import longest_columns_first
 from blackwell_sparsek.formats.block_turns import groups_of_columns, turns_of_blocks
 from blackwell_sparsek.kernels.attention import bwd_visits
-from blackwell_sparsek.kernels.attention.bwd_visits import LATER, PATIENCE, STEPS, WINDOW, plan_visits
+from blackwell_sparsek.kernels.attention.bwd_visits import (
+    LATER,
+    PATIENCE,
+    STEPS,
+    WINDOW,
+    plan_visits,
+)
 
 
 class Case:
@@ -67,7 +73,7 @@ def planned_by_hand(case, pack):
                     end = time - (time - begin) % STEPS.value - 1 + WINDOW.value
                     free = {b: not there[b] & {time - 1, time, time + 1} for b in left}
                     wanted = {b: sum(time + 1 < t < end for t in there[b]) for b in left}
-                    chosen = sorted(left, key=lambda b: (not free[b], -wanted[b]))  # noqa: B023
+                    chosen = sorted(left, key=lambda b: (not free[b], -wanted[b]))
                     if forced:
                         chosen = [left[0], *(b for b in chosen if b != left[0])]
                     chosen = chosen[: len(tiles[0])]

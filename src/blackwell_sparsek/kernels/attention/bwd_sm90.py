@@ -163,7 +163,9 @@ def _last_dq(step, keep, consume, last, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _empty_step(step, keep, consume, shared, FIRST: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr):
+def _empty_step(
+    step, keep, consume, shared, FIRST: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr
+):
     """A step whose queries see none of a warp group's keys: dq of the step before, and no ds."""
     ds_ring, empty = consume[3], shared[2][5]
     group_m: gl.constexpr = CFG.group_m
@@ -305,7 +307,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 dk, dv = _masked_step(dk, dv, step, masked, keep, consume, shared, True, GROUP, CFG)
                 step += 1
                 for _ in range(1, masked_tiles):
-                    dk, dv = _masked_step(dk, dv, step, True, keep, consume, shared, False, GROUP, CFG)
+                    dk, dv = _masked_step(
+                        dk, dv, step, True, keep, consume, shared, False, GROUP, CFG
+                    )
                     step += 1
                 # a loop of its own: what masks spill would be reloaded here
                 for _ in range(gl.maximum(masked_tiles, 1), q_tiles):

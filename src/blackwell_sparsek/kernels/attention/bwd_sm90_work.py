@@ -283,7 +283,9 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             kv_tile = kv_tiles - 1 - from_end
             if CFG.SPT:
                 sections = gl.maximum(num_planes // gl.minimum(section, num_planes), 1)
-                last = section_of(plane, num_planes, gl.minimum(section, num_planes)) == sections - 1
+                last = (
+                    section_of(plane, num_planes, gl.minimum(section, num_planes)) == sections - 1
+                )
                 ascending = (band[1] < lengths[1]) & (last == 0)
                 kv_tile = gl.where(ascending, from_end, kv_tile)
         else:

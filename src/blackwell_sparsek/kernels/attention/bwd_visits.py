@@ -244,7 +244,7 @@ def plan_visits(
         width,
     )
     with on_device_of(visits):
-        launch(_attn_bwd_visits_kernel, groups.count, args, num_warps=1)
+        launch(_attn_bwd_visits_kernel, groups.number, args, num_warps=1)
     return visits, times
 
 
