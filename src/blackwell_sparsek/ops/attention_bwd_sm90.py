@@ -84,7 +84,7 @@ def _plan(
     tile: int,
     pack: int,
 ) -> torch.Tensor:
-    """Which query blocks columns visit in which order, and when: int32 `[2, nnz]`."""
+    """Which query blocks columns visit in which order, and when: int32 `[2, heads, nnz]`."""
     from ..kernels.attention.bwd_visits import plan_visits
 
     assert band == EVERYTHING, band
@@ -109,5 +109,9 @@ def _turns(
     """When each tile of keys adds to the gradients of queries."""
     sizes = (batch, heads, group_size, band, section, tile)
     order = derived_list(mask, longest_columns_first, *sizes)
-    plan = derived_list(mask, _plan, *sizes, pack) if band == EVERYTHING else (None, None)
-    return turns_of_blocks(mask, order, heads, group_size, band, tile, *plan)
+    if band != EVERYTHING:
+        return turns_of_blocks(mask, order, heads, group_size, band, tile)
+    plan = derived_list(mask, _plan, *sizes, pack)
+    planned = zip(*plan, strict=True)
+    sizes = (heads, group_size, band, tile)
+    return torch.cat([turns_of_blocks(mask, order, *sizes, *of_head) for of_head in planned])

@@ -46,11 +46,8 @@ class AttnBwdSm90Config:
     MAX_REGISTERS: int
     DK_REGISTERS: bool
     SPLIT_RING: bool
-    TOGETHER: bool = False
     SPT: bool = False
     SKIP: bool = False
-    RELEASE: bool = False
-    EXCHANGE: bool = False
     COOPERATIVE: bool = False
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ from .bwd_sm90_steps import (
     start_products,
     zero_of,
 )
-from .bwd_sm90_work import heads_together, produce_steps, step_info
+from .bwd_sm90_work import produce_steps, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
 SUM_ROWS = gl.constexpr(config.SUM_ROWS)
@@ -137,26 +137,13 @@ def _step(
 
 
 @gluon.jit
-def _last_dq(step, keep, consume, last, GROUP: gl.constexpr, CFG: gl.constexpr):
+def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
     """dq of the last step, whose turn would be in the one after."""
     ds_ring, dq_ring = consume[3], consume[4]
     chunks: gl.constexpr = CFG.dq_chunks
     _, bar = ds_place(ds_ring, step, GROUP, CFG)
     mbarrier.wait(bar, (step // CFG.DS_STAGES) & 1)
-    if CFG.RELEASE:
-        dq_started = start_dq(ds_ring, keep[0], step, 0, GROUP, CFG)
-        if chunks == 2:
-            second_started = start_dq(ds_ring, keep[0], step, 1, GROUP, CFG)
-            dq, second = warpgroup_mma_wait(0, deps=(dq_started, second_started))
-        else:
-            dq = warpgroup_mma_wait(0, deps=(dq_started,))
-        if last:
-            # the keys are read for the last time: the next ones may come
-            mbarrier.arrive(keep[4], count=1)
-        give_dq(dq, dq_ring, step * chunks, GROUP)
-        if chunks == 2:
-            give_dq(second, dq_ring, step * chunks + 1, GROUP)
-    for chunk in gl.static_range(0 if CFG.RELEASE else chunks):
+    for chunk in gl.static_range(chunks):
         dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
         dq = warpgroup_mma_wait(0, deps=(dq_started,))
         give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
@@ -176,7 +163,7 @@ def _empty_step(
         mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
     hand_over(gl.zeros([ROWS, group_m], dtype, CFG.accumulator_layout(group_m)), ds_tile, ds_bar)
     if not FIRST:
-        _last_dq(step - 1, keep, consume, False, GROUP, CFG)
+        _last_dq(step - 1, keep, consume, GROUP, CFG)
     mbarrier.arrive(empty.index(step % CFG.STAGES), count=1)
 
 
@@ -222,51 +209,6 @@ def _add_up(x, smem, bars, SECOND: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _give_and_store(
-    dk, dv, step, pieces, plane, kv_tile, consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr
-):  # fmt: skip
-    """The warp groups give each other dv and dk of their queries, and store the sum of one each."""
-    dk_desc, dv_desc, score = consume[0], consume[1], consume[2]
-    ds_ring, dq_ring, sum_bars = consume[3], consume[4], consume[5]
-    ds_free, dq_free, dk_there, dv_there, dk_stored, dv_stored = sum_bars
-    heads = shared[6]
-    tile_d: gl.constexpr = CFG.TILE_D
-    tile_dv: gl.constexpr = CFG.TILE_DV
-    dtype: gl.constexpr = shared[1][0].dtype
-    dk_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_d], dtype)
-    dv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_dv], dtype)
-    kv_heads = heads[0] // heads[1]
-    phase = pieces & 1
-    place = [plane // kv_heads, plane % kv_heads, kv_tile * CFG.tile_n, 0]
-    dk_sum = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_d], CFG.sum_layout(tile_d))
-    dv_sum = dq_ring[0]._reinterpret(gl.float32, [ROWS, tile_dv], CFG.sum_layout(tile_dv))
-    # the writer must have taken the last tile of dq, whose memory comes in handy
-    mbarrier.wait(dq_ring[2].index(GROUP), ((step * CFG.dq_chunks) & 1) ^ 1)
-    if GROUP == 0:
-        mbarrier.arrive(ds_free, count=1)
-        mbarrier.wait(dq_free, phase)
-        dv_sum.store(dv)
-        mbarrier.arrive(dv_there, count=1)
-        mbarrier.wait(dk_there, phase)
-        dk = dk + dk_sum.load(dk.type.layout)
-        dk_tile = ds_ring[0]._reinterpret(dtype, [ROWS, tile_d], dk_layout)
-        _store_gradient(dk_desc, (dk * score[2]).to(dtype), dk_tile, place)
-        mbarrier.arrive(dk_stored, count=1)
-        mbarrier.wait(dv_stored, phase)
-    else:
-        mbarrier.arrive(dq_free, count=1)
-        mbarrier.wait(ds_free, phase)
-        dk_sum.store(dk)
-        mbarrier.arrive(dk_there, count=1)
-        mbarrier.wait(dv_there, phase)
-        dv = dv + dv_sum.load(dv.type.layout)
-        dv_tile = dq_ring[0]._reinterpret(dtype, [ROWS, tile_dv], dv_layout)
-        _store_gradient(dv_desc, dv.to(dtype), dv_tile, place)
-        mbarrier.arrive(dv_stored, count=1)
-        mbarrier.wait(dk_stored, phase)
-
-
-@gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Gradients of 64 keys, piece by piece of work."""
     dk_desc, dv_desc, score = consume[0], consume[1], consume[2]
@@ -287,19 +229,17 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     dv_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, [ROWS, tile_dv], dv_layout)
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) + own_keys * ROWS
     kv_heads = heads[0] // heads[1]
-    visits = heads[1] // heads_together(shared[0], heads, CFG) * CFG.visits
     step = 0
     turn = 1
     pieces = 0
     plane, kv_tile = take(work, 0)
     while plane >= 0:
         kv_index = kv_tile * CFG.tile_n + keys
-        keep = (k_smem, v_smem, kv_index, kv_tile, kv_empty)
+        keep = (k_smem, v_smem, kv_index, kv_tile)
         dk = gl.zeros([ROWS, tile_d], gl.float32, k_layout)
         dv = gl.zeros([ROWS, tile_dv], gl.float32, v_layout)
         mbarrier.wait(kv_full, pieces & 1)
-        q_tiles = 0
-        for visit in range(visits):
+        for _ in range(heads[1] * CFG.visits):
             q_tiles, masked_tiles = take(work, turn)
             turn += 1
             if q_tiles > 0:
@@ -315,16 +255,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 for _ in range(gl.maximum(masked_tiles, 1), q_tiles):
                     dk, dv = _step(dk, dv, step, False, keep, consume, shared, False, GROUP, CFG)
                     step += 1
-                _last_dq(step - 1, keep, consume, visit == visits - 1, GROUP, CFG)
+                _last_dq(step - 1, keep, consume, GROUP, CFG)
         # the keys are read for the last time: the next ones may come
-        if CFG.RELEASE:
-            if q_tiles == 0:
-                mbarrier.arrive(kv_empty, count=1)
-        else:
-            mbarrier.arrive(kv_empty, count=1)
-        if CFG.EXCHANGE:
-            _give_and_store(dk, dv, step, pieces, plane, kv_tile, consume, shared, GROUP, CFG)
-        elif CFG.SHARED_KEYS:
+        mbarrier.arrive(kv_empty, count=1)
+        if CFG.SHARED_KEYS:
             total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_d], CFG.sum_layout(tile_d))
             dk = _add_up(dk, total, sum_bars, 0, GROUP)
             total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_dv], CFG.sum_layout(tile_dv))
@@ -335,9 +269,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             else:
                 mbarrier.wait(sum_bars[2], pieces & 1)
         # the writer must have taken the last tile of dq, whose memory comes in handy
-        if not CFG.EXCHANGE:
-            mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
-        if own_keys == GROUP and not CFG.EXCHANGE:
+        mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
+        if own_keys == GROUP:
             row = kv_tile * CFG.tile_n + GROUP * ROWS
             place = [plane // kv_heads, plane % kv_heads, row, 0]
             _store_gradient(dv_desc, dv.to(dtype), dv_tile, place)
@@ -352,7 +285,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_planes",
-        "section", "dynamic", "q_heads", "group_size",
+        "section", "dynamic", "visits_step", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_bwd_sm90_kernel(
@@ -376,6 +309,7 @@ def _attn_bwd_sm90_kernel(
     num_planes,
     section,
     dynamic,
+    visits_step,
     q_heads,
     group_size,
     score,
@@ -416,17 +350,14 @@ def _attn_bwd_sm90_kernel(
     # each warp group waits for both halves of ds, or only for its own
     ds_ring = (ds_smem, barriers(ds_stages * consumers, key_groups))
     dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1))
-    bars = barriers(6 if CFG.EXCHANGE else 3, 1)
-    sum_bars = (bars.index(0), bars.index(1), bars.index(2))
-    if CFG.EXCHANGE:
-        sum_bars = sum_bars + (bars.index(3), bars.index(4), bars.index(5))
+    sum_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
     info = step_info()
     work = work_channel(2, consumers)
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
-    schedule = (order_ptr, turns_ptr, sums_turn_ptr, num_planes, section, dynamic)
+    schedule = (order_ptr, turns_ptr, sums_turn_ptr, visits_step, num_planes, section, dynamic)
     lengths = (q_len, kv_len)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)

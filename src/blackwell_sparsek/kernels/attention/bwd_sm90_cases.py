@@ -87,6 +87,7 @@ def attn_bwd_sm90_case(call: Call) -> CompileCase:
             "num_planes": 32,
             "section": 32,
             "dynamic": 1,
+            "visits_step": 0,
             "q_heads": 32,
             "group_size": 4,
             "score": gradient_factors(0.1, 30.0 if call.softcap else 0.0, call.dtype),

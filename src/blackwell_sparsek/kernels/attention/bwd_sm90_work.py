@@ -86,18 +86,6 @@ def padded_queries(q_len):
 
 
 @gluon.jit
-def heads_together(mask, heads, CFG: gl.constexpr):
-    """Query heads that a tile of keys visits together, one unit of all of them after the other:
-    those that see the same."""
-    together = heads[1]
-    if not CFG.TOGETHER:
-        together = 1
-    elif mask[0] is not None:
-        together = gl.where(mask[2] == 0, together, 1)
-    return together
-
-
-@gluon.jit
 def _part_of_plan(plan, visit, ascending, CFG: gl.constexpr):
     """What of a plan is visited at once: all, or first the later queries and then the earlier, or
     the other way round.
@@ -133,7 +121,7 @@ def _turn_of_unit(unit, kv_tile, ascending, lengths, band, CFG: gl.constexpr):
 def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: gl.constexpr):
     """First query of a part of a query tile, the row of the bit pool that covers it or -1, and its
     turn, where there are turns."""
-    lists, plan, num_masked, turns_ptr, _, ascending = visit
+    lists, plan, num_masked, turns_ptr, of_head, ascending = visit
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     masked_tiles = num_tiles(num_masked, tile_m, unit_size)
@@ -154,7 +142,9 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
     # a part with no unit left is read from past all rows, where nothing counts; not from past the
     # queries: the innermost coordinate of a copy, which is that of lse, must be at 16 bytes
     end = padded_queries(lengths[0])
-    q_row = keys_of_tile(lists, unit, ordinal, units, q_in_unit, end, tile_m, unit_size)
+    # heads that share a list visit its blocks in orders of their own
+    listed = unit + of_head if CFG.ORDERED else unit
+    q_row = keys_of_tile(lists, listed, ordinal, units, q_in_unit, end, tile_m, unit_size)
     bits_id = -1
     turn = 0
     if lists is not None:
@@ -165,7 +155,7 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
             turn = _turn_of_unit(unit, kv_tile, ascending, lengths, band, CFG)
         else:
             tiles: gl.constexpr = CFG.BLOCK_KV // CFG.tile_n
-            turn = gl.load(turns_ptr + unit * tiles + kv_tile % tiles, ordinal < units, other=0)
+            turn = gl.load(turns_ptr + listed * tiles + kv_tile % tiles, ordinal < units, other=0)
     return q_row, bits_id, turn
 
 
@@ -206,10 +196,6 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     batch, q_head, kv_tile = place
     parts: gl.constexpr = CFG.parts
     rows: gl.constexpr = CFG.part_rows
-    tiles: gl.constexpr = CFG.last_in_unit + 1
-    # a unit of all heads after the other
-    q_head += q_tile // tiles % visit[4]
-    q_tile = q_tile // tiles // visit[4] * tiles + q_tile % tiles
     plane = batch * heads[0] + q_head
     first, bits, turn = _find_part(visit, q_tile, 0, kv_tile, lengths, band, CFG)
     second, second_bits, second_turn = first + ROWS, bits, turn
@@ -260,7 +246,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     descs, k_desc, v_desc, counter_ptr, schedule = produce
     mask, kv_ring, info, work = shared[0], shared[1], shared[3], shared[4]
     lengths, heads, band = shared[5], shared[6], shared[7]
-    order_ptr, turns_ptr, sums_turn_ptr, num_planes, section, dynamic = schedule
+    order_ptr, turns_ptr, sums_turn_ptr, visits_step, num_planes, section, dynamic = schedule
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     q_heads, group_size = heads
@@ -274,7 +260,6 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     if CFG.ORDERED:
         # one that waits for the sums of earlier pieces must find them in running programs
         piece = gl.atomic_add(counter_ptr, 1)
-    together = heads_together(mask, heads, CFG)
     while piece < total:
         ascending = piece < 0
         if order_ptr is None:
@@ -296,20 +281,20 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         kv_head = plane % kv_heads
         publish(work, turn, (plane, kv_tile))
         turn += 1
-        for visit in range(group_size // together * CFG.visits):
-            q_head = kv_head * group_size + visit // CFG.visits * together
+        for visit in range(group_size * CFG.visits):
+            q_head = kv_head * group_size + visit // CFG.visits
             plan = _plan_queries(mask, batch, q_head, kv_tile, lengths, band, CFG)
             plan = _part_of_plan(plan, visit, ascending, CFG)
             num_masked = num_masked_units(plan)
             masked_tiles = num_tiles(num_masked, tile_m, unit_size)
             q_tiles = masked_tiles + num_tiles(num_full_units(plan), tile_m, unit_size)
-            q_tiles, masked_tiles = q_tiles * together, masked_tiles * together
             publish(work, turn, (q_tiles, masked_tiles))
             turn += 1
             if visit == 0:
                 # planned before, while the consumers still needed the last ones
                 _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG)
-            found = (mask[0], plan, num_masked, turns_ptr, together, ascending)
+            of_head = visit // CFG.visits * visits_step
+            found = (mask[0], plan, num_masked, turns_ptr, of_head, ascending)
             for q_tile in range(q_tiles):
                 _fetch_step(descs, shared, step, found, q_tile, (batch, q_head, kv_tile), CFG)
                 step += 1

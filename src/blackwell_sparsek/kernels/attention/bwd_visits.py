@@ -77,16 +77,17 @@ def _two_smallest(a, b, c, d):
 
 
 @triton.jit
-def _column(queue_ptr, indptr_ptr, partial_end_ptr, turn, heads, columns):
-    """Plane of a mask and bounds of the list of one head of a column."""
+def _column(queue_ptr, indptr_ptr, partial_end_ptr, turn, heads, own_lists, columns):
+    """Plane of queries and bounds of the list of one head of a column."""
     entry = tl.load(queue_ptr + turn // heads)
     plane = entry // columns * heads + turn % heads
-    row = tl.cast(plane, tl.int64) * columns + entry % columns
+    row = tl.cast(tl.where(own_lists, plane, entry // columns), tl.int64) * columns
+    row += entry % columns
     begin = tl.load(indptr_ptr + row)
     return plane, begin, tl.load(partial_end_ptr + row), tl.load(indptr_ptr + row + 1)
 
 
-@triton.jit(do_not_specialize=["planes", "columns", "blocks", "heads", "ragged", "words"])
+@triton.jit(do_not_specialize=["planes", "columns", "blocks", "heads", "step", "ragged", "words"])
 def _attn_bwd_visits_kernel(
     visits_ptr,
     times_ptr,
@@ -100,12 +101,16 @@ def _attn_bwd_visits_kernel(
     columns,
     blocks,
     heads,
+    step,
     ragged,
     words,
     PACK: tl.constexpr,
     VISITS: tl.constexpr,
 ):
-    """Plan one group of columns. `taken_ptr` has the times of each block of queries, as bits."""
+    """Plan one group of columns. `taken_ptr` has the times of each block of queries, as bits.
+
+    Where `heads` heads share a list, each has visits and times `step` after those of the last one.
+    """
     groups_ptr += tl.program_id(0) * 4
     first = tl.load(groups_ptr) * heads
     end_turn = tl.load(groups_ptr + 1) * heads
@@ -119,7 +124,8 @@ def _attn_bwd_visits_kernel(
     lists = (queue_ptr, indptr_ptr, partial_end_ptr)
     time = 0
     chosen = 0
-    plane, begin, split, end = _column(*lists, tl.minimum(first, last), heads, columns)
+    own_lists = step == 0
+    plane, begin, split, end = _column(*lists, tl.minimum(first, last), heads, own_lists, columns)
     block = tl.load(indices_ptr + end - 1 - offs, offs < end - split, other=0)
     for turn in range(first, end_turn):
         if turn % heads == 0:
@@ -129,11 +135,14 @@ def _attn_bwd_visits_kernel(
             time = free_time + 1
         # read ahead for the next one
         next_turn = tl.minimum(turn + 1, last)
-        next_plane, next_begin, next_split, next_end = _column(*lists, next_turn, heads, columns)
+        next_plane, next_begin, next_split, next_end = _column(
+            *lists, next_turn, heads, own_lists, columns
+        )
         next_block = tl.load(
             indices_ptr + next_end - 1 - offs, offs < next_end - next_split, other=0
         )
         taken_of_head = taken_ptr + tl.cast(plane, tl.int64) * blocks * words
+        own = tl.cast(turn % heads, tl.int64) * step
         count = end - split
         if count <= VISITS:
             live = offs < count
@@ -175,8 +184,8 @@ def _attn_bwd_visits_kernel(
                     time += 1
                     taken = taken >> 1
                     wanted -= ((taken >> 2) & 1).to(tl.int32)
-            tl.store(visits_ptr + end - 1 - place_of, block, live)
-            tl.store(times_ptr + end - 1 - place_of, when + later * LATER, live)
+            tl.store(visits_ptr + own + end - 1 - place_of, block, live)
+            tl.store(times_ptr + own + end - 1 - place_of, when + later * LATER, live)
             _take(taken_of_block, when, words, live)
         else:
             split = end
@@ -188,7 +197,7 @@ def _attn_bwd_visits_kernel(
             when = time + (at + offs + lead) // PACK
             place = split - 1 - at - offs
             there = tl.load(indices_ptr + place, live, other=0).to(tl.int64)
-            tl.store(times_ptr + place, when + later * LATER, live)
+            tl.store(times_ptr + own + place, when + later * LATER, live)
             _take(taken_of_head + there * words, when, words, live)
         time += (count + PACK - 1) // PACK
         if turn % heads == heads - 1:
@@ -212,17 +221,19 @@ def plan_visits(
 
     Returns
     -------
-    visits, times : int32 [nnz]
-        Partial blocks where they were; no column visits two tiles of queries at one time.
+    visits, times : int32 [heads, nnz]
+        Partial blocks where they were; no column visits two tiles of queries at one time. Of one
+        head, or of all `group_size` that share a list.
     """
     lists, (mb, nb) = mask.transposed, mask.grid
-    visits, times = lists.indices.clone(), torch.empty_like(lists.indices)
-    heads = group_size if mask.heads > 1 else 1
-    planes = mask.batch * mask.heads
-    mean = -(-visits.numel() // max(planes * nb, 1))
+    nnz, shared = lists.indices.numel(), mask.heads == 1 and group_size > 1
+    visits = lists.indices.repeat(group_size if shared else 1, 1)
+    times = torch.empty_like(visits)
+    planes = mask.batch * (group_size if shared else mask.heads)
+    mean = -(-nnz // max(mask.batch * mask.heads * nb, 1))
     width = triton.next_power_of_2(min(max(7 * mean // 4, 32), MAX_VISITS))
     # times that are known: twice as many as it takes when nobody waits, and a long column
-    most = 2 * (visits.numel() // max(groups.lanes, 1) + mb * heads) // pack
+    most = 2 * (visits.numel() // max(groups.lanes, 1) + mb * group_size) // pack
     words = -(-min(most, 2**14) // 32) + 2
     taken = torch.zeros(2 * planes * mb * words, dtype=torch.int32, device=visits.device)
     args = (
@@ -237,7 +248,8 @@ def plan_visits(
         planes,
         nb,
         mb,
-        heads,
+        group_size if mask.heads > 1 or shared else 1,
+        nnz if shared else 0,
         mask.seq_lengths[0] // mask.block_size[0],
         words,
         pack,
@@ -262,6 +274,7 @@ def _cases() -> Iterator[CompileCase]:
                     "columns": 512,
                     "blocks": 512,
                     "heads": 4,
+                    "step": 0,
                     "ragged": 511,
                     "words": 20,
                 },
