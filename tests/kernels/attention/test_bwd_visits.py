@@ -14,6 +14,7 @@ from blackwell_sparsek.formats.block_turns import groups_of_columns, turns_of_bl
 from blackwell_sparsek.kernels.attention import bwd_visits
 from blackwell_sparsek.kernels.attention.bwd_visits import (
     LATER,
+    PARTS,
     PATIENCE,
     STEPS,
     WINDOW,
@@ -36,9 +37,12 @@ class Case:
 
     def plan(self, pack):
         """Visits, times and turns."""
-        visits, times = plan_visits(self.mask, self.groups, self.group, pack)
+        plan = plan_visits(self.mask, self.groups, self.group, pack)
         sizes = (2, self.group, EVERYTHING, 64)
-        return visits, times, turns_of_blocks(self.mask, self.order, *sizes, visits, times)[:, 0]
+        turns = [
+            turns_of_blocks(self.mask, self.order, *sizes, *p) for p in zip(*plan, strict=True)
+        ]
+        return *plan, torch.stack(turns)[..., 0]
 
     def tiles(self, visits, row, pack):
         """Entries of a row of the lists as they are visited, in tiles."""
@@ -54,8 +58,11 @@ class Case:
 def planned_by_hand(case, pack):
     """What the kernel does, one visit at a time."""
     mask, queue, lists = case.mask, case.groups.queue.tolist(), case.mask.transposed
-    nb, heads = mask.grid[1], case.group if mask.heads > 1 else 1
-    visits, times, taken = lists.indices.tolist(), [0] * lists.indices.numel(), {}
+    (mb, nb), shared, heads = mask.grid, mask.heads == 1, case.group
+    nnz = lists.indices.numel()
+    all_visits = [lists.indices.tolist() for _ in range(heads if shared else 1)]
+    all_times, taken = [[0] * nnz for _ in all_visits], {}
+    sweep = -(-nnz // (mask.batch * mask.heads * nb)) * heads // pack + 1
     for first, end_place, lanes, later in case.groups.table.tolist():
         idle = [0] * lanes
         for entry in queue[first:end_place]:
@@ -63,17 +70,21 @@ def planned_by_hand(case, pack):
             time = idle[lane] + 1
             for head in range(heads):
                 plane = entry // nb * heads + head
-                tiles = case.tiles(visits, plane * nb + entry % nb, pack)
+                visits, times = (x[head if shared else 0] for x in (all_visits, all_times))
+                row = (entry // nb if shared else plane) * nb + entry % nb
+                tiles = case.tiles(visits, row, pack)
                 left = [visits[i] for tile in tiles for i in tile]
                 there = {b: taken.setdefault((later, plane, b), set()) for b in left}
                 late, forced = 0, len(tiles) > 0 and left[0] == mask.seq_lengths[0] // 16
-                begin = time
+                begin, front = time, mb - 1 - time * mb // sweep % mb
+                part = {b: (front - b) % mb * PARTS.value // mb for b in left}
                 while tiles:
                     # the times that were read reach so far
                     end = time - (time - begin) % STEPS.value - 1 + WINDOW.value
-                    free = {b: not there[b] & {time - 1, time, time + 1} for b in left}
+                    free = {b: time not in there[b] for b in left}
                     wanted = {b: sum(time + 1 < t < end for t in there[b]) for b in left}
-                    chosen = sorted(left, key=lambda b: (not free[b], -wanted[b]))
+                    keys = {b: (not free[b], part[b] * WINDOW.value - wanted[b]) for b in left}
+                    chosen = sorted(left, key=keys.get)
                     if forced:
                         chosen = [left[0], *(b for b in chosen if b != left[0])]
                     chosen = chosen[: len(tiles[0])]
@@ -87,7 +98,7 @@ def planned_by_hand(case, pack):
                         late += 1
                     time += 1
             idle[lane] = time
-    return visits, times
+    return all_visits, all_times
 
 
 @pytest.mark.parametrize("heads, group, batch", [(1, 3, 2), (4, 2, 2), (2, 1, 1)])
@@ -99,9 +110,10 @@ def test_plan(heads, group, batch, queries, pack, sink, device):
     lists = case.mask.transposed
     assert not visits.equal(lists.indices)
     rows = lists.row_indices() * 16
-    assert (rows + visits).sort().values.equal((rows + lists.indices).sort().values)
-    if queries % 16:
-        assert (visits == 15).equal(lists.indices == 15)
+    for of_head in visits:
+        assert (rows + of_head).sort().values.equal((rows + lists.indices).sort().values)
+        if queries % 16:
+            assert (of_head == 15).equal(lists.indices == 15)
 
 
 def test_partial_blocks_and_long_columns_stay(device, monkeypatch):
@@ -113,8 +125,8 @@ def test_partial_blocks_and_long_columns_stay(device, monkeypatch):
     order = torch.tensor([1, 0], device=device)
     groups = groups_of_columns(mask, order, 1, 1, 1, 1, 64, 4)
     visits, times = plan_visits(mask, groups, 1, 1)
-    assert visits.equal(mask.transposed.indices)
-    assert (times % LATER.value).tolist() == [*range(16, 0, -1)] * 2
+    assert visits[0].equal(mask.transposed.indices)
+    assert (times[0] % LATER.value).tolist() == [*range(16, 0, -1)] * 2
 
 
 @pytest.mark.parametrize("heads, group, batch", [(1, 2, 1), (4, 2, 2), (4, 2, 1)])
@@ -131,23 +143,26 @@ def test_programs_never_all_wait(heads, group, batch, section, pack, sink, devic
             if not program and order:
                 plane, column = divmod(order.pop(0), nb)
                 b, h = (plane // 2 if batch > 1 else 0), plane % 2
-                for head in range(h * group, (h + 1) * group) if heads > 1 else (0,):
-                    tiles = case.tiles(visits, (b * heads + head) * nb + column, pack)
-                    program += [[(plane, head, i) for i in tile] for tile in tiles]
+                for head in range(group):
+                    row = b * heads + (h * group + head if heads > 1 else 0)
+                    own = 0 if heads > 1 else head
+                    tiles = case.tiles(visits[own], row * nb + column, pack)
+                    blocks = [[(visits[own][i], turns[own][i]) for i in tile] for tile in tiles]
+                    program += [[(plane, head, *block) for block in tile] for tile in blocks]
                 moved = True
             for _ in range(rng.choice((1, 1, 2, 40)) * bool(program)):
                 waiting = []
-                for plane, head, i in program[0]:
-                    count = sums.get((plane, head, visits[i]), 0)
-                    if count == turns[i]:
-                        sums[plane, head, visits[i]] = count + 1
+                for *block, turn in program[0]:
+                    count = sums.get(tuple(block), 0)
+                    if count == turn:
+                        sums[tuple(block)] = count + 1
                         moved = True
                     else:
-                        waiting.append((plane, head, i))
+                        waiting.append((*block, turn))
                 program[0] = waiting
                 if not waiting:
                     program.pop(0)
                 if waiting or not program:
                     break
         assert moved, "all programs wait"
-    assert sum(sums.values()) >= len(turns)
+    assert sum(sums.values()) >= len(turns[0])

@@ -3,8 +3,10 @@
 Where dq is added up in order (`bwd_sm90`), a tile of keys waits at a block of queries until all
 whose turns come before have been there. Here columns are placed in time, one after the other in
 the order in which they are taken: so many run at once, each takes one unit of time for a tile of
-queries, and it takes a block only when nobody is there then, shortly before or shortly after; of
-those the one that others want most. Turns are in the order of these times.
+queries, and it takes a block only when nobody is there then. All of them follow a front that moves
+through the queries in the time that a column takes, so that what they read stays in the L2; of
+blocks that the front has passed lately they take the one that others want most. Turns are in the
+order of these times.
 
 A column may so wait for one that is taken later, but for no more than run at once with it in the
 plan: when all programs of a launch run, one of them can always go on (`formats.block_turns`).
@@ -21,9 +23,10 @@ from ...core.launch import launch, on_device_of
 from ...formats.block_mask import BlockMask
 from ...formats.block_turns import Groups
 
-# Bits of times around a visit in which nobody else may be there: one before and one after. Longer
-# than an addition takes, since programs are not as punctual as this plan.
-AROUND = tl.constexpr(0b111)
+# Bits of times around a visit, from the one before on, in which nobody else may be there.
+AROUND = tl.constexpr(0b010)
+# Parts of the queries that the front moves through.
+PARTS = tl.constexpr(4)
 # Times in a row at which a column waits for a block to be free before it takes one that is not.
 PATIENCE = tl.constexpr(3)
 # Times that are read at once, and after which others are read.
@@ -87,7 +90,9 @@ def _column(queue_ptr, indptr_ptr, partial_end_ptr, turn, heads, own_lists, colu
     return plane, begin, tl.load(partial_end_ptr + row), tl.load(indptr_ptr + row + 1)
 
 
-@triton.jit(do_not_specialize=["planes", "columns", "blocks", "heads", "step", "ragged", "words"])
+@triton.jit(
+    do_not_specialize=["planes", "columns", "blocks", "heads", "step", "ragged", "words", "sweep"]
+)
 def _attn_bwd_visits_kernel(
     visits_ptr,
     times_ptr,
@@ -104,6 +109,7 @@ def _attn_bwd_visits_kernel(
     step,
     ragged,
     words,
+    sweep,
     PACK: tl.constexpr,
     VISITS: tl.constexpr,
 ):
@@ -151,6 +157,10 @@ def _attn_bwd_visits_kernel(
             # one that is left over
             cut = tl.sum((live & (block == ragged)).to(tl.int32), 0)
             lead = (count - cut) % PACK + cut
+            front = blocks - 1 - tl.cast(time, tl.int64) * blocks // sweep % blocks
+            behind = front.to(tl.int32) - block
+            behind = tl.where(behind < 0, behind + blocks, behind)
+            part = behind * PARTS // blocks
             place_of = offs
             when = offs - offs
             left = live
@@ -163,7 +173,7 @@ def _attn_bwd_visits_kernel(
                 while (time < until) & (used < count):
                     take = tl.where((used == 0) & (lead > 0), lead, PACK)
                     key = tl.where((taken & AROUND) == 0, 0, BUSY)
-                    key += (WINDOW - wanted) * VISITS + offs
+                    key += ((part + 1) * WINDOW - wanted) * VISITS + offs
                     key = tl.where((used == 0) & (offs < cut), -1, key)
                     key = tl.where(left, key, GONE + offs)
                     if PACK == 2:
@@ -252,6 +262,8 @@ def plan_visits(
         nnz if shared else 0,
         mask.seq_lengths[0] // mask.block_size[0],
         words,
+        # a column takes so long, as a rule
+        mean * (group_size if mask.heads > 1 or shared else 1) // pack + 1,
         pack,
         width,
     )
@@ -277,6 +289,7 @@ def _cases() -> Iterator[CompileCase]:
                     "step": 0,
                     "ragged": 511,
                     "words": 20,
+                    "sweep": 30,
                 },
                 "PACK": pack,
                 "VISITS": width,
