@@ -66,7 +66,7 @@ def attn_bwd_sm90_section(problem: AttnProblem) -> int:
     group = problem.heads_q // problem.heads_kv
     planes = problem.batch * problem.heads_kv
     plane_bytes = max(row_bytes * problem.max_q * group, 1)
-    section = max((ORDERED if problem.deterministic else 1) * SECTION_BYTES // plane_bytes, 1)
-    if problem.banded and problem.mask_block is None:
-        section = max(section, UNEVEN)
+    uneven = problem.banded and problem.mask_block is None
+    times = ORDERED if problem.deterministic and not uneven else 1
+    section = max(times * SECTION_BYTES // plane_bytes, UNEVEN if uneven else 1)
     return min(section, max(planes, 1))

@@ -46,9 +46,6 @@ class AttnBwdSm90Config:
     MAX_REGISTERS: int
     DK_REGISTERS: bool
     SPLIT_RING: bool
-    SPT: bool = False
-    SKIP: bool = False
-    COOPERATIVE: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
@@ -97,6 +94,16 @@ class AttnBwdSm90Config:
     def part_rows(self) -> int:
         """Queries of one such copy."""
         return min(self.UNIT, self.TILE_M)
+
+    @property
+    def halves(self) -> bool:
+        """Whether a band may hide a whole tile of queries from the keys of one warp group."""
+        return not self.BLOCK_KV and self.TILE_M == GROUP_ROWS
+
+    @property
+    def planned(self) -> bool:
+        """Whether programs may wait for pieces that are taken later: all of them have to run."""
+        return self.ORDERED and self.BLOCK_KV > 0
 
     @property
     def dq_by_rows(self) -> bool:

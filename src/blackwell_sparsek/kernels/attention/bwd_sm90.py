@@ -172,7 +172,8 @@ def _masked_step(
     dk, dv, step, masked, keep, consume, shared,
     FIRST: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr,
 ):  # fmt: skip
-    if CFG.SKIP:
+    """A step that may see none of a warp group's keys."""
+    if CFG.halves:
         mbarrier.wait(shared[2][4].index(step % CFG.STAGES), (step // CFG.STAGES) & 1)
         if sees_nothing(step, keep[3], shared, GROUP, CFG):
             _empty_step(step, keep, consume, shared, FIRST, GROUP, CFG)

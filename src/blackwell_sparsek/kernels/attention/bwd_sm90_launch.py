@@ -99,8 +99,7 @@ def launch_attn_bwd_sm90(
             config,
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
-        if config.COOPERATIVE:
-            options["launch_cooperative_grid"] = True
+        options["launch_cooperative_grid"] = config.planned
         launch(_attn_bwd_sm90_kernel, programs, args, **options)
         if dq is not None:
             unit = max(config.UNIT, ROW_TILE)

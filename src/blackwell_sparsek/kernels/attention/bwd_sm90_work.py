@@ -86,6 +86,19 @@ def padded_queries(q_len):
 
 
 @gluon.jit
+def _ascends(plane, num_planes, section, lengths, band):
+    """Whether a piece without a mask takes queries from the first to the last, in order.
+
+    Under a causal band tiles of keys begin at queries of their own: the last tiles, which are the
+    shortest, come first, and none meets another. In the last section the longest come first, so
+    that they do not end alone, and meet at the last queries.
+    """
+    section = gl.minimum(section, num_planes)
+    last = section_of(plane, num_planes, section) == gl.maximum(num_planes // section, 1) - 1
+    return (band[1] < lengths[1]) & (last == 0)
+
+
+@gluon.jit
 def _part_of_plan(plan, visit, ascending, CFG: gl.constexpr):
     """What of a plan is visited at once: all, or first the later queries and then the earlier, or
     the other way round.
@@ -266,12 +279,8 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             plane, from_end = place_in_sections(piece, num_planes, kv_tiles, section)
             # early keys tend to be seen by most queries
             kv_tile = kv_tiles - 1 - from_end
-            if CFG.SPT:
-                sections = gl.maximum(num_planes // gl.minimum(section, num_planes), 1)
-                last = (
-                    section_of(plane, num_planes, gl.minimum(section, num_planes)) == sections - 1
-                )
-                ascending = (band[1] < lengths[1]) & (last == 0)
+            if CFG.ORDERED:
+                ascending = _ascends(plane, num_planes, section, lengths, band)
                 kv_tile = gl.where(ascending, from_end, kv_tile)
         else:
             entry = gl.load(order_ptr + piece)
@@ -303,7 +312,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         # are long, and one that waits behind another leaves the last of them to few programs. In
         # order, others would wait for a piece that waits itself.
         if CFG.ORDERED:
-            if mask[0] is not None:
+            if CFG.planned:
                 # turns are planned: nobody may wait for a piece that waits behind another
                 _await_turns(sums_turn_ptr, info, step, lengths[0], CFG)
             piece = gl.atomic_add(counter_ptr, 1)
