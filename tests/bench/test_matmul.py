@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -141,8 +143,14 @@ def test_suites_cover_what_they_say(suite):
         assert sum(CUSPARSE in case.peers for case in cases) == 1
         assert all(case.modes == (EAGER, SUSTAINED) for case in cases)
     if suite == "square":
-        assert {p["n"] for p in problems} == {4096, 8192, 16384, 32768}
-        assert {p["density"] for p in problems} == {0.5, 0.3, 0.22, 0.1, 0.05}
+        found = {(p["n"], p["density"], tuple(p["block"])) for p in problems}
+        sizes = (4096, 8192, 16384, 32768)
+        assert found == set(itertools.product(sizes, (0.5, 0.3, 0.22, 0.1, 0.05), BLOCKS))
+        # a run that ends early has one density of everything, and loses the longest cases
+        assert {(p["n"], tuple(p["block"])) for p in problems[:28]} == set(
+            itertools.product(sizes, BLOCKS)
+        )
+        assert all(p["n"] == 32768 for p in problems[-28:])
     if suite == "llama":
         assert {tuple(p["weight"]) for p in problems} == set(LLAMA.values())
         for case in cases:

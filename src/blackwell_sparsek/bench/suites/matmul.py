@@ -26,6 +26,7 @@ LLAMA = {
     "70B down": (8192, 28672),
 }
 NARROW = 64
+FOUNDING_DENSITY = 0.22
 # single calls, and calls at the limits of clocks and power
 BOTH = (EAGER, SUSTAINED)
 
@@ -54,21 +55,22 @@ def founding(tiny: bool = False) -> Iterator[Case]:
     peers = (OURS, DENSE, PACKED, TORCH, TUNED)
     for block in BLOCKS:
         more = (CUSPARSE,) if block == (128, 128) else ()
-        product = Product(size, size, size, block, 0.22)
+        product = Product(size, size, size, block, FOUNDING_DENSITY)
         yield _case(product, f"{size}^3", (*peers, *more), BOTH)
     full = Product(size, size, size, (128, 128), 1.0)
     yield _case(full, f"{size}^3", (OURS, STORED, DENSE), BOTH)
 
 
 def square(tiny: bool = False) -> Iterator[Case]:
-    """Square products of 4096 to 32768 at five densities; the largest with fewer block shapes."""
-    for size in (256,) if tiny else (4096, 8192, 16384, 32768):
-        blocks = BLOCKS if size <= 8192 else ((128, 128), (64, 64), (16, 16))
-        for density in (0.5, 0.3, 0.22, 0.1, 0.05):
-            # a dense product of the largest size takes 95 ms
-            some = blocks if size < 32768 or density == 0.22 else blocks[:1]
-            for block in some:
-                yield _case(Product(size, size, size, block, density), f"{size}^3")
+    """Square products of 4096 to 32768: every block shape at five densities."""
+    sizes = (256,) if tiny else (4096, 8192, 16384, 32768)
+    # A run that ends early has the density of the founding table for every size, then as many of
+    # the others as it had time for; a dense product of the largest size alone takes 95 ms.
+    order = [(size, FOUNDING_DENSITY) for size in sizes]
+    order += [(size, density) for size in sizes for density in (0.5, 0.3, 0.1, 0.05)]
+    for size, density in order:
+        for block in BLOCKS:
+            yield _case(Product(size, size, size, block, density), f"{size}^3")
 
 
 def llama(tiny: bool = False) -> Iterator[Case]:
@@ -92,7 +94,8 @@ def _layers(
     for name, (rows, inner) in layers.items():
         for n in tokens:
             for block in blocks:
-                product = Product(rows // shrink, inner // shrink, n, block, 0.22, linear=True)
+                shape = (rows // shrink, inner // shrink, n)
+                product = Product(*shape, block, FOUNDING_DENSITY, linear=True)
                 # narrow products are bound by launches and memory
                 modes = (EAGER, GRAPH) if n <= NARROW else (EAGER,)
                 yield _case(product, f"{name}, {n} tokens", modes=modes)
