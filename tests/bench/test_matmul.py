@@ -133,6 +133,8 @@ def test_suites_cover_what_they_say(suite):
     cases, tiny = list(made(False)), list(made(True))
     assert len({case.name for case in cases}) == len(cases)
     assert len({case.name for case in tiny}) == len(tiny)
+    assert {case.problem["dtype"] for case in cases} == {"float16"}
+    assert {case.problem["dtype"] for case in tiny} == {"float32"}
     problems = [case.problem for case in cases]
     blocks = {tuple(p["block"]) for p in problems}
     if suite in ("founding", "square", "crossover"):
@@ -151,6 +153,8 @@ def test_suites_cover_what_they_say(suite):
             itertools.product(sizes, BLOCKS)
         )
         assert all(p["n"] == 32768 for p in problems[-28:])
+    if suite in ("square", "crossover"):
+        assert all(case.build(CPU).sparse.nnz_blocks for case in tiny)
     if suite == "llama":
         assert {tuple(p["weight"]) for p in problems} == set(LLAMA.values())
         for case in cases:

@@ -8,7 +8,7 @@ MODE_HEADS = {
     "graph": "in a CUDA graph, cold inputs",
     "sustained": "call after call without a pause",
     "host": "host time of a call",
-    "reported": "measured by itself",
+    "reported": "in a fresh process",
 }
 UNITS = {"tflops": "TFLOP/s", "ms": "ms", "us": "us", "us_per_head": "us per head"}
 
@@ -74,7 +74,8 @@ def _mode_table(
     )
     compared = any("best_peer" in c.get("ratios", {}).get(mode, {}) for c in cases)
     tiers = any("tiers_us_per_head" in c["problem"] for c in cases)
-    head = [f"{unit}, {MODE_HEADS[mode]}", "ran", *names]
+    ran = any("implementation" in c["peers"].get("bsk", {}) for c in cases)
+    head = [f"{unit}, {MODE_HEADS[mode]}", *(["ran"] if ran else []), *names]
     to_dense = any("over_dense" in c.get("ratios", {}).get(mode, {}) for c in cases)
     head += ["bsk faster than dense"] if to_dense else []
     head += ["bsk against the best peer"] if compared else []
@@ -83,7 +84,8 @@ def _mode_table(
     for case in cases:
         entries = case["peers"]
         mark = " ~" if "unsteady" in case else ""
-        row = [case["name"] + mark, str(entries.get("bsk", {}).get("implementation", "n/a"))]
+        row = [case["name"] + mark]
+        row += [str(entries.get("bsk", {}).get("implementation", "n/a"))] if ran else []
         for name in names:
             figures = entries.get(name, {}).get("times", {}).get(mode)
             row.append("n/a" if figures is None else show(figures, case["problem"]))

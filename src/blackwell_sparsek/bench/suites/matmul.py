@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..case import EAGER, GRAPH, SUSTAINED, Case, Suite
 from ..peers.matmul import CUSPARSE, DENSE, OURS, PACKED, PEERS, STORED, TORCH, TUNED
 from ..problems.product import Product
@@ -29,6 +31,15 @@ NARROW = 64
 FOUNDING_DENSITY = 0.22
 # single calls, and calls at the limits of clocks and power
 BOTH = (EAGER, SUSTAINED)
+
+
+def _dtype(tiny: bool) -> torch.dtype:
+    """Torch multiplies float16 on a CPU so slowly that nothing could be compared with it."""
+    return torch.float32 if tiny else torch.float16
+
+
+def _cube(size: int, block: tuple[int, int], density: float, tiny: bool) -> Product:
+    return Product(size, size, size, block, density, _dtype(tiny))
 
 
 def _case(
@@ -55,22 +66,22 @@ def founding(tiny: bool = False) -> Iterator[Case]:
     peers = (OURS, DENSE, PACKED, TORCH, TUNED)
     for block in BLOCKS:
         more = (CUSPARSE,) if block == (128, 128) else ()
-        product = Product(size, size, size, block, FOUNDING_DENSITY)
+        product = _cube(size, block, FOUNDING_DENSITY, tiny)
         yield _case(product, f"{size}^3", (*peers, *more), BOTH)
-    full = Product(size, size, size, (128, 128), 1.0)
+    full = _cube(size, (128, 128), 1.0, tiny)
     yield _case(full, f"{size}^3", (OURS, STORED, DENSE), BOTH)
 
 
 def square(tiny: bool = False) -> Iterator[Case]:
     """Square products of 4096 to 32768: every block shape at five densities."""
-    sizes = (256,) if tiny else (4096, 8192, 16384, 32768)
+    sizes = (512,) if tiny else (4096, 8192, 16384, 32768)
     # A run that ends early has the density of the founding table for every size, then as many of
     # the others as it had time for; a dense product of the largest size alone takes 95 ms.
     order = [(size, FOUNDING_DENSITY) for size in sizes]
     order += [(size, density) for size in sizes for density in (0.5, 0.3, 0.1, 0.05)]
     for size, density in order:
         for block in BLOCKS:
-            yield _case(Product(size, size, size, block, density), f"{size}^3")
+            yield _case(_cube(size, block, density, tiny), f"{size}^3")
 
 
 def llama(tiny: bool = False) -> Iterator[Case]:
@@ -95,7 +106,7 @@ def _layers(
         for n in tokens:
             for block in blocks:
                 shape = (rows // shrink, inner // shrink, n)
-                product = Product(*shape, block, FOUNDING_DENSITY, linear=True)
+                product = Product(*shape, block, FOUNDING_DENSITY, _dtype(tiny), linear=True)
                 # narrow products are bound by launches and memory
                 modes = (EAGER, GRAPH) if n <= NARROW else (EAGER,)
                 yield _case(product, f"{name}, {n} tokens", modes=modes)
@@ -103,10 +114,10 @@ def _layers(
 
 def crossover(tiny: bool = False) -> Iterator[Case]:
     """Stored blocks against the dense product over the density, to find where they meet."""
-    size = 256 if tiny else 8192
+    size = 512 if tiny else 8192
     for block in BLOCKS:
         for density in (0.1, 0.3, 0.5, 0.7, 0.9):
-            product = Product(size, size, size, block, density)
+            product = _cube(size, block, density, tiny)
             yield _case(product, f"{size}^3", (STORED, OURS, DENSE))
 
 
