@@ -99,6 +99,13 @@ def test_a_sweep_is_one_table_over_the_sparsity():
     assert "| another | sm90 | 0.431 |" in text and "8192 0.1" not in text
 
 
+def test_of_many_cases_without_time_a_few_are_named():
+    text = tables.matmul_tables(_document(left_out=["a", "b"]))
+    assert text.endswith("Left out for lack of time: a, b.")
+    text = tables.matmul_tables(_document(left_out=[f"c{i}" for i in range(99)]))
+    assert text.endswith("c6, c7 and 91 more.")
+
+
 def test_a_failed_check_is_named():
     document = _document()
     document["cases"][0]["peers"]["bsk"] = {"label": "", "failed": "AssertionError: over"}

@@ -10,6 +10,7 @@ MODE_HEADS = {
     "host": "host time of a call",
     "reported": "in a fresh process",
 }
+_MOST_NAMES = 8
 UNITS = {"tflops": "TFLOP/s", "ms": "ms", "us": "us", "us_per_head": "us per head"}
 
 
@@ -147,8 +148,15 @@ def notes(document: dict[str, Any]) -> list[str]:
     if document.get("interrupted"):
         found.append("The run was interrupted: cases are missing.")
     if document.get("left_out"):
-        found.append(f"Left out for lack of time: {', '.join(map(str, document['left_out']))}.")
+        found.append(f"Left out for lack of time: {_some_of(document['left_out'])}.")
     return found
+
+
+def _some_of(names: Any) -> str:
+    """The first few; the results file has them all."""
+    few = [str(name) for name in names[:_MOST_NAMES]]
+    more = len(names) - len(few)
+    return ", ".join(few) + (f" and {more} more" if more else "")
 
 
 def absent(cases: list[dict[str, Any]]) -> list[str]:

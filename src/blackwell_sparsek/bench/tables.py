@@ -25,6 +25,7 @@ SUITES = (
     "matmul_crossover",
     "matmul_square",
     "matmul_llama",
+    "matmul_layers",
     "attention_dense",
     "attention_window",
     "attention_small",
