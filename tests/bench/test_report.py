@@ -279,6 +279,8 @@ def test_the_command_writes_a_page_of_what_can_be_read(tmp_path, capsys):
     assert out.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert cli.main(["report", bad, good, "-o", str(out)]) == 1
     assert "bad.json: is not a results file" in capsys.readouterr().err
+    assert cli.main(["report", good, "-o", str(tmp_path)]) == 2
+    assert f"bsk: {tmp_path}: Is a directory" in capsys.readouterr().err
     assert cli.main(["report", bad]) == 2
     assert cli.main(["report"]) == 2
     assert "no results files given" in capsys.readouterr().err

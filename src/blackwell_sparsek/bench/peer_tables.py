@@ -148,11 +148,11 @@ def notes(document: dict[str, Any]) -> list[str]:
     if document.get("interrupted"):
         found.append("The run was interrupted: cases are missing.")
     if document.get("left_out"):
-        found.append(f"Left out for lack of time: {_some_of(document['left_out'])}.")
+        found.append(f"Left out for lack of time: {names_of_some(document['left_out'])}.")
     return found
 
 
-def _some_of(names: Any) -> str:
+def names_of_some(names: Any) -> str:
     """The first few; the results file has them all."""
     few = [str(name) for name in names[:_MOST_NAMES]]
     more = len(names) - len(few)
