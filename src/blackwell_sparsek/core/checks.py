@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .errors import InvalidInput, InvalidType, Unsupported
 
@@ -23,6 +24,15 @@ def check_tensor(op: str, arg: str, x: Any) -> None:
         raise Unsupported(message(op, arg, "is a tensor subclass", "a plain tensor", kind))
     if x.layout != torch.strided:
         raise InvalidType(message(op, arg, "has a sparse layout", torch.strided, x.layout))
+    check_no_tangent(op, arg, x)
+
+
+def check_no_tangent(op: str, arg: str, x: torch.Tensor) -> None:
+    """Operators have no forward-mode derivative, and torch would take it for zero."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        problem = "has a forward-mode derivative (torch.func.jvp, dual tensors)"
+        expected = "reverse mode: .backward() or torch.autograd.grad"
+        raise Unsupported(message(op, arg, problem, expected, "a tangent"))
 
 
 def check_dtype(op: str, arg: str, x: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:

@@ -9,6 +9,7 @@ from ..core.autocast import cast_operand
 from ..core.checks import (
     check_choice,
     check_dtype,
+    check_no_tangent,
     check_same_device,
     check_same_dtype,
     check_shape,
@@ -207,6 +208,7 @@ def _sparse_dense(
     _check_operand(op, dense_arg, dense)
     if dense.dim() == 0:
         raise InvalidInput(message(op, dense_arg, "has a wrong rank", "1 or more dimensions", []))
+    check_no_tangent(op, sparse_arg, sparse.storage)
     storage, dense = cast_operand(sparse.storage), cast_operand(dense)
     is_vector = dense.dim() == 1
     if is_vector:
@@ -290,6 +292,8 @@ def _sparse_sparse(
         got = f"blocks {list(a.block_shape)} and {list(b.block_shape)}"
         expected = "block widths of a equal to block heights of b"
         raise InvalidInput(message(op, "a/b", "have blocks that do not fit", expected, got))
+    for arg, matrix in (("a", a), ("b", b)):
+        check_no_tangent(op, arg, matrix.storage)
     first, second = cast_operand(a.storage), cast_operand(b.storage)
     check_same_dtype(op, {"a": first, "b": second})
     check_same_device(op, {"a": first, "b": second})
