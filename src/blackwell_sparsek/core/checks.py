@@ -35,6 +35,13 @@ def check_no_tangent(op: str, arg: str, x: torch.Tensor) -> None:
         raise Unsupported(message(op, arg, problem, expected, "a tangent"))
 
 
+def check_has_data(op: str, arg: str, x: torch.Tensor) -> None:
+    """What is read on the host, or counted, must be there."""
+    if x.is_meta:
+        expected = "a tensor with data (make it on another device, then call .to('meta'))"
+        raise Unsupported(message(op, arg, "is on the meta device", expected, "no data"))
+
+
 def check_dtype(op: str, arg: str, x: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
     """The dtype must be one of `allowed`."""
     if x.dtype not in allowed:
