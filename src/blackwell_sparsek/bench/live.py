@@ -3,7 +3,6 @@
 import importlib.util
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 from .case import Suite
@@ -45,12 +44,7 @@ class Live:
             self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
 
