@@ -248,15 +248,15 @@ class TestErrors:
             register(3)
         with pytest.raises(InvalidType, match="name is not a str; expected str, got int"):
             register(name=3)
-        with pytest.raises(InvalidType, match="names a layer by something else; .* got a"):
+        with pytest.raises(InvalidType, match=r"names a layer by something else; .* got a"):
             register({"a": None})
-        with pytest.raises(InvalidType, match="gives layer 1 something else; .* got int"):
+        with pytest.raises(InvalidType, match=r"gives layer 1 something else; .* got int"):
             register({0: None, 1: 16})
 
     def test_a_function_that_gives_something_else(self, make_model, long_ids):
         model = make_model()
         model.set_attn_implementation(register(lambda layer: "window", name="wrong"))
-        with pytest.raises(InvalidType, match="gives layer 0 something else; .* got str"):
+        with pytest.raises(InvalidType, match=r"gives layer 0 something else; .* got str"):
             model(long_ids)
 
     @pytest.mark.parametrize("name", ["my_flash", "org/attention", "paged|x"])
