@@ -8,8 +8,8 @@ from ..core.activations import ACTIVATIONS, activate
 from ..core.autocast import cast_operand
 from ..core.checks import (
     check_choice,
+    check_derivatives,
     check_dtype,
-    check_no_tangent,
     check_same_device,
     check_same_dtype,
     check_shape,
@@ -175,6 +175,7 @@ def _is_bsr(x: Any) -> TypeGuard[BSRMatrix]:
 
 def _check_operand(op: str, arg: str, x: Any) -> None:
     check_tensor(op, arg, x)
+    check_derivatives(op, arg, x)
     check_dtype(op, arg, x, VALUE_DTYPES)
 
 
@@ -208,7 +209,7 @@ def _sparse_dense(
     _check_operand(op, dense_arg, dense)
     if dense.dim() == 0:
         raise InvalidInput(message(op, dense_arg, "has a wrong rank", "1 or more dimensions", []))
-    check_no_tangent(op, sparse_arg, sparse.storage)
+    check_derivatives(op, sparse_arg, sparse.storage)
     storage, dense = cast_operand(sparse.storage), cast_operand(dense)
     is_vector = dense.dim() == 1
     if is_vector:
@@ -265,6 +266,7 @@ def _check_extra(
     out_dtype: torch.dtype,
 ) -> None:
     check_tensor(op, arg, x)
+    check_derivatives(op, arg, x)
     check_shape(op, arg, x, shape)
     check_dtype(op, arg, x, tuple(dict.fromkeys((dense.dtype, out_dtype, torch.float32))))
     check_same_device(op, {arg: x, "the operands": dense})
@@ -293,7 +295,7 @@ def _sparse_sparse(
         expected = "block widths of a equal to block heights of b"
         raise InvalidInput(message(op, "a/b", "have blocks that do not fit", expected, got))
     for arg, matrix in (("a", a), ("b", b)):
-        check_no_tangent(op, arg, matrix.storage)
+        check_derivatives(op, arg, matrix.storage)
     first, second = cast_operand(a.storage), cast_operand(b.storage)
     check_same_dtype(op, {"a": first, "b": second})
     check_same_device(op, {"a": first, "b": second})

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..core.checks import check_no_tangent
+from ..core.checks import check_derivatives
 
 
 def without_tangents(name: str, impl: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,7 +15,7 @@ def without_tangents(name: str, impl: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any) -> Any:
         if forward_ad._current_level >= 0:
             for x in _tensors(args):
-                check_no_tangent(name, "an argument", x)
+                check_derivatives(name, "an argument", x)
         return impl(*args)
 
     return checked
