@@ -130,6 +130,21 @@ def test_an_interrupt_keeps_what_there_is(fake, tmp_path, monkeypatch, capsys):
     assert "The run was interrupted: cases are missing." in out and "is kept" in err
 
 
+def test_an_interrupt_before_the_first_case_leaves_what_was_there(
+    fake, tmp_path, monkeypatch, capsys
+):
+    _run(tmp_path)
+
+    def interrupts(device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(SUITES, "fake", suite(cases=lambda tiny: [case("a", build=interrupts)]))
+    capsys.readouterr()
+    status, document = _run(tmp_path)
+    assert status == 130 and len(document["cases"]) == 5 and "interrupted" not in document
+    assert "Wrote" not in capsys.readouterr().err
+
+
 def test_on_a_gpu_a_worker_does_the_work(fake, tmp_path, monkeypatch):
     seen = []
 

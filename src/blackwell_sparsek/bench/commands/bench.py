@@ -110,7 +110,8 @@ def _run_here(
             print(f"{name}: the GPU is lost to this process: {error}", file=sys.stderr)
             return supervise.LOST
         print(suite_tables(document), end="\n\n", flush=True)
-        print(f"Wrote {path}.", file=sys.stderr)
+        if document["cases"] or not document.get("interrupted"):
+            print(f"Wrote {path}.", file=sys.stderr)
         problems += [f"{name}: {problem}" for problem in failures(document)]
         if document.get("interrupted"):
             print("Interrupted: what was measured so far is kept.", file=sys.stderr)
