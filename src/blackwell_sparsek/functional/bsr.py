@@ -16,6 +16,7 @@ from ..core.checks import (
     check_tensor,
     message,
 )
+from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..formats.bsr import BSRMatrix, BSRPattern, install_matmul
 from ..formats.bsr_product import product_pattern
@@ -149,6 +150,7 @@ def _product(
 ) -> Any:
     """`matmul`, with all its checks."""
     op = "matmul"
+    check_choice(op, "impl", impl, IMPLS)
     check_choice(op, "activation", activation, ACTIVATIONS)
     if out_dtype is not None and out_dtype not in VALUE_DTYPES:
         names = ", ".join(str(d) for d in VALUE_DTYPES)
@@ -347,6 +349,7 @@ def sddmm(
             [0., 0., 3., 3.]])
     """
     op = "sddmm"
+    check_choice(op, "impl", impl, IMPLS)
     if isinstance(pattern, BSRMatrix):
         pattern = pattern.logical_pattern
     if not isinstance(pattern, BSRPattern):
