@@ -149,6 +149,15 @@ def test_compile_builds_reports_and_fails_with_what_fails(capsys, monkeypatch):
     assert seen == [([90, 80], "good"), ([90], "bad")]
 
 
+def test_a_compiler_that_does_not_start_is_told(capsys, monkeypatch):
+    def fails(*args, **options):
+        raise RuntimeError("the compiler process failed (1):\nTraceback\nImportError: libfoo.so\n")
+
+    monkeypatch.setattr(compiling, "compile_kernels", fails)
+    err = _printed(capsys, "compile", "--arch", "sm_90", status=2).err
+    assert err.endswith("bsk: kernels cannot be compiled here: ImportError: libfoo.so\n")
+
+
 def test_a_benchmark_case_is_no_kernel(capsys, monkeypatch):
     monkeypatch.setattr(compiling, "compile_kernels", lambda *args, **options: [])
     err = _printed(capsys, "profile", "8192^3", "--arch", "sm_90", status=2).err

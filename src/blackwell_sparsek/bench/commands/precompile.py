@@ -67,7 +67,12 @@ def built(archs: list[int], contains: str, jobs: int, counts: tuple[str, ...]) -
         live = sys.stderr.isatty()
         print(f"\r\x1b[K{text}" if live else text, end="" if live else "\n", file=sys.stderr)
 
-    records = compile_kernels(archs, contains, counts=counts, jobs=jobs, progress=progress)
+    try:
+        records = compile_kernels(archs, contains, counts=counts, jobs=jobs, progress=progress)
+    except RuntimeError as error:  # a process that compiles has ended, such as by its imports
+        print(error, file=sys.stderr)
+        last = str(error).strip().splitlines()[-1]
+        raise Unsupported(f"kernels cannot be compiled here: {last}") from error
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     if not records:
