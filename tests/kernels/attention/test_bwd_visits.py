@@ -16,8 +16,8 @@ from blackwell_sparsek.kernels.attention.bwd_visits import (
     LATER,
     PARTS,
     PATIENCE,
+    REACH,
     STEPS,
-    WINDOW,
     plan_visits,
 )
 
@@ -80,10 +80,10 @@ def planned_by_hand(case, pack):
                 part = {b: (front - b) % mb * PARTS.value // mb for b in left}
                 while tiles:
                     # the times that were read reach so far
-                    end = time - (time - begin) % STEPS.value - 1 + WINDOW.value
+                    end = time - (time - begin) % STEPS.value - 1 + REACH.value
                     free = {b: time not in there[b] for b in left}
                     wanted = {b: sum(time + 1 < t < end for t in there[b]) for b in left}
-                    keys = {b: (not free[b], part[b] * WINDOW.value - wanted[b]) for b in left}
+                    keys = {b: (not free[b], part[b] * REACH.value - wanted[b]) for b in left}
                     chosen = sorted(left, key=keys.get)
                     if forced:
                         chosen = [left[0], *(b for b in chosen if b != left[0])]

@@ -286,7 +286,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_planes",
-        "section", "dynamic", "visits_step", "q_heads", "group_size",
+        "section", "visits_step", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_bwd_sm90_kernel(
@@ -309,7 +309,6 @@ def _attn_bwd_sm90_kernel(
     right,
     num_planes,
     section,
-    dynamic,
     visits_step,
     q_heads,
     group_size,
@@ -358,7 +357,7 @@ def _attn_bwd_sm90_kernel(
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
-    schedule = (order_ptr, turns_ptr, sums_turn_ptr, visits_step, num_planes, section, dynamic)
+    schedule = (order_ptr, turns_ptr, sums_turn_ptr, visits_step, num_planes, section)
     lengths = (q_len, kv_len)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)

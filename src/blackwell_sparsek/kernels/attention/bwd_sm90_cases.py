@@ -86,7 +86,6 @@ def attn_bwd_sm90_case(call: Call) -> CompileCase:
             "right": 0,
             "num_planes": 32,
             "section": 32,
-            "dynamic": 1,
             "visits_step": 0,
             "q_heads": 32,
             "group_size": 4,

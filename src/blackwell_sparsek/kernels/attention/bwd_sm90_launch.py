@@ -72,9 +72,9 @@ def launch_attn_bwd_sm90(
         kv_planes = planes // operands.heads[1]
         pieces = kv_planes * cdiv(kv_len, config.tile_n)
         programs = min(arch_of(q.device).num_sms, pieces)
-        # in order, pieces come from the counter whatever their number, and none ahead of its use
-        dynamic = pieces > programs and not config.ORDERED
-        counter = scratch((1,), torch.int32, q.device, zero=dynamic or config.ORDERED)
+        # in order, pieces come from the counter whatever their number
+        counted = pieces > programs or config.ORDERED
+        counter = scratch((1,), torch.int32, q.device, zero=counted)
         args = (
             tensor_descriptor(sums.view(planes, -1, SUM_COLUMNS), config.dq_block()),
             _descriptor(dk, config.k_block()),
@@ -92,7 +92,6 @@ def launch_attn_bwd_sm90(
             *operands.band,
             kv_planes,
             section,
-            int(dynamic),
             0 if visits is None or visits.shape[0] == 1 else visits.shape[1],
             *operands.heads,
             gradient_factors(spec.scale, spec.softcap, q.dtype),

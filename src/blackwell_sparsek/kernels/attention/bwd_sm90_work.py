@@ -89,9 +89,9 @@ def padded_queries(q_len):
 def _ascends(plane, num_planes, section, lengths, band):
     """Whether a piece without a mask takes queries from the first to the last, in order.
 
-    Under a causal band tiles of keys begin at queries of their own: the last tiles, which are the
-    shortest, come first, and none meets another. In the last section the longest come first, so
-    that they do not end alone, and meet at the last queries.
+    Where a band hides later keys, tiles of keys begin at queries of their own: the last tiles,
+    which are the shortest, come first, and none meets another. In the last section the longest come
+    first, so that they do not end alone, and meet at the last queries.
     """
     section = gl.minimum(section, num_planes)
     last = section_of(plane, num_planes, section) == gl.maximum(num_planes // section, 1) - 1
@@ -259,7 +259,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     descs, k_desc, v_desc, counter_ptr, schedule = produce
     mask, kv_ring, info, work = shared[0], shared[1], shared[3], shared[4]
     lengths, heads, band = shared[5], shared[6], shared[7]
-    order_ptr, turns_ptr, sums_turn_ptr, visits_step, num_planes, section, dynamic = schedule
+    order_ptr, turns_ptr, sums_turn_ptr, visits_step, num_planes, section = schedule
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     q_heads, group_size = heads
@@ -316,7 +316,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
                 # turns are planned: nobody may wait for a piece that waits behind another
                 _await_turns(sums_turn_ptr, info, step, lengths[0], CFG)
             piece = gl.atomic_add(counter_ptr, 1)
-        elif dynamic != 0:
+        elif total > gl.num_programs(0):
             piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         else:
             piece += gl.num_programs(0)

@@ -30,7 +30,7 @@ PARTS = tl.constexpr(4)
 # Times in a row at which a column waits for a block to be free before it takes one that is not.
 PATIENCE = tl.constexpr(3)
 # Times that are read at once, and after which others are read.
-WINDOW, STEPS = tl.constexpr(32), tl.constexpr(16)
+REACH, STEPS = tl.constexpr(32), tl.constexpr(16)
 # Columns that run at once: a multiprocessor each.
 LANES = tl.constexpr(256)
 # Visits of a column that are put in order; longer ones stay as they are.
@@ -173,7 +173,7 @@ def _attn_bwd_visits_kernel(
                 while (time < until) & (used < count):
                     take = tl.where((used == 0) & (lead > 0), lead, PACK)
                     key = tl.where((taken & AROUND) == 0, 0, BUSY)
-                    key += ((part + 1) * WINDOW - wanted) * VISITS + offs
+                    key += ((part + 1) * REACH - wanted) * VISITS + offs
                     key = tl.where((used == 0) & (offs < cut), -1, key)
                     key = tl.where(left, key, GONE + offs)
                     if PACK == 2:
