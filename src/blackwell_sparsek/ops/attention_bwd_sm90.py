@@ -15,6 +15,7 @@ from ..formats.block_order import longest_columns_first
 from ..formats.block_turns import groups_of_columns, turns_of_blocks
 from ..tuning.attention_bwd_sm90 import (
     attn_bwd_sm90_config,
+    attn_bwd_sm90_front,
     attn_bwd_sm90_passed_over,
     attn_bwd_sm90_section,
     attn_bwd_sm90_unsupported,
@@ -57,10 +58,11 @@ def backward(
         sizes = (q.shape[0], heads, group_size, spec.band, section, config.tile_n)
         order = derived_list(mask, longest_columns_first, *sizes)
         if deterministic:
+            tiles = (config.parts, attn_bwd_sm90_front(problem, section))
             # a band may cut lists, which have to be in order for that
             if spec.band == EVERYTHING:
-                visits = derived_list(mask, _plan, *sizes, config.parts)[0]
-            turns = derived_list(mask, _turns, *sizes, config.parts)
+                visits = derived_list(mask, _plan, *sizes, *tiles)[0]
+            turns = derived_list(mask, _turns, *sizes, *tiles)
     dk, dv = (
         scratch(x.shape, x.dtype, x.device) if gradient is None else gradient
         for x, gradient in ((k, gradients.dk), (v, gradients.dv))
@@ -83,6 +85,7 @@ def _plan(
     section: int,
     tile: int,
     pack: int,
+    parts: int,
 ) -> torch.Tensor:
     """Which query blocks columns visit in which order, and when: int32 `[2, heads, nnz]`."""
     from ..kernels.attention.bwd_visits import plan_visits
@@ -93,7 +96,7 @@ def _plan(
     sizes = (batch, heads, group_size, section, tile, programs)
     groups = groups_of_columns(mask, order, *sizes)
     with unrecorded():
-        return torch.stack(plan_visits(mask, groups, group_size, pack))
+        return torch.stack(plan_visits(mask, groups, group_size, pack, parts))
 
 
 def _turns(
@@ -105,13 +108,13 @@ def _turns(
     section: int,
     tile: int,
     pack: int,
+    parts: int,
 ) -> torch.Tensor:
     """When each tile of keys adds to the gradients of queries."""
     sizes = (batch, heads, group_size, band, section, tile)
     order = derived_list(mask, longest_columns_first, *sizes)
     if band != EVERYTHING:
         return turns_of_blocks(mask, order, heads, group_size, band, tile)
-    plan = derived_list(mask, _plan, *sizes, pack)
-    planned = zip(*plan, strict=True)
-    sizes = (heads, group_size, band, tile)
-    return torch.cat([turns_of_blocks(mask, order, *sizes, *of_head) for of_head in planned])
+    planned = zip(*derived_list(mask, _plan, *sizes, pack, parts), strict=True)
+    args = (mask, order, heads, group_size, band, tile)
+    return torch.cat([turns_of_blocks(*args, *of_head) for of_head in planned])

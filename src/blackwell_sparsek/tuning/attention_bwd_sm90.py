@@ -12,8 +12,9 @@ KEY_BLOCKS = (64, 128, 256)
 SECTION_BYTES = 16 * 2**20
 # Planes that run together at least under a band.
 UNEVEN = 2
-# How many times more bytes of planes run together where dq is added up in order.
-ORDERED = 3
+# How many times more bytes of planes run together where dq is added up in order, and where
+# turns are planned besides.
+ORDERED, PLANNED = 3, 2
 # Below this many queries a tile of 64 or 128 is mostly padding.
 FEW_QUERIES = 32
 
@@ -35,8 +36,8 @@ def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
         return f"{problem.max_q} queries fill too little of a tile"
     narrow = problem.mask_block is not None and problem.mask_block[1] == 64
     if problem.deterministic and narrow:
-        # TFLOP/s in order and of the portable kernels, 16k tokens: blocks of 64 at 22 % 297, 350;
-        # of 128 438, 339; full 542, 364; causal 520, 356
+        # TFLOP/s in order and of the portable kernels, blocks of 64: 22 % of 16k tokens 326, 342;
+        # 5 % of 64k tokens 294, 329; of 128 at 16k 520, 339
         return "tiles of 64 keys wait long for their turns"
     return None
 
@@ -57,16 +58,33 @@ def attn_bwd_sm90_section(problem: AttnProblem) -> int:
     with a band, by MiB of a plane and planes of a section: 4 MiB, 6, 12 and 24 planes 564, 558,
     539; 2 MiB, 12, 24 and 48 planes 500, 491, 449; 32 MiB, 1, 2, 4 and 8 planes 533, 625, 610, 602;
     without a band, 8 MiB, 1, 2, 3 and 6 planes 568, 571, 555, 553.
-    For sums in order three times as many bytes: only tiles of one plane wait for each other (22 %
-    of 16k tokens, 16 MiB, 2, 3, 4 and 6 planes 448, 475, 450, 386; 5 % of 64k tokens, 64 MiB, 1
-    and 2 planes 448, 375).
+    In order not with a band (32 MiB, 1 and 2 planes 501, 496; 128 MiB 475, 380). Else more, since
+    only tiles of one plane wait for each other; under a mask heads of a plane are read one after
+    the other (16 MiB a head, 2 and 3 planes of one head 520, 504; 1 and 2 of four heads 467, 523).
     """
-    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    row_bytes += problem.head_dim * 4
+    row_bytes = _row_bytes(problem)
     group = problem.heads_q // problem.heads_kv
     planes = problem.batch * problem.heads_kv
-    plane_bytes = max(row_bytes * problem.max_q * group, 1)
-    uneven = problem.banded and problem.mask_block is None
-    times = ORDERED if problem.deterministic and not uneven else 1
-    section = max(times * SECTION_BYTES // plane_bytes, UNEVEN if uneven else 1)
+    masked, room = problem.mask_block is not None, SECTION_BYTES
+    if problem.deterministic and masked:
+        group, room = 1, PLANNED * SECTION_BYTES
+    elif problem.deterministic and not problem.banded:
+        room = ORDERED * SECTION_BYTES
+    section = max(room // max(row_bytes * problem.max_q * group, 1), 1)
+    if problem.banded and not masked and not problem.deterministic:
+        section = max(section, UNEVEN)
     return min(section, max(planes, 1))
+
+
+def attn_bwd_sm90_front(problem: AttnProblem, section: int) -> int:
+    """Parts of the queries that tiles of keys go through together, where turns are planned.
+
+    TFLOP/s in order with 1 and 4 parts, blocks of 128: 22 % of 16k tokens, 16 MiB a head and two
+    heads at a time 520, 483; 5 % of 64k tokens, 64 MiB a head 453, 498.
+    """
+    return 1 if section * _row_bytes(problem) * problem.max_q <= PLANNED * SECTION_BYTES else 4
+
+
+def _row_bytes(problem: AttnProblem) -> int:
+    """Of a query, its output gradient and its sum."""
+    return (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + problem.head_dim * 4

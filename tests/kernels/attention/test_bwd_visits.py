@@ -14,7 +14,6 @@ from blackwell_sparsek.formats.block_turns import groups_of_columns, turns_of_bl
 from blackwell_sparsek.kernels.attention import bwd_visits
 from blackwell_sparsek.kernels.attention.bwd_visits import (
     LATER,
-    PARTS,
     PATIENCE,
     REACH,
     STEPS,
@@ -30,14 +29,14 @@ class Case:
         keep = torch.rand(batch, heads, 16, 4, generator=generator) < 0.4
         keep[..., 0] |= sink
         self.mask = BlockMask.from_dense(keep.to(device), (16, 64), (queries, 250))
-        self.group = group
+        self.group, self.parts = group, section
         self.order = longest_columns_first(self.mask, 2, 2, group, EVERYTHING, section, 64)
         sizes = (2, 2, group, section, 64, programs)
         self.groups = groups_of_columns(self.mask, self.order, *sizes)
 
     def plan(self, pack):
         """Visits, times and turns."""
-        plan = plan_visits(self.mask, self.groups, self.group, pack)
+        plan = plan_visits(self.mask, self.groups, self.group, pack, self.parts)
         sizes = (2, self.group, EVERYTHING, 64)
         turns = [
             turns_of_blocks(self.mask, self.order, *sizes, *p) for p in zip(*plan, strict=True)
@@ -77,7 +76,7 @@ def planned_by_hand(case, pack):
                 there = {b: taken.setdefault((later, plane, b), set()) for b in left}
                 late, forced = 0, len(tiles) > 0 and left[0] == mask.seq_lengths[0] // 16
                 begin, front = time, mb - 1 - time * mb // sweep % mb
-                part = {b: (front - b) % mb * PARTS.value // mb for b in left}
+                part = {b: (front - b) % mb * case.parts // mb for b in left}
                 while tiles:
                     # the times that were read reach so far
                     end = time - (time - begin) % STEPS.value - 1 + REACH.value
@@ -124,7 +123,7 @@ def test_partial_blocks_and_long_columns_stay(device, monkeypatch):
     mask = BlockMask.from_element_mask(visible.to(device), (16, 64))
     order = torch.tensor([1, 0], device=device)
     groups = groups_of_columns(mask, order, 1, 1, 1, 1, 64, 4)
-    visits, times = plan_visits(mask, groups, 1, 1)
+    visits, times = plan_visits(mask, groups, 1, 1, 1)
     assert visits[0].equal(mask.transposed.indices)
     assert (times[0] % LATER.value).tolist() == [*range(16, 0, -1)] * 2
 

@@ -3,10 +3,9 @@
 Where dq is added up in order (`bwd_sm90`), a tile of keys waits at a block of queries until all
 whose turns come before have been there. Here columns are placed in time, one after the other in
 the order in which they are taken: so many run at once, each takes one unit of time for a tile of
-queries, and it takes a block only when nobody is there then. All of them follow a front that moves
-through the queries in the time that a column takes, so that what they read stays in the L2; of
-blocks that the front has passed lately they take the one that others want most. Turns are in the
-order of these times.
+queries, and it takes a block only when nobody is there then, the one that others want most. Where
+the L2 does not hold all queries, columns follow a front that moves through parts of them in the
+time that a column takes. Turns are in the order of these times.
 
 A column may so wait for one that is taken later, but for no more than run at once with it in the
 plan: when all programs of a launch run, one of them can always go on (`formats.block_turns`).
@@ -25,8 +24,6 @@ from ...formats.block_turns import Groups
 
 # Bits of times around a visit, from the one before on, in which nobody else may be there.
 AROUND = tl.constexpr(0b010)
-# Parts of the queries that the front moves through.
-PARTS = tl.constexpr(4)
 # Times in a row at which a column waits for a block to be free before it takes one that is not.
 PATIENCE = tl.constexpr(3)
 # Times that are read at once, and after which others are read.
@@ -91,8 +88,10 @@ def _column(queue_ptr, indptr_ptr, partial_end_ptr, turn, heads, own_lists, colu
 
 
 @triton.jit(
-    do_not_specialize=["planes", "columns", "blocks", "heads", "step", "ragged", "words", "sweep"]
-)
+    do_not_specialize=[
+        "planes", "columns", "blocks", "heads", "step", "ragged", "words", "sweep", "parts",
+    ]
+)  # fmt: skip
 def _attn_bwd_visits_kernel(
     visits_ptr,
     times_ptr,
@@ -110,6 +109,7 @@ def _attn_bwd_visits_kernel(
     ragged,
     words,
     sweep,
+    parts,
     PACK: tl.constexpr,
     VISITS: tl.constexpr,
 ):
@@ -160,7 +160,7 @@ def _attn_bwd_visits_kernel(
             front = blocks - 1 - tl.cast(time, tl.int64) * blocks // sweep % blocks
             behind = front.to(tl.int32) - block
             behind = tl.where(behind < 0, behind + blocks, behind)
-            part = behind * PARTS // blocks
+            part = behind * parts // blocks
             place_of = offs
             when = offs - offs
             left = live
@@ -217,7 +217,7 @@ def _attn_bwd_visits_kernel(
 
 
 def plan_visits(
-    mask: BlockMask, groups: Groups, group_size: int, pack: int
+    mask: BlockMask, groups: Groups, group_size: int, pack: int, parts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Query blocks of the transposed lists of `mask`, full ones in an order with few waits.
 
@@ -228,6 +228,7 @@ def plan_visits(
     groups : what is taken in which order, see `formats.block_turns.groups_of_columns`
     group_size : query heads that share a KV head
     pack : blocks of queries that are visited at a time
+    parts : of the queries, which columns go through together
 
     Returns
     -------
@@ -264,6 +265,7 @@ def plan_visits(
         words,
         # a column takes so long, as a rule
         mean * (group_size if mask.heads > 1 or shared else 1) // pack + 1,
+        parts,
         pack,
         width,
     )
@@ -290,6 +292,7 @@ def _cases() -> Iterator[CompileCase]:
                     "ragged": 511,
                     "words": 20,
                     "sweep": 30,
+                    "parts": 4,
                 },
                 "PACK": pack,
                 "VISITS": width,
