@@ -87,7 +87,7 @@ def _plan(
     pack: int,
     parts: int,
 ) -> torch.Tensor:
-    """Which query blocks columns visit in which order, and when: int32 `[2, heads, nnz]`."""
+    """Which query blocks columns visit in which order, and when: int32 `[2, nnz, heads]`."""
     from ..kernels.attention.bwd_visits import plan_visits
 
     assert band == EVERYTHING, band
@@ -96,7 +96,8 @@ def _plan(
     sizes = (batch, heads, group_size, section, tile, programs)
     groups = groups_of_columns(mask, order, *sizes)
     with unrecorded():
-        return torch.stack(plan_visits(mask, groups, group_size, pack, parts))
+        plan = torch.stack(plan_visits(mask, groups, group_size, pack, parts))
+    return plan.transpose(1, 2).contiguous()
 
 
 def _turns(
@@ -115,6 +116,6 @@ def _turns(
     order = derived_list(mask, longest_columns_first, *sizes)
     if band != EVERYTHING:
         return turns_of_blocks(mask, order, heads, group_size, band, tile)
-    planned = zip(*derived_list(mask, _plan, *sizes, pack, parts), strict=True)
+    plan = derived_list(mask, _plan, *sizes, pack, parts)
     args = (mask, order, heads, group_size, band, tile)
-    return torch.cat([turns_of_blocks(*args, *of_head) for of_head in planned])
+    return torch.stack([turns_of_blocks(*args, *of_head) for of_head in plan.unbind(2)], 1)

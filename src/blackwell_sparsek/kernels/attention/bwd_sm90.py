@@ -286,7 +286,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_planes",
-        "section", "visits_step", "q_heads", "group_size",
+        "section", "visit_heads", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_bwd_sm90_kernel(
@@ -309,7 +309,7 @@ def _attn_bwd_sm90_kernel(
     right,
     num_planes,
     section,
-    visits_step,
+    visit_heads,
     q_heads,
     group_size,
     score,
@@ -318,10 +318,11 @@ def _attn_bwd_sm90_kernel(
     """Set up rings and roles.
 
     `work_ptrs` are a counter, an order of the tiles of keys or None and, to add in order, how many
-    have added to each [64, 64] of dq, int32 [planes, rows / 64, 2], and the turns of the blocks of
-    a mask; `score` is what `gradient_factors` gives.
+    have added to each [64, 64] of dq, int32 [planes, rows / 64, 2], the turns of the blocks of a
+    mask, and in which order `visit_heads` heads visit them; `score` is what `gradient_factors`
+    gives.
     """
-    counter_ptr, order_ptr, sums_turn_ptr, turns_ptr = work_ptrs
+    counter_ptr, order_ptr, sums_turn_ptr, turns_ptr, visits_ptr = work_ptrs
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     ds_stages: gl.constexpr = CFG.DS_STAGES
@@ -357,7 +358,7 @@ def _attn_bwd_sm90_kernel(
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
-    schedule = (order_ptr, turns_ptr, sums_turn_ptr, visits_step, num_planes, section)
+    schedule = (order_ptr, sums_turn_ptr, (turns_ptr, visits_ptr), visit_heads, num_planes, section)
     lengths = (q_len, kv_len)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)

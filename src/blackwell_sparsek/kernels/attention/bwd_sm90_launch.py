@@ -47,16 +47,13 @@ def launch_attn_bwd_sm90(
         goes through the keys in sections
     turns : int32, under a mask and with `config.ORDERED`: when each tile of keys adds to dq of each
         query block, as `formats.block_turns.turns_of_blocks` makes them for `order`
-    visits : int32 [1 or heads of a group, nnz], query blocks of the transposed lists in the order
+    visits : int32 [nnz, 1 or heads of a group], query blocks of the transposed lists in the order
         that turns are for, as `bwd_visits.plan_visits` makes them, or None, which leaves them as
         they are
     section : planes (batch and KV head) whose queries stay in L2 together
     config : tiles
     """
     operands, mask = kernel_operands(q, k, v, spec), transposed_mask(spec.block_mask)
-    lists = mask.lists
-    if lists is not None and visits is not None:
-        lists = (*lists[:2], visits.view(-1), *lists[3:])
     q_len, kv_len = operands.lengths
     planes = operands.batch * operands.heads[0]
     padded = cdiv(q_len, QUERY_PADDING) * QUERY_PADDING
@@ -84,15 +81,15 @@ def launch_attn_bwd_sm90(
             _descriptor(k, config.k_block()),
             _descriptor(v, config.v_block()),
             *rows,
-            (counter, order, sums_turn, turns),
-            lists,
+            (counter, order, sums_turn, turns, visits),
+            mask.lists,
             *mask.steps,
             q_len,
             kv_len,
             *operands.band,
             kv_planes,
             section,
-            0 if visits is None or visits.shape[0] == 1 else visits.shape[1],
+            1 if visits is None else visits.shape[1],
             *operands.heads,
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,

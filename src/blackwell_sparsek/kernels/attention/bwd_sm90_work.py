@@ -134,7 +134,7 @@ def _turn_of_unit(unit, kv_tile, ascending, lengths, band, CFG: gl.constexpr):
 def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: gl.constexpr):
     """First query of a part of a query tile, the row of the bit pool that covers it or -1, and its
     turn, where there are turns."""
-    lists, plan, num_masked, turns_ptr, of_head, ascending = visit
+    lists, plan, num_masked, turns_ptr, visits_ptr, heads, head, ascending = visit
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     masked_tiles = num_tiles(num_masked, tile_m, unit_size)
@@ -155,9 +155,11 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
     # a part with no unit left is read from past all rows, where nothing counts; not from past the
     # queries: the innermost coordinate of a copy, which is that of lse, must be at 16 bytes
     end = padded_queries(lengths[0])
-    # heads that share a list visit its blocks in orders of their own
-    listed = unit + of_head if CFG.ORDERED else unit
-    q_row = keys_of_tile(lists, listed, ordinal, units, q_in_unit, end, tile_m, unit_size)
+    visited, listed = lists, unit
+    if visits_ptr is not None:
+        # heads that share a list visit its blocks in orders of their own
+        visited, listed = (lists[0], lists[1], visits_ptr), unit * heads + head
+    q_row = keys_of_tile(visited, listed, ordinal, units, q_in_unit, end, tile_m, unit_size)
     bits_id = -1
     turn = 0
     if lists is not None:
@@ -259,7 +261,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     descs, k_desc, v_desc, counter_ptr, schedule = produce
     mask, kv_ring, info, work = shared[0], shared[1], shared[3], shared[4]
     lengths, heads, band = shared[5], shared[6], shared[7]
-    order_ptr, turns_ptr, sums_turn_ptr, visits_step, num_planes, section = schedule
+    order_ptr, sums_turn_ptr, planned, visit_heads, num_planes, section = schedule
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     q_heads, group_size = heads
@@ -302,8 +304,11 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             if visit == 0:
                 # planned before, while the consumers still needed the last ones
                 _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG)
-            of_head = visit // CFG.visits * visits_step
-            found = (mask[0], plan, num_masked, turns_ptr, of_head, ascending)
+            head = visit // CFG.visits % visit_heads
+            turns_ptr, visits_ptr = planned
+            found = (
+                mask[0], plan, num_masked, turns_ptr, visits_ptr, visit_heads, head, ascending,
+            )  # fmt: skip
             for q_tile in range(q_tiles):
                 _fetch_step(descs, shared, step, found, q_tile, (batch, q_head, kv_tile), CFG)
                 step += 1
