@@ -14,9 +14,11 @@ past the end, where lse is +inf, count for nothing. The product for dq of a step
 step, so that no warp group waits for ds of the other.
 
 In order, a tile of keys adds to dq of a tile of queries when as many have done so as come before
-it. Pieces are taken from a counter, a program takes them in turn, and each waits only for earlier
-ones: the earliest that is not done waits for nobody, so that programs never wait in a circle.
-Queries go from the last to the first, which the first keys meet first: few have to wait.
+it. Pieces are taken from a counter, a program takes them in turn. Without a mask each waits only
+for earlier ones: the earliest that is not done waits for nobody, so that programs never wait in a
+circle. Tiles of keys begin where others are not (`bwd_sm90_work`): few have to wait. Under a mask
+turns are planned (`bwd_visits`), and a piece may wait for one that is taken a little later: all
+programs have to run, and none takes a piece while one before it may wait.
 
 Where key blocks of a mask are 64 wide (`SHARED_KEYS`), both warp groups keep the same 64 keys and
 take turns with the queries; each then has dq of its own, and dk and dv are added up at the end.
