@@ -25,14 +25,26 @@ def row_parts(x):
 
 
 @gluon.jit
-def softmax_step_parts(m_log2, parts, s, scale_log2, SLACK: gl.constexpr):
-    """As `softmax.softmax_step`, with sums in parts."""
+def row_maxima(s, like):
+    """Largest of each row of `s`, in short chains, in the layout of `like`."""
     top = gl.max(gl.max(gl.max(gl.max(_apart(s), 4), 2), 1), 1)
-    top = gl.convert_layout(top, m_log2.type.layout, assert_trivial=True)
-    m_new, p, rescale = weigh_below(m_log2, top, s, scale_log2, SLACK)
+    return gl.convert_layout(top, like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def add_parts(parts, rescale, p):
+    """Sums in parts, rescaled, with the weights `p` of another tile."""
     rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     factor = gl.convert_layout(rescale, rows, assert_trivial=True)
-    return m_new, parts * factor[:, None] + row_parts(p), p, rescale
+    return parts * factor[:, None] + row_parts(p)
+
+
+@gluon.jit
+def softmax_step_parts(m_log2, parts, s, scale_log2, SLACK: gl.constexpr):
+    """As `softmax.softmax_step`, with sums in parts."""
+    top = row_maxima(s, m_log2)
+    m_new, p, rescale = weigh_below(m_log2, top, s, scale_log2, SLACK)
+    return m_new, add_parts(parts, rescale, p), p, rescale
 
 
 @gluon.jit
@@ -43,6 +55,21 @@ def pin_above(sums):
         "@p st.shared.f32 [t], $1; mov.b32 $0, t; }",
         *("=r,f,~{memory}", [sums], gl.int32, False, 1),
     )
+
+
+@gluon.constexpr_function
+def _pinning(address):
+    return (
+        "{ .reg .pred p; .reg .b32 t; setp.nan.f32 p, $1, $1; "
+        f"mov.b32 t, global_smem; @p st.shared.f32 [t+{address}], $1; mov.b32 $0, 0; }}"
+    )
+
+
+@gluon.jit
+def pin_maxima(maxima, SPARE: gl.constexpr):
+    """As `pin_above`, for numbers of any sign; those that are none go to a SPARE byte address."""
+    asm: gl.constexpr = _pinning(SPARE)
+    gl.inline_asm_elementwise(asm, "=r,f,~{memory}", [maxima], gl.int32, False, 1)
 
 
 @gluon.constexpr_function

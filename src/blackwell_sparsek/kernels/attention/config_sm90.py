@@ -41,6 +41,12 @@ class AttnFwdSm90Config:
     PARTS: bool = False
     SHARED_TAIL: bool = False
     OVERLAP: bool = False
+    WARPS: bool = False
+    TURNS: bool = False
+    SINK: bool = False
+    SPLIT: bool = False
+    ALWAYS: bool = False
+    SLACK: int = 8
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -61,6 +67,36 @@ class AttnFwdSm90Config:
     def programs_per_sm(self) -> int:
         """One consumer leaves half of an SM to another program."""
         return 2 if self.CONSUMERS == 1 else 1
+
+    @property
+    def arrivals(self) -> int:
+        """Arrivals that free a stage."""
+        return self.CONSUMERS * (4 if self.WARPS else 1)
+
+    @property
+    def barrier_room(self) -> int:
+        """Barriers that each array of those of K and V has room for.
+
+        Triton lays out larger allocations first. With so much room these come right behind the
+        tiles, in the order of the program: full K, free K, full V, free V.
+        """
+        return 64 if self.WARPS else self.STAGES
+
+    @property
+    def tile_bytes(self) -> int:
+        """Shared memory of all tiles, which is where the barriers begin."""
+        rows = GROUP_ROWS * self.CONSUMERS
+        queries = rows * (self.Q_STAGES * self.TILE_D + self.TILE_DV)
+        return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
+
+    def barrier_at(self, array: int) -> int:
+        """Byte of shared memory at which an array of barriers begins, 0 if nobody needs to know."""
+        return self.tile_bytes + array * self.barrier_room * 8 if self.WARPS else 0
+
+    @property
+    def spare_at(self) -> int:
+        """Bytes of shared memory that nobody reads."""
+        return self.barrier_at(1) - 8
 
     @property
     def parts(self) -> int:

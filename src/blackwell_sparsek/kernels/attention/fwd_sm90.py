@@ -22,14 +22,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.gluon.packed import plane_place, tile_at
-from ...device.gluon.pipeline import barriers, take, tiles, work_channel
-from ...device.gluon.row_parts import pin_above, row_parts, scale_rows, softmax_step_parts
+from ...device.gluon.pipeline import barriers, ring_place, take, tiles, work_channel
+from ...device.gluon.row_parts import (
+    add_parts,
+    pin_above,
+    pin_maxima,
+    row_maxima,
+    row_parts,
+    scale_rows,
+    softmax_step_parts,
+)
 from ...device.masks import exists, position, row_bounds
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
-from ...device.softmax import add_sink, finalise, init_state, softmax_step
+from ...device.softmax import (
+    add_sink,
+    finalise,
+    init_state,
+    raise_maximum,
+    softmax_step,
+    weights_of,
+)
 from ...device.visits import num_masked_units
 from ..sm90 import GROUP_ROWS
+from .fwd_sm90_free import await_stage, await_turn, free_stage, pass_turn
 from .fwd_sm90_half import HALF, attend_half, pass_by
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
@@ -52,10 +68,68 @@ SHARED_FIELDS = gl.constexpr(13)
 def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
     """The softmax step of a tile, with the sums that the configuration keeps."""
     if CFG.PARTS:
-        state = softmax_step_parts(m_log2, row_sum, s, score[0], SLACK)
+        state = softmax_step_parts(m_log2, row_sum, s, score[0], CFG.SLACK)
     else:
-        state = softmax_step(m_log2, row_sum, s, score[0], SLACK)
+        state = softmax_step(m_log2, row_sum, s, score[0], CFG.SLACK)
     return state
+
+
+@gluon.jit
+def _attend_tile(
+    tile_args, rings, kv_tile, step, state, acc, p, MASKED: gl.constexpr, GROUP: gl.constexpr,
+    CFG: gl.constexpr,
+):  # fmt: skip
+    """Scores of a tile together with the product of the one before."""
+    q, lists, visit, masked_tiles, q_index, q_start, bounds, score = tile_args
+    k_smem, k_full, k_empty = rings[0]
+    v_smem, v_full, v_empty = rings[1]
+    m_log2, row_sum = state
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    tile_n: gl.constexpr = CFG.TILE_N
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
+    last_stage, last_phase = ring_place(step, CFG.STAGES)
+    step += 1
+    stage, phase = ring_place(step, CFG.STAGES)
+    await_stage(k_full, stage, phase, CFG.barrier_at(0))
+    await_turn(GROUP, CFG)
+    k = k_smem.index(stage).permute((1, 0))
+    scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+    await_stage(v_full, last_stage, last_phase, CFG.barrier_at(2))
+    product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
+    pass_turn(GROUP, CFG)
+    s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
+    free_stage(k_empty, stage, CFG.barrier_at(1))
+    if MASKED:  # noqa: SIM102
+        if needs_mask(lists, visit[1], kv_tile, masked_tiles):
+            s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
+    if CFG.SINK:
+        if CFG.PARTS:
+            top = row_maxima(s, m_log2)
+        else:
+            top = gl.max(s, 1)
+        m_log2, shift, rescale = raise_maximum(m_log2, top, score[0], CFG.SLACK)
+        pin_maxima(m_log2, CFG.spare_at)
+    else:
+        m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
+        # ptxas would sink the softmax below the wait, where it overlaps with nothing
+        pin_above(row_sum)
+    acc = warpgroup_mma_wait(0, deps=(product,))
+    free_stage(v_empty, last_stage, CFG.barrier_at(3))
+    if CFG.ALWAYS:
+        acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+    else:
+        acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
+    if CFG.SINK:
+        weights = weights_of(s, score[0], shift)
+        if CFG.PARTS:
+            row_sum = add_parts(row_sum, rescale, weights)
+        else:
+            row_sum = row_sum * rescale + gl.sum(weights, 1)
+    p = gl.convert_layout(weights.to(p.dtype), p_layout)
+    return step, m_log2, row_sum, acc, p
 
 
 @gluon.jit
@@ -130,45 +204,48 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
             row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
-            stage = step % CFG.STAGES
-            mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
+            stage, phase = ring_place(step, CFG.STAGES)
+            await_stage(k_full, stage, phase, CFG.barrier_at(0))
             k = k_smem.index(stage).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            free_stage(k_empty, stage, CFG.barrier_at(1))
             if needs_mask(mask[0], plan, taken, masked_tiles):
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
             if CFG.HALF_TILES:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
-            for kv_tile in range(taken + 1, kv_tiles):
-                last_stage = stage
-                last_phase = (step // CFG.STAGES) & 1
-                step += 1
-                stage = step % CFG.STAGES
-                mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
-                k = k_smem.index(stage).permute((1, 0))
-                scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(last_stage), last_phase)
-                product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
-                s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                if needs_mask(mask[0], plan, kv_tile, masked_tiles):
-                    s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
-                m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
-                # ptxas would sink the softmax below the wait, where it overlaps with nothing
-                pin_above(row_sum)
-                acc = warpgroup_mma_wait(0, deps=(product,))
-                mbarrier.arrive(v_empty.index(last_stage), count=1)
-                acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
-                p = gl.convert_layout(weights.to(dtype), p_layout)
+            tile_args = (q, mask[0], visit, masked_tiles, q_index, q_start, bounds, score)
+            rings = (k_ring, v_ring)
+            if CFG.SPLIT and mask[0] is None:
+                num_right = plan[5] - plan[4]
+                first_plain = gl.maximum(taken + 1, gl.minimum(num_right, kv_tiles))
+                end_plain = gl.maximum(gl.minimum(num_right + plan[4] - plan[3], kv_tiles), first_plain)
+                for kv_tile in range(taken + 1, first_plain):
+                    step, m_log2, row_sum, acc, p = _attend_tile(
+                        tile_args, rings, kv_tile, step, (m_log2, row_sum), acc, p, True, GROUP, CFG
+                    )
+                for kv_tile in range(first_plain, end_plain):
+                    step, m_log2, row_sum, acc, p = _attend_tile(
+                        tile_args, rings, kv_tile, step, (m_log2, row_sum), acc, p, False, GROUP, CFG
+                    )
+                for kv_tile in range(end_plain, kv_tiles):
+                    step, m_log2, row_sum, acc, p = _attend_tile(
+                        tile_args, rings, kv_tile, step, (m_log2, row_sum), acc, p, True, GROUP, CFG
+                    )
+            else:
+                for kv_tile in range(taken + 1, kv_tiles):
+                    step, m_log2, row_sum, acc, p = _attend_tile(
+                        tile_args, rings, kv_tile, step, (m_log2, row_sum), acc, p, True, GROUP, CFG
+                    )
+            stage, phase = ring_place(step, CFG.STAGES)
             # every score of this piece is taken: the next queries may come
             mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
-            mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
+            await_stage(v_full, stage, phase, CFG.barrier_at(2))
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            free_stage(v_empty, stage, CFG.barrier_at(3))
             step += 1
         else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
@@ -259,8 +336,10 @@ def _attn_fwd_sm90_kernel(
     k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
-    k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
-    v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
+    arrivals: gl.constexpr = CFG.arrivals
+    room: gl.constexpr = CFG.barrier_room
+    k_ring = (k_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
+    v_ring = (v_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
     fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
     work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, consumers)
     fence_async_shared()

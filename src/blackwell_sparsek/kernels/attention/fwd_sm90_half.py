@@ -3,7 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -11,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...device.scores import cap
 from ...device.softmax import softmax_step
 from ..sm90 import GROUP_ROWS
+from .fwd_sm90_free import await_stage, free_stage
 from .fwd_sm90_masks import mask_band
 from .fwd_sm90_work import dense_tile
 
@@ -37,22 +37,22 @@ def attend_half(
     row_sum = gl.convert_layout(state[1], s_rows)
     stage = step % CFG.STAGES
     phase = (step // CFG.STAGES) & 1
-    mbarrier.wait(k_full.index(stage), phase)
+    await_stage(k_full, stage, phase, CFG.barrier_at(0))
     k = k_smem.index(stage).slice(START, HALF, dim=0).permute((1, 0))
     no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    free_stage(k_empty, stage, CFG.barrier_at(1))
     s = mask_band(s, kv_start + START, (first, last, every_first, every_last), CFG)
     m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_DV))
     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
-    mbarrier.wait(v_full.index(stage), phase)
+    await_stage(v_full, stage, phase, CFG.barrier_at(2))
     v = v_smem.index(stage).slice(START, HALF, dim=0)
     product = warpgroup_mma(p, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(product,))
-    mbarrier.arrive(v_empty.index(stage), count=1)
+    free_stage(v_empty, stage, CFG.barrier_at(3))
     m_log2 = gl.convert_layout(m_log2, state_rows)
     return m_log2, gl.convert_layout(row_sum, state_rows), acc
 
@@ -66,9 +66,9 @@ def pass_by(rings, plan, masked_tiles, any_last, step, CFG: gl.constexpr):
     while (passed < masked_tiles) & (any_last < dense_tile(plan, passed) * CFG.TILE_N):
         stage = (step + passed) % CFG.STAGES
         phase = ((step + passed) // CFG.STAGES) & 1
-        mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        mbarrier.wait(v_full.index(stage), phase)
-        mbarrier.arrive(v_empty.index(stage), count=1)
+        await_stage(k_full, stage, phase, CFG.barrier_at(0))
+        free_stage(k_empty, stage, CFG.barrier_at(1))
+        await_stage(v_full, stage, phase, CFG.barrier_at(2))
+        free_stage(v_empty, stage, CFG.barrier_at(3))
         passed += 1
     return passed
