@@ -154,6 +154,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     step = 0
     turn = 0
+    if GROUP == 0:
+        # the first turn is the first consumer's
+        pass_turn(CFG.CONSUMERS - 1, CFG)
     piece = take(work, turn)
     while piece[6] >= 0:
         plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
@@ -177,6 +180,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         if CFG.SHARED_TAIL:
             taken = piece[8]
             kv_tiles = piece[9]
+        all_tiles = kv_tiles - taken
         if CFG.HALF_TILES and CFG.CONSUMERS > 2:
             taken = pass_by((k_ring, v_ring), plan, masked_tiles, any_last, step, CFG)
             step += taken
@@ -199,6 +203,12 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             halved = (plan[2] < plan[3]) & (any_first >= left_start + HALF)
             halved = halved & (kv_tiles > taken + 1)
             kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
+        if CFG.TURNS:
+            # all consumers take as many turns, whatever they pass by
+            own_turns = gl.maximum(kv_tiles - taken - 1, 0)
+            for _ in range(own_turns, all_tiles - 1):
+                await_turn(GROUP, CFG)
+                pass_turn(GROUP, CFG)
         if CFG.PARTS:
             quarter = row_parts(no_scores)
             part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
