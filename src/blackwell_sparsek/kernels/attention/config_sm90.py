@@ -47,6 +47,7 @@ class AttnFwdSm90Config:
     SPLIT: bool = False
     ALWAYS: bool = False
     SLACK: int = 8
+    GROUP_WARPS: int = 4
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -61,17 +62,22 @@ class AttnFwdSm90Config:
     @property
     def tile_m(self) -> int:
         """Queries of a piece of work."""
-        return GROUP_ROWS * self.CONSUMERS
+        return self.group_rows * self.CONSUMERS
+
+    @property
+    def group_rows(self) -> int:
+        """Queries of a consumer."""
+        return 16 * self.GROUP_WARPS
 
     @property
     def programs_per_sm(self) -> int:
         """One consumer leaves half of an SM to another program."""
-        return 2 if self.CONSUMERS == 1 else 1
+        return 2 if self.tile_m == GROUP_ROWS else 1
 
     @property
     def arrivals(self) -> int:
         """Arrivals that free a stage."""
-        return self.CONSUMERS * (4 if self.WARPS else 1)
+        return self.CONSUMERS * (self.GROUP_WARPS if self.WARPS else 1)
 
     @property
     def barrier_room(self) -> int:
@@ -85,7 +91,7 @@ class AttnFwdSm90Config:
     @property
     def tile_bytes(self) -> int:
         """Shared memory of all tiles, which is where the barriers begin."""
-        rows = GROUP_ROWS * self.CONSUMERS
+        rows = self.tile_m
         queries = rows * (self.Q_STAGES * self.TILE_D + self.TILE_DV)
         return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
 
@@ -120,7 +126,7 @@ class AttnFwdSm90Config:
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of queries."""
-        return (1, 1, GROUP_ROWS, self.TILE_D)
+        return (1, 1, self.group_rows, self.TILE_D)
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys."""
@@ -132,11 +138,11 @@ class AttnFwdSm90Config:
 
     def out_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of outputs."""
-        return (1, 1, GROUP_ROWS, self.TILE_DV)
+        return (1, 1, self.group_rows, self.TILE_DV)
 
     def accumulator_layout(self, columns: int) -> object:
         """Register layout of a [64, columns] WGMMA accumulator."""
-        return accumulator_layout(columns)
+        return accumulator_layout(columns, self.GROUP_WARPS)
 
 
 def make_config(

@@ -83,13 +83,14 @@ def _attend_tile(
     q, lists, visit, masked_tiles, q_index, q_start, bounds, score = tile_args
     k_smem, k_full, k_empty = rings[0]
     v_smem, v_full, v_empty = rings[1]
+    n_rows: gl.constexpr = CFG.group_rows
     m_log2, row_sum = state
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
     o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     tile_n: gl.constexpr = CFG.TILE_N
-    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
+    no_scores = gl.zeros([n_rows, tile_n], gl.float32, s_layout)
     last_stage, last_phase = ring_place(step, CFG.STAGES)
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
@@ -142,6 +143,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_full, v_empty = v_ring
+    n_rows: gl.constexpr = CFG.group_rows
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
@@ -150,29 +152,29 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
     out_smem = out_tiles.index(GROUP)
-    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    no_scores = gl.zeros([n_rows, tile_n], gl.float32, s_layout)
+    rows = gl.arange(0, n_rows, gl.SliceLayout(1, s_layout))
     step = 0
     turn = 0
     if GROUP == 0:
         # the first turn is the first consumer's
         pass_turn(CFG.CONSUMERS - 1, CFG)
-    piece = take(work, turn)
+    piece = take(work, turn, CFG.GROUP_WARPS)
     while piece[6] >= 0:
         plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         q_first, q_len, kv_len = piece_lengths(piece, lengths)
         batch, q_head, _ = batch_and_heads(piece[6], heads[0], heads[1])
         q_start = piece[7] * CFG.tile_m
-        q_index = q_start + GROUP * ROWS + rows
+        q_index = q_start + GROUP * n_rows + rows
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
-        first_pos = position(q_start + GROUP * ROWS, q_len, kv_len)
+        first_pos = position(q_start + GROUP * n_rows, q_len, kv_len)
         any_first, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
-        every_first, any_last = row_bounds(first_pos + (ROWS - 1), kv_len, band[0], band[1])
+        every_first, any_last = row_bounds(first_pos + (n_rows - 1), kv_len, band[0], band[1])
         bounds = (first, last, every_first, every_last)
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
         visit = (mask[0], plan, num_masked_units(plan), kv_len)
         m_log2, row_sum = init_state(q_index)
-        acc = gl.zeros([ROWS, tile_dv], gl.float32, o_layout)
+        acc = gl.zeros([n_rows, tile_dv], gl.float32, o_layout)
         q_stage = turn % CFG.Q_STAGES
         q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
         mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
@@ -287,13 +289,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             tma.store_wait(0)
             out_smem.store(out.to(dtype))
             fence_async_shared()
-            q_row = q_start + GROUP * ROWS
+            q_row = q_start + GROUP * n_rows
             out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
             tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
             lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
             gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
         turn += 1
-        piece = take(work, turn)
+        piece = take(work, turn, CFG.GROUP_WARPS)
     tma.store_wait(0)
 
 
@@ -341,8 +343,9 @@ def _attn_fwd_sm90_kernel(
     tile_n: gl.constexpr = CFG.TILE_N
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
-    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, ROWS)
-    out_smem = tiles(out_desc, consumers, ROWS)
+    n_rows: gl.constexpr = CFG.group_rows
+    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, n_rows)
+    out_smem = tiles(out_desc, consumers, n_rows)
     k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))

@@ -24,6 +24,7 @@ def attend_half(
     q, rings, step, state, acc, kv_start, bounds, score, START: gl.constexpr, CFG: gl.constexpr
 ):
     """Take in HALF keys from START on of the tile at `step`, which begins at `kv_start`."""
+    n_rows: gl.constexpr = CFG.group_rows
     k_smem, k_full, k_empty = rings[0]
     v_smem, v_full, v_empty = rings[1]
     s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
@@ -39,7 +40,7 @@ def attend_half(
     phase = (step // CFG.STAGES) & 1
     await_stage(k_full, stage, phase, CFG.barrier_at(0))
     k = k_smem.index(stage).slice(START, HALF, dim=0).permute((1, 0))
-    no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
+    no_scores = gl.zeros([n_rows, HALF], gl.float32, s_layout)
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
     free_stage(k_empty, stage, CFG.barrier_at(1))

@@ -97,7 +97,7 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
     mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
     for g in gl.static_range(consumers):
-        q_row = q_tile * CFG.tile_m + g * ROWS
+        q_row = q_tile * CFG.tile_m + g * CFG.group_rows
         q = q_smem.index(q_stage * consumers + g)
         tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
     visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
