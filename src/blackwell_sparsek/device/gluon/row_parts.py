@@ -58,18 +58,64 @@ def pin_above(sums):
 
 
 @gluon.constexpr_function
-def _pinning(address):
+def _pinning(offset):
     return (
-        "{ .reg .pred p; .reg .b32 t; setp.nan.f32 p, $1, $1; "
-        f"mov.b32 t, global_smem; @p st.shared.f32 [t+{address}], $1; mov.b32 $0, 0; }}"
+        "{ .reg .pred p; setp.nan.f32 p, $1, $1; "
+        f"@p st.shared.f32 [$2+{offset}], $1; mov.b32 $0, 0; }}"
     )
 
 
 @gluon.jit
-def pin_maxima(maxima, SPARE: gl.constexpr):
-    """As `pin_above`, for numbers of any sign; those that are none go to a SPARE byte address."""
+def pin_maxima(maxima, base, SPARE: gl.constexpr):
+    """As `pin_above`, for numbers of any sign; those that are none go SPARE bytes behind `base`."""
     asm: gl.constexpr = _pinning(SPARE)
-    gl.inline_asm_elementwise(asm, "=r,f,~{memory}", [maxima], gl.int32, False, 1)
+    gl.inline_asm_elementwise(asm, "=r,f,r,~{memory}", [maxima, base], gl.int32, False, 1)
+
+
+# How many of a thread's columns in a row, 8 k and 8 k + 1 behind its first, are up to $x.
+_COUNT = (
+    "sub.s32 t, {x}, lane; shr.s32 n, t, 3; shl.b32 n, n, 1; and.b32 u, t, 7; min.u32 u, u, 1; "
+    "add.s32 n, n, u; add.s32 n, n, 1; max.s32 n, n, 0; bmsk.clamp.b32 {y}, 0, n; "
+)
+_VISIBLE = (
+    "{ .reg .b32 lane, t, u, n, before, upto; mov.u32 lane, %laneid; and.b32 lane, lane, 3; "
+    "shl.b32 lane, lane, 1; "
+    + _COUNT.format(x="$2", y="upto")
+    + "sub.s32 t, $1, 1; add.s32 t, t, 0; "
+    + _COUNT.format(x="t", y="before")
+    + "not.b32 before, before; and.b32 $0, upto, before; }"
+)
+VISIBLE = gl.constexpr(_VISIBLE)
+
+
+@gluon.constexpr_function
+def _choosing(count):
+    # a thread has two rows, whose elements come in pairs; bit k is the k-th of a row
+    lines = []
+    for i in range(count):
+        bit = 2 * (i // 4) + i % 2
+        word = f"${2 * count + i % 4 // 2 * 2}"
+        lines.append(
+            f"and.b32 t, {word}, {1 << bit}; setp.eq.b32 p, t, 0; selp.f32 ${i}, 0fFF800000, ${i}, p;"
+        )
+    return "{ .reg .pred p; .reg .b32 t; " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _choosing_operands(count):
+    tied = [str(i) for i in range(count)]
+    return ",".join(["=f"] * count + tied + ["r"] * count)
+
+
+@gluon.jit
+def keep_columns(s, first, last):
+    """Scores `s` [64, columns] of WGMMA, -inf where a column is not from `first` to `last`."""
+    words = gl.inline_asm_elementwise(VISIBLE, "=r,r,r", [first, last], gl.int32, True, 1)
+    count: gl.constexpr = s.shape[1] // 2
+    asm: gl.constexpr = _choosing(s.shape[1] // 2)
+    operands: gl.constexpr = _choosing_operands(s.shape[1] // 2)
+    _, spread = gl.broadcast(s, words[:, None])
+    return gl.inline_asm_elementwise(asm, operands, [s, spread], gl.float32, True, count)
 
 
 @gluon.constexpr_function

@@ -48,6 +48,7 @@ class AttnFwdSm90Config:
     ALWAYS: bool = False
     SLACK: int = 8
     GROUP_WARPS: int = 4
+    BITS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -101,8 +102,8 @@ class AttnFwdSm90Config:
 
     @property
     def spare_at(self) -> int:
-        """Bytes of shared memory that nobody reads."""
-        return self.barrier_at(1) - 8
+        """Bytes behind the first barrier that nobody reads."""
+        return (self.barrier_room - 1) * 8
 
     @property
     def parts(self) -> int:

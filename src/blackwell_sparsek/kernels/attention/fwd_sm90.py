@@ -45,7 +45,7 @@ from ...device.softmax import (
 )
 from ...device.visits import num_masked_units
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_free import await_stage, await_turn, free_stage, pass_turn
+from .fwd_sm90_free import await_stage, await_turn, barrier_base, free_stage, pass_turn
 from .fwd_sm90_half import HALF, attend_half, pass_by
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
@@ -83,6 +83,7 @@ def _attend_tile(
     q, lists, visit, masked_tiles, q_index, q_start, bounds, score = tile_args
     k_smem, k_full, k_empty = rings[0]
     v_smem, v_full, v_empty = rings[1]
+    base = rings[2]
     n_rows: gl.constexpr = CFG.group_rows
     m_log2, row_sum = state
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
@@ -94,15 +95,15 @@ def _attend_tile(
     last_stage, last_phase = ring_place(step, CFG.STAGES)
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
-    await_stage(k_full, stage, phase, CFG.barrier_at(0))
+    await_stage(k_full, stage, phase, base, 0, CFG)
     await_turn(GROUP, CFG)
     k = k_smem.index(stage).permute((1, 0))
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-    await_stage(v_full, last_stage, last_phase, CFG.barrier_at(2))
+    await_stage(v_full, last_stage, last_phase, base, 2, CFG)
     product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
     pass_turn(GROUP, CFG)
     s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-    free_stage(k_empty, stage, CFG.barrier_at(1))
+    free_stage(k_empty, stage, base, 1, CFG)
     if MASKED:  # noqa: SIM102
         if needs_mask(lists, visit[1], kv_tile, masked_tiles):
             s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
@@ -112,13 +113,13 @@ def _attend_tile(
         else:
             top = gl.max(s, 1)
         m_log2, shift, rescale = raise_maximum(m_log2, top, score[0], CFG.SLACK)
-        pin_maxima(m_log2, CFG.spare_at)
+        pin_maxima(m_log2, base, CFG.spare_at)
     else:
         m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
         # ptxas would sink the softmax below the wait, where it overlaps with nothing
         pin_above(row_sum)
     acc = warpgroup_mma_wait(0, deps=(product,))
-    free_stage(v_empty, last_stage, CFG.barrier_at(3))
+    free_stage(v_empty, last_stage, base, 3, CFG)
     if CFG.ALWAYS:
         acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
     else:
@@ -154,6 +155,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     out_smem = out_tiles.index(GROUP)
     no_scores = gl.zeros([n_rows, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, n_rows, gl.SliceLayout(1, s_layout))
+    base = barrier_base(CFG)
     step = 0
     turn = 0
     if GROUP == 0:
@@ -184,7 +186,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             kv_tiles = piece[9]
         all_tiles = kv_tiles - taken
         if CFG.HALF_TILES and CFG.CONSUMERS > 2:
-            taken = pass_by((k_ring, v_ring), plan, masked_tiles, any_last, step, CFG)
+            taken = pass_by((k_ring, v_ring, base), plan, masked_tiles, any_last, step, CFG)
             step += taken
         if CFG.HALF_TILES:
             kv_start = dense_tile(plan, taken) * tile_n
@@ -193,7 +195,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 # keep their descriptors for after the branch, without them where it is not taken.
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
-                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, kv_start, bounds, score,
+                    same, (k_ring, v_ring, base), step, (m_log2, row_sum), acc, kv_start, bounds, score,
                     0, CFG,
                 )  # fmt: skip
                 step += 1
@@ -217,11 +219,11 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
             stage, phase = ring_place(step, CFG.STAGES)
-            await_stage(k_full, stage, phase, CFG.barrier_at(0))
+            await_stage(k_full, stage, phase, base, 0, CFG)
             k = k_smem.index(stage).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            free_stage(k_empty, stage, CFG.barrier_at(1))
+            free_stage(k_empty, stage, base, 1, CFG)
             if needs_mask(mask[0], plan, taken, masked_tiles):
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
@@ -229,7 +231,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
             tile_args = (q, mask[0], visit, masked_tiles, q_index, q_start, bounds, score)
-            rings = (k_ring, v_ring)
+            rings = (k_ring, v_ring, base)
             if CFG.SPLIT and mask[0] is None:
                 num_right = plan[5] - plan[4]
                 first_plain = gl.maximum(taken + 1, gl.minimum(num_right, kv_tiles))
@@ -254,10 +256,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             stage, phase = ring_place(step, CFG.STAGES)
             # every score of this piece is taken: the next queries may come
             mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
-            await_stage(v_full, stage, phase, CFG.barrier_at(2))
+            await_stage(v_full, stage, phase, base, 2, CFG)
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            free_stage(v_empty, stage, CFG.barrier_at(3))
+            free_stage(v_empty, stage, base, 3, CFG)
             step += 1
         else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
@@ -268,7 +270,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             if halved:
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
-                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, left_start, bounds,
+                    same, (k_ring, v_ring, base), step, (m_log2, row_sum), acc, left_start, bounds,
                     score, HALF, CFG,
                 )  # fmt: skip
                 step += 1

@@ -1,40 +1,60 @@
 """Stages of a ring that a consumer of the Hopper forward waits for and frees.
 
-`AT` is 0, or the byte of shared memory at which the barriers lie that a function uses.
+`ARRAY` says which barriers: full K, free K, full V, free V; `base` is where the first lie.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...device.gluon.warps import shared_address, wait_at
+from ...device.gluon.warps import shared_address
 
 
-@gluon.jit
-def _arrive(address):
-    gl.inline_asm_elementwise(
+@gluon.constexpr_function
+def _arriving(offset):
+    return (
         "{ .reg .pred p; elect.sync _|p, -1; "
-        "@p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }",
-        *("=r,r,~{memory}", [address], gl.int32, False, 1),
+        f"@p mbarrier.arrive.shared::cta.b64 _, [$1+{offset}]; mov.b32 $0, 0; }}"
+    )
+
+
+@gluon.constexpr_function
+def _waiting(offset):
+    return (
+        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, "
+        f"[$1+{offset}], $2; @!p bra.uni again; mov.b32 $0, 0; }}"
     )
 
 
 @gluon.jit
-def free_stage(empty, stage, AT: gl.constexpr):
-    """Tell the producer that a stage was read: the whole group, or each warp for itself."""
-    if AT == 0:
-        mbarrier.arrive(empty.index(stage), count=1)
-    else:
-        _arrive(shared_address(AT + stage * 8))
+def barrier_base(CFG: gl.constexpr):
+    """Address of the barriers of K and V, 0 if nobody needs it."""
+    base = 0
+    if CFG.WARPS:
+        base = shared_address(CFG.barrier_at(0))
+    return base
 
 
 @gluon.jit
-def await_stage(full, stage, phase, AT: gl.constexpr):
+def free_stage(empty, stage, base, ARRAY: gl.constexpr, CFG: gl.constexpr):
+    """Tell the producer that a stage was read: the whole group, or each warp for itself."""
+    if not CFG.WARPS:
+        mbarrier.arrive(empty.index(stage), count=1)
+    else:
+        asm: gl.constexpr = _arriving(CFG.barrier_at(ARRAY) - CFG.barrier_at(0))
+        address = base + stage * 8
+        gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [address], gl.int32, False, 1)
+
+
+@gluon.jit
+def await_stage(full, stage, phase, base, ARRAY: gl.constexpr, CFG: gl.constexpr):
     """Wait for the copies into a stage: as one group, or each warp for itself."""
-    if AT == 0:
+    if not CFG.WARPS:
         mbarrier.wait(full.index(stage), phase)
     else:
-        wait_at(shared_address(AT + stage * 8), phase)
+        asm: gl.constexpr = _waiting(CFG.barrier_at(ARRAY) - CFG.barrier_at(0))
+        address = base + stage * 8
+        gl.inline_asm_elementwise(asm, "=r,r,r,~{memory}", [address, phase], gl.int32, False, 1)
 
 
 # the first named barrier that Triton does not use itself

@@ -27,6 +27,7 @@ def attend_half(
     n_rows: gl.constexpr = CFG.group_rows
     k_smem, k_full, k_empty = rings[0]
     v_smem, v_full, v_empty = rings[1]
+    base = rings[2]
     s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     state_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))
@@ -38,22 +39,22 @@ def attend_half(
     row_sum = gl.convert_layout(state[1], s_rows)
     stage = step % CFG.STAGES
     phase = (step // CFG.STAGES) & 1
-    await_stage(k_full, stage, phase, CFG.barrier_at(0))
+    await_stage(k_full, stage, phase, base, 0, CFG)
     k = k_smem.index(stage).slice(START, HALF, dim=0).permute((1, 0))
     no_scores = gl.zeros([n_rows, HALF], gl.float32, s_layout)
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-    free_stage(k_empty, stage, CFG.barrier_at(1))
+    free_stage(k_empty, stage, base, 1, CFG)
     s = mask_band(s, kv_start + START, (first, last, every_first, every_last), CFG)
     m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_DV))
     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
-    await_stage(v_full, stage, phase, CFG.barrier_at(2))
+    await_stage(v_full, stage, phase, base, 2, CFG)
     v = v_smem.index(stage).slice(START, HALF, dim=0)
     product = warpgroup_mma(p, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(product,))
-    free_stage(v_empty, stage, CFG.barrier_at(3))
+    free_stage(v_empty, stage, base, 3, CFG)
     m_log2 = gl.convert_layout(m_log2, state_rows)
     return m_log2, gl.convert_layout(row_sum, state_rows), acc
 
@@ -63,13 +64,14 @@ def pass_by(rings, plan, masked_tiles, any_last, step, CFG: gl.constexpr):
     """Free the first tiles of a piece, whose keys come after `any_last`; return how many."""
     _, k_full, k_empty = rings[0]
     _, v_full, v_empty = rings[1]
+    base = rings[2]
     passed = 0
     while (passed < masked_tiles) & (any_last < dense_tile(plan, passed) * CFG.TILE_N):
         stage = (step + passed) % CFG.STAGES
         phase = ((step + passed) // CFG.STAGES) & 1
-        await_stage(k_full, stage, phase, CFG.barrier_at(0))
-        free_stage(k_empty, stage, CFG.barrier_at(1))
-        await_stage(v_full, stage, phase, CFG.barrier_at(2))
-        free_stage(v_empty, stage, CFG.barrier_at(3))
+        await_stage(k_full, stage, phase, base, 0, CFG)
+        free_stage(k_empty, stage, base, 1, CFG)
+        await_stage(v_full, stage, phase, base, 2, CFG)
+        free_stage(v_empty, stage, base, 3, CFG)
         passed += 1
     return passed

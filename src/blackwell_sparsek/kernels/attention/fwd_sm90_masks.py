@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...device.gluon.row_parts import keep_columns
 from ...device.masks import bit_visible, not_after, not_before, within_bounds
 from ...device.visits import bits_of_tile, keys_of_tile, masked_unit, tile_ordinal
 from .fwd_sm90_work import dense_tile
@@ -14,13 +15,16 @@ def mask_band(s, kv_start, bounds, CFG: gl.constexpr):
     first, last, every_first, every_last = bounds
     width: gl.constexpr = s.shape[1]
     columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(s.shape[1]))
-    # a band has two edges, and seldom do both cut through a tile
-    if kv_start + (width - 1) > every_last:
-        kv_pos = kv_start + gl.arange(0, width, columns)
-        s = gl.where(not_after(kv_pos[None, :], last[:, None]), s, -float("inf"))
-    if kv_start < every_first:
-        kv_pos = kv_start + gl.arange(0, width, columns)
-        s = gl.where(not_before(kv_pos[None, :], first[:, None]), s, -float("inf"))
+    if CFG.BITS:
+        s = keep_columns(s, first - kv_start, last - kv_start)
+    else:
+        # a band has two edges, and seldom do both cut through a tile
+        if kv_start + (width - 1) > every_last:
+            kv_pos = kv_start + gl.arange(0, width, columns)
+            s = gl.where(not_after(kv_pos[None, :], last[:, None]), s, -float("inf"))
+        if kv_start < every_first:
+            kv_pos = kv_start + gl.arange(0, width, columns)
+            s = gl.where(not_before(kv_pos[None, :], first[:, None]), s, -float("inf"))
     return s
 
 
