@@ -49,6 +49,7 @@ class AttnFwdSm90Config:
     SLACK: int = 8
     GROUP_WARPS: int = 4
     BITS: bool = False
+    AHEAD: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"

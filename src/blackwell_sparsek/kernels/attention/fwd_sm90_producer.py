@@ -145,6 +145,54 @@ def _feed_share(
 
 
 @gluon.jit
+def _announce(produce, shared, piece, q_tiles, turn, CFG: gl.constexpr):
+    """Publish a piece of work and fetch its queries."""
+    q_desc, _, _, _, schedule = produce
+    mask, q_ring, _, _, work, lengths, heads, band, cu_seqlens = shared
+    q_smem, q_full, q_empty = q_ring
+    consumers: gl.constexpr = CFG.CONSUMERS
+    plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
+    batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
+    plan = plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
+    publish(work, turn, (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile))
+    q_stage = turn % CFG.Q_STAGES
+    q_bar = q_full.index(q_stage)
+    mbarrier.wait(q_empty.index(q_stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
+    mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
+    q_place = plane_place(cu_seqlens[0], batch, q_head, 0, lengths[0])
+    for g in gl.static_range(consumers):
+        q_row = q_tile * CFG.tile_m + g * CFG.group_rows
+        q = q_smem.index(q_stage * consumers + g)
+        tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
+
+
+@gluon.jit
+def _feed_ahead(produce, shared, piece, next_piece, total, q_tiles, step, turn, CFG: gl.constexpr):
+    """Fetch the KV tiles of an announced piece and announce the next one, where nothing waits."""
+    _, k_desc, v_desc, _, schedule = produce
+    mask, _, k_ring, v_ring, _, lengths, heads, band, cu_seqlens = shared
+    plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
+    batch, _, kv_head = batch_and_heads(plane, heads[0], heads[1])
+    plan = plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
+    _, end_tile = count_tiles(plan, CFG)
+    visit = (mask[0], plan, num_masked_units(plan), lengths[1])
+    kv_place = plane_place(cu_seqlens[1], batch, kv_head, 0, lengths[1])
+    # with a ring full of this piece's tiles the queries of the one before are done with
+    full_ring = gl.minimum(end_tile, CFG.STAGES)
+    for kv_tile in range(0, full_ring):
+        _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
+        _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
+        step += 1
+    if next_piece < total:
+        _announce(produce, shared, next_piece, q_tiles, turn + 1, CFG)
+    for kv_tile in range(full_ring, end_tile):
+        _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
+        _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
+        step += 1
+    return step
+
+
+@gluon.jit
 def _claim(counter_ptr, dynamic, piece, total):
     """The next piece of work of this program: every so many, or the first that nobody has."""
     next_piece = piece + gl.num_programs(0)
@@ -183,14 +231,21 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         num_sequences = schedule[1] // heads[0]
         total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
     piece = gl.program_id(0)
+    if CFG.AHEAD and piece < total:
+        _announce(produce, shared, piece, q_tiles, turn, CFG)
     while piece < total:
-        if mask[0] is not None:
+        if mask[0] is not None or CFG.AHEAD:
             # looking up a row of a mask takes long, and short rows come last
             next_piece = _claim(counter_ptr, schedule[3], piece, total)
         if CFG.SHARED_TAIL:
             step, turn = _feed_share(
                 produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG
             )
+        elif CFG.AHEAD:
+            step = _feed_ahead(
+                produce, shared, piece, next_piece, total, q_tiles, step, turn, CFG
+            )
+            turn += 1
         elif cu_seqlens[0] is None:
             plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
             spans = (0, lengths[0]), (0, lengths[1])
@@ -204,7 +259,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 spans = (q_span, kv_span)
                 step = _feed(produce, shared, plane, q_tile, *spans, None, step, turn, CFG)
                 turn += 1
-        if mask[0] is None:
+        if mask[0] is None and not CFG.AHEAD:
             # only now, with the last copies of this piece under way: who is late takes less
             next_piece = _claim(counter_ptr, schedule[3], piece, total)
         piece = next_piece
