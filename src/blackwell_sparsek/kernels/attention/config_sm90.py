@@ -50,6 +50,7 @@ class AttnFwdSm90Config:
     GROUP_WARPS: int = 4
     BITS: bool = False
     AHEAD: bool = False
+    MIXED: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -79,7 +80,7 @@ class AttnFwdSm90Config:
     @property
     def arrivals(self) -> int:
         """Arrivals that free a stage."""
-        return self.CONSUMERS * (self.GROUP_WARPS if self.WARPS else 1)
+        return self.tile_m // 16 if self.WARPS else self.CONSUMERS
 
     @property
     def barrier_room(self) -> int:
@@ -93,7 +94,7 @@ class AttnFwdSm90Config:
     @property
     def tile_bytes(self) -> int:
         """Shared memory of all tiles, which is where the barriers begin."""
-        rows = self.tile_m
+        rows = 256 if self.MIXED else self.tile_m
         queries = rows * (self.Q_STAGES * self.TILE_D + self.TILE_DV)
         return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
 
@@ -142,9 +143,23 @@ class AttnFwdSm90Config:
         """Shape of a copy of outputs."""
         return (1, 1, self.group_rows, self.TILE_DV)
 
-    def accumulator_layout(self, columns: int) -> object:
+    @property
+    def partitions(self) -> int:
+        return 2 if self.MIXED else self.CONSUMERS
+
+    @property
+    def launch_warps(self) -> int:
+        return 8 if self.MIXED else self.GROUP_WARPS
+
+    def warps_of(self, group: int) -> int:
+        return 8 if self.MIXED and group == 0 else self.GROUP_WARPS
+
+    def rows_of(self, group: int) -> int:
+        return 16 * self.warps_of(group)
+
+    def accumulator_layout(self, columns: int, warps: int = 0) -> object:
         """Register layout of a [64, columns] WGMMA accumulator."""
-        return accumulator_layout(columns, self.GROUP_WARPS)
+        return accumulator_layout(columns, warps or self.GROUP_WARPS)
 
 
 def make_config(

@@ -84,10 +84,12 @@ def _attend_tile(
     k_smem, k_full, k_empty = rings[0]
     v_smem, v_full, v_empty = rings[1]
     base = rings[2]
-    n_rows: gl.constexpr = CFG.group_rows
+    n_rows: gl.constexpr = CFG.rows_of(GROUP)
+    n_warps: gl.constexpr = CFG.warps_of(GROUP)
+    first_row: gl.constexpr = GROUP * CFG.group_rows
     m_log2, row_sum = state
-    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N, n_warps)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV, n_warps)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     tile_n: gl.constexpr = CFG.TILE_N
@@ -144,15 +146,20 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_full, v_empty = v_ring
-    n_rows: gl.constexpr = CFG.group_rows
+    n_rows: gl.constexpr = CFG.rows_of(GROUP)
+    n_warps: gl.constexpr = CFG.warps_of(GROUP)
+    first_row: gl.constexpr = GROUP * CFG.group_rows
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
-    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N, n_warps)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV, n_warps)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
-    out_smem = out_tiles.index(GROUP)
+    if CFG.MIXED:
+        out_smem = out_tiles.index(0).slice(first_row, n_rows, dim=0)
+    else:
+        out_smem = out_tiles.index(GROUP)
     no_scores = gl.zeros([n_rows, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, n_rows, gl.SliceLayout(1, s_layout))
     base = barrier_base(CFG)
@@ -161,15 +168,15 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     if GROUP == 0:
         # the first turn is the first consumer's
         pass_turn(CFG.CONSUMERS - 1, CFG)
-    piece = take(work, turn, CFG.GROUP_WARPS)
+    piece = take(work, turn, n_warps)
     while piece[6] >= 0:
         plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         q_first, q_len, kv_len = piece_lengths(piece, lengths)
         batch, q_head, _ = batch_and_heads(piece[6], heads[0], heads[1])
         q_start = piece[7] * CFG.tile_m
-        q_index = q_start + GROUP * n_rows + rows
+        q_index = q_start + first_row + rows
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
-        first_pos = position(q_start + GROUP * n_rows, q_len, kv_len)
+        first_pos = position(q_start + first_row, q_len, kv_len)
         any_first, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
         every_first, any_last = row_bounds(first_pos + (n_rows - 1), kv_len, band[0], band[1])
         bounds = (first, last, every_first, every_last)
@@ -178,7 +185,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         m_log2, row_sum = init_state(q_index)
         acc = gl.zeros([n_rows, tile_dv], gl.float32, o_layout)
         q_stage = turn % CFG.Q_STAGES
-        q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
+        if CFG.MIXED:
+            q = q_smem.index(q_stage).slice(first_row, n_rows, dim=0)
+        else:
+            q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
         mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
         taken = 0
         if CFG.SHARED_TAIL:
@@ -291,13 +301,20 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             tma.store_wait(0)
             out_smem.store(out.to(dtype))
             fence_async_shared()
-            q_row = q_start + GROUP * n_rows
+            q_row = q_start + first_row
             out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
-            tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
+            if CFG.MIXED:
+                for part in gl.static_range(n_rows // 64):
+                    rows_out = out_smem.slice(part * 64, 64, dim=0)
+                    tma.async_copy_shared_to_global(
+                        out_desc, tile_at(out_place, q_row + part * 64), rows_out
+                    )
+            else:
+                tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
             lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
             gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
         turn += 1
-        piece = take(work, turn, CFG.GROUP_WARPS)
+        piece = take(work, turn, n_warps)
     tma.store_wait(0)
 
 
@@ -346,17 +363,21 @@ def _attn_fwd_sm90_kernel(
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     n_rows: gl.constexpr = CFG.group_rows
-    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, n_rows)
-    out_smem = tiles(out_desc, consumers, n_rows)
+    if CFG.MIXED:
+        q_smem = tiles(q_desc, CFG.Q_STAGES, 256)
+        out_smem = tiles(out_desc, 1, 256)
+    else:
+        q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, n_rows)
+        out_smem = tiles(out_desc, consumers, n_rows)
     k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
-    q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
+    q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, CFG.partitions))
     arrivals: gl.constexpr = CFG.arrivals
     room: gl.constexpr = CFG.barrier_room
     k_ring = (k_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
     v_ring = (v_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
     fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
-    work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, consumers)
+    work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, CFG.partitions)
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
@@ -368,7 +389,17 @@ def _attn_fwd_sm90_kernel(
     lengths = (q_len, kv_len)
     shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)
     # the first role runs in the warps of the launch, the others in warps of their own
-    if consumers == 1:
+    if CFG.MIXED:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (_consume, (consume, shared, 2, CFG)),
+                (produce_tiles, (produce, shared, CFG)),
+            ],
+            [4, 1],
+            [registers, producer_registers],
+        )
+    elif consumers == 1:
         gl.warp_specialize(
             [(_consume, (consume, shared, 0, CFG)), (produce_tiles, (produce, shared, CFG))],
             [1],

@@ -91,7 +91,7 @@ def launch_attn_fwd_sm90(
             operands.score,
             config,
         )
-        options = {"num_warps": config.GROUP_WARPS, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.OVERLAP}
+        options = {"num_warps": config.launch_warps, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.OVERLAP}
         launch(_attn_fwd_sm90_kernel, programs, args, **options)
 
 

@@ -98,7 +98,10 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
     for g in gl.static_range(consumers):
         q_row = q_tile * CFG.tile_m + g * CFG.group_rows
-        q = q_smem.index(q_stage * consumers + g)
+        if CFG.MIXED:
+            q = q_smem.index(q_stage).slice(g * 64, 64, dim=0)
+        else:
+            q = q_smem.index(q_stage * consumers + g)
         tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
     visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
@@ -162,7 +165,10 @@ def _announce(produce, shared, piece, q_tiles, turn, CFG: gl.constexpr):
     q_place = plane_place(cu_seqlens[0], batch, q_head, 0, lengths[0])
     for g in gl.static_range(consumers):
         q_row = q_tile * CFG.tile_m + g * CFG.group_rows
-        q = q_smem.index(q_stage * consumers + g)
+        if CFG.MIXED:
+            q = q_smem.index(q_stage).slice(g * 64, 64, dim=0)
+        else:
+            q = q_smem.index(q_stage * consumers + g)
         tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
 
 
