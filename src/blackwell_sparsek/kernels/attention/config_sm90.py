@@ -51,6 +51,7 @@ class AttnFwdSm90Config:
     BITS: bool = False
     AHEAD: bool = False
     MIXED: bool = False
+    ABSENT: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"

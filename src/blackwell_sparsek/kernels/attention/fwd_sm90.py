@@ -46,7 +46,7 @@ from ...device.softmax import (
 from ...device.visits import num_masked_units
 from ..sm90 import GROUP_ROWS
 from .fwd_sm90_free import await_stage, await_turn, barrier_base, free_stage, pass_turn
-from .fwd_sm90_half import HALF, attend_half, pass_by
+from .fwd_sm90_half import HALF, attend_half, pass_all, pass_by
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
 from .fwd_sm90_tail import meet
@@ -195,9 +195,16 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             taken = piece[8]
             kv_tiles = piece[9]
         all_tiles = kv_tiles - taken
+        if CFG.ABSENT:  # noqa: SIM102
+            if q_start + first_row >= q_len:
+                # no query of this consumer exists
+                pass_all((k_ring, v_ring, base), kv_tiles - taken, step, CFG)
+                step += kv_tiles - taken
+                taken = kv_tiles
         if CFG.HALF_TILES and CFG.CONSUMERS > 2:
-            taken = pass_by((k_ring, v_ring, base), plan, masked_tiles, any_last, step, CFG)
-            step += taken
+            passed = pass_by((k_ring, v_ring, base), plan, masked_tiles, any_last, step, taken, CFG)
+            step += passed
+            taken += passed
         if CFG.HALF_TILES:
             kv_start = dense_tile(plan, taken) * tile_n
             if (masked_tiles > taken) & (any_last < kv_start + HALF):

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...device.gluon.pipeline import ring_place
 from ...device.scores import cap
 from ...device.softmax import softmax_step
 from ..sm90 import GROUP_ROWS
@@ -37,8 +38,7 @@ def attend_half(
     last = gl.convert_layout(last, s_rows)
     m_log2 = gl.convert_layout(state[0], s_rows)
     row_sum = gl.convert_layout(state[1], s_rows)
-    stage = step % CFG.STAGES
-    phase = (step // CFG.STAGES) & 1
+    stage, phase = ring_place(step, CFG.STAGES)
     await_stage(k_full, stage, phase, base, 0, CFG)
     k = k_smem.index(stage).slice(START, HALF, dim=0).permute((1, 0))
     no_scores = gl.zeros([n_rows, HALF], gl.float32, s_layout)
@@ -60,18 +60,30 @@ def attend_half(
 
 
 @gluon.jit
-def pass_by(rings, plan, masked_tiles, any_last, step, CFG: gl.constexpr):
-    """Free the first tiles of a piece, whose keys come after `any_last`; return how many."""
+def _pass_tile(rings, step, CFG: gl.constexpr):
+    """Free the tile at `step` unread."""
     _, k_full, k_empty = rings[0]
     _, v_full, v_empty = rings[1]
     base = rings[2]
+    stage, phase = ring_place(step, CFG.STAGES)
+    await_stage(k_full, stage, phase, base, 0, CFG)
+    free_stage(k_empty, stage, base, 1, CFG)
+    await_stage(v_full, stage, phase, base, 2, CFG)
+    free_stage(v_empty, stage, base, 3, CFG)
+
+
+@gluon.jit
+def pass_all(rings, count, step, CFG: gl.constexpr):
+    """Free `count` tiles from `step` on."""
+    for i in range(0, count):
+        _pass_tile(rings, step + i, CFG)
+
+
+@gluon.jit
+def pass_by(rings, plan, masked_tiles, any_last, step, taken, CFG: gl.constexpr):
+    """Free the first tiles of a piece, whose keys come after `any_last`; return how many."""
     passed = 0
-    while (passed < masked_tiles) & (any_last < dense_tile(plan, passed) * CFG.TILE_N):
-        stage = (step + passed) % CFG.STAGES
-        phase = ((step + passed) // CFG.STAGES) & 1
-        await_stage(k_full, stage, phase, base, 0, CFG)
-        free_stage(k_empty, stage, base, 1, CFG)
-        await_stage(v_full, stage, phase, base, 2, CFG)
-        free_stage(v_empty, stage, base, 3, CFG)
+    while (taken + passed < masked_tiles) & (any_last < dense_tile(plan, passed) * CFG.TILE_N):
+        _pass_tile(rings, step + passed, CFG)
         passed += 1
     return passed
