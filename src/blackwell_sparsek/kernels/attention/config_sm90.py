@@ -52,6 +52,7 @@ class AttnFwdSm90Config:
     AHEAD: bool = False
     MIXED: bool = False
     ABSENT: bool = False
+    FROM_END: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"

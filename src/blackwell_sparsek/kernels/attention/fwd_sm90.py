@@ -50,7 +50,7 @@ from .fwd_sm90_half import HALF, attend_half, pass_all, pass_by
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
 from .fwd_sm90_tail import meet
-from .fwd_sm90_work import count_tiles, dense_tile, needs_mask, piece_lengths
+from .fwd_sm90_work import count_tiles, dense_tile, first_query, needs_mask, piece_lengths
 
 ROWS = gl.constexpr(GROUP_ROWS)
 # Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
@@ -173,7 +173,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         q_first, q_len, kv_len = piece_lengths(piece, lengths)
         batch, q_head, _ = batch_and_heads(piece[6], heads[0], heads[1])
-        q_start = piece[7] * CFG.tile_m
+        q_start = first_query(piece[7], q_len, CFG)
         q_index = q_start + first_row + rows
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
         first_pos = position(q_start + first_row, q_len, kv_len)
@@ -196,7 +196,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             kv_tiles = piece[9]
         all_tiles = kv_tiles - taken
         if CFG.ABSENT:  # noqa: SIM102
-            if q_start + first_row >= q_len:
+            if (q_start + first_row >= q_len) | (q_start + first_row < 0):
                 # no query of this consumer exists
                 pass_all((k_ring, v_ring, base), kv_tiles - taken, step, CFG)
                 step += kv_tiles - taken
@@ -293,6 +293,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 step += 1
                 mbarrier.arrive(q_empty.index(q_stage), count=1)
         complete = True
+        if CFG.FROM_END:
+            complete = q_start + first_row >= 0
         if CFG.SHARED_TAIL:  # noqa: SIM102
             if piece[11] < piece[12]:
                 complete, m_log2, row_sum, acc = meet(

@@ -21,6 +21,7 @@ from .fwd_sm90_work import (
     count_q_tiles,
     count_tiles,
     dense_tile,
+    first_query,
     place_packed_piece,
     place_piece,
     plan_piece,
@@ -97,7 +98,7 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
     mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
     for g in gl.static_range(consumers):
-        q_row = q_tile * CFG.tile_m + g * CFG.group_rows
+        q_row = first_query(q_tile, q_span[1], CFG) + g * CFG.group_rows
         if CFG.MIXED:
             q = q_smem.index(q_stage).slice(g * 64, 64, dim=0)
         else:
@@ -164,7 +165,7 @@ def _announce(produce, shared, piece, q_tiles, turn, CFG: gl.constexpr):
     mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
     q_place = plane_place(cu_seqlens[0], batch, q_head, 0, lengths[0])
     for g in gl.static_range(consumers):
-        q_row = q_tile * CFG.tile_m + g * CFG.group_rows
+        q_row = first_query(q_tile, lengths[0], CFG) + g * CFG.group_rows
         if CFG.MIXED:
             q = q_smem.index(q_stage).slice(g * 64, 64, dim=0)
         else:
