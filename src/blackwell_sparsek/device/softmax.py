@@ -56,9 +56,11 @@ def raise_maximum(m_log2, top, scale_log2, SLACK: tl.constexpr = 0):
     Returns the maximum that is kept, what to subtract from exponents, and the factor for older
     sums and accumulators.
     """
-    m_new = tl.maximum(m_log2, top * scale_log2)
+    m_new = top * scale_log2
     if SLACK > 0:
         m_new = tl.where(m_new > m_log2 + SLACK, m_new, m_log2)
+    else:
+        m_new = tl.maximum(m_log2, m_new)
     shift = _safe_shift(m_new)
     return m_new, shift, tl.exp2(m_log2 - shift)
 

@@ -25,6 +25,20 @@ def row_parts(x):
 
 
 @gluon.jit
+def _quarters(x):
+    return gl.sum(gl.sum(_apart(x), 4), 2)
+
+
+@gluon.jit
+def first_quarter(x):
+    """As `row_parts` of the first 32 columns of 128."""
+    quarters = _quarters(x)
+    place: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, quarters.type.layout))
+    which = gl.arange(0, quarters.shape[1], place)[None, :, None]
+    return gl.sum(gl.where(which == 0, quarters, 0.0), 1)
+
+
+@gluon.jit
 def row_maxima(s, like):
     """Largest of each row of `s`, in short chains, in the layout of `like`."""
     top = gl.max(gl.max(gl.max(gl.max(_apart(s), 4), 2), 1), 1)

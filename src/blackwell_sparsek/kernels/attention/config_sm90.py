@@ -53,6 +53,8 @@ class AttnFwdSm90Config:
     MIXED: bool = False
     ABSENT: bool = False
     FROM_END: bool = False
+    LATE: bool = False
+    QUARTER: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"

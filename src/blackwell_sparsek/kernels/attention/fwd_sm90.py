@@ -25,6 +25,7 @@ from ...device.gluon.packed import plane_place, tile_at
 from ...device.gluon.pipeline import barriers, ring_place, take, tiles, work_channel
 from ...device.gluon.row_parts import (
     add_parts,
+    first_quarter,
     pin_above,
     pin_maxima,
     row_maxima,
@@ -115,24 +116,30 @@ def _attend_tile(
         else:
             top = gl.max(s, 1)
         m_log2, shift, rescale = raise_maximum(m_log2, top, score[0], CFG.SLACK)
-        pin_maxima(m_log2, base, CFG.spare_at)
+        if CFG.QUARTER:
+            weights = weights_of(s, score[0], shift)
+            pin_above(first_quarter(weights))
+        else:
+            pin_maxima(m_log2, base, CFG.spare_at)
     else:
         m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
         # ptxas would sink the softmax below the wait, where it overlaps with nothing
         pin_above(row_sum)
     acc = warpgroup_mma_wait(0, deps=(product,))
     free_stage(v_empty, last_stage, base, 3, CFG)
-    if CFG.ALWAYS:
-        acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
-    else:
-        acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
+    factor = gl.convert_layout(rescale, o_rows)[:, None]
+    if not CFG.LATE:
+        acc = acc * factor if CFG.ALWAYS else scale_rows(acc, factor)
     if CFG.SINK:
-        weights = weights_of(s, score[0], shift)
+        if not CFG.QUARTER:
+            weights = weights_of(s, score[0], shift)
         if CFG.PARTS:
             row_sum = add_parts(row_sum, rescale, weights)
         else:
             row_sum = row_sum * rescale + gl.sum(weights, 1)
     p = gl.convert_layout(weights.to(p.dtype), p_layout)
+    if CFG.LATE:
+        acc = acc * factor if CFG.ALWAYS else scale_rows(acc, factor)
     return step, m_log2, row_sum, acc, p
 
 
@@ -194,15 +201,14 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         if CFG.SHARED_TAIL:
             taken = piece[8]
             kv_tiles = piece[9]
-        all_tiles = kv_tiles - taken
         if CFG.ABSENT:  # noqa: SIM102
             if (q_start + first_row >= q_len) | (q_start + first_row < 0):
                 # no query of this consumer exists
-                pass_all((k_ring, v_ring, base), kv_tiles - taken, step, CFG)
+                pass_all((k_ring, v_ring, base), kv_tiles - taken, step, GROUP, CFG)
                 step += kv_tiles - taken
                 taken = kv_tiles
         if CFG.HALF_TILES and CFG.CONSUMERS > 2:
-            passed = pass_by((k_ring, v_ring, base), plan, masked_tiles, any_last, step, taken, CFG)
+            passed = pass_by((k_ring, v_ring, base), plan, masked_tiles, any_last, step, taken, GROUP, CFG)
             step += passed
             taken += passed
         if CFG.HALF_TILES:
@@ -213,7 +219,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
                     same, (k_ring, v_ring, base), step, (m_log2, row_sum), acc, kv_start, bounds, score,
-                    0, CFG,
+                    0, GROUP, CFG,
                 )  # fmt: skip
                 step += 1
                 taken += 1
@@ -224,12 +230,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             halved = (plan[2] < plan[3]) & (any_first >= left_start + HALF)
             halved = halved & (kv_tiles > taken + 1)
             kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
-        if CFG.TURNS:
-            # all consumers take as many turns, whatever they pass by
-            own_turns = gl.maximum(kv_tiles - taken - 1, 0)
-            for _ in range(own_turns, all_tiles - 1):
-                await_turn(GROUP, CFG)
-                pass_turn(GROUP, CFG)
         if CFG.PARTS:
             quarter = row_parts(no_scores)
             part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
@@ -238,7 +238,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             stage, phase = ring_place(step, CFG.STAGES)
             await_stage(k_full, stage, phase, base, 0, CFG)
             k = k_smem.index(stage).permute((1, 0))
+            await_turn(GROUP, CFG)
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            pass_turn(GROUP, CFG)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
             free_stage(k_empty, stage, base, 1, CFG)
             if needs_mask(mask[0], plan, taken, masked_tiles):
@@ -288,7 +290,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
                     same, (k_ring, v_ring, base), step, (m_log2, row_sum), acc, left_start, bounds,
-                    score, HALF, CFG,
+                    score, HALF, GROUP, CFG,
                 )  # fmt: skip
                 step += 1
                 mbarrier.arrive(q_empty.index(q_stage), count=1)

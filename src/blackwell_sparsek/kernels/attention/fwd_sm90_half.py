@@ -11,7 +11,7 @@ from ...device.gluon.pipeline import ring_place
 from ...device.scores import cap
 from ...device.softmax import softmax_step
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_free import await_stage, free_stage
+from .fwd_sm90_free import await_stage, await_turn, free_stage, pass_turn
 from .fwd_sm90_masks import mask_band
 from .fwd_sm90_work import dense_tile
 
@@ -22,7 +22,8 @@ HALF = gl.constexpr(64)
 
 @gluon.jit
 def attend_half(
-    q, rings, step, state, acc, kv_start, bounds, score, START: gl.constexpr, CFG: gl.constexpr
+    q, rings, step, state, acc, kv_start, bounds, score, START: gl.constexpr,
+    GROUP: gl.constexpr, CFG: gl.constexpr,
 ):
     """Take in HALF keys from START on of the tile at `step`, which begins at `kv_start`."""
     n_rows: gl.constexpr = CFG.group_rows
@@ -42,7 +43,9 @@ def attend_half(
     await_stage(k_full, stage, phase, base, 0, CFG)
     k = k_smem.index(stage).slice(START, HALF, dim=0).permute((1, 0))
     no_scores = gl.zeros([n_rows, HALF], gl.float32, s_layout)
+    await_turn(GROUP, CFG)
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+    pass_turn(GROUP, CFG)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
     free_stage(k_empty, stage, base, 1, CFG)
     s = mask_band(s, kv_start + START, (first, last, every_first, every_last), CFG)
@@ -60,30 +63,32 @@ def attend_half(
 
 
 @gluon.jit
-def _pass_tile(rings, step, CFG: gl.constexpr):
+def _pass_tile(rings, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Free the tile at `step` unread."""
     _, k_full, k_empty = rings[0]
     _, v_full, v_empty = rings[1]
     base = rings[2]
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(k_full, stage, phase, base, 0, CFG)
+    await_turn(GROUP, CFG)
+    pass_turn(GROUP, CFG)
     free_stage(k_empty, stage, base, 1, CFG)
     await_stage(v_full, stage, phase, base, 2, CFG)
     free_stage(v_empty, stage, base, 3, CFG)
 
 
 @gluon.jit
-def pass_all(rings, count, step, CFG: gl.constexpr):
+def pass_all(rings, count, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Free `count` tiles from `step` on."""
     for i in range(0, count):
-        _pass_tile(rings, step + i, CFG)
+        _pass_tile(rings, step + i, GROUP, CFG)
 
 
 @gluon.jit
-def pass_by(rings, plan, masked_tiles, any_last, step, taken, CFG: gl.constexpr):
+def pass_by(rings, plan, masked_tiles, any_last, step, taken, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Free the first tiles of a piece, whose keys come after `any_last`; return how many."""
     passed = 0
     while (taken + passed < masked_tiles) & (any_last < dense_tile(plan, passed) * CFG.TILE_N):
-        _pass_tile(rings, step + passed, CFG)
+        _pass_tile(rings, step + passed, GROUP, CFG)
         passed += 1
     return passed
