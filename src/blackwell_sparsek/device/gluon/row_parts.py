@@ -132,30 +132,43 @@ def keep_columns(s, first, last):
     return gl.inline_asm_elementwise(asm, operands, [s, spread], gl.float32, True, count)
 
 
+# Whether any of a warp's rows, two in a thread, has another maximum than before.
+_RAISED = (
+    "{ .reg .pred p, q; setp.neu.f32 p, $2, $4; setp.neu.or.f32 p, $3, $5, p; "
+    "vote.sync.any.pred q, p, -1; selp.b32 $0, 1, 0, q; mov.b32 $1, $0; }"
+)
+RAISED = gl.constexpr(_RAISED)
+
+
+@gluon.jit
+def any_raised(m_log2, m_new):
+    """1 for the rows of warps in which the maximum of a row changed."""
+    return gl.inline_asm_elementwise(
+        RAISED, "=r,=r,f,f,f,f", [m_log2, m_new], gl.int32, False, 2
+    )
+
+
 @gluon.constexpr_function
 def _scaling(count):
-    # operands: results, the accumulators they start from, and the factor of each; a thread has
-    # two rows, whose elements come in pairs
-    factors = [f"${2 * count + i}" for i in range(count)]
-    scaled = " ".join(f"mul.f32 ${i}, ${i}, {factors[i]};" for i in range(count))
+    # operands: results, the accumulators they start from, the factor of each, and whether to
+    scaled = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     return (
-        f"{{ .reg .pred p, q; setp.neu.f32 p, {factors[0]}, 0f3F800000; "
-        f"setp.neu.or.f32 p, {factors[2]}, 0f3F800000, p; vote.sync.any.pred q, p, -1; "
-        f"@!q bra.uni same; {scaled} same: }}"
+        f"{{ .reg .pred q; setp.ne.s32 q, ${3 * count}, 0; @!q bra.uni same; {scaled} same: }}"
     )
 
 
 @gluon.constexpr_function
 def _scaling_operands(count):
     tied = [str(i) for i in range(count)]
-    return ",".join(["=f"] * count + tied + ["f"] * count)
+    return ",".join(["=f"] * count + tied + ["f"] * count + ["r"] * count)
 
 
 @gluon.jit
-def scale_rows(acc, factor):
-    """`acc` [64, columns] of WGMMA times `factor` [64, 1]; warps with nothing but ones skip it."""
+def scale_rows(acc, factor, raised):
+    """`acc` [64, columns] of WGMMA times `factor` [64, 1], by warps that `raised` [64, 1] a row."""
     count: gl.constexpr = acc.shape[1] // 2
     asm: gl.constexpr = _scaling(acc.shape[1] // 2)
     operands: gl.constexpr = _scaling_operands(acc.shape[1] // 2)
     _, factors = gl.broadcast(acc, factor)
-    return gl.inline_asm_elementwise(asm, operands, [acc, factors], gl.float32, True, count)
+    _, flags = gl.broadcast(acc, raised)
+    return gl.inline_asm_elementwise(asm, operands, [acc, factors, flags], gl.float32, True, count)

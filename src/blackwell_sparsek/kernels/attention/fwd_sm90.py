@@ -25,6 +25,7 @@ from ...device.gluon.packed import plane_place, tile_at
 from ...device.gluon.pipeline import barriers, ring_place, take, tiles, work_channel
 from ...device.gluon.row_parts import (
     add_parts,
+    any_raised,
     first_quarter,
     pin_above,
     pin_maxima,
@@ -110,6 +111,7 @@ def _attend_tile(
     if MASKED:  # noqa: SIM102
         if needs_mask(lists, visit[1], kv_tile, masked_tiles):
             s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
+    m_before = m_log2
     if CFG.SINK:
         if CFG.PARTS:
             top = row_maxima(s, m_log2)
@@ -117,29 +119,28 @@ def _attend_tile(
             top = gl.max(s, 1)
         m_log2, shift, rescale = raise_maximum(m_log2, top, score[0], CFG.SLACK)
         if CFG.QUARTER:
-            weights = weights_of(s, score[0], shift)
-            pin_above(first_quarter(weights))
+            pin_maxima(first_quarter(weights_of(s, score[0], shift)), base, CFG.spare_at)
         else:
             pin_maxima(m_log2, base, CFG.spare_at)
     else:
         m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
         # ptxas would sink the softmax below the wait, where it overlaps with nothing
         pin_above(row_sum)
+    raised = gl.convert_layout(any_raised(m_before, m_log2), o_rows)[:, None]
     acc = warpgroup_mma_wait(0, deps=(product,))
     free_stage(v_empty, last_stage, base, 3, CFG)
     factor = gl.convert_layout(rescale, o_rows)[:, None]
     if not CFG.LATE:
-        acc = acc * factor if CFG.ALWAYS else scale_rows(acc, factor)
+        acc = acc * factor if CFG.ALWAYS else scale_rows(acc, factor, raised)
     if CFG.SINK:
-        if not CFG.QUARTER:
-            weights = weights_of(s, score[0], shift)
+        weights = weights_of(s, score[0], shift)
         if CFG.PARTS:
             row_sum = add_parts(row_sum, rescale, weights)
         else:
             row_sum = row_sum * rescale + gl.sum(weights, 1)
     p = gl.convert_layout(weights.to(p.dtype), p_layout)
     if CFG.LATE:
-        acc = acc * factor if CFG.ALWAYS else scale_rows(acc, factor)
+        acc = acc * factor if CFG.ALWAYS else scale_rows(acc, factor, raised)
     return step, m_log2, row_sum, acc, p
 
 
