@@ -17,12 +17,12 @@ SMEM_BYTES = 226 * 1024
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 
-def accumulator_layout(columns: int, warps: int = 4) -> object:
+def accumulator_layout(columns: int) -> object:
     """Register layout of a [64, columns] WGMMA accumulator."""
     from triton.experimental.gluon import language as gl
 
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
 
 

@@ -61,16 +61,6 @@ def softmax_step_parts(m_log2, parts, s, scale_log2, SLACK: gl.constexpr):
     return m_new, add_parts(parts, rescale, p), p, rescale
 
 
-@gluon.jit
-def pin_above(sums):
-    """Keep what makes `sums`, which are never negative, above the next wait."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; setp.lt.f32 p, $1, 0f00000000; mov.b32 t, 0; "
-        "@p st.shared.f32 [t], $1; mov.b32 $0, t; }",
-        *("=r,f,~{memory}", [sums], gl.int32, False, 1),
-    )
-
-
 @gluon.constexpr_function
 def _pinning(offset):
     return (
@@ -80,10 +70,13 @@ def _pinning(offset):
 
 
 @gluon.jit
-def pin_maxima(maxima, base, SPARE: gl.constexpr):
-    """As `pin_above`, for numbers of any sign; those that are none go SPARE bytes behind `base`."""
+def pin_above(x, base, SPARE: gl.constexpr):
+    """Keep what makes `x` above the next wait: what is not a number would be stored.
+
+    That goes to an address SPARE bytes behind `base`, where nobody reads.
+    """
     asm: gl.constexpr = _pinning(SPARE)
-    gl.inline_asm_elementwise(asm, "=r,f,r,~{memory}", [maxima, base], gl.int32, False, 1)
+    gl.inline_asm_elementwise(asm, "=r,f,r,~{memory}", [x, base], gl.int32, False, 1)
 
 
 # How many of a thread's columns in a row, 8 k and 8 k + 1 behind its first, are up to $x.
@@ -143,18 +136,14 @@ RAISED = gl.constexpr(_RAISED)
 @gluon.jit
 def any_raised(m_log2, m_new):
     """1 for the rows of warps in which the maximum of a row changed."""
-    return gl.inline_asm_elementwise(
-        RAISED, "=r,=r,f,f,f,f", [m_log2, m_new], gl.int32, False, 2
-    )
+    return gl.inline_asm_elementwise(RAISED, "=r,=r,f,f,f,f", [m_log2, m_new], gl.int32, False, 2)
 
 
 @gluon.constexpr_function
 def _scaling(count):
     # operands: results, the accumulators they start from, the factor of each, and whether to
     scaled = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
-    return (
-        f"{{ .reg .pred q; setp.ne.s32 q, ${3 * count}, 0; @!q bra.uni same; {scaled} same: }}"
-    )
+    return f"{{ .reg .pred q; setp.ne.s32 q, ${3 * count}, 0; @!q bra.uni same; {scaled} same: }}"
 
 
 @gluon.constexpr_function

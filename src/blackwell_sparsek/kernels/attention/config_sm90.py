@@ -38,23 +38,15 @@ class AttnFwdSm90Config:
     MAX_REGISTERS: int
     Q_STAGES: int = 1
     HALF_TILES: bool = False
-    PARTS: bool = False
     SHARED_TAIL: bool = False
     OVERLAP: bool = False
-    WARPS: bool = False
     TURNS: bool = False
-    SINK: bool = False
-    SPLIT: bool = False
+    AHEAD: bool = False
+    ABSENT: bool = False
+    BITS: bool = False
+    QUARTER: bool = False
     ALWAYS: bool = False
     SLACK: int = 8
-    GROUP_WARPS: int = 4
-    BITS: bool = False
-    AHEAD: bool = False
-    MIXED: bool = False
-    ABSENT: bool = False
-    FROM_END: bool = False
-    LATE: bool = False
-    QUARTER: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -69,22 +61,17 @@ class AttnFwdSm90Config:
     @property
     def tile_m(self) -> int:
         """Queries of a piece of work."""
-        return self.group_rows * self.CONSUMERS
-
-    @property
-    def group_rows(self) -> int:
-        """Queries of a consumer."""
-        return 16 * self.GROUP_WARPS
+        return GROUP_ROWS * self.CONSUMERS
 
     @property
     def programs_per_sm(self) -> int:
         """One consumer leaves half of an SM to another program."""
-        return 2 if self.tile_m == GROUP_ROWS else 1
+        return 2 if self.CONSUMERS == 1 else 1
 
     @property
     def arrivals(self) -> int:
-        """Arrivals that free a stage."""
-        return self.tile_m // 16 if self.WARPS else self.CONSUMERS
+        """Arrivals that free a stage: one of each warp."""
+        return 4 * self.CONSUMERS
 
     @property
     def barrier_room(self) -> int:
@@ -93,23 +80,22 @@ class AttnFwdSm90Config:
         Triton lays out larger allocations first. With so much room these come right behind the
         tiles, in the order of the program: full K, free K, full V, free V.
         """
-        return 64 if self.WARPS else self.STAGES
+        return 64
 
     @property
     def tile_bytes(self) -> int:
         """Shared memory of all tiles, which is where the barriers begin."""
-        rows = 256 if self.MIXED else self.tile_m
-        queries = rows * (self.Q_STAGES * self.TILE_D + self.TILE_DV)
+        queries = self.tile_m * (self.Q_STAGES * self.TILE_D + self.TILE_DV)
         return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
 
     def barrier_at(self, array: int) -> int:
-        """Byte of shared memory at which an array of barriers begins, 0 if nobody needs to know."""
-        return self.tile_bytes + array * self.barrier_room * 8 if self.WARPS else 0
+        """Where an array of barriers begins, in bytes behind the first."""
+        return 8 * array * self.barrier_room
 
     @property
     def spare_at(self) -> int:
         """Bytes behind the first barrier that nobody reads."""
-        return (self.barrier_room - 1) * 8
+        return 8 * (self.barrier_room - 1)
 
     @property
     def parts(self) -> int:
@@ -133,7 +119,7 @@ class AttnFwdSm90Config:
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of queries."""
-        return (1, 1, self.group_rows, self.TILE_D)
+        return (1, 1, GROUP_ROWS, self.TILE_D)
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys."""
@@ -145,25 +131,11 @@ class AttnFwdSm90Config:
 
     def out_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of outputs."""
-        return (1, 1, self.group_rows, self.TILE_DV)
+        return (1, 1, GROUP_ROWS, self.TILE_DV)
 
-    @property
-    def partitions(self) -> int:
-        return 2 if self.MIXED else self.CONSUMERS
-
-    @property
-    def launch_warps(self) -> int:
-        return 8 if self.MIXED else self.GROUP_WARPS
-
-    def warps_of(self, group: int) -> int:
-        return 8 if self.MIXED and group == 0 else self.GROUP_WARPS
-
-    def rows_of(self, group: int) -> int:
-        return 16 * self.warps_of(group)
-
-    def accumulator_layout(self, columns: int, warps: int = 0) -> object:
+    def accumulator_layout(self, columns: int) -> object:
         """Register layout of a [64, columns] WGMMA accumulator."""
-        return accumulator_layout(columns, warps or self.GROUP_WARPS)
+        return accumulator_layout(columns)
 
 
 def make_config(
@@ -205,8 +177,6 @@ def make_config(
         Q_STAGES=2 if ahead else 1,
         # packed sequences were not tried
         HALF_TILES=dense and banded and tile_n == 128,
-        # sums of 64 columns are slower in parts
-        PARTS=tile_dv > 64,
         SHARED_TAIL=shared_tail,
         # small problems, whose start is much of their time
         OVERLAP=consumers == 1 and block_kv is None,

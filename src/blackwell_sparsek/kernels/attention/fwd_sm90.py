@@ -23,125 +23,28 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.gluon.packed import plane_place, tile_at
 from ...device.gluon.pipeline import barriers, ring_place, take, tiles, work_channel
-from ...device.gluon.row_parts import (
-    add_parts,
-    any_raised,
-    first_quarter,
-    pin_above,
-    pin_maxima,
-    row_maxima,
-    row_parts,
-    scale_rows,
-    softmax_step_parts,
-)
+from ...device.gluon.row_parts import row_parts, softmax_step_parts
 from ...device.masks import exists, position, row_bounds
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
-from ...device.softmax import (
-    add_sink,
-    finalise,
-    init_state,
-    raise_maximum,
-    softmax_step,
-    weights_of,
-)
+from ...device.softmax import add_sink, finalise, init_state
 from ...device.visits import num_masked_units
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_free import await_stage, await_turn, barrier_base, free_stage, pass_turn
 from .fwd_sm90_half import HALF, attend_half, pass_all, pass_by
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
+from .fwd_sm90_stages import await_stage, await_turn, barrier_base, free_stage, pass_turn
+from .fwd_sm90_steps import attend_tile
 from .fwd_sm90_tail import meet
-from .fwd_sm90_work import count_tiles, dense_tile, first_query, needs_mask, piece_lengths
+from .fwd_sm90_work import count_tiles, dense_tile, needs_mask, piece_lengths
 
 ROWS = gl.constexpr(GROUP_ROWS)
-# Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
-# their precision, and fp16 holds them.
-SLACK = gl.constexpr(8)
 # What describes a piece of work: the six bounds of a visit plan, plane and query tile; of packed
 # sequences also the first query token, queries and keys.
 DENSE_FIELDS = gl.constexpr(8)
 PACKED_FIELDS = gl.constexpr(11)
 # ... of pieces that programs may share also tiles of this part, program, first and last of all.
 SHARED_FIELDS = gl.constexpr(13)
-
-
-@gluon.jit
-def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
-    """The softmax step of a tile, with the sums that the configuration keeps."""
-    if CFG.PARTS:
-        state = softmax_step_parts(m_log2, row_sum, s, score[0], CFG.SLACK)
-    else:
-        state = softmax_step(m_log2, row_sum, s, score[0], CFG.SLACK)
-    return state
-
-
-@gluon.jit
-def _attend_tile(
-    tile_args, rings, kv_tile, step, state, acc, p, MASKED: gl.constexpr, GROUP: gl.constexpr,
-    CFG: gl.constexpr,
-):  # fmt: skip
-    """Scores of a tile together with the product of the one before."""
-    q, lists, visit, masked_tiles, q_index, q_start, bounds, score = tile_args
-    k_smem, k_full, k_empty = rings[0]
-    v_smem, v_full, v_empty = rings[1]
-    base = rings[2]
-    n_rows: gl.constexpr = CFG.rows_of(GROUP)
-    n_warps: gl.constexpr = CFG.warps_of(GROUP)
-    first_row: gl.constexpr = GROUP * CFG.group_rows
-    m_log2, row_sum = state
-    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N, n_warps)
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV, n_warps)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    tile_n: gl.constexpr = CFG.TILE_N
-    no_scores = gl.zeros([n_rows, tile_n], gl.float32, s_layout)
-    last_stage, last_phase = ring_place(step, CFG.STAGES)
-    step += 1
-    stage, phase = ring_place(step, CFG.STAGES)
-    await_stage(k_full, stage, phase, base, 0, CFG)
-    await_turn(GROUP, CFG)
-    k = k_smem.index(stage).permute((1, 0))
-    scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-    await_stage(v_full, last_stage, last_phase, base, 2, CFG)
-    product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
-    pass_turn(GROUP, CFG)
-    s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-    free_stage(k_empty, stage, base, 1, CFG)
-    if MASKED:  # noqa: SIM102
-        if needs_mask(lists, visit[1], kv_tile, masked_tiles):
-            s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
-    m_before = m_log2
-    if CFG.SINK:
-        if CFG.PARTS:
-            top = row_maxima(s, m_log2)
-        else:
-            top = gl.max(s, 1)
-        m_log2, shift, rescale = raise_maximum(m_log2, top, score[0], CFG.SLACK)
-        if CFG.QUARTER:
-            pin_maxima(first_quarter(weights_of(s, score[0], shift)), base, CFG.spare_at)
-        else:
-            pin_maxima(m_log2, base, CFG.spare_at)
-    else:
-        m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
-        # ptxas would sink the softmax below the wait, where it overlaps with nothing
-        pin_above(row_sum)
-    raised = gl.convert_layout(any_raised(m_before, m_log2), o_rows)[:, None]
-    acc = warpgroup_mma_wait(0, deps=(product,))
-    free_stage(v_empty, last_stage, base, 3, CFG)
-    factor = gl.convert_layout(rescale, o_rows)[:, None]
-    if not CFG.LATE:
-        acc = acc * factor if CFG.ALWAYS else scale_rows(acc, factor, raised)
-    if CFG.SINK:
-        weights = weights_of(s, score[0], shift)
-        if CFG.PARTS:
-            row_sum = add_parts(row_sum, rescale, weights)
-        else:
-            row_sum = row_sum * rescale + gl.sum(weights, 1)
-    p = gl.convert_layout(weights.to(p.dtype), p_layout)
-    if CFG.LATE:
-        acc = acc * factor if CFG.ALWAYS else scale_rows(acc, factor, raised)
-    return step, m_log2, row_sum, acc, p
 
 
 @gluon.jit
@@ -154,62 +57,54 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_full, v_empty = v_ring
-    n_rows: gl.constexpr = CFG.rows_of(GROUP)
-    n_warps: gl.constexpr = CFG.warps_of(GROUP)
-    first_row: gl.constexpr = GROUP * CFG.group_rows
+    first_row: gl.constexpr = GROUP * ROWS
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
-    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N, n_warps)
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV, n_warps)
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
-    if CFG.MIXED:
-        out_smem = out_tiles.index(0).slice(first_row, n_rows, dim=0)
-    else:
-        out_smem = out_tiles.index(GROUP)
-    no_scores = gl.zeros([n_rows, tile_n], gl.float32, s_layout)
-    rows = gl.arange(0, n_rows, gl.SliceLayout(1, s_layout))
-    base = barrier_base(CFG)
+    out_smem = out_tiles.index(GROUP)
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    rings = (k_ring, v_ring, barrier_base(CFG))
     step = 0
     turn = 0
     if GROUP == 0:
         # the first turn is the first consumer's
         pass_turn(CFG.CONSUMERS - 1, CFG)
-    piece = take(work, turn, n_warps)
+    piece = take(work, turn)
     while piece[6] >= 0:
         plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         q_first, q_len, kv_len = piece_lengths(piece, lengths)
         batch, q_head, _ = batch_and_heads(piece[6], heads[0], heads[1])
-        q_start = first_query(piece[7], q_len, CFG)
+        q_start = piece[7] * CFG.tile_m
         q_index = q_start + first_row + rows
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
         first_pos = position(q_start + first_row, q_len, kv_len)
         any_first, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
-        every_first, any_last = row_bounds(first_pos + (n_rows - 1), kv_len, band[0], band[1])
+        every_first, any_last = row_bounds(first_pos + (ROWS - 1), kv_len, band[0], band[1])
         bounds = (first, last, every_first, every_last)
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
         visit = (mask[0], plan, num_masked_units(plan), kv_len)
         m_log2, row_sum = init_state(q_index)
-        acc = gl.zeros([n_rows, tile_dv], gl.float32, o_layout)
+        acc = gl.zeros([ROWS, tile_dv], gl.float32, o_layout)
         q_stage = turn % CFG.Q_STAGES
-        if CFG.MIXED:
-            q = q_smem.index(q_stage).slice(first_row, n_rows, dim=0)
-        else:
-            q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
+        q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
         mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
         taken = 0
         if CFG.SHARED_TAIL:
             taken = piece[8]
             kv_tiles = piece[9]
         if CFG.ABSENT:  # noqa: SIM102
-            if (q_start + first_row >= q_len) | (q_start + first_row < 0):
-                # no query of this consumer exists
-                pass_all((k_ring, v_ring, base), kv_tiles - taken, step, GROUP, CFG)
+            if q_start + first_row >= q_len:
+                # none of its queries exists
+                pass_all(rings, kv_tiles - taken, step, GROUP, CFG)
                 step += kv_tiles - taken
                 taken = kv_tiles
         if CFG.HALF_TILES and CFG.CONSUMERS > 2:
-            passed = pass_by((k_ring, v_ring, base), plan, masked_tiles, any_last, step, taken, GROUP, CFG)
+            passed = pass_by(rings, plan, masked_tiles, any_last, step, taken, GROUP, CFG)
             step += passed
             taken += passed
         if CFG.HALF_TILES:
@@ -219,7 +114,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 # keep their descriptors for after the branch, without them where it is not taken.
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
-                    same, (k_ring, v_ring, base), step, (m_log2, row_sum), acc, kv_start, bounds, score,
+                    same, rings, step, (m_log2, row_sum), acc, kv_start, bounds, score,
                     0, GROUP, CFG,
                 )  # fmt: skip
                 step += 1
@@ -231,73 +126,53 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             halved = (plan[2] < plan[3]) & (any_first >= left_start + HALF)
             halved = halved & (kv_tiles > taken + 1)
             kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
-        if CFG.PARTS:
-            quarter = row_parts(no_scores)
-            part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
-            row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
+        nothing = row_parts(no_scores)
+        part_rows: gl.constexpr = gl.SliceLayout(1, nothing.type.layout)
+        row_sum = nothing + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
             stage, phase = ring_place(step, CFG.STAGES)
-            await_stage(k_full, stage, phase, base, 0, CFG)
+            await_stage(rings, stage, phase, 0, CFG)
             k = k_smem.index(stage).permute((1, 0))
             await_turn(GROUP, CFG)
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             pass_turn(GROUP, CFG)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            free_stage(k_empty, stage, base, 1, CFG)
+            free_stage(rings, stage, 1, CFG)
             if needs_mask(mask[0], plan, taken, masked_tiles):
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
-            m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
+            m_log2, row_sum, weights, rescale = softmax_step_parts(
+                m_log2, row_sum, s, score[0], CFG.SLACK
+            )
             if CFG.HALF_TILES:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
-            tile_args = (q, mask[0], visit, masked_tiles, q_index, q_start, bounds, score)
-            rings = (k_ring, v_ring, base)
-            if CFG.SPLIT and mask[0] is None:
-                num_right = plan[5] - plan[4]
-                first_plain = gl.maximum(taken + 1, gl.minimum(num_right, kv_tiles))
-                end_plain = gl.maximum(gl.minimum(num_right + plan[4] - plan[3], kv_tiles), first_plain)
-                for kv_tile in range(taken + 1, first_plain):
-                    step, m_log2, row_sum, acc, p = _attend_tile(
-                        tile_args, rings, kv_tile, step, (m_log2, row_sum), acc, p, True, GROUP, CFG
-                    )
-                for kv_tile in range(first_plain, end_plain):
-                    step, m_log2, row_sum, acc, p = _attend_tile(
-                        tile_args, rings, kv_tile, step, (m_log2, row_sum), acc, p, False, GROUP, CFG
-                    )
-                for kv_tile in range(end_plain, kv_tiles):
-                    step, m_log2, row_sum, acc, p = _attend_tile(
-                        tile_args, rings, kv_tile, step, (m_log2, row_sum), acc, p, True, GROUP, CFG
-                    )
-            else:
-                for kv_tile in range(taken + 1, kv_tiles):
-                    step, m_log2, row_sum, acc, p = _attend_tile(
-                        tile_args, rings, kv_tile, step, (m_log2, row_sum), acc, p, True, GROUP, CFG
-                    )
+            tile = (q, visit, masked_tiles, q_index, q_start, bounds, score)
+            for kv_tile in range(taken + 1, kv_tiles):
+                step, m_log2, row_sum, acc, p = attend_tile(
+                    tile, rings, kv_tile, step, (m_log2, row_sum), acc, p, GROUP, CFG
+                )
             stage, phase = ring_place(step, CFG.STAGES)
             # every score of this piece is taken: the next queries may come
             mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
-            await_stage(v_full, stage, phase, base, 2, CFG)
+            await_stage(rings, stage, phase, 2, CFG)
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            free_stage(v_empty, stage, base, 3, CFG)
+            free_stage(rings, stage, 3, CFG)
             step += 1
         else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
 
-        if CFG.PARTS:
-            row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
         if CFG.HALF_TILES:  # noqa: SIM102
             if halved:
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
-                    same, (k_ring, v_ring, base), step, (m_log2, row_sum), acc, left_start, bounds,
+                    same, rings, step, (m_log2, row_sum), acc, left_start, bounds,
                     score, HALF, GROUP, CFG,
                 )  # fmt: skip
                 step += 1
                 mbarrier.arrive(q_empty.index(q_stage), count=1)
         complete = True
-        if CFG.FROM_END:
-            complete = q_start + first_row >= 0
         if CFG.SHARED_TAIL:  # noqa: SIM102
             if piece[11] < piece[12]:
                 complete, m_log2, row_sum, acc = meet(
@@ -315,18 +190,11 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             fence_async_shared()
             q_row = q_start + first_row
             out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
-            if CFG.MIXED:
-                for part in gl.static_range(n_rows // 64):
-                    rows_out = out_smem.slice(part * 64, 64, dim=0)
-                    tma.async_copy_shared_to_global(
-                        out_desc, tile_at(out_place, q_row + part * 64), rows_out
-                    )
-            else:
-                tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
+            tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
             lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
             gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
         turn += 1
-        piece = take(work, turn, n_warps)
+        piece = take(work, turn)
     tma.store_wait(0)
 
 
@@ -374,22 +242,17 @@ def _attn_fwd_sm90_kernel(
     tile_n: gl.constexpr = CFG.TILE_N
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
-    n_rows: gl.constexpr = CFG.group_rows
-    if CFG.MIXED:
-        q_smem = tiles(q_desc, CFG.Q_STAGES, 256)
-        out_smem = tiles(out_desc, 1, 256)
-    else:
-        q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, n_rows)
-        out_smem = tiles(out_desc, consumers, n_rows)
+    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, ROWS)
+    out_smem = tiles(out_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
-    q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, CFG.partitions))
+    q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
     arrivals: gl.constexpr = CFG.arrivals
     room: gl.constexpr = CFG.barrier_room
     k_ring = (k_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
     v_ring = (v_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
     fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
-    work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, CFG.partitions)
+    work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, consumers)
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
@@ -401,17 +264,7 @@ def _attn_fwd_sm90_kernel(
     lengths = (q_len, kv_len)
     shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)
     # the first role runs in the warps of the launch, the others in warps of their own
-    if CFG.MIXED:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (_consume, (consume, shared, 2, CFG)),
-                (produce_tiles, (produce, shared, CFG)),
-            ],
-            [4, 1],
-            [registers, producer_registers],
-        )
-    elif consumers == 1:
+    if consumers == 1:
         gl.warp_specialize(
             [(_consume, (consume, shared, 0, CFG)), (produce_tiles, (produce, shared, CFG))],
             [1],

@@ -121,7 +121,7 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
             "CFG": config,
         },
         archs=(90,),
-        num_warps=config.launch_warps,
+        num_warps=4,
         options={"maxnreg": config.MAX_REGISTERS, "launch_pdl": config.OVERLAP},
         expect={"wgmma.mma_async": 1},
         max_spill_bytes=call.max_spill_bytes,

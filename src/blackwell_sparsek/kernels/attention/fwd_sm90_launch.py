@@ -67,7 +67,7 @@ def launch_attn_fwd_sm90(
         parts = lse
         if share > 0:
             slots = 2 * programs * config.CONSUMERS
-            parts = scratch((slots, config.group_rows, config.TILE_DV + 2), torch.float32, q.device)
+            parts = scratch((slots, GROUP_ROWS, config.TILE_DV + 2), torch.float32, q.device)
     with on_device_of(q):
         args = (
             _descriptor(out, config.out_block()),
@@ -91,7 +91,7 @@ def launch_attn_fwd_sm90(
             operands.score,
             config,
         )
-        options = {"num_warps": config.launch_warps, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.OVERLAP}
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.OVERLAP}
         launch(_attn_fwd_sm90_kernel, programs, args, **options)
 
 

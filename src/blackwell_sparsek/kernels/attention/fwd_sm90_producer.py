@@ -21,7 +21,6 @@ from .fwd_sm90_work import (
     count_q_tiles,
     count_tiles,
     dense_tile,
-    first_query,
     place_packed_piece,
     place_piece,
     plan_piece,
@@ -98,11 +97,8 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
     mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
     for g in gl.static_range(consumers):
-        q_row = first_query(q_tile, q_span[1], CFG) + g * CFG.group_rows
-        if CFG.MIXED:
-            q = q_smem.index(q_stage).slice(g * 64, 64, dim=0)
-        else:
-            q = q_smem.index(q_stage * consumers + g)
+        q_row = q_tile * CFG.tile_m + g * ROWS
+        q = q_smem.index(q_stage * consumers + g)
         tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
     visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
@@ -165,11 +161,8 @@ def _announce(produce, shared, piece, q_tiles, turn, CFG: gl.constexpr):
     mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
     q_place = plane_place(cu_seqlens[0], batch, q_head, 0, lengths[0])
     for g in gl.static_range(consumers):
-        q_row = first_query(q_tile, lengths[0], CFG) + g * CFG.group_rows
-        if CFG.MIXED:
-            q = q_smem.index(q_stage).slice(g * 64, 64, dim=0)
-        else:
-            q = q_smem.index(q_stage * consumers + g)
+        q_row = q_tile * CFG.tile_m + g * ROWS
+        q = q_smem.index(q_stage * consumers + g)
         tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
 
 
@@ -249,9 +242,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG
             )
         elif CFG.AHEAD:
-            step = _feed_ahead(
-                produce, shared, piece, next_piece, total, q_tiles, step, turn, CFG
-            )
+            step = _feed_ahead(produce, shared, piece, next_piece, total, q_tiles, step, turn, CFG)
             turn += 1
         elif cu_seqlens[0] is None:
             plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)

@@ -84,26 +84,14 @@ def piece_lengths(piece, dense_lengths):
 
 
 @gluon.jit
-def first_query(q_tile, q_len, CFG: gl.constexpr):
-    """First query of a tile. FROM_END leaves consumers idle in the first tile, not in the last."""
-    q_start = q_tile * CFG.tile_m
-    if CFG.FROM_END:
-        past_end = (q_len + CFG.tile_m - 1) // CFG.tile_m * CFG.tile_m - q_len
-        q_start -= past_end // 64 * 64
-    return q_start
-
-
-@gluon.jit
 def plan_piece(mask, plane, q_tile, lengths, heads, band, CFG: gl.constexpr):
     """Which KV tiles the queries of a piece visit."""
     lists, batch_step, head_step = mask
     tile_n: gl.constexpr = CFG.TILE_N
     unit_size: gl.constexpr = CFG.UNIT
     q_len, kv_len = lengths
-    q_start = first_query(q_tile, q_len, CFG)
+    q_start = q_tile * CFG.tile_m
     q_end = q_start + CFG.tile_m
-    if CFG.FROM_END:
-        q_start = gl.maximum(q_start, 0)
     kv_lo, kv_hi = kv_range(q_start, q_end, q_len, kv_len, band[0], band[1])
     all_lo, all_hi = kv_range_of_all(q_start, q_end, q_len, kv_len, band[0], band[1])
     if lists is None:

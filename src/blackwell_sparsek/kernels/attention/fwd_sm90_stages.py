@@ -1,11 +1,12 @@
-"""Stages of a ring that a consumer of the Hopper forward waits for and frees.
+"""Stages of K and V that the warps of a consumer wait for and free, and the turns of consumers.
 
-`ARRAY` says which barriers: full K, free K, full V, free V; `base` is where the first lie.
+Gluon's barriers are those of a whole warp group, which stops twice a tile for them. Here each warp
+waits and arrives for itself. `ARRAY` says at which barriers: full K, free K, full V, free V. They
+lie behind the tiles, `barrier_room` in each array (held by `test_attention_sm90_barriers.py`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...device.gluon.warps import shared_address
 
@@ -28,33 +29,24 @@ def _waiting(offset):
 
 @gluon.jit
 def barrier_base(CFG: gl.constexpr):
-    """Address of the barriers of K and V, 0 if nobody needs it."""
-    base = 0
-    if CFG.WARPS:
-        base = shared_address(CFG.barrier_at(0))
-    return base
+    """Address of the barriers of K and V."""
+    return shared_address(CFG.tile_bytes)
 
 
 @gluon.jit
-def free_stage(empty, stage, base, ARRAY: gl.constexpr, CFG: gl.constexpr):
-    """Tell the producer that a stage was read: the whole group, or each warp for itself."""
-    if not CFG.WARPS:
-        mbarrier.arrive(empty.index(stage), count=1)
-    else:
-        asm: gl.constexpr = _arriving(CFG.barrier_at(ARRAY) - CFG.barrier_at(0))
-        address = base + stage * 8
-        gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [address], gl.int32, False, 1)
+def free_stage(rings, stage, ARRAY: gl.constexpr, CFG: gl.constexpr):
+    """Tell the producer that this warp has read a stage."""
+    asm: gl.constexpr = _arriving(CFG.barrier_at(ARRAY))
+    address = rings[2] + stage * 8
+    gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [address], gl.int32, False, 1)
 
 
 @gluon.jit
-def await_stage(full, stage, phase, base, ARRAY: gl.constexpr, CFG: gl.constexpr):
-    """Wait for the copies into a stage: as one group, or each warp for itself."""
-    if not CFG.WARPS:
-        mbarrier.wait(full.index(stage), phase)
-    else:
-        asm: gl.constexpr = _waiting(CFG.barrier_at(ARRAY) - CFG.barrier_at(0))
-        address = base + stage * 8
-        gl.inline_asm_elementwise(asm, "=r,r,r,~{memory}", [address, phase], gl.int32, False, 1)
+def await_stage(rings, stage, phase, ARRAY: gl.constexpr, CFG: gl.constexpr):
+    """Wait for the copies into a stage, each warp for itself."""
+    asm: gl.constexpr = _waiting(CFG.barrier_at(ARRAY))
+    address = rings[2] + stage * 8
+    gl.inline_asm_elementwise(asm, "=r,r,r,~{memory}", [address, phase], gl.int32, False, 1)
 
 
 # the first named barrier that Triton does not use itself
