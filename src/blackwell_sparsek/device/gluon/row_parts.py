@@ -25,17 +25,33 @@ def row_parts(x):
 
 
 @gluon.jit
-def _quarters(x):
-    return gl.sum(gl.sum(_apart(x), 4), 2)
+def _is_first(x):
+    """Of `_apart` columns, whether they are among the first 32."""
+    layout: gl.constexpr = x.type.layout
+    of_rows: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))
+    place = gl.arange(0, x.shape[1], gl.SliceLayout(0, of_rows))
+    return place[None, :, None, None, None] == 0
 
 
 @gluon.jit
-def first_quarter(x):
-    """As `row_parts` of the first 32 columns of 128."""
-    quarters = _quarters(x)
-    place: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, quarters.type.layout))
-    which = gl.arange(0, quarters.shape[1], place)[None, :, None]
-    return gl.sum(gl.where(which == 0, quarters, 0.0), 1)
+def first_quarter(p):
+    """Sums [rows, 4] as of `row_parts`, of the first 32 columns alone."""
+    p = _apart(p)
+    return gl.sum(gl.sum(gl.sum(gl.where(_is_first(p), p, 0.0), 4), 2), 1)
+
+
+@gluon.jit
+def with_first_quarter(first, p):
+    """`p` [rows, columns], its first 32 columns from `first`."""
+    apart = _apart(p)
+    chosen = gl.where(_is_first(apart), _apart(first), apart)
+    return gl.convert_layout(gl.reshape(chosen, p.shape), p.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def unknown(x):
+    """`x`, so that what is made of it is made where it stands, not where `x` was used before."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit

@@ -180,6 +180,11 @@ def make_config(
         SHARED_TAIL=shared_tail,
         # small problems, whose start is much of their time
         OVERLAP=consumers == 1 and block_kv is None,
+        TURNS=consumers == 3,
+        AHEAD=dense and not banded and not shared_tail and consumers == 2,
+        ABSENT=consumers == 3 and (banded or packed),
+        BITS=True,
+        QUARTER=True,
     )
 
 

@@ -12,6 +12,8 @@ from ...device.gluon.row_parts import (
     pin_above,
     row_maxima,
     scale_rows,
+    unknown,
+    with_first_quarter,
 )
 from ...device.scores import cap
 from ...device.softmax import raise_maximum, weights_of
@@ -56,7 +58,8 @@ def attend_tile(tile, rings, kv_tile, step, state, acc, p, GROUP: gl.constexpr, 
     m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score[0], CFG.SLACK)
     # ptxas would sink all of it below the wait, where it overlaps with nothing
     if CFG.QUARTER:
-        pin_above(first_quarter(weights_of(s, score[0], shift)), rings[2], CFG.spare_at)
+        early = weights_of(s, score[0], shift)
+        pin_above(first_quarter(early), rings[2], CFG.spare_at)
     else:
         pin_above(m_new, rings[2], CFG.spare_at)
     raised = gl.convert_layout(any_raised(m_log2, m_new), o_rows)[:, None]
@@ -64,7 +67,10 @@ def attend_tile(tile, rings, kv_tile, step, state, acc, p, GROUP: gl.constexpr, 
     free_stage(rings, last_stage, 3, CFG)
     factor = gl.convert_layout(rescale, o_rows)[:, None]
     acc = acc * factor if CFG.ALWAYS else scale_rows(acc, factor, raised)
-    weights = weights_of(s, score[0], shift)
+    if CFG.QUARTER:
+        weights = with_first_quarter(early, weights_of(s, score[0], unknown(shift)))
+    else:
+        weights = weights_of(s, score[0], shift)
     row_sum = add_parts(row_sum, rescale, weights)
     p = gl.convert_layout(weights.to(p.dtype), p_layout)
     return step, m_new, row_sum, acc, p
