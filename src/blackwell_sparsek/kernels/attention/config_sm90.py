@@ -47,6 +47,8 @@ class AttnFwdSm90Config:
     QUARTER: bool = False
     ALWAYS: bool = False
     SLACK: int = 8
+    READY: bool = False
+    EARLY_PASS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"

@@ -147,9 +147,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
             tile = (q, visit, masked_tiles, q_index, q_start, bounds, score)
+            filled = 0
             for kv_tile in range(taken + 1, kv_tiles):
-                step, m_log2, row_sum, acc, p = attend_tile(
-                    tile, rings, kv_tile, step, (m_log2, row_sum), acc, p, GROUP, CFG
+                step, filled, m_log2, row_sum, acc, p = attend_tile(
+                    tile, rings, kv_tile, step, filled, (m_log2, row_sum), acc, p, GROUP, CFG
                 )
             stage, phase = ring_place(step, CFG.STAGES)
             # every score of this piece is taken: the next queries may come

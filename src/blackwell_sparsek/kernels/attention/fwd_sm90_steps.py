@@ -19,14 +19,23 @@ from ...device.scores import cap
 from ...device.softmax import raise_maximum, weights_of
 from ..sm90 import GROUP_ROWS
 from .fwd_sm90_masks import mask_scores
-from .fwd_sm90_stages import await_stage, await_turn, free_stage, pass_turn
+from .fwd_sm90_stages import (
+    await_stage,
+    await_stage_unless,
+    await_turn,
+    free_stage,
+    is_filled,
+    pass_turn,
+)
 from .fwd_sm90_work import needs_mask
 
 ROWS = gl.constexpr(GROUP_ROWS)
 
 
 @gluon.jit
-def attend_tile(tile, rings, kv_tile, step, state, acc, p, GROUP: gl.constexpr, CFG: gl.constexpr):
+def attend_tile(
+    tile, rings, kv_tile, step, filled, state, acc, p, GROUP: gl.constexpr, CFG: gl.constexpr
+):
     """Take in the tile after the one at `step`, whose weights are `p`; return all of it anew.
 
     Maxima are found while the product of the tile before runs, the weights after it: exponentials,
@@ -44,13 +53,19 @@ def attend_tile(tile, rings, kv_tile, step, state, acc, p, GROUP: gl.constexpr, 
     last_stage, last_phase = ring_place(step, CFG.STAGES)
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
-    await_stage(rings, stage, phase, 0, CFG)
+    if CFG.READY:
+        await_stage_unless(rings, stage, phase, filled, 0, CFG)
+    else:
+        await_stage(rings, stage, phase, 0, CFG)
     await_turn(GROUP, CFG)
     k = k_smem.index(stage).permute((1, 0))
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+    if CFG.EARLY_PASS:
+        pass_turn(GROUP, CFG)
     await_stage(rings, last_stage, last_phase, 2, CFG)
     product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
-    pass_turn(GROUP, CFG)
+    if not CFG.EARLY_PASS:
+        pass_turn(GROUP, CFG)
     s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
     free_stage(rings, stage, 1, CFG)
     if needs_mask(visit[0], visit[1], kv_tile, masked_tiles):
@@ -65,6 +80,9 @@ def attend_tile(tile, rings, kv_tile, step, state, acc, p, GROUP: gl.constexpr, 
     raised = gl.convert_layout(any_raised(m_log2, m_new), o_rows)[:, None]
     acc = warpgroup_mma_wait(0, deps=(product,))
     free_stage(rings, last_stage, 3, CFG)
+    if CFG.READY:
+        next_stage, next_phase = ring_place(step + 1, CFG.STAGES)
+        filled = is_filled(rings, next_stage, next_phase, 0, CFG)
     factor = gl.convert_layout(rescale, o_rows)[:, None]
     acc = acc * factor if CFG.ALWAYS else scale_rows(acc, factor, raised)
     if CFG.QUARTER:
@@ -73,4 +91,4 @@ def attend_tile(tile, rings, kv_tile, step, state, acc, p, GROUP: gl.constexpr, 
         weights = weights_of(s, score[0], shift)
     row_sum = add_parts(row_sum, rescale, weights)
     p = gl.convert_layout(weights.to(p.dtype), p_layout)
-    return step, m_new, row_sum, acc, p
+    return step, filled, m_new, row_sum, acc, p
