@@ -118,9 +118,8 @@ def _choosing(count):
     for i in range(count):
         bit = 2 * (i // 4) + i % 2
         word = f"${2 * count + i % 4 // 2 * 2}"
-        lines.append(
-            f"and.b32 t, {word}, {1 << bit}; setp.eq.b32 p, t, 0; selp.f32 ${i}, 0fFF800000, ${i}, p;"
-        )
+        lines.append(f"and.b32 t, {word}, {1 << bit}; setp.eq.b32 p, t, 0;")
+        lines.append(f"selp.f32 ${i}, 0fFF800000, ${i}, p;")
     return "{ .reg .pred p; .reg .b32 t; " + " ".join(lines) + " }"
 
 

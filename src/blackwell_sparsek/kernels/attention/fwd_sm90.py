@@ -55,8 +55,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, tail = consume
     mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
-    k_smem, k_full, k_empty = k_ring
-    v_smem, v_full, v_empty = v_ring
+    k_smem, v_smem = k_ring[0], v_ring[0]
     first_row: gl.constexpr = GROUP * ROWS
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
@@ -68,7 +67,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     out_smem = out_tiles.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    rings = (k_ring, v_ring, barrier_base(CFG))
+    rings = (k_smem, v_smem, barrier_base(CFG))
     step = 0
     turn = 0
     if GROUP == 0:

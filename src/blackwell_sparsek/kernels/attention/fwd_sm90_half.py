@@ -35,7 +35,7 @@ def attend_half(
     CFG: gl.constexpr,
 ):
     """Take in HALF keys from START on of the tile at `step`, which begins at `kv_start`."""
-    k_smem, v_smem = rings[0][0], rings[1][0]
+    k_smem, v_smem = rings[0], rings[1]
     s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     state_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))

@@ -42,7 +42,7 @@ def attend_tile(
     sums and conversions then share one stretch of code, and other consumers have the tensor cores.
     """
     q, visit, masked_tiles, q_index, q_start, bounds, score = tile
-    k_smem, v_smem = rings[0][0], rings[1][0]
+    k_smem, v_smem = rings[0], rings[1]
     m_log2, row_sum = state
     tile_n: gl.constexpr = CFG.TILE_N
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
