@@ -25,36 +25,6 @@ def row_parts(x):
 
 
 @gluon.jit
-def _is_first(x):
-    """Of `_apart` columns, whether they are among the first 32."""
-    layout: gl.constexpr = x.type.layout
-    of_rows: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))
-    place = gl.arange(0, x.shape[1], gl.SliceLayout(0, of_rows))
-    return place[None, :, None, None, None] == 0
-
-
-@gluon.jit
-def first_quarter(p):
-    """Sums [rows, 4] as of `row_parts`, of the first 32 columns alone."""
-    p = _apart(p)
-    return gl.sum(gl.sum(gl.sum(gl.where(_is_first(p), p, 0.0), 4), 2), 1)
-
-
-@gluon.jit
-def with_first_quarter(first, p):
-    """`p` [rows, columns], its first 32 columns from `first`."""
-    apart = _apart(p)
-    chosen = gl.where(_is_first(apart), _apart(first), apart)
-    return gl.convert_layout(gl.reshape(chosen, p.shape), p.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def unknown(x):
-    """`x`, so that what is made of it is made where it stands, not where `x` was used before."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
-
-
-@gluon.jit
 def row_maxima(s, like):
     """Largest of each row of `s`, in short chains, in the layout of `like`."""
     top = gl.max(gl.max(gl.max(gl.max(_apart(s), 4), 2), 1), 1)
@@ -95,57 +65,11 @@ def pin_above(x, base, SPARE: gl.constexpr):
     gl.inline_asm_elementwise(asm, "=r,f,r,~{memory}", [x, base], gl.int32, False, 1)
 
 
-# How many of a thread's columns in a row, 8 k and 8 k + 1 behind its first, are up to $x.
-_COUNT = (
-    "sub.s32 t, {x}, lane; shr.s32 n, t, 3; shl.b32 n, n, 1; and.b32 u, t, 7; min.u32 u, u, 1; "
-    "add.s32 n, n, u; add.s32 n, n, 1; max.s32 n, n, 0; bmsk.clamp.b32 {y}, 0, n; "
-)
-_VISIBLE = (
-    "{ .reg .b32 lane, t, u, n, before, upto; mov.u32 lane, %laneid; and.b32 lane, lane, 3; "
-    "shl.b32 lane, lane, 1; "
-    + _COUNT.format(x="$2", y="upto")
-    + "sub.s32 t, $1, 1; add.s32 t, t, 0; "
-    + _COUNT.format(x="t", y="before")
-    + "not.b32 before, before; and.b32 $0, upto, before; }"
-)
-VISIBLE = gl.constexpr(_VISIBLE)
-
-
-@gluon.constexpr_function
-def _choosing(count):
-    # a thread has two rows, whose elements come in pairs; bit k is the k-th of a row
-    lines = []
-    for i in range(count):
-        bit = 2 * (i // 4) + i % 2
-        word = f"${2 * count + i % 4 // 2 * 2}"
-        lines.append(f"and.b32 t, {word}, {1 << bit}; setp.eq.b32 p, t, 0;")
-        lines.append(f"selp.f32 ${i}, 0fFF800000, ${i}, p;")
-    return "{ .reg .pred p; .reg .b32 t; " + " ".join(lines) + " }"
-
-
-@gluon.constexpr_function
-def _choosing_operands(count):
-    tied = [str(i) for i in range(count)]
-    return ",".join(["=f"] * count + tied + ["r"] * count)
-
-
-@gluon.jit
-def keep_columns(s, first, last):
-    """Scores `s` [64, columns] of WGMMA, -inf where a column is not from `first` to `last`."""
-    words = gl.inline_asm_elementwise(VISIBLE, "=r,r,r", [first, last], gl.int32, True, 1)
-    count: gl.constexpr = s.shape[1] // 2
-    asm: gl.constexpr = _choosing(s.shape[1] // 2)
-    operands: gl.constexpr = _choosing_operands(s.shape[1] // 2)
-    _, spread = gl.broadcast(s, words[:, None])
-    return gl.inline_asm_elementwise(asm, operands, [s, spread], gl.float32, True, count)
-
-
 # Whether any of a warp's rows, two in a thread, has another maximum than before.
-_RAISED = (
+RAISED = gl.constexpr(
     "{ .reg .pred p, q; setp.neu.f32 p, $2, $4; setp.neu.or.f32 p, $3, $5, p; "
     "vote.sync.any.pred q, p, -1; selp.b32 $0, 1, 0, q; mov.b32 $1, $0; }"
 )
-RAISED = gl.constexpr(_RAISED)
 
 
 @gluon.jit

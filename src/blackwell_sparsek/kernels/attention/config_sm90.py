@@ -20,11 +20,13 @@ class AttnFwdSm90Config:
     memory, beyond which TMA fills zeros. Q_STAGES of 2 fetches the queries of the next piece of
     work, and with them its first keys, while this one is still being computed. HALF_TILES
     leaves out 64 keys of a piece's first and last tile where its queries see none of them, as in
-    every second piece where queries see up to themselves. PARTS adds up weights in parts, and takes
-    maxima in short chains. With SHARED_TAIL programs share the tiles of the last pieces, if those
-    are too few for all. OVERLAP starts before the kernel in front has ended. The kernel is compiled
-    for MAX_REGISTERS per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group,
-    PRODUCER_REGISTERS for the producer.
+    every second piece where queries see up to themselves. With SHARED_TAIL programs share the tiles
+    of the last pieces, if those are too few for all. OVERLAP starts before the kernel in front has
+    ended. With TURNS one consumer after the other issues its products. AHEAD claims and announces a
+    piece while the one before is fetched, which costs balance where pieces differ. ABSENT lets
+    consumers without queries pass a piece by. The kernel is compiled for MAX_REGISTERS per thread;
+    the roles then trade them: CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for the
+    producer.
     """
 
     CONSUMERS: int
@@ -43,12 +45,6 @@ class AttnFwdSm90Config:
     TURNS: bool = False
     AHEAD: bool = False
     ABSENT: bool = False
-    BITS: bool = False
-    QUARTER: bool = False
-    ALWAYS: bool = False
-    SLACK: int = 8
-    READY: bool = False
-    EARLY_PASS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -59,6 +55,7 @@ class AttnFwdSm90Config:
         assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
         assert not (self.HALF_TILES and self.SHARED_TAIL), f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
+        assert not self.AHEAD or (self.Q_STAGES == 2 and not self.SHARED_TAIL), f"{self=}"
 
     @property
     def tile_m(self) -> int:
@@ -183,10 +180,8 @@ def make_config(
         # small problems, whose start is much of their time
         OVERLAP=consumers == 1 and block_kv is None,
         TURNS=consumers == 3,
-        AHEAD=dense and not banded and not shared_tail and consumers == 2,
-        ABSENT=consumers == 3 and (banded or packed),
-        BITS=True,
-        QUARTER=True,
+        AHEAD=dense and ahead and not shared_tail and banded == (consumers == 1) and consumers < 3,
+        ABSENT=consumers == 3 and (banded or packed or long),
     )
 
 

@@ -34,7 +34,7 @@ from .fwd_sm90_half import HALF, attend_half, pass_all, pass_by
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
 from .fwd_sm90_stages import await_stage, await_turn, barrier_base, free_stage, pass_turn
-from .fwd_sm90_steps import attend_tile
+from .fwd_sm90_steps import SLACK, attend_tile
 from .fwd_sm90_tail import meet
 from .fwd_sm90_work import count_tiles, dense_tile, needs_mask, piece_lengths
 
@@ -140,16 +140,15 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             if needs_mask(mask[0], plan, taken, masked_tiles):
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = softmax_step_parts(
-                m_log2, row_sum, s, score[0], CFG.SLACK
+                m_log2, row_sum, s, score[0], SLACK
             )
             if CFG.HALF_TILES:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
             tile = (q, visit, masked_tiles, q_index, q_start, bounds, score)
-            filled = 0
             for kv_tile in range(taken + 1, kv_tiles):
-                step, filled, m_log2, row_sum, acc, p = attend_tile(
-                    tile, rings, kv_tile, step, filled, (m_log2, row_sum), acc, p, GROUP, CFG
+                step, m_log2, row_sum, acc, p = attend_tile(
+                    tile, rings, kv_tile, step, (m_log2, row_sum), acc, p, GROUP, CFG
                 )
             stage, phase = ring_place(step, CFG.STAGES)
             # every score of this piece is taken: the next queries may come

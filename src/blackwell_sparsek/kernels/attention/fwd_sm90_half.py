@@ -54,7 +54,7 @@ def attend_half(
     pass_turn(GROUP, CFG)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
     free_stage(rings, stage, 1, CFG)
-    s = mask_band(s, kv_start + START, (first, last, every_first, every_last), CFG)
+    s = mask_band(s, kv_start + START, (first, last, every_first, every_last))
     m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_DV))
     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]

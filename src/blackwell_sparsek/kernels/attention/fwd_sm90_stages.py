@@ -27,41 +27,6 @@ def _waiting(offset):
     )
 
 
-@gluon.constexpr_function
-def _testing(offset):
-    return (
-        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, "
-        f"[$1+{offset}], $2; selp.b32 $0, 1, 0, p; }}"
-    )
-
-
-@gluon.constexpr_function
-def _waiting_unless(offset):
-    return (
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p bra.uni there; "
-        "again: mbarrier.try_wait.parity.shared::cta.b64 p, "
-        f"[$1+{offset}], $2; @!p bra.uni again; there: mov.b32 $0, 0; }}"
-    )
-
-
-@gluon.jit
-def is_filled(rings, stage, phase, ARRAY: gl.constexpr, CFG: gl.constexpr):
-    """1 if the copies into a stage have arrived."""
-    asm: gl.constexpr = _testing(CFG.barrier_at(ARRAY))
-    address = rings[2] + stage * 8
-    return gl.inline_asm_elementwise(asm, "=r,r,r,~{memory}", [address, phase], gl.int32, False, 1)
-
-
-@gluon.jit
-def await_stage_unless(rings, stage, phase, filled, ARRAY: gl.constexpr, CFG: gl.constexpr):
-    """`await_stage`, of a stage that `is_filled` may have seen."""
-    asm: gl.constexpr = _waiting_unless(CFG.barrier_at(ARRAY))
-    address = rings[2] + stage * 8
-    gl.inline_asm_elementwise(
-        asm, "=r,r,r,r,~{memory}", [address, phase, filled], gl.int32, False, 1
-    )
-
-
 @gluon.jit
 def barrier_base(CFG: gl.constexpr):
     """Address of the barriers of K and V."""
