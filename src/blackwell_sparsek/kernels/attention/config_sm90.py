@@ -148,12 +148,15 @@ def make_config(
 ) -> AttnFwdSm90Config:
     """The configuration with so many consumers; `block_kv` is the mask's, None without one.
 
-    `banded`: a band cuts off keys. `long`: there are enough keys for programs to share them.
+    `banded`: a band cuts off keys. `long`: pieces of work are long enough to share them, and for
+    consumers without queries to pass them by.
     """
     dense = block_kv is None and not packed
     # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
-    shared_tail = dense and long and not banded and consumers == 2
+    # at 64 dims the code for it takes registers that the loop needs
+    wide = max(tile_d, tile_dv) > 64
+    shared_tail = dense and long and wide and not banded and consumers == 2
     # Finding blocks, sequences or shares takes the producer more registers than counting tiles;
     # they come from the consumers. Three consumers need few: their head dims are 64 at the most.
     searches = not dense or shared_tail
