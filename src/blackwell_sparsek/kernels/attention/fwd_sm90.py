@@ -3,8 +3,9 @@
 Shapes are those of `fwd.py`. Programs take pieces of work until none is left; a piece is
 CONSUMERS x 64 queries of one head. A producer warp finds out which KV tiles the piece visits,
 publishes that, and keeps rings of K and V tiles full; the consumer warp groups each own 64 queries.
-A consumer issues the scores of tile i and the product of tile i - 1 with V together, so that the
-softmax of tile i runs while the tensor cores are busy. Tiles that need mask code come first.
+A consumer issues the scores of tile i and the product of tile i - 1 with V together; its softmax of
+tile i runs while the tensor cores work on that product, and then for the other consumers. Tiles
+that need mask code come first.
 
 Called as impl "sm90" of `bsk::attn_fwd`. Limits: fp16 and bf16, D and Dv up to 128, a positive
 factor of scores, strides and addresses that TMA takes, and those of `fwd.py`.
