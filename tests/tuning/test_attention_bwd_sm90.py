@@ -12,6 +12,7 @@ from blackwell_sparsek.kernels.attention.bwd_config_sm90 import INFO_DEPTH, make
 from blackwell_sparsek.tuning.attention_bwd_sm90 import (
     FEW_QUERIES,
     attn_bwd_sm90_config,
+    attn_bwd_sm90_front,
     attn_bwd_sm90_passed_over,
     attn_bwd_sm90_section,
     attn_bwd_sm90_unsupported,
@@ -121,7 +122,15 @@ def test_sections():
     assert attn_bwd_sm90_section(problem(max_q=16384, banded=True)) == 2
     assert attn_bwd_sm90_section(problem(max_q=16384, deterministic=True)) == 3
     assert attn_bwd_sm90_section(problem(max_q=65536, deterministic=True)) == 1
+    assert attn_bwd_sm90_section(problem(max_q=16384, deterministic=True, banded=True)) == 1
     assert attn_bwd_sm90_section(problem(heads_kv=4)) == 1
     assert attn_bwd_sm90_section(problem(heads_kv=1, banded=True)) == 1
     assert attn_bwd_sm90_section(problem(max_q=65536)) == 1
     assert attn_bwd_sm90_section(problem(max_q=16, heads_q=2, heads_kv=2)) == 2
+
+
+@pytest.mark.parametrize("tokens, section, parts", [(4096, 4, 1), (16384, 2, 1), (65536, 1, 4)])
+def test_sections_of_planned_turns(tokens, section, parts):
+    planned = problem(max_q=tokens, deterministic=True, mask_block=(128, 128), heads_kv=4)
+    assert attn_bwd_sm90_section(planned) == section
+    assert attn_bwd_sm90_front(planned, section) == parts

@@ -48,6 +48,7 @@ CALLS = (
     Call(2, 128, 128, dtype=torch.float16),
     Call(1, 128, 128),
     Call(3, 64, 64),
+    Call(3, 64, 64, long=True),
     Call(2, 64, 64),
     Call(1, 64, 64),
     Call(2, 128, 64),
