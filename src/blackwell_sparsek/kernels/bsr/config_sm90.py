@@ -32,6 +32,8 @@ class SpmmSm90Config:
     WIDE: bool = False
     OUT_TRANSPOSED: bool = False
     ACTIVATION: str | None = None
+    CLUSTER: int = 1
+    OUT_BYTES: int = 2
     CONSUMER_REGISTERS: int = 232
     PRODUCER_REGISTERS: int = 40
 
@@ -82,7 +84,29 @@ class SpmmSm90Config:
     @property
     def a_copies(self) -> int:
         """Copies that bring the A tiles of a step."""
+        if self.CLUSTER > 1:
+            return self.CLUSTER
         return self.a_tiles if self.A_TRANSPOSED else 1
+
+    @property
+    def x_page(self) -> int:
+        """Where X begins in the shared memory of a cluster's program, in KB."""
+        return self.STAGES * 2 * self.TILE_K * self.tile_m // 1024
+
+    @property
+    def out_page(self) -> int:
+        """Where the output buffers begin."""
+        return self.x_page + self.STAGES * 2 * self.TILE_K * self.tile_n // 1024
+
+    @property
+    def pages(self) -> int:
+        """KB of shared memory; the last one is for barriers."""
+        return self.out_page + CONSUMERS * GROUP_ROWS * self.out_chunk * self.OUT_BYTES // 1024 + 1
+
+    @property
+    def bars_offset(self) -> int:
+        """Where the barriers begin, in bytes."""
+        return (self.pages - 1) * 1024
 
     @property
     def x_copies(self) -> int:
@@ -91,6 +115,8 @@ class SpmmSm90Config:
 
     def a_block(self) -> list[int]:
         """Shape of a copy of A."""
+        if self.CLUSTER > 1:
+            return [self.tile_m // self.CLUSTER, self.TILE_K]
         return [self.TILE_K, GROUP_ROWS] if self.A_TRANSPOSED else [self.tile_m, self.TILE_K]
 
     def a_tile(self) -> list[int]:

@@ -24,7 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...device.gluon.cluster import (
+    arrive_at_first,
+    arrive_in_cluster,
+    cluster_barrier,
+    cluster_rank,
+    multicast,
+    send_in_cluster,
+)
 from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
+from ...device.gluon.warps import shared_address
 from ...device.schedule import place_in_sections
 from ..sm90 import GROUP_ROWS
 from .config_sm90 import SLAB_COLUMNS
@@ -67,7 +76,19 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
         CFG.a_copies * a_desc.block_type.nbytes + CFG.x_copies * x_desc.block_type.nbytes
     )
     mbarrier.expect(bar, nbytes)
-    for g in gl.static_range(a_copies):
+    if CFG.CLUSTER > 1:
+        # each program of the cluster brings a part of the rows, to all of them
+        part = cluster_rank()
+        first = (stage * CFG.CLUSTER + part) * a_desc.block_type.nbytes
+        multicast(
+            "_spmm_sm90_kernel",
+            a_row + part * (CFG.tile_m // CFG.CLUSTER),
+            a_col,
+            shared_address(CFG.bars_offset + 8 * stage),
+            shared_address(first),
+            (1 << CFG.CLUSTER) - 1,
+        )
+    for g in gl.static_range(0 if CFG.CLUSTER > 1 else a_copies):
         tile = a_smem.index(stage * CFG.a_copies + g)
         if CFG.A_TRANSPOSED:
             tma.async_copy_global_to_shared(a_desc, [a_col, a_row + g * ROWS], bar, tile)
@@ -130,6 +151,91 @@ def _produce(
     publish(work, turn, (-1, 0, 0, -1))
     # Each program asked once, and once more for each piece: whoever was last sets the counter back.
     gl.store(counter_ptr, 0, mask=next_piece == total + 2 * gl.num_programs(0) - 1)
+
+
+@gluon.jit
+def _produce_together(
+    a_desc,
+    x_desc,
+    items_ptr,
+    cols_ptr,
+    counter_ptr,
+    ring,
+    work,
+    mail,
+    grid,
+    CFG: gl.constexpr,
+):
+    """As `_produce`, for a cluster whose programs take neighbouring panels of the same item.
+
+    The first one asks for work and tells the others.
+    """
+    cluster_barrier()
+    total = grid[0] * grid[1]
+    _, _, _, empty = ring
+    rank = cluster_rank()
+    clusters = gl.num_programs(0) // CFG.CLUSTER
+    k_steps: gl.constexpr = CFG.k_steps
+    step = 0
+    turn = 0
+    piece = gl.program_id(0) // CFG.CLUSTER
+    next_piece = _next_piece(counter_ptr, clusters, mail, 0, rank, CFG)
+    row_piece, panel, item = _read_piece(items_ptr, piece, grid, CFG)
+    while piece < total:
+        next_row_piece, next_panel, next_item = _read_piece(items_ptr, next_piece, grid, CFG)
+        block_row, begin, end, slot = item
+        sub_row = (row_piece % CFG.row_tiles) * CFG.tile_m
+        col = (panel * CFG.CLUSTER + rank) * CFG.tile_n
+        row = block_row * CFG.BLOCK_H + sub_row
+        publish(work, turn, ((end - begin) * CFG.k_steps, row, col, slot))
+        turn += 1
+        block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
+        for entry in range(begin, end):
+            next_block_col = gl.load(cols_ptr + entry + 1, mask=entry + 1 < end, other=0)
+            a_row = entry * CFG.BLOCK_H + sub_row
+            for u in gl.static_range(k_steps):
+                stage = step % CFG.STAGES
+                mbarrier.wait(empty.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
+                k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
+                _fetch_step(a_desc, x_desc, ring, stage, a_row, u * CFG.TILE_K, k, col, CFG)
+                step += 1
+            block_col = next_block_col
+        after_next = _next_piece(counter_ptr, clusters, mail, turn, rank, CFG)
+        piece = next_piece
+        next_piece = after_next
+        row_piece = next_row_piece
+        panel = next_panel
+        item = next_item
+    publish(work, turn, (-1, 0, 0, -1))
+    gl.store(counter_ptr, 0, mask=(rank == 0) & (next_piece == total + 2 * clusters - 1))
+    cluster_barrier()
+
+
+@gluon.jit
+def _next_piece(counter_ptr, clusters, mail, turn, rank, CFG: gl.constexpr):
+    """The piece of work that the first program of the cluster asks for, in all of them."""
+    numbers, bars = mail
+    filled: gl.constexpr = 2 * CFG.STAGES
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    depth = turn % 2
+    if rank == 0:
+        piece = gl.atomic_add(counter_ptr, 1) + clusters
+        mbarrier.wait(bars.index(filled + 2 + depth), ((turn // 2) & 1) ^ 1)
+        bar = shared_address(CFG.bars_offset + 8 * (filled + depth))
+        number = shared_address(CFG.bars_offset + 8 * (filled + 4) + 4 * depth)
+        send_in_cluster(piece, number, bar, CFG.CLUSTER)
+    mbarrier.expect(bars.index(filled + depth), 4)
+    mbarrier.wait(bars.index(filled + depth), (turn // 2) & 1)
+    received = gl.max(numbers.index(2 * (filled + 4) + depth).load(lane), 0)
+    arrive_at_first(shared_address(CFG.bars_offset + 8 * (filled + 2 + depth)))
+    return received
+
+
+@gluon.jit
+def _stand_by():
+    """What warps without work do: a cluster waits for all of its threads."""
+    cluster_barrier()
+    cluster_barrier()
 
 
 @gluon.jit
@@ -203,8 +309,27 @@ def _ring_memory(desc, count: gl.constexpr):
 
 
 @gluon.jit
+def _at(memory, page: gl.constexpr, desc, count: gl.constexpr):
+    """`count` tiles of a descriptor from a page of `memory` on."""
+    shape: gl.constexpr = [count] + desc.block_type.shape  # noqa: RUF005
+    return memory.index(page)._reinterpret(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def _release(empty, stage, live, CFG: gl.constexpr):
+    """Leave a stage to the producers: of this program, or of all that copy to it."""
+    if CFG.CLUSTER > 1:
+        address = shared_address(CFG.bars_offset + 8 * (CFG.STAGES + stage))
+        arrive_in_cluster(address, live, CFG.CLUSTER)
+    else:
+        mbarrier.arrive(empty.index(stage), count=1, pred=live)
+
+
+@gluon.jit
 def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Multiply the ring's tiles into an accumulator and store it, piece by piece of work."""
+    if CFG.CLUSTER > 1:
+        cluster_barrier()
     a_smem, x_smem, full, empty = ring
     a_smem = _as_tiles(a_smem, CFG.STAGES * CFG.a_tiles, CFG.a_tile())
     x_smem = _as_tiles(x_smem, CFG.STAGES * CFG.x_tiles, CFG.x_tile())
@@ -227,10 +352,10 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
             pending = warpgroup_mma(a, x, acc, is_async=True)
             # One product stays in flight; the one before it is done, so its stage is free.
             acc = warpgroup_mma_wait(1, deps=(pending,))
-            mbarrier.arrive(empty.index((step + CFG.STAGES - 1) % CFG.STAGES), count=1, pred=i > 0)
+            _release(empty, (step + CFG.STAGES - 1) % CFG.STAGES, i > 0, CFG)
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((step + CFG.STAGES - 1) % CFG.STAGES), count=1, pred=steps > 0)
+        _release(empty, (step + CFG.STAGES - 1) % CFG.STAGES, steps > 0, CFG)
 
         row += (GROUP % CFG.a_tiles) * ROWS
         col += (GROUP % CFG.x_tiles) * CFG.GROUP_N
@@ -238,13 +363,15 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
         turn += 1
         steps, row, col, slot = take(work, turn)
     tma.store_wait(0)
+    if CFG.CLUSTER > 1:
+        cluster_barrier()
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_cols", "row_pieces", "panels", "section"])
 def _spmm_sm90_kernel(
+    a_desc,
     out_desc,
     part_ptr,
-    a_desc,
     x_desc,
     bias_ptr,
     residual_ptr,
@@ -261,35 +388,90 @@ def _spmm_sm90_kernel(
     CFG: gl.constexpr,
 ):
     """Set up the ring and the three roles; `_produce` and `_consume` do the work."""
-    a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
-    x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
-    out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
-    ring = (a_smem, x_smem, barriers(CFG.STAGES, 1), barriers(CFG.STAGES, 2))
-    work = work_channel(WORK_FIELDS, 2)
-    fence_async_shared()
-
     extras = (part_ptr, bias_ptr, residual_ptr, residual_strides)
     sizes = (n_rows, n_cols)
-    gl.warp_specialize(
-        [
-            (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
-            (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
-            (
-                _produce,
+    grid = (row_pieces, panels, section)
+    if CFG.CLUSTER == 1:
+        a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
+        x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
+        out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
+        ring = (a_smem, x_smem, barriers(CFG.STAGES, 1), barriers(CFG.STAGES, 2))
+        work = work_channel(WORK_FIELDS, 2)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
+                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
                 (
-                    a_desc,
-                    x_desc,
-                    items_ptr,
-                    cols_ptr,
-                    perm_ptr,
-                    counter_ptr,
-                    ring,
-                    work,
-                    (row_pieces, panels, section),
-                    CFG,
+                    _produce,
+                    (
+                        a_desc,
+                        x_desc,
+                        items_ptr,
+                        cols_ptr,
+                        perm_ptr,
+                        counter_ptr,
+                        ring,
+                        work,
+                        grid,
+                        CFG,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1],
-        [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
-    )
+            ],
+            [4, 1],
+            [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
+        )
+    else:
+        # one allocation: others must know where its parts are
+        pages: gl.constexpr = CFG.pages
+        page_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
+        memory = gl.allocate_shared_memory(a_desc.dtype, [pages, 8, 64], page_layout)
+        a_smem = _at(memory, 0, a_desc, CFG.STAGES * CFG.a_copies)
+        x_smem = _at(memory, CFG.x_page, x_desc, CFG.STAGES * CFG.x_copies)
+        out_smem = _at(memory, CFG.out_page, out_desc, 2)
+        words = memory.index(pages - 1)
+        stages: gl.constexpr = CFG.STAGES
+        bars = words._reinterpret(gl.int64, [2 * stages + 4, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(stages):
+            mbarrier.init(bars.index(i), count=1)
+            mbarrier.init(bars.index(stages + i), count=8 * CFG.CLUSTER)
+        for i in gl.static_range(2):
+            mbarrier.init(bars.index(2 * stages + i), count=1)
+            mbarrier.init(bars.index(2 * stages + 2 + i), count=CFG.CLUSTER)
+        numbers = words._reinterpret(
+            gl.int32, [4 * stages + 10, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
+        ring = (a_smem, x_smem, bars, bars)
+        work = work_channel(WORK_FIELDS, 2)
+        mail = (numbers, bars)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
+                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
+                (
+                    _produce_together,
+                    (
+                        a_desc,
+                        x_desc,
+                        items_ptr,
+                        cols_ptr,
+                        counter_ptr,
+                        ring,
+                        work,
+                        mail,
+                        grid,
+                        CFG,
+                    ),
+                ),
+                (_stand_by, ()),
+                (_stand_by, ()),
+            ],
+            [4, 1, 1, 2],
+            [
+                CFG.CONSUMER_REGISTERS,
+                CFG.PRODUCER_REGISTERS,
+                CFG.PRODUCER_REGISTERS,
+                CFG.PRODUCER_REGISTERS,
+            ],
+        )

@@ -56,15 +56,16 @@ def launch_spmm_sm90(
     # the kernel does not know a batch; the second pass does
     out_b = out.unsqueeze(0)
     partial = empty_partial(out_b, plan, config.BLOCK_H)
-    row_pieces, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)
-    section = max(1, SECTION_BYTES // (x.shape[0] * config.tile_n * x.element_size()))
+    width = config.CLUSTER * config.tile_n
+    row_pieces, panels = plan.n_items * config.row_tiles, cdiv(n, width)
+    section = max(1, SECTION_BYTES // (x.shape[0] * width * x.element_size()))
     counter = resting_words(1, out.device)
     a_matrix = values.view(-1, values.shape[2])
     with on_device_of(out):
         args = (
+            _descriptor(a_matrix, config.a_block(), False),
             _descriptor(out, config.out_block(), config.OUT_TRANSPOSED),
             partial,
-            _descriptor(a_matrix, config.a_block(), False),
             _x_descriptor(x, config),
             bias,
             residual,
@@ -80,8 +81,9 @@ def launch_spmm_sm90(
             section,
             config,
         )
-        programs = min(arch_of(out.device).num_sms, row_pieces * panels)
-        launch(_spmm_sm90_kernel, programs, args, num_warps=4, maxnreg=MAX_REGISTERS)
+        programs = min(arch_of(out.device).num_sms // config.CLUSTER, row_pieces * panels)
+        options = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
+        launch(_spmm_sm90_kernel, programs, args, cluster=config.CLUSTER, **options)
         if partial is not None:
             residual_b = None if residual is None else residual.unsqueeze(0)
             addends = addends_of(bias, residual_b)

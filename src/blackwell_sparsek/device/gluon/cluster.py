@@ -1,0 +1,81 @@
+"""Programs of a cluster that share copies, which Gluon of Triton 3.6 cannot express.
+
+Neighbouring programs that are launched as a cluster reach each other's shared memory. A copy by
+`multicast` arrives at the same place in each of them, and reports its bytes to each one's barrier.
+All addresses are those of `warps.shared_address`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def cluster_rank():
+    """Number of the program in its cluster."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %cluster_ctarank;", "=r,r", [0], gl.int32, True, 1
+    )
+
+
+@gluon.jit
+def cluster_barrier():
+    """Wait for all threads of all programs of the cluster; each has to call this."""
+    gl.inline_asm_elementwise(
+        "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.release; "
+        "barrier.cluster.wait.acquire; mov.b32 $0, 0;",
+        *("=r,r,~{memory}", [0], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
+def multicast(kernel: gl.constexpr, row, col, bar, address, mask):
+    """Copy a 2-D tile to `address` of the programs in `mask`, and report it at their `bar`.
+
+    The tensor is the one whose descriptor is the first parameter of `kernel`: Triton 3.6 hands no
+    descriptor to assembly. Called by one warp.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; .reg .b16 m; .reg .b64 d; mov.u32 t, %laneid; "
+        "setp.eq.u32 p, t, 0; cvt.u16.u32 m, $5; mov.b64 d, "
+        + kernel
+        + "_param_0; cvta.param.u64 d, d; @p cp.async.bulk.tensor.2d.shared::cluster.global"
+        ".mbarrier::complete_tx::bytes.multicast::cluster [$4], [d, {$2, $1}], [$3], m; "
+        "mov.b32 $0, 0; }",
+        *("=r,r,r,r,r,r,~{memory}", [row, col, bar, address, mask], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
+def arrive_in_cluster(address, live, SIZE: gl.constexpr):
+    """Arrive once for this warp at the barrier at `address` of each of SIZE programs."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .pred q; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; "
+        "setp.lt.u32 p, t, $2; setp.ne.and.b32 q, $3, 0, p; bar.warp.sync -1; "
+        "mapa.shared::cluster.u32 a, $1, t; "
+        "@q mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
+        *("=r,r,r,r,~{memory}", [address, SIZE, live.to(gl.int32)], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
+def arrive_at_first(address):
+    """Arrive once for this warp at the barrier at `address` of the cluster's first program."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
+        "bar.warp.sync -1; mapa.shared::cluster.u32 a, $1, 0; "
+        "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
+        *("=r,r,~{memory}", [address], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
+def send_in_cluster(number, address, bar, SIZE: gl.constexpr):
+    """Write an int32 to `address` of each of SIZE programs, and report it at their `bar`."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; .reg .b32 a; .reg .b32 b; mov.u32 t, %laneid; "
+        "setp.lt.u32 p, t, $4; mapa.shared::cluster.u32 a, $2, t; "
+        "mapa.shared::cluster.u32 b, $3, t; "
+        "@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [a], $1, [b]; "
+        "mov.b32 $0, 0; }",
+        *("=r,r,r,r,r,~{memory}", [number, address, bar, SIZE], gl.int32, False, 1),
+    )
