@@ -62,6 +62,11 @@ def bsr_matmul(
         )
         chunk = spmm_sm90_chunk(product.problem.arch, sizes, config)
         plan = spmm_plan(indptr, blocks.shape[0], product.cols_b, chunk, BEARABLE_CHUNKS)
+        if config.PAIRED:
+            from ..kernels.bsr.row_pairs import row_pairs
+
+            plan = row_pairs(indptr, indices, product.cols_b)
+            indices, perm = plan.cols, plan.entries
         for i in range(part[0].shape[0]):
             part_residual = part[2][i] if residual is not None else None
             launch_spmm_sm90(

@@ -28,21 +28,42 @@ def cluster_barrier():
 
 
 @gluon.jit
-def multicast(kernel: gl.constexpr, row, col, bar, address, mask):
-    """Copy a 2-D tile to `address` of the programs in `mask`, and report it at their `bar`.
+def multicast(parameter: gl.constexpr, coord, bar, address, mask):
+    """Copy a tile to `address` of the programs in `mask`, and report it at their `bar`.
 
-    The tensor is the one whose descriptor is the first parameter of `kernel`: Triton 3.6 hands no
-    descriptor to assembly. Called by one warp.
+    `parameter` is the name of a kernel's parameter in PTX, a descriptor: Triton 3.6 hands none to
+    assembly. `coord` has two or three coordinates. Called by one warp.
     """
-    gl.inline_asm_elementwise(
+    head: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 t; .reg .b16 m; .reg .b64 d; mov.u32 t, %laneid; "
-        "setp.eq.u32 p, t, 0; cvt.u16.u32 m, $5; mov.b64 d, "
-        + kernel
-        + "_param_0; cvta.param.u64 d, d; @p cp.async.bulk.tensor.2d.shared::cluster.global"
-        ".mbarrier::complete_tx::bytes.multicast::cluster [$4], [d, {$2, $1}], [$3], m; "
-        "mov.b32 $0, 0; }",
-        *("=r,r,r,r,r,r,~{memory}", [row, col, bar, address, mask], gl.int32, False, 1),
+        "setp.eq.u32 p, t, 0; cvt.u16.u32 m, $3; mov.b64 d, "
     )
+    if len(coord) == 2:
+        gl.inline_asm_elementwise(
+            head
+            + parameter
+            + "; cvta.param.u64 d, d; @p cp.async.bulk.tensor.2d.shared::cluster.global"
+            ".mbarrier::complete_tx::bytes.multicast::cluster [$2], [d, {$5, $4}], [$1], m; "
+            "mov.b32 $0, 0; }",
+            "=r,r,r,r,r,r,~{memory}",
+            [bar, address, mask, coord[0], coord[1]],
+            gl.int32,
+            False,
+            1,
+        )
+    else:
+        gl.inline_asm_elementwise(
+            head
+            + parameter
+            + "; cvta.param.u64 d, d; @p cp.async.bulk.tensor.3d.shared::cluster.global"
+            ".mbarrier::complete_tx::bytes.multicast::cluster [$2], [d, {$6, $5, $4}], [$1], m; "
+            "mov.b32 $0, 0; }",
+            "=r,r,r,r,r,r,r,~{memory}",
+            [bar, address, mask, coord[0], coord[1], coord[2]],
+            gl.int32,
+            False,
+            1,
+        )
 
 
 @gluon.jit

@@ -33,6 +33,7 @@ class SpmmSm90Config:
     OUT_TRANSPOSED: bool = False
     ACTIVATION: str | None = None
     CLUSTER: int = 1
+    PAIRED: bool = False
     OUT_BYTES: int = 2
     CONSUMER_REGISTERS: int = 232
     PRODUCER_REGISTERS: int = 40
@@ -85,8 +86,18 @@ class SpmmSm90Config:
     def a_copies(self) -> int:
         """Copies that bring the A tiles of a step."""
         if self.CLUSTER > 1:
-            return self.CLUSTER
+            return 1 if self.PAIRED else self.CLUSTER
         return self.a_tiles if self.A_TRANSPOSED else 1
+
+    @property
+    def a_parameter(self) -> str:
+        """What PTX calls the descriptor of A."""
+        return "_spmm_sm90_kernel_param_0"
+
+    @property
+    def x_parameter(self) -> str:
+        """What PTX calls the descriptor of X, behind that of a matrix with its sizes and strides."""
+        return "_spmm_sm90_kernel_param_5"
 
     @property
     def x_page(self) -> int:
@@ -111,11 +122,11 @@ class SpmmSm90Config:
     @property
     def x_copies(self) -> int:
         """Copies that bring the X tiles of a step."""
-        return 1 if self.WIDE else self.x_tiles
+        return 1 if self.WIDE and not self.PAIRED else self.x_tiles
 
     def a_block(self) -> list[int]:
         """Shape of a copy of A."""
-        if self.CLUSTER > 1:
+        if self.CLUSTER > 1 and not self.PAIRED:
             return [self.tile_m // self.CLUSTER, self.TILE_K]
         return [self.TILE_K, GROUP_ROWS] if self.A_TRANSPOSED else [self.tile_m, self.TILE_K]
 
@@ -126,7 +137,8 @@ class SpmmSm90Config:
     def x_block(self) -> list[int]:
         """Shape of a copy of X; WIDE: of X as [N / 64, K, 64]."""
         if self.WIDE:
-            return [self.tile_n // SLAB_COLUMNS, self.TILE_K, SLAB_COLUMNS]
+            width = self.GROUP_N if self.PAIRED else self.tile_n
+            return [width // SLAB_COLUMNS, self.TILE_K, SLAB_COLUMNS]
         return self.x_tile()
 
     def x_tile(self) -> list[int]:

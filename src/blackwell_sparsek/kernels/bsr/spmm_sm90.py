@@ -79,11 +79,11 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
     if CFG.CLUSTER > 1:
         # each program of the cluster brings a part of the rows, to all of them
         part = cluster_rank()
+        parameter: gl.constexpr = CFG.a_parameter
         first = (stage * CFG.CLUSTER + part) * a_desc.block_type.nbytes
         multicast(
-            "_spmm_sm90_kernel",
-            a_row + part * (CFG.tile_m // CFG.CLUSTER),
-            a_col,
+            parameter,
+            (a_row + part * (CFG.tile_m // CFG.CLUSTER), a_col),
             shared_address(CFG.bars_offset + 8 * stage),
             shared_address(first),
             (1 << CFG.CLUSTER) - 1,
@@ -159,6 +159,7 @@ def _produce_together(
     x_desc,
     items_ptr,
     cols_ptr,
+    perm_ptr,
     counter_ptr,
     ring,
     work,
@@ -206,6 +207,133 @@ def _produce_together(
         row_piece = next_row_piece
         panel = next_panel
         item = next_item
+    publish(work, turn, (-1, 0, 0, -1))
+    gl.store(counter_ptr, 0, mask=(rank == 0) & (next_piece == total + 2 * clusters - 1))
+    cluster_barrier()
+
+
+@gluon.jit
+def _produce_in_cluster(
+    a_desc,
+    x_desc,
+    items_ptr,
+    cols_ptr,
+    perm_ptr,
+    counter_ptr,
+    ring,
+    work,
+    mail,
+    grid,
+    CFG: gl.constexpr,
+):
+    if CFG.PAIRED:
+        _produce_paired(
+            *(a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr),
+            *(ring, work, mail, grid, CFG),
+        )
+    else:
+        _produce_together(
+            *(a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr),
+            *(ring, work, mail, grid, CFG),
+        )
+
+
+@gluon.jit
+def _x_place(k, col, g: gl.constexpr, CFG: gl.constexpr):
+    """Where the columns of consumer `g` lie in the descriptor of X."""
+    first = col + g * CFG.GROUP_N
+    if CFG.WIDE:
+        return first // SLAB, k, 0 * k
+    elif CFG.X_TRANSPOSED:
+        return first, k
+    else:
+        return k, first
+
+
+@gluon.jit
+def _produce_paired(
+    a_desc,
+    x_desc,
+    items_ptr,
+    cols_ptr,
+    entries_ptr,
+    counter_ptr,
+    ring,
+    work,
+    mail,
+    grid,
+    CFG: gl.constexpr,
+):
+    """As `_produce`, for two programs with a row each, which share X where both have a block.
+
+    Such blocks come first in both rows. Then each goes on alone; stages that only the other one
+    needs pass by empty, so that both use the same ones again in the next piece.
+    """
+    cluster_barrier()
+    total = grid[0] * grid[1]
+    a_smem, x_smem, bars, _ = ring
+    rank = cluster_rank()
+    clusters = gl.num_programs(0) // 2
+    k_steps: gl.constexpr = CFG.k_steps
+    a_bytes: gl.constexpr = a_desc.block_type.nbytes
+    x_bytes: gl.constexpr = x_desc.block_type.nbytes
+    parameter: gl.constexpr = CFG.x_parameter
+    step = 0
+    turn = 0
+    piece = gl.program_id(0) // 2
+    next_piece = _next_piece(counter_ptr, clusters, mail, 0, rank, CFG)
+    while piece < total:
+        panel, tile = place_in_sections(piece, grid[1], grid[0], grid[2])
+        item_ptr = items_ptr + 8 * (2 * (grid[0] - 1 - tile) + rank)
+        block_row = gl.load(item_ptr)
+        begin = gl.load(item_ptr + 1)
+        end = gl.load(item_ptr + 2)
+        shared = gl.load(item_ptr + 3)
+        most = gl.load(item_ptr + 4)
+        col = panel * CFG.tile_n
+        steps = (end - begin) * CFG.k_steps
+        publish(work, turn, (steps, block_row * CFG.BLOCK_H, col, most * CFG.k_steps))
+        turn += 1
+        block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
+        entry = gl.load(entries_ptr + begin, mask=begin < end, other=0)
+        for place in range(begin, end):
+            next_block_col = gl.load(cols_ptr + place + 1, mask=place + 1 < end, other=0)
+            next_entry = gl.load(entries_ptr + place + 1, mask=place + 1 < end, other=0)
+            for u in gl.static_range(k_steps):
+                stage = step % CFG.STAGES
+                mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
+                bar = bars.index(stage)
+                k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
+                mbarrier.expect(bar, a_bytes + 2 * x_bytes)
+                if place - begin < shared:
+                    first = CFG.x_page * 1024 + (stage * 2 + rank) * x_bytes
+                    multicast(
+                        parameter,
+                        _x_place(k, col + rank * CFG.GROUP_N, 0, CFG),
+                        shared_address(CFG.bars_offset + 8 * stage),
+                        shared_address(first),
+                        3,
+                    )
+                else:
+                    for g in gl.static_range(2):
+                        tma.async_copy_global_to_shared(
+                            x_desc, _x_place(k, col, g, CFG), bar, x_smem.index(stage * 2 + g)
+                        )
+                tma.async_copy_global_to_shared(
+                    a_desc, [entry * CFG.BLOCK_H, u * CFG.TILE_K], bar, a_smem.index(stage)
+                )
+                step += 1
+            block_col = next_block_col
+            entry = next_entry
+        for place in range(end - begin, most):
+            for u in gl.static_range(k_steps):
+                stage = step % CFG.STAGES
+                mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
+                mbarrier.arrive(bars.index(stage), count=1)
+                step += 1
+        after_next = _next_piece(counter_ptr, clusters, mail, turn, rank, CFG)
+        piece = next_piece
+        next_piece = after_next
     publish(work, turn, (-1, 0, 0, -1))
     gl.store(counter_ptr, 0, mask=(rank == 0) & (next_piece == total + 2 * clusters - 1))
     cluster_barrier()
@@ -356,6 +484,13 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _release(empty, (step + CFG.STAGES - 1) % CFG.STAGES, steps > 0, CFG)
+        if CFG.PAIRED:
+            for _i in range(steps, slot):
+                stage = step % CFG.STAGES
+                mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
+                _release(empty, stage, step >= 0, CFG)
+                step += 1
+            slot = -1
 
         row += (GROUP % CFG.a_tiles) * ROWS
         col += (GROUP % CFG.x_tiles) * CFG.GROUP_N
@@ -370,9 +505,9 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
 @gluon.jit(do_not_specialize=["n_rows", "n_cols", "row_pieces", "panels", "section"])
 def _spmm_sm90_kernel(
     a_desc,
+    x_desc,
     out_desc,
     part_ptr,
-    x_desc,
     bias_ptr,
     residual_ptr,
     residual_strides,
@@ -450,12 +585,13 @@ def _spmm_sm90_kernel(
                 (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
                 (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
                 (
-                    _produce_together,
+                    _produce_in_cluster,
                     (
                         a_desc,
                         x_desc,
                         items_ptr,
                         cols_ptr,
+                        perm_ptr,
                         counter_ptr,
                         ring,
                         work,

@@ -56,7 +56,7 @@ def launch_spmm_sm90(
     # the kernel does not know a batch; the second pass does
     out_b = out.unsqueeze(0)
     partial = empty_partial(out_b, plan, config.BLOCK_H)
-    width = config.CLUSTER * config.tile_n
+    width = config.tile_n * (1 if config.PAIRED else config.CLUSTER)
     row_pieces, panels = plan.n_items * config.row_tiles, cdiv(n, width)
     section = max(1, SECTION_BYTES // (x.shape[0] * width * x.element_size()))
     counter = resting_words(1, out.device)
@@ -64,9 +64,9 @@ def launch_spmm_sm90(
     with on_device_of(out):
         args = (
             _descriptor(a_matrix, config.a_block(), False),
+            _x_descriptor(x, config),
             _descriptor(out, config.out_block(), config.OUT_TRANSPOSED),
             partial,
-            _x_descriptor(x, config),
             bias,
             residual,
             None if residual is None else residual.stride(),
