@@ -62,10 +62,10 @@ def bsr_matmul(
         )
         chunk = spmm_sm90_chunk(product.problem.arch, sizes, config)
         plan = spmm_plan(indptr, blocks.shape[0], product.cols_b, chunk, BEARABLE_CHUNKS)
-        if config.PAIRED:
-            from ..kernels.bsr.row_pairs import row_pairs
+        if config.SHARED:
+            from ..kernels.bsr.row_groups import row_groups
 
-            plan = row_pairs(indptr, indices, product.cols_b)
+            plan = row_groups(indptr, indices, product.cols_b, config.CLUSTER)
             indices, perm = plan.cols, plan.entries
         for i in range(part[0].shape[0]):
             part_residual = part[2][i] if residual is not None else None

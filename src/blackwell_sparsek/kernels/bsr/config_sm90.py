@@ -33,7 +33,7 @@ class SpmmSm90Config:
     OUT_TRANSPOSED: bool = False
     ACTIVATION: str | None = None
     CLUSTER: int = 1
-    PAIRED: bool = False
+    SHARED: bool = False
     OUT_BYTES: int = 2
     CONSUMER_REGISTERS: int = 232
     PRODUCER_REGISTERS: int = 40
@@ -86,7 +86,7 @@ class SpmmSm90Config:
     def a_copies(self) -> int:
         """Copies that bring the A tiles of a step."""
         if self.CLUSTER > 1:
-            return 1 if self.PAIRED else self.CLUSTER
+            return 1 if self.SHARED else self.CLUSTER
         return self.a_tiles if self.A_TRANSPOSED else 1
 
     @property
@@ -122,11 +122,11 @@ class SpmmSm90Config:
     @property
     def x_copies(self) -> int:
         """Copies that bring the X tiles of a step."""
-        return 1 if self.WIDE and not self.PAIRED else self.x_tiles
+        return 1 if self.WIDE and not self.SHARED else self.x_tiles
 
     def a_block(self) -> list[int]:
         """Shape of a copy of A."""
-        if self.CLUSTER > 1 and not self.PAIRED:
+        if self.CLUSTER > 1 and not self.SHARED:
             return [self.tile_m // self.CLUSTER, self.TILE_K]
         return [self.TILE_K, GROUP_ROWS] if self.A_TRANSPOSED else [self.tile_m, self.TILE_K]
 
@@ -137,7 +137,7 @@ class SpmmSm90Config:
     def x_block(self) -> list[int]:
         """Shape of a copy of X; WIDE: of X as [N / 64, K, 64]."""
         if self.WIDE:
-            width = self.GROUP_N if self.PAIRED else self.tile_n
+            width = self.GROUP_N if self.SHARED else self.tile_n
             return [width // SLAB_COLUMNS, self.TILE_K, SLAB_COLUMNS]
         return self.x_tile()
 

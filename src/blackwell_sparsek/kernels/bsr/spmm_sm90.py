@@ -38,9 +38,11 @@ from ...device.schedule import place_in_sections
 from ..sm90 import GROUP_ROWS
 from .config_sm90 import SLAB_COLUMNS
 from .finish_sm90 import finish_values
+from .row_groups import FETCH_BIT
 
 ROWS = gl.constexpr(GROUP_ROWS)
 SLAB = gl.constexpr(SLAB_COLUMNS)
+FETCH = gl.constexpr(FETCH_BIT)
 # What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none).
 WORK_FIELDS = gl.constexpr(4)
 
@@ -219,6 +221,7 @@ def _produce_in_cluster(
     items_ptr,
     cols_ptr,
     perm_ptr,
+    shares_ptr,
     counter_ptr,
     ring,
     work,
@@ -226,9 +229,9 @@ def _produce_in_cluster(
     grid,
     CFG: gl.constexpr,
 ):
-    if CFG.PAIRED:
-        _produce_paired(
-            *(a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr),
+    if CFG.SHARED:
+        _produce_shared(
+            *(a_desc, x_desc, items_ptr, (cols_ptr, perm_ptr, shares_ptr), counter_ptr),
             *(ring, work, mail, grid, CFG),
         )
     else:
@@ -251,12 +254,11 @@ def _x_place(k, col, g: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _produce_paired(
+def _produce_shared(
     a_desc,
     x_desc,
     items_ptr,
-    cols_ptr,
-    entries_ptr,
+    lists,
     counter_ptr,
     ring,
     work,
@@ -264,69 +266,77 @@ def _produce_paired(
     grid,
     CFG: gl.constexpr,
 ):
-    """As `_produce`, for two programs with a row each, which share X where both have a block.
+    """As `_produce`, for programs with a row each, which share X where several have a block.
 
-    Such blocks come first in both rows. Then each goes on alone; stages that only the other one
-    needs pass by empty, so that both use the same ones again in the next piece.
+    Such blocks come at the same step in all of them (`row_groups.py`). Stages that only longer rows
+    of the group need pass by empty, so that all use the same ones again in the next piece.
     """
     cluster_barrier()
+    cols_ptr, entries_ptr, shares_ptr = lists
     total = grid[0] * grid[1]
     a_smem, x_smem, bars, _ = ring
     rank = cluster_rank()
-    clusters = gl.num_programs(0) // 2
+    clusters = gl.num_programs(0) // CFG.CLUSTER
     k_steps: gl.constexpr = CFG.k_steps
     a_bytes: gl.constexpr = a_desc.block_type.nbytes
     x_bytes: gl.constexpr = x_desc.block_type.nbytes
+    x_tiles: gl.constexpr = CFG.x_tiles
     parameter: gl.constexpr = CFG.x_parameter
     step = 0
     turn = 0
-    piece = gl.program_id(0) // 2
+    piece = gl.program_id(0) // CFG.CLUSTER
     next_piece = _next_piece(counter_ptr, clusters, mail, 0, rank, CFG)
     while piece < total:
         panel, tile = place_in_sections(piece, grid[1], grid[0], grid[2])
-        item_ptr = items_ptr + 8 * (2 * (grid[0] - 1 - tile) + rank)
+        item_ptr = items_ptr + 8 * (CFG.CLUSTER * (grid[0] - 1 - tile) + rank)
         block_row = gl.load(item_ptr)
         begin = gl.load(item_ptr + 1)
         end = gl.load(item_ptr + 2)
-        shared = gl.load(item_ptr + 3)
-        most = gl.load(item_ptr + 4)
+        most = gl.load(item_ptr + 3)
         col = panel * CFG.tile_n
         steps = (end - begin) * CFG.k_steps
         publish(work, turn, (steps, block_row * CFG.BLOCK_H, col, most * CFG.k_steps))
         turn += 1
         block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
         entry = gl.load(entries_ptr + begin, mask=begin < end, other=0)
+        share = gl.load(shares_ptr + begin, mask=begin < end, other=0)
         for place in range(begin, end):
-            next_block_col = gl.load(cols_ptr + place + 1, mask=place + 1 < end, other=0)
-            next_entry = gl.load(entries_ptr + place + 1, mask=place + 1 < end, other=0)
+            more = place + 1 < end
+            next_block_col = gl.load(cols_ptr + place + 1, mask=more, other=0)
+            next_entry = gl.load(entries_ptr + place + 1, mask=more, other=0)
+            next_share = gl.load(shares_ptr + place + 1, mask=more, other=0)
             for u in gl.static_range(k_steps):
                 stage = step % CFG.STAGES
                 mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
                 bar = bars.index(stage)
                 k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
-                mbarrier.expect(bar, a_bytes + 2 * x_bytes)
-                if place - begin < shared:
-                    first = CFG.x_page * 1024 + (stage * 2 + rank) * x_bytes
-                    multicast(
-                        parameter,
-                        _x_place(k, col + rank * CFG.GROUP_N, 0, CFG),
-                        shared_address(CFG.bars_offset + 8 * stage),
-                        shared_address(first),
-                        3,
-                    )
-                else:
-                    for g in gl.static_range(2):
+                mbarrier.expect(bar, a_bytes + CFG.x_tiles * x_bytes)
+                if share == 0:
+                    for g in gl.static_range(x_tiles):
                         tma.async_copy_global_to_shared(
-                            x_desc, _x_place(k, col, g, CFG), bar, x_smem.index(stage * 2 + g)
+                            *(x_desc, _x_place(k, col, g, CFG), bar),
+                            x_smem.index(stage * CFG.x_tiles + g),
                         )
+                else:
+                    for g in gl.static_range(x_tiles):
+                        if (share >> (FETCH + g)) & 1 > 0:
+                            first = CFG.x_page * 1024 + (stage * CFG.x_tiles + g) * x_bytes
+                            multicast(
+                                parameter,
+                                _x_place(k, col, g, CFG),
+                                shared_address(CFG.bars_offset + 8 * stage),
+                                shared_address(first),
+                                share & 255,
+                            )
                 tma.async_copy_global_to_shared(
                     a_desc, [entry * CFG.BLOCK_H, u * CFG.TILE_K], bar, a_smem.index(stage)
                 )
                 step += 1
             block_col = next_block_col
             entry = next_entry
-        for place in range(end - begin, most):
-            for u in gl.static_range(k_steps):
+            share = next_share
+        for _place in range(end - begin, most):
+            for _u in gl.static_range(k_steps):
                 stage = step % CFG.STAGES
                 mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
                 mbarrier.arrive(bars.index(stage), count=1)
@@ -484,7 +494,7 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _release(empty, (step + CFG.STAGES - 1) % CFG.STAGES, steps > 0, CFG)
-        if CFG.PAIRED:
+        if CFG.SHARED:
             for _i in range(steps, slot):
                 stage = step % CFG.STAGES
                 mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
@@ -514,6 +524,7 @@ def _spmm_sm90_kernel(
     items_ptr,
     cols_ptr,
     perm_ptr,
+    shares_ptr,
     counter_ptr,
     n_rows,
     n_cols,
@@ -592,6 +603,7 @@ def _spmm_sm90_kernel(
                         items_ptr,
                         cols_ptr,
                         perm_ptr,
+                        shares_ptr,
                         counter_ptr,
                         ring,
                         work,

@@ -56,7 +56,7 @@ def launch_spmm_sm90(
     # the kernel does not know a batch; the second pass does
     out_b = out.unsqueeze(0)
     partial = empty_partial(out_b, plan, config.BLOCK_H)
-    width = config.tile_n * (1 if config.PAIRED else config.CLUSTER)
+    width = config.tile_n * (1 if config.SHARED else config.CLUSTER)
     row_pieces, panels = plan.n_items * config.row_tiles, cdiv(n, width)
     section = max(1, SECTION_BYTES // (x.shape[0] * width * x.element_size()))
     counter = resting_words(1, out.device)
@@ -73,6 +73,7 @@ def launch_spmm_sm90(
             plan.items,
             indices,
             perm,
+            getattr(plan, "shares", None),
             counter,
             m,
             n,
