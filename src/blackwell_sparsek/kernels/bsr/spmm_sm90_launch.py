@@ -17,6 +17,7 @@ MAX_REGISTERS = 168
 # Panels of the dense operand that run together: they share blocks through the L2 (50 MB) and stay
 # in it themselves. One panel after the other read 780 MB from memory where 300 would do.
 SECTION_BYTES = 16 * 2**20
+CLUSTERS: dict[int, int] = {}
 
 
 def _descriptor(x: torch.Tensor, block: list[int], transposed: bool) -> Any:
@@ -82,7 +83,8 @@ def launch_spmm_sm90(
             section,
             config,
         )
-        programs = min(arch_of(out.device).num_sms // config.CLUSTER, row_pieces * panels)
+        most = arch_of(out.device).num_sms // config.CLUSTER
+        programs = min(CLUSTERS.get(config.CLUSTER, most), row_pieces * panels)
         options = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
         launch(_spmm_sm90_kernel, programs, args, cluster=config.CLUSTER, **options)
         if partial is not None:
