@@ -72,7 +72,7 @@ def arrive_in_cluster(address, live, SIZE: gl.constexpr):
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .pred q; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; "
         "setp.lt.u32 p, t, $2; setp.ne.and.b32 q, $3, 0, p; bar.warp.sync -1; "
-        "mapa.shared::cluster.u32 a, $1, t; "
+        "selp.b32 t, t, 0, p; mapa.shared::cluster.u32 a, $1, t; "
         "@q mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
         *("=r,r,r,r,~{memory}", [address, SIZE, live.to(gl.int32)], gl.int32, False, 1),
     )
@@ -94,7 +94,7 @@ def send_in_cluster(number, address, bar, SIZE: gl.constexpr):
     """Write an int32 to `address` of each of SIZE programs, and report it at their `bar`."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; .reg .b32 a; .reg .b32 b; mov.u32 t, %laneid; "
-        "setp.lt.u32 p, t, $4; mapa.shared::cluster.u32 a, $2, t; "
+        "setp.lt.u32 p, t, $4; selp.b32 t, t, 0, p; mapa.shared::cluster.u32 a, $2, t; "
         "mapa.shared::cluster.u32 b, $3, t; "
         "@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [a], $1, [b]; "
         "mov.b32 $0, 0; }",

@@ -38,11 +38,12 @@ from ...device.schedule import place_in_sections
 from ..sm90 import GROUP_ROWS
 from .config_sm90 import SLAB_COLUMNS
 from .finish_sm90 import finish_values
-from .row_groups import FETCH_BIT
+from .row_groups import FETCH_BIT, GROUP_FIELDS
 
 ROWS = gl.constexpr(GROUP_ROWS)
 SLAB = gl.constexpr(SLAB_COLUMNS)
 FETCH = gl.constexpr(FETCH_BIT)
+FIELDS = gl.constexpr(GROUP_FIELDS)
 # What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none).
 WORK_FIELDS = gl.constexpr(4)
 
@@ -157,32 +158,19 @@ def _produce(
 
 @gluon.jit
 def _produce_together(
-    a_desc,
-    x_desc,
-    items_ptr,
-    cols_ptr,
-    perm_ptr,
-    counter_ptr,
-    ring,
-    work,
-    mail,
-    grid,
-    CFG: gl.constexpr,
+    a_desc, x_desc, items_ptr, cols_ptr, ring, work, mail, grid, CFG: gl.constexpr
 ):
-    """As `_produce`, for a cluster whose programs take neighbouring panels of the same item.
-
-    The first one asks for work and tells the others.
-    """
+    """As `_produce`, for a cluster whose programs take neighbouring panels of the same item."""
     cluster_barrier()
     total = grid[0] * grid[1]
-    _, _, _, empty = ring
+    _, _, bars, _ = ring
     rank = cluster_rank()
     clusters = gl.num_programs(0) // CFG.CLUSTER
     k_steps: gl.constexpr = CFG.k_steps
     step = 0
     turn = 0
     piece = gl.program_id(0) // CFG.CLUSTER
-    next_piece = _next_piece(counter_ptr, clusters, mail, 0, rank, CFG)
+    next_piece = piece + clusters
     row_piece, panel, item = _read_piece(items_ptr, piece, grid, CFG)
     while piece < total:
         next_row_piece, next_panel, next_item = _read_piece(items_ptr, next_piece, grid, CFG)
@@ -191,54 +179,35 @@ def _produce_together(
         col = (panel * CFG.CLUSTER + rank) * CFG.tile_n
         row = block_row * CFG.BLOCK_H + sub_row
         publish(work, turn, ((end - begin) * CFG.k_steps, row, col, slot))
-        turn += 1
         block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
         for entry in range(begin, end):
             next_block_col = gl.load(cols_ptr + entry + 1, mask=entry + 1 < end, other=0)
             a_row = entry * CFG.BLOCK_H + sub_row
             for u in gl.static_range(k_steps):
                 stage = step % CFG.STAGES
-                mbarrier.wait(empty.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
+                mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
                 k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
                 _fetch_step(a_desc, x_desc, ring, stage, a_row, u * CFG.TILE_K, k, col, CFG)
                 step += 1
             block_col = next_block_col
-        after_next = _next_piece(counter_ptr, clusters, mail, turn, rank, CFG)
         piece = next_piece
-        next_piece = after_next
+        next_piece = _receive(mail, turn, CFG)
+        turn += 1
         row_piece = next_row_piece
         panel = next_panel
         item = next_item
     publish(work, turn, (-1, 0, 0, -1))
-    gl.store(counter_ptr, 0, mask=(rank == 0) & (next_piece == total + 2 * clusters - 1))
     cluster_barrier()
 
 
 @gluon.jit
 def _produce_in_cluster(
-    a_desc,
-    x_desc,
-    items_ptr,
-    cols_ptr,
-    perm_ptr,
-    shares_ptr,
-    counter_ptr,
-    ring,
-    work,
-    mail,
-    grid,
-    CFG: gl.constexpr,
+    a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG: gl.constexpr
 ):
     if CFG.SHARED:
-        _produce_shared(
-            *(a_desc, x_desc, items_ptr, (cols_ptr, perm_ptr, shares_ptr), counter_ptr),
-            *(ring, work, mail, grid, CFG),
-        )
+        _produce_shared(a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG)
     else:
-        _produce_together(
-            *(a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr),
-            *(ring, work, mail, grid, CFG),
-        )
+        _produce_together(a_desc, x_desc, items_ptr, lists[0], ring, work, mail, grid, CFG)
 
 
 @gluon.jit
@@ -254,25 +223,37 @@ def _x_place(k, col, g: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _produce_shared(
-    a_desc,
-    x_desc,
-    items_ptr,
-    lists,
-    counter_ptr,
-    ring,
-    work,
-    mail,
-    grid,
-    CFG: gl.constexpr,
-):
+def _read_group(items_ptr, piece, grid, rank, CFG: gl.constexpr):
+    """Panel of a piece of work, and this program's row: (block row, begin, end, most steps)."""
+    groups, panels, section = grid
+    panel, tile = place_in_sections(piece, panels, groups, section)
+    live = piece < groups * panels
+    item_ptr = items_ptr + FIELDS * (CFG.CLUSTER * (groups - 1 - tile) + rank)
+    block_row = gl.load(item_ptr, mask=live, other=-1)
+    begin = gl.load(item_ptr + 1, mask=live, other=0)
+    end = gl.load(item_ptr + 2, mask=live, other=0)
+    most = gl.load(item_ptr + 3, mask=live, other=0)
+    return panel, (block_row, begin, end, most)
+
+
+@gluon.jit
+def _read_place(lists, place, end):
+    """Column, block and sharers at a place of the lists."""
+    live = place < end
+    column = gl.load(lists[0] + place, mask=live, other=0)
+    entry = gl.load(lists[1] + place, mask=live, other=0)
+    share = gl.load(lists[2] + place, mask=live, other=0)
+    return column, entry, share
+
+
+@gluon.jit
+def _produce_shared(a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG: gl.constexpr):
     """As `_produce`, for programs with a row each, which share X where several have a block.
 
     Such blocks come at the same step in all of them (`row_groups.py`). Stages that only longer rows
     of the group need pass by empty, so that all use the same ones again in the next piece.
     """
     cluster_barrier()
-    cols_ptr, entries_ptr, shares_ptr = lists
     total = grid[0] * grid[1]
     a_smem, x_smem, bars, _ = ring
     rank = cluster_rank()
@@ -285,26 +266,18 @@ def _produce_shared(
     step = 0
     turn = 0
     piece = gl.program_id(0) // CFG.CLUSTER
-    next_piece = _next_piece(counter_ptr, clusters, mail, 0, rank, CFG)
+    next_piece = piece + clusters
+    panel, item = _read_group(items_ptr, piece, grid, rank, CFG)
+    here = _read_place(lists, item[1], item[2])
     while piece < total:
-        panel, tile = place_in_sections(piece, grid[1], grid[0], grid[2])
-        item_ptr = items_ptr + 8 * (CFG.CLUSTER * (grid[0] - 1 - tile) + rank)
-        block_row = gl.load(item_ptr)
-        begin = gl.load(item_ptr + 1)
-        end = gl.load(item_ptr + 2)
-        most = gl.load(item_ptr + 3)
+        next_panel, next_item = _read_group(items_ptr, next_piece, grid, rank, CFG)
+        block_row, begin, end, most = item
         col = panel * CFG.tile_n
         steps = (end - begin) * CFG.k_steps
         publish(work, turn, (steps, block_row * CFG.BLOCK_H, col, most * CFG.k_steps))
-        turn += 1
-        block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
-        entry = gl.load(entries_ptr + begin, mask=begin < end, other=0)
-        share = gl.load(shares_ptr + begin, mask=begin < end, other=0)
         for place in range(begin, end):
-            more = place + 1 < end
-            next_block_col = gl.load(cols_ptr + place + 1, mask=more, other=0)
-            next_entry = gl.load(entries_ptr + place + 1, mask=more, other=0)
-            next_share = gl.load(shares_ptr + place + 1, mask=more, other=0)
+            there = _read_place(lists, place + 1, end)
+            block_col, entry, share = here
             for u in gl.static_range(k_steps):
                 stage = step % CFG.STAGES
                 mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
@@ -332,41 +305,60 @@ def _produce_shared(
                     a_desc, [entry * CFG.BLOCK_H, u * CFG.TILE_K], bar, a_smem.index(stage)
                 )
                 step += 1
-            block_col = next_block_col
-            entry = next_entry
-            share = next_share
+            here = there
+        here = _read_place(lists, next_item[1], next_item[2])
         for _place in range(end - begin, most):
             for _u in gl.static_range(k_steps):
                 stage = step % CFG.STAGES
                 mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
                 mbarrier.arrive(bars.index(stage), count=1)
                 step += 1
-        after_next = _next_piece(counter_ptr, clusters, mail, turn, rank, CFG)
         piece = next_piece
-        next_piece = after_next
+        next_piece = _receive(mail, turn, CFG)
+        turn += 1
+        panel = next_panel
+        item = next_item
     publish(work, turn, (-1, 0, 0, -1))
-    gl.store(counter_ptr, 0, mask=(rank == 0) & (next_piece == total + 2 * clusters - 1))
     cluster_barrier()
 
 
 @gluon.jit
-def _next_piece(counter_ptr, clusters, mail, turn, rank, CFG: gl.constexpr):
-    """The piece of work that the first program of the cluster asks for, in all of them."""
+def _receive(mail, turn, CFG: gl.constexpr):
+    """The piece of work after the next, as `_ask` has sent it to all programs of the cluster."""
     numbers, bars = mail
     filled: gl.constexpr = 2 * CFG.STAGES
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    depth = turn % 2
-    if rank == 0:
-        piece = gl.atomic_add(counter_ptr, 1) + clusters
-        mbarrier.wait(bars.index(filled + 2 + depth), ((turn // 2) & 1) ^ 1)
-        bar = shared_address(CFG.bars_offset + 8 * (filled + depth))
-        number = shared_address(CFG.bars_offset + 8 * (filled + 4) + 4 * depth)
-        send_in_cluster(piece, number, bar, CFG.CLUSTER)
-    mbarrier.expect(bars.index(filled + depth), 4)
-    mbarrier.wait(bars.index(filled + depth), (turn // 2) & 1)
-    received = gl.max(numbers.index(2 * (filled + 4) + depth).load(lane), 0)
-    arrive_at_first(shared_address(CFG.bars_offset + 8 * (filled + 2 + depth)))
+    mbarrier.expect(bars.index(filled), 4)
+    mbarrier.wait(bars.index(filled), turn & 1)
+    received = gl.max(numbers.index(2 * (filled + 2)).load(lane), 0)
+    arrive_at_first(shared_address(CFG.bars_offset + 8 * (filled + 1)))
     return received
+
+
+@gluon.jit
+def _ask(counter_ptr, bars, total, CFG: gl.constexpr):
+    """In the cluster's first program: ask for work as the producers need it, and tell them.
+
+    Producers know their first two pieces, and receive another one behind each that they take.
+    """
+    cluster_barrier()
+    filled: gl.constexpr = 2 * CFG.STAGES
+    if cluster_rank() == 0:
+        clusters = gl.num_programs(0) // CFG.CLUSTER
+        piece = gl.program_id(0) // CFG.CLUSTER
+        next_piece = piece + clusters
+        turn = 0
+        while piece < total:
+            mbarrier.wait(bars.index(filled + 1), (turn & 1) ^ 1)
+            piece = next_piece
+            next_piece = gl.atomic_add(counter_ptr, 1) + 2 * clusters
+            number = shared_address(CFG.bars_offset + 8 * (filled + 2))
+            bar = shared_address(CFG.bars_offset + 8 * filled)
+            send_in_cluster(next_piece, number, bar, CFG.CLUSTER)
+            turn += 1
+        # whoever was last sets the counter back
+        gl.store(counter_ptr, 0, mask=next_piece == total + 2 * clusters - 1)
+    cluster_barrier()
 
 
 @gluon.jit
@@ -577,19 +569,19 @@ def _spmm_sm90_kernel(
         out_smem = _at(memory, CFG.out_page, out_desc, 2)
         words = memory.index(pages - 1)
         stages: gl.constexpr = CFG.STAGES
-        bars = words._reinterpret(gl.int64, [2 * stages + 4, 1], mbarrier.MBarrierLayout())
+        bars = words._reinterpret(gl.int64, [2 * stages + 2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(stages):
             mbarrier.init(bars.index(i), count=1)
             mbarrier.init(bars.index(stages + i), count=8 * CFG.CLUSTER)
-        for i in gl.static_range(2):
-            mbarrier.init(bars.index(2 * stages + i), count=1)
-            mbarrier.init(bars.index(2 * stages + 2 + i), count=CFG.CLUSTER)
+        mbarrier.init(bars.index(2 * stages), count=1)
+        mbarrier.init(bars.index(2 * stages + 1), count=CFG.CLUSTER)
         numbers = words._reinterpret(
-            gl.int32, [4 * stages + 10, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+            gl.int32, [4 * stages + 5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
         )
         ring = (a_smem, x_smem, bars, bars)
         work = work_channel(WORK_FIELDS, 2)
         mail = (numbers, bars)
+        lists = (cols_ptr, perm_ptr, shares_ptr)
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -597,22 +589,9 @@ def _spmm_sm90_kernel(
                 (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
                 (
                     _produce_in_cluster,
-                    (
-                        a_desc,
-                        x_desc,
-                        items_ptr,
-                        cols_ptr,
-                        perm_ptr,
-                        shares_ptr,
-                        counter_ptr,
-                        ring,
-                        work,
-                        mail,
-                        grid,
-                        CFG,
-                    ),
+                    (a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG),
                 ),
-                (_stand_by, ()),
+                (_ask, (counter_ptr, bars, row_pieces * panels, CFG)),
                 (_stand_by, ()),
             ],
             [4, 1, 1, 2],
