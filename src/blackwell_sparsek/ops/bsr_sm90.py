@@ -109,7 +109,7 @@ def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tens
     if config is None or product.out.numel() == 0:
         return False
     # one program fills the shared memory of an SM
-    programs = product.problem.arch.num_sms
+    programs = product.problem.arch.num_sms // config.PARTS
     columns = product.problem.n
     schedule = row_schedule(product.indptr, product.indices, config, columns, programs)
     if schedule is None or not narrow_is_even(product.problem, config, schedule.width):

@@ -28,6 +28,39 @@ def cluster_barrier():
 
 
 @gluon.jit
+def cluster_arrive():
+    """The first half of `cluster_barrier`, which waits for nobody."""
+    gl.inline_asm_elementwise(
+        "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.release; mov.b32 $0, 0;",
+        *("=r,r,~{memory}", [0], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
+def cluster_wait():
+    """The second half of `cluster_barrier`."""
+    gl.inline_asm_elementwise(
+        "barrier.cluster.wait.acquire; mov.b32 $0, 0;",
+        *("=r,r,~{memory}", [0], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
+def copy_to_first(address, nbytes, bar):
+    """Copy shared memory to the same place of the cluster's first program, and report it at its
+    `bar`. Called by four warps, whose first thread does it.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; .reg .b32 a; .reg .b32 b; mov.u32 t, %tid.x; "
+        "and.b32 t, t, 127; setp.eq.u32 p, t, 0; mapa.shared::cluster.u32 a, $1, 0; "
+        "mapa.shared::cluster.u32 b, $3, 0; "
+        "@p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [a], [$1], $2, "
+        "[b]; mov.b32 $0, 0; }",
+        *("=r,r,r,r,~{memory}", [address, nbytes, bar], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
 def multicast(parameter: gl.constexpr, coord, bar, address, mask):
     """Copy a tile to `address` of the programs in `mask`, and report it at their `bar`.
 
@@ -84,6 +117,17 @@ def arrive_at_first(address):
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
         "bar.warp.sync -1; mapa.shared::cluster.u32 a, $1, 0; "
+        "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
+        *("=r,r,~{memory}", [address], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
+def arrive_at_second(address):
+    """Arrive once for this warp at the barrier at `address` of the cluster's second program."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
+        "bar.warp.sync -1; mapa.shared::cluster.u32 a, $1, 1; "
         "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
         *("=r,r,~{memory}", [address], gl.int32, False, 1),
     )
