@@ -79,7 +79,7 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
         CFG.a_copies * a_desc.block_type.nbytes + CFG.x_copies * x_desc.block_type.nbytes
     )
     mbarrier.expect(bar, nbytes)
-    if CFG.CLUSTER > 1:
+    if CFG.together:
         # each program of the cluster brings a part of the rows, to all of them
         part = cluster_rank()
         parameter: gl.constexpr = CFG.a_parameter
@@ -91,7 +91,7 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
             shared_address(first),
             (1 << CFG.CLUSTER) - 1,
         )
-    for g in gl.static_range(0 if CFG.CLUSTER > 1 else a_copies):
+    for g in gl.static_range(0 if CFG.together else a_copies):
         tile = a_smem.index(stage * CFG.a_copies + g)
         if CFG.A_TRANSPOSED:
             tma.async_copy_global_to_shared(a_desc, [a_col, a_row + g * ROWS], bar, tile)
@@ -448,7 +448,7 @@ def _at(memory, page: gl.constexpr, desc, count: gl.constexpr):
 @gluon.jit
 def _release(empty, stage, live, CFG: gl.constexpr):
     """Leave a stage to the producers: of this program, or of all that copy to it."""
-    if CFG.CLUSTER > 1:
+    if CFG.together:
         address = shared_address(CFG.bars_offset + 8 * (CFG.STAGES + stage))
         arrive_in_cluster(address, live, CFG.CLUSTER)
     else:
@@ -458,7 +458,7 @@ def _release(empty, stage, live, CFG: gl.constexpr):
 @gluon.jit
 def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Multiply the ring's tiles into an accumulator and store it, piece by piece of work."""
-    if CFG.CLUSTER > 1:
+    if CFG.together:
         cluster_barrier()
     a_smem, x_smem, full, empty = ring
     a_smem = _as_tiles(a_smem, CFG.STAGES * CFG.a_tiles, CFG.a_tile())
@@ -500,7 +500,7 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
         turn += 1
         steps, row, col, slot = take(work, turn)
     tma.store_wait(0)
-    if CFG.CLUSTER > 1:
+    if CFG.together:
         cluster_barrier()
 
 
@@ -529,7 +529,7 @@ def _spmm_sm90_kernel(
     extras = (part_ptr, bias_ptr, residual_ptr, residual_strides)
     sizes = (n_rows, n_cols)
     grid = (row_pieces, panels, section)
-    if CFG.CLUSTER == 1:
+    if not CFG.together:
         a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
         x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
         out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
