@@ -100,7 +100,7 @@ def multicast(parameter: gl.constexpr, coord, bar, address, mask):
 
 
 @gluon.jit
-def arrive_in_cluster(address, live, SIZE: gl.constexpr):
+def arrive_at_all(address, live, SIZE: gl.constexpr):
     """Arrive once for this warp at the barrier at `address` of each of SIZE programs."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .pred q; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; "
@@ -112,24 +112,13 @@ def arrive_in_cluster(address, live, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def arrive_at_first(address):
-    """Arrive once for this warp at the barrier at `address` of the cluster's first program."""
+def arrive_at(address, program):
+    """Arrive once for this warp at the barrier at `address` of one program of the cluster."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
-        "bar.warp.sync -1; mapa.shared::cluster.u32 a, $1, 0; "
+        "bar.warp.sync -1; mapa.shared::cluster.u32 a, $1, $2; "
         "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
-        *("=r,r,~{memory}", [address], gl.int32, False, 1),
-    )
-
-
-@gluon.jit
-def arrive_at_second(address):
-    """Arrive once for this warp at the barrier at `address` of the cluster's second program."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
-        "bar.warp.sync -1; mapa.shared::cluster.u32 a, $1, 1; "
-        "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
-        *("=r,r,~{memory}", [address], gl.int32, False, 1),
+        *("=r,r,r,~{memory}", [address, program], gl.int32, False, 1),
     )
 
 

@@ -34,7 +34,6 @@ class SpmmSm90Config:
     ACTIVATION: str | None = None
     CLUSTER: int = 1
     SHARED: bool = False
-    ASKED: bool = False
     OUT_BYTES: int = 2
     CONSUMER_REGISTERS: int = 232
     PRODUCER_REGISTERS: int = 40
@@ -47,10 +46,6 @@ class SpmmSm90Config:
         assert self.OUT_CHUNKS in (1, 2, 4), f"{self.OUT_CHUNKS=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
         assert not (self.WIDE and self.X_TRANSPOSED), "columns of X are in one copy already"
-
-    @property
-    def together(self) -> bool:
-        return self.CLUSTER > 1 or self.ASKED
 
     @property
     def a_tiles(self) -> int:
@@ -90,8 +85,8 @@ class SpmmSm90Config:
     @property
     def a_copies(self) -> int:
         """Copies that bring the A tiles of a step."""
-        if self.together:
-            return 1 if self.SHARED else self.CLUSTER
+        if self.CLUSTER > 1 and not self.SHARED:
+            return self.CLUSTER
         return self.a_tiles if self.A_TRANSPOSED else 1
 
     @property
@@ -131,8 +126,9 @@ class SpmmSm90Config:
 
     def a_block(self) -> list[int]:
         """Shape of a copy of A."""
-        if self.together and not self.SHARED:
-            return [self.tile_m // self.CLUSTER, self.TILE_K]
+        if self.CLUSTER > 1 and not self.SHARED:
+            rows = self.tile_m // self.CLUSTER
+            return [self.TILE_K, rows] if self.A_TRANSPOSED else [rows, self.TILE_K]
         return [self.TILE_K, GROUP_ROWS] if self.A_TRANSPOSED else [self.tile_m, self.TILE_K]
 
     def a_tile(self) -> list[int]:

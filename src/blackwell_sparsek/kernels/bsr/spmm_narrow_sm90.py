@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...core.launch import cdiv, launch, on_device_of
 from ...device.gluon.cluster import (
-    arrive_at_second,
+    arrive_at,
     cluster_arrive,
     cluster_rank,
     cluster_wait,
@@ -257,7 +257,7 @@ def _from_second(exchange, item, CFG: gl.constexpr):
     mbarrier.expect(bars.index(0), CFG.sums_bytes)
     mbarrier.wait(bars.index(0), item & 1)
     part = sums.load(layout)
-    arrive_at_second(shared_address(CFG.bars_page * 1024 + 8))
+    arrive_at(shared_address(CFG.bars_page * 1024 + 8), 1)
     return part
 
 

@@ -8,7 +8,8 @@ row, or a slice of a long one) times one panel of columns. Three roles run side 
 producer warp takes the work and keeps a ring of A and X tiles full; two consumer warp groups
 multiply. The groups split the rows of a 128-row tile, or, where a block row has only 64 rows, the
 columns of a panel twice as wide: either way every element of X that is fetched meets as many rows
-as the block has. While the consumers store a tile, the ring already fills for the next one.
+as the block has. While the consumers store a tile, the ring already fills for the next one. Where
+programs run in clusters, they share copies (`spmm_sm90_cluster.py`).
 
 Called as impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, block heights that are multiples
 of 64 (`pack.py` makes them so), pointers and strides that TMA takes.
@@ -24,348 +25,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.gluon.cluster import (
-    arrive_at_first,
-    arrive_in_cluster,
-    cluster_barrier,
-    cluster_rank,
-    multicast,
-    send_in_cluster,
-)
-from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
+from ...device.gluon.cluster import arrive_at_all, cluster_barrier
+from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ...device.gluon.warps import shared_address
-from ...device.schedule import place_in_sections
 from ..sm90 import GROUP_ROWS
-from .config_sm90 import SLAB_COLUMNS
 from .finish_sm90 import finish_values
-from .row_groups import FETCH_BIT, GROUP_FIELDS
+from .spmm_sm90_cluster import ask, produce_in_cluster, stand_by
+from .spmm_sm90_fetch import produce
 
 ROWS = gl.constexpr(GROUP_ROWS)
-SLAB = gl.constexpr(SLAB_COLUMNS)
-FETCH = gl.constexpr(FETCH_BIT)
-FIELDS = gl.constexpr(GROUP_FIELDS)
-# What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none).
+# What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none);
+# where rows share X, the steps of the longest of them instead of the slot.
 WORK_FIELDS = gl.constexpr(4)
-
-
-@gluon.jit
-def _read_piece(items_ptr, piece, grid, CFG: gl.constexpr):
-    """Row tile and panel of a piece of work, and the plan's item: (block row, begin, end, slot).
-
-    Panels go in sections whose part of X stays in L2, and within a section each item goes through
-    all of them before the next: what runs together shares blocks of A as well.
-    """
-    row_pieces, panels, section = grid
-    panel, tile = place_in_sections(piece, panels, row_pieces, section)
-    # tiles of a section count down, items are sorted longest first
-    row_piece = row_pieces - 1 - tile
-    live = piece < row_pieces * panels
-    item_ptr = items_ptr + 4 * (row_piece // CFG.row_tiles)
-    block_row = gl.load(item_ptr, mask=live, other=0)
-    begin = gl.load(item_ptr + 1, mask=live, other=0)
-    end = gl.load(item_ptr + 2, mask=live, other=0)
-    slot = gl.load(item_ptr + 3, mask=live, other=-1)
-    return row_piece, panel, (block_row, begin, end, slot)
-
-
-@gluon.jit
-def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.constexpr):
-    """Start the copies of one K step into a ring stage."""
-    a_smem, x_smem, full, _ = ring
-    bar = full.index(stage)
-    a_copies: gl.constexpr = CFG.a_copies
-    x_copies: gl.constexpr = CFG.x_copies
-    nbytes: gl.constexpr = (
-        CFG.a_copies * a_desc.block_type.nbytes + CFG.x_copies * x_desc.block_type.nbytes
-    )
-    mbarrier.expect(bar, nbytes)
-    if CFG.together:
-        # each program of the cluster brings a part of the rows, to all of them
-        part = cluster_rank()
-        parameter: gl.constexpr = CFG.a_parameter
-        first = (stage * CFG.CLUSTER + part) * a_desc.block_type.nbytes
-        multicast(
-            parameter,
-            (a_row + part * (CFG.tile_m // CFG.CLUSTER), a_col),
-            shared_address(CFG.bars_offset + 8 * stage),
-            shared_address(first),
-            (1 << CFG.CLUSTER) - 1,
-        )
-    for g in gl.static_range(0 if CFG.together else a_copies):
-        tile = a_smem.index(stage * CFG.a_copies + g)
-        if CFG.A_TRANSPOSED:
-            tma.async_copy_global_to_shared(a_desc, [a_col, a_row + g * ROWS], bar, tile)
-        else:
-            tma.async_copy_global_to_shared(a_desc, [a_row, a_col], bar, tile)
-    for g in gl.static_range(x_copies):
-        tile = x_smem.index(stage * CFG.x_copies + g)
-        if CFG.WIDE:
-            tma.async_copy_global_to_shared(x_desc, [col // SLAB, k, 0], bar, tile)
-        elif CFG.X_TRANSPOSED:
-            tma.async_copy_global_to_shared(x_desc, [col + g * CFG.GROUP_N, k], bar, tile)
-        else:
-            tma.async_copy_global_to_shared(x_desc, [k, col + g * CFG.GROUP_N], bar, tile)
-
-
-@gluon.jit
-def _produce(
-    a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, work, grid, CFG: gl.constexpr
-):
-    """Take work and keep the ring full."""
-    total = grid[0] * grid[1]
-    _, _, _, empty = ring
-    k_steps: gl.constexpr = CFG.k_steps
-    step = 0
-    turn = 0
-    piece = gl.program_id(0)
-    next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-    row_piece, panel, item = _read_piece(items_ptr, piece, grid, CFG)
-    while piece < total:
-        # What the next round needs is asked for a whole tile ahead of its use.
-        after_next = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        next_row_piece, next_panel, next_item = _read_piece(items_ptr, next_piece, grid, CFG)
-        block_row, begin, end, slot = item
-        sub_row = (row_piece % CFG.row_tiles) * CFG.tile_m
-        col = panel * CFG.tile_n
-        row = block_row * CFG.BLOCK_H + sub_row
-        publish(work, turn, ((end - begin) * CFG.k_steps, row, col, slot))
-        turn += 1
-        block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
-        for entry in range(begin, end):
-            next_block_col = gl.load(cols_ptr + entry + 1, mask=entry + 1 < end, other=0)
-            if CFG.A_TRANSPOSED:
-                a_row = sub_row
-                a_col = gl.load(perm_ptr + entry) * CFG.BLOCK_W
-            else:
-                a_row = entry * CFG.BLOCK_H + sub_row
-                a_col = 0
-            for u in gl.static_range(k_steps):
-                stage = step % CFG.STAGES
-                mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-                k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
-                _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col + u * CFG.TILE_K, k, col, CFG)
-                step += 1
-            block_col = next_block_col
-        piece = next_piece
-        next_piece = after_next
-        row_piece = next_row_piece
-        panel = next_panel
-        item = next_item
-    publish(work, turn, (-1, 0, 0, -1))
-    # Each program asked once, and once more for each piece: whoever was last sets the counter back.
-    gl.store(counter_ptr, 0, mask=next_piece == total + 2 * gl.num_programs(0) - 1)
-
-
-@gluon.jit
-def _produce_together(
-    a_desc, x_desc, items_ptr, cols_ptr, ring, work, mail, grid, CFG: gl.constexpr
-):
-    """As `_produce`, for a cluster whose programs take neighbouring panels of the same item."""
-    cluster_barrier()
-    total = grid[0] * grid[1]
-    _, _, bars, _ = ring
-    rank = cluster_rank()
-    clusters = gl.num_programs(0) // CFG.CLUSTER
-    k_steps: gl.constexpr = CFG.k_steps
-    step = 0
-    turn = 0
-    piece = gl.program_id(0) // CFG.CLUSTER
-    next_piece = piece + clusters
-    row_piece, panel, item = _read_piece(items_ptr, piece, grid, CFG)
-    while piece < total:
-        next_row_piece, next_panel, next_item = _read_piece(items_ptr, next_piece, grid, CFG)
-        block_row, begin, end, slot = item
-        sub_row = (row_piece % CFG.row_tiles) * CFG.tile_m
-        col = (panel * CFG.CLUSTER + rank) * CFG.tile_n
-        row = block_row * CFG.BLOCK_H + sub_row
-        publish(work, turn, ((end - begin) * CFG.k_steps, row, col, slot))
-        block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
-        for entry in range(begin, end):
-            next_block_col = gl.load(cols_ptr + entry + 1, mask=entry + 1 < end, other=0)
-            a_row = entry * CFG.BLOCK_H + sub_row
-            for u in gl.static_range(k_steps):
-                stage = step % CFG.STAGES
-                mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
-                k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
-                _fetch_step(a_desc, x_desc, ring, stage, a_row, u * CFG.TILE_K, k, col, CFG)
-                step += 1
-            block_col = next_block_col
-        piece = next_piece
-        next_piece = _receive(mail, turn, CFG)
-        turn += 1
-        row_piece = next_row_piece
-        panel = next_panel
-        item = next_item
-    publish(work, turn, (-1, 0, 0, -1))
-    cluster_barrier()
-
-
-@gluon.jit
-def _produce_in_cluster(
-    a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG: gl.constexpr
-):
-    if CFG.SHARED:
-        _produce_shared(a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG)
-    else:
-        _produce_together(a_desc, x_desc, items_ptr, lists[0], ring, work, mail, grid, CFG)
-
-
-@gluon.jit
-def _x_place(k, col, g: gl.constexpr, CFG: gl.constexpr):
-    """Where the columns of consumer `g` lie in the descriptor of X."""
-    first = col + g * CFG.GROUP_N
-    if CFG.WIDE:
-        return first // SLAB, k, 0 * k
-    elif CFG.X_TRANSPOSED:
-        return first, k
-    else:
-        return k, first
-
-
-@gluon.jit
-def _read_group(items_ptr, piece, grid, rank, CFG: gl.constexpr):
-    """Panel of a piece of work, and this program's row: (block row, begin, end, most steps)."""
-    groups, panels, section = grid
-    panel, tile = place_in_sections(piece, panels, groups, section)
-    live = piece < groups * panels
-    item_ptr = items_ptr + FIELDS * (CFG.CLUSTER * (groups - 1 - tile) + rank)
-    block_row = gl.load(item_ptr, mask=live, other=-1)
-    begin = gl.load(item_ptr + 1, mask=live, other=0)
-    end = gl.load(item_ptr + 2, mask=live, other=0)
-    most = gl.load(item_ptr + 3, mask=live, other=0)
-    return panel, (block_row, begin, end, most)
-
-
-@gluon.jit
-def _read_place(lists, place, end):
-    """Column, block and sharers at a place of the lists."""
-    live = place < end
-    column = gl.load(lists[0] + place, mask=live, other=0)
-    entry = gl.load(lists[1] + place, mask=live, other=0)
-    share = gl.load(lists[2] + place, mask=live, other=0)
-    return column, entry, share
-
-
-@gluon.jit
-def _produce_shared(a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG: gl.constexpr):
-    """As `_produce`, for programs with a row each, which share X where several have a block.
-
-    Such blocks come at the same step in all of them (`row_groups.py`). Stages that only longer rows
-    of the group need pass by empty, so that all use the same ones again in the next piece.
-    """
-    cluster_barrier()
-    total = grid[0] * grid[1]
-    a_smem, x_smem, bars, _ = ring
-    rank = cluster_rank()
-    clusters = gl.num_programs(0) // CFG.CLUSTER
-    k_steps: gl.constexpr = CFG.k_steps
-    a_bytes: gl.constexpr = a_desc.block_type.nbytes
-    x_bytes: gl.constexpr = x_desc.block_type.nbytes
-    x_tiles: gl.constexpr = CFG.x_tiles
-    parameter: gl.constexpr = CFG.x_parameter
-    step = 0
-    turn = 0
-    piece = gl.program_id(0) // CFG.CLUSTER
-    next_piece = piece + clusters
-    panel, item = _read_group(items_ptr, piece, grid, rank, CFG)
-    here = _read_place(lists, item[1], item[2])
-    while piece < total:
-        next_panel, next_item = _read_group(items_ptr, next_piece, grid, rank, CFG)
-        block_row, begin, end, most = item
-        col = panel * CFG.tile_n
-        steps = (end - begin) * CFG.k_steps
-        publish(work, turn, (steps, block_row * CFG.BLOCK_H, col, most * CFG.k_steps))
-        for place in range(begin, end):
-            there = _read_place(lists, place + 1, end)
-            block_col, entry, share = here
-            for u in gl.static_range(k_steps):
-                stage = step % CFG.STAGES
-                mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
-                bar = bars.index(stage)
-                k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
-                mbarrier.expect(bar, a_bytes + CFG.x_tiles * x_bytes)
-                if share == 0:
-                    for g in gl.static_range(x_tiles):
-                        tma.async_copy_global_to_shared(
-                            *(x_desc, _x_place(k, col, g, CFG), bar),
-                            x_smem.index(stage * CFG.x_tiles + g),
-                        )
-                else:
-                    for g in gl.static_range(x_tiles):
-                        if (share >> (FETCH + g)) & 1 > 0:
-                            first = CFG.x_page * 1024 + (stage * CFG.x_tiles + g) * x_bytes
-                            multicast(
-                                parameter,
-                                _x_place(k, col, g, CFG),
-                                shared_address(CFG.bars_offset + 8 * stage),
-                                shared_address(first),
-                                share & 255,
-                            )
-                tma.async_copy_global_to_shared(
-                    a_desc, [entry * CFG.BLOCK_H, u * CFG.TILE_K], bar, a_smem.index(stage)
-                )
-                step += 1
-            here = there
-        here = _read_place(lists, next_item[1], next_item[2])
-        for _place in range(end - begin, most):
-            for _u in gl.static_range(k_steps):
-                stage = step % CFG.STAGES
-                mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
-                mbarrier.arrive(bars.index(stage), count=1)
-                step += 1
-        piece = next_piece
-        next_piece = _receive(mail, turn, CFG)
-        turn += 1
-        panel = next_panel
-        item = next_item
-    publish(work, turn, (-1, 0, 0, -1))
-    cluster_barrier()
-
-
-@gluon.jit
-def _receive(mail, turn, CFG: gl.constexpr):
-    """The piece of work after the next, as `_ask` has sent it to all programs of the cluster."""
-    numbers, bars = mail
-    filled: gl.constexpr = 2 * CFG.STAGES
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    mbarrier.expect(bars.index(filled), 4)
-    mbarrier.wait(bars.index(filled), turn & 1)
-    received = gl.max(numbers.index(2 * (filled + 2)).load(lane), 0)
-    arrive_at_first(shared_address(CFG.bars_offset + 8 * (filled + 1)))
-    return received
-
-
-@gluon.jit
-def _ask(counter_ptr, bars, total, CFG: gl.constexpr):
-    """In the cluster's first program: ask for work as the producers need it, and tell them.
-
-    Producers know their first two pieces, and receive another one behind each that they take.
-    """
-    cluster_barrier()
-    filled: gl.constexpr = 2 * CFG.STAGES
-    if cluster_rank() == 0:
-        clusters = gl.num_programs(0) // CFG.CLUSTER
-        piece = gl.program_id(0) // CFG.CLUSTER
-        next_piece = piece + clusters
-        turn = 0
-        while piece < total:
-            mbarrier.wait(bars.index(filled + 1), (turn & 1) ^ 1)
-            piece = next_piece
-            next_piece = gl.atomic_add(counter_ptr, 1) + 2 * clusters
-            number = shared_address(CFG.bars_offset + 8 * (filled + 2))
-            bar = shared_address(CFG.bars_offset + 8 * filled)
-            send_in_cluster(next_piece, number, bar, CFG.CLUSTER)
-            turn += 1
-        # whoever was last sets the counter back
-        gl.store(counter_ptr, 0, mask=next_piece == total + 2 * clusters - 1)
-    cluster_barrier()
-
-
-@gluon.jit
-def _stand_by():
-    """What warps without work do: a cluster waits for all of its threads."""
-    cluster_barrier()
-    cluster_barrier()
 
 
 @gluon.jit
@@ -439,18 +110,45 @@ def _ring_memory(desc, count: gl.constexpr):
 
 
 @gluon.jit
-def _at(memory, page: gl.constexpr, desc, count: gl.constexpr):
-    """`count` tiles of a descriptor from a page of `memory` on."""
+def _part(memory, page: gl.constexpr, desc, count: gl.constexpr):
+    """`count` tiles of a descriptor, from a page of `memory` on."""
     shape: gl.constexpr = [count] + desc.block_type.shape  # noqa: RUF005
     return memory.index(page)._reinterpret(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit
+def _cluster_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
+    """Ring, output buffers and mail of a program of a cluster.
+
+    One allocation, since addresses in other programs follow from the places of its parts. Barriers
+    of the ring are one array: STAGES full, STAGES empty.
+    """
+    pages: gl.constexpr = CFG.pages
+    stages: gl.constexpr = CFG.STAGES
+    page: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
+    memory = gl.allocate_shared_memory(a_desc.dtype, [pages, 8, 64], page)
+    a_smem = _part(memory, 0, a_desc, CFG.STAGES * CFG.a_copies)
+    x_smem = _part(memory, CFG.x_page, x_desc, CFG.STAGES * CFG.x_copies)
+    out_smem = _part(memory, CFG.out_page, out_desc, 2)
+    last = memory.index(pages - 1)
+    bars = last._reinterpret(gl.int64, [2 * stages + 2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(bars.index(i), count=1)
+        # each warp of the two consumers of each program
+        mbarrier.init(bars.index(stages + i), count=8 * CFG.CLUSTER)
+    mbarrier.init(bars.index(2 * stages), count=1)
+    mbarrier.init(bars.index(2 * stages + 1), count=CFG.CLUSTER)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = last._reinterpret(gl.int32, [4 * stages + 5, 1], plain)
+    return (a_smem, x_smem, bars, bars), out_smem, (numbers, bars)
+
+
+@gluon.jit
 def _release(empty, stage, live, CFG: gl.constexpr):
     """Leave a stage to the producers: of this program, or of all that copy to it."""
-    if CFG.together:
+    if CFG.CLUSTER > 1:
         address = shared_address(CFG.bars_offset + 8 * (CFG.STAGES + stage))
-        arrive_in_cluster(address, live, CFG.CLUSTER)
+        arrive_at_all(address, live, CFG.CLUSTER)
     else:
         mbarrier.arrive(empty.index(stage), count=1, pred=live)
 
@@ -458,7 +156,7 @@ def _release(empty, stage, live, CFG: gl.constexpr):
 @gluon.jit
 def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Multiply the ring's tiles into an accumulator and store it, piece by piece of work."""
-    if CFG.together:
+    if CFG.CLUSTER > 1:
         cluster_barrier()
     a_smem, x_smem, full, empty = ring
     a_smem = _as_tiles(a_smem, CFG.STAGES * CFG.a_tiles, CFG.a_tile())
@@ -500,7 +198,7 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
         turn += 1
         steps, row, col, slot = take(work, turn)
     tma.store_wait(0)
-    if CFG.together:
+    if CFG.CLUSTER > 1:
         cluster_barrier()
 
 
@@ -526,73 +224,41 @@ def _spmm_sm90_kernel(
     CFG: gl.constexpr,
 ):
     """Set up the ring and the three roles; `_produce` and `_consume` do the work."""
+    grid = (row_pieces, panels, section)
     extras = (part_ptr, bias_ptr, residual_ptr, residual_strides)
     sizes = (n_rows, n_cols)
-    grid = (row_pieces, panels, section)
-    if not CFG.together:
+    if CFG.CLUSTER == 1:
         a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
         x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
         out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
         ring = (a_smem, x_smem, barriers(CFG.STAGES, 1), barriers(CFG.STAGES, 2))
         work = work_channel(WORK_FIELDS, 2)
         fence_async_shared()
+        lists = (cols_ptr, perm_ptr, counter_ptr)
         gl.warp_specialize(
             [
                 (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
                 (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
-                (
-                    _produce,
-                    (
-                        a_desc,
-                        x_desc,
-                        items_ptr,
-                        cols_ptr,
-                        perm_ptr,
-                        counter_ptr,
-                        ring,
-                        work,
-                        grid,
-                        CFG,
-                    ),
-                ),
+                (produce, (a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG)),
             ],
             [4, 1],
             [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
         )
     else:
-        # one allocation: others must know where its parts are
-        pages: gl.constexpr = CFG.pages
-        page_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
-        memory = gl.allocate_shared_memory(a_desc.dtype, [pages, 8, 64], page_layout)
-        a_smem = _at(memory, 0, a_desc, CFG.STAGES * CFG.a_copies)
-        x_smem = _at(memory, CFG.x_page, x_desc, CFG.STAGES * CFG.x_copies)
-        out_smem = _at(memory, CFG.out_page, out_desc, 2)
-        words = memory.index(pages - 1)
-        stages: gl.constexpr = CFG.STAGES
-        bars = words._reinterpret(gl.int64, [2 * stages + 2, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(stages):
-            mbarrier.init(bars.index(i), count=1)
-            mbarrier.init(bars.index(stages + i), count=8 * CFG.CLUSTER)
-        mbarrier.init(bars.index(2 * stages), count=1)
-        mbarrier.init(bars.index(2 * stages + 1), count=CFG.CLUSTER)
-        numbers = words._reinterpret(
-            gl.int32, [4 * stages + 5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        )
-        ring = (a_smem, x_smem, bars, bars)
+        ring, out_smem, mail = _cluster_memory(a_desc, x_desc, out_desc, CFG)
         work = work_channel(WORK_FIELDS, 2)
-        mail = (numbers, bars)
-        lists = (cols_ptr, perm_ptr, shares_ptr)
         fence_async_shared()
+        lists = (cols_ptr, perm_ptr, shares_ptr)
         gl.warp_specialize(
             [
                 (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
                 (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
                 (
-                    _produce_in_cluster,
+                    produce_in_cluster,
                     (a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG),
                 ),
-                (_ask, (counter_ptr, bars, row_pieces * panels, CFG)),
-                (_stand_by, ()),
+                (ask, (counter_ptr, ring[2], row_pieces * panels, CFG)),
+                (stand_by, ()),
             ],
             [4, 1, 1, 2],
             [
