@@ -21,8 +21,8 @@ def cluster_rank():
 def cluster_barrier():
     """Wait for all threads of all programs of the cluster; each has to call this."""
     gl.inline_asm_elementwise(
-        "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.release; "
-        "barrier.cluster.wait.acquire; mov.b32 $0, 0;",
+        "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed; "
+        "barrier.cluster.wait; mov.b32 $0, 0;",
         *("=r,r,~{memory}", [0], gl.int32, False, 1),
     )
 
@@ -31,7 +31,7 @@ def cluster_barrier():
 def cluster_arrive():
     """The first half of `cluster_barrier`, which waits for nobody."""
     gl.inline_asm_elementwise(
-        "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.release; mov.b32 $0, 0;",
+        "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed; mov.b32 $0, 0;",
         *("=r,r,~{memory}", [0], gl.int32, False, 1),
     )
 
@@ -40,7 +40,7 @@ def cluster_arrive():
 def cluster_wait():
     """The second half of `cluster_barrier`."""
     gl.inline_asm_elementwise(
-        "barrier.cluster.wait.acquire; mov.b32 $0, 0;",
+        "barrier.cluster.wait; mov.b32 $0, 0;",
         *("=r,r,~{memory}", [0], gl.int32, False, 1),
     )
 
@@ -61,41 +61,48 @@ def copy_to_first(address, nbytes, bar):
 
 
 @gluon.jit
-def multicast(parameter: gl.constexpr, coord, bar, address, mask):
-    """Copy a tile to `address` of the programs in `mask`, and report it at their `bar`.
+def copy_tile(parameter: gl.constexpr, place, bar, address, programs):
+    """Copy a tile to `address` of the programs whose bits are set, and report it at their `bar`.
 
-    `parameter` is the name of a kernel's parameter in PTX, a descriptor: Triton 3.6 hands none to
-    assembly. `coord` has two or three coordinates. Called by one warp.
+    With None for `programs` to this program alone. `parameter` is the name of a kernel's parameter
+    in PTX, a descriptor, since Triton 3.6 hands none to assembly; `place` are two or three
+    coordinates. Triton does not see these copies: those that it does see it fences off from
+    all that uses the same allocation, and a fence waits for loads. Called by one warp.
     """
+    many: gl.constexpr = programs is not None
     head: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 t; .reg .b16 m; .reg .b64 d; mov.u32 t, %laneid; "
         "setp.eq.u32 p, t, 0; cvt.u16.u32 m, $3; mov.b64 d, "
     )
-    if len(coord) == 2:
+    dims: gl.constexpr = ("2d", "3d")[len(place) - 2]
+    coordinates: gl.constexpr = ("{$5, $4}", "{$6, $5, $4}")[len(place) - 2]
+    copy: gl.constexpr = "; cvta.param.u64 d, d; @p cp.async.bulk.tensor."
+    kind: gl.constexpr = ".shared::cluster.global.mbarrier::complete_tx::bytes"
+    to_many: gl.constexpr = ".multicast::cluster" if many else ""
+    mask: gl.constexpr = ", m" if many else ""
+    asm: gl.constexpr = (
+        head
+        + parameter
+        + copy
+        + dims
+        + kind
+        + to_many
+        + " [$2], [d, "
+        + coordinates
+        + "], [$1]"
+        + mask
+        + "; mov.b32 $0, 0; }"
+    )
+    bits = programs if many else 0
+    if len(place) == 2:
         gl.inline_asm_elementwise(
-            head
-            + parameter
-            + "; cvta.param.u64 d, d; @p cp.async.bulk.tensor.2d.shared::cluster.global"
-            ".mbarrier::complete_tx::bytes.multicast::cluster [$2], [d, {$5, $4}], [$1], m; "
-            "mov.b32 $0, 0; }",
-            "=r,r,r,r,r,r,~{memory}",
-            [bar, address, mask, coord[0], coord[1]],
-            gl.int32,
-            False,
-            1,
+            *(asm, "=r,r,r,r,r,r,~{memory}", [bar, address, bits, place[0], place[1]]),
+            *(gl.int32, False, 1),
         )
     else:
         gl.inline_asm_elementwise(
-            head
-            + parameter
-            + "; cvta.param.u64 d, d; @p cp.async.bulk.tensor.3d.shared::cluster.global"
-            ".mbarrier::complete_tx::bytes.multicast::cluster [$2], [d, {$6, $5, $4}], [$1], m; "
-            "mov.b32 $0, 0; }",
-            "=r,r,r,r,r,r,r,~{memory}",
-            [bar, address, mask, coord[0], coord[1], coord[2]],
-            gl.int32,
-            False,
-            1,
+            *(asm, "=r,r,r,r,r,r,r,~{memory}", [bar, address, bits, place[0], place[1], place[2]]),
+            *(gl.int32, False, 1),
         )
 
 
@@ -106,7 +113,7 @@ def arrive_at_all(address, live, SIZE: gl.constexpr):
         "{ .reg .pred p; .reg .pred q; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; "
         "setp.lt.u32 p, t, $2; setp.ne.and.b32 q, $3, 0, p; bar.warp.sync -1; "
         "selp.b32 t, t, 0, p; mapa.shared::cluster.u32 a, $1, t; "
-        "@q mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
+        "@q mbarrier.arrive.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
         *("=r,r,r,r,~{memory}", [address, SIZE, live.to(gl.int32)], gl.int32, False, 1),
     )
 
@@ -117,8 +124,18 @@ def arrive_at(address, program):
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
         "bar.warp.sync -1; mapa.shared::cluster.u32 a, $1, $2; "
-        "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
+        "@p mbarrier.arrive.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
         *("=r,r,r,~{memory}", [address, program], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
+def read_shared(address):
+    """An int32 of the program's shared memory, which Triton does not know to be read: it would
+    put a fence between this and each copy to the same allocation.
+    """
+    return gl.inline_asm_elementwise(
+        "ld.volatile.shared.b32 $0, [$1];", "=r,r,~{memory}", [address], gl.int32, False, 1
     )
 
 

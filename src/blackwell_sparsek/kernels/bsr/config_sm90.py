@@ -34,6 +34,7 @@ class SpmmSm90Config:
     ACTIVATION: str | None = None
     CLUSTER: int = 1
     SHARED: bool = False
+    ASKED: bool = False
     OUT_BYTES: int = 2
     CONSUMER_REGISTERS: int = 232
     PRODUCER_REGISTERS: int = 40
@@ -88,6 +89,26 @@ class SpmmSm90Config:
         if self.CLUSTER > 1 and not self.SHARED:
             return self.CLUSTER
         return self.a_tiles if self.A_TRANSPOSED else 1
+
+    @property
+    def x_slabs(self) -> int:
+        """Copies of the hardware that one copy of X consists of."""
+        return 1 if self.WIDE or self.X_TRANSPOSED else self.GROUP_N // SLAB_COLUMNS
+
+    @property
+    def a_copy_bytes(self) -> int:
+        """Of one copy of A."""
+        return 2 * self.TILE_K * self.tile_m // self.a_copies
+
+    @property
+    def x_copy_bytes(self) -> int:
+        """Of one copy of X."""
+        return 2 * self.TILE_K * self.tile_n // self.x_copies
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of A and X in a stage."""
+        return 2 * self.TILE_K * (self.tile_m + self.tile_n)
 
     @property
     def a_parameter(self) -> str:

@@ -31,7 +31,7 @@ from ...device.gluon.warps import shared_address
 from ..sm90 import GROUP_ROWS
 from .finish_sm90 import finish_values
 from .spmm_sm90_cluster import ask, produce_in_cluster, stand_by
-from .spmm_sm90_fetch import produce
+from .spmm_sm90_fetch import ask_alone, produce
 
 ROWS = gl.constexpr(GROUP_ROWS)
 # What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none);
@@ -118,10 +118,10 @@ def _part(memory, page: gl.constexpr, desc, count: gl.constexpr):
 
 @gluon.jit
 def _cluster_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
-    """Ring, output buffers and mail of a program of a cluster.
+    """Ring and output buffers of a program of a cluster.
 
     One allocation, since addresses in other programs follow from the places of its parts. Barriers
-    of the ring are one array: STAGES full, STAGES empty.
+    are one array: STAGES full, STAGES empty, two for the number of the next piece behind them.
     """
     pages: gl.constexpr = CFG.pages
     stages: gl.constexpr = CFG.STAGES
@@ -138,9 +138,7 @@ def _cluster_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
         mbarrier.init(bars.index(stages + i), count=8 * CFG.CLUSTER)
     mbarrier.init(bars.index(2 * stages), count=1)
     mbarrier.init(bars.index(2 * stages + 1), count=CFG.CLUSTER)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    numbers = last._reinterpret(gl.int32, [4 * stages + 5, 1], plain)
-    return (a_smem, x_smem, bars, bars), out_smem, (numbers, bars)
+    return (a_smem, x_smem, bars, bars), out_smem
 
 
 @gluon.jit
@@ -190,11 +188,17 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
                 mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
                 _release(empty, stage, step >= 0, CFG)
                 step += 1
-            slot = -1
 
         row += (GROUP % CFG.a_tiles) * ROWS
         col += (GROUP % CFG.x_tiles) * CFG.GROUP_N
-        _store_tile(acc, row, col, slot, out_desc, out_smem.index(GROUP), extras, sizes, CFG)
+        if CFG.SHARED:
+            # there may be rows less than programs
+            if row >= 0:
+                _store_tile(
+                    *(acc, row, col, -1, out_desc, out_smem.index(GROUP)), extras, sizes, CFG
+                )
+        else:
+            _store_tile(acc, row, col, slot, out_desc, out_smem.index(GROUP), extras, sizes, CFG)
         turn += 1
         steps, row, col, slot = take(work, turn)
     tma.store_wait(0)
@@ -235,17 +239,31 @@ def _spmm_sm90_kernel(
         work = work_channel(WORK_FIELDS, 2)
         fence_async_shared()
         lists = (cols_ptr, perm_ptr, counter_ptr)
-        gl.warp_specialize(
-            [
-                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
-                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
-                (produce, (a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG)),
-            ],
-            [4, 1],
-            [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
-        )
+        if CFG.ASKED:
+            asked = work_channel(1, 1)
+            fence_async_shared()
+            gl.warp_specialize(
+                [
+                    (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
+                    (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
+                    (produce, (a_desc, x_desc, items_ptr, lists, ring, work, asked, grid, CFG)),
+                    (ask_alone, (counter_ptr, asked, row_pieces * panels)),
+                ],
+                [4, 1, 1],
+                [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS, CFG.PRODUCER_REGISTERS],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
+                    (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
+                    (produce, (a_desc, x_desc, items_ptr, lists, ring, work, None, grid, CFG)),
+                ],
+                [4, 1],
+                [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
+            )
     else:
-        ring, out_smem, mail = _cluster_memory(a_desc, x_desc, out_desc, CFG)
+        ring, out_smem = _cluster_memory(a_desc, x_desc, out_desc, CFG)
         work = work_channel(WORK_FIELDS, 2)
         fence_async_shared()
         lists = (cols_ptr, perm_ptr, shares_ptr)
@@ -253,10 +271,7 @@ def _spmm_sm90_kernel(
             [
                 (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
                 (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
-                (
-                    produce_in_cluster,
-                    (a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG),
-                ),
+                (produce_in_cluster, (items_ptr, lists, ring[2], work, grid, CFG)),
                 (ask, (counter_ptr, ring[2], row_pieces * panels, CFG)),
                 (stand_by, ()),
             ],

@@ -12,22 +12,25 @@ them have done with it. One warp of the first program asks for work and tells th
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...device.gluon.cluster import (
     arrive_at,
     cluster_barrier,
     cluster_rank,
-    multicast,
+    copy_tile,
+    read_shared,
     send_in_cluster,
 )
 from ...device.gluon.pipeline import publish
 from ...device.gluon.warps import shared_address
 from ...device.schedule import place_in_sections
+from ..sm90 import GROUP_ROWS
 from .config_sm90 import SLAB_COLUMNS
 from .row_groups import FETCH_BIT, GROUP_FIELDS
 from .spmm_sm90_fetch import read_piece
 
+_ROWS = gl.constexpr(GROUP_ROWS)
 _SLAB = gl.constexpr(SLAB_COLUMNS)
 _FETCH = gl.constexpr(FETCH_BIT)
 _FIELDS = gl.constexpr(GROUP_FIELDS)
@@ -36,15 +39,13 @@ _PROGRAMS = gl.constexpr((1 << FETCH_BIT) - 1)
 
 
 @gluon.jit
-def produce_in_cluster(
-    a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG: gl.constexpr
-):
+def produce_in_cluster(items_ptr, lists, bars, work, grid, CFG: gl.constexpr):
     """Keep the ring full with what this program of a cluster fetches, and others for it."""
     cluster_barrier()
     if CFG.SHARED:
-        _produce_shared(a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG)
+        _produce_shared(items_ptr, lists, bars, work, grid, CFG)
     else:
-        _produce_together(a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG)
+        _produce_together(items_ptr, lists, bars, work, grid, CFG)
     # nobody may copy to a program that has ended
     cluster_barrier()
 
@@ -83,37 +84,47 @@ def stand_by():
 
 
 @gluon.jit
-def _receive(mail, turn, CFG: gl.constexpr):
+def _receive(bars, turn, CFG: gl.constexpr):
     """The piece of work after the next, as `ask` has sent it to all programs of the cluster."""
-    numbers, bars = mail
     filled: gl.constexpr = 2 * CFG.STAGES
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.expect(bars.index(filled), 4)
     mbarrier.wait(bars.index(filled), turn & 1)
-    received = gl.max(numbers.index(2 * (filled + 2)).load(lane), 0)
+    received = read_shared(shared_address(CFG.bars_offset + 8 * (filled + 2)))
     arrive_at(shared_address(CFG.bars_offset + 8 * (filled + 1)), 0)
     return received
 
 
 @gluon.jit
-def _x_place(k, col, g: gl.constexpr, CFG: gl.constexpr):
-    """Where copy `g` of a step lies in the descriptor of X."""
+def _copy_x(stage, k, col, g: gl.constexpr, programs, CFG: gl.constexpr):
+    """Start part `g` of the copies of X for a step: to this program, or to those with a bit."""
+    parameter: gl.constexpr = CFG.x_parameter
+    slabs: gl.constexpr = CFG.x_slabs
     first = col + g * CFG.GROUP_N
+    bar = shared_address(CFG.bars_offset + 8 * stage)
+    address = CFG.x_page * 1024 + (stage * CFG.x_copies + g) * CFG.x_copy_bytes
     if CFG.WIDE:
-        return first // _SLAB, k, 0 * k
+        place = (first // _SLAB, k, 0 * k)
+        copy_tile(parameter, place, bar, shared_address(address), programs)
     elif CFG.X_TRANSPOSED:
-        return first, k
+        copy_tile(parameter, (first, k), bar, shared_address(address), programs)
     else:
-        return k, first
+        for i in gl.static_range(slabs):
+            slab = shared_address(address + i * (CFG.x_copy_bytes // CFG.x_slabs))
+            copy_tile(parameter, (k, first + i * _SLAB), bar, slab, programs)
 
 
 @gluon.jit
-def _a_place(entry, sub_row, u: gl.constexpr, CFG: gl.constexpr):
-    """Where step `u` of a block lies in the descriptor of A, from row `sub_row` of the block on."""
+def _copy_a(stage, entry, sub_row, u: gl.constexpr, g, programs, CFG: gl.constexpr):
+    """Start part `g` of the copies of A for step `u` of a block, from row `sub_row` of it on."""
+    parameter: gl.constexpr = CFG.a_parameter
+    bar = shared_address(CFG.bars_offset + 8 * stage)
+    address = shared_address((stage * CFG.a_copies + g) * CFG.a_copy_bytes)
     if CFG.A_TRANSPOSED:
-        return entry * CFG.BLOCK_W + u * CFG.TILE_K, sub_row
+        place = (entry * CFG.BLOCK_W + u * CFG.TILE_K, sub_row)
+        copy_tile(parameter, place, bar, address, programs)
     else:
-        return entry * CFG.BLOCK_H + sub_row, u * CFG.TILE_K + 0 * entry
+        place = (entry * CFG.BLOCK_H + sub_row, u * CFG.TILE_K + 0 * entry)
+        copy_tile(parameter, place, bar, address, programs)
 
 
 @gluon.jit
@@ -125,19 +136,13 @@ def _free_stage(bars, step, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _produce_together(
-    a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG: gl.constexpr
-):
+def _produce_together(items_ptr, lists, bars, work, grid, CFG: gl.constexpr):
     """As `produce`, for programs with neighbouring panels of one item."""
     total = grid[0] * grid[1]
-    _, x_smem, bars, _ = ring
     cols_ptr, perm_ptr, _ = lists
     rank = cluster_rank()
     k_steps: gl.constexpr = CFG.k_steps
     x_copies: gl.constexpr = CFG.x_copies
-    a_bytes: gl.constexpr = a_desc.block_type.nbytes
-    nbytes: gl.constexpr = CFG.CLUSTER * a_bytes + CFG.x_copies * x_desc.block_type.nbytes
-    parameter: gl.constexpr = CFG.a_parameter
     step = 0
     turn = 0
     piece = gl.program_id(0) // CFG.CLUSTER
@@ -158,24 +163,17 @@ def _produce_together(
                 entry = gl.load(perm_ptr + place)
             for u in gl.static_range(k_steps):
                 stage = _free_stage(bars, step, CFG)
-                bar = bars.index(stage)
-                mbarrier.expect(bar, nbytes)
+                mbarrier.expect(bars.index(stage), CFG.stage_bytes)
                 # each program brings a part of the rows of A, to all of them
-                multicast(
-                    parameter,
-                    _a_place(entry, sub_row + rank * (CFG.tile_m // CFG.CLUSTER), u, CFG),
-                    shared_address(CFG.bars_offset + 8 * stage),
-                    shared_address((stage * CFG.CLUSTER + rank) * a_bytes),
-                    (1 << CFG.CLUSTER) - 1,
-                )
+                part_row = sub_row + rank * (CFG.tile_m // CFG.CLUSTER)
+                _copy_a(stage, entry, part_row, u, rank, (1 << CFG.CLUSTER) - 1, CFG)
                 k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
                 for g in gl.static_range(x_copies):
-                    tile = x_smem.index(stage * CFG.x_copies + g)
-                    tma.async_copy_global_to_shared(x_desc, _x_place(k, col, g, CFG), bar, tile)
+                    _copy_x(stage, k, col, g, None, CFG)
                 step += 1
             block_col = next_block_col
         piece = next_piece
-        next_piece = _receive(mail, turn, CFG)
+        next_piece = _receive(bars, turn, CFG)
         turn += 1
         row_piece = next_row_piece
         panel = next_panel
@@ -208,21 +206,17 @@ def _read_place(lists, place, end):
 
 
 @gluon.jit
-def _produce_shared(a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CFG: gl.constexpr):
+def _produce_shared(items_ptr, lists, bars, work, grid, CFG: gl.constexpr):
     """As `produce`, for programs with a row each, which share X where several have a block.
 
     Such blocks come at the same step in all of them. Stages that only longer rows of the group need
     pass by empty, so that all use the same ones again in the next piece.
     """
     total = grid[0] * grid[1]
-    a_smem, x_smem, bars, _ = ring
     rank = cluster_rank()
     k_steps: gl.constexpr = CFG.k_steps
     x_copies: gl.constexpr = CFG.x_copies
-    x_bytes: gl.constexpr = x_desc.block_type.nbytes
-    nbytes: gl.constexpr = a_desc.block_type.nbytes * CFG.a_copies + x_bytes * CFG.x_copies
     a_copies: gl.constexpr = CFG.a_copies
-    parameter: gl.constexpr = CFG.x_parameter
     step = 0
     turn = 0
     piece = gl.program_id(0) // CFG.CLUSTER
@@ -240,27 +234,15 @@ def _produce_shared(a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CF
             block_col, entry, share = here
             for u in gl.static_range(k_steps):
                 stage = _free_stage(bars, step, CFG)
-                bar = bars.index(stage)
-                mbarrier.expect(bar, nbytes)
+                mbarrier.expect(bars.index(stage), CFG.stage_bytes)
                 k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
                 for g in gl.static_range(x_copies):
-                    x_place = _x_place(k, col, g, CFG)
-                    x_tile = x_smem.index(stage * CFG.x_copies + g)
-                    x_address = CFG.x_page * 1024 + (stage * CFG.x_copies + g) * x_bytes
                     if share == 0:
-                        tma.async_copy_global_to_shared(x_desc, x_place, bar, x_tile)
+                        _copy_x(stage, k, col, g, None, CFG)
                     elif (share >> (_FETCH + g)) & 1 > 0:
-                        multicast(
-                            parameter,
-                            x_place,
-                            shared_address(CFG.bars_offset + 8 * stage),
-                            shared_address(x_address),
-                            share & _PROGRAMS,
-                        )
+                        _copy_x(stage, k, col, g, share & _PROGRAMS, CFG)
                 for g in gl.static_range(a_copies):
-                    a_tile = a_smem.index(stage * CFG.a_copies + g)
-                    a_place = _a_place(entry, 64 * g, u, CFG)
-                    tma.async_copy_global_to_shared(a_desc, a_place, bar, a_tile)
+                    _copy_a(stage, entry, _ROWS * g, u, g, None, CFG)
                 step += 1
             here = there
         here = _read_place(lists, next_item[1], next_item[2])
@@ -270,7 +252,7 @@ def _produce_shared(a_desc, x_desc, items_ptr, lists, ring, work, mail, grid, CF
                 mbarrier.arrive(bars.index(stage), count=1)
                 step += 1
         piece = next_piece
-        next_piece = _receive(mail, turn, CFG)
+        next_piece = _receive(bars, turn, CFG)
         turn += 1
         panel = next_panel
         item = next_item

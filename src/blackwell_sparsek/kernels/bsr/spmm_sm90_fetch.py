@@ -61,7 +61,7 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
 
 
 @gluon.jit
-def produce(a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG: gl.constexpr):
+def produce(a_desc, x_desc, items_ptr, lists, ring, work, asked, grid, CFG: gl.constexpr):
     """Take work and keep the ring full."""
     cols_ptr, perm_ptr, counter_ptr = lists
     total = grid[0] * grid[1]
@@ -70,11 +70,16 @@ def produce(a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG: gl.constexp
     step = 0
     turn = 0
     piece = gl.program_id(0)
-    next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+    if CFG.ASKED:
+        next_piece = piece + gl.num_programs(0)
+    else:
+        next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
     row_piece, panel, item = read_piece(items_ptr, piece, grid, CFG)
     while piece < total:
         # What the next round needs is asked for a whole tile ahead of its use.
-        after_next = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        after_next = 0 * piece
+        if not CFG.ASKED:
+            after_next = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         next_row_piece, next_panel, next_item = read_piece(items_ptr, next_piece, grid, CFG)
         block_row, begin, end, slot = item
         sub_row = (row_piece % CFG.row_tiles) * CFG.tile_m
@@ -98,6 +103,8 @@ def produce(a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG: gl.constexp
                 _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col + u * CFG.TILE_K, k, col, CFG)
                 step += 1
             block_col = next_block_col
+        if CFG.ASKED:
+            after_next = _taken(asked, turn - 1)
         piece = next_piece
         next_piece = after_next
         row_piece = next_row_piece
@@ -105,4 +112,29 @@ def produce(a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG: gl.constexp
         item = next_item
     publish(work, turn, (-1, 0, 0, -1))
     # Each program asked once, and once more for each piece: whoever was last sets the counter back.
+    if not CFG.ASKED:
+        gl.store(counter_ptr, 0, mask=next_piece == total + 2 * gl.num_programs(0) - 1)
+
+
+@gluon.jit
+def _taken(asked, turn):
+    numbers, filled, free = asked
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    depth = turn % 2
+    mbarrier.wait(filled.index(depth), (turn // 2) & 1)
+    number = gl.max(numbers.index(depth).load(lane), 0)
+    mbarrier.arrive(free.index(depth), count=1)
+    return number
+
+
+@gluon.jit
+def ask_alone(counter_ptr, asked, total):
+    piece = gl.program_id(0)
+    next_piece = piece + gl.num_programs(0)
+    turn = 0
+    while piece < total:
+        piece = next_piece
+        next_piece = gl.atomic_add(counter_ptr, 1) + 2 * gl.num_programs(0)
+        publish(asked, turn, (next_piece,))
+        turn += 1
     gl.store(counter_ptr, 0, mask=next_piece == total + 2 * gl.num_programs(0) - 1)
