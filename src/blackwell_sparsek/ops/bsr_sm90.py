@@ -1,5 +1,7 @@
 """The Hopper kernels as implementation `sm90` of `bsk::bsr_matmul`."""
 
+from dataclasses import replace
+
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -65,8 +67,11 @@ def bsr_matmul(
         if config.SHARED:
             from ..kernels.bsr.row_groups import row_groups
 
-            plan = row_groups(indptr, indices, product.cols_b, config.CLUSTER)
-            indices, perm = plan.cols, plan.entries
+            groups = row_groups(indptr, indices, perm, product.cols_b, config.CLUSTER)
+            if groups is None:
+                config = replace(config, CLUSTER=1, SHARED=False)
+            else:
+                plan, indices, perm = groups, groups.cols, groups.entries
         for i in range(part[0].shape[0]):
             part_residual = part[2][i] if residual is not None else None
             launch_spmm_sm90(

@@ -49,7 +49,7 @@ def test_each_block_has_its_step_and_what_is_shared_is_fetched_once(size, case):
         keep[0] = False
         keep[2] = keep[3]
     indptr, indices = pattern(keep)
-    plan = build_row_groups(indptr, indices, cols, size)
+    plan = build_row_groups(indptr, indices, None, cols, size)
     seen = torch.zeros_like(keep)
     for _, _, programs in walk(plan, size):
         for number, block in enumerate(programs):
@@ -71,7 +71,7 @@ def test_each_block_has_its_step_and_what_is_shared_is_fetched_once(size, case):
 
 def test_rows_follow_each_other_without_a_gap_and_longest_groups_come_first():
     keep = torch.rand(64, 64, generator=torch.Generator().manual_seed(2)) < 0.3
-    plan = build_row_groups(*pattern(keep), 64, 4)
+    plan = build_row_groups(*pattern(keep), None, 64, 4)
     items = plan.items.view(-1, 4, plan.items.shape[1])
     assert (items[:, :, 3] == (items[:, :, 2] - items[:, :, 1]).amax(1, keepdim=True)).all()
     assert (items[:-1, 0, 3] >= items[1:, 0, 3]).all()
@@ -85,12 +85,12 @@ def test_rows_follow_each_other_without_a_gap_and_longest_groups_come_first():
 def test_equal_rows_are_grouped():
     kinds = torch.rand(4, 24, generator=torch.Generator().manual_seed(3)) < 0.4
     keep = kinds[torch.tensor([0, 1, 2, 3] * 4)]
-    plan = build_row_groups(*pattern(keep), 24, 4)
+    plan = build_row_groups(*pattern(keep), None, 24, 4)
     assert (plan.shares & 15 == 15).all()
 
 
 def test_plans_are_kept_by_pattern_and_size():
     keep = torch.ones(4, 4, dtype=torch.bool)
     indptr, indices = pattern(keep)
-    assert row_groups(indptr, indices, 4, 2) is row_groups(indptr, indices, 4, 2)
-    assert row_groups(indptr, indices, 4, 4).size == 4
+    assert row_groups(indptr, indices, None, 4, 2) is row_groups(indptr, indices, None, 4, 2)
+    assert row_groups(indptr, indices, None, 4, 4).size == 4

@@ -35,6 +35,7 @@ class SpmmSm90Config:
     CLUSTER: int = 1
     SHARED: bool = False
     ASKED: bool = False
+    COPY_SLABS: int = 0
     OUT_BYTES: int = 2
     CONSUMER_REGISTERS: int = 232
     PRODUCER_REGISTERS: int = 40
@@ -93,6 +94,8 @@ class SpmmSm90Config:
     @property
     def x_slabs(self) -> int:
         """Copies of the hardware that one copy of X consists of."""
+        if self.WIDE and self.COPY_SLABS:
+            return self.GROUP_N // SLAB_COLUMNS // self.COPY_SLABS
         return 1 if self.WIDE or self.X_TRANSPOSED else self.GROUP_N // SLAB_COLUMNS
 
     @property
@@ -160,7 +163,8 @@ class SpmmSm90Config:
         """Shape of a copy of X; WIDE: of X as [N / 64, K, 64]."""
         if self.WIDE:
             width = self.GROUP_N if self.SHARED else self.tile_n
-            return [width // SLAB_COLUMNS, self.TILE_K, SLAB_COLUMNS]
+            slabs = self.COPY_SLABS or width // SLAB_COLUMNS
+            return [slabs, self.TILE_K, SLAB_COLUMNS]
         return self.x_tile()
 
     def x_tile(self) -> list[int]:

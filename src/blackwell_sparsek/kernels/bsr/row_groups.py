@@ -52,20 +52,45 @@ class GroupPlan:
         return 0
 
 
-def row_groups(indptr: torch.Tensor, indices: torch.Tensor, cols_b: int, size: int) -> GroupPlan:
-    """The groups of a pattern, from the cache where they were asked for before."""
+def row_groups(
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    perm: torch.Tensor | None,
+    cols_b: int,
+    size: int,
+) -> GroupPlan | None:
+    """The groups of a pattern, from the cache where they were asked for before.
+
+    The first request synchronises; None while a CUDA graph is captured, unless they exist.
+
+    Parameters
+    ----------
+    indptr, indices : int32 [rows_b + 1] and [nnz], of the orientation whose rows are grouped
+    perm : int32 [nnz], the block behind each entry; None where blocks are stored in that order
+    cols_b : block columns
+    size : rows of a group, 2 or 4
+    """
     plans = _GROUPS.setdefault(indptr, {})
     if size not in plans:
+        if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
         plans[size] = made_apart(
-            lambda: build_row_groups(indptr, indices, cols_b, size), indptr.device
+            lambda: build_row_groups(indptr, indices, perm, cols_b, size), indptr.device
         )
+        if indptr.is_cuda:
+            # the next product with this pattern may run on another stream
+            torch.cuda.current_stream(indptr.device).synchronize()
     return plans[size]
 
 
 def build_row_groups(
-    indptr: torch.Tensor, indices: torch.Tensor, cols_b: int, size: int
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    perm: torch.Tensor | None,
+    cols_b: int,
+    size: int,
 ) -> GroupPlan:
-    """Group rows by what they have in common."""
+    """Group rows by what they have in common. Parameters as in `row_groups`."""
     device = indptr.device
     rows = indptr.numel() - 1
     padding = -rows % size
@@ -111,7 +136,8 @@ def build_row_groups(
     number = torch.where(flat < rows, flat, -1)
     fields = [number, (ends - padded)[flat], ends[flat], most, zero, zero, zero, zero]
     items = torch.stack(fields, 1).int()
-    lists = (indices[order].int(), order.int(), shares[order].int())
+    blocks = order if perm is None else perm[order]
+    lists = (indices[order].int(), blocks.int(), shares[order].int())
     return GroupPlan(items, *lists, size)
 
 

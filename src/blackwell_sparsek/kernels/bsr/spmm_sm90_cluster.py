@@ -103,8 +103,10 @@ def _copy_x(stage, k, col, g: gl.constexpr, programs, CFG: gl.constexpr):
     bar = shared_address(CFG.bars_offset + 8 * stage)
     address = CFG.x_page * 1024 + (stage * CFG.x_copies + g) * CFG.x_copy_bytes
     if CFG.WIDE:
-        place = (first // _SLAB, k, 0 * k)
-        copy_tile(parameter, place, bar, shared_address(address), programs)
+        for i in gl.static_range(slabs):
+            place = (first // _SLAB + i * CFG.COPY_SLABS, k, 0 * k)
+            slab = shared_address(address + i * (CFG.x_copy_bytes // CFG.x_slabs))
+            copy_tile(parameter, place, bar, slab, programs)
     elif CFG.X_TRANSPOSED:
         copy_tile(parameter, (first, k), bar, shared_address(address), programs)
     else:
