@@ -84,9 +84,7 @@ def _sm90_for_triton(problem: BsrProblem) -> str | None:
 
 def sm90_passed_over(problem: BsrProblem) -> str | None:
     """What others do better is for them; the rest competes with the dense product."""
-    return (
-        spmm_sm90_passed_over(problem) or _sm90_for_triton(problem) or _sm90_for_dense(problem)
-    )
+    return spmm_sm90_passed_over(problem) or _sm90_for_triton(problem) or _sm90_for_dense(problem)
 
 
 def triton_passed_over(problem: BsrProblem) -> str | None:

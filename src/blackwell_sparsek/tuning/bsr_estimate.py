@@ -44,7 +44,7 @@ WARP_ROWS_TILE = (256, 128)
 WARP_ROWS_X_S = 1.04e-9
 WARP_ROWS_BLOCK_S = 22.6e-9
 WARP_ROWS_FETCH_S = 4.2e-9
-# The same where the result lies transposed: 16 x 16 blocks of Llama's layers at 1024 to 4096 tokens.
+# The same where the result lies transposed: 16 x 16 blocks of Llama's layers, 1024 to 4096 tokens.
 WARP_ROWS_TURNED = 1.3
 # Of a piece of work of Hopper's other product: until its first copies have come and its sums are
 # stored. More for steps that are short, since as many copies are under way as there are stages.
@@ -128,7 +128,9 @@ def warp_rows_seconds(problem: BsrProblem) -> float:
     rounds = cdiv(pieces, max(problem.arch.num_sms, 1))
     blocks = stored / 256 * panels / max(pieces, 1)
     busy_s = inner * WARP_ROWS_X_S + blocks * WARP_ROWS_BLOCK_S
-    piece_s = max(busy_s, inner * WARP_ROWS_FETCH_S) * (WARP_ROWS_TURNED if problem.dense_left else 1)
+    piece_s = max(busy_s, inner * WARP_ROWS_FETCH_S)
+    if problem.dense_left:
+        piece_s *= WARP_ROWS_TURNED
     packing_s = LAUNCH_S + 2 * stored * problem.dtype.itemsize / PACK_BYTES_S
     return rounds * piece_s + packing_s + LAUNCH_S + _turning_seconds(problem, sizes)
 

@@ -323,9 +323,7 @@ def _spmm_narrow_sm90_kernel(
         sums_width: gl.constexpr = CFG.sums_width
         sums = memory.index(CFG.sums_page)
         sums = sums._reinterpret(gl.float32, [_SUMS, sums_width], sums_layout)
-        bars = memory.index(CFG.bars_page)._reinterpret(
-            gl.int64, [2, 1], mbarrier.MBarrierLayout()
-        )
+        bars = memory.index(CFG.bars_page)._reinterpret(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         mbarrier.init(bars.index(0), count=1)
         mbarrier.init(bars.index(1), count=4)
         ring = (a_smem, x_smem, barriers(stages, 1), barriers(stages, 1), barriers(1, 1))
