@@ -1,7 +1,5 @@
 """The Hopper kernels as implementation `sm90` of `bsk::bsr_matmul`."""
 
-from dataclasses import replace
-
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -64,14 +62,6 @@ def bsr_matmul(
         )
         chunk = spmm_sm90_chunk(product.problem.arch, sizes, config)
         plan = spmm_plan(indptr, blocks.shape[0], product.cols_b, chunk, BEARABLE_CHUNKS)
-        if config.SHARED:
-            from ..kernels.bsr.row_groups import row_groups
-
-            groups = row_groups(indptr, indices, perm, product.cols_b, config.CLUSTER)
-            if groups is None:
-                config = replace(config, CLUSTER=1, SHARED=False)
-            else:
-                plan, indices, perm = groups, groups.cols, groups.entries
         for i in range(part[0].shape[0]):
             part_residual = part[2][i] if residual is not None else None
             launch_spmm_sm90(
@@ -114,7 +104,7 @@ def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tens
     if config is None or product.out.numel() == 0:
         return False
     # one program fills the shared memory of an SM
-    programs = product.problem.arch.num_sms // config.PARTS
+    programs = product.problem.arch.num_sms
     columns = product.problem.n
     schedule = row_schedule(product.indptr, product.indices, config, columns, programs)
     if schedule is None or not narrow_is_even(product.problem, config, schedule.width):

@@ -1,8 +1,8 @@
 """Programs of a cluster that share copies, which Gluon of Triton 3.6 cannot express.
 
-Neighbouring programs that are launched as a cluster reach each other's shared memory. A copy by
-`multicast` arrives at the same place in each of them, and reports its bytes to each one's barrier.
-All addresses are those of `warps.shared_address`.
+Neighbouring programs that are launched as a cluster reach each other's shared memory. One copy may
+arrive at the same place in several of them, and report its bytes to each one's barrier. All
+addresses are those of `warps.shared_address`.
 """
 
 from triton.experimental import gluon
@@ -19,44 +19,15 @@ def cluster_rank():
 
 @gluon.jit
 def cluster_barrier():
-    """Wait for all threads of all programs of the cluster; each has to call this."""
+    """Wait for all threads of all programs of the cluster; each has to call this.
+
+    Barriers that were set up before are known to all behind it. It orders nothing else: a release
+    to the cluster waits for memory, a microsecond.
+    """
     gl.inline_asm_elementwise(
         "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed; "
         "barrier.cluster.wait; mov.b32 $0, 0;",
         *("=r,r,~{memory}", [0], gl.int32, False, 1),
-    )
-
-
-@gluon.jit
-def cluster_arrive():
-    """The first half of `cluster_barrier`, which waits for nobody."""
-    gl.inline_asm_elementwise(
-        "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed; mov.b32 $0, 0;",
-        *("=r,r,~{memory}", [0], gl.int32, False, 1),
-    )
-
-
-@gluon.jit
-def cluster_wait():
-    """The second half of `cluster_barrier`."""
-    gl.inline_asm_elementwise(
-        "barrier.cluster.wait; mov.b32 $0, 0;",
-        *("=r,r,~{memory}", [0], gl.int32, False, 1),
-    )
-
-
-@gluon.jit
-def copy_to_first(address, nbytes, bar):
-    """Copy shared memory to the same place of the cluster's first program, and report it at its
-    `bar`. Called by four warps, whose first thread does it.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; .reg .b32 a; .reg .b32 b; mov.u32 t, %tid.x; "
-        "and.b32 t, t, 127; setp.eq.u32 p, t, 0; mapa.shared::cluster.u32 a, $1, 0; "
-        "mapa.shared::cluster.u32 b, $3, 0; "
-        "@p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [a], [$1], $2, "
-        "[b]; mov.b32 $0, 0; }",
-        *("=r,r,r,r,~{memory}", [address, nbytes, bar], gl.int32, False, 1),
     )
 
 

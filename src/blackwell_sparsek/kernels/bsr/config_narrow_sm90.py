@@ -28,7 +28,6 @@ class NarrowSm90Config:
     UNITS: int
     STAGES: int
     ACTIVATION: str | None = None
-    PARTS: int = 1
 
     def __post_init__(self) -> None:
         assert self.TILE_M in (16, 32, 64) and self.BLOCK_H % self.TILE_M == 0, f"{self=}"
@@ -72,32 +71,6 @@ class NarrowSm90Config:
     def k_steps(self) -> int:
         """Steps in one block."""
         return self.BLOCK_W // self.TILE_K
-
-    @property
-    def sums_bytes(self) -> int:
-        """Of the sums of a tile."""
-        return 4 * GROUP_ROWS * self.sums_width
-
-    @property
-    def x_page(self) -> int:
-        """Where x begins in the shared memory of a program with a partner, in KB."""
-        return self.STAGES * self.UNITS * 2 * self.TILE_K * self.TILE_M // 1024
-
-    @property
-    def sums_page(self) -> int:
-        """Where the sums of the partner lie."""
-        return self.x_page + self.STAGES * self.UNITS * 2 * self.TILE_K * self.x_rows // 1024
-
-    @property
-    def bars_page(self) -> int:
-        """Where the barriers for them lie."""
-        return self.sums_page + self.sums_bytes // 1024
-
-    def sums_layout(self) -> object:
-        """How sums lie in shared memory: no two threads of a warp meet in a bank."""
-        from triton.experimental.gluon import language as gl
-
-        return gl.SwizzledSharedLayout(8, 1, min(8, self.sums_width // 8), [1, 0])
 
     def a_block(self) -> list[int]:
         """Shape of a copy of a block."""

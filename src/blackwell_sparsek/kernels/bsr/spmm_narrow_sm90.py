@@ -22,15 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...core.launch import cdiv, launch, on_device_of
-from ...device.gluon.cluster import (
-    arrive_at,
-    cluster_arrive,
-    cluster_rank,
-    cluster_wait,
-    copy_to_first,
-)
 from ...device.gluon.pipeline import barriers, tiles
-from ...device.gluon.warps import shared_address
 from ..sm90 import GROUP_ROWS, tensor_descriptor
 from .config_narrow_sm90 import NarrowSm90Config
 from .finish_sm90 import finish_values
@@ -46,40 +38,19 @@ _OUTSIDE = gl.constexpr(OUTSIDE)
 
 
 @gluon.jit
-def _slots(slots_ptr, first, width, present, CFG: gl.constexpr):
-    """Rows of values and of x for 32 slots of this program, one for each lane of a warp."""
+def _slots(slots_ptr, first, width, present):
+    """Rows of values and of x for 32 slots, one for each lane of a warp."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    mine = first + gl.arange(0, _LANES, lane)
-    slot = mine * CFG.PARTS + _part(CFG)
+    slot = first + gl.arange(0, _LANES, lane)
     mask = (slot < width) & present
     a_rows = gl.load(slots_ptr + slot, mask=mask, other=_OUTSIDE)
     x_rows = gl.load(slots_ptr + width + slot, mask=mask, other=_OUTSIDE)
-    return mine, a_rows, x_rows
-
-
-@gluon.jit
-def _part(CFG: gl.constexpr):
-    """Which of the programs that share a tile this is."""
-    if CFG.PARTS == 1:
-        return 0
-    else:
-        return cluster_rank()
-
-
-@gluon.jit
-def _mine(blocks, CFG: gl.constexpr):
-    """How many blocks of a tile are this program's: every one, or every second."""
-    if CFG.PARTS == 1:
-        return blocks
-    else:
-        return (blocks + 1 - cluster_rank()) // 2
+    return slot, a_rows, x_rows
 
 
 @gluon.jit
 def _produce(a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr):
     """Keep the ring full."""
-    if CFG.PARTS > 1:
-        cluster_arrive()
     a_smem, x_smem, full, empty, known = ring
     units: gl.constexpr = CFG.UNITS
     k_steps: gl.constexpr = CFG.k_steps
@@ -90,11 +61,11 @@ def _produce(a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr)
     x = x_smem.index(0).slice(0, CFG.TILE_N, dim=0)
     tma.async_copy_global_to_shared(x_desc, [0, _OUTSIDE], known.index(0), x)
     size = _HEADER + 2 * width
-    record_ptr = records_ptr + (gl.program_id(0) // CFG.PARTS).to(gl.int64) * (items * size)
+    record_ptr = records_ptr + gl.program_id(0).to(gl.int64) * (items * size)
     tiles_mine = gl.load(record_ptr)
     blocks = gl.load(record_ptr + 2)
     col = gl.load(record_ptr + 3)
-    slots, a_rows, x_rows = _slots(record_ptr + _HEADER, 0, width, True, CFG)
+    slots, a_rows, x_rows = _slots(record_ptr + _HEADER, 0, width, True)
     # only the schedule may be read ahead of other kernels: it never changes
     gdc_wait()
     mbarrier.wait(known.index(0), 0)
@@ -105,14 +76,14 @@ def _produce(a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr)
         more = item + 1 < tiles_mine
         next_blocks = gl.load(record_ptr + 2, mask=more, other=0)
         next_col = gl.load(record_ptr + 3, mask=more, other=0)
-        next_slots, next_a_rows, next_x_rows = _slots(record_ptr + _HEADER, 0, width, more, CFG)
+        next_slots, next_a_rows, next_x_rows = _slots(record_ptr + _HEADER, 0, width, more)
         # counted on from tile to tile: Triton 3.6 takes the bound of a loop from zero to `blocks`
         # out of the loop over tiles
-        end = begin + gl.cdiv(_mine(blocks, CFG), CFG.UNITS)
+        end = begin + gl.cdiv(blocks, CFG.UNITS)
         for group in range(begin, end):
             first = (group - begin) * CFG.UNITS
             if first % _LANES == 0 and first > 0:
-                slots, a_rows, x_rows = _slots(slots_ptr, first, width, True, CFG)
+                slots, a_rows, x_rows = _slots(slots_ptr, first, width, True)
             for i in gl.static_range(k_steps):
                 step = group * CFG.k_steps + i
                 stage = step % CFG.STAGES
@@ -136,8 +107,6 @@ def _produce(a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr)
         slots = next_slots
         a_rows = next_a_rows
         x_rows = next_x_rows
-    if CFG.PARTS > 1:
-        cluster_wait()
 
 
 @gluon.jit
@@ -174,25 +143,21 @@ def _indices(corner, layout: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _consume(output, records_ptr, items, width, ring, exchange, CFG: gl.constexpr):
+def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
     """Multiply what comes through the ring, and finish each tile."""
-    if CFG.PARTS > 1:
-        cluster_arrive()
     out_ptr, out_strides, extras, sizes = output
     a_smem, x_smem, full, empty, _ = ring
     layout: gl.constexpr = CFG.accumulator_layout()
     sums_width: gl.constexpr = CFG.sums_width
     units: gl.constexpr = CFG.UNITS
     size = _HEADER + 2 * width
-    record_ptr = records_ptr + (gl.program_id(0) // CFG.PARTS).to(gl.int64) * (items * size)
+    record_ptr = records_ptr + gl.program_id(0).to(gl.int64) * (items * size)
     tiles_mine = gl.load(record_ptr)
     row_tile = gl.load(record_ptr + 1)
     blocks = gl.load(record_ptr + 2)
     col = gl.load(record_ptr + 3)
     # bias, residual and output belong to kernels in front until they have finished
     gdc_wait()
-    if CFG.PARTS > 1:
-        cluster_wait()
     begin = 0
     for item in range(tiles_mine):
         record_ptr += size
@@ -200,7 +165,7 @@ def _consume(output, records_ptr, items, width, ring, exchange, CFG: gl.constexp
         next_tile = gl.load(record_ptr + 1, mask=more, other=0)
         next_blocks = gl.load(record_ptr + 2, mask=more, other=0)
         next_col = gl.load(record_ptr + 3, mask=more, other=0)
-        end = begin + gl.cdiv(_mine(blocks, CFG), CFG.UNITS) * CFG.k_steps
+        end = begin + gl.cdiv(blocks, CFG.UNITS) * CFG.k_steps
         acc = gl.zeros([_SUMS, sums_width], gl.float32, layout)
         for step in range(begin, end):
             stage = step % CFG.STAGES
@@ -220,60 +185,11 @@ def _consume(output, records_ptr, items, width, ring, exchange, CFG: gl.constexp
         last = (end + CFG.STAGES - 1) % CFG.STAGES
         mbarrier.arrive(empty.index(last), count=1, pred=end > begin)
         corner = (row_tile * CFG.TILE_M, col)
-        if CFG.PARTS == 1:
-            _store(acc, out_ptr, out_strides, extras, sizes, corner, CFG)
-        elif cluster_rank() == 0:
-            acc += _from_second(exchange, item, CFG)
-            _store(acc, out_ptr, out_strides, extras, sizes, corner, CFG)
-        else:
-            _to_first(acc, exchange, item, CFG)
+        _store(acc, out_ptr, out_strides, extras, sizes, corner, CFG)
         begin = end
         row_tile = next_tile
         blocks = next_blocks
         col = next_col
-
-
-@gluon.jit
-def _to_first(acc, exchange, item, CFG: gl.constexpr):
-    """Hand the sums of the second program to the first."""
-    sums, bars = exchange
-    sums.store(acc)
-    fence_async_shared()
-    gl.thread_barrier()
-    copy_to_first(
-        shared_address(CFG.sums_page * 1024),
-        CFG.sums_bytes,
-        shared_address(CFG.bars_page * 1024),
-    )
-    # what is copied must stay until it has been read
-    mbarrier.wait(bars.index(1), item & 1)
-
-
-@gluon.jit
-def _from_second(exchange, item, CFG: gl.constexpr):
-    """The sums of the second program."""
-    sums, bars = exchange
-    layout: gl.constexpr = CFG.accumulator_layout()
-    mbarrier.expect(bars.index(0), CFG.sums_bytes)
-    mbarrier.wait(bars.index(0), item & 1)
-    part = sums.load(layout)
-    arrive_at(shared_address(CFG.bars_page * 1024 + 8), 1)
-    return part
-
-
-@gluon.jit
-def _tiles_at(memory, page: gl.constexpr, desc, count: gl.constexpr, rows: gl.constexpr):
-    """`count` tiles of `rows` rows, from a page of `memory` on."""
-    width: gl.constexpr = desc.block_type.shape[1]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, width], desc.dtype)
-    return memory.index(page)._reinterpret(desc.dtype, [count, rows, width], layout)
-
-
-@gluon.jit
-def _stand_by():
-    """What warps without work do: a cluster waits for all of its threads."""
-    cluster_arrive()
-    cluster_wait()
 
 
 # the number of rows is specialised: where 16 divides it, rows are stored 16 bytes at a time
@@ -297,47 +213,20 @@ def _spmm_narrow_sm90_kernel(
     # the next kernel may start as soon as there is room for it; it waits where it has to
     gdc_launch_dependents()
     stages: gl.constexpr = CFG.STAGES
+    a_smem = tiles(a_desc, stages * CFG.UNITS, CFG.TILE_M)
+    x_smem = tiles(x_desc, stages * CFG.UNITS, CFG.x_rows)
+    ring = (a_smem, x_smem, barriers(stages, 1), barriers(stages, 1), barriers(1, 1))
+    fence_async_shared()
     extras = (bias_ptr, residual_ptr, residual_strides)
     output = (out_ptr, out_strides, extras, (n_rows, n_cols))
-    if CFG.PARTS == 1:
-        a_smem = tiles(a_desc, stages * CFG.UNITS, CFG.TILE_M)
-        x_smem = tiles(x_desc, stages * CFG.UNITS, CFG.x_rows)
-        ring = (a_smem, x_smem, barriers(stages, 1), barriers(stages, 1), barriers(1, 1))
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (_consume, (output, records_ptr, items, width, ring, None, CFG)),
-                (_produce, (a_desc, x_desc, records_ptr, items, width, ring, CFG)),
-            ],
-            [1],
-            [PRODUCER_REGISTERS],
-        )
-    else:
-        # one allocation, since the other program must know where the sums and barriers are
-        page_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
-        pages: gl.constexpr = CFG.bars_page + 1
-        memory = gl.allocate_shared_memory(a_desc.dtype, [pages, 8, 64], page_layout)
-        a_smem = _tiles_at(memory, 0, a_desc, stages * CFG.UNITS, CFG.TILE_M)
-        x_smem = _tiles_at(memory, CFG.x_page, x_desc, stages * CFG.UNITS, CFG.x_rows)
-        sums_layout: gl.constexpr = CFG.sums_layout()
-        sums_width: gl.constexpr = CFG.sums_width
-        sums = memory.index(CFG.sums_page)
-        sums = sums._reinterpret(gl.float32, [_SUMS, sums_width], sums_layout)
-        bars = memory.index(CFG.bars_page)._reinterpret(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(bars.index(0), count=1)
-        mbarrier.init(bars.index(1), count=4)
-        ring = (a_smem, x_smem, barriers(stages, 1), barriers(stages, 1), barriers(1, 1))
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (_consume, (output, records_ptr, items, width, ring, (sums, bars), CFG)),
-                (_produce, (a_desc, x_desc, records_ptr, items, width, ring, CFG)),
-                (_stand_by, ()),
-                (_stand_by, ()),
-            ],
-            [1, 1, 2],
-            [PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (output, records_ptr, items, width, ring, CFG)),
+            (_produce, (a_desc, x_desc, records_ptr, items, width, ring, CFG)),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )
 
 
 def launch_spmm_narrow_sm90(
@@ -381,7 +270,6 @@ def launch_spmm_narrow_sm90(
         launch(
             *(_spmm_narrow_sm90_kernel, schedule.records.shape[0], args),
             num_warps=4,
-            cluster=config.PARTS,
             maxnreg=config.max_registers,
             launch_pdl=True,
         )

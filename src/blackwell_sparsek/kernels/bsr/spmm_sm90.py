@@ -9,7 +9,7 @@ producer warp takes the work and keeps a ring of A and X tiles full; two consume
 multiply. The groups split the rows of a 128-row tile, or, where a block row has only 64 rows, the
 columns of a panel twice as wide: either way every element of X that is fetched meets as many rows
 as the block has. While the consumers store a tile, the ring already fills for the next one. Where
-programs run in clusters, they share copies (`spmm_sm90_cluster.py`).
+rows are paired, two programs share copies of X (`spmm_sm90_pairs.py`).
 
 Called as impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, block heights that are multiples
 of 64 (`pack.py` makes them so), pointers and strides that TMA takes.
@@ -26,17 +26,115 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.gluon.cluster import arrive_at_all, cluster_barrier
-from ...device.gluon.pipeline import barriers, take, tiles, work_channel
+from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
 from ...device.gluon.warps import shared_address
+from ...device.schedule import place_in_sections
 from ..sm90 import GROUP_ROWS
+from .config_sm90 import PAIR, SLAB_COLUMNS
 from .finish_sm90 import finish_values
-from .spmm_sm90_cluster import ask, produce_in_cluster, stand_by
-from .spmm_sm90_fetch import ask_alone, produce
+from .spmm_sm90_pairs import ask, produce_paired, stand_by
 
 ROWS = gl.constexpr(GROUP_ROWS)
+SLAB = gl.constexpr(SLAB_COLUMNS)
+PROGRAMS = gl.constexpr(PAIR)
 # What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none);
-# where rows share X, the steps of the longest of them instead of the slot.
+# of paired rows the steps of the longer one in place of the slot.
 WORK_FIELDS = gl.constexpr(4)
+
+
+@gluon.jit
+def _read_piece(items_ptr, piece, grid, CFG: gl.constexpr):
+    """Row tile and panel of a piece of work, and the plan's item: (block row, begin, end, slot).
+
+    Panels go in sections whose part of X stays in L2, and within a section each item goes through
+    all of them before the next: what runs together shares blocks of A as well.
+    """
+    row_pieces, panels, section = grid
+    panel, tile = place_in_sections(piece, panels, row_pieces, section)
+    # tiles of a section count down, items are sorted longest first
+    row_piece = row_pieces - 1 - tile
+    live = piece < row_pieces * panels
+    item_ptr = items_ptr + 4 * (row_piece // CFG.row_tiles)
+    block_row = gl.load(item_ptr, mask=live, other=0)
+    begin = gl.load(item_ptr + 1, mask=live, other=0)
+    end = gl.load(item_ptr + 2, mask=live, other=0)
+    slot = gl.load(item_ptr + 3, mask=live, other=-1)
+    return row_piece, panel, (block_row, begin, end, slot)
+
+
+@gluon.jit
+def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.constexpr):
+    """Start the copies of one K step into a ring stage."""
+    a_smem, x_smem, full, _ = ring
+    bar = full.index(stage)
+    a_copies: gl.constexpr = CFG.a_copies
+    x_copies: gl.constexpr = CFG.x_copies
+    nbytes: gl.constexpr = (
+        CFG.a_copies * a_desc.block_type.nbytes + CFG.x_copies * x_desc.block_type.nbytes
+    )
+    mbarrier.expect(bar, nbytes)
+    for g in gl.static_range(a_copies):
+        tile = a_smem.index(stage * CFG.a_copies + g)
+        if CFG.A_TRANSPOSED:
+            tma.async_copy_global_to_shared(a_desc, [a_col, a_row + g * ROWS], bar, tile)
+        else:
+            tma.async_copy_global_to_shared(a_desc, [a_row, a_col], bar, tile)
+    for g in gl.static_range(x_copies):
+        tile = x_smem.index(stage * CFG.x_copies + g)
+        if CFG.WIDE:
+            tma.async_copy_global_to_shared(x_desc, [col // SLAB, k, 0], bar, tile)
+        elif CFG.X_TRANSPOSED:
+            tma.async_copy_global_to_shared(x_desc, [col + g * CFG.GROUP_N, k], bar, tile)
+        else:
+            tma.async_copy_global_to_shared(x_desc, [k, col + g * CFG.GROUP_N], bar, tile)
+
+
+@gluon.jit
+def _produce(a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG: gl.constexpr):
+    """Take work and keep the ring full."""
+    cols_ptr, perm_ptr, counter_ptr = lists
+    total = grid[0] * grid[1]
+    _, _, _, empty = ring
+    k_steps: gl.constexpr = CFG.k_steps
+    step = 0
+    turn = 0
+    piece = gl.program_id(0)
+    next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+    row_piece, panel, item = _read_piece(items_ptr, piece, grid, CFG)
+    while piece < total:
+        # What the next round needs is asked for a whole tile ahead of its use.
+        after_next = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+        next_row_piece, next_panel, next_item = _read_piece(items_ptr, next_piece, grid, CFG)
+        block_row, begin, end, slot = item
+        sub_row = (row_piece % CFG.row_tiles) * CFG.tile_m
+        col = panel * CFG.tile_n
+        row = block_row * CFG.BLOCK_H + sub_row
+        publish(work, turn, ((end - begin) * CFG.k_steps, row, col, slot))
+        turn += 1
+        block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
+        for entry in range(begin, end):
+            next_block_col = gl.load(cols_ptr + entry + 1, mask=entry + 1 < end, other=0)
+            if CFG.A_TRANSPOSED:
+                a_row = sub_row
+                a_col = gl.load(perm_ptr + entry) * CFG.BLOCK_W
+            else:
+                a_row = entry * CFG.BLOCK_H + sub_row
+                a_col = 0
+            for u in gl.static_range(k_steps):
+                stage = step % CFG.STAGES
+                mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+                k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
+                _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col + u * CFG.TILE_K, k, col, CFG)
+                step += 1
+            block_col = next_block_col
+        piece = next_piece
+        next_piece = after_next
+        row_piece = next_row_piece
+        panel = next_panel
+        item = next_item
+    publish(work, turn, (-1, 0, 0, -1))
+    # Each program asked once, and once more for each piece: whoever was last sets the counter back.
+    gl.store(counter_ptr, 0, mask=next_piece == total + 2 * gl.num_programs(0) - 1)
 
 
 @gluon.jit
@@ -117,36 +215,38 @@ def _part(memory, page: gl.constexpr, desc, count: gl.constexpr):
 
 
 @gluon.jit
-def _cluster_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
-    """Ring and output buffers of a program of a cluster.
+def _paired_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
+    """Ring and output buffers of a program with a partner.
 
-    One allocation, since addresses in other programs follow from the places of its parts. Barriers
-    are one array: STAGES full, STAGES empty, two for the number of the next piece behind them.
+    One allocation, since addresses in the other program follow from the places of its parts.
+    Barriers are one array: STAGES full, STAGES empty, two for the number of the next piece, which
+    lies behind them.
     """
-    pages: gl.constexpr = CFG.pages
+    pages: gl.constexpr = CFG.bars_page + 1
     stages: gl.constexpr = CFG.STAGES
     page: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
     memory = gl.allocate_shared_memory(a_desc.dtype, [pages, 8, 64], page)
     a_smem = _part(memory, 0, a_desc, CFG.STAGES * CFG.a_copies)
     x_smem = _part(memory, CFG.x_page, x_desc, CFG.STAGES * CFG.x_copies)
     out_smem = _part(memory, CFG.out_page, out_desc, 2)
-    last = memory.index(pages - 1)
-    bars = last._reinterpret(gl.int64, [2 * stages + 2, 1], mbarrier.MBarrierLayout())
+    bars = memory.index(CFG.bars_page)
+    bars = bars._reinterpret(gl.int64, [2 * stages + 2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
         mbarrier.init(bars.index(i), count=1)
         # each warp of the two consumers of each program
-        mbarrier.init(bars.index(stages + i), count=8 * CFG.CLUSTER)
+        mbarrier.init(bars.index(stages + i), count=8 * PROGRAMS)
     mbarrier.init(bars.index(2 * stages), count=1)
-    mbarrier.init(bars.index(2 * stages + 1), count=CFG.CLUSTER)
+    mbarrier.init(bars.index(2 * stages + 1), count=PROGRAMS)
     return (a_smem, x_smem, bars, bars), out_smem
 
 
 @gluon.jit
 def _release(empty, stage, live, CFG: gl.constexpr):
-    """Leave a stage to the producers: of this program, or of all that copy to it."""
-    if CFG.CLUSTER > 1:
+    """Leave a stage to the producer, or to both that copy to it."""
+    if CFG.PAIRED:
+        # each warp for itself: a barrier of the group would only delay the arrivals
         address = shared_address(CFG.bars_offset + 8 * (CFG.STAGES + stage))
-        arrive_at_all(address, live, CFG.CLUSTER)
+        arrive_at_all(address, live, PROGRAMS)
     else:
         mbarrier.arrive(empty.index(stage), count=1, pred=live)
 
@@ -154,7 +254,7 @@ def _release(empty, stage, live, CFG: gl.constexpr):
 @gluon.jit
 def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Multiply the ring's tiles into an accumulator and store it, piece by piece of work."""
-    if CFG.CLUSTER > 1:
+    if CFG.PAIRED:
         cluster_barrier()
     a_smem, x_smem, full, empty = ring
     a_smem = _as_tiles(a_smem, CFG.STAGES * CFG.a_tiles, CFG.a_tile())
@@ -182,33 +282,30 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _release(empty, (step + CFG.STAGES - 1) % CFG.STAGES, steps > 0, CFG)
-        if CFG.SHARED:
+        if CFG.PAIRED:
+            # stages that only the other row needs
             for _i in range(steps, slot):
                 stage = step % CFG.STAGES
                 mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
                 _release(empty, stage, step >= 0, CFG)
                 step += 1
+            slot = -1
 
         row += (GROUP % CFG.a_tiles) * ROWS
         col += (GROUP % CFG.x_tiles) * CFG.GROUP_N
-        if CFG.SHARED:
-            # there may be rows less than programs
-            if row >= 0:
-                _store_tile(
-                    *(acc, row, col, -1, out_desc, out_smem.index(GROUP)), extras, sizes, CFG
-                )
-        else:
+        # TMA refuses to store in front of a tensor, where rows lie that stand for none
+        if row >= 0:
             _store_tile(acc, row, col, slot, out_desc, out_smem.index(GROUP), extras, sizes, CFG)
         turn += 1
         steps, row, col, slot = take(work, turn)
     tma.store_wait(0)
-    if CFG.CLUSTER > 1:
+    if CFG.PAIRED:
         cluster_barrier()
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_cols", "row_pieces", "panels", "section"])
 def _spmm_sm90_kernel(
-    a_desc,
+    a_desc,  # first, as is `x_desc` behind it: assembly knows them by their place
     x_desc,
     out_desc,
     part_ptr,
@@ -218,7 +315,6 @@ def _spmm_sm90_kernel(
     items_ptr,
     cols_ptr,
     perm_ptr,
-    shares_ptr,
     counter_ptr,
     n_rows,
     n_cols,
@@ -231,7 +327,24 @@ def _spmm_sm90_kernel(
     grid = (row_pieces, panels, section)
     extras = (part_ptr, bias_ptr, residual_ptr, residual_strides)
     sizes = (n_rows, n_cols)
-    if CFG.CLUSTER == 1:
+    if CFG.PAIRED:
+        ring, out_smem = _paired_memory(a_desc, x_desc, out_desc, CFG)
+        work = work_channel(WORK_FIELDS, 2)
+        fence_async_shared()
+        lists = (cols_ptr, perm_ptr)
+        few: gl.constexpr = CFG.PRODUCER_REGISTERS
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
+                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
+                (produce_paired, (items_ptr, lists, ring[2], work, grid, CFG)),
+                (ask, (counter_ptr, ring[2], row_pieces * panels, CFG)),
+                (stand_by, ()),
+            ],
+            [4, 1, 1, 2],
+            [CFG.CONSUMER_REGISTERS, few, few, few],
+        )
+    else:
         a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
         x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
         out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
@@ -239,47 +352,12 @@ def _spmm_sm90_kernel(
         work = work_channel(WORK_FIELDS, 2)
         fence_async_shared()
         lists = (cols_ptr, perm_ptr, counter_ptr)
-        if CFG.ASKED:
-            asked = work_channel(1, 1)
-            fence_async_shared()
-            gl.warp_specialize(
-                [
-                    (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
-                    (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
-                    (produce, (a_desc, x_desc, items_ptr, lists, ring, work, asked, grid, CFG)),
-                    (ask_alone, (counter_ptr, asked, row_pieces * panels)),
-                ],
-                [4, 1, 1],
-                [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS, CFG.PRODUCER_REGISTERS],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
-                    (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
-                    (produce, (a_desc, x_desc, items_ptr, lists, ring, work, None, grid, CFG)),
-                ],
-                [4, 1],
-                [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
-            )
-    else:
-        ring, out_smem = _cluster_memory(a_desc, x_desc, out_desc, CFG)
-        work = work_channel(WORK_FIELDS, 2)
-        fence_async_shared()
-        lists = (cols_ptr, perm_ptr, shares_ptr)
         gl.warp_specialize(
             [
                 (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
                 (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
-                (produce_in_cluster, (items_ptr, lists, ring[2], work, grid, CFG)),
-                (ask, (counter_ptr, ring[2], row_pieces * panels, CFG)),
-                (stand_by, ()),
+                (_produce, (a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG)),
             ],
-            [4, 1, 1, 2],
-            [
-                CFG.CONSUMER_REGISTERS,
-                CFG.PRODUCER_REGISTERS,
-                CFG.PRODUCER_REGISTERS,
-                CFG.PRODUCER_REGISTERS,
-            ],
+            [4, 1],
+            [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
         )

@@ -7,8 +7,9 @@ import torch
 from ...core.arch import arch_of
 from ...core.launch import cdiv, launch, on_device_of, resting_words
 from ..sm90 import tensor_descriptor
-from .config_sm90 import SLAB_COLUMNS, SpmmSm90Config
+from .config_sm90 import PAIR, SLAB_COLUMNS, SpmmSm90Config
 from .plan import SpmmPlan
+from .row_pairs import PairPlan
 from .spmm_finish import addends_of, empty_partial, launch_spmm_reduce
 from .spmm_sm90 import _spmm_sm90_kernel
 
@@ -17,7 +18,6 @@ MAX_REGISTERS = 168
 # Panels of the dense operand that run together: they share blocks through the L2 (50 MB) and stay
 # in it themselves. One panel after the other read 780 MB from memory where 300 would do.
 SECTION_BYTES = 16 * 2**20
-CLUSTERS: dict[int, int] = {}
 
 
 def _descriptor(x: torch.Tensor, block: list[int], transposed: bool) -> Any:
@@ -41,7 +41,7 @@ def launch_spmm_sm90(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    plan: SpmmPlan,
+    plan: SpmmPlan | PairPlan,
     config: SpmmSm90Config,
 ) -> None:
     """Write activation(A @ x + bias) + residual to `out`.
@@ -50,16 +50,15 @@ def launch_spmm_sm90(
     ----------
     out : [M, N], x : [K, N]; rows contiguous, or columns where the configuration says transposed
     values : [nnzb, height, width] contiguous, as stored
-    indices, perm : as in `launch_spmm`
+    indices, perm : as in `launch_spmm`; of pairs of rows `cols` and `entries`
     bias : [M] contiguous, residual : [M, N], any strides; or None
     """
     m, n = out.shape
     # the kernel does not know a batch; the second pass does
     out_b = out.unsqueeze(0)
     partial = empty_partial(out_b, plan, config.BLOCK_H)
-    width = config.tile_n * (1 if config.SHARED else config.CLUSTER)
-    row_pieces, panels = plan.n_items * config.row_tiles, cdiv(n, width)
-    section = max(1, SECTION_BYTES // (x.shape[0] * width * x.element_size()))
+    row_pieces, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)
+    section = max(1, SECTION_BYTES // (x.shape[0] * config.tile_n * x.element_size()))
     counter = resting_words(1, out.device)
     a_matrix = values.view(-1, values.shape[2])
     with on_device_of(out):
@@ -74,7 +73,6 @@ def launch_spmm_sm90(
             plan.items,
             indices,
             perm,
-            getattr(plan, "shares", None),
             counter,
             m,
             n,
@@ -83,11 +81,11 @@ def launch_spmm_sm90(
             section,
             config,
         )
-        most = arch_of(out.device).num_sms // config.CLUSTER
-        programs = min(CLUSTERS.get(config.CLUSTER, most), row_pieces * panels)
+        cluster = PAIR if config.PAIRED else 1
+        programs = min(arch_of(out.device).num_sms // cluster, row_pieces * panels)
         options = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
-        launch(_spmm_sm90_kernel, programs, args, cluster=config.CLUSTER, **options)
-        if partial is not None:
+        launch(_spmm_sm90_kernel, programs, args, cluster=cluster, **options)
+        if partial is not None and isinstance(plan, SpmmPlan):
             residual_b = None if residual is None else residual.unsqueeze(0)
             addends = addends_of(bias, residual_b)
             launch_spmm_reduce(out_b, partial, addends, config.ACTIVATION, plan)
