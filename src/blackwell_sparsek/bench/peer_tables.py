@@ -8,8 +8,9 @@ MODE_HEADS = {
     "graph": "in a CUDA graph, cold inputs",
     "sustained": "call after call without a pause",
     "host": "host time of a call",
-    "reported": "measured by itself",
+    "reported": "in a fresh process",
 }
+_MOST_NAMES = 8
 UNITS = {"tflops": "TFLOP/s", "ms": "ms", "us": "us", "us_per_head": "us per head"}
 
 
@@ -28,7 +29,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("\n", " ")
+    return as_text(text).replace("|", r"\|")
+
+
+def as_text(words: object) -> str:
+    """One line that Markdown shows as it is: what stands in a results file is nobody's HTML."""
+    return " ".join(str(words).splitlines()).replace("<", "&lt;")
 
 
 def number(value: float) -> str:
@@ -48,7 +54,7 @@ def heading(document: dict[str, Any]) -> str:
     where = f"{environment['device_name']}, torch {versions.get('torch', 'unknown')}"
     where += f", triton {versions['triton']}" if "triton" in versions else ""
     where += f", commit {document['commit'][:10]}" if document.get("commit") else ""
-    return f"**{document['suite'].replace('_', ' ')}** ({where})"
+    return f"**{as_text(document['suite'].replace('_', ' '))}** ({as_text(where)})"
 
 
 def peer_tables(document: dict[str, Any]) -> str:
@@ -74,7 +80,8 @@ def _mode_table(
     )
     compared = any("best_peer" in c.get("ratios", {}).get(mode, {}) for c in cases)
     tiers = any("tiers_us_per_head" in c["problem"] for c in cases)
-    head = [f"{unit}, {MODE_HEADS[mode]}", "ran", *names]
+    ran = any("implementation" in c["peers"].get("bsk", {}) for c in cases)
+    head = [f"{unit}, {MODE_HEADS[mode]}", *(["ran"] if ran else []), *names]
     to_dense = any("over_dense" in c.get("ratios", {}).get(mode, {}) for c in cases)
     head += ["bsk faster than dense"] if to_dense else []
     head += ["bsk against the best peer"] if compared else []
@@ -83,7 +90,8 @@ def _mode_table(
     for case in cases:
         entries = case["peers"]
         mark = " ~" if "unsteady" in case else ""
-        row = [case["name"] + mark, str(entries.get("bsk", {}).get("implementation", "n/a"))]
+        row = [case["name"] + mark]
+        row += [str(entries.get("bsk", {}).get("implementation", "n/a"))] if ran else []
         for name in names:
             figures = entries.get(name, {}).get("times", {}).get(mode)
             row.append("n/a" if figures is None else show(figures, case["problem"]))
@@ -137,16 +145,23 @@ def notes(document: dict[str, Any]) -> list[str]:
     """What a reader must know besides: who is absent and why, doubtful clocks, an early end."""
     found = []
     if reasons := absent(document["cases"]):
-        found.append("\n".join(reasons))
+        found.append("\n".join(map(as_text, reasons)))
     unsteady = [c for c in document["cases"] if "unsteady" in c]
     if unsteady:
-        lines = [f"- ~ {case['name']}: {case['unsteady']}" for case in unsteady]
+        lines = [as_text(f"- ~ {case['name']}: {case['unsteady']}") for case in unsteady]
         found.append("\n".join(lines))
     if document.get("interrupted"):
         found.append("The run was interrupted: cases are missing.")
     if document.get("left_out"):
-        found.append(f"Left out for lack of time: {', '.join(map(str, document['left_out']))}.")
+        found.append(f"Left out for lack of time: {names_of_some(document['left_out'])}.")
     return found
+
+
+def names_of_some(names: Any) -> str:
+    """The first few; the results file has them all."""
+    few = [as_text(name) for name in names[:_MOST_NAMES]]
+    more = len(names) - len(few)
+    return ", ".join(few) + (f" and {more} more" if more else "")
 
 
 def absent(cases: list[dict[str, Any]]) -> list[str]:
