@@ -53,7 +53,10 @@ def test_the_barriers_lie_where_the_partner_looks_for_them(ptx):
     mail = [(16 * stages, 1), (16 * stages + 8, 2)]
     assert sorted(found)[: 2 * stages + 2] == ring + mail
     # the compiler's own come behind it, and all fits
-    shared, allowed = int(re.search(r"shared (\d+)", ptx)[1]), int(re.search(r"bytes (\d+)", ptx)[1])
+    shared, allowed = (
+        int(re.search(r"shared (\d+)", ptx)[1]),
+        int(re.search(r"bytes (\d+)", ptx)[1]),
+    )
     assert all(place < 0 or place >= 1024 for place, _ in sorted(found)[2 * stages + 2 :])
     assert shared <= allowed
 

@@ -16,8 +16,9 @@ import torch
 from ..core.arch import Arch
 from ..core.launch import cdiv
 from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
+from ..kernels.bsr.row_pairs import pairs_saved
 from .bsr import NARROW, SpmmSizes, spmm_sizes
-from .bsr_sm90 import narrow_sm90_config, spmm_sm90_config
+from .bsr_sm90 import narrow_sm90_config, spmm_sm90_config, spmm_sm90_paired
 from .problem_bsr import BsrProblem
 
 # Seconds until a kernel has started and ended.
@@ -49,6 +50,9 @@ WARP_ROWS_TURNED = 1.3
 # Of a piece of work of Hopper's other product: until its first copies have come and its sums are
 # stored. More for steps that are short, since as many copies are under way as there are stages.
 PIECE_S, PIECE_STEP_S = 1e-6, 36e-6
+# Rows in pairs: by how much of what they share they are faster, and the highest share of the dense
+# rate that was measured; both at 22 % of blocks of 64 and of 32.
+PAIRED_SHARE, PAIRED_MOST = 0.62, 0.84
 # Columns of the narrowest tile: fewer cost the same.
 TILE_COLUMNS = 16
 # Triton's kernel against the one for Hopper at the same blocks; and with few columns, up to
@@ -218,7 +222,12 @@ def _pieces_seconds(problem: BsrProblem, executed: float) -> float:
     flops = 2.0 * executed * panels * config.tile_n
     # pieces may be fewer than SMs
     idle = max(1.0, problem.arch.num_sms / max(rows * panels, 1))
-    arithmetic_s = idle * flops / (_share(sizes) * _dense_rate(problem))
+    share = _share(sizes)
+    if spmm_sm90_paired(problem, config) is not None:
+        inner = problem.shape[0] if problem.dense_left else problem.shape[1]
+        density = min(1.0, executed / max(rows * config.tile_m * inner, 1))
+        share = min(PAIRED_MOST, share / (1 - PAIRED_SHARE * pairs_saved(density)))
+    arithmetic_s = idle * flops / (share * _dense_rate(problem))
     moved = executed * problem.dtype.itemsize + _operand_bytes(problem)
     piece_s = PIECE_S + PIECE_STEP_S / config.TILE_K
     busy_s = max(arithmetic_s, moved / _device(problem.arch).bytes_s)

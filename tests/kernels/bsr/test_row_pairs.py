@@ -17,7 +17,8 @@ def random_keep(rows, cols, density, seed=1):
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "density"), [(33, 40, 0.3), (6, 9, 0.2), (12, 30, 0.97), (1, 7, 0.6), (6, 4, 0)]
+    ("rows", "cols", "density"),
+    [(33, 40, 0.3), (6, 9, 0.2), (12, 30, 0.97), (1, 7, 0.6), (6, 4, 0)],
 )
 def test_each_block_has_its_place_and_shared_ones_come_first(rows, cols, density):
     keep = random_keep(rows, cols, density)

@@ -7,8 +7,8 @@ from ..sm90 import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 CONSUMERS = 2
 # Programs of a cluster, where rows are paired.
 PAIR = 2
-# Bytes of shared memory that a program may have.
-MOST_SHARED = 227 * 1024
+# Bytes of shared memory that a program may have, and that one with a partner keeps for barriers.
+MOST_SHARED, PAIRED_SPARE = 227 * 1024, 1024
 # Columns of X that lie together in shared memory: 128 bytes.
 SLAB_COLUMNS = 64
 
@@ -185,9 +185,11 @@ class SpmmSm90Config:
         return accumulator_layout(columns)
 
 
-def stages_that_fit(group_n: int, tile_k: int, split_n: bool, out_bytes: int, chunks: int) -> int:
-    """Ring stages that fit beside the output buffers."""
+def stages_that_fit(
+    group_n: int, tile_k: int, split_n: bool, out_bytes: int, chunks: int, spare: int = 0
+) -> int:
+    """Ring stages that fit beside the output buffers and `spare` bytes."""
     a_tiles, x_tiles = (1, CONSUMERS) if split_n else (CONSUMERS, 1)
     stage = 2 * tile_k * (a_tiles * GROUP_ROWS + x_tiles * group_n)
     out = CONSUMERS * GROUP_ROWS * (group_n // chunks) * out_bytes
-    return (SMEM_BYTES - out) // stage
+    return (SMEM_BYTES - out - spare) // stage

@@ -142,4 +142,3 @@ def pairs_saved(density: float) -> float:
     (0.17, 0.5)
     """
     return 0.08 + 0.42 * density
-
