@@ -41,6 +41,8 @@ class AttnFwdSm90Config:
     PARTS: bool = False
     SHARED_TAIL: bool = False
     OVERLAP: bool = False
+    AHEAD: bool = True
+    SCOUT: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
 from ...device.gluon.packed import plane_place, tile_at
-from ...device.gluon.pipeline import publish
+from ...device.gluon.pipeline import publish, take
 from ...device.schedule import count_packed_pieces
 from ...device.sequences import batch_and_heads
 from ...device.visits import (
@@ -30,19 +30,14 @@ ROWS = gl.constexpr(GROUP_ROWS)
 
 
 @gluon.jit
-def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
-    """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
-    smem, full, empty = ring
+def _tile_starts(visit, kv_tile, CFG: gl.constexpr):
+    """First keys of the copies that fill one KV tile of a plan."""
     lists, plan, num_masked, kv_len = visit
     tile_n: gl.constexpr = CFG.TILE_N
     unit_size: gl.constexpr = CFG.UNIT
     parts: gl.constexpr = CFG.parts
     part_rows: gl.constexpr = CFG.part_rows
-    stage = step % CFG.STAGES
-    bar = full.index(stage)
-    tile = smem.index(stage)
     masked_tiles, _ = count_tiles(plan, CFG)
-    # before the stage is waited for: reading the lists of a mask takes as long
     starts = ()
     if lists is None:
         starts = (dense_tile(plan, kv_tile) * tile_n,)
@@ -59,6 +54,18 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
             # a tile with no unit left is read from past the keys, where TMA fills zeros
             kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
             starts = starts + (kv,)  # noqa: RUF005
+    return starts
+
+
+@gluon.jit
+def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
+    """Start the copies of one KV tile into a ring, once its stage is free."""
+    smem, full, empty = ring
+    parts: gl.constexpr = CFG.parts
+    part_rows: gl.constexpr = CFG.part_rows
+    stage = step % CFG.STAGES
+    bar = full.index(stage)
+    tile = smem.index(stage)
     mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
     mbarrier.expect(bar, parts * desc.block_type.nbytes)
     for part in gl.static_range(parts):
@@ -70,15 +77,54 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
 
 
 @gluon.jit
+def _copy_piece(
+    produce, shared, plan, q_tile, first_tile, end_tile, kv_len, q_place, kv_place, step, turn,
+    CFG: gl.constexpr,
+):  # fmt: skip
+    """Fetch queries and KV tiles of a piece of work; return the next step."""
+    q_desc, k_desc, v_desc, _, _ = produce
+    mask, q_ring, k_ring, v_ring, _, _, _, _, _, _ = shared
+    q_smem, q_full, q_empty = q_ring
+    consumers: gl.constexpr = CFG.CONSUMERS
+    q_stage = turn % CFG.Q_STAGES
+    q_bar = q_full.index(q_stage)
+    mbarrier.wait(q_empty.index(q_stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
+    mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
+    for g in gl.static_range(consumers):
+        q_row = q_tile * CFG.tile_m + g * ROWS
+        q = q_smem.index(q_stage * consumers + g)
+        tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
+    visit = (mask[0], plan, num_masked_units(plan), kv_len)
+    if CFG.AHEAD:
+        if first_tile < end_tile:
+            # keys a tile ahead of values, as consumers free them
+            starts = _tile_starts(visit, first_tile, CFG)
+            _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
+            for kv_tile in range(first_tile + 1, end_tile):
+                after = _tile_starts(visit, kv_tile, CFG)
+                _copy_tile(k_desc, k_ring, step + 1, after, kv_place, CFG)
+                _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
+                starts = after
+                step += 1
+            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
+            step += 1
+    else:
+        for kv_tile in range(first_tile, end_tile):
+            starts = _tile_starts(visit, kv_tile, CFG)
+            _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
+            starts = _tile_starts(visit, kv_tile, CFG)
+            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
+            step += 1
+    return step
+
+
+@gluon.jit
 def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG: gl.constexpr):
     """Publish a piece of work, fetch its queries and KV tiles; return the next step.
 
     `part` is None, or says which tiles of the piece are meant and which programs have the others.
     """
-    q_desc, k_desc, v_desc, _, _ = produce
-    mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
-    q_smem, q_full, q_empty = q_ring
-    consumers: gl.constexpr = CFG.CONSUMERS
+    mask, _, _, _, work, _, heads, band, cu_seqlens, _asked = shared
     batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
     plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
     first_tile = 0
@@ -87,26 +133,20 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
     if cu_seqlens[0] is not None:
         fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
     if part is not None:
-        first_tile = part[0]
-        end_tile = part[1]
-        fields = fields + part
+        if mask[0] is None:
+            first_tile = part[0]
+            end_tile = part[1]
+        else:
+            first_tile = part[0] * end_tile // gl.num_programs(0)
+            end_tile = part[1] * end_tile // gl.num_programs(0)
+        fields = fields + (first_tile, end_tile, part[2], part[3], part[4])  # noqa: RUF005
     publish(work, turn, fields)
-    q_stage = turn % CFG.Q_STAGES
-    q_bar = q_full.index(q_stage)
-    mbarrier.wait(q_empty.index(q_stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
-    mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
+    kv_len = kv_span[1]
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
-    for g in gl.static_range(consumers):
-        q_row = q_tile * CFG.tile_m + g * ROWS
-        q = q_smem.index(q_stage * consumers + g)
-        tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
-    visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
-    for kv_tile in range(first_tile, end_tile):
-        _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
-        _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
-        step += 1
-    return step
+    return _copy_piece(
+        produce, shared, plan, q_tile, first_tile, end_tile, kv_len, q_place, kv_place, step, turn, CFG
+    )
 
 
 @gluon.jit
@@ -114,7 +154,7 @@ def _feed_share(
     produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG: gl.constexpr
 ):
     """Feed a whole piece, or a share of the tiles of those left over; return next step and turn."""
-    mask, _, _, _, _, lengths, _, _, _ = shared
+    mask, _, _, _, _, lengths, _, _, _, _asked = shared
     schedule = produce[4]
     share = schedule[4]
     begin = 0
@@ -145,7 +185,43 @@ def _feed_share(
 
 
 @gluon.jit
-def _claim(counter_ptr, dynamic, piece, total):
+def _feed_fraction(produce, shared, piece, whole, q_tiles, step, turn, CFG: gl.constexpr):
+    """Feed a whole row of a mask, or a share of those left over; return next step and turn.
+
+    The rows left over are cut into as many shares as there are programs: row r ends where share
+    (r + 1) * programs / rows does. Shares are of equal work where rows are.
+    """
+    mask, _, _, _, _, lengths, _, _, _, _asked = shared
+    schedule = produce[4]
+    programs = gl.num_programs(0)
+    rows = schedule[4]
+    # in units of which a row has `programs` and a share `rows`
+    begin = 0
+    end = programs
+    if piece >= whole:
+        begin = (piece - whole) * rows
+        end = begin + rows
+    while begin < end:
+        row = begin // programs
+        index = piece
+        begins = 0
+        ends = 0
+        if piece >= whole:
+            index = whole + row
+            begins = row * programs // rows
+            ends = ((row + 1) * programs - 1) // rows
+        until = gl.minimum(end, (row + 1) * programs)
+        plane, q_tile = place_piece(mask, schedule, index, q_tiles, CFG)
+        spans = (0, lengths[0]), (0, lengths[1])
+        part = (begin - row * programs, until - row * programs, piece - whole, begins, ends)
+        step = _feed(produce, shared, plane, q_tile, *spans, part, step, turn, CFG)
+        turn += 1
+        begin = until
+    return step, turn
+
+
+@gluon.jit
+def claim_piece(counter_ptr, dynamic, piece, total):
     """The next piece of work of this program: every so many, or the first that nobody has."""
     next_piece = piece + gl.num_programs(0)
     if dynamic != 0:
@@ -164,11 +240,16 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         # everything read or written may belong to kernels in front until they have finished
         gdc_wait()
     _, _, _, counter_ptr, schedule = produce
-    mask, _, _, _, work, lengths, heads, _, cu_seqlens = shared
+    mask, _, _, _, work, lengths, heads, _, cu_seqlens, _asked = shared
     step = 0
     turn = 0
     sequence = 0
-    if CFG.SHARED_TAIL:
+    if CFG.SHARED_TAIL and mask[0] is not None:
+        q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
+        # the rows left over when all programs took as many, see `_feed_fraction`
+        whole = schedule[1] * q_tiles - schedule[4]
+        total = whole + gl.where(schedule[4] > 0, gl.num_programs(0), 0)
+    elif CFG.SHARED_TAIL:
         q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
         kv_tiles = (lengths[1] + (CFG.TILE_N - 1)) // CFG.TILE_N
         # the pieces that are too few for all programs are one stretch of tiles, in equal shares
@@ -186,8 +267,12 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     while piece < total:
         if mask[0] is not None:
             # looking up a row of a mask takes long, and short rows come last
-            next_piece = _claim(counter_ptr, schedule[3], piece, total)
-        if CFG.SHARED_TAIL:
+            next_piece = claim_piece(counter_ptr, schedule[3], piece, total)
+        if CFG.SHARED_TAIL and mask[0] is not None:
+            step, turn = _feed_fraction(
+                produce, shared, piece, whole, q_tiles, step, turn, CFG
+            )
+        elif CFG.SHARED_TAIL:
             step, turn = _feed_share(
                 produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG
             )
@@ -206,7 +291,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 turn += 1
         if mask[0] is None:
             # only now, with the last copies of this piece under way: who is late takes less
-            next_piece = _claim(counter_ptr, schedule[3], piece, total)
+            next_piece = claim_piece(counter_ptr, schedule[3], piece, total)
         piece = next_piece
     # no plane: the end
     end = (0, 0, 0, 0, 0, 0, -1, 0)
@@ -215,3 +300,30 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     if CFG.SHARED_TAIL:
         end = end + (0, 0, 0, 0, 0)  # noqa: RUF005
     publish(work, turn, end)
+
+
+@gluon.jit
+def produce_found(produce, shared, CFG: gl.constexpr):
+    """Keep the rings full for the pieces of work that `fwd_sm90_scout` publishes."""
+    _, _, _, _, work, lengths, heads, _, cu_seqlens, asked = shared
+    step = 0
+    turn = 0
+    piece = take(work, turn, 1)
+    while piece[6] >= 0:
+        mbarrier.arrive(asked.index(0), count=1)
+        plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
+        batch, q_head, kv_head = batch_and_heads(piece[6], heads[0], heads[1])
+        first_tile = 0
+        if CFG.SHARED_TAIL:
+            first_tile = piece[8]
+            end_tile = piece[9]
+        else:
+            end_tile = count_tiles(plan, CFG)[1]
+        q_place = plane_place(cu_seqlens[0], batch, q_head, 0, lengths[0])
+        kv_place = plane_place(cu_seqlens[1], batch, kv_head, 0, lengths[1])
+        step = _copy_piece(
+            produce, shared, plan, piece[7], first_tile, end_tile, lengths[1], q_place, kv_place,
+            step, turn, CFG,
+        )  # fmt: skip
+        turn += 1
+        piece = take(work, turn, 1)
