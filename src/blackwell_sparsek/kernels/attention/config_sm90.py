@@ -43,6 +43,7 @@ class AttnFwdSm90Config:
     OVERLAP: bool = False
     AHEAD: bool = True
     SCOUT: bool = False
+    NO_V: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"

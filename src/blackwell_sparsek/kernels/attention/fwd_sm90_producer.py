@@ -58,7 +58,7 @@ def _tile_starts(visit, kv_tile, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
+def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr, SKIP: gl.constexpr = False):
     """Start the copies of one KV tile into a ring, once its stage is free."""
     smem, full, empty = ring
     parts: gl.constexpr = CFG.parts
@@ -67,8 +67,11 @@ def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
     bar = full.index(stage)
     tile = smem.index(stage)
     mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-    mbarrier.expect(bar, parts * desc.block_type.nbytes)
-    for part in gl.static_range(parts):
+    if SKIP:
+        mbarrier.arrive(bar, count=1)
+    else:
+        mbarrier.expect(bar, parts * desc.block_type.nbytes)
+    for part in gl.static_range(0 if SKIP else parts):
         if parts == 1:
             tma.async_copy_global_to_shared(desc, tile_at(place, starts[part]), bar, tile)
         else:
@@ -103,17 +106,17 @@ def _copy_piece(
             for kv_tile in range(first_tile + 1, end_tile):
                 after = _tile_starts(visit, kv_tile, CFG)
                 _copy_tile(k_desc, k_ring, step + 1, after, kv_place, CFG)
-                _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
+                _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG, CFG.NO_V)
                 starts = after
                 step += 1
-            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
+            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG, CFG.NO_V)
             step += 1
     else:
         for kv_tile in range(first_tile, end_tile):
             starts = _tile_starts(visit, kv_tile, CFG)
             _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
             starts = _tile_starts(visit, kv_tile, CFG)
-            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
+            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG, CFG.NO_V)
             step += 1
     return step
 
