@@ -44,6 +44,7 @@ class AttnFwdSm90Config:
     AHEAD: bool = True
     SCOUT: bool = False
     NO_V: bool = False
+    Q_REGS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"

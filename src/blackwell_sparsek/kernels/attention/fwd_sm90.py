@@ -100,6 +100,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q_stage = turn % CFG.Q_STAGES
         q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
         mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
+        if CFG.Q_REGS:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
         taken = 0
         if CFG.SHARED_TAIL:
             taken = piece[8]
