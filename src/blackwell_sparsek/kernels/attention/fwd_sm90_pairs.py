@@ -51,7 +51,11 @@ def _attend(q, rings, step, count, state, acc, score, START: gl.constexpr, WIDTH
         stage = step % CFG.STAGES
         mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
         k = k_smem.index(stage).slice(START, WIDTH, dim=0).permute((1, 0))
-        scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+        if CFG.Q_REGS:
+            q_op = q.load(gl.DotOperandLayout(0, s_layout, 2))
+        else:
+            q_op = q
+        scores = warpgroup_mma(q_op, k, no_scores, use_acc=False, is_async=True)
         s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
         mbarrier.arrive(k_empty.index(stage), count=1)
         m_log2, sums, weights, rescale = softmax_step_parts(m_log2, sums, s, score[0], SLACK)
@@ -64,7 +68,7 @@ def _attend(q, rings, step, count, state, acc, score, START: gl.constexpr, WIDTH
             stage = step % CFG.STAGES
             mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
             k = k_smem.index(stage).slice(START, WIDTH, dim=0).permute((1, 0))
-            scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma(q_op, k, no_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(last_stage), last_phase)
             v = v_smem.index(last_stage).slice(START, WIDTH, dim=0)
             product = warpgroup_mma(p, v, acc, is_async=True)
