@@ -28,7 +28,7 @@ from ...device.masks import exists, position, row_bounds
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
-from ...device.visits import num_masked_units
+from ...device.visits import num_full_units, num_masked_units
 from ..sm90 import GROUP_ROWS
 from .fwd_sm90_half import HALF, attend_half, pass_by
 from .fwd_sm90_masks import mask_scores
@@ -60,6 +60,45 @@ def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
 
 
 @gluon.jit
+def _next_tile(
+    q, p, k_ring, v_ring, step, m_log2, row_sum, acc, where, score, MASKED: gl.constexpr,
+    CFG: gl.constexpr,
+):  # fmt: skip
+    """Scores of the tile at `step`, together with the product of the weights before it."""
+    lists, masked_tiles, visit, kv_tile, q_index, q_start, bounds = where
+    k_smem, k_full, k_empty = k_ring
+    v_smem, v_full, v_empty = v_ring
+    k_stages: gl.constexpr = k_smem.shape[0]
+    v_stages: gl.constexpr = v_smem.shape[0]
+    tile_n: gl.constexpr = CFG.TILE_N
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
+    v_stage = (step - 1) % v_stages
+    v_phase = ((step - 1) // v_stages) & 1
+    k_stage = step % k_stages
+    mbarrier.wait(k_full.index(k_stage), (step // k_stages) & 1)
+    k = k_smem.index(k_stage).permute((1, 0))
+    scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_stage), v_phase)
+    product = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+    s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
+    mbarrier.arrive(k_empty.index(k_stage), count=1)
+    if MASKED:
+        if needs_mask(lists, visit[1], kv_tile, masked_tiles):
+            s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
+    m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
+    # ptxas would sink the softmax below the wait, where it overlaps with nothing
+    pin_above(row_sum)
+    acc = warpgroup_mma_wait(0, deps=(product,))
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
+    return m_log2, row_sum, acc, gl.convert_layout(weights.to(k_smem.dtype), p_layout)
+
+
+@gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Attend with 64 queries, piece by piece of work."""
     if CFG.OVERLAP:
@@ -76,6 +115,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
+    k_stages: gl.constexpr = k_smem.shape[0]
+    v_stages: gl.constexpr = v_smem.shape[0]
     out_smem = out_tiles.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
@@ -128,52 +169,52 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             halved = (plan[2] < plan[3]) & (any_first >= left_start + HALF)
             halved = halved & (kv_tiles > taken + 1)
             kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
+        if CFG.ODD_HALF:
+            halved = num_full_units(plan) % 2 != 0
+            kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
         if CFG.PARTS:
             quarter = row_parts(no_scores)
             part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
             row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
-            stage = step % CFG.STAGES
-            mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
-            k = k_smem.index(stage).permute((1, 0))
+            k_stage = step % k_stages
+            mbarrier.wait(k_full.index(k_stage), (step // k_stages) & 1)
+            k = k_smem.index(k_stage).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.arrive(k_empty.index(k_stage), count=1)
             if needs_mask(mask[0], plan, taken, masked_tiles):
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
             if CFG.HALF_TILES:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
-            for kv_tile in range(taken + 1, kv_tiles):
-                last_stage = stage
-                last_phase = (step // CFG.STAGES) & 1
+            clear = taken + 1
+            if CFG.TWO_LOOPS:
+                clear = gl.maximum(gl.minimum(masked_tiles, kv_tiles), clear)
+                for kv_tile in range(taken + 1, clear):
+                    where = (mask[0], masked_tiles, visit, kv_tile, q_index, q_start, bounds)
+                    step += 1
+                    m_log2, row_sum, acc, p = _next_tile(
+                        q, p, k_ring, v_ring, step, m_log2, row_sum, acc, where, score, True, CFG
+                    )
+            for kv_tile in range(clear, kv_tiles):
+                where = (mask[0], masked_tiles, visit, kv_tile, q_index, q_start, bounds)
                 step += 1
-                stage = step % CFG.STAGES
-                mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
-                k = k_smem.index(stage).permute((1, 0))
-                scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(last_stage), last_phase)
-                product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
-                s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                if needs_mask(mask[0], plan, kv_tile, masked_tiles):
-                    s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
-                m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
-                # ptxas would sink the softmax below the wait, where it overlaps with nothing
-                pin_above(row_sum)
-                acc = warpgroup_mma_wait(0, deps=(product,))
-                mbarrier.arrive(v_empty.index(last_stage), count=1)
-                acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
-                p = gl.convert_layout(weights.to(dtype), p_layout)
-            # every score of this piece is taken: the next queries may come
-            mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
-            mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
-            product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+                m_log2, row_sum, acc, p = _next_tile(
+                    q, p, k_ring, v_ring, step, m_log2, row_sum, acc, where, score,
+                    not CFG.TWO_LOOPS, CFG,
+                )  # fmt: skip
+            if not CFG.OUT_IN_Q:
+                # every score of this piece is taken: the next queries may come
+                mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
+            v_stage = step % v_stages
+            mbarrier.wait(v_full.index(v_stage), (step // v_stages) & 1)
+            product = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
             step += 1
-        else:
+        elif not CFG.OUT_IN_Q:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
 
         if CFG.PARTS:
@@ -187,6 +228,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 )  # fmt: skip
                 step += 1
                 mbarrier.arrive(q_empty.index(q_stage), count=1)
+        if CFG.ODD_HALF:
+            if halved:
+                same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
+                m_log2, row_sum, acc = attend_half(
+                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, None, bounds, score, 0, CFG
+                )
+                step += 1
         complete = True
         if CFG.SHARED_TAIL:  # noqa: SIM102
             if piece[11] < piece[12]:
@@ -208,6 +256,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
             lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
             gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
+            if CFG.OUT_IN_Q:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(q_stage), count=1)
         turn += 1
         piece = take(work, turn)
     tma.store_wait(0)
@@ -254,15 +305,18 @@ def _attn_fwd_sm90_kernel(
         gdc_launch_dependents()
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
+    k_stages: gl.constexpr = CFG.K_STAGES if CFG.K_STAGES > 0 else CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, ROWS)
-    out_smem = tiles(out_desc, consumers, ROWS)
-    k_smem = tiles(k_desc, stages, tile_n)
+    out_smem = q_smem
+    if not CFG.OUT_IN_Q:
+        out_smem = tiles(out_desc, consumers, ROWS)
+    k_smem = tiles(k_desc, k_stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
-    k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
+    k_ring = (k_smem, barriers(k_stages, 1), barriers(k_stages, consumers))
     v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
     fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
     takers: gl.constexpr = consumers + 1 if CFG.SCOUT else consumers

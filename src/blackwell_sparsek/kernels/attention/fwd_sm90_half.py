@@ -35,20 +35,23 @@ def attend_half(
     last = gl.convert_layout(last, s_rows)
     m_log2 = gl.convert_layout(state[0], s_rows)
     row_sum = gl.convert_layout(state[1], s_rows)
-    stage = step % CFG.STAGES
-    phase = (step // CFG.STAGES) & 1
-    mbarrier.wait(k_full.index(stage), phase)
+    k_stages: gl.constexpr = k_smem.shape[0]
+    v_stages: gl.constexpr = v_smem.shape[0]
+    stage = step % k_stages
+    mbarrier.wait(k_full.index(stage), (step // k_stages) & 1)
     k = k_smem.index(stage).slice(START, HALF, dim=0).permute((1, 0))
     no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    s = mask_band(s, kv_start + START, (first, last, every_first, every_last), CFG)
+    if kv_start is not None:
+        s = mask_band(s, kv_start + START, (first, last, every_first, every_last), CFG)
     m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_DV))
     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
-    mbarrier.wait(v_full.index(stage), phase)
+    stage = step % v_stages
+    mbarrier.wait(v_full.index(stage), (step // v_stages) & 1)
     v = v_smem.index(stage).slice(START, HALF, dim=0)
     product = warpgroup_mma(p, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(product,))

@@ -63,10 +63,11 @@ def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr, SKIP: gl.cons
     smem, full, empty = ring
     parts: gl.constexpr = CFG.parts
     part_rows: gl.constexpr = CFG.part_rows
-    stage = step % CFG.STAGES
+    stages: gl.constexpr = smem.shape[0]
+    stage = step % stages
     bar = full.index(stage)
     tile = smem.index(stage)
-    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+    mbarrier.wait(empty.index(stage), ((step // stages) & 1) ^ 1)
     if SKIP:
         mbarrier.arrive(bar, count=1)
     else:
@@ -115,7 +116,6 @@ def _copy_piece(
         for kv_tile in range(first_tile, end_tile):
             starts = _tile_starts(visit, kv_tile, CFG)
             _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
-            starts = _tile_starts(visit, kv_tile, CFG)
             _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG, CFG.NO_V)
             step += 1
     return step
