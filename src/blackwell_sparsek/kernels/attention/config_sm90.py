@@ -41,14 +41,12 @@ class AttnFwdSm90Config:
     PARTS: bool = False
     SHARED_TAIL: bool = False
     OVERLAP: bool = False
-    AHEAD: bool = True
     SCOUT: bool = False
-    NO_V: bool = False
-    Q_REGS: bool = False
+    KEYS_AHEAD: bool = False
     K_STAGES: int = 0
     OUT_IN_Q: bool = False
     ODD_HALF: bool = False
-    TWO_LOOPS: bool = False
+    Q_REGS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"

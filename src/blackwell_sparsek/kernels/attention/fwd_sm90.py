@@ -60,51 +60,12 @@ def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _next_tile(
-    q, p, k_ring, v_ring, step, m_log2, row_sum, acc, where, score, MASKED: gl.constexpr,
-    CFG: gl.constexpr,
-):  # fmt: skip
-    """Scores of the tile at `step`, together with the product of the weights before it."""
-    lists, masked_tiles, visit, kv_tile, q_index, q_start, bounds = where
-    k_smem, k_full, k_empty = k_ring
-    v_smem, v_full, v_empty = v_ring
-    k_stages: gl.constexpr = k_smem.shape[0]
-    v_stages: gl.constexpr = v_smem.shape[0]
-    tile_n: gl.constexpr = CFG.TILE_N
-    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
-    v_stage = (step - 1) % v_stages
-    v_phase = ((step - 1) // v_stages) & 1
-    k_stage = step % k_stages
-    mbarrier.wait(k_full.index(k_stage), (step // k_stages) & 1)
-    k = k_smem.index(k_stage).permute((1, 0))
-    scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(v_stage), v_phase)
-    product = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
-    s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-    mbarrier.arrive(k_empty.index(k_stage), count=1)
-    if MASKED:
-        if needs_mask(lists, visit[1], kv_tile, masked_tiles):
-            s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
-    m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
-    # ptxas would sink the softmax below the wait, where it overlaps with nothing
-    pin_above(row_sum)
-    acc = warpgroup_mma_wait(0, deps=(product,))
-    mbarrier.arrive(v_empty.index(v_stage), count=1)
-    acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
-    return m_log2, row_sum, acc, gl.convert_layout(weights.to(k_smem.dtype), p_layout)
-
-
-@gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Attend with 64 queries, piece by piece of work."""
     if CFG.OVERLAP:
         gdc_wait()
     out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, tail = consume
-    mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens, _asked = shared
+    mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens, _begun = shared
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_full, v_empty = v_ring
@@ -189,22 +150,27 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             if CFG.HALF_TILES:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
-            clear = taken + 1
-            if CFG.TWO_LOOPS:
-                clear = gl.maximum(gl.minimum(masked_tiles, kv_tiles), clear)
-                for kv_tile in range(taken + 1, clear):
-                    where = (mask[0], masked_tiles, visit, kv_tile, q_index, q_start, bounds)
-                    step += 1
-                    m_log2, row_sum, acc, p = _next_tile(
-                        q, p, k_ring, v_ring, step, m_log2, row_sum, acc, where, score, True, CFG
-                    )
-            for kv_tile in range(clear, kv_tiles):
-                where = (mask[0], masked_tiles, visit, kv_tile, q_index, q_start, bounds)
+            for kv_tile in range(taken + 1, kv_tiles):
+                v_stage = step % v_stages
+                v_phase = (step // v_stages) & 1
                 step += 1
-                m_log2, row_sum, acc, p = _next_tile(
-                    q, p, k_ring, v_ring, step, m_log2, row_sum, acc, where, score,
-                    not CFG.TWO_LOOPS, CFG,
-                )  # fmt: skip
+                k_stage = step % k_stages
+                mbarrier.wait(k_full.index(k_stage), (step // k_stages) & 1)
+                k = k_smem.index(k_stage).permute((1, 0))
+                scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                product = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+                s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
+                mbarrier.arrive(k_empty.index(k_stage), count=1)
+                if needs_mask(mask[0], plan, kv_tile, masked_tiles):
+                    s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
+                m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
+                # ptxas would sink the softmax below the wait, where it overlaps with nothing
+                pin_above(row_sum)
+                acc = warpgroup_mma_wait(0, deps=(product,))
+                mbarrier.arrive(v_empty.index(v_stage), count=1)
+                acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
+                p = gl.convert_layout(weights.to(dtype), p_layout)
             if not CFG.OUT_IN_Q:
                 # every score of this piece is taken: the next queries may come
                 mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
@@ -321,9 +287,9 @@ def _attn_fwd_sm90_kernel(
     fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
     takers: gl.constexpr = consumers + 1 if CFG.SCOUT else consumers
     work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, takers)
-    asked = work[1]
+    begun = work[1].index(0)
     if CFG.SCOUT:
-        asked = barriers(1, 1)
+        begun = barriers(1, 1).index(0)
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
@@ -333,7 +299,7 @@ def _attn_fwd_sm90_kernel(
     tail = (workspace[2], workspace[0])
     consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail)
     lengths = (q_len, kv_len)
-    shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens, asked)
+    shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens, begun)
     # the first role runs in the warps of the launch, the others in warps of their own
     if CFG.SCOUT and consumers == 1:
         gl.warp_specialize(

@@ -61,10 +61,7 @@ def launch_attn_fwd_sm90(
     dynamic = pieces > programs * (EVEN_ROUNDS if even else 1)
     parts, words, share = None, 1, 0
     if config.SHARED_TAIL:
-        if spec.block_mask is None:
-            share = config.shared_tail(pieces, programs, cdiv(k.shape[-2], config.TILE_N))
-        else:
-            share = pieces % programs if pieces > programs else 0
+        share = config.shared_tail(pieces, programs, cdiv(k.shape[-2], config.TILE_N))
         words += programs * config.CONSUMERS
         # where nothing is shared nobody looks at it
         parts = lse

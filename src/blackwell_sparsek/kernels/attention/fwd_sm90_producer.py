@@ -58,7 +58,7 @@ def _tile_starts(visit, kv_tile, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr, SKIP: gl.constexpr = False):
+def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
     """Start the copies of one KV tile into a ring, once its stage is free."""
     smem, full, empty = ring
     parts: gl.constexpr = CFG.parts
@@ -68,11 +68,8 @@ def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr, SKIP: gl.cons
     bar = full.index(stage)
     tile = smem.index(stage)
     mbarrier.wait(empty.index(stage), ((step // stages) & 1) ^ 1)
-    if SKIP:
-        mbarrier.arrive(bar, count=1)
-    else:
-        mbarrier.expect(bar, parts * desc.block_type.nbytes)
-    for part in gl.static_range(0 if SKIP else parts):
+    mbarrier.expect(bar, parts * desc.block_type.nbytes)
+    for part in gl.static_range(parts):
         if parts == 1:
             tma.async_copy_global_to_shared(desc, tile_at(place, starts[part]), bar, tile)
         else:
@@ -99,25 +96,25 @@ def _copy_piece(
         q = q_smem.index(q_stage * consumers + g)
         tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
     visit = (mask[0], plan, num_masked_units(plan), kv_len)
-    if CFG.AHEAD:
-        if first_tile < end_tile:
-            # keys a tile ahead of values, as consumers free them
-            starts = _tile_starts(visit, first_tile, CFG)
+    if first_tile < end_tile:
+        # lists are read a tile early: that takes as long as waiting for a stage
+        starts = _tile_starts(visit, first_tile, CFG)
+        if CFG.KEYS_AHEAD:
             _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
-            for kv_tile in range(first_tile + 1, end_tile):
-                after = _tile_starts(visit, kv_tile, CFG)
+        for kv_tile in range(first_tile + 1, end_tile):
+            after = _tile_starts(visit, kv_tile, CFG)
+            if CFG.KEYS_AHEAD:
+                # as consumers free them: keys a tile ahead of values
                 _copy_tile(k_desc, k_ring, step + 1, after, kv_place, CFG)
-                _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG, CFG.NO_V)
-                starts = after
-                step += 1
-            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG, CFG.NO_V)
+            else:
+                _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
+            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
+            starts = after
             step += 1
-    else:
-        for kv_tile in range(first_tile, end_tile):
-            starts = _tile_starts(visit, kv_tile, CFG)
+        if not CFG.KEYS_AHEAD:
             _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
-            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG, CFG.NO_V)
-            step += 1
+        _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
+        step += 1
     return step
 
 
@@ -127,7 +124,7 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
 
     `part` is None, or says which tiles of the piece are meant and which programs have the others.
     """
-    mask, _, _, _, work, _, heads, band, cu_seqlens, _asked = shared
+    mask, _, _, _, work, _, heads, band, cu_seqlens, _begun = shared
     batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
     plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
     first_tile = 0
@@ -136,13 +133,9 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
     if cu_seqlens[0] is not None:
         fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
     if part is not None:
-        if mask[0] is None:
-            first_tile = part[0]
-            end_tile = part[1]
-        else:
-            first_tile = part[0] * end_tile // gl.num_programs(0)
-            end_tile = part[1] * end_tile // gl.num_programs(0)
-        fields = fields + (first_tile, end_tile, part[2], part[3], part[4])  # noqa: RUF005
+        first_tile = part[0]
+        end_tile = part[1]
+        fields = fields + part
     publish(work, turn, fields)
     kv_len = kv_span[1]
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
@@ -157,7 +150,7 @@ def _feed_share(
     produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG: gl.constexpr
 ):
     """Feed a whole piece, or a share of the tiles of those left over; return next step and turn."""
-    mask, _, _, _, _, lengths, _, _, _, _asked = shared
+    mask, _, _, _, _, lengths, _, _, _, _begun = shared
     schedule = produce[4]
     share = schedule[4]
     begin = 0
@@ -188,42 +181,6 @@ def _feed_share(
 
 
 @gluon.jit
-def _feed_fraction(produce, shared, piece, whole, q_tiles, step, turn, CFG: gl.constexpr):
-    """Feed a whole row of a mask, or a share of those left over; return next step and turn.
-
-    The rows left over are cut into as many shares as there are programs: row r ends where share
-    (r + 1) * programs / rows does. Shares are of equal work where rows are.
-    """
-    mask, _, _, _, _, lengths, _, _, _, _asked = shared
-    schedule = produce[4]
-    programs = gl.num_programs(0)
-    rows = schedule[4]
-    # in units of which a row has `programs` and a share `rows`
-    begin = 0
-    end = programs
-    if piece >= whole:
-        begin = (piece - whole) * rows
-        end = begin + rows
-    while begin < end:
-        row = begin // programs
-        index = piece
-        begins = 0
-        ends = 0
-        if piece >= whole:
-            index = whole + row
-            begins = row * programs // rows
-            ends = ((row + 1) * programs - 1) // rows
-        until = gl.minimum(end, (row + 1) * programs)
-        plane, q_tile = place_piece(mask, schedule, index, q_tiles, CFG)
-        spans = (0, lengths[0]), (0, lengths[1])
-        part = (begin - row * programs, until - row * programs, piece - whole, begins, ends)
-        step = _feed(produce, shared, plane, q_tile, *spans, part, step, turn, CFG)
-        turn += 1
-        begin = until
-    return step, turn
-
-
-@gluon.jit
 def claim_piece(counter_ptr, dynamic, piece, total):
     """The next piece of work of this program: every so many, or the first that nobody has."""
     next_piece = piece + gl.num_programs(0)
@@ -243,16 +200,11 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         # everything read or written may belong to kernels in front until they have finished
         gdc_wait()
     _, _, _, counter_ptr, schedule = produce
-    mask, _, _, _, work, lengths, heads, _, cu_seqlens, _asked = shared
+    mask, _, _, _, work, lengths, heads, _, cu_seqlens, _begun = shared
     step = 0
     turn = 0
     sequence = 0
-    if CFG.SHARED_TAIL and mask[0] is not None:
-        q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
-        # the rows left over when all programs took as many, see `_feed_fraction`
-        whole = schedule[1] * q_tiles - schedule[4]
-        total = whole + gl.where(schedule[4] > 0, gl.num_programs(0), 0)
-    elif CFG.SHARED_TAIL:
+    if CFG.SHARED_TAIL:
         q_tiles = count_q_tiles(mask, schedule, lengths[0], CFG)
         kv_tiles = (lengths[1] + (CFG.TILE_N - 1)) // CFG.TILE_N
         # the pieces that are too few for all programs are one stretch of tiles, in equal shares
@@ -271,11 +223,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         if mask[0] is not None:
             # looking up a row of a mask takes long, and short rows come last
             next_piece = claim_piece(counter_ptr, schedule[3], piece, total)
-        if CFG.SHARED_TAIL and mask[0] is not None:
-            step, turn = _feed_fraction(
-                produce, shared, piece, whole, q_tiles, step, turn, CFG
-            )
-        elif CFG.SHARED_TAIL:
+        if CFG.SHARED_TAIL:
             step, turn = _feed_share(
                 produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG
             )
@@ -308,24 +256,19 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
 @gluon.jit
 def produce_found(produce, shared, CFG: gl.constexpr):
     """Keep the rings full for the pieces of work that `fwd_sm90_scout` publishes."""
-    _, _, _, _, work, lengths, heads, _, cu_seqlens, asked = shared
+    _, _, _, _, work, lengths, heads, _, cu_seqlens, begun = shared
     step = 0
     turn = 0
     piece = take(work, turn, 1)
     while piece[6] >= 0:
-        mbarrier.arrive(asked.index(0), count=1)
+        mbarrier.arrive(begun, count=1)
         plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         batch, q_head, kv_head = batch_and_heads(piece[6], heads[0], heads[1])
-        first_tile = 0
-        if CFG.SHARED_TAIL:
-            first_tile = piece[8]
-            end_tile = piece[9]
-        else:
-            end_tile = count_tiles(plan, CFG)[1]
+        end_tile = count_tiles(plan, CFG)[1]
         q_place = plane_place(cu_seqlens[0], batch, q_head, 0, lengths[0])
         kv_place = plane_place(cu_seqlens[1], batch, kv_head, 0, lengths[1])
         step = _copy_piece(
-            produce, shared, plan, piece[7], first_tile, end_tile, lengths[1], q_place, kv_place,
+            produce, shared, plan, piece[7], 0, end_tile, lengths[1], q_place, kv_place,
             step, turn, CFG,
         )  # fmt: skip
         turn += 1
