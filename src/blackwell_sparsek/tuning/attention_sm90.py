@@ -181,4 +181,8 @@ def attn_fwd_sm90_section(problem: AttnProblem, band: Band = EVERYTHING) -> int:
     if band.left is not None and band.right is not None:
         tokens = min(tokens, band.left + band.right + RUNNING_QUERIES)
     kv_bytes = tokens * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    return min(max(FORWARD_SECTION_BYTES // max(kv_bytes, 1), 1) * group, planes)
+    heads = max(FORWARD_SECTION_BYTES // max(kv_bytes, 1), 1)
+    if band.left is not None and band.right is not None:
+        # equal sections: the short pieces at the end of each fill the gaps before the next
+        heads = cdiv(planes // group, cdiv(planes // group, heads))
+    return min(heads * group, planes)

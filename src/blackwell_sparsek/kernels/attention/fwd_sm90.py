@@ -271,7 +271,7 @@ def _attn_fwd_sm90_kernel(
         gdc_launch_dependents()
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
-    k_stages: gl.constexpr = CFG.K_STAGES if CFG.K_STAGES > 0 else CFG.STAGES
+    k_stages: gl.constexpr = CFG.k_stages
     tile_n: gl.constexpr = CFG.TILE_N
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS

@@ -11,19 +11,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...device.scores import cap
 from ...device.softmax import softmax_step
 from ..sm90 import GROUP_ROWS
+from .config_sm90 import HALF_KEYS
 from .fwd_sm90_masks import mask_band
 from .fwd_sm90_work import dense_tile
 
 ROWS = gl.constexpr(GROUP_ROWS)
-# Keys of half a tile.
-HALF = gl.constexpr(64)
+HALF = gl.constexpr(HALF_KEYS)
 
 
 @gluon.jit
 def attend_half(
     q, rings, step, state, acc, kv_start, bounds, score, START: gl.constexpr, CFG: gl.constexpr
 ):
-    """Take in HALF keys from START on of the tile at `step`, which begins at `kv_start`."""
+    """Take in HALF keys from START on of the tile at `step`, which begins at `kv_start`.
+
+    Keys that every query sees need no `kv_start`.
+    """
     k_smem, k_full, k_empty = rings[0]
     v_smem, v_full, v_empty = rings[1]
     s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
