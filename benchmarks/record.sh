@@ -12,10 +12,10 @@ python=${PYTHON:-python}
 begun=$SECONDS
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
 
-# the tables that the project is judged by, then sweeps over many cases
+# the tables that the project is judged by, then what takes minutes: many cases, fresh processes
 tables="attention_dense block_sparse backward matmul_founding decode attention_window
  attention_small matmul_decode attention_varlen training mask_building host"
-sweeps="matmul_crossover matmul_llama matmul_square"
+sweeps="matmul_crossover matmul_llama matmul_square matmul_layers first_call"
 
 bench() { "$python" -m blackwell_sparsek bench "$@"; }
 

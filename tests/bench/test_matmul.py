@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -125,29 +127,43 @@ def test_a_case_that_cannot_be_built_has_an_error():
     assert result["error"].startswith("RuntimeError") and result["peers"] == {}
 
 
-@pytest.mark.parametrize("suite", ["founding", "square", "llama", "decode", "crossover"])
+@pytest.mark.parametrize("suite", ["founding", "square", "llama", "layers", "decode", "crossover"])
 def test_suites_cover_what_they_say(suite):
     made = SUITES[f"matmul_{suite}"].cases
     cases, tiny = list(made(False)), list(made(True))
     assert len({case.name for case in cases}) == len(cases)
     assert len({case.name for case in tiny}) == len(tiny)
+    assert {case.problem["dtype"] for case in cases} == {"float16"}
+    assert {case.problem["dtype"] for case in tiny} == {"float32"}
     problems = [case.problem for case in cases]
     blocks = {tuple(p["block"]) for p in problems}
-    if suite in ("founding", "square", "crossover"):
+    if suite in ("founding", "square", "layers", "crossover"):
         assert blocks == set(BLOCKS)
     if suite == "founding":
         assert all(p["weight"] == [8192, 8192] and p["n"] == 8192 for p in problems)
         assert sorted({p["density"] for p in problems}) == [0.22, 1.0]
         assert sum(CUSPARSE in case.peers for case in cases) == 1
         assert all(case.modes == (EAGER, SUSTAINED) for case in cases)
-    if suite == "square":
-        assert {p["n"] for p in problems} == {4096, 8192, 16384, 32768}
-        assert {p["density"] for p in problems} == {0.5, 0.3, 0.22, 0.1, 0.05}
-    if suite == "llama":
-        assert {tuple(p["weight"]) for p in problems} == set(LLAMA.values())
+    if suite in ("square", "layers"):
+        problems_of = [(4096,) * 3, (8192,) * 3, (16384,) * 3, (32768,) * 3]
+        if suite == "layers":
+            problems_of = [
+                (*LLAMA[name], n) for name in ("8B gate_up", "70B down") for n in (16, 1024)
+            ]
+        found = [((*p["weight"], p["n"]), tuple(p["block"]), p["density"]) for p in problems]
+        densities = (0.5, 0.3, 0.22, 0.1, 0.05)
+        assert set(found) == set(itertools.product(problems_of, BLOCKS, densities))
+        # a run that ends early has one density of everything, and loses the longest cases
+        assert set(found[:28]) == set(itertools.product(problems_of, BLOCKS, [0.22]))
+        assert all(size == problems_of[-1] for size, *_ in found[-28:])
+    if suite in ("square", "crossover"):
+        assert all(case.build(CPU).sparse.nnz_blocks for case in tiny)
+    if suite in ("llama", "layers"):
         for case in cases:
             modes = (EAGER, GRAPH) if case.problem["n"] <= 64 else (EAGER,)
             assert case.modes == modes
+    if suite == "llama":
+        assert {tuple(p["weight"]) for p in problems} == set(LLAMA.values())
     if suite == "decode":
         assert all(GRAPH in case.modes and case.problem["n"] <= 64 for case in cases)
 

@@ -174,6 +174,33 @@ def test_figures_follow_what_varies():
     assert captions(_document(times, unit="us")) == ["µs by case"]
 
 
+def test_a_sweep_has_a_picture_for_each_size_and_no_pages_of_bars():
+    cases = []
+    for size in (8192, 4096):
+        for block in ([128, 128], [16, 16]):
+            for density in (0.5, 0.22, 0.1):
+                case = _product(density, 1 / density)
+                case["problem"] |= {"weight": [size, size], "n": size, "block": block}
+                cases.append(case)
+    document = _document(cases, suite="matmul_square")
+    (figure, roof) = figures_of(document, colours_of(document))
+    assert figure.caption.startswith("Speed-up over the dense product by sparsity")
+    assert roof.caption.startswith("Under the roof")
+    small, large = figure.pictures
+    assert "4096 x 4096 x 4096" in small and "8192 x 8192 x 8192" in large
+    assert figure.legend == {"blocks 128x128": 0, "blocks 16x16": 1}
+    assert small.count("<circle") == large.count("<circle") == 6
+    assert "blocks 16x16: 10 times faster at 90" in small
+    _parsed(page([document]))
+
+
+def test_first_calls_do_not_count_among_times_of_the_device():
+    case = _attention(1024)
+    case["ratios"] = {mode: {"best_peer": "sdpa", "over_best_peer": 0.1} for mode in ("reported",)}
+    assert "geometric mean" not in page([_document([case])])
+    assert "geometric mean on the device" in page([_document(LENGTHS)])
+
+
 def test_crossings_have_a_picture_and_say_where_dense_takes_over():
     curve = {"block": [64, 64], "density": 0.62, "speedups": [[0.1, 6.0], [0.9, 0.7]]}
     never = {"block": [16, 16], "density": None, "speedups": [[0.1, 0.9], [0.9, 0.2]]}
@@ -262,4 +289,4 @@ def test_markdown_is_that_of_the_tables(tmp_path, capsys):
     assert cli.main(["report", "--markdown", good]) == 0
     out = capsys.readouterr().out
     assert out.startswith("**attention dense** (NVIDIA H200, torch 2.11, commit 0123456789)")
-    assert "| S1024 full | n/a | 600 | 560 | 1.10x (fa4) |" in out
+    assert "| S1024 full | 600 | 560 | 1.10x (fa4) |" in out

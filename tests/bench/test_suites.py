@@ -9,7 +9,6 @@ from blackwell_sparsek.bench.peers.torch_attention import block_lists, flex_mask
 from blackwell_sparsek.bench.problems.attention import Attention
 from blackwell_sparsek.bench.run import failures, run_suite
 from blackwell_sparsek.bench.suites import GROUPS, SUITES
-from blackwell_sparsek.bench.suites.first_call import seconds_of
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -183,9 +182,3 @@ def test_the_mask_for_flex_shows_the_same_blocks():
         for row in range(4):
             kept = order[h, row, : counts[h, row]].tolist()
             assert kept == inputs.keep[h, row].nonzero().flatten().tolist()
-
-
-def test_a_first_call_is_timed_in_a_process_of_its_own(tmp_path):
-    assert 0 < seconds_of("sdpa", tmp_path) < 60
-    with pytest.raises(RuntimeError, match="the process of nothing ended with 1: KeyError"):
-        seconds_of("nothing", tmp_path)

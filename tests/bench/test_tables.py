@@ -72,6 +72,40 @@ def test_crossovers():
     assert "| 64x64 | above 90% |" in text and "| 16x16 | below 10% |" in text
 
 
+def test_a_sweep_is_one_table_over_the_sparsity():
+    cases = []
+    for size in (8192, 4096):
+        for density in (0.1, 0.5, 0.22):
+            (case,) = _document()["cases"]
+            block = [16, 16] if density != 0.22 else [128, 16]
+            problem = {"weight": [size, size], "n": size, "block": block, "density": density}
+            cases.append(case | {"name": f"{size} {density}", "problem": problem})
+    cases[1]["peers"]["bsk"]["implementation"] = "dense"
+    del cases[3]["peers"]["bsk"]["times"]
+    other = _document()["cases"][0] | {"name": "another"}
+    text = tables.matmul_tables(_document(suite="matmul_square") | {"cases": [*cases, other]})
+    assert text.splitlines()[2:11] == [
+        "| faster than dense (bsk ms), single calls between pauses, cold L2 "
+        "| 50% sparse | 78% sparse | 90% sparse |",
+        "| --- | ---: | ---: | ---: |",
+        "| 4096 x 4096 x 4096, blocks 128x16 |  | 3.48x (0.431 ms) |  |",
+        "| 4096 x 4096 x 4096, blocks 16x16 | 3.48x (0.431 ms) |  | n/a |",
+        "| 8192 x 8192 x 8192, blocks 128x16 |  | 3.48x (0.431 ms) |  |",
+        "| 8192 x 8192 x 8192, blocks 16x16 | 3.48x (0.431 ms, dense) |  | 3.48x (0.431 ms) |",
+        "",
+        "dense: `auto` took the dense product.",
+        "",
+    ]
+    assert "| another | sm90 | 0.431 |" in text and "8192 0.1" not in text
+
+
+def test_of_many_cases_without_time_a_few_are_named():
+    text = tables.matmul_tables(_document(left_out=["a", "b"]))
+    assert text.endswith("Left out for lack of time: a, b.")
+    text = tables.matmul_tables(_document(left_out=[f"c{i}" for i in range(99)]))
+    assert text.endswith("c6, c7 and 91 more.")
+
+
 def test_a_failed_check_is_named():
     document = _document()
     document["cases"][0]["peers"]["bsk"] = {"label": "", "failed": "AssertionError: over"}

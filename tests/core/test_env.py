@@ -56,6 +56,8 @@ def test_an_environment_with_a_cache_of_its_own(monkeypatch):
     found = env.environment_with_cache("/x")
     assert found["TRITON_CACHE_DIR"] == "/x"
     assert found["TORCHINDUCTOR_CACHE_DIR"] == "/x/inductor"
+    assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == "/x/flash_attention"
     assert "TRITON_INTERPRET" not in found
 
 

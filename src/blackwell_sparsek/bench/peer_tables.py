@@ -8,8 +8,9 @@ MODE_HEADS = {
     "graph": "in a CUDA graph, cold inputs",
     "sustained": "call after call without a pause",
     "host": "host time of a call",
-    "reported": "measured by itself",
+    "reported": "in a fresh process",
 }
+_MOST_NAMES = 8
 UNITS = {"tflops": "TFLOP/s", "ms": "ms", "us": "us", "us_per_head": "us per head"}
 
 
@@ -74,7 +75,8 @@ def _mode_table(
     )
     compared = any("best_peer" in c.get("ratios", {}).get(mode, {}) for c in cases)
     tiers = any("tiers_us_per_head" in c["problem"] for c in cases)
-    head = [f"{unit}, {MODE_HEADS[mode]}", "ran", *names]
+    ran = any("implementation" in c["peers"].get("bsk", {}) for c in cases)
+    head = [f"{unit}, {MODE_HEADS[mode]}", *(["ran"] if ran else []), *names]
     to_dense = any("over_dense" in c.get("ratios", {}).get(mode, {}) for c in cases)
     head += ["bsk faster than dense"] if to_dense else []
     head += ["bsk against the best peer"] if compared else []
@@ -83,7 +85,8 @@ def _mode_table(
     for case in cases:
         entries = case["peers"]
         mark = " ~" if "unsteady" in case else ""
-        row = [case["name"] + mark, str(entries.get("bsk", {}).get("implementation", "n/a"))]
+        row = [case["name"] + mark]
+        row += [str(entries.get("bsk", {}).get("implementation", "n/a"))] if ran else []
         for name in names:
             figures = entries.get(name, {}).get("times", {}).get(mode)
             row.append("n/a" if figures is None else show(figures, case["problem"]))
@@ -145,8 +148,15 @@ def notes(document: dict[str, Any]) -> list[str]:
     if document.get("interrupted"):
         found.append("The run was interrupted: cases are missing.")
     if document.get("left_out"):
-        found.append(f"Left out for lack of time: {', '.join(map(str, document['left_out']))}.")
+        found.append(f"Left out for lack of time: {_some_of(document['left_out'])}.")
     return found
+
+
+def _some_of(names: Any) -> str:
+    """The first few; the results file has them all."""
+    few = [str(name) for name in names[:_MOST_NAMES]]
+    more = len(names) - len(few)
+    return ", ".join(few) + (f" and {more} more" if more else "")
 
 
 def absent(cases: list[dict[str, Any]]) -> list[str]:

@@ -11,6 +11,7 @@ MODES = {
     "graph": "CUDA graph",
     "sustained": "call after call",
     "host": "host time",
+    "reported": "fresh process",
 }
 HEAD = (
     "suite, timed how",

@@ -11,8 +11,10 @@ from . import results
 from .peer_tables import MODE_HEADS, heading, notes, number, peer_tables, table, times_faster
 from .report.figures import Figure, figures_of
 from .report.page import colours_of
+from .report.problems import is_sweep, product_of
 from .report.standalone import standalone
 from .summary import summary
+from .sweep_table import sweep_table
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 RESULTS = pathlib.Path("benchmarks/results")
@@ -23,6 +25,7 @@ SUITES = (
     "matmul_crossover",
     "matmul_square",
     "matmul_llama",
+    "matmul_layers",
     "attention_dense",
     "attention_window",
     "attention_small",
@@ -57,10 +60,16 @@ def suite_tables(document: dict[str, Any]) -> str:
 def matmul_tables(document: dict[str, Any]) -> str:
     """What a results file of products says: ours against the dense product and the best peer."""
     parts = [heading(document)]
+    cases = document["cases"]
+    swept = is_sweep(case["problem"] for case in cases)
     for mode in CASE_HEADS:
-        rows = [_row(case, mode) for case in document["cases"]]
-        if any(row is not None for row in rows):
-            parts.append(_times_table(mode, [row for row in rows if row is not None]))
+        timed = [(case, row) for case in cases if (row := _row(case, mode)) is not None]
+        if swept and timed:
+            parts.append(sweep_table([case for case, _ in timed], mode, MODE_HEADS[mode]))
+        # what has no place in a sweep still has a row
+        rows = [row for case, row in timed if not swept or product_of(case["problem"]) is None]
+        if rows:
+            parts.append(_times_table(mode, rows))
     if document.get("crossover"):
         parts.append(_crossover_table(document["crossover"]))
     parts += notes(document)

@@ -73,5 +73,10 @@ def environment_for_compiler() -> dict[str, str]:
 
 def environment_with_cache(folder: str) -> dict[str, str]:
     """Return the environment for a child process that keeps everything it compiles in `folder`."""
-    own = {"TRITON_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor")}
+    own = {
+        "TRITON_CACHE_DIR": folder,
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": os.path.join(folder, "flash_attention"),
+    }
     return environment_for_compiler() | own

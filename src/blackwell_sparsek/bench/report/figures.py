@@ -7,7 +7,7 @@ from typing import Any
 
 from ..peaks import peak_of
 from .charts import Bar, Colours, Line, Plot, Spot, bar_chart, line_chart, roofline
-from .problems import amount, least_bytes, names_of
+from .problems import amount, is_sweep, least_bytes, names_of, product_of
 
 MODES = ("graph", "eager", "sustained", "host", "reported")
 # They do more work than the others: their TFLOP/s would look good and mean nothing.
@@ -30,9 +30,9 @@ def figures_of(document: dict[str, Any], colours: Colours) -> list[Figure]:
     if not mode:
         return []
     found = []
-    over_length = _over_length(document, mode, colours)
-    found += over_length or _bars(document, mode, colours)
-    found += _faster_than_dense(cases, mode, colours)
+    if not is_sweep(case["problem"] for case in cases):
+        found += _over_length(document, mode, colours) or _bars(document, mode, colours)
+        found += _faster_than_dense(cases, mode, colours)
     found += _speedup_over_length(cases, mode)
     found += _crossings(document) or _speedup_over_density(cases, mode)
     found += _roof(document, mode, colours)
@@ -199,16 +199,36 @@ def _speedup_over_length(cases: list[dict[str, Any]], mode: str) -> list[Figure]
 
 
 def _speedup_over_density(cases: list[dict[str, Any]], mode: str) -> list[Figure]:
-    """Speed-up over dense by sparsity; where a curve crosses 1, dense takes over."""
-    lines, shown = _curves(_groups(cases, "density"), mode, "density", "over_dense")
-    if not lines:
-        return []
-    sparsities = [Line(x.name, [(100 * (1 - d), r) for d, r in x.points]) for x in lines]
-    plot = Plot(
-        "against the dense product", "% sparse", "times faster", sparsities, level=1.0, y_log=True
-    )
+    """Speed-up over dense by sparsity; where a curve crosses 1, dense takes over.
+
+    A sweep has a picture for each size, with a curve for each block shape.
+    """
+    by_size: dict[str, list[dict[str, Any]]] = {"against the dense product": cases}
+    if is_sweep(case["problem"] for case in cases):
+        by_size = _by_size(cases)
+    pictures: list[str] = []
+    shown: dict[str, int] = {}
+    for title, some in by_size.items():
+        lines, _ = _curves(_groups(some, "density"), mode, "density", "over_dense")
+        sparsities = [Line(x.name, [(100 * (1 - d), r) for d, r in x.points]) for x in lines]
+        for line in sparsities:
+            shown.setdefault(line.name, len(shown))
+        if lines:
+            plot = Plot(title, "% sparse", "times faster", sparsities, level=1.0, y_log=True)
+            pictures.append(line_chart(plot, shown, *([960.0] if len(by_size) == 1 else [])))
     caption = f"Speed-up over the dense product by sparsity, mode {mode}; dense wins below 1."
-    return [Figure(caption, [line_chart(plot, shown, 960.0)], shown)]
+    return [Figure(caption, pictures, shown)] if pictures else []
+
+
+def _by_size(cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Products by their size, in words; their problems say nothing of it any more."""
+    found: dict[tuple[float, ...], list[dict[str, Any]]] = {}
+    for case in cases:
+        if (product := product_of(case["problem"])) is not None:
+            size, block, density = product
+            alone = {"block": list(block), "density": density}
+            found.setdefault(size, []).append({**case, "problem": alone})
+    return {" x ".join(f"{side:g}" for side in size): found[size] for size in sorted(found)}
 
 
 def _crossings(document: dict[str, Any]) -> list[Figure]:

@@ -1,6 +1,7 @@
 """What a report reads from the problem of a case; of untrusted files, anything may be missing."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -44,6 +45,28 @@ def names_of(problem: dict[str, Any], besides: str) -> str:
     if besides != "n" and (n := amount(problem, "n")) is not None:
         parts.append(f"n {n:g}")
     return " ".join(parts) or "all"
+
+
+def product_of(problem: Any) -> tuple[tuple[float, ...], tuple[float, ...], float] | None:
+    """Size (M, K, N), block and density of a product, or None where a problem is something else."""
+    if not isinstance(problem, dict):
+        return None
+    weight, block = _sizes(problem, "weight"), _sizes(problem, "block")
+    n, density = amount(problem, "n"), amount(problem, "density")
+    if len(weight) != 2 or len(block) != 2 or n is None or density is None:
+        return None
+    return (*weight, n), tuple(block), density
+
+
+def is_sweep(problems: Iterable[Any]) -> bool:
+    """Whether they are products of several sizes at three densities or more.
+
+    There are so many of them that curves and a table over the density say more than one by one.
+    """
+    densities: dict[tuple[float, ...], set[float]] = {}
+    for size, _, density in filter(None, map(product_of, problems)):
+        densities.setdefault(size, set()).add(density)
+    return sum(len(found) >= 3 for found in densities.values()) >= 2
 
 
 def least_bytes(problem: Any) -> float | None:

@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,19 @@ from ..case import REPORTED, Case, Contender, Peer, Suite
 from ..peers.importing import needs
 from ..peers.ours import OURS
 
-_LONGEST_S = 300
+_LONGEST_S = 120
+_WORKER = pathlib.Path(__file__).parents[1] / "first_call_worker.py"
+# Run by its path: as a module it would import this package before its clock starts.
+_START = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+# What each call compiled when nothing was there, for the cases in which something is.
+_compiled: dict[str, "tempfile.TemporaryDirectory[str]"] = {}
 
 
 def first_call(tiny: bool = False) -> Iterator[Case]:
     """In a fresh process: nothing compiled yet, and everything in Triton's cache."""
-    for state in ("nothing compiled", "compiled before"):
-        for call in ("attention", "matmul"):
+    # the one with the most peers last
+    for call in ("matmul", "attention"):
+        for state in ("nothing compiled", "compiled before"):
             peers = (OURS, *PEERS) if call == "attention" else (OURS,)
             build = partial(_build, call, state == "compiled before")
             yield Case(f"{call}, {state}", {"call": call}, build, peers, modes=(REPORTED,))
@@ -34,20 +40,47 @@ def _build(call: str, warm: bool, device: torch.device) -> tuple[str, bool, torc
 
 def _prepare(inputs: tuple[str, bool, torch.device], name: str = "") -> Contender:
     call, warm = name or inputs[0], inputs[1]
-    kept = tempfile.TemporaryDirectory()  # lives as long as the contender
+    if warm and call not in _compiled:
+        _uncompiled_seconds(call)
+    return Contender(_Repeated(_compiled_seconds if warm else _uncompiled_seconds, call), _passed)
 
-    def run() -> float:
-        if warm:
-            return seconds_of(call, pathlib.Path(kept.name))
-        with tempfile.TemporaryDirectory() as fresh:
-            return seconds_of(call, pathlib.Path(fresh))
 
-    return Contender(run, lambda seconds: None)
+def _passed(seconds: float) -> None:
+    """`seconds_of` has checked the result."""
+
+
+class _Repeated:
+    """A measurement of a call; the process that was checked counts as its first round."""
+
+    def __init__(self, measurement: Callable[[str], float], call: str):
+        self.measurement, self.call = measurement, call
+        self.checked: float | None = None
+        self.is_checked = False
+
+    def __call__(self) -> float:
+        if self.checked is not None:
+            seconds, self.checked = self.checked, None
+            return seconds
+        seconds = self.measurement(self.call)
+        if not self.is_checked:
+            self.checked, self.is_checked = seconds, True
+        return seconds
+
+
+def _uncompiled_seconds(call: str) -> float:
+    fresh = tempfile.TemporaryDirectory()
+    seconds = seconds_of(call, pathlib.Path(fresh.name))
+    _compiled.setdefault(call, fresh)
+    return seconds
+
+
+def _compiled_seconds(call: str) -> float:
+    return seconds_of(call, pathlib.Path(_compiled[call].name))
 
 
 def seconds_of(call: str, cache: pathlib.Path) -> float:
     """Run one call in a fresh process with its compiled kernels in `cache`."""
-    command = [sys.executable, "-m", "blackwell_sparsek.bench.first_call_worker", call]
+    command = [sys.executable, "-c", _START, str(_WORKER), call]
     done = subprocess.run(
         command,
         env=environment_with_cache(str(cache)),

@@ -5,9 +5,11 @@ cache.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from ..case import EAGER, GRAPH, SUSTAINED, Case, Suite
 from ..peers.matmul import CUSPARSE, DENSE, OURS, PACKED, PEERS, STORED, TORCH, TUNED
@@ -26,8 +28,21 @@ LLAMA = {
     "70B down": (8192, 28672),
 }
 NARROW = 64
+FOUNDING_DENSITY = 0.22
+OTHER_DENSITIES = (0.5, 0.3, 0.1, 0.05)
 # single calls, and calls at the limits of clocks and power
 BOTH = (EAGER, SUSTAINED)
+
+_Any = TypeVar("_Any")
+
+
+def _dtype(tiny: bool) -> torch.dtype:
+    """Torch multiplies float16 on a CPU so slowly that nothing could be compared with it."""
+    return torch.float32 if tiny else torch.float16
+
+
+def _cube(size: int, block: tuple[int, int], density: float, tiny: bool) -> Product:
+    return Product(size, size, size, block, density, _dtype(tiny))
 
 
 def _case(
@@ -54,21 +69,33 @@ def founding(tiny: bool = False) -> Iterator[Case]:
     peers = (OURS, DENSE, PACKED, TORCH, TUNED)
     for block in BLOCKS:
         more = (CUSPARSE,) if block == (128, 128) else ()
-        product = Product(size, size, size, block, 0.22)
+        product = _cube(size, block, FOUNDING_DENSITY, tiny)
         yield _case(product, f"{size}^3", (*peers, *more), BOTH)
-    full = Product(size, size, size, (128, 128), 1.0)
+    full = _cube(size, (128, 128), 1.0, tiny)
     yield _case(full, f"{size}^3", (OURS, STORED, DENSE), BOTH)
 
 
 def square(tiny: bool = False) -> Iterator[Case]:
-    """Square products of 4096 to 32768 at five densities; the largest with fewer block shapes."""
-    for size in (256,) if tiny else (4096, 8192, 16384, 32768):
-        blocks = BLOCKS if size <= 8192 else ((128, 128), (64, 64), (16, 16))
-        for density in (0.5, 0.3, 0.22, 0.1, 0.05):
-            # a dense product of the largest size takes 95 ms
-            some = blocks if size < 32768 or density == 0.22 else blocks[:1]
-            for block in some:
-                yield _case(Product(size, size, size, block, density), f"{size}^3")
+    """Square products of 4096 to 32768: every block shape at five densities."""
+    sizes = (512,) if tiny else (4096, 8192, 16384, 32768)
+    # the largest last: its dense product alone takes 95 ms
+    for size, density in _founding_first(sizes):
+        for block in BLOCKS:
+            yield _case(_cube(size, block, density, tiny), f"{size}^3")
+
+
+def layers(tiny: bool = False) -> Iterator[Case]:
+    """Two layers of Llama 3, x @ W.T, for 16 and 1024 tokens: every block shape, five densities."""
+    some = [(name, n) for name in ("8B gate_up", "70B down") for n in (16, 1024)]
+    for (name, n), density in _founding_first(some):
+        for block in BLOCKS:
+            yield _layer(name, n, block, density, tiny)
+
+
+def _founding_first(problems: Sequence[_Any]) -> list[tuple[_Any, float]]:
+    """All problems at the density of the founding table, then one by one at the others."""
+    first = [(problem, FOUNDING_DENSITY) for problem in problems]
+    return first + [(problem, density) for problem in problems for density in OTHER_DENSITIES]
 
 
 def llama(tiny: bool = False) -> Iterator[Case]:
@@ -78,32 +105,32 @@ def llama(tiny: bool = False) -> Iterator[Case]:
 
 def decode(tiny: bool = False) -> Iterator[Case]:
     """The layers of Llama 3 8B for few tokens, eager and in CUDA graphs."""
-    layers = {name: shape for name, shape in LLAMA.items() if name.startswith("8B")}
-    yield from _layers(layers, (1, 4, 16, 64), ((128, 128), (64, 64)), tiny)
+    names = [name for name in LLAMA if name.startswith("8B")]
+    yield from _layers(names, (1, 4, 16, 64), ((128, 128), (64, 64)), tiny)
 
 
 def _layers(
-    layers: dict[str, tuple[int, int]],
-    tokens: tuple[int, ...],
-    blocks: tuple[tuple[int, int], ...],
-    tiny: bool,
+    names: Iterable[str], tokens: tuple[int, ...], blocks: tuple[tuple[int, int], ...], tiny: bool
 ) -> Iterator[Case]:
+    for name, n, block in itertools.product(names, tokens, blocks):
+        yield _layer(name, n, block, FOUNDING_DENSITY, tiny)
+
+
+def _layer(name: str, n: int, block: tuple[int, int], density: float, tiny: bool) -> Case:
     shrink = 16 if tiny else 1
-    for name, (rows, inner) in layers.items():
-        for n in tokens:
-            for block in blocks:
-                product = Product(rows // shrink, inner // shrink, n, block, 0.22, linear=True)
-                # narrow products are bound by launches and memory
-                modes = (EAGER, GRAPH) if n <= NARROW else (EAGER,)
-                yield _case(product, f"{name}, {n} tokens", modes=modes)
+    rows, inner = (size // shrink for size in LLAMA[name])
+    product = Product(rows, inner, n, block, density, _dtype(tiny), linear=True)
+    # narrow products are bound by launches and memory
+    modes = (EAGER, GRAPH) if n <= NARROW else (EAGER,)
+    return _case(product, f"{name}, {n} tokens", modes=modes)
 
 
 def crossover(tiny: bool = False) -> Iterator[Case]:
     """Stored blocks against the dense product over the density, to find where they meet."""
-    size = 256 if tiny else 8192
+    size = 512 if tiny else 8192
     for block in BLOCKS:
         for density in (0.1, 0.3, 0.5, 0.7, 0.9):
-            product = Product(size, size, size, block, density)
+            product = _cube(size, block, density, tiny)
             yield _case(product, f"{size}^3", (STORED, OURS, DENSE))
 
 
@@ -155,6 +182,6 @@ def _suite(
 
 
 SUITES = [
-    *map(_suite, (founding, square, llama, decode)),
+    *map(_suite, (founding, square, llama, layers, decode)),
     _suite(crossover, _add_crossings),
 ]
