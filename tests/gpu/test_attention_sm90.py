@@ -47,6 +47,7 @@ STRUCTURES = (
     (1, 128, 128, (64, 64), False, True, BRAIN),
     (1, 64, 64, (64, 16), False, False, BRAIN),
     (2, 64, 64, (128, 256), True, False, HALF),
+    (1, 128, 128, (64, 128), True, True, HALF),
 )
 # (structure, seed) pairs that ever failed stay here
 CORPUS = ((6, 972), (7, 1169))

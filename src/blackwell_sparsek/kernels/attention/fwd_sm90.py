@@ -130,7 +130,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             halved = (plan[2] < plan[3]) & (any_first >= left_start + HALF)
             halved = halved & (kv_tiles > taken + 1)
             kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
-        if CFG.ODD_HALF:
+        elif CFG.ODD_HALF:
             halved = num_full_units(plan) % 2 != 0
             kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
         if CFG.PARTS:
@@ -185,22 +185,18 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
         if CFG.PARTS:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
-        if CFG.HALF_TILES:  # noqa: SIM102
+        if CFG.HALF_TILES or CFG.ODD_HALF:  # noqa: SIM102
             if halved:
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
+                half_start = left_start if CFG.HALF_TILES else None
+                first_key: gl.constexpr = HALF if CFG.HALF_TILES else 0
                 m_log2, row_sum, acc = attend_half(
-                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, left_start, bounds,
-                    score, HALF, CFG,
+                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, half_start, bounds,
+                    score, first_key, CFG,
                 )  # fmt: skip
                 step += 1
-                mbarrier.arrive(q_empty.index(q_stage), count=1)
-        if CFG.ODD_HALF:
-            if halved:
-                same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
-                m_log2, row_sum, acc = attend_half(
-                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, None, bounds, score, 0, CFG
-                )
-                step += 1
+                if not CFG.OUT_IN_Q:
+                    mbarrier.arrive(q_empty.index(q_stage), count=1)
         complete = True
         if CFG.SHARED_TAIL:  # noqa: SIM102
             if piece[11] < piece[12]:
@@ -223,6 +219,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
             gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
             if CFG.OUT_IN_Q:
+                # the next queries come to where this was
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(q_stage), count=1)
         turn += 1

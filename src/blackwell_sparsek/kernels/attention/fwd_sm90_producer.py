@@ -78,41 +78,51 @@ def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _copy_piece(
-    produce, shared, plan, q_tile, first_tile, end_tile, kv_len, q_place, kv_place, step, turn,
-    CFG: gl.constexpr,
-):  # fmt: skip
-    """Fetch queries and KV tiles of a piece of work; return the next step."""
+def _copy_queries(desc, ring, turn, q_tile, place, CFG: gl.constexpr):
+    """Start the copies of the queries of a piece of work, once there is room for them."""
+    smem, full, empty = ring
+    consumers: gl.constexpr = CFG.CONSUMERS
+    stage = turn % CFG.Q_STAGES
+    bar = full.index(stage)
+    mbarrier.wait(empty.index(stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
+    mbarrier.expect(bar, consumers * desc.block_type.nbytes)
+    for g in gl.static_range(consumers):
+        row = q_tile * CFG.tile_m + g * ROWS
+        q = smem.index(stage * consumers + g)
+        tma.async_copy_global_to_shared(desc, tile_at(place, row), bar, q)
+
+
+@gluon.jit
+def _copy_piece(produce, shared, plan, kv_len, q_tile, places, span, step, turn, CFG: gl.constexpr):
+    """Fetch queries and the KV tiles `span` of a piece of work; return the next step."""
     q_desc, k_desc, v_desc, _, _ = produce
     mask, q_ring, k_ring, v_ring, _, _, _, _, _, _ = shared
-    q_smem, q_full, q_empty = q_ring
-    consumers: gl.constexpr = CFG.CONSUMERS
-    q_stage = turn % CFG.Q_STAGES
-    q_bar = q_full.index(q_stage)
-    mbarrier.wait(q_empty.index(q_stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
-    mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
-    for g in gl.static_range(consumers):
-        q_row = q_tile * CFG.tile_m + g * ROWS
-        q = q_smem.index(q_stage * consumers + g)
-        tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
+    q_place, kv_place = places
+    first_tile, end_tile = span
     visit = (mask[0], plan, num_masked_units(plan), kv_len)
-    if first_tile < end_tile:
-        # lists are read a tile early: that takes as long as waiting for a stage
-        starts = _tile_starts(visit, first_tile, CFG)
-        if CFG.KEYS_AHEAD:
+    if not CFG.OUT_IN_Q or first_tile >= end_tile:
+        _copy_queries(q_desc, q_ring, turn, q_tile, q_place, CFG)
+    # places are found before stages are waited for: reading the lists of a mask takes as long
+    if not CFG.KEYS_AHEAD:
+        for kv_tile in range(first_tile, end_tile):
+            starts = _tile_starts(visit, kv_tile, CFG)
             _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
+            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
+            step += 1
+            if CFG.OUT_IN_Q:  # noqa: SIM102
+                # the outputs before them are still to be written: keys and values come first
+                if kv_tile == first_tile:
+                    _copy_queries(q_desc, q_ring, turn, q_tile, q_place, CFG)
+    elif first_tile < end_tile:
+        # consumers are done with the keys of a tile before they are with the values before it
+        starts = _tile_starts(visit, first_tile, CFG)
+        _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
         for kv_tile in range(first_tile + 1, end_tile):
             after = _tile_starts(visit, kv_tile, CFG)
-            if CFG.KEYS_AHEAD:
-                # as consumers free them: keys a tile ahead of values
-                _copy_tile(k_desc, k_ring, step + 1, after, kv_place, CFG)
-            else:
-                _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
+            _copy_tile(k_desc, k_ring, step + 1, after, kv_place, CFG)
             _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
             starts = after
             step += 1
-        if not CFG.KEYS_AHEAD:
-            _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
         _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
         step += 1
     return step
@@ -137,12 +147,11 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
         end_tile = part[1]
         fields = fields + part
     publish(work, turn, fields)
-    kv_len = kv_span[1]
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
-    return _copy_piece(
-        produce, shared, plan, q_tile, first_tile, end_tile, kv_len, q_place, kv_place, step, turn, CFG
-    )
+    places = (q_place, kv_place)
+    span = (first_tile, end_tile)
+    return _copy_piece(produce, shared, plan, kv_span[1], q_tile, places, span, step, turn, CFG)
 
 
 @gluon.jit
@@ -264,12 +273,12 @@ def produce_found(produce, shared, CFG: gl.constexpr):
         mbarrier.arrive(begun, count=1)
         plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         batch, q_head, kv_head = batch_and_heads(piece[6], heads[0], heads[1])
-        end_tile = count_tiles(plan, CFG)[1]
         q_place = plane_place(cu_seqlens[0], batch, q_head, 0, lengths[0])
         kv_place = plane_place(cu_seqlens[1], batch, kv_head, 0, lengths[1])
+        places = (q_place, kv_place)
+        span = (0, count_tiles(plan, CFG)[1])
         step = _copy_piece(
-            produce, shared, plan, piece[7], 0, end_tile, lengths[1], q_place, kv_place,
-            step, turn, CFG,
-        )  # fmt: skip
+            produce, shared, plan, lengths[1], piece[7], places, span, step, turn, CFG
+        )
         turn += 1
         piece = take(work, turn, 1)
