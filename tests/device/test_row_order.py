@@ -22,7 +22,7 @@ def check(monkeypatch, device):
         with monkeypatch.context() as patch:
             patch.setattr(block_order, "kernels_build", lambda *tensors: True)
             # the sort must not step in
-            patch.setattr(block_order, "longest", None)
+            patch.setattr(block_order, "_longest", None)
             assert torch.equal(function(moved, *args).cpu(), expected)
 
     return compare

@@ -176,7 +176,7 @@ def _row_order_kernel(
 def launch_row_order(
     order: torch.Tensor,
     indptr: torch.Tensor,
-    indices: torch.Tensor | None,
+    indices: torch.Tensor,
     sizes: OrderSizes,
     lengths: tuple[int, int],
     block: tuple[int, int],
@@ -188,8 +188,7 @@ def launch_row_order(
     Parameters
     ----------
     order : int32 [planes * rows], not empty
-    indptr, indices : lists of a mask, or of its columns; without indices, `indptr` begins with the
-        number of blocks of each row
+    indptr, indices : lists of a mask, or of its columns
     lengths, block : those of the lists' rows, then of their columns
     band : left and right, seen from the lists' rows, or None for everything
     columns : whether early rows come first among equals, and not late ones
@@ -204,12 +203,10 @@ def launch_row_order(
             tiles = (*block, TILE_LISTS, TILE_ENTRIES)
             launch(_visits_kernel, cdiv(lists, TILE_LISTS), (*args, *tiles), num_warps=4)
         keys = scratch(order.shape, torch.int32, order.device)
-        from_pointers = band is None and indices is not None
-        args = (keys, visits, *sizes, from_pointers, columns, TILE_VISITS)
+        args = (keys, visits, *sizes, band is None, columns, TILE_VISITS)
         launch(_order_keys_kernel, cdiv(order.numel(), TILE_VISITS), args, num_warps=4)
         args = (order, keys, sizes.planes, sizes.rows, columns, TILE_ROWS, TILE_OTHERS)
         launch(_row_order_kernel, cdiv(order.numel(), TILE_ROWS), args, num_warps=4)
 
-    key = ("row_order", sizes, lists, lengths, block, band, columns, indices is None)
-    roles = (order, indptr) if indices is None else (order, indptr, indices)
-    return launch_recorded(key, roles, launches)
+    key = ("row_order", sizes, lists, lengths, block, band, columns)
+    return launch_recorded(key, (order, indptr, indices), launches)

@@ -264,7 +264,8 @@ def ordered(
 
     size = OrderSizes(*sizes)
     rows = size.planes * size.rows
-    if not _few_rows(size):
+    small_keys = (size.planes // size.section + 2) * (size.most + 1) < 2**31
+    if not (0 < rows <= MAX_ORDERED_ROWS and small_keys):
         return None
     order = _empty(rows, lists.indptr.device)
     lengths, block, *within = sides
@@ -275,24 +276,6 @@ def ordered(
     if launches is not None:
         _ORDERED.keep(key, (launches, rows))
     return order
-
-
-def ordered_by_count(counts: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor | None:
-    """As `ordered`, of rows whose blocks are counted already, in the first numbers of `counts`."""
-    from ..device.row_order import OrderSizes, launch_row_order
-
-    size = OrderSizes(*sizes)
-    if not _few_rows(size):
-        return None
-    order = _empty(size.planes * size.rows, counts.device)
-    launch_row_order(order, counts, None, size, (0, 0), (1, 1), None, columns=False)
-    return order
-
-
-def _few_rows(size: Any) -> bool:
-    """Whether there are rows, few enough to compare each with each."""
-    small_keys = (size.planes // size.section + 2) * (size.most + 1) < 2**31
-    return 0 < size.planes * size.rows <= MAX_ORDERED_ROWS and small_keys
 
 
 def ordered_again(key: tuple[Any, ...], lists: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -55,7 +55,7 @@ def longest_first(
         if made is not None:
             return made
     visits = visible_blocks(mask, band).view(mask.batch, mask.heads, mb)
-    return longest(visits.expand(batch, heads, mb).reshape(batch * heads, mb), nb, section)
+    return _longest(visits.expand(batch, heads, mb).reshape(batch * heads, mb), nb, section)
 
 
 @usable_in_training
@@ -106,7 +106,7 @@ def longest_columns_first(
     visits = visits.expand(batch, heads, nb).reshape(batch * heads, nb)
     visits = visits.repeat_interleave(block_kv // tile, 1)[:, :tiles]
     # early columns are the long ones under a causal band, and come first among equals
-    order = longest(visits.flip(1), mb * group, section)
+    order = _longest(visits.flip(1), mb * group, section)
     plane = order.div(max(tiles, 1), rounding_mode="floor")
     return plane * tiles + (tiles - 1 - (order - plane * tiles))
 
@@ -116,7 +116,7 @@ def _kind(mask: BlockMask) -> tuple[object, ...]:
     return (mask.batch, mask.heads, mask.seq_lengths, mask.block_size, mask.device.index)
 
 
-def longest(visits: torch.Tensor, most: int, section: int) -> torch.Tensor:
+def _longest(visits: torch.Tensor, most: int, section: int) -> torch.Tensor:
     """Entries `plane * rows + row` of visits `[planes, rows]`, none of them above `most`."""
     planes, rows = visits.shape
     heavy = visits.to(torch.int64) * visits.numel() > 2 * visits.sum()
