@@ -8,8 +8,6 @@ from ..sm90 import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 MOST_STAGES = 4
 # What it takes to put together parts of a softmax that programs share, in KV tiles.
 MEETING_TILES = 2
-# Keys of half a tile.
-HALF_KEYS = 64
 
 
 @dataclass(frozen=True)
@@ -24,12 +22,9 @@ class AttnFwdSm90Config:
     leaves out 64 keys of a piece's first and last tile where its queries see none of them, as in
     every second piece where queries see up to themselves. PARTS adds up weights in parts, and takes
     maxima in short chains. With SHARED_TAIL programs share the tiles of the last pieces, if those
-    are too few for all. OVERLAP starts before the kernel in front has ended.
-
-    Under a mask, a SCOUT looks up pieces of work ahead of the producer. KEYS_AHEAD fetches the keys
-    of a tile before the values of the one before. Fewer K_STAGES than STAGES, those of values, and
-    outputs that leave through the memory of queries (OUT_IN_Q) make room for tiles of 128 keys in
-    each of two programs. With ODD_HALF a block that is left over is half a tile, without mask code.
+    are too few for all. OVERLAP starts before the kernel in front has ended. A SCOUT looks up
+    pieces of work ahead of the producer. KEYS_AHEAD fetches the keys of a tile before the values of
+    the one before. With Q_REGISTERS, consumers keep their queries in registers.
 
     The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them:
     CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for producer and scout.
@@ -51,10 +46,8 @@ class AttnFwdSm90Config:
     OVERLAP: bool = False
     SCOUT: bool = False
     KEYS_AHEAD: bool = False
-    K_STAGES: int | None = None
-    OUT_IN_Q: bool = False
-    ODD_HALF: bool = False
-    Q_REGS: bool = False
+    Q_REGISTERS: bool = False
+    FREES_Q_EARLY: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -65,22 +58,13 @@ class AttnFwdSm90Config:
         assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
         assert not (self.HALF_TILES and self.SHARED_TAIL), f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
-        assert not (self.SCOUT and self.CONSUMERS > 2), f"{self=}"
-        one_tile = self.Q_STAGES == 1 and self.TILE_D == self.TILE_DV
-        assert not self.OUT_IN_Q or (one_tile and not self.HALF_TILES), f"{self=}"
-        odd = 2 * self.UNIT == self.TILE_N and self.OUT_IN_Q and not self.SHARED_TAIL
-        assert not self.ODD_HALF or odd, f"{self=}"
-        assert not (self.KEYS_AHEAD and self.k_stages == 1), f"{self=}"
+        # a scout finds neither packed sequences nor shares of pieces
+        assert not (self.SCOUT and (self.CONSUMERS > 2 or self.SHARED_TAIL)), f"{self=}"
 
     @property
     def tile_m(self) -> int:
         """Queries of a piece of work."""
         return GROUP_ROWS * self.CONSUMERS
-
-    @property
-    def k_stages(self) -> int:
-        """Stages of keys."""
-        return self.STAGES if self.K_STAGES is None else self.K_STAGES
 
     @property
     def programs_per_sm(self) -> int:
@@ -136,25 +120,25 @@ def make_config(
     packed: bool = False,
     banded: bool = False,
     long: bool = False,
+    windowed: bool = False,
 ) -> AttnFwdSm90Config:
     """The configuration with so many consumers; `block_kv` is the mask's, None without one.
 
-    `banded`: a band cuts off keys. `long`: there are enough keys for programs to share them.
+    `banded`: a band cuts off keys. `windowed`: on both sides, so that pieces of work are about
+    equal. `long`: there are enough keys for programs to share them.
     """
     dense = block_kv is None and not packed
     masked = block_kv is not None and not packed
-    dims = (tile_d, tile_dv)
-    # One consumer shares its SM. 128 keys of 128 dims for each of two programs fit with one stage
-    # of keys and no memory of their own for outputs, which was tried with dense batches.
-    paired = masked and consumers == 1 and dims == (128, 128) and (block_kv or 0) >= HALF_KEYS
-    narrow = consumers == 1 and (block_kv is not None or max(dims) > 64) and not paired
-    tile_n = 64 if narrow else 128
+    wide = min(tile_d, tile_dv) == 128
+    scout = masked or (dense and windowed and wide and consumers == 2)
+    # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
+    tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
     shared_tail = dense and long and not banded and consumers == 2
     # Finding blocks, sequences or shares takes the producer more registers than counting tiles;
     # they come from the consumers. Three consumers need few: their head dims are 64 at the most.
     searches = not dense or shared_tail
-    producer = 32 if consumers == 3 or paired else 40 if searches or consumers == 1 else 24
-    stages = 2 if paired else stages_that_fit(consumers, tile_n, tile_d, tile_dv)
+    producer = 32 if consumers == 3 else 40 if searches or consumers == 1 else 24
+    stages = stages_that_fit(consumers, tile_n, tile_d, tile_dv)
     # A second buffer of queries where it costs no keys, which is but for one consumer of 128 dims.
     # Units that share a tile leave consumers no register for it.
     ahead = stages_that_fit(consumers, tile_n, tile_d, tile_dv, q_stages=2) == stages
@@ -177,11 +161,11 @@ def make_config(
         SHARED_TAIL=shared_tail,
         # small problems, whose start is much of their time
         OVERLAP=consumers == 1 and block_kv is None,
-        SCOUT=masked,
-        KEYS_AHEAD=masked and not paired,
-        K_STAGES=1 if paired else None,
-        OUT_IN_Q=paired,
-        ODD_HALF=paired and block_kv == HALF_KEYS,
+        SCOUT=scout,
+        KEYS_AHEAD=scout,
+        # mask code and two consumers leave no registers for them
+        Q_REGISTERS=scout and wide and (dense or consumers == 1),
+        FREES_Q_EARLY=masked and wide and consumers == 1,
     )
 
 

@@ -28,7 +28,7 @@ from ...device.masks import exists, position, row_bounds
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
-from ...device.visits import num_full_units, num_masked_units
+from ...device.visits import num_masked_units
 from ..sm90 import GROUP_ROWS
 from .fwd_sm90_half import HALF, attend_half, pass_by
 from .fwd_sm90_masks import mask_scores
@@ -76,8 +76,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
-    k_stages: gl.constexpr = k_smem.shape[0]
-    v_stages: gl.constexpr = v_smem.shape[0]
     out_smem = out_tiles.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
@@ -102,8 +100,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q_stage = turn % CFG.Q_STAGES
         q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
         mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
-        if CFG.Q_REGS:
+        if CFG.Q_REGISTERS:
             q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+        if CFG.FREES_Q_EARLY:
+            mbarrier.arrive(q_empty.index(q_stage), count=1)
         taken = 0
         if CFG.SHARED_TAIL:
             taken = piece[8]
@@ -130,20 +130,17 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             halved = (plan[2] < plan[3]) & (any_first >= left_start + HALF)
             halved = halved & (kv_tiles > taken + 1)
             kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
-        elif CFG.ODD_HALF:
-            halved = num_full_units(plan) % 2 != 0
-            kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
         if CFG.PARTS:
             quarter = row_parts(no_scores)
             part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
             row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
-            k_stage = step % k_stages
-            mbarrier.wait(k_full.index(k_stage), (step // k_stages) & 1)
-            k = k_smem.index(k_stage).permute((1, 0))
+            stage = step % CFG.STAGES
+            mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
+            k = k_smem.index(stage).permute((1, 0))
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            mbarrier.arrive(k_empty.index(k_stage), count=1)
+            mbarrier.arrive(k_empty.index(stage), count=1)
             if needs_mask(mask[0], plan, taken, masked_tiles):
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
             m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
@@ -151,52 +148,48 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
             for kv_tile in range(taken + 1, kv_tiles):
-                v_stage = step % v_stages
-                v_phase = (step // v_stages) & 1
+                last_stage = stage
+                last_phase = (step // CFG.STAGES) & 1
                 step += 1
-                k_stage = step % k_stages
-                mbarrier.wait(k_full.index(k_stage), (step // k_stages) & 1)
-                k = k_smem.index(k_stage).permute((1, 0))
+                stage = step % CFG.STAGES
+                mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
+                k = k_smem.index(stage).permute((1, 0))
                 scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(v_stage), v_phase)
-                product = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+                mbarrier.wait(v_full.index(last_stage), last_phase)
+                product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
                 s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-                mbarrier.arrive(k_empty.index(k_stage), count=1)
+                mbarrier.arrive(k_empty.index(stage), count=1)
                 if needs_mask(mask[0], plan, kv_tile, masked_tiles):
                     s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
                 m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
                 # ptxas would sink the softmax below the wait, where it overlaps with nothing
                 pin_above(row_sum)
                 acc = warpgroup_mma_wait(0, deps=(product,))
-                mbarrier.arrive(v_empty.index(v_stage), count=1)
+                mbarrier.arrive(v_empty.index(last_stage), count=1)
                 acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
                 p = gl.convert_layout(weights.to(dtype), p_layout)
-            if not CFG.OUT_IN_Q:
+            if not CFG.FREES_Q_EARLY:
                 # every score of this piece is taken: the next queries may come
                 mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
-            v_stage = step % v_stages
-            mbarrier.wait(v_full.index(v_stage), (step // v_stages) & 1)
-            product = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+            mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
+            product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            mbarrier.arrive(v_empty.index(stage), count=1)
             step += 1
-        elif not CFG.OUT_IN_Q:
+        elif not CFG.FREES_Q_EARLY:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
 
         if CFG.PARTS:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
-        if CFG.HALF_TILES or CFG.ODD_HALF:  # noqa: SIM102
+        if CFG.HALF_TILES:  # noqa: SIM102
             if halved:
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
-                half_start = left_start if CFG.HALF_TILES else None
-                first_key: gl.constexpr = HALF if CFG.HALF_TILES else 0
                 m_log2, row_sum, acc = attend_half(
-                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, half_start, bounds,
-                    score, first_key, CFG,
+                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, left_start, bounds,
+                    score, HALF, CFG,
                 )  # fmt: skip
                 step += 1
-                if not CFG.OUT_IN_Q:
-                    mbarrier.arrive(q_empty.index(q_stage), count=1)
+                mbarrier.arrive(q_empty.index(q_stage), count=1)
         complete = True
         if CFG.SHARED_TAIL:  # noqa: SIM102
             if piece[11] < piece[12]:
@@ -218,10 +211,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
             lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
             gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
-            if CFG.OUT_IN_Q:
-                # the next queries come to where this was
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(q_stage), count=1)
         turn += 1
         piece = take(work, turn)
     tma.store_wait(0)
@@ -268,18 +257,15 @@ def _attn_fwd_sm90_kernel(
         gdc_launch_dependents()
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
-    k_stages: gl.constexpr = CFG.k_stages
     tile_n: gl.constexpr = CFG.TILE_N
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, ROWS)
-    out_smem = q_smem
-    if not CFG.OUT_IN_Q:
-        out_smem = tiles(out_desc, consumers, ROWS)
-    k_smem = tiles(k_desc, k_stages, tile_n)
+    out_smem = tiles(out_desc, consumers, ROWS)
+    k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
-    k_ring = (k_smem, barriers(k_stages, 1), barriers(k_stages, consumers))
+    k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
     v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
     fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
     takers: gl.constexpr = consumers + 1 if CFG.SCOUT else consumers

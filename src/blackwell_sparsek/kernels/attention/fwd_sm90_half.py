@@ -11,22 +11,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...device.scores import cap
 from ...device.softmax import softmax_step
 from ..sm90 import GROUP_ROWS
-from .config_sm90 import HALF_KEYS
 from .fwd_sm90_masks import mask_band
 from .fwd_sm90_work import dense_tile
 
 ROWS = gl.constexpr(GROUP_ROWS)
-HALF = gl.constexpr(HALF_KEYS)
+# Keys of half a tile.
+HALF = gl.constexpr(64)
 
 
 @gluon.jit
 def attend_half(
     q, rings, step, state, acc, kv_start, bounds, score, START: gl.constexpr, CFG: gl.constexpr
 ):
-    """Take in HALF keys from START on of the tile at `step`, which begins at `kv_start`.
-
-    Keys that every query sees need no `kv_start`.
-    """
+    """Take in HALF keys from START on of the tile at `step`, which begins at `kv_start`."""
     k_smem, k_full, k_empty = rings[0]
     v_smem, v_full, v_empty = rings[1]
     s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
@@ -38,23 +35,20 @@ def attend_half(
     last = gl.convert_layout(last, s_rows)
     m_log2 = gl.convert_layout(state[0], s_rows)
     row_sum = gl.convert_layout(state[1], s_rows)
-    k_stages: gl.constexpr = k_smem.shape[0]
-    v_stages: gl.constexpr = v_smem.shape[0]
-    stage = step % k_stages
-    mbarrier.wait(k_full.index(stage), (step // k_stages) & 1)
+    stage = step % CFG.STAGES
+    phase = (step // CFG.STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
     k = k_smem.index(stage).slice(START, HALF, dim=0).permute((1, 0))
     no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    if kv_start is not None:
-        s = mask_band(s, kv_start + START, (first, last, every_first, every_last), CFG)
+    s = mask_band(s, kv_start + START, (first, last, every_first, every_last), CFG)
     m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_DV))
     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
-    stage = step % v_stages
-    mbarrier.wait(v_full.index(stage), (step // v_stages) & 1)
+    mbarrier.wait(v_full.index(stage), phase)
     v = v_smem.index(stage).slice(START, HALF, dim=0)
     product = warpgroup_mma(p, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(product,))

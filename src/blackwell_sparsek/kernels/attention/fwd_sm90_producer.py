@@ -63,11 +63,10 @@ def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
     smem, full, empty = ring
     parts: gl.constexpr = CFG.parts
     part_rows: gl.constexpr = CFG.part_rows
-    stages: gl.constexpr = smem.shape[0]
-    stage = step % stages
+    stage = step % CFG.STAGES
     bar = full.index(stage)
     tile = smem.index(stage)
-    mbarrier.wait(empty.index(stage), ((step // stages) & 1) ^ 1)
+    mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
     mbarrier.expect(bar, parts * desc.block_type.nbytes)
     for part in gl.static_range(parts):
         if parts == 1:
@@ -100,8 +99,7 @@ def _copy_piece(produce, shared, plan, kv_len, q_tile, places, span, step, turn,
     q_place, kv_place = places
     first_tile, end_tile = span
     visit = (mask[0], plan, num_masked_units(plan), kv_len)
-    if not CFG.OUT_IN_Q or first_tile >= end_tile:
-        _copy_queries(q_desc, q_ring, turn, q_tile, q_place, CFG)
+    _copy_queries(q_desc, q_ring, turn, q_tile, q_place, CFG)
     # places are found before stages are waited for: reading the lists of a mask takes as long
     if not CFG.KEYS_AHEAD:
         for kv_tile in range(first_tile, end_tile):
@@ -109,10 +107,6 @@ def _copy_piece(produce, shared, plan, kv_len, q_tile, places, span, step, turn,
             _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
             _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
             step += 1
-            if CFG.OUT_IN_Q:  # noqa: SIM102
-                # the outputs before them are still to be written: keys and values come first
-                if kv_tile == first_tile:
-                    _copy_queries(q_desc, q_ring, turn, q_tile, q_place, CFG)
     elif first_tile < end_tile:
         # consumers are done with the keys of a tile before they are with the values before it
         starts = _tile_starts(visit, first_tile, CFG)

@@ -100,9 +100,7 @@ def plan_piece(mask, plane, q_tile, lengths, heads, band, CFG: gl.constexpr):
         batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
         row = batch * batch_step + q_head * head_step + q_start // lists[5]
         offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
-        # where half a tile needs no mask code, blocks left over need none either
-        whole: gl.constexpr = CFG.UNIT if CFG.ODD_HALF else CFG.TILE_N
-        plan = plan_blocks(lists, row, kv_lo, kv_hi, all_lo, all_hi, offs_scan, whole, unit_size)
+        plan = plan_blocks(lists, row, kv_lo, kv_hi, all_lo, all_hi, offs_scan, tile_n, unit_size)
     return plan
 
 
