@@ -207,8 +207,8 @@ THREE = [(3, None, 64, 64, packed) for packed in (False, True)]
 )
 def test_tiles_and_registers_fit_an_sm(consumers, block_kv, tile_d, tile_dv, packed):
     config = make_config(consumers, tile_d, tile_dv, block_kv, packed)
-    ring = config.TILE_N * (config.k_stages * tile_d + config.STAGES * tile_dv)
-    rows = config.tile_m * (config.Q_STAGES * tile_d + (0 if config.OUT_IN_Q else tile_dv))
+    ring = config.STAGES * config.TILE_N * (tile_d + tile_dv)
+    rows = config.tile_m * (config.Q_STAGES * tile_d + tile_dv)
     # barriers and work numbers take less than 1 KiB
     program = (ring + rows) * 2 + 2048
     assert program * config.programs_per_sm <= SM_BYTES
@@ -227,6 +227,27 @@ def test_queries_are_fetched_ahead_where_there_is_room():
     assert make_config(2, 128, 128, 64).Q_STAGES == make_config(1, 128, 128, 64).Q_STAGES == 1
 
 
+def test_scouts_look_up_rows_of_masks_and_tiles_of_windows():
+    assert all(make_config(c, d, d, 64).SCOUT for c in (1, 2) for d in (64, 128))
+    assert not make_config(2, 128, 128, 64, packed=True).SCOUT
+    windowed = attn_fwd_sm90_config(problem(banded=True, windowed=True))
+    assert windowed.SCOUT and windowed.HALF_TILES and windowed.Q_REGISTERS
+    causal = attn_fwd_sm90_config(problem(banded=True))
+    assert not (causal.SCOUT or causal.KEYS_AHEAD or causal.Q_REGISTERS)
+    # a second buffer of queries is not needed where they leave the first at once
+    assert make_config(1, 128, 128, 64).FREES_Q_EARLY
+
+
+@pytest.mark.parametrize(
+    "band, windowed",
+    [(EVERYTHING, False), (CAUSAL, False), (Band(9, None), False), (Band(9, 0), True)],
+)
+def test_windows_limit_both_sides(band, windowed):
+    q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
+    spec = AttnSpec(0.1, band, max_q=64, max_k=64)
+    assert AttnProblem.of(q, q, q, spec).windowed == windowed
+
+
 @pytest.mark.parametrize(
     "changes, band, section",
     [
@@ -241,8 +262,10 @@ def test_queries_are_fetched_ahead_where_there_is_room():
         ({"banded": True, "max_k": 65536, "heads_kv": 4}, CAUSAL, 4),
         ({"banded": True, "max_k": 128}, CAUSAL, 16),
         ({"banded": True, "max_k": 2**29}, CAUSAL, 1),
-        # of which a window shows 6143 at a time
+        # of which a window shows 6143 at a time: 5 heads, or 4 sections of 4
         ({"banded": True, "max_k": 65536}, Band(2047, 0), 4),
+        ({"banded": True, "max_k": 65536, "heads_kv": 4}, Band(2047, 0), 16),
+        ({"banded": True, "max_k": 65536, "heads_q": 7, "heads_kv": 7}, Band(2047, 0), 4),
         ({"banded": True, "varlen": True, "tokens": (8192, 8192), "batch": 2}, CAUSAL, 32),
         ({"varlen": True, "tokens": (8192, 8192), "batch": 2}, EVERYTHING, 1),
     ],

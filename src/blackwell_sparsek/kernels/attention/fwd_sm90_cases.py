@@ -26,6 +26,7 @@ class Call(NamedTuple):
     max_spill_bytes: int = 0
     banded: bool = False
     long: bool = False
+    windowed: bool = False
 
     @property
     def name(self) -> str:
@@ -38,11 +39,12 @@ class Call(NamedTuple):
         parts += ["packed"] if self.packed else []
         parts += ["banded"] if self.banded else []
         parts += ["long"] if self.long else []
+        parts += ["windowed"] if self.windowed else []
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
 
 # Spills of masks are in the code for partial blocks, whose bits take 64 registers of a consumer,
-# others before and after the loop over pieces of work.
+# others before and after the loop over pieces of work, or where the scout looks up rows.
 CALLS = (
     Call(2, 128, 128),
     Call(2, 128, 128, dtype=torch.float16),
@@ -54,6 +56,7 @@ CALLS = (
     Call(2, 128, 128, long=True),
     Call(2, 128, 128, banded=True),
     Call(2, 128, 128, banded=True, dtype=torch.float16),
+    Call(2, 128, 128, banded=True, windowed=True),
     Call(2, 64, 128, banded=True),
     Call(3, 64, 64, banded=True),
     Call(2, 64, 64, banded=True),
@@ -64,8 +67,8 @@ CALLS = (
     Call(3, 64, 64, sinks=True),
     Call(2, 128, 128, (128, 128), max_spill_bytes=640),
     Call(2, 128, 128, (128, 16), max_spill_bytes=1792),
-    Call(1, 128, 128, (64, 64), max_spill_bytes=832),
-    Call(1, 128, 128, (64, 128), max_spill_bytes=640),
+    Call(1, 128, 128, (64, 64), max_spill_bytes=192),
+    Call(1, 128, 128, (64, 128), max_spill_bytes=192),
     Call(1, 128, 128, (64, 16), max_spill_bytes=256),
     Call(2, 64, 64, (256, 256), max_spill_bytes=192),
     Call(1, 64, 64, (64, 64), max_spill_bytes=192),
@@ -85,6 +88,7 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
     """A launch of the kernel; a mask comes with its order of rows."""
     block_q, block_kv = call.block_size or (None, None)
     options = {"packed": call.packed, "banded": call.banded, "long": call.long}
+    options["windowed"] = call.windowed
     config = make_config(call.consumers, call.tile_d, call.tile_dv, block_kv, **options)
     # packed descriptors have one dimension more
     lead = (1,) if call.packed else ()
