@@ -64,6 +64,25 @@ def test_every_public_function_has_an_example():
     assert without == []
 
 
+def unexplained(function):
+    """Parameters that the documentation of a function does not name."""
+    text = inspect.getdoc(function) or ""
+    parameters = inspect.signature(function).parameters
+    return [name for name in parameters if not re.search(rf"\b{name}\b", text)]
+
+
+def test_every_parameter_of_a_public_function_is_explained():
+    found = {f.__qualname__: unexplained(f) for f in public_functions(bsk)}
+    assert {name: missing for name, missing in found.items() if missing} == {}
+
+
+def test_a_planted_parameter_is_found():
+    def function(known, forgotten):
+        """Do it. known : int"""
+
+    assert unexplained(function) == ["forgotten"]
+
+
 def test_a_wrong_example_fails():
     parser = doctest.DocTestParser()
     right = parser.get_doctest(">>> 1 + 1\n2\n", {}, "right", None, None)

@@ -49,6 +49,15 @@ def test_a_cache_that_others_can_write_is_unsafe(tmp_path):
     assert info.unsafe(folder) == f"UNSAFE: everybody can write to {tmp_path}"
 
 
+def test_a_cache_that_a_group_can_write_is_unsafe(tmp_path, monkeypatch):
+    tmp_path.chmod(0o770)
+    monkeypatch.setattr(info, "_OWN_GROUPS", (tmp_path.stat().st_gid,))
+    assert info.unsafe(tmp_path) is None
+    monkeypatch.setattr(info, "_OWN_GROUPS", ())
+    group = tmp_path.stat().st_gid
+    assert info.unsafe(tmp_path) == f"UNSAFE: the group {group} can write to {tmp_path}"
+
+
 def test_a_cache_of_another_user_is_unsafe(tmp_path, monkeypatch):
     monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 7)
     reason = info.unsafe(tmp_path)
@@ -82,8 +91,9 @@ def test_explain(capsys, args, words):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["attention", "--q", "1x4x64"], "--q is '1x4x64'; expected sizes such as 64x64x64x64"),
-        (["matmul", "--block", "axb"], "--block is 'axb'; expected sizes such as 64x64"),
+        (["attention", "--q", "1x4x64"], "--q is '1x4x64'; expected 4 sizes such as 1x16x4096x128"),
+        (["matmul", "--block", "axb"], "--block is 'axb'; expected 2 sizes such as 64x64"),
+        (["matmul", "--device", "cpu:x"], "--device is 'cpu:x'; expected cpu or cuda"),
         (["matmul", "--density", "1.5"], "--density is 1.5; expected 0 to 1"),
         (["matmul", "--device", "tpu"], "--device is 'tpu'; expected cpu or cuda"),
         (["attention", "--kv-heads", "3"], "16 query heads not divisible by 3 kv heads"),
@@ -91,6 +101,31 @@ def test_explain(capsys, args, words):
 )
 def test_explain_says_what_it_does_not_understand(capsys, args, message):
     assert message in _printed(capsys, "explain", *args, status=2).err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["explain", "attention", "--kv-heads", "0"],
+        ["explain", "decode", "--page-size", "0"],
+        ["explain", "decode", "--kv-length=-1"],
+        ["explain", "matmul", "--n", "many"],
+        ["compile", "--jobs", "0"],
+        ["memory", "--tokens=-4"],
+    ],
+)
+def test_counts_are_positive(capsys, args):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(args)
+    assert caught.value.code == 2
+    assert "expected a whole number of 1 or more" in capsys.readouterr().err
+
+
+def test_errors_begin_with_the_command_once(capsys):
+    err = _printed(capsys, "explain", "matmul", "--density", "1.5", status=2).err
+    assert err.startswith("bsk explain: --density")
+    err = _printed(capsys, "explain", "attention", "--window=-3", status=2).err
+    assert err.startswith("bsk: attention: window sees no key")
 
 
 def _record(**more):
@@ -112,6 +147,23 @@ def test_compile_builds_reports_and_fails_with_what_fails(capsys, monkeypatch):
     assert "1 of 1 built, into " in out.out and "1/1 k/a sm_90" in out.err
     _printed(capsys, "compile", "bad", "--arch", "sm_90", status=1)
     assert seen == [([90, 80], "good"), ([90], "bad")]
+
+
+def test_a_compiler_that_does_not_start_is_told(capsys, monkeypatch):
+    def fails(*args, **options):
+        raise RuntimeError("the compiler process failed (1):\nTraceback\nImportError: libfoo.so\n")
+
+    monkeypatch.setattr(compiling, "compile_kernels", fails)
+    err = _printed(capsys, "compile", "--arch", "sm_90", status=2).err
+    assert err.endswith("bsk: kernels cannot be compiled here: ImportError: libfoo.so\n")
+
+
+def test_a_benchmark_case_is_no_kernel(capsys, monkeypatch):
+    monkeypatch.setattr(compiling, "compile_kernels", lambda *args, **options: [])
+    err = _printed(capsys, "profile", "8192^3", "--arch", "sm_90", status=2).err
+    assert "no kernel variant for these GPUs has '8192^3' in its name; as a benchmark case" in err
+    err = _printed(capsys, "profile", "zzz", "--arch", "sm_90", status=2).err
+    assert err == "bsk: no kernel variant for these GPUs has 'zzz' in its name\n"
 
 
 def test_one_kernel_is_really_compiled(capsys):
@@ -239,7 +291,6 @@ def test_memory_of_known_models_and_of_ones_own(capsys):
         (["--heads", "32:8"], "--layers and --heads describe a model together"),
         (["--layers", "2", "--heads", "a:b"], "--heads is 'a:b'; expected such as 32:8"),
         (["--layers", "2", "--heads", "32:5"], "a multiple of its 5 KV heads"),
-        (["--tokens", "0"], "--tokens is 0; expected 1 or more"),
     ],
 )
 def test_memory_says_what_it_does_not_understand(capsys, args, message):

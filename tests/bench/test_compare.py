@@ -62,7 +62,32 @@ def test_what_fails_now_is_gone_and_what_was_not_measured_is_not():
     new = _document({"a": {}})
     new["cases"][0]["error"] = "OutOfMemoryError: x"
     assert "OutOfMemoryError" in str(compare(OLD, new).of("gone")[0])
-    assert compare(OLD, _document({})).changes == []
+    found = compare(OLD, _document({}))
+    assert found.changes == [] and found.notes == ["not measured again: a, b"]
+
+
+def test_a_way_of_timing_that_fails_now_is_gone():
+    old = _document({"a": {"bsk": _times(1.0)}})
+    figures = old["cases"][0]["peers"]["bsk"]["times"]
+    figures["graph"] = figures["eager"]
+    new = _document({"a": {"bsk": _times(1.0)}})
+    assert compare(old, new).of("gone") == []  # it was not asked for
+    new["cases"][0]["peers"]["bsk"]["no graph"] = "RuntimeError: capture"
+    (change,) = compare(old, new).of("gone")
+    assert str(change) == (
+        "attention_dense: a: no times any more: RuntimeError: capture: bsk, graph: gone"
+    )
+    del new["cases"][0]["peers"]["bsk"]["no graph"]
+    new["cases"][0]["no graph"] = "RuntimeError: all of them"
+    assert "all of them" in str(compare(old, new).of("gone")[0])
+
+
+def test_nothing_to_compare_is_no_success(tmp_path, capsys):
+    old = _write(tmp_path / "old.json", OLD)
+    new = _write(tmp_path / "new.json", _document({}))
+    assert cli.main(["compare", old, new]) == 1
+    out = capsys.readouterr().out
+    assert f"NOTHING {new}: no time of ours that {old} has as well" in out
 
 
 @pytest.mark.parametrize(
@@ -79,7 +104,7 @@ def test_what_cannot_be_compared(new, message):
 
 def test_force_compares_machines_and_versions_are_noted():
     found = compare(OLD, _document({}, device="H100", torch="2.13"), force=True)
-    assert found.notes == ["device_name differs: H200 and H100", "torch 2.11 -> 2.13"]
+    assert found.notes[:2] == ["device_name differs: H200 and H100", "torch 2.11 -> 2.13"]
 
 
 def _write(path, document):

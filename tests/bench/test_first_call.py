@@ -27,6 +27,19 @@ def test_this_package_is_imported_while_the_clock_runs():
     assert done.stdout.strip() == "False"
 
 
+def test_only_what_looks_like_a_time_is_read(monkeypatch, tmp_path):
+    def run(out):
+        done = subprocess.CompletedProcess([], 0, out, "")
+        monkeypatch.setattr(subprocess, "run", lambda *args, **options: done)
+        return first_call.seconds_of("attention", tmp_path)
+
+    assert run('warming up\n{"seconds": 2.5, "finite": true}\nbye\n') == 2.5
+    with pytest.raises(RuntimeError, match="the process of attention printed no time"):
+        run("")
+    with pytest.raises(AssertionError, match="not finite"):
+        run('{"seconds": 2.5, "finite": false}')
+
+
 @pytest.fixture
 def processes(monkeypatch):
     """The calls that would have run in fresh processes, and whether their cache held anything."""

@@ -168,9 +168,13 @@ def test_suites_cover_what_they_say(suite):
         assert all(GRAPH in case.modes and case.problem["n"] <= 64 for case in cases)
 
 
-def test_torch_takes_square_blocks_only():
+def test_torch_takes_square_blocks_only(monkeypatch):
     inputs = Product(64, 64, 8, (32, 16), 0.5).build(CPU)
     assert PEERS[TORCH].supports(inputs) == "takes square blocks only"
+    square = Product(64, 64, 8, (16, 16), 0.5).build(CPU)
+    for has_mkl, reason in ((True, None), (False, "needs a torch with MKL on a CPU")):
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda has_mkl=has_mkl: has_mkl)
+        assert PEERS[TORCH].supports(square) == reason
     linear = Product(64, 64, 8, (16, 16), 0.5, linear=True).build(CPU)
     assert PEERS[TORCH].supports(linear) == "only measured as W @ x"
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 import torch
 
 from blackwell_sparsek.bench import cli, prepare
+from blackwell_sparsek.bench.case import REPORTED
 
 from .fakes import CPU, case, contender, peer, suite
 
@@ -38,6 +39,12 @@ def test_libraries_are_not_run_and_the_slowest_begin():
     cases = [replace(case("a"), peers=tuple(p.name for p in peers))]
     tasks = prepare.tasks_of([(suite(peers), cases)])
     assert [task.peer.name for task in tasks] == ["fa4", "bsk"]
+
+
+def test_fresh_processes_are_not_prepared_for():
+    cases = [replace(case("first"), modes=(REPORTED,)), case("a")]
+    tasks = prepare.tasks_of([(suite(), cases)])
+    assert {task.case.name for task in tasks} == {"a"}
 
 
 def test_what_a_task_answers():

@@ -101,6 +101,25 @@ def test_exit_status_and_json(tmp_path, monkeypatch, capsys, check, status):
     assert f"Wrote {path}." in capsys.readouterr().out
 
 
+def test_what_cannot_be_written_or_run_is_said_before_anything_is_timed(tmp_path, capsys):
+    assert quickstart.main(["--device", "tpu"]) == 2
+    assert "quickstart: --device is 'tpu'; expected cpu or cuda" in capsys.readouterr().err
+    assert quickstart.main(["--device", "cpu", "--json", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
+def test_reasons_of_some_cases_name_them(monkeypatch):
+    def result(name, estimate):
+        why = {"sm90": "needs sm_90", "dense": estimate, "reference": "only when asked"}
+        return {"name": name, "why_not": why}
+
+    assert quickstart._why("eager", [result("a", "1 ms"), result("b", "2 ms")])[1:] == [
+        "  not sm90: needs sm_90",
+        "  not dense: 1 ms (a)",
+        "  not dense: 2 ms (b)",
+    ]
+
+
 def test_the_real_cases_pass_their_checks_on_a_cpu():
     for builder in quickstart_cases.cases(CPU, quick=True):
         case = builder()

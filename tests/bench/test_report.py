@@ -194,6 +194,17 @@ def test_a_sweep_has_a_picture_for_each_size_and_no_pages_of_bars():
     _parsed(page([document]))
 
 
+def test_first_calls_are_shown_in_milliseconds():
+    times = [{"name": "a", "problem": {}, "peers": {"bsk": _times(0.25, mode="reported")}}]
+    document = _document(times, unit="ms", suite="first_call")
+    text = page([document])
+    assert '<th scope="col">bsk ms</th>' in text and ">250</td>" in text
+    assert ">ran<" not in text and "ms by case, in a fresh process; lower is better" in text
+    times[0]["peers"]["bsk"]["implementation"] = "sm90"
+    text = page([_document(times, unit="tflops")])
+    assert ">bsk µs<" in text and ">250000</td>" in text and ">ran<" in text and ">sm90<" in text
+
+
 def test_first_calls_do_not_count_among_times_of_the_device():
     case = _attention(1024)
     case["ratios"] = {mode: {"best_peer": "sdpa", "over_best_peer": 0.1} for mode in ("reported",)}
@@ -279,6 +290,8 @@ def test_the_command_writes_a_page_of_what_can_be_read(tmp_path, capsys):
     assert out.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert cli.main(["report", bad, good, "-o", str(out)]) == 1
     assert "bad.json: is not a results file" in capsys.readouterr().err
+    assert cli.main(["report", good, "-o", str(tmp_path)]) == 2
+    assert f"bsk: {tmp_path}: Is a directory" in capsys.readouterr().err
     assert cli.main(["report", bad]) == 2
     assert cli.main(["report"]) == 2
     assert "no results files given" in capsys.readouterr().err

@@ -42,6 +42,7 @@ def test_older_files_are_brought_up_to_date(tmp_path):
     [
         ("", "is not JSON: Expecting value"),
         ("{", "is not JSON: "),
+        ("[" * 100_000, "is not JSON that can be read: nested too deeply"),
         ("[1]", "expected an object, got list"),
         ("{}", "'schema' is missing or no int"),
         (json.dumps(_document(schema=99)), "schema 99 is unknown (1 to 2 are)"),

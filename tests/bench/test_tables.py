@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from blackwell_sparsek.bench import tables
+from blackwell_sparsek.bench import peer_tables, tables
 from blackwell_sparsek.bench.summary import summary
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
@@ -104,6 +104,19 @@ def test_of_many_cases_without_time_a_few_are_named():
     assert text.endswith("Left out for lack of time: a, b.")
     text = tables.matmul_tables(_document(left_out=[f"c{i}" for i in range(99)]))
     assert text.endswith("c6, c7 and 91 more.")
+
+
+def test_whatever_a_file_says_is_text_in_markdown():
+    hostile = "<img src=x onerror=alert(1)>\n# big | [a](b)"
+    document = _document(suite=f"matmul_{hostile}", commit=hostile, left_out=[hostile])
+    document["environment"]["device_name"] = hostile
+    (case,) = document["cases"]
+    case |= {"name": hostile, "unsteady": hostile, "error": hostile}
+    case["peers"]["bsk"]["implementation"] = hostile
+    case["peers"][hostile] = {"label": hostile, "crashed": hostile}
+    for text in (tables.matmul_tables(document), peer_tables.peer_tables(document)):
+        assert "<" not in text and "\n#" not in text
+    assert "<" not in summary([document])
 
 
 def test_a_failed_check_is_named():

@@ -20,7 +20,7 @@ from blackwell_sparsek.formats.band import EVERYTHING, Band
 from blackwell_sparsek.formats.block_mask import BlockMask
 from blackwell_sparsek.ops import attention_bwd_sm90, attention_bwd_triton, attention_triton
 from blackwell_sparsek.ops.attention import backward_dispatch
-from blackwell_sparsek.testing.attention_cases import AttnCase, draw_case
+from blackwell_sparsek.testing.attention_cases import AttnCase, draw_case, in_structure
 from blackwell_sparsek.testing.attention_gradients import check_gradients, upstream
 from blackwell_sparsek.testing.poison import nan_like, poisoned_empty
 from blackwell_sparsek.tuning.problem_attention import AttnProblem
@@ -86,23 +86,12 @@ def draw(structure, seed, queries=None):
     tile_d, tile_dv, blocks, softcap, dtype = STRUCTURES[structure]
     case = draw_case(seed, head_dims=(64,), longest=300, most_heads=14)
     rng = random.Random(seed)
-    dims = {64: (8, 16, 40, 64, 64), 128: (72, 80, 96, 128, 128)}
     sq, sk = (max(n, 1) for n in case.lengths[0])
     if rng.random() < 0.2:
         sq, sk = rng.randint(1, 1300), rng.randint(1, 1300)
     sq = queries or sq
-    masks = ["none"] if blocks is None else ["blocks", "elements"]
-    return dataclasses.replace(
-        case,
-        dtype=dtype,
-        varlen=False,
-        lengths=((sq, sk),),
-        head_dims=(rng.choice(dims[tile_d]), rng.choice(dims[tile_dv])),
-        scale=None if case.scale is None else abs(case.scale) or 0.7,
-        softcap=rng.choice([5.0, 30.0]) if softcap else 0.0,
-        mask=rng.choice(masks),
-        block_size=blocks or (64, 64),
-    )
+    given = {"dtype": dtype, "varlen": False, "lengths": ((sq, sk),)}
+    return in_structure(case, rng, (tile_d, tile_dv), blocks, softcap, **given)
 
 
 def check_random_call(structure, seed, queries=None, deterministic=False):

@@ -4,7 +4,6 @@
 `BSK_RANDOM_CALLS=150` before it 1,650 random calls.
 """
 
-import dataclasses
 import os
 import random
 
@@ -19,7 +18,12 @@ from blackwell_sparsek.formats.band import EVERYTHING, Band
 from blackwell_sparsek.kernels.attention import fwd_sm90_launch
 from blackwell_sparsek.kernels.attention.config_sm90 import make_config
 from blackwell_sparsek.ops import attention_sm90, attention_triton
-from blackwell_sparsek.testing.attention_cases import AttnCase, check_attention, draw_case
+from blackwell_sparsek.testing.attention_cases import (
+    AttnCase,
+    check_attention,
+    draw_case,
+    in_structure,
+)
 from blackwell_sparsek.testing.poison import poisoned_empty
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -71,7 +75,6 @@ def draw(structure, seed):
     consumers, tile_d, tile_dv, blocks, softcap, sinks, dtype = STRUCTURES[structure]
     case = draw_case(seed, head_dims=(64,), longest=300, most_heads=14)
     rng = random.Random(seed)
-    dims = {64: (8, 16, 40, 64, 64), 128: (72, 80, 96, 128, 128)}
     lengths = [0, 1, 15, 63, 64, 65, 127, 128, 129, 191, 193, 256, 300, 700]
 
     def pair():
@@ -81,19 +84,8 @@ def draw(structure, seed):
     pairs = [pair() for _ in range(rng.randint(1, 7))]
     if not all(sum(x) for x in zip(*pairs, strict=True)):
         pairs.append((70, 70))
-    masks = ["none"] if blocks is None else ["blocks", "elements"]
-    return dataclasses.replace(
-        case,
-        dtype=dtype,
-        varlen=True,
-        lengths=tuple(pairs),
-        head_dims=(rng.choice(dims[tile_d]), rng.choice(dims[tile_dv])),
-        scale=None if case.scale is None else abs(case.scale) or 0.7,
-        softcap=rng.choice([5.0, 30.0]) if softcap else 0.0,
-        sinks=sinks,
-        mask=rng.choice(masks),
-        block_size=blocks or (64, 64),
-    ), consumers
+    given = {"dtype": dtype, "varlen": True, "lengths": tuple(pairs), "sinks": sinks}
+    return in_structure(case, rng, (tile_d, tile_dv), blocks, softcap, **given), consumers
 
 
 def check_random_call(structure, seed, on_few_sms):

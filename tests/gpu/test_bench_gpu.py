@@ -11,6 +11,7 @@ from blackwell_sparsek.bench import cli
 from blackwell_sparsek.bench.case import EAGER, GRAPH
 from blackwell_sparsek.bench.problems.attention import Attention
 from blackwell_sparsek.bench.problems.decode import Decode
+from blackwell_sparsek.bench.problems.product import Product
 from blackwell_sparsek.bench.problems.varlen import Varlen
 from blackwell_sparsek.bench.run import failures, run_suite
 from blackwell_sparsek.bench.suites import SUITES
@@ -51,6 +52,23 @@ def test_a_small_case_of_each_suite(name):
     (result,) = document["cases"]
     assert set(result["peers"]["bsk"]["times"]) == set(case.modes), result["peers"]
     assert document["environment"]["driver"] != ""
+
+
+def test_a_small_product():
+    suite = SUITES["matmul_square"]
+    small = Product(512, 512, 512, (64, 64), 0.25)
+    case = replace(next(iter(suite.cases(False))), problem=small.describe(), build=small.build)
+    (result,) = run_suite(suite, [case], GPU, seconds=0.02)["cases"]
+    assert {name for name, entry in result["peers"].items() if "times" in entry} == {"bsk", "dense"}
+
+
+def test_a_first_call_is_shorter_when_its_kernels_are_compiled():
+    suite = SUITES["first_call"]
+    cases = [case for case in suite.cases(False) if case.name.startswith("matmul")]
+    document = run_suite(suite, cases, GPU, seconds=0.05)
+    assert failures(document) == []
+    cold, warm = (case["peers"]["bsk"]["times"]["reported"] for case in document["cases"])
+    assert warm["quantiles_s"]["p50"] < cold["quantiles_s"]["p50"]
 
 
 def test_what_a_call_costs_the_host_is_not_in_device_times():

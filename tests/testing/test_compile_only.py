@@ -1,6 +1,8 @@
 """The offline compiler sees what kernels are: spills, missing instructions, code that is wrong."""
 
 import os
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -142,3 +144,23 @@ def test_command_line(capsys):
     with pytest.raises(SystemExit):
         compile_only.main(["--arch", "hopper"])
     assert compile_only.main(["--arch", "sm_90", "no such kernel", "--jobs", "1"]) == 1
+
+
+def test_an_interrupt_ends_the_children(monkeypatch):
+    started = []
+
+    def start(command):
+        slow = [sys.executable, "-c", "import time; print('{\"total\": 1}', flush=True); "]
+        slow[-1] += "time.sleep(600)"
+        started.append(subprocess.Popen(slow, stdout=-1, stderr=-1, text=True))
+        return started[-1]
+
+    def interrupted(lines, running, progress):
+        assert lines.get() == {"total": 1}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_only, "_start", start)
+    monkeypatch.setattr(compile_only, "_gathered", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile_only.compile_kernels([90], jobs=2)
+    assert [child.wait(timeout=30) < 0 for child in started] == [True, True]

@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--version", action="version", version=f"bsk {installed_versions()['blackwell_sparsek']}"
     )
-    subparsers = top.add_subparsers(metavar="COMMAND", required=True)
+    subparsers = top.add_subparsers(metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(subparsers)
     return top
@@ -27,17 +27,26 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command: 0 when all went well, 1 when it says no, 2 for what it cannot understand."""
-    args = parser().parse_args(argv)
+    everything = parser()
+    args = everything.parse_args(argv)
+    if not hasattr(args, "run"):
+        everything.print_help(sys.stderr)
+        return 2
     try:
         status: int = args.run(args)
     except BskError as error:
-        print(f"bsk: {error}", file=sys.stderr)
+        text = str(error)
+        print(text if text.startswith("bsk ") else f"bsk: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `bsk ... | head`
         sys.stderr.close()
         return 1
+    except OSError as error:  # such as a folder that cannot be written to
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"bsk: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
     return status
 
 

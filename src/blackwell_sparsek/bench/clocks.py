@@ -5,7 +5,6 @@ import statistics
 import subprocess
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -74,12 +73,7 @@ class ClockLog:
     def __enter__(self) -> "ClockLog":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.terminate()
             self._process.wait()

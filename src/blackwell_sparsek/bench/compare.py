@@ -8,6 +8,7 @@ from typing import Any
 
 from ..core.errors import InvalidInput
 from . import results
+from .peer_tables import names_of_some
 
 # Below this, nobody can tell a change from another day.
 SMALLEST_CHANGE = 0.03
@@ -80,6 +81,9 @@ def compare(old: dict[str, Any], new: dict[str, Any], *, force: bool = False) ->
         if before[name] != after[name]:
             notes.append(f"{name} {before[name]} -> {after[name]}")
 
+    names = {case["name"] for case in new["cases"]}
+    if missing := [case["name"] for case in old["cases"] if case["name"] not in names]:
+        notes.append(f"not measured again: {names_of_some(missing)}")
     moved = [b / a for peer, a, b in _medians(old, new) if not _is_ours(peer)]
     drift = statistics.median(moved) if len(moved) >= _ENOUGH else 1.0
     return Comparison(list(_changes(old, new, max(drift, 1.0))), drift, notes)
@@ -115,8 +119,8 @@ def _changes(old: dict[str, Any], new: dict[str, Any], drift: float) -> Iterator
     earlier = {case["name"]: case for case in old["cases"]}
     for case in new["cases"]:
         for peer, entry in earlier.get(case["name"], {"peers": {}})["peers"].items():
-            if _is_ours(peer) and "times" in entry:
-                yield from _gone(suite, case, peer)
+            for mode in entry.get("times", {}) if _is_ours(peer) else ():
+                yield from _gone(suite, case, peer, mode)
 
 
 def _verdict(ratio: float, noise: float) -> str:
@@ -126,16 +130,16 @@ def _verdict(ratio: float, noise: float) -> str:
     return "faster" if ratio < 1 / limit else "same"
 
 
-def _gone(suite: str, case: dict[str, Any], peer: str) -> Iterator[Change]:
-    """What ran before and does not any more."""
+def _gone(suite: str, case: dict[str, Any], peer: str, mode: str) -> Iterator[Change]:
+    """What ran before and does not any more, with the reason; what was not asked for has none."""
     entry = case["peers"].get(peer, {})
-    if "times" not in entry:
-        reason = next((entry[w] for w in ("failed", "crashed", "n/a") if w in entry), None)
-        text = reason or case.get("error")
-        if text is not None:
-            yield Change(
-                suite, f"{case['name']}: no times any more: {text}", peer, "any", 0, 0, "gone"
-            )
+    if mode not in entry.get("times", {}):
+        words = ("failed", "crashed", "n/a", f"no {mode}")
+        reasons = [entry[word] for word in words if word in entry]
+        reasons += [case[word] for word in ("error", f"no {mode}") if word in case]
+        if reasons:
+            name = f"{case['name']}: no times any more: {reasons[0]}"
+            yield Change(suite, name, peer, mode, 0, 0, "gone")
 
 
 def _spread(quantiles: dict[str, float]) -> float:

@@ -3,7 +3,6 @@
 import importlib.util
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 from .case import Suite
@@ -45,12 +44,7 @@ class Live:
             self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
 
@@ -83,7 +77,7 @@ def summary(result: dict[str, Any], ours: str) -> str:
         figures = result["peers"][ours]["times"][mode]
         text = f"{mode} {_time(figures['quantiles_s']['p50'])}"
         if "executed_tflops" in figures:
-            text += f", {figures['executed_tflops']:.0f} TFLOP/s"
+            text += f", {_rate(figures['executed_tflops'])}"
         if "over_dense" in ratio:
             text += f", {ratio['over_dense']:.2f}x dense"
         if "best_peer" in ratio:
@@ -98,6 +92,10 @@ def summary(result: dict[str, Any], ours: str) -> str:
     if "unsteady" in result:
         parts.append(result["unsteady"])
     return "; ".join(parts) or "nothing to time"
+
+
+def _rate(tflops: float) -> str:
+    return f"{tflops:.0f} TFLOP/s" if tflops >= 1 else f"{tflops * 1e3:.3g} GFLOP/s"
 
 
 def _time(seconds: float) -> str:

@@ -29,7 +29,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("\n", " ")
+    return as_text(text).replace("|", r"\|")
+
+
+def as_text(words: object) -> str:
+    """One line that Markdown shows as it is: what stands in a results file is nobody's HTML."""
+    return " ".join(str(words).splitlines()).replace("<", "&lt;")
 
 
 def number(value: float) -> str:
@@ -49,7 +54,7 @@ def heading(document: dict[str, Any]) -> str:
     where = f"{environment['device_name']}, torch {versions.get('torch', 'unknown')}"
     where += f", triton {versions['triton']}" if "triton" in versions else ""
     where += f", commit {document['commit'][:10]}" if document.get("commit") else ""
-    return f"**{document['suite'].replace('_', ' ')}** ({where})"
+    return f"**{as_text(document['suite'].replace('_', ' '))}** ({as_text(where)})"
 
 
 def peer_tables(document: dict[str, Any]) -> str:
@@ -140,21 +145,21 @@ def notes(document: dict[str, Any]) -> list[str]:
     """What a reader must know besides: who is absent and why, doubtful clocks, an early end."""
     found = []
     if reasons := absent(document["cases"]):
-        found.append("\n".join(reasons))
+        found.append("\n".join(map(as_text, reasons)))
     unsteady = [c for c in document["cases"] if "unsteady" in c]
     if unsteady:
-        lines = [f"- ~ {case['name']}: {case['unsteady']}" for case in unsteady]
+        lines = [as_text(f"- ~ {case['name']}: {case['unsteady']}") for case in unsteady]
         found.append("\n".join(lines))
     if document.get("interrupted"):
         found.append("The run was interrupted: cases are missing.")
     if document.get("left_out"):
-        found.append(f"Left out for lack of time: {_some_of(document['left_out'])}.")
+        found.append(f"Left out for lack of time: {names_of_some(document['left_out'])}.")
     return found
 
 
-def _some_of(names: Any) -> str:
+def names_of_some(names: Any) -> str:
     """The first few; the results file has them all."""
-    few = [str(name) for name in names[:_MOST_NAMES]]
+    few = [as_text(name) for name in names[:_MOST_NAMES]]
     more = len(names) - len(few)
     return ", ".join(few) + (f" and {more} more" if more else "")
 

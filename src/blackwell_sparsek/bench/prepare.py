@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.env import environment_for_compiler
-from .case import Case, Peer, Suite
+from .case import REPORTED, Case, Peer, Suite
 from .measure import time_limit, told
 from .run import release
 
@@ -45,7 +45,8 @@ def tasks_of(suites: Iterable[tuple[Suite, Sequence[Case]]]) -> list[Task]:
     chosen: dict[tuple[str, str, str], list[Task]] = {}
     for suite, cases in suites:
         for case in cases:
-            for name in case.peers:
+            # fresh processes compile for themselves
+            for name in () if case.modes == (REPORTED,) else case.peers:
                 if name not in _NOT_COMPILED and not name.startswith("sdpa"):
                     found = chosen.setdefault((suite.name, _kind(case), name), [])
                     if not found or name not in _ANY_SIZE:

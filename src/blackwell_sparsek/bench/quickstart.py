@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..core.errors import BskError
+from .commands.options import device_of
 from .environment import describe_environment
 from .progress import Progress
 from .quickstart_cases import OURS, Case, cases
@@ -114,8 +116,16 @@ def _table(results: Sequence[dict[str, Any]]) -> list[str]:
 def _why(name: str | None, results: Sequence[dict[str, Any]]) -> list[str]:
     what = {"eager": "plain PyTorch, work proportional to the kept blocks"}.get(str(name), "")
     lines = [f"Ran the {name} implementation" + (f" ({what})." if what else ".")]
-    reasons = [pair for r in results for pair in r["why_not"].items() if pair[0] != "reference"]
-    return lines + [f"  not {other}: {why}" for other, why in dict.fromkeys(reasons)]
+    # a reason that is not that of every case stands with the cases it is of
+    cases: dict[tuple[str, str], list[str]] = {}
+    for r in results:
+        for pair in r["why_not"].items():
+            if pair[0] != "reference":
+                cases.setdefault(pair, []).append(r["name"])
+    for (other, why), names in cases.items():
+        of = "" if len(names) == len(results) else f" ({', '.join(names)})"
+        lines.append(f"  not {other}: {why}{of}")
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,8 +137,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="smaller, for a first look")
     parser.add_argument("--device", help="cpu or cuda; the GPU if there is one")
     args = parser.parse_args(argv)
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = device_of("quickstart", args.device)
+        if args.json:
+            open(args.json, "a").close()  # before minutes are spent on what cannot be kept
+    except (BskError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
 
     started = time.monotonic()
     environment = describe_environment(device)

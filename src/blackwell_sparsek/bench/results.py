@@ -49,6 +49,8 @@ def read(path: pathlib.Path) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:
         raise InvalidInput(f"{path}: cannot be read: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise InvalidInput(f"{path}: is not JSON that can be read: nested too deeply") from error
     except ValueError as error:  # no UTF-8, no JSON
         raise InvalidInput(f"{path}: is not JSON: {error}") from error
     if (problem := _problem(document)) is not None:

@@ -33,11 +33,13 @@ def run_suite(
 ) -> dict[str, Any]:
     """Measure all cases; with `path`, the results so far are there after each of them.
 
-    An interrupt ends the run with the cases measured by then, marked `interrupted`. `before` is
+    An interrupt ends the run with the cases measured by then, marked `interrupted`; before the
+    first of them, results of an earlier run stay. `before` is
     the document of an earlier process that ended on the way: its cases are kept, and the peer that
     ended it does not take part again. No case is begun after `until`, a `time.monotonic()`.
     """
     document = _new_document(suite, device, commit) if before is None else dict(before)
+    earlier = path.read_bytes() if path is not None and path.exists() else None
     crashed = dict(document.get("crashed", {}))
     done = {case["name"] for case in document["cases"]}
     started = time.monotonic() - document.get("elapsed_s", 0.0)
@@ -94,6 +96,9 @@ def run_suite(
         keep()
     if path:
         results.running(path, forget=True)
+        if earlier is not None and document.get("interrupted") and not document["cases"]:
+            # nothing was measured: what was there says more
+            path.write_bytes(earlier)
     return document
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .errors import InvalidInput, InvalidType, Unsupported
 
@@ -23,6 +24,35 @@ def check_tensor(op: str, arg: str, x: Any) -> None:
         raise Unsupported(message(op, arg, "is a tensor subclass", "a plain tensor", kind))
     if x.layout != torch.strided:
         raise InvalidType(message(op, arg, "has a sparse layout", torch.strided, x.layout))
+
+
+def check_derivatives(op: str, arg: str, x: torch.Tensor) -> None:
+    """What an operator takes must want no derivative that torch does not ask operators for."""
+    expected = ".backward() or torch.autograd.grad"
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        # torch would take it for zero
+        problem = "has a forward-mode derivative (torch.func.jvp, dual tensors)"
+        raise Unsupported(message(op, arg, problem, expected, "a tangent"))
+    if not torch.compiler.is_compiling() and _differentiated_by_func(x):
+        problem = "is differentiated by torch.func (grad, vjp, jacrev)"
+        raise Unsupported(message(op, arg, problem, expected, "a transform"))
+
+
+def _differentiated_by_func(x: torch.Tensor) -> bool:
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or ()
+    if not any(level.key() == functorch.TransformType.Grad for level in stack):
+        return False
+    while functorch.is_batchedtensor(x):  # which never says that it requires a gradient
+        x = functorch.get_unwrapped(x)
+    return x.requires_grad
+
+
+def check_has_data(op: str, arg: str, x: torch.Tensor) -> None:
+    """What is read on the host, or counted, must be there."""
+    if x.is_meta:
+        expected = "a tensor with data (make it on another device, then call .to('meta'))"
+        raise Unsupported(message(op, arg, "is on the meta device", expected, "no data"))
 
 
 def check_dtype(op: str, arg: str, x: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:

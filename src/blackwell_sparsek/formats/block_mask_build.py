@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.checks import check_dtype, check_tensor, message
+from ..core.checks import check_dtype, check_has_data, check_tensor, message
 from ..core.errors import InvalidInput
 from ..core.launch import cdiv
 from . import bits as bit_masks
@@ -49,6 +49,7 @@ def _as_planes(op: str, arg: str, x: Any, layout: str) -> torch.Tensor:
     """View a bool tensor of rank 2 to 4 as `[B, H, rows, columns]`."""
     check_tensor(op, arg, x)
     check_dtype(op, arg, x, [torch.bool])
+    check_has_data(op, arg, x)
     if not 2 <= x.dim() <= 4:
         raise InvalidInput(message(op, arg, "has a wrong rank", layout, list(x.shape)))
     planes: torch.Tensor = x.detach()

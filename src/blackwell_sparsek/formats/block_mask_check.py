@@ -5,7 +5,14 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_dtype, check_same_device, check_shape, check_tensor, message
+from ..core.checks import (
+    check_dtype,
+    check_has_data,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    message,
+)
 from ..core.errors import InvalidInput, InvalidType
 from ..core.launch import cdiv
 from . import bits as bit_masks
@@ -91,6 +98,7 @@ def _check_shapes(
         check_tensor(op, arg, x)
         check_dtype(op, arg, x, [torch.int32])
     check_same_device(op, named)
+    check_has_data(op, "indptr", lists.indptr)
     check_shape(op, "indptr", lists.indptr, [rows + 1])
     check_shape(op, "partial_end", lists.partial_end, [rows])
     check_shape(op, "indices", lists.indices, [lists.indices.numel()])

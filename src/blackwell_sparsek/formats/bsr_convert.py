@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from ..core.checks import check_dtype, check_rank, check_shape, check_tensor, message
+from ..core.checks import (
+    check_dtype,
+    check_has_data,
+    check_rank,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    message,
+)
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..core.launch import cdiv
 from .bsr_pattern import BSRPattern
@@ -46,6 +54,7 @@ def blocks_of(
 def from_dense(op: str, x: Any, block_shape: Any) -> tuple[BSRPattern, torch.Tensor]:
     """Keep the blocks with any element that is not zero; a NaN is not zero."""
     check_dense(op, x)
+    check_has_data(op, "x", x)
     block_shape = check_pair(op, "block_shape", block_shape, 1)
     keep = (as_blocks(x.detach(), block_shape) != 0).flatten(2).any(2)
     return blocks_of(x, keep, block_shape)
@@ -59,6 +68,8 @@ def from_element_mask(
     check_tensor(op, "mask", mask)
     check_dtype(op, "mask", mask, (torch.bool,))
     check_shape(op, "mask", mask, x.shape)
+    check_same_device(op, {"x": x, "mask": mask})
+    check_has_data(op, "mask", mask)
     block_shape = check_pair(op, "block_shape", block_shape, 1)
     keep = as_blocks(mask, block_shape).flatten(2).any(2)
     return blocks_of(x.masked_fill(~mask, 0), keep, block_shape)
@@ -72,6 +83,8 @@ def from_mask(
     check_tensor(op, "block_keep", block_keep)
     check_dtype(op, "block_keep", block_keep, (torch.bool,))
     check_rank(op, "block_keep", block_keep, "[rows_b, cols_b]")
+    check_same_device(op, {"x": x, "block_keep": block_keep})
+    check_has_data(op, "block_keep", block_keep)
     if block_shape is None:
         block_shape = _infer_block_shape(op, x, block_keep)
     bh, bw = check_pair(op, "block_shape", block_shape, 1)

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_dtype, check_rank, check_same_device, check_tensor, message
+from ..core.checks import (
+    check_dtype,
+    check_has_data,
+    check_rank,
+    check_same_device,
+    check_tensor,
+    message,
+)
 from ..core.errors import InvalidInput, InvalidType
 from ..core.launch import cdiv
 
@@ -56,6 +63,7 @@ def check_metadata(
         got = f"indptr {indptr.dtype}, indices {indices.dtype}"
         raise InvalidType(message(op, "indptr/indices", "have different dtypes", "one dtype", got))
     check_same_device(op, {"indptr": indptr, "indices": indices})
+    check_has_data(op, "indptr", indptr)
     rows, cols = cdiv(shape[0], block_shape[0]), cdiv(shape[1], block_shape[1])
     if indptr.numel() != rows + 1:
         expected = f"{rows + 1} ({rows} block rows of {block_shape[0]} in {shape[0]}, plus 1)"

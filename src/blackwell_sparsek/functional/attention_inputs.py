@@ -8,6 +8,7 @@ import torch
 from ..core.autocast import cast_operand
 from ..core.checks import (
     check_choice,
+    check_derivatives,
     check_dtype,
     check_finite,
     check_last_dim_contiguous,
@@ -38,6 +39,7 @@ def check_qkv(
     tensors = dict(zip(names, (q, k, v), strict=True))
     for arg, x in tensors.items():
         check_tensor(op, arg, x)
+        check_derivatives(op, arg, x)
         check_dtype(op, arg, x, DTYPES)
         check_rank(op, arg, x, layout)
         check_last_dim_contiguous(op, arg, x)
@@ -112,6 +114,7 @@ def check_sinks(op: str, sinks: Any, q: torch.Tensor) -> None:
     if sinks is None:
         return
     check_tensor(op, "sinks", sinks)
+    check_derivatives(op, "sinks", sinks)
     check_dtype(op, "sinks", sinks, DTYPES)
     check_shape(op, "sinks", sinks, [q.shape[1]])
     check_same_device(op, {"q": q, "sinks": sinks})

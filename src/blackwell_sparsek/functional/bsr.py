@@ -8,6 +8,7 @@ from ..core.activations import ACTIVATIONS, activate
 from ..core.autocast import cast_operand
 from ..core.checks import (
     check_choice,
+    check_derivatives,
     check_dtype,
     check_same_device,
     check_same_dtype,
@@ -15,6 +16,7 @@ from ..core.checks import (
     check_tensor,
     message,
 )
+from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..formats.bsr import BSRMatrix, BSRPattern, install_matmul
 from ..formats.bsr_product import product_pattern
@@ -148,6 +150,7 @@ def _product(
 ) -> Any:
     """`matmul`, with all its checks."""
     op = "matmul"
+    check_choice(op, "impl", impl, IMPLS)
     check_choice(op, "activation", activation, ACTIVATIONS)
     if out_dtype is not None and out_dtype not in VALUE_DTYPES:
         names = ", ".join(str(d) for d in VALUE_DTYPES)
@@ -174,6 +177,7 @@ def _is_bsr(x: Any) -> TypeGuard[BSRMatrix]:
 
 def _check_operand(op: str, arg: str, x: Any) -> None:
     check_tensor(op, arg, x)
+    check_derivatives(op, arg, x)
     check_dtype(op, arg, x, VALUE_DTYPES)
 
 
@@ -207,6 +211,7 @@ def _sparse_dense(
     _check_operand(op, dense_arg, dense)
     if dense.dim() == 0:
         raise InvalidInput(message(op, dense_arg, "has a wrong rank", "1 or more dimensions", []))
+    check_derivatives(op, sparse_arg, sparse.storage)
     storage, dense = cast_operand(sparse.storage), cast_operand(dense)
     is_vector = dense.dim() == 1
     if is_vector:
@@ -263,6 +268,7 @@ def _check_extra(
     out_dtype: torch.dtype,
 ) -> None:
     check_tensor(op, arg, x)
+    check_derivatives(op, arg, x)
     check_shape(op, arg, x, shape)
     check_dtype(op, arg, x, tuple(dict.fromkeys((dense.dtype, out_dtype, torch.float32))))
     check_same_device(op, {arg: x, "the operands": dense})
@@ -290,6 +296,8 @@ def _sparse_sparse(
         got = f"blocks {list(a.block_shape)} and {list(b.block_shape)}"
         expected = "block widths of a equal to block heights of b"
         raise InvalidInput(message(op, "a/b", "have blocks that do not fit", expected, got))
+    for arg, matrix in (("a", a), ("b", b)):
+        check_derivatives(op, arg, matrix.storage)
     first, second = cast_operand(a.storage), cast_operand(b.storage)
     check_same_dtype(op, {"a": first, "b": second})
     check_same_device(op, {"a": first, "b": second})
@@ -341,6 +349,7 @@ def sddmm(
             [0., 0., 3., 3.]])
     """
     op = "sddmm"
+    check_choice(op, "impl", impl, IMPLS)
     if isinstance(pattern, BSRMatrix):
         pattern = pattern.logical_pattern
     if not isinstance(pattern, BSRPattern):

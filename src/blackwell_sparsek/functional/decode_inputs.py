@@ -6,6 +6,7 @@ import torch
 
 from ..core.autocast import cast_operand
 from ..core.checks import (
+    check_derivatives,
     check_dtype,
     check_last_dim_contiguous,
     check_rank,
@@ -78,6 +79,7 @@ def _check_caches(op: str, q: Any, k_cache: Any, v_cache: Any, *, paged: bool) -
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     for arg, x in tensors.items():
         check_tensor(op, arg, x)
+        check_derivatives(op, arg, x)
         check_dtype(op, arg, x, DTYPES if arg == "q" else (*DTYPES, FP8))
         check_rank(op, arg, x, PAGED if paged and arg != "q" else DENSE)
         check_last_dim_contiguous(op, arg, x)

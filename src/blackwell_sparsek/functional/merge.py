@@ -2,7 +2,14 @@
 
 import torch
 
-from ..core.checks import check_dtype, check_same_device, check_shape, check_tensor, message
+from ..core.checks import (
+    check_derivatives,
+    check_dtype,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    message,
+)
 from ..core.errors import InvalidInput
 from ..formats.attention_spec import lse_dtype
 from ..ops.merge import merge_states as merge_states_op
@@ -43,6 +50,7 @@ def merge_states(
     tensors = {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b}
     for arg, x in tensors.items():
         check_tensor(op, arg, x)
+        check_derivatives(op, arg, x)
     check_same_device(op, {**tensors})
     if o_a.dim() < 1:
         raise InvalidInput(message(op, "o_a", "has a wrong rank", "[..., Dv]", list(o_a.shape)))

@@ -65,6 +65,8 @@ def attention_varlen(
     block_mask : BlockMask, optional
         Made for `(max_seqlen_q, max_seqlen_k)`, with 1 or B masks along the batch, indexed by
         positions inside each sequence.
+    causal, window, scale, softcap, sinks, return_lse, deterministic, impl :
+        As in `attention`; positions count inside each sequence.
 
     Returns
     -------

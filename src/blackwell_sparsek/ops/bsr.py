@@ -84,22 +84,12 @@ def _matmul(
         return matmul_dispatch(impl, problem, *operands, bias, residual, activation, out_dtype)
 
 
-def _matmul_fake(
-    values: torch.Tensor,
-    pattern: list[torch.Tensor],
-    shape: list[int],
-    transposed: bool,
-    dense: torch.Tensor,
-    dense_left: bool,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype | None,
-    impl: str,
-) -> torch.Tensor:
+def _matmul_fake(*args: Any) -> torch.Tensor:
+    _, _, shape, transposed, dense, dense_left, *_, out_dtype, _ = args
     features = shape[1] if transposed != dense_left else shape[0]
     tail = (dense.shape[-2], features) if dense_left else (features, dense.shape[-1])
-    return dense.new_empty((*dense.shape[:-2], *tail), dtype=out_dtype or dense.dtype)
+    made: torch.Tensor = dense.new_empty((*dense.shape[:-2], *tail), dtype=out_dtype or dense.dtype)
+    return made
 
 
 def _sddmm(

@@ -1,5 +1,7 @@
 """`bsk::page_summaries` and `bsk::topk_pages`: which pages of a cache a query should read."""
 
+from typing import Any
+
 import torch
 
 from ..eager import page_selection as eager
@@ -10,18 +12,10 @@ from .kv_cache import why_not_triton
 from .registry import define_op
 
 
-def _launch_summaries(
-    low: torch.Tensor,
-    high: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    page_table: torch.Tensor | None,
-    page_size: int,
-    new_tokens: int | None,
-) -> None:
+def _launch_summaries(*args: Any) -> None:
     from ..kernels.cache.summaries import launch_page_summaries
 
-    launch_page_summaries(low, high, k_cache, cache_seqlens, page_table, page_size, new_tokens)
+    launch_page_summaries(*args)
 
 
 def _launch_topk(
@@ -93,19 +87,8 @@ def _topk(
         return topk_dispatch(impl, problem, q, summaries, k, *options)
 
 
-def _topk_fake(
-    q: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    page_table: torch.Tensor | None,
-    page_size: int,
-    k: int,
-    keep_first: int,
-    keep_last: int,
-    reduce: str,
-    impl: str,
-) -> torch.Tensor:
+def _topk_fake(q: torch.Tensor, low: torch.Tensor, *options: Any) -> torch.Tensor:
+    _, _, _, _, k, *_ = options
     return _empty_lists(q, low, k)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .transforms import one_by_one, without_tangents
+
 NAMESPACE = "bsk"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -21,9 +23,12 @@ def define_op(
 ) -> Callable[..., Any]:
     """Register `bsk::<name><schema>` with its implementation and its fake; return the operator."""
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, impl, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, without_tangents(name, impl), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    if not op._schema.is_mutable:
+        torch.library.register_vmap(f"{NAMESPACE}::{name}", one_by_one(op), lib=_LIBRARY)
+    return op
 
 
 def define_autograd(name: str, setup: Callable[..., None], backward: Callable[..., Any]) -> None:

@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,6 +13,8 @@ from ..formats.block_mask import BlockMask
 from ..reference.attention import attention as oracle
 from .inputs import normal
 from .tolerance import assert_within_budget
+
+_DIMS_OF_TILES = {64: (8, 16, 40, 64, 64), 128: (72, 80, 96, 128, 128)}
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,27 @@ class AttnCase:
         )
         visible = keep & (whole | elements)
         return BlockMask.from_element_mask(visible.to(device), self.block_size)
+
+
+def in_structure(
+    case: AttnCase,
+    rng: random.Random,
+    tiles: Sequence[int],
+    blocks: tuple[int, int] | None,
+    softcap: bool,
+    **given: Any,
+) -> AttnCase:
+    """`case` as one kernel of Hopper takes it: D and Dv that `tiles` hold, such blocks or none."""
+    d, dv = (rng.choice(_DIMS_OF_TILES[tile]) for tile in tiles)
+    return replace(
+        case,
+        head_dims=(d, dv),
+        scale=None if case.scale is None else abs(case.scale) or 0.7,
+        softcap=rng.choice([5.0, 30.0]) if softcap else 0.0,
+        mask=rng.choice(["none"] if blocks is None else ["blocks", "elements"]),
+        block_size=blocks or (64, 64),
+        **given,
+    )
 
 
 def draw_case(

@@ -52,14 +52,31 @@ def compile_kernels(
     command += ["--arch", *map(str, archs), "--count", *counts]
     lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     errors: list[str] = []
-    threads = [
-        threading.Thread(target=_collect, args=([*command, "--shard", str(i)], lines, errors))
-        for i in range(jobs)
-    ]
+    children = [_start([*command, "--shard", str(i)]) for i in range(jobs)]
+    threads = [threading.Thread(target=_collect, args=(child, lines, errors)) for child in children]
     for thread in threads:
         thread.start()
+    try:
+        records = _gathered(lines, jobs, progress)
+    except BaseException:  # an interrupt: nobody waits for the rest
+        for child in children:
+            child.kill()
+        raise
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise RuntimeError("\n".join(errors))
+    return sorted(records, key=lambda r: (r["name"], r["arch"]))
+
+
+def _gathered(
+    lines: "queue.SimpleQueue[dict[str, Any] | None]",
+    running: int,
+    progress: Callable[[int, int, dict[str, Any]], None] | None,
+) -> list[dict[str, Any]]:
+    """What the children send until all of them have ended."""
     records: list[dict[str, Any]] = []
-    total, running = 0, jobs
+    total = 0
     while running:
         line = lines.get()
         if line is None:
@@ -70,21 +87,20 @@ def compile_kernels(
             records.append(line)
             if progress:
                 progress(len(records), total, line)
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise RuntimeError("\n".join(errors))
-    return sorted(records, key=lambda r: (r["name"], r["arch"]))
+    return records
 
 
-def _collect(command: list[str], lines: Any, errors: list[str]) -> None:
-    child = subprocess.Popen(
+def _start(command: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
         command,
         env=environment_for_compiler(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def _collect(child: "subprocess.Popen[str]", lines: Any, errors: list[str]) -> None:
     stderr: list[str] = []
     assert child.stdout and child.stderr
     # a full pipe would block the child, so stderr is drained beside stdout

@@ -246,6 +246,18 @@ class TestErrors:
     def test_register(self):
         with pytest.raises(InvalidType, match="block_sparse is of a wrong type"):
             register(3)
+        with pytest.raises(InvalidType, match="name is not a str; expected str, got int"):
+            register(name=3)
+        with pytest.raises(InvalidType, match=r"names a layer by something else; .* got a"):
+            register({"a": None})
+        with pytest.raises(InvalidType, match=r"gives layer 1 something else; .* got int"):
+            register({0: None, 1: 16})
+
+    def test_a_function_that_gives_something_else(self, make_model, long_ids):
+        model = make_model()
+        model.set_attn_implementation(register(lambda layer: "window", name="wrong"))
+        with pytest.raises(InvalidType, match=r"gives layer 0 something else; .* got str"):
+            model(long_ids)
 
     @pytest.mark.parametrize("name", ["my_flash", "org/attention", "paged|x"])
     def test_names_that_transformers_reads(self, name):

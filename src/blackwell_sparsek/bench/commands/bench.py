@@ -17,6 +17,7 @@ from ..measure import ContextLost
 from ..run import failures, run_suite
 from ..suites import GROUPS, SUITES
 from ..tables import suite_tables
+from .options import device_of, positive, seconds
 
 _QUICK_S = 45.0
 _PREPARE_S = 240.0
@@ -48,11 +49,11 @@ def add_to(subparsers: Any) -> None:
     parser.add_argument("--case", metavar="PATTERN", help="only cases with this in their name")
     parser.add_argument("--mode", action="append", choices=MODES, help="only these ways of timing")
     parser.add_argument(
-        "--seconds", type=float, default=0.3, metavar="N", help="timing of each case (default 0.3)"
+        "--seconds", type=seconds, default=0.3, metavar="N", help="for each case (default 0.3)"
     )
     parser.add_argument(
         "--prepare",
-        type=int,
+        type=positive,
         metavar="JOBS",
         help="time nothing: compile what the suites need in this many processes",
     )
@@ -61,7 +62,7 @@ def add_to(subparsers: Any) -> None:
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--time-left",
-        type=float,
+        type=seconds,
         metavar="SECONDS",
         help="begin nothing after this time (default 45 with --quick, 240 with --prepare)",
     )
@@ -74,9 +75,8 @@ def run(args: argparse.Namespace) -> int:
         print(_listing())
         return 0
     names = chosen_suites(args.suites, args.quick)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput("bsk bench: --device cuda: torch finds no CUDA GPU here")
+    device = device_of("bsk bench", args.device)
+    _check_cases(names, args, device)
     if device.type == "cpu":
         print("No GPU: small sizes, for a look at the tool.", file=sys.stderr)
     if args.prepare is not None:
@@ -97,6 +97,8 @@ def _run_here(
         if suite.gpu_only and device.type != "cuda":
             problems.append(f"{name}: needs a CUDA GPU")
             continue
+        if not _cases(suite, args, device):
+            continue
         if until is not None and time.monotonic() > until:
             print(f"{name}: left out for lack of time", file=sys.stderr)
             continue
@@ -108,7 +110,8 @@ def _run_here(
             print(f"{name}: the GPU is lost to this process: {error}", file=sys.stderr)
             return supervise.LOST
         print(suite_tables(document), end="\n\n", flush=True)
-        print(f"Wrote {path}.", file=sys.stderr)
+        if document["cases"] or not document.get("interrupted"):
+            print(f"Wrote {path}.", file=sys.stderr)
         problems += [f"{name}: {problem}" for problem in failures(document)]
         if document.get("interrupted"):
             print("Interrupted: what was measured so far is kept.", file=sys.stderr)
@@ -181,11 +184,20 @@ def _measured(
 
 
 def _cases(suite: Suite, args: argparse.Namespace, device: torch.device) -> list[Case]:
-    cases = list(suite.cases(device.type == "cpu"))
-    if args.quick:
+    cases = [case for case in suite.cases(device.type == "cpu") if _is_asked(case, args.case)]
+    if args.quick and cases:
         # the first, the middle and the last say most about a suite
         cases = [cases[i] for i in sorted({0, len(cases) // 2, len(cases) - 1})]
-    return [_with_peers(case, args, suite) for case in cases if _is_asked(case, args.case)]
+    return [_with_peers(case, args, suite) for case in cases]
+
+
+def _check_cases(names: list[str], args: argparse.Namespace, device: torch.device) -> None:
+    """Nothing is measured, and no results are replaced, where no case is meant."""
+    if not any(_cases(SUITES[name], args, device) for name in names):
+        raise InvalidInput(
+            f"bsk bench: no case of {', '.join(names)} has {args.case!r} in its name; "
+            "expected part of a name as the tables show it, * and ? for anything"
+        )
 
 
 def _is_asked(case: Case, pattern: str | None) -> bool:
@@ -217,18 +229,18 @@ def _worker_command(args: argparse.Namespace, names: list[str], until: float | N
     if args.quick:
         command.append("--quick")
     if until is not None:
-        command += ["--time-left", f"{until - time.monotonic():.1f}"]
+        command += ["--time-left", f"{max(0.0, until - time.monotonic()):.1f}"]
     return command
 
 
 def _listing() -> str:
     lines = ["suites"]
-    width = max(map(len, SUITES))
+    peers = {peer.name: peer for suite in SUITES.values() for peer in suite.peers.values()}
+    width = max(map(len, [*SUITES, *peers]))
     lines += [f"  {name:<{width}}  {suite.about}" for name, suite in SUITES.items()]
     lines.append("groups")
     lines += [f"  {name:<{width}}  {', '.join(members)}" for name, members in GROUPS.items()]
     lines.append("peers")
-    peers = {peer.name: peer for suite in SUITES.values() for peer in suite.peers.values()}
     for name, peer in peers.items():
         reason = peer.available()
         lines.append(f"  {name:<{width}}  {peer.label}" + (f" -- n/a: {reason}" if reason else ""))

@@ -13,7 +13,7 @@ def add_to(subparsers: Any) -> None:
         "compare",
         help="say what became slower between two runs",
         description="The exit status is 1 when a case of ours became slower beyond the noise of "
-        "both runs, or does not run any more.",
+        "both runs, or does not run any more, and when there is nothing to compare.",
     )
     parser.add_argument("old", type=pathlib.Path, help="a results file, or a folder of them")
     parser.add_argument("new", type=pathlib.Path, help="a results file, or a folder of them")
@@ -37,6 +37,9 @@ def run(args: argparse.Namespace) -> int:
         for change in found.of("gone"):
             print(f"GONE    {change}")
         worse += len(found.of("slower")) + len(found.of("gone"))
+        if not found.changes:
+            worse += 1
+            print(f"NOTHING {new}: no time of ours that {old} has as well")
         same = len(found.of("same"))
         print(f"{new}: {len(found.changes)} times compared, {same} within the noise")
     return int(worse > 0)

@@ -8,6 +8,7 @@ import torch
 from ... import BSRMatrix, attention, attention_decode, explain, masks, matmul
 from ...core.env import IMPLS
 from ...core.errors import InvalidInput
+from .options import device_of, positive
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -20,23 +21,25 @@ def add_to(subparsers: Any) -> None:
     kinds = parser.add_subparsers(metavar="FUNCTION", required=True)
     one = kinds.add_parser("attention", help="of bsk.attention")
     one.add_argument("--q", default="1x16x4096x128", metavar="BxHxSxD", help="shape of q")
-    one.add_argument("--kv-heads", type=int, metavar="N", help="as many as q has unless given")
-    one.add_argument("--kv-length", type=int, metavar="N", help="as long as q unless given")
+    one.add_argument("--kv-heads", type=positive, metavar="N", help="as many as q has unless given")
+    one.add_argument("--kv-length", type=positive, metavar="N", help="as long as q unless given")
     one.add_argument("--causal", action="store_true")
     one.add_argument("--window", type=int, metavar="N", help="the N latest keys")
     one.add_argument("--block", metavar="QxK", help="blocks of a random block mask")
     one.set_defaults(run=explain_attention)
     two = kinds.add_parser("matmul", help="of bsk.matmul")
     two.add_argument("--weight", default="4096x4096", metavar="RxC", help="shape of the matrix")
-    two.add_argument("--n", type=int, default=1024, metavar="N", help="columns, or tokens")
+    two.add_argument("--n", type=positive, default=1024, metavar="N", help="columns, or tokens")
     two.add_argument("--block", default="64x64", metavar="HxW", help="blocks of the matrix")
     two.add_argument("--linear", action="store_true", help="x @ W.T, the order of a layer")
     two.set_defaults(run=explain_matmul)
     three = kinds.add_parser("decode", help="of bsk.attention_decode")
     three.add_argument("--q", default="1x32x1x128", metavar="BxHxSxD", help="shape of q")
-    three.add_argument("--kv-heads", type=int, default=8, metavar="N")
-    three.add_argument("--kv-length", type=int, default=8192, metavar="N", help="cached tokens")
-    three.add_argument("--page-size", type=int, metavar="N", help="contiguous unless given")
+    three.add_argument("--kv-heads", type=positive, default=8, metavar="N")
+    three.add_argument(
+        "--kv-length", type=positive, default=8192, metavar="N", help="cached tokens"
+    )
+    three.add_argument("--page-size", type=positive, metavar="N", help="contiguous unless given")
     three.set_defaults(run=explain_decode, density=1.0)
     for each in (one, two):
         each.add_argument("--density", type=float, default=0.22, help="share of kept blocks")
@@ -56,19 +59,17 @@ def sizes(option: str, text: str, count: int) -> list[int]:
     """
     parts = text.lower().split("x")
     if len(parts) != count or not all(part.isdigit() and int(part) > 0 for part in parts):
-        example = "x".join(["64"] * count)
-        raise InvalidInput(f"bsk explain: {option} is {text!r}; expected sizes such as {example}")
+        example = {2: "64x64", 4: "1x16x4096x128"}[count]
+        raise InvalidInput(
+            f"bsk explain: {option} is {text!r}; expected {count} sizes such as {example}"
+        )
     return [int(part) for part in parts]
 
 
 def _device(args: argparse.Namespace) -> torch.device:
-    if args.device is not None and args.device.split(":")[0] not in ("cpu", "cuda"):
-        raise InvalidInput(f"bsk explain: --device is {args.device!r}; expected cpu or cuda")
-    if args.device is not None and args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise InvalidInput("bsk explain: --device cuda: torch finds no CUDA GPU here")
     if not 0 < args.density <= 1:
         raise InvalidInput(f"bsk explain: --density is {args.density}; expected 0 to 1")
-    return torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return device_of("bsk explain", args.device)
 
 
 def explain_attention(args: argparse.Namespace) -> int:

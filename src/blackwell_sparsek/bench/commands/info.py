@@ -16,6 +16,9 @@ from ...core.env import config_dir, triton_cache_dir, triton_overrides
 from ..environment import describe_environment, source_commit
 from ..suites import SUITES
 
+# Root's, and the group of this user, which on most systems has no other members.
+_OWN_GROUPS = (0, os.getgid() if hasattr(os, "getgid") else 0)
+
 
 def add_to(subparsers: Any) -> None:
     """Declare the command."""
@@ -78,7 +81,7 @@ def cache_state(folder: pathlib.Path) -> dict[str, str]:
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     return {
         "folder": str(folder),
-        "size": f"{size / 2**20:.1f} MiB",
+        "size": f"{size / 2**20:.1f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB",
         "safety": unsafe(folder) or "only its owner can write there",
     }
 
@@ -94,6 +97,8 @@ def unsafe(folder: pathlib.Path) -> str | None:
             return f"UNSAFE: everybody can write to {place}"
         if place == folder and state.st_mode & stat.S_IWOTH:
             return f"UNSAFE: everybody can write to {place}"
+        if state.st_mode & stat.S_IWGRP and state.st_gid not in _OWN_GROUPS:
+            return f"UNSAFE: the group {state.st_gid} can write to {place}"
     return None
 
 

@@ -7,6 +7,7 @@ import torch
 
 from ...core.errors import InvalidInput
 from ...formats.kv_memory import MODELS, KVModel, format_kv_memory_table, kv_memory_table
+from .options import positive
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -23,11 +24,13 @@ def add_to(subparsers: Any) -> None:
         help="say how much memory KV caches take, and what grouped heads save",
         description="Known models, or one of your own: --layers, --heads and --head-dim.",
     )
-    parser.add_argument("--tokens", type=int, default=16384, help="cached tokens (default 16384)")
+    parser.add_argument(
+        "--tokens", type=positive, default=16384, help="cached tokens (default 16384)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--layers", type=int, metavar="N")
+    parser.add_argument("--layers", type=positive, metavar="N")
     parser.add_argument("--heads", metavar="Q:KV", help="query and KV heads, such as 32:8")
-    parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="(default 128)")
+    parser.add_argument("--head-dim", type=positive, default=128, metavar="D", help="(default 128)")
     parser.set_defaults(run=run)
 
 
@@ -35,8 +38,6 @@ def run(args: argparse.Namespace) -> int:
     """Print the table."""
     if (args.layers is None) != (args.heads is None):
         raise InvalidInput("bsk memory: --layers and --heads describe a model together")
-    if args.tokens < 1:
-        raise InvalidInput(f"bsk memory: --tokens is {args.tokens}; expected 1 or more")
     models = MODELS if args.heads is None else (_model(args),)
     print(format_kv_memory_table(kv_memory_table(models, args.tokens, DTYPES[args.dtype])))
     return 0

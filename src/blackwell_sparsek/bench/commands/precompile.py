@@ -12,6 +12,7 @@ from ...core.compile_cases import ALL_ARCHS
 from ...core.env import triton_cache_dir
 from ...core.errors import InvalidInput, Unsupported
 from ...testing.compile_only import compile_kernels, table
+from .options import positive
 
 
 def add_to(subparsers: Any) -> None:
@@ -24,7 +25,7 @@ def add_to(subparsers: Any) -> None:
     )
     parser.add_argument("filter", nargs="?", default="", help="only variants with this in the name")
     parser.add_argument("--arch", action="append", metavar="sm_90", help=f"this GPU's; {_known()}")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--jobs", type=positive, default=2, help="processes (default 2)")
     parser.set_defaults(run=run)
 
 
@@ -43,12 +44,12 @@ def architectures(asked: list[str] | None) -> list[int]:
     if asked is None:
         if torch.cuda.is_available():
             return [arch_of(torch.device("cuda")).sm]
-        raise InvalidInput(f"bsk: no GPU here: --arch says for which to compile, of {_known()}")
+        raise InvalidInput(f"no GPU here: --arch says for which to compile, of {_known()}")
     found = []
     for name in asked:
         digits = name.removeprefix("sm_").rstrip("a")
         if not digits.isdigit() or int(digits) not in ALL_ARCHS:
-            raise InvalidInput(f"bsk: --arch is {name!r}; expected one of {_known()}")
+            raise InvalidInput(f"--arch is {name!r}; expected one of {_known()}")
         found.append(int(digits))
     return found
 
@@ -59,18 +60,23 @@ Records = list[dict[str, Any]]
 def built(archs: list[int], contains: str, jobs: int, counts: tuple[str, ...]) -> Records:
     """Build kernels, telling on stderr how far it is."""
     if (reason := why_no_triton()) is not None:
-        raise Unsupported(f"bsk: kernels cannot be compiled here: {reason}")
+        raise Unsupported(f"kernels cannot be compiled here: {reason}")
 
     def progress(done: int, total: int, record: dict[str, Any]) -> None:
         text = f"{done}/{total} {record['name']} sm_{record['arch']}"
         live = sys.stderr.isatty()
         print(f"\r\x1b[K{text}" if live else text, end="" if live else "\n", file=sys.stderr)
 
-    records = compile_kernels(archs, contains, counts=counts, jobs=jobs, progress=progress)
+    try:
+        records = compile_kernels(archs, contains, counts=counts, jobs=jobs, progress=progress)
+    except RuntimeError as error:  # a process that compiles has ended, such as by its imports
+        print(error, file=sys.stderr)
+        last = str(error).strip().splitlines()[-1]
+        raise Unsupported(f"kernels cannot be compiled here: {last}") from error
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     if not records:
-        raise InvalidInput(f"bsk: no kernel variant for these GPUs has {contains!r} in its name")
+        raise InvalidInput(f"no kernel variant for these GPUs has {contains!r} in its name")
     return records
 
 

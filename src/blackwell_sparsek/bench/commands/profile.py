@@ -12,6 +12,7 @@ from ..case import Case, Suite
 from ..occupancy import occupancy
 from ..peaks import peak_of
 from ..suites import SUITES
+from .options import positive
 from .precompile import architectures, built
 
 # Instructions that tell how a kernel multiplies, copies and waits.
@@ -29,7 +30,7 @@ def add_to(subparsers: Any) -> None:
     )
     parser.add_argument("case", metavar="CASE", help="part of a name")
     parser.add_argument("--arch", action="append", metavar="sm_90", help="static, for this GPU")
-    parser.add_argument("--jobs", type=int, default=2, help="compiling processes (default 2)")
+    parser.add_argument("--jobs", type=positive, default=2, help="compiling processes (default 2)")
     parser.set_defaults(run=run)
 
 
@@ -41,9 +42,24 @@ def run(args: argparse.Namespace) -> int:
             return _measured(args.case)
         print(f"Static profile, because {reason}.", file=sys.stderr)
         args.arch = None if torch.cuda.is_available() else ["sm_90"]
-    records = built(architectures(args.arch), args.case, args.jobs, COUNTS)
+    try:
+        records = built(architectures(args.arch), args.case, args.jobs, COUNTS)
+    except InvalidInput as error:
+        if not _is_benchmark(args.case):
+            raise
+        raise InvalidInput(
+            f"{error}; as a benchmark case it can be profiled where a GPU and ncu are, and here "
+            "the kernel that it runs, such as attn_fwd or spmm_sm90"
+        ) from None
     print(static_table(records))
     return int(any(record["problems"] for record in records))
+
+
+def _is_benchmark(name: str) -> bool:
+    try:
+        return bool(find_case(name))
+    except InvalidInput:
+        return False
 
 
 def find_case(name: str) -> tuple[Suite, Case]:

@@ -162,7 +162,10 @@ def _as_layer(inputs: ProductInputs) -> str | None:
 
 def _square_blocks(inputs: ProductInputs) -> str | None:
     height, width = inputs.product.block
-    return _as_layer(inputs) or (None if height == width else "takes square blocks only")
+    if (reason := _as_layer(inputs)) is not None or height != width:
+        return reason or "takes square blocks only"
+    has_mkl: Callable[[], bool] = torch.backends.mkl.is_available
+    return None if inputs.x.is_cuda or has_mkl() else "needs a torch with MKL on a CPU"
 
 
 def _needs_gpu(inputs: ProductInputs) -> str | None:

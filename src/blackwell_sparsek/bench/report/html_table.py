@@ -1,5 +1,6 @@
 """The figures of a suite as a table that can be sorted."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..peer_tables import number, times_faster
@@ -17,12 +18,18 @@ def results_table(document: dict[str, Any], mode: str, words: str) -> str:
     keys = [
         key for key in ("over_dense", "over_best_peer") if any(_ratio(c, mode, key) for c in cases)
     ]
+    shown = (with_work, keys)
     names = {"over_dense": "over dense", "over_best_peer": "over the best peer"}
-    head = ["case", "ran", *(f"{peer} µs" for peer in peers)]
+    ran = any("implementation" in c["peers"].get("bsk", {}) for c in cases)
+    scale, unit = (1e3, "ms") if document.get("unit") == "ms" else (1e6, "µs")
+    head = ["case", *(["ran"] if ran else []), *(f"{peer} {unit}" for peer in peers)]
     head += ["bsk TFLOP/s"] if with_work else []
     head += [names[key] for key in keys]
     cells = "".join(element("th", escaped(name), scope="col") for name in head)
-    rows = "".join(_row(c, mode, list(peers), with_work, keys) for c in cases)
+    rows = "".join(
+        element("tr", "".join([*_first_cells(c, ran), *_cells(c, mode, peers, scale, *shown)]))
+        for c in cases
+    )
     table = element(
         "table",
         element("caption", escaped(f"Medians, {words}"))
@@ -42,20 +49,29 @@ def _ratio(case: dict[str, Any], mode: str, key: str) -> float | None:
     return amount(case.get("ratios", {}).get(mode, {}), key)
 
 
-def _row(
-    case: dict[str, Any], mode: str, peers: list[str], with_work: bool, keys: list[str]
-) -> str:
+def _first_cells(case: dict[str, Any], ran: bool) -> list[str]:
     mark = " ~" if "unsteady" in case else ""
     cells = [_cell(f"{case['name']}{mark}", case["name"])]
-    ran = case["peers"].get("bsk", {}).get("implementation", "–")
-    cells.append(_cell(str(ran), str(ran)))
+    implementation = str(case["peers"].get("bsk", {}).get("implementation", "–"))
+    return [*cells, _cell(implementation, implementation)] if ran else cells
+
+
+def _cells(
+    case: dict[str, Any],
+    mode: str,
+    peers: Iterable[str],
+    scale: float,
+    with_work: bool,
+    keys: list[str],
+) -> list[str]:
+    cells = []
     for peer in peers:
         figures = _figures(case, peer, mode)
         if figures is None:
             cells.append(_cell(_why(case, peer), None, "none"))
         else:
-            micro = figures["quantiles_s"]["p50"] * 1e6
-            cells.append(_cell(number(micro), micro, "ours" if peer == "bsk" else None))
+            time = figures["quantiles_s"]["p50"] * scale
+            cells.append(_cell(number(time), time, "ours" if peer == "bsk" else None))
     if with_work:
         work = (_figures(case, "bsk", mode) or {}).get("executed_tflops")
         cells.append(_cell("–" if work is None else number(work), work))
@@ -63,7 +79,7 @@ def _row(
         ratio = _ratio(case, mode, key)
         kind = "none" if ratio is None else "win" if ratio >= 1 else "loss"
         cells.append(_cell("–" if ratio is None else times_faster(ratio), ratio, kind))
-    return element("tr", "".join(cells))
+    return cells
 
 
 def _why(case: dict[str, Any], peer: str) -> str:

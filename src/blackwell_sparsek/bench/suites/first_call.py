@@ -91,7 +91,11 @@ def seconds_of(call: str, cache: pathlib.Path) -> float:
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
         raise RuntimeError(f"the process of {call} ended with {done.returncode}: {last[0]}")
-    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    # libraries may print around it
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
+    if not lines:
+        raise RuntimeError(f"the process of {call} printed no time")
+    record: dict[str, Any] = json.loads(lines[-1])
     if not record["finite"]:
         raise AssertionError(f"{call} gave something that is not finite")
     return float(record["seconds"])

@@ -199,12 +199,25 @@ def layer_choice(block_sparse: PerLayer | None) -> Callable[[Any], BlockSparse |
     if isinstance(block_sparse, BlockSparse):
         return lambda module: block_sparse
     if isinstance(block_sparse, Mapping):
+        for layer, choice in block_sparse.items():
+            if not isinstance(layer, int) or isinstance(layer, bool):
+                problem, expected = "names a layer by something else", "indices of layers"
+                raise InvalidType(message("register", "block_sparse", problem, expected, layer))
+            _check_choice(layer, choice)
         return lambda module: block_sparse.get(module.layer_idx)
     if callable(block_sparse):
-        return lambda module: block_sparse(module.layer_idx)
+        return lambda module: _check_choice(module.layer_idx, block_sparse(module.layer_idx))
     expected = "None, BlockSparse, a dict or a function of the layer's index"
     got = type(block_sparse).__name__
     raise InvalidType(message("register", "block_sparse", "is of a wrong type", expected, got))
+
+
+def _check_choice(layer: int, choice: Any) -> BlockSparse | None:
+    if choice is not None and not isinstance(choice, BlockSparse):
+        problem = f"gives layer {layer} something else"
+        got = type(choice).__name__
+        raise InvalidType(message("register", "block_sparse", problem, "BlockSparse or None", got))
+    return choice
 
 
 def mask_of_selection(

@@ -4,7 +4,7 @@ from functools import wraps
 from typing import Any
 
 from ...core.checks import message
-from ...core.errors import InvalidInput, Unsupported
+from ...core.errors import InvalidInput, InvalidType, Unsupported
 from .attention_function import attention_forward
 from .block_sparse import PerLayer, layer_choice
 from .mask_function import make_visible_keys
@@ -50,6 +50,8 @@ def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
     >>> model = LlamaForCausalLM(LlamaConfig())  # doctest: +SKIP
     >>> model.set_attn_implementation(name)  # doctest: +SKIP
     """
+    if not isinstance(name, str):
+        raise InvalidType(message("register", "name", "is not a str", "str", type(name).__name__))
     if found := [word for word in SPECIAL if word in name]:
         raise InvalidInput(
             message(

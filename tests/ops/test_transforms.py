@@ -1,0 +1,121 @@
+"""Derivatives that operators do not have are refused, not taken for zero; vmap calls one by one."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import blackwell_sparsek as bsk
+
+F64 = torch.float64
+
+
+def _random(*shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=F64)
+
+
+Q = _random(1, 2, 8, 4)
+PACKED = _random(8, 2, 4)
+OFFSETS = torch.tensor([0, 8], dtype=torch.int32)
+LENGTHS = torch.tensor([8], dtype=torch.int32)
+WEIGHT = bsk.BSRMatrix.from_mask(_random(8, 8), torch.eye(2, dtype=torch.bool))
+X = _random(8, 4)
+LSE = torch.zeros(1, 2, 8, dtype=F64)
+CALLS = {
+    "attention": (lambda x: bsk.attention(x, Q, Q), Q),
+    "attention_varlen": (
+        lambda x: bsk.attention_varlen(
+            x, PACKED, PACKED, OFFSETS, OFFSETS, max_seqlen_q=8, max_seqlen_k=8
+        ),
+        PACKED,
+    ),
+    "attention_decode": (
+        lambda x: bsk.attention_decode(x, Q, Q, cache_seqlens=LENGTHS),
+        Q[:, :, :1].clone(),
+    ),
+    "scaled_dot_product_attention": (lambda x: bsk.scaled_dot_product_attention(Q, Q, x), Q),
+    "merge_states": (lambda x: bsk.merge_states(x, LSE, Q, LSE)[0], Q),
+    "matmul": (lambda x: bsk.matmul(WEIGHT, x), X),
+    "matmul, sparse": (lambda x: bsk.matmul(WEIGHT.with_data(x), X), WEIGHT.storage),
+    "matmul, two sparse": (
+        lambda x: bsk.matmul(WEIGHT, bsk.BSRMatrix._from_parts(WEIGHT.pattern, x)).storage,
+        WEIGHT.storage,
+    ),
+    "sddmm": (lambda x: bsk.sddmm(x, X.T, WEIGHT).storage, X),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_forward_mode_is_refused(call):
+    function, x = CALLS[call]
+    with pytest.raises(bsk.Unsupported, match=r"has a forward-mode derivative .*; expected \.back"):
+        torch.func.jvp(function, (x,), (torch.ones_like(x),))
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(bsk.Unsupported, match=r"has a forward-mode derivative .*; expected \.back"),
+    ):
+        function(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def test_an_operator_called_directly_refuses_as_well():
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(WEIGHT.storage, torch.ones_like(WEIGHT.storage))
+        pattern = WEIGHT.pattern
+        rest = (pattern.tensors(), pattern.shape, False, X, False, None, None, None, None, "auto")
+        with pytest.raises(bsk.Unsupported, match="bsr_matmul: an argument has a forward-mode"):
+            torch.ops.bsk.bsr_matmul(dual, *rest)
+        with pytest.raises(bsk.Unsupported, match="bsr_matmul: an argument has a forward-mode"):
+            torch.ops.bsk.bsr_matmul(WEIGHT.storage, *rest[:3], dual[0], *rest[4:])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_derivatives_of_torch_func_are_refused(call):
+    function, x = CALLS[call]
+    with pytest.raises(bsk.Unsupported, match=r"is differentiated by torch\.func .*; expected \."):
+        torch.func.grad(lambda y: function(y).sum())(x)
+    with pytest.raises(bsk.Unsupported, match=r"is differentiated by torch\.func .*; expected \."):
+        torch.func.vjp(function, x)
+    several = torch.stack([x, -x])
+    with pytest.raises(bsk.Unsupported, match=r"is differentiated by torch\.func .*; expected \."):
+        torch.func.grad(lambda y: torch.vmap(function)(y).sum())(several)
+
+
+def test_what_is_not_differentiated_takes_part_in_torch_func():
+    weight = torch.ones(4, dtype=F64)
+    gradient = torch.func.grad(lambda w: (bsk.attention(Q, Q, Q) * w).sum())(weight)
+    assert torch.equal(gradient, bsk.attention(Q, Q, Q).sum((0, 1, 2)))
+
+
+def test_without_a_tangent_a_dual_level_changes_nothing():
+    with forward_ad.dual_level():
+        assert torch.equal(bsk.attention(Q, Q, Q), bsk.attention(Q, Q, Q, impl="eager"))
+        assert bsk.matmul(WEIGHT, X).shape == (8, 4)
+
+
+@pytest.mark.parametrize("call", sorted(set(CALLS) - {"matmul, sparse"}))
+def test_vmap_makes_one_call_after_the_other(call):
+    function, x = CALLS[call]
+    several = torch.stack([x, 2 * x, -x])
+    expected = torch.stack([function(one) for one in several])
+    assert torch.equal(torch.vmap(function)(several), expected)
+    # along another dimension
+    moved = torch.vmap(function, in_dims=1)(several.transpose(0, 1).contiguous())
+    assert torch.equal(moved, expected)
+
+
+def test_vmap_with_a_mask_and_several_results():
+    mask = bsk.masks.causal(8, 16)
+    both = torch.vmap(lambda x: bsk.attention(x, Q, Q, block_mask=mask, return_lse=True))
+    out, lse = both(torch.stack([Q, 2 * Q]))
+    again, other = bsk.attention(2 * Q, Q, Q, block_mask=mask, return_lse=True)
+    assert torch.equal(out[1], again) and torch.equal(lse[1], other)
+
+
+@pytest.mark.parametrize("call", ["attention", "matmul", "sddmm", "merge_states"])
+def test_gradients_pass_through_vmap(call):
+    function, x = CALLS[call]
+    several = torch.stack([x, 2 * x]).requires_grad_()
+    torch.vmap(function)(several).square().sum().backward()
+    again = several.detach().clone().requires_grad_()
+    torch.stack([function(one) for one in again]).square().sum().backward()
+    torch.testing.assert_close(several.grad, again.grad)
