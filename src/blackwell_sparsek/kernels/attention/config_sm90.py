@@ -22,9 +22,10 @@ class AttnFwdSm90Config:
     leaves out 64 keys of a piece's first and last tile where its queries see none of them, as in
     every second piece where queries see up to themselves. PARTS adds up weights in parts, and takes
     maxima in short chains. With SHARED_TAIL programs share the tiles of the last pieces, if those
-    are too few for all. OVERLAP starts before the kernel in front has ended. A SCOUT looks up
-    pieces of work ahead of the producer. KEYS_AHEAD fetches the keys of a tile before the values of
-    the one before. With Q_REGISTERS, consumers keep their queries in registers.
+    are too few for all. OVERLAP starts before the kernel in front has ended. With a SCOUT a
+    warp of its own looks up pieces of work, and keys are fetched before the values of the tile
+    before. With Q_REGISTERS consumers keep their queries in registers; FREES_Q_EARLY lets the next
+    ones come at once.
 
     The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them:
     CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for producer and scout.
@@ -45,7 +46,6 @@ class AttnFwdSm90Config:
     SHARED_TAIL: bool = False
     OVERLAP: bool = False
     SCOUT: bool = False
-    KEYS_AHEAD: bool = False
     Q_REGISTERS: bool = False
     FREES_Q_EARLY: bool = False
 
@@ -162,7 +162,6 @@ def make_config(
         # small problems, whose start is much of their time
         OVERLAP=consumers == 1 and block_kv is None,
         SCOUT=scout,
-        KEYS_AHEAD=scout,
         # mask code and two consumers leave no registers for them
         Q_REGISTERS=scout and wide and (dense or consumers == 1),
         FREES_Q_EARLY=masked and wide and consumers == 1,

@@ -32,8 +32,8 @@ from ...device.visits import num_masked_units
 from ..sm90 import GROUP_ROWS
 from .fwd_sm90_half import HALF, attend_half, pass_by
 from .fwd_sm90_masks import mask_scores
-from .fwd_sm90_producer import produce_found, produce_tiles
-from .fwd_sm90_scout import find_work
+from .fwd_sm90_producer import produce_tiles
+from .fwd_sm90_scout import find_work, produce_found
 from .fwd_sm90_tail import meet
 from .fwd_sm90_work import count_tiles, dense_tile, needs_mask, piece_lengths
 
@@ -65,7 +65,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     if CFG.OVERLAP:
         gdc_wait()
     out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, tail = consume
-    mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens, _begun = shared
+    mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_full, v_empty = v_ring
@@ -270,7 +270,6 @@ def _attn_fwd_sm90_kernel(
     fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
     takers: gl.constexpr = consumers + 1 if CFG.SCOUT else consumers
     work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, takers)
-    begun = work[1].index(0)
     if CFG.SCOUT:
         begun = barriers(1, 1).index(0)
     fence_async_shared()
@@ -282,14 +281,14 @@ def _attn_fwd_sm90_kernel(
     tail = (workspace[2], workspace[0])
     consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail)
     lengths = (q_len, kv_len)
-    shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens, begun)
+    shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)
     # the first role runs in the warps of the launch, the others in warps of their own
     if CFG.SCOUT and consumers == 1:
         gl.warp_specialize(
             [
                 (_consume, (consume, shared, 0, CFG)),
-                (produce_found, (produce, shared, CFG)),
-                (find_work, (produce, shared, CFG)),
+                (produce_found, (produce, shared, begun, CFG)),
+                (find_work, (produce, shared, begun, CFG)),
             ],
             [1, 1],
             [producer_registers, producer_registers],
@@ -299,8 +298,8 @@ def _attn_fwd_sm90_kernel(
             [
                 (_consume, (consume, shared, 0, CFG)),
                 (_consume, (consume, shared, 1, CFG)),
-                (produce_found, (produce, shared, CFG)),
-                (find_work, (produce, shared, CFG)),
+                (produce_found, (produce, shared, begun, CFG)),
+                (find_work, (produce, shared, begun, CFG)),
             ],
             [4, 1, 1],
             [registers, producer_registers, producer_registers],

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
 from ...device.gluon.packed import plane_place, tile_at
-from ...device.gluon.pipeline import publish, take
+from ...device.gluon.pipeline import publish
 from ...device.schedule import count_packed_pieces
 from ...device.sequences import batch_and_heads
 from ...device.visits import (
@@ -30,7 +30,7 @@ ROWS = gl.constexpr(GROUP_ROWS)
 
 
 @gluon.jit
-def _tile_starts(visit, kv_tile, CFG: gl.constexpr):
+def tile_starts(visit, kv_tile, CFG: gl.constexpr):
     """First keys of the copies that fill one KV tile of a plan."""
     lists, plan, num_masked, kv_len = visit
     tile_n: gl.constexpr = CFG.TILE_N
@@ -58,7 +58,7 @@ def _tile_starts(visit, kv_tile, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
+def copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
     """Start the copies of one KV tile into a ring, once its stage is free."""
     smem, full, empty = ring
     parts: gl.constexpr = CFG.parts
@@ -77,7 +77,15 @@ def _copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _copy_queries(desc, ring, turn, q_tile, place, CFG: gl.constexpr):
+def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
+    """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
+    # before the stage is waited for: reading the lists of a mask takes as long
+    starts = tile_starts(visit, kv_tile, CFG)
+    copy_tile(desc, ring, step, starts, place, CFG)
+
+
+@gluon.jit
+def copy_queries(desc, ring, turn, q_tile, place, CFG: gl.constexpr):
     """Start the copies of the queries of a piece of work, once there is room for them."""
     smem, full, empty = ring
     consumers: gl.constexpr = CFG.CONSUMERS
@@ -87,39 +95,9 @@ def _copy_queries(desc, ring, turn, q_tile, place, CFG: gl.constexpr):
     mbarrier.expect(bar, consumers * desc.block_type.nbytes)
     for g in gl.static_range(consumers):
         row = q_tile * CFG.tile_m + g * ROWS
-        q = smem.index(stage * consumers + g)
-        tma.async_copy_global_to_shared(desc, tile_at(place, row), bar, q)
-
-
-@gluon.jit
-def _copy_piece(produce, shared, plan, kv_len, q_tile, places, span, step, turn, CFG: gl.constexpr):
-    """Fetch queries and the KV tiles `span` of a piece of work; return the next step."""
-    q_desc, k_desc, v_desc, _, _ = produce
-    mask, q_ring, k_ring, v_ring, _, _, _, _, _, _ = shared
-    q_place, kv_place = places
-    first_tile, end_tile = span
-    visit = (mask[0], plan, num_masked_units(plan), kv_len)
-    _copy_queries(q_desc, q_ring, turn, q_tile, q_place, CFG)
-    # places are found before stages are waited for: reading the lists of a mask takes as long
-    if not CFG.KEYS_AHEAD:
-        for kv_tile in range(first_tile, end_tile):
-            starts = _tile_starts(visit, kv_tile, CFG)
-            _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
-            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
-            step += 1
-    elif first_tile < end_tile:
-        # consumers are done with the keys of a tile before they are with the values before it
-        starts = _tile_starts(visit, first_tile, CFG)
-        _copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
-        for kv_tile in range(first_tile + 1, end_tile):
-            after = _tile_starts(visit, kv_tile, CFG)
-            _copy_tile(k_desc, k_ring, step + 1, after, kv_place, CFG)
-            _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
-            starts = after
-            step += 1
-        _copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
-        step += 1
-    return step
+        tma.async_copy_global_to_shared(
+            desc, tile_at(place, row), bar, smem.index(stage * consumers + g)
+        )
 
 
 @gluon.jit
@@ -128,7 +106,8 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
 
     `part` is None, or says which tiles of the piece are meant and which programs have the others.
     """
-    mask, _, _, _, work, _, heads, band, cu_seqlens, _begun = shared
+    q_desc, k_desc, v_desc, _, _ = produce
+    mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
     batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
     plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
     first_tile = 0
@@ -142,10 +121,14 @@ def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG
         fields = fields + part
     publish(work, turn, fields)
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
+    copy_queries(q_desc, q_ring, turn, q_tile, q_place, CFG)
+    visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
-    places = (q_place, kv_place)
-    span = (first_tile, end_tile)
-    return _copy_piece(produce, shared, plan, kv_span[1], q_tile, places, span, step, turn, CFG)
+    for kv_tile in range(first_tile, end_tile):
+        _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
+        _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
+        step += 1
+    return step
 
 
 @gluon.jit
@@ -153,7 +136,7 @@ def _feed_share(
     produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG: gl.constexpr
 ):
     """Feed a whole piece, or a share of the tiles of those left over; return next step and turn."""
-    mask, _, _, _, _, lengths, _, _, _, _begun = shared
+    mask, _, _, _, _, lengths, _, _, _ = shared
     schedule = produce[4]
     share = schedule[4]
     begin = 0
@@ -203,7 +186,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         # everything read or written may belong to kernels in front until they have finished
         gdc_wait()
     _, _, _, counter_ptr, schedule = produce
-    mask, _, _, _, work, lengths, heads, _, cu_seqlens, _begun = shared
+    mask, _, _, _, work, lengths, heads, _, cu_seqlens = shared
     step = 0
     turn = 0
     sequence = 0
@@ -254,25 +237,3 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     if CFG.SHARED_TAIL:
         end = end + (0, 0, 0, 0, 0)  # noqa: RUF005
     publish(work, turn, end)
-
-
-@gluon.jit
-def produce_found(produce, shared, CFG: gl.constexpr):
-    """Keep the rings full for the pieces of work that `fwd_sm90_scout` publishes."""
-    _, _, _, _, work, lengths, heads, _, cu_seqlens, begun = shared
-    step = 0
-    turn = 0
-    piece = take(work, turn, 1)
-    while piece[6] >= 0:
-        mbarrier.arrive(begun, count=1)
-        plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
-        batch, q_head, kv_head = batch_and_heads(piece[6], heads[0], heads[1])
-        q_place = plane_place(cu_seqlens[0], batch, q_head, 0, lengths[0])
-        kv_place = plane_place(cu_seqlens[1], batch, kv_head, 0, lengths[1])
-        places = (q_place, kv_place)
-        span = (0, count_tiles(plan, CFG)[1])
-        step = _copy_piece(
-            produce, shared, plan, lengths[1], piece[7], places, span, step, turn, CFG
-        )
-        turn += 1
-        piece = take(work, turn, 1)
