@@ -36,8 +36,8 @@ class AttnProblem:
     """Whether scores are multiplied by a factor above zero before the softmax."""
     tma: bool = False
     """Whether TMA can copy q, k and v: addresses and strides in steps of 16 bytes."""
-    windowed: bool = False
-    """Whether a window limits both sides."""
+    two_sided: bool = False
+    """Whether both sides are limited."""
     tokens: tuple[int, int] | None = None
     """Queries and keys of all packed sequences together; None for dense batches."""
 
@@ -78,7 +78,7 @@ class AttnProblem:
             # under a softcap, the factor before the softmax is the softcap
             positive=spec.scale > 0 or spec.softcap > 0,
             tma=all(tma_takes(x) for x in (q, k, v)),
-            windowed=None not in spec.band,
+            two_sided=None not in spec.band,
             tokens=(q.shape[0], k.shape[0]) if spec.is_varlen else None,
         )
 
