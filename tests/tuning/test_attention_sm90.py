@@ -230,8 +230,8 @@ def test_queries_are_fetched_ahead_where_there_is_room():
 def test_scouts_look_up_rows_of_masks_and_tiles_of_windows():
     assert all(make_config(c, d, d, 64).SCOUT for c in (1, 2) for d in (64, 128))
     assert not make_config(2, 128, 128, 64, packed=True).SCOUT
-    two_sided = attn_fwd_sm90_config(problem(banded=True, two_sided=True))
-    assert two_sided.SCOUT and two_sided.HALF_TILES and two_sided.Q_REGISTERS
+    short_band = attn_fwd_sm90_config(problem(banded=True, short_band=True))
+    assert short_band.SCOUT and short_band.HALF_TILES and short_band.Q_REGISTERS
     causal = attn_fwd_sm90_config(problem(banded=True))
     assert not (causal.SCOUT or causal.Q_REGISTERS)
     # a second buffer of queries is not needed where they leave the first at once
@@ -239,13 +239,20 @@ def test_scouts_look_up_rows_of_masks_and_tiles_of_windows():
 
 
 @pytest.mark.parametrize(
-    "band, two_sided",
-    [(EVERYTHING, False), (CAUSAL, False), (Band(9, None), False), (Band(9, 0), True)],
+    "band, short_band",
+    [
+        (EVERYTHING, False),
+        (CAUSAL, False),
+        (Band(9, None), False),
+        (Band(32, 0), False),
+        (Band(31, 0), True),
+        (Band(16, 15), True),
+    ],
 )
-def test_bands_limit_one_side_or_both(band, two_sided):
+def test_short_bands_show_less_than_half_of_the_keys(band, short_band):
     q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
     spec = AttnSpec(0.1, band, max_q=64, max_k=64)
-    assert AttnProblem.of(q, q, q, spec).two_sided == two_sided
+    assert AttnProblem.of(q, q, q, spec).short_band == short_band
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
         packed=problem.varlen,
         banded=problem.banded,
         long=dim == 128 and problem.max_k >= LONG_SHARED,
-        two_sided=problem.two_sided,
+        short_band=problem.short_band,
     )
 
 

@@ -46,7 +46,7 @@ def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
     >>> from transformers import LlamaConfig, LlamaForCausalLM  # doctest: +SKIP
     >>> from blackwell_sparsek.integrations.huggingface import BlockSparse, register
     >>> sparse = BlockSparse(window=4096, global_blocks=1)
-    >>> name = register(sparse, name="two_sided")  # doctest: +SKIP
+    >>> name = register(sparse, name="windowed")  # doctest: +SKIP
     >>> model = LlamaForCausalLM(LlamaConfig())  # doctest: +SKIP
     >>> model.set_attn_implementation(name)  # doctest: +SKIP
     """

@@ -120,17 +120,17 @@ def make_config(
     packed: bool = False,
     banded: bool = False,
     long: bool = False,
-    two_sided: bool = False,
+    short_band: bool = False,
 ) -> AttnFwdSm90Config:
     """The configuration with so many consumers; `block_kv` is the mask's, None without one.
 
-    `banded`: a band cuts off keys. `two_sided`: on both sides, so that pieces of work are about
+    `banded`: a band cuts off keys. `short_band`: most of them, so that pieces of work are about
     equal. `long`: there are enough keys for programs to share them.
     """
     dense = block_kv is None and not packed
     masked = block_kv is not None and not packed
     wide = min(tile_d, tile_dv) == 128
-    scout = masked or (dense and two_sided and wide and consumers == 2)
+    scout = masked or (dense and short_band and wide and consumers == 2)
     # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
     shared_tail = dense and long and not banded and consumers == 2

@@ -26,7 +26,7 @@ class Call(NamedTuple):
     max_spill_bytes: int = 0
     banded: bool = False
     long: bool = False
-    two_sided: bool = False
+    short_band: bool = False
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class Call(NamedTuple):
         parts += ["packed"] if self.packed else []
         parts += ["banded"] if self.banded else []
         parts += ["long"] if self.long else []
-        parts += ["two_sided"] if self.two_sided else []
+        parts += ["short_band"] if self.short_band else []
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
 
@@ -56,7 +56,7 @@ CALLS = (
     Call(2, 128, 128, long=True),
     Call(2, 128, 128, banded=True),
     Call(2, 128, 128, banded=True, dtype=torch.float16),
-    Call(2, 128, 128, banded=True, two_sided=True),
+    Call(2, 128, 128, banded=True, short_band=True),
     Call(2, 64, 128, banded=True),
     Call(3, 64, 64, banded=True),
     Call(2, 64, 64, banded=True),
@@ -88,7 +88,7 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
     """A launch of the kernel; a mask comes with its order of rows."""
     block_q, block_kv = call.block_size or (None, None)
     options = {"packed": call.packed, "banded": call.banded, "long": call.long}
-    options["two_sided"] = call.two_sided
+    options["short_band"] = call.short_band
     config = make_config(call.consumers, call.tile_d, call.tile_dv, block_kv, **options)
     # packed descriptors have one dimension more
     lead = (1,) if call.packed else ()
