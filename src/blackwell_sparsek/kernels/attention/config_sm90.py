@@ -58,8 +58,10 @@ class AttnFwdSm90Config:
         assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
         assert not (self.HALF_TILES and self.SHARED_TAIL), f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
-        # a scout finds neither packed sequences nor shares of pieces
-        assert not (self.SCOUT and (self.CONSUMERS > 2 or self.SHARED_TAIL)), f"{self=}"
+        # a scout finds no shares of pieces, and does not wait for the kernel in front
+        alone = self.CONSUMERS < 3 and not (self.SHARED_TAIL or self.OVERLAP)
+        assert not self.SCOUT or alone, f"{self=}"
+        assert not self.FREES_Q_EARLY or (self.Q_REGISTERS and not self.HALF_TILES), f"{self=}"
 
     @property
     def tile_m(self) -> int:
