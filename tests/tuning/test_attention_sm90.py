@@ -234,8 +234,9 @@ def test_scouts_look_up_rows_of_masks_and_tiles_of_windows():
     assert short_band.SCOUT and short_band.HALF_TILES and short_band.Q_REGISTERS
     causal = attn_fwd_sm90_config(problem(banded=True))
     assert not (causal.SCOUT or causal.Q_REGISTERS)
-    # a second buffer of queries is not needed where they leave the first at once
-    assert make_config(1, 128, 128, 64).FREES_Q_EARLY
+    # two consumers that have mask code would spill
+    in_registers = [c for c in (1, 2) if make_config(c, 128, 128, 64).Q_REGISTERS]
+    assert in_registers == [1]
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ class AttnFwdSm90Config:
     maxima in short chains. With SHARED_TAIL programs share the tiles of the last pieces, if those
     are too few for all. OVERLAP starts before the kernel in front has ended. With a SCOUT a
     warp of its own looks up pieces of work, and keys are fetched before the values of the tile
-    before. With Q_REGISTERS consumers keep their queries in registers; FREES_Q_EARLY lets the next
-    ones come at once.
+    before. With Q_REGISTERS consumers keep their queries in registers.
 
     The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them:
     CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for producer and scout.
@@ -47,7 +46,6 @@ class AttnFwdSm90Config:
     OVERLAP: bool = False
     SCOUT: bool = False
     Q_REGISTERS: bool = False
-    FREES_Q_EARLY: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -61,7 +59,6 @@ class AttnFwdSm90Config:
         # a scout finds no shares of pieces, and does not wait for the kernel in front
         alone = self.CONSUMERS < 3 and not (self.SHARED_TAIL or self.OVERLAP)
         assert not self.SCOUT or alone, f"{self=}"
-        assert not self.FREES_Q_EARLY or (self.Q_REGISTERS and not self.HALF_TILES), f"{self=}"
 
     @property
     def tile_m(self) -> int:
@@ -166,7 +163,6 @@ def make_config(
         SCOUT=scout,
         # mask code and two consumers leave no registers for them
         Q_REGISTERS=scout and wide and (dense or consumers == 1),
-        FREES_Q_EARLY=masked and wide and consumers == 1,
     )
 
 

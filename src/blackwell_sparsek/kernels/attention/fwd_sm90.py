@@ -102,8 +102,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
         if CFG.Q_REGISTERS:
             q = q.load(gl.DotOperandLayout(0, s_layout, 2))
-        if CFG.FREES_Q_EARLY:
-            mbarrier.arrive(q_empty.index(q_stage), count=1)
         taken = 0
         if CFG.SHARED_TAIL:
             taken = piece[8]
@@ -168,15 +166,14 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 mbarrier.arrive(v_empty.index(last_stage), count=1)
                 acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
                 p = gl.convert_layout(weights.to(dtype), p_layout)
-            if not CFG.FREES_Q_EARLY:
-                # every score of this piece is taken: the next queries may come
-                mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
+            # every score of this piece is taken: the next queries may come
+            mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
             mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
             mbarrier.arrive(v_empty.index(stage), count=1)
             step += 1
-        elif not CFG.FREES_Q_EARLY:
+        else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
 
         if CFG.PARTS:
