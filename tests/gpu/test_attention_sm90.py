@@ -69,8 +69,7 @@ def run(q, k, v, spec, consumers=None, section=1, long=False):
     if mask is not None:
         block_kv = mask.block_size[1]
         order = longest_first(mask, *q.shape[:2], spec.band, section)
-    bounds = {"banded": spec.band != EVERYTHING, "short_band": None not in spec.band}
-    config = make_config(consumers, *tiles, block_kv, **bounds, long=long)
+    config = make_config(consumers, *tiles, block_kv, banded=spec.band != EVERYTHING, long=long)
     fwd_sm90_launch.launch_attn_fwd_sm90(out, lse, q, k, v, spec, order, section, config)
     return out, lse
 

@@ -6,7 +6,6 @@ import torch
 
 from ..core.arch import Arch, arch_of
 from ..formats.attention_spec import AttnSpec
-from ..formats.band import Band
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,6 @@ class AttnProblem:
     """Whether scores are multiplied by a factor above zero before the softmax."""
     tma: bool = False
     """Whether TMA can copy q, k and v: addresses and strides in steps of 16 bytes."""
-    short_band: bool = False
-    """Whether a band shows queries less than half of the keys, so that all see about as many."""
     tokens: tuple[int, int] | None = None
     """Queries and keys of all packed sequences together; None for dense batches."""
 
@@ -79,7 +76,6 @@ class AttnProblem:
             # under a softcap, the factor before the softmax is the softcap
             positive=spec.scale > 0 or spec.softcap > 0,
             tma=all(tma_takes(x) for x in (q, k, v)),
-            short_band=_is_short(spec.band, spec.max_k),
             tokens=(q.shape[0], k.shape[0]) if spec.is_varlen else None,
         )
 
@@ -94,11 +90,6 @@ class AttnProblem:
             f"{self.heads_kv}, queries {self.max_q}, keys {self.max_k}, head dim {self.head_dim}"
             f"/{self.head_dim_v}" + (f", {', '.join(extras)}" if extras else "")
         )
-
-
-def _is_short(band: Band, max_k: int) -> bool:
-    left, right = band
-    return left is not None and right is not None and 2 * (left + right) < max_k
 
 
 # Bytes between tokens of packed sequences that their descriptors can go back by.

@@ -21,9 +21,10 @@ def tiles(desc, count: gl.constexpr, rows: gl.constexpr):
 
 
 @gluon.jit
-def barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Allocate `count` barriers that complete after `arrivals` arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+def barriers(count: gl.constexpr, arrivals: gl.constexpr, room: gl.constexpr = 0):
+    """Allocate `count` barriers that complete after `arrivals` arrivals, in `room` or no more."""
+    words: gl.constexpr = room if room > count else count
+    bars = gl.allocate_shared_memory(gl.int64, [words, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(bars.index(i), count=arrivals)
     return bars
@@ -75,3 +76,15 @@ def take(channel, turn, WARPS: gl.constexpr = 4):
         fields = fields + (gl.max(numbers.index(depth * count + i).load(group), 0),)  # noqa: RUF005
     mbarrier.arrive(free.index(depth), count=1)
     return fields
+
+
+@gluon.jit
+def ring_place(step, STAGES: gl.constexpr):
+    """Stage of a ring and its phase."""
+    if STAGES == 4:
+        place = step & 3, (step >> 2) & 1
+    elif STAGES == 2:
+        place = step & 1, (step >> 1) & 1
+    else:
+        place = step % STAGES, (step // STAGES) & 1
+    return place

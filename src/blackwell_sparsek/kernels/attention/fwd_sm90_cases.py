@@ -26,7 +26,6 @@ class Call(NamedTuple):
     max_spill_bytes: int = 0
     banded: bool = False
     long: bool = False
-    short_band: bool = False
 
     @property
     def name(self) -> str:
@@ -39,24 +38,23 @@ class Call(NamedTuple):
         parts += ["packed"] if self.packed else []
         parts += ["banded"] if self.banded else []
         parts += ["long"] if self.long else []
-        parts += ["short_band"] if self.short_band else []
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
 
 # Spills of masks are in the code for partial blocks, whose bits take 64 registers of a consumer,
-# others before and after the loop over pieces of work, or where the scout looks up rows.
+# others before and after the loop over pieces of work, or where a scout looks up rows.
 CALLS = (
     Call(2, 128, 128),
     Call(2, 128, 128, dtype=torch.float16),
     Call(1, 128, 128),
     Call(3, 64, 64),
+    Call(3, 64, 64, long=True),
     Call(2, 64, 64),
     Call(1, 64, 64),
     Call(2, 128, 64),
     Call(2, 128, 128, long=True),
     Call(2, 128, 128, banded=True),
     Call(2, 128, 128, banded=True, dtype=torch.float16),
-    Call(2, 128, 128, banded=True, short_band=True),
     Call(2, 64, 128, banded=True),
     Call(3, 64, 64, banded=True),
     Call(2, 64, 64, banded=True),
@@ -88,7 +86,6 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
     """A launch of the kernel; a mask comes with its order of rows."""
     block_q, block_kv = call.block_size or (None, None)
     options = {"packed": call.packed, "banded": call.banded, "long": call.long}
-    options["short_band"] = call.short_band
     config = make_config(call.consumers, call.tile_d, call.tile_dv, block_kv, **options)
     # packed descriptors have one dimension more
     lead = (1,) if call.packed else ()

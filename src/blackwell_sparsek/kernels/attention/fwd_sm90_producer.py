@@ -101,34 +101,76 @@ def copy_queries(desc, ring, turn, q_tile, place, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG: gl.constexpr):
-    """Publish a piece of work, fetch its queries and KV tiles; return the next step.
+def _announce(produce, shared, plane, q_tile, q_span, kv_span, part, turn, CFG: gl.constexpr):
+    """Publish a piece of work and fetch its queries; return its plan.
 
     `part` is None, or says which tiles of the piece are meant and which programs have the others.
     """
-    q_desc, k_desc, v_desc, _, _ = produce
-    mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
-    batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
+    q_desc, _, _, _, _ = produce
+    mask, q_ring, _, _, work, _, heads, band, cu_seqlens = shared
+    batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
     plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
-    first_tile = 0
-    _, end_tile = count_tiles(plan, CFG)
     fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
     if cu_seqlens[0] is not None:
         fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
     if part is not None:
-        first_tile = part[0]
-        end_tile = part[1]
         fields = fields + part
     publish(work, turn, fields)
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
     copy_queries(q_desc, q_ring, turn, q_tile, q_place, CFG)
+    return plan
+
+
+@gluon.jit
+def _fetch_tiles(produce, shared, plane, plan, kv_span, begin, end, step, CFG: gl.constexpr):
+    """Fetch the KV tiles `begin` to `end` of a plan; return the next step."""
+    _, k_desc, v_desc, _, _ = produce
+    mask, _, k_ring, v_ring, _, _, heads, _, cu_seqlens = shared
+    batch, _, kv_head = batch_and_heads(plane, heads[0], heads[1])
     visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
-    for kv_tile in range(first_tile, end_tile):
+    for kv_tile in range(begin, end):
         _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
         _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
         step += 1
     return step
+
+
+@gluon.jit
+def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG: gl.constexpr):
+    """Publish a piece of work, fetch its queries and KV tiles; return the next step."""
+    plan = _announce(produce, shared, plane, q_tile, q_span, kv_span, part, turn, CFG)
+    begin = 0
+    _, end = count_tiles(plan, CFG)
+    if part is not None:
+        begin = part[0]
+        end = part[1]
+    return _fetch_tiles(produce, shared, plane, plan, kv_span, begin, end, step, CFG)
+
+
+@gluon.jit
+def _announce_dense(produce, shared, piece, q_tiles, turn, CFG: gl.constexpr):
+    """`_announce` a whole piece of a dense batch."""
+    lengths = shared[5]
+    plane, q_tile = place_piece(shared[0], produce[4], piece, q_tiles, CFG)
+    spans = (0, lengths[0]), (0, lengths[1])
+    _announce(produce, shared, plane, q_tile, *spans, None, turn, CFG)
+
+
+@gluon.jit
+def _feed_ahead(produce, shared, piece, next_piece, total, q_tiles, step, turn, CFG: gl.constexpr):
+    """Fetch the KV tiles of an announced piece and announce the next one; return the next step."""
+    mask, _, _, _, _, lengths, heads, band, _ = shared
+    plane, q_tile = place_piece(mask, produce[4], piece, q_tiles, CFG)
+    plan = plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
+    _, end = count_tiles(plan, CFG)
+    kv_span = (0, lengths[1])
+    # with the ring full of this piece's tiles, the queries of the one before are done with
+    full_ring = gl.minimum(end, CFG.STAGES)
+    step = _fetch_tiles(produce, shared, plane, plan, kv_span, 0, full_ring, step, CFG)
+    if next_piece < total:
+        _announce_dense(produce, shared, next_piece, q_tiles, turn + 1, CFG)
+    return _fetch_tiles(produce, shared, plane, plan, kv_span, full_ring, end, step, CFG)
 
 
 @gluon.jit
@@ -205,14 +247,19 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         num_sequences = schedule[1] // heads[0]
         total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
     piece = gl.program_id(0)
+    if CFG.AHEAD and piece < total:
+        _announce_dense(produce, shared, piece, q_tiles, turn, CFG)
     while piece < total:
-        if mask[0] is not None:
+        if mask[0] is not None or CFG.AHEAD:
             # looking up a row of a mask takes long, and short rows come last
             next_piece = claim_piece(counter_ptr, schedule[3], piece, total)
         if CFG.SHARED_TAIL:
             step, turn = _feed_share(
                 produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG
             )
+        elif CFG.AHEAD:
+            step = _feed_ahead(produce, shared, piece, next_piece, total, q_tiles, step, turn, CFG)
+            turn += 1
         elif cu_seqlens[0] is None:
             plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
             spans = (0, lengths[0]), (0, lengths[1])
@@ -226,7 +273,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 spans = (q_span, kv_span)
                 step = _feed(produce, shared, plane, q_tile, *spans, None, step, turn, CFG)
                 turn += 1
-        if mask[0] is None:
+        if mask[0] is None and not CFG.AHEAD:
             # only now, with the last copies of this piece under way: who is late takes less
             next_piece = claim_piece(counter_ptr, schedule[3], piece, total)
         piece = next_piece
