@@ -65,7 +65,7 @@ def peek(channel, turn, place: gl.constexpr):
 
 @gluon.jit
 def take(channel, turn, WARPS: gl.constexpr = 4):
-    """The numbers that were published for this turn, to be read by four warps."""
+    """The numbers that were published for this turn, to be read by WARPS warps."""
     numbers, filled, free = channel
     group: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count: gl.constexpr = numbers.shape[0] // WORK_DEPTH
