@@ -87,15 +87,15 @@ def test_few_queries_are_left_to_smaller_tiles():
     [
         ({}, 2),
         ({"head_dim": 64, "head_dim_v": 64}, 3),
-        ({"head_dim": 64, "head_dim_v": 64, "banded": True, "max_k": 4095}, 1),
+        ({"head_dim": 64, "head_dim_v": 64, "banded": True, "max_k": 2047}, 1),
         ({"banded": True, "max_k": 1024}, 2),
-        ({"head_dim": 64, "head_dim_v": 64, "banded": True, "max_k": 4096}, 3),
+        ({"head_dim": 64, "head_dim_v": 64, "banded": True, "max_k": 2048}, 3),
         ({"head_dim": 64, "head_dim_v": 64, "max_k": 1023}, 2),
         ({"head_dim": 64, "head_dim_v": 64, "max_k": 1024}, 3),
         # as measured, 16k tokens in all: full and causal
         ({**NARROW, "batch": 16, "heads_q": 32, "max_q": 1024, "max_k": 1024}, 3),
         ({**NARROW, "batch": 16, "heads_q": 32, "max_q": 1024, "max_k": 1024, "banded": True}, 1),
-        ({**NARROW, "batch": 8, "heads_q": 32, "max_q": 2048, "max_k": 2048, "banded": True}, 1),
+        ({**NARROW, "batch": 8, "heads_q": 32, "max_q": 2048, "max_k": 2048, "banded": True}, 3),
         ({**NARROW, "batch": 4, "heads_q": 32, "banded": True}, 3),
         ({"head_dim": 64, "head_dim_v": 128}, 2),
         # a tanh takes the registers of a third consumer
@@ -138,6 +138,38 @@ def test_half_tiles_are_for_bands_of_dense_batches():
         (1, 128, {"banded": True}),
     ):
         assert not make_config(consumers, dim, dim, **options).HALF_TILES
+
+
+@pytest.mark.parametrize(
+    "consumers, dim, options, expected",
+    [
+        # consumers that take turns, pieces announced ahead, consumers that pass pieces by
+        (3, 64, {}, (True, False, False)),
+        (3, 64, {"long": True}, (True, False, True)),
+        (3, 64, {"banded": True}, (True, False, True)),
+        (3, 64, {"packed": True}, (True, False, True)),
+        (2, 128, {}, (False, True, False)),
+        (2, 128, {"long": True}, (False, False, False)),
+        (2, 64, {"long": True}, (False, True, False)),
+        # pieces of a band differ, and a claim ahead takes one from those that are done
+        (2, 128, {"banded": True}, (False, False, False)),
+        # but those of one consumer are many and short
+        (1, 64, {"banded": True}, (False, True, False)),
+        (1, 64, {}, (False, False, False)),
+        # no room for a second buffer of queries
+        (1, 128, {"banded": True}, (False, False, False)),
+        (2, 128, {"block_kv": 128}, (False, False, False)),
+    ],
+)
+def test_what_consumers_and_producers_do(consumers, dim, options, expected):
+    config = make_config(consumers, dim, dim, **options)
+    assert expected == (config.TURNS, config.AHEAD, config.ABSENT)
+
+
+def test_three_consumers_have_larger_sections():
+    causal = {**NARROW, "batch": 8, "heads_q": 32, "heads_kv": 32, "banded": True}
+    for keys, planes in ((1024, 64), (2048, 64), (4096, 32)):
+        assert planes == attn_fwd_sm90_section(problem(**causal, max_q=keys, max_k=keys))
 
 
 @pytest.mark.parametrize(
@@ -227,6 +259,15 @@ def test_queries_are_fetched_ahead_where_there_is_room():
     assert make_config(2, 128, 128, 64).Q_STAGES == make_config(1, 128, 128, 64).Q_STAGES == 1
 
 
+def test_scouts_look_up_rows_of_masks():
+    assert all(make_config(c, d, d, 64).SCOUT for c in (1, 2) for d in (64, 128))
+    assert not make_config(2, 128, 128, 64, packed=True).SCOUT
+    assert not any(make_config(c, 128, 128, banded=True).SCOUT for c in (1, 2))
+    # two consumers that have mask code would spill
+    in_registers = [c for c in (1, 2) if make_config(c, 128, 128, 64).Q_REGISTERS]
+    assert in_registers == [1]
+
+
 @pytest.mark.parametrize(
     "changes, band, section",
     [
@@ -241,8 +282,10 @@ def test_queries_are_fetched_ahead_where_there_is_room():
         ({"banded": True, "max_k": 65536, "heads_kv": 4}, CAUSAL, 4),
         ({"banded": True, "max_k": 128}, CAUSAL, 16),
         ({"banded": True, "max_k": 2**29}, CAUSAL, 1),
-        # of which a window shows 6143 at a time
-        ({"banded": True, "max_k": 65536}, Band(2047, 0), 5),
+        # of which a window shows 6143 at a time: 5 heads, or 4 sections of 4
+        ({"banded": True, "max_k": 65536}, Band(2047, 0), 4),
+        ({"banded": True, "max_k": 65536, "heads_kv": 4}, Band(2047, 0), 16),
+        ({"banded": True, "max_k": 65536, "heads_q": 7, "heads_kv": 7}, Band(2047, 0), 4),
         ({"banded": True, "varlen": True, "tokens": (8192, 8192), "batch": 2}, CAUSAL, 32),
         ({"varlen": True, "tokens": (8192, 8192), "batch": 2}, EVERYTHING, 1),
     ],

@@ -45,12 +45,30 @@ def weigh_below(m_log2, top, s, scale_log2, SLACK: tl.constexpr = 0):
 
     Weights may grow to 2**SLACK before the maximum that is kept, and with it older sums, change.
     """
-    m_new = tl.maximum(m_log2, top * scale_log2)
+    m_new, shift, rescale = raise_maximum(m_log2, top, scale_log2, SLACK)
+    return m_new, tl.exp2(s * scale_log2 - shift[:, None]), rescale
+
+
+@triton.jit
+def raise_maximum(m_log2, top, scale_log2, SLACK: tl.constexpr = 0):
+    """Take the largest raw score of each row into the maximum, see `weigh_below`.
+
+    Returns the maximum that is kept, what to subtract from exponents, and the factor for older
+    sums and accumulators.
+    """
+    m_new = top * scale_log2
     if SLACK > 0:
         m_new = tl.where(m_new > m_log2 + SLACK, m_new, m_log2)
+    else:
+        m_new = tl.maximum(m_log2, m_new)
     shift = _safe_shift(m_new)
-    p = tl.exp2(s * scale_log2 - shift[:, None])
-    return m_new, p, tl.exp2(m_log2 - shift)
+    return m_new, shift, tl.exp2(m_log2 - shift)
+
+
+@triton.jit
+def weights_of(s, scale_log2, shift):
+    """Weights of raw scores `s` [rows, keys], of which `raise_maximum` knows the largest."""
+    return tl.exp2(s * scale_log2 - shift[:, None])
 
 
 @triton.jit

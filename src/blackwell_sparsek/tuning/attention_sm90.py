@@ -23,12 +23,15 @@ MOST_TOKENS = 2**31 - 2**16 - 1
 # Fewer queries than half of a warp group's rows: the portable kernel has smaller tiles for them.
 FEW_QUERIES = 32
 SHORT_KEYS = 512
-# Keys from which on three consumers pay, by whether a band cuts tiles.
-LONG_FULL, LONG_BANDED = 1024, 4096
+# Keys from which on three consumers pay, by whether a band cuts tiles. TFLOP/s of D64 causal with
+# one and three: 354 327 at 1k, 429 438 at 2k.
+LONG_FULL, LONG_BANDED = 1024, 2048
 # Half of the L2 of H100 and H200; queries, outputs and the next section need the other half. With
-# less the forward is faster: 642, 635 and 618 TFLOP/s for 16, 32 and 64 MiB (D128 causal, 4k).
+# less the forward is faster: 642, 635 and 618 TFLOP/s for 16, 32 and 64 MiB (D128 causal, 4k);
+# three consumers like 32 better than 16: 438 422, 492 479, 527 521, 559 559 (D64, 2k to 16k).
 SECTION_BYTES = 25 * 2**20
 FORWARD_SECTION_BYTES = 16 * 2**20
+THREE_SECTION_BYTES = 32 * 2**20
 # Queries of a head that run at a time under a window, about.
 RUNNING_QUERIES = 4096
 # Keys from which on programs share the last pieces of work. TFLOP/s of D128 without and with that:
@@ -116,7 +119,7 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
         tile_dv,
         packed=problem.varlen,
         banded=problem.banded,
-        long=dim == 128 and problem.max_k >= LONG_SHARED,
+        long=problem.max_k >= LONG_SHARED,
     )
 
 
@@ -181,4 +184,10 @@ def attn_fwd_sm90_section(problem: AttnProblem, band: Band = EVERYTHING) -> int:
     if band.left is not None and band.right is not None:
         tokens = min(tokens, band.left + band.right + RUNNING_QUERIES)
     kv_bytes = tokens * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    return min(max(FORWARD_SECTION_BYTES // max(kv_bytes, 1), 1) * group, planes)
+    three = attn_fwd_sm90_config(problem).CONSUMERS == 3
+    room = THREE_SECTION_BYTES if three else FORWARD_SECTION_BYTES
+    heads = max(room // max(kv_bytes, 1), 1)
+    if band.left is not None and band.right is not None:
+        # equal sections: the short pieces at the end of each fill the gaps before the next
+        heads = cdiv(planes // group, cdiv(planes // group, heads))
+    return min(heads * group, planes)

@@ -21,9 +21,10 @@ def tiles(desc, count: gl.constexpr, rows: gl.constexpr):
 
 
 @gluon.jit
-def barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Allocate `count` barriers that complete after `arrivals` arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+def barriers(count: gl.constexpr, arrivals: gl.constexpr, room: gl.constexpr = 0):
+    """Allocate `count` barriers that complete after `arrivals` arrivals, in `room` or no more."""
+    words: gl.constexpr = room if room > count else count
+    bars = gl.allocate_shared_memory(gl.int64, [words, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(bars.index(i), count=arrivals)
     return bars
@@ -63,10 +64,10 @@ def peek(channel, turn, place: gl.constexpr):
 
 
 @gluon.jit
-def take(channel, turn):
-    """The numbers that the producer published for this turn, to be read by four warps."""
+def take(channel, turn, WARPS: gl.constexpr = 4):
+    """The numbers that were published for this turn, to be read by WARPS warps."""
     numbers, filled, free = channel
-    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    group: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count: gl.constexpr = numbers.shape[0] // WORK_DEPTH
     depth = turn % WORK_DEPTH
     mbarrier.wait(filled.index(depth), (turn // WORK_DEPTH) & 1)
@@ -75,3 +76,15 @@ def take(channel, turn):
         fields = fields + (gl.max(numbers.index(depth * count + i).load(group), 0),)  # noqa: RUF005
     mbarrier.arrive(free.index(depth), count=1)
     return fields
+
+
+@gluon.jit
+def ring_place(step, STAGES: gl.constexpr):
+    """Stage of a ring and its phase."""
+    if STAGES == 4:
+        place = step & 3, (step >> 2) & 1
+    elif STAGES == 2:
+        place = step & 1, (step >> 1) & 1
+    else:
+        place = step % STAGES, (step // STAGES) & 1
+    return place

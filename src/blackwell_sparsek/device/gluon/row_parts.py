@@ -25,50 +25,78 @@ def row_parts(x):
 
 
 @gluon.jit
-def softmax_step_parts(m_log2, parts, s, scale_log2, SLACK: gl.constexpr):
-    """As `softmax.softmax_step`, with sums in parts."""
+def row_maxima(s, like):
+    """Largest of each row of `s`, in short chains, in the layout of `like`."""
     top = gl.max(gl.max(gl.max(gl.max(_apart(s), 4), 2), 1), 1)
-    top = gl.convert_layout(top, m_log2.type.layout, assert_trivial=True)
-    m_new, p, rescale = weigh_below(m_log2, top, s, scale_log2, SLACK)
-    rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
-    factor = gl.convert_layout(rescale, rows, assert_trivial=True)
-    return m_new, parts * factor[:, None] + row_parts(p), p, rescale
+    return gl.convert_layout(top, like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def pin_above(sums):
-    """Keep what makes `sums`, which are never negative, above the next wait."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; setp.lt.f32 p, $1, 0f00000000; mov.b32 t, 0; "
-        "@p st.shared.f32 [t], $1; mov.b32 $0, t; }",
-        *("=r,f,~{memory}", [sums], gl.int32, False, 1),
+def add_parts(parts, rescale, p):
+    """Sums in parts, rescaled, with the weights `p` of another tile."""
+    rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
+    factor = gl.convert_layout(rescale, rows, assert_trivial=True)
+    return parts * factor[:, None] + row_parts(p)
+
+
+@gluon.jit
+def softmax_step_parts(m_log2, parts, s, scale_log2, SLACK: gl.constexpr):
+    """As `softmax.softmax_step`, with sums in parts."""
+    top = row_maxima(s, m_log2)
+    m_new, p, rescale = weigh_below(m_log2, top, s, scale_log2, SLACK)
+    return m_new, add_parts(parts, rescale, p), p, rescale
+
+
+@gluon.constexpr_function
+def _pinning(offset):
+    return (
+        "{ .reg .pred p; setp.nan.f32 p, $1, $1; "
+        f"@p st.shared.f32 [$2+{offset}], $1; mov.b32 $0, 0; }}"
     )
+
+
+@gluon.jit
+def pin_above(x, base, SPARE: gl.constexpr):
+    """Keep what makes `x` above the next wait: what is not a number would be stored.
+
+    That goes to an address SPARE bytes behind `base`, where nobody reads.
+    """
+    asm: gl.constexpr = _pinning(SPARE)
+    gl.inline_asm_elementwise(asm, "=r,f,r,~{memory}", [x, base], gl.int32, False, 1)
+
+
+# Whether any of a warp's rows, two in a thread, has another maximum than before.
+RAISED = gl.constexpr(
+    "{ .reg .pred p, q; setp.neu.f32 p, $2, $4; setp.neu.or.f32 p, $3, $5, p; "
+    "vote.sync.any.pred q, p, -1; selp.b32 $0, 1, 0, q; mov.b32 $1, $0; }"
+)
+
+
+@gluon.jit
+def any_raised(m_log2, m_new):
+    """1 for the rows of warps in which the maximum of a row changed."""
+    return gl.inline_asm_elementwise(RAISED, "=r,=r,f,f,f,f", [m_log2, m_new], gl.int32, False, 2)
 
 
 @gluon.constexpr_function
 def _scaling(count):
-    # operands: results, the accumulators they start from, and the factor of each; a thread has
-    # two rows, whose elements come in pairs
-    factors = [f"${2 * count + i}" for i in range(count)]
-    scaled = " ".join(f"mul.f32 ${i}, ${i}, {factors[i]};" for i in range(count))
-    return (
-        f"{{ .reg .pred p, q; setp.neu.f32 p, {factors[0]}, 0f3F800000; "
-        f"setp.neu.or.f32 p, {factors[2]}, 0f3F800000, p; vote.sync.any.pred q, p, -1; "
-        f"@!q bra.uni same; {scaled} same: }}"
-    )
+    # operands: results, the accumulators they start from, the factor of each, and whether to
+    scaled = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return f"{{ .reg .pred q; setp.ne.s32 q, ${3 * count}, 0; @!q bra.uni same; {scaled} same: }}"
 
 
 @gluon.constexpr_function
 def _scaling_operands(count):
     tied = [str(i) for i in range(count)]
-    return ",".join(["=f"] * count + tied + ["f"] * count)
+    return ",".join(["=f"] * count + tied + ["f"] * count + ["r"] * count)
 
 
 @gluon.jit
-def scale_rows(acc, factor):
-    """`acc` [64, columns] of WGMMA times `factor` [64, 1]; warps with nothing but ones skip it."""
+def scale_rows(acc, factor, raised):
+    """`acc` [64, columns] of WGMMA times `factor` [64, 1], by warps that `raised` [64, 1] a row."""
     count: gl.constexpr = acc.shape[1] // 2
     asm: gl.constexpr = _scaling(acc.shape[1] // 2)
     operands: gl.constexpr = _scaling_operands(acc.shape[1] // 2)
     _, factors = gl.broadcast(acc, factor)
-    return gl.inline_asm_elementwise(asm, operands, [acc, factors], gl.float32, True, count)
+    _, flags = gl.broadcast(acc, raised)
+    return gl.inline_asm_elementwise(asm, operands, [acc, factors, flags], gl.float32, True, count)

@@ -20,11 +20,16 @@ class AttnFwdSm90Config:
     memory, beyond which TMA fills zeros. Q_STAGES of 2 fetches the queries of the next piece of
     work, and with them its first keys, while this one is still being computed. HALF_TILES
     leaves out 64 keys of a piece's first and last tile where its queries see none of them, as in
-    every second piece where queries see up to themselves. PARTS adds up weights in parts, and takes
-    maxima in short chains. With SHARED_TAIL programs share the tiles of the last pieces, if those
-    are too few for all. OVERLAP starts before the kernel in front has ended. The kernel is compiled
-    for MAX_REGISTERS per thread; the roles then trade them: CONSUMER_REGISTERS for a warp group,
-    PRODUCER_REGISTERS for the producer.
+    every second piece where queries see up to themselves. With SHARED_TAIL programs share the tiles
+    of the last pieces, if those are too few for all. OVERLAP starts before the kernel in front has
+    ended. With TURNS one consumer after the other issues its products. AHEAD claims and announces a
+    piece while the one before is fetched, which costs balance where pieces differ. ABSENT lets
+    consumers without queries pass a piece by. With a SCOUT a warp of its own looks up pieces of
+    work, and keys are fetched before the values of the tile before. With Q_REGISTERS consumers keep
+    their queries in registers.
+
+    The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them:
+    CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for producer and scout.
     """
 
     CONSUMERS: int
@@ -38,9 +43,13 @@ class AttnFwdSm90Config:
     MAX_REGISTERS: int
     Q_STAGES: int = 1
     HALF_TILES: bool = False
-    PARTS: bool = False
     SHARED_TAIL: bool = False
     OVERLAP: bool = False
+    TURNS: bool = False
+    AHEAD: bool = False
+    ABSENT: bool = False
+    SCOUT: bool = False
+    Q_REGISTERS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -51,6 +60,10 @@ class AttnFwdSm90Config:
         assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
         assert not (self.HALF_TILES and self.SHARED_TAIL), f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
+        assert not self.AHEAD or (self.Q_STAGES == 2 and not self.SHARED_TAIL), f"{self=}"
+        # a scout finds no shares of pieces, and does not wait for the kernel in front
+        alone = self.CONSUMERS < 3 and not (self.SHARED_TAIL or self.OVERLAP or self.AHEAD)
+        assert not self.SCOUT or alone, f"{self=}"
 
     @property
     def tile_m(self) -> int:
@@ -61,6 +74,35 @@ class AttnFwdSm90Config:
     def programs_per_sm(self) -> int:
         """One consumer leaves half of an SM to another program."""
         return 2 if self.CONSUMERS == 1 else 1
+
+    @property
+    def arrivals(self) -> int:
+        """Arrivals that free a stage: one of each warp."""
+        return 4 * self.CONSUMERS
+
+    @property
+    def barrier_room(self) -> int:
+        """Barriers that each array of those of K and V has room for.
+
+        Triton lays out larger allocations first. With so much room these come right behind the
+        tiles, in the order of the program: full K, free K, full V, free V.
+        """
+        return 64
+
+    @property
+    def tile_bytes(self) -> int:
+        """Shared memory of all tiles, which is where the barriers begin."""
+        queries = self.tile_m * (self.Q_STAGES * self.TILE_D + self.TILE_DV)
+        return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
+
+    def barrier_at(self, array: int) -> int:
+        """Where an array of barriers begins, in bytes behind the first."""
+        return 8 * array * self.barrier_room
+
+    @property
+    def spare_at(self) -> int:
+        """Bytes behind the first barrier that nobody reads."""
+        return 8 * (self.barrier_room - 1)
 
     @property
     def parts(self) -> int:
@@ -114,12 +156,16 @@ def make_config(
 ) -> AttnFwdSm90Config:
     """The configuration with so many consumers; `block_kv` is the mask's, None without one.
 
-    `banded`: a band cuts off keys. `long`: there are enough keys for programs to share them.
+    `banded`: a band cuts off keys. `long`: pieces of work are long enough to share them, and for
+    consumers without queries to pass them by.
     """
     dense = block_kv is None and not packed
+    masked = block_kv is not None and not packed
     # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
-    shared_tail = dense and long and not banded and consumers == 2
+    # at 64 dims the code for it takes registers that the loop needs
+    wide = max(tile_d, tile_dv) > 64
+    shared_tail = dense and long and wide and not banded and consumers == 2
     # Finding blocks, sequences or shares takes the producer more registers than counting tiles;
     # they come from the consumers. Three consumers need few: their head dims are 64 at the most.
     searches = not dense or shared_tail
@@ -142,11 +188,15 @@ def make_config(
         Q_STAGES=2 if ahead else 1,
         # packed sequences were not tried
         HALF_TILES=dense and banded and tile_n == 128,
-        # sums of 64 columns are slower in parts
-        PARTS=tile_dv > 64,
         SHARED_TAIL=shared_tail,
         # small problems, whose start is much of their time
         OVERLAP=consumers == 1 and block_kv is None,
+        TURNS=consumers == 3,
+        AHEAD=dense and ahead and not shared_tail and banded == (consumers == 1) and consumers < 3,
+        ABSENT=consumers == 3 and (banded or packed or long),
+        SCOUT=masked,
+        # two consumers with mask code have no registers for them
+        Q_REGISTERS=masked and consumers == 1 and min(tile_d, tile_dv) > 64,
     )
 
 

@@ -3,8 +3,9 @@
 Shapes are those of `fwd.py`. Programs take pieces of work until none is left; a piece is
 CONSUMERS x 64 queries of one head. A producer warp finds out which KV tiles the piece visits,
 publishes that, and keeps rings of K and V tiles full; the consumer warp groups each own 64 queries.
-A consumer issues the scores of tile i and the product of tile i - 1 with V together, so that the
-softmax of tile i runs while the tensor cores are busy. Tiles that need mask code come first.
+A consumer issues the scores of tile i and the product of tile i - 1 with V together; its softmax of
+tile i runs while the tensor cores work on that product, and then for the other consumers. Tiles
+that need mask code come first.
 
 Called as impl "sm90" of `bsk::attn_fwd`. Limits: fp16 and bf16, D and Dv up to 128, a positive
 factor of scores, strides and addresses that TMA takes, and those of `fwd.py`.
@@ -22,40 +23,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.gluon.packed import plane_place, tile_at
-from ...device.gluon.pipeline import barriers, take, tiles, work_channel
-from ...device.gluon.row_parts import pin_above, row_parts, scale_rows, softmax_step_parts
+from ...device.gluon.pipeline import barriers, ring_place, take, tiles, work_channel
+from ...device.gluon.row_parts import row_parts, softmax_step_parts
 from ...device.masks import exists, position, row_bounds
 from ...device.scores import cap
 from ...device.sequences import batch_and_heads, lse_offset
-from ...device.softmax import add_sink, finalise, init_state, softmax_step
+from ...device.softmax import add_sink, finalise, init_state
 from ...device.visits import num_masked_units
 from ..sm90 import GROUP_ROWS
-from .fwd_sm90_half import HALF, attend_half, pass_by
+from .fwd_sm90_half import HALF, attend_half, pass_all, pass_by
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
+from .fwd_sm90_scout import find_work, produce_found
+from .fwd_sm90_stages import await_stage, await_turn, barrier_base, free_stage, pass_turn
+from .fwd_sm90_steps import SLACK, attend_tile
 from .fwd_sm90_tail import meet
 from .fwd_sm90_work import count_tiles, dense_tile, needs_mask, piece_lengths
 
 ROWS = gl.constexpr(GROUP_ROWS)
-# Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
-# their precision, and fp16 holds them.
-SLACK = gl.constexpr(8)
 # What describes a piece of work: the six bounds of a visit plan, plane and query tile; of packed
 # sequences also the first query token, queries and keys.
 DENSE_FIELDS = gl.constexpr(8)
 PACKED_FIELDS = gl.constexpr(11)
 # ... of pieces that programs may share also tiles of this part, program, first and last of all.
 SHARED_FIELDS = gl.constexpr(13)
-
-
-@gluon.jit
-def _soften(m_log2, row_sum, s, score, CFG: gl.constexpr):
-    """The softmax step of a tile, with the sums that the configuration keeps."""
-    if CFG.PARTS:
-        state = softmax_step_parts(m_log2, row_sum, s, score[0], SLACK)
-    else:
-        state = softmax_step(m_log2, row_sum, s, score[0], SLACK)
-    return state
 
 
 @gluon.jit
@@ -66,8 +57,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, tail = consume
     mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens = shared
     q_smem, q_full, q_empty = q_ring
-    k_smem, k_full, k_empty = k_ring
-    v_smem, v_full, v_empty = v_ring
+    k_smem, v_smem = k_ring[0], v_ring[0]
+    first_row: gl.constexpr = GROUP * ROWS
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
@@ -78,17 +69,21 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     out_smem = out_tiles.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    rings = (k_smem, v_smem, barrier_base(CFG))
     step = 0
     turn = 0
+    if GROUP == 0:
+        # the first turn is the first consumer's
+        pass_turn(CFG.CONSUMERS - 1, CFG)
     piece = take(work, turn)
     while piece[6] >= 0:
         plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         q_first, q_len, kv_len = piece_lengths(piece, lengths)
         batch, q_head, _ = batch_and_heads(piece[6], heads[0], heads[1])
         q_start = piece[7] * CFG.tile_m
-        q_index = q_start + GROUP * ROWS + rows
+        q_index = q_start + first_row + rows
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
-        first_pos = position(q_start + GROUP * ROWS, q_len, kv_len)
+        first_pos = position(q_start + first_row, q_len, kv_len)
         any_first, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
         every_first, any_last = row_bounds(first_pos + (ROWS - 1), kv_len, band[0], band[1])
         bounds = (first, last, every_first, every_last)
@@ -99,13 +94,22 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q_stage = turn % CFG.Q_STAGES
         q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
         mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
+        if CFG.Q_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
         taken = 0
         if CFG.SHARED_TAIL:
             taken = piece[8]
             kv_tiles = piece[9]
+        if CFG.ABSENT:  # noqa: SIM102
+            if q_start + first_row >= q_len:
+                # none of its queries exists
+                pass_all(rings, kv_tiles - taken, step, GROUP, CFG)
+                step += kv_tiles - taken
+                taken = kv_tiles
         if CFG.HALF_TILES and CFG.CONSUMERS > 2:
-            taken = pass_by((k_ring, v_ring), plan, masked_tiles, any_last, step, CFG)
-            step += taken
+            passed = pass_by(rings, plan, masked_tiles, any_last, step, taken, GROUP, CFG)
+            step += passed
+            taken += passed
         if CFG.HALF_TILES:
             kv_start = dense_tile(plan, taken) * tile_n
             if (masked_tiles > taken) & (any_last < kv_start + HALF):
@@ -113,8 +117,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 # keep their descriptors for after the branch, without them where it is not taken.
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
-                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, kv_start, bounds, score,
-                    0, CFG,
+                    same, rings, step, (m_log2, row_sum), acc, kv_start, bounds, score,
+                    0, GROUP, CFG,
                 )  # fmt: skip
                 step += 1
                 taken += 1
@@ -125,62 +129,49 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             halved = (plan[2] < plan[3]) & (any_first >= left_start + HALF)
             halved = halved & (kv_tiles > taken + 1)
             kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
-        if CFG.PARTS:
-            quarter = row_parts(no_scores)
-            part_rows: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
-            row_sum = quarter + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
+        nothing = row_parts(no_scores)
+        part_rows: gl.constexpr = gl.SliceLayout(1, nothing.type.layout)
+        row_sum = nothing + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
-            stage = step % CFG.STAGES
-            mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
+            stage, phase = ring_place(step, CFG.STAGES)
+            await_stage(rings, stage, phase, 0, CFG)
             k = k_smem.index(stage).permute((1, 0))
+            await_turn(GROUP, CFG)
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            pass_turn(GROUP, CFG)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            free_stage(rings, stage, 1, CFG)
             if needs_mask(mask[0], plan, taken, masked_tiles):
                 s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
-            m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
+            m_log2, row_sum, weights, rescale = softmax_step_parts(
+                m_log2, row_sum, s, score[0], SLACK
+            )
             if CFG.HALF_TILES:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
+            tile = (q, visit, masked_tiles, q_index, q_start, bounds, score)
             for kv_tile in range(taken + 1, kv_tiles):
-                last_stage = stage
-                last_phase = (step // CFG.STAGES) & 1
-                step += 1
-                stage = step % CFG.STAGES
-                mbarrier.wait(k_full.index(stage), (step // CFG.STAGES) & 1)
-                k = k_smem.index(stage).permute((1, 0))
-                scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(last_stage), last_phase)
-                product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
-                s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                if needs_mask(mask[0], plan, kv_tile, masked_tiles):
-                    s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
-                m_log2, row_sum, weights, rescale = _soften(m_log2, row_sum, s, score, CFG)
-                # ptxas would sink the softmax below the wait, where it overlaps with nothing
-                pin_above(row_sum)
-                acc = warpgroup_mma_wait(0, deps=(product,))
-                mbarrier.arrive(v_empty.index(last_stage), count=1)
-                acc = scale_rows(acc, gl.convert_layout(rescale, o_rows)[:, None])
-                p = gl.convert_layout(weights.to(dtype), p_layout)
+                step, m_log2, row_sum, acc, p = attend_tile(
+                    tile, rings, kv_tile, step, (m_log2, row_sum), acc, p, GROUP, CFG
+                )
+            stage, phase = ring_place(step, CFG.STAGES)
             # every score of this piece is taken: the next queries may come
             mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
-            mbarrier.wait(v_full.index(stage), (step // CFG.STAGES) & 1)
+            await_stage(rings, stage, phase, 2, CFG)
             product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            free_stage(rings, stage, 3, CFG)
             step += 1
         else:
             mbarrier.arrive(q_empty.index(q_stage), count=1)
 
-        if CFG.PARTS:
-            row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
         if CFG.HALF_TILES:  # noqa: SIM102
             if halved:
                 same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
-                    same, (k_ring, v_ring), step, (m_log2, row_sum), acc, left_start, bounds,
-                    score, HALF, CFG,
+                    same, rings, step, (m_log2, row_sum), acc, left_start, bounds,
+                    score, HALF, GROUP, CFG,
                 )  # fmt: skip
                 step += 1
                 mbarrier.arrive(q_empty.index(q_stage), count=1)
@@ -200,7 +191,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             tma.store_wait(0)
             out_smem.store(out.to(dtype))
             fence_async_shared()
-            q_row = q_start + GROUP * ROWS
+            q_row = q_start + first_row
             out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
             tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
             lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
@@ -259,10 +250,15 @@ def _attn_fwd_sm90_kernel(
     k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
     q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
-    k_ring = (k_smem, barriers(stages, 1), barriers(stages, consumers))
-    v_ring = (v_smem, barriers(stages, 1), barriers(stages, consumers))
+    arrivals: gl.constexpr = CFG.arrivals
+    room: gl.constexpr = CFG.barrier_room
+    k_ring = (k_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
+    v_ring = (v_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
     fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
-    work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, consumers)
+    takers: gl.constexpr = consumers + 1 if CFG.SCOUT else consumers
+    work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, takers)
+    if CFG.SCOUT:
+        begun = barriers(1, 1).index(0)
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
@@ -274,7 +270,28 @@ def _attn_fwd_sm90_kernel(
     lengths = (q_len, kv_len)
     shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)
     # the first role runs in the warps of the launch, the others in warps of their own
-    if consumers == 1:
+    if CFG.SCOUT and consumers == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (produce_found, (produce, shared, begun, CFG)),
+                (find_work, (produce, shared, begun, CFG)),
+            ],
+            [1, 1],
+            [producer_registers, producer_registers],
+        )
+    elif CFG.SCOUT:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (_consume, (consume, shared, 1, CFG)),
+                (produce_found, (produce, shared, begun, CFG)),
+                (find_work, (produce, shared, begun, CFG)),
+            ],
+            [4, 1, 1],
+            [registers, producer_registers, producer_registers],
+        )
+    elif consumers == 1:
         gl.warp_specialize(
             [(_consume, (consume, shared, 0, CFG)), (produce_tiles, (produce, shared, CFG))],
             [1],

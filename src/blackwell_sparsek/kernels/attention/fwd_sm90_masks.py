@@ -3,24 +3,20 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...device.masks import bit_visible, not_after, not_before, within_bounds
+from ...device.gluon.column_bits import keep_columns
+from ...device.masks import bit_visible, within_bounds
 from ...device.visits import bits_of_tile, keys_of_tile, masked_unit, tile_ordinal
 from .fwd_sm90_work import dense_tile
 
 
 @gluon.jit
-def mask_band(s, kv_start, bounds, CFG: gl.constexpr):
+def mask_band(s, kv_start, bounds):
     """Scores of neighbouring keys from `kv_start` on, -inf outside of the band."""
     first, last, every_first, every_last = bounds
     width: gl.constexpr = s.shape[1]
-    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(s.shape[1]))
-    # a band has two edges, and seldom do both cut through a tile
-    if kv_start + (width - 1) > every_last:
-        kv_pos = kv_start + gl.arange(0, width, columns)
-        s = gl.where(not_after(kv_pos[None, :], last[:, None]), s, -float("inf"))
-    if kv_start < every_first:
-        kv_pos = kv_start + gl.arange(0, width, columns)
-        s = gl.where(not_before(kv_pos[None, :], first[:, None]), s, -float("inf"))
+    # what cuts the queries of other consumers may leave these alone
+    if (kv_start + (width - 1) > every_last) | (kv_start < every_first):
+        s = keep_columns(s, first - kv_start, last - kv_start)
     return s
 
 
@@ -32,7 +28,7 @@ def mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
     unit_size: gl.constexpr = CFG.UNIT
     columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
     if lists is None:
-        s = mask_band(s, dense_tile(plan, kv_tile) * tile_n, bounds, CFG)
+        s = mask_band(s, dense_tile(plan, kv_tile) * tile_n, bounds)
     else:
         first, last, _, _ = bounds
         offs_n = gl.arange(0, tile_n, columns)

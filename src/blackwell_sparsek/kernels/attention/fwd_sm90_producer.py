@@ -30,19 +30,14 @@ ROWS = gl.constexpr(GROUP_ROWS)
 
 
 @gluon.jit
-def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
-    """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
-    smem, full, empty = ring
+def tile_starts(visit, kv_tile, CFG: gl.constexpr):
+    """First keys of the copies that fill one KV tile of a plan."""
     lists, plan, num_masked, kv_len = visit
     tile_n: gl.constexpr = CFG.TILE_N
     unit_size: gl.constexpr = CFG.UNIT
     parts: gl.constexpr = CFG.parts
     part_rows: gl.constexpr = CFG.part_rows
-    stage = step % CFG.STAGES
-    bar = full.index(stage)
-    tile = smem.index(stage)
     masked_tiles, _ = count_tiles(plan, CFG)
-    # before the stage is waited for: reading the lists of a mask takes as long
     starts = ()
     if lists is None:
         starts = (dense_tile(plan, kv_tile) * tile_n,)
@@ -59,6 +54,18 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
             # a tile with no unit left is read from past the keys, where TMA fills zeros
             kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
             starts = starts + (kv,)  # noqa: RUF005
+    return starts
+
+
+@gluon.jit
+def copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
+    """Start the copies of one KV tile into a ring, once its stage is free."""
+    smem, full, empty = ring
+    parts: gl.constexpr = CFG.parts
+    part_rows: gl.constexpr = CFG.part_rows
+    stage = step % CFG.STAGES
+    bar = full.index(stage)
+    tile = smem.index(stage)
     mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
     mbarrier.expect(bar, parts * desc.block_type.nbytes)
     for part in gl.static_range(parts):
@@ -70,43 +77,100 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG: gl.constexpr):
-    """Publish a piece of work, fetch its queries and KV tiles; return the next step.
+def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
+    """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
+    # before the stage is waited for: reading the lists of a mask takes as long
+    starts = tile_starts(visit, kv_tile, CFG)
+    copy_tile(desc, ring, step, starts, place, CFG)
+
+
+@gluon.jit
+def copy_queries(desc, ring, turn, q_tile, place, CFG: gl.constexpr):
+    """Start the copies of the queries of a piece of work, once there is room for them."""
+    smem, full, empty = ring
+    consumers: gl.constexpr = CFG.CONSUMERS
+    stage = turn % CFG.Q_STAGES
+    bar = full.index(stage)
+    mbarrier.wait(empty.index(stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
+    mbarrier.expect(bar, consumers * desc.block_type.nbytes)
+    for g in gl.static_range(consumers):
+        row = q_tile * CFG.tile_m + g * ROWS
+        tma.async_copy_global_to_shared(
+            desc, tile_at(place, row), bar, smem.index(stage * consumers + g)
+        )
+
+
+@gluon.jit
+def _announce(produce, shared, plane, q_tile, q_span, kv_span, part, turn, CFG: gl.constexpr):
+    """Publish a piece of work and fetch its queries; return its plan.
 
     `part` is None, or says which tiles of the piece are meant and which programs have the others.
     """
-    q_desc, k_desc, v_desc, _, _ = produce
-    mask, q_ring, k_ring, v_ring, work, _, heads, band, cu_seqlens = shared
-    q_smem, q_full, q_empty = q_ring
-    consumers: gl.constexpr = CFG.CONSUMERS
-    batch, q_head, kv_head = batch_and_heads(plane, heads[0], heads[1])
+    q_desc, _, _, _, _ = produce
+    mask, q_ring, _, _, work, _, heads, band, cu_seqlens = shared
+    batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
     plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
-    first_tile = 0
-    _, end_tile = count_tiles(plan, CFG)
     fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
     if cu_seqlens[0] is not None:
         fields = fields + (q_span[0], q_span[1], kv_span[1])  # noqa: RUF005
     if part is not None:
-        first_tile = part[0]
-        end_tile = part[1]
         fields = fields + part
     publish(work, turn, fields)
-    q_stage = turn % CFG.Q_STAGES
-    q_bar = q_full.index(q_stage)
-    mbarrier.wait(q_empty.index(q_stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
-    mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
-    for g in gl.static_range(consumers):
-        q_row = q_tile * CFG.tile_m + g * ROWS
-        q = q_smem.index(q_stage * consumers + g)
-        tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
+    copy_queries(q_desc, q_ring, turn, q_tile, q_place, CFG)
+    return plan
+
+
+@gluon.jit
+def _fetch_tiles(produce, shared, plane, plan, kv_span, begin, end, step, CFG: gl.constexpr):
+    """Fetch the KV tiles `begin` to `end` of a plan; return the next step."""
+    _, k_desc, v_desc, _, _ = produce
+    mask, _, k_ring, v_ring, _, _, heads, _, cu_seqlens = shared
+    batch, _, kv_head = batch_and_heads(plane, heads[0], heads[1])
     visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
     kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
-    for kv_tile in range(first_tile, end_tile):
+    for kv_tile in range(begin, end):
         _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
         _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
         step += 1
     return step
+
+
+@gluon.jit
+def _feed(produce, shared, plane, q_tile, q_span, kv_span, part, step, turn, CFG: gl.constexpr):
+    """Publish a piece of work, fetch its queries and KV tiles; return the next step."""
+    plan = _announce(produce, shared, plane, q_tile, q_span, kv_span, part, turn, CFG)
+    begin = 0
+    _, end = count_tiles(plan, CFG)
+    if part is not None:
+        begin = part[0]
+        end = part[1]
+    return _fetch_tiles(produce, shared, plane, plan, kv_span, begin, end, step, CFG)
+
+
+@gluon.jit
+def _announce_dense(produce, shared, piece, q_tiles, turn, CFG: gl.constexpr):
+    """`_announce` a whole piece of a dense batch."""
+    lengths = shared[5]
+    plane, q_tile = place_piece(shared[0], produce[4], piece, q_tiles, CFG)
+    spans = (0, lengths[0]), (0, lengths[1])
+    _announce(produce, shared, plane, q_tile, *spans, None, turn, CFG)
+
+
+@gluon.jit
+def _feed_ahead(produce, shared, piece, next_piece, total, q_tiles, step, turn, CFG: gl.constexpr):
+    """Fetch the KV tiles of an announced piece and announce the next one; return the next step."""
+    mask, _, _, _, _, lengths, heads, band, _ = shared
+    plane, q_tile = place_piece(mask, produce[4], piece, q_tiles, CFG)
+    plan = plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
+    _, end = count_tiles(plan, CFG)
+    kv_span = (0, lengths[1])
+    # with the ring full of this piece's tiles, the queries of the one before are done with
+    full_ring = gl.minimum(end, CFG.STAGES)
+    step = _fetch_tiles(produce, shared, plane, plan, kv_span, 0, full_ring, step, CFG)
+    if next_piece < total:
+        _announce_dense(produce, shared, next_piece, q_tiles, turn + 1, CFG)
+    return _fetch_tiles(produce, shared, plane, plan, kv_span, full_ring, end, step, CFG)
 
 
 @gluon.jit
@@ -145,7 +209,7 @@ def _feed_share(
 
 
 @gluon.jit
-def _claim(counter_ptr, dynamic, piece, total):
+def claim_piece(counter_ptr, dynamic, piece, total):
     """The next piece of work of this program: every so many, or the first that nobody has."""
     next_piece = piece + gl.num_programs(0)
     if dynamic != 0:
@@ -183,14 +247,19 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         num_sequences = schedule[1] // heads[0]
         total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
     piece = gl.program_id(0)
+    if CFG.AHEAD and piece < total:
+        _announce_dense(produce, shared, piece, q_tiles, turn, CFG)
     while piece < total:
-        if mask[0] is not None:
+        if mask[0] is not None or CFG.AHEAD:
             # looking up a row of a mask takes long, and short rows come last
-            next_piece = _claim(counter_ptr, schedule[3], piece, total)
+            next_piece = claim_piece(counter_ptr, schedule[3], piece, total)
         if CFG.SHARED_TAIL:
             step, turn = _feed_share(
                 produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG
             )
+        elif CFG.AHEAD:
+            step = _feed_ahead(produce, shared, piece, next_piece, total, q_tiles, step, turn, CFG)
+            turn += 1
         elif cu_seqlens[0] is None:
             plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
             spans = (0, lengths[0]), (0, lengths[1])
@@ -204,9 +273,9 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 spans = (q_span, kv_span)
                 step = _feed(produce, shared, plane, q_tile, *spans, None, step, turn, CFG)
                 turn += 1
-        if mask[0] is None:
+        if mask[0] is None and not CFG.AHEAD:
             # only now, with the last copies of this piece under way: who is late takes less
-            next_piece = _claim(counter_ptr, schedule[3], piece, total)
+            next_piece = claim_piece(counter_ptr, schedule[3], piece, total)
         piece = next_piece
     # no plane: the end
     end = (0, 0, 0, 0, 0, 0, -1, 0)

@@ -133,5 +133,6 @@ def needs_mask(lists, plan, kv_tile, masked_tiles):
     needs = kv_tile < masked_tiles
     if lists is None:
         after = kv_tile - (plan[5] - plan[4])
-        needs = (after < 0) | (after >= num_full_units(plan))
+        # one comparison: what is negative is large without its sign
+        needs = after.to(gl.uint32) >= num_full_units(plan).to(gl.uint32)
     return needs
