@@ -106,6 +106,15 @@ def test_launching_passes_grid_arguments_and_options():
     assert grid == (3,) and args[0] is x and args[1] == 8 and options == {"num_warps": 4}
 
 
+def test_clusters_are_made_of_a_kernel_that_knows_nothing_of_them():
+    kernel = Kernel()
+    kernel.compiled.packed_metadata = (12, 1, 4096)
+    kernel.warmup = lambda *args, grid, **options: kernel.compiled
+    launch(kernel, 66, (1,), cluster=2, num_warps=4)
+    assert kernel.compiled.packed_metadata == (12, 2, 4096)
+    assert kernel.calls == [((66,), (1,), {"num_warps": 4})]
+
+
 def test_only_what_happens_inside_is_recorded():
     kernel, x = Kernel(), torch.zeros(2)
     launch(kernel, 1, [x])

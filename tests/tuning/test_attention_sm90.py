@@ -259,6 +259,15 @@ def test_queries_are_fetched_ahead_where_there_is_room():
     assert make_config(2, 128, 128, 64).Q_STAGES == make_config(1, 128, 128, 64).Q_STAGES == 1
 
 
+def test_scouts_look_up_rows_of_masks():
+    assert all(make_config(c, d, d, 64).SCOUT for c in (1, 2) for d in (64, 128))
+    assert not make_config(2, 128, 128, 64, packed=True).SCOUT
+    assert not any(make_config(c, 128, 128, banded=True).SCOUT for c in (1, 2))
+    # two consumers that have mask code would spill
+    in_registers = [c for c in (1, 2) if make_config(c, 128, 128, 64).Q_REGISTERS]
+    assert in_registers == [1]
+
+
 @pytest.mark.parametrize(
     "changes, band, section",
     [
@@ -273,8 +282,10 @@ def test_queries_are_fetched_ahead_where_there_is_room():
         ({"banded": True, "max_k": 65536, "heads_kv": 4}, CAUSAL, 4),
         ({"banded": True, "max_k": 128}, CAUSAL, 16),
         ({"banded": True, "max_k": 2**29}, CAUSAL, 1),
-        # of which a window shows 6143 at a time
-        ({"banded": True, "max_k": 65536}, Band(2047, 0), 5),
+        # of which a window shows 6143 at a time: 5 heads, or 4 sections of 4
+        ({"banded": True, "max_k": 65536}, Band(2047, 0), 4),
+        ({"banded": True, "max_k": 65536, "heads_kv": 4}, Band(2047, 0), 16),
+        ({"banded": True, "max_k": 65536, "heads_q": 7, "heads_kv": 7}, Band(2047, 0), 4),
         ({"banded": True, "varlen": True, "tokens": (8192, 8192), "batch": 2}, CAUSAL, 32),
         ({"varlen": True, "tokens": (8192, 8192), "batch": 2}, EVERYTHING, 1),
     ],

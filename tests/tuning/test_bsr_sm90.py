@@ -11,6 +11,7 @@ from blackwell_sparsek.tuning.bsr_estimate import dense_seconds, sparse_seconds
 from blackwell_sparsek.tuning.bsr_sm90 import (
     narrow_sm90_config,
     spmm_sm90_config,
+    spmm_sm90_paired,
     spmm_sm90_passed_over,
     spmm_sm90_unsupported,
 )
@@ -204,3 +205,39 @@ def test_estimates_take_a_batch_for_more_columns():
     batched = replace(LAYER, n=4, batch=4)
     assert sparse_seconds(batched, "sm90") == sparse_seconds(LAYER, "sm90")
     assert sparse_seconds(replace(LAYER, n=4, batch=64), "sm90") > sparse_seconds(LAYER, "sm90")
+
+
+def square(block, n=8192, **changes):
+    blocks = round(0.22 * 8192**2 / (block[0] * block[1]))
+    shape = {"shape": (8192, 8192), "block_shape": block, "nnz_blocks": blocks, "n": n}
+    return replace(LAYER, **shape, **changes)
+
+
+@pytest.mark.parametrize("block", [(64, 64), (64, 16), (32, 32), (16, 16)])
+@pytest.mark.parametrize("x_transposed", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_64_are_paired_where_columns_are_many(block, x_transposed, out_dtype):
+    problem = square(block, out_dtype=out_dtype)
+    alone = spmm_sm90_config(problem, x_transposed)
+    paired = spmm_sm90_paired(problem, alone)
+    assert paired.PAIRED and out_dtype.itemsize == paired.OUT_BYTES
+    assert paired.STAGES >= alone.STAGES - 1
+    # each consumer's columns are fetched by one program of the two
+    assert paired.x_copies == 2
+    columns = [paired.x_slabs * side for side in paired.x_block()]
+    assert 256 in columns or paired.x_block()[0] * 64 == 256
+
+
+@pytest.mark.parametrize(
+    ("block", "n"), [((128, 128), 8192), ((48, 192), 8192), ((64, 64), 128), ((64, 256), 8192)]
+)
+def test_other_rows_are_not_paired(block, n):
+    problem = square(block, n)
+    assert spmm_sm90_paired(problem, spmm_sm90_config(problem, False)) is None
+
+
+def test_pairs_need_the_triton_that_they_were_read_in(monkeypatch):
+    problem = square((64, 64))
+    config = spmm_sm90_config(problem, False)
+    monkeypatch.setattr("blackwell_sparsek.tuning.bsr_sm90.warps_may_part", lambda: False)
+    assert spmm_sm90_paired(problem, config) is None

@@ -51,6 +51,16 @@ def warps_may_part() -> bool:
     return triton_version() == WARPS_TRITON
 
 
+def launch_in_clusters(compiled: Any, size: int) -> None:
+    """Have all launches of a compiled kernel make clusters of `size` programs.
+
+    Triton 3.6 forms clusters for kernels whose tiles are spread over their programs. One that is
+    compiled for single programs may be launched so too: its machine code does not say how.
+    """
+    warps, _, shared = compiled.packed_metadata
+    compiled.packed_metadata = (warps, size, shared)
+
+
 class KernelLauncher(NamedTuple):
     """The C function that launches a compiled kernel, below Triton's own preparations.
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .apart import made_apart
-from .compat import KernelLauncher, kernel_launcher, raw_stream, tensor_map
+from .compat import KernelLauncher, kernel_launcher, launch_in_clusters, raw_stream, tensor_map
 from .resting import resting, words_at_rest
 from .stream_memory import MOST_KEPT_BYTES, stream_memory
 
@@ -82,8 +82,15 @@ def is_recording() -> bool:
     return _recording.get() is not None
 
 
-def launch(kernel: Any, grid: int, args: Sequence[Any], **options: Any) -> None:
-    """Run `kernel` on `grid` programs with all its parameters in order, constants included."""
+def launch(
+    kernel: Any, grid: int, args: Sequence[Any], *, cluster: int = 1, **options: Any
+) -> None:
+    """Run `kernel` on `grid` programs with all its parameters in order, constants included.
+
+    With `cluster`, on `grid` clusters of as many programs.
+    """
+    if cluster > 1:
+        launch_in_clusters(kernel.warmup(*args, grid=(grid,), **options), cluster)
     compiled = kernel[(grid,)](*args, **options)
     record = _recording.get()
     if record is not None:

@@ -9,7 +9,7 @@ from ..core.arch import arch_of
 from ..core.compat import why_no_triton
 from ..core.launch import cdiv, unrecorded
 from ..eager import bsr_dense as eager
-from ..tuning.bsr_estimate import dense_seconds, sparse_seconds
+from ..tuning.bsr_estimate import dense_seconds, packs_for_few_columns, sparse_seconds
 from ..tuning.bsr_sm90 import spmm_sm90_passed_over
 from ..tuning.problem_bsr import BsrProblem
 from . import bsr_sm90, bsr_triton
@@ -72,9 +72,19 @@ def passed_for_dense(impl: str) -> Callable[[BsrProblem], str | None]:
 _sm90_for_dense, _triton_for_dense = passed_for_dense("sm90"), passed_for_dense("triton")
 
 
+@lru_cache(maxsize=4096)
+def _sm90_for_triton(problem: BsrProblem) -> str | None:
+    """Why blocks that WGMMA has to pack are left to the portable kernel: it should be faster."""
+    if not packs_for_few_columns(problem) or bsr_triton.why_not(problem) is not None:
+        return None
+    own_s, portable_s = (sparse_seconds(problem, impl) for impl in ("sm90", "triton"))
+    # both are known to a tenth
+    return None if own_s <= 1.1 * portable_s else _compared(own_s, "triton", portable_s)
+
+
 def sm90_passed_over(problem: BsrProblem) -> str | None:
     """What others do better is for them; the rest competes with the dense product."""
-    return spmm_sm90_passed_over(problem) or _sm90_for_dense(problem)
+    return spmm_sm90_passed_over(problem) or _sm90_for_triton(problem) or _sm90_for_dense(problem)
 
 
 def triton_passed_over(problem: BsrProblem) -> str | None:
@@ -94,7 +104,8 @@ def dense_passed_over(problem: BsrProblem) -> str | None:
 
 def _sparse_impls(problem: BsrProblem) -> list[str]:
     """Sparse implementations that can run, in the order in which `auto` asks."""
-    sm90 = (bsr_sm90.why_not(problem) or spmm_sm90_passed_over(problem)) is None
+    passed = spmm_sm90_passed_over(problem) or _sm90_for_triton(problem)
+    sm90 = (bsr_sm90.why_not(problem) or passed) is None
     impls = ["sm90"] if sm90 else []
     if (bsr_triton.why_not(problem) or interpreted_only(problem)) is None:
         impls.append("triton")

@@ -13,6 +13,7 @@ from ..tuning.bsr_sm90 import (
     narrow_sm90_config,
     spmm_sm90_chunk,
     spmm_sm90_config,
+    spmm_sm90_paired,
     spmm_sm90_unsupported,
 )
 from ..tuning.bsr_warps import takes_warp_rows, warp_rows_config
@@ -41,7 +42,8 @@ def bsr_matmul(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
-    from ..kernels.bsr.plan import spmm_plan
+    from ..kernels.bsr.plan import SpmmPlan, spmm_plan
+    from ..kernels.bsr.row_pairs import PairPlan, row_pairs
     from ..kernels.bsr.spmm_sm90_launch import launch_spmm_sm90
 
     product = rows_product(
@@ -61,7 +63,14 @@ def bsr_matmul(
             block_h=config.BLOCK_H, nnz_blocks=blocks.shape[0]
         )
         chunk = spmm_sm90_chunk(product.problem.arch, sizes, config)
+        plan: SpmmPlan | PairPlan
         plan = spmm_plan(indptr, blocks.shape[0], product.cols_b, chunk, BEARABLE_CHUNKS)
+        paired = spmm_sm90_paired(product.problem, config)
+        # rows that were cut are too unequal to go in pairs
+        if paired is not None and plan.n_split_rows == 0 and values.shape[0] > 0:
+            pairs = row_pairs(indptr, indices, perm, product.cols_b)
+            if pairs is not None:
+                plan, config, indices, perm = pairs, paired, pairs.cols, pairs.entries
         for i in range(part[0].shape[0]):
             part_residual = part[2][i] if residual is not None else None
             launch_spmm_sm90(

@@ -186,4 +186,8 @@ def attn_fwd_sm90_section(problem: AttnProblem, band: Band = EVERYTHING) -> int:
     kv_bytes = tokens * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     three = attn_fwd_sm90_config(problem).CONSUMERS == 3
     room = THREE_SECTION_BYTES if three else FORWARD_SECTION_BYTES
-    return min(max(room // max(kv_bytes, 1), 1) * group, planes)
+    heads = max(room // max(kv_bytes, 1), 1)
+    if band.left is not None and band.right is not None:
+        # equal sections: the short pieces at the end of each fill the gaps before the next
+        heads = cdiv(planes // group, cdiv(planes // group, heads))
+    return min(heads * group, planes)

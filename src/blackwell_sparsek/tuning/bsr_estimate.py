@@ -16,8 +16,9 @@ import torch
 from ..core.arch import Arch
 from ..core.launch import cdiv
 from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
+from ..kernels.bsr.row_pairs import pairs_saved
 from .bsr import NARROW, SpmmSizes, spmm_sizes
-from .bsr_sm90 import narrow_sm90_config, spmm_sm90_config
+from .bsr_sm90 import narrow_sm90_config, spmm_sm90_config, spmm_sm90_paired
 from .problem_bsr import BsrProblem
 
 # Seconds until a kernel has started and ended.
@@ -26,8 +27,9 @@ LAUNCH_S = 4e-6
 NARROW_LAUNCH_S = 2.5e-6
 # Of the memory's rate, what products with few columns read blocks at: 3.1 to 3.8 of 4.3 TB/s.
 NARROW_READ_SHARE = 0.78
-# In which a program of it copies a piece of a block with its rows of x, however small.
-NARROW_COPY_S = 5e-8
+# In which a program of it copies a piece of a block with its rows of x, however small, and for each
+# column: 16 x 16 blocks of Llama's layers take 5e-8 with 16 columns and 8.5e-8 with 64.
+NARROW_COPY_S, NARROW_COPY_COLUMN_S = 3.8e-8, 7.3e-10
 # Bytes per second of packing low blocks into tall ones, read and written together.
 PACK_BYTES_S = 3e12
 # Writing a matrix out from its blocks, against the memory rate.
@@ -43,13 +45,20 @@ WARP_ROWS_TILE = (256, 128)
 WARP_ROWS_X_S = 1.04e-9
 WARP_ROWS_BLOCK_S = 22.6e-9
 WARP_ROWS_FETCH_S = 4.2e-9
+# The same where the result lies transposed: 16 x 16 blocks of Llama's layers, 1024 to 4096 tokens.
+WARP_ROWS_TURNED = 1.3
 # Of a piece of work of Hopper's other product: until its first copies have come and its sums are
 # stored. More for steps that are short, since as many copies are under way as there are stages.
 PIECE_S, PIECE_STEP_S = 1e-6, 36e-6
+# Rows in pairs: by how much of what they share they are faster, and the highest share of the dense
+# rate that was measured; both at 22 % of blocks of 64 and of 32.
+PAIRED_SHARE, PAIRED_MOST = 0.62, 0.84
 # Columns of the narrowest tile: fewer cost the same.
 TILE_COLUMNS = 16
-# Triton's kernel against the one for Hopper at the same blocks.
-PORTABLE_SHARE = 0.7
+# Triton's kernel against the one for Hopper at the same blocks; and with few columns, up to
+# PORTABLE_FEW of them, where it takes 1.7 to 2.5 times as long as that (measured up to 128).
+PORTABLE_SHARE, PORTABLE_FEW_SHARE = 0.7, 0.37
+PORTABLE_FEW = 512
 
 
 class _Device(NamedTuple):
@@ -92,8 +101,16 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
     # an element of the dense operand that comes from L2 meets the rows of one block
     bytes_s = L2_BYTES_S * _device(problem.arch).bytes_s / _DEVICES[90].bytes_s
     fed = bytes_s / problem.dtype.itemsize * 2 * sizes.block_h
-    rate = PORTABLE_SHARE * min(_share(sizes) * _dense_rate(problem), fed)
+    few = problem.arch.sm and _columns(sizes) <= PORTABLE_FEW
+    share = PORTABLE_FEW_SHARE if few else PORTABLE_SHARE
+    rate = share * min(_share(sizes) * _dense_rate(problem), fed)
     return _product_seconds(problem, _stored(sizes), rate)
+
+
+def packs_for_few_columns(problem: BsrProblem) -> bool:
+    """Whether Hopper's kernels may lose to the portable one: the lowest blocks, few columns."""
+    sizes = spmm_sizes(problem)
+    return sizes.block_h < PACKED_ROWS // 2 and _columns(sizes) <= PORTABLE_FEW
 
 
 def packed_seconds(problem: BsrProblem) -> float:
@@ -102,7 +119,7 @@ def packed_seconds(problem: BsrProblem) -> float:
     stored = _stored(sizes)
     executed = stored / packed_fill(_density(problem), PACKED_ROWS // sizes.block_h)
     packing_s = LAUNCH_S + (stored + executed) * problem.dtype.itemsize / PACK_BYTES_S
-    return _pieces_seconds(problem, executed) + packing_s
+    return _pieces_seconds(problem, executed) + packing_s + _turning_seconds(problem, sizes)
 
 
 def warp_rows_seconds(problem: BsrProblem) -> float:
@@ -116,8 +133,18 @@ def warp_rows_seconds(problem: BsrProblem) -> float:
     blocks = stored / 256 * panels / max(pieces, 1)
     busy_s = inner * WARP_ROWS_X_S + blocks * WARP_ROWS_BLOCK_S
     piece_s = max(busy_s, inner * WARP_ROWS_FETCH_S)
+    if problem.dense_left:
+        piece_s *= WARP_ROWS_TURNED
     packing_s = LAUNCH_S + 2 * stored * problem.dtype.itemsize / PACK_BYTES_S
-    return rounds * piece_s + packing_s + LAUNCH_S
+    return rounds * piece_s + packing_s + LAUNCH_S + _turning_seconds(problem, sizes)
+
+
+def _turning_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
+    """What it takes to turn contiguous columns around for blocks that are read in short pieces."""
+    if problem.row_major != problem.dense_left or sizes.block_w % 32 == 0:
+        return 0.0
+    inner = problem.shape[0] if problem.dense_left else problem.shape[1]
+    return LAUNCH_S + 2 * inner * _columns(sizes) * problem.dtype.itemsize / PACK_BYTES_S
 
 
 def dense_seconds(problem: BsrProblem) -> float:
@@ -158,7 +185,8 @@ def _narrow_seconds(problem: BsrProblem, sizes: SpmmSizes, config: NarrowSm90Con
     panels = cdiv(_columns(sizes), config.TILE_N)
     fed_s = panels * stored_bytes * (1.0 + config.TILE_N / config.TILE_M) / L2_BYTES_S
     copies = panels * sizes.nnz_blocks * config.row_tiles * config.k_steps
-    copied_s = copies / problem.arch.num_sms * NARROW_COPY_S
+    copy_s = NARROW_COPY_S + config.TILE_N * NARROW_COPY_COLUMN_S
+    copied_s = copies / problem.arch.num_sms * copy_s
     return NARROW_LAUNCH_S + max(read_s, fed_s, copied_s)
 
 
@@ -192,7 +220,14 @@ def _pieces_seconds(problem: BsrProblem, executed: float) -> float:
     rows = cdiv(sizes.rows_b * sizes.block_h, config.tile_m)
     rounds = max(1.0, rows * panels / max(problem.arch.num_sms, 1))
     flops = 2.0 * executed * panels * config.tile_n
-    arithmetic_s = flops / (_share(sizes) * _dense_rate(problem))
+    # pieces may be fewer than SMs
+    idle = max(1.0, problem.arch.num_sms / max(rows * panels, 1))
+    share = _share(sizes)
+    if spmm_sm90_paired(problem, config) is not None:
+        inner = problem.shape[0] if problem.dense_left else problem.shape[1]
+        density = min(1.0, executed / max(rows * config.tile_m * inner, 1))
+        share = min(PAIRED_MOST, share / (1 - PAIRED_SHARE * pairs_saved(density)))
+    arithmetic_s = idle * flops / (share * _dense_rate(problem))
     moved = executed * problem.dtype.itemsize + _operand_bytes(problem)
     piece_s = PIECE_S + PIECE_STEP_S / config.TILE_K
     busy_s = max(arithmetic_s, moved / _device(problem.arch).bytes_s)

@@ -1,15 +1,22 @@
 """(problem) -> tiles of the Hopper product kernel, and the reasons why it cannot run."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from ..core.arch import Arch
+from ..core.compat import warps_may_part
 from ..core.launch import cdiv
 from ..kernels.bsr import config_narrow_sm90
 from ..kernels.bsr.config import largest_tile
 from ..kernels.bsr.config_narrow_sm90 import MOST_COLUMNS, NarrowSm90Config
-from ..kernels.bsr.config_sm90 import SLAB_COLUMNS, SpmmSm90Config, stages_that_fit
+from ..kernels.bsr.config_sm90 import (
+    PAIRED_SPARE,
+    SLAB_COLUMNS,
+    SpmmSm90Config,
+    stages_that_fit,
+)
 from ..kernels.sm90 import GROUP_ROWS
 from .bsr import NARROW, SpmmSizes, spmm_chunk, spmm_sizes
 from .problem_bsr import BsrProblem
@@ -30,6 +37,8 @@ MANY_COLUMNS = 256
 BEARABLE_CHUNKS = 3
 # A part has at least this many steps of the sum.
 LEAST_STEPS = 1024
+# Columns of a consumer from which on rows are paired: products that give every SM much to do.
+PAIRED_COLUMNS = 256
 
 
 def spmm_sm90_unsupported(problem: BsrProblem) -> str | None:
@@ -152,6 +161,23 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
         OUT_TRANSPOSED=problem.dense_left,
         ACTIVATION=problem.activation,
     )
+
+
+def spmm_sm90_paired(problem: BsrProblem, config: SpmmSm90Config) -> SpmmSm90Config | None:
+    """The same product by rows in pairs that share X, or None where that is not for it.
+
+    8192^3 in 22 % of blocks of 64 takes 428 us instead of 484, of 32 737 instead of 853. Tiles of
+    128 rows gain nothing: 366 instead of 364.
+    """
+    if not warps_may_part() or not config.SPLIT_N or config.row_tiles != 1:
+        return None
+    if config.GROUP_N < PAIRED_COLUMNS:
+        return None
+    item = problem.out_dtype.itemsize
+    stages = stages_that_fit(
+        *(config.GROUP_N, config.TILE_K, True, item, config.OUT_CHUNKS), spare=PAIRED_SPARE
+    )
+    return replace(config, STAGES=stages, PAIRED=True, OUT_BYTES=item)
 
 
 def _k_tile(block_w: int) -> int:

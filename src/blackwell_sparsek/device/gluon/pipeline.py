@@ -64,10 +64,10 @@ def peek(channel, turn, place: gl.constexpr):
 
 
 @gluon.jit
-def take(channel, turn):
-    """The numbers that the producer published for this turn, to be read by four warps."""
+def take(channel, turn, WARPS: gl.constexpr = 4):
+    """The numbers that were published for this turn, to be read by WARPS warps."""
     numbers, filled, free = channel
-    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    group: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count: gl.constexpr = numbers.shape[0] // WORK_DEPTH
     depth = turn % WORK_DEPTH
     mbarrier.wait(filled.index(depth), (turn // WORK_DEPTH) & 1)

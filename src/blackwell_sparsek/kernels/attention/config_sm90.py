@@ -24,9 +24,12 @@ class AttnFwdSm90Config:
     of the last pieces, if those are too few for all. OVERLAP starts before the kernel in front has
     ended. With TURNS one consumer after the other issues its products. AHEAD claims and announces a
     piece while the one before is fetched, which costs balance where pieces differ. ABSENT lets
-    consumers without queries pass a piece by. The kernel is compiled for MAX_REGISTERS per thread;
-    the roles then trade them: CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for the
-    producer.
+    consumers without queries pass a piece by. With a SCOUT a warp of its own looks up pieces of
+    work, and keys are fetched before the values of the tile before. With Q_REGISTERS consumers keep
+    their queries in registers.
+
+    The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them:
+    CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for producer and scout.
     """
 
     CONSUMERS: int
@@ -45,6 +48,8 @@ class AttnFwdSm90Config:
     TURNS: bool = False
     AHEAD: bool = False
     ABSENT: bool = False
+    SCOUT: bool = False
+    Q_REGISTERS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -56,6 +61,9 @@ class AttnFwdSm90Config:
         assert not (self.HALF_TILES and self.SHARED_TAIL), f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
         assert not self.AHEAD or (self.Q_STAGES == 2 and not self.SHARED_TAIL), f"{self=}"
+        # a scout finds no shares of pieces, and does not wait for the kernel in front
+        alone = self.CONSUMERS < 3 and not (self.SHARED_TAIL or self.OVERLAP or self.AHEAD)
+        assert not self.SCOUT or alone, f"{self=}"
 
     @property
     def tile_m(self) -> int:
@@ -152,6 +160,7 @@ def make_config(
     consumers without queries to pass them by.
     """
     dense = block_kv is None and not packed
+    masked = block_kv is not None and not packed
     # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
     # at 64 dims the code for it takes registers that the loop needs
@@ -185,6 +194,9 @@ def make_config(
         TURNS=consumers == 3,
         AHEAD=dense and ahead and not shared_tail and banded == (consumers == 1) and consumers < 3,
         ABSENT=consumers == 3 and (banded or packed or long),
+        SCOUT=masked,
+        # two consumers with mask code have no registers for them
+        Q_REGISTERS=masked and consumers == 1 and min(tile_d, tile_dv) > 64,
     )
 
 

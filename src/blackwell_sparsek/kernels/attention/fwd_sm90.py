@@ -34,6 +34,7 @@ from ..sm90 import GROUP_ROWS
 from .fwd_sm90_half import HALF, attend_half, pass_all, pass_by
 from .fwd_sm90_masks import mask_scores
 from .fwd_sm90_producer import produce_tiles
+from .fwd_sm90_scout import find_work, produce_found
 from .fwd_sm90_stages import await_stage, await_turn, barrier_base, free_stage, pass_turn
 from .fwd_sm90_steps import SLACK, attend_tile
 from .fwd_sm90_tail import meet
@@ -93,6 +94,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q_stage = turn % CFG.Q_STAGES
         q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
         mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
+        if CFG.Q_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
         taken = 0
         if CFG.SHARED_TAIL:
             taken = piece[8]
@@ -252,7 +255,10 @@ def _attn_fwd_sm90_kernel(
     k_ring = (k_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
     v_ring = (v_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
     fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
-    work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, consumers)
+    takers: gl.constexpr = consumers + 1 if CFG.SCOUT else consumers
+    work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, takers)
+    if CFG.SCOUT:
+        begun = barriers(1, 1).index(0)
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
@@ -264,7 +270,28 @@ def _attn_fwd_sm90_kernel(
     lengths = (q_len, kv_len)
     shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)
     # the first role runs in the warps of the launch, the others in warps of their own
-    if consumers == 1:
+    if CFG.SCOUT and consumers == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (produce_found, (produce, shared, begun, CFG)),
+                (find_work, (produce, shared, begun, CFG)),
+            ],
+            [1, 1],
+            [producer_registers, producer_registers],
+        )
+    elif CFG.SCOUT:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (_consume, (consume, shared, 1, CFG)),
+                (produce_found, (produce, shared, begun, CFG)),
+                (find_work, (produce, shared, begun, CFG)),
+            ],
+            [4, 1, 1],
+            [registers, producer_registers, producer_registers],
+        )
+    elif consumers == 1:
         gl.warp_specialize(
             [(_consume, (consume, shared, 0, CFG)), (produce_tiles, (produce, shared, CFG))],
             [1],

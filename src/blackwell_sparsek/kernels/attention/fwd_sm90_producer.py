@@ -30,19 +30,14 @@ ROWS = gl.constexpr(GROUP_ROWS)
 
 
 @gluon.jit
-def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
-    """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
-    smem, full, empty = ring
+def tile_starts(visit, kv_tile, CFG: gl.constexpr):
+    """First keys of the copies that fill one KV tile of a plan."""
     lists, plan, num_masked, kv_len = visit
     tile_n: gl.constexpr = CFG.TILE_N
     unit_size: gl.constexpr = CFG.UNIT
     parts: gl.constexpr = CFG.parts
     part_rows: gl.constexpr = CFG.part_rows
-    stage = step % CFG.STAGES
-    bar = full.index(stage)
-    tile = smem.index(stage)
     masked_tiles, _ = count_tiles(plan, CFG)
-    # before the stage is waited for: reading the lists of a mask takes as long
     starts = ()
     if lists is None:
         starts = (dense_tile(plan, kv_tile) * tile_n,)
@@ -59,6 +54,18 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
             # a tile with no unit left is read from past the keys, where TMA fills zeros
             kv = keys_of_tile(lists, unit, ordinal, units, kv_in_unit, kv_len, tile_n, unit_size)
             starts = starts + (kv,)  # noqa: RUF005
+    return starts
+
+
+@gluon.jit
+def copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
+    """Start the copies of one KV tile into a ring, once its stage is free."""
+    smem, full, empty = ring
+    parts: gl.constexpr = CFG.parts
+    part_rows: gl.constexpr = CFG.part_rows
+    stage = step % CFG.STAGES
+    bar = full.index(stage)
+    tile = smem.index(stage)
     mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
     mbarrier.expect(bar, parts * desc.block_type.nbytes)
     for part in gl.static_range(parts):
@@ -70,6 +77,30 @@ def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
+    """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
+    # before the stage is waited for: reading the lists of a mask takes as long
+    starts = tile_starts(visit, kv_tile, CFG)
+    copy_tile(desc, ring, step, starts, place, CFG)
+
+
+@gluon.jit
+def copy_queries(desc, ring, turn, q_tile, place, CFG: gl.constexpr):
+    """Start the copies of the queries of a piece of work, once there is room for them."""
+    smem, full, empty = ring
+    consumers: gl.constexpr = CFG.CONSUMERS
+    stage = turn % CFG.Q_STAGES
+    bar = full.index(stage)
+    mbarrier.wait(empty.index(stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
+    mbarrier.expect(bar, consumers * desc.block_type.nbytes)
+    for g in gl.static_range(consumers):
+        row = q_tile * CFG.tile_m + g * ROWS
+        tma.async_copy_global_to_shared(
+            desc, tile_at(place, row), bar, smem.index(stage * consumers + g)
+        )
+
+
+@gluon.jit
 def _announce(produce, shared, plane, q_tile, q_span, kv_span, part, turn, CFG: gl.constexpr):
     """Publish a piece of work and fetch its queries; return its plan.
 
@@ -77,8 +108,6 @@ def _announce(produce, shared, plane, q_tile, q_span, kv_span, part, turn, CFG: 
     """
     q_desc, _, _, _, _ = produce
     mask, q_ring, _, _, work, _, heads, band, cu_seqlens = shared
-    q_smem, q_full, q_empty = q_ring
-    consumers: gl.constexpr = CFG.CONSUMERS
     batch, q_head, _ = batch_and_heads(plane, heads[0], heads[1])
     plan = plan_piece(mask, plane, q_tile, (q_span[1], kv_span[1]), heads, band, CFG)
     fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
@@ -87,15 +116,8 @@ def _announce(produce, shared, plane, q_tile, q_span, kv_span, part, turn, CFG: 
     if part is not None:
         fields = fields + part
     publish(work, turn, fields)
-    q_stage = turn % CFG.Q_STAGES
-    q_bar = q_full.index(q_stage)
-    mbarrier.wait(q_empty.index(q_stage), ((turn // CFG.Q_STAGES) & 1) ^ 1)
-    mbarrier.expect(q_bar, consumers * q_desc.block_type.nbytes)
     q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
-    for g in gl.static_range(consumers):
-        q_row = q_tile * CFG.tile_m + g * ROWS
-        q = q_smem.index(q_stage * consumers + g)
-        tma.async_copy_global_to_shared(q_desc, tile_at(q_place, q_row), q_bar, q)
+    copy_queries(q_desc, q_ring, turn, q_tile, q_place, CFG)
     return plan
 
 
@@ -187,7 +209,7 @@ def _feed_share(
 
 
 @gluon.jit
-def _claim(counter_ptr, dynamic, piece, total):
+def claim_piece(counter_ptr, dynamic, piece, total):
     """The next piece of work of this program: every so many, or the first that nobody has."""
     next_piece = piece + gl.num_programs(0)
     if dynamic != 0:
@@ -230,7 +252,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     while piece < total:
         if mask[0] is not None or CFG.AHEAD:
             # looking up a row of a mask takes long, and short rows come last
-            next_piece = _claim(counter_ptr, schedule[3], piece, total)
+            next_piece = claim_piece(counter_ptr, schedule[3], piece, total)
         if CFG.SHARED_TAIL:
             step, turn = _feed_share(
                 produce, shared, piece, whole, q_tiles, kv_tiles, tail_tiles, step, turn, CFG
@@ -253,7 +275,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 turn += 1
         if mask[0] is None and not CFG.AHEAD:
             # only now, with the last copies of this piece under way: who is late takes less
-            next_piece = _claim(counter_ptr, schedule[3], piece, total)
+            next_piece = claim_piece(counter_ptr, schedule[3], piece, total)
         piece = next_piece
     # no plane: the end
     end = (0, 0, 0, 0, 0, 0, -1, 0)

@@ -25,16 +25,16 @@ def spmm_sm90_case(
         name=f"bsr_spmm_sm90/{name}",
         kernel=_spmm_sm90_kernel,
         args={
-            "out_desc": descriptor_type(config.out_block(), out_dtype or dtype),
-            "part_ptr": torch.float32 if extras else None,
             "a_desc": descriptor_type(config.a_block(), dtype),
             "x_desc": descriptor_type(config.x_block(), dtype),
+            "out_desc": descriptor_type(config.out_block(), out_dtype or dtype),
+            "part_ptr": torch.float32 if extras else None,
             "bias_ptr": dtype if extras else None,
             "residual_ptr": dtype if extras else None,
             "residual_strides": (4096, 1) if extras else None,
             "items_ptr": torch.int32,
             "cols_ptr": torch.int32,
-            "perm_ptr": torch.int32 if config.A_TRANSPOSED else None,
+            "perm_ptr": torch.int32 if config.A_TRANSPOSED or config.PAIRED else None,
             "counter_ptr": torch.int32,
             "n_rows": 4096,
             "n_cols": 4096,
@@ -46,7 +46,7 @@ def spmm_sm90_case(
         archs=(90,),
         num_warps=4,
         options={"maxnreg": MAX_REGISTERS},
-        expect={"wgmma": 1},
+        expect={"wgmma": 1} | ({"multicast::cluster": 2} if config.PAIRED else {}),
         max_spill_bytes=max_spill_bytes,
     )
 
@@ -78,6 +78,14 @@ def _cases() -> Iterator[CompileCase]:
     yield spmm_sm90_case("128x128-gelu", gelu, extras=True, max_spill_bytes=64)
     yield spmm_sm90_case("128x128-transposed", replace(tall, A_TRANSPOSED=True))
     yield spmm_sm90_case("64x64-transposed", replace(flat, A_TRANSPOSED=True, X_TRANSPOSED=True))
+    paired = replace(flat, PAIRED=True)
+    yield spmm_sm90_case("64x64-paired", paired)
+    yield spmm_sm90_case("64x64-paired-wide", replace(paired, WIDE=True))
+    layer = replace(paired, X_TRANSPOSED=True, OUT_TRANSPOSED=True, ACTIVATION="silu")
+    yield spmm_sm90_case("64x64-paired-linear-silu", layer)
+    yield spmm_sm90_case(
+        "64x32-paired-transposed", replace(layer, BLOCK_W=32, A_TRANSPOSED=True), torch.bfloat16
+    )
     for group_n in (64, 128):
         narrow = replace(tall, GROUP_N=group_n, STAGES=4)
         yield spmm_sm90_case(f"128x128-narrow-{group_n}", narrow)

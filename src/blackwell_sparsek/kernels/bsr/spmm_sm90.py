@@ -8,7 +8,8 @@ row, or a slice of a long one) times one panel of columns. Three roles run side 
 producer warp takes the work and keeps a ring of A and X tiles full; two consumer warp groups
 multiply. The groups split the rows of a 128-row tile, or, where a block row has only 64 rows, the
 columns of a panel twice as wide: either way every element of X that is fetched meets as many rows
-as the block has. While the consumers store a tile, the ring already fills for the next one.
+as the block has. While the consumers store a tile, the ring already fills for the next one. Where
+rows are paired, two programs share copies of X (`spmm_sm90_pairs.py`).
 
 Called as impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, block heights that are multiples
 of 64 (`pack.py` makes them so), pointers and strides that TMA takes.
@@ -24,15 +25,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...device.gluon.cluster import arrive_at_all, cluster_barrier
 from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
+from ...device.gluon.warps import shared_address
 from ...device.schedule import place_in_sections
 from ..sm90 import GROUP_ROWS
-from .config_sm90 import SLAB_COLUMNS
+from .config_sm90 import PAIR, SLAB_COLUMNS
 from .finish_sm90 import finish_values
+from .spmm_sm90_pairs import ask, produce_paired, stand_by
 
 ROWS = gl.constexpr(GROUP_ROWS)
 SLAB = gl.constexpr(SLAB_COLUMNS)
-# What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none).
+PROGRAMS = gl.constexpr(PAIR)
+# What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none);
+# of paired rows the steps of the longer one in place of the slot.
 WORK_FIELDS = gl.constexpr(4)
 
 
@@ -84,10 +90,9 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
 
 
 @gluon.jit
-def _produce(
-    a_desc, x_desc, items_ptr, cols_ptr, perm_ptr, counter_ptr, ring, work, grid, CFG: gl.constexpr
-):
+def _produce(a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG: gl.constexpr):
     """Take work and keep the ring full."""
+    cols_ptr, perm_ptr, counter_ptr = lists
     total = grid[0] * grid[1]
     _, _, _, empty = ring
     k_steps: gl.constexpr = CFG.k_steps
@@ -203,8 +208,54 @@ def _ring_memory(desc, count: gl.constexpr):
 
 
 @gluon.jit
+def _part(memory, page: gl.constexpr, desc, count: gl.constexpr):
+    """`count` tiles of a descriptor, from a page of `memory` on."""
+    shape: gl.constexpr = [count] + desc.block_type.shape  # noqa: RUF005
+    return memory.index(page)._reinterpret(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def _paired_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
+    """Ring and output buffers of a program with a partner.
+
+    One allocation, since addresses in the other program follow from the places of its parts.
+    Barriers are one array: STAGES full, STAGES empty, two for the number of the next piece, which
+    lies behind them.
+    """
+    pages: gl.constexpr = CFG.bars_page + 1
+    stages: gl.constexpr = CFG.STAGES
+    page: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
+    memory = gl.allocate_shared_memory(a_desc.dtype, [pages, 8, 64], page)
+    a_smem = _part(memory, 0, a_desc, CFG.STAGES * CFG.a_copies)
+    x_smem = _part(memory, CFG.x_page, x_desc, CFG.STAGES * CFG.x_copies)
+    out_smem = _part(memory, CFG.out_page, out_desc, 2)
+    bars = memory.index(CFG.bars_page)
+    bars = bars._reinterpret(gl.int64, [2 * stages + 2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(bars.index(i), count=1)
+        # each warp of the two consumers of each program
+        mbarrier.init(bars.index(stages + i), count=8 * PROGRAMS)
+    mbarrier.init(bars.index(2 * stages), count=1)
+    mbarrier.init(bars.index(2 * stages + 1), count=PROGRAMS)
+    return (a_smem, x_smem, bars, bars), out_smem
+
+
+@gluon.jit
+def _release(empty, stage, live, CFG: gl.constexpr):
+    """Leave a stage to the producer, or to both that copy to it."""
+    if CFG.PAIRED:
+        # each warp for itself: a barrier of the group would only delay the arrivals
+        address = shared_address(CFG.bars_offset + 8 * (CFG.STAGES + stage))
+        arrive_at_all(address, live, PROGRAMS)
+    else:
+        mbarrier.arrive(empty.index(stage), count=1, pred=live)
+
+
+@gluon.jit
 def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Multiply the ring's tiles into an accumulator and store it, piece by piece of work."""
+    if CFG.PAIRED:
+        cluster_barrier()
     a_smem, x_smem, full, empty = ring
     a_smem = _as_tiles(a_smem, CFG.STAGES * CFG.a_tiles, CFG.a_tile())
     x_smem = _as_tiles(x_smem, CFG.STAGES * CFG.x_tiles, CFG.x_tile())
@@ -227,25 +278,37 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
             pending = warpgroup_mma(a, x, acc, is_async=True)
             # One product stays in flight; the one before it is done, so its stage is free.
             acc = warpgroup_mma_wait(1, deps=(pending,))
-            mbarrier.arrive(empty.index((step + CFG.STAGES - 1) % CFG.STAGES), count=1, pred=i > 0)
+            _release(empty, (step + CFG.STAGES - 1) % CFG.STAGES, i > 0, CFG)
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((step + CFG.STAGES - 1) % CFG.STAGES), count=1, pred=steps > 0)
+        _release(empty, (step + CFG.STAGES - 1) % CFG.STAGES, steps > 0, CFG)
+        if CFG.PAIRED:
+            # stages that only the other row needs
+            for _i in range(steps, slot):
+                stage = step % CFG.STAGES
+                mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
+                _release(empty, stage, step >= 0, CFG)
+                step += 1
+            slot = -1
 
         row += (GROUP % CFG.a_tiles) * ROWS
         col += (GROUP % CFG.x_tiles) * CFG.GROUP_N
-        _store_tile(acc, row, col, slot, out_desc, out_smem.index(GROUP), extras, sizes, CFG)
+        # TMA refuses to store in front of a tensor, where rows lie that stand for none
+        if row >= 0:
+            _store_tile(acc, row, col, slot, out_desc, out_smem.index(GROUP), extras, sizes, CFG)
         turn += 1
         steps, row, col, slot = take(work, turn)
     tma.store_wait(0)
+    if CFG.PAIRED:
+        cluster_barrier()
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_cols", "row_pieces", "panels", "section"])
 def _spmm_sm90_kernel(
+    a_desc,  # first, as is `x_desc` behind it: assembly knows them by their place
+    x_desc,
     out_desc,
     part_ptr,
-    a_desc,
-    x_desc,
     bias_ptr,
     residual_ptr,
     residual_strides,
@@ -261,35 +324,40 @@ def _spmm_sm90_kernel(
     CFG: gl.constexpr,
 ):
     """Set up the ring and the three roles; `_produce` and `_consume` do the work."""
-    a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
-    x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
-    out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
-    ring = (a_smem, x_smem, barriers(CFG.STAGES, 1), barriers(CFG.STAGES, 2))
-    work = work_channel(WORK_FIELDS, 2)
-    fence_async_shared()
-
+    grid = (row_pieces, panels, section)
     extras = (part_ptr, bias_ptr, residual_ptr, residual_strides)
     sizes = (n_rows, n_cols)
-    gl.warp_specialize(
-        [
-            (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
-            (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
-            (
-                _produce,
-                (
-                    a_desc,
-                    x_desc,
-                    items_ptr,
-                    cols_ptr,
-                    perm_ptr,
-                    counter_ptr,
-                    ring,
-                    work,
-                    (row_pieces, panels, section),
-                    CFG,
-                ),
-            ),
-        ],
-        [4, 1],
-        [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
-    )
+    if CFG.PAIRED:
+        ring, out_smem = _paired_memory(a_desc, x_desc, out_desc, CFG)
+        work = work_channel(WORK_FIELDS, 2)
+        fence_async_shared()
+        lists = (cols_ptr, perm_ptr)
+        few: gl.constexpr = CFG.PRODUCER_REGISTERS
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
+                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
+                (produce_paired, (items_ptr, lists, ring[2], work, grid, CFG)),
+                (ask, (counter_ptr, ring[2], row_pieces * panels, CFG)),
+                (stand_by, ()),
+            ],
+            [4, 1, 1, 2],
+            [CFG.CONSUMER_REGISTERS, few, few, few],
+        )
+    else:
+        a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
+        x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
+        out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
+        ring = (a_smem, x_smem, barriers(CFG.STAGES, 1), barriers(CFG.STAGES, 2))
+        work = work_channel(WORK_FIELDS, 2)
+        fence_async_shared()
+        lists = (cols_ptr, perm_ptr, counter_ptr)
+        gl.warp_specialize(
+            [
+                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
+                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
+                (_produce, (a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG)),
+            ],
+            [4, 1],
+            [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
+        )

@@ -7,8 +7,9 @@ import torch
 from ...core.arch import arch_of
 from ...core.launch import cdiv, launch, on_device_of, resting_words
 from ..sm90 import tensor_descriptor
-from .config_sm90 import SLAB_COLUMNS, SpmmSm90Config
+from .config_sm90 import PAIR, SLAB_COLUMNS, SpmmSm90Config
 from .plan import SpmmPlan
+from .row_pairs import PairPlan
 from .spmm_finish import addends_of, empty_partial, launch_spmm_reduce
 from .spmm_sm90 import _spmm_sm90_kernel
 
@@ -40,7 +41,7 @@ def launch_spmm_sm90(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    plan: SpmmPlan,
+    plan: SpmmPlan | PairPlan,
     config: SpmmSm90Config,
 ) -> None:
     """Write activation(A @ x + bias) + residual to `out`.
@@ -49,7 +50,7 @@ def launch_spmm_sm90(
     ----------
     out : [M, N], x : [K, N]; rows contiguous, or columns where the configuration says transposed
     values : [nnzb, height, width] contiguous, as stored
-    indices, perm : as in `launch_spmm`
+    indices, perm : as in `launch_spmm`; of pairs of rows `cols` and `entries`
     bias : [M] contiguous, residual : [M, N], any strides; or None
     """
     m, n = out.shape
@@ -62,10 +63,10 @@ def launch_spmm_sm90(
     a_matrix = values.view(-1, values.shape[2])
     with on_device_of(out):
         args = (
-            _descriptor(out, config.out_block(), config.OUT_TRANSPOSED),
-            partial,
             _descriptor(a_matrix, config.a_block(), False),
             _x_descriptor(x, config),
+            _descriptor(out, config.out_block(), config.OUT_TRANSPOSED),
+            partial,
             bias,
             residual,
             None if residual is None else residual.stride(),
@@ -80,9 +81,11 @@ def launch_spmm_sm90(
             section,
             config,
         )
-        programs = min(arch_of(out.device).num_sms, row_pieces * panels)
-        launch(_spmm_sm90_kernel, programs, args, num_warps=4, maxnreg=MAX_REGISTERS)
-        if partial is not None:
+        cluster = PAIR if config.PAIRED else 1
+        programs = min(arch_of(out.device).num_sms // cluster, row_pieces * panels)
+        options = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
+        launch(_spmm_sm90_kernel, programs, args, cluster=cluster, **options)
+        if partial is not None and isinstance(plan, SpmmPlan):
             residual_b = None if residual is None else residual.unsqueeze(0)
             addends = addends_of(bias, residual_b)
             launch_spmm_reduce(out_b, partial, addends, config.ACTIVATION, plan)
