@@ -16,7 +16,7 @@ quickstart: $(VENV)/.installed  ## install, then compare with torch on this mach
 	$(BIN)/python -m blackwell_sparsek.bench.quickstart --json quickstart.json
 
 test: $(VENV)/.installed-test lint  ## lint, type check and all tests that need no GPU
-	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m "not gpu"
 
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(BIN)/ruff check .

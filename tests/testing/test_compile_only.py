@@ -164,3 +164,17 @@ def test_an_interrupt_ends_the_children(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         compile_only.compile_kernels([90], jobs=2)
     assert [child.wait(timeout=30) < 0 for child in started] == [True, True]
+
+
+def test_parts_are_all_cases_once(monkeypatch):
+    asked = []
+
+    def start(command):
+        asked.append([command[command.index(f"--{what}") + 1] for what in ("shard", "shards")])
+        nothing = [sys.executable, "-c", "print('{\"total\": 0}')"]
+        return subprocess.Popen(nothing, stdout=-1, stderr=-1, text=True)
+
+    monkeypatch.setattr(compile_only, "_start", start)
+    for part in range(3):
+        compile_only.compile_kernels([90], jobs=2, part=(part, 3))
+    assert sorted(asked) == [[str(i), "6"] for i in range(6)]

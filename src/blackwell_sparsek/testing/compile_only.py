@@ -27,6 +27,7 @@ def compile_kernels(
     counts: Sequence[str] = (),
     package: str = KERNELS,
     jobs: int = 1,
+    part: tuple[int, int] = (0, 1),
     progress: Callable[[int, int, dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Build the compile cases of `package` without a GPU.
@@ -39,6 +40,7 @@ def compile_kernels(
         in the machine code
     package : where kernel files are looked for
     jobs : child processes
+    part : (i, n), only every n-th case from the i-th on
     progress : called with (done, total, record) after each build
 
     Returns
@@ -48,11 +50,12 @@ def compile_kernels(
         `target`, `seconds`, and `problems`: empty, or why the case fails.
     """
     command = [sys.executable, "-m", "blackwell_sparsek.testing.compile_worker"]
-    command += ["--package", package, "--filter", contains, "--shards", str(jobs)]
+    command += ["--package", package, "--filter", contains, "--shards", str(jobs * part[1])]
     command += ["--arch", *map(str, archs), "--count", *counts]
     lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     errors: list[str] = []
-    children = [_start([*command, "--shard", str(i)]) for i in range(jobs)]
+    shards = range(part[0], jobs * part[1], part[1])
+    children = [_start([*command, "--shard", str(shard)]) for shard in shards]
     threads = [threading.Thread(target=_collect, args=(child, lines, errors)) for child in children]
     for thread in threads:
         thread.start()
