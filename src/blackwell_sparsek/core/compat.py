@@ -16,6 +16,8 @@ MIN_TRITON = (3, 6)
 LAUNCHER_TRITON = (3, 6)
 # The release in whose machine code the assumptions of `device/gluon/warps.py` were checked.
 WARPS_TRITON = (3, 6)
+# Releases for which `tests/compile/test_attention_sm90_barriers.py` was run.
+PLACES_TRITON = ((3, 6), (3, 7), (3, 8))
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -44,6 +46,16 @@ def why_no_triton() -> str | None:
     if version < MIN_TRITON:
         return f"triton {version[0]}.{version[1]} is older than {MIN_TRITON[0]}.{MIN_TRITON[1]}"
     return None
+
+
+def why_places_unknown() -> str | None:
+    """Why it is not known where Triton puts a kernel's barriers, or None when it is."""
+    version = triton_version()
+    if version in PLACES_TRITON:
+        return None
+    first, last = (".".join(map(str, release)) for release in (PLACES_TRITON[0], PLACES_TRITON[-1]))
+    got = "none" if version is None else f"{version[0]}.{version[1]}"
+    return f"needs triton {first} to {last}, which put barriers where it looks for them, got {got}"
 
 
 def warps_may_part() -> bool:
