@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from ...device.gluon.pipeline import publish
+from ...device.gluon.pipeline import publish, thread_barrier
 from ...device.paging import visited_tiles
 from .decode_sm90_work import (
     LOOKED_UP,
@@ -102,7 +102,7 @@ def _produce_scattered(
             positions.index(stage).store(positions_of(own, CFG))
         flags.index(stage).store(nothing + (wrong + 2 * cut))
         # the one thread that arrives does not wait for the stores of the others
-        gl.thread_barrier()
+        thread_barrier()
         _fetch(descs, ring, step, places, kv_head, wanted, CFG)
         mbarrier.arrive(ring[2].index(stage), count=1, pred=wanted == 0)
         step += 1

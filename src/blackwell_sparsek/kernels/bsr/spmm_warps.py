@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ...device.gluon.pipeline import thread_barrier
 from ...device.gluon.warps import (
     arrive_at,
     from_lane,
@@ -222,7 +223,7 @@ def _spmm_warps_kernel(
         mbarrier.init(bars.index(stages + i), count=CFG.WARPS)
     fence_async_shared()
     # without it, the barrier behind the last `init` would lie in the loops of the warps
-    gl.thread_barrier()
+    thread_barrier()
 
     extras = (out_stride, bias_ptr, residual_ptr, residual_strides)
     grid = (groups, panels, section, chunks)
