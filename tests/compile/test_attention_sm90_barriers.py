@@ -2,32 +2,18 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.core.env import environment_for_compiler
+from .child import printed
 
-PROGRAM = """
-import json, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+CASE = """
 from blackwell_sparsek.kernels.attention.fwd_sm90_cases import Call, attn_fwd_sm90_case
-from blackwell_sparsek.testing.compile_worker import Specialised
-
-call = json.loads(sys.argv[1])
-case = attn_fwd_sm90_case(Call(**call))
-special = Specialised(case)
-compiled = triton.compile(
-    GluonASTSource(case.kernel, special.signature, special.constants, special.attrs),
-    target=GPUTarget("cuda", 90, 32),
-    options={"num_warps": case.num_warps, **case.options},
-)
-config = case.args["CFG"]
+case = attn_fwd_sm90_case(Call(**json.loads(sys.argv[1])))
+"""
+REPORT = """
 first = config.tile_bytes
 print(json.dumps([
     2 * config.Q_STAGES,
@@ -39,7 +25,6 @@ print(json.dumps([
     first + config.spare_at,
     config.programs_per_sm * (compiled.metadata.shared + 1024),
 ]))
-print(compiled.asm["ptx"])
 """
 # what an SM of H100 and H200 has; each program also takes 1 KiB for the system
 SHARED = 228 * 1024
@@ -57,14 +42,7 @@ SHARED = 228 * 1024
     ids=str,
 )
 def test_the_barriers_lie_where_the_warps_look_for_them(call):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(call)],
-        capture_output=True,
-        text=True,
-        env=environment_for_compiler(),
-    )
-    assert done.returncode == 0, done.stderr
-    head, ptx = done.stdout.split("\n", 1)
+    head, ptx = printed(CASE, REPORT, json.dumps(call)).split("\n", 1)
     skipped, expected, spare, shared = json.loads(head)
     base = re.search(r"mov\.b32\s+(%r\d+), global_smem;", ptx)[1]
     found = [

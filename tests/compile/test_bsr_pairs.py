@@ -1,46 +1,26 @@
 """What `device/gluon/cluster.py` relies on, read in the PTX of the product that uses it."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.core.env import environment_for_compiler
+from .child import printed
 
-PROGRAM = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+CASE = """
 from blackwell_sparsek.kernels.bsr import cases_sm90
-from blackwell_sparsek.testing.compile_worker import Specialised
-
 case = next(case for case in cases_sm90._cases() if case.name.endswith("64x64-paired-wide"))
-special = Specialised(case)
-compiled = triton.compile(
-    GluonASTSource(case.kernel, special.signature, special.constants, special.attrs),
-    target=GPUTarget("cuda", 90, 32),
-    options={"num_warps": case.num_warps, **case.options},
-)
-config = case.args["CFG"]
+"""
+REPORT = """
 print("offset", config.bars_offset, "stages", config.STAGES, "shared", compiled.metadata.shared)
 print("bytes", config.shared_bytes, "parameters", config.a_parameter, config.x_parameter)
-print(compiled.asm["ptx"])
 """
 
 
 @pytest.fixture(scope="module")
 def ptx():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        env=environment_for_compiler(),
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed(CASE, REPORT)
 
 
 def test_the_barriers_lie_where_the_partner_looks_for_them(ptx):

@@ -1,44 +1,23 @@
 """What `device/gluon/warps.py` relies on, read in the PTX of the product that uses it."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.core.env import environment_for_compiler
+from .child import printed
 
-PROGRAM = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+CASE = """
 from blackwell_sparsek.kernels.bsr import spmm_warps_launch
-from blackwell_sparsek.testing.compile_worker import Specialised
-
 case = next(case for case in spmm_warps_launch._cases())
-special = Specialised(case)
-compiled = triton.compile(
-    GluonASTSource(case.kernel, special.signature, special.constants, special.attrs),
-    target=GPUTarget("cuda", 90, 32),
-    options={"num_warps": case.num_warps, **case.options},
-)
-print("ring bytes", case.args["CFG"].STAGES * case.args["CFG"].chunk_bytes)
-print(compiled.asm["ptx"])
 """
+REPORT = 'print("ring bytes", config.STAGES * config.chunk_bytes)'
 
 
 @pytest.fixture(scope="module")
 def ptx():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        env=environment_for_compiler(),
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed(CASE, REPORT)
 
 
 def test_the_barriers_lie_where_the_warps_look_for_them(ptx):
