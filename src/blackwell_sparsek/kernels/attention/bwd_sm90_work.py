@@ -274,7 +274,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     piece = gl.program_id(0)
     if CFG.ORDERED:
         # one that waits for the sums of earlier pieces must find them in running programs
-        piece = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        piece = gl.atomic_add(counter_ptr, 1)
     while piece < total:
         ascending = piece < 0
         if order_ptr is None:
@@ -320,9 +320,9 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             if CFG.planned:
                 # turns are planned: nobody may wait for a piece that waits behind another
                 _await_turns(sums_turn_ptr, info, step, lengths[0], CFG)
-            piece = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+            piece = gl.atomic_add(counter_ptr, 1)
         elif total > gl.num_programs(0):
-            piece = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+            piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
         else:
             piece += gl.num_programs(0)
     # no plane: the end, for the writer too
