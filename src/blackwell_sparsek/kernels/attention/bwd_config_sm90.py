@@ -101,11 +101,6 @@ class AttnBwdSm90Config:
         return not self.BLOCK_KV and self.TILE_M == GROUP_ROWS
 
     @property
-    def planned(self) -> bool:
-        """Whether programs may wait for pieces that are taken later: all of them have to run."""
-        return self.ORDERED and self.BLOCK_KV > 0
-
-    @property
     def dq_by_rows(self) -> bool:
         """Whether a warp group adds up 64 rows of dq; otherwise 64 columns."""
         return self.TILE_M == 2 * GROUP_ROWS

@@ -17,8 +17,8 @@ In order, a tile of keys adds to dq of a tile of queries when as many have done 
 it. Pieces are taken from a counter, a program takes them in turn. Without a mask each waits only
 for earlier ones: the earliest that is not done waits for nobody, so that programs never wait in a
 circle. Tiles of keys begin where others are not (`bwd_sm90_work`): few have to wait. Under a mask
-turns are planned (`bwd_visits`), and a piece may wait for one that is taken a little later: all
-programs have to run, and none takes a piece while one before it may wait.
+turns are planned (`bwd_visits`), and so is which program takes which pieces: it waits for what is
+planned earlier, wherever that runs, so that all programs have to run at the same time.
 
 Where key blocks of a mask are 64 wide (`SHARED_KEYS`), both warp groups keep the same 64 keys and
 take turns with the queries; each then has dq of its own, and dk and dv are added up at the end.
@@ -321,8 +321,8 @@ def _attn_bwd_sm90_kernel(
 
     `work_ptrs` are a counter, an order of the tiles of keys or None and, to add in order, how many
     have added to each [64, 64] of dq, int32 [planes, rows / 64, 2], the turns of the blocks of a
-    mask, and in which order `visit_heads` heads visit them; `score` is what `gradient_factors`
-    gives.
+    mask, and in which order `visit_heads` heads visit them, if that is planned: then the order
+    begins with the places of each program's tiles. `score` is what `gradient_factors` gives.
     """
     counter_ptr, order_ptr, sums_turn_ptr, turns_ptr, visits_ptr = work_ptrs
     consumers: gl.constexpr = CFG.CONSUMERS
@@ -360,7 +360,7 @@ def _attn_bwd_sm90_kernel(
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
-    schedule = (order_ptr, sums_turn_ptr, (turns_ptr, visits_ptr), visit_heads, num_planes, section)
+    schedule = (order_ptr, turns_ptr, visits_ptr, visit_heads, num_planes, section)
     lengths = (q_len, kv_len)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
