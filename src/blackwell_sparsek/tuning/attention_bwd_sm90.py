@@ -37,7 +37,7 @@ def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     narrow = problem.mask_block is not None and problem.mask_block[1] == 64
     if problem.deterministic and narrow:
         # TFLOP/s in order and of the portable kernels, blocks of 64: 22 % of 16k tokens 326, 342;
-        # 5 % of 64k tokens 294, 329; of 128 at 16k 520, 339
+        # 5 % of 64k tokens 294, 329; of 128 at 16k 575, 339
         return "tiles of 64 keys wait long for their turns"
     return None
 

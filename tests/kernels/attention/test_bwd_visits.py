@@ -160,10 +160,10 @@ def test_programs_never_all_wait(heads, group, batch, section, pack, sink, progr
                 for head in range(group):
                     row = b * heads + (h * group + head if heads > 1 else 0)
                     own = 0 if heads > 1 else head
-                    blocks = case.tiles(visits[own], row * 4 + kv_tile // in_block, pack)
-                    at = [[(visits[own][i], turns[own][i][kv_tile % in_block]) for i in tile_blocks]
-                          for tile_blocks in blocks]  # fmt: skip
-                    program += [[(plane, head, *block) for block in x] for x in at]
+                    in_list = case.tiles(visits[own], row * 4 + kv_tile // in_block, pack)
+                    for entries in in_list:
+                        at = [(visits[own][e], turns[own][e][kv_tile % in_block]) for e in entries]
+                        program.append([(plane, head, *block) for block in at])
                 moved = True
             for _ in range(rng.choice((1, 1, 2, 40)) * bool(program)):
                 waiting = []
