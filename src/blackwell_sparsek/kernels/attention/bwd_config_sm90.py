@@ -48,7 +48,7 @@ class AttnBwdSm90Config:
     SPLIT_RING: bool
 
     def __post_init__(self) -> None:
-        assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
+        assert self.CONSUMERS in (1, 2), f"{self.CONSUMERS=}"
         tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
         assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
