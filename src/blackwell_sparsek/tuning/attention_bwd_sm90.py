@@ -34,12 +34,15 @@ def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile"
-    narrow = problem.mask_block is not None and problem.mask_block[1] == 64
-    if problem.deterministic and narrow:
-        # TFLOP/s in order and of the portable kernels, blocks of 64: 22 % of 16k tokens 326, 342;
-        # 5 % of 64k tokens 294, 329; of 128 at 16k 520, 339
-        return "tiles of 64 keys wait long for their turns"
     return None
+
+
+def attn_bwd_sm90_apart(problem: AttnProblem) -> bool:
+    """Whether dq comes from a kernel of its own."""
+    import os
+
+    narrow = problem.mask_block is not None and problem.mask_block[1] == 64
+    return narrow and not os.environ.get("BSK_FUSED")
 
 
 @lru_cache(maxsize=1024)

@@ -92,7 +92,7 @@ def make_keys_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> 
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=2,
-        DS_STAGES=0,
+        DS_STAGES=1 if 'e' in kind else 0,
         SHARED_KEYS=False,
         ORDERED=False,
         UNIT=block_size[0],
@@ -101,5 +101,5 @@ def make_keys_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> 
         PRODUCER_REGISTERS=40 if "p" in kind else 24,
         MAX_REGISTERS=128,
         DK_REGISTERS=True,
-        SPLIT_RING=False,
+        SPLIT_RING="s" in kind,
     )

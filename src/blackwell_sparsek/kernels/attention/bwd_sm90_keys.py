@@ -33,26 +33,37 @@ ROWS = gl.constexpr(GROUP_ROWS)
 def _step(dk, dv, step, keep, score, shared, MASKED: gl.constexpr, CFG: gl.constexpr):
     """Add what one tile of queries gives to the gradients of 64 keys."""
     k_smem, v_smem, kv_index = keep
-    q_smem, dout_smem, lse_smem, delta_smem, full, empty, _, _ = shared[2]
+    q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty = shared[2]
     dtype: gl.constexpr = k_smem.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
     stage = step % CFG.STAGES
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
     s_started = start_products(k_smem.index(zero_of(step)), q_smem, step, 0, CFG)
+    if CFG.SPLIT_RING:
+        mbarrier.wait(dout_full.index(stage), (step // CFG.STAGES) & 1)
     dp_started = start_products(v_smem.index(zero_of(step)), dout_smem, step, 0, CFG)
+    if CFG.DS_STAGES == 1:
+        lse_log2 = numbers_of_queries(lse_smem, step, 0, CFG)
     s = warpgroup_mma_wait(1, deps=(s_started,))
-    lse_log2 = numbers_of_queries(lse_smem, step, 0, CFG)
+    if CFG.DS_STAGES == 0:
+        lse_log2 = numbers_of_queries(lse_smem, step, 0, CFG)
     p, capped = probabilities(s, None, lse_log2, score)
     if MASKED:
         p = hide(p, step, kv_index, shared, 0, CFG)
+    if CFG.DS_STAGES == 1:
+        delta = numbers_of_queries(delta_smem, step, 0, CFG)
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
-    delta = numbers_of_queries(delta_smem, step, 0, CFG)
+    if CFG.DS_STAGES == 0:
+        delta = numbers_of_queries(delta_smem, step, 0, CFG)
     ds = score_gradients(p, capped, dp, delta, score)
     p = gl.convert_layout(p.to(dtype), p_layout)
     ds = gl.convert_layout(ds.to(dtype), ds_layout)
     dv_started = warpgroup_mma(p, dout_smem.index(stage), dv, is_async=True)
     dk_started = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
+    if CFG.SPLIT_RING:
+        dv_started = warpgroup_mma_wait(1, deps=(dv_started,))
+        mbarrier.arrive(dout_empty.index(stage), count=1)
     dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
     mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
@@ -148,7 +159,10 @@ def _attn_bwd_keys_sm90_kernel(
     delta_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
     kv_ring = (k_smem, v_smem, barriers(1, 1).index(0), barriers(1, 1).index(0))
     q_bars = (barriers(stages, 1), barriers(stages, 1))
-    q_ring = (q_smem, dout_smem, lse_smem, delta_smem) + q_bars + q_bars  # noqa: RUF005
+    dout_bars = q_bars
+    if CFG.SPLIT_RING:
+        dout_bars = (barriers(stages, 1), barriers(stages, 1))
+    q_ring = (q_smem, dout_smem, lse_smem, delta_smem) + q_bars + dout_bars  # noqa: RUF005
     info = step_info()
     work = work_channel(2, 1)
     fence_async_shared()
