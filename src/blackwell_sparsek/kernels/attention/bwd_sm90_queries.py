@@ -47,6 +47,17 @@ def _copy(desc, ring, step, batch, head, row, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _copy_keys(
+    k_desc, v_desc, shared, visit, batch, kv_head, kv_tile, step, CFG: gl.constexpr
+):
+    """Start the copies of one tile of keys and of values; return the next step."""
+    start = tile_starts(visit, kv_tile, CFG)[0]
+    _copy(k_desc, shared[3], step, batch, kv_head, start, CFG.K_STAGES)
+    _copy(v_desc, shared[4], step, batch, kv_head, start, CFG.V_STAGES)
+    return step + 1
+
+
+@gluon.jit
 def _produce(produce, shared, begun, CFG: gl.constexpr):
     """Keep the rings full for the pieces of work that a scout publishes."""
     q_desc, dout_desc, k_desc, v_desc = produce
@@ -58,14 +69,16 @@ def _produce(produce, shared, begun, CFG: gl.constexpr):
         mbarrier.arrive(begun, count=1)
         plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         batch, q_head, kv_head = batch_and_heads(piece[6], heads[0], heads[1])
-        _copy(q_desc, q_ring, turn, batch, q_head, piece[7] * ROWS, 1)
-        _copy(dout_desc, dout_ring, turn, batch, q_head, piece[7] * ROWS, 1)
+        kv_tiles = count_tiles(plan, CFG)[1]
         visit = (mask[0], plan, num_masked_units(plan), lengths[1])
-        for kv_tile in range(count_tiles(plan, CFG)[1]):
-            start = tile_starts(visit, kv_tile, CFG)[0]
-            _copy(k_desc, k_ring, step, batch, kv_head, start, CFG.K_STAGES)
-            _copy(v_desc, v_ring, step, batch, kv_head, start, CFG.V_STAGES)
-            step += 1
+        _copy(dout_desc, dout_ring, turn, batch, q_head, piece[7] * ROWS, 1)
+        # the memory of queries is that of dq, and free when the piece before is stored
+        ahead = gl.minimum(kv_tiles, CFG.V_STAGES)
+        for kv_tile in range(0, ahead):
+            step = _copy_keys(k_desc, v_desc, shared, visit, batch, kv_head, kv_tile, step, CFG)
+        _copy(q_desc, q_ring, turn, batch, q_head, piece[7] * ROWS, 1)
+        for kv_tile in range(ahead, kv_tiles):
+            step = _copy_keys(k_desc, v_desc, shared, visit, batch, kv_head, kv_tile, step, CFG)
         turn += 1
         piece = take(work, turn, 1)
 
