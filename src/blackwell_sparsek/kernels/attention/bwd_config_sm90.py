@@ -50,7 +50,8 @@ class AttnBwdSm90Config:
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2), f"{self.CONSUMERS=}"
         tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
-        assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
+        assert self.CONSUMERS == 1 or tile_m == self.TILE_M, f"{self=}"
+        assert self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
         assert not (self.SPLIT_RING and self.SHARED_KEYS), f"{self=}"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"

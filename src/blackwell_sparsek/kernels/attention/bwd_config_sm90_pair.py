@@ -88,7 +88,7 @@ def make_keys_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> 
     kind = os.environ.get("BSK_DKDV", "")
     return AttnBwdSm90Config(
         CONSUMERS=1,
-        TILE_M=64 if tile_d == 128 else 128,
+        TILE_M=64 if tile_d == 128 or "n" in kind else 128,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=2,
