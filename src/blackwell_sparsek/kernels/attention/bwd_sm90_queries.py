@@ -112,12 +112,12 @@ def _start_scores(rows, rings, step, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _weights(s, rows, tile, kv_tile, CFG: gl.constexpr):
+def _weights(s, rows, tile, kv_tile, masked, CFG: gl.constexpr):
     """Probabilities of the keys of a tile, 0 where a query does not see one."""
     shift, score = rows[2], rows[4]
-    visit, masked_tiles, q_index, q_start, bounds = tile
+    visit, q_index, q_start, bounds = tile
     p, capped = probabilities(s, None, shift[:, None], score)
-    if kv_tile < masked_tiles:
+    if masked:
         visible = visible_keys(visit, kv_tile, q_index, q_start, bounds, CFG)
         p = gl.where(visible, p, 0.0)
     return p, capped
@@ -130,6 +130,39 @@ def _gradients(p, capped, dp, rows, CFG: gl.constexpr):
     layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
     ds = score_gradients(p, capped, dp, delta[:, None], score)
     return gl.convert_layout(ds.to(rows[0].dtype), layout)
+
+
+@gluon.jit
+def _step(step, dq, ds, rows, rings, tile, kv_tile, MASKED: gl.constexpr, CFG: gl.constexpr):
+    """dq of a step, and ds of the next one, which is returned."""
+    k_ring, v_ring = rings
+    k = k_ring[0].index(step % CFG.K_STAGES)
+    dq_started = warpgroup_mma(ds, k, dq, is_async=True)
+    s_started, dp_started = _start_scores(rows, rings, step + 1, CFG)
+    s, dq = warpgroup_mma_wait(1, deps=(s_started, dq_started))
+    _free(k_ring, step, CFG.K_STAGES)
+    step += 1
+    p, capped = _weights(s, rows, tile, kv_tile, MASKED, CFG)
+    dp = warpgroup_mma_wait(0, deps=(dp_started,))
+    _free(v_ring, step, CFG.V_STAGES)
+    return step, dq, _gradients(p, capped, dp, rows, CFG)
+
+
+@gluon.jit
+def _plain_step(step, dq, rows, rings, tile, kv_tile, MASKED: gl.constexpr, CFG: gl.constexpr):
+    """dq of a step."""
+    k_ring, v_ring = rings
+    s_started, dp_started = _start_scores(rows, rings, step, CFG)
+    s = warpgroup_mma_wait(1, deps=(s_started,))
+    p, capped = _weights(s, rows, tile, kv_tile, MASKED, CFG)
+    dp = warpgroup_mma_wait(0, deps=(dp_started,))
+    _free(v_ring, step, CFG.V_STAGES)
+    ds = _gradients(p, capped, dp, rows, CFG)
+    k = k_ring[0].index(step % CFG.K_STAGES)
+    dq_started = warpgroup_mma(ds, k, dq, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=(dq_started,))
+    _free(k_ring, step, CFG.K_STAGES)
+    return step + 1, dq
 
 
 @gluon.jit
@@ -159,7 +192,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
         bounds = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
         visit = (mask[0], plan, num_masked_units(plan), kv_len)
-        tile = (visit, masked_tiles, q_index, q_start, bounds)
+        tile = (visit, q_index, q_start, bounds)
         q = _await(q_ring, turn, 1)
         dout = _await(dout_ring, turn, 1)
         if CFG.Q_REGISTERS:
@@ -171,43 +204,28 @@ def _consume(consume, shared, CFG: gl.constexpr):
             _free(dout_ring, turn, 1)
         rows = (q, dout, shift, delta, score)
         dq = gl.zeros([ROWS, tile_d], gl.float32, CFG.accumulator_layout(CFG.TILE_D))
-        if CFG.LATE:
-            if kv_tiles > 0:
-                s_started, dp_started = _start_scores(rows, rings, step, CFG)
-                s = warpgroup_mma_wait(1, deps=(s_started,))
-                p, capped = _weights(s, rows, tile, 0, CFG)
-                dp = warpgroup_mma_wait(0, deps=(dp_started,))
-                _free(v_ring, step, CFG.V_STAGES)
-                ds = _gradients(p, capped, dp, rows, CFG)
-                for kv_tile in range(1, kv_tiles):
-                    k = k_ring[0].index(step % CFG.K_STAGES)
-                    dq_started = warpgroup_mma(ds, k, dq, is_async=True)
-                    s_started, dp_started = _start_scores(rows, rings, step + 1, CFG)
-                    s, dq = warpgroup_mma_wait(1, deps=(s_started, dq_started))
-                    _free(k_ring, step, CFG.K_STAGES)
-                    step += 1
-                    p, capped = _weights(s, rows, tile, kv_tile, CFG)
-                    dp = warpgroup_mma_wait(0, deps=(dp_started,))
-                    _free(v_ring, step, CFG.V_STAGES)
-                    ds = _gradients(p, capped, dp, rows, CFG)
-                k = k_ring[0].index(step % CFG.K_STAGES)
-                dq_started = warpgroup_mma(ds, k, dq, is_async=True)
-                dq = warpgroup_mma_wait(0, deps=(dq_started,))
-                _free(k_ring, step, CFG.K_STAGES)
-                step += 1
-        else:
-            for kv_tile in range(kv_tiles):
-                s_started, dp_started = _start_scores(rows, rings, step, CFG)
-                s = warpgroup_mma_wait(1, deps=(s_started,))
-                p, capped = _weights(s, rows, tile, kv_tile, CFG)
-                dp = warpgroup_mma_wait(0, deps=(dp_started,))
-                _free(v_ring, step, CFG.V_STAGES)
-                ds = _gradients(p, capped, dp, rows, CFG)
-                k = k_ring[0].index(step % CFG.K_STAGES)
-                dq_started = warpgroup_mma(ds, k, dq, is_async=True)
-                dq = warpgroup_mma_wait(0, deps=(dq_started,))
-                _free(k_ring, step, CFG.K_STAGES)
-                step += 1
+        if not CFG.LATE:
+            for kv_tile in range(0, masked_tiles):
+                step, dq = _plain_step(step, dq, rows, rings, tile, kv_tile, True, CFG)
+            for kv_tile in range(masked_tiles, kv_tiles):
+                step, dq = _plain_step(step, dq, rows, rings, tile, kv_tile, False, CFG)
+        elif kv_tiles > 0:
+            s_started, dp_started = _start_scores(rows, rings, step, CFG)
+            s = warpgroup_mma_wait(1, deps=(s_started,))
+            p, capped = _weights(s, rows, tile, 0, masked_tiles > 0, CFG)
+            dp = warpgroup_mma_wait(0, deps=(dp_started,))
+            _free(v_ring, step, CFG.V_STAGES)
+            ds = _gradients(p, capped, dp, rows, CFG)
+            for kv_tile in range(1, masked_tiles):
+                step, dq, ds = _step(step, dq, ds, rows, rings, tile, kv_tile, True, CFG)
+            # a loop of its own, which has the registers of the masks
+            for kv_tile in range(gl.maximum(masked_tiles, 1), kv_tiles):
+                step, dq, ds = _step(step, dq, ds, rows, rings, tile, kv_tile, False, CFG)
+            k = k_ring[0].index(step % CFG.K_STAGES)
+            dq_started = warpgroup_mma(ds, k, dq, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq_started,))
+            _free(k_ring, step, CFG.K_STAGES)
+            step += 1
         if CFG.DQ_TILE and not CFG.Q_REGISTERS:
             _free(q_ring, turn, 1)
         if not CFG.DOUT_REGISTERS:
