@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
@@ -147,6 +148,8 @@ def _attn_bwd_keys_sm90_kernel(
     CFG: gl.constexpr,
 ):
     """Set up rings and roles; `score` is what `gradient_factors` gives."""
+    # the kernel of the queries needs nothing of this one: its programs may fill the SMs at the end
+    gdc_launch_dependents()
     stages: gl.constexpr = CFG.STAGES
     tile_m: gl.constexpr = CFG.TILE_M
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
@@ -241,6 +242,8 @@ def _consume(consume, shared, CFG: gl.constexpr):
         turn += 1
         piece = take(work, turn)
     tma.store_wait(0)
+    # whoever comes after this kernel comes after the one before it, too
+    gdc_wait()
 
 
 @gluon.jit(
