@@ -38,11 +38,8 @@ def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
 
 
 def attn_bwd_sm90_apart(problem: AttnProblem) -> bool:
-    """Whether dq comes from a kernel of its own."""
-    import os
-
-    narrow = problem.mask_block is not None and problem.mask_block[1] == 64
-    return narrow and not os.environ.get("BSK_FUSED")
+    """Whether queries have a kernel of their own: five products become seven, none waits."""
+    return problem.mask_block is not None and problem.mask_block[1] == 64
 
 
 @lru_cache(maxsize=1024)

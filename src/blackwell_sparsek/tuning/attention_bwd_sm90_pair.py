@@ -1,6 +1,5 @@
 """(problem) -> tiles and order of the Hopper backward in two kernels."""
 
-import os
 from functools import lru_cache
 
 from ..kernels.attention.bwd_config_sm90 import AttnBwdSm90Config
@@ -18,27 +17,25 @@ SECTION_BYTES = 16 * 2**20
 @lru_cache(maxsize=1024)
 def attn_bwd_keys_config(problem: AttnProblem) -> AttnBwdSm90Config:
     """Tiles of the kernel of keys and values."""
-    # wide values leave no registers for the tall tiles of narrow keys
-    tile_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
-    tile_dv = 64 if problem.head_dim_v <= 64 else 128
     assert problem.mask_block is not None
-    return make_keys_config(tile_d, tile_dv, problem.mask_block)
+    return make_keys_config(*_tiles(problem), problem.mask_block)
 
 
 @lru_cache(maxsize=1024)
 def attn_bwd_queries_config(problem: AttnProblem) -> AttnBwdQueriesSm90Config:
     """Tiles of the kernel of queries."""
-    tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.head_dim_v))
     assert problem.mask_block is not None
-    return make_queries_config(tile_d, tile_dv, problem.mask_block[1])
+    return make_queries_config(*_tiles(problem), problem.mask_block[1])
+
+
+def _tiles(problem: AttnProblem) -> tuple[int, int]:
+    return 64 if problem.head_dim <= 64 else 128, 64 if problem.head_dim_v <= 64 else 128
 
 
 def attn_bwd_keys_section(problem: AttnProblem) -> int:
     """KV planes that run together: those whose queries and output gradients stay in L2."""
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     group = problem.heads_q // problem.heads_kv
-    if os.environ.get("BSK_SECTION"):
-        return int(os.environ["BSK_SECTION"])
     planes = problem.batch * problem.heads_kv
     section = SECTION_BYTES // max(row_bytes * problem.max_q * group, 1)
     return min(max(section, 1), max(planes, 1))

@@ -8,7 +8,14 @@ from .bwd_config_sm90 import AttnBwdSm90Config
 
 @dataclass(frozen=True)
 class AttnBwdQueriesSm90Config:
-    """Everything the kernel of the queries is specialised on. Sizes in elements."""
+    """Everything the kernel of the queries is specialised on. Sizes in elements.
+
+    A warp group keeps 64 queries and walks over tiles of TILE_N keys; UNIT, a multiple of that, is
+    the block of the mask. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA
+    fills zeros. K_STAGES tiles of keys and V_STAGES of values are in flight: keys are needed for a
+    step longer. With Q_REGISTERS queries, too, are an operand from registers. The kernel is
+    compiled for MAX_REGISTERS per thread; producer and scout leave all but PRODUCER_REGISTERS.
+    """
 
     TILE_N: int
     TILE_D: int
@@ -18,10 +25,7 @@ class AttnBwdQueriesSm90Config:
     UNIT: int
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
-    Q_REGISTERS: bool = True
-    DOUT_REGISTERS: bool = True
-    LATE: bool = True
-    DQ_TILE: bool = False
+    Q_REGISTERS: bool
 
     @property
     def tile_m(self) -> int:
@@ -59,47 +63,38 @@ class AttnBwdQueriesSm90Config:
         return accumulator_layout(columns)
 
 
-def make_queries_config(tile_d, tile_dv, block_kv, **changes):
-    """The configuration for these head dims and key blocks."""
-    import os
-
-    kind = os.environ.get("BSK_DQ", "")
-    late = "l" in kind
+def make_queries_config(tile_d: int, tile_dv: int, block_kv: int) -> AttnBwdQueriesSm90Config:
+    """The configuration of the kernel of queries for these head dims and key blocks."""
     return AttnBwdQueriesSm90Config(
         TILE_N=64,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
-        K_STAGES=3 if late else 2,
+        K_STAGES=3,
         V_STAGES=2,
         UNIT=block_kv,
-        PRODUCER_REGISTERS=40 if "p" in kind else 24,
+        PRODUCER_REGISTERS=24,
         MAX_REGISTERS=128,
-        Q_REGISTERS="q" not in kind,
-        DOUT_REGISTERS="d" not in kind,
-        LATE=late,
-        DQ_TILE=not late,
+        # with 128 columns ptxas runs out of registers, and products one after the other
+        Q_REGISTERS=max(tile_d, tile_dv) == 64,
     )
 
 
 def make_keys_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> AttnBwdSm90Config:
-    """The configuration of the kernel of the keys."""
-    import os
-
-    kind = os.environ.get("BSK_DKDV", "")
+    """The configuration of the kernel of keys and values."""
     return AttnBwdSm90Config(
         CONSUMERS=1,
-        TILE_M=64 if tile_d == 128 or "n" in kind else 128,
+        TILE_M=64,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=2,
-        DS_STAGES=1 if 'e' in kind else 0,
+        DS_STAGES=0,
         SHARED_KEYS=False,
         ORDERED=False,
         UNIT=block_size[0],
         BLOCK_KV=block_size[1],
-        CONSUMER_REGISTERS=216 if "p" in kind else 232,
-        PRODUCER_REGISTERS=40 if "p" in kind else 24,
+        CONSUMER_REGISTERS=232,
+        PRODUCER_REGISTERS=24,
         MAX_REGISTERS=128,
         DK_REGISTERS=True,
-        SPLIT_RING="s" in kind,
+        SPLIT_RING=False,
     )

@@ -1,13 +1,14 @@
-"""Attention backward on Hopper, the gradients of keys and values alone: the keys of `bwd_sm90_pair`.
-
-A program owns 64 keys of one KV head and walks over the queries of all heads that see them, as
-`bwd_sm90` does; the producer is the same. Without dq, warp groups have nothing to exchange and
-nothing to add up in memory: sums have one order, and each warp group is a program of its own, two
-of which share an SM. One computes exponentials while the other multiplies.
+"""Attention backward on Hopper, the gradients of keys and values alone: half of a pair of kernels.
 
     s^T = k q^T    dp^T = v dout^T    dv += p^T dout    dk += ds^T q
 
-Called as part of impl "sm90" of `bsk::attn_bwd`, for masks with key blocks of 64.
+A program owns 64 keys of one KV head and walks over the queries of all heads that see them; the
+producer is that of `bwd_sm90`. Without dq, warp groups have nothing to exchange and nothing to add
+up in memory: sums have one order, so that bits are the same in every run, and each warp group is a
+program of its own. Two of them share an SM: one computes exponentials while the other multiplies.
+
+Called after `bwd_sm90_rows` as part of impl "sm90" of `bsk::attn_bwd`, for masks with key blocks
+of 64 (`ops.attention_bwd_sm90_pair`).
 """
 
 from triton.experimental import gluon
@@ -19,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
@@ -34,37 +34,34 @@ ROWS = gl.constexpr(GROUP_ROWS)
 def _step(dk, dv, step, keep, score, shared, MASKED: gl.constexpr, CFG: gl.constexpr):
     """Add what one tile of queries gives to the gradients of 64 keys."""
     k_smem, v_smem, kv_index = keep
-    q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty = shared[2]
+    q_smem, dout_smem, lse_smem, delta_smem, full, empty, _, _ = shared[2]
     dtype: gl.constexpr = k_smem.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
     stage = step % CFG.STAGES
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
     s_started = start_products(k_smem.index(zero_of(step)), q_smem, step, 0, CFG)
-    if CFG.SPLIT_RING:
-        mbarrier.wait(dout_full.index(stage), (step // CFG.STAGES) & 1)
     dp_started = start_products(v_smem.index(zero_of(step)), dout_smem, step, 0, CFG)
-    if CFG.DS_STAGES == 1:
+    # where registers are left for them, the numbers of queries come while scores are under way
+    early: gl.constexpr = score[1] is None
+    if early:
         lse_log2 = numbers_of_queries(lse_smem, step, 0, CFG)
     s = warpgroup_mma_wait(1, deps=(s_started,))
-    if CFG.DS_STAGES == 0:
+    if not early:
         lse_log2 = numbers_of_queries(lse_smem, step, 0, CFG)
     p, capped = probabilities(s, None, lse_log2, score)
     if MASKED:
         p = hide(p, step, kv_index, shared, 0, CFG)
-    if CFG.DS_STAGES == 1:
+    if early:
         delta = numbers_of_queries(delta_smem, step, 0, CFG)
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
-    if CFG.DS_STAGES == 0:
+    if not early:
         delta = numbers_of_queries(delta_smem, step, 0, CFG)
     ds = score_gradients(p, capped, dp, delta, score)
     p = gl.convert_layout(p.to(dtype), p_layout)
     ds = gl.convert_layout(ds.to(dtype), ds_layout)
     dv_started = warpgroup_mma(p, dout_smem.index(stage), dv, is_async=True)
     dk_started = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
-    if CFG.SPLIT_RING:
-        dv_started = warpgroup_mma_wait(1, deps=(dv_started,))
-        mbarrier.arrive(dout_empty.index(stage), count=1)
     dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
     mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
@@ -148,8 +145,6 @@ def _attn_bwd_keys_sm90_kernel(
     CFG: gl.constexpr,
 ):
     """Set up rings and roles; `score` is what `gradient_factors` gives."""
-    # the kernel of the queries needs nothing of this one: its programs may fill the SMs at the end
-    gdc_launch_dependents()
     stages: gl.constexpr = CFG.STAGES
     tile_m: gl.constexpr = CFG.TILE_M
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
@@ -162,17 +157,16 @@ def _attn_bwd_keys_sm90_kernel(
     delta_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
     kv_ring = (k_smem, v_smem, barriers(1, 1).index(0), barriers(1, 1).index(0))
     q_bars = (barriers(stages, 1), barriers(stages, 1))
-    dout_bars = q_bars
-    if CFG.SPLIT_RING:
-        dout_bars = (barriers(stages, 1), barriers(stages, 1))
-    q_ring = (q_smem, dout_smem, lse_smem, delta_smem) + q_bars + dout_bars  # noqa: RUF005
+    q_ring = (q_smem, dout_smem, lse_smem, delta_smem) + q_bars + q_bars  # noqa: RUF005
     info = step_info()
     work = work_channel(2, 1)
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     schedule = (order_ptr, None, (None, None), 1, num_planes, 1)
-    shared = (mask, kv_ring, q_ring, info, work, (q_len, kv_len), (q_heads, group_size), (left, right))
+    lengths = (q_len, kv_len)
+    heads = (q_heads, group_size)
+    shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
     # the first role runs in the warps of the launch, the other in a warp of its own
     gl.warp_specialize(

@@ -38,6 +38,7 @@ CALLS = (
     Call(128, 128, (128, 64), softcap=True, dtype=torch.float16),
     Call(64, 64, (64, 64)),
     Call(128, 64, (64, 64)),
+    Call(64, 128, (256, 64)),
 )
 
 

@@ -1,4 +1,4 @@
-"""Launching the Hopper backward in two kernels: scratch memory, descriptors, order of work, grid."""
+"""Launching the Hopper backward in two kernels: terms of rows, descriptors, order of work, grid."""
 
 from typing import Any
 
@@ -91,14 +91,9 @@ def launch_attn_bwd_queries_sm90(
     terms: tuple[torch.Tensor, torch.Tensor],
     spec: AttnSpec,
     order: torch.Tensor,
-    overlap: bool,
     config: AttnBwdQueriesSm90Config,
 ) -> None:
-    """Fill dq.
-
-    Arguments are as above, `order` as `formats.block_order.longest_first` makes it. With `overlap`
-    the kernel in front is that of the keys, and need not have ended.
-    """
+    """Fill dq; arguments are as above, `order` as `formats.block_order.longest_first` makes it."""
     operands = kernel_operands(q, k, v, spec)
     assert spec.block_mask is not None
     pieces = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
@@ -123,8 +118,7 @@ def launch_attn_bwd_queries_sm90(
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )
-        options = {**_options(config), "launch_pdl": overlap}
-        launch(_attn_bwd_queries_sm90_kernel, programs, args, **options)
+        launch(_attn_bwd_queries_sm90_kernel, programs, args, **_options(config))
 
 
 def _options(config: AttnBwdSm90Config | AttnBwdQueriesSm90Config) -> dict[str, int]:

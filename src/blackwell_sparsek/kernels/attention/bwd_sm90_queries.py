@@ -1,13 +1,15 @@
-"""Attention backward on Hopper, the gradient of queries alone: the queries of `bwd_sm90_pair`.
+"""Attention backward on Hopper, the gradient of the queries alone: half of a pair of kernels.
 
     s = q k^T    dp = dout v^T    dq += ds k
 
-A program owns 64 queries of one head and walks over the keys that they see, as `fwd_sm90` does: a
-scout looks up rows of the mask, a producer copies keys and values. Queries and output gradients
-are operands from registers. The product for dq of a step is issued with those of the next one. Sums
-have one order. Two programs share an SM.
+A program owns 64 queries of one head and walks over the keys that they see, as in `fwd_sm90`: a
+scout looks up rows of the mask, a producer copies keys and values, a warp group computes. Output
+gradients, which stay for all of a piece of work, are an operand from registers. The product for dq
+of a tile is issued with the scores of the next one. Sums have one order, so that bits are the same
+in every run. Two programs share an SM: one computes exponentials while the other multiplies.
 
-Called as part of impl "sm90" of `bsk::attn_bwd`, for masks with key blocks of 64.
+Called after `bwd_sm90_rows` as part of impl "sm90" of `bsk::attn_bwd`, for masks with key blocks
+of 64 (`ops.attention_bwd_sm90_pair`).
 """
 
 from triton.experimental import gluon
@@ -19,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_wait
 
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
@@ -37,24 +38,22 @@ ROWS = gl.constexpr(GROUP_ROWS)
 
 
 @gluon.jit
-def _copy(desc, ring, step, batch, head, row, STAGES: gl.constexpr):
+def _copy(desc, ring, step, place, row, STAGES: gl.constexpr):
     """Start the copy of one tile into a ring, once its stage is free."""
     smem, full, empty = ring
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    place = [batch, head, row, 0]
+    place = [place[0], place[1], row, 0]
     tma.async_copy_global_to_shared(desc, place, full.index(stage), smem.index(stage))
 
 
 @gluon.jit
-def _copy_keys(
-    k_desc, v_desc, shared, visit, batch, kv_head, kv_tile, step, CFG: gl.constexpr
-):
+def _copy_keys(k_desc, v_desc, rings, visit, place, kv_tile, step, CFG: gl.constexpr):
     """Start the copies of one tile of keys and of values; return the next step."""
     start = tile_starts(visit, kv_tile, CFG)[0]
-    _copy(k_desc, shared[3], step, batch, kv_head, start, CFG.K_STAGES)
-    _copy(v_desc, shared[4], step, batch, kv_head, start, CFG.V_STAGES)
+    _copy(k_desc, rings[0], step, place, start, CFG.K_STAGES)
+    _copy(v_desc, rings[1], step, place, start, CFG.V_STAGES)
     return step + 1
 
 
@@ -62,7 +61,7 @@ def _copy_keys(
 def _produce(produce, shared, begun, CFG: gl.constexpr):
     """Keep the rings full for the pieces of work that a scout publishes."""
     q_desc, dout_desc, k_desc, v_desc = produce
-    mask, q_ring, dout_ring, k_ring, v_ring, work, lengths, heads, _ = shared
+    mask, q_ring, dout_ring, rings, work, lengths, heads, _ = shared
     step = 0
     turn = 0
     piece = take(work, turn, 1)
@@ -70,16 +69,19 @@ def _produce(produce, shared, begun, CFG: gl.constexpr):
         mbarrier.arrive(begun, count=1)
         plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         batch, q_head, kv_head = batch_and_heads(piece[6], heads[0], heads[1])
+        q_place = (batch, q_head)
+        kv_place = (batch, kv_head)
+        q_row = piece[7] * ROWS
         kv_tiles = count_tiles(plan, CFG)[1]
         visit = (mask[0], plan, num_masked_units(plan), lengths[1])
-        _copy(dout_desc, dout_ring, turn, batch, q_head, piece[7] * ROWS, 1)
-        # the memory of queries is that of dq, and free when the piece before is stored
+        _copy(dout_desc, dout_ring, turn, q_place, q_row, 1)
+        # queries come after the first keys: their memory holds dq of the piece before to its end
         ahead = gl.minimum(kv_tiles, CFG.V_STAGES)
         for kv_tile in range(0, ahead):
-            step = _copy_keys(k_desc, v_desc, shared, visit, batch, kv_head, kv_tile, step, CFG)
-        _copy(q_desc, q_ring, turn, batch, q_head, piece[7] * ROWS, 1)
+            step = _copy_keys(k_desc, v_desc, rings, visit, kv_place, kv_tile, step, CFG)
+        _copy(q_desc, q_ring, turn, q_place, q_row, 1)
         for kv_tile in range(ahead, kv_tiles):
-            step = _copy_keys(k_desc, v_desc, shared, visit, batch, kv_head, kv_tile, step, CFG)
+            step = _copy_keys(k_desc, v_desc, rings, visit, kv_place, kv_tile, step, CFG)
         turn += 1
         piece = take(work, turn, 1)
 
@@ -150,32 +152,15 @@ def _step(step, dq, ds, rows, rings, tile, kv_tile, MASKED: gl.constexpr, CFG: g
 
 
 @gluon.jit
-def _plain_step(step, dq, rows, rings, tile, kv_tile, MASKED: gl.constexpr, CFG: gl.constexpr):
-    """dq of a step."""
-    k_ring, v_ring = rings
-    s_started, dp_started = _start_scores(rows, rings, step, CFG)
-    s = warpgroup_mma_wait(1, deps=(s_started,))
-    p, capped = _weights(s, rows, tile, kv_tile, MASKED, CFG)
-    dp = warpgroup_mma_wait(0, deps=(dp_started,))
-    _free(v_ring, step, CFG.V_STAGES)
-    ds = _gradients(p, capped, dp, rows, CFG)
-    k = k_ring[0].index(step % CFG.K_STAGES)
-    dq_started = warpgroup_mma(ds, k, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=(dq_started,))
-    _free(k_ring, step, CFG.K_STAGES)
-    return step + 1, dq
-
-
-@gluon.jit
 def _consume(consume, shared, CFG: gl.constexpr):
     """dq of 64 queries, piece by piece of work."""
-    dq_desc, lse_ptr, delta_ptr, score, dq_smem = consume
-    mask, q_ring, dout_ring, k_ring, v_ring, work, lengths, heads, band = shared
+    dq_desc, lse_ptr, delta_ptr, score = consume
+    mask, q_ring, dout_ring, rings, work, lengths, heads, band = shared
+    k_ring, v_ring = rings
     tile_d: gl.constexpr = CFG.TILE_D
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    q_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     offs = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    rings = (k_ring, v_ring)
     q_len, kv_len = lengths
     padded = padded_queries(q_len)
     step = 0
@@ -194,23 +179,14 @@ def _consume(consume, shared, CFG: gl.constexpr):
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
         visit = (mask[0], plan, num_masked_units(plan), kv_len)
         tile = (visit, q_index, q_start, bounds)
+        dout = _await(dout_ring, turn, 1).load(operand)
+        _free(dout_ring, turn, 1)
         q = _await(q_ring, turn, 1)
-        dout = _await(dout_ring, turn, 1)
         if CFG.Q_REGISTERS:
-            q = q.load(q_layout)
-            if CFG.DQ_TILE:
-                _free(q_ring, turn, 1)
-        if CFG.DOUT_REGISTERS:
-            dout = dout.load(q_layout)
-            _free(dout_ring, turn, 1)
+            q = q.load(operand)
         rows = (q, dout, shift, delta, score)
         dq = gl.zeros([ROWS, tile_d], gl.float32, CFG.accumulator_layout(CFG.TILE_D))
-        if not CFG.LATE:
-            for kv_tile in range(0, masked_tiles):
-                step, dq = _plain_step(step, dq, rows, rings, tile, kv_tile, True, CFG)
-            for kv_tile in range(masked_tiles, kv_tiles):
-                step, dq = _plain_step(step, dq, rows, rings, tile, kv_tile, False, CFG)
-        elif kv_tiles > 0:
+        if kv_tiles > 0:
             s_started, dp_started = _start_scores(rows, rings, step, CFG)
             s = warpgroup_mma_wait(1, deps=(s_started,))
             p, capped = _weights(s, rows, tile, 0, masked_tiles > 0, CFG)
@@ -227,23 +203,15 @@ def _consume(consume, shared, CFG: gl.constexpr):
             dq = warpgroup_mma_wait(0, deps=(dq_started,))
             _free(k_ring, step, CFG.K_STAGES)
             step += 1
-        if CFG.DQ_TILE and not CFG.Q_REGISTERS:
-            _free(q_ring, turn, 1)
-        if not CFG.DOUT_REGISTERS:
-            _free(dout_ring, turn, 1)
-        # the copy of the piece before must have read the buffer
-        tma.store_wait(0)
+        # every product with the queries is done: dq takes their memory
+        dq_smem = q_ring[0].index(0)
         dq_smem.store((dq * score[2]).to(dq_smem.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(dq_desc, [batch, q_head, q_start, 0], dq_smem)
-        if not CFG.DQ_TILE:
-            tma.store_wait(0)
-            _free(q_ring, turn, 1)
+        tma.store_wait(0)
+        _free(q_ring, turn, 1)
         turn += 1
         piece = take(work, turn)
-    tma.store_wait(0)
-    # whoever comes after this kernel comes after the one before it, too
-    gdc_wait()
 
 
 @gluon.jit(
@@ -285,9 +253,6 @@ def _attn_bwd_queries_sm90_kernel(
     v_stages: gl.constexpr = CFG.V_STAGES
     k_ring = (tiles(k_desc, k_stages, tile_n), barriers(k_stages, 1), barriers(k_stages, 1))
     v_ring = (tiles(v_desc, v_stages, tile_n), barriers(v_stages, 1), barriers(v_stages, 1))
-    dq_smem = q_ring[0].index(0)
-    if CFG.DQ_TILE:
-        dq_smem = tiles(dq_desc, 1, ROWS).index(0)
     # producer and consumer take what the scout finds
     work = work_channel(8, 2)
     begun = barriers(1, 1).index(0)
@@ -297,7 +262,7 @@ def _attn_bwd_queries_sm90_kernel(
     lengths = (q_len, kv_len)
     heads = (q_heads, group_size)
     band = (left, right)
-    shared = (mask, q_ring, dout_ring, k_ring, v_ring, work, lengths, heads, band)
+    shared = (mask, q_ring, dout_ring, (k_ring, v_ring), work, lengths, heads, band)
     schedule = (order_ptr, num_planes, 1, dynamic, 0)
     # as the scout of the forward knows them
     find = (None, None, None, counter_ptr, schedule)
@@ -305,7 +270,7 @@ def _attn_bwd_queries_sm90_kernel(
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [
-            (_consume, ((dq_desc, lse_ptr, delta_ptr, score, dq_smem), shared, CFG)),
+            (_consume, ((dq_desc, lse_ptr, delta_ptr, score), shared, CFG)),
             (_produce, ((q_desc, dout_desc, k_desc, v_desc), shared, begun, CFG)),
             (find_work, (find, found, begun, CFG)),
         ],
