@@ -52,8 +52,8 @@ def backward_apart(
     if dq is not None:
         # as in the forward pass: the heads that share keys run together
         order = derived_list(mask, longest_first, q.shape[0], q.shape[1], spec.band, group_size)
-        config = attn_bwd_queries_config(problem)
-        launch_attn_bwd_queries_sm90(dq, dout, q, k, v, terms, spec, order, config)
+        tiles = attn_bwd_queries_config(problem)
+        launch_attn_bwd_queries_sm90(dq, dout, q, k, v, terms, spec, order, tiles)
     if dsinks is not None and spec.sinks is not None:
         padded = terms[1].view(*lse.shape[:2], -1)
         delta = padded[..., : lse.shape[-1]].contiguous()
