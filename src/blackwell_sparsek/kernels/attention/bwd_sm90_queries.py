@@ -181,10 +181,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
         tile = (visit, q_index, q_start, bounds)
         dout = _await(dout_ring, turn, 1).load(operand)
         _free(dout_ring, turn, 1)
-        q = _await(q_ring, turn, 1)
-        if CFG.Q_REGISTERS:
-            q = q.load(operand)
-        rows = (q, dout, shift, delta, score)
+        rows = (_await(q_ring, turn, 1), dout, shift, delta, score)
         dq = gl.zeros([ROWS, tile_d], gl.float32, CFG.accumulator_layout(CFG.TILE_D))
         if kv_tiles > 0:
             s_started, dp_started = _start_scores(rows, rings, step, CFG)
