@@ -11,6 +11,7 @@ from blackwell_sparsek.formats.attention_spec import AttnSpec
 from blackwell_sparsek.kernels.attention.bwd_config_sm90 import INFO_DEPTH, make_config
 from blackwell_sparsek.tuning.attention_bwd_sm90 import (
     FEW_QUERIES,
+    attn_bwd_sm90_apart,
     attn_bwd_sm90_config,
     attn_bwd_sm90_front,
     attn_bwd_sm90_passed_over,
@@ -68,12 +69,12 @@ def test_few_queries_are_left_to_smaller_tiles():
     assert attn_bwd_sm90_passed_over(problem(max_q=FEW_QUERIES)) is None
 
 
-def test_narrow_blocks_in_order_are_left_to_the_portable_kernels():
-    blocks = {"mask_block": (64, 64)}
-    assert attn_bwd_sm90_passed_over(problem(**blocks)) is None
-    assert "turns" in attn_bwd_sm90_passed_over(problem(**blocks, deterministic=True))
-    wide = problem(mask_block=(64, 128), deterministic=True)
-    assert attn_bwd_sm90_passed_over(wide) is None
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_narrow_key_blocks_have_two_kernels(deterministic):
+    for block, apart in ((None, False), ((64, 64), True), ((256, 64), True), ((64, 128), False)):
+        masked = problem(mask_block=block, deterministic=deterministic)
+        assert attn_bwd_sm90_apart(masked) == apart
+        assert attn_bwd_sm90_passed_over(masked) is None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from ..formats.block_turns import (
     turns_of_blocks,
 )
 from ..tuning.attention_bwd_sm90 import (
+    attn_bwd_sm90_apart,
     attn_bwd_sm90_config,
     attn_bwd_sm90_front,
     attn_bwd_sm90_passed_over,
@@ -26,6 +27,7 @@ from ..tuning.attention_bwd_sm90 import (
     attn_bwd_sm90_unsupported,
 )
 from ..tuning.problem_attention import AttnProblem, tma_takes
+from .attention_bwd_sm90_pair import backward_apart
 from .derived_lists import derived_list
 
 
@@ -54,9 +56,12 @@ def backward(
     from ..kernels.attention.bwd_sm90_launch import launch_attn_bwd_sm90
 
     problem = AttnProblem.of(q, k, v, spec, backward=True, deterministic=deterministic)
-    config, section = attn_bwd_sm90_config(problem), attn_bwd_sm90_section(problem)
     # the gradient of an expanded or sliced output may be laid out in ways that TMA cannot read
     dout = dout if tma_takes(dout) else dout.contiguous()
+    if attn_bwd_sm90_apart(problem):
+        backward_apart(gradients, dout, dlse, q, k, v, out, lse, spec, problem)
+        return
+    config, section = attn_bwd_sm90_config(problem), attn_bwd_sm90_section(problem)
     order = turns = visits = None
     if (mask := spec.block_mask) is not None:
         heads, group_size = k.shape[1], q.shape[1] // k.shape[1]

@@ -19,13 +19,14 @@ class AttnBwdSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
     CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; with
-    SHARED_KEYS they keep the same 64 keys, and take 64 queries of a tile each. UNIT is the number
-    of neighbouring queries a visit is made of, and that take turns together: the block of the mask;
-    when dense TILE_M, or two of them in order. Smaller units are packed into one tile. BLOCK_KV is
-    the other side of a block, 0 when dense. TILE_D and TILE_DV are the head dims in shared memory,
-    beyond which TMA fills zeros. STAGES tiles of queries are in flight, DS_STAGES of the gradients
-    of scores. ORDERED adds up dq in the same order in every run. The kernel is compiled for
-    MAX_REGISTERS per thread; the roles then trade them.
+    SHARED_KEYS they keep the same 64 keys, and take 64 queries of a tile each. One alone leaves out
+    dq (`bwd_sm90_keys`). UNIT is the number of neighbouring queries a visit is made of, and that
+    take turns together: the block of the mask; when dense TILE_M, or two of them in order. Smaller
+    units are packed into one tile. BLOCK_KV is the other side of a block, 0 when dense. TILE_D and
+    TILE_DV are the head dims in shared memory, beyond which TMA fills zeros. STAGES tiles of
+    queries are in flight, DS_STAGES of the gradients of scores. ORDERED adds up dq in the same
+    order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles then trade
+    them.
 
     DK_REGISTERS multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients
     barriers of their own: the latter are done with first.
@@ -48,9 +49,10 @@ class AttnBwdSm90Config:
     SPLIT_RING: bool
 
     def __post_init__(self) -> None:
-        assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
+        assert self.CONSUMERS in (1, 2), f"{self.CONSUMERS=}"
         tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
-        assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
+        assert self.CONSUMERS == 1 or tile_m == self.TILE_M, f"{self=}"
+        assert self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
         assert not (self.SPLIT_RING and self.SHARED_KEYS), f"{self=}"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
