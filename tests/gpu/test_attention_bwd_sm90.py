@@ -1,7 +1,7 @@
 """The Hopper backward on a Hopper GPU.
 
 `PYTHONPATH=src python -m pytest -m gpu tests/gpu/test_attention_bwd_sm90.py` takes about three
-minutes in one process, most of it to compile. `BSK_RANDOM_CALLS=60` before it makes 1080 random
+minutes in one process, most of it to compile. `BSK_RANDOM_CALLS=60` before it makes 1320 random
 calls, `BSK_REPEATS=1000` compares as many deterministic ones.
 """
 
