@@ -17,13 +17,13 @@ class AttnBwdSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
     CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; one
-    alone leaves out dq (`bwd_sm90_keys`). UNIT is the number of neighbouring queries a visit is made of, and that
-    take turns together: the block of the mask; when dense TILE_M, or two of them in order. Smaller
-    units are packed into one tile. BLOCK_KV is the other side of a block, 0 when dense. TILE_D and
-    TILE_DV are the head dims in shared memory, beyond which TMA fills zeros. STAGES tiles of
-    queries are in flight, DS_STAGES of the gradients of scores. ORDERED adds up dq in the same
-    order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles then trade
-    them.
+    alone leaves out dq (`bwd_sm90_keys`). UNIT is the number of neighbouring queries a visit is
+    made of, and that take turns together: the block of the mask; when dense TILE_M, or two of them
+    in order. Smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when
+    dense. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
+    STAGES tiles of queries are in flight, DS_STAGES of the gradients of scores. ORDERED adds up dq
+    in the same order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles
+    then trade them.
 
     DK_REGISTERS multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients
     barriers of their own: the latter are done with first.
