@@ -86,7 +86,6 @@ def make_keys_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> 
         TILE_DV=tile_dv,
         STAGES=2,
         DS_STAGES=0,
-        SHARED_KEYS=False,
         ORDERED=False,
         UNIT=block_size[0],
         BLOCK_KV=block_size[1],

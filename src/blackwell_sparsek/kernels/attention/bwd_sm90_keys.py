@@ -40,23 +40,23 @@ def _step(dk, dv, step, keep, score, shared, MASKED: gl.constexpr, CFG: gl.const
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
     stage = step % CFG.STAGES
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
-    s_started = start_products(k_smem.index(zero_of(step)), q_smem, step, 0, CFG)
-    dp_started = start_products(v_smem.index(zero_of(step)), dout_smem, step, 0, CFG)
+    s_started = start_products(k_smem.index(zero_of(step)), q_smem, step, CFG)
+    dp_started = start_products(v_smem.index(zero_of(step)), dout_smem, step, CFG)
     # where registers are left for them, the numbers of queries come while scores are under way
     early: gl.constexpr = score[1] is None
     if early:
-        lse_log2 = numbers_of_queries(lse_smem, step, 0, CFG)
+        lse_log2 = numbers_of_queries(lse_smem, step, CFG)
     s = warpgroup_mma_wait(1, deps=(s_started,))
     if not early:
-        lse_log2 = numbers_of_queries(lse_smem, step, 0, CFG)
+        lse_log2 = numbers_of_queries(lse_smem, step, CFG)
     p, capped = probabilities(s, None, lse_log2, score)
     if MASKED:
-        p = hide(p, step, kv_index, shared, 0, CFG)
+        p = hide(p, step, kv_index, shared, CFG)
     if early:
-        delta = numbers_of_queries(delta_smem, step, 0, CFG)
+        delta = numbers_of_queries(delta_smem, step, CFG)
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
     if not early:
-        delta = numbers_of_queries(delta_smem, step, 0, CFG)
+        delta = numbers_of_queries(delta_smem, step, CFG)
     ds = score_gradients(p, capped, dp, delta, score)
     p = gl.convert_layout(p.to(dtype), p_layout)
     ds = gl.convert_layout(ds.to(dtype), ds_layout)
@@ -75,7 +75,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
     k_smem, v_smem, kv_full, kv_empty = kv_ring
     tile_d: gl.constexpr = CFG.TILE_D
     tile_dv: gl.constexpr = CFG.TILE_DV
-    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
     k_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_D)
     v_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
     dtype: gl.constexpr = k_smem.dtype

@@ -216,10 +216,10 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
 def _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG: gl.constexpr):
     """Start the copies of the keys and values of a piece, once those before are done with."""
     k_smem, v_smem, full, empty = kv_ring
-    key_groups: gl.constexpr = CFG.key_groups
+    consumers: gl.constexpr = CFG.CONSUMERS
     mbarrier.wait(empty, (pieces & 1) ^ 1)
-    mbarrier.expect(full, key_groups * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    for g in gl.static_range(key_groups):
+    mbarrier.expect(full, consumers * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for g in gl.static_range(consumers):
         place = [batch, kv_head, kv_tile * CFG.tile_n + g * ROWS, 0]
         tma.async_copy_global_to_shared(k_desc, place, full, k_smem.index(g))
         tma.async_copy_global_to_shared(v_desc, place, full, v_smem.index(g))
