@@ -180,7 +180,6 @@ def _consume(consume, shared, CFG: gl.constexpr):
         visit = (mask[0], plan, num_masked_units(plan), kv_len)
         tile = (visit, q_index, q_start, bounds)
         dout = _await(dout_ring, turn, 1).load(operand)
-        _free(dout_ring, turn, 1)
         rows = (_await(q_ring, turn, 1), dout, shift, delta, score)
         dq = gl.zeros([ROWS, tile_d], gl.float32, CFG.accumulator_layout(CFG.TILE_D))
         if kv_tiles > 0:
@@ -188,6 +187,9 @@ def _consume(consume, shared, CFG: gl.constexpr):
             s = warpgroup_mma_wait(1, deps=(s_started,))
             p, capped = _weights(s, rows, tile, 0, masked_tiles > 0, CFG)
             dp = warpgroup_mma_wait(0, deps=(dp_started,))
+            # not before a product had them: a barrier does not wait for what was loaded, and copies
+            # of the next output gradients came sooner where other programs kept shared memory busy
+            _free(dout_ring, turn, 1)
             _free(v_ring, step, CFG.V_STAGES)
             ds = _gradients(p, capped, dp, rows, CFG)
             for kv_tile in range(1, masked_tiles):
@@ -200,6 +202,8 @@ def _consume(consume, shared, CFG: gl.constexpr):
             dq = warpgroup_mma_wait(0, deps=(dq_started,))
             _free(k_ring, step, CFG.K_STAGES)
             step += 1
+        else:
+            _free(dout_ring, turn, 1)
         # every product with the queries is done: dq takes their memory
         dq_smem = q_ring[0].index(0)
         dq_smem.store((dq * score[2]).to(dq_smem.dtype))
