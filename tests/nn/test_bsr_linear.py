@@ -298,6 +298,24 @@ def test_keep_blocks():
         layer.keep_blocks_(entries)
 
 
+def test_calls_share_what_products_keep_with_a_pattern_until_it_changes():
+    layer = make(33, 20, (16, 16))
+    first = layer.pattern
+    assert layer.pattern is first and layer.weight.pattern.launches is first.launches
+    first.launches["recorded"] = "launches"
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.pattern.launches == {}
+        assert other.pattern.indptr is other.indptr
+    layer.indices.data = layer.indices.clone()  # as FSDP moves buffers
+    second = layer.pattern
+    assert second is not first and second.launches == {}
+    layer.keep_blocks_(torch.arange(layer.nnz_blocks) > 0)
+    third = layer.pattern
+    assert third is not second and third.indices is layer.indices
+    layer.load_state_dict(copy.deepcopy(layer.state_dict()))
+    assert layer.pattern is third
+
+
 def test_errors():
     with pytest.raises(InvalidInput, match=r"keep has a wrong shape; expected \[2, 3\]"):
         BSRLinear(48, 32, (16, 16), keep=torch.ones(3, 2, dtype=torch.bool))
