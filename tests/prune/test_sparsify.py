@@ -69,6 +69,17 @@ def test_include_and_exclude(options, expected):
     assert sparse == set(expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "sparse"),
+    [({"include": "blocks.0"}, True), ({"include": "again"}, True), ({"exclude": "again"}, False)],
+)
+def test_a_layer_in_several_places_stays_one_layer(options, sparse):
+    model = Model()
+    sparsify_(model, (16, 16), 0.5, **options)
+    assert model.again is model.blocks[0]
+    assert isinstance(model.again, BSRLinear) is sparse
+
+
 def test_wanda_uses_the_activations_of_the_dense_model():
     model = Model().train()
     model.blocks[1].eval()

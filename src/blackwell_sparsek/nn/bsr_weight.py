@@ -57,7 +57,7 @@ class BSRWeight(nn.Module):
             problem = "was made on the meta device and has no pattern yet"
             expected = "load_state_dict before the first use"
             raise InvalidInput(message(type(self).__name__, "the module", problem, expected, "use"))
-        tensors = [self._buffers[name] for name in _OPERANDS]
+        tensors: list[Any] = [self._buffers[name] for name in _OPERANDS]
         if torch.compiler.is_compiling() or any(type(x) is not torch.Tensor for x in tensors):
             return self._pattern_of(tensors)
         # Launches recorded with a pattern hold the addresses of its tensors.

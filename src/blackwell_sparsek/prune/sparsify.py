@@ -39,8 +39,9 @@ def sparsify_(
         `GradualPruner`.
     method : "magnitude" (L2 norm), "wanda" or "random"
     include, exclude : patterns of module names, such as "lm_head" or "*.mlp.*"
-        As in a shell. A layer is taken if any of `include` and none of `exclude` matches.
-        A pattern that matches no linear layer is an error.
+        As in a shell. A layer is taken if any of `include` and none of `exclude` matches its name,
+        or one of its names where it is used in several places. A pattern that matches no linear
+        layer is an error.
     calibration : iterable of what `model` is called with
         For method "wanda": a Mapping gives keyword arguments, a tuple or list positional ones.
 
@@ -122,18 +123,24 @@ def _select(
                 problem = f"has the pattern {pattern!r}, which matches no linear layer"
                 got = ", ".join(name for name, _ in linears[:5]) or "a model without any"
                 raise InvalidInput(message(op, arg, problem, "names of linear layers", got))
+    names_of: dict[nn.Linear, list[str]] = {}
+    for name, module in linears:
+        names_of.setdefault(module, []).append(name)
     layers: dict[nn.Linear, list[str]] = {}
     skipped: dict[str, str] = {}
     owners = _owners(model)
-    for name, module in linears:
-        wanted = any(fnmatchcase(name, p) for p in include)
-        if not wanted or any(fnmatchcase(name, p) for p in exclude):
+    for module, names in names_of.items():
+        if not _any_matches(names, include) or _any_matches(names, exclude):
             continue
         if reason := _why_not(module, owners):
-            skipped[name] = reason
+            skipped[names[0]] = reason
         else:
-            layers.setdefault(module, []).append(name)
+            layers[module] = names
     return layers, skipped
+
+
+def _any_matches(names: list[str], patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _owners(model: nn.Module) -> dict[torch.Tensor, int]:
