@@ -172,3 +172,8 @@ def test_errors_change_nothing():
     with pytest.raises(InvalidType, match=r"BSRLinear.from_linear makes a single one"):
         sparsify_(model.up, (16, 16), 0.5)
     assert not any(isinstance(m, BSRLinear) for m in model.modules())
+    with torch.no_grad():
+        model.down.weight[3, 5] = torch.nan
+    with pytest.raises(InvalidInput, match=r"sparsify_: layer 'down': block_magnitude: w gives"):
+        sparsify_(model, (16, 16), 0.5)
+    assert not any(isinstance(m, BSRLinear) for m in model.modules())

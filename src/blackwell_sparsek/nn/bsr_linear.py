@@ -197,6 +197,18 @@ density=0.25, bias=True, activation='gelu')
             got = type(linear).__name__
             raise InvalidType(message(op, "linear", "has a wrong type", "torch.nn.Linear", got))
         keep = choose_blocks(op, linear.weight, block_shape, sparsity, method, inputs)
+        return cls._from_kept(linear, block_shape, keep, activation, impl)
+
+    @classmethod
+    def _from_kept(
+        cls,
+        linear: nn.Linear,
+        block_shape: tuple[int, int],
+        keep: torch.Tensor,
+        activation: str | None = None,
+        impl: str = "auto",
+    ) -> "BSRLinear":
+        """`from_linear` with the blocks of `keep`."""
         matrix = BSRMatrix.from_mask(linear.weight.detach(), keep, block_shape)
         layer = cls.from_matrix(matrix, linear.bias, activation=activation, impl=impl)
         layer.values.requires_grad_(linear.weight.requires_grad)

@@ -13,7 +13,7 @@ from ..formats.bsr_validate import VALUE_DTYPES, check_pair
 from ..nn.bsr_linear import BSRLinear
 from .calibration import input_norms
 from .progress import Progress
-from .scores import METHODS, check_sparsity
+from .scores import METHODS, check_sparsity, choose_blocks
 from .summary import SparsifiedLayer, SparsifySummary
 
 
@@ -89,17 +89,24 @@ bias=True)
         else {}
     )
     progress = Progress(op, len(layers))
-    done = []
+    # All choices are made first: a layer that cannot be pruned leaves the model as it was.
+    kept = []
     for linear, names in layers.items():
         inputs = norms.get(names[0])
         if inputs is not None:
             inputs = inputs.to(linear.weight.device)
-        layer = BSRLinear.from_linear(linear, block_shape, sparsity, method, inputs=inputs)
+        try:
+            kept.append(choose_blocks(op, linear.weight, block_shape, sparsity, method, inputs))
+        except InvalidInput as error:
+            raise InvalidInput(f"{op}: layer {names[0]!r}: {error}") from error
+        progress.advance(names[0])
+    progress.finish()
+    done = []
+    for (linear, names), keep in zip(layers.items(), kept, strict=True):
+        layer = BSRLinear._from_kept(linear, block_shape, keep)
         for name in names:
             _replace(model, name, layer)
         done.append(SparsifiedLayer.of(names[0], linear, layer))
-        progress.advance(names[0])
-    progress.finish()
     _leave_fused_paths(model)
     return SparsifySummary(tuple(done), skipped)
 
