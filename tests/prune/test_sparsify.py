@@ -132,9 +132,20 @@ def test_transformer_encoder_layers_leave_their_fused_path():
         torch.testing.assert_close(encoder(x, src_key_padding_mask=padding), expected)
 
 
-def test_layers_with_hooks_are_skipped():
+HOOKS = {
+    "forward": lambda m: m.register_forward_hook(lambda *args: None),
+    "forward_pre": lambda m: m.register_forward_pre_hook(lambda *args: None),
+    "backward": lambda m: m.register_full_backward_hook(lambda *args: None),
+    "backward_pre": lambda m: m.register_full_backward_pre_hook(lambda *args: None),
+    "parameter": lambda m: m.weight.register_hook(lambda grad: None),
+    "accumulated": lambda m: m.bias.register_post_accumulate_grad_hook(lambda p: None),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_layers_with_hooks_are_skipped(kind):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    model[0].register_forward_hook(lambda *args: None)
+    HOOKS[kind](model[0])
     summary = sparsify_(model, (16, 16), 0.0)
     assert summary.skipped == {"0": "has hooks"} and len(summary.layers) == 1
 

@@ -166,8 +166,16 @@ def _why_not(linear: nn.Linear, owners: dict[torch.Tensor, int]) -> str | None:
         return "shares a parameter with another module"
     if linear.weight.dtype not in VALUE_DTYPES:
         return f"has weights of {linear.weight.dtype}"
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks)
-    if any(hooks):
+    hooks = (
+        *(linear._forward_hooks, linear._forward_pre_hooks),
+        *(linear._backward_hooks, linear._backward_pre_hooks),
+    )
+    of_parameters = (
+        hook
+        for p in linear.parameters(recurse=False)
+        for hook in (p._backward_hooks, p._post_accumulate_grad_hooks)
+    )
+    if any(hooks) or any(of_parameters):
         return "has hooks"
     return None
 
