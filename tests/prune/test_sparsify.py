@@ -115,6 +115,14 @@ def test_input_norms():
     assert model.training and not model[0]._forward_pre_hooks
 
 
+@pytest.mark.parametrize("batches", [torch.ones(2, 3), {"input": torch.ones(2, 3)}, 3])
+def test_one_batch_is_not_taken_for_a_sequence_of_them(batches):
+    model = nn.Sequential(nn.Linear(3, 2))
+    kind = type(batches).__name__
+    with pytest.raises(InvalidType, match=rf"expected an iterable of batches.*got {kind}"):
+        sparsify_(model, (1, 1), 0.5, method="wanda", calibration=batches)
+
+
 def test_transformer_encoder_layers_leave_their_fused_path():
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
     encoder = nn.TransformerEncoder(layer, 2)

@@ -83,11 +83,9 @@ bias=True)
         raise InvalidType(message(op, "model", "has a wrong type", expected, type(model).__name__))
 
     layers, skipped = _select(op, model, _patterns(include), _patterns(exclude))
-    norms = (
-        input_norms(model, [names[0] for names in layers.values()], calibration or ())
-        if (method == "wanda")
-        else {}
-    )
+    norms = {}
+    if calibration is not None:
+        norms = input_norms(model, [names[0] for names in layers.values()], calibration)
     progress = Progress(op, len(layers))
     # All choices are made first: a layer that cannot be pruned leaves the model as it was.
     kept = []
