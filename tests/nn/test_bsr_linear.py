@@ -327,6 +327,8 @@ def test_errors():
         BSRLinear(16, 16, (16, 16), sparsity=1.5)
     with pytest.raises(InvalidInput, match=r"activation is unknown.*'tanh'"):
         BSRLinear(16, 16, (16, 16), activation="tanh")
+    with pytest.raises(InvalidInput, match=r"impl is unknown.*'auto', .*'cuda'"):
+        BSRLinear(16, 16, (16, 16), impl="cuda")
     with pytest.raises(InvalidType, match=r"values has an unsupported dtype.*int8"):
         BSRLinear(16, 16, (16, 16), dtype=torch.int8)
     with pytest.raises(InvalidInput, match=r"block_shape is out of range.*\[0, 16\]"):

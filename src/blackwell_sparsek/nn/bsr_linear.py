@@ -5,6 +5,7 @@ from torch import nn
 
 from ..core.activations import ACTIVATIONS
 from ..core.checks import check_choice, check_dtype, check_shape, check_tensor, message
+from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..formats.bsr import BSRMatrix, BSRPattern
 from ..formats.bsr_validate import VALUE_DTYPES, check_pair, zero_padding
@@ -106,6 +107,7 @@ density=0.25, bias=True, activation='gelu')
         impl: str,
     ) -> None:
         check_choice("BSRLinear", "activation", activation, ACTIVATIONS)
+        check_choice("BSRLinear", "impl", impl, IMPLS)
         check_dtype("BSRLinear", "values", values, VALUE_DTYPES)
         self._set_weight(pattern, values)
         self.out_features, self.in_features = pattern.shape
