@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ... import BSRMatrix, attention, attention_decode, explain, matmul
-from ...core.compat import why_no_triton
+from ...core.compat import why_triton_fails
 from ...core.env import config_dir, triton_cache_dir, triton_overrides
 from ..environment import describe_environment, source_commit
 from ..suites import SUITES
@@ -41,7 +41,7 @@ def gathered(device: torch.device) -> dict[str, Any]:
     return {
         "environment": describe_environment(device),
         "commit": source_commit(),
-        "triton": why_no_triton() or "can compile kernels",
+        "triton": why_triton_fails() or "can compile kernels",
         "implementations": _implementations(device),
         "peers": {
             name: peer.available() or "available" for name, peer in peers.items() if peer.rival
