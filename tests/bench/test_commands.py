@@ -94,8 +94,12 @@ def test_explain(capsys, args, words):
         (["attention", "--q", "1x4x64"], "--q is '1x4x64'; expected 4 sizes such as 1x16x4096x128"),
         (["matmul", "--block", "axb"], "--block is 'axb'; expected 2 sizes such as 64x64"),
         (["matmul", "--device", "cpu:x"], "--device is 'cpu:x'; expected cpu or cuda"),
-        (["matmul", "--density", "1.5"], "--density is 1.5; expected 0 to 1"),
+        (["matmul", "--density", "1.5"], "--density is 1.5; expected above 0, up to 1"),
+        (["matmul", "--density", "0"], "--density is 0.0; expected above 0, up to 1"),
         (["matmul", "--device", "tpu"], "--device is 'tpu'; expected cpu or cuda"),
+        (["matmul", "--weight", f"{10**8}x{10**8}"], "these sizes cannot be allocated here"),
+        (["attention", "--q", f"1x1x{10**15}x64"], "these sizes cannot be allocated here"),
+        (["decode", "--kv-length", f"{10**15}"], "these sizes cannot be allocated here"),
         (["attention", "--kv-heads", "3"], "16 query heads not divisible by 3 kv heads"),
     ],
 )
