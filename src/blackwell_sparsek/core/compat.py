@@ -17,6 +17,8 @@ MIN_TRITON = (3, 6)
 LAUNCHER_TRITON = (3, 6)
 # The release in whose machine code the assumptions of `device/gluon/warps.py` were checked.
 WARPS_TRITON = (3, 6)
+# The release that the registers of kernels were counted with: others divide them otherwise.
+SPILLS_TRITON = (3, 6)
 # Releases for which `tests/compile/test_attention_sm90_barriers.py` was run.
 PLACES_TRITON = ((3, 6), (3, 7), (3, 8))
 
@@ -84,6 +86,11 @@ def why_places_unknown() -> str | None:
 def warps_may_part() -> bool:
     """Whether warps of a program may go their own ways, as `device/gluon/warps.py` lets them."""
     return triton_version() == WARPS_TRITON
+
+
+def spills_are_judged() -> bool:
+    """Whether a kernel that spills more than it says is wrong: only where that was counted."""
+    return triton_version() == SPILLS_TRITON
 
 
 def launch_in_clusters(compiled: Any, size: int) -> None:
