@@ -6,7 +6,6 @@ Triton and the kernel are imported at the first call.
 import torch
 
 from ..core.arch import arch_of
-from ..core.compat import why_no_triton
 from ..core.launch import scratch, unrecorded
 from ..formats.attention_spec import AttnGradients, AttnSpec
 from ..formats.band import EVERYTHING, Band
@@ -22,11 +21,12 @@ from ..tuning.attention_bwd_sm90 import (
 )
 from ..tuning.problem_attention import AttnProblem, tma_takes
 from .derived_lists import derived_list
+from .machine import why_no_kernels
 
 
 def why_not_backward(problem: AttnProblem) -> str | None:
     """Why the backward kernel cannot run this problem, or None when it can."""
-    return why_no_triton() or attn_bwd_sm90_unsupported(problem)
+    return why_no_kernels(problem.arch) or attn_bwd_sm90_unsupported(problem)
 
 
 auto_passes = attn_bwd_sm90_passed_over
