@@ -63,6 +63,12 @@ def test_wrong_requests_are_answered_with_what_there_is(fake, tmp_path, capsys, 
     assert message in capsys.readouterr().err
 
 
+def test_an_unknown_suite_among_others_is_told_and_they_are_measured(fake, tmp_path, capsys):
+    status, document = _run(tmp_path, "matmull", "--case", "case 1")
+    assert status == 2 and len(document["cases"]) == 1
+    assert "bsk bench: unknown suite 'matmull'; there are" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
