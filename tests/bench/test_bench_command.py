@@ -64,8 +64,9 @@ def test_wrong_requests_are_answered_with_what_there_is(fake, tmp_path, capsys, 
 
 
 def test_an_unknown_suite_among_others_is_told_and_they_are_measured(fake, tmp_path, capsys):
-    status, document = _run(tmp_path, "matmull", "--case", "case 1")
-    assert status == 2 and len(document["cases"]) == 1
+    asked = ["bench", "matmull", "fake", "--seconds", "0", "-o", str(tmp_path)]
+    assert cli.main(asked) == 2
+    assert len(json.loads((tmp_path / "fake.json").read_text())["cases"]) == 5
     assert "bsk bench: unknown suite 'matmull'; there are" in capsys.readouterr().err
 
 
