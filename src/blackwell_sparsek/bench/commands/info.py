@@ -44,7 +44,7 @@ def gathered(device: torch.device) -> dict[str, Any]:
         "triton": why_triton_fails() or "can compile kernels",
         "implementations": _implementations(device),
         "peers": {
-            name: peer.available() or "available" for name, peer in peers.items() if peer.rival
+            name: peer.available() or "installed" for name, peer in peers.items() if peer.rival
         },
         "tools": {name: shutil.which(name) or "not found" for name in tools},
         "cache": cache_state(pathlib.Path(triton_cache_dir())),
@@ -66,7 +66,7 @@ def _implementations(device: torch.device) -> dict[str, dict[str, str]]:
         "matmul": explain(matmul, sparse, weight),
     }
     return {
-        name: {str(decision.chosen): "runs", **decision.reasons}
+        name: {decision.chosen or "nothing": "runs", **decision.reasons}
         for name, decision in decisions.items()
     }
 
@@ -78,6 +78,8 @@ def cache_state(folder: pathlib.Path) -> dict[str, str]:
     """
     if not folder.exists():
         return {"folder": str(folder), "size": "not there yet", "safety": "made at first use"}
+    if not folder.is_dir():
+        return {"folder": str(folder), "size": "none", "safety": "UNUSABLE: is not a folder"}
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     return {
         "folder": str(folder),
