@@ -51,5 +51,6 @@ def test_the_descriptors_have_the_names_that_assembly_gives_them(ptx):
 def test_nothing_waits_for_memory_in_the_loops(ptx):
     """A release to the cluster and a fence before each copy took longer than the copies."""
     assert "arrive.release.cluster" not in ptx
+    assert re.findall(r"atom\.global\.\S+", ptx) == ["atom.global.gpu.relaxed.add.u32"]
     producer = ptx.split("cp.async.bulk.tensor.3d")[1:]
     assert not any("fence.proxy.async" in part for part in producer[:-1])

@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 from . import results
+from .headlines import headlines
 from .peer_tables import MODE_HEADS, heading, notes, number, peer_tables, table, times_faster
 from .report.figures import Figure, figures_of
 from .report.page import colours_of
@@ -18,7 +19,7 @@ from .sweep_table import sweep_table
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 RESULTS = pathlib.Path("benchmarks/results")
-# The order in which pages show suites: README.md one line of each, the other page everything.
+# The order in which pages show suites: README.md a few cases of them, the other page everything.
 SUITES = (
     "matmul_founding",
     "matmul_decode",
@@ -143,9 +144,9 @@ def section_of(page: pathlib.Path, folder: pathlib.Path) -> str:
     documents = committed(folder)
     if page == SUMMARY:
         shown = [document for document in documents if document["suite"] in PLOTTED]
-        parts = [summary(documents), *(link for d in shown for link in _links(d, page))]
+        parts = [headlines(documents), *(link for d in shown for link in _links(d, page))]
         return "\n\n".join(part for part in parts if part)
-    parts = []
+    parts = [overview] if (overview := summary(documents)) else []
     for document in documents:
         heading, *tables = suite_tables(document).split("\n\n")
         parts.append("\n\n".join([heading, *_links(document, page), *tables]))

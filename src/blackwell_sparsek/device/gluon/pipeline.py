@@ -43,6 +43,20 @@ def work_channel(fields: gl.constexpr, consumers: gl.constexpr):
 
 
 @gluon.jit
+def claim(counter_ptr, programs, total):
+    """The first of `total` pieces that nobody has; `programs` of them have one without asking.
+
+    Everybody asks once for each piece that it has, so the answer to the last question is known:
+    whoever hears it sets the counter back. Relaxed, since nothing but the number is handed over:
+    in order with other memory, the warp would wait for all of its own and forget its L1.
+    """
+    asked_before = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    if asked_before == total - 1:
+        gl.store(counter_ptr, 0)
+    return asked_before + programs
+
+
+@gluon.jit
 def publish(channel, turn, fields):
     """Hand a piece of work to the consumers, once they have read the one before last."""
     numbers, filled, free = channel

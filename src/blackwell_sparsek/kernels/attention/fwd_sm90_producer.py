@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
 from ...device.gluon.packed import plane_place, tile_at
-from ...device.gluon.pipeline import publish
+from ...device.gluon.pipeline import claim, publish
 from ...device.schedule import count_packed_pieces
 from ...device.sequences import batch_and_heads
 from ...device.visits import (
@@ -213,11 +213,7 @@ def claim_piece(counter_ptr, dynamic, piece, total):
     """The next piece of work of this program: every so many, or the first that nobody has."""
     next_piece = piece + gl.num_programs(0)
     if dynamic != 0:
-        claim = gl.atomic_add(counter_ptr, 1)
-        next_piece = claim + gl.num_programs(0)
-        if claim == total - 1:
-            # one claim for each piece: nobody comes after this one
-            gl.store(counter_ptr, 0)
+        next_piece = claim(counter_ptr, gl.num_programs(0), total)
     return next_piece
 
 

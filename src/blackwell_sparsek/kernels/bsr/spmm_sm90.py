@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.gluon.cluster import arrive_at_all, cluster_barrier
-from ...device.gluon.pipeline import barriers, publish, take, tiles, work_channel
+from ...device.gluon.pipeline import barriers, claim, publish, take, tiles, work_channel
 from ...device.gluon.warps import shared_address
 from ...device.schedule import place_in_sections
 from ..sm90 import GROUP_ROWS
@@ -53,12 +53,11 @@ def _read_piece(items_ptr, piece, grid, CFG: gl.constexpr):
     panel, tile = place_in_sections(piece, panels, row_pieces, section)
     # tiles of a section count down, items are sorted longest first
     row_piece = row_pieces - 1 - tile
-    live = piece < row_pieces * panels
     item_ptr = items_ptr + 4 * (row_piece // CFG.row_tiles)
-    block_row = gl.load(item_ptr, mask=live, other=0)
-    begin = gl.load(item_ptr + 1, mask=live, other=0)
-    end = gl.load(item_ptr + 2, mask=live, other=0)
-    slot = gl.load(item_ptr + 3, mask=live, other=-1)
+    block_row = gl.load(item_ptr)
+    begin = gl.load(item_ptr + 1)
+    end = gl.load(item_ptr + 2)
+    slot = gl.load(item_ptr + 3)
     return row_piece, panel, (block_row, begin, end, slot)
 
 
@@ -99,12 +98,8 @@ def _produce(a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG: gl.constex
     step = 0
     turn = 0
     piece = gl.program_id(0)
-    next_piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-    row_piece, panel, item = _read_piece(items_ptr, piece, grid, CFG)
     while piece < total:
-        # What the next round needs is asked for a whole tile ahead of its use.
-        after_next = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        next_row_piece, next_panel, next_item = _read_piece(items_ptr, next_piece, grid, CFG)
+        row_piece, panel, item = _read_piece(items_ptr, piece, grid, CFG)
         block_row, begin, end, slot = item
         sub_row = (row_piece % CFG.row_tiles) * CFG.tile_m
         col = panel * CFG.tile_n
@@ -127,14 +122,9 @@ def _produce(a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG: gl.constex
                 _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col + u * CFG.TILE_K, k, col, CFG)
                 step += 1
             block_col = next_block_col
-        piece = next_piece
-        next_piece = after_next
-        row_piece = next_row_piece
-        panel = next_panel
-        item = next_item
+        # only now, with the last copies of this piece under way: who is late takes less
+        piece = claim(counter_ptr, gl.num_programs(0), total)
     publish(work, turn, (-1, 0, 0, -1))
-    # Each program asked once, and once more for each piece: whoever was last sets the counter back.
-    gl.store(counter_ptr, 0, mask=next_piece == total + 2 * gl.num_programs(0) - 1)
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from ...device.gluon.cluster import (
     read_shared,
     send_in_cluster,
 )
-from ...device.gluon.pipeline import publish
+from ...device.gluon.pipeline import claim, publish
 from ...device.gluon.warps import shared_address
 from ...device.schedule import place_in_sections
 from .config_sm90 import PAIR, SLAB_COLUMNS
@@ -38,25 +38,20 @@ _FIELDS = gl.constexpr(PAIR_FIELDS)
 def ask(counter_ptr, bars, total, CFG: gl.constexpr):
     """In the cluster's first program: ask for work as the producers need it, and tell them.
 
-    Producers know their first two pieces, and receive another one behind each that they take.
+    Producers know their first piece, and receive another one behind each that they take.
     """
     cluster_barrier()
     filled: gl.constexpr = 2 * CFG.STAGES
     if cluster_rank() == 0:
-        clusters = gl.num_programs(0) // _PAIR
         piece = gl.program_id(0) // _PAIR
-        next_piece = piece + clusters
         turn = 0
         while piece < total:
             mbarrier.wait(bars.index(filled + 1), (turn & 1) ^ 1)
-            piece = next_piece
-            next_piece = gl.atomic_add(counter_ptr, 1) + 2 * clusters
+            piece = claim(counter_ptr, gl.num_programs(0) // _PAIR, total)
             number = shared_address(CFG.bars_offset + 8 * (filled + 2))
             bar = shared_address(CFG.bars_offset + 8 * filled)
-            send_in_cluster(next_piece, number, bar, _PAIR)
+            send_in_cluster(piece, number, bar, _PAIR)
             turn += 1
-        # Each cluster asked once for each of its pieces: whoever was last sets the counter back.
-        gl.store(counter_ptr, 0, mask=next_piece == total + 2 * clusters - 1)
     cluster_barrier()
 
 
@@ -69,7 +64,7 @@ def stand_by():
 
 @gluon.jit
 def _receive(bars, turn, CFG: gl.constexpr):
-    """The piece of work after the next, as `ask` has sent it to both programs."""
+    """The next piece of work, as `ask` has sent it to both programs."""
     filled: gl.constexpr = 2 * CFG.STAGES
     mbarrier.expect(bars.index(filled), 4)
     mbarrier.wait(bars.index(filled), turn & 1)
@@ -124,14 +119,13 @@ def _read_pair(items_ptr, piece, grid, rank):
     """Panel of a piece of work, and this program's row with the numbers that describe it."""
     pairs, panels, section = grid
     panel, tile = place_in_sections(piece, panels, pairs, section)
-    live = piece < pairs * panels
     # tiles of a section count down, pairs are sorted longest first
     item_ptr = items_ptr + _FIELDS * (_PAIR * (pairs - 1 - tile) + rank)
-    block_row = gl.load(item_ptr, mask=live, other=-1)
-    begin = gl.load(item_ptr + 1, mask=live, other=0)
-    end = gl.load(item_ptr + 2, mask=live, other=0)
-    shared = gl.load(item_ptr + 3, mask=live, other=0)
-    most = gl.load(item_ptr + 4, mask=live, other=0)
+    block_row = gl.load(item_ptr)
+    begin = gl.load(item_ptr + 1)
+    end = gl.load(item_ptr + 2)
+    shared = gl.load(item_ptr + 3)
+    most = gl.load(item_ptr + 4)
     return panel, (block_row, begin, end, shared, most)
 
 
@@ -154,15 +148,13 @@ def produce_paired(items_ptr, lists, bars, work, grid, CFG: gl.constexpr):
     step = 0
     turn = 0
     piece = gl.program_id(0) // _PAIR
-    next_piece = piece + gl.num_programs(0) // _PAIR
-    panel, item = _read_pair(items_ptr, piece, grid, rank)
-    here = _read_place(lists, item[1], item[2])
     while piece < total:
-        next_panel, next_item = _read_pair(items_ptr, next_piece, grid, rank)
+        panel, item = _read_pair(items_ptr, piece, grid, rank)
         block_row, begin, end, shared, most = item
         col = panel * CFG.tile_n
         steps = (end - begin) * CFG.k_steps
         publish(work, turn, (steps, block_row * CFG.BLOCK_H, col, most * CFG.k_steps))
+        here = _read_place(lists, begin, end)
         for place in range(begin, end):
             there = _read_place(lists, place + 1, end)
             block_col, entry = here
@@ -178,17 +170,13 @@ def produce_paired(items_ptr, lists, bars, work, grid, CFG: gl.constexpr):
                 _copy_a(stage, entry, u, CFG)
                 step += 1
             here = there
-        here = _read_place(lists, next_item[1], next_item[2])
         for _place in range(end - begin, most):
             for _u in gl.static_range(k_steps):
                 stage = _free_stage(bars, step, CFG)
                 mbarrier.arrive(bars.index(stage), count=1)
                 step += 1
-        piece = next_piece
-        next_piece = _receive(bars, turn, CFG)
+        piece = _receive(bars, turn, CFG)
         turn += 1
-        panel = next_panel
-        item = next_item
     publish(work, turn, (-1, 0, 0, -1))
     # nobody may copy to a program that has ended
     cluster_barrier()
