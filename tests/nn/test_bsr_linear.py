@@ -296,6 +296,10 @@ def test_keep_blocks():
     assert torch.equal(w[w != 0], dense[w != 0])
     with pytest.raises(InvalidInput, match=r"entries has a wrong shape; expected \[3\]"):
         layer.keep_blocks_(entries)
+    with torch.inference_mode():
+        layer.keep_blocks_(torch.arange(3) > 0)
+    layer(torch.ones(1, 64)).sum().backward()
+    assert layer.values.grad.shape[0] == 2
 
 
 def test_calls_share_what_products_keep_with_a_pattern_until_it_changes():

@@ -9,6 +9,7 @@ from torch import nn
 from ..core.checks import check_dtype, check_shape, check_tensor, message
 from ..core.errors import BskError, InvalidInput
 from ..core.launch import cdiv
+from ..formats.bits import usable_in_training
 from ..formats.bsr import BSRMatrix, BSRPattern
 from .bsr_state import KEYS, PATTERN_KEYS, adopting, check_state, other_pattern, same_pattern
 
@@ -95,6 +96,7 @@ class BSRWeight(nn.Module):
         """Blocks that exist over all blocks; 0 without any."""
         return self.nnz_blocks / max(1, self.blocks)
 
+    @usable_in_training
     def keep_blocks_(self, entries: torch.Tensor) -> nn.Parameter:
         """Keep only some of the existing blocks.
 
