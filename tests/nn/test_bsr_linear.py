@@ -370,6 +370,20 @@ def test_moves_to_cuda_loads_from_cpu_and_runs_in_a_cuda_graph():
     assert torch.equal(y, expected)
 
 
+@pytest.mark.gpu
+def test_a_second_call_repeats_recorded_launches():
+    layer = make(256, 128, (64, 64), density=0.6, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        for seed in (14, 15):
+            x = normal(32, 256, seed=seed, dtype=torch.bfloat16, device="cuda")
+            y, plain = layer(x), layer.to_linear()(x)
+            assert_within_budget(y, layer.to_linear().double()(x.double()), plain)
+        assert any(recorded is not None for recorded in layer.pattern.launches.values())
+        layer.keep_blocks_(torch.arange(layer.nnz_blocks, device="cuda") > 2)
+        assert layer.pattern.launches == {}
+        assert_within_budget(layer(x), layer.to_linear().double()(x.double()), layer.to_linear()(x))
+
+
 def test_exports():
     layer = make(33, 20, (16, 16), activation="gelu")
     x = normal(4, 33, seed=13)
