@@ -185,3 +185,12 @@ def test_parts_are_all_cases_once(monkeypatch):
     for part in range(3):
         compile_only.compile_kernels([90], jobs=2, part=(part, 3))
     assert sorted(asked) == [[str(i), "6"] for i in range(6)]
+
+
+def test_kernels_that_this_triton_does_not_run_are_not_built(monkeypatch):
+    from blackwell_sparsek.kernels.bsr import cases_sm90, spmm_warps_launch
+
+    for module, source in ((cases_sm90, "_paired_cases"), (spmm_warps_launch, "_cases")):
+        for may in (True, False):
+            monkeypatch.setattr(module, "warps_may_part", lambda may=may: may)
+            assert bool(list(getattr(module, source)())) is may
