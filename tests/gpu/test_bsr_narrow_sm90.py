@@ -122,10 +122,11 @@ def test_integers_are_exact_and_bits_do_not_depend_on_who_computes_a_tile():
         for programs in (1, 7, 132, 10**6):
             schedule = build_row_schedule(a.indptr, a.indices, config, n, programs)
             torch.cuda.synchronize()
-            for _ in range(3):
+            for early in (0, 1, 4, 32):
+                schedule = schedule._replace(early=early)
                 out = torch.full((n, 1024), float("nan"), device="cuda", dtype=torch.bfloat16)
                 launch_spmm_narrow_sm90(out.mT, whole.storage, schedule, x.mT, None, None, config)
-                assert torch.equal(out, expected), (config, programs)
+                assert torch.equal(out, expected), (config, programs, early)
 
 
 @pytest.mark.parametrize("n", [1, 16, 64])

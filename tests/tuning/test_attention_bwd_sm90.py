@@ -11,6 +11,7 @@ from blackwell_sparsek.formats.attention_spec import AttnSpec
 from blackwell_sparsek.kernels.attention.bwd_config_sm90 import INFO_DEPTH, make_config
 from blackwell_sparsek.tuning.attention_bwd_sm90 import (
     FEW_QUERIES,
+    attn_bwd_sm90_apart,
     attn_bwd_sm90_config,
     attn_bwd_sm90_front,
     attn_bwd_sm90_passed_over,
@@ -68,12 +69,12 @@ def test_few_queries_are_left_to_smaller_tiles():
     assert attn_bwd_sm90_passed_over(problem(max_q=FEW_QUERIES)) is None
 
 
-def test_narrow_blocks_in_order_are_left_to_the_portable_kernels():
-    blocks = {"mask_block": (64, 64)}
-    assert attn_bwd_sm90_passed_over(problem(**blocks)) is None
-    assert "turns" in attn_bwd_sm90_passed_over(problem(**blocks, deterministic=True))
-    wide = problem(mask_block=(64, 128), deterministic=True)
-    assert attn_bwd_sm90_passed_over(wide) is None
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_narrow_key_blocks_have_two_kernels(deterministic):
+    for block, apart in ((None, False), ((64, 64), True), ((256, 64), True), ((64, 128), False)):
+        masked = problem(mask_block=block, deterministic=deterministic)
+        assert attn_bwd_sm90_apart(masked) == apart
+        assert attn_bwd_sm90_passed_over(masked) is None
 
 
 @pytest.mark.parametrize(
@@ -84,20 +85,12 @@ def test_tiles_cover_the_head_dims(dims, tiles):
     assert tiles == (config.TILE_D, config.TILE_DV)
 
 
-def test_narrow_key_blocks_are_kept_by_both_warp_groups():
-    config = attn_bwd_sm90_config(problem(mask_block=(64, 64)))
-    assert config.SHARED_KEYS and config.tile_n == 64 and config.group_m == 64
-    assert (config.parts, config.dq_chunks) == (2, 2)
-    wide = attn_bwd_sm90_config(problem(mask_block=(64, 128)))
-    assert not wide.SHARED_KEYS and wide.tile_n == 128
-
-
 def test_what_dense_kernels_have_registers_and_barriers_for():
     assert attn_bwd_sm90_config(problem()).DK_REGISTERS
     assert not attn_bwd_sm90_config(problem(mask_block=(128, 128))).DK_REGISTERS
     narrow = {"head_dim": 64, "head_dim_v": 64}
     assert attn_bwd_sm90_config(problem(**narrow)).SPLIT_RING
-    assert not attn_bwd_sm90_config(problem(**narrow, mask_block=(64, 64))).SPLIT_RING
+    assert not attn_bwd_sm90_config(problem(**narrow, mask_block=(64, 128))).SPLIT_RING
     assert not attn_bwd_sm90_config(problem(head_dim=128, head_dim_v=128)).SPLIT_RING
 
 
@@ -109,7 +102,7 @@ def test_only_what_was_asked_for_is_in_order():
 
 def test_what_describes_steps_outlives_them():
     """The producer is at most the ring ahead, the writer at most two steps behind."""
-    blocks = (None, (64, 64), (64, 128), (256, 256))
+    blocks = (None, (64, 128), (256, 256))
     for dims, block in itertools.product(((64, 64), (128, 64), (128, 128)), blocks):
         assert make_config(*dims, block).STAGES + 2 < INFO_DEPTH
 

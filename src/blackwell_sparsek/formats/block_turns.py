@@ -2,12 +2,10 @@
 
 Turns follow the order of tiles: who waits for a turn waits for tiles that come earlier. Or they
 follow times at which columns were planned to visit blocks (`kernels.attention.bwd_visits`), where
-so many columns run at once as there are lanes, each group of columns apart. Then a tile may wait
-for one that is taken later. Let all that is left of a group wait, and Y be the first column of it
-that nobody has taken: all visits with times before Y begins are of columns that were taken, the
-earliest of them waits for nobody, and so there are none left. At most one column in each other lane
-has later visits. So fewer tiles wait than there are lanes, and as long as a launch has as many
-programs that run, one of them is there to take Y.
+so many columns run at once as there are lanes, each group of columns apart. Then each program has
+the columns of one lane of each group, group after group, and visits blocks in the order of their
+times. Who waits, waits for an earlier time of the same group: of all visits that are left, the
+earliest of the first group waits for nobody, so that programs go on as long as all of them run.
 """
 
 from typing import NamedTuple
@@ -28,12 +26,14 @@ class Groups(NamedTuple):
         run at once, and 1 where turns come after those of all groups that have 0
     number : groups
     lanes : columns that run at once in all groups together, about
+    shared : planes share masks, and each has its part of the programs
     """
 
     queue: torch.Tensor
     table: torch.Tensor
     number: int
     lanes: int
+    shared: bool
 
 
 @usable_in_training
@@ -50,7 +50,7 @@ def groups_of_columns(
     """Columns in the order in which `programs` take them, and which of them run together.
 
     Where every plane has a mask of its own, those are the planes of a section. Where planes share
-    one, they follow each other closely, and each has its part of the programs. Columns that
+    one, those of a section have a part of the programs each. Columns that
     `block_order.longest_columns_first` puts before all sections are a group of their own.
 
     Parameters
@@ -86,14 +86,76 @@ def groups_of_columns(
         group, apart, count = (2 * plane + ~heavy).flatten(), own, 2 * own
         # planes that are under way at the same time: of all, the heavy columns
         lanes_first = programs // planes
-        lanes_later = programs // (planes - (sections - 1) * section)
+        lanes_later = programs // _side_by_side(planes, section)
         later = torch.arange(count, device=device) % 2 > 0
     lanes_first, lanes_later = (max(n // in_block, 1) for n in (lanes_first, lanes_later))
     queue = torch.argsort(group * max(order.numel(), 1) + place.flatten())
     bounds = torch.searchsorted(group[queue], torch.arange(count + 1, device=device))
     lanes = torch.where(later, lanes_later, lanes_first)
     table = torch.stack((bounds[:-1], bounds[1:], lanes, later), 1).to(torch.int32)
-    return Groups(queue.to(torch.int32), table, count, lanes_later * apart)
+    return Groups(queue.to(torch.int32), table, count, lanes_later * apart, own < planes)
+
+
+@usable_in_training
+def pieces_of_programs(
+    mask: BlockMask,
+    groups: Groups,
+    lanes: torch.Tensor,
+    batch: int,
+    heads: int,
+    section: int,
+    tile: int,
+    programs: int,
+) -> torch.Tensor:
+    """Which tiles of keys each program takes, and in which order.
+
+    Parameters
+    ----------
+    groups : as `groups_of_columns` makes them with the same arguments
+    lanes : int32 `[n]`
+        Which of those that run at once each column of `groups.queue` is.
+
+    Returns
+    -------
+    int32 `[programs + 1 + batch * heads * tiles]`
+        Where the tiles of each program begin, behind these numbers, and where the last ones end;
+        then entries `plane * tiles + tile`.
+
+    Examples
+    --------
+    >>> mask = BlockMask.from_dense(torch.tensor([[1, 0, 0], [1, 1, 1]]).bool(), 64)
+    >>> groups = groups_of_columns(mask, torch.arange(3), 1, 1, 1, 1, 64, 2)
+    >>> pieces_of_programs(mask, groups, torch.tensor([0, 1, 1]), 1, 1, 1, 64, 2).tolist()
+    [0, 1, 3, 0, 1, 2]
+    """
+    nb, in_block, tiles = mask.grid[1], mask.block_size[1] // tile, -(-mask.seq_lengths[1] // tile)
+    planes, columns, device = batch * heads, groups.queue.numel(), lanes.device
+
+    def of_planes(x: torch.Tensor) -> torch.Tensor:
+        """Numbers of the queue, by planes and columns: those of a mask for all that share it."""
+        by_column = torch.empty_like(x)
+        by_column[groups.queue.long()] = x
+        by_column = by_column.view(mask.batch, columns // max(mask.batch * nb, 1), nb)
+        return by_column.expand(batch, heads, nb).reshape(planes, nb, 1)
+
+    position = torch.arange(columns, device=device)
+    group = groups.table[torch.searchsorted(groups.table[:, 1].contiguous(), position, right=True)]
+    side, plane = _side_by_side(planes, section), torch.arange(planes, device=device)[:, None, None]
+    later, lane = of_planes(group[:, 3]).long(), of_planes(lanes).long()
+    if groups.shared:
+        in_round = torch.where(later > 0, plane % side, plane)
+        lane = lane + in_round * of_planes(group[:, 2])
+        later = later * planes + torch.where(later > 0, plane // side, plane)
+    tile_in_block = torch.arange(in_block, device=device)
+    # more planes than programs take turns with them
+    program = (lane * in_block + tile_in_block) % programs
+    kv_tile = torch.arange(nb, device=device)[:, None] * in_block + tile_in_block
+    program = torch.where(kv_tile < tiles, program, programs).flatten()
+    place = ((later * columns + of_planes(position)).expand(planes, nb, in_block)).flatten()
+    taken = torch.argsort(program * (2 * planes * max(columns, 1)) + place, stable=True)
+    bounds = torch.searchsorted(program[taken], torch.arange(programs + 1, device=device))
+    entry = (plane * tiles + kv_tile).flatten()[taken][: planes * tiles]
+    return torch.cat((bounds, entry)).to(torch.int32)
 
 
 @usable_in_training
@@ -169,6 +231,11 @@ def turns_of_blocks(
     turns = torch.empty_like(turn, dtype=torch.int32)
     turns[sorted_place] = turn.to(torch.int32)
     return turns.view(-1, in_block) * seen
+
+
+def _side_by_side(planes: int, section: int) -> int:
+    """Planes with a mask in common that run at once: as many in each round, if possible."""
+    return -(-planes // -(-planes // section)) if planes else 1
 
 
 def _places(order: torch.Tensor, tiles: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ..core.launch import note_derived
 from ..formats.block_mask import BlockMask
 
 # Lists kept for one mask: used with a band or two by layers of one or two shapes, it has one for
-# the forward pass and up to three for gradients.
+# the forward pass and up to four for gradients.
 MAX_LISTS = 16
 
 # Of masks that operators know as tensors: by their row pointers, which live as long as the mask.

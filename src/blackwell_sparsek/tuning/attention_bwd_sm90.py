@@ -34,12 +34,17 @@ def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile"
-    narrow = problem.mask_block is not None and problem.mask_block[1] == 64
-    if problem.deterministic and narrow:
-        # TFLOP/s in order and of the portable kernels, blocks of 64: 22 % of 16k tokens 326, 342;
-        # 5 % of 64k tokens 294, 329; of 128 at 16k 520, 339
-        return "tiles of 64 keys wait long for their turns"
     return None
+
+
+def attn_bwd_sm90_apart(problem: AttnProblem) -> bool:
+    """Whether queries have a kernel of their own: seven products instead of five, and no sums of dq
+    in memory, which a tile of 64 keys needs as many of as one of 128.
+
+    Time of one kernel over that of two, D128: 22 % of 16k tokens 1.10, 5 % of 64k tokens 1.17; D64:
+    1.06, 1.08 by the halves. In order one kernel takes 1.44 and 1.30 times as long as in any.
+    """
+    return problem.mask_block is not None and problem.mask_block[1] == 64
 
 
 @lru_cache(maxsize=1024)

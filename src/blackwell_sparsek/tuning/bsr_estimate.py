@@ -24,7 +24,7 @@ from .problem_bsr import BsrProblem
 # Seconds until a kernel has started and ended.
 LAUNCH_S = 4e-6
 # The same of Hopper's kernel for few columns, which starts while the one in front still runs.
-NARROW_LAUNCH_S = 2.5e-6
+NARROW_LAUNCH_S = 2.2e-6
 # Of the memory's rate, what products with few columns read blocks at: 3.1 to 3.8 of 4.3 TB/s.
 NARROW_READ_SHARE = 0.78
 # In which a program of it copies a piece of a block with its rows of x, however small, and for each

@@ -1,5 +1,6 @@
 """When columns of a mask visit query blocks: the same ones, at times when nobody else is there."""
 
+import itertools
 import random
 
 import pytest
@@ -10,7 +11,11 @@ pytest.importorskip("triton")
 from blackwell_sparsek.formats.band import EVERYTHING
 from blackwell_sparsek.formats.block_mask import BlockMask
 from blackwell_sparsek.formats.block_order import longest_columns_first
-from blackwell_sparsek.formats.block_turns import groups_of_columns, turns_of_blocks
+from blackwell_sparsek.formats.block_turns import (
+    groups_of_columns,
+    pieces_of_programs,
+    turns_of_blocks,
+)
 from blackwell_sparsek.kernels.attention import bwd_visits
 from blackwell_sparsek.kernels.attention.bwd_visits import (
     LATER,
@@ -24,24 +29,25 @@ from blackwell_sparsek.kernels.attention.bwd_visits import (
 class Case:
     """A mask of `heads` heads, broadcast to a batch of 2 with 2 KV heads of `group` query heads."""
 
-    def __init__(self, device, heads, group, queries, batch, section, sink, programs):
+    def __init__(self, device, heads, group, queries, batch, section, sink, programs, tile=64):
         generator = torch.Generator().manual_seed(heads + section)
         keep = torch.rand(batch, heads, 16, 4, generator=generator) < 0.4
         keep[..., 0] |= sink
         self.mask = BlockMask.from_dense(keep.to(device), (16, 64), (queries, 250))
-        self.group, self.parts = group, section
-        self.order = longest_columns_first(self.mask, 2, 2, group, EVERYTHING, section, 64)
-        sizes = (2, 2, group, section, 64, programs)
+        self.group, self.parts, self.tile = group, section, tile
+        self.order = longest_columns_first(self.mask, 2, 2, group, EVERYTHING, section, tile)
+        sizes = (2, 2, group, section, tile, programs)
         self.groups = groups_of_columns(self.mask, self.order, *sizes)
+        self.sizes = (2, 2, section, tile, programs)
 
     def plan(self, pack):
-        """Visits, times and turns."""
-        plan = plan_visits(self.mask, self.groups, self.group, pack, self.parts)
-        sizes = (2, self.group, EVERYTHING, 64)
+        """Visits, times, turns of each tile of a block, and lanes."""
+        *plan, lanes = plan_visits(self.mask, self.groups, self.group, pack, self.parts)
+        sizes = (2, self.group, EVERYTHING, self.tile)
         turns = [
             turns_of_blocks(self.mask, self.order, *sizes, *p) for p in zip(*plan, strict=True)
         ]
-        return *plan, torch.stack(turns)[..., 0]
+        return *plan, torch.stack(turns), lanes
 
     def tiles(self, visits, row, pack):
         """Entries of a row of the lists as they are visited, in tiles."""
@@ -60,13 +66,14 @@ def planned_by_hand(case, pack):
     (mb, nb), shared, heads = mask.grid, mask.heads == 1, case.group
     nnz = lists.indices.numel()
     all_visits = [lists.indices.tolist() for _ in range(heads if shared else 1)]
-    all_times, taken = [[0] * nnz for _ in all_visits], {}
+    all_times, taken, all_lanes = [[0] * nnz for _ in all_visits], {}, []
     sweep = -(-nnz // (mask.batch * mask.heads * nb)) * heads // pack + 1
     for first, end_place, lanes, later in case.groups.table.tolist():
         idle = [0] * lanes
         for entry in queue[first:end_place]:
             lane = idle.index(min(idle))
             time = idle[lane] + 1
+            all_lanes.append(lane)
             for head in range(heads):
                 plane = entry // nb * heads + head
                 visits, times = (x[head if shared else 0] for x in (all_visits, all_times))
@@ -97,15 +104,15 @@ def planned_by_hand(case, pack):
                         late += 1
                     time += 1
             idle[lane] = time
-    return all_visits, all_times
+    return all_visits, all_times, all_lanes
 
 
 @pytest.mark.parametrize("heads, group, batch", [(1, 3, 2), (4, 2, 2), (2, 1, 1)])
 @pytest.mark.parametrize("queries, pack, sink", [(250, 1, True), (256, 2, False)])
 def test_plan(heads, group, batch, queries, pack, sink, device):
     case = Case(device, heads, group, queries, batch, 2, sink, 9)
-    visits, times, _ = case.plan(pack)
-    assert (visits.tolist(), times.tolist()) == planned_by_hand(case, pack)
+    visits, times, _, lanes = case.plan(pack)
+    assert (visits.tolist(), times.tolist(), lanes.tolist()) == planned_by_hand(case, pack)
     lists = case.mask.transposed
     assert not visits.equal(lists.indices)
     rows = lists.row_indices() * 16
@@ -123,31 +130,40 @@ def test_partial_blocks_and_long_columns_stay(device, monkeypatch):
     mask = BlockMask.from_element_mask(visible.to(device), (16, 64))
     order = torch.tensor([1, 0], device=device)
     groups = groups_of_columns(mask, order, 1, 1, 1, 1, 64, 4)
-    visits, times = plan_visits(mask, groups, 1, 1, 1)
+    visits, times, _ = plan_visits(mask, groups, 1, 1, 1)
     assert visits[0].equal(mask.transposed.indices)
     assert (times[0] % LATER.value).tolist() == [*range(16, 0, -1)] * 2
 
 
 @pytest.mark.parametrize("heads, group, batch", [(1, 2, 1), (4, 2, 2), (4, 2, 1)])
-@pytest.mark.parametrize("section, pack, sink", [(1, 1, True), (3, 2, False)])
-def test_programs_never_all_wait(heads, group, batch, section, pack, sink, device):
-    """As many as were planned for, which take pieces in order and run at any speed."""
-    case = Case(device, heads, group, 250, batch, section, sink, 3)
-    visits, _, turns = case.plan(pack)
-    rng, order, nb = random.Random(section), case.order.tolist(), case.mask.grid[1]
-    visits, turns, sums, running = visits.tolist(), turns.tolist(), {}, [[] for _ in range(3)]
-    while order or any(running):
+@pytest.mark.parametrize(
+    "section, pack, sink, programs, tile",
+    [(1, 1, True, 3, 64), (3, 2, False, 3, 64), (3, 1, True, 2, 32), (2, 1, False, 9, 32)],
+)
+def test_programs_never_all_wait(heads, group, batch, section, pack, sink, programs, tile, device):
+    """Programs with the tiles that were planned for them, which run at any speed."""
+    case = Case(device, heads, group, 250, batch, section, sink, programs, tile)
+    visits, _, turns, lanes = case.plan(pack)
+    pieces = pieces_of_programs(case.mask, case.groups, lanes, *case.sizes).tolist()
+    bounds, pieces = pieces[: programs + 1], pieces[programs + 1 :]
+    assert sorted(pieces) == sorted(case.order.tolist()) and bounds[-1] == len(pieces)
+    queues = [pieces[a:b] for a, b in itertools.pairwise(bounds)]
+    rng, in_block, tiles = random.Random(section), 64 // tile, -(-250 // tile)
+    visits, turns, sums, running = visits.tolist(), turns.tolist(), {}, [[] for _ in queues]
+    while any(queues) or any(running):
         moved = False
-        for program in rng.sample(running, len(running)):
-            if not program and order:
-                plane, column = divmod(order.pop(0), nb)
+        for i in rng.sample(range(programs), programs):
+            program = running[i]
+            if not program and queues[i]:
+                plane, kv_tile = divmod(queues[i].pop(0), tiles)
                 b, h = (plane // 2 if batch > 1 else 0), plane % 2
                 for head in range(group):
                     row = b * heads + (h * group + head if heads > 1 else 0)
                     own = 0 if heads > 1 else head
-                    tiles = case.tiles(visits[own], row * nb + column, pack)
-                    blocks = [[(visits[own][i], turns[own][i]) for i in tile] for tile in tiles]
-                    program += [[(plane, head, *block) for block in tile] for tile in blocks]
+                    in_list = case.tiles(visits[own], row * 4 + kv_tile // in_block, pack)
+                    for entries in in_list:
+                        at = [(visits[own][e], turns[own][e][kv_tile % in_block]) for e in entries]
+                        program.append([(plane, head, *block) for block in at])
                 moved = True
             for _ in range(rng.choice((1, 1, 2, 40)) * bool(program)):
                 waiting = []

@@ -66,6 +66,24 @@ def test_no_program_reads_much_more_than_another():
     assert int(blocks.max()) <= 1.1 * 2 * int(lengths.sum()) / 132
 
 
+@pytest.mark.parametrize(
+    "rows, length, tile_m, early",
+    [
+        # 64 tiles of 16 KB for 132 programs: 8 MB, and a block more in each row
+        (32, 8, 64, 32),
+        (32, 9, 64, 4),
+        # 96 tiles: the next kernel finds few idle SMs
+        (48, 1, 64, 4),
+        (32, 8, 32, 0),
+    ],
+)
+def test_how_many_blocks_come_early(rows, length, tile_m, early):
+    indptr = torch.arange(rows + 1, dtype=torch.int32) * length
+    indices = torch.arange(length, dtype=torch.int32).repeat(rows)
+    tiles = config((128, 128), tile_m)
+    assert build_row_schedule(indptr, indices, tiles, 16, 132).early == early
+
+
 def test_one_long_row_has_no_schedule():
     lengths = torch.zeros(4096, dtype=torch.int64)
     lengths[7] = 2048

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from ..sm90 import GROUP_ROWS, accumulator_layout, shared_layout
+from ..sm90 import GROUP_ROWS, accumulator_layout
 
 # Steps whose places are kept in shared memory: more than a producer is ever ahead of the writer.
 INFO_DEPTH = 8
@@ -18,14 +16,14 @@ SUM_ROWS, SUM_COLUMNS = 128, 32
 class AttnBwdSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
-    CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; with
-    SHARED_KEYS they keep the same 64 keys, and take 64 queries of a tile each. UNIT is the number
-    of neighbouring queries a visit is made of, and that take turns together: the block of the mask;
-    when dense TILE_M, or two of them in order. Smaller units are packed into one tile. BLOCK_KV is
-    the other side of a block, 0 when dense. TILE_D and TILE_DV are the head dims in shared memory,
-    beyond which TMA fills zeros. STAGES tiles of queries are in flight, DS_STAGES of the gradients
-    of scores. ORDERED adds up dq in the same order in every run. The kernel is compiled for
-    MAX_REGISTERS per thread; the roles then trade them.
+    CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; one
+    alone leaves out dq (`bwd_sm90_keys`). UNIT is the number of neighbouring queries a visit is
+    made of, and that take turns together: the block of the mask; when dense TILE_M, or two of them
+    in order. Smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when
+    dense. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
+    STAGES tiles of queries are in flight, DS_STAGES of the gradients of scores. ORDERED adds up dq
+    in the same order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles
+    then trade them.
 
     DK_REGISTERS multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients
     barriers of their own: the latter are done with first.
@@ -37,7 +35,6 @@ class AttnBwdSm90Config:
     TILE_DV: int
     STAGES: int
     DS_STAGES: int
-    SHARED_KEYS: bool
     ORDERED: bool
     UNIT: int
     BLOCK_KV: int
@@ -48,32 +45,17 @@ class AttnBwdSm90Config:
     SPLIT_RING: bool
 
     def __post_init__(self) -> None:
-        assert self.CONSUMERS == 2, f"{self.CONSUMERS=}"
-        tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
-        assert tile_m == self.TILE_M and self.TILE_D in (64, 128), f"{self=}"
+        assert self.CONSUMERS in (1, 2), f"{self.CONSUMERS=}"
+        tile_m = 64 if self.TILE_D == 128 else 128
+        assert self.CONSUMERS == 1 or tile_m == self.TILE_M, f"{self=}"
+        assert self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
-        assert not (self.SPLIT_RING and self.SHARED_KEYS), f"{self=}"
         assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
 
     @property
     def tile_n(self) -> int:
         """Keys of a piece of work."""
-        return GROUP_ROWS * self.key_groups
-
-    @property
-    def key_groups(self) -> int:
-        """Sets of 64 keys that a piece has."""
-        return 1 if self.SHARED_KEYS else self.CONSUMERS
-
-    @property
-    def group_m(self) -> int:
-        """Queries of a step that a warp group multiplies with its keys."""
-        return GROUP_ROWS if self.SHARED_KEYS else self.TILE_M
-
-    @property
-    def dq_chunks(self) -> int:
-        """Tiles of 64 x 64 that a warp group contributes to dq in a step."""
-        return self.TILE_D // 64 if self.SHARED_KEYS else 1
+        return GROUP_ROWS * self.CONSUMERS
 
     @property
     def visits(self) -> int:
@@ -99,11 +81,6 @@ class AttnBwdSm90Config:
     def halves(self) -> bool:
         """Whether a band may hide a whole tile of queries from the keys of one warp group."""
         return not self.BLOCK_KV and self.TILE_M == GROUP_ROWS
-
-    @property
-    def planned(self) -> bool:
-        """Whether programs may wait for pieces that are taken later: all of them have to run."""
-        return self.ORDERED and self.BLOCK_KV > 0
 
     @property
     def dq_by_rows(self) -> bool:
@@ -134,10 +111,6 @@ class AttnBwdSm90Config:
         """Shape of what a warp group adds to the gradients of queries."""
         return (1, SUM_ROWS, SUM_COLUMNS)
 
-    def sum_layout(self, columns: int) -> object:
-        """How fp32 sums [64, columns] lie in shared memory."""
-        return shared_layout((GROUP_ROWS, columns), torch.float32)
-
     def accumulator_layout(self, columns: int) -> object:
         """Register layout of a [64, columns] WGMMA accumulator."""
         return accumulator_layout(columns)
@@ -147,13 +120,11 @@ def make_config(
     tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None, ordered: bool = False
 ) -> AttnBwdSm90Config:
     """The configuration for these head dims; `block_size` is the mask's, None when dense."""
-    shared_keys = block_size is not None and block_size[1] == GROUP_ROWS
-    tile_m = 64 if tile_d == 128 and not shared_keys else 128
+    tile_m = 64 if tile_d == 128 else 128
     # an addition in its turn takes as long as a step of 64 queries: two of them share one
     block_q, block_kv = block_size or (QUERY_PADDING if ordered else tile_m, 0)
-    # under a mask a producer with 24 spills; but where dq comes in two parts a consumer needs 240
-    # (blocks of 64 at 16k / 64k tokens: 450 / 361 TFLOP/s against 415 / 341)
-    producer = 24 if block_size is None or shared_keys else 40
+    # under a mask a producer with 24 spills
+    producer = 24 if block_size is None else 40
     return AttnBwdSm90Config(
         CONSUMERS=2,
         TILE_M=tile_m,
@@ -161,8 +132,7 @@ def make_config(
         TILE_DV=tile_dv,
         STAGES=2,
         # with keys of their own, warp groups are up to a step apart
-        DS_STAGES=2 if shared_keys else 3,
-        SHARED_KEYS=shared_keys,
+        DS_STAGES=3,
         ORDERED=ordered,
         UNIT=block_q,
         BLOCK_KV=block_kv,

@@ -17,14 +17,12 @@ In order, a tile of keys adds to dq of a tile of queries when as many have done 
 it. Pieces are taken from a counter, a program takes them in turn. Without a mask each waits only
 for earlier ones: the earliest that is not done waits for nobody, so that programs never wait in a
 circle. Tiles of keys begin where others are not (`bwd_sm90_work`): few have to wait. Under a mask
-turns are planned (`bwd_visits`), and a piece may wait for one that is taken a little later: all
-programs have to run, and none takes a piece while one before it may wait.
-
-Where key blocks of a mask are 64 wide (`SHARED_KEYS`), both warp groups keep the same 64 keys and
-take turns with the queries; each then has dq of its own, and dk and dv are added up at the end.
+turns are planned (`bwd_visits`), and so is which program takes which pieces: it waits for what is
+planned earlier, wherever that runs, so that all programs have to run at the same time.
 
 Called as impl "sm90" of `bsk::attn_bwd`, between the kernels of `bwd_sm90_rows`. Limits: those of
-`fwd_sm90`; key blocks of masks of 64, 128 or 256.
+`fwd_sm90`; key blocks of masks of 128 or 256; for those of 64 see `bwd_sm90_keys`
+and `bwd_sm90_queries`.
 """
 
 from triton.experimental import gluon
@@ -47,7 +45,6 @@ from .bwd_sm90_steps import (
     hand_over,
     hide,
     numbers_of_queries,
-    own_queries,
     sees_nothing,
     start_products,
     zero_of,
@@ -65,36 +62,34 @@ def _step(
 ):  # fmt: skip
     """Scores and gradients of one tile of queries; dq only of the step before."""
     k_smem, v_smem, kv_index = keep[0], keep[1], keep[2]
-    own_keys: gl.constexpr = 0 if CFG.SHARED_KEYS else GROUP
-    k = k_smem.index(own_keys + zero_of(step))
-    v = v_smem.index(own_keys + zero_of(step))
+    k = k_smem.index(GROUP + zero_of(step))
+    v = v_smem.index(GROUP + zero_of(step))
     score, ds_ring, dq_ring = consume[2], consume[3], consume[4]
     q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty = shared[2]
     dtype: gl.constexpr = k.dtype
-    chunks: gl.constexpr = CFG.dq_chunks
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
     stage = step % CFG.STAGES
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
-    s_started = start_products(k, q_smem, step, GROUP, CFG)
+    s_started = start_products(k, q_smem, step, CFG)
     if CFG.SPLIT_RING:
         mbarrier.wait(dout_full.index(stage), (step // CFG.STAGES) & 1)
-    dp_started = start_products(v, dout_smem, step, GROUP, CFG)
+    dp_started = start_products(v, dout_smem, step, CFG)
     # where registers are left for them, the numbers of queries come while scores are under way
-    early: gl.constexpr = CFG.group_m == 64 and not CFG.SHARED_KEYS and score[1] is None
+    early: gl.constexpr = CFG.TILE_M == 64 and score[1] is None
     if early:
-        lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
+        lse_log2 = numbers_of_queries(lse_smem, step, CFG)
     s = warpgroup_mma_wait(1, deps=(s_started,))
     if not early:
-        lse_log2 = numbers_of_queries(lse_smem, step, GROUP, CFG)
+        lse_log2 = numbers_of_queries(lse_smem, step, CFG)
     p, capped = probabilities(s, None, lse_log2, score)
     if masked:
-        p = hide(p, step, kv_index, shared, GROUP, CFG)
+        p = hide(p, step, kv_index, shared, CFG)
     if early:
-        delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
+        delta = numbers_of_queries(delta_smem, step, CFG)
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
     if not early:
-        delta = numbers_of_queries(delta_smem, step, GROUP, CFG)
+        delta = numbers_of_queries(delta_smem, step, CFG)
     ds = score_gradients(p, capped, dp, delta, score)
     ds_tile, ds_bar = ds_place(ds_ring, step, GROUP, CFG)
     if not FIRST:
@@ -105,32 +100,25 @@ def _step(
     hand_over(ds, ds_tile, ds_bar)
     ds_operand = gl.convert_layout(ds, ds_layout) if CFG.DK_REGISTERS else ds_tile
     p = gl.convert_layout(p.to(dtype), p_layout)
-    q = own_queries(q_smem.index(stage), GROUP, CFG)
-    dout = own_queries(dout_smem.index(stage), GROUP, CFG)
+    q = q_smem.index(stage)
+    dout = dout_smem.index(stage)
     if FIRST:
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
     elif CFG.SPLIT_RING:
         # dv first, whose end frees the output gradients
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
-        dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
+        dq_started = start_dq(ds_ring, k_smem, step - 1, GROUP, CFG)
         dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv_started, dq = warpgroup_mma_wait(1, deps=(dv_started, dq_started))
         give_dq(dq, dq_ring, step - 1, GROUP)
         mbarrier.arrive(dout_empty.index(stage), count=1)
     else:
-        dq_started = start_dq(ds_ring, k_smem, step - 1, 0, GROUP, CFG)
+        dq_started = start_dq(ds_ring, k_smem, step - 1, GROUP, CFG)
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
-        if chunks == 2:
-            dq = warpgroup_mma_wait(1, deps=(dq_started,))
-            give_dq(dq, dq_ring, step * 2 - 2, GROUP)
-            dq_started = start_dq(ds_ring, k_smem, step - 1, 1, GROUP, CFG)
-            dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
-            dq = warpgroup_mma_wait(1, deps=(dq_started,))
-        else:
-            dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
-            dq = warpgroup_mma_wait(2, deps=(dq_started,))
-        give_dq(dq, dq_ring, step * chunks - 1, GROUP)
+        dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dq = warpgroup_mma_wait(2, deps=(dq_started,))
+        give_dq(dq, dq_ring, step - 1, GROUP)
     dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
     mbarrier.arrive(empty.index(stage), count=1)
     if CFG.SPLIT_RING and FIRST:
@@ -142,13 +130,11 @@ def _step(
 def _last_dq(step, keep, consume, GROUP: gl.constexpr, CFG: gl.constexpr):
     """dq of the last step, whose turn would be in the one after."""
     ds_ring, dq_ring = consume[3], consume[4]
-    chunks: gl.constexpr = CFG.dq_chunks
     _, bar = ds_place(ds_ring, step, GROUP, CFG)
     mbarrier.wait(bar, (step // CFG.DS_STAGES) & 1)
-    for chunk in gl.static_range(chunks):
-        dq_started = start_dq(ds_ring, keep[0], step, chunk, GROUP, CFG)
-        dq = warpgroup_mma_wait(0, deps=(dq_started,))
-        give_dq(dq, dq_ring, step * chunks + chunk, GROUP)
+    dq_started = start_dq(ds_ring, keep[0], step, GROUP, CFG)
+    dq = warpgroup_mma_wait(0, deps=(dq_started,))
+    give_dq(dq, dq_ring, step, GROUP)
 
 
 @gluon.jit
@@ -157,13 +143,13 @@ def _empty_step(
 ):
     """A step whose queries see none of a warp group's keys: dq of the step before, and no ds."""
     ds_ring, empty = consume[3], shared[2][5]
-    group_m: gl.constexpr = CFG.group_m
+    tile_m: gl.constexpr = CFG.TILE_M
     dtype: gl.constexpr = keep[0].dtype
     ds_tile, ds_bar = ds_place(ds_ring, step, GROUP, CFG)
     if not FIRST:
         _, last_bar = ds_place(ds_ring, step - 1, GROUP, CFG)
         mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
-    hand_over(gl.zeros([ROWS, group_m], dtype, CFG.accumulator_layout(group_m)), ds_tile, ds_bar)
+    hand_over(gl.zeros([ROWS, tile_m], dtype, CFG.accumulator_layout(tile_m)), ds_tile, ds_bar)
     if not FIRST:
         _last_dq(step - 1, keep, consume, GROUP, CFG)
     mbarrier.arrive(empty.index(step % CFG.STAGES), count=1)
@@ -196,33 +182,15 @@ def _store_gradient(desc, x, smem, place):
 
 
 @gluon.jit
-def _add_up(x, smem, bars, SECOND: gl.constexpr, GROUP: gl.constexpr):
-    """Add the second warp group's `x` to the first one's, once and a SECOND time in a piece."""
-    free, filled, _ = bars
-    if GROUP == 0:
-        # nothing of this warp group reads the memory any more
-        mbarrier.arrive(free, count=1)
-        mbarrier.wait(filled, SECOND)
-        x = x + smem.load(x.type.layout)
-    else:
-        mbarrier.wait(free, SECOND)
-        smem.store(x)
-        mbarrier.arrive(filled, count=1)
-    return x
-
-
-@gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Gradients of 64 keys, piece by piece of work."""
     dk_desc, dv_desc, score = consume[0], consume[1], consume[2]
-    ds_ring, dq_ring, sum_bars = consume[3], consume[4], consume[5]
+    dq_ring = consume[4]
     kv_ring, work, heads = shared[1], shared[4], shared[6]
     k_smem, v_smem, kv_full, kv_empty = kv_ring
     tile_d: gl.constexpr = CFG.TILE_D
     tile_dv: gl.constexpr = CFG.TILE_DV
-    chunks: gl.constexpr = CFG.dq_chunks
-    own_keys: gl.constexpr = 0 if CFG.SHARED_KEYS else GROUP
-    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
     k_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_D)
     v_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
     dtype: gl.constexpr = k_smem.dtype
@@ -230,7 +198,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     dv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_dv], dtype)
     dk_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, [ROWS, tile_d], dk_layout)
     dv_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, [ROWS, tile_dv], dv_layout)
-    keys = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) + own_keys * ROWS
+    keys = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) + GROUP * ROWS
     kv_heads = heads[0] // heads[1]
     step = 0
     turn = 1
@@ -261,23 +229,12 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 _last_dq(step - 1, keep, consume, GROUP, CFG)
         # the keys are read for the last time: the next ones may come
         mbarrier.arrive(kv_empty, count=1)
-        if CFG.SHARED_KEYS:
-            total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_d], CFG.sum_layout(tile_d))
-            dk = _add_up(dk, total, sum_bars, 0, GROUP)
-            total = ds_ring[0]._reinterpret(gl.float32, [ROWS, tile_dv], CFG.sum_layout(tile_dv))
-            dv = _add_up(dv, total, sum_bars, 1, GROUP)
-            # the second warp group goes on to write ds there
-            if GROUP == 0:
-                mbarrier.arrive(sum_bars[2], count=1)
-            else:
-                mbarrier.wait(sum_bars[2], pieces & 1)
         # the writer must have taken the last tile of dq, whose memory comes in handy
-        mbarrier.wait(dq_ring[2].index(GROUP), ((step * chunks) & 1) ^ 1)
-        if own_keys == GROUP:
-            row = kv_tile * CFG.tile_n + GROUP * ROWS
-            place = [plane // kv_heads, plane % kv_heads, row, 0]
-            _store_gradient(dv_desc, dv.to(dtype), dv_tile, place)
-            _store_gradient(dk_desc, (dk * score[2]).to(dtype), dk_tile, place)
+        mbarrier.wait(dq_ring[2].index(GROUP), (step & 1) ^ 1)
+        row = kv_tile * CFG.tile_n + GROUP * ROWS
+        place = [plane // kv_heads, plane % kv_heads, row, 0]
+        _store_gradient(dv_desc, dv.to(dtype), dv_tile, place)
+        _store_gradient(dk_desc, (dk * score[2]).to(dtype), dk_tile, place)
         pieces += 1
         plane, kv_tile = take(work, turn)
         turn += 1
@@ -321,8 +278,8 @@ def _attn_bwd_sm90_kernel(
 
     `work_ptrs` are a counter, an order of the tiles of keys or None and, to add in order, how many
     have added to each [64, 64] of dq, int32 [planes, rows / 64, 2], the turns of the blocks of a
-    mask, and in which order `visit_heads` heads visit them; `score` is what `gradient_factors`
-    gives.
+    mask, and in which order `visit_heads` heads visit them, if that is planned: then the order
+    begins with the places of each program's tiles. `score` is what `gradient_factors` gives.
     """
     counter_ptr, order_ptr, sums_turn_ptr, turns_ptr, visits_ptr = work_ptrs
     consumers: gl.constexpr = CFG.CONSUMERS
@@ -333,16 +290,14 @@ def _attn_bwd_sm90_kernel(
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     dtype: gl.constexpr = q_desc.dtype
     vector: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    group_m: gl.constexpr = CFG.group_m
-    key_groups: gl.constexpr = CFG.key_groups
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, group_m], dtype)
-    k_smem = tiles(k_desc, key_groups, ROWS)
-    v_smem = tiles(v_desc, key_groups, ROWS)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_m], dtype)
+    k_smem = tiles(k_desc, consumers, ROWS)
+    v_smem = tiles(v_desc, consumers, ROWS)
     q_smem = tiles(q_desc, stages, tile_m)
     dout_smem = tiles(dout_desc, stages, tile_m)
     lse_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
     delta_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
-    ds_smem = gl.allocate_shared_memory(dtype, [ds_stages * consumers, ROWS, group_m], ds_layout)
+    ds_smem = gl.allocate_shared_memory(dtype, [ds_stages * consumers, ROWS, tile_m], ds_layout)
     dq_smem = tiles(dq_desc, consumers, SUM_ROWS)
     kv_ring = (k_smem, v_smem, barriers(1, 1).index(0), barriers(1, consumers).index(0))
     q_bars = (barriers(stages, 1), barriers(stages, consumers))
@@ -350,21 +305,20 @@ def _attn_bwd_sm90_kernel(
     if CFG.SPLIT_RING:
         dout_bars = (barriers(stages, 1), barriers(stages, consumers))
     q_ring = (q_smem, dout_smem, lse_smem, delta_smem) + q_bars + dout_bars  # noqa: RUF005
-    # each warp group waits for both halves of ds, or only for its own
-    ds_ring = (ds_smem, barriers(ds_stages * consumers, key_groups))
+    # each warp group waits for both halves of ds
+    ds_ring = (ds_smem, barriers(ds_stages, consumers))
     dq_ring = (dq_smem, barriers(consumers, 1), barriers(consumers, 1))
-    sum_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0))
     info = step_info()
     work = work_channel(2, consumers)
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
     heads = (q_heads, group_size)
-    schedule = (order_ptr, sums_turn_ptr, (turns_ptr, visits_ptr), visit_heads, num_planes, section)
+    schedule = (order_ptr, turns_ptr, visits_ptr, visit_heads, num_planes, section)
     lengths = (q_len, kv_len)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
     produce = ((q_desc, dout_desc, lse_desc, delta_desc), k_desc, v_desc, counter_ptr, schedule)
-    consume = (dk_desc, dv_desc, score, ds_ring, dq_ring, sum_bars)
+    consume = (dk_desc, dv_desc, score, ds_ring, dq_ring)
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [

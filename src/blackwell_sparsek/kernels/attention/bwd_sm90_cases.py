@@ -42,13 +42,9 @@ CALLS = (
     Call(128, 128, softcap=True, max_spill_bytes=512),
     Call(128, 128, (128, 128), max_spill_bytes=1536),
     Call(64, 64, (64, 128), max_spill_bytes=2560),
-    Call(128, 128, (64, 64), max_spill_bytes=1792),
-    Call(64, 64, (128, 64), max_spill_bytes=512),
     Call(128, 128, ordered=True, max_spill_bytes=192),
     Call(64, 64, ordered=True, max_spill_bytes=192),
-    # and in the producer, where it waits for turns between pieces
-    Call(128, 128, (128, 128), ordered=True, max_spill_bytes=2304),
-    Call(128, 128, (64, 64), ordered=True, max_spill_bytes=3072),
+    Call(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
 )
 
 

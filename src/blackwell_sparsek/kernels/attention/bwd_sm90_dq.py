@@ -19,24 +19,19 @@ SUM_COLUMNS = gl.constexpr(config.SUM_COLUMNS)
 
 
 @gluon.jit
-def start_dq(ds_ring, k_smem, step, CHUNK: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr):
+def start_dq(ds_ring, k_smem, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Start a [64, 64] tile of dq: rows or columns of its own for each warp group."""
     layout: gl.constexpr = CFG.accumulator_layout(64)
     consumers: gl.constexpr = CFG.CONSUMERS
     dq = gl.zeros([ROWS, 64], gl.float32, layout)
-    if CFG.SHARED_KEYS:
-        ds, _ = ds_place(ds_ring, step, GROUP, CFG)
-        k = k_smem.index(zero_of(step)).slice(CHUNK * 64, 64, dim=1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
-    else:
-        for g in gl.static_range(consumers):
-            ds, _ = ds_place(ds_ring, step, g, CFG)
-            if CFG.dq_by_rows:
-                ds = ds.slice(GROUP * ROWS, ROWS, dim=1)
-                k = k_smem.index(g + zero_of(step))
-            else:
-                k = k_smem.index(g + zero_of(step)).slice(GROUP * 64, 64, dim=1)
-            dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=g > 0, is_async=True)
+    for g in gl.static_range(consumers):
+        ds, _ = ds_place(ds_ring, step, g, CFG)
+        if CFG.dq_by_rows:
+            ds = ds.slice(GROUP * ROWS, ROWS, dim=1)
+            k = k_smem.index(g + zero_of(step))
+        else:
+            k = k_smem.index(g + zero_of(step)).slice(GROUP * 64, 64, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=g > 0, is_async=True)
     return dq
 
 
@@ -52,28 +47,26 @@ def in_register_order(dq):
 
 
 @gluon.jit
-def give_dq(dq, dq_ring, tiles_given, GROUP: gl.constexpr):
+def give_dq(dq, dq_ring, step, GROUP: gl.constexpr):
     """Hand a tile of dq to the writer, once it has taken the one before."""
     smem, full, empty = dq_ring
     dq = in_register_order(dq)
-    mbarrier.wait(empty.index(GROUP), (tiles_given & 1) ^ 1)
-    hand_over(dq, smem.index(GROUP + zero_of(tiles_given)), full.index(GROUP))
+    mbarrier.wait(empty.index(GROUP), (step & 1) ^ 1)
+    hand_over(dq, smem.index(GROUP + zero_of(step)), full.index(GROUP))
 
 
 @gluon.jit
 def write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Add what a warp group hands over to the sums of dq in memory, in turn where that is asked."""
     smem, full, empty = dq_ring
-    chunks: gl.constexpr = CFG.dq_chunks
     row_field: gl.constexpr = 1 + GROUP if CFG.dq_by_rows else 1
-    given = 0
+    step = 0
     plane = 0
     while plane >= 0:
-        step = given // chunks
-        mbarrier.wait(full.index(GROUP), given & 1)
+        mbarrier.wait(full.index(GROUP), step & 1)
         plane = read_info(info, step, 0, 1)
         if plane >= 0:
-            column = given % chunks if CFG.dq_by_rows else GROUP
+            column = 0 if CFG.dq_by_rows else GROUP
             row = read_info(info, step, row_field, 1)
             place = [plane, (row // ROWS * (CFG.TILE_D // 64) + column) * SUM_ROWS, 0]
             turn = 1
@@ -86,7 +79,7 @@ def write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, 
                 has_turn = (row < rows) if CFG.parts == 2 else True
                 tile_in_unit = row % CFG.UNIT // CFG.TILE_M
                 turn = read_info(info, step, 4 + row_field, 1)
-                if has_turn & (tile_in_unit == CFG.last_in_unit) & (given % chunks == 0):
+                if has_turn & (tile_in_unit == CFG.last_in_unit):
                     await_turn(turn_ptr, turn)
             if turn == 0:
                 # nobody was here: sums begin
@@ -96,6 +89,6 @@ def write_dq(dq_desc, sums_turn_ptr, q_len, dq_ring, info, GROUP: gl.constexpr, 
             tma.store_wait(0)
             mbarrier.arrive(empty.index(GROUP), count=1)
             if CFG.ORDERED:  # noqa: SIM102 - a constant decides whether `has_turn` exists
-                if has_turn & (tile_in_unit == 0) & (given % chunks == chunks - 1):
+                if has_turn & (tile_in_unit == 0):
                     finish_turn(turn_ptr)
-        given += 1
+        step += 1

@@ -44,12 +44,13 @@ def launch_attn_bwd_sm90(
     lse : fp32 [B, Hq, Sq] contiguous
     spec : options of the call, validated; no packed sequences
     order : int32 [B * Hkv * tiles], tiles of 128 keys in the order to take them, or None, which
-        goes through the keys in sections
+        goes through the keys in sections. With `visits` int32 [SMs + 1 + B * Hkv * tiles], as
+        `formats.block_turns.pieces_of_programs` makes it
     turns : int32, under a mask and with `config.ORDERED`: when each tile of keys adds to dq of each
         query block, as `formats.block_turns.turns_of_blocks` makes them for `order`
-    visits : int32 [nnz, 1 or heads of a group], query blocks of the transposed lists in the order
-        that turns are for, as `bwd_visits.plan_visits` makes them, or None, which leaves them as
-        they are
+    visits : int32 [nnz or more, 1 or heads of a group], first the query blocks of the transposed
+        lists in the order that turns are for, as `bwd_visits.plan_visits` makes them, or None,
+        which leaves them as they are
     section : planes (batch and KV head) whose queries stay in L2 together
     config : tiles
     """
@@ -68,9 +69,10 @@ def launch_attn_bwd_sm90(
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
         kv_planes = planes // operands.heads[1]
         pieces = kv_planes * cdiv(kv_len, config.tile_n)
-        programs = min(arch_of(q.device).num_sms, pieces)
+        programs, planned = arch_of(q.device).num_sms, visits is not None
+        programs = programs if planned else min(programs, pieces)
         # in order, pieces come from the counter whatever their number
-        counted = pieces > programs or config.ORDERED
+        counted = not planned and (pieces > programs or config.ORDERED)
         counter = scratch((1,), torch.int32, q.device, zero=counted)
         args = (
             tensor_descriptor(sums.view(planes, -1, SUM_COLUMNS), config.dq_block()),
@@ -95,7 +97,8 @@ def launch_attn_bwd_sm90(
             config,
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
-        options["launch_cooperative_grid"] = config.planned
+        # they wait for each other, whatever comes first
+        options["launch_cooperative_grid"] = planned
         launch(_attn_bwd_sm90_kernel, programs, args, **options)
         if dq is not None:
             unit = max(config.UNIT, ROW_TILE)

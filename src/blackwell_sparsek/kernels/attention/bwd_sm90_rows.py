@@ -119,7 +119,7 @@ def _attn_bwd_round_kernel(
 def launch_attn_bwd_rows(
     lse_log2: torch.Tensor,
     delta: torch.Tensor,
-    sums: torch.Tensor,
+    sums: torch.Tensor | None,
     turns: torch.Tensor | None,
     out: torch.Tensor,
     dout: torch.Tensor,
@@ -129,9 +129,11 @@ def launch_attn_bwd_rows(
     """Fill lse_log2, delta fp32 [planes, rows], sums fp32 [planes, rows, 64 | 128] and any turns.
 
     Rows are the queries padded to a multiple of 64; turns are int32 [planes, rows / 64, 2]. With
-    turns, sums stay as they are. The others are as for `launch_attn_delta`, not packed.
+    turns, sums stay as they are; without sums there are none. The others are as for
+    `launch_attn_delta`, not packed.
     """
-    planes, padded, tile_d = sums.shape
+    planes, padded = lse_log2.shape
+    tile_d = 64 if sums is None else sums.shape[2]
     args = (
         lse_log2,
         delta,

@@ -1,6 +1,6 @@
 """What a warp group of the Hopper backward does with one tile of queries.
 
-Tiles are [keys, queries] here: s^T, p^T, ds^T. `CFG.group_m` queries meet a warp group's 64 keys.
+Tiles are [keys, queries] here: s^T, p^T, ds^T. `CFG.TILE_M` queries meet a warp group's 64 keys.
 """
 
 from triton.experimental import gluon
@@ -26,41 +26,31 @@ def zero_of(step):
 
 
 @gluon.jit
-def own_queries(tile, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """The part of a tile of queries, or of their numbers, that a warp group works on."""
-    if CFG.SHARED_KEYS:
-        tile = tile.slice(GROUP * ROWS, ROWS, dim=0)
-    return tile
-
-
-@gluon.jit
-def start_products(rows, tiles, step, GROUP: gl.constexpr, CFG: gl.constexpr):
+def start_products(rows, tiles, step, CFG: gl.constexpr):
     """Start the products of 64 keys or values with the queries or output gradients of a step."""
-    group_m: gl.constexpr = CFG.group_m
-    layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
-    nothing = gl.zeros([ROWS, group_m], gl.float32, layout)
-    columns = own_queries(tiles.index(step % CFG.STAGES), GROUP, CFG).permute((1, 0))
+    tile_m: gl.constexpr = CFG.TILE_M
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
+    nothing = gl.zeros([ROWS, tile_m], gl.float32, layout)
+    columns = tiles.index(step % CFG.STAGES).permute((1, 0))
     return warpgroup_mma(rows, columns, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def numbers_of_queries(numbers, step, GROUP: gl.constexpr, CFG: gl.constexpr):
+def numbers_of_queries(numbers, step, CFG: gl.constexpr):
     """lse or delta, which came with a tile, as [1, queries]."""
-    layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
-    own = own_queries(numbers.index(step % CFG.STAGES), GROUP, CFG)
-    return own.load(gl.SliceLayout(0, layout))[None, :]
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
+    return numbers.index(step % CFG.STAGES).load(gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
-def _visible(shared, step, kv_index, GROUP: gl.constexpr, CFG: gl.constexpr):
+def _visible(shared, step, kv_index, CFG: gl.constexpr):
     """Which of 64 keys each query of a step sees."""
     lists, info, lengths, band = shared[0][0], shared[3], shared[5], shared[7]
-    group_m: gl.constexpr = CFG.group_m
-    own: gl.constexpr = GROUP if CFG.SHARED_KEYS else 0
-    two_units: gl.constexpr = CFG.parts == 2 and not CFG.SHARED_KEYS
-    layout: gl.constexpr = CFG.accumulator_layout(CFG.group_m)
-    offs_m = gl.arange(0, group_m, gl.SliceLayout(0, layout))
-    q_index = read_info(info, step, 1 + own, 4) + offs_m
+    tile_m: gl.constexpr = CFG.TILE_M
+    two_units: gl.constexpr = CFG.parts == 2
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
+    offs_m = gl.arange(0, tile_m, gl.SliceLayout(0, layout))
+    q_index = read_info(info, step, 1, 4) + offs_m
     if two_units:
         q_index = gl.where(offs_m < ROWS, q_index, read_info(info, step, 2, 4) - ROWS + offs_m)
     # bounds of keys take two registers, where those of queries take two for each
@@ -69,7 +59,7 @@ def _visible(shared, step, kv_index, GROUP: gl.constexpr, CFG: gl.constexpr):
     visible = within_bounds(q_index[None, :], first[:, None], last[:, None])
     if lists is not None:
         words: gl.constexpr = (CFG.BLOCK_KV + 31) // 32
-        bits_id = read_info(info, step, 3 + own, 4) + (offs_m - offs_m)
+        bits_id = read_info(info, step, 3, 4) + (offs_m - offs_m)
         if two_units:
             bits_id = gl.where(offs_m < ROWS, bits_id, read_info(info, step, 4, 4))
         kv_in_block = kv_index % CFG.BLOCK_KV
@@ -92,9 +82,9 @@ def sees_nothing(step, kv_tile, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def hide(p, step, kv_index, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
+def hide(p, step, kv_index, shared, CFG: gl.constexpr):
     """p^T without the keys that a query does not see, whatever the exponential gave there."""
-    return gl.where(_visible(shared, step, kv_index, GROUP, CFG), p, 0.0)
+    return gl.where(_visible(shared, step, kv_index, CFG), p, 0.0)
 
 
 @gluon.jit
@@ -103,9 +93,7 @@ def ds_place(ds_ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     smem, ready = ds_ring
     buffer = step % CFG.DS_STAGES
     tile = smem.index(buffer * CFG.CONSUMERS + GROUP)
-    # each warp group waits for its own ds alone, or for both
-    own: gl.constexpr = GROUP if CFG.SHARED_KEYS else 0
-    return tile, ready.index(buffer * CFG.CONSUMERS + own)
+    return tile, ready.index(buffer)
 
 
 @gluon.jit

@@ -25,8 +25,6 @@ DEPTH = gl.constexpr(INFO_DEPTH)
 # Entries of a mask row read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
 PADDING = gl.constexpr(QUERY_PADDING)
-# Steps that the producer is ahead of the writer at most, when it has fetched the last of a piece.
-UNDER_WAY = gl.constexpr(4)
 # What describes a step: plane of the queries; then of each of two parts the first query, the bits,
 # and how many tiles of keys add to its dq before.
 INFO_FIELDS = gl.constexpr(7)
@@ -175,34 +173,6 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
 
 
 @gluon.jit
-def _turn_under_way(info, step, half: gl.constexpr, padded, CFG: gl.constexpr):
-    """Counter of the sums to which half of a step is added, and the turn; 0 and 0 for none."""
-    part: gl.constexpr = half if CFG.parts == 2 else 0
-    column: gl.constexpr = 0 if CFG.parts == 2 else half
-    row = read_info(info, step, 1 + part, 1)
-    tile = read_info(info, step, 0, 1) * (padded // ROWS) + row // CFG.UNIT * (CFG.UNIT // ROWS)
-    known = (step >= 0) & (row < padded)
-    turn = gl.where(known, read_info(info, step, 5 + part, 1), 0)
-    return gl.where(known, tile * 2 + column, 0), turn
-
-
-@gluon.jit
-def _await_turns(sums_turn_ptr, info, step, q_len, CFG: gl.constexpr):
-    """Wait until the turns of all steps before `step` that may still be waited for have come."""
-    lane = gl.arange(0, 2 * UNDER_WAY, gl.BlockedLayout([1], [32], [1], [0]))
-    counters, turns = lane - lane, lane - lane
-    padded = padded_queries(q_len)
-    for i in range(UNDER_WAY):
-        for half in gl.static_range(2):
-            counter, turn = _turn_under_way(info, step - 1 - i, half, padded, CFG)
-            counters = gl.where(lane == i * 2 + half, counter, counters)
-            turns = gl.where(lane == i * 2 + half, turn, turns)
-    late = gl.min(gl.load(sums_turn_ptr + counters, volatile=True) - turns, 0)
-    while late < 0:
-        late = gl.min(gl.load(sums_turn_ptr + counters, volatile=True) - turns, 0)
-
-
-@gluon.jit
 def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
     """Start the copies of one query tile: queries, output gradients, lse and delta."""
     q_desc, dout_desc, lse_desc, delta_desc = descs
@@ -246,10 +216,10 @@ def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
 def _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG: gl.constexpr):
     """Start the copies of the keys and values of a piece, once those before are done with."""
     k_smem, v_smem, full, empty = kv_ring
-    key_groups: gl.constexpr = CFG.key_groups
+    consumers: gl.constexpr = CFG.CONSUMERS
     mbarrier.wait(empty, (pieces & 1) ^ 1)
-    mbarrier.expect(full, key_groups * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    for g in gl.static_range(key_groups):
+    mbarrier.expect(full, consumers * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for g in gl.static_range(consumers):
         place = [batch, kv_head, kv_tile * CFG.tile_n + g * ROWS, 0]
         tma.async_copy_global_to_shared(k_desc, place, full, k_smem.index(g))
         tma.async_copy_global_to_shared(v_desc, place, full, v_smem.index(g))
@@ -261,7 +231,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     descs, k_desc, v_desc, counter_ptr, schedule = produce
     mask, kv_ring, info, work = shared[0], shared[1], shared[3], shared[4]
     lengths, heads, band = shared[5], shared[6], shared[7]
-    order_ptr, sums_turn_ptr, planned, visit_heads, num_planes, section = schedule
+    order_ptr, turns_ptr, visits_ptr, visit_heads, num_planes, section = schedule
     tile_m: gl.constexpr = CFG.TILE_M
     unit_size: gl.constexpr = CFG.UNIT
     q_heads, group_size = heads
@@ -272,7 +242,12 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     turn = 0
     pieces = 0
     piece = gl.program_id(0)
-    if CFG.ORDERED:
+    if visits_ptr is not None:
+        # planned: pieces of its own, whose places come before all pieces
+        total = gl.load(order_ptr + piece + 1)
+        piece = gl.load(order_ptr + piece)
+        order_ptr += gl.num_programs(0) + 1
+    elif CFG.ORDERED:
         # one that waits for the sums of earlier pieces must find them in running programs
         piece = gl.atomic_add(counter_ptr, 1)
     while piece < total:
@@ -305,7 +280,6 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
                 # planned before, while the consumers still needed the last ones
                 _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG)
             head = visit // CFG.visits % visit_heads
-            turns_ptr, visits_ptr = planned
             found = (
                 mask[0], plan, num_masked, turns_ptr, visits_ptr, visit_heads, head, ascending,
             )  # fmt: skip
@@ -316,10 +290,9 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         # Asked for when the copies of this one are under way, and not before: pieces of many heads
         # are long, and one that waits behind another leaves the last of them to few programs. In
         # order, others would wait for a piece that waits itself.
-        if CFG.ORDERED:
-            if CFG.planned:
-                # turns are planned: nobody may wait for a piece that waits behind another
-                _await_turns(sums_turn_ptr, info, step, lengths[0], CFG)
+        if visits_ptr is not None:
+            piece += 1
+        elif CFG.ORDERED:
             piece = gl.atomic_add(counter_ptr, 1)
         elif total > gl.num_programs(0):
             piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)

@@ -5,10 +5,8 @@ whose turns come before have been there. Here columns are placed in time, one af
 the order in which they are taken: so many run at once, each takes one unit of time for a tile of
 queries, and it takes a block only when nobody is there then, the one that others want most. Where
 the L2 does not hold all queries, columns follow a front that moves through parts of them in the
-time that a column takes. Turns are in the order of these times.
-
-A column may so wait for one that is taken later, but for no more than run at once with it in the
-plan: when all programs of a launch run, one of them can always go on (`formats.block_turns`).
+time that a column takes. Turns are in the order of these times, and what runs one after the other
+here does so in one program (`formats.block_turns`).
 """
 
 from collections.abc import Iterator
@@ -95,6 +93,7 @@ def _column(queue_ptr, indptr_ptr, partial_end_ptr, turn, heads, own_lists, colu
 def _attn_bwd_visits_kernel(
     visits_ptr,
     times_ptr,
+    lanes_ptr,
     taken_ptr,
     queue_ptr,
     groups_ptr,
@@ -139,6 +138,7 @@ def _attn_bwd_visits_kernel(
             chosen = tl.min(tl.where(idle == free_time, lane, LANES), 0)
             # one visit for what a piece of work takes besides
             time = free_time + 1
+            tl.store(lanes_ptr + turn // heads, chosen)
         # read ahead for the next one
         next_turn = tl.minimum(turn + 1, last)
         next_plane, next_begin, next_split, next_end = _column(
@@ -218,7 +218,7 @@ def _attn_bwd_visits_kernel(
 
 def plan_visits(
     mask: BlockMask, groups: Groups, group_size: int, pack: int, parts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query blocks of the transposed lists of `mask`, full ones in an order with few waits.
 
     Entries are in reverse, as `bwd_sm90` visits them.
@@ -235,11 +235,13 @@ def plan_visits(
     visits, times : int32 [heads, nnz]
         Partial blocks where they were; no column visits two tiles of queries at one time. Of one
         head, or of all `group_size` that share a list.
+    lanes : int32 [columns]
+        Which of those that run at once each column of `groups.queue` is.
     """
     lists, (mb, nb) = mask.transposed, mask.grid
     nnz, shared = lists.indices.numel(), mask.heads == 1 and group_size > 1
     visits = lists.indices.repeat(group_size if shared else 1, 1)
-    times = torch.empty_like(visits)
+    times, lanes = torch.empty_like(visits), torch.empty_like(groups.queue)
     planes = mask.batch * (group_size if shared else mask.heads)
     mean = -(-nnz // max(mask.batch * mask.heads * nb, 1))
     width = triton.next_power_of_2(min(max(7 * mean // 4, 32), MAX_VISITS))
@@ -250,6 +252,7 @@ def plan_visits(
     args = (
         visits,
         times,
+        lanes,
         taken,
         groups.queue,
         groups.table,
@@ -271,18 +274,18 @@ def plan_visits(
     )
     with on_device_of(visits):
         launch(_attn_bwd_visits_kernel, groups.number, args, num_warps=1)
-    return visits, times
+    return visits, times, lanes
 
 
 @compile_cases
 def _cases() -> Iterator[CompileCase]:
-    pointers = ("visits", "times", "taken", "queue", "groups", "indptr", "partial_end", "indices")
+    pointers = ("visits", "times", "lanes", "taken", "queue", "groups", "indptr", "partial_end")
     for pack, width in ((1, 64), (2, MAX_VISITS)):
         yield CompileCase(
             f"attn_bwd_visits/{width}",
             _attn_bwd_visits_kernel,
             {
-                **{f"{name}_ptr": torch.int32 for name in pointers},
+                **{f"{name}_ptr": torch.int32 for name in (*pointers, "indices")},
                 **{
                     "planes": 8,
                     "columns": 512,

@@ -21,26 +21,30 @@ def mask_band(s, kv_start, bounds):
 
 
 @gluon.jit
-def mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
-    """Scores of a tile that needs mask code, -inf where a query does not see a key."""
+def visible_keys(visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
+    """Which keys of a tile of mask blocks each query sees."""
     lists, plan, num_masked, kv_len = visit
     tile_n: gl.constexpr = CFG.TILE_N
     unit_size: gl.constexpr = CFG.UNIT
     columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
-    if lists is None:
-        s = mask_band(s, dense_tile(plan, kv_tile) * tile_n, bounds)
+    offs_n = gl.arange(0, tile_n, columns)
+    ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, tile_n, unit_size)
+    unit = masked_unit(plan, ordinal)
+    kv_pos = keys_of_tile(lists, unit, ordinal, num_masked, kv_in_unit, kv_len, tile_n, unit_size)
+    visible = within_bounds(kv_pos[None, :], bounds[0][:, None], bounds[1][:, None])
+    q_in_block = q_index - q_start // lists[5] * lists[5]
+    words = bits_of_tile(
+        lists, unit, ordinal, num_masked, q_in_block, kv_in_unit, tile_n, unit_size
+    )
+    return visible & bit_visible(words, kv_in_unit[None, :])
+
+
+@gluon.jit
+def mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
+    """Scores of a tile that needs mask code, -inf where a query does not see a key."""
+    if visit[0] is None:
+        s = mask_band(s, dense_tile(visit[1], kv_tile) * CFG.TILE_N, bounds)
     else:
-        first, last, _, _ = bounds
-        offs_n = gl.arange(0, tile_n, columns)
-        ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, tile_n, unit_size)
-        unit = masked_unit(plan, ordinal)
-        kv_pos = keys_of_tile(
-            lists, unit, ordinal, num_masked, kv_in_unit, kv_len, tile_n, unit_size
-        )
-        visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
-        q_in_block = q_index - q_start // lists[5] * lists[5]
-        words = bits_of_tile(
-            lists, unit, ordinal, num_masked, q_in_block, kv_in_unit, tile_n, unit_size
-        )
-        s = gl.where(visible & bit_visible(words, kv_in_unit[None, :]), s, -float("inf"))
+        visible = visible_keys(visit, kv_tile, q_index, q_start, bounds, CFG)
+        s = gl.where(visible, s, -float("inf"))
     return s

@@ -26,6 +26,7 @@ def narrow_sm90_case(
             "out_strides": (1, 4096),
             "a_desc": descriptor_type(config.a_block(), dtype),
             "x_desc": descriptor_type(config.x_block(), dtype),
+            "values_ptr": dtype,
             "bias_ptr": dtype if extras else None,
             "residual_ptr": dtype if extras else None,
             "residual_strides": (1, 4096) if extras else None,
@@ -34,13 +35,19 @@ def narrow_sm90_case(
             "n_cols": 64,
             "items": 3,
             "width": 33,
+            "early": 4,
             "CFG": config,
         },
         archs=(90,),
         num_warps=4,
         options={"maxnreg": config.max_registers, "launch_pdl": True},
         # rows of the result are stored 16 bytes at a time
-        expect={"wgmma.mma_async": 1, "griddepcontrol.wait": 1, "st.global.v4": 1},
+        expect={
+            "wgmma.mma_async": 1,
+            "griddepcontrol.wait": 1,
+            "st.global.v4": 1,
+            "cp.async.bulk.prefetch.L2.global": 1,
+        },
     )
 
 

@@ -49,8 +49,26 @@ def _slots(slots_ptr, first, width, present):
 
 
 @gluon.jit
-def _produce(a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr):
+def _bring_to_l2(values_ptr, slots, a_rows, count, CFG: gl.constexpr):
+    """Bring the first `count` blocks of a tile from memory to the L2, one for each lane of a warp.
+
+    A kernel in front may still write them: what it writes goes to the L2 too.
+    """
+    block_ptr = values_ptr + a_rows.to(gl.int64) * CFG.BLOCK_W
+    present = (slots < count) & (a_rows < _OUTSIDE)
+    address = gl.where(present, block_ptr.to(gl.int64), 0)
+    nbytes = slots * 0 + CFG.TILE_M * CFG.BLOCK_W * 2
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s64 p, $1, 0; "
+        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        *("=r,l,r,~{memory}", [address, nbytes], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
+def _produce(blocks_of_a, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr):
     """Keep the ring full."""
+    a_desc, values_ptr, early = blocks_of_a
     a_smem, x_smem, full, empty, known = ring
     units: gl.constexpr = CFG.UNITS
     k_steps: gl.constexpr = CFG.k_steps
@@ -66,6 +84,7 @@ def _produce(a_desc, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr)
     blocks = gl.load(record_ptr + 2)
     col = gl.load(record_ptr + 3)
     slots, a_rows, x_rows = _slots(record_ptr + _HEADER, 0, width, True)
+    _bring_to_l2(values_ptr, slots, a_rows, early, CFG)
     # only the schedule may be read ahead of other kernels: it never changes
     gdc_wait()
     mbarrier.wait(known.index(0), 0)
@@ -193,12 +212,13 @@ def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
 
 
 # the number of rows is specialised: where 16 divides it, rows are stored 16 bytes at a time
-@gluon.jit(do_not_specialize=["n_cols", "items", "width"])
+@gluon.jit(do_not_specialize=["n_cols", "items", "width", "early"])
 def _spmm_narrow_sm90_kernel(
     out_ptr,
     out_strides,
     a_desc,
     x_desc,
+    values_ptr,
     bias_ptr,
     residual_ptr,
     residual_strides,
@@ -207,6 +227,7 @@ def _spmm_narrow_sm90_kernel(
     n_cols,
     items,
     width,
+    early,
     CFG: gl.constexpr,
 ):
     """Set up the ring and the two roles; `_produce` and `_consume` do the work."""
@@ -219,10 +240,11 @@ def _spmm_narrow_sm90_kernel(
     fence_async_shared()
     extras = (bias_ptr, residual_ptr, residual_strides)
     output = (out_ptr, out_strides, extras, (n_rows, n_cols))
+    blocks_of_a = (a_desc, values_ptr, early)
     gl.warp_specialize(
         [
             (_consume, (output, records_ptr, items, width, ring, CFG)),
-            (_produce, (a_desc, x_desc, records_ptr, items, width, ring, CFG)),
+            (_produce, (blocks_of_a, x_desc, records_ptr, items, width, ring, CFG)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -256,6 +278,7 @@ def launch_spmm_narrow_sm90(
         out.stride(),
         tensor_descriptor(values.view(-1, config.BLOCK_W), config.a_block()),
         tensor_descriptor(x.mT, config.x_block(), x_strides),
+        values,
         bias,
         residual,
         None if residual is None else residual.stride(),
@@ -264,6 +287,7 @@ def launch_spmm_narrow_sm90(
         n,
         schedule.records.shape[1],
         schedule.width,
+        schedule.early,
         config,
     )
     with on_device_of(out):
