@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from blackwell_sparsek.core.compat import PLACES_TRITON
 from blackwell_sparsek.core.compile_cases import ALL_ARCHS
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
@@ -84,6 +85,12 @@ def test_the_matrix_compiles_for_every_architecture():
     assert jobs["compile"]["strategy"]["matrix"]["arch"] == [f"sm_{sm}" for sm in ALL_ARCHS]
     versions = {row["python"] for row in jobs["cpu"]["strategy"]["matrix"]["include"]}
     assert {"3.10", "3.13"} <= versions
+
+
+def test_the_matrix_compiles_with_every_release_that_is_known():
+    matrix = _workflow(REPOSITORY / ".github/workflows/test.yml")["jobs"]["compile"]["strategy"]
+    releases = {*matrix["matrix"]["triton"], *(r["triton"] for r in matrix["matrix"]["include"])}
+    assert releases == {f"{major}.{minor}.*" for major, minor in PLACES_TRITON}
 
 
 def test_the_gpu_runs_only_when_somebody_says_so():

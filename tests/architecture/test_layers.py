@@ -24,13 +24,11 @@ MAY_IMPORT = {
     "functional": {"core", "formats", "ops", "tuning"},
     "nn": {"core", "formats", "ops", "functional", "prune"},
     "prune": {"core", "formats", "functional", "nn"},
-    "masks": {"core", "formats"},
-    "distributed": API,
     "integrations": API,
     # results are checked against the oracle
     "testing": {"core", "formats", "functional", "reference"},
     "bench": API | {"testing"},
-    "": API | {"masks", "integrations"},
+    "": API | {"integrations"},
 }
 STANDARD = set(sys.stdlib_module_names)
 # Third-party packages by layer; a name under "lazy" only inside functions.
@@ -48,8 +46,7 @@ LAZY = {
     "tuning": {"triton"},
     "nn": {"safetensors"},
     "testing": {"triton"},
-    "distributed": {"numpy"},
-    "integrations": {"transformers", "vllm", "xformers", "jax", "jaxlib", "numpy", "accelerate"},
+    "integrations": {"transformers"},
     "bench": {"rich", "numpy", "triton"},
 }
 
@@ -80,6 +77,10 @@ def wrong_imports(root):
                 if rest[1] not in own:
                     found.append(f"{where}: integrations import one another")
     return found
+
+
+def test_every_layer_of_the_table_exists():
+    assert set(MAY_IMPORT) == {layer_of(path, ROOT) for path in files(ROOT)}
 
 
 def test_imports_go_one_way():

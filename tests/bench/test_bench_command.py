@@ -63,6 +63,13 @@ def test_wrong_requests_are_answered_with_what_there_is(fake, tmp_path, capsys, 
     assert message in capsys.readouterr().err
 
 
+def test_an_unknown_suite_among_others_is_told_and_they_are_measured(fake, tmp_path, capsys):
+    asked = ["bench", "matmull", "fake", "--seconds", "0", "-o", str(tmp_path)]
+    assert cli.main(asked) == 2
+    assert len(json.loads((tmp_path / "fake.json").read_text())["cases"]) == 5
+    assert "bsk bench: unknown suite 'matmull'; there are" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [

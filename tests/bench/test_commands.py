@@ -21,9 +21,15 @@ def test_info_names_device_versions_reasons_and_caches(capsys):
     out = _printed(capsys, "info").out
     assert f"torch {torch.__version__}" in out and "eager        runs" in out
     assert "needs sm_90, this is cpu" in out or torch.cuda.is_available()
-    assert "flashinfer is not installed" in out
+    assert "flashinfer is not installed" in out and "sdpa             installed" in out
     found = json.loads(_printed(capsys, "info", "--json").out)
     assert found["implementations"]["matmul"] and found["cache"]["folder"]
+
+
+def test_info_says_where_nothing_runs(capsys, monkeypatch):
+    monkeypatch.setenv("BSK_IMPL", "dense")
+    out = _printed(capsys, "info").out
+    assert "nothing      runs" in out and "None" not in out
 
 
 def test_overrides_of_triton_are_shown(capsys, monkeypatch):
@@ -36,6 +42,8 @@ def test_overrides_of_triton_are_shown(capsys, monkeypatch):
 def test_a_cache_that_others_can_write_is_unsafe(tmp_path):
     folder = tmp_path / "cache"
     assert info.cache_state(folder)["size"] == "not there yet"
+    (tmp_path / "file").touch()
+    assert info.cache_state(tmp_path / "file")["safety"] == "UNUSABLE: is not a folder"
     folder.mkdir(mode=0o700)
     (folder / "kernel.cubin").write_bytes(b"x" * 2**20)
     state = info.cache_state(folder)
@@ -94,8 +102,12 @@ def test_explain(capsys, args, words):
         (["attention", "--q", "1x4x64"], "--q is '1x4x64'; expected 4 sizes such as 1x16x4096x128"),
         (["matmul", "--block", "axb"], "--block is 'axb'; expected 2 sizes such as 64x64"),
         (["matmul", "--device", "cpu:x"], "--device is 'cpu:x'; expected cpu or cuda"),
-        (["matmul", "--density", "1.5"], "--density is 1.5; expected 0 to 1"),
+        (["matmul", "--density", "1.5"], "--density is 1.5; expected above 0, up to 1"),
+        (["matmul", "--density", "0"], "--density is 0.0; expected above 0, up to 1"),
         (["matmul", "--device", "tpu"], "--device is 'tpu'; expected cpu or cuda"),
+        (["matmul", "--weight", f"{10**8}x{10**8}"], "these sizes cannot be allocated here"),
+        (["attention", "--q", f"1x1x{10**15}x64"], "these sizes cannot be allocated here"),
+        (["decode", "--kv-length", f"{10**15}"], "these sizes cannot be allocated here"),
         (["attention", "--kv-heads", "3"], "16 query heads not divisible by 3 kv heads"),
     ],
 )

@@ -133,6 +133,25 @@ def test_folders_are_compared_by_the_names_of_files(tmp_path, capsys):
     assert capsys.readouterr().out.count("times compared") == 1
 
 
+def test_files_that_cannot_be_compared_leave_the_others(tmp_path, capsys):
+    worse = _document({"a": {"bsk": _times(2.0)}, "b": {"bsk": _times(1.0)}})
+    for folder, document in (("old", OLD), ("new", worse)):
+        for name in ("a", "c", "y"):
+            _write(tmp_path / folder / f"{name}.json", document)
+    (tmp_path / "new" / "a.json").write_text("{")
+    _write(tmp_path / "new" / "c.json", _document({}, device="H100"))
+    assert cli.main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 2
+    captured = capsys.readouterr()
+    assert "a.json: is not JSON" in captured.err and "device_name differs" in captured.err
+    assert captured.out.count("SLOWER") == 1 and "y.json: 2 times compared" in captured.out
+
+
+def test_what_is_not_there_is_named(tmp_path, capsys):
+    (tmp_path / "old").mkdir()
+    assert cli.main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 2
+    assert f"{tmp_path / 'new'}: there is no such file or folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("other", ["missing.json", "folder", "broken.json"])
 def test_bad_files_are_named(tmp_path, capsys, other):
     old = _write(tmp_path / "old.json", OLD)

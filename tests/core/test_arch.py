@@ -30,7 +30,8 @@ def two_gpus(monkeypatch):
     arch._cuda_arch.cache_clear()
 
 
-def test_each_gpu_is_described_once(two_gpus):
+def test_each_gpu_is_described_once(two_gpus, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     hopper = Arch("cuda", 90, 132, 232448, False)
     assert arch_of(torch.device("cuda", 0)) == arch_of(torch.device("cuda", 0)) == hopper
     assert two_gpus == [0]
@@ -39,9 +40,11 @@ def test_each_gpu_is_described_once(two_gpus):
     assert two_gpus == [0, 1]
 
 
-def test_an_interpreter_does_not_change_a_gpu(two_gpus, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert not arch_of(torch.device("cuda", 0)).interpreted
+def test_an_interpreter_is_told_of_a_gpu_too(two_gpus, monkeypatch):
+    for value, interpreted in (("1", True), ("0", False)):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        assert arch_of(torch.device("cuda", 0)).interpreted is interpreted
+    assert two_gpus == [0]
 
 
 def test_a_gpu_of_another_vendor_has_no_sm(two_gpus, monkeypatch):

@@ -50,6 +50,36 @@ def test_why_no_triton(triton_of, version, reason):
     assert compat.why_no_triton() == reason
 
 
+def test_a_triton_that_cannot_be_imported(triton_of, monkeypatch):
+    triton_of("3.5.1")
+    assert compat.why_triton_fails() == "triton 3.5 is older than 3.6"
+    triton_of("3.6.0")
+
+    def broken(name):
+        raise ImportError(f"lib{name}.so: undefined symbol")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    expected = "triton is installed, but importing it fails: ImportError: libtriton.so: undefined"
+    assert compat.why_triton_fails() == f"{expected} symbol"
+    monkeypatch.setattr(importlib, "import_module", lambda name: None)
+    assert compat.why_triton_fails() is None
+
+
+@pytest.mark.parametrize(("brought_by", "found"), [({}, None), ({"triton": ["other"]}, (3, 7))])
+def test_a_triton_without_metadata_of_its_own(triton_of, monkeypatch, brought_by, found):
+    triton_of("3.6.0")
+
+    def version(name):
+        if name == "triton":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "3.7.1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: brought_by)
+    assert compat.triton_version() == found
+    assert ("triton" in compat.installed_versions()) is (found is not None)
+
+
 def test_versions_for_reports(triton_of):
     triton_of("3.6.0")
     found = compat.installed_versions()

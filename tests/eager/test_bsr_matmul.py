@@ -218,3 +218,14 @@ def test_memory_is_proportional_to_what_is_gathered():
     )
     assert out.sum() == 64 * 64 * 4
     assert allocated < 2**20
+
+
+@pytest.mark.parametrize("order", ["A@x", "x@A.T", "A.T@x", "x@A"])
+def test_long_sums_of_a_single_column_are_as_exact_as_torchs(order):
+    a = matrix((256, 2048), (64, 64), make=normal, density=0.5)
+    a, dense = (m.T if ".T" in order else m for m in (a, a.to_dense()))
+    left = order.startswith("x")
+    x = normal(1, a.shape[0], seed=2) if left else normal(a.shape[1], 1, seed=2)
+    plain = x @ dense if left else dense @ x
+    exact = x.double() @ dense.double() if left else dense.double() @ x.double()
+    assert_within_budget(eager.bsr_matmul(*arguments(a, x, left)), exact, plain)

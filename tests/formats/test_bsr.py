@@ -266,3 +266,18 @@ def test_compile_closed_over_and_as_argument():
         product, transpose = argument(m, two)
         assert torch.equal(product, m.to_dense().T * 2)
         assert isinstance(transpose, BSRMatrix) and torch.equal(transpose.data, m.T.data)
+
+
+def test_patterns_made_in_inference_mode_serve_training():
+    dense, keep = torch.randn(32, 48), torch.eye(2, 3, dtype=torch.bool)
+    matrix = BSRMatrix.from_mask(dense, keep)
+    with torch.inference_mode():
+        made = BSRMatrix.from_mask(dense, keep)
+        patterns = [made.pattern, made.T.logical_pattern, matrix.T.logical_pattern]
+        patterns.append(BSRPattern(made.indptr, made.indices, (32, 48), (16, 16)))
+    for pattern in (*patterns, matrix.pattern.transposed()):
+        assert not any(x.is_inference() for x in (*pattern.tensors(), pattern.row_indices()))
+    x = torch.randn(48, 2, requires_grad=True)
+    product = BSRMatrix._from_parts(made.pattern, made.storage.clone()) @ x
+    product.sum().backward()
+    assert torch.equal(x.grad, made.to_dense().sum(0)[:, None].expand(48, 2))

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from blackwell_sparsek.core.errors import InvalidInput, InvalidType
+from blackwell_sparsek.core.errors import InvalidInput, InvalidType, Unsupported
 from blackwell_sparsek.formats import patterns as masks
 from blackwell_sparsek.formats.band import Band, band_of
 from blackwell_sparsek.formats.block_mask import BlockMask
@@ -344,3 +344,17 @@ def test_masks_made_in_inference_serve_training(build):
         mask = build()
     assert not any(x.is_inference() for x in mask.tensors())
     mask.validate()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda length: masks.causal(length),
+        lambda length: masks.random(length, 0.2),
+        lambda length: masks.strided(length, 2),
+        lambda length: masks.global_local(length, global_blocks=10**5),
+    ],
+)
+def test_more_blocks_than_can_be_listed_are_refused_before_they_take_memory(make):
+    with pytest.raises(Unsupported, match=r"at most 2\*\*31 - 1 can be listed"):
+        make(10**8)

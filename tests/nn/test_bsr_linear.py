@@ -296,6 +296,28 @@ def test_keep_blocks():
     assert torch.equal(w[w != 0], dense[w != 0])
     with pytest.raises(InvalidInput, match=r"entries has a wrong shape; expected \[3\]"):
         layer.keep_blocks_(entries)
+    with torch.inference_mode():
+        layer.keep_blocks_(torch.arange(3) > 0)
+    layer(torch.ones(1, 64)).sum().backward()
+    assert layer.values.grad.shape[0] == 2
+
+
+def test_calls_share_what_products_keep_with_a_pattern_until_it_changes():
+    layer = make(33, 20, (16, 16))
+    first = layer.pattern
+    assert layer.pattern is first and layer.weight.pattern.launches is first.launches
+    first.launches["recorded"] = "launches"
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.pattern.launches == {}
+        assert other.pattern.indptr is other.indptr
+    layer.indices.data = layer.indices.clone()  # as FSDP moves buffers
+    second = layer.pattern
+    assert second is not first and second.launches == {}
+    layer.keep_blocks_(torch.arange(layer.nnz_blocks) > 0)
+    third = layer.pattern
+    assert third is not second and third.indices is layer.indices
+    layer.load_state_dict(copy.deepcopy(layer.state_dict()))
+    assert layer.pattern is third
 
 
 def test_errors():
@@ -309,6 +331,8 @@ def test_errors():
         BSRLinear(16, 16, (16, 16), sparsity=1.5)
     with pytest.raises(InvalidInput, match=r"activation is unknown.*'tanh'"):
         BSRLinear(16, 16, (16, 16), activation="tanh")
+    with pytest.raises(InvalidInput, match=r"impl is unknown.*'auto', .*'cuda'"):
+        BSRLinear(16, 16, (16, 16), impl="cuda")
     with pytest.raises(InvalidType, match=r"values has an unsupported dtype.*int8"):
         BSRLinear(16, 16, (16, 16), dtype=torch.int8)
     with pytest.raises(InvalidInput, match=r"block_shape is out of range.*\[0, 16\]"):
@@ -344,6 +368,20 @@ def test_moves_to_cuda_loads_from_cpu_and_runs_in_a_cuda_graph():
         y.zero_()
         graph.replay()
     assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+def test_a_second_call_repeats_recorded_launches():
+    layer = make(256, 128, (64, 64), density=0.6, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        for seed in (14, 15):
+            x = normal(32, 256, seed=seed, dtype=torch.bfloat16, device="cuda")
+            y, plain = layer(x), layer.to_linear()(x)
+            assert_within_budget(y, layer.to_linear().double()(x.double()), plain)
+        assert any(recorded is not None for recorded in layer.pattern.launches.values())
+        layer.keep_blocks_(torch.arange(layer.nnz_blocks, device="cuda") > 2)
+        assert layer.pattern.launches == {}
+        assert_within_budget(layer(x), layer.to_linear().double()(x.double()), layer.to_linear()(x))
 
 
 def test_exports():

@@ -210,8 +210,7 @@ def _layer(block, density, n, shape=(8192, 8192)):
 )
 def test_auto_takes_the_dense_product_where_its_estimate_is_lower(monkeypatch, problem, chosen):
     monkeypatch.delenv("BSK_IMPL", raising=False)
-    monkeypatch.setattr("blackwell_sparsek.ops.bsr_triton.why_no_triton", lambda: None)
-    monkeypatch.setattr("blackwell_sparsek.ops.bsr_sm90.why_no_triton", lambda: None)
+    monkeypatch.setattr("blackwell_sparsek.ops.machine.why_no_triton", lambda: None)
     decision = matmul_dispatch.decide("auto", problem)
     assert decision.chosen == chosen
     assert matmul_dispatch._first("auto", problem).name == chosen
@@ -219,7 +218,7 @@ def test_auto_takes_the_dense_product_where_its_estimate_is_lower(monkeypatch, p
 
 def test_both_estimates_are_in_the_reasons(monkeypatch):
     monkeypatch.delenv("BSK_IMPL", raising=False)
-    monkeypatch.setattr("blackwell_sparsek.ops.bsr_sm90.why_no_triton", lambda: None)
+    monkeypatch.setattr("blackwell_sparsek.ops.machine.why_no_triton", lambda: None)
     sparse = matmul_dispatch.decide("auto", _problem(128, 0.22)).reasons
     assert sparse["dense"] == "estimated 1.5 ms, sm90 0.357 ms"
     dense = matmul_dispatch.decide("auto", _problem(16, 0.9)).reasons

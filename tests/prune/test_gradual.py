@@ -40,6 +40,17 @@ def test_per_row():
     assert other.indptr.diff().tolist() == [4, 0, 0]
 
 
+def test_per_row_keeps_as_many_as_were_asked_for_where_rows_lack_some():
+    keep = torch.zeros(4, 8, dtype=torch.bool)
+    keep[:2], keep[2, 0] = True, True
+    layer = BSRLinear(128, 64, (16, 16), keep=keep)
+    before = layer.weight.to_dense().detach()
+    shrink_(layer, 0.6, per_row=True)  # 13 of 32 blocks stay
+    assert sorted(layer.indptr.diff().tolist()) == [0, 1, 6, 6]
+    after = layer.weight.to_dense().detach()
+    assert torch.equal(after[after != 0], before[after != 0])
+
+
 OPTIMIZERS = [
     (torch.optim.AdamW, {"amsgrad": True, "weight_decay": 0.1}),
     (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
@@ -114,5 +125,7 @@ def test_errors():
         shrink_(nn.Linear(2, 2), 0.5)
     with pytest.raises(InvalidInput, match="norm is unknown"):
         shrink_(layer, 0.75, norm="l3")
+    with pytest.raises(InvalidType, match=r"schedule cannot be called.*CubicSchedule, got float"):
+        GradualPruner(layer, 0.9)
     with pytest.raises(InvalidInput, match=r"every is out of range.*got 0"):
         GradualPruner(layer, CubicSchedule(0.9, end=5), every=0)

@@ -69,6 +69,17 @@ def test_include_and_exclude(options, expected):
     assert sparse == set(expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "sparse"),
+    [({"include": "blocks.0"}, True), ({"include": "again"}, True), ({"exclude": "again"}, False)],
+)
+def test_a_layer_in_several_places_stays_one_layer(options, sparse):
+    model = Model()
+    sparsify_(model, (16, 16), 0.5, **options)
+    assert model.again is model.blocks[0]
+    assert isinstance(model.again, BSRLinear) is sparse
+
+
 def test_wanda_uses_the_activations_of_the_dense_model():
     model = Model().train()
     model.blocks[1].eval()
@@ -104,6 +115,14 @@ def test_input_norms():
     assert model.training and not model[0]._forward_pre_hooks
 
 
+@pytest.mark.parametrize("batches", [torch.ones(2, 3), {"input": torch.ones(2, 3)}, 3])
+def test_one_batch_is_not_taken_for_a_sequence_of_them(batches):
+    model = nn.Sequential(nn.Linear(3, 2))
+    kind = type(batches).__name__
+    with pytest.raises(InvalidType, match=rf"expected an iterable of batches.*got {kind}"):
+        sparsify_(model, (1, 1), 0.5, method="wanda", calibration=batches)
+
+
 def test_transformer_encoder_layers_leave_their_fused_path():
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
     encoder = nn.TransformerEncoder(layer, 2)
@@ -121,9 +140,20 @@ def test_transformer_encoder_layers_leave_their_fused_path():
         torch.testing.assert_close(encoder(x, src_key_padding_mask=padding), expected)
 
 
-def test_layers_with_hooks_are_skipped():
+HOOKS = {
+    "forward": lambda m: m.register_forward_hook(lambda *args: None),
+    "forward_pre": lambda m: m.register_forward_pre_hook(lambda *args: None),
+    "backward": lambda m: m.register_full_backward_hook(lambda *args: None),
+    "backward_pre": lambda m: m.register_full_backward_pre_hook(lambda *args: None),
+    "parameter": lambda m: m.weight.register_hook(lambda grad: None),
+    "accumulated": lambda m: m.bias.register_post_accumulate_grad_hook(lambda p: None),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_layers_with_hooks_are_skipped(kind):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    model[0].register_forward_hook(lambda *args: None)
+    HOOKS[kind](model[0])
     summary = sparsify_(model, (16, 16), 0.0)
     assert summary.skipped == {"0": "has hooks"} and len(summary.layers) == 1
 
@@ -160,4 +190,9 @@ def test_errors_change_nothing():
         sparsify_(model, 16, 0.5)
     with pytest.raises(InvalidType, match=r"BSRLinear.from_linear makes a single one"):
         sparsify_(model.up, (16, 16), 0.5)
+    assert not any(isinstance(m, BSRLinear) for m in model.modules())
+    with torch.no_grad():
+        model.down.weight[3, 5] = torch.nan
+    with pytest.raises(InvalidInput, match=r"sparsify_: layer 'down': block_magnitude: w gives"):
+        sparsify_(model, (16, 16), 0.5)
     assert not any(isinstance(m, BSRLinear) for m in model.modules())

@@ -9,7 +9,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.testing import compile_only
+from blackwell_sparsek.core import compat
+from blackwell_sparsek.core.compat import SPILLS_TRITON
+from blackwell_sparsek.core.compile_cases import CompileCase
+from blackwell_sparsek.testing import compile_only, compile_worker
 from blackwell_sparsek.testing.compile_only import compile_kernels
 
 PLANTED = """
@@ -116,9 +119,13 @@ def test_forgotten_arguments_are_named(planted):
     assert "a_ptr" in problem and "differ" in problem
 
 
-def test_spills_are_a_problem(planted):
-    (problem,) = planted["spilling", 80]["problems"]
-    assert problem.startswith("spills ")
+def test_spills_are_a_problem_with_the_release_they_were_counted_with(planted, monkeypatch):
+    record = planted["spilling", 80]
+    case = CompileCase("spilling", None, {})
+    for release in (SPILLS_TRITON, (SPILLS_TRITON[0], SPILLS_TRITON[1] + 1)):
+        monkeypatch.setattr(compat, "triton_version", lambda release=release: release)
+        problems = compile_worker._problems(case, 80, record)
+        assert [p.split()[0] for p in problems] == ["spills"] * (release == SPILLS_TRITON)
 
 
 def test_gluon_kernels_build(planted):
@@ -178,3 +185,12 @@ def test_parts_are_all_cases_once(monkeypatch):
     for part in range(3):
         compile_only.compile_kernels([90], jobs=2, part=(part, 3))
     assert sorted(asked) == [[str(i), "6"] for i in range(6)]
+
+
+def test_kernels_that_this_triton_does_not_run_are_not_built(monkeypatch):
+    from blackwell_sparsek.kernels.bsr import cases_sm90, spmm_warps_launch
+
+    for module, source in ((cases_sm90, "_paired_cases"), (spmm_warps_launch, "_cases")):
+        for may in (True, False):
+            monkeypatch.setattr(module, "warps_may_part", lambda may=may: may)
+            assert bool(list(getattr(module, source)())) is may

@@ -1,6 +1,6 @@
 """What the device under a tensor can do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -33,5 +33,6 @@ def arch_of(device: torch.device) -> Arch:
     """Describe `device` without touching any other device."""
     if device.type == "cuda" and torch.version.hip is None:
         index = torch.cuda.current_device() if device.index is None else device.index
-        return _cuda_arch(index)
+        arch = _cuda_arch(index)
+        return replace(arch, interpreted=True) if triton_interpreted() else arch
     return Arch(device.type, 0, 1, 0, triton_interpreted())

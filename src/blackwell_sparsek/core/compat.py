@@ -1,5 +1,6 @@
 """The only file that asks which versions of torch and triton are installed."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
@@ -16,6 +17,10 @@ MIN_TRITON = (3, 6)
 LAUNCHER_TRITON = (3, 6)
 # The release in whose machine code the assumptions of `device/gluon/warps.py` were checked.
 WARPS_TRITON = (3, 6)
+# The release that the registers of kernels were counted with: others divide them otherwise.
+SPILLS_TRITON = (3, 6)
+# Releases in which a tile may take part of the shared memory that it is laid into.
+PART_OF_MEMORY_TRITON = ((3, 6), (3, 7))
 # Releases for which `tests/compile/test_attention_sm90_barriers.py` was run.
 PLACES_TRITON = ((3, 6), (3, 7), (3, 8))
 
@@ -30,12 +35,23 @@ def torch_version() -> tuple[int, int]:
     return _release(torch.__version__)
 
 
+def _installed(package: str) -> str | None:
+    """The version of a package that can be imported, or None; does not import it."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        # a folder of that name on the path, or a package that another distribution brings
+        names = importlib.metadata.packages_distributions().get(package)
+        return importlib.metadata.version(names[0]) if names else None
+
+
 @cache
 def triton_version() -> tuple[int, int] | None:
     """(major, minor) of the installed triton, or None; does not import it."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    return _release(importlib.metadata.version("triton"))
+    version = _installed("triton")
+    return None if version is None else _release(version)
 
 
 def why_no_triton() -> str | None:
@@ -45,6 +61,17 @@ def why_no_triton() -> str | None:
         return "triton is not installed (pip install 'blackwell-sparsek[triton]')"
     if version < MIN_TRITON:
         return f"triton {version[0]}.{version[1]} is older than {MIN_TRITON[0]}.{MIN_TRITON[1]}"
+    return None
+
+
+def why_triton_fails() -> str | None:
+    """`why_no_triton`, or why what is installed cannot be imported, which takes a moment to try."""
+    if (reason := why_no_triton()) is not None:
+        return reason
+    try:
+        importlib.import_module("triton")
+    except Exception as error:
+        return f"triton is installed, but importing it fails: {type(error).__name__}: {error}"
     return None
 
 
@@ -61,6 +88,21 @@ def why_places_unknown() -> str | None:
 def warps_may_part() -> bool:
     """Whether warps of a program may go their own ways, as `device/gluon/warps.py` lets them."""
     return triton_version() == WARPS_TRITON
+
+
+def why_no_part_of_memory() -> str | None:
+    """Why a tile must fill the shared memory that it is laid into, or None when it need not."""
+    version = triton_version()
+    if version is None or version in PART_OF_MEMORY_TRITON:
+        return None
+    first, last = (".".join(map(str, release)) for release in PART_OF_MEMORY_TRITON)
+    got = f"{version[0]}.{version[1]}"
+    return f"needs triton {first} or {last} for head dimensions up to 64, got {got}"
+
+
+def spills_are_judged() -> bool:
+    """Whether a kernel that spills more than it says is wrong: only where that was counted."""
+    return triton_version() == SPILLS_TRITON
 
 
 def launch_in_clusters(compiled: Any, size: int) -> None:
@@ -148,6 +190,6 @@ def installed_versions() -> dict[str, str]:
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
     for package in ("triton", "numpy"):
-        if importlib.util.find_spec(package) is not None:
-            versions[package] = importlib.metadata.version(package)
+        if (version := _installed(package)) is not None:
+            versions[package] = version
     return versions

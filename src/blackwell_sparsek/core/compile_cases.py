@@ -27,7 +27,8 @@ class CompileCase:
     options : further launch options, such as `maxnreg`
     expect : instruction to the least number of times it must occur, `wgmma` in the PTX or
         `sass:HGMMA` in the machine code
-    max_spill_bytes : spilled bytes (stores and loads) that are accepted
+    max_spill_bytes : spilled bytes (stores and loads) that are accepted, with the release of
+        Triton that they were counted with; others only show theirs
     """
 
     name: str

@@ -105,8 +105,9 @@ def _multiply_rows(
         weights = _stacked(values, pattern[4][group.entries]).mT
     else:
         block_cols = pattern[1][group.entries]
-        if _rows_contiguous(x):
-            # BLAS is a third slower where both factors run along the contraction.
+        if _rows_contiguous(x) and x.shape[-1] > 1:
+            # BLAS is a third slower where both factors run along the contraction. A single column
+            # would be summed up term by term then, with several times the error.
             weights = _stacked(values.mT, group.entries).mT
         else:
             weights = _side_by_side(values, group.entries)

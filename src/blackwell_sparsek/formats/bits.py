@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def usable_in_training(make: Callable[P, T]) -> Callable[P, T]:
-    """Decorates what makes masks: one made during inference may be saved for a backward later."""
+    """Decorates what makes masks and patterns, which a backward may need that comes later."""
 
     @wraps(make)
     def outside_of_inference(*args: P.args, **kwargs: P.kwargs) -> T:

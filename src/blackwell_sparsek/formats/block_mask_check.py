@@ -85,7 +85,7 @@ def check_lists(
     """
     rows_per_plane, num_cols = cdiv(seq[0], block[0]), cdiv(seq[1], block[1])
     _check_shapes(op, lists, bits, planes * rows_per_plane, block)
-    _check_pointers(op, lists, rows_per_plane)
+    _check_pointers(op, lists)
     _check_entries(op, lists, bits.shape[0], num_cols)
     _check_edges(op, lists, bits, rows_per_plane, seq, block)
 
@@ -123,7 +123,7 @@ def _first_violation(conditions: Sequence[torch.Tensor]) -> tuple[int, int] | No
     return None
 
 
-def _check_pointers(op: str, lists: BlockLists, rows_per_plane: int) -> None:
+def _check_pointers(op: str, lists: BlockLists) -> None:
     indptr, partial_end = lists.indptr, lists.partial_end
     nnz = lists.indices.numel()
     conditions = [

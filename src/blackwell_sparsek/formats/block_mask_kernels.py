@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..core.compat import empty_on_gpu, raw_device, why_no_triton
+from ..core.env import triton_interpreted
 from ..core.launch import cdiv
 from . import bits as bit_masks
 from .band import EVERYTHING, Band
@@ -35,6 +36,7 @@ def kernels_build(device: torch.device, *tensors: torch.Tensor) -> bool:
         and nobody_looks_on()
         and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
         and why_no_triton() is None
+        and not triton_interpreted()
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..core.launch import cdiv
+from .bits import usable_in_training
 from .bsr_validate import check_metadata, check_pair
 
 
@@ -59,6 +60,7 @@ class BSRPattern:
             block_shape,
         )
 
+    @usable_in_training
     def _build(
         self,
         indptr: torch.Tensor,
@@ -66,6 +68,8 @@ class BSRPattern:
         shape: tuple[int, int],
         block_shape: tuple[int, int],
     ) -> None:
+        if not torch.compiler.is_compiling() and indices.is_inference():
+            indptr, indices = indptr.clone(), indices.clone()
         device = indices.device
         rows = rows_of_entries(indptr, indices.shape[0])
         # Stable: within a column, entries stay in the order of their rows.
@@ -159,6 +163,7 @@ class BSRPattern:
         """Where the metadata lives."""
         return self._indptr.device
 
+    @usable_in_training
     def transposed(self) -> "BSRPattern":
         """The pattern of the transpose (cached). See `transpose_perm` for the order of entries."""
         if self._transposed is None:
@@ -182,6 +187,7 @@ class BSRPattern:
         """Recorded launches of products with this pattern; filled by the operators."""
         return self._launches
 
+    @usable_in_training
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "BSRPattern":
         """This pattern on `device`; itself when it is there already."""
         rows = self._rows.to(device, non_blocking=non_blocking)

@@ -12,6 +12,7 @@ from ..core.checks import message
 from ..core.errors import InvalidInput, InvalidType
 from .band import Band, band_of
 from .bits import usable_in_training
+from .block_lists import check_entry_count
 from .block_mask import BlockMask
 from .block_mask_check import IntPair, check_block_size, check_count, check_seq_lengths
 from .pattern_documents import documents
@@ -255,6 +256,7 @@ def random(
     counts = (limit * density).round().to(torch.int64)
     if density > 0:
         counts = torch.maximum(counts, limit.clamp(max=1))
+    check_entry_count(int(counts.sum()))
     rows, cols = sample_blocks(limit, counts, p.grid[1], generator)
     return _placed(blocks_mask(rows, cols, p, causal, planes), device)
 
@@ -273,6 +275,7 @@ def _visible_blocks(op: str, p: Problem, causal: bool) -> torch.Tensor:
 
 def _keys(p: Problem, starts: torch.Tensor, lengths: torch.Tensor, step: int = 1) -> torch.Tensor:
     """`row * Nb + column` of the blocks in one run of each row."""
+    check_entry_count(int(lengths.sum()))
     first_keys = torch.arange(p.grid[0], device=CPU) * p.grid[1]
     return expand(first_keys + starts, lengths, step)
 

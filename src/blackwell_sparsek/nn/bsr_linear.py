@@ -5,6 +5,7 @@ from torch import nn
 
 from ..core.activations import ACTIVATIONS
 from ..core.checks import check_choice, check_dtype, check_shape, check_tensor, message
+from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..formats.bsr import BSRMatrix, BSRPattern
 from ..formats.bsr_validate import VALUE_DTYPES, check_pair, zero_padding
@@ -106,6 +107,7 @@ density=0.25, bias=True, activation='gelu')
         impl: str,
     ) -> None:
         check_choice("BSRLinear", "activation", activation, ACTIVATIONS)
+        check_choice("BSRLinear", "impl", impl, IMPLS)
         check_dtype("BSRLinear", "values", values, VALUE_DTYPES)
         self._set_weight(pattern, values)
         self.out_features, self.in_features = pattern.shape
@@ -197,6 +199,18 @@ density=0.25, bias=True, activation='gelu')
             got = type(linear).__name__
             raise InvalidType(message(op, "linear", "has a wrong type", "torch.nn.Linear", got))
         keep = choose_blocks(op, linear.weight, block_shape, sparsity, method, inputs)
+        return cls._from_kept(linear, block_shape, keep, activation, impl)
+
+    @classmethod
+    def _from_kept(
+        cls,
+        linear: nn.Linear,
+        block_shape: tuple[int, int],
+        keep: torch.Tensor,
+        activation: str | None = None,
+        impl: str = "auto",
+    ) -> "BSRLinear":
+        """`from_linear` with the blocks of `keep`."""
         matrix = BSRMatrix.from_mask(linear.weight.detach(), keep, block_shape)
         layer = cls.from_matrix(matrix, linear.bias, activation=activation, impl=impl)
         layer.values.requires_grad_(linear.weight.requires_grad)

@@ -9,11 +9,14 @@ from torch import nn
 from ..core.checks import check_dtype, check_shape, check_tensor, message
 from ..core.errors import BskError, InvalidInput
 from ..core.launch import cdiv
+from ..formats.bits import usable_in_training
 from ..formats.bsr import BSRMatrix, BSRPattern
 from .bsr_state import KEYS, PATTERN_KEYS, adopting, check_state, other_pattern, same_pattern
 
 _DERIVED = ("t_indptr", "t_indices", "t_perm", "row_indices")
 _BUFFERS = (*PATTERN_KEYS, *_DERIVED)
+# In the order of `BSRPattern.tensors()`.
+_OPERANDS = ("indptr", "indices", "t_indptr", "t_indices", "t_perm")
 
 
 class BSRWeight(nn.Module):
@@ -29,6 +32,8 @@ class BSRWeight(nn.Module):
     indptr: torch.Tensor
     indices: torch.Tensor
     row_indices: torch.Tensor
+    # The pattern of the buffers and where they are, so that products find what was kept for it.
+    _known_pattern: tuple[BSRPattern, list[tuple[int, int]]] | None = None
 
     def _set_weight(self, pattern: BSRPattern, values: torch.Tensor) -> None:
         self._shape = pattern.shape
@@ -53,11 +58,22 @@ class BSRWeight(nn.Module):
             problem = "was made on the meta device and has no pattern yet"
             expected = "load_state_dict before the first use"
             raise InvalidInput(message(type(self).__name__, "the module", problem, expected, "use"))
-        names = ("indptr", "indices", "t_indptr", "t_indices", "t_perm")
+        tensors: list[Any] = [self._buffers[name] for name in _OPERANDS]
+        if torch.compiler.is_compiling() or any(type(x) is not torch.Tensor for x in tensors):
+            return self._pattern_of(tensors)
+        # Launches recorded with a pattern hold the addresses of its tensors.
+        places = [(id(x), x.data_ptr()) for x in tensors]
+        if self._known_pattern is None or self._known_pattern[1] != places:
+            self._known_pattern = (self._pattern_of(tensors), places)
+        return self._known_pattern[0]
+
+    def _pattern_of(self, tensors: list[Any]) -> BSRPattern:
         pattern = BSRPattern.__new__(BSRPattern)
-        tensors = [getattr(self, name) for name in names]
         pattern._set(tensors, self.row_indices, self._shape, self.block_shape)
         return pattern
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known_pattern": None}
 
     @property
     def weight(self) -> BSRMatrix:
@@ -80,6 +96,7 @@ class BSRWeight(nn.Module):
         """Blocks that exist over all blocks; 0 without any."""
         return self.nnz_blocks / max(1, self.blocks)
 
+    @usable_in_training
     def keep_blocks_(self, entries: torch.Tensor) -> nn.Parameter:
         """Keep only some of the existing blocks.
 

@@ -6,7 +6,7 @@ Triton and the kernel are imported at the first call.
 import torch
 
 from ..core.arch import arch_of
-from ..core.compat import why_no_triton
+from ..core.compat import why_no_part_of_memory
 from ..core.launch import scratch, unrecorded
 from ..formats.attention_spec import AttnGradients, AttnSpec
 from ..formats.band import EVERYTHING, Band
@@ -29,11 +29,16 @@ from ..tuning.attention_bwd_sm90 import (
 from ..tuning.problem_attention import AttnProblem, tma_takes
 from .attention_bwd_sm90_pair import backward_apart
 from .derived_lists import derived_list
+from .machine import why_no_kernels
 
 
 def why_not_backward(problem: AttnProblem) -> str | None:
     """Why the backward kernel cannot run this problem, or None when it can."""
-    return why_no_triton() or attn_bwd_sm90_unsupported(problem)
+    reason = why_no_kernels(problem.arch) or attn_bwd_sm90_unsupported(problem)
+    if reason is None and min(problem.head_dim, problem.head_dim_v) <= 64:
+        # gradients of keys and values go through the memory of dq, of which they take half then
+        reason = why_no_part_of_memory()
+    return reason
 
 
 auto_passes = attn_bwd_sm90_passed_over

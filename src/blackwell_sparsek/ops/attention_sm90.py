@@ -5,7 +5,7 @@ Triton and the kernel are imported at the first call.
 
 import torch
 
-from ..core.compat import why_no_triton, why_places_unknown
+from ..core.compat import why_places_unknown
 from ..formats.attention_spec import AttnSpec, empty_lse, empty_out
 from ..formats.block_order import longest_first
 from ..tuning.attention_sm90 import (
@@ -16,11 +16,14 @@ from ..tuning.attention_sm90 import (
 )
 from ..tuning.problem_attention import AttnProblem
 from .derived_lists import derived_list
+from .machine import why_no_kernels
 
 
 def why_not_forward(problem: AttnProblem) -> str | None:
     """Why the forward kernel cannot run this problem, or None when it can."""
-    return why_no_triton() or attn_fwd_sm90_unsupported(problem) or why_places_unknown()
+    return (
+        why_no_kernels(problem.arch) or attn_fwd_sm90_unsupported(problem) or why_places_unknown()
+    )
 
 
 auto_passes = attn_fwd_sm90_passed_over

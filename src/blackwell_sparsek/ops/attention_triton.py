@@ -5,16 +5,13 @@ Triton and the kernels are imported at the first call.
 
 import torch
 
-from ..core.arch import Arch
-from ..core.compat import why_no_triton
 from ..formats.attention_spec import AttnSpec, empty_lse, empty_out
 from ..tuning.attention import attn_fwd_config
 from ..tuning.problem_attention import AttnProblem
 from ..tuning.problem_merge import MergeProblem
+from .machine import why_not_portable
 from .precision import fp32_precision
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MIN_SM = 80
 _LARGEST_HEAD_DIM = 256
 # Positions and band limits are int32 in kernels, and so is the number of programs.
 _LONGEST = 2**30 - 1
@@ -24,7 +21,7 @@ SMALLEST_TILE = 16
 
 def why_not_forward(problem: AttnProblem) -> str | None:
     """Why the forward kernel cannot run this problem, or None when it can."""
-    if (reason := _why_not_here(problem.arch, problem.dtype)) is not None:
+    if (reason := why_not_portable(problem.arch, problem.dtype)) is not None:
         return reason
     dims = (problem.head_dim, problem.head_dim_v)
     if not 1 <= min(dims) <= max(dims) <= _LARGEST_HEAD_DIM:
@@ -39,17 +36,7 @@ def why_not_forward(problem: AttnProblem) -> str | None:
 
 def why_not_merge(problem: MergeProblem) -> str | None:
     """Why the merge kernel cannot run this problem, or None when it can."""
-    return _why_not_here(problem.arch, problem.dtype)
-
-
-def _why_not_here(arch: Arch, dtype: torch.dtype) -> str | None:
-    if (reason := why_no_triton()) is not None:
-        return reason
-    if arch.sm < _MIN_SM and not arch.interpreted:
-        return f"needs a CUDA GPU of sm_{_MIN_SM} or newer, got {arch}"
-    if dtype not in _DTYPES:
-        return f"needs float16, bfloat16 or float32, got {dtype}"
-    return None
+    return why_not_portable(problem.arch, problem.dtype)
 
 
 def forward(

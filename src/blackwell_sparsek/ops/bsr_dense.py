@@ -6,7 +6,6 @@ from functools import lru_cache
 import torch
 
 from ..core.arch import arch_of
-from ..core.compat import why_no_triton
 from ..core.launch import cdiv, unrecorded
 from ..eager import bsr_dense as eager
 from ..tuning.bsr_estimate import dense_seconds, packs_for_few_columns, sparse_seconds
@@ -14,6 +13,7 @@ from ..tuning.bsr_sm90 import spmm_sm90_passed_over
 from ..tuning.problem_bsr import BsrProblem
 from . import bsr_sm90, bsr_triton
 from .dispatch import interpreted_only
+from .machine import why_no_kernels
 
 # What the kernel that writes a matrix out needs: Triton's oldest GPU, whole pieces of a row.
 LEAST_SM, COLUMNS_STEP = 80, 8
@@ -43,7 +43,7 @@ def _written_out(
 ) -> torch.Tensor:
     """The stored matrix as a view [M, K] of whole blocks: in one pass where a kernel can."""
     arch = arch_of(values.device)
-    compiled = arch.sm >= LEAST_SM and not arch.interpreted and why_no_triton() is None
+    compiled = arch.sm >= LEAST_SM and why_no_kernels(arch) is None
     block_h, block_w = values.shape[1:]
     if not (compiled and block_w % COLUMNS_STEP == 0 and values.is_contiguous()):
         return eager.written_out(values, pattern, shape)

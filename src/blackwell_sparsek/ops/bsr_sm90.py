@@ -4,7 +4,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.apart import made_apart
-from ..core.compat import warps_may_part, why_no_triton
+from ..core.compat import warps_may_part
 from ..core.launch import scratch
 from ..kernels.bsr.config_warps import WARP_ROWS
 from ..tuning.bsr import narrow_is_even, spmm_sizes
@@ -19,6 +19,7 @@ from ..tuning.bsr_sm90 import (
 from ..tuning.bsr_warps import takes_warp_rows, warp_rows_config
 from ..tuning.problem_bsr import BsrProblem
 from .bsr_operands import RowsProduct, rows_product
+from .machine import why_no_kernels
 
 # Packed patterns by the row pointers they were made from, which live as long as their pattern.
 _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -26,7 +27,7 @@ _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def why_not(problem: BsrProblem) -> str | None:
     """Why the kernel cannot run this problem, or None when it can."""
-    return why_no_triton() or spmm_sm90_unsupported(problem)
+    return why_no_kernels(problem.arch) or spmm_sm90_unsupported(problem)
 
 
 def bsr_matmul(

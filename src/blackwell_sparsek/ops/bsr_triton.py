@@ -7,31 +7,21 @@ from dataclasses import replace
 
 import torch
 
-from ..core.compat import why_no_triton
 from ..tuning.bsr import narrow_config, narrow_is_even, pair_config, sddmm_config, spmm_config
 from ..tuning.problem_bsr import BsrProblem
 from .bsr_operands import RowsProduct, matrices, merged_views, rows_product
 from .bsr_problem import pairs_problem, sddmm_problem
+from .machine import why_not_portable
 from .precision import fp32_precision
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MIN_SM = 80
 # Tensor cores take sides of 16; larger blocks than 256 gain nothing over several smaller ones.
 _SIDE_STEP, _LARGEST_SIDE = 16, 256
 
 
 def why_not(problem: BsrProblem) -> str | None:
     """Why the kernels cannot run this problem, or None when they can."""
-    if (reason := why_no_triton()) is not None:
+    if (reason := why_not_portable(problem.arch, problem.dtype, problem.out_dtype)) is not None:
         return reason
-    arch = problem.arch
-    if arch.sm < _MIN_SM and not arch.interpreted:
-        return f"needs a CUDA GPU of sm_{_MIN_SM} or newer, got {arch}"
-    if arch.sm > 0 and arch.interpreted:
-        return "TRITON_INTERPRET is set, and the tensors are on a GPU"
-    for dtype in (problem.dtype, problem.out_dtype):
-        if dtype not in _DTYPES:
-            return f"needs float16, bfloat16 or float32, got {dtype}"
     shapes = [problem.block_shape]
     shapes += [problem.other_block_shape] if problem.kind == "pairs" else []
     for block_shape in shapes:

@@ -5,16 +5,16 @@ Triton and the kernel are imported at the first call.
 
 import torch
 
-from ..core.compat import why_no_triton
 from ..formats.attention_spec import empty_lse, empty_out
 from ..formats.decode_spec import DecodeSpec
 from ..tuning.decode_sm90 import attn_decode_sm90_launch, attn_decode_sm90_unsupported
 from ..tuning.problem_decode import DecodeProblem
+from .machine import why_no_kernels
 
 
 def why_not(problem: DecodeProblem) -> str | None:
     """Why the kernel cannot run this problem, or None when it can."""
-    return why_no_triton() or attn_decode_sm90_unsupported(problem)
+    return why_no_kernels(problem.arch) or attn_decode_sm90_unsupported(problem)
 
 
 def run(

@@ -9,7 +9,8 @@ from ..formats.attention_spec import empty_lse, empty_out
 from ..formats.decode_spec import DecodeSpec
 from ..tuning.decode import attn_decode_config
 from ..tuning.problem_decode import DecodeProblem
-from .attention_triton import _LARGEST_HEAD_DIM, _LONGEST, _why_not_here
+from .attention_triton import _LARGEST_HEAD_DIM, _LONGEST
+from .machine import why_not_portable
 from .precision import fp32_precision
 
 _FP8 = torch.float8_e4m3fn
@@ -21,7 +22,7 @@ _SMALLEST_TILE = 16
 
 def why_not(problem: DecodeProblem) -> str | None:
     """Why the kernel cannot run this problem, or None when it can."""
-    if (reason := _why_not_here(problem.arch, problem.dtype)) is not None:
+    if (reason := why_not_portable(problem.arch, problem.dtype)) is not None:
         return reason
     if problem.cache_dtype == _FP8:
         if problem.dtype == torch.float32:

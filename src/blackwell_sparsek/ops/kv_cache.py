@@ -4,28 +4,19 @@ from typing import Any
 
 import torch
 
-from ..core.arch import Arch, arch_of
-from ..core.compat import why_no_triton
+from ..core.arch import arch_of
 from ..eager import kv_append as eager
 from ..tuning.problem_cache import CacheProblem
 from .dispatch import Dispatcher, interpreted_only
+from .machine import why_not_portable
 from .registry import define_op
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MIN_SM = 80
 _SM_THAT_CONVERTS_FP8 = 89
 
 
 def why_not_triton(problem: CacheProblem) -> str | None:
     """Why the kernels of caches cannot run this problem, or None when they can."""
-    if (reason := why_no_triton()) is not None:
-        return reason
-    arch: Arch = problem.arch
-    if arch.sm < _MIN_SM and not arch.interpreted:
-        return f"needs a CUDA GPU of sm_{_MIN_SM} or newer, got {arch}"
-    if problem.dtype not in _DTYPES:
-        return f"needs float16, bfloat16 or float32, got {problem.dtype}"
-    return None
+    return why_not_portable(problem.arch, problem.dtype)
 
 
 def _launch(*args: Any) -> None:

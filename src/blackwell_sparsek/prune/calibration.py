@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..core.checks import message
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, InvalidType
 from .progress import Progress
 
 
@@ -39,6 +39,10 @@ def input_norms(
     >>> input_norms(model, ["0"], [torch.tensor([[3.0, 1.0], [4.0, 0.0]])])
     {'0': tensor([5., 1.])}
     """
+    if not isinstance(batches, Iterable) or isinstance(batches, torch.Tensor | Mapping):
+        expected = "an iterable of batches, such as a list or a DataLoader"
+        problem, got = "is not a sequence of batches", type(batches).__name__
+        raise InvalidType(message("input_norms", "batches", problem, expected, got))
     squares: dict[str, torch.Tensor] = {}
     names = list(names)
 

@@ -156,6 +156,9 @@ class GradualPruner:
         if not isinstance(every, int) or every < 1:
             expected = "an integer of 1 or more"
             raise InvalidInput(message(op, "every", "is out of range", expected, every))
+        if not callable(schedule):
+            expected, got = "a function of the step, such as CubicSchedule", type(schedule).__name__
+            raise InvalidType(message(op, "schedule", "cannot be called", expected, got))
         check_choice(op, "norm", norm, tuple(NORMS))
         self.model = model
         self.schedule = schedule

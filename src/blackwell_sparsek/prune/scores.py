@@ -172,7 +172,11 @@ def kept_count(sparsity: float, blocks: int) -> int:
 
 
 def keep_best(op: str, scores: torch.Tensor, sparsity: float, per_row: bool) -> torch.Tensor:
-    """Mark the best `kept_count` of `scores` [rows, cols]; ties go to the first."""
+    """Mark the best `kept_count` of `scores` [rows, cols]; ties go to the first.
+
+    A negative score says that there is no block. With `per_row`, rows get equally many as far as
+    they have them.
+    """
     count = kept_count(check_sparsity(op, sparsity), scores.numel())
     if not bool(torch.isfinite(scores).all()):
         problem = "gives a block score that is not finite"
@@ -182,13 +186,14 @@ def keep_best(op: str, scores: torch.Tensor, sparsity: float, per_row: bool) -> 
         order = torch.sort(scores.flatten(), descending=True, stable=True).indices
         keep.view(-1)[order[:count]] = True
         return keep
-    each, left_over = divmod(count, max(1, scores.shape[0]))
     ranked, order = torch.sort(scores, dim=1, descending=True, stable=True)
-    keep.scatter_(1, order[:, :each], True)
-    if left_over:
-        lucky = torch.sort(ranked[:, each], descending=True, stable=True).indices[:left_over]
-        keep[lucky, order[lucky, each]] = True
-    return keep
+    # The best of every row come before the second best of any, and blocks that are not there last.
+    turn = torch.arange(scores.shape[1], device=scores.device).expand_as(ranked)
+    turn = torch.where(ranked < 0, scores.shape[1], turn).flatten()
+    by_score = torch.sort(ranked.flatten(), descending=True, stable=True).indices
+    taken = by_score[torch.sort(turn[by_score], stable=True).indices[:count]]
+    chosen = torch.zeros_like(keep).view(-1).index_fill_(0, taken, True).view_as(keep)
+    return keep.scatter_(1, order, chosen)
 
 
 def random_blocks(rows: int, cols: int, sparsity: float) -> torch.Tensor:

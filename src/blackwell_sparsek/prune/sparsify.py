@@ -13,7 +13,7 @@ from ..formats.bsr_validate import VALUE_DTYPES, check_pair
 from ..nn.bsr_linear import BSRLinear
 from .calibration import input_norms
 from .progress import Progress
-from .scores import METHODS, check_sparsity
+from .scores import METHODS, check_sparsity, choose_blocks
 from .summary import SparsifiedLayer, SparsifySummary
 
 
@@ -39,8 +39,9 @@ def sparsify_(
         `GradualPruner`.
     method : "magnitude" (L2 norm), "wanda" or "random"
     include, exclude : patterns of module names, such as "lm_head" or "*.mlp.*"
-        As in a shell. A layer is taken if any of `include` and none of `exclude` matches.
-        A pattern that matches no linear layer is an error.
+        As in a shell. A layer is taken if any of `include` and none of `exclude` matches its name,
+        or one of its names where it is used in several places. A pattern that matches no linear
+        layer is an error.
     calibration : iterable of what `model` is called with
         For method "wanda": a Mapping gives keyword arguments, a tuple or list positional ones.
 
@@ -82,23 +83,28 @@ bias=True)
         raise InvalidType(message(op, "model", "has a wrong type", expected, type(model).__name__))
 
     layers, skipped = _select(op, model, _patterns(include), _patterns(exclude))
-    norms = (
-        input_norms(model, [names[0] for names in layers.values()], calibration or ())
-        if (method == "wanda")
-        else {}
-    )
+    norms = {}
+    if calibration is not None:
+        norms = input_norms(model, [names[0] for names in layers.values()], calibration)
     progress = Progress(op, len(layers))
-    done = []
+    # All choices are made first: a layer that cannot be pruned leaves the model as it was.
+    kept = []
     for linear, names in layers.items():
         inputs = norms.get(names[0])
         if inputs is not None:
             inputs = inputs.to(linear.weight.device)
-        layer = BSRLinear.from_linear(linear, block_shape, sparsity, method, inputs=inputs)
+        try:
+            kept.append(choose_blocks(op, linear.weight, block_shape, sparsity, method, inputs))
+        except InvalidInput as error:
+            raise InvalidInput(f"{op}: layer {names[0]!r}: {error}") from error
+        progress.advance(names[0])
+    progress.finish()
+    done = []
+    for (linear, names), keep in zip(layers.items(), kept, strict=True):
+        layer = BSRLinear._from_kept(linear, block_shape, keep)
         for name in names:
             _replace(model, name, layer)
         done.append(SparsifiedLayer.of(names[0], linear, layer))
-        progress.advance(names[0])
-    progress.finish()
     _leave_fused_paths(model)
     return SparsifySummary(tuple(done), skipped)
 
@@ -122,18 +128,24 @@ def _select(
                 problem = f"has the pattern {pattern!r}, which matches no linear layer"
                 got = ", ".join(name for name, _ in linears[:5]) or "a model without any"
                 raise InvalidInput(message(op, arg, problem, "names of linear layers", got))
+    names_of: dict[nn.Linear, list[str]] = {}
+    for name, module in linears:
+        names_of.setdefault(module, []).append(name)
     layers: dict[nn.Linear, list[str]] = {}
     skipped: dict[str, str] = {}
     owners = _owners(model)
-    for name, module in linears:
-        wanted = any(fnmatchcase(name, p) for p in include)
-        if not wanted or any(fnmatchcase(name, p) for p in exclude):
+    for module, names in names_of.items():
+        if not _any_matches(names, include) or _any_matches(names, exclude):
             continue
         if reason := _why_not(module, owners):
-            skipped[name] = reason
+            skipped[names[0]] = reason
         else:
-            layers.setdefault(module, []).append(name)
+            layers[module] = names
     return layers, skipped
+
+
+def _any_matches(names: list[str], patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _owners(model: nn.Module) -> dict[torch.Tensor, int]:
@@ -152,8 +164,16 @@ def _why_not(linear: nn.Linear, owners: dict[torch.Tensor, int]) -> str | None:
         return "shares a parameter with another module"
     if linear.weight.dtype not in VALUE_DTYPES:
         return f"has weights of {linear.weight.dtype}"
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks)
-    if any(hooks):
+    hooks = (
+        *(linear._forward_hooks, linear._forward_pre_hooks),
+        *(linear._backward_hooks, linear._backward_pre_hooks),
+    )
+    of_parameters = (
+        hook
+        for p in linear.parameters(recurse=False)
+        for hook in (p._backward_hooks, p._post_accumulate_grad_hooks)
+    )
+    if any(hooks) or any(of_parameters):
         return "has hooks"
     return None
 

@@ -24,6 +24,7 @@ from unittest import mock
 import numpy as np
 
 from ..core.env import triton_interpreted
+from ..core.interpreted import bf16_mended
 
 # Builder methods that compute with values. Selects are allowed: they only move bits.
 _ARITHMETIC = ("binary_op", "unary_op", "create_fma", "create_clampf", "create_atomic_rmw")
@@ -67,6 +68,7 @@ def interpreter_checks() -> Iterator[None]:
         if hasattr(interpreter, "_patch_lang_tensor"):
             indexable = _indexable(interpreter._patch_lang_tensor)
             stack.enter_context(mock.patch.object(interpreter, "_patch_lang_tensor", indexable))
+        stack.enter_context(bf16_mended())
         yield
 
 

@@ -1,6 +1,8 @@
 """`bsk explain`: which implementation would run, and why not the others."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ import torch
 from ... import BSRMatrix, attention, attention_decode, explain, masks, matmul
 from ...core.env import IMPLS
 from ...core.errors import InvalidInput
+from ...formats.bsr import BSRPattern
 from .options import device_of, positive
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -68,8 +71,18 @@ def sizes(option: str, text: str, count: int) -> list[int]:
 
 def _device(args: argparse.Namespace) -> torch.device:
     if not 0 < args.density <= 1:
-        raise InvalidInput(f"bsk explain: --density is {args.density}; expected 0 to 1")
+        raise InvalidInput(f"bsk explain: --density is {args.density}; expected above 0, up to 1")
     return device_of("bsk explain", args.device)
+
+
+@contextmanager
+def _within_memory() -> Iterator[None]:
+    """Operands are made, though not filled: what no memory can hold is no problem to explain."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise InvalidInput(f"bsk explain: these sizes cannot be allocated here: {first}") from error
 
 
 def explain_attention(args: argparse.Namespace) -> int:
@@ -78,12 +91,13 @@ def explain_attention(args: argparse.Namespace) -> int:
     batch, heads, length, dim = sizes("--q", args.q, 4)
     kv_length, kv_heads = args.kv_length or length, args.kv_heads or heads
     options: Any = {"dtype": DTYPES[args.dtype], "device": device}
-    q = torch.empty(batch, heads, length, dim, **options)
-    k = torch.empty(batch, kv_heads, kv_length, dim, **options)
     mask = None
-    if args.block is not None:
-        bq, bk = sizes("--block", args.block, 2)
-        mask = masks.random((length, kv_length), args.density, (bq, bk), device=device)
+    with _within_memory():
+        q = torch.empty(batch, heads, length, dim, **options)
+        k = torch.empty(batch, kv_heads, kv_length, dim, **options)
+        if args.block is not None:
+            bq, bk = sizes("--block", args.block, 2)
+            mask = masks.random((length, kv_length), args.density, (bq, bk), device=device)
     asked = {"causal": args.causal, "window": args.window, "block_mask": mask, "impl": args.impl}
     print(explain(attention, q, k, k, **asked))
     return 0
@@ -94,18 +108,27 @@ def explain_decode(args: argparse.Namespace) -> int:
     device = _device(args)
     batch, heads, queries, dim = sizes("--q", args.q, 4)
     options: Any = {"dtype": DTYPES[args.dtype], "device": device}
-    q = torch.empty(batch, heads, queries, dim, **options)
-    lengths = torch.full((batch,), args.kv_length, dtype=torch.int32, device=device)
     table = None
-    if args.page_size is None:
-        cache = torch.empty(batch, args.kv_heads, args.kv_length, dim, **options)
-    else:
-        pages = -(-args.kv_length // args.page_size)
-        cache = torch.empty(batch * pages, args.page_size, args.kv_heads, dim, **options)
-        table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+    with _within_memory():
+        q = torch.empty(batch, heads, queries, dim, **options)
+        lengths = torch.full((batch,), args.kv_length, dtype=torch.int32, device=device)
+        if args.page_size is None:
+            cache = torch.empty(batch, args.kv_heads, args.kv_length, dim, **options)
+        else:
+            pages = -(-args.kv_length // args.page_size)
+            cache = torch.empty(batch * pages, args.page_size, args.kv_heads, dim, **options)
+            table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
     asked = {"cache_seqlens": lengths, "page_table": table, "impl": args.impl}
     print(explain(attention_decode, q, cache, cache, **asked))
     return 0
+
+
+def _somewhere(blocks: int, shape: tuple[int, int], values: torch.Tensor) -> BSRPattern:
+    """A pattern of so many blocks: where they are is for the kernels, which do not run."""
+    anywhere = torch.zeros(1, dtype=torch.int32, device=values.device).expand(blocks)
+    pattern = BSRPattern.__new__(BSRPattern)
+    pattern._set([anywhere] * 5, anywhere, shape, (values.shape[1], values.shape[2]))
+    return pattern
 
 
 def explain_matmul(args: argparse.Namespace) -> int:
@@ -113,13 +136,13 @@ def explain_matmul(args: argparse.Namespace) -> int:
     device = _device(args)
     rows, columns = sizes("--weight", args.weight, 2)
     height, width = sizes("--block", args.block, 2)
-    grid = (-(-rows // height), -(-columns // width))
-    keep = torch.zeros(grid[0] * grid[1], dtype=torch.bool)
-    keep[: max(1, round(args.density * keep.numel()))] = True
-    keep = keep[torch.randperm(keep.numel(), generator=torch.Generator().manual_seed(0))]
-    weight = torch.empty(rows, columns, dtype=DTYPES[args.dtype], device=device)
-    sparse = BSRMatrix.from_mask(weight, keep.view(grid).to(device), (height, width))
-    x = weight.new_empty((args.n, columns) if args.linear else (columns, args.n))
+    blocks = -(-rows // height) * -(-columns // width)
+    stored = max(1, round(args.density * blocks))
+    options: Any = {"dtype": DTYPES[args.dtype], "device": device}
+    with _within_memory():
+        values = torch.empty(stored, height, width, **options)
+        x = torch.empty((args.n, columns) if args.linear else (columns, args.n), **options)
+    sparse = BSRMatrix._from_parts(_somewhere(stored, (rows, columns), values), values)
     pair = (x, sparse.T) if args.linear else (sparse, x)
     print(explain(matmul, *pair, impl=args.impl))
     return 0

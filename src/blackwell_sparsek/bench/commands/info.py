@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ... import BSRMatrix, attention, attention_decode, explain, matmul
-from ...core.compat import why_no_triton
+from ...core.compat import why_triton_fails
 from ...core.env import config_dir, triton_cache_dir, triton_overrides
 from ..environment import describe_environment, source_commit
 from ..suites import SUITES
@@ -41,10 +41,10 @@ def gathered(device: torch.device) -> dict[str, Any]:
     return {
         "environment": describe_environment(device),
         "commit": source_commit(),
-        "triton": why_no_triton() or "can compile kernels",
+        "triton": why_triton_fails() or "can compile kernels",
         "implementations": _implementations(device),
         "peers": {
-            name: peer.available() or "available" for name, peer in peers.items() if peer.rival
+            name: peer.available() or "installed" for name, peer in peers.items() if peer.rival
         },
         "tools": {name: shutil.which(name) or "not found" for name in tools},
         "cache": cache_state(pathlib.Path(triton_cache_dir())),
@@ -66,7 +66,7 @@ def _implementations(device: torch.device) -> dict[str, dict[str, str]]:
         "matmul": explain(matmul, sparse, weight),
     }
     return {
-        name: {str(decision.chosen): "runs", **decision.reasons}
+        name: {decision.chosen or "nothing": "runs", **decision.reasons}
         for name, decision in decisions.items()
     }
 
@@ -78,6 +78,8 @@ def cache_state(folder: pathlib.Path) -> dict[str, str]:
     """
     if not folder.exists():
         return {"folder": str(folder), "size": "not there yet", "safety": "made at first use"}
+    if not folder.is_dir():
+        return {"folder": str(folder), "size": "none", "safety": "UNUSABLE: is not a folder"}
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     return {
         "folder": str(folder),

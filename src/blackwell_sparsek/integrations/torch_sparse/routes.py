@@ -46,8 +46,9 @@ class enable_torch_sparse:
 
     The metadata of a sparse tensor is checked and converted once, at its first product (with a
     synchronisation), and kept as long as its index tensors live. After a change in place, of values
-    or indices alike, it is compared once (again with a synchronisation). Malformed metadata raises
-    `InvalidInput`.
+    or indices alike, it is compared once (again with a synchronisation); torch counts no changes of
+    tensors made in inference mode, so changed indices of these are not noticed. Malformed metadata
+    raises `InvalidInput`.
 
     Examples
     --------
