@@ -163,7 +163,7 @@ def _attn_bwd_keys_sm90_kernel(
     fence_async_shared()
 
     mask = (block_lists, mask_batch_step, mask_head_step)
-    schedule = (order_ptr, None, (None, None), 1, num_planes, 1)
+    schedule = (order_ptr, None, None, 1, num_planes, 1)
     lengths = (q_len, kv_len)
     heads = (q_heads, group_size)
     shared = (mask, kv_ring, q_ring, info, work, lengths, heads, (left, right))
