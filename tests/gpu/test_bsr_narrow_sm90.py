@@ -1,11 +1,14 @@
 """Hopper's product with few columns against the fp64 oracle, and in graphs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from blackwell_sparsek import explain
+from blackwell_sparsek.core.compat import warps_may_part
 from blackwell_sparsek.formats.bsr import BSRMatrix
 from blackwell_sparsek.functional.bsr import matmul
 from blackwell_sparsek.kernels.bsr.config_narrow_sm90 import NarrowSm90Config, stages_that_fit
@@ -13,9 +16,11 @@ from blackwell_sparsek.kernels.bsr.row_schedule import build_row_schedule
 from blackwell_sparsek.ops import bsr_sm90
 from blackwell_sparsek.testing.poison import poisoned_empty
 from blackwell_sparsek.testing.tolerance import assert_within_budget
+from blackwell_sparsek.tuning.bsr_sm90 import narrow_sm90_config
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+pairs_only = pytest.mark.skipif(not warps_may_part(), reason="needs the Triton of two parts")
 
 
 def _weight(rows, cols, block, dtype=torch.bfloat16, density=0.4):
@@ -23,6 +28,47 @@ def _weight(rows, cols, block, dtype=torch.bfloat16, density=0.4):
     keep = torch.rand(grid, device="cuda") < density
     keep[0], keep[-1] = False, True
     return BSRMatrix.from_mask(torch.randn(rows, cols, device="cuda", dtype=dtype), keep, block)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Schedules and configurations of the first launches of products with few columns."""
+    from blackwell_sparsek.kernels.bsr import spmm_narrow_sm90
+
+    launch = spmm_narrow_sm90.launch_spmm_narrow_sm90
+    noted = []
+
+    def note(out, values, schedule, x, bias, residual, config):
+        noted.append((schedule, config))
+        launch(out, values, schedule, x, bias, residual, config)
+
+    monkeypatch.setattr(spmm_narrow_sm90, "launch_spmm_narrow_sm90", note)
+    return noted
+
+
+def _in_two_parts(problem):
+    """What tuning says, but for two programs that share the longest tiles."""
+    config = narrow_sm90_config(problem)
+    sizes = (config.TILE_M, config.TILE_N, config.TILE_K * config.UNITS)
+    stages = stages_that_fit(*sizes, problem.out_dtype == torch.float32, parts=2)
+    return replace(config, STAGES=stages, PARTS=2)
+
+
+def _assert_cut_and_whole(launched):
+    """All launches were for pairs of programs, with tiles that are cut beside others."""
+    assert launched
+    for schedule, config in launched:
+        first = schedule.records[:, 0].cpu()
+        cut = first[first[:, 0] > 0, 4]
+        assert config.PARTS == 2 and cut.any() and not cut.all()
+
+
+def _skewed(rows, cols, block, dtype):
+    """One row has half of the blocks, the next one none, and the others a tenth."""
+    keep = torch.rand(-(-rows // block[0]), -(-cols // block[1])) < 0.1
+    keep[1], keep[2] = torch.arange(keep.shape[1]) % 2 == 0, False
+    dense = torch.randn(rows, cols, device="cuda", dtype=dtype)
+    return BSRMatrix.from_mask(dense, keep.cuda(), block)
 
 
 def _check(a, x, **options):
@@ -108,19 +154,26 @@ def test_integers_are_exact_and_bits_do_not_depend_on_who_computes_a_tile():
     torch.manual_seed(0)
     a = _weight(1024, 5120, (128, 128))
     whole = a.with_data(torch.randint(-2, 3, a.data.shape, device="cuda").bfloat16())
-    for n, tile_m, tile_n, tile_k in (
-        (40, 64, 64, 128),
-        (16, 32, 16, 128),
-        (33, 16, 64, 64),
-        (100, 64, 32, 128),
-        (128, 64, 128, 128),
+    for n, tile_m, tile_n, tile_k, parts in (
+        (40, 64, 64, 128, 1),
+        (16, 32, 16, 128, 1),
+        (33, 16, 64, 64, 1),
+        (100, 64, 32, 128, 1),
+        (128, 64, 128, 128, 1),
+        (64, 64, 64, 128, 2),
+        (17, 64, 32, 64, 2),
+        (5, 64, 16, 128, 2),
     ):
+        if parts == 2 and not warps_may_part():
+            continue
         x = torch.randint(-2, 3, (n, 5120), device="cuda").bfloat16()
         expected = (x.float() @ whole.to_dense().float().T).bfloat16()
-        stages = stages_that_fit(tile_m, tile_n, tile_k, False)
-        config = NarrowSm90Config(128, 128, tile_m, tile_n, tile_k, 1, stages)
+        stages = stages_that_fit(tile_m, tile_n, tile_k, False, parts)
+        config = NarrowSm90Config(128, 128, tile_m, tile_n, tile_k, 1, stages, PARTS=parts)
         for programs in (1, 7, 132, 10**6):
             schedule = build_row_schedule(a.indptr, a.indices, config, n, programs)
+            cut = bool(schedule.records[..., 4].any())
+            assert cut == (parts == 2 and programs >= 132)
             torch.cuda.synchronize()
             for early in (0, 1, 4, 32):
                 schedule = schedule._replace(early=early)
@@ -129,11 +182,77 @@ def test_integers_are_exact_and_bits_do_not_depend_on_who_computes_a_tile():
                 assert torch.equal(out, expected), (config, programs, early)
 
 
-@pytest.mark.parametrize("n", [1, 16, 64])
-def test_calls_that_need_each_other_in_a_graph(n):
-    """They start early: what the kernel in front writes must not be read before."""
+@pairs_only
+@pytest.mark.parametrize("n", [2, 15, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize(
+    "shape, block, density",
+    [
+        ((6144, 4096), (128, 128), 0.22),
+        ((6144, 4096), (64, 64), 0.22),
+        ((6144, 4096), (64, 32), 0.22),
+        ((6144, 4096), (256, 256), 0.28),
+        ((4096, 14336), (128, 128), 0.25),
+        ((4096, 14336), (128, 16), 0.25),
+    ],
+)
+def test_layers_that_tuning_cuts(n, shape, block, density, launched):
+    torch.manual_seed(n)
+    keep = torch.rand(shape[0] // block[0], shape[1] // block[1]) < density
+    keep[0] = False
+    # the longest row, by far
+    keep[1] = torch.arange(keep.shape[1]) % 5 < 3
+    dtype = torch.float16 if n % 2 else torch.bfloat16
+    a = BSRMatrix.from_mask(torch.randn(shape, device="cuda", dtype=dtype), keep.cuda(), block)
+    x = torch.randn(n, shape[1], device="cuda", dtype=dtype)
+    _check(a, x)
+    _assert_cut_and_whole(launched)
+
+
+@pairs_only
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 48, 57, 63, 64])
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (64, 32), (128, 16), (64, 48)])
+def test_rows_in_two_parts(n, block, launched, monkeypatch):
+    monkeypatch.setattr(bsr_sm90, "narrow_sm90_config", _in_two_parts)
+    torch.manual_seed(n)
+    dtype = torch.float16 if n % 2 else torch.bfloat16
+    a = _skewed(600, 3000, block, dtype)
+    x = torch.randn(n, 3000, device="cuda", dtype=dtype)
+    bias = torch.randn(600, device="cuda", dtype=dtype)
+    residual = torch.randn(n, 600, device="cuda", dtype=dtype)
+    first = _check(a, x)
+    # one behind the other: a program may still wait for mail when the next one starts
+    again = [matmul(x, a.T, impl="sm90") for _ in range(50)]
+    assert all(torch.equal(out, first) for out in again)
+    _check(a, x, bias=bias, activation="silu", residual=residual)
+    _assert_cut_and_whole(launched)
+
+
+@pairs_only
+@pytest.mark.parametrize("n", [16, 20, 64])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("extra", ["", "bias", "residual"])
+def test_every_epilogue_of_two_parts(n, activation, extra, launched, monkeypatch):
+    monkeypatch.setattr(bsr_sm90, "narrow_sm90_config", _in_two_parts)
     torch.manual_seed(0)
-    a = _weight(1024, 1024, (128, 128))
+    a = _skewed(600, 3000, (64, 64), torch.bfloat16)
+    x = torch.randn(n, 3000, device="cuda", dtype=torch.bfloat16)
+    shape = {"bias": (600,), "residual": (n, 600)}.get(extra)
+    options = {extra: torch.randn(shape, device="cuda", dtype=torch.bfloat16)} if extra else {}
+    _check(a, x, activation=activation, **options)
+    got = _check(a, x, activation=activation, out_dtype=torch.float32, **options)
+    assert got.dtype == torch.float32
+    _assert_cut_and_whole(launched)
+
+
+@pytest.mark.parametrize("n", [1, 16, 64])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pairs_only)])
+def test_calls_that_need_each_other_in_a_graph(n, parts, launched, monkeypatch):
+    """They start early: what the kernel in front writes must not be read before."""
+    if parts == 2:
+        monkeypatch.setattr(bsr_sm90, "narrow_sm90_config", _in_two_parts)
+    torch.manual_seed(0)
+    # the last row has 16 blocks and can be cut, others about 6
+    a = _weight(1024, 1024, (128, 64))
     fresh = a.data * 0.05
     a = a.with_data(torch.empty_like(fresh))
     x = torch.randn(n, 1024, device="cuda", dtype=torch.bfloat16)
@@ -159,6 +278,9 @@ def test_calls_that_need_each_other_in_a_graph(n):
         graph.replay()
         assert torch.equal(got, expected)
         assert torch.equal(chain(), expected)
+    if parts == 2:
+        _assert_cut_and_whole(launched)
+    assert {config.PARTS for _, config in launched} == {parts}
 
 
 def test_captured_without_a_schedule(monkeypatch):

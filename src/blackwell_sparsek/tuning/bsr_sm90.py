@@ -31,6 +31,16 @@ FLAT_HEIGHT, FLAT_COLUMNS = 32, 16
 # Up to this many columns the kernel for few of them takes a matrix with one tile of rows for each
 # SM at the most: 12.4 us against 13.7 for 256 columns and 4096 x 4096 in 22 % of the blocks.
 MANY_COLUMNS = 256
+# Two programs share the longest tiles of few columns where some SMs are idle and rows at least this
+# long, in elements. Microseconds in one part and in two (16 / 64 columns, blocks of 128, H200):
+# 4096 x 14336, 64 tiles of rows for 132 SMs, 25 blocks each: 10.4 / 11.5 and 9.9 / 10.6;
+# 8192 x 28672, 128 tiles of 49: 33.6 / 36.5 and 32.2 / 34.1.
+# Of shorter rows 8192 x 8192, 128 tiles of 14, gains nothing: 10.9 / 11.6 and 10.9 / 11.5; 4096 x
+# 4096, 64 tiles of 7, loses: 4.5 / 4.9 and 4.6 / 5.0.
+LONG_ROW = 3072
+# Rows of this length where half to three quarters of the SMs have tiles: 6144 x 4096, 96 tiles of 7
+# blocks, 6.1 / 6.3 and 5.4 / 5.7.
+CUT_ROW = 768
 # Rows are cut where one has more than this many times the blocks that a part would have. A second
 # pass takes 10 us: 4096 x 4096 times 1024 columns took 38 us with rows of 9 to 14 blocks cut at 8,
 # and 24 uncut.
@@ -94,6 +104,7 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
     # of narrow blocks several make one stage of the ring
     units = min(4, max(1, 128 // sizes.block_w))
     wide = problem.out_dtype == torch.float32
+    parts = _narrow_parts(sizes, tile_m, row_tiles, problem.arch.num_sms)
     return NarrowSm90Config(
         BLOCK_H=sizes.block_h,
         BLOCK_W=sizes.block_w,
@@ -101,8 +112,9 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
         TILE_N=tile_n,
         TILE_K=tile_k,
         UNITS=units,
-        STAGES=config_narrow_sm90.stages_that_fit(tile_m, tile_n, tile_k * units, wide),
+        STAGES=config_narrow_sm90.stages_that_fit(tile_m, tile_n, tile_k * units, wide, parts),
         ACTIVATION=problem.activation,
+        PARTS=parts,
     )
 
 
@@ -122,6 +134,17 @@ def _narrow_columns(sizes: SpmmSizes, tile_m: int, row_tiles: int, num_sms: int)
     # instead of 23.4 with 160; 83 instead of 74 with 896
     halved = row_tiles <= 2 * num_sms and sizes.n <= MOST_COLUMNS
     return NARROW if halved or tile_m < GROUP_ROWS else MOST_COLUMNS
+
+
+def _narrow_parts(sizes: SpmmSizes, tile_m: int, row_tiles: int, num_sms: int) -> int:
+    """Among how many programs a long tile is shared."""
+    # low tiles, and columns in more than one tile, were not tried; one column not measured
+    if tile_m < GROUP_ROWS or not (1 < sizes.n <= NARROW) or not warps_may_part():
+        return 1
+    mean_row = sizes.nnz_blocks * sizes.block_w // sizes.rows_b
+    halfway = num_sms < 2 * row_tiles and 4 * row_tiles <= 3 * num_sms
+    least = CUT_ROW if halfway else LONG_ROW
+    return 2 if row_tiles < num_sms and mean_row >= least else 1
 
 
 def spmm_sm90_chunk(arch: Arch, sizes: SpmmSizes, config: SpmmSm90Config) -> int:

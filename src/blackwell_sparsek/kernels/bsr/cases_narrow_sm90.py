@@ -17,6 +17,7 @@ def narrow_sm90_case(
     """A launch of the kernel; `extras` adds bias and residual."""
     tiles = f"{config.TILE_M}x{config.TILE_N}x{config.TILE_K}-stages{config.STAGES}"
     parts = [f"{config.BLOCK_H}x{config.BLOCK_W}", tiles]
+    parts += [f"parts{config.PARTS}"] if config.PARTS > 1 else []
     parts += ["extras"] if extras else []
     return CompileCase(
         name=f"bsr_spmm_narrow_sm90/{'-'.join(parts)}",
@@ -47,7 +48,8 @@ def narrow_sm90_case(
             "griddepcontrol.wait": 1,
             "st.global.v4": 1,
             "cp.async.bulk.prefetch.L2.global": 1,
-        },
+        }
+        | ({"st.async": 1} if config.PARTS > 1 else {}),
     )
 
 
@@ -66,3 +68,14 @@ def _cases() -> Iterator[CompileCase]:
             config = NarrowSm90Config(*block, tile_m, tile_n, tile_k, units, stages)
             yield narrow_sm90_case(config)
             yield narrow_sm90_case(replace(config, ACTIVATION="gelu"), torch.float16, extras=True)
+    for block, tile_n, units in (
+        *(((128, 128), tile_n, 1) for tile_n in (16, 32, 64)),
+        ((64, 64), 64, 2),
+        ((64, 32), 32, 4),
+        ((128, 16), 16, 4),
+    ):
+        tile_k = block[1]
+        stages = stages_that_fit(64, tile_n, tile_k * units, False, parts=2)
+        config = NarrowSm90Config(*block, 64, tile_n, tile_k, units, stages, PARTS=2)
+        yield narrow_sm90_case(config)
+        yield narrow_sm90_case(replace(config, ACTIVATION="gelu"), torch.float16, extras=True)

@@ -18,6 +18,9 @@ class NarrowSm90Config:
     columns. A stage of the ring holds steps of TILE_K from each of UNITS blocks. Tiles of 64
     rows are the first operand of WGMMA; lower ones change places with x, whose tile is then padded
     to 64 columns that nobody fetches or looks at.
+
+    With PARTS = 2 programs come in pairs, and both of a pair may share a tile, each with its part
+    of the blocks. Sums for the other one come to a mailbox in shared memory, behind the blocks.
     """
 
     BLOCK_H: int
@@ -28,6 +31,7 @@ class NarrowSm90Config:
     UNITS: int
     STAGES: int
     ACTIVATION: str | None = None
+    PARTS: int = 1
 
     def __post_init__(self) -> None:
         assert self.TILE_M in (16, 32, 64) and self.BLOCK_H % self.TILE_M == 0, f"{self=}"
@@ -36,6 +40,7 @@ class NarrowSm90Config:
         assert self.TILE_K in (16, 32, 64, 128) and self.BLOCK_W % self.TILE_K == 0, f"{self=}"
         # a warp finds the blocks of a stage among the 32 that it has looked up
         assert self.UNITS in (1, 2, 4) and self.STAGES >= 2, f"{self=}"
+        assert self.PARTS == 1 or (self.PARTS == 2 and not self.swapped), f"{self=}"
 
     @property
     def tile_m(self) -> int:
@@ -72,6 +77,21 @@ class NarrowSm90Config:
         """Steps in one block."""
         return self.BLOCK_W // self.TILE_K
 
+    @property
+    def mail_offset(self) -> int:
+        """Where the mailbox begins, in bytes."""
+        return 2 * self.STAGES * self.UNITS * self.TILE_M * self.TILE_K
+
+    @property
+    def mail_bytes(self) -> int:
+        """Of half of the sums, in float32; the mailbox's barrier is behind them."""
+        return _mail_bytes(self.TILE_N)
+
+    @property
+    def pages(self) -> int:
+        """KB of blocks and mailbox together."""
+        return (self.mail_offset + self.mail_bytes) // 1024 + 1
+
     def a_block(self) -> list[int]:
         """Shape of a copy of a block."""
         return [self.TILE_M, self.TILE_K]
@@ -84,6 +104,10 @@ class NarrowSm90Config:
         """Register layout of the sums."""
         return accumulator_layout(self.sums_width)
 
+    def half_layout(self) -> object:
+        """Register layout of the half of the sums that one of two programs finishes."""
+        return accumulator_layout(self.sums_width // 2)
+
     def store_layout(self) -> object:
         """Register layout in which 16 bytes of neighbouring rows lie in one thread."""
         from triton.experimental.gluon import language as gl
@@ -94,10 +118,16 @@ class NarrowSm90Config:
         return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
-def stages_that_fit(tile_m: int, tile_n: int, stage_k: int, wide: bool) -> int:
+def _mail_bytes(tile_n: int) -> int:
+    return 4 * GROUP_ROWS * tile_n // 2
+
+
+def stages_that_fit(tile_m: int, tile_n: int, stage_k: int, wide: bool, parts: int = 1) -> int:
     """Ring stages of `stage_k` steps that fit into an SM; `wide` for results in float32."""
     x_rows = GROUP_ROWS if tile_m < GROUP_ROWS else tile_n
     # sums change their place before they are stored; the system takes 1 KB, barriers less
     exchange = (16 if wide else 4) * 1024
-    budget = SMEM_BYTES - exchange - 2 * 1024
+    # parts meet in a mailbox, whose barrier takes a page
+    mail = _mail_bytes(tile_n) + 1024 if parts > 1 else 0
+    budget = SMEM_BYTES - exchange - mail - 2 * 1024
     return min(MOST_STAGES, budget // (2 * stage_k * (tile_m + x_rows)))

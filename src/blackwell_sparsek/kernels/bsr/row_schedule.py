@@ -3,7 +3,8 @@
 A product of few columns is over in microseconds, so no program may have much more to read than
 another, and none may look anything up before it can ask for its first block. The schedule is made
 once for each pattern: tiles are dealt out, longest first, each to the program with the least to
-read, and each tile becomes a record at an address known from the number of its program.
+read, and each tile becomes a record at an address known from the number of its program. Where SMs
+would be idle, the longest tiles may be cut into two parts for two programs.
 """
 
 import heapq
@@ -22,18 +23,24 @@ _SCHEDULES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # few. Past that a few rows are much longer than the others, which wants a plan that cuts them.
 _SLOTS_PER_BLOCK, _SPARE_SLOTS = 4, 1 << 18
 # Numbers before the slots of a record: tiles of the program, which tile of rows, its blocks, its
-# first column.
-HEADER = 4
+# first column, whether it is one of two parts.
+HEADER = 5
+# Instead of the number of a part: all of a tile.
+WHOLE = -1
 # A coordinate past the end of every tensor, from where TMA copies zeros.
 OUTSIDE = 1 << 30
 # What starting and finishing a tile costs, in blocks.
 _TILE_COST = 1
+# What it takes two programs to add up their parts, in steps: the exchange takes 0.5 to 0.75 us.
+_MAIL_COST = 3
 # Blocks of its first tile that a program brings to the L2 while a kernel in front still runs. More
 # of them come too early: 11.2 us with 4 of 4096 x 14336 and 64 columns, 14.3 with all (H200).
 _EARLY = 4
 # All blocks, as many as a warp has lanes, where programs of the next kernel find idle SMs and all
 # is this small: 4.7 us instead of 4.9 (4096 x 4096, 7.4 MB).
 _ALL_EARLY, _ALL_EARLY_BYTES = 32, 8 * 2**20
+# With rows in two parts all programs together bring this much, which is how they were measured.
+_PARTS_EARLY_BYTES = 8 * 2**20
 
 
 class RowSchedule(NamedTuple):
@@ -45,6 +52,9 @@ class RowSchedule(NamedTuple):
     they lie outside of the tensors. `width` is
     the length of the longest row, at least 1. `early` is how many blocks of a program's first tile
     may come to the L2 before the kernel in front has ended.
+
+    With PARTS = 2 programs 2 i and 2 i + 1 are a pair, and a tile that is cut is the only one of
+    both. `width` is then the length of the longest row or part of one that a program has.
     """
 
     records: torch.Tensor
@@ -77,7 +87,9 @@ def row_schedule(
     panels = cdiv(columns, config.TILE_N)
     # where one tile has all columns, it does not matter how wide it is
     tile_n = config.TILE_N if panels > 1 else 0
-    key = (config.TILE_M, config.BLOCK_H, config.BLOCK_W, panels, tile_n, programs)
+    # only parts are counted in steps of so many blocks
+    parts = (config.PARTS, config.UNITS if config.PARTS > 1 else 1)
+    key = (config.TILE_M, config.BLOCK_H, config.BLOCK_W, panels, tile_n, programs, *parts)
     if key in schedules:
         return schedules[key]
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -101,21 +113,34 @@ def build_row_schedule(
     """Make a schedule; None where rows are too uneven. Synchronises for the lengths of rows."""
     starts = indptr.cpu()
     lengths = torch.diff(starts)
-    width = max(1, int(lengths.max()))
+    steps = (lengths + config.UNITS - 1) // config.UNITS
     panels = cdiv(columns, config.TILE_N)
-    dealt = _deal(lengths.repeat_interleave(config.row_tiles * panels).tolist(), programs)
+    copies = config.row_tiles * panels
+    if config.PARTS == 1:
+        hands = _deal(lengths.repeat_interleave(copies).tolist(), programs)
+        dealt = [[(tile, WHOLE) for tile in mine] for mine in hands]
+    else:
+        dealt = _deal_cut(steps.repeat_interleave(copies).tolist(), programs)
     most = max(map(len, dealt))
-    allowed = _SLOTS_PER_BLOCK * indices.shape[0] * config.row_tiles * panels + _SPARE_SLOTS
-    if len(dealt) * most * width > allowed:
-        return None
-    place = torch.tensor([mine + [mine[0]] * (most - len(mine)) for mine in dealt])
+    # [programs, tiles] from here on
+    padded = torch.tensor([mine + [(0, WHOLE)] * (most - len(mine)) for mine in dealt])
+    counts = torch.tensor([len(mine) for mine in dealt])[:, None].expand(-1, most)
+    place, part = padded.unbind(2)
     tile, first_column = place // panels, place % panels * config.TILE_N
     row, sub_row = tile // config.row_tiles, tile % config.row_tiles * config.TILE_M
-    counts = torch.tensor([len(mine) for mine in dealt])[:, None].expand_as(tile)
-    header = torch.stack([counts, tile, lengths[row], first_column], dim=2)
-    along = torch.arange(width)
-    present = along < lengths[row][..., None]
-    slot = torch.where(present, starts[row][..., None] + along, 0)
+    # the first part is the longer one
+    middle = starts[row] + torch.minimum((steps[row] + 1) // 2 * config.UNITS, lengths[row])
+    begin = torch.where(part == 1, middle, starts[row])
+    end = torch.where(part == 0, middle, starts[row + 1])
+    end = torch.where(torch.arange(most) < counts, end, begin)
+    width = max(1, int((end - begin).max()))
+    allowed = _SLOTS_PER_BLOCK * indices.shape[0] * copies + _SPARE_SLOTS
+    if place.numel() * width > allowed:
+        return None
+    header = torch.stack([counts, tile, end - begin, first_column, part != WHOLE], dim=2)
+    slot = begin[..., None] + torch.arange(width)
+    present = slot < end[..., None]
+    slot = torch.where(present, slot, 0)
     a_rows = torch.where(present, slot * config.BLOCK_H + sub_row[..., None], OUTSIDE)
     x_rows = torch.where(present, indices.cpu()[slot] * config.BLOCK_W, OUTSIDE)
     records = torch.cat([header, a_rows, x_rows], dim=2).int()
@@ -128,20 +153,43 @@ def _early_blocks(blocks: int, used: int, programs: int, config: NarrowSm90Confi
     if config.swapped:
         # not measured for low tiles
         return 0
+    if config.PARTS > 1:
+        piece_bytes = 2 * config.TILE_M * config.BLOCK_W
+        return min(_ALL_EARLY, _PARTS_EARLY_BYTES // (piece_bytes * used))
     stored_bytes = 2 * blocks * config.BLOCK_H * config.BLOCK_W
     idle = 2 * used <= programs
     return _ALL_EARLY if idle and stored_bytes <= _ALL_EARLY_BYTES else _EARLY
 
 
-def _deal(blocks: list[int], programs: int) -> list[list[int]]:
-    """Tiles of each program, given the blocks of each tile."""
-    longest_first = sorted(range(len(blocks)), key=lambda tile: -blocks[tile])
-    if len(blocks) <= programs:
+def _deal(work: list[int], programs: int) -> list[list[int]]:
+    """Tiles of each program, given what each tile has to read."""
+    longest_first = sorted(range(len(work)), key=lambda tile: -work[tile])
+    if len(work) <= programs:
         return [[tile] for tile in longest_first]
     hands: list[list[int]] = [[] for _ in range(programs)]
     loads = [(0, program) for program in range(programs)]
     for tile in longest_first:
         load, program = heapq.heappop(loads)
         hands[program].append(tile)
-        heapq.heappush(loads, (load + blocks[tile] + _TILE_COST, program))
+        heapq.heappush(loads, (load + work[tile] + _TILE_COST, program))
     return hands
+
+
+def _deal_cut(steps: list[int], programs: int) -> list[list[tuple[int, int]]]:
+    """Tiles, or parts of them, for pairs of programs, given the steps of each tile.
+
+    Of the longest tiles as many are cut as it takes to be done first, if programs would be idle.
+    """
+    most = max(2, programs // 2 * 2)
+    order = sorted(range(len(steps)), key=lambda tile: -steps[tile])
+    spare = min(most - len(steps), len(steps))
+    if spare <= 0:
+        hands = [[(tile, WHOLE) for tile in mine] for mine in _deal(steps, most)]
+    else:
+        left = [steps[tile] for tile in order] + [0]
+        parted = (left[0] + 1) // 2 + _MAIL_COST
+        longest = [left[0]] + [max(parted, left[cuts]) for cuts in range(1, spare + 1)]
+        cuts = longest.index(min(longest))
+        hands = [[(tile, part)] for tile in order[:cuts] for part in range(2)]
+        hands += [[(tile, WHOLE)] for tile in order[cuts:]]
+    return hands + [[]] * (len(hands) % 2)

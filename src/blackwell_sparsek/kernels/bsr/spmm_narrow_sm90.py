@@ -2,8 +2,9 @@
 
 A [M, K] block-sparse, x [K, N] with contiguous columns, out [M, N]: `dense @ A.T` of a layer, seen
 from A. A program computes the tiles that a schedule gives it, each TILE_M rows of one block row by
-TILE_N columns. A producer warp keeps a ring of pieces of blocks, which lie contiguous in memory,
-and of x full through TMA, and does not stop between tiles; one warp group multiplies.
+TILE_N columns; two programs of a cluster may share one. A producer warp keeps a ring of pieces of
+blocks, which lie contiguous in memory, and of x full through TMA, and does not stop between tiles;
+one warp group multiplies.
 
 Called as impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, blocks stored by rows, heights
 that are multiples of 16, pointers and strides that TMA takes.
@@ -22,7 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...core.launch import cdiv, launch, on_device_of
+from ...device.gluon.cluster import cluster_barrier, cluster_rank
+from ...device.gluon.mailbox import exchange_halves, open_mailbox
 from ...device.gluon.pipeline import barriers, tiles
+from ...device.gluon.warps import shared_address
 from ..sm90 import GROUP_ROWS, tensor_descriptor
 from .config_narrow_sm90 import NarrowSm90Config
 from .finish_sm90 import finish_values
@@ -85,6 +89,8 @@ def _produce(blocks_of_a, x_desc, records_ptr, items, width, ring, CFG: gl.const
     col = gl.load(record_ptr + 3)
     slots, a_rows, x_rows = _slots(record_ptr + _HEADER, 0, width, True)
     _bring_to_l2(values_ptr, slots, a_rows, early, CFG)
+    if CFG.PARTS > 1:
+        cluster_barrier()
     # only the schedule may be read ahead of other kernels: it never changes
     gdc_wait()
     mbarrier.wait(known.index(0), 0)
@@ -133,11 +139,12 @@ def _store(acc, out_ptr, out_strides, extras, sizes, corner, CFG: gl.constexpr):
     """Finish and store the sums of a tile whose first row and column are `corner`."""
     bias_ptr, residual_ptr, residual_strides = extras
     activation: gl.constexpr = CFG.ACTIVATION
-    accumulators: gl.constexpr = CFG.accumulator_layout()
+    accumulators: gl.constexpr = acc.type.layout
+    width: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = CFG.store_layout()
-    rows, cols = _indices(corner, accumulators, CFG)
+    rows, cols = _indices(corner, width, accumulators, CFG)
     acc = finish_values(acc, rows, cols, (bias_ptr, None, None), sizes, activation)
-    rows, cols = _indices(corner, layout, CFG)
+    rows, cols = _indices(corner, width, layout, CFG)
     inside = (rows < sizes[0]) & (cols < sizes[1])
     if residual_ptr is not None:
         offsets = rows.to(gl.int64) * residual_strides[0] + cols.to(gl.int64) * residual_strides[1]
@@ -149,10 +156,9 @@ def _store(acc, out_ptr, out_strides, extras, sizes, corner, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _indices(corner, layout: gl.constexpr, CFG: gl.constexpr):
-    """Rows and columns of the result for sums in `layout`."""
+def _indices(corner, width: gl.constexpr, layout: gl.constexpr, CFG: gl.constexpr):
+    """Rows and columns of the result for sums [64, width] in `layout`."""
     first_row, first_col = corner
-    width: gl.constexpr = CFG.sums_width
     down = gl.arange(0, _SUMS, gl.SliceLayout(1, layout))[:, None]
     along = gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
     if CFG.swapped:
@@ -169,12 +175,16 @@ def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
     layout: gl.constexpr = CFG.accumulator_layout()
     sums_width: gl.constexpr = CFG.sums_width
     units: gl.constexpr = CFG.UNITS
+    if CFG.PARTS > 1:
+        open_mailbox(shared_address(CFG.mail_offset + CFG.mail_bytes), CFG.mail_bytes)
+        cluster_barrier()
     size = _HEADER + 2 * width
     record_ptr = records_ptr + gl.program_id(0).to(gl.int64) * (items * size)
     tiles_mine = gl.load(record_ptr)
     row_tile = gl.load(record_ptr + 1)
     blocks = gl.load(record_ptr + 2)
     col = gl.load(record_ptr + 3)
+    parted = gl.load(record_ptr + 4)
     # bias, residual and output belong to kernels in front until they have finished
     gdc_wait()
     begin = 0
@@ -203,12 +213,32 @@ def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
         acc = warpgroup_mma_wait(0, deps=(acc,))
         last = (end + CFG.STAGES - 1) % CFG.STAGES
         mbarrier.arrive(empty.index(last), count=1, pred=end > begin)
-        corner = (row_tile * CFG.TILE_M, col)
-        _store(acc, out_ptr, out_strides, extras, sizes, corner, CFG)
+        if CFG.PARTS > 1 and parted > 0:
+            # the only tile of both programs
+            box = shared_address(CFG.mail_offset)
+            half: gl.constexpr = CFG.half_layout()
+            sums = exchange_halves(acc, box, box + CFG.mail_bytes, half)
+            corner = (row_tile * CFG.TILE_M, col + cluster_rank() * (CFG.TILE_N // 2))
+            _store(sums, out_ptr, out_strides, extras, sizes, corner, CFG)
+        else:
+            corner = (row_tile * CFG.TILE_M, col)
+            _store(acc, out_ptr, out_strides, extras, sizes, corner, CFG)
         begin = end
         row_tile = next_tile
         blocks = next_blocks
         col = next_col
+
+
+@gluon.jit
+def _blocks_memory(a_desc, CFG: gl.constexpr):
+    """The ring's room for blocks, of a program with a partner in front of its mailbox."""
+    if CFG.PARTS == 1:
+        return tiles(a_desc, CFG.STAGES * CFG.UNITS, CFG.TILE_M)
+    page: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
+    shape: gl.constexpr = [CFG.pages, 8, 64]
+    memory = gl.allocate_shared_memory(a_desc.dtype, shape, page)
+    ring: gl.constexpr = [CFG.STAGES * CFG.UNITS, CFG.TILE_M, CFG.TILE_K]
+    return memory._reinterpret(a_desc.dtype, ring, a_desc.layout)
 
 
 # the number of rows is specialised: where 16 divides it, rows are stored 16 bytes at a time
@@ -234,21 +264,35 @@ def _spmm_narrow_sm90_kernel(
     # the next kernel may start as soon as there is room for it; it waits where it has to
     gdc_launch_dependents()
     stages: gl.constexpr = CFG.STAGES
-    a_smem = tiles(a_desc, stages * CFG.UNITS, CFG.TILE_M)
+    a_smem = _blocks_memory(a_desc, CFG)
     x_smem = tiles(x_desc, stages * CFG.UNITS, CFG.x_rows)
     ring = (a_smem, x_smem, barriers(stages, 1), barriers(stages, 1), barriers(1, 1))
     fence_async_shared()
     extras = (bias_ptr, residual_ptr, residual_strides)
     output = (out_ptr, out_strides, extras, (n_rows, n_cols))
     blocks_of_a = (a_desc, values_ptr, early)
-    gl.warp_specialize(
-        [
-            (_consume, (output, records_ptr, items, width, ring, CFG)),
-            (_produce, (blocks_of_a, x_desc, records_ptr, items, width, ring, CFG)),
-        ],
-        [1],
-        [PRODUCER_REGISTERS],
-    )
+    few: gl.constexpr = PRODUCER_REGISTERS
+    if CFG.PARTS > 1:
+        # a cluster waits for all of its threads, those without work too
+        gl.warp_specialize(
+            [
+                (_consume, (output, records_ptr, items, width, ring, CFG)),
+                (_produce, (blocks_of_a, x_desc, records_ptr, items, width, ring, CFG)),
+                (cluster_barrier, ()),
+                (cluster_barrier, ()),
+            ],
+            [1, 1, 2],
+            [few, few, few],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (output, records_ptr, items, width, ring, CFG)),
+                (_produce, (blocks_of_a, x_desc, records_ptr, items, width, ring, CFG)),
+            ],
+            [1],
+            [few],
+        )
 
 
 def launch_spmm_narrow_sm90(
@@ -266,7 +310,7 @@ def launch_spmm_narrow_sm90(
     ----------
     out : [M, N], any strides
     values : [nnzb, bh, bw] contiguous, at least one block
-    schedule : of the pattern, N and the tiles of `config`, complete on the device before this call
+    schedule : of the pattern, N and tiles and parts of `config`, complete before this call
     x : [K, N] with contiguous columns
     bias : [M] contiguous, residual : [M, N], any strides; or None
     """
@@ -292,7 +336,8 @@ def launch_spmm_narrow_sm90(
     )
     with on_device_of(out):
         launch(
-            *(_spmm_narrow_sm90_kernel, schedule.records.shape[0], args),
+            *(_spmm_narrow_sm90_kernel, schedule.records.shape[0] // config.PARTS, args),
+            cluster=config.PARTS,
             num_warps=4,
             maxnreg=config.max_registers,
             launch_pdl=True,
