@@ -27,6 +27,7 @@ class Launches:
 def launches(monkeypatch):
     """What every builder gets back from its first launch."""
     module, found = block_mask_kernels, Launches()
+    monkeypatch.setattr(module, "triton_interpreted", lambda: False)
     # the index that CPU tensors tell
     monkeypatch.setattr(module, "raw_device", lambda: -1)
     monkeypatch.setattr(module, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)

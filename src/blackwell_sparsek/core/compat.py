@@ -19,8 +19,6 @@ LAUNCHER_TRITON = (3, 6)
 WARPS_TRITON = (3, 6)
 # The release that the registers of kernels were counted with: others divide them otherwise.
 SPILLS_TRITON = (3, 6)
-# Releases in which a tile may take part of the shared memory that it is laid into.
-PART_OF_MEMORY_TRITON = ((3, 6), (3, 7))
 # Releases for which `tests/compile/test_attention_sm90_barriers.py` was run.
 PLACES_TRITON = ((3, 6), (3, 7), (3, 8))
 
@@ -88,16 +86,6 @@ def why_places_unknown() -> str | None:
 def warps_may_part() -> bool:
     """Whether warps of a program may go their own ways, as `device/gluon/warps.py` lets them."""
     return triton_version() == WARPS_TRITON
-
-
-def why_no_part_of_memory() -> str | None:
-    """Why a tile must fill the shared memory that it is laid into, or None when it need not."""
-    version = triton_version()
-    if version is None or version in PART_OF_MEMORY_TRITON:
-        return None
-    first, last = (".".join(map(str, release)) for release in PART_OF_MEMORY_TRITON)
-    got = f"{version[0]}.{version[1]}"
-    return f"needs triton {first} or {last} for head dimensions up to 64, got {got}"
 
 
 def spills_are_judged() -> bool:

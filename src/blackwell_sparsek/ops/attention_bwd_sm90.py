@@ -6,7 +6,6 @@ Triton and the kernel are imported at the first call.
 import torch
 
 from ..core.arch import arch_of
-from ..core.compat import why_no_part_of_memory
 from ..core.launch import scratch, unrecorded
 from ..formats.attention_spec import AttnGradients, AttnSpec
 from ..formats.band import EVERYTHING, Band
@@ -34,11 +33,7 @@ from .machine import why_no_kernels
 
 def why_not_backward(problem: AttnProblem) -> str | None:
     """Why the backward kernel cannot run this problem, or None when it can."""
-    reason = why_no_kernels(problem.arch) or attn_bwd_sm90_unsupported(problem)
-    if reason is None and min(problem.head_dim, problem.head_dim_v) <= 64:
-        # gradients of keys and values go through the memory of dq, of which they take half then
-        reason = why_no_part_of_memory()
-    return reason
+    return why_no_kernels(problem.arch) or attn_bwd_sm90_unsupported(problem)
 
 
 auto_passes = attn_bwd_sm90_passed_over

@@ -135,6 +135,24 @@ def test_partial_blocks_and_long_columns_stay(device, monkeypatch):
     assert (times[0] % LATER.value).tolist() == [*range(16, 0, -1)] * 2
 
 
+def test_heads_that_share_an_empty_list_have_none_of_their_own(device, monkeypatch):
+    """They read rows of lists that are not there, wherever those pointed to."""
+    mask = BlockMask.from_dense(torch.zeros(2, 3, dtype=torch.bool, device=device), (16, 64))
+    order = torch.arange(3, dtype=torch.int32, device=device)
+    groups = groups_of_columns(mask, order, 1, 1, 4, 1, 64, 2)
+    given = {}
+    launch = bwd_visits.launch
+
+    def noted(kernel, grid, args, **options):
+        given.update(zip(kernel.arg_names, args, strict=True))
+        launch(kernel, grid, args, **options)
+
+    monkeypatch.setattr(bwd_visits, "launch", noted)
+    visits, _, lanes = plan_visits(mask, groups, 4, 1, 1)
+    assert visits.shape == (4, 0) and lanes.tolist() == [0, 1, 0]
+    assert given["heads"] == 4 and given["step"] > 0
+
+
 @pytest.mark.parametrize("heads, group, batch", [(1, 2, 1), (4, 2, 2), (4, 2, 1)])
 @pytest.mark.parametrize(
     "section, pack, sink, programs, tile",

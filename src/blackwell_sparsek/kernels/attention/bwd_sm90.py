@@ -196,8 +196,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     dtype: gl.constexpr = k_smem.dtype
     dk_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_d], dtype)
     dv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, tile_dv], dtype)
-    dk_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, [ROWS, tile_d], dk_layout)
-    dv_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, [ROWS, tile_dv], dv_layout)
+    # a tile of 16-bit numbers is half as large as one of sums, or a quarter
+    bits: gl.constexpr = dq_ring[0].dtype.primitive_bitwidth // dtype.primitive_bitwidth
+    room: gl.constexpr = bits * dq_ring[0].shape[1] * dq_ring[0].shape[2]
+    dk_room: gl.constexpr = [room // (ROWS * tile_d), ROWS, tile_d]
+    dv_room: gl.constexpr = [room // (ROWS * tile_dv), ROWS, tile_dv]
+    dk_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, dk_room, dk_layout).index(0)
+    dv_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, dv_room, dv_layout).index(0)
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) + GROUP * ROWS
     kv_heads = heads[0] // heads[1]
     step = 0

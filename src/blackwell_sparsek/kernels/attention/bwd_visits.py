@@ -263,7 +263,8 @@ def plan_visits(
         nb,
         mb,
         group_size if mask.heads > 1 or shared else 1,
-        nnz if shared else 0,
+        # never 0, which stands for lists of their own: a mask may be empty
+        max(nnz, 1) if shared else 0,
         mask.seq_lengths[0] // mask.block_size[0],
         words,
         # a column takes so long, as a rule
