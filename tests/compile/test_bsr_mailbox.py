@@ -12,7 +12,7 @@ CASE = """
 import torch
 from blackwell_sparsek.kernels.bsr import cases_narrow_sm90
 name = f"bsr_spmm_narrow_sm90/{sys.argv[1]}"
-case = next(case for case in cases_narrow_sm90._cases() if case.name == name)
+case = next(case for case in cases_narrow_sm90._parted_cases() if case.name == name)
 if sys.argv[2] == "fp32":
     case.args["out_ptr"] = torch.float32
 """

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from ...core.compat import warps_may_part
 from ...core.compile_cases import CompileCase, compile_cases
 from ..sm90 import descriptor_type
 from .config_narrow_sm90 import NarrowSm90Config, stages_that_fit
@@ -68,6 +69,13 @@ def _cases() -> Iterator[CompileCase]:
             config = NarrowSm90Config(*block, tile_m, tile_n, tile_k, units, stages)
             yield narrow_sm90_case(config)
             yield narrow_sm90_case(replace(config, ACTIVATION="gelu"), torch.float16, extras=True)
+
+
+@compile_cases
+def _parted_cases() -> Iterator[CompileCase]:
+    # with other releases of Triton no tile is cut, and not every one could build it
+    if not warps_may_part():
+        return
     for block, tile_n, units in (
         *(((128, 128), tile_n, 1) for tile_n in (16, 32, 64)),
         ((64, 64), 64, 2),

@@ -234,11 +234,12 @@ def _blocks_memory(a_desc, CFG: gl.constexpr):
     """The ring's room for blocks, of a program with a partner in front of its mailbox."""
     if CFG.PARTS == 1:
         return tiles(a_desc, CFG.STAGES * CFG.UNITS, CFG.TILE_M)
-    page: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
-    shape: gl.constexpr = [CFG.pages, 8, 64]
-    memory = gl.allocate_shared_memory(a_desc.dtype, shape, page)
-    ring: gl.constexpr = [CFG.STAGES * CFG.UNITS, CFG.TILE_M, CFG.TILE_K]
-    return memory._reinterpret(a_desc.dtype, ring, a_desc.layout)
+    else:
+        page: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
+        shape: gl.constexpr = [CFG.pages, 8, 64]
+        memory = gl.allocate_shared_memory(a_desc.dtype, shape, page)
+        ring: gl.constexpr = [CFG.STAGES * CFG.UNITS, CFG.TILE_M, CFG.TILE_K]
+        return memory._reinterpret(a_desc.dtype, ring, a_desc.layout)
 
 
 # the number of rows is specialised: where 16 divides it, rows are stored 16 bytes at a time
