@@ -35,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ..sm90 import GROUP_ROWS
 from . import bwd_config_sm90 as config
@@ -43,8 +42,7 @@ from .bwd_sm90_dq import give_dq, start_dq, write_dq
 from .bwd_sm90_steps import (
     ds_place,
     hand_over,
-    hide,
-    numbers_of_queries,
+    score_step,
     sees_nothing,
     start_products,
     zero_of,
@@ -65,7 +63,7 @@ def _step(
     k = k_smem.index(GROUP + zero_of(step))
     v = v_smem.index(GROUP + zero_of(step))
     score, ds_ring, dq_ring = consume[2], consume[3], consume[4]
-    q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty = shared[2]
+    q_smem, dout_smem, _, _, full, empty, dout_full, dout_empty = shared[2]
     dtype: gl.constexpr = k.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
@@ -75,22 +73,10 @@ def _step(
     if CFG.SPLIT_RING:
         mbarrier.wait(dout_full.index(stage), (step // CFG.STAGES) & 1)
     dp_started = start_products(v, dout_smem, step, CFG)
-    # where registers are left for them, the numbers of queries come while scores are under way
     early: gl.constexpr = CFG.TILE_M == 64 and score[1] is None
-    if early:
-        lse_log2 = numbers_of_queries(lse_smem, step, CFG)
-    s = warpgroup_mma_wait(1, deps=(s_started,))
-    if not early:
-        lse_log2 = numbers_of_queries(lse_smem, step, CFG)
-    p, capped = probabilities(s, None, lse_log2, score)
-    if masked:
-        p = hide(p, step, kv_index, shared, CFG)
-    if early:
-        delta = numbers_of_queries(delta_smem, step, CFG)
-    dp = warpgroup_mma_wait(0, deps=(dp_started,))
-    if not early:
-        delta = numbers_of_queries(delta_smem, step, CFG)
-    ds = score_gradients(p, capped, dp, delta, score)
+    p, ds = score_step(
+        s_started, dp_started, step, masked, kv_index, score, shared, early, CFG
+    )  # fmt: skip
     ds_tile, ds_bar = ds_place(ds_ring, step, GROUP, CFG)
     if not FIRST:
         # what the other warp group is done with by then frees the memory for ds, too

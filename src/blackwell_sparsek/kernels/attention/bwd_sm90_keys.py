@@ -21,10 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ..sm90 import GROUP_ROWS
-from .bwd_sm90_steps import hide, numbers_of_queries, start_products, zero_of
+from .bwd_sm90_steps import score_step, start_products, zero_of
 from .bwd_sm90_work import produce_steps, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
@@ -34,7 +33,7 @@ ROWS = gl.constexpr(GROUP_ROWS)
 def _step(dk, dv, step, keep, score, shared, MASKED: gl.constexpr, CFG: gl.constexpr):
     """Add what one tile of queries gives to the gradients of 64 keys."""
     k_smem, v_smem, kv_index = keep
-    q_smem, dout_smem, lse_smem, delta_smem, full, empty, _, _ = shared[2]
+    q_smem, dout_smem, _, _, full, empty, _, _ = shared[2]
     dtype: gl.constexpr = k_smem.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
@@ -42,22 +41,10 @@ def _step(dk, dv, step, keep, score, shared, MASKED: gl.constexpr, CFG: gl.const
     mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
     s_started = start_products(k_smem.index(zero_of(step)), q_smem, step, CFG)
     dp_started = start_products(v_smem.index(zero_of(step)), dout_smem, step, CFG)
-    # where registers are left for them, the numbers of queries come while scores are under way
     early: gl.constexpr = score[1] is None
-    if early:
-        lse_log2 = numbers_of_queries(lse_smem, step, CFG)
-    s = warpgroup_mma_wait(1, deps=(s_started,))
-    if not early:
-        lse_log2 = numbers_of_queries(lse_smem, step, CFG)
-    p, capped = probabilities(s, None, lse_log2, score)
-    if MASKED:
-        p = hide(p, step, kv_index, shared, CFG)
-    if early:
-        delta = numbers_of_queries(delta_smem, step, CFG)
-    dp = warpgroup_mma_wait(0, deps=(dp_started,))
-    if not early:
-        delta = numbers_of_queries(delta_smem, step, CFG)
-    ds = score_gradients(p, capped, dp, delta, score)
+    p, ds = score_step(
+        s_started, dp_started, step, MASKED, kv_index, score, shared, early, CFG
+    )  # fmt: skip
     p = gl.convert_layout(p.to(dtype), p_layout)
     ds = gl.convert_layout(ds.to(dtype), ds_layout)
     dv_started = warpgroup_mma(p, dout_smem.index(stage), dv, is_async=True)

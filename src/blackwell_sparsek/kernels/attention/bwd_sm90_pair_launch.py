@@ -63,10 +63,7 @@ def launch_attn_bwd_keys_sm90(
         args = (
             _descriptor(dk, config.k_block()),
             _descriptor(dv, config.v_block()),
-            _descriptor(dout, config.dout_block()),
-            _descriptor(q, config.q_block()),
-            _descriptor(k, config.k_block()),
-            _descriptor(v, config.v_block()),
+            *_inputs(dout, q, k, v, config),
             *rows,
             scratch((1,), torch.int32, q.device, zero=pieces > programs),
             order,
@@ -101,10 +98,7 @@ def launch_attn_bwd_queries_sm90(
     with on_device_of(q):
         args = (
             _descriptor(dq, config.q_block()),
-            _descriptor(dout, config.dout_block()),
-            _descriptor(q, config.q_block()),
-            _descriptor(k, config.k_block()),
-            _descriptor(v, config.v_block()),
+            *_inputs(dout, q, k, v, config),
             *terms,
             resting_words(1, q.device),
             order,
@@ -123,6 +117,18 @@ def launch_attn_bwd_queries_sm90(
 
 def _options(config: AttnBwdSm90Config | AttnBwdQueriesSm90Config) -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+
+
+def _inputs(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    config: AttnBwdSm90Config | AttnBwdQueriesSm90Config,
+) -> tuple[Any, ...]:
+    """Descriptors of what both kernels read."""
+    blocks = (config.dout_block(), config.q_block(), config.k_block(), config.v_block())
+    return tuple(map(_descriptor, (dout, q, k, v), blocks))
 
 
 def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:

@@ -9,8 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
+from ...device.backprop import probabilities, score_gradients
 from ...device.masks import bit_visible, column_bounds, exists, q_range, within_bounds
 from ..sm90 import GROUP_ROWS
 from .bwd_sm90_work import read_info
@@ -85,6 +87,32 @@ def sees_nothing(step, kv_tile, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 def hide(p, step, kv_index, shared, CFG: gl.constexpr):
     """p^T without the keys that a query does not see, whatever the exponential gave there."""
     return gl.where(_visible(shared, step, kv_index, CFG), p, 0.0)
+
+
+@gluon.jit
+def score_step(
+    s_started, dp_started, step, masked, kv_index, score, shared,
+    EARLY: gl.constexpr, CFG: gl.constexpr,
+):  # fmt: skip
+    """p^T and ds^T of a step whose products were started.
+
+    EARLY: registers are left for the numbers of queries to come while products are under way.
+    """
+    lse_smem, delta_smem = shared[2][2], shared[2][3]
+    if EARLY:
+        lse_log2 = numbers_of_queries(lse_smem, step, CFG)
+    s = warpgroup_mma_wait(1, deps=(s_started,))
+    if not EARLY:
+        lse_log2 = numbers_of_queries(lse_smem, step, CFG)
+    p, capped = probabilities(s, None, lse_log2, score)
+    if masked:
+        p = hide(p, step, kv_index, shared, CFG)
+    if EARLY:
+        delta = numbers_of_queries(delta_smem, step, CFG)
+    dp = warpgroup_mma_wait(0, deps=(dp_started,))
+    if not EARLY:
+        delta = numbers_of_queries(delta_smem, step, CFG)
+    return p, score_gradients(p, capped, dp, delta, score)
 
 
 @gluon.jit
