@@ -107,19 +107,35 @@ def test_what_describes_steps_outlives_them():
         assert make_config(*dims, block).STAGES + 2 < INFO_DEPTH
 
 
-def test_sections():
-    # queries, gradients and sums of a head take 4 MiB
-    assert attn_bwd_sm90_section(problem()) == 4
-    assert attn_bwd_sm90_section(problem(banded=True)) == 4
-    assert attn_bwd_sm90_section(problem(max_q=16384)) == 1
-    assert attn_bwd_sm90_section(problem(max_q=16384, banded=True)) == 2
-    assert attn_bwd_sm90_section(problem(max_q=16384, deterministic=True)) == 3
-    assert attn_bwd_sm90_section(problem(max_q=65536, deterministic=True)) == 1
-    assert attn_bwd_sm90_section(problem(max_q=16384, deterministic=True, banded=True)) == 1
-    assert attn_bwd_sm90_section(problem(heads_kv=4)) == 1
-    assert attn_bwd_sm90_section(problem(heads_kv=1, banded=True)) == 1
-    assert attn_bwd_sm90_section(problem(max_q=65536)) == 1
-    assert attn_bwd_sm90_section(problem(max_q=16, heads_q=2, heads_kv=2)) == 2
+@pytest.mark.parametrize(
+    "tokens, changes, section",
+    [
+        # queries, gradients and sums of a head take 4 MiB at 4096 tokens
+        (4096, {}, 4),
+        (16384, {}, 1),
+        (65536, {}, 1),
+        (4096, {"heads_kv": 4}, 1),
+        (16, {"heads_q": 2, "heads_kv": 2}, 2),
+        (16384, {"deterministic": True}, 3),
+        (65536, {"deterministic": True}, 1),
+        # two tiles of keys for each SM, of up to 64 MiB, two planes
+        (2048, {"banded": True}, 16),
+        (4096, {"banded": True}, 8),
+        (16384, {"banded": True}, 2),
+        (65536, {"banded": True}, 2),
+        (4096, {"banded": True, "heads_kv": 4}, 4),
+        (8192, {"banded": True, "heads_kv": 4}, 2),
+        (4096, {"banded": True, "heads_kv": 1}, 1),
+        # in order
+        (8192, {"banded": True, "deterministic": True}, 2),
+        (16384, {"banded": True, "deterministic": True}, 1),
+        (4096, {"banded": True, "deterministic": True, "heads_q": 64, "heads_kv": 16}, 8),
+        (8192, {"banded": True, "deterministic": True, "heads_kv": 4}, 4),
+        (32768, {"banded": True, "deterministic": True, "heads_kv": 4}, 2),
+    ],
+)
+def test_sections(tokens, changes, section):
+    assert attn_bwd_sm90_section(problem(max_q=tokens, max_k=tokens, **changes)) == section
 
 
 @pytest.mark.parametrize("tokens, section, parts", [(4096, 4, 1), (16384, 2, 1), (65536, 1, 4)])

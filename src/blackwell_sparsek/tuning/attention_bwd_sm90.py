@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+from ..core.launch import cdiv
 from ..kernels.attention.bwd_config_sm90 import AttnBwdSm90Config, make_config
 from .attention_sm90 import attn_fwd_sm90_unsupported
 from .problem_attention import AttnProblem
@@ -10,8 +11,9 @@ from .problem_attention import AttnProblem
 KEY_BLOCKS = (64, 128, 256)
 # Of the L2 of H100 and H200, what the planes of a section take.
 SECTION_BYTES = 16 * 2**20
-# Planes that run together at least under a band.
-UNEVEN = 2
+# Under a band, whose pieces are uneven: planes that run together at least, tiles of keys for each
+# SM that they should have, and how many times more bytes they may take for that.
+UNEVEN, UNEVEN_PIECES, UNEVEN_BYTES = 2, 2, 4
 # How many times more bytes of planes run together where dq is added up in order, and where
 # turns are planned besides.
 ORDERED, PLANNED = 3, 2
@@ -59,26 +61,35 @@ def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
 def attn_bwd_sm90_section(problem: AttnProblem) -> int:
     """KV planes that run together: those whose queries, gradients and sums of dq stay in L2.
 
-    At least two where a band makes pieces uneven, which fill the SMs while the longest end. TFLOP/s
-    with a band, by MiB of a plane and planes of a section: 4 MiB, 6, 12 and 24 planes 564, 558,
-    539; 2 MiB, 12, 24 and 48 planes 500, 491, 449; 32 MiB, 1, 2, 4 and 8 planes 533, 625, 610, 602;
-    without a band, 8 MiB, 1, 2, 3 and 6 planes 568, 571, 555, 553.
-    In order not with a band (32 MiB, 1 and 2 planes 501, 496; 128 MiB 475, 380). Else more, since
-    only tiles of one plane wait for each other; under a mask heads of a plane are read one after
-    the other (16 MiB a head, 2 and 3 planes of one head 520, 504; 1 and 2 of four heads 467, 523).
+    More where a band makes pieces uneven, which fill the SMs while the longest end. us with a
+    causal band by MiB of a plane and planes of a section: 16 MiB of 32 tiles, 1, 2, 4 and 8 planes
+    900, 830, 601, 626; 32 MiB of 64, 2605, 2185, 2220, 2255; 64 MiB of 128, 9800, 9580, 9350, 9590;
+    8 MiB of 64, 1200, 1133, 1098, 1096; 4 MiB of 32, 4, 8 and 16 planes 1230, 1208, 1201.
+    In order, planes of several heads need as many pieces, whatever they take (in the order above,
+    2, 4 and 8 planes 906, 729, 667; 2545, 2376, 2423; 9228, 10343, 9941), and those of one head few
+    bytes: their tiles of keys begin one after the other, and the more planes the further apart (16
+    MiB of 128, 1, 2, 4 and 8 planes 4774, 4705, 5323, 7266). Without a band more, since only tiles
+    of one plane wait for each other; under a mask heads of a plane are read one after the other
+    (TFLOP/s: 16 MiB a head, 2 and 3 planes of one head 520, 504; 1 and 2 of four heads 467, 523).
     """
-    row_bytes = _row_bytes(problem)
     group = problem.heads_q // problem.heads_kv
-    planes = problem.batch * problem.heads_kv
-    masked, room = problem.mask_block is not None, SECTION_BYTES
-    if problem.deterministic and masked:
-        group, room = 1, PLANNED * SECTION_BYTES
-    elif problem.deterministic and not problem.banded:
-        room = ORDERED * SECTION_BYTES
-    section = max(room // max(row_bytes * problem.max_q * group, 1), 1)
-    if problem.banded and not masked and not problem.deterministic:
-        section = max(section, UNEVEN)
-    return min(section, max(planes, 1))
+    masked, ordered = problem.mask_block is not None, problem.deterministic
+
+    def within(times: int, heads: int = group) -> int:
+        bytes_of_plane = _row_bytes(problem) * problem.max_q * heads
+        return times * SECTION_BYTES // max(bytes_of_plane, 1)
+
+    tiles = cdiv(max(problem.max_k, 1), attn_bwd_sm90_config(problem).tile_n)
+    filling = max(round(UNEVEN_PIECES * problem.arch.num_sms / tiles), UNEVEN)
+    if masked:
+        section = within(PLANNED, heads=1) if ordered else within(1)
+    elif not problem.banded:
+        section = within(ORDERED if ordered else 1)
+    elif not ordered:
+        section = max(within(1), min(filling, within(UNEVEN_BYTES)), UNEVEN)
+    else:
+        section = filling if group > 1 else within(1)
+    return max(min(section, problem.batch * problem.heads_kv), 1)
 
 
 def attn_bwd_sm90_front(problem: AttnProblem, section: int) -> int:

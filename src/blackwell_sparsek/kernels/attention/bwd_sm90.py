@@ -47,7 +47,7 @@ from .bwd_sm90_steps import (
     start_products,
     zero_of,
 )
-from .bwd_sm90_work import produce_steps, step_info
+from .bwd_sm90_work import heads_of_visits, produce_steps, step_info
 
 ROWS = gl.constexpr(GROUP_ROWS)
 SUM_ROWS = gl.constexpr(config.SUM_ROWS)
@@ -191,6 +191,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     dv_tile = dq_ring[0].index(GROUP)._reinterpret(dtype, dv_room, dv_layout).index(0)
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) + GROUP * ROWS
     kv_heads = heads[0] // heads[1]
+    visits, _ = heads_of_visits(shared[0][0], shared[5], shared[7], heads[1], CFG)
     step = 0
     turn = 1
     pieces = 0
@@ -201,7 +202,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         dk = gl.zeros([ROWS, tile_d], gl.float32, k_layout)
         dv = gl.zeros([ROWS, tile_dv], gl.float32, v_layout)
         mbarrier.wait(kv_full, pieces & 1)
-        for _ in range(heads[1] * CFG.visits):
+        for _ in range(visits * CFG.visits):
             q_tiles, masked_tiles = take(work, turn)
             turn += 1
             if q_tiles > 0:

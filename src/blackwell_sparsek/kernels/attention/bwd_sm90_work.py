@@ -84,16 +84,45 @@ def padded_queries(q_len):
 
 
 @gluon.jit
-def _ascends(plane, num_planes, section, lengths, band):
+def heads_of_visits(lists, lengths, band, group_size, CFG: gl.constexpr):
+    """How many visits a tile of keys pays to a group of heads, and to how many of them at a time.
+
+    One by one, or together: query tile by query tile. In order and where later keys are hidden,
+    tiles of keys get shorter and shorter: head by head, later ones would catch up with those whose
+    sums come first. Else one by one: tiles of keys are a query tile or two apart, and with several
+    heads at a time as many times further, more than the L2 holds.
+    """
+    if CFG.ORDERED and lists is None:
+        causal = (band[1] < lengths[1]) & (band[0] >= lengths[1])
+        visits = gl.where(causal, 1, group_size)
+        heads = group_size // visits
+    else:
+        visits = group_size
+        heads = 1
+    return visits, heads
+
+
+@gluon.jit
+def _place_in_group(item, heads, CFG: gl.constexpr):
+    """Query tile and head of one of the steps of a visit to so many heads; units stay whole."""
+    tiles_of_unit: gl.constexpr = CFG.last_in_unit + 1
+    of_unit = item % (heads * tiles_of_unit)
+    q_tile = item // (heads * tiles_of_unit) * tiles_of_unit + of_unit % tiles_of_unit
+    return q_tile, of_unit // tiles_of_unit
+
+
+@gluon.jit
+def _ascends(plane, num_planes, section, heads_here, lengths, band):
     """Whether a piece without a mask takes queries from the first to the last, in order.
 
     Where a band hides later keys, tiles of keys begin at queries of their own: the last tiles,
     which are the shortest, come first, and none meets another. In the last section the longest come
-    first, so that they do not end alone, and meet at the last queries.
+    first, so that they do not end alone, and meet at the last queries. So they do with several
+    heads at a time, which would be far apart otherwise.
     """
     section = gl.minimum(section, num_planes)
     last = section_of(plane, num_planes, section) == gl.maximum(num_planes // section, 1) - 1
-    return (band[1] < lengths[1]) & (last == 0)
+    return (band[1] < lengths[1]) & (last == 0) & (heads_here == 1)
 
 
 @gluon.jit
@@ -236,6 +265,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
     unit_size: gl.constexpr = CFG.UNIT
     q_heads, group_size = heads
     kv_heads = q_heads // group_size
+    visits, heads_here = heads_of_visits(mask[0], lengths, band, group_size, CFG)
     kv_tiles = (lengths[1] + CFG.tile_n - 1) // CFG.tile_n
     total = num_planes * kv_tiles
     step = 0
@@ -249,7 +279,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         order_ptr += gl.num_programs(0) + 1
     elif CFG.ORDERED:
         # one that waits for the sums of earlier pieces must find them in running programs
-        piece = gl.atomic_add(counter_ptr, 1)
+        piece = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     while piece < total:
         ascending = piece < 0
         if order_ptr is None:
@@ -257,7 +287,7 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             # early keys tend to be seen by most queries
             kv_tile = kv_tiles - 1 - from_end
             if CFG.ORDERED:
-                ascending = _ascends(plane, num_planes, section, lengths, band)
+                ascending = _ascends(plane, num_planes, section, heads_here, lengths, band)
                 kv_tile = gl.where(ascending, from_end, kv_tile)
         else:
             entry = gl.load(order_ptr + piece)
@@ -267,14 +297,14 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         kv_head = plane % kv_heads
         publish(work, turn, (plane, kv_tile))
         turn += 1
-        for visit in range(group_size * CFG.visits):
-            q_head = kv_head * group_size + visit // CFG.visits
-            plan = _plan_queries(mask, batch, q_head, kv_tile, lengths, band, CFG)
+        for visit in range(visits * CFG.visits):
+            first_head = kv_head * group_size + visit // CFG.visits
+            plan = _plan_queries(mask, batch, first_head, kv_tile, lengths, band, CFG)
             plan = _part_of_plan(plan, visit, ascending, CFG)
             num_masked = num_masked_units(plan)
             masked_tiles = num_tiles(num_masked, tile_m, unit_size)
             q_tiles = masked_tiles + num_tiles(num_full_units(plan), tile_m, unit_size)
-            publish(work, turn, (q_tiles, masked_tiles))
+            publish(work, turn, (q_tiles * heads_here, masked_tiles * heads_here))
             turn += 1
             if visit == 0:
                 # planned before, while the consumers still needed the last ones
@@ -283,8 +313,10 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             found = (
                 mask[0], plan, num_masked, turns_ptr, visits_ptr, visit_heads, head, ascending,
             )  # fmt: skip
-            for q_tile in range(q_tiles):
-                _fetch_step(descs, shared, step, found, q_tile, (batch, q_head, kv_tile), CFG)
+            for item in range(q_tiles * heads_here):
+                q_tile, head_here = _place_in_group(item, heads_here, CFG)
+                place = (batch, first_head + head_here, kv_tile)
+                _fetch_step(descs, shared, step, found, q_tile, place, CFG)
                 step += 1
         pieces += 1
         # Asked for when the copies of this one are under way, and not before: pieces of many heads
@@ -293,9 +325,9 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
         if visits_ptr is not None:
             piece += 1
         elif CFG.ORDERED:
-            piece = gl.atomic_add(counter_ptr, 1)
+            piece = gl.atomic_add(counter_ptr, 1, sem="relaxed")
         elif total > gl.num_programs(0):
-            piece = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+            piece = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
         else:
             piece += gl.num_programs(0)
     # no plane: the end, for the writer too
