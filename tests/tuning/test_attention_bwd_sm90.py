@@ -129,6 +129,8 @@ def test_what_describes_steps_outlives_them():
         # in order
         (8192, {"banded": True, "deterministic": True}, 2),
         (16384, {"banded": True, "deterministic": True}, 1),
+        (32768, {"banded": True, "deterministic": True}, 1),
+        (65536, {"banded": True, "deterministic": True}, 8),
         (4096, {"banded": True, "deterministic": True, "heads_q": 64, "heads_kv": 16}, 8),
         (8192, {"banded": True, "deterministic": True, "heads_kv": 4}, 4),
         (32768, {"banded": True, "deterministic": True, "heads_kv": 4}, 2),

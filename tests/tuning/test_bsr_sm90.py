@@ -6,7 +6,7 @@ import torch
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.kernels.bsr.config_narrow_sm90 import stages_that_fit
 from blackwell_sparsek.kernels.sm90 import SMEM_BYTES
-from blackwell_sparsek.tuning import bsr_sm90
+from blackwell_sparsek.tuning import bsr_estimate, bsr_sm90
 from blackwell_sparsek.tuning.bsr import narrow_is_even
 from blackwell_sparsek.tuning.bsr_estimate import dense_seconds, sparse_seconds
 from blackwell_sparsek.tuning.bsr_sm90 import (
@@ -122,7 +122,9 @@ def test_few_columns_of_the_other_orders_are_refused():
 
 
 def test_what_auto_leaves_to_the_portable_kernels():
-    low = replace(LAYER, block_shape=(16, 16))
+    # 16 rows; those 16 columns wide are made in strips
+    low = replace(LAYER, block_shape=(32, 16))
+    assert spmm_sm90_passed_over(replace(low, block_shape=(16, 16))) is None
     assert spmm_sm90_passed_over(replace(LAYER, n=1)) == (
         "one column is left to the portable kernels"
     )
@@ -253,7 +255,8 @@ def test_half_as_many_tiles_as_sms_are_even_enough(block, longest):
     assert not narrow_is_even(down, config, 2 * longest)
 
 
-def test_low_blocks_are_bound_by_their_number():
+def test_low_blocks_are_bound_by_their_number(monkeypatch):
+    monkeypatch.setattr(bsr_estimate, "strips_config", lambda problem: None)
     low = replace(LAYER, shape=(4096, 4096), block_shape=(16, 16), nnz_blocks=14418)
     assert sparse_seconds(low, "sm90") * 1e6 == pytest.approx(7.8, rel=0.1)
 

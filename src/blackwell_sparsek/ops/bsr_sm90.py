@@ -1,5 +1,7 @@
 """The Hopper kernels as implementation `sm90` of `bsk::bsr_matmul`."""
 
+from collections.abc import Callable
+
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -16,6 +18,7 @@ from ..tuning.bsr_sm90 import (
     spmm_sm90_paired,
     spmm_sm90_unsupported,
 )
+from ..tuning.bsr_strips import strips_config
 from ..tuning.bsr_warps import takes_warp_rows, warp_rows_config
 from ..tuning.problem_bsr import BsrProblem
 from .bsr_operands import RowsProduct, rows_product
@@ -107,23 +110,50 @@ def _multiply_by_warps(
 
 def _narrow_product(product: RowsProduct, values: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Make a product of few columns; False where it is not one, or its rows are too uneven."""
+    if product.out.numel() == 0:
+        return False
+    launch = _strips_launch(product) or _tiles_launch(product)
+    if launch is None:
+        return False
+    for views in product.parts:
+        for out, x, *residual in zip(*views, strict=True):
+            launch(out, values, x, bias, residual[0] if residual else None)
+    return True
+
+
+def _strips_launch(product: RowsProduct) -> Callable[..., None] | None:
+    """How strips of narrow blocks are multiplied, where that is for them."""
+    from ..kernels.bsr.row_table import row_table
+    from ..kernels.bsr.spmm_strips import launch_spmm_strips
+
+    config = strips_config(product.problem)
+    if config is None:
+        return None
+    table = row_table(product.indptr, product.indices, product.perm)
+    if table is None or not narrow_is_even(product.problem, config, table.width):
+        return None
+    return lambda out, values, x, bias, residual: launch_spmm_strips(
+        out, values, table, x, bias, residual, config
+    )
+
+
+def _tiles_launch(product: RowsProduct) -> Callable[..., None] | None:
+    """How tiles that TMA brings are multiplied, where that is for them."""
     from ..kernels.bsr.row_schedule import row_schedule
     from ..kernels.bsr.spmm_narrow_sm90 import launch_spmm_narrow_sm90
 
     config = narrow_sm90_config(product.problem)
-    if config is None or product.out.numel() == 0:
-        return False
+    if config is None:
+        return None
     # one program fills the shared memory of an SM
     programs = product.problem.arch.num_sms
     columns = product.problem.n
     schedule = row_schedule(product.indptr, product.indices, config, columns, programs)
     if schedule is None or not narrow_is_even(product.problem, config, schedule.width):
-        return False
-    for views in product.parts:
-        for out, x, *residual in zip(*views, strict=True):
-            addends = (bias, residual[0] if residual else None)
-            launch_spmm_narrow_sm90(out, values, schedule, x, *addends, config)
-    return True
+        return None
+    return lambda out, values, x, bias, residual: launch_spmm_narrow_sm90(
+        out, values, schedule, x, bias, residual, config
+    )
 
 
 def _readable(x: torch.Tensor, block_w: int) -> tuple[torch.Tensor, bool]:

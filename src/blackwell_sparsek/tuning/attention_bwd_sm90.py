@@ -3,7 +3,11 @@
 from functools import lru_cache
 
 from ..core.launch import cdiv
-from ..kernels.attention.bwd_config_sm90 import AttnBwdSm90Config, make_config
+from ..kernels.attention.bwd_config_sm90 import (
+    ORDERED_TILES,
+    AttnBwdSm90Config,
+    make_config,
+)
 from .attention_sm90 import attn_fwd_sm90_unsupported
 from .problem_attention import AttnProblem
 
@@ -14,6 +18,8 @@ SECTION_BYTES = 16 * 2**20
 # Under a band, whose pieces are uneven: planes that run together at least, tiles of keys for each
 # SM that they should have, and how many times more bytes they may take for that.
 UNEVEN, UNEVEN_PIECES, UNEVEN_BYTES = 2, 2, 4
+# Planes of one head that run together where tiles of keys are many, and in order.
+LONG_PLANES = 8
 # How many times more bytes of planes run together where dq is added up in order, and where
 # turns are planned besides.
 ORDERED, PLANNED = 3, 2
@@ -68,7 +74,8 @@ def attn_bwd_sm90_section(problem: AttnProblem) -> int:
     In order, planes of several heads need as many pieces, whatever they take (in the order above,
     2, 4 and 8 planes 906, 729, 667; 2545, 2376, 2423; 9228, 10343, 9941), and those of one head few
     bytes: their tiles of keys begin one after the other, and the more planes the further apart (16
-    MiB of 128, 1, 2, 4 and 8 planes 4774, 4705, 5323, 7266). Without a band more, since only tiles
+    MiB of 128, 1, 2, 4 and 8 planes 4774, 4705, 5323, 7266) until they all begin at the end (64 MiB
+    of 512, 2 and 4 planes 19998, 18632). Without a band more, since only tiles
     of one plane wait for each other; under a mask heads of a plane are read one after the other
     (TFLOP/s: 16 MiB a head, 2 and 3 planes of one head 520, 504; 1 and 2 of four heads 467, 523).
     """
@@ -87,8 +94,11 @@ def attn_bwd_sm90_section(problem: AttnProblem) -> int:
         section = within(ORDERED if ordered else 1)
     elif not ordered:
         section = max(within(1), min(filling, within(UNEVEN_BYTES)), UNEVEN)
+    elif group > 1:
+        section = filling
     else:
-        section = filling if group > 1 else within(1)
+        long = tiles > ORDERED_TILES * problem.arch.num_sms
+        section = LONG_PLANES if long else within(1)
     return max(min(section, problem.batch * problem.heads_kv), 1)
 
 

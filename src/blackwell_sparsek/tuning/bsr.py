@@ -20,6 +20,7 @@ from ..kernels.bsr.config import (
     largest_tile,
 )
 from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
+from ..kernels.bsr.config_strips import StripsConfig
 from .problem_bsr import BsrProblem
 from .tuned import Tile, tuned_tile
 
@@ -154,7 +155,7 @@ def narrow_config(problem: BsrProblem) -> NarrowConfig | None:
 
 
 def narrow_is_even(
-    problem: BsrProblem, config: NarrowConfig | NarrowSm90Config, longest_row: int
+    problem: BsrProblem, config: NarrowConfig | NarrowSm90Config | StripsConfig, longest_row: int
 ) -> bool:
     """Whether no program is much longer than the product, given the blocks of the longest row."""
     sizes = spmm_sizes(problem)

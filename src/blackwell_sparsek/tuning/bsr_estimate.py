@@ -19,6 +19,7 @@ from ..kernels.bsr.config_narrow_sm90 import NarrowSm90Config
 from ..kernels.bsr.row_pairs import pairs_saved
 from .bsr import NARROW, SpmmSizes, spmm_sizes
 from .bsr_sm90 import narrow_sm90_config, spmm_sm90_config, spmm_sm90_paired
+from .bsr_strips import strips_config
 from .problem_bsr import BsrProblem
 
 # Seconds until a kernel has started and ended.
@@ -30,6 +31,10 @@ NARROW_READ_SHARE = 0.78
 # In which a program of it copies a piece of a block with its rows of x, however small, and for each
 # column: 16 x 16 blocks of Llama's layers take 5e-8 with 16 columns and 8.5e-8 with 64.
 NARROW_COPY_S, NARROW_COPY_COLUMN_S = 3.8e-8, 7.3e-10
+# Bytes of blocks per second that strips of narrow ones multiply, by the columns of a tile: 16 x 16
+# blocks of Llama's layers; and what they take besides.
+STRIPS_S = 3e-6
+STRIPS_BYTES_S = {8: 3.2e12, 16: 2.6e12, 32: 1.55e12}
 # Bytes per second of packing low blocks into tall ones, read and written together.
 PACK_BYTES_S = 3e12
 # Writing a matrix out from its blocks, against the memory rate.
@@ -93,6 +98,9 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
         return _eager_seconds(problem, sizes)
     # rows of all batch entries are rows of one matrix
     merged = replace(problem, n=problem.n * problem.batch, batch=1)
+    if impl == "sm90" and (strips := strips_config(merged)) is not None:
+        stored_bytes = _stored(sizes) * problem.dtype.itemsize
+        return STRIPS_S + stored_bytes / STRIPS_BYTES_S[strips.TILE_N]
     if impl == "sm90" and (config := narrow_sm90_config(merged)) is not None:
         return _narrow_seconds(problem, sizes, config)
     if impl == "sm90" and sizes.block_h < PACKED_ROWS:
@@ -112,7 +120,9 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
 def packs_for_few_columns(problem: BsrProblem) -> bool:
     """Whether Hopper's kernels may lose to the portable one: the lowest blocks, few columns."""
     sizes = spmm_sizes(problem)
-    return sizes.block_h < PACKED_ROWS // 2 and _columns(sizes) <= PORTABLE_FEW
+    merged = replace(problem, n=_columns(sizes), batch=1)
+    low = sizes.block_h < PACKED_ROWS // 2 and _columns(sizes) <= PORTABLE_FEW
+    return low and strips_config(merged) is None
 
 
 def packed_seconds(problem: BsrProblem) -> float:

@@ -19,6 +19,7 @@ from ..kernels.bsr.config_sm90 import (
 )
 from ..kernels.sm90 import GROUP_ROWS
 from .bsr import NARROW, SpmmSizes, spmm_chunk, spmm_sizes
+from .bsr_strips import strips_config
 from .problem_bsr import BsrProblem
 
 # One column alone is left to the portable kernel, unless there are more tiles of rows than this for
@@ -83,7 +84,8 @@ def spmm_sm90_passed_over(problem: BsrProblem) -> str | None:
     tiles = cdiv(sizes.rows_b * height, GROUP_ROWS)
     if columns < 2 and tiles <= ONE_COLUMN_TILES * problem.arch.num_sms:
         return "one column is left to the portable kernels"
-    if columns <= FLAT_COLUMNS and height < FLAT_HEIGHT:
+    as_strips = strips_config(replace(problem, n=columns, batch=1)) is not None
+    if columns <= FLAT_COLUMNS and height < FLAT_HEIGHT and not as_strips:
         return f"{columns} columns and blocks of height {height} are left to the portable kernels"
     return None
 

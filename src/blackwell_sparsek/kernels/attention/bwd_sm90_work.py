@@ -18,13 +18,14 @@ from ...device.visits import (
     tile_ordinal,
 )
 from ..sm90 import GROUP_ROWS
-from .bwd_config_sm90 import INFO_DEPTH, QUERY_PADDING
+from .bwd_config_sm90 import INFO_DEPTH, ORDERED_TILES, QUERY_PADDING
 
 ROWS = gl.constexpr(GROUP_ROWS)
 DEPTH = gl.constexpr(INFO_DEPTH)
 # Entries of a mask row read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
 PADDING = gl.constexpr(QUERY_PADDING)
+NEAR_TILES = gl.constexpr(ORDERED_TILES)
 # What describes a step: plane of the queries; then of each of two parts the first query, the bits,
 # and how many tiles of keys add to its dq before.
 INFO_FIELDS = gl.constexpr(7)
@@ -93,8 +94,8 @@ def heads_of_visits(lists, lengths, band, group_size, CFG: gl.constexpr):
     heads at a time as many times further, more than the L2 holds.
     """
     if CFG.ORDERED and lists is None:
-        causal = (band[1] < lengths[1]) & (band[0] >= lengths[1])
-        visits = gl.where(causal, 1, group_size)
+        later_hidden = (band[1] < lengths[1]) & (band[0] >= lengths[1])
+        visits = gl.where(later_hidden, 1, group_size)
         heads = group_size // visits
     else:
         visits = group_size
@@ -112,17 +113,18 @@ def _place_in_group(item, heads, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _ascends(plane, num_planes, section, heads_here, lengths, band):
+def _ascends(plane, num_planes, kv_tiles, section, heads_here, lengths, band):
     """Whether a piece without a mask takes queries from the first to the last, in order.
 
     Where a band hides later keys, tiles of keys begin at queries of their own: the last tiles,
     which are the shortest, come first, and none meets another. In the last section the longest come
-    first, so that they do not end alone, and meet at the last queries. So they do with several
-    heads at a time, which would be far apart otherwise.
+    first, so that they do not end alone, and meet at the last queries. So they do where they are
+    long or have several heads at a time, and would be too far apart for the L2 otherwise.
     """
     section = gl.minimum(section, num_planes)
     last = section_of(plane, num_planes, section) == gl.maximum(num_planes // section, 1) - 1
-    return (band[1] < lengths[1]) & (last == 0) & (heads_here == 1)
+    near = (heads_here == 1) & (kv_tiles <= NEAR_TILES * gl.num_programs(0))
+    return (band[1] < lengths[1]) & (last == 0) & near
 
 
 @gluon.jit
@@ -287,7 +289,9 @@ def produce_steps(produce, shared, CFG: gl.constexpr):
             # early keys tend to be seen by most queries
             kv_tile = kv_tiles - 1 - from_end
             if CFG.ORDERED:
-                ascending = _ascends(plane, num_planes, section, heads_here, lengths, band)
+                ascending = _ascends(
+                    plane, num_planes, kv_tiles, section, heads_here, lengths, band
+                )
                 kv_tile = gl.where(ascending, from_end, kv_tile)
         else:
             entry = gl.load(order_ptr + piece)
