@@ -26,6 +26,7 @@ from ...core.launch import cdiv, launch, on_device_of
 from ...device.gluon.cluster import cluster_barrier, cluster_rank
 from ...device.gluon.mailbox import exchange_halves, open_mailbox
 from ...device.gluon.pipeline import barriers, tiles
+from ...device.gluon.prefetch import bring_to_l2
 from ...device.gluon.warps import shared_address
 from ..sm90 import GROUP_ROWS, tensor_descriptor
 from .config_narrow_sm90 import NarrowSm90Config
@@ -53,20 +54,12 @@ def _slots(slots_ptr, first, width, present):
 
 
 @gluon.jit
-def _bring_to_l2(values_ptr, slots, a_rows, count, CFG: gl.constexpr):
-    """Bring the first `count` blocks of a tile from memory to the L2, one for each lane of a warp.
-
-    A kernel in front may still write them: what it writes goes to the L2 too.
-    """
+def _bring_blocks(values_ptr, slots, a_rows, count, CFG: gl.constexpr):
+    """Bring the first `count` blocks of a tile to the L2, one for each lane of a warp."""
     block_ptr = values_ptr + a_rows.to(gl.int64) * CFG.BLOCK_W
     present = (slots < count) & (a_rows < _OUTSIDE)
-    address = gl.where(present, block_ptr.to(gl.int64), 0)
     nbytes = slots * 0 + CFG.TILE_M * CFG.BLOCK_W * 2
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s64 p, $1, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        *("=r,l,r,~{memory}", [address, nbytes], gl.int32, False, 1),
-    )
+    bring_to_l2(gl.where(present, block_ptr.to(gl.int64), 0), nbytes)
 
 
 @gluon.jit
@@ -88,7 +81,7 @@ def _produce(blocks_of_a, x_desc, records_ptr, items, width, ring, CFG: gl.const
     blocks = gl.load(record_ptr + 2)
     col = gl.load(record_ptr + 3)
     slots, a_rows, x_rows = _slots(record_ptr + _HEADER, 0, width, True)
-    _bring_to_l2(values_ptr, slots, a_rows, early, CFG)
+    _bring_blocks(values_ptr, slots, a_rows, early, CFG)
     if CFG.PARTS > 1:
         cluster_barrier()
     # only the schedule may be read ahead of other kernels: it never changes

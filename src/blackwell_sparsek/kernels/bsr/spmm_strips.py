@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...core.launch import launch, on_device_of
+from ...device.gluon.prefetch import bring_to_l2
 from ...device.gluon.warps import from_lane, lane_number, warp_number
 from .config_strips import LOADED, STRIP_BLOCK, STRIP_ROWS, UNIT_BLOCKS, StripsConfig
 from .finish_sm90 import finish_values
@@ -36,20 +37,12 @@ _STRIP_BYTES = gl.constexpr(2 * STRIP_ROWS * STRIP_BLOCK)
 
 
 @gluon.jit
-def _bring_to_l2(values_ptr, slots_ptr, width, CFG: gl.constexpr):
-    """Bring the strips of the first 32 blocks of each warp to the L2, one for each thread.
-
-    A kernel in front may still write them: what it writes goes to the L2 too.
-    """
+def _bring_strips(values_ptr, slots_ptr, width, CFG: gl.constexpr):
+    """Bring the strips of the first 32 blocks of each warp to the L2, one for each thread."""
     slot = warp_number() * _LANES + lane_number()
     entry = gl.load(slots_ptr + slot, mask=slot < width, other=-1)
     strip_ptr = values_ptr + entry.to(gl.int64) * CFG.block_size
-    address = gl.where(entry >= 0, strip_ptr.to(gl.int64), 0)
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s64 p, $1, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        *("=r,l,r,~{memory}", [address, _STRIP_BYTES], gl.int32, False, 1),
-    )
+    bring_to_l2(gl.where(entry >= 0, strip_ptr.to(gl.int64), 0), _STRIP_BYTES)
 
 
 @gluon.jit
@@ -152,7 +145,7 @@ def _spmm_strips_kernel(
     block_row = gl.load(record_ptr)
     blocks = gl.load(record_ptr + 1)
     values_ptr += strip * (_ROWS * _BLOCK)
-    _bring_to_l2(values_ptr, slots_ptr, width, CFG)
+    _bring_strips(values_ptr, slots_ptr, width, CFG)
     first = warp_number() * CFG.warp_blocks
     found = _find(slots_ptr, width, first, blocks, CFG)
     next_found = _find(slots_ptr, width, first + CFG.step_blocks, blocks, CFG)
