@@ -183,14 +183,16 @@ def _layer(block, density, n, shape=(8192, 8192)):
         (_problem(16, 0.5), "dense"),
         (_problem(32, 0.3), "sm90"),
         (_problem(32, 0.5), "sm90"),
-        (_problem(32, 0.7), "dense"),
+        (_problem(32, 0.7), "sm90"),
+        (_problem(32, 0.95), "dense"),
         (_problem(64, 0.5), "sm90"),
-        (_problem(64, 0.9), "dense"),
+        (_problem(64, 0.9), "sm90"),
         (_problem(16, 1.0, n=16), "triton"),
         (_layer(128, 0.22, 1), "triton"),
         *((_layer(128, 0.22, n), "sm90") for n in (2, 16, 64)),
         (_layer(32, 0.22, 64), "sm90"),
-        (_layer(16, 0.22, 16), "triton"),
+        (_layer(16, 0.22, 1), "triton"),
+        *((_layer(16, 0.22, n), "sm90") for n in (2, 16, 32)),
         (_layer(128, 1.0, 16), "sm90"),
         # 16 x 16 blocks of Llama's layers, as they were fastest on an H200
         (_layer(16, 0.22, 64, (4096, 4096)), "sm90"),
@@ -220,9 +222,9 @@ def test_both_estimates_are_in_the_reasons(monkeypatch):
     monkeypatch.delenv("BSK_IMPL", raising=False)
     monkeypatch.setattr("blackwell_sparsek.ops.machine.why_no_triton", lambda: None)
     sparse = matmul_dispatch.decide("auto", _problem(128, 0.22)).reasons
-    assert sparse["dense"] == "estimated 1.5 ms, sm90 0.357 ms"
+    assert sparse["dense"] == "estimated 1.5 ms, sm90 0.346 ms"
     dense = matmul_dispatch.decide("auto", _problem(16, 0.9)).reasons
-    assert dense["sm90"] == "estimated 1.86 ms, dense 1.53 ms"
+    assert dense["sm90"] == "estimated 2.22 ms, dense 1.53 ms"
     asked = matmul_dispatch.decide("dense", _problem(128, 0.22))
     assert asked.chosen == "dense" and asked.reasons["sm90"] == "impl='dense' was asked for"
 
