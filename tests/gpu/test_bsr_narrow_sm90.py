@@ -14,20 +14,17 @@ from blackwell_sparsek.functional.bsr import matmul
 from blackwell_sparsek.kernels.bsr.config_narrow_sm90 import NarrowSm90Config, stages_that_fit
 from blackwell_sparsek.kernels.bsr.row_schedule import build_row_schedule
 from blackwell_sparsek.ops import bsr_sm90
-from blackwell_sparsek.testing.poison import poisoned_empty
+from blackwell_sparsek.testing.bsr_layers import (
+    check_chain_in_graph,
+    check_layer,
+    layer_weight,
+)
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 from blackwell_sparsek.tuning.bsr_sm90 import narrow_sm90_config
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
 pairs_only = pytest.mark.skipif(not warps_may_part(), reason="needs the Triton of two parts")
-
-
-def _weight(rows, cols, block, dtype=torch.bfloat16, density=0.4):
-    grid = (-(-rows // block[0]), -(-cols // block[1]))
-    keep = torch.rand(grid, device="cuda") < density
-    keep[0], keep[-1] = False, True
-    return BSRMatrix.from_mask(torch.randn(rows, cols, device="cuda", dtype=dtype), keep, block)
 
 
 @pytest.fixture
@@ -71,27 +68,6 @@ def _skewed(rows, cols, block, dtype):
     return BSRMatrix.from_mask(dense, keep.cuda(), block)
 
 
-def _check(a, x, **options):
-    """The product x @ A.T with its epilogue, into memory full of NaN."""
-    dense = a.to_dense()
-    bias, residual = options.get("bias"), options.get("residual")
-
-    def plain(x, dense, convert):
-        out = x @ dense.mT
-        if bias is not None:
-            out = out + convert(bias)
-        if options.get("activation"):
-            out = getattr(torch.nn.functional, options["activation"])(out)
-        return out if residual is None else out + convert(residual)
-
-    with poisoned_empty():
-        got = matmul(x, a.T, impl="sm90", **options)
-    exact = plain(x.double(), dense.double(), torch.Tensor.double)
-    same = plain(x, dense, lambda t: t).to(got.dtype)
-    assert_within_budget(got, exact, same)
-    return got
-
-
 @pytest.mark.parametrize("n", [1, 2, 8, 15, 16, 17, 33, 63, 64, 65, 100, 128])
 @pytest.mark.parametrize(
     "shape, block",
@@ -108,30 +84,30 @@ def _check(a, x, **options):
 def test_products_keep_the_budget(n, shape, block):
     torch.manual_seed(n)
     dtype = torch.float16 if n % 2 else torch.bfloat16
-    a = _weight(*shape, block, dtype)
+    a = layer_weight(*shape, block, dtype)
     x = torch.randn(n, shape[1], device="cuda", dtype=dtype)
     bias = torch.randn(shape[0], device="cuda", dtype=dtype)
     residual = torch.randn(n, shape[0], device="cuda", dtype=dtype)
-    _check(a, x)
-    _check(a, x, bias=bias, activation="silu", residual=residual)
+    check_layer(a, x)
+    check_layer(a, x, bias=bias, activation="silu", residual=residual)
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
 @pytest.mark.parametrize("extra", ["", "bias", "residual"])
 def test_every_epilogue(activation, extra):
     torch.manual_seed(0)
-    a = _weight(256, 384, (64, 64))
+    a = layer_weight(256, 384, (64, 64))
     x = torch.randn(20, 384, device="cuda", dtype=torch.bfloat16)
     shape = {"bias": (256,), "residual": (20, 256)}.get(extra)
     options = {extra: torch.randn(shape, device="cuda", dtype=torch.bfloat16)} if extra else {}
-    _check(a, x, activation=activation, **options)
-    got = _check(a, x, activation=activation, out_dtype=torch.float32, **options)
+    check_layer(a, x, activation=activation, **options)
+    got = check_layer(a, x, activation=activation, out_dtype=torch.float32, **options)
     assert got.dtype == torch.float32
 
 
 def test_views_and_batches():
     torch.manual_seed(0)
-    a = _weight(256, 384, (64, 64))
+    a = layer_weight(256, 384, (64, 64))
     wide = torch.randn(3, 40, 512, device="cuda", dtype=torch.bfloat16)
     for x in (
         wide[0, ::2, :384],
@@ -143,16 +119,16 @@ def test_views_and_batches():
         torch.randn(2, 385, device="cuda", dtype=torch.bfloat16)[:1, :384],
     ):
         assert explain(matmul, x, a.T, impl="sm90").chosen == "sm90"
-        _check(a, x)
+        check_layer(a, x)
         residual = torch.randn(*x.shape[:-1], 256, device="cuda", dtype=torch.bfloat16)
-        _check(a, x, residual=residual)
+        check_layer(a, x, residual=residual)
 
 
 def test_integers_are_exact_and_bits_do_not_depend_on_who_computes_a_tile():
     from blackwell_sparsek.kernels.bsr.spmm_narrow_sm90 import launch_spmm_narrow_sm90
 
     torch.manual_seed(0)
-    a = _weight(1024, 5120, (128, 128))
+    a = layer_weight(1024, 5120, (128, 128))
     whole = a.with_data(torch.randint(-2, 3, a.data.shape, device="cuda").bfloat16())
     for n, tile_m, tile_n, tile_k, parts in (
         (40, 64, 64, 128, 1),
@@ -204,7 +180,7 @@ def test_layers_that_tuning_cuts(n, shape, block, density, launched):
     dtype = torch.float16 if n % 2 else torch.bfloat16
     a = BSRMatrix.from_mask(torch.randn(shape, device="cuda", dtype=dtype), keep.cuda(), block)
     x = torch.randn(n, shape[1], device="cuda", dtype=dtype)
-    _check(a, x)
+    check_layer(a, x)
     _assert_cut_and_whole(launched)
 
 
@@ -219,11 +195,11 @@ def test_rows_in_two_parts(n, block, launched, monkeypatch):
     x = torch.randn(n, 3000, device="cuda", dtype=dtype)
     bias = torch.randn(600, device="cuda", dtype=dtype)
     residual = torch.randn(n, 600, device="cuda", dtype=dtype)
-    first = _check(a, x)
+    first = check_layer(a, x)
     # one behind the other: a program may still wait for mail when the next one starts
     again = [matmul(x, a.T, impl="sm90") for _ in range(50)]
     assert all(torch.equal(out, first) for out in again)
-    _check(a, x, bias=bias, activation="silu", residual=residual)
+    check_layer(a, x, bias=bias, activation="silu", residual=residual)
     _assert_cut_and_whole(launched)
 
 
@@ -238,42 +214,10 @@ def test_every_epilogue_of_two_parts(n, activation, extra, launched, monkeypatch
     x = torch.randn(n, 3000, device="cuda", dtype=torch.bfloat16)
     shape = {"bias": (600,), "residual": (n, 600)}.get(extra)
     options = {extra: torch.randn(shape, device="cuda", dtype=torch.bfloat16)} if extra else {}
-    _check(a, x, activation=activation, **options)
-    got = _check(a, x, activation=activation, out_dtype=torch.float32, **options)
+    check_layer(a, x, activation=activation, **options)
+    got = check_layer(a, x, activation=activation, out_dtype=torch.float32, **options)
     assert got.dtype == torch.float32
     _assert_cut_and_whole(launched)
-
-
-def _check_chain_in_graph(block, n):
-    """Products that start early: what the kernel in front writes must not be read before."""
-    torch.manual_seed(0)
-    # the last row has all blocks and may be cut, others less than half
-    a = _weight(1024, 1024, block)
-    fresh = a.data * 0.05
-    a = a.with_data(torch.empty_like(fresh))
-    x = torch.randn(n, 1024, device="cuda", dtype=torch.bfloat16)
-
-    def chain(wait=lambda: None):
-        y = x
-        for _ in range(10):
-            a.data.fill_(float("nan"))
-            a.data.copy_(fresh)
-            wait()
-            y = matmul(y, a.T, impl="sm90")
-            wait()
-            y = matmul(y, a.T, impl="sm90")
-            wait()
-        return y
-
-    expected = chain(torch.cuda.synchronize)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = chain()
-    for _ in range(10):
-        got.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(got, expected)
-        assert torch.equal(chain(), expected)
 
 
 @pytest.mark.parametrize("n", [1, 16, 64])
@@ -281,103 +225,15 @@ def _check_chain_in_graph(block, n):
 def test_calls_that_need_each_other_in_a_graph(n, parts, launched, monkeypatch):
     if parts == 2:
         monkeypatch.setattr(bsr_sm90, "narrow_sm90_config", _in_two_parts)
-    _check_chain_in_graph((128, 64), n)
+    check_chain_in_graph((128, 64), n)
     if parts == 2:
         _assert_cut_and_whole(launched)
     assert {config.PARTS for _, config in launched} == {parts}
 
 
-@pytest.fixture
-def strips(monkeypatch):
-    """Configurations of the first launches of strips of narrow blocks."""
-    from blackwell_sparsek.kernels.bsr import spmm_strips
-
-    launch, noted = spmm_strips.launch_spmm_strips, []
-
-    def note(*args):
-        noted.append(args[-1])
-        launch(*args)
-
-    monkeypatch.setattr(spmm_strips, "launch_spmm_strips", note)
-    return noted
-
-
-@pairs_only
-@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32])
-@pytest.mark.parametrize(
-    "shape, block",
-    [
-        ((72, 96), (16, 16)),
-        ((4104, 2048), (16, 16)),
-        ((5000, 3072), (16, 16)),
-        ((40000, 256), (16, 16)),
-        ((264, 192), (128, 16)),
-        ((1000, 4096), (64, 16)),
-    ],
-)
-def test_strips_keep_the_budget(n, shape, block, strips):
-    torch.manual_seed(n)
-    dtype = torch.float16 if n % 2 else torch.bfloat16
-    a = _weight(*shape, block, dtype, density=0.3)
-    x = torch.randn(n, shape[1], device="cuda", dtype=dtype)
-    bias = torch.randn(shape[0], device="cuda", dtype=dtype)
-    residual = torch.randn(n, shape[0], device="cuda", dtype=dtype)
-    first = _check(a, x)
-    assert all(torch.equal(matmul(x, a.T, impl="sm90"), first) for _ in range(5))
-    _check(a, x, bias=bias, activation="silu", residual=residual)
-    assert _check(a, x, activation="gelu", out_dtype=torch.float32).dtype == torch.float32
-    assert bool(strips) == (block[0] == 16 or n <= 16)
-
-
-@pairs_only
-@pytest.mark.parametrize("tile_n", [8, 16, 32])
-@pytest.mark.parametrize("warps", [1, 2, 4, 8])
-@pytest.mark.parametrize("units", [1, 2])
-def test_integers_are_exact_in_every_shape_of_strips(tile_n, warps, units):
-    """Rows of x that no block meets are NaN, and so is what is behind the columns."""
-    from blackwell_sparsek.kernels.bsr.config_strips import StripsConfig
-    from blackwell_sparsek.kernels.bsr.row_table import build_row_table
-    from blackwell_sparsek.kernels.bsr.spmm_strips import launch_spmm_strips
-
-    torch.manual_seed(0)
-    for rows, cols, height in ((200, 640, 16), (300, 2048, 32), (16, 16, 16)):
-        keep = torch.rand(-(-rows // height), cols // 16, device="cuda") < 0.3
-        keep[0], keep[:, 0] = True, False
-        keep[0, 0] = cols == 16
-        dense = torch.randint(-2, 3, (rows, cols), device="cuda").bfloat16()
-        a = BSRMatrix.from_mask(dense, keep, (height, 16))
-        table = build_row_table(a.indptr, a.indices, None)
-        for n in (1, tile_n - 1, tile_n):
-            x = torch.full((n + 1, cols), float("nan"), device="cuda", dtype=torch.bfloat16)
-            x[:n] = torch.randint(-2, 3, (n, cols), device="cuda").bfloat16()
-            expected = (x[:n].float() @ a.to_dense().float().T).bfloat16()
-            x[:, :16] = x[:, :16] if cols == 16 else float("nan")
-            out = torch.full((n, rows), float("nan"), device="cuda", dtype=torch.bfloat16)
-            config = StripsConfig(height, tile_n, warps, units)
-            launch_spmm_strips(out.mT, a.storage, table, x[:n].mT, None, None, config)
-            assert torch.equal(out, expected), (rows, cols, n)
-
-
-@pairs_only
-@pytest.mark.parametrize("n", [1, 16, 32])
-def test_strips_that_need_each_other_in_a_graph(n, strips):
-    _check_chain_in_graph((16, 16), n)
-    assert strips
-
-
-def test_uneven_strips_are_left_to_others(strips):
-    torch.manual_seed(0)
-    keep = torch.zeros(64, 2048, dtype=torch.bool, device="cuda")
-    keep[3], keep[:, 0] = True, True
-    dense = torch.randn(64 * 16, 2048 * 16, device="cuda", dtype=torch.bfloat16)
-    a = BSRMatrix.from_mask(dense, keep, (16, 16))
-    _check(a, torch.randn(16, 2048 * 16, device="cuda", dtype=torch.bfloat16))
-    assert not strips
-
-
 def test_captured_without_a_schedule(monkeypatch):
     torch.manual_seed(0)
-    a, other = _weight(512, 512, (64, 64)), _weight(512, 512, (64, 64))
+    a, other = layer_weight(512, 512, (64, 64)), layer_weight(512, 512, (64, 64))
     x = torch.randn(16, 512, device="cuda", dtype=torch.bfloat16)
     # the kernel for many columns, compiled and loaded before the capture that has to take it
     with monkeypatch.context() as patch:
@@ -400,12 +256,12 @@ def test_uneven_rows_are_cut():
         torch.randn(64 * 64, 2048 * 16, device="cuda", dtype=torch.bfloat16), keep, (64, 16)
     )
     x = torch.randn(16, 2048 * 16, device="cuda", dtype=torch.bfloat16)
-    _check(a, x)
+    check_layer(a, x)
 
 
 def test_auto_takes_it_and_compiles_without_breaks():
     torch.manual_seed(0)
-    a = _weight(1024, 1024, (128, 128), density=0.2)
+    a = layer_weight(1024, 1024, (128, 128), density=0.2)
     x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
     assert explain(matmul, x, a.T).chosen == "sm90"
     run = torch.compile(lambda x: matmul(x, a.T, activation="relu") * 2, fullgraph=True)
