@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.formats.band import EVERYTHING, Band
 from blackwell_sparsek.formats.block_mask import BlockMask
+from blackwell_sparsek.formats.block_turns import turns_of_blocks
 from blackwell_sparsek.ops import attention_bwd_plan
 from blackwell_sparsek.ops.attention_bwd_plan import Columns, Walk, planned_sums
 
@@ -35,19 +36,21 @@ def test_in_any_order_there_are_no_turns(mask):
     assert sorted(order.tolist()) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("band", [EVERYTHING, Band(None, 0)])
-def test_turns_of_a_block_of_queries_are_all_there(mask, band):
+def test_turns_of_a_block_of_queries_are_all_there(mask):
+    order, turns, visits = planned_sums(mask, columns(), Walk(1, 1), deterministic=True)
+    lists = mask.transposed
+    seen, heads = visits[: lists.indices.numel(), 0], lists.row_indices() // 2
+    for head, block in {(int(h), int(b)) for h, b in zip(heads, seen, strict=True)}:
+        of_block = turns.flatten()[(heads == head) & (seen == block)]
+        assert sorted(of_block.tolist()) == list(range(len(of_block)))
+    # where each program's tiles begin and end, then the tiles
+    assert order[0] == 0 and order[SMS] == 4 and len(order) == SMS + 1 + 4
+    assert sorted(order[SMS + 1 :].tolist()) == [0, 1, 2, 3]
+
+
+def test_a_band_leaves_visits_as_they_are(mask):
+    band = Band(None, 0)
     order, turns, visits = planned_sums(mask, columns(band), Walk(1, 1), deterministic=True)
-    lists, nnz = mask.transposed, mask.transposed.indices.numel()
-    seen = lists.indices if visits is None else visits[:nnz, 0]
-    assert (visits is None) == (band != EVERYTHING)
-    if band == EVERYTHING:
-        heads = lists.row_indices() // 2
-        for head, block in {(int(h), int(b)) for h, b in zip(heads, seen, strict=True)}:
-            of_block = turns.flatten()[(heads == head) & (seen == block)]
-            assert sorted(of_block.tolist()) == list(range(len(of_block)))
-        # where each program's tiles begin and end, then the tiles
-        assert order[0] == 0 and order[SMS] == 4 and len(order) == SMS + 1 + 4
-        assert sorted(order[SMS + 1 :].tolist()) == [0, 1, 2, 3]
-    else:
-        assert sorted(order.tolist()) == [0, 1, 2, 3]
+    assert visits is None
+    assert sorted(order.tolist()) == [0, 1, 2, 3]
+    assert turns.equal(turns_of_blocks(mask, order, 2, 2, band, 128))

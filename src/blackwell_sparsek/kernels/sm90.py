@@ -26,6 +26,13 @@ def accumulator_layout(columns: int) -> object:
     )
 
 
+def warp_rows_layout(warps: int) -> object:
+    """Register layout of sums of `mma.sync`, 16 rows to each warp."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8])
+
+
 @cache
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     """How a tile of this shape lies in shared memory."""

@@ -8,7 +8,6 @@ themselves is left out: they decide only where both take fractions of a millisec
 stored blocks are the safer choice. Estimates serve to choose, not to promise.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -96,12 +95,10 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
     sizes = spmm_sizes(problem)
     if impl == "eager":
         return _eager_seconds(problem, sizes)
-    # rows of all batch entries are rows of one matrix
-    merged = replace(problem, n=problem.n * problem.batch, batch=1)
-    if impl == "sm90" and (strips := strips_config(merged)) is not None:
+    if impl == "sm90" and (strips := strips_config(problem.merged)) is not None:
         stored_bytes = _stored(sizes) * problem.dtype.itemsize
         return STRIPS_S + stored_bytes / STRIPS_BYTES_S[strips.TILE_N]
-    if impl == "sm90" and (config := narrow_sm90_config(merged)) is not None:
+    if impl == "sm90" and (config := narrow_sm90_config(problem.merged)) is not None:
         return _narrow_seconds(problem, sizes, config)
     if impl == "sm90" and sizes.block_h < PACKED_ROWS:
         packed_s = packed_seconds(problem)
@@ -120,9 +117,8 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
 def packs_for_few_columns(problem: BsrProblem) -> bool:
     """Whether Hopper's kernels may lose to the portable one: the lowest blocks, few columns."""
     sizes = spmm_sizes(problem)
-    merged = replace(problem, n=_columns(sizes), batch=1)
     low = sizes.block_h < PACKED_ROWS // 2 and _columns(sizes) <= PORTABLE_FEW
-    return low and strips_config(merged) is None
+    return low and strips_config(problem.merged) is None
 
 
 def packed_seconds(problem: BsrProblem) -> float:

@@ -84,8 +84,8 @@ def spmm_sm90_passed_over(problem: BsrProblem) -> str | None:
     tiles = cdiv(sizes.rows_b * height, GROUP_ROWS)
     if columns < 2 and tiles <= ONE_COLUMN_TILES * problem.arch.num_sms:
         return "one column is left to the portable kernels"
-    as_strips = strips_config(replace(problem, n=columns, batch=1)) is not None
-    if columns <= FLAT_COLUMNS and height < FLAT_HEIGHT and not as_strips:
+    flat = columns <= FLAT_COLUMNS and height < FLAT_HEIGHT
+    if flat and strips_config(problem.merged) is None:
         return f"{columns} columns and blocks of height {height} are left to the portable kernels"
     return None
 

@@ -1,6 +1,6 @@
 """The facts about a block-sparse product that the choice of an implementation may depend on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,6 +41,11 @@ class BsrProblem:
     def ragged(self) -> bool:
         """Whether edge blocks reach beyond the shape."""
         return any(size % b != 0 for size, b in zip(self.shape, self.block_shape, strict=True))
+
+    @property
+    def merged(self) -> "BsrProblem":
+        """With the rows of all batch entries as rows of one matrix."""
+        return replace(self, n=self.n * self.batch, batch=1)
 
     def __str__(self) -> str:
         operand = "X @ A" if self.dense_left else "A @ X"

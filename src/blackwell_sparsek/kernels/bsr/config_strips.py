@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 
+from ..sm90 import warp_rows_layout
+
 # Rows of a program and sides of what one `mma.sync` takes of a block.
 STRIP_ROWS = 16
 # Columns of a block, the only width that the kernel knows.
 STRIP_BLOCK = 16
 # Neighbours along K that a thread holds of either operand, and so loads at a time: 16 bytes.
 LOADED = 8
-# Blocks that are multiplied at a time: with as many neighbours, a warp holds four of them.
-UNIT_BLOCKS = 4
+# Blocks that are multiplied at a time: `mma.sync` takes K from four threads, twice.
+UNIT_BLOCKS = 4 * 2 * LOADED // STRIP_BLOCK
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,7 @@ class StripsConfig:
 
     def sums_layout(self) -> object:
         """Register layout of the sums of all warps, 16 rows to each."""
-        from triton.experimental.gluon import language as gl
-
-        return gl.NVMMADistributedLayout(
-            version=[2, 0], warps_per_cta=[self.WARPS, 1], instr_shape=[16, 8]
-        )
+        return warp_rows_layout(self.WARPS)
 
     def store_layout(self) -> object:
         """Register layout of a strip: 16-bit rows that lie in one piece are stored 16 bytes at a

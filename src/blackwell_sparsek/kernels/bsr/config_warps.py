@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..sm90 import warp_rows_layout
+
 # Rows of a block row, and so of a warp: one `mma.sync`.
 WARP_ROWS = 16
 # Columns of X in one row of a 128-byte swizzled tile; a warp accumulates two tiles side by side.
@@ -55,8 +57,4 @@ class WarpRowsConfig:
 
     def accumulator_layout(self) -> object:
         """Register layout of [tile_m, HALF_COLUMNS] sums: 16 rows to a warp."""
-        from triton.experimental.gluon import language as gl
-
-        return gl.NVMMADistributedLayout(
-            version=[2, 0], warps_per_cta=[self.WARPS, 1], instr_shape=[16, 8]
-        )
+        return warp_rows_layout(self.WARPS)
