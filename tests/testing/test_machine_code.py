@@ -1,6 +1,9 @@
-"""Finding registers that a compiler forgot to write."""
+"""Finding registers that a compiler forgot to write, and machine code that changed."""
 
-from blackwell_sparsek.testing.machine_code import unwritten_registers
+import struct
+
+from blackwell_sparsek.testing.compile_only import changed_code, digests
+from blackwell_sparsek.testing.machine_code import code_digest, unwritten_registers
 
 
 def code(*instructions):
@@ -43,3 +46,35 @@ def test_copies_of_nothing_are_found_where_they_are_read():
     assert not unwritten_registers(code("UMOV UR4, UR9", "UMOV UR4, 0x1", "UIADD3 UR5, UR4, URZ"))
     found = unwritten_registers(code("UMOV UR4, UR9", "UIADD3 UR5, UR4, URZ, URZ"))
     assert found == ["UIADD3 at 0010 reads UR4, which nothing wrote"]
+
+
+def elf(*sections):
+    """A file of 64-bit ELF with these (name, content), as much of one as sections need."""
+    names = b"\0" + b"".join(name + b"\0" for name, _ in sections) + b".shstrtab\0"
+    parts = [(names.index(name + b"\0"), content) for name, content in sections]
+    parts.append((names.index(b".shstrtab"), names))
+    body, headers = b"", b""
+    for at, content in parts:
+        headers += struct.pack("<II8x8xQQ24x", at, 1, 64 + len(body), len(content))
+        body += content
+    head = struct.pack("<Q10xHHH", 64 + len(body), 64, len(parts), len(parts) - 1)
+    return b"\x7fELF".ljust(0x28, b"\0") + head + body + headers
+
+
+def test_the_digest_is_of_instructions_alone():
+    code = elf((b".text.kernel", b"abc"), (b".debug_line", b"1"))
+    assert code_digest(code) == code_digest(elf((b".text.other", b"abc"), (b".debug_line", b"22")))
+    assert code_digest(code) != code_digest(elf((b".text.kernel", b"abd"), (b".debug_line", b"1")))
+
+
+def test_changed_code_is_named():
+    records = [{"name": name, "arch": 90, "digest": name} for name in "abc"] + [
+        {"name": "d", "arch": 90, "problems": ["does not build"]}
+    ]
+    before = digests(records)
+    assert changed_code(records, before) == []
+    before |= {"a sm_90": "other", "d sm_90": "built", "e sm_90": "e"}
+    del before["b sm_90"]
+    assert changed_code(records, before) == [
+        "changed: a sm_90", "changed: d sm_90", "new: b sm_90", "gone: e sm_90"
+    ]  # fmt: skip

@@ -1,12 +1,15 @@
 """Compile every registered kernel for GPUs that are not here, and report what came out.
 
 `python -m blackwell_sparsek.testing.compile_only --arch sm_90 [filter]` prints registers, shared
-memory, spills and, on request, how often an instruction occurs. Triton cannot compile in a process
+memory, spills and, on request, how often an instruction occurs. `--save FILE` keeps a digest of each
+kernel's machine code, `--compare FILE` tells which have changed since: a move or a renaming must
+change none. Triton cannot compile in a process
 that interprets kernels, so the work is done in child processes, many cases in each.
 """
 
 import argparse
 import json
+import pathlib
 import queue
 import subprocess
 import sys
@@ -47,7 +50,7 @@ def compile_kernels(
     -------
     list of dict
         `name`, `arch`, `registers`, `shared`, `spill_stores`, `spill_loads` (bytes), `counts`,
-        `target`, `seconds`, and `problems`: empty, or why the case fails.
+        `target`, `digest` (of the machine code), `seconds`, and `problems`: empty, or why the case fails.
     """
     command = [sys.executable, "-m", "blackwell_sparsek.testing.compile_worker"]
     command += ["--package", package, "--filter", contains, "--shards", str(jobs * part[1])]
@@ -139,6 +142,19 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def changed_code(records: Sequence[dict[str, Any]], before: dict[str, str]) -> list[str]:
+    """The cases whose machine code is not what it was `before`, by `digests`."""
+    now = digests(records)
+    lines = [f"changed: {name}" for name in now if before.get(name, now[name]) != now[name]]
+    lines += [f"new: {name}" for name in now if name not in before]
+    return lines + [f"gone: {name}" for name in before if name not in now]
+
+
+def digests(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Case and architecture to the digest of the machine code; "" where it does not build."""
+    return {f"{r['name']} sm_{r['arch']}": r.get("digest", "") for r in records}
+
+
 def _architecture(text: str) -> int:
     digits = text.removeprefix("sm_")
     if not digits.isdigit():
@@ -158,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", action="append", default=[], help="wgmma, sass:HGMMA, ...")
     parser.add_argument("--jobs", type=int, default=2, help="child processes (default 2)")
     parser.add_argument("--package", default=KERNELS, help="where to look for kernels")
+    parser.add_argument("--save", type=pathlib.Path, help="write digests of the machine code here")
+    parser.add_argument("--compare", type=pathlib.Path, help="1 when code differs from such a file")
     args = parser.parse_args(argv)
 
     def progress(done: int, total: int, record: dict[str, Any]) -> None:
@@ -181,7 +199,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"no compile case matches {args.filter!r}", file=sys.stderr)
         return 1
     print(table(records))
-    return int(any(record["problems"] for record in records))
+    if args.save:
+        args.save.write_text(json.dumps(digests(records), indent=1) + "\n")
+    changed = []
+    if args.compare:
+        changed = changed_code(records, json.loads(args.compare.read_text()))
+        print("\n".join(changed) or "the machine code of every case is as it was")
+    return int(bool(changed) or any(record["problems"] for record in records))
 
 
 if __name__ == "__main__":

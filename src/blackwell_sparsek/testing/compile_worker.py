@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from ..core.compat import spills_are_judged
 from ..core.compile_cases import CompileCase, registered_cases
-from .machine_code import unwritten_registers
+from .machine_code import code_digest, unwritten_registers
 
 # Bytes of shared memory one block may ask for.
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -112,6 +112,7 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     record["shared"] = max(record["shared"], compiled.metadata.shared)
     wanted = dict.fromkeys((*case.expect, *counts))
     record["num_warps"] = case.num_warps
+    record["digest"] = code_digest(compiled.asm["cubin"])
     code = _Code(compiled, sm)
     record["counts"] = {what: code.count(what) for what in wanted}
     record["problems"] = _problems(case, sm, record)

@@ -1,11 +1,13 @@
-"""What machine code must not do, whatever the compiler thought of it.
+"""What machine code must not do, whatever the compiler thought of it, and whether it changed.
 
 ptxas of CUDA 12.8, which Triton 3.6 brings, can lose the copy of a shared-memory address that
 several products of a Hopper kernel share: it then computes the descriptor of an operand from a
 uniform register that nothing wrote, and the kernel reads where whatever ran before it left off.
 """
 
+import hashlib
 import re
+import struct
 
 _INSTRUCTION = re.compile(
     r"/\*(?P<at>[0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)\s*(?P<rest>[^;]*);"
@@ -50,3 +52,18 @@ def unwritten_registers(sass: str) -> list[str]:
             width = 4 if ".128" in op else 2 if ".64" in op or ".WIDE" in op else 1
             written.update(range(int(target[1]), int(target[1]) + width))
     return found
+
+
+def code_digest(cubin: bytes) -> str:
+    """A digest of a cubin's instructions alone: names, line tables and notes do not enter it.
+
+    A change that only moves or renames code leaves it as it was.
+    """
+    sections, entry, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
+    headers = [struct.unpack_from("<II8x8xQQ", cubin, sections + i * entry) for i in range(count)]
+    text = headers[names][2]
+    digest = hashlib.sha256()
+    for name, _, offset, size in headers:
+        if cubin.startswith(b".text.", text + name):
+            digest.update(cubin[offset : offset + size])
+    return digest.hexdigest()[:16]
