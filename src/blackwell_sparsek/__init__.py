@@ -2,25 +2,24 @@
 
 from . import nn, prune
 from ._version import __version__
+from .attention.api import attention, attention_varlen
+from .attention.merge import merge_states
+from .attention.sdpa import scaled_dot_product_attention
 from .core.errors import BskError, InvalidInput, InvalidType, OutOfPages, Unsupported
-from .formats import patterns as masks
-from .formats.block_mask import BlockMask
-from .formats.bsr import BSRMatrix
-from .formats.kv_memory import kv_cache_bytes, kv_memory_table
-from .formats.page_summaries import PageSummaries
-from .functional.attention import attention
-from .functional.bsr import matmul, sddmm
-from .functional.decode import attention_decode, check_decode_inputs
-from .functional.kv_append import kv_append
-from .functional.kv_cache import KVCache
-from .functional.merge import merge_states
-from .functional.page_selection import page_summaries, topk_pages
-from .functional.paged_kv_cache import PagedKVCache
-from .functional.sdpa import scaled_dot_product_attention
-from .functional.varlen import attention_varlen
+from .decode.api import attention_decode, check_decode_inputs
+from .dispatch.dispatcher import explain
 from .integrations.torch_sdpa import patch_sdpa
 from .integrations.torch_sparse import enable_torch_sparse
-from .ops.dispatch import explain
+from .kv_cache.append import kv_append
+from .kv_cache.cache import KVCache
+from .kv_cache.layout import PageSummaries
+from .kv_cache.memory import kv_cache_bytes, kv_memory_table
+from .kv_cache.paged import PagedKVCache
+from .kv_cache.selection import page_summaries, topk_pages
+from .masks import patterns as masks
+from .masks.block_mask import BlockMask
+from .matmul.api import matmul, sddmm
+from .sparse.matrix import BSRMatrix
 
 __all__ = [
     "BSRMatrix",

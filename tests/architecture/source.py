@@ -53,6 +53,20 @@ def imports(path: pathlib.Path, root: pathlib.Path) -> Iterator[Import]:
                 yield Import(".".join([*module, alias.name]), node.lineno, id(node) in lazy)
 
 
+def is_kernel_file(path: pathlib.Path) -> bool:
+    """Whether a file is in Triton's or Gluon's dialect: it imports triton when it is imported."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module or ""]
+        else:
+            continue
+        if any(module.split(".")[0] == "triton" for module in modules):
+            return True
+    return False
+
+
 def _for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 

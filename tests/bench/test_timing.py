@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from blackwell_sparsek.bench import timing
-from blackwell_sparsek.bench.timing import (
-    Timing,
-    time_host,
-    time_interleaved,
-    time_reported,
-)
+from blackwell_sparsek.bench.timing import Timing, time_host, time_interleaved, time_reported
 
 CPU = torch.device("cpu")
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from blackwell_sparsek import InvalidInput
+from blackwell_sparsek.attention.triton import forward as fwd
+from blackwell_sparsek.attention.triton import tuning as tuning
 from blackwell_sparsek.bench import cli, tune
 from blackwell_sparsek.bench.problems.attention import Attention
 from blackwell_sparsek.bench.problems.product import Product
+from blackwell_sparsek.calls.matmul import BsrProblem
 from blackwell_sparsek.core.arch import Arch
-from blackwell_sparsek.kernels.attention import fwd
-from blackwell_sparsek.kernels.bsr import spmm
+from blackwell_sparsek.dispatch import tuned
+from blackwell_sparsek.matmul.triton import spmm
+from blackwell_sparsek.matmul.triton.tuning import spmm_config
 from blackwell_sparsek.reference.attention import attention as oracle
-from blackwell_sparsek.tuning import attention as tuning
-from blackwell_sparsek.tuning import tuned
-from blackwell_sparsek.tuning.bsr import spmm_config
-from blackwell_sparsek.tuning.problem_bsr import BsrProblem
 
 CPU = torch.device("cpu")
 FACTS = (90, 2, 128, None, "ieee")

@@ -5,9 +5,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from blackwell_sparsek.core.activations import activate as torch_activate  # noqa: E402
-from blackwell_sparsek.device.activations import activate  # noqa: E402
-from blackwell_sparsek.device.epilogue import finish  # noqa: E402
-from blackwell_sparsek.device.strided import offsets_2d  # noqa: E402
+from blackwell_sparsek.device.epilogue import activate, finish  # noqa: E402
+from blackwell_sparsek.device.tiles import offsets_2d  # noqa: E402
 from blackwell_sparsek.testing.tolerance import assert_within_budget  # noqa: E402
 
 

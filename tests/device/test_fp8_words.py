@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from blackwell_sparsek.core.env import triton_interpreted
-from blackwell_sparsek.device.fp8_words import as_halves, halves, turned_back, turned_halves
+from blackwell_sparsek.device.fp8 import as_halves, halves, turned_back, turned_halves
 from blackwell_sparsek.testing.inputs import normal
 
 

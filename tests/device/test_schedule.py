@@ -11,12 +11,14 @@ import triton
 import triton.language as tl
 
 from blackwell_sparsek.device.schedule import (
+    batch_and_heads,
     count_packed_pieces,
     place_in_sections,
     place_in_sequence,
+    plane_offset,
     sequence_of_piece,
+    token_span,
 )
-from blackwell_sparsek.device.sequences import batch_and_heads, plane_offset, token_span
 
 
 @triton.jit

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from blackwell_sparsek.device.shares import owner_of, share_of
+from blackwell_sparsek.device.schedule import owner_of, share_of
 
 
 @triton.jit

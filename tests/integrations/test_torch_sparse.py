@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from blackwell_sparsek.core.errors import InvalidInput, Unsupported
-from blackwell_sparsek.formats.bsr import BSRPattern
 from blackwell_sparsek.integrations.torch_sparse import enable_torch_sparse, is_enabled, routes
+from blackwell_sparsek.sparse.matrix import BSRPattern
 from blackwell_sparsek.testing.inputs import block_pattern, integers, normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 

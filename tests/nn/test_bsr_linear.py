@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType
-from blackwell_sparsek.formats.bsr import BSRMatrix
 from blackwell_sparsek.nn import BSRLinear
+from blackwell_sparsek.sparse.matrix import BSRMatrix
 from blackwell_sparsek.testing.inputs import block_pattern, integers, normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 

@@ -6,14 +6,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from blackwell_sparsek.formats.attention_spec import AttnSpec
-from blackwell_sparsek.formats.band import Band
-from blackwell_sparsek.formats.block_mask import BlockMask
-from blackwell_sparsek.reference.attention import (
-    attention,
-    attention_backward,
-    mask_elements,
-)
+from blackwell_sparsek.calls.attention import AttnSpec
+from blackwell_sparsek.masks.band import Band
+from blackwell_sparsek.masks.block_mask import BlockMask
+from blackwell_sparsek.reference.attention import attention, attention_backward, mask_elements
 from blackwell_sparsek.testing.inputs import qkv
 
 

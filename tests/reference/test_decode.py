@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from blackwell_sparsek.formats.attention_spec import AttnSpec
-from blackwell_sparsek.formats.band import Band
+from blackwell_sparsek.calls.attention import AttnSpec
+from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.reference.attention import attention
 from blackwell_sparsek.reference.decode import attention_decode
 from blackwell_sparsek.testing.decode_cases import DecodeCase

@@ -188,7 +188,8 @@ def test_parts_are_all_cases_once(monkeypatch):
 
 
 def test_kernels_that_this_triton_does_not_run_are_not_built(monkeypatch):
-    from blackwell_sparsek.kernels.bsr import cases_sm90, spmm_warps_launch
+    from blackwell_sparsek.matmul.sm90 import cases as cases_sm90
+    from blackwell_sparsek.matmul.sm90 import warps as spmm_warps_launch
 
     for module, source in ((cases_sm90, "_paired_cases"), (spmm_warps_launch, "_cases")):
         for may in (True, False):

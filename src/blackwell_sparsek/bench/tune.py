@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from ..formats.attention_spec import AttnSpec, empty_lse, empty_out
-from ..formats.band import band_of
-from ..kernels.attention.config import AttnFwdConfig
-from ..ops.bsr_operands import rows_product
-from ..tuning.attention import attn_fwd_config
-from ..tuning.bsr import spmm_config, spmm_config_of, spmm_facts
-from ..tuning.problem_attention import AttnProblem
-from ..tuning.tuned import Tile, key_of
+from ..attention.triton.tuning import AttnFwdConfig, attn_fwd_config
+from ..calls.attention import AttnProblem, AttnSpec, empty_lse, empty_out
+from ..dispatch.tuned import Tile, key_of
+from ..masks.band import band_of
+from ..matmul.problem import rows_product
+from ..matmul.triton.tuning import spmm_config, spmm_config_of, spmm_facts
 from .measure import told
 from .problems.attention import Attention, AttentionInputs
 from .problems.product import Product
@@ -59,7 +57,7 @@ def tune_attention(
     time_all: Callable[..., Any] = time_interleaved,
 ) -> tuple[str, Tile] | None:
     """The key and the best tile of a problem, or None where the built-in one is best."""
-    from ..kernels.attention.fwd import launch_attn_fwd
+    from ..attention.triton.forward import launch_attn_fwd
 
     inputs = problem.build(device)
     facts, built_in, spec = _attention_facts(inputs)
@@ -82,8 +80,8 @@ def tune_product(
     time_all: Callable[..., Any] = time_interleaved,
 ) -> tuple[str, Tile] | None:
     """The key and the best tile of a product, or None where the built-in one is best."""
-    from ..kernels.bsr.plan import spmm_plan
-    from ..kernels.bsr.spmm import launch_spmm
+    from ..matmul.plan import spmm_plan
+    from ..matmul.triton.spmm import launch_spmm
 
     inputs = product.build(device)
     sparse = inputs.sparse

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """One step of the backward pass of attention: probabilities again, and gradients of the products.
 
     p  = 2^(s * scale_log2 - shift)           delta = sum_d out * dout - dlse

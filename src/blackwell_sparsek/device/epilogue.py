@@ -1,9 +1,51 @@
-"""What happens to a finished product: activation(product + bias) + residual, rounded once."""
+# mypy: ignore-errors
+"""Activations on fp32 tiles, named as in `torch.nn.functional`.
+
+Elementwise on values in registers: no loads and no layout, so Triton and Gluon kernels share them.
+"""
 
 import triton
 import triton.language as tl
 
-from .activations import activate
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+
+
+@triton.jit
+def relu(x):
+    """max(x, 0); NaN stays NaN, which `tl.maximum` would drop."""
+    return tl.where(x < 0.0, 0.0, x)
+
+
+@triton.jit
+def gelu(x):
+    """x Φ(x) with the exact erf, torch's default."""
+    return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+
+
+@triton.jit
+def silu(x):
+    """x σ(x)."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """Apply the activation of that name; None is the identity."""
+    tl.static_assert(
+        ACTIVATION is None or ACTIVATION == "relu" or ACTIVATION == "gelu" or ACTIVATION == "silu",
+        "unknown activation",
+    )
+    if ACTIVATION == "relu":
+        return relu(x)
+    elif ACTIVATION == "gelu":
+        return gelu(x)
+    elif ACTIVATION == "silu":
+        return silu(x)
+    else:
+        return x
+
+
+# What happens to a finished product: activation(product + bias) + residual, rounded once.
 
 
 @triton.jit

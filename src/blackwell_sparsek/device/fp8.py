@@ -1,10 +1,18 @@
-"""Rounding to fp8 by integer arithmetic: the same bits on every GPU and in the interpreter.
+# mypy: ignore-errors
+"""fp8 caches as first operands of tensor cores, which want fp16: words are read, halves come out.
 
-Triton converts to e4m3 only from sm_89 on, and its interpreter truncates.
+A tensor core takes pairs that lie side by side in the direction of the sum, in a register each.
+Along the columns of a row that is how memory has them. Between rows, the bytes of two words are
+paired before they become fp16. Threads read as many bytes at once as they can, so columns come in
+another order, which is given to the other operand or undone in the product.
 """
 
 import triton
 import triton.language as tl
+
+# Rounding to fp8 by integer arithmetic: the same bits on every GPU and in the interpreter.
+#
+# Triton converts to e4m3 only from sm_89 on, and its interpreter truncates.
 
 E4M3_MAX = tl.constexpr(448.0)
 # 2^-6, the smallest normal number of e4m3, as bits of an fp32
@@ -37,3 +45,87 @@ def e4m3_values(bits):
     value = (magnitude << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     value = tl.where(magnitude == 0x7F, float("nan"), value)
     return tl.where((bits & 0x80) != 0, -value, value)
+
+
+# a word in, its four values out
+FOUR = tl.constexpr("""
+{
+.reg .b32 f;
+.reg .b16 x, y;
+mov.b32 {x, y}, $4;
+cvt.rn.f16x2.e4m3x2 f, x;
+mov.b32 {$0, $1}, f;
+cvt.rn.f16x2.e4m3x2 f, y;
+mov.b32 {$2, $3}, f;
+}
+""")
+
+# words of two rows in, (row 0, row 1) of each of the four columns out
+_PAIRS = tl.constexpr("""
+{
+.reg .b32 lo, hi, f;
+.reg .b16 x, y;
+prmt.b32 lo, $8, $9, 0x5140;
+prmt.b32 hi, $8, $9, 0x7362;
+mov.b32 {x, y}, lo;
+cvt.rn.f16x2.e4m3x2 f, x;
+mov.b32 {$0, $1}, f;
+cvt.rn.f16x2.e4m3x2 f, y;
+mov.b32 {$2, $3}, f;
+mov.b32 {x, y}, hi;
+cvt.rn.f16x2.e4m3x2 f, x;
+mov.b32 {$4, $5}, f;
+cvt.rn.f16x2.e4m3x2 f, y;
+mov.b32 {$6, $7}, f;
+}
+""")
+
+
+@triton.jit
+def halves(words):
+    """fp16 [rows, 4 * words] of int32 words [rows, words], columns in the order of `as_halves`."""
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    words = tl.reshape(tl.permute(tl.reshape(words, (N, W // 16, 4, 4)), (0, 1, 3, 2)), (N, W))
+    x0, x1, x2, x3 = tl.inline_asm_elementwise(
+        FOUR, "=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 4, is_pure=True, pack=1
+    )
+    # [rows, 16 columns, thread, high, low]
+    every = tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (N, W // 4, 4, 2, 2))
+    return tl.reshape(tl.permute(every, (0, 1, 3, 2, 4)), (N, 4 * W))
+
+
+@triton.jit
+def as_halves(x):
+    """Columns of [rows, columns] in the order of `halves`."""
+    M: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    # [rows, 64 columns, thread, word, high, low]
+    x = tl.permute(tl.reshape(x, (M, D // 64, 4, 4, 2, 2)), (0, 1, 3, 4, 2, 5))
+    return tl.reshape(x, (M, D))
+
+
+@triton.jit
+def turned_halves(words):
+    """fp16 [4 * words, rows] of int32 words [rows, words], columns reordered."""
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    even, odd = tl.split(tl.permute(tl.reshape(words, (N // 2, 2, W)), (0, 2, 1)))
+    a0, b0, a1, b1, a2, b2, a3, b3 = tl.inline_asm_elementwise(
+        _PAIRS, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [even, odd],
+        dtype=(tl.float16,) * 8, is_pure=True, pack=1,
+    )  # fmt: skip
+    low = tl.join(tl.join(a0, b0), tl.join(a1, b1))
+    high = tl.join(tl.join(a2, b2), tl.join(a3, b3))
+    # [pairs of rows, 8 words, word, row, column low, high]
+    every = tl.reshape(tl.join(low, high), (N // 2, W // 8, 8, 2, 2, 2))
+    return tl.reshape(tl.permute(every, (5, 1, 4, 2, 0, 3)), (4 * W, N))
+
+
+@triton.jit
+def turned_back(x):
+    """[columns, ...] of a product with `turned_halves` in memory's order."""
+    D: tl.constexpr = x.shape[0]
+    M: tl.constexpr = x.shape[1]
+    x = tl.permute(tl.reshape(x, (2, D // 32, 2, 8, M)), (1, 3, 0, 2, 4))
+    return tl.reshape(x, (D, M))

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The mask file: which keys a query sees. Nothing else in the package compares positions.
 
 A band `(left, right)` shows the query at position p the keys p - left .. p + right; an open side is

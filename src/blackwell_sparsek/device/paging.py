@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Where the keys of a tile lie in a cache: contiguous or in pages, all of them or chosen blocks.
 
 A cache is contiguous, [B, Hkv, S, D], or [pages, page_size, Hkv, D] with a table of pages for each

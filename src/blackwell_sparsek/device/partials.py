@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Results of one softmax that several programs computed parts of, and who puts them together.
 
 A program writes its part to a slot of its own and counts itself in. The one that comes last reads

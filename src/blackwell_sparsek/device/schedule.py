@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Which piece of work a program does. Grids have one axis: the others end at 65,535."""
 
 import triton
@@ -88,3 +89,77 @@ def place_in_sequence(cu_seqlens_ptr, piece, sequence, heads, section, TILE_M: t
     first = _first_slot(cu_seqlens_ptr, sequence, TILE_M)
     slots = _first_slot(cu_seqlens_ptr, sequence + 1, TILE_M) - first
     return place_in_sections(piece - first * heads, heads, slots, section)
+
+
+# From a plane to its batch, heads and tokens: dense batches and packed sequences alike.
+#
+# Dense tensors are [B, H, S, D]; packed ones [T, H, D] are the same with batch stride 0 and a first
+# token per sequence. Offsets are int64: element counts and strides may pass 2^31.
+
+
+@triton.jit
+def batch_and_heads(plane, q_heads, group_size):
+    """Batch, query head and the KV head that it reads."""
+    q_head = plane % q_heads
+    return plane // q_heads, q_head, q_head // group_size
+
+
+@triton.jit
+def token_span(cu_seqlens_ptr, batch, dense_length):
+    """First token and length of a sequence; without `cu_seqlens` all have `dense_length`."""
+    if cu_seqlens_ptr is not None:
+        start = tl.load(cu_seqlens_ptr + batch)
+        length = tl.load(cu_seqlens_ptr + batch + 1) - start
+    else:
+        start = 0
+        length = dense_length
+    return start, length
+
+
+@triton.jit
+def plane_offset(batch, head, start, strides):
+    """Offset of token `start` of a plane; `strides` begins with batch, head, token."""
+    return (
+        tl.cast(batch, tl.int64) * strides[0]
+        + tl.cast(head, tl.int64) * strides[1]
+        + tl.cast(start, tl.int64) * strides[2]
+    )
+
+
+@triton.jit
+def lse_offset(batch, head, start, num_heads, head_stride, cu_seqlens_ptr):
+    """Offset of token `start` of a plane in a contiguous lse, [B, H, S] or packed [H, T]."""
+    plane = tl.cast(head, tl.int64)
+    if cu_seqlens_ptr is None:
+        plane += tl.cast(batch, tl.int64) * num_heads
+    return plane * head_stride + start
+
+
+# Equal shares of a line of work: every program takes one stretch of it.
+#
+# `total` pieces lie in a row; program p takes the p-th of `programs` stretches whose sizes differ
+# by one at the most. Pieces belong to sequences of different lengths, which the first stretch
+# that a program meets is found in by a scan: lengths stay on the GPU and programs need no list.
+
+
+@triton.jit
+def share_of(program, total, programs):
+    """First piece of a program's stretch, and the end of it."""
+    each = total // programs
+    more = total - each * programs
+    begin = program * each + tl.minimum(program, more)
+    return begin, begin + each + tl.where(program < more, 1, 0)
+
+
+@triton.jit
+def owner_of(piece, total, programs):
+    """The program whose stretch holds `piece`."""
+    each = total // programs
+    more = total - each * programs
+    # the first `more` stretches are one piece longer
+    longer = more * (each + 1)
+    early = piece < longer
+    size = each + tl.where(early, 1, 0)
+    # one division: they take long, and nothing can begin before they are done
+    rest = tl.where(early, piece, piece - longer) // tl.maximum(size, 1)
+    return rest + tl.where(early, 0, more)

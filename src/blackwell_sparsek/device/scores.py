@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What happens to a score between the dot product and the softmax: scale, softcap.
 
 Scores enter the softmax raw; one positive factor `scale_log2` turns them into base-2 exponents

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The softmax of every attention kernel: the online step, what ends it, merging partial results.
 
 `lse` is a natural logarithm in fp32 wherever it is stored; inside kernels quantities in units of

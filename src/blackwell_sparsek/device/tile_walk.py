@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What portable kernels of attention do around their products: plans, and tiles with mask code.
 
 A forward or dQ kernel owns a tile of queries and walks over keys; a dK/dV kernel owns a tile of
@@ -8,16 +9,8 @@ kernels build the same out of `masks` and `visits`.
 import triton
 import triton.language as tl
 
-from .masks import (
-    bit_visible,
-    kv_range,
-    kv_range_of_all,
-    q_range,
-    q_range_of_all,
-    within_bounds,
-)
-from .schedule import place_in_sections, section_planes
-from .sequences import batch_and_heads, token_span
+from .masks import bit_visible, kv_range, kv_range_of_all, q_range, q_range_of_all, within_bounds
+from .schedule import batch_and_heads, place_in_sections, section_planes, token_span
 from .visits import (
     bits_of_query_tile,
     bits_of_tile,

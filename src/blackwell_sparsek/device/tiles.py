@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Moving tiles of rows between memory and registers through pointers.
 
 Rows are token indices; their offsets are computed in int64. Columns are padded to a power of two
@@ -42,3 +43,32 @@ def store_rows(base_ptr, rows, row_stride, offs_d, tile, length, HEAD_DIM: tl.co
         live = live & (offs_d < HEAD_DIM)[None, :]
     ptrs = row_pointers(base_ptr, rows, row_stride, offs_d)
     tl.store(ptrs, tile.to(base_ptr.dtype.element_ty), mask=live)
+
+
+# Addresses of tiles in strided matrices.
+
+
+@triton.jit
+def offsets_2d(rows, cols, row_stride, col_stride):
+    """Element offsets [len(rows), len(cols)] in int64: a stride alone may pass 2^31."""
+    return rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * col_stride
+
+
+# Adding one product of tiles to a sum of many.
+
+
+@triton.jit
+def add_product(acc, a, b, count, INPUT_PRECISION: tl.constexpr):
+    """acc + a @ b in fp32; `count` is any runtime integer that is not negative.
+
+    A float32 product without tensor cores adds one term at a time, and over a long sum its rounding
+    grows with the length. There each tile is summed by itself and added once, as a GEMM that splits
+    its sum does.
+    """
+    if a.dtype == tl.float32 and INPUT_PRECISION == "ieee":
+        # Zero, but only at run time: the compiler would fold a constant one into a longer sum.
+        zero = tl.where(count < 0, 1.0, 0.0)
+        acc += tl.dot(a, b, tl.zeros_like(acc) + zero, input_precision=INPUT_PRECISION)
+    else:
+        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+    return acc

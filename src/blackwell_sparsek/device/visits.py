@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Which KV tiles a query tile visits: a dense range, or the blocks of a mask row.
 
 The other direction is the same with the roles exchanged: the query tiles that a KV tile visits come

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 
 from ..core.checks import check_dtype, check_shape, check_tensor, message
 from ..core.errors import InvalidInput
-from ..core.launch import cdiv
-from ..formats.bsr_pattern import BSRPattern
+from ..launch.launcher import cdiv
+from ..sparse.pattern import BSRPattern
 
 
 def initial_pattern(

@@ -7,9 +7,9 @@ from ..core.activations import ACTIVATIONS
 from ..core.checks import check_choice, check_dtype, check_shape, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
-from ..formats.bsr import BSRMatrix, BSRPattern
-from ..formats.bsr_validate import VALUE_DTYPES, check_pair, zero_padding
-from ..functional.bsr import matmul
+from ..matmul.api import matmul
+from ..sparse.matrix import BSRMatrix, BSRPattern
+from ..sparse.validate import VALUE_DTYPES, check_pair, zero_padding
 from .bsr_init import initial_bounds, initial_pattern
 from .bsr_weight import BSRWeight
 
@@ -132,7 +132,7 @@ density=0.25, bias=True, activation='gelu')
         Examples
         --------
         >>> import torch
-        >>> from blackwell_sparsek.formats.bsr import BSRMatrix
+        >>> from blackwell_sparsek.sparse.matrix import BSRMatrix
         >>> from blackwell_sparsek.nn import BSRLinear
         >>> w = BSRMatrix.from_mask(torch.randn(32, 48), torch.eye(2, 3, dtype=torch.bool))
         >>> BSRLinear.from_matrix(w, torch.zeros(32)).density

@@ -13,8 +13,8 @@ import torch
 
 from ..core.checks import check_dtype, check_shape, check_tensor, message
 from ..core.errors import InvalidInput
-from ..formats.bsr_pattern import BSRPattern
-from ..formats.bsr_validate import VALUE_DTYPES, check_metadata, check_padding
+from ..sparse.pattern import BSRPattern
+from ..sparse.validate import VALUE_DTYPES, check_metadata, check_padding
 
 # What a state dict holds for one layer, besides the bias.
 PATTERN_KEYS = ("weight_shape", "indptr", "indices")

@@ -8,9 +8,9 @@ from torch import nn
 
 from ..core.checks import check_dtype, check_shape, check_tensor, message
 from ..core.errors import BskError, InvalidInput
-from ..core.launch import cdiv
-from ..formats.bits import usable_in_training
-from ..formats.bsr import BSRMatrix, BSRPattern
+from ..launch.launcher import cdiv
+from ..masks.bits import usable_in_training
+from ..sparse.matrix import BSRMatrix, BSRPattern
 from .bsr_state import KEYS, PATTERN_KEYS, adopting, check_state, other_pattern, same_pattern
 
 _DERIVED = ("t_indptr", "t_indices", "t_perm", "row_indices")

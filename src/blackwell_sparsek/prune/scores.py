@@ -6,9 +6,9 @@ import torch
 
 from ..core.checks import check_choice, check_dtype, check_rank, check_tensor, message
 from ..core.errors import InvalidInput, InvalidType
-from ..core.launch import cdiv
-from ..formats.bsr_convert import as_blocks
-from ..formats.bsr_validate import VALUE_DTYPES, check_pair
+from ..launch.launcher import cdiv
+from ..sparse.convert import as_blocks
+from ..sparse.validate import VALUE_DTYPES, check_pair
 
 NORMS = {"l1": 1, "l2": 2}
 METHODS = ("magnitude", "wanda", "random")

@@ -9,8 +9,8 @@ from torch import nn
 
 from ..core.checks import check_choice, message
 from ..core.errors import InvalidInput, InvalidType
-from ..formats.bsr_validate import VALUE_DTYPES, check_pair
 from ..nn.bsr_linear import BSRLinear
+from ..sparse.validate import VALUE_DTYPES, check_pair
 from .calibration import input_norms
 from .progress import Progress
 from .scores import METHODS, check_sparsity, choose_blocks

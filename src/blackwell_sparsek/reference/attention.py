@@ -13,9 +13,9 @@ gradient.
 
 import torch
 
-from ..formats.attention_spec import AttnSpec, lse_dtype
-from ..formats.band import Band
-from ..formats.block_mask import BlockMask
+from ..calls.attention import AttnSpec, lse_dtype
+from ..masks.band import Band
+from ..masks.block_mask import BlockMask
 
 
 def attention(

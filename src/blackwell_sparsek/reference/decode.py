@@ -5,8 +5,8 @@ Token by token, head by head, in fp64; a block that is listed twice counts twice
 
 import torch
 
-from ..formats.attention_spec import AttnSpec, lse_dtype
-from ..formats.decode_spec import DecodeSpec, kv_heads
+from ..calls.attention import AttnSpec, lse_dtype
+from ..calls.decode import DecodeSpec, kv_heads
 from .attention import _attend
 
 

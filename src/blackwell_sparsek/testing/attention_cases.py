@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..formats.attention_spec import AttnSpec
-from ..formats.band import EVERYTHING, Band
-from ..formats.block_mask import BlockMask
+from ..calls.attention import AttnSpec
+from ..masks.band import EVERYTHING, Band
+from ..masks.block_mask import BlockMask
 from ..reference.attention import attention as oracle
 from .inputs import normal
 from .tolerance import assert_within_budget

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..formats.attention_spec import AttnGradients, AttnSpec
+from ..calls.attention import AttnGradients, AttnSpec
 from ..reference.attention import attention as oracle
 from ..reference.attention import visible_elements
 from .inputs import normal

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..formats.bsr import BSRMatrix
-from ..functional.bsr import matmul, sddmm
+from ..matmul.api import matmul, sddmm
+from ..sparse.matrix import BSRMatrix
 from .inputs import block_pattern, integers, normal
 from .layouts import different_layouts
 from .poison import poisoned_empty

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..formats.bsr import BSRMatrix
-from ..functional.bsr import matmul
+from ..matmul.api import matmul
+from ..sparse.matrix import BSRMatrix
 from .poison import poisoned_empty
 from .tolerance import assert_within_budget
 

@@ -1,9 +1,9 @@
 """Compile every registered kernel for GPUs that are not here, and report what came out.
 
 `python -m blackwell_sparsek.testing.compile_only --arch sm_90 [filter]` prints registers, shared
-memory, spills and, on request, how often an instruction occurs. `--save FILE` keeps a digest of each
-kernel's machine code, `--compare FILE` tells which have changed since: a move or a renaming must
-change none. Triton cannot compile in a process
+memory, spills and, on request, how often an instruction occurs. `--save FILE` keeps a digest of
+each kernel's machine code, `--compare FILE` tells which have changed since: a move or a renaming
+must change none. Triton cannot compile in a process
 that interprets kernels, so the work is done in child processes, many cases in each.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from ..core.compile_cases import ALL_ARCHS
 from ..core.env import environment_for_compiler
 
-KERNELS = "blackwell_sparsek.kernels"
+KERNELS = "blackwell_sparsek"
 
 
 def compile_kernels(
@@ -50,7 +50,8 @@ def compile_kernels(
     -------
     list of dict
         `name`, `arch`, `registers`, `shared`, `spill_stores`, `spill_loads` (bytes), `counts`,
-        `target`, `digest` (of the machine code), `seconds`, and `problems`: empty, or why the case fails.
+        `target`, `digest` (of the machine code), `seconds`, and `problems`: empty, or why the
+        case fails.
     """
     command = [sys.executable, "-m", "blackwell_sparsek.testing.compile_worker"]
     command += ["--package", package, "--filter", contains, "--shards", str(jobs * part[1])]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..formats.band import Band
-from ..formats.decode_spec import DecodeSpec
+from ..calls.decode import DecodeSpec
+from ..masks.band import Band
 from ..reference.decode import attention_decode as oracle
 from .inputs import normal
 from .poison import poison_, poison_unused_

@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 
 from ..core.env import triton_interpreted
-from ..core.interpreted import bf16_mended
+from ..core.torch_state import bf16_mended
 
 # Builder methods that compute with values. Selects are allowed: they only move bits.
 _ARITHMETIC = ("binary_op", "unary_op", "create_fma", "create_clampf", "create_atomic_rmw")

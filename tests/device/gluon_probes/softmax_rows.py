@@ -6,9 +6,15 @@ from triton.experimental.gluon import language as gl
 
 from blackwell_sparsek.core.compile_cases import CompileCase, compile_cases
 from blackwell_sparsek.device import masks, visits
-from blackwell_sparsek.device.schedule import place_in_sections, section_planes
+from blackwell_sparsek.device.schedule import (
+    batch_and_heads,
+    lse_offset,
+    place_in_sections,
+    plane_offset,
+    section_planes,
+    token_span,
+)
 from blackwell_sparsek.device.scores import cap
-from blackwell_sparsek.device.sequences import batch_and_heads, lse_offset, plane_offset, token_span
 from blackwell_sparsek.device.softmax import add_sink, finalise, init_state, softmax_step
 
 

@@ -10,7 +10,7 @@ import torch
 from ... import BSRMatrix, attention, attention_decode, explain, masks, matmul
 from ...core.env import IMPLS
 from ...core.errors import InvalidInput
-from ...formats.bsr import BSRPattern
+from ...sparse.matrix import BSRPattern
 from .options import device_of, positive
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ...core.errors import InvalidInput
-from ...formats.kv_memory import MODELS, KVModel, format_kv_memory_table, kv_memory_table
+from ...kv_cache.memory import MODELS, KVModel, format_kv_memory_table, kv_memory_table
 from .options import positive
 
 DTYPES = {

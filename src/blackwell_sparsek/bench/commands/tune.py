@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...core.errors import Unsupported
-from ...tuning.tuned import file_name, write_tiles
+from ...dispatch.tuned import file_name, write_tiles
 from ..tune import PROBLEMS, PRODUCTS, tune_attention, tune_product
 
 

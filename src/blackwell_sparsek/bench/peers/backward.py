@@ -16,11 +16,7 @@ from .cudnn_frontend import MODULE, blocks_of, supports_blocks
 from .flash import FA2, FA4, fa2, fa4, fa4_blocks, window_of
 from .importing import load, needs
 from .ours import OURS, options_of
-from .torch_attention import (
-    sdpa,
-    sdpa_cudnn,
-    sdpa_flash,
-)
+from .torch_attention import sdpa, sdpa_cudnn, sdpa_flash
 
 DETERMINISTIC = "bsk_deterministic"
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]

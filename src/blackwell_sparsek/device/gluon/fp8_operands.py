@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """fp8 tiles in shared memory as first operands of WGMMA, which wants fp16 in registers.
 
 Tiles are copied as words of four values, int32 [keys, words], swizzled over 128 bytes: threads read
@@ -7,7 +8,7 @@ words without bank conflicts in the order in which `device.fp8_words` makes oper
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..fp8_words import FOUR, turned_halves
+from ..fp8 import FOUR, turned_halves
 
 
 @gluon.constexpr_function

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """`device.partials` for kernels that choose their layouts: parts of one softmax, put together.
 
 Accumulators are [rows, columns] in any layout; indices are made in the layouts that follow from it.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Scalars and barriers of single warps: loops in which every warp goes its own way.
 
 Gluon knows scalars only for a whole program, and puts a barrier of all its warps around each use of

@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 
+from ...attention.api import attention, attention_varlen
 from ...core.errors import InvalidInput, Unsupported
-from ...formats.band import Band
-from ...formats.block_mask import BlockMask
-from ...functional.attention import attention
-from ...functional.varlen import attention_varlen
+from ...masks.band import Band
+from ...masks.block_mask import BlockMask
 from .block_sparse import BlockSparse, mask_of_selection
 from .decode import attend_one
 from .visible_keys import OP, VisibleKeys, block_size_for, visible_of_user

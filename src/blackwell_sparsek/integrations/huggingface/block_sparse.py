@@ -9,12 +9,12 @@ import torch
 
 from ...core.checks import message
 from ...core.errors import InvalidInput, InvalidType
-from ...core.launch import cdiv
-from ...formats.band import Band
-from ...formats.block_mask import BlockMask
-from ...formats.block_mask_check import BLOCK_SIZES
-from ...formats.pattern_kept import kept_blocks
-from ...formats.pattern_segments import selected_blocks
+from ...launch.launcher import cdiv
+from ...masks.band import Band
+from ...masks.block_mask import BlockMask
+from ...masks.check import BLOCK_SIZES
+from ...masks.segments import selected_blocks
+from ...masks.topk import kept_blocks
 
 OP = "BlockSparse"
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from ...attention.api import attention
 from ...core.errors import Unsupported
-from ...formats.pattern_segments import every_key_block
-from ...functional.attention import attention
-from ...functional.decode import attention_decode
+from ...decode.api import attention_decode
+from ...masks.segments import every_key_block
 from .block_sparse import BlockSparse, mask_of_selection
 from .visible_keys import OP, VisibleKeys, block_size_for, listed_tokens
 

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats.band import Band
-from ...formats.pattern_segments import every_key_block
-from ...functional.sdpa_mask import may_wait
+from ...attention.sdpa import may_wait
+from ...masks.band import Band
+from ...masks.segments import every_key_block
 from .visible_keys import VisibleKeys, block_size_for, visible_elements
 
 CAUSAL = Band(None, 0)

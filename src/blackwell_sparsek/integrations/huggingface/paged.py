@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from ...attention.api import attention_varlen
 from ...core.errors import Unsupported
-from ...functional.varlen import attention_varlen
 from .attention_function import refuse
 from .visible_keys import OP
 

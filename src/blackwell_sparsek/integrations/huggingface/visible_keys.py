@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
+from ...attention.sdpa import may_wait
 from ...core.checks import message
 from ...core.errors import InvalidInput, Unsupported
-from ...formats.band import EVERYTHING, Band
-from ...formats.block_mask import BlockMask
-from ...formats.pattern_segments import every_block, segments
-from ...functional.sdpa_mask import may_wait
+from ...masks.band import EVERYTHING, Band
+from ...masks.block_mask import BlockMask
+from ...masks.segments import every_block, segments
 
 OP = "huggingface"
 

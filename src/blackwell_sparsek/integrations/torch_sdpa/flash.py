@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from ...attention.inputs import scale_or_default
+from ...attention.op import attn_bwd, attn_fwd
 from ...core.checks import message
 from ...core.errors import Unsupported
-from ...formats.band import Band
-from ...functional.attention_inputs import scale_or_default
-from ...ops.attention import attn_bwd, attn_fwd
+from ...masks.band import Band
 
 FLASH_NAME = "blackwell_sparsek"
 OP = "flash_attention"

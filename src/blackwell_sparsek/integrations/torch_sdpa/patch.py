@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ...attention.sdpa import scaled_dot_product_attention
 from ...core.errors import BskError
-from ...functional.sdpa import scaled_dot_product_attention
 
 _original = torch.nn.functional.scaled_dot_product_attention
 _lock = threading.RLock()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...formats.bsr import BSRMatrix, BSRPattern
+from ...sparse.matrix import BSRMatrix, BSRPattern
 
 
 class _Entry(NamedTuple):

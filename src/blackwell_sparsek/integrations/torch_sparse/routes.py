@@ -15,9 +15,9 @@ import torch
 
 from ...core.compat import torch_version
 from ...core.errors import Unsupported
-from ...formats.bsr import BSRMatrix
-from ...formats.bsr_validate import VALUE_DTYPES
-from ...functional.bsr import matmul
+from ...matmul.api import matmul
+from ...sparse.matrix import BSRMatrix
+from ...sparse.validate import VALUE_DTYPES
 from .pattern_cache import PatternCache
 
 _KEYS = ("SparseCsrCPU", "SparseCsrCUDA")

@@ -1,0 +1,1 @@
+"""Attention: dense, banded, block-sparse and packed, with gradients."""

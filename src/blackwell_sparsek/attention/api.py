@@ -1,0 +1,263 @@
+"""`attention`: dense tensors, any combination of masks."""
+
+from typing import Any
+
+import torch
+
+from ..core.checks import message
+from ..core.errors import InvalidInput, InvalidType
+from ..masks.band import band_of
+from ..masks.block_mask import BlockMask
+from ..masks.packed import check_cu_seqlens, check_same_batch
+from .inputs import (
+    DENSE,
+    PACKED,
+    autocast_qkv,
+    call_operator,
+    check_block_mask,
+    check_head_dims,
+    check_qkv,
+)
+from .replay import attention_results
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention over the keys that causal, window and block mask leave visible.
+
+    Query i sits at position `i + Sk - Sq`: the last query meets the last key. `causal`, `window`
+    and `block_mask` intersect; work is done only where something is visible. A query that sees
+    nothing gives output 0, lse -inf and no gradient. NaN or inf in keys past the lengths, outside
+    of every visited block, or behind the mask never reaches a query; on a GPU, NaN or inf in a
+    *value* row may reach the queries that share a tile with one that sees it.
+
+    Parameters
+    ----------
+    q : fp16, bf16, fp32 or fp64 `[B, Hq, Sq, D]`
+        Any strides with a contiguous last dimension, as for k and v. fp64 runs on `eager` and
+        `reference` only.
+    k : `[B, Hkv, Sk, D]`
+        Query head h reads KV head `h // (Hq / Hkv)`.
+    v : `[B, Hkv, Sk, Dv]`
+        D and Dv from 1 to 256.
+    causal : bool
+        Hide the keys after a query's position.
+    window : None, int or (left, right)
+        Position p sees keys `p - left .. p + right`; None is unbounded. `n` is the n latest keys
+        including its own: `(n - 1, 0)` under causal and `(n - 1, n - 1)` otherwise.
+    block_mask : BlockMask, optional
+        Made for `(Sq, Sk)`, with 1 or B masks along the batch and 1 or Hq along the heads.
+    scale : float, optional
+        Multiplies q k^T; by default `1 / sqrt(D)`.
+    softcap : float, optional
+        Scores become `softcap * tanh(score / softcap)`, after the scale and before the mask.
+    sinks : float `[Hq]`, optional
+        A logit per head that joins the softmax denominator and carries no value.
+    return_lse : bool
+        Also return the log-sum-exp of the scores, sinks included.
+    deterministic : bool, optional
+        Whether gradients must be the same bits in every run; by default what
+        `torch.use_deterministic_algorithms` says. The forward pass always is deterministic.
+    impl : str
+        `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back. Gradients come
+        from the backward of that name; where there is none, `auto` chooses one.
+
+    Returns
+    -------
+    out : `[B, Hq, Sq, Dv]`, dtype of q
+        Contiguous, or laid out as q when q is a transposed `[B, S, H, D]`.
+    lse : fp32 `[B, Hq, Sq]`
+        Natural logarithm; only with `return_lse`. fp64 for fp64 inputs. Differentiable.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q = torch.randn(1, 8, 100, 64)
+    >>> k = v = torch.randn(1, 2, 100, 64)
+    >>> attention(q, k, v, causal=True, window=32).shape
+    torch.Size([1, 8, 100, 64])
+    """
+    options = (causal, window, scale, softcap, deterministic, impl)
+
+    def checked() -> tuple[torch.Tensor, torch.Tensor]:
+        return _attention(q, k, v, block_mask, sinks, *options)
+
+    results = attention_results(q, k, v, sinks, block_mask, options, checked, return_lse)
+    return (results[0], results[1]) if return_lse else results[0]
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_mask: BlockMask | None,
+    sinks: torch.Tensor | None,
+    causal: bool,
+    window: int | tuple[int | None, int | None] | None,
+    scale: float | None,
+    softcap: float | None,
+    deterministic: bool | None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check everything and run the operator."""
+    op = "attention"
+    check_qkv(op, q, k, v, DENSE)
+    check_head_dims(op, q, v)
+    band = band_of(op, causal, window)
+    sq, sk = q.shape[2], k.shape[2]
+    check_block_mask(op, block_mask, q, q.shape[0], sq, sk)
+    q, k, v = autocast_qkv(op, q, k, v)
+    return call_operator(
+        op,
+        q,
+        k,
+        v,
+        band=band,
+        block_mask=block_mask,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        deterministic=deterministic,
+        impl=impl,
+        max_q=sq,
+        max_k=sk,
+    )
+
+
+# `attention_varlen`: sequences of different lengths, packed end to end.
+
+
+def _check_max(op: str, arg: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise InvalidType(message(op, arg, "is not an int", "int", type(value).__name__))
+    if value < 0:
+        raise InvalidInput(message(op, arg, "is negative", "an int >= 0", value))
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention within each of several packed sequences; see `attention` for the options.
+
+    Sequence b owns queries `cu_seqlens_q[b] .. cu_seqlens_q[b + 1]` and keys likewise, and is a
+    problem of its own: positions and alignment count inside it. Lengths may be 0. The numbers in
+    `cu_seqlens_*` are checked by the implementations that read them on the host (`eager`, which
+    waits for the device to do so, and `reference`).
+
+    Parameters
+    ----------
+    q : fp16, bf16, fp32 or fp64 `[Tq, Hq, D]`
+    k : `[Tk, Hkv, D]`
+    v : `[Tk, Hkv, Dv]`
+    cu_seqlens_q, cu_seqlens_k : int32 `[B + 1]`
+        Offsets, from 0 to Tq and Tk, on the device of q.
+    max_seqlen_q, max_seqlen_k : int
+        At least the longest length.
+    block_mask : BlockMask, optional
+        Made for `(max_seqlen_q, max_seqlen_k)`, with 1 or B masks along the batch, indexed by
+        positions inside each sequence.
+    causal, window, scale, softcap, sinks, return_lse, deterministic, impl :
+        As in `attention`; positions count inside each sequence.
+
+    Returns
+    -------
+    out : `[Tq, Hq, Dv]`, dtype of q
+    lse : fp32 `[Hq, Tq]`
+        Only with `return_lse`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q = k = v = torch.randn(10, 4, 16)
+    >>> offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
+    >>> attention_varlen(
+    ...     q, k, v, offsets, offsets, max_seqlen_q=7, max_seqlen_k=7, causal=True
+    ... ).shape
+    torch.Size([10, 4, 16])
+    """
+    options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, impl)
+    offsets = (cu_seqlens_q, cu_seqlens_k)
+
+    def checked() -> tuple[torch.Tensor, torch.Tensor]:
+        return _attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, block_mask, sinks, *options)
+
+    results = attention_results(q, k, v, sinks, block_mask, options, checked, return_lse, offsets)
+    return (results[0], results[1]) if return_lse else results[0]
+
+
+def _attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    block_mask: BlockMask | None,
+    sinks: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    window: int | tuple[int | None, int | None] | None,
+    scale: float | None,
+    softcap: float | None,
+    deterministic: bool | None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check everything and run the operator."""
+    op = "attention_varlen"
+    check_qkv(op, q, k, v, PACKED)
+    check_head_dims(op, q, v)
+    check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, device=q.device)
+    check_cu_seqlens(op, "cu_seqlens_k", cu_seqlens_k, device=q.device)
+    check_same_batch(op, cu_seqlens_q, cu_seqlens_k)
+    _check_max(op, "max_seqlen_q", max_seqlen_q)
+    _check_max(op, "max_seqlen_k", max_seqlen_k)
+    band = band_of(op, causal, window)
+    batch = cu_seqlens_q.numel() - 1
+    check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k)
+    q, k, v = autocast_qkv(op, q, k, v)
+    return call_operator(
+        op,
+        q,
+        k,
+        v,
+        band=band,
+        block_mask=block_mask,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        deterministic=deterministic,
+        impl=impl,
+        max_q=max_seqlen_q,
+        max_k=max_seqlen_k,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )

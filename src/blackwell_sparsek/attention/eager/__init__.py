@@ -1,0 +1,1 @@
+"""Attention in plain PyTorch, with work proportional to what is visible."""

@@ -1,0 +1,197 @@
+"""What the public attention functions share: checks, defaults, the call of the operator."""
+
+import math
+from typing import Any
+
+import torch
+
+from ..core.checks import (
+    check_choice,
+    check_derivatives,
+    check_dtype,
+    check_finite,
+    check_last_dim_contiguous,
+    check_rank,
+    check_same_device,
+    check_same_dtype,
+    check_shape,
+    check_tensor,
+    message,
+)
+from ..core.env import IMPLS
+from ..core.errors import InvalidInput, InvalidType
+from ..core.torch_state import cast_operand
+from ..masks.band import Band
+from ..masks.block_mask import BlockMask
+from .autograd import attend
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+
+DENSE = "[B, H, S, D]"
+PACKED = "[T, H, D]"
+
+
+def check_qkv(
+    op: str, q: Any, k: Any, v: Any, layout: str, names: tuple[str, str, str] = ("q", "k", "v")
+) -> None:
+    """Type, layout, dtype, device and shape of q, k and v, in that order; host only."""
+    tensors = dict(zip(names, (q, k, v), strict=True))
+    for arg, x in tensors.items():
+        check_tensor(op, arg, x)
+        check_derivatives(op, arg, x)
+        check_dtype(op, arg, x, DTYPES)
+        check_rank(op, arg, x, layout)
+        check_last_dim_contiguous(op, arg, x)
+    check_same_device(op, {**tensors})
+    if layout == DENSE and not q.shape[0] == k.shape[0] == v.shape[0]:
+        _raise_mismatch(op, tensors, "have different batch sizes", "one batch size")
+    if k.shape[-1] != q.shape[-1]:
+        _raise_mismatch(op, tensors, "have different head dims", "q and k alike")
+    if k.shape[:-1] != v.shape[:-1]:
+        _raise_mismatch(op, tensors, "do not match", "k and v alike but for the last dimension")
+    heads_q, heads_kv = q.shape[1], k.shape[1]
+    if heads_kv == 0 or heads_q % heads_kv:
+        raise InvalidInput(
+            message(
+                op,
+                names[0],
+                "has a wrong number of heads",
+                f"a multiple of the heads of {names[1]}",
+                f"{heads_q} query heads not divisible by {heads_kv} kv heads",
+            )
+        )
+
+
+def _raise_mismatch(op: str, tensors: dict[str, torch.Tensor], problem: str, expected: str) -> None:
+    got = ", ".join(f"{arg} {list(x.shape)}" for arg, x in tensors.items())
+    raise InvalidInput(message(op, "/".join(tensors), problem, expected, got))
+
+
+def check_head_dims(op: str, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Head dims that kernels are made for."""
+    for arg, x in (("q", q), ("v", v)):
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise InvalidInput(
+                message(op, arg, "has an unsupported head dim", f"1 to {MAX_HEAD_DIM}", x.shape[-1])
+            )
+
+
+def autocast_qkv(
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cast to autocast's dtype where autocast is on (fp64 stays); then all dtypes must agree."""
+    q, k, v = cast_operand(q), cast_operand(k), cast_operand(v)
+    check_same_dtype(op, {"q": q, "k": k, "v": v})
+    return q, k, v
+
+
+def _number(op: str, arg: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
+        raise InvalidType(message(op, arg, "is not a number", "a float", type(value).__name__))
+    number = float(value)
+    check_finite(op, arg, number)
+    return number
+
+
+def scale_or_default(op: str, scale: Any, head_dim: int) -> float:
+    """`scale`, or 1/sqrt(D)."""
+    return 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else _number(op, "scale", scale)
+
+
+def softcap_or_off(op: str, softcap: Any) -> float:
+    """`softcap` as operators carry it: 0 is off."""
+    if softcap is None:
+        return 0.0
+    value = _number(op, "softcap", softcap)
+    if value <= 0:
+        raise InvalidInput(message(op, "softcap", "is not positive", "None or > 0", softcap))
+    return value
+
+
+def check_sinks(op: str, sinks: Any, q: torch.Tensor) -> None:
+    """One logit per query head."""
+    if sinks is None:
+        return
+    check_tensor(op, "sinks", sinks)
+    check_derivatives(op, "sinks", sinks)
+    check_dtype(op, "sinks", sinks, DTYPES)
+    check_shape(op, "sinks", sinks, [q.shape[1]])
+    check_same_device(op, {"q": q, "sinks": sinks})
+
+
+def check_block_mask(
+    op: str, block_mask: Any, q: torch.Tensor, batch: int, sq: int, sk: int
+) -> None:
+    """A mask made for these sizes, on the device of q."""
+    if block_mask is None:
+        return
+    if not isinstance(block_mask, BlockMask):
+        got = type(block_mask).__name__
+        raise InvalidType(message(op, "block_mask", "is not a block mask", "BlockMask", got))
+    block_mask.check_problem(op, batch, q.shape[1], sq, sk)
+    check_same_device(op, {"q": q, "block_mask": block_mask.bits})
+
+
+def is_deterministic(op: str, deterministic: Any) -> bool:
+    """None follows torch's global switch."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(deterministic, bool):
+        got = type(deterministic).__name__
+        raise InvalidType(message(op, "deterministic", "is not a bool", "bool or None", got))
+    return deterministic
+
+
+def call_operator(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    band: Band,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    deterministic: bool | None,
+    impl: str,
+    max_q: int,
+    max_k: int,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the options that no tensor shape depends on, and run `bsk::attn_fwd`."""
+    check_choice(op, "impl", impl, IMPLS)
+    check_sinks(op, sinks, q)
+    mask, mask_shape = [], []
+    if block_mask is not None:
+        needs_grad = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, sinks)
+        )
+        mask = block_mask.tensors(for_gradients=needs_grad)
+        mask_shape = [
+            block_mask.batch,
+            block_mask.heads,
+            *block_mask.seq_lengths,
+            *block_mask.block_size,
+        ]
+    left, right = band.scalars()
+    return attend(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_q,
+        max_k,
+        mask,
+        mask_shape,
+        left,
+        right,
+        scale_or_default(op, scale, q.shape[-1]),
+        softcap_or_off(op, softcap),
+        sinks,
+        is_deterministic(op, deterministic),
+        impl,
+    )

@@ -1,0 +1,195 @@
+"""`scaled_dot_product_attention`: torch's signature and torch's semantics."""
+
+from typing import Any
+
+import torch
+
+from ..core.checks import check_dtype, check_tensor, message
+from ..core.errors import InvalidInput, Unsupported
+from ..masks.band import Band
+from ..masks.block_mask import BlockMask
+from ..masks.segments import every_block, every_key_block, segments
+from .inputs import DENSE, autocast_qkv, call_operator, check_qkv
+
+OP = "scaled_dot_product_attention"
+NAMES = ("query", "key", "value")
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Drop-in for `torch.nn.functional.scaled_dot_product_attention`.
+
+    Two things differ from `attention`: `is_causal` aligns to the top left (query i sees keys up
+    to i), and masks are tensors. A bool mask becomes a block mask on every call, which reads it
+    once and waits for the device (not under `torch.compile` or CUDA graph capture, where all of
+    its blocks are listed instead); keep a `BlockMask` and call `attention` where that matters. A
+    float mask is a dense bias on every score, so nothing about it is sparse: it runs on torch's
+    own kernels. Inputs whose last dimension is not contiguous are copied, as torch does.
+
+    Parameters
+    ----------
+    query : `[..., Hq, L, E]`
+    key : `[..., H, S, E]`
+    value : `[..., H, S, Ev]`
+    attn_mask : bool or float, broadcastable to `[..., Hq, L, S]`, optional
+        True where a query sees a key; or a bias added to the scores.
+    dropout_p : float
+        Must be 0.
+    is_causal : bool
+        Together with a bool mask, both apply.
+    scale : float, optional
+        By default `1 / sqrt(E)`.
+    enable_gqa : bool
+        Whether H may be a divisor of Hq.
+
+    Returns
+    -------
+    `[..., Hq, L, Ev]`; rows that see nothing are 0.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 2, 4, 20, 16)
+    >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 20, 16])
+    """
+    if dropout_p != 0.0:
+        raise Unsupported(message(OP, "dropout_p", "asks for dropout", 0.0, dropout_p))
+    if attn_mask is not None:
+        check_tensor(OP, "attn_mask", attn_mask)
+        check_dtype(OP, "attn_mask", attn_mask, _mask_dtypes(query))
+        if attn_mask.dtype != torch.bool:
+            # not torch.nn.functional, where `patch_sdpa` may have put this function
+            return torch._C._nn.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+    for arg, x in zip(NAMES, (query, key, value), strict=True):
+        check_tensor(OP, arg, x)
+        if x.dim() < 2:
+            raise InvalidInput(message(OP, arg, "has a wrong rank", "[..., S, E]", list(x.shape)))
+    q, k, v, lead = _as_dense(query, key, value, enable_gqa)
+    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous() for x in (q, k, v))
+    check_qkv(OP, q, k, v, DENSE, NAMES)
+    sq, sk = q.shape[2], k.shape[2]
+    mask = None if attn_mask is None else _mask_planes(attn_mask, lead, q, sk)
+    band = Band(None, None)
+    if is_causal:
+        # no query sees a key past the last query; without them, top left is a plain shift
+        sk = min(sk, sq)
+        k, v = k[:, :, :sk], v[:, :, :sk]
+        mask = None if mask is None else mask[..., :sk]
+        band = Band(None, sq - sk)
+    q, k, v = autocast_qkv(OP, q, k, v)
+    block_mask = None
+    if mask is not None:
+        block_mask = block_mask_of(mask, sq)
+    out, _ = call_operator(
+        OP,
+        q,
+        k,
+        v,
+        band=band,
+        block_mask=block_mask,
+        scale=scale,
+        softcap=None,
+        sinks=None,
+        deterministic=None,
+        impl="auto",
+        max_q=sq,
+        max_k=sk,
+    )
+    return out.reshape(*lead, *out.shape[-2:])
+
+
+def _mask_dtypes(query: Any) -> list[torch.dtype]:
+    check_tensor(OP, "query", query)
+    return [torch.bool, *{torch.float32, query.dtype}]
+
+
+def _as_dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Size]:
+    """q, k and v as [B, H, S, D], and the leading dimensions of the output, heads included."""
+    try:
+        if enable_gqa:
+            batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+            lead = torch.Size((*batch, *q.shape[-3:-2]))
+            leads = [torch.Size((*batch, *x.shape[-3:-2])) for x in (q, k, v)]
+        else:
+            lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
+            leads = [lead] * 3
+    except RuntimeError:
+        got = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        expected = "leading dimensions that broadcast (enable_gqa=True for grouped heads)"
+        raise InvalidInput(message(OP, "/".join(NAMES), "do not match", expected, got)) from None
+    dense = (
+        x.expand(*whole, *x.shape[-2:]).reshape(-1, *(whole[-1:] or (1,)), *x.shape[-2:])
+        for x, whole in zip((q, k, v), leads, strict=True)
+    )
+    q, k, v = dense
+    return q, k, v, lead
+
+
+def _mask_planes(mask: torch.Tensor, lead: torch.Size, q: torch.Tensor, sk: int) -> torch.Tensor:
+    """`mask` as bool [B or 1, H or 1, L or 1, S]; one row stands for all queries."""
+    sq, heads = q.shape[2], q.shape[1]
+    expected = (*lead, sq, sk)
+    try:
+        torch.broadcast_shapes(mask.shape, expected)
+    except RuntimeError:
+        fits = False
+    else:
+        fits = mask.dim() <= len(expected) or all(n == 1 for n in mask.shape[: -len(expected)])
+    if not fits:
+        raise InvalidInput(
+            message(OP, "attn_mask", "does not broadcast", list(expected), list(mask.shape))
+        )
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    if mask.dim() > 4 or mask.shape[-2] != 1:
+        mask = mask.expand(*mask.shape[:-2], sq, sk)
+    mask = mask.expand(*mask.shape[:-1], sk)
+    if mask.dim() == 4:
+        return mask
+    # more leading dimensions than a batch: flatten them all
+    return mask.expand(*lead[:-1], mask.shape[-3], sq, sk).reshape(-1, mask.shape[-3], sq, sk)[
+        :, : heads if mask.shape[-3] > 1 else 1
+    ]
+
+
+# Bool masks, as torch takes them, as block masks.
+
+
+def block_mask_of(mask: torch.Tensor, sq: int) -> BlockMask:
+    """The block mask of bool `[B or 1, H or 1, Sq or 1, Sk]`.
+
+    One row for all queries, as padding has it, takes no memory of Sq x Sk. Waits for the device
+    where that can be done; elsewhere the mask lists all its blocks.
+    """
+    sk = mask.shape[3]
+    side = 64 if min(sq, sk) >= 64 else 16
+    block = (side, max(side, 32))
+    same_keys = mask.shape[2] == 1 and mask.shape[1] == 1 and sq > 1
+    if may_wait(mask.device):
+        if same_keys:
+            keys = mask[:, 0, 0].int() - 1
+            return segments(keys.new_zeros(keys.shape[0], sq), keys, block)
+        return BlockMask.from_element_mask(mask.expand(-1, -1, sq, -1), block)
+    if same_keys:
+        return every_key_block(mask[:, 0, 0], sq, block)
+    return every_block(mask.expand(-1, -1, sq, -1), block)
+
+
+def may_wait(device: torch.device) -> bool:
+    """Whether a number can be read back from `device` here."""
+    if torch.compiler.is_compiling():
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,1 @@
+"""Attention on Hopper, in Gluon: TMA, WGMMA, warp specialisation."""

@@ -1,0 +1,344 @@
+"""(problem) -> tiles and order of the Hopper forward, and the reasons why it cannot run.
+
+Lengths choose among at most three heights of tiles, and whether programs share the last ones, so
+that a model whose lengths vary compiles a handful of variants once.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from ...calls.attention import AttnProblem
+from ...launch.descriptors import GROUP_ROWS
+from ...launch.launcher import cdiv
+from ...masks.band import EVERYTHING, Band
+from .config import (
+    ORDERED_TILES,
+    AttnBwdQueriesSm90Config,
+    AttnBwdSm90Config,
+    AttnFwdSm90Config,
+    make_backward_config,
+    make_forward_config,
+    make_keys_config,
+    make_queries_config,
+)
+
+LARGEST_HEAD_DIM = 128
+# Positions and band limits are int32 in the kernel, and so is the number of pieces of work.
+LONGEST = 2**30 - 1
+MOST_PIECES = 2**31 - 1
+# Tokens of packed sequences are coordinates of a TMA dimension of this size.
+MOST_TOKENS = 2**31 - 2**16 - 1
+# Fewer queries than half of a warp group's rows: the portable kernel has smaller tiles for them.
+FEW_QUERIES = 32
+SHORT_KEYS = 512
+# Keys from which on three consumers pay, by whether a band cuts tiles. TFLOP/s of D64 causal with
+# one and three: 354 327 at 1k, 429 438 at 2k.
+LONG_FULL, LONG_BANDED = 1024, 2048
+# Half of the L2 of H100 and H200; queries, outputs and the next section need the other half. With
+# less the forward is faster: 642, 635 and 618 TFLOP/s for 16, 32 and 64 MiB (D128 causal, 4k);
+# three consumers like 32 better than 16: 438 422, 492 479, 527 521, 559 559 (D64, 2k to 16k).
+SECTION_BYTES = 25 * 2**20
+FORWARD_SECTION_BYTES = 16 * 2**20
+THREE_SECTION_BYTES = 32 * 2**20
+# Queries of a head that run at a time under a window, about.
+RUNNING_QUERIES = 4096
+# Keys from which on programs share the last pieces of work. TFLOP/s of D128 without and with that:
+# 596 571 at 1k, 659 654 at 2k, 697 703 at 4k, 724 739 at 16k.
+LONG_SHARED = 4096
+# TFLOP/s of an H200 with its SMs full, by (widest head dim, consumers): with one program on each
+# SM, and with two where they fit. A lone warp group waits for its own softmax.
+PACE = {
+    (64, 1): (280.0, 400.0),
+    (64, 2): (430.0,),
+    (64, 3): (515.0,),
+    (128, 1): (330.0, 457.0),
+    (128, 2): (640.0,),
+}
+
+
+def attn_fwd_sm90_unsupported(problem: AttnProblem) -> str | None:
+    """Why the Hopper kernel cannot run this problem, or None."""
+    if problem.arch.sm != 90:
+        return f"needs sm_90, this is {problem.arch}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"{problem.dtype} has no 16-bit WGMMA"
+    dims = (problem.head_dim, problem.head_dim_v)
+    if max(dims) > LARGEST_HEAD_DIM or any(dim % 8 for dim in dims):
+        return (
+            f"needs head dimensions up to {LARGEST_HEAD_DIM} in steps of 8, "
+            f"got {dims[0]} and {dims[1]}"
+        )
+    if not problem.positive:
+        return "needs a scale above zero"
+    if problem.max_k == 0 or (problem.tokens is not None and problem.tokens[1] == 0):
+        return "TMA cannot describe zero keys"
+    return _sizes_unsupported(problem)
+
+
+def _sizes_unsupported(problem: AttnProblem) -> str | None:
+    if problem.mask_block is not None:
+        block_q, block_kv = problem.mask_block
+        if block_q % GROUP_ROWS:
+            return f"query blocks of {block_q} are not a multiple of {GROUP_ROWS}"
+        if block_kv < 16:
+            return f"key blocks of {block_kv} are narrower than a 16-key step of WGMMA"
+    if not problem.tma:
+        return "TMA needs addresses and strides that are multiples of 16 bytes"
+    if max(problem.max_q, problem.max_k) > LONGEST:
+        return f"needs sequences of at most {LONGEST} tokens"
+    if problem.tokens is not None and max(problem.tokens) > MOST_TOKENS:
+        return f"needs at most {MOST_TOKENS} tokens in all"
+    # an order of mask rows may count whole blocks of 256 queries
+    tiles = problem.batch * (cdiv(problem.max_q, GROUP_ROWS) + 3)
+    if problem.tokens is not None:
+        tiles = problem.tokens[0] // GROUP_ROWS + problem.batch
+    if tiles * problem.heads_q > MOST_PIECES:
+        return f"needs at most {MOST_PIECES} query tiles over batch and heads"
+    return None
+
+
+def attn_fwd_sm90_passed_over(problem: AttnProblem) -> str | None:
+    """Why `auto` should not take the kernel where it could run, or None."""
+    if problem.max_q < FEW_QUERIES:
+        return f"{problem.max_q} queries fill too little of a tile of {GROUP_ROWS}"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
+    """Tiles of a problem that `attn_fwd_sm90_unsupported` accepts."""
+    tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.head_dim_v))
+    block_q, block_kv = problem.mask_block or (None, None)
+    if block_q is not None:
+        # a piece of work stays within one row of the mask, and rows of 64 are for one consumer
+        consumers = min(block_q // GROUP_ROWS, 2)
+        return make_forward_config(consumers, tile_d, tile_dv, block_kv, problem.varlen)
+    dim = max(tile_d, tile_dv)
+    # Registers hold three consumers only where the sums are 64 wide, and no tanh comes between.
+    # TFLOP/s of D64 with one, two and three at 1k, 2k, 4k, 16k tokens, those of one with half
+    # tiles: full 410 420 435 at 1k; causal 321 310 264, 385 366 365, - 407 420, - 435 490.
+    long_enough = _keys(problem) >= (LONG_BANDED if problem.banded else LONG_FULL)
+    three = dim == 64 and not problem.softcap and long_enough
+    choices = (3, 2, 1) if three else (2, 1)
+    consumers = min(choices, key=lambda count: _time(problem, dim, count))
+    return make_forward_config(
+        consumers,
+        tile_d,
+        tile_dv,
+        packed=problem.varlen,
+        banded=problem.banded,
+        long=problem.max_k >= LONG_SHARED,
+    )
+
+
+def _keys(problem: AttnProblem) -> int:
+    """Keys that a query meets; on average, where packed sequences differ."""
+    if problem.tokens is None:
+        return problem.max_k
+    return cdiv(problem.tokens[1], max(problem.batch, 1))
+
+
+def _pieces(problem: AttnProblem, rows: int) -> int:
+    """Pieces of work of `rows` queries; packed sequences fill half of their last ones."""
+    if problem.tokens is None:
+        return problem.batch * problem.heads_q * cdiv(problem.max_q, rows)
+    half_filled = cdiv(problem.tokens[0] + problem.batch * rows // 2, rows)
+    return problem.heads_q * max(half_filled, problem.batch)
+
+
+def _time(problem: AttnProblem, dim: int, consumers: int) -> float:
+    """Relative time without a mask: rounds of pieces on all SMs, each at the pace measured.
+
+    Tall tiles run faster, but small problems leave SMs idle with them, and rows past the last
+    query cost as much as others.
+    """
+    rows = consumers * GROUP_ROWS
+    pieces = _pieces(problem, rows)
+    sms = problem.arch.num_sms
+    pace = PACE[dim, consumers]
+    beside = min(len(pace), max(1, cdiv(pieces, sms)))
+    rounds = cdiv(pieces, sms * beside) * beside
+    return rounds * rows / (pace[beside - 1] * _lead(problem, dim, consumers))
+
+
+def _lead(problem: AttnProblem, dim: int, consumers: int) -> float:
+    """What one consumer gains on its pace with long pieces of work."""
+    if consumers > 1:
+        return 1.0
+    # two programs on an SM overlap the ends of their pieces, which are much of a short one:
+    # 8.9 us against 10.1 for 32 heads of 512 tokens
+    if _keys(problem) <= SHORT_KEYS:
+        return 1.18
+    # with half tiles, see `attn_fwd_sm90_config`
+    halved = dim == 64 and problem.banded and not problem.varlen
+    return 1.12 if halved and _keys(problem) < LONG_BANDED else 1.0
+
+
+def attn_fwd_sm90_section(problem: AttnProblem, band: Band = EVERYTHING) -> int:
+    """Planes that run together, whole groups of heads that share keys.
+
+    Where pieces of work are equal, or come in the order of a mask, those of one KV head run
+    together: SMs that read the same keys at the same time are faster than those whose keys only
+    stay in L2. Under a band the longest pieces come first, of as many heads as stay in L2.
+    """
+    group = problem.heads_q // problem.heads_kv
+    planes = max(problem.batch * problem.heads_q, 1)
+    if not problem.banded or problem.mask_block is not None:
+        return min(group, planes)
+    if problem.varlen:
+        # no limit: the kernel knows how long sequences are
+        return planes
+    tokens = problem.max_k
+    if band.left is not None and band.right is not None:
+        tokens = min(tokens, band.left + band.right + RUNNING_QUERIES)
+    kv_bytes = tokens * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    three = attn_fwd_sm90_config(problem).CONSUMERS == 3
+    room = THREE_SECTION_BYTES if three else FORWARD_SECTION_BYTES
+    heads = max(room // max(kv_bytes, 1), 1)
+    if band.left is not None and band.right is not None:
+        # equal sections: the short pieces at the end of each fill the gaps before the next
+        heads = cdiv(planes // group, cdiv(planes // group, heads))
+    return min(heads * group, planes)
+
+
+# (problem) -> tiles and order of the Hopper backward, and the reasons why it cannot run.
+
+# Key blocks that a tile of 64 or 128 keys lies within.
+KEY_BLOCKS = (64, 128, 256)
+# Of the L2 of H100 and H200, what the planes of a section take.
+BACKWARD_SECTION_BYTES = 16 * 2**20
+# Under a band, whose pieces are uneven: planes that run together at least, tiles of keys for each
+# SM that they should have, and how many times more bytes they may take for that.
+UNEVEN, UNEVEN_PIECES, UNEVEN_BYTES = 2, 2, 4
+# Planes of one head that run together where tiles of keys are many, and in order.
+LONG_PLANES = 8
+# How many times more bytes of planes run together where dq is added up in order, and where
+# turns are planned besides.
+ORDERED, PLANNED = 3, 2
+# Below this many queries a tile of 64 or 128 is mostly padding.
+
+
+def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
+    """Why the Hopper kernel cannot run this problem, or None."""
+    if (reason := attn_fwd_sm90_unsupported(problem)) is not None:
+        return reason
+    if problem.varlen:
+        return "packed sequences are not written yet"
+    if problem.mask_block is not None and problem.mask_block[1] not in KEY_BLOCKS:
+        return f"needs key blocks of 64, 128 or 256, got {problem.mask_block[1]}"
+    return None
+
+
+def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
+    """Why `auto` should not take the kernel where it could run, or None."""
+    if problem.max_q < FEW_QUERIES:
+        return f"{problem.max_q} queries fill too little of a tile"
+    return None
+
+
+def attn_bwd_sm90_apart(problem: AttnProblem) -> bool:
+    """Whether queries have a kernel of their own: seven products instead of five, and no sums of dq
+    in memory, which a tile of 64 keys needs as many of as one of 128.
+
+    Time of one kernel over that of two, D128: 22 % of 16k tokens 1.10, 5 % of 64k tokens 1.17; D64:
+    1.06, 1.08 by the halves. In order one kernel takes 1.44 and 1.30 times as long as in any.
+    """
+    return problem.mask_block is not None and problem.mask_block[1] == 64
+
+
+@lru_cache(maxsize=1024)
+def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
+    """Tiles of a problem that `attn_bwd_sm90_unsupported` accepts."""
+    # wide values leave no registers for the tall tiles of narrow keys
+    tile_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
+    tile_dv = 64 if problem.head_dim_v <= 64 else 128
+    return make_backward_config(tile_d, tile_dv, problem.mask_block, problem.deterministic)
+
+
+def attn_bwd_sm90_section(problem: AttnProblem) -> int:
+    """KV planes that run together: those whose queries, gradients and sums of dq stay in L2.
+
+    More where a band makes pieces uneven, which fill the SMs while the longest end. us with a
+    causal band by MiB of a plane and planes of a section: 16 MiB of 32 tiles, 1, 2, 4 and 8 planes
+    900, 830, 601, 626; 32 MiB of 64, 2605, 2185, 2220, 2255; 64 MiB of 128, 9800, 9580, 9350, 9590;
+    8 MiB of 64, 1200, 1133, 1098, 1096; 4 MiB of 32, 4, 8 and 16 planes 1230, 1208, 1201.
+    In order, planes of several heads need as many pieces, whatever they take (in the order above,
+    2, 4 and 8 planes 906, 729, 667; 2545, 2376, 2423; 9228, 10343, 9941), and those of one head few
+    bytes: their tiles of keys begin one after the other, and the more planes the further apart (16
+    MiB of 128, 1, 2, 4 and 8 planes 4774, 4705, 5323, 7266) until they all begin at the end (64 MiB
+    of 512, 2 and 4 planes 19998, 18632). Without a band more, since only tiles
+    of one plane wait for each other; under a mask heads of a plane are read one after the other
+    (TFLOP/s: 16 MiB a head, 2 and 3 planes of one head 520, 504; 1 and 2 of four heads 467, 523).
+    """
+    group = problem.heads_q // problem.heads_kv
+    masked, ordered = problem.mask_block is not None, problem.deterministic
+
+    def within(times: int, heads: int = group) -> int:
+        bytes_of_plane = _row_bytes(problem) * problem.max_q * heads
+        return times * BACKWARD_SECTION_BYTES // max(bytes_of_plane, 1)
+
+    tiles = cdiv(max(problem.max_k, 1), attn_bwd_sm90_config(problem).tile_n)
+    filling = max(round(UNEVEN_PIECES * problem.arch.num_sms / tiles), UNEVEN)
+    if masked:
+        section = within(PLANNED, heads=1) if ordered else within(1)
+    elif not problem.banded:
+        section = within(ORDERED if ordered else 1)
+    elif not ordered:
+        section = max(within(1), min(filling, within(UNEVEN_BYTES)), UNEVEN)
+    elif group > 1:
+        section = filling
+    else:
+        long = tiles > ORDERED_TILES * problem.arch.num_sms
+        section = LONG_PLANES if long else within(1)
+    return max(min(section, problem.batch * problem.heads_kv), 1)
+
+
+def attn_bwd_sm90_front(problem: AttnProblem, section: int) -> int:
+    """Parts of the queries that tiles of keys go through together, where turns are planned.
+
+    TFLOP/s in order with 1 and 4 parts, blocks of 128: 22 % of 16k tokens, 16 MiB a head and two
+    heads at a time 520, 483; 5 % of 64k tokens, 64 MiB a head 453, 498.
+    """
+    return (
+        1
+        if section * _row_bytes(problem) * problem.max_q <= PLANNED * BACKWARD_SECTION_BYTES
+        else 4
+    )
+
+
+def _row_bytes(problem: AttnProblem) -> int:
+    """Of a query, its output gradient and its sum."""
+    return (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + problem.head_dim * 4
+
+
+# (problem) -> tiles and order of the Hopper backward in two kernels.
+
+# Of the L2 of H100 and H200, what queries and output gradients of a section take.
+
+
+@lru_cache(maxsize=1024)
+def attn_bwd_keys_config(problem: AttnProblem) -> AttnBwdSm90Config:
+    """Tiles of the kernel of keys and values."""
+    assert problem.mask_block is not None
+    return make_keys_config(*_tiles(problem), problem.mask_block)
+
+
+@lru_cache(maxsize=1024)
+def attn_bwd_queries_config(problem: AttnProblem) -> AttnBwdQueriesSm90Config:
+    """Tiles of the kernel of queries."""
+    assert problem.mask_block is not None
+    return make_queries_config(*_tiles(problem), problem.mask_block[1])
+
+
+def _tiles(problem: AttnProblem) -> tuple[int, int]:
+    return 64 if problem.head_dim <= 64 else 128, 64 if problem.head_dim_v <= 64 else 128
+
+
+def attn_bwd_keys_section(problem: AttnProblem) -> int:
+    """KV planes that run together: those whose queries and output gradients stay in L2."""
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    group = problem.heads_q // problem.heads_kv
+    planes = problem.batch * problem.heads_kv
+    section = BACKWARD_SECTION_BYTES // max(row_bytes * problem.max_q * group, 1)
+    return min(max(section, 1), max(planes, 1))

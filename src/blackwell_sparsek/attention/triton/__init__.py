@@ -1,0 +1,1 @@
+"""Portable Triton kernels of attention, sm_80 and newer."""

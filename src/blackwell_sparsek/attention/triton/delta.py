@@ -1,0 +1,268 @@
+# mypy: ignore-errors
+"""The term of each query that all kernels of the backward pass share.
+
+    delta[i] = sum_d dout[i, d] * out[i, d] - dlse[i]
+
+out, dout [B, H, S, Dv], delta, lse, dlse [B, H, S] fp32, or packed: [T, H, Dv] and [H, T]. One
+program computes TILE_M rows of one head. Rows that see nothing (lse -inf) give 0, whatever dlse
+holds there. Called by the implementations of `bsk::attn_bwd`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from ...core.compile_cases import CompileCase, compile_cases
+from ...device.backprop import sink_gradients
+from ...device.masks import exists
+from ...device.schedule import plane_offset
+from ...device.tiles import load_rows
+from ...launch.launcher import cdiv, launch, on_device_of
+from ..operands import token_strides
+
+# Elements of one tile of out: 32 per thread.
+TILE_ELEMENTS = 4096
+
+
+@triton.jit
+def delta_of_rows(
+    tensors, strides, plane, heads, offs_m, q_len, HEAD_DIM_V: tl.constexpr, TILE_DV: tl.constexpr
+):
+    """delta and lse of rows `offs_m` of a plane; 0 and -inf for rows past the end.
+
+    `tensors` are out, dout, lse and dlse or None, `strides` those of out, dout and dlse.
+    """
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr = tensors
+    out_strides, dout_strides, dlse_strides = strides
+    batch, head = plane // heads, plane % heads
+    offs_d = tl.arange(0, TILE_DV)
+    live = exists(offs_m, q_len)
+    out_ptr += plane_offset(batch, head, 0, out_strides)
+    dout_ptr += plane_offset(batch, head, 0, dout_strides)
+    out = load_rows(out_ptr, offs_m, out_strides[2], offs_d, q_len, HEAD_DIM_V)
+    dout = load_rows(dout_ptr, offs_m, dout_strides[2], offs_d, q_len, HEAD_DIM_V)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        offset = plane_offset(batch, head, 0, dlse_strides)
+        rows = tl.cast(offs_m, tl.int64) * dlse_strides[2]
+        delta -= tl.load(dlse_ptr + offset + rows, mask=live, other=0.0).to(tl.float32)
+    row = tl.cast(plane, tl.int64) * q_len + offs_m
+    lse = tl.load(lse_ptr + row, mask=live, other=-float("inf"))
+    return tl.where(lse == -float("inf"), 0.0, delta), lse
+
+
+@triton.jit(do_not_specialize=["q_len", "heads"])
+def _attn_delta_kernel(
+    delta_ptr,
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    out_strides,
+    dout_strides,
+    dlse_strides,
+    q_len,
+    heads,
+    HEAD_DIM_V: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_DV: tl.constexpr,
+):
+    """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one plane."""
+    q_tiles = (q_len + TILE_M - 1) // TILE_M
+    plane = tl.program_id(0) // q_tiles
+    offs_m = tl.program_id(0) % q_tiles * TILE_M + tl.arange(0, TILE_M)
+    tensors = (out_ptr, dout_ptr, lse_ptr, dlse_ptr)
+    strides = (out_strides, dout_strides, dlse_strides)
+    delta, _ = delta_of_rows(tensors, strides, plane, heads, offs_m, q_len, HEAD_DIM_V, TILE_DV)
+    row = tl.cast(plane, tl.int64) * q_len + offs_m
+    tl.store(delta_ptr + row, delta, mask=exists(offs_m, q_len))
+
+
+def _tiles(v_dim: int) -> tuple[int, int]:
+    tile_d = max(triton.next_power_of_2(v_dim), 16)
+    return TILE_ELEMENTS // tile_d, tile_d
+
+
+def launch_attn_delta(
+    delta: torch.Tensor,
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    dlse: torch.Tensor | None,
+    lse: torch.Tensor,
+) -> None:
+    """Fill `delta`.
+
+    Parameters
+    ----------
+    delta, lse : fp32 [B, H, S] or packed [H, T], contiguous
+    out, dout : [B, H, S, Dv] or packed [T, H, Dv]; any strides with a contiguous last dimension
+    dlse : like lse with any strides, or None where nothing comes back for lse
+    """
+    planes, q_len = delta.shape[:-1].numel(), delta.shape[-1]
+    tile_m, tile_d = _tiles(out.shape[-1])
+    programs = planes * cdiv(q_len, tile_m)
+    if programs == 0:
+        return
+    dlse_strides = (0, 0, 0) if dlse is None else (0, 0, *dlse.stride())[-3:]
+    args = (
+        delta,
+        out,
+        dout,
+        lse,
+        dlse,
+        token_strides(out),
+        token_strides(dout),
+        dlse_strides,
+        q_len,
+        delta.shape[-2],
+        out.shape[-1],
+        tile_m,
+        tile_d,
+    )
+    with on_device_of(delta):
+        launch(_attn_delta_kernel, programs, args, num_warps=4)
+
+
+@compile_cases
+def _delta_cases() -> Iterator[CompileCase]:
+    kinds = ((torch.float16, 80), (torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 256))
+    for dtype, v_dim in kinds:
+        tile_m, tile_d = _tiles(v_dim)
+        strides = (32 * 4096 * v_dim, v_dim, 32 * v_dim)
+        yield CompileCase(
+            f"attn_delta/{str(dtype).split('.')[-1]}-d{v_dim}",
+            _attn_delta_kernel,
+            {
+                **{f"{name}_ptr": dtype for name in ("out", "dout")},
+                **{f"{name}_ptr": torch.float32 for name in ("delta", "lse", "dlse")},
+                "out_strides": strides,
+                "dout_strides": strides,
+                "dlse_strides": (32 * 4096, 4096, 1),
+                "q_len": 4096,
+                "heads": 32,
+                "HEAD_DIM_V": v_dim,
+                "TILE_M": tile_m,
+                "TILE_DV": tile_d,
+            },
+        )
+
+
+# Gradient of the sinks: one number per head, a sum over all queries in one order.
+#
+#     dsinks[h] = - sum_i exp(sinks[h] - lse[i]) * delta[i]
+#
+# lse and delta [B, H, S] fp32, or packed [H, T]. A first launch adds up ROWS queries of one head
+# per program, a second one the partial sums of a head. Called by `bsk::attn_bwd`.
+
+# Queries of one program, and how many of them it reads at a time.
+ROWS = 16384
+TILE_ROWS = 1024
+
+
+@triton.jit(do_not_specialize=["q_len", "num_rows", "heads", "num_parts", "num_sequences"])
+def _sink_parts_kernel(
+    parts_ptr,
+    sinks_ptr,
+    lse_ptr,
+    delta_ptr,
+    cu_seqlens_ptr,
+    num_rows,
+    q_len,
+    heads,
+    num_parts,
+    num_sequences,
+    ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """Sum over the rows [part * ROWS, (part + 1) * ROWS) of one head, batches one after another."""
+    head = tl.program_id(0) // num_parts
+    part = tl.program_id(0) % num_parts
+    if cu_seqlens_ptr is not None:
+        # tokens past the last sequence belong to nobody
+        num_rows = tl.load(cu_seqlens_ptr + num_sequences)
+    sink = tl.load(sinks_ptr + head)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    for first in range(0, ROWS, TILE_ROWS):
+        row = tl.cast(part, tl.int64) * ROWS + first + tl.arange(0, TILE_ROWS)
+        live = exists(row, num_rows)
+        at = (row // q_len * heads + head) * q_len + row % q_len
+        lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"))
+        delta = tl.load(delta_ptr + at, mask=live, other=0.0)
+        total += sink_gradients(sink, lse, delta)
+    tl.store(parts_ptr + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def _sink_sum_kernel(dsinks_ptr, parts_ptr, num_parts, dsinks_stride, TILE_ROWS: tl.constexpr):
+    """Add up the partial sums of one head."""
+    head = tl.program_id(0)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    for first in range(0, num_parts, TILE_ROWS):
+        part = first + tl.arange(0, TILE_ROWS)
+        total += tl.load(parts_ptr + head * num_parts + part, exists(part, num_parts), other=0.0)
+    dsink = tl.sum(total, 0).to(dsinks_ptr.dtype.element_ty)
+    tl.store(dsinks_ptr + head * dsinks_stride, dsink)
+
+
+def launch_sink_gradients(
+    dsinks: torch.Tensor,
+    sinks: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    """Fill `dsinks`.
+
+    Parameters
+    ----------
+    dsinks, sinks : [Hq], sinks contiguous
+    lse, delta : fp32 [B, Hq, Sq] or packed [Hq, Tq], contiguous
+    cu_seqlens : int32 [B + 1] offsets of packed queries, or None
+    """
+    heads = sinks.shape[0]
+    num_rows = lse.numel() // max(heads, 1)
+    num_parts = max(cdiv(num_rows, ROWS), 1)
+    if heads == 0:
+        return
+    with on_device_of(lse):
+        parts = torch.empty(heads * num_parts, dtype=torch.float32, device=lse.device)
+        num_sequences = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
+        # lengths of 0 divide nothing
+        sizes = (num_rows, max(lse.shape[-1], 1), heads, num_parts, num_sequences)
+        args = (parts, sinks, lse, delta, cu_seqlens, *sizes, ROWS, TILE_ROWS)
+        launch(_sink_parts_kernel, heads * num_parts, args, num_warps=4)
+        launch(_sink_sum_kernel, heads, (dsinks, parts, num_parts, dsinks.stride(0), TILE_ROWS))
+
+
+@compile_cases
+def _sink_cases() -> Iterator[CompileCase]:
+    numbers = torch.float32
+    for packed in (False, True):
+        yield CompileCase(
+            f"attn_sink_parts/{'packed' if packed else 'dense'}",
+            _sink_parts_kernel,
+            {
+                **{f"{name}_ptr": numbers for name in ("parts", "sinks", "lse", "delta")},
+                "cu_seqlens_ptr": torch.int32 if packed else None,
+                "num_rows": 8192,
+                "q_len": 4096,
+                "heads": 32,
+                "num_parts": 3,
+                "num_sequences": 4,
+                "ROWS": ROWS,
+                "TILE_ROWS": TILE_ROWS,
+            },
+        )
+    yield CompileCase(
+        "attn_sink_sum/float32",
+        _sink_sum_kernel,
+        {
+            "dsinks_ptr": numbers,
+            "parts_ptr": numbers,
+            "num_parts": 3,
+            "dsinks_stride": 1,
+            "TILE_ROWS": TILE_ROWS,
+        },
+    )

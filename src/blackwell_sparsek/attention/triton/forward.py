@@ -1,0 +1,213 @@
+# mypy: ignore-errors
+"""Attention forward, the portable kernel: sm_80 and newer, and the interpreter.
+
+    s[i, j] = scale * q[i] . k[j], softcapped          where query i sees key j
+    out[i]  = sum_j exp(s[i, j] - lse[i]) v[j]
+    lse[i]  = log(sum_j exp(s[i, j]) + exp(sink))
+
+q, out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], lse [B, Hq, Sq], or packed: q [Tq, Hq, D] and
+lse [Hq, Tq]. One program computes TILE_M queries of one head: it walks the KV tiles that need mask
+code, then those that do not. Rows that see nothing give 0 and -inf. Called by `bsk::attn_fwd`.
+
+Limits: D and Dv up to 256, lengths below 2**30, a mask whose query blocks hold whole tiles. Keys
+past the lengths and absent blocks are not read; NaN in a value that only some queries of a tile
+see reaches all of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...calls.attention import AttnSpec
+from ...device.masks import exists, position, row_bounds
+from ...device.schedule import lse_offset, plane_offset
+from ...device.scores import cap, fold_sign
+from ...device.softmax import add_sink, finalise, init_state, softmax_step
+from ...device.tile_walk import full_tile, masked_key_tile, place_query_tile, plan_keys
+from ...device.tiles import load_rows, store_rows
+from ...device.visits import num_full_units, num_masked_units, num_tiles
+from ...launch.launcher import cdiv, launch, on_device_of
+from ..operands import AttnStrides, kernel_operands, token_strides
+from .tuning import AttnFwdConfig
+
+
+@triton.jit
+def _attend_tile(
+    state,
+    q,
+    k_ptr,
+    v_ptr,
+    kv_pos,
+    kv_limit,
+    visible,
+    k_stride,
+    v_stride,
+    score,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take one KV tile into (m_log2, row_sum, acc); `visible` None means all of it is."""
+    m_log2, row_sum, acc = state
+    offs_d = tl.arange(0, TILE_D)
+    offs_dv = tl.arange(0, TILE_DV)
+    k = load_rows(k_ptr, kv_pos, k_stride, offs_d, kv_limit, HEAD_DIM)  # [TILE_N, TILE_D]
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [TILE_M, TILE_N]
+    s = cap(s, score[1])
+    if visible is not None:
+        s = tl.where(visible, s, -float("inf"))
+    m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
+    v = load_rows(v_ptr, kv_pos, v_stride, offs_dv, kv_limit, HEAD_DIM_V)  # [TILE_N, TILE_DV]
+    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    return m_log2, row_sum, acc
+
+
+@triton.jit(
+    do_not_specialize=[
+        "lse_head_stride", "q_len", "kv_len", "left", "right", "mask_batch_step", "mask_head_step",
+    ]
+)  # fmt: skip
+def _attn_fwd_kernel(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,
+    cu_seqlens,
+    block_lists,
+    strides,
+    lse_head_stride,
+    q_len,
+    kv_len,
+    left,
+    right,
+    mask_batch_step,
+    mask_head_step,
+    heads,
+    score,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of queries of one head."""
+    TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
+    # As wide as keys where values are narrower: if tiles of different widths lie at the same place
+    # in shared memory, ptxas of CUDA 12.8 may lose the address of one.
+    NARROWEST: tl.constexpr = HEAD_DIM if HEAD_DIM <= 128 else 16
+    TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, NARROWEST, 16))
+    UNIT: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
+    ELEMENT_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    KV_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * ELEMENT_BYTES
+    tl.static_assert((BLOCK_KV is None) == (block_lists is None))
+
+    place, q_span, kv_span, q_start = place_query_tile(
+        cu_seqlens, q_len, kv_len, heads, KV_BYTES, TILE_M
+    )
+    batch, q_head, kv_head = place
+    q_first, q_len = q_span
+    kv_first, kv_len = kv_span
+    if q_start >= q_len:
+        return
+    mask_row = batch * mask_batch_step + q_head * mask_head_step
+    lengths, band = (q_len, kv_len), (left, right)
+    plan = plan_keys(block_lists, mask_row, q_start, lengths, band, TILE_M, TILE_N, BLOCK_KV)
+
+    offs_m = q_start + tl.arange(0, TILE_M)
+    q_ptr += plane_offset(batch, q_head, q_first, strides.q)
+    k_ptr += plane_offset(batch, kv_head, kv_first, strides.k)
+    v_ptr += plane_offset(batch, kv_head, kv_first, strides.v)
+    q = load_rows(q_ptr, offs_m, strides.q[2], tl.arange(0, TILE_D), q_len, HEAD_DIM)
+    q, scale_log2 = fold_sign(q, score[0])
+    score = (scale_log2, score[1])
+    q_pos = position(offs_m, q_len, kv_len)
+    row_limits = row_bounds(q_pos, kv_len, left, right)
+    m_log2, row_sum = init_state(q_pos)
+    acc = tl.zeros([TILE_M, TILE_DV], tl.float32)
+
+    num_masked = num_masked_units(plan)
+    for kv_tile in tl.range(0, num_tiles(num_masked, TILE_N, UNIT)):
+        kv_pos, visible = masked_key_tile(
+            block_lists, plan, num_masked, kv_tile, row_limits, offs_m, q_start, kv_len,
+            TILE_N, UNIT,
+        )  # fmt: skip
+        m_log2, row_sum, acc = _attend_tile(
+            (m_log2, row_sum, acc), q, k_ptr, v_ptr, kv_pos, kv_len, visible,
+            strides.k[2], strides.v[2], score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+        )  # fmt: skip
+
+    num_full = num_full_units(plan)
+    for kv_tile in tl.range(0, num_tiles(num_full, TILE_N, UNIT)):
+        kv_pos = full_tile(block_lists, plan, num_full, kv_tile, kv_len, TILE_N, UNIT)
+        m_log2, row_sum, acc = _attend_tile(
+            (m_log2, row_sum, acc), q, k_ptr, v_ptr, kv_pos, None, None,
+            strides.k[2], strides.v[2], score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+        )  # fmt: skip
+
+    if sinks_ptr is not None:
+        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(sinks_ptr + q_head))
+        acc *= rescale[:, None]
+    inverse, lse = finalise(m_log2, row_sum)
+
+    out_ptr += plane_offset(batch, q_head, q_first, strides.out)
+    offs_dv = tl.arange(0, TILE_DV)
+    out = acc * inverse[:, None]
+    store_rows(out_ptr, offs_m, strides.out[2], offs_dv, out, q_len, HEAD_DIM_V)
+    lse_ptr += lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
+    tl.store(lse_ptr + offs_m, lse, exists(offs_m, q_len))
+
+
+def launch_attn_fwd(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttnSpec,
+    config: AttnFwdConfig,
+) -> None:
+    """Fill `out` and `lse`.
+
+    Parameters
+    ----------
+    out : [B, Hq, Sq, Dv] or [Tq, Hq, Dv], contiguous in the last dimension; all of it is written
+    lse : fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
+    q, k, v : [B, H, S, D] or packed [T, H, D], contiguous in the last dimension
+    spec : options of the call, validated
+    config : tiles and launch options
+    """
+    operands = kernel_operands(q, k, v, spec)
+    programs = operands.batch * operands.heads[0] * cdiv(operands.lengths[0], config.tile_m)
+    if programs == 0:
+        return
+    with on_device_of(q):
+        args = (
+            out,
+            lse,
+            q,
+            k,
+            v,
+            operands.sinks,
+            operands.cu_seqlens,
+            operands.block_lists,
+            AttnStrides(*(token_strides(x) for x in (out, q, k, v))),
+            lse.stride(-2),
+            *operands.lengths,
+            *operands.band,
+            *operands.mask_steps,
+            operands.heads,
+            operands.score,
+            q.shape[-1],
+            v.shape[-1],
+            operands.block_kv,
+            config.tile_m,
+            config.tile_n,
+            config.precision,
+        )
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        launch(_attn_fwd_kernel, programs, args, **options)

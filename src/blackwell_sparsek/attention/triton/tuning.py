@@ -1,0 +1,214 @@
+"""(architecture, problem) -> tiles of the portable backward kernels of attention.
+
+Tiles may not depend on a length, a window or the content of a mask, as in `attention.py`. The dQ
+kernel keeps one sum of TILE_M rows, the dK/dV kernel two of TILE_N rows, which fill half of the
+registers by themselves; `testing.compile_only` shows registers and spills.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...calls.attention import AttnProblem
+from ...dispatch.tuned import tuned_tile
+
+# What a launch of an attention kernel is made of, besides its tensors.
+
+PRECISIONS = ("ieee", "tf32")
+
+
+@dataclass(frozen=True)
+class AttnFwdConfig:
+    """Tiles and launch options of the forward kernel.
+
+    Parameters
+    ----------
+    tile_m, tile_n : queries and keys of one tile; powers of two, at least 16
+    num_warps, num_stages : launch options of Triton
+    precision : how fp32 products are taken: "ieee" or "tf32"; 16-bit inputs do not look at it
+    """
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    precision: str = "ieee"
+
+    def __post_init__(self) -> None:
+        for name in ("tile_m", "tile_n"):
+            side = getattr(self, name)
+            if side < 16 or side & (side - 1):
+                raise ValueError(f"{name} is {side}; expected a power of two from 16 on")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision is {self.precision!r}; expected one of {PRECISIONS}")
+
+
+class AttnBwdConfig(AttnFwdConfig):
+    """The same for one kernel of the backward pass."""
+
+
+# (architecture, problem) -> tiles of the attention kernels. Pure functions; nothing is timed.
+#
+# Tiles may not depend on a length, a window or the content of a mask: changing those must compile
+# nothing. Each choice is the largest tile that compiles without spills; `testing.compile_only`
+# shows registers and shared memory.
+
+# GPUs whose programs get 160 KiB of shared memory and more; all others have 99 KiB.
+LARGE_SMEM = (80, 87, 90, 100, 101, 103, 110)
+# Blackwell and Hopper of data centres: products are issued by warp groups of 128 threads.
+WARP_GROUP_MMA = (90, 100, 101, 103, 110)
+
+
+class _Tile(NamedTuple):
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+def attn_fwd_config(problem: AttnProblem, precision: str) -> AttnFwdConfig:
+    """Tiles of the forward kernel; `precision` is what fp32 operands are multiplied in."""
+    dim = max(problem.head_dim, problem.head_dim_v)
+    block_q = None if problem.mask_block is None else problem.mask_block[0]
+    facts = (problem.arch.sm, problem.dtype.itemsize, dim, block_q, precision)
+    tile = tuned_tile("attn_fwd", facts) or _tile(*facts)
+    return AttnFwdConfig(*tile, precision)
+
+
+@lru_cache(maxsize=1024)
+def _tile(sm: int, itemsize: int, dim: int, block_q: int | None, precision: str) -> _Tile:
+    if itemsize == 4:
+        tile = _forward_tile_fp32(sm, dim, precision)
+    elif sm in WARP_GROUP_MMA:
+        tile = _tile_warp_group(dim, masked=block_q is not None)
+    else:
+        tile = _tile_warp(sm, dim, masked=block_q is not None)
+    return tile if block_q is None or block_q >= tile.m else _cut(tile, block_q, dim)
+
+
+def _tile_warp_group(dim: int, masked: bool) -> _Tile:
+    if dim <= 64:
+        # wide tiles spread the cost of a softmax step; the bits of a mask take those registers
+        return _Tile(128, 64, 8, 3) if masked else _Tile(128, 128, 8, 3)
+    if dim <= 128:
+        # 128 x 128 leaves room for only two stages and spills with a mask
+        return _Tile(128, 64, 8, 3)
+    # 128 rows of 256 columns of fp32 sums fill the registers of 8 warps by themselves
+    return _Tile(64, 64, 8, 2)
+
+
+def _tile_warp(sm: int, dim: int, masked: bool) -> _Tile:
+    if dim <= 64:
+        return _Tile(128, 32 if masked else 64, 8, 3)
+    if dim <= 128:
+        # 96 KiB with three stages, and 64 KiB with two, which 99 KiB hold with room to spare
+        return _Tile(128, 64, 8, 3 if sm in LARGE_SMEM and not masked else 2)
+    return _Tile(64, 64 if sm in LARGE_SMEM and not masked else 32, 8, 2)
+
+
+def _forward_tile_fp32(sm: int, dim: int, precision: str) -> _Tile:
+    if precision == "tf32":
+        if dim <= 64:
+            return _Tile(64, 32, 4, 2)
+        if dim <= 128:
+            return _Tile(64, 32, 8, 2)
+        return _Tile(32, 32 if sm in LARGE_SMEM else 16, 8, 2)
+    # products on the CUDA cores: operands live in registers, so tiles are small
+    if dim <= 64:
+        return _Tile(32, 32, 4, 2)
+    if dim <= 128:
+        return _Tile(32, 32, 8, 1)
+    return _Tile(16, 16, 8, 1)
+
+
+def _cut(tile: _Tile, block_q: int, dim: int) -> _Tile:
+    """A tile within one query block: four warps hold its columns; 16 rows give work for two."""
+    warps = (4 if dim > 128 else 2) if block_q < 32 else 8 if dim > 128 and block_q > 32 else 4
+    return _Tile(block_q, min(tile.n, 64), warps, 2 if block_q < 64 else tile.stages)
+
+
+def attn_dq_config(problem: AttnProblem, precision: str) -> AttnBwdConfig:
+    """Tiles of the dQ kernel; `precision` is what fp32 operands are multiplied in."""
+    sm, itemsize, dim = _facts(problem)
+    tile = _dq_tile(sm, itemsize, dim, problem.mask_block is not None, precision)
+    if problem.mask_block is not None and problem.mask_block[0] < tile.m:
+        rows = problem.mask_block[0]
+        tile = tile._replace(m=rows, warps=2 if rows < 32 and dim <= 128 else 4)
+    return AttnBwdConfig(*tile, precision)
+
+
+def attn_dkdv_config(problem: AttnProblem, precision: str) -> AttnBwdConfig:
+    """Tiles of the dK/dV kernel."""
+    sm, itemsize, dim = _facts(problem)
+    tile = _dkdv_tile(sm, itemsize, dim, precision)
+    if problem.mask_block is not None and problem.mask_block[1] < tile.n:
+        # with two warps, two sums of 16 rows and 128 columns spill; few keys leave registers for
+        # more queries
+        keys = problem.mask_block[1]
+        queries = 64 if keys <= 32 and dim <= 128 and itemsize == 2 else tile.m
+        tile = tile._replace(m=queries, n=keys, warps=4)
+    return AttnBwdConfig(*tile, precision)
+
+
+def _facts(problem: AttnProblem) -> tuple[int, int, int]:
+    return problem.arch.sm, problem.dtype.itemsize, max(problem.head_dim, problem.head_dim_v)
+
+
+@lru_cache(maxsize=1024)
+def _dq_tile(sm: int, itemsize: int, dim: int, masked: bool, precision: str) -> _Tile:
+    if itemsize == 4:
+        return _backward_tile_fp32(sm, dim, precision)
+    if dim <= 64:
+        if sm == 90:
+            # measured: four warps 628 TFLOP/s, eight 440; the bits of a mask take those registers
+            return _Tile(128, 64, 8 if masked else 4, 3)
+        return _Tile(128, 64, 8, 2)
+    if dim <= 128:
+        # measured: three stages 604 TFLOP/s, two 461
+        if sm == 90:
+            return _Tile(128, 64, 8, 3)
+        # Q and dO stay in shared memory beside two stages of K and V: 128 KiB, or 80 KiB
+        return _Tile(128, 64 if sm in LARGE_SMEM else 32, 8, 2)
+    return _Tile(64 if sm in LARGE_SMEM else 32, 32, 8, 2)
+
+
+@lru_cache(maxsize=1024)
+def _dkdv_tile(sm: int, itemsize: int, dim: int, precision: str) -> _Tile:
+    if itemsize == 4:
+        tile = _backward_tile_fp32(sm, dim, precision)
+        return _Tile(tile.n, tile.m, tile.warps, tile.stages)
+    if sm == 90:
+        return _dkdv_tile_hopper(dim)
+    if sm in WARP_GROUP_MMA:
+        # sums in tensor memory; two stages make the compiler take them through registers
+        return _Tile(64, 128 if dim <= 128 else 64, 8, 1)
+    if dim <= 64:
+        return _Tile(32, 128, 8, 2)
+    if dim <= 128:
+        return _Tile(64, 64, 8, 2)
+    # 64 keys spill, and need more than 99 KiB
+    return _Tile(32, 32, 8, 2)
+
+
+def _dkdv_tile_hopper(dim: int) -> _Tile:
+    # measured: one warp group of 64 keys per program, two programs on an SM, is faster than tiles
+    # that do not spill (525 TFLOP/s at 128 columns, where 32 x 128 gives 331 to 482 and 64 x 128
+    # 496); what spills is mostly outside of the loop without mask code
+    if dim <= 64:
+        return _Tile(64, 64, 4, 3)
+    if dim <= 128:
+        return _Tile(64, 64, 4, 2)
+    return _Tile(32, 64, 8, 2)
+
+
+def _backward_tile_fp32(sm: int, dim: int, precision: str) -> _Tile:
+    if precision == "tf32":
+        if dim <= 128:
+            return _Tile(32, 32, 4 if dim <= 64 else 8, 2)
+        return _Tile(32 if sm in LARGE_SMEM else 16, 16, 8, 1)
+    # products on the CUDA cores: operands live in registers, so tiles are small
+    if dim <= 64:
+        return _Tile(32, 32, 4, 1)
+    if dim <= 128:
+        return _Tile(32 if sm in LARGE_SMEM else 16, 32, 8, 1)
+    return _Tile(16, 16, 8, 1)

@@ -1,0 +1,210 @@
+"""The facts about an attention call that the choice of an implementation may depend on."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..core.arch import Arch, arch_of
+from ..masks.band import EVERYTHING, Band
+from ..masks.block_mask import BlockMask
+
+# What an attention call asks for besides q, k and v: one object for every implementation.
+
+
+class AttnSpec(NamedTuple):
+    """The options of one attention call, after validation and defaults.
+
+    `band`, `block_mask` and the lengths intersect. With `cu_seqlens_q` and `cu_seqlens_k` the
+    tensors are packed, [T, H, D]; a block mask is then indexed by positions inside each sequence
+    and covers `(max_q, max_k)`.
+    """
+
+    scale: float
+    band: Band = EVERYTHING
+    block_mask: BlockMask | None = None
+    softcap: float = 0.0
+    """`softcap * tanh(score / softcap)`; 0 leaves scores alone."""
+    sinks: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_q: int = 0
+    max_k: int = 0
+
+    @property
+    def is_varlen(self) -> bool:
+        """Whether sequences are packed along one token axis."""
+        return self.cu_seqlens_q is not None
+
+
+class AttnGradients(NamedTuple):
+    """Where the gradients of a call go; None for those that nobody asked for.
+
+    Each has the shape and dtype of its input and a contiguous last dimension.
+    """
+
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
+    dsinks: torch.Tensor | None
+
+    def fill(self, computed: Iterable[torch.Tensor | None]) -> None:
+        """Copy what was computed elsewhere to where it was asked for."""
+        for gradient, value in zip(self, computed, strict=True):
+            if gradient is not None:
+                assert value is not None
+                gradient.copy_(value)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Softmax and sums run in fp32, and in fp64 when the inputs are fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """`lse` is fp32, except that fp64 inputs keep it in fp64 (so gradients stay exact)."""
+    return compute_dtype(dtype)
+
+
+def heads_are_inner(q: torch.Tensor) -> bool:
+    """Whether a [B, H, S, D] tensor lies in memory as [B, S, H, D]."""
+    return bool(q.stride(1) < q.stride(2))
+
+
+def empty_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+    """Output for queries `q`: contiguous, or in q's physical order when its heads are inner.
+
+    A model that projects to [B, S, H * D] and transposes gets its output back in that order, so
+    that the reshape after attention is a view.
+    """
+    if q.dim() == 3:
+        return q.new_empty((q.shape[0], q.shape[1], head_dim_v))
+    batch, heads, sq, _ = q.shape
+    if heads_are_inner(q):
+        return q.new_empty((batch, sq, heads, head_dim_v)).transpose(1, 2)
+    return q.new_empty((batch, heads, sq, head_dim_v))
+
+
+def empty_lse(q: torch.Tensor) -> torch.Tensor:
+    """`lse` for queries `q`: [B, Hq, Sq], or [Hq, Tq] for packed sequences."""
+    shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
+    return q.new_empty(shape, dtype=lse_dtype(q.dtype))
+
+
+@dataclass(frozen=True)
+class AttnProblem:
+    """One attention call, forward or backward, without its data."""
+
+    arch: Arch
+    dtype: torch.dtype
+    batch: int
+    heads_q: int
+    heads_kv: int
+    max_q: int
+    max_k: int
+    head_dim: int
+    head_dim_v: int
+    varlen: bool
+    banded: bool
+    """Whether causal or a window limits a side."""
+    mask_block: tuple[int, int] | None
+    """Block size of the block mask, None without one."""
+    element_bits: bool
+    """Whether some blocks of the mask are partial."""
+    softcap: bool
+    sinks: bool
+    backward: bool = False
+    deterministic: bool = False
+    positive: bool = True
+    """Whether scores are multiplied by a factor above zero before the softmax."""
+    tma: bool = False
+    """Whether TMA can copy q, k and v: addresses and strides in steps of 16 bytes."""
+    tokens: tuple[int, int] | None = None
+    """Queries and keys of all packed sequences together; None for dense batches."""
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttnSpec,
+        *,
+        backward: bool = False,
+        deterministic: bool = False,
+    ) -> "AttnProblem":
+        """Describe a call, dense or packed."""
+        batch = q.shape[0]
+        if spec.cu_seqlens_q is not None:
+            batch = spec.cu_seqlens_q.numel() - 1
+        mask = spec.block_mask
+        return cls(
+            arch=arch_of(q.device),
+            dtype=q.dtype,
+            batch=batch,
+            heads_q=q.shape[1],
+            heads_kv=k.shape[1],
+            max_q=spec.max_q,
+            max_k=spec.max_k,
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            varlen=spec.is_varlen,
+            banded=spec.band != (None, None),
+            mask_block=None if mask is None else mask.block_size,
+            element_bits=mask is not None and mask.bits.shape[0] > 0,
+            softcap=spec.softcap != 0.0,
+            sinks=spec.sinks is not None,
+            backward=backward,
+            deterministic=deterministic,
+            # under a softcap, the factor before the softmax is the softcap
+            positive=spec.scale > 0 or spec.softcap > 0,
+            tma=all(tma_takes(x) for x in (q, k, v)),
+            tokens=(q.shape[0], k.shape[0]) if spec.is_varlen else None,
+        )
+
+    def __str__(self) -> str:
+        direction = "backward" if self.backward else "forward"
+        flags = ("varlen", "banded", "softcap", "sinks", "deterministic")
+        extras = [name for name in flags if getattr(self, name)]
+        if self.mask_block is not None:
+            extras.append(f"blocks {self.mask_block[0]} x {self.mask_block[1]}")
+        return (
+            f"{direction} on {self.arch}, {self.dtype}, batch {self.batch}, heads {self.heads_q}:"
+            f"{self.heads_kv}, queries {self.max_q}, keys {self.max_k}, head dim {self.head_dim}"
+            f"/{self.head_dim_v}" + (f", {', '.join(extras)}" if extras else "")
+        )
+
+
+# Bytes between tokens of packed sequences that their descriptors can go back by.
+FARTHEST_TOKENS = 2**34
+
+
+def tma_takes(x: torch.Tensor) -> bool:
+    """Whether TMA can copy tiles of `x`: address and strides in steps of 16 bytes."""
+    *outer, row = (
+        stride * x.element_size() if size > 1 else 16
+        for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+    aligned = all(0 < stride < 2**40 and stride % 16 == 0 for stride in outer)
+    if x.dim() == 3:
+        aligned = aligned and outer[0] < FARTHEST_TOKENS
+    return aligned and row <= 16 and x.data_ptr() % 16 == 0 and x.numel() > 0
+
+
+# The facts about a merge of two partial attention results.
+
+
+@dataclass(frozen=True)
+class MergeProblem:
+    """One merge: the number of rows, and the length of each."""
+
+    arch: Arch
+    dtype: torch.dtype
+    rows: int
+    head_dim_v: int
+
+    @classmethod
+    def of(cls, o: torch.Tensor) -> "MergeProblem":
+        """Describe a merge of tensors shaped like `o` [..., Dv]."""
+        return cls(arch_of(o.device), o.dtype, o.shape[:-1].numel(), o.shape[-1])

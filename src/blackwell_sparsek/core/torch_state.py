@@ -1,0 +1,75 @@
+"""State of PyTorch and Triton that a call depends on besides its arguments.
+
+Autocast (operands are cast before an operator, nothing inside of it), whether Triton's interpreter
+computes with bfloat16, and whether operators are asked to explain themselves.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+
+import torch
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast asks for on `device`, or None where it is off."""
+    kind = device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def cast_operand(x: torch.Tensor) -> torch.Tensor:
+    """What autocast does to an operand of a product: cast all but float64."""
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, PyTorch computes in the dtypes it is given.
+
+    An implementation in plain PyTorch runs below the operator, but autocast still sees its calls
+    and would round the float32 accumulation.
+    """
+    if autocast_dtype(device) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+# Triton's interpreter takes bfloat16 for 16-bit integers, silently; `testing.interpreter` mends
+# that.
+_mended = 0
+
+
+@contextmanager
+def bf16_mended() -> Iterator[None]:
+    """Inside, whoever entered has seen to it that bfloat16 is right."""
+    global _mended
+    _mended += 1
+    try:
+        yield
+    finally:
+        _mended -= 1
+
+
+def bf16_is_exact() -> bool:
+    """Whether somebody has."""
+    return _mended > 0
+
+
+_explaining: ContextVar[bool] = ContextVar("bsk_explaining", default=False)
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Inside, the first operator raises `Explained` instead of computing."""
+    token = _explaining.set(True)
+    try:
+        yield
+    finally:
+        _explaining.reset(token)
+
+
+def is_explaining() -> bool:
+    """Whether operators are asked what they would do, not to do it."""
+    return _explaining.get()

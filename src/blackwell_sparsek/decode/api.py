@@ -1,0 +1,215 @@
+"""`attention_decode`: new queries over a cache of keys and values."""
+
+import torch
+
+from ..core.checks import check_choice
+from ..core.env import IMPLS
+from .inputs import autocast_queries, check_decode_values, decode_spec, refuse_gradients
+from .op import attn_decode
+from .replay import decode_results
+
+
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None = None,
+    kv_blocks: torch.Tensor | None = None,
+    kv_block_size: int | None = None,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the latest queries of each sequence over its cache.
+
+    Query i of Sq sits at position `cache_seqlens[b] - Sq + i`: keys and values of the queries are
+    in the cache already. Everything in lengths, tables and lists is read on the device, so a CUDA
+    graph may be replayed after any of them changed, and nothing waits for the host. Results are the
+    same bits in every run. There is no derivative.
+
+    Made for a few queries, 1 to 16: the cache is read once for every 64 rows (queries times query
+    heads of a KV head). Longer chunks of a prompt run faster as
+    `bsk.attention(q, k_cache[:, :, :n], v_cache[:, :, :n], causal=True)` on a contiguous cache.
+
+    Memory besides the result: at most `4 * SMs * 64 * (Dv + 2)` floats, whatever the lengths. Up to
+    8 MiB of it stay with the stream for later calls.
+
+    Parameters
+    ----------
+    q : fp16, bf16 or fp32 `[B, Hq, Sq, D]`
+        Any strides with a contiguous last dimension, as for all tensors here. D and Dv from 1 to
+        256. fp64 runs on `eager` and `reference` only.
+    k_cache : `[B, Hkv, S, D]`, or pages `[pages, page_size, Hkv, D]` with `page_table`
+        dtype of q, or float8_e4m3fn. Slots past the lengths are not read.
+    v_cache : as k_cache, with Dv in place of D
+        Strides of its own: both caches may be views of one tensor.
+    cache_seqlens : int32 `[B]`
+        Keys of each sequence, at most S or `max_pages * page_size`; 0 gives output 0, lse -inf.
+    page_table : int32 `[B, max_pages]`, optional
+        Page j of sequence b is `k_cache[page_table[b, j]]`. Entries past the length, before a
+        window and not listed are not looked at. Page sizes of which 64 is a multiple or a
+        divisor are fastest.
+    kv_blocks : int32 `[B, Hkv, n]`, optional
+        Sparse decoding: the blocks to read, in any order, -1 for none. Block j holds the positions
+        from `j * kv_block_size` on: with pages, page j of the sequence. Length, causal and window
+        hold inside of blocks too. A block that is listed twice counts twice.
+    kv_block_size : int, optional
+        Tokens of a block of a contiguous cache; pages have their own.
+    causal : bool
+        Hide the keys after a query's position.
+    window : None, int or (left, right)
+        As in `attention`; keys before it are not read.
+    scale, softcap, sinks : as in `attention`
+    k_scale, v_scale : fp32 scalar tensor or `[Hkv]`, optional
+        What the numbers in an fp8 cache are multiplied with; 1 by default.
+    return_lse : bool
+        Also return the log-sum-exp of the scores, sinks included; see `merge_states`.
+    impl : str
+        `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back.
+
+    Returns
+    -------
+    out : `[B, Hq, Sq, Dv]`, dtype of q
+    lse : fp32 `[B, Hq, Sq]`
+        Only with `return_lse`.
+
+    Notes
+    -----
+    A length, page or block that is out of range is never read. `triton` cannot raise from the
+    device: it makes the outputs and lse that depend on it NaN. `eager` and `reference`, which wait
+    for the device anyway, raise `InvalidInput`, and so does `check_decode_inputs`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q = torch.randn(2, 8, 1, 64)
+    >>> k_cache, v_cache = torch.randn(2, 2, 2, 100, 64)
+    >>> lengths = torch.tensor([7, 100], dtype=torch.int32)
+    >>> attention_decode(q, k_cache, v_cache, cache_seqlens=lengths).shape
+    torch.Size([2, 8, 1, 64])
+    """
+    tensors = (q, k_cache, v_cache, cache_seqlens, page_table, kv_blocks, sinks, k_scale, v_scale)
+    options = (kv_block_size, causal, window, scale, softcap, impl)
+
+    def checked() -> tuple[torch.Tensor, torch.Tensor]:
+        return _attention_decode(*tensors, *options)
+
+    results = decode_results(tensors, options, checked, return_lse)
+    return (results[0], results[1]) if return_lse else results[0]
+
+
+def _attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None,
+    kv_blocks: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    kv_block_size: int | None,
+    causal: bool,
+    window: int | tuple[int | None, int | None] | None,
+    scale: float | None,
+    softcap: float | None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check everything and run the operator."""
+    op = "attention_decode"
+    check_choice(op, "impl", impl, IMPLS)
+    q = autocast_queries(op, q)
+    spec = decode_spec(
+        op,
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        kv_blocks=kv_blocks,
+        kv_block_size=kv_block_size,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    refuse_gradients(op, q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
+    return attn_decode(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        page_table,
+        kv_blocks,
+        spec.kv_block_size,
+        *spec.band.scalars(),
+        spec.scale,
+        spec.softcap,
+        sinks,
+        k_scale,
+        v_scale,
+        impl,
+    )
+
+
+def check_decode_inputs(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None = None,
+    kv_blocks: torch.Tensor | None = None,
+    kv_block_size: int | None = None,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+) -> None:
+    """Raise `InvalidInput` for what is wrong in the arguments of `attention_decode`.
+
+    Besides shapes and dtypes this looks at the numbers: lengths within the cache, the pages and
+    blocks that would be read within range, no block listed twice for one KV head. It copies them to
+    the host and waits for the device: for debugging and for tables from outside, not for every
+    step.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, cache_seqlens, page_table, kv_blocks, kv_block_size, causal, window :
+        as in `attention_decode`
+
+    Examples
+    --------
+    >>> import torch
+    >>> q, pages = torch.randn(1, 4, 1, 16), torch.randn(3, 16, 2, 16)
+    >>> lengths = torch.tensor([20], dtype=torch.int32)
+    >>> table = torch.tensor([[0, 3]], dtype=torch.int32)
+    >>> check_decode_inputs(q, pages, pages, cache_seqlens=lengths, page_table=table)
+    Traceback (most recent call last):
+    ...
+    blackwell_sparsek.core.errors.InvalidInput: check_decode_inputs: page_table[0, 1] is out of
+    range; expected 0 to 2, got 3
+    """
+    op = "check_decode_inputs"
+    spec = decode_spec(
+        op,
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        kv_blocks=kv_blocks,
+        kv_block_size=kv_block_size,
+        causal=causal,
+        window=window,
+    )
+    check_decode_values(op, q.shape[2], k_cache, spec, duplicates=True)

@@ -1,0 +1,243 @@
+"""Checks of decode calls that the host can make without waiting for the device."""
+
+from typing import Any
+
+import torch
+
+from ..attention.inputs import (
+    DENSE,
+    DTYPES,
+    check_head_dims,
+    check_sinks,
+    scale_or_default,
+    softcap_or_off,
+)
+from ..calls.decode import DecodeSpec, capacity
+from ..core.checks import (
+    check_derivatives,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_rank,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    message,
+)
+from ..core.errors import InvalidInput, InvalidType, Unsupported
+from ..core.torch_state import cast_operand
+from ..masks.band import band_of, kv_range
+
+FP8 = torch.float8_e4m3fn
+PAGED = "[pages, page_size, Hkv, D]"
+
+
+def decode_spec(
+    op: str,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    cache_seqlens: Any,
+    page_table: Any,
+    kv_blocks: Any,
+    kv_block_size: Any,
+    causal: Any,
+    window: Any,
+    scale: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> DecodeSpec:
+    """Check the arguments of a call against each other; its options with defaults filled in."""
+    heads = _check_caches(op, q, k_cache, v_cache, paged=page_table is not None)
+    _check_indices(op, "cache_seqlens", cache_seqlens, [q.shape[0]], q)
+    if page_table is not None:
+        _check_indices(op, "page_table", page_table, [q.shape[0], "max_pages"], q)
+    page_size = None if page_table is None else k_cache.shape[1]
+    if kv_blocks is not None:
+        _check_indices(op, "kv_blocks", kv_blocks, [q.shape[0], heads, "n"], q)
+    check_sinks(op, sinks, q)
+    for arg, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+        _check_scale(op, arg, factor, heads, k_cache)
+    return DecodeSpec(
+        scale=scale_or_default(op, scale, q.shape[-1]),
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        kv_blocks=kv_blocks,
+        kv_block_size=_block_size(op, kv_block_size, kv_blocks is not None, page_size),
+        band=band_of(op, causal, window),
+        softcap=softcap_or_off(op, softcap),
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def _check_caches(op: str, q: Any, k_cache: Any, v_cache: Any, *, paged: bool) -> int:
+    """Type, dtype, rank, layout, device and shape of q and the caches; the number of KV heads."""
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    for arg, x in tensors.items():
+        check_tensor(op, arg, x)
+        check_derivatives(op, arg, x)
+        check_dtype(op, arg, x, DTYPES if arg == "q" else (*DTYPES, FP8))
+        check_rank(op, arg, x, PAGED if paged and arg != "q" else DENSE)
+        check_last_dim_contiguous(op, arg, x)
+    check_same_device(op, {**tensors})
+    if k_cache.dtype != v_cache.dtype:
+        _raise(op, "k_cache/v_cache", "have different dtypes", "one", k_cache.dtype, v_cache.dtype)
+    if k_cache.dtype not in (q.dtype, FP8):
+        expected = f"that of q or {FP8}"
+        _raise(op, "k_cache", "has a dtype that q does not go with", expected, k_cache.dtype)
+    if k_cache.shape[-1] != q.shape[-1]:
+        shapes = (list(q.shape), list(k_cache.shape))
+        _raise(op, "q/k_cache", "have different head dims", "one", *shapes)
+    if k_cache.shape[:-1] != v_cache.shape[:-1]:
+        expected = "all but the last dimension alike"
+        _raise(op, "k_cache/v_cache", "do not match", expected, [*k_cache.shape], [*v_cache.shape])
+    if not paged and q.shape[0] != k_cache.shape[0]:
+        shapes = (list(q.shape), list(k_cache.shape))
+        _raise(op, "q/k_cache", "have different batch sizes", "one", *shapes)
+    check_head_dims(op, q, v_cache)
+    if paged and k_cache.shape[1] == 0:
+        _raise(op, "k_cache", "has pages without tokens", "page_size >= 1", list(k_cache.shape))
+    heads: int = k_cache.shape[2 if paged else 1]
+    if heads == 0 or q.shape[1] % heads:
+        expected = "a multiple of the heads of k_cache"
+        got = f"{q.shape[1]} query heads not divisible by {heads} kv heads"
+        _raise(op, "q", "has a wrong number of heads", expected, got)
+    return heads
+
+
+def _raise(op: str, arg: str, problem: str, expected: object, *got: object) -> None:
+    kind = InvalidType if "dtype" in problem else InvalidInput
+    raise kind(message(op, arg, problem, expected, " and ".join(str(x) for x in got)))
+
+
+def _check_indices(op: str, arg: str, x: Any, shape: list[int | str], q: torch.Tensor) -> None:
+    """int32 on the device of q; a word in `shape` stands for any size."""
+    check_tensor(op, arg, x)
+    check_dtype(op, arg, x, [torch.int32])
+    fits = x.dim() == len(shape) and all(
+        isinstance(n, str) or n == m for n, m in zip(shape, x.shape, strict=True)
+    )
+    if not fits:
+        expected = f"[{', '.join(str(n) for n in shape)}]"
+        raise InvalidInput(message(op, arg, "has a wrong shape", expected, list(x.shape)))
+    check_last_dim_contiguous(op, arg, x)
+    check_same_device(op, {"q": q, arg: x})
+
+
+def _check_scale(op: str, arg: str, scale: Any, heads: int, cache: torch.Tensor) -> None:
+    """One number for all heads, or one for each; only an fp8 cache has scales."""
+    if scale is None:
+        return
+    check_tensor(op, arg, scale)
+    check_dtype(op, arg, scale, [torch.float32])
+    if cache.dtype != FP8:
+        raise InvalidInput(message(op, arg, "scales a cache that is not", FP8, cache.dtype))
+    if scale.numel() != 1 or scale.dim() > 1:
+        check_shape(op, arg, scale, [heads])
+    if scale.dim():
+        check_last_dim_contiguous(op, arg, scale)
+    check_same_device(op, {"cache": cache, arg: scale})
+
+
+def _block_size(op: str, size: Any, listed: bool, page_size: int | None) -> int:
+    """Tokens of a listed block: those of a page, or what the call says."""
+    arg = "kv_block_size"
+    if not listed:
+        if size is not None:
+            raise InvalidInput(message(op, arg, "goes with kv_blocks", "None without them", size))
+        return 0
+    if page_size is not None:
+        if size not in (None, page_size):
+            expected = f"None or the page size {page_size}"
+            raise InvalidInput(message(op, arg, "differs from the page size", expected, size))
+        return page_size
+    if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+        got = type(size).__name__
+        expected = "an int with kv_blocks of a contiguous cache"
+        raise InvalidType(message(op, arg, "is not an int", expected, got))
+    if size < 1:
+        raise InvalidInput(message(op, arg, "is not positive", "an int >= 1", size))
+    return int(size)
+
+
+def autocast_queries(op: str, q: torch.Tensor) -> torch.Tensor:
+    """Queries in autocast's dtype where autocast is on (fp64 stays); caches are never cast."""
+    check_tensor(op, "q", q)
+    return cast_operand(q)
+
+
+def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
+    """Decoding has no derivative: say so instead of cutting the graph."""
+    if not torch.is_grad_enabled():
+        return
+    for arg, x in tensors.items():
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            raise Unsupported(
+                f"{op}: {arg} requires a gradient, which decoding does not have; call it under "
+                "torch.no_grad(), or use bsk.attention on the keys of the cache"
+            )
+
+
+# The numbers in lengths, page tables and block lists; looking at them waits for the device.
+
+
+def check_decode_values(
+    op: str, q_len: int, k_cache: torch.Tensor, spec: DecodeSpec, *, duplicates: bool = False
+) -> None:
+    """Raise `InvalidInput` for the first length, block or page that is out of range.
+
+    Only what a call reads is looked at: pages past the length, before a window, or not listed may
+    hold any number. `duplicates` also refuses blocks that are listed twice.
+    """
+    lengths: list[int] = spec.cache_seqlens.tolist()
+    most = capacity(k_cache, spec)
+    for b, length in enumerate(lengths):
+        if not 0 <= length <= most:
+            arg, expected = f"cache_seqlens[{b}]", f"0 to {most}, what the cache holds"
+            raise InvalidInput(message(op, arg, "is out of range", expected, length))
+    if spec.kv_blocks is not None:
+        _check_blocks(op, spec.kv_blocks.tolist(), -(-most // spec.kv_block_size), duplicates)
+    if spec.page_table is not None:
+        _check_pages(op, q_len, k_cache, spec, lengths)
+
+
+def _check_blocks(op: str, lists: list[list[list[int]]], blocks: int, duplicates: bool) -> None:
+    for b, heads in enumerate(lists):
+        for h, entries in enumerate(heads):
+            for i, block in enumerate(entries):
+                arg = f"kv_blocks[{b}, {h}, {i}]"
+                if not -1 <= block < blocks:
+                    expected = f"-1 to {blocks - 1}"
+                    raise InvalidInput(message(op, arg, "is out of range", expected, block))
+                if duplicates and block >= 0 and block in entries[:i]:
+                    raise InvalidInput(
+                        message(op, arg, "is listed twice", "each block once", block)
+                    )
+
+
+def _check_pages(
+    op: str, q_len: int, k_cache: torch.Tensor, spec: DecodeSpec, lengths: list[int]
+) -> None:
+    assert spec.page_table is not None
+    pages, page_size = k_cache.shape[:2]
+    table: list[list[int]] = spec.page_table.tolist()
+    lists = None if spec.kv_blocks is None else spec.kv_blocks.tolist()
+    for b, length in enumerate(lengths):
+        lo, hi = kv_range(spec.band, 0, q_len, q_len, length)
+        read = range(lo // page_size, -(-hi // page_size))
+        listed = read if lists is None else {page for head in lists[b] for page in head}
+        for i in read:
+            if i in listed and not 0 <= table[b][i] < pages:
+                raise InvalidInput(
+                    message(
+                        op,
+                        f"page_table[{b}, {i}]",
+                        "is out of range",
+                        f"0 to {pages - 1}",
+                        table[b][i],
+                    )
+                )

@@ -1,0 +1,325 @@
+"""(problem) -> tiles and programs of the Hopper decode kernel, and the reasons why it cannot run.
+
+Tiles may not depend on a length, nor on where pages lie: pages give the bits of a contiguous cache.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+from typing import NamedTuple
+
+import torch
+
+from ..attention.sm90.tuning import LONGEST
+from ..attention.triton.tuning import LARGE_SMEM, PRECISIONS
+from ..calls.decode import DecodeProblem
+from ..launch.descriptors import SMEM_BYTES, accumulator_layout
+
+# What a launch of the decode kernel is made of, besides its tensors.
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tiles and launch options of the decode kernel.
+
+    Parameters
+    ----------
+    tile_m : rows of one tile: queries of all heads that share a KV head
+    tile_n : keys of one tile; both are powers of two, at least 16
+    num_warps, num_stages : launch options of Triton
+    programs : how many programs share the keys of all sequences and heads
+    across : keys down and rows across in products, for tensor cores that want 64 rows
+    words : read fp8 caches as words of four, where their strides allow it
+    registers : most registers of a thread
+    precision : how fp32 products are taken: "ieee" or "tf32"; 16-bit inputs do not look at it
+    """
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    precision: str = "ieee"
+    across: bool = False
+    words: bool = False
+    registers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tile_m", "tile_n"):
+            side = getattr(self, name)
+            if side < 16 or side & (side - 1):
+                raise ValueError(f"{name} is {side}; expected a power of two from 16 on")
+        if self.programs < 1:
+            raise ValueError(f"programs is {self.programs}; expected at least 1")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision is {self.precision!r}; expected one of {PRECISIONS}")
+
+
+# (architecture, problem) -> tiles of the decode kernel. Pure functions; nothing is timed.
+#
+# Decoding reads each key once, so its time is that of the memory. What counts is how many bytes are
+# on their way: stages times tile times programs of an SM. Tiles may not depend on a length.
+
+# SMs of the interpreter's machine are not many: a few programs show every way to cut the work.
+INTERPRETED_PROGRAMS = 6
+
+
+def attn_decode_config(problem: DecodeProblem, precision: str) -> DecodeConfig:
+    """Tiles and programs; `precision` is what fp32 operands are multiplied in."""
+    dim = max(problem.head_dim, problem.head_dim_v)
+    sms = INTERPRETED_PROGRAMS if problem.arch.interpreted else problem.arch.num_sms
+    itemsize = problem.cache_dtype.itemsize
+    if problem.arch.sm == 90 and itemsize < 4 and dim <= 128 and problem.rows <= 16:
+        return _hopper_config(sms, itemsize, problem.batch * problem.heads_kv)
+    return _config(problem.arch.sm, sms, itemsize, dim, problem.rows, precision)
+
+
+@lru_cache(maxsize=1024)
+def _config(sm: int, sms: int, itemsize: int, dim: int, rows: int, precision: str) -> DecodeConfig:
+    tile_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    # one stage of 64 KiB and more is all that 99 KiB hold
+    programs = 2 * sms if sm in LARGE_SMEM else sms
+    if itemsize == 4:
+        # full fp32 products run on the CUDA cores, with operands in registers
+        tile_n = 32 if dim <= 128 else 16
+        return DecodeConfig(min(tile_m, 16), tile_n, 8, 2, programs, precision)
+    if dim > 128:
+        return DecodeConfig(min(tile_m, 32), 32, 4, 3, programs, precision)
+    # H200, microseconds at (batch, keys) (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), parts still
+    # merged with barriers:
+    #   64 keys, 4 warps, 3 stages, 2 programs on an SM: 22.8 / 137 / 143 / 255
+    #   128 keys, 8 warps, 3 stages, 1 program:          26.9 / 137 / 146 / 259
+    #   32 keys, 4 warps, 5 stages, 2 programs:          25.0 / 139 / 146 / 256
+    # A third program finds no registers and runs after the others: 33.2 / 158 / 163 / 301.
+    # 64 rows spill from the registers of 4 warps.
+    return DecodeConfig(tile_m, 64, 8 if tile_m > 32 else 4, 3, programs, precision)
+
+
+@lru_cache(maxsize=1024)
+def _hopper_config(sms: int, itemsize: int, planes: int) -> DecodeConfig:
+    """Keys down and rows across: `wgmma` reads 64 keys, from shared memory if they are 16-bit.
+
+    H200, microseconds at (batch, keys) (1, 1k) / (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k):
+      bf16, rows down, 3 stages, 2 programs on an SM: 8.3 / 17.1 / 132.6 / 134.2 / 250.2
+      rows across, 3 stages, 2 programs:              8.1 / 16.8 / 130.5 / 132.8 / 248.4
+      the same, 256 programs instead of 264:          7.7 / 16.5 / 129.8 / 130.1
+      rows across, 2 stages, 3 programs:              8.2 / 19.4 / 131.3 / 133.7 / 251.9
+      rows across, 6 stages, 1 program:               7.8 / 18.4 / 132.4 / 138.0 / 252.6
+      rows across, 128 keys, 2 stages, 1 program:     8.3 / 18.8 / 150.5 / 150.8 / 290.8
+    and in fp8, with 8 KV heads:
+      rows down, 3 stages, 2 programs:                8.3 / 15.8 / 117.0 /       / 224.7
+      rows across, words, 3 stages, 2 programs:       7.8 / 14.1 /  85.9 /  87.6 / 160.9
+      rows across, words, 4 stages, 3 programs:       7.9 / 17.7 /  79.4 /  82.9 / 144.7
+      rows across, words, 3 stages, 4 programs:       8.0 / 17.8 /  80.4 /  86.7 / 142.9
+    The third program makes more parts of each softmax. With few of them, `planes`, merging the
+    parts takes longer than the program saves, unless sequences are very long.
+    """
+    if itemsize == 1 and planes > sms // 4:
+        return DecodeConfig(16, 64, 4, 4, 3 * sms, across=True, words=True, registers=168)
+    # a few fewer than fit were faster at every size
+    programs = max(2 * sms // 32 * 32, 1)
+    return DecodeConfig(16, 64, 4, 3, programs, across=True, words=itemsize == 1)
+
+
+# Configuration of the Hopper decode kernel: tiles, rings, and what follows from them.
+
+
+@dataclass(frozen=True)
+class DecodeSm90Config:
+    """Everything the kernel is specialised on. Sizes in elements.
+
+    ROWS queries of the heads that share a KV head meet tiles of TILE_N keys, STAGES of which are
+    kept on their way. TILE_D and TILE_DV are the head dims. PAGE_SIZE is None for a contiguous
+    cache, BLOCK_KV without lists of blocks. The kernel is compiled for MAX_REGISTERS per thread, of
+    which the producer gives back all but PRODUCER_REGISTERS. WORDS are fp8 caches, copied as words
+    of four values. SINGLE is for one sequence, whose time is that of what comes before and after
+    its keys: the kernel starts while the one before it ends.
+    """
+
+    ROWS: int
+    TILE_N: int
+    TILE_D: int
+    TILE_DV: int
+    STAGES: int
+    PAGE_SIZE: int | None
+    BLOCK_KV: int | None
+    PRODUCER_REGISTERS: int
+    MAX_REGISTERS: int
+    WORDS: bool
+    SINGLE: bool
+
+    def __post_init__(self) -> None:
+        assert self.ROWS in (8, 16, 32, 64), f"{self.ROWS=}"
+        assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
+        assert self.TILE_D in (64, 128) and self.TILE_DV in (64, 128), f"{self=}"
+        assert self.STAGES >= 2, f"{self.STAGES=}"
+        assert self.part_keys >= 16, f"{self.PAGE_SIZE=}"
+
+    @property
+    def part_keys(self) -> int:
+        """Keys of one copy: the most that always lie in one page and one block."""
+        return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
+
+    @property
+    def packed(self) -> int:
+        """Values of the cache in one element that is copied."""
+        return 4 if self.WORDS else 1
+
+    @property
+    def scattered(self) -> bool:
+        """Whether tables or lists say where keys lie."""
+        return self.PAGE_SIZE is not None or self.BLOCK_KV is not None
+
+    @property
+    def noted_keys(self) -> int:
+        """Keys of a tile whose positions the producer notes down."""
+        return 1 if self.BLOCK_KV is None else self.TILE_N
+
+    @property
+    def parts(self) -> int:
+        """Copies that fill one tile."""
+        return self.TILE_N // self.part_keys
+
+    def k_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of keys."""
+        return (1, 1, self.part_keys, self.TILE_D // self.packed)
+
+    def v_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of values."""
+        return (1, 1, self.part_keys, self.TILE_DV // self.packed)
+
+    def accumulator_layout(self) -> object:
+        """Register layout of products: [keys or dims, ROWS]."""
+        return accumulator_layout(self.ROWS)
+
+
+def make_config(
+    rows: int,
+    tile_d: int,
+    tile_dv: int,
+    page_size: int | None = None,
+    block_kv: int | None = None,
+    *,
+    tile_n: int = 64,
+    words: bool = False,
+    single: bool = False,
+) -> DecodeSm90Config:
+    """The configuration for so many packed rows, head dims, pages, listed blocks."""
+    # Half of an SM holds all that must be on its way, and each stage more delays a launch by the
+    # 120 cycles of its barriers. The sums of 64 rows need all registers, and their stages are long.
+    tall = rows == 64
+    scattered = page_size is not None or block_kv is not None
+    parts = tile_n // gcd(tile_n, page_size or 0, block_kv or 0)
+    budget = SMEM_BYTES if tall else SMEM_BYTES // 2
+    # barriers, notes and 1 KiB that the system takes
+    ring = budget - 2048 - 2 * rows * (tile_d + tile_n)
+    return DecodeSm90Config(
+        ROWS=rows,
+        TILE_N=tile_n,
+        TILE_D=tile_d,
+        TILE_DV=tile_dv,
+        STAGES=ring // ((1 if words else 2) * tile_n * (tile_d + tile_dv)),
+        PAGE_SIZE=page_size,
+        BLOCK_KV=block_kv,
+        # places of a tile's parts are held while a stage is waited for
+        PRODUCER_REGISTERS=(64 if parts <= 4 else 88) if scattered else 40,
+        MAX_REGISTERS=168 if tall else 128,
+        WORDS=words,
+        SINGLE=single,
+    )
+
+
+FP8 = torch.float8_e4m3fn
+HEAD_DIMS = (64, 128)
+# Keys that one copy must hold at the least: a step of WGMMA.
+STEP = 16
+# Rows whose scores leave registers for operands.
+MOST_FP8_ROWS = 16
+# Tiles of all sequences and heads lie in one row that int32 counts.
+MOST_TILES = 2**31 - 1
+
+
+class DecodeSm90Launch(NamedTuple):
+    """What a launch is made of, besides its tensors."""
+
+    config: DecodeSm90Config
+    programs: int
+
+
+def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
+    """Why the Hopper kernel cannot run this problem, or None."""
+    if problem.arch.sm != 90:
+        return f"needs sm_90, this is {problem.arch}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"{problem.dtype} has no 16-bit WGMMA"
+    dims = (problem.head_dim, problem.head_dim_v)
+    if problem.cache_dtype == FP8:
+        # what a thread has of two WGMMAs of 64 rows is a word of four values
+        if dims != (128, 128):
+            return f"needs head dimensions of 128 for a float8 cache, got {dims[0]} and {dims[1]}"
+        if problem.rows > MOST_FP8_ROWS:
+            return f"takes at most {MOST_FP8_ROWS} rows of a float8 cache, got {problem.rows}"
+    elif problem.cache_dtype != problem.dtype:
+        return f"needs a cache of {problem.dtype} or {FP8}, got {problem.cache_dtype}"
+    if any(dim not in HEAD_DIMS for dim in dims):
+        return f"needs head dimensions of 64 or 128, got {dims[0]} and {dims[1]}"
+    for what, size in (("pages", problem.page_size), ("listed blocks", problem.block_size)):
+        if size is not None and size % STEP:
+            return f"{what} of {size} are not a multiple of {STEP}"
+    if not problem.tma:
+        return "TMA needs slots to copy, and addresses and strides that are multiples of 16 bytes"
+    if problem.capacity > LONGEST:
+        return f"needs caches of at most {LONGEST} tokens a sequence"
+    planes = problem.batch * problem.heads_kv * (problem.rows // 8 + 1)
+    # each plane costs as much as a few tiles more
+    if planes * (problem.capacity // 64 + 3) > MOST_TILES:
+        return f"needs at most {MOST_TILES} tiles over all sequences and heads"
+    return None
+
+
+def attn_decode_sm90_launch(problem: DecodeProblem) -> DecodeSm90Launch:
+    """Tiles and programs of a problem that `attn_decode_sm90_unsupported` accepts."""
+    is_fp8 = problem.cache_dtype == FP8
+    return _launch(
+        problem.arch.num_sms,
+        problem.rows,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.page_size,
+        problem.block_size,
+        is_fp8,
+        problem.batch == 1,
+        is_fp8 and problem.batch * problem.heads_kv > problem.arch.num_sms // 4,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    sms: int,
+    rows: int,
+    dim: int,
+    dim_v: int,
+    page_size: int | None,
+    block_kv: int | None,
+    is_fp8: bool,
+    single: bool,
+    many: bool,
+) -> DecodeSm90Launch:
+    packed = next((size for size in (8, 16, 32) if rows <= size), 64)
+    # H200, microseconds at (batch, keys) (1, 1k) / (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), and
+    # (16, 8k) in pages of 64 and 16, planes left whole:
+    #   64 keys, 3 stages, 1 program on an SM:  7.2 / 14.9 / 127.6 / 129.4 / 247.7, 127.7, 129.6
+    #   64 keys, 5 stages, 1 program:           7.3 / 14.8 / 127.4 / 128.7 / 247.7, 129.7, -
+    #   128 keys, 3 stages, 1 program:          7.3 / 14.5 / 126.9 / 128.4 / 248.5, 129.1, 137.2
+    #   64 keys, 3 stages, 2 programs:            - /    - / 129.5 /     - /     -, 131.0, 133.4
+    # One sequence, in the graphs of `bsk bench`: 7.4 / 16.1, started early 5.9 / 15.2.
+    # fp8 there, (16, 8k) / (64, 4k) / (16, 8k) in pages of 64 / (1, 8k) started early:
+    #   64 keys, 6 stages, 1 program on an SM:  87.8 /     - /    - /    -
+    #   64 keys, 6 stages, 2 programs:          79.2 / 140.9 / 81.5 / 11.8
+    #   128 keys, 6 stages, 1 program:          80.6 / 145.4 /    - /    -
+    #   128 keys, 3 stages, 2 programs:         78.0 / 140.5 / 80.8 / 12.2
+    config = make_config(
+        packed, dim, dim_v, page_size, block_kv,
+        tile_n=128 if many else 64, words=is_fp8, single=single,
+    )  # fmt: skip
+    return DecodeSm90Launch(config, 2 * sms if is_fp8 else sms)

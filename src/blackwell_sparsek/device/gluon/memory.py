@@ -1,0 +1,62 @@
+# mypy: ignore-errors
+"""TMA copies that add to memory, which Triton 3.6 can build but does not export to Gluon.
+
+Additions of several programs to one tile come in any order. Where the order must be the same in
+every run, programs take turns: `await_turn`, `tma_add`, `finish_turn`.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+
+
+@builtin
+def tma_add(desc, coord, src, _semantic=None):
+    """Start adding a shared-memory tile to the tile of a tensor at `coord`."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def await_turn(turn_ptr, turn):
+    """Wait until `turn` programs have finished their turns; called by one warp."""
+    current = gl.atomic_add(turn_ptr, 0, sem="acquire")
+    while current != turn:
+        current = gl.atomic_add(turn_ptr, 0, sem="acquire")
+
+
+@gluon.jit
+def finish_turn(turn_ptr):
+    """Wait until what this warp added is in memory, and let the next program in."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    zero = gl.full([1], 0, gl.int32, lane)
+    # unlike `tma.store_wait`, which only waits until the tile has been read; all lanes wait for the
+    # one that started the copy
+    done = gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync -1; mov.b32 $0, $1;",
+        "=r,r",
+        [zero],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    gl.atomic_add(turn_ptr, 1 + gl.max(done, 0), sem="release")
+
+
+# Memory that is on its way to the L2 before anybody reads it.
+
+
+@gluon.jit
+def bring_to_l2(address, nbytes):
+    """Bring `nbytes`, a multiple of 16, to the L2 from each address that is not 0.
+
+    A kernel in front may still write them: what it writes goes to the L2 too, so nothing gets stale
+    by coming early.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s64 p, $1, 0; "
+        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        *("=r,l,r,~{memory}", [address, nbytes], gl.int32, False, 1),
+    )

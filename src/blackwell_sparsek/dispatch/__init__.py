@@ -1,0 +1,1 @@
+"""Which implementation of an operator runs, why not the others, and operators themselves."""

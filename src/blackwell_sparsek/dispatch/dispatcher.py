@@ -1,0 +1,162 @@
+"""Which implementation of an operator runs, and why not each of the others.
+
+Every operator owns one `Dispatcher`. An implementation registers a `supports` predicate (None, or
+the reason why not) and a `run` function. `auto` takes the first that supports the problem and is
+not passed over for it, in the order of registration; an explicit name never falls back.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..core.checks import check_choice
+from ..core.env import IMPLS, default_impl
+from ..core.errors import Unsupported
+from ..core.torch_state import explaining, is_explaining
+
+
+class Candidate(NamedTuple):
+    """One implementation of one operator."""
+
+    name: str
+    supports: Callable[[Any], str | None]
+    run: Callable[..., Any]
+    auto_passes: Callable[[Any], str | None]
+
+
+def only_asked(problem: Any) -> str | None:
+    """Why `auto` passes over an implementation that is a second opinion, not a choice."""
+    return "only runs when asked for"
+
+
+def interpreted_only(problem: Any) -> str | None:
+    """Why `auto` passes over Triton's kernels where they would be interpreted, or None."""
+    return "would be interpreted: only runs when asked for" if problem.arch.interpreted else None
+
+
+def _never_passed(problem: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen for a problem. `reasons` says, for each other name, why it was not."""
+
+    op: str
+    asked: str
+    chosen: str | None
+    problem: Any
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.chosen or 'nothing'} (impl={self.asked!r})"]
+        lines.append(f"  problem: {self.problem}")
+        lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+class Explained(Exception):
+    """Carries the decision of an operator out of a call that must not compute."""
+
+    def __init__(self, decision: Decision):
+        super().__init__(str(decision))
+        self.decision = decision
+
+
+class Dispatcher:
+    """The implementations of one operator."""
+
+    def __init__(self, op: str):
+        self.op = op
+        self.candidates: dict[str, Candidate] = {}
+
+    def register(
+        self,
+        name: str,
+        supports: Callable[[Any], str | None],
+        run: Callable[..., Any],
+        *,
+        auto_passes: Callable[[Any], str | None] = _never_passed,
+    ) -> None:
+        """Add an implementation; the order of calls is the order in which `auto` asks.
+
+        `auto_passes` tells why `auto` passes it over for a problem that it supports, or None.
+        """
+        self.candidates[name] = Candidate(name, supports, run, auto_passes)
+
+    def decide(self, impl: str, problem: Any) -> Decision:
+        """Choose for `problem`, collecting the reasons."""
+        check_choice(self.op, "impl", impl, IMPLS)
+        asked = default_impl() if impl == "auto" else impl
+        reasons: dict[str, str] = {}
+        chosen = None
+        for name in IMPLS[1:]:
+            if name not in self.candidates:
+                reasons[name] = f"{self.op} has no {name} implementation"
+        for name, candidate in self.candidates.items():
+            reason = candidate.supports(problem)
+            if reason is None and asked == "auto":
+                reason = candidate.auto_passes(problem)
+            elif reason is None and asked != name:
+                reason = f"impl={asked!r} was asked for"
+            if reason is None and chosen is None:
+                chosen = name
+            else:
+                reasons[name] = reason or f"{chosen} comes first"
+        return Decision(self.op, asked, chosen, problem, reasons)
+
+    def __call__(self, impl: str, problem: Any, *args: Any) -> Any:
+        """Run the chosen implementation, or raise `Unsupported` with the reasons."""
+        if not is_explaining() and (candidate := self._first(impl, problem)) is not None:
+            return candidate.run(*args)
+        decision = self.decide(impl, problem)
+        if is_explaining():
+            raise Explained(decision)
+        if decision.chosen is None:
+            if decision.asked != "auto":
+                why = decision.reasons[decision.asked]
+            else:
+                why = "; ".join(f"{name}: {reason}" for name, reason in decision.reasons.items())
+            raise Unsupported(f"{self.op}: impl={decision.asked!r} cannot run this: {why}")
+        return self.candidates[decision.chosen].run(*args)
+
+    def _first(self, impl: str, problem: Any) -> Candidate | None:
+        """What `decide` chooses, without the reasons."""
+        asked = default_impl() if impl == "auto" else impl
+        if asked != "auto":
+            candidate = self.candidates.get(asked)
+            takes = candidate is not None and candidate.supports(problem) is None
+            return candidate if takes else None
+        for candidate in self.candidates.values():
+            if candidate.supports(problem) is None and candidate.auto_passes(problem) is None:
+                return candidate
+        return None
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision:
+    """Tell which implementation `fn(*args, **kwargs)` would run and why, without running it.
+
+    Parameters
+    ----------
+    fn : a public function of this package, such as `bsk.matmul` or `bsk.attention`
+    *args, **kwargs : what it would be called with; they are validated as in a real call
+
+    Returns
+    -------
+    Decision
+        `.chosen`, `.reasons` (one per implementation that was not chosen), `.problem`; prints
+        as a short table.
+
+    Examples
+    --------
+    >>> import torch, blackwell_sparsek as bsk
+    >>> q = torch.randn(1, 2, 16, 8)
+    >>> bsk.explain(bsk.attention, q, q, q, causal=True).chosen
+    'eager'
+    """
+    with explaining():
+        try:
+            fn(*args, **kwargs)
+        except Explained as stop:
+            return stop.decision
+    raise Unsupported(f"explain: {getattr(fn, '__name__', fn)!r} reached no bsk operator")

@@ -1,0 +1,44 @@
+"""What every kernel needs of the machine and of Triton before its own conditions count."""
+
+import torch
+
+from ..core.arch import Arch
+from ..core.compat import why_no_triton
+from ..core.torch_state import bf16_is_exact
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MIN_SM = 80
+
+
+def why_no_kernels(arch: Arch) -> str | None:
+    """Why no kernel of ours runs there, whatever it computes, or None."""
+    if arch.sm and arch.interpreted:
+        # somebody looks into kernels of their own; ours would be slow, and those in Gluon not run
+        return "TRITON_INTERPRET is set, and the tensors are on a GPU"
+    return why_no_triton()
+
+
+def why_not_portable(arch: Arch, *dtypes: torch.dtype) -> str | None:
+    """Why portable kernels cannot run on tensors of `dtypes` there, or None when they can."""
+    if (reason := why_no_kernels(arch)) is not None:
+        return reason
+    if arch.sm < _MIN_SM and not arch.interpreted:
+        return f"needs a CUDA GPU of sm_{_MIN_SM} or newer, got {arch}"
+    for dtype in dtypes:
+        if dtype not in _DTYPES:
+            return f"needs float16, bfloat16 or float32, got {dtype}"
+    if arch.interpreted and torch.bfloat16 in dtypes and not bf16_is_exact():
+        return (
+            "TRITON_INTERPRET is set, and Triton's interpreter takes bfloat16 for integers; "
+            "blackwell_sparsek.testing.interpreter.interpreter_checks() mends that"
+        )
+    return None
+
+
+# What float32 operands are multiplied in.
+
+
+def fp32_precision(dtype: torch.dtype) -> str:
+    """Multiply float32 as torch's own products may: in tf32 only where the user allowed it."""
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if dtype == torch.float32 and allowed else "ieee"

@@ -1,1 +1,0 @@
-"""Plain-PyTorch implementations whose work follows the kept blocks; the default on CPU."""

@@ -1,1 +1,0 @@
-"""Data formats: block-sparse matrices, block masks, bands, packed sequences."""

@@ -1,1 +1,0 @@
-"""Triton and Gluon entry kernels with their launchers."""

@@ -1,1 +1,0 @@
-"""Portable Triton kernels of the BSR products, their plans and their configurations."""

@@ -1,1 +1,0 @@
-"""Kernels that write and summarise KV caches."""

@@ -1,0 +1,1 @@
+"""KV caches: contiguous and paged, appending, choosing pages."""

@@ -1,0 +1,271 @@
+# mypy: ignore-errors
+"""Write new keys and values behind what a cache holds.
+
+    cache[b, h, cache_seqlens[b] + t] = k[b, h, t]        for t < counts[b]
+
+k [B, Hkv, T, D], v [B, Hkv, T, Dv]; contiguous caches [B, Hkv, S, D] or pages
+[pages, page_size, Hkv, D] that a table [B, max_pages] orders; any strides with a contiguous last
+dimension. One program handles TILE_ROWS of the B*T*Hkv rows of K and of V. A row whose slot does
+not exist is not written: past the capacity, a negative length, a page id out of range. fp8 caches
+are given as uint8 and take `x / scale`, saturated. Called by `bsk::kv_append`.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..core.compile_cases import ALL_ARCHS, CompileCase, compile_cases
+from ..device.fp8 import e4m3_bits
+from ..launch.launcher import cdiv, launch, on_device_of
+
+# Elements of one tile: one 16-byte load for each of 128 threads. With two, rows that cannot be
+# loaded in vectors (D = 40) need so many addresses that sm_120 spills.
+TILE_ELEMENTS = 1024
+MAX_TILE_D = 256
+# Rows and slots are int32: divisions of int64 cost more than the copy of a decoding step.
+INT32_MAX = 2**31 - 1
+
+
+@triton.jit
+def _write_rows(
+    cache, src, scale, head, exists, live, HEAD_DIM: tl.constexpr, CONVERTS_FP8: tl.constexpr
+):
+    """Copy rows of HEAD_DIM elements, converted to what the cache stores.
+
+    `cache` and `src` are pairs of a pointer and offsets of rows, `scale` a pointer or None and its
+    stride. Rows that exist are loaded, so as not to wait for the page table; live ones are stored.
+    """
+    TILE_D: tl.constexpr = triton.next_power_of_2(min(HEAD_DIM, 256))
+    STORED: tl.constexpr = cache[0].dtype.element_ty
+    for d_start in tl.static_range(0, HEAD_DIM, TILE_D):
+        offs_d = d_start + tl.arange(0, TILE_D)
+        there = exists[:, None]
+        written = live[:, None]
+        if HEAD_DIM % TILE_D != 0:
+            there = there & (offs_d < HEAD_DIM)[None, :]
+            written = written & (offs_d < HEAD_DIM)[None, :]
+        x = tl.load(src[0] + src[1][:, None] + offs_d[None, :], mask=there, other=0.0)
+        if tl.uint8 == STORED:
+            x = x.to(tl.float32)
+            if scale[0] is not None:
+                of_head = tl.load(scale[0] + head * scale[1], mask=exists, other=1.0)
+                x = x * tl.math.div_rn(tl.full(of_head.shape, 1.0, tl.float32), of_head)[:, None]
+            x = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if CONVERTS_FP8 else e4m3_bits(x)
+        tl.store(cache[0] + cache[1][:, None] + offs_d[None, :], x, mask=written)
+
+
+@triton.jit
+def _offsets(outer, head, token, strides):
+    """Offsets of rows from strides of batch (or page), head and token."""
+    return outer * strides[0] + head * strides[1] + token * strides[2]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "table_stride", "num_rows", "tokens", "heads", "capacity", "pages", "page_size",
+    ]
+)  # fmt: skip
+def _kv_append_kernel(
+    k_cache_ptr,
+    v_cache_ptr,
+    k_ptr,
+    v_ptr,
+    cache_seqlens_ptr,
+    counts_ptr,
+    page_table_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    strides,
+    scale_strides,
+    table_stride,
+    num_rows,
+    tokens,
+    heads,
+    capacity,
+    pages,
+    page_size,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HEADS_INNER: tl.constexpr,
+    CONVERTS_FP8: tl.constexpr,
+):
+    """Append rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of K and of V."""
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    exists = row < num_rows
+    batch = (row // (heads * tokens)).to(tl.int64)
+    if HEADS_INNER:
+        head = (row % heads).to(tl.int64)
+        token = (row // heads % tokens).to(tl.int64)
+    else:
+        head = (row // tokens % heads).to(tl.int64)
+        token = (row % tokens).to(tl.int64)
+
+    length = tl.load(cache_seqlens_ptr + batch, mask=exists, other=0).to(tl.int64)
+    slot = length + token
+    live = exists & (length >= 0) & (slot < capacity)
+    if counts_ptr is not None:
+        live = live & (token < tl.load(counts_ptr + batch, mask=exists, other=0))
+    outer = batch
+    if page_table_ptr is not None:
+        slot = slot.to(tl.int32)
+        page_ptrs = page_table_ptr + batch * table_stride + slot // page_size
+        outer = tl.load(page_ptrs, mask=live, other=-1).to(tl.int64)
+        live = live & (outer >= 0) & (outer < pages)
+        slot = (slot % page_size).to(tl.int64)
+
+    k_to = _offsets(outer, head, slot, strides.k_cache)
+    k_from = _offsets(batch, head, token, strides.k)
+    k_scale = (k_scale_ptr, scale_strides[0])
+    _write_rows(
+        (k_cache_ptr, k_to), (k_ptr, k_from), k_scale, head, exists, live, HEAD_DIM, CONVERTS_FP8
+    )
+    v_to = _offsets(outer, head, slot, strides.v_cache)
+    v_from = _offsets(batch, head, token, strides.v)
+    v_scale = (v_scale_ptr, scale_strides[1])
+    _write_rows(
+        (v_cache_ptr, v_to), (v_ptr, v_from), v_scale, head, exists, live, HEAD_DIM_V, CONVERTS_FP8
+    )
+
+
+class AppendStrides(NamedTuple):
+    """Strides of batch (or page), head and token of each tensor."""
+
+    k_cache: tuple[int, ...]
+    v_cache: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+
+
+def _tile_rows(head_dim: int, head_dim_v: int) -> int:
+    widest = triton.next_power_of_2(max(head_dim, head_dim_v, 1))
+    return max(TILE_ELEMENTS // min(widest, MAX_TILE_D), 1)
+
+
+def launch_kv_append(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    converts_fp8: bool = False,
+) -> None:
+    """Write into `k_cache` and `v_cache`.
+
+    Parameters
+    ----------
+    k_cache, v_cache : [B, Hkv, S, D], or [pages, page_size, Hkv, D] with `page_table`; the dtype
+        of `k`, or float8_e4m3fn
+    k, v : [B, Hkv, T, D]; fp16, bf16 or fp32
+    cache_seqlens : int32 [B], contiguous; tokens that each sequence holds before this
+    counts : int32 [B], contiguous; how many of the T tokens to append
+    page_table : int32 [B, max_pages], contiguous in the last dimension
+    k_scale, v_scale : fp32, one element or [Hkv]; for fp8 only
+    converts_fp8 : whether the GPU has an instruction for it (sm_89 on); the bits are the same
+    """
+    batch, heads, tokens, head_dim = k.shape
+    num_rows = batch * heads * tokens
+    if num_rows == 0:
+        return
+    if page_table is None:
+        capacity, pages, page_size, order = k_cache.shape[2], 0, 1, (0, 1, 2)
+    else:
+        pages, page_size = k_cache.shape[:2]
+        capacity, order = page_table.shape[1] * page_size, (0, 2, 1)
+    tile_rows = _tile_rows(head_dim, v.shape[-1])
+    assert num_rows <= INT32_MAX - tile_rows, num_rows
+    args = (
+        stored_as_bytes(k_cache),
+        stored_as_bytes(v_cache),
+        k,
+        v,
+        cache_seqlens,
+        counts,
+        page_table,
+        k_scale,
+        v_scale,
+        AppendStrides(
+            cache_strides(k_cache, order),
+            cache_strides(v_cache, order),
+            cache_strides(k, (0, 1, 2)),
+            cache_strides(v, (0, 1, 2)),
+        ),
+        tuple(0 if x is None or x.numel() == 1 else x.stride(0) for x in (k_scale, v_scale)),
+        0 if page_table is None else page_table.stride(0),
+        num_rows,
+        tokens,
+        heads,
+        min(capacity, INT32_MAX),
+        pages,
+        page_size,
+        head_dim,
+        v.shape[-1],
+        tile_rows,
+        # rows that follow one another in the new tokens; strides of 2 MB apart halve the speed
+        tokens == 1 or k.stride(1) < k.stride(2),
+        converts_fp8 and k_cache.dtype == torch.float8_e4m3fn,
+    )
+    with on_device_of(k):
+        launch(_kv_append_kernel, cdiv(num_rows, tile_rows), args, num_warps=4)
+
+
+def stored_as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """An fp8 cache as uint8, which every GPU can load; others as they are."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def cache_strides(x: torch.Tensor, order: tuple[int, int, int]) -> tuple[int, ...]:
+    """Strides of the dimensions in `order`: page or batch, head, token."""
+    # a dimension of size 1 may have any stride; 0 keeps it from compiling another variant
+    return tuple(x.stride(d) if x.shape[d] > 1 else 0 for d in order)
+
+
+@compile_cases
+def _cases():
+    kinds = (
+        (torch.bfloat16, torch.bfloat16, 128, 128, False),
+        (torch.float16, torch.float16, 64, 40, False),
+        (torch.bfloat16, torch.uint8, 128, 128, False),
+        (torch.bfloat16, torch.uint8, 128, 128, True),
+        (torch.float32, torch.float32, 192, 320, False),
+    )
+    for dtype, stored, *dims, converts in kinds:
+        for paged in (False, True):
+            kind = f"{'paged' if paged else 'contiguous'}-{str(dtype).split('.')[-1]}"
+            kind += f"-to-{str(stored).split('.')[-1]}{'-converted' if converts else ''}"
+            scale = torch.float32 if stored == torch.uint8 else None
+            k_strides, v_strides = ((4096 * 8 * d, 4096 * d, d) for d in dims)
+            yield CompileCase(
+                f"kv_append/{kind}-d{dims[0]}-{dims[1]}",
+                _kv_append_kernel,
+                {
+                    **{f"{name}_cache_ptr": stored for name in ("k", "v")},
+                    **{f"{name}_ptr": dtype for name in ("k", "v")},
+                    "cache_seqlens_ptr": torch.int32,
+                    "counts_ptr": torch.int32,
+                    "page_table_ptr": torch.int32 if paged else None,
+                    **{f"{name}_scale_ptr": scale for name in ("k", "v")},
+                    "strides": AppendStrides(k_strides, v_strides, k_strides, v_strides),
+                    "scale_strides": (1, 1) if scale else (0, 0),
+                    "table_stride": 1000,
+                    "num_rows": 1000,
+                    "tokens": 3,
+                    "heads": 7,
+                    "capacity": 4096,
+                    "pages": 1000,
+                    "page_size": 20,
+                    "HEAD_DIM": dims[0],
+                    "HEAD_DIM_V": dims[1],
+                    "TILE_ROWS": _tile_rows(*dims),
+                    "HEADS_INNER": paged,
+                    "CONVERTS_FP8": converts,
+                },
+                archs=tuple(a for a in ALL_ARCHS if a >= 89) if converts else ALL_ARCHS,
+            )

@@ -1,0 +1,187 @@
+"""`KVCache`: keys and values of a fixed batch, one stretch of memory for each sequence."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..core.checks import check_choice, check_rank, check_tensor, message
+from ..core.errors import InvalidInput
+from ..core.transfer import aligned_rows, is_capturing, refuse_capture, to_device
+from ..masks.check import check_count
+from .append import check_new, kv_append
+from .layout import STORED, check_counts, scale_tensor
+
+
+class KVCache:
+    """Keys and values of `batch` sequences in tensors `[B, Hkv, max_tokens, D]`.
+
+    `append` makes room and writes. The two steps are also there one by one: `reserve` does the
+    accounting on the host, which knows all lengths without asking the device, and updates
+    `lengths` in place; `write` is device work only, so a CUDA graph may hold it: call `reserve`
+    before each replay.
+
+    Parameters
+    ----------
+    batch, heads_kv, max_tokens, head_dim : int
+    head_dim_v : int, optional
+        Head dim of the values; `head_dim` by default.
+    dtype : torch.dtype, optional
+        What is stored: fp16, bf16, fp32, fp64 or float8_e4m3fn; torch's default by default.
+    device : optional
+    k_scale, v_scale : float, or fp32 tensor with one element or `[Hkv]`, optional
+        For fp8: `x / scale` is stored, saturated at ±448. 1 by default.
+
+    Attributes
+    ----------
+    k, v : `[B, Hkv, max_tokens, D]`, `[B, Hkv, max_tokens, Dv]`
+    lengths : int32 `[B]` on the device, always the same tensor
+    k_scale, v_scale : fp32 tensors for fp8, otherwise None
+
+    Examples
+    --------
+    >>> import torch, blackwell_sparsek as bsk
+    >>> cache = bsk.KVCache(2, 4, 100, 64)
+    >>> cache.append(torch.randn(2, 4, 7, 64), torch.randn(2, 4, 7, 64), counts=[7, 3])
+    >>> cache.lengths
+    tensor([7, 3], dtype=torch.int32)
+    >>> cache.memory_bytes
+    409600
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        heads_kv: int,
+        max_tokens: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+    ):
+        op = "KVCache"
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        check_choice(op, "dtype", dtype, STORED)
+        sizes = {"batch": batch, "heads_kv": heads_kv, "max_tokens": max_tokens}
+        for arg, value in {**sizes, "head_dim": head_dim, "head_dim_v": head_dim_v}.items():
+            check_count(op, arg, value, at_least=1)
+        self.k = torch.zeros(batch, heads_kv, max_tokens, head_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(batch, heads_kv, max_tokens, head_dim_v, dtype=dtype, device=device)
+        place = self.k.device
+        self.k_scale = scale_tensor(op, "k_scale", k_scale, dtype, heads_kv, place)
+        self.v_scale = scale_tensor(op, "v_scale", v_scale, dtype, heads_kv, place)
+        self._host_lengths = [0] * batch
+        self._reserved = [0] * batch
+        # lengths before the last reservation, its counts, and lengths after it
+        nothing = aligned_rows([self._reserved] * 3)
+        self._state = to_device(nothing, torch.int32, place)
+        self._before, self._counts, self._after = (row[:batch] for row in self._state)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each sequence, int32 `[B]` on the device; `reserve` updates it in place."""
+        return self._after
+
+    @property
+    def host_lengths(self) -> tuple[int, ...]:
+        """The same on the host."""
+        return tuple(self._host_lengths)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that each sequence has room for."""
+        return self.k.shape[2]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the keys and values, used or not."""
+        return self.k.nbytes + self.v.nbytes
+
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, counts: int | Sequence[int] | None = None
+    ) -> None:
+        """Add tokens to every sequence.
+
+        Parameters
+        ----------
+        k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`
+        counts : int or B ints, optional
+            How many of the T tokens to take for each sequence, the first ones; all by default.
+        """
+        op = "KVCache.append"
+        check_new(op, self.k, self.v, k, v, paged=False)
+        tokens = k.shape[2]
+        self._reserve(op, check_counts(op, counts, len(self._host_lengths), tokens))
+        self.write(k, v)
+
+    def reserve(self, counts: int | Sequence[int]) -> None:
+        """Make room for `counts` more tokens, an int for all sequences or one for each.
+
+        `lengths` includes them from here on. Raises and changes nothing where there is no room.
+        """
+        op = "KVCache.reserve"
+        self._reserve(op, check_counts(op, counts, len(self._host_lengths), None))
+
+    def _reserve(self, op: str, counts: list[int]) -> None:
+        for b, (length, count) in enumerate(zip(self._host_lengths, counts, strict=True)):
+            if length + count > self.max_tokens:
+                got = f"{length} + {count} for sequence {b}"
+                expected = f"at most {self.max_tokens} (max_tokens)"
+                raise InvalidInput(message(op, "tokens", "are too many", expected, got))
+        self._set(op, self._host_lengths, counts)
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the tokens that were reserved last; device work only.
+
+        Parameters
+        ----------
+        k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`, T at least the largest count
+        """
+        op = "KVCache.write"
+        check_tensor(op, "k", k)
+        check_rank(op, "k", k, "[B, Hkv, T, D]")
+        # while a graph is captured, the reservations of its replays are still to come
+        if k.shape[2] < max(self._reserved) and not is_capturing(self.k.device):
+            expected = f"at least the {max(self._reserved)} tokens that were reserved"
+            raise InvalidInput(message(op, "k", "is too short", expected, k.shape[2]))
+        kv_append(
+            self.k,
+            self.v,
+            k,
+            v,
+            cache_seqlens=self._before,
+            counts=self._counts,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )
+
+    def truncate(self, lengths: int | Sequence[int]) -> None:
+        """Keep only the first `lengths` tokens, such as those that speculation got right."""
+        op = "KVCache.truncate"
+        kept = check_counts(op, lengths, len(self._host_lengths), None, arg="lengths")
+        for b, (length, keep) in enumerate(zip(self._host_lengths, kept, strict=True)):
+            if keep > length:
+                got = f"{keep} for sequence {b}"
+                raise InvalidInput(
+                    message(op, "lengths", "are out of range", f"0 to {length}", got)
+                )
+        self._set(op, kept, [0] * len(kept))
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays."""
+        nothing = [0] * len(self._host_lengths)
+        self._set("KVCache.reset", nothing, nothing)
+
+    def _set(self, op: str, before: list[int], counts: list[int]) -> None:
+        refuse_capture(op, self.k.device)
+        after = [a + b for a, b in zip(before, counts, strict=True)]
+        rows = aligned_rows([before, counts, after])
+        to_device(rows, torch.int32, self.k.device, out=self._state)
+        self._host_lengths, self._reserved = after, counts
+
+    def __repr__(self) -> str:
+        shape = f"{list(self.k.shape)}, {self.k.dtype}, {self.k.device}"
+        return f"KVCache({shape}, {sum(self._host_lengths)} tokens)"

@@ -1,0 +1,115 @@
+"""What KV caches may look like: layouts, dtypes, scales."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.checks import check_dtype, check_tensor, message
+from ..core.errors import InvalidInput, InvalidType
+from ..masks.check import check_count
+
+CONTIGUOUS = "[B, Hkv, S, D]"
+PAGED = "[pages, page_size, Hkv, D]"
+FP8 = torch.float8_e4m3fn
+NEW = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STORED = (*NEW, FP8)
+
+
+def check_scale(
+    op: str, arg: str, scale: torch.Tensor | None, stored: torch.dtype, heads: int
+) -> None:
+    """A scale goes with fp8 only, and is fp32 with one element or one for each KV head."""
+    if scale is None:
+        return
+    check_tensor(op, arg, scale)
+    check_dtype(op, arg, scale, [torch.float32])
+    if stored != FP8:
+        raise InvalidInput(message(op, arg, "is for fp8 caches only", FP8, stored))
+    if scale.dim() > 1 or scale.numel() not in (1, heads):
+        expected = f"one element or [{heads}]"
+        raise InvalidInput(message(op, arg, "has a wrong shape", expected, list(scale.shape)))
+
+
+def scale_tensor(
+    op: str, arg: str, scale: Any, stored: torch.dtype, heads: int, device: torch.device
+) -> torch.Tensor | None:
+    """A scale given as a number or a tensor, as fp32 on `device`; 1 for fp8 without one."""
+    if scale is None:
+        return torch.ones((), device=device) if stored == FP8 else None
+    if not isinstance(scale, torch.Tensor):
+        if not scale > 0:
+            raise InvalidInput(message(op, arg, "must be positive", "a number above 0", scale))
+        scale = torch.tensor(float(scale))
+    scale = scale.to(device)
+    check_scale(op, arg, scale, stored, heads)
+    return scale
+
+
+def check_counts(
+    op: str,
+    counts: int | Sequence[int] | None,
+    sequences: int,
+    tokens: int | None,
+    *,
+    arg: str = "counts",
+) -> list[int]:
+    """One count for each sequence, none above `tokens`; None means all of them."""
+    if counts is None:
+        assert tokens is not None
+        return [tokens] * sequences
+    if isinstance(counts, torch.Tensor):
+        expected = "ints on the host (bsk.kv_append takes tensors)"
+        raise InvalidType(message(op, arg, "are a tensor", expected, type(counts).__name__))
+    each = [counts] * sequences if isinstance(counts, int) else list(counts)
+    if len(each) != sequences:
+        expected = f"an int or {sequences}, one for each sequence"
+        raise InvalidInput(message(op, arg, "do not match the sequences", expected, len(each)))
+    for count in each:
+        check_count(op, arg, count, at_least=0)
+        if tokens is not None and count > tokens:
+            expected = f"0 to {tokens} (T)"
+            raise InvalidInput(message(op, arg, "are out of range", expected, count))
+    return each
+
+
+# What is kept of the keys of each page to tell which pages a query needs.
+
+KINDS = ("minmax", "mean")
+
+
+class PageSummaries(NamedTuple):
+    """Per channel, the smallest and largest key of each page; both the mean for kind "mean".
+
+    `low`, `high`: `[pages, Hkv, D]`, or `[B, blocks, Hkv, D]` for a contiguous cache that is cut
+    into blocks of `page_size` tokens. dtype of the cache; for fp8 caches, bf16 with the stored
+    numbers, which are the keys divided by their scale.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+    page_size: int
+
+    @property
+    def kind(self) -> str:
+        """`minmax` or `mean`."""
+        return "mean" if self.low is self.high else "minmax"
+
+    @property
+    def paged(self) -> bool:
+        """Whether a page table says which pages belong to which sequence."""
+        return self.low.dim() == 3
+
+
+def empty_summaries(
+    k_cache: torch.Tensor, kind: str, page_size: int, *, paged: bool
+) -> PageSummaries:
+    """Summaries for all pages of a cache; 0 until they are made."""
+    dtype = torch.bfloat16 if k_cache.dtype == FP8 else k_cache.dtype
+    if paged:
+        shape = (k_cache.shape[0], k_cache.shape[2], k_cache.shape[3])
+    else:
+        batch, heads, tokens, head_dim = k_cache.shape
+        shape = (batch, -(-tokens // page_size), heads, head_dim)  # type: ignore[assignment]
+    low = torch.zeros(shape, dtype=dtype, device=k_cache.device)
+    return PageSummaries(low, low if kind == "mean" else torch.zeros_like(low), page_size)

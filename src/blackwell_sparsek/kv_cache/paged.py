@@ -1,0 +1,277 @@
+"""`PagedKVCache`: keys and values of many sequences in pages of one pool."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..core.checks import check_choice, message
+from ..core.errors import InvalidInput
+from ..core.transfer import ALIGNED_INTS, aligned_rows, refuse_capture, to_device
+from ..launch.launcher import cdiv
+from ..masks.check import check_count
+from .append import check_new, kv_append
+from .layout import FP8, STORED, check_counts, scale_tensor
+from .pages import NO_PAGE, Growth, PagePool, SequencePages
+
+
+class PagedKVCache:
+    """Keys and values in pages `[num_pages, page_size, Hkv, D]` that sequences take as they grow.
+
+    Sequences have ids, which are never used again after `release`. Lengths and pages are accounted
+    for on the host; the page table lies on the device and follows by small copies that nobody
+    waits for. A request that does not fit raises before anything is changed.
+
+    A CUDA graph holds `bsk.kv_append` and `bsk.attention_decode` on static tensors; before each
+    replay, call `reserve` and copy `page_table(sequences, max_pages)` and `lengths(sequences)` to
+    them.
+
+    Parameters
+    ----------
+    num_pages, page_size, heads_kv, head_dim : int
+    head_dim_v : int, optional
+        Head dim of the values; `head_dim` by default.
+    dtype : torch.dtype, optional
+        What is stored: fp16, bf16, fp32, fp64 or float8_e4m3fn; torch's default by default.
+    device : optional
+    k_scale, v_scale : float, or fp32 tensor with one element or `[Hkv]`, optional
+        For fp8: `x / scale` is stored, saturated at ±448. 1 by default.
+    max_sequences : int
+        Sequences at one time: the rows of the page table.
+    max_tokens : int, optional
+        Tokens of one sequence, rounded up to whole pages; all pages by default.
+
+    Attributes
+    ----------
+    k, v : `[num_pages, page_size, Hkv, D]`, `[num_pages, page_size, Hkv, Dv]`
+    k_scale, v_scale : fp32 tensors for fp8, otherwise None
+
+    Examples
+    --------
+    >>> import torch, blackwell_sparsek as bsk
+    >>> cache = bsk.PagedKVCache(8, 16, 4, 64)
+    >>> a, b = cache.add_sequences(2)
+    >>> cache.append([a, b], torch.randn(2, 4, 20, 64), torch.randn(2, 4, 20, 64), counts=[20, 5])
+    >>> c = cache.fork(a)
+    >>> cache.lengths([a, b, c]), cache.free_pages
+    (tensor([20,  5, 20], dtype=torch.int32), 5)
+    >>> cache.page_table([a, b, c])
+    tensor([[ 0,  1],
+            [ 2, -1],
+            [ 0,  1]], dtype=torch.int32)
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        heads_kv: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        max_sequences: int = 256,
+        max_tokens: int | None = None,
+    ):
+        op = "PagedKVCache"
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        max_tokens = num_pages * page_size if max_tokens is None else max_tokens
+        check_choice(op, "dtype", dtype, STORED)
+        sizes = {"num_pages": num_pages, "page_size": page_size, "heads_kv": heads_kv}
+        sizes |= {"head_dim": head_dim, "head_dim_v": head_dim_v}
+        sizes |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
+        for arg, value in sizes.items():
+            check_count(op, arg, value, at_least=1)
+        self.k = torch.zeros(num_pages, page_size, heads_kv, head_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(num_pages, page_size, heads_kv, head_dim_v, dtype=dtype, device=device)
+        place = self.k.device
+        self.k_scale = scale_tensor(op, "k_scale", k_scale, dtype, heads_kv, place)
+        self.v_scale = scale_tensor(op, "v_scale", v_scale, dtype, heads_kv, place)
+        max_pages = min(cdiv(max_tokens, page_size), num_pages)
+        width = cdiv(max_pages, ALIGNED_INTS) * ALIGNED_INTS
+        self._table = torch.full((max_sequences, width), NO_PAGE, dtype=torch.int32, device=place)
+        self._book = SequencePages(PagePool(num_pages), page_size, max_sequences, max_pages)
+        self._reserved: tuple[list[int], list[int], torch.Tensor] | None = None
+        self._last_rows: tuple[list[int], torch.Tensor] | None = None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.k.shape[1]
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence uses."""
+        return self._book.pool.free_pages
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all pages of keys and values, used or not."""
+        return self.k.nbytes + self.v.nbytes
+
+    def add_sequences(self, count: int) -> list[int]:
+        """Start `count` empty sequences; returns their ids."""
+        check_count("PagedKVCache.add_sequences", "count", count, at_least=0)
+        return self._book.add("PagedKVCache.add_sequences", count)
+
+    def append(
+        self,
+        sequences: Sequence[int],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        counts: int | Sequence[int] | None = None,
+    ) -> None:
+        """Add tokens to several sequences at once.
+
+        Parameters
+        ----------
+        sequences : B ids, each at most once
+        k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`
+        counts : int or B ints, optional
+            How many of the T tokens to take for each sequence, the first ones; all by default.
+        """
+        op = "PagedKVCache.append"
+        self._check_new(op, sequences, k, v)
+        self._reserve(op, sequences, check_counts(op, counts, len(sequences), k.shape[2]))
+        self.write(k, v)
+
+    def reserve(self, sequences: Sequence[int], counts: int | Sequence[int]) -> None:
+        """Make room for `counts` more tokens, an int for all of `sequences` or one for each.
+
+        Takes pages and puts them into the page table; a last page that is only partly filled and
+        shared with another sequence is copied. Raises `OutOfPages` or `InvalidInput` and changes
+        nothing where there is no room.
+        """
+        op = "PagedKVCache.reserve"
+        self._reserve(op, sequences, check_counts(op, counts, len(sequences), None))
+
+    def _reserve(self, op: str, sequences: Sequence[int], counts: list[int]) -> None:
+        refuse_capture(op, self.k.device)
+        before = [state.length for state in self._book.states(op, sequences)]
+        self._apply(self._book.grow(op, sequences, counts))
+        state = to_device(aligned_rows([before, counts]), torch.int32, self.k.device)
+        self._reserved = (list(sequences), counts, state[:, : len(counts)])
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the tokens that were reserved last.
+
+        Parameters
+        ----------
+        k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`
+            In the order of the sequences that were reserved for, T at least the largest count.
+        """
+        op = "PagedKVCache.write"
+        if self._reserved is None:
+            raise InvalidInput(message(op, "cache", "has no reservation", "reserve first", "none"))
+        sequences, counts, (before, count_tensor) = self._reserved
+        self._check_new(op, sequences, k, v)
+        if k.shape[2] < max(counts, default=0):
+            expected = f"at least the {max(counts)} tokens that were reserved"
+            raise InvalidInput(message(op, "k", "is too short", expected, k.shape[2]))
+        kv_append(
+            self.k,
+            self.v,
+            k,
+            v,
+            cache_seqlens=before,
+            counts=count_tensor,
+            # the whole width: a shape that stays the same needs no new checks
+            page_table=self.page_table(sequences, self._table.shape[1]),
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the tokens of this one; its id.
+
+        Pages are shared. The first of the two to append copies the last page, if it is only partly
+        filled; all others stay shared.
+        """
+        refuse_capture("PagedKVCache.fork", self.k.device)
+        child, growth = self._book.fork("PagedKVCache.fork", sequence)
+        self._apply(growth)
+        return child
+
+    def truncate(self, sequences: Sequence[int], lengths: int | Sequence[int]) -> None:
+        """Keep only the first `lengths` tokens, such as those that speculation got right."""
+        op = "PagedKVCache.truncate"
+        refuse_capture(op, self.k.device)
+        kept = check_counts(op, lengths, len(sequences), None, arg="lengths")
+        self._apply(self._book.truncate(op, sequences, kept))
+        self._reserved = None
+
+    def release(self, sequences: int | Sequence[int]) -> None:
+        """End sequences; pages that no other one shares are free again."""
+        op = "PagedKVCache.release"
+        refuse_capture(op, self.k.device)
+        ids = [sequences] if isinstance(sequences, int) else sequences
+        self._apply(self._book.release(op, ids))
+        self._reserved = None
+
+    def reset(self) -> None:
+        """Release all sequences; the memory stays."""
+        self.release(self._book.ids)
+
+    def host_lengths(self, sequences: Sequence[int]) -> list[int]:
+        """Tokens of each sequence, on the host."""
+        return [s.length for s in self._book.states("PagedKVCache.host_lengths", sequences)]
+
+    def lengths(self, sequences: Sequence[int]) -> torch.Tensor:
+        """Tokens of each sequence, int32 `[B]` on the device."""
+        states = self._book.states("PagedKVCache.lengths", sequences)
+        return to_device([state.length for state in states], torch.int32, self.k.device)
+
+    def page_table(self, sequences: Sequence[int], max_pages: int | None = None) -> torch.Tensor:
+        """Pages of each sequence in order, int32 `[B, max_pages]` on the device; -1 past the last.
+
+        Parameters
+        ----------
+        sequences : B ids
+        max_pages : int, optional
+            Columns; by default as many as the longest of these sequences has, at least 1.
+        """
+        op = "PagedKVCache.page_table"
+        states = self._book.states(op, sequences)
+        used = max((len(state.pages) for state in states), default=0)
+        columns = max(used, 1) if max_pages is None else max_pages
+        if not used <= columns <= self._table.shape[1]:
+            expected = f"{used} (in use) to {self._table.shape[1]}"
+            raise InvalidInput(message(op, "max_pages", "is out of range", expected, columns))
+        return self._rows_of([state.row for state in states])[:, :columns]
+
+    def _rows_of(self, rows: list[int]) -> torch.Tensor:
+        """Rows of the table: a view where they follow one another."""
+        if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+            return self._table[rows[0] : rows[0] + len(rows)]
+        if self._last_rows is None or self._last_rows[0] != rows:
+            self._last_rows = (rows, to_device(rows, torch.int64, self.k.device))
+        return self._table.index_select(0, self._last_rows[1])
+
+    def _apply(self, growth: Growth) -> None:
+        """Bring the device up to date: copied pages, entries of the page table."""
+        place = self.k.device
+        if growth.copies:
+            old, new = to_device(list(zip(*growth.copies, strict=True)), torch.int64, place)
+            for pages in (self.k, self.v):
+                raw = pages.view(torch.uint8) if pages.dtype == FP8 else pages
+                raw.index_copy_(0, new, raw.index_select(0, old))
+        if growth.entries:
+            width = self._table.shape[1]
+            at = to_device([row * width + i for row, i, _ in growth.entries], torch.int64, place)
+            ids = to_device([page for _, _, page in growth.entries], torch.int32, place)
+            self._table.view(-1).index_copy_(0, at, ids)
+
+    def _check_new(
+        self, op: str, sequences: Sequence[int], k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        batch, _ = check_new(op, self.k, self.v, k, v, paged=True)
+        if batch != len(sequences):
+            expected = f"{len(sequences)}, the sequences"
+            raise InvalidInput(message(op, "k", "has a wrong batch size", expected, batch))
+
+    def __repr__(self) -> str:
+        sequences = f"{len(self._book.ids)} sequences, {self.free_pages} free pages"
+        return f"PagedKVCache({list(self.k.shape)}, {self.k.dtype}, {self.k.device}, {sequences})"

@@ -1,0 +1,455 @@
+# mypy: ignore-errors
+"""The pages that matter most to a query, from summaries of their keys.
+
+    score[b, h, j] = max (or sum) over the queries of KV head h of
+                     sum over d of max(q_d * low[j, d], q_d * high[j, d])
+
+which no key of page j can pass. `_page_scores_kernel` makes the scores of TILE_PAGES pages of one
+sequence and KV head with two products, q's positive part by `high` and its negative part by `low`.
+`_select_pages_kernel` lists the k best pages of one sequence and KV head in ascending order: the
+k-th best score is found by bisection of its bits, ties go to the earlier page, and the list is
+filled with -1. Pages at the two ends may be kept whatever their score. Called by `bsk::topk_pages`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..core.compile_cases import CompileCase, compile_cases
+from ..device.fp8 import e4m3_values
+from ..device.ordering import HIGHEST, LOWEST, midpoint, ordered_int
+from ..launch.launcher import cdiv, launch, on_device_of, scratch
+from .append_kernel import INT32_MAX, cache_strides, stored_as_bytes
+
+# Smallest and largest key of each page, channel by channel, or their mean.
+#
+#     low[page, h, d] = min over the tokens of the page of k_cache[page, token, h, d]
+#
+# One program makes the summary of one page of one sequence and head, from the tokens below the
+# length. Pages of one sequence are taken from the one that holds token `length - new_tokens` on.
+# fp8 caches are given as uint8. Called by `bsk::page_summaries`.
+
+TILE_TOKENS = 16
+
+
+@triton.jit(
+    do_not_specialize=[
+        "table_stride", "columns", "heads", "pages", "capacity", "page_size", "new_tokens",
+    ]
+)  # fmt: skip
+def _page_summaries_kernel(
+    low_ptr,
+    high_ptr,
+    k_cache_ptr,
+    cache_seqlens_ptr,
+    page_table_ptr,
+    summary_strides,
+    k_strides,
+    table_stride,
+    columns,
+    heads,
+    pages,
+    capacity,
+    page_size,
+    new_tokens,
+    HEAD_DIM: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """One page of one sequence and head; `high_ptr` None asks for the mean."""
+    program = tl.program_id(0)
+    head = (program % heads).to(tl.int64)
+    batch = (program // heads // columns).to(tl.int64)
+    length = tl.minimum(tl.maximum(tl.load(cache_seqlens_ptr + batch), 0), capacity)
+    page = tl.maximum(length - new_tokens, 0) // page_size + program // heads % columns
+    first = page.to(tl.int64) * page_size
+    if first >= length:
+        return
+    count = tl.minimum(length - first, page_size).to(tl.int32)
+    slab = batch
+    place = page.to(tl.int64)
+    if page_table_ptr is not None:
+        slab = tl.load(page_table_ptr + batch * table_stride + page).to(tl.int64)
+        if (slab < 0) | (slab >= pages):
+            return
+        first = first * 0
+        place = slab
+
+    TILE_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    offs_d = tl.arange(0, TILE_D)
+    in_head = offs_d < HEAD_DIM
+    low = tl.full([TILE_D], float("inf"), tl.float32)
+    high = tl.full([TILE_D], -float("inf"), tl.float32)
+    total = tl.zeros([TILE_D], tl.float32)
+    k_ptr = k_cache_ptr + slab * k_strides[0] + head * k_strides[1]
+    for start in range(0, count, TILE_TOKENS):
+        token = start + tl.arange(0, TILE_TOKENS)
+        there = (token < count)[:, None] & in_head[None, :]
+        rows = (first + token) * k_strides[2]
+        k = tl.load(k_ptr + rows[:, None] + offs_d[None, :], mask=there, other=0)
+        k = e4m3_values(k) if k_cache_ptr.dtype.element_ty == tl.uint8 else k.to(tl.float32)
+        if high_ptr is None:
+            total += tl.sum(tl.where(there, k, 0.0), 0)
+        else:
+            low = tl.minimum(low, tl.min(tl.where(there, k, float("inf")), 0))
+            high = tl.maximum(high, tl.max(tl.where(there, k, -float("inf")), 0))
+
+    offset = batch * summary_strides[0] + place * summary_strides[1] + head * summary_strides[2]
+    if high_ptr is None:
+        low = total / count
+    else:
+        high = high.to(high_ptr.dtype.element_ty)
+        tl.store(high_ptr + offset + offs_d, high, mask=in_head)
+    tl.store(low_ptr + offset + offs_d, low.to(low_ptr.dtype.element_ty), mask=in_head)
+
+
+def summary_strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of sequence, page and head of summaries `[pages, H, D]` or `[B, blocks, H, D]`."""
+    return (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]
+
+
+def launch_page_summaries(
+    low: torch.Tensor,
+    high: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None,
+    page_size: int,
+    new_tokens: int | None,
+) -> None:
+    """Write the summaries of the pages that hold the last `new_tokens` tokens, None for all.
+
+    Parameters
+    ----------
+    low, high : as in `PageSummaries`, contiguous; `high` None for the mean
+    k_cache : [B, Hkv, S, D], or [pages, page_size, Hkv, D] with `page_table`
+    cache_seqlens : int32 [B], contiguous
+    page_table : int32 [B, max_pages], contiguous in the last dimension
+    """
+    batch = cache_seqlens.shape[0]
+    if page_table is None:
+        heads, capacity, pages, order = k_cache.shape[1], k_cache.shape[2], 0, (0, 1, 2)
+    else:
+        pages, heads, order = k_cache.shape[0], k_cache.shape[2], (0, 2, 1)
+        capacity = page_table.shape[1] * page_size
+    columns = cdiv(capacity, page_size)
+    if new_tokens is not None:
+        # tokens that do not start at a page reach into one page more
+        columns = min(columns, cdiv(new_tokens, page_size) + 1)
+    if batch * columns * heads == 0:
+        return
+    args = (
+        low,
+        high,
+        stored_as_bytes(k_cache),
+        cache_seqlens,
+        page_table,
+        summary_strides(low),
+        cache_strides(k_cache, order),
+        0 if page_table is None else page_table.stride(0),
+        columns,
+        heads,
+        pages,
+        min(capacity, INT32_MAX),
+        page_size,
+        INT32_MAX if new_tokens is None else new_tokens,
+        low.shape[-1],
+        TILE_TOKENS,
+    )
+    with on_device_of(low):
+        launch(_page_summaries_kernel, batch * columns * heads, args, num_warps=4)
+
+
+@compile_cases
+def _summary_cases():
+    kinds = ((torch.bfloat16, 128), (torch.float16, 40), (torch.uint8, 128), (torch.float32, 256))
+    for (stored, head_dim), paged, mean in zip(
+        kinds, (True, False, True, False), (False, True, True, False), strict=True
+    ):
+        kept = torch.bfloat16 if stored == torch.uint8 else stored
+        yield CompileCase(
+            f"page_summaries/{str(stored).split('.')[-1]}-d{head_dim}",
+            _page_summaries_kernel,
+            {
+                "low_ptr": kept,
+                "high_ptr": None if mean else kept,
+                "k_cache_ptr": stored,
+                "cache_seqlens_ptr": torch.int32,
+                "page_table_ptr": torch.int32 if paged else None,
+                "summary_strides": (0 if paged else 64 * head_dim, 8 * head_dim, head_dim),
+                "k_strides": (4096 * head_dim, head_dim, 8 * head_dim),
+                "table_stride": 1000,
+                "columns": 3,
+                "heads": 7,
+                "pages": 1000,
+                "capacity": 4096,
+                "page_size": 20,
+                "new_tokens": 1000,
+                "HEAD_DIM": head_dim,
+                "TILE_TOKENS": TILE_TOKENS,
+            },
+        )
+
+
+TILE_PAGES = 32
+TILE_M = 16
+# Scores that one program of the selection holds in registers; more are read again and again.
+MAX_TILE_SCORES = 8192
+
+
+@triton.jit(do_not_specialize=["table_stride", "pages", "columns", "heads", "q_len", "group_rows"])
+def _page_scores_kernel(
+    scores_ptr,
+    q_ptr,
+    low_ptr,
+    high_ptr,
+    page_table_ptr,
+    q_strides,
+    summary_strides,
+    table_stride,
+    pages,
+    columns,
+    heads,
+    q_len,
+    group_rows,
+    HEAD_DIM: tl.constexpr,
+    TILE_PAGES: tl.constexpr,
+    TILE_M: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """Scores of TILE_PAGES pages of one sequence and KV head; those that do not exist get -inf."""
+    tiles = (columns + TILE_PAGES - 1) // TILE_PAGES
+    plane = tl.program_id(0) // tiles
+    head = (plane % heads).to(tl.int64)
+    batch = (plane // heads).to(tl.int64)
+    ordinal = tl.program_id(0) % tiles * TILE_PAGES + tl.arange(0, TILE_PAGES)
+    live = ordinal < columns
+    page = ordinal.to(tl.int64)
+    if page_table_ptr is not None:
+        page = tl.load(page_table_ptr + batch * table_stride + ordinal, mask=live, other=-1)
+        page = page.to(tl.int64)
+    exists = live & (page >= 0) & (page < pages)
+
+    TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
+    offs_d = tl.arange(0, TILE_D)
+    in_head = (offs_d < HEAD_DIM)[None, :]
+    offsets = batch * summary_strides[0] + page * summary_strides[1] + head * summary_strides[2]
+    at = offsets[:, None] + offs_d[None, :]
+    low = tl.load(low_ptr + at, mask=exists[:, None] & in_head, other=0.0)
+    high = tl.load(high_ptr + at, mask=exists[:, None] & in_head, other=0.0)
+    if low.dtype != q_ptr.dtype.element_ty:
+        low = low.to(tl.float32)
+        high = high.to(tl.float32)
+
+    best = tl.full([TILE_PAGES], 0.0 if SUM else -float("inf"), tl.float32)
+    for start in range(0, group_rows, TILE_M):
+        row = start + tl.arange(0, TILE_M)
+        q_head = head * (group_rows // q_len) + row // q_len
+        rows = batch * q_strides[0] + q_head * q_strides[1] + (row % q_len) * q_strides[2]
+        there = (row < group_rows)[:, None]
+        q = tl.load(q_ptr + rows[:, None] + offs_d[None, :], mask=there & in_head, other=0.0)
+        q = q.to(low.dtype)
+        # selects instead of maximum: moving bf16 is exact, arithmetic on it is not everywhere
+        positive = q.to(tl.float32) > 0
+        zero = tl.zeros_like(q)
+        s = tl.dot(tl.where(positive, q, zero), tl.trans(high), input_precision="ieee")
+        s = tl.dot(tl.where(positive, zero, q), tl.trans(low), s, input_precision="ieee")
+        # of NaN and a number, the maximum would be the number
+        s = tl.where(s != s, float("inf"), s)
+        if SUM:
+            best += tl.sum(tl.where(there, s, 0.0), 0)
+        else:
+            best = tl.maximum(best, tl.max(tl.where(there, s, -float("inf")), 0))
+    best = tl.where(exists, best, -float("inf"))
+    tl.store(scores_ptr + plane.to(tl.int64) * columns + ordinal, best, mask=live)
+
+
+@triton.jit
+def _ranked(scores_ptr, ordinal, count, keep_first, keep_last):
+    """Scores of pages as integers in their order; kept pages above, absent ones below all."""
+    live = ordinal < count
+    rank = ordered_int(tl.load(scores_ptr + ordinal, mask=live, other=0.0))
+    rank = tl.where((ordinal < keep_first) | (ordinal >= count - keep_last), HIGHEST, rank)
+    return tl.where(live, rank, LOWEST)
+
+
+@triton.jit(do_not_specialize=["columns", "heads", "page_size", "keep_first", "keep_last", "k"])
+def _select_pages_kernel(
+    kv_blocks_ptr,
+    scores_ptr,
+    cache_seqlens_ptr,
+    columns,
+    heads,
+    page_size,
+    keep_first,
+    keep_last,
+    k,
+    TILE_SCORES: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+):
+    """The list of one sequence and KV head."""
+    plane = tl.program_id(0).to(tl.int64)
+    length = tl.maximum(tl.load(cache_seqlens_ptr + plane // heads), 0)
+    count = tl.minimum((length.to(tl.int64) + page_size - 1) // page_size, columns).to(tl.int32)
+    wanted = tl.minimum(count, k)
+    scores_ptr += plane * columns
+    kv_blocks_ptr += plane * k
+    offs = tl.arange(0, TILE_SCORES)
+    held = _ranked(scores_ptr, offs, count, keep_first, keep_last)
+
+    # the largest threshold that at least `wanted` pages reach
+    threshold = tl.full([], LOWEST, tl.int32)
+    above = tl.full([], HIGHEST, tl.int32)
+    for _ in range(32):
+        middle = midpoint(threshold, above)
+        reached = tl.sum((held >= middle).to(tl.int32), 0)
+        if not ONE_TILE:
+            for start in range(TILE_SCORES, count, TILE_SCORES):
+                rank = _ranked(scores_ptr, start + offs, count, keep_first, keep_last)
+                reached += tl.sum((rank >= middle).to(tl.int32), 0)
+        enough = reached >= wanted
+        threshold = tl.where(enough, middle, threshold)
+        above = tl.where(enough, above, middle - 1)
+    better = tl.sum((held > threshold).to(tl.int32), 0)
+    if not ONE_TILE:
+        for start in range(TILE_SCORES, count, TILE_SCORES):
+            rank = _ranked(scores_ptr, start + offs, count, keep_first, keep_last)
+            better += tl.sum((rank > threshold).to(tl.int32), 0)
+
+    listed = tl.zeros([], tl.int32)
+    ties = wanted - better
+    for start in range(0, count, TILE_SCORES):
+        rank = held
+        if not ONE_TILE:
+            rank = _ranked(scores_ptr, start + offs, count, keep_first, keep_last)
+        tie = ((rank == threshold) & (start + offs < count)).to(tl.int32)
+        chosen = (rank > threshold) | ((tie > 0) & (tl.cumsum(tie, 0) <= ties))
+        place = listed + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(kv_blocks_ptr + place, start + offs, mask=chosen)
+        listed += tl.sum(chosen.to(tl.int32), 0)
+        ties -= tl.sum(tie, 0)
+    for start in range(0, k, TILE_SCORES):
+        unused = (start + offs >= wanted) & (start + offs < k)
+        tl.store(kv_blocks_ptr + start + offs, tl.full([TILE_SCORES], -1, tl.int32), mask=unused)
+
+
+def _selection_tile(columns: int) -> int:
+    return min(max(triton.next_power_of_2(columns), 128), MAX_TILE_SCORES)
+
+
+def launch_topk_pages(
+    kv_blocks: torch.Tensor,
+    q: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None,
+    page_size: int,
+    keep_first: int,
+    keep_last: int,
+    reduce: str,
+) -> None:
+    """Fill `kv_blocks`.
+
+    Parameters
+    ----------
+    kv_blocks : int32 [B, Hkv, k], contiguous
+    q : fp16, bf16 or fp32 [B, Hq, Sq, D], contiguous in the last dimension
+    low, high : as in `PageSummaries`, contiguous in the last dimension
+    cache_seqlens : int32 [B], contiguous
+    page_table : int32 [B, max_pages], contiguous in the last dimension, or None
+    reduce : "max" or "sum", over the queries of a KV head
+    """
+    batch, heads, k = kv_blocks.shape
+    columns = low.shape[1] if page_table is None else page_table.shape[1]
+    if kv_blocks.numel() == 0:
+        return
+    if columns == 0 or q.shape[2] == 0:
+        kv_blocks.fill_(-1)
+        return
+    scores = scratch((batch, heads, columns), torch.float32, q.device)
+    score_args = (
+        scores,
+        q,
+        low,
+        high,
+        page_table,
+        q.stride()[:3],
+        summary_strides(low),
+        0 if page_table is None else page_table.stride(0),
+        columns if page_table is None else low.shape[0],
+        columns,
+        heads,
+        q.shape[2],
+        q.shape[1] // heads * q.shape[2],
+        q.shape[-1],
+        TILE_PAGES,
+        TILE_M,
+        reduce == "sum",
+    )
+    tile = _selection_tile(columns)
+    sizes = (columns, heads, page_size, keep_first, keep_last, k)
+    select_args = (kv_blocks, scores, cache_seqlens, *sizes, tile, columns <= tile)
+    with on_device_of(q):
+        programs = batch * heads * cdiv(columns, TILE_PAGES)
+        assert programs <= INT32_MAX, programs
+        launch(_page_scores_kernel, programs, score_args, num_warps=4, num_stages=1)
+        launch(_select_pages_kernel, batch * heads, select_args, num_warps=_warps(tile))
+
+
+def _warps(tile_scores: int) -> int:
+    # 16 scores to a thread: they stay in registers beside their two running sums
+    return min(max(tile_scores // 512, 4), 16)
+
+
+@compile_cases
+def _topk_cases():
+    kinds = (
+        (torch.bfloat16, torch.bfloat16, 128, True, False),
+        (torch.float16, torch.bfloat16, 64, True, True),
+        (torch.float16, torch.float16, 40, False, False),
+        (torch.float32, torch.float32, 256, False, True),
+    )
+    for dtype, kept, head_dim, paged, by_sum in kinds:
+        yield CompileCase(
+            f"page_scores/{str(dtype).split('.')[-1]}-by-{str(kept).split('.')[-1]}-d{head_dim}",
+            _page_scores_kernel,
+            {
+                "scores_ptr": torch.float32,
+                "q_ptr": dtype,
+                "low_ptr": kept,
+                "high_ptr": kept,
+                "page_table_ptr": torch.int32 if paged else None,
+                "q_strides": (32 * head_dim, head_dim, 32 * head_dim),
+                "summary_strides": (0 if paged else 64 * head_dim, 8 * head_dim, head_dim),
+                "table_stride": 1000,
+                "pages": 1000,
+                "columns": 1000,
+                "heads": 7,
+                "q_len": 3,
+                "group_rows": 12,
+                "HEAD_DIM": head_dim,
+                "TILE_PAGES": TILE_PAGES,
+                "TILE_M": TILE_M,
+                "SUM": by_sum,
+            },
+            num_stages=1,
+        )
+    for tile, one_tile in ((128, True), (2048, True), (8192, True), (8192, False)):
+        yield CompileCase(
+            f"select_pages/{tile}{'' if one_tile else '-and-more'}",
+            _select_pages_kernel,
+            {
+                "kv_blocks_ptr": torch.int32,
+                "scores_ptr": torch.float32,
+                "cache_seqlens_ptr": torch.int32,
+                "columns": 1000,
+                "heads": 7,
+                "page_size": 20,
+                "keep_first": 3,
+                "keep_last": 3,
+                "k": 100,
+                "TILE_SCORES": tile,
+                "ONE_TILE": one_tile,
+            },
+            num_warps=_warps(tile),
+        )

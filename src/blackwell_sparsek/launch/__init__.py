@@ -1,0 +1,1 @@
+"""Launching kernels: compiled variants, workspaces, descriptors, and replay of launches."""

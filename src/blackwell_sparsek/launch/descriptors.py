@@ -1,0 +1,82 @@
+"""What Hopper's kernels have in common on the host: sizes, layouts, descriptors.
+
+Configurations are read without Triton, so it is imported where it is needed.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+# Rows of one WGMMA instruction, and so of one consumer warp group.
+GROUP_ROWS = 64
+# What one program may take of the 228 KiB of an SM, less the barriers and work numbers.
+SMEM_BYTES = 226 * 1024
+
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+
+
+def accumulator_layout(columns: int) -> object:
+    """Register layout of a [64, columns] WGMMA accumulator."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+def warp_rows_layout(warps: int) -> object:
+    """Register layout of sums of `mma.sync`, 16 rows to each warp."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8])
+
+
+@cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """How a tile of this shape lies in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    element = {
+        torch.float16: gl.float16,
+        torch.bfloat16: gl.bfloat16,
+        torch.float32: gl.float32,
+        torch.int32: gl.int32,
+    }[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
+
+
+def tensor_descriptor(
+    x: torch.Tensor, block: Sequence[int], strides: Sequence[int] | None = None
+) -> Any:
+    """TMA descriptor that copies `block`s of `x`, along `strides` in place of its own."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = shared_layout(tuple(block), x.dtype)
+    steps = x.stride() if strides is None else strides
+    return TensorDescriptor(x, list(x.shape), list(steps), list(block), layout)
+
+
+def packed_descriptor(x: torch.Tensor, block: Sequence[int]) -> Any:
+    """TMA descriptor of packed sequences [T, H, D], as `device.gluon.packed` finds tiles in it.
+
+    `block` is that of the dense layout, [1, 1, rows, width].
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from ..device.gluon.pipeline import BEYOND, ROW_END, WRAP
+
+    tokens, heads, width = x.shape
+    # a dimension of size 1 may carry any stride, which TMA would refuse
+    token = x.stride(0) if tokens > 1 else width
+    head = x.stride(1) if heads > 1 else width
+    shape = [BEYOND.value, BEYOND.value, heads, ROW_END.value, width]
+    strides = [WRAP.value - token, token, head, token, 1]
+    packed = (1, *block)
+    return TensorDescriptor(x, shape, strides, list(packed), shared_layout(packed, x.dtype))
+
+
+def descriptor_type(block: Sequence[int], dtype: torch.dtype) -> str:
+    """The type of such a descriptor in Triton's spelling, for compile cases."""
+    return f"tensordesc<{_NAMES[dtype]}{list(block)},{shared_layout(tuple(block), dtype)!r}>"

@@ -1,0 +1,399 @@
+"""BlockMask: which blocks of keys each block of queries sees, and which elements of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..core.checks import message
+from ..core.errors import InvalidInput
+from ..launch.launcher import cdiv
+from . import bits as bit_masks
+from . import build as build
+from .bits import usable_in_training
+from .block_lists import BlockLists, entries_listed
+from .check import (
+    IntPair,
+    check_block_size,
+    check_count,
+    check_lists,
+    check_made_for,
+    check_seq_lengths,
+)
+from .flex import from_flex
+
+
+class BlockMask:
+    """A block-sparse attention mask over Sq queries and Sk keys.
+
+    Block (r, c) covers the queries `r * bq ..` and the keys `c * bk ..`. It is absent (nothing
+    visible), full (every existing element visible) or partial (a bit per element). Batch and heads
+    may each be 1, which stands for all of them.
+
+    Most masks come from `from_dense`, `from_element_mask`, `from_flex` or `bsk.masks`; this
+    constructor takes the lists themselves, copies and checks them (it waits for the device).
+
+    Parameters
+    ----------
+    indptr : int32 `[rows + 1]`
+        Row `(b * heads + h) * ceil(Sq / bq) + r` owns the entries `indptr[row] .. indptr[row + 1]`.
+    indices : int32 `[nnz]`
+        Block column of each entry: within a row the partial blocks ascending, then the full ones.
+    seq_lengths : int or (Sq, Sk)
+    block_size : int or (bq, bk)
+        Sides among 16, 32, 64, 128, 256.
+    batch, heads : int
+        How many masks there are.
+    partial_end : int32 `[rows]`, optional
+        End of the partial entries of each row. None: all blocks are full.
+    bits_id : int32 `[nnz]`, optional
+        Row of `bits` for a partial block, -1 for a full one.
+    bits : int32 `[pool, bq, ceil(bk / 32)]`, optional
+        Bit `j % 32` of word `j // 32` of row `i`: element (i, j) is visible. Zero beyond Sq and Sk.
+
+    Examples
+    --------
+    >>> indptr = torch.tensor([0, 1, 3], dtype=torch.int32)
+    >>> indices = torch.tensor([0, 0, 1], dtype=torch.int32)
+    >>> BlockMask(indptr, indices, seq_lengths=128, block_size=64).to_dense()[0, 0].int()
+    tensor([[1, 0],
+            [1, 1]], dtype=torch.int32)
+    """
+
+    _forward: BlockLists
+    _transposed: BlockLists | None
+    _exact: bool
+    _bits: torch.Tensor
+    _seq_lengths: IntPair
+    _block_size: IntPair
+    _batch: int
+    _heads: int
+    _launches: dict[Any, Any]
+    _derived: dict[Any, Any] | None
+
+    @usable_in_training
+    def __init__(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        *,
+        seq_lengths: int | IntPair,
+        block_size: int | IntPair,
+        batch: int = 1,
+        heads: int = 1,
+        partial_end: torch.Tensor | None = None,
+        bits_id: torch.Tensor | None = None,
+        bits: torch.Tensor | None = None,
+    ) -> None:
+        op = "BlockMask"
+        seq = check_seq_lengths(op, seq_lengths)
+        block = check_block_size(op, block_size)
+        planes = check_count(op, "batch", batch) * check_count(op, "heads", heads)
+        given = [x is not None for x in (partial_end, bits_id, bits)]
+        if any(given) and not all(given):
+            names = "partial_end, bits_id and bits"
+            raise InvalidInput(message(op, names, "belong together", "all or none", given))
+        if partial_end is None or bits_id is None or bits is None:
+            build.check_lists_are_tensors(op, indptr, indices)
+            partial_end = indptr[:-1]
+            bits_id = torch.full_like(indices, -1)
+            bits = build.empty_pool(block, indices.device)
+        lists = BlockLists(indptr, partial_end, indices, bits_id)
+        check_lists(op, lists, bits, planes, seq, block)
+        own = BlockLists(*(x.detach().clone(memory_format=torch.contiguous_format) for x in lists))
+        pool = bits.detach().clone(memory_format=torch.contiguous_format)
+        self._set(own, None, pool, batch, heads, seq, block)
+
+    def _set(
+        self,
+        forward: BlockLists,
+        transposed: BlockLists | None,
+        bits: torch.Tensor,
+        batch: int,
+        heads: int,
+        seq_lengths: IntPair,
+        block_size: IntPair,
+        exact: bool = True,
+    ) -> None:
+        self._forward, self._transposed = forward, transposed
+        # False: entries may follow the last one that a row owns, made without knowing how many
+        self._exact = exact
+        self._bits = bits
+        self._batch, self._heads = batch, heads
+        self._seq_lengths, self._block_size = seq_lengths, block_size
+        # recorded launches of attention with this mask, and lists for them; the operators fill both
+        self._launches, self._derived = {}, {}
+
+    @classmethod
+    def _from_parts(
+        cls,
+        forward: BlockLists,
+        bits: torch.Tensor,
+        batch: int,
+        heads: int,
+        seq_lengths: IntPair,
+        block_size: IntPair,
+        transposed: BlockLists | None = None,
+        exact: bool = True,
+    ) -> "BlockMask":
+        """Without checks or copies, from tensors that the caller has just made."""
+        mask = cls.__new__(cls)
+        mask._set(forward, transposed, bits, batch, heads, seq_lengths, block_size, exact)
+        return mask
+
+    @classmethod
+    def _from_tensors(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        batch: int,
+        heads: int,
+        seq_lengths: Sequence[int],
+        block_size: Sequence[int],
+    ) -> "BlockMask":
+        """The inverse of `tensors`, without checks or copies; one of many objects for a mask."""
+        forward, transposed = BlockLists(*tensors[:4]), BlockLists(*tensors[4:8])
+        (sq, sk), (bq, bk) = seq_lengths, block_size
+        # row pointers have at least one element
+        other = transposed if transposed.indptr.shape[0] > 0 else None
+        mask = cls._from_parts(forward, tensors[8], batch, heads, (sq, sk), (bq, bk), other)
+        mask._exact, mask._derived = not build.may_have_room(mask), None
+        return mask
+
+    @classmethod
+    @usable_in_training
+    def from_dense(
+        cls,
+        keep: torch.Tensor,
+        block_size: int | IntPair,
+        seq_lengths: int | IntPair | None = None,
+    ) -> "BlockMask":
+        """Keep whole blocks.
+
+        Parameters
+        ----------
+        keep : bool `[B or 1, H or 1, Mb, Nb]`
+            Which blocks are visible; `[H, Mb, Nb]` and `[Mb, Nb]` broadcast.
+        block_size : int or (bq, bk)
+        seq_lengths : int or (Sq, Sk), optional
+            With `ceil(Sq / bq) == Mb` and `ceil(Sk / bk) == Nb`; by default whole blocks.
+
+        Notes
+        -----
+        Made on the device of `keep`. On a GPU nothing waits for it, unless there are more than
+        2**26 blocks: lists take 8 bytes for each block of `keep`, and how many it keeps is read
+        when it is first asked for (`forward`, `transposed`, `nnz_blocks`, printing).
+
+        Examples
+        --------
+        >>> mask = BlockMask.from_dense(torch.eye(4, dtype=torch.bool), 64, seq_lengths=250)
+        >>> mask.nnz_blocks, mask.density
+        (4, 0.25)
+        """
+        return build.from_dense(cls, keep, block_size, seq_lengths)
+
+    @classmethod
+    @usable_in_training
+    def from_element_mask(cls, visible: torch.Tensor, block_size: int | IntPair) -> "BlockMask":
+        """Keep single elements: blocks become absent, partial or full as their elements say.
+
+        Parameters
+        ----------
+        visible : bool `[B or 1, H or 1, Sq, Sk]`
+            True where query i sees key j; `[H, Sq, Sk]` and `[Sq, Sk]` broadcast.
+        block_size : int or (bq, bk)
+
+        Examples
+        --------
+        >>> mask = BlockMask.from_element_mask(torch.ones(40, 40).tril().bool(), 16)
+        >>> mask.nnz_blocks
+        6
+        """
+        return build.from_element_mask(cls, visible, block_size)
+
+    @classmethod
+    @usable_in_training
+    def from_flex(cls, flex_mask: Any) -> "BlockMask":
+        """Convert a `torch.nn.attention.flex_attention.BlockMask`.
+
+        Its `mask_mod` is evaluated once, on the partial blocks alone, with the batch and head
+        index of the list they stand in: 0 where the mask broadcasts. Without a `mask_mod` the
+        listed blocks count as full.
+
+        Examples
+        --------
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> def causal(b, h, q, kv):
+        ...     return q >= kv
+        >>> flex = create_block_mask(causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
+        >>> BlockMask.from_flex(flex).nnz_blocks
+        10
+        """
+        return from_flex(cls, flex_mask)
+
+    @property
+    def forward(self) -> BlockLists:
+        """Key blocks of each query block; read only. May wait for the device, once."""
+        self._trim()
+        return self._forward
+
+    @property
+    def transposed(self) -> BlockLists:
+        """Query blocks of each key block, row `(b * heads + h) * Nb + c`; read only.
+
+        Made on first use and kept, except inside a CUDA graph capture, whose memory may not leave.
+        May wait for the device, once.
+        """
+        self._trim()
+        return self._listed_transposed
+
+    @property
+    def _listed(self) -> BlockLists:
+        """`forward` as kernels take it: more entries may follow than rows own; never waits."""
+        return self._forward
+
+    @property
+    def _listed_transposed(self) -> BlockLists:
+        """`transposed` as kernels take it: more entries may follow; never waits."""
+        if self._transposed is not None:
+            return self._transposed
+        made = build.transposed(self)
+        traced = torch.compiler.is_compiling() or self.device.type != "cuda"
+        if traced or not torch.cuda.is_current_stream_capturing():
+            self._transposed = made
+        return made
+
+    def _trim(self) -> None:
+        """Give back the room for blocks that are not there; waits for the device."""
+        if self._exact or torch.compiler.is_compiling():
+            return
+        self._forward = entries_listed(self._forward)
+        if self._transposed is not None:
+            self._transposed = entries_listed(self._transposed)
+        self._exact = True
+
+    @property
+    def bits(self) -> torch.Tensor:
+        """Pool of the bit masks of partial blocks, int32 `[pool, bq, ceil(bk / 32)]`; read only."""
+        return self._bits
+
+    @property
+    def seq_lengths(self) -> IntPair:
+        """(Sq, Sk)."""
+        return self._seq_lengths
+
+    @property
+    def block_size(self) -> IntPair:
+        """(bq, bk)."""
+        return self._block_size
+
+    @property
+    def batch(self) -> int:
+        """Number of masks along the batch; 1 stands for all."""
+        return self._batch
+
+    @property
+    def heads(self) -> int:
+        """Number of masks along the query heads; 1 stands for all."""
+        return self._heads
+
+    @property
+    def grid(self) -> IntPair:
+        """(Mb, Nb): blocks of queries and of keys."""
+        (sq, sk), (bq, bk) = self._seq_lengths, self._block_size
+        return cdiv(sq, bq), cdiv(sk, bk)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the lists live."""
+        return self._bits.device
+
+    @property
+    def nnz_blocks(self) -> int:
+        """Number of visible blocks, partial and full, over batch and heads."""
+        return self.forward.indices.numel()
+
+    @property
+    def density(self) -> float:
+        """Visible blocks as a share of all blocks; 0.0 where there are none."""
+        mb, nb = self.grid
+        total = self._batch * self._heads * mb * nb
+        return self.nnz_blocks / total if total else 0.0
+
+    @property
+    def T(self) -> "BlockMask":
+        """The mask of the transposed problem, Sk queries over Sq keys, from the same lists."""
+        (sq, sk), (bq, bk) = self._seq_lengths, self._block_size
+        return BlockMask._from_parts(
+            self.transposed,
+            bit_masks.transpose(self._bits, bk),
+            self._batch,
+            self._heads,
+            (sk, sq),
+            (bk, bq),
+            transposed=self.forward,
+        )
+
+    def tensors(self, *, for_gradients: bool = True) -> list[torch.Tensor]:
+        """The nine tensors that operator schemas carry: forward, transposed, bits.
+
+        Only gradients read the transposed lists; without `for_gradients` they are left empty unless
+        they are there already.
+        """
+        transposed = self._transposed
+        if for_gradients:
+            transposed = self._listed_transposed
+        elif transposed is None:
+            nothing = self._forward.indices.new_empty(0)
+            transposed = BlockLists(nothing, nothing, nothing, nothing)
+        return [*self._forward, *transposed, self._bits]
+
+    @usable_in_training
+    def to(self, device: torch.device | str) -> "BlockMask":
+        """This mask on `device`; itself when it is there already."""
+        target = torch.empty(0, device=device).device
+        if target == self.device:
+            return self
+        self._trim()
+        made = self._transposed
+        return BlockMask._from_parts(
+            BlockLists(*(x.to(target) for x in self._forward)),
+            self._bits.to(target),
+            self._batch,
+            self._heads,
+            self._seq_lengths,
+            self._block_size,
+            None if made is None else BlockLists(*(x.to(target) for x in made)),
+        )
+
+    def to_dense(self) -> torch.Tensor:
+        """Which blocks are visible, partly or fully: bool `[batch, heads, Mb, Nb]`."""
+        return build.to_dense(self)
+
+    def to_element_mask(self) -> torch.Tensor:
+        """Which elements are visible: bool `[batch, heads, Sq, Sk]`; memory of that size."""
+        return build.to_element_mask(self)
+
+    def validate(self) -> None:
+        """Check every invariant again, of both directions. Waits for the device."""
+        build.validate(self, self._transposed)
+
+    def check_problem(self, op: str, batch: int, heads: int, sq: int, sk: int) -> None:
+        """Raise unless this mask was made for such a problem; host only."""
+        check_made_for(op, (self._batch, self._heads, *self._seq_lengths), (batch, heads, sq, sk))
+
+    def equals(self, other: "BlockMask") -> bool:
+        """Whether both show the same elements through the same blocks. Waits for the device."""
+        return build.same_masks(self, other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._trim()
+        return {**self.__dict__, "_launches": {}, "_derived": {}}
+
+    def __repr__(self) -> str:
+        sq, sk = self._seq_lengths
+        bq, bk = self._block_size
+        return (
+            f"BlockMask(batch={self._batch}, heads={self._heads}, seq_lengths=({sq}, {sk}), "
+            f"block_size=({bq}, {bk}), nnz_blocks={self.nnz_blocks}, density={self.density:.4f}, "
+            f"device={str(self.device)!r})"
+        )

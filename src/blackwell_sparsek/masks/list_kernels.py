@@ -1,0 +1,480 @@
+# mypy: ignore-errors
+"""Lists of kept blocks, from one value for each block: 0 absent, 1 full, 2 + its bit mask partial.
+
+Two launches, whatever the size: programs count the blocks of their rows, then each finds where its
+rows begin by adding up what the programs before it counted, and lists them. The number of blocks
+stays on the device, so lists may have room for more blocks than there are.
+
+`launch_spread` is the way back, from lists to values, turned over on the way.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch.building import launch_recorded
+from ..launch.launcher import RecordedLaunches, cdiv, launch, scratch
+
+TILE_ROWS = 8
+TILE_COLS = 128
+TILE_ENTRIES = 32
+# Counts that each program adds up; a program takes more rows where there would be more programs.
+MAX_PROGRAMS = 1024
+_SIZES = ["step_b", "step_h", "step_r", "step_c", "heads", "mb", "nb", "rows", "chunk"]
+
+
+@triton.jit
+def block_values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS: tl.constexpr):
+    """Values of TILE_COLS blocks of each `row` before `last`, int32."""
+    plane = row // mb
+    at = (plane // heads).to(tl.int64) * steps[0] + (plane % heads).to(tl.int64) * steps[1]
+    at += (row % mb).to(tl.int64) * steps[2]
+    col = first_col + tl.arange(0, TILE_COLS)
+    at = at[:, None] + col.to(tl.int64)[None, :] * steps[3]
+    there = (row < last)[:, None] & (col < nb)[None, :]
+    return tl.load(map_ptr + at, mask=there, other=0).to(tl.int32)
+
+
+@triton.jit
+def _kinds(value):
+    """1 for partial blocks, and 1 for full ones."""
+    return (value > 1).to(tl.int32), (value == 1).to(tl.int32)
+
+
+@triton.jit
+def _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS: tl.constexpr):
+    """How many partial and full blocks each `row` before `last` has."""
+    partial_count = tl.zeros_like(row)
+    full_count = tl.zeros_like(row)
+    for first_col in range(0, nb, TILE_COLS):
+        value = block_values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS)
+        partial, full = _kinds(value)
+        partial_count += tl.sum(partial, 1)
+        full_count += tl.sum(full, 1)
+    return partial_count, full_count
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _count_kept_kernel(
+    totals_ptr,
+    map_ptr,
+    step_b,
+    step_h,
+    step_r,
+    step_c,
+    heads,
+    mb,
+    nb,
+    rows,
+    chunk,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):
+    """How many blocks are kept in the `chunk` rows of this program."""
+    steps = (step_b, step_h, step_r, step_c)
+    pid = tl.program_id(0)
+    last = tl.minimum((pid + 1) * chunk, rows)
+    counts = tl.zeros([TILE_ROWS], tl.int32)
+    for first in range(pid * chunk, last, TILE_ROWS):
+        row = first + tl.arange(0, TILE_ROWS)
+        partial, full = _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS)
+        counts += partial + full
+    tl.store(totals_ptr + pid, tl.sum(counts, 0))
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _list_kept_kernel(
+    indptr_ptr,
+    partial_end_ptr,
+    indices_ptr,
+    bits_id_ptr,
+    totals_ptr,
+    map_ptr,
+    step_b,
+    step_h,
+    step_r,
+    step_c,
+    heads,
+    mb,
+    nb,
+    rows,
+    chunk,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
+):
+    """List the kept blocks of `chunk` rows."""
+    steps = (step_b, step_h, step_r, step_c)
+    pid = tl.program_id(0)
+    before = tl.arange(0, MAX_PROGRAMS)
+    base = tl.sum(tl.load(totals_ptr + before, mask=before < pid, other=0), 0)
+    if pid == 0:
+        tl.store(indptr_ptr, 0)
+    last = tl.minimum((pid + 1) * chunk, rows)
+    for first in range(pid * chunk, last, TILE_ROWS):
+        row = first + tl.arange(0, TILE_ROWS)
+        partial_count, full_count = _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS)
+        count = partial_count + full_count
+        end = base + tl.cumsum(count, 0)
+        full_place = end - full_count
+        partial_place = full_place - partial_count
+        tl.store(indptr_ptr + 1 + row, end, mask=row < last)
+        tl.store(partial_end_ptr + row, full_place, mask=row < last)
+        base += tl.sum(count, 0)
+        for first_col in range(0, nb, TILE_COLS):
+            value = block_values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS)
+            partial, full = _kinds(value)
+            entry = tl.where(
+                partial != 0,
+                partial_place[:, None] + tl.cumsum(partial, 1),
+                full_place[:, None] + tl.cumsum(full, 1),
+            )
+            col = tl.zeros_like(value) + (first_col + tl.arange(0, TILE_COLS))[None, :]
+            tl.store(indices_ptr + entry - 1, col, mask=value != 0)
+            tl.store(bits_id_ptr + entry - 1, tl.maximum(value - 2, -1), mask=value != 0)
+            partial_place += tl.sum(partial, 1)
+            full_place += tl.sum(full, 1)
+
+
+@triton.jit(do_not_specialize=["rows", "mb", "nb"])
+def _spread_kernel(
+    map_ptr,
+    indptr_ptr,
+    indices_ptr,
+    bits_id_ptr,
+    rows,
+    mb,
+    nb,
+    TILE_ROWS: tl.constexpr,
+    TILE_ENTRIES: tl.constexpr,
+):
+    """Write the values of the blocks in TILE_ROWS lists into a map of the transposed mask."""
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    entry = tl.load(indptr_ptr + row, mask=row < rows, other=0)
+    end = tl.load(indptr_ptr + 1 + row, mask=row < rows, other=0)
+    plane = (row // mb).to(tl.int64) * nb
+    for skip in range(0, tl.max(end - entry, 0), TILE_ENTRIES):
+        at = (entry + skip)[:, None] + tl.arange(0, TILE_ENTRIES)[None, :]
+        there = at < end[:, None]
+        col = tl.load(indices_ptr + at, mask=there, other=0)
+        value = tl.load(bits_id_ptr + at, mask=there, other=0) + 2
+        to = (plane[:, None] + col) * mb + (row % mb)[:, None]
+        tl.store(map_ptr + to, value.to(map_ptr.dtype.element_ty), mask=there)
+
+
+def launch_kept_lists(
+    indptr: torch.Tensor,
+    partial_end: torch.Tensor,
+    indices: torch.Tensor,
+    bits_id: torch.Tensor,
+    values: torch.Tensor,
+) -> RecordedLaunches | None:
+    """Fill lists; entries past the last kept block are left as they are.
+
+    Returns what `recorded.repeat_at` takes with other tensors like these.
+
+    Parameters
+    ----------
+    indptr : int32 [B * H * Mb + 1]
+    partial_end : int32 [B * H * Mb]
+    indices, bits_id : int32, as many as there are blocks or more
+    values : bool, int8 or int32 [B, H, Mb, Nb], not empty, of any strides
+    """
+    _, heads, mb, nb = values.shape
+    rows = partial_end.numel()
+    chunk = TILE_ROWS * cdiv(rows, TILE_ROWS * MAX_PROGRAMS)
+    programs = cdiv(rows, chunk)
+    sizes = (*values.stride(), heads, mb, nb, rows, chunk, TILE_ROWS, TILE_COLS)
+    outputs = (indptr, partial_end, indices, bits_id)
+
+    def launches() -> None:
+        totals = scratch((programs,), torch.int32, values.device)
+        launch(_count_kept_kernel, programs, (totals, values, *sizes), num_warps=4)
+        args = (*outputs, totals, values, *sizes, MAX_PROGRAMS)
+        launch(_list_kept_kernel, programs, args, num_warps=4)
+
+    return launch_recorded(("kept_lists", values.dtype, sizes), (*outputs, values), launches)
+
+
+def launch_spread(
+    values: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, bits_id: torch.Tensor
+) -> RecordedLaunches | None:
+    """Write the values of listed blocks where they stand in the transposed mask.
+
+    Returns what `recorded.repeat_at` takes with other tensors like these.
+
+    Parameters
+    ----------
+    values : int8 or int32 [B, H, Nb, Mb], contiguous, zero; int8 where all blocks are full
+    indptr : int32 [B * H * Mb + 1]
+    indices, bits_id : int32, not empty
+    """
+    batch, heads, nb, mb = values.shape
+    rows = batch * heads * mb
+    lists = (indptr, indices, bits_id)
+    args = (values, *lists, rows, mb, nb, TILE_ROWS, TILE_ENTRIES)
+    return launch_recorded(
+        ("spread", values.dtype, rows, mb, nb),
+        (values, *lists),
+        lambda: launch(_spread_kernel, cdiv(rows, TILE_ROWS), args, num_warps=4),
+    )
+
+
+# Lists of kept blocks that are equally long in all rows, so that sizes depend on no data.
+
+
+@triton.jit(
+    do_not_specialize=["step_b", "step_h", "step_r", "step_c", "heads", "mb", "nb", "rows", "most"]
+)
+def _bounded_lists_kernel(
+    indptr_ptr,
+    partial_end_ptr,
+    indices_ptr,
+    bits_id_ptr,
+    keep_ptr,
+    step_b,
+    step_h,
+    step_r,
+    step_c,
+    heads,
+    mb,
+    nb,
+    rows,
+    most,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):
+    """List `most` blocks of TILE_ROWS rows: the last not kept, as partial, then the kept ones."""
+    steps = (step_b, step_h, step_r, step_c)
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    count = tl.zeros_like(row)
+    for first_col in range(0, nb, TILE_COLS):
+        count += tl.sum(
+            block_values(keep_ptr, steps, row, first_col, heads, mb, nb, rows, TILE_COLS), 1
+        )
+    spare = tl.maximum(most - count, 0)
+    start = row * most
+    tl.store(indptr_ptr + row, start, mask=row < rows)
+    tl.store(indptr_ptr + 1 + row, start + most, mask=row == rows - 1)
+    tl.store(partial_end_ptr + row, start + spare, mask=row < rows)
+    # how many of the blocks that are not kept come before those that fill up the row
+    passed_over = (nb - count - spare)[:, None]
+    seen = tl.zeros_like(row)
+    for first_col in range(0, nb, TILE_COLS):
+        kept = block_values(keep_ptr, steps, row, first_col, heads, mb, nb, rows, TILE_COLS)
+        col = tl.zeros_like(kept) + (first_col + tl.arange(0, TILE_COLS))[None, :]
+        before = seen[:, None] + tl.cumsum(kept, 1) - kept
+        place = tl.where(kept != 0, spare[:, None] + before, col - before - passed_over)
+        there = (place >= 0) & (place < most) & (row < rows)[:, None] & (col < nb)
+        at = start[:, None] + place
+        tl.store(indices_ptr + at, col, mask=there)
+        tl.store(bits_id_ptr + at, -kept, mask=there)
+        seen += tl.sum(kept, 1)
+
+
+def launch_bounded_lists(
+    indptr: torch.Tensor,
+    partial_end: torch.Tensor,
+    indices: torch.Tensor,
+    bits_id: torch.Tensor,
+    keep: torch.Tensor,
+    most: int,
+) -> None:
+    """Fill lists of `most` blocks in each row, as `formats.pattern_kept` describes them.
+
+    Parameters
+    ----------
+    indptr : int32 [B * H * Mb + 1]
+    partial_end : int32 [B * H * Mb]
+    indices, bits_id : int32 [B * H * Mb * most]
+    keep : bool [B, H, Mb, Nb], not empty, of any strides
+    most : 1 .. Nb
+    """
+    _, heads, mb, nb = keep.shape
+    rows = partial_end.numel()
+    roles = (indptr, partial_end, indices, bits_id, keep)
+    sizes = (*keep.stride(), heads, mb, nb, rows, most, TILE_ROWS, TILE_COLS)
+    launch_recorded(
+        ("bounded_lists", sizes),
+        roles,
+        lambda: launch(_bounded_lists_kernel, cdiv(rows, TILE_ROWS), (*roles, *sizes), num_warps=4),
+    )
+
+
+# Lists and bit masks of a band, row by row from its two sides: nothing is read.
+#
+# One launch: a program lists the blocks of a few rows, having added up the lengths of all rows
+# before them, or makes one of the few bit masks that blocks on the edges of a band have.
+
+# Rows that a program adds up at once.
+TILE_BEFORE = 1024
+
+
+class BandSizes(NamedTuple):
+    """What a band and a problem come to."""
+
+    sq: int
+    sk: int
+    left: int
+    right: int
+    mb: int
+    nb: int
+    """Blocks of queries and of keys."""
+    first_near: int
+    count_near: int
+    first_far: int
+    """Distances of query from key block that an edge crosses: `first_near` and so on, `count_near`
+    of them, then `first_far` and so on."""
+    step: int
+    heights: int
+    widths: int
+    """2 where the last block is cut short, else 1."""
+    pool: int
+    """Number of bit masks."""
+
+
+@triton.jit
+def _clamp(x, low, high):
+    """`x`, no less than `low` and no more than `high`."""
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def _runs(row, sq, sk, left, right, nb, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Blocks `start .. end` of each `row`, of which `full_start .. full_end` are full."""
+    first = row.to(tl.int64) * BLOCK_Q + (sk - sq)
+    last = tl.minimum(first + BLOCK_Q, sk) - 1
+    some_lo = _clamp(first - left, 0, sk)
+    some_hi = _clamp(last + right + 1, 0, sk)
+    every_lo = _clamp(last - left, 0, sk)
+    every_hi = _clamp(first + right + 1, 0, sk)
+    start = some_lo // BLOCK_KV
+    end = tl.where(some_lo < some_hi, (some_hi + BLOCK_KV - 1) // BLOCK_KV, start)
+    full_start = _clamp((every_lo + BLOCK_KV - 1) // BLOCK_KV, start, end)
+    # a last block that is cut short is full when its existing keys are visible
+    full_end = _clamp(tl.where(every_hi >= sk, nb, every_hi // BLOCK_KV), full_start, end)
+    return start.to(tl.int32), full_start.to(tl.int32), full_end.to(tl.int32), end.to(tl.int32)
+
+
+@triton.jit
+def _band_bits(pool_ptr, mask_id, sizes, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Make one bit mask of the pool."""
+    sq, sk, left, right, first_near, count_near, first_far, step, heights, widths = sizes
+    where = mask_id // (heights * widths)
+    distance = tl.where(
+        where < count_near, first_near + where * step, first_far + (where - count_near) * step
+    )
+    height = tl.where(mask_id // widths % heights == 1, sq % BLOCK_Q, BLOCK_Q)
+    width = tl.where(mask_id % widths == 1, sk % BLOCK_KV, BLOCK_KV)
+    WORDS: tl.constexpr = (BLOCK_KV + 31) // 32
+    i = tl.arange(0, BLOCK_Q)
+    word = tl.arange(0, WORDS)
+    diagonal = distance.to(tl.int64) + i
+    lo = _clamp(diagonal - left, 0, BLOCK_KV)
+    hi = _clamp(tl.where(i < height, tl.minimum(diagonal + right + 1, width), 0), 0, BLOCK_KV)
+    begin = _clamp(lo[:, None] - word[None, :] * 32, 0, 32)
+    end = tl.maximum(_clamp(hi[:, None] - word[None, :] * 32, 0, 32), begin)
+    one = tl.full([BLOCK_Q, WORDS], 1, tl.int64)
+    bits = (one << end) - (one << begin)
+    at = (mask_id.to(tl.int64) * BLOCK_Q + i)[:, None] * WORDS + word[None, :]
+    # the upper bit of a word is its sign
+    tl.store(pool_ptr + at, tl.where(bits >= 2**31, bits - 2**32, bits).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=list(BandSizes._fields))
+def _band_lists_kernel(
+    indptr_ptr,
+    partial_end_ptr,
+    indices_ptr,
+    bits_id_ptr,
+    pool_ptr,
+    sq,
+    sk,
+    left,
+    right,
+    mb,
+    nb,
+    first_near,
+    count_near,
+    first_far,
+    step,
+    heights,
+    widths,
+    pool,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_ENTRIES: tl.constexpr,
+    TILE_BEFORE: tl.constexpr,
+):
+    """The first `pool` programs make bit masks, the others the lists of TILE_ROWS rows."""
+    pid = tl.program_id(0)
+    if pid < pool:
+        sizes = (sq, sk, left, right, first_near, count_near, first_far, step, heights, widths)
+        _band_bits(pool_ptr, pid, sizes, BLOCK_Q, BLOCK_KV)
+    else:
+        first_row = (pid - pool) * TILE_ROWS
+        lengths = tl.zeros([TILE_BEFORE], tl.int32)
+        for before in range(0, first_row, TILE_BEFORE):
+            row = before + tl.arange(0, TILE_BEFORE)
+            start, _, _, end = _runs(row, sq, sk, left, right, nb, BLOCK_Q, BLOCK_KV)
+            lengths += tl.where(row < first_row, end - start, 0)
+        row = first_row + tl.arange(0, TILE_ROWS)
+        start, full_start, full_end, end = _runs(row, sq, sk, left, right, nb, BLOCK_Q, BLOCK_KV)
+        count = tl.where(row < mb, end - start, 0)
+        row_end = tl.sum(lengths, 0) + tl.cumsum(count, 0)
+        row_start = row_end - count
+        head = full_start - start
+        partial = head + end - full_end
+        if pid == pool:
+            tl.store(indptr_ptr, 0)
+        tl.store(indptr_ptr + 1 + row, row_end, mask=row < mb)
+        tl.store(partial_end_ptr + row, row_start + partial, mask=row < mb)
+        for first in range(0, tl.max(count, 0), TILE_ENTRIES):
+            t = first + tl.arange(0, TILE_ENTRIES)[None, :]
+            is_partial = t < partial[:, None]
+            col = tl.where(is_partial, (full_end - head)[:, None], (full_start - partial)[:, None])
+            col = t + tl.where(t < head[:, None], start[:, None], col)
+            distance = row.to(tl.int64)[:, None] * BLOCK_Q + (sk - sq) - col.to(tl.int64) * BLOCK_KV
+            # the near edge has the smaller distances
+            near = (distance - first_near) // step
+            far = count_near + (distance - first_far) // step
+            which = tl.where((distance >= first_near) & (near < count_near), near, far)
+            short = (heights == 2) & (row == mb - 1)[:, None]
+            narrow = (widths == 2) & (col == nb - 1)
+            which = (which * heights + short) * widths + narrow
+            there = t < count[:, None]
+            entry = row_start[:, None] + t
+            tl.store(indices_ptr + entry, col, mask=there)
+            tl.store(bits_id_ptr + entry, tl.where(is_partial, which, -1).to(tl.int32), mask=there)
+
+
+def launch_band_lists(
+    indptr: torch.Tensor,
+    partial_end: torch.Tensor,
+    indices: torch.Tensor,
+    bits_id: torch.Tensor,
+    pool: torch.Tensor,
+    sizes: BandSizes,
+    block: tuple[int, int],
+) -> None:
+    """Fill the lists and the pool of a band that has at least one row and one block.
+
+    Parameters
+    ----------
+    indptr : int32 [Mb + 1]
+    partial_end : int32 [Mb]
+    indices, bits_id : int32 [nnz]
+    pool : int32 [sizes.pool, bq, ceil(bk / 32)]
+    """
+    programs = sizes.pool + cdiv(sizes.mb, TILE_ROWS)
+    # nothing is written to a pool of no bit masks, but an argument has to be there
+    outputs = (indptr, partial_end, indices, bits_id, pool if sizes.pool else indptr)
+    args = (*outputs, *sizes, *block, TILE_ROWS, TILE_ENTRIES, TILE_BEFORE)
+    launch_recorded(
+        ("band_lists", sizes, block),
+        outputs if sizes.pool else outputs[:4],
+        lambda: launch(_band_lists_kernel, programs, args, num_warps=4),
+    )

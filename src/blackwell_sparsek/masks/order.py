@@ -1,0 +1,177 @@
+"""The order in which the rows of a block mask are taken, so that no long one comes last."""
+
+from typing import NamedTuple
+
+import torch
+
+from .band import EVERYTHING, Band
+from .bits import usable_in_training
+from .block_lists import BlockLists
+from .block_mask import BlockMask
+from .device_build import kernels_build, ordered, ordered_again
+
+
+@usable_in_training
+def longest_first(
+    mask: BlockMask, batch: int, heads: int, band: Band, section: int
+) -> torch.Tensor:
+    """Rows of a mask, broadcast to `batch` and `heads`, in the order to take them.
+
+    Rows with more than twice the average number of visible blocks come first, wherever they are:
+    one of them started late would run alone at the end. The others come section by section, since
+    the keys of a section of planes are meant to stay in cache, the longest first within each.
+    Among equals the order is that of `device.schedule.place_in_sections`. Built on the device of
+    the mask, without waiting for it.
+
+    Parameters
+    ----------
+    batch, heads : int
+        Of the queries; the mask has 1 or as many of each.
+    band : Band
+        What else limits the visible blocks.
+    section : int
+        Neighbouring planes (batch * heads + head) whose rows stay together.
+
+    Returns
+    -------
+    int32 `[batch * heads * Mb]`
+        Entries `plane * Mb + query block`.
+
+    Examples
+    --------
+    >>> mask = BlockMask.from_dense(torch.tensor([[1, 0], [1, 1], [0, 0]]).bool(), 64)
+    >>> longest_first(mask, 1, 2, EVERYTHING, 2).tolist()
+    [1, 4, 0, 3, 2, 5]
+    """
+    key = ("rows", _kind(mask), batch, heads, band, section)
+    if (order := ordered_again(key, mask._listed)) is not None:
+        return order
+    mb, nb = mask.grid
+    if kernels_build(mask.device, *mask._listed):
+        steps = (mask.heads * mb if mask.batch > 1 else 0, mb if mask.heads > 1 else 0)
+        sizes = (batch * heads, heads, mb, *steps, 1, 1, 0, section, nb)
+        sides = _Sides(mask.seq_lengths, mask.block_size, *band.scalars())
+        made = ordered(mask._listed, sizes, sides, band, columns=False, key=key)
+        if made is not None:
+            return made
+    visits = visible_blocks(mask, band).view(mask.batch, mask.heads, mb)
+    return _longest(visits.expand(batch, heads, mb).reshape(batch * heads, mb), nb, section)
+
+
+@usable_in_training
+def longest_columns_first(
+    mask: BlockMask, batch: int, heads: int, group_size: int, band: Band, section: int, tile: int
+) -> torch.Tensor:
+    """Tiles of keys in the order to take them, when each meets all queries that see it.
+
+    As `longest_first`, for the columns of a mask: a tile counts the query blocks of all
+    `group_size` query heads that share its KV head.
+
+    Parameters
+    ----------
+    batch, heads : int
+        Of the keys.
+    tile : int
+        Keys of a tile; divides the width of a block.
+
+    Returns
+    -------
+    int32 `[batch * heads * ceil(Sk / tile)]`
+        Entries `plane * tiles + tile`.
+
+    Examples
+    --------
+    >>> mask = BlockMask.from_dense(torch.tensor([[1, 0], [1, 1], [0, 0]]).bool(), 64)
+    >>> longest_columns_first(mask, 1, 2, 1, EVERYTHING, 2, 64).tolist()
+    [0, 2, 1, 3]
+    """
+    key = ("columns", _kind(mask), batch, heads, group_size, band, section, tile)
+    if (order := ordered_again(key, mask._listed_transposed)) is not None:
+        return order
+    (mb, nb), (_, block_kv) = mask.grid, mask.block_size
+    (sq, sk), (left, right) = mask.seq_lengths, band.scalars()
+    sides = _Sides((sk, sq), mask.block_size[::-1], right, left)
+    tiles, group = -(-sk // tile), group_size if mask.heads > 1 else 1
+    if kernels_build(mask.device, *mask._listed):
+        steps = (mask.heads * nb if mask.batch > 1 else 0, group * nb if mask.heads > 1 else 0)
+        grouped = (block_kv // tile, group, nb, section, mb * group)
+        sizes = (batch * heads, heads, tiles, *steps, *grouped)
+        made = ordered(mask._listed_transposed, sizes, sides, band, columns=True, key=key)
+        if made is not None:
+            return made
+    lists = mask._listed_transposed if band == EVERYTHING else mask.transposed
+    visits = _visible(lists, sides, band).view(mask.batch, mask.heads, nb)
+    if mask.heads > 1:
+        visits = visits.view(mask.batch, heads, group_size, nb).sum(2)
+    visits = visits.expand(batch, heads, nb).reshape(batch * heads, nb)
+    visits = visits.repeat_interleave(block_kv // tile, 1)[:, :tiles]
+    # early columns are the long ones under a causal band, and come first among equals
+    order = _longest(visits.flip(1), mb * group, section)
+    plane = order.div(max(tiles, 1), rounding_mode="floor")
+    return plane * tiles + (tiles - 1 - (order - plane * tiles))
+
+
+def _kind(mask: BlockMask) -> tuple[object, ...]:
+    """All that an order depends on besides the lists of a mask."""
+    return (mask.batch, mask.heads, mask.seq_lengths, mask.block_size, mask.device.index)
+
+
+def _longest(visits: torch.Tensor, most: int, section: int) -> torch.Tensor:
+    """Entries `plane * rows + row` of visits `[planes, rows]`, none of them above `most`."""
+    planes, rows = visits.shape
+    heavy = visits.to(torch.int64) * visits.numel() > 2 * visits.sum()
+    # tile by tile from the last, and through all planes for each: what a stable sort keeps
+    visits, heavy = (x.t().flip(0) for x in (visits, heavy))
+    small = (planes // section + 2) * (most + 1) < 2**31
+    # small keys sort several times faster
+    dtype = torch.int32 if small else torch.int64
+    plane = torch.arange(planes, device=visits.device, dtype=dtype)
+    # as `device.schedule.section_of`
+    sections = plane.div(section, rounding_mode="floor").clamp(max=max(planes // section, 1) - 1)
+    group = torch.where(heavy, 0, sections + 1)
+    key = group * (most + 1) + (most - visits)
+    place = torch.sort(key.flatten(), stable=True).indices
+    row = rows - 1 - place.div(max(planes, 1), rounding_mode="floor")
+    return (place % max(planes, 1) * rows + row).to(torch.int32)
+
+
+class _Sides(NamedTuple):
+    """A mask seen from its rows, or from its columns: lengths, blocks and the band."""
+
+    lengths: tuple[int, int]
+    block: tuple[int, int]
+    left: int
+    right: int
+
+
+def visible_blocks(mask: BlockMask, band: Band) -> torch.Tensor:
+    """How many blocks of each row lie within the band, int32 `[batch * heads * Mb]`."""
+    sides = _Sides(mask.seq_lengths, mask.block_size, *band.scalars())
+    return _visible(mask._listed if band == EVERYTHING else mask.forward, sides, band)
+
+
+def _visible(lists: BlockLists, sides: _Sides, band: Band) -> torch.Tensor:
+    if band == EVERYTHING:
+        return lists.indptr[1:] - lists.indptr[:-1]
+    lo, hi = blocks_in_band(*sides, lists.indptr.device)
+    row = lists.row_indices() % max(lo.numel(), 1)
+    seen = (lists.indices >= lo[row]) & (lists.indices < hi[row])
+    before = torch.nn.functional.pad(torch.cumsum(seen, 0, dtype=torch.int32), (1, 0))
+    return before[lists.indptr[1:]] - before[lists.indptr[:-1]]
+
+
+def blocks_in_band(
+    lengths: tuple[int, ...],
+    block: tuple[int, int],
+    left: int,
+    right: int,
+    device: torch.device | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks `[lo, hi)` that each row of blocks sees: `band.kv_range` for all of them at once."""
+    (sq, sk), (bq, bk) = lengths, block
+    first = torch.arange(0, sq, bq, device=device)
+    end = (first + bq).clamp(max=sq)
+    lo = (first + (sk - sq) - left).clamp(min=0)
+    hi = (end + (sk - sq) + right).clamp(max=sk)
+    hi = torch.where(lo < hi, hi, lo)
+    return lo // bk, torch.where(lo < hi, (hi + bk - 1) // bk, lo // bk)

@@ -1,0 +1,213 @@
+# mypy: ignore-errors
+"""The order in which to take the rows or columns of a mask, as `formats.block_order` describes it.
+
+Each row finds its own place: it counts the rows that come before it. That is quadratic work, a
+comparison for each pair of rows, but without a sort's many launches.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..device.schedule import section_of
+from ..launch.building import launch_recorded
+from ..launch.launcher import RecordedLaunches, cdiv, launch, scratch
+
+TILE_LISTS = 8
+TILE_ENTRIES = 64
+TILE_ROWS = 8
+TILE_OTHERS = 256
+TILE_VISITS = 1024
+
+
+class OrderSizes(NamedTuple):
+    """What is put in order: `rows` of each of `planes`, by how many blocks they visit."""
+
+    planes: int
+    heads: int
+    """Planes of one batch."""
+    rows: int
+    step_b: int
+    step_h: int
+    """Lists between those of two batches and of two heads; 0 where the mask broadcasts."""
+    per_list: int
+    """Neighbouring rows that share a list."""
+    group: int
+    group_step: int
+    """How many lists a row goes through, and how far they are apart."""
+    section: int
+    most: int
+    """Of the blocks that a row visits."""
+
+
+@triton.jit(do_not_specialize=["rows", "mb", "sq", "sk", "left", "right"])
+def _visits_kernel(
+    visits_ptr,
+    indptr_ptr,
+    indices_ptr,
+    rows,
+    mb,
+    sq,
+    sk,
+    left,
+    right,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TILE_LISTS: tl.constexpr,
+    TILE_ENTRIES: tl.constexpr,
+):
+    """How many blocks of each list lie within a band."""
+    row = tl.program_id(0) * TILE_LISTS + tl.arange(0, TILE_LISTS)
+    entry = tl.load(indptr_ptr + row, mask=row < rows, other=0)
+    end = tl.load(indptr_ptr + 1 + row, mask=row < rows, other=0)
+    first = (row % mb).to(tl.int64) * BLOCK_Q + (sk - sq)
+    lo = tl.maximum(first - left, 0)
+    hi = tl.minimum(tl.minimum(first + BLOCK_Q, sk) + right, sk)
+    first_block = lo // BLOCK_KV
+    end_block = tl.where(lo < hi, (hi + BLOCK_KV - 1) // BLOCK_KV, first_block)
+    count = tl.zeros([TILE_LISTS], tl.int32)
+    for skip in range(0, tl.max(end - entry, 0), TILE_ENTRIES):
+        at = (entry + skip)[:, None] + tl.arange(0, TILE_ENTRIES)[None, :]
+        block = tl.load(indices_ptr + at, mask=at < end[:, None], other=-1)
+        seen = (block >= first_block[:, None]) & (block < end_block[:, None])
+        count += tl.sum(seen.to(tl.int32), 1)
+    tl.store(visits_ptr + row, count, mask=row < rows)
+
+
+@triton.jit
+def _visits(visits_ptr, place, sizes, FROM_POINTERS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Blocks that the rows visit which stand at `place` among equals, their planes and rows."""
+    planes, heads, rows, step_b, step_h, per_list, group, group_step = sizes
+    plane = place % planes
+    row = place // planes
+    if not COLUMNS:
+        # late rows are the long ones under a band, and come first among equals
+        row = rows - 1 - row
+    at = plane // heads * step_b + plane % heads * step_h + row // per_list
+    there = place < planes * rows
+    visits = tl.zeros_like(place)
+    for g in range(group):
+        mine = tl.load(visits_ptr + at + g * group_step, mask=there, other=0)
+        if FROM_POINTERS:
+            end = tl.load(visits_ptr + 1 + at + g * group_step, mask=there, other=0)
+            mine = end - mine
+        visits += mine
+    return visits, plane, row
+
+
+@triton.jit
+def _keys(visits, plane, planes, section, most, total, count):
+    """Sort keys: heavy rows, then section by section, the longest first within each."""
+    heavy = visits.to(tl.int64) * count > 2 * total
+    group = tl.where(heavy, 0, section_of(plane, planes, section) + 1)
+    return group * (most + 1) + (most - visits)
+
+
+@triton.jit(do_not_specialize=list(OrderSizes._fields))
+def _order_keys_kernel(
+    keys_ptr,
+    visits_ptr,
+    planes,
+    heads,
+    rows,
+    step_b,
+    step_h,
+    per_list,
+    group,
+    group_step,
+    section,
+    most,
+    FROM_POINTERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE_VISITS: tl.constexpr,
+):
+    """Keys by which TILE_VISITS rows are sorted; equal ones stay as they are."""
+    sizes = (planes, heads, rows, step_b, step_h, per_list, group, group_step)
+    count = planes * rows
+    sums = tl.zeros([TILE_VISITS], tl.int64)
+    for first in range(0, count, TILE_VISITS):
+        others = first + tl.arange(0, TILE_VISITS)
+        theirs, _, _ = _visits(visits_ptr, others, sizes, FROM_POINTERS, COLUMNS)
+        sums += theirs.to(tl.int64)
+    total = tl.sum(sums, 0)
+
+    place = tl.program_id(0) * TILE_VISITS + tl.arange(0, TILE_VISITS)
+    visits, plane, _ = _visits(visits_ptr, place, sizes, FROM_POINTERS, COLUMNS)
+    key = _keys(visits, plane, planes, section, most, total, count)
+    tl.store(keys_ptr + place, key, mask=place < count)
+
+
+@triton.jit(do_not_specialize=["planes", "rows"])
+def _row_order_kernel(
+    order_ptr,
+    keys_ptr,
+    planes,
+    rows,
+    COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OTHERS: tl.constexpr,
+):
+    """Put TILE_ROWS rows where they belong; TILE_ROWS divides TILE_OTHERS."""
+    count = planes * rows
+    first = tl.program_id(0) * TILE_ROWS
+    place = first + tl.arange(0, TILE_ROWS)
+    key = tl.load(keys_ptr + place, mask=place < count, other=0)[:, None]
+    others = tl.arange(0, TILE_OTHERS)
+    rank = tl.zeros([TILE_ROWS, TILE_OTHERS], tl.int32)
+    own = first // TILE_OTHERS * TILE_OTHERS
+    for start in range(0, own, TILE_OTHERS):
+        other = tl.load(keys_ptr + start + others)[None, :]
+        rank += (other <= key).to(tl.int32)
+    for start in range(own, count, TILE_OTHERS):
+        later = start + others
+        other = tl.load(keys_ptr + later, mask=later < count, other=2**31 - 1)[None, :]
+        rank += (other < key).to(tl.int32)
+    # only in the tile of these rows does it matter who comes first among equals
+    other = tl.load(keys_ptr + own + others, mask=own + others < count, other=-1)[None, :]
+    rank += ((other == key) & ((own + others)[None, :] < place[:, None])).to(tl.int32)
+    plane = place % planes
+    row = place // planes
+    if not COLUMNS:
+        row = rows - 1 - row
+    tl.store(order_ptr + tl.sum(rank, 1), plane * rows + row, mask=place < count)
+
+
+def launch_row_order(
+    order: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    sizes: OrderSizes,
+    lengths: tuple[int, int],
+    block: tuple[int, int],
+    band: tuple[int, int] | None,
+    columns: bool,
+) -> RecordedLaunches | None:
+    """Fill `order`. Returns what `recorded.repeat_at` takes for `order`, `indptr` and `indices`.
+
+    Parameters
+    ----------
+    order : int32 [planes * rows], not empty
+    indptr, indices : lists of a mask, or of its columns
+    lengths, block : those of the lists' rows, then of their columns
+    band : left and right, seen from the lists' rows, or None for everything
+    columns : whether early rows come first among equals, and not late ones
+    """
+    lists = indptr.numel() - 1
+
+    def launches() -> None:
+        visits = indptr
+        if band is not None:
+            visits = scratch((lists,), torch.int32, order.device)
+            args = (visits, indptr, indices, lists, cdiv(lengths[0], block[0]), *lengths, *band)
+            tiles = (*block, TILE_LISTS, TILE_ENTRIES)
+            launch(_visits_kernel, cdiv(lists, TILE_LISTS), (*args, *tiles), num_warps=4)
+        keys = scratch(order.shape, torch.int32, order.device)
+        args = (keys, visits, *sizes, band is None, columns, TILE_VISITS)
+        launch(_order_keys_kernel, cdiv(order.numel(), TILE_VISITS), args, num_warps=4)
+        args = (order, keys, sizes.planes, sizes.rows, columns, TILE_ROWS, TILE_OTHERS)
+        launch(_row_order_kernel, cdiv(order.numel(), TILE_ROWS), args, num_warps=4)
+
+    key = ("row_order", sizes, lists, lengths, block, band, columns)
+    return launch_recorded(key, (order, indptr, indices), launches)

@@ -1,0 +1,232 @@
+"""Parts of which mask patterns are made; each takes time and memory of the blocks it keeps.
+
+Functions marked "CPU only" have results whose size depends on the data; the others never wait for
+the device of their tensors.
+"""
+
+from math import gcd
+from typing import NamedTuple
+
+import torch
+
+from ..launch.launcher import cdiv
+from . import bits as bit_masks
+from .band import Band
+from .block_lists import BlockLists, check_entry_count, lists_from_blocks, lists_from_sorted
+from .block_mask import BlockMask
+from .build import empty_pool
+from .check import IntPair
+from .device_build import band_crossings, band_lists, kernels_build
+
+CPU = torch.device("cpu")
+FAR = 2**31
+"""A position past every key."""
+
+
+class Problem(NamedTuple):
+    """The sizes a pattern is made for."""
+
+    seq: IntPair
+    block: IntPair
+
+    @property
+    def grid(self) -> IntPair:
+        """(Mb, Nb): blocks of queries and of keys."""
+        return cdiv(self.seq[0], self.block[0]), cdiv(self.seq[1], self.block[1])
+
+    @property
+    def shift(self) -> int:
+        """Position of query 0: the last query meets the last key."""
+        return self.seq[1] - self.seq[0]
+
+    def positions(self, q_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of the first and last query of each block."""
+        start = q_blocks * self.block[0]
+        end = (start + self.block[0]).clamp(max=self.seq[0])
+        return start + self.shift, end - 1 + self.shift
+
+
+class Runs(NamedTuple):
+    """Key blocks of each query block: `start .. end` visible, of which `full_start .. full_end`
+    full; int64 `[Mb]`."""
+
+    start: torch.Tensor
+    full_start: torch.Tensor
+    full_end: torch.Tensor
+    end: torch.Tensor
+
+
+def runs_of_keys(
+    some: tuple[torch.Tensor, torch.Tensor], every: tuple[torch.Tensor, torch.Tensor], p: Problem
+) -> Runs:
+    """Runs of blocks from ranges of keys, each a pair of int64 `[Mb]` within 0 .. FAR.
+
+    `some` holds the keys between the first and the last that any query of the block sees, `every`
+    those that all its queries see.
+    """
+    sk, bk = p.seq[1], p.block[1]
+    start = some[0].clamp(max=sk) // bk
+    end = torch.where(some[0] < some[1], (some[1] + bk - 1) // bk, start)
+    full_start = ((every[0].clamp(max=sk) + bk - 1) // bk).clamp(start, end)
+    # a last block that is cut short is full when its existing keys are visible
+    full_end = torch.where(every[1] >= sk, p.grid[1], every[1] // bk).clamp(full_start, end)
+    return Runs(start, full_start, full_end, end)
+
+
+def band_runs(band: Band, p: Problem, device: torch.device = CPU) -> Runs:
+    """The runs of a band."""
+    left, right = band.scalars()
+    first, last = p.positions(torch.arange(p.grid[0], device=device))
+    sk = p.seq[1]
+    some = (first - left).clamp(0, sk), (last + right + 1).clamp(0, sk)
+    every = (last - left).clamp(0, sk), (first + right + 1).clamp(0, sk)
+    return runs_of_keys(some, every, p)
+
+
+def expand(starts: torch.Tensor, lengths: torch.Tensor, step: int = 1) -> torch.Tensor:
+    """All numbers `starts[i] + step * t` with `t < lengths[i]`, run after run; CPU only."""
+    before = lengths.cumsum(0, dtype=lengths.dtype) - lengths
+    offsets = torch.repeat_interleave(starts - step * before, lengths)
+    return offsets.add_(torch.arange(offsets.numel(), dtype=offsets.dtype, device=CPU), alpha=step)
+
+
+def lists_of_runs(runs: Runs) -> tuple[BlockLists, torch.Tensor, torch.Tensor]:
+    """Lists of the blocks of runs, their partial entries, and the rows of those; CPU only.
+
+    The `bits_id` of partial blocks are left for the caller to fill in.
+    """
+    head, tail = runs.full_start - runs.start, runs.end - runs.full_end
+    full = runs.full_end - runs.full_start
+    check_entry_count(int((head + tail + full).sum()))
+    starts = torch.stack([runs.start, runs.full_end, runs.full_start], 1).flatten()
+    lengths = torch.stack([head, tail, full], 1).flatten()
+    indices = expand(starts.to(torch.int32), lengths.to(torch.int32))
+    indptr = torch.nn.functional.pad((head + tail + full).cumsum(0), (1, 0))
+    partial_end = indptr[:-1] + head + tail
+    entries = expand(indptr[:-1], head + tail)
+    rows = torch.repeat_interleave(torch.arange(head.numel(), device=CPU), head + tail)
+    bits_id = torch.full_like(indices, -1)
+    lists = BlockLists(indptr.to(torch.int32), partial_end.to(torch.int32), indices, bits_id)
+    return lists, entries, rows
+
+
+class BandBits:
+    """Bit masks of the blocks that the edges of a band cross.
+
+    Such a block depends only on how far it lies from the diagonal and on whether it is cut short
+    by the end of the sequences, so a band of any length has few of them.
+    """
+
+    def __init__(self, band: Band, p: Problem, device: torch.device = CPU) -> None:
+        (sq, sk), (bq, bk) = p.seq, p.block
+        self._p = p
+        parts = [
+            torch.arange(lo, hi + 1, gcd(bq, bk), device=device)
+            for lo, hi in band_crossings(band, *p)
+        ]
+        empty = torch.empty(0, dtype=torch.int64, device=device)
+        self._distances = torch.cat([*parts, empty])
+        # how many rows and columns of a block exist: all, and fewer in the last one
+        self._heights = [bq, sq % bq] if sq % bq else [bq]
+        self._widths = [bk, sk % bk] if sk % bk else [bk]
+        left, right = band.scalars()
+        i = torch.arange(bq, device=device)
+        diagonal = self._distances.unsqueeze(-1) + i
+        lo, hi = diagonal - left, diagonal + right + 1
+        variants = [
+            bit_masks.from_intervals(lo, torch.where(i < height, hi.clamp(max=width), 0), bk)
+            for height in self._heights
+            for width in self._widths
+        ]
+        self.pool = torch.stack(variants, 1).flatten(0, 1)
+
+    def ids(self, q_blocks: torch.Tensor, kv_blocks: torch.Tensor) -> torch.Tensor:
+        """Row of the pool for each of these partial blocks, int64."""
+        mb, nb = self._p.grid
+        bq, bk = self._p.block
+        distance = q_blocks * bq + self._p.shift - kv_blocks * bk
+        where = torch.searchsorted(self._distances, distance)
+        short = (q_blocks == mb - 1) if len(self._heights) == 2 else torch.zeros_like(where)
+        narrow = (kv_blocks == nb - 1) if len(self._widths) == 2 else torch.zeros_like(where)
+        return (where * len(self._heights) + short) * len(self._widths) + narrow
+
+
+def band_mask(band: Band, p: Problem, device: torch.device = CPU) -> BlockMask:
+    """The mask of a band, element for element; does not wait for `device` if that is a GPU."""
+    if kernels_build(device) and (made := band_lists(band, *p, device)) is not None:
+        return BlockMask._from_parts(*made, 1, 1, p.seq, p.block)
+    lists, entries, rows = lists_of_runs(band_runs(band, p))
+    crossed = BandBits(band, p)
+    lists.bits_id[entries] = crossed.ids(rows, lists.indices[entries]).to(torch.int32)
+    return BlockMask._from_parts(lists, crossed.pool, 1, 1, p.seq, p.block).to(device)
+
+
+def blocks_mask(
+    rows: torch.Tensor, cols: torch.Tensor, p: Problem, causal: bool, planes: IntPair = (1, 1)
+) -> BlockMask:
+    """The mask of distinct blocks, of which causality cuts those on the diagonal if asked.
+
+    The blocks, int64 `[nnz]`, are sorted by row and column and all of them have visible elements.
+    """
+    mb, nb = p.grid
+    num_rows = planes[0] * planes[1] * mb
+    full = torch.full_like(cols, -1)
+    if not causal:
+        lists = lists_from_sorted(rows * 2 + 1, cols, full, num_rows)
+        return BlockMask._from_parts(lists, empty_pool(p.block, cols.device), *planes, *p)
+    ids, pool = causal_bits(rows % max(mb, 1), cols, p)
+    lists = lists_from_blocks(rows, cols, ids, num_rows, nb)
+    return BlockMask._from_parts(lists, pool, *planes, *p)
+
+
+def causal_bits(
+    q_blocks: torch.Tensor, kv_blocks: torch.Tensor, p: Problem
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `bits_id`, int64, of blocks cut by causality, and their pool."""
+    band = Band(None, 0)
+    crossed = BandBits(band, p, kv_blocks.device)
+    is_full = kv_blocks < band_runs(band, p, kv_blocks.device).full_end[q_blocks]
+    return torch.where(is_full, -1, crossed.ids(q_blocks, kv_blocks)), crossed.pool
+
+
+# Uniform choice of blocks, in memory of the blocks chosen.
+
+
+def sample_blocks(
+    limits: torch.Tensor, counts: torch.Tensor, width: int, generator: torch.Generator | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In each row, `counts` of the columns `0 .. limits`, every such set being equally likely.
+
+    Parameters
+    ----------
+    limits, counts : int64 `[rows]` on the CPU, with counts <= limits <= width
+
+    Returns
+    -------
+    rows, cols : int64 `[sum of counts]`, sorted
+    """
+    # rows that keep more than half draw what they leave out, so that most draws are new
+    inverted = counts * 2 > limits
+    drawn = _distinct(limits, torch.where(inverted, limits - counts, counts), width, generator)
+    first_keys = torch.arange(limits.numel(), device=CPU) * width
+    candidates = expand(first_keys, torch.where(inverted, limits, 0))
+    kept = candidates[~torch.isin(candidates, drawn)]
+    straight = drawn[~inverted[drawn // max(width, 1)]]
+    keys, _ = torch.sort(torch.cat([straight, kept]))
+    return keys // max(width, 1), keys % max(width, 1)
+
+
+def _distinct(
+    limits: torch.Tensor, counts: torch.Tensor, width: int, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Keys `row * width + column`: drawn with replacement until each row has enough distinct."""
+    rows = torch.arange(limits.numel(), device=CPU)
+    keys = torch.empty(0, dtype=torch.int64, device=CPU)
+    missing = counts
+    while bool(missing.any()):
+        row = torch.repeat_interleave(rows, missing)
+        uniform = torch.rand(row.numel(), dtype=torch.float64, generator=generator, device=CPU)
+        column = (uniform * limits[row]).to(torch.int64)
+        keys = torch.unique(torch.cat([keys, row * width + column]))
+        missing = counts - torch.bincount(keys // width, minlength=limits.numel())
+    return keys

@@ -1,0 +1,228 @@
+"""Masks of tokens that carry numbers: a query sees the keys with its own number.
+
+Padding, documents packed into one sequence and selections of key blocks per query are all of this
+kind. Each mask is meant to meet a band (causality, a window) in the call of attention, so bits are
+made only where numbers differ inside of a block.
+"""
+
+import torch
+from torch.nn.functional import pad
+
+from ..launch.launcher import cdiv
+from . import bits as bit_masks
+from .band import EVERYTHING, Band
+from .bits import usable_in_training
+from .block_lists import BlockLists, lists_from_blocks
+from .block_mask import BlockMask
+from .check import IntPair, existing_bits
+from .parts import Problem, band_runs
+
+# partial blocks whose bits are made at a time
+CHUNK_BLOCKS = 1024
+
+
+@usable_in_training
+def segments(
+    q_segment: torch.Tensor,
+    k_segment: torch.Tensor,
+    block_size: IntPair,
+    *,
+    band: Band = EVERYTHING,
+    keep: torch.Tensor | None = None,
+) -> BlockMask:
+    """Query i sees key j where their numbers are equal. Waits for the device.
+
+    Parameters
+    ----------
+    q_segment : int `[B, Sq]`
+    k_segment : int `[B, Sk]`
+    block_size : (bq, bk)
+    band : Band
+        What the attention call will add; blocks that it hides are left out, its edges are not cut.
+    keep : bool `[B or 1, H or 1, Mb, Nb]`, optional
+        Which blocks may be visible at all.
+
+    Examples
+    --------
+    >>> padded = torch.tensor([[-1, 0, 0]])
+    >>> mask = segments(torch.zeros_like(padded), padded, (16, 16))
+    >>> mask.to_element_mask()[0, 0, 0].int()
+    tensor([0, 1, 1], dtype=torch.int32)
+    """
+    p = Problem((q_segment.shape[1], k_segment.shape[1]), block_size)
+    (bq, bk), (mb, nb) = p.block, p.grid
+    q, k = _in_blocks(q_segment, bq), _in_blocks(k_segment, bk)
+    q_low, q_high = (x[:, None, :, None] for x in q.aminmax(dim=2))
+    k_low, k_high = (x[:, None, None, :] for x in k.aminmax(dim=2))
+    meets = (q_low <= k_high) & (k_low <= q_high)
+    runs = band_runs(band, p, q.device)
+    column = torch.arange(nb, device=q.device)
+    meets &= (column >= runs.start[:, None]) & (column < runs.end[:, None])
+    if keep is not None:
+        meets = meets & keep
+    batch, heads = meets.shape[:2]
+    one = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+    rows, cols = torch.nonzero(meets.flatten(0, 2), as_tuple=True)
+    full = one.expand_as(meets).flatten(0, 2)[rows, cols]
+    partial = torch.nonzero(~full).flatten()
+    plane_row, col = rows[partial], cols[partial]
+    item, q_block = plane_row // (heads * mb), plane_row % mb
+    bits = torch.empty(
+        partial.numel(), bq, bit_masks.words_per_row(bk), dtype=torch.int32, device=q.device
+    )
+    for start in range(0, partial.numel(), CHUNK_BLOCKS):
+        part = slice(start, start + CHUNK_BLOCKS)
+        equal = q[item[part], q_block[part]].unsqueeze(-1) == k[item[part], col[part]].unsqueeze(-2)
+        bits[part] = bit_masks.pack(equal)
+    return _mask(rows, cols, partial, bits, (batch, heads), p)
+
+
+@usable_in_training
+def selected_blocks(
+    selected: torch.Tensor,
+    block_size: IntPair,
+    seq_lengths: IntPair,
+    *,
+    visible_keys: torch.Tensor | None = None,
+) -> BlockMask:
+    """Each query sees its own selection of key blocks. Waits for the device.
+
+    Parameters
+    ----------
+    selected : bool `[B or 1, H or 1, Sq, Nb]`
+        Which blocks of keys each query sees.
+    block_size : (bq, bk)
+    seq_lengths : (Sq, Sk)
+    visible_keys : bool `[B, Sk]`, optional
+        Keys that any query may see.
+
+    Examples
+    --------
+    >>> selected = torch.tensor([[True, False], [True, True]])[None, None]
+    >>> selected_blocks(selected, (16, 16), (2, 32)).to_element_mask().sum(-1)
+    tensor([[[16, 32]]])
+    """
+    p = Problem(seq_lengths, block_size)
+    (bq, bk), (mb, nb) = p.block, p.grid
+    if visible_keys is not None:
+        in_blocks = pad(visible_keys, (0, nb * bk - p.seq[1])).view(-1, nb, bk)
+        selected = selected & in_blocks.any(2)[:, None, None]
+    batch, heads = selected.shape[:2]
+    tiles = pad(selected, (0, 0, 0, mb * bq - p.seq[0])).view(batch * heads * mb, bq, nb)
+    counts = tiles.sum(1)
+    rows, cols = torch.nonzero(counts, as_tuple=True)
+    height = (p.seq[0] - rows % max(mb, 1) * bq).clamp(max=bq)
+    full = counts[rows, cols] == height
+    if visible_keys is not None:
+        whole = pad(visible_keys, (0, nb * bk - p.seq[1]), value=True).view(-1, nb, bk).all(2)
+        full &= whole[rows // (heads * mb), cols]
+    partial = torch.nonzero(~full).flatten()
+    row, col = rows[partial], cols[partial]
+    # a whole row of a block is visible or hidden: all bits or none
+    bits = -tiles[row, :, col].int().unsqueeze(-1).expand(-1, -1, bit_masks.words_per_row(bk))
+    if visible_keys is not None:
+        words = bit_masks.pack(in_blocks)[row // (heads * mb), col]
+        bits = bits & words.unsqueeze(1)
+    return _mask(rows, cols, partial, bits, (batch, heads), p)
+
+
+@usable_in_training
+def every_block(visible: torch.Tensor, block_size: IntPair) -> BlockMask:
+    """A mask of elements that lists every block: its sizes depend on no data, nothing waits.
+
+    Parameters
+    ----------
+    visible : bool `[B or 1, H or 1, Sq, Sk]`
+    block_size : (bq, bk)
+
+    Examples
+    --------
+    >>> every_block(torch.eye(20, dtype=torch.bool)[None, None], (16, 16)).nnz_blocks
+    4
+    """
+    batch, heads, sq, sk = visible.shape
+    bq, bk = block_size
+    mb, nb = cdiv(sq, bq), cdiv(sk, bk)
+    rows = batch * heads * mb
+    padded = pad(visible, (0, nb * bk - sk, 0, mb * bq - sq))
+    words = bit_masks.pack(padded.reshape(rows, bq, nb, bk))
+    pool = words.transpose(1, 2).flatten(0, 1).contiguous()
+    return _all_partial(pool, rows, nb, visible.device, (batch, heads), ((sq, sk), block_size))
+
+
+@usable_in_training
+def every_key_block(visible_keys: torch.Tensor, sq: int, block_size: IntPair) -> BlockMask:
+    """The same keys for each of `sq` queries, listing every block; nothing waits.
+
+    All rows of blocks share one set of bits (two where the last row is cut short), so the memory
+    does not grow with Sq x Sk elements.
+
+    Parameters
+    ----------
+    visible_keys : bool `[B, Sk]`
+    sq : int
+    block_size : (bq, bk)
+
+    Examples
+    --------
+    >>> every_key_block(torch.tensor([[False, True]]), 3, (16, 16)).to_element_mask()[0, 0].int()
+    tensor([[0, 1],
+            [0, 1],
+            [0, 1]], dtype=torch.int32)
+    """
+    batch, sk = visible_keys.shape
+    bq, bk = block_size
+    mb, nb = cdiv(sq, bq), cdiv(sk, bk)
+    device = visible_keys.device
+    words = bit_masks.pack(pad(visible_keys, (0, nb * bk - sk)).view(batch, nb, bk))
+    exists = torch.arange(bq, device=device) < sq - (mb - 1) * bq
+    whole = words.unsqueeze(2).expand(-1, -1, bq, -1)
+    short = torch.where(exists[:, None], whole, 0)
+    pool = torch.stack([whole, short]).flatten(0, 2)
+    row = torch.arange(batch * mb, device=device)
+    first = (row // mb + torch.where(row % mb == mb - 1, batch, 0)) * nb
+    ids = (first.unsqueeze(-1) + torch.arange(nb, device=device)).flatten()
+    return _all_partial(pool, batch * mb, nb, device, (batch, 1), ((sq, sk), block_size), ids)
+
+
+def _in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
+    """View `[B, S]` as `[B, blocks, block]`; the last token stands in for those past the end."""
+    count = cdiv(x.shape[1], block)
+    index = torch.arange(count * block, device=x.device).clamp(max=x.shape[1] - 1)
+    return x[:, index].view(x.shape[0], count, block)
+
+
+def _mask(
+    rows: torch.Tensor,
+    cols: torch.Tensor,
+    partial: torch.Tensor,
+    bits: torch.Tensor,
+    planes: IntPair,
+    p: Problem,
+) -> BlockMask:
+    """The mask of the blocks (row, col), of which `partial` have `bits` where they exist."""
+    (sq, sk), (bq, bk), (mb, nb) = p.seq, p.block, p.grid
+    row, col = rows[partial], cols[partial]
+    bits = bits & existing_bits(sq - row % max(mb, 1) * bq, sk - col * bk, p.block)
+    pool, ids = bit_masks.deduplicate(bits)
+    bits_id = torch.full_like(cols, -1)
+    bits_id[partial] = ids.long()
+    lists = lists_from_blocks(rows, cols, bits_id, planes[0] * planes[1] * mb, nb)
+    return BlockMask._from_parts(lists, pool, *planes, *p)
+
+
+def _all_partial(
+    pool: torch.Tensor,
+    rows: int,
+    nb: int,
+    device: torch.device,
+    planes: IntPair,
+    sizes: tuple[IntPair, IntPair],
+    ids: torch.Tensor | None = None,
+) -> BlockMask:
+    indptr = torch.arange(rows + 1, dtype=torch.int32, device=device) * nb
+    columns = torch.arange(nb, dtype=torch.int32, device=device).repeat(rows)
+    if ids is None:
+        ids = torch.arange(rows * nb, dtype=torch.int32, device=device)
+    lists = BlockLists(indptr, indptr[1:].contiguous(), columns, ids.to(torch.int32))
+    return BlockMask._from_parts(lists, pool, *planes, *sizes)

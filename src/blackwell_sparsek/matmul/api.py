@@ -1,0 +1,378 @@
+"""Public products of block-sparse matrices: checks, defaults, documentation."""
+
+from typing import Any, TypeGuard, overload
+
+import torch
+
+from ..core.activations import ACTIVATIONS, activate
+from ..core.checks import (
+    check_choice,
+    check_derivatives,
+    check_dtype,
+    check_same_device,
+    check_same_dtype,
+    check_shape,
+    check_tensor,
+    message,
+)
+from ..core.env import IMPLS
+from ..core.errors import InvalidInput, InvalidType
+from ..core.torch_state import cast_operand
+from ..sparse.matrix import BSRMatrix, BSRPattern, install_matmul
+from ..sparse.product import product_pattern
+from ..sparse.validate import VALUE_DTYPES, zero_padding
+from . import autograd as _derivatives  # noqa: F401
+from .op import bsr_matmul, bsr_pair_products, bsr_sddmm
+from .replay import product_results
+
+
+@overload
+def matmul(
+    a: BSRMatrix,
+    b: BSRMatrix,
+    *,
+    bias: None = None,
+    activation: None = None,
+    residual: None = None,
+    out_dtype: torch.dtype | None = None,
+    impl: str = "auto",
+) -> BSRMatrix: ...
+
+
+@overload
+def matmul(
+    a: BSRMatrix,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    impl: str = "auto",
+) -> torch.Tensor: ...
+
+
+@overload
+def matmul(
+    a: torch.Tensor,
+    b: BSRMatrix,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    impl: str = "auto",
+) -> torch.Tensor: ...
+
+
+def matmul(
+    a: torch.Tensor | BSRMatrix,
+    b: torch.Tensor | BSRMatrix,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | BSRMatrix:
+    """Multiply with a block-sparse matrix: `activation(a @ b + bias) + residual`.
+
+    At least one of `a` and `b` is a `BSRMatrix`. Work and memory are proportional to its stored
+    blocks, unless `auto` estimates that the matrix written out is multiplied sooner (`explain`
+    shows both estimates). A block that is not stored contributes nothing where the dense operand
+    is finite; NaN and inf may spread to rows that do not store the block where blocks are joined:
+    in the dense product, and on a GPU for blocks of fewer than 64 rows.
+
+    Parameters
+    ----------
+    a, b : BSRMatrix [M, K] and Tensor [..., K, N] -> Tensor [..., M, N]
+        or Tensor [..., T, M] and BSRMatrix [M, K] -> Tensor [..., T, K]
+        or two BSRMatrix [M, K], [K, N] -> BSRMatrix [M, N]
+
+        A dense vector works as in `torch.matmul`. float16, bfloat16, float32 or float64, the same
+        for both; under `torch.autocast` both are cast to its dtype. The dense operand needs stride
+        1 in one of its last two dimensions and is never copied for its layout; leading dimensions
+        may be expanded. Block widths of a BSR `a` and block heights of a BSR `b` must agree.
+    bias : Tensor, one entry per output feature of the sparse operand, optional
+        [M] for `BSRMatrix @ Tensor` (added to rows), [K] for `Tensor @ BSRMatrix` (to columns).
+    activation : None, "relu", "gelu" (exact, with erf) or "silu"
+    residual : Tensor of the shape of the result, optional
+        Added after the activation.
+    out_dtype : dtype of the result; that of the operands by default
+    impl : "auto", or one implementation by name, which never falls back (see `explain`)
+
+    Returns
+    -------
+    Tensor (contiguous) or, for two block-sparse operands, BSRMatrix.
+        Accumulated in float32 (float64 for float64) and rounded once. Where a gradient is needed
+        and an activation is given, the pre-activation is kept in `out_dtype`, as a linear layer
+        followed by an activation does. bias, activation and residual are not available for two
+        block-sparse operands.
+
+    Notes
+    -----
+    Gradients reach both operands, bias and residual; that of a BSRMatrix is computed at its stored
+    blocks only and arrives at its `storage`. The product of two BSRMatrix synchronises with the
+    device to learn which blocks the result has, and so does the eager implementation on a GPU, once
+    per pattern; nothing else does.
+
+    `w @ x` and `x @ w` mean the same as this function. Inside `torch.compile` call the function:
+    dynamo (torch 2.13) does not trace the operator `@` between a tensor and another object.
+
+    Examples
+    --------
+    >>> import torch, blackwell_sparsek as bsk
+    >>> keep = torch.rand(4, 8) < 0.3
+    >>> w = bsk.BSRMatrix.from_mask(torch.randn(128, 256), keep)
+    >>> x = torch.randn(10, 256)
+    >>> y = bsk.matmul(x, w.T, bias=torch.zeros(128), activation="gelu")
+    >>> y.shape
+    torch.Size([10, 128])
+    >>> torch.allclose(w @ x.T, w.to_dense() @ x.T, atol=1e-4)
+    True
+    """
+
+    def checked() -> tuple[Any]:
+        return (_product(a, b, bias, activation, residual, out_dtype, impl),)
+
+    options = (activation, out_dtype, impl)
+    (product,) = product_results(a, b, bias, residual, options, checked)
+    return product
+
+
+def _product(
+    a: Any,
+    b: Any,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    impl: str,
+) -> Any:
+    """`matmul`, with all its checks."""
+    op = "matmul"
+    check_choice(op, "impl", impl, IMPLS)
+    check_choice(op, "activation", activation, ACTIVATIONS)
+    if out_dtype is not None and out_dtype not in VALUE_DTYPES:
+        names = ", ".join(str(d) for d in VALUE_DTYPES)
+        raise InvalidType(message(op, "out_dtype", "is unsupported", f"one of {names}", out_dtype))
+    if _is_bsr(a) and _is_bsr(b):
+        extras = {"bias": bias, "activation": activation, "residual": residual}
+        for arg, value in extras.items():
+            if value is not None:
+                got = type(value).__name__
+                problem = "is not available for two block-sparse operands"
+                raise InvalidInput(message(op, arg, problem, None, got))
+        return _sparse_sparse(op, a, b, out_dtype, impl)
+    if _is_bsr(a):
+        return _sparse_dense(op, a, b, False, bias, activation, residual, out_dtype, impl)
+    if _is_bsr(b):
+        return _sparse_dense(op, b, a, True, bias, activation, residual, out_dtype, impl)
+    got = f"{type(a).__name__} and {type(b).__name__}"
+    raise InvalidType(message(op, "a/b", "are both dense", "at least one BSRMatrix", got))
+
+
+def _is_bsr(x: Any) -> TypeGuard[BSRMatrix]:
+    return isinstance(x, BSRMatrix)
+
+
+def _check_operand(op: str, arg: str, x: Any) -> None:
+    check_tensor(op, arg, x)
+    check_derivatives(op, arg, x)
+    check_dtype(op, arg, x, VALUE_DTYPES)
+
+
+def _check_readable(op: str, arg: str, x: torch.Tensor) -> None:
+    """One of the last two dimensions must have stride 1 (or be of size 1)."""
+    strided = [x.shape[d] > 1 and x.stride(d) != 1 for d in (-1, -2)]
+    if all(strided) and x.numel() > 0:
+        raise InvalidInput(
+            message(
+                op,
+                arg,
+                "is contiguous in neither of its last two dimensions",
+                "stride 1 in one of them (call .contiguous())",
+                f"strides {tuple(x.stride())}",
+            )
+        )
+
+
+def _sparse_dense(
+    op: str,
+    sparse: BSRMatrix,
+    dense: Any,
+    dense_left: bool,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    impl: str,
+) -> torch.Tensor:
+    sparse_arg, dense_arg = ("b", "a") if dense_left else ("a", "b")
+    _check_operand(op, dense_arg, dense)
+    if dense.dim() == 0:
+        raise InvalidInput(message(op, dense_arg, "has a wrong rank", "1 or more dimensions", []))
+    check_derivatives(op, sparse_arg, sparse.storage)
+    storage, dense = cast_operand(sparse.storage), cast_operand(dense)
+    is_vector = dense.dim() == 1
+    if is_vector:
+        dense = dense.unsqueeze(0 if dense_left else 1)
+    features = sparse.shape[1] if dense_left else sparse.shape[0]
+    inner = sparse.shape[0] if dense_left else sparse.shape[1]
+    if dense.shape[-1 if dense_left else -2] != inner:
+        shapes = f"{list(dense.shape)} for a block-sparse {list(sparse.shape)}"
+        expected = f"{inner} {'columns' if dense_left else 'rows'}"
+        raise InvalidInput(message(op, dense_arg, "does not fit", expected, shapes))
+    check_same_dtype(op, {dense_arg: dense, sparse_arg: storage})
+    check_same_device(op, {dense_arg: dense, sparse_arg: storage})
+    _check_readable(op, dense_arg, dense)
+    out_dtype = out_dtype or dense.dtype
+    tail = (dense.shape[-2], features) if dense_left else (features, dense.shape[-1])
+    out_shape = (*dense.shape[:-2], *tail)
+    if bias is not None:
+        _check_extra(op, "bias", bias, (features,), dense, out_dtype)
+    if residual is not None:
+        _check_extra(
+            op, "residual", residual, (features,) if is_vector else out_shape, dense, out_dtype
+        )
+        residual = residual.unsqueeze(0 if dense_left else 1) if is_vector else residual
+
+    # Training needs the pre-activation; keeping it is cheaper than computing it again.
+    compose = activation is not None and _needs_grad(storage, dense, bias, residual)
+    pattern = sparse.pattern
+    out: torch.Tensor = bsr_matmul(
+        storage,
+        pattern.tensors(),
+        pattern.shape,
+        sparse.is_transposed,
+        dense,
+        dense_left,
+        bias,
+        None if compose else residual,
+        None if compose else activation,
+        out_dtype,
+        impl,
+    )
+    if compose:
+        out = activate(out, activation)
+        if residual is not None:
+            out = out + residual.to(out_dtype)
+    return out.squeeze(0 if dense_left else 1) if is_vector else out
+
+
+def _check_extra(
+    op: str,
+    arg: str,
+    x: Any,
+    shape: tuple[int, ...],
+    dense: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> None:
+    check_tensor(op, arg, x)
+    check_derivatives(op, arg, x)
+    check_shape(op, arg, x, shape)
+    check_dtype(op, arg, x, tuple(dict.fromkeys((dense.dtype, out_dtype, torch.float32))))
+    check_same_device(op, {arg: x, "the operands": dense})
+
+
+def _needs_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _without_padding_grad(matrix: BSRMatrix, values: torch.Tensor) -> torch.Tensor:
+    """`values`, such that no gradient reaches the padding of edge blocks."""
+    if not _needs_grad(values):
+        return values
+    pattern = matrix.pattern
+    return zero_padding(values, pattern.shape, pattern.row_indices(), pattern.indices)
+
+
+def _sparse_sparse(
+    op: str, a: BSRMatrix, b: BSRMatrix, out_dtype: torch.dtype | None, impl: str
+) -> BSRMatrix:
+    if a.shape[1] != b.shape[0]:
+        got = f"{list(a.shape)} and {list(b.shape)}"
+        raise InvalidInput(message(op, "a/b", "do not fit", "a [M, K] and b [K, N]", got))
+    if a.block_shape[1] != b.block_shape[0]:
+        got = f"blocks {list(a.block_shape)} and {list(b.block_shape)}"
+        expected = "block widths of a equal to block heights of b"
+        raise InvalidInput(message(op, "a/b", "have blocks that do not fit", expected, got))
+    for arg, matrix in (("a", a), ("b", b)):
+        check_derivatives(op, arg, matrix.storage)
+    first, second = cast_operand(a.storage), cast_operand(b.storage)
+    check_same_dtype(op, {"a": first, "b": second})
+    check_same_device(op, {"a": first, "b": second})
+    pattern, pairs = product_pattern(a.pattern, b.pattern, a.is_transposed, b.is_transposed)
+    values = bsr_pair_products(
+        _without_padding_grad(a, first),
+        _without_padding_grad(b, second),
+        list(pairs),
+        a.is_transposed,
+        b.is_transposed,
+        out_dtype,
+        impl,
+    )
+    values = zero_padding(values, pattern.shape, pattern.row_indices(), pattern.indices)
+    return BSRMatrix._from_parts(pattern, values)
+
+
+def sddmm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    pattern: BSRPattern | BSRMatrix,
+    *,
+    impl: str = "auto",
+) -> BSRMatrix:
+    """Compute `a @ b` at the blocks of a pattern only (sampled dense-dense product).
+
+    Parameters
+    ----------
+    a : Tensor [..., M, K], float16, bfloat16, float32 or float64
+    b : Tensor [..., K, N], same dtype and leading dimensions
+        Leading dimensions are summed, as the gradient of a weight needs. Strides as in `matmul`.
+    pattern : BSRPattern or BSRMatrix of shape (M, N)
+        Of a BSRMatrix only the pattern is used.
+    impl : "auto", or one implementation by name, which never falls back (see `explain`)
+
+    Returns
+    -------
+    BSRMatrix (M, N) of the dtype of the operands, with the blocks of the pattern.
+        Accumulated in float32 (float64 for float64) and rounded once. Differentiable in `a`, `b`.
+
+    Examples
+    --------
+    >>> import torch, blackwell_sparsek as bsk
+    >>> p = bsk.BSRMatrix.from_mask(torch.zeros(4, 4), torch.eye(2, dtype=torch.bool))
+    >>> bsk.sddmm(torch.ones(4, 3), torch.ones(3, 4), p).to_dense()
+    tensor([[3., 3., 0., 0.],
+            [3., 3., 0., 0.],
+            [0., 0., 3., 3.],
+            [0., 0., 3., 3.]])
+    """
+    op = "sddmm"
+    check_choice(op, "impl", impl, IMPLS)
+    if isinstance(pattern, BSRMatrix):
+        pattern = pattern.logical_pattern
+    if not isinstance(pattern, BSRPattern):
+        got = type(pattern).__name__
+        raise InvalidType(
+            message(op, "pattern", "has a wrong type", "BSRPattern or BSRMatrix", got)
+        )
+    for arg, x in (("a", a), ("b", b)):
+        _check_operand(op, arg, x)
+        if x.dim() < 2:
+            expected = "[..., rows, columns]"
+            raise InvalidInput(message(op, arg, "has a wrong rank", expected, list(x.shape)))
+    a, b = cast_operand(a), cast_operand(b)
+    check_same_dtype(op, {"a": a, "b": b})
+    check_same_device(op, {"a": a, "b": b, "pattern": pattern.indptr})
+    m, n = pattern.shape
+    check_shape(op, "a", a, (*a.shape[:-2], m, a.shape[-1]))
+    check_shape(op, "b", b, (*a.shape[:-2], a.shape[-1], n))
+    _check_readable(op, "a", a)
+    _check_readable(op, "b", b)
+    values = bsr_sddmm(a, b, pattern.tensors(), pattern.shape, pattern.block_shape, None, impl)
+    return BSRMatrix._from_parts(pattern, values)
+
+
+install_matmul(matmul)

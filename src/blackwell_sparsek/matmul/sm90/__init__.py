@@ -1,0 +1,1 @@
+"""Block-sparse products on Hopper, in Gluon."""

@@ -1,0 +1,168 @@
+# mypy: ignore-errors
+"""Blocks in the order in which `mma.sync` takes them from registers.
+
+A block of 16 x 16 is the left operand of one `mma.sync.m16n8k16`; each of its 32 threads holds
+eight elements: rows g and g + 8 of columns 2t, 2t + 1, 2t + 8 and 2t + 9 for thread 4g + t. Written
+in that order, a thread reads its share with one load of 16 bytes. Wider blocks become several of
+16 columns. The values are written anew for every product, because they may have changed.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...core.compile_cases import CompileCase, compile_cases
+from ...launch.launcher import cdiv, launch, on_device_of, scratch
+from ...launch.workspace import made_apart
+
+# Pairs of elements in a fragment, and fragments that one program writes.
+PAIRS = 128
+TILE_FRAGMENTS = 16
+# Columns of fragments by the row pointers of their pattern, which live as long as it.
+_COLUMNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@triton.jit(do_not_specialize=["num_fragments"])
+def _fragments_kernel(
+    fragments_ptr,
+    values_ptr,
+    perm_ptr,
+    num_fragments,
+    BLOCK_W: tl.constexpr,
+    TILE_FRAGMENTS: tl.constexpr,
+):
+    """Write TILE_FRAGMENTS fragments; with `perm`, out of transposed storage."""
+    PAIRS: tl.constexpr = 128
+    pair = tl.arange(0, TILE_FRAGMENTS * PAIRS)
+    first = tl.program_id(0) * TILE_FRAGMENTS
+    fragment = first + pair // PAIRS
+    inside = fragment < num_fragments
+    block = fragment // (BLOCK_W // 16)
+    # a pair's place in its fragment: g, t, upper or lower half of k, of the rows
+    place = pair % PAIRS
+    row = (place % 2) * 8 + place // 16
+    col = (fragment % (BLOCK_W // 16)) * 16 + (place // 2 % 2) * 8 + (place // 4 % 4) * 2
+    if perm_ptr is not None:
+        block = tl.load(perm_ptr + block, mask=inside, other=0)
+        offset = block.to(tl.int64) * (16 * BLOCK_W) + (col * 16 + row)
+        step: tl.constexpr = 16
+    else:
+        offset = block.to(tl.int64) * (16 * BLOCK_W) + (row * BLOCK_W + col)
+        step: tl.constexpr = 1
+    two = tl.arange(0, 2)
+    x = tl.load(values_ptr + offset[:, None] + (two * step)[None, :], mask=inside[:, None])
+    out_ptr = fragments_ptr + first.to(tl.int64) * (2 * PAIRS)
+    tl.store(out_ptr + pair[:, None] * 2 + two[None, :], x, mask=inside[:, None])
+
+
+def fragment_columns(indptr: torch.Tensor, indices: torch.Tensor, per_block: int) -> torch.Tensor:
+    """Columns of fragments in units of 16, from the block columns `indices` of a pattern.
+
+    Kept for each pattern, known by its row pointers, unless a CUDA graph is captured; synchronises
+    when it is made, because the next product may run on another stream.
+    """
+    if per_block == 1:
+        return indices
+    if indptr in _COLUMNS:
+        return _COLUMNS[indptr]
+
+    def make() -> torch.Tensor:
+        part = torch.arange(per_block, dtype=torch.int32, device=indices.device)
+        return (indices[:, None] * per_block + part).flatten()
+
+    if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
+        return make()
+    _COLUMNS[indptr] = columns = made_apart(make, indptr.device)
+    if indptr.is_cuda:
+        torch.cuda.current_stream(indptr.device).synchronize()
+    return columns
+
+
+def in_fragments(
+    values: torch.Tensor, block_w: int, perm: torch.Tensor | None, spare: int
+) -> torch.Tensor:
+    """Blocks as fragments, int32 [nnzb * block_w / 16 + spare, 128]; the spare ones hold anything.
+
+    Parameters
+    ----------
+    values : [nnzb, 16, block_w] of 16 bits, contiguous; [nnzb, block_w, 16] where there is `perm`
+    perm : int32 [nnzb] or None, which stored block stands behind each entry
+    """
+    count = values.numel() // (2 * PAIRS)
+    fragments = scratch((count + spare, PAIRS), torch.int32, values.device)
+    if count:
+        with on_device_of(values):
+            args = (fragments.view(values.dtype), values, perm, count, block_w, TILE_FRAGMENTS)
+            launch(_fragments_kernel, cdiv(count, TILE_FRAGMENTS), args, num_warps=4)
+    return fragments
+
+
+@compile_cases
+def _fragment_cases() -> Iterator[CompileCase]:
+    for block_w in (16, 32):
+        for perm in (None, torch.int32):
+            yield CompileCase(
+                name=f"bsr_fragments/16x{block_w}{'-transposed' if perm else ''}",
+                kernel=_fragments_kernel,
+                args={
+                    "fragments_ptr": torch.float16,
+                    "values_ptr": torch.float16,
+                    "perm_ptr": perm,
+                    "num_fragments": 4096,
+                    "BLOCK_W": block_w,
+                    "TILE_FRAGMENTS": TILE_FRAGMENTS,
+                },
+                archs=(90,),
+                num_warps=4,
+            )
+
+
+# Transposing a dense operand: out[j, i] = x[i, j], for 16-bit matrices.
+#
+# X with K contiguous is read by TMA in pieces of one block width. Where that is 16 elements, 32
+# bytes, the copies run at a third of the L2 rate; laying X out the other way first costs one pass
+# over it and is faster. One program moves a square tile. Called by `bsk::bsr_matmul` on Hopper.
+
+TILE = 64
+
+
+@triton.jit(do_not_specialize=["rows", "cols"])
+def _transpose_kernel(out_ptr, x_ptr, x_stride, out_stride, rows, cols, TILE: tl.constexpr):
+    """Move one tile of x [rows, cols] to out [cols, rows]."""
+    tiles = tl.cdiv(cols, TILE)
+    offs_m = tl.program_id(0) // tiles * TILE + tl.arange(0, TILE)
+    offs_n = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    inside = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
+    x_ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * x_stride + offs_n[None, :]
+    tile = tl.load(x_ptrs, mask=inside, other=0.0)
+    out_ptrs = out_ptr + offs_n.to(tl.int64)[:, None] * out_stride + offs_m[None, :]
+    tl.store(out_ptrs, tl.trans(tile), mask=tl.trans(inside))
+
+
+def launch_transpose(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Write `x.T` to `out` [cols, rows]; both with contiguous rows."""
+    rows, cols = x.shape
+    with on_device_of(x):
+        args = (out, x, x.stride(0), out.stride(0), rows, cols, TILE)
+        launch(_transpose_kernel, cdiv(rows, TILE) * cdiv(cols, TILE), args, num_warps=4)
+
+
+@compile_cases
+def _transpose_cases() -> Iterator[CompileCase]:
+    yield CompileCase(
+        name="bsr_transpose/fp16",
+        kernel=_transpose_kernel,
+        args={
+            "out_ptr": torch.float16,
+            "x_ptr": torch.float16,
+            "x_stride": 4096,
+            "out_stride": 4096,
+            "rows": 4096,
+            "cols": 4096,
+            "TILE": TILE,
+        },
+        archs=(90,),
+    )

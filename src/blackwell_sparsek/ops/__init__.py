@@ -1,1 +1,0 @@
-"""Operators `bsk::*`: schemas, fakes, autograd, dispatch."""

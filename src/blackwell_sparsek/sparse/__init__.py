@@ -1,0 +1,1 @@
+"""Block-sparse matrices: the format, its pattern, conversions, validation."""

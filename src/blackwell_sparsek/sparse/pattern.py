@@ -1,0 +1,212 @@
+"""`BSRPattern`: which blocks of a matrix are stored."""
+
+from typing import Any
+
+import torch
+
+from ..launch.launcher import cdiv
+from ..masks.bits import usable_in_training
+from .validate import check_metadata, check_pair
+
+
+def rows_of_entries(indptr: torch.Tensor, nnzb: int) -> torch.Tensor:
+    """int32 [nnzb]: the row that each entry belongs to, without a synchronisation."""
+    entries = torch.arange(nnzb, dtype=torch.int32, device=indptr.device)
+    return torch.searchsorted(indptr, entries, right=True, out_int32=True) - 1
+
+
+class BSRPattern:
+    """The positions of the stored blocks of a block-sparse matrix. Immutable.
+
+    The metadata of the transpose is built once at construction, without a synchronisation, so that
+    gradients and products with the transpose cost no preparation later.
+
+    Parameters
+    ----------
+    indptr : Tensor [rows_b + 1], int32 or int64
+        Block row r holds the entries indptr[r] ... indptr[r + 1] - 1.
+    indices : Tensor [nnzb], same dtype
+        Block column of each entry, strictly increasing within a row.
+    shape : (M, K) in elements; need not be a multiple of the block.
+    block_shape : (bh, bw), each at least 1.
+
+    The tensors are copied, so that changing them later cannot break what was checked.
+
+    Examples
+    --------
+    >>> import torch
+    >>> p = BSRPattern(torch.tensor([0, 1, 3]), torch.tensor([1, 0, 2]), (32, 48), (16, 16))
+    >>> p.nnz_blocks, p.rows_b, p.cols_b
+    (3, 2, 3)
+    >>> p.transposed().indices.tolist()
+    [1, 0, 1]
+    """
+
+    def __init__(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        shape: tuple[int, int],
+        block_shape: tuple[int, int],
+    ):
+        op = "BSRPattern"
+        shape = check_pair(op, "shape", shape, 0)
+        block_shape = check_pair(op, "block_shape", block_shape, 1)
+        check_metadata(op, indptr, indices, shape, block_shape)
+        self._build(
+            indptr.to(torch.int32, copy=True),
+            indices.to(torch.int32, copy=True),
+            shape,
+            block_shape,
+        )
+
+    @usable_in_training
+    def _build(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        shape: tuple[int, int],
+        block_shape: tuple[int, int],
+    ) -> None:
+        if not torch.compiler.is_compiling() and indices.is_inference():
+            indptr, indices = indptr.clone(), indices.clone()
+        device = indices.device
+        rows = rows_of_entries(indptr, indices.shape[0])
+        # Stable: within a column, entries stay in the order of their rows.
+        columns, perm = torch.sort(indices, stable=True)
+        column_ids = torch.arange(
+            cdiv(shape[1], block_shape[1]) + 1, dtype=torch.int32, device=device
+        )
+        t_indptr = torch.searchsorted(columns, column_ids, out_int32=True)
+        t_indices = rows[perm]
+        self._set([indptr, indices, t_indptr, t_indices, perm.int()], rows, shape, block_shape)
+
+    def _set(
+        self,
+        tensors: list[torch.Tensor],
+        rows: torch.Tensor,
+        shape: tuple[int, int],
+        block_shape: tuple[int, int],
+    ) -> None:
+        self._indptr, self._indices, self._t_indptr, self._t_indices, self._t_perm = tensors
+        self._rows = rows
+        self._shape = shape
+        self._block_shape = block_shape
+        self._transposed: BSRPattern | None = None
+        # what the operators keep to repeat a product with this pattern cheaply
+        self._launches: dict[Any, Any] = {}
+
+    @classmethod
+    def _from_parts(
+        cls,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        shape: tuple[int, int],
+        block_shape: tuple[int, int],
+    ) -> "BSRPattern":
+        """Take int32 metadata known to be well formed, without a check or a copy."""
+        pattern = cls.__new__(cls)
+        pattern._build(indptr, indices, shape, block_shape)
+        return pattern
+
+    @property
+    def indptr(self) -> torch.Tensor:
+        """int32 [rows_b + 1]. Read only."""
+        return self._indptr
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """int32 [nnzb], block columns. Read only."""
+        return self._indices
+
+    def row_indices(self) -> torch.Tensor:
+        """int32 [nnzb], block row of each entry. Read only."""
+        return self._rows
+
+    @property
+    def transpose_perm(self) -> torch.Tensor:
+        """int32 [nnzb]: entry t of the transpose is entry transpose_perm[t] of this pattern."""
+        return self._t_perm
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, K) in elements."""
+        return self._shape
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(bh, bw)."""
+        return self._block_shape
+
+    @property
+    def rows_b(self) -> int:
+        """Block rows, the last possibly ragged."""
+        return cdiv(self._shape[0], self._block_shape[0])
+
+    @property
+    def cols_b(self) -> int:
+        """Block columns, the last possibly ragged."""
+        return cdiv(self._shape[1], self._block_shape[1])
+
+    @property
+    def nnz_blocks(self) -> int:
+        """Stored blocks."""
+        return self._indices.shape[0]
+
+    @property
+    def density(self) -> float:
+        """Stored blocks over all blocks; 0 for a matrix without blocks."""
+        return self.nnz_blocks / max(1, self.rows_b * self.cols_b)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the metadata lives."""
+        return self._indptr.device
+
+    @usable_in_training
+    def transposed(self) -> "BSRPattern":
+        """The pattern of the transpose (cached). See `transpose_perm` for the order of entries."""
+        if self._transposed is None:
+            other = BSRPattern.__new__(BSRPattern)
+            inverse = torch.empty_like(self._t_perm)
+            inverse[self._t_perm.long()] = torch.arange(
+                self.nnz_blocks, dtype=torch.int32, device=self.device
+            )
+            rows = self._indices[self._t_perm.long()]
+            tensors = [self._t_indptr, self._t_indices, self._indptr, self._indices, inverse]
+            other._set(tensors, rows, self._shape[::-1], self._block_shape[::-1])
+            self._transposed = other
+        return self._transposed
+
+    def tensors(self) -> list[torch.Tensor]:
+        """[indptr, indices, t_indptr, t_indices, t_perm], what the operators take."""
+        return [self._indptr, self._indices, self._t_indptr, self._t_indices, self._t_perm]
+
+    @property
+    def launches(self) -> dict[Any, Any]:
+        """Recorded launches of products with this pattern; filled by the operators."""
+        return self._launches
+
+    @usable_in_training
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "BSRPattern":
+        """This pattern on `device`; itself when it is there already."""
+        rows = self._rows.to(device, non_blocking=non_blocking)
+        if rows is self._rows:
+            return self
+        other = BSRPattern.__new__(BSRPattern)
+        tensors = [x.to(device, non_blocking=non_blocking) for x in self.tensors()]
+        other._set(tensors, rows, self._shape, self._block_shape)
+        return other
+
+    def validate(self) -> None:
+        """Check the contents of the metadata again (one synchronisation); raise `InvalidInput`."""
+        check_metadata("BSRPattern", self._indptr, self._indices, self._shape, self._block_shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_transposed": None, "_launches": {}}
+
+    def __repr__(self) -> str:
+        return (
+            f"BSRPattern(shape={self.shape}, block_shape={self.block_shape}, "
+            f"nnz_blocks={self.nnz_blocks}, density={self.density:.4g}, device={self.device})"
+        )

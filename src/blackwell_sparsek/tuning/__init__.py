@@ -1,1 +1,0 @@
-"""What a choice of implementation or configuration may depend on, and the choices."""

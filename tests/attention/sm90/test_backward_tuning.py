@@ -1,0 +1,146 @@
+"""When the Hopper backward runs, with which tiles, and why not otherwise."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from blackwell_sparsek.attention.sm90.config import INFO_DEPTH, make_backward_config
+from blackwell_sparsek.attention.sm90.tuning import (
+    FEW_QUERIES,
+    attn_bwd_sm90_apart,
+    attn_bwd_sm90_config,
+    attn_bwd_sm90_front,
+    attn_bwd_sm90_passed_over,
+    attn_bwd_sm90_section,
+    attn_bwd_sm90_unsupported,
+)
+from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec
+from blackwell_sparsek.core.arch import Arch
+
+
+def problem(**changes):
+    q = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16)
+    spec = AttnSpec(0.1, max_q=4096, max_k=4096)
+    base = AttnProblem.of(q, q, q, spec, backward=True)
+    return dataclasses.replace(base, **{"arch": Arch("cuda", 90, 132, 232448, False), **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"arch": Arch("cuda", 100, 148, 0, False)}, "needs sm_90, this is sm_100"),
+        ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
+        ({"head_dim": 136}, "up to 128 in steps of 8, got 136 and 128"),
+        ({"varlen": True}, "packed sequences are not written yet"),
+        ({"mask_block": (32, 64)}, "query blocks of 32 are not a multiple of 64"),
+        ({"mask_block": (64, 32)}, "needs key blocks of 64, 128 or 256, got 32"),
+        ({"tma": False}, "addresses and strides that are multiples of 16 bytes"),
+    ],
+)
+def test_why_not(changes, reason):
+    assert reason in attn_bwd_sm90_unsupported(problem(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": torch.float16},
+        {"head_dim": 8, "head_dim_v": 128},
+        {"mask_block": (256, 256)},
+        {"mask_block": (64, 64), "element_bits": True},
+        {"mask_block": (64, 64), "max_q": 333},
+        {"deterministic": True},
+        {"deterministic": True, "mask_block": (64, 64), "max_q": 333},
+        {"mask_block": (128, 64), "max_q": 333},
+        {"mask_block": (64, 128), "max_q": 333},
+        {"softcap": True, "sinks": True, "banded": True},
+    ],
+)
+def test_what_runs(changes):
+    assert attn_bwd_sm90_unsupported(problem(**changes)) is None
+
+
+def test_few_queries_are_left_to_smaller_tiles():
+    assert "31 queries" in attn_bwd_sm90_passed_over(problem(max_q=FEW_QUERIES - 1))
+    assert attn_bwd_sm90_passed_over(problem(max_q=FEW_QUERIES)) is None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_narrow_key_blocks_have_two_kernels(deterministic):
+    for block, apart in ((None, False), ((64, 64), True), ((256, 64), True), ((64, 128), False)):
+        masked = problem(mask_block=block, deterministic=deterministic)
+        assert attn_bwd_sm90_apart(masked) == apart
+        assert attn_bwd_sm90_passed_over(masked) is None
+
+
+@pytest.mark.parametrize(
+    "dims, tiles", [((64, 64), (64, 64)), ((40, 128), (128, 128)), ((128, 8), (128, 64))]
+)
+def test_tiles_cover_the_head_dims(dims, tiles):
+    config = attn_bwd_sm90_config(problem(head_dim=dims[0], head_dim_v=dims[1]))
+    assert tiles == (config.TILE_D, config.TILE_DV)
+
+
+def test_what_dense_kernels_have_registers_and_barriers_for():
+    assert attn_bwd_sm90_config(problem()).DK_REGISTERS
+    assert not attn_bwd_sm90_config(problem(mask_block=(128, 128))).DK_REGISTERS
+    narrow = {"head_dim": 64, "head_dim_v": 64}
+    assert attn_bwd_sm90_config(problem(**narrow)).SPLIT_RING
+    assert not attn_bwd_sm90_config(problem(**narrow, mask_block=(64, 128))).SPLIT_RING
+    assert not attn_bwd_sm90_config(problem(head_dim=128, head_dim_v=128)).SPLIT_RING
+
+
+def test_only_what_was_asked_for_is_in_order():
+    assert not attn_bwd_sm90_config(problem()).ORDERED
+    config = attn_bwd_sm90_config(problem(deterministic=True))
+    assert config.ORDERED and config.visits == 2
+
+
+def test_what_describes_steps_outlives_them():
+    """The producer is at most the ring ahead, the writer at most two steps behind."""
+    blocks = (None, (64, 128), (256, 256))
+    for dims, block in itertools.product(((64, 64), (128, 64), (128, 128)), blocks):
+        assert make_backward_config(*dims, block).STAGES + 2 < INFO_DEPTH
+
+
+@pytest.mark.parametrize(
+    "tokens, changes, section",
+    [
+        # queries, gradients and sums of a head take 4 MiB at 4096 tokens
+        (4096, {}, 4),
+        (16384, {}, 1),
+        (65536, {}, 1),
+        (4096, {"heads_kv": 4}, 1),
+        (16, {"heads_q": 2, "heads_kv": 2}, 2),
+        (16384, {"deterministic": True}, 3),
+        (65536, {"deterministic": True}, 1),
+        # two tiles of keys for each SM, of up to 64 MiB, two planes
+        (2048, {"banded": True}, 16),
+        (4096, {"banded": True}, 8),
+        (16384, {"banded": True}, 2),
+        (65536, {"banded": True}, 2),
+        (4096, {"banded": True, "heads_kv": 4}, 4),
+        (8192, {"banded": True, "heads_kv": 4}, 2),
+        (4096, {"banded": True, "heads_kv": 1}, 1),
+        # in order
+        (8192, {"banded": True, "deterministic": True}, 2),
+        (16384, {"banded": True, "deterministic": True}, 1),
+        (32768, {"banded": True, "deterministic": True}, 1),
+        (65536, {"banded": True, "deterministic": True}, 8),
+        (4096, {"banded": True, "deterministic": True, "heads_q": 64, "heads_kv": 16}, 8),
+        (8192, {"banded": True, "deterministic": True, "heads_kv": 4}, 4),
+        (32768, {"banded": True, "deterministic": True, "heads_kv": 4}, 2),
+    ],
+)
+def test_sections(tokens, changes, section):
+    assert attn_bwd_sm90_section(problem(max_q=tokens, max_k=tokens, **changes)) == section
+
+
+@pytest.mark.parametrize("tokens, section, parts", [(4096, 4, 1), (16384, 2, 1), (65536, 1, 4)])
+def test_sections_of_planned_turns(tokens, section, parts):
+    planned = problem(max_q=tokens, deterministic=True, mask_block=(128, 128), heads_kv=4)
+    assert attn_bwd_sm90_section(planned) == section
+    assert attn_bwd_sm90_front(planned, section) == parts

@@ -1,0 +1,107 @@
+"""Gradients by a function of our own and by the operator: the same, each where it belongs."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.attention import autograd as module
+
+
+def inputs(sinks=False, requires_grad=True):
+    torch.manual_seed(0)
+    made = [torch.randn(1, 2, 20, 8, dtype=torch.float64) for _ in range(3)]
+    made += [torch.randn(2, dtype=torch.float64)] if sinks else []
+    return [x.requires_grad_(requires_grad) for x in made]
+
+
+def attend(tensors, **options):
+    q, k, v, *sinks = tensors
+    return bsk.attention(q, k, v, causal=True, sinks=sinks[0] if sinks else None, **options)
+
+
+@pytest.fixture
+def operator_calls(monkeypatch):
+    """Counts calls that go through `bsk::attn_fwd`."""
+    calls, operator = [], module.attn_fwd
+
+    def counted(*args):
+        calls.append(1)
+        return operator(*args)
+
+    monkeypatch.setattr(module, "attn_fwd", counted)
+    return calls
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_both_ways_give_the_same_gradients(monkeypatch, operator_calls, sinks, masked):
+    options = {"return_lse": True}
+    if masked:
+        options["block_mask"] = bsk.BlockMask.from_dense(
+            torch.eye(2, dtype=torch.bool), 16, (20, 20)
+        )
+    tensors = inputs(sinks)
+    weights = torch.randn(1, 2, 20, 8, dtype=torch.float64), torch.randn(1, 2, 20).double()
+    found = []
+    for plain in (True, False):
+        monkeypatch.setattr(module, "is_plain_call", lambda tensors, plain=plain: plain)
+        results = attend(tensors, **options)
+        found.append(torch.autograd.grad(results, tensors, weights))
+    assert len(operator_calls) == 1
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_only_what_is_asked_for(operator_calls):
+    q, k, v = inputs(requires_grad=False)
+    k.requires_grad_()
+    attend([q, k, v]).sum().backward()
+    assert k.grad is not None and q.grad is None and not operator_calls
+    out, lse = attend([q, k, v], return_lse=True)
+    (of_lse,) = torch.autograd.grad(lse.sum(), k)
+    assert of_lse.abs().sum() > 0 and out.grad_fn is not None
+    # nothing to derive: no function, and none of its memory
+    assert attend([q, k.detach(), v]).grad_fn is None
+    with torch.no_grad():
+        assert attend([q, k, v]).grad_fn is None
+
+
+def test_a_second_derivative_is_refused(operator_calls):
+    tensors = inputs()
+    grads = torch.autograd.grad(attend(tensors).sum(), tensors, create_graph=True)
+    assert not operator_calls
+    with pytest.raises(bsk.Unsupported, match="no backward of the backward"):
+        grads[0].sum().backward()
+
+
+def test_saved_tensors_may_be_packed_and_computed_again():
+    tensors = inputs()
+    expected = torch.autograd.grad(attend(tensors).sum(), tensors)
+    packed = []
+
+    def pack(x):
+        packed.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = attend(tensors)
+    assert len(packed) == 5
+    again = checkpoint(lambda *x: attend(x), *tensors, use_reentrant=False)
+    for result in (out, again):
+        found = torch.autograd.grad(result.sum(), tensors)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_transforms_and_subclasses_meet_the_operator(operator_calls):
+    q, k, v = inputs(requires_grad=False)
+    torch.func.vmap(lambda x: attend([x, k, v]))(q[None])
+    assert len(operator_calls) == 1
+    attend([q.requires_grad_(), k, v])
+    assert len(operator_calls) == 1
+
+    class Subclass(torch.Tensor):
+        pass
+
+    attend([q.detach().as_subclass(Subclass).requires_grad_(), k, v])
+    assert len(operator_calls) == 2

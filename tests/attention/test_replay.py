@@ -1,0 +1,115 @@
+"""Gradients by recorded launches, with a fake compiler and a fake GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from blackwell_sparsek.attention import op as attention
+from blackwell_sparsek.attention import replay as attention_repeat
+from blackwell_sparsek.launch import launcher as launching
+from blackwell_sparsek.masks.band import EVERYTHING
+from blackwell_sparsek.masks.block_mask import BlockMask
+
+from ..launch.test_replay import pretend_gpu
+
+NEEDS = [True, True, True, False]
+
+
+class Kernel:
+    def __getitem__(self, grid):
+        return lambda *args, **options: "compiled"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that launches nothing; `calls` counts the calls that were not repeated."""
+    kernel = Kernel()
+    state = SimpleNamespace(calls=0, stream=7, repeated=[], made=[])
+    launcher = launching.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
+
+    def run(dout, dlse, q, k, v, out, lse, *options):
+        state.calls += 1
+        results = attention._empty_gradients(q, k, v, None, options[-2])
+        sums = launching.scratch(q.shape, torch.float32, q.device)
+        table = torch.zeros(4)
+        state.made.append(table)
+        # a launch under a mask may have no tensor of its own
+        last = options[4][:1] or [table]
+        launching.launch(kernel, 3, (*results, sums, q, k, v, dout, *last))
+        return results
+
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(attention_repeat, "stream_of", lambda x: state.stream)
+    monkeypatch.setattr(launching, "kernel_launcher", lambda compiled: launcher)
+    monkeypatch.setattr(attention, "_run_backward", run)
+    monkeypatch.setattr(attention_repeat, "_OPERATORS", {})
+    monkeypatch.setattr(attention_repeat, "_MASKED_OPERATORS", {})
+    return state
+
+
+def call(needs=NEEDS, mask=None, deterministic=False, size=32, dout=None):
+    """Gradients of new tensors, by the operator's implementation."""
+    q, k, v, out = (torch.zeros(1, 2, size, 16, dtype=torch.float16) for _ in range(4))
+    dout = torch.zeros_like(out) if dout is None else dout
+    lists, shape = [], []
+    if mask is not None:
+        lists, shape = mask.tensors(), [1, 1, *mask.seq_lengths, *mask.block_size]
+    options = (None, None, size, size, lists, shape, *EVERYTHING.scalars(), 0.25, 0.0, None)
+    tensors = (dout, None, q, k, v, out, torch.zeros(1, 2, size))
+    results = attention._attn_bwd(*tensors, *options, deterministic, needs, "triton")
+    return results, (q, k, v, dout)
+
+
+def test_a_second_call_launches_with_its_own_tensors(gpu):
+    call()
+    results, (q, k, v, dout) = call()
+    assert gpu.calls == 1
+    ((*got, sums, q_ptr, k_ptr, v_ptr, dout_ptr, table),) = gpu.repeated
+    # a gradient that nobody asked for has no memory
+    assert got == [*(x.data_ptr() for x in results[:3]), 0]
+    assert [x.numel() for x in results] == [1024, 1024, 1024, 0]
+    assert [q_ptr, k_ptr, v_ptr, dout_ptr] == [x.data_ptr() for x in (q, k, v, dout)]
+    assert table == gpu.made[0].data_ptr() and sums not in (table, q_ptr, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"needs": [True, False, True, False]}, {"deterministic": True}, {"size": 48}],
+)
+def test_what_changes_launches_is_recorded_apart(gpu, change):
+    call()
+    call(**change)
+    assert gpu.calls == 2 and not gpu.repeated
+    call(**change)
+    assert gpu.calls == 2 and len(gpu.repeated) == 1
+
+
+def test_what_copies_is_not_repeated(gpu):
+    for _ in range(2):
+        call(dout=torch.zeros(1, 2, 1, 16, dtype=torch.float16).expand(1, 2, 32, 16))
+        call(needs=[True, True, True, True])
+    assert gpu.calls == 4 and not gpu.repeated
+
+
+def test_who_records_sees_all_launches(gpu):
+    call()
+    with launching.recording() as record:
+        call()
+    assert gpu.calls == 2 and len(record.launches) == 1
+
+
+def test_launches_are_for_all_masks_of_a_size_and_belong_to_a_stream(gpu):
+    masks = [BlockMask.from_dense(torch.eye(2, dtype=torch.bool), 16) for _ in range(2)]
+    for mask in (*masks, *masks):
+        call(mask=mask)
+    assert gpu.calls == 1
+    expected = [masks[i].forward.indptr.data_ptr() for i in (1, 0, 1)]
+    assert [args[-1] for args in gpu.repeated] == expected
+    gpu.stream = 8
+    call(mask=masks[0])
+    assert gpu.calls == 2
+    call(mask=BlockMask.from_dense(torch.ones(2, 2, dtype=torch.bool), 16))
+    assert gpu.calls == 3

@@ -1,0 +1,106 @@
+"""Against torch itself: same signature, same results."""
+
+import inspect
+
+import pytest
+import torch
+
+from blackwell_sparsek.attention.sdpa import scaled_dot_product_attention
+from blackwell_sparsek.core.errors import InvalidInput, InvalidType, Unsupported
+
+torch_sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def compare(q, k, v, **options):
+    inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    got, expected = scaled_dot_product_attention(*inputs, **options), torch_sdpa(*inputs, **options)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    weight = torch.randn_like(expected)
+    a = torch.autograd.grad(got, inputs, weight)
+    b = torch.autograd.grad(expected, inputs, weight)
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def make(*shapes):
+    return [torch.randn(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 9), (9, 3), (1, 70), (70, 65)])
+def test_lengths_align_top_left(lengths, causal):
+    sq, sk = lengths
+    compare(*make((2, 3, sq, 8), (2, 3, sk, 8), (2, 3, sk, 4)), is_causal=causal)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((5, 8), (6, 8)), ((3, 5, 8), (3, 6, 8)), ((2, 2, 3, 5, 8), (2, 2, 3, 6, 8))],
+)
+def test_any_number_of_leading_dimensions(shapes):
+    compare(*make(shapes[0], shapes[1], shapes[1]), scale=0.7)
+
+
+def test_leading_dimensions_broadcast():
+    compare(*make((2, 4, 5, 8), (1, 4, 6, 8), (2, 1, 6, 8)))
+
+
+def test_grouped_heads():
+    compare(*make((2, 6, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8)), enable_gqa=True, is_causal=True)
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (1, 9), (7, 1), (3, 7, 9), (2, 1, 7, 9), (2, 3, 7, 9)])
+def test_bool_masks(shape):
+    mask = torch.rand(shape) > 0.4
+    compare(*make((2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8)), attn_mask=mask)
+
+
+def test_fully_masked_rows_are_zero():
+    mask = torch.ones(7, 9, dtype=torch.bool)
+    mask[2] = False
+    q, k, v = make((1, 2, 7, 8), (1, 2, 9, 8), (1, 2, 9, 8))
+    compare(q, k, v, attn_mask=mask)
+    assert (scaled_dot_product_attention(q, k, v, mask)[:, :, 2] == 0).all()
+
+
+def test_bool_mask_with_five_dimensions():
+    mask = torch.rand(2, 1, 3, 7, 9) > 0.4
+    compare(*make((2, 2, 3, 7, 8), (2, 2, 3, 9, 8), (2, 2, 3, 9, 8)), attn_mask=mask)
+
+
+def test_float_mask_and_its_gradient():
+    q, k, v = make((2, 3, 7, 8), (2, 3, 9, 8), (2, 3, 9, 8))
+    bias = torch.randn(3, 7, 9, requires_grad=True)
+    compare(q, k, v, attn_mask=bias)
+    scaled_dot_product_attention(q, k, v, bias).sum().backward()
+    assert bias.grad is not None
+
+
+def test_signature_is_torchs():
+    parameters = inspect.signature(scaled_dot_product_attention).parameters
+    assert list(parameters) == [
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
+    ]  # fmt: skip
+    defaults = [p.default for p in parameters.values()][3:]
+    assert defaults == [None, 0.0, False, None, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"dropout_p": 0.1}, Unsupported, r"dropout_p asks for dropout"),
+        ({"attn_mask": torch.ones(5, 6).int()}, InvalidType, r"attn_mask has an unsupported"),
+        ({"attn_mask": torch.ones(5, 7).bool()}, InvalidInput, r"attn_mask does not broadcast"),
+        ({"attn_mask": [True]}, InvalidType, r"attn_mask is not a tensor"),
+    ],
+)
+def test_refusals(options, error, match):
+    q, k, v = make((2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8))
+    with pytest.raises(error, match="scaled_dot_product_attention: .*" + match):
+        scaled_dot_product_attention(q, k, v, **options)
+
+
+def test_heads_that_do_not_match():
+    q, k, v = make((2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8))
+    with pytest.raises(InvalidInput, match=r"query/key/value do not match.*enable_gqa"):
+        scaled_dot_product_attention(q, k, v)
+    assert scaled_dot_product_attention(q, k, v, enable_gqa=True).shape == q.shape

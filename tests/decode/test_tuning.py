@@ -1,0 +1,92 @@
+"""Tiles of the decode kernel: what they may depend on, and what they must fit."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from blackwell_sparsek.calls.decode import DecodeProblem
+from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.decode.tuning import DecodeConfig, attn_decode_config
+from blackwell_sparsek.testing.decode_cases import DecodeCase
+
+ARCHS = (0, 80, 86, 89, 90, 100, 103, 120)
+LIMITS = {80: 166912, 90: 232448, 100: 232448, 103: 232448}
+
+
+def problem(sm=90, **changes):
+    q, k, v, spec = DecodeCase(1, heads=(32, 8), head_dims=(128, 128)).build("cpu")
+    kind = "cuda" if sm else "cpu"
+    changes.setdefault("arch", Arch(kind, sm, 132, 0, sm == 0))
+    return dataclasses.replace(DecodeProblem.of(q, k, v, spec), **changes)
+
+
+@pytest.mark.parametrize("sm", ARCHS)
+def test_lengths_pages_and_options_do_not_change_the_tiles(sm):
+    """Nor the order of sums: pages give the bits of a contiguous cache."""
+    expected = attn_decode_config(problem(sm), "ieee")
+    for changes in (
+        {"capacity": 1}, {"capacity": 2**20}, {"banded": True}, {"softcap": True},
+        {"sinks": True}, {"page_size": 16}, {"page_size": 256}, {"batch": 64},
+    ):  # fmt: skip
+        assert attn_decode_config(problem(sm, **changes), "ieee") == expected
+
+
+@pytest.mark.parametrize("sm", ARCHS[1:])
+def test_stages_fit_shared_memory(sm):
+    """Stages of K and V; the compiled kernels are checked to the byte elsewhere."""
+    dtypes = (torch.float16, torch.float32, torch.float8_e4m3fn)
+    for dtype, dim, rows in itertools.product(dtypes, (16, 64, 128, 256), (1, 4, 16, 32, 128)):
+        config = attn_decode_config(
+            problem(sm, cache_dtype=dtype, head_dim=dim, head_dim_v=dim, q_len=rows), "ieee"
+        )
+        stages = 2 * config.tile_n * (config.num_stages - 1) * dim * dtype.itemsize
+        assert stages + config.tile_m * dim * 4 <= LIMITS.get(sm, 101376), (dtype, dim, config)
+
+
+@pytest.mark.parametrize("sms", [36, 78, 114, 132, 144])
+def test_programs_of_hopper(sms):
+    """Two on an SM, a third one for fp8 where softmaxes are many."""
+    arch = Arch("cuda", 90, sms, 0, False)
+    few, many = (problem(arch=arch, batch=batch) for batch in (1, 64))
+    for asked in (few, many, dataclasses.replace(few, cache_dtype=torch.float8_e4m3fn)):
+        assert 1 <= attn_decode_config(asked, "ieee").programs <= 2 * sms
+    fp8 = dataclasses.replace(many, cache_dtype=torch.float8_e4m3fn)
+    assert attn_decode_config(fp8, "ieee").programs == 3 * sms
+
+
+def test_rows_fit_tiles():
+    for q_len, tile_m in ((1, 16), (4, 16), (5, 32), (8, 32), (9, 64), (16, 64), (64, 64)):
+        assert attn_decode_config(problem(q_len=q_len), "ieee").tile_m == tile_m
+
+
+def test_compile_cases_are_what_is_launched():
+    pytest.importorskip("triton")
+    from blackwell_sparsek.decode import cases as decode_cases
+
+    for call, configs in decode_cases.BUILDS.items():
+        cache = call.cache or call.dtype
+        for sm, config in configs.items():
+            asked = problem(
+                sm, dtype=call.dtype, cache_dtype=cache, head_dim=call.head_dim,
+                head_dim_v=call.head_dim, q_len=call.rows // 4, batch=call.batch,
+            )  # fmt: skip
+            launched = attn_decode_config(asked, "ieee")
+            assert dataclasses.replace(launched, programs=config.programs) == config, call.name(sm)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"tile_m": 8}, "tile_m is 8; expected a power of two from 16 on"),
+        ({"tile_n": 48}, "tile_n is 48; expected a power of two from 16 on"),
+        ({"programs": 0}, "programs is 0; expected at least 1"),
+        ({"precision": "bf16"}, "precision is 'bf16'; expected one of"),
+    ],
+)
+def test_configs_say_what_is_wrong(changes, words):
+    right = {"tile_m": 16, "tile_n": 64, "num_warps": 4, "num_stages": 2, "programs": 1}
+    DecodeConfig(**right)
+    with pytest.raises(ValueError, match=words):
+        DecodeConfig(**right | changes)

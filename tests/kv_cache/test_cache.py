@@ -1,0 +1,201 @@
+import pytest
+import torch
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.kv_cache.op import append_dispatch
+from blackwell_sparsek.kv_cache.op import kv_append as kv_append_op
+from blackwell_sparsek.testing.kv_cases import append_case, appended, assert_same_bits
+
+FP8 = torch.float8_e4m3fn
+
+
+def tokens(batch, count, heads=2, dim=8, dtype=torch.float32):
+    return torch.randn(batch, heads, count, dim).to(dtype)
+
+
+def test_appends_and_lengths():
+    cache = bsk.KVCache(2, 2, 10, 8, head_dim_v=4)
+    lengths = cache.lengths
+    k, v = tokens(2, 5), tokens(2, 5, dim=4)
+    cache.append(k, v, counts=[5, 2])
+    assert lengths.tolist() == [5, 2] and cache.host_lengths == (5, 2)
+    more_k, more_v = tokens(2, 3), tokens(2, 3, dim=4)
+    cache.append(more_k, more_v)
+    assert lengths.tolist() == [8, 5]
+    assert torch.equal(cache.k[0, :, :8], torch.cat((k[0], more_k[0]), 1))
+    assert torch.equal(cache.v[1, :, :5], torch.cat((v[1, :, :2], more_v[1]), 1))
+    assert not cache.k[1, :, 5:].any() and not cache.v[0, :, 8:].any()
+    assert cache.memory_bytes == 2 * 2 * 10 * (8 + 4) * 4 and cache.max_tokens == 10
+    cache.truncate([8, 1])
+    assert lengths.tolist() == [8, 1]
+    cache.reset()
+    assert lengths.tolist() == [0, 0] and cache.host_lengths == (0, 0)
+
+
+def test_reserve_and_write_are_the_two_halves_of_append():
+    one, two = bsk.KVCache(2, 2, 10, 8), bsk.KVCache(2, 2, 10, 8)
+    k, v = tokens(2, 4), tokens(2, 4)
+    one.append(k, v, counts=[4, 0])
+    two.reserve([4, 0])
+    assert two.host_lengths == (4, 0)
+    two.write(k, v)
+    assert torch.equal(one.k, two.k) and torch.equal(one.v, two.v)
+    with pytest.raises(bsk.InvalidInput, match="expected at least the 4 tokens that were reserved"):
+        two.write(k[:, :, :3], v[:, :, :3])
+
+
+def test_fp8_storage():
+    scale = torch.tensor([0.5, 2.0])
+    cache = bsk.KVCache(1, 2, 4, 8, dtype=FP8, k_scale=scale, v_scale=0.25)
+    k, v = tokens(1, 3, dtype=torch.bfloat16), tokens(1, 3, dtype=torch.bfloat16)
+    cache.append(k, v)
+    expected = (k.float() / scale.view(1, 2, 1, 1)).to(FP8)
+    assert_same_bits(cache.k[:, :, :3], expected)
+    assert_same_bits(cache.v[:, :, :3], (v.float() / 0.25).to(FP8))
+    assert cache.memory_bytes == 2 * 2 * 4 * 8 and cache.v_scale.shape == ()
+    assert bsk.KVCache(1, 2, 4, 8, dtype=FP8).k_scale == 1
+    assert bsk.KVCache(1, 2, 4, 8).k_scale is None
+
+
+def _cache(**options):
+    return bsk.KVCache(2, 2, 4, 8, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: bsk.KVCache(0, 2, 4, 8), bsk.InvalidInput, "KVCache: batch is too small"),
+        (lambda: bsk.KVCache(2, 2, 4, 8.0), bsk.InvalidType, "head_dim is not an int"),
+        (lambda: _cache(dtype=torch.int8), bsk.InvalidInput, "KVCache: dtype is unknown"),
+        (lambda: _cache(k_scale=1.0), bsk.InvalidInput, "k_scale is for fp8 caches only"),
+        (lambda: _cache(dtype=FP8, v_scale=0.0), bsk.InvalidInput, "v_scale must be positive"),
+        (
+            lambda: _cache(dtype=FP8, v_scale=torch.ones(3)),
+            bsk.InvalidInput,
+            r"v_scale has a wrong shape; expected one element or \[2\], got \[3\]",
+        ),
+        (
+            lambda: _cache().append(tokens(2, 5), tokens(2, 5)),
+            bsk.InvalidInput,
+            r"KVCache.append: tokens are too many; expected at most 4 \(max_tokens\), got 0 \+ 5",
+        ),
+        (
+            lambda: _cache().append(tokens(2, 1), tokens(2, 1), counts=[1]),
+            bsk.InvalidInput,
+            "counts do not match the sequences; expected an int or 2",
+        ),
+        (
+            lambda: _cache().append(tokens(2, 1), tokens(2, 1), counts=2),
+            bsk.InvalidInput,
+            r"counts are out of range; expected 0 to 1 \(T\), got 2",
+        ),
+        (
+            lambda: _cache().append(tokens(2, 1), tokens(2, 1), counts=torch.tensor([1, 1])),
+            bsk.InvalidType,
+            "counts are a tensor",
+        ),
+        (
+            lambda: _cache().append(tokens(3, 1), tokens(3, 1)),
+            bsk.InvalidInput,
+            r"KVCache.append: k has a wrong shape; expected \[2, 2, 1, 8\], got \[3, 2, 1, 8\]",
+        ),
+        (
+            lambda: _cache().append(tokens(2, 1), tokens(2, 2)),
+            bsk.InvalidInput,
+            "KVCache.append: v has a wrong shape",
+        ),
+        (
+            lambda: _cache().append(*[tokens(2, 1, dtype=torch.float16)] * 2),
+            bsk.InvalidType,
+            "k has an unsupported dtype; expected one of torch.float32, got torch.float16",
+        ),
+        (
+            lambda: _cache().append(tokens(2, 1).requires_grad_(), tokens(2, 1)),
+            bsk.InvalidInput,
+            "k requires gradients, which do not flow through a cache",
+        ),
+        (lambda: _cache().truncate(1), bsk.InvalidInput, "expected 0 to 0, got 1 for sequence 0"),
+    ],
+)
+def test_errors(call, error, text):
+    with pytest.raises(error, match=text) as caught:
+        call()
+    assert type(caught.value) is error
+
+
+def test_a_failed_append_leaves_the_cache_as_it_was():
+    cache = _cache()
+    cache.append(tokens(2, 3), tokens(2, 3), counts=[3, 1])
+    k, v = cache.k.clone(), cache.v.clone()
+    with pytest.raises(bsk.InvalidInput, match="for sequence 0"):
+        cache.append(tokens(2, 2), tokens(2, 2))
+    with pytest.raises(bsk.InvalidInput):
+        cache.append(tokens(2, 1), tokens(2, 1, dim=7))
+    assert cache.lengths.tolist() == [3, 1]
+    assert torch.equal(cache.k, k) and torch.equal(cache.v, v)
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+@pytest.mark.parametrize("impl", ["auto", "eager", "triton"])
+def test_function_writes_what_the_rule_says(page_size, impl):
+    if impl == "triton":
+        pytest.importorskip("triton")
+    case = append_case([3, 9], 4, counts=[4, 1], page_size=page_size)
+    expected = appended(case)
+    k_cache, v_cache, k, v, *rest = case
+    names = case._fields[4:]
+    bsk.kv_append(k_cache, v_cache, k, v, **dict(zip(names, rest, strict=True)), impl=impl)
+    assert_same_bits(k_cache, expected[0])
+    assert_same_bits(v_cache, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"cache_seqlens": torch.tensor([0, 38]).int()}, "cache_seqlens leave no room"),
+        ({"cache_seqlens": torch.tensor([-1, 0]).int()}, "got -1 for sequence 0"),
+        ({"cache_seqlens": torch.tensor([0, 0])}, "cache_seqlens has an unsupported dtype"),
+        ({"cache_seqlens": torch.zeros(3).int()}, "cache_seqlens has a wrong shape"),
+        ({"counts": torch.tensor([5, 0]).int()}, "counts are out of range; expected 0 to 4"),
+        ({"page_table": torch.full((2, 5), 40).int()}, "page_table names a page that does not"),
+        ({"page_table": torch.full((2, 5), -1).int()}, "got -1 for sequence 0"),
+        ({"page_table": torch.zeros(3, 5).int()}, "page_table has a wrong shape"),
+        ({"k_scale": torch.ones(2)}, "k_scale is for fp8 caches only"),
+        ({"k": torch.zeros(2, 2, 16, 4).mT}, "k is not contiguous in its last dimension"),
+    ],
+)
+def test_function_refuses_what_does_not_exist_and_writes_nothing(change, text):
+    case = append_case([3, 9], 4, capacity=40, page_size=8)._replace(**change)
+    before = case.k_cache.clone()
+    options = {name: getattr(case, name) for name in case._fields[4:]}
+    with pytest.raises(bsk.InvalidInput, match=text):
+        bsk.kv_append(*case[:4], **options)
+    assert_same_bits(case.k_cache, before)
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_opcheck(page_size):
+    case = append_case([3, 9], 4, counts=[4, 1], page_size=page_size)
+    zeros = case._replace(k_cache=case.k_cache.zero_(), v_cache=case.v_cache.zero_())
+    torch.library.opcheck(kv_append_op, (*zeros, "auto"))
+
+
+def test_compiles_in_one_piece():
+    case = append_case([3, 9], 4)
+    expected = appended(case)
+
+    def step(k_cache, v_cache, k, v, lengths):
+        bsk.kv_append(k_cache, v_cache, k * 2 - k, v, cache_seqlens=lengths)
+        return lengths + k.shape[2]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert compiled(*case[:5]).tolist() == [7, 13]
+    assert_same_bits(case.k_cache, expected[0])
+
+
+def test_explains_its_choice():
+    case = append_case([3, 9], 4)
+    chosen = bsk.explain(bsk.kv_append, *case[:4], cache_seqlens=case.cache_seqlens)
+    assert chosen.chosen == "eager" and chosen.op == append_dispatch.op
+    with pytest.raises(bsk.Unsupported, match="kv_append has no sm90 implementation"):
+        bsk.kv_append(*case[:4], cache_seqlens=case.cache_seqlens, impl="sm90")

@@ -1,0 +1,143 @@
+import pytest
+import torch
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.kv_cache.op import page_summaries as summaries_op
+from blackwell_sparsek.kv_cache.op import topk_pages as topk_op
+from blackwell_sparsek.testing import inputs
+
+FP8 = torch.float8_e4m3fn
+LENGTHS = torch.tensor([20, 7], dtype=torch.int32)
+
+
+def keys(dtype=torch.float32):
+    return inputs.integers(2, 2, 20, 8, seed=0, dtype=torch.float16 if dtype == FP8 else dtype)
+
+
+def paged(dtype=torch.float32):
+    cache = bsk.PagedKVCache(12, 4, 2, 8, dtype=dtype)
+    ids = cache.add_sequences(2)
+    k = keys(dtype)
+    cache.append(ids, k, k, counts=LENGTHS.tolist())
+    return cache, {"cache_seqlens": cache.lengths(ids), "page_table": cache.page_table(ids)}
+
+
+@pytest.mark.parametrize("kind", ["minmax", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, FP8], ids=str)
+def test_pages_and_blocks_of_the_same_keys_are_listed_alike(kind, dtype):
+    cache, where = paged(dtype)
+    blocks = bsk.KVCache(2, 2, 20, 8, dtype=dtype)
+    blocks.append(keys(dtype), keys(dtype))
+    q = inputs.integers(2, 4, 1, 8, seed=1)
+    of_pages = bsk.page_summaries(cache.k, **where, kind=kind)
+    of_blocks = bsk.page_summaries(blocks.k, cache_seqlens=LENGTHS, kv_block_size=4, kind=kind)
+    assert of_pages.kind == of_blocks.kind == kind and of_pages.paged and not of_blocks.paged
+    lists = bsk.topk_pages(q, of_pages, 3, **where)
+    assert torch.equal(lists, bsk.topk_pages(q, of_blocks, 3, cache_seqlens=LENGTHS))
+    assert lists[1].tolist() == [[0, 1, -1]] * 2 and (lists[0, :, -1] == 4).all()
+
+
+def test_update_after_an_append():
+    cache, where = paged()
+    summaries = bsk.page_summaries(cache.k, **where)
+    k = inputs.integers(2, 2, 3, 8, seed=2, bound=9)
+    cache.append([0, 1], k, k)
+    where = {"cache_seqlens": cache.lengths([0, 1]), "page_table": cache.page_table([0, 1])}
+    again = bsk.page_summaries(cache.k, **where, out=summaries, new_tokens=3)
+    fresh = bsk.page_summaries(cache.k, **where)
+    assert again is summaries
+    assert torch.equal(again.low, fresh.low) and torch.equal(again.high, fresh.high)
+
+
+def test_full_selection_is_dense_decoding():
+    cache, where = paged()
+    q = inputs.normal(2, 4, 1, 8, seed=1)
+    lists = bsk.topk_pages(q, bsk.page_summaries(cache.k, **where), 5, **where)
+    dense = bsk.attention_decode(q, cache.k, cache.v, **where)
+    sparse = bsk.attention_decode(q, cache.k, cache.v, kv_blocks=lists, **where)
+    torch.testing.assert_close(sparse, dense)
+
+
+@pytest.mark.parametrize("kind", ["minmax", "mean"])
+def test_opcheck(kind):
+    cache, where = paged()
+    made = bsk.page_summaries(cache.k, **where, kind=kind)
+    high = None if kind == "mean" else made.high
+    args = (cache.k, *where.values(), 4, None, "auto")
+    torch.library.opcheck(summaries_op, (made.low, high, *args))
+    q = inputs.normal(2, 4, 1, 8, seed=1)
+    args = (*where.values(), 4, 3, 0, 1, "max", "auto")
+    torch.library.opcheck(topk_op, (q, made.low, made.high.clone(), *args))
+
+
+def test_compiles_in_one_piece():
+    cache, where = paged()
+    q = inputs.integers(2, 4, 1, 8, seed=1)
+
+    def lists(q, k_cache, cache_seqlens, page_table):
+        where = {"cache_seqlens": cache_seqlens, "page_table": page_table}
+        return bsk.topk_pages(q + 0, bsk.page_summaries(k_cache, **where), 2, **where)
+
+    compiled = torch.compile(lists, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, cache.k, **where), lists(q, cache.k, **where))
+
+
+def test_explains_its_choice():
+    cache, where = paged()
+    assert bsk.explain(bsk.page_summaries, cache.k, **where).chosen == "eager"
+    summaries = bsk.page_summaries(cache.k, **where)
+    q = inputs.normal(2, 4, 1, 8, seed=1)
+    assert bsk.explain(bsk.topk_pages, q, summaries, 2, **where).op == "topk_pages"
+    with pytest.raises(bsk.Unsupported, match="topk_pages has no sm90 implementation"):
+        bsk.topk_pages(q, summaries, 2, **where, impl="sm90")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"kind": "median"}, "page_summaries: kind is unknown"),
+        ({"kv_block_size": 8}, "kv_block_size does not fit; expected None or the 4 tokens"),
+        ({"page_table": None}, "kv_block_size is missing for a contiguous cache"),
+        ({"new_tokens": 1}, "new_tokens needs `out`"),
+        ({"cache_seqlens": LENGTHS.long()}, "cache_seqlens has an unsupported dtype"),
+        ({"cache_seqlens": LENGTHS[:1]}, "page_table has a wrong shape"),
+        ({"page_table": None, "kv_block_size": 4}, r"wrong shape; expected \[12\], got \[2\]"),
+    ],
+)
+def test_wrong_summaries(change, text):
+    cache, where = paged()
+    with pytest.raises(bsk.InvalidInput, match=text):
+        bsk.page_summaries(cache.k, **{**where, **change})
+
+
+def test_wrong_out():
+    cache, where = paged()
+    made = bsk.page_summaries(cache.k, **where)
+    with pytest.raises(bsk.InvalidInput, match="expected mean of 4 tokens, got minmax of 4"):
+        bsk.page_summaries(cache.k, **where, out=made, kind="mean")
+    with pytest.raises(bsk.InvalidInput, match=r"out\.low has a wrong shape"):
+        bsk.page_summaries(cache.k[:-1], **where, out=made)
+    with pytest.raises(bsk.InvalidType, match="out has a wrong type"):
+        bsk.page_summaries(cache.k, **where, out=made.low)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"k": 0}, "topk_pages: k is too small"),
+        ({"k": 2, "keep_first": 2}, r"k is too small; expected keep_first \+ keep_last"),
+        ({"keep_last": -1}, "keep_last is too small"),
+        ({"reduce": "mean"}, "reduce is unknown"),
+        ({"page_table": None}, "page_table does not fit"),
+        ({"q": torch.zeros(2, 3, 1, 8)}, "q has a wrong number of heads; expected a multiple of"),
+        ({"q": torch.zeros(2, 4, 1, 6)}, "q has a wrong shape"),
+        ({"q": torch.zeros(1, 4, 1, 8)}, "q has a wrong shape"),
+        ({"summaries": None}, "summaries have a wrong type"),
+    ],
+)
+def test_wrong_choice(change, text):
+    cache, where = paged()
+    made = bsk.page_summaries(cache.k, **where)
+    options = {"q": torch.zeros(2, 4, 1, 8), "summaries": made, "k": 3, **where}
+    with pytest.raises(bsk.InvalidInput, match=text):
+        bsk.topk_pages(**{**options, **change})

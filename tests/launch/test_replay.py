@@ -1,0 +1,365 @@
+"""Calls that are repeated and calls that must not be, with CPU tensors in place of a GPU's."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.attention import api as functional_attention
+from blackwell_sparsek.attention import api as functional_varlen
+from blackwell_sparsek.attention import replay as attention_repeat
+from blackwell_sparsek.core.torch_state import explaining
+from blackwell_sparsek.decode import api as functional_decode
+from blackwell_sparsek.decode import replay as decode_repeat
+from blackwell_sparsek.launch import launcher as launching
+from blackwell_sparsek.launch import replay as module
+from blackwell_sparsek.launch import workspace as stream_memory
+from blackwell_sparsek.masks.block_mask import BlockMask
+
+# the index that CPU tensors tell
+DEVICE = -1
+STREAM = 7
+
+
+def pretend_gpu(monkeypatch):
+    """CPU tensors count as a GPU's; nothing is launched."""
+    monkeypatch.setattr(module, "raw_device", lambda: DEVICE)
+    monkeypatch.setattr(module, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(module, "_is_in_gpu_memory", lambda x: True)
+    monkeypatch.setattr(launching, "raw_stream", lambda device: STREAM)
+    monkeypatch.setattr(stream_memory, "_kept", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+class Kernel:
+    def __getitem__(self, grid):
+        return lambda *args, **options: "compiled"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """`calls` counts the calls that were made in full, `repeated` has what the others launched."""
+    state = SimpleNamespace(calls=0, repeated=[])
+    kernel = Kernel()
+    launcher = launching.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
+
+    def run(q, *others):
+        state.calls += 1
+        tensors = [x for x in others if isinstance(x, torch.Tensor)]
+        results = torch.empty_like(q), torch.empty(q.shape[:-1])
+        launching.launch(kernel, 1, (*results, q, *tensors))
+        return results
+
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(attention_repeat, "stream_of", lambda x: STREAM)
+    monkeypatch.setattr(launching, "kernel_launcher", lambda compiled: launcher)
+    monkeypatch.setattr(functional_attention, "_attention", run)
+    monkeypatch.setattr(functional_varlen, "_attention_varlen", run)
+    monkeypatch.setattr(functional_decode, "_attention_decode", run)
+    for known in ("_UNMASKED", "_UNMASKED_PACKED", "_MASKED"):
+        monkeypatch.setattr(attention_repeat, known, {})
+    monkeypatch.setattr(decode_repeat, "_KNOWN", {})
+    return state
+
+
+def half(*shape):
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+def qkv():
+    return [half(1, 2, 32, 16) for _ in range(3)]
+
+
+def attend(inputs=None, **options):
+    return bsk.attention(*(qkv() if inputs is None else inputs), **options)
+
+
+def decode(batch=2, **options):
+    q, k, v = half(batch, 4, 1, 16), half(batch, 2, 32, 16), half(batch, 2, 32, 16)
+    lengths = torch.ones(batch, dtype=torch.int32)
+    return bsk.attention_decode(q, k, v, cache_seqlens=lengths, **options), (q, k, v, lengths)
+
+
+def test_a_second_call_launches_with_its_own_tensors(gpu):
+    attend(return_lse=True)
+    inputs = qkv()
+    out, lse = attend(inputs, return_lse=True)
+    assert gpu.calls == 1
+    assert gpu.repeated == [tuple(x.data_ptr() for x in (out, lse, *inputs))]
+    assert out.shape == (1, 2, 32, 16) and out.dtype == torch.float16 and out.is_contiguous()
+    assert lse.shape == (1, 2, 32) and lse.dtype == torch.float32
+
+
+def test_lse_that_nobody_asked_for_is_written_to_memory_of_the_stream(gpu):
+    attend()
+    inputs = qkv()
+    out = attend(inputs)
+    assert gpu.calls == 1 and isinstance(out, torch.Tensor)
+    memory = stream_memory._kept[(None, STREAM)]
+    expected = (out.data_ptr(), memory.data_ptr(), *(x.data_ptr() for x in inputs))
+    assert gpu.repeated == [expected]
+    # asked for, it is the caller's own
+    attend(return_lse=True)
+    _, lse = attend(return_lse=True)
+    assert gpu.calls == 2 and gpu.repeated[-1][1] == lse.data_ptr() != memory.data_ptr()
+
+
+def test_decode_calls(gpu):
+    decode()
+    out, inputs = decode()
+    assert gpu.calls == 1 and gpu.repeated[0][2:] == tuple(x.data_ptr() for x in inputs)
+    assert out.shape == (2, 4, 1, 16)
+    for change in ({"batch": 3}, {"window": 4}, {"return_lse": True}, {"sinks": half(4)}):
+        calls = gpu.calls
+        decode(**change)
+        decode(**change)
+        assert gpu.calls == calls + 1, change
+
+
+def packed(tokens=10, lengths=(3, 7), same=False, longest=(7, 7)):
+    q, k, v = (half(tokens, 2, 16) for _ in range(3))
+    cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+    offsets = (cu, cu if same else cu.clone())
+    maximum = {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+    bsk.attention_varlen(q, k, v, *offsets, **maximum)
+    return offsets
+
+
+def test_packed_calls(gpu):
+    """Keys hold sizes and the longest lengths, but not the lengths: launches read those."""
+    packed()
+    offsets = packed(lengths=(5, 5))
+    assert gpu.calls == 1
+    assert gpu.repeated[0][-2:] == tuple(x.data_ptr() for x in offsets)
+    changes = [{"tokens": 11}, {"lengths": (3, 3, 4)}, {"longest": (8, 7)}, {"longest": (7, 8)}]
+    for change in changes:
+        packed(**change)
+    assert gpu.calls == 5 and len(gpu.repeated) == 1
+    assert not attention_repeat._UNMASKED
+
+
+def test_offsets_that_serve_queries_and_keys_have_one_role(gpu):
+    packed(same=True)
+    cu, _ = packed(same=True)
+    assert gpu.calls == 1 and gpu.repeated[0][-2:] == (cu.data_ptr(), cu.data_ptr())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": True},
+        {"causal": 0},
+        {"window": 4},
+        {"scale": 0.5},
+        {"softcap": 3.0},
+        {"deterministic": True},
+        {"impl": "triton"},
+        {"return_lse": True},
+    ],
+)
+def test_options_are_told_apart(gpu, change):
+    """Also `0` and False, which compare equal: checks take one of them only."""
+    attend()
+    attend(**change)
+    assert gpu.calls == 2 and not gpu.repeated
+    attend(**change)
+    assert gpu.calls == 2 and len(gpu.repeated) == 1
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [half(1, 2, 32, 16).float() for _ in range(3)],
+        [half(1, 2, 33, 16) for _ in range(3)],
+        [half(1, 32, 2, 16).transpose(1, 2) for _ in range(3)],
+        [half(1, 2, 32, 16).bfloat16() for _ in range(3)],
+        [half(1, 2, 32, 17)[..., 1:] for _ in range(3)],
+    ],
+    ids=["float32", "size", "strides", "dtype", "alignment"],
+)
+def test_other_tensors_are_other_calls(gpu, inputs):
+    attend()
+    attend(inputs)
+    assert gpu.calls == 2 and not gpu.repeated
+
+
+def test_an_environment_that_asks_for_another_implementation_is_heard(gpu, monkeypatch):
+    attend()
+    monkeypatch.setenv("BSK_IMPL", "triton")
+    attend()
+    assert gpu.calls == 2
+    monkeypatch.delenv("BSK_IMPL")
+    attend()
+    assert gpu.calls == 2
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Dispatching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Overriding(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Dispatching,
+        Overriding,
+        explaining,
+        forward_ad.dual_level,
+    ],
+    ids=["dispatch mode", "function mode", "explain", "forward gradients"],
+)
+def test_modes_see_the_whole_call(gpu, mode):
+    attend()
+    with mode():
+        attend()
+        attend()
+    assert gpu.calls == 3 and not gpu.repeated
+    attend()
+    assert gpu.calls == 3
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+def test_autocast_sees_what_it_may_cast(gpu, monkeypatch):
+    # without a GPU, autocast would turn itself off
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    with torch.autocast("cuda", torch.float16):
+        attend()
+        attend()
+    attend()
+    assert gpu.calls == 1 and len(gpu.repeated) == 2
+    other = [x.bfloat16() for x in qkv()]
+    attend(other)
+    with torch.autocast("cuda", torch.float16):
+        attend(other)
+        attend([*qkv()[:2], other[2]])
+    assert gpu.calls == 4 and len(gpu.repeated) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_traces_see_the_whole_call(gpu):
+    attend()
+    torch.jit.trace(lambda q: attend([q, *qkv()[1:]]), half(1, 2, 32, 16), check_trace=False)
+    assert gpu.calls == 2 and not gpu.repeated
+
+
+def test_transforms_see_the_whole_call(gpu):
+    inputs = qkv()
+    attend(inputs)
+    torch.func.vmap(lambda q: attend([q, *inputs[1:]]))(half(2, 1, 2, 32, 16))
+    assert gpu.calls == 2 and not gpu.repeated
+
+
+def test_subclasses_are_not_looked_through(gpu):
+    q, k, v = qkv()
+    attend([q, k, v])
+    for inputs in ([q.as_subclass(Subclass), k, v], [q, k, v.as_subclass(Subclass)]):
+        attend(inputs)
+    assert gpu.calls == 3 and not gpu.repeated
+    attend([torch.nn.Parameter(q, requires_grad=False), k, v])
+    assert gpu.calls == 3
+
+
+def test_gradients_need_the_operator(gpu):
+    q, k, v = qkv()
+    attend([q, k, v])
+    v.requires_grad_()
+    attend([q, k, v])
+    assert gpu.calls == 2 and not gpu.repeated
+    with torch.no_grad():
+        attend([q, k, v])
+    with torch.inference_mode():
+        assert attend([q, k, v]).is_inference()
+    assert gpu.calls == 2
+
+
+def test_a_call_that_is_captured_first_is_not_recorded(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    attend()
+    attend()
+    assert gpu.calls == 2 and not attention_repeat._UNMASKED
+
+
+def test_launches_are_repeated_on_the_device_of_their_tensors(gpu, monkeypatch):
+    current, entered = [3], []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append(self.index)
+            current.append(self.index)
+
+        def __exit__(self, *args):
+            current.pop()
+
+    attend()
+    monkeypatch.setattr(module, "raw_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    attend()
+    assert entered == [DEVICE] and len(gpu.repeated) == 1 and current == [3]
+
+
+def test_few_recordings_are_kept(gpu, monkeypatch):
+    monkeypatch.setattr(module, "MAX_RECORDINGS", 2)
+    for size in (8, 16, 24):
+        attend([half(1, 2, size, 16) for _ in range(3)])
+    assert len(attention_repeat._UNMASKED) == 1
+
+
+@pytest.mark.parametrize("wrong", [[1.0], None, 3, half(4, 4).to_sparse()])
+def test_wrong_tensors_reach_the_checks(wrong):
+    q = torch.randn(1, 2, 64, 64)
+    mask = BlockMask.from_dense(torch.eye(2, dtype=torch.bool), 32)
+    for inputs, options in (
+        ((wrong, q, q), {}),
+        ((q, q, wrong), {}),
+        ((wrong, q, q), {"block_mask": mask}),
+    ):
+        with pytest.raises(bsk.BskError):
+            bsk.attention(*inputs, **options)
+
+
+@pytest.mark.parametrize("window", [{}, torch.zeros(2), (3, [0])])
+def test_options_that_no_key_holds_reach_the_checks(monkeypatch, window):
+    pretend_gpu(monkeypatch)
+    with pytest.raises(bsk.BskError, match="window"):
+        bsk.attention(*qkv(), window=window)
+
+
+def test_a_tensor_without_sizes_reaches_the_checks(gpu):
+    nested = torch.nested.nested_tensor([half(2, 32, 16)])
+    # what stands for the checks here stumbles over it
+    with pytest.raises(RuntimeError, match="sizes"):
+        attend([nested, *qkv()[1:]])
+    assert gpu.calls == 1 and not attention_repeat._UNMASKED
+
+
+def test_offsets_that_are_no_tensors_reach_the_checks():
+    q = torch.randn(4, 2, 16)
+    for wrong in ([0, 4], None):
+        with pytest.raises(bsk.BskError, match="cu_seqlens_q"):
+            bsk.attention_varlen(q, q, q, wrong, wrong, max_seqlen_q=4, max_seqlen_k=4)
+
+
+def test_calls_on_the_cpu_are_not_recorded(monkeypatch):
+    monkeypatch.setattr(attention_repeat, "_UNMASKED", {})
+    q = torch.randn(1, 2, 64, 64).half()
+    assert not module.may_record((), [q, q], [None])
+    bsk.attention(q, q, q)
+    assert attention_repeat._UNMASKED == {}

@@ -1,0 +1,303 @@
+"""BlockMask: round trips, transposition, ownership, and its place in torch."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blackwell_sparsek.core.errors import InvalidInput, InvalidType
+from blackwell_sparsek.masks.block_mask import BlockMask
+
+BLOCKS = [(16, 16), (32, 16), (16, 64), (64, 32)]
+
+
+def random_elements(shape, share, seed=0):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def raw_lists(mask: BlockMask) -> dict:
+    f = mask.forward
+    return {
+        "indptr": f.indptr,
+        "indices": f.indices,
+        "partial_end": f.partial_end,
+        "bits_id": f.bits_id,
+        "bits": mask.bits,
+        "seq_lengths": mask.seq_lengths,
+        "block_size": mask.block_size,
+        "batch": mask.batch,
+        "heads": mask.heads,
+    }
+
+
+planes = st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (0, 1)])
+shares = st.sampled_from([0.0, 0.002, 0.5, 0.998, 1.0])
+lengths = st.sampled_from([0, 1, 15, 16, 17, 33, 63, 65, 80])
+
+
+@settings(derandomize=True, max_examples=120, deadline=None)
+@given(planes, lengths, lengths, st.sampled_from(BLOCKS), shares, st.integers(0, 99))
+def test_element_masks_round_trip(bh, sq, sk, block, share, seed):
+    visible = random_elements((*bh, sq, sk), share, seed)
+    mask = BlockMask.from_element_mask(visible, block)
+    mask.validate()
+    assert torch.equal(mask.to_element_mask(), visible)
+    assert mask.seq_lengths == (sq, sk) and (mask.batch, mask.heads) == bh
+    rebuilt = BlockMask(**raw_lists(mask))
+    assert rebuilt.equals(mask)
+
+
+@settings(derandomize=True, max_examples=120, deadline=None)
+@given(planes, lengths, lengths, st.sampled_from(BLOCKS), shares, st.integers(0, 99))
+def test_forward_and_transposed_lists_agree(bh, sq, sk, block, share, seed):
+    visible = random_elements((*bh, sq, sk), share, seed)
+    mask = BlockMask.from_element_mask(visible, block)
+    flipped = mask.T
+    flipped.validate()
+    mask.validate()
+    assert flipped.seq_lengths == (sk, sq) and flipped.block_size == block[::-1]
+    assert torch.equal(flipped.to_element_mask(), visible.transpose(-1, -2))
+    assert flipped.T.equals(mask)
+    # entry for entry, the transposed list points at the same bits as the forward list
+    nb = mask.grid[1]
+    there = {
+        (int(r) // max(mask.grid[0], 1), int(r) % max(mask.grid[0], 1), int(c)): int(i)
+        for r, c, i in zip(
+            mask.forward.row_indices(), mask.forward.indices, mask.forward.bits_id, strict=True
+        )
+    }
+    t = mask.transposed
+    back = {
+        (int(r) // max(nb, 1), int(c), int(r) % max(nb, 1)): int(i)
+        for r, c, i in zip(t.row_indices(), t.indices, t.bits_id, strict=True)
+    }
+    assert back == there
+
+
+@settings(derandomize=True, max_examples=80, deadline=None)
+@given(planes, st.integers(0, 6), st.integers(0, 6), st.sampled_from(BLOCKS), st.integers(0, 99))
+def test_dense_masks_round_trip(bh, mb, nb, block, seed):
+    keep = random_elements((*bh, mb, nb), 0.5, seed)
+    mask = BlockMask.from_dense(keep, block)
+    mask.validate()
+    assert torch.equal(mask.to_dense(), keep)
+    assert mask.nnz_blocks == int(keep.sum())
+    assert mask.bits.shape[0] == 0 and bool((mask.forward.bits_id == -1).all())
+    elements = keep.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
+    assert torch.equal(mask.to_element_mask(), elements)
+
+
+def test_lists_of_a_small_mask_by_hand():
+    visible = torch.zeros(33, 40, dtype=torch.bool)
+    visible[:16, 16:32] = True  # full
+    visible[0, 0] = True  # partial
+    visible[32, 32:] = True  # full, for a block of one row and eight columns
+    mask = BlockMask.from_element_mask(visible, 16)
+    f, t = mask.forward, mask.transposed
+    assert f.indptr.tolist() == [0, 2, 2, 3]
+    assert f.partial_end.tolist() == [1, 2, 2]
+    assert f.indices.tolist() == [0, 1, 2]
+    assert f.bits_id.tolist() == [0, -1, -1]
+    assert mask.bits.tolist() == [[[1]] + [[0]] * 15]
+    assert t.indptr.tolist() == [0, 1, 2, 3]
+    assert t.partial_end.tolist() == [1, 1, 2]
+    assert t.indices.tolist() == [0, 0, 2]
+    assert t.bits_id.tolist() == [0, -1, -1]
+
+
+def test_equal_partial_blocks_share_bits():
+    tile = random_elements((16, 16), 0.5)
+    mask = BlockMask.from_element_mask(tile.repeat(4, 5), 16)
+    assert mask.nnz_blocks == 20 and mask.bits.shape[0] == 1
+
+
+def test_ragged_dense_mask_shows_what_exists():
+    mask = BlockMask.from_dense(torch.ones(2, 3, dtype=torch.bool), 16, seq_lengths=(17, 33))
+    mask.validate()
+    assert mask.to_element_mask().shape == (1, 1, 17, 33) and bool(mask.to_element_mask().all())
+
+
+@pytest.mark.parametrize("layout", ["expanded", "transposed", "sliced"])
+def test_strided_inputs(layout):
+    keep = random_elements((3, 4, 6, 5), 0.5)
+    strided = {
+        "expanded": keep[:, :1].expand(-1, 4, -1, -1),
+        "transposed": keep.transpose(2, 3),
+        "sliced": keep[:, ::2, 1:, ::3],
+    }[layout]
+    assert torch.equal(BlockMask.from_dense(strided, 16).to_dense(), strided)
+    elements = BlockMask.from_element_mask(strided, 16)
+    assert torch.equal(elements.to_element_mask(), strided)
+
+
+def test_ranks_broadcast_from_the_right():
+    keep = random_elements((3, 4, 5), 0.5)
+    assert BlockMask.from_dense(keep, 16).equals(BlockMask.from_dense(keep[None], 16))
+    assert BlockMask.from_dense(keep[0], 16).equals(BlockMask.from_dense(keep[None, :1], 16))
+    assert (BlockMask.from_dense(keep, 16).batch, BlockMask.from_dense(keep, 16).heads) == (1, 3)
+
+
+def test_tensors_round_trip():
+    mask = BlockMask.from_element_mask(random_elements((2, 3, 40, 50), 0.9), (16, 32))
+    tensors = mask.tensors()
+    assert len(tensors) == 9 and all(x.dtype == torch.int32 for x in tensors)
+    assert all(x.is_contiguous() for x in tensors)
+    again = BlockMask._from_tensors(tensors, 2, 3, [40, 50], [16, 32])
+    again.validate()
+    assert again.equals(mask)
+    assert all(map(torch.equal, again.tensors(), tensors))
+
+
+def test_mask_owns_its_metadata():
+    given_lists = raw_lists(BlockMask.from_element_mask(random_elements((64, 64), 0.9), 16))
+    mask = BlockMask(**given_lists)
+    before = mask.to_element_mask()
+    for name in ("indptr", "indices", "partial_end", "bits_id", "bits"):
+        given_lists[name].fill_(7)
+    assert torch.equal(mask.to_element_mask(), before)
+    mask.validate()
+
+    keep = torch.ones(2, 2, dtype=torch.bool)
+    dense = BlockMask.from_dense(keep, 16)
+    keep.zero_()
+    assert dense.nnz_blocks == 4 and bool(dense.to_dense().all())
+
+
+def test_attributes_cannot_be_set():
+    mask = BlockMask.from_dense(torch.ones(2, 2, dtype=torch.bool), 16)
+    for name in ("forward", "transposed", "bits", "seq_lengths", "block_size", "batch", "heads"):
+        with pytest.raises(AttributeError):
+            setattr(mask, name, None)
+
+
+def test_validate_sees_later_damage():
+    mask = BlockMask.from_dense(torch.ones(2, 3, dtype=torch.bool), 16)
+    mask.validate()
+    mask.forward.indices[1] = 9
+    with pytest.raises(InvalidInput, match=r"indices \(entry 1, row 0\) is out of range"):
+        mask.validate()
+    mask = BlockMask.from_dense(torch.ones(2, 3, dtype=torch.bool), 16)
+    mask.transposed.indices[0] = 1
+    with pytest.raises(InvalidInput, match="transposed lists do not agree"):
+        mask.validate()
+
+
+def test_density_and_repr():
+    keep = torch.tensor([[1, 0, 0], [1, 1, 0]], dtype=torch.bool)
+    mask = BlockMask.from_dense(keep, (16, 32), seq_lengths=(30, 90))
+    assert mask.density == 0.5 and mask.grid == (2, 3)
+    assert repr(mask) == (
+        "BlockMask(batch=1, heads=1, seq_lengths=(30, 90), block_size=(16, 32), nnz_blocks=3, "
+        "density=0.5000, device='cpu')"
+    )
+    assert BlockMask.from_dense(keep[:0], 16).density == 0.0
+
+
+def test_equals_compares_everything():
+    visible = random_elements((48, 48), 0.9)
+    mask = BlockMask.from_element_mask(visible, 16)
+    other = visible.clone()
+    other[17, 20] ^= True
+    assert mask.equals(BlockMask.from_element_mask(visible, 16))
+    assert not mask.equals(BlockMask.from_element_mask(other, 16))
+    assert not mask.equals(BlockMask.from_element_mask(visible, (16, 32)))
+    assert not mask.equals(BlockMask.from_element_mask(visible[:47], 16))
+    assert not mask.equals(BlockMask.from_dense(mask.to_dense(), 16))
+
+
+def test_to_another_device():
+    mask = BlockMask.from_element_mask(random_elements((40, 40), 0.9), 16)
+    assert mask.to("cpu") is mask
+    lazy = mask.to("meta")
+    assert lazy.device.type == "meta" and lazy.nnz_blocks == mask.nnz_blocks
+    assert all(x.device.type == "meta" for x in lazy.tensors())
+    _ = mask.transposed
+    assert all(x.device.type == "meta" for x in mask.to("meta").transposed)
+
+
+def test_copies_and_pickles():
+    mask = BlockMask.from_element_mask(random_elements((40, 40), 0.9), 16)
+    assert copy.deepcopy(mask).equals(mask)
+    assert pickle.loads(pickle.dumps(mask)).equals(mask)
+
+
+def test_inside_torch_compile():
+    mask = BlockMask.from_element_mask(random_elements((40, 40), 0.9), 16)
+
+    def count(x):
+        return x + sum(t.numel() for t in mask.tensors()) + mask.forward.indices.sum()
+
+    compiled = torch.compile(count, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.zeros(2)), count(torch.zeros(2)))
+    mask.validate()
+
+
+@pytest.mark.parametrize("made_in_inference", [False, True])
+def test_a_mask_first_used_in_inference_serves_training(made_in_inference):
+    visible = random_elements((40, 40), 0.9)
+    with torch.inference_mode(made_in_inference):
+        mask = BlockMask.from_element_mask(visible.clone(), 16)
+    with torch.inference_mode():
+        tensors = [*mask.tensors(), *mask.T.tensors()]
+    assert not any(x.is_inference() for x in tensors)
+    assert torch.equal(mask.to_element_mask()[0, 0], visible)
+
+
+def test_check_problem():
+    mask = BlockMask.from_dense(torch.ones(2, 1, 2, 3, dtype=torch.bool), 16, (30, 40))
+    mask.check_problem("attention", 2, 8, 30, 40)
+    for batch, heads, sq, sk in [(3, 8, 30, 40), (2, 8, 32, 40), (2, 8, 30, 48), (1, 8, 30, 40)]:
+        with pytest.raises(InvalidInput, match=r"was made for .*\[2, 1, 30, 40\]; expected \[1 or"):
+            mask.check_problem("attention", batch, heads, sq, sk)
+    with pytest.raises(InvalidInput, match=r"expected \[1 or 2, 1 or 4, 32, 48\], got \[1, 2, 32"):
+        BlockMask.from_dense(torch.ones(2, 2, 3, dtype=torch.bool), 16).check_problem(
+            "attention", 2, 4, 32, 48
+        )
+
+
+ONES = torch.ones(2, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("side", [16, 32, 64, 128, 256])
+def test_every_block_size_is_accepted(side):
+    assert BlockMask.from_dense(ONES, side).block_size == (side, side)
+    assert BlockMask.from_dense(ONES, [16, side]).block_size == (16, side)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((ONES, 8), InvalidInput, r"block_size is unsupported; .*16, 32, .*256, got \(8, 8\)$"),
+        ((ONES, (16, 48)), InvalidInput, r"block_size is unsupported; .*got \(16, 48\)$"),
+        ((ONES, 512), InvalidInput, r"block_size is unsupported"),
+        ((ONES, 0), InvalidInput, r"block_size is unsupported"),
+        ((ONES, True), InvalidType, r"block_size is malformed; .*got True$"),
+        ((ONES, (16,)), InvalidType, r"block_size is malformed; .*got \(16,\)$"),
+        ((ONES, 16.0), InvalidType, r"block_size is malformed"),
+        ((ONES, 16, (33, 48)), InvalidInput, r"keep does not match .*expected 3 x 3 .*got 2 x 3$"),
+        ((ONES, 16, (32, 32)), InvalidInput, r"keep does not match .*expected 2 x 2 .*got 2 x 3$"),
+        ((ONES, 16, (-1, 48)), InvalidInput, r"seq_lengths is out of range; .*got \(-1, 48\)$"),
+        ((ONES, 16, (2**30, 48)), InvalidInput, r"seq_lengths is out of range"),
+        ((ONES, 16, "ab"), InvalidType, r"seq_lengths is malformed"),
+        ((ONES.int(), 16), InvalidType, r"keep has an unsupported dtype; .*torch.bool, got"),
+        ((ONES[0], 16), InvalidInput, r"keep has a wrong rank; expected \[B or 1, .*got \[3\]$"),
+        ((ONES[None, None, None], 16), InvalidInput, r"keep has a wrong rank"),
+        (([[True]], 16), InvalidType, r"keep is not a tensor; .*got list$"),
+        ((ONES.to_sparse(), 16), InvalidType, r"keep has a sparse layout"),
+    ],
+)
+def test_from_dense_refuses(arguments, error, text):
+    with pytest.raises(error, match=r"^BlockMask.from_dense: " + text):
+        BlockMask.from_dense(*arguments)
+
+
+def test_from_element_mask_refuses():
+    with pytest.raises(InvalidType, match=r"from_element_mask: visible has an unsupported dtype"):
+        BlockMask.from_element_mask(torch.ones(4, 4), 16)
+    with pytest.raises(InvalidInput, match=r"from_element_mask: block_size is unsupported"):
+        BlockMask.from_element_mask(torch.ones(4, 4, dtype=torch.bool), 4)
+    with pytest.raises(InvalidInput, match=r"visible has a wrong rank; .*Sq, Sk\], got \[4\]$"):
+        BlockMask.from_element_mask(torch.ones(4, dtype=torch.bool), 16)

@@ -1,0 +1,61 @@
+"""What `device/gluon/mailbox.py` relies on, read in the PTX of the product that uses it."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from ...testing.child import printed
+
+CASE = """
+import torch
+from blackwell_sparsek.kernels.bsr import cases_narrow_sm90
+name = f"bsr_spmm_narrow_sm90/{sys.argv[1]}"
+case = next(case for case in cases_narrow_sm90._parted_cases() if case.name == name)
+if sys.argv[2] == "fp32":
+    case.args["out_ptr"] = torch.float32
+"""
+REPORT = """
+print("box", config.mail_offset, "bytes", config.mail_bytes, "pages", config.pages)
+"""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("128x128-64x16x128-stages10-parts2", "same"),
+        ("64x64-64x64x64-stages6-parts2-extras", "same"),
+        # moving sums takes the most memory
+        ("128x128-64x64x128-stages6-parts2", "fp32"),
+    ],
+    ids="-".join,
+)
+def ptx(request):
+    return printed(CASE, REPORT, *request.param)
+
+
+def test_nothing_else_lies_in_the_mailbox(ptx):
+    box, nbytes, pages = map(int, re.search(r"box (\d+) bytes (\d+) pages (\d+)", ptx).groups())
+    end = 1024 * pages
+    # a barrier behind the mail
+    assert box + nbytes + 8 <= end
+    bases = re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx)
+    assert bases
+    known = rf"add\.s32\s+%r\d+, (?:{'|'.join(map(re.escape, bases))}), (\d+);"
+    places = {int(place) for place in re.findall(known, ptx)}
+    places |= {int(place) for place in re.findall(r"\[global_smem\+(\d+)\]", ptx)}
+    assert not [place for place in places if box <= place < end]
+    # blocks lie before it and x behind it: the first copies of both, from outside of the tensors
+    copies = re.findall(r"cp\.async\.bulk\.tensor\.2d\S* \[(%r\d+)\]", ptx)
+    assert copies[0] in bases
+    assert end in places
+
+
+def test_mail_does_not_wait_for_memory(ptx):
+    assert "st.async.weak.shared::cluster" in ptx
+    assert "release.cluster" not in ptx.replace("fence.mbarrier_init.release.cluster", "")
+    sent, taken = ptx.index("st.async"), ptx.rindex("ld.shared.v4.f32")
+    assert sent < taken
+    assert "fence" not in ptx[sent:taken]
+    assert "bar.sync" not in ptx[sent:taken]

@@ -1,0 +1,41 @@
+"""What `device/gluon/warps.py` relies on, read in the PTX of the product that uses it."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from blackwell_sparsek.core.compat import warps_may_part
+
+from ...testing.child import printed
+
+pytestmark = pytest.mark.skipif(not warps_may_part(), reason="nothing runs it with this Triton")
+
+CASE = """
+from blackwell_sparsek.kernels.bsr import spmm_warps_launch
+case = next(case for case in spmm_warps_launch._cases())
+"""
+REPORT = 'print("ring bytes", config.STAGES * config.chunk_bytes)'
+
+
+@pytest.fixture(scope="module")
+def ptx():
+    return printed(CASE, REPORT)
+
+
+def test_the_barriers_lie_where_the_warps_look_for_them(ptx):
+    ring = int(re.search(r"ring bytes (\d+)", ptx)[1])
+    base = re.search(r"mov\.b32\s+(%r\d+), global_smem;", ptx)[1]
+    first = re.search(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)[1]
+    assert re.search(rf"add\.s32\s+{first}, {base}, {ring};", ptx)
+    # and that is the offset which is added to the address in `shared_address`
+    offset = re.search(r"mov\.b32 t, global_smem; add\.u32 %r\d+, t, (%r\d+);", ptx)[1]
+    assert re.search(rf"mov\.b32\s+{offset}, {ring};", ptx)
+
+
+def test_no_barrier_of_all_warps_lies_in_the_loops_of_the_warps(ptx):
+    set_up, loops = ptx.split("mov.b32 t, global_smem;")
+    assert "bar.sync" in set_up
+    assert re.findall(r"\bbar\.sync\b", loops) == []
+    assert len(re.findall("ldmatrix", loops)) == len(re.findall(r"mma\.sync", loops)) // 2
