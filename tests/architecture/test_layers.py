@@ -7,7 +7,8 @@ import pytest
 
 from .source import PACKAGE, ROOT, files, imports, layer_of, write_tree
 
-# What each package may import besides itself, from the ground up. A missing name is a package nobody decided on.
+# What each package may import besides itself, from the ground up. A missing name is a
+# package nobody decided on.
 BELOW = {"core", "device", "launch", "dispatch", "calls", "masks", "sparse", "reference"}
 OPERATIONS = {"attention", "decode", "kv_cache", "matmul"}
 API = BELOW | OPERATIONS | {"nn", "prune"}

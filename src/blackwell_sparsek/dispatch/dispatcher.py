@@ -5,6 +5,7 @@ the reason why not) and a `run` function. `auto` takes the first that supports t
 not passed over for it, in the order of registration; an explicit name never falls back.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ class Candidate(NamedTuple):
 
     name: str
     supports: Callable[[Any], str | None]
-    run: Callable[..., Any]
+    run: Callable[..., Any] | str
     auto_passes: Callable[[Any], str | None]
 
 
@@ -74,13 +75,14 @@ class Dispatcher:
         self,
         name: str,
         supports: Callable[[Any], str | None],
-        run: Callable[..., Any],
+        run: Callable[..., Any] | str,
         *,
         auto_passes: Callable[[Any], str | None] = _never_passed,
     ) -> None:
         """Add an implementation; the order of calls is the order in which `auto` asks.
 
-        `auto_passes` tells why `auto` passes it over for a problem that it supports, or None.
+        `run` is a function of the call, or "package.module:function" of one that must not be
+        imported before it is needed, such as a kernel. `auto_passes` tells why `auto` passes it over for a problem that it supports, or None.
         """
         self.candidates[name] = Candidate(name, supports, run, auto_passes)
 
@@ -105,10 +107,14 @@ class Dispatcher:
                 reasons[name] = reason or f"{chosen} comes first"
         return Decision(self.op, asked, chosen, problem, reasons)
 
+    def run(self, impl: str, call: Any) -> Any:
+        """Run the chosen implementation of `call`, or raise `Unsupported` with the reasons."""
+        return self(impl, call.problem, call)
+
     def __call__(self, impl: str, problem: Any, *args: Any) -> Any:
         """Run the chosen implementation, or raise `Unsupported` with the reasons."""
         if not is_explaining() and (candidate := self._first(impl, problem)) is not None:
-            return candidate.run(*args)
+            return self._function(candidate)(*args)
         decision = self.decide(impl, problem)
         if is_explaining():
             raise Explained(decision)
@@ -118,7 +124,16 @@ class Dispatcher:
             else:
                 why = "; ".join(f"{name}: {reason}" for name, reason in decision.reasons.items())
             raise Unsupported(f"{self.op}: impl={decision.asked!r} cannot run this: {why}")
-        return self.candidates[decision.chosen].run(*args)
+        return self._function(self.candidates[decision.chosen])(*args)
+
+    def _function(self, candidate: Candidate) -> Callable[..., Any]:
+        """What to call; a name is imported at its first use."""
+        run = candidate.run
+        if isinstance(run, str):
+            module, _, name = run.partition(":")
+            run = getattr(importlib.import_module(module), name)
+            self.candidates[candidate.name] = candidate._replace(run=run)
+        return run
 
     def _first(self, impl: str, problem: Any) -> Candidate | None:
         """What `decide` chooses, without the reasons."""

@@ -102,6 +102,8 @@ def described(
     wanted to. Where it casts nothing but the first `operands` inputs, it may have nothing to cast.
     Without `gradients` a call that wants them is made in full.
     """
+    if torch.compiler.is_compiling():
+        return None
     if not _nothing_else_looks(below_autocast) and not (
         operands and _autocast_leaves(inputs[:operands]) and _nothing_else_looks(True)
     ):
@@ -158,15 +160,15 @@ def record(
     known: Known,
     options: tuple[Any, ...],
     inputs: tuple[Any, ...],
-    call: Callable[[], Tensors],
-    *,
+    run: Callable[..., Tensors],
+    *args: Any,
     operands: int,
     wanted: int | None = None,
     stream: int | None = None,
     below_autocast: bool = False,
     closed: bool = False,
 ) -> Tensors:
-    """Make the results by `call`; keep its launches for `repeat` where they make all of it.
+    """Make the results by `run(*args)`; keep its launches for `repeat` where they make all of it.
 
     The first `operands` inputs are those that are multiplied with each other. Only `wanted` of the
     results are given back by `repeat`, by default all: for the others it allocates nothing. For
@@ -174,11 +176,11 @@ def record(
     """
     found = described(options, inputs, stream, below_autocast)
     if found is None or not may_record(options, inputs[:operands], inputs[operands:]):
-        return call()
+        return run(*args)
     key = found[0]
     if key in known:
-        return call()
-    results, recorded = make_recorded(call, inputs, wanted, closed)
+        return run(*args)
+    results, recorded = make_recorded(lambda: run(*args), inputs, wanted, closed)
     keep(known, key, recorded)
     return results
 

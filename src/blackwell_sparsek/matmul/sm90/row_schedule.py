@@ -215,8 +215,8 @@ TABLE_HEADER = 2
 class RowTable(NamedTuple):
     """The records of one pattern in one orientation.
 
-    `records` is int32 [rows_b, TABLE_HEADER + 2 * width]: row, number of blocks n, then `width` entries
-    of the values, then `width` block columns, of which the first n count and the others are -1.
+    `records` is int32 [rows_b, TABLE_HEADER + 2 * width]: row, number of blocks n, then `width`
+    entries of the values, then `width` block columns, of which the first n count and the others are -1.
     Longest rows come first. `width` is the length of the longest row, at least 1.
     """
 
