@@ -63,6 +63,29 @@ def interpreted():
         pytest.skip("needs the Triton interpreter")
 
 
+@pytest.fixture
+def choosing_with(monkeypatch):
+    """Have products of blocks chosen as with some release of Triton, whichever is installed."""
+    from blackwell_sparsek.core import compat
+    from blackwell_sparsek.ops import bsr_dense
+    from blackwell_sparsek.tuning.bsr_sm90 import narrow_sm90_config
+    from blackwell_sparsek.tuning.bsr_strips import strips_config
+
+    kept = (narrow_sm90_config, strips_config, bsr_dense._sm90_for_triton)
+    kept += (bsr_dense._sm90_for_dense, bsr_dense._triton_for_dense)
+
+    def forget():
+        for answers in kept:
+            answers.cache_clear()
+
+    def choose(release):
+        monkeypatch.setattr(compat, "triton_version", lambda: release)
+        forget()
+
+    yield choose
+    forget()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(SEED)
