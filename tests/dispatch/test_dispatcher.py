@@ -215,7 +215,7 @@ def test_auto_takes_the_dense_product_where_its_estimate_is_lower(monkeypatch, p
     monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
     decision = matmul_dispatch.decide("auto", problem)
     assert decision.chosen == chosen
-    assert matmul_dispatch._first("auto", problem).name == chosen
+    assert matmul_dispatch.choose("auto", problem).name == chosen
 
 
 def test_both_estimates_are_in_the_reasons(monkeypatch):
