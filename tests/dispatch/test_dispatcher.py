@@ -219,7 +219,7 @@ def test_auto_takes_the_dense_product_where_its_estimate_is_lower(
     monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
     decision = matmul_dispatch.decide("auto", problem)
     assert decision.chosen == chosen
-    assert matmul_dispatch._first("auto", problem).name == chosen
+    assert matmul_dispatch.choose("auto", problem).name == chosen
 
 
 @pytest.mark.parametrize(
