@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ...device.masks import position, row_bounds
+from ...device.records import VisitPlan
 from ...device.schedule import batch_and_heads
 from ...device.visits import num_masked_units
 from ...launch.descriptors import GROUP_ROWS
@@ -217,7 +218,7 @@ def _produce(produce, shared, begun, CFG: gl.constexpr):
     piece = take(work, turn, 1)
     while piece[6] >= 0:
         mbarrier.arrive(begun, count=1)
-        plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
+        plan = VisitPlan(piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         batch, q_head, kv_head = batch_and_heads(piece[6], heads[0], heads[1])
         q_place = (batch, q_head)
         kv_place = (batch, kv_head)
@@ -319,7 +320,7 @@ def _consume_queries(consume, shared, CFG: gl.constexpr):
     turn = 0
     piece = take(work, turn)
     while piece[6] >= 0:
-        plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
+        plan = VisitPlan(piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         batch, q_head, _ = batch_and_heads(piece[6], heads[0], heads[1])
         q_start = piece[7] * ROWS
         q_index = q_start + offs
