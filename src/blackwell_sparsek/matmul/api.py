@@ -90,9 +90,9 @@ def matmul(
 
     At least one of `a` and `b` is a `BSRMatrix`. Work and memory are proportional to its stored
     blocks, unless `auto` estimates that densifying the matrix and multiplying that is faster
-    (`explain` shows both estimates). A block that is not stored contributes nothing where the dense operand
-    is finite; NaN and inf may spread to rows that do not store the block where blocks are joined:
-    in the dense product, and on a GPU for blocks of fewer than 64 rows.
+    (`explain` shows both estimates). A block that is not stored contributes nothing where the
+    dense operand is finite; NaN and inf may spread to rows that do not store the block where blocks
+    are joined: in the dense product, and on a GPU for blocks of fewer than 64 rows.
 
     Parameters
     ----------
