@@ -66,6 +66,28 @@ def interpreted():
         pytest.skip("needs the Triton interpreter")
 
 
+@pytest.fixture
+def choosing_with(monkeypatch):
+    """Have products of blocks chosen as with some release of Triton, whichever is installed."""
+    from blackwell_sparsek.core import compat
+    from blackwell_sparsek.matmul import dense
+    from blackwell_sparsek.matmul.sm90.tuning import narrow_sm90_config, strips_config
+
+    kept = (narrow_sm90_config, strips_config, dense._sm90_for_triton)
+    kept += (dense._sm90_for_dense, dense._triton_for_dense)
+
+    def forget():
+        for answers in kept:
+            answers.cache_clear()
+
+    def choose(release):
+        monkeypatch.setattr(compat, "triton_version", lambda: release)
+        forget()
+
+    yield choose
+    forget()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(SEED)

@@ -82,7 +82,8 @@ class Dispatcher:
         """Add an implementation; the order of calls is the order in which `auto` asks.
 
         `run` is a function of the call, or "package.module:function" of one that must not be
-        imported before it is needed, such as a kernel. `auto_passes` tells why `auto` passes it over for a problem that it supports, or None.
+        imported before it is needed, such as a kernel. `auto_passes` tells why `auto` passes it
+        over for a problem that it supports, or None.
         """
         self.candidates[name] = Candidate(name, supports, run, auto_passes)
 

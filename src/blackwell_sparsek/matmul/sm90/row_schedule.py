@@ -207,7 +207,7 @@ def _deal_cut(steps: list[int], programs: int) -> list[list[tuple[int, int]]]:
 _TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # A table may have this many slots for each stored block, and some more where there are few. Past
 # that a few rows are much longer than the others, which wants a plan that cuts them.
-_SLOTS_PER_BLOCK, _SPARE_SLOTS = 4, 1 << 16
+_TABLE_SLOTS_PER_BLOCK, _TABLE_SPARE_SLOTS = 4, 1 << 16
 # Numbers before the slots of a record: row, blocks.
 TABLE_HEADER = 2
 
@@ -216,8 +216,8 @@ class RowTable(NamedTuple):
     """The records of one pattern in one orientation.
 
     `records` is int32 [rows_b, TABLE_HEADER + 2 * width]: row, number of blocks n, then `width`
-    entries of the values, then `width` block columns, of which the first n count and the others are -1.
-    Longest rows come first. `width` is the length of the longest row, at least 1.
+    entries of the values, then `width` block columns, of which the first n count and the
+    others are -1. Longest rows come first. `width` is the length of the longest row, at least 1.
     """
 
     records: torch.Tensor
@@ -259,7 +259,7 @@ def build_row_table(
     rows_b, nnz_blocks = indptr.shape[0] - 1, indices.shape[0]
     lengths = torch.diff(indptr)
     width = int(lengths.max()) if nnz_blocks else 1
-    if rows_b * width > _SLOTS_PER_BLOCK * nnz_blocks + _SPARE_SLOTS:
+    if rows_b * width > _TABLE_SLOTS_PER_BLOCK * nnz_blocks + _TABLE_SPARE_SLOTS:
         return None
     rows = torch.sort(lengths, descending=True, stable=True).indices
     slot = torch.arange(width, dtype=torch.int32, device=indptr.device)

@@ -262,7 +262,7 @@ def strips_config(problem: BsrProblem) -> StripsConfig | None:
     warps = 1 << (warps.bit_length() - 1)
     # wide tiles have no registers for two units, and less for one warp to wait for
     units = 2 if tile_n == 8 else 1
-    if tile_n == MOST_COLUMNS:
+    if tile_n == MOST_STRIP_COLUMNS:
         warps = max(warps, 2)
     elif warps >= SHORT_ROW_WARPS and sizes.nnz_blocks < SHORT_ROW * sizes.rows_b:
         warps, units = SHORT_ROW_WARPS, 2
