@@ -33,7 +33,9 @@ def test_preprocess(length, v_dim, tile_d, ordered, device):
     sums = torch.full((6, padded, tile_d), torch.nan, device=device)
     wide = layouts.different_layouts(out, dout)
     semaphores = torch.full((6, padded // 64, 2), 7, dtype=torch.int32, device=device)
-    launch_attn_bwd_preprocess(lse_log2, delta, sums, semaphores if ordered else None, *wide, lse, dlse)
+    launch_attn_bwd_preprocess(
+        lse_log2, delta, sums, semaphores if ordered else None, *wide, lse, dlse
+    )
     assert (semaphores == (0 if ordered else 7)).all()
     assert sums.isnan().all() if ordered else (sums == 0).all()
     exact = (out.double() * dout.double()).sum(-1) - dlse

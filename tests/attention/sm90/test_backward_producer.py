@@ -73,7 +73,9 @@ def test_programs_never_wait_for_each_other_in_a_circle(seed, ascending):
                 if not program:
                     break
                 kv_tile, q_block = program[0]
-                if sums.get(q_block, 0) == rank_of(band, q_block, kv_tile, lengths, block_q, ascending):
+                if sums.get(q_block, 0) == rank_of(
+                    band, q_block, kv_tile, lengths, block_q, ascending
+                ):
                     sums[q_block] = sums.get(q_block, 0) + 1
                     program.pop(0)
                     done, moved = done + 1, True

@@ -41,7 +41,9 @@ def test_every_rank_once_and_in_the_order_of_tiles(band, batch, heads, group, ti
         lo, hi = q_range(band, kv_tile * tile, (kv_tile + 1) * tile, sq, sk)
         for member in range(group):
             q_head = batch_head % kv_heads * group + member
-            row = (batch_head // kv_heads if batch > 1 else 0) * heads + (q_head if heads > 1 else 0)
+            row = (batch_head // kv_heads if batch > 1 else 0) * heads + (
+                q_head if heads > 1 else 0
+            )
             row = row * 4 + kv_tile // in_block
             for listed in range(lists.indptr[row], lists.indptr[row + 1]):
                 q_block = int(lists.indices[listed])
@@ -64,7 +66,9 @@ def test_no_blocks():
 @pytest.mark.parametrize("raster_group, programs", [(1, 5), (3, 9), (4, 2)])
 def test_programs_take_every_tile_once(batch, heads, group, tile, raster_group, programs):
     """Groups one after the other, and in each the columns of a lane as they are queued."""
-    keep = torch.rand(batch, heads, 7, 4, generator=torch.Generator().manual_seed(raster_group)) < 0.4
+    keep = (
+        torch.rand(batch, heads, 7, 4, generator=torch.Generator().manual_seed(raster_group)) < 0.4
+    )
     keep[..., 1] = True
     mask = BlockMask.from_dense(keep, (16, 64), (112, 211))
     columns = Columns(2, 2, group, EVERYTHING, raster_group, tile)
@@ -80,7 +84,9 @@ def test_programs_take_every_tile_once(batch, heads, group, tile, raster_group, 
     for begin, end in itertools.pairwise(bounds):
         places = {}
         for batch_head, kv_tile in (divmod(entry, tiles) for entry in taken_tiles[begin:end]):
-            own = batch_head // 2 * (batch > 1) * (len(queue) // 4 // batch) + batch_head % 2 * (heads > 1)
+            own = batch_head // 2 * (batch > 1) * (len(queue) // 4 // batch) + batch_head % 2 * (
+                heads > 1
+            )
             at = queue.index(own * 4 + kv_tile // in_block)
             places.setdefault((batch_head, kv_tile % in_block), []).append((at, lanes[at]))
         for taken in places.values():

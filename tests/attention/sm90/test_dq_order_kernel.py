@@ -157,7 +157,9 @@ def test_heads_that_share_an_empty_list_have_none_of_their_own(device, monkeypat
     "raster_group, pack, sink, programs, tile",
     [(1, 1, True, 3, 64), (3, 2, False, 3, 64), (3, 1, True, 2, 32), (2, 1, False, 9, 32)],
 )
-def test_programs_never_all_wait(heads, group, batch, raster_group, pack, sink, programs, tile, device):
+def test_programs_never_all_wait(
+    heads, group, batch, raster_group, pack, sink, programs, tile, device
+):
     """Programs with the tiles that were planned for them, which run at any speed."""
     case = Case(device, heads, group, 250, batch, raster_group, sink, programs, tile)
     visits, _, ranks, lanes = case.plan(pack)

@@ -248,9 +248,7 @@ def give_dq(dq, dq_ring, step, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def write_dq(
-    dq_desc, semaphore_ptr, q_len, dq_ring, steps, GROUP: gl.constexpr, CFG: gl.constexpr
-):
+def write_dq(dq_desc, semaphore_ptr, q_len, dq_ring, steps, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Add what a warp group hands over to the sums of dq in memory, by rank where `CFG.ORDERED`."""
     smem, full, empty = dq_ring
     part: gl.constexpr = GROUP if CFG.dq_by_rows else 0

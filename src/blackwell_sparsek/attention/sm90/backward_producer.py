@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...device.gluon.pipeline import publish
 from ...device.masks import kv_range, q_range, q_range_of_all
 from ...device.records import MaskLists, VisitPlan
-from ...device.schedule import raster_place, raster_group_of
+from ...device.schedule import raster_group_of, raster_place
 from ...device.visits import (
     keys_of_tile,
     masked_block,
@@ -60,9 +60,7 @@ def _plan_queries(shared, batch, q_head, kv_tile, CFG: gl.constexpr):
     kv_start = kv_tile * CFG.tile_n
     kv_end = kv_start + CFG.tile_n
     q_lo, q_hi = q_range(kv_start, kv_end, lengths.q, lengths.kv, band.left, band.right)
-    all_lo, all_hi = q_range_of_all(
-        kv_start, kv_end, lengths.q, lengths.kv, band.left, band.right
-    )
+    all_lo, all_hi = q_range_of_all(kv_start, kv_end, lengths.q, lengths.kv, band.left, band.right)
     if kv_end > lengths.kv:
         # keys past the end are zeros and would count: hiding them takes mask code for all queries
         all_hi = 0
@@ -71,9 +69,7 @@ def _plan_queries(shared, batch, q_head, kv_tile, CFG: gl.constexpr):
     else:
         row = batch * mask.batch_step + q_head * mask.head_step + kv_start // CFG.BLOCK_KV
         offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
-        plan = plan_blocks(
-            mask.lists, row, q_lo, q_hi, all_lo, all_hi, offs_scan, tile_m, block_q
-        )
+        plan = plan_blocks(mask.lists, row, q_lo, q_hi, all_lo, all_hi, offs_scan, tile_m, block_q)
     return plan
 
 
@@ -156,9 +152,7 @@ def _rank_without_mask(block, visit, shared, CFG: gl.constexpr):
     """How many KV tiles that see a block of queries add to its dq before this one."""
     lengths, band = shared.lengths, shared.band
     q_row = block * CFG.BLOCK_Q
-    first, end = kv_range(
-        q_row, q_row + CFG.BLOCK_Q, lengths.q, lengths.kv, band.left, band.right
-    )
+    first, end = kv_range(q_row, q_row + CFG.BLOCK_Q, lengths.q, lengths.kv, band.left, band.right)
     from_last = (end - 1) // CFG.tile_n - visit.kv_tile
     return gl.where(visit.ascending, from_last, visit.kv_tile - first // CFG.tile_n)
 

@@ -184,6 +184,4 @@ def query_ring(descs, CFG: gl.constexpr):
     if CFG.SPLIT_RING:
         dout_full = barriers(stages, 1)
         dout_empty = barriers(stages, consumers)
-    return QueryRing(
-        q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty
-    )
+    return QueryRing(q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty)

@@ -238,9 +238,7 @@ def _produce_dq(q_desc, dout_desc, k_desc, v_desc, shared, begun, CFG: gl.conste
     while piece[6] >= 0:
         mbarrier.arrive(begun, count=1)
         plan = VisitPlan(piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
-        batch, q_head, kv_head = batch_and_heads(
-            piece[6], shared.heads.q, shared.heads.group_size
-        )
+        batch, q_head, kv_head = batch_and_heads(piece[6], shared.heads.q, shared.heads.group_size)
         q_row = piece[7] * ROWS
         kv_tiles = count_tiles(plan, CFG)[1]
         visit = (shared.mask.lists, plan, num_masked_blocks(plan), shared.lengths.kv)
@@ -357,9 +355,7 @@ def _consume_dq(dq_desc, lse_ptr, delta_ptr, score, shared, CFG: gl.constexpr):
             _free(shared.v, step, CFG.V_STAGES)
             ds = _gradients(p, capped, dp, own, score, CFG)
             for kv_tile in range(1, masked_tiles):
-                step, dq, ds = _step_dq(
-                    step, dq, ds, own, score, shared, visit, kv_tile, True, CFG
-                )
+                step, dq, ds = _step_dq(step, dq, ds, own, score, shared, visit, kv_tile, True, CFG)
             # a loop of its own, which has the registers of the masks
             for kv_tile in range(gl.maximum(masked_tiles, 1), kv_tiles):
                 step, dq, ds = _step_dq(

@@ -140,9 +140,7 @@ class GroupRow(NamedTuple):
 
 
 @usable_in_training
-def column_groups(
-    mask: BlockMask, order: torch.Tensor, columns: Columns, programs: int
-) -> Groups:
+def column_groups(mask: BlockMask, order: torch.Tensor, columns: Columns, programs: int) -> Groups:
     """Columns in the order in which `programs` take them, and which of them run together.
 
     Where every (batch, head) has a mask of its own, those are the columns of a raster group. Where

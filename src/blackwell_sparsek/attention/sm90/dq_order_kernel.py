@@ -154,9 +154,7 @@ def _attn_bwd_visits_kernel(
             time = free_time + 1
             tl.store(lanes_ptr + item // heads, chosen)
         # read ahead for the next one
-        following = _head_column(
-            *lists, tl.minimum(item + 1, last), heads, own_lists, columns
-        )
+        following = _head_column(*lists, tl.minimum(item + 1, last), heads, own_lists, columns)
         next_block = tl.load(
             indices_ptr + following.end - 1 - offs, offs < following.end - following.split, other=0
         )

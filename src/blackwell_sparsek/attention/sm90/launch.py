@@ -228,7 +228,10 @@ def launch_attn_bwd_terms(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """lse in base 2 and delta of all queries, fp32 [B * Hq, padded Sq]."""
-    batch_heads, padded = lse.shape[0] * lse.shape[1], cdiv(lse.shape[2], QUERY_PADDING) * QUERY_PADDING
+    batch_heads, padded = (
+        lse.shape[0] * lse.shape[1],
+        cdiv(lse.shape[2], QUERY_PADDING) * QUERY_PADDING,
+    )
     lse_log2, delta = (scratch((batch_heads, padded), torch.float32, lse.device) for _ in range(2))
     with on_device_of(lse):
         launch_attn_bwd_preprocess(lse_log2, delta, None, None, out, dout, lse, dlse)

@@ -18,9 +18,9 @@ from .config import (
     AttnBwdSm90Config,
     AttnFwdSm90Config,
     make_backward_config,
-    make_forward_config,
     make_dkdv_config,
     make_dq_config,
+    make_forward_config,
 )
 
 LARGEST_HEAD_DIM = 128
