@@ -1,3 +1,5 @@
+"""Memory that outlives a call; on the host. Streams and graphs: tests/decode/test_decode_gpu.py."""
+
 import contextlib
 import importlib.util
 import sys
@@ -6,9 +8,14 @@ import threading
 import pytest
 import torch
 
-from blackwell_sparsek.launch.workspace import GRAPHS, made_apart
+from blackwell_sparsek.launch.recording import recording
+from blackwell_sparsek.launch.workspace import (
+    GRAPHS,
+    made_outside_pool,
+    self_resetting_counters,
+)
 
-GPU = torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -28,7 +35,7 @@ def streams(monkeypatch):
 
 
 def test_a_gpu_s_results_come_from_another_thread_on_the_same_stream(streams):
-    thread = made_apart(threading.current_thread, GPU)
+    thread = made_outside_pool(threading.current_thread, GPU)
     assert thread is not threading.current_thread() and not thread.is_alive()
     assert streams == [("stream of cuda:0", thread)]
 
@@ -38,12 +45,12 @@ def test_errors_arrive_where_the_result_was_asked_for(streams):
         raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        made_apart(fail, GPU)
+        made_outside_pool(fail, GPU)
 
 
 def test_nobody_makes_graphs(streams, monkeypatch):
     monkeypatch.delitem(sys.modules, GRAPHS)
-    assert made_apart(threading.current_thread, GPU) is threading.current_thread()
+    assert made_outside_pool(threading.current_thread, GPU) is threading.current_thread()
 
 
 def test_inductor_s_module_has_this_name():
@@ -51,4 +58,18 @@ def test_inductor_s_module_has_this_name():
 
 
 def test_a_cpu_needs_no_thread():
-    assert made_apart(threading.current_thread, torch.device("cpu")) is threading.current_thread()
+    assert (
+        made_outside_pool(threading.current_thread, torch.device("cpu"))
+        is threading.current_thread()
+    )
+
+
+def test_self_resetting_counters_are_zero():
+    words = self_resetting_counters(7, torch.device("cpu"))
+    assert words.dtype == torch.int32 and words.tolist() == [0] * 7
+
+
+def test_a_recording_knows_self_resetting_counters():
+    with recording() as record:
+        words = self_resetting_counters(3, torch.device("cpu"))
+    assert record.self_resetting[0] is words
