@@ -9,7 +9,16 @@ from typing import NamedTuple
 import torch
 
 from ..calls.attention import AttnSpec
-from ..device.records import Band, CuSeqlens, GradientScore, Heads, Lengths, MaskLists, Score
+from ..device.records import (
+    Band,
+    CuSeqlens,
+    GradientScore,
+    Heads,
+    Lengths,
+    MaskLists,
+    Score,
+    Strides,
+)
 from ..masks.block_mask import BlockMask
 
 LOG2_E = 1.4426950408889634
@@ -22,22 +31,22 @@ class AttnStrides(NamedTuple):
     divides make all strides so, whatever the lengths.
     """
 
-    out: tuple[int, int, int]
-    q: tuple[int, int, int]
-    k: tuple[int, int, int]
-    v: tuple[int, int, int]
+    out: Strides
+    q: Strides
+    k: Strides
+    v: Strides
 
 
 class AttnBwdStrides(NamedTuple):
     """The same for a kernel of the backward pass; None for gradients that it does not write."""
 
-    q: tuple[int, int, int]
-    k: tuple[int, int, int]
-    v: tuple[int, int, int]
-    dout: tuple[int, int, int]
-    dq: tuple[int, int, int] | None = None
-    dk: tuple[int, int, int] | None = None
-    dv: tuple[int, int, int] | None = None
+    q: Strides
+    k: Strides
+    v: Strides
+    dout: Strides
+    dq: Strides | None = None
+    dk: Strides | None = None
+    dv: Strides | None = None
 
 
 class KernelOperands(NamedTuple):
@@ -126,11 +135,11 @@ def mask_steps(mask: BlockMask) -> tuple[int, int]:
     return mask.heads * rows if mask.batch > 1 else 0, rows if mask.heads > 1 else 0
 
 
-def token_strides(x: torch.Tensor) -> tuple[int, int, int]:
+def token_strides(x: torch.Tensor) -> Strides:
     """Strides of batch, head and token of [B, H, S, D], or of packed [T, H, D]."""
     if x.dim() == 4:
-        return _used_strides(x, (0, 1, 2))
-    return (0, *_used_strides(x, (1, 0)))
+        return Strides(*_used_strides(x, (0, 1, 2)))
+    return Strides(0, *_used_strides(x, (1, 0)))
 
 
 def _used_strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from ...device.records import MaskLists
 from ...launch.descriptors import descriptor_type
 from ..operands import gradient_factors
 from .backward import _attn_bwd_sm90_kernel
+from .backward_shared import WorkPointers
 from .config import make_backward_config
 
 
@@ -69,7 +70,7 @@ def attn_bwd_sm90_case(call: Call) -> CompileCase:
             "v_desc": v_type,
             "lse_desc": row_type,
             "delta_desc": row_type,
-            "work_ptrs": (
+            "work_ptrs": WorkPointers(
                 torch.int32,
                 None if block_kv is None else torch.int32,
                 torch.int32 if call.ordered else None,
@@ -82,8 +83,8 @@ def attn_bwd_sm90_case(call: Call) -> CompileCase:
             "kv_len": 4096,
             "left": 2**30,
             "right": 0,
-            "num_planes": 32,
-            "section": 32,
+            "num_batch_heads": 32,
+            "raster_group": 32,
             "visit_heads": 1,
             "q_heads": 32,
             "group_size": 4,
