@@ -1,7 +1,8 @@
 # mypy: ignore-errors
-"""Activations on fp32 tiles, named as in `torch.nn.functional`.
+"""What happens to a finished product: activation(product + bias) + residual, rounded once.
 
-Elementwise on values in registers: no loads and no layout, so Triton and Gluon kernels share them.
+Activations are named as in `torch.nn.functional`. Elementwise on values in registers: no loads and
+no layout, so Triton and Gluon kernels share them.
 """
 
 import triton
@@ -43,9 +44,6 @@ def activate(x, ACTIVATION: tl.constexpr):
         return silu(x)
     else:
         return x
-
-
-# What happens to a finished product: activation(product + bias) + residual, rounded once.
 
 
 @triton.jit

@@ -36,8 +36,8 @@ SHORT_KEYS = 512
 # one and three: 354 327 at 1k, 429 438 at 2k.
 LONG_FULL, LONG_BANDED = 1024, 2048
 # KV bytes of a raster group. The L2 of H100 and H200 has 50 MiB, which queries, outputs and the
-# next raster group need too: 642, 635 and 618 TFLOP/s for 16, 32 and 64 MiB (D128 causal, 4k). Three
-# consumers like 32 better than 16: 438 422, 492 479, 527 521, 559 559 (D64, 2k to 16k).
+# next raster group need too: 642, 635 and 618 TFLOP/s for 16, 32 and 64 MiB (D128 causal, 4k).
+# Three consumers like 32 better than 16: 438 422, 492 479, 527 521, 559 559 (D64, 2k to 16k).
 FORWARD_GROUP_BYTES = 16 * 2**20
 THREE_GROUP_BYTES = 32 * 2**20
 # Queries of a head that run at a time under a window, about.

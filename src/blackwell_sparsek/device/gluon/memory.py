@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""TMA copies that add to memory, which Triton 3.6 can build but does not export to Gluon.
+"""Additions by TMA, which Triton 3.6 can build but does not export to Gluon, and prefetches to L2.
 
-Additions of several programs to one tile come in any order. Where the order must be the same in
-every run, programs take turns: `await_turn`, `tma_add`, `finish_turn`.
+Programs add to a tile in any order. Where the order must be the same in every run, a semaphore
+counts the additions: `acquire_semaphore`, `tma_add`, `release_semaphore`.
 """
 
 from triton._C.libtriton import ir
@@ -20,15 +20,15 @@ def tma_add(desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def await_turn(turn_ptr, turn):
-    """Wait until `turn` programs have finished their turns; called by one warp."""
-    current = gl.atomic_add(turn_ptr, 0, sem="acquire")
-    while current != turn:
-        current = gl.atomic_add(turn_ptr, 0, sem="acquire")
+def acquire_semaphore(semaphore_ptr, rank):
+    """Wait until `rank` programs have released the semaphore; called by one warp."""
+    current = gl.atomic_add(semaphore_ptr, 0, sem="acquire")
+    while current != rank:
+        current = gl.atomic_add(semaphore_ptr, 0, sem="acquire")
 
 
 @gluon.jit
-def finish_turn(turn_ptr):
+def release_semaphore(semaphore_ptr):
     """Wait until what this warp added is in memory, and let the next program in."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
@@ -42,10 +42,7 @@ def finish_turn(turn_ptr):
         is_pure=False,
         pack=1,
     )
-    gl.atomic_add(turn_ptr, 1 + gl.max(done, 0), sem="release")
-
-
-# Memory that is on its way to the L2 before anybody reads it.
+    gl.atomic_add(semaphore_ptr, 1 + gl.max(done, 0), sem="release")
 
 
 @gluon.jit
