@@ -2,7 +2,8 @@
 """TMA copies that add to memory, which Triton 3.6 can build but does not export to Gluon.
 
 Additions of several programs to one tile come in any order. Where the order must be the same in
-every run, programs take turns: `await_turn`, `tma_add`, `finish_turn`.
+every run, a semaphore admits one program after the other: `await_semaphore`, `tma_add`,
+`advance_semaphore`.
 """
 
 from triton._C.libtriton import ir
@@ -20,16 +21,16 @@ def tma_add(desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def await_turn(turn_ptr, turn):
-    """Wait until `turn` programs have finished their turns; called by one warp."""
-    current = gl.atomic_add(turn_ptr, 0, sem="acquire")
-    while current != turn:
-        current = gl.atomic_add(turn_ptr, 0, sem="acquire")
+def await_semaphore(semaphore_ptr, rank):
+    """Wait until `rank` programs have added before this one; called by one warp."""
+    current = gl.atomic_add(semaphore_ptr, 0, sem="acquire")
+    while current != rank:
+        current = gl.atomic_add(semaphore_ptr, 0, sem="acquire")
 
 
 @gluon.jit
-def finish_turn(turn_ptr):
-    """Wait until what this warp added is in memory, and let the next program in."""
+def advance_semaphore(semaphore_ptr):
+    """Wait until what this warp added is in memory, and admit the next program."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
     # unlike `tma.store_wait`, which only waits until the tile has been read; all lanes wait for the
@@ -42,7 +43,7 @@ def finish_turn(turn_ptr):
         is_pure=False,
         pack=1,
     )
-    gl.atomic_add(turn_ptr, 1 + gl.max(done, 0), sem="release")
+    gl.atomic_add(semaphore_ptr, 1 + gl.max(done, 0), sem="release")
 
 
 # Memory that is on its way to the L2 before anybody reads it.
