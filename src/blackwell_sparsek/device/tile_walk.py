@@ -76,20 +76,20 @@ def plan_keys(
 @triton.jit
 def masked_key_tile(
     lists, plan, num_blocks, kv_tile, row_limits, offs_m, q_start, kv_len,
-    TILE_N: tl.constexpr, KV_BLOCK: tl.constexpr,
+    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """Positions of the keys of a tile with mask code, and which of them each query sees.
 
     `row_limits` are the `row_bounds` of the queries `offs_m`, the tile from `q_start` on.
     """
-    ordinal, kv_in_block = tile_ordinal(kv_tile, tl.arange(0, TILE_N), TILE_N, KV_BLOCK)
+    ordinal, kv_in_block = tile_ordinal(kv_tile, tl.arange(0, TILE_N), TILE_N, BLOCK_KV)
     entry = masked_block(plan, ordinal)
-    kv_pos = keys_of_tile(lists, entry, ordinal, num_blocks, kv_in_block, kv_len, TILE_N, KV_BLOCK)
+    kv_pos = keys_of_tile(lists, entry, ordinal, num_blocks, kv_in_block, kv_len, TILE_N, BLOCK_KV)
     visible = within_bounds(kv_pos[None, :], row_limits.first[:, None], row_limits.last[:, None])
     if lists is not None:
         q_in_block = offs_m - q_start // lists.row_tokens * lists.row_tokens
         words = bits_of_tile(
-            lists, entry, ordinal, num_blocks, q_in_block, kv_in_block, TILE_N, KV_BLOCK
+            lists, entry, ordinal, num_blocks, q_in_block, kv_in_block, TILE_N, BLOCK_KV
         )
         visible = visible & bit_visible(words, kv_in_block[None, :])
     return KeyTile(kv_pos, visible)
@@ -135,22 +135,22 @@ def plan_queries(
 @triton.jit
 def masked_query_tile(
     lists, plan, num_blocks, q_tile, column_limits, kv_pos, kv_start, q_len,
-    TILE_M: tl.constexpr, Q_BLOCK: tl.constexpr,
+    TILE_M: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Indices of the queries of a tile with mask code, and which keys they see, [keys, queries].
 
     `column_limits` are the `column_bounds` of the keys `kv_pos`, the tile from `kv_start` on.
     """
-    ordinal, q_in_block = tile_ordinal(q_tile, tl.arange(0, TILE_M), TILE_M, Q_BLOCK)
+    ordinal, q_in_block = tile_ordinal(q_tile, tl.arange(0, TILE_M), TILE_M, BLOCK_Q)
     entry = masked_block(plan, ordinal)
-    q_index = keys_of_tile(lists, entry, ordinal, num_blocks, q_in_block, q_len, TILE_M, Q_BLOCK)
+    q_index = keys_of_tile(lists, entry, ordinal, num_blocks, q_in_block, q_len, TILE_M, BLOCK_Q)
     visible = within_bounds(
         q_index[None, :], column_limits.first[:, None], column_limits.last[:, None]
     )
     if lists is not None:
         kv_in_block = kv_pos - kv_start // lists.row_tokens * lists.row_tokens
         words = bits_of_query_tile(
-            lists, entry, ordinal, num_blocks, kv_in_block, q_in_block, TILE_M, Q_BLOCK
+            lists, entry, ordinal, num_blocks, kv_in_block, q_in_block, TILE_M, BLOCK_Q
         )
         visible = visible & bit_visible(words, kv_in_block[:, None])
     return KeyTile(q_index, visible)

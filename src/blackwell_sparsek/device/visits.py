@@ -8,7 +8,7 @@ Both are sequences of *blocks*: KV tiles when dense, blocks of the mask otherwis
 says: the blocks `[full_begin, full_end)` are visible as a whole and need no mask code; the blocks
 `[partial_begin, partial_end)`, `[edge_begin, full_begin)` and `[full_end, edge_end)` need it. When
 dense there are no partial blocks, and block b holds the keys from b * TILE_N. For a mask, b is an
-entry of its lists, which holds the keys from indices[b] * KV_BLOCK.
+entry of its lists, which holds the keys from indices[b] * BLOCK_KV.
 
 Blocks smaller than a tile are packed several to a tile, so that tiles keep the size that tensor
 cores want; larger ones are cut into tiles.
@@ -118,27 +118,27 @@ def masked_block(plan, ordinal):
 
 
 @triton.jit
-def num_tiles(num_blocks, TILE_N: tl.constexpr, KV_BLOCK: tl.constexpr):
-    """How many tiles of TILE_N keys hold `num_blocks` blocks of KV_BLOCK keys."""
-    if KV_BLOCK >= TILE_N:
-        count = num_blocks * (KV_BLOCK // TILE_N)
+def num_tiles(num_blocks, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """How many tiles of TILE_N keys hold `num_blocks` blocks of BLOCK_KV keys."""
+    if BLOCK_KV >= TILE_N:
+        count = num_blocks * (BLOCK_KV // TILE_N)
     else:
-        count = (num_blocks + (TILE_N // KV_BLOCK - 1)) // (TILE_N // KV_BLOCK)
+        count = (num_blocks + (TILE_N // BLOCK_KV - 1)) // (TILE_N // BLOCK_KV)
     return count
 
 
 @triton.jit
-def tile_ordinal(kv_tile, offs_n, TILE_N: tl.constexpr, KV_BLOCK: tl.constexpr):
+def tile_ordinal(kv_tile, offs_n, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr):
     """Ordinal of the block of each key of a tile, and the key's place in it.
 
     The ordinal is one scalar where a block fills the tile, a vector like `offs_n` otherwise.
     """
-    if KV_BLOCK >= TILE_N:
-        ordinal = kv_tile // (KV_BLOCK // TILE_N)
-        kv_in_block = kv_tile % (KV_BLOCK // TILE_N) * TILE_N + offs_n
+    if BLOCK_KV >= TILE_N:
+        ordinal = kv_tile // (BLOCK_KV // TILE_N)
+        kv_in_block = kv_tile % (BLOCK_KV // TILE_N) * TILE_N + offs_n
     else:
-        ordinal = kv_tile * (TILE_N // KV_BLOCK) + offs_n // KV_BLOCK
-        kv_in_block = offs_n % KV_BLOCK
+        ordinal = kv_tile * (TILE_N // BLOCK_KV) + offs_n // BLOCK_KV
+        kv_in_block = offs_n % BLOCK_KV
     return ordinal, kv_in_block
 
 
@@ -151,7 +151,7 @@ def keys_of_tile(
     kv_in_block,
     kv_len,
     TILE_N: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
 ):
     """Positions of the keys of a tile; `kv_len`, which no row sees, where none is left.
 
@@ -159,13 +159,13 @@ def keys_of_tile(
     `tile_ordinal` gave.
     """
     if lists is None:
-        kv_pos = entry * KV_BLOCK + kv_in_block
-    elif KV_BLOCK >= TILE_N:
-        kv_pos = tl.load(lists.indices + entry) * KV_BLOCK + kv_in_block
+        kv_pos = entry * BLOCK_KV + kv_in_block
+    elif BLOCK_KV >= TILE_N:
+        kv_pos = tl.load(lists.indices + entry) * BLOCK_KV + kv_in_block
     else:
         live = ordinal < num_blocks
         block = tl.load(lists.indices + entry, mask=live, other=0)
-        kv_pos = tl.where(live, block * KV_BLOCK + kv_in_block, kv_len)
+        kv_pos = tl.where(live, block * BLOCK_KV + kv_in_block, kv_len)
     return kv_pos
 
 
@@ -178,14 +178,14 @@ def bits_of_tile(
     q_in_block,
     kv_in_block,
     TILE_N: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
 ):
     """Words [rows, keys] that hold the visibility bit of each element; all ones for full blocks.
 
     `q_in_block` counts from the first query of the row of blocks.
     """
-    WORDS: tl.constexpr = (KV_BLOCK + 31) // 32
-    if KV_BLOCK >= TILE_N:
+    WORDS: tl.constexpr = (BLOCK_KV + 31) // 32
+    if BLOCK_KV >= TILE_N:
         bits_id = tl.load(lists.bits_id + entry) + (kv_in_block - kv_in_block)
     else:
         bits_id = tl.load(lists.bits_id + entry, mask=ordinal < num_blocks, other=-1)
@@ -204,18 +204,18 @@ def bits_of_query_tile(
     kv_in_block,
     q_in_block,
     TILE_M: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):
-    """`bits_of_tile` for lists of query blocks: words [keys, queries] of Q_BLOCK queries a block.
+    """`bits_of_tile` for lists of query blocks: words [keys, queries] of BLOCK_Q queries a block.
 
     The pool is the one of the other direction, and `lists.row_tokens` the width of a block.
     """
     words = (lists.row_tokens + 31) // 32
-    if Q_BLOCK >= TILE_M:
+    if BLOCK_Q >= TILE_M:
         bits_id = tl.load(lists.bits_id + entry) + (q_in_block - q_in_block)
     else:
         bits_id = tl.load(lists.bits_id + entry, mask=ordinal < num_blocks, other=-1)
-    row = tl.cast(bits_id, tl.int64) * (Q_BLOCK * words) + q_in_block * words
+    row = tl.cast(bits_id, tl.int64) * (BLOCK_Q * words) + q_in_block * words
     has_bits = (kv_in_block >= 0)[:, None] & (bits_id >= 0)[None, :]
     return tl.load(lists.bits + (kv_in_block // 32)[:, None] + row[None, :], has_bits, other=-1)
 

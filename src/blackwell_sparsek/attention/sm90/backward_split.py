@@ -34,7 +34,7 @@ from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, ring, take, tiles, work_channel
 from ...device.gluon.records import Ring, WorkChannel
 from ...device.masks import position, row_bounds
-from ...device.records import Band, Heads, Lengths, Mask, VisitPlan
+from ...device.records import Band, Heads, Lengths, Mask
 from ...device.schedule import batch_and_heads
 from ...device.visits import num_masked_blocks
 from .backward import score_step, start_products, zero_of
@@ -50,7 +50,16 @@ from .backward_shared import (
     step_infos,
 )
 from .forward import visible_keys
-from .forward_producer import count_tiles, find_work, tile_starts
+from .forward_producer import (
+    ForwardShared,
+    ProducerArgs,
+    Schedule,
+    Visit,
+    count_tiles,
+    find_work,
+    take_work_tile,
+    tile_starts,
+)
 
 # dk and dv
 
@@ -234,14 +243,15 @@ def _produce_dq(q_desc, dout_desc, k_desc, v_desc, shared, begun, CFG: gl.conste
     """Keep the rings full for the work tiles that the scheduler warp publishes."""
     step = 0
     slot = 0
-    piece = take(shared.work, slot, 1)
-    while piece[6] >= 0:
+    tile = take_work_tile(shared.work, slot, 1)
+    while tile.batch_head >= 0:
         mbarrier.arrive(begun, count=1)
-        plan = VisitPlan(piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
-        batch, q_head, kv_head = batch_and_heads(piece[6], shared.heads.q, shared.heads.group_size)
-        q_row = piece[7] * ROWS
-        kv_tiles = count_tiles(plan, CFG)[1]
-        visit = (shared.mask.lists, plan, num_masked_blocks(plan), shared.lengths.kv)
+        batch, q_head, kv_head = batch_and_heads(
+            tile.batch_head, shared.heads.q, shared.heads.group_size
+        )
+        q_row = tile.q_tile * ROWS
+        _, kv_tiles = count_tiles(tile.plan, CFG)
+        visit = Visit(shared.mask.lists, tile.plan, num_masked_blocks(tile.plan), shared.lengths.kv)
         _copy(dout_desc, shared.dout, slot, batch, q_head, q_row, 1)
         # queries come after the first keys: their memory holds dq of the last work tile to its end
         ahead = gl.minimum(kv_tiles, CFG.V_STAGES)
@@ -251,7 +261,7 @@ def _produce_dq(q_desc, dout_desc, k_desc, v_desc, shared, begun, CFG: gl.conste
         for kv_tile in range(ahead, kv_tiles):
             step = _copy_keys(k_desc, v_desc, shared, visit, batch, kv_head, kv_tile, step, CFG)
         slot += 1
-        piece = take(shared.work, slot, 1)
+        tile = take_work_tile(shared.work, slot, 1)
 
 
 @gluon.jit
@@ -325,21 +335,20 @@ def _consume_dq(dq_desc, lse_ptr, delta_ptr, score, shared, CFG: gl.constexpr):
     padded = padded_queries(lengths.q)
     step = 0
     slot = 0
-    piece = take(work, slot)
-    while piece[6] >= 0:
-        plan = VisitPlan(piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
-        batch, q_head, _ = batch_and_heads(piece[6], heads.q, heads.group_size)
-        q_start = piece[7] * ROWS
+    tile = take_work_tile(work, slot)
+    while tile.batch_head >= 0:
+        batch, q_head, _ = batch_and_heads(tile.batch_head, heads.q, heads.group_size)
+        q_start = tile.q_tile * ROWS
         q_index = q_start + offs
-        place = piece[6].to(gl.int64) * padded + q_index
+        place = tile.batch_head.to(gl.int64) * padded + q_index
         exist = q_index < padded
         shift = gl.load(lse_ptr + place, exist, other=float("inf"))
         delta = gl.load(delta_ptr + place, exist, other=0.0)
         bounds = row_bounds(
             position(q_index, lengths.q, lengths.kv), lengths.kv, band.left, band.right
         )
-        masked_tiles, kv_tiles = count_tiles(plan, CFG)
-        visit = (shared.mask.lists, plan, num_masked_blocks(plan), lengths.kv)
+        masked_tiles, kv_tiles = count_tiles(tile.plan, CFG)
+        visit = Visit(shared.mask.lists, tile.plan, num_masked_blocks(tile.plan), lengths.kv)
         dout = _await(shared.dout, slot, 1).load(operand)
         q_smem = _await(shared.q, slot, 1)
         own = OwnQueries(q_smem, dout, shift, delta, q_index, q_start, bounds)
@@ -376,7 +385,7 @@ def _consume_dq(dq_desc, lse_ptr, delta_ptr, score, shared, CFG: gl.constexpr):
         tma.store_wait(0)
         _free(shared.q, slot, 1)
         slot += 1
-        piece = take(work, slot)
+        tile = take_work_tile(work, slot)
 
 
 @gluon.jit(
@@ -426,10 +435,10 @@ def _attn_bwd_dq_sm90_kernel(
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
     shared = DqShared(mask, q_ring, dout_ring, k_ring, v_ring, work, lengths, heads, band)
-    schedule = (order_ptr, num_batch_heads, 1, dynamic, 0)
-    # as the scheduler warp of the forward knows them
-    find = (None, None, None, counter_ptr, schedule)
-    found = (mask, None, None, None, work, lengths, heads, band, None)
+    # the scheduler warp is that of the forward, of which it takes a part
+    schedule = Schedule(order_ptr, num_batch_heads, 1, dynamic, 0)
+    find = ProducerArgs(None, None, None, counter_ptr, schedule)
+    found = ForwardShared(mask, None, None, None, work, lengths, heads, band, None)
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [
