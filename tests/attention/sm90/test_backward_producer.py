@@ -1,4 +1,4 @@
-"""Ranks of the Hopper backward without a mask: waiting for a rank that no tile has is a deadlock."""
+"""Ranks of the Hopper backward without a mask: a tile that waits for one nobody has hangs."""
 
 import random
 

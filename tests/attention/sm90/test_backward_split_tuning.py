@@ -51,7 +51,7 @@ def test_a_visit_is_a_block_or_part_of_one():
         assert (config.BLOCK_Q, config.TILE_M, config.tile_n, config.parts) == (rows, 64, 64, 1)
 
 
-def test_sections():
+def test_raster_groups():
     # queries and output gradients of a head take 2 MiB
     assert attn_bwd_keys_section(problem()) == 8
     assert attn_bwd_keys_section(problem(max_q=16384)) == 2

@@ -70,9 +70,9 @@ def test_few_queries_are_left_to_smaller_tiles():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_narrow_key_blocks_have_two_kernels(deterministic):
-    for block, apart in ((None, False), ((64, 64), True), ((256, 64), True), ((64, 128), False)):
+    for block, split in ((None, False), ((64, 64), True), ((256, 64), True), ((64, 128), False)):
         masked = problem(mask_block=block, deterministic=deterministic)
-        assert attn_bwd_sm90_apart(masked) == apart
+        assert attn_bwd_sm90_apart(masked) == split
         assert attn_bwd_sm90_passed_over(masked) is None
 
 
@@ -107,7 +107,7 @@ def test_what_describes_steps_outlives_them():
 
 
 @pytest.mark.parametrize(
-    "tokens, changes, section",
+    "tokens, changes, raster_group",
     [
         # queries, gradients and sums of a head take 4 MiB at 4096 tokens
         (4096, {}, 4),
@@ -117,7 +117,7 @@ def test_what_describes_steps_outlives_them():
         (16, {"heads_q": 2, "heads_kv": 2}, 2),
         (16384, {"deterministic": True}, 3),
         (65536, {"deterministic": True}, 1),
-        # two tiles of keys for each SM, of up to 64 MiB, two planes
+        # two KV tiles for each SM, of up to 64 MiB, two heads
         (2048, {"banded": True}, 16),
         (4096, {"banded": True}, 8),
         (16384, {"banded": True}, 2),
@@ -135,12 +135,14 @@ def test_what_describes_steps_outlives_them():
         (32768, {"banded": True, "deterministic": True, "heads_kv": 4}, 2),
     ],
 )
-def test_sections(tokens, changes, section):
-    assert attn_bwd_sm90_section(problem(max_q=tokens, max_k=tokens, **changes)) == section
+def test_raster_groups(tokens, changes, raster_group):
+    assert attn_bwd_sm90_section(problem(max_q=tokens, max_k=tokens, **changes)) == raster_group
 
 
-@pytest.mark.parametrize("tokens, section, parts", [(4096, 4, 1), (16384, 2, 1), (65536, 1, 4)])
-def test_sections_of_planned_turns(tokens, section, parts):
+@pytest.mark.parametrize(
+    "tokens, raster_group, parts", [(4096, 4, 1), (16384, 2, 1), (65536, 1, 4)]
+)
+def test_raster_groups_of_planned_ranks(tokens, raster_group, parts):
     planned = problem(max_q=tokens, deterministic=True, mask_block=(128, 128), heads_kv=4)
-    assert attn_bwd_sm90_section(planned) == section
-    assert attn_bwd_sm90_front(planned, section) == parts
+    assert attn_bwd_sm90_section(planned) == raster_group
+    assert attn_bwd_sm90_front(planned, raster_group) == parts

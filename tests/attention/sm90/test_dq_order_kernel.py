@@ -1,4 +1,4 @@
-"""When columns of a mask visit query blocks: the same ones, at times when no other column is there."""
+"""When columns of a mask visit query blocks: the same ones, at times when they are free."""
 
 import itertools
 import random

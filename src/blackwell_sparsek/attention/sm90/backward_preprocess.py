@@ -128,7 +128,7 @@ def launch_attn_bwd_preprocess(
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> None:
-    """Fill lse_log2, delta fp32 [B * H, rows], zero sums fp32 [B * H, rows, 64 | 128] or semaphores.
+    """Fill lse_log2, delta fp32 [B * H, rows]; zero sums fp32 [B * H, rows, D] or semaphores.
 
     Rows are the queries padded to a multiple of 64; semaphores are int32 [B * H, rows / 64, 2].
     With semaphores, sums stay as they are; without sums there are none. The others are as for

@@ -247,13 +247,12 @@ def _produce_dq(q_desc, dout_desc, k_desc, v_desc, shared, begun, CFG: gl.conste
     tile = take_work_tile(shared.work, slot, 1)
     while tile.batch_head >= 0:
         mbarrier.arrive(begun, count=1)
-        plan = tile.plan
         batch, q_head, kv_head = batch_and_heads(
             tile.batch_head, shared.heads.q, shared.heads.group_size
         )
         q_row = tile.q_tile * ROWS
-        _, kv_tiles = count_tiles(plan, CFG)
-        visit = Visit(shared.mask.lists, plan, num_masked_blocks(plan), shared.lengths.kv)
+        _, kv_tiles = count_tiles(tile.plan, CFG)
+        visit = Visit(shared.mask.lists, tile.plan, num_masked_blocks(tile.plan), shared.lengths.kv)
         _copy(dout_desc, shared.dout, slot, batch, q_head, q_row, 1)
         # queries come after the first keys: their memory holds dq of the last work tile to its end
         ahead = gl.minimum(kv_tiles, CFG.V_STAGES)
@@ -339,7 +338,6 @@ def _consume_dq(dq_desc, lse_ptr, delta_ptr, score, shared, CFG: gl.constexpr):
     slot = 0
     tile = take_work_tile(work, slot)
     while tile.batch_head >= 0:
-        plan = tile.plan
         batch, q_head, _ = batch_and_heads(tile.batch_head, heads.q, heads.group_size)
         q_start = tile.q_tile * ROWS
         q_index = q_start + offs
@@ -350,8 +348,8 @@ def _consume_dq(dq_desc, lse_ptr, delta_ptr, score, shared, CFG: gl.constexpr):
         bounds = row_bounds(
             position(q_index, lengths.q, lengths.kv), lengths.kv, band.left, band.right
         )
-        masked_tiles, kv_tiles = count_tiles(plan, CFG)
-        visit = Visit(shared.mask.lists, plan, num_masked_blocks(plan), lengths.kv)
+        masked_tiles, kv_tiles = count_tiles(tile.plan, CFG)
+        visit = Visit(shared.mask.lists, tile.plan, num_masked_blocks(tile.plan), lengths.kv)
         dout = _await(shared.dout, slot, 1).load(operand)
         q_smem = _await(shared.q, slot, 1)
         own = OwnQueries(q_smem, dout, shift, delta, q_index, q_start, bounds)
@@ -438,8 +436,8 @@ def _attn_bwd_dq_sm90_kernel(
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
     shared = DqShared(mask, q_ring, dout_ring, k_ring, v_ring, work, lengths, heads, band)
+    # the scheduler warp is that of the forward, of which it takes a part
     schedule = Schedule(order_ptr, num_batch_heads, 1, dynamic, 0)
-    # as the scheduler warp of the forward knows them
     find = ProducerArgs(None, None, None, counter_ptr, schedule)
     found = ForwardShared(mask, None, None, None, work, lengths, heads, band, None)
     # the first role runs in the warps of the launch, the others in warps of their own

@@ -379,11 +379,11 @@ def make_backward_config(
 class AttnBwdDqSm90Config:
     """Everything the dq kernel of the split backward is specialised on. Sizes in elements.
 
-    A warp group keeps 64 queries and walks over tiles of TILE_N keys; BLOCK_KV, a multiple of that,
-    is the block of the mask. TILE_D and TILE_DV are the head dims in shared memory, beyond which
-    TMA fills zeros. K_STAGES tiles of keys and V_STAGES of values are in flight: keys are needed
-    for a step longer. The kernel is compiled for MAX_REGISTERS per thread; producer and scheduler
-    warp leave all but PRODUCER_REGISTERS to the warp group that computes.
+    A warp group keeps 64 queries and walks over tiles of TILE_N keys; BLOCK_KV, a multiple of
+    that, is the key block of the mask. TILE_D and TILE_DV are the head dims in shared memory,
+    beyond which TMA fills zeros. K_STAGES tiles of keys and V_STAGES of values are in flight: keys
+    are needed for a step longer. The kernel is compiled for MAX_REGISTERS per thread; producer and
+    scheduler warp leave all but PRODUCER_REGISTERS to the warp group that computes.
     """
 
     TILE_N: int

@@ -224,7 +224,7 @@ def program_tiles(
     batch_heads, entries, device = batch * heads, groups.queue.numel(), lanes.device
 
     def of_batch_heads(x: torch.Tensor) -> torch.Tensor:
-        """Numbers of the queue, by (batch, head) and column: those of a mask for all that share it."""
+        """Numbers of the queue by (batch, head) and column: one mask serves all who share it."""
         by_column = torch.empty_like(x)
         by_column[groups.queue.long()] = x
         by_column = by_column.view(mask.batch, entries // max(mask.batch * nb, 1), nb)

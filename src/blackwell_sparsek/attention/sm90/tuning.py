@@ -201,21 +201,22 @@ def attn_fwd_sm90_section(problem: AttnProblem, band: Band = EVERYTHING) -> int:
     return min(heads * group, batch_heads)
 
 
-# (problem) -> tiles and order of the Hopper backward, and the reasons why it cannot run.
+# The backward: tiles, raster groups, and the reasons why it cannot run.
 
 # Key blocks that a tile of 64 or 128 keys lies within.
 KEY_BLOCKS = (64, 128, 256)
-# Of the L2 of H100 and H200, what the planes of a section take.
-BACKWARD_SECTION_BYTES = 16 * 2**20
-# Under a band, whose pieces are uneven: planes that run together at least, tiles of keys for each
-# SM that they should have, and how many times more bytes they may take for that.
-UNEVEN, UNEVEN_PIECES, UNEVEN_BYTES = 2, 2, 4
-# Planes of one head that run together where tiles of keys are many, and in order.
-LONG_PLANES = 8
-# How many times more bytes of planes run together where dq is added up in order, and where
-# turns are planned besides.
+# Of the L2 of H100 and H200, what the heads of a raster group take: queries, output gradients, and
+# dq sums where there are any.
+BACKWARD_GROUP_BYTES = 16 * 2**20
+# Under a band, whose work tiles are uneven: (batch, head) that run together at least, KV tiles for
+# each SM that they should have, and how many times more bytes they may take for that.
+UNEVEN, UNEVEN_TILES, UNEVEN_BYTES = 2, 2, 4
+# With one query head for each KV head, (batch, head) that run together where KV tiles are many and
+# dq is accumulated in order.
+LONG_GROUP = 8
+# How many times more bytes run together where dq is accumulated in order, and where ranks are
+# planned besides.
 ORDERED, PLANNED = 3, 2
-# Below this many queries a tile of 64 or 128 is mostly padding.
 
 
 def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
@@ -237,11 +238,11 @@ def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
 
 
 def attn_bwd_sm90_apart(problem: AttnProblem) -> bool:
-    """Whether queries have a kernel of their own: seven products instead of five, and no sums of dq
-    in memory, which a tile of 64 keys needs as many of as one of 128.
+    """Whether to split the backward, dk/dv and dq by a kernel each: seven products instead of five,
+    and no dq sums in memory, of which a tile of 64 keys needs as many as one of 128.
 
     Time of one kernel over that of two, D128: 22 % of 16k tokens 1.10, 5 % of 64k tokens 1.17; D64:
-    1.06, 1.08 by the halves. In order one kernel takes 1.44 and 1.30 times as long as in any.
+    1.06, 1.08 by the halves. Ordered, one kernel takes 1.44 and 1.30 times as long as in any order.
     """
     return problem.mask_block is not None and problem.mask_block[1] == 64
 
@@ -256,54 +257,53 @@ def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
 
 
 def attn_bwd_sm90_section(problem: AttnProblem) -> int:
-    """KV planes that run together: those whose queries, gradients and sums of dq stay in L2.
+    """Raster group: (batch, KV head) that run together, whose queries, gradients and dq sums stay
+    in L2.
 
-    More where a band makes pieces uneven, which fill the SMs while the longest end. us with a
-    causal band by MiB of a plane and planes of a section: 16 MiB of 32 tiles, 1, 2, 4 and 8 planes
-    900, 830, 601, 626; 32 MiB of 64, 2605, 2185, 2220, 2255; 64 MiB of 128, 9800, 9580, 9350, 9590;
-    8 MiB of 64, 1200, 1133, 1098, 1096; 4 MiB of 32, 4, 8 and 16 planes 1230, 1208, 1201.
-    In order, planes of several heads need as many pieces, whatever they take (in the order above,
-    2, 4 and 8 planes 906, 729, 667; 2545, 2376, 2423; 9228, 10343, 9941), and those of one head few
-    bytes: their tiles of keys begin one after the other, and the more planes the further apart (16
-    MiB of 128, 1, 2, 4 and 8 planes 4774, 4705, 5323, 7266) until they all begin at the end (64 MiB
-    of 512, 2 and 4 planes 19998, 18632). Without a band more, since only tiles
-    of one plane wait for each other; under a mask heads of a plane are read one after the other
-    (TFLOP/s: 16 MiB a head, 2 and 3 planes of one head 520, 504; 1 and 2 of four heads 467, 523).
+    More where a band makes work tiles uneven: they fill the SMs while the longest end. us with a
+    causal band by MiB of a KV head and size of the group: 16 MiB of 32 tiles, groups of 1, 2, 4 and
+    8 900, 830, 601, 626; 32 MiB of 64, 2605, 2185, 2220, 2255; 64 MiB of 128, 9800, 9580, 9350,
+    9590; 8 MiB of 64, 1200, 1133, 1098, 1096; 4 MiB of 32, groups of 4, 8 and 16 1230, 1208, 1201.
+    Ordered, KV heads with several query heads need as many work tiles, whatever they take (cases as
+    above, groups of 2, 4 and 8 906, 729, 667; 2545, 2376, 2423; 9228, 10343, 9941), and those with
+    one few bytes: their KV tiles begin one after the other, and the larger the group the further
+    from each other (16 MiB of 128, groups of 1, 2, 4 and 8 4774, 4705, 5323, 7266) until they all
+    begin at the end (64 MiB of 512, groups of 2 and 4 19998, 18632). Without a band more, since
+    only tiles of one (batch, head) wait for each other; under a mask the query heads of a KV head
+    are read one after the other (TFLOP/s: 16 MiB a head, groups of 2 and 3 with one query head 520,
+    504; of 1 and 2 with four 467, 523).
     """
-    group = problem.heads_q // problem.heads_kv
+    group_size = problem.heads_q // problem.heads_kv
     masked, ordered = problem.mask_block is not None, problem.deterministic
 
-    def within(times: int, heads: int = group) -> int:
-        bytes_of_plane = _row_bytes(problem) * problem.max_q * heads
-        return times * BACKWARD_SECTION_BYTES // max(bytes_of_plane, 1)
+    def within(times: int, heads: int = group_size) -> int:
+        head_bytes = _row_bytes(problem) * problem.max_q * heads
+        return times * BACKWARD_GROUP_BYTES // max(head_bytes, 1)
 
     tiles = cdiv(max(problem.max_k, 1), attn_bwd_sm90_config(problem).tile_n)
-    filling = max(round(UNEVEN_PIECES * problem.arch.num_sms / tiles), UNEVEN)
+    filling = max(round(UNEVEN_TILES * problem.arch.num_sms / tiles), UNEVEN)
     if masked:
-        section = within(PLANNED, heads=1) if ordered else within(1)
+        group = within(PLANNED, heads=1) if ordered else within(1)
     elif not problem.banded:
-        section = within(ORDERED if ordered else 1)
+        group = within(ORDERED if ordered else 1)
     elif not ordered:
-        section = max(within(1), min(filling, within(UNEVEN_BYTES)), UNEVEN)
-    elif group > 1:
-        section = filling
+        group = max(within(1), min(filling, within(UNEVEN_BYTES)), UNEVEN)
+    elif group_size > 1:
+        group = filling
     else:
         long = tiles > ORDERED_TILES * problem.arch.num_sms
-        section = LONG_PLANES if long else within(1)
-    return max(min(section, problem.batch * problem.heads_kv), 1)
+        group = LONG_GROUP if long else within(1)
+    return max(min(group, problem.batch * problem.heads_kv), 1)
 
 
-def attn_bwd_sm90_front(problem: AttnProblem, section: int) -> int:
-    """Parts of the queries that tiles of keys go through together, where turns are planned.
+def attn_bwd_sm90_front(problem: AttnProblem, raster_group: int) -> int:
+    """Parts of the queries that KV tiles go through together, where ranks are planned.
 
-    TFLOP/s in order with 1 and 4 parts, blocks of 128: 22 % of 16k tokens, 16 MiB a head and two
+    Ordered TFLOP/s with 1 and 4 parts, blocks of 128: 22 % of 16k tokens, 16 MiB a head and two
     heads at a time 520, 483; 5 % of 64k tokens, 64 MiB a head 453, 498.
     """
-    return (
-        1
-        if section * _row_bytes(problem) * problem.max_q <= PLANNED * BACKWARD_SECTION_BYTES
-        else 4
-    )
+    running_bytes = raster_group * _row_bytes(problem) * problem.max_q
+    return 1 if running_bytes <= PLANNED * BACKWARD_GROUP_BYTES else 4
 
 
 def _row_bytes(problem: AttnProblem) -> int:
@@ -311,21 +311,19 @@ def _row_bytes(problem: AttnProblem) -> int:
     return (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + problem.head_dim * 4
 
 
-# (problem) -> tiles and order of the Hopper backward in two kernels.
-
-# Of the L2 of H100 and H200, what queries and output gradients of a section take.
+# The split backward.
 
 
 @lru_cache(maxsize=1024)
 def attn_bwd_keys_config(problem: AttnProblem) -> AttnBwdSm90Config:
-    """Tiles of the kernel of keys and values."""
+    """Tiles of the split dk/dv kernel."""
     assert problem.mask_block is not None
     return make_dkdv_config(*_tiles(problem), problem.mask_block)
 
 
 @lru_cache(maxsize=1024)
 def attn_bwd_queries_config(problem: AttnProblem) -> AttnBwdDqSm90Config:
-    """Tiles of the kernel of queries."""
+    """Tiles of the split dq kernel."""
     assert problem.mask_block is not None
     return make_dq_config(*_tiles(problem), problem.mask_block[1])
 
@@ -335,9 +333,8 @@ def _tiles(problem: AttnProblem) -> tuple[int, int]:
 
 
 def attn_bwd_keys_section(problem: AttnProblem) -> int:
-    """KV planes that run together: those whose queries and output gradients stay in L2."""
+    """Raster group: (batch, KV head) whose queries and output gradients stay in L2 together."""
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    group = problem.heads_q // problem.heads_kv
-    planes = problem.batch * problem.heads_kv
-    section = BACKWARD_SECTION_BYTES // max(row_bytes * problem.max_q * group, 1)
-    return min(max(section, 1), max(planes, 1))
+    group_size = problem.heads_q // problem.heads_kv
+    group = BACKWARD_GROUP_BYTES // max(row_bytes * problem.max_q * group_size, 1)
+    return min(max(group, 1), max(problem.batch * problem.heads_kv, 1))

@@ -75,7 +75,7 @@ class KeyGradients(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Queries and output gradients, or keys and values, of one (batch, head): [*, D] and [*, Dv]."""
+    """Queries and output gradients, or keys and values, of one (batch, head)."""
 
     x: Any
     y: Any

@@ -109,6 +109,7 @@ def _arguments(call: Call, kernel: str) -> dict[str, Any]:
         # the lists carry the side of a block that the kernel's own tile lies in
         lists = MaskLists(*(torch.int32,) * 5, call.block_size[owner])
         block = call.block_size[1 - owner]
+    own: dict[str, Any]
     if kernel == "dq":
         own = {"dq_ptr": call.dtype, "BLOCK_KV": block}
         layout = AttnBwdStrides(query, key, key, query, dq=query)

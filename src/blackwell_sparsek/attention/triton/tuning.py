@@ -1,8 +1,9 @@
-"""(architecture, problem) -> tiles of the portable backward kernels of attention.
+"""(architecture, problem) -> tiles of the portable attention kernels.
 
-Tiles may not depend on a length, a window or the content of a mask, as in `attention.py`. The dQ
-kernel keeps one sum of TILE_M rows, the dK/dV kernel two of TILE_N rows, which fill half of the
-registers by themselves; `testing.compile_only` shows registers and spills.
+Tiles may not depend on a length, a window or the content of a mask: changing those must compile
+nothing. Each choice is the largest tile that compiles without spills, unless it says otherwise;
+`testing.compile_only` shows registers and shared memory. The dQ kernel keeps one sum of TILE_M
+rows, the dK/dV kernel two of TILE_N rows, which fill half of the registers by themselves.
 """
 
 from dataclasses import dataclass
@@ -12,14 +13,12 @@ from typing import NamedTuple
 from ...calls.attention import AttnProblem
 from ...dispatch.tuned import tuned_tile
 
-# What a launch of an attention kernel is made of, besides its tensors.
-
 PRECISIONS = ("ieee", "tf32")
 
 
 @dataclass(frozen=True)
 class AttnFwdConfig:
-    """Tiles and launch options of the forward kernel.
+    """Tiles and launch options of the forward kernel: what a launch needs besides its tensors.
 
     Parameters
     ----------
@@ -44,14 +43,8 @@ class AttnFwdConfig:
 
 
 class AttnBwdConfig(AttnFwdConfig):
-    """The same for one kernel of the backward pass."""
+    """The same for a kernel of the backward pass."""
 
-
-# (architecture, problem) -> tiles of the attention kernels. Pure functions; nothing is timed.
-#
-# Tiles may not depend on a length, a window or the content of a mask: changing those must compile
-# nothing. Each choice is the largest tile that compiles without spills; `testing.compile_only`
-# shows registers and shared memory.
 
 # GPUs whose programs get 160 KiB of shared memory and more; all others have 99 KiB.
 LARGE_SMEM = (80, 87, 90, 100, 101, 103, 110)
