@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""BSR times dense on Hopper: out = activation(A @ X + bias) + residual, with TMA, WGMMA, warp roles.
+"""BSR times dense on Hopper: out = activation(A @ X + bias) + residual, with TMA and WGMMA.
 
 A is block-sparse [M, K], X dense [K, N], out [M, N]. X and out may each lie transposed in memory
 ([N, K], [N, M]), and A may be read through the metadata of its transpose.
@@ -13,8 +13,8 @@ multiplied with every row of its block. While the consumers store a tile, the ri
 the next one.
 
 With PAIRED, two programs form a cluster and share copies of X by TMA multicast. What limits the
-product of 64-row blocks is the bandwidth from L2 to shared memory, and a multicast copy that two SMs
-receive is read once. The two programs take the two rows of a pair with many columns in common
+product of 64-row blocks is the bandwidth from L2 to shared memory, and a multicast copy to two SMs
+is read once. The two programs take the two rows of a pair with many columns in common
 (`row_pairs.py`) and the same panel. Where both rows have a block, each program copies half of the
 columns of X to both; after that each copies the blocks that only its own row has. Both go through
 their rings in step: a stage is free once both have released it, and the stages that only the longer
@@ -368,7 +368,7 @@ def _halves(x):
 
 @gluon.jit
 def _store_chunk(acc, row, col, slot, output, out_smem, epilogue, CFG: gl.constexpr):
-    """Finish and store [64, out_chunk] sums of a tile; a partial sum goes to its slot unfinished."""
+    """Finish and store sums [64, out_chunk]; a partial sum goes to its slot unfinished."""
     chunk: gl.constexpr = CFG.out_chunk
     layout: gl.constexpr = CFG.accumulator_layout(chunk)
     activation: gl.constexpr = CFG.ACTIVATION

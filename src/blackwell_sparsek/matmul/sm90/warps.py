@@ -5,10 +5,11 @@ A is block-sparse [M, K] in blocks of 16 x 16, given as fragments (`layouts.py`)
 contiguous rows; out is [M, N] or lies transposed in memory.
 
 WGMMA multiplies 64 rows at a time, so with blocks this low most of what it multiplies would be
-zeros. Here the work is one block row per warp: each of 16 warps multiplies only its own blocks, with
-one `mma.sync.m16n8k16` for 8 columns. X passes densely through a ring of chunks that all warps read,
-filled by a producer warp: what is fetched meets 256 rows. A warp walks its own list of blocks, moves
-on to the next chunk when a block lies there, and waits for no other warp (`device/gluon/warps.py`).
+zeros. Here the work is one block row per warp: each of 16 warps multiplies only its own blocks,
+with one `mma.sync.m16n8k16` for 8 columns. X passes densely through a ring of chunks that all warps
+read, filled by a producer warp: what is fetched meets 256 rows. A warp walks its own list of
+blocks, moves on to the next chunk when a block lies there, and waits for no other warp
+(`device/gluon/warps.py`).
 
 The kernel is persistent: one program per SM computes every num_programs-th work tile, 256 rows by
 128 columns. Rows of about the same length are neighbours, so that all warps finish a tile at about
@@ -277,8 +278,8 @@ def _multiply_row(begin, end, place, bars, lists, x_tiles, CFG: gl.constexpr):
     left = gl.zeros([tile_m, HALF], gl.float32, layout)
     right = gl.zeros([tile_m, HALF], gl.float32, layout)
     lane = lane_number()
-    # Thread i holds the column of block i of the next 32. Nothing may touch what is loaded before it
-    # is needed: the warp would stall on the load for thousands of cycles.
+    # Thread i holds the column of block i of the next 32. Nothing may touch what is loaded before
+    # it is needed: the warp would stall on the load for thousands of cycles.
     next_cols = gl.load(cols_ptr + begin + lane, mask=begin + lane < end, other=0)
     ahead = ()
     for u in gl.static_range(ahead_count):
