@@ -70,11 +70,11 @@ def interpreted():
 def choosing_with(monkeypatch):
     """Have products of blocks chosen as with some release of Triton, whichever is installed."""
     from blackwell_sparsek.core import compat
-    from blackwell_sparsek.matmul import dense
+    from blackwell_sparsek.matmul import choice
     from blackwell_sparsek.matmul.sm90.tuning import narrow_sm90_config, strips_config
 
-    kept = (narrow_sm90_config, strips_config, dense._sm90_for_triton)
-    kept += (dense._sm90_for_dense, dense._triton_for_dense)
+    kept = [narrow_sm90_config, strips_config]
+    kept += [x for x in vars(choice).values() if hasattr(x, "cache_clear")]
 
     def forget():
         for answers in kept:

@@ -219,7 +219,7 @@ def test_auto_takes_the_dense_product_where_its_estimate_is_lower(
     monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
     decision = matmul_dispatch.decide("auto", problem)
     assert decision.chosen == chosen
-    assert matmul_dispatch._first("auto", problem).name == chosen
+    assert matmul_dispatch.choose("auto", problem).name == chosen
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,6 @@ def test_auto_counts_only_on_what_this_triton_builds(
     for release, chosen in ((WARPS_TRITON, parting), ((3, 99), other)):
         choosing_with(release)
         assert matmul_dispatch.decide("auto", problem).chosen == chosen
-        assert matmul_dispatch._first("auto", problem).name == chosen
 
 
 def test_both_estimates_are_in_the_reasons(monkeypatch, choosing_with):

@@ -5,7 +5,7 @@ import torch
 
 from blackwell_sparsek.matmul import estimate
 from blackwell_sparsek.matmul.api import matmul
-from blackwell_sparsek.matmul.sm90 import route as bsr_sm90
+from blackwell_sparsek.matmul.sm90 import spmm_launch as bsr_sm90
 from blackwell_sparsek.sparse.matrix import BSRMatrix
 from blackwell_sparsek.testing.poison import poisoned_empty
 

@@ -1,4 +1,4 @@
-"""Configuration of the Hopper attention forward: tiles, rings, and what follows from them."""
+"""Configurations of the Hopper attention kernels: tiles, rings, and what follows from them."""
 
 from dataclasses import dataclass
 
@@ -6,68 +6,76 @@ from ...launch.descriptors import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
 # More stages than this hide nothing further: a producer is never that far ahead.
 MOST_STAGES = 4
-# What it takes to put together parts of a softmax that programs share, in KV tiles.
-MEETING_TILES = 2
+# What it takes to combine the parts of a softmax that programs share, in KV tiles.
+COMBINE_TILES = 2
 
 
 @dataclass(frozen=True)
 class AttnFwdSm90Config:
-    """Everything the kernel is specialised on. Sizes in elements.
+    """Everything the kernel is specialised on; sizes in elements.
 
-    CONSUMERS warp groups take 64 queries each and read the same KV tiles of TILE_N keys. UNIT is
-    the number of neighbouring keys a visit is made of: TILE_N when dense, else the block of the
-    mask; smaller units are packed into one tile. TILE_D and TILE_DV are the head dims in shared
-    memory, beyond which TMA fills zeros. Q_STAGES of 2 fetches the queries of the next piece of
-    work, and with them its first keys, while this one is still being computed. HALF_TILES
-    leaves out 64 keys of a piece's first and last tile where its queries see none of them, as in
-    every second piece where queries see up to themselves. With SHARED_TAIL programs share the tiles
-    of the last pieces, if those are too few for all. OVERLAP starts before the kernel in front has
-    ended. With TURNS one consumer after the other issues its products. AHEAD claims and announces a
-    piece while the one before is fetched, which costs balance where pieces differ. ABSENT lets
-    consumers without queries pass a piece by. With a SCOUT a warp of its own looks up pieces of
-    work, and keys are fetched before the values of the tile before. With Q_REGISTERS consumers keep
-    their queries in registers.
-
-    The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them:
-    CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for producer and scout.
+    It is compiled for MAX_REGISTERS per thread; the roles then trade them.
     """
 
     CONSUMERS: int
+    """Warp groups that take 64 queries each and read the same KV tiles."""
     TILE_N: int
+    """Keys of a KV tile."""
     TILE_D: int
+    """Head dim of queries and keys in shared memory, beyond which TMA fills zeros."""
     TILE_DV: int
+    """The same of values."""
     STAGES: int
-    UNIT: int
+    """KV tiles in flight."""
+    BLOCK_KV: int
+    """Keys of a block of the mask, several of which share a tile if they are small; else TILE_N."""
     CONSUMER_REGISTERS: int
+    """Registers per thread of a consumer."""
     PRODUCER_REGISTERS: int
+    """Those of the producer and of the scheduler warp."""
     MAX_REGISTERS: int
+    """Those that every thread starts with."""
     Q_STAGES: int = 1
+    """2 fetches the queries and first keys of the next work tile while this one is computed."""
     HALF_TILES: bool = False
-    SHARED_TAIL: bool = False
-    OVERLAP: bool = False
-    TURNS: bool = False
-    AHEAD: bool = False
-    ABSENT: bool = False
-    SCOUT: bool = False
+    """Leave out 64 keys of a work tile's first and last KV tile where its queries see none of them,
+    as in every second work tile where queries see up to themselves."""
+    SPLIT_TAIL: bool = False
+    """Programs share the KV tiles of the last work tiles, if those are too few for all."""
+    PDL: bool = False
+    """Programmatic dependent launch: start before the kernel in front has ended."""
+    PING_PONG: bool = False
+    """One consumer after the other issues its products."""
+    CLAIM_AHEAD: bool = False
+    """Claim and announce a work tile while the one before is fetched; costs balance where they
+    differ."""
+    SKIP_ABSENT: bool = False
+    """Consumers without queries skip the KV tiles of a work tile."""
+    SCHEDULER_WARP: bool = False
+    """A warp of its own looks up work tiles, and keys are fetched before the values of the tile
+    before."""
     Q_REGISTERS: bool = False
+    """Consumers keep their queries in registers."""
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
         assert self.TILE_D in (64, 128) and self.TILE_DV in (64, 128), f"{self=}"
-        assert self.UNIT % self.TILE_N == 0 or self.TILE_N % self.UNIT == 0, f"{self.UNIT=}"
+        assert self.BLOCK_KV % self.TILE_N == 0 or self.TILE_N % self.BLOCK_KV == 0, (
+            f"{self.BLOCK_KV=}"
+        )
         assert self.STAGES >= 2, f"{self.STAGES=}"
-        assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
-        assert not (self.HALF_TILES and self.SHARED_TAIL), f"{self=}"
+        assert not self.HALF_TILES or self.TILE_N == self.BLOCK_KV == 128, f"{self=}"
+        assert not (self.HALF_TILES and self.SPLIT_TAIL), f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
-        assert not self.AHEAD or (self.Q_STAGES == 2 and not self.SHARED_TAIL), f"{self=}"
-        # a scout finds no shares of pieces, and does not wait for the kernel in front
-        alone = self.CONSUMERS < 3 and not (self.SHARED_TAIL or self.OVERLAP or self.AHEAD)
-        assert not self.SCOUT or alone, f"{self=}"
+        assert not self.CLAIM_AHEAD or (self.Q_STAGES == 2 and not self.SPLIT_TAIL), f"{self=}"
+        # a scheduler warp finds no shares of the tail, and does not wait for the kernel in front
+        alone = self.CONSUMERS < 3 and not (self.SPLIT_TAIL or self.PDL or self.CLAIM_AHEAD)
+        assert not self.SCHEDULER_WARP or alone, f"{self=}"
 
     @property
     def tile_m(self) -> int:
-        """Queries of a piece of work."""
+        """Queries of a work tile."""
         return GROUP_ROWS * self.CONSUMERS
 
     @property
@@ -107,21 +115,22 @@ class AttnFwdSm90Config:
     @property
     def parts(self) -> int:
         """Copies that fill one KV tile."""
-        return max(1, self.TILE_N // self.UNIT)
+        return max(1, self.TILE_N // self.BLOCK_KV)
 
     @property
     def part_rows(self) -> int:
         """Keys of one such copy."""
-        return min(self.UNIT, self.TILE_N)
+        return min(self.BLOCK_KV, self.TILE_N)
 
-    def shared_tail(self, pieces: int, programs: int, kv_tiles: int) -> int:
-        """KV tiles that each program has of the last pieces of work, 0 if they are not shared.
+    def tail_share(self, work_tiles: int, programs: int, kv_tiles: int) -> int:
+        """KV tiles that each program has of the last work tiles, 0 if those are not split.
 
-        Those are the pieces, of `kv_tiles` each, that are left over when all programs took as many.
+        Those are the work tiles, of `kv_tiles` each, that are left over when all programs took as
+        many.
         """
-        rounds, left_over = divmod(pieces, programs)
+        rounds, left_over = divmod(work_tiles, programs)
         share = -(-left_over * kv_tiles // programs)
-        worth = self.SHARED_TAIL and rounds > 0 and kv_tiles - share >= MEETING_TILES
+        worth = self.SPLIT_TAIL and rounds > 0 and kv_tiles - share >= COMBINE_TILES
         return share if worth else 0
 
     def q_block(self) -> tuple[int, int, int, int]:
@@ -156,8 +165,8 @@ def make_forward_config(
 ) -> AttnFwdSm90Config:
     """The configuration with so many consumers; `block_kv` is the mask's, None without one.
 
-    `banded`: a band cuts off keys. `long`: pieces of work are long enough to share them, and for
-    consumers without queries to pass them by.
+    `banded`: a band cuts off keys. `long`: work tiles are long enough to split the last ones, and
+    for consumers without queries to skip them.
     """
     dense = block_kv is None and not packed
     masked = block_kv is not None and not packed
@@ -165,36 +174,38 @@ def make_forward_config(
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
     # at 64 dims the code for it takes registers that the loop needs
     wide = max(tile_d, tile_dv) > 64
-    shared_tail = dense and long and wide and not banded and consumers == 2
+    split_tail = dense and long and wide and not banded and consumers == 2
     # Finding blocks, sequences or shares takes the producer more registers than counting tiles;
     # they come from the consumers. Three consumers need few: their head dims are 64 at the most.
-    searches = not dense or shared_tail
+    searches = not dense or split_tail
     producer = 32 if consumers == 3 else 40 if searches or consumers == 1 else 24
     stages = stages_that_fit(consumers, tile_n, tile_d, tile_dv)
     # A second buffer of queries where it costs no keys, which is but for one consumer of 128 dims.
-    # Units that share a tile leave consumers no register for it.
+    # Blocks that share a tile leave consumers no register for it.
     ahead = stages_that_fit(consumers, tile_n, tile_d, tile_dv, q_stages=2) == stages
     ahead = ahead and (block_kv is None or block_kv >= tile_n)
+    claim_ahead = dense and ahead and not split_tail and consumers < 3
+    claim_ahead = claim_ahead and banded == (consumers == 1)
     return AttnFwdSm90Config(
         CONSUMERS=consumers,
         TILE_N=tile_n,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=stages,
-        UNIT=tile_n if block_kv is None else block_kv,
+        BLOCK_KV=tile_n if block_kv is None else block_kv,
         CONSUMER_REGISTERS=160 if consumers == 3 else 232 if producer == 40 else 240,
         PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168 if consumers == 2 else 128,
         Q_STAGES=2 if ahead else 1,
         # packed sequences were not tried
         HALF_TILES=dense and banded and tile_n == 128,
-        SHARED_TAIL=shared_tail,
+        SPLIT_TAIL=split_tail,
         # small problems, whose start is much of their time
-        OVERLAP=consumers == 1 and block_kv is None,
-        TURNS=consumers == 3,
-        AHEAD=dense and ahead and not shared_tail and banded == (consumers == 1) and consumers < 3,
-        ABSENT=consumers == 3 and (banded or packed or long),
-        SCOUT=masked,
+        PDL=consumers == 1 and block_kv is None,
+        PING_PONG=consumers == 3,
+        CLAIM_AHEAD=claim_ahead,
+        SKIP_ABSENT=consumers == 3 and (banded or packed or long),
+        SCHEDULER_WARP=masked,
         # two consumers with mask code have no registers for them
         Q_REGISTERS=masked and consumers == 1 and min(tile_d, tile_dv) > 64,
     )
@@ -212,13 +223,14 @@ def stages_that_fit(
     return min(MOST_STAGES, elements // (tile_n * (tile_d + tile_dv)))
 
 
-# Configuration of the Hopper attention backward: tiles, rings, and what follows from them.
+# The backward: tiles, rings, and what follows from them.
 
-# Steps whose places are kept in shared memory: more than a producer is ever ahead of the writer.
+# Steps whose descriptions are kept in shared memory: a producer is never that far ahead of the
+# writer.
 INFO_DEPTH = 8
 # What queries are padded to: the tallest tile.
 QUERY_PADDING = 128
-# Tiles of keys for each program up to which they begin one after the other where sums are in order:
+# KV tiles for each program up to which they begin one after the other with ordered accumulation:
 # 32k tokens take 8.53 ms so and 9.27 side by side, 64k tokens 20.6 and 18.6.
 ORDERED_TILES = 2
 # How the sums of a [64, 64] tile of dq lie in memory: that many rows of one swizzle each.
@@ -229,17 +241,17 @@ SUM_ROWS, SUM_COLUMNS = 128, 32
 class AttnBwdSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
-    CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; one
-    alone leaves out dq (`bwd_sm90_keys`). UNIT is the number of neighbouring queries a visit is
-    made of, and that take turns together: the block of the mask; when dense TILE_M, or two of them
-    in order. Smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when
+    CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; a single
+    one leaves out dq (`backward_split`). BLOCK_Q neighbouring queries are visited together and have
+    one semaphore: the query block of the mask; when dense TILE_M, or 128 queries with ORDERED.
+    Blocks smaller than a tile are packed into one. BLOCK_KV is the key block of the mask, 0 when
     dense. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
-    STAGES tiles of queries are in flight, DS_STAGES of the gradients of scores. ORDERED adds up dq
-    in the same order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles
-    then trade them.
+    STAGES query tiles are in flight, and DS_STAGES of the gradients of scores. ORDERED accumulates
+    dq in the same order in every run. The kernel is compiled for MAX_REGISTERS per thread; the
+    roles then trade them.
 
-    DK_REGISTERS multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients
-    barriers of their own: the latter are done with first.
+    DK_REGISTERS reads ds for dk from registers. SPLIT_RING gives queries and output gradients
+    barriers of their own: the latter are free first.
     """
 
     CONSUMERS: int
@@ -249,7 +261,7 @@ class AttnBwdSm90Config:
     STAGES: int
     DS_STAGES: int
     ORDERED: bool
-    UNIT: int
+    BLOCK_Q: int
     BLOCK_KV: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
@@ -263,32 +275,32 @@ class AttnBwdSm90Config:
         assert self.CONSUMERS == 1 or tile_m == self.TILE_M, f"{self=}"
         assert self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
-        assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
+        assert self.BLOCK_Q % self.TILE_M == 0 or self.TILE_M == 2 * self.BLOCK_Q, f"{self=}"
 
     @property
     def tile_n(self) -> int:
-        """Keys of a piece of work."""
+        """Keys of a work tile."""
         return GROUP_ROWS * self.CONSUMERS
 
     @property
-    def visits(self) -> int:
-        """Visits that a tile of keys pays to a head of queries."""
+    def visits_per_head(self) -> int:
+        """Visits that a KV tile pays to a head: ordered, edges on either side are one each."""
         return 2 if self.ORDERED else 1
 
     @property
     def parts(self) -> int:
         """Copies that fill one tile of queries."""
-        return max(1, self.TILE_M // self.UNIT)
+        return max(1, self.TILE_M // self.BLOCK_Q)
 
     @property
-    def last_in_unit(self) -> int:
-        """The last tile of a unit, counted from 0."""
-        return max(1, self.UNIT // self.TILE_M) - 1
+    def last_in_block(self) -> int:
+        """The last tile of a query block, counted from 0."""
+        return max(1, self.BLOCK_Q // self.TILE_M) - 1
 
     @property
     def part_rows(self) -> int:
         """Queries of one such copy."""
-        return min(self.UNIT, self.TILE_M)
+        return min(self.BLOCK_Q, self.TILE_M)
 
     @property
     def halves(self) -> bool:
@@ -317,7 +329,7 @@ class AttnBwdSm90Config:
         return (1, 1, GROUP_ROWS, self.TILE_DV)
 
     def row_block(self) -> tuple[int, int]:
-        """Shape of a copy of numbers that belong to queries."""
+        """Shape of a copy of lse or delta, one number for each query."""
         return (1, self.part_rows)
 
     def dq_block(self) -> tuple[int, int, int]:
@@ -334,7 +346,7 @@ def make_backward_config(
 ) -> AttnBwdSm90Config:
     """The configuration for these head dims; `block_size` is the mask's, None when dense."""
     tile_m = 64 if tile_d == 128 else 128
-    # an addition in its turn takes as long as a step of 64 queries: two of them share one
+    # an ordered addition takes as long as a step of 64 queries: two steps share one
     block_q, block_kv = block_size or (QUERY_PADDING if ordered else tile_m, 0)
     # under a mask a producer with 24 spills
     producer = 24 if block_size is None else 40
@@ -344,10 +356,10 @@ def make_backward_config(
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=2,
-        # with keys of their own, warp groups are up to a step apart
+        # each warp group owns its keys, so they drift up to a step apart
         DS_STAGES=3,
         ORDERED=ordered,
-        UNIT=block_q,
+        BLOCK_Q=block_q,
         BLOCK_KV=block_kv,
         CONSUMER_REGISTERS=232 if producer == 40 else 240,
         PRODUCER_REGISTERS=producer,
@@ -360,18 +372,18 @@ def make_backward_config(
     )
 
 
-# Configurations of the Hopper backward in two kernels, for masks with key blocks of 64.
+# The split backward, dk and dv by one kernel and dq by another: for masks with key blocks of 64.
 
 
 @dataclass(frozen=True)
-class AttnBwdQueriesSm90Config:
-    """Everything the kernel of the queries is specialised on. Sizes in elements.
+class AttnBwdDqSm90Config:
+    """Everything the dq kernel of the split backward is specialised on. Sizes in elements.
 
-    A warp group keeps 64 queries and walks over tiles of TILE_N keys; UNIT, a multiple of that, is
-    the block of the mask. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA
+    A warp group keeps 64 queries and walks over tiles of TILE_N keys; BLOCK_KV, a multiple of that,
+    is the block of the mask. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA
     fills zeros. K_STAGES tiles of keys and V_STAGES of values are in flight: keys are needed for a
-    step longer. The kernel is compiled for MAX_REGISTERS per thread; producer and scout leave all
-    but PRODUCER_REGISTERS to the warp group that computes.
+    step longer. The kernel is compiled for MAX_REGISTERS per thread; producer and scheduler warp
+    leave all but PRODUCER_REGISTERS to the warp group that computes.
     """
 
     TILE_N: int
@@ -379,13 +391,13 @@ class AttnBwdQueriesSm90Config:
     TILE_DV: int
     K_STAGES: int
     V_STAGES: int
-    UNIT: int
+    BLOCK_KV: int
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
 
     @property
     def tile_m(self) -> int:
-        """Queries of a piece of work."""
+        """Queries of a work tile."""
         return GROUP_ROWS
 
     @property
@@ -419,22 +431,22 @@ class AttnBwdQueriesSm90Config:
         return accumulator_layout(columns)
 
 
-def make_queries_config(tile_d: int, tile_dv: int, block_kv: int) -> AttnBwdQueriesSm90Config:
-    """The configuration of the kernel of queries for these head dims and key blocks."""
-    return AttnBwdQueriesSm90Config(
+def make_dq_config(tile_d: int, tile_dv: int, block_kv: int) -> AttnBwdDqSm90Config:
+    """The configuration of the split dq kernel for these head dims and key blocks."""
+    return AttnBwdDqSm90Config(
         TILE_N=64,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         K_STAGES=3,
         V_STAGES=2,
-        UNIT=block_kv,
+        BLOCK_KV=block_kv,
         PRODUCER_REGISTERS=24,
         MAX_REGISTERS=128,
     )
 
 
-def make_keys_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> AttnBwdSm90Config:
-    """The configuration of the kernel of keys and values."""
+def make_dkdv_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> AttnBwdSm90Config:
+    """The configuration of the split dk/dv kernel."""
     return AttnBwdSm90Config(
         CONSUMERS=1,
         # with 128 queries of 64 columns 419 TFLOP/s, with 64 523
@@ -444,7 +456,7 @@ def make_keys_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> 
         STAGES=2,
         DS_STAGES=0,
         ORDERED=False,
-        UNIT=block_size[0],
+        BLOCK_Q=block_size[0],
         BLOCK_KV=block_size[1],
         CONSUMER_REGISTERS=232,
         PRODUCER_REGISTERS=24,

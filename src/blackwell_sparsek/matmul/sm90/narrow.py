@@ -17,7 +17,7 @@ Part of impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, blocks stored b
 are multiples of 16, addresses and strides that TMA takes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -59,44 +59,44 @@ _OUTSIDE = gl.constexpr(OUTSIDE)
 class Schedule(NamedTuple):
     """`RowSchedule` in memory: records of `HEADER + 2 * width` int32, `tiles` for each program."""
 
-    records_ptr: object
-    tiles: object
-    width: object
+    records_ptr: Any
+    tiles: Any
+    width: Any
 
 
 class Slots(NamedTuple):
     """32 slots of a record, one in each lane of a warp."""
 
-    number: object  # of the slot in its record
-    a_row: object  # row of its block in the values as a matrix [nnzb * BLOCK_H, BLOCK_W]
-    x_row: object  # row of x that its first column meets
+    number: Any  # of the slot in its record
+    a_row: Any  # row of its block in the values as a matrix [nnzb * BLOCK_H, BLOCK_W]
+    x_row: Any  # row of x that its first column meets
 
 
 class Operands(NamedTuple):
     """A and x in memory."""
 
-    a_desc: object
-    values_ptr: object  # A again, for prefetches
-    prefetch: object  # blocks of the first tile to prefetch to the L2
-    x_desc: object
+    a_desc: Any
+    values_ptr: Any  # A again, for prefetches
+    prefetch: Any  # blocks of the first tile to prefetch to the L2
+    x_desc: Any
 
 
 class NarrowRing(NamedTuple):
     """Blocks of A and tiles of x in shared memory, and the barriers of their stages."""
 
-    a: object
-    x: object
-    full: object
-    empty: object
-    primed: object  # one barrier: TMA has fetched the descriptors
+    a: Any
+    x: Any
+    full: Any
+    empty: Any
+    primed: Any  # one barrier: TMA has fetched the descriptors
 
 
 class NarrowOutput(NamedTuple):
     """Where finished sums go."""
 
-    ptr: object
-    strides: object
-    epilogue: object
+    ptr: Any
+    strides: Any
+    epilogue: Any
 
 
 @gluon.jit

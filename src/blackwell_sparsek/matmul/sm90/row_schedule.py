@@ -12,7 +12,7 @@ block row, longest rows first.
 """
 
 import heapq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -47,11 +47,11 @@ _SPLIT_PREFETCH_BYTES = 8 * 2**20
 class TileHeader(NamedTuple):
     """The numbers in front of the slots of a `RowSchedule` record."""
 
-    tile_count: object  # records of the program that count
-    row_tile: object  # which TILE_M rows of the result
-    blocks: object  # slots that hold a block
-    col: object  # first column of the result
-    split: object  # whether this is one of two parts of a tile
+    tile_count: Any  # records of the program that count
+    row_tile: Any  # which TILE_M rows of the result
+    blocks: Any  # slots that hold a block
+    col: Any  # first column of the result
+    split: Any  # whether this is one of two parts of a tile
 
 
 HEADER = len(TileHeader._fields)

@@ -17,7 +17,7 @@ Limits: fp16 and bf16, blocks stored by rows, K a multiple of 16, addresses and 
 multiples of 16 bytes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -45,10 +45,10 @@ _STRIP_BYTES = gl.constexpr(2 * STRIP_ROWS * STRIP_BLOCK)
 class StripOperands(NamedTuple):
     """A strip of the blocks, and x, in memory."""
 
-    values_ptr: object  # first row of the strip in the first block
-    x_ptr: object
-    x_stride: object  # between columns
-    n_cols: object
+    values_ptr: Any  # first row of the strip in the first block
+    x_ptr: Any
+    x_stride: Any  # between columns
+    n_cols: Any
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ import torch
 from ...calls.matmul import BsrProblem
 from ...core.arch import Arch
 from ...core.compat import warps_may_part
+from ...dispatch.machine import why_no_kernels
 from ...launch.descriptors import GROUP_ROWS
 from ...launch.launcher import cdiv
 from ..triton.tuning import NARROW, SpmmSizes, largest_tile, spmm_chunk, spmm_sizes
@@ -270,3 +271,8 @@ def strips_config(problem: BsrProblem) -> StripsConfig | None:
     elif warps >= SHORT_ROW_WARPS and sizes.nnz_blocks < SHORT_ROW * sizes.rows_b:
         warps, k_tiles = SHORT_ROW_WARPS, 2
     return StripsConfig(sizes.block_h, tile_n, warps, k_tiles, problem.activation)
+
+
+def why_not_sm90(problem: BsrProblem) -> str | None:
+    """Why no Hopper kernel can run this product, or None when one can."""
+    return why_no_kernels(problem.arch) or spmm_sm90_unsupported(problem)
