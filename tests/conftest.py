@@ -70,11 +70,11 @@ def interpreted():
 def choosing_with(monkeypatch):
     """Have products of blocks chosen as with some release of Triton, whichever is installed."""
     from blackwell_sparsek.core import compat
-    from blackwell_sparsek.matmul import dense
+    from blackwell_sparsek.matmul import choice
     from blackwell_sparsek.matmul.sm90.tuning import narrow_sm90_config, strips_config
 
-    kept = (narrow_sm90_config, strips_config, dense._sm90_for_triton)
-    kept += (dense._sm90_for_dense, dense._triton_for_dense)
+    kept = (narrow_sm90_config, strips_config)
+    kept += (choice._slower_than_triton, choice._slower_than_dense)
 
     def forget():
         for answers in kept:
