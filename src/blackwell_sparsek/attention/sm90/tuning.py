@@ -9,6 +9,8 @@ from functools import lru_cache
 import torch
 
 from ...calls.attention import AttnProblem
+from ...core.compat import why_places_unknown
+from ...dispatch.machine import why_no_kernels
 from ...launch.descriptors import GROUP_ROWS
 from ...launch.launcher import cdiv
 from ...masks.band import EVERYTHING, Band
@@ -342,3 +344,18 @@ def attn_bwd_keys_section(problem: AttnProblem) -> int:
     planes = problem.batch * problem.heads_kv
     section = BACKWARD_SECTION_BYTES // max(row_bytes * problem.max_q * group, 1)
     return min(max(section, 1), max(planes, 1))
+
+
+# Why the kernels cannot run a problem on this machine.
+
+
+def why_not_forward(problem: AttnProblem) -> str | None:
+    """Why the forward kernel cannot run this problem, or None when it can."""
+    return (
+        why_no_kernels(problem.arch) or attn_fwd_sm90_unsupported(problem) or why_places_unknown()
+    )
+
+
+def why_not_backward(problem: AttnProblem) -> str | None:
+    """Why the backward kernels cannot run this problem, or None when they can."""
+    return why_no_kernels(problem.arch) or attn_bwd_sm90_unsupported(problem)
