@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from blackwell_sparsek.core import compat
 from blackwell_sparsek.launch import templates, workspace
 from blackwell_sparsek.launch.launcher import cdiv, launch, on_device_of
 from blackwell_sparsek.launch.recording import recording
@@ -63,6 +64,8 @@ def fake_gpu(monkeypatch):
         state.maps.append((descriptor.base.data_ptr(), meta))
         return [f"map of {descriptor.base.data_ptr()}", "size", "stride"]
 
+    # the fake kernels have the launcher of this release, whichever is installed
+    monkeypatch.setattr(compat, "triton_version", lambda: compat.LAUNCHER_TRITON)
     pytest.importorskip("triton")
     monkeypatch.setattr(templates, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
@@ -320,6 +323,13 @@ def test_no_recording_of_interpreted_kernels_or_of_nothing():
 def test_no_recording_where_the_launcher_is_hidden():
     kernel, x = Kernel(), torch.zeros(4)
     kernel.compiled.run.global_scratch_size = 128
+    assert record(kernel, [x], (x,)) is None
+
+
+def test_no_recording_with_a_triton_whose_launcher_is_not_known(monkeypatch):
+    kernel, x = Kernel(), torch.zeros(4)
+    assert record(kernel, [x], (x,)) is not None
+    monkeypatch.setattr(compat, "triton_version", lambda: (3, 99))
     assert record(kernel, [x], (x,)) is None
 
 

@@ -9,7 +9,7 @@ from .peer_tables import table, times_faster
 MODES = {
     "eager": "single calls",
     "graph": "CUDA graph",
-    "sustained": "call after call",
+    "sustained": "sustained",
     "host": "host time",
     "reported": "fresh process",
 }

@@ -22,16 +22,21 @@ from ...masks.order import longest_columns_first, longest_first
 from ..operands import gradient_factors, kernel_operands, transposed_mask
 from ..triton.delta import launch_sink_gradients
 from .backward import _attn_bwd_sm90_kernel
-from .backward_plan import Columns, Walk, planned_sums
-from .backward_rows import ROW_TILE, launch_attn_bwd_round, launch_attn_bwd_rows
-from .backward_split import _attn_bwd_keys_sm90_kernel, _attn_bwd_queries_sm90_kernel
+from .backward_preprocess import (
+    ROW_TILE,
+    launch_attn_bwd_postprocess,
+    launch_attn_bwd_preprocess,
+)
+from .backward_shared import WorkPointers
+from .backward_split import _attn_bwd_dkdv_sm90_kernel, _attn_bwd_dq_sm90_kernel
 from .config import (
     QUERY_PADDING,
     SUM_COLUMNS,
-    AttnBwdQueriesSm90Config,
+    AttnBwdDqSm90Config,
     AttnBwdSm90Config,
     AttnFwdSm90Config,
 )
+from .dq_order import Columns, DqOrder, Walk, dq_order
 from .forward import _attn_fwd_sm90_kernel
 from .tuning import (
     attn_bwd_keys_config,
@@ -176,13 +181,13 @@ def _backward_whole(call: BackwardCall) -> torch.Tensor:
     given, problem = call.forward, call.problem
     q, k, mask = given.q, given.k, given.spec.block_mask
     config, section = attn_bwd_sm90_config(problem), attn_bwd_sm90_section(problem)
-    order = turns = visits = None
+    lists = DqOrder(None, None, None)
     if mask is not None:
         group_size = q.shape[1] // k.shape[1]
         sizes = (q.shape[0], k.shape[1], group_size, given.spec.band, section, config.tile_n)
         walk = Walk(config.parts, attn_bwd_sm90_front(problem, section))
-        order, turns, visits = planned_sums(mask, Columns(*sizes), walk, given.deterministic)
-    return launch_attn_bwd_sm90(call, order, turns, visits, section, config)
+        lists = dq_order(mask, Columns(*sizes), walk, given.deterministic)
+    return launch_attn_bwd_sm90(call, *lists, section, config)
 
 
 def _backward_split(call: BackwardCall) -> torch.Tensor:
@@ -210,7 +215,7 @@ def _backward_split(call: BackwardCall) -> torch.Tensor:
 def launch_attn_bwd_sm90(
     call: BackwardCall,
     order: torch.Tensor | None,
-    turns: torch.Tensor | None,
+    ranks: torch.Tensor | None,
     visits: torch.Tensor | None,
     section: int,
     config: AttnBwdSm90Config,
@@ -222,14 +227,14 @@ def launch_attn_bwd_sm90(
     call : dense, at least one query and key; dout, q, k and v as TMA takes them, lse contiguous.
         All of dq, dk and dv is written. Without dq only the sums are formed
     order : int32 [B * Hkv * tiles], tiles of 128 keys in the order to take them, or None, which
-        goes through the keys in raster groups. With `visits` int32 [SMs + 1 + B * Hkv * tiles], as
-        `masks.turns.pieces_of_programs` makes it
-    turns : int32, under a mask and with `config.ORDERED`: when each tile of keys adds to dq of each
-        query block, as `masks.turns.turns_of_blocks` makes them for `order`
+        takes them in raster order. With `visits` int32 [SMs + 1 + B * Hkv * tiles], as
+        `dq_order.program_tiles` makes it
+    ranks : int32, under a mask and with `config.ORDERED`: when each KV tile adds to dq of each
+        query block, as `dq_order.block_ranks` makes them for `order`
     visits : int32 [nnz or more, 1 or heads of a group], first the query blocks of the transposed
-        lists in the order that turns are for, as `backward_visits.plan_visits` makes them, or None,
+        lists in the order that ranks are for, as `dq_order_kernel.plan_visits` makes them, or None,
         which leaves them as they are
-    section : (batch, KV head) pairs whose queries stay in L2 together
+    section : raster group, how many (batch, KV head) have their queries in L2 together
     config : tiles
     """
     given, spec = call.forward, call.forward.spec
@@ -238,26 +243,28 @@ def launch_attn_bwd_sm90(
     assert dk is not None and dv is not None
     operands, mask = kernel_operands(given), transposed_mask(spec.block_mask)
     q_len, kv_len = operands.lengths
-    planes = operands.batch * operands.heads[0]
+    batch_heads = operands.batch * operands.heads[0]
     padded = cdiv(q_len, QUERY_PADDING) * QUERY_PADDING
-    lse_log2, delta = (scratch((planes, padded), torch.float32, q.device) for _ in range(2))
-    sums = scratch((planes, padded, config.TILE_D), torch.float32, q.device)
-    sums_turn = None
+    lse_log2, delta = (scratch((batch_heads, padded), torch.float32, q.device) for _ in range(2))
+    sums = scratch((batch_heads, padded, config.TILE_D), torch.float32, q.device)
+    semaphores = None
     if config.ORDERED:
-        sums_turn = scratch((planes, padded // ROW_TILE, 2), torch.int32, q.device)
+        semaphores = scratch((batch_heads, padded // ROW_TILE, 2), torch.int32, q.device)
     with on_device_of(q):
-        launch_attn_bwd_rows(lse_log2, delta, sums, sums_turn, call.out, dout, lse, call.dlse)
+        launch_attn_bwd_preprocess(
+            lse_log2, delta, sums, semaphores, call.out, dout, lse, call.dlse
+        )
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
-        kv_planes = planes // operands.heads[1]
-        pieces = kv_planes * cdiv(kv_len, config.tile_n)
+        kv_batch_heads = batch_heads // operands.heads[1]
+        work_tiles = kv_batch_heads * cdiv(kv_len, config.tile_n)
         programs, planned = arch_of(q.device).num_sms, visits is not None
-        programs = programs if planned else min(programs, pieces)
-        # in order, pieces come from the counter whatever their number
-        counted = not planned and (pieces > programs or config.ORDERED)
+        programs = programs if planned else min(programs, work_tiles)
+        # ordered, work tiles come from the counter whatever their number
+        counted = not planned and (work_tiles > programs or config.ORDERED)
         counter = scratch((1,), torch.int32, q.device, zero=counted)
         args = (
-            tensor_descriptor(sums.view(planes, -1, SUM_COLUMNS), config.dq_block()),
+            tensor_descriptor(sums.view(batch_heads, -1, SUM_COLUMNS), config.dq_block()),
             _backward_descriptor(dk, config.k_block()),
             _backward_descriptor(dv, config.v_block()),
             _backward_descriptor(dout, config.dout_block()),
@@ -265,13 +272,13 @@ def launch_attn_bwd_sm90(
             _backward_descriptor(k, config.k_block()),
             _backward_descriptor(v, config.v_block()),
             *rows,
-            (counter, order, sums_turn, turns, visits),
+            WorkPointers(counter, order, semaphores, ranks, visits),
             mask.lists,
             *mask.steps,
             q_len,
             kv_len,
             *operands.band,
-            kv_planes,
+            kv_batch_heads,
             section,
             1 if visits is None else visits.shape[1],
             *operands.heads,
@@ -279,18 +286,20 @@ def launch_attn_bwd_sm90(
             config,
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
-        # they wait for each other, whatever comes first
+        # planned programs wait for each other: all of them have to be resident
         options["launch_cooperative_grid"] = planned
         launch(_attn_bwd_sm90_kernel, programs, args, **options)
         if dq is not None:
-            unit = max(config.UNIT, ROW_TILE)
-            launch_attn_bwd_round(dq, sums, sums_turn, unit, float(spec.scale))
+            block_q = max(config.BLOCK_Q, ROW_TILE)
+            launch_attn_bwd_postprocess(dq, sums, semaphores, block_q, float(spec.scale))
     return delta.view(operands.batch, operands.heads[0], padded)
 
 
 def _backward_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
     return tensor_descriptor(x, block, tma_strides(x))
 
+
+# Launching the split backward: preprocess, then a kernel for dk and dv and one for dq.
 
 # Programs that share an SM, in either kernel.
 PROGRAMS_PER_SM = 2
@@ -306,10 +315,11 @@ class RowTerms(NamedTuple):
 def launch_attn_bwd_terms(call: BackwardCall) -> RowTerms:
     """What both kernels read about each query."""
     lse = call.lse
-    planes, padded = lse.shape[0] * lse.shape[1], cdiv(lse.shape[2], QUERY_PADDING) * QUERY_PADDING
-    lse_log2, delta = (scratch((planes, padded), torch.float32, lse.device) for _ in range(2))
+    batch_heads = lse.shape[0] * lse.shape[1]
+    padded = cdiv(lse.shape[2], QUERY_PADDING) * QUERY_PADDING
+    lse_log2, delta = (scratch((batch_heads, padded), torch.float32, lse.device) for _ in range(2))
     with on_device_of(lse):
-        launch_attn_bwd_rows(lse_log2, delta, None, None, call.out, call.dout, lse, call.dlse)
+        launch_attn_bwd_preprocess(lse_log2, delta, None, None, call.out, call.dout, lse, call.dlse)
     return RowTerms(lse_log2, delta)
 
 
@@ -330,39 +340,39 @@ def launch_attn_bwd_keys_sm90(
     assert dk is not None and dv is not None
     operands, mask = kernel_operands(call.forward), transposed_mask(spec.block_mask)
     rows = tuple(tensor_descriptor(x, config.row_block()) for x in terms)
-    planes = operands.batch * k.shape[1]
-    pieces = planes * cdiv(operands.lengths[1], config.tile_n)
-    programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, pieces)
+    batch_heads = operands.batch * k.shape[1]
+    work_tiles = batch_heads * cdiv(operands.lengths[1], config.tile_n)
+    programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
             _backward_descriptor(dk, config.k_block()),
             _backward_descriptor(dv, config.v_block()),
             *_inputs(call, config),
             *rows,
-            scratch((1,), torch.int32, q.device, zero=pieces > programs),
+            scratch((1,), torch.int32, q.device, zero=work_tiles > programs),
             order,
             mask.lists,
             *mask.steps,
             *operands.lengths,
             *operands.band,
-            planes,
+            batch_heads,
             *operands.heads,
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )
-        launch(_attn_bwd_keys_sm90_kernel, programs, args, **_options(config))
+        launch(_attn_bwd_dkdv_sm90_kernel, programs, args, **_options(config))
 
 
 def launch_attn_bwd_queries_sm90(
-    call: BackwardCall, terms: RowTerms, order: torch.Tensor, config: AttnBwdQueriesSm90Config
+    call: BackwardCall, terms: RowTerms, order: torch.Tensor, config: AttnBwdDqSm90Config
 ) -> None:
     """Fill dq; arguments are as above, `order` as `masks.order.longest_first` makes it."""
     q, dq, spec = call.forward.q, call.gradients.dq, call.forward.spec
     assert dq is not None
     operands = kernel_operands(call.forward)
     assert spec.block_mask is not None
-    pieces = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
-    programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, pieces)
+    work_tiles = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
+    programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
             _backward_descriptor(dq, config.q_block()),
@@ -375,21 +385,19 @@ def launch_attn_bwd_queries_sm90(
             *operands.lengths,
             *operands.band,
             operands.batch * operands.heads[0],
-            int(pieces > programs),
+            int(work_tiles > programs),
             *operands.heads,
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )
-        launch(_attn_bwd_queries_sm90_kernel, programs, args, **_options(config))
+        launch(_attn_bwd_dq_sm90_kernel, programs, args, **_options(config))
 
 
-def _options(config: AttnBwdSm90Config | AttnBwdQueriesSm90Config) -> dict[str, int]:
+def _options(config: AttnBwdSm90Config | AttnBwdDqSm90Config) -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
 
 
-def _inputs(
-    call: BackwardCall, config: AttnBwdSm90Config | AttnBwdQueriesSm90Config
-) -> tuple[Any, ...]:
+def _inputs(call: BackwardCall, config: AttnBwdSm90Config | AttnBwdDqSm90Config) -> tuple[Any, ...]:
     """Descriptors of what both kernels read."""
     tensors = (call.dout, call.forward.q, call.forward.k, call.forward.v)
     blocks = (config.dout_block(), config.q_block(), config.k_block(), config.v_block())

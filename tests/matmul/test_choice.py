@@ -10,8 +10,8 @@ from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.errors import Unsupported
 from blackwell_sparsek.dispatch.machine import fp32_precision
 from blackwell_sparsek.matmul.api import matmul, sddmm
-from blackwell_sparsek.matmul.op import matmul_dispatch, pairs_dispatch, sddmm_dispatch
-from blackwell_sparsek.matmul.triton import route as bsr_triton
+from blackwell_sparsek.matmul.choice import matmul_dispatch, pairs_dispatch, sddmm_dispatch
+from blackwell_sparsek.matmul.triton.tuning import why_not_triton
 from blackwell_sparsek.testing.bsr import ORDERS, operand_for, product, random_bsr
 from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
@@ -50,9 +50,9 @@ def test_auto_takes_triton_on_a_gpu_and_never_the_interpreter(dispatch):
 def test_reasons(change, reason):
     import re
 
-    assert re.search(reason, bsr_triton.why_not(replace(PROBLEM, **change)))
+    assert re.search(reason, why_not_triton(replace(PROBLEM, **change)))
     for good in ({}, {"block_shape": (256, 48)}, {"kind": "pairs"}):
-        assert bsr_triton.why_not(replace(PROBLEM, **good)) is None
+        assert why_not_triton(replace(PROBLEM, **good)) is None
 
 
 def test_an_explicit_impl_does_not_fall_back(device):

@@ -1,4 +1,4 @@
-"""When columns of a mask visit query blocks: the same ones, at times when nobody else is there."""
+"""When columns of a mask visit query blocks: the same ones, at times when no other column is there."""
 
 import itertools
 import random
@@ -8,8 +8,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.attention.sm90 import backward_visits as bwd_visits
-from blackwell_sparsek.attention.sm90.backward_visits import (
+from blackwell_sparsek.attention.sm90 import dq_order_kernel
+from blackwell_sparsek.attention.sm90.dq_order import (
+    Columns,
+    block_ranks,
+    column_groups,
+    program_tiles,
+)
+from blackwell_sparsek.attention.sm90.dq_order_kernel import (
     LATER,
     PATIENCE,
     REACH,
@@ -19,31 +25,28 @@ from blackwell_sparsek.attention.sm90.backward_visits import (
 from blackwell_sparsek.masks.band import EVERYTHING
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.masks.order import longest_columns_first
-from blackwell_sparsek.masks.turns import groups_of_columns, pieces_of_programs, turns_of_blocks
 
 
 class Case:
     """A mask of `heads` heads, broadcast to a batch of 2 with 2 KV heads of `group` query heads."""
 
-    def __init__(self, device, heads, group, queries, batch, section, sink, programs, tile=64):
-        generator = torch.Generator().manual_seed(heads + section)
+    def __init__(self, device, heads, group, queries, batch, raster_group, sink, programs, tile=64):
+        generator = torch.Generator().manual_seed(heads + raster_group)
         keep = torch.rand(batch, heads, 16, 4, generator=generator) < 0.4
         keep[..., 0] |= sink
         self.mask = BlockMask.from_dense(keep.to(device), (16, 64), (queries, 250))
-        self.group, self.parts, self.tile = group, section, tile
-        self.order = longest_columns_first(self.mask, 2, 2, group, EVERYTHING, section, tile)
-        sizes = (2, 2, group, section, tile, programs)
-        self.groups = groups_of_columns(self.mask, self.order, *sizes)
-        self.sizes = (2, 2, section, tile, programs)
+        self.group, self.parts, self.tile = group, raster_group, tile
+        self.columns = Columns(2, 2, group, EVERYTHING, raster_group, tile)
+        self.order = longest_columns_first(self.mask, *self.columns)
+        self.groups = column_groups(self.mask, self.order, self.columns, programs)
 
     def plan(self, pack):
-        """Visits, times, turns of each tile of a block, and lanes."""
+        """Visits, times, ranks of each tile of a block, and lanes."""
         *plan, lanes = plan_visits(self.mask, self.groups, self.group, pack, self.parts)
-        sizes = (2, self.group, EVERYTHING, self.tile)
-        turns = [
-            turns_of_blocks(self.mask, self.order, *sizes, *p) for p in zip(*plan, strict=True)
+        ranks = [
+            block_ranks(self.mask, self.order, self.columns, *p) for p in zip(*plan, strict=True)
         ]
-        return *plan, torch.stack(turns), lanes
+        return *plan, torch.stack(ranks), lanes
 
     def tiles(self, visits, row, pack):
         """Entries of a row of the lists as they are visited, in tiles."""
@@ -71,12 +74,12 @@ def planned_by_hand(case, pack):
             time = idle[lane] + 1
             all_lanes.append(lane)
             for head in range(heads):
-                plane = entry // nb * heads + head
+                batch_head = entry // nb * heads + head
                 visits, times = (x[head if shared else 0] for x in (all_visits, all_times))
-                row = (entry // nb if shared else plane) * nb + entry % nb
+                row = (entry // nb if shared else batch_head) * nb + entry % nb
                 tiles = case.tiles(visits, row, pack)
                 left = [visits[i] for tile in tiles for i in tile]
-                there = {b: taken.setdefault((later, plane, b), set()) for b in left}
+                there = {b: taken.setdefault((later, batch_head, b), set()) for b in left}
                 late, forced = 0, len(tiles) > 0 and left[0] == mask.seq_lengths[0] // 16
                 begin, front = time, mb - 1 - time * mb // sweep % mb
                 part = {b: (front - b) % mb * case.parts // mb for b in left}
@@ -119,13 +122,13 @@ def test_plan(heads, group, batch, queries, pack, sink, device):
 
 
 def test_partial_blocks_and_long_columns_stay(device, monkeypatch):
-    monkeypatch.setattr(bwd_visits, "MAX_VISITS", 8)
+    monkeypatch.setattr(dq_order_kernel, "MAX_VISITS", 8)
     visible = torch.zeros(256, 128, dtype=torch.bool)
     visible[:, :64] = True
     visible[::3, 64:] = True
     mask = BlockMask.from_element_mask(visible.to(device), (16, 64))
     order = torch.tensor([1, 0], device=device)
-    groups = groups_of_columns(mask, order, 1, 1, 1, 1, 64, 4)
+    groups = column_groups(mask, order, Columns(1, 1, 1, EVERYTHING, 1, 64), 4)
     visits, times, _ = plan_visits(mask, groups, 1, 1, 1)
     assert visits[0].equal(mask.transposed.indices)
     assert (times[0] % LATER.value).tolist() == [*range(16, 0, -1)] * 2
@@ -135,15 +138,15 @@ def test_heads_that_share_an_empty_list_have_none_of_their_own(device, monkeypat
     """They read rows of lists that are not there, wherever those pointed to."""
     mask = BlockMask.from_dense(torch.zeros(2, 3, dtype=torch.bool, device=device), (16, 64))
     order = torch.arange(3, dtype=torch.int32, device=device)
-    groups = groups_of_columns(mask, order, 1, 1, 4, 1, 64, 2)
+    groups = column_groups(mask, order, Columns(1, 1, 4, EVERYTHING, 1, 64), 2)
     given = {}
-    launch = bwd_visits.launch
+    launch = dq_order_kernel.launch
 
     def noted(kernel, grid, args, **options):
         given.update(zip(kernel.arg_names, args, strict=True))
         launch(kernel, grid, args, **options)
 
-    monkeypatch.setattr(bwd_visits, "launch", noted)
+    monkeypatch.setattr(dq_order_kernel, "launch", noted)
     visits, _, lanes = plan_visits(mask, groups, 4, 1, 1)
     assert visits.shape == (4, 0) and lanes.tolist() == [0, 1, 0]
     assert given["heads"] == 4 and given["step"] > 0
@@ -151,47 +154,49 @@ def test_heads_that_share_an_empty_list_have_none_of_their_own(device, monkeypat
 
 @pytest.mark.parametrize("heads, group, batch", [(1, 2, 1), (4, 2, 2), (4, 2, 1)])
 @pytest.mark.parametrize(
-    "section, pack, sink, programs, tile",
+    "raster_group, pack, sink, programs, tile",
     [(1, 1, True, 3, 64), (3, 2, False, 3, 64), (3, 1, True, 2, 32), (2, 1, False, 9, 32)],
 )
-def test_programs_never_all_wait(heads, group, batch, section, pack, sink, programs, tile, device):
+def test_programs_never_all_wait(
+    heads, group, batch, raster_group, pack, sink, programs, tile, device
+):
     """Programs with the tiles that were planned for them, which run at any speed."""
-    case = Case(device, heads, group, 250, batch, section, sink, programs, tile)
-    visits, _, turns, lanes = case.plan(pack)
-    pieces = pieces_of_programs(case.mask, case.groups, lanes, *case.sizes).tolist()
-    bounds, pieces = pieces[: programs + 1], pieces[programs + 1 :]
-    assert sorted(pieces) == sorted(case.order.tolist()) and bounds[-1] == len(pieces)
-    queues = [pieces[a:b] for a, b in itertools.pairwise(bounds)]
-    rng, in_block, tiles = random.Random(section), 64 // tile, -(-250 // tile)
-    visits, turns, sums, running = visits.tolist(), turns.tolist(), {}, [[] for _ in queues]
+    case = Case(device, heads, group, 250, batch, raster_group, sink, programs, tile)
+    visits, _, ranks, lanes = case.plan(pack)
+    tiles_taken = program_tiles(case.mask, case.groups, lanes, case.columns, programs).tolist()
+    bounds, tiles_taken = tiles_taken[: programs + 1], tiles_taken[programs + 1 :]
+    assert sorted(tiles_taken) == sorted(case.order.tolist()) and bounds[-1] == len(tiles_taken)
+    queues = [tiles_taken[a:b] for a, b in itertools.pairwise(bounds)]
+    rng, in_block, tiles = random.Random(raster_group), 64 // tile, -(-250 // tile)
+    visits, ranks, sums, running = visits.tolist(), ranks.tolist(), {}, [[] for _ in queues]
     while any(queues) or any(running):
         moved = False
         for i in rng.sample(range(programs), programs):
             program = running[i]
             if not program and queues[i]:
-                plane, kv_tile = divmod(queues[i].pop(0), tiles)
-                b, h = (plane // 2 if batch > 1 else 0), plane % 2
+                batch_head, kv_tile = divmod(queues[i].pop(0), tiles)
+                b, h = (batch_head // 2 if batch > 1 else 0), batch_head % 2
                 for head in range(group):
                     row = b * heads + (h * group + head if heads > 1 else 0)
                     own = 0 if heads > 1 else head
                     in_list = case.tiles(visits[own], row * 4 + kv_tile // in_block, pack)
                     for entries in in_list:
-                        at = [(visits[own][e], turns[own][e][kv_tile % in_block]) for e in entries]
-                        program.append([(plane, head, *block) for block in at])
+                        at = [(visits[own][e], ranks[own][e][kv_tile % in_block]) for e in entries]
+                        program.append([(batch_head, head, *block) for block in at])
                 moved = True
             for _ in range(rng.choice((1, 1, 2, 40)) * bool(program)):
                 waiting = []
-                for *block, turn in program[0]:
+                for *block, rank in program[0]:
                     count = sums.get(tuple(block), 0)
-                    if count == turn:
+                    if count == rank:
                         sums[tuple(block)] = count + 1
                         moved = True
                     else:
-                        waiting.append((*block, turn))
+                        waiting.append((*block, rank))
                 program[0] = waiting
                 if not waiting:
                     program.pop(0)
                 if waiting or not program:
                     break
         assert moved, "all programs wait"
-    assert sum(sums.values()) >= len(turns[0])
+    assert sum(sums.values()) >= len(ranks[0])

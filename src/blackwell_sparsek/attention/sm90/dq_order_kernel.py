@@ -1,16 +1,17 @@
 # mypy: ignore-errors
-"""When each column of a block mask visits its query blocks, so that few wait for turns.
+"""When each column of a block mask visits its query blocks, so that ordered dq sums wait little.
 
-Where dq is added up in order (`bwd_sm90`), a tile of keys waits at a block of queries until all
-whose turns come before have been there. Here columns are placed in time, one after the other in
-the order in which they are taken: so many run at once, each takes one unit of time for a tile of
-queries, and it takes a block only when nobody is there then, the one that others want most. Where
-the L2 does not hold all queries, columns follow a front that moves through parts of them in the
-time that a column takes. Turns are in the order of these times, and what runs one after the other
-here does so in one program (`formats.block_turns`).
+With ordered accumulation (`backward`), a KV tile waits at a block of queries until all tiles with
+lower ranks have added to it. Here columns are placed in time, one after the other in the order in
+which they are taken: a fixed number runs at once, each takes one time step for a tile of queries,
+and it visits a block only when no other column is there then; of the free blocks, the one that
+others want most. Where the L2 does not hold all queries, columns follow a front that moves through
+parts of them in the time that a column takes. Ranks are in the order of these times, and columns
+that run one after the other here do so in one program (`dq_order`).
 """
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,11 +20,11 @@ import triton.language as tl
 from ...core.compile_cases import CompileCase, compile_cases
 from ...launch.launcher import launch, on_device_of
 from ...masks.block_mask import BlockMask
-from ...masks.turns import Groups
+from .dq_order import Groups
 
-# Bits of times around a visit, from the one before on, in which nobody else may be there.
+# Bits of the times around a visit, from the one before on, at which no other column may be there.
 AROUND = tl.constexpr(0b010)
-# Times in a row at which a column waits for a block to be free before it takes one that is not.
+# Times in a row at which a column waits for a free block before it takes one that is not.
 PATIENCE = tl.constexpr(3)
 # Times that are read at once, and after which others are read.
 REACH, STEPS = tl.constexpr(32), tl.constexpr(16)
@@ -34,8 +35,18 @@ MAX_VISITS = 256
 # Keys of blocks that are not free, and of those that were visited.
 BUSY = tl.constexpr(2**20)
 GONE = tl.constexpr(2**21)
-# What is added to times of visits that come after others: see `formats.block_turns.Groups`.
+# What is added to times of visits that come after others: see `GroupRow.later`.
 LATER = tl.constexpr(2**30)
+
+
+class HeadColumn(NamedTuple):
+    """One query head of a column: its (batch, head), and the bounds of its list."""
+
+    batch_head: Any
+    begin: Any
+    split: Any
+    """Where full blocks begin."""
+    end: Any
 
 
 @triton.jit
@@ -50,7 +61,7 @@ def _ones(x):
 
 @triton.jit
 def _times_taken(taken_ptr, time, words, live):
-    """Bit i: whether somebody is there at `time - 1 + i`, uint32."""
+    """Bit i: whether a column is there at `time - 1 + i`, uint32."""
     word = (time - 1) // 32
     low = tl.load(taken_ptr + word, live & (word < words), other=0).to(tl.uint32, bitcast=True)
     high = tl.load(taken_ptr + word + 1, live & (word + 1 < words), other=0)
@@ -60,7 +71,7 @@ def _times_taken(taken_ptr, time, words, live):
 
 @triton.jit
 def _take(taken_ptr, when, words, live):
-    """Note that somebody is there."""
+    """Note that a column is there."""
     place = taken_ptr + when // 32
     live &= when // 32 < words
     bit = tl.full(when.shape, 1, tl.uint32) << (when % 32).to(tl.uint32)
@@ -76,19 +87,21 @@ def _two_smallest(a, b, c, d):
 
 
 @triton.jit
-def _column(queue_ptr, indptr_ptr, partial_end_ptr, turn, heads, own_lists, columns):
-    """Plane of queries and bounds of the list of one head of a column."""
-    entry = tl.load(queue_ptr + turn // heads)
-    plane = entry // columns * heads + turn % heads
-    row = tl.cast(tl.where(own_lists, plane, entry // columns), tl.int64) * columns
+def _head_column(queue_ptr, indptr_ptr, partial_end_ptr, item, heads, own_lists, columns):
+    """The `HeadColumn` that is `item`-th, counting the heads of each column."""
+    entry = tl.load(queue_ptr + item // heads)
+    batch_head = entry // columns * heads + item % heads
+    row = tl.cast(tl.where(own_lists, batch_head, entry // columns), tl.int64) * columns
     row += entry % columns
     begin = tl.load(indptr_ptr + row)
-    return plane, begin, tl.load(partial_end_ptr + row), tl.load(indptr_ptr + row + 1)
+    return HeadColumn(
+        batch_head, begin, tl.load(partial_end_ptr + row), tl.load(indptr_ptr + row + 1)
+    )
 
 
 @triton.jit(
     do_not_specialize=[
-        "planes", "columns", "blocks", "heads", "step", "ragged", "words", "sweep", "parts",
+        "batch_heads", "columns", "blocks", "heads", "step", "ragged", "words", "sweep", "parts",
     ]
 )  # fmt: skip
 def _attn_bwd_visits_kernel(
@@ -101,7 +114,7 @@ def _attn_bwd_visits_kernel(
     indptr_ptr,
     partial_end_ptr,
     indices_ptr,
-    planes,
+    batch_heads,
     columns,
     blocks,
     heads,
@@ -119,11 +132,11 @@ def _attn_bwd_visits_kernel(
     """
     groups_ptr += tl.program_id(0) * 4
     first = tl.load(groups_ptr) * heads
-    end_turn = tl.load(groups_ptr + 1) * heads
-    last = tl.maximum(end_turn - 1, 0)
+    end_item = tl.load(groups_ptr + 1) * heads
+    last = tl.maximum(end_item - 1, 0)
     lanes = tl.load(groups_ptr + 2)
     later = tl.load(groups_ptr + 3)
-    taken_ptr += tl.cast(later, tl.int64) * planes * blocks * words
+    taken_ptr += tl.cast(later, tl.int64) * batch_heads * blocks * words
     offs = tl.arange(0, VISITS)
     lane = tl.arange(0, LANES)
     idle = tl.where(lane < lanes, 0, 2**30)
@@ -131,25 +144,23 @@ def _attn_bwd_visits_kernel(
     time = 0
     chosen = 0
     own_lists = step == 0
-    plane, begin, split, end = _column(*lists, tl.minimum(first, last), heads, own_lists, columns)
-    block = tl.load(indices_ptr + end - 1 - offs, offs < end - split, other=0)
-    for turn in range(first, end_turn):
-        if turn % heads == 0:
+    head = _head_column(*lists, tl.minimum(first, last), heads, own_lists, columns)
+    block = tl.load(indices_ptr + head.end - 1 - offs, offs < head.end - head.split, other=0)
+    for item in range(first, end_item):
+        if item % heads == 0:
             free_time = tl.min(idle, 0)
             chosen = tl.min(tl.where(idle == free_time, lane, LANES), 0)
-            # one visit for what a piece of work takes besides
+            # one visit for what a work tile takes besides
             time = free_time + 1
-            tl.store(lanes_ptr + turn // heads, chosen)
+            tl.store(lanes_ptr + item // heads, chosen)
         # read ahead for the next one
-        next_turn = tl.minimum(turn + 1, last)
-        next_plane, next_begin, next_split, next_end = _column(
-            *lists, next_turn, heads, own_lists, columns
-        )
+        following = _head_column(*lists, tl.minimum(item + 1, last), heads, own_lists, columns)
         next_block = tl.load(
-            indices_ptr + next_end - 1 - offs, offs < next_end - next_split, other=0
+            indices_ptr + following.end - 1 - offs, offs < following.end - following.split, other=0
         )
-        taken_of_head = taken_ptr + tl.cast(plane, tl.int64) * blocks * words
-        own = tl.cast(turn % heads, tl.int64) * step
+        taken_of_head = taken_ptr + tl.cast(head.batch_head, tl.int64) * blocks * words
+        own = tl.cast(item % heads, tl.int64) * step
+        begin, split, end = head.begin, head.split, head.end
         count = end - split
         if count <= VISITS:
             live = offs < count
@@ -200,7 +211,7 @@ def _attn_bwd_visits_kernel(
             _take(taken_of_block, when, words, live)
         else:
             split = end
-        # the others one after the other from the last, whoever is there
+        # the others one after the other from the last, whether blocks are free or not
         count = split - begin
         lead = (PACK - count % PACK) % PACK
         for at in range(0, count, VISITS):
@@ -211,9 +222,9 @@ def _attn_bwd_visits_kernel(
             tl.store(times_ptr + own + place, when + later * LATER, live)
             _take(taken_of_head + there * words, when, words, live)
         time += (count + PACK - 1) // PACK
-        if turn % heads == heads - 1:
+        if item % heads == heads - 1:
             idle = tl.where(lane == chosen, time, idle)
-        plane, begin, split, end = next_plane, next_begin, next_split, next_end
+        head = following
         block = next_block
 
 
@@ -222,11 +233,11 @@ def plan_visits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query blocks of the transposed lists of `mask`, full ones in an order with few waits.
 
-    Entries are in reverse, as `bwd_sm90` visits them.
+    Entries are in reverse, as `backward` visits them.
 
     Parameters
     ----------
-    groups : what is taken in which order, see `formats.block_turns.groups_of_columns`
+    groups : what is taken in which order, see `dq_order.column_groups`
     group_size : query heads that share a KV head
     pack : blocks of queries that are visited at a time
     parts : of the queries, which columns go through together
@@ -243,13 +254,13 @@ def plan_visits(
     nnz, shared = lists.indices.numel(), mask.heads == 1 and group_size > 1
     visits = lists.indices.repeat(group_size if shared else 1, 1)
     times, lanes = torch.empty_like(visits), torch.empty_like(groups.queue)
-    planes = mask.batch * (group_size if shared else mask.heads)
+    batch_heads = mask.batch * (group_size if shared else mask.heads)
     mean = -(-nnz // max(mask.batch * mask.heads * nb, 1))
     width = triton.next_power_of_2(min(max(7 * mean // 4, 32), MAX_VISITS))
-    # times that are known: twice as many as it takes when nobody waits, and a long column
+    # times that are known: twice as many as it takes when no column waits, and a long column
     most = 2 * (visits.numel() // max(groups.lanes, 1) + mb * group_size) // pack
     words = -(-min(most, 2**14) // 32) + 2
-    taken = torch.zeros(2 * planes * mb * words, dtype=torch.int32, device=visits.device)
+    taken = torch.zeros(2 * batch_heads * mb * words, dtype=torch.int32, device=visits.device)
     args = (
         visits,
         times,
@@ -260,7 +271,7 @@ def plan_visits(
         lists.indptr,
         lists.partial_end,
         lists.indices,
-        planes,
+        batch_heads,
         nb,
         mb,
         group_size if mask.heads > 1 or shared else 1,
@@ -289,7 +300,7 @@ def _cases() -> Iterator[CompileCase]:
             {
                 **{f"{name}_ptr": torch.int32 for name in (*pointers, "indices")},
                 **{
-                    "planes": 8,
+                    "batch_heads": 8,
                     "columns": 512,
                     "blocks": 512,
                     "heads": 4,
