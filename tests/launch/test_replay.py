@@ -16,7 +16,6 @@ from blackwell_sparsek.attention import api as functional_varlen
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.core.torch_state import explaining
 from blackwell_sparsek.decode import api as functional_decode
-from blackwell_sparsek.decode import replay as decode_repeat
 from blackwell_sparsek.launch import launcher as launching
 from blackwell_sparsek.launch import replay as module
 from blackwell_sparsek.launch import workspace as stream_memory
@@ -56,15 +55,18 @@ def gpu(monkeypatch):
         launching.launch(kernel, 1, (*results, q, *tensors))
         return results
 
+    def run_decode(call, impl):
+        return run(call.q, call.k_cache, call.v_cache, call.cache_seqlens, call.sinks)
+
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(attention_repeat, "stream_of", lambda x: STREAM)
     monkeypatch.setattr(launching, "kernel_launcher", lambda compiled: launcher)
     monkeypatch.setattr(functional_attention, "_attention", run)
     monkeypatch.setattr(functional_varlen, "_attention_varlen", run)
-    monkeypatch.setattr(functional_decode, "_attention_decode", run)
+    monkeypatch.setattr(functional_decode, "decode", run_decode)
     for known in ("_UNMASKED", "_UNMASKED_PACKED", "_MASKED"):
         monkeypatch.setattr(attention_repeat, known, {})
-    monkeypatch.setattr(decode_repeat, "_KNOWN", {})
+    monkeypatch.setattr(functional_decode, "_RECORDED", {})
     return state
 
 

@@ -10,7 +10,17 @@ import torch
 
 from ..attention.operands import score_factors
 from ..core.compile_cases import CompileCase, compile_cases
-from .triton import DecodeLayout, _attn_decode_kernel
+from .triton import (
+    DecodeHeads,
+    DecodeInputs,
+    DecodeLayout,
+    DecodeResults,
+    DecodeScoring,
+    DecodeStrides,
+    DecodeTables,
+    DecodeWorkspace,
+    _attn_decode_kernel,
+)
 from .tuning import DecodeConfig
 
 KV_HEADS, GROUP, TOKENS, PROGRAMS = 8, 4, 4096, 264
@@ -71,27 +81,28 @@ def _arguments(call: Call, words: bool) -> dict[str, Any]:
     packed = 4 if words else 1
     scale = torch.float32 if call.cache else None
     return {
-        "results": (call.dtype, torch.float32),
-        "inputs": (call.dtype, cache, cache),
-        "tables": (
+        "results": DecodeResults(call.dtype, torch.float32),
+        "inputs": DecodeInputs(call.dtype, cache, cache),
+        "tables": DecodeTables(
             torch.int32,
             None if call.page_size is None else torch.int32,
             torch.int32 if call.everything else None,
         ),
-        "scoring": (
+        "scoring": DecodeScoring(
             *score_factors(0.1, 30.0 if call.everything else 0.0),
             torch.float32 if call.everything else None,
             scale,
             scale,
         ),
-        "workspace": (torch.float32, torch.int32),
+        "workspace": DecodeWorkspace(torch.float32, torch.int32),
         "layout": DecodeLayout(
-            (row * GROUP, dim, 0),
-            (row * GROUP, dim, 0),
-            (slab // packed, dim // packed, row // packed),
-            (slab // packed, dim // packed, row // packed),
-            (1, 1),
-            (KV_HEADS, GROUP),
+            DecodeStrides(row * GROUP, dim, 0),
+            DecodeStrides(row * GROUP, dim, 0),
+            DecodeStrides(slab // packed, dim // packed, row // packed),
+            DecodeStrides(slab // packed, dim // packed, row // packed),
+            1,
+            1,
+            DecodeHeads(KV_HEADS, GROUP),
         ),
         "page_row_stride": TOKENS,
         "list_batch_stride": TOKENS * KV_HEADS,
