@@ -10,13 +10,13 @@ import torch
 
 from ..attention.operands import score_factors
 from ..core.compile_cases import CompileCase, compile_cases
+from ..device.records import Strides
 from .triton import (
     DecodeHeads,
     DecodeInputs,
     DecodeLayout,
     DecodeResults,
     DecodeScoring,
-    DecodeStrides,
     DecodeTables,
     DecodeWorkspace,
     _attn_decode_kernel,
@@ -96,10 +96,10 @@ def _arguments(call: Call, words: bool) -> dict[str, Any]:
         ),
         "workspace": DecodeWorkspace(torch.float32, torch.int32),
         "layout": DecodeLayout(
-            DecodeStrides(row * GROUP, dim, 0),
-            DecodeStrides(row * GROUP, dim, 0),
-            DecodeStrides(slab // packed, dim // packed, row // packed),
-            DecodeStrides(slab // packed, dim // packed, row // packed),
+            Strides(row * GROUP, dim, 0),
+            Strides(row * GROUP, dim, 0),
+            Strides(slab // packed, dim // packed, row // packed),
+            Strides(slab // packed, dim // packed, row // packed),
             1,
             1,
             DecodeHeads(KV_HEADS, GROUP),

@@ -40,6 +40,7 @@ from ..device.gluon.partials import columns_of, merge_parts, rows_of, store_part
 from ..device.gluon.pipeline import barriers, peek, take, tiles, work_channel
 from ..device.masks import kv_range, kv_range_of_all, position, row_bounds, within_bounds
 from ..device.partials import MERGED_ROWS, is_last, part_slot
+from ..device.records import Strides
 from ..device.scores import cap, fold_sign
 from ..device.softmax import add_sink, finalise, init_state, weigh
 from ..launch.descriptors import tensor_descriptor
@@ -59,7 +60,6 @@ from .sm90_producer import (
 from .triton import (
     DecodeHeads,
     DecodeResults,
-    DecodeStrides,
     DecodeWorkspace,
     HeadTile,
     VisitedKeys,
@@ -82,8 +82,8 @@ class DecodeSm90Scoring(NamedTuple):
 class DecodeSm90Strides(NamedTuple):
     """Strides of out and q."""
 
-    out: DecodeStrides
-    q: DecodeStrides
+    out: Strides
+    q: Strides
 
 
 class ConsumerState(NamedTuple):
@@ -488,7 +488,7 @@ def launch_attn_decode_sm90(
                 scratch((2 * programs, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
                 resting_words(programs, q.device),
             ),
-            DecodeSm90Strides(DecodeStrides(*token_strides(out)), DecodeStrides(*token_strides(q))),
+            DecodeSm90Strides(Strides(*token_strides(out)), Strides(*token_strides(q))),
             0 if table is None else table.stride(0),
             *((0, 0) if blocks is None else blocks.stride()[:2]),
             batch,

@@ -7,9 +7,10 @@ import torch
 
 from ..attention.operands import score_factors
 from ..core.compile_cases import CompileCase, compile_cases
+from ..device.records import Strides
 from ..launch.descriptors import descriptor_type
 from .sm90 import DecodeSm90Scoring, DecodeSm90Strides, _attn_decode_sm90_kernel
-from .triton import DecodeHeads, DecodeResults, DecodeStrides, DecodeWorkspace
+from .triton import DecodeHeads, DecodeResults, DecodeWorkspace
 from .tuning import DecodeSm90Config, make_config
 
 KV_HEADS, GROUP = 8, 4
@@ -72,7 +73,7 @@ def decode_sm90_case(call: Call) -> CompileCase:
             ),
             "workspace": DecodeWorkspace(torch.float32, torch.int32),
             "strides": DecodeSm90Strides(
-                DecodeStrides(out_row, config.TILE_DV, 0), DecodeStrides(q_row, config.TILE_D, 0)
+                Strides(out_row, config.TILE_DV, 0), Strides(q_row, config.TILE_D, 0)
             ),
             "page_row_stride": 4096,
             "list_batch_stride": 4096,

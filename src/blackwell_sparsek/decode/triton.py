@@ -39,6 +39,7 @@ from ..device.partials import (
     part_slot,
     store_part,
 )
+from ..device.records import CacheTables, CacheView, Strides
 from ..device.schedule import owner_of, share_of
 from ..device.scores import cap, fold_sign
 from ..device.softmax import add_sink, finalise, init_state, softmax_step, softmax_step_down
@@ -48,14 +49,6 @@ from .tuning import FP8, DecodeConfig, attn_decode_config
 
 # Sequences whose lengths are read at a time: as many as a warp scans by itself.
 SCAN = tl.constexpr(32)
-
-
-class DecodeStrides(NamedTuple):
-    """Strides of a [B, H, S, D] tensor, or of a paged cache, whose pages take the batch's place."""
-
-    batch: Any
-    head: Any
-    token: Any
 
 
 class DecodeHeads(NamedTuple):
@@ -108,10 +101,10 @@ class DecodeWorkspace(NamedTuple):
 class DecodeLayout(NamedTuple):
     """Strides of all tensors, and the numbers of heads."""
 
-    out: DecodeStrides
-    q: DecodeStrides
-    k: DecodeStrides
-    v: DecodeStrides
+    out: Strides
+    q: Strides
+    k: Strides
+    v: Strides
     k_scale: Any
     """From head to head; 0 where one number is for all."""
     v_scale: Any
@@ -234,18 +227,19 @@ def attend_cache(
     # the page of the next tile is looked up while the keys of this one are on their way
     ahead = cache_tile(tile_begin, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
     for tile in tl.range(tile_begin, tile_end):
-        kv_pos, slab, row, live, wrong = ahead
+        keys = ahead
         ahead = cache_tile(tile + 1, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, layout.k, live, offs_d, HEAD_DIM)
+        k = load_cache_rows(k_ptr, keys.slab, keys.row, layout.k, keys.live, offs_d, HEAD_DIM)
         if FP8:
             k = k.to(tl.float16)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         if score.inverse_cap is not None:
             s = cap(s * score.k_scale, score.inverse_cap)
-        visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None]) & live[None, :]
-        s = tl.where(wrong[None, :], float("nan"), tl.where(visible, s, -float("inf")))
+        visible = within_bounds(keys.position[None, :], first[:, None], last[:, None])
+        visible = visible & keys.live[None, :]
+        s = tl.where(keys.wrong[None, :], float("nan"), tl.where(visible, s, -float("inf")))
         m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score.scale_log2)
-        v = load_cache_rows(v_ptr, slab, row, layout.v, live, offs_dv, HEAD_DIM_V)
+        v = load_cache_rows(v_ptr, keys.slab, keys.row, layout.v, keys.live, offs_dv, HEAD_DIM_V)
         if FP8:
             v = v.to(tl.float16)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -289,25 +283,31 @@ def attend_across(
     next_block = listed_block(tile_begin + 1, offs_n, cache, TILE_N, BLOCK_KV)
     ahead = clamped_tile(tile_begin, block, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
     for tile in tl.range(tile_begin, tile_end):
-        kv_pos, slab, row, readable, listed, wrong = ahead
+        keys = ahead
         ahead = clamped_tile(tile + 1, next_block, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
         next_block = listed_block(tile + 2, offs_n, cache, TILE_N, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, layout.k, readable, offs_d, HEAD_DIM // PACKED)
+        k = load_cache_rows(
+            k_ptr, keys.slab, keys.row, layout.k, keys.readable, offs_d, HEAD_DIM // PACKED
+        )
         if WORDS:
             k = halves(k)
         s = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
         if score.inverse_cap is not None:
             s = s * up[None, :] if SCALED else s
             s = cap(s * score.k_scale, score.inverse_cap)
-        visible = within_bounds(kv_pos[:, None], first[None, :], last[None, :])
+        visible = within_bounds(keys.position[:, None], first[None, :], last[None, :])
         if BLOCK_KV is not None:
+            listed = keys.listed
             visible = visible & (listed[:, None] if len(listed.shape) == 1 else listed)
         s = tl.where(visible, s, -float("inf"))
         m_log2, sums, p, rescale = softmax_step_down(m_log2, sums, s, scale_log2)
         if PAGE_SIZE is not None or BLOCK_KV is not None:
+            wrong = keys.wrong
             wrong = wrong[:, None] if len(wrong.shape) == 1 else wrong
             sums = tl.where(wrong, float("nan"), sums)
-        v = load_cache_rows(v_ptr, slab, row, layout.v, readable, offs_dv, HEAD_DIM_V // PACKED)
+        v = load_cache_rows(
+            v_ptr, keys.slab, keys.row, layout.v, keys.readable, offs_dv, HEAD_DIM_V // PACKED
+        )
         v = turned_halves(v) if WORDS else tl.trans(v.to(tl.float16) if FP8 else v)
         acc = tl.dot(v, p.to(v.dtype), acc * rescale[None, :], input_precision=PRECISION)
     if WORDS:
@@ -428,8 +428,8 @@ def _attn_decode_kernel(
         v_head = inputs.v + tl.cast(kv_head, tl.int64) * layout.v.head
         page_row = tl.cast(sequence, tl.int64) * page_row_stride
         list_row = tl.cast(sequence, tl.int64) * list_batch_stride + kv_head * list_head_stride
-        cache = (
-            (tables.page_table, tables.kv_blocks, page_row, list_row),
+        cache = CacheView(
+            CacheTables(tables.page_table, tables.kv_blocks, page_row, list_row),
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
         )  # fmt: skip
         rows = first_row + tl.arange(0, TILE_M)
@@ -532,8 +532,8 @@ def launch_attn_decode(
                 resting_words(config.programs, q.device),
             ),
             DecodeLayout(
-                DecodeStrides(*token_strides(out)),
-                DecodeStrides(*token_strides(q)),
+                Strides(*token_strides(out)),
+                Strides(*token_strides(q)),
                 cache_strides(k_cache, call.page_size),
                 cache_strides(v_cache, call.page_size),
                 scale_stride(call.k_scale),
@@ -569,9 +569,9 @@ def has_words(cache: torch.Tensor) -> bool:
     return cache.dtype == FP8 and cache.shape[-1] > 32 and all(n % 4 == 0 for n in lengths)
 
 
-def cache_strides(cache: torch.Tensor, page_size: int | None) -> DecodeStrides:
+def cache_strides(cache: torch.Tensor, page_size: int | None) -> Strides:
     """Strides of a cache of either layout."""
-    return DecodeStrides(*token_strides(cache if page_size is None else cache.transpose(1, 2)))
+    return Strides(*token_strides(cache if page_size is None else cache.transpose(1, 2)))
 
 
 def scale_stride(scale: torch.Tensor | None) -> int:

@@ -19,6 +19,7 @@ import triton.language as tl
 from ..calls.cache import AppendCall
 from ..core.compile_cases import ALL_ARCHS, CompileCase, compile_cases
 from ..device.fp8 import e4m3_bits
+from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
 
 # Elements of one tile: one 16-byte load for each of 128 threads. With two, rows that cannot be
@@ -31,21 +32,13 @@ INT32_MAX = 2**31 - 1
 MIN_SM_CONVERTS_FP8 = 89
 
 
-class CacheStrides(NamedTuple):
-    """Strides of batch (or page), head and token."""
-
-    batch: Any
-    head: Any
-    token: Any
-
-
 class AppendStrides(NamedTuple):
     """Strides of each tensor."""
 
-    k_cache: CacheStrides
-    v_cache: CacheStrides
-    k: CacheStrides
-    v: CacheStrides
+    k_cache: Strides
+    v_cache: Strides
+    k: Strides
+    v: Strides
 
 
 class Rows(NamedTuple):
@@ -232,10 +225,10 @@ def stored_as_bytes(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
-def cache_strides(x: torch.Tensor, order: tuple[int, int, int]) -> CacheStrides:
+def cache_strides(x: torch.Tensor, order: tuple[int, int, int]) -> Strides:
     """Strides of the dimensions in `order`: page or batch, head, token."""
     # a dimension of size 1 may have any stride; 0 keeps it from compiling another variant
-    return CacheStrides(*(x.stride(d) if x.shape[d] > 1 else 0 for d in order))
+    return Strides(*(x.stride(d) if x.shape[d] > 1 else 0 for d in order))
 
 
 @compile_cases
@@ -252,7 +245,7 @@ def _cases():
             kind = f"{'paged' if paged else 'contiguous'}-{str(dtype).split('.')[-1]}"
             kind += f"-to-{str(stored).split('.')[-1]}{'-converted' if converts else ''}"
             scale = torch.float32 if stored == torch.uint8 else None
-            k_strides, v_strides = (CacheStrides(4096 * 8 * d, 4096 * d, d) for d in dims)
+            k_strides, v_strides = (Strides(4096 * 8 * d, 4096 * d, d) for d in dims)
             yield CompileCase(
                 f"kv_append/{kind}-d{dims[0]}-{dims[1]}",
                 _kv_append_kernel,

@@ -31,8 +31,9 @@ from ..calls.cache import SummariesCall, TopkCall
 from ..core.compile_cases import CompileCase, compile_cases
 from ..device.fp8 import e4m3_values
 from ..device.ordering import HIGHEST, LOWEST, midpoint, ordered_int
+from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of, scratch
-from .append_kernel import INT32_MAX, CacheStrides, cache_strides, stored_as_bytes
+from .append_kernel import INT32_MAX, cache_strides, stored_as_bytes
 from .selection import empty_lists
 
 TILE_TOKENS = 16
@@ -186,7 +187,7 @@ def _summary_cases():
                 "summary_strides": SummaryStrides(
                     0 if paged else 64 * head_dim, 8 * head_dim, head_dim
                 ),
-                "k_strides": CacheStrides(4096 * head_dim, head_dim, 8 * head_dim),
+                "k_strides": Strides(4096 * head_dim, head_dim, 8 * head_dim),
                 "table_stride": 1000,
                 "columns": 3,
                 "heads": 7,
@@ -373,7 +374,7 @@ def launch_topk_pages(kv_blocks: torch.Tensor, call: TopkCall) -> None:
         low,
         call.high,
         page_table,
-        CacheStrides(*q.stride()[:3]),
+        Strides(*q.stride()[:3]),
         summary_strides(low),
         0 if page_table is None else page_table.stride(0),
         columns if page_table is None else low.shape[0],
@@ -419,7 +420,7 @@ def _topk_cases():
                 "low_ptr": kept,
                 "high_ptr": kept,
                 "page_table_ptr": torch.int32 if paged else None,
-                "q_strides": CacheStrides(32 * head_dim, head_dim, 32 * head_dim),
+                "q_strides": Strides(32 * head_dim, head_dim, 32 * head_dim),
                 "summary_strides": SummaryStrides(
                     0 if paged else 64 * head_dim, 8 * head_dim, head_dim
                 ),

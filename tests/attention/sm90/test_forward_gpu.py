@@ -338,7 +338,7 @@ def test_maxima_that_grow(consumers, dim):
 )
 def test_programs_share_the_last_pieces(sinks, sms, heads, sq, sk):
     """The bits are those of every other run, whoever comes last."""
-    assert make_forward_config(2, 128, 128, long=True).shared_tail(heads, sms, -(-sk // 128)) > 0
+    assert make_forward_config(2, 128, 128, long=True).tail_share(heads, sms, -(-sk // 128)) > 0
     q, k, v, spec = AttnCase(
         16, BRAIN, heads=(heads, heads), lengths=((sq, sk),), head_dims=(128, 128), sinks=sinks
     ).build("cuda")
@@ -355,7 +355,7 @@ def test_calls_that_start_early_read_what_the_one_before_wrote():
     q, k, v, spec = AttnCase(
         17, BRAIN, batch=2, heads=(100, 100), lengths=((700, 700),), head_dims=(64, 64)
     ).build("cuda")
-    assert make_forward_config(1, 64, 64).OVERLAP
+    assert make_forward_config(1, 64, 64).PDL
 
     def chain(wait):
         x = q

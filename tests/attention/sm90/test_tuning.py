@@ -162,7 +162,7 @@ def test_half_tiles_are_for_bands_of_dense_batches():
 )
 def test_what_consumers_and_producers_do(consumers, dim, options, expected):
     config = make_forward_config(consumers, dim, dim, **options)
-    assert expected == (config.TURNS, config.AHEAD, config.ABSENT)
+    assert expected == (config.PING_PONG, config.CLAIM_AHEAD, config.SKIP_ABSENT)
 
 
 def test_three_consumers_have_larger_sections():
@@ -184,7 +184,7 @@ def test_three_consumers_have_larger_sections():
     ],
 )
 def test_programs_share_the_last_of_long_equal_pieces(changes, shared):
-    assert shared == attn_fwd_sm90_config(problem(**changes)).SHARED_TAIL
+    assert shared == attn_fwd_sm90_config(problem(**changes)).SPLIT_TAIL
 
 
 @pytest.mark.parametrize(
@@ -202,22 +202,22 @@ def test_programs_share_the_last_of_long_equal_pieces(changes, shared):
 )
 def test_shares_of_the_last_pieces(pieces, programs, kv_tiles, share):
     assert (
-        make_forward_config(2, 128, 128, long=True).shared_tail(pieces, programs, kv_tiles) == share
+        make_forward_config(2, 128, 128, long=True).tail_share(pieces, programs, kv_tiles) == share
     )
-    assert make_forward_config(2, 128, 128).shared_tail(pieces, programs, kv_tiles) == 0
+    assert make_forward_config(2, 128, 128).tail_share(pieces, programs, kv_tiles) == 0
 
 
 def test_small_problems_start_early():
-    assert attn_fwd_sm90_config(problem(**NARROW, heads_q=8, max_q=512, max_k=512)).OVERLAP
-    assert not attn_fwd_sm90_config(problem()).OVERLAP
-    assert not attn_fwd_sm90_config(problem(mask_block=(64, 64))).OVERLAP
+    assert attn_fwd_sm90_config(problem(**NARROW, heads_q=8, max_q=512, max_k=512)).PDL
+    assert not attn_fwd_sm90_config(problem()).PDL
+    assert not attn_fwd_sm90_config(problem(mask_block=(64, 64))).PDL
 
 
 def test_pieces_lie_within_query_blocks():
     for block, dim in itertools.product((64, 128, 256), (64, 128)):
         config = attn_fwd_sm90_config(problem(mask_block=(block, 32), head_dim=dim))
         assert block % config.tile_m == 0
-        assert config.UNIT == 32
+        assert config.BLOCK_KV == 32
 
 
 def test_sequences_and_shares_are_found_with_more_registers():
@@ -271,9 +271,9 @@ def test_queries_are_fetched_ahead_where_there_is_room():
 
 
 def test_scouts_look_up_rows_of_masks():
-    assert all(make_forward_config(c, d, d, 64).SCOUT for c in (1, 2) for d in (64, 128))
-    assert not make_forward_config(2, 128, 128, 64, packed=True).SCOUT
-    assert not any(make_forward_config(c, 128, 128, banded=True).SCOUT for c in (1, 2))
+    assert all(make_forward_config(c, d, d, 64).SCHEDULER_WARP for c in (1, 2) for d in (64, 128))
+    assert not make_forward_config(2, 128, 128, 64, packed=True).SCHEDULER_WARP
+    assert not any(make_forward_config(c, 128, 128, banded=True).SCHEDULER_WARP for c in (1, 2))
     # two consumers that have mask code would spill
     in_registers = [c for c in (1, 2) if make_forward_config(c, 128, 128, 64).Q_REGISTERS]
     assert in_registers == [1]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ...device.records import MaskLists
 from ...launch.descriptors import descriptor_type
 from ..operands import gradient_factors
 from .backward import _attn_bwd_sm90_kernel
@@ -74,7 +75,7 @@ def attn_bwd_sm90_case(call: Call) -> CompileCase:
                 torch.int32 if call.ordered else None,
                 *((torch.int32 if call.ordered and block_kv is not None else None),) * 2,
             ),
-            "block_lists": None if block_kv is None else (*(torch.int32,) * 5, block_kv),
+            "block_lists": None if block_kv is None else MaskLists(*(torch.int32,) * 5, block_kv),
             "mask_batch_step": 0,
             "mask_head_step": 0,
             "q_len": 4096,

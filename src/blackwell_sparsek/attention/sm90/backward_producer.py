@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...device.gluon.pipeline import publish
 from ...device.masks import kv_range, q_range, q_range_of_all
+from ...device.records import MaskLists, VisitPlan
 from ...device.schedule import place_in_sections, section_of
 from ...device.visits import (
     keys_of_tile,
@@ -140,7 +141,7 @@ def _part_of_plan(plan, visit, ascending, CFG: gl.constexpr):
     if CFG.ORDERED:
         later = (visit % 2 == 0) != ascending
         middle = gl.where(ascending, plan[4], plan[3])
-        plan = (
+        plan = VisitPlan(
             plan[0],
             gl.where(later, plan[0], plan[1]),
             gl.where(later, middle, plan[2]),
@@ -188,7 +189,8 @@ def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: g
     visited, listed = lists, unit
     if visits_ptr is not None:
         # heads that share a list visit its blocks in orders of their own
-        visited, listed = (lists[0], lists[1], visits_ptr), unit * heads + head
+        visited = MaskLists(lists[0], lists[1], visits_ptr, lists[3], lists[4], lists[5])
+        listed = unit * heads + head
     q_row = keys_of_tile(visited, listed, ordinal, units, q_in_unit, end, tile_m, unit_size)
     bits_id = -1
     turn = 0

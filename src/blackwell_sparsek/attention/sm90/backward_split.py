@@ -26,13 +26,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ...device.masks import position, row_bounds
+from ...device.records import Band, Heads, Lengths, Mask, VisitPlan
 from ...device.schedule import batch_and_heads
 from ...device.visits import num_masked_units
 from ...launch.descriptors import GROUP_ROWS
 from .backward import score_step, start_products, zero_of
 from .backward_producer import padded_queries, produce_steps, step_info
 from .forward import visible_keys
-from .forward_producer import count_tiles, find_work, tile_starts
+from .forward_producer import (
+    ForwardShared,
+    ProducerArgs,
+    Schedule,
+    Visit,
+    count_tiles,
+    find_work,
+    tile_starts,
+)
 
 # Attention backward on Hopper, the gradients of keys and values alone: half of a pair of kernels.
 #
@@ -217,13 +226,13 @@ def _produce(produce, shared, begun, CFG: gl.constexpr):
     piece = take(work, turn, 1)
     while piece[6] >= 0:
         mbarrier.arrive(begun, count=1)
-        plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
+        plan = VisitPlan(piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         batch, q_head, kv_head = batch_and_heads(piece[6], heads[0], heads[1])
         q_place = (batch, q_head)
         kv_place = (batch, kv_head)
         q_row = piece[7] * ROWS
         kv_tiles = count_tiles(plan, CFG)[1]
-        visit = (mask[0], plan, num_masked_units(plan), lengths[1])
+        visit = Visit(mask[0], plan, num_masked_units(plan), lengths[1])
         _copy(dout_desc, dout_ring, turn, q_place, q_row, 1)
         # queries come after the first keys: their memory holds dq of the piece before to its end
         ahead = gl.minimum(kv_tiles, CFG.V_STAGES)
@@ -319,7 +328,7 @@ def _consume_queries(consume, shared, CFG: gl.constexpr):
     turn = 0
     piece = take(work, turn)
     while piece[6] >= 0:
-        plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
+        plan = VisitPlan(piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         batch, q_head, _ = batch_and_heads(piece[6], heads[0], heads[1])
         q_start = piece[7] * ROWS
         q_index = q_start + offs
@@ -329,7 +338,7 @@ def _consume_queries(consume, shared, CFG: gl.constexpr):
         delta = gl.load(delta_ptr + place, exist, other=0.0)
         bounds = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
-        visit = (mask[0], plan, num_masked_units(plan), kv_len)
+        visit = Visit(mask[0], plan, num_masked_units(plan), kv_len)
         tile = (visit, q_index, q_start, bounds)
         dout = _await(dout_ring, turn, 1).load(operand)
         rows = (_await(q_ring, turn, 1), dout, shift, delta, score)
@@ -411,15 +420,15 @@ def _attn_bwd_queries_sm90_kernel(
     begun = barriers(1, 1).index(0)
     fence_async_shared()
 
-    mask = (block_lists, mask_batch_step, mask_head_step)
-    lengths = (q_len, kv_len)
-    heads = (q_heads, group_size)
-    band = (left, right)
+    mask = Mask(block_lists, mask_batch_step, mask_head_step)
+    lengths = Lengths(q_len, kv_len)
+    heads = Heads(q_heads, group_size)
+    band = Band(left, right)
     shared = (mask, q_ring, dout_ring, (k_ring, v_ring), work, lengths, heads, band)
-    schedule = (order_ptr, num_planes, 1, dynamic, 0)
+    schedule = Schedule(order_ptr, num_planes, 1, dynamic, 0)
     # as the scout of the forward knows them
-    find = (None, None, None, counter_ptr, schedule)
-    found = (mask, None, None, None, work, lengths, heads, band, None)
+    find = ProducerArgs(None, None, None, counter_ptr, schedule)
+    found = ForwardShared(mask, None, None, None, work, lengths, heads, band, None)
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ...device.records import MaskLists
 from ...launch.descriptors import descriptor_type
 from ..operands import gradient_factors
 from .backward_split import _attn_bwd_keys_sm90_kernel, _attn_bwd_queries_sm90_kernel
@@ -105,7 +106,7 @@ def _common(call: Call, side: int) -> dict[str, object]:
     return {
         "counter_ptr": torch.int32,
         "order_ptr": torch.int32,
-        "block_lists": (*(torch.int32,) * 5, side),
+        "block_lists": MaskLists(*(torch.int32,) * 5, side),
         "mask_batch_step": 0,
         "mask_head_step": 0,
         "q_len": 4096,

@@ -1,4 +1,4 @@
-"""Configuration of the Hopper attention forward: tiles, rings, and what follows from them."""
+"""Configurations of the Hopper attention kernels: tiles, rings, and what follows from them."""
 
 from dataclasses import dataclass
 
@@ -6,68 +6,76 @@ from ...launch.descriptors import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
 # More stages than this hide nothing further: a producer is never that far ahead.
 MOST_STAGES = 4
-# What it takes to put together parts of a softmax that programs share, in KV tiles.
-MEETING_TILES = 2
+# What it takes to combine the parts of a softmax that programs share, in KV tiles.
+COMBINE_TILES = 2
 
 
 @dataclass(frozen=True)
 class AttnFwdSm90Config:
-    """Everything the kernel is specialised on. Sizes in elements.
+    """Everything the kernel is specialised on; sizes in elements.
 
-    CONSUMERS warp groups take 64 queries each and read the same KV tiles of TILE_N keys. UNIT is
-    the number of neighbouring keys a visit is made of: TILE_N when dense, else the block of the
-    mask; smaller units are packed into one tile. TILE_D and TILE_DV are the head dims in shared
-    memory, beyond which TMA fills zeros. Q_STAGES of 2 fetches the queries of the next piece of
-    work, and with them its first keys, while this one is still being computed. HALF_TILES
-    leaves out 64 keys of a piece's first and last tile where its queries see none of them, as in
-    every second piece where queries see up to themselves. With SHARED_TAIL programs share the tiles
-    of the last pieces, if those are too few for all. OVERLAP starts before the kernel in front has
-    ended. With TURNS one consumer after the other issues its products. AHEAD claims and announces a
-    piece while the one before is fetched, which costs balance where pieces differ. ABSENT lets
-    consumers without queries pass a piece by. With a SCOUT a warp of its own looks up pieces of
-    work, and keys are fetched before the values of the tile before. With Q_REGISTERS consumers keep
-    their queries in registers.
-
-    The kernel is compiled for MAX_REGISTERS per thread; the roles then trade them:
-    CONSUMER_REGISTERS for a warp group, PRODUCER_REGISTERS for producer and scout.
+    It is compiled for MAX_REGISTERS per thread; the roles then trade them.
     """
 
     CONSUMERS: int
+    """Warp groups that take 64 queries each and read the same KV tiles."""
     TILE_N: int
+    """Keys of a KV tile."""
     TILE_D: int
+    """Head dim of queries and keys in shared memory, beyond which TMA fills zeros."""
     TILE_DV: int
+    """The same of values."""
     STAGES: int
-    UNIT: int
+    """KV tiles in flight."""
+    BLOCK_KV: int
+    """Keys of a block of the mask, several of which share a tile if they are small; else TILE_N."""
     CONSUMER_REGISTERS: int
+    """Registers per thread of a consumer."""
     PRODUCER_REGISTERS: int
+    """Those of the producer and of the scheduler warp."""
     MAX_REGISTERS: int
+    """Those that every thread starts with."""
     Q_STAGES: int = 1
+    """2 fetches the queries and first keys of the next work tile while this one is computed."""
     HALF_TILES: bool = False
-    SHARED_TAIL: bool = False
-    OVERLAP: bool = False
-    TURNS: bool = False
-    AHEAD: bool = False
-    ABSENT: bool = False
-    SCOUT: bool = False
+    """Leave out 64 keys of a work tile's first and last KV tile where its queries see none of them,
+    as in every second work tile where queries see up to themselves."""
+    SPLIT_TAIL: bool = False
+    """Programs share the KV tiles of the last work tiles, if those are too few for all."""
+    PDL: bool = False
+    """Programmatic dependent launch: start before the kernel in front has ended."""
+    PING_PONG: bool = False
+    """One consumer after the other issues its products."""
+    CLAIM_AHEAD: bool = False
+    """Claim and announce a work tile while the one before is fetched; costs balance where they
+    differ."""
+    SKIP_ABSENT: bool = False
+    """Consumers without queries skip the KV tiles of a work tile."""
+    SCHEDULER_WARP: bool = False
+    """A warp of its own looks up work tiles, and keys are fetched before the values of the tile
+    before."""
     Q_REGISTERS: bool = False
+    """Consumers keep their queries in registers."""
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
         assert self.TILE_D in (64, 128) and self.TILE_DV in (64, 128), f"{self=}"
-        assert self.UNIT % self.TILE_N == 0 or self.TILE_N % self.UNIT == 0, f"{self.UNIT=}"
+        assert self.BLOCK_KV % self.TILE_N == 0 or self.TILE_N % self.BLOCK_KV == 0, (
+            f"{self.BLOCK_KV=}"
+        )
         assert self.STAGES >= 2, f"{self.STAGES=}"
-        assert not self.HALF_TILES or self.TILE_N == self.UNIT == 128, f"{self=}"
-        assert not (self.HALF_TILES and self.SHARED_TAIL), f"{self=}"
+        assert not self.HALF_TILES or self.TILE_N == self.BLOCK_KV == 128, f"{self=}"
+        assert not (self.HALF_TILES and self.SPLIT_TAIL), f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
-        assert not self.AHEAD or (self.Q_STAGES == 2 and not self.SHARED_TAIL), f"{self=}"
-        # a scout finds no shares of pieces, and does not wait for the kernel in front
-        alone = self.CONSUMERS < 3 and not (self.SHARED_TAIL or self.OVERLAP or self.AHEAD)
-        assert not self.SCOUT or alone, f"{self=}"
+        assert not self.CLAIM_AHEAD or (self.Q_STAGES == 2 and not self.SPLIT_TAIL), f"{self=}"
+        # a scheduler warp finds no shares of the tail, and does not wait for the kernel in front
+        alone = self.CONSUMERS < 3 and not (self.SPLIT_TAIL or self.PDL or self.CLAIM_AHEAD)
+        assert not self.SCHEDULER_WARP or alone, f"{self=}"
 
     @property
     def tile_m(self) -> int:
-        """Queries of a piece of work."""
+        """Queries of a work tile."""
         return GROUP_ROWS * self.CONSUMERS
 
     @property
@@ -107,21 +115,22 @@ class AttnFwdSm90Config:
     @property
     def parts(self) -> int:
         """Copies that fill one KV tile."""
-        return max(1, self.TILE_N // self.UNIT)
+        return max(1, self.TILE_N // self.BLOCK_KV)
 
     @property
     def part_rows(self) -> int:
         """Keys of one such copy."""
-        return min(self.UNIT, self.TILE_N)
+        return min(self.BLOCK_KV, self.TILE_N)
 
-    def shared_tail(self, pieces: int, programs: int, kv_tiles: int) -> int:
-        """KV tiles that each program has of the last pieces of work, 0 if they are not shared.
+    def tail_share(self, work_tiles: int, programs: int, kv_tiles: int) -> int:
+        """KV tiles that each program has of the last work tiles, 0 if those are not split.
 
-        Those are the pieces, of `kv_tiles` each, that are left over when all programs took as many.
+        Those are the work tiles, of `kv_tiles` each, that are left over when all programs took as
+        many.
         """
-        rounds, left_over = divmod(pieces, programs)
+        rounds, left_over = divmod(work_tiles, programs)
         share = -(-left_over * kv_tiles // programs)
-        worth = self.SHARED_TAIL and rounds > 0 and kv_tiles - share >= MEETING_TILES
+        worth = self.SPLIT_TAIL and rounds > 0 and kv_tiles - share >= COMBINE_TILES
         return share if worth else 0
 
     def q_block(self) -> tuple[int, int, int, int]:
@@ -156,8 +165,8 @@ def make_forward_config(
 ) -> AttnFwdSm90Config:
     """The configuration with so many consumers; `block_kv` is the mask's, None without one.
 
-    `banded`: a band cuts off keys. `long`: pieces of work are long enough to share them, and for
-    consumers without queries to pass them by.
+    `banded`: a band cuts off keys. `long`: work tiles are long enough to split the last ones, and
+    for consumers without queries to skip them.
     """
     dense = block_kv is None and not packed
     masked = block_kv is not None and not packed
@@ -165,36 +174,38 @@ def make_forward_config(
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
     # at 64 dims the code for it takes registers that the loop needs
     wide = max(tile_d, tile_dv) > 64
-    shared_tail = dense and long and wide and not banded and consumers == 2
+    split_tail = dense and long and wide and not banded and consumers == 2
     # Finding blocks, sequences or shares takes the producer more registers than counting tiles;
     # they come from the consumers. Three consumers need few: their head dims are 64 at the most.
-    searches = not dense or shared_tail
+    searches = not dense or split_tail
     producer = 32 if consumers == 3 else 40 if searches or consumers == 1 else 24
     stages = stages_that_fit(consumers, tile_n, tile_d, tile_dv)
     # A second buffer of queries where it costs no keys, which is but for one consumer of 128 dims.
-    # Units that share a tile leave consumers no register for it.
+    # Blocks that share a tile leave consumers no register for it.
     ahead = stages_that_fit(consumers, tile_n, tile_d, tile_dv, q_stages=2) == stages
     ahead = ahead and (block_kv is None or block_kv >= tile_n)
+    claim_ahead = dense and ahead and not split_tail and consumers < 3
+    claim_ahead = claim_ahead and banded == (consumers == 1)
     return AttnFwdSm90Config(
         CONSUMERS=consumers,
         TILE_N=tile_n,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=stages,
-        UNIT=tile_n if block_kv is None else block_kv,
+        BLOCK_KV=tile_n if block_kv is None else block_kv,
         CONSUMER_REGISTERS=160 if consumers == 3 else 232 if producer == 40 else 240,
         PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168 if consumers == 2 else 128,
         Q_STAGES=2 if ahead else 1,
         # packed sequences were not tried
         HALF_TILES=dense and banded and tile_n == 128,
-        SHARED_TAIL=shared_tail,
+        SPLIT_TAIL=split_tail,
         # small problems, whose start is much of their time
-        OVERLAP=consumers == 1 and block_kv is None,
-        TURNS=consumers == 3,
-        AHEAD=dense and ahead and not shared_tail and banded == (consumers == 1) and consumers < 3,
-        ABSENT=consumers == 3 and (banded or packed or long),
-        SCOUT=masked,
+        PDL=consumers == 1 and block_kv is None,
+        PING_PONG=consumers == 3,
+        CLAIM_AHEAD=claim_ahead,
+        SKIP_ABSENT=consumers == 3 and (banded or packed or long),
+        SCHEDULER_WARP=masked,
         # two consumers with mask code have no registers for them
         Q_REGISTERS=masked and consumers == 1 and min(tile_d, tile_dv) > 64,
     )
@@ -367,8 +378,8 @@ def make_backward_config(
 class AttnBwdQueriesSm90Config:
     """Everything the kernel of the queries is specialised on. Sizes in elements.
 
-    A warp group keeps 64 queries and walks over tiles of TILE_N keys; UNIT, a multiple of that, is
-    the block of the mask. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA
+    A warp group keeps 64 queries and walks over tiles of TILE_N keys; BLOCK_KV, a multiple of
+    that, is the block of the mask. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA
     fills zeros. K_STAGES tiles of keys and V_STAGES of values are in flight: keys are needed for a
     step longer. The kernel is compiled for MAX_REGISTERS per thread; producer and scout leave all
     but PRODUCER_REGISTERS to the warp group that computes.
@@ -379,7 +390,7 @@ class AttnBwdQueriesSm90Config:
     TILE_DV: int
     K_STAGES: int
     V_STAGES: int
-    UNIT: int
+    BLOCK_KV: int
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
 
@@ -427,7 +438,7 @@ def make_queries_config(tile_d: int, tile_dv: int, block_kv: int) -> AttnBwdQuer
         TILE_DV=tile_dv,
         K_STAGES=3,
         V_STAGES=2,
-        UNIT=block_kv,
+        BLOCK_KV=block_kv,
         PRODUCER_REGISTERS=24,
         MAX_REGISTERS=128,
     )

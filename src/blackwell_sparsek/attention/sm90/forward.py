@@ -1,16 +1,23 @@
 # mypy: ignore-errors
-"""Attention forward on Hopper: the arithmetic of `fwd.py`, moved by TMA and multiplied by WGMMA.
+"""Attention forward on Hopper: the arithmetic of the portable forward, fed by TMA and WGMMA.
 
-Shapes are those of `fwd.py`. Programs take pieces of work until none is left; a piece is
-CONSUMERS x 64 queries of one head. A producer warp finds out which KV tiles the piece visits,
-publishes that, and keeps rings of K and V tiles full; the consumer warp groups each own 64 queries.
+Persistent programs take work tiles until none is left; a work tile is CONSUMERS x 64 queries of
+one head. Every program has these roles, which `_attn_fwd_sm90_kernel`, at the end, sets up:
+
+- a producer warp (`forward_producer`) finds out which KV tiles a work tile visits, publishes that
+  as a `WorkTile`, and keeps rings of K and V tiles full;
+- under a mask, a scheduler warp looks up the rows of the mask ahead of the producer;
+- consumer warp groups (`_consume`) own 64 queries each and read the same KV tiles.
+
 A consumer issues the scores of tile i and the product of tile i - 1 with V together; its softmax of
 tile i runs while the tensor cores work on that product, and then for the other consumers. Tiles
 that need mask code come first.
 
-Called as impl "sm90" of `bsk::attn_fwd`. Limits: fp16 and bf16, D and Dv up to 128, a positive
-factor of scores, strides and addresses that TMA takes, and those of `fwd.py`.
+Called as impl "sm90" of `bsk::attn_fwd`. Shapes are those of the portable forward. Limits: fp16 and
+bf16, D and Dv up to 128, a positive factor of scores, strides and addresses that TMA takes.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,10 +33,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...device.gluon.partials import columns_of, rows_of, store_part
 from ...device.gluon.pipeline import (
     barriers,
-    plane_place,
+    ring,
     ring_place,
-    take,
     tile_at,
+    tile_place,
     tiles,
     work_channel,
 )
@@ -46,6 +53,7 @@ from ...device.gluon.row_parts import (
 from ...device.gluon.warps import shared_address
 from ...device.masks import bit_visible, exists, position, row_bounds, within_bounds
 from ...device.partials import is_last, part_slot
+from ...device.records import Band, Heads, Lengths, Mask, SoftmaxState
 from ...device.schedule import batch_and_heads, lse_offset
 from ...device.scores import cap
 from ...device.softmax import (
@@ -57,24 +65,99 @@ from ...device.softmax import (
     softmax_step,
     weights_of,
 )
-from ...device.visits import bits_of_tile, keys_of_tile, masked_unit, num_masked_units, tile_ordinal
+from ...device.visits import (
+    bits_of_tile,
+    keys_of_tile,
+    masked_block,
+    num_masked_blocks,
+    tile_ordinal,
+)
 from ...launch.descriptors import GROUP_ROWS
 from .forward_producer import (
+    DENSE_FIELDS,
+    PACKED_FIELDS,
+    SPLIT_FIELDS,
+    ForwardShared,
+    ProducerArgs,
+    Schedule,
+    Visit,
     count_tiles,
     dense_tile,
     find_work,
     needs_mask,
-    piece_lengths,
-    produce_found,
+    produce_scheduled,
     produce_tiles,
+    take_work_tile,
+    tile_tokens,
 )
 
-# Stages of K and V that the warps of a consumer wait for and free, and the turns of consumers.
-#
-# Gluon's barriers are those of a whole warp group, which stops twice a tile for them. Here each
-# warp waits and arrives for itself. `ARRAY` says at which barriers: full K, free K, full V, free
-# V. They lie behind the tiles, `barrier_room` in each array (held by
-# `test_attention_sm90_barriers.py`).
+ROWS = gl.constexpr(GROUP_ROWS)
+# Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
+# their precision, and fp16 holds them.
+SLACK = gl.constexpr(8)
+# Keys of half a tile.
+HALF = gl.constexpr(64)
+# Arrays of barriers of the rings, in the order in which they lie behind the tiles.
+FULL_K = gl.constexpr(0)
+EMPTY_K = gl.constexpr(1)
+FULL_V = gl.constexpr(2)
+EMPTY_V = gl.constexpr(3)
+# The first named barrier that Triton does not use itself.
+FIRST_NAMED_BARRIER = 9
+
+
+class ConsumerArgs(NamedTuple):
+    """What only the consumers read and write."""
+
+    out_desc: Any
+    lse_ptr: Any
+    lse_head_stride: Any
+    sinks_ptr: Any
+    score: Any
+    out_tiles: Any
+    """A tile of outputs for each consumer."""
+    tail: Any
+
+
+class SplitTail(NamedTuple):
+    """Memory for work tiles that several programs compute parts of."""
+
+    parts: Any
+    counters: Any
+
+
+class KvStages(NamedTuple):
+    """Stages of K and V as a consumer reads them: the tiles, and the address of their barriers."""
+
+    k: Any
+    v: Any
+    barriers: Any
+
+
+class TileBounds(NamedTuple):
+    """Keys that a consumer's queries see: bounds of each row, and what every one of them sees."""
+
+    first: Any
+    last: Any
+    every_first: Any
+    every_last: Any
+
+
+class Queries(NamedTuple):
+    """What a consumer keeps of a work tile while it goes through the KV tiles."""
+
+    q: Any
+    visit: Any
+    masked_tiles: Any
+    q_index: Any
+    q_start: Any
+    bounds: Any
+    score: Any
+
+
+# Barriers. Gluon's are those of a whole warp group, which stops twice a tile for them. Here each
+# warp waits and arrives for itself, at barriers that lie behind the tiles with `barrier_room` for
+# each array (`tests/attention/sm90/test_barriers.py` holds that).
 
 
 @gluon.constexpr_function
@@ -94,113 +177,101 @@ def _waiting(offset):
 
 
 @gluon.jit
-def barrier_base(CFG: gl.constexpr):
-    """Address of the barriers of K and V."""
-    return shared_address(CFG.tile_bytes)
-
-
-@gluon.jit
-def free_stage(rings, stage, ARRAY: gl.constexpr, CFG: gl.constexpr):
+def free_stage(stages, stage, ARRAY: gl.constexpr, CFG: gl.constexpr):
     """Tell the producer that this warp has read a stage."""
     asm: gl.constexpr = _arriving(CFG.barrier_at(ARRAY))
-    address = rings[2] + stage * 8
+    address = stages.barriers + stage * 8
     gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [address], gl.int32, False, 1)
 
 
 @gluon.jit
-def await_stage(rings, stage, phase, ARRAY: gl.constexpr, CFG: gl.constexpr):
+def await_stage(stages, stage, phase, ARRAY: gl.constexpr, CFG: gl.constexpr):
     """Wait for the copies into a stage, each warp for itself."""
     asm: gl.constexpr = _waiting(CFG.barrier_at(ARRAY))
-    address = rings[2] + stage * 8
+    address = stages.barriers + stage * 8
     gl.inline_asm_elementwise(asm, "=r,r,r,~{memory}", [address, phase], gl.int32, False, 1)
 
 
-# the first named barrier that Triton does not use itself
-FIRST_TURN = 9
-
-
 @gluon.constexpr_function
-def _turn(what, group):
-    return f"bar.{what} {FIRST_TURN + group}, 256; mov.b32 $0, 0;"
+def _named_barrier(what, group):
+    return f"bar.{what} {FIRST_NAMED_BARRIER + group}, 256; mov.b32 $0, 0;"
 
 
 @gluon.jit
-def await_turn(GROUP: gl.constexpr, CFG: gl.constexpr):
+def ping_pong_wait(GROUP: gl.constexpr, CFG: gl.constexpr):
     """Wait until the consumer before has issued its products."""
-    if CFG.TURNS:
-        asm: gl.constexpr = _turn("sync", GROUP)
+    if CFG.PING_PONG:
+        asm: gl.constexpr = _named_barrier("sync", GROUP)
         gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [0], gl.int32, False, 1)
 
 
 @gluon.jit
-def pass_turn(GROUP: gl.constexpr, CFG: gl.constexpr):
+def ping_pong_pass(GROUP: gl.constexpr, CFG: gl.constexpr):
     """Let the next consumer issue its products."""
-    if CFG.TURNS:
-        asm: gl.constexpr = _turn("arrive", (GROUP + 1) % CFG.CONSUMERS)
+    if CFG.PING_PONG:
+        asm: gl.constexpr = _named_barrier("arrive", (GROUP + 1) % CFG.CONSUMERS)
         gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [0], gl.int32, False, 1)
 
 
-# Masking the scores of a KV tile in the Hopper forward.
+# Masking the scores of a KV tile.
 
 
 @gluon.jit
 def mask_band(s, kv_start, bounds):
     """Scores of neighbouring keys from `kv_start` on, -inf outside of the band."""
-    first, last, every_first, every_last = bounds
     width: gl.constexpr = s.shape[1]
     # what cuts the queries of other consumers may leave these alone
-    if (kv_start + (width - 1) > every_last) | (kv_start < every_first):
-        s = keep_columns(s, first - kv_start, last - kv_start)
+    if (kv_start + (width - 1) > bounds.every_last) | (kv_start < bounds.every_first):
+        s = keep_columns(s, bounds.first - kv_start, bounds.last - kv_start)
     return s
 
 
 @gluon.jit
 def visible_keys(visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
     """Which keys of a tile of mask blocks each query sees."""
-    lists, plan, num_masked, kv_len = visit
+    lists = visit.lists
     tile_n: gl.constexpr = CFG.TILE_N
-    unit_size: gl.constexpr = CFG.UNIT
+    block_kv: gl.constexpr = CFG.BLOCK_KV
     columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
     offs_n = gl.arange(0, tile_n, columns)
-    ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, tile_n, unit_size)
-    unit = masked_unit(plan, ordinal)
-    kv_pos = keys_of_tile(lists, unit, ordinal, num_masked, kv_in_unit, kv_len, tile_n, unit_size)
-    visible = within_bounds(kv_pos[None, :], bounds[0][:, None], bounds[1][:, None])
-    q_in_block = q_index - q_start // lists[5] * lists[5]
-    words = bits_of_tile(
-        lists, unit, ordinal, num_masked, q_in_block, kv_in_unit, tile_n, unit_size
+    ordinal, kv_in_block = tile_ordinal(kv_tile, offs_n, tile_n, block_kv)
+    entry = masked_block(visit.plan, ordinal)
+    kv_pos = keys_of_tile(
+        lists, entry, ordinal, visit.num_masked, kv_in_block, visit.kv_len, tile_n, block_kv
     )
-    return visible & bit_visible(words, kv_in_unit[None, :])
+    visible = within_bounds(kv_pos[None, :], bounds.first[:, None], bounds.last[:, None])
+    q_in_block = q_index - q_start // lists.row_tokens * lists.row_tokens
+    words = bits_of_tile(
+        lists, entry, ordinal, visit.num_masked, q_in_block, kv_in_block, tile_n, block_kv
+    )
+    return visible & bit_visible(words, kv_in_block[None, :])
 
 
 @gluon.jit
-def mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
+def mask_scores(s, queries, kv_tile, CFG: gl.constexpr):
     """Scores of a tile that needs mask code, -inf where a query does not see a key."""
-    if visit[0] is None:
-        s = mask_band(s, dense_tile(visit[1], kv_tile) * CFG.TILE_N, bounds)
+    visit, bounds = queries.visit, queries.bounds
+    if visit.lists is None:
+        s = mask_band(s, dense_tile(visit.plan, kv_tile) * CFG.TILE_N, bounds)
     else:
-        visible = visible_keys(visit, kv_tile, q_index, q_start, bounds, CFG)
+        visible = visible_keys(visit, kv_tile, queries.q_index, queries.q_start, bounds, CFG)
         s = gl.where(visible, s, -float("inf"))
     return s
 
 
-# One KV tile of the Hopper forward: its scores, together with the product of the tile before.
-
-ROWS = gl.constexpr(GROUP_ROWS)
-# Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
-# their precision, and fp16 holds them.
-SLACK = gl.constexpr(8)
+# One KV tile: its scores, together with the product of the tile before.
 
 
 @gluon.jit
-def attend_tile(tile, rings, kv_tile, step, state, acc, p, GROUP: gl.constexpr, CFG: gl.constexpr):
+def attend_tile(
+    queries, stages, kv_tile, step, state, acc, p, GROUP: gl.constexpr, CFG: gl.constexpr
+):
     """Take in the tile after the one at `step`, whose weights are `p`; return all of it anew.
 
     Maxima are found while the product of the tile before runs, the weights after it: exponentials,
     sums and conversions then share one stretch of code, and other consumers have the tensor cores.
     """
-    q, visit, masked_tiles, q_index, q_start, bounds, score = tile
-    k_smem, v_smem = rings[0], rings[1]
+    visit, score = queries.visit, queries.score
     m_log2, row_sum = state
     tile_n: gl.constexpr = CFG.TILE_N
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
@@ -211,41 +282,38 @@ def attend_tile(tile, rings, kv_tile, step, state, acc, p, GROUP: gl.constexpr, 
     last_stage, last_phase = ring_place(step, CFG.STAGES)
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
-    await_stage(rings, stage, phase, 0, CFG)
-    await_turn(GROUP, CFG)
-    k = k_smem.index(stage).permute((1, 0))
-    scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-    await_stage(rings, last_stage, last_phase, 2, CFG)
-    product = warpgroup_mma(p, v_smem.index(last_stage), acc, is_async=True)
-    pass_turn(GROUP, CFG)
-    s = cap(warpgroup_mma_wait(1, deps=(scores,)), score[1])
-    free_stage(rings, stage, 1, CFG)
-    if needs_mask(visit[0], visit[1], kv_tile, masked_tiles):
-        s = mask_scores(s, visit, kv_tile, q_index, q_start, bounds, CFG)
-    m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score[0], SLACK)
+    await_stage(stages, stage, phase, FULL_K, CFG)
+    ping_pong_wait(GROUP, CFG)
+    k = stages.k.index(stage).permute((1, 0))
+    scores = warpgroup_mma(queries.q, k, no_scores, use_acc=False, is_async=True)
+    await_stage(stages, last_stage, last_phase, FULL_V, CFG)
+    product = warpgroup_mma(p, stages.v.index(last_stage), acc, is_async=True)
+    ping_pong_pass(GROUP, CFG)
+    s = cap(warpgroup_mma_wait(1, deps=(scores,)), score.inverse_cap)
+    free_stage(stages, stage, EMPTY_K, CFG)
+    if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
+        s = mask_scores(s, queries, kv_tile, CFG)
+    m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score.factor, SLACK)
     # ptxas would sink all of it below the wait, where it overlaps with nothing
-    pin_above(m_new, rings[2], CFG.spare_at)
+    pin_above(m_new, stages.barriers, CFG.spare_at)
     raised = gl.convert_layout(any_raised(m_log2, m_new), o_rows)[:, None]
     acc = warpgroup_mma_wait(0, deps=(product,))
-    free_stage(rings, last_stage, 3, CFG)
+    free_stage(stages, last_stage, EMPTY_V, CFG)
     factor = gl.convert_layout(rescale, o_rows)[:, None]
     acc = scale_rows(acc, factor, raised)
-    weights = weights_of(s, score[0], shift)
+    weights = weights_of(s, score.factor, shift)
     row_sum = add_parts(row_sum, rescale, weights)
     p = gl.convert_layout(weights.to(p.dtype), p_layout)
     return step, m_new, row_sum, acc, p
 
 
-# Tiles at the edges of a band, for consumers of the Hopper forward that see half or nothing.
-
-# Keys of half a tile.
-HALF = gl.constexpr(64)
+# Tiles at the edges of a band, of which a consumer's queries see half or nothing.
 
 
 @gluon.jit
 def attend_half(
     q,
-    rings,
+    stages,
     step,
     state,
     acc,
@@ -257,193 +325,193 @@ def attend_half(
     CFG: gl.constexpr,
 ):
     """Take in HALF keys from START on of the tile at `step`, which begins at `kv_start`."""
-    k_smem, v_smem = rings[0], rings[1]
     s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     state_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
-    first, last, every_first, every_last = bounds
-    first = gl.convert_layout(first, s_rows)
-    last = gl.convert_layout(last, s_rows)
-    m_log2 = gl.convert_layout(state[0], s_rows)
-    row_sum = gl.convert_layout(state[1], s_rows)
+    bounds = TileBounds(
+        gl.convert_layout(bounds.first, s_rows),
+        gl.convert_layout(bounds.last, s_rows),
+        bounds.every_first,
+        bounds.every_last,
+    )
+    m_log2 = gl.convert_layout(state.m_log2, s_rows)
+    row_sum = gl.convert_layout(state.row_sum, s_rows)
     stage, phase = ring_place(step, CFG.STAGES)
-    await_stage(rings, stage, phase, 0, CFG)
-    k = k_smem.index(stage).slice(START, HALF, dim=0).permute((1, 0))
+    await_stage(stages, stage, phase, FULL_K, CFG)
+    k = stages.k.index(stage).slice(START, HALF, dim=0).permute((1, 0))
     no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
-    await_turn(GROUP, CFG)
+    ping_pong_wait(GROUP, CFG)
     scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-    pass_turn(GROUP, CFG)
-    s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-    free_stage(rings, stage, 1, CFG)
-    s = mask_band(s, kv_start + START, (first, last, every_first, every_last))
-    m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score[0])
+    ping_pong_pass(GROUP, CFG)
+    s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
+    free_stage(stages, stage, EMPTY_K, CFG)
+    s = mask_band(s, kv_start + START, bounds)
+    m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score.factor)
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_DV))
     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
-    await_stage(rings, stage, phase, 2, CFG)
-    v = v_smem.index(stage).slice(START, HALF, dim=0)
+    await_stage(stages, stage, phase, FULL_V, CFG)
+    v = stages.v.index(stage).slice(START, HALF, dim=0)
     product = warpgroup_mma(p, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(product,))
-    free_stage(rings, stage, 3, CFG)
+    free_stage(stages, stage, EMPTY_V, CFG)
     m_log2 = gl.convert_layout(m_log2, state_rows)
     return m_log2, gl.convert_layout(row_sum, state_rows), acc
 
 
 @gluon.jit
-def _pass_tile(rings, step, GROUP: gl.constexpr, CFG: gl.constexpr):
+def _skip_tile(stages, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Free the tile at `step` unread."""
     stage, phase = ring_place(step, CFG.STAGES)
-    await_stage(rings, stage, phase, 0, CFG)
-    await_turn(GROUP, CFG)
-    pass_turn(GROUP, CFG)
-    free_stage(rings, stage, 1, CFG)
-    await_stage(rings, stage, phase, 2, CFG)
-    free_stage(rings, stage, 3, CFG)
+    await_stage(stages, stage, phase, FULL_K, CFG)
+    ping_pong_wait(GROUP, CFG)
+    ping_pong_pass(GROUP, CFG)
+    free_stage(stages, stage, EMPTY_K, CFG)
+    await_stage(stages, stage, phase, FULL_V, CFG)
+    free_stage(stages, stage, EMPTY_V, CFG)
 
 
 @gluon.jit
-def pass_all(rings, count, step, GROUP: gl.constexpr, CFG: gl.constexpr):
+def skip_tiles(stages, count, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Free `count` tiles from `step` on."""
     for i in range(0, count):
-        _pass_tile(rings, step + i, GROUP, CFG)
+        _skip_tile(stages, step + i, GROUP, CFG)
 
 
 @gluon.jit
-def pass_by(
-    rings, plan, masked_tiles, any_last, step, taken, GROUP: gl.constexpr, CFG: gl.constexpr
+def skip_unseen(
+    stages, plan, masked_tiles, any_last, step, taken, GROUP: gl.constexpr, CFG: gl.constexpr
 ):
-    """Free the first tiles of a piece, whose keys come after `any_last`; return how many."""
-    passed = 0
-    while (taken + passed < masked_tiles) & (any_last < dense_tile(plan, passed) * CFG.TILE_N):
-        _pass_tile(rings, step + passed, GROUP, CFG)
-        passed += 1
-    return passed
+    """Free the first tiles of a work tile, whose keys come after `any_last`; return how many."""
+    skipped = 0
+    while (taken + skipped < masked_tiles) & (any_last < dense_tile(plan, skipped) * CFG.TILE_N):
+        _skip_tile(stages, step + skipped, GROUP, CFG)
+        skipped += 1
+    return skipped
 
 
-# Pieces of work of the Hopper forward that several programs share, each of them some of the keys.
-#
-# The last pieces, when there are too few of them for all programs, are one stretch of KV tiles, of
-# which every program has the same share. Slots and counters are those of `device.partials`, one for
-# each consumer; the counters come after the one for pieces of work.
+# The split tail: when the last work tiles are too few for all programs, their KV tiles are one
+# stretch, of which every program has the same share. Slots and counters are those of
+# `device.partials`, one for each consumer; the counters come after the one for work tiles.
 
 
 @gluon.jit
-def meet(tail, share, begins, ends, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Leave this program's part of a softmax for the others, or put all parts together.
+def combine(tail, part, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Leave this program's part of a softmax for the others, or combine all parts.
 
-    `share` is this program's, `begins` and `ends` those of the first and last part. Returns whether
-    this was the last one to come, and state and accumulators, which are of all parts if so.
+    `part` is the `TailPart` of the work tile. Returns whether this was the last part to come, and
+    state and accumulators, which are of all parts if so.
     """
-    parts_ptr, counter_ptr = tail
+    first_share, last_share = part.first_share, part.last_share
     tile_dv: gl.constexpr = CFG.TILE_DV
     consumers: gl.constexpr = CFG.CONSUMERS
-    state_ptr = parts_ptr + gl.num_programs(0).to(gl.int64) * (2 * consumers * ROWS * tile_dv)
+    state_ptr = tail.parts + gl.num_programs(0).to(gl.int64) * (2 * consumers * ROWS * tile_dv)
     layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
-    m_log2 = gl.convert_layout(state[0], rows)
-    row_sum = gl.convert_layout(state[1], rows)
-    slot = part_slot(share, begins) * consumers + GROUP
-    store_part(parts_ptr, state_ptr, slot, m_log2, row_sum, acc, ROWS)
-    last = is_last(counter_ptr + (1 + GROUP) + begins * consumers, ends - begins + 1)
+    m_log2 = gl.convert_layout(state.m_log2, rows)
+    row_sum = gl.convert_layout(state.row_sum, rows)
+    slot = part_slot(part.share, first_share) * consumers + GROUP
+    store_part(tail.parts, state_ptr, slot, m_log2, row_sum, acc, ROWS)
+    counter_ptr = tail.counters + (1 + GROUP) + first_share * consumers
+    last = is_last(counter_ptr, last_share - first_share + 1)
     if last:
         offs_m = rows_of(acc)
         offsets = offs_m[:, None] * tile_dv + columns_of(acc)[None, :]
         m_log2, row_sum = init_state(offs_m)
         acc = gl.zeros([ROWS, tile_dv], gl.float32, layout)
-        # in their order, whoever is last: the bits do not depend on the race
-        for other in range(begins, ends + 1):
-            slot = part_slot(other, begins) * consumers + GROUP
+        # in the order of shares, whichever came last: the bits do not depend on the race
+        for other in range(first_share, last_share + 1):
+            slot = part_slot(other, first_share) * consumers + GROUP
             state_at = state_ptr + slot * (2 * ROWS) + offs_m
             # past the L1, which does not see what other SMs write
             m_part = gl.load(state_at, cache_modifier=".cg")
             sum_part = gl.load(state_at + ROWS, cache_modifier=".cg")
-            at = parts_ptr + slot.to(gl.int64) * (ROWS * tile_dv) + offsets
-            part = gl.load(at, cache_modifier=".cg")
+            at = tail.parts + slot.to(gl.int64) * (ROWS * tile_dv) + offsets
+            part_acc = gl.load(at, cache_modifier=".cg")
             m_log2, row_sum, rescale, factor = join_state(m_log2, row_sum, m_part, sum_part)
-            acc = acc * rescale[:, None] + part * factor[:, None]
+            acc = acc * rescale[:, None] + part_acc * factor[:, None]
     state_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))
     m_log2 = gl.convert_layout(m_log2, state_rows)
     return last, m_log2, gl.convert_layout(row_sum, state_rows), acc
 
 
-# What describes a piece of work: the six bounds of a visit plan, plane and query tile; of packed
-# sequences also the first query token, queries and keys.
-DENSE_FIELDS = gl.constexpr(8)
-PACKED_FIELDS = gl.constexpr(11)
-# ... of pieces that programs may share also tiles of this part, program, first and last of all.
-SHARED_FIELDS = gl.constexpr(13)
+# The consumer role, and the kernel.
 
 
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Attend with 64 queries, piece by piece of work."""
-    if CFG.OVERLAP:
+    """Role of a consumer warp group: attend with 64 queries of each work tile."""
+    if CFG.PDL:
         gdc_wait()
-    out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_tiles, tail = consume
-    mask, q_ring, k_ring, v_ring, work, lengths, heads, band, cu_seqlens = shared
-    q_smem, q_full, q_empty = q_ring
-    k_smem, v_smem = k_ring[0], v_ring[0]
+    score = consume.score
+    q_ring, heads, band, cu_seqlens = shared.q_ring, shared.heads, shared.band, shared.cu_seqlens
+    lists = shared.mask.lists
     first_row: gl.constexpr = GROUP * ROWS
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
+    packed: gl.constexpr = cu_seqlens.q is not None
+    split_tail: gl.constexpr = CFG.SPLIT_TAIL
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
     o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    dtype: gl.constexpr = q_smem.dtype
-    out_smem = out_tiles.index(GROUP)
+    dtype: gl.constexpr = q_ring.tiles.dtype
+    out_smem = consume.out_tiles.index(GROUP)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    rings = (k_smem, v_smem, barrier_base(CFG))
+    stages = KvStages(shared.k_ring.tiles, shared.v_ring.tiles, shared_address(CFG.tile_bytes))
     step = 0
-    turn = 0
+    slot = 0
     if GROUP == 0:
-        # the first turn is the first consumer's
-        pass_turn(CFG.CONSUMERS - 1, CFG)
-    piece = take(work, turn)
-    while piece[6] >= 0:
-        plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
-        q_first, q_len, kv_len = piece_lengths(piece, lengths)
-        batch, q_head, _ = batch_and_heads(piece[6], heads[0], heads[1])
-        q_start = piece[7] * CFG.tile_m
+        # the first consumer issues first
+        ping_pong_pass(CFG.CONSUMERS - 1, CFG)
+    tile = take_work_tile(shared.work, slot, 4, packed, split_tail)
+    while tile.batch_head >= 0:
+        plan = tile.plan
+        q_first, q_len, kv_len = tile_tokens(tile, shared.lengths)
+        batch, q_head, _ = batch_and_heads(tile.batch_head, heads.q, heads.group_size)
+        q_start = tile.q_tile * CFG.tile_m
         q_index = q_start + first_row + rows
-        first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band[0], band[1])
+        first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band.left, band.right)
         first_pos = position(q_start + first_row, q_len, kv_len)
-        any_first, every_last = row_bounds(first_pos, kv_len, band[0], band[1])
-        every_first, any_last = row_bounds(first_pos + (ROWS - 1), kv_len, band[0], band[1])
-        bounds = (first, last, every_first, every_last)
+        any_first, every_last = row_bounds(first_pos, kv_len, band.left, band.right)
+        last_pos = first_pos + (ROWS - 1)
+        every_first, any_last = row_bounds(last_pos, kv_len, band.left, band.right)
+        bounds = TileBounds(first, last, every_first, every_last)
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
-        visit = (mask[0], plan, num_masked_units(plan), kv_len)
+        visit = Visit(lists, plan, num_masked_blocks(plan), kv_len)
         m_log2, row_sum = init_state(q_index)
         acc = gl.zeros([ROWS, tile_dv], gl.float32, o_layout)
-        q_stage = turn % CFG.Q_STAGES
-        q = q_smem.index(q_stage * CFG.CONSUMERS + GROUP)
-        mbarrier.wait(q_full.index(q_stage), (turn // CFG.Q_STAGES) & 1)
+        q_stage = slot % CFG.Q_STAGES
+        q = q_ring.tiles.index(q_stage * CFG.CONSUMERS + GROUP)
+        mbarrier.wait(q_ring.full.index(q_stage), (slot // CFG.Q_STAGES) & 1)
         if CFG.Q_REGISTERS:
             q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+        queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score)
+        # KV tiles before `taken` are done with
         taken = 0
-        if CFG.SHARED_TAIL:
-            taken = piece[8]
-            kv_tiles = piece[9]
-        if CFG.ABSENT:  # noqa: SIM102
+        if CFG.SPLIT_TAIL:
+            taken = tile.part.first_tile
+            kv_tiles = tile.part.end_tile
+        if CFG.SKIP_ABSENT:  # noqa: SIM102
             if q_start + first_row >= q_len:
                 # none of its queries exists
-                pass_all(rings, kv_tiles - taken, step, GROUP, CFG)
+                skip_tiles(stages, kv_tiles - taken, step, GROUP, CFG)
                 step += kv_tiles - taken
                 taken = kv_tiles
         if CFG.HALF_TILES and CFG.CONSUMERS > 2:
-            passed = pass_by(rings, plan, masked_tiles, any_last, step, taken, GROUP, CFG)
-            step += passed
-            taken += passed
+            skipped = skip_unseen(stages, plan, masked_tiles, any_last, step, taken, GROUP, CFG)
+            step += skipped
+            taken += skipped
         if CFG.HALF_TILES:
             kv_start = dense_tile(plan, taken) * tile_n
             if (masked_tiles > taken) & (any_last < kv_start + HALF):
                 # The same queries, so written that ptxas cannot know it. That of CUDA 12.8 would
                 # keep their descriptors for after the branch, without them where it is not taken.
-                same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
+                same = q_ring.tiles.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
-                    same, rings, step, (m_log2, row_sum), acc, kv_start, bounds, score,
+                    same, stages, step, SoftmaxState(m_log2, row_sum), acc, kv_start, bounds, score,
                     0, GROUP, CFG,
                 )  # fmt: skip
                 step += 1
@@ -451,8 +519,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         # whether half of the last tile is all that is seen of it
         halved = False
         if CFG.HALF_TILES:
-            left_start = plan[2] * tile_n
-            halved = (plan[2] < plan[3]) & (any_first >= left_start + HALF)
+            left_start = plan.edge_begin * tile_n
+            halved = (plan.edge_begin < plan.full_begin) & (any_first >= left_start + HALF)
             halved = halved & (kv_tiles > taken + 1)
             kv_tiles = gl.where(halved, kv_tiles - 1, kv_tiles)
         nothing = row_parts(no_scores)
@@ -460,77 +528,79 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         row_sum = nothing + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
             stage, phase = ring_place(step, CFG.STAGES)
-            await_stage(rings, stage, phase, 0, CFG)
-            k = k_smem.index(stage).permute((1, 0))
-            await_turn(GROUP, CFG)
+            await_stage(stages, stage, phase, FULL_K, CFG)
+            k = stages.k.index(stage).permute((1, 0))
+            ping_pong_wait(GROUP, CFG)
             scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-            pass_turn(GROUP, CFG)
-            s = cap(warpgroup_mma_wait(0, deps=(scores,)), score[1])
-            free_stage(rings, stage, 1, CFG)
-            if needs_mask(mask[0], plan, taken, masked_tiles):
-                s = mask_scores(s, visit, taken, q_index, q_start, bounds, CFG)
+            ping_pong_pass(GROUP, CFG)
+            s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
+            free_stage(stages, stage, EMPTY_K, CFG)
+            if needs_mask(lists, plan, taken, masked_tiles):
+                s = mask_scores(s, queries, taken, CFG)
             m_log2, row_sum, weights, rescale = softmax_step_parts(
-                m_log2, row_sum, s, score[0], SLACK
+                m_log2, row_sum, s, score.factor, SLACK
             )
             if CFG.HALF_TILES:
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
-            tile = (q, visit, masked_tiles, q_index, q_start, bounds, score)
             for kv_tile in range(taken + 1, kv_tiles):
                 step, m_log2, row_sum, acc, p = attend_tile(
-                    tile, rings, kv_tile, step, (m_log2, row_sum), acc, p, GROUP, CFG
+                    queries, stages, kv_tile, step, (m_log2, row_sum), acc, p, GROUP, CFG
                 )
             stage, phase = ring_place(step, CFG.STAGES)
-            # every score of this piece is taken: the next queries may come
-            mbarrier.arrive(q_empty.index(q_stage), count=1, pred=not halved)
-            await_stage(rings, stage, phase, 2, CFG)
-            product = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+            # every score of this work tile is taken: the next queries may come
+            mbarrier.arrive(q_ring.empty.index(q_stage), count=1, pred=not halved)
+            await_stage(stages, stage, phase, FULL_V, CFG)
+            product = warpgroup_mma(p, stages.v.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            free_stage(rings, stage, 3, CFG)
+            free_stage(stages, stage, EMPTY_V, CFG)
             step += 1
         else:
-            mbarrier.arrive(q_empty.index(q_stage), count=1)
+            mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
 
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
         if CFG.HALF_TILES:  # noqa: SIM102
             if halved:
-                same = q_smem.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
+                same = q_ring.tiles.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
                 m_log2, row_sum, acc = attend_half(
-                    same, rings, step, (m_log2, row_sum), acc, left_start, bounds,
+                    same, stages, step, SoftmaxState(m_log2, row_sum), acc, left_start, bounds,
                     score, HALF, GROUP, CFG,
                 )  # fmt: skip
                 step += 1
-                mbarrier.arrive(q_empty.index(q_stage), count=1)
+                mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
         complete = True
-        if CFG.SHARED_TAIL:  # noqa: SIM102
-            if piece[11] < piece[12]:
-                complete, m_log2, row_sum, acc = meet(
-                    tail, piece[10], piece[11], piece[12], (m_log2, row_sum), acc, GROUP, CFG
+        if CFG.SPLIT_TAIL:  # noqa: SIM102
+            if tile.part.first_share < tile.part.last_share:
+                complete, m_log2, row_sum, acc = combine(
+                    consume.tail, tile.part, SoftmaxState(m_log2, row_sum), acc, GROUP, CFG
                 )
         if complete:
-            if sinks_ptr is not None:
-                m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + q_head))
+            if consume.sinks_ptr is not None:
+                sink = gl.load(consume.sinks_ptr + q_head)
+                m_log2, row_sum, rescale = add_sink(m_log2, row_sum, sink)
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             inverse, lse = finalise(m_log2, row_sum)
             out = acc * gl.convert_layout(inverse, o_rows)[:, None]
-            # the copy of the piece before must have read the buffer
+            # the copy of the work tile before must have read the buffer
             tma.store_wait(0)
             out_smem.store(out.to(dtype))
             fence_async_shared()
             q_row = q_start + first_row
-            out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
-            tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
-            lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
-            gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))
-        turn += 1
-        piece = take(work, turn)
+            out_place = tile_place(cu_seqlens.q, batch, q_head, q_first, q_len)
+            tma.async_copy_shared_to_global(consume.out_desc, tile_at(out_place, q_row), out_smem)
+            lse_first = lse_offset(
+                batch, q_head, q_first, heads.q, consume.lse_head_stride, cu_seqlens.q
+            )
+            gl.store(consume.lse_ptr + lse_first + q_index, lse, mask=exists(q_index, q_len))
+        slot += 1
+        tile = take_work_tile(shared.work, slot, 4, packed, split_tail)
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
         "lse_head_stride", "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right",
-        "num_planes", "section", "dynamic", "share", "q_heads", "group_size",
+        "num_batch_heads", "raster_group", "dynamic", "tail_share", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_fwd_sm90_kernel(
@@ -550,20 +620,24 @@ def _attn_fwd_sm90_kernel(
     kv_len,
     left,
     right,
-    num_planes,
-    section,
+    num_batch_heads,
+    raster_group,
     dynamic,
-    share,
+    tail_share,
     q_heads,
     group_size,
     score,
     CFG: gl.constexpr,
 ):
-    """Set up rings and roles; `produce_tiles` and `_consume` do the work.
+    """Allocate the rings, gather the arguments of the roles, and start them.
 
-    workspace (counters, order of mask rows, parts of softmaxes that programs share)
+    cu_seqlens : `CuSeqlens`
+    workspace : `Workspace`
+    block_lists : `MaskLists` or None
+    score : `Score`
+    CFG : `AttnFwdSm90Config`
     """
-    if CFG.OVERLAP:
+    if CFG.PDL:
         # the next kernel may start as soon as there is room for it; it waits where it has to
         gdc_launch_dependents()
     consumers: gl.constexpr = CFG.CONSUMERS
@@ -575,43 +649,52 @@ def _attn_fwd_sm90_kernel(
     out_smem = tiles(out_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
-    q_ring = (q_smem, barriers(CFG.Q_STAGES, 1), barriers(CFG.Q_STAGES, consumers))
-    arrivals: gl.constexpr = CFG.arrivals
-    room: gl.constexpr = CFG.barrier_room
-    k_ring = (k_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
-    v_ring = (v_smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
-    fields: gl.constexpr = DENSE_FIELDS if cu_seqlens[0] is None else PACKED_FIELDS
-    takers: gl.constexpr = consumers + 1 if CFG.SCOUT else consumers
-    work = work_channel(SHARED_FIELDS if CFG.SHARED_TAIL else fields, takers)
-    if CFG.SCOUT:
+    q_ring = ring(q_smem, CFG.Q_STAGES, consumers)
+    k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
+    v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)
+    dense_fields: gl.constexpr = DENSE_FIELDS if cu_seqlens.q is None else PACKED_FIELDS
+    fields: gl.constexpr = SPLIT_FIELDS if CFG.SPLIT_TAIL else dense_fields
+    # the producer takes work tiles too where a scheduler warp publishes them
+    takers: gl.constexpr = consumers + 1 if CFG.SCHEDULER_WARP else consumers
+    work = work_channel(fields, takers)
+    if CFG.SCHEDULER_WARP:
         begun = barriers(1, 1).index(0)
     fence_async_shared()
 
-    mask = (block_lists, mask_batch_step, mask_head_step)
-    heads = (q_heads, group_size)
-    schedule = (workspace[1], num_planes, section, dynamic, share)
-    produce = (q_desc, k_desc, v_desc, workspace[0], schedule)
-    tail = (workspace[2], workspace[0])
-    consume = (out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail)
-    lengths = (q_len, kv_len)
-    shared = (mask, q_ring, k_ring, v_ring, work, lengths, heads, (left, right), cu_seqlens)
-    # the first role runs in the warps of the launch, the others in warps of their own
-    if CFG.SCOUT and consumers == 1:
+    schedule = Schedule(workspace.order, num_batch_heads, raster_group, dynamic, tail_share)
+    produce = ProducerArgs(q_desc, k_desc, v_desc, workspace.counters, schedule)
+    tail = SplitTail(workspace.parts, workspace.counters)
+    consume = ConsumerArgs(out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail)
+    shared = ForwardShared(
+        Mask(block_lists, mask_batch_step, mask_head_step),
+        q_ring,
+        k_ring,
+        v_ring,
+        work,
+        Lengths(q_len, kv_len),
+        Heads(q_heads, group_size),
+        Band(left, right),
+        cu_seqlens,
+    )
+
+    # The first role runs in the warps of the launch. The others have warps of their own: four for a
+    # consumer, one each for producer and scheduler.
+    if CFG.SCHEDULER_WARP and consumers == 1:
         gl.warp_specialize(
             [
                 (_consume, (consume, shared, 0, CFG)),
-                (produce_found, (produce, shared, begun, CFG)),
+                (produce_scheduled, (produce, shared, begun, CFG)),
                 (find_work, (produce, shared, begun, CFG)),
             ],
             [1, 1],
             [producer_registers, producer_registers],
         )
-    elif CFG.SCOUT:
+    elif CFG.SCHEDULER_WARP:
         gl.warp_specialize(
             [
                 (_consume, (consume, shared, 0, CFG)),
                 (_consume, (consume, shared, 1, CFG)),
-                (produce_found, (produce, shared, begun, CFG)),
+                (produce_scheduled, (produce, shared, begun, CFG)),
                 (find_work, (produce, shared, begun, CFG)),
             ],
             [4, 1, 1],
@@ -619,7 +702,10 @@ def _attn_fwd_sm90_kernel(
         )
     elif consumers == 1:
         gl.warp_specialize(
-            [(_consume, (consume, shared, 0, CFG)), (produce_tiles, (produce, shared, CFG))],
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (produce_tiles, (produce, shared, CFG)),
+            ],
             [1],
             [producer_registers],
         )

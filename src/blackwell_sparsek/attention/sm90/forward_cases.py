@@ -6,10 +6,12 @@ from typing import NamedTuple
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ...device.records import CuSeqlens, MaskLists
 from ...launch.descriptors import descriptor_type
 from ..operands import score_factors
 from .config import make_forward_config
 from .forward import _attn_fwd_sm90_kernel
+from .forward_producer import Workspace
 
 
 class Call(NamedTuple):
@@ -42,7 +44,7 @@ class Call(NamedTuple):
 
 
 # Spills of masks are in the code for partial blocks, whose bits take 64 registers of a consumer,
-# others before and after the loop over pieces of work, or where a scout looks up rows.
+# others before and after the loop over work tiles, or where a scheduler warp looks up rows.
 CALLS = (
     Call(2, 128, 128),
     Call(2, 128, 128, dtype=torch.float16),
@@ -98,25 +100,25 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
             "q_desc": descriptor_type((*lead, *config.q_block()), call.dtype),
             "k_desc": descriptor_type((*lead, *config.k_block()), call.dtype),
             "v_desc": descriptor_type((*lead, *config.v_block()), call.dtype),
-            "cu_seqlens": (torch.int32, torch.int32) if call.packed else (None, None),
+            "cu_seqlens": CuSeqlens(*(torch.int32 if call.packed else None,) * 2),
             "lse_head_stride": 4096,
             "sinks_ptr": torch.float32 if call.sinks else None,
-            "workspace": (
+            "workspace": Workspace(
                 torch.int32,
                 None if block_q is None or call.packed else torch.int32,
-                torch.float32 if config.SHARED_TAIL else None,
+                torch.float32 if config.SPLIT_TAIL else None,
             ),
-            "block_lists": None if block_q is None else (*(torch.int32,) * 5, block_q),
+            "block_lists": None if block_q is None else MaskLists(*(torch.int32,) * 5, block_q),
             "mask_batch_step": 0,
             "mask_head_step": 0,
             "q_len": 4096,
             "kv_len": 4096,
             "left": 2**30,
             "right": 0,
-            "num_planes": 32,
-            "section": 32,
+            "num_batch_heads": 32,
+            "raster_group": 32,
             "dynamic": 1,
-            "share": 17,
+            "tail_share": 17,
             "q_heads": 32,
             "group_size": 4,
             "score": score_factors(0.1, 30.0 if call.softcap else 0.0),
@@ -124,7 +126,7 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
         },
         archs=(90,),
         num_warps=4,
-        options={"maxnreg": config.MAX_REGISTERS, "launch_pdl": config.OVERLAP},
+        options={"maxnreg": config.MAX_REGISTERS, "launch_pdl": config.PDL},
         expect={"wgmma.mma_async": 1},
         max_spill_bytes=call.max_spill_bytes,
     )

@@ -21,6 +21,7 @@ from .config import (
     AttnFwdSm90Config,
 )
 from .forward import _attn_fwd_sm90_kernel
+from .forward_producer import Workspace
 
 # Launching the Hopper forward: descriptors, order of work, grid.
 
@@ -71,8 +72,8 @@ def launch_attn_fwd_sm90(
     even = spec.block_mask is None and spec.band == EVERYTHING and not spec.is_varlen
     dynamic = pieces > programs * (EVEN_ROUNDS if even else 1)
     parts, words, share = None, 1, 0
-    if config.SHARED_TAIL:
-        share = config.shared_tail(pieces, programs, cdiv(k.shape[-2], config.TILE_N))
+    if config.SPLIT_TAIL:
+        share = config.tail_share(pieces, programs, cdiv(k.shape[-2], config.TILE_N))
         words += programs * config.CONSUMERS
         # where nothing is shared nobody looks at it
         parts = lse
@@ -88,7 +89,7 @@ def launch_attn_fwd_sm90(
             _forward_descriptor(v, config.v_block()),
             operands.sinks,
             operands.cu_seqlens,
-            (resting_words(words, q.device), order, parts),
+            Workspace(resting_words(words, q.device), order, parts),
             operands.block_lists,
             *operands.mask_steps,
             lse.stride(-2),
@@ -102,7 +103,7 @@ def launch_attn_fwd_sm90(
             operands.score,
             config,
         )
-        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.OVERLAP}
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.PDL}
         launch(_attn_fwd_sm90_kernel, programs, args, **options)
 
 

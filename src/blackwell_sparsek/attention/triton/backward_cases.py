@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ...device.records import MaskLists
 from ..operands import AttnBwdStrides, gradient_factors
 from .backward import _attn_dkdv_kernel, _attn_dq_kernel
 from .tuning import AttnBwdConfig
@@ -106,7 +107,7 @@ def _arguments(call: Call, kernel: str) -> dict[str, Any]:
     lists, block = None, None
     if call.block_size is not None:
         # the lists carry the side of a block that the kernel's own tile lies in
-        lists = (*(torch.int32,) * 5, call.block_size[owner])
+        lists = MaskLists(*(torch.int32,) * 5, call.block_size[owner])
         block = call.block_size[1 - owner]
     if kernel == "dq":
         own = {"dq_ptr": call.dtype, "BLOCK_KV": block}

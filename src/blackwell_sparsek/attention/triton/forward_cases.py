@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ...device.records import MaskLists
 from ..operands import AttnStrides, score_factors
 from .forward import _attn_fwd_kernel
 from .tuning import AttnFwdConfig
@@ -86,7 +87,7 @@ def _arguments(call: Call) -> dict[str, Any]:
     d, dv = call.head_dim, call.head_dim_v or call.head_dim
     lists = None
     if call.block_size is not None:
-        lists = (*(torch.int32,) * 5, call.block_size[0])
+        lists = MaskLists(*(torch.int32,) * 5, call.block_size[0])
     data = {f"{name}_ptr": call.dtype for name in ("out", "q", "k", "v")}
     return {
         **data,
