@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from blackwell_sparsek.calls.cache import SummariesCall, TopkCall
 from blackwell_sparsek.kv_cache import selection, selection_kernels
-from blackwell_sparsek.kv_cache.layout import PageSummaries, empty_summaries
+from blackwell_sparsek.kv_cache.selection import PageSummaries, empty_summaries
 from blackwell_sparsek.testing import guard, inputs, layouts
 from blackwell_sparsek.testing.kv_cases import assert_same_bits
 from blackwell_sparsek.testing.poison import poison_

@@ -1,6 +1,6 @@
-"""Launches of the decode kernel that are built without a GPU.
+"""Launches of the portable decode kernel that are built without a GPU.
 
-The tiles are those that `tuning.decode` picks on each GPU; a test of the tuning compares them.
+The tiles are those that `tuning.attn_decode_config` picks on each GPU; a test compares them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ KV_HEADS, GROUP, TOKENS, PROGRAMS = 8, 4, 4096, 264
 
 
 class Call(NamedTuple):
-    """What sets a launch apart. `everything`: sinks, a softcap, lists of blocks."""
+    """What one launch differs in from others. `everything`: sinks, a softcap, lists of blocks."""
 
     dtype: torch.dtype
     head_dim: int

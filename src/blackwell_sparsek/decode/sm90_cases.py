@@ -17,7 +17,7 @@ KV_HEADS, GROUP = 8, 4
 
 
 class Call(NamedTuple):
-    """What sets a launch apart."""
+    """What one launch differs in from others."""
 
     config: DecodeSm90Config
     name: str

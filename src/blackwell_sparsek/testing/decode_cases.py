@@ -21,7 +21,7 @@ SPARE_PAGES = 3
 class DecodeCase:
     """One decode call; the same seed gives the same keys in any layout.
 
-    Slots past the lengths and pages that nobody owns hold NaN.
+    Slots past the lengths and pages of no sequence hold NaN.
     """
 
     seed: int
