@@ -12,10 +12,9 @@ from .integrations.torch_sdpa import patch_sdpa
 from .integrations.torch_sparse import enable_torch_sparse
 from .kv_cache.append import kv_append
 from .kv_cache.cache import KVCache
-from .kv_cache.layout import PageSummaries
 from .kv_cache.memory import kv_cache_bytes, kv_memory_table
 from .kv_cache.paged import PagedKVCache
-from .kv_cache.selection import page_summaries, topk_pages
+from .kv_cache.selection import PageSummaries, page_summaries, topk_pages
 from .masks import patterns as masks
 from .masks.block_mask import BlockMask
 from .matmul.api import matmul, sddmm

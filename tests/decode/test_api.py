@@ -12,15 +12,22 @@ FP8 = torch.float8_e4m3fn
 
 def inputs(**changes):
     """Keyword arguments of a call that is right, but for the changes."""
-    q, k, v, spec = DecodeCase(1, torch.float32, heads=(4, 2), lengths=(20, 7)).build("cpu")
-    return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": spec.cache_seqlens, **changes}
+    call = DecodeCase(1, torch.float32, heads=(4, 2), lengths=(20, 7)).build("cpu")
+    return {
+        "q": call.q,
+        "k_cache": call.k_cache,
+        "v_cache": call.v_cache,
+        "cache_seqlens": call.cache_seqlens,
+        **changes,
+    }
 
 
 def paged(**changes):
-    q, k, v, spec = DecodeCase(1, torch.float32, heads=(4, 2), lengths=(20, 7), page_size=16).build(
-        "cpu"
+    call = DecodeCase(1, torch.float32, heads=(4, 2), lengths=(20, 7), page_size=16).build("cpu")
+    return (
+        inputs(q=call.q, k_cache=call.k_cache, v_cache=call.v_cache, page_table=call.page_table)
+        | changes
     )
-    return inputs(q=q, k_cache=k, v_cache=v, page_table=spec.page_table) | changes
 
 
 def ints(*values):

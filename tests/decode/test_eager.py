@@ -13,12 +13,12 @@ DTYPES = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
 
 
 def check(case):
-    q, k, v, spec = case.build("cpu")
+    call = case.build("cpu")
     with poisoned_empty():
-        out, lse = attention_decode(q, k, v, spec)
+        out, lse = attention_decode(call)
     if case.dtype == torch.float64:
         lse = lse.double()
-    check_decode(out, lse, q, k, v, spec, what=str(case))
+    check_decode(out, lse, call, what=str(case))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -40,9 +40,11 @@ def test_fp8_caches(scales, page_size, listed):
 def test_only_visible_keys_are_gathered():
     """A sequence of 2**20 slots costs what its few keys cost."""
     case = DecodeCase(2, torch.float32, heads=(2, 1), lengths=(20,))
-    q, _, _, spec = case.build("cpu")
+    call = case.build("cpu")
     table = torch.full((1, 2**16), -1, dtype=torch.int32)
-    pages, *_ = dataclasses.replace(case, page_size=16).build("cpu")[1:]
+    pages = dataclasses.replace(case, page_size=16).build("cpu").k_cache
     table[0, :2] = torch.tensor([0, 1], dtype=torch.int32)
-    out, _ = attention_decode(q, pages, pages, spec._replace(page_table=table))
-    assert out.shape == q.shape
+    out, _ = attention_decode(
+        dataclasses.replace(call, k_cache=pages, v_cache=pages, page_table=table)
+    )
+    assert out.shape == call.q.shape

@@ -5,12 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from blackwell_sparsek.calls.decode import DecodeProblem
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.errors import InvalidInput, Unsupported
 from blackwell_sparsek.decode.api import attention_decode
 from blackwell_sparsek.decode.op import attn_decode, decode_dispatch
-from blackwell_sparsek.decode.route import why_not_triton
+from blackwell_sparsek.decode.tuning import why_not_triton
 from blackwell_sparsek.dispatch.dispatcher import explain
 from blackwell_sparsek.testing.decode_cases import DecodeCase
 
@@ -18,17 +17,17 @@ H200 = Arch("cuda", 90, 132, 232448, False)
 
 
 def arguments(case, impl="auto"):
-    q, k, v, spec = case.build("cpu")
+    call = case.build("cpu")
     return (
-        q, k, v, spec.cache_seqlens, spec.page_table, spec.kv_blocks, spec.kv_block_size,
-        *spec.band.scalars(), spec.scale, spec.softcap, spec.sinks, spec.k_scale, spec.v_scale,
-        impl,
+        call.q, call.k_cache, call.v_cache, call.cache_seqlens, call.page_table, call.kv_blocks,
+        call.kv_block_size, *call.band.scalars(), call.scale, call.softcap, call.sinks,
+        call.k_scale, call.v_scale, impl,
     )  # fmt: skip
 
 
 def problem(arch=H200, **changes):
-    q, k, v, spec = DecodeCase(1, heads=(8, 2), head_dims=(64, 64)).build("cpu")
-    return dataclasses.replace(DecodeProblem.of(q, k, v, spec), arch=arch, **changes)
+    call = DecodeCase(1, heads=(8, 2), head_dims=(64, 64)).build("cpu")
+    return dataclasses.replace(call.problem, arch=arch, **changes)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -52,23 +51,24 @@ def test_opcheck_fp8():
 
 
 def test_it_compiles_as_a_whole():
-    q, k, v, spec = DecodeCase(5, torch.float32, lengths=(20, 7), page_size=16).build("cpu")
+    call = DecodeCase(5, torch.float32, lengths=(20, 7), page_size=16).build("cpu")
 
     def step(q, k, v, lengths, table):
         return attention_decode(q, k, v, cache_seqlens=lengths, page_table=table) * 2.0
 
-    inputs = (q, k, v, spec.cache_seqlens, spec.page_table)
+    inputs = (call.q, call.k_cache, call.v_cache, call.cache_seqlens, call.page_table)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*inputs), step(*inputs))
 
 
 def test_a_window_may_change_without_another_graph():
-    q, k, v, spec = DecodeCase(6, torch.float32, lengths=(20, 7)).build("cpu")
+    call = DecodeCase(6, torch.float32, lengths=(20, 7)).build("cpu")
     compiled = torch.compile(attention_decode, fullgraph=True, backend="aot_eager")
     for window in (None, 3, 5, 9):
-        options = {"cache_seqlens": spec.cache_seqlens, "window": window}
+        options = {"cache_seqlens": call.cache_seqlens, "window": window}
         torch.testing.assert_close(
-            compiled(q, k, v, **options), attention_decode(q, k, v, **options)
+            compiled(call.q, call.k_cache, call.v_cache, **options),
+            attention_decode(call.q, call.k_cache, call.v_cache, **options),
         )
 
 
@@ -106,10 +106,10 @@ def test_what_the_kernel_cannot_run(changes, reason):
 
 
 def test_explain_names_the_choice():
-    q, k, v, spec = DecodeCase(7, page_size=16, block_size=16).build("cpu")
+    call = DecodeCase(7, page_size=16, block_size=16).build("cpu")
     decision = explain(
-        attention_decode, q, k, v, cache_seqlens=spec.cache_seqlens, page_table=spec.page_table,
-        kv_blocks=spec.kv_blocks,
+        attention_decode, call.q, call.k_cache, call.v_cache, cache_seqlens=call.cache_seqlens,
+        page_table=call.page_table, kv_blocks=call.kv_blocks,
     )  # fmt: skip
     assert decision.chosen == "eager"
     assert "pages of 16, listed blocks of 16" in str(decision)
@@ -117,11 +117,16 @@ def test_explain_names_the_choice():
 
 @pytest.mark.parametrize("impl", ["eager", "reference"])
 def test_paths_on_the_host_refuse_what_is_out_of_range(impl):
-    q, k, v, spec = DecodeCase(8, lengths=(20,), page_size=16).build("cpu")
-    spec.page_table[0, 1] = 99
+    call = DecodeCase(8, lengths=(20,), page_size=16).build("cpu")
+    call.page_table[0, 1] = 99
     with pytest.raises(InvalidInput, match=r"page_table\[0, 1\] is out of range; expected 0 to 4"):
         attention_decode(
-            q, k, v, cache_seqlens=spec.cache_seqlens, page_table=spec.page_table, impl=impl
+            call.q,
+            call.k_cache,
+            call.v_cache,
+            cache_seqlens=call.cache_seqlens,
+            page_table=call.page_table,
+            impl=impl,
         )
 
 
@@ -132,19 +137,21 @@ def test_auto_takes_the_portable_kernel_for_what_hopper_has_none():
 
 def test_the_kernel_of_hopper_says_why_not():
     pytest.importorskip("triton")
-    q, k, v, spec = DecodeCase(9).build("cpu")
+    call = DecodeCase(9).build("cpu")
     with pytest.raises(Unsupported, match="needs sm_90, this is cpu"):
-        attention_decode(q, k, v, cache_seqlens=spec.cache_seqlens, impl="sm90")
+        attention_decode(
+            call.q, call.k_cache, call.v_cache, cache_seqlens=call.cache_seqlens, impl="sm90"
+        )
 
 
 def test_the_kernel_agrees_with_eager(device):
     pytest.importorskip("triton")
-    q, k, v, spec = DecodeCase(
-        10, torch.float32, heads=(4, 2), lengths=(33, 20), page_size=16
-    ).build(device)
+    call = DecodeCase(10, torch.float32, heads=(4, 2), lengths=(33, 20), page_size=16).build(device)
     options = {
-        "cache_seqlens": spec.cache_seqlens, "page_table": spec.page_table, "return_lse": True,
+        "cache_seqlens": call.cache_seqlens, "page_table": call.page_table, "return_lse": True,
         "window": 9, "softcap": 4.0,
     }  # fmt: skip
-    ours = attention_decode(q, k, v, impl="triton", **options)
-    torch.testing.assert_close(ours, attention_decode(q, k, v, impl="eager", **options))
+    ours = attention_decode(call.q, call.k_cache, call.v_cache, impl="triton", **options)
+    torch.testing.assert_close(
+        ours, attention_decode(call.q, call.k_cache, call.v_cache, impl="eager", **options)
+    )

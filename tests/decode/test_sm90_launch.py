@@ -8,11 +8,11 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = """
-from blackwell_sparsek.calls.decode import DecodeSpec
-from blackwell_sparsek.decode import sm90_launch as decode_sm90_launch
+from blackwell_sparsek.calls.decode import DecodeCall
+from blackwell_sparsek.decode import sm90
 from blackwell_sparsek.decode.tuning import make_config
 
-decode_sm90_launch._attn_decode_sm90_kernel = Recorder(decode_sm90_launch._attn_decode_sm90_kernel)
+sm90._attn_decode_sm90_kernel = Recorder(sm90._attn_decode_sm90_kernel)
 
 
 def call(batch=2, q_len=1, slots=64, heads=8, kv_heads=2, dim=64, page=None, pages=9, wide=4,
@@ -22,7 +22,10 @@ def call(batch=2, q_len=1, slots=64, heads=8, kv_heads=2, dim=64, page=None, pag
     k = torch.empty(shape, dtype=torch.float16)
     ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)
     block = None if listed is None else page or 16
-    spec = DecodeSpec(
+    call = DecodeCall(
+        q,
+        k,
+        k,
         **{"scale": 0.125, "band": Band(None, 0), **options},
         cache_seqlens=ints(batch),
         page_table=None if page is None else ints(batch, wide),
@@ -30,8 +33,8 @@ def call(batch=2, q_len=1, slots=64, heads=8, kv_heads=2, dim=64, page=None, pag
         kv_block_size=block or 0,
     )
     config = make_config(8, dim, dim, page, block)
-    decode_sm90_launch.launch_attn_decode_sm90(
-        empty_out(q, dim), empty_lse(q), q, k, k, spec, config, 6)
+    sm90.launch_attn_decode_sm90(
+        empty_out(q, dim), empty_lse(q), call, config, 6)
 
 
 counts = {

@@ -30,18 +30,19 @@ def config(programs=5, tile_m=16, tile_n=16):
     return DecodeConfig(tile_m, tile_n, num_warps=4, num_stages=2, programs=programs, across=ACROSS)
 
 
-def attend(q, k, v, spec, cfg=None):
+def attend(call, cfg=None):
     """Launch on poisoned outputs and a poisoned workspace."""
-    out, lse = poison.poison_(empty_out(q, v.shape[-1])), poison.poison_(empty_lse(q))
+    out = poison.poison_(empty_out(call.q, call.v_cache.shape[-1]))
+    lse = poison.poison_(empty_lse(call.q))
     with poison.poisoned_empty():
-        launch_attn_decode(out, lse, q, k, v, spec, cfg or config())
+        launch_attn_decode(out, lse, call, cfg or config())
     return out, lse
 
 
 def check(case, device, cfg=None):
-    q, k, v, spec = case.build(device)
-    out, lse = attend(q, k, v, spec, cfg)
-    check_decode(out, lse, q, k, v, spec, what=str(case))
+    call = case.build(device)
+    out, lse = attend(call, cfg)
+    check_decode(out, lse, call, what=str(case))
     return out, lse
 
 
@@ -70,7 +71,7 @@ def test_any_number_of_splits(programs, across, device):
 )
 def test_pages_give_the_bits_of_a_contiguous_cache(page_size, tile_n, across, device):
     case = DecodeCase(2, BRAIN, heads=(4, 2), lengths=(50, 0, 33), q_len=2)
-    contiguous = attend(*case.build(device), config(7, tile_n=tile_n))
+    contiguous = attend(case.build(device), config(7, tile_n=tile_n))
     paged = dataclasses.replace(case, page_size=page_size)
     shuffled = check(paged, device, config(7, tile_n=tile_n))
     assert contiguous[0].equal(shuffled[0]) and contiguous[1].equal(shuffled[1])
@@ -100,17 +101,17 @@ def test_head_dims(dim, dim_v, device):
 def test_keys_before_a_band_are_not_read(band, page_size, device):
     """Their slots hold NaN and their pages nothing: they may have been given away."""
     case = DecodeCase(6, HALF, heads=(2, 1), lengths=(50, 33), q_len=2, band=band)
-    q, k, v, spec = dataclasses.replace(case, page_size=page_size).build(device)
+    call = dataclasses.replace(case, page_size=page_size).build(device)
     if page_size is None:
         for b, length in enumerate(case.lengths):
             unseen = max(length - 2 - band.left, 0)
-            k[b, :, :unseen], v[b, :, :unseen] = float("nan"), float("nan")
+            call.k_cache[b, :, :unseen], call.v_cache[b, :, :unseen] = float("nan"), float("nan")
     else:
         for b, length in enumerate(case.lengths):
-            spec.page_table[b, : max(length - 2 - band.left, 0) // 16] = 12345
-            spec.page_table[b, -(-length // 16) :] = -7
-    out, lse = attend(q, k, v, spec)
-    check_decode(out, lse, q, k, v, spec)
+            call.page_table[b, : max(length - 2 - band.left, 0) // 16] = 12345
+            call.page_table[b, -(-length // 16) :] = -7
+    out, lse = attend(call)
+    check_decode(out, lse, call)
 
 
 @pytest.mark.parametrize("band", [Band(None, None), Band(None, 1), Band(3, None), Band(2, 3)])
@@ -129,11 +130,11 @@ def test_softcap_and_sinks(softcap, sinks, programs, device):
 
 
 def test_empty_sequences(device):
-    q, k, v, spec = DecodeCase(9, HALF, lengths=(0, 20, 0), capacity=32).build(device)
-    out, lse = attend(q, k, v, spec)
+    call = DecodeCase(9, HALF, lengths=(0, 20, 0), capacity=32).build(device)
+    out, lse = attend(call)
     for b in (0, 2):
         assert out[b].eq(0).all() and lse[b].eq(-torch.inf).all()
-    check_decode(out, lse, q, k, v, spec)
+    check_decode(out, lse, call)
 
 
 def test_more_sequences_than_are_read_at_a_time(device):
@@ -163,27 +164,25 @@ def test_only_listed_blocks_are_read(page_size, band, device):
         12, HALF, heads=(4, 2), lengths=(66, 9), q_len=3, page_size=page_size,
         block_size=page_size or 16, keep=0.3, band=band,
     )  # fmt: skip
-    q, k, v, spec = case.build(device)
-    exact = attend(q, k, v, spec)
-    check_decode(*exact, q, k, v, spec)
-    size = spec.kv_block_size
+    call = case.build(device)
+    exact = attend(call)
+    check_decode(*exact, call)
+    size = call.kv_block_size
     for b, head in ((b, h) for b in range(2) for h in range(2)):
-        for block in set(range(-(-66 // size))) - set(spec.kv_blocks[b, head].tolist()):
-            for cache in (k, v):
+        for block in set(range(-(-66 // size))) - set(call.kv_blocks[b, head].tolist()):
+            for cache in (call.k_cache, call.v_cache):
                 if page_size is None:
                     cache[b, head, block * size : (block + 1) * size] = float("nan")
                 else:
-                    cache[spec.page_table[b, block], :, head] = float("nan")
-    again = attend(q, k, v, spec)
+                    cache[call.page_table[b, block], :, head] = float("nan")
+    again = attend(call)
     assert all(a.equal(b) for a, b in zip(exact, again, strict=True))
 
 
 def test_lists_without_a_block(device):
-    q, k, v, spec = DecodeCase(
-        13, HALF, heads=(4, 2), lengths=(40,), block_size=16, keep=0.0
-    ).build(device)
-    for blocks in (spec.kv_blocks, spec.kv_blocks[..., :0]):
-        out, lse = attend(q, k, v, spec._replace(kv_blocks=blocks))
+    call = DecodeCase(13, HALF, heads=(4, 2), lengths=(40,), block_size=16, keep=0.0).build(device)
+    for blocks in (call.kv_blocks, call.kv_blocks[..., :0]):
+        out, lse = attend(dataclasses.replace(call, kv_blocks=blocks))
         assert out.eq(0).all() and lse.eq(-torch.inf).all()
 
 
@@ -202,10 +201,10 @@ def test_fp8_caches(scales, dtype, softcap, device):
 @pytest.mark.parametrize("page_size", [32, 24])
 def test_a_page_out_of_range_is_nan_and_not_read(page, page_size, device):
     case = DecodeCase(15, HALF, heads=(4, 2), lengths=(9, 40, 3), page_size=page_size)
-    q, k, v, spec = case.build(device)
-    fine = attend(q, k, v, spec, config(3))
-    spec.page_table[1, 1] = page if page != 9 else k.shape[0]
-    out, lse = attend(q, k, v, spec, config(3))
+    call = case.build(device)
+    fine = attend(call, config(3))
+    call.page_table[1, 1] = page if page != 9 else call.k_cache.shape[0]
+    out, lse = attend(call, config(3))
     assert out[1].isnan().all() and lse[1].isnan().all()
     for b in (0, 2):
         assert out[b].equal(fine[0][b]) and lse[b].equal(fine[1][b])
@@ -215,10 +214,10 @@ def test_a_page_out_of_range_is_nan_and_not_read(page, page_size, device):
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_a_length_out_of_range_is_nan_and_not_read(length, page_size, device):
     case = DecodeCase(16, HALF, lengths=(20, 64, 9), page_size=page_size, band=Band(8, 0))
-    q, k, v, spec = case.build(device)
-    fine = attend(q, k, v, spec)
-    spec.cache_seqlens[1] = length
-    out, lse = attend(q, k, v, spec)
+    call = case.build(device)
+    fine = attend(call)
+    call.cache_seqlens[1] = length
+    out, lse = attend(call)
     assert out[1].isnan().all() and lse[1].isnan().all()
     for b in (0, 2):
         assert out[b].isfinite().all() and lse[b].isfinite().all()
@@ -228,12 +227,12 @@ def test_a_length_out_of_range_is_nan_and_not_read(length, page_size, device):
 @pytest.mark.parametrize("block", [-2, 4, 2**28])
 @pytest.mark.parametrize("block_size", [16, 12])
 def test_a_block_out_of_range_is_nan_and_not_read(block, block_size, device):
-    q, k, v, spec = DecodeCase(
+    call = DecodeCase(
         17, HALF, heads=(4, 2), lengths=(48, 30), block_size=block_size, keep=1.0
     ).build(device)
-    fine = attend(q, k, v, spec)
-    spec.kv_blocks[1, 0, 1] = block
-    out, lse = attend(q, k, v, spec)
+    fine = attend(call)
+    call.kv_blocks[1, 0, 1] = block
+    out, lse = attend(call)
     assert out[1, :2].isnan().all() and lse[1, :2].isnan().all()
     assert out[0].equal(fine[0][0]) and out[1, 2:].equal(fine[0][1, 2:])
 
@@ -241,29 +240,32 @@ def test_a_block_out_of_range_is_nan_and_not_read(block, block_size, device):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("page_size", [None, 24])
 def test_nothing_beside_the_tensors_is_touched(side, page_size, device, interpreted):
-    q, k, v, spec = DecodeCase(
+    call = DecodeCase(
         18, HALF, heads=(6, 2), lengths=(33, 3), q_len=2, page_size=page_size,
         block_size=page_size, sinks=True, head_dims=(24, 40),
     ).build(device)  # fmt: skip
-    guarded = guard.guard_pages(q, k.clone(), v.clone(), side=side)
+    q, k_cache, v_cache = guard.guard_pages(
+        call.q, call.k_cache.clone(), call.v_cache.clone(), side=side
+    )
     tables = {
-        name: guard.guarded(getattr(spec, name), side)
+        name: guard.guarded(getattr(call, name), side)
         for name in ("cache_seqlens", "page_table", "kv_blocks", "sinks")
-        if getattr(spec, name) is not None
+        if getattr(call, name) is not None
     }
-    spec = spec._replace(**tables)
-    check_decode(*attend(*guarded, spec, config(3)), *guarded, spec)
+    call = dataclasses.replace(call, q=q, k_cache=k_cache, v_cache=v_cache, **tables)
+    check_decode(*attend(call, config(3)), call)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_layouts(seed, device):
-    q, k, v, spec = DecodeCase(19, HALF, heads=(4, 2), lengths=(40, 21), q_len=3).build(device)
-    q, k, v = layouts.different_layouts(q, k, v, start=seed)
-    check_decode(*attend(q, k, v, spec), q, k, v, spec)
+    call = DecodeCase(19, HALF, heads=(4, 2), lengths=(40, 21), q_len=3).build(device)
+    q, k, v = layouts.different_layouts(call.q, call.k_cache, call.v_cache, start=seed)
+    call = dataclasses.replace(call, q=q, k_cache=k, v_cache=v)
+    check_decode(*attend(call), call)
 
 
-def test_counters_rest_at_zero(device, monkeypatch):
-    """A launch leaves them as it found them, whatever the number of parts."""
+def test_counters_reset_themselves(device, monkeypatch):
+    """A launch leaves them as it found them, whatever the number of splits."""
     from blackwell_sparsek.decode import triton as decode
 
     words = torch.zeros(16, dtype=torch.int32, device=device)
@@ -277,6 +279,7 @@ def test_counters_rest_at_zero(device, monkeypatch):
 def test_nothing_to_compute(shape, device):
     q = torch.empty(shape, device=device)
     k = torch.ones(shape[0], 1, 7, 16, device=device)
-    _, _, _, spec = DecodeCase(21, lengths=(7,)).build(device)
-    out, lse = attend(q, k, k, spec._replace(cache_seqlens=spec.cache_seqlens[: shape[0]]))
+    call = DecodeCase(21, lengths=(7,)).build(device)
+    lengths = call.cache_seqlens[: shape[0]]
+    out, lse = attend(dataclasses.replace(call, q=q, k_cache=k, v_cache=k, cache_seqlens=lengths))
     assert out.shape == shape and lse.shape == shape[:3]

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 
-from blackwell_sparsek.calls.decode import DecodeProblem
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.decode.tuning import DecodeConfig, attn_decode_config
 from blackwell_sparsek.testing.decode_cases import DecodeCase
@@ -16,10 +15,10 @@ LIMITS = {80: 166912, 90: 232448, 100: 232448, 103: 232448}
 
 
 def problem(sm=90, **changes):
-    q, k, v, spec = DecodeCase(1, heads=(32, 8), head_dims=(128, 128)).build("cpu")
+    call = DecodeCase(1, heads=(32, 8), head_dims=(128, 128)).build("cpu")
     kind = "cuda" if sm else "cpu"
     changes.setdefault("arch", Arch(kind, sm, 132, 0, sm == 0))
-    return dataclasses.replace(DecodeProblem.of(q, k, v, spec), **changes)
+    return dataclasses.replace(call.problem, **changes)
 
 
 @pytest.mark.parametrize("sm", ARCHS)

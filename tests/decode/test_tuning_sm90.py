@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 
-from blackwell_sparsek.calls.decode import DecodeProblem
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.decode.tuning import attn_decode_sm90_launch, attn_decode_sm90_unsupported
 from blackwell_sparsek.testing.decode_cases import DecodeCase
@@ -18,7 +17,7 @@ H200 = Arch("cuda", 90, 132, 232448, False)
 
 def problem(**changes):
     case = DecodeCase(1, torch.bfloat16, heads=(32, 8), head_dims=(128, 128))
-    base = DecodeProblem.of(*case.build("cpu"))
+    base = case.build("cpu").problem
     assert base.tma
     return dataclasses.replace(base, **{"arch": H200, **changes})
 
@@ -73,8 +72,9 @@ def test_what_runs(changes):
 
 
 def test_caches_that_tma_cannot_copy():
-    q, k, v, spec = DecodeCase(2, torch.bfloat16, head_dims=(64, 64), capacity=64).build("cpu")
-    takes = lambda k: DecodeProblem.of(q, k, v, spec).tma  # noqa: E731
+    call = DecodeCase(2, torch.bfloat16, head_dims=(64, 64), capacity=64).build("cpu")
+    k = call.k_cache
+    takes = lambda k: dataclasses.replace(call, k_cache=k).problem.tma  # noqa: E731
     assert takes(k)
     assert not takes(k[:, :, :0])
     wide = torch.empty(*k.shape[:3], 66, dtype=k.dtype)
@@ -96,7 +96,7 @@ def test_lengths_pages_and_options_do_not_change_the_tiles():
         assert launch.config.TILE_N == expected.config.TILE_N
 
 
-def test_one_sequence_starts_early_and_many_fp8_planes_take_long_tiles():
+def test_one_sequence_starts_early_and_many_fp8_heads_take_long_tiles():
     assert attn_decode_sm90_launch(problem(batch=1)).config.SINGLE
     assert not attn_decode_sm90_launch(problem(batch=2)).config.SINGLE
     for batch, tile_n in ((1, 64), (4, 64), (5, 128)):
@@ -120,15 +120,15 @@ def test_programs_fit_an_sm():
 
 
 @pytest.mark.parametrize(
-    "page_size, block_kv, parts",
+    "page_size, block_kv, copies",
     [(None, None, 1), (16, None, 4), (48, None, 4), (96, None, 2), (256, None, 1), (None, 32, 2),
      (256, 16, 4), (64, 64, 1)],
 )  # fmt: skip
-def test_copies_stay_within_pages_and_blocks(page_size, block_kv, parts):
+def test_copies_stay_within_pages_and_blocks(page_size, block_kv, copies):
     config = attn_decode_sm90_launch(problem(page_size=page_size, block_size=block_kv)).config
-    assert config.parts == parts and config.TILE_N == 64
+    assert config.copies == copies and config.TILE_N == 64
     for size in (page_size, block_kv):
-        assert size is None or size % config.part_keys == 0
+        assert size is None or size % config.copy_keys == 0
 
 
 def test_compile_cases_are_what_is_launched():

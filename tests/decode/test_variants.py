@@ -1,11 +1,11 @@
-"""What compiles another variant of the decode kernel, and what does not; see test_fwd_variants."""
+"""What compiles another variant of the decode kernel, and what does not; see the forward's."""
 
 import pytest
 
 pytest.importorskip("triton")
 
 SCRIPT = """
-from blackwell_sparsek.calls.decode import DecodeSpec
+from blackwell_sparsek.calls.decode import DecodeCall
 from blackwell_sparsek.decode import triton as decode
 from blackwell_sparsek.decode.tuning import DecodeConfig
 
@@ -19,7 +19,10 @@ def call(batch=2, q_len=1, slots=64, heads=8, kv_heads=2, dim=64, page=None, pag
     shape = (batch, kv_heads, slots, dim) if page is None else (pages, page, kv_heads, dim)
     k = torch.empty(shape, dtype=dtype)
     ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)
-    spec = DecodeSpec(
+    call = DecodeCall(
+        q,
+        k,
+        k,
         **{"scale": 0.125, "band": Band(None, 0), **options},
         cache_seqlens=ints(batch),
         page_table=None if page is None else ints(batch, wide),
@@ -27,7 +30,7 @@ def call(batch=2, q_len=1, slots=64, heads=8, kv_heads=2, dim=64, page=None, pag
         kv_block_size=0 if listed is None else page or 16,
     )
     config = DecodeConfig(16, 64, 4, 3, 6)
-    decode.launch_attn_decode(empty_out(q, dim), empty_lse(q), q, k, k, spec, config)
+    decode.launch_attn_decode(empty_out(q, dim), empty_lse(q), call, config)
 
 
 print(json.dumps({

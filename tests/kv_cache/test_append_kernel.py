@@ -1,23 +1,24 @@
-"""Both implementations of append against the rule written out; interpreted and compiled."""
+"""Both implementations of append against the rule slot by slot; interpreted and compiled."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from blackwell_sparsek.calls.cache import AppendCall
+from blackwell_sparsek.kv_cache.append import append_eager
 from blackwell_sparsek.kv_cache.append_kernel import launch_kv_append
-from blackwell_sparsek.kv_cache.eager import kv_append as eager_append
 from blackwell_sparsek.testing import guard, layouts
 from blackwell_sparsek.testing.kv_cases import append_case, appended, assert_same_bits
 
 FP8 = torch.float8_e4m3fn
-BOTH = pytest.mark.parametrize("append", [launch_kv_append, eager_append], ids=["triton", "eager"])
+BOTH = pytest.mark.parametrize("append", [launch_kv_append, append_eager], ids=["triton", "eager"])
 PAGED = pytest.mark.parametrize("page_size", [None, 1, 16, 20])
 
 
 def check(append, case):
     expected = appended(case)
-    append(*case)
+    append(AppendCall(*case))
     assert_same_bits(case.k_cache, expected[0])
     assert_same_bits(case.v_cache, expected[1])
 
@@ -112,7 +113,7 @@ def test_one_scale_for_all_heads(append, device):
     scale = torch.tensor(0.25, device=device)
     expanded = case._replace(k_scale=scale.expand(2), v_scale=scale.expand(2))
     expected = appended(expanded)
-    append(*case._replace(k_scale=scale, v_scale=scale.view(1)))
+    append(AppendCall(*case._replace(k_scale=scale, v_scale=scale.view(1))))
     assert_same_bits(case.k_cache, expected[0])
     assert_same_bits(case.v_cache, expected[1])
 
@@ -160,12 +161,13 @@ def test_lengths_and_sizes_compile_nothing_new(page_size, run_recorder):
     """In the process of `run_recorder` nothing is interpreted; variants are counted there."""
     script = f"""
 import blackwell_sparsek.kv_cache.append_kernel as append
+from blackwell_sparsek.calls.cache import AppendCall
 from blackwell_sparsek.testing.kv_cases import append_case
 
 append._kv_append_kernel = Recorder(append._kv_append_kernel)
 calls = [
     (lambda case=append_case([n, 2 * n], t, capacity=s, page_size={page_size}, heads=h,
-                             counts=[1, 1]): append.launch_kv_append(*case))
+                             counts=[1, 1]): append.launch_kv_append(AppendCall(*case)))
     for n in (0, 1, 16) for t in (2, 3, 16) for s in (64, 70, 160) for h in (2, 8)
 ]
 print(json.dumps(variants(calls)))

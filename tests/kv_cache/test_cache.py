@@ -2,8 +2,7 @@ import pytest
 import torch
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.kv_cache.op import append_dispatch
-from blackwell_sparsek.kv_cache.op import kv_append as kv_append_op
+from blackwell_sparsek.kv_cache.append import append_dispatch, kv_append_op
 from blackwell_sparsek.testing.kv_cases import append_case, appended, assert_same_bits
 
 FP8 = torch.float8_e4m3fn

@@ -6,8 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
+from blackwell_sparsek.calls.cache import AppendCall
+from blackwell_sparsek.kv_cache.append import append_eager
 from blackwell_sparsek.kv_cache.append_kernel import launch_kv_append
-from blackwell_sparsek.kv_cache.eager import kv_append as eager_append
 from blackwell_sparsek.testing import layouts
 from blackwell_sparsek.testing.kv_cases import append_case, assert_same_bits
 
@@ -18,8 +19,8 @@ PAGED = pytest.mark.parametrize("page_size", [None, 16, 64])
 
 def check_against_eager(case, **options):
     expected = case.copy()
-    eager_append(*expected)
-    launch_kv_append(*case, **options)
+    append_eager(AppendCall(*expected))
+    launch_kv_append(AppendCall(*case), **options)
     assert_same_bits(case.k_cache, expected.k_cache)
     assert_same_bits(case.v_cache, expected.v_cache)
 
@@ -74,11 +75,11 @@ def test_wrong_tables_and_lengths_write_nothing(wrong):
     ]
     pages = caches[0].shape[0]
     table = torch.full_like(case.page_table, pages if wrong == "pages" else wrong)
-    launch_kv_append(*caches, *case[2:6], table)
+    launch_kv_append(AppendCall(*caches, *case[2:6], table))
     lengths = torch.tensor([2**31 - 1, -7], dtype=torch.int32, device="cuda")
-    launch_kv_append(*caches, *case[2:4], lengths, None, case.page_table)
+    launch_kv_append(AppendCall(*caches, *case[2:4], lengths, None, case.page_table))
     full = torch.full_like(lengths, case.page_table.shape[1] * 16)
-    launch_kv_append(*caches, *case[2:4], full, None, case.page_table)
+    launch_kv_append(AppendCall(*caches, *case[2:4], full, None, case.page_table))
     assert all(c.isnan().all() for c in canaries)
 
 
@@ -86,7 +87,7 @@ def test_wrong_tables_and_lengths_write_nothing(wrong):
 def test_graph_follows_lengths_and_tables(page_size):
     case = append_case([0, 3], 1, capacity=200, page_size=page_size, heads=8, dims=(128, 128),
                        dtype=torch.bfloat16, device="cuda")  # fmt: skip
-    launch_kv_append(*case)
+    launch_kv_append(AppendCall(*case))
     expected = case.copy()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -99,7 +100,7 @@ def test_graph_follows_lengths_and_tables(page_size):
         case.k.normal_()
         case.v.normal_()
         now = expected._replace(cache_seqlens=lengths, page_table=case.page_table)
-        eager_append(*now)
+        append_eager(AppendCall(*now))
         lengths += 1
         graph.replay()
     assert torch.equal(case.cache_seqlens, lengths)
@@ -155,7 +156,7 @@ def test_compiled_in_one_piece():
     case = append_case([0, 3], 2, page_size=16, heads=8, dims=(64, 64), dtype=torch.bfloat16,
                        device="cuda")  # fmt: skip
     expected = case.copy()
-    eager_append(*expected)
+    append_eager(AppendCall(*expected))
 
     @torch.compile(fullgraph=True)
     def step(k_cache, v_cache, k, v, lengths, table):
@@ -170,7 +171,7 @@ def test_more_than_two_to_the_31_elements():
     cache = torch.zeros(2, 1, 2**31 // 64, 64, dtype=FP8, device="cuda")
     k = torch.randn(2, 1, 4, 64, dtype=torch.bfloat16, device="cuda")
     lengths = torch.tensor([7, cache.shape[2] - 3], dtype=torch.int32, device="cuda")
-    launch_kv_append(cache, cache.clone(), k, k, lengths)
+    launch_kv_append(AppendCall(cache, cache.clone(), k, k, lengths))
     assert_same_bits(cache[0, :, 7:11], k[0].float().to(FP8))
     assert_same_bits(cache[1, :, -3:], k[1, :, :3].float().to(FP8))
     assert not cache[1, :, :4].view(torch.uint8).any()

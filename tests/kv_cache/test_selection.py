@@ -2,8 +2,7 @@ import pytest
 import torch
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.kv_cache.op import page_summaries as summaries_op
-from blackwell_sparsek.kv_cache.op import topk_pages as topk_op
+from blackwell_sparsek.kv_cache.selection import page_summaries_op, topk_pages_op
 from blackwell_sparsek.testing import inputs
 
 FP8 = torch.float8_e4m3fn
@@ -64,10 +63,10 @@ def test_opcheck(kind):
     made = bsk.page_summaries(cache.k, **where, kind=kind)
     high = None if kind == "mean" else made.high
     args = (cache.k, *where.values(), 4, None, "auto")
-    torch.library.opcheck(summaries_op, (made.low, high, *args))
+    torch.library.opcheck(page_summaries_op, (made.low, high, *args))
     q = inputs.normal(2, 4, 1, 8, seed=1)
     args = (*where.values(), 4, 3, 0, 1, "max", "auto")
-    torch.library.opcheck(topk_op, (q, made.low, made.high.clone(), *args))
+    torch.library.opcheck(topk_pages_op, (q, made.low, made.high.clone(), *args))
 
 
 def test_compiles_in_one_piece():

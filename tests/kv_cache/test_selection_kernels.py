@@ -5,30 +5,45 @@ import torch
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.kv_cache import eager as eager
-from blackwell_sparsek.kv_cache import selection_kernels as topk_kernels
-from blackwell_sparsek.kv_cache.layout import PageSummaries, empty_summaries
-from blackwell_sparsek.kv_cache.selection_kernels import launch_page_summaries
+from blackwell_sparsek.calls.cache import SummariesCall, TopkCall
+from blackwell_sparsek.kv_cache import selection, selection_kernels
+from blackwell_sparsek.kv_cache.selection import PageSummaries, empty_summaries
 from blackwell_sparsek.testing import guard, inputs, layouts
 from blackwell_sparsek.testing.kv_cases import assert_same_bits
 from blackwell_sparsek.testing.poison import poison_
 
 FP8 = torch.float8_e4m3fn
 KINDS = pytest.mark.parametrize("kind", ["minmax", "mean"])
-SUMMARISE = pytest.mark.parametrize(
-    "summarise", [launch_page_summaries, eager.page_summaries], ids=["triton", "eager"]
-)
 
 
-def launch_topk(q, summaries, k, lengths, table, keep_first, keep_last, reduce):
+def launch_page_summaries(*args):
+    selection_kernels.summarise(SummariesCall(*args))
+
+
+def eager_summaries(*args):
+    selection.summaries_eager(SummariesCall(*args))
+
+
+def topk_call(q, summaries, k, lengths, table, keep_first, keep_last, reduce):
     low, high, page_size = summaries
-    kv_blocks = poison_(torch.empty(q.shape[0], low.shape[-2], k, dtype=torch.int32)).to(q.device)
-    options = (lengths, table, page_size, keep_first, keep_last, reduce)
-    topk_kernels.launch_topk_pages(kv_blocks, q, low, high, *options)
+    return TopkCall(q, low, high, lengths, table, page_size, k, keep_first, keep_last, reduce)
+
+
+def launch_topk(*args):
+    call = topk_call(*args)
+    kv_blocks = poison_(selection.empty_lists(call))
+    selection_kernels.launch_topk_pages(kv_blocks, call)
     return kv_blocks
 
 
-TOPK = pytest.mark.parametrize("topk", [launch_topk, eager.topk_pages], ids=["triton", "eager"])
+def eager_topk(*args):
+    return selection.topk_eager(topk_call(*args))
+
+
+SUMMARISE = pytest.mark.parametrize(
+    "summarise", [launch_page_summaries, eager_summaries], ids=["triton", "eager"]
+)
+TOPK = pytest.mark.parametrize("topk", [launch_topk, eager_topk], ids=["triton", "eager"])
 
 
 def cache_of(lengths, page_size, *, paged, heads=2, dim=16, dtype=torch.float32, device="cpu"):
@@ -147,7 +162,7 @@ def test_lists(topk, paged, reduce, heads, group, q_len, dtype, device):
     """Whole numbers: scores are exact, and ties are many."""
     lengths = [130, 0, 7]
     case = cache_of(lengths, 4, paged=paged, heads=heads, dim=24, dtype=dtype, device=device)
-    summaries = made_by(eager.page_summaries, *case, 4, "minmax")
+    summaries = made_by(eager_summaries, *case, 4, "minmax")
     q = inputs.integers(3, heads * group, q_len, 24, seed=5, dtype=dtype, device=device)
     for k, first, last in ((5, 0, 1), (7, 2, 3)):
         options = (k, case[1], case[2], first, last, reduce)
@@ -158,7 +173,7 @@ def test_lists(topk, paged, reduce, heads, group, q_len, dtype, device):
 @TOPK
 def test_full_selection_lists_every_page(topk, device):
     cache, lengths, table = cache_of([37, 1, 0], 4, paged=True, device=device)
-    summaries = made_by(eager.page_summaries, cache, lengths, table, 4, "minmax")
+    summaries = made_by(eager_summaries, cache, lengths, table, 4, "minmax")
     q = inputs.normal(3, 4, 1, 16, seed=0, device=device)
     lists = topk(q, summaries, 10, lengths, table, 0, 1, "max")
     expected = [list(range(10)), [0] + [-1] * 9, [-1] * 10]
@@ -167,9 +182,9 @@ def test_full_selection_lists_every_page(topk, device):
 
 @TOPK
 def test_more_pages_than_a_tile_holds(topk, device, monkeypatch):
-    monkeypatch.setattr(topk_kernels, "MAX_TILE_SCORES", 128)
+    monkeypatch.setattr(selection_kernels, "MAX_TILE_SCORES", 128)
     case = cache_of([300, 130], 1, paged=False, heads=1, dim=8, device=device)
-    summaries = made_by(eager.page_summaries, *case, 1, "mean")
+    summaries = made_by(eager_summaries, *case, 1, "mean")
     q = inputs.integers(2, 2, 1, 8, seed=2, device=device)
     for k in (3, 200):
         options = (k, case[1], None, 1, 2, "max")
@@ -197,7 +212,7 @@ def test_infinite_and_nan_scores(topk, device):
 def test_no_key_passes_the_score_of_its_page():
     """The page with the best key is never ranked behind one whose bound is lower than that key."""
     cache, lengths, table = cache_of([200, 150], 8, paged=True, dim=32)
-    summaries = made_by(eager.page_summaries, cache, lengths, table, 8, "minmax")
+    summaries = made_by(eager_summaries, cache, lengths, table, 8, "minmax")
     q = inputs.normal(2, 4, 1, 32, seed=3)
     for b in range(2):
         for h in range(4):
@@ -210,7 +225,7 @@ def test_no_key_passes_the_score_of_its_page():
             assert (bounds + 1e-3 >= torch.tensor(exact)).all()
             best = max(range(len(exact)), key=exact.__getitem__)
             needed = int((bounds >= exact[best] - 1e-3).sum())
-            lists = eager.topk_pages(
+            lists = eager_topk(
                 q[:, h : h + 1].expand(-1, 2, -1, -1),
                 summaries,
                 needed,
@@ -227,7 +242,7 @@ def test_no_key_passes_the_score_of_its_page():
 def test_strides_of_their_own(start, device):
     cache, lengths, table = cache_of([20, 14], 4, paged=True, heads=3, dim=24, device=device)
     q = inputs.integers(2, 6, 2, 24, seed=5, device=device)
-    expected = made_by(eager.page_summaries, cache, lengths, table, 4, "minmax")
+    expected = made_by(eager_summaries, cache, lengths, table, 4, "minmax")
     wide = torch.full((2, 100), -7, dtype=torch.int32, device=device)
     wide[:, : table.shape[1]] = table
     strange, other_q = layouts.different_layouts(cache, q, start=start)
@@ -235,7 +250,7 @@ def test_strides_of_their_own(start, device):
     got = made_by(launch_page_summaries, strange, lengths, other_table, 4, "minmax")
     assert_same_bits(got.low, expected.low)
     lists = launch_topk(other_q, got, 4, lengths, other_table, 1, 1, "max")
-    assert torch.equal(lists, eager.topk_pages(q, expected, 4, lengths, table, 1, 1, "max"))
+    assert torch.equal(lists, eager_topk(q, expected, 4, lengths, table, 1, 1, "max"))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -250,5 +265,6 @@ def test_touches_nothing_outside(side, paged, interpreted):
     launch_page_summaries(low, high, cache, lengths, table, 8, None)
     q = guard.guarded(inputs.normal(2, 4, 3, 15, seed=0), side)
     lists = guard.guarded(torch.full((2, 2, 3), 9, dtype=torch.int32), side)
-    topk_kernels.launch_topk_pages(lists, q, low, high, lengths, table, 8, 0, 1, "max")
+    call = TopkCall(q, low, high, lengths, table, 8, 3, 0, 1, "max")
+    selection_kernels.launch_topk_pages(lists, call)
     assert lists[0, 0, 2] == 5 and lists[1].tolist() == [[0, -1, -1]] * 2

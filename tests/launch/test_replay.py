@@ -15,7 +15,6 @@ from blackwell_sparsek.attention import api as functional_attention
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.core.torch_state import explaining
 from blackwell_sparsek.decode import api as functional_decode
-from blackwell_sparsek.decode import replay as decode_repeat
 from blackwell_sparsek.launch import launcher as launching
 from blackwell_sparsek.launch import replay as module
 from blackwell_sparsek.launch import templates, workspace
@@ -59,6 +58,9 @@ def gpu(monkeypatch):
         launching.launch(kernel, 1, (*results, q, *tensors))
         return results
 
+    def run_decode(call, impl):
+        return run(call.q, call.k_cache, call.v_cache, call.cache_seqlens, call.sinks)
+
     def call(op, q, k, v, *, sinks, cu_seqlens_q=None, cu_seqlens_k=None, **options):
         return q, k, v, sinks, cu_seqlens_q, cu_seqlens_k
 
@@ -71,10 +73,10 @@ def gpu(monkeypatch):
     monkeypatch.setattr(functional_attention, "autocast_qkv", lambda op, *qkv: qkv)
     monkeypatch.setattr(functional_attention, "checked_call", call)
     monkeypatch.setattr(functional_attention, "attend", lambda call, impl: run(*call))
-    monkeypatch.setattr(functional_decode, "_attention_decode", run)
+    monkeypatch.setattr(functional_decode, "decode", run_decode)
     for cache in ("_DENSE", "_PACKED", "_MASKED"):
         monkeypatch.setattr(attention_repeat, cache, {})
-    monkeypatch.setattr(decode_repeat, "_KNOWN", {})
+    monkeypatch.setattr(functional_decode, "_RECORDED", {})
     return state
 
 

@@ -1,6 +1,7 @@
-"""The facts about calls on KV caches."""
+"""Calls on KV caches: everything they ask for, and what the choice of an implementation needs."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -9,14 +10,80 @@ from ..core.arch import Arch, arch_of
 
 @dataclass(frozen=True)
 class CacheProblem:
-    """One call: where it runs, the dtype of its inputs and that of the cache."""
+    """One call without its data: where it runs, the dtypes of its inputs and of the cache."""
 
     arch: Arch
     dtype: torch.dtype
     stored: torch.dtype
     paged: bool
 
-    @classmethod
-    def of(cls, x: torch.Tensor, cache: torch.Tensor, paged: bool) -> "CacheProblem":
-        """Describe a call that meets `x` with `cache`."""
-        return cls(arch_of(x.device), x.dtype, cache.dtype, paged)
+
+@dataclass(frozen=True, eq=False)
+class AppendCall:
+    """New keys and values, and where in the caches they go; see `bsk.kv_append`."""
+
+    k_cache: torch.Tensor
+    """[B, Hkv, S, D], or [pages, page_size, Hkv, D] with a page table."""
+    v_cache: torch.Tensor
+    k: torch.Tensor
+    """[B, Hkv, T, D]"""
+    v: torch.Tensor
+    cache_seqlens: torch.Tensor
+    """int32 [B]: tokens that each sequence holds before the call."""
+    counts: torch.Tensor | None = None
+    """int32 [B]: how many of the T tokens are appended."""
+    page_table: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    """fp32, one element or [Hkv]: fp8 caches hold `k / k_scale`."""
+    v_scale: torch.Tensor | None = None
+
+    @cached_property
+    def problem(self) -> CacheProblem:
+        """What the choice of an implementation depends on."""
+        return _problem(self.k, self.k_cache, self.page_table)
+
+
+@dataclass(frozen=True, eq=False)
+class SummariesCall:
+    """Keys to be summarised page by page, and where the summaries go; see `bsk.page_summaries`."""
+
+    low: torch.Tensor
+    """[pages, Hkv, D], or [B, blocks, Hkv, D] for a contiguous cache; the mean without `high`."""
+    high: torch.Tensor | None
+    k_cache: torch.Tensor
+    cache_seqlens: torch.Tensor
+    page_table: torch.Tensor | None
+    page_size: int
+    new_tokens: int | None
+    """Only pages that hold the last so many tokens of a sequence; None for all pages."""
+
+    @cached_property
+    def problem(self) -> CacheProblem:
+        """What the choice of an implementation depends on."""
+        return _problem(self.low, self.k_cache, self.page_table)
+
+
+@dataclass(frozen=True, eq=False)
+class TopkCall:
+    """Queries, and the summaries of the pages to choose from; see `bsk.topk_pages`."""
+
+    q: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    cache_seqlens: torch.Tensor
+    page_table: torch.Tensor | None
+    page_size: int
+    k: int
+    keep_first: int
+    keep_last: int
+    reduce: str
+    """`max` or `sum`, over the queries that share a KV head."""
+
+    @cached_property
+    def problem(self) -> CacheProblem:
+        """What the choice of an implementation depends on."""
+        return _problem(self.q, self.low, self.page_table)
+
+
+def _problem(x: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor | None) -> CacheProblem:
+    return CacheProblem(arch_of(x.device), x.dtype, cache.dtype, page_table is not None)

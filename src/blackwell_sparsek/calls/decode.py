@@ -1,7 +1,7 @@
-"""The facts about a decode call that the choice of an implementation may depend on."""
+"""A decode call: everything it asks for, and what the choice of an implementation depends on."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 
@@ -9,19 +9,23 @@ from ..core.arch import Arch, arch_of
 from ..masks.band import EVERYTHING, Band
 from .attention import tma_takes
 
-# What a decode call asks for besides q and the caches: one object for every implementation.
 
+@dataclass(frozen=True, eq=False)
+class DecodeCall:
+    """One decode call after validation and defaults, as every implementation takes it.
 
-class DecodeSpec(NamedTuple):
-    """The options of one decode call, after validation and defaults.
-
-    Without `page_table` caches are contiguous, [B, Hkv, S, D]; with it they are pages,
+    Without `page_table` the caches are contiguous, [B, Hkv, S, D]; with it they are pages,
     [pages, page_size, Hkv, D].
     """
 
-    scale: float
+    q: torch.Tensor
+    """[B, Hq, Sq, D]"""
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    """As `k_cache`, with Dv in place of D."""
     cache_seqlens: torch.Tensor
     """int32 [B]: keys of each sequence, those of the queries included."""
+    scale: float
     page_table: torch.Tensor | None = None
     """int32 [B, max_pages]: where page p of a sequence lies."""
     kv_blocks: torch.Tensor | None = None
@@ -35,22 +39,44 @@ class DecodeSpec(NamedTuple):
     """fp32, one element or [Hkv]: what keys of an fp8 cache are multiplied with."""
     v_scale: torch.Tensor | None = None
 
+    @property
+    def page_size(self) -> int | None:
+        """Tokens of a page, None for a contiguous cache."""
+        return None if self.page_table is None else self.k_cache.shape[1]
 
-def page_size(k_cache: torch.Tensor, spec: DecodeSpec) -> int | None:
-    """Tokens of a page, None for a contiguous cache."""
-    return None if spec.page_table is None else k_cache.shape[1]
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of a cache of either layout."""
+        return self.k_cache.shape[1 if self.page_table is None else 2]
 
+    @property
+    def capacity(self) -> int:
+        """The most tokens that a sequence can have."""
+        if self.page_table is None:
+            return self.k_cache.shape[2]
+        return self.page_table.shape[1] * self.k_cache.shape[1]
 
-def kv_heads(k_cache: torch.Tensor, spec: DecodeSpec) -> int:
-    """KV heads of a cache of either layout."""
-    return k_cache.shape[1 if spec.page_table is None else 2]
-
-
-def capacity(k_cache: torch.Tensor, spec: DecodeSpec) -> int:
-    """The most tokens that a sequence can have."""
-    if spec.page_table is None:
-        return k_cache.shape[2]
-    return spec.page_table.shape[1] * k_cache.shape[1]
+    @cached_property
+    def problem(self) -> "DecodeProblem":
+        """What the choice of an implementation and its tiles depend on."""
+        return DecodeProblem(
+            arch=arch_of(self.q.device),
+            dtype=self.q.dtype,
+            cache_dtype=self.k_cache.dtype,
+            batch=self.q.shape[0],
+            heads_q=self.q.shape[1],
+            heads_kv=self.kv_heads,
+            q_len=self.q.shape[2],
+            capacity=self.capacity,
+            head_dim=self.q.shape[3],
+            head_dim_v=self.v_cache.shape[3],
+            page_size=self.page_size,
+            block_size=None if self.kv_blocks is None else self.kv_block_size,
+            banded=self.band != (None, None),
+            softcap=self.softcap != 0.0,
+            sinks=self.sinks is not None,
+            tma=tma_takes(self.k_cache) and tma_takes(self.v_cache),
+        )
 
 
 @dataclass(frozen=True)
@@ -77,30 +103,6 @@ class DecodeProblem:
     sinks: bool
     tma: bool = False
     """Whether TMA can copy the caches: addresses and strides in steps of 16 bytes."""
-
-    @classmethod
-    def of(
-        cls, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: DecodeSpec
-    ) -> "DecodeProblem":
-        """Describe a call."""
-        return cls(
-            arch=arch_of(q.device),
-            dtype=q.dtype,
-            cache_dtype=k_cache.dtype,
-            batch=q.shape[0],
-            heads_q=q.shape[1],
-            heads_kv=kv_heads(k_cache, spec),
-            q_len=q.shape[2],
-            capacity=capacity(k_cache, spec),
-            head_dim=q.shape[3],
-            head_dim_v=v_cache.shape[3],
-            page_size=page_size(k_cache, spec),
-            block_size=None if spec.kv_blocks is None else spec.kv_block_size,
-            banded=spec.band != (None, None),
-            softcap=spec.softcap != 0.0,
-            sinks=spec.sinks is not None,
-            tma=tma_takes(k_cache) and tma_takes(v_cache),
-        )
 
     @property
     def rows(self) -> int:

@@ -1,6 +1,6 @@
-"""Launches of the decode kernel that are built without a GPU.
+"""Launches of the portable decode kernel that are built without a GPU.
 
-The tiles are those that `tuning.decode` picks on each GPU; a test of the tuning compares them.
+The tiles are those that `tuning.attn_decode_config` picks on each GPU; a test compares them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,14 +10,24 @@ import torch
 
 from ..attention.operands import score_factors
 from ..core.compile_cases import CompileCase, compile_cases
-from .triton import DecodeLayout, _attn_decode_kernel
+from ..device.records import Strides
+from .triton import (
+    DecodeHeads,
+    DecodeInputs,
+    DecodeLayout,
+    DecodeResults,
+    DecodeScoring,
+    DecodeTables,
+    DecodeWorkspace,
+    _attn_decode_kernel,
+)
 from .tuning import DecodeConfig
 
 KV_HEADS, GROUP, TOKENS, PROGRAMS = 8, 4, 4096, 264
 
 
 class Call(NamedTuple):
-    """What sets a launch apart. `everything`: sinks, a softcap, lists of blocks."""
+    """What one launch differs in from others. `everything`: sinks, a softcap, lists of blocks."""
 
     dtype: torch.dtype
     head_dim: int
@@ -71,27 +81,28 @@ def _arguments(call: Call, words: bool) -> dict[str, Any]:
     packed = 4 if words else 1
     scale = torch.float32 if call.cache else None
     return {
-        "results": (call.dtype, torch.float32),
-        "inputs": (call.dtype, cache, cache),
-        "tables": (
+        "results": DecodeResults(call.dtype, torch.float32),
+        "inputs": DecodeInputs(call.dtype, cache, cache),
+        "tables": DecodeTables(
             torch.int32,
             None if call.page_size is None else torch.int32,
             torch.int32 if call.everything else None,
         ),
-        "scoring": (
+        "scoring": DecodeScoring(
             *score_factors(0.1, 30.0 if call.everything else 0.0),
             torch.float32 if call.everything else None,
             scale,
             scale,
         ),
-        "workspace": (torch.float32, torch.int32),
+        "workspace": DecodeWorkspace(torch.float32, torch.int32),
         "layout": DecodeLayout(
-            (row * GROUP, dim, 0),
-            (row * GROUP, dim, 0),
-            (slab // packed, dim // packed, row // packed),
-            (slab // packed, dim // packed, row // packed),
-            (1, 1),
-            (KV_HEADS, GROUP),
+            Strides(row * GROUP, dim, 0),
+            Strides(row * GROUP, dim, 0),
+            Strides(slab // packed, dim // packed, row // packed),
+            Strides(slab // packed, dim // packed, row // packed),
+            1,
+            1,
+            DecodeHeads(KV_HEADS, GROUP),
         ),
         "page_row_stride": TOKENS,
         "list_batch_stride": TOKENS * KV_HEADS,

@@ -1,43 +1,43 @@
-"""Attention over a cache in plain PyTorch on any device, with work proportional to the keys read.
+"""Attention over a cache in plain PyTorch, on any device, with work proportional to the keys read.
 
-Sequences go one by one: their lengths are read back to the host, their pages or blocks gathered.
+Sequences are handled one by one: their lengths are read back to the host, their pages or blocks
+gathered.
 """
 
 import torch
 
 from ..calls.attention import compute_dtype, empty_lse, empty_out
-from ..calls.decode import DecodeSpec, kv_heads
+from ..calls.decode import DecodeCall
 from ..masks.band import kv_range
 
 
-def attention_decode(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: DecodeSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [B, Hq, Sq, Dv] and lse [B, Hq, Sq] of q [B, Hq, Sq, D] over the caches."""
-    out, lse = empty_out(q, v_cache.shape[-1]), empty_lse(q)
-    heads, q_len = kv_heads(k_cache, spec), q.shape[2]
-    for b, length in enumerate(spec.cache_seqlens.tolist()):
-        lo, hi = kv_range(spec.band, 0, q_len, q_len, length)
-        if spec.kv_blocks is None:
+def attention_decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [B, Hq, Sq, Dv] and lse [B, Hq, Sq]."""
+    q, caches = call.q, (call.k_cache, call.v_cache)
+    out, lse = empty_out(q, call.v_cache.shape[-1]), empty_lse(q)
+    heads, q_len = call.kv_heads, q.shape[2]
+    for b, length in enumerate(call.cache_seqlens.tolist()):
+        lo, hi = kv_range(call.band, 0, q_len, q_len, length)
+        if call.kv_blocks is None:
             kv_pos = torch.arange(lo, hi, device=q.device).expand(heads, -1)
-            k, v = (_span(cache, spec, b, lo, hi) for cache in (k_cache, v_cache))
+            k, v = (_span(cache, call, b, lo, hi) for cache in caches)
         else:
-            kv_pos, listed = _listed(spec.kv_blocks[b], spec.kv_block_size, lo, hi)
-            k, v = (_gather(cache, spec, b, kv_pos, listed) for cache in (k_cache, v_cache))
+            kv_pos, listed = _listed(call.kv_blocks[b], call.kv_block_size, lo, hi)
+            k, v = (_gather(cache, call, b, kv_pos, listed) for cache in caches)
             kv_pos = torch.where(listed, kv_pos, hi)
         q_pos = torch.arange(q_len, device=q.device) + (length - q_len)
-        visible = _visible(q_pos, kv_pos, hi, spec)
-        out[b], lse[b] = _attend(q[b], k, v, visible, spec)
+        visible = _visible(q_pos, kv_pos, hi, call)
+        out[b], lse[b] = _attend(q[b], k, v, visible, call)
     return out, lse
 
 
-def _span(cache: torch.Tensor, spec: DecodeSpec, b: int, lo: int, hi: int) -> torch.Tensor:
+def _span(cache: torch.Tensor, call: DecodeCall, b: int, lo: int, hi: int) -> torch.Tensor:
     """The rows of keys `[lo, hi)`: [Hkv, n, D]."""
-    if spec.page_table is None:
+    if call.page_table is None:
         return cache[b, :, lo:hi]
     size = cache.shape[1]
     first = lo // size
-    pages = cache[spec.page_table[b, first : -(-hi // size)].long()]
+    pages = cache[call.page_table[b, first : -(-hi // size)].long()]
     rows = pages.flatten(0, 1)[lo - first * size : hi - first * size]
     return rows.transpose(0, 1)
 
@@ -50,42 +50,42 @@ def _listed(blocks: torch.Tensor, size: int, lo: int, hi: int) -> tuple[torch.Te
 
 
 def _gather(
-    cache: torch.Tensor, spec: DecodeSpec, b: int, kv_pos: torch.Tensor, wanted: torch.Tensor
+    cache: torch.Tensor, call: DecodeCall, b: int, kv_pos: torch.Tensor, wanted: torch.Tensor
 ) -> torch.Tensor:
     """Rows [Hkv, n, D] at the positions of each head; 0 where none is wanted."""
     heads = torch.arange(kv_pos.shape[0], device=cache.device)[:, None].expand_as(kv_pos)[wanted]
     at = kv_pos[wanted]
-    if spec.page_table is None:
+    if call.page_table is None:
         rows = cache[b, heads, at]
     else:
         size = cache.shape[1]
-        rows = cache[spec.page_table[b].long()[at // size], at % size, heads]
+        rows = cache[call.page_table[b].long()[at // size], at % size, heads]
     gathered = rows.new_zeros((*kv_pos.shape, cache.shape[-1]), dtype=compute_dtype(cache.dtype))
     gathered[wanted] = rows.to(gathered.dtype)
     return gathered
 
 
-def _visible(q_pos: torch.Tensor, kv_pos: torch.Tensor, hi: int, spec: DecodeSpec) -> torch.Tensor:
+def _visible(q_pos: torch.Tensor, kv_pos: torch.Tensor, hi: int, call: DecodeCall) -> torch.Tensor:
     """bool [Hkv, 1, Sq, n]."""
-    left, right = spec.band.scalars()
+    left, right = call.band.scalars()
     q_pos, kv_pos = q_pos[:, None], kv_pos[:, None, None, :]
     return (kv_pos >= q_pos - left) & (kv_pos <= q_pos + right) & (kv_pos < hi)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, spec: DecodeSpec
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, call: DecodeCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence: q [Hq, Sq, D], k [Hkv, n, D], v [Hkv, n, Dv]."""
     heads, dtype = k.shape[0], compute_dtype(q.dtype)
     grouped = q.to(dtype).reshape(heads, -1, *q.shape[1:])
-    scores = grouped @ k.to(dtype).unsqueeze(1).mT * (spec.scale * _scale(spec.k_scale, dtype))
-    if spec.softcap:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = grouped @ k.to(dtype).unsqueeze(1).mT * (call.scale * _scale(call.k_scale, dtype))
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     scores = scores.masked_fill(~visible, -torch.inf)
     # one more column holds the sink; -inf there is no sink at all
     column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
-    if spec.sinks is not None:
-        column = spec.sinks.to(dtype).view(heads, -1, 1, 1).expand_as(column)
+    if call.sinks is not None:
+        column = call.sinks.to(dtype).view(heads, -1, 1, 1).expand_as(column)
     logits = torch.cat([scores, column], -1)
     peak = logits.amax(-1, keepdim=True)
     weights = torch.exp(logits - peak.masked_fill(peak == -torch.inf, 0.0))
@@ -94,7 +94,7 @@ def _attend(
     v = v.to(dtype).masked_fill(~visible.any(-2).squeeze(1).unsqueeze(-1), 0.0)
     out = weights[..., :-1] @ v.unsqueeze(1) / total.masked_fill(total == 0.0, 1.0)
     lse = (peak + torch.log(total)).squeeze(-1)
-    out = out * _scale(spec.v_scale, dtype)
+    out = out * _scale(call.v_scale, dtype)
     return out.flatten(0, 1).to(q.dtype), lse.flatten(0, 1)
 
 

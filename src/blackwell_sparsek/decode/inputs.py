@@ -1,4 +1,8 @@
-"""Checks of decode calls that the host can make without waiting for the device."""
+"""Checks of decode calls, and the `DecodeCall` with its defaults.
+
+`decode_call` looks at shapes, dtypes and layouts and never waits for the device;
+`check_decode_values` also reads lengths, page tables and block lists, which does.
+"""
 
 from typing import Any
 
@@ -12,7 +16,7 @@ from ..attention.inputs import (
     scale_or_default,
     softcap_or_off,
 )
-from ..calls.decode import DecodeSpec, capacity
+from ..calls.decode import DecodeCall
 from ..core.checks import (
     check_derivatives,
     check_dtype,
@@ -31,7 +35,7 @@ FP8 = torch.float8_e4m3fn
 PAGED = "[pages, page_size, Hkv, D]"
 
 
-def decode_spec(
+def decode_call(
     op: str,
     q: Any,
     k_cache: Any,
@@ -48,8 +52,8 @@ def decode_spec(
     sinks: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
-) -> DecodeSpec:
-    """Check the arguments of a call against each other; its options with defaults filled in."""
+) -> DecodeCall:
+    """Check the arguments of a call against each other and fill in its defaults."""
     heads = _check_caches(op, q, k_cache, v_cache, paged=page_table is not None)
     _check_indices(op, "cache_seqlens", cache_seqlens, [q.shape[0]], q)
     if page_table is not None:
@@ -60,9 +64,12 @@ def decode_spec(
     check_sinks(op, sinks, q)
     for arg, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
         _check_scale(op, arg, factor, heads, k_cache)
-    return DecodeSpec(
+    return DecodeCall(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
         scale=scale_or_default(op, scale, q.shape[-1]),
-        cache_seqlens=cache_seqlens,
         page_table=page_table,
         kv_blocks=kv_blocks,
         kv_block_size=_block_size(op, kv_block_size, kv_blocks is not None, page_size),
@@ -170,39 +177,36 @@ def autocast_queries(op: str, q: torch.Tensor) -> torch.Tensor:
     return cast_operand(q)
 
 
-def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
+def refuse_gradients(op: str, call: DecodeCall) -> None:
     """Decoding has no derivative: say so instead of cutting the graph."""
     if not torch.is_grad_enabled():
         return
+    tensors = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, "sinks": call.sinks}
     for arg, x in tensors.items():
-        if isinstance(x, torch.Tensor) and x.requires_grad:
+        if x is not None and x.requires_grad:
             raise Unsupported(
                 f"{op}: {arg} requires a gradient, which decoding does not have; call it under "
                 "torch.no_grad(), or use bsk.attention on the keys of the cache"
             )
 
 
-# The numbers in lengths, page tables and block lists; looking at them waits for the device.
-
-
-def check_decode_values(
-    op: str, q_len: int, k_cache: torch.Tensor, spec: DecodeSpec, *, duplicates: bool = False
-) -> None:
+def check_decode_values(op: str, call: DecodeCall, *, duplicates: bool = False) -> None:
     """Raise `InvalidInput` for the first length, block or page that is out of range.
 
-    Only what a call reads is looked at: pages past the length, before a window, or not listed may
-    hold any number. `duplicates` also refuses blocks that are listed twice.
+    Waits for the device. Only what a call reads is looked at: pages past the length, before a
+    window, or not listed may hold any number. `duplicates` also refuses blocks that are listed
+    twice.
     """
-    lengths: list[int] = spec.cache_seqlens.tolist()
-    most = capacity(k_cache, spec)
+    lengths: list[int] = call.cache_seqlens.tolist()
+    most = call.capacity
     for b, length in enumerate(lengths):
         if not 0 <= length <= most:
             arg, expected = f"cache_seqlens[{b}]", f"0 to {most}, what the cache holds"
             raise InvalidInput(message(op, arg, "is out of range", expected, length))
-    if spec.kv_blocks is not None:
-        _check_blocks(op, spec.kv_blocks.tolist(), -(-most // spec.kv_block_size), duplicates)
-    if spec.page_table is not None:
-        _check_pages(op, q_len, k_cache, spec, lengths)
+    if call.kv_blocks is not None:
+        _check_blocks(op, call.kv_blocks.tolist(), -(-most // call.kv_block_size), duplicates)
+    if call.page_table is not None:
+        _check_pages(op, call, lengths)
 
 
 def _check_blocks(op: str, lists: list[list[list[int]]], blocks: int, duplicates: bool) -> None:
@@ -219,15 +223,14 @@ def _check_blocks(op: str, lists: list[list[list[int]]], blocks: int, duplicates
                     )
 
 
-def _check_pages(
-    op: str, q_len: int, k_cache: torch.Tensor, spec: DecodeSpec, lengths: list[int]
-) -> None:
-    assert spec.page_table is not None
-    pages, page_size = k_cache.shape[:2]
-    table: list[list[int]] = spec.page_table.tolist()
-    lists = None if spec.kv_blocks is None else spec.kv_blocks.tolist()
+def _check_pages(op: str, call: DecodeCall, lengths: list[int]) -> None:
+    assert call.page_table is not None
+    pages, page_size = call.k_cache.shape[:2]
+    q_len = call.q.shape[2]
+    table: list[list[int]] = call.page_table.tolist()
+    lists = None if call.kv_blocks is None else call.kv_blocks.tolist()
     for b, length in enumerate(lengths):
-        lo, hi = kv_range(spec.band, 0, q_len, q_len, length)
+        lo, hi = kv_range(call.band, 0, q_len, q_len, length)
         read = range(lo // page_size, -(-hi // page_size))
         listed = read if lists is None else {page for head in lists[b] for page in head}
         for i in read:

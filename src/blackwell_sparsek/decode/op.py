@@ -10,42 +10,36 @@ from typing import Any
 import torch
 
 from ..calls.attention import empty_lse, empty_out
-from ..calls.decode import DecodeProblem, DecodeSpec
+from ..calls.decode import DecodeCall
 from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.operators import define_op
 from ..masks.band import Band
 from ..reference import decode as reference
-from . import eager as eager
-from . import route as decode_sm90
-from . import route as decode_triton
+from . import eager
 from .inputs import check_decode_values
+from .tuning import why_not_sm90, why_not_triton
 
 Tensors = tuple[torch.Tensor, ...]
 
-decode_dispatch = Dispatcher("attn_decode")
 
-
-def _eager(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: DecodeSpec
-) -> Tensors:
-    check_decode_values("attention_decode", q.shape[2], k_cache, spec)
-    return eager.attention_decode(q, k_cache, v_cache, spec)
-
-
-def _reference(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: DecodeSpec
-) -> Tensors:
-    check_decode_values("attention_decode", q.shape[2], k_cache, spec)
-    out, lse = reference.attention_decode(q, k_cache, v_cache, spec)
-    return empty_out(q, v_cache.shape[-1]).copy_(out), lse
-
-
-decode_dispatch.register("sm90", decode_sm90.why_not_sm90, decode_sm90.run_sm90)
-decode_dispatch.register(
-    "triton", decode_triton.why_not_triton, decode_triton.run_triton, auto_passes=interpreted_only
-)
-decode_dispatch.register("eager", lambda problem: None, _eager)
-decode_dispatch.register("reference", lambda problem: None, _reference, auto_passes=only_asked)
+def decode(call: DecodeCall, impl: str) -> Tensors:
+    """Output and lse of a checked call, by way of the operator."""
+    return attn_decode(
+        call.q,
+        call.k_cache,
+        call.v_cache,
+        call.cache_seqlens,
+        call.page_table,
+        call.kv_blocks,
+        call.kv_block_size,
+        *call.band.scalars(),
+        call.scale,
+        call.softcap,
+        call.sinks,
+        call.k_scale,
+        call.v_scale,
+        impl,
+    )
 
 
 def _attn_decode(
@@ -65,9 +59,12 @@ def _attn_decode(
     v_scale: torch.Tensor | None,
     impl: str,
 ) -> Tensors:
-    spec = DecodeSpec(
+    call = DecodeCall(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
         scale=scale,
-        cache_seqlens=cache_seqlens,
         page_table=page_table,
         kv_blocks=kv_blocks,
         kv_block_size=kv_block_size,
@@ -77,10 +74,9 @@ def _attn_decode(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    problem = DecodeProblem.of(q, k_cache, v_cache, spec)
-    # autocast has done its work before the operator; inside, it would round the sums
+    # autocast has cast the queries before the operator; in here it would round the sums
     with torch.autocast(q.device.type, enabled=False):
-        return decode_dispatch(impl, problem, q, k_cache, v_cache, spec)
+        return decode_dispatch.run(impl, call)
 
 
 def _attn_decode_fake(
@@ -88,6 +84,28 @@ def _attn_decode_fake(
 ) -> Tensors:
     return empty_out(q, v_cache.shape[-1]), empty_lse(q)
 
+
+def _eager(call: DecodeCall) -> Tensors:
+    check_decode_values("attention_decode", call)
+    return eager.attention_decode(call)
+
+
+def _reference(call: DecodeCall) -> Tensors:
+    check_decode_values("attention_decode", call)
+    out, lse = reference.attention_decode(call)
+    return empty_out(call.q, call.v_cache.shape[-1]).copy_(out), lse
+
+
+decode_dispatch = Dispatcher("attn_decode")
+decode_dispatch.register("sm90", why_not_sm90, "blackwell_sparsek.decode.sm90:decode")
+decode_dispatch.register(
+    "triton",
+    why_not_triton,
+    "blackwell_sparsek.decode.triton:decode",
+    auto_passes=interpreted_only,
+)
+decode_dispatch.register("eager", lambda problem: None, _eager)
+decode_dispatch.register("reference", lambda problem: None, _reference, auto_passes=only_asked)
 
 attn_decode = define_op(
     "attn_decode",

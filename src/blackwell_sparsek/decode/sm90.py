@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""Attention of a few new queries over a cache on Hopper: the arithmetic of `decode.py` by WGMMA.
+"""Attention of a few new queries over a cache on Hopper: the arithmetic of `triton.py` by WGMMA.
 
-Shapes and results are those of `decode.py`, and so is the way work is shared: programs take equal
-stretches of the KV tiles of all sequences and heads. A producer warp finds the stretch, publishes
-its pieces (what it has of one softmax) and keeps rings of K and V tiles full by TMA, across the
-ends of pieces. A consumer warp group computes with keys as the rows of its products,
+Shapes, results and the way work is split are those of `triton.py`: programs take equal ranges of
+the KV tiles of all softmaxes, and a split is what a program has of one softmax. A producer warp
+(`sm90_producer.py`) publishes the splits and keeps a ring of K and V tiles full by TMA. A consumer
+warp group computes with keys as the rows of its products,
 
     s^T = K Q^T [TILE_N, ROWS]      o^T = V^T P^T [Dv, ROWS]
 
@@ -13,10 +13,13 @@ they have become fp16 in registers; Q and P are small and written to shared memo
 
 Called as impl "sm90" of `bsk::attn_decode`. Limits: queries in fp16 or bf16, caches too or in fp8
 (D and Dv 128, up to 16 rows that share a KV head), D and Dv 64 or 128, pages and listed blocks of a
-multiple of 16 tokens, strides and addresses that TMA takes, and those of `decode.py`. Slots past
+multiple of 16 tokens, strides and addresses that TMA takes, and those of `triton.py`. Slots past
 the lengths are copied and not looked at; a page out of range is not read.
 """
 
+from typing import Any, NamedTuple
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,22 +30,88 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..attention.operands import score_factors, token_strides
+from ..attention.sm90.launch import tma_strides
+from ..calls.attention import empty_lse, empty_out
+from ..calls.decode import DecodeCall
 from ..device.fp8 import turned_back
 from ..device.gluon.fp8_operands import column_of_slot, half_range, key_operand, value_operand
 from ..device.gluon.partials import columns_of, merge_parts, rows_of, store_part
 from ..device.gluon.pipeline import barriers, peek, take, tiles, work_channel
 from ..device.masks import kv_range, kv_range_of_all, position, row_bounds, within_bounds
 from ..device.partials import MERGED_ROWS, is_last, part_slot
+from ..device.records import Strides
 from ..device.scores import cap, fold_sign
 from ..device.softmax import add_sink, finalise, init_state, weigh
-from .sm90_producer import head_of_plane, produce_tiles
+from ..launch.descriptors import tensor_descriptor
+from ..launch.launcher import cdiv, launch, on_device_of, resting_words, scratch
+from .sm90_producer import (
+    HEAD_TILE,
+    SEQUENCE,
+    SPLIT_FIELDS,
+    KVRing,
+    ProducerState,
+    SharedState,
+    Split,
+    StageNotes,
+    kv_head_of,
+    produce_tiles,
+)
+from .triton import (
+    DecodeHeads,
+    DecodeResults,
+    DecodeWorkspace,
+    HeadTile,
+    VisitedKeys,
+    scale_stride,
+)
+from .tuning import DecodeSm90Config, attn_decode_sm90_launch
 
-# Queries of the Hopper decode kernel: where they lie, and how they meet the keys of a cache.
+
+class DecodeSm90Scoring(NamedTuple):
+    """Factors of scores (see `score_factors`), the scales of an fp8 cache and their strides."""
+
+    scale_log2: Any
+    inverse_cap: Any
+    k_scale: Any
+    v_scale: Any
+    k_scale_stride: Any
+    v_scale_stride: Any
+
+
+class DecodeSm90Strides(NamedTuple):
+    """Strides of out and q."""
+
+    out: Strides
+    q: Strides
+
+
+class ConsumerState(NamedTuple):
+    """What only the consumer needs: queries, results, and shared memory of its own."""
+
+    results: Any
+    q_ptr: Any
+    sinks_ptr: Any
+    score: Any
+    workspace: Any
+    strides: Any
+    q_smem: Any
+    p_smem: Any
+    num_splits: Any
+
+
+class QueryTile(NamedTuple):
+    """Queries of a head tile, with its KV head, its first row and the scale of its keys."""
+
+    kv_head: Any
+    first_row: Any
+    q: Any
+    k_scale: Any
 
 
 @gluon.jit
 def places_of_rows(rows, num_rows, kv_head, group, q_len, strides):
-    """`decode._row_places`, without divisions where there is one query."""
+    """`triton._row_places`, without divisions where there is one query."""
     rows = gl.minimum(rows, num_rows - 1)
     token = rows - rows
     in_group = rows
@@ -50,72 +119,72 @@ def places_of_rows(rows, num_rows, kv_head, group, q_len, strides):
         token = rows // group
         in_group = rows - token * group
     head = kv_head * group + in_group
-    return token, head, head.to(gl.int64) * strides[1] + token * strides[2]
+    return token, head, head.to(gl.int64) * strides.head + token * strides.token
 
 
 @gluon.jit
-def read_queries(q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG: gl.constexpr):
-    """KV head and first row of a plane, its queries, and the factor of its keys.
-
-    Without a sequence, -1, nothing is read.
-    """
+def read_queries(consume, shared, sequence, head_tile, q_tiles, CFG: gl.constexpr):
+    """The `QueryTile` of a head tile. Without a sequence, -1, nothing is read."""
+    q_len = shared.keys.q_len
+    heads = shared.heads
+    strides = consume.strides.q
+    score = consume.score
     rows: gl.constexpr = CFG.ROWS
     dim: gl.constexpr = CFG.TILE_D
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
-    kv_head = head_of_plane(plane, q_tiles)
-    first_row = (plane - kv_head * q_tiles) * rows
-    num_rows = q_len * heads[1]
+    kv_head = kv_head_of(head_tile, q_tiles)
+    first_row = (head_tile - kv_head * q_tiles) * rows
+    num_rows = q_len * heads.group
     row = first_row + gl.arange(0, rows, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, dim, gl.SliceLayout(0, layout))
     if CFG.WORDS:
         offs_d = column_of_slot(offs_d)
-    _, _, offset = places_of_rows(row, num_rows, kv_head, heads[1], q_len, strides.q)
-    queries = q_ptr + sequence.to(gl.int64) * strides.q[0]
+    _, _, offset = places_of_rows(row, num_rows, kv_head, heads.group, q_len, strides)
+    queries = consume.q_ptr + sequence.to(gl.int64) * strides.batch
     live = (row < num_rows) & (sequence >= 0)
     q = gl.load(queries + offset[:, None] + offs_d[None, :], live[:, None], other=0.0)
     k_scale = 1.0
-    if score[2] is not None:
-        k_scale = gl.load(score[2] + kv_head * score[4], sequence >= 0, other=1.0)
-    return kv_head, first_row, q, k_scale
+    if score.k_scale is not None:
+        k_scale_ptr = score.k_scale + kv_head * score.k_scale_stride
+        k_scale = gl.load(k_scale_ptr, sequence >= 0, other=1.0)
+    return QueryTile(kv_head, first_row, q, k_scale)
 
 
 @gluon.jit
 def put_queries(q_smem, q, k_scale, score, CFG: gl.constexpr):
     """Queries into shared memory; returns the factor of their scores, and that before a softcap."""
     # under a softcap the factor of the softmax is the cap, and that of keys belongs inside
-    q, factor = fold_sign(q, score[0] * k_scale if score[1] is None else score[0])
+    factor = score.scale_log2
+    if score.inverse_cap is None:
+        factor = factor * k_scale
+    q, factor = fold_sign(q, factor)
     inside = k_scale
     if CFG.WORDS and q.dtype != gl.float16:
         q, up = half_range(q)
-        factor = factor * up if score[1] is None else factor
+        factor = factor * up if score.inverse_cap is None else factor
         inside = inside * up
     q_smem.store(q)
     fence_async_shared()
     return factor, inside
 
 
-# What describes a piece: sequence, plane, length, first and end tile; and who else has a part:
-# origin, first tile and number of tiles of the plane, tiles of a stretch.
-WORK_FIELDS = gl.constexpr(9)
-
-
 @gluon.jit
-def _mask_scores(s, kv_pos, first_row, length, band, q_len, heads):
+def _mask_scores(s, kv_pos, first_row, length, keys, group):
     """Scores [rows, keys], -inf where a query does not see a key."""
     row = first_row + rows_of(s)
-    # rows past the last query see what some position sees; nobody looks at them
+    # rows past the last query see what some position sees; they are never stored
     token = row - row
-    if q_len > 1:
-        token = row // heads[1]
-    q_pos = position(token, q_len, length)
-    first, last = row_bounds(q_pos, length, band[0], band[1])
+    if keys.q_len > 1:
+        token = row // group
+    q_pos = position(token, keys.q_len, length)
+    first, last = row_bounds(q_pos, length, keys.left, keys.right)
     visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
     return gl.where(visible, s, -float("inf"))
 
 
 @gluon.jit
 def _drop_dead_values(tile, kv_start, positions, kv_lo, kv_hi):
-    """Zero the values past the keys of a sequence: they may be NaN, which weights of 0 keep."""
+    """Zero the values that no query sees: they may be NaN, which a weight of 0 does not hide."""
     keys: gl.constexpr = tile.shape[0]
     dim: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
@@ -129,38 +198,40 @@ def _drop_dead_values(tile, kv_start, positions, kv_lo, kv_hi):
 
 
 @gluon.jit
-def _write(
-    results, m_log2, row_sum, acc, first_row, num_rows, sequence, kv_head, kv_len, q_len, heads,
-    strides, sinks_ptr, score,
-):  # fmt: skip
-    """End the softmax of packed rows and store outputs and lse."""
+def _write(consume, shared, work, m_log2, row_sum, acc, first_row, end_row):
+    """End the softmax of packed rows and store outputs and lse; not from `end_row` on."""
+    heads = shared.heads
+    strides = consume.strides.out
+    score = consume.score
+    q_len = shared.keys.q_len
     row = first_row + rows_of(acc)
-    live = row < num_rows
-    token, head, offset = places_of_rows(row, num_rows, kv_head, heads[1], q_len, strides.out)
-    if sinks_ptr is not None:
-        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(sinks_ptr + head))
+    live = row < end_row
+    token, head, offset = places_of_rows(row, end_row, work.kv_head, heads.group, q_len, strides)
+    if consume.sinks_ptr is not None:
+        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(consume.sinks_ptr + head))
         acc = acc * rescale[:, None]
-    row_sum = gl.where(kv_len < 0, float("nan"), row_sum)
+    row_sum = gl.where(work.kv_len < 0, float("nan"), row_sum)
     inverse, lse = finalise(m_log2, row_sum)
-    if score[3] is not None:
-        inverse *= gl.load(score[3] + kv_head * score[5])
-    out_ptr = results[0] + sequence.to(gl.int64) * strides.out[0]
+    if score.v_scale is not None:
+        inverse *= gl.load(score.v_scale + work.kv_head * score.v_scale_stride)
+    out_ptr = consume.results.out + work.sequence.to(gl.int64) * strides.batch
     gl.store(
         out_ptr + offset[:, None] + columns_of(acc)[None, :],
         (acc * inverse[:, None]).to(out_ptr.dtype.element_ty),
         live[:, None],
     )
-    lse_row = (sequence.to(gl.int64) * heads[0] * heads[1] + head) * q_len + token
-    gl.store(results[1] + lse_row, lse, live)
+    lse_row = (work.sequence.to(gl.int64) * heads.kv * heads.group + head) * q_len + token
+    gl.store(consume.results.lse + lse_row, lse, live)
 
 
 @gluon.jit
 def _consume(consume, shared, CFG: gl.constexpr):
-    """Attend with the queries of each piece."""
-    results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, of_plane = consume
-    ring, notes, work, lengths, heads = shared
-    k_smem, v_smem, full, empty = ring
-    q_len, left, right = lengths[3], lengths[5], lengths[6]
+    """Attend with the queries of each split."""
+    ring = shared.ring
+    keys = shared.keys
+    heads = shared.heads
+    score = consume.score
+    p_smem = consume.p_smem
     tile_n: gl.constexpr = CFG.TILE_N
     tile_dv: gl.constexpr = CFG.TILE_DV
     num: gl.constexpr = CFG.ROWS
@@ -171,62 +242,58 @@ def _consume(consume, shared, CFG: gl.constexpr):
     turned = gl.permute(no_scores, (1, 0))
     rows = rows_of(turned)
     offs_n = columns_of(turned)
-    num_rows = q_len * heads[1]
+    num_rows = keys.q_len * heads.group
     q_tiles = (num_rows + num - 1) // num
-    acc_parts = workspace[0]
-    state_parts = acc_parts + (2 * gl.num_programs(0)).to(gl.int64) * (num * tile_dv)
+    acc_partials = consume.workspace.partials
+    state_partials = acc_partials + (2 * gl.num_programs(0)).to(gl.int64) * (num * tile_dv)
     program = gl.program_id(0)
     step = 0
-    turn = 0
+    number = 0
     if CFG.SINGLE:
         gdc_wait()
-        if of_plane > 0:
-            # which head it is, is known before the length is
-            plane = program // of_plane
-            sequence = gl.where(plane < heads[0] * q_tiles, 0, -1)
+        if consume.num_splits > 0:
+            # the head is known before the length is
+            head_tile = program // consume.num_splits
+            sequence = gl.where(head_tile < heads.kv * q_tiles, 0, -1)
         else:
-            sequence = peek(work, turn, 0)
-            plane = peek(work, turn, 1)
-        kv_head, first_row, q, k_scale = read_queries(
-            q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
-        )
-    sequence, plane, kv_len, kv_tile, kv_end, origin, plane_tile, count, each = take(work, turn)
-    while sequence >= 0:
+            sequence = peek(shared.splits, number, SEQUENCE)
+            head_tile = peek(shared.splits, number, HEAD_TILE)
+        queries = read_queries(consume, shared, sequence, head_tile, q_tiles, CFG)
+    split = Split(*take(shared.splits, number))
+    while split.sequence >= 0:
         if not CFG.SINGLE:
-            kv_head, first_row, q, k_scale = read_queries(
-                q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
-            )
-        factor, inside = put_queries(q_smem, q, k_scale, score, CFG)
-        # divisions, while keys are waited for
-        begins = origin + plane_tile // each
-        ends = origin + (plane_tile + count - 1) // each
-        length = gl.maximum(kv_len, 0)
-        kv_lo, kv_hi = kv_range(0, q_len, q_len, length, left, right)
-        all_lo, all_hi = kv_range_of_all(0, q_len, q_len, length, left, right)
+            queries = read_queries(consume, shared, split.sequence, split.head_tile, q_tiles, CFG)
+        factor, inside = put_queries(consume.q_smem, queries.q, queries.k_scale, score, CFG)
+        # divisions, while the keys are on their way
+        begins = split.origin + split.softmax_start // split.range_tiles
+        ends = split.origin + (split.softmax_start + split.count - 1) // split.range_tiles
+        length = gl.maximum(split.kv_len, 0)
+        kv_lo, kv_hi = kv_range(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
+        all_lo, all_hi = kv_range_of_all(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
         m_log2, row_sum = init_state(rows)
         sums = turned
         wrong = 0
         acc = gl.zeros([tile_dv, num], gl.float32, layout)
-        for tile in range(kv_tile, kv_end):
+        for tile in range(split.kv_tile, split.kv_end):
             stage = step % CFG.STAGES
             phase = (step // CFG.STAGES) & 1
             kv_start = tile * tile_n
-            mbarrier.wait(full.index(stage), phase)
+            mbarrier.wait(ring.full.index(stage), phase)
             kv_pos = kv_start + offs_n
             positions = None
             cut = (kv_start < kv_lo) | (kv_start + tile_n > kv_hi)
             if CFG.scattered:
-                note = gl.max(notes[1].index(stage).load(group), 0)
+                note = gl.max(shared.notes.flags.index(stage).load(group), 0)
                 wrong = note % 2
                 cut = note >= 2
             if CFG.BLOCK_KV is not None:
-                positions = notes[0].index(stage)
+                positions = shared.notes.positions.index(stage)
                 kv_pos = positions.load(gl.SliceLayout(0, turned.type.layout))
-            k = k_smem.index(stage)
-            v = v_smem.index(stage)
+            k = ring.k.index(stage)
+            v = ring.v.index(stage)
             if CFG.WORDS:
                 k = key_operand(k, layout)
-            q_turned = q_smem.permute((1, 0))
+            q_turned = consume.q_smem.permute((1, 0))
             scores = warpgroup_mma(k, q_turned, no_scores, use_acc=False, is_async=True)
             if CFG.WORDS:
                 if cut:
@@ -234,11 +301,11 @@ def _consume(consume, shared, CFG: gl.constexpr):
                 # while the tensor cores multiply
                 values = value_operand(v, layout)
             s = gl.permute(warpgroup_mma_wait(0, deps=(scores,)), (1, 0))
-            if CFG.WORDS and score[1] is not None:
+            if CFG.WORDS and score.inverse_cap is not None:
                 s = s * inside
-            s = cap(s, score[1])
+            s = cap(s, score.inverse_cap)
             if CFG.BLOCK_KV is not None or (kv_start < all_lo) | (kv_start + tile_n > all_hi):
-                s = _mask_scores(s, kv_pos, first_row, length, (left, right), q_len, heads)
+                s = _mask_scores(s, kv_pos, queries.first_row, length, keys, heads.group)
             m_log2, p, rescale = weigh(m_log2, s, factor)
             sums = sums * rescale[:, None] + p
             p_smem.store(p.to(p_smem.dtype))
@@ -250,7 +317,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
             fence_async_shared()
             product = warpgroup_mma(values, p_smem.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.arrive(ring.empty.index(stage), count=1)
             step += 1
 
         if CFG.WORDS:
@@ -261,38 +328,35 @@ def _consume(consume, shared, CFG: gl.constexpr):
         if CFG.scattered:
             row_sum = gl.where(wrong != 0, float("nan"), row_sum)
         m_out = gl.convert_layout(m_log2, out_rows)
+        first_row = queries.first_row
+        work = HeadTile(split.sequence, split.kv_len, queries.kv_head)
         if begins == ends:
-            _write(
-                results, m_out, row_sum, out, first_row, num_rows, sequence, kv_head, kv_len,
-                q_len, heads, strides, sinks_ptr, score,
-            )  # fmt: skip
+            _write(consume, shared, work, m_out, row_sum, out, first_row, num_rows)
         else:
             tile_rows = gl.minimum(num_rows - first_row, num)
             slot = part_slot(program, begins)
-            store_part(acc_parts, state_parts, slot, m_out, row_sum, out, tile_rows)
-            if is_last(workspace[1] + begins, ends - begins + 1):
+            store_part(acc_partials, state_partials, slot, m_out, row_sum, out, tile_rows)
+            if is_last(consume.workspace.counters + begins, ends - begins + 1):
                 for row in range(0, tile_rows, MERGED_ROWS):
                     m_all, sum_all, acc_all = merge_parts(
-                        acc_parts, state_parts, begins, ends - begins + 1, row, tile_rows,
+                        acc_partials, state_partials, begins, ends - begins + 1, row, tile_rows,
                         num, tile_dv,
                     )  # fmt: skip
-                    _write(
-                        results, m_all, sum_all, acc_all, first_row + row, first_row + tile_rows,
-                        sequence, kv_head, kv_len, q_len, heads, strides, sinks_ptr, score,
-                    )  # fmt: skip
-        turn += 1
-        sequence, plane, kv_len, kv_tile, kv_end, origin, plane_tile, count, each = take(work, turn)
+                    end_row = first_row + tile_rows
+                    _write(consume, shared, work, m_all, sum_all, acc_all, first_row + row, end_row)
+        number += 1
+        split = Split(*take(shared.splits, number))
         if CFG.SINGLE:  # noqa: SIM102
-            if sequence >= 0:
-                kv_head, first_row, q, k_scale = read_queries(
-                    q_ptr, sequence, plane, q_tiles, score, q_len, heads, strides, CFG
+            if split.sequence >= 0:
+                queries = read_queries(
+                    consume, shared, split.sequence, split.head_tile, q_tiles, CFG
                 )
 
 
 @gluon.jit(
     do_not_specialize=[
         "page_row_stride", "list_batch_stride", "list_head_stride", "batch", "q_len", "capacity",
-        "num_pages", "num_blocks", "left", "right", "of_plane",
+        "num_pages", "num_blocks", "left", "right", "num_splits",
     ]
 )  # fmt: skip
 def _attn_decode_sm90_kernel(
@@ -318,21 +382,19 @@ def _attn_decode_sm90_kernel(
     left,
     right,
     heads,
-    of_plane,
+    num_splits,
     CFG: gl.constexpr,
 ):
-    """Set up rings and roles; `produce_tiles` and `_consume` do the work.
+    """Set up the ring and the roles; `produce_tiles` and `_consume` do the work.
 
-    results (out, lse), score (scale_log2, inverse_cap, k_scale, v_scale, their strides), workspace
-    (parts, counters), heads (KV heads, query heads of each), of_plane: programs for each plane, 0
-    if there are more planes.
+    `num_splits` is the number of programs for each softmax, 0 if there are more softmaxes.
     """
     first_length = batch
     if CFG.SINGLE:
-        # the next kernel may start as soon as there is room for it; it waits where it has to
+        # PDL: the next kernel may start as soon as there is room for it; it waits where it must
         gdc_launch_dependents()
     else:
-        # the first thing that anything depends on, asked for before anything else
+        # everything depends on the lengths, so the first load is issued before all else
         first_length = gl.load(seqlens_ptr)
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
@@ -349,20 +411,103 @@ def _attn_decode_sm90_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
-    # a barrier costs each launch 60 cycles: keys and values come together
-    ring = (k_smem, v_smem, barriers(stages, 1), barriers(stages, 1))
-    work = work_channel(WORK_FIELDS, 1)
+    # keys and values share a barrier, since each costs a launch 60 cycles
+    ring = KVRing(k_smem, v_smem, barriers(stages, 1), barriers(stages, 1))
+    splits = work_channel(SPLIT_FIELDS, 1)
     fence_async_shared()
 
-    lengths = (seqlens_ptr, first_length, batch, q_len, capacity, left, right, num_blocks)
-    tables = (page_table_ptr, list_ptr, num_pages)
-    table_strides = (page_row_stride, list_batch_stride, list_head_stride)
-    produce = ((k_desc, v_desc), tables, table_strides, of_plane)
-    consume = (results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, of_plane)
-    shared = (ring, (positions, flags), work, lengths, heads)
+    keys = VisitedKeys(seqlens_ptr, batch, q_len, capacity, left, right, num_blocks)
+    produce = ProducerState(
+        k_desc, v_desc, page_table_ptr, list_ptr, num_pages, page_row_stride, list_batch_stride,
+        list_head_stride, num_splits,
+    )  # fmt: skip
+    consume = ConsumerState(
+        results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, num_splits
+    )
+    notes = StageNotes(positions, flags)
+    shared = SharedState(ring, notes, splits, keys, first_length, heads)
     # the first role runs in the warps of the launch, the other in a warp of its own
     gl.warp_specialize(
         [(_consume, (consume, shared, CFG)), (produce_tiles, (produce, shared, CFG))],
         [1],
         [producer_registers],
     )
+
+
+def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
+    config, programs = attn_decode_sm90_launch(call.problem)
+    out, lse = empty_out(call.q, call.v_cache.shape[-1]), empty_lse(call.q)
+    launch_attn_decode_sm90(out, lse, call, config, programs)
+    return out, lse
+
+
+def launch_attn_decode_sm90(
+    out: torch.Tensor, lse: torch.Tensor, call: DecodeCall, config: DecodeSm90Config, programs: int
+) -> None:
+    """Fill `out` and `lse`.
+
+    Takes `2 * programs * ROWS * (Dv + 2)` floats of memory, whatever the lengths are.
+
+    Parameters
+    ----------
+    out : [B, Hq, Sq, Dv], contiguous in the last dimension; all of it is written
+    lse : fp32 [B, Hq, Sq], contiguous
+    call : validated; caches with strides and addresses that TMA takes and at least one slot
+    config : tiles; SINGLE for a batch of one
+    programs : how many programs split the tiles of all sequences and heads
+    """
+    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
+    batch, heads_q, q_len, _ = q.shape
+    if batch * heads_q * q_len == 0:
+        return
+    assert batch == 1 or not config.SINGLE, f"{batch=} {config=}"
+    heads = DecodeHeads(call.kv_heads, heads_q // call.kv_heads)
+    head_tiles = heads.kv * cdiv(heads.group * q_len, config.ROWS)
+    if config.WORDS:
+        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
+    table, blocks = call.page_table, call.kv_blocks
+    with on_device_of(q):
+        args = (
+            DecodeResults(out, lse),
+            q,
+            _descriptor(k_cache, call.page_size, config.k_block()),
+            _descriptor(v_cache, call.page_size, config.v_block()),
+            call.cache_seqlens,
+            table,
+            blocks,
+            None if call.sinks is None else call.sinks.contiguous(),
+            DecodeSm90Scoring(
+                *score_factors(call.scale, call.softcap),
+                call.k_scale,
+                call.v_scale,
+                scale_stride(call.k_scale),
+                scale_stride(call.v_scale),
+            ),
+            DecodeWorkspace(
+                scratch((2 * programs, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
+                resting_words(programs, q.device),
+            ),
+            DecodeSm90Strides(Strides(*token_strides(out)), Strides(*token_strides(q))),
+            0 if table is None else table.stride(0),
+            *((0, 0) if blocks is None else blocks.stride()[:2]),
+            batch,
+            q_len,
+            call.capacity,
+            k_cache.shape[0],
+            0 if blocks is None else blocks.shape[2],
+            *call.band.scalars(),
+            heads,
+            programs // (batch * head_tiles),
+            config,
+        )
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.SINGLE}
+        launch(_attn_decode_sm90_kernel, programs, args, **options)
+
+
+def _descriptor(
+    cache: torch.Tensor, page_size: int | None, block: tuple[int, int, int, int]
+) -> Any:
+    """Of [batch or page, head, token, dim]."""
+    cache = cache if page_size is None else cache.transpose(1, 2)
+    return tensor_descriptor(cache, block, tma_strides(cache))

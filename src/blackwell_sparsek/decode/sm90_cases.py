@@ -7,16 +7,17 @@ import torch
 
 from ..attention.operands import score_factors
 from ..core.compile_cases import CompileCase, compile_cases
+from ..device.records import Strides
 from ..launch.descriptors import descriptor_type
-from .sm90 import _attn_decode_sm90_kernel
-from .sm90_launch import DecodeSm90Strides
+from .sm90 import DecodeSm90Scoring, DecodeSm90Strides, _attn_decode_sm90_kernel
+from .triton import DecodeHeads, DecodeResults, DecodeWorkspace
 from .tuning import DecodeSm90Config, make_config
 
 KV_HEADS, GROUP = 8, 4
 
 
 class Call(NamedTuple):
-    """What sets a launch apart."""
+    """What one launch differs in from others."""
 
     config: DecodeSm90Config
     name: str
@@ -25,8 +26,8 @@ class Call(NamedTuple):
     max_spill_bytes: int = 0
 
 
-# The spills of 64 rows are of numbers that wait for the end of the loop, those of eight parts of
-# places that wait for a stage.
+# The spills of 64 rows are of numbers that wait for the end of the loop, those of eight copies of
+# coordinates that wait for a stage.
 CALLS = (
     Call(make_config(8, 128, 128), "d128"),
     Call(make_config(8, 128, 128, single=True), "d128-single"),
@@ -58,7 +59,7 @@ def decode_sm90_case(call: Call) -> CompileCase:
         name=f"attn_decode_sm90/{call.name}",
         kernel=_attn_decode_sm90_kernel,
         args={
-            "results": (call.dtype, torch.float32),
+            "results": DecodeResults(call.dtype, torch.float32),
             "q_ptr": call.dtype,
             "k_desc": descriptor_type(config.k_block(), copied),
             "v_desc": descriptor_type(config.v_block(), copied),
@@ -66,12 +67,14 @@ def decode_sm90_case(call: Call) -> CompileCase:
             "page_table_ptr": None if config.PAGE_SIZE is None else torch.int32,
             "list_ptr": None if config.BLOCK_KV is None else torch.int32,
             "sinks_ptr": torch.float32 if call.everything else None,
-            "score": (
+            "score": DecodeSm90Scoring(
                 *score_factors(0.1, 30.0 if call.everything else 0.0),
                 *((torch.float32, torch.float32, 1, 1) if config.WORDS else (None, None, 0, 0)),
             ),
-            "workspace": (torch.float32, torch.int32),
-            "strides": DecodeSm90Strides((out_row, config.TILE_DV, 0), (q_row, config.TILE_D, 0)),
+            "workspace": DecodeWorkspace(torch.float32, torch.int32),
+            "strides": DecodeSm90Strides(
+                Strides(out_row, config.TILE_DV, 0), Strides(q_row, config.TILE_D, 0)
+            ),
             "page_row_stride": 4096,
             "list_batch_stride": 4096,
             "list_head_stride": 512,
@@ -82,8 +85,8 @@ def decode_sm90_case(call: Call) -> CompileCase:
             "num_blocks": 100,
             "left": 2**30,
             "right": 0,
-            "heads": (KV_HEADS, GROUP),
-            "of_plane": 0,
+            "heads": DecodeHeads(KV_HEADS, GROUP),
+            "num_splits": 0,
             "CFG": config,
         },
         archs=(90,),

@@ -1,9 +1,13 @@
 # mypy: ignore-errors
-"""What a program of the Hopper decode kernel reads: its stretch of the KV tiles of all sequences.
+"""The producer warp of the Hopper decode kernel: it finds its KV tiles and has them copied.
 
-The tiles lie in one row, sequence by sequence and in it plane by plane; a plane is a KV head and up
-to ROWS of the queries that share it. Program p takes the p-th stretch of `each` tiles.
+The KV tiles of all softmaxes are numbered in one line, sequence by sequence and, in each, head tile
+by head tile; a head tile is a KV head and up to ROWS of the rows that share it. Program p takes the
+p-th range of `range_tiles` tiles. It publishes what it has of each softmax, a split, to the
+consumer and keeps the ring of K and V tiles full across the ends of splits.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,25 +20,135 @@ from .triton import keys_of_length, keys_seen
 
 # Sequences whose lengths are read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
-# Stretches may be longer by one part in so many if that leaves planes whole, which saves 1.8 of
-# 129 us at 128 planes of 8k keys.
+# Ranges may be longer by one part in so many if that leaves softmaxes whole, which saves 1.8 of
+# 129 us at 128 softmaxes of 8k keys.
 WORTH = gl.constexpr(32)
-# Parts of tiles whose places are looked up at a time, one by each thread of the producer.
+# Copies whose coordinates are looked up at a time, one by each thread of the producer.
 LOOKED_UP = gl.constexpr(32)
-# Tiles that could be read while a program goes from one piece to another.
-PIECE_COST = gl.constexpr(2)
+# Tiles that could be read in the time that a program takes from one split to the next.
+SPLIT_COST = gl.constexpr(2)
 # A position past all keys, and far enough from the end of int32 for sums.
 NOWHERE = gl.constexpr(2**30)
 
 
+class Split(NamedTuple):
+    """What a program has of one softmax, as the producer publishes it; all fields are int32."""
+
+    sequence: Any
+    """-1 after the last split."""
+    head_tile: Any
+    kv_len: Any
+    kv_tile: Any
+    """First KV tile of the split, and the end of it."""
+    kv_end: Any
+    origin: Any
+    """Tile t of the softmax belongs to program `origin + (softmax_start + t) // range_tiles`."""
+    softmax_start: Any
+    count: Any
+    """KV tiles of the softmax."""
+    range_tiles: Any
+
+
+SPLIT_FIELDS = gl.constexpr(len(Split._fields))
+SEQUENCE = gl.constexpr(Split._fields.index("sequence"))
+HEAD_TILE = gl.constexpr(Split._fields.index("head_tile"))
+
+
+class KVRing(NamedTuple):
+    """Stages of K and V tiles, and barriers that tell when a stage is full and when it is empty."""
+
+    k: Any
+    v: Any
+    full: Any
+    empty: Any
+
+
+class StageNotes(NamedTuple):
+    """What the consumer must know of each stage of scattered keys."""
+
+    positions: Any
+    """Positions of all keys, with lists of blocks only."""
+    flags: Any
+    """1 if a page or block was out of range, plus 2 if some keys are not seen."""
+
+
+class SharedState(NamedTuple):
+    """What producer and consumer share."""
+
+    ring: Any
+    notes: Any
+    splits: Any
+    """Channel of `Split`s."""
+    keys: Any
+    first_length: Any
+    """Length of the first sequence; with SINGLE it is not read yet."""
+    heads: Any
+
+
+class ProducerState(NamedTuple):
+    """What only the producer needs: where keys lie."""
+
+    k_desc: Any
+    v_desc: Any
+    page_table_ptr: Any
+    list_ptr: Any
+    num_pages: Any
+    page_row_stride: Any
+    list_batch_stride: Any
+    list_head_stride: Any
+    num_splits: Any
+
+
+class ProgramRange(NamedTuple):
+    """Tiles `[tile, end)` of a program, and where they begin.
+
+    `cost` is the gap in the numbering between the tiles of two softmaxes: what a split costs.
+    """
+
+    range_tiles: Any
+    origin: Any
+    tile: Any
+    end: Any
+    sequence: Any
+    head_tile: Any
+    softmax_start: Any
+    cost: Any
+
+
+class KeyTables(NamedTuple):
+    """The list and the row of the page table of one sequence and head, and the keys they see."""
+
+    list_ptr: Any
+    page_table_ptr: Any
+    num_blocks: Any
+    num_pages: Any
+    kv_lo: Any
+    kv_hi: Any
+    capacity: Any
+    sequence: Any
+
+
+class TileCopies(NamedTuple):
+    """The copies that fill one tile: a value of the first three for each copy."""
+
+    slabs: Any
+    """Page, or the sequence of a contiguous cache."""
+    rows: Any
+    starts: Any
+    """Position of the first key."""
+    wanted: Any
+    """Whether some key of the tile is seen."""
+    cut: Any
+    """1 if not all keys of the tile are seen."""
+
+
 @gluon.jit
-def _tiles_of_sequences(lengths, first, CFG: gl.constexpr):
-    """Tiles of a plane of each of the next SCAN sequences."""
-    seqlens_ptr, _, batch, q_len, capacity, left, right, num_blocks = lengths
+def _tiles_of_sequences(keys, first, CFG: gl.constexpr):
+    """KV tiles of one head tile of each of the next SCAN sequences."""
     sequence = first + gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
-    exists = sequence < batch
-    _, lo, hi = keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right)
-    _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+    exists = sequence < keys.batch
+    _, lo, hi = keys_seen(keys, sequence, exists)
+    _, count = visited_tiles(lo, hi, keys.num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
     return gl.where(exists, count, 0)
 
 
@@ -45,83 +159,78 @@ def _add(a, b):
 
 
 @gluon.jit
-def keys_of_sequence(lengths, sequence):
+def keys_of_sequence(keys, first_length, sequence):
     """Length of a sequence, and the keys that some query sees."""
-    seqlens_ptr, first_length, batch, q_len, capacity, left, right, _ = lengths
     kv_len = first_length
-    if batch > 1:
-        kv_len = gl.load(seqlens_ptr + sequence)
-    return keys_of_length(kv_len, q_len, capacity, left, right)
+    if keys.batch > 1:
+        kv_len = gl.load(keys.seqlens_ptr + sequence)
+    return keys_of_length(keys, kv_len)
 
 
 @gluon.jit
-def head_of_plane(plane, q_tiles):
-    """The KV head of a plane."""
-    head = plane
-    # seldom, and a division takes longer than all else that a piece begins with
+def kv_head_of(head_tile, q_tiles):
+    """The KV head of a head tile."""
+    head = head_tile
+    # seldom, and the division would take longer than everything else at the start of a split
     if q_tiles > 1:
-        head = plane // q_tiles
+        head = head_tile // q_tiles
     return head
 
 
 @gluon.jit
-def find_stretch(lengths, planes, of_plane, CFG: gl.constexpr):
-    """This program's stretch: tiles `[tile, end)`, and where it begins: sequence and plane.
-
-    Also the most tiles of a stretch, and what tells who else works on a plane: tile t of the plane
-    whose first is `plane_tile` belongs to program `origin + (plane_tile + t) // each`. And the
-    places between the tiles of a plane and those of the next, which stand for what a piece costs.
-    """
-    first_length, batch, q_len, capacity, left, right, num_blocks = lengths[1:]
+def find_range(keys, first_length, head_tiles, num_splits, CFG: gl.constexpr):
+    """The `ProgramRange` of this program."""
     program = gl.program_id(0)
     sequence = 0
-    plane_tile = 0
+    softmax_start = 0
     origin = 0
     cost = 0
-    if (batch == 1) & (of_plane > 0):
-        # one sequence, whose planes are alike: no stretch goes from one to another
-        plane = program // of_plane
-        _, lo, hi = keys_of_length(first_length, q_len, capacity, left, right)
-        _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
-        each = (count + of_plane - 1) // of_plane
-        origin = plane * of_plane
-        tile = (program - origin) * each
-        end = gl.where(plane < planes, gl.minimum(tile + each, count), 0)
+    if (keys.batch == 1) & (num_splits > 0):
+        # one sequence, whose softmaxes are equally long: no range crosses from one to another
+        head_tile = program // num_splits
+        _, lo, hi = keys_of_length(keys, first_length)
+        _, count = visited_tiles(lo, hi, keys.num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+        range_tiles = (count + num_splits - 1) // num_splits
+        origin = head_tile * num_splits
+        tile = (program - origin) * range_tiles
+        end = gl.where(head_tile < head_tiles, gl.minimum(tile + range_tiles, count), 0)
     else:
         programs = gl.num_programs(0)
-        counts = _tiles_of_sequences(lengths, 0, CFG)
+        counts = _tiles_of_sequences(keys, 0, CFG)
         total = gl.sum(counts, 0)
         longest = gl.max(counts, 0)
-        for first in range(SCAN, batch, SCAN):
-            more = _tiles_of_sequences(lengths, first, CFG)
+        for first in range(SCAN, keys.batch, SCAN):
+            more = _tiles_of_sequences(keys, first, CFG)
             total += gl.sum(more, 0)
             longest = gl.maximum(longest, gl.max(more, 0))
-        # where all planes are equally long, no program has more pieces than others
-        cost = gl.where(total == longest * batch, 0, PIECE_COST)
-        total = (total + batch * cost) * planes
-        each = (total + programs - 1) // programs
-        # a plane that is not cut needs no merging, which is worth a few programs without work
-        whole = (longest + cost + of_plane - 1) // gl.maximum(of_plane, 1)
-        each = gl.where((of_plane > 0) & (whole - each <= each // WORTH), whole, each)
-        tile = program * each
-        end = gl.minimum(tile + each, total)
+        # where all softmaxes are equally long, no program has more splits than others
+        cost = gl.where(total == longest * keys.batch, 0, SPLIT_COST)
+        total = (total + keys.batch * cost) * head_tiles
+        range_tiles = (total + programs - 1) // programs
+        # a softmax that is not split needs no combining, which is worth a few idle programs
+        whole = (longest + cost + num_splits - 1) // gl.maximum(num_splits, 1)
+        leaves_whole = (num_splits > 0) & (whole - range_tiles <= range_tiles // WORTH)
+        range_tiles = gl.where(leaves_whole, whole, range_tiles)
+        tile = program * range_tiles
+        end = gl.minimum(tile + range_tiles, total)
         before = 0
-        sequence_tile = 0
-        for first in range(0, batch, SCAN):
+        sequence_start = 0
+        for first in range(0, keys.batch, SCAN):
             if first > 0:
-                counts = _tiles_of_sequences(lengths, first, CFG)
-            places = gl.where(counts > 0, (counts + cost) * planes, 0)
+                counts = _tiles_of_sequences(keys, first, CFG)
+            places = gl.where(counts > 0, (counts + cost) * head_tiles, 0)
             until = before + gl.associative_scan(places, 0, _add)
             passed = (counts > 0) & (until <= tile)
             sequence += gl.sum(passed.to(gl.int32), 0)
-            sequence_tile = gl.maximum(sequence_tile, gl.max(gl.where(passed, until, 0), 0))
+            sequence_start = gl.maximum(sequence_start, gl.max(gl.where(passed, until, 0), 0))
             before = gl.max(until, 0)
-        # past the end, where a program without tiles begins, there is no sequence
-        _, lo, hi = keys_of_sequence(lengths, gl.minimum(sequence, batch - 1))
-        _, count = visited_tiles(lo, hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
-        plane = (tile - sequence_tile) // (count + cost)
-        plane_tile = sequence_tile + plane * (count + cost)
-    return each, origin, tile, end, sequence, plane, plane_tile, cost
+        # a program without tiles begins past the end, where there is no sequence
+        last_sequence = gl.minimum(sequence, keys.batch - 1)
+        _, lo, hi = keys_of_sequence(keys, first_length, last_sequence)
+        _, count = visited_tiles(lo, hi, keys.num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+        head_tile = (tile - sequence_start) // (count + cost)
+        softmax_start = sequence_start + head_tile * (count + cost)
+    return ProgramRange(range_tiles, origin, tile, end, sequence, head_tile, softmax_start, cost)
 
 
 @gluon.jit
@@ -131,42 +240,42 @@ def _lanes():
 
 
 @gluon.jit
-def read_blocks(list_ptr, part, end, num_blocks, CFG: gl.constexpr):
-    """The block of a list that each of LOOKED_UP parts from `part` on lies in.
+def read_blocks(tables, copy, end, CFG: gl.constexpr):
+    """The listed block that each of LOOKED_UP copies from `copy` on lies in.
 
-    -1 past the end of the list, and from part `end` on.
+    -1 past the end of the list, and from copy `end` on.
     """
-    part = part + _lanes()
-    blocks = part
+    copy = copy + _lanes()
+    blocks = copy
     if CFG.BLOCK_KV is not None:
-        entry = part * CFG.part_keys // CFG.BLOCK_KV
-        blocks = gl.load(list_ptr + entry, mask=(part < end) & (entry < num_blocks), other=-1)
+        entry = copy * CFG.copy_keys // CFG.BLOCK_KV
+        listed = (copy < end) & (entry < tables.num_blocks)
+        blocks = gl.load(tables.list_ptr + entry, mask=listed, other=-1)
     return blocks
 
 
 @gluon.jit
-def look_up(page_table_ptr, blocks, part, end, sequence, bounds, num_pages, CFG: gl.constexpr):
-    """Position of the first key of each part, NOWHERE without one; its page, or the sequence of a
-    contiguous cache; 1 if a block or a page is wrong."""
-    kv_lo, kv_hi, capacity = bounds
-    part = part + _lanes()
-    starts = part * CFG.part_keys
-    wrong = gl.zeros_like(part)
+def look_up(tables, blocks, copy, end, CFG: gl.constexpr):
+    """Position of the first key of each copy, NOWHERE without one; its page, or the sequence of a
+    contiguous cache; 1 if a block or a page is out of range."""
+    copy = copy + _lanes()
+    starts = copy * CFG.copy_keys
+    wrong = gl.zeros_like(copy)
     if CFG.BLOCK_KV is not None:
-        last_block = (capacity - 1) // CFG.BLOCK_KV
+        last_block = (tables.capacity - 1) // CFG.BLOCK_KV
         inside = (blocks >= 0) & (blocks <= last_block)
         wrong = gl.where(inside | (blocks == -1), 0, 1)
         starts = gl.where(inside, blocks * CFG.BLOCK_KV + starts % CFG.BLOCK_KV, NOWHERE)
-    starts = gl.where(part < end, starts, NOWHERE)
-    pages = gl.zeros_like(part) + sequence
+    starts = gl.where(copy < end, starts, NOWHERE)
+    slabs = gl.zeros_like(copy) + tables.sequence
     if CFG.PAGE_SIZE is not None:
-        # pages past the last key, and before the first one seen, may be anything
-        wanted = _wanted(starts, kv_lo, kv_hi, CFG)
-        pages = gl.load(page_table_ptr + starts // CFG.PAGE_SIZE, mask=wanted, other=0)
-        exists = (pages >= 0) & (pages < num_pages)
+        # entries past the last key, and before the first one seen, may hold anything
+        wanted = _is_wanted(starts, tables, CFG)
+        slabs = gl.load(tables.page_table_ptr + starts // CFG.PAGE_SIZE, mask=wanted, other=0)
+        exists = (slabs >= 0) & (slabs < tables.num_pages)
         wrong = wrong | gl.where(exists, 0, 1)
-        pages = gl.where(exists, pages, 0)
-    return starts, pages, gl.max(wrong, 0)
+        slabs = gl.where(exists, slabs, 0)
+    return starts, slabs, gl.max(wrong, 0)
 
 
 @gluon.jit
@@ -176,190 +285,187 @@ def _pick(values, lane):
 
 
 @gluon.jit
-def places_of(starts, pages, lane, kv_lo, kv_hi, CFG: gl.constexpr):
-    """Slab and row of each part of the tile whose first part is a thread's, flat; the parts'
-    positions; whether some part is wanted; 1 if not all keys are seen."""
-    parts: gl.constexpr = CFG.parts
+def copies_of_tile(starts, slabs, lane, tables, CFG: gl.constexpr):
+    """The `TileCopies` of the tile whose first copy was looked up by thread `lane`."""
+    copies: gl.constexpr = CFG.copies
     wanted = False
     cut = 0
-    places = ()
-    own = ()
-    for part in gl.static_range(parts):
-        start = _pick(starts, lane + part)
-        part_wanted = _wanted(start, kv_lo, kv_hi, CFG)
-        row = gl.where(part_wanted, start, 0)
+    own_slabs = ()
+    own_rows = ()
+    own_starts = ()
+    for copy in gl.static_range(copies):
+        start = _pick(starts, lane + copy)
+        copy_wanted = _is_wanted(start, tables, CFG)
+        row = gl.where(copy_wanted, start, 0)
         if CFG.PAGE_SIZE is not None:
             row = row % CFG.PAGE_SIZE
-        wanted = wanted | part_wanted
-        whole = (start >= kv_lo) & (start + CFG.part_keys <= kv_hi)
+        wanted = wanted | copy_wanted
+        whole = (start >= tables.kv_lo) & (start + CFG.copy_keys <= tables.kv_hi)
         cut = cut | gl.where(whole, 0, 1)
-        places = places + (_pick(pages, lane + part), row)  # noqa: RUF005
-        own = own + (start,)  # noqa: RUF005
-    return places, own, wanted, cut
+        own_slabs = own_slabs + (_pick(slabs, lane + copy),)  # noqa: RUF005
+        own_rows = own_rows + (row,)  # noqa: RUF005
+        own_starts = own_starts + (start,)  # noqa: RUF005
+    return TileCopies(own_slabs, own_rows, own_starts, wanted, cut)
 
 
 @gluon.jit
-def _wanted(start, kv_lo, kv_hi, CFG: gl.constexpr):
-    """Whether a part holds keys that are seen."""
-    return (start < kv_hi) & (start + CFG.part_keys > kv_lo)
+def _is_wanted(start, tables, CFG: gl.constexpr):
+    """Whether a copy holds keys that are seen."""
+    return (start < tables.kv_hi) & (start + CFG.copy_keys > tables.kv_lo)
 
 
 @gluon.jit
 def positions_of(starts, CFG: gl.constexpr):
     """Positions of all keys of a tile, in a warp."""
-    parts: gl.constexpr = CFG.parts
+    copies: gl.constexpr = CFG.copies
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     offs_n = gl.arange(0, CFG.TILE_N, layout)
     kv_pos = starts[0] + offs_n
-    for part in gl.static_range(1, parts):
-        first = part * CFG.part_keys
-        kv_pos = gl.where(offs_n < first, kv_pos, starts[part] + offs_n - first)
+    for copy in gl.static_range(1, copies):
+        first = copy * CFG.copy_keys
+        kv_pos = gl.where(offs_n < first, kv_pos, starts[copy] + offs_n - first)
     return kv_pos
 
 
-# What the producer warp of the Hopper decode kernel does: find its tiles and have them copied.
-
-
 @gluon.jit
-def _copy(desc, tile, bar, places, kv_head, wanted, CFG: gl.constexpr):
+def _copy(desc, tile, bar, copies, kv_head, CFG: gl.constexpr):
     """Start the copies of the keys or values of a tile."""
-    parts: gl.constexpr = CFG.parts
-    part_keys: gl.constexpr = CFG.part_keys
-    for part in gl.static_range(parts):
+    count: gl.constexpr = CFG.copies
+    copy_keys: gl.constexpr = CFG.copy_keys
+    for copy in gl.static_range(count):
         rows = tile
-        if parts > 1:
-            rows = tile.slice(part * part_keys, part_keys, dim=0)
-        place = [places[2 * part], kv_head, places[2 * part + 1], 0]
-        tma.async_copy_global_to_shared(desc, place, bar, rows, pred=wanted)
+        if count > 1:
+            rows = tile.slice(copy * copy_keys, copy_keys, dim=0)
+        place = [copies.slabs[copy], kv_head, copies.rows[copy], 0]
+        tma.async_copy_global_to_shared(desc, place, bar, rows, pred=copies.wanted)
 
 
 @gluon.jit
-def _fetch(descs, ring, step, places, kv_head, wanted, CFG: gl.constexpr):
+def _fetch(produce, ring, step, copies, kv_head, CFG: gl.constexpr):
     """Start the copies of one tile into a stage that is free; none if it is not wanted."""
-    k_smem, v_smem, full, _ = ring
     stage = step % CFG.STAGES
-    bar = full.index(stage)
-    tile_bytes: gl.constexpr = CFG.parts * (descs[0].block_type.nbytes + descs[1].block_type.nbytes)
-    mbarrier.expect(bar, tile_bytes, pred=wanted)
-    _copy(descs[0], k_smem.index(stage), bar, places, kv_head, wanted, CFG)
-    _copy(descs[1], v_smem.index(stage), bar, places, kv_head, wanted, CFG)
+    bar = ring.full.index(stage)
+    tile_bytes: gl.constexpr = CFG.copies * (
+        produce.k_desc.block_type.nbytes + produce.v_desc.block_type.nbytes
+    )
+    mbarrier.expect(bar, tile_bytes, pred=copies.wanted)
+    _copy(produce.k_desc, ring.k.index(stage), bar, copies, kv_head, CFG)
+    _copy(produce.v_desc, ring.v.index(stage), bar, copies, kv_head, CFG)
 
 
 @gluon.jit
 def _wait_for_stage(ring, step, CFG: gl.constexpr):
     """Wait until the stage of a step is free."""
-    mbarrier.wait(ring[3].index(step % CFG.STAGES), ((step // CFG.STAGES) & 1) ^ 1)
+    mbarrier.wait(ring.empty.index(step % CFG.STAGES), ((step // CFG.STAGES) & 1) ^ 1)
 
 
 @gluon.jit
-def _produce_in_a_row(descs, ring, piece, step, sequence, kv_head, first, end, CFG: gl.constexpr):
-    """Publish a piece and fetch its tiles from a contiguous cache; returns the next step."""
-    work, turn, fields = piece
-    for tile in range(first, end):
-        _wait_for_stage(ring, step, CFG)
-        _fetch(descs, ring, step, (sequence, tile * CFG.TILE_N), kv_head, True, CFG)
+def _produce_contiguous(produce, shared, split, number, step, kv_head, CFG: gl.constexpr):
+    """Publish a split and fetch its tiles from a contiguous cache; returns the next step."""
+    for tile in range(split.kv_tile, split.kv_end):
+        _wait_for_stage(shared.ring, step, CFG)
+        start = tile * CFG.TILE_N
+        copies = TileCopies((split.sequence,), (start,), (start,), True, 0)
+        _fetch(produce, shared.ring, step, copies, kv_head, CFG)
         step += 1
-        # the first keys take longer to come than the queries that the consumer loads
-        if tile == first:
-            publish(work, turn, fields)
+        # the first keys take longer to arrive than the queries that the consumer loads
+        if tile == split.kv_tile:
+            publish(shared.splits, number, split)
     return step
 
 
 @gluon.jit
-def _produce_scattered(
-    descs, ring, notes, tables, bounds, piece, step, sequence, kv_head, first, end,
-    CFG: gl.constexpr,
-):  # fmt: skip
-    """Publish a piece and fetch its tiles, whose places tables tell; returns the next step.
+def _produce_scattered(produce, shared, tables, split, number, step, kv_head, CFG: gl.constexpr):
+    """Publish a split and fetch its tiles, whose places tables tell; returns the next step.
 
-    The places of 32 parts of tiles are looked up at a time, and their blocks 32 parts ahead.
+    The coordinates of 32 copies are looked up at a time, and their blocks 32 copies ahead.
     """
-    list_ptr, table_ptr, num_blocks, num_pages = tables
-    kv_lo, kv_hi, _ = bounds
-    work, turn, fields = piece
-    positions, flags = notes
-    parts: gl.constexpr = CFG.parts
+    ring = shared.ring
+    copies_each: gl.constexpr = CFG.copies
     lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     nothing = gl.full([1], 0, gl.int32, lane_layout)
-    last = end * parts
-    blocks = read_blocks(list_ptr, first * parts, last, num_blocks, CFG)
-    # what is published waits for the length; blocks are on their way by then
-    publish(work, turn, fields)
+    last = split.kv_end * copies_each
+    blocks = read_blocks(tables, split.kv_tile * copies_each, last, CFG)
+    # publishing waits for the length; by then the blocks are on their way
+    publish(shared.splits, number, split)
     starts = blocks
-    pages = blocks
+    slabs = blocks
     wrong = 0
-    for tile in range(first, end):
-        lane = (tile - first) * parts % LOOKED_UP
+    for tile in range(split.kv_tile, split.kv_end):
+        lane = (tile - split.kv_tile) * copies_each % LOOKED_UP
         if lane == 0:
-            starts, pages, more_wrong = look_up(
-                table_ptr, blocks, tile * parts, last, sequence, bounds, num_pages, CFG
-            )
+            starts, slabs, more_wrong = look_up(tables, blocks, tile * copies_each, last, CFG)
             wrong = wrong | more_wrong
-            blocks = read_blocks(list_ptr, tile * parts + LOOKED_UP, last, num_blocks, CFG)
-        places, own, wanted, cut = places_of(starts, pages, lane, kv_lo, kv_hi, CFG)
+            blocks = read_blocks(tables, tile * copies_each + LOOKED_UP, last, CFG)
+        copies = copies_of_tile(starts, slabs, lane, tables, CFG)
         stage = step % CFG.STAGES
         _wait_for_stage(ring, step, CFG)
         if CFG.BLOCK_KV is not None:
-            positions.index(stage).store(positions_of(own, CFG))
-        flags.index(stage).store(nothing + (wrong + 2 * cut))
+            shared.notes.positions.index(stage).store(positions_of(copies.starts, CFG))
+        shared.notes.flags.index(stage).store(nothing + (wrong + 2 * copies.cut))
         # the one thread that arrives does not wait for the stores of the others
         thread_barrier()
-        _fetch(descs, ring, step, places, kv_head, wanted, CFG)
-        mbarrier.arrive(ring[2].index(stage), count=1, pred=wanted == 0)
+        _fetch(produce, ring, step, copies, kv_head, CFG)
+        mbarrier.arrive(ring.full.index(stage), count=1, pred=copies.wanted == 0)
         step += 1
     return step
 
 
 @gluon.jit
 def produce_tiles(produce, shared, CFG: gl.constexpr):
-    """Find this program's stretch, publish its pieces and keep the ring full."""
-    descs, tables, table_strides, of_plane = produce
-    page_table_ptr, list_ptr, num_pages = tables
-    ring, notes, work, lengths, heads = shared
+    """Find this program's range, publish its splits and keep the ring full."""
+    keys = shared.keys
+    first_length = shared.first_length
     if CFG.SINGLE:
-        # nothing that other kernels may have written is read before this
+        # nothing that an earlier kernel may have written is read before this
         gdc_wait()
-        lengths = lengths[:1] + (gl.load(lengths[0]),) + lengths[2:]  # noqa: RUF005
-    q_len, capacity, num_blocks = lengths[3], lengths[4], lengths[7]
-    q_tiles = (q_len * heads[1] + CFG.ROWS - 1) // CFG.ROWS
-    planes = heads[0] * q_tiles
-    each, origin, tile, end, sequence, plane, plane_tile, cost = find_stretch(
-        lengths, planes, of_plane, CFG
-    )
+        first_length = gl.load(keys.seqlens_ptr)
+    q_tiles = (keys.q_len * shared.heads.group + CFG.ROWS - 1) // CFG.ROWS
+    head_tiles = shared.heads.kv * q_tiles
+    mine = find_range(keys, first_length, head_tiles, produce.num_splits, CFG)
+    tile = mine.tile
+    sequence = mine.sequence
+    head_tile = mine.head_tile
+    softmax_start = mine.softmax_start
     step = 0
-    turn = 0
-    while tile < end:
-        kv_len, kv_lo, kv_hi = keys_of_sequence(lengths, sequence)
-        first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
-        stop = gl.minimum(end, plane_tile + count)
+    number = 0
+    while tile < mine.end:
+        kv_len, kv_lo, kv_hi = keys_of_sequence(keys, first_length, sequence)
+        first_tile, count = visited_tiles(kv_lo, kv_hi, keys.num_blocks, CFG.TILE_N, CFG.BLOCK_KV)
+        stop = gl.minimum(mine.end, softmax_start + count)
         if tile < stop:
-            first = tile + first_tile - plane_tile
-            until = stop + first_tile - plane_tile
-            fields = (sequence, plane, kv_len, first, until, origin, plane_tile, count, each)
-            kv_head = head_of_plane(plane, q_tiles)
-            piece = (work, turn, fields)
+            first = tile + first_tile - softmax_start
+            until = stop + first_tile - softmax_start
+            split = Split(
+                sequence, head_tile, kv_len, first, until, mine.origin, softmax_start, count,
+                mine.range_tiles,
+            )  # fmt: skip
+            kv_head = kv_head_of(head_tile, q_tiles)
             if CFG.scattered:
-                rows = (list_ptr, page_table_ptr, num_blocks, num_pages)
+                list_ptr = produce.list_ptr
                 if CFG.BLOCK_KV is not None:
-                    list_row = sequence.to(gl.int64) * table_strides[1] + kv_head * table_strides[2]
-                    rows = (list_ptr + list_row, rows[1], num_blocks, num_pages)
+                    list_ptr += (
+                        sequence.to(gl.int64) * produce.list_batch_stride
+                        + kv_head * produce.list_head_stride
+                    )
+                page_table_ptr = produce.page_table_ptr
                 if CFG.PAGE_SIZE is not None:
-                    table_row = sequence.to(gl.int64) * table_strides[0]
-                    rows = (rows[0], page_table_ptr + table_row, num_blocks, num_pages)
-                step = _produce_scattered(
-                    descs, ring, notes, rows, (kv_lo, kv_hi, capacity), piece, step, sequence,
-                    kv_head, first, until, CFG,
+                    page_table_ptr += sequence.to(gl.int64) * produce.page_row_stride
+                tables = KeyTables(
+                    list_ptr, page_table_ptr, keys.num_blocks, produce.num_pages, kv_lo, kv_hi,
+                    keys.capacity, sequence,
                 )  # fmt: skip
-            else:
-                step = _produce_in_a_row(
-                    descs, ring, piece, step, sequence, kv_head, first, until, CFG
+                step = _produce_scattered(
+                    produce, shared, tables, split, number, step, kv_head, CFG
                 )
-            turn += 1
-        plane_tile += count + cost
-        tile = plane_tile
-        plane += 1
-        if plane == planes:
-            plane = 0
+            else:
+                step = _produce_contiguous(produce, shared, split, number, step, kv_head, CFG)
+            number += 1
+        softmax_start += count + mine.cost
+        tile = softmax_start
+        head_tile += 1
+        if head_tile == head_tiles:
+            head_tile = 0
             sequence += 1
     # no sequence: the end
-    publish(work, turn, (-1, 0, 0, 0, 0, 0, 0, 0, 1))
+    publish(shared.splits, number, Split(-1, 0, 0, 0, 0, 0, 0, 0, 1))

@@ -7,24 +7,27 @@
 
 q, out [B, Hq, Sq, D | Dv], lse [B, Hq, Sq]; caches [B, Hkv, S, D | Dv], or pages of them,
 [pages, page_size, Hkv, D | Dv]. The time goes into reading the caches, so every program reads the
-same amount: the KV tiles of all sequences and heads lie in one row, of which each of a fixed number
-of programs takes an equal stretch. Rows of a tile are the queries of all heads that share a KV
-head. A softmax that a stretch cuts is put together by the last of its programs, always in the same
-order. Lengths, tables and lists are read on the device. Called by `bsk::attn_decode`.
+same amount (split-KV). A *head tile* is a KV head and up to TILE_M of the rows that share it, rows
+being the queries of all its query heads; each head tile of each sequence is one softmax. The KV
+tiles of all softmaxes are numbered in one line, and each of a fixed number of programs takes an
+equal range of it. What a range has of one softmax is a *split*; the splits of a softmax are
+combined by the last of their programs, always in the same order. Lengths, tables and lists are read
+on the device. Called as impl "triton" of `bsk::attn_decode`.
 
 Limits: D and Dv up to 256, lengths below 2**30. Slots past the lengths and blocks that are not
 listed are not read. A length, page or block out of range is not read either; it makes the outputs
 of its sequence (and KV head) NaN.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..attention.operands import score_factors, token_strides
-from ..calls.decode import DecodeSpec, capacity, kv_heads, page_size
+from ..calls.attention import empty_lse, empty_out
+from ..calls.decode import DecodeCall
 from ..device.fp8 import as_halves, halves, turned_back, turned_halves
 from ..device.masks import kv_range, position, row_bounds, within_bounds
 from ..device.paging import cache_tile, clamped_tile, listed_block, load_cache_rows, visited_tiles
@@ -36,85 +39,175 @@ from ..device.partials import (
     part_slot,
     store_part,
 )
-from ..device.records import CacheTables, CacheView
+from ..device.records import CacheTables, CacheView, Strides
 from ..device.schedule import owner_of, share_of
 from ..device.scores import cap, fold_sign
 from ..device.softmax import add_sink, finalise, init_state, softmax_step, softmax_step_down
+from ..dispatch.machine import fp32_precision
 from ..launch.launcher import launch, on_device_of, resting_words, scratch
-from .tuning import DecodeConfig
+from .tuning import FP8, DecodeConfig, attn_decode_config
 
-# Which keys a program of the decode kernel reads: its stretch of the tiles of all sequences.
-
-# Sequences whose lengths are read at a time: as many as a warp scans without the others.
+# Sequences whose lengths are read at a time: as many as a warp scans by itself.
 SCAN = tl.constexpr(32)
 
 
+class DecodeHeads(NamedTuple):
+    """KV heads, and the query heads that share each of them."""
+
+    kv: Any
+    group: Any
+
+
+class DecodeResults(NamedTuple):
+    """Where results go."""
+
+    out: Any
+    lse: Any
+
+
+class DecodeInputs(NamedTuple):
+    """Queries and caches."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class DecodeTables(NamedTuple):
+    """Lengths, and where keys lie; None where there is no table."""
+
+    seqlens: Any
+    page_table: Any
+    kv_blocks: Any
+
+
+class DecodeScoring(NamedTuple):
+    """Factors of scores (see `score_factors`), sinks, and the scales of an fp8 cache."""
+
+    scale_log2: Any
+    inverse_cap: Any
+    sinks: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class DecodeWorkspace(NamedTuple):
+    """Partial results of splits, and self-resetting counters of those that have arrived."""
+
+    partials: Any
+    counters: Any
+
+
+class DecodeLayout(NamedTuple):
+    """Strides of all tensors, and the numbers of heads."""
+
+    out: Strides
+    q: Strides
+    k: Strides
+    v: Strides
+    k_scale: Any
+    """From head to head; 0 where one number is for all."""
+    v_scale: Any
+    heads: DecodeHeads
+
+
+class VisitedKeys(NamedTuple):
+    """What decides which keys of each sequence are visited."""
+
+    seqlens_ptr: Any
+    batch: Any
+    q_len: Any
+    capacity: Any
+    left: Any
+    right: Any
+    num_blocks: Any
+    """Entries of a list of blocks."""
+
+
+class TileRange(NamedTuple):
+    """KV tiles `[begin, end)` of the `total` of all softmaxes, which one program takes.
+
+    `begin` lies in `sequence`, whose first tile is `sequence_start`.
+    """
+
+    total: Any
+    begin: Any
+    end: Any
+    sequence: Any
+    sequence_start: Any
+
+
+class ScoreFactors(NamedTuple):
+    """Factors of the scores of one KV head; `k_scale` counts inside a softcap only."""
+
+    scale_log2: Any
+    inverse_cap: Any
+    k_scale: Any
+
+
+class HeadTile(NamedTuple):
+    """The softmax at hand: its sequence, that one's length (-1 if out of range), its KV head."""
+
+    sequence: Any
+    kv_len: Any
+    kv_head: Any
+
+
+# Which KV tiles a program takes.
+
+
 @triton.jit
-def keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right):
+def keys_seen(keys, sequence, exists):
     """Length, and the keys that some query sees; a length out of range counts as 0 keys, -1."""
-    kv_len = tl.load(seqlens_ptr + sequence, mask=exists, other=0)
-    return keys_of_length(kv_len, q_len, capacity, left, right)
+    kv_len = tl.load(keys.seqlens_ptr + sequence, mask=exists, other=0)
+    return keys_of_length(keys, kv_len)
 
 
 @triton.jit
-def keys_of_length(kv_len, q_len, capacity, left, right):
+def keys_of_length(keys, kv_len):
     """`keys_seen` of a length that is known."""
-    kv_len = tl.where((kv_len >= 0) & (kv_len <= capacity), kv_len, -1)
-    lo, hi = kv_range(0, q_len, q_len, tl.maximum(kv_len, 0), left, right)
+    kv_len = tl.where((kv_len >= 0) & (kv_len <= keys.capacity), kv_len, -1)
+    lo, hi = kv_range(0, keys.q_len, keys.q_len, tl.maximum(kv_len, 0), keys.left, keys.right)
     return kv_len, lo, hi
 
 
 @triton.jit
-def _tiles_of_sequences(
-    seqlens_ptr, first, batch, q_len, capacity, num_blocks, left, right, planes,
-    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr,
-):  # fmt: skip
-    """Tiles of the next SCAN sequences: `planes` times those of their visited keys."""
+def _tiles_of_sequences(keys, first, head_tiles, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """KV tiles of the next SCAN sequences, over their `head_tiles`."""
     sequence = first + tl.arange(0, SCAN)
-    exists = sequence < batch
-    _, lo, hi = keys_seen(seqlens_ptr, sequence, exists, q_len, capacity, left, right)
-    _, count = visited_tiles(lo, hi, num_blocks, TILE_N, BLOCK_KV)
-    return tl.where(exists, count * planes, 0)
+    exists = sequence < keys.batch
+    _, lo, hi = keys_seen(keys, sequence, exists)
+    _, count = visited_tiles(lo, hi, keys.num_blocks, TILE_N, BLOCK_KV)
+    return tl.where(exists, count * head_tiles, 0)
 
 
 @triton.jit
-def find_share(
-    seqlens_ptr, batch, q_len, capacity, num_blocks, left, right, planes,
-    TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr,
-):  # fmt: skip
-    """All tiles, this program's stretch of them, its first sequence, and that one's first tile.
+def find_range(keys, head_tiles, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """The `TileRange` of this program.
 
-    The first SCAN sequences are read once, which is all there is to most batches.
+    The first SCAN sequences are read once, and most batches have no more.
     """
-    first_counts = _tiles_of_sequences(
-        seqlens_ptr, 0, batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
-    )
+    first_counts = _tiles_of_sequences(keys, 0, head_tiles, TILE_N, BLOCK_KV)
     until = tl.cumsum(first_counts, 0)
     total = tl.max(until, 0)
     before = total
-    for first in range(SCAN, batch, SCAN):
-        counts = _tiles_of_sequences(
-            seqlens_ptr, first, batch, q_len, capacity, num_blocks, left, right, planes,
-            TILE_N, BLOCK_KV,
-        )  # fmt: skip
+    for first in range(SCAN, keys.batch, SCAN):
+        counts = _tiles_of_sequences(keys, first, head_tiles, TILE_N, BLOCK_KV)
         total += tl.sum(counts, 0)
     begin, end = share_of(tl.program_id(0), total, tl.num_programs(0))
 
     sequence = tl.sum(((first_counts > 0) & (until <= begin)).to(tl.int32), 0)
-    first_tile = tl.max(tl.where(until <= begin, until, 0), 0)
-    for first in range(SCAN, batch, SCAN):
-        counts = _tiles_of_sequences(
-            seqlens_ptr, first, batch, q_len, capacity, num_blocks, left, right, planes,
-            TILE_N, BLOCK_KV,
-        )  # fmt: skip
+    sequence_start = tl.max(tl.where(until <= begin, until, 0), 0)
+    for first in range(SCAN, keys.batch, SCAN):
+        counts = _tiles_of_sequences(keys, first, head_tiles, TILE_N, BLOCK_KV)
         until = before + tl.cumsum(counts, 0)
         sequence += tl.sum(((counts > 0) & (until <= begin)).to(tl.int32), 0)
-        first_tile = tl.maximum(first_tile, tl.max(tl.where(until <= begin, until, 0), 0))
+        sequence_start = tl.maximum(sequence_start, tl.max(tl.where(until <= begin, until, 0), 0))
         before = tl.max(until, 0)
-    return total, begin, end, sequence, first_tile
+    return TileRange(total, begin, end, sequence, sequence_start)
 
 
-# The loops of the decode kernel over the keys of one KV head.
+# The loops over the keys of one KV head.
 
 
 @triton.jit
@@ -131,21 +224,22 @@ def attend_cache(
     offs_dv = tl.arange(0, TILE_DV)
     m_log2, row_sum = init_state(first)
     acc = tl.zeros([q.shape[0], TILE_DV], tl.float32)
-    # a page is looked up while the keys of the tile before it are waited for
+    # the page of the next tile is looked up while the keys of this one are on their way
     ahead = cache_tile(tile_begin, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
     for tile in tl.range(tile_begin, tile_end):
-        kv_pos, slab, row, live, wrong = ahead
+        keys = ahead
         ahead = cache_tile(tile + 1, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, layout.k, live, offs_d, HEAD_DIM)
+        k = load_cache_rows(k_ptr, keys.slab, keys.row, layout.k, keys.live, offs_d, HEAD_DIM)
         if FP8:
             k = k.to(tl.float16)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-        if score[1] is not None:
-            s = cap(s * score[2], score[1])
-        visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None]) & live[None, :]
-        s = tl.where(wrong[None, :], float("nan"), tl.where(visible, s, -float("inf")))
-        m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
-        v = load_cache_rows(v_ptr, slab, row, layout.v, live, offs_dv, HEAD_DIM_V)
+        if score.inverse_cap is not None:
+            s = cap(s * score.k_scale, score.inverse_cap)
+        visible = within_bounds(keys.position[None, :], first[:, None], last[:, None])
+        visible = visible & keys.live[None, :]
+        s = tl.where(keys.wrong[None, :], float("nan"), tl.where(visible, s, -float("inf")))
+        m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score.scale_log2)
+        v = load_cache_rows(v_ptr, keys.slab, keys.row, layout.v, keys.live, offs_dv, HEAD_DIM_V)
         if FP8:
             v = v.to(tl.float16)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -158,10 +252,10 @@ def attend_across(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `attend_cache`, with keys down and rows across.
+    """As `attend_cache`, with keys as the rows of products and queries as the columns.
 
-    Tensor cores of Hopper want 64 rows and read them from shared memory; keys are that many, and
-    queries are not. Caches are fp8 as bytes, fp8 as words of four (int32), or like q.
+    WGMMA multiplies at least 64 rows and reads them from shared memory; there are that many keys,
+    but not that many queries. Caches are fp8 as bytes, fp8 as words of four (int32), or like q.
     """
     TILE_M: tl.constexpr = q.shape[0]
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
@@ -172,41 +266,48 @@ def attend_across(
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, q.shape[1] // PACKED)
     offs_dv = tl.arange(0, TILE_DV // PACKED)
-    scale_log2 = tl.zeros([TILE_M], tl.float32) + score[0]
+    scale_log2 = tl.zeros([TILE_M], tl.float32) + score.scale_log2
     if SCALED:
-        # keys become fp16 in one step, as bf16 they would need two
+        # fp8 becomes fp16 in one step, bf16 would take two
         q, up = half_rows(q)
-        scale_log2 = scale_log2 * up if score[1] is None else scale_log2
+        scale_log2 = scale_log2 * up if score.inverse_cap is None else scale_log2
     if WORDS:
         q = as_halves(q)
     q = tl.trans(q)
     m_log2, _ = init_state(first)
-    # of each thread's keys, summed up at the end
+    # partial sums over each thread's keys, reduced after the loop
     sums = tl.zeros([TILE_N, TILE_M], tl.float32)
     acc = tl.zeros([TILE_DV, TILE_M], tl.float32)
-    # a page is looked up a tile before its keys are read, the block that tells which two before
+    # a page is looked up one tile ahead of its keys, the block that names it two tiles ahead
     block = listed_block(tile_begin, offs_n, cache, TILE_N, BLOCK_KV)
     next_block = listed_block(tile_begin + 1, offs_n, cache, TILE_N, BLOCK_KV)
     ahead = clamped_tile(tile_begin, block, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
     for tile in tl.range(tile_begin, tile_end):
-        kv_pos, slab, row, readable, listed, wrong = ahead
+        keys = ahead
         ahead = clamped_tile(tile + 1, next_block, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
         next_block = listed_block(tile + 2, offs_n, cache, TILE_N, BLOCK_KV)
-        k = load_cache_rows(k_ptr, slab, row, layout.k, readable, offs_d, HEAD_DIM // PACKED)
+        k = load_cache_rows(
+            k_ptr, keys.slab, keys.row, layout.k, keys.readable, offs_d, HEAD_DIM // PACKED
+        )
         if WORDS:
             k = halves(k)
         s = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
-        if score[1] is not None:
-            s = cap((s * up[None, :] if SCALED else s) * score[2], score[1])
-        visible = within_bounds(kv_pos[:, None], first[None, :], last[None, :])
+        if score.inverse_cap is not None:
+            s = s * up[None, :] if SCALED else s
+            s = cap(s * score.k_scale, score.inverse_cap)
+        visible = within_bounds(keys.position[:, None], first[None, :], last[None, :])
         if BLOCK_KV is not None:
+            listed = keys.listed
             visible = visible & (listed[:, None] if len(listed.shape) == 1 else listed)
         s = tl.where(visible, s, -float("inf"))
         m_log2, sums, p, rescale = softmax_step_down(m_log2, sums, s, scale_log2)
         if PAGE_SIZE is not None or BLOCK_KV is not None:
+            wrong = keys.wrong
             wrong = wrong[:, None] if len(wrong.shape) == 1 else wrong
             sums = tl.where(wrong, float("nan"), sums)
-        v = load_cache_rows(v_ptr, slab, row, layout.v, readable, offs_dv, HEAD_DIM_V // PACKED)
+        v = load_cache_rows(
+            v_ptr, keys.slab, keys.row, layout.v, keys.readable, offs_dv, HEAD_DIM_V // PACKED
+        )
         v = turned_halves(v) if WORDS else tl.trans(v.to(tl.float16) if FP8 else v)
         acc = tl.dot(v, p.to(v.dtype), acc * rescale[None, :], input_precision=PRECISION)
     if WORDS:
@@ -225,57 +326,44 @@ def half_rows(q):
     return (q.to(tl.float32) * down[:, None]).to(tl.float16), up
 
 
-FP8 = torch.float8_e4m3fn
-
-
-class DecodeLayout(NamedTuple):
-    """Strides (batch, head, token) of q and out, (batch or page, head, token) of the caches."""
-
-    out: tuple[int, int, int]
-    q: tuple[int, int, int]
-    k: tuple[int, int, int]
-    v: tuple[int, int, int]
-    scales: tuple[int, int]
-    """Of the heads of k_scale and v_scale; 0 where one number is for all."""
-    heads: tuple[int, int]
-    """KV heads, and query heads of each."""
+# The kernel.
 
 
 @triton.jit
-def _row_places(rows, num_rows, kv_head, group, q_len, strides):
+def _row_places(rows, num_rows, kv_head, group, strides):
     """Query index, query head and offset of packed rows; rows past the last count as the last."""
     rows = tl.minimum(rows, num_rows - 1)
     token = rows // group
     head = kv_head * group + rows % group
-    return token, head, tl.cast(head, tl.int64) * strides[1] + token * strides[2]
+    return token, head, tl.cast(head, tl.int64) * strides.head + token * strides.token
 
 
 @triton.jit
 def _write(
-    results, scoring, m_log2, row_sum, acc, rows, columns, num_rows, batch, kv_head, kv_len, q_len,
-    layout, HEAD_DIM_V: tl.constexpr,
+    results, scoring, layout, work, m_log2, row_sum, acc, rows, columns, end_row, q_len,
+    HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
     """End the softmax of packed rows [R] and store outputs and lse; acc and columns are [R, C].
 
-    A row may come more than once, with other columns.
+    Rows from `end_row` on are not stored. A row may occur more than once, with other columns.
     """
-    live = rows < num_rows
-    token, head, offset = _row_places(rows, num_rows, kv_head, layout.heads[1], q_len, layout.out)
-    if scoring[2] is not None:
-        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(scoring[2] + head))
+    live = rows < end_row
+    token, head, offset = _row_places(rows, end_row, work.kv_head, layout.heads.group, layout.out)
+    if scoring.sinks is not None:
+        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(scoring.sinks + head))
         acc *= rescale[:, None]
-    row_sum = tl.where(kv_len < 0, float("nan"), row_sum)
+    row_sum = tl.where(work.kv_len < 0, float("nan"), row_sum)
     inverse, lse = finalise(m_log2, row_sum)
-    if scoring[4] is not None:
-        inverse *= tl.load(scoring[4] + kv_head * layout.scales[1])
-    out_ptr = results[0] + tl.cast(batch, tl.int64) * layout.out[0]
+    if scoring.v_scale is not None:
+        inverse *= tl.load(scoring.v_scale + work.kv_head * layout.v_scale)
+    out_ptr = results.out + tl.cast(work.sequence, tl.int64) * layout.out.batch
     tl.store(
         out_ptr + offset[:, None] + columns,
         (acc * inverse[:, None]).to(out_ptr.dtype.element_ty),
         live[:, None] & (columns < HEAD_DIM_V),
     )
-    lse_row = (tl.cast(batch, tl.int64) * layout.heads[0] * layout.heads[1] + head) * q_len + token
-    tl.store(results[1] + lse_row, lse, live)
+    lse_head = tl.cast(work.sequence, tl.int64) * layout.heads.kv * layout.heads.group + head
+    tl.store(results.lse + lse_head * q_len + token, lse, live)
 
 
 @triton.jit(
@@ -310,100 +398,102 @@ def _attn_decode_kernel(
     PRECISION: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """One stretch of the KV tiles of all sequences and heads.
-
-    results (out, lse), inputs (q, k_cache, v_cache), tables (cache_seqlens, page_table,
-    kv_blocks), scoring (scale_log2, inverse_cap, sinks, k_scale, v_scale), workspace (parts,
-    counters).
-    """
+    """Attend over one range of the KV tiles of all softmaxes."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
-    q_ptr, k_ptr, v_ptr = inputs
-    num_rows = q_len * layout.heads[1]
+    num_rows = q_len * layout.heads.group
     q_tiles = (num_rows + TILE_M - 1) // TILE_M
-    planes = layout.heads[0] * q_tiles
+    head_tiles = layout.heads.kv * q_tiles
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    total, tile, end, sequence, sequence_tile = find_share(
-        tables[0], batch, q_len, capacity, num_blocks, left, right, planes, TILE_N, BLOCK_KV
-    )
-    acc_parts = workspace[0]
-    state_parts = acc_parts + tl.cast(2 * programs, tl.int64) * (TILE_M * TILE_DV)
+    keys = VisitedKeys(tables.seqlens, batch, q_len, capacity, left, right, num_blocks)
+    mine = find_range(keys, head_tiles, TILE_N, BLOCK_KV)
+    tile = mine.begin
+    sequence = mine.sequence
+    sequence_start = mine.sequence_start
+    acc_partials = workspace.partials
+    state_partials = acc_partials + tl.cast(2 * programs, tl.int64) * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)
     offs_dv = tl.arange(0, TILE_DV)[None, :]
-    while tile < end:
-        kv_len, kv_lo, kv_hi = keys_seen(tables[0], sequence, True, q_len, capacity, left, right)
+    while tile < mine.end:
+        kv_len, kv_lo, kv_hi = keys_seen(keys, sequence, True)
         first_tile, count = visited_tiles(kv_lo, kv_hi, num_blocks, TILE_N, BLOCK_KV)
-        plane = (tile - sequence_tile) // count
-        plane_tile = sequence_tile + plane * count
-        kv_head = plane // q_tiles
-        first_row = plane % q_tiles * TILE_M
-        stop = tl.minimum(end, plane_tile + count)
-        shift = first_tile - plane_tile
-        k_head = k_ptr + tl.cast(kv_head, tl.int64) * layout.k[1]
-        v_head = v_ptr + tl.cast(kv_head, tl.int64) * layout.v[1]
+        head_tile = (tile - sequence_start) // count
+        softmax_start = sequence_start + head_tile * count
+        kv_head = head_tile // q_tiles
+        first_row = head_tile % q_tiles * TILE_M
+        stop = tl.minimum(mine.end, softmax_start + count)
+        shift = first_tile - softmax_start
+        k_head = inputs.k + tl.cast(kv_head, tl.int64) * layout.k.head
+        v_head = inputs.v + tl.cast(kv_head, tl.int64) * layout.v.head
         page_row = tl.cast(sequence, tl.int64) * page_row_stride
         list_row = tl.cast(sequence, tl.int64) * list_batch_stride + kv_head * list_head_stride
         cache = CacheView(
-            CacheTables(tables[1], tables[2], page_row, list_row),
+            CacheTables(tables.page_table, tables.kv_blocks, page_row, list_row),
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
         )  # fmt: skip
         rows = first_row + tl.arange(0, TILE_M)
-        token, _, offset = _row_places(rows, num_rows, kv_head, layout.heads[1], q_len, layout.q)
-        q_plane = q_ptr + tl.cast(sequence, tl.int64) * layout.q[0]
+        token, _, offset = _row_places(rows, num_rows, kv_head, layout.heads.group, layout.q)
+        queries = inputs.q + tl.cast(sequence, tl.int64) * layout.q.batch
         live = (rows < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
-        q = tl.load(q_plane + offset[:, None] + offs_d[None, :], live, other=0.0)
+        q = tl.load(queries + offset[:, None] + offs_d[None, :], live, other=0.0)
         k_scale = 1.0
-        if scoring[3] is not None:
-            k_scale = tl.load(scoring[3] + kv_head * layout.scales[0])
+        if scoring.k_scale is not None:
+            k_scale = tl.load(scoring.k_scale + kv_head * layout.k_scale)
         # under a softcap the factor of the softmax is the cap, and that of keys belongs inside
-        q, scale_log2 = fold_sign(q, scoring[0] * k_scale if scoring[1] is None else scoring[0])
+        scale_log2 = scoring.scale_log2
+        if scoring.inverse_cap is None:
+            scale_log2 = scale_log2 * k_scale
+        q, scale_log2 = fold_sign(q, scale_log2)
+        score = ScoreFactors(scale_log2, scoring.inverse_cap, k_scale)
         q_pos = position(token, q_len, tl.maximum(kv_len, 0))
         first, last = row_bounds(q_pos, tl.maximum(kv_len, 0), left, right)
         attend: tl.constexpr = attend_across if ACROSS else attend_cache
         m_log2, row_sum, acc = attend(
-            q, first, last,
-            k_head, v_head, cache, tile + shift, stop + shift,
-            layout, (scale_log2, scoring[1], k_scale),
+            q, first, last, k_head, v_head, cache, tile + shift, stop + shift, layout, score,
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION,
         )  # fmt: skip
-        begins = owner_of(plane_tile, total, programs)
-        ends = owner_of(plane_tile + count - 1, total, programs)
+        begins = owner_of(softmax_start, mine.total, programs)
+        ends = owner_of(softmax_start + count - 1, mine.total, programs)
+        work = HeadTile(sequence, kv_len, kv_head)
         if begins == ends:
             _write(
-                results, scoring, m_log2, row_sum, acc, rows, offs_dv, num_rows, sequence, kv_head,
-                kv_len, q_len, layout, HEAD_DIM_V,
+                results, scoring, layout, work, m_log2, row_sum, acc, rows, offs_dv, num_rows,
+                q_len, HEAD_DIM_V,
             )  # fmt: skip
         else:
             slot = part_slot(program, begins)
-            store_part(acc_parts, state_parts, slot, m_log2, row_sum, acc, num_rows - first_row)
-            if is_last(workspace[1] + begins, ends - begins + 1):
+            store_part(
+                acc_partials, state_partials, slot, m_log2, row_sum, acc, num_rows - first_row
+            )
+            if is_last(workspace.counters + begins, ends - begins + 1):
                 tile_rows = tl.minimum(num_rows - first_row, TILE_M)
                 for row in range(0, tile_rows, MERGED_ROWS):
                     m_log2_all, row_sum_all, acc_all = merge_parts(
-                        acc_parts, state_parts, begins, ends - begins + 1, row, tile_rows,
+                        acc_partials, state_partials, begins, ends - begins + 1, row, tile_rows,
                         TILE_M, TILE_DV,
                     )  # fmt: skip
                     merged_rows, columns = merged_places(first_row + row, TILE_DV)
                     _write(
-                        results, scoring, m_log2_all, row_sum_all, acc_all, merged_rows, columns,
-                        first_row + tile_rows, sequence, kv_head, kv_len, q_len, layout,
-                        HEAD_DIM_V,
+                        results, scoring, layout, work, m_log2_all, row_sum_all, acc_all,
+                        merged_rows, columns, first_row + tile_rows, q_len, HEAD_DIM_V,
                     )  # fmt: skip
         tile = stop
-        finished = stop == sequence_tile + planes * count
+        finished = stop == sequence_start + head_tiles * count
         sequence += finished.to(tl.int32)
-        sequence_tile = tl.where(finished, stop, sequence_tile)
+        sequence_start = tl.where(finished, stop, sequence_start)
+
+
+def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
+    config = attn_decode_config(call.problem, fp32_precision(call.q.dtype))
+    out, lse = empty_out(call.q, call.v_cache.shape[-1]), empty_lse(call.q)
+    launch_attn_decode(out, lse, call, config)
+    return out, lse
 
 
 def launch_attn_decode(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    spec: DecodeSpec,
-    config: DecodeConfig,
+    out: torch.Tensor, lse: torch.Tensor, call: DecodeCall, config: DecodeConfig
 ) -> None:
     """Fill `out` and `lse`.
 
@@ -414,54 +504,54 @@ def launch_attn_decode(
     ----------
     out : [B, Hq, Sq, Dv], contiguous in the last dimension; all of it is written
     lse : fp32 [B, Hq, Sq], contiguous
-    q : [B, Hq, Sq, D]
-    k_cache, v_cache : [B, Hkv, S, D], or [pages, page_size, Hkv, D] with a page table
-    spec : options of the call, validated
+    call : validated
     config : tiles and launch options
     """
+    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     batch, heads_q, q_len, dim = q.shape
     if batch * heads_q * q_len == 0:
         return
-    heads, pages, dim_v = kv_heads(k_cache, spec), page_size(k_cache, spec), v_cache.shape[-1]
+    dim_v = v_cache.shape[-1]
     tile_dv = triton.next_power_of_2(max(dim_v, 16))
-    slots = 2 * config.programs
-    if config.words and all(has_words(x) for x in (k_cache, v_cache)):
+    if config.words and has_words(k_cache) and has_words(v_cache):
         k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
-    blocks = spec.kv_blocks
+    table, blocks = call.page_table, call.kv_blocks
     with on_device_of(q):
         args = (
-            (out, lse),
-            (q, k_cache, v_cache),
-            (spec.cache_seqlens, spec.page_table, blocks),
-            (
-                *score_factors(spec.scale, spec.softcap),
-                None if spec.sinks is None else spec.sinks.contiguous(),
-                spec.k_scale,
-                spec.v_scale,
+            DecodeResults(out, lse),
+            DecodeInputs(q, k_cache, v_cache),
+            DecodeTables(call.cache_seqlens, table, blocks),
+            DecodeScoring(
+                *score_factors(call.scale, call.softcap),
+                None if call.sinks is None else call.sinks.contiguous(),
+                call.k_scale,
+                call.v_scale,
             ),
-            (
-                scratch((slots, config.tile_m, tile_dv + 2), torch.float32, q.device),
+            DecodeWorkspace(
+                scratch((2 * config.programs, config.tile_m, tile_dv + 2), torch.float32, q.device),
                 resting_words(config.programs, q.device),
             ),
             DecodeLayout(
-                token_strides(out),
-                token_strides(q),
-                _cache_strides(k_cache, pages),
-                _cache_strides(v_cache, pages),
-                (_scale_stride(spec.k_scale), _scale_stride(spec.v_scale)),
-                (heads, heads_q // heads),
+                Strides(*token_strides(out)),
+                Strides(*token_strides(q)),
+                cache_strides(k_cache, call.page_size),
+                cache_strides(v_cache, call.page_size),
+                scale_stride(call.k_scale),
+                scale_stride(call.v_scale),
+                DecodeHeads(call.kv_heads, heads_q // call.kv_heads),
             ),
-            *_table_strides(spec),
+            0 if table is None else table.stride(0),
+            *((0, 0) if blocks is None else blocks.stride()[:2]),
             batch,
             q_len,
-            capacity(k_cache, spec),
+            call.capacity,
             k_cache.shape[0],
             0 if blocks is None else blocks.shape[2],
-            *spec.band.scalars(),
+            *call.band.scalars(),
             dim,
             dim_v,
-            pages,
-            None if blocks is None else spec.kv_block_size,
+            call.page_size,
+            None if blocks is None else call.kv_block_size,
             config.tile_m,
             config.tile_n,
             config.precision,
@@ -474,22 +564,16 @@ def launch_attn_decode(
 
 
 def has_words(cache: torch.Tensor) -> bool:
-    """Whether fp8 rows begin and end between words of four, and are long enough to be reordered."""
+    """Whether fp8 rows start and end at words of four, and are long enough to be reordered."""
     lengths = (*cache.stride()[:-1], cache.storage_offset(), cache.shape[-1])
     return cache.dtype == FP8 and cache.shape[-1] > 32 and all(n % 4 == 0 for n in lengths)
 
 
-def _cache_strides(cache: torch.Tensor, pages: int | None) -> tuple[int, int, int]:
-    """Strides of batch or page, of head, of token."""
-    return token_strides(cache if pages is None else cache.transpose(1, 2))
+def cache_strides(cache: torch.Tensor, page_size: int | None) -> Strides:
+    """Strides of a cache of either layout."""
+    return Strides(*token_strides(cache if page_size is None else cache.transpose(1, 2)))
 
 
-def _table_strides(spec: DecodeSpec) -> tuple[int, int, int]:
-    """Strides of the page table's rows, and of batch and head of the block lists."""
-    table, blocks = spec.page_table, spec.kv_blocks
-    of_table = 0 if table is None else table.stride(0)
-    return (of_table, *((0, 0) if blocks is None else blocks.stride()[:2]))
-
-
-def _scale_stride(scale: torch.Tensor | None) -> int:
+def scale_stride(scale: torch.Tensor | None) -> int:
+    """From head to head of a scale of an fp8 cache; 0 where one number is for all."""
     return 0 if scale is None or scale.numel() == 1 else 1

@@ -1,6 +1,8 @@
-"""(problem) -> tiles and programs of the Hopper decode kernel, and the reasons why it cannot run.
+"""Which decode kernels can run a problem, and with which tiles. Pure functions; nothing is timed.
 
-Tiles may not depend on a length, nor on where pages lie: pages give the bits of a contiguous cache.
+Decoding reads each key once, so its time is that of the memory. What counts is the number of bytes
+in flight: stages times tile times programs on an SM. Tiles may depend neither on a length nor on
+where pages lie: pages give the bits of a contiguous cache.
 """
 
 from dataclasses import dataclass
@@ -10,28 +12,61 @@ from typing import NamedTuple
 
 import torch
 
-from ..attention.sm90.tuning import LONGEST
 from ..attention.triton.tuning import LARGE_SMEM, PRECISIONS
 from ..calls.decode import DecodeProblem
+from ..dispatch.machine import why_no_kernels, why_not_portable
 from ..launch.descriptors import SMEM_BYTES, accumulator_layout
 
-# What a launch of the decode kernel is made of, besides its tensors.
+FP8 = torch.float8_e4m3fn
+# Positions and band limits are int32 in kernels.
+LONGEST = 2**30 - 1
+# Kernels number the KV tiles of all sequences and heads in int32.
+MOST_TILES = 2**31 - 1
+
+# The portable kernel.
+
+LARGEST_HEAD_DIM = 256
+SMALLEST_TILE = 16
+MIN_SM_FP8 = 89
+# A GPU has many SMs, the interpreter one: a few programs show every way to split the work.
+INTERPRETED_PROGRAMS = 6
+
+
+def why_not_triton(problem: DecodeProblem) -> str | None:
+    """Why the portable kernel cannot run this problem, or None when it can."""
+    if (reason := why_not_portable(problem.arch, problem.dtype)) is not None:
+        return reason
+    if problem.cache_dtype == FP8:
+        if problem.dtype == torch.float32:
+            return "needs float16 or bfloat16 queries for a float8 cache, got torch.float32"
+        if problem.arch.sm < MIN_SM_FP8 and not problem.arch.interpreted:
+            return f"needs sm_{MIN_SM_FP8} or newer for a float8 cache, got {problem.arch}"
+    dims = (problem.head_dim, problem.head_dim_v)
+    if not 1 <= min(dims) <= max(dims) <= LARGEST_HEAD_DIM:
+        return f"needs head dimensions of 1 to {LARGEST_HEAD_DIM}, got {dims[0]} and {dims[1]}"
+    if problem.capacity > LONGEST:
+        return f"needs caches of at most {LONGEST} tokens a sequence"
+    softmaxes = problem.batch * problem.heads_kv * -(-problem.rows // SMALLEST_TILE)
+    if softmaxes * (problem.capacity // SMALLEST_TILE + 1) > MOST_TILES:
+        return f"needs at most {MOST_TILES} tiles over all sequences and heads"
+    return None
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tiles and launch options of the decode kernel.
+    """Tiles and launch options of the portable decode kernel.
 
     Parameters
     ----------
     tile_m : rows of one tile: queries of all heads that share a KV head
     tile_n : keys of one tile; both are powers of two, at least 16
     num_warps, num_stages : launch options of Triton
-    programs : how many programs share the keys of all sequences and heads
-    across : keys down and rows across in products, for tensor cores that want 64 rows
+    programs : how many programs split the keys of all sequences and heads
+    across : keys are the rows of products and queries the columns, for tensor cores that want 64
+        rows
     words : read fp8 caches as words of four, where their strides allow it
     registers : most registers of a thread
-    precision : how fp32 products are taken: "ieee" or "tf32"; 16-bit inputs do not look at it
+    precision : how fp32 products are taken: "ieee" or "tf32"; ignored for 16-bit inputs
     """
 
     tile_m: int
@@ -55,15 +90,6 @@ class DecodeConfig:
             raise ValueError(f"precision is {self.precision!r}; expected one of {PRECISIONS}")
 
 
-# (architecture, problem) -> tiles of the decode kernel. Pure functions; nothing is timed.
-#
-# Decoding reads each key once, so its time is that of the memory. What counts is how many bytes are
-# on their way: stages times tile times programs of an SM. Tiles may not depend on a length.
-
-# SMs of the interpreter's machine are not many: a few programs show every way to cut the work.
-INTERPRETED_PROGRAMS = 6
-
-
 def attn_decode_config(problem: DecodeProblem, precision: str) -> DecodeConfig:
     """Tiles and programs; `precision` is what fp32 operands are multiplied in."""
     dim = max(problem.head_dim, problem.head_dim_v)
@@ -77,7 +103,7 @@ def attn_decode_config(problem: DecodeProblem, precision: str) -> DecodeConfig:
 @lru_cache(maxsize=1024)
 def _config(sm: int, sms: int, itemsize: int, dim: int, rows: int, precision: str) -> DecodeConfig:
     tile_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    # one stage of 64 KiB and more is all that 99 KiB hold
+    # 99 KiB of shared memory hold a single stage of 64 KiB or more
     programs = 2 * sms if sm in LARGE_SMEM else sms
     if itemsize == 4:
         # full fp32 products run on the CUDA cores, with operands in registers
@@ -85,19 +111,19 @@ def _config(sm: int, sms: int, itemsize: int, dim: int, rows: int, precision: st
         return DecodeConfig(min(tile_m, 16), tile_n, 8, 2, programs, precision)
     if dim > 128:
         return DecodeConfig(min(tile_m, 32), 32, 4, 3, programs, precision)
-    # H200, microseconds at (batch, keys) (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), parts still
-    # merged with barriers:
+    # H200, microseconds at (batch, keys) (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), splits still
+    # combined with barriers:
     #   64 keys, 4 warps, 3 stages, 2 programs on an SM: 22.8 / 137 / 143 / 255
     #   128 keys, 8 warps, 3 stages, 1 program:          26.9 / 137 / 146 / 259
     #   32 keys, 4 warps, 5 stages, 2 programs:          25.0 / 139 / 146 / 256
-    # A third program finds no registers and runs after the others: 33.2 / 158 / 163 / 301.
-    # 64 rows spill from the registers of 4 warps.
+    # A third program on an SM does not fit the register file and runs after the others:
+    # 33.2 / 158 / 163 / 301. 64 rows spill from the registers of 4 warps.
     return DecodeConfig(tile_m, 64, 8 if tile_m > 32 else 4, 3, programs, precision)
 
 
 @lru_cache(maxsize=1024)
-def _hopper_config(sms: int, itemsize: int, planes: int) -> DecodeConfig:
-    """Keys down and rows across: `wgmma` reads 64 keys, from shared memory if they are 16-bit.
+def _hopper_config(sms: int, itemsize: int, kv_heads: int) -> DecodeConfig:
+    """Keys as rows of the products: `wgmma` takes 64 of them, from shared memory if 16-bit.
 
     H200, microseconds at (batch, keys) (1, 1k) / (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k):
       bf16, rows down, 3 stages, 2 programs on an SM: 8.3 / 17.1 / 132.6 / 134.2 / 250.2
@@ -111,29 +137,71 @@ def _hopper_config(sms: int, itemsize: int, planes: int) -> DecodeConfig:
       rows across, words, 3 stages, 2 programs:       7.8 / 14.1 /  85.9 /  87.6 / 160.9
       rows across, words, 4 stages, 3 programs:       7.9 / 17.7 /  79.4 /  82.9 / 144.7
       rows across, words, 3 stages, 4 programs:       8.0 / 17.8 /  80.4 /  86.7 / 142.9
-    The third program makes more parts of each softmax. With few of them, `planes`, merging the
-    parts takes longer than the program saves, unless sequences are very long.
+    A third program on an SM cuts each softmax into more splits. With few softmaxes, `kv_heads` over
+    the batch, combining them takes longer than the program saves, unless sequences are very long.
     """
-    if itemsize == 1 and planes > sms // 4:
+    if itemsize == 1 and kv_heads > sms // 4:
         return DecodeConfig(16, 64, 4, 4, 3 * sms, across=True, words=True, registers=168)
-    # a few fewer than fit were faster at every size
+    # a few programs fewer than fit were faster at every size
     programs = max(2 * sms // 32 * 32, 1)
     return DecodeConfig(16, 64, 4, 3, programs, across=True, words=itemsize == 1)
 
 
-# Configuration of the Hopper decode kernel: tiles, rings, and what follows from them.
+# The Hopper kernel.
+
+HEAD_DIMS = (64, 128)
+# The fewest keys of one copy: a step of WGMMA.
+STEP = 16
+# Rows whose scores leave enough registers for operands in registers.
+MOST_FP8_ROWS = 16
+
+
+def why_not_sm90(problem: DecodeProblem) -> str | None:
+    """Why the Hopper kernel cannot run this problem, or None when it can."""
+    return why_no_kernels(problem.arch) or attn_decode_sm90_unsupported(problem)
+
+
+def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
+    """`why_not_sm90`, but for what every kernel needs of the machine."""
+    if problem.arch.sm != 90:
+        return f"needs sm_90, this is {problem.arch}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"{problem.dtype} has no 16-bit WGMMA"
+    dims = (problem.head_dim, problem.head_dim_v)
+    if problem.cache_dtype == FP8:
+        # a thread holds a word of four values of two WGMMAs with 64 rows each
+        if dims != (128, 128):
+            return f"needs head dimensions of 128 for a float8 cache, got {dims[0]} and {dims[1]}"
+        if problem.rows > MOST_FP8_ROWS:
+            return f"takes at most {MOST_FP8_ROWS} rows of a float8 cache, got {problem.rows}"
+    elif problem.cache_dtype != problem.dtype:
+        return f"needs a cache of {problem.dtype} or {FP8}, got {problem.cache_dtype}"
+    if any(dim not in HEAD_DIMS for dim in dims):
+        return f"needs head dimensions of 64 or 128, got {dims[0]} and {dims[1]}"
+    for what, size in (("pages", problem.page_size), ("listed blocks", problem.block_size)):
+        if size is not None and size % STEP:
+            return f"{what} of {size} are not a multiple of {STEP}"
+    if not problem.tma:
+        return "TMA needs slots to copy, and addresses and strides that are multiples of 16 bytes"
+    if problem.capacity > LONGEST:
+        return f"needs caches of at most {LONGEST} tokens a sequence"
+    softmaxes = problem.batch * problem.heads_kv * (problem.rows // 8 + 1)
+    # each softmax counts for a few tiles more than it has
+    if softmaxes * (problem.capacity // 64 + 3) > MOST_TILES:
+        return f"needs at most {MOST_TILES} tiles over all sequences and heads"
+    return None
 
 
 @dataclass(frozen=True)
 class DecodeSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
-    ROWS queries of the heads that share a KV head meet tiles of TILE_N keys, STAGES of which are
-    kept on their way. TILE_D and TILE_DV are the head dims. PAGE_SIZE is None for a contiguous
-    cache, BLOCK_KV without lists of blocks. The kernel is compiled for MAX_REGISTERS per thread, of
-    which the producer gives back all but PRODUCER_REGISTERS. WORDS are fp8 caches, copied as words
-    of four values. SINGLE is for one sequence, whose time is that of what comes before and after
-    its keys: the kernel starts while the one before it ends.
+    ROWS queries of the heads that share a KV head meet tiles of TILE_N keys, of which STAGES are in
+    flight. TILE_D and TILE_DV are the head dims. PAGE_SIZE is None for a contiguous cache, BLOCK_KV
+    without lists of blocks. The kernel is compiled for MAX_REGISTERS per thread, of which the
+    producer gives back all but PRODUCER_REGISTERS. WORDS: an fp8 cache, copied as words of four
+    values. SINGLE: one sequence, whose time is dominated by what precedes and follows its keys, so
+    that the kernel uses programmatic dependent launch (PDL).
     """
 
     ROWS: int
@@ -153,16 +221,16 @@ class DecodeSm90Config:
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
         assert self.TILE_D in (64, 128) and self.TILE_DV in (64, 128), f"{self=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
-        assert self.part_keys >= 16, f"{self.PAGE_SIZE=}"
+        assert self.copy_keys >= 16, f"{self.PAGE_SIZE=}"
 
     @property
-    def part_keys(self) -> int:
-        """Keys of one copy: the most that always lie in one page and one block."""
+    def copy_keys(self) -> int:
+        """Keys of one TMA copy: the most that always lie in one page and one block."""
         return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
 
     @property
     def packed(self) -> int:
-        """Values of the cache in one element that is copied."""
+        """Values of the cache in one copied element."""
         return 4 if self.WORDS else 1
 
     @property
@@ -172,21 +240,21 @@ class DecodeSm90Config:
 
     @property
     def noted_keys(self) -> int:
-        """Keys of a tile whose positions the producer notes down."""
+        """Keys of a tile whose positions the producer passes to the consumer."""
         return 1 if self.BLOCK_KV is None else self.TILE_N
 
     @property
-    def parts(self) -> int:
+    def copies(self) -> int:
         """Copies that fill one tile."""
-        return self.TILE_N // self.part_keys
+        return self.TILE_N // self.copy_keys
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys."""
-        return (1, 1, self.part_keys, self.TILE_D // self.packed)
+        return (1, 1, self.copy_keys, self.TILE_D // self.packed)
 
     def v_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of values."""
-        return (1, 1, self.part_keys, self.TILE_DV // self.packed)
+        return (1, 1, self.copy_keys, self.TILE_DV // self.packed)
 
     def accumulator_layout(self) -> object:
         """Register layout of products: [keys or dims, ROWS]."""
@@ -205,13 +273,14 @@ def make_config(
     single: bool = False,
 ) -> DecodeSm90Config:
     """The configuration for so many packed rows, head dims, pages, listed blocks."""
-    # Half of an SM holds all that must be on its way, and each stage more delays a launch by the
-    # 120 cycles of its barriers. The sums of 64 rows need all registers, and their stages are long.
+    # Half of an SM holds enough bytes in flight, and each further stage delays a launch by the 120
+    # cycles of its barriers. The accumulators of 64 rows need all registers, so that one program
+    # has the SM to itself, and its stages are long.
     tall = rows == 64
     scattered = page_size is not None or block_kv is not None
-    parts = tile_n // gcd(tile_n, page_size or 0, block_kv or 0)
+    copies = tile_n // gcd(tile_n, page_size or 0, block_kv or 0)
     budget = SMEM_BYTES if tall else SMEM_BYTES // 2
-    # barriers, notes and 1 KiB that the system takes
+    # barriers, notes to the consumer, and 1 KiB that the system takes
     ring = budget - 2048 - 2 * rows * (tile_d + tile_n)
     return DecodeSm90Config(
         ROWS=rows,
@@ -221,60 +290,19 @@ def make_config(
         STAGES=ring // ((1 if words else 2) * tile_n * (tile_d + tile_dv)),
         PAGE_SIZE=page_size,
         BLOCK_KV=block_kv,
-        # places of a tile's parts are held while a stage is waited for
-        PRODUCER_REGISTERS=(64 if parts <= 4 else 88) if scattered else 40,
+        # the coordinates of a tile's copies stay in registers while the producer waits for a stage
+        PRODUCER_REGISTERS=(64 if copies <= 4 else 88) if scattered else 40,
         MAX_REGISTERS=168 if tall else 128,
         WORDS=words,
         SINGLE=single,
     )
 
 
-FP8 = torch.float8_e4m3fn
-HEAD_DIMS = (64, 128)
-# Keys that one copy must hold at the least: a step of WGMMA.
-STEP = 16
-# Rows whose scores leave registers for operands.
-MOST_FP8_ROWS = 16
-# Tiles of all sequences and heads lie in one row that int32 counts.
-MOST_TILES = 2**31 - 1
-
-
 class DecodeSm90Launch(NamedTuple):
-    """What a launch is made of, besides its tensors."""
+    """How the Hopper kernel is launched."""
 
     config: DecodeSm90Config
     programs: int
-
-
-def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
-    """Why the Hopper kernel cannot run this problem, or None."""
-    if problem.arch.sm != 90:
-        return f"needs sm_90, this is {problem.arch}"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"{problem.dtype} has no 16-bit WGMMA"
-    dims = (problem.head_dim, problem.head_dim_v)
-    if problem.cache_dtype == FP8:
-        # what a thread has of two WGMMAs of 64 rows is a word of four values
-        if dims != (128, 128):
-            return f"needs head dimensions of 128 for a float8 cache, got {dims[0]} and {dims[1]}"
-        if problem.rows > MOST_FP8_ROWS:
-            return f"takes at most {MOST_FP8_ROWS} rows of a float8 cache, got {problem.rows}"
-    elif problem.cache_dtype != problem.dtype:
-        return f"needs a cache of {problem.dtype} or {FP8}, got {problem.cache_dtype}"
-    if any(dim not in HEAD_DIMS for dim in dims):
-        return f"needs head dimensions of 64 or 128, got {dims[0]} and {dims[1]}"
-    for what, size in (("pages", problem.page_size), ("listed blocks", problem.block_size)):
-        if size is not None and size % STEP:
-            return f"{what} of {size} are not a multiple of {STEP}"
-    if not problem.tma:
-        return "TMA needs slots to copy, and addresses and strides that are multiples of 16 bytes"
-    if problem.capacity > LONGEST:
-        return f"needs caches of at most {LONGEST} tokens a sequence"
-    planes = problem.batch * problem.heads_kv * (problem.rows // 8 + 1)
-    # each plane costs as much as a few tiles more
-    if planes * (problem.capacity // 64 + 3) > MOST_TILES:
-        return f"needs at most {MOST_TILES} tiles over all sequences and heads"
-    return None
 
 
 def attn_decode_sm90_launch(problem: DecodeProblem) -> DecodeSm90Launch:
@@ -307,13 +335,13 @@ def _launch(
 ) -> DecodeSm90Launch:
     packed = next((size for size in (8, 16, 32) if rows <= size), 64)
     # H200, microseconds at (batch, keys) (1, 1k) / (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), and
-    # (16, 8k) in pages of 64 and 16, planes left whole:
+    # (16, 8k) in pages of 64 and 16, no softmax split:
     #   64 keys, 3 stages, 1 program on an SM:  7.2 / 14.9 / 127.6 / 129.4 / 247.7, 127.7, 129.6
     #   64 keys, 5 stages, 1 program:           7.3 / 14.8 / 127.4 / 128.7 / 247.7, 129.7, -
     #   128 keys, 3 stages, 1 program:          7.3 / 14.5 / 126.9 / 128.4 / 248.5, 129.1, 137.2
     #   64 keys, 3 stages, 2 programs:            - /    - / 129.5 /     - /     -, 131.0, 133.4
-    # One sequence, in the graphs of `bsk bench`: 7.4 / 16.1, started early 5.9 / 15.2.
-    # fp8 there, (16, 8k) / (64, 4k) / (16, 8k) in pages of 64 / (1, 8k) started early:
+    # One sequence, in the graphs of `bsk bench`: 7.4 / 16.1, with PDL 5.9 / 15.2.
+    # fp8 there, (16, 8k) / (64, 4k) / (16, 8k) in pages of 64 / (1, 8k) with PDL:
     #   64 keys, 6 stages, 1 program on an SM:  87.8 /     - /    - /    -
     #   64 keys, 6 stages, 2 programs:          79.2 / 140.9 / 81.5 / 11.8
     #   128 keys, 6 stages, 1 program:          80.6 / 145.4 /    - /    -

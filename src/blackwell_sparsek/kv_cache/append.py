@@ -1,9 +1,14 @@
-"""`kv_append`: new keys and values behind what a cache holds, in place."""
+"""`kv_append`: new keys and values behind what a cache holds, in place.
+
+The public function, its checks, `bsk::kv_append`, and the implementation in plain PyTorch; the
+Triton kernel is in `append_kernel.py`.
+"""
 
 from typing import Any
 
 import torch
 
+from ..calls.cache import AppendCall, CacheProblem
 from ..core.checks import (
     check_dtype,
     check_last_dim_contiguous,
@@ -15,11 +20,16 @@ from ..core.checks import (
     message,
 )
 from ..core.errors import InvalidInput
+from ..dispatch.dispatcher import Dispatcher, interpreted_only
+from ..dispatch.machine import why_not_portable
+from ..dispatch.operators import define_op
+from ..launch.replay import record, repeat
 from .layout import CONTIGUOUS, FP8, NEW, PAGED, STORED, check_scale
-from .op import kv_append as kv_append_op
-from .replay import cache_results
 
 _OP = "kv_append"
+E4M3_MAX = 448.0
+# Launches of earlier calls, for `repeat`.
+_RECORDED: dict[Any, Any] = {}
 
 
 def kv_append(
@@ -72,28 +82,22 @@ def kv_append(
     tensor([[5., 0., 0., 0.],
             [0., 0., 0., 7.]])
     """
-    tensors = (k_cache, v_cache, k, v, cache_seqlens, counts, page_table, k_scale, v_scale)
-    others = (k_cache, v_cache, *tensors[4:])
-    cache_results(_OP, (k, v), others, (impl,), lambda: _checked(*tensors, impl))
+    inputs = (k, v, k_cache, v_cache, cache_seqlens, counts, page_table, k_scale, v_scale)
+    if repeat(_RECORDED, (impl,), inputs) is not None:
+        return
+    call = AppendCall(k_cache, v_cache, k, v, cache_seqlens, counts, page_table, k_scale, v_scale)
+    _check(call)
+    record(_RECORDED, (impl,), inputs, _append, call, impl, operands=2)
 
 
-def _checked(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    counts: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    impl: str,
-) -> tuple[()]:
-    """Check everything and run the operator, which returns nothing."""
-    _check_caches(k_cache, v_cache, page_table)
-    batch, heads = check_new(_OP, k_cache, v_cache, k, v, paged=page_table is not None)
-    others = {"cache_seqlens": cache_seqlens, "counts": counts, "page_table": page_table}
-    for arg, x in others.items():
+def _check(call: AppendCall) -> None:
+    """Raise `InvalidInput` for what is wrong with the tensors of a call."""
+    k_cache, page_table = call.k_cache, call.page_table
+    _check_caches(k_cache, call.v_cache, page_table)
+    paged = page_table is not None
+    batch, heads = check_new(_OP, k_cache, call.v_cache, call.k, call.v, paged=paged)
+    tables = {"cache_seqlens": call.cache_seqlens, "counts": call.counts, "page_table": page_table}
+    for arg, x in tables.items():
         if x is None and arg != "cache_seqlens":
             continue
         check_tensor(_OP, arg, x)
@@ -105,15 +109,13 @@ def _checked(
         else:
             check_shape(_OP, arg, x, (batch,))
         check_last_dim_contiguous(_OP, arg, x)
-    for arg, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    scales = {"k_scale": call.k_scale, "v_scale": call.v_scale}
+    for arg, scale in scales.items():
         check_scale(_OP, arg, scale, k_cache.dtype, heads)
-    tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, **others}
-    check_same_device(_OP, {**tensors, "k_scale": k_scale, "v_scale": v_scale})
-    if k.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_slots(k_cache, k.shape[2], cache_seqlens, counts, page_table)
-    new = (k, v, cache_seqlens, counts, page_table, k_scale, v_scale)
-    kv_append_op(k_cache, v_cache, *new, impl)
-    return ()
+    tensors = {"k_cache": k_cache, "v_cache": call.v_cache, "k": call.k, "v": call.v}
+    check_same_device(_OP, {**tensors, **tables, **scales})
+    if call.k.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_slots(call)
 
 
 def _check_caches(k_cache: Any, v_cache: Any, page_table: Any) -> None:
@@ -150,16 +152,11 @@ def check_new(
     return batch, heads
 
 
-def _check_slots(
-    k_cache: torch.Tensor,
-    tokens: int,
-    cache_seqlens: torch.Tensor,
-    counts: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-) -> None:
+def _check_slots(call: AppendCall) -> None:
     """Every slot that will be written exists; reads the tensors, so for the CPU only."""
-    new = [tokens] * len(cache_seqlens) if counts is None else counts.tolist()
-    lengths = cache_seqlens.tolist()
+    k_cache, page_table, tokens = call.k_cache, call.page_table, call.k.shape[2]
+    lengths = call.cache_seqlens.tolist()
+    new = [tokens] * len(lengths) if call.counts is None else call.counts.tolist()
     page_size = 1 if page_table is None else k_cache.shape[1]
     capacity = k_cache.shape[2] if page_table is None else page_table.shape[1] * page_size
     for b, (length, count) in enumerate(zip(lengths, new, strict=True)):
@@ -177,3 +174,119 @@ def _check_slots(
                 expected, got = f"0 to {k_cache.shape[0] - 1}", f"{int(wrong[0])} for sequence {b}"
                 problem = "names a page that does not exist"
                 raise InvalidInput(message(_OP, "page_table", problem, expected, got))
+
+
+def append_eager(call: AppendCall) -> None:
+    """Write k and v behind `cache_seqlens`, without waiting for the device.
+
+    Slots that do not exist are not written.
+    """
+    k, page_table = call.k, call.page_table
+    batch, tokens = k.shape[0], k.shape[2]
+    if k.numel() == 0 and call.v.numel() == 0:
+        return
+    token = torch.arange(tokens, device=k.device)
+    first = call.cache_seqlens.long().unsqueeze(1)
+    slot = first + token
+    live = (first >= 0).expand_as(slot)
+    if call.counts is not None:
+        live = live & (token < call.counts.unsqueeze(1))
+    if page_table is None:
+        k_slots, v_slots = call.k_cache.transpose(1, 2), call.v_cache.transpose(1, 2)
+        outer = torch.arange(batch, device=k.device).unsqueeze(1).expand_as(slot)
+    else:
+        k_slots, v_slots = call.k_cache, call.v_cache
+        page_size = k_slots.shape[1]
+        ordinal, slot = slot // page_size, slot % page_size
+        live = live & (ordinal < page_table.shape[1])
+        if page_table.shape[1] == 0:
+            return
+        outer = page_table.long().gather(1, ordinal.clamp(0, page_table.shape[1] - 1))
+    live = live & (outer >= 0) & (outer < k_slots.shape[0]) & (slot < k_slots.shape[1])
+    if k_slots.shape[0] == 0 or k_slots.shape[1] == 0:
+        return
+    outer = outer.clamp(0, k_slots.shape[0] - 1).flatten()
+    slot = slot.clamp(0, k_slots.shape[1] - 1).flatten()
+    for slots, new, scale in ((k_slots, k, call.k_scale), (v_slots, call.v, call.v_scale)):
+        rows = _stored(new, scale, slots.dtype).transpose(1, 2).flatten(0, 1)
+        if slots.dtype == FP8:
+            slots = slots.view(torch.uint8)
+        _put_tokens(slots, outer, slot, live.flatten(), rows)
+
+
+def _put_tokens(
+    slots: torch.Tensor,
+    outer: torch.Tensor,
+    slot: torch.Tensor,
+    live: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """`slots[outer, slot] = rows` where `live`.
+
+    Selecting the live rows would wait for the device. Instead the others repeat a write that is
+    made anyway: that of the first live row, or of an old value where no row is live.
+    """
+    anchor = live.int().argmax(keepdim=True)
+    to_outer, to_slot = outer[anchor], slot[anchor]
+    kept = torch.where(live[anchor].view(1, 1, 1), rows[anchor], slots[to_outer, to_slot])
+    at = (torch.where(live, outer, to_outer), torch.where(live, slot, to_slot))
+    slots.index_put_(at, torch.where(live.view(-1, 1, 1), rows, kept))
+
+
+def _stored(new: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Values as a cache of `dtype` holds them; fp8 as uint8, saturated at 448."""
+    if dtype != FP8:
+        return new
+    x = new.float()
+    if scale is not None:
+        x = x * scale.float().reciprocal().view(1, -1, 1, 1)
+    # converted by an instruction of the GPU, NaN has no sign
+    x = torch.where(x.isnan(), torch.nan, x.clamp(-E4M3_MAX, E4M3_MAX))
+    return x.to(dtype).view(torch.uint8)
+
+
+def _append(call: AppendCall, impl: str) -> tuple[()]:
+    """Run a checked call by way of the operator, which returns nothing."""
+    kv_append_op(
+        call.k_cache,
+        call.v_cache,
+        call.k,
+        call.v,
+        call.cache_seqlens,
+        call.counts,
+        call.page_table,
+        call.k_scale,
+        call.v_scale,
+        impl,
+    )
+    return ()
+
+
+def why_not_triton(problem: CacheProblem) -> str | None:
+    """Why the kernels of caches cannot run this problem, or None when they can."""
+    return why_not_portable(problem.arch, problem.dtype)
+
+
+def _kv_append(*args: Any) -> None:
+    *tensors, impl = args
+    call = AppendCall(*tensors)
+    with torch.autocast(call.k.device.type, enabled=False), torch.no_grad():
+        append_dispatch.run(impl, call)
+
+
+append_dispatch = Dispatcher(_OP)
+append_dispatch.register(
+    "triton",
+    why_not_triton,
+    "blackwell_sparsek.kv_cache.append_kernel:append",
+    auto_passes=interpreted_only,
+)
+append_dispatch.register("eager", lambda problem: None, append_eager)
+
+kv_append_op = define_op(
+    "kv_append",
+    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
+    "Tensor? counts, Tensor? page_table, Tensor? k_scale, Tensor? v_scale, str impl) -> ()",
+    _kv_append,
+    lambda *args: None,
+)

@@ -7,17 +7,19 @@ k [B, Hkv, T, D], v [B, Hkv, T, Dv]; contiguous caches [B, Hkv, S, D] or pages
 [pages, page_size, Hkv, D] that a table [B, max_pages] orders; any strides with a contiguous last
 dimension. One program handles TILE_ROWS of the B*T*Hkv rows of K and of V. A row whose slot does
 not exist is not written: past the capacity, a negative length, a page id out of range. fp8 caches
-are given as uint8 and take `x / scale`, saturated. Called by `bsk::kv_append`.
+are given as uint8 and take `x / scale`, saturated. Called as impl "triton" of `bsk::kv_append`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ..calls.cache import AppendCall
 from ..core.compile_cases import ALL_ARCHS, CompileCase, compile_cases
 from ..device.fp8 import e4m3_bits
+from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
 
 # Elements of one tile: one 16-byte load for each of 128 threads. With two, rows that cannot be
@@ -26,19 +28,44 @@ TILE_ELEMENTS = 1024
 MAX_TILE_D = 256
 # Rows and slots are int32: divisions of int64 cost more than the copy of a decoding step.
 INT32_MAX = 2**31 - 1
+# From here on GPUs have an instruction that converts to fp8.
+MIN_SM_CONVERTS_FP8 = 89
+
+
+class AppendStrides(NamedTuple):
+    """Strides of each tensor."""
+
+    k_cache: Strides
+    v_cache: Strides
+    k: Strides
+    v: Strides
+
+
+class Rows(NamedTuple):
+    """Rows in memory: a pointer, and an offset for each of them."""
+
+    ptr: Any
+    offsets: Any
+
+
+class HeadScale(NamedTuple):
+    """Scales of an fp8 cache, None without, and their stride from head to head."""
+
+    ptr: Any
+    stride: Any
 
 
 @triton.jit
 def _write_rows(
     cache, src, scale, head, exists, live, HEAD_DIM: tl.constexpr, CONVERTS_FP8: tl.constexpr
 ):
-    """Copy rows of HEAD_DIM elements, converted to what the cache stores.
+    """Copy rows of HEAD_DIM elements from `src` to `cache`, converted to what the cache stores.
 
-    `cache` and `src` are pairs of a pointer and offsets of rows, `scale` a pointer or None and its
-    stride. Rows that exist are loaded, so as not to wait for the page table; live ones are stored.
+    All rows that exist are loaded, so that loads need not wait for the page table; live ones are
+    stored.
     """
     TILE_D: tl.constexpr = triton.next_power_of_2(min(HEAD_DIM, 256))
-    STORED: tl.constexpr = cache[0].dtype.element_ty
+    STORED: tl.constexpr = cache.ptr.dtype.element_ty
     for d_start in tl.static_range(0, HEAD_DIM, TILE_D):
         offs_d = d_start + tl.arange(0, TILE_D)
         there = exists[:, None]
@@ -46,20 +73,20 @@ def _write_rows(
         if HEAD_DIM % TILE_D != 0:
             there = there & (offs_d < HEAD_DIM)[None, :]
             written = written & (offs_d < HEAD_DIM)[None, :]
-        x = tl.load(src[0] + src[1][:, None] + offs_d[None, :], mask=there, other=0.0)
+        x = tl.load(src.ptr + src.offsets[:, None] + offs_d[None, :], mask=there, other=0.0)
         if tl.uint8 == STORED:
             x = x.to(tl.float32)
-            if scale[0] is not None:
-                of_head = tl.load(scale[0] + head * scale[1], mask=exists, other=1.0)
+            if scale.ptr is not None:
+                of_head = tl.load(scale.ptr + head * scale.stride, mask=exists, other=1.0)
                 x = x * tl.math.div_rn(tl.full(of_head.shape, 1.0, tl.float32), of_head)[:, None]
             x = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if CONVERTS_FP8 else e4m3_bits(x)
-        tl.store(cache[0] + cache[1][:, None] + offs_d[None, :], x, mask=written)
+        tl.store(cache.ptr + cache.offsets[:, None] + offs_d[None, :], x, mask=written)
 
 
 @triton.jit
 def _offsets(outer, head, token, strides):
     """Offsets of rows from strides of batch (or page), head and token."""
-    return outer * strides[0] + head * strides[1] + token * strides[2]
+    return outer * strides.batch + head * strides.head + token * strides.token
 
 
 @triton.jit(
@@ -116,27 +143,14 @@ def _kv_append_kernel(
         live = live & (outer >= 0) & (outer < pages)
         slot = (slot % page_size).to(tl.int64)
 
-    k_to = _offsets(outer, head, slot, strides.k_cache)
-    k_from = _offsets(batch, head, token, strides.k)
-    k_scale = (k_scale_ptr, scale_strides[0])
-    _write_rows(
-        (k_cache_ptr, k_to), (k_ptr, k_from), k_scale, head, exists, live, HEAD_DIM, CONVERTS_FP8
-    )
-    v_to = _offsets(outer, head, slot, strides.v_cache)
-    v_from = _offsets(batch, head, token, strides.v)
-    v_scale = (v_scale_ptr, scale_strides[1])
-    _write_rows(
-        (v_cache_ptr, v_to), (v_ptr, v_from), v_scale, head, exists, live, HEAD_DIM_V, CONVERTS_FP8
-    )
-
-
-class AppendStrides(NamedTuple):
-    """Strides of batch (or page), head and token of each tensor."""
-
-    k_cache: tuple[int, ...]
-    v_cache: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
+    k_to = Rows(k_cache_ptr, _offsets(outer, head, slot, strides.k_cache))
+    k_from = Rows(k_ptr, _offsets(batch, head, token, strides.k))
+    k_scale = HeadScale(k_scale_ptr, scale_strides[0])
+    _write_rows(k_to, k_from, k_scale, head, exists, live, HEAD_DIM, CONVERTS_FP8)
+    v_to = Rows(v_cache_ptr, _offsets(outer, head, slot, strides.v_cache))
+    v_from = Rows(v_ptr, _offsets(batch, head, token, strides.v))
+    v_scale = HeadScale(v_scale_ptr, scale_strides[1])
+    _write_rows(v_to, v_from, v_scale, head, exists, live, HEAD_DIM_V, CONVERTS_FP8)
 
 
 def _tile_rows(head_dim: int, head_dim_v: int) -> int:
@@ -144,32 +158,20 @@ def _tile_rows(head_dim: int, head_dim_v: int) -> int:
     return max(TILE_ELEMENTS // min(widest, MAX_TILE_D), 1)
 
 
-def launch_kv_append(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    counts: torch.Tensor | None = None,
-    page_table: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    *,
-    converts_fp8: bool = False,
-) -> None:
-    """Write into `k_cache` and `v_cache`.
+def append(call: AppendCall) -> None:
+    """Write into the caches of a validated call."""
+    launch_kv_append(call, converts_fp8=call.problem.arch.sm >= MIN_SM_CONVERTS_FP8)
+
+
+def launch_kv_append(call: AppendCall, *, converts_fp8: bool = False) -> None:
+    """Write into the caches of a call.
 
     Parameters
     ----------
-    k_cache, v_cache : [B, Hkv, S, D], or [pages, page_size, Hkv, D] with `page_table`; the dtype
-        of `k`, or float8_e4m3fn
-    k, v : [B, Hkv, T, D]; fp16, bf16 or fp32
-    cache_seqlens : int32 [B], contiguous; tokens that each sequence holds before this
-    counts : int32 [B], contiguous; how many of the T tokens to append
-    page_table : int32 [B, max_pages], contiguous in the last dimension
-    k_scale, v_scale : fp32, one element or [Hkv]; for fp8 only
+    call : caches of the dtype of k, or float8_e4m3fn; k and v in fp16, bf16 or fp32
     converts_fp8 : whether the GPU has an instruction for it (sm_89 on); the bits are the same
     """
+    k_cache, v_cache, k, v, page_table = call.k_cache, call.v_cache, call.k, call.v, call.page_table
     batch, heads, tokens, head_dim = k.shape
     num_rows = batch * heads * tokens
     if num_rows == 0:
@@ -186,18 +188,20 @@ def launch_kv_append(
         stored_as_bytes(v_cache),
         k,
         v,
-        cache_seqlens,
-        counts,
+        call.cache_seqlens,
+        call.counts,
         page_table,
-        k_scale,
-        v_scale,
+        call.k_scale,
+        call.v_scale,
         AppendStrides(
             cache_strides(k_cache, order),
             cache_strides(v_cache, order),
             cache_strides(k, (0, 1, 2)),
             cache_strides(v, (0, 1, 2)),
         ),
-        tuple(0 if x is None or x.numel() == 1 else x.stride(0) for x in (k_scale, v_scale)),
+        tuple(
+            0 if x is None or x.numel() == 1 else x.stride(0) for x in (call.k_scale, call.v_scale)
+        ),
         0 if page_table is None else page_table.stride(0),
         num_rows,
         tokens,
@@ -208,7 +212,7 @@ def launch_kv_append(
         head_dim,
         v.shape[-1],
         tile_rows,
-        # rows that follow one another in the new tokens; strides of 2 MB apart halve the speed
+        # in the order in which the new tokens lie in memory: steps of 2 MB halve the speed
         tokens == 1 or k.stride(1) < k.stride(2),
         converts_fp8 and k_cache.dtype == torch.float8_e4m3fn,
     )
@@ -221,10 +225,10 @@ def stored_as_bytes(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
-def cache_strides(x: torch.Tensor, order: tuple[int, int, int]) -> tuple[int, ...]:
+def cache_strides(x: torch.Tensor, order: tuple[int, int, int]) -> Strides:
     """Strides of the dimensions in `order`: page or batch, head, token."""
     # a dimension of size 1 may have any stride; 0 keeps it from compiling another variant
-    return tuple(x.stride(d) if x.shape[d] > 1 else 0 for d in order)
+    return Strides(*(x.stride(d) if x.shape[d] > 1 else 0 for d in order))
 
 
 @compile_cases
@@ -241,7 +245,7 @@ def _cases():
             kind = f"{'paged' if paged else 'contiguous'}-{str(dtype).split('.')[-1]}"
             kind += f"-to-{str(stored).split('.')[-1]}{'-converted' if converts else ''}"
             scale = torch.float32 if stored == torch.uint8 else None
-            k_strides, v_strides = ((4096 * 8 * d, 4096 * d, d) for d in dims)
+            k_strides, v_strides = (Strides(4096 * 8 * d, 4096 * d, d) for d in dims)
             yield CompileCase(
                 f"kv_append/{kind}-d{dims[0]}-{dims[1]}",
                 _kv_append_kernel,

@@ -1,4 +1,4 @@
-"""`KVCache`: keys and values of a fixed batch, one stretch of memory for each sequence."""
+"""`KVCache`: keys and values of a fixed batch, contiguous for each sequence."""
 
 from collections.abc import Sequence
 

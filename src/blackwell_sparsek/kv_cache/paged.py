@@ -1,6 +1,7 @@
 """`PagedKVCache`: keys and values of many sequences in pages of one pool."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -14,12 +15,22 @@ from .layout import FP8, STORED, check_counts, scale_tensor
 from .pages import NO_PAGE, Growth, PagePool, SequencePages
 
 
+class Reservation(NamedTuple):
+    """Room made for new tokens of some sequences."""
+
+    sequences: list[int]
+    counts: list[int]
+    before: torch.Tensor
+    """int32 [B] on the device: lengths before the reservation."""
+    count_tensor: torch.Tensor
+
+
 class PagedKVCache:
     """Keys and values in pages `[num_pages, page_size, Hkv, D]` that sequences take as they grow.
 
     Sequences have ids, which are never used again after `release`. Lengths and pages are accounted
-    for on the host; the page table lies on the device and follows by small copies that nobody
-    waits for. A request that does not fit raises before anything is changed.
+    for on the host; the page table lies on the device and is updated by small asynchronous copies.
+    A request that does not fit raises before anything is changed.
 
     A CUDA graph holds `bsk.kv_append` and `bsk.attention_decode` on static tensors; before each
     replay, call `reserve` and copy `page_table(sequences, max_pages)` and `lengths(sequences)` to
@@ -94,7 +105,7 @@ class PagedKVCache:
         width = cdiv(max_pages, ALIGNED_INTS) * ALIGNED_INTS
         self._table = torch.full((max_sequences, width), NO_PAGE, dtype=torch.int32, device=place)
         self._book = SequencePages(PagePool(num_pages), page_size, max_sequences, max_pages)
-        self._reserved: tuple[list[int], list[int], torch.Tensor] | None = None
+        self._reserved: Reservation | None = None
         self._last_rows: tuple[list[int], torch.Tensor] | None = None
 
     @property
@@ -153,7 +164,8 @@ class PagedKVCache:
         before = [state.length for state in self._book.states(op, sequences)]
         self._apply(self._book.grow(op, sequences, counts))
         state = to_device(aligned_rows([before, counts]), torch.int32, self.k.device)
-        self._reserved = (list(sequences), counts, state[:, : len(counts)])
+        lengths, count_tensor = state[:, : len(counts)]
+        self._reserved = Reservation(list(sequences), counts, lengths, count_tensor)
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the tokens that were reserved last.
@@ -166,7 +178,7 @@ class PagedKVCache:
         op = "PagedKVCache.write"
         if self._reserved is None:
             raise InvalidInput(message(op, "cache", "has no reservation", "reserve first", "none"))
-        sequences, counts, (before, count_tensor) = self._reserved
+        sequences, counts, before, count_tensor = self._reserved
         self._check_new(op, sequences, k, v)
         if k.shape[2] < max(counts, default=0):
             expected = f"at least the {max(counts)} tokens that were reserved"

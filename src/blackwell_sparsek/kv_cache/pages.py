@@ -1,4 +1,7 @@
-"""The pages of many sequences: growth, shared prefixes, copies on write. Host only."""
+"""The pages of many sequences: growth, shared prefixes, copies on write.
+
+Kept on the host, which knows what it appended: nothing here waits for a device.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,13 +11,9 @@ from ..core.checks import message
 from ..core.errors import InvalidInput, OutOfPages
 from ..launch.launcher import cdiv
 
-# Which pages of a cache are free, and how many sequences share each of the others.
-#
-# Kept on the host, which knows what it appended: nothing here waits for a device.
-
 
 class PagePool:
-    """Pages 0 to num_pages - 1 with reference counts.
+    """Pages 0 to num_pages - 1 with reference counts: how many sequences hold each of them.
 
     Parameters
     ----------
@@ -32,13 +31,13 @@ class PagePool:
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
-        # the lowest are taken first, and what came back last is taken next: it may be in the L2
+        # a stack, lowest page on top: what was given back last may still be in the L2
         self._free = list(reversed(range(num_pages)))
         self._users = [0] * num_pages
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody uses."""
+        """Pages that no sequence holds."""
         return len(self._free)
 
     def users(self, page: int) -> int:

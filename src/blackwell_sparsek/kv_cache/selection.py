@@ -1,9 +1,14 @@
-"""`page_summaries` and `topk_pages`: sparse decoding reads the pages that can matter."""
+"""`page_summaries` and `topk_pages`: sparse decoding reads the pages that can matter.
 
-from typing import Any
+The public functions, their checks, the operators, and the implementations in plain PyTorch; the
+Triton kernels are in `selection_kernels.py`.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 
+from ..calls.cache import SummariesCall, TopkCall
 from ..core.checks import (
     check_choice,
     check_dtype,
@@ -15,11 +20,54 @@ from ..core.checks import (
     message,
 )
 from ..core.errors import InvalidInput, InvalidType
+from ..dispatch.dispatcher import Dispatcher, interpreted_only
+from ..dispatch.operators import define_op
+from ..launch.replay import record, repeat
 from ..masks.check import check_count
-from .layout import CONTIGUOUS, KINDS, NEW, PAGED, STORED, PageSummaries, empty_summaries
-from .op import page_summaries as page_summaries_op
-from .op import topk_pages as topk_pages_op
-from .replay import cache_results
+from .append import why_not_triton
+from .layout import CONTIGUOUS, FP8, NEW, PAGED, STORED
+
+KINDS = ("minmax", "mean")
+# Launches of earlier calls, for `repeat`.
+_UPDATES: dict[Any, Any] = {}
+_CHOICES: dict[Any, Any] = {}
+
+
+class PageSummaries(NamedTuple):
+    """Per channel, the smallest and largest key of each page; both the mean for kind "mean".
+
+    `low`, `high`: `[pages, Hkv, D]`, or `[B, blocks, Hkv, D]` for a contiguous cache that is cut
+    into blocks of `page_size` tokens. dtype of the cache; for fp8 caches, bf16 with the stored
+    numbers, which are the keys divided by their scale.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+    page_size: int
+
+    @property
+    def kind(self) -> str:
+        """`minmax` or `mean`."""
+        return "mean" if self.low is self.high else "minmax"
+
+    @property
+    def paged(self) -> bool:
+        """Whether a page table says which pages belong to which sequence."""
+        return self.low.dim() == 3
+
+
+def empty_summaries(
+    k_cache: torch.Tensor, kind: str, page_size: int, *, paged: bool
+) -> PageSummaries:
+    """Summaries for all pages of a cache; 0 until they are made."""
+    dtype = torch.bfloat16 if k_cache.dtype == FP8 else k_cache.dtype
+    if paged:
+        shape = (k_cache.shape[0], k_cache.shape[2], k_cache.shape[3])
+    else:
+        batch, heads, tokens, head_dim = k_cache.shape
+        shape = (batch, -(-tokens // page_size), heads, head_dim)  # type: ignore[assignment]
+    low = torch.zeros(shape, dtype=dtype, device=k_cache.device)
+    return PageSummaries(low, low if kind == "mean" else torch.zeros_like(low), page_size)
 
 
 def page_summaries(
@@ -71,31 +119,14 @@ def page_summaries(
     >>> low.flatten(), high.flatten()
     (tensor([0., 2., 4.]), tensor([1., 3., 4.]))
     """
-    where = (cache_seqlens, page_table)
-    if not isinstance(out, PageSummaries):
-        return _page_summaries(k_cache, *where, kv_block_size, kind, out, new_tokens, impl)
-
-    def update() -> tuple[()]:
-        _page_summaries(k_cache, *where, kv_block_size, kind, out, new_tokens, impl)
-        return ()
-
-    others = (None if out.low is out.high else out.high, k_cache, *where)
-    options = (kv_block_size, kind, out.page_size, new_tokens, impl)
-    cache_results("page_summaries", (out.low,), others, options, update)
-    return out
-
-
-def _page_summaries(
-    k_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    page_table: torch.Tensor | None,
-    kv_block_size: int | None,
-    kind: str,
-    out: PageSummaries | None,
-    new_tokens: int | None,
-    impl: str,
-) -> PageSummaries:
-    """Check everything and run the operator."""
+    inputs: tuple[Any, ...] = ()
+    options: tuple[Any, ...] = (kv_block_size, kind, new_tokens, impl)
+    if isinstance(out, PageSummaries):
+        high = None if out.kind == "mean" else out.high
+        inputs = (out.low, high, k_cache, cache_seqlens, page_table)
+        options = (out.page_size, *options)
+        if repeat(_UPDATES, options, inputs) is not None:
+            return out
     op = "page_summaries"
     check_tensor(op, "k_cache", k_cache)
     check_dtype(op, "k_cache", k_cache, STORED)
@@ -119,8 +150,11 @@ def _page_summaries(
     else:
         _check_out(op, out, k_cache, kind, page_size, paged=page_table is not None)
     high = None if out.kind == "mean" else out.high
-    where = (cache_seqlens, page_table, page_size, new_tokens)
-    page_summaries_op(out.low, high, k_cache, *where, impl)
+    call = SummariesCall(out.low, high, k_cache, cache_seqlens, page_table, page_size, new_tokens)
+    if inputs:
+        record(_UPDATES, options, inputs, _summarise, call, impl, operands=1)
+    else:
+        _summarise(call, impl)
     return out
 
 
@@ -175,30 +209,14 @@ def topk_pages(
     >>> topk_pages(torch.ones(1, 1, 1, 1), summaries, 3, cache_seqlens=lengths)
     tensor([[[0, 2, 3]]], dtype=torch.int32)
     """
-
-    def checked() -> tuple[torch.Tensor]:
-        where = (cache_seqlens, page_table)
-        return (_topk_pages(q, summaries, k, *where, keep_first, keep_last, reduce, impl),)
-
-    if not isinstance(summaries, PageSummaries):
-        return checked()[0]
-    others = (summaries.low, summaries.high, cache_seqlens, page_table)
-    options = (summaries.page_size, k, keep_first, keep_last, reduce, impl)
-    return cache_results("topk_pages", (q,), others, options, checked)[0]
-
-
-def _topk_pages(
-    q: torch.Tensor,
-    summaries: PageSummaries,
-    k: int,
-    cache_seqlens: torch.Tensor,
-    page_table: torch.Tensor | None,
-    keep_first: int,
-    keep_last: int,
-    reduce: str,
-    impl: str,
-) -> torch.Tensor:
-    """Check everything and run the operator."""
+    inputs: tuple[Any, ...] = ()
+    options: tuple[Any, ...] = (k, keep_first, keep_last, reduce, impl)
+    if isinstance(summaries, PageSummaries):
+        inputs = (q, summaries.low, summaries.high, cache_seqlens, page_table)
+        options = (summaries.page_size, *options)
+        results = repeat(_CHOICES, options, inputs)
+        if results is not None:
+            return results[0]
     op = "topk_pages"
     check_tensor(op, "q", q)
     check_dtype(op, "q", q, NEW)
@@ -230,9 +248,19 @@ def _topk_pages(
         expected = f"keep_first + keep_last ({keep_first} + {keep_last}) or more"
         raise InvalidInput(message(op, "k", "is too small", expected, k))
     check_choice(op, "reduce", reduce, ("max", "sum"))
-    where = (cache_seqlens, page_table, summaries.page_size)
-    options = (k, keep_first, keep_last, reduce, impl)
-    return topk_pages_op(q, low, summaries.high, *where, *options)
+    call = TopkCall(
+        q,
+        low,
+        summaries.high,
+        cache_seqlens,
+        page_table,
+        summaries.page_size,
+        k,
+        keep_first,
+        keep_last,
+        reduce,
+    )
+    return record(_CHOICES, options, inputs, _choose, call, impl, operands=1)[0]
 
 
 def _page_size(op: str, k_cache: torch.Tensor, page_table: Any, kv_block_size: Any) -> int:
@@ -278,3 +306,190 @@ def _check_out(
     if (out.kind, out.page_size) != (kind, page_size):
         wanted, got = f"{kind} of {page_size} tokens", f"{out.kind} of {out.page_size}"
         raise InvalidInput(message(op, "out", "is of another kind", wanted, got))
+
+
+def summaries_eager(call: SummariesCall) -> None:
+    """Write the summaries of the pages that hold the last `new_tokens` tokens, None for all."""
+    low, k_cache, page_table = call.low, call.k_cache, call.page_table
+    page_size, new_tokens = call.page_size, call.new_tokens
+    if page_table is None:
+        batch, heads, tokens, dim = k_cache.shape
+        columns = low.shape[1]
+        keys = k_cache.view(torch.uint8) if k_cache.dtype == FP8 else k_cache
+        keys = torch.nn.functional.pad(keys, (0, 0, 0, columns * page_size - tokens))
+        keys = keys.view(batch, heads, columns, page_size, dim).permute(0, 2, 3, 1, 4)
+        keys = keys.view(FP8) if k_cache.dtype == FP8 else keys
+        exists = torch.ones((), dtype=torch.bool, device=low.device)
+        capacity = tokens
+    else:
+        columns = page_table.shape[1]
+        exists = (page_table >= 0) & (page_table < k_cache.shape[0])
+        keys = k_cache[page_table.clamp(0, k_cache.shape[0] - 1).long()]
+        capacity = columns * page_size
+    if columns == 0 or keys.numel() == 0:
+        return
+    length = call.cache_seqlens.clamp(0, capacity).long().view(-1, 1)
+    page = torch.arange(columns, device=low.device)
+    first = 0 if new_tokens is None else (length - new_tokens).clamp(min=0) // page_size
+    live = exists & (page >= first) & (page * page_size < length)
+    token = page.unsqueeze(1) * page_size + torch.arange(page_size, device=low.device)
+    there = (token < length.unsqueeze(2)).view(-1, columns, page_size, 1, 1)
+    keys = keys.float() if low.dtype != torch.float64 else keys
+    if call.high is None:
+        total = keys.masked_fill(~there, 0).sum(2)
+        made = [(low, total / there.sum(2).clamp(min=1))]
+    else:
+        made = [
+            (low, keys.masked_fill(~there, torch.inf).amin(2)),
+            (call.high, keys.masked_fill(~there, -torch.inf).amax(2)),
+        ]
+    for summary, values in made:
+        _put_rows(summary, values.to(summary.dtype), page_table, live)
+
+
+def _put_rows(
+    summary: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor | None,
+    live: torch.Tensor,
+) -> None:
+    """Write `values` [B, columns, H, D] where `live`."""
+    if page_table is None:
+        summary.copy_(torch.where(live.view(*live.shape, 1, 1), values, summary))
+        return
+    # what is not live repeats a write that is made anyway, see `append._put_tokens`
+    flat, pages = live.flatten(), page_table.long().clamp(0, summary.shape[0] - 1).flatten()
+    anchor = flat.int().argmax(keepdim=True)
+    rows, to = values.flatten(0, 1), pages[anchor]
+    kept = torch.where(flat[anchor].view(1, 1, 1), rows[anchor], summary[to])
+    at = torch.where(flat, pages, to)
+    summary.index_put_((at,), torch.where(flat.view(-1, 1, 1), rows, kept))
+
+
+def topk_eager(call: TopkCall) -> torch.Tensor:
+    """Ordinals [B, Hkv, k] of the best pages in ascending order, then -1."""
+    q, low, high, page_table = call.q, call.low, call.high, call.page_table
+    k, page_size = call.k, call.page_size
+    heads = low.shape[-2]
+    columns = low.shape[1] if page_table is None else page_table.shape[1]
+    out = torch.full((q.shape[0], heads, k), -1, dtype=torch.int32, device=q.device)
+    if out.numel() == 0 or columns == 0 or q.shape[2] == 0:
+        return out
+    exists = torch.ones((), dtype=torch.bool, device=q.device)
+    if page_table is not None:
+        exists = ((page_table >= 0) & (page_table < low.shape[0])).unsqueeze(1)
+        at = page_table.long().clamp(0, low.shape[0] - 1)
+        low, high = low[at], high[at]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows = q.to(dtype).reshape(q.shape[0], heads, -1, q.shape[-1])
+    scores = rows.clamp(min=0) @ high.to(dtype).permute(0, 2, 3, 1)
+    scores += rows.clamp(max=0) @ low.to(dtype).permute(0, 2, 3, 1)
+    scores = scores.sum(2) if call.reduce == "sum" else scores.amax(2)
+    scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf).masked_fill(~exists, -torch.inf)
+
+    count = ((call.cache_seqlens.long().clamp(min=0) + page_size - 1) // page_size).clamp(
+        max=columns
+    )
+    count = count.view(-1, 1, 1)
+    page = torch.arange(columns, device=q.device)
+    kept = (page < call.keep_first) | (page >= count - call.keep_last)
+    # stable sorts by the lesser keys first: ordinal, score, kept before others, absent ones last
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    group = torch.where(page < count, (~kept).int(), 2).expand_as(scores).gather(-1, order)
+    order = order.gather(-1, group.argsort(dim=-1, stable=True))
+    best = order[..., :k]
+    chosen = torch.arange(best.shape[-1], device=q.device) < count
+    best = torch.where(chosen, best, columns).sort(dim=-1).values
+    out[..., : best.shape[-1]] = torch.where(best < columns, best, -1)
+    return out
+
+
+def _summarise(call: SummariesCall, impl: str) -> tuple[()]:
+    """Run a checked call by way of the operator, which returns nothing."""
+    page_summaries_op(
+        call.low,
+        call.high,
+        call.k_cache,
+        call.cache_seqlens,
+        call.page_table,
+        call.page_size,
+        call.new_tokens,
+        impl,
+    )
+    return ()
+
+
+def _choose(call: TopkCall, impl: str) -> tuple[torch.Tensor]:
+    """Run a checked call by way of the operator."""
+    lists = topk_pages_op(
+        call.q,
+        call.low,
+        call.high,
+        call.cache_seqlens,
+        call.page_table,
+        call.page_size,
+        call.k,
+        call.keep_first,
+        call.keep_last,
+        call.reduce,
+        impl,
+    )
+    return (lists,)
+
+
+def _page_summaries(*args: Any) -> None:
+    *asked, impl = args
+    call = SummariesCall(*asked)
+    with torch.autocast(call.low.device.type, enabled=False), torch.no_grad():
+        summaries_dispatch.run(impl, call)
+
+
+def _topk_pages(*args: Any) -> torch.Tensor:
+    *asked, impl = args
+    call = TopkCall(*asked)
+    with torch.autocast(call.q.device.type, enabled=False), torch.no_grad():
+        return topk_dispatch.run(impl, call)
+
+
+def _topk_pages_fake(*args: Any) -> torch.Tensor:
+    *asked, _ = args
+    return empty_lists(TopkCall(*asked))
+
+
+def empty_lists(call: TopkCall) -> torch.Tensor:
+    """Memory for the lists that a call makes."""
+    shape = (call.q.shape[0], call.low.shape[-2], call.k)
+    return call.q.new_empty(shape, dtype=torch.int32)
+
+
+summaries_dispatch = Dispatcher("page_summaries")
+summaries_dispatch.register(
+    "triton",
+    why_not_triton,
+    "blackwell_sparsek.kv_cache.selection_kernels:summarise",
+    auto_passes=interpreted_only,
+)
+summaries_dispatch.register("eager", lambda problem: None, summaries_eager)
+topk_dispatch = Dispatcher("topk_pages")
+topk_dispatch.register(
+    "triton",
+    why_not_triton,
+    "blackwell_sparsek.kv_cache.selection_kernels:topk",
+    auto_passes=interpreted_only,
+)
+topk_dispatch.register("eager", lambda problem: None, topk_eager)
+
+page_summaries_op = define_op(
+    "page_summaries",
+    "(Tensor(a!) low, Tensor(b!)? high, Tensor k_cache, Tensor cache_seqlens, "
+    "Tensor? page_table, int page_size, int? new_tokens, str impl) -> ()",
+    _page_summaries,
+    lambda *args: None,
+)
+topk_pages_op = define_op(
+    "topk_pages",
+    "(Tensor q, Tensor low, Tensor high, Tensor cache_seqlens, Tensor? page_table, "
+    "int page_size, int k, int keep_first, int keep_last, str reduce, str impl) -> Tensor",
+    _topk_pages,
+    _topk_pages_fake,
+)

@@ -1,35 +1,56 @@
 # mypy: ignore-errors
-"""The pages that matter most to a query, from summaries of their keys.
+"""Summaries of the keys of each page, and the pages that matter most to a query.
+
+`_page_summaries_kernel` makes, channel by channel, the smallest and largest key of a page, or the
+mean of its keys:
+
+    low[page, h, d] = min over the tokens of the page of k_cache[page, token, h, d]
+
+One program makes the summary of one page of one sequence and head, from the tokens below the
+length. Pages of one sequence are taken from the one that holds token `length - new_tokens` on.
+fp8 caches are given as uint8. Called as impl "triton" of `bsk::page_summaries`.
 
     score[b, h, j] = max (or sum) over the queries of KV head h of
                      sum over d of max(q_d * low[j, d], q_d * high[j, d])
 
-which no key of page j can pass. `_page_scores_kernel` makes the scores of TILE_PAGES pages of one
-sequence and KV head with two products, q's positive part by `high` and its negative part by `low`.
-`_select_pages_kernel` lists the k best pages of one sequence and KV head in ascending order: the
-k-th best score is found by bisection of its bits, ties go to the earlier page, and the list is
-filled with -1. Pages at the two ends may be kept whatever their score. Called by `bsk::topk_pages`.
+is an upper bound for every key of page j. `_page_scores_kernel` makes the scores of TILE_PAGES
+pages of one sequence and KV head with two products, q's positive part by `high` and its negative
+part by `low`. `_select_pages_kernel` lists the k best pages of one sequence and KV head in
+ascending order: the k-th best score is found by bisection of its bits, ties go to the earlier page,
+and the list is filled with -1. Pages at the two ends may be kept whatever their score. Called as
+impl "triton" of `bsk::topk_pages`.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ..calls.cache import SummariesCall, TopkCall
 from ..core.compile_cases import CompileCase, compile_cases
 from ..device.fp8 import e4m3_values
 from ..device.ordering import HIGHEST, LOWEST, midpoint, ordered_int
+from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of, scratch
 from .append_kernel import INT32_MAX, cache_strides, stored_as_bytes
-
-# Smallest and largest key of each page, channel by channel, or their mean.
-#
-#     low[page, h, d] = min over the tokens of the page of k_cache[page, token, h, d]
-#
-# One program makes the summary of one page of one sequence and head, from the tokens below the
-# length. Pages of one sequence are taken from the one that holds token `length - new_tokens` on.
-# fp8 caches are given as uint8. Called by `bsk::page_summaries`.
+from .selection import empty_lists
 
 TILE_TOKENS = 16
+
+
+class SummaryStrides(NamedTuple):
+    """Strides of sequence (0 for summaries of pages), page or block, and head."""
+
+    sequence: Any
+    page: Any
+    head: Any
+
+
+@triton.jit
+def _summary_offset(sequence, page, head, strides):
+    """Where the summary of a page (or block) and head begins."""
+    return sequence * strides.sequence + page * strides.page + head * strides.head
 
 
 @triton.jit(
@@ -80,11 +101,11 @@ def _page_summaries_kernel(
     low = tl.full([TILE_D], float("inf"), tl.float32)
     high = tl.full([TILE_D], -float("inf"), tl.float32)
     total = tl.zeros([TILE_D], tl.float32)
-    k_ptr = k_cache_ptr + slab * k_strides[0] + head * k_strides[1]
+    k_ptr = k_cache_ptr + slab * k_strides.batch + head * k_strides.head
     for start in range(0, count, TILE_TOKENS):
         token = start + tl.arange(0, TILE_TOKENS)
         there = (token < count)[:, None] & in_head[None, :]
-        rows = (first + token) * k_strides[2]
+        rows = (first + token) * k_strides.token
         k = tl.load(k_ptr + rows[:, None] + offs_d[None, :], mask=there, other=0)
         k = e4m3_values(k) if k_cache_ptr.dtype.element_ty == tl.uint8 else k.to(tl.float32)
         if high_ptr is None:
@@ -93,7 +114,7 @@ def _page_summaries_kernel(
             low = tl.minimum(low, tl.min(tl.where(there, k, float("inf")), 0))
             high = tl.maximum(high, tl.max(tl.where(there, k, -float("inf")), 0))
 
-    offset = batch * summary_strides[0] + place * summary_strides[1] + head * summary_strides[2]
+    offset = _summary_offset(batch, place, head, summary_strides)
     if high_ptr is None:
         low = total / count
     else:
@@ -102,46 +123,34 @@ def _page_summaries_kernel(
     tl.store(low_ptr + offset + offs_d, low.to(low_ptr.dtype.element_ty), mask=in_head)
 
 
-def summary_strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of sequence, page and head of summaries `[pages, H, D]` or `[B, blocks, H, D]`."""
-    return (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]
+def summary_strides(x: torch.Tensor) -> SummaryStrides:
+    """Strides of summaries `[pages, H, D]` or `[B, blocks, H, D]`."""
+    return SummaryStrides(*((0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]))
 
 
-def launch_page_summaries(
-    low: torch.Tensor,
-    high: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    page_table: torch.Tensor | None,
-    page_size: int,
-    new_tokens: int | None,
-) -> None:
+def summarise(call: SummariesCall) -> None:
     """Write the summaries of the pages that hold the last `new_tokens` tokens, None for all.
 
-    Parameters
-    ----------
-    low, high : as in `PageSummaries`, contiguous; `high` None for the mean
-    k_cache : [B, Hkv, S, D], or [pages, page_size, Hkv, D] with `page_table`
-    cache_seqlens : int32 [B], contiguous
-    page_table : int32 [B, max_pages], contiguous in the last dimension
+    `low` and `high` are contiguous.
     """
-    batch = cache_seqlens.shape[0]
+    low, k_cache, page_table, page_size = call.low, call.k_cache, call.page_table, call.page_size
+    batch = call.cache_seqlens.shape[0]
     if page_table is None:
         heads, capacity, pages, order = k_cache.shape[1], k_cache.shape[2], 0, (0, 1, 2)
     else:
         pages, heads, order = k_cache.shape[0], k_cache.shape[2], (0, 2, 1)
         capacity = page_table.shape[1] * page_size
     columns = cdiv(capacity, page_size)
-    if new_tokens is not None:
+    if call.new_tokens is not None:
         # tokens that do not start at a page reach into one page more
-        columns = min(columns, cdiv(new_tokens, page_size) + 1)
+        columns = min(columns, cdiv(call.new_tokens, page_size) + 1)
     if batch * columns * heads == 0:
         return
     args = (
         low,
-        high,
+        call.high,
         stored_as_bytes(k_cache),
-        cache_seqlens,
+        call.cache_seqlens,
         page_table,
         summary_strides(low),
         cache_strides(k_cache, order),
@@ -151,7 +160,7 @@ def launch_page_summaries(
         pages,
         min(capacity, INT32_MAX),
         page_size,
-        INT32_MAX if new_tokens is None else new_tokens,
+        INT32_MAX if call.new_tokens is None else call.new_tokens,
         low.shape[-1],
         TILE_TOKENS,
     )
@@ -175,8 +184,10 @@ def _summary_cases():
                 "k_cache_ptr": stored,
                 "cache_seqlens_ptr": torch.int32,
                 "page_table_ptr": torch.int32 if paged else None,
-                "summary_strides": (0 if paged else 64 * head_dim, 8 * head_dim, head_dim),
-                "k_strides": (4096 * head_dim, head_dim, 8 * head_dim),
+                "summary_strides": SummaryStrides(
+                    0 if paged else 64 * head_dim, 8 * head_dim, head_dim
+                ),
+                "k_strides": Strides(4096 * head_dim, head_dim, 8 * head_dim),
                 "table_stride": 1000,
                 "columns": 3,
                 "heads": 7,
@@ -192,7 +203,7 @@ def _summary_cases():
 
 TILE_PAGES = 32
 TILE_M = 16
-# Scores that one program of the selection holds in registers; more are read again and again.
+# Scores that one program of the selection holds in registers; more are read again in each pass.
 MAX_TILE_SCORES = 8192
 
 
@@ -218,9 +229,9 @@ def _page_scores_kernel(
 ):
     """Scores of TILE_PAGES pages of one sequence and KV head; those that do not exist get -inf."""
     tiles = (columns + TILE_PAGES - 1) // TILE_PAGES
-    plane = tl.program_id(0) // tiles
-    head = (plane % heads).to(tl.int64)
-    batch = (plane // heads).to(tl.int64)
+    batch_head = tl.program_id(0) // tiles
+    head = (batch_head % heads).to(tl.int64)
+    batch = (batch_head // heads).to(tl.int64)
     ordinal = tl.program_id(0) % tiles * TILE_PAGES + tl.arange(0, TILE_PAGES)
     live = ordinal < columns
     page = ordinal.to(tl.int64)
@@ -232,7 +243,7 @@ def _page_scores_kernel(
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     offs_d = tl.arange(0, TILE_D)
     in_head = (offs_d < HEAD_DIM)[None, :]
-    offsets = batch * summary_strides[0] + page * summary_strides[1] + head * summary_strides[2]
+    offsets = _summary_offset(batch, page, head, summary_strides)
     at = offsets[:, None] + offs_d[None, :]
     low = tl.load(low_ptr + at, mask=exists[:, None] & in_head, other=0.0)
     high = tl.load(high_ptr + at, mask=exists[:, None] & in_head, other=0.0)
@@ -244,7 +255,7 @@ def _page_scores_kernel(
     for start in range(0, group_rows, TILE_M):
         row = start + tl.arange(0, TILE_M)
         q_head = head * (group_rows // q_len) + row // q_len
-        rows = batch * q_strides[0] + q_head * q_strides[1] + (row % q_len) * q_strides[2]
+        rows = batch * q_strides.batch + q_head * q_strides.head + (row % q_len) * q_strides.token
         there = (row < group_rows)[:, None]
         q = tl.load(q_ptr + rows[:, None] + offs_d[None, :], mask=there & in_head, other=0.0)
         q = q.to(low.dtype)
@@ -260,7 +271,7 @@ def _page_scores_kernel(
         else:
             best = tl.maximum(best, tl.max(tl.where(there, s, -float("inf")), 0))
     best = tl.where(exists, best, -float("inf"))
-    tl.store(scores_ptr + plane.to(tl.int64) * columns + ordinal, best, mask=live)
+    tl.store(scores_ptr + batch_head.to(tl.int64) * columns + ordinal, best, mask=live)
 
 
 @triton.jit
@@ -287,12 +298,12 @@ def _select_pages_kernel(
     ONE_TILE: tl.constexpr,
 ):
     """The list of one sequence and KV head."""
-    plane = tl.program_id(0).to(tl.int64)
-    length = tl.maximum(tl.load(cache_seqlens_ptr + plane // heads), 0)
+    batch_head = tl.program_id(0).to(tl.int64)
+    length = tl.maximum(tl.load(cache_seqlens_ptr + batch_head // heads), 0)
     count = tl.minimum((length.to(tl.int64) + page_size - 1) // page_size, columns).to(tl.int32)
     wanted = tl.minimum(count, k)
-    scores_ptr += plane * columns
-    kv_blocks_ptr += plane * k
+    scores_ptr += batch_head * columns
+    kv_blocks_ptr += batch_head * k
     offs = tl.arange(0, TILE_SCORES)
     held = _ranked(scores_ptr, offs, count, keep_first, keep_last)
 
@@ -336,29 +347,19 @@ def _selection_tile(columns: int) -> int:
     return min(max(triton.next_power_of_2(columns), 128), MAX_TILE_SCORES)
 
 
-def launch_topk_pages(
-    kv_blocks: torch.Tensor,
-    q: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    page_table: torch.Tensor | None,
-    page_size: int,
-    keep_first: int,
-    keep_last: int,
-    reduce: str,
-) -> None:
-    """Fill `kv_blocks`.
+def topk(call: TopkCall) -> torch.Tensor:
+    """The lists of a validated call."""
+    kv_blocks = empty_lists(call)
+    launch_topk_pages(kv_blocks, call)
+    return kv_blocks
 
-    Parameters
-    ----------
-    kv_blocks : int32 [B, Hkv, k], contiguous
-    q : fp16, bf16 or fp32 [B, Hq, Sq, D], contiguous in the last dimension
-    low, high : as in `PageSummaries`, contiguous in the last dimension
-    cache_seqlens : int32 [B], contiguous
-    page_table : int32 [B, max_pages], contiguous in the last dimension, or None
-    reduce : "max" or "sum", over the queries of a KV head
+
+def launch_topk_pages(kv_blocks: torch.Tensor, call: TopkCall) -> None:
+    """Fill `kv_blocks`, int32 [B, Hkv, k] and contiguous.
+
+    Queries are fp16, bf16 or fp32.
     """
+    q, low, page_table = call.q, call.low, call.page_table
     batch, heads, k = kv_blocks.shape
     columns = low.shape[1] if page_table is None else page_table.shape[1]
     if kv_blocks.numel() == 0:
@@ -371,9 +372,9 @@ def launch_topk_pages(
         scores,
         q,
         low,
-        high,
+        call.high,
         page_table,
-        q.stride()[:3],
+        Strides(*q.stride()[:3]),
         summary_strides(low),
         0 if page_table is None else page_table.stride(0),
         columns if page_table is None else low.shape[0],
@@ -384,11 +385,11 @@ def launch_topk_pages(
         q.shape[-1],
         TILE_PAGES,
         TILE_M,
-        reduce == "sum",
+        call.reduce == "sum",
     )
     tile = _selection_tile(columns)
-    sizes = (columns, heads, page_size, keep_first, keep_last, k)
-    select_args = (kv_blocks, scores, cache_seqlens, *sizes, tile, columns <= tile)
+    sizes = (columns, heads, call.page_size, call.keep_first, call.keep_last, k)
+    select_args = (kv_blocks, scores, call.cache_seqlens, *sizes, tile, columns <= tile)
     with on_device_of(q):
         programs = batch * heads * cdiv(columns, TILE_PAGES)
         assert programs <= INT32_MAX, programs
@@ -419,8 +420,10 @@ def _topk_cases():
                 "low_ptr": kept,
                 "high_ptr": kept,
                 "page_table_ptr": torch.int32 if paged else None,
-                "q_strides": (32 * head_dim, head_dim, 32 * head_dim),
-                "summary_strides": (0 if paged else 64 * head_dim, 8 * head_dim, head_dim),
+                "q_strides": Strides(32 * head_dim, head_dim, 32 * head_dim),
+                "summary_strides": SummaryStrides(
+                    0 if paged else 64 * head_dim, 8 * head_dim, head_dim
+                ),
                 "table_stride": 1000,
                 "pages": 1000,
                 "columns": 1000,

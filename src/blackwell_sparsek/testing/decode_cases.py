@@ -2,11 +2,11 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..calls.decode import DecodeSpec
+from ..calls.decode import DecodeCall
 from ..masks.band import Band
 from ..reference.decode import attention_decode as oracle
 from .inputs import normal
@@ -21,7 +21,7 @@ SPARE_PAGES = 3
 class DecodeCase:
     """One decode call; the same seed gives the same keys in any layout.
 
-    Slots past the lengths and pages that nobody owns hold NaN.
+    Slots past the lengths and pages of no sequence hold NaN.
     """
 
     seed: int
@@ -40,14 +40,12 @@ class DecodeCase:
     block_size: int | None = None
     """List blocks of this size, those of pages under `page_size`; None reads all keys."""
     keep: float = 0.5
-    """Share of the blocks that are listed."""
+    """Fraction of the blocks that are listed."""
     fp8: str = "none"
     """`none`, or scales per `tensor` or per `head`."""
 
-    def build(
-        self, device: torch.device | str
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, DecodeSpec]:
-        """Queries, caches and options of the call."""
+    def build(self, device: torch.device | str) -> DecodeCall:
+        """The call, with its tensors on `device`."""
         (hq, hkv), (d, dv), batch = self.heads, self.head_dims, len(self.lengths)
         slots = max(self.lengths) if self.capacity is None else self.capacity
         size = self.page_size or 1
@@ -61,38 +59,42 @@ class DecodeCase:
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, slots - x.shape[2])) for x in (k, v))
         cache_dtype = self.dtype if self.fp8 == "none" else torch.float8_e4m3fn
         k, v = (_poisoned(x.to(cache_dtype), lengths) for x in (k, v))
-        spec = DecodeSpec(
+        table = None
+        if self.page_size is not None:
+            k, v, table = self._paged(k, v)
+        call = DecodeCall(
+            q.to(device),
+            k.to(device),
+            v.to(device),
+            lengths.to(device),
             scale=d**-0.5 if self.scale is None else self.scale,
-            cache_seqlens=lengths.to(device),
+            page_table=None if table is None else table.to(device),
             band=self.band,
             softcap=self.softcap,
             sinks=normal(hq, seed=self.seed * 8 + 3, device=device) if self.sinks else None,
         )
-        spec = self._with_scales(self._with_lists(spec, slots, device), device)
-        if self.page_size is not None:
-            k, v, table = self._paged(k, v)
-            spec = spec._replace(page_table=table.to(device))
-        return q.to(device), k.to(device), v.to(device), spec
+        return self._with_scales(self._with_lists(call, slots))
 
     def _generator(self, salt: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed * 8 + salt)
 
-    def _with_lists(self, spec: DecodeSpec, slots: int, device: torch.device | str) -> DecodeSpec:
+    def _with_lists(self, call: DecodeCall, slots: int) -> DecodeCall:
         size = self.page_size or self.block_size
         if self.block_size is None or size is None:
-            return spec
+            return call
         shape = (len(self.lengths), self.heads[1], -(-slots // size))
         order = torch.rand(shape, generator=self._generator(4)).argsort(-1)
         kept = torch.rand(shape, generator=self._generator(5)) < self.keep
-        blocks = torch.where(kept, order, -1).to(device=device, dtype=torch.int32)
-        return spec._replace(kv_blocks=blocks, kv_block_size=size)
+        blocks = torch.where(kept, order, -1).to(device=call.q.device, dtype=torch.int32)
+        return replace(call, kv_blocks=blocks, kv_block_size=size)
 
-    def _with_scales(self, spec: DecodeSpec, device: torch.device | str) -> DecodeSpec:
+    def _with_scales(self, call: DecodeCall) -> DecodeCall:
         if self.fp8 == "none":
-            return spec
+            return call
         shape = () if self.fp8 == "tensor" else (self.heads[1],)
         factors = torch.rand((2, *shape), generator=self._generator(6)) + 0.5
-        return spec._replace(k_scale=factors[0].to(device), v_scale=factors[1].to(device))
+        k_scale, v_scale = factors.to(call.q.device)
+        return replace(call, k_scale=k_scale, v_scale=v_scale)
 
     def _paged(
         self, k: torch.Tensor, v: torch.Tensor
@@ -156,20 +158,13 @@ def draw_decode_case(
     )
 
 
-def check_decode(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    spec: DecodeSpec,
-    what: str = "",
-) -> None:
+def check_decode(out: torch.Tensor, lse: torch.Tensor, call: DecodeCall, what: str = "") -> None:
     """Compare a result with the oracle under the error budget."""
-    exact, exact_lse = oracle(q.double(), k_cache, v_cache, spec)
-    plain, _ = oracle(q, k_cache, v_cache, spec, precision=q.dtype)
-    _, plain_lse = oracle(q.float(), k_cache, v_cache, spec, precision=torch.float32)
+    q = call.q
+    exact, exact_lse = oracle(replace(call, q=q.double()))
+    plain, _ = oracle(call, precision=q.dtype)
+    _, plain_lse = oracle(replace(call, q=q.float()), precision=torch.float32)
     assert_within_budget(out, exact, plain, what=f"{what} out")
-    # tensor cores cut off what they add up, where float32 on the CPU and in cuBLAS rounds
+    # tensor cores truncate what they add up, where float32 on the CPU and in cuBLAS rounds
     factor = 4.0 if lse.is_cuda else 2.0
     assert_within_budget(lse, exact_lse, plain_lse, factor=factor, what=f"{what} lse")

@@ -1,4 +1,4 @@
-"""KV caches for tests: the append rule written out slot by slot, and inputs for it."""
+"""KV caches for tests: the append rule slot by slot, and inputs for it."""
 
 from typing import NamedTuple
 
