@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.errors import Unsupported
-from .bits import usable_in_training
+from ..core.torch_state import usable_in_training
 
 
 class BlockLists(NamedTuple):

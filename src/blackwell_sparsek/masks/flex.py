@@ -8,8 +8,8 @@ from ..core.checks import check_shape, message
 from ..core.errors import InvalidInput, InvalidType
 from ..launch.launcher import cdiv
 from . import bits as bit_masks
+from .bits import empty_pool
 from .block_lists import lists_from_blocks
-from .build import empty_pool
 from .check import IntPair, check_block_size, check_seq_lengths, existing_bits
 
 if TYPE_CHECKING:

@@ -9,16 +9,16 @@ import torch
 from ..core.checks import check_dtype, check_tensor, message
 from ..core.compat import raw_stream
 from ..core.errors import InvalidInput
+from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
 from ..launch.workspace import made_apart
 from . import bits as bit_masks
 from .band import Band, band_of
-from .bits import usable_in_training
+from .bits import empty_pool
 from .block_lists import BlockLists, lists_from_sorted
 from .block_mask import BlockMask
-from .build import empty_pool
 from .check import IntPair, check_block_size, check_count, check_seq_lengths
-from .device_build import MAX_SPREAD, bounded_lists, kept_lists, kernels_build, no_bits
+from .device_build import MAX_TRANSPOSED_BLOCKS, bounded_lists, kept_lists, kernels_build, no_bits
 from .parts import Problem, band_runs, causal_bits
 
 # Masks of whole blocks with a bound on their number, made without waiting for the device.
@@ -125,7 +125,7 @@ def topk(
         raise InvalidInput(message(op, "k", "is too large", f"at most {nb} (Nb)", k))
 
     device = scores.device
-    by_kernels = kernels_build(device, scores) and 0 < scores.numel() <= MAX_SPREAD
+    by_kernels = kernels_build(device, scores) and 0 < scores.numel() <= MAX_TRANSPOSED_BLOCKS
     if by_kernels and (count := _known_count(p, k, causal)) > 0:
         return _by_kernels(scores, k, p, causal, batch * heads * count)
     band = band_of(op, causal, None)

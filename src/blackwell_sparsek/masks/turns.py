@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.torch_state import usable_in_training
 from .band import Band
-from .bits import usable_in_training
 from .block_mask import BlockMask
 from .order import blocks_in_band
 

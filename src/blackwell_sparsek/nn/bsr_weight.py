@@ -8,8 +8,8 @@ from torch import nn
 
 from ..core.checks import check_dtype, check_shape, check_tensor, message
 from ..core.errors import BskError, InvalidInput
+from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
-from ..masks.bits import usable_in_training
 from ..sparse.matrix import BSRMatrix, BSRPattern
 from .bsr_state import KEYS, PATTERN_KEYS, adopting, check_state, other_pattern, same_pattern
 
