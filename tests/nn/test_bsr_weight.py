@@ -7,7 +7,7 @@ from torch import nn
 
 from blackwell_sparsek.core.errors import InvalidInput
 from blackwell_sparsek.nn import BSRLinear, adopt_patterns
-from blackwell_sparsek.nn.bsr_state import check_state
+from blackwell_sparsek.nn.bsr_weight import check_state
 
 
 def layer(sparsity=0.5, sizes=(50, 40), **options):

@@ -1,4 +1,4 @@
-"""Which blocks of a weight to keep: scores per block, and the choice of the best."""
+"""Which blocks of a weight to keep: a score for each block, and the choice of the best."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import torch
 from ..core.checks import check_choice, check_dtype, check_rank, check_tensor, message
 from ..core.errors import InvalidInput, InvalidType
 from ..launch.launcher import cdiv
-from ..sparse.convert import as_blocks
-from ..sparse.validate import VALUE_DTYPES, check_pair
+from .convert import as_blocks
+from .validate import VALUE_DTYPES, check_pair
 
 NORMS = {"l1": 1, "l2": 2}
 METHODS = ("magnitude", "wanda", "random")

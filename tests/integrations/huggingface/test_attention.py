@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blackwell_sparsek import attention_decode
-from blackwell_sparsek.integrations.huggingface.decode import as_token_pages
+from blackwell_sparsek.integrations.huggingface.attention import as_token_pages
 from blackwell_sparsek.integrations.huggingface.visible_keys import listed_tokens
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.prune import block_magnitude, wanda
-from blackwell_sparsek.prune.scores import keep_best, kept_count, random_blocks
+from blackwell_sparsek.sparse.scores import keep_best, kept_count, random_blocks
 from blackwell_sparsek.testing.inputs import normal
 
 
