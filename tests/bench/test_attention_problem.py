@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from blackwell_sparsek import attention, attention_decode
-from blackwell_sparsek.bench.problems.attention import Attention, _sampled, attend
-from blackwell_sparsek.bench.problems.decode import Decode
-from blackwell_sparsek.bench.problems.gradients import check_gradients, upstream_gradient
+from blackwell_sparsek.bench.suites.attention_problem import Attention, _sampled, attend
+from blackwell_sparsek.bench.suites.decode import Decode
+from blackwell_sparsek.bench.suites.gradients import check_gradients, upstream_gradient
 
 CPU = torch.device("cpu")
 PROBLEMS = [

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from blackwell_sparsek.bench import cli, live
+from blackwell_sparsek.bench import cli
+from blackwell_sparsek.bench import run as live
 from blackwell_sparsek.bench.commands import bench
 from blackwell_sparsek.bench.suites import SUITES
 

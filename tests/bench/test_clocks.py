@@ -2,7 +2,7 @@ import time
 
 import torch
 
-from blackwell_sparsek.bench.clocks import ClockLog, parse_line
+from blackwell_sparsek.bench.machine import ClockLog, parse_line
 
 CPU = torch.device("cpu")
 

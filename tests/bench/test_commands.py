@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from blackwell_sparsek import InvalidInput, Unsupported
-from blackwell_sparsek.bench import cli, ncu
+from blackwell_sparsek.bench import cli
 from blackwell_sparsek.bench.commands import info, profile
 from blackwell_sparsek.bench.commands import precompile as compiling
-from blackwell_sparsek.bench.occupancy import occupancy
+from blackwell_sparsek.bench.commands import profile as ncu
+from blackwell_sparsek.bench.commands.profile import occupancy
 
 
 def _printed(capsys, *args, status=0):
@@ -267,7 +268,7 @@ def test_ncu_runs_the_worker_of_a_case(tmp_path, monkeypatch, capsys):
     out = _printed(capsys, "profile", "S16k D128 causal")
     assert "_attn_fwd_kernel" in out.out and "attention_dense: B1 H16 S16k D128 causal" in out.err
     args = (tmp_path / "args").read_text()
-    assert "--profile-from-start off" in args and "profile_worker attention_dense B1 H16" in args
+    assert "--profile-from-start off" in args and "commands.profile attention_dense B1 H16" in args
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from blackwell_sparsek import InvalidInput
 from blackwell_sparsek.bench import cli
-from blackwell_sparsek.bench.compare import compare
+from blackwell_sparsek.bench.commands.compare import compare
 
 
 def _times(p50, spread=0.01):

@@ -11,16 +11,13 @@ import types
 import pytest
 import torch
 
-from blackwell_sparsek.bench.peers import importing
-from blackwell_sparsek.bench.peers.attention import FORWARD
-from blackwell_sparsek.bench.peers.backward import BACKWARD
-from blackwell_sparsek.bench.peers.cudnn_frontend import blocks_of
-from blackwell_sparsek.bench.peers.decode import DECODE
-from blackwell_sparsek.bench.peers.mask_building import BUILDERS
-from blackwell_sparsek.bench.peers.varlen import VARLEN
-from blackwell_sparsek.bench.problems.attention import Attention
-from blackwell_sparsek.bench.problems.decode import Decode
-from blackwell_sparsek.bench.problems.varlen import Varlen
+from blackwell_sparsek.bench.suites import attention_peers as importing
+from blackwell_sparsek.bench.suites.attention import BUILDERS
+from blackwell_sparsek.bench.suites.attention_peers import FORWARD, blocks_of
+from blackwell_sparsek.bench.suites.attention_problem import Attention
+from blackwell_sparsek.bench.suites.decode import DECODE, Decode
+from blackwell_sparsek.bench.suites.gradients import BACKWARD
+from blackwell_sparsek.bench.suites.varlen import VARLEN, Varlen
 
 from .stand_ins import MODULES, attention_with_cache, flash_attention, varlen_attention
 

@@ -2,9 +2,8 @@ import pathlib
 
 import pytest
 
-from blackwell_sparsek.bench.headlines import HEADLINES, headlines
+from blackwell_sparsek.bench.report.markdown import HEADLINES, RESULTS, committed, headlines
 from blackwell_sparsek.bench.suites import SUITES
-from blackwell_sparsek.bench.tables import RESULTS, committed
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SUITE, NAME, MODE = HEADLINES[0]

@@ -4,23 +4,25 @@ import pytest
 import torch
 
 from blackwell_sparsek.bench.case import EAGER, GRAPH, SUSTAINED
-from blackwell_sparsek.bench.clocks import ClockLog
+from blackwell_sparsek.bench.machine import ClockLog
 from blackwell_sparsek.bench.measure import measure
-from blackwell_sparsek.bench.peers import matmul as matmul_peers
-from blackwell_sparsek.bench.peers.matmul import (
+from blackwell_sparsek.bench.run import failures
+from blackwell_sparsek.bench.suites import SUITES, matmul
+from blackwell_sparsek.bench.suites import matmul as matmul_peers
+from blackwell_sparsek.bench.suites.matmul import (
+    BLOCKS,
     CUSPARSE,
     DENSE,
+    LLAMA,
     OURS,
     PACKED,
     PEERS,
     STORED,
     TORCH,
     TUNED,
+    Product,
+    _case,
 )
-from blackwell_sparsek.bench.problems.product import Product
-from blackwell_sparsek.bench.run import failures
-from blackwell_sparsek.bench.suites import SUITES, matmul
-from blackwell_sparsek.bench.suites.matmul import BLOCKS, LLAMA, _case
 
 CPU = torch.device("cpu")
 

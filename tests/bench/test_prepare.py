@@ -3,7 +3,8 @@ from dataclasses import replace
 
 import torch
 
-from blackwell_sparsek.bench import cli, prepare
+from blackwell_sparsek.bench import cli
+from blackwell_sparsek.bench import processes as prepare
 from blackwell_sparsek.bench.case import REPORTED
 
 from .fakes import CPU, case, contender, peer, suite

@@ -7,11 +7,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from blackwell_sparsek.bench import cli
-from blackwell_sparsek.bench.peaks import peak_of
-from blackwell_sparsek.bench.report.figures import figures_of
+from blackwell_sparsek.bench.machine import peak_of
+from blackwell_sparsek.bench.report.charts import Axis, axis, element
+from blackwell_sparsek.bench.report.figures import amount, figures_of, least_bytes, names_of
 from blackwell_sparsek.bench.report.page import colours_of, page
-from blackwell_sparsek.bench.report.problems import amount, least_bytes, names_of
-from blackwell_sparsek.bench.report.svg import Axis, axis, element
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror="alert(2)">&\'|'
 

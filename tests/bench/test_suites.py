@@ -2,13 +2,18 @@ import pytest
 import torch
 
 from blackwell_sparsek.bench.case import EAGER, GRAPH, MODES
-from blackwell_sparsek.bench.peers import flash, importing
-from blackwell_sparsek.bench.peers.attention import FORWARD
-from blackwell_sparsek.bench.peers.flash import call_by_name, window_of
-from blackwell_sparsek.bench.peers.torch_attention import block_lists, flex_mask
-from blackwell_sparsek.bench.problems.attention import Attention
 from blackwell_sparsek.bench.run import failures, run_suite
 from blackwell_sparsek.bench.suites import GROUPS, SUITES
+from blackwell_sparsek.bench.suites import attention_peers as flash
+from blackwell_sparsek.bench.suites import attention_peers as importing
+from blackwell_sparsek.bench.suites.attention_peers import (
+    FORWARD,
+    block_lists,
+    call_by_name,
+    flex_mask,
+    window_of,
+)
+from blackwell_sparsek.bench.suites.attention_problem import Attention
 
 CPU = torch.device("cpu")
 F32 = torch.float32

@@ -1,4 +1,4 @@
-from blackwell_sparsek.bench.summary import summary
+from blackwell_sparsek.bench.report.markdown import summary
 
 
 def _case(name, peer, over_peer, over_dense=None):

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from blackwell_sparsek.bench import results, supervise
+from blackwell_sparsek.bench import processes as supervise
+from blackwell_sparsek.bench import results
 
 _WORKER = """
 import json, os, pathlib, signal, sys, time

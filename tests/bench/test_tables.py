@@ -4,8 +4,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from blackwell_sparsek.bench import peer_tables, tables
-from blackwell_sparsek.bench.summary import summary
+from blackwell_sparsek.bench.report import markdown as tables
+from blackwell_sparsek.bench.report import tables as peer_tables
+from blackwell_sparsek.bench.report.markdown import summary
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 

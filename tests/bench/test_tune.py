@@ -8,9 +8,10 @@ import torch
 from blackwell_sparsek import InvalidInput
 from blackwell_sparsek.attention.triton import forward as fwd
 from blackwell_sparsek.attention.triton import tuning as tuning
-from blackwell_sparsek.bench import cli, tune
-from blackwell_sparsek.bench.problems.attention import Attention
-from blackwell_sparsek.bench.problems.product import Product
+from blackwell_sparsek.bench import cli
+from blackwell_sparsek.bench.commands import tune
+from blackwell_sparsek.bench.suites.attention_problem import Attention
+from blackwell_sparsek.bench.suites.matmul import Product
 from blackwell_sparsek.calls.matmul import BsrProblem
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.dispatch import tuned

@@ -91,7 +91,7 @@ class patch_sdpa:
 
     def call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Attention here, or by torch where that cannot be."""
-        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        mask = kwargs.get("attn_mask", next(iter(args[3:4]), None))
         try:
             if isinstance(mask, torch.Tensor) and mask.dtype != torch.bool and not self.strict:
                 return self._leave("attn_mask is a bias, not a mask", args, kwargs)

@@ -1,4 +1,6 @@
-"""Parts of which mask patterns are made; each takes time and memory of the blocks it keeps.
+"""The parts that mask patterns are made of: runs of blocks, bands and their bit masks.
+
+Each function takes time and memory proportional to the blocks it keeps.
 
 Functions marked "CPU only" have results whose size depends on the data; the others never wait for
 the device of their tensors.
@@ -36,7 +38,7 @@ class Problem(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """Position of query 0: the last query meets the last key."""
+        """Position of query 0, with the last query aligned to the last key."""
         return self.seq[1] - self.seq[0]
 
     def positions(self, q_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,21 +164,22 @@ def band_mask(band: Band, p: Problem, device: torch.device = CPU) -> BlockMask:
 
 
 def blocks_mask(
-    rows: torch.Tensor, cols: torch.Tensor, p: Problem, causal: bool, planes: IntPair = (1, 1)
+    rows: torch.Tensor, cols: torch.Tensor, p: Problem, causal: bool, batch_heads: IntPair = (1, 1)
 ) -> BlockMask:
     """The mask of distinct blocks, of which causality cuts those on the diagonal if asked.
 
     The blocks, int64 `[nnz]`, are sorted by row and column and all of them have visible elements.
     """
     mb, nb = p.grid
-    num_rows = planes[0] * planes[1] * mb
+    batch, heads = batch_heads
+    num_rows = batch * heads * mb
     full = torch.full_like(cols, -1)
     if not causal:
         lists = lists_from_sorted(rows * 2 + 1, cols, full, num_rows)
-        return BlockMask._from_parts(lists, empty_pool(p.block, cols.device), *planes, *p)
+        return BlockMask._from_parts(lists, empty_pool(p.block, cols.device), batch, heads, *p)
     ids, pool = causal_bits(rows % max(mb, 1), cols, p)
     lists = lists_from_blocks(rows, cols, ids, num_rows, nb)
-    return BlockMask._from_parts(lists, pool, *planes, *p)
+    return BlockMask._from_parts(lists, pool, batch, heads, *p)
 
 
 def causal_bits(

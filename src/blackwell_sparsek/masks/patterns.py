@@ -233,7 +233,7 @@ def random(
     """
     op = "masks.random"
     p = _problem(op, seq_lengths, block_size)
-    planes = check_count(op, "batch", batch), check_count(op, "heads", heads)
+    masks = check_count(op, "batch", batch) * check_count(op, "heads", heads)
     if isinstance(density, bool) or not isinstance(density, (int, float)):
         raise InvalidType(
             message(op, "density", "is not a number", "float", type(density).__name__)
@@ -244,13 +244,13 @@ def random(
         raise InvalidInput(
             message(op, "generator", "is on a wrong device", "cpu", generator.device)
         )
-    limit = _visible_blocks(op, p, causal).repeat(planes[0] * planes[1])
+    limit = _visible_blocks(op, p, causal).repeat(masks)
     counts = (limit * density).round().to(torch.int64)
     if density > 0:
         counts = torch.maximum(counts, limit.clamp(max=1))
     check_entry_count(int(counts.sum()))
     rows, cols = _sample_blocks(limit, counts, p.grid[1], generator)
-    return _placed(blocks_mask(rows, cols, p, causal, planes), device)
+    return _placed(blocks_mask(rows, cols, p, causal, (batch, heads)), device)
 
 
 def _own_blocks(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:

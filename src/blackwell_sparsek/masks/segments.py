@@ -1,8 +1,9 @@
 """Masks of tokens that carry numbers: a query sees the keys with its own number.
 
 Padding, documents packed into one sequence and selections of key blocks per query are all of this
-kind. Each mask is meant to meet a band (causality, a window) in the call of attention, so bits are
-made only where numbers differ inside of a block.
+kind. `segments` and its neighbours leave the edges of a band (causality, a window) to the call of
+attention and make bits only where numbers differ inside of a block; `documents`, public as
+`bsk.masks.documents`, is exact to the element.
 """
 
 import torch
@@ -66,8 +67,8 @@ def segments(
     rows, cols = torch.nonzero(meets.flatten(0, 2), as_tuple=True)
     full = one.expand_as(meets).flatten(0, 2)[rows, cols]
     partial = torch.nonzero(~full).flatten()
-    plane_row, col = rows[partial], cols[partial]
-    item, q_block = plane_row // (heads * mb), plane_row % mb
+    mask_row, col = rows[partial], cols[partial]
+    item, q_block = mask_row // (heads * mb), mask_row % mb
     bits = torch.empty(
         partial.numel(), bq, bit_masks.words_per_row(bk), dtype=torch.int32, device=q.device
     )
@@ -198,18 +199,19 @@ def _mask(
     cols: torch.Tensor,
     partial: torch.Tensor,
     bits: torch.Tensor,
-    planes: IntPair,
+    batch_heads: IntPair,
     p: Problem,
 ) -> BlockMask:
     """The mask of the blocks (row, col), of which `partial` have `bits` where they exist."""
     (sq, sk), (bq, bk), (mb, nb) = p.seq, p.block, p.grid
+    batch, heads = batch_heads
     row, col = rows[partial], cols[partial]
     bits = bits & existing_bits(sq - row % max(mb, 1) * bq, sk - col * bk, p.block)
     pool, ids = bit_masks.deduplicate(bits)
     bits_id = torch.full_like(cols, -1)
     bits_id[partial] = ids.long()
-    lists = lists_from_blocks(rows, cols, bits_id, planes[0] * planes[1] * mb, nb)
-    return BlockMask._from_parts(lists, pool, *planes, *p)
+    lists = lists_from_blocks(rows, cols, bits_id, batch * heads * mb, nb)
+    return BlockMask._from_parts(lists, pool, batch, heads, *p)
 
 
 def _all_partial(
@@ -217,7 +219,7 @@ def _all_partial(
     rows: int,
     nb: int,
     device: torch.device,
-    planes: IntPair,
+    batch_heads: IntPair,
     sizes: tuple[IntPair, IntPair],
     ids: torch.Tensor | None = None,
 ) -> BlockMask:
@@ -226,12 +228,10 @@ def _all_partial(
     if ids is None:
         ids = torch.arange(rows * nb, dtype=torch.int32, device=device)
     lists = BlockLists(indptr, indptr[1:].contiguous(), columns, ids.to(torch.int32))
-    return BlockMask._from_parts(lists, pool, *planes, *sizes)
+    return BlockMask._from_parts(lists, pool, *batch_heads, *sizes)
 
 
-# The mask of documents packed into one sequence.
-
-# partial blocks whose bits are made at a time
+# the same for documents
 DOCUMENT_CHUNK_BLOCKS = 4096
 
 

@@ -1,4 +1,4 @@
-"""The mask of the highest scores, made without waiting for the device."""
+"""Masks chosen by data, of the highest scores or of kept blocks, without waiting for the device."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,8 +20,6 @@ from .block_mask import BlockMask
 from .check import IntPair, check_block_size, check_count, check_seq_lengths
 from .device_build import MAX_TRANSPOSED_BLOCKS, bounded_lists, kept_lists, kernels_build, no_bits
 from .parts import Problem, band_runs, causal_bits
-
-# Masks of whole blocks with a bound on their number, made without waiting for the device.
 
 
 @usable_in_training
@@ -155,7 +153,7 @@ class _Cut(NamedTuple):
     hidden: torch.Tensor
     """bool `[Mb, Nb]`."""
     values: torch.Tensor
-    """int32 `[Mb, Nb]`, as `device.kept_lists` takes them."""
+    """int32 `[Mb, Nb]`, as `list_kernels` takes them."""
     pool: torch.Tensor
 
 

@@ -1,21 +1,174 @@
-"""Results files as Markdown, and the pages that show them: `bsk report --write`.
-
-Figures in README.md and docs/results.md are between two markers and come from the files in
-benchmarks/results; a test holds them to that.
-"""
+"""Results files as Markdown, and the pages that show them: `bsk report --write`."""
 
 import pathlib
+from collections.abc import Iterable, Iterator
+from statistics import median
 from typing import Any
 
-from . import results
-from .headlines import headlines
-from .peer_tables import MODE_HEADS, heading, notes, number, peer_tables, table, times_faster
-from .report.figures import Figure, figures_of
-from .report.page import colours_of
-from .report.problems import is_sweep, product_of
-from .report.standalone import standalone
-from .summary import summary
-from .sweep_table import sweep_table
+from .. import results
+from .figures import Figure, figures_of, is_sweep, product_of
+from .page import colours_of, standalone
+from .tables import MODE_HEADS, heading, notes, number, peer_tables, table, times_faster
+
+# Headlines: the cases that README.md shows.
+
+# suite, case, how it was timed
+HEADLINES = (
+    ("matmul_founding", "8192^3, blocks 128x128, 78% sparse", "sustained"),
+    ("matmul_founding", "8192^3, blocks 128x128, 78% sparse", "eager"),
+    ("matmul_founding", "8192^3, blocks 64x64, 78% sparse", "eager"),
+    ("matmul_founding", "8192^3, blocks 32x32, 78% sparse", "eager"),
+    ("matmul_founding", "8192^3, blocks 16x16, 78% sparse", "eager"),
+    ("matmul_decode", "8B gate_up, 16 tokens, blocks 128x128, 78% sparse", "graph"),
+    ("attention_dense", "B1 H16 S16k D128 full", "eager"),
+    ("attention_dense", "B1 H16 S16k D128 causal", "eager"),
+    ("attention_dense", "B1 H32 S16k D64 causal", "eager"),
+    ("attention_window", "B1 H16 S128k D128 causal window 2048", "eager"),
+    ("attention_small", "B1 H8 S512 D64 full float16", "graph"),
+    ("block_sparse", "B1 H16 S16k D128 blocks 128x128 at 22%", "eager"),
+    ("block_sparse", "B1 H16 S16k D128 blocks 64x64 at 22%", "eager"),
+    ("backward", "B1 H16 S16k D128 causal", "eager"),
+    ("backward", "B1 H16 S16k D128 blocks 128x128 at 22%", "eager"),
+    ("backward", "B1 H8 S64k D128 blocks 64x64 at 5%", "eager"),
+    ("training", "B1 H32:8 S32k D128 causal", "eager"),
+    ("decode", "B1 S8k H32:8 D128, contiguous", "graph"),
+    ("decode", "B16 S8k H32:8 D128, pages of 64", "graph"),
+)
+HEADLINE_HEAD = (
+    "suite, case, timed how",
+    "ours",
+    "best peer",
+    "faster than it",
+    "faster than dense",
+)
+
+
+def headlines(documents: Iterable[dict[str, Any]]) -> str:
+    """A row for each headline that was recorded."""
+    cases = {(d["suite"], case["name"]): case for d in documents for case in d["cases"]}
+    rows = [
+        row
+        for suite, name, mode in HEADLINES
+        if (suite, name) in cases
+        for row in _headline_row(suite, cases[suite, name], mode)
+    ]
+    return table(HEADLINE_HEAD, rows) if rows else ""
+
+
+def _headline_row(suite: str, case: dict[str, Any], mode: str) -> Iterator[list[str]]:
+    times = {name: entry.get("times", {}).get(mode) for name, entry in case["peers"].items()}
+    if times.get("bsk") is None:
+        return
+    ratio = case.get("ratios", {}).get(mode, {})
+    best = ratio.get("best_peer")
+    yield [
+        f"{suite.replace('_', ' ')}: {case['name']}, {MODES[mode]}",
+        _headline_time(times["bsk"]),
+        f"{_headline_time(times[best])} ({best})" if best else "",
+        times_faster(ratio["over_best_peer"]) if best else "",
+        times_faster(ratio["over_dense"]) if ratio.get("over_dense") is not None else "",
+    ]
+
+
+def _headline_time(figures: dict[str, Any]) -> str:
+    seconds = figures["quantiles_s"]["p50"]
+    time = f"{number(seconds * 1e3)} ms" if seconds >= 1e-4 else f"{number(seconds * 1e6)} us"
+    # few tokens and caches are bound by memory: their rate of arithmetic says nothing
+    work = figures.get("executed_tflops", 0)
+    return f"{time}, {number(work)} TFLOP/s" if work >= 100 else time
+
+
+# The summary: the ratios of each suite, and its worst case.
+
+MODES = {
+    "eager": "single calls",
+    "graph": "CUDA graph",
+    "sustained": "call after call",
+    "host": "host time",
+    "reported": "fresh process",
+}
+SUMMARY_HEAD = (
+    "suite, timed how",
+    "cases",
+    "against the best peer: worst, median, best",
+    "worst where",
+    "against dense: worst, median, best",
+)
+
+
+def summary(documents: Iterable[dict[str, Any]]) -> str:
+    """One row for each suite and way of timing in which there was something to compare with."""
+    rows = [row for document in documents for row in _summary_rows(document)]
+    return table(SUMMARY_HEAD, rows) if rows else ""
+
+
+def _summary_rows(document: dict[str, Any]) -> Iterator[list[str]]:
+    for mode, words in MODES.items():
+        ratios = [
+            (case["name"], case.get("ratios", {}).get(mode, {})) for case in document["cases"]
+        ]
+        rivals = [
+            (r["over_best_peer"], name, r["best_peer"]) for name, r in ratios if "best_peer" in r
+        ]
+        dense = [r["over_dense"] for _, r in ratios if r.get("over_dense") is not None]
+        if not rivals and not dense:
+            continue
+        where = "{1} ({2})".format(*min(rivals)) if rivals else ""
+        yield [
+            f"{document['suite'].replace('_', ' ')}, {words}",
+            str(max(len(rivals), len(dense))),
+            _span([ratio for ratio, _, _ in rivals]),
+            where,
+            _span(dense),
+        ]
+
+
+def _span(ratios: list[float]) -> str:
+    if not ratios:
+        return ""
+    return ", ".join(map(times_faster, (min(ratios), median(ratios), max(ratios))))
+
+
+# Sweeps over sizes of products as one table: sizes and blocks down, sparsity across.
+
+
+def sweep_table(cases: list[dict[str, Any]], mode: str, head: str) -> str:
+    """Times faster than the dense product, and milliseconds of ours, for each density."""
+    rows: dict[tuple[Any, ...], dict[float, str]] = {}
+    for case in cases:
+        if (product := product_of(case["problem"])) is not None:
+            size, block, density = product
+            rows.setdefault((size, block), {})[density] = _sweep_cell(case, mode)
+    densities = sorted({density for cells in rows.values() for density in cells}, reverse=True)
+    lines = [
+        [_in_words(*key), *(cells.get(density, "") for density in densities)]
+        for key, cells in sorted(rows.items(), key=lambda row: _largest_blocks_first(*row[0]))
+    ]
+    first = f"faster than dense (bsk ms), {head}"
+    text = table([first, *(f"{1 - density:.0%} sparse" for density in densities)], lines)
+    if any("dense" in cell for line in lines for cell in line[1:]):
+        text += "\n\ndense: `auto` took the dense product."
+    return text
+
+
+def _sweep_cell(case: dict[str, Any], mode: str) -> str:
+    ours = case["peers"].get("bsk", {})
+    times = ours.get("times", {}).get(mode)
+    if times is None:
+        return "n/a"
+    ratio = case.get("ratios", {}).get(mode, {}).get("over_dense")
+    text = f"{times_faster(ratio)} ({number(times['quantiles_s']['p50'] * 1e3)} ms"
+    return f"{text}, dense)" if ours.get("implementation") == "dense" else f"{text})"
+
+
+def _in_words(size: tuple[float, ...], block: tuple[float, ...]) -> str:
+    blocks = "x".join(f"{side:g}" for side in block)
+    return f"{' x '.join(f'{side:g}' for side in size)}, blocks {blocks}"
+
+
+def _largest_blocks_first(size: tuple[float, ...], block: tuple[float, ...]) -> tuple[float, ...]:
+    return (*size, *(-side for side in block))
+
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 RESULTS = pathlib.Path("benchmarks/results")
