@@ -50,7 +50,7 @@ WORKDIR /src
 RUN chown bsk /src
 USER 1000
 COPY --chown=1000 . .
-CMD ["make", "test"]
+CMD ["make", "test-all"]
 
 FROM ci AS dev
 RUN make .venv/.installed-test

@@ -7,7 +7,7 @@ WORKERS ?= auto
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test lint format gpu-test gpu-bench browser clean help
+.PHONY: quickstart test test-all lint format gpu-test gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,7 +15,10 @@ help:  ## list the targets
 quickstart: $(VENV)/.installed  ## install, then compare with torch on this machine and write quickstart.json
 	$(BIN)/python -m blackwell_sparsek.bench.quickstart --json quickstart.json
 
-test: $(VENV)/.installed-test lint  ## lint, type check and all tests that need no GPU
+test: $(VENV)/.installed-test lint  ## lint, type check and the tests that need neither a GPU nor patience
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m "not gpu and not exhaustive"
+
+test-all: $(VENV)/.installed-test lint  ## the same and the exhaustive tests, some of which need the network
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m "not gpu"
 
 lint: $(VENV)/.installed-test  ## ruff and mypy

@@ -66,6 +66,28 @@ def interpreted():
         pytest.skip("needs the Triton interpreter")
 
 
+@pytest.fixture
+def choosing_with(monkeypatch):
+    """Have products of blocks chosen as with some release of Triton, whichever is installed."""
+    from blackwell_sparsek.core import compat
+    from blackwell_sparsek.matmul import choice
+    from blackwell_sparsek.matmul.sm90.tuning import narrow_sm90_config, strips_config
+
+    kept = [narrow_sm90_config, strips_config]
+    kept += [x for x in vars(choice).values() if hasattr(x, "cache_clear")]
+
+    def forget():
+        for answers in kept:
+            answers.cache_clear()
+
+    def choose(release):
+        monkeypatch.setattr(compat, "triton_version", lambda: release)
+        forget()
+
+    yield choose
+    forget()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(SEED)

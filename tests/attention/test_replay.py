@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from blackwell_sparsek.attention import op as attention
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.launch import launcher as launching
+from blackwell_sparsek.launch import templates
 from blackwell_sparsek.masks.band import EVERYTHING
 from blackwell_sparsek.masks.block_mask import BlockMask
 
@@ -28,7 +29,7 @@ def gpu(monkeypatch):
     """A GPU that launches nothing; `calls` counts the calls that were not repeated."""
     kernel = Kernel()
     state = SimpleNamespace(calls=0, stream=7, repeated=[], made=[])
-    launcher = launching.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
+    launcher = templates.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
 
     def run(dout, dlse, q, k, v, out, lse, *options):
         state.calls += 1
@@ -43,7 +44,7 @@ def gpu(monkeypatch):
 
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(attention_repeat, "stream_of", lambda x: state.stream)
-    monkeypatch.setattr(launching, "kernel_launcher", lambda compiled: launcher)
+    monkeypatch.setattr(templates, "kernel_launcher", lambda compiled: launcher)
     monkeypatch.setattr(attention, "_run_backward", run)
     monkeypatch.setattr(attention_repeat, "_OPERATORS", {})
     monkeypatch.setattr(attention_repeat, "_MASKED_OPERATORS", {})

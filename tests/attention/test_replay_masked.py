@@ -14,6 +14,7 @@ from blackwell_sparsek.attention import autograd as attention_autograd
 from blackwell_sparsek.attention import op as attention
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.launch import launcher as launching
+from blackwell_sparsek.launch import templates
 from blackwell_sparsek.masks import derived_lists
 from blackwell_sparsek.masks.block_mask import BlockMask
 
@@ -30,7 +31,7 @@ def gpu(monkeypatch):
     """`calls` counts the calls that were made in full, `repeated` has what the others launched."""
     kernel = Kernel()
     state = SimpleNamespace(calls=0, repeated=[], stream=STREAM, capturing=False)
-    launcher = launching.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
+    launcher = templates.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
 
     def forward(q, k, v, *options):
         state.calls += 1
@@ -60,7 +61,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(module, "stream_of", lambda x: state.stream)
     monkeypatch.setattr(derived_lists, "raw_device", lambda: None)
     monkeypatch.setattr(derived_lists, "raw_stream", lambda device: state.stream)
-    monkeypatch.setattr(launching, "kernel_launcher", lambda compiled: launcher)
+    monkeypatch.setattr(templates, "kernel_launcher", lambda compiled: launcher)
     monkeypatch.setattr(attention, "_run_forward", forward)
     monkeypatch.setattr(attention, "_run_backward", backward)
     for known in ("_UNMASKED", "_MASKED", "_OPERATORS", "_MASKED_OPERATORS"):

@@ -44,7 +44,7 @@ def test_a_document_as_tables():
     assert tables.matmul_tables(_document()).splitlines() == [
         "**matmul founding** (H200, torch 2.11, triton 3.6, commit 0123456789)",
         "",
-        "| case, single calls between pauses, cold L2 | ran | bsk ms | dense ms "
+        "| case, single calls, cold L2 | ran | bsk ms | dense ms "
         "| faster than dense | best sparse peer ms "
         "| faster than it | executed TFLOP/s | dense-equivalent TFLOP/s |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -86,7 +86,7 @@ def test_a_sweep_is_one_table_over_the_sparsity():
     other = _document()["cases"][0] | {"name": "another"}
     text = tables.matmul_tables(_document(suite="matmul_square") | {"cases": [*cases, other]})
     assert text.splitlines()[2:11] == [
-        "| faster than dense (bsk ms), single calls between pauses, cold L2 "
+        "| faster than dense (bsk ms), single calls, cold L2 "
         "| 50% sparse | 78% sparse | 90% sparse |",
         "| --- | ---: | ---: | ---: |",
         "| 4096 x 4096 x 4096, blocks 128x16 |  | 3.48x (0.431 ms) |  |",
@@ -134,8 +134,8 @@ def _readme(inside):
 
 def test_the_section_is_replaced_and_nothing_else(tmp_path):
     (tmp_path / "benchmarks/results").mkdir(parents=True)
-    (tmp_path / "docs").mkdir()
-    readme, docs = tmp_path / "README.md", tmp_path / "docs/results.md"
+    (tmp_path / "docs/results").mkdir(parents=True)
+    readme, docs = tmp_path / "README.md", tmp_path / "docs/results/index.md"
     for page in (readme, docs):
         page.write_text(_readme("\nold\n"))
     tables.write_pages(tmp_path)
@@ -148,18 +148,20 @@ def test_the_section_is_replaced_and_nothing_else(tmp_path):
     link = f"![{caption}](docs/plots/matmul_founding.svg)"
     assert readme.read_text() == _readme(f"\n\n{link}\n\n")  # 8192^3 is no headline
     lines = summary([_document(), _document() | {"suite": "matmul_square"}])
-    assert docs.read_text().startswith(f"# Title\n\n{tables.BEGIN}\n\n{lines}\n\n**matmul")
+    pages = "[matmul founding](matmul_founding.md) · [matmul square](matmul_square.md)"
+    assert docs.read_text() == _readme(f"\n\n{pages}\n\n{lines}\n\n")
     heading, rest = tables.matmul_tables(_document()).split("\n\n", 1)
-    assert (
-        f"{heading}\n\n![{caption}](../docs/plots/matmul_founding.svg)\n\n{rest}"
-        in docs.read_text()
+    founding, square = (docs.with_name(f"matmul_{name}.md") for name in ("founding", "square"))
+    assert founding.read_text().startswith("# Matmul founding\n\nGenerated from `benchmarks/")
+    assert founding.read_text().endswith(
+        f"{heading}\n\n![{caption}](../plots/matmul_founding.svg)\n\n{rest}\n"
     )
-    assert "(../docs/plots/matmul_square.svg)" in docs.read_text()
+    assert "(../plots/matmul_square.svg)" in square.read_text()
     assert len(list((tmp_path / "docs/plots").iterdir())) == 2
-    assert docs.read_text().count("**matmul") == 2
-    written = docs.read_text()
+    written = {page: page.read_text() for page in docs.parent.iterdir()}
     tables.write_pages(tmp_path)
-    assert docs.read_text() == written
+    assert len(written) == 3
+    assert written == {page: page.read_text() for page in docs.parent.iterdir()}
 
 
 @pytest.mark.parametrize("text", ["no markers", _readme("\n") + tables.BEGIN])
@@ -173,6 +175,13 @@ def test_the_figures_of_a_page_are_those_of_the_committed_results(page):
     text = (REPOSITORY / page).read_text()
     section = tables.section_of(page, REPOSITORY / tables.RESULTS)
     assert text == tables.with_section(text, section), "run `bsk report --write`"
+
+
+def test_the_pages_of_suites_are_those_of_the_committed_results():
+    folder = REPOSITORY / tables.INDEX.parent
+    there = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in folder.iterdir()}
+    del there[tables.INDEX.as_posix()]
+    assert there == tables.suite_pages(REPOSITORY / tables.RESULTS), "run `bsk report --write`"
 
 
 def test_the_plots_of_the_pages_are_those_of_the_committed_results():

@@ -89,6 +89,12 @@ def test_versions_for_reports(triton_of):
     assert "triton" not in compat.installed_versions()
 
 
+@pytest.fixture
+def known_launcher(monkeypatch):
+    """As with the release whose launcher is known, whichever is installed."""
+    monkeypatch.setattr(compat, "triton_version", lambda: compat.LAUNCHER_TRITON)
+
+
 def _compiled(launch, **changed):
     run = {
         "launch": launch,
@@ -101,13 +107,13 @@ def _compiled(launch, **changed):
     return SimpleNamespace(run=run, function=7, packed_metadata="meta")
 
 
-def test_a_launcher_without_descriptors_is_taken_as_it_is():
+def test_a_launcher_without_descriptors_is_taken_as_it_is(known_launcher):
     found = compat.kernel_launcher(_compiled(print))
     assert found.launch is print and found.descriptors == []
     assert found.prefix == (7, False, True, None, None, "meta", None, None, None)
 
 
-def test_the_wrapper_for_descriptors_is_looked_through():
+def test_the_wrapper_for_descriptors_is_looked_through(known_launcher):
     launcher, tensordesc_meta = print, ["first", "second"]
 
     def wrapper(*args):
@@ -118,7 +124,7 @@ def test_the_wrapper_for_descriptors_is_looked_through():
 
 
 @pytest.mark.parametrize("version", [(3, 7), (3, 9), None])
-def test_launchers_of_other_releases_are_left_alone(monkeypatch, version):
+def test_launchers_of_other_releases_are_left_alone(monkeypatch, known_launcher, version):
     assert compat.kernel_launcher(_compiled(print)) is not None
     monkeypatch.setattr(compat, "triton_version", lambda: version)
     assert compat.kernel_launcher(_compiled(print)) is None
@@ -135,5 +141,5 @@ def test_launchers_of_other_releases_are_left_alone(monkeypatch, version):
         None,
     ],
 )
-def test_what_cannot_be_launched_directly_gives_none(compiled):
+def test_what_cannot_be_launched_directly_gives_none(known_launcher, compiled):
     assert compat.kernel_launcher(compiled) is None

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 from blackwell_sparsek.calls.decode import DecodeSpec
-from blackwell_sparsek.kernels.attention import decode_sm90_launch
+from blackwell_sparsek.decode import sm90_launch as decode_sm90_launch
 from blackwell_sparsek.decode.tuning import make_config
 
 decode_sm90_launch._attn_decode_sm90_kernel = Recorder(decode_sm90_launch._attn_decode_sm90_kernel)

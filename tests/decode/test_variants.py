@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 from blackwell_sparsek.calls.decode import DecodeSpec
-from blackwell_sparsek.kernels.attention import decode
+from blackwell_sparsek.decode import triton as decode
 from blackwell_sparsek.decode.tuning import DecodeConfig
 
 decode._attn_decode_kernel = Recorder(decode._attn_decode_kernel)

@@ -14,6 +14,7 @@ from blackwell_sparsek.device.backprop import (
     shift_of_rows,
     sink_gradients,
 )
+from blackwell_sparsek.device.records import Score
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
 LOG2_E = 1.4426950408889634
@@ -78,7 +79,7 @@ def test_step(transposed, masked, softcap, scale, natural, device):
     s, dp, shown = (x.to(device) for x in tiles)
     p, ds = torch.full_like(s, torch.nan), torch.full_like(s, torch.nan)
     unit = 1.0 if natural else LOG2_E
-    score = (softcap * unit, scale / softcap) if softcap else (scale * unit, None)
+    score = Score(softcap * unit, scale / softcap) if softcap else Score(scale * unit, None)
     _step_probe[(1,)](
         p, ds, s, dp, shown if masked else None, lse.to(device), delta.to(device), score,
         ROWS=s.shape[0], COLUMNS=s.shape[1], TRANSPOSED=transposed, NATURAL=natural,

@@ -12,34 +12,34 @@ import triton.language as tl
 
 from blackwell_sparsek.device.schedule import (
     batch_and_heads,
-    count_packed_pieces,
-    place_in_sections,
+    count_packed_tiles,
+    head_offset,
     place_in_sequence,
-    plane_offset,
-    sequence_of_piece,
+    raster_place,
+    sequence_of_tile,
     token_span,
 )
 
 
 @triton.jit
-def _schedule_probe(out_ptr, num_planes, num_tiles, section, N: tl.constexpr):
-    program = tl.minimum(tl.arange(0, N), num_planes * num_tiles - 1)
-    plane, tile = place_in_sections(program, num_planes, num_tiles, section)
-    tl.store(out_ptr + program * 2, plane)
+def _schedule_probe(out_ptr, num_batch_heads, num_tiles, group, N: tl.constexpr):
+    program = tl.minimum(tl.arange(0, N), num_batch_heads * num_tiles - 1)
+    batch_head, tile = raster_place(program, num_batch_heads, num_tiles, group)
+    tl.store(out_ptr + program * 2, batch_head)
     tl.store(out_ptr + program * 2 + 1, tile)
 
 
 @pytest.mark.parametrize(
-    "planes, tiles, section",
+    "planes, tiles, group",
     [(1, 1, 1), (6, 4, 4), (7, 3, 2), (5, 2, 5), (6, 5, 2), (8, 4, 3), (3, 2, 7)],
 )
-def test_every_tile_once_heavy_ones_first(device, planes, tiles, section):
+def test_every_tile_once_heavy_ones_first(device, planes, tiles, group):
     out = torch.full((32, 2), -1, dtype=torch.int32, device=device)
-    _schedule_probe[(1,)](out, planes, tiles, section, N=32)
+    _schedule_probe[(1,)](out, planes, tiles, group, N=32)
     placed = [tuple(x) for x in out[: planes * tiles].tolist()]
     assert sorted(placed) == [(p, t) for p in range(planes) for t in range(tiles)]
-    # planes too few for a section of their own belong to the last one
-    begins = list(range(0, planes, section))[: max(planes // section, 1)]
+    # planes too few for a group of their own belong to the last one
+    begins = list(range(0, planes, group))[: max(planes // group, 1)]
     expected = [
         (plane, tile)
         for first, end in itertools.pairwise([*begins, planes])
@@ -53,7 +53,7 @@ def test_every_tile_once_heavy_ones_first(device, planes, tiles, section):
 def _span_probe(out_ptr, cu_ptr, plane, q_heads, group_size, length, strides):
     batch, q_head, kv_head = batch_and_heads(plane, q_heads, group_size)
     start, length = token_span(cu_ptr, batch, length)
-    offset = plane_offset(batch, kv_head, start, strides)
+    offset = head_offset(batch, kv_head, start, strides)
     tl.store(out_ptr, tl.cast(batch, tl.int64))
     tl.store(out_ptr + 1, tl.cast(q_head, tl.int64))
     tl.store(out_ptr + 2, tl.cast(kv_head, tl.int64))
@@ -85,20 +85,20 @@ def test_offsets_pass_32_bits(device):
 
 @triton.jit
 def _packed_probe(
-    out_ptr, cu_ptr, num_sequences, heads, section, TILE_M: tl.constexpr, SCAN: tl.constexpr
+    out_ptr, cu_ptr, num_sequences, heads, group, TILE_M: tl.constexpr, SCAN: tl.constexpr
 ):
-    total = count_packed_pieces(cu_ptr, num_sequences, heads, TILE_M)
+    total = count_packed_tiles(cu_ptr, num_sequences, heads, TILE_M)
     sequence = 0
-    piece = 0
-    while piece < total:
-        sequence = sequence_of_piece(
-            cu_ptr, piece, sequence, num_sequences, heads, tl.arange(0, SCAN), TILE_M
+    work_index = 0
+    while work_index < total:
+        sequence = sequence_of_tile(
+            cu_ptr, work_index, sequence, num_sequences, heads, tl.arange(0, SCAN), TILE_M
         )
-        head, tile = place_in_sequence(cu_ptr, piece, sequence, heads, section, TILE_M)
-        tl.store(out_ptr + piece * 3, sequence)
-        tl.store(out_ptr + piece * 3 + 1, head)
-        tl.store(out_ptr + piece * 3 + 2, tile)
-        piece += 1
+        head, tile = place_in_sequence(cu_ptr, work_index, sequence, heads, group, TILE_M)
+        tl.store(out_ptr + work_index * 3, sequence)
+        tl.store(out_ptr + work_index * 3 + 1, head)
+        tl.store(out_ptr + work_index * 3 + 2, tile)
+        work_index += 1
 
 
 @pytest.mark.parametrize("first", [0, 37])
@@ -117,11 +117,11 @@ def _packed_probe(
     ],
 )
 def test_every_tile_of_packed_sequences_once(device, lengths, scan, first):
-    heads, section, tile_m = 5, 2, 64
+    heads, group, tile_m = 5, 2, 64
     cu = torch.tensor([first, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32).to(device)
     most = heads * (sum(lengths) // tile_m + len(lengths))
     out = torch.full((most + 1, 3), -1, dtype=torch.int32, device=device)
-    _packed_probe[(1,)](out, cu, len(lengths), heads, section, TILE_M=tile_m, SCAN=scan)
+    _packed_probe[(1,)](out, cu, len(lengths), heads, group, TILE_M=tile_m, SCAN=scan)
     placed = [tuple(x) for x in out.tolist()]
     assert placed.pop() == (-1, -1, -1)
     assert (-1, -1, -1) not in placed
@@ -129,8 +129,8 @@ def test_every_tile_of_packed_sequences_once(device, lengths, scan, first):
     expected = [
         (sequence, head, tile)
         for sequence, length in enumerate(lengths)
-        for section_heads in ((0, 1), (2, 3, 4))
+        for group_heads in ((0, 1), (2, 3, 4))
         for tile in reversed(range(-(-length // tile_m)))
-        for head in section_heads
+        for head in group_heads
     ]
     assert with_queries == expected

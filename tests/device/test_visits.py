@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from blackwell_sparsek.device import visits
-from blackwell_sparsek.device.visits import keys_of_tile, masked_unit, num_tiles, tile_ordinal
+from blackwell_sparsek.device.records import MaskLists
+from blackwell_sparsek.device.visits import keys_of_tile, masked_block, num_tiles, tile_ordinal
 
 SLOTS = 1024
 
@@ -30,7 +31,7 @@ def _visit_probe(
     TILE_N: tl.constexpr,
 ):
     """Write the visited keys, tile by tile, in the order of the visits."""
-    UNIT: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
+    KV_BLOCK: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
     offs_n = tl.arange(0, TILE_N)
     if lists is None:
         plan = visits.plan_dense(kv_lo, kv_hi, all_lo, all_hi, TILE_N)
@@ -39,24 +40,25 @@ def _visit_probe(
         plan = visits.plan_blocks(
             lists, 1, kv_lo, kv_hi, all_lo, all_hi, offs_scan, TILE_N, BLOCK_KV
         )
-    count = visits.num_masked_units(plan)
-    for kv_tile in range(num_tiles(count, TILE_N, UNIT)):
-        ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, TILE_N, UNIT)
-        unit = masked_unit(plan, ordinal)
-        kv_pos = keys_of_tile(lists, unit, ordinal, count, kv_in_unit, kv_len, TILE_N, UNIT)
+    count = visits.num_masked_blocks(plan)
+    for kv_tile in range(num_tiles(count, TILE_N, KV_BLOCK)):
+        ordinal, kv_in_block = tile_ordinal(kv_tile, offs_n, TILE_N, KV_BLOCK)
+        entry = masked_block(plan, ordinal)
+        kv_pos = keys_of_tile(lists, entry, ordinal, count, kv_in_block, kv_len, TILE_N, KV_BLOCK)
         tl.store(masked_ptr + kv_tile * TILE_N + offs_n, kv_pos)
-    count = visits.num_full_units(plan)
-    for kv_tile in range(num_tiles(count, TILE_N, UNIT)):
-        ordinal, kv_in_unit = tile_ordinal(kv_tile, offs_n, TILE_N, UNIT)
-        unit = plan[3] + ordinal
-        kv_pos = keys_of_tile(lists, unit, ordinal, count, kv_in_unit, kv_len, TILE_N, UNIT)
+    count = visits.num_full_blocks(plan)
+    for kv_tile in range(num_tiles(count, TILE_N, KV_BLOCK)):
+        ordinal, kv_in_block = tile_ordinal(kv_tile, offs_n, TILE_N, KV_BLOCK)
+        entry = plan.full_begin + ordinal
+        kv_pos = keys_of_tile(lists, entry, ordinal, count, kv_in_block, kv_len, TILE_N, KV_BLOCK)
         tl.store(full_ptr + kv_tile * TILE_N + offs_n, kv_pos)
 
 
 def visit(device, lists, bounds, kv_len, block_kv, tile_n):
     masked, full = (torch.full((SLOTS,), -1, dtype=torch.int32, device=device) for _ in range(2))
     if lists is not None:
-        lists = tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in lists)
+        lists = (torch.tensor(x, dtype=torch.int32, device=device) for x in lists)
+        lists = MaskLists(*lists, bits_id=None, bits=None, row_tokens=None)
     _visit_probe[(1,)](masked, full, lists, *bounds, kv_len, BLOCK_KV=block_kv, TILE_N=tile_n)
     return [x[x >= 0].tolist() for x in (masked, full)]
 
@@ -100,7 +102,7 @@ def test_list_plans(device, block_kv, tile_n):
         lists = ([0, 2, split + len(whole), len(indices)], [1, split, len(indices)], indices)
         masked, full = visit(device, lists, bounds, kv_len, block_kv, tile_n)
 
-        # lanes without a unit hold kv_len, which may also be the first key past the last block
+        # lanes without a block hold kv_len, which may also be the first key past the last block
         filler = [k for k in masked if k == kv_len]
         seen = [k for k in masked + full if k < kv_len]
         assert len(set(seen)) == len(seen), (kinds, bounds)

@@ -7,6 +7,7 @@ import blackwell_sparsek as bsk
 from blackwell_sparsek import InvalidInput, Unsupported, explain
 from blackwell_sparsek.calls.matmul import BsrProblem
 from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.core.compat import WARPS_TRITON
 from blackwell_sparsek.dispatch import dispatcher as dispatch
 from blackwell_sparsek.dispatch.dispatcher import Dispatcher, only_asked
 from blackwell_sparsek.matmul.op import matmul_dispatch
@@ -210,15 +211,44 @@ def _layer(block, density, n, shape=(8192, 8192)):
         (_problem(64, 0.9, arch=Arch("cpu", 0, 1, 0, False)), "dense"),
     ],
 )
-def test_auto_takes_the_dense_product_where_its_estimate_is_lower(monkeypatch, problem, chosen):
+def test_auto_takes_the_dense_product_where_its_estimate_is_lower(
+    monkeypatch, choosing_with, problem, chosen
+):
+    choosing_with(WARPS_TRITON)
     monkeypatch.delenv("BSK_IMPL", raising=False)
     monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
     decision = matmul_dispatch.decide("auto", problem)
     assert decision.chosen == chosen
-    assert matmul_dispatch._first("auto", problem).name == chosen
+    assert matmul_dispatch.choose("auto", problem).name == chosen
 
 
-def test_both_estimates_are_in_the_reasons(monkeypatch):
+@pytest.mark.parametrize(
+    ("problem", "parting", "other"),
+    [
+        # rows without a partner: 1.64 and 1.97 ms in blocks of 32, 1.87 in blocks of 64 where
+        # cuBLAS takes 1.41, 1.44 and 1.48
+        (_problem(32, 0.5), "sm90", "dense"),
+        (_problem(32, 0.7), "sm90", "dense"),
+        (_problem(64, 0.9), "sm90", "dense"),
+        (_problem(64, 0.5), "sm90", "sm90"),
+        # no strips
+        *((_layer(16, 0.22, n), "sm90", "triton") for n in (2, 16, 32)),
+        # one program for each tile
+        (_layer(128, 0.22, 16), "sm90", "sm90"),
+    ],
+)
+def test_auto_counts_only_on_what_this_triton_builds(
+    monkeypatch, choosing_with, problem, parting, other
+):
+    monkeypatch.delenv("BSK_IMPL", raising=False)
+    monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
+    for release, chosen in ((WARPS_TRITON, parting), ((3, 99), other)):
+        choosing_with(release)
+        assert matmul_dispatch.decide("auto", problem).chosen == chosen
+
+
+def test_both_estimates_are_in_the_reasons(monkeypatch, choosing_with):
+    choosing_with(WARPS_TRITON)
     monkeypatch.delenv("BSK_IMPL", raising=False)
     monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
     sparse = matmul_dispatch.decide("auto", _problem(128, 0.22)).reasons

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.device.gluon.pipeline import plane_place, tile_at
+from blackwell_sparsek.device.gluon.pipeline import tile_at, tile_place
 from blackwell_sparsek.launch.descriptors import packed_descriptor
 
 INT32 = range(-(2**31), 2**31)
@@ -25,7 +25,7 @@ def element(descriptor, coordinates):
 
 def tile_coordinates(cu, head, first, length, row):
     """The device functions, called as the plain Python that they are."""
-    place = plane_place.fn(cu, 0, head, first, length)
+    place = tile_place.fn(cu, 0, head, first, length)
     return tuple(getattr(c, "value", c) for c in tile_at.fn(place, row))
 
 

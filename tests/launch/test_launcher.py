@@ -8,16 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blackwell_sparsek.launch import launcher as module
-from blackwell_sparsek.launch import workspace as stream_memory
-from blackwell_sparsek.launch.launcher import (
-    RecordedLaunches,
-    cdiv,
-    launch,
-    on_device_of,
-    recording,
-    scratch,
-)
+from blackwell_sparsek.core import compat
+from blackwell_sparsek.launch import templates, workspace
+from blackwell_sparsek.launch.launcher import cdiv, launch, on_device_of
+from blackwell_sparsek.launch.recording import recording
+from blackwell_sparsek.launch.templates import RecordedLaunches
+from blackwell_sparsek.launch.workspace import scratch
 
 CPU = torch.device("cpu")
 # grid, 1, 1, stream, and what `compat.kernel_launcher` puts before a kernel's own arguments
@@ -68,12 +64,14 @@ def fake_gpu(monkeypatch):
         state.maps.append((descriptor.base.data_ptr(), meta))
         return [f"map of {descriptor.base.data_ptr()}", "size", "stride"]
 
+    # the fake kernels have the launcher of this release, whichever is installed
+    monkeypatch.setattr(compat, "triton_version", lambda: compat.LAUNCHER_TRITON)
     pytest.importorskip("triton")
-    monkeypatch.setattr(module, "raw_stream", lambda device: STREAM)
+    monkeypatch.setattr(templates, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
-    monkeypatch.setattr(module, "tensor_map", tensor_map)
-    monkeypatch.setattr(module, "_zeros", {})
-    monkeypatch.setattr(stream_memory, "_kept", {})
+    monkeypatch.setattr(templates, "tensor_map", tensor_map)
+    monkeypatch.setattr(workspace, "_zeros", {})
+    monkeypatch.setattr(workspace, "_kept", {})
     return state
 
 
@@ -187,6 +185,23 @@ def test_tensors_in_tuples_are_found():
     assert second == [(new_y.data_ptr(), 3, table.data_ptr()), new_x.data_ptr()]
 
 
+def test_tensors_in_tuples_of_tuples_are_found():
+    kernel = Kernel()
+    x, y, table = (torch.zeros(4) for _ in range(3))
+    recorded = record(kernel, [(3, (x, (y, table)), (1, 2))], (x, y))
+    new_x, new_y = torch.zeros(4), torch.zeros(4)
+    recorded.repeat(at(new_x, new_y))
+    (args,) = kernel.repeated
+    inner = (new_y.data_ptr(), table.data_ptr())
+    assert args[HEAD:] == [(3, (new_x.data_ptr(), inner), (1, 2))]
+
+
+def test_no_recording_of_descriptors_in_tuples():
+    x = torch.zeros(4)
+    kernel = Kernel(descriptors=["meta"])
+    assert record(kernel, [(1, (Descriptor(x),))], (x,)) is None
+
+
 def test_descriptors_are_made_anew_for_new_addresses_only(fake_gpu):
     kernel = Kernel(descriptors=["meta of x"])
     x, out = torch.zeros(4), torch.zeros(4)
@@ -205,7 +220,7 @@ def test_few_tensor_maps_are_kept(fake_gpu):
     kernel = Kernel(descriptors=["meta"])
     x = torch.zeros(4)
     recorded = record(kernel, [Descriptor(x)], (x,))
-    tensors = [torch.zeros(4) for _ in range(module.MAX_TENSOR_MAPS + 1)]
+    tensors = [torch.zeros(4) for _ in range(templates.MAX_TENSOR_MAPS + 1)]
     for tensor in tensors:
         recorded.repeat(at(tensor))
     made = len(fake_gpu.maps)
@@ -216,7 +231,7 @@ def test_few_tensor_maps_are_kept(fake_gpu):
 
 
 def scratched(kernel, shape=(8,), launches=1):
-    """A recording of launches with two pieces of scratch memory, the second of `shape`."""
+    """A recording of launches with two scratch tensors, the second of `shape`."""
     x = torch.zeros(4)
     with recording() as made:
         first = scratch((3,), torch.float16, CPU)
@@ -231,11 +246,11 @@ def test_scratch_memory_is_that_of_the_stream(fake_gpu, monkeypatch):
     recorded, x = scratched(kernel)
     recorded.repeat(at(x))
     recorded.repeat(at(x))
-    memory = stream_memory._kept[(None, STREAM)].data_ptr()
+    memory = workspace._kept[(None, STREAM)].data_ptr()
     assert [args[HEAD:] for args in kernel.repeated] == [[*at(x), memory, memory + 512]] * 2
-    monkeypatch.setattr(module, "raw_stream", lambda device: STREAM + 1)
+    monkeypatch.setattr(templates, "raw_stream", lambda device: STREAM + 1)
     recorded.repeat(at(x))
-    other = stream_memory._kept[(None, STREAM + 1)].data_ptr()
+    other = workspace._kept[(None, STREAM + 1)].data_ptr()
     assert other != memory and kernel.repeated[-1][HEAD + 1] == other
 
 
@@ -243,21 +258,21 @@ def test_scratch_memory_is_that_of_the_stream(fake_gpu, monkeypatch):
 def test_scratch_memory_of_one_call(fake_gpu, why):
     kernel = Kernel()
     kernel.compiled.run.launch_pdl = why == "overlaps"
-    shape = (stream_memory.MOST_KEPT_BYTES // 2,) if why == "large" else (8,)
+    shape = (workspace.MOST_KEPT_BYTES // 2,) if why == "large" else (8,)
     recorded, x = scratched(kernel, shape, launches=2 if why == "two launches" else 1)
     fake_gpu.capturing = why == "graph"
     recorded.repeat(at(x))
-    assert stream_memory._kept == {}
+    assert workspace._kept == {}
     # the launches of one call share its memory
     assert len({tuple(args[HEAD:]) for args in kernel.repeated}) == 1
 
 
 def test_memory_of_a_stream_grows():
-    small = stream_memory.stream_memory(100, CPU, STREAM)
-    assert stream_memory.stream_memory(small.numel(), CPU, STREAM) is small
-    large = stream_memory.stream_memory(small.numel() + 1, CPU, STREAM)
+    small = workspace.stream_memory(100, CPU, STREAM)
+    assert workspace.stream_memory(small.numel(), CPU, STREAM) is small
+    large = workspace.stream_memory(small.numel() + 1, CPU, STREAM)
     assert large.numel() == 2 * small.numel()
-    assert stream_memory.stream_memory(100, CPU, STREAM) is large
+    assert workspace.stream_memory(100, CPU, STREAM) is large
 
 
 def test_constant_tuples_are_kept_as_they_are():
@@ -268,7 +283,7 @@ def test_constant_tuples_are_kept_as_they_are():
 
 
 def test_counters_are_handed_out_once_and_in_a_graph_zeroed_by_it(fake_gpu, monkeypatch):
-    monkeypatch.setattr(module._Zeros, "WORDS", 8)
+    monkeypatch.setattr(workspace._Zeros, "WORDS", 8)
     kernel = Kernel()
     x = torch.zeros(4)
     with recording() as made:
@@ -276,18 +291,18 @@ def test_counters_are_handed_out_once_and_in_a_graph_zeroed_by_it(fake_gpu, monk
     recorded = RecordedLaunches.make(made, (x,))
     for _ in range(2):
         recorded.repeat(at(x))
-    pool = module._zeros[(0, STREAM)]
+    pool = workspace._zeros[(0, STREAM)]
     base = pool.words.data_ptr()
     assert [args[HEAD + 1] - base for args in kernel.repeated] == [0, 12]
     # two words are left where three are needed: fresh memory, and a new pool for the next call
     recorded.repeat(at(x))
-    assert (0, STREAM) not in module._zeros
+    assert (0, STREAM) not in workspace._zeros
     recorded.repeat(at(x))
-    assert module._zeros[(0, STREAM)] is not pool
-    used = module._zeros[(0, STREAM)].used
+    assert workspace._zeros[(0, STREAM)] is not pool
+    used = workspace._zeros[(0, STREAM)].used
     fake_gpu.capturing = True
     recorded.repeat(at(x))
-    assert module._zeros[(0, STREAM)].used == used == 3
+    assert workspace._zeros[(0, STREAM)].used == used == 3
 
 
 def test_no_recording_where_tensors_cannot_be_told_apart():
@@ -311,6 +326,13 @@ def test_no_recording_where_the_launcher_is_hidden():
     assert record(kernel, [x], (x,)) is None
 
 
+def test_no_recording_with_a_triton_whose_launcher_is_not_known(monkeypatch):
+    kernel, x = Kernel(), torch.zeros(4)
+    assert record(kernel, [x], (x,)) is not None
+    monkeypatch.setattr(compat, "triton_version", lambda: (3, 99))
+    assert record(kernel, [x], (x,)) is None
+
+
 def test_no_recording_of_a_descriptor_without_a_role():
     x, table = torch.zeros(4), torch.zeros(4)
     kernel = Kernel(descriptors=["meta"])
@@ -319,7 +341,7 @@ def test_no_recording_of_a_descriptor_without_a_role():
 
 
 def test_threads_on_one_stream_get_different_counters(monkeypatch):
-    class Slow(module._Zeros):
+    class Slow(workspace._Zeros):
         """Lets other threads run between reading and writing how many words are used."""
 
         @property
@@ -332,7 +354,8 @@ def test_threads_on_one_stream_get_different_counters(monkeypatch):
         def used(self, value):
             self.__dict__["used"] = value
 
-    monkeypatch.setattr(module, "_Zeros", Slow)
+    monkeypatch.setattr(workspace, "_Zeros", Slow)
     with ThreadPoolExecutor(8) as pool:
-        taken = list(pool.map(lambda _: module._counter(1, CPU, STREAM, False)[0], range(100)))
+        made = pool.map(lambda _: workspace.zeroed_counters(1, CPU, STREAM, False), range(100))
+        taken = [counters.address for counters in made]
     assert len(set(taken)) == 100

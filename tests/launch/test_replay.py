@@ -19,7 +19,7 @@ from blackwell_sparsek.decode import api as functional_decode
 from blackwell_sparsek.decode import replay as decode_repeat
 from blackwell_sparsek.launch import launcher as launching
 from blackwell_sparsek.launch import replay as module
-from blackwell_sparsek.launch import workspace as stream_memory
+from blackwell_sparsek.launch import templates, workspace
 from blackwell_sparsek.masks.block_mask import BlockMask
 
 # the index that CPU tensors tell
@@ -32,8 +32,8 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(module, "raw_device", lambda: DEVICE)
     monkeypatch.setattr(module, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(module, "_is_in_gpu_memory", lambda x: True)
-    monkeypatch.setattr(launching, "raw_stream", lambda device: STREAM)
-    monkeypatch.setattr(stream_memory, "_kept", {})
+    monkeypatch.setattr(templates, "raw_stream", lambda device: STREAM)
+    monkeypatch.setattr(workspace, "_kept", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -47,7 +47,7 @@ def gpu(monkeypatch):
     """`calls` counts the calls that were made in full, `repeated` has what the others launched."""
     state = SimpleNamespace(calls=0, repeated=[])
     kernel = Kernel()
-    launcher = launching.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
+    launcher = templates.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
 
     def run(q, *others):
         state.calls += 1
@@ -58,7 +58,7 @@ def gpu(monkeypatch):
 
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(attention_repeat, "stream_of", lambda x: STREAM)
-    monkeypatch.setattr(launching, "kernel_launcher", lambda compiled: launcher)
+    monkeypatch.setattr(templates, "kernel_launcher", lambda compiled: launcher)
     monkeypatch.setattr(functional_attention, "_attention", run)
     monkeypatch.setattr(functional_varlen, "_attention_varlen", run)
     monkeypatch.setattr(functional_decode, "_attention_decode", run)
@@ -101,7 +101,7 @@ def test_lse_that_nobody_asked_for_is_written_to_memory_of_the_stream(gpu):
     inputs = qkv()
     out = attend(inputs)
     assert gpu.calls == 1 and isinstance(out, torch.Tensor)
-    memory = stream_memory._kept[(None, STREAM)]
+    memory = workspace._kept[(None, STREAM)]
     expected = (out.data_ptr(), memory.data_ptr(), *(x.data_ptr() for x in inputs))
     assert gpu.repeated == [expected]
     # asked for, it is the caller's own

@@ -13,7 +13,7 @@ PROGRAM = """
 import torch
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.compile_cases import registered_cases
-from blackwell_sparsek.kernels.bsr import cases
+from blackwell_sparsek.matmul.triton import cases
 from blackwell_sparsek.matmul.triton.tuning import triton_stages
 from blackwell_sparsek.matmul.triton.tuning import pair_config, sddmm_config, spmm_config
 from blackwell_sparsek.calls.matmul import BsrProblem

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from blackwell_sparsek.matmul import eager as bsr_rows
-from blackwell_sparsek.matmul import eager as eager
-from blackwell_sparsek.matmul.eager import bsr_pair_products
+from blackwell_sparsek.calls.matmul import (
+    MatmulCall,
+    PairProductsCall,
+    PatternTensors,
+    SddmmCall,
+)
+from blackwell_sparsek.matmul import eager
 from blackwell_sparsek.reference import matmul as reference
 from blackwell_sparsek.sparse.matrix import BSRMatrix
 from blackwell_sparsek.sparse.product import product_pattern
@@ -34,10 +38,10 @@ def matrix(
     return BSRMatrix.from_mask(x, keep, block_shape).to(device)
 
 
-def arguments(a, dense, dense_left, bias=None, residual=None, activation=None, out_dtype=None):
-    return (
+def call(a, dense, dense_left, bias=None, residual=None, activation=None, out_dtype=None):
+    return MatmulCall(
         a.storage,
-        a.pattern.tensors(),
+        PatternTensors(*a.pattern.tensors()),
         list(a.pattern.shape),
         a.is_transposed,
         dense,
@@ -71,8 +75,8 @@ def test_integers_are_exact(shape, block_shape, transposed, dense_left, batch, c
         x = integers(*batch, *size, seed=1, device=device)
         expected = x @ a.to_dense() if dense_left else a.to_dense() @ x
         with poisoned_empty():
-            row_major = eager.bsr_matmul(*arguments(a, x, dense_left))
-            col_major = eager.bsr_matmul(*arguments(a, x.mT.contiguous().mT, dense_left))
+            row_major = eager.matmul(call(a, x, dense_left))
+            col_major = eager.matmul(call(a, x.mT.contiguous().mT, dense_left))
         assert torch.equal(row_major, expected) and row_major.is_contiguous()
         assert torch.equal(col_major, expected) and col_major.is_contiguous()
 
@@ -89,8 +93,8 @@ def test_within_budget_with_epilogue(dtype, dense_left, activation, out_dtype, d
     out_shape = (65, 100) if dense_left else (129, 65)
     residual = normal(*out_shape, seed=3, dtype=dtype, device=device)
     extras = (bias, residual, activation)
-    actual = eager.bsr_matmul(*arguments(a, x, dense_left, *extras, out_dtype))
-    exact = reference.bsr_matmul(*arguments(a, x, dense_left, *extras, torch.float64))
+    actual = eager.matmul(call(a, x, dense_left, *extras, out_dtype))
+    exact = reference.matmul(call(a, x, dense_left, *extras, torch.float64))
     dense = a.to_dense()
     plain = x @ dense + bias if dense_left else dense @ x + bias[:, None]
     plain = (getattr(torch.nn.functional, activation)(plain) if activation else plain) + residual
@@ -111,13 +115,13 @@ def test_layouts(kind, dense_left, as_transpose, chunking, device):
     x = integers(*size, seed=1, device=device)
     expected = x @ a.to_dense() if dense_left else a.to_dense() @ x
     x = strided_like(x.mT.contiguous(), kind).mT if as_transpose else strided_like(x, kind)
-    assert torch.equal(eager.bsr_matmul(*arguments(a, x, dense_left)), expected)
+    assert torch.equal(eager.matmul(call(a, x, dense_left)), expected)
 
 
 def test_expanded_batch(device):
     a = matrix((40, 30), (8, 4), device=device)
     x = integers(30, 9, seed=1, device=device).expand(2, 3, 30, 9)
-    assert torch.equal(eager.bsr_matmul(*arguments(a, x, False)), a.to_dense() @ x)
+    assert torch.equal(eager.matmul(call(a, x, False)), a.to_dense() @ x)
 
 
 def test_strided_values(device):
@@ -126,7 +130,7 @@ def test_strided_values(device):
         strided = strided_like(a.storage, "outer_gap")
         b = BSRMatrix._from_parts(a.pattern, strided, transposed)
         x = integers(b.shape[1], 9, seed=1, device=device)
-        assert torch.equal(eager.bsr_matmul(*arguments(b, x, False)), b.to_dense() @ x)
+        assert torch.equal(eager.matmul(call(b, x, False)), b.to_dense() @ x)
 
 
 def test_nan_reaches_only_rows_that_store_its_block(device):
@@ -134,7 +138,7 @@ def test_nan_reaches_only_rows_that_store_its_block(device):
     a = BSRMatrix.from_mask(torch.ones(5, 5), keep, (3, 3)).to(device)
     x = torch.ones(5, 2, device=device)
     x[4, 0] = float("nan")
-    out = eager.bsr_matmul(*arguments(a, x, False))
+    out = eager.matmul(call(a, x, False))
     assert out.isnan().tolist() == [[False] * 2] * 3 + [[True, False]] * 2
 
 
@@ -145,19 +149,19 @@ def test_sddmm_integers(shape, block_shape, batch, chunking, device):
     for k in (1, 9, 0):
         a = integers(*batch, shape[0], k, seed=1, device=device)
         b = integers(*batch, k, shape[1], seed=2, device=device)
-        rest = (p.tensors(), list(shape), list(block_shape), None)
-        expected = reference.bsr_sddmm(a, b, *rest)
+        rest = (PatternTensors(*p.tensors()), shape, block_shape)
+        expected = reference.sddmm(SddmmCall(a, b, *rest))
         for left in (a, a.mT.contiguous().mT):
             for right in (b, b.mT.contiguous().mT):
                 with poisoned_empty():
-                    actual = eager.bsr_sddmm(left, right, *rest)
+                    actual = eager.sddmm(SddmmCall(left, right, *rest))
                 assert torch.equal(actual, expected) and actual.is_contiguous()
 
 
 def test_sddmm_padding_is_zero_even_next_to_infinity(device):
     p = BSRMatrix.from_mask(torch.ones(5, 5), torch.ones(2, 2) > 0, (3, 3)).to(device).pattern
     a = torch.full((5, 2), float("inf"), device=device)
-    out = eager.bsr_sddmm(a, a.mT, p.tensors(), [5, 5], [3, 3], None)
+    out = eager.sddmm(SddmmCall(a, a.mT, PatternTensors(*p.tensors()), (5, 5), (3, 3)))
     BSRMatrix(out, p.indices, p.indptr, p.shape).validate()
     assert out.isinf().sum() == 25
 
@@ -167,11 +171,11 @@ def test_sddmm_within_budget(dtype, device):
     p = matrix((65, 63), (16, 32), device=device).pattern
     a = normal(3, 65, 33, seed=1, dtype=dtype, device=device)
     b = normal(3, 33, 63, seed=2, dtype=dtype, device=device)
-    rest = (p.tensors(), [65, 63], [16, 32])
-    actual = eager.bsr_sddmm(a, b, *rest, None)
-    exact = reference.bsr_sddmm(a, b, *rest, torch.float64)
+    rest = (PatternTensors(*p.tensors()), (65, 63), (16, 32))
+    actual = eager.sddmm(SddmmCall(a, b, *rest))
+    exact = reference.sddmm(SddmmCall(a, b, *rest, torch.float64))
     plain = (a @ b).sum(0)
-    plain = reference.bsr_sddmm(plain, torch.eye(63, dtype=dtype, device=device), *rest, None)
+    plain = reference.sddmm(SddmmCall(plain, torch.eye(63, dtype=dtype, device=device), *rest))
     assert_within_budget(actual, exact, plain)
 
 
@@ -185,25 +189,25 @@ def test_pair_products_integers(a_transposed, b_transposed, sizes, device):
     b = matrix((n, k), (2, 4), 2, device=device).T if b_transposed else None
     b = b or matrix((k, n), (4, 2), 2, device=device)
     pattern, pairs = product_pattern(a.pattern, b.pattern, a_transposed, b_transposed)
-    rest = (list(pairs), a_transposed, b_transposed, None)
+    product = PairProductsCall(a.storage, b.storage, pairs, a_transposed, b_transposed)
     with poisoned_empty():
-        values = bsr_pair_products(a.storage, b.storage, *rest)
-    assert torch.equal(values, reference.bsr_pair_products(a.storage, b.storage, *rest))
+        values = eager.pair_products(product)
+    assert torch.equal(values, reference.pair_products(product))
     out = BSRMatrix(values, pattern.indices, pattern.indptr, pattern.shape)
     assert torch.equal(out.to_dense(), a.to_dense() @ b.to_dense())
 
 
 def test_row_groups_cover_every_entry_once_and_are_kept(device):
     indptr = torch.tensor([0, 2, 2, 5, 7, 7, 10], dtype=torch.int32, device=device)
-    groups = bsr_rows.row_groups(indptr)
+    groups = eager.row_groups(indptr)
     assert [(g.rows, g.entries.tolist()) for g in groups] == [
         ([0, 3], [[0, 1], [5, 6]]),
         ([2, 5], [[2, 3, 4], [7, 8, 9]]),
     ]
-    assert bsr_rows.row_groups(indptr) is groups
-    kept = len(bsr_rows._groups_of)
+    assert eager.row_groups(indptr) is groups
+    kept = len(eager._groups_of)
     del indptr
-    assert len(bsr_rows._groups_of) == kept - 1
+    assert len(eager._groups_of) == kept - 1
 
 
 def test_memory_is_proportional_to_what_is_gathered():
@@ -212,7 +216,7 @@ def test_memory_is_proportional_to_what_is_gathered():
     a = BSRMatrix(data, torch.tensor([7]), torch.tensor([0] * 6 + [1] * 59), (4096, 4096))
     x = torch.ones(4096, 4)
     with torch.profiler.profile(profile_memory=True) as profile:
-        out = eager.bsr_matmul(*arguments(a, x, False))
+        out = eager.matmul(call(a, x, False))
     allocated = sum(
         e.self_cpu_memory_usage for e in profile.events() if e.self_cpu_memory_usage > 0
     )
@@ -228,4 +232,4 @@ def test_long_sums_of_a_single_column_are_as_exact_as_torchs(order):
     x = normal(1, a.shape[0], seed=2) if left else normal(a.shape[1], 1, seed=2)
     plain = x @ dense if left else dense @ x
     exact = x.double() @ dense.double() if left else dense.double() @ x.double()
-    assert_within_budget(eager.bsr_matmul(*arguments(a, x, left)), exact, plain)
+    assert_within_budget(eager.matmul(call(a, x, left)), exact, plain)

@@ -3,7 +3,7 @@ import torch
 
 from blackwell_sparsek.calls.matmul import BsrProblem
 from blackwell_sparsek.core.arch import Arch
-from blackwell_sparsek.matmul import estimate as bsr_estimate
+from blackwell_sparsek.core.compat import WARPS_TRITON
 from blackwell_sparsek.matmul.estimate import (
     dense_seconds,
     packed_fill,
@@ -16,6 +16,14 @@ from blackwell_sparsek.matmul.estimate import (
 H200 = Arch("cuda", 90, 132, 232448, False)
 CPU = Arch("cpu", 0, 1, 0, False)
 BLOCKS = [(128, 128), (128, 16), (64, 64), (32, 32), (16, 16)]
+# one that does not let warps part
+OTHER_TRITON = (3, 99)
+
+
+@pytest.fixture(autouse=True)
+def parting_triton(choosing_with):
+    """As with the release that lets warps part, whichever is installed."""
+    choosing_with(WARPS_TRITON)
 
 
 def problem(block=(128, 128), density=0.22, n=8192, size=8192, arch=H200, **options):
@@ -60,8 +68,8 @@ def test_products_take_what_was_measured(block):
 
 
 @pytest.mark.parametrize("block", ALONE)
-def test_rows_without_a_partner_take_what_was_measured(block, monkeypatch):
-    monkeypatch.setattr(bsr_estimate, "spmm_sm90_paired", lambda problem, config: None)
+def test_rows_without_a_partner_take_what_was_measured(block, choosing_with):
+    choosing_with(OTHER_TRITON)
     for density, measured_ms in ALONE[block].items():
         estimate_ms = sparse_seconds(problem(block, density), "sm90") * 1e3
         assert estimate_ms == pytest.approx(measured_ms, rel=0.06), density
@@ -71,8 +79,12 @@ def test_rows_without_a_partner_take_what_was_measured(block, monkeypatch):
 DENSE_MS = {0.1: 1.31, 0.22: 1.31, 0.3: 1.34, 0.5: 1.41, 0.7: 1.44, 0.9: 1.48, 1.0: 1.65}
 
 
-def test_the_slower_product_is_never_much_slower():
-    for block, curve in MEASURED.items():
+@pytest.mark.parametrize(
+    ("triton", "measured"), [(WARPS_TRITON, MEASURED), (OTHER_TRITON, ALONE)], ids=["parts", "not"]
+)
+def test_the_slower_product_is_never_much_slower(choosing_with, triton, measured):
+    choosing_with(triton)
+    for block, curve in measured.items():
         for density, stored_ms in curve.items():
             some = problem(block, density)
             stored = sparse_seconds(some, "sm90") <= dense_seconds(some)

@@ -4,6 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from blackwell_sparsek.calls.matmul import (
+    MatmulCall,
+    PairProductsCall,
+    PatternTensors,
+    SddmmCall,
+)
 from blackwell_sparsek.reference import matmul as reference
 from blackwell_sparsek.sparse.matrix import BSRMatrix
 from blackwell_sparsek.sparse.product import product_pattern
@@ -19,9 +25,9 @@ def matrix(shape=(10, 13), block_shape=(3, 4), seed=0, dtype=torch.float64):
 
 
 def run(a, dense, dense_left, bias=None, residual=None, activation=None, out_dtype=None):
-    return reference.bsr_matmul(
+    call = MatmulCall(
         a.storage,
-        a.pattern.tensors(),
+        PatternTensors(*a.pattern.tensors()),
         list(a.pattern.shape),
         a.is_transposed,
         dense,
@@ -31,6 +37,7 @@ def run(a, dense, dense_left, bias=None, residual=None, activation=None, out_dty
         activation,
         out_dtype,
     )
+    return reference.matmul(call)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -71,7 +78,7 @@ def test_nan_reaches_only_rows_that_store_its_block():
 def test_sddmm_block_by_block(batch):
     p = matrix().pattern
     a, b = integers(*batch, 10, 6, seed=1), integers(*batch, 6, 13, seed=2)
-    values = reference.bsr_sddmm(a, b, p.tensors(), list(p.shape), [3, 4], None)
+    values = reference.sddmm(SddmmCall(a, b, PatternTensors(*p.tensors()), list(p.shape), [3, 4]))
     product = (a @ b).flatten(0, -3).sum(0) if batch else a @ b
     expected = torch.zeros(p.nnz_blocks, 3, 4)
     for e, (r, c) in enumerate(zip(p.row_indices().tolist(), p.indices.tolist(), strict=True)):
@@ -87,8 +94,8 @@ def test_pair_products_are_the_dense_product(a_transposed, b_transposed):
     b = matrix((7, 13), (2, 4), 5).T if b_transposed else matrix((13, 7), (4, 2), 5)
     pattern, pairs = product_pattern(a.pattern, b.pattern, a_transposed, b_transposed)
     pattern.validate()
-    values = reference.bsr_pair_products(
-        a.storage, b.storage, list(pairs), a_transposed, b_transposed, None
+    values = reference.pair_products(
+        PairProductsCall(a.storage, b.storage, pairs, a_transposed, b_transposed)
     )
     out = BSRMatrix(values, pattern.indices, pattern.indptr, pattern.shape)
     assert torch.equal(out.to_dense(), a.to_dense() @ b.to_dense())

@@ -13,7 +13,7 @@ import torch
 
 from ..core.errors import Unsupported
 from ..dispatch.operators import define_autograd
-from ..launch.replay import Known, Tensors, described, is_plain_call, keep
+from ..launch.replay import Cache, Tensors, described, is_plain_call, keep
 from ..masks.block_mask import BlockMask
 from .op import attn_bwd, attn_fwd, backward_dispatch, gradient_call, run_attn_fwd
 from .replay import bound_to, stream_of
@@ -56,14 +56,14 @@ class Attended:
         mask: tuple[Sequence[torch.Tensor], Sequence[int]],
         scalars: tuple[Any, ...],
         forward: Launches | None = None,
-        of_kind: Known | None = None,
+        of_kind: Cache | None = None,
     ):
         self._sizes = sizes
         self._mask = mask
         self._scalars = scalars
         self._forward = forward
-        self._gradients: Known = {}
-        self._of_kind: Known = {} if of_kind is None else of_kind
+        self._gradients: Cache = {}
+        self._of_kind: Cache = {} if of_kind is None else of_kind
 
     @classmethod
     def of(cls, options: Sequence[Any]) -> "Attended":

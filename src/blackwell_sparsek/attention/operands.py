@@ -4,11 +4,21 @@ Dense batches and packed sequences, masks and bands become the same few tuples h
 need no flag for them.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..calls.attention import AttnSpec
+from ..device.records import (
+    Band,
+    CuSeqlens,
+    GradientScore,
+    Heads,
+    Lengths,
+    MaskLists,
+    Score,
+    Strides,
+)
 from ..masks.block_mask import BlockMask
 
 LOG2_E = 1.4426950408889634
@@ -21,38 +31,35 @@ class AttnStrides(NamedTuple):
     divides make all strides so, whatever the lengths.
     """
 
-    out: tuple[int, int, int]
-    q: tuple[int, int, int]
-    k: tuple[int, int, int]
-    v: tuple[int, int, int]
+    out: Strides
+    q: Strides
+    k: Strides
+    v: Strides
 
 
 class AttnBwdStrides(NamedTuple):
     """The same for a kernel of the backward pass; None for gradients that it does not write."""
 
-    q: tuple[int, int, int]
-    k: tuple[int, int, int]
-    v: tuple[int, int, int]
-    dout: tuple[int, int, int]
-    dq: tuple[int, int, int] | None = None
-    dk: tuple[int, int, int] | None = None
-    dv: tuple[int, int, int] | None = None
+    q: Strides
+    k: Strides
+    v: Strides
+    dout: Strides
+    dq: Strides | None = None
+    dk: Strides | None = None
+    dv: Strides | None = None
 
 
 class KernelOperands(NamedTuple):
     """What attention kernels take besides tensors and strides."""
 
     batch: int
-    lengths: tuple[int, int]
+    lengths: Lengths
     """Queries and keys of each sequence; of the longest when they are packed."""
-    heads: tuple[int, int]
-    """Query heads, and how many of them share a KV head."""
-    band: tuple[int, int]
-    score: tuple[float, float | None]
-    """Factor to base-2 exponents, and the factor inside of a softcap's tanh."""
-    cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None]
-    block_lists: tuple[Any, ...] | None
-    """Lists of a direction, bits, and the height of a block."""
+    heads: Heads
+    band: Band
+    score: Score
+    cu_seqlens: CuSeqlens
+    block_lists: MaskLists | None
     mask_steps: tuple[int, int]
     """From batch and head to the row of the lists; 0 where the mask broadcasts."""
     block_kv: int | None
@@ -65,34 +72,32 @@ def kernel_operands(
 ) -> KernelOperands:
     """Collect them from tensors and options."""
     if spec.cu_seqlens_q is not None:
-        batch, lengths = spec.cu_seqlens_q.numel() - 1, (spec.max_q, spec.max_k)
+        batch, lengths = spec.cu_seqlens_q.numel() - 1, Lengths(spec.max_q, spec.max_k)
     else:
-        batch, lengths = q.shape[0], (q.shape[2], k.shape[2])
+        batch, lengths = q.shape[0], Lengths(q.shape[2], k.shape[2])
     mask = spec.block_mask
     return KernelOperands(
         batch,
         lengths,
-        (q.shape[1], q.shape[1] // k.shape[1]),
-        spec.band.scalars(),
+        Heads(q.shape[1], q.shape[1] // k.shape[1]),
+        Band(*spec.band.scalars()),
         score_factors(spec.scale, spec.softcap),
-        (spec.cu_seqlens_q, spec.cu_seqlens_k),
-        None if mask is None else (*mask._listed, mask.bits, mask.block_size[0]),
+        CuSeqlens(spec.cu_seqlens_q, spec.cu_seqlens_k),
+        None if mask is None else MaskLists(*mask._listed, mask.bits, mask.block_size[0]),
         (0, 0) if mask is None else mask_steps(mask),
         None if mask is None else mask.block_size[1],
         None if spec.sinks is None else spec.sinks.contiguous(),
     )
 
 
-def score_factors(scale: float, softcap: float) -> tuple[float, float | None]:
-    """`(scale_log2, inverse_cap)` as `device.scores` reads them; floats, never ints."""
+def score_factors(scale: float, softcap: float) -> Score:
+    """What `device.scores` reads; floats, never ints."""
     if softcap:
-        return float(softcap) * LOG2_E, float(scale) / float(softcap)
-    return float(scale) * LOG2_E, None
+        return Score(float(softcap) * LOG2_E, float(scale) / float(softcap))
+    return Score(float(scale) * LOG2_E, None)
 
 
-def gradient_factors(
-    scale: float, softcap: float, dtype: torch.dtype
-) -> tuple[float, float | None, float]:
+def gradient_factors(scale: float, softcap: float, dtype: torch.dtype) -> GradientScore:
     """What `device.backprop` reads, and what the gradients of q and k are multiplied by at the end.
 
     The first factor is in natural units for fp32 operands.
@@ -100,14 +105,13 @@ def gradient_factors(
     factor, inverse_cap = score_factors(scale, softcap)
     if dtype == torch.float32:
         factor = float(softcap) if softcap else float(scale)
-    return factor, inverse_cap, float(scale)
+    return GradientScore(factor, inverse_cap, float(scale))
 
 
 class TransposedMask(NamedTuple):
     """A block mask as kernels read it that own keys and walk over queries."""
 
-    lists: tuple[Any, ...] | None
-    """Transposed lists, bits, and the width of a block."""
+    lists: MaskLists | None
     steps: tuple[int, int]
     """From batch and query head to the row of the lists; 0 where the mask broadcasts."""
     block_q: int | None
@@ -119,7 +123,7 @@ def transposed_mask(mask: BlockMask | None) -> TransposedMask:
         return TransposedMask(None, (0, 0), None)
     columns = mask.grid[1]
     return TransposedMask(
-        (*mask._listed_transposed, mask.bits, mask.block_size[1]),
+        MaskLists(*mask._listed_transposed, mask.bits, mask.block_size[1]),
         (mask.heads * columns if mask.batch > 1 else 0, columns if mask.heads > 1 else 0),
         mask.block_size[0],
     )
@@ -131,11 +135,11 @@ def mask_steps(mask: BlockMask) -> tuple[int, int]:
     return mask.heads * rows if mask.batch > 1 else 0, rows if mask.heads > 1 else 0
 
 
-def token_strides(x: torch.Tensor) -> tuple[int, int, int]:
+def token_strides(x: torch.Tensor) -> Strides:
     """Strides of batch, head and token of [B, H, S, D], or of packed [T, H, D]."""
     if x.dim() == 4:
-        return _used_strides(x, (0, 1, 2))
-    return (0, *_used_strides(x, (1, 0)))
+        return Strides(*_used_strides(x, (0, 1, 2)))
+    return Strides(0, *_used_strides(x, (1, 0)))
 
 
 def _used_strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:

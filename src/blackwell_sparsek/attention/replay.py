@@ -16,28 +16,28 @@ from ..core.compat import raw_stream
 from ..launch.launcher import is_recording
 from ..launch.replay import (
     Bound,
-    Known,
+    Cache,
     Recorded,
     Tensors,
     described,
     keep,
-    known_launches,
-    make_recorded,
+    kept,
     may_record,
     record,
+    recorder,
 )
 from ..masks.block_mask import BlockMask
 from ..masks.derived_lists import derived_list
 
 # Launches of calls without a mask. Those of packed sequences, whose sizes change from batch to
 # batch, must not push the others out.
-_UNMASKED: Known = {}
-_UNMASKED_PACKED: Known = {}
+_UNMASKED: Cache = {}
+_UNMASKED_PACKED: Cache = {}
 # The same for all masks of a kind.
-_MASKED: Known = {}
+_MASKED: Cache = {}
 # Launches of operators.
-_OPERATORS: Known = {}
-_MASKED_OPERATORS: Known = {}
+_OPERATORS: Cache = {}
+_MASKED_OPERATORS: Cache = {}
 
 _deterministic = torch.are_deterministic_algorithms_enabled
 
@@ -81,7 +81,7 @@ def attention_results(
         # which gradients there will be depends on torch's own switch too
         key = (*key, _deterministic())
     kind = None
-    recorded = known_launches(known, key) if known else None
+    recorded = kept(known, key) if known else None
     if recorded is None and block_mask is not None:
         kind = (key, _kind(block_mask))
         known = _MASKED
@@ -96,7 +96,7 @@ def attention_results(
 
 
 def _recorded_results(
-    known: Known,
+    known: Cache,
     key: Any,
     inputs: tuple[Any, ...],
     options: tuple[Any, ...],
@@ -119,7 +119,9 @@ def _recorded_results(
         if key[1] is None:
             return call()
     wanted = 2 if trains or options[0] else 1
-    results, recorded = make_recorded(call, (*inputs, *lists), wanted, closed=mask is not None)
+    with recorder((*inputs, *lists), wanted, closed=mask is not None) as made:
+        results = call()
+        recorded = made(results)
     again: Any = recorded
     if trains and recorded is not None:
         # who made the results for autograd knows the rest of the call
@@ -148,7 +150,7 @@ def _kind(mask: BlockMask) -> tuple[Any, ...] | None:
 
 def _of_kind(kind: Any, mask: BlockMask, trains: bool) -> Any:
     """What was recorded for masks of a kind, bound to `mask`."""
-    recorded = known_launches(_MASKED, kind)
+    recorded = kept(_MASKED, kind)
     if recorded is None or kind[1] is None:
         return None
     if trains:
@@ -224,7 +226,7 @@ class OperatorCall(NamedTuple):
         inputs = (*self.operands, *self.others, *self.mask)
         return described(self._options(), inputs, self._stream(), below_autocast=True)
 
-    def _known(self) -> Known:
+    def _known(self) -> Cache:
         return _MASKED_OPERATORS if self.mask else _OPERATORS
 
     def _options(self) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import torch
 from .timing import Run
 
 # eager: single calls between pauses; graph: inside a CUDA graph, where launches cost nothing;
-# sustained: call after call, at the power limit; host: time on the host until a call returns;
+# sustained: back-to-back calls, at the power limit; host: time on the host until a call returns;
 # reported: `run` measures itself and returns seconds, as what needs a fresh process must.
 EAGER, GRAPH, SUSTAINED, HOST, REPORTED = MODES = "eager", "graph", "sustained", "host", "reported"
 

@@ -36,6 +36,7 @@ from ..device.partials import (
     part_slot,
     store_part,
 )
+from ..device.records import CacheTables, CacheView
 from ..device.schedule import owner_of, share_of
 from ..device.scores import cap, fold_sign
 from ..device.softmax import add_sink, finalise, init_state, softmax_step, softmax_step_down
@@ -343,8 +344,8 @@ def _attn_decode_kernel(
         v_head = v_ptr + tl.cast(kv_head, tl.int64) * layout.v[1]
         page_row = tl.cast(sequence, tl.int64) * page_row_stride
         list_row = tl.cast(sequence, tl.int64) * list_batch_stride + kv_head * list_head_stride
-        cache = (
-            (tables[1], tables[2], page_row, list_row),
+        cache = CacheView(
+            CacheTables(tables[1], tables[2], page_row, list_row),
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
         )  # fmt: skip
         rows = first_row + tl.arange(0, TILE_M)

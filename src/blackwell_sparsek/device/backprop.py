@@ -28,13 +28,13 @@ def shift_of_rows(lse, NATURAL: tl.constexpr = False):
 def probabilities(s, visible, shift, score, NATURAL: tl.constexpr = False):
     """Weights of the keys from raw products `s`, and the capped scores for `score_gradients`.
 
-    `visible` is None where all is; `score` holds (factor, inverse_cap), the factor to base-2
-    exponents of any sign: with lse known, masking can wait until after it. NATURAL says that factor
+    `visible` is None where all is; `score` is a `Score`, its factor to base-2 exponents of any
+    sign: with lse known, masking can wait until after it. NATURAL says that factor
     and shift are in units of e instead. That is one more product, and saves a rounding of lse that
     only fp32 operands can show.
     """
-    capped = cap(s, score[1])
-    exponent = capped * score[0] - shift
+    capped = cap(s, score.inverse_cap)
+    exponent = capped * score.factor - shift
     if NATURAL:
         exponent = exponent * LOG2_E
     if visible is not None:
@@ -46,7 +46,7 @@ def probabilities(s, visible, shift, score, NATURAL: tl.constexpr = False):
 def score_gradients(p, capped, dp, delta, score):
     """Gradient of the products q k^T up to the scale, from what `probabilities` gave."""
     ds = p * (dp - delta)
-    if score[1] is not None:
+    if score.inverse_cap is not None:
         # derivative of tanh; not of masked scores, whose -inf has none
         ds = ds * ((1.0 - capped) * (1.0 + capped))
     return ds

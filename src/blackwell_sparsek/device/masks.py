@@ -10,6 +10,8 @@ take and return scalars or vectors; none of them makes one, so Triton and Gluon 
 import triton
 import triton.language as tl
 
+from .records import Range, RowBounds
+
 # tile classes, in the order of how much of the tile is visible
 EMPTY = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
@@ -25,7 +27,7 @@ def position(q_index, q_len, kv_len):
 @triton.jit
 def row_bounds(q_pos, kv_len, left, right):
     """First and last key (both inclusive) that each position sees; last < first if none."""
-    return q_pos - left, tl.minimum(q_pos + right, kv_len - 1)
+    return RowBounds(q_pos - left, tl.minimum(q_pos + right, kv_len - 1))
 
 
 @triton.jit
@@ -81,7 +83,7 @@ def kv_range(q_start, q_end, q_len, kv_len, left, right):
     # minus one before the sum: end_pos + right may pass int32 when both are at their limits
     hi = tl.minimum(tl.maximum(end_pos - 1 + right, -1), kv_len - 1) + 1
     hi = tl.where(first_pos < end_pos, hi, 0)
-    return lo, tl.maximum(hi, 0)
+    return Range(lo, tl.maximum(hi, 0))
 
 
 @triton.jit
@@ -92,7 +94,7 @@ def kv_range_of_all(q_start, q_end, q_len, kv_len, left, right):
     lo = tl.maximum(last_pos - left, 0)
     hi = tl.minimum(tl.maximum(first_pos + right, -1), kv_len - 1) + 1
     hi = tl.where(first_pos <= last_pos, hi, 0)
-    return lo, tl.maximum(hi, 0)
+    return Range(lo, tl.maximum(hi, 0))
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .masks import within_bounds
+from .records import CacheTile, ClampedTile
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def _visited_keys(
         else:
             entry = (tile * TILE_N + offs_n) // BLOCK_KV
             in_block = (tile * TILE_N + offs_n) % BLOCK_KV - offs_n
-        block = tl.load(tables[1] + tables[3] + entry, mask=entry < num_blocks, other=-1)
+        block = tl.load(tables.blocks + tables.block_row + entry, mask=entry < num_blocks, other=-1)
         inside = (block >= 0) & (block < (capacity + BLOCK_KV - 1) // BLOCK_KV)
         start = tl.where(inside, block, 0) * BLOCK_KV + in_block
         kv_pos = start + offs_n
@@ -65,36 +66,35 @@ def _visited_keys(
 def cache_tile(
     tile, offs_n, cache, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
 ):
-    """Positions [TILE_N] of the keys, slab and row of each, which are live, which are wrong.
+    """The `CacheTile` of TILE_N visited keys of a `CacheView`.
 
-    `cache` is (tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi). Live are the visited
-    keys of `[kv_lo, kv_hi)`, which must lie within `capacity`. `tables` are the page table and the
-    lists, None where there is none, and the offsets of this sequence's (and head's) row in each.
-    The slab is one scalar where a page holds whole tiles, and without pages.
+    Live are the visited keys of `[kv_lo, kv_hi)`, which must lie within `capacity`. The slab is one
+    scalar where a page holds whole tiles, and without pages.
     """
-    tables, batch, num_pages, num_blocks, capacity, kv_lo, kv_hi = cache
+    kv_lo, kv_hi = cache.kv_lo, cache.kv_hi
     ONE_PAGE: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % TILE_N == 0
     WHOLE_TILES: tl.constexpr = BLOCK_KV is None or BLOCK_KV % TILE_N == 0
     kv_pos, start, known, wrong = _visited_keys(
-        tile, offs_n, tables, num_blocks, capacity, TILE_N, BLOCK_KV
+        tile, offs_n, cache.tables, cache.num_blocks, cache.capacity, TILE_N, BLOCK_KV
     )
     live = known & within_bounds(kv_pos, kv_lo, kv_hi - 1)
     if PAGE_SIZE is None:
-        slab = batch
+        slab = cache.batch
         row = kv_pos
     else:
+        page_row = cache.tables.pages + cache.tables.page_row
         if ONE_PAGE and WHOLE_TILES:
             # pages past the last key, and before the first one seen, may be anything
             wanted = within_bounds(start, kv_lo - (TILE_N - 1), kv_hi - 1)
-            slab = tl.load(tables[0] + tables[2] + start // PAGE_SIZE, mask=wanted, other=-1)
+            slab = tl.load(page_row + start // PAGE_SIZE, mask=wanted, other=-1)
             row = start % PAGE_SIZE + offs_n
         else:
-            slab = tl.load(tables[0] + tables[2] + kv_pos // PAGE_SIZE, mask=live, other=-1)
+            slab = tl.load(page_row + kv_pos // PAGE_SIZE, mask=live, other=-1)
             row = kv_pos % PAGE_SIZE
-        exists = (slab >= 0) & (slab < num_pages)
+        exists = (slab >= 0) & (slab < cache.num_pages)
         wrong = wrong | (live & (exists == 0))
         live = live & exists
-    return kv_pos, slab, row, live, wrong
+    return CacheTile(kv_pos, slab, row, live, wrong)
 
 
 @triton.jit
@@ -110,7 +110,8 @@ def listed_block(tile, offs_n, cache, TILE_N: tl.constexpr, BLOCK_KV: tl.constex
         if BLOCK_KV % TILE_N != 0:
             place += offs_n
         entry = place // BLOCK_KV
-        block = tl.load(cache[0][1] + cache[0][3] + entry, mask=entry < cache[3], other=-1)
+        block_row = cache.tables.blocks + cache.tables.block_row
+        block = tl.load(block_row + entry, mask=entry < cache.num_blocks, other=-1)
     return block
 
 
@@ -121,12 +122,11 @@ def clamped_tile(
 ):  # fmt: skip
     """As `cache_tile` with the `listed_block`, and with one look-up where a page holds the tile.
 
-    Returns positions, slab, row, and whether the keys are readable, listed, wrong. Keys outside of
-    `[kv_lo, kv_hi)` have the row of the nearest one inside, which is in the same block: what is
-    read there is finite, and a mask by position hides it. So the last three are the same for all
-    keys, scalars, unless pages or blocks cut tiles.
+    Keys outside of `[kv_lo, kv_hi)` have the row of the nearest one inside, which is in the same
+    block: what is read there is finite, and a mask by position hides it. So `readable`, `listed`
+    and `wrong` are the same for all keys, scalars, unless pages or blocks cut tiles.
     """
-    tables, batch, num_pages, _, capacity, kv_lo, kv_hi = cache
+    kv_lo, kv_hi = cache.kv_lo, cache.kv_hi
     PAGES_CUT: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % TILE_N != 0
     BLOCKS_CUT: tl.constexpr = BLOCK_KV is not None and BLOCK_KV % TILE_N != 0
     place = tile * TILE_N
@@ -142,7 +142,7 @@ def clamped_tile(
         listed = place >= 0
         wrong = place < 0
     else:
-        listed = (block >= 0) & (block < (capacity + BLOCK_KV - 1) // BLOCK_KV)
+        listed = (block >= 0) & (block < (cache.capacity + BLOCK_KV - 1) // BLOCK_KV)
         wrong = (block != -1) & (listed == 0)
         begin = tl.where(listed, block, 0) * BLOCK_KV
         start = begin + place % BLOCK_KV
@@ -150,19 +150,20 @@ def clamped_tile(
         hi = tl.minimum(kv_hi, begin + BLOCK_KV)
         readable = listed & (lo < hi)
     kv_pos = start + keys
-    slab = batch
+    slab = cache.batch
     row = tl.maximum(tl.minimum(kv_pos, hi - 1), lo)
     if PAGE_SIZE is not None:
         page = tl.maximum(tl.minimum(start, hi - 1), lo) // PAGE_SIZE
-        slab = tl.load(tables[0] + tables[2] + page, mask=readable, other=-1)
+        page_row = cache.tables.pages + cache.tables.page_row
+        slab = tl.load(page_row + page, mask=readable, other=-1)
         if PAGE_SIZE & (PAGE_SIZE - 1) == 0:
             row &= PAGE_SIZE - 1
         else:
             row -= page * PAGE_SIZE
-        exists = (slab >= 0) & (slab < num_pages)
+        exists = (slab >= 0) & (slab < cache.num_pages)
         wrong = wrong | (readable & (exists == 0))
         readable = readable & exists
-    return kv_pos, slab, row, readable, listed, wrong
+    return ClampedTile(kv_pos, slab, row, readable, listed, wrong)
 
 
 @triton.jit
@@ -171,7 +172,8 @@ def load_cache_rows(base_ptr, slab, row, strides, live, offs_d, HEAD_DIM: tl.con
 
     `live` is one for each row or one for all.
     """
-    offset = tl.cast(slab, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[2]
+    slab_stride, _, token_stride = strides
+    offset = tl.cast(slab, tl.int64) * slab_stride + tl.cast(row, tl.int64) * token_stride
     mask = live[:, None] if len(live.shape) == 1 else live
     if offs_d.shape[0] != HEAD_DIM:
         mask = mask & (offs_d < HEAD_DIM)[None, :]

@@ -57,11 +57,11 @@ def is_last(counter_ptr, num_parts):
 
 @triton.jit
 def merged_places(first_row, TILE_DV: tl.constexpr):
-    """Rows [pieces] and columns [pieces, VECTOR] of MERGED_ROWS rows, cut into pieces."""
-    PIECES: tl.constexpr = TILE_DV // VECTOR
-    pieces = tl.arange(0, MERGED_ROWS * PIECES)
-    columns = (pieces % PIECES * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
-    return first_row + pieces // PIECES, columns
+    """Rows [vectors] and columns [vectors, VECTOR] of MERGED_ROWS rows, cut into vectors."""
+    VECTORS: tl.constexpr = TILE_DV // VECTOR
+    vectors = tl.arange(0, MERGED_ROWS * VECTORS)
+    columns = (vectors % VECTORS * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
+    return first_row + vectors // VECTORS, columns
 
 
 @triton.jit

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 
 from .masks import bit_visible, kv_range, kv_range_of_all, q_range, q_range_of_all, within_bounds
-from .schedule import batch_and_heads, place_in_sections, section_planes, token_span
+from .records import KeyTile, QueryTile
+from .schedule import batch_and_heads, raster_group_size, raster_place, token_span
 from .visits import (
     bits_of_query_tile,
     bits_of_tile,
     keys_of_tile,
-    masked_unit,
+    masked_block,
     plan_blocks,
     plan_dense,
     tile_ordinal,
@@ -29,23 +30,24 @@ SCAN = tl.constexpr(128)
 def place_query_tile(
     cu_seqlens, q_len, kv_len, heads, KV_BYTES: tl.constexpr, TILE_M: tl.constexpr
 ):
-    """The tile of queries a program owns: (batch, query head, KV head), the spans of queries and
-    keys as (first token, length), and the first query, which may lie past the sequence's end.
-    """
+    """The `QueryTile` that a program owns."""
+    q_heads, group_size = heads
+    cu_seqlens_q, cu_seqlens_kv = cu_seqlens
     q_tiles = (q_len + TILE_M - 1) // TILE_M
-    section = section_planes(kv_len, heads[1], KV_BYTES)
-    plane, q_tile = place_in_sections(
-        tl.program_id(0), tl.num_programs(0) // q_tiles, q_tiles, section
+    group = raster_group_size(kv_len, group_size, KV_BYTES)
+    batch_head, q_tile = raster_place(
+        tl.program_id(0), tl.num_programs(0) // q_tiles, q_tiles, group
     )
-    place = batch_and_heads(plane, heads[0], heads[1])
-    q_span = token_span(cu_seqlens[0], place[0], q_len)
-    return place, q_span, token_span(cu_seqlens[1], place[0], kv_len), q_tile * TILE_M
+    place = batch_and_heads(batch_head, q_heads, group_size)
+    q_span = token_span(cu_seqlens_q, place.batch, q_len)
+    kv_span = token_span(cu_seqlens_kv, place.batch, kv_len)
+    return QueryTile(place, q_span, kv_span, q_tile * TILE_M)
 
 
 @triton.jit
 def plan_keys(
     lists,
-    plane_row,
+    mask_row,
     q_start,
     lengths,
     band,
@@ -55,51 +57,56 @@ def plan_keys(
 ):
     """Plan over the keys that the queries `[q_start, q_start + TILE_M)` see.
 
-    `plane_row` is the mask's row of the first query of their batch and head.
+    `mask_row` is the mask's row of the first query of their batch and head.
     """
+    q_len, kv_len = lengths
+    left, right = band
     q_end = q_start + TILE_M
-    kv_lo, kv_hi = kv_range(q_start, q_end, lengths[0], lengths[1], band[0], band[1])
-    all_lo, all_hi = kv_range_of_all(q_start, q_end, lengths[0], lengths[1], band[0], band[1])
+    kv_lo, kv_hi = kv_range(q_start, q_end, q_len, kv_len, left, right)
+    all_lo, all_hi = kv_range_of_all(q_start, q_end, q_len, kv_len, left, right)
     if lists is None:
         plan = plan_dense(kv_lo, kv_hi, all_lo, all_hi, TILE_N)
     else:
         scan = tl.arange(0, SCAN)
-        row = plane_row + q_start // lists[5]
+        row = mask_row + q_start // lists.row_tokens
         plan = plan_blocks(lists, row, kv_lo, kv_hi, all_lo, all_hi, scan, TILE_N, BLOCK_KV)
     return plan
 
 
 @triton.jit
 def masked_key_tile(
-    lists, plan, num_units, kv_tile, row_limits, offs_m, q_start, kv_len,
-    TILE_N: tl.constexpr, UNIT: tl.constexpr,
+    lists, plan, num_blocks, kv_tile, row_limits, offs_m, q_start, kv_len,
+    TILE_N: tl.constexpr, KV_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Positions of the keys of a tile with mask code, and which of them each query sees.
 
     `row_limits` are the `row_bounds` of the queries `offs_m`, the tile from `q_start` on.
     """
-    ordinal, kv_in_unit = tile_ordinal(kv_tile, tl.arange(0, TILE_N), TILE_N, UNIT)
-    unit = masked_unit(plan, ordinal)
-    kv_pos = keys_of_tile(lists, unit, ordinal, num_units, kv_in_unit, kv_len, TILE_N, UNIT)
-    visible = within_bounds(kv_pos[None, :], row_limits[0][:, None], row_limits[1][:, None])
+    ordinal, kv_in_block = tile_ordinal(kv_tile, tl.arange(0, TILE_N), TILE_N, KV_BLOCK)
+    entry = masked_block(plan, ordinal)
+    kv_pos = keys_of_tile(lists, entry, ordinal, num_blocks, kv_in_block, kv_len, TILE_N, KV_BLOCK)
+    visible = within_bounds(kv_pos[None, :], row_limits.first[:, None], row_limits.last[:, None])
     if lists is not None:
-        q_in_block = offs_m - q_start // lists[5] * lists[5]
-        words = bits_of_tile(lists, unit, ordinal, num_units, q_in_block, kv_in_unit, TILE_N, UNIT)
-        visible = visible & bit_visible(words, kv_in_unit[None, :])
-    return kv_pos, visible
+        q_in_block = offs_m - q_start // lists.row_tokens * lists.row_tokens
+        words = bits_of_tile(
+            lists, entry, ordinal, num_blocks, q_in_block, kv_in_block, TILE_N, KV_BLOCK
+        )
+        visible = visible & bit_visible(words, kv_in_block[None, :])
+    return KeyTile(kv_pos, visible)
 
 
 @triton.jit
-def full_tile(lists, plan, num_units, tile, length, TILE: tl.constexpr, UNIT: tl.constexpr):
+def full_tile(lists, plan, num_blocks, tile, length, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Positions of the keys (or queries) of a tile without mask code."""
-    ordinal, in_unit = tile_ordinal(tile, tl.arange(0, TILE), TILE, UNIT)
-    return keys_of_tile(lists, plan[3] + ordinal, ordinal, num_units, in_unit, length, TILE, UNIT)
+    ordinal, in_block = tile_ordinal(tile, tl.arange(0, TILE), TILE, BLOCK)
+    entry = plan.full_begin + ordinal
+    return keys_of_tile(lists, entry, ordinal, num_blocks, in_block, length, TILE, BLOCK)
 
 
 @triton.jit
 def plan_queries(
     lists,
-    plane_row,
+    mask_row,
     kv_start,
     lengths,
     band,
@@ -109,37 +116,41 @@ def plan_queries(
 ):
     """Plan over the queries that see the keys `[kv_start, kv_start + TILE_N)`.
 
-    `plane_row` is the transposed mask's row of the first key of their batch and head.
+    `mask_row` is the transposed mask's row of the first key of their batch and head.
     """
+    q_len, kv_len = lengths
+    left, right = band
     kv_end = kv_start + TILE_N
-    q_lo, q_hi = q_range(kv_start, kv_end, lengths[0], lengths[1], band[0], band[1])
-    all_lo, all_hi = q_range_of_all(kv_start, kv_end, lengths[0], lengths[1], band[0], band[1])
+    q_lo, q_hi = q_range(kv_start, kv_end, q_len, kv_len, left, right)
+    all_lo, all_hi = q_range_of_all(kv_start, kv_end, q_len, kv_len, left, right)
     if lists is None:
         plan = plan_dense(q_lo, q_hi, all_lo, all_hi, TILE_M)
     else:
         scan = tl.arange(0, SCAN)
-        row = plane_row + kv_start // lists[5]
+        row = mask_row + kv_start // lists.row_tokens
         plan = plan_blocks(lists, row, q_lo, q_hi, all_lo, all_hi, scan, TILE_M, BLOCK_Q)
     return plan
 
 
 @triton.jit
 def masked_query_tile(
-    lists, plan, num_units, q_tile, column_limits, kv_pos, kv_start, q_len,
-    TILE_M: tl.constexpr, UNIT: tl.constexpr,
+    lists, plan, num_blocks, q_tile, column_limits, kv_pos, kv_start, q_len,
+    TILE_M: tl.constexpr, Q_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Indices of the queries of a tile with mask code, and which keys they see, [keys, queries].
 
     `column_limits` are the `column_bounds` of the keys `kv_pos`, the tile from `kv_start` on.
     """
-    ordinal, q_in_unit = tile_ordinal(q_tile, tl.arange(0, TILE_M), TILE_M, UNIT)
-    unit = masked_unit(plan, ordinal)
-    q_index = keys_of_tile(lists, unit, ordinal, num_units, q_in_unit, q_len, TILE_M, UNIT)
-    visible = within_bounds(q_index[None, :], column_limits[0][:, None], column_limits[1][:, None])
+    ordinal, q_in_block = tile_ordinal(q_tile, tl.arange(0, TILE_M), TILE_M, Q_BLOCK)
+    entry = masked_block(plan, ordinal)
+    q_index = keys_of_tile(lists, entry, ordinal, num_blocks, q_in_block, q_len, TILE_M, Q_BLOCK)
+    visible = within_bounds(
+        q_index[None, :], column_limits.first[:, None], column_limits.last[:, None]
+    )
     if lists is not None:
-        kv_in_block = kv_pos - kv_start // lists[5] * lists[5]
+        kv_in_block = kv_pos - kv_start // lists.row_tokens * lists.row_tokens
         words = bits_of_query_tile(
-            lists, unit, ordinal, num_units, kv_in_block, q_in_unit, TILE_M, UNIT
+            lists, entry, ordinal, num_blocks, kv_in_block, q_in_block, TILE_M, Q_BLOCK
         )
         visible = visible & bit_visible(words, kv_in_block[:, None])
-    return q_index, visible
+    return KeyTile(q_index, visible)

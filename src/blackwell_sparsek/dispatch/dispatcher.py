@@ -1,12 +1,13 @@
 """Which implementation of an operator runs, and why not each of the others.
 
 Every operator owns one `Dispatcher`. An implementation registers a `supports` predicate (None, or
-the reason why not) and a `run` function. `auto` takes the first that supports the problem and is
-not passed over for it, in the order of registration; an explicit name never falls back.
+the reason why not) and a `run` function. `auto` takes the first that supports the problem and that
+it does not pass over, in the order of registration; an explicit name never falls back. `explain`
+and a call take the same walk over the implementations.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,55 +80,70 @@ class Dispatcher:
         *,
         auto_passes: Callable[[Any], str | None] = _never_passed,
     ) -> None:
-        """Add an implementation; the order of calls is the order in which `auto` asks.
+        """Add an implementation; `auto` asks them in the order of these calls.
 
-        `run` is a function of the call, or "package.module:function" of one that must not be
-        imported before it is needed, such as a kernel. `auto_passes` tells why `auto` passes it over for a problem that it supports, or None.
+        `run` is a function of the call, or "package.module:function" where the module must not be
+        imported before it is needed, such as one with kernels. `auto_passes` says why `auto` passes
+        over the implementation for a problem that it supports, or None.
         """
         self.candidates[name] = Candidate(name, supports, run, auto_passes)
 
+    def run(self, impl: str, call: Any) -> Any:
+        """Run the chosen implementation of `call`, or raise `Unsupported` with the reasons."""
+        return self._function(impl, call.problem)(call)
+
+    def __call__(self, impl: str, problem: Any, *args: Any) -> Any:
+        """As `run`, for operators whose calls do not carry their problem yet."""
+        return self._function(impl, problem)(*args)
+
     def decide(self, impl: str, problem: Any) -> Decision:
-        """Choose for `problem`, collecting the reasons."""
+        """Choose for `problem`, with the reason against each of the others."""
         check_choice(self.op, "impl", impl, IMPLS)
         asked = default_impl() if impl == "auto" else impl
-        reasons: dict[str, str] = {}
+        reasons = {
+            name: f"{self.op} has no {name} implementation"
+            for name in IMPLS[1:]
+            if name not in self.candidates
+        }
         chosen = None
-        for name in IMPLS[1:]:
-            if name not in self.candidates:
-                reasons[name] = f"{self.op} has no {name} implementation"
-        for name, candidate in self.candidates.items():
+        for candidate, reason in self._verdicts(asked, problem):
+            if reason is None:
+                chosen = candidate.name
+            else:
+                reasons[candidate.name] = reason
+        return Decision(self.op, asked, chosen, problem, reasons)
+
+    def choose(self, impl: str, problem: Any) -> Candidate | None:
+        """What `decide` chooses: the same walk, up to the implementation that runs."""
+        asked = default_impl() if impl == "auto" else impl
+        for candidate, reason in self._verdicts(asked, problem):
+            if reason is None:
+                return candidate
+        return None
+
+    def _verdicts(self, asked: str, problem: Any) -> Iterator[tuple[Candidate, str | None]]:
+        """Each implementation and why it does not run; None for the one that does."""
+        chosen = None
+        for candidate in self.candidates.values():
             reason = candidate.supports(problem)
             if reason is None and asked == "auto":
                 reason = candidate.auto_passes(problem)
-            elif reason is None and asked != name:
+            elif reason is None and asked != candidate.name:
                 reason = f"impl={asked!r} was asked for"
-            if reason is None and chosen is None:
-                chosen = name
-            else:
-                reasons[name] = reason or f"{chosen} comes first"
-        return Decision(self.op, asked, chosen, problem, reasons)
+            if reason is None and chosen is not None:
+                reason = f"{chosen} comes first"
+            elif reason is None:
+                chosen = candidate.name
+            yield candidate, reason
 
-    def run(self, impl: str, call: Any) -> Any:
-        """Run the chosen implementation of `call`, or raise `Unsupported` with the reasons."""
-        return self(impl, call.problem, call)
-
-    def __call__(self, impl: str, problem: Any, *args: Any) -> Any:
-        """Run the chosen implementation, or raise `Unsupported` with the reasons."""
-        if not is_explaining() and (candidate := self._first(impl, problem)) is not None:
-            return self._function(candidate)(*args)
-        decision = self.decide(impl, problem)
-        if is_explaining():
-            raise Explained(decision)
-        if decision.chosen is None:
-            if decision.asked != "auto":
-                why = decision.reasons[decision.asked]
-            else:
-                why = "; ".join(f"{name}: {reason}" for name, reason in decision.reasons.items())
-            raise Unsupported(f"{self.op}: impl={decision.asked!r} cannot run this: {why}")
-        return self._function(self.candidates[decision.chosen])(*args)
-
-    def _function(self, candidate: Candidate) -> Callable[..., Any]:
-        """What to call; a name is imported at its first use."""
+    def _function(self, impl: str, problem: Any) -> Callable[..., Any]:
+        """The chosen implementation; one that was registered by name is imported at first use."""
+        candidate = None if is_explaining() else self.choose(impl, problem)
+        if candidate is None:
+            decision = self.decide(impl, problem)
+            if is_explaining():
+                raise Explained(decision)
+            raise Unsupported(f"{self.op}: {_why_nothing_runs(decision)}")
         run = candidate.run
         if isinstance(run, str):
             module, _, name = run.partition(":")
@@ -135,17 +151,12 @@ class Dispatcher:
             self.candidates[candidate.name] = candidate._replace(run=run)
         return run
 
-    def _first(self, impl: str, problem: Any) -> Candidate | None:
-        """What `decide` chooses, without the reasons."""
-        asked = default_impl() if impl == "auto" else impl
-        if asked != "auto":
-            candidate = self.candidates.get(asked)
-            takes = candidate is not None and candidate.supports(problem) is None
-            return candidate if takes else None
-        for candidate in self.candidates.values():
-            if candidate.supports(problem) is None and candidate.auto_passes(problem) is None:
-                return candidate
-        return None
+
+def _why_nothing_runs(decision: Decision) -> str:
+    why = "; ".join(f"{name}: {reason}" for name, reason in decision.reasons.items())
+    if decision.asked != "auto":
+        why = decision.reasons[decision.asked]
+    return f"impl={decision.asked!r} cannot run this: {why}"
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision:

@@ -2,25 +2,28 @@
 
 The launches of a call depend on its sizes, strides, dtypes and options alone. They are recorded at
 the first call; a later call that agrees in all of these only allocates its results and launches.
-Modes and transforms of PyTorch need the operator, so where one of them could be at work, nothing is
-recorded or repeated; nor where gradients are wanted, unless the caller takes care of them.
+`described` makes the key. It is on the way of every call and looks at each tensor once: what the
+key holds was checked when the call was recorded, so only what it does not hold is checked again.
 
-`described` is on the way of every call and looks at each tensor once: what its key holds was
-checked when the call was recorded, so only what it does not hold is checked again.
+Modes and transforms of PyTorch need the operator, so nothing is recorded or repeated where one of
+them could be at work; nor where gradients are wanted, unless the caller takes care of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from ..core.compat import empty_on_gpu, raw_device
+from ..core.compat import empty_on_gpu, raw_device, raw_stream
 from ..core.env import asked_impl
 from ..core.torch_state import is_explaining
-from .launcher import RecordedLaunches, recording
+from .launcher import on_device_of
+from .recording import Recording, recording, unrecorded
+from .templates import RecordedLaunches
 
-# Recordings kept together. A model meets a handful of sizes; a stream of new ones starts over.
+# Recordings in one cache. A model meets a handful of sizes; a stream of new ones starts over.
 MAX_RECORDINGS = 64
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # The precision of float32 products is a global switch, which a recording would not follow.
@@ -36,13 +39,16 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _is_autocast_enabled: Callable[[], bool] = torch.is_autocast_enabled
 
 Tensors = tuple[torch.Tensor, ...]
+Launches = Callable[[list[int]], Tensors]
+# A cache of recordings. What is kept under a key is None where the call cannot be repeated.
+Cache = dict[Any, Any]
 
 
 class Recorded:
     """The launches of a call, and the results that it allocates for them.
 
     `derived` tells how the tensors are made that launches take after the inputs, as
-    `core.launch.note_derived` was told.
+    `recording.note_derived` was told.
     """
 
     def __init__(
@@ -83,9 +89,6 @@ class Bound:
         return self._recorded([*inputs, *self._addresses])
 
 
-Known = dict[Any, Any]
-
-
 def described(
     options: tuple[Any, ...],
     inputs: tuple[Any, ...],
@@ -96,11 +99,17 @@ def described(
 ) -> tuple[tuple[Any, ...], list[int], bool] | None:
     """What tells a call from others, the addresses of its inputs, and whether it wants gradients.
 
-    None where it must be made in full. Nothing was checked before. `options` hold all that launches
-    depend on besides tensors; `inputs` are those tensors, None where absent; `stream` is the
-    current one where launches belong to it. Operators are `below_autocast`: it has cast what it
-    wanted to. Where it casts nothing but the first `operands` inputs, it may have nothing to cast.
-    Without `gradients` a call that wants them is made in full.
+    None where it must be made in full. Nothing was checked before.
+
+    Parameters
+    ----------
+    options : all that launches depend on besides tensors
+    inputs : the tensors, None where absent
+    stream : the current one, where launches belong to it
+    below_autocast : whether autocast has cast what it wanted to, as inside of operators
+    gradients : whether the caller repeats calls that want gradients; others are made in full
+    operands : where autocast casts nothing but the first `operands` inputs, it may have nothing
+        to cast
     """
     if torch.compiler.is_compiling():
         return None
@@ -136,7 +145,7 @@ def described(
 
 
 def repeat(
-    known: Known,
+    cache: Cache,
     options: tuple[Any, ...],
     inputs: tuple[Any, ...],
     stream: int | None = None,
@@ -144,20 +153,15 @@ def repeat(
 ) -> Tensors | None:
     """The results by the launches that `record` kept for such a call, or None to make it."""
     found = described(options, inputs, stream, below_autocast)
-    recorded = None if found is None else known_launches(known, found[0])
-    return None if found is None or recorded is None else recorded(found[1])
-
-
-def known_launches(known: Known, key: tuple[Any, ...]) -> Any:
-    """What is kept for a key of `described`; None where it has an option that no key can hold."""
-    try:
-        return known.get(key)
-    except TypeError:
+    if found is None:
         return None
+    key, addresses, _ = found
+    launches = kept(cache, key)
+    return None if launches is None else launches(addresses)
 
 
 def record(
-    known: Known,
+    cache: Cache,
     options: tuple[Any, ...],
     inputs: tuple[Any, ...],
     run: Callable[..., Tensors],
@@ -172,49 +176,66 @@ def record(
 
     The first `operands` inputs are those that are multiplied with each other. Only `wanted` of the
     results are given back by `repeat`, by default all: for the others it allocates nothing. For
-    `closed` see `make_recorded`.
+    `closed` see `Recorder`.
     """
     found = described(options, inputs, stream, below_autocast)
     if found is None or not may_record(options, inputs[:operands], inputs[operands:]):
         return run(*args)
-    key = found[0]
-    if key in known:
+    key, _, _ = found
+    if key in cache:
         return run(*args)
-    results, recorded = make_recorded(lambda: run(*args), inputs, wanted, closed)
-    keep(known, key, recorded)
+    with recorder(inputs, wanted, closed) as recorded:
+        results = run(*args)
+        keep(cache, key, recorded(results))
     return results
 
 
-def keep(known: Known, key: Any, recorded: Any) -> None:
-    """Add to what is known, which does not grow without end."""
-    if len(known) >= MAX_RECORDINGS:
-        known.clear()
-    known[key] = recorded
+def kept(cache: Cache, key: tuple[Any, ...]) -> Any:
+    """What is kept for a key of `described`; None where it has an option that no key can hold."""
+    try:
+        return cache.get(key)
+    except TypeError:
+        return None
 
 
-def make_recorded(
-    call: Callable[[], Tensors],
-    inputs: Sequence[Any],
-    wanted: int | None = None,
-    closed: bool = False,
-) -> tuple[Tensors, Recorded | None]:
-    """The results of `call`, and its launches as far as they can be repeated.
+def keep(cache: Cache, key: Any, value: Any) -> None:
+    """Add to a cache, which does not grow without end."""
+    if len(cache) >= MAX_RECORDINGS:
+        cache.clear()
+    cache[key] = value
 
-    `inputs` are what `described` looks at, and tensors that come after them. With `closed` a
-    repetition takes no tensor of this call but from memory that it allocates.
+
+@contextmanager
+def recorder(
+    inputs: Sequence[Any], wanted: int | None = None, closed: bool = False
+) -> Iterator[Callable[[Tensors], Recorded | None]]:
+    """Inside, launches are recorded; what it gives makes a `Recorded` of them and the results.
+
+    None comes of launches that cannot be repeated. `inputs` are what `described` looks at, and
+    tensors that come after them. With `closed` a repetition takes no tensor of this call but from
+    memory that it allocates.
     """
-    with recording() as made:
-        results = call()
+    with recording() as record:
+        yield lambda results: _recorded(record, inputs, results, wanted, closed)
+
+
+def _recorded(
+    record: Recording,
+    inputs: Sequence[Any],
+    results: Tensors,
+    wanted: int | None,
+    closed: bool,
+) -> Recorded | None:
     given, unwanted = results[:wanted], results[len(results) if wanted is None else wanted :]
-    made.scratch += [(x, False) for x in unwanted if x.numel()]
-    how_made = {x.data_ptr(): (how, x) for how, x in made.derived}.values()
-    derived = [x for _, x in how_made]
+    record.scratch += [x for x in unwanted if x.numel()]
+    derived = {x.made.data_ptr(): x for x in record.derived}.values()
     # tensors without elements have no address
-    roles = [x if x is not None and x.numel() else None for x in (*given, *inputs, *derived)]
-    launches = RecordedLaunches.make(made, roles, closed)
+    tensors = (*given, *inputs, *(x.made for x in derived))
+    roles = [x if x is not None and x.numel() else None for x in tensors]
+    launches = RecordedLaunches.make(record, roles, closed)
     if launches is None:
-        return results, None
-    return results, Recorded(launches, given, inputs[0].get_device(), [how for how, _ in how_made])
+        return None
+    return Recorded(launches, given, inputs[0].get_device(), [x.how for x in derived])
 
 
 def may_record(options: Sequence[Any], operands: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -263,3 +284,55 @@ def _nothing_else_looks(below_autocast: bool) -> bool:
         or forward_ad._current_level >= 0
         or is_explaining()
     )
+
+
+def stream_of(x: Any) -> int | None:
+    """The current stream of the device of a plain tensor on a GPU."""
+    plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+    return raw_stream(x.get_device()) if plain and x.is_cuda else None
+
+
+# Launches that build something to be kept, such as the lists of a mask. They have recordings of
+# their own: a call that needs what they build must not make it again when it is replayed.
+
+_BUILDING: Cache = {}
+
+
+def launch_recorded(
+    key: Hashable, roles: Sequence[torch.Tensor], launches: Callable[[], None]
+) -> RecordedLaunches | None:
+    """Run `launches`, or repeat what they launched when the same `key` came before.
+
+    Parameters
+    ----------
+    key : all that `launches` depends on, besides the device and the addresses of tensors
+    roles : every tensor that kernels are given, none of them empty; scratch memory aside
+
+    Returns
+    -------
+    What can be repeated by `repeat_at` with other tensors, all at addresses that 16 divides.
+    """
+    first, addresses = roles[0], [x.data_ptr() for x in roles]
+    device, aligned = first.get_device(), tuple([x % 16 == 0 for x in addresses])
+    place = (key, device, aligned)
+    recorded = _BUILDING.get(place)
+    if recorded is not None:
+        repeat_at(recorded, device, addresses)
+    elif place in _BUILDING or not first.is_cuda or torch.cuda.is_current_stream_capturing():
+        with unrecorded(), on_device_of(first):
+            launches()
+    else:
+        with recording() as record, on_device_of(first):
+            launches()
+        recorded = RecordedLaunches.make(record, roles)
+        keep(_BUILDING, place, recorded)
+    return recorded if all(aligned) else None
+
+
+def repeat_at(recorded: RecordedLaunches, device: int, addresses: list[int]) -> None:
+    """Launch on `device` with tensors at `addresses`, in the order of the recorded roles."""
+    if raw_device() == device:
+        recorded.repeat(addresses)
+    else:
+        with torch.cuda.device(device):
+            recorded.repeat(addresses)

@@ -1,31 +1,32 @@
-"""Counters that rest at zero: a kernel finds them zero and leaves them zero.
+"""Memory that kernels need besides their tensors, and that outlives the call it was made in.
 
-Zeroing counters before a launch costs a launch of its own, of two microseconds in a CUDA graph. A
-kernel that sets its counters back needs them zeroed once. Two launches that may run at the same
-time must not share any: launches on one stream follow each other, so a stream has words of its own;
-a captured launch may be replayed on any stream, so each capture takes words that nobody else gets.
+Three kinds: scratch memory of one call, which a stream keeps between replayed calls; zeroed
+counters that a launch uses up; and self-resetting counters, which a kernel finds zero and leaves
+zero.
 """
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
-# Making what outlives the call it is made in.
+from .recording import current_recording
+
+# Memory outside of CUDA-graph pools.
 #
-# While Inductor warms a CUDA graph up, all that its thread allocates belongs to the memory of the
-# graph, and recording it stops with an error if any of that is still alive. Threads enter such
-# memory one by one, so what a call keeps for later calls is made in another thread.
+# While Inductor warms up a CUDA graph, everything that its thread allocates belongs to the pool of
+# the graph, and recording the graph fails if any of it is still alive. A pool is entered by thread,
+# so whatever a call keeps for later calls is made in another thread.
 
 T = TypeVar("T")
-# Warms graphs up and records them; nobody does where it was never imported.
+# Warms up and records graphs; where it was never imported, nobody does.
 GRAPHS = "torch._inductor.cudagraph_trees"
 
 
-def made_apart(make: Callable[[], T], device: torch.device) -> T:
+def made_outside_pool(make: Callable[[], T], device: torch.device) -> T:
     """What `make` returns, on the current stream of `device`; not for use during a capture."""
     if device.type != "cuda" or GRAPHS not in sys.modules:
         return make()
@@ -39,13 +40,120 @@ def made_apart(make: Callable[[], T], device: torch.device) -> T:
         except BaseException as error:
             made.set_exception(error)
 
-    thread = threading.Thread(target=work, name="blackwell_sparsek-apart")
+    thread = threading.Thread(target=work, name="blackwell_sparsek-outside-pool")
     thread.start()
     thread.join()
     return made.result()
 
 
-# Words set aside for captured launches, 4 bytes each: a launch takes one for each of its programs.
+# the former name, which other packages still use
+made_apart = made_outside_pool
+
+
+# Scratch memory.
+
+
+def scratch(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, zero: bool = False
+) -> torch.Tensor:
+    """Memory for one call of an operator, which a replayed call allocates anew.
+
+    Zeroed memory is for counters: int32, a few words.
+    """
+    assert not zero or dtype == torch.int32, dtype
+    make = torch.zeros if zero else torch.empty
+    memory = make(tuple(shape), dtype=dtype, device=device)
+    record = current_recording()
+    if record is not None:
+        (record.zeroed if zero else record.scratch).append(memory)
+    return memory
+
+
+# A stream keeps scratch memory between replayed calls, as cuBLAS keeps its workspace. Launches on
+# one stream follow each other, so they may use the same memory as long as nothing is left in it for
+# a later launch. A captured call takes other memory, since its graph may run beside the stream.
+
+# A stream keeps no more than this; larger memory is allocated for each call. Calls that need more
+# run long enough to hide an allocation.
+MOST_KEPT_BYTES = 8 * 2**20
+# Powers of two from this on, so that growing takes a few steps at most.
+_LEAST_BYTES = 2**16
+
+_kept: dict[tuple[int | None, int], torch.Tensor] = {}
+
+
+def stream_memory(size: int, device: torch.device, stream: int) -> torch.Tensor:
+    """At least `size` bytes for one launch on `stream`, which must be the current one."""
+    key = (device.index, stream)
+    memory = _kept.get(key)
+    if memory is None or memory.numel() < size:
+        enough = max(_LEAST_BYTES, 1 << (size - 1).bit_length())
+        memory = made_outside_pool(
+            lambda: torch.empty(enough, dtype=torch.uint8, device=device), device
+        )
+        _kept[key] = memory
+    return memory
+
+
+# Zeroed counters of replayed calls.
+
+
+class ZeroedCounters(NamedTuple):
+    """The address of zeroed words, and the tensor that must live until they are used."""
+
+    address: int
+    owner: torch.Tensor
+
+
+class _Zeros:
+    """Zeroed words of one stream. Each is handed out once, so that no two launches share any."""
+
+    WORDS = 4096
+
+    def __init__(self, device: torch.device):
+        self.words = torch.zeros(self.WORDS, dtype=torch.int32, device=device)
+        self.used = 0
+
+    def take(self, count: int) -> int | None:
+        """The address of the next `count` words, or None when they are used up."""
+        first = self.used
+        self.used = first + count
+        return self.words.data_ptr() + 4 * first if self.used <= self.WORDS else None
+
+
+_zeros: dict[tuple[int, int], _Zeros] = {}
+# two threads on one stream must not get the same words: the second launch would find them used
+_zeros_lock = threading.Lock()
+
+
+def zeroed_counters(
+    count: int, device: torch.device, stream: int, capturing: bool
+) -> ZeroedCounters:
+    """`count` zeroed int32 for a launch on `stream`."""
+    # a graph must zero its counters at every replay
+    if not capturing:
+        key = (device.index or 0, stream)
+        with _zeros_lock:
+            if key not in _zeros:
+                _zeros[key] = made_outside_pool(lambda: _Zeros(device), device)
+            words = _zeros[key].words
+            address = _zeros[key].take(count)
+            if address is None:
+                del _zeros[key]
+        if address is not None:
+            return ZeroedCounters(address, words)
+    words = torch.zeros(count, dtype=torch.int32, device=device)
+    return ZeroedCounters(words.data_ptr(), words)
+
+
+# Self-resetting counters.
+#
+# Zeroing counters before a launch costs a launch of its own, two microseconds in a CUDA graph. A
+# kernel that resets its counters needs them zeroed only once. Two launches that may run at the same
+# time must not share any: launches on one stream follow each other, so each stream has words of its
+# own; a captured launch may be replayed on any stream, so each capture takes words of its own.
+
+# Words reserved for captured launches, 4 bytes each: a launch takes one for each of its programs.
 CAPTURED_WORDS = 2**20
 
 _lock = threading.Lock()
@@ -53,21 +161,30 @@ _of_streams: dict[tuple[int, int], torch.Tensor] = {}
 _for_captures: dict[int, list[torch.Tensor]] = {}
 
 
-def resting(count: int, device: torch.device, stream: int | None = None) -> torch.Tensor:
-    """`count` int32 on `device` that are zero, for one launch on `stream`, by default the current.
+def self_resetting_counters(
+    count: int, device: torch.device, stream: int | None = None
+) -> torch.Tensor:
+    """`count` int32 that are zero when a launch finds them and that it must leave zero.
 
-    `device` has an index.
+    For one launch on `stream`, by default the current one; a CUDA `device` has an index.
     """
     if device.type != "cuda":
-        return _zeros(count, device)
-    if stream is None:
-        stream = torch.cuda.current_stream(device).cuda_stream
-    capturing = torch.cuda.is_current_stream_capturing()
-    return words_at_rest(count, device, stream, capturing)[:count]
+        words = _zeroed(count, device)
+    else:
+        if stream is None:
+            stream = torch.cuda.current_stream(device).cuda_stream
+        capturing = torch.cuda.is_current_stream_capturing()
+        words = counters_of_stream(count, device, stream, capturing)[:count]
+    record = current_recording()
+    if record is not None:
+        record.self_resetting.append(words)
+    return words
 
 
-def words_at_rest(count: int, device: torch.device, stream: int, capturing: bool) -> torch.Tensor:
-    """`resting` on a GPU; there may be more words than were asked for."""
+def counters_of_stream(
+    count: int, device: torch.device, stream: int, capturing: bool
+) -> torch.Tensor:
+    """`self_resetting_counters` on a GPU; there may be more words than were asked for."""
     index = device.index
     if capturing:
         return _captured(count, index, device)
@@ -75,10 +192,10 @@ def words_at_rest(count: int, device: torch.device, stream: int, capturing: bool
     words = _of_streams.get(key)
     if words is None or words.numel() < count:
         with _lock:
-            words = made_apart(lambda: _zeros(count, device), device)
+            words = made_outside_pool(lambda: _zeroed(count, device), device)
             _of_streams[key] = words
             if index not in _for_captures:
-                reserve = made_apart(lambda: _zeros(CAPTURED_WORDS, device), device)
+                reserve = made_outside_pool(lambda: _zeroed(CAPTURED_WORDS, device), device)
                 # once per device: graphs may use these words on streams that know nothing of this
                 torch.cuda.synchronize(device)
                 _for_captures[index] = [reserve]
@@ -92,35 +209,9 @@ def _captured(count: int, index: int, device: torch.device) -> torch.Tensor:
         if reserve and reserve[0].numel() >= count:
             words, reserve[0] = reserve[0][:count], reserve[0][count:]
             return words
-    # nothing set aside before the capture, or used up: the graph zeroes its own, which costs time
-    return _zeros(count, device)
+    # nothing reserved before the capture, or used up: the graph zeroes its own, which costs time
+    return _zeroed(count, device)
 
 
-def _zeros(count: int, device: torch.device) -> torch.Tensor:
+def _zeroed(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-# Scratch memory that a stream keeps, as cuBLAS keeps its workspace.
-#
-# Launches on one stream follow each other, so that they may use the same memory: nothing is left
-# in it for a later one. Whoever captures a graph takes other memory, since the graph may run
-# beside the stream.
-
-# A stream keeps no more than this; larger pieces are allocated for each call. Calls that need more
-# run long enough to hide an allocation.
-MOST_KEPT_BYTES = 8 * 2**20
-# Powers of two from this on, so that growing needs a few steps at most.
-_LEAST_BYTES = 2**16
-
-_kept: dict[tuple[int | None, int], torch.Tensor] = {}
-
-
-def stream_memory(size: int, device: torch.device, stream: int) -> torch.Tensor:
-    """At least `size` bytes for one launch on `stream`, which must be the current one."""
-    key = (device.index, stream)
-    memory = _kept.get(key)
-    if memory is None or memory.numel() < size:
-        enough = max(_LEAST_BYTES, 1 << (size - 1).bit_length())
-        memory = made_apart(lambda: torch.empty(enough, dtype=torch.uint8, device=device), device)
-        _kept[key] = memory
-    return memory

@@ -14,7 +14,8 @@ import torch
 
 from ..core.compat import empty_on_gpu, raw_device, why_no_triton
 from ..core.env import triton_interpreted
-from ..launch.launcher import RecordedLaunches, cdiv
+from ..launch.launcher import cdiv
+from ..launch.templates import RecordedLaunches
 from . import bits as bit_masks
 from .band import EVERYTHING, Band
 from .block_lists import BlockLists, check_entry_count

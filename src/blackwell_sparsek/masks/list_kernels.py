@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.building import launch_recorded
-from ..launch.launcher import RecordedLaunches, cdiv, launch, scratch
+from ..launch.launcher import cdiv, launch, scratch
+from ..launch.replay import launch_recorded
+from ..launch.templates import RecordedLaunches
 
 TILE_ROWS = 8
 TILE_COLS = 128

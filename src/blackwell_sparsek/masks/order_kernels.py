@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from ..device.schedule import section_of
-from ..launch.building import launch_recorded
-from ..launch.launcher import RecordedLaunches, cdiv, launch, scratch
+from ..launch.launcher import cdiv, launch, scratch
+from ..launch.replay import launch_recorded
+from ..launch.templates import RecordedLaunches
 
 TILE_LISTS = 8
 TILE_ENTRIES = 64

@@ -1,9 +1,10 @@
-"""Public products of block-sparse matrices: checks, defaults, documentation."""
+"""The public products of block-sparse matrices: a recorded launch, or checks, then the operator."""
 
-from typing import Any, TypeGuard, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 
+from ..calls.matmul import MatmulCall, PairProductsCall, PatternTensors, SddmmCall
 from ..core.activations import ACTIVATIONS, activate
 from ..core.checks import (
     check_choice,
@@ -18,12 +19,22 @@ from ..core.checks import (
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..core.torch_state import cast_operand
+from ..launch.replay import record, repeat
 from ..sparse.matrix import BSRMatrix, BSRPattern, install_matmul
 from ..sparse.product import product_pattern
 from ..sparse.validate import VALUE_DTYPES, zero_padding
 from . import autograd as _derivatives  # noqa: F401
 from .op import bsr_matmul, bsr_pair_products, bsr_sddmm
-from .replay import product_results
+
+
+class _Options(NamedTuple):
+    """All that the launches of a product with a dense operand depend on besides tensors."""
+
+    transposed: bool
+    dense_left: bool
+    activation: str | None
+    out_dtype: torch.dtype | None
+    impl: str
 
 
 @overload
@@ -78,10 +89,10 @@ def matmul(
     """Multiply with a block-sparse matrix: `activation(a @ b + bias) + residual`.
 
     At least one of `a` and `b` is a `BSRMatrix`. Work and memory are proportional to its stored
-    blocks, unless `auto` estimates that the matrix written out is multiplied sooner (`explain`
-    shows both estimates). A block that is not stored contributes nothing where the dense operand
-    is finite; NaN and inf may spread to rows that do not store the block where blocks are joined:
-    in the dense product, and on a GPU for blocks of fewer than 64 rows.
+    blocks, unless `auto` estimates that densifying the matrix and multiplying that is faster
+    (`explain` shows both estimates). A block that is not stored contributes nothing where the
+    dense operand is finite; NaN and inf may spread to rows that do not store the block where blocks
+    are joined: in the dense product, and on a GPU for blocks of fewer than 64 rows.
 
     Parameters
     ----------
@@ -131,49 +142,32 @@ def matmul(
     >>> torch.allclose(w @ x.T, w.to_dense() @ x.T, atol=1e-4)
     True
     """
-
-    def checked() -> tuple[Any]:
-        return (_product(a, b, bias, activation, residual, out_dtype, impl),)
-
-    options = (activation, out_dtype, impl)
-    (product,) = product_results(a, b, bias, residual, options, checked)
+    if isinstance(a, BSRMatrix) and isinstance(b, BSRMatrix):
+        extras = {"bias": bias, "activation": activation, "residual": residual}
+        return _sparse_sparse(a, b, extras, out_dtype, impl)
+    dense_left = isinstance(b, BSRMatrix)
+    sparse, dense = (b, a) if dense_left else (a, b)
+    if not isinstance(sparse, BSRMatrix):
+        _check_options(activation, out_dtype, impl)
+        got = f"{type(a).__name__} and {type(b).__name__}"
+        raise InvalidType(message("matmul", "a/b", "are both dense", "at least one BSRMatrix", got))
+    options = _Options(sparse.is_transposed, dense_left, activation, out_dtype, impl)
+    known, inputs = sparse.pattern.launches, (sparse.storage, dense, bias, residual)
+    results = repeat(known, options, inputs)
+    if results is None:
+        checked = (sparse, dense, bias, residual, options)
+        results = record(known, options, inputs, _sparse_dense, *checked, operands=2)
+    (product,) = results
     return product
 
 
-def _product(
-    a: Any,
-    b: Any,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    impl: str,
-) -> Any:
-    """`matmul`, with all its checks."""
+def _check_options(activation: str | None, out_dtype: torch.dtype | None, impl: str) -> None:
     op = "matmul"
     check_choice(op, "impl", impl, IMPLS)
     check_choice(op, "activation", activation, ACTIVATIONS)
     if out_dtype is not None and out_dtype not in VALUE_DTYPES:
         names = ", ".join(str(d) for d in VALUE_DTYPES)
         raise InvalidType(message(op, "out_dtype", "is unsupported", f"one of {names}", out_dtype))
-    if _is_bsr(a) and _is_bsr(b):
-        extras = {"bias": bias, "activation": activation, "residual": residual}
-        for arg, value in extras.items():
-            if value is not None:
-                got = type(value).__name__
-                problem = "is not available for two block-sparse operands"
-                raise InvalidInput(message(op, arg, problem, None, got))
-        return _sparse_sparse(op, a, b, out_dtype, impl)
-    if _is_bsr(a):
-        return _sparse_dense(op, a, b, False, bias, activation, residual, out_dtype, impl)
-    if _is_bsr(b):
-        return _sparse_dense(op, b, a, True, bias, activation, residual, out_dtype, impl)
-    got = f"{type(a).__name__} and {type(b).__name__}"
-    raise InvalidType(message(op, "a/b", "are both dense", "at least one BSRMatrix", got))
-
-
-def _is_bsr(x: Any) -> TypeGuard[BSRMatrix]:
-    return isinstance(x, BSRMatrix)
 
 
 def _check_operand(op: str, arg: str, x: Any) -> None:
@@ -198,16 +192,16 @@ def _check_readable(op: str, arg: str, x: torch.Tensor) -> None:
 
 
 def _sparse_dense(
-    op: str,
     sparse: BSRMatrix,
     dense: Any,
-    dense_left: bool,
     bias: torch.Tensor | None,
-    activation: str | None,
     residual: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    impl: str,
-) -> torch.Tensor:
+    options: _Options,
+) -> tuple[torch.Tensor]:
+    """Check a product of a sparse and a dense operand, and make it."""
+    op = "matmul"
+    _, dense_left, activation, out_dtype, impl = options
+    _check_options(activation, out_dtype, impl)
     sparse_arg, dense_arg = ("b", "a") if dense_left else ("a", "b")
     _check_operand(op, dense_arg, dense)
     if dense.dim() == 0:
@@ -215,8 +209,9 @@ def _sparse_dense(
     check_derivatives(op, sparse_arg, sparse.storage)
     storage, dense = cast_operand(sparse.storage), cast_operand(dense)
     is_vector = dense.dim() == 1
+    vector_dim = 0 if dense_left else 1
     if is_vector:
-        dense = dense.unsqueeze(0 if dense_left else 1)
+        dense = dense.unsqueeze(vector_dim)
     features = sparse.shape[1] if dense_left else sparse.shape[0]
     inner = sparse.shape[0] if dense_left else sparse.shape[1]
     if dense.shape[-1 if dense_left else -2] != inner:
@@ -228,36 +223,33 @@ def _sparse_dense(
     _check_readable(op, dense_arg, dense)
     out_dtype = out_dtype or dense.dtype
     tail = (dense.shape[-2], features) if dense_left else (features, dense.shape[-1])
-    out_shape = (*dense.shape[:-2], *tail)
+    out_shape = (features,) if is_vector else (*dense.shape[:-2], *tail)
     if bias is not None:
         _check_extra(op, "bias", bias, (features,), dense, out_dtype)
     if residual is not None:
-        _check_extra(
-            op, "residual", residual, (features,) if is_vector else out_shape, dense, out_dtype
-        )
-        residual = residual.unsqueeze(0 if dense_left else 1) if is_vector else residual
+        _check_extra(op, "residual", residual, out_shape, dense, out_dtype)
+        residual = residual.unsqueeze(vector_dim) if is_vector else residual
 
     # Training needs the pre-activation; keeping it is cheaper than computing it again.
-    compose = activation is not None and _needs_grad(storage, dense, bias, residual)
-    pattern = sparse.pattern
-    out: torch.Tensor = bsr_matmul(
-        storage,
-        pattern.tensors(),
-        pattern.shape,
-        sparse.is_transposed,
-        dense,
-        dense_left,
-        bias,
-        None if compose else residual,
-        None if compose else activation,
-        out_dtype,
-        impl,
+    keeps_pre = activation is not None and _needs_grad(storage, dense, bias, residual)
+    call = MatmulCall(
+        values=storage,
+        pattern=PatternTensors(*sparse.pattern.tensors()),
+        shape=sparse.pattern.shape,
+        transposed=sparse.is_transposed,
+        dense=dense,
+        dense_left=dense_left,
+        bias=bias,
+        residual=None if keeps_pre else residual,
+        activation=None if keeps_pre else activation,
+        out_dtype=out_dtype,
     )
-    if compose:
+    out: torch.Tensor = bsr_matmul(*call.arguments, impl)
+    if keeps_pre:
         out = activate(out, activation)
         if residual is not None:
             out = out + residual.to(out_dtype)
-    return out.squeeze(0 if dense_left else 1) if is_vector else out
+    return (out.squeeze(vector_dim) if is_vector else out,)
 
 
 def _check_extra(
@@ -288,8 +280,20 @@ def _without_padding_grad(matrix: BSRMatrix, values: torch.Tensor) -> torch.Tens
 
 
 def _sparse_sparse(
-    op: str, a: BSRMatrix, b: BSRMatrix, out_dtype: torch.dtype | None, impl: str
+    a: BSRMatrix,
+    b: BSRMatrix,
+    extras: dict[str, Any],
+    out_dtype: torch.dtype | None,
+    impl: str,
 ) -> BSRMatrix:
+    """Check a product of two sparse operands, which takes no `extras`, and make it."""
+    op = "matmul"
+    _check_options(extras["activation"], out_dtype, impl)
+    for arg, value in extras.items():
+        if value is not None:
+            got = type(value).__name__
+            problem = "is not available for two block-sparse operands"
+            raise InvalidInput(message(op, arg, problem, None, got))
     if a.shape[1] != b.shape[0]:
         got = f"{list(a.shape)} and {list(b.shape)}"
         raise InvalidInput(message(op, "a/b", "do not fit", "a [M, K] and b [K, N]", got))
@@ -303,15 +307,15 @@ def _sparse_sparse(
     check_same_dtype(op, {"a": first, "b": second})
     check_same_device(op, {"a": first, "b": second})
     pattern, pairs = product_pattern(a.pattern, b.pattern, a.is_transposed, b.is_transposed)
-    values = bsr_pair_products(
-        _without_padding_grad(a, first),
-        _without_padding_grad(b, second),
-        list(pairs),
-        a.is_transposed,
-        b.is_transposed,
-        out_dtype,
-        impl,
+    call = PairProductsCall(
+        first=_without_padding_grad(a, first),
+        second=_without_padding_grad(b, second),
+        pairs=pairs,
+        first_transposed=a.is_transposed,
+        second_transposed=b.is_transposed,
+        out_dtype=out_dtype,
     )
+    values = bsr_pair_products(*call.arguments, impl)
     values = zero_padding(values, pattern.shape, pattern.row_indices(), pattern.indices)
     return BSRMatrix._from_parts(pattern, values)
 
@@ -371,7 +375,8 @@ def sddmm(
     check_shape(op, "b", b, (*a.shape[:-2], a.shape[-1], n))
     _check_readable(op, "a", a)
     _check_readable(op, "b", b)
-    values = bsr_sddmm(a, b, pattern.tensors(), pattern.shape, pattern.block_shape, None, impl)
+    call = SddmmCall(a, b, PatternTensors(*pattern.tensors()), pattern.shape, pattern.block_shape)
+    values = bsr_sddmm(*call.arguments, impl)
     return BSRMatrix._from_parts(pattern, values)
 
 

@@ -4,94 +4,18 @@ The derivative of each product is again a product with the pattern's transposed 
 product, or a product of pairs with permuted roles; so derivatives of any order exist.
 """
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
+from ..calls.matmul import MatmulCall, PairProductsCall, PatternTensors, SddmmCall
 from ..core.activations import activation_grad
 from ..dispatch.operators import define_autograd
 from ..sparse.pattern import rows_of_entries
 from ..sparse.product import PairLists
 from ..sparse.validate import zero_padding
 from .op import bsr_matmul, bsr_pair_products, bsr_sddmm
-
-
-def _readable(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A gradient in the dtype of the operands, with one of the last two dimensions contiguous."""
-    grad = grad.to(dtype)
-    return grad if 1 in (grad.stride(-1), grad.stride(-2)) else grad.contiguous()
-
-
-def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    values, pattern, shape, transposed, dense, dense_left, bias, residual, activation, _, impl = (
-        inputs
-    )
-    again = activation is not None
-    ctx.save_for_backward(
-        values if again or dense.requires_grad else None,
-        # Activations are what fills memory in training: kept only for the gradient of values.
-        dense if again or values.requires_grad else None,
-        bias if again else None,
-        *pattern,
-    )
-    ctx.arguments = (shape, transposed, dense_left, activation, _derivative_impl(impl))
-    ctx.dtypes = [None if x is None else x.dtype for x in (values, dense, bias, residual)]
-    ctx.block_shape = values.shape[1:]
-
-
-def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    values, dense, bias, *pattern = ctx.saved_tensors
-    shape, transposed, dense_left, activation, impl = ctx.arguments
-    needs_values, _, _, _, needs_dense, _, needs_bias, needs_residual, *_ = ctx.needs_input_grad
-    values_dtype, dense_dtype, bias_dtype, residual_dtype = ctx.dtypes
-    d_residual = grad.to(residual_dtype) if needs_residual else None
-    if activation is not None:
-        # `functional` keeps the pre-activation where a gradient is needed; a caller of the
-        # operator itself pays for computing it again.
-        pre = bsr_matmul(
-            values,
-            pattern,
-            shape,
-            transposed,
-            dense,
-            dense_left,
-            bias,
-            None,
-            None,
-            _wider(grad.dtype),
-            impl,
-        )
-        grad = activation_grad(grad, pre, activation)
-
-    d_values = d_dense = d_bias = None
-    if needs_bias:
-        per_feature = grad if dense_left else grad.mT
-        d_bias = per_feature.flatten(0, -2).sum(0, dtype=_wider(grad.dtype))
-        d_bias = d_bias.to(bias_dtype)
-    grad = _readable(grad, values_dtype)
-    if needs_dense:
-        d_dense = bsr_matmul(
-            values,
-            pattern,
-            shape,
-            not transposed,
-            grad,
-            dense_left,
-            None,
-            None,
-            None,
-            dense_dtype,
-            impl,
-        )
-    if needs_values:
-        a, b = (dense.mT, grad) if dense_left else (grad, dense.mT)
-        if transposed:
-            a, b = b.mT, a.mT
-        d_values = bsr_sddmm(a, b, pattern, shape, ctx.block_shape, values_dtype, impl)
-    return (
-        *(d_values, [None] * len(pattern), None, None, d_dense, None, d_bias, d_residual),
-        *(None, None, None),
-    )
 
 
 def _derivative_impl(impl: str) -> str:
@@ -102,59 +26,151 @@ def _derivative_impl(impl: str) -> str:
     return impl if impl in ("reference", "eager", "dense", "triton") else "auto"
 
 
+def _readable(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient in the dtype of the operands, with one of the last two dimensions contiguous."""
+    grad = grad.to(dtype)
+    return grad if 1 in (grad.stride(-1), grad.stride(-2)) else grad.contiguous()
+
+
 def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class _Product(NamedTuple):
+    """What the derivative of a matmul needs to know besides tensors."""
+
+    shape: Any
+    block_shape: Any
+    transposed: bool
+    dense_left: bool
+    activation: str | None
+    impl: str
+    values_dtype: torch.dtype
+    dense_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    residual_dtype: torch.dtype | None
+
+
+def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *arguments, impl = inputs
+    call = MatmulCall(*arguments)
+    values, dense = call.values, call.dense
+    again = call.activation is not None
+    ctx.save_for_backward(
+        values if again or dense.requires_grad else None,
+        # Activations are what fills memory in training: kept only for the gradient of values.
+        dense if again or values.requires_grad else None,
+        call.bias if again else None,
+        *call.pattern,
+    )
+    ctx.product = _Product(
+        shape=call.shape,
+        block_shape=values.shape[1:],
+        transposed=call.transposed,
+        dense_left=call.dense_left,
+        activation=call.activation,
+        impl=_derivative_impl(impl),
+        values_dtype=values.dtype,
+        dense_dtype=dense.dtype,
+        bias_dtype=None if call.bias is None else call.bias.dtype,
+        residual_dtype=None if call.residual is None else call.residual.dtype,
+    )
+
+
+def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    values, dense, bias, *tensors = ctx.saved_tensors
+    pattern = PatternTensors(*tensors)
+    product: _Product = ctx.product
+    dense_left, impl = product.dense_left, product.impl
+    # which gradients are needed, by the names of the arguments
+    needs = MatmulCall(*ctx.needs_input_grad[:-1])
+    d_values = d_dense = d_bias = d_residual = None
+    if needs.residual:
+        d_residual = grad.to(product.residual_dtype)
+    if product.activation is not None:
+        # The public function keeps the pre-activation where a gradient is needed; a caller of the
+        # operator itself pays for computing it again.
+        layer = MatmulCall(values, pattern, product.shape, product.transposed, dense, dense_left)
+        layer = replace(layer, bias=bias, out_dtype=_wider(grad.dtype))
+        pre = bsr_matmul(*layer.arguments, impl)
+        grad = activation_grad(grad, pre, product.activation)
+    if needs.bias:
+        per_feature = grad if dense_left else grad.mT
+        d_bias = per_feature.flatten(0, -2).sum(0, dtype=_wider(grad.dtype))
+        d_bias = d_bias.to(product.bias_dtype)
+    grad = _readable(grad, product.values_dtype)
+    if needs.dense:
+        back = MatmulCall(values, pattern, product.shape, not product.transposed, grad, dense_left)
+        back = replace(back, out_dtype=product.dense_dtype)
+        d_dense = bsr_matmul(*back.arguments, impl)
+    if needs.values:
+        a, b = (dense.mT, grad) if dense_left else (grad, dense.mT)
+        if product.transposed:
+            a, b = b.mT, a.mT
+        sampled = SddmmCall(a, b, pattern, product.shape, product.block_shape, product.values_dtype)
+        d_values = bsr_sddmm(*sampled.arguments, impl)
+    # in the order of the schema
+    return (
+        *(d_values, [None] * len(pattern), None, None, d_dense, None, d_bias, d_residual),
+        *(None, None, None),
+    )
+
+
 def _sddmm_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, pattern, shape, _, _, impl = inputs
-    ctx.save_for_backward(a, b, *pattern)
-    ctx.arguments = (shape, _derivative_impl(impl))
+    *arguments, impl = inputs
+    call = SddmmCall(*arguments)
+    ctx.save_for_backward(call.a, call.b, *call.pattern)
+    ctx.shape, ctx.impl = call.shape, _derivative_impl(impl)
 
 
 def _sddmm_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    a, b, *pattern = ctx.saved_tensors
-    shape, impl = ctx.arguments
+    a, b, *tensors = ctx.saved_tensors
+    pattern, shape, impl = PatternTensors(*tensors), ctx.shape, ctx.impl
     # What a consumer asks of the padding is no derivative of anything: it is zero by definition.
-    rows = rows_of_entries(pattern[0], pattern[1].shape[0])
-    grad = zero_padding(grad.to(a.dtype), (shape[0], shape[1]), rows, pattern[1])
+    rows = rows_of_entries(pattern.indptr, pattern.indices.shape[0])
+    grad = zero_padding(grad.to(a.dtype), (shape[0], shape[1]), rows, pattern.indices)
     da = db = None
-    if ctx.needs_input_grad[0]:
-        da = bsr_matmul(grad, pattern, shape, False, b.mT, False, None, None, None, a.dtype, impl)
-    if ctx.needs_input_grad[1]:
-        db = bsr_matmul(grad, pattern, shape, False, a.mT, True, None, None, None, b.dtype, impl)
+    needs_a, needs_b, *_ = ctx.needs_input_grad
+    if needs_a:
+        left = MatmulCall(grad, pattern, shape, False, b.mT, False, out_dtype=a.dtype)
+        da = bsr_matmul(*left.arguments, impl)
+    if needs_b:
+        right = MatmulCall(grad, pattern, shape, False, a.mT, True, out_dtype=b.dtype)
+        db = bsr_matmul(*right.arguments, impl)
     return da, db, [None] * len(pattern), None, None, None, None
 
 
 def _pairs_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    first, second, pairs, first_transposed, second_transposed, _, impl = inputs
-    ctx.save_for_backward(first, second, *pairs)
-    ctx.arguments = (first_transposed, second_transposed, impl)
+    *arguments, impl = inputs
+    call = PairProductsCall(*arguments)
+    ctx.save_for_backward(call.first, call.second, *call.pairs)
+    ctx.transposed, ctx.impl = (call.first_transposed, call.second_transposed), impl
 
 
 def _pairs_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     first, second, *tensors = ctx.saved_tensors
-    pairs = PairLists(*tensors)
-    tf, ts, impl = ctx.arguments
+    pairs, impl = PairLists(*tensors), ctx.impl
+    tf, ts = ctx.transposed
     grad = grad.to(first.dtype)
     d_first = d_second = None
-    if ctx.needs_input_grad[0]:
+    needs_first, needs_second, *_ = ctx.needs_input_grad
+    if needs_first:
         # O = op(F) op(S): dF = G op(S)^T, or its transpose op(S) G^T.
+        roles, dtype = pairs.solve_first(), first.dtype
         if tf:
-            roles = pairs.solve_first().swapped()
-            d_first = bsr_pair_products(second, grad, roles, ts, True, first.dtype, impl)
+            call = PairProductsCall(second, grad, roles.swapped(), ts, True, dtype)
         else:
-            roles = pairs.solve_first()
-            d_first = bsr_pair_products(grad, second, roles, False, not ts, first.dtype, impl)
-    if ctx.needs_input_grad[1]:
+            call = PairProductsCall(grad, second, roles, False, not ts, dtype)
+        d_first = bsr_pair_products(*call.arguments, impl)
+    if needs_second:
         # dS = op(F)^T G, or its transpose G^T op(F).
+        roles, dtype = pairs.solve_second(), second.dtype
         if ts:
-            roles = pairs.solve_second().swapped()
-            d_second = bsr_pair_products(grad, first, roles, True, tf, second.dtype, impl)
+            call = PairProductsCall(grad, first, roles.swapped(), True, tf, dtype)
         else:
-            roles = pairs.solve_second()
-            d_second = bsr_pair_products(first, grad, roles, not tf, False, second.dtype, impl)
-    return d_first, d_second, [None] * len(tensors), None, None, None, None
+            call = PairProductsCall(first, grad, roles, not tf, False, dtype)
+        d_second = bsr_pair_products(*call.arguments, impl)
+    return d_first, d_second, [None] * len(pairs), None, None, None, None
 
 
 define_autograd("bsr_matmul", _matmul_setup, _matmul_backward)

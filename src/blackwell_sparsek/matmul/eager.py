@@ -3,7 +3,7 @@
 One block row of A with c blocks is a dense product [bh, c*bw] @ [c*bw, N] once its blocks lie side
 by side and the block rows of X that they meet lie below one another. Both are gathered, chunk by
 chunk; rows with equal c share a batched product. Accumulation is in float32 (float64 for float64),
-with one rounding at the end. The arguments are those of the operators (see `ops.bsr`).
+with one rounding at the end.
 
 `sddmm` is the same walk with the roles of the result and of A exchanged.
 """
@@ -14,29 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..calls.matmul import MatmulCall, PairProductsCall, SddmmCall
 from ..core.activations import activate
 from ..launch.launcher import cdiv
 from ..sparse.pattern import rows_of_entries
 from ..sparse.validate import zero_padding
+from .rows import BlockRows, block_rows
 
-# What happens to a finished product in plain PyTorch: activation(product + bias) + residual.
 
-
-def finish(
-    product: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype,
-    dense_left: bool,
-) -> torch.Tensor:
-    """The contiguous result, rounded once; `bias` goes by columns where `dense_left`, else rows."""
-    if bias is not None:
-        product = product + (bias if dense_left else bias[:, None])
-    product = activate(product, activation)
-    if residual is not None:
-        product = product + residual
-    return product.to(out_dtype).contiguous()
+def finish(product: torch.Tensor, call: MatmulCall) -> torch.Tensor:
+    """activation(product + bias) + residual, contiguous and rounded once."""
+    if call.bias is not None:
+        product = product + (call.bias if call.dense_left else call.bias[:, None])
+    product = activate(product, call.activation)
+    if call.residual is not None:
+        product = product + call.residual
+    return product.to(call.result_dtype).contiguous()
 
 
 # Block rows that hold equally many blocks, so that one batched product serves them all.
@@ -100,30 +93,21 @@ def columns_at_once(device: torch.device, elements_per_column: int) -> int:
 # pairs becomes part of the contraction, so nothing is rounded or scattered in between.
 
 
-def bsr_pair_products(
-    first: torch.Tensor,
-    second: torch.Tensor,
-    pairs: list[torch.Tensor],
-    first_transposed: bool,
-    second_transposed: bool,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    """out[o] = sum of op(first[f]) @ op(second[s]) over the triples (f, s, o) of `pairs`."""
-    first_of, second_of, _, order, out_ptr = pairs[:5]
-    bm = first.shape[2] if first_transposed else first.shape[1]
-    bn = second.shape[1] if second_transposed else second.shape[2]
-    out = first.new_zeros(out_ptr.shape[0] - 1, bm, bn, dtype=out_dtype or first.dtype)
+def pair_products(call: PairProductsCall) -> torch.Tensor:
+    """out[o] = sum of op(first[f]) @ op(second[s]) over the triples (f, s, o) of the pairs."""
+    first, second, pairs = call.first, call.second, call.pairs
+    out = call.empty_out().zero_()
     compute = accumulation_dtype(first.dtype)
-    for group in row_groups(out_ptr):
-        pair = order[group.entries].long()
+    for group in row_groups(pairs.ptr_out):
+        pair = pairs.order_out[group.entries].long()
         per_row = pair.shape[1] * (first.shape[1:].numel() + second.shape[1:].numel())
         step = max(1, rows_at_once(first.device, per_row))
         for i in range(0, pair.shape[0], step):
             part = pair[i : i + step]
-            x = _gather(first, first_of[part], compute)
-            y = _gather(second, second_of[part], compute)
-            left = _stack(x).mT if first_transposed else _beside(x)
-            right = _beside(y).mT if second_transposed else _stack(y)
+            x = _gather(first, pairs.first[part], compute)
+            y = _gather(second, pairs.second[part], compute)
+            left = _stack(x).mT if call.first_transposed else _beside(x)
+            right = _beside(y).mT if call.second_transposed else _stack(y)
             out[group.row_ids[i : i + step]] = torch.bmm(left, right).to(out.dtype)
     return out
 
@@ -149,41 +133,23 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def bsr_matmul(
-    values: torch.Tensor,
-    pattern: list[torch.Tensor],
-    shape: list[int],
-    transposed: bool,
-    dense: torch.Tensor,
-    dense_left: bool,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
+def matmul(call: MatmulCall) -> torch.Tensor:
     """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
-    out_dtype = out_dtype or dense.dtype
-    # X @ A = (A^T @ X^T)^T: all four cases are block rows of something times a matrix.
-    by_columns = transposed != dense_left
-    rows, cols = (shape[1], shape[0]) if by_columns else (shape[0], shape[1])
-    bh, bw = values.shape[1:][::-1] if by_columns else values.shape[1:]
-    if dense_left:
-        batch, n = dense.shape[:-2], dense.shape[-2]
-        x = _collapsed(dense).mT
-    else:
-        batch, n = dense.shape[:-2], dense.shape[-1]
-        x = dense
-    x = _padded_rows(x.to(accumulation_dtype(values.dtype)), cols, bw)
+    rows = block_rows(call)
+    _, bh, bw = rows.blocks.shape
+    dense, dense_left = call.dense, call.dense_left
+    x = _collapsed(dense).mT if dense_left else dense
+    x = _padded_rows(x.to(accumulation_dtype(call.values.dtype)), call.inner, bw)
 
-    acc = _accumulator(x, cdiv(rows, bh) * bh, dense_left)
+    acc = _accumulator(x, cdiv(call.features, bh) * bh, dense_left)
     if acc.numel() > 0:
-        for group in row_groups(pattern[2] if by_columns else pattern[0]):
-            _multiply_rows(group, values, pattern, by_columns, x, acc, (bh, bw))
+        for group in row_groups(rows.indptr):
+            _multiply_rows(group, rows, x, acc)
 
-    product = acc[..., :rows, :]
+    product = acc[..., : call.features, :]
     if dense_left:
-        product = product.mT.reshape(*batch, n, rows)
-    return finish(product, bias, residual, activation, out_dtype, dense_left)
+        product = product.mT.reshape(*dense.shape[:-1], call.features)
+    return finish(product, call)
 
 
 def _collapsed(x: torch.Tensor) -> torch.Tensor:
@@ -215,28 +181,19 @@ def _accumulator(x: torch.Tensor, rows: int, dense_left: bool) -> torch.Tensor:
     return x.new_zeros(*x.shape[:-2], rows, x.shape[-1])
 
 
-def _multiply_rows(
-    group: RowGroup,
-    values: torch.Tensor,
-    pattern: list[torch.Tensor],
-    by_columns: bool,
-    x: torch.Tensor,
-    acc: torch.Tensor,
-    block_shape: tuple[int, int],
-) -> None:
+def _multiply_rows(group: RowGroup, rows: BlockRows, x: torch.Tensor, acc: torch.Tensor) -> None:
     """acc[rows of the group] = their blocks times `x`."""
-    bh, bw = block_shape
-    if by_columns:
-        block_cols = pattern[3][group.entries]
-        weights = _stacked(values, pattern[4][group.entries]).mT
+    _, bh, bw = rows.blocks.shape
+    block_cols = rows.indices[group.entries]
+    if rows.perm is not None:
+        # blocks are stored by columns: those of a row lie below one another
+        weights = _stacked(rows.blocks.mT, rows.perm[group.entries]).mT
+    elif _rows_contiguous(x) and x.shape[-1] > 1:
+        # BLAS is a third slower where both factors run along the contraction. A single column
+        # would be summed up term by term then, with several times the error.
+        weights = _stacked(rows.blocks.mT, group.entries).mT
     else:
-        block_cols = pattern[1][group.entries]
-        if _rows_contiguous(x) and x.shape[-1] > 1:
-            # BLAS is a third slower where both factors run along the contraction. A single column
-            # would be summed up term by term then, with several times the error.
-            weights = _stacked(values.mT, group.entries).mT
-        else:
-            weights = _side_by_side(values, group.entries)
+        weights = _side_by_side(rows.blocks, group.entries)
     weights = weights.to(x.dtype)
 
     n, per_column = x.shape[-1], group.entries.shape[1] * bw * x.shape[:-2].numel()
@@ -293,18 +250,11 @@ def _stacked(values: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
     return values.index_select(0, entries.flatten()).view(g, c * bh, bw)
 
 
-def bsr_sddmm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    pattern: list[torch.Tensor],
-    shape: list[int],
-    block_shape: list[int],
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
+def sddmm(call: SddmmCall) -> torch.Tensor:
     """The blocks [nnzb, bh, bw] of a @ b, summed over the batch; zero beyond `shape`."""
-    (m, n), (bh, bw) = shape, block_shape
-    indptr, indices = pattern[0], pattern[1]
-    out = a.new_zeros(indices.shape[0], bh, bw, dtype=out_dtype or a.dtype)
+    (m, n), (bh, bw) = call.shape, call.block_shape
+    a, b, indptr, indices = call.a, call.b, call.pattern.indptr, call.pattern.indices
+    out = call.empty_out().zero_()
     compute = accumulation_dtype(a.dtype)
     lines_a, lines_b = _collapsed(a.mT), _collapsed(b)
     if lines_a.dim() == lines_b.dim() == 2:

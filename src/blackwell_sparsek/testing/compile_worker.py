@@ -195,7 +195,9 @@ def _problems(case: CompileCase, sm: int, record: dict[str, Any]) -> list[str]:
 def _load_cases(package: str) -> list[CompileCase]:
     root = importlib.import_module(package)
     for module in pkgutil.walk_packages(getattr(root, "__path__", []), f"{package}."):
-        importlib.import_module(module.name)
+        # `__main__` is the command line, which would parse our arguments
+        if not module.name.endswith(".__main__"):
+            importlib.import_module(module.name)
     return registered_cases()
 
 

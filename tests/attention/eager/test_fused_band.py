@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from blackwell_sparsek.attention.eager import forward
 from blackwell_sparsek.attention.eager import forward as fused_band
 from blackwell_sparsek.attention.eager.forward import attention
 from blackwell_sparsek.attention.eager.visits import Extent
@@ -23,7 +24,7 @@ def covered(monkeypatch):
         ranges.append(inside(*args))
         return ranges[-1]
 
-    monkeypatch.setattr("blackwell_sparsek.attention.eager.forward.attend_inside", spy)
+    monkeypatch.setattr(forward, "attend_inside", spy)
     return ranges
 
 

@@ -48,7 +48,7 @@ def test_two_programs_share_an_sm(dim, dim_v):
 def test_a_visit_is_a_block_or_part_of_one():
     for rows in (64, 128, 256):
         config = attn_bwd_keys_config(problem(mask_block=(rows, 64)))
-        assert (config.UNIT, config.TILE_M, config.tile_n, config.parts) == (rows, 64, 64, 1)
+        assert (config.BLOCK_Q, config.TILE_M, config.tile_n, config.parts) == (rows, 64, 64, 1)
 
 
 def test_sections():

@@ -96,7 +96,7 @@ def test_what_dense_kernels_have_registers_and_barriers_for():
 def test_only_what_was_asked_for_is_in_order():
     assert not attn_bwd_sm90_config(problem()).ORDERED
     config = attn_bwd_sm90_config(problem(deterministic=True))
-    assert config.ORDERED and config.visits == 2
+    assert config.ORDERED and config.visits_per_head == 2
 
 
 def test_what_describes_steps_outlives_them():

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 from blackwell_sparsek.masks.order import longest_first
-from blackwell_sparsek.kernels.attention import fwd_sm90_launch
-from blackwell_sparsek.attention.sm90.config import make_config
+from blackwell_sparsek.attention.sm90 import launch as fwd_sm90_launch
+from blackwell_sparsek.attention.sm90.config import make_forward_config as make_config
 
 fwd_sm90_launch._attn_fwd_sm90_kernel = Recorder(fwd_sm90_launch._attn_fwd_sm90_kernel)
 

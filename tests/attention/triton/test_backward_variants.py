@@ -5,7 +5,9 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = """
-from blackwell_sparsek.kernels.attention import bwd_delta, bwd_dkdv, bwd_dq
+from blackwell_sparsek.attention.triton import backward as bwd_dkdv
+from blackwell_sparsek.attention.triton import backward as bwd_dq
+from blackwell_sparsek.attention.triton import delta as bwd_delta
 from blackwell_sparsek.attention.triton.tuning import AttnBwdConfig
 
 bwd_delta._attn_delta_kernel = Recorder(bwd_delta._attn_delta_kernel)

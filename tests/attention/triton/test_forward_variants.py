@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = """
-from blackwell_sparsek.kernels.attention import fwd
+from blackwell_sparsek.attention.triton import forward as fwd
 from blackwell_sparsek.attention.triton.tuning import AttnFwdConfig
 
 fwd._attn_fwd_kernel = Recorder(fwd._attn_fwd_kernel)

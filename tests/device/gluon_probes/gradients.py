@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from blackwell_sparsek.core.compile_cases import CompileCase, compile_cases
 from blackwell_sparsek.device import masks, visits
 from blackwell_sparsek.device.backprop import probabilities, score_gradients, shift_of_rows
+from blackwell_sparsek.device.records import MaskLists, Score
 
 
 @gluon.jit
@@ -17,7 +18,7 @@ def _gradient_probe_kernel(
     """Weights and score gradients of 64 keys (rows) over all queries that see them."""
     N: gl.constexpr = 64
     M: gl.constexpr = 64
-    UNIT: gl.constexpr = M if BLOCK_Q is None else BLOCK_Q
+    Q_BLOCK: gl.constexpr = M if BLOCK_Q is None else BLOCK_Q
     TILE: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16]
     )
@@ -33,16 +34,16 @@ def _gradient_probe_kernel(
         row = gl.program_id(0)
         plan = visits.plan_blocks(lists, row, q_lo, q_hi, all_lo, all_hi, scan, M, BLOCK_Q)
     first, last = masks.column_bounds(offs_n, q_len, kv_len, left, right)
-    count = visits.num_masked_units(plan)
-    for t in range(visits.num_tiles(count, M, UNIT)):
-        ordinal, q_in_unit = visits.tile_ordinal(t, offs_m, M, UNIT)
-        unit = visits.masked_unit(plan, ordinal)
-        q_index = visits.keys_of_tile(lists, unit, ordinal, count, q_in_unit, q_len, M, UNIT)
+    count = visits.num_masked_blocks(plan)
+    for t in range(visits.num_tiles(count, M, Q_BLOCK)):
+        ordinal, q_in_block = visits.tile_ordinal(t, offs_m, M, Q_BLOCK)
+        entry = visits.masked_block(plan, ordinal)
+        q_index = visits.keys_of_tile(lists, entry, ordinal, count, q_in_block, q_len, M, Q_BLOCK)
         visible = masks.within_bounds(q_index[None, :], first[:, None], last[:, None])
         if lists is not None:
             kv_in_block = offs_n - kv_start
             words = visits.bits_of_query_tile(
-                lists, unit, ordinal, count, kv_in_block, q_in_unit, M, UNIT
+                lists, entry, ordinal, count, kv_in_block, q_in_block, M, Q_BLOCK
             )
             visible = visible & masks.bit_visible(words, kv_in_block[:, None])
         lse = gl.load(lse_ptr + q_index, mask=masks.exists(q_index, q_len), other=-float("inf"))
@@ -60,12 +61,12 @@ def _cases():
     for name, block_q, inverse_cap in (("dense", None, None), ("blocks16-capped", 16, 0.1)):
         args = {
             **{f"{name}_ptr": scores for name in ("p", "ds", "s", "dp", "lse", "delta")},
-            "lists": None if block_q is None else (*(torch.int32,) * 5, 64),
+            "lists": None if block_q is None else MaskLists(*(torch.int32,) * 5, 64),
             "q_len": 100,
             "kv_len": 100,
             "left": 3,
             "right": 0,
-            "score": (0.1, inverse_cap),
+            "score": Score(0.1, inverse_cap),
             "BLOCK_Q": block_q,
         }
         yield CompileCase(f"gluon_gradient_probe/{name}", _gradient_probe_kernel, args, archs=(90,))

@@ -6,13 +6,17 @@ import pytest
 
 pytest.importorskip("triton")
 
+from blackwell_sparsek.core.compat import warps_may_part
+
 from ...testing.child import printed
+
+pytestmark = pytest.mark.skipif(not warps_may_part(), reason="nothing runs it with this Triton")
 
 CASE = """
 import torch
-from blackwell_sparsek.kernels.bsr import cases_narrow_sm90
+from blackwell_sparsek.matmul.sm90 import cases
 name = f"bsr_spmm_narrow_sm90/{sys.argv[1]}"
-case = next(case for case in cases_narrow_sm90._parted_cases() if case.name == name)
+case = next(case for case in cases._parted_cases() if case.name == name)
 if sys.argv[2] == "fp32":
     case.args["out_ptr"] = torch.float32
 """

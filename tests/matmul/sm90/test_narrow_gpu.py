@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from blackwell_sparsek import explain
 from blackwell_sparsek.core.compat import warps_may_part
 from blackwell_sparsek.matmul.api import matmul
-from blackwell_sparsek.matmul.sm90 import route as bsr_sm90
+from blackwell_sparsek.matmul.sm90 import spmm_launch as bsr_sm90
 from blackwell_sparsek.matmul.sm90.config import NarrowSm90Config, narrow_stages_that_fit
 from blackwell_sparsek.matmul.sm90.row_schedule import build_row_schedule
 from blackwell_sparsek.matmul.sm90.tuning import narrow_sm90_config

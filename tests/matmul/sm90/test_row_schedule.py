@@ -186,3 +186,14 @@ def test_parts_have_schedules_of_their_own():
     assert (whole.width, cut.width, cut_in_twos.width) == (30, 15, 16)
     again = config((64, 32), 64, 2, PARTS=1)
     assert row_schedule(a.indptr, a.indices, again, 16, 132) is whole
+
+
+def test_few_blocks_may_leave_many_slots_empty():
+    """2**18 slots are allowed beside four for each block, more than a row table may have."""
+    lengths = torch.zeros(1024, dtype=torch.int64)
+    lengths[7] = 200
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+    indices = torch.arange(200, dtype=torch.int32)
+    schedule = build_row_schedule(indptr, indices, config((64, 16), 64), 16, 1024)
+    assert schedule.width == 200
+    assert module.build_row_table(indptr, indices, None) is None

@@ -44,7 +44,7 @@ def test_tables_are_kept_with_and_without_perm_and_die_with_the_pattern():
 
 
 def test_one_long_row_among_many_gets_no_table(monkeypatch):
-    monkeypatch.setattr(module, "_SPARE_SLOTS", 100)
+    monkeypatch.setattr(module, "_TABLE_SPARE_SLOTS", 100)
     indices = torch.arange(50, dtype=torch.int32)
     indptr = torch.full((7,), 50, dtype=torch.int32)
     indptr[0] = 0

@@ -7,7 +7,7 @@ import torch
 
 from blackwell_sparsek.calls.matmul import BsrProblem
 from blackwell_sparsek.core.arch import Arch
-from blackwell_sparsek.matmul.dense import sm90_passed_over
+from blackwell_sparsek.matmul.choice import sm90_passed_over
 from blackwell_sparsek.matmul.estimate import sparse_seconds
 from blackwell_sparsek.matmul.sm90 import tuning as bsr_strips
 from blackwell_sparsek.matmul.sm90.tuning import strips_config

@@ -5,6 +5,7 @@ import torch
 
 from blackwell_sparsek.calls.matmul import BsrProblem
 from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.core.compat import WARPS_TRITON
 from blackwell_sparsek.launch.descriptors import SMEM_BYTES
 from blackwell_sparsek.matmul import estimate as bsr_estimate
 from blackwell_sparsek.matmul.estimate import dense_seconds, sparse_seconds
@@ -34,6 +35,14 @@ LAYER = BsrProblem(
     transposed=True,
     tma=True,
 )
+# one that does not let warps part
+OTHER_TRITON = (3, 99)
+
+
+@pytest.fixture(autouse=True)
+def parting_triton(choosing_with):
+    """As with the release that lets warps part, whichever is installed."""
+    choosing_with(WARPS_TRITON)
 
 
 @pytest.mark.parametrize("n, tile_n", [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 64)])
@@ -139,6 +148,15 @@ def test_what_auto_leaves_to_the_portable_kernels():
         *(replace(low, n=17), replace(low, n=4, batch=8), replace(low, n=8192)),
     ):
         assert spmm_sm90_passed_over(taken) is None, taken
+
+
+def test_without_strips_auto_leaves_the_lowest_blocks_to_the_portable_kernels(choosing_with):
+    choosing_with(OTHER_TRITON)
+    lowest = replace(LAYER, block_shape=(16, 16))
+    assert spmm_sm90_passed_over(lowest) == (
+        "16 columns and blocks of height 16 are left to the portable kernels"
+    )
+    assert spmm_sm90_passed_over(replace(lowest, n=17)) is None
 
 
 @pytest.mark.parametrize("tile_m", [16, 32, 64])
@@ -297,8 +315,9 @@ def test_other_rows_are_not_paired(block, n):
     assert spmm_sm90_paired(problem, spmm_sm90_config(problem, False)) is None
 
 
-def test_pairs_need_the_triton_that_they_were_read_in(monkeypatch):
+def test_pairs_need_the_triton_that_they_were_read_in(choosing_with):
     problem = square((64, 64))
     config = spmm_sm90_config(problem, False)
-    monkeypatch.setattr("blackwell_sparsek.matmul.sm90.tuning.warps_may_part", lambda: False)
+    assert spmm_sm90_paired(problem, config) is not None
+    choosing_with(OTHER_TRITON)
     assert spmm_sm90_paired(problem, config) is None

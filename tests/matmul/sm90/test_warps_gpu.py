@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from blackwell_sparsek.matmul import estimate
 from blackwell_sparsek.matmul.api import matmul
-from blackwell_sparsek.matmul.sm90 import route as bsr_sm90
+from blackwell_sparsek.matmul.sm90 import spmm_launch as bsr_sm90
 from blackwell_sparsek.sparse.matrix import BSRMatrix
 from blackwell_sparsek.testing.poison import poisoned_empty
 
@@ -23,7 +24,7 @@ def taken(monkeypatch):
     choose, calls = bsr_sm90.takes_warp_rows, []
 
     def takes(problem, x_transposed):
-        monkeypatch.setattr("blackwell_sparsek.matmul.estimate.packed_seconds", lambda _: 1e9)
+        monkeypatch.setattr(estimate, "packed_seconds", lambda _: 1e9)
         if choose(problem, x_transposed):
             calls.append(problem)
         return choose(problem, x_transposed)

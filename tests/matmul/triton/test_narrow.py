@@ -7,9 +7,9 @@ pytest.importorskip("triton")
 
 from blackwell_sparsek.core.errors import InvalidInput
 from blackwell_sparsek.matmul.api import matmul
+from blackwell_sparsek.matmul.rows import Views
 from blackwell_sparsek.matmul.sm90.row_schedule import build_row_table
 from blackwell_sparsek.matmul.triton import narrow as spmm_narrow
-from blackwell_sparsek.matmul.triton import route as bsr_triton
 from blackwell_sparsek.matmul.triton import spmm
 from blackwell_sparsek.matmul.triton.narrow import launch_spmm_narrow
 from blackwell_sparsek.matmul.triton.tuning import NarrowConfig, narrow_config
@@ -41,7 +41,7 @@ def narrow(monkeypatch):
     def unexpected(*args):
         raise AssertionError("the general kernel was taken")
 
-    monkeypatch.setattr(bsr_triton, "narrow_config", config)
+    monkeypatch.setattr(spmm_narrow, "narrow_config", config)
     monkeypatch.setattr(spmm, "launch_spmm", unexpected)
 
 
@@ -50,7 +50,7 @@ def launch(a, x, config, out=None):
     if out is None:
         out = nan_like(x.new_empty((x.shape[0], a.shape[0], x.shape[2])))
     table = build_row_table(a.pattern.indptr, a.pattern.indices, None)
-    launch_spmm_narrow(out, a.storage, table, x, None, None, None, config)
+    launch_spmm_narrow(Views(out, x), a.storage, table, None, None, config)
     return out
 
 
@@ -151,8 +151,8 @@ def test_nothing_outside_of_the_tensors_is_touched(interpreted, side, config):
     table = build_row_table(a.pattern.indptr, a.pattern.indices, None)
     table = table._replace(records=guarded(table.records, side))
     out = guarded(nan_like(expected), side)
-    inputs = [guarded(t, side) for t in (a.storage, x, bias, residual)]
-    launch_spmm_narrow(out, inputs[0], table, *inputs[1:], None, config)
+    views = Views(out, guarded(x, side), guarded(residual, side))
+    launch_spmm_narrow(*(views, guarded(a.storage, side), table, guarded(bias, side), None, config))
     torch.testing.assert_close(out, expected)
 
 
@@ -170,9 +170,8 @@ def test_strides_past_2_to_the_31(interpreted, far, dim):
     tensors[far].copy_(like)
     table = build_row_table(a.pattern.indptr, a.pattern.indices, None)
     config = replace(SOME, tile_n=32)
-    launch_spmm_narrow(
-        *(tensors["out"], tensors["values"], table, tensors["x"], None, None, None, config)
-    )
+    views = Views(tensors["out"], tensors["x"])
+    launch_spmm_narrow(views, tensors["values"], table, None, None, config)
     assert torch.equal(tensors["out"], expected)
 
 
@@ -211,5 +210,5 @@ def test_only_whole_aligned_blocks_are_prefetched(monkeypatch, stored, expected)
     table = build_row_table(a.pattern.indptr, a.pattern.indices, None)
     out = x.new_empty((1, 32, 1))
     config = replace(ONE, prefetch=True)
-    launch_spmm_narrow(out, values, table, x, None, None, None, config)
+    launch_spmm_narrow(Views(out, x), values, table, None, None, config)
     assert asked[0][names.index("PREFETCH")] is expected

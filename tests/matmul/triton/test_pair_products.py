@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 from blackwell_sparsek.matmul.api import matmul
 from blackwell_sparsek.matmul.triton.pair_products import launch_pair_products
 from blackwell_sparsek.matmul.triton.tuning import PairConfig
-from blackwell_sparsek.sparse.product import product_pattern
+from blackwell_sparsek.sparse.product import PairLists, product_pattern
 from blackwell_sparsek.testing.bsr import random_bsr
 from blackwell_sparsek.testing.guard import guarded, huge_zeros
 from blackwell_sparsek.testing.poison import nan_like, poisoned_empty
@@ -53,8 +53,7 @@ def _dense(pattern, values):
 def test_whole_numbers_are_exact(device):
     a, b, pattern, pairs, expected = _product(device=device)
     out = nan_like(torch.empty(pattern.nnz_blocks, 16, 16, device=device))
-    lists = (pairs.first, pairs.second, pairs.order_out, pairs.ptr_out)
-    launch_pair_products(out, a.storage, b.storage, *lists, SMALL)
+    launch_pair_products(out, a.storage, b.storage, pairs, SMALL)
     assert torch.equal(_dense(pattern, out), expected)
 
 
@@ -62,9 +61,8 @@ def test_whole_numbers_are_exact(device):
 def test_nothing_outside_of_the_tensors_is_touched(interpreted, side):
     a, b, pattern, pairs, expected = _product()
     out = guarded(nan_like(torch.empty(pattern.nnz_blocks, 16, 16)), side)
-    lists = (pairs.first, pairs.second, pairs.order_out, pairs.ptr_out)
-    tensors = [guarded(x, side) for x in (a.storage, b.storage, *lists)]
-    launch_pair_products(out, *tensors, SMALL)
+    first, second, *lists = (guarded(x, side) for x in (a.storage, b.storage, *pairs))
+    launch_pair_products(out, first, second, PairLists(*lists), SMALL)
     assert torch.equal(_dense(pattern, out), expected)
 
 
@@ -79,6 +77,5 @@ def test_strides_past_2_to_the_31(interpreted, far, dim):
     values[far] = huge_zeros(like.shape, like.dtype, strides)
     values[far].copy_(like)
     out = nan_like(torch.empty(pattern.nnz_blocks, 16, 16))
-    lists = (pairs.first, pairs.second, pairs.order_out, pairs.ptr_out)
-    launch_pair_products(out, *values, *lists, SMALL)
+    launch_pair_products(out, *values, pairs, SMALL)
     assert torch.equal(_dense(pattern, out), expected)

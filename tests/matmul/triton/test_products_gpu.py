@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from blackwell_sparsek.matmul import plan as plan_module
 from blackwell_sparsek.matmul.api import matmul, sddmm
-from blackwell_sparsek.matmul.triton import route as bsr_triton
+from blackwell_sparsek.matmul.triton import narrow, spmm
 from blackwell_sparsek.matmul.triton.tuning import spmm_config
 from blackwell_sparsek.sparse.matrix import BSRMatrix
 from blackwell_sparsek.testing.bsr import (
@@ -36,7 +36,7 @@ def cut_rows(monkeypatch):
     def cutting(problem, precision):
         return replace(spmm_config(problem, precision), chunk=2)
 
-    monkeypatch.setattr(bsr_triton, "spmm_config", cutting)
+    monkeypatch.setattr(spmm, "spmm_config", cutting)
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def test_narrow_products_are_captured_without_a_table(monkeypatch):
     x = operand_for(a, "X@A.T", 16, seed=42)
     # the general kernel, compiled and loaded before the capture that has to take it
     with monkeypatch.context() as patch:
-        patch.setattr(bsr_triton, "narrow_config", lambda problem: None)
+        patch.setattr(narrow, "narrow_config", lambda problem: None)
         expected = matmul(x, other.T, impl="triton")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from blackwell_sparsek.calls.matmul import PatternTensors
 from blackwell_sparsek.core.errors import InvalidInput
 from blackwell_sparsek.matmul.api import sddmm
 from blackwell_sparsek.matmul.triton.sddmm import launch_sddmm
@@ -21,8 +22,8 @@ SMALL = SddmmConfig(16, 16, 16, 2, 2, "ieee", 1)
 
 
 def launch(out, a, b, pattern, config, guard=lambda x: x):
-    _, indices, _, t_indices, t_perm = (guard(x) for x in pattern.tensors())
-    launch_sddmm(out, a, b, indices, t_indices, t_perm, config)
+    tensors = PatternTensors(*(guard(x) for x in pattern.tensors()))
+    launch_sddmm(out, a, b, tensors, config)
     return out
 
 

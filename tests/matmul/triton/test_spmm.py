@@ -11,6 +11,8 @@ from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.errors import InvalidInput
 from blackwell_sparsek.matmul.api import matmul
 from blackwell_sparsek.matmul.plan import build_spmm_plan, spmm_plan
+from blackwell_sparsek.matmul.rows import BlockRows, Views
+from blackwell_sparsek.matmul.triton import spmm
 from blackwell_sparsek.matmul.triton.spmm import launch_spmm
 from blackwell_sparsek.matmul.triton.tuning import SpmmConfig, spmm_config
 from blackwell_sparsek.sparse.matrix import BSRMatrix
@@ -31,7 +33,8 @@ def launch(a, x, *, config=SMALL, out=None, bias=None, residual=None, activation
         out = nan_like(x.new_empty((x.shape[0], a.shape[0], x.shape[2])))
     if plan is None:
         plan = spmm_plan(pattern.indptr, a.nnz_blocks, pattern.cols_b, config.chunk)
-    launch_spmm(out, a.storage, pattern.indices, None, x, bias, residual, activation, plan, config)
+    rows = BlockRows(a.storage, pattern.indptr, pattern.indices, None, pattern.cols_b)
+    launch_spmm(Views(out, x, residual), rows, bias, activation, plan, config)
     return out
 
 
@@ -136,12 +139,10 @@ def test_what_no_block_meets_is_not_read(device):
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 @pytest.mark.parametrize("order", ["A@X", "X@A"])
 def test_cut_rows(device, chunk, order, monkeypatch):
-    from blackwell_sparsek.matmul.triton import route as bsr_triton
-
     def cutting(problem, precision):
         return replace(spmm_config(problem, precision), chunk=chunk)
 
-    monkeypatch.setattr(bsr_triton, "spmm_config", cutting)
+    monkeypatch.setattr(spmm, "spmm_config", cutting)
     a = random_bsr((40, 70), (16, 16), seed=21, dtype=torch.float16, device=device)
     x = operand_for(a, order, 19, seed=22, batch=(2,))
     features = 40 if order == "A@X" else 70
@@ -227,11 +228,11 @@ def test_nothing_outside_of_the_tensors_is_touched(interpreted, side):
             plan, items=guarded(plan.items, side), split_rows=guarded(plan.split_rows, side)
         )
         out = guarded(nan_like(expected), side)
-        launch_spmm(
-            out,
-            *(guarded(a.storage, side), guarded(pattern.indices, side), None, guarded(x, side)),
-            *(guarded(bias, side), guarded(residual, side), None, plan, SMALL),
+        rows = BlockRows(
+            guarded(a.storage, side), pattern.indptr, guarded(pattern.indices, side), None, 3
         )
+        views = Views(out, guarded(x, side), guarded(residual, side))
+        launch_spmm(views, rows, guarded(bias, side), None, plan, SMALL)
         torch.testing.assert_close(out, expected)
 
 
@@ -258,10 +259,9 @@ def test_strides_past_2_to_the_31(interpreted, far, dim, tile_k):
     plan = spmm_plan(pattern.indptr, a.nnz_blocks, 3, 1000)
     # a loaded entry is an int32 of the kernel; without a permutation the interpreter has an int
     perm = torch.arange(a.nnz_blocks, dtype=torch.int32)
-    launch_spmm(
-        *(tensors["out"], tensors["values"], pattern.indices, perm, tensors["x"], None),
-        *(tensors["residual"], None, plan, replace(SMALL, tile_k=tile_k)),
-    )
+    rows = BlockRows(tensors["values"], pattern.indptr, pattern.indices, perm, 3)
+    views = Views(tensors["out"], tensors["x"], tensors["residual"])
+    launch_spmm(views, rows, None, None, plan, replace(SMALL, tile_k=tile_k))
     assert torch.equal(tensors["out"], expected)
 
 

@@ -129,7 +129,7 @@ def test_narrow_configs_fit_blocks_and_columns(sm):
             p = problem(sm=sm, block=(bh, bw), n=n, dense_left=left, transposed=transposed)
             config = narrow_config(replace(p, shape=(4096, 4096)))
             config.check((bw, bh) if left else (bh, bw), n)
-            assert config.overlap == (sm >= 90)
+            assert config.pdl == (sm >= 90)
             # a step goes through shared memory on its way to the tensor cores
             tiles = 2 * config.tile_k * (config.tile_m + config.tile_n)
             assert config.tile_n == 1 or tiles <= 99 * 1024

@@ -6,9 +6,11 @@ from typing import NamedTuple
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ...device.records import MaskLists
 from ...launch.descriptors import descriptor_type
 from ..operands import gradient_factors
 from .backward import _attn_bwd_sm90_kernel
+from .backward_shared import WorkPointers
 from .config import make_backward_config
 
 
@@ -68,21 +70,21 @@ def attn_bwd_sm90_case(call: Call) -> CompileCase:
             "v_desc": v_type,
             "lse_desc": row_type,
             "delta_desc": row_type,
-            "work_ptrs": (
+            "work_ptrs": WorkPointers(
                 torch.int32,
                 None if block_kv is None else torch.int32,
                 torch.int32 if call.ordered else None,
                 *((torch.int32 if call.ordered and block_kv is not None else None),) * 2,
             ),
-            "block_lists": None if block_kv is None else (*(torch.int32,) * 5, block_kv),
+            "block_lists": None if block_kv is None else MaskLists(*(torch.int32,) * 5, block_kv),
             "mask_batch_step": 0,
             "mask_head_step": 0,
             "q_len": 4096,
             "kv_len": 4096,
             "left": 2**30,
             "right": 0,
-            "num_planes": 32,
-            "section": 32,
+            "num_batch_heads": 32,
+            "raster_group": 32,
             "visit_heads": 1,
             "q_heads": 32,
             "group_size": 4,

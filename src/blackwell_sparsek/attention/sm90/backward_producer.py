@@ -1,5 +1,7 @@
 # mypy: ignore-errors
-"""The producer of the Hopper backward: which queries a tile of keys visits, and their copies."""
+"""The producer of the Hopper backward: which queries a KV tile visits, and their copies."""
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,95 +9,84 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...device.gluon.pipeline import publish
 from ...device.masks import kv_range, q_range, q_range_of_all
-from ...device.schedule import place_in_sections, section_of
+from ...device.records import MaskLists, VisitPlan
+from ...device.schedule import raster_group_of, raster_place
 from ...device.visits import (
     keys_of_tile,
-    masked_unit,
-    num_full_units,
-    num_masked_units,
+    masked_block,
+    num_full_blocks,
+    num_masked_blocks,
     num_tiles,
     plan_blocks,
     plan_dense,
     tile_ordinal,
 )
-from ...launch.descriptors import GROUP_ROWS
-from .config import INFO_DEPTH, ORDERED_TILES, QUERY_PADDING
+from .backward_shared import ROWS, StepInfo, padded_queries, write_info
+from .config import ORDERED_TILES
 
-ROWS = gl.constexpr(GROUP_ROWS)
-DEPTH = gl.constexpr(INFO_DEPTH)
 # Entries of a mask row read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
-PADDING = gl.constexpr(QUERY_PADDING)
 NEAR_TILES = gl.constexpr(ORDERED_TILES)
-# What describes a step: plane of the queries; then of each of two parts the first query, the bits,
-# and how many tiles of keys add to its dq before.
-INFO_FIELDS = gl.constexpr(7)
+
+
+class HeadVisit(NamedTuple):
+    """One visit of a KV tile to the query blocks of a head (or of several heads in turn)."""
+
+    lists: MaskLists
+    plan: VisitPlan
+    num_masked: Any
+    """Blocks of the plan that need mask code."""
+    kv_tile: Any
+    head: Any
+    """Which of `visit_heads` orders of visits is this head's."""
+    ascending: Any
+    """From the first queries to the last."""
+
+
+class Part(NamedTuple):
+    """A part of a query tile: first query, row of the bit pool or -1, rank of the KV tile."""
+
+    q_row: Any
+    bits_id: Any
+    rank: Any
 
 
 @gluon.jit
-def step_info():
-    """Memory for what describes the steps in flight."""
-    return gl.allocate_shared_memory(
-        gl.int32, [DEPTH * INFO_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-
-
-@gluon.jit
-def read_info(info, step, field: gl.constexpr, WARPS: gl.constexpr):
-    """One number of what describes a step, read by so many warps."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.max(info.index(step % DEPTH * INFO_FIELDS + field).load(lanes), 0)
-
-
-@gluon.jit
-def _write_info(info, step, fields):
-    """Describe a step; nobody reads any more what described the one `DEPTH` before."""
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    zero = gl.full([1], 0, gl.int32, lane)
-    for i in gl.static_range(len(fields)):
-        info.index(step % DEPTH * INFO_FIELDS + i).store(zero + fields[i])
-
-
-@gluon.jit
-def _plan_queries(mask, batch, q_head, kv_tile, lengths, band, CFG: gl.constexpr):
-    """Which query tiles of a head the keys of a piece visit."""
-    lists, batch_step, head_step = mask
+def _plan_queries(shared, batch, q_head, kv_tile, CFG: gl.constexpr):
+    """Which query blocks of a head a KV tile visits."""
+    mask, lengths, band = shared.mask, shared.lengths, shared.band
     tile_m: gl.constexpr = CFG.TILE_M
-    unit_size: gl.constexpr = CFG.UNIT
-    q_len, kv_len = lengths
+    block_q: gl.constexpr = CFG.BLOCK_Q
     kv_start = kv_tile * CFG.tile_n
     kv_end = kv_start + CFG.tile_n
-    q_lo, q_hi = q_range(kv_start, kv_end, q_len, kv_len, band[0], band[1])
-    all_lo, all_hi = q_range_of_all(kv_start, kv_end, q_len, kv_len, band[0], band[1])
-    if kv_end > kv_len:
+    q_lo, q_hi = q_range(kv_start, kv_end, lengths.q, lengths.kv, band.left, band.right)
+    all_lo, all_hi = q_range_of_all(kv_start, kv_end, lengths.q, lengths.kv, band.left, band.right)
+    if kv_end > lengths.kv:
         # keys past the end are zeros and would count: hiding them takes mask code for all queries
         all_hi = 0
-    if lists is None:
-        plan = plan_dense(q_lo, q_hi, all_lo, all_hi, unit_size)
+    if mask.lists is None:
+        plan = plan_dense(q_lo, q_hi, all_lo, all_hi, block_q)
     else:
-        row = batch * batch_step + q_head * head_step + kv_start // CFG.BLOCK_KV
+        row = batch * mask.batch_step + q_head * mask.head_step + kv_start // CFG.BLOCK_KV
         offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
-        plan = plan_blocks(lists, row, q_lo, q_hi, all_lo, all_hi, offs_scan, tile_m, unit_size)
+        plan = plan_blocks(mask.lists, row, q_lo, q_hi, all_lo, all_hi, offs_scan, tile_m, block_q)
     return plan
 
 
 @gluon.jit
-def padded_queries(q_len):
-    """Rows of lse, delta and sums of dq in a plane: the first query of a part without any."""
-    return (q_len + PADDING - 1) // PADDING * PADDING
+def heads_of_visits(shared, CFG: gl.constexpr):
+    """How many visits a KV tile pays to its group of heads, and to how many of them at a time.
 
-
-@gluon.jit
-def heads_of_visits(lists, lengths, band, group_size, CFG: gl.constexpr):
-    """How many visits a tile of keys pays to a group of heads, and to how many of them at a time.
-
-    One by one, or together: query tile by query tile. In order and where later keys are hidden,
-    tiles of keys get shorter and shorter: head by head, later ones would catch up with those whose
-    sums come first. Else one by one: tiles of keys are a query tile or two apart, and with several
-    heads at a time as many times further, more than the L2 holds.
+    Head by head, or all together: query tile by query tile. With ordered accumulation and a band
+    that hides later keys, KV tiles get shorter and shorter: head by head, later ones would catch up
+    with those that add before them. Otherwise head by head: KV tiles in flight are then a query
+    tile or two apart, and with several heads at a time that many times further, more than the L2
+    holds.
     """
-    if CFG.ORDERED and lists is None:
-        later_hidden = (band[1] < lengths[1]) & (band[0] >= lengths[1])
+    group_size = shared.heads.group_size
+    if CFG.ORDERED and shared.mask.lists is None:
+        band, kv_len = shared.band, shared.lengths.kv
+        later_hidden = (band.right < kv_len) & (band.left >= kv_len)
         visits = gl.where(later_hidden, 1, group_size)
         heads = group_size // visits
     else:
@@ -106,235 +97,241 @@ def heads_of_visits(lists, lengths, band, group_size, CFG: gl.constexpr):
 
 @gluon.jit
 def _place_in_group(item, heads, CFG: gl.constexpr):
-    """Query tile and head of one of the steps of a visit to so many heads; units stay whole."""
-    tiles_of_unit: gl.constexpr = CFG.last_in_unit + 1
-    of_unit = item % (heads * tiles_of_unit)
-    q_tile = item // (heads * tiles_of_unit) * tiles_of_unit + of_unit % tiles_of_unit
-    return q_tile, of_unit // tiles_of_unit
+    """Query tile and head of one of the steps of a visit to so many heads; blocks stay whole."""
+    tiles_of_block: gl.constexpr = CFG.last_in_block + 1
+    of_block = item % (heads * tiles_of_block)
+    q_tile = item // (heads * tiles_of_block) * tiles_of_block + of_block % tiles_of_block
+    return q_tile, of_block // tiles_of_block
 
 
 @gluon.jit
-def _ascends(plane, num_planes, kv_tiles, section, heads_here, lengths, band):
-    """Whether a piece without a mask takes queries from the first to the last, in order.
+def _ascends(batch_head, order, kv_tiles, heads_here, shared):
+    """Whether a KV tile without a mask visits queries from the first to the last, when ordered.
 
-    Where a band hides later keys, tiles of keys begin at queries of their own: the last tiles,
-    which are the shortest, come first, and none meets another. In the last section the longest come
-    first, so that they do not end alone, and meet at the last queries. So they do where they are
-    long or have several heads at a time, and would be too far apart for the L2 otherwise.
+    Where a band hides later keys, each KV tile begins at queries of its own: with the last tiles,
+    which are the shortest, first, none meets another. In the last raster group the longest tiles
+    come first instead, so that they do not run alone at the end; those meet at the last queries. So
+    do KV tiles that are many or visit several heads at a time: otherwise they would be too far
+    apart for the L2.
     """
-    section = gl.minimum(section, num_planes)
-    last = section_of(plane, num_planes, section) == gl.maximum(num_planes // section, 1) - 1
+    num_batch_heads = order.num_batch_heads
+    group = gl.minimum(order.raster_group, num_batch_heads)
+    last = (
+        raster_group_of(batch_head, num_batch_heads, group)
+        == gl.maximum(num_batch_heads // group, 1) - 1
+    )
     near = (heads_here == 1) & (kv_tiles <= NEAR_TILES * gl.num_programs(0))
-    return (band[1] < lengths[1]) & (last == 0) & near
+    return (shared.band.right < shared.lengths.kv) & (last == 0) & near
 
 
 @gluon.jit
 def _part_of_plan(plan, visit, ascending, CFG: gl.constexpr):
-    """What of a plan is visited at once: all, or first the later queries and then the earlier, or
+    """What a visit takes of a plan: all, or first the later queries and then the earlier ones, or
     the other way round.
 
-    Tiles with and without mask code have loops of their own. In order, queries go from the last to
-    the first or from the first to the last, so that edges before and after what needs no mask code
-    are two visits.
+    Tiles with and without mask code have loops of their own. Ordered accumulation takes queries
+    from the last to the first or from the first to the last, so that the edges before and after
+    what needs no mask code are two visits.
     """
     if CFG.ORDERED:
         later = (visit % 2 == 0) != ascending
-        middle = gl.where(ascending, plan[4], plan[3])
-        plan = (
-            plan[0],
-            gl.where(later, plan[0], plan[1]),
-            gl.where(later, middle, plan[2]),
-            gl.where(later, middle, plan[3]),
-            gl.where(later, plan[4], middle),
-            gl.where(later, plan[5], middle),
+        middle = gl.where(ascending, plan.full_end, plan.full_begin)
+        plan = VisitPlan(
+            plan.partial_begin,
+            gl.where(later, plan.partial_begin, plan.partial_end),
+            gl.where(later, middle, plan.edge_begin),
+            gl.where(later, middle, plan.full_begin),
+            gl.where(later, plan.full_end, middle),
+            gl.where(later, plan.edge_end, middle),
         )
     return plan
 
 
 @gluon.jit
-def _turn_of_unit(unit, kv_tile, ascending, lengths, band, CFG: gl.constexpr):
-    """How many tiles of keys that see a unit of queries come before this one, without a mask."""
-    q_row = unit * CFG.UNIT
-    first, end = kv_range(q_row, q_row + CFG.UNIT, lengths[0], lengths[1], band[0], band[1])
-    from_last = (end - 1) // CFG.tile_n - kv_tile
-    return gl.where(ascending, from_last, kv_tile - first // CFG.tile_n)
+def _rank_without_mask(block, visit, shared, CFG: gl.constexpr):
+    """How many KV tiles that see a block of queries add to its dq before this one."""
+    lengths, band = shared.lengths, shared.band
+    q_row = block * CFG.BLOCK_Q
+    first, end = kv_range(q_row, q_row + CFG.BLOCK_Q, lengths.q, lengths.kv, band.left, band.right)
+    from_last = (end - 1) // CFG.tile_n - visit.kv_tile
+    return gl.where(visit.ascending, from_last, visit.kv_tile - first // CFG.tile_n)
 
 
 @gluon.jit
-def _find_part(visit, q_tile, part: gl.constexpr, kv_tile, lengths, band, CFG: gl.constexpr):
-    """First query of a part of a query tile, the row of the bit pool that covers it or -1, and its
-    turn, where there are turns."""
-    lists, plan, num_masked, turns_ptr, visits_ptr, heads, head, ascending = visit
+def _find_part(visit, order, q_tile, part: gl.constexpr, shared, CFG: gl.constexpr):
+    """Where a part of a query tile is; its rank only with ordered accumulation."""
+    lists, plan, num_masked = visit.lists, visit.plan, visit.num_masked
     tile_m: gl.constexpr = CFG.TILE_M
-    unit_size: gl.constexpr = CFG.UNIT
-    masked_tiles = num_tiles(num_masked, tile_m, unit_size)
+    block_q: gl.constexpr = CFG.BLOCK_Q
+    masked_tiles = num_tiles(num_masked, tile_m, block_q)
     in_kind = q_tile if q_tile < masked_tiles else q_tile - masked_tiles
     if CFG.ORDERED:
-        full_tiles = num_tiles(num_full_units(plan), tile_m, unit_size)
+        full_tiles = num_tiles(num_full_blocks(plan), tile_m, block_q)
         from_end = (masked_tiles if q_tile < masked_tiles else full_tiles) - 1 - in_kind
-        # within a unit always from the last tile to the first
-        last: gl.constexpr = CFG.last_in_unit
-        in_kind = gl.where(ascending, in_kind + last - in_kind % (last + 1) * 2, from_end)
-    ordinal, q_in_unit = tile_ordinal(in_kind, part * CFG.part_rows, tile_m, unit_size)
+        # within a block always from the last tile to the first
+        last: gl.constexpr = CFG.last_in_block
+        in_kind = gl.where(visit.ascending, in_kind + last - in_kind % (last + 1) * 2, from_end)
+    ordinal, q_in_block = tile_ordinal(in_kind, part * CFG.part_rows, tile_m, block_q)
     if q_tile < masked_tiles:
-        unit = masked_unit(plan, ordinal)
-        units = num_masked
+        block = masked_block(plan, ordinal)
+        blocks = num_masked
     else:
-        unit = plan[3] + ordinal
-        units = num_full_units(plan)
-    # a part with no unit left is read from past all rows, where nothing counts; not from past the
+        block = plan.full_begin + ordinal
+        blocks = num_full_blocks(plan)
+    # a part with no block left is read from past all rows, where nothing counts; not from past the
     # queries: the innermost coordinate of a copy, which is that of lse, must be at 16 bytes
-    end = padded_queries(lengths[0])
-    visited, listed = lists, unit
-    if visits_ptr is not None:
+    end = padded_queries(shared.lengths.q)
+    visited, listed = lists, block
+    if order.visits is not None:
         # heads that share a list visit its blocks in orders of their own
-        visited, listed = (lists[0], lists[1], visits_ptr), unit * heads + head
-    q_row = keys_of_tile(visited, listed, ordinal, units, q_in_unit, end, tile_m, unit_size)
+        visited = MaskLists(
+            lists.indptr, lists.partial_end, order.visits, lists.bits_id, lists.bits,
+            lists.row_tokens,
+        )  # fmt: skip
+        listed = block * order.visit_heads + visit.head
+    q_row = keys_of_tile(visited, listed, ordinal, blocks, q_in_block, end, tile_m, block_q)
     bits_id = -1
-    turn = 0
+    rank = 0
     if lists is not None:
-        has_bits = (q_tile < masked_tiles) & (ordinal < units)
-        bits_id = gl.load(lists[3] + unit, mask=has_bits, other=-1)
+        has_bits = (q_tile < masked_tiles) & (ordinal < blocks)
+        bits_id = gl.load(lists.bits_id + block, mask=has_bits, other=-1)
     if CFG.ORDERED:
         if lists is None:
-            turn = _turn_of_unit(unit, kv_tile, ascending, lengths, band, CFG)
+            rank = _rank_without_mask(block, visit, shared, CFG)
         else:
             tiles: gl.constexpr = CFG.BLOCK_KV // CFG.tile_n
-            turn = gl.load(turns_ptr + listed * tiles + kv_tile % tiles, ordinal < units, other=0)
-    return q_row, bits_id, turn
+            rank_ptr = order.ranks + listed * tiles + visit.kv_tile % tiles
+            rank = gl.load(rank_ptr, ordinal < blocks, other=0)
+    return Part(q_row, bits_id, rank)
 
 
 @gluon.jit
-def _fetch_step(descs, shared, step, visit, q_tile, place, CFG: gl.constexpr):
+def _fetch_step(descs, order, shared, step, visit, q_tile, batch, q_head, CFG: gl.constexpr):
     """Start the copies of one query tile: queries, output gradients, lse and delta."""
-    q_desc, dout_desc, lse_desc, delta_desc = descs
-    q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty = shared[2]
-    info, lengths, heads, band = shared[3], shared[5], shared[6], shared[7]
-    batch, q_head, kv_tile = place
+    ring = shared.queries
     parts: gl.constexpr = CFG.parts
     rows: gl.constexpr = CFG.part_rows
-    plane = batch * heads[0] + q_head
-    first, bits, turn = _find_part(visit, q_tile, 0, kv_tile, lengths, band, CFG)
-    second, second_bits, second_turn = first + ROWS, bits, turn
+    batch_head = batch * shared.heads.q + q_head
+    first = _find_part(visit, order, q_tile, 0, shared, CFG)
+    second = Part(first.q_row + ROWS, first.bits_id, first.rank)
     if parts == 2:
-        second, second_bits, second_turn = _find_part(visit, q_tile, 1, kv_tile, lengths, band, CFG)
+        second = _find_part(visit, order, q_tile, 1, shared, CFG)
     stage = step % CFG.STAGES
     phase = ((step // CFG.STAGES) & 1) ^ 1
-    mbarrier.wait(empty.index(stage), phase)
-    _write_info(info, step, (plane, first, second, bits, second_bits, turn, second_turn))
-    q_bytes: gl.constexpr = q_desc.block_type.nbytes + lse_desc.block_type.nbytes
-    dout_bytes: gl.constexpr = dout_desc.block_type.nbytes + delta_desc.block_type.nbytes
-    bar = full.index(stage)
-    mbarrier.expect(bar, parts * (q_bytes if CFG.SPLIT_RING else q_bytes + dout_bytes))
+    mbarrier.wait(ring.empty.index(stage), phase)
+    info = StepInfo(
+        batch_head, first.q_row, second.q_row, first.bits_id, second.bits_id, first.rank,
+        second.rank,
+    )  # fmt: skip
+    write_info(shared.steps, step, info)
+    q_bytes: gl.constexpr = descs.q.block_type.nbytes + descs.lse.block_type.nbytes
+    dout_bytes: gl.constexpr = descs.dout.block_type.nbytes + descs.delta.block_type.nbytes
+    full = ring.full.index(stage)
+    mbarrier.expect(full, parts * (q_bytes if CFG.SPLIT_RING else q_bytes + dout_bytes))
     for part in gl.static_range(parts):
-        q_row = first if part == 0 else second
-        q = q_smem.index(stage).slice(part * rows, rows, dim=0)
-        lse = lse_smem.index(stage).slice(part * rows, rows, dim=0)
-        tma.async_copy_global_to_shared(q_desc, [batch, q_head, q_row, 0], bar, q)
-        tma.async_copy_global_to_shared(lse_desc, [plane, q_row], bar, lse)
-    dout_bar = dout_full.index(stage)
+        q_row = first.q_row if part == 0 else second.q_row
+        q = ring.q_smem.index(stage).slice(part * rows, rows, dim=0)
+        lse = ring.lse_smem.index(stage).slice(part * rows, rows, dim=0)
+        tma.async_copy_global_to_shared(descs.q, [batch, q_head, q_row, 0], full, q)
+        tma.async_copy_global_to_shared(descs.lse, [batch_head, q_row], full, lse)
+    dout_full = ring.dout_full.index(stage)
     if CFG.SPLIT_RING:
-        mbarrier.wait(dout_empty.index(stage), phase)
-        mbarrier.expect(dout_bar, parts * dout_bytes)
+        mbarrier.wait(ring.dout_empty.index(stage), phase)
+        mbarrier.expect(dout_full, parts * dout_bytes)
     for part in gl.static_range(parts):
-        q_row = first if part == 0 else second
-        dout = dout_smem.index(stage).slice(part * rows, rows, dim=0)
-        delta = delta_smem.index(stage).slice(part * rows, rows, dim=0)
-        tma.async_copy_global_to_shared(dout_desc, [batch, q_head, q_row, 0], dout_bar, dout)
-        tma.async_copy_global_to_shared(delta_desc, [plane, q_row], dout_bar, delta)
+        q_row = first.q_row if part == 0 else second.q_row
+        dout = ring.dout_smem.index(stage).slice(part * rows, rows, dim=0)
+        delta = ring.delta_smem.index(stage).slice(part * rows, rows, dim=0)
+        tma.async_copy_global_to_shared(descs.dout, [batch, q_head, q_row, 0], dout_full, dout)
+        tma.async_copy_global_to_shared(descs.delta, [batch_head, q_row], dout_full, delta)
 
 
 @gluon.jit
-def _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG: gl.constexpr):
-    """Start the copies of the keys and values of a piece, once those before are done with."""
-    k_smem, v_smem, full, empty = kv_ring
+def _fetch_keys(descs, keys, work_tiles, batch, kv_head, kv_tile, CFG: gl.constexpr):
+    """Start the copies of the keys and values of a work tile, once those before are done with."""
     consumers: gl.constexpr = CFG.CONSUMERS
-    mbarrier.wait(empty, (pieces & 1) ^ 1)
-    mbarrier.expect(full, consumers * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    full = keys.full
+    mbarrier.wait(keys.empty, (work_tiles & 1) ^ 1)
+    mbarrier.expect(full, consumers * (descs.k.block_type.nbytes + descs.v.block_type.nbytes))
     for g in gl.static_range(consumers):
         place = [batch, kv_head, kv_tile * CFG.tile_n + g * ROWS, 0]
-        tma.async_copy_global_to_shared(k_desc, place, full, k_smem.index(g))
-        tma.async_copy_global_to_shared(v_desc, place, full, v_smem.index(g))
+        tma.async_copy_global_to_shared(descs.k, place, full, keys.k_smem.index(g))
+        tma.async_copy_global_to_shared(descs.v, place, full, keys.v_smem.index(g))
 
 
 @gluon.jit
-def produce_steps(produce, shared, CFG: gl.constexpr):
-    """Take pieces of work, publish them and keep the rings full."""
-    descs, k_desc, v_desc, counter_ptr, schedule = produce
-    mask, kv_ring, info, work = shared[0], shared[1], shared[3], shared[4]
-    lengths, heads, band = shared[5], shared[6], shared[7]
-    order_ptr, turns_ptr, visits_ptr, visit_heads, num_planes, section = schedule
+def produce_steps(descs, order, shared, CFG: gl.constexpr):
+    """Take work tiles, publish them and keep the rings full."""
+    work, heads = shared.work, shared.heads
+    order_ptr, num_batch_heads = order.order, order.num_batch_heads
     tile_m: gl.constexpr = CFG.TILE_M
-    unit_size: gl.constexpr = CFG.UNIT
-    q_heads, group_size = heads
-    kv_heads = q_heads // group_size
-    visits, heads_here = heads_of_visits(mask[0], lengths, band, group_size, CFG)
-    kv_tiles = (lengths[1] + CFG.tile_n - 1) // CFG.tile_n
-    total = num_planes * kv_tiles
+    block_q: gl.constexpr = CFG.BLOCK_Q
+    kv_heads = heads.q // heads.group_size
+    visits, heads_here = heads_of_visits(shared, CFG)
+    kv_tiles = (shared.lengths.kv + CFG.tile_n - 1) // CFG.tile_n
+    total = num_batch_heads * kv_tiles
     step = 0
-    turn = 0
-    pieces = 0
-    piece = gl.program_id(0)
-    if visits_ptr is not None:
-        # planned: pieces of its own, whose places come before all pieces
-        total = gl.load(order_ptr + piece + 1)
-        piece = gl.load(order_ptr + piece)
+    slot = 0
+    work_tiles = 0
+    work_tile = gl.program_id(0)
+    if order.visits is not None:
+        # planned: this program's own tiles, whose bounds come before all tiles
+        total = gl.load(order_ptr + work_tile + 1)
+        work_tile = gl.load(order_ptr + work_tile)
         order_ptr += gl.num_programs(0) + 1
     elif CFG.ORDERED:
-        # one that waits for the sums of earlier pieces must find them in running programs
-        piece = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    while piece < total:
-        ascending = piece < 0
+        # one that waits for the sums of earlier work tiles must find them in running programs
+        work_tile = gl.atomic_add(order.counter, 1, sem="relaxed")
+    while work_tile < total:
+        ascending = work_tile < 0
         if order_ptr is None:
-            plane, from_end = place_in_sections(piece, num_planes, kv_tiles, section)
+            batch_head, from_end = raster_place(
+                work_tile, num_batch_heads, kv_tiles, order.raster_group
+            )
             # early keys tend to be seen by most queries
             kv_tile = kv_tiles - 1 - from_end
             if CFG.ORDERED:
-                ascending = _ascends(
-                    plane, num_planes, kv_tiles, section, heads_here, lengths, band
-                )
+                ascending = _ascends(batch_head, order, kv_tiles, heads_here, shared)
                 kv_tile = gl.where(ascending, from_end, kv_tile)
         else:
-            entry = gl.load(order_ptr + piece)
-            plane = entry // kv_tiles
+            entry = gl.load(order_ptr + work_tile)
+            batch_head = entry // kv_tiles
             kv_tile = entry % kv_tiles
-        batch = plane // kv_heads
-        kv_head = plane % kv_heads
-        publish(work, turn, (plane, kv_tile))
-        turn += 1
-        for visit in range(visits * CFG.visits):
-            first_head = kv_head * group_size + visit // CFG.visits
-            plan = _plan_queries(mask, batch, first_head, kv_tile, lengths, band, CFG)
+        batch = batch_head // kv_heads
+        kv_head = batch_head % kv_heads
+        publish(work, slot, (batch_head, kv_tile))
+        slot += 1
+        for visit in range(visits * CFG.visits_per_head):
+            first_head = kv_head * heads.group_size + visit // CFG.visits_per_head
+            plan = _plan_queries(shared, batch, first_head, kv_tile, CFG)
             plan = _part_of_plan(plan, visit, ascending, CFG)
-            num_masked = num_masked_units(plan)
-            masked_tiles = num_tiles(num_masked, tile_m, unit_size)
-            q_tiles = masked_tiles + num_tiles(num_full_units(plan), tile_m, unit_size)
-            publish(work, turn, (q_tiles * heads_here, masked_tiles * heads_here))
-            turn += 1
+            num_masked = num_masked_blocks(plan)
+            masked_tiles = num_tiles(num_masked, tile_m, block_q)
+            q_tiles = masked_tiles + num_tiles(num_full_blocks(plan), tile_m, block_q)
+            publish(work, slot, (q_tiles * heads_here, masked_tiles * heads_here))
+            slot += 1
             if visit == 0:
                 # planned before, while the consumers still needed the last ones
-                _fetch_keys(k_desc, v_desc, kv_ring, pieces, batch, kv_head, kv_tile, CFG)
-            head = visit // CFG.visits % visit_heads
-            found = (
-                mask[0], plan, num_masked, turns_ptr, visits_ptr, visit_heads, head, ascending,
-            )  # fmt: skip
+                _fetch_keys(descs, shared.keys, work_tiles, batch, kv_head, kv_tile, CFG)
+            head = visit // CFG.visits_per_head % order.visit_heads
+            found = HeadVisit(shared.mask.lists, plan, num_masked, kv_tile, head, ascending)
             for item in range(q_tiles * heads_here):
                 q_tile, head_here = _place_in_group(item, heads_here, CFG)
-                place = (batch, first_head + head_here, kv_tile)
-                _fetch_step(descs, shared, step, found, q_tile, place, CFG)
+                q_head = first_head + head_here
+                _fetch_step(descs, order, shared, step, found, q_tile, batch, q_head, CFG)
                 step += 1
-        pieces += 1
-        # Asked for when the copies of this one are under way, and not before: pieces of many heads
-        # are long, and one that waits behind another leaves the last of them to few programs. In
-        # order, others would wait for a piece that waits itself.
-        if visits_ptr is not None:
-            piece += 1
+        work_tiles += 1
+        # Claimed when the copies of this one are under way, and not before: work tiles of many
+        # heads are long, and one that is claimed behind another leaves the last of them to few
+        # programs. With ordered accumulation, others would wait for a tile that waits itself.
+        if order.visits is not None:
+            work_tile += 1
         elif CFG.ORDERED:
-            piece = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+            work_tile = gl.atomic_add(order.counter, 1, sem="relaxed")
         elif total > gl.num_programs(0):
-            piece = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+            work_tile = gl.atomic_add(order.counter, 1, sem="relaxed") + gl.num_programs(0)
         else:
-            piece += gl.num_programs(0)
-    # no plane: the end, for the writer too
-    _write_info(info, step, (-1, 0, 0, 0, 0, 0, 0))
-    publish(work, turn, (-1, 0))
+            work_tile += gl.num_programs(0)
+    # no (batch, head): the end, for the writer too
+    write_info(shared.steps, step, StepInfo(-1, 0, 0, 0, 0, 0, 0))
+    publish(work, slot, (-1, 0))

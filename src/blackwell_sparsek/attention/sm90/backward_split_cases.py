@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ...device.records import MaskLists
 from ...launch.descriptors import descriptor_type
 from ..operands import gradient_factors
-from .backward_split import _attn_bwd_keys_sm90_kernel, _attn_bwd_queries_sm90_kernel
-from .config import make_keys_config, make_queries_config
+from .backward_split import _attn_bwd_dkdv_sm90_kernel, _attn_bwd_dq_sm90_kernel
+from .config import make_dkdv_config, make_dq_config
 
 
 class Call(NamedTuple):
@@ -47,13 +48,13 @@ CALLS = (
 
 def keys_case(call: Call) -> CompileCase:
     """A launch of the kernel of keys and values."""
-    config = make_keys_config(call.tile_d, call.tile_dv, call.block_size)
+    config = make_dkdv_config(call.tile_d, call.tile_dv, call.block_size)
     k_type = descriptor_type(config.k_block(), call.dtype)
     v_type = descriptor_type(config.v_block(), call.dtype)
     row_type = descriptor_type(config.row_block(), torch.float32)
     return CompileCase(
         name=f"attn_bwd_keys_sm90/{call.name}",
-        kernel=_attn_bwd_keys_sm90_kernel,
+        kernel=_attn_bwd_dkdv_sm90_kernel,
         args={
             "dk_desc": k_type,
             "dv_desc": v_type,
@@ -76,11 +77,11 @@ def keys_case(call: Call) -> CompileCase:
 
 def queries_case(call: Call) -> CompileCase:
     """A launch of the kernel of queries."""
-    config = make_queries_config(call.tile_d, call.tile_dv, call.block_size[1])
+    config = make_dq_config(call.tile_d, call.tile_dv, call.block_size[1])
     q_type = descriptor_type(config.q_block(), call.dtype)
     return CompileCase(
         name=f"attn_bwd_queries_sm90/{call.name}",
-        kernel=_attn_bwd_queries_sm90_kernel,
+        kernel=_attn_bwd_dq_sm90_kernel,
         args={
             "dq_desc": q_type,
             "dout_desc": descriptor_type(config.dout_block(), call.dtype),
@@ -105,14 +106,14 @@ def _common(call: Call, side: int) -> dict[str, object]:
     return {
         "counter_ptr": torch.int32,
         "order_ptr": torch.int32,
-        "block_lists": (*(torch.int32,) * 5, side),
+        "block_lists": MaskLists(*(torch.int32,) * 5, side),
         "mask_batch_step": 0,
         "mask_head_step": 0,
         "q_len": 4096,
         "kv_len": 4096,
         "left": 2**30,
         "right": 0,
-        "num_planes": 32,
+        "num_batch_heads": 32,
         "q_heads": 32,
         "group_size": 4,
         "score": gradient_factors(0.1, 30.0 if call.softcap else 0.0, call.dtype),

@@ -212,13 +212,14 @@ def stages_that_fit(
     return min(MOST_STAGES, elements // (tile_n * (tile_d + tile_dv)))
 
 
-# Configuration of the Hopper attention backward: tiles, rings, and what follows from them.
+# The backward: tiles, rings, and what follows from them.
 
-# Steps whose places are kept in shared memory: more than a producer is ever ahead of the writer.
+# Steps whose descriptions are kept in shared memory: a producer is never that far ahead of the
+# writer.
 INFO_DEPTH = 8
 # What queries are padded to: the tallest tile.
 QUERY_PADDING = 128
-# Tiles of keys for each program up to which they begin one after the other where sums are in order:
+# KV tiles for each program up to which they begin one after the other with ordered accumulation:
 # 32k tokens take 8.53 ms so and 9.27 side by side, 64k tokens 20.6 and 18.6.
 ORDERED_TILES = 2
 # How the sums of a [64, 64] tile of dq lie in memory: that many rows of one swizzle each.
@@ -229,17 +230,17 @@ SUM_ROWS, SUM_COLUMNS = 128, 32
 class AttnBwdSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
-    CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; one
-    alone leaves out dq (`bwd_sm90_keys`). UNIT is the number of neighbouring queries a visit is
-    made of, and that take turns together: the block of the mask; when dense TILE_M, or two of them
-    in order. Smaller units are packed into one tile. BLOCK_KV is the other side of a block, 0 when
+    CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; a single
+    one leaves out dq (`backward_split`). BLOCK_Q neighbouring queries are visited together and have
+    one semaphore: the query block of the mask; when dense TILE_M, or 128 queries with ORDERED.
+    Blocks smaller than a tile are packed into one. BLOCK_KV is the key block of the mask, 0 when
     dense. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
-    STAGES tiles of queries are in flight, DS_STAGES of the gradients of scores. ORDERED adds up dq
-    in the same order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles
-    then trade them.
+    STAGES query tiles are in flight, and DS_STAGES of the gradients of scores. ORDERED accumulates
+    dq in the same order in every run. The kernel is compiled for MAX_REGISTERS per thread; the
+    roles then trade them.
 
-    DK_REGISTERS multiplies ds for dk from registers. SPLIT_RING gives queries and output gradients
-    barriers of their own: the latter are done with first.
+    DK_REGISTERS reads ds for dk from registers. SPLIT_RING gives queries and output gradients
+    barriers of their own: the latter are free first.
     """
 
     CONSUMERS: int
@@ -249,7 +250,7 @@ class AttnBwdSm90Config:
     STAGES: int
     DS_STAGES: int
     ORDERED: bool
-    UNIT: int
+    BLOCK_Q: int
     BLOCK_KV: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
@@ -263,32 +264,32 @@ class AttnBwdSm90Config:
         assert self.CONSUMERS == 1 or tile_m == self.TILE_M, f"{self=}"
         assert self.TILE_D in (64, 128), f"{self=}"
         assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
-        assert self.UNIT % self.TILE_M == 0 or self.TILE_M == 2 * self.UNIT, f"{self.UNIT=}"
+        assert self.BLOCK_Q % self.TILE_M == 0 or self.TILE_M == 2 * self.BLOCK_Q, f"{self=}"
 
     @property
     def tile_n(self) -> int:
-        """Keys of a piece of work."""
+        """Keys of a work tile."""
         return GROUP_ROWS * self.CONSUMERS
 
     @property
-    def visits(self) -> int:
-        """Visits that a tile of keys pays to a head of queries."""
+    def visits_per_head(self) -> int:
+        """Visits that a KV tile pays to a head: ordered, edges on either side are one each."""
         return 2 if self.ORDERED else 1
 
     @property
     def parts(self) -> int:
         """Copies that fill one tile of queries."""
-        return max(1, self.TILE_M // self.UNIT)
+        return max(1, self.TILE_M // self.BLOCK_Q)
 
     @property
-    def last_in_unit(self) -> int:
-        """The last tile of a unit, counted from 0."""
-        return max(1, self.UNIT // self.TILE_M) - 1
+    def last_in_block(self) -> int:
+        """The last tile of a query block, counted from 0."""
+        return max(1, self.BLOCK_Q // self.TILE_M) - 1
 
     @property
     def part_rows(self) -> int:
         """Queries of one such copy."""
-        return min(self.UNIT, self.TILE_M)
+        return min(self.BLOCK_Q, self.TILE_M)
 
     @property
     def halves(self) -> bool:
@@ -317,7 +318,7 @@ class AttnBwdSm90Config:
         return (1, 1, GROUP_ROWS, self.TILE_DV)
 
     def row_block(self) -> tuple[int, int]:
-        """Shape of a copy of numbers that belong to queries."""
+        """Shape of a copy of lse or delta, one number for each query."""
         return (1, self.part_rows)
 
     def dq_block(self) -> tuple[int, int, int]:
@@ -334,7 +335,7 @@ def make_backward_config(
 ) -> AttnBwdSm90Config:
     """The configuration for these head dims; `block_size` is the mask's, None when dense."""
     tile_m = 64 if tile_d == 128 else 128
-    # an addition in its turn takes as long as a step of 64 queries: two of them share one
+    # an ordered addition takes as long as a step of 64 queries: two steps share one
     block_q, block_kv = block_size or (QUERY_PADDING if ordered else tile_m, 0)
     # under a mask a producer with 24 spills
     producer = 24 if block_size is None else 40
@@ -344,10 +345,10 @@ def make_backward_config(
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=2,
-        # with keys of their own, warp groups are up to a step apart
+        # each warp group owns its keys, so they drift up to a step apart
         DS_STAGES=3,
         ORDERED=ordered,
-        UNIT=block_q,
+        BLOCK_Q=block_q,
         BLOCK_KV=block_kv,
         CONSUMER_REGISTERS=232 if producer == 40 else 240,
         PRODUCER_REGISTERS=producer,
@@ -360,18 +361,18 @@ def make_backward_config(
     )
 
 
-# Configurations of the Hopper backward in two kernels, for masks with key blocks of 64.
+# The split backward, dk and dv by one kernel and dq by another: for masks with key blocks of 64.
 
 
 @dataclass(frozen=True)
-class AttnBwdQueriesSm90Config:
-    """Everything the kernel of the queries is specialised on. Sizes in elements.
+class AttnBwdDqSm90Config:
+    """Everything the dq kernel of the split backward is specialised on. Sizes in elements.
 
     A warp group keeps 64 queries and walks over tiles of TILE_N keys; UNIT, a multiple of that, is
     the block of the mask. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA
     fills zeros. K_STAGES tiles of keys and V_STAGES of values are in flight: keys are needed for a
-    step longer. The kernel is compiled for MAX_REGISTERS per thread; producer and scout leave all
-    but PRODUCER_REGISTERS to the warp group that computes.
+    step longer. The kernel is compiled for MAX_REGISTERS per thread; producer and scheduler warp
+    leave all but PRODUCER_REGISTERS to the warp group that computes.
     """
 
     TILE_N: int
@@ -385,7 +386,7 @@ class AttnBwdQueriesSm90Config:
 
     @property
     def tile_m(self) -> int:
-        """Queries of a piece of work."""
+        """Queries of a work tile."""
         return GROUP_ROWS
 
     @property
@@ -419,9 +420,9 @@ class AttnBwdQueriesSm90Config:
         return accumulator_layout(columns)
 
 
-def make_queries_config(tile_d: int, tile_dv: int, block_kv: int) -> AttnBwdQueriesSm90Config:
-    """The configuration of the kernel of queries for these head dims and key blocks."""
-    return AttnBwdQueriesSm90Config(
+def make_dq_config(tile_d: int, tile_dv: int, block_kv: int) -> AttnBwdDqSm90Config:
+    """The configuration of the split dq kernel for these head dims and key blocks."""
+    return AttnBwdDqSm90Config(
         TILE_N=64,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
@@ -433,8 +434,8 @@ def make_queries_config(tile_d: int, tile_dv: int, block_kv: int) -> AttnBwdQuer
     )
 
 
-def make_keys_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> AttnBwdSm90Config:
-    """The configuration of the kernel of keys and values."""
+def make_dkdv_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> AttnBwdSm90Config:
+    """The configuration of the split dk/dv kernel."""
     return AttnBwdSm90Config(
         CONSUMERS=1,
         # with 128 queries of 64 columns 419 TFLOP/s, with 64 523
@@ -444,7 +445,7 @@ def make_keys_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> 
         STAGES=2,
         DS_STAGES=0,
         ORDERED=False,
-        UNIT=block_size[0],
+        BLOCK_Q=block_size[0],
         BLOCK_KV=block_size[1],
         CONSUMER_REGISTERS=232,
         PRODUCER_REGISTERS=24,

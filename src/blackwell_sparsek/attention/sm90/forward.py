@@ -26,10 +26,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...device.gluon.partials import columns_of, rows_of, store_part
 from ...device.gluon.pipeline import (
     barriers,
-    plane_place,
     ring_place,
     take,
     tile_at,
+    tile_place,
     tiles,
     work_channel,
 )
@@ -46,6 +46,7 @@ from ...device.gluon.row_parts import (
 from ...device.gluon.warps import shared_address
 from ...device.masks import bit_visible, exists, position, row_bounds, within_bounds
 from ...device.partials import is_last, part_slot
+from ...device.records import VisitPlan
 from ...device.schedule import batch_and_heads, lse_offset
 from ...device.scores import cap
 from ...device.softmax import (
@@ -403,7 +404,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         pass_turn(CFG.CONSUMERS - 1, CFG)
     piece = take(work, turn)
     while piece[6] >= 0:
-        plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
+        plan = VisitPlan(piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         q_first, q_len, kv_len = piece_lengths(piece, lengths)
         batch, q_head, _ = batch_and_heads(piece[6], heads[0], heads[1])
         q_start = piece[7] * CFG.tile_m
@@ -518,7 +519,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             out_smem.store(out.to(dtype))
             fence_async_shared()
             q_row = q_start + first_row
-            out_place = plane_place(cu_seqlens[0], batch, q_head, q_first, q_len)
+            out_place = tile_place(cu_seqlens[0], batch, q_head, q_first, q_len)
             tma.async_copy_shared_to_global(out_desc, tile_at(out_place, q_row), out_smem)
             lse_plane = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
             gl.store(lse_ptr + lse_plane + q_index, lse, mask=exists(q_index, q_len))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ...device.records import CuSeqlens, MaskLists
 from ...launch.descriptors import descriptor_type
 from ..operands import score_factors
 from .config import make_forward_config
@@ -98,7 +99,7 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
             "q_desc": descriptor_type((*lead, *config.q_block()), call.dtype),
             "k_desc": descriptor_type((*lead, *config.k_block()), call.dtype),
             "v_desc": descriptor_type((*lead, *config.v_block()), call.dtype),
-            "cu_seqlens": (torch.int32, torch.int32) if call.packed else (None, None),
+            "cu_seqlens": CuSeqlens(*(torch.int32 if call.packed else None,) * 2),
             "lse_head_stride": 4096,
             "sinks_ptr": torch.float32 if call.sinks else None,
             "workspace": (
@@ -106,7 +107,7 @@ def attn_fwd_sm90_case(call: Call) -> CompileCase:
                 None if block_q is None or call.packed else torch.int32,
                 torch.float32 if config.SHARED_TAIL else None,
             ),
-            "block_lists": None if block_q is None else (*(torch.int32,) * 5, block_q),
+            "block_lists": None if block_q is None else MaskLists(*(torch.int32,) * 5, block_q),
             "mask_batch_step": 0,
             "mask_head_step": 0,
             "q_len": 4096,

@@ -6,15 +6,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from ...device.gluon.pipeline import claim, plane_place, publish, take, tile_at
+from ...device.gluon.pipeline import claim, publish, take, tile_at, tile_place
 from ...device.masks import kv_range, kv_range_of_all
+from ...device.records import VisitPlan
 from ...device.schedule import (
     batch_and_heads,
-    count_packed_pieces,
+    count_packed_tiles,
     place_in_sections,
     place_in_sequence,
     section_planes,
-    sequence_of_piece,
+    sequence_of_tile,
     token_span,
 )
 from ...device.visits import (
@@ -72,7 +73,7 @@ def place_packed_piece(
     `most_planes` heads at the most.
     """
     offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
-    sequence = sequence_of_piece(
+    sequence = sequence_of_tile(
         cu_seqlens[0], piece, sequence, num_sequences, heads[0], offs_scan, CFG.tile_m
     )
     q_span = token_span(cu_seqlens[0], sequence, lengths[0])
@@ -240,7 +241,7 @@ def _announce(produce, shared, plane, q_tile, q_span, kv_span, part, turn, CFG: 
     if part is not None:
         fields = fields + part
     publish(work, turn, fields)
-    q_place = plane_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
+    q_place = tile_place(cu_seqlens[0], batch, q_head, q_span[0], q_span[1])
     copy_queries(q_desc, q_ring, turn, q_tile, q_place, CFG)
     return plan
 
@@ -252,7 +253,7 @@ def _fetch_tiles(produce, shared, plane, plan, kv_span, begin, end, step, CFG: g
     mask, _, k_ring, v_ring, _, _, heads, _, cu_seqlens = shared
     batch, _, kv_head = batch_and_heads(plane, heads[0], heads[1])
     visit = (mask[0], plan, num_masked_units(plan), kv_span[1])
-    kv_place = plane_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
+    kv_place = tile_place(cu_seqlens[1], batch, kv_head, kv_span[0], kv_span[1])
     for kv_tile in range(begin, end):
         _fetch_tile(k_desc, k_ring, step, visit, kv_tile, kv_place, CFG)
         _fetch_tile(v_desc, v_ring, step, visit, kv_tile, kv_place, CFG)
@@ -365,7 +366,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         total = schedule[1] * q_tiles
     else:
         num_sequences = schedule[1] // heads[0]
-        total = count_packed_pieces(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
+        total = count_packed_tiles(cu_seqlens[0], num_sequences, heads[0], CFG.tile_m)
     piece = gl.program_id(0)
     if CFG.AHEAD and piece < total:
         _announce_dense(produce, shared, piece, q_tiles, turn, CFG)
@@ -425,7 +426,7 @@ def find_work(produce, shared, begun, CFG: gl.constexpr):
     while piece < total:
         plane, q_tile = place_piece(mask, schedule, piece, q_tiles, CFG)
         plan = plan_piece(mask, plane, q_tile, lengths, heads, band, CFG)
-        fields = (plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plane, q_tile)
+        fields = plan + (plane, q_tile)  # noqa: RUF005
         publish(work, turn, fields)
         mbarrier.wait(begun, turn & 1)
         piece = claim_piece(counter_ptr, schedule[3], piece, total)
@@ -444,10 +445,10 @@ def produce_found(produce, shared, begun, CFG: gl.constexpr):
     piece = take(work, turn, 1)
     while piece[6] >= 0:
         mbarrier.arrive(begun, count=1)
-        plan = (piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
+        plan = VisitPlan(piece[0], piece[1], piece[2], piece[3], piece[4], piece[5])
         batch, q_head, kv_head = batch_and_heads(piece[6], heads[0], heads[1])
-        q_place = plane_place(cu_seqlens[0], batch, q_head, 0, lengths[0])
-        kv_place = plane_place(cu_seqlens[1], batch, kv_head, 0, lengths[1])
+        q_place = tile_place(cu_seqlens[0], batch, q_head, 0, lengths[0])
+        kv_place = tile_place(cu_seqlens[1], batch, kv_head, 0, lengths[1])
         copy_queries(q_desc, q_ring, turn, piece[7], q_place, CFG)
         visit = (mask[0], plan, num_masked_units(plan), lengths[1])
         end_tile = count_tiles(plan, CFG)[1]

@@ -11,12 +11,17 @@ from ...launch.launcher import cdiv, launch, on_device_of, resting_words, scratc
 from ...masks.band import EVERYTHING
 from ..operands import gradient_factors, kernel_operands, transposed_mask
 from .backward import _attn_bwd_sm90_kernel
-from .backward_rows import ROW_TILE, launch_attn_bwd_round, launch_attn_bwd_rows
-from .backward_split import _attn_bwd_keys_sm90_kernel, _attn_bwd_queries_sm90_kernel
+from .backward_preprocess import (
+    ROW_TILE,
+    launch_attn_bwd_postprocess,
+    launch_attn_bwd_preprocess,
+)
+from .backward_shared import WorkPointers
+from .backward_split import _attn_bwd_dkdv_sm90_kernel, _attn_bwd_dq_sm90_kernel
 from .config import (
     QUERY_PADDING,
     SUM_COLUMNS,
-    AttnBwdQueriesSm90Config,
+    AttnBwdDqSm90Config,
     AttnBwdSm90Config,
     AttnFwdSm90Config,
 )
@@ -131,7 +136,7 @@ def launch_attn_bwd_sm90(
     lse: torch.Tensor,
     spec: AttnSpec,
     order: torch.Tensor | None,
-    turns: torch.Tensor | None,
+    ranks: torch.Tensor | None,
     visits: torch.Tensor | None,
     section: int,
     config: AttnBwdSm90Config,
@@ -147,38 +152,38 @@ def launch_attn_bwd_sm90(
     lse : fp32 [B, Hq, Sq] contiguous
     spec : options of the call, validated; no packed sequences
     order : int32 [B * Hkv * tiles], tiles of 128 keys in the order to take them, or None, which
-        goes through the keys in sections. With `visits` int32 [SMs + 1 + B * Hkv * tiles], as
-        `formats.block_turns.pieces_of_programs` makes it
-    turns : int32, under a mask and with `config.ORDERED`: when each tile of keys adds to dq of each
-        query block, as `formats.block_turns.turns_of_blocks` makes them for `order`
+        takes them in raster order. With `visits` int32 [SMs + 1 + B * Hkv * tiles], as
+        `dq_order.program_tiles` makes it
+    ranks : int32, under a mask and with `config.ORDERED`: when each KV tile adds to dq of each
+        query block, as `dq_order.block_ranks` makes them for `order`
     visits : int32 [nnz or more, 1 or heads of a group], first the query blocks of the transposed
-        lists in the order that turns are for, as `bwd_visits.plan_visits` makes them, or None,
+        lists in the order that ranks are for, as `dq_order_kernel.plan_visits` makes them, or None,
         which leaves them as they are
-    section : planes (batch and KV head) whose queries stay in L2 together
+    section : raster group, how many (batch, KV head) have their queries in L2 together
     config : tiles
     """
     operands, mask = kernel_operands(q, k, v, spec), transposed_mask(spec.block_mask)
     q_len, kv_len = operands.lengths
-    planes = operands.batch * operands.heads[0]
+    batch_heads = operands.batch * operands.heads[0]
     padded = cdiv(q_len, QUERY_PADDING) * QUERY_PADDING
-    lse_log2, delta = (scratch((planes, padded), torch.float32, q.device) for _ in range(2))
-    sums = scratch((planes, padded, config.TILE_D), torch.float32, q.device)
-    sums_turn = None
+    lse_log2, delta = (scratch((batch_heads, padded), torch.float32, q.device) for _ in range(2))
+    sums = scratch((batch_heads, padded, config.TILE_D), torch.float32, q.device)
+    semaphores = None
     if config.ORDERED:
-        sums_turn = scratch((planes, padded // ROW_TILE, 2), torch.int32, q.device)
+        semaphores = scratch((batch_heads, padded // ROW_TILE, 2), torch.int32, q.device)
     with on_device_of(q):
-        launch_attn_bwd_rows(lse_log2, delta, sums, sums_turn, out, dout, lse, dlse)
+        launch_attn_bwd_preprocess(lse_log2, delta, sums, semaphores, out, dout, lse, dlse)
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
-        kv_planes = planes // operands.heads[1]
-        pieces = kv_planes * cdiv(kv_len, config.tile_n)
+        kv_batch_heads = batch_heads // operands.heads[1]
+        work_tiles = kv_batch_heads * cdiv(kv_len, config.tile_n)
         programs, planned = arch_of(q.device).num_sms, visits is not None
-        programs = programs if planned else min(programs, pieces)
-        # in order, pieces come from the counter whatever their number
-        counted = not planned and (pieces > programs or config.ORDERED)
+        programs = programs if planned else min(programs, work_tiles)
+        # ordered, work tiles come from the counter whatever their number
+        counted = not planned and (work_tiles > programs or config.ORDERED)
         counter = scratch((1,), torch.int32, q.device, zero=counted)
         args = (
-            tensor_descriptor(sums.view(planes, -1, SUM_COLUMNS), config.dq_block()),
+            tensor_descriptor(sums.view(batch_heads, -1, SUM_COLUMNS), config.dq_block()),
             _backward_descriptor(dk, config.k_block()),
             _backward_descriptor(dv, config.v_block()),
             _backward_descriptor(dout, config.dout_block()),
@@ -186,13 +191,13 @@ def launch_attn_bwd_sm90(
             _backward_descriptor(k, config.k_block()),
             _backward_descriptor(v, config.v_block()),
             *rows,
-            (counter, order, sums_turn, turns, visits),
+            WorkPointers(counter, order, semaphores, ranks, visits),
             mask.lists,
             *mask.steps,
             q_len,
             kv_len,
             *operands.band,
-            kv_planes,
+            kv_batch_heads,
             section,
             1 if visits is None else visits.shape[1],
             *operands.heads,
@@ -200,12 +205,12 @@ def launch_attn_bwd_sm90(
             config,
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
-        # they wait for each other, whatever comes first
+        # planned programs wait for each other: all of them have to be resident
         options["launch_cooperative_grid"] = planned
         launch(_attn_bwd_sm90_kernel, programs, args, **options)
         if dq is not None:
-            unit = max(config.UNIT, ROW_TILE)
-            launch_attn_bwd_round(dq, sums, sums_turn, unit, float(spec.scale))
+            block_q = max(config.BLOCK_Q, ROW_TILE)
+            launch_attn_bwd_postprocess(dq, sums, semaphores, block_q, float(spec.scale))
     return delta.view(operands.batch, operands.heads[0], padded)
 
 
@@ -213,7 +218,7 @@ def _backward_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> A
     return tensor_descriptor(x, block, tma_strides(x))
 
 
-# Launching the Hopper backward in two kernels: terms of rows, descriptors, order of work, grid.
+# Launching the split backward: preprocess, then a kernel for dk and dv and one for dq.
 
 # Programs that share an SM, in either kernel.
 PROGRAMS_PER_SM = 2
@@ -223,10 +228,13 @@ def launch_attn_bwd_terms(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """lse in base 2 and delta of all queries, fp32 [B * Hq, padded Sq]."""
-    planes, padded = lse.shape[0] * lse.shape[1], cdiv(lse.shape[2], QUERY_PADDING) * QUERY_PADDING
-    lse_log2, delta = (scratch((planes, padded), torch.float32, lse.device) for _ in range(2))
+    batch_heads, padded = (
+        lse.shape[0] * lse.shape[1],
+        cdiv(lse.shape[2], QUERY_PADDING) * QUERY_PADDING,
+    )
+    lse_log2, delta = (scratch((batch_heads, padded), torch.float32, lse.device) for _ in range(2))
     with on_device_of(lse):
-        launch_attn_bwd_rows(lse_log2, delta, None, None, out, dout, lse, dlse)
+        launch_attn_bwd_preprocess(lse_log2, delta, None, None, out, dout, lse, dlse)
     return lse_log2, delta
 
 
@@ -251,31 +259,31 @@ def launch_attn_bwd_keys_sm90(
     terms : what `launch_attn_bwd_terms` gave
     spec : options of the call, with a mask
     order : int32 [B * Hkv * tiles], tiles of 64 keys in the order to take them, as
-        `formats.block_order.longest_columns_first` makes it
+        `masks.order.longest_columns_first` makes it
     """
     operands, mask = kernel_operands(q, k, v, spec), transposed_mask(spec.block_mask)
     rows = tuple(tensor_descriptor(x, config.row_block()) for x in terms)
-    planes = operands.batch * k.shape[1]
-    pieces = planes * cdiv(operands.lengths[1], config.tile_n)
-    programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, pieces)
+    batch_heads = operands.batch * k.shape[1]
+    work_tiles = batch_heads * cdiv(operands.lengths[1], config.tile_n)
+    programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
             _backward_descriptor(dk, config.k_block()),
             _backward_descriptor(dv, config.v_block()),
             *_inputs(dout, q, k, v, config),
             *rows,
-            scratch((1,), torch.int32, q.device, zero=pieces > programs),
+            scratch((1,), torch.int32, q.device, zero=work_tiles > programs),
             order,
             mask.lists,
             *mask.steps,
             *operands.lengths,
             *operands.band,
-            planes,
+            batch_heads,
             *operands.heads,
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )
-        launch(_attn_bwd_keys_sm90_kernel, programs, args, **_options(config))
+        launch(_attn_bwd_dkdv_sm90_kernel, programs, args, **_options(config))
 
 
 def launch_attn_bwd_queries_sm90(
@@ -287,13 +295,13 @@ def launch_attn_bwd_queries_sm90(
     terms: tuple[torch.Tensor, torch.Tensor],
     spec: AttnSpec,
     order: torch.Tensor,
-    config: AttnBwdQueriesSm90Config,
+    config: AttnBwdDqSm90Config,
 ) -> None:
-    """Fill dq; arguments are as above, `order` as `formats.block_order.longest_first` makes it."""
+    """Fill dq; arguments are as above, `order` as `masks.order.longest_first` makes it."""
     operands = kernel_operands(q, k, v, spec)
     assert spec.block_mask is not None
-    pieces = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
-    programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, pieces)
+    work_tiles = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
+    programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
             _backward_descriptor(dq, config.q_block()),
@@ -306,15 +314,15 @@ def launch_attn_bwd_queries_sm90(
             *operands.lengths,
             *operands.band,
             operands.batch * operands.heads[0],
-            int(pieces > programs),
+            int(work_tiles > programs),
             *operands.heads,
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )
-        launch(_attn_bwd_queries_sm90_kernel, programs, args, **_options(config))
+        launch(_attn_bwd_dq_sm90_kernel, programs, args, **_options(config))
 
 
-def _options(config: AttnBwdSm90Config | AttnBwdQueriesSm90Config) -> dict[str, int]:
+def _options(config: AttnBwdSm90Config | AttnBwdDqSm90Config) -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
 
 
@@ -323,7 +331,7 @@ def _inputs(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    config: AttnBwdSm90Config | AttnBwdQueriesSm90Config,
+    config: AttnBwdSm90Config | AttnBwdDqSm90Config,
 ) -> tuple[Any, ...]:
     """Descriptors of what both kernels read."""
     blocks = (config.dout_block(), config.q_block(), config.k_block(), config.v_block())

@@ -11,7 +11,7 @@ from ...dispatch.machine import why_no_kernels
 from ...launch.launcher import scratch
 from ...masks.derived_lists import derived_list
 from ...masks.order import longest_columns_first, longest_first
-from .backward_plan import Columns, Walk, planned_sums
+from .dq_order import Columns, DqOrder, Walk, dq_order
 from .tuning import (
     attn_bwd_keys_config,
     attn_bwd_keys_section,
@@ -91,17 +91,17 @@ def backward(
         backward_apart(gradients, dout, dlse, q, k, v, out, lse, spec, problem)
         return
     config, section = attn_bwd_sm90_config(problem), attn_bwd_sm90_section(problem)
-    order = turns = visits = None
+    lists = DqOrder(None, None, None)
     if spec.block_mask is not None:
         group_size = q.shape[1] // k.shape[1]
         sizes = (q.shape[0], k.shape[1], group_size, spec.band, section, config.tile_n)
         walk = Walk(config.parts, attn_bwd_sm90_front(problem, section))
-        order, turns, visits = planned_sums(spec.block_mask, Columns(*sizes), walk, deterministic)
+        lists = dq_order(spec.block_mask, Columns(*sizes), walk, deterministic)
     dk, dv = (
         scratch(x.shape, x.dtype, x.device) if gradient is None else gradient
         for x, gradient in ((k, gradients.dk), (v, gradients.dv))
     )
-    work = (order, turns, visits, section)
+    work = (*lists, section)
     delta = launch_attn_bwd_sm90(
         gradients.dq, dk, dv, dout, dlse, q, k, v, out, lse, spec, *work, config
     )

@@ -14,13 +14,13 @@ from ...launch.launcher import cdiv
 from ...masks.band import EVERYTHING, Band
 from .config import (
     ORDERED_TILES,
-    AttnBwdQueriesSm90Config,
+    AttnBwdDqSm90Config,
     AttnBwdSm90Config,
     AttnFwdSm90Config,
     make_backward_config,
+    make_dkdv_config,
+    make_dq_config,
     make_forward_config,
-    make_keys_config,
-    make_queries_config,
 )
 
 LARGEST_HEAD_DIM = 128
@@ -321,14 +321,14 @@ def _row_bytes(problem: AttnProblem) -> int:
 def attn_bwd_keys_config(problem: AttnProblem) -> AttnBwdSm90Config:
     """Tiles of the kernel of keys and values."""
     assert problem.mask_block is not None
-    return make_keys_config(*_tiles(problem), problem.mask_block)
+    return make_dkdv_config(*_tiles(problem), problem.mask_block)
 
 
 @lru_cache(maxsize=1024)
-def attn_bwd_queries_config(problem: AttnProblem) -> AttnBwdQueriesSm90Config:
+def attn_bwd_queries_config(problem: AttnProblem) -> AttnBwdDqSm90Config:
     """Tiles of the kernel of queries."""
     assert problem.mask_block is not None
-    return make_queries_config(*_tiles(problem), problem.mask_block[1])
+    return make_dq_config(*_tiles(problem), problem.mask_block[1])
 
 
 def _tiles(problem: AttnProblem) -> tuple[int, int]:

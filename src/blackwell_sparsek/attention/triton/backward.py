@@ -1,18 +1,25 @@
 # mypy: ignore-errors
-"""Attention backward, the portable kernel of the keys' and values' gradients: sm_80 and newer.
+"""Attention backward, the portable kernels: one for dq, one for dk and dv; sm_80 and newer.
 
     p[i, j]  = exp(s[i, j] - lse[i])          where query i sees key j
     ds[i, j] = p[i, j] * (dout[i] . v[j] - delta[i])
-    dv[j]    = sum_i p[i, j] dout[i]
+    dq[i]    = scale * sum_j ds[i, j] k[j]
     dk[j]    = scale * sum_i ds[i, j] q[i]
+    dv[j]    = sum_i p[i, j] dout[i]
 
-Shapes are those of `bwd_dq.py`; the sums go over the queries of all heads that read a KV head. One
-program owns TILE_N keys of one KV head and walks over the queries that see them, head by head, so
-sums have one order and there are no atomics. Scores are computed as k q^T: p and ds come out with
-the keys as rows, as the products that follow want them. (The transpose of a product as an operand
-of the next one has been compiled wrongly for Hopper.) Keys that no query sees get 0. Limits are
-those of `fwd.py`, and a mask whose KV blocks hold whole tiles. Called by `bsk::attn_bwd`.
+Shapes are those of `forward.py`; dout is like out, delta like lse. A program of the dq kernel owns
+TILE_M queries of one head and walks over the same KV tiles as the forward kernel. One of the dk/dv
+kernel owns TILE_N keys of one KV head and walks over the queries that see them, head by head of
+those that read it. So sums have one order and there are no atomics. The dk/dv kernel computes
+scores as k q^T: p and ds come out with the keys as rows, as the products that follow want them.
+(The transpose of a product as an operand of the next one has been compiled wrongly for Hopper.)
+Keys that no query sees get 0.
+
+Limits are those of `forward.py`; tiles lie within the blocks of a mask on the side that a program
+owns. Called by `bsk::attn_bwd`.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,11 +28,12 @@ import triton.language as tl
 from ...calls.attention import AttnSpec
 from ...device.backprop import probabilities, score_gradients, shift_of_rows
 from ...device.masks import column_bounds, exists, position, row_bounds
+from ...device.records import Band, Lengths
 from ...device.schedule import (
+    head_offset,
     lse_offset,
-    place_in_sections,
-    plane_offset,
-    section_planes,
+    raster_group_size,
+    raster_place,
     token_span,
 )
 from ...device.tile_walk import (
@@ -37,7 +45,7 @@ from ...device.tile_walk import (
     plan_queries,
 )
 from ...device.tiles import load_rows, store_rows
-from ...device.visits import num_full_units, num_masked_units, num_tiles
+from ...device.visits import num_full_blocks, num_masked_blocks, num_tiles
 from ...launch.launcher import cdiv, launch, on_device_of
 from ..operands import (
     AttnBwdStrides,
@@ -48,28 +56,81 @@ from ..operands import (
 )
 from .tuning import AttnBwdConfig
 
-# Attention backward, the portable kernel of the queries' gradient: sm_80 and newer.
-#
-#     p[i, j]  = exp(s[i, j] - lse[i])          where query i sees key j
-#     ds[i, j] = p[i, j] * (dout[i] . v[j] - delta[i])
-#     dq[i]    = scale * sum_j ds[i, j] k[j]
-#
-# Shapes are those of `fwd.py`; dout is like out, delta like lse. One program owns TILE_M queries of
-# one head and walks over the same KV tiles as the forward kernel, so sums have one order and there
-# are no atomics. Limits are those of `fwd.py`. Called by `bsk::attn_bwd`.
+# Queries past which a (batch, head) counts as long: the product with the heads must fit int32.
+LONG = tl.constexpr(2**20)
+
+
+class RowTerms(NamedTuple):
+    """Pointers to lse and delta, fp32, contiguous."""
+
+    lse: Any
+    delta: Any
+
+
+class KeyGradients(NamedTuple):
+    """Pointers to the gradients of keys and values, or None for one that is not wanted."""
+
+    dk: Any
+    dv: Any
+
+
+class Rows(NamedTuple):
+    """Queries and output gradients, or keys and values, of one (batch, head): [*, D] and [*, Dv]."""
+
+    x: Any
+    y: Any
+    x_stride: Any
+    """From token to token."""
+    y_stride: Any
+
+
+@triton.jit
+def _rows_of_head(x_ptr, y_ptr, x_strides, y_strides, batch, head, first):
+    """`Rows` from token `first` on."""
+    x = x_ptr + head_offset(batch, head, first, x_strides)
+    y = y_ptr + head_offset(batch, head, first, y_strides)
+    return Rows(x, y, x_strides.token, y_strides.token)
+
+
+@triton.jit
+def _load_tiles(
+    rows, index, limit, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+):  # fmt: skip
+    """Tokens `index` of `Rows`, 0 for those at or past `limit`, if that is given."""
+    x = load_rows(rows.x, index, rows.x_stride, tl.arange(0, TILE_D), limit, HEAD_DIM)
+    y = load_rows(rows.y, index, rows.y_stride, tl.arange(0, TILE_DV), limit, HEAD_DIM_V)
+    return x, y
+
+
+@triton.jit
+def _load_terms(term_ptr, q_index, q_limit, missing):
+    """One number per query; `missing` for those at or past `q_limit`, if that is given."""
+    if q_limit is None:
+        terms = tl.load(term_ptr + q_index)
+    else:
+        terms = tl.load(term_ptr + q_index, mask=exists(q_index, q_limit), other=missing)
+    return terms
+
+
+class OwnQueries(NamedTuple):
+    """What the dq kernel keeps of its queries."""
+
+    q: Any
+    dout: Any
+    shift: Any
+    """lse as `probabilities` subtracts it."""
+    delta: Any
 
 
 @triton.jit
 def _add_dq_tile(
     dq,
-    rows,
-    k_ptr,
-    v_ptr,
+    own,
+    keys,
     kv_pos,
     kv_limit,
     visible,
-    k_stride,
-    v_stride,
     score,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -78,13 +139,12 @@ def _add_dq_tile(
     PRECISION: tl.constexpr,
 ):
     """Add what one KV tile gives to dq / scale; `visible` None means all of it is."""
-    q, dout, shift, delta = rows
-    k = load_rows(k_ptr, kv_pos, k_stride, tl.arange(0, TILE_D), kv_limit, HEAD_DIM)
-    v = load_rows(v_ptr, kv_pos, v_stride, tl.arange(0, TILE_DV), kv_limit, HEAD_DIM_V)
+    q = own.q
+    k, v = _load_tiles(keys, kv_pos, kv_limit, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [TILE_M, TILE_N]
-    p, capped = probabilities(s, visible, shift[:, None], score, q.dtype == tl.float32)
-    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-    ds = score_gradients(p, capped, dp, delta[:, None], score)
+    p, capped = probabilities(s, visible, own.shift[:, None], score, q.dtype == tl.float32)
+    dp = tl.dot(own.dout, tl.trans(v), input_precision=PRECISION)
+    ds = score_gradients(p, capped, dp, own.delta[:, None], score)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
@@ -122,7 +182,7 @@ def _attn_dq_kernel(
     """dQ of one tile of queries of one head; `row_terms` are lse and delta."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
-    UNIT: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
+    KV_BLOCK: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
     ELEMENT_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     KV_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * ELEMENT_BYTES
     tl.static_assert((BLOCK_KV is None) == (block_lists is None))
@@ -136,46 +196,42 @@ def _attn_dq_kernel(
     if q_start >= q_len:
         return
     mask_row = batch * mask_batch_step + q_head * mask_head_step
-    lengths, band = (q_len, kv_len), (left, right)
+    lengths, band = Lengths(q_len, kv_len), Band(left, right)
     plan = plan_keys(block_lists, mask_row, q_start, lengths, band, TILE_M, TILE_N, BLOCK_KV)
 
-    k_ptr += plane_offset(batch, kv_head, kv_first, strides.k)
-    v_ptr += plane_offset(batch, kv_head, kv_first, strides.v)
+    keys = _rows_of_head(k_ptr, v_ptr, strides.k, strides.v, batch, kv_head, kv_first)
     offs_m = q_start + tl.arange(0, TILE_M)
-    q_ptr += plane_offset(batch, q_head, q_first, strides.q)
-    dout_ptr += plane_offset(batch, q_head, q_first, strides.dout)
-    q = load_rows(q_ptr, offs_m, strides.q[2], tl.arange(0, TILE_D), q_len, HEAD_DIM)
-    dout = load_rows(dout_ptr, offs_m, strides.dout[2], tl.arange(0, TILE_DV), q_len, HEAD_DIM_V)
-    offset = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
-    live = exists(offs_m, q_len)
-    lse = tl.load(row_terms[0] + offset + offs_m, mask=live, other=-float("inf"))
-    delta = tl.load(row_terms[1] + offset + offs_m, mask=live, other=0.0)
-    rows = (q, dout, shift_of_rows(lse, q.dtype == tl.float32), delta)
+    queries = _rows_of_head(q_ptr, dout_ptr, strides.q, strides.dout, batch, q_head, q_first)
+    q, dout = _load_tiles(queries, offs_m, q_len, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV)
+    offset = lse_offset(batch, q_head, q_first, heads.q, lse_head_stride, cu_seqlens.q)
+    lse = _load_terms(row_terms.lse + offset, offs_m, q_len, -float("inf"))
+    delta = _load_terms(row_terms.delta + offset, offs_m, q_len, 0.0)
+    own = OwnQueries(q, dout, shift_of_rows(lse, q.dtype == tl.float32), delta)
     row_limits = row_bounds(position(offs_m, q_len, kv_len), kv_len, left, right)
     dq = tl.zeros([TILE_M, TILE_D], tl.float32)
 
-    num_masked = num_masked_units(plan)
-    for kv_tile in tl.range(0, num_tiles(num_masked, TILE_N, UNIT)):
+    num_masked = num_masked_blocks(plan)
+    for kv_tile in tl.range(0, num_tiles(num_masked, TILE_N, KV_BLOCK)):
         kv_pos, visible = masked_key_tile(
             block_lists, plan, num_masked, kv_tile, row_limits, offs_m, q_start, kv_len,
-            TILE_N, UNIT,
+            TILE_N, KV_BLOCK,
         )  # fmt: skip
         dq = _add_dq_tile(
-            dq, rows, k_ptr, v_ptr, kv_pos, kv_len, visible, strides.k[2], strides.v[2],
-            score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            dq, own, keys, kv_pos, kv_len, visible, score,
+            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
         )  # fmt: skip
 
-    num_full = num_full_units(plan)
-    for kv_tile in tl.range(0, num_tiles(num_full, TILE_N, UNIT)):
-        kv_pos = full_tile(block_lists, plan, num_full, kv_tile, kv_len, TILE_N, UNIT)
+    num_full = num_full_blocks(plan)
+    for kv_tile in tl.range(0, num_tiles(num_full, TILE_N, KV_BLOCK)):
+        kv_pos = full_tile(block_lists, plan, num_full, kv_tile, kv_len, TILE_N, KV_BLOCK)
         dq = _add_dq_tile(
-            dq, rows, k_ptr, v_ptr, kv_pos, None, None, strides.k[2], strides.v[2],
-            score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            dq, own, keys, kv_pos, None, None, score,
+            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
         )  # fmt: skip
 
-    dq_ptr += plane_offset(batch, q_head, q_first, strides.dq)
+    dq_ptr += head_offset(batch, q_head, q_first, strides.dq)
     offs_d = tl.arange(0, TILE_D)
-    store_rows(dq_ptr, offs_m, strides.dq[2], offs_d, dq * score[2], q_len, HEAD_DIM)
+    store_rows(dq_ptr, offs_m, strides.dq.token, offs_d, dq * score.scale, q_len, HEAD_DIM)
 
 
 def launch_attn_dq(
@@ -209,7 +265,7 @@ def launch_attn_dq(
             k,
             v,
             dout,
-            (lse, delta),
+            RowTerms(lse, delta),
             operands.cu_seqlens,
             operands.block_lists,
             AttnBwdStrides(*(token_strides(x) for x in (q, k, v, dout)), dq=token_strides(dq)),
@@ -230,20 +286,6 @@ def launch_attn_dq(
         launch(_attn_dq_kernel, programs, args, **options)
 
 
-# Queries past which a plane counts as long: the product with the heads must fit int32.
-LONG = tl.constexpr(2**20)
-
-
-@triton.jit
-def _load_terms(term_ptr, q_index, q_limit, missing):
-    """One number per query; `missing` for those at or past `q_limit`, if that is given."""
-    if q_limit is None:
-        terms = tl.load(term_ptr + q_index)
-    else:
-        terms = tl.load(term_ptr + q_index, mask=exists(q_index, q_limit), other=missing)
-    return terms
-
-
 @triton.jit
 def _add_dkdv_tile(
     sums,
@@ -251,10 +293,10 @@ def _add_dkdv_tile(
     k,
     v,
     queries,
+    terms,
     q_index,
     q_limit,
     visible,
-    strides,
     score,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -265,17 +307,15 @@ def _add_dkdv_tile(
     """Add what one tile of queries gives to (dk / scale, dv); `visible` None means all see it."""
     NATURAL: tl.constexpr = k.dtype == tl.float32
     dk, dv = sums
-    q_ptr, dout_ptr, lse_ptr, delta_ptr = queries
-    q = load_rows(q_ptr, q_index, strides.q[2], tl.arange(0, TILE_D), q_limit, HEAD_DIM)
-    dout = load_rows(dout_ptr, q_index, strides.dout[2], tl.arange(0, TILE_DV), q_limit, HEAD_DIM_V)
-    lse = _load_terms(lse_ptr, q_index, q_limit, -float("inf"))
+    q, dout = _load_tiles(queries, q_index, q_limit, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV)
+    lse = _load_terms(terms.lse, q_index, q_limit, -float("inf"))
     shift = shift_of_rows(lse, NATURAL)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [TILE_N, TILE_M]
     p, capped = probabilities(s, visible, shift[None, :], score, NATURAL)
-    if gradients[1] is not None:
+    if gradients.dv is not None:
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    if gradients[0] is not None:
-        delta = _load_terms(delta_ptr, q_index, q_limit, 0.0)
+    if gradients.dk is not None:
+        delta = _load_terms(terms.delta, q_index, q_limit, 0.0)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         ds = score_gradients(p, capped, dp, delta[None, :], score)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
@@ -316,74 +356,69 @@ def _attn_dkdv_kernel(
     """`gradients`, dK and dV or None, of one tile of keys; `row_terms` are lse and delta."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
-    UNIT: tl.constexpr = TILE_M if BLOCK_Q is None else BLOCK_Q
+    Q_BLOCK: tl.constexpr = TILE_M if BLOCK_Q is None else BLOCK_Q
     ELEMENT_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     Q_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * ELEMENT_BYTES
     tl.static_assert((BLOCK_Q is None) == (block_lists is None))
 
     kv_tiles = (kv_len + TILE_N - 1) // TILE_N
-    section = section_planes(tl.minimum(q_len, LONG) * heads[1], 1, Q_BYTES)
-    plane, last_tiles = place_in_sections(
-        tl.program_id(0), tl.num_programs(0) // kv_tiles, kv_tiles, section
+    group = raster_group_size(tl.minimum(q_len, LONG) * heads.group_size, 1, Q_BYTES)
+    batch_head, last_tiles = raster_place(
+        tl.program_id(0), tl.num_programs(0) // kv_tiles, kv_tiles, group
     )
     # the first keys have the most queries where the future is hidden
     kv_start = (kv_tiles - 1 - last_tiles) * TILE_N
-    kv_heads = heads[0] // heads[1]
-    batch, kv_head = plane // kv_heads, plane % kv_heads
-    q_first, q_len = token_span(cu_seqlens[0], batch, q_len)
-    kv_first, kv_len = token_span(cu_seqlens[1], batch, kv_len)
+    kv_heads = heads.q // heads.group_size
+    batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
+    q_first, q_len = token_span(cu_seqlens.q, batch, q_len)
+    kv_first, kv_len = token_span(cu_seqlens.kv, batch, kv_len)
     if kv_start >= kv_len:
         return
-    lengths, band = (q_len, kv_len), (left, right)
+    lengths, band = Lengths(q_len, kv_len), Band(left, right)
     kv_pos = kv_start + tl.arange(0, TILE_N)
     column_limits = column_bounds(kv_pos, q_len, kv_len, left, right)
 
-    offs_d, offs_dv = tl.arange(0, TILE_D), tl.arange(0, TILE_DV)
-    k_ptr += plane_offset(batch, kv_head, kv_first, strides.k)
-    v_ptr += plane_offset(batch, kv_head, kv_first, strides.v)
-    k = load_rows(k_ptr, kv_pos, strides.k[2], offs_d, kv_len, HEAD_DIM)
-    v = load_rows(v_ptr, kv_pos, strides.v[2], offs_dv, kv_len, HEAD_DIM_V)
+    keys = _rows_of_head(k_ptr, v_ptr, strides.k, strides.v, batch, kv_head, kv_first)
+    k, v = _load_tiles(keys, kv_pos, kv_len, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV)
     dk = tl.zeros([TILE_N, TILE_D], tl.float32)
     dv = tl.zeros([TILE_N, TILE_DV], tl.float32)
 
-    for member in tl.range(0, heads[1]):
-        q_head = kv_head * heads[1] + member
-        offset = lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
-        queries = (
-            q_ptr + plane_offset(batch, q_head, q_first, strides.q),
-            dout_ptr + plane_offset(batch, q_head, q_first, strides.dout),
-            row_terms[0] + offset,
-            row_terms[1] + offset,
-        )
+    for member in tl.range(0, heads.group_size):
+        q_head = kv_head * heads.group_size + member
+        offset = lse_offset(batch, q_head, q_first, heads.q, lse_head_stride, cu_seqlens.q)
+        queries = _rows_of_head(q_ptr, dout_ptr, strides.q, strides.dout, batch, q_head, q_first)
+        terms = RowTerms(row_terms.lse + offset, row_terms.delta + offset)
         mask_row = batch * mask_batch_step + q_head * mask_head_step
         plan = plan_queries(
             block_lists, mask_row, kv_start, lengths, band,
             TILE_M, TILE_N, BLOCK_Q,
         )  # fmt: skip
-        num_masked = num_masked_units(plan)
-        for q_tile in tl.range(0, num_tiles(num_masked, TILE_M, UNIT)):
+        num_masked = num_masked_blocks(plan)
+        for q_tile in tl.range(0, num_tiles(num_masked, TILE_M, Q_BLOCK)):
             q_index, visible = masked_query_tile(
                 block_lists, plan, num_masked, q_tile, column_limits, kv_pos, kv_start, q_len,
-                TILE_M, UNIT,
+                TILE_M, Q_BLOCK,
             )  # fmt: skip
             dk, dv = _add_dkdv_tile(
-                (dk, dv), gradients, k, v, queries, q_index, q_len, visible, strides, score,
+                (dk, dv), gradients, k, v, queries, terms, q_index, q_len, visible, score,
                 HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
             )  # fmt: skip
-        num_full = num_full_units(plan)
-        for q_tile in tl.range(0, num_tiles(num_full, TILE_M, UNIT)):
-            q_index = full_tile(block_lists, plan, num_full, q_tile, q_len, TILE_M, UNIT)
+        num_full = num_full_blocks(plan)
+        for q_tile in tl.range(0, num_tiles(num_full, TILE_M, Q_BLOCK)):
+            q_index = full_tile(block_lists, plan, num_full, q_tile, q_len, TILE_M, Q_BLOCK)
             dk, dv = _add_dkdv_tile(
-                (dk, dv), gradients, k, v, queries, q_index, None, None, strides, score,
+                (dk, dv), gradients, k, v, queries, terms, q_index, None, None, score,
                 HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
             )  # fmt: skip
 
-    if gradients[0] is not None:
-        dk_ptr = gradients[0] + plane_offset(batch, kv_head, kv_first, strides.dk)
-        store_rows(dk_ptr, kv_pos, strides.dk[2], offs_d, dk * score[2], kv_len, HEAD_DIM)
-    if gradients[1] is not None:
-        dv_ptr = gradients[1] + plane_offset(batch, kv_head, kv_first, strides.dv)
-        store_rows(dv_ptr, kv_pos, strides.dv[2], offs_dv, dv, kv_len, HEAD_DIM_V)
+    if gradients.dk is not None:
+        dk_ptr = gradients.dk + head_offset(batch, kv_head, kv_first, strides.dk)
+        offs_d = tl.arange(0, TILE_D)
+        store_rows(dk_ptr, kv_pos, strides.dk.token, offs_d, dk * score.scale, kv_len, HEAD_DIM)
+    if gradients.dv is not None:
+        dv_ptr = gradients.dv + head_offset(batch, kv_head, kv_first, strides.dv)
+        offs_dv = tl.arange(0, TILE_DV)
+        store_rows(dv_ptr, kv_pos, strides.dv.token, offs_dv, dv, kv_len, HEAD_DIM_V)
 
 
 def launch_attn_dkdv(
@@ -420,12 +455,12 @@ def launch_attn_dkdv(
             dv=None if dv is None else token_strides(dv),
         )
         args = (
-            (dk, dv),
+            KeyGradients(dk, dv),
             q,
             k,
             v,
             dout,
-            (lse, lse if delta is None else delta),
+            RowTerms(lse, lse if delta is None else delta),
             operands.cu_seqlens,
             mask.lists,
             strides,

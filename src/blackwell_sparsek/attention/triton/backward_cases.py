@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ...device.records import CuSeqlens, Heads, MaskLists, Strides
 from ..operands import AttnBwdStrides, gradient_factors
-from .backward import _attn_dkdv_kernel, _attn_dq_kernel
+from .backward import KeyGradients, RowTerms, _attn_dkdv_kernel, _attn_dq_kernel
 from .tuning import AttnBwdConfig
 
 HEADS, KV_HEADS, TOKENS = 32, 8, 4096
@@ -97,28 +98,28 @@ BUILDS: Mapping[Call, Mapping[int, tuple[Tile, Tile]]] = {
 
 
 def _arguments(call: Call, kernel: str) -> dict[str, Any]:
-    def strides(heads: int) -> tuple[int, int, int]:
+    def strides(heads: int) -> Strides:
         row = heads * call.head_dim
-        return (0 if call.everything else TOKENS * row, call.head_dim, row)
+        return Strides(0 if call.everything else TOKENS * row, call.head_dim, row)
 
     query, key = strides(HEADS), strides(KV_HEADS)
     owner = 0 if kernel == "dq" else 1
     lists, block = None, None
     if call.block_size is not None:
         # the lists carry the side of a block that the kernel's own tile lies in
-        lists = (*(torch.int32,) * 5, call.block_size[owner])
+        lists = MaskLists(*(torch.int32,) * 5, call.block_size[owner])
         block = call.block_size[1 - owner]
     if kernel == "dq":
         own = {"dq_ptr": call.dtype, "BLOCK_KV": block}
         layout = AttnBwdStrides(query, key, key, query, dq=query)
     else:
-        own = {"gradients": (call.dtype, call.dtype), "BLOCK_Q": block}
+        own = {"gradients": KeyGradients(call.dtype, call.dtype), "BLOCK_Q": block}
         layout = AttnBwdStrides(query, key, key, query, dk=key, dv=key)
     return {
         **own,
         **{f"{name}_ptr": call.dtype for name in ("q", "k", "v", "dout")},
-        "row_terms": (torch.float32, torch.float32),
-        "cu_seqlens": (torch.int32, torch.int32) if call.everything else (None, None),
+        "row_terms": RowTerms(torch.float32, torch.float32),
+        "cu_seqlens": CuSeqlens(*((torch.int32 if call.everything else None),) * 2),
         "block_lists": lists,
         "strides": layout,
         "lse_head_stride": TOKENS,
@@ -128,7 +129,7 @@ def _arguments(call: Call, kernel: str) -> dict[str, Any]:
         "right": 0,
         "mask_batch_step": 0,
         "mask_head_step": 0,
-        "heads": (HEADS, HEADS // KV_HEADS),
+        "heads": Heads(HEADS, HEADS // KV_HEADS),
         "score": gradient_factors(0.1, 30.0 if call.everything else 0.0, call.dtype),
         "HEAD_DIM": call.head_dim,
         "HEAD_DIM_V": call.head_dim,

@@ -1,14 +1,16 @@
 # mypy: ignore-errors
-"""The term of each query that all kernels of the backward pass share.
+"""Sums over rows that the backward pass needs: delta of each query, and the gradient of sinks.
 
-    delta[i] = sum_d dout[i, d] * out[i, d] - dlse[i]
+    delta[i]  = sum_d dout[i, d] * out[i, d] - dlse[i]
+    dsinks[h] = - sum_i exp(sinks[h] - lse[i]) * delta[i]
 
-out, dout [B, H, S, Dv], delta, lse, dlse [B, H, S] fp32, or packed: [T, H, Dv] and [H, T]. One
-program computes TILE_M rows of one head. Rows that see nothing (lse -inf) give 0, whatever dlse
-holds there. Called by the implementations of `bsk::attn_bwd`.
+out, dout [B, H, S, Dv], delta, lse, dlse [B, H, S] fp32, or packed: [T, H, Dv] and [H, T]. Rows
+that see nothing (lse -inf) have delta 0, whatever dlse holds there. Sums have one order. Called by
+the implementations of `bsk::attn_bwd`.
 """
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +19,8 @@ import triton.language as tl
 from ...core.compile_cases import CompileCase, compile_cases
 from ...device.backprop import sink_gradients
 from ...device.masks import exists
-from ...device.schedule import plane_offset
+from ...device.records import Strides
+from ...device.schedule import head_offset
 from ...device.tiles import load_rows
 from ...launch.launcher import cdiv, launch, on_device_of
 from ..operands import token_strides
@@ -26,30 +29,39 @@ from ..operands import token_strides
 TILE_ELEMENTS = 4096
 
 
+class Outputs(NamedTuple):
+    """What the forward pass gave and what came back for it: pointers, and their strides."""
+
+    out: Any
+    dout: Any
+    lse: Any
+    """Contiguous."""
+    dlse: Any
+    """None where nothing came back for lse."""
+    out_strides: Strides
+    dout_strides: Strides
+    dlse_strides: Strides
+
+
 @triton.jit
 def delta_of_rows(
-    tensors, strides, plane, heads, offs_m, q_len, HEAD_DIM_V: tl.constexpr, TILE_DV: tl.constexpr
+    outputs, batch_head, heads, offs_m, q_len, HEAD_DIM_V: tl.constexpr, TILE_DV: tl.constexpr
 ):
-    """delta and lse of rows `offs_m` of a plane; 0 and -inf for rows past the end.
-
-    `tensors` are out, dout, lse and dlse or None, `strides` those of out, dout and dlse.
-    """
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr = tensors
-    out_strides, dout_strides, dlse_strides = strides
-    batch, head = plane // heads, plane % heads
+    """delta and lse of rows `offs_m` of a (batch, head); 0 and -inf for rows past the end."""
+    batch, head = batch_head // heads, batch_head % heads
     offs_d = tl.arange(0, TILE_DV)
     live = exists(offs_m, q_len)
-    out_ptr += plane_offset(batch, head, 0, out_strides)
-    dout_ptr += plane_offset(batch, head, 0, dout_strides)
-    out = load_rows(out_ptr, offs_m, out_strides[2], offs_d, q_len, HEAD_DIM_V)
-    dout = load_rows(dout_ptr, offs_m, dout_strides[2], offs_d, q_len, HEAD_DIM_V)
+    out_ptr = outputs.out + head_offset(batch, head, 0, outputs.out_strides)
+    dout_ptr = outputs.dout + head_offset(batch, head, 0, outputs.dout_strides)
+    out = load_rows(out_ptr, offs_m, outputs.out_strides.token, offs_d, q_len, HEAD_DIM_V)
+    dout = load_rows(dout_ptr, offs_m, outputs.dout_strides.token, offs_d, q_len, HEAD_DIM_V)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        offset = plane_offset(batch, head, 0, dlse_strides)
-        rows = tl.cast(offs_m, tl.int64) * dlse_strides[2]
-        delta -= tl.load(dlse_ptr + offset + rows, mask=live, other=0.0).to(tl.float32)
-    row = tl.cast(plane, tl.int64) * q_len + offs_m
-    lse = tl.load(lse_ptr + row, mask=live, other=-float("inf"))
+    if outputs.dlse is not None:
+        offset = head_offset(batch, head, 0, outputs.dlse_strides)
+        rows = tl.cast(offs_m, tl.int64) * outputs.dlse_strides.token
+        delta -= tl.load(outputs.dlse + offset + rows, mask=live, other=0.0).to(tl.float32)
+    row = tl.cast(batch_head, tl.int64) * q_len + offs_m
+    lse = tl.load(outputs.lse + row, mask=live, other=-float("inf"))
     return tl.where(lse == -float("inf"), 0.0, delta), lse
 
 
@@ -69,14 +81,13 @@ def _attn_delta_kernel(
     TILE_M: tl.constexpr,
     TILE_DV: tl.constexpr,
 ):
-    """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one plane."""
+    """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one (batch, head)."""
     q_tiles = (q_len + TILE_M - 1) // TILE_M
-    plane = tl.program_id(0) // q_tiles
+    batch_head = tl.program_id(0) // q_tiles
     offs_m = tl.program_id(0) % q_tiles * TILE_M + tl.arange(0, TILE_M)
-    tensors = (out_ptr, dout_ptr, lse_ptr, dlse_ptr)
-    strides = (out_strides, dout_strides, dlse_strides)
-    delta, _ = delta_of_rows(tensors, strides, plane, heads, offs_m, q_len, HEAD_DIM_V, TILE_DV)
-    row = tl.cast(plane, tl.int64) * q_len + offs_m
+    outputs = Outputs(out_ptr, dout_ptr, lse_ptr, dlse_ptr, out_strides, dout_strides, dlse_strides)
+    delta, _ = delta_of_rows(outputs, batch_head, heads, offs_m, q_len, HEAD_DIM_V, TILE_DV)
+    row = tl.cast(batch_head, tl.int64) * q_len + offs_m
     tl.store(delta_ptr + row, delta, mask=exists(offs_m, q_len))
 
 
@@ -100,12 +111,12 @@ def launch_attn_delta(
     out, dout : [B, H, S, Dv] or packed [T, H, Dv]; any strides with a contiguous last dimension
     dlse : like lse with any strides, or None where nothing comes back for lse
     """
-    planes, q_len = delta.shape[:-1].numel(), delta.shape[-1]
+    batch_heads, q_len = delta.shape[:-1].numel(), delta.shape[-1]
     tile_m, tile_d = _tiles(out.shape[-1])
-    programs = planes * cdiv(q_len, tile_m)
+    programs = batch_heads * cdiv(q_len, tile_m)
     if programs == 0:
         return
-    dlse_strides = (0, 0, 0) if dlse is None else (0, 0, *dlse.stride())[-3:]
+    dlse_strides = Strides(*((0, 0, 0) if dlse is None else (0, 0, *dlse.stride())[-3:]))
     args = (
         delta,
         out,
@@ -130,7 +141,7 @@ def _delta_cases() -> Iterator[CompileCase]:
     kinds = ((torch.float16, 80), (torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 256))
     for dtype, v_dim in kinds:
         tile_m, tile_d = _tiles(v_dim)
-        strides = (32 * 4096 * v_dim, v_dim, 32 * v_dim)
+        strides = Strides(32 * 4096 * v_dim, v_dim, 32 * v_dim)
         yield CompileCase(
             f"attn_delta/{str(dtype).split('.')[-1]}-d{v_dim}",
             _attn_delta_kernel,
@@ -139,7 +150,7 @@ def _delta_cases() -> Iterator[CompileCase]:
                 **{f"{name}_ptr": torch.float32 for name in ("delta", "lse", "dlse")},
                 "out_strides": strides,
                 "dout_strides": strides,
-                "dlse_strides": (32 * 4096, 4096, 1),
+                "dlse_strides": Strides(32 * 4096, 4096, 1),
                 "q_len": 4096,
                 "heads": 32,
                 "HEAD_DIM_V": v_dim,
@@ -149,12 +160,8 @@ def _delta_cases() -> Iterator[CompileCase]:
         )
 
 
-# Gradient of the sinks: one number per head, a sum over all queries in one order.
-#
-#     dsinks[h] = - sum_i exp(sinks[h] - lse[i]) * delta[i]
-#
-# lse and delta [B, H, S] fp32, or packed [H, T]. A first launch adds up ROWS queries of one head
-# per program, a second one the partial sums of a head. Called by `bsk::attn_bwd`.
+# Gradient of the sinks: a first launch adds up ROWS queries of one head per program, a second one
+# the partial sums of a head.
 
 # Queries of one program, and how many of them it reads at a time.
 ROWS = 16384
@@ -180,7 +187,7 @@ def _sink_parts_kernel(
     head = tl.program_id(0) // num_parts
     part = tl.program_id(0) % num_parts
     if cu_seqlens_ptr is not None:
-        # tokens past the last sequence belong to nobody
+        # tokens past the last sequence belong to none
         num_rows = tl.load(cu_seqlens_ptr + num_sequences)
     sink = tl.load(sinks_ptr + head)
     total = tl.zeros([TILE_ROWS], tl.float32)

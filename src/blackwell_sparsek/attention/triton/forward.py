@@ -14,34 +14,51 @@ past the lengths and absent blocks are not read; NaN in a value that only some q
 see reaches all of them.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from ...calls.attention import AttnSpec
 from ...device.masks import exists, position, row_bounds
-from ...device.schedule import lse_offset, plane_offset
+from ...device.records import Band, Lengths, Score
+from ...device.schedule import head_offset, lse_offset
 from ...device.scores import cap, fold_sign
 from ...device.softmax import add_sink, finalise, init_state, softmax_step
 from ...device.tile_walk import full_tile, masked_key_tile, place_query_tile, plan_keys
 from ...device.tiles import load_rows, store_rows
-from ...device.visits import num_full_units, num_masked_units, num_tiles
+from ...device.visits import num_full_blocks, num_masked_blocks, num_tiles
 from ...launch.launcher import cdiv, launch, on_device_of
 from ..operands import AttnStrides, kernel_operands, token_strides
 from .tuning import AttnFwdConfig
+
+
+class State(NamedTuple):
+    """Softmax state of each query, and the sum of values that goes with it."""
+
+    m_log2: Any
+    row_sum: Any
+    acc: Any
+
+
+class Keys(NamedTuple):
+    """Keys and values of one (batch, head): pointers, and elements from token to token."""
+
+    k: Any
+    v: Any
+    k_stride: Any
+    v_stride: Any
 
 
 @triton.jit
 def _attend_tile(
     state,
     q,
-    k_ptr,
-    v_ptr,
+    keys,
     kv_pos,
     kv_limit,
     visible,
-    k_stride,
-    v_stride,
     score,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -49,19 +66,19 @@ def _attend_tile(
     TILE_DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take one KV tile into (m_log2, row_sum, acc); `visible` None means all of it is."""
+    """Take one KV tile into the state; `visible` None means all of it is."""
     m_log2, row_sum, acc = state
     offs_d = tl.arange(0, TILE_D)
     offs_dv = tl.arange(0, TILE_DV)
-    k = load_rows(k_ptr, kv_pos, k_stride, offs_d, kv_limit, HEAD_DIM)  # [TILE_N, TILE_D]
+    k = load_rows(keys.k, kv_pos, keys.k_stride, offs_d, kv_limit, HEAD_DIM)  # [TILE_N, TILE_D]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [TILE_M, TILE_N]
-    s = cap(s, score[1])
+    s = cap(s, score.inverse_cap)
     if visible is not None:
         s = tl.where(visible, s, -float("inf"))
-    m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score[0])
-    v = load_rows(v_ptr, kv_pos, v_stride, offs_dv, kv_limit, HEAD_DIM_V)  # [TILE_N, TILE_DV]
+    m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score.factor)
+    v = load_rows(keys.v, kv_pos, keys.v_stride, offs_dv, kv_limit, HEAD_DIM_V)  # [TILE_N, TILE_DV]
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-    return m_log2, row_sum, acc
+    return State(m_log2, row_sum, acc)
 
 
 @triton.jit(
@@ -101,7 +118,7 @@ def _attn_fwd_kernel(
     # in shared memory, ptxas of CUDA 12.8 may lose the address of one.
     NARROWEST: tl.constexpr = HEAD_DIM if HEAD_DIM <= 128 else 16
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, NARROWEST, 16))
-    UNIT: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
+    KV_BLOCK: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
     ELEMENT_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     KV_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * ELEMENT_BYTES
     tl.static_assert((BLOCK_KV is None) == (block_lists is None))
@@ -115,50 +132,52 @@ def _attn_fwd_kernel(
     if q_start >= q_len:
         return
     mask_row = batch * mask_batch_step + q_head * mask_head_step
-    lengths, band = (q_len, kv_len), (left, right)
+    lengths, band = Lengths(q_len, kv_len), Band(left, right)
     plan = plan_keys(block_lists, mask_row, q_start, lengths, band, TILE_M, TILE_N, BLOCK_KV)
 
     offs_m = q_start + tl.arange(0, TILE_M)
-    q_ptr += plane_offset(batch, q_head, q_first, strides.q)
-    k_ptr += plane_offset(batch, kv_head, kv_first, strides.k)
-    v_ptr += plane_offset(batch, kv_head, kv_first, strides.v)
-    q = load_rows(q_ptr, offs_m, strides.q[2], tl.arange(0, TILE_D), q_len, HEAD_DIM)
-    q, scale_log2 = fold_sign(q, score[0])
-    score = (scale_log2, score[1])
+    q_ptr += head_offset(batch, q_head, q_first, strides.q)
+    k_ptr += head_offset(batch, kv_head, kv_first, strides.k)
+    v_ptr += head_offset(batch, kv_head, kv_first, strides.v)
+    keys = Keys(k_ptr, v_ptr, strides.k.token, strides.v.token)
+    q = load_rows(q_ptr, offs_m, strides.q.token, tl.arange(0, TILE_D), q_len, HEAD_DIM)
+    q, scale_log2 = fold_sign(q, score.factor)
+    score = Score(scale_log2, score.inverse_cap)
     q_pos = position(offs_m, q_len, kv_len)
     row_limits = row_bounds(q_pos, kv_len, left, right)
     m_log2, row_sum = init_state(q_pos)
-    acc = tl.zeros([TILE_M, TILE_DV], tl.float32)
+    state = State(m_log2, row_sum, tl.zeros([TILE_M, TILE_DV], tl.float32))
 
-    num_masked = num_masked_units(plan)
-    for kv_tile in tl.range(0, num_tiles(num_masked, TILE_N, UNIT)):
+    num_masked = num_masked_blocks(plan)
+    for kv_tile in tl.range(0, num_tiles(num_masked, TILE_N, KV_BLOCK)):
         kv_pos, visible = masked_key_tile(
             block_lists, plan, num_masked, kv_tile, row_limits, offs_m, q_start, kv_len,
-            TILE_N, UNIT,
+            TILE_N, KV_BLOCK,
         )  # fmt: skip
-        m_log2, row_sum, acc = _attend_tile(
-            (m_log2, row_sum, acc), q, k_ptr, v_ptr, kv_pos, kv_len, visible,
-            strides.k[2], strides.v[2], score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
-        )  # fmt: skip
-
-    num_full = num_full_units(plan)
-    for kv_tile in tl.range(0, num_tiles(num_full, TILE_N, UNIT)):
-        kv_pos = full_tile(block_lists, plan, num_full, kv_tile, kv_len, TILE_N, UNIT)
-        m_log2, row_sum, acc = _attend_tile(
-            (m_log2, row_sum, acc), q, k_ptr, v_ptr, kv_pos, None, None,
-            strides.k[2], strides.v[2], score, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+        state = _attend_tile(
+            state, q, keys, kv_pos, kv_len, visible, score,
+            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
         )  # fmt: skip
 
+    num_full = num_full_blocks(plan)
+    for kv_tile in tl.range(0, num_tiles(num_full, TILE_N, KV_BLOCK)):
+        kv_pos = full_tile(block_lists, plan, num_full, kv_tile, kv_len, TILE_N, KV_BLOCK)
+        state = _attend_tile(
+            state, q, keys, kv_pos, None, None, score,
+            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+        )  # fmt: skip
+
+    m_log2, row_sum, acc = state
     if sinks_ptr is not None:
         m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(sinks_ptr + q_head))
         acc *= rescale[:, None]
     inverse, lse = finalise(m_log2, row_sum)
 
-    out_ptr += plane_offset(batch, q_head, q_first, strides.out)
+    out_ptr += head_offset(batch, q_head, q_first, strides.out)
     offs_dv = tl.arange(0, TILE_DV)
     out = acc * inverse[:, None]
-    store_rows(out_ptr, offs_m, strides.out[2], offs_dv, out, q_len, HEAD_DIM_V)
-    lse_ptr += lse_offset(batch, q_head, q_first, heads[0], lse_head_stride, cu_seqlens[0])
+    store_rows(out_ptr, offs_m, strides.out.token, offs_dv, out, q_len, HEAD_DIM_V)
+    lse_ptr += lse_offset(batch, q_head, q_first, heads.q, lse_head_stride, cu_seqlens.q)
     tl.store(lse_ptr + offs_m, lse, exists(offs_m, q_len))
 
 

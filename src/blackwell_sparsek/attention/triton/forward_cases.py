@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ...device.records import CuSeqlens, Heads, MaskLists, Strides
 from ..operands import AttnStrides, score_factors
 from .forward import _attn_fwd_kernel
 from .tuning import AttnFwdConfig
@@ -77,22 +78,22 @@ BUILDS: Mapping[Call, Mapping[int, tuple[int, int, int, int]]] = {
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    def strides(heads: int, dim: int) -> tuple[int, int, int]:
+    def strides(heads: int, dim: int) -> Strides:
         if call.head_dim_v is not None:
-            return (heads * TOKENS * dim, TOKENS * dim, dim)
+            return Strides(heads * TOKENS * dim, TOKENS * dim, dim)
         row = heads * dim
-        return (0 if call.everything else TOKENS * row, dim, row)
+        return Strides(0 if call.everything else TOKENS * row, dim, row)
 
     d, dv = call.head_dim, call.head_dim_v or call.head_dim
     lists = None
     if call.block_size is not None:
-        lists = (*(torch.int32,) * 5, call.block_size[0])
+        lists = MaskLists(*(torch.int32,) * 5, call.block_size[0])
     data = {f"{name}_ptr": call.dtype for name in ("out", "q", "k", "v")}
     return {
         **data,
         "lse_ptr": torch.float32,
         "sinks_ptr": torch.float32 if call.everything else None,
-        "cu_seqlens": (torch.int32, torch.int32) if call.everything else (None, None),
+        "cu_seqlens": CuSeqlens(*((torch.int32 if call.everything else None),) * 2),
         "block_lists": lists,
         "strides": AttnStrides(
             strides(HEADS, dv), strides(HEADS, d), strides(KV_HEADS, d), strides(KV_HEADS, dv)
@@ -104,7 +105,7 @@ def _arguments(call: Call) -> dict[str, Any]:
         "right": 0,
         "mask_batch_step": 0,
         "mask_head_step": 0,
-        "heads": (HEADS, HEADS // KV_HEADS),
+        "heads": Heads(HEADS, HEADS // KV_HEADS),
         "score": score_factors(0.1, 30.0 if call.everything else 0.0),
         "HEAD_DIM": call.head_dim,
         "HEAD_DIM_V": dv,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ...core.compile_cases import CompileCase, compile_cases
+from ...device.records import Strides
 from ...device.softmax import merge_partials, merge_weights
 from ...launch.launcher import cdiv, on_device_of
 
@@ -21,6 +22,12 @@ from ...launch.launcher import cdiv, on_device_of
 # so many addresses that sm_80 spills.
 TILE_ELEMENTS = 1024
 MAX_TILE_D = 256
+
+
+@triton.jit
+def _row_offsets(batch, head, q_pos, strides):
+    """Offsets of rows in a tensor with these strides."""
+    return batch * strides.batch + head * strides.head + q_pos * strides.token
 
 
 @triton.jit(do_not_specialize=["num_rows", "heads", "q_len"])
@@ -51,15 +58,15 @@ def _merge_states_kernel(
     batch = row // q_len // heads
     q_pos = row % q_len
 
-    lse_a_offs = batch * lse_a_strides[0] + head * lse_a_strides[1] + q_pos * lse_a_strides[2]
-    lse_b_offs = batch * lse_b_strides[0] + head * lse_b_strides[1] + q_pos * lse_b_strides[2]
+    lse_a_offs = _row_offsets(batch, head, q_pos, lse_a_strides)
+    lse_b_offs = _row_offsets(batch, head, q_pos, lse_b_strides)
     lse_a = tl.load(lse_a_ptr + lse_a_offs, mask=mask_m, other=float("-inf"))
     lse_b = tl.load(lse_b_ptr + lse_b_offs, mask=mask_m, other=float("-inf"))
     weight_a, weight_b, lse = merge_weights(lse_a, lse_b)
 
-    o_a_offs = batch * o_a_strides[0] + head * o_a_strides[1] + q_pos * o_a_strides[2]
-    o_b_offs = batch * o_b_strides[0] + head * o_b_strides[1] + q_pos * o_b_strides[2]
-    out_offs = batch * out_strides[0] + head * out_strides[1] + q_pos * out_strides[2]
+    o_a_offs = _row_offsets(batch, head, q_pos, o_a_strides)
+    o_b_offs = _row_offsets(batch, head, q_pos, o_b_strides)
+    out_offs = _row_offsets(batch, head, q_pos, out_strides)
     for d_start in range(0, v_dim, TILE_D):
         offs_d = d_start + tl.arange(0, TILE_D)
         mask = mask_m[:, None] & (offs_d < v_dim)[None, :]
@@ -69,8 +76,7 @@ def _merge_states_kernel(
         out = out.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_offs[:, None] + offs_d[None, :], out, mask=mask)
 
-    lse_offs = batch * lse_strides[0] + head * lse_strides[1] + q_pos * lse_strides[2]
-    tl.store(lse_ptr + lse_offs, lse, mask=mask_m)
+    tl.store(lse_ptr + _row_offsets(batch, head, q_pos, lse_strides), lse, mask=mask_m)
 
 
 def _tiles(v_dim: int) -> tuple[int, int]:
@@ -110,12 +116,7 @@ def launch_merge_states(
             lse_a,
             o_b,
             lse_b,
-            out.stride()[:3],
-            lse.stride(),
-            o_a.stride()[:3],
-            lse_a.stride(),
-            o_b.stride()[:3],
-            lse_b.stride(),
+            *(Strides(*x.stride()[:3]) for x in (out, lse, o_a, lse_a, o_b, lse_b)),
             num_rows,
             heads,
             q_len,
@@ -131,8 +132,8 @@ def _cases():
     kinds = ((torch.float16, 40), (torch.float16, 64), (torch.bfloat16, 128), (torch.float32, 512))
     for dtype, v_dim in kinds:
         tile_rows, tile_d = _tiles(v_dim)
-        o_strides = (32 * 4096 * v_dim, v_dim, 32 * v_dim)
-        lse_strides = (32 * 4096, 4096, 1)
+        o_strides = Strides(32 * 4096 * v_dim, v_dim, 32 * v_dim)
+        lse_strides = Strides(32 * 4096, 4096, 1)
         yield CompileCase(
             f"merge_states/{str(dtype).split('.')[-1]}-d{v_dim}",
             _merge_states_kernel,

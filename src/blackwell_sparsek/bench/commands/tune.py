@@ -12,10 +12,10 @@ import torch
 
 from ...attention.triton.tuning import AttnFwdConfig, attn_fwd_config
 from ...calls.attention import AttnProblem, AttnSpec, empty_lse, empty_out
+from ...calls.matmul import MatmulCall, PatternTensors
 from ...core.errors import Unsupported
 from ...dispatch.tuned import Tile, file_name, key_of, write_tiles
 from ...masks.band import band_of
-from ...matmul.problem import rows_product
 from ...matmul.triton.tuning import spmm_config, spmm_config_of, spmm_facts
 from ..measure import told
 from ..suites.attention_problem import Attention, AttentionInputs
@@ -85,28 +85,30 @@ def tune_product(
 ) -> tuple[str, Tile] | None:
     """The key and the best tile of a product, or None where the built-in one is best."""
     from ...matmul.plan import spmm_plan
+    from ...matmul.rows import rows_product
     from ...matmul.triton.spmm import launch_spmm
 
     inputs = product.build(device)
     sparse = inputs.sparse
-    given = (sparse.storage, sparse.pattern.tensors(), list(sparse.pattern.shape), False, inputs.x)
-    rows = rows_product(*given, False, None, None, None, None)
-    built_in = spmm_config(rows.problem, "ieee")
+    pattern = PatternTensors(*sparse.pattern.tensors())
+    call = MatmulCall(sparse.storage, pattern, sparse.pattern.shape, False, inputs.x, False)
+    made = rows_product(call)
+    built_in = spmm_config(made.problem, "ieee")
     first = (built_in.tile_n, built_in.tile_k, built_in.num_warps, built_in.num_stages)
 
     def run(tile: Tile) -> torch.Tensor:
-        config = spmm_config_of(rows.problem, "ieee", tile)
-        plan = spmm_plan(rows.indptr, sparse.storage.shape[0], rows.cols_b, config.chunk)
-        ((out, x),) = rows.parts
-        fixed = (rows.blocks, rows.indices, rows.perm)
-        launch_spmm(out, *fixed, x, None, None, None, plan, config)
-        return rows.out
+        config = spmm_config_of(made.problem, "ieee", tile)
+        rows = made.rows
+        plan = spmm_plan(rows.indptr, rows.blocks.shape[0], rows.cols_b, config.chunk)
+        (views,) = made.parts
+        launch_spmm(views, rows, None, None, plan, config)
+        return made.out
 
     block = f"{product.block[0]}x{product.block[1]}"
     title = f"{product.rows}^3, blocks {block} at {product.density:.0%}"
     tiles = product_candidates(first)
     winner = _fastest(title, tiles, run, inputs.check(), device, say, time_all)
-    return None if winner is None else (key_of(spmm_facts(rows.problem, "ieee")), winner)
+    return None if winner is None else (key_of(spmm_facts(made.problem, "ieee")), winner)
 
 
 def _fastest(

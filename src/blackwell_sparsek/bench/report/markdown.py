@@ -1,6 +1,11 @@
-"""Results files as Markdown, and the pages that show them: `bsk report --write`."""
+"""Results files as Markdown, and the pages that show them: `bsk report --write`.
+
+README.md and docs/results/index.md have figures between two markers; docs/results/<suite>.md is
+generated as a whole. All of it comes from benchmarks/results, and a test compares them.
+"""
 
 import pathlib
+import posixpath
 from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
@@ -83,7 +88,7 @@ def _headline_time(figures: dict[str, Any]) -> str:
 MODES = {
     "eager": "single calls",
     "graph": "CUDA graph",
-    "sustained": "call after call",
+    "sustained": "sustained",
     "host": "host time",
     "reported": "fresh process",
 }
@@ -172,7 +177,7 @@ def _largest_blocks_first(size: tuple[float, ...], block: tuple[float, ...]) -> 
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 RESULTS = pathlib.Path("benchmarks/results")
-# The order in which pages show suites: README.md a few cases of them, the other page everything.
+# The order of suites: README.md shows a few cases of them, docs/results/ a page for each.
 SUITES = (
     "matmul_founding",
     "matmul_decode",
@@ -195,7 +200,9 @@ SUITES = (
     "first_call",
 )
 SUMMARY = pathlib.Path("README.md")
-PAGES = (SUMMARY, pathlib.Path("docs/results.md"))
+INDEX = pathlib.Path("docs/results/index.md")
+# Pages with a generated section; `suite_pages` are generated as a whole.
+PAGES = (SUMMARY, INDEX)
 # Suites whose plots the summary shows.
 PLOTTED = ("matmul_founding", "attention_dense")
 PLOTS = pathlib.Path("docs/plots")
@@ -299,11 +306,22 @@ def section_of(page: pathlib.Path, folder: pathlib.Path) -> str:
         shown = [document for document in documents if document["suite"] in PLOTTED]
         parts = [headlines(documents), *(link for d in shown for link in _links(d, page))]
         return "\n\n".join(part for part in parts if part)
-    parts = [overview] if (overview := summary(documents)) else []
-    for document in documents:
+    names = [document["suite"] for document in documents]
+    pages = " · ".join(f"[{name.replace('_', ' ')}]({name}.md)" for name in names)
+    return "\n\n".join(part for part in (pages, summary(documents)) if part)
+
+
+def suite_pages(folder: pathlib.Path) -> dict[str, str]:
+    """The page of every suite, by the name of its file from the root of the repository."""
+    pages = {}
+    for document in committed(folder):
+        page = INDEX.with_name(f"{document['suite']}.md")
+        title = f"# {document['suite'].replace('_', ' ').capitalize()}"
+        source = f"Generated from `{(RESULTS / document['suite']).as_posix()}.json`; do not edit."
         heading, *tables = suite_tables(document).split("\n\n")
-        parts.append("\n\n".join([heading, *_links(document, page), *tables]))
-    return "\n\n".join(parts)
+        parts = [title, source, heading, *_links(document, page), *tables]
+        pages[page.as_posix()] = "\n\n".join(parts) + "\n"
+    return pages
 
 
 def committed(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -313,8 +331,10 @@ def committed(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _links(document: dict[str, Any], page: pathlib.Path) -> list[str]:
-    above = "../" * (len(page.parts) - 1)
-    return [f"![{plot.caption}]({above}{name})" for name, plot in headline(document)]
+    start = page.parent.as_posix()
+    return [
+        f"![{plot.caption}]({posixpath.relpath(name, start)})" for name, plot in headline(document)
+    ]
 
 
 def with_section(text: str, section: str) -> str:
@@ -345,7 +365,7 @@ def plot_files(folder: pathlib.Path) -> dict[str, str]:
 
 def write_pages(root: pathlib.Path) -> None:
     """Put the figures of the committed results into the pages of a repository."""
-    for name, content in plot_files(root / RESULTS).items():
+    for name, content in (plot_files(root / RESULTS) | suite_pages(root / RESULTS)).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
     for page in PAGES:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 MODE_HEADS = {
-    "eager": "single calls between pauses, cold L2",
+    "eager": "single calls, cold L2",
     "graph": "in a CUDA graph, cold inputs",
-    "sustained": "call after call without a pause",
+    "sustained": "sustained",
     "host": "host time of a call",
     "reported": "in a fresh process",
 }

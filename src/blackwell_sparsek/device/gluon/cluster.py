@@ -1,9 +1,11 @@
 # mypy: ignore-errors
-"""Programs of a cluster that share copies, which Gluon of Triton 3.6 cannot express.
+"""Programs (CTAs) of a cluster: multicast copies, remote barriers, exchange of sums.
 
-Neighbouring programs that are launched as a cluster reach each other's shared memory. One copy may
-arrive at the same place in several of them, and report its bytes to each one's barrier. All
-addresses are those of `warps.shared_address`.
+Programs launched as a cluster reach each other's shared memory (distributed shared memory). Gluon
+of Triton 3.6 cannot express that, so it is inline PTX here. Addresses are those of
+`warps.shared_address`: the same offset means the same place in every program of the cluster. Triton
+does not know about any of these accesses, and so puts no barriers or fences around them; where that
+is unsafe the caller must order them itself.
 """
 
 from triton.experimental import gluon
@@ -14,7 +16,7 @@ from .warps import wait_at
 
 @gluon.jit
 def cluster_rank():
-    """Number of the program in its cluster."""
+    """Rank of the program in its cluster."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %cluster_ctarank;", "=r,r", [0], gl.int32, True, 1
     )
@@ -22,10 +24,10 @@ def cluster_rank():
 
 @gluon.jit
 def cluster_barrier():
-    """Wait for all threads of all programs of the cluster; each has to call this.
+    """Wait for all threads of all programs of the cluster; every thread has to call this.
 
-    Barriers that were set up before are known to all behind it. It orders nothing else: a release
-    to the cluster waits for memory, a microsecond.
+    It makes the initialisation of mbarriers visible to the cluster and orders nothing else: a
+    release at cluster scope would wait for memory, which takes a microsecond.
     """
     gl.inline_asm_elementwise(
         "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed; "
@@ -35,21 +37,22 @@ def cluster_barrier():
 
 
 @gluon.jit
-def copy_tile(parameter: gl.constexpr, place, bar, address, programs):
-    """Copy a tile to `address` of the programs whose bits are set, and report it at their `bar`.
+def copy_tile(parameter: gl.constexpr, coordinates, bar, address, programs):
+    """TMA copy of a tile to `address`, with its bytes reported to the barrier at `bar`.
 
-    With None for `programs` to this program alone. `parameter` is the name of a kernel's parameter
-    in PTX, a descriptor, since Triton 3.6 hands none to assembly; `place` are two or three
-    coordinates. Triton does not see these copies: those that it does see it fences off from
-    all that uses the same allocation, and a fence waits for loads. Called by one warp.
+    `programs` is the bit mask of the ranks that receive it (multicast), each at its own `address`
+    and `bar`; None: this program alone. `parameter` is the PTX name of the kernel parameter that
+    holds the descriptor, because Triton 3.6 cannot pass one to inline assembly; `coordinates` are
+    two or three. A copy that Triton knows about is fenced off from every other use of the same
+    allocation, and such a fence waits for loads: this one is not. Called by one warp.
     """
     many: gl.constexpr = programs is not None
     head: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 t; .reg .b16 m; .reg .b64 d; mov.u32 t, %laneid; "
         "setp.eq.u32 p, t, 0; cvt.u16.u32 m, $3; mov.b64 d, "
     )
-    dims: gl.constexpr = ("2d", "3d")[len(place) - 2]
-    coordinates: gl.constexpr = ("{$5, $4}", "{$6, $5, $4}")[len(place) - 2]
+    dims: gl.constexpr = ("2d", "3d")[len(coordinates) - 2]
+    operands: gl.constexpr = ("{$5, $4}", "{$6, $5, $4}")[len(coordinates) - 2]
     copy: gl.constexpr = "; cvta.param.u64 d, d; @p cp.async.bulk.tensor."
     kind: gl.constexpr = ".shared::cluster.global.mbarrier::complete_tx::bytes"
     to_many: gl.constexpr = ".multicast::cluster" if many else ""
@@ -62,20 +65,22 @@ def copy_tile(parameter: gl.constexpr, place, bar, address, programs):
         + kind
         + to_many
         + " [$2], [d, "
-        + coordinates
+        + operands
         + "], [$1]"
         + mask
         + "; mov.b32 $0, 0; }"
     )
     bits = programs if many else 0
-    if len(place) == 2:
+    if len(coordinates) == 2:
+        row, col = coordinates
         gl.inline_asm_elementwise(
-            *(asm, "=r,r,r,r,r,r,~{memory}", [bar, address, bits, place[0], place[1]]),
+            *(asm, "=r,r,r,r,r,r,~{memory}", [bar, address, bits, row, col]),
             *(gl.int32, False, 1),
         )
     else:
+        plane, row, col = coordinates
         gl.inline_asm_elementwise(
-            *(asm, "=r,r,r,r,r,r,r,~{memory}", [bar, address, bits, place[0], place[1], place[2]]),
+            *(asm, "=r,r,r,r,r,r,r,~{memory}", [bar, address, bits, plane, row, col]),
             *(gl.int32, False, 1),
         )
 
@@ -93,20 +98,22 @@ def arrive_at_all(address, live, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def arrive_at(address, program):
-    """Arrive once for this warp at the barrier at `address` of one program of the cluster."""
+def arrive_at_rank(address, rank):
+    """Arrive once for this warp at the barrier at `address` of the program of that rank."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
         "bar.warp.sync -1; mapa.shared::cluster.u32 a, $1, $2; "
         "@p mbarrier.arrive.shared::cluster.b64 _, [a]; mov.b32 $0, 0; }",
-        *("=r,r,r,~{memory}", [address, program], gl.int32, False, 1),
+        *("=r,r,r,~{memory}", [address, rank], gl.int32, False, 1),
     )
 
 
 @gluon.jit
 def read_shared(address):
-    """An int32 of the program's shared memory, which Triton does not know to be read: it would
-    put a fence between this and each copy to the same allocation.
+    """An int32 of this program's shared memory.
+
+    Triton does not know about this load: it would put a fence between it and every copy to the same
+    allocation.
     """
     return gl.inline_asm_elementwise(
         "ld.volatile.shared.b32 $0, [$1];", "=r,r,~{memory}", [address], gl.int32, False, 1
@@ -114,7 +121,7 @@ def read_shared(address):
 
 
 @gluon.jit
-def send_in_cluster(number, address, bar, SIZE: gl.constexpr):
+def write_to_all(number, address, bar, SIZE: gl.constexpr):
     """Write an int32 to `address` of each of SIZE programs, and report it at their `bar`."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; .reg .b32 a; .reg .b32 b; mov.u32 t, %laneid; "
@@ -126,23 +133,22 @@ def send_in_cluster(number, address, bar, SIZE: gl.constexpr):
     )
 
 
-# Two programs of a cluster that have summed parts of the same products: each finishes a half.
+# Split K over two programs: each has summed its part of the products and finishes half the columns.
 #
-# Sums [64, width] lie in registers as WGMMA leaves them. Each program sends the columns that the
-# other one finishes to that one's shared memory, its *mailbox*, from where the same threads take
-# them. This happens once, and a program may end with it: nobody writes to it afterwards. Nothing of
-# this is known to Triton, which would put barriers and fences around it; addresses are those of
-# `warps.shared_address`.
+# Sums [64, columns] lie in registers as WGMMA leaves them. Each program writes the columns that its
+# partner finishes to the partner's shared memory, and the threads that hold the same places there
+# read them back. A program takes part once and may end right after it: nobody writes to its shared
+# memory later.
 
-# Bytes that 128 threads with four sums each need.
+# Bytes of four sums in each of 128 threads.
 _QUADS_BYTES = gl.constexpr(2048)
 
 
 @gluon.jit
-def open_mailbox(bar, nbytes):
-    """Set up the barrier at `bar` for mail of so many bytes.
+def init_exchange(bar, nbytes):
+    """Initialise the barrier at `bar` to expect `nbytes` of the partner's sums.
 
-    By the first thread of the program, before a `cluster_barrier`.
+    Done by the first thread of the program; a `cluster_barrier` has to follow.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
@@ -153,30 +159,31 @@ def open_mailbox(bar, nbytes):
 
 
 @gluon.jit
-def exchange_halves(acc, box, bar, layout: gl.constexpr):
-    """The half of the columns of both programs' sums that this one finishes, as `layout`.
+def exchange_halves(acc, buffer, bar, layout: gl.constexpr):
+    """Sums of both programs for the half of the columns that this one finishes.
 
-    That is WGMMA's for as many columns, at least 8. Called by the first four warps.
+    `buffer` is where the partner's sums arrive; `layout`, that of the result, is WGMMA's for half
+    the columns, at least 8. Called by the first four warps.
     """
     half: gl.constexpr = acc.shape[1] // 2
     whole_layout: gl.constexpr = acc.type.layout
     rank = cluster_rank()
     col = gl.arange(0, 2 * half, gl.SliceLayout(0, whole_layout))[None, :]
     col = col + gl.zeros(acc.shape, gl.int32, whole_layout)
-    place = box + col % half // 8 * _QUADS_BYTES
+    place = buffer + col % half // 8 * _QUADS_BYTES
     _send(acc, gl.where(col // half == rank, -1, place), col * 0 + bar)
     halves = acc.reshape([acc.shape[0], 2, half])
     side = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, halves.type.layout)))
     own = gl.sum(gl.where(side[None, :, None] == rank, halves, 0.0), 1)
     col = gl.arange(0, half, gl.SliceLayout(0, layout))[None, :]
-    place = box + col // 8 * _QUADS_BYTES + gl.zeros([acc.shape[0], half], gl.int32, layout)
+    place = buffer + col // 8 * _QUADS_BYTES + gl.zeros([acc.shape[0], half], gl.int32, layout)
     wait_at(bar, 0)
     return gl.convert_layout(own, layout) + _receive(place)
 
 
 @gluon.jit
 def _send(values, place, bar):
-    """Send each thread's sums, four at a time, to its own part of `place` unless that is -1."""
+    """Write each thread's sums, four at a time, to the partner at `place` unless that is -1."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; .reg .b32 b; .reg .b32 t; .reg .b32 r; "
         "setp.ge.s32 p, $8, 0; mov.u32 t, %tid.x; shl.b32 t, t, 4; add.u32 a, $8, t; "
@@ -192,7 +199,7 @@ def _send(values, place, bar):
 
 @gluon.jit
 def _receive(place):
-    """What came to each thread's part of `place`."""
+    """Read what the partner wrote for this thread at `place`."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a; mov.u32 a, %tid.x; shl.b32 a, a, 4; add.u32 a, a, $4; "
         "ld.shared.v4.f32 {$0, $1, $2, $3}, [a]; }",

@@ -1,14 +1,16 @@
 # mypy: ignore-errors
 """Between one producer warp and its consumer warp groups: tiles, barriers and a channel for work.
 
-A kernel that keeps running takes *pieces* of work. The producer publishes the numbers that describe
-a piece, one piece a *turn*, and the consumers take them; a channel of depth two lets the producer
-run one piece ahead.
+A persistent kernel takes *work tiles* until none is left. The producer publishes the numbers that
+describe a work tile, and the consumers take them; a channel of depth two lets the producer run one
+work tile ahead. `slot` counts the work tiles of this program.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .records import PackedPlace, Ring, StagePlace, WorkChannel
 
 WORK_DEPTH = gl.constexpr(2)
 
@@ -35,19 +37,25 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr, room: gl.constexpr = 0
 
 
 @gluon.jit
+def ring(smem, stages: gl.constexpr, arrivals: gl.constexpr, room: gl.constexpr = 0):
+    """A `Ring` of `stages`, each emptied by `arrivals` arrivals; `room` is that of `barriers`."""
+    return Ring(smem, barriers(stages, 1, room), barriers(stages, arrivals, room))
+
+
+@gluon.jit
 def work_channel(fields: gl.constexpr, consumers: gl.constexpr):
-    """A channel for pieces of work of `fields` int32 each."""
+    """A `WorkChannel` for work tiles of `fields` int32 each."""
     numbers = gl.allocate_shared_memory(
         gl.int32, [WORK_DEPTH * fields, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    return numbers, barriers(WORK_DEPTH, 1), barriers(WORK_DEPTH, consumers)
+    return WorkChannel(numbers, barriers(WORK_DEPTH, 1), barriers(WORK_DEPTH, consumers))
 
 
 @gluon.jit
 def claim(counter_ptr, programs, total):
-    """The first of `total` pieces that nobody has; `programs` of them have one without asking.
+    """The first of `total` work tiles that nobody has; `programs` have one without asking.
 
-    Everybody asks once for each piece that it has, so the answer to the last question is known:
+    Every program asks once for each tile that it has, so the answer to the last question is known:
     whoever hears it sets the counter back. Relaxed, since nothing but the number is handed over:
     in order with other memory, the warp would wait for all of its own and forget its L1.
     """
@@ -58,37 +66,37 @@ def claim(counter_ptr, programs, total):
 
 
 @gluon.jit
-def publish(channel, turn, fields):
-    """Hand a piece of work to the consumers, once they have read the one before last."""
+def publish(channel, slot, fields):
+    """Hand a work tile to the consumers, once they have read the one before last."""
     numbers, filled, free = channel
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
-    depth = turn % WORK_DEPTH
-    mbarrier.wait(free.index(depth), ((turn // WORK_DEPTH) & 1) ^ 1)
+    depth = slot % WORK_DEPTH
+    mbarrier.wait(free.index(depth), ((slot // WORK_DEPTH) & 1) ^ 1)
     for i in gl.static_range(len(fields)):
         numbers.index(depth * len(fields) + i).store(zero + fields[i])
     mbarrier.arrive(filled.index(depth), count=1)
 
 
 @gluon.jit
-def peek(channel, turn, place: gl.constexpr):
+def peek(channel, slot, place: gl.constexpr):
     """One of the numbers that `take` will return."""
     numbers, filled, _ = channel
     group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    depth = turn % WORK_DEPTH
-    mbarrier.wait(filled.index(depth), (turn // WORK_DEPTH) & 1)
+    depth = slot % WORK_DEPTH
+    mbarrier.wait(filled.index(depth), (slot // WORK_DEPTH) & 1)
     count: gl.constexpr = numbers.shape[0] // WORK_DEPTH
     return gl.max(numbers.index(depth * count + place).load(group), 0)
 
 
 @gluon.jit
-def take(channel, turn, WARPS: gl.constexpr = 4):
-    """The numbers that were published for this turn, to be read by WARPS warps."""
+def take(channel, slot, WARPS: gl.constexpr = 4):
+    """The numbers that were published in this slot, to be read by WARPS warps."""
     numbers, filled, free = channel
     group: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count: gl.constexpr = numbers.shape[0] // WORK_DEPTH
-    depth = turn % WORK_DEPTH
-    mbarrier.wait(filled.index(depth), (turn // WORK_DEPTH) & 1)
+    depth = slot % WORK_DEPTH
+    mbarrier.wait(filled.index(depth), (slot // WORK_DEPTH) & 1)
     fields = ()
     for i in gl.static_range(count):
         fields = fields + (gl.max(numbers.index(depth * count + i).load(group), 0),)  # noqa: RUF005
@@ -98,13 +106,13 @@ def take(channel, turn, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def ring_place(step, STAGES: gl.constexpr):
-    """Stage of a ring and its phase."""
+    """The `StagePlace` of a step: shifts instead of divisions where STAGES allows it."""
     if STAGES == 4:
-        place = step & 3, (step >> 2) & 1
+        place = StagePlace(step & 3, (step >> 2) & 1)
     elif STAGES == 2:
-        place = step & 1, (step >> 1) & 1
+        place = StagePlace(step & 1, (step >> 1) & 1)
     else:
-        place = step % STAGES, (step // STAGES) & 1
+        place = StagePlace(step % STAGES, (step // STAGES) & 1)
     return place
 
 
@@ -128,19 +136,20 @@ WRAP = gl.constexpr(2**34)
 
 
 @gluon.jit
-def plane_place(cu_seqlens_ptr, batch, head, first, length):
-    """What tells the tiles of a plane apart; `first` and `length` are those of its sequence."""
+def tile_place(cu_seqlens_ptr, batch, head, first, length):
+    """Coordinates that the tiles of a (batch, head) share; `first` and `length` are its tokens'."""
     place = (batch, head)
     if cu_seqlens_ptr is not None:
-        place = (first + length, head, ROW_END - length)
+        place = PackedPlace(first + length, head, ROW_END - length)
     return place
 
 
 @gluon.jit
 def tile_at(place, row):
-    """Coordinates of the tile that begins at `row` of a plane."""
+    """Coordinates of the tile that begins at `row` of a (batch, head)."""
     if len(place) == 2:
-        coordinates = (place[0], place[1], row, 0)
+        batch, head = place
+        coordinates = (batch, head, row, 0)
     else:
-        coordinates = (ROW_END, place[0], place[1], place[2] + row, 0)
+        coordinates = (ROW_END, place.end, place.head, place.first_row + row, 0)
     return coordinates

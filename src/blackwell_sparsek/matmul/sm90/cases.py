@@ -1,4 +1,4 @@
-"""What is compiled without a GPU: the main configurations of the Hopper product, as launched."""
+"""Compile cases of the Hopper products: the main configurations of each kernel, as launched."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +12,7 @@ from .config import (
     NarrowSm90Config,
     SpmmSm90Config,
     StripsConfig,
+    WarpRowsConfig,
     narrow_stages_that_fit,
     stages_that_fit,
 )
@@ -19,6 +20,8 @@ from .narrow import _spmm_narrow_sm90_kernel
 from .spmm import _spmm_sm90_kernel
 from .spmm_launch import MAX_REGISTERS
 from .strips import _spmm_strips_kernel
+from .warps import MAX_REGISTERS as WARPS_MAX_REGISTERS
+from .warps import _spmm_warps_kernel
 
 
 def spmm_sm90_case(
@@ -29,7 +32,7 @@ def spmm_sm90_case(
     extras: bool = False,
     max_spill_bytes: int = 0,
 ) -> CompileCase:
-    """A launch of the kernel; `extras` adds bias, residual and rows that were cut."""
+    """A launch of the kernel; `extras` adds bias, residual and split rows."""
     return CompileCase(
         name=f"bsr_spmm_sm90/{name}",
         kernel=_spmm_sm90_kernel,
@@ -37,7 +40,7 @@ def spmm_sm90_case(
             "a_desc": descriptor_type(config.a_block(), dtype),
             "x_desc": descriptor_type(config.x_block(), dtype),
             "out_desc": descriptor_type(config.out_block(), out_dtype or dtype),
-            "part_ptr": torch.float32 if extras else None,
+            "partial_ptr": torch.float32 if extras else None,
             "bias_ptr": dtype if extras else None,
             "residual_ptr": dtype if extras else None,
             "residual_strides": (4096, 1) if extras else None,
@@ -47,9 +50,9 @@ def spmm_sm90_case(
             "counter_ptr": torch.int32,
             "n_rows": 4096,
             "n_cols": 4096,
-            "row_pieces": 32,
-            "panels": 16,
-            "section": 4,
+            "m_tiles": 32,
+            "n_tiles": 16,
+            "raster_group": 4,
             "CFG": config,
         },
         archs=(90,),
@@ -83,7 +86,7 @@ def _spmm_cases() -> Iterator[CompileCase]:
     linear = replace(tall, X_TRANSPOSED=True, OUT_TRANSPOSED=True, ACTIVATION="silu")
     yield spmm_sm90_case("128x128-linear-silu", linear, extras=True)
     gelu = replace(tall, ACTIVATION="gelu", OUT_CHUNKS=4)
-    # a few registers of the erf, once for each tile; the loop has none
+    # the erf spills a few registers, once for each tile; the loop has no spills
     yield spmm_sm90_case("128x128-gelu", gelu, extras=True, max_spill_bytes=64)
     yield spmm_sm90_case("128x128-transposed", replace(tall, A_TRANSPOSED=True))
     yield spmm_sm90_case("64x64-transposed", replace(flat, A_TRANSPOSED=True, X_TRANSPOSED=True))
@@ -94,7 +97,7 @@ def _spmm_cases() -> Iterator[CompileCase]:
 
 @compile_cases
 def _paired_cases() -> Iterator[CompileCase]:
-    # with other releases of Triton no product goes in pairs, and not every one could build it
+    # with other releases of Triton no rows are paired, and not every one could build it
     if not warps_may_part():
         return
     paired = replace(_config(64, 64, 32), PAIRED=True)
@@ -107,7 +110,7 @@ def _paired_cases() -> Iterator[CompileCase]:
     )
 
 
-# What is compiled without a GPU: the configurations of Hopper's products with few columns.
+# Few columns.
 
 
 def narrow_sm90_case(
@@ -116,7 +119,7 @@ def narrow_sm90_case(
     """A launch of the kernel; `extras` adds bias and residual."""
     tiles = f"{config.TILE_M}x{config.TILE_N}x{config.TILE_K}-stages{config.STAGES}"
     parts = [f"{config.BLOCK_H}x{config.BLOCK_W}", tiles]
-    parts += [f"parts{config.PARTS}"] if config.PARTS > 1 else []
+    parts += [f"parts{config.SPLIT_K}"] if config.SPLIT_K > 1 else []
     parts += ["extras"] if extras else []
     return CompileCase(
         name=f"bsr_spmm_narrow_sm90/{'-'.join(parts)}",
@@ -133,9 +136,9 @@ def narrow_sm90_case(
             "records_ptr": torch.int32,
             "n_rows": 4096,
             "n_cols": 64,
-            "items": 3,
+            "tiles_each": 3,
             "width": 33,
-            "early": 4,
+            "prefetch": 4,
             "CFG": config,
         },
         archs=(90,),
@@ -148,13 +151,13 @@ def narrow_sm90_case(
             "st.global.v4": 1,
             "cp.async.bulk.prefetch.L2.global": 1,
         }
-        | ({"st.async": 1} if config.PARTS > 1 else {}),
+        | ({"st.async": 1} if config.SPLIT_K > 1 else {}),
     )
 
 
 @compile_cases
 def _narrow_cases() -> Iterator[CompileCase]:
-    for block, tile_m, tile_k, units in (
+    for block, tile_m, tile_k, stage_blocks in (
         ((128, 128), 64, 128, 1),
         ((256, 256), 64, 128, 1),
         ((128, 64), 64, 64, 2),
@@ -163,38 +166,42 @@ def _narrow_cases() -> Iterator[CompileCase]:
         ((16, 16), 16, 16, 4),
     ):
         for tile_n in (16, 64, 128) if tile_m == 64 else (16, 64):
-            stages = narrow_stages_that_fit(tile_m, tile_n, tile_k * units, False)
-            config = NarrowSm90Config(*block, tile_m, tile_n, tile_k, units, stages)
+            stages = narrow_stages_that_fit(tile_m, tile_n, tile_k * stage_blocks, False)
+            config = NarrowSm90Config(*block, tile_m, tile_n, tile_k, stage_blocks, stages)
             yield narrow_sm90_case(config)
             yield narrow_sm90_case(replace(config, ACTIVATION="gelu"), torch.float16, extras=True)
 
 
 @compile_cases
-def _parted_cases() -> Iterator[CompileCase]:
-    # with other releases of Triton no tile is cut, and not every one could build it
+def _split_cases() -> Iterator[CompileCase]:
+    # with other releases of Triton no tile is split, and not every one could build it
     if not warps_may_part():
         return
-    for block, tile_n, units in (
+    for block, tile_n, stage_blocks in (
         *(((128, 128), tile_n, 1) for tile_n in (16, 32, 64)),
         ((64, 64), 64, 2),
         ((64, 32), 32, 4),
         ((128, 16), 16, 4),
     ):
         tile_k = block[1]
-        stages = narrow_stages_that_fit(64, tile_n, tile_k * units, False, parts=2)
-        config = NarrowSm90Config(*block, 64, tile_n, tile_k, units, stages, PARTS=2)
+        stages = narrow_stages_that_fit(64, tile_n, tile_k * stage_blocks, False, split_k=2)
+        config = NarrowSm90Config(*block, 64, tile_n, tile_k, stage_blocks, stages, SPLIT_K=2)
         yield narrow_sm90_case(config)
         yield narrow_sm90_case(replace(config, ACTIVATION="gelu"), torch.float16, extras=True)
 
 
-# What is compiled without a GPU: products of blocks 16 columns wide with few columns.
+# Few columns and blocks 16 columns wide.
 
 
 def strips_case(
     config: StripsConfig, dtype: torch.dtype = torch.bfloat16, extras: bool = False
 ) -> CompileCase:
     """A launch of the kernel; `extras` adds bias and residual."""
-    parts = [f"{config.BLOCK_H}x16x{config.TILE_N}", f"warps{config.WARPS}", f"units{config.UNITS}"]
+    parts = [
+        f"{config.BLOCK_H}x16x{config.TILE_N}",
+        f"warps{config.WARPS}",
+        f"units{config.K_TILES}",
+    ]
     parts += ["extras"] if extras else []
     return CompileCase(
         name=f"bsr_spmm_strips/{'-'.join(parts)}",
@@ -219,9 +226,9 @@ def strips_case(
         options={"launch_pdl": True},
         # operands come 16 bytes at a time, in and in front of the loop, and so does the result go
         expect={
-            "mma.sync": 4 * config.UNITS * config.TILE_N // 8,
-            "ld.global.cg.v4": 8 * config.UNITS,
-            "ld.global.v4": config.UNITS * config.TILE_N // 2,
+            "mma.sync": 4 * config.K_TILES * config.TILE_N // 8,
+            "ld.global.cg.v4": 8 * config.K_TILES,
+            "ld.global.v4": config.K_TILES * config.TILE_N // 2,
             "st.global.v4": 1,
             "griddepcontrol.wait": 1,
             "cp.async.bulk.prefetch.L2.global": 1,
@@ -234,13 +241,72 @@ def _strips_cases() -> Iterator[CompileCase]:
     # other releases of Triton are not given it
     if not warps_may_part():
         return
-    for height, tile_n, warps, units in (
+    for height, tile_n, warps, k_tiles in (
         (16, 8, 1, 2),
         (16, 16, 1, 1),
         (16, 16, 4, 2),
         (128, 16, 8, 1),
         (16, 32, 2, 1),
     ):
-        config = StripsConfig(height, tile_n, warps, units)
+        config = StripsConfig(height, tile_n, warps, k_tiles)
         yield strips_case(config)
         yield strips_case(replace(config, ACTIVATION="gelu"), torch.float16, extras=True)
+
+
+# One block row per warp.
+
+
+def warp_rows_case(
+    name: str,
+    config: WarpRowsConfig,
+    dtype: torch.dtype = torch.float16,
+    out_dtype: torch.dtype | None = None,
+    extras: bool = False,
+    max_spill_bytes: int = 0,
+) -> CompileCase:
+    """A launch of the kernel; `extras` adds bias and residual."""
+    return CompileCase(
+        name=f"bsr_spmm_warps/{name}",
+        kernel=_spmm_warps_kernel,
+        args={
+            "out_ptr": out_dtype or dtype,
+            "out_stride": 4096,
+            "bias_ptr": dtype if extras else None,
+            "residual_ptr": dtype if extras else None,
+            "residual_strides": (4096, 1) if extras else None,
+            "fragments_ptr": torch.int32,
+            "x_desc": descriptor_type(config.x_block(), dtype),
+            "items_ptr": torch.int32,
+            "cols_ptr": torch.int32,
+            "n_items": 256,
+            "n_rows": 4096,
+            "n_cols": 4096,
+            "per_block": 1,
+            "m_tiles": 16,
+            "n_tiles": 32,
+            "raster_group": 8,
+            "chunks": 32,
+            "CFG": config,
+        },
+        archs=(90,),
+        num_warps=config.WARPS,
+        options={"maxnreg": WARPS_MAX_REGISTERS},
+        expect={"sass:HMMA": 16, "sass:LDSM": 8},
+        max_spill_bytes=max_spill_bytes,
+    )
+
+
+@compile_cases
+def _warp_rows_cases() -> Iterator[CompileCase]:
+    # other releases of Triton are not given it, and not every one could build it
+    if not warps_may_part():
+        return
+    plain = WarpRowsConfig()
+    yield warp_rows_case("16x16", plain)
+    yield warp_rows_case("16x16-bf16", plain, torch.bfloat16)
+    yield warp_rows_case("16x16-fp32-out", plain, out_dtype=torch.float32)
+    linear = replace(plain, OUT_TRANSPOSED=True, ACTIVATION="silu")
+    # addresses of the residual spill, once for each tile; the loop has no spills
+    yield warp_rows_case("16x16-linear-silu", linear, extras=True, max_spill_bytes=192)
+    gelu = replace(plain, ACTIVATION="gelu")
+    yield warp_rows_case("16x16-gelu", gelu, extras=True, max_spill_bytes=208)

@@ -1,4 +1,10 @@
-"""Configuration of the Hopper product kernel: tiles, ring, and what follows from them."""
+"""Configurations of the four Hopper product kernels: tiles, rings, and what follows from them.
+
+`SpmmSm90Config` is for many columns (`spmm.py`), `NarrowSm90Config` for few (`narrow.py`),
+`StripsConfig` for few columns and blocks 16 wide (`strips.py`), `WarpRowsConfig` for many columns
+and blocks 16 high (`warps.py`). Each is a compile-time constant of its kernel; `tuning.py` chooses
+them. Read without Triton, which is imported where a layout is asked for.
+"""
 
 from dataclasses import dataclass
 
@@ -7,22 +13,36 @@ from ...launch.descriptors import GROUP_ROWS, SMEM_BYTES, accumulator_layout, wa
 CONSUMERS = 2
 # Programs of a cluster, where rows are paired.
 PAIR = 2
-# Bytes of shared memory that a program may have, and that one with a partner keeps for barriers.
+# Bytes of shared memory that a program may have, and that a paired one keeps for its barriers.
 MOST_SHARED, PAIRED_SPARE = 227 * 1024, 1024
-# Columns of X that lie together in shared memory: 128 bytes.
+# A slab: the columns of X in one 128-byte row of swizzled shared memory, and so in one TMA copy.
 SLAB_COLUMNS = 64
+KIB = 1024
 
 
 @dataclass(frozen=True)
 class SpmmSm90Config:
-    """Everything the kernel is specialised on. Sizes in elements.
+    """Everything `spmm.py` is specialised on. Sizes in elements.
 
-    BLOCK_H x BLOCK_W is the block of A as the product reads it (after a transpose by metadata).
-    GROUP_N is the width one consumer accumulates; with SPLIT_N the two consumers share rows and
-    take neighbouring columns, otherwise they share columns and take neighbouring 64 rows.
-    WIDE takes all columns of a step with one copy, instead of one for each 64: their number must
-    be a multiple of 64. PAIRED makes two programs with a row each share X; then its copies are
-    those of one consumer, and OUT_BYTES is the size of an element of the result.
+    Attributes
+    ----------
+    BLOCK_H, BLOCK_W : block of A as the product reads it, after a transpose by metadata
+    GROUP_N : columns that one consumer accumulates
+    TILE_K : columns of A in one K step, a divisor of BLOCK_W
+    STAGES : of the ring
+    SPLIT_N : the two consumers share 64 rows and take neighbouring columns; otherwise they share
+        columns and take neighbouring 64 rows
+    OUT_CHUNKS : column chunks in which a consumer stores its accumulator
+    A_TRANSPOSED : stored blocks are [BLOCK_W, BLOCK_H]
+    X_TRANSPOSED : X lies in memory as [N, K]
+    WIDE : one copy takes all columns of a step, through a descriptor of X as [N / 64, K, 64],
+        instead of one copy per slab; N must be a multiple of 64
+    OUT_TRANSPOSED : the result lies in memory as [N, M]
+    ACTIVATION : of the epilogue, or None
+    PAIRED : two programs of a cluster with a row each share X; a copy of X is then that of one
+        consumer
+    OUT_BYTES : size of an element of the result; read only where PAIRED
+    CONSUMER_REGISTERS, PRODUCER_REGISTERS : per thread
     """
 
     BLOCK_H: int
@@ -66,17 +86,17 @@ class SpmmSm90Config:
 
     @property
     def tile_m(self) -> int:
-        """Rows of a piece of work."""
+        """Rows of a work tile."""
         return GROUP_ROWS * self.a_tiles
 
     @property
     def tile_n(self) -> int:
-        """Columns of a piece of work."""
+        """Columns of a work tile."""
         return self.GROUP_N * self.x_tiles
 
     @property
     def row_tiles(self) -> int:
-        """Pieces of work along one block row."""
+        """Work tiles along one block row."""
         return self.BLOCK_H // self.tile_m
 
     @property
@@ -91,59 +111,81 @@ class SpmmSm90Config:
 
     @property
     def a_copies(self) -> int:
-        """Copies that bring the A tiles of a step."""
+        """Copies that fetch the A tiles of a step."""
         return self.a_tiles if self.A_TRANSPOSED else 1
 
     @property
     def x_copies(self) -> int:
-        """Copies that bring the X tiles of a step."""
+        """Copies that fetch the X tiles of a step."""
         return 1 if self.WIDE and not self.PAIRED else self.x_tiles
 
     @property
     def x_slabs(self) -> int:
-        """Copies of the hardware that bring the columns of one consumer."""
+        """TMA instructions that copy the columns of one consumer, where PAIRED."""
         return 1 if self.WIDE or self.X_TRANSPOSED else self.GROUP_N // SLAB_COLUMNS
 
     @property
     def a_tile_bytes(self) -> int:
-        """Of an A tile."""
+        """Bytes of an A tile."""
         return 2 * self.TILE_K * GROUP_ROWS
 
     @property
     def x_tile_bytes(self) -> int:
-        """Of an X tile."""
+        """Bytes of an X tile."""
         return 2 * self.TILE_K * self.GROUP_N
 
     @property
     def stage_bytes(self) -> int:
-        """Of all tiles of a stage."""
+        """Bytes of all tiles of a stage."""
         return self.a_tiles * self.a_tile_bytes + self.x_tiles * self.x_tile_bytes
 
-    @property
-    def x_page(self) -> int:
-        """Where X begins in the shared memory of a paired program, in KB; A begins at 0."""
-        return self.STAGES * self.a_tiles * self.a_tile_bytes // 1024
+    # Shared memory of a paired program, in KiB from its beginning: A, X, output buffers, barriers.
 
     @property
-    def out_page(self) -> int:
+    def x_kib(self) -> int:
+        """Where the X tiles begin; A tiles begin at 0."""
+        return self.STAGES * self.a_tiles * self.a_tile_bytes // KIB
+
+    @property
+    def out_kib(self) -> int:
         """Where the output buffers begin."""
-        return self.STAGES * self.stage_bytes // 1024
+        return self.STAGES * self.stage_bytes // KIB
 
     @property
-    def bars_page(self) -> int:
-        """Where the barriers begin: all behind them fits into one KB."""
+    def bars_kib(self) -> int:
+        """Where the barriers begin; they and the number behind them fit into one KiB."""
         out = CONSUMERS * GROUP_ROWS * self.out_chunk * self.OUT_BYTES
-        return self.out_page + out // 1024
+        return self.out_kib + out // KIB
+
+    @property
+    def x_offset(self) -> int:
+        """Where the X tiles begin, in bytes."""
+        return KIB * self.x_kib
 
     @property
     def bars_offset(self) -> int:
-        """The same in bytes."""
-        return 1024 * self.bars_page
+        """Where the barriers begin, in bytes: STAGES full, STAGES empty, `sent`, `read`."""
+        return KIB * self.bars_kib
+
+    @property
+    def sent_bar(self) -> int:
+        """Index of the barrier that says that the number of the next work tile has arrived."""
+        return 2 * self.STAGES
+
+    @property
+    def read_bar(self) -> int:
+        """Index of the barrier that says that both producers have read it."""
+        return 2 * self.STAGES + 1
+
+    @property
+    def number_offset(self) -> int:
+        """Where the number of the next work tile arrives, in bytes: behind the barriers."""
+        return self.bars_offset + 8 * (2 * self.STAGES + 2)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a paired program, with 1 KB for what the compiler adds."""
-        return self.bars_offset + 2 * 1024
+        """Shared memory of a paired program, with 1 KiB for what the compiler adds."""
+        return self.bars_offset + 2 * KIB
 
     @property
     def a_parameter(self) -> str:
@@ -152,7 +194,7 @@ class SpmmSm90Config:
 
     @property
     def x_parameter(self) -> str:
-        """What PTX calls the descriptor of X: behind that of a matrix, its sizes and strides."""
+        """What PTX calls the descriptor of X: that of A takes five parameters with sizes and strides."""
         return "_spmm_sm90_kernel_param_5"
 
     def a_block(self) -> list[int]:
@@ -195,25 +237,32 @@ def stages_that_fit(
     return (SMEM_BYTES - out - spare) // stage
 
 
-# Configuration of the Hopper product with few columns: tiles, ring, and what follows from them.
+# Few columns: `narrow.py`.
 
 # Columns of the widest tile.
 MOST_COLUMNS = 128
-# More stages than this hide nothing further: pieces of 16 KB from as many are 160 KB.
+# More stages than this hide no more latency: ten of 16 KB are 160 KB in flight.
 MOST_STAGES = 10
 
 
 @dataclass(frozen=True)
 class NarrowSm90Config:
-    """Everything the kernel is specialised on. Sizes in elements.
+    """Everything `narrow.py` is specialised on. Sizes in elements.
 
-    A tile of the result is TILE_M rows of a block row of [BLOCK_H, BLOCK_W] blocks by TILE_N
-    columns. A stage of the ring holds steps of TILE_K from each of UNITS blocks. Tiles of 64
-    rows are the first operand of WGMMA; lower ones change places with x, whose tile is then padded
-    to 64 columns that nobody fetches or looks at.
+    Tiles of 64 rows are the first operand of WGMMA. Lower ones change places with x (`swapped`),
+    whose tile is then padded to 64 columns; the padding is neither fetched nor stored.
 
-    With PARTS = 2 programs come in pairs, and both of a pair may share a tile, each with its part
-    of the blocks. Sums for the other one come to a mailbox in shared memory, behind the blocks.
+    Attributes
+    ----------
+    BLOCK_H, BLOCK_W : block of A as stored
+    TILE_M : rows of a work tile, a divisor of BLOCK_H
+    TILE_N : columns of a work tile
+    TILE_K : columns of a block in one K step
+    STAGE_BLOCKS : K blocks per stage; a stage holds a K step of each
+    STAGES : of the ring
+    ACTIVATION : of the epilogue, or None
+    SPLIT_K : programs that may split the K blocks of a tile; 2: programs form clusters of two, which
+        exchange halves of their sums through distributed shared memory, behind the ring of blocks
     """
 
     BLOCK_H: int
@@ -221,19 +270,19 @@ class NarrowSm90Config:
     TILE_M: int
     TILE_N: int
     TILE_K: int
-    UNITS: int
+    STAGE_BLOCKS: int
     STAGES: int
     ACTIVATION: str | None = None
-    PARTS: int = 1
+    SPLIT_K: int = 1
 
     def __post_init__(self) -> None:
         assert self.TILE_M in (16, 32, 64) and self.BLOCK_H % self.TILE_M == 0, f"{self=}"
         most = GROUP_ROWS if self.swapped else MOST_COLUMNS
         assert self.TILE_N in (16, 32, 64, 128) and most >= self.TILE_N, f"{self.TILE_N=}"
         assert self.TILE_K in (16, 32, 64, 128) and self.BLOCK_W % self.TILE_K == 0, f"{self=}"
-        # a warp finds the blocks of a stage among the 32 that it has looked up
-        assert self.UNITS in (1, 2, 4) and self.STAGES >= 2, f"{self=}"
-        assert self.PARTS == 1 or (self.PARTS == 2 and not self.swapped), f"{self=}"
+        # the producer finds the blocks of a stage among the 32 that its lanes have looked up
+        assert self.STAGE_BLOCKS in (1, 2, 4) and self.STAGES >= 2, f"{self=}"
+        assert self.SPLIT_K == 1 or (self.SPLIT_K == 2 and not self.swapped), f"{self=}"
 
     @property
     def tile_m(self) -> int:
@@ -242,7 +291,7 @@ class NarrowSm90Config:
 
     @property
     def max_registers(self) -> int:
-        """Of a thread: its sums and their addresses beside what the producer is given."""
+        """Registers of a thread: sums and their addresses, beside what the producer is given."""
         return 96 if self.sums_width <= GROUP_ROWS else 128
 
     @property
@@ -252,7 +301,7 @@ class NarrowSm90Config:
 
     @property
     def sums_width(self) -> int:
-        """Columns of the accumulators [64, columns]: those of the result, or rows where swapped."""
+        """Columns of the accumulators [64, columns]: of the result, or its rows where swapped."""
         return self.TILE_M if self.swapped else self.TILE_N
 
     @property
@@ -262,28 +311,28 @@ class NarrowSm90Config:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles along one block row."""
+        """Work tiles along one block row."""
         return self.BLOCK_H // self.TILE_M
 
     @property
     def k_steps(self) -> int:
-        """Steps in one block."""
+        """K steps in one block."""
         return self.BLOCK_W // self.TILE_K
 
     @property
-    def mail_offset(self) -> int:
-        """Where the mailbox begins, in bytes."""
-        return 2 * self.STAGES * self.UNITS * self.TILE_M * self.TILE_K
+    def exchange_offset(self) -> int:
+        """Where the partner's sums arrive in shared memory, in bytes: behind the ring of blocks."""
+        return 2 * self.STAGES * self.STAGE_BLOCKS * self.TILE_M * self.TILE_K
 
     @property
-    def mail_bytes(self) -> int:
-        """Of half of the sums, in float32; the mailbox's barrier is behind them."""
-        return _mail_bytes(self.TILE_N)
+    def exchange_bytes(self) -> int:
+        """Bytes of half of the sums, in float32; the barrier of the exchange is behind them."""
+        return _exchange_bytes(self.TILE_N)
 
     @property
-    def pages(self) -> int:
-        """KB of blocks and mailbox together."""
-        return (self.mail_offset + self.mail_bytes) // 1024 + 1
+    def ring_kib(self) -> int:
+        """KiB of the ring of blocks and the exchange together."""
+        return (self.exchange_offset + self.exchange_bytes) // KIB + 1
 
     def a_block(self) -> list[int]:
         """Shape of a copy of a block."""
@@ -311,54 +360,59 @@ class NarrowSm90Config:
         return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
-def _mail_bytes(tile_n: int) -> int:
+def _exchange_bytes(tile_n: int) -> int:
     return 4 * GROUP_ROWS * tile_n // 2
 
 
 def narrow_stages_that_fit(
-    tile_m: int, tile_n: int, stage_k: int, wide: bool, parts: int = 1
+    tile_m: int, tile_n: int, stage_k: int, wide: bool, split_k: int = 1
 ) -> int:
-    """Ring stages of `stage_k` steps that fit into an SM; `wide` for results in float32."""
+    """Ring stages of `stage_k` columns of A that fit into an SM; `wide` for results in float32."""
     x_rows = GROUP_ROWS if tile_m < GROUP_ROWS else tile_n
-    # sums change their place before they are stored; the system takes 1 KB, barriers less
-    exchange = (16 if wide else 4) * 1024
-    # parts meet in a mailbox, whose barrier takes a page
-    mail = _mail_bytes(tile_n) + 1024 if parts > 1 else 0
-    budget = SMEM_BYTES - exchange - mail - 2 * 1024
+    # sums change their layout through shared memory; the system takes 1 KiB, barriers less
+    relayout = (16 if wide else 4) * KIB
+    # the barrier of the exchange takes a KiB
+    exchange = _exchange_bytes(tile_n) + KIB if split_k > 1 else 0
+    budget = SMEM_BYTES - relayout - exchange - 2 * KIB
     return min(MOST_STAGES, budget // (2 * stage_k * (tile_m + x_rows)))
 
 
-# Configuration of the Hopper product of blocks 16 columns wide with few columns of x.
+# Few columns and blocks 16 columns wide: `strips.py`.
 
-# Rows of a program and sides of what one `mma.sync` takes of a block.
+# Rows of a strip, the M of one `mma.sync`.
 STRIP_ROWS = 16
-# Columns of a block, the only width that the kernel knows.
+# Columns of a block, the only width that the kernel takes.
 STRIP_BLOCK = 16
 # Neighbours along K that a thread holds of either operand, and so loads at a time: 16 bytes.
 LOADED = 8
-# Blocks that are multiplied at a time: `mma.sync` takes K from four threads, twice.
-UNIT_BLOCKS = 4 * 2 * LOADED // STRIP_BLOCK
+# Blocks of a K tile: `mma.sync` takes K from four threads, twice, so a K tile is 64.
+K_TILE_BLOCKS = 4 * 2 * LOADED // STRIP_BLOCK
 
 
 @dataclass(frozen=True)
 class StripsConfig:
-    """Everything the kernel is specialised on.
+    """Everything `strips.py` is specialised on.
 
-    A program has 16 rows of blocks BLOCK_H high, and TILE_N columns. WARPS share out its blocks,
-    UNITS of four to each at a time.
+    Attributes
+    ----------
+    BLOCK_H : rows of a block
+    TILE_N : columns of a program, at least those of x
+    WARPS : of a program; they split the blocks of its strip among them
+    K_TILES : of four blocks each, that a warp multiplies in a step
+    ACTIVATION : of the epilogue, or None
     """
 
     BLOCK_H: int
     TILE_N: int
     WARPS: int
-    UNITS: int
+    K_TILES: int
     ACTIVATION: str | None = None
 
     def __post_init__(self) -> None:
         assert self.BLOCK_H % STRIP_ROWS == 0, f"{self.BLOCK_H=}"
         assert self.TILE_N in (8, 16, 32), f"{self.TILE_N=}"
-        # lanes of a warp hold where its blocks of a step are
-        assert self.UNITS * UNIT_BLOCKS <= 32, f"{self.UNITS=}"
+        # each lane of a warp holds where one of its blocks of a step is
+        assert self.K_TILES * K_TILE_BLOCKS <= 32, f"{self.K_TILES=}"
 
     @property
     def tile_m(self) -> int:
@@ -367,17 +421,17 @@ class StripsConfig:
 
     @property
     def strips(self) -> int:
-        """Programs that share a block row."""
+        """Strips of a block row, one program each."""
         return self.BLOCK_H // STRIP_ROWS
 
     @property
     def warp_blocks(self) -> int:
         """Blocks that a warp multiplies in a step."""
-        return self.UNITS * UNIT_BLOCKS
+        return self.K_TILES * K_TILE_BLOCKS
 
     @property
     def step_blocks(self) -> int:
-        """Blocks of a step."""
+        """Blocks that all warps multiply in a step."""
         return self.WARPS * self.warp_blocks
 
     @property
@@ -395,16 +449,15 @@ class StripsConfig:
         return warp_rows_layout(self.WARPS)
 
     def store_layout(self) -> object:
-        """Register layout of a strip: 16-bit rows that lie in one piece are stored 16 bytes at a
-        time."""
+        """Register layout of a strip in which a thread stores 16 bytes of neighbouring rows."""
         from triton.experimental.gluon import language as gl
 
         return gl.BlockedLayout([8, 1], [2, 16], [1, self.WARPS], [0, 1])
 
 
-# Configuration of the product in which every warp has its own block row of 16 rows.
+# Many columns and blocks 16 rows high, one block row per warp: `warps.py`.
 
-# Rows of a block row, and so of a warp: one `mma.sync`.
+# Rows of a block row, and so of a warp: the M of one `mma.sync`.
 WARP_ROWS = 16
 # Columns of X in one row of a 128-byte swizzled tile; a warp accumulates two tiles side by side.
 HALF_COLUMNS = 64
@@ -412,10 +465,17 @@ HALF_COLUMNS = 64
 
 @dataclass(frozen=True)
 class WarpRowsConfig:
-    """Everything the kernel is specialised on.
+    """Everything `warps.py` is specialised on.
 
-    X passes through a ring of STAGES chunks, each CHUNK of its rows by 128 columns. A warp asks for
-    the blocks of A AHEAD blocks before it multiplies them.
+    Attributes
+    ----------
+    CHUNK : rows of X in a stage of the ring, by `tile_n` columns
+    STAGES : of the ring
+    WARPS : consumers, with a block row each
+    AHEAD : blocks of A that a warp loads before it multiplies the first of them
+    OUT_TRANSPOSED : the result lies in memory as [N, M]
+    ACTIVATION : of the epilogue, or None
+    PRODUCER_REGISTERS : per thread
     """
 
     CHUNK: int = 128
@@ -428,22 +488,22 @@ class WarpRowsConfig:
 
     def __post_init__(self) -> None:
         assert self.CHUNK % WARP_ROWS == 0, f"{self.CHUNK=}"
-        # columns are kept for 32 blocks, one to a thread
+        # a warp keeps the columns of 32 blocks, one in each lane
         assert 32 % self.AHEAD == 0, f"{self.AHEAD=}"
 
     @property
     def tile_m(self) -> int:
-        """Rows of a piece of work."""
+        """Rows of a work tile."""
         return WARP_ROWS * self.WARPS
 
     @property
     def tile_n(self) -> int:
-        """Columns of a piece of work."""
+        """Columns of a work tile."""
         return 2 * HALF_COLUMNS
 
     @property
-    def slabs(self) -> int:
-        """Blocks that one half of a chunk is high."""
+    def chunk_tiles(self) -> int:
+        """[16, 64] tiles in one half of a chunk, one above the other."""
         return self.CHUNK // WARP_ROWS
 
     @property

@@ -1,15 +1,23 @@
 # mypy: ignore-errors
 """BSR times few columns on Hopper: out = activation(A @ x + bias) + residual for small N.
 
-A [M, K] block-sparse, x [K, N] with contiguous columns, out [M, N]: `dense @ A.T` of a layer, seen
-from A. A program computes the tiles that a schedule gives it, each TILE_M rows of one block row by
-TILE_N columns; two programs of a cluster may share one. A producer warp keeps a ring of pieces of
-blocks, which lie contiguous in memory, and of x full through TMA, and does not stop between tiles;
-one warp group multiplies.
+A is block-sparse [M, K], x [K, N] with contiguous columns, out [M, N]: `dense @ A.T` of a linear
+layer, seen from A. A schedule (`row_schedule.py`) assigns work tiles to programs, each TILE_M rows
+of one block row by TILE_N columns. A producer warp keeps a ring of blocks of A, which are contiguous
+in memory, and of x full through TMA, without a break between tiles; one consumer warp group
+multiplies. With SPLIT_K = 2 programs form clusters of two, and both may split the blocks of one
+tile: they exchange halves of their sums through distributed shared memory, and each finishes one
+half.
 
-Called as impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, blocks stored by rows, heights
-that are multiples of 16, pointers and strides that TMA takes.
+The time is that of reading A once, a few microseconds. So the kernel is launched with PDL: while the
+kernel before it still runs, it reads its schedule, has TMA fetch the descriptors and prefetches its
+first blocks to the L2.
+
+Part of impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, blocks stored by rows, heights that
+are multiples of 16, addresses and strides that TMA takes.
 """
+
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -23,135 +31,183 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...device.gluon.cluster import cluster_barrier, cluster_rank, exchange_halves, open_mailbox
+from ...device.gluon.cluster import cluster_barrier, cluster_rank, exchange_halves, init_exchange
 from ...device.gluon.memory import bring_to_l2
 from ...device.gluon.pipeline import barriers, tiles
 from ...device.gluon.warps import shared_address
 from ...launch.descriptors import GROUP_ROWS, tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
 from .config import NarrowSm90Config
-from .row_schedule import HEADER, OUTSIDE, RowSchedule
-from .spmm import finish_values
+from .epilogue import Epilogue, finish_values
+from .row_schedule import HEADER, OUTSIDE, RowSchedule, TileHeader
 
 _HEADER = gl.constexpr(HEADER)
 _SUMS = gl.constexpr(GROUP_ROWS)
 PRODUCER_REGISTERS = gl.constexpr(40)
 # Slots that a warp reads at once.
 _LANES = gl.constexpr(32)
-# A coordinate past the end of every tensor.
+# A coordinate past the end of every tensor, where TMA reads zeros.
 _OUTSIDE = gl.constexpr(OUTSIDE)
 
 
+class Schedule(NamedTuple):
+    """`RowSchedule` in memory: records of `HEADER + 2 * width` int32, `tiles` for each program."""
+
+    records_ptr: object
+    tiles: object
+    width: object
+
+
+class Slots(NamedTuple):
+    """32 slots of a record, one in each lane of a warp."""
+
+    number: object  # of the slot in its record
+    a_row: object  # row of its block in the values as a matrix [nnzb * BLOCK_H, BLOCK_W]
+    x_row: object  # row of x that its first column meets
+
+
+class Operands(NamedTuple):
+    """A and x in memory."""
+
+    a_desc: object
+    x_desc: object
+    values_ptr: object  # A again, for prefetches
+    prefetch: object  # blocks of the first tile to prefetch to the L2
+
+
+class NarrowRing(NamedTuple):
+    """Blocks of A and tiles of x in shared memory, and the barriers of their stages."""
+
+    a: object
+    x: object
+    full: object
+    empty: object
+    primed: object  # one barrier: TMA has fetched the descriptors
+
+
+class NarrowOutput(NamedTuple):
+    """Where finished sums go."""
+
+    ptr: object
+    strides: object
+    epilogue: object
+
+
 @gluon.jit
-def _slots(slots_ptr, first, width, present):
-    """Rows of values and of x for 32 slots, one for each lane of a warp."""
+def _first_record(schedule):
+    """This program's first record."""
+    size = _HEADER + 2 * schedule.width
+    return schedule.records_ptr + gl.program_id(0).to(gl.int64) * (schedule.tiles * size)
+
+
+@gluon.jit
+def _read_header(record_ptr, live):
+    """The numbers in front of the slots of a record; 0 where it is not `live` (None: it is)."""
+    if live is None:
+        count = gl.load(record_ptr)
+        row_tile = gl.load(record_ptr + 1)
+        blocks = gl.load(record_ptr + 2)
+        col = gl.load(record_ptr + 3)
+        split = gl.load(record_ptr + 4)
+    else:
+        count = gl.load(record_ptr, mask=live, other=0)
+        row_tile = gl.load(record_ptr + 1, mask=live, other=0)
+        blocks = gl.load(record_ptr + 2, mask=live, other=0)
+        col = gl.load(record_ptr + 3, mask=live, other=0)
+        split = gl.load(record_ptr + 4, mask=live, other=0)
+    return TileHeader(count, row_tile, blocks, col, split)
+
+
+@gluon.jit
+def _read_slots(slots_ptr, first, width, live):
+    """32 slots from `first` on."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = first + gl.arange(0, _LANES, lane)
-    mask = (slot < width) & present
-    a_rows = gl.load(slots_ptr + slot, mask=mask, other=_OUTSIDE)
-    x_rows = gl.load(slots_ptr + width + slot, mask=mask, other=_OUTSIDE)
-    return slot, a_rows, x_rows
+    mask = (slot < width) & live
+    a_row = gl.load(slots_ptr + slot, mask=mask, other=_OUTSIDE)
+    x_row = gl.load(slots_ptr + width + slot, mask=mask, other=_OUTSIDE)
+    return Slots(slot, a_row, x_row)
 
 
 @gluon.jit
-def _bring_blocks(values_ptr, slots, a_rows, count, CFG: gl.constexpr):
-    """Bring the first `count` blocks of a tile to the L2, one for each lane of a warp."""
-    block_ptr = values_ptr + a_rows.to(gl.int64) * CFG.BLOCK_W
-    present = (slots < count) & (a_rows < _OUTSIDE)
-    nbytes = slots * 0 + CFG.TILE_M * CFG.BLOCK_W * 2
+def _prefetch_blocks(operands, slots, CFG: gl.constexpr):
+    """Prefetch the first blocks of a tile to the L2, one by each lane of the warp."""
+    block_ptr = operands.values_ptr + slots.a_row.to(gl.int64) * CFG.BLOCK_W
+    present = (slots.number < operands.prefetch) & (slots.a_row < _OUTSIDE)
+    nbytes = slots.number * 0 + CFG.TILE_M * CFG.BLOCK_W * 2
     bring_to_l2(gl.where(present, block_ptr.to(gl.int64), 0), nbytes)
 
 
 @gluon.jit
-def _produce(blocks_of_a, x_desc, records_ptr, items, width, ring, CFG: gl.constexpr):
+def _produce(operands, schedule, ring, CFG: gl.constexpr):
     """Keep the ring full."""
-    a_desc, values_ptr, early = blocks_of_a
-    a_smem, x_smem, full, empty, known = ring
-    units: gl.constexpr = CFG.UNITS
+    a_desc = operands.a_desc
+    x_desc = operands.x_desc
+    width = schedule.width
+    stage_blocks: gl.constexpr = CFG.STAGE_BLOCKS
     k_steps: gl.constexpr = CFG.k_steps
     nbytes: gl.constexpr = a_desc.block_type.nbytes + x_desc.block_type.nbytes
-    # a copy from outside of the tensors reads nothing but their descriptors, so it may come early
-    mbarrier.expect(known.index(0), nbytes)
-    tma.async_copy_global_to_shared(a_desc, [_OUTSIDE, 0], known.index(0), a_smem.index(0))
-    x = x_smem.index(0).slice(0, CFG.TILE_N, dim=0)
-    tma.async_copy_global_to_shared(x_desc, [0, _OUTSIDE], known.index(0), x)
+    # copies from outside the tensors make TMA fetch the descriptors and read nothing else, so they
+    # need not wait for the kernel before this one
+    primed = ring.primed.index(0)
+    mbarrier.expect(primed, nbytes)
+    tma.async_copy_global_to_shared(a_desc, [_OUTSIDE, 0], primed, ring.a.index(0))
+    x = ring.x.index(0).slice(0, CFG.TILE_N, dim=0)
+    tma.async_copy_global_to_shared(x_desc, [0, _OUTSIDE], primed, x)
     size = _HEADER + 2 * width
-    record_ptr = records_ptr + gl.program_id(0).to(gl.int64) * (items * size)
-    tiles_mine = gl.load(record_ptr)
-    blocks = gl.load(record_ptr + 2)
-    col = gl.load(record_ptr + 3)
-    slots, a_rows, x_rows = _slots(record_ptr + _HEADER, 0, width, True)
-    _bring_blocks(values_ptr, slots, a_rows, early, CFG)
-    if CFG.PARTS > 1:
+    record_ptr = _first_record(schedule)
+    header = _read_header(record_ptr, None)
+    tile_count = header.tile_count
+    blocks = header.blocks
+    col = header.col
+    slots = _read_slots(record_ptr + _HEADER, 0, width, True)
+    _prefetch_blocks(operands, slots, CFG)
+    if CFG.SPLIT_K > 1:
         cluster_barrier()
-    # only the schedule may be read ahead of other kernels: it never changes
+    # only the schedule may be read before the kernels in front have ended: it never changes
     gdc_wait()
-    mbarrier.wait(known.index(0), 0)
+    mbarrier.wait(primed, 0)
     begin = 0
-    for item in range(tiles_mine):
+    for tile in range(tile_count):
         slots_ptr = record_ptr + _HEADER
         record_ptr += size
-        more = item + 1 < tiles_mine
-        next_blocks = gl.load(record_ptr + 2, mask=more, other=0)
-        next_col = gl.load(record_ptr + 3, mask=more, other=0)
-        next_slots, next_a_rows, next_x_rows = _slots(record_ptr + _HEADER, 0, width, more)
+        more = tile + 1 < tile_count
+        next_header = _read_header(record_ptr, more)
+        next_slots = _read_slots(record_ptr + _HEADER, 0, width, more)
         # counted on from tile to tile: Triton 3.6 takes the bound of a loop from zero to `blocks`
         # out of the loop over tiles
-        end = begin + gl.cdiv(blocks, CFG.UNITS)
+        end = begin + gl.cdiv(blocks, CFG.STAGE_BLOCKS)
         for group in range(begin, end):
-            first = (group - begin) * CFG.UNITS
+            first = (group - begin) * CFG.STAGE_BLOCKS
             if first % _LANES == 0 and first > 0:
-                slots, a_rows, x_rows = _slots(slots_ptr, first, width, True)
+                slots = _read_slots(slots_ptr, first, width, True)
             for i in gl.static_range(k_steps):
                 step = group * CFG.k_steps + i
                 stage = step % CFG.STAGES
-                bar = full.index(stage)
-                mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-                mbarrier.expect(bar, nbytes * units)
-                for u in gl.static_range(units):
+                bar = ring.full.index(stage)
+                mbarrier.wait(ring.empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, nbytes * stage_blocks)
+                for b in gl.static_range(stage_blocks):
                     # past the last block both come from outside of the tensors, as zeros
-                    a_row = gl.sum(gl.where(slots == first + u, a_rows, 0), 0)
-                    x_row = gl.sum(gl.where(slots == first + u, x_rows, 0), 0) + i * CFG.TILE_K
-                    a = a_smem.index(stage * CFG.UNITS + u)
-                    x = x_smem.index(stage * CFG.UNITS + u)
+                    mine = slots.number == first + b
+                    a_row = gl.sum(gl.where(mine, slots.a_row, 0), 0)
+                    x_row = gl.sum(gl.where(mine, slots.x_row, 0), 0) + i * CFG.TILE_K
+                    a = ring.a.index(stage * CFG.STAGE_BLOCKS + b)
+                    x = ring.x.index(stage * CFG.STAGE_BLOCKS + b)
                     tma.async_copy_global_to_shared(a_desc, [a_row, i * CFG.TILE_K], bar, a)
                     if CFG.x_rows > CFG.TILE_N:
-                        # rows of the tile that are not fetched meet sums that nobody looks at
+                        # the padding of x is not fetched: its sums are not stored
                         x = x.slice(0, CFG.TILE_N, dim=0)
                     tma.async_copy_global_to_shared(x_desc, [col, x_row], bar, x)
         begin = end
-        blocks = next_blocks
-        col = next_col
+        blocks = next_header.blocks
+        col = next_header.col
         slots = next_slots
-        a_rows = next_a_rows
-        x_rows = next_x_rows
 
 
 @gluon.jit
-def _store(acc, out_ptr, out_strides, extras, sizes, corner, CFG: gl.constexpr):
-    """Finish and store the sums of a tile whose first row and column are `corner`."""
-    bias_ptr, residual_ptr, residual_strides = extras
-    activation: gl.constexpr = CFG.ACTIVATION
-    accumulators: gl.constexpr = acc.type.layout
-    width: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = CFG.store_layout()
-    rows, cols = _indices(corner, width, accumulators, CFG)
-    acc = finish_values(acc, rows, cols, (bias_ptr, None, None), sizes, activation)
-    rows, cols = _indices(corner, width, layout, CFG)
-    inside = (rows < sizes[0]) & (cols < sizes[1])
-    if residual_ptr is not None:
-        offsets = rows.to(gl.int64) * residual_strides[0] + cols.to(gl.int64) * residual_strides[1]
-        residual = gl.load(residual_ptr + offsets, mask=inside, other=0.0)
-        acc += gl.convert_layout(residual, accumulators).to(gl.float32)
-    offsets = rows.to(gl.int64) * out_strides[0] + cols.to(gl.int64) * out_strides[1]
-    acc = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), layout)
-    gl.store(out_ptr + offsets, acc, mask=inside)
-
-
-@gluon.jit
-def _indices(corner, width: gl.constexpr, layout: gl.constexpr, CFG: gl.constexpr):
+def _indices(first_row, first_col, width: gl.constexpr, layout: gl.constexpr, CFG: gl.constexpr):
     """Rows and columns of the result for sums [64, width] in `layout`."""
-    first_row, first_col = corner
     down = gl.arange(0, _SUMS, gl.SliceLayout(1, layout))[:, None]
     along = gl.arange(0, width, gl.SliceLayout(0, layout))[None, :]
     if CFG.swapped:
@@ -161,82 +217,103 @@ def _indices(corner, width: gl.constexpr, layout: gl.constexpr, CFG: gl.constexp
 
 
 @gluon.jit
-def _consume(output, records_ptr, items, width, ring, CFG: gl.constexpr):
-    """Multiply what comes through the ring, and finish each tile."""
-    out_ptr, out_strides, extras, sizes = output
-    a_smem, x_smem, full, empty, _ = ring
+def _store(acc, first_row, first_col, output, CFG: gl.constexpr):
+    """Finish and store the sums of a tile that begins at `first_row` and `first_col`."""
+    epilogue = output.epilogue
+    activation: gl.constexpr = CFG.ACTIVATION
+    accumulators: gl.constexpr = acc.type.layout
+    width: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = CFG.store_layout()
+    rows, cols = _indices(first_row, first_col, width, accumulators, CFG)
+    bias_only = Epilogue(epilogue.bias_ptr, None, None, epilogue.n_rows, epilogue.n_cols)
+    acc = finish_values(acc, rows, cols, bias_only, activation)
+    rows, cols = _indices(first_row, first_col, width, layout, CFG)
+    inside = (rows < epilogue.n_rows) & (cols < epilogue.n_cols)
+    if epilogue.residual_ptr is not None:
+        # loaded in the layout of the store, 16 bytes at a time
+        row_stride, col_stride = epilogue.residual_strides
+        offsets = rows.to(gl.int64) * row_stride + cols.to(gl.int64) * col_stride
+        residual = gl.load(epilogue.residual_ptr + offsets, mask=inside, other=0.0)
+        acc += gl.convert_layout(residual, accumulators).to(gl.float32)
+    row_stride, col_stride = output.strides
+    offsets = rows.to(gl.int64) * row_stride + cols.to(gl.int64) * col_stride
+    acc = gl.convert_layout(acc.to(output.ptr.dtype.element_ty), layout)
+    gl.store(output.ptr + offsets, acc, mask=inside)
+
+
+@gluon.jit
+def _consume(output, schedule, ring, CFG: gl.constexpr):
+    """Multiply the ring's tiles, and finish each work tile."""
     layout: gl.constexpr = CFG.accumulator_layout()
     sums_width: gl.constexpr = CFG.sums_width
-    units: gl.constexpr = CFG.UNITS
-    if CFG.PARTS > 1:
-        open_mailbox(shared_address(CFG.mail_offset + CFG.mail_bytes), CFG.mail_bytes)
+    stage_blocks: gl.constexpr = CFG.STAGE_BLOCKS
+    if CFG.SPLIT_K > 1:
+        init_exchange(shared_address(CFG.exchange_offset + CFG.exchange_bytes), CFG.exchange_bytes)
         cluster_barrier()
-    size = _HEADER + 2 * width
-    record_ptr = records_ptr + gl.program_id(0).to(gl.int64) * (items * size)
-    tiles_mine = gl.load(record_ptr)
-    row_tile = gl.load(record_ptr + 1)
-    blocks = gl.load(record_ptr + 2)
-    col = gl.load(record_ptr + 3)
-    parted = gl.load(record_ptr + 4)
-    # bias, residual and output belong to kernels in front until they have finished
+    size = _HEADER + 2 * schedule.width
+    record_ptr = _first_record(schedule)
+    header = _read_header(record_ptr, None)
+    tile_count = header.tile_count
+    split = header.split
+    row_tile = header.row_tile
+    blocks = header.blocks
+    col = header.col
+    # bias, residual and output belong to the kernels in front until they have ended
     gdc_wait()
     begin = 0
-    for item in range(tiles_mine):
+    for tile in range(tile_count):
         record_ptr += size
-        more = item + 1 < tiles_mine
-        next_tile = gl.load(record_ptr + 1, mask=more, other=0)
-        next_blocks = gl.load(record_ptr + 2, mask=more, other=0)
-        next_col = gl.load(record_ptr + 3, mask=more, other=0)
-        end = begin + gl.cdiv(blocks, CFG.UNITS) * CFG.k_steps
+        next_header = _read_header(record_ptr, tile + 1 < tile_count)
+        end = begin + gl.cdiv(blocks, CFG.STAGE_BLOCKS) * CFG.k_steps
         acc = gl.zeros([_SUMS, sums_width], gl.float32, layout)
         for step in range(begin, end):
             stage = step % CFG.STAGES
-            mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
-            for u in gl.static_range(units):
-                a = a_smem.index(stage * CFG.UNITS + u)
-                x = x_smem.index(stage * CFG.UNITS + u)
+            mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
+            for b in gl.static_range(stage_blocks):
+                a = ring.a.index(stage * CFG.STAGE_BLOCKS + b)
+                x = ring.x.index(stage * CFG.STAGE_BLOCKS + b)
                 if CFG.swapped:
                     acc = warpgroup_mma(x, a.permute((1, 0)), acc, is_async=True)
                 else:
                     acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
             # one stage stays in flight; the one before it is done and free
-            acc = warpgroup_mma_wait(units, deps=(acc,))
+            acc = warpgroup_mma_wait(stage_blocks, deps=(acc,))
             before = (step + CFG.STAGES - 1) % CFG.STAGES
-            mbarrier.arrive(empty.index(before), count=1, pred=step > begin)
+            mbarrier.arrive(ring.empty.index(before), count=1, pred=step > begin)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         last = (end + CFG.STAGES - 1) % CFG.STAGES
-        mbarrier.arrive(empty.index(last), count=1, pred=end > begin)
-        if CFG.PARTS > 1 and parted > 0:
+        mbarrier.arrive(ring.empty.index(last), count=1, pred=end > begin)
+        if CFG.SPLIT_K > 1 and split > 0:
             # the only tile of both programs
-            box = shared_address(CFG.mail_offset)
+            buffer = shared_address(CFG.exchange_offset)
             half: gl.constexpr = CFG.half_layout()
-            sums = exchange_halves(acc, box, box + CFG.mail_bytes, half)
-            corner = (row_tile * CFG.TILE_M, col + cluster_rank() * (CFG.TILE_N // 2))
-            _store(sums, out_ptr, out_strides, extras, sizes, corner, CFG)
+            sums = exchange_halves(acc, buffer, buffer + CFG.exchange_bytes, half)
+            first_col = col + cluster_rank() * (CFG.TILE_N // 2)
+            _store(sums, row_tile * CFG.TILE_M, first_col, output, CFG)
         else:
-            corner = (row_tile * CFG.TILE_M, col)
-            _store(acc, out_ptr, out_strides, extras, sizes, corner, CFG)
+            _store(acc, row_tile * CFG.TILE_M, col, output, CFG)
         begin = end
-        row_tile = next_tile
-        blocks = next_blocks
-        col = next_col
+        row_tile = next_header.row_tile
+        blocks = next_header.blocks
+        col = next_header.col
 
 
 @gluon.jit
 def _blocks_memory(a_desc, CFG: gl.constexpr):
-    """The ring's room for blocks, of a program with a partner in front of its mailbox."""
-    if CFG.PARTS == 1:
-        return tiles(a_desc, CFG.STAGES * CFG.UNITS, CFG.TILE_M)
+    """The ring's memory for blocks; with SPLIT_K also for the exchange, behind the blocks."""
+    if CFG.SPLIT_K == 1:
+        return tiles(a_desc, CFG.STAGES * CFG.STAGE_BLOCKS, CFG.TILE_M)
     else:
-        page: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
-        shape: gl.constexpr = [CFG.pages, 8, 64]
-        memory = gl.allocate_shared_memory(a_desc.dtype, shape, page)
-        ring: gl.constexpr = [CFG.STAGES * CFG.UNITS, CFG.TILE_M, CFG.TILE_K]
+        # one allocation of rows of 1 KiB, the first of the kernel: its partner knows the offsets
+        kib: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
+        shape: gl.constexpr = [CFG.ring_kib, 8, 64]
+        memory = gl.allocate_shared_memory(a_desc.dtype, shape, kib)
+        ring: gl.constexpr = [CFG.STAGES * CFG.STAGE_BLOCKS, CFG.TILE_M, CFG.TILE_K]
         return memory._reinterpret(a_desc.dtype, ring, a_desc.layout)
 
 
-# the number of rows is specialised: where 16 divides it, rows are stored 16 bytes at a time
-@gluon.jit(do_not_specialize=["n_cols", "items", "width", "early"])
+# `n_rows` is specialised: where 16 divides it, rows are stored 16 bytes at a time
+@gluon.jit(do_not_specialize=["n_cols", "tiles_each", "width", "prefetch"])
 def _spmm_narrow_sm90_kernel(
     out_ptr,
     out_strides,
@@ -249,29 +326,30 @@ def _spmm_narrow_sm90_kernel(
     records_ptr,
     n_rows,
     n_cols,
-    items,
+    tiles_each,
     width,
-    early,
+    prefetch,
     CFG: gl.constexpr,
 ):
-    """Set up the ring and the two roles; `_produce` and `_consume` do the work."""
-    # the next kernel may start as soon as there is room for it; it waits where it has to
+    """Set up the ring and start both roles, `_produce` and `_consume`."""
+    # PDL: the next kernel may start as soon as there is room for it; it waits where it has to
     gdc_launch_dependents()
     stages: gl.constexpr = CFG.STAGES
     a_smem = _blocks_memory(a_desc, CFG)
-    x_smem = tiles(x_desc, stages * CFG.UNITS, CFG.x_rows)
-    ring = (a_smem, x_smem, barriers(stages, 1), barriers(stages, 1), barriers(1, 1))
+    x_smem = tiles(x_desc, stages * CFG.STAGE_BLOCKS, CFG.x_rows)
+    ring = NarrowRing(a_smem, x_smem, barriers(stages, 1), barriers(stages, 1), barriers(1, 1))
     fence_async_shared()
-    extras = (bias_ptr, residual_ptr, residual_strides)
-    output = (out_ptr, out_strides, extras, (n_rows, n_cols))
-    blocks_of_a = (a_desc, values_ptr, early)
+    epilogue = Epilogue(bias_ptr, residual_ptr, residual_strides, n_rows, n_cols)
+    output = NarrowOutput(out_ptr, out_strides, epilogue)
+    operands = Operands(a_desc, x_desc, values_ptr, prefetch)
+    schedule = Schedule(records_ptr, tiles_each, width)
     few: gl.constexpr = PRODUCER_REGISTERS
-    if CFG.PARTS > 1:
-        # a cluster waits for all of its threads, those without work too
+    if CFG.SPLIT_K > 1:
+        # a cluster barrier waits for all threads of the cluster, those without work too
         gl.warp_specialize(
             [
-                (_consume, (output, records_ptr, items, width, ring, CFG)),
-                (_produce, (blocks_of_a, x_desc, records_ptr, items, width, ring, CFG)),
+                (_consume, (output, schedule, ring, CFG)),
+                (_produce, (operands, schedule, ring, CFG)),
                 (cluster_barrier, ()),
                 (cluster_barrier, ()),
             ],
@@ -281,8 +359,8 @@ def _spmm_narrow_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (output, records_ptr, items, width, ring, CFG)),
-                (_produce, (blocks_of_a, x_desc, records_ptr, items, width, ring, CFG)),
+                (_consume, (output, schedule, ring, CFG)),
+                (_produce, (operands, schedule, ring, CFG)),
             ],
             [1],
             [few],
@@ -304,7 +382,7 @@ def launch_spmm_narrow_sm90(
     ----------
     out : [M, N], any strides
     values : [nnzb, bh, bw] contiguous, at least one block
-    schedule : of the pattern, N and tiles and parts of `config`, complete before this call
+    schedule : of the pattern, for N columns and `config`; complete on the device before this call
     x : [K, N] with contiguous columns
     bias : [M] contiguous, residual : [M, N], any strides; or None
     """
@@ -325,13 +403,13 @@ def launch_spmm_narrow_sm90(
         n,
         schedule.records.shape[1],
         schedule.width,
-        schedule.early,
+        schedule.prefetch,
         config,
     )
     with on_device_of(out):
         launch(
-            *(_spmm_narrow_sm90_kernel, schedule.records.shape[0] // config.PARTS, args),
-            cluster=config.PARTS,
+            *(_spmm_narrow_sm90_kernel, schedule.records.shape[0] // config.SPLIT_K, args),
+            cluster=config.SPLIT_K,
             num_warps=4,
             maxnreg=config.max_registers,
             launch_pdl=True,

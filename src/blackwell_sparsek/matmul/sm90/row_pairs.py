@@ -1,23 +1,36 @@
-"""Which two block rows are multiplied together, sharing columns of the dense operand.
+"""The plan of paired block rows, which share copies of the dense operand X.
 
-Two programs of a cluster take a row each. What both need of X is fetched once for both, so rows
-with many columns in common are paired, and those columns come first in both rows.
+Two programs of a cluster take a row each (PAIRED in `spmm.py`). What both need of X is copied once
+for both, so rows with many block columns in common are paired, and those columns come first in both
+rows.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...launch.workspace import made_apart
 
-# Numbers that describe one row of a pair: row, begin, end, shared blocks, blocks of the longer row.
-PAIR_FIELDS = 5
-# Rows look for a partner among as many: comparing all of a tall matrix would take seconds.
+# A partner is looked for among this many rows: comparing all of a tall matrix would take seconds.
 MATCHED_ROWS = 512
 
 # Pairs by the row pointers they were made from, which live as long as their pattern.
 _PAIRS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class PairedRow(NamedTuple):
+    """One row of a pair, as the plan stores it and the kernel reads it."""
+
+    block_row: object  # -1: the missing one of an odd number of rows
+    begin: object  # places of the lists, begin ... end - 1
+    end: object
+    shared: object  # blocks, the first ones, whose columns both rows have
+    longest: object  # blocks of the longer row
+
+
+PAIR_FIELDS = len(PairedRow._fields)
 
 
 @dataclass(frozen=True)
@@ -27,9 +40,8 @@ class PairPlan:
     Attributes
     ----------
     items : int32 [2 * n_items, PAIR_FIELDS]
-        The two rows of each pair, longest pairs first: places begin ... end - 1 of the lists, of
-        which both rows have the first `shared` in common. A row of -1 is the missing one of
-        an odd number; it has no blocks.
+        The two rows of each pair as `PairedRow`, longest pairs first. The missing row of an odd
+        number has no blocks.
     cols, entries : int32 [nnz]
         Block column, and stored block, at each place.
     """
@@ -45,7 +57,7 @@ class PairPlan:
 
     @property
     def n_slots(self) -> int:
-        """No row is cut, so there are no partial sums."""
+        """No row is split, so there are no partial sums."""
         return 0
 
 
@@ -104,25 +116,31 @@ def build_row_pairs(
     common = (present[pairs] & present[other]).sum(1)
     most = torch.maximum(lengths[pairs], lengths[other])
     number = torch.where(pairs < rows, pairs, -1)
-    fields = [number, (ends - lengths)[pairs], ends[pairs], common, most]
-    return PairPlan(torch.stack(fields, dim=1).int(), columns[order].int(), blocks.int())
+    items = PairedRow(
+        block_row=number,
+        begin=(ends - lengths)[pairs],
+        end=ends[pairs],
+        shared=common,
+        longest=most,
+    )
+    return PairPlan(torch.stack(items, dim=1).int(), columns[order].int(), blocks.int())
 
 
 def _partners(present: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """For each of an even number of rows the one that it is paired with."""
+    """The partner of each row; their number is even."""
     rows = present.shape[0]
     found = []
     for start in range(0, rows, MATCHED_ROWS):
         some = present[start : start + MATCHED_ROWS].float()
         size = lengths[start : start + MATCHED_ROWS]
-        # a program waits while its partner's row is longer
+        # a program waits where its partner's row is longer
         gain = some @ some.T - 0.5 * (size[:, None] - size[None, :]).abs()
         found += [start + row for row in _matched(gain.cpu())]
     return torch.tensor(found, dtype=torch.int64, device=present.device)
 
 
 def _matched(gain: torch.Tensor) -> list[int]:
-    """Partners of rows, the pairs of the highest gain first."""
+    """The partner of each row, matched greedily by gain."""
     count = gain.shape[0]
     one, other = torch.triu_indices(count, count, 1)
     order = torch.argsort(gain[one, other], descending=True, stable=True)

@@ -1,20 +1,32 @@
 # mypy: ignore-errors
-"""BSR times dense on Hopper: out = act(A @ X + bias) + residual, with TMA, WGMMA and warp roles.
+"""BSR times dense on Hopper: out = activation(A @ X + bias) + residual, with TMA, WGMMA, warp roles.
 
-A is block-sparse [M, K], X dense [K, N], out [M, N]; X and out may each lie transposed in memory
+A is block-sparse [M, K], X dense [K, N], out [M, N]. X and out may each lie transposed in memory
 ([N, K], [N, M]), and A may be read through the metadata of its transpose.
 
-One program per SM takes work until none is left. A piece of work is one item of the plan (a block
-row, or a slice of a long one) times one panel of columns. Three roles run side by side: the
-producer warp takes the work and keeps a ring of A and X tiles full; two consumer warp groups
-multiply. The groups split the rows of a 128-row tile, or, where a block row has only 64 rows, the
-columns of a panel twice as wide: either way every element of X that is fetched meets as many rows
-as the block has. While the consumers store a tile, the ring already fills for the next one. Where
-rows are paired, two programs share copies of X (`spmm_sm90_pairs.py`).
+The kernel is persistent: one program per SM claims work tiles until none is left. A work tile is
+one item of the plan (a block row, or a slice of a long one) times TILE_M rows and one panel of
+columns. A producer warp claims the tiles and keeps a ring of A and X tiles full; two consumer warp
+groups multiply. The consumers split the rows of a 128-row tile or, where a block row has only 64
+rows, the columns of a panel twice as wide: either way each element of X that is fetched is
+multiplied with every row of its block. While the consumers store a tile, the ring already fills for
+the next one.
 
-Called as impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, block heights that are multiples
-of 64 (`pack.py` makes them so), pointers and strides that TMA takes.
+With PAIRED, two programs form a cluster and share copies of X by TMA multicast. What limits the
+product of 64-row blocks is the bandwidth from L2 to shared memory, and a multicast copy that two SMs
+receive is read once. The two programs take the two rows of a pair with many columns in common
+(`row_pairs.py`) and the same panel. Where both rows have a block, each program copies half of the
+columns of X to both; after that each copies the blocks that only its own row has. Both go through
+their rings in step: a stage is free once both have released it, and the stages that only the longer
+row needs pass through the other program empty. A scheduler warp in the first program claims work
+tiles and sends their numbers to both producers.
+
+The device side of impl "sm90" of `bsk::bsr_matmul`; `spmm_launch.py` launches it. Limits: fp16 and
+bf16, block heights that are multiples of 64 (`triton/pack.py` makes lower ones so), addresses and
+strides that TMA takes.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,68 +38,109 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.epilogue import activate
-from ...device.gluon.cluster import arrive_at_all, cluster_barrier
+from ...device.gluon.cluster import (
+    arrive_at_all,
+    arrive_at_rank,
+    cluster_barrier,
+    cluster_rank,
+    copy_tile,
+    read_shared,
+    write_to_all,
+)
 from ...device.gluon.pipeline import barriers, claim, publish, take, tiles, work_channel
 from ...device.gluon.warps import shared_address
 from ...device.schedule import place_in_sections
 from ...launch.descriptors import GROUP_ROWS
 from .config import PAIR, SLAB_COLUMNS
-from .pairs_producer import ask, produce_paired, stand_by
+from .epilogue import Epilogue, finish_values
+from .row_pairs import PAIR_FIELDS, PairedRow
 
-# What Hopper's products do to their sums before they store them.
+_ROWS = gl.constexpr(GROUP_ROWS)
+_SLAB = gl.constexpr(SLAB_COLUMNS)
+_PAIR = gl.constexpr(PAIR)
+_BOTH = gl.constexpr((1 << PAIR) - 1)
+_PAIR_FIELDS = gl.constexpr(PAIR_FIELDS)
+
+
+class SpmmTile(NamedTuple):
+    """A work tile, as the producer publishes it to the consumers."""
+
+    steps: object  # K steps; -1: there is no more work
+    row: object  # first row and column of the result; a negative row is not stored
+    col: object
+    slot: object  # where the partial sum goes, -1: none; PAIRED: K steps of the longer row
+
+
+SPMM_TILE_FIELDS = gl.constexpr(len(SpmmTile._fields))
+
+
+class PlanItem(NamedTuple):
+    """An item of `SpmmPlan`: blocks begin ... end - 1 of a block row."""
+
+    block_row: object
+    begin: object
+    end: object
+    slot: object  # of the partial sum; -1 where the item is the whole row
+
+
+class Lists(NamedTuple):
+    """Where the plan and the pattern lie in memory."""
+
+    items_ptr: object  # int32 [items, 4], or rows of pairs [2 * items, PAIR_FIELDS]
+    cols_ptr: object  # int32 [nnzb], block column of each entry
+    perm_ptr: object  # int32 [nnzb], stored block of each entry; None where that is its own number
+
+
+class Raster(NamedTuple):
+    """Work tiles of the launch, and how many panels of columns are visited together."""
+
+    m_tiles: object
+    n_tiles: object
+    group: object
+
+
+class OperandRing(NamedTuple):
+    """Tiles of A and X in shared memory and the barriers of their stages.
+
+    PAIRED: `full` and `empty` are one array, full first, two barriers of the scheduler behind it.
+    """
+
+    a: object
+    x: object
+    full: object
+    empty: object
+
+
+class Output(NamedTuple):
+    """Where sums go: through shared memory and TMA, or as partial sums straight to memory."""
+
+    desc: object
+    smem: object  # a buffer for each consumer
+    partial_ptr: object  # fp32 [slots, BLOCK_H, N]; None where no row is split
 
 
 @gluon.jit
-def finish_values(acc, rows, cols, extras, sizes, ACTIVATION: gl.constexpr):
-    """activation(acc + bias) + residual, for `rows` and `cols` that broadcast to `acc`.
+def _read_tile(items_ptr, number, raster, CFG: gl.constexpr):
+    """M and N tile of a work tile, and its item of the plan.
 
-    Rows and columns outside of `sizes` may come; what they get is not to be stored.
+    Panels go in raster groups whose part of X stays in L2, and within a group each item visits all
+    panels before the next item: tiles that run together share blocks of A as well.
     """
-    bias_ptr, residual_ptr, residual_strides = extras
-    present = (rows >= 0) & (rows < sizes[0])
-    if bias_ptr is not None:
-        acc += gl.load(bias_ptr + rows, mask=present, other=0.0).to(gl.float32)
-    acc = activate(acc, ACTIVATION)
-    if residual_ptr is not None:
-        offsets = rows.to(gl.int64) * residual_strides[0] + cols.to(gl.int64) * residual_strides[1]
-        inside = present & (cols < sizes[1])
-        acc += gl.load(residual_ptr + offsets, mask=inside, other=0.0).to(gl.float32)
-    return acc
-
-
-ROWS = gl.constexpr(GROUP_ROWS)
-SLAB = gl.constexpr(SLAB_COLUMNS)
-PROGRAMS = gl.constexpr(PAIR)
-# What describes a piece of work: K steps, first row and column, slot of a partial sum (-1: none);
-# of paired rows the steps of the longer one in place of the slot.
-WORK_FIELDS = gl.constexpr(4)
-
-
-@gluon.jit
-def _read_piece(items_ptr, piece, grid, CFG: gl.constexpr):
-    """Row tile and panel of a piece of work, and the plan's item: (block row, begin, end, slot).
-
-    Panels go in sections whose part of X stays in L2, and within a section each item goes through
-    all of them before the next: what runs together shares blocks of A as well.
-    """
-    row_pieces, panels, section = grid
-    panel, tile = place_in_sections(piece, panels, row_pieces, section)
-    # tiles of a section count down, items are sorted longest first
-    row_piece = row_pieces - 1 - tile
-    item_ptr = items_ptr + 4 * (row_piece // CFG.row_tiles)
+    n_tile, place = place_in_sections(number, raster.n_tiles, raster.m_tiles, raster.group)
+    # places of a raster group count down, items are sorted longest first
+    m_tile = raster.m_tiles - 1 - place
+    item_ptr = items_ptr + 4 * (m_tile // CFG.row_tiles)
     block_row = gl.load(item_ptr)
     begin = gl.load(item_ptr + 1)
     end = gl.load(item_ptr + 2)
     slot = gl.load(item_ptr + 3)
-    return row_piece, panel, (block_row, begin, end, slot)
+    return m_tile, n_tile, PlanItem(block_row, begin, end, slot)
 
 
 @gluon.jit
 def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.constexpr):
     """Start the copies of one K step into a ring stage."""
-    a_smem, x_smem, full, _ = ring
-    bar = full.index(stage)
+    bar = ring.full.index(stage)
     a_copies: gl.constexpr = CFG.a_copies
     x_copies: gl.constexpr = CFG.x_copies
     nbytes: gl.constexpr = (
@@ -95,15 +148,15 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
     )
     mbarrier.expect(bar, nbytes)
     for g in gl.static_range(a_copies):
-        tile = a_smem.index(stage * CFG.a_copies + g)
+        tile = ring.a.index(stage * CFG.a_copies + g)
         if CFG.A_TRANSPOSED:
-            tma.async_copy_global_to_shared(a_desc, [a_col, a_row + g * ROWS], bar, tile)
+            tma.async_copy_global_to_shared(a_desc, [a_col, a_row + g * _ROWS], bar, tile)
         else:
             tma.async_copy_global_to_shared(a_desc, [a_row, a_col], bar, tile)
     for g in gl.static_range(x_copies):
-        tile = x_smem.index(stage * CFG.x_copies + g)
+        tile = ring.x.index(stage * CFG.x_copies + g)
         if CFG.WIDE:
-            tma.async_copy_global_to_shared(x_desc, [col // SLAB, k, 0], bar, tile)
+            tma.async_copy_global_to_shared(x_desc, [col // _SLAB, k, 0], bar, tile)
         elif CFG.X_TRANSPOSED:
             tma.async_copy_global_to_shared(x_desc, [col + g * CFG.GROUP_N, k], bar, tile)
         else:
@@ -111,42 +164,200 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
 
 
 @gluon.jit
-def _produce(a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG: gl.constexpr):
-    """Take work and keep the ring full."""
-    cols_ptr, perm_ptr, counter_ptr = lists
-    total = grid[0] * grid[1]
-    _, _, _, empty = ring
+def _produce(a_desc, x_desc, lists, counter_ptr, ring, work, raster, CFG: gl.constexpr):
+    """Claim work tiles and keep the ring full."""
+    total = raster.m_tiles * raster.n_tiles
     k_steps: gl.constexpr = CFG.k_steps
     step = 0
-    turn = 0
-    piece = gl.program_id(0)
-    while piece < total:
-        row_piece, panel, item = _read_piece(items_ptr, piece, grid, CFG)
-        block_row, begin, end, slot = item
-        sub_row = (row_piece % CFG.row_tiles) * CFG.tile_m
-        col = panel * CFG.tile_n
-        row = block_row * CFG.BLOCK_H + sub_row
-        publish(work, turn, ((end - begin) * CFG.k_steps, row, col, slot))
-        turn += 1
-        block_col = gl.load(cols_ptr + begin, mask=begin < end, other=0)
-        for entry in range(begin, end):
-            next_block_col = gl.load(cols_ptr + entry + 1, mask=entry + 1 < end, other=0)
+    ordinal = 0
+    number = gl.program_id(0)
+    while number < total:
+        m_tile, n_tile, item = _read_tile(lists.items_ptr, number, raster, CFG)
+        sub_row = (m_tile % CFG.row_tiles) * CFG.tile_m
+        col = n_tile * CFG.tile_n
+        row = item.block_row * CFG.BLOCK_H + sub_row
+        steps = (item.end - item.begin) * CFG.k_steps
+        publish(work, ordinal, SpmmTile(steps, row, col, item.slot))
+        ordinal += 1
+        block_col = gl.load(lists.cols_ptr + item.begin, mask=item.begin < item.end, other=0)
+        for entry in range(item.begin, item.end):
+            more = entry + 1 < item.end
+            next_block_col = gl.load(lists.cols_ptr + entry + 1, mask=more, other=0)
             if CFG.A_TRANSPOSED:
                 a_row = sub_row
-                a_col = gl.load(perm_ptr + entry) * CFG.BLOCK_W
+                a_col = gl.load(lists.perm_ptr + entry) * CFG.BLOCK_W
             else:
                 a_row = entry * CFG.BLOCK_H + sub_row
                 a_col = 0
             for u in gl.static_range(k_steps):
                 stage = step % CFG.STAGES
-                mbarrier.wait(empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+                mbarrier.wait(ring.empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
                 k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
                 _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col + u * CFG.TILE_K, k, col, CFG)
                 step += 1
             block_col = next_block_col
-        # only now, with the last copies of this piece under way: who is late takes less
-        piece = claim(counter_ptr, gl.num_programs(0), total)
-    publish(work, turn, (-1, 0, 0, -1))
+        # claim late, with the last copies of this tile in flight: slow programs claim fewer tiles
+        number = claim(counter_ptr, gl.num_programs(0), total)
+    publish(work, ordinal, SpmmTile(-1, 0, 0, -1))
+
+
+# PAIRED: two programs of a cluster, each with a row of a pair, share copies of X.
+
+
+@gluon.jit
+def _bar_address(index, CFG: gl.constexpr):
+    """Address of a barrier of a paired program, the same in both of them."""
+    return shared_address(CFG.bars_offset + 8 * index)
+
+
+@gluon.jit
+def _schedule_pairs(counter_ptr, bars, total, CFG: gl.constexpr):
+    """The scheduler warp: claim work tiles as the producers need them, and send them the numbers.
+
+    It works in the first program of the cluster. Producers know their first tile, and receive the
+    number of another one after each that they finish.
+    """
+    cluster_barrier()
+    sent: gl.constexpr = CFG.sent_bar
+    if cluster_rank() == 0:
+        number = gl.program_id(0) // _PAIR
+        ordinal = 0
+        while number < total:
+            mbarrier.wait(bars.index(CFG.read_bar), (ordinal & 1) ^ 1)
+            number = claim(counter_ptr, gl.num_programs(0) // _PAIR, total)
+            place = shared_address(CFG.number_offset)
+            write_to_all(number, place, _bar_address(sent, CFG), _PAIR)
+            ordinal += 1
+    cluster_barrier()
+
+
+@gluon.jit
+def _idle_warps():
+    """What warps without work do: a cluster barrier waits for all threads of the cluster."""
+    cluster_barrier()
+    cluster_barrier()
+
+
+@gluon.jit
+def _next_number(bars, ordinal, CFG: gl.constexpr):
+    """Number of the next work tile, as the scheduler warp has sent it to both programs."""
+    mbarrier.expect(bars.index(CFG.sent_bar), 4)
+    mbarrier.wait(bars.index(CFG.sent_bar), ordinal & 1)
+    number = read_shared(shared_address(CFG.number_offset))
+    read: gl.constexpr = CFG.read_bar
+    arrive_at_rank(_bar_address(read, CFG), 0)
+    return number
+
+
+@gluon.jit
+def _copy_x(stage, k, col, g: gl.constexpr, programs, CFG: gl.constexpr):
+    """Start the copies of X for consumers `g`, to this program alone (None) or to both."""
+    parameter: gl.constexpr = CFG.x_parameter
+    slabs: gl.constexpr = CFG.x_slabs
+    first = col + g * CFG.GROUP_N
+    bar = _bar_address(stage, CFG)
+    address = CFG.x_offset + (stage * CFG.x_tiles + g) * CFG.x_tile_bytes
+    if CFG.WIDE:
+        coordinates = (first // _SLAB, k, 0 * k)
+        copy_tile(parameter, coordinates, bar, shared_address(address), programs)
+    elif CFG.X_TRANSPOSED:
+        copy_tile(parameter, (first, k), bar, shared_address(address), programs)
+    else:
+        for i in gl.static_range(slabs):
+            slab = shared_address(address + i * (CFG.x_tile_bytes // CFG.x_slabs))
+            copy_tile(parameter, (k, first + i * _SLAB), bar, slab, programs)
+
+
+@gluon.jit
+def _copy_a(stage, entry, u: gl.constexpr, CFG: gl.constexpr):
+    """Start the copy of A for K step `u` of a block."""
+    parameter: gl.constexpr = CFG.a_parameter
+    bar = _bar_address(stage, CFG)
+    address = shared_address(stage * CFG.a_tile_bytes)
+    if CFG.A_TRANSPOSED:
+        coordinates = (entry * CFG.BLOCK_W + u * CFG.TILE_K, 0 * entry)
+        copy_tile(parameter, coordinates, bar, address, None)
+    else:
+        coordinates = (entry * CFG.BLOCK_H, u * CFG.TILE_K + 0 * entry)
+        copy_tile(parameter, coordinates, bar, address, None)
+
+
+@gluon.jit
+def _free_stage(bars, step, CFG: gl.constexpr):
+    """The stage of a step, once both programs have released it."""
+    stage = step % CFG.STAGES
+    mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
+    return stage
+
+
+@gluon.jit
+def _read_pair(items_ptr, number, raster, rank):
+    """N tile of a work tile, and this program's row of its pair."""
+    n_tile, place = place_in_sections(number, raster.n_tiles, raster.m_tiles, raster.group)
+    # places of a raster group count down, pairs are sorted longest first
+    item_ptr = items_ptr + _PAIR_FIELDS * (_PAIR * (raster.m_tiles - 1 - place) + rank)
+    block_row = gl.load(item_ptr)
+    begin = gl.load(item_ptr + 1)
+    end = gl.load(item_ptr + 2)
+    shared = gl.load(item_ptr + 3)
+    longest = gl.load(item_ptr + 4)
+    return n_tile, PairedRow(block_row, begin, end, shared, longest)
+
+
+@gluon.jit
+def _read_entry(lists, place, end):
+    """Block column and stored block at a place of the lists."""
+    live = place < end
+    block_col = gl.load(lists.cols_ptr + place, mask=live, other=0)
+    entry = gl.load(lists.perm_ptr + place, mask=live, other=0)
+    return block_col, entry
+
+
+@gluon.jit
+def _produce_paired(lists, bars, work, raster, CFG: gl.constexpr):
+    """Keep the ring full with what this program copies, and with what its partner copies to it."""
+    cluster_barrier()
+    total = raster.m_tiles * raster.n_tiles
+    rank = cluster_rank()
+    k_steps: gl.constexpr = CFG.k_steps
+    step = 0
+    ordinal = 0
+    number = gl.program_id(0) // _PAIR
+    while number < total:
+        n_tile, row = _read_pair(lists.items_ptr, number, raster, rank)
+        col = n_tile * CFG.tile_n
+        steps = (row.end - row.begin) * CFG.k_steps
+        longest = row.longest * CFG.k_steps
+        publish(work, ordinal, SpmmTile(steps, row.block_row * CFG.BLOCK_H, col, longest))
+        here = _read_entry(lists, row.begin, row.end)
+        for place in range(row.begin, row.end):
+            there = _read_entry(lists, place + 1, row.end)
+            block_col, entry = here
+            for u in gl.static_range(k_steps):
+                stage = _free_stage(bars, step, CFG)
+                mbarrier.expect(bars.index(stage), CFG.stage_bytes)
+                k = block_col * CFG.BLOCK_W + u * CFG.TILE_K
+                for g in gl.static_range(_PAIR):
+                    if place - row.begin >= row.shared:
+                        _copy_x(stage, k, col, g, None, CFG)
+                    elif rank == g:
+                        _copy_x(stage, k, col, g, _BOTH, CFG)
+                _copy_a(stage, entry, u, CFG)
+                step += 1
+            here = there
+        for _place in range(row.end - row.begin, row.longest):
+            for _u in gl.static_range(k_steps):
+                stage = _free_stage(bars, step, CFG)
+                mbarrier.arrive(bars.index(stage), count=1)
+                step += 1
+        number = _next_number(bars, ordinal, CFG)
+        ordinal += 1
+    publish(work, ordinal, SpmmTile(-1, 0, 0, -1))
+    # a program must not end while its partner may still copy to it
+    cluster_barrier()
+
+
+# The consumers, with and without a partner.
 
 
 @gluon.jit
@@ -156,54 +367,48 @@ def _halves(x):
 
 
 @gluon.jit
-def _store_chunk(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.constexpr):
-    """Finish and store a [ROWS, chunk] piece of a tile; a partial sum goes to its slot as it is."""
-    part_ptr, bias_ptr, residual_ptr, residual_strides = extras
-    n_cols = sizes[1]
+def _store_chunk(acc, row, col, slot, output, out_smem, epilogue, CFG: gl.constexpr):
+    """Finish and store [64, out_chunk] sums of a tile; a partial sum goes to its slot unfinished."""
     chunk: gl.constexpr = CFG.out_chunk
     layout: gl.constexpr = CFG.accumulator_layout(chunk)
     activation: gl.constexpr = CFG.ACTIVATION
     acc = gl.convert_layout(acc, layout)
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    rows = row + gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
     cols = col + gl.arange(0, chunk, gl.SliceLayout(0, layout))
-    if part_ptr is not None and slot >= 0:
+    if output.partial_ptr is not None and slot >= 0:
         # a slot holds a whole block row
-        part_rows = (slot * CFG.BLOCK_H + rows % CFG.BLOCK_H).to(gl.int64)
-        offsets = part_rows[:, None] * n_cols + cols[None, :]
-        gl.store(part_ptr + offsets, acc, mask=(cols < n_cols)[None, :])
+        partial_rows = (slot * CFG.BLOCK_H + rows % CFG.BLOCK_H).to(gl.int64)
+        offsets = partial_rows[:, None] * epilogue.n_cols + cols[None, :]
+        gl.store(output.partial_ptr + offsets, acc, mask=(cols < epilogue.n_cols)[None, :])
     else:
-        addends = (bias_ptr, residual_ptr, residual_strides)
-        acc = finish_values(acc, rows[:, None], cols[None, :], addends, sizes, activation)
+        acc = finish_values(acc, rows[:, None], cols[None, :], epilogue, activation)
         tile = acc.to(out_smem.dtype)
-        # The copy that was started one chunk ago must have read the buffer.
+        # the copy of the chunk before this one must have read the buffer
         tma.store_wait(0)
         if CFG.OUT_TRANSPOSED:
             out_smem.permute((1, 0)).store(tile)
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [col, row], out_smem)
+            tma.async_copy_shared_to_global(output.desc, [col, row], out_smem)
         else:
             out_smem.store(tile)
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [row, col], out_smem)
+            tma.async_copy_shared_to_global(output.desc, [row, col], out_smem)
 
 
 @gluon.jit
-def _store_tile(acc, row, col, slot, out_desc, out_smem, extras, sizes, CFG: gl.constexpr):
+def _store_tile(acc, row, col, slot, output, out_smem, epilogue, CFG: gl.constexpr):
     """Store an accumulator in OUT_CHUNKS column chunks through one buffer."""
     chunk: gl.constexpr = CFG.out_chunk
     gl.static_assert(CFG.OUT_CHUNKS == 2 or CFG.OUT_CHUNKS == 4)
     for half in gl.static_range(2):
         part = _halves(acc)[half]
         if CFG.OUT_CHUNKS == 2:
-            _store_chunk(
-                part, row, col + half * chunk, slot, out_desc, out_smem, extras, sizes, CFG
-            )
+            _store_chunk(part, row, col + half * chunk, slot, output, out_smem, epilogue, CFG)
         else:
             for quarter in gl.static_range(2):
                 first = col + (2 * half + quarter) * chunk
-                _store_chunk(
-                    _halves(part)[quarter], row, first, slot, out_desc, out_smem, extras, sizes, CFG
-                )
+                some = _halves(part)[quarter]
+                _store_chunk(some, row, first, slot, output, out_smem, epilogue, CFG)
 
 
 @gluon.jit
@@ -214,73 +419,32 @@ def _as_tiles(smem, count: gl.constexpr, shape: gl.constexpr):
 
 
 @gluon.jit
-def _ring_memory(desc, count: gl.constexpr):
-    """Shared memory for `count` copies through a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, [count] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-
-
-@gluon.jit
-def _part(memory, page: gl.constexpr, desc, count: gl.constexpr):
-    """`count` tiles of a descriptor, from a page of `memory` on."""
-    shape: gl.constexpr = [count] + desc.block_type.shape  # noqa: RUF005
-    return memory.index(page)._reinterpret(desc.dtype, shape, desc.layout)
-
-
-@gluon.jit
-def _paired_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
-    """Ring and output buffers of a program with a partner.
-
-    One allocation, since addresses in the other program follow from the places of its parts.
-    Barriers are one array: STAGES full, STAGES empty, two for the number of the next piece, which
-    lies behind them.
-    """
-    pages: gl.constexpr = CFG.bars_page + 1
-    stages: gl.constexpr = CFG.STAGES
-    page: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
-    memory = gl.allocate_shared_memory(a_desc.dtype, [pages, 8, 64], page)
-    a_smem = _part(memory, 0, a_desc, CFG.STAGES * CFG.a_copies)
-    x_smem = _part(memory, CFG.x_page, x_desc, CFG.STAGES * CFG.x_copies)
-    out_smem = _part(memory, CFG.out_page, out_desc, 2)
-    bars = memory.index(CFG.bars_page)
-    bars = bars._reinterpret(gl.int64, [2 * stages + 2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(stages):
-        mbarrier.init(bars.index(i), count=1)
-        # each warp of the two consumers of each program
-        mbarrier.init(bars.index(stages + i), count=8 * PROGRAMS)
-    mbarrier.init(bars.index(2 * stages), count=1)
-    mbarrier.init(bars.index(2 * stages + 1), count=PROGRAMS)
-    return (a_smem, x_smem, bars, bars), out_smem
-
-
-@gluon.jit
 def _release(empty, stage, live, CFG: gl.constexpr):
-    """Leave a stage to the producer, or to both that copy to it."""
+    """Release a stage to the producer; PAIRED: to both producers that copy to it."""
     if CFG.PAIRED:
-        # each warp for itself: a barrier of the group would only delay the arrivals
-        address = shared_address(CFG.bars_offset + 8 * (CFG.STAGES + stage))
-        arrive_at_all(address, live, PROGRAMS)
+        # each warp arrives on its own: a barrier of the warp group would only delay the arrivals
+        arrive_at_all(_bar_address(CFG.STAGES + stage, CFG), live, _PAIR)
     else:
         mbarrier.arrive(empty.index(stage), count=1, pred=live)
 
 
 @gluon.jit
-def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Multiply the ring's tiles into an accumulator and store it, piece by piece of work."""
+def _consume(output, ring, work, epilogue, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Multiply the ring's tiles into an accumulator and store it, work tile by work tile."""
     if CFG.PAIRED:
         cluster_barrier()
-    a_smem, x_smem, full, empty = ring
-    a_smem = _as_tiles(a_smem, CFG.STAGES * CFG.a_tiles, CFG.a_tile())
-    x_smem = _as_tiles(x_smem, CFG.STAGES * CFG.x_tiles, CFG.x_tile())
+    a_smem = _as_tiles(ring.a, CFG.STAGES * CFG.a_tiles, CFG.a_tile())
+    x_smem = _as_tiles(ring.x, CFG.STAGES * CFG.x_tiles, CFG.x_tile())
     group_n: gl.constexpr = CFG.GROUP_N
     layout: gl.constexpr = CFG.accumulator_layout(CFG.GROUP_N)
     step = 0
-    turn = 0
-    steps, row, col, slot = take(work, turn)
-    while steps >= 0:
-        acc = gl.zeros([ROWS, group_n], gl.float32, layout)
-        for i in range(steps):
+    ordinal = 0
+    tile = SpmmTile(*take(work, ordinal))
+    while tile.steps >= 0:
+        acc = gl.zeros([_ROWS, group_n], gl.float32, layout)
+        for i in range(tile.steps):
             stage = step % CFG.STAGES
-            mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
+            mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
             a = a_smem.index(stage * CFG.a_tiles + GROUP % CFG.a_tiles)
             x = x_smem.index(stage * CFG.x_tiles + GROUP % CFG.x_tiles)
             if CFG.A_TRANSPOSED:
@@ -290,37 +454,77 @@ def _consume(out_desc, ring, out_smem, work, extras, sizes, GROUP: gl.constexpr,
             pending = warpgroup_mma(a, x, acc, is_async=True)
             # One product stays in flight; the one before it is done, so its stage is free.
             acc = warpgroup_mma_wait(1, deps=(pending,))
-            _release(empty, (step + CFG.STAGES - 1) % CFG.STAGES, i > 0, CFG)
+            _release(ring.empty, (step + CFG.STAGES - 1) % CFG.STAGES, i > 0, CFG)
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _release(empty, (step + CFG.STAGES - 1) % CFG.STAGES, steps > 0, CFG)
+        _release(ring.empty, (step + CFG.STAGES - 1) % CFG.STAGES, tile.steps > 0, CFG)
+        slot = tile.slot
         if CFG.PAIRED:
-            # stages that only the other row needs
-            for _i in range(steps, slot):
+            # pass by the stages that only the partner's row needs
+            for _i in range(tile.steps, tile.slot):
                 stage = step % CFG.STAGES
-                mbarrier.wait(full.index(stage), (step // CFG.STAGES) & 1)
-                _release(empty, stage, step >= 0, CFG)
+                mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
+                _release(ring.empty, stage, step >= 0, CFG)
                 step += 1
             slot = -1
 
-        row += (GROUP % CFG.a_tiles) * ROWS
-        col += (GROUP % CFG.x_tiles) * CFG.GROUP_N
-        # TMA refuses to store in front of a tensor, where rows lie that stand for none
+        row = tile.row + (GROUP % CFG.a_tiles) * _ROWS
+        col = tile.col + (GROUP % CFG.x_tiles) * CFG.GROUP_N
+        # the missing row of an odd number has a negative row, where TMA refuses to store
         if row >= 0:
-            _store_tile(acc, row, col, slot, out_desc, out_smem.index(GROUP), extras, sizes, CFG)
-        turn += 1
-        steps, row, col, slot = take(work, turn)
+            _store_tile(acc, row, col, slot, output, output.smem.index(GROUP), epilogue, CFG)
+        ordinal += 1
+        tile = SpmmTile(*take(work, ordinal))
     tma.store_wait(0)
     if CFG.PAIRED:
         cluster_barrier()
 
 
-@gluon.jit(do_not_specialize=["n_rows", "n_cols", "row_pieces", "panels", "section"])
+@gluon.jit
+def _ring_memory(desc, count: gl.constexpr):
+    """Shared memory for `count` copies through a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [count] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.jit
+def _part(memory, kib: gl.constexpr, desc, count: gl.constexpr):
+    """`count` tiles of a descriptor, `kib` KiB into `memory`."""
+    shape: gl.constexpr = [count] + desc.block_type.shape  # noqa: RUF005
+    return memory.index(kib)._reinterpret(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def _paired_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
+    """Ring and output buffers of a program with a partner.
+
+    They are one allocation of rows of 1 KiB, because addresses in the partner are computed from
+    offsets in it. The barriers are one array: STAGES full, STAGES empty, and two for the number of
+    the next work tile, which lies behind them.
+    """
+    size: gl.constexpr = CFG.bars_kib + 1
+    stages: gl.constexpr = CFG.STAGES
+    kib: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
+    memory = gl.allocate_shared_memory(a_desc.dtype, [size, 8, 64], kib)
+    a_smem = _part(memory, 0, a_desc, CFG.STAGES * CFG.a_copies)
+    x_smem = _part(memory, CFG.x_kib, x_desc, CFG.STAGES * CFG.x_copies)
+    out_smem = _part(memory, CFG.out_kib, out_desc, 2)
+    bars = memory.index(CFG.bars_kib)
+    bars = bars._reinterpret(gl.int64, [2 * stages + 2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(bars.index(i), count=1)
+        # each warp of the two consumers of each program
+        mbarrier.init(bars.index(stages + i), count=8 * _PAIR)
+    mbarrier.init(bars.index(CFG.sent_bar), count=1)
+    mbarrier.init(bars.index(CFG.read_bar), count=_PAIR)
+    return OperandRing(a_smem, x_smem, bars, bars), out_smem
+
+
+@gluon.jit(do_not_specialize=["n_rows", "n_cols", "m_tiles", "n_tiles", "raster_group"])
 def _spmm_sm90_kernel(
-    a_desc,  # first, as is `x_desc` behind it: assembly knows them by their place
+    a_desc,  # the first parameter, `x_desc` the next: inline assembly names them by position
     x_desc,
     out_desc,
-    part_ptr,
+    partial_ptr,
     bias_ptr,
     residual_ptr,
     residual_strides,
@@ -330,28 +534,28 @@ def _spmm_sm90_kernel(
     counter_ptr,
     n_rows,
     n_cols,
-    row_pieces,
-    panels,
-    section,
+    m_tiles,
+    n_tiles,
+    raster_group,
     CFG: gl.constexpr,
 ):
-    """Set up the ring and the three roles; `_produce` and `_consume` do the work."""
-    grid = (row_pieces, panels, section)
-    extras = (part_ptr, bias_ptr, residual_ptr, residual_strides)
-    sizes = (n_rows, n_cols)
+    """Set up the ring and start the roles: two consumers, a producer, PAIRED: a scheduler warp."""
+    raster = Raster(m_tiles, n_tiles, raster_group)
+    lists = Lists(items_ptr, cols_ptr, perm_ptr)
+    epilogue = Epilogue(bias_ptr, residual_ptr, residual_strides, n_rows, n_cols)
     if CFG.PAIRED:
         ring, out_smem = _paired_memory(a_desc, x_desc, out_desc, CFG)
-        work = work_channel(WORK_FIELDS, 2)
+        work = work_channel(SPMM_TILE_FIELDS, 2)
         fence_async_shared()
-        lists = (cols_ptr, perm_ptr)
+        output = Output(out_desc, out_smem, partial_ptr)
         few: gl.constexpr = CFG.PRODUCER_REGISTERS
         gl.warp_specialize(
             [
-                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
-                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
-                (produce_paired, (items_ptr, lists, ring[2], work, grid, CFG)),
-                (ask, (counter_ptr, ring[2], row_pieces * panels, CFG)),
-                (stand_by, ()),
+                (_consume, (output, ring, work, epilogue, 0, CFG)),
+                (_consume, (output, ring, work, epilogue, 1, CFG)),
+                (_produce_paired, (lists, ring.full, work, raster, CFG)),
+                (_schedule_pairs, (counter_ptr, ring.full, m_tiles * n_tiles, CFG)),
+                (_idle_warps, ()),
             ],
             [4, 1, 1, 2],
             [CFG.CONSUMER_REGISTERS, few, few, few],
@@ -360,15 +564,15 @@ def _spmm_sm90_kernel(
         a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
         x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
         out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
-        ring = (a_smem, x_smem, barriers(CFG.STAGES, 1), barriers(CFG.STAGES, 2))
-        work = work_channel(WORK_FIELDS, 2)
+        ring = OperandRing(a_smem, x_smem, barriers(CFG.STAGES, 1), barriers(CFG.STAGES, 2))
+        work = work_channel(SPMM_TILE_FIELDS, 2)
         fence_async_shared()
-        lists = (cols_ptr, perm_ptr, counter_ptr)
+        output = Output(out_desc, out_smem, partial_ptr)
         gl.warp_specialize(
             [
-                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 0, CFG)),
-                (_consume, (out_desc, ring, out_smem, work, extras, sizes, 1, CFG)),
-                (_produce, (a_desc, x_desc, items_ptr, lists, ring, work, grid, CFG)),
+                (_consume, (output, ring, work, epilogue, 0, CFG)),
+                (_consume, (output, ring, work, epilogue, 1, CFG)),
+                (_produce, (a_desc, x_desc, lists, counter_ptr, ring, work, raster, CFG)),
             ],
             [4, 1],
             [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],

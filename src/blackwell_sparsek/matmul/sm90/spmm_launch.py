@@ -1,23 +1,182 @@
-"""Launching the Hopper product: descriptors, grid, and the second pass for rows that were cut."""
+"""Implementation `sm90` of `bsk::bsr_matmul`: which Hopper kernel makes a product, and its launch.
 
-from typing import Any
+`matmul` takes, in this order, strips of narrow blocks or tiles of few columns where the columns are
+few, warps with a block row of 16 rows each where they should be faster, and otherwise tiles of
+blocks of at least 64 rows, packed from lower ones.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...calls.matmul import MatmulCall
 from ...core.arch import arch_of
+from ...core.compat import warps_may_part
 from ...launch.descriptors import tensor_descriptor
-from ...launch.launcher import cdiv, launch, on_device_of, resting_words
-from ..plan import SpmmPlan
-from ..triton.spmm import addends_of, empty_partial, launch_spmm_reduce
-from .config import PAIR, SLAB_COLUMNS, SpmmSm90Config
-from .row_pairs import PairPlan
+from ...launch.launcher import cdiv, launch, on_device_of, resting_words, scratch
+from ...launch.workspace import made_apart
+from ..estimate import takes_warp_rows
+from ..plan import SpmmPlan, spmm_plan
+from ..rows import RowsProduct, Views, rows_product
+from ..triton.finish import addends_of, empty_partial, launch_spmm_reduce
+from ..triton.pack import launch_pack, pack_pattern
+from ..triton.tuning import narrow_is_even, spmm_sizes
+from .config import PAIR, SLAB_COLUMNS, WARP_ROWS, SpmmSm90Config, WarpRowsConfig
+from .layouts import fragment_columns, in_fragments, launch_transpose
+from .narrow import launch_spmm_narrow_sm90
+from .row_pairs import PairPlan, row_pairs
+from .row_schedule import row_schedule, row_table
 from .spmm import _spmm_sm90_kernel
+from .strips import launch_spmm_strips
+from .tuning import (
+    BEARABLE_CHUNKS,
+    narrow_sm90_config,
+    spmm_sm90_chunk,
+    spmm_sm90_config,
+    spmm_sm90_paired,
+    strips_config,
+)
+from .warps import launch_spmm_warps
 
 # Registers per thread the kernel is compiled for; the roles then trade them among themselves.
 MAX_REGISTERS = 168
-# Panels of the dense operand that run together: they share blocks through the L2 (50 MB) and stay
-# in it themselves. One panel after the other read 780 MB from memory where 300 would do.
-SECTION_BYTES = 16 * 2**20
+# Panels of the dense operand that run together, a raster group: they share blocks through the L2
+# (50 MB) and stay in it themselves. One panel after the other read 780 MB from memory where 300
+# would do.
+RASTER_BYTES = 16 * 2**20
+# Packed patterns by the row pointers they were made from, which live as long as their pattern.
+_PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class TallBlocks(NamedTuple):
+    """Blocks as the kernel copies them, contiguous, with the pattern of the result's rows."""
+
+    values: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    perm: torch.Tensor | None
+
+
+def matmul(call: MatmulCall) -> torch.Tensor:
+    """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
+    product = rows_product(call)
+    if product.out.numel() and (_by_strips(product, call) or _by_few_columns(product, call)):
+        return product.out
+    for views in product.parts:
+        x, x_transposed = _readable(views.x, product.rows.blocks.shape[2])
+        views = views._replace(x=x)
+        if warps_may_part() and takes_warp_rows(product.problem, x_transposed):
+            _by_warps(product, call, views)
+        else:
+            _by_tiles(product, call, views, x_transposed)
+    return product.out
+
+
+def _by_strips(product: RowsProduct, call: MatmulCall) -> bool:
+    """Multiply strips of narrow blocks with few columns; False where that is not for them."""
+    rows, config = product.rows, strips_config(product.problem)
+    if config is None:
+        return False
+    table = row_table(rows.indptr, rows.indices, rows.perm)
+    if table is None or not narrow_is_even(product.problem, config, table.width):
+        return False
+    for part in product.parts:
+        for out, x, residual in part.entries():
+            launch_spmm_strips(out, call.values, table, x, call.bias, residual, config)
+    return True
+
+
+def _by_few_columns(product: RowsProduct, call: MatmulCall) -> bool:
+    """Multiply tiles that TMA brings with few columns; False where that is not for them."""
+    rows, config = product.rows, narrow_sm90_config(product.problem)
+    if config is None:
+        return False
+    # one program fills the shared memory of an SM
+    programs, columns = product.problem.arch.num_sms, product.problem.n
+    schedule = row_schedule(rows.indptr, rows.indices, config, columns, programs)
+    if schedule is None or not narrow_is_even(product.problem, config, schedule.width):
+        return False
+    for part in product.parts:
+        for out, x, residual in part.entries():
+            launch_spmm_narrow_sm90(out, call.values, schedule, x, call.bias, residual, config)
+    return True
+
+
+def _by_warps(product: RowsProduct, call: MatmulCall, views: Views) -> None:
+    """Fill the results of one part with warps that have a block row each."""
+    rows, problem = product.rows, product.problem
+    config = WarpRowsConfig(OUT_TRANSPOSED=problem.dense_left, ACTIVATION=problem.activation)
+    # no row is longer than this, so none is cut
+    plan = spmm_plan(rows.indptr, call.values.shape[0], rows.cols_b, rows.cols_b)
+    block_w = rows.blocks.shape[2]
+    per_block = block_w // WARP_ROWS
+    fragments = in_fragments(call.values, block_w, rows.perm, config.AHEAD)
+    columns = fragment_columns(rows.indptr, rows.indices, per_block)
+    for out, x, residual in views.entries():
+        operands = (out, fragments, columns, x)
+        launch_spmm_warps(*operands, call.bias, residual, plan, per_block, config)
+
+
+def _by_tiles(product: RowsProduct, call: MatmulCall, views: Views, x_transposed: bool) -> None:
+    """Fill the results of one part with tiles of tall blocks, in pairs of rows where that helps."""
+    problem, cols_b = product.problem, product.rows.cols_b
+    config = spmm_sm90_config(problem, x_transposed)
+    blocks = _tall_blocks(product, call.values, config.BLOCK_H)
+    count = blocks.values.shape[0]
+    sizes = spmm_sizes(problem)._replace(block_h=config.BLOCK_H, nnz_blocks=count)
+    chunk = spmm_sm90_chunk(problem.arch, sizes, config)
+    plan: SpmmPlan | PairPlan
+    plan = spmm_plan(blocks.indptr, count, cols_b, chunk, BEARABLE_CHUNKS)
+    paired = spmm_sm90_paired(problem, config)
+    # rows that were cut are too unequal to go in pairs
+    if paired is not None and plan.n_split_rows == 0 and call.values.shape[0] > 0:
+        pairs = row_pairs(blocks.indptr, blocks.indices, blocks.perm, cols_b)
+        if pairs is not None:
+            plan, config = pairs, paired
+            blocks = blocks._replace(indices=pairs.cols, perm=pairs.entries)
+    for entry in views.entries():
+        launch_spmm_sm90(entry, blocks, call.bias, plan, config)
+
+
+def _readable(x: torch.Tensor, block_w: int) -> tuple[torch.Tensor, bool]:
+    """The dense operand [B, K, N] as the kernel reads it, and whether its columns are contiguous.
+
+    Narrow blocks would make many short copies of contiguous columns; those are transposed first.
+    """
+    if x.stride(-1) == 1:
+        return x, False
+    if block_w % 32 == 0 or x.shape[2] % 8:
+        return x, True
+    by_rows = scratch(x.shape, x.dtype, x.device)
+    for i in range(x.shape[0]):
+        launch_transpose(by_rows[i], x[i].mT)
+    return by_rows, False
+
+
+def _tall_blocks(product: RowsProduct, values: torch.Tensor, block_h: int) -> TallBlocks:
+    """Blocks of `block_h` rows with their pattern: as stored, or packed from lower ones."""
+    rows = product.rows
+    height, width = rows.blocks.shape[1:]
+    if values.shape[0] == 0:
+        # TMA cannot describe nothing; nothing of this is read
+        empty = values.new_empty((1, *values.shape[1:]))
+        return TallBlocks(empty, rows.indptr, rows.indices, rows.perm)
+    if height >= block_h:
+        return TallBlocks(values, rows.indptr, rows.indices, rows.perm)
+    packed = _PACKED.get(rows.indptr)
+    if packed is None:
+        pattern = (rows.indptr, rows.indices, rows.cols_b, block_h // height)
+        if torch.cuda.is_current_stream_capturing():
+            # part of the graph, so not kept
+            packed = pack_pattern(*pattern)
+        else:
+            packed = made_apart(lambda: pack_pattern(*pattern).trimmed(), values.device)
+            _PACKED[rows.indptr] = packed
+    shape = (packed.indices.shape[0], block_h, width)
+    blocks = scratch(shape, values.dtype, values.device)
+    launch_pack(blocks, values, packed.source, rows.perm)
+    return TallBlocks(blocks, packed.indptr, packed.indices, None)
 
 
 def _descriptor(x: torch.Tensor, block: list[int], transposed: bool) -> Any:
@@ -34,13 +193,9 @@ def _x_descriptor(x: torch.Tensor, config: SpmmSm90Config) -> Any:
 
 
 def launch_spmm_sm90(
-    out: torch.Tensor,
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    perm: torch.Tensor | None,
-    x: torch.Tensor,
+    views: Views,
+    blocks: TallBlocks,
     bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
     plan: SpmmPlan | PairPlan,
     config: SpmmSm90Config,
 ) -> None:
@@ -48,19 +203,20 @@ def launch_spmm_sm90(
 
     Parameters
     ----------
-    out : [M, N], x : [K, N]; rows contiguous, or columns where the configuration says transposed
-    values : [nnzb, height, width] contiguous, as stored
-    indices, perm : as in `launch_spmm`; of pairs of rows `cols` and `entries`
-    bias : [M] contiguous, residual : [M, N], any strides; or None
+    views : out [M, N] and x [K, N], rows contiguous, or columns where the configuration says
+        transposed; residual [M, N], any strides, or None
+    blocks : of A; for pairs of rows with `cols` and `entries` of the plan
+    bias : [M] contiguous, or None
     """
+    out, x, residual = views
     m, n = out.shape
     # the kernel does not know a batch; the second pass does
     out_b = out.unsqueeze(0)
     partial = empty_partial(out_b, plan, config.BLOCK_H)
-    row_pieces, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)
-    section = max(1, SECTION_BYTES // (x.shape[0] * config.tile_n * x.element_size()))
+    row_tiles, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)
+    raster = max(1, RASTER_BYTES // (x.shape[0] * config.tile_n * x.element_size()))
     counter = resting_words(1, out.device)
-    a_matrix = values.view(-1, values.shape[2])
+    a_matrix = blocks.values.view(-1, blocks.values.shape[2])
     with on_device_of(out):
         args = (
             _descriptor(a_matrix, config.a_block(), False),
@@ -71,18 +227,18 @@ def launch_spmm_sm90(
             residual,
             None if residual is None else residual.stride(),
             plan.items,
-            indices,
-            perm,
+            blocks.indices,
+            blocks.perm,
             counter,
             m,
             n,
-            row_pieces,
+            row_tiles,
             panels,
-            section,
+            raster,
             config,
         )
         cluster = PAIR if config.PAIRED else 1
-        programs = min(arch_of(out.device).num_sms // cluster, row_pieces * panels)
+        programs = min(arch_of(out.device).num_sms // cluster, row_tiles * panels)
         options = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
         launch(_spmm_sm90_kernel, programs, args, cluster=cluster, **options)
         if partial is not None and isinstance(plan, SpmmPlan):

@@ -1,18 +1,23 @@
 # mypy: ignore-errors
 """BSR times few columns on Hopper for blocks 16 columns wide: out = act(A @ x + bias) + residual.
 
-A [M, K] block-sparse, x [K, N] with contiguous columns, out [M, N], N of at most 32. Blocks this
-narrow are too small for copies of their own (`spmm_narrow_sm90`). Here a program has a strip of 16
-rows; its warps share out the blocks and add up their sums at the end, in a fixed order. Both
-operands come from memory straight to where `mma.sync` takes them: a thread holds 8 neighbours along
-K instead of 2, the same 8 of both operands, so that it can load them at once, and sums do not mind
-in which order. Blocks are read once and come early to the L2; x is read again for each block and
-stays in L1 as far as it fits.
+A is block-sparse [M, K], x [K, N] with contiguous columns, out [M, N], N at most 32. Blocks this
+narrow are too small for TMA copies of their own (`narrow.py`). Here a program computes a strip: 16
+rows of one block row, the M of one `mma.sync`. Its warps split K, each with its share of the blocks,
+and their sums are added at the end in a fixed order.
 
-Warps find their blocks through scalars that differ between them (`device/gluon/warps.py`). All walk
-the same number of steps. Called as part of impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16,
-blocks stored by rows, K a multiple of 16, addresses and strides that are multiples of 16 bytes.
+Both operands are loaded from memory straight into the registers of `mma.sync`. A thread holds 8
+neighbours along K instead of 2, so that it loads 16 bytes at a time; they are the same 8 of both
+operands, and the order of K within a sum is free. Blocks are read once and prefetched to the L2; x
+is read again for each block and stays in L1 as far as it fits.
+
+Warps find their blocks through scalars that differ between warps (`device/gluon/warps.py`); all
+warps take the same number of steps. Launched with PDL. Part of impl "sm90" of `bsk::bsr_matmul`.
+Limits: fp16 and bf16, blocks stored by rows, K a multiple of 16, addresses and strides that are
+multiples of 16 bytes.
 """
+
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -23,23 +28,32 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...device.gluon.memory import bring_to_l2
 from ...device.gluon.warps import from_lane, lane_number, warp_number
 from ...launch.launcher import launch, on_device_of
-from .config import LOADED, STRIP_BLOCK, STRIP_ROWS, UNIT_BLOCKS, StripsConfig
+from .config import K_TILE_BLOCKS, LOADED, STRIP_BLOCK, STRIP_ROWS, StripsConfig
+from .epilogue import Epilogue, finish_values
 from .row_schedule import TABLE_HEADER, RowTable
-from .spmm import finish_values
 
 _HEADER = gl.constexpr(TABLE_HEADER)
 _ROWS = gl.constexpr(STRIP_ROWS)
 _BLOCK = gl.constexpr(STRIP_BLOCK)
 _LOADED = gl.constexpr(LOADED)
-_UNIT_BLOCKS = gl.constexpr(UNIT_BLOCKS)
-_UNIT = gl.constexpr(UNIT_BLOCKS * STRIP_BLOCK)
+_K_TILE_BLOCKS = gl.constexpr(K_TILE_BLOCKS)
+_TILE_K = gl.constexpr(K_TILE_BLOCKS * STRIP_BLOCK)
 _LANES = gl.constexpr(32)
 _STRIP_BYTES = gl.constexpr(2 * STRIP_ROWS * STRIP_BLOCK)
 
 
+class StripOperands(NamedTuple):
+    """A strip of the blocks, and x, in memory."""
+
+    values_ptr: object  # first row of the strip in the first block
+    x_ptr: object
+    x_stride: object  # between columns
+    n_cols: object
+
+
 @gluon.jit
-def _bring_strips(values_ptr, slots_ptr, width, CFG: gl.constexpr):
-    """Bring the strips of the first 32 blocks of each warp to the L2, one for each thread."""
+def _prefetch_strips(values_ptr, slots_ptr, width, CFG: gl.constexpr):
+    """Prefetch the strips of the first 32 blocks of each warp to the L2, one by each thread."""
     slot = warp_number() * _LANES + lane_number()
     entry = gl.load(slots_ptr + slot, mask=slot < width, other=-1)
     strip_ptr = values_ptr + entry.to(gl.int64) * CFG.block_size
@@ -48,7 +62,7 @@ def _bring_strips(values_ptr, slots_ptr, width, CFG: gl.constexpr):
 
 @gluon.jit
 def _find(slots_ptr, width, first, blocks, CFG: gl.constexpr):
-    """Entry (-1: none) and column of a block, one for each thread: this warp's of a step."""
+    """This warp's blocks of a step: entry (-1: none) and block column, one block in each lane."""
     lane = lane_number()
     slot = first + lane
     present = (lane < CFG.warp_blocks) & (slot < blocks)
@@ -58,68 +72,71 @@ def _find(slots_ptr, width, first, blocks, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _load_unit(found, unit: gl.constexpr, values_ptr, x_ptr, x_stride, n_cols, CFG: gl.constexpr):
+def _load_k_tile(found, k_tile: gl.constexpr, operands, CFG: gl.constexpr):
     """Four blocks side by side [WARPS * 16, 64] and their rows of x [64, TILE_N] as operands."""
     entry, col = found
+    values_ptr = operands.values_ptr
+    x_ptr = operands.x_ptr
     sums: gl.constexpr = CFG.sums_layout()
     left: gl.constexpr = gl.DotOperandLayout(0, sums, _LOADED)
     right: gl.constexpr = gl.DotOperandLayout(1, sums, _LOADED)
-    blocks: gl.constexpr = _UNIT_BLOCKS
-    # each warp has rows of its own in the tile, and they are the same rows
+    blocks: gl.constexpr = _K_TILE_BLOCKS
+    # the tile has 16 rows for each warp, and they are the same rows of A
     a_row = gl.arange(0, CFG.all_rows, gl.SliceLayout(1, left))[:, None] % _ROWS
-    a_k = gl.arange(0, _UNIT, gl.SliceLayout(0, left))[None, :]
-    x_k = gl.arange(0, _UNIT, gl.SliceLayout(1, right))[:, None]
+    a_k = gl.arange(0, _TILE_K, gl.SliceLayout(0, left))[None, :]
+    x_k = gl.arange(0, _TILE_K, gl.SliceLayout(1, right))[:, None]
     x_col = gl.arange(0, CFG.TILE_N, gl.SliceLayout(0, right))[None, :]
     a_ptrs = gl.where(a_k >= 0, values_ptr, values_ptr)
     x_ptrs = gl.where(x_k >= 0, x_ptr, x_ptr)
     a_entry = 0 * a_k
     x_entry = 0 * x_k
     for i in gl.static_range(blocks):
-        of_block = from_lane(entry, unit * _UNIT_BLOCKS + i)
+        of_block = from_lane(entry, k_tile * _K_TILE_BLOCKS + i)
         block_ptr = values_ptr + of_block.to(gl.int64) * CFG.block_size
-        rows_ptr = x_ptr + from_lane(col, unit * _UNIT_BLOCKS + i) * _BLOCK
+        rows_ptr = x_ptr + from_lane(col, k_tile * _K_TILE_BLOCKS + i) * _BLOCK
         a_ptrs = gl.where(a_k // _BLOCK == i, block_ptr, a_ptrs)
         x_ptrs = gl.where(x_k // _BLOCK == i, rows_ptr, x_ptrs)
         a_entry = gl.where(a_k // _BLOCK == i, of_block, a_entry)
         x_entry = gl.where(x_k // _BLOCK == i, of_block, x_entry)
     a_ptrs += a_row * _BLOCK + a_k % _BLOCK
-    x_ptrs += x_k % _BLOCK + x_col.to(gl.int64) * x_stride
-    # not kept in L1, where x is to stay
+    x_ptrs += x_k % _BLOCK + x_col.to(gl.int64) * operands.x_stride
+    # blocks bypass L1, where x is to stay
     a = gl.load(a_ptrs, mask=(a_entry >= 0) & (a_row >= 0), other=0.0, cache_modifier=".cg")
-    x = gl.load(x_ptrs, mask=(x_entry >= 0) & (x_col < n_cols), other=0.0)
+    x = gl.load(x_ptrs, mask=(x_entry >= 0) & (x_col < operands.n_cols), other=0.0)
     return a, x
 
 
 @gluon.jit
 def _load_step(found, operands, CFG: gl.constexpr):
-    """All units of a step, one after the other."""
-    values_ptr, x_ptr, x_stride, n_cols = operands
-    units: gl.constexpr = CFG.UNITS
+    """All K tiles of a step, as pairs of operands."""
+    k_tiles: gl.constexpr = CFG.K_TILES
     loaded = ()
-    for unit in gl.static_range(units):
-        loaded = loaded + _load_unit(found, unit, values_ptr, x_ptr, x_stride, n_cols, CFG)
+    for k_tile in gl.static_range(k_tiles):
+        pair = _load_k_tile(found, k_tile, operands, CFG)
+        loaded = loaded + (pair,)  # noqa: RUF005
     return loaded
 
 
 @gluon.jit
 def _add_step(sums, loaded, CFG: gl.constexpr):
     """Add the products of a step."""
-    units: gl.constexpr = CFG.UNITS
-    for unit in gl.static_range(units):
-        sums = mma_v2(loaded[2 * unit], loaded[2 * unit + 1], sums)
+    k_tiles: gl.constexpr = CFG.K_TILES
+    for k_tile in gl.static_range(k_tiles):
+        a, x = loaded[k_tile]
+        sums = mma_v2(a, x, sums)
     return sums
 
 
 @gluon.jit
 def _total(sums, CFG: gl.constexpr):
-    """The sums of all warps together [16, TILE_N], as they are stored."""
+    """The sums of all warps added up [16, TILE_N], in the layout of the store."""
     layout: gl.constexpr = CFG.store_layout()
     if CFG.WARPS > 1:
         sums = gl.sum(sums.reshape([CFG.WARPS, _ROWS, CFG.TILE_N]), 0)
     return gl.convert_layout(sums, layout)
 
 
-# the number of rows is specialised: where 16 divides it, rows are stored 16 bytes at a time
+# `n_rows` is specialised: where 16 divides it, rows are stored 16 bytes at a time
 @gluon.jit(do_not_specialize=["n_cols", "width"])
 def _spmm_strips_kernel(
     out_ptr,
@@ -136,8 +153,8 @@ def _spmm_strips_kernel(
     width,
     CFG: gl.constexpr,
 ):
-    """Multiply 16 rows of one block row with all columns."""
-    # the next kernel may start as soon as there is room for it; it waits where it has to
+    """Multiply one strip with all columns: find blocks, load and multiply, add up, finish, store."""
+    # PDL: the next kernel may start as soon as there is room for it; it waits where it has to
     gdc_launch_dependents()
     item = gl.program_id(0) // CFG.strips
     strip = gl.program_id(0) % CFG.strips
@@ -146,19 +163,19 @@ def _spmm_strips_kernel(
     block_row = gl.load(record_ptr)
     blocks = gl.load(record_ptr + 1)
     values_ptr += strip * (_ROWS * _BLOCK)
-    _bring_strips(values_ptr, slots_ptr, width, CFG)
+    _prefetch_strips(values_ptr, slots_ptr, width, CFG)
     first = warp_number() * CFG.warp_blocks
     found = _find(slots_ptr, width, first, blocks, CFG)
     next_found = _find(slots_ptr, width, first + CFG.step_blocks, blocks, CFG)
-    # only the table may be read ahead of other kernels: it never changes
+    # only the table may be read before the kernels in front have ended: it never changes
     gdc_wait()
 
-    operands = (values_ptr, x_ptr, x_stride, n_cols)
+    operands = StripOperands(values_ptr, x_ptr, x_stride, n_cols)
     layout: gl.constexpr = CFG.sums_layout()
     shape: gl.constexpr = [CFG.all_rows, CFG.TILE_N]
     sums = gl.zeros(shape, gl.float32, layout)
     loaded = _load_step(found, operands, CFG)
-    # two steps under way: the loads of the next one are out before this one is waited for
+    # two steps in flight: the loads of the next one are issued before this one is multiplied
     for step in range(CFG.step_blocks, blocks, CFG.step_blocks):
         next_loaded = _load_step(next_found, operands, CFG)
         next_found = _find(slots_ptr, width, first + step + CFG.step_blocks, blocks, CFG)
@@ -171,9 +188,10 @@ def _spmm_strips_kernel(
     first_row = block_row * CFG.BLOCK_H + strip * _ROWS
     rows = first_row + gl.arange(0, _ROWS, gl.SliceLayout(1, stored))[:, None]
     cols = gl.arange(0, CFG.TILE_N, gl.SliceLayout(0, stored))[None, :]
-    extras = (bias_ptr, residual_ptr, residual_strides)
-    total = finish_values(total, rows, cols, extras, (n_rows, n_cols), activation)
-    offsets = rows.to(gl.int64) * out_strides[0] + cols.to(gl.int64) * out_strides[1]
+    epilogue = Epilogue(bias_ptr, residual_ptr, residual_strides, n_rows, n_cols)
+    total = finish_values(total, rows, cols, epilogue, activation)
+    row_stride, col_stride = out_strides
+    offsets = rows.to(gl.int64) * row_stride + cols.to(gl.int64) * col_stride
     inside = (rows < n_rows) & (cols < n_cols)
     gl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=inside)
 

@@ -8,6 +8,7 @@ import torch
 from ...calls.matmul import BsrProblem
 from ...core.arch import Arch
 from ...core.compat import warps_may_part
+from ...dispatch.machine import why_no_kernels
 from ...launch.descriptors import GROUP_ROWS
 from ...launch.launcher import cdiv
 from ..triton.tuning import NARROW, SpmmSizes, largest_tile, spmm_chunk, spmm_sizes
@@ -261,8 +262,13 @@ def strips_config(problem: BsrProblem) -> StripsConfig | None:
     warps = 1 << (warps.bit_length() - 1)
     # wide tiles have no registers for two units, and less for one warp to wait for
     units = 2 if tile_n == 8 else 1
-    if tile_n == MOST_COLUMNS:
+    if tile_n == MOST_STRIP_COLUMNS:
         warps = max(warps, 2)
     elif warps >= SHORT_ROW_WARPS and sizes.nnz_blocks < SHORT_ROW * sizes.rows_b:
         warps, units = SHORT_ROW_WARPS, 2
     return StripsConfig(sizes.block_h, tile_n, warps, units, problem.activation)
+
+
+def why_not_sm90(problem: BsrProblem) -> str | None:
+    """Why no Hopper kernel can run this product, or None when one can."""
+    return why_no_kernels(problem.arch) or spmm_sm90_unsupported(problem)

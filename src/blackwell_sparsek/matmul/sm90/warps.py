@@ -1,26 +1,25 @@
 # mypy: ignore-errors
-"""BSR times dense on Hopper for blocks of 16 rows: out = act(A @ X + bias) + residual.
+"""BSR times dense on Hopper for blocks 16 rows high: out = activation(A @ X + bias) + residual.
 
-A is block-sparse [M, K] in blocks of 16 x 16, given as fragments (`fragments.py`); X [K, N] has
-contiguous rows; out is [M, N] or its transpose in memory.
+A is block-sparse [M, K] in blocks of 16 x 16, given as fragments (`layouts.py`); X [K, N] has
+contiguous rows; out is [M, N] or lies transposed in memory.
 
-WGMMA multiplies 64 rows at a time, so that most of what it multiplies in blocks this low is zeros.
-Here each of 16 warps has a block row of its own, and multiplies only its blocks, one
-`mma.sync.m16n8k16` for 8 columns. X passes densely through a ring of chunks that all warps read,
-filled by a producer warp: what is fetched meets 256 rows. A warp walks its own list of blocks,
-moves on to the next chunk when a block lies there, and waits for no other warp
-(`device/gluon/warps.py`). One program per SM takes pieces of work, 256 rows by 128 columns, in
-turns. Rows of about the same length work together, so that a piece is over for all of them at
-about the same time. Groups of rows go in sections whose blocks stay in L2 while X passes by.
+WGMMA multiplies 64 rows at a time, so with blocks this low most of what it multiplies would be
+zeros. Here the work is one block row per warp: each of 16 warps multiplies only its own blocks, with
+one `mma.sync.m16n8k16` for 8 columns. X passes densely through a ring of chunks that all warps read,
+filled by a producer warp: what is fetched meets 256 rows. A warp walks its own list of blocks, moves
+on to the next chunk when a block lies there, and waits for no other warp (`device/gluon/warps.py`).
 
-What holds it is reading X from shared memory: 4 KB for each block.
+The kernel is persistent: one program per SM computes every num_programs-th work tile, 256 rows by
+128 columns. Rows of about the same length are neighbours, so that all warps finish a tile at about
+the same time. Tiles go in raster groups of rows whose blocks stay in L2 while X passes by. The
+bottleneck is reading X from shared memory: 4 KB for each block.
 
-Called as part of impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, pointers and
-strides that TMA takes.
+Part of impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, addresses and strides that TMA
+takes.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -29,8 +28,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ...core.arch import arch_of
-from ...core.compat import warps_may_part
-from ...core.compile_cases import CompileCase, compile_cases
 from ...device.gluon.pipeline import thread_barrier
 from ...device.gluon.warps import (
     arrive_at,
@@ -41,21 +38,65 @@ from ...device.gluon.warps import (
     warp_number,
 )
 from ...device.schedule import place_in_sections
-from ...launch.descriptors import descriptor_type, tensor_descriptor
+from ...launch.descriptors import tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
 from ..plan import SpmmPlan
 from .config import HALF_COLUMNS, WARP_ROWS, WarpRowsConfig
-from .spmm import finish_values
-
-# The end of the product of single warps: epilogue and stores, without a barrier of all warps.
-#
-# A thread holds pairs of neighbouring columns: four threads have 8 columns of one row, 16 bytes.
-# Stored as they are, rows would be written in pieces of 16 bytes. So the four threads exchange
-# what they hold for 32 columns, and each stores 16 bytes. Gluon would take shared memory and a
-# barrier of the program for that.
+from .epilogue import Epilogue, finish_values
 
 ROWS = gl.constexpr(WARP_ROWS)
 HALF = gl.constexpr(HALF_COLUMNS)
+LANES = gl.constexpr(32)
+# int32 words of a fragment in all threads of a warp
+WORDS = gl.constexpr(128)
+# Registers per thread the kernel is compiled for; the producer leaves most of its own to the rest.
+MAX_REGISTERS = 96
+# Blocks of the rows of a raster group: they are read again for every panel of X, out of L2 (50 MB).
+RASTER_GROUP_BYTES = 16 * 2**20
+
+
+class RowsRaster(NamedTuple):
+    """Work tiles of the launch."""
+
+    m_tiles: object  # groups of WARPS block rows
+    n_tiles: object  # panels of 128 columns
+    group: object  # M tiles that are visited together
+    chunks: object  # of X, along K
+
+
+class RowLists(NamedTuple):
+    """A in memory: fragments, and which of them each block row has."""
+
+    fragments_ptr: object  # int32 [fragments, WORDS]
+    items_ptr: object  # int32 [n_items, 4]: block row, begin, end, unused
+    cols_ptr: object  # int32, column of each fragment in steps of 16
+    n_items: object
+    per_block: object  # fragments of a block
+
+
+class RowsOutput(NamedTuple):
+    """Where finished sums go."""
+
+    ptr: object
+    stride: object  # between rows, or columns where OUT_TRANSPOSED
+    epilogue: object
+
+
+class RingPlace(NamedTuple):
+    """Where a warp is in the ring of chunks."""
+
+    chunk: object  # of the current work tile
+    stage: object
+    phase: object
+
+
+# Storing without a barrier of all warps.
+#
+# A thread holds pairs of neighbouring columns: four threads have 8 columns of one row, 16 bytes, so
+# each would store 4 bytes at a time. Instead the four threads exchange what they hold for 32
+# columns, and each stores 16 bytes. Gluon's conversion of layouts would take shared memory and a
+# barrier of the program for that.
+
 _EIGHT = ",".join(["r"] * 8)
 _EIGHT_OUT = ",".join(["=r"] * 8)
 _EXCHANGE_OPERANDS = gl.constexpr(f"{_EIGHT_OUT},{_EIGHT}")
@@ -124,40 +165,39 @@ def _store_in_sixteens(acc, row, col, out_ptr, out_stride, n_rows, n_cols, CFG: 
 
 
 @gluon.jit
-def store_half(acc, row, col, out_ptr, extras, n_rows, n_cols, CFG: gl.constexpr):
-    """Finish and store sums [tile_m, HALF]; `row` is the first row of each warp, negative: none."""
-    out_stride, bias_ptr, residual_ptr, residual_strides = extras
+def _store_half(acc, row, col, output, CFG: gl.constexpr):
+    """Finish and store sums [tile_m, HALF]; `row` is each warp's first row, negative: none."""
+    epilogue = output.epilogue
+    n_rows = epilogue.n_rows
+    n_cols = epilogue.n_cols
+    out_ptr = output.ptr
     layout: gl.constexpr = CFG.accumulator_layout()
     activation: gl.constexpr = CFG.ACTIVATION
     rows = row + gl.arange(0, CFG.tile_m, gl.SliceLayout(1, layout)) % ROWS
     cols = col + gl.arange(0, HALF, gl.SliceLayout(0, layout))
-    addends = (bias_ptr, residual_ptr, residual_strides)
-    acc = finish_values(acc, rows[:, None], cols[None, :], addends, (n_rows, n_cols), activation)
+    acc = finish_values(acc, rows[:, None], cols[None, :], epilogue, activation)
     inside = ((rows >= 0) & (rows < n_rows))[:, None] & (cols < n_cols)[None, :]
     if CFG.OUT_TRANSPOSED:
-        offsets = rows[:, None] + (cols.to(gl.int64) * out_stride)[None, :]
+        offsets = rows[:, None] + (cols.to(gl.int64) * output.stride)[None, :]
         gl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=inside)
     elif out_ptr.dtype.element_ty == gl.float32:
-        offsets = (rows.to(gl.int64) * out_stride)[:, None] + cols[None, :]
+        offsets = (rows.to(gl.int64) * output.stride)[:, None] + cols[None, :]
         gl.store(out_ptr + offsets, acc, mask=inside)
     else:
-        _store_in_sixteens(acc, row, col, out_ptr, out_stride, n_rows, n_cols, CFG)
+        _store_in_sixteens(acc, row, col, out_ptr, output.stride, n_rows, n_cols, CFG)
 
 
-LANES = gl.constexpr(32)
-# int32 words of a fragment in all threads of a warp
-WORDS = gl.constexpr(128)
+# The producer.
 
 
 @gluon.jit
-def _produce(x_desc, chunks_smem, bars, grid, CFG: gl.constexpr):
-    """Fill the ring with the chunks of X that one piece of work after the other needs."""
-    groups, panels, section, chunks = grid
+def _produce(x_desc, chunks_smem, bars, raster, CFG: gl.constexpr):
+    """Fill the ring with the chunks of X that each work tile needs."""
     step = 0
-    for piece in range(gl.program_id(0), groups * panels, gl.num_programs(0)):
-        _, panel = place_in_sections(piece, groups, panels, section)
-        col = panel * (2 * HALF)
-        for chunk in range(chunks):
+    for number in range(gl.program_id(0), raster.m_tiles * raster.n_tiles, gl.num_programs(0)):
+        _, n_tile = place_in_sections(number, raster.m_tiles, raster.n_tiles, raster.group)
+        col = n_tile * (2 * HALF)
+        for chunk in range(raster.chunks):
             stage = step % CFG.STAGES
             mbarrier.wait(bars.index(CFG.STAGES + stage), ((step // CFG.STAGES) & 1) ^ 1)
             full = bars.index(stage)
@@ -172,21 +212,24 @@ def _produce(x_desc, chunks_smem, bars, grid, CFG: gl.constexpr):
             step += 1
 
 
+# The consumers, one block row per warp.
+
+
 @gluon.jit
 def _fragment(fragments_ptr, entry, CFG: gl.constexpr):
-    """Ask for the words of a fragment, four to a thread: int32 [WARPS, LANES, 4]."""
+    """Load the words of each warp's fragment, four to a thread: int32 [WARPS, LANES, 4]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [CFG.WARPS, 1, 1], [2, 1, 0])
     warps = gl.arange(0, CFG.WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     lanes = gl.arange(0, LANES, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     words = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    # the same for all warps, were `entry` the same
+    # the offsets are the same for all warps; `entry` is what differs
     offsets = 0 * warps[:, None, None] + 4 * lanes[None, :, None] + words[None, None, :]
     return gl.load(fragments_ptr + entry.to(gl.int64) * WORDS + offsets)
 
 
 @gluon.jit
 def _operand(words, dtype: gl.constexpr, CFG: gl.constexpr):
-    """The words of a fragment as left operand [WARPS * 16, 16]; moves nothing."""
+    """The words of a fragment as left operand [WARPS * 16, 16]; no data moves."""
     layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(), 2)
     low = (words & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
     high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
@@ -196,27 +239,27 @@ def _operand(words, dtype: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _advance(place, chunk, bars, CFG: gl.constexpr):
-    """Move on to a chunk: leave those before it to the producer, wait for it."""
-    here, stage, phase = place
-    while here < chunk:
-        arrive_at(bars + 8 * (CFG.STAGES + stage))
-        here += 1
-        stage, phase = _next_stage(stage, phase, CFG)
-        wait_at(bars + 8 * stage, phase)
-    return here, stage, phase
+def _next_stage(place, CFG: gl.constexpr):
+    """One chunk further: the next ring stage and its phase."""
+    last = place.stage == CFG.STAGES - 1
+    stage = gl.where(last, 0, place.stage + 1)
+    phase = gl.where(last, place.phase ^ 1, place.phase)
+    return RingPlace(place.chunk + 1, stage, phase)
 
 
 @gluon.jit
-def _next_stage(stage, phase, CFG: gl.constexpr):
-    """The ring stage after this one, and its phase."""
-    last = stage == CFG.STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+def _advance(place, chunk, bars, CFG: gl.constexpr):
+    """Move on to a chunk: release those before it to the producer, wait for it."""
+    while place.chunk < chunk:
+        arrive_at(bars + 8 * (CFG.STAGES + place.stage))
+        place = _next_stage(place, CFG)
+        wait_at(bars + 8 * place.stage, place.phase)
+    return place
 
 
 @gluon.jit
 def _replaced(items, place: gl.constexpr, item):
-    """The tuple `items` with `item` in one place."""
+    """The tuple `items` with `item` at index `place`."""
     result = ()
     for i in gl.static_range(len(items)):
         result = result + (item if i == place else items[i],)  # noqa: RUF005
@@ -224,10 +267,9 @@ def _replaced(items, place: gl.constexpr, item):
 
 
 @gluon.jit
-def _multiply_row(row, place, bars, fragments_ptr, cols_ptr, slabs, CFG: gl.constexpr):
+def _multiply_row(begin, end, place, bars, lists, x_tiles, CFG: gl.constexpr):
     """Sums [tile_m, HALF] of both halves, for the block row of each warp, and the new place."""
-    begin, end = row
-    here, stage, phase = place
+    cols_ptr = lists.cols_ptr
     layout: gl.constexpr = CFG.accumulator_layout()
     operand: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     ahead_count: gl.constexpr = CFG.AHEAD
@@ -235,13 +277,13 @@ def _multiply_row(row, place, bars, fragments_ptr, cols_ptr, slabs, CFG: gl.cons
     left = gl.zeros([tile_m, HALF], gl.float32, layout)
     right = gl.zeros([tile_m, HALF], gl.float32, layout)
     lane = lane_number()
-    # Thread i holds the column of block i of the next 32. What is loaded must not be touched
-    # before it is needed: a warp that waits for it stands still for thousands of cycles.
+    # Thread i holds the column of block i of the next 32. Nothing may touch what is loaded before it
+    # is needed: the warp would stall on the load for thousands of cycles.
     next_cols = gl.load(cols_ptr + begin + lane, mask=begin + lane < end, other=0)
     ahead = ()
     for u in gl.static_range(ahead_count):
-        ahead = ahead + (_fragment(fragments_ptr, begin + u, CFG),)  # noqa: RUF005
-    wait_at(bars + 8 * stage, phase)
+        ahead = ahead + (_fragment(lists.fragments_ptr, begin + u, CFG),)  # noqa: RUF005
+    wait_at(bars + 8 * place.stage, place.phase)
     for base in range(begin, end, LANES):
         cols = next_cols
         next_block = base + LANES + lane
@@ -250,50 +292,48 @@ def _multiply_row(row, place, bars, fragments_ptr, cols_ptr, slabs, CFG: gl.cons
             for u in gl.static_range(ahead_count):
                 if base + j + u < end:
                     col = from_lane(cols, j + u)
-                    here, stage, phase = _advance((here, stage, phase), col // CFG.slabs, bars, CFG)
-                    slab = stage * (2 * CFG.slabs) + col % CFG.slabs
-                    a = _operand(ahead[u], slabs.dtype, CFG)
-                    left = mma_v2(a, slabs.index(slab).load(operand), left)
-                    right = mma_v2(a, slabs.index(slab + CFG.slabs).load(operand), right)
+                    place = _advance(place, col // CFG.chunk_tiles, bars, CFG)
+                    x_tile = place.stage * (2 * CFG.chunk_tiles) + col % CFG.chunk_tiles
+                    a = _operand(ahead[u], x_tiles.dtype, CFG)
+                    left = mma_v2(a, x_tiles.index(x_tile).load(operand), left)
+                    right = mma_v2(a, x_tiles.index(x_tile + CFG.chunk_tiles).load(operand), right)
                     # past the last block: read, never multiplied
-                    fresh = _fragment(fragments_ptr, base + j + u + ahead_count, CFG)
+                    fresh = _fragment(lists.fragments_ptr, base + j + u + ahead_count, CFG)
                     ahead = _replaced(ahead, u, fresh)
-    return left, right, (here, stage, phase)
+    return left, right, place
 
 
 @gluon.jit
-def _consume(out_ptr, extras, operands, grid, sizes, CFG: gl.constexpr):
-    """Multiply and store the block row of each warp, piece by piece of work."""
-    fragments_ptr, items_ptr, cols_ptr, slabs = operands
-    groups, panels, section, chunks = grid
-    n_items, n_rows, n_cols, per_block = sizes
+def _consume(output, lists, x_tiles, raster, CFG: gl.constexpr):
+    """Multiply and store the block row of each warp, work tile by work tile."""
     bars = shared_address(CFG.STAGES * CFG.chunk_bytes)
     stage = 0
     phase = 0
-    for piece in range(gl.program_id(0), groups * panels, gl.num_programs(0)):
-        group, panel = place_in_sections(piece, groups, panels, section)
-        item = group * CFG.WARPS + warp_number()
-        item_ptr = items_ptr + 4 * item
-        block_row = gl.load(item_ptr, mask=item < n_items, other=-1)
-        begin = gl.load(item_ptr + 1, mask=item < n_items, other=0) * per_block
-        end = gl.load(item_ptr + 2, mask=item < n_items, other=0) * per_block
-        left, right, place = _multiply_row(
-            *((begin, end), (0, stage, phase), bars, fragments_ptr, cols_ptr, slabs, CFG)
-        )
-        _, stage, phase = _advance(place, chunks - 1, bars, CFG)
-        arrive_at(bars + 8 * (CFG.STAGES + stage))
-        stage, phase = _next_stage(stage, phase, CFG)
+    for number in range(gl.program_id(0), raster.m_tiles * raster.n_tiles, gl.num_programs(0)):
+        m_tile, n_tile = place_in_sections(number, raster.m_tiles, raster.n_tiles, raster.group)
+        item = m_tile * CFG.WARPS + warp_number()
+        item_ptr = lists.items_ptr + 4 * item
+        block_row = gl.load(item_ptr, mask=item < lists.n_items, other=-1)
+        begin = gl.load(item_ptr + 1, mask=item < lists.n_items, other=0) * lists.per_block
+        end = gl.load(item_ptr + 2, mask=item < lists.n_items, other=0) * lists.per_block
+        place = RingPlace(0, stage, phase)
+        left, right, place = _multiply_row(begin, end, place, bars, lists, x_tiles, CFG)
+        place = _advance(place, raster.chunks - 1, bars, CFG)
+        arrive_at(bars + 8 * (CFG.STAGES + place.stage))
+        place = _next_stage(place, CFG)
+        stage = place.stage
+        phase = place.phase
 
         row = block_row * ROWS
-        col = panel * (2 * HALF)
-        store_half(left, row, col, out_ptr, extras, n_rows, n_cols, CFG)
-        store_half(right, row, col + HALF, out_ptr, extras, n_rows, n_cols, CFG)
+        col = n_tile * (2 * HALF)
+        _store_half(left, row, col, output, CFG)
+        _store_half(right, row, col + HALF, output, CFG)
 
 
 @gluon.jit(
     do_not_specialize=[
         *("n_items", "n_rows", "n_cols", "per_block"),
-        *("groups", "panels", "section", "chunks"),
+        *("m_tiles", "n_tiles", "raster_group", "chunks"),
     ]
 )
 def _spmm_warps_kernel(
@@ -309,48 +349,40 @@ def _spmm_warps_kernel(
     n_items,
     n_rows,
     n_cols,
-    per_block,  # fragments of a block
-    groups,
-    panels,
-    section,  # groups of rows whose pieces run together
+    per_block,
+    m_tiles,
+    n_tiles,
+    raster_group,
     chunks,
     CFG: gl.constexpr,
 ):
-    """Set up the ring and both roles; `_produce` and `_consume` do the work."""
-    count: gl.constexpr = CFG.STAGES * 2 * CFG.slabs
+    """Set up the ring and start both roles, `_produce` and `_consume`."""
+    count: gl.constexpr = CFG.STAGES * 2 * CFG.chunk_tiles
     stages: gl.constexpr = CFG.STAGES
-    slab_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], x_desc.dtype)
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], x_desc.dtype)
     # One allocation, since `shared_address` must know where the barriers are: behind the ring.
-    slabs = gl.allocate_shared_memory(x_desc.dtype, [count + 1, ROWS, HALF], slab_layout)
-    bars = slabs.index(count)._reinterpret(gl.int64, [256, 1], mbarrier.MBarrierLayout())
-    chunks_smem = slabs._reinterpret(x_desc.dtype, [2 * stages, CFG.CHUNK, HALF], x_desc.layout)
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [count + 1, ROWS, HALF], tile_layout)
+    bars = x_tiles.index(count)._reinterpret(gl.int64, [256, 1], mbarrier.MBarrierLayout())
+    chunks_smem = x_tiles._reinterpret(x_desc.dtype, [2 * stages, CFG.CHUNK, HALF], x_desc.layout)
     for i in gl.static_range(stages):
         mbarrier.init(bars.index(i), count=1)
         mbarrier.init(bars.index(stages + i), count=CFG.WARPS)
     fence_async_shared()
-    # without it, the barrier behind the last `init` would lie in the loops of the warps
+    # without it, the compiler would put the barrier after the last `init` into the warps' loops
     thread_barrier()
 
-    extras = (out_stride, bias_ptr, residual_ptr, residual_strides)
-    grid = (groups, panels, section, chunks)
-    sizes = (n_items, n_rows, n_cols, per_block)
-    operands = (fragments_ptr, items_ptr, cols_ptr, slabs)
+    epilogue = Epilogue(bias_ptr, residual_ptr, residual_strides, n_rows, n_cols)
+    output = RowsOutput(out_ptr, out_stride, epilogue)
+    raster = RowsRaster(m_tiles, n_tiles, raster_group, chunks)
+    lists = RowLists(fragments_ptr, items_ptr, cols_ptr, n_items, per_block)
     gl.warp_specialize(
         [
-            (_consume, (out_ptr, extras, operands, grid, sizes, CFG)),
-            (_produce, (x_desc, chunks_smem, bars, grid, CFG)),
+            (_consume, (output, lists, x_tiles, raster, CFG)),
+            (_produce, (x_desc, chunks_smem, bars, raster, CFG)),
         ],
         [1],
         [CFG.PRODUCER_REGISTERS],
     )
-
-
-# Launching the product of single warps, and what is compiled of it without a GPU.
-
-# Registers per thread the kernel is compiled for; the producer leaves most of its own to the rest.
-MAX_REGISTERS = 96
-# Blocks of the rows that run together: they are read again for every panel of X, out of L2 (50 MB).
-SECTION_BYTES = 16 * 2**20
 
 
 def launch_spmm_warps(
@@ -370,14 +402,14 @@ def launch_spmm_warps(
     ----------
     out : [M, N]; rows contiguous, or columns where the configuration says transposed
     fragments : A as `in_fragments` gives it, with AHEAD spare ones; at least one other
-    columns : int32, columns of the fragments in units of 16
+    columns : int32, columns of the fragments in steps of 16
     x : [K, N], rows contiguous
     bias : [M] contiguous, residual : [M, N], any strides; or None
-    plan : of the pattern, no row cut
+    plan : of the pattern, with no row split
     per_block : fragments of a block
     """
     m, n = out.shape
-    groups, panels = cdiv(plan.n_items, config.WARPS), cdiv(n, config.tile_n)
+    m_tiles, n_tiles = cdiv(plan.n_items, config.WARPS), cdiv(n, config.tile_n)
     with on_device_of(out):
         args = (
             out,
@@ -393,70 +425,15 @@ def launch_spmm_warps(
             m,
             n,
             per_block,
-            groups,
-            panels,
-            max(1, min(groups, SECTION_BYTES * groups // fragments.nbytes)),
+            m_tiles,
+            n_tiles,
+            max(1, min(m_tiles, RASTER_GROUP_BYTES * m_tiles // fragments.nbytes)),
             cdiv(x.shape[0], config.CHUNK),
             config,
         )
-        programs = min(arch_of(out.device).num_sms, groups * panels)
+        programs = min(arch_of(out.device).num_sms, m_tiles * n_tiles)
         launch(
             *(_spmm_warps_kernel, programs, args),
             num_warps=config.WARPS,
             maxnreg=MAX_REGISTERS,
         )
-
-
-def _case(
-    name: str,
-    config: WarpRowsConfig,
-    dtype: torch.dtype = torch.float16,
-    out_dtype: torch.dtype | None = None,
-    extras: bool = False,
-    max_spill_bytes: int = 0,
-) -> CompileCase:
-    return CompileCase(
-        name=f"bsr_spmm_warps/{name}",
-        kernel=_spmm_warps_kernel,
-        args={
-            "out_ptr": out_dtype or dtype,
-            "out_stride": 4096,
-            "bias_ptr": dtype if extras else None,
-            "residual_ptr": dtype if extras else None,
-            "residual_strides": (4096, 1) if extras else None,
-            "fragments_ptr": torch.int32,
-            "x_desc": descriptor_type(config.x_block(), dtype),
-            "items_ptr": torch.int32,
-            "cols_ptr": torch.int32,
-            "n_items": 256,
-            "n_rows": 4096,
-            "n_cols": 4096,
-            "per_block": 1,
-            "groups": 16,
-            "panels": 32,
-            "section": 8,
-            "chunks": 32,
-            "CFG": config,
-        },
-        archs=(90,),
-        num_warps=config.WARPS,
-        options={"maxnreg": MAX_REGISTERS},
-        expect={"sass:HMMA": 16, "sass:LDSM": 8},
-        max_spill_bytes=max_spill_bytes,
-    )
-
-
-@compile_cases
-def _cases() -> Iterator[CompileCase]:
-    # with other releases of Triton nothing runs it, and not every one could build it
-    if not warps_may_part():
-        return
-    plain = WarpRowsConfig()
-    yield _case("16x16", plain)
-    yield _case("16x16-bf16", plain, torch.bfloat16)
-    yield _case("16x16-fp32-out", plain, out_dtype=torch.float32)
-    linear = replace(plain, OUT_TRANSPOSED=True, ACTIVATION="silu")
-    # addresses of the residual, once for each tile; the loop has no spills
-    yield _case("16x16-linear-silu", linear, extras=True, max_spill_bytes=192)
-    gelu = replace(plain, ACTIVATION="gelu")
-    yield _case("16x16-gelu", gelu, extras=True, max_spill_bytes=208)

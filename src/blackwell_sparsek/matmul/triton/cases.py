@@ -7,17 +7,17 @@ import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
 from ..plan import Strides
-from .narrow import MAX_REGISTERS, _bsr_spmm_narrow_kernel
-from .pair_products import _bsr_pair_products_kernel
-from .sddmm import _bsr_sddmm_kernel
-from .spmm import (
+from .finish import (
     REDUCE_TILE_M,
     REDUCE_TILE_N,
     REDUCE_WARPS,
     Addends,
-    _bsr_spmm_kernel,
     _bsr_spmm_reduce_kernel,
 )
+from .narrow import MAX_REGISTERS, _bsr_spmm_narrow_kernel
+from .pair_products import _bsr_pair_products_kernel
+from .sddmm import _bsr_sddmm_kernel
+from .spmm import _bsr_spmm_kernel
 from .tuning import NarrowConfig, PairConfig, SddmmConfig, SpmmConfig, triton_stages
 
 # Sizes matter only in what they are multiples of.
@@ -209,7 +209,7 @@ def _tiles(config: Any) -> str:
 
 _DATACENTRE = (90, 100)  # wgmma and tcgen05
 _MMA_SYNC = (80, 89, 120)
-# What `tuning.bsr` chooses for the main problems; a test holds the two together. Chunks do not
+# What `tuning` chooses for the main problems; a test holds the two together. Chunks do not
 # enter compilation.
 _TALL = SpmmConfig(128, 256, 64, 8, 4, "ieee", 1)
 _MEDIUM = SpmmConfig(64, 256, 64, 4, 4, "ieee", 1)
@@ -258,7 +258,7 @@ def _sddmm_and_pair_cases() -> Iterator[CompileCase]:
     yield pair_case(PairConfig(64, 64, 16, 4, 3, "ieee"), fp32, (64, 64), 64)
 
 
-# What is compiled without a GPU: the main configurations of products with few columns.
+# Products with few columns.
 
 _OLD, _NEW = (80, 89), (90, 100, 120)
 
@@ -275,8 +275,8 @@ def narrow_case(
     strides = _ORDERS[order]
     bh, bw = block_shape
     tiles = f"{config.tile_m}x{config.tile_n}x{config.tile_k}-w{config.num_warps}"
-    early = f"{'-overlap' if config.overlap else ''}{'-prefetch' if config.prefetch else ''}"
-    early_options = {"launch_pdl": True} if config.overlap else {}
+    early = f"{'-overlap' if config.pdl else ''}{'-prefetch' if config.prefetch else ''}"
+    early_options = {"launch_pdl": True} if config.pdl else {}
     return CompileCase(
         name=(
             f"bsr_spmm_narrow/{_short(dtype)}-{bh}x{bw}-{order}"
@@ -300,7 +300,7 @@ def narrow_case(
             "width": 33,
             "addends": _addends(dtype, strides.out, epilogue),
             "ACTIVATION": "gelu" if epilogue else None,
-            "OVERLAP": config.overlap,
+            "PDL": config.pdl,
             "PREFETCH": config.prefetch,
             "BLOCK_H": bh,
             "BLOCK_W": bw,
@@ -322,7 +322,7 @@ def _cases() -> Iterator[CompileCase]:
     for early, archs in ((False, _OLD), (True, _NEW)):
 
         def config(*tiles: int, early: bool = early) -> NarrowConfig:
-            return NarrowConfig(*tiles, early, early)
+            return NarrowConfig(*tiles, pdl=early, prefetch=early)
 
         tensor_cores: dict[str, Any] = {"archs": archs, "expect": {"mma.sync": 1}}
         yield narrow_case(config(8, 1, 1024, 4), bf16, (128, 128), archs=archs)

@@ -7,10 +7,11 @@ bias [M]; A and x 16 bits wide. dense @ BSR comes in as transposed views.
 Every block is read once and meets few columns, so the time is that of reading. One program
 computes TILE_M rows of one block row. It takes the blocks of the row for one long row of values,
 whatever the width of a block, and always has two steps of TILE_K values under way. The warps share
-out each step along K and add up their sums at the end, in a fixed order. Called by
-`bsk::bsr_matmul`. Blocks must have sides that are multiples of 16, and zeros where they reach
-beyond the shape of A.
+out each step along K and add up their sums at the end, in a fixed order. Blocks must have sides
+that are multiples of 16, and zeros where they reach beyond the shape of A.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,16 +19,50 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...launch.launcher import launch, on_device_of
-from ..plan import strides_of
-from ..sm90.row_schedule import TABLE_HEADER, RowTable
-from .spmm import addends_of, finish_tile
-from .tuning import NarrowConfig
+from ..plan import Strides, strides_of
+from ..rows import RowsProduct, Views
+from ..sm90.row_schedule import TABLE_HEADER, RowTable, row_table
+from .finish import OutputRows, addends_of, finish_tile
+from .tuning import NarrowConfig, narrow_config, narrow_is_even
 
 # Values that one thread loads at a time: 16 bytes. A block never ends in the middle of them.
 CHUNK = tl.constexpr(8)
 _HEADER = tl.constexpr(TABLE_HEADER)
 # Without a limit of its own ptxas spills a few values to get below 128 or 168 registers.
 MAX_REGISTERS = 240
+
+
+class _Row(NamedTuple):
+    """A record of the table: entries of the blocks of a row, then their block columns.
+
+    There is room for `width` of each; the row has `blocks`.
+    """
+
+    slots_ptr: Any
+    width: Any
+    blocks: Any
+
+
+class _Slots(NamedTuple):
+    """Where a step of a row finds its chunks: entries (or -1), k in the block, k in x."""
+
+    entry: Any
+    k_in_block: Any
+    k_pos: Any
+
+
+class _Operands(NamedTuple):
+    """What a program reads.
+
+    `a_ptrs` [1, TILE_M, 1] are its rows in the first block, `x_ptrs` [1, TILE_N, 1] the columns.
+    """
+
+    a_ptrs: Any
+    a_strides: Strides
+    x_ptrs: Any
+    x_strides: Strides
+    mask_n: Any
+    k_size: Any
 
 
 @triton.jit
@@ -53,9 +88,7 @@ def _prefetch_asm(num_bytes):
 @triton.jit
 def _prefetch_row(
     values_ptr,
-    slots_ptr,
-    width,
-    blocks,
+    row,
     m_tile,
     block_stride,
     BLOCK_W: tl.constexpr,
@@ -65,57 +98,58 @@ def _prefetch_row(
 ):
     """Bring all that this program is going to read of its blocks to the L2 cache.
 
-    Each thread asks for one piece of every step. Where blocks are stored by columns, the programs
+    Each thread asks for one chunk of every step. Where blocks are stored by columns, the programs
     of a row ask for each other's values, and together for all.
     """
-    NUM_PIECES: tl.constexpr = 32 * NUM_WARPS
+    NUM_CHUNKS: tl.constexpr = 32 * NUM_WARPS
     STEP: tl.constexpr = TILE_M * TILE_K
-    PIECE: tl.constexpr = STEP // NUM_PIECES
+    PREFETCHED: tl.constexpr = STEP // NUM_CHUNKS
     SHARE: tl.constexpr = TILE_M * BLOCK_W
-    tl.static_assert(SHARE % PIECE == 0)
-    ASM: tl.constexpr = _prefetch_asm(PIECE * values_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    tl.static_assert(SHARE % PREFETCHED == 0)
+    BITS: tl.constexpr = values_ptr.dtype.element_ty.primitive_bitwidth
+    ASM: tl.constexpr = _prefetch_asm(PREFETCHED * BITS // 8)
     values_ptr += m_tile * SHARE
-    offset = tl.arange(0, NUM_PIECES) * PIECE
-    entry = tl.load(slots_ptr + offset // SHARE, mask=offset // SHARE < width, other=-1)
+    offset = tl.arange(0, NUM_CHUNKS) * PREFETCHED
+    entry = tl.load(row.slots_ptr + offset // SHARE, mask=offset // SHARE < row.width, other=-1)
     # the first step does not wait to hear how many blocks there are
-    for _ in range(0, tl.maximum(blocks * SHARE, 1), STEP):
+    for _ in range(0, tl.maximum(row.blocks * SHARE, 1), STEP):
         ptrs = values_ptr + (entry.to(tl.int64) * block_stride + offset % SHARE)
         _prefetch(ptrs, entry, ASM)
         offset += STEP
-        entry = tl.load(slots_ptr + offset // SHARE, mask=offset // SHARE < width, other=-1)
+        entry = tl.load(row.slots_ptr + offset // SHARE, mask=offset // SHARE < row.width, other=-1)
 
 
 @triton.jit
-def _load_slots(slots_ptr, width, k_first, BLOCK_W: tl.constexpr, TILE_K: tl.constexpr):
-    """Where a step of the row finds its chunks: entries (or -1), k in the block, k in x."""
+def _load_slots(row, k_first, BLOCK_W: tl.constexpr, TILE_K: tl.constexpr):
+    """The slots of the step of a row that begins with its value `k_first`."""
     k_row = k_first + tl.arange(0, TILE_K // CHUNK) * CHUNK  # [TILE_K / CHUNK]
     slot = k_row // BLOCK_W
     k_in_block = k_row % BLOCK_W
-    mask = slot < width
-    entry = tl.load(slots_ptr + slot, mask=mask, other=-1)
-    col = tl.load(slots_ptr + width + slot, mask=mask, other=-1)
-    return entry, k_in_block, col * BLOCK_W + k_in_block
+    mask = slot < row.width
+    entry = tl.load(row.slots_ptr + slot, mask=mask, other=-1)
+    col = tl.load(row.slots_ptr + row.width + slot, mask=mask, other=-1)
+    return _Slots(entry, k_in_block, col * BLOCK_W + k_in_block)
 
 
 @triton.jit
-def _load_step(slots, a_ptrs, x_ptrs, mask_n, value_strides, x_strides, k_size):
+def _load_step(slots, operands):
     """Values [TILE_K / CHUNK, TILE_M, CHUNK] of a step, and of x [TILE_K / CHUNK, TILE_N, CHUNK].
 
-    `a_ptrs` [1, TILE_M, 1] are the rows in the first block, `x_ptrs` [1, TILE_N, 1] the columns.
     Chunks come first because Triton then gives neighbouring ones to neighbouring threads.
     """
-    entry, k_in_block, k_pos = slots
     offs = tl.arange(0, CHUNK)[None, None, :]
-    a_offset = entry.to(tl.int64) * value_strides.batch
-    a_offset += k_in_block.to(tl.int64) * value_strides.col
-    a_ptrs = a_ptrs + (a_offset[:, None, None] + offs.to(tl.int64) * value_strides.col)
-    mask_k = (entry >= 0)[:, None, None]
+    a_col = operands.a_strides.col
+    a_offset = slots.entry.to(tl.int64) * operands.a_strides.batch
+    a_offset += slots.k_in_block.to(tl.int64) * a_col
+    a_ptrs = operands.a_ptrs + (a_offset[:, None, None] + offs.to(tl.int64) * a_col)
+    mask_k = (slots.entry >= 0)[:, None, None]
     a = tl.load(a_ptrs, mask=mask_k, other=0.0)
-    mask_x = mask_k & mask_n
-    if k_size is not None:
-        mask_x = mask_x & (k_pos[:, None, None] + offs < k_size)
-    x_offset = k_pos.to(tl.int64) * x_strides.row
-    x_ptrs = x_ptrs + (x_offset[:, None, None] + offs.to(tl.int64) * x_strides.row)
+    mask_x = mask_k & operands.mask_n
+    if operands.k_size is not None:
+        mask_x = mask_x & (slots.k_pos[:, None, None] + offs < operands.k_size)
+    x_row = operands.x_strides.row
+    x_offset = slots.k_pos.to(tl.int64) * x_row
+    x_ptrs = operands.x_ptrs + (x_offset[:, None, None] + offs.to(tl.int64) * x_row)
     x = tl.load(x_ptrs, mask=mask_x, other=0.0)
     return a, x
 
@@ -176,7 +210,7 @@ def _bsr_spmm_narrow_kernel(
     width,
     addends,
     ACTIVATION: tl.constexpr,
-    OVERLAP: tl.constexpr,  # start before the kernel in front has finished
+    PDL: tl.constexpr,  # programmatic dependent launch: start before the kernel in front has ended
     PREFETCH: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -186,7 +220,7 @@ def _bsr_spmm_narrow_kernel(
     NUM_WARPS: tl.constexpr,
 ):
     """Multiply TILE_M rows of one block row with all columns of one batch entry."""
-    if OVERLAP:
+    if PDL:
         # the next kernel may start as soon as there is room for it; it waits where it has to
         gdc_launch_dependents()
     M_TILES: tl.constexpr = BLOCK_H // TILE_M
@@ -195,19 +229,18 @@ def _bsr_spmm_narrow_kernel(
     item = (pid // M_TILES) % n_rows
     batch = pid // M_TILES // n_rows
     record_ptr = records_ptr + item.to(tl.int64) * (_HEADER + 2 * width)
-    slots_ptr = record_ptr + _HEADER
-    row = tl.load(record_ptr)
-    blocks = tl.load(record_ptr + 1)
-    slots = _load_slots(slots_ptr, width, 0, BLOCK_W, TILE_K)
-    next_slots = _load_slots(slots_ptr, width, TILE_K, BLOCK_W, TILE_K)
+    block_row = tl.load(record_ptr)
+    row = _Row(record_ptr + _HEADER, width, tl.load(record_ptr + 1))
+    slots = _load_slots(row, 0, BLOCK_W, TILE_K)
+    next_slots = _load_slots(row, TILE_K, BLOCK_W, TILE_K)
 
     # Only the table may be read ahead of other kernels: it never changes.
     if PREFETCH:
         _prefetch_row(
-            *(values_ptr, slots_ptr, width, blocks, m_tile, value_strides.batch),
+            *(values_ptr, row, m_tile, value_strides.batch),
             *(BLOCK_W, TILE_M, TILE_K, NUM_WARPS),
         )
-    if OVERLAP:
+    if PDL:
         gdc_wait()
 
     rows = m_tile * TILE_M + tl.arange(0, TILE_M)  # [TILE_M], in the block
@@ -216,29 +249,43 @@ def _bsr_spmm_narrow_kernel(
     a_ptrs = values_ptr + (rows.to(tl.int64) * value_strides.row)[None, :, None]
     x_ptrs = x_ptr + batch.to(tl.int64) * x_strides.batch
     x_ptrs += (offs_n.to(tl.int64) * x_strides.col)[None, :, None]
-    operands = (a_ptrs, x_ptrs, mask_n, value_strides, x_strides, k_size)
+    operands = _Operands(a_ptrs, value_strides, x_ptrs, x_strides, mask_n, k_size)
     acc = _no_sums(TILE_M, TILE_N, TILE_K, NUM_WARPS)
 
-    a, x = _load_step(slots, *operands)
+    a, x = _load_step(slots, operands)
     # two steps under way: the loads of the next one are out before this one is waited for
-    for k_next in range(TILE_K, blocks * BLOCK_W, TILE_K):
-        next_a, next_x = _load_step(next_slots, *operands)
-        next_slots = _load_slots(slots_ptr, width, k_next + TILE_K, BLOCK_W, TILE_K)
+    for k_next in range(TILE_K, row.blocks * BLOCK_W, TILE_K):
+        next_a, next_x = _load_step(next_slots, operands)
+        next_slots = _load_slots(row, k_next + TILE_K, BLOCK_W, TILE_K)
         acc = _add_step(acc, a, x, NUM_WARPS)
         a, x = next_a, next_x
     acc = _add_step(acc, a, x, NUM_WARPS)
 
-    epilogue = (out_ptr, out_strides, addends, batch, row * BLOCK_H + rows, m_size, n_size)
-    finish_tile(_total(acc, TILE_N), 0, epilogue, ACTIVATION)
+    target = OutputRows(
+        out_ptr, out_strides, addends, batch, block_row * BLOCK_H + rows, m_size, n_size
+    )
+    finish_tile(_total(acc, TILE_N), 0, target, ACTIVATION)
+
+
+def multiplied(product: RowsProduct, bias: torch.Tensor | None, activation: str | None) -> bool:
+    """Make a product of few columns; False where it is not one, or its rows are too uneven."""
+    rows = product.rows
+    config = narrow_config(product.problem)
+    if config is None or product.out.numel() == 0:
+        return False
+    table = row_table(rows.indptr, rows.indices, rows.perm)
+    if table is None or not narrow_is_even(product.problem, config, table.width):
+        return False
+    for views in product.parts:
+        launch_spmm_narrow(views, rows.blocks, table, bias, activation, config)
+    return True
 
 
 def launch_spmm_narrow(
-    out: torch.Tensor,
+    views: Views,
     values: torch.Tensor,
     table: RowTable,
-    x: torch.Tensor,
     bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
     activation: str | None,
     config: NarrowConfig,
 ) -> None:
@@ -246,19 +293,20 @@ def launch_spmm_narrow(
 
     Parameters
     ----------
-    out : [B, M, N], any strides, N at most `config.tile_n`
+    views : out [B, M, N], x [B, K, N], residual [B, M, N] or None; any strides, N at most
+        `config.tile_n`
     values : [nnzb, bh, bw], any strides: a transposed view where the stored blocks are transposed
     table : of the pattern, complete on the device before this call
-    x : [B, K, N], any strides
-    bias : [M], residual : [B, M, N], any strides; or None
+    bias : [M], any stride, or None
     """
+    out, x, residual = views
     block_h, block_w = values.shape[1:]
     batches, m, n = out.shape
     config.check((block_h, block_w), n)
     if out.numel() == 0:
         return
     n_rows = table.records.shape[0]
-    # a prefetch asks for aligned pieces of blocks that lie in one piece
+    # a prefetch asks for aligned chunks of blocks that are contiguous, either way round
     block_stride, *strides = values.stride()
     whole = strides in ([block_w, 1], [1, block_h]) and block_stride % 8 == 0
     args = (
@@ -276,7 +324,7 @@ def launch_spmm_narrow(
         table.width,
         addends_of(bias, residual),
         activation,
-        config.overlap,
+        config.pdl,
         config.prefetch and whole and values.data_ptr() % 16 == 0,
         block_h,
         block_w,
@@ -286,7 +334,7 @@ def launch_spmm_narrow(
         config.num_warps,
     )
     # the interpreter does not know the option
-    options = {"launch_pdl": True} if config.overlap else {}
+    options = {"launch_pdl": True} if config.pdl else {}
     with on_device_of(out):
         grid = block_h // config.tile_m * n_rows * batches
         launch(

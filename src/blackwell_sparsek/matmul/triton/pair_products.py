@@ -4,18 +4,23 @@
 first [F, BLOCK_H, INNER] and second [S, INNER, BLOCK_W] as seen (stored blocks may be transposed:
 the caller passes transposed views), out [O, BLOCK_H, BLOCK_W].
 
-One program computes a TILE_M by TILE_N piece of one block of the result, walking its pairs in
-order. Called by `bsk::bsr_pair_products`. Blocks must have sides that are multiples of 16.
+One program computes a TILE_M by TILE_N tile of one block of the result, walking its pairs in
+order. Blocks must have sides that are multiples of 16.
+
+`pair_products` is implementation `triton` of `bsk::bsr_pair_products`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from ...calls.matmul import PairProductsCall
 from ...device.tiles import add_product, offsets_2d
+from ...dispatch.machine import fp32_precision
 from ...launch.launcher import on_device_of
+from ...sparse.product import PairLists
 from ..plan import strides_of
-from .tuning import PairConfig, triton_stages
+from .tuning import PairConfig, pair_config, triton_stages
 
 
 @triton.jit
@@ -37,7 +42,7 @@ def _bsr_pair_products_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Compute one piece of one block of the result."""
+    """Compute one tile of one block of the result."""
     tl.static_assert(BLOCK_H % TILE_M == 0 and BLOCK_W % TILE_N == 0 and INNER % TILE_K == 0)
     N_TILES: tl.constexpr = BLOCK_W // TILE_N
     TILES: tl.constexpr = BLOCK_H // TILE_M * N_TILES
@@ -70,14 +75,19 @@ def _bsr_pair_products_kernel(
     tl.store(out_ptrs + offsets_2d(rows, cols, BLOCK_W, 1), acc.to(out_ptr.dtype.element_ty))
 
 
+def pair_products(call: PairProductsCall) -> torch.Tensor:
+    """out[o] = sum of op(first[f]) @ op(second[s]) over the triples (f, s, o) of the pairs."""
+    out = call.empty_out()
+    config = pair_config(call.problem, fp32_precision(call.first.dtype))
+    launch_pair_products(out, *call.seen(), call.pairs, config)
+    return out
+
+
 def launch_pair_products(
     out: torch.Tensor,
     first: torch.Tensor,
     second: torch.Tensor,
-    first_of: torch.Tensor,
-    second_of: torch.Tensor,
-    order: torch.Tensor,
-    pair_indptr: torch.Tensor,
+    pairs: PairLists,
     config: PairConfig,
 ) -> None:
     """Write the sum of the products of its pairs to each block of `out`.
@@ -86,9 +96,6 @@ def launch_pair_products(
     ----------
     out : [O, bh, bw], contiguous
     first : [F, bh, inner], second : [S, inner, bw], any strides
-    first_of, second_of : int32 [pairs], the blocks of each pair
-    order : int32 [pairs], the pairs sorted by block of the result
-    pair_indptr : int32 [O + 1], where the pairs of each block begin in `order`
     """
     blocks, block_h, block_w = out.shape
     inner = first.shape[2]
@@ -101,10 +108,10 @@ def launch_pair_products(
             out,
             first,
             second,
-            first_of,
-            second_of,
-            order,
-            pair_indptr,
+            pairs.first,
+            pairs.second,
+            pairs.order_out,
+            pairs.ptr_out,
             strides_of(first),
             strides_of(second),
             config.input_precision,

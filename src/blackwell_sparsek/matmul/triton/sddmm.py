@@ -3,21 +3,27 @@
 
 a [B, M, K], b [B, K, N], out [nnzb, BLOCK_H, BLOCK_W]; zeros where a block reaches beyond (M, N).
 
-One program computes a TILE_M by TILE_N piece of one block over one share of the sum. Blocks are
+One program computes a TILE_M by TILE_N tile of one block over one share of the sum. Blocks are
 taken column by column, as the metadata of the transpose lists them with their rows, so that
 programs running together read the same columns of `b`. With more than one share, each leaves an
-fp32 partial sum, and torch adds them in order. Called by
-`bsk::bsr_sddmm`. Blocks must have sides that are multiples of 16.
+fp32 partial sum, and torch adds them in order. Blocks must have sides that are multiples of 16.
+
+`sddmm` is implementation `triton` of `bsk::bsr_sddmm`.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
+from ...calls.matmul import PatternTensors, SddmmCall
 from ...device.tiles import add_product, offsets_2d
+from ...dispatch.machine import fp32_precision
 from ...launch.launcher import cdiv, on_device_of
 from ..plan import strides_of
-from .tuning import SddmmConfig
+from ..rows import matrices, merged_views
+from .tuning import SddmmConfig, sddmm_config
 
 
 @triton.jit(do_not_specialize=["batches", "nnz_blocks", "steps_per_share"])
@@ -43,7 +49,7 @@ def _bsr_sddmm_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Compute one piece of one block over one share of the steps."""
+    """Compute one tile of one block over one share of the steps."""
     tl.static_assert(BLOCK_H % TILE_M == 0 and BLOCK_W % TILE_N == 0)
     N_TILES: tl.constexpr = BLOCK_W // TILE_N
     TILES: tl.constexpr = BLOCK_H // TILE_M * N_TILES
@@ -90,13 +96,34 @@ def _bsr_sddmm_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty))
 
 
+def sddmm(call: SddmmCall) -> torch.Tensor:
+    """Sum over the batch of a @ b at the blocks of the pattern."""
+    out, a, b, problem = call.empty_out(), call.a, call.b, call.problem
+    if a.numel() == 0 or b.numel() == 0:
+        return out.zero_()
+    if (lines := merged_views([a.mT, b], 1)) is not None:
+        # a sum over the batch of sums over k is one longer sum
+        lines_a, lines_b = lines
+        parts = [[lines_a.mT.unsqueeze(0), lines_b.unsqueeze(0)]]
+        problem = problem.merged
+    else:
+        parts = matrices([a, b])
+        problem = replace(problem, batch=parts[0][0].shape[0])
+    config = sddmm_config(problem, fp32_precision(a.dtype))
+    if len(parts) == 1:
+        launch_sddmm(out, *parts[0], call.pattern, config)
+        return out
+    sums = out.new_empty((len(parts), *out.shape), dtype=torch.float32)
+    for partial_sum, (part_a, part_b) in zip(sums, parts, strict=True):
+        launch_sddmm(partial_sum, part_a, part_b, call.pattern, config)
+    return out.copy_(sums.sum(0))
+
+
 def launch_sddmm(
     out: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    indices: torch.Tensor,
-    t_indices: torch.Tensor,
-    t_perm: torch.Tensor,
+    pattern: PatternTensors,
     config: SddmmConfig,
 ) -> None:
     """Write the blocks of sum over batch of a @ b to `out`.
@@ -105,7 +132,6 @@ def launch_sddmm(
     ----------
     out : [nnzb, bh, bw], contiguous
     a : [B, M, K], b : [B, K, N], any strides
-    indices, t_indices, t_perm : int32 [nnzb], of the pattern and of its transpose
     """
     nnz_blocks, block_h, block_w = out.shape
     config.check_blocks((block_h, block_w))
@@ -123,9 +149,9 @@ def launch_sddmm(
             target,
             a,
             b,
-            indices,
-            t_indices,
-            t_perm,
+            pattern.indices,
+            pattern.t_indices,
+            pattern.t_perm,
             strides_of(a),
             strides_of(b),
             m,

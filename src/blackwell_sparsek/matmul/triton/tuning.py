@@ -1,6 +1,7 @@
-"""(architecture, problem) -> tiles of the portable BSR kernels. Pure functions; nothing is timed.
+"""Tiles of the portable BSR kernels by architecture and problem, and what they cannot run.
 
-Sizes are those of the result: a block row of `block_h` rows meets `n` columns.
+Pure functions; nothing is timed. Sizes are those of the result: a block row of `block_h` rows meets
+`n` columns.
 """
 
 from collections.abc import Hashable
@@ -13,14 +14,31 @@ import torch
 from ...calls.matmul import BsrProblem
 from ...core.arch import Arch
 from ...core.errors import InvalidInput
+from ...dispatch.machine import why_not_portable
 from ...dispatch.tuned import Tile, tuned_tile
 from ...launch.launcher import cdiv
 from ..sm90.config import NarrowSm90Config, StripsConfig
 
-# How the BSR kernels are cut into tiles. Choices are made in `tuning.bsr`; these only check.
-
+# Sides of blocks: tensor cores take 16; larger blocks than 256 gain nothing over several smaller
+# ones.
+SIDE_STEP, LARGEST_SIDE = 16, 256
 # The smallest tile side that `tl.dot` multiplies on every architecture.
 MIN_TILE = 16
+
+
+def why_not_triton(problem: BsrProblem) -> str | None:
+    """Why the portable kernels cannot run this problem, or None when they can."""
+    if (reason := why_not_portable(problem.arch, problem.dtype, problem.out_dtype)) is not None:
+        return reason
+    shapes = [problem.block_shape]
+    shapes += [problem.other_block_shape] if problem.kind == "pairs" else []
+    for block_shape in shapes:
+        if any(side % SIDE_STEP or side > LARGEST_SIDE for side in block_shape):
+            return (
+                f"needs block sides that are multiples of {SIDE_STEP} up to {LARGEST_SIDE}, "
+                f"got {block_shape}"
+            )
+    return None
 
 
 def largest_tile(size: int, limit: int) -> int:
@@ -80,7 +98,7 @@ class _TileConfig:
 class SpmmConfig(_TileConfig):
     """Tiles of BSR @ dense: tile_m rows of a block row, tile_n columns, steps of tile_k.
 
-    Steps that do not divide the width of a block take pieces of several blocks at once. `chunk` is
+    Steps that do not divide the width of a block take columns of several blocks at once. `chunk` is
     how many blocks one program visits at most; longer rows are cut (see `plan`).
     """
 
@@ -98,9 +116,9 @@ class SpmmConfig(_TileConfig):
 
 @dataclass(frozen=True)
 class SddmmConfig(_TileConfig):
-    """Tiles of a sampled product: tile_m by tile_n pieces of a block, tile_k steps of the sum.
+    """Tiles of a sampled product: tile_m by tile_n of a block, tile_k steps of the sum.
 
-    `split_k` programs share the sum of each piece and leave fp32 partial sums.
+    `split_k` programs share the sum of each tile and leave fp32 partial sums.
     """
 
     split_k: int
@@ -118,7 +136,7 @@ class SddmmConfig(_TileConfig):
 
 @dataclass(frozen=True)
 class PairConfig(_TileConfig):
-    """Tiles of BSR @ BSR: tile_m by tile_n pieces of a block, tile_k steps of the inner side."""
+    """Tiles of BSR @ BSR: tile_m by tile_n of a block, tile_k steps of the inner side."""
 
     def check_blocks(self, block_shape: tuple[int, int], inner: int) -> None:
         """Raise unless the tiles fit into result blocks of this shape and this inner side."""
@@ -131,16 +149,16 @@ class PairConfig(_TileConfig):
 class NarrowConfig:
     """Tiles of BSR @ few columns: tile_m rows of a block row, all columns, steps of tile_k.
 
-    tile_n is 1 for a single column, multiplied without tensor cores, or at least 16. `overlap`
-    starts the kernel before the one in front of it has finished, `prefetch` asks for all blocks
-    at once; both need sm_90.
+    tile_n is 1 for a single column, multiplied without tensor cores, or at least 16. `pdl`
+    (programmatic dependent launch) starts the kernel before the one in front of it has finished,
+    `prefetch` asks for all blocks at once; both need sm_90.
     """
 
     tile_m: int
     tile_n: int
     tile_k: int
     num_warps: int
-    overlap: bool = False
+    pdl: bool = False
     prefetch: bool = False
 
     def check(self, block_shape: tuple[int, int], n: int) -> None:
@@ -274,21 +292,21 @@ def narrow_config(problem: BsrProblem) -> NarrowConfig | None:
     # from 17 columns on, x from L2 costs more than the blocks: 20 us against 11 on an H200
     if not (1 <= sizes.n <= 16 and problem.dtype.itemsize == 2 and sm >= 80):
         return None
-    overlap = sm >= 90
+    pdl = sm >= 90
     # blocks asked for ahead of their use are evicted again where they are many: 4.3 us instead of
     # 5.1 at 7 MB, 12.6 instead of 10.5 at 26 MB
     value_bytes = sizes.nnz_blocks * sizes.block_h * sizes.block_w * problem.dtype.itemsize
-    prefetch = overlap and value_bytes <= PREFETCH_BYTES
+    prefetch = pdl and value_bytes <= PREFETCH_BYTES
     if problem.transposed != problem.dense_left:
         # blocks are stored by columns: 32 rows of one are 64 bytes
-        return NarrowConfig(largest_tile(sizes.block_h, 32), 16, 256, 4, overlap, prefetch)
+        return NarrowConfig(largest_tile(sizes.block_h, 32), 16, 256, 4, pdl, prefetch)
     if sizes.n == 1:
         # 256 values for each warp: no thread shares the entry of its chunk with another warp
-        return NarrowConfig(8, 1, 1024, 4, overlap, prefetch)
+        return NarrowConfig(8, 1, 1024, 4, pdl, prefetch)
     if sizes.rows_b * sizes.block_h > 64 * problem.arch.num_sms:
         # more than four programs an SM: taller tiles read x less often (13.4 us against 16.8)
         return None
-    return NarrowConfig(16, 16, 512, 4, overlap, prefetch)
+    return NarrowConfig(16, 16, 512, 4, pdl, prefetch)
 
 
 def narrow_is_even(
@@ -346,7 +364,7 @@ def sddmm_config(problem: BsrProblem, precision: str) -> SddmmConfig:
     tile = _fit_smem(tile._replace(k=tile_k), problem.arch, problem.dtype.itemsize)
     programs = problem.nnz_blocks * (block_h // tile.m) * (block_w // tile.n)
     steps = cdiv(problem.n, tile.k) * max(problem.batch, 1)
-    # too few pieces to fill the GPU: share out the sum, at least 16 steps to each
+    # too few tiles to fill the GPU: share out the sum, at least 16 steps to each
     split_k = max(1, min(2 * problem.arch.num_sms // max(programs, 1), steps // 16))
     return SddmmConfig(*tile, precision, split_k)
 
@@ -362,11 +380,11 @@ def pair_config(problem: BsrProblem, precision: str) -> PairConfig:
 
 
 def _square_tile(dtype: torch.dtype, block_h: int, block_w: int, precision: str) -> _Tile:
-    """A piece of a block, as large as the accumulators allow."""
+    """A tile of a block, as large as the accumulators allow."""
     limit = 64 if _is_fma(dtype, precision) else 128
     tile_m, tile_n = largest_tile(block_h, limit), largest_tile(block_w, limit)
     area = tile_m * tile_n
-    # 64 accumulators a thread at the most; small pieces are latency bound and want few warps
+    # 64 accumulators a thread at the most; small tiles are latency bound and want few warps
     warps = 8 if area >= 128 * 128 else 4 if area >= 32 * 32 else 2
     return _Tile(tile_m, tile_n, MIN_TILE, warps, 3)
 

@@ -1,0 +1,187 @@
+# mypy: ignore-errors
+"""What the roles of the Hopper backward share: records, rings in shared memory, step descriptions.
+
+Used by the kernel that computes all gradients (`backward`) and by the one of dk and dv alone
+(`backward_split`): both keep keys and values in shared memory and walk over tiles of queries.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...device.gluon.pipeline import barriers, tiles
+from ...device.gluon.records import WorkChannel
+from ...device.records import Band, Heads, Lengths, Mask
+from ...launch.descriptors import GROUP_ROWS
+from .config import INFO_DEPTH, QUERY_PADDING
+
+ROWS = gl.constexpr(GROUP_ROWS)
+DEPTH = gl.constexpr(INFO_DEPTH)
+PADDING = gl.constexpr(QUERY_PADDING)
+
+
+class ResidentKeys(NamedTuple):
+    """Keys and values of a work tile: 64 rows for each consumer, and a barrier pair for all."""
+
+    k_smem: Any
+    v_smem: Any
+    full: Any
+    empty: Any
+
+
+class QueryRing(NamedTuple):
+    """Tiles of queries and output gradients in flight, with lse in base 2 and delta.
+
+    `dout_full` and `dout_empty` are `full` and `empty` unless `CFG.SPLIT_RING`.
+    """
+
+    q_smem: Any
+    dout_smem: Any
+    lse_smem: Any
+    delta_smem: Any
+    full: Any
+    empty: Any
+    dout_full: Any
+    dout_empty: Any
+
+
+class Shared(NamedTuple):
+    """What producer and consumers both read."""
+
+    mask: Mask
+    keys: ResidentKeys
+    queries: QueryRing
+    steps: Any
+    """Shared memory of step descriptions, see `StepInfo`."""
+    work: WorkChannel
+    """Channel from the producer: first a work tile, then the tiles of each visit."""
+    lengths: Lengths
+    heads: Heads
+    band: Band
+
+
+class Descriptors(NamedTuple):
+    """Tensors that the producer copies, lse and delta one number for each query."""
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    k: Any
+    v: Any
+
+
+class WorkPointers(NamedTuple):
+    """Counters and lists in memory, int32 each."""
+
+    counter: Any
+    """Of the work tiles that were claimed."""
+    order: Any = None
+    """KV tiles in the order to take them; None takes them in raster order. Where `visits` are
+    planned, it begins with the places of the first tile of each program and of the end."""
+    semaphore: Any = None
+    """With `CFG.ORDERED`, how many KV tiles have added to each [64, 64] of dq:
+    [batch * heads, rows / 64, 2]."""
+    ranks: Any = None
+    """With `CFG.ORDERED` and a mask, how many KV tiles add to dq of each listed block before."""
+    visits: Any = None
+    """Query blocks in the order in which each of `visit_heads` heads visits them, if planned."""
+
+
+class WorkOrder(NamedTuple):
+    """What the producer finds work tiles by; lists as in `WorkPointers`."""
+
+    counter: Any
+    order: Any
+    ranks: Any
+    visits: Any
+    visit_heads: Any
+    num_batch_heads: Any
+    """Of the keys."""
+    raster_group: Any
+    """How many of them run together, so that their queries stay in L2."""
+
+
+class StepInfo(NamedTuple):
+    """What describes a step. Queries of a tile have two parts, of 64 queries or of a mask block.
+
+    (batch, head) of the queries, -1 for the end; then for each part the first query, the row of the
+    bit pool or -1, and its rank: how many KV tiles add to its dq before this one.
+    """
+
+    batch_head: Any
+    q_row: Any
+    second_q_row: Any
+    bits_id: Any
+    second_bits_id: Any
+    rank: Any
+    second_rank: Any
+
+
+# Where each field of a step lies; that of the second part follows that of the first.
+BATCH_HEAD = gl.constexpr(StepInfo._fields.index("batch_head"))
+Q_ROW = gl.constexpr(StepInfo._fields.index("q_row"))
+BITS_ID = gl.constexpr(StepInfo._fields.index("bits_id"))
+RANK = gl.constexpr(StepInfo._fields.index("rank"))
+NUM_FIELDS = gl.constexpr(len(StepInfo._fields))
+
+
+@gluon.jit
+def step_infos():
+    """Memory for the descriptions of the steps in flight."""
+    return gl.allocate_shared_memory(
+        gl.int32, [DEPTH * NUM_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+
+
+@gluon.jit
+def read_info(steps, step, field: gl.constexpr, WARPS: gl.constexpr):
+    """One field of a step, read by WARPS warps."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(steps.index(step % DEPTH * NUM_FIELDS + field).load(lanes), 0)
+
+
+@gluon.jit
+def write_info(steps, step, info):
+    """Describe a step; nobody reads any more what described the one `DEPTH` before."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    zero = gl.full([1], 0, gl.int32, lane)
+    for i in gl.static_range(len(info)):
+        steps.index(step % DEPTH * NUM_FIELDS + i).store(zero + info[i])
+
+
+@gluon.jit
+def padded_queries(q_len):
+    """Rows of lse, delta and dq sums of a (batch, head); a part without queries begins there."""
+    return (q_len + PADDING - 1) // PADDING * PADDING
+
+
+@gluon.jit
+def resident_keys(descs, CFG: gl.constexpr):
+    """Allocate memory and barriers for the keys and values of a work tile."""
+    consumers: gl.constexpr = CFG.CONSUMERS
+    k_smem = tiles(descs.k, consumers, ROWS)
+    v_smem = tiles(descs.v, consumers, ROWS)
+    return ResidentKeys(k_smem, v_smem, barriers(1, 1).index(0), barriers(1, consumers).index(0))
+
+
+@gluon.jit
+def query_ring(descs, CFG: gl.constexpr):
+    """Allocate the ring of query tiles."""
+    stages: gl.constexpr = CFG.STAGES
+    tile_m: gl.constexpr = CFG.TILE_M
+    consumers: gl.constexpr = CFG.CONSUMERS
+    vector: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    q_smem = tiles(descs.q, stages, tile_m)
+    dout_smem = tiles(descs.dout, stages, tile_m)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
+    full = barriers(stages, 1)
+    empty = barriers(stages, consumers)
+    dout_full = full
+    dout_empty = empty
+    if CFG.SPLIT_RING:
+        dout_full = barriers(stages, 1)
+        dout_empty = barriers(stages, consumers)
+    return QueryRing(q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty)

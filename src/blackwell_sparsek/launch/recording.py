@@ -1,0 +1,79 @@
+"""What the launches of one call were given: noted while they are made, to be replayed later."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Launch(NamedTuple):
+    """One launch of a compiled kernel, with all parameters of the kernel in order."""
+
+    compiled: Any
+    grid: int
+    args: list[Any]
+
+
+class Derived(NamedTuple):
+    """A tensor that launches were given, and how another call makes its own."""
+
+    how: Any
+    made: torch.Tensor
+
+
+@dataclass
+class Recording:
+    """Everything that a replay has to give to kernels again, or anew."""
+
+    launches: list[Launch] = field(default_factory=list)
+    scratch: list[torch.Tensor] = field(default_factory=list)
+    zeroed: list[torch.Tensor] = field(default_factory=list)
+    """Scratch memory for counters, zeroed before each call."""
+    self_resetting: list[torch.Tensor] = field(default_factory=list)
+    derived: list[Derived] = field(default_factory=list)
+    complete: bool = True
+    """False once a kernel was interpreted: there is nothing compiled to launch again."""
+
+
+_current: ContextVar[Recording | None] = ContextVar("bsk_recording", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Inside, launches and their workspaces are noted."""
+    record = Recording()
+    token = _current.set(record)
+    try:
+        yield record
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Inside, nothing is noted: for launches that make something once, to be kept."""
+    token = _current.set(None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_recording() -> Recording | None:
+    """The recording that launches belong to, if any."""
+    return _current.get()
+
+
+def is_recording() -> bool:
+    """Whether launches are being noted: a recording would miss launches that are replayed."""
+    return _current.get() is not None
+
+
+def note_derived(how: Any, made: torch.Tensor) -> None:
+    """Note that launches are given a tensor that another call makes in the same way, by `how`."""
+    record = _current.get()
+    if record is not None:
+        record.derived.append(Derived(how, made))

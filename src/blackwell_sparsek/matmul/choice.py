@@ -1,0 +1,116 @@
+"""Which implementation of a block-sparse product runs: what `auto` asks, in which order, and why.
+
+An implementation is asked whether it can run a problem (`why_not_*`, beside the tiles of its
+kernels) and whether `auto` should pass it over (below). The figures behind both are beside the
+thresholds: `sm90.tuning` for kernels of Hopper against portable ones, `estimate` for the time of
+each against that of the dense product.
+"""
+
+from functools import lru_cache
+
+from ..calls.matmul import BsrProblem
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..reference import matmul as reference
+from . import dense, eager
+from .estimate import dense_seconds, packs_for_few_columns, sparse_seconds
+from .sm90.tuning import spmm_sm90_passed_over, why_not_sm90
+from .triton.tuning import why_not_triton
+
+# Estimates are known to a tenth.
+CLOSE = 1.1
+
+
+def sm90_passed_over(problem: BsrProblem) -> str | None:
+    """Leave to the portable kernels what they do better; the rest competes with dense."""
+    return (
+        spmm_sm90_passed_over(problem)
+        or _slower_than_triton(problem)
+        or _slower_than_dense(problem, "sm90")
+    )
+
+
+def triton_passed_over(problem: BsrProblem) -> str | None:
+    """Interpreted kernels are for tests; compiled ones compete with the dense product."""
+    return interpreted_only(problem) or _slower_than_dense(problem, "triton")
+
+
+def eager_passed_over(problem: BsrProblem) -> str | None:
+    """Plain PyTorch on stored blocks competes with the dense product too."""
+    return _slower_than_dense(problem, "eager")
+
+
+def dense_passed_over(problem: BsrProblem) -> str | None:
+    """Name the first implementation that multiplies the stored blocks sooner."""
+    dense_s = dense_seconds(problem)
+    for impl in _sparse_impls(problem):
+        sparse_s = sparse_seconds(problem, impl)
+        if sparse_s <= dense_s:
+            return _compared(dense_s, impl, sparse_s)
+    return None
+
+
+# Answers are kept, because estimating takes longer than the rest of a dispatch.
+@lru_cache(maxsize=4096)
+def _slower_than_dense(problem: BsrProblem, impl: str) -> str | None:
+    sparse_s, dense_s = sparse_seconds(problem, impl), dense_seconds(problem)
+    return None if sparse_s <= dense_s else _compared(sparse_s, "dense", dense_s)
+
+
+@lru_cache(maxsize=4096)
+def _slower_than_triton(problem: BsrProblem) -> str | None:
+    """Leave blocks that have to be packed for WGMMA to the portable kernel where it is faster."""
+    if not packs_for_few_columns(problem) or why_not_triton(problem) is not None:
+        return None
+    own_s, portable_s = (sparse_seconds(problem, impl) for impl in ("sm90", "triton"))
+    return None if own_s <= CLOSE * portable_s else _compared(own_s, "triton", portable_s)
+
+
+def _sparse_impls(problem: BsrProblem) -> list[str]:
+    """Implementations on stored blocks that can run, in the order in which `auto` asks."""
+    passed = spmm_sm90_passed_over(problem) or _slower_than_triton(problem)
+    impls = ["sm90"] if (why_not_sm90(problem) or passed) is None else []
+    if (why_not_triton(problem) or interpreted_only(problem)) is None:
+        impls.append("triton")
+    return [*impls, "eager"]
+
+
+def _compared(own_s: float, other: str, other_s: float) -> str:
+    return f"estimated {own_s * 1e3:.3g} ms, {other} {other_s * 1e3:.3g} ms"
+
+
+def _anything(problem: BsrProblem) -> str | None:
+    """Plain PyTorch runs every problem."""
+    return None
+
+
+_PACKAGE = __name__.rpartition(".")[0]
+
+matmul_dispatch = Dispatcher("bsr_matmul")
+matmul_dispatch.register(
+    "sm90", why_not_sm90, f"{_PACKAGE}.sm90.spmm_launch:matmul", auto_passes=sm90_passed_over
+)
+matmul_dispatch.register(
+    "triton", why_not_triton, f"{_PACKAGE}.triton.spmm:matmul", auto_passes=triton_passed_over
+)
+matmul_dispatch.register("eager", _anything, eager.matmul, auto_passes=eager_passed_over)
+# last: reached where each of the others has been passed over for it
+matmul_dispatch.register("dense", _anything, dense.matmul, auto_passes=dense_passed_over)
+matmul_dispatch.register("reference", _anything, reference.matmul, auto_passes=only_asked)
+
+sddmm_dispatch = Dispatcher("bsr_sddmm")
+sddmm_dispatch.register(
+    "triton", why_not_triton, f"{_PACKAGE}.triton.sddmm:sddmm", auto_passes=interpreted_only
+)
+sddmm_dispatch.register("eager", _anything, eager.sddmm)
+sddmm_dispatch.register("dense", _anything, dense.sddmm, auto_passes=only_asked)
+sddmm_dispatch.register("reference", _anything, reference.sddmm, auto_passes=only_asked)
+
+pairs_dispatch = Dispatcher("bsr_pair_products")
+pairs_dispatch.register(
+    "triton",
+    why_not_triton,
+    f"{_PACKAGE}.triton.pair_products:pair_products",
+    auto_passes=interpreted_only,
+)
+pairs_dispatch.register("eager", _anything, eager.pair_products)
+pairs_dispatch.register("reference", _anything, reference.pair_products, auto_passes=only_asked)

@@ -1,0 +1,100 @@
+"""A product with a block-sparse operand, all four cases, as block rows times a matrix.
+
+X @ A = (A^T @ X^T)^T: with transposed views of dense operands and the metadata of the orientation
+whose rows are the rows of the result, every case is the same product.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..calls.matmul import BsrProblem, MatmulCall
+from ..launch.launcher import cdiv
+
+
+class Views(NamedTuple):
+    """Views [B, rows, columns] of the result, the dense operand and the residual."""
+
+    out: torch.Tensor
+    x: torch.Tensor
+    residual: torch.Tensor | None = None
+
+    def entries(self) -> Iterator["Views"]:
+        """The same of each batch entry, [rows, columns]."""
+        for i in range(self.out.shape[0]):
+            residual = None if self.residual is None else self.residual[i]
+            yield Views(self.out[i], self.x[i], residual)
+
+
+class BlockRows(NamedTuple):
+    """A block-sparse matrix with the rows of the result as its rows.
+
+    `blocks` [nnzb, bh, bw] is a view of the values as the product reads them; entry i of `indices`
+    (block columns, row by row) stands for block `perm[i]`, or i without `perm`.
+    """
+
+    blocks: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    perm: torch.Tensor | None
+    cols_b: int
+
+
+class RowsProduct(NamedTuple):
+    """What the kernels of `bsk::bsr_matmul` read and write.
+
+    The `parts` together cover all of `out`, the contiguous result. `problem` is that of the call,
+    with the rows of all batch entries as rows of one matrix where the parts have them so.
+    """
+
+    out: torch.Tensor
+    parts: list[Views]
+    rows: BlockRows
+    problem: BsrProblem
+
+
+def rows_product(call: MatmulCall) -> RowsProduct:
+    """Allocate the result of a call and turn its operands into block rows and views."""
+    out, problem = call.empty_out(), call.problem
+    tensors = [x for x in (out, call.dense, call.residual) if x is not None]
+    if call.dense_left and (lines := merged_views(tensors, 1)) is not None:
+        # rows of all batch entries are rows of one matrix
+        parts = [[x.mT.unsqueeze(0) for x in lines]]
+        problem = problem.merged
+    else:
+        parts = matrices([x.mT for x in tensors] if call.dense_left else tensors)
+    return RowsProduct(out, [Views(*views) for views in parts], block_rows(call), problem)
+
+
+def block_rows(call: MatmulCall) -> BlockRows:
+    """The sparse operand of a call, in the orientation of the result."""
+    pattern = call.pattern
+    blocks = call.values.mT if call.by_columns else call.values
+    cols_b = cdiv(call.inner, blocks.shape[2])
+    if call.by_columns:
+        return BlockRows(blocks, pattern.t_indptr, pattern.t_indices, pattern.t_perm, cols_b)
+    return BlockRows(blocks, pattern.indptr, pattern.indices, None, cols_b)
+
+
+def merged_views(tensors: list[torch.Tensor], tail: int) -> list[torch.Tensor] | None:
+    """Views with all but the last `tail` dimensions merged, or None where one would be a copy."""
+    lead = tensors[0].dim() - tail
+    try:
+        return [x.view(x.shape[:lead].numel(), *x.shape[lead:]) for x in tensors]
+    except RuntimeError:
+        return None
+
+
+def matrices(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors [..., rows, columns] as views [B, rows, columns].
+
+    One group of views where the leading dimensions of each can be merged; else one group for each
+    index of the first dimension.
+    """
+    if (views := merged_views(tensors, 2)) is not None:
+        return [views]
+    groups = []
+    for i in range(tensors[0].shape[0]):
+        groups += matrices([x[i] for x in tensors])
+    return groups

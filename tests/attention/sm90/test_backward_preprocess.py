@@ -1,0 +1,80 @@
+"""Preprocess and postprocess of the Hopper backward: terms of each query, and rounding dq."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from blackwell_sparsek.attention.sm90.backward_preprocess import (
+    launch_attn_bwd_postprocess,
+    launch_attn_bwd_preprocess,
+)
+from blackwell_sparsek.testing import layouts
+from blackwell_sparsek.testing.inputs import normal
+from blackwell_sparsek.testing.poison import nan_like
+
+
+def as_threads_hold_them(sums):
+    """Each [64, 64] as the accumulator of a warp group lies in registers: fours of a thread."""
+    batch_heads, rows, width = sums.shape
+    # row: tile, warp, half, thread; column: tile, eighth, thread, one of two
+    tiles = sums.view(batch_heads, rows // 64, 4, 2, 8, width // 64, 8, 4, 2)
+    return tiles.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).reshape(sums.shape)
+
+
+@pytest.mark.parametrize("length", [1, 64, 130])
+@pytest.mark.parametrize("v_dim, tile_d, ordered", [(16, 64, False), (24, 128, True)])
+def test_preprocess(length, v_dim, tile_d, ordered, device):
+    shape, padded = (2, 3, length, v_dim), -(-length // 128) * 128
+    out, dout = (normal(*shape, seed=i, dtype=torch.float16, device=device) for i in range(2))
+    lse, dlse = (normal(*shape[:3], seed=i, device=device) for i in (2, 3))
+    lse[..., 0] = -torch.inf
+    lse_log2, delta = (torch.full((6, padded), torch.nan, device=device) for _ in range(2))
+    sums = torch.full((6, padded, tile_d), torch.nan, device=device)
+    wide = layouts.different_layouts(out, dout)
+    semaphores = torch.full((6, padded // 64, 2), 7, dtype=torch.int32, device=device)
+    launch_attn_bwd_preprocess(
+        lse_log2, delta, sums, semaphores if ordered else None, *wide, lse, dlse
+    )
+    assert (semaphores == (0 if ordered else 7)).all()
+    assert sums.isnan().all() if ordered else (sums == 0).all()
+    exact = (out.double() * dout.double()).sum(-1) - dlse
+    exact[..., 0] = 0
+    torch.testing.assert_close(delta[:, :length].view(lse.shape).double(), exact, atol=1e-5, rtol=0)
+    assert (delta[:, length:] == 0).all()
+    expected = (lse / torch.log(torch.tensor(2.0))).masked_fill(lse == -torch.inf, torch.inf)
+    torch.testing.assert_close(lse_log2[:, :length].view(lse.shape), expected)
+    assert (lse_log2[:, length:] == torch.inf).all()
+
+
+def test_preprocess_without_sums(device):
+    """What the split backward needs: the same terms, and nothing else."""
+    out, dout = (normal(1, 2, 70, 16, seed=i, device=device) for i in range(2))
+    lse = normal(1, 2, 70, seed=2, device=device)
+    expected, got = ([torch.full((2, 128), torch.nan, device=device) for _ in "ld"] for _ in "eg")
+    sums = torch.empty(2, 128, 64, device=device)
+    launch_attn_bwd_preprocess(*expected, sums, None, out, dout, lse, None)
+    launch_attn_bwd_preprocess(*got, None, None, out, dout, lse, None)
+    assert all(x.equal(y) for x, y in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("length", [1, 64, 130])
+@pytest.mark.parametrize(
+    "kind, block_q", [("contiguous", None), ("outer_gap", 64), ("outer_gap", 128)]
+)
+@pytest.mark.parametrize("dim, tile_d", [(40, 64), (72, 128)])
+def test_postprocess(length, kind, block_q, dim, tile_d, device):
+    padded = -(-length // 128) * 128
+    sums = normal(6, padded, tile_d, seed=1, device=device)
+    dq = layouts.strided_like(torch.empty(2, 3, length, dim, dtype=torch.float16), kind)
+    dq = nan_like(dq.to(device)) if kind == "contiguous" else dq.to(device)
+    expected = (sums[:, :length, :dim] * 0.5).to(torch.float16).view(2, 3, length, dim)
+    semaphores = None
+    if block_q is not None:
+        semaphores = torch.ones(6, padded // 64, 2, dtype=torch.int32, device=device)
+        # no KV tile added to the first rows of a head, whatever the rest of a block counts
+        semaphores[2, 0] = 0
+        sums[2, :block_q] = torch.nan
+        expected[0, 2, :block_q] = 0
+    launch_attn_bwd_postprocess(dq, as_threads_hold_them(sums), semaphores, block_q or 64, 0.5)
+    assert dq.equal(expected)
