@@ -11,7 +11,7 @@ import pytest
 from blackwell_sparsek.bench import cli
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = pathlib.Path(__file__).parents[3] / "benchmarks" / "results"
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 

@@ -12,7 +12,7 @@ from blackwell_sparsek.bench import run as live
 from blackwell_sparsek.bench.commands import bench
 from blackwell_sparsek.bench.suites import SUITES
 
-from .fakes import case, contender, peer, suite
+from ..fakes import case, contender, peer, suite
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_a_bar_where_rich_draws_on_a_terminal(monkeypatch, capsys):
 
 def test_the_command_is_installed_and_the_module_is_the_same():
     tomllib = pytest.importorskip("tomllib")
-    project = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+    project = pathlib.Path(__file__).parents[3] / "pyproject.toml"
     module, name = tomllib.loads(project.read_text())["project"]["scripts"]["bsk"].split(":")
     assert getattr(importlib.import_module(module), name) is cli.main
     command = [sys.executable, "-m", "blackwell_sparsek", "--version"]

@@ -6,9 +6,16 @@ import pytest
 
 from blackwell_sparsek.bench.report import markdown as tables
 from blackwell_sparsek.bench.report import tables as peer_tables
-from blackwell_sparsek.bench.report.markdown import summary
+from blackwell_sparsek.bench.report.markdown import (
+    HEADLINES,
+    RESULTS,
+    committed,
+    headlines,
+    summary,
+)
+from blackwell_sparsek.bench.suites import SUITES
 
-REPOSITORY = pathlib.Path(__file__).parents[2]
+REPOSITORY = pathlib.Path(__file__).parents[3]
 
 
 def _entry(ms, **more):
@@ -195,3 +202,79 @@ def test_a_plot_is_a_file_of_its_own():
     root = ET.fromstring(text)
     assert root.tag.endswith("svg") and "prefers-color-scheme" in text and "var(--c0)" in text
     assert [x.text for x in root if x.tag.endswith("text")] == ["bsk", "torch_bsr"]
+
+
+SUITE, NAME, MODE = HEADLINES[0]
+
+
+def _times(seconds, **more):
+    return {"times": {MODE: {"quantiles_s": {"p50": seconds}, **more}}}
+
+
+def _headline_document(ours, ratio):
+    peers = {"bsk": ours, "torch|bsr": _times(2e-3)}
+    case = {"name": NAME, "problem": {}, "peers": peers, "ratios": {MODE: ratio}}
+    return {"suite": SUITE, "cases": [case, case | {"name": "another"}]}
+
+
+@pytest.mark.parametrize("suite", sorted({suite for suite, _, _ in HEADLINES}))
+def test_headlines_are_cases_of_their_suites(suite):
+    named = {(name, mode) for s, name, mode in HEADLINES if s == suite}
+    assert named <= {(c.name, mode) for c in SUITES[suite].cases(False) for mode in c.modes}
+
+
+def test_all_headlines_are_recorded():
+    lines = headlines(committed(REPOSITORY / RESULTS)).splitlines()
+    assert len(lines) == 2 + len(HEADLINES)
+
+
+def test_a_headline_has_times_rates_and_ratios():
+    ratio = {"best_peer": "torch|bsr", "over_best_peer": 2.0, "over_dense": 4.0}
+    row = headlines([_headline_document(_times(1e-3, executed_tflops=671.2), ratio)]).splitlines()[
+        2
+    ]
+    assert row.startswith("| matmul founding: 8192^3, blocks 128x128")
+    assert row.endswith("| 1 ms, 671 TFLOP/s | 2 ms (torch\\|bsr) | 2.00x | 4.00x |")
+
+
+def test_what_was_not_compared_is_empty_and_slow_arithmetic_has_no_rate():
+    (row,) = headlines([_headline_document(_times(5e-6, executed_tflops=12.0), {})]).splitlines()[
+        2:
+    ]
+    assert row.endswith("| 5 us |  |  |  |")
+
+
+def test_cases_without_a_time_of_ours_have_no_row():
+    assert headlines([_headline_document({"failed": "over the budget"}, {})]) == ""
+    assert headlines([]) == ""
+
+
+def _case(name, peer, over_peer, over_dense=None):
+    ratio = {"best_peer": peer, "over_best_peer": over_peer} if peer else {}
+    ratio |= {} if over_dense is None else {"over_dense": over_dense}
+    return {"name": name, "problem": {}, "peers": {}, "ratios": {"eager": ratio}}
+
+
+def test_one_row_for_each_suite_names_its_worst_case():
+    cases = [_case("a|b", "fa4", 1.2), _case("c", "cudnn", 0.8), _case("d", "fa4", 1.0)]
+    products = [_case("e", "torch", 2.0, 3.0), _case("f", None, None, 1.0)]
+    text = summary(
+        [{"suite": "attention_dense", "cases": cases}, {"suite": "matmul_x", "cases": products}]
+    )
+    assert text.splitlines()[2:] == [
+        "| attention dense, single calls | 3 | 0.80x, 1.00x, 1.20x | c (cudnn) |  |",
+        "| matmul x, single calls | 2 | 2.00x, 2.00x, 2.00x | e (torch) | 1.00x, 2.00x, 3.00x |",
+    ]
+
+
+def test_first_calls_have_a_row():
+    case = _case("attention, compiled before", "sdpa", 0.1)
+    case["ratios"] = {"reported": case["ratios"]["eager"]}
+    (row,) = summary([{"suite": "first_call", "cases": [case]}]).splitlines()[2:]
+    assert row.startswith("| first call, fresh process | 1 | 0.10x, 0.10x, 0.10x | attention")
+
+
+def test_suites_that_compare_nothing_have_no_row():
+    alone = {"name": "a", "problem": {}, "peers": {}, "ratios": {}}
+    assert summary([{"suite": "first_call", "cases": [alone]}]) == ""
+    assert summary([]) == ""

@@ -19,7 +19,7 @@ from blackwell_sparsek.bench.suites.decode import DECODE, Decode
 from blackwell_sparsek.bench.suites.gradients import BACKWARD
 from blackwell_sparsek.bench.suites.varlen import VARLEN, Varlen
 
-from .stand_ins import MODULES, attention_with_cache, flash_attention, varlen_attention
+from ..stand_ins import MODULES, attention_with_cache, flash_attention, varlen_attention
 
 CPU = torch.device("cpu")
 F32 = torch.float32
