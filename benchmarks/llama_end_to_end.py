@@ -35,7 +35,7 @@ from llama_model import (
 from llama_results import results_document
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from blackwell_sparsek.bench.environment import describe_environment, source_commit
+from blackwell_sparsek.bench.machine import describe_environment, source_commit
 from blackwell_sparsek.bench.measure import captured
 from blackwell_sparsek.integrations.huggingface import BlockSparse, register
 from blackwell_sparsek.testing.tolerance import assert_within_budget

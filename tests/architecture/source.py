@@ -10,11 +10,15 @@ ROOT = pathlib.Path(__file__).parents[2] / "src" / PACKAGE
 
 
 class Import(NamedTuple):
-    """One import: the absolute dotted name, its line, and whether it runs only on demand."""
+    """One import: the absolute dotted name, its line, and whether it runs only on demand.
+
+    `for_types` marks imports that never run: those under `if TYPE_CHECKING`.
+    """
 
     target: str
     line: int
     lazy: bool
+    for_types: bool = False
 
 
 def files(root: pathlib.Path) -> list[pathlib.Path]:
@@ -36,6 +40,12 @@ def imports(path: pathlib.Path, root: pathlib.Path) -> Iterator[Import]:
     """Every import of a file, relative ones resolved, names of packages' modules spelled out."""
     here = [PACKAGE, *path.relative_to(root).with_suffix("").parts]
     tree = ast.parse(path.read_text())
+    for_types = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if _for_type_checkers(outer)
+        for inner in ast.walk(outer)
+    }
     lazy = {
         id(inner)
         for outer in ast.walk(tree)
@@ -45,12 +55,26 @@ def imports(path: pathlib.Path, root: pathlib.Path) -> Iterator[Import]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno, id(node) in lazy)
+                yield Import(alias.name, node.lineno, id(node) in lazy, id(node) in for_types)
         elif isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level] if node.level else []
             module = [*base, *(node.module.split(".") if node.module else [])]
             for alias in node.names:
-                yield Import(".".join([*module, alias.name]), node.lineno, id(node) in lazy)
+                name = ".".join([*module, alias.name])
+                yield Import(name, node.lineno, id(node) in lazy, id(node) in for_types)
+
+
+def file_of(target: str, root: pathlib.Path) -> pathlib.Path | None:
+    """The file of the package that an import runs: a module, or the package that has the name."""
+    package, *parts = target.split(".")
+    if package != PACKAGE:
+        return None
+    for end in (len(parts), len(parts) - 1):
+        base = root.joinpath(*parts[: max(end, 0)])
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.is_file() and path != root.with_suffix(".py"):
+                return path
+    return None
 
 
 def is_kernel_file(path: pathlib.Path) -> bool:

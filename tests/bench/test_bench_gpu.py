@@ -9,12 +9,12 @@ import torch
 
 from blackwell_sparsek.bench import cli
 from blackwell_sparsek.bench.case import EAGER, GRAPH
-from blackwell_sparsek.bench.problems.attention import Attention
-from blackwell_sparsek.bench.problems.decode import Decode
-from blackwell_sparsek.bench.problems.product import Product
-from blackwell_sparsek.bench.problems.varlen import Varlen
 from blackwell_sparsek.bench.run import failures, run_suite
 from blackwell_sparsek.bench.suites import SUITES
+from blackwell_sparsek.bench.suites.attention_problem import Attention
+from blackwell_sparsek.bench.suites.decode import Decode
+from blackwell_sparsek.bench.suites.matmul import Product
+from blackwell_sparsek.bench.suites.varlen import Varlen
 from blackwell_sparsek.bench.timing import time_interleaved
 
 pytestmark = pytest.mark.gpu

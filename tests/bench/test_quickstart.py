@@ -4,9 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blackwell_sparsek.bench import quickstart, quickstart_cases
-from blackwell_sparsek.bench.environment import describe_environment
-from blackwell_sparsek.bench.quickstart_cases import Case
+from blackwell_sparsek.bench import quickstart
+from blackwell_sparsek.bench import quickstart as quickstart_cases
+from blackwell_sparsek.bench.machine import describe_environment
+from blackwell_sparsek.bench.quickstart import Case
 
 CPU = torch.device("cpu")
 

@@ -4,9 +4,9 @@ import pytest
 
 from blackwell_sparsek import InvalidInput
 from blackwell_sparsek.bench import results
-from blackwell_sparsek.bench.compare import compare
+from blackwell_sparsek.bench.commands.compare import compare
+from blackwell_sparsek.bench.report.markdown import suite_tables
 from blackwell_sparsek.bench.report.page import page
-from blackwell_sparsek.bench.tables import suite_tables
 
 
 def _document(**more):

@@ -10,7 +10,7 @@ from blackwell_sparsek.bench import measure as measuring
 from blackwell_sparsek.bench import results
 from blackwell_sparsek.bench import run as runner
 from blackwell_sparsek.bench.case import EAGER, GRAPH, HOST, REPORTED
-from blackwell_sparsek.bench.clocks import ClockLog
+from blackwell_sparsek.bench.machine import ClockLog
 from blackwell_sparsek.bench.measure import ContextLost, measure
 from blackwell_sparsek.bench.run import failures, run_suite
 

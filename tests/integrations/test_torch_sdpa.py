@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek import Unsupported
-from blackwell_sparsek.integrations.torch_sdpa import flash, patch_sdpa, register_flash_attention
+from blackwell_sparsek.integrations import torch_sdpa as flash
+from blackwell_sparsek.integrations.torch_sdpa import patch_sdpa, register_flash_attention
 
 ORIGINAL = F.scaled_dot_product_attention
 

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from blackwell_sparsek.core.errors import InvalidInput, Unsupported
-from blackwell_sparsek.integrations.torch_sparse import enable_torch_sparse, is_enabled, routes
+from blackwell_sparsek.integrations import torch_sparse as routes
+from blackwell_sparsek.integrations.torch_sparse import enable_torch_sparse, is_enabled
 from blackwell_sparsek.sparse.matrix import BSRPattern
 from blackwell_sparsek.testing.inputs import block_pattern, integers, normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
@@ -111,9 +112,7 @@ def test_conversion_happens_once_while_the_indices_live(enabled, device, monkeyp
         calls.append(len(args))
         return BSRPattern(*args)
 
-    monkeypatch.setattr(
-        "blackwell_sparsek.integrations.torch_sparse.pattern_cache.BSRPattern", counted
-    )
+    monkeypatch.setattr("blackwell_sparsek.integrations.torch_sparse.BSRPattern", counted)
     x = normal(7, 40, seed=9, device=device)
     for _ in range(3):
         F.linear(x, sparse)

@@ -133,7 +133,7 @@ def attention_parts(mask, deterministic):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_attention_takes_lists_with_room(deterministic):
+def test_attention_takes_lists_with_spare_entries(deterministic):
     keep = kept(4, 8, 8, 0.4)
     exact = BlockMask.from_dense(keep, 128).to("cuda")
     expected = attention_parts(exact, deterministic)

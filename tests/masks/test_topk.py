@@ -10,7 +10,7 @@ from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.masks import topk as pattern_topk
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.masks.patterns import causal
-from blackwell_sparsek.masks.topk import topk
+from blackwell_sparsek.masks.topk import kept_blocks, topk
 
 LENGTHS = [(1, 1), (1, 70), (40, 40), (17, 65), (65, 17), (64, 64), (33, 100)]
 BLOCKS = [(16, 16), (32, 16), (16, 64)]
@@ -136,3 +136,35 @@ def test_refuses_other_lengths():
     text = r"scores do not match; expected 2 x 3 blocks, got .*which are 3 x 3$"
     with pytest.raises(InvalidInput, match=text):
         topk(ONES, 1, 16, seq_lengths=(33, 48))
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(1, 1), (40, 100), (64, 64), (33, 17)])
+@pytest.mark.parametrize("block", [(16, 16), (16, 32)])
+def test_kept_blocks(sq, sk, block):
+    mb, nb = -(-sq // block[0]), -(-sk // block[1])
+    keep = torch.rand(2, 3, mb, nb, generator=torch.Generator().manual_seed(0)) < 0.4
+    most = int(keep.sum(-1).max())
+    expected = keep.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
+    for room in (most, most + 1, nb + 5):
+        mask = kept_blocks(keep, room, block, (sq, sk))
+        mask.validate()
+        assert torch.equal(mask.to_element_mask(), expected[:, :, :sq, :sk])
+        assert mask.nnz_blocks == 6 * mb * min(room, nb)
+
+
+def test_fillers_of_kept_blocks_come_from_the_end():
+    keep = torch.zeros(1, 1, 1, 8, dtype=torch.bool)
+    keep[..., 2] = True
+    mask = kept_blocks(keep, 3, (16, 16), (16, 128))
+    assert mask.forward.indices.tolist() == [6, 7, 2]
+    assert mask.forward.bits_id.tolist() == [0, 0, -1]
+
+
+def test_kept_blocks_do_not_wait_under_compile():
+    keep = torch.rand(1, 2, 4, 5) < 0.4
+
+    def build(keep):
+        return kept_blocks(keep, 5, (16, 16), (64, 80)).tensors(for_gradients=False)
+
+    found = torch.compile(build, fullgraph=True, backend="eager")(keep)
+    assert all(map(torch.equal, found, build(keep)))

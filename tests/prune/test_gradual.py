@@ -1,4 +1,5 @@
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -129,3 +130,25 @@ def test_errors():
         GradualPruner(layer, 0.9)
     with pytest.raises(InvalidInput, match=r"every is out of range.*got 0"):
         GradualPruner(layer, CubicSchedule(0.9, end=5), every=0)
+
+
+def test_follows_the_cubic_and_holds_its_ends():
+    schedule = CubicSchedule(final=0.9, initial=0.1, begin=10, end=30)
+    assert [schedule(step) for step in (0, 10)] == [0.1, 0.1]
+    assert schedule(20) == pytest.approx(0.9 - 0.8 / 8)
+    assert [schedule(step) for step in (30, 10**9)] == [0.9, 0.9]
+    values = [schedule(step) for step in range(10, 31)]
+    gains = [b - a for a, b in pairwise(values)]
+    assert all(gain > 0 for gain in gains)
+    assert all(b < a for a, b in pairwise(gains))
+
+
+def test_errors_of_the_schedule():
+    with pytest.raises(InvalidInput, match=r"begin is too late; expected a step before end = 5"):
+        CubicSchedule(final=0.5, begin=5, end=5)
+    CubicSchedule(final=0.5, begin=4, end=5)
+    with pytest.raises(InvalidInput, match=r"initial is too large; expected at most final = 0.5"):
+        CubicSchedule(final=0.5, initial=0.6, end=5)
+    CubicSchedule(final=0.5, initial=0.5, end=5)
+    with pytest.raises(InvalidInput, match=r"final: sparsity is out of range"):
+        CubicSchedule(final=1.5, end=5)

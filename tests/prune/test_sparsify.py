@@ -159,7 +159,7 @@ def test_layers_with_hooks_are_skipped(kind):
 
 
 def test_progress_is_shown_for_long_work_only(capsys, monkeypatch):
-    from blackwell_sparsek.prune import progress
+    from blackwell_sparsek.prune import sparsify as progress
 
     sparsify_(Model(), (16, 16), 0.5)
     assert capsys.readouterr().err == ""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ..core.compat import installed_versions
 from ..core.errors import BskError
-from .commands import bench, compare, explain, info, memory, precompile, profile, report, tune
+from .commands import bench, compare, info, precompile, profile, report, tune
 
-COMMANDS = (bench, report, compare, profile, info, explain, precompile, tune, memory)
+COMMANDS = (bench, report, compare, profile, info, precompile, tune)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .case import EAGER, GRAPH, HOST, MODES, REPORTED, SUSTAINED, Case, Contender, Peer, Suite
-from .clocks import ClockLog, unsteady
+from .machine import ClockLog, unsteady
 from .timing import (
     Run,
     Timing,

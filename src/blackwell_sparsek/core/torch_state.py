@@ -4,11 +4,16 @@ Autocast (operands are cast before an operator, nothing inside of it), whether T
 computes with bfloat16, and whether operators are asked to explain themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -73,3 +78,21 @@ def explaining() -> Iterator[None]:
 def is_explaining() -> bool:
     """Whether operators are asked what they would do, not to do it."""
     return _explaining.get()
+
+
+def usable_in_training(make: Callable[P, T]) -> Callable[P, T]:
+    """Leave inference mode inside `make`, which builds a mask or a pattern.
+
+    Autograd cannot save tensors that were made in inference mode, and a mask built there may well
+    be used by a training step later.
+    """
+
+    @wraps(make)
+    def outside_of_inference(*args: P.args, **kwargs: P.kwargs) -> T:
+        # torch.compile traces `inference_mode` but not `is_inference_mode_enabled`
+        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+            return make(*args, **kwargs)
+        with torch.inference_mode(False):
+            return make(*args, **kwargs)
+
+    return outside_of_inference

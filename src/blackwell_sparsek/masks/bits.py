@@ -4,35 +4,22 @@ A pool of block masks is int32 `[pool, bq, ceil(bk / 32)]`: bit `j % 32` of word
 `i` says whether element `(i, j)` of the block is visible.
 """
 
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
-
 import torch
 
+from ..core.torch_state import usable_in_training
+
 WORD = 32
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def usable_in_training(make: Callable[P, T]) -> Callable[P, T]:
-    """Decorates what makes masks and patterns, which a backward may need that comes later."""
-
-    @wraps(make)
-    def outside_of_inference(*args: P.args, **kwargs: P.kwargs) -> T:
-        # compilers know the mode itself, but not the question
-        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
-            return make(*args, **kwargs)
-        with torch.inference_mode(False):
-            return make(*args, **kwargs)
-
-    return outside_of_inference
 
 
 def words_per_row(bk: int) -> int:
     """How many 32-bit words hold one row of a block with `bk` columns."""
     return -(-bk // WORD)
+
+
+def empty_pool(block: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """A pool without bit masks, for blocks of `(bq, bk)` that are all full."""
+    shape = (0, block[0], words_per_row(block[1]))
+    return torch.empty(shape, dtype=torch.int32, device=device)
 
 
 def pack(visible: torch.Tensor) -> torch.Tensor:

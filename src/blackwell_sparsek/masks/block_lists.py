@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.errors import Unsupported
-from .bits import usable_in_training
+from ..core.torch_state import usable_in_training
 
 
 class BlockLists(NamedTuple):
@@ -77,14 +77,14 @@ def lists_from_sorted(
 
 
 @usable_in_training
-def transpose_lists(lists: BlockLists, planes: int, mb: int, nb: int) -> BlockLists:
-    """Lists of `planes` masks of `mb` x `nb` blocks, seen from their columns."""
+def transpose_lists(lists: BlockLists, masks: int, mb: int, nb: int) -> BlockLists:
+    """The lists of `masks` masks of `mb` x `nb` blocks, seen from their columns."""
     # small keys sort several times faster
-    key_dtype = torch.int32 if 2 * planes * nb < 2**31 else torch.int64
+    key_dtype = torch.int32 if 2 * masks * nb < 2**31 else torch.int64
     rows = lists.row_indices()
-    plane = rows.div(max(mb, 1), rounding_mode="floor")
-    q_block = (rows - plane * mb).to(torch.int32)
-    group = ((plane * nb + lists.indices) * 2 + (lists.bits_id < 0)).to(key_dtype)
+    mask = rows.div(max(mb, 1), rounding_mode="floor")
+    q_block = (rows - mask * mb).to(torch.int32)
+    group = ((mask * nb + lists.indices) * 2 + (lists.bits_id < 0)).to(key_dtype)
     # rows ascend within each column and kind, so a stable sort leaves the query blocks ascending
     group, order = torch.sort(group, stable=True)
-    return lists_from_sorted(group, q_block[order], lists.bits_id[order], planes * nb)
+    return lists_from_sorted(group, q_block[order], lists.bits_id[order], masks * nb)

@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 
-from ..core.checks import message
+from ..core.checks import check_dtype, check_has_data, check_tensor, message
 from ..core.errors import InvalidInput
+from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
 from . import bits as bit_masks
-from . import build as build
-from .bits import usable_in_training
-from .block_lists import BlockLists, entries_listed
+from .block_lists import BlockLists, entries_listed, lists_from_blocks, transpose_lists
 from .check import (
     IntPair,
     check_block_size,
@@ -19,6 +18,17 @@ from .check import (
     check_lists,
     check_made_for,
     check_seq_lengths,
+)
+from .device_build import (
+    MAX_LISTED_BLOCKS,
+    MAX_TRANSPOSED_BLOCKS,
+    MaskSizes,
+    kept_key,
+    kept_lists,
+    kernels_build,
+    no_bits,
+    repeat_kept,
+    transposed_lists,
 )
 from .flex import from_flex
 
@@ -88,18 +98,18 @@ class BlockMask:
         op = "BlockMask"
         seq = check_seq_lengths(op, seq_lengths)
         block = check_block_size(op, block_size)
-        planes = check_count(op, "batch", batch) * check_count(op, "heads", heads)
+        masks = check_count(op, "batch", batch) * check_count(op, "heads", heads)
         given = [x is not None for x in (partial_end, bits_id, bits)]
         if any(given) and not all(given):
             names = "partial_end, bits_id and bits"
             raise InvalidInput(message(op, names, "belong together", "all or none", given))
         if partial_end is None or bits_id is None or bits is None:
-            build.check_lists_are_tensors(op, indptr, indices)
+            _check_lists_are_tensors(op, indptr, indices)
             partial_end = indptr[:-1]
             bits_id = torch.full_like(indices, -1)
-            bits = build.empty_pool(block, indices.device)
+            bits = bit_masks.empty_pool(block, indices.device)
         lists = BlockLists(indptr, partial_end, indices, bits_id)
-        check_lists(op, lists, bits, planes, seq, block)
+        check_lists(op, lists, bits, masks, seq, block)
         own = BlockLists(*(x.detach().clone(memory_format=torch.contiguous_format) for x in lists))
         pool = bits.detach().clone(memory_format=torch.contiguous_format)
         self._set(own, None, pool, batch, heads, seq, block)
@@ -116,12 +126,14 @@ class BlockMask:
         exact: bool = True,
     ) -> None:
         self._forward, self._transposed = forward, transposed
-        # False: entries may follow the last one that a row owns, made without knowing how many
+        # False: the lists were allocated without knowing how many blocks there are, and may have
+        # spare entries behind the last one that a row owns
         self._exact = exact
         self._bits = bits
         self._batch, self._heads = batch, heads
         self._seq_lengths, self._block_size = seq_lengths, block_size
-        # recorded launches of attention with this mask, and lists for them; the operators fill both
+        # recorded launches of attention with this mask, and lists that they need besides its own;
+        # the operators fill both
         self._launches, self._derived = {}, {}
 
     @classmethod
@@ -136,7 +148,7 @@ class BlockMask:
         transposed: BlockLists | None = None,
         exact: bool = True,
     ) -> "BlockMask":
-        """Without checks or copies, from tensors that the caller has just made."""
+        """A mask of tensors that the caller has just made, without checks or copies."""
         mask = cls.__new__(cls)
         mask._set(forward, transposed, bits, batch, heads, seq_lengths, block_size, exact)
         return mask
@@ -150,13 +162,18 @@ class BlockMask:
         seq_lengths: Sequence[int],
         block_size: Sequence[int],
     ) -> "BlockMask":
-        """The inverse of `tensors`, without checks or copies; one of many objects for a mask."""
-        forward, transposed = BlockLists(*tensors[:4]), BlockLists(*tensors[4:8])
+        """The inverse of `tensors`, without checks or copies.
+
+        Operators make such an object in every call, so it keeps nothing of its own: lists derived
+        from the mask are found by its tensors (`derived_lists`).
+        """
+        *lists, bits = tensors
+        forward, transposed = BlockLists(*lists[:4]), BlockLists(*lists[4:])
         (sq, sk), (bq, bk) = seq_lengths, block_size
         # row pointers have at least one element
         other = transposed if transposed.indptr.shape[0] > 0 else None
-        mask = cls._from_parts(forward, tensors[8], batch, heads, (sq, sk), (bq, bk), other)
-        mask._exact, mask._derived = not build.may_have_room(mask), None
+        mask = cls._from_parts(forward, bits, batch, heads, (sq, sk), (bq, bk), other)
+        mask._exact, mask._derived = not _may_have_spare_entries(mask), None
         return mask
 
     @classmethod
@@ -179,9 +196,9 @@ class BlockMask:
 
         Notes
         -----
-        Made on the device of `keep`. On a GPU nothing waits for it, unless there are more than
-        2**26 blocks: lists take 8 bytes for each block of `keep`, and how many it keeps is read
-        when it is first asked for (`forward`, `transposed`, `nnz_blocks`, printing).
+        Made on the device of `keep`. On a GPU the host does not wait for it, unless there are more
+        than 2**26 blocks: the lists take 8 bytes for every block of `keep`, and the number of kept
+        blocks is read when it is first needed (`forward`, `transposed`, `nnz_blocks`, printing).
 
         Examples
         --------
@@ -189,7 +206,36 @@ class BlockMask:
         >>> mask.nnz_blocks, mask.density
         (4, 0.25)
         """
-        return build.from_dense(cls, keep, block_size, seq_lengths)
+        op = "BlockMask.from_dense"
+        key = kept_key(keep, block_size, seq_lengths)
+        if (again := repeat_kept(key, keep)) is not None:
+            lists, sizes = again
+            return cls._from_parts(lists, *sizes, exact=False)
+        keep = _with_batch_and_heads(op, "keep", keep, "[B or 1, H or 1, Mb, Nb]")
+        block = check_block_size(op, block_size)
+        batch, heads, mb, nb = keep.shape
+        given = (mb * block[0], nb * block[1]) if seq_lengths is None else seq_lengths
+        seq = check_seq_lengths(op, given)
+        grid = (cdiv(seq[0], block[0]), cdiv(seq[1], block[1]))
+        if grid != (mb, nb):
+            raise InvalidInput(
+                message(
+                    op,
+                    "keep",
+                    f"does not match seq_lengths {seq} in blocks of {block}",
+                    f"{grid[0]} x {grid[1]} blocks",
+                    f"{mb} x {nb}",
+                )
+            )
+        if kernels_build(keep.device, keep) and 0 < keep.numel() <= MAX_LISTED_BLOCKS:
+            sizes = MaskSizes(no_bits(block, keep.device), batch, heads, seq, block)
+            lists = kept_lists(keep, keep.numel(), key, sizes)
+            return cls._from_parts(lists, *sizes, exact=False)
+        rows, cols = torch.nonzero(keep.flatten(0, 2), as_tuple=True)
+        full = torch.full_like(cols, -1)
+        lists = lists_from_blocks(rows, cols, full, batch * heads * mb, nb)
+        pool = bit_masks.empty_pool(block, keep.device)
+        return cls._from_parts(lists, pool, batch, heads, seq, block)
 
     @classmethod
     @usable_in_training
@@ -208,7 +254,24 @@ class BlockMask:
         >>> mask.nnz_blocks
         6
         """
-        return build.from_element_mask(cls, visible, block_size)
+        op = "BlockMask.from_element_mask"
+        visible = _with_batch_and_heads(op, "visible", visible, "[B or 1, H or 1, Sq, Sk]")
+        bq, bk = block = check_block_size(op, block_size)
+        batch, heads, sq, sk = visible.shape
+        seq = check_seq_lengths(op, (sq, sk))
+        mb, nb = cdiv(sq, bq), cdiv(sk, bk)
+        padded = torch.nn.functional.pad(visible, (0, nb * bk - sk, 0, mb * bq - sq))
+        tiles = padded.reshape(batch * heads * mb, bq, nb, bk)
+        counts = tiles.sum((1, 3))
+        rows, cols = torch.nonzero(counts, as_tuple=True)
+        full = counts[rows, cols] == _existing_elements(rows % max(mb, 1), cols, seq, block)
+        partial = torch.nonzero(~full).flatten()
+        packed = bit_masks.pack(tiles[rows[partial], :, cols[partial]])
+        pool, ids = bit_masks.deduplicate(packed)
+        bits_id = torch.full_like(cols, -1)
+        bits_id[partial] = ids.long()
+        lists = lists_from_blocks(rows, cols, bits_id, batch * heads * mb, nb)
+        return cls._from_parts(lists, pool, batch, heads, seq, block)
 
     @classmethod
     @usable_in_training
@@ -248,22 +311,29 @@ class BlockMask:
 
     @property
     def _listed(self) -> BlockLists:
-        """`forward` as kernels take it: more entries may follow than rows own; never waits."""
+        """`forward` as kernels take it: may have spare entries at the end; never waits."""
         return self._forward
 
     @property
     def _listed_transposed(self) -> BlockLists:
-        """`transposed` as kernels take it: more entries may follow; never waits."""
+        """`transposed` as kernels take it: may have spare entries at the end; never waits."""
         if self._transposed is not None:
             return self._transposed
-        made = build.transposed(self)
+        made = self._transpose_lists()
         traced = torch.compiler.is_compiling() or self.device.type != "cuda"
         if traced or not torch.cuda.is_current_stream_capturing():
             self._transposed = made
         return made
 
+    def _transpose_lists(self) -> BlockLists:
+        masks, (mb, nb), lists = self._batch * self._heads, self.grid, self._listed
+        by_kernels = kernels_build(self.device, *lists)
+        if by_kernels and lists.indices.numel() > 0 and masks * mb * nb <= MAX_TRANSPOSED_BLOCKS:
+            return transposed_lists(lists, masks, (mb, nb), all_full=self._bits.shape[0] == 0)
+        return transpose_lists(self.forward, masks, mb, nb)
+
     def _trim(self) -> None:
-        """Give back the room for blocks that are not there; waits for the device."""
+        """Drop the unused capacity behind the last entry of the lists; waits for the device."""
         if self._exact or torch.compiler.is_compiling():
             return
         self._forward = entries_listed(self._forward)
@@ -367,15 +437,37 @@ class BlockMask:
 
     def to_dense(self) -> torch.Tensor:
         """Which blocks are visible, partly or fully: bool `[batch, heads, Mb, Nb]`."""
-        return build.to_dense(self)
+        mb, nb = self.grid
+        keep = torch.zeros(self.batch * self.heads * mb, nb, dtype=torch.bool, device=self.device)
+        keep[self.forward.row_indices(), self.forward.indices.long()] = True
+        return keep.view(self.batch, self.heads, mb, nb)
 
     def to_element_mask(self) -> torch.Tensor:
         """Which elements are visible: bool `[batch, heads, Sq, Sk]`; memory of that size."""
-        return build.to_element_mask(self)
+        (sq, sk), (bq, bk) = self.seq_lengths, self.block_size
+        mb, nb = self.grid
+        masks = self.batch * self.heads
+        tiles = torch.zeros(masks * mb, nb, bq, bk, dtype=torch.bool, device=self.device)
+        rows, cols = self.forward.row_indices(), self.forward.indices.long()
+        partial = self.forward.bits_id >= 0
+        tiles[rows[~partial], cols[~partial]] = True
+        shown = bit_masks.unpack(self.bits[self.forward.bits_id[partial]], bk)
+        tiles[rows[partial], cols[partial]] = shown
+        elements = tiles.view(masks, mb, nb, bq, bk).transpose(2, 3)
+        elements = elements.reshape(self.batch, self.heads, mb * bq, nb * bk)
+        return elements[..., :sq, :sk].contiguous()
 
     def validate(self) -> None:
         """Check every invariant again, of both directions. Waits for the device."""
-        build.validate(self, self._transposed)
+        masks = self._batch * self._heads
+        check_lists(
+            "BlockMask", self.forward, self._bits, masks, self._seq_lengths, self._block_size
+        )
+        if self._transposed is None:
+            return
+        expected = transpose_lists(self.forward, masks, *self.grid)
+        if not all(map(torch.equal, expected, self.transposed)):
+            raise InvalidInput("BlockMask: transposed lists do not agree with the forward lists")
 
     def check_problem(self, op: str, batch: int, heads: int, sq: int, sk: int) -> None:
         """Raise unless this mask was made for such a problem; host only."""
@@ -383,7 +475,14 @@ class BlockMask:
 
     def equals(self, other: "BlockMask") -> bool:
         """Whether both show the same elements through the same blocks. Waits for the device."""
-        return build.same_masks(self, other)
+        mine, theirs = ((x.seq_lengths, x.block_size, x.batch, x.heads) for x in (self, other))
+        if mine != theirs:
+            return False
+        a, b = self.forward, other.forward
+        if not all(map(torch.equal, a[:3], b[:3])):
+            return False
+        partial = a.bits_id >= 0
+        return torch.equal(self.bits[a.bits_id[partial]], other.bits[b.bits_id[partial]])
 
     def __getstate__(self) -> dict[str, Any]:
         self._trim()
@@ -397,3 +496,44 @@ class BlockMask:
             f"block_size=({bq}, {bk}), nnz_blocks={self.nnz_blocks}, density={self.density:.4f}, "
             f"device={str(self.device)!r})"
         )
+
+
+def _check_lists_are_tensors(op: str, indptr: Any, indices: Any) -> None:
+    """Check the two lists from which the constructor derives the others."""
+    for arg, x in (("indptr", indptr), ("indices", indices)):
+        check_tensor(op, arg, x)
+        check_dtype(op, arg, x, [torch.int32])
+        if x.dim() != 1:
+            raise InvalidInput(message(op, arg, "has a wrong rank", "[n]", list(x.shape)))
+
+
+def _with_batch_and_heads(op: str, arg: str, x: Any, layout: str) -> torch.Tensor:
+    """View a bool tensor of rank 2 to 4 as `[B, H, rows, columns]`."""
+    check_tensor(op, arg, x)
+    check_dtype(op, arg, x, [torch.bool])
+    check_has_data(op, arg, x)
+    if not 2 <= x.dim() <= 4:
+        raise InvalidInput(message(op, arg, "has a wrong rank", layout, list(x.shape)))
+    detached: torch.Tensor = x.detach()
+    return detached if x.dim() == 4 else detached[(None,) * (4 - x.dim())]
+
+
+def _may_have_spare_entries(mask: "BlockMask") -> bool:
+    """Whether lists that came as tensors may be longer than what their rows own.
+
+    `from_dense` allocates an entry for every block of the grid, so only lists of that length can.
+    """
+    indices, (mb, nb) = mask._listed.indices, mask.grid
+    # Traced lists may have unknown sizes, but only kernels leave spare entries and those are
+    # never traced.
+    plain = indices.is_cuda and not torch.compiler.is_compiling() and type(indices) is torch.Tensor
+    return plain and indices.numel() == mask.batch * mask.heads * mb * nb
+
+
+def _existing_elements(
+    q_blocks: torch.Tensor, kv_blocks: torch.Tensor, seq: IntPair, block: IntPair
+) -> torch.Tensor:
+    """How many elements of each block lie within the sequences."""
+    height = (seq[0] - q_blocks * block[0]).clamp(max=block[0])
+    width = (seq[1] - kv_blocks * block[1]).clamp(max=block[1])
+    return height * width

@@ -1,4 +1,4 @@
-"""Compile cases of the kernels that build block masks, which lie below the formats they build."""
+"""Compile cases of the kernels that build block masks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,10 +6,7 @@ from typing import Any
 import torch
 
 from ..core.compile_cases import CompileCase, compile_cases
-from . import list_kernels as band_lists
-from . import list_kernels as bounded_lists
-from . import list_kernels as kept_lists
-from . import order_kernels as row_order
+from . import list_kernels, order_kernels
 
 _LISTS = ("indptr_ptr", "partial_end_ptr", "indices_ptr", "bits_id_ptr")
 
@@ -22,91 +19,91 @@ def _int32(*names: str) -> dict[str, Any]:
 def _cases() -> Iterator[CompileCase]:
     steps = {"step_b": 262147, "step_h": 16387, "step_r": 131, "step_c": 3}
     sizes = {**steps, "heads": 3, "mb": 131, "nb": 131, "rows": 2049, "chunk": 9}
-    tiles = {"TILE_ROWS": kept_lists.TILE_ROWS, "TILE_COLS": kept_lists.TILE_COLS}
+    tiles = {"TILE_ROWS": list_kernels.TILE_ROWS, "TILE_COLS": list_kernels.TILE_COLS}
     for dtype in (torch.bool, torch.int8, torch.int32):
         name = str(dtype).split(".")[-1]
         values = {"map_ptr": dtype, **sizes, **tiles}
         yield CompileCase(
             f"count_kept/{name}",
-            kept_lists._count_kept_kernel,
+            list_kernels._count_kept_kernel,
             {**_int32("totals_ptr"), **values},
         )
         yield CompileCase(
             f"list_kept/{name}",
-            kept_lists._list_kept_kernel,
+            list_kernels._list_kept_kernel,
             {
                 **_int32(*_LISTS, "totals_ptr"),
                 **values,
-                "MAX_PROGRAMS": kept_lists.MAX_PROGRAMS,
+                "MAX_PROGRAMS": list_kernels.MAX_PROGRAMS,
             },
         )
     without_chunk = {name: size for name, size in sizes.items() if name != "chunk"}
     yield CompileCase(
         "bounded_lists/bool",
-        bounded_lists._bounded_lists_kernel,
+        list_kernels._bounded_lists_kernel,
         {**_int32(*_LISTS), "keep_ptr": torch.bool, **without_chunk, "most": 41, **tiles},
     )
     for dtype in (torch.int8, torch.int32):
         yield CompileCase(
             f"spread/{str(dtype).split('.')[-1]}",
-            kept_lists._spread_kernel,
+            list_kernels._spread_kernel,
             {
                 "map_ptr": dtype,
                 **_int32("indptr_ptr", "indices_ptr", "bits_id_ptr"),
                 **{"rows": 2049, "mb": 131, "nb": 131},
-                "TILE_ROWS": kept_lists.TILE_ROWS,
-                "TILE_ENTRIES": kept_lists.TILE_ENTRIES,
+                "TILE_ROWS": list_kernels.TILE_ROWS,
+                "TILE_ENTRIES": list_kernels.TILE_ENTRIES,
             },
         )
     for block in ((128, 128), (64, 16), (256, 256)):
         yield CompileCase(
             f"band_lists/{block[0]}x{block[1]}",
-            band_lists._band_lists_kernel,
+            list_kernels._band_lists_kernel,
             {
                 **_int32(*_LISTS, "pool_ptr"),
-                **dict.fromkeys(band_lists.BandSizes._fields, 1027),
+                **dict.fromkeys(list_kernels.BandSizes._fields, 1027),
                 "BLOCK_Q": block[0],
                 "BLOCK_KV": block[1],
-                "TILE_ROWS": band_lists.TILE_ROWS,
-                "TILE_ENTRIES": band_lists.TILE_ENTRIES,
-                "TILE_BEFORE": band_lists.TILE_BEFORE,
+                "TILE_ROWS": list_kernels.TILE_ROWS,
+                "TILE_ENTRIES": list_kernels.TILE_ENTRIES,
+                "TILE_BEFORE": list_kernels.TILE_BEFORE,
             },
         )
     yield CompileCase(
         "row_visits/128x128",
-        row_order._visits_kernel,
+        order_kernels._visits_kernel,
         {
             **_int32("visits_ptr", "indptr_ptr", "indices_ptr"),
             **dict.fromkeys(("rows", "mb", "sq", "sk", "left", "right"), 1027),
             "BLOCK_Q": 128,
             "BLOCK_KV": 128,
-            "TILE_LISTS": row_order.TILE_LISTS,
-            "TILE_ENTRIES": row_order.TILE_ENTRIES,
+            "TILE_LISTS": order_kernels.TILE_LISTS,
+            "TILE_ENTRIES": order_kernels.TILE_ENTRIES,
         },
     )
     for from_pointers, columns in ((True, False), (True, True), (False, False), (False, True)):
         name = f"{'columns' if columns else 'rows'}-{'pointers' if from_pointers else 'visits'}"
         yield CompileCase(
             f"order_keys/{name}",
-            row_order._order_keys_kernel,
+            order_kernels._order_keys_kernel,
             {
                 **_int32("keys_ptr", "visits_ptr"),
-                **dict.fromkeys(row_order.OrderSizes._fields, 1027),
+                **dict.fromkeys(order_kernels.OrderSizes._fields, 1027),
                 "FROM_POINTERS": from_pointers,
                 "COLUMNS": columns,
-                "TILE_VISITS": row_order.TILE_VISITS,
+                "TILE_VISITS": order_kernels.TILE_VISITS,
             },
         )
     for columns in (False, True):
         yield CompileCase(
             f"row_order/{'columns' if columns else 'rows'}",
-            row_order._row_order_kernel,
+            order_kernels._row_order_kernel,
             {
                 **_int32("order_ptr", "keys_ptr"),
-                "planes": 1027,
+                "batch_heads": 1027,
                 "rows": 1027,
                 "COLUMNS": columns,
-                "TILE_ROWS": row_order.TILE_ROWS,
-                "TILE_OTHERS": row_order.TILE_OTHERS,
+                "TILE_ROWS": order_kernels.TILE_ROWS,
+                "TILE_OTHERS": order_kernels.TILE_OTHERS,
             },
         )

@@ -77,17 +77,17 @@ def _int_pair(op: str, arg: str, value: Any) -> IntPair:
 
 
 def check_lists(
-    op: str, lists: BlockLists, bits: torch.Tensor, planes: int, seq: IntPair, block: IntPair
+    op: str, lists: BlockLists, bits: torch.Tensor, masks: int, seq: IntPair, block: IntPair
 ) -> None:
     """Every invariant of `lists` and `bits`, of shape, order and range. Waits for the device.
 
     `seq` and `block` are lengths and block sides in (row, column) order of these lists.
     """
-    rows_per_plane, num_cols = cdiv(seq[0], block[0]), cdiv(seq[1], block[1])
-    _check_shapes(op, lists, bits, planes * rows_per_plane, block)
+    rows_per_mask, num_cols = cdiv(seq[0], block[0]), cdiv(seq[1], block[1])
+    _check_shapes(op, lists, bits, masks * rows_per_mask, block)
     _check_pointers(op, lists)
     _check_entries(op, lists, bits.shape[0], num_cols)
-    _check_edges(op, lists, bits, rows_per_plane, seq, block)
+    _check_edges(op, lists, bits, rows_per_mask, seq, block)
 
 
 def _check_shapes(
@@ -205,7 +205,7 @@ def _check_edges(
     op: str,
     lists: BlockLists,
     bits: torch.Tensor,
-    rows_per_plane: int,
+    rows_per_mask: int,
     seq: IntPair,
     block: IntPair,
 ) -> None:
@@ -219,7 +219,7 @@ def _check_edges(
             message(op, f"bits[{found[1]}]", "sets unused bits", f"{bk} bits in a row", "more")
         )
     rows = lists.row_indices()
-    rows_left = seq[0] - rows % max(rows_per_plane, 1) * bq
+    rows_left = seq[0] - rows % max(rows_per_mask, 1) * bq
     cols_left = seq[1] - lists.indices.to(torch.int64) * bk
     at_edge = (lists.bits_id >= 0) & ((rows_left < bq) | (cols_left < bk))
     edge = torch.nonzero(at_edge).flatten()

@@ -1,4 +1,4 @@
-"""Lists that kernels take besides those of a mask: made from it at the first call, and kept.
+"""Lists that kernels need besides those of a mask, made from it in the first call and cached.
 
 A recorded call notes how they are made, so that it can be repeated with another mask.
 """
@@ -25,7 +25,8 @@ _LISTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def derived_list(mask: BlockMask, make: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """`make(mask, *args)`: made once, for the current stream of the mask's device.
 
-    Another stream makes its own: whoever uses a mask there has waited for the mask, not for this.
+    Another stream makes its own: code that uses the mask there has synchronised with the stream
+    that made the mask, not with the one that made this list.
     """
     device = mask.device
     if raw_device() != device.index:
@@ -53,7 +54,7 @@ def derived_list(mask: BlockMask, make: Callable[..., torch.Tensor], *args: Any)
 
 
 def _copy(mask: BlockMask) -> BlockMask:
-    """For who may cut the room off lists: launches get the lists that the operator was given."""
+    """A copy that `make` may trim, because launches take the lists that the operator was given."""
     copy = BlockMask._from_parts(
         mask._listed,
         mask.bits,

@@ -1,12 +1,13 @@
-"""Block masks made by kernels: on a GPU, and where nothing but the kernels needs to see it.
+"""Block masks built by our kernels on a GPU, and the recorded launches that build them again.
 
-Elsewhere torch functions make the same masks, entry for entry.
+On other devices, and where PyTorch traces or transforms the code, torch functions build the same
+masks, entry for entry.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,34 +15,47 @@ import torch
 from ..core.compat import empty_on_gpu, raw_device, why_no_triton
 from ..core.env import triton_interpreted
 from ..launch.launcher import cdiv
+from ..launch.templates import RecordedLaunches
 from . import bits as bit_masks
 from .band import EVERYTHING, Band
 from .block_lists import BlockLists, check_entry_count
 
-# Blocks of all masks together for which lists are given room: 512 MiB of entries.
-MAX_ROOM = 2**26
-# The same where a map of all blocks is made to turn lists over; past it, lists are sorted.
-MAX_SPREAD = 2**26
-# Rows up to which work that grows with their square is no work at all.
+# Blocks of all masks together, kept or not, up to which lists have an entry for each: 512 MiB.
+MAX_LISTED_BLOCKS = 2**26
+# Blocks up to which lists are transposed through a map with a value for each; past it, by a sort.
+MAX_TRANSPOSED_BLOCKS = 2**26
+# Rows up to which quadratic work costs next to nothing.
 MAX_BAND_ROWS = 2**14
 MAX_ORDERED_ROWS = 2**15
 
 IntPair = tuple[int, int]
+Plan = TypeVar("Plan")
+
+
+class MaskSizes(NamedTuple):
+    """All of a mask of full blocks but its lists."""
+
+    no_bits: torch.Tensor
+    """The empty pool of bit masks."""
+    batch: int
+    heads: int
+    seq_lengths: IntPair
+    block_size: IntPair
 
 
 def kernels_build(device: torch.device, *tensors: torch.Tensor) -> bool:
-    """Whether kernels make masks on `device`: no mode or transform of PyTorch looks on."""
+    """Whether our kernels build masks on `device`: a GPU, and nothing traces these tensors."""
     return (
         device.type == "cuda"
-        and nobody_looks_on()
+        and untraced()
         and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
         and why_no_triton() is None
         and not triton_interpreted()
     )
 
 
-def nobody_looks_on() -> bool:
-    """Whether no compiler, mode or transform of PyTorch follows what is done here."""
+def untraced() -> bool:
+    """Whether no compiler, dispatch mode or functorch transform of PyTorch is active."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
@@ -50,34 +64,35 @@ def nobody_looks_on() -> bool:
 
 
 def _empty(size: int, device: torch.device) -> torch.Tensor:
-    """Room for int32."""
+    """An uninitialised int32 vector."""
     if device.type == "cuda" and device.index == raw_device():
         return empty_on_gpu((size,), (1,), torch.int32)
     return torch.empty(size, dtype=torch.int32, device=device)
 
 
-def _room(rows: int, entries: int, device: torch.device) -> BlockLists:
+def _empty_lists(rows: int, entries: int, device: torch.device) -> BlockLists:
     return BlockLists(*[_empty(n, device) for n in (rows + 1, rows, entries, entries)])
 
 
-class BuiltAgain:
-    """Launches that built something before, by what they depend on besides addresses.
+class BuildPlans(Generic[Plan]):
+    """Recorded launches of earlier builds, by everything they depend on besides addresses.
 
-    A plan is whatever the builder wants to know again. It is found only where kernels build, on
-    the current device, and for tensors at addresses that kernels may count on.
+    A plan holds the launches and whatever else the builder needs to repeat them. It is found only
+    for untraced tensors on the current device at addresses aligned to 16 bytes, as the kernels
+    were compiled for.
     """
 
     MOST = 64
 
     def __init__(self) -> None:
-        self._plans: dict[Any, Any] = {}
+        self._plans: dict[Any, Plan] = {}
 
-    def find(self, key: Any, *tensors: torch.Tensor) -> Any:
+    def find(self, key: Any, *tensors: torch.Tensor) -> Plan | None:
         """The plan for `tensors`, or None."""
         try:
             plan = self._plans.get(key)
         except TypeError:
-            # something that no key can hold: the checks will tell
+            # an argument that cannot be hashed: the checks of the ordinary path will report it
             return None
         if plan is None:
             return None
@@ -86,11 +101,11 @@ class BuiltAgain:
             if type(x) is not torch.Tensor:
                 return None
             bits |= x.data_ptr()
-        usual = not bits & 15 and tensors[0].get_device() == raw_device() and nobody_looks_on()
+        usual = not bits & 15 and tensors[0].get_device() == raw_device() and untraced()
         return plan if usual else None
 
-    def keep(self, key: Any, plan: Any) -> None:
-        """Remember a plan; a stream of new ones starts over."""
+    def keep(self, key: Any, plan: Plan) -> None:
+        """Remember a plan. Past `MOST` of them all are dropped, so that memory stays bounded."""
         if len(self._plans) >= self.MOST:
             self._plans.clear()
         self._plans[key] = plan
@@ -98,25 +113,41 @@ class BuiltAgain:
 
 @lru_cache(maxsize=64)
 def no_bits(block: IntPair, device: torch.device) -> torch.Tensor:
-    """A pool of no bit masks, the same for all masks of a kind: there is nothing to write to."""
-    shape = (0, block[0], bit_masks.words_per_row(block[1]))
-    return torch.empty(shape, dtype=torch.int32, device=device)
+    """An empty pool that masks may share, because there is nothing in it to write to."""
+    return bit_masks.empty_pool(block, device)
 
 
-_KEPT = BuiltAgain()
-_TURNED = BuiltAgain()
-_ORDERED = BuiltAgain()
+class _KeptPlan(NamedTuple):
+    launches: RecordedLaunches
+    lengths: list[int]
+    """Of the four lists."""
+    sizes: MaskSizes
+
+
+class _TransposePlan(NamedTuple):
+    spread: RecordedLaunches
+    list_kept: RecordedLaunches
+
+
+class _OrderPlan(NamedTuple):
+    launches: RecordedLaunches
+    rows: int
+
+
+_KEPT: BuildPlans[_KeptPlan] = BuildPlans()
+_TRANSPOSED: BuildPlans[_TransposePlan] = BuildPlans()
+_ORDERED: BuildPlans[_OrderPlan] = BuildPlans()
 
 
 def _exactly(value: Any) -> tuple[Any, ...]:
-    """To tell numbers apart that compare equal: checks take some of them only."""
+    """A key that tells apart numbers of different types: 64.0 == 64, but the checks refuse it."""
     if type(value) is tuple or type(value) is list:
         return (tuple(value), *map(type, value))
     return (value, type(value))
 
 
 def kept_key(keep: Any, *sizes: Any) -> tuple[Any, ...] | None:
-    """All that a mask of kept blocks depends on besides them; None where this is no usual call."""
+    """All that a mask of kept blocks depends on besides their values; None for unusual tensors."""
     if type(keep) is not torch.Tensor or torch.compiler.is_compiling():
         return None
     try:
@@ -125,66 +156,64 @@ def kept_key(keep: Any, *sizes: Any) -> tuple[Any, ...] | None:
         return None
 
 
-def kept_again(
+def repeat_kept(
     key: tuple[Any, ...] | None, keep: torch.Tensor
-) -> tuple[BlockLists, tuple[Any, ...]] | None:
-    """Lists of kept blocks and what was kept with `key`; None for a call that is new."""
+) -> tuple[BlockLists, MaskSizes] | None:
+    """Lists of `keep` by the launches that `kept_lists` recorded for `key`; None without any."""
     if key is None or (plan := _KEPT.find(key, keep)) is None:
         return None
-    launches, sizes, known = plan
-    lists = BlockLists(*[empty_on_gpu((n,), (1,), torch.int32) for n in sizes])
-    launches.repeat([*[x.data_ptr() for x in lists], keep.data_ptr()])
-    return lists, known
+    lists = BlockLists(*[empty_on_gpu((n,), (1,), torch.int32) for n in plan.lengths])
+    plan.launches.repeat([*[x.data_ptr() for x in lists], keep.data_ptr()])
+    return lists, plan.sizes
 
 
 def kept_lists(
     values: torch.Tensor,
     entries: int,
     key: tuple[Any, ...] | None = None,
-    known: tuple[Any, ...] = (),
+    sizes: MaskSizes | None = None,
 ) -> BlockLists:
-    """Lists of the kept blocks of `[B, H, Mb, Nb]`, which is not empty, with room for `entries`.
+    """Lists of `entries` for `values` `[B, H, Mb, Nb]`, not empty, as `list_kernels` takes them.
 
-    `values` are what `device.kept_lists` says, `known` what `kept_again` shall tell for `key`.
+    With a `key`, the launches are recorded for `repeat_kept`, which returns `sizes` as well.
     """
     from .list_kernels import launch_kept_lists
 
-    lists = _room(values.shape[:3].numel(), entries, values.device)
+    lists = _empty_lists(values.shape[:3].numel(), entries, values.device)
     launches = launch_kept_lists(*lists, values)
-    if key is not None and launches is not None:
-        _KEPT.keep(key, (launches, [x.numel() for x in lists], known))
+    if key is not None and sizes is not None and launches is not None:
+        _KEPT.keep(key, _KeptPlan(launches, [x.numel() for x in lists], sizes))
     return lists
 
 
 def bounded_lists(keep: torch.Tensor, most: int) -> BlockLists:
-    """See `pattern_kept.kept_blocks`; `keep` is not empty, `most` within 1 .. Nb."""
+    """See `topk.kept_blocks`; `keep` is not empty, `most` within 1 .. Nb."""
     from .list_kernels import launch_bounded_lists
 
     rows = keep.shape[:3].numel()
-    lists = _room(rows, rows * most, keep.device)
+    lists = _empty_lists(rows, rows * most, keep.device)
     launch_bounded_lists(*lists, keep, most)
     return lists
 
 
-def transposed_lists(lists: BlockLists, planes: int, grid: IntPair, all_full: bool) -> BlockLists:
-    """Lists of columns, with as much room as `lists` have; these are not empty."""
+def transposed_lists(lists: BlockLists, masks: int, grid: IntPair, all_full: bool) -> BlockLists:
+    """Lists of the columns of `masks` masks, as long as `lists`, which are not empty."""
     from .list_kernels import launch_kept_lists, launch_spread
 
     mb, nb = grid
     dtype, device = torch.int8 if all_full else torch.int32, lists.indptr.device
-    values = torch.zeros(1, planes, nb, mb, dtype=dtype, device=device)
-    made = _room(planes * nb, lists.indices.numel(), device)
-    key = (planes, grid, all_full, device.index, lists.indices.numel())
+    values = torch.zeros(1, masks, nb, mb, dtype=dtype, device=device)
+    made = _empty_lists(masks * nb, lists.indices.numel(), device)
+    key = (masks, grid, all_full, device.index, lists.indices.numel())
     read = (lists.indptr, lists.indices, lists.bits_id)
-    if (plan := _TURNED.find(key, *read)) is not None:
-        spread, list_kept = plan
+    if (plan := _TRANSPOSED.find(key, *read)) is not None:
         at = values.data_ptr()
-        spread.repeat([at, *[x.data_ptr() for x in read]])
-        list_kept.repeat([*[x.data_ptr() for x in made], at])
+        plan.spread.repeat([at, *[x.data_ptr() for x in read]])
+        plan.list_kept.repeat([*[x.data_ptr() for x in made], at])
         return made
-    plan = (launch_spread(values, *read), launch_kept_lists(*made, values))
-    if None not in plan:
-        _TURNED.keep(key, plan)
+    spread, list_kept = launch_spread(values, *read), launch_kept_lists(*made, values)
+    if spread is not None and list_kept is not None:
+        _TRANSPOSED.keep(key, _TransposePlan(spread, list_kept))
     return made
 
 
@@ -192,7 +221,7 @@ def band_crossings(band: Band, seq: IntPair, block: IntPair) -> list[IntPair]:
     """Ranges of distances, first query minus first key, at which an edge crosses a block."""
     bq, bk = block
     step = gcd(bq, bk)
-    edges = []
+    edges: list[IntPair] = []
     if band.right is not None:
         edges.append((-band.right - bq + 1, bk - 2 - band.right))
     if band.left is not None:
@@ -205,7 +234,7 @@ def band_crossings(band: Band, seq: IntPair, block: IntPair) -> list[IntPair]:
 
 @lru_cache(maxsize=64)
 def _band_plan(band: Band, seq: IntPair, block: IntPair) -> tuple[int, tuple[int, ...]]:
-    """How many blocks a band has, and what `device.band_lists.BandSizes` holds."""
+    """How many blocks a band has, and the fields of `list_kernels.BandSizes`."""
     (sq, sk), (bq, bk) = seq, block
     (left, right), shift = band.scalars(), sk - sq
     step = gcd(bq, bk)
@@ -227,7 +256,7 @@ def _band_plan(band: Band, seq: IntPair, block: IntPair) -> tuple[int, tuple[int
 def band_lists(
     band: Band, seq: IntPair, block: IntPair, device: torch.device
 ) -> tuple[BlockLists, torch.Tensor] | None:
-    """Lists and bit masks of a band; None where there is no block or there are too many rows."""
+    """Lists and bit masks of a band; None for a band without blocks or with too many rows."""
     from .list_kernels import BandSizes, launch_band_lists
 
     if cdiv(seq[0], block[0]) > MAX_BAND_ROWS:
@@ -237,7 +266,7 @@ def band_lists(
         return None
     check_entry_count(count)
     sizes = BandSizes(*plan)
-    lists = _room(sizes.mb, count, device)
+    lists = _empty_lists(sizes.mb, count, device)
     shape = (sizes.pool, block[0], bit_masks.words_per_row(block[1]))
     pool = torch.empty(shape, dtype=torch.int32, device=device)
     launch_band_lists(*lists, pool, sizes, block)
@@ -253,39 +282,38 @@ def ordered(
     columns: bool,
     key: tuple[Any, ...],
 ) -> torch.Tensor | None:
-    """Rows of `planes` in the order to take them; None where there are none or too many.
+    """Rows of all (batch, head) in the order to take them; None where there are none or too many.
 
     Parameters
     ----------
-    sizes : what `device.row_order.OrderSizes` holds
+    sizes : the fields of `order_kernels.OrderSizes`
     sides : lengths, blocks and the two sides of `band`, seen from the rows of `lists`
     columns : whether these lists are the transposed ones
-    key : all of these but the addresses of lists, for `ordered_again`
+    key : everything above except the addresses of the lists, for `ordered_again`
     """
     from .order_kernels import OrderSizes, launch_row_order
 
     size = OrderSizes(*sizes)
-    rows = size.planes * size.rows
-    small_keys = (size.planes // size.section + 2) * (size.most + 1) < 2**31
+    rows = size.batch_heads * size.rows
+    small_keys = (size.batch_heads // size.raster_group + 2) * (size.most + 1) < 2**31
     if not (0 < rows <= MAX_ORDERED_ROWS and small_keys):
         return None
     order = _empty(rows, lists.indptr.device)
-    lengths, block, *within = sides
-    limits = None if band == EVERYTHING else (within[0], within[1])
+    lengths, block, left, right = sides
+    limits = None if band == EVERYTHING else (left, right)
     launches = launch_row_order(
         order, lists.indptr, lists.indices, size, lengths, block, limits, columns=columns
     )
     if launches is not None:
-        _ORDERED.keep(key, (launches, rows))
+        _ORDERED.keep(key, _OrderPlan(launches, rows))
     return order
 
 
 def ordered_again(key: tuple[Any, ...], lists: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """What `ordered` makes, where it was called with `key` before."""
+    """What `ordered` builds, by the launches recorded for `key`; None if there are none."""
     indptr, _, indices, _ = lists
     if (plan := _ORDERED.find(key, indptr, indices)) is None:
         return None
-    launches, rows = plan
-    order = empty_on_gpu((rows,), (1,), torch.int32)
-    launches.repeat([order.data_ptr(), indptr.data_ptr(), indices.data_ptr()])
+    order = empty_on_gpu((plan.rows,), (1,), torch.int32)
+    plan.launches.repeat([order.data_ptr(), indptr.data_ptr(), indices.data_ptr()])
     return order

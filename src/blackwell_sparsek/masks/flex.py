@@ -8,8 +8,8 @@ from ..core.checks import check_shape, message
 from ..core.errors import InvalidInput, InvalidType
 from ..launch.launcher import cdiv
 from . import bits as bit_masks
+from .bits import empty_pool
 from .block_lists import lists_from_blocks
-from .build import empty_pool
 from .check import IntPair, check_block_size, check_seq_lengths, existing_bits
 
 if TYPE_CHECKING:
@@ -109,13 +109,13 @@ def _evaluate(
     from torch.nn.attention.flex_attention import create_mask
 
     bq, bk = block
-    plane, q_block = rows // max(mb, 1), rows % max(mb, 1)
+    mask_index, q_block = rows // max(mb, 1), rows % max(mb, 1)
     exists = existing_bits(seq[0] - q_block * bq, seq[1] - cols * bk, block)
     bits = torch.empty_like(exists)
     step = max(1, CHUNK_ELEMENTS // (bq * bk))
     for start in range(0, rows.numel(), step):
         part = slice(start, min(start + step, rows.numel()))
-        b, h = plane[part] // heads, plane[part] % heads
+        b, h = mask_index[part] // heads, mask_index[part] % heads
         q0, k0 = q_block[part] * bq, cols[part] * bk
 
         def on_block(

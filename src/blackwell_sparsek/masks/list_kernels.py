@@ -1,11 +1,12 @@
 # mypy: ignore-errors
-"""Lists of kept blocks, from one value for each block: 0 absent, 1 full, 2 + its bit mask partial.
+"""Kernels that build the lists of a block mask, and their launchers.
 
-Two launches, whatever the size: programs count the blocks of their rows, then each finds where its
-rows begin by adding up what the programs before it counted, and lists them. The number of blocks
-stays on the device, so lists may have room for more blocks than there are.
-
-`launch_spread` is the way back, from lists to values, turned over on the way.
+`launch_kept_lists` lists blocks from one value for each: 0 absent, 1 full, 2 + its bit mask
+partial. It takes two launches, whatever the size: programs count the blocks of their rows, then
+each finds where its rows begin by adding up what the programs before it counted, and lists them.
+The number of blocks stays on the device, so lists may be longer than needed. `launch_spread` goes
+the opposite way, from lists to the values of the transposed mask. `launch_bounded_lists` makes
+lists of equal length, `launch_band_lists` those of a band.
 """
 
 from typing import NamedTuple
@@ -26,16 +27,30 @@ MAX_PROGRAMS = 1024
 _SIZES = ["step_b", "step_h", "step_r", "step_c", "heads", "mb", "nb", "rows", "chunk"]
 
 
+class BlockMap(NamedTuple):
+    """A value for each block, `[B, H, Mb, Nb]` of any strides, as kernels read it."""
+
+    ptr: torch.Tensor
+    step_b: int
+    step_h: int
+    step_r: int
+    step_c: int
+    heads: int
+    mb: int
+    nb: int
+
+
 @triton.jit
-def block_values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS: tl.constexpr):
+def block_values(blocks, row, first_col, last, TILE_COLS: tl.constexpr):
     """Values of TILE_COLS blocks of each `row` before `last`, int32."""
-    plane = row // mb
-    at = (plane // heads).to(tl.int64) * steps[0] + (plane % heads).to(tl.int64) * steps[1]
-    at += (row % mb).to(tl.int64) * steps[2]
+    batch_head = row // blocks.mb
+    at = (batch_head // blocks.heads).to(tl.int64) * blocks.step_b
+    at += (batch_head % blocks.heads).to(tl.int64) * blocks.step_h
+    at += (row % blocks.mb).to(tl.int64) * blocks.step_r
     col = first_col + tl.arange(0, TILE_COLS)
-    at = at[:, None] + col.to(tl.int64)[None, :] * steps[3]
-    there = (row < last)[:, None] & (col < nb)[None, :]
-    return tl.load(map_ptr + at, mask=there, other=0).to(tl.int32)
+    at = at[:, None] + col.to(tl.int64)[None, :] * blocks.step_c
+    there = (row < last)[:, None] & (col < blocks.nb)[None, :]
+    return tl.load(blocks.ptr + at, mask=there, other=0).to(tl.int32)
 
 
 @triton.jit
@@ -45,12 +60,12 @@ def _kinds(value):
 
 
 @triton.jit
-def _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS: tl.constexpr):
+def _counts(blocks, row, last, TILE_COLS: tl.constexpr):
     """How many partial and full blocks each `row` before `last` has."""
     partial_count = tl.zeros_like(row)
     full_count = tl.zeros_like(row)
-    for first_col in range(0, nb, TILE_COLS):
-        value = block_values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS)
+    for first_col in range(0, blocks.nb, TILE_COLS):
+        value = block_values(blocks, row, first_col, last, TILE_COLS)
         partial, full = _kinds(value)
         partial_count += tl.sum(partial, 1)
         full_count += tl.sum(full, 1)
@@ -74,13 +89,13 @@ def _count_kept_kernel(
     TILE_COLS: tl.constexpr,
 ):
     """How many blocks are kept in the `chunk` rows of this program."""
-    steps = (step_b, step_h, step_r, step_c)
+    blocks = BlockMap(map_ptr, step_b, step_h, step_r, step_c, heads, mb, nb)
     pid = tl.program_id(0)
     last = tl.minimum((pid + 1) * chunk, rows)
     counts = tl.zeros([TILE_ROWS], tl.int32)
     for first in range(pid * chunk, last, TILE_ROWS):
         row = first + tl.arange(0, TILE_ROWS)
-        partial, full = _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS)
+        partial, full = _counts(blocks, row, last, TILE_COLS)
         counts += partial + full
     tl.store(totals_ptr + pid, tl.sum(counts, 0))
 
@@ -107,7 +122,7 @@ def _list_kept_kernel(
     MAX_PROGRAMS: tl.constexpr,
 ):
     """List the kept blocks of `chunk` rows."""
-    steps = (step_b, step_h, step_r, step_c)
+    blocks = BlockMap(map_ptr, step_b, step_h, step_r, step_c, heads, mb, nb)
     pid = tl.program_id(0)
     before = tl.arange(0, MAX_PROGRAMS)
     base = tl.sum(tl.load(totals_ptr + before, mask=before < pid, other=0), 0)
@@ -116,7 +131,7 @@ def _list_kept_kernel(
     last = tl.minimum((pid + 1) * chunk, rows)
     for first in range(pid * chunk, last, TILE_ROWS):
         row = first + tl.arange(0, TILE_ROWS)
-        partial_count, full_count = _counts(map_ptr, steps, row, heads, mb, nb, last, TILE_COLS)
+        partial_count, full_count = _counts(blocks, row, last, TILE_COLS)
         count = partial_count + full_count
         end = base + tl.cumsum(count, 0)
         full_place = end - full_count
@@ -125,7 +140,7 @@ def _list_kept_kernel(
         tl.store(partial_end_ptr + row, full_place, mask=row < last)
         base += tl.sum(count, 0)
         for first_col in range(0, nb, TILE_COLS):
-            value = block_values(map_ptr, steps, row, first_col, heads, mb, nb, last, TILE_COLS)
+            value = block_values(blocks, row, first_col, last, TILE_COLS)
             partial, full = _kinds(value)
             entry = tl.where(
                 partial != 0,
@@ -155,13 +170,13 @@ def _spread_kernel(
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     entry = tl.load(indptr_ptr + row, mask=row < rows, other=0)
     end = tl.load(indptr_ptr + 1 + row, mask=row < rows, other=0)
-    plane = (row // mb).to(tl.int64) * nb
+    first_list = (row // mb).to(tl.int64) * nb
     for skip in range(0, tl.max(end - entry, 0), TILE_ENTRIES):
         at = (entry + skip)[:, None] + tl.arange(0, TILE_ENTRIES)[None, :]
         there = at < end[:, None]
         col = tl.load(indices_ptr + at, mask=there, other=0)
         value = tl.load(bits_id_ptr + at, mask=there, other=0) + 2
-        to = (plane[:, None] + col) * mb + (row % mb)[:, None]
+        to = (first_list[:, None] + col) * mb + (row % mb)[:, None]
         tl.store(map_ptr + to, value.to(map_ptr.dtype.element_ty), mask=there)
 
 
@@ -174,7 +189,7 @@ def launch_kept_lists(
 ) -> RecordedLaunches | None:
     """Fill lists; entries past the last kept block are left as they are.
 
-    Returns what `recorded.repeat_at` takes with other tensors like these.
+    Returns the recorded launches, which repeat with other tensors of the same sizes.
 
     Parameters
     ----------
@@ -204,7 +219,7 @@ def launch_spread(
 ) -> RecordedLaunches | None:
     """Write the values of listed blocks where they stand in the transposed mask.
 
-    Returns what `recorded.repeat_at` takes with other tensors like these.
+    Returns the recorded launches, which repeat with other tensors of the same sizes.
 
     Parameters
     ----------
@@ -223,7 +238,7 @@ def launch_spread(
     )
 
 
-# Lists of kept blocks that are equally long in all rows, so that sizes depend on no data.
+# Lists of kept blocks that are equally long in all rows, so that their sizes depend on no data.
 
 
 @triton.jit(
@@ -247,14 +262,12 @@ def _bounded_lists_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
 ):
-    """List `most` blocks of TILE_ROWS rows: the last not kept, as partial, then the kept ones."""
-    steps = (step_b, step_h, step_r, step_c)
+    """List `most` blocks of TILE_ROWS rows: fillers, as partial blocks, then the kept ones."""
+    blocks = BlockMap(keep_ptr, step_b, step_h, step_r, step_c, heads, mb, nb)
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     count = tl.zeros_like(row)
     for first_col in range(0, nb, TILE_COLS):
-        count += tl.sum(
-            block_values(keep_ptr, steps, row, first_col, heads, mb, nb, rows, TILE_COLS), 1
-        )
+        count += tl.sum(block_values(blocks, row, first_col, rows, TILE_COLS), 1)
     spare = tl.maximum(most - count, 0)
     start = row * most
     tl.store(indptr_ptr + row, start, mask=row < rows)
@@ -264,7 +277,7 @@ def _bounded_lists_kernel(
     passed_over = (nb - count - spare)[:, None]
     seen = tl.zeros_like(row)
     for first_col in range(0, nb, TILE_COLS):
-        kept = block_values(keep_ptr, steps, row, first_col, heads, mb, nb, rows, TILE_COLS)
+        kept = block_values(blocks, row, first_col, rows, TILE_COLS)
         col = tl.zeros_like(kept) + (first_col + tl.arange(0, TILE_COLS))[None, :]
         before = seen[:, None] + tl.cumsum(kept, 1) - kept
         place = tl.where(kept != 0, spare[:, None] + before, col - before - passed_over)
@@ -283,7 +296,7 @@ def launch_bounded_lists(
     keep: torch.Tensor,
     most: int,
 ) -> None:
-    """Fill lists of `most` blocks in each row, as `formats.pattern_kept` describes them.
+    """Fill lists of `most` blocks in each row, as `topk.kept_blocks` describes them.
 
     Parameters
     ----------
@@ -304,17 +317,17 @@ def launch_bounded_lists(
     )
 
 
-# Lists and bit masks of a band, row by row from its two sides: nothing is read.
+# Lists and bit masks of a band, computed from its two sides without reading anything.
 #
-# One launch: a program lists the blocks of a few rows, having added up the lengths of all rows
-# before them, or makes one of the few bit masks that blocks on the edges of a band have.
+# One launch: a program either lists the blocks of a few rows, after adding up the lengths of all
+# rows before them, or makes one of the few bit masks that blocks on the edges of a band have.
 
 # Rows that a program adds up at once.
 TILE_BEFORE = 1024
 
 
 class BandSizes(NamedTuple):
-    """What a band and a problem come to."""
+    """A band over a problem, as the kernel takes it."""
 
     sq: int
     sk: int
@@ -342,39 +355,54 @@ def _clamp(x, low, high):
     return tl.minimum(tl.maximum(x, low), high)
 
 
+class RowRuns(NamedTuple):
+    """Blocks `start .. end` of each row, of which `full_start .. full_end` are full; int32."""
+
+    start: tl.tensor
+    full_start: tl.tensor
+    full_end: tl.tensor
+    end: tl.tensor
+
+
 @triton.jit
-def _runs(row, sq, sk, left, right, nb, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Blocks `start .. end` of each `row`, of which `full_start .. full_end` are full."""
-    first = row.to(tl.int64) * BLOCK_Q + (sk - sq)
+def _runs(row, sizes, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """The runs of blocks of each `row` that the band shows."""
+    sk = sizes.sk
+    first = row.to(tl.int64) * BLOCK_Q + (sk - sizes.sq)
     last = tl.minimum(first + BLOCK_Q, sk) - 1
-    some_lo = _clamp(first - left, 0, sk)
-    some_hi = _clamp(last + right + 1, 0, sk)
-    every_lo = _clamp(last - left, 0, sk)
-    every_hi = _clamp(first + right + 1, 0, sk)
+    some_lo = _clamp(first - sizes.left, 0, sk)
+    some_hi = _clamp(last + sizes.right + 1, 0, sk)
+    every_lo = _clamp(last - sizes.left, 0, sk)
+    every_hi = _clamp(first + sizes.right + 1, 0, sk)
     start = some_lo // BLOCK_KV
     end = tl.where(some_lo < some_hi, (some_hi + BLOCK_KV - 1) // BLOCK_KV, start)
     full_start = _clamp((every_lo + BLOCK_KV - 1) // BLOCK_KV, start, end)
     # a last block that is cut short is full when its existing keys are visible
-    full_end = _clamp(tl.where(every_hi >= sk, nb, every_hi // BLOCK_KV), full_start, end)
-    return start.to(tl.int32), full_start.to(tl.int32), full_end.to(tl.int32), end.to(tl.int32)
+    full_end = _clamp(tl.where(every_hi >= sk, sizes.nb, every_hi // BLOCK_KV), full_start, end)
+    return RowRuns(
+        start.to(tl.int32), full_start.to(tl.int32), full_end.to(tl.int32), end.to(tl.int32)
+    )
 
 
 @triton.jit
 def _band_bits(pool_ptr, mask_id, sizes, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
     """Make one bit mask of the pool."""
-    sq, sk, left, right, first_near, count_near, first_far, step, heights, widths = sizes
-    where = mask_id // (heights * widths)
+    where = mask_id // (sizes.heights * sizes.widths)
     distance = tl.where(
-        where < count_near, first_near + where * step, first_far + (where - count_near) * step
+        where < sizes.count_near,
+        sizes.first_near + where * sizes.step,
+        sizes.first_far + (where - sizes.count_near) * sizes.step,
     )
-    height = tl.where(mask_id // widths % heights == 1, sq % BLOCK_Q, BLOCK_Q)
-    width = tl.where(mask_id % widths == 1, sk % BLOCK_KV, BLOCK_KV)
+    is_short = mask_id // sizes.widths % sizes.heights == 1
+    height = tl.where(is_short, sizes.sq % BLOCK_Q, BLOCK_Q)
+    width = tl.where(mask_id % sizes.widths == 1, sizes.sk % BLOCK_KV, BLOCK_KV)
     WORDS: tl.constexpr = (BLOCK_KV + 31) // 32
     i = tl.arange(0, BLOCK_Q)
     word = tl.arange(0, WORDS)
     diagonal = distance.to(tl.int64) + i
-    lo = _clamp(diagonal - left, 0, BLOCK_KV)
-    hi = _clamp(tl.where(i < height, tl.minimum(diagonal + right + 1, width), 0), 0, BLOCK_KV)
+    lo = _clamp(diagonal - sizes.left, 0, BLOCK_KV)
+    hi = tl.where(i < height, tl.minimum(diagonal + sizes.right + 1, width), 0)
+    hi = _clamp(hi, 0, BLOCK_KV)
     begin = _clamp(lo[:, None] - word[None, :] * 32, 0, 32)
     end = tl.maximum(_clamp(hi[:, None] - word[None, :] * 32, 0, 32), begin)
     one = tl.full([BLOCK_Q, WORDS], 1, tl.int64)
@@ -411,24 +439,38 @@ def _band_lists_kernel(
     TILE_BEFORE: tl.constexpr,
 ):
     """The first `pool` programs make bit masks, the others the lists of TILE_ROWS rows."""
+    sizes = BandSizes(
+        sq,
+        sk,
+        left,
+        right,
+        mb,
+        nb,
+        first_near,
+        count_near,
+        first_far,
+        step,
+        heights,
+        widths,
+        pool,
+    )
     pid = tl.program_id(0)
     if pid < pool:
-        sizes = (sq, sk, left, right, first_near, count_near, first_far, step, heights, widths)
         _band_bits(pool_ptr, pid, sizes, BLOCK_Q, BLOCK_KV)
     else:
         first_row = (pid - pool) * TILE_ROWS
         lengths = tl.zeros([TILE_BEFORE], tl.int32)
         for before in range(0, first_row, TILE_BEFORE):
             row = before + tl.arange(0, TILE_BEFORE)
-            start, _, _, end = _runs(row, sq, sk, left, right, nb, BLOCK_Q, BLOCK_KV)
-            lengths += tl.where(row < first_row, end - start, 0)
+            runs = _runs(row, sizes, BLOCK_Q, BLOCK_KV)
+            lengths += tl.where(row < first_row, runs.end - runs.start, 0)
         row = first_row + tl.arange(0, TILE_ROWS)
-        start, full_start, full_end, end = _runs(row, sq, sk, left, right, nb, BLOCK_Q, BLOCK_KV)
-        count = tl.where(row < mb, end - start, 0)
+        runs = _runs(row, sizes, BLOCK_Q, BLOCK_KV)
+        count = tl.where(row < mb, runs.end - runs.start, 0)
         row_end = tl.sum(lengths, 0) + tl.cumsum(count, 0)
         row_start = row_end - count
-        head = full_start - start
-        partial = head + end - full_end
+        head = runs.full_start - runs.start
+        partial = head + runs.end - runs.full_end
         if pid == pool:
             tl.store(indptr_ptr, 0)
         tl.store(indptr_ptr + 1 + row, row_end, mask=row < mb)
@@ -436,8 +478,10 @@ def _band_lists_kernel(
         for first in range(0, tl.max(count, 0), TILE_ENTRIES):
             t = first + tl.arange(0, TILE_ENTRIES)[None, :]
             is_partial = t < partial[:, None]
-            col = tl.where(is_partial, (full_end - head)[:, None], (full_start - partial)[:, None])
-            col = t + tl.where(t < head[:, None], start[:, None], col)
+            behind = tl.where(
+                is_partial, (runs.full_end - head)[:, None], (runs.full_start - partial)[:, None]
+            )
+            col = t + tl.where(t < head[:, None], runs.start[:, None], behind)
             distance = row.to(tl.int64)[:, None] * BLOCK_Q + (sk - sq) - col.to(tl.int64) * BLOCK_KV
             # the near edge has the smaller distances
             near = (distance - first_near) // step
@@ -471,7 +515,7 @@ def launch_band_lists(
     pool : int32 [sizes.pool, bq, ceil(bk / 32)]
     """
     programs = sizes.pool + cdiv(sizes.mb, TILE_ROWS)
-    # nothing is written to a pool of no bit masks, but an argument has to be there
+    # nothing is written to an empty pool, but the kernel needs a pointer
     outputs = (indptr, partial_end, indices, bits_id, pool if sizes.pool else indptr)
     args = (*outputs, *sizes, *block, TILE_ROWS, TILE_ENTRIES, TILE_BEFORE)
     launch_recorded(

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.torch_state import usable_in_training
 from .band import EVERYTHING, Band
-from .bits import usable_in_training
 from .block_lists import BlockLists
 from .block_mask import BlockMask
 from .device_build import kernels_build, ordered, ordered_again

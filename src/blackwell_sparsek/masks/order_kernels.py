@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""The order in which to take the rows or columns of a mask, as `formats.block_order` describes it.
+"""Kernels for the order in which to take the rows or columns of a mask (`masks/order.py`).
 
-Each row finds its own place: it counts the rows that come before it. That is quadratic work, a
-comparison for each pair of rows, but without a sort's many launches.
+Each row finds its own place by counting the rows that come before it. That is quadratic work, a
+comparison for each pair of rows, but avoids the many launches of a sort.
 """
 
 from typing import NamedTuple
@@ -24,11 +24,11 @@ TILE_VISITS = 1024
 
 
 class OrderSizes(NamedTuple):
-    """What is put in order: `rows` of each of `planes`, by how many blocks they visit."""
+    """What is put in order: `rows` of each (batch, head), by how many blocks they visit."""
 
-    planes: int
+    batch_heads: int
     heads: int
-    """Planes of one batch."""
+    """(batch, head) of one batch."""
     rows: int
     step_b: int
     step_h: int
@@ -37,10 +37,19 @@ class OrderSizes(NamedTuple):
     """Neighbouring rows that share a list."""
     group: int
     group_step: int
-    """How many lists a row goes through, and how far they are apart."""
-    section: int
+    """How many lists a row goes through, and the distance between them."""
+    raster_group: int
+    """Neighbouring (batch, head) whose rows stay together."""
     most: int
     """Of the blocks that a row visits."""
+
+
+class RowVisits(NamedTuple):
+    """The blocks that each row visits, and which row it is; int32."""
+
+    count: tl.tensor
+    batch_head: tl.tensor
+    row: tl.tensor
 
 
 @triton.jit(do_not_specialize=["rows", "mb", "sq", "sk", "left", "right"])
@@ -79,38 +88,39 @@ def _visits_kernel(
 
 @triton.jit
 def _visits(visits_ptr, place, sizes, FROM_POINTERS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Blocks that the rows visit which stand at `place` among equals, their planes and rows."""
-    planes, heads, rows, step_b, step_h, per_list, group, group_step = sizes
-    plane = place % planes
-    row = place // planes
+    """Visits of the rows that stand at `place` among equals."""
+    batch_head = place % sizes.batch_heads
+    row = place // sizes.batch_heads
     if not COLUMNS:
         # late rows are the long ones under a band, and come first among equals
-        row = rows - 1 - row
-    at = plane // heads * step_b + plane % heads * step_h + row // per_list
-    there = place < planes * rows
-    visits = tl.zeros_like(place)
-    for g in range(group):
-        mine = tl.load(visits_ptr + at + g * group_step, mask=there, other=0)
+        row = sizes.rows - 1 - row
+    at = batch_head // sizes.heads * sizes.step_b + batch_head % sizes.heads * sizes.step_h
+    at += row // sizes.per_list
+    there = place < sizes.batch_heads * sizes.rows
+    count = tl.zeros_like(place)
+    for g in range(sizes.group):
+        visits = tl.load(visits_ptr + at + g * sizes.group_step, mask=there, other=0)
         if FROM_POINTERS:
-            end = tl.load(visits_ptr + 1 + at + g * group_step, mask=there, other=0)
-            mine = end - mine
-        visits += mine
-    return visits, plane, row
+            end = tl.load(visits_ptr + 1 + at + g * sizes.group_step, mask=there, other=0)
+            visits = end - visits
+        count += visits
+    return RowVisits(count, batch_head, row)
 
 
 @triton.jit
-def _keys(visits, plane, planes, section, most, total, count):
-    """Sort keys: heavy rows, then section by section, the longest first within each."""
-    heavy = visits.to(tl.int64) * count > 2 * total
-    group = tl.where(heavy, 0, section_of(plane, planes, section) + 1)
-    return group * (most + 1) + (most - visits)
+def _keys(visits, sizes, total, count):
+    """Sort keys: heavy rows, then one raster group after the other, the longest rows first."""
+    heavy = visits.count.to(tl.int64) * count > 2 * total
+    group = section_of(visits.batch_head, sizes.batch_heads, sizes.raster_group)
+    group = tl.where(heavy, 0, group + 1)
+    return group * (sizes.most + 1) + (sizes.most - visits.count)
 
 
 @triton.jit(do_not_specialize=list(OrderSizes._fields))
 def _order_keys_kernel(
     keys_ptr,
     visits_ptr,
-    planes,
+    batch_heads,
     heads,
     rows,
     step_b,
@@ -118,40 +128,42 @@ def _order_keys_kernel(
     per_list,
     group,
     group_step,
-    section,
+    raster_group,
     most,
     FROM_POINTERS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE_VISITS: tl.constexpr,
 ):
     """Keys by which TILE_VISITS rows are sorted; equal ones stay as they are."""
-    sizes = (planes, heads, rows, step_b, step_h, per_list, group, group_step)
-    count = planes * rows
+    sizes = OrderSizes(
+        batch_heads, heads, rows, step_b, step_h, per_list, group, group_step, raster_group, most
+    )
+    count = batch_heads * rows
     sums = tl.zeros([TILE_VISITS], tl.int64)
     for first in range(0, count, TILE_VISITS):
         others = first + tl.arange(0, TILE_VISITS)
-        theirs, _, _ = _visits(visits_ptr, others, sizes, FROM_POINTERS, COLUMNS)
-        sums += theirs.to(tl.int64)
+        theirs = _visits(visits_ptr, others, sizes, FROM_POINTERS, COLUMNS)
+        sums += theirs.count.to(tl.int64)
     total = tl.sum(sums, 0)
 
     place = tl.program_id(0) * TILE_VISITS + tl.arange(0, TILE_VISITS)
-    visits, plane, _ = _visits(visits_ptr, place, sizes, FROM_POINTERS, COLUMNS)
-    key = _keys(visits, plane, planes, section, most, total, count)
+    visits = _visits(visits_ptr, place, sizes, FROM_POINTERS, COLUMNS)
+    key = _keys(visits, sizes, total, count)
     tl.store(keys_ptr + place, key, mask=place < count)
 
 
-@triton.jit(do_not_specialize=["planes", "rows"])
+@triton.jit(do_not_specialize=["batch_heads", "rows"])
 def _row_order_kernel(
     order_ptr,
     keys_ptr,
-    planes,
+    batch_heads,
     rows,
     COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OTHERS: tl.constexpr,
 ):
     """Put TILE_ROWS rows where they belong; TILE_ROWS divides TILE_OTHERS."""
-    count = planes * rows
+    count = batch_heads * rows
     first = tl.program_id(0) * TILE_ROWS
     place = first + tl.arange(0, TILE_ROWS)
     key = tl.load(keys_ptr + place, mask=place < count, other=0)[:, None]
@@ -165,14 +177,14 @@ def _row_order_kernel(
         later = start + others
         other = tl.load(keys_ptr + later, mask=later < count, other=2**31 - 1)[None, :]
         rank += (other < key).to(tl.int32)
-    # only in the tile of these rows does it matter who comes first among equals
+    # equal keys need a tie-break only within the tile that holds these rows
     other = tl.load(keys_ptr + own + others, mask=own + others < count, other=-1)[None, :]
     rank += ((other == key) & ((own + others)[None, :] < place[:, None])).to(tl.int32)
-    plane = place % planes
-    row = place // planes
+    batch_head = place % batch_heads
+    row = place // batch_heads
     if not COLUMNS:
         row = rows - 1 - row
-    tl.store(order_ptr + tl.sum(rank, 1), plane * rows + row, mask=place < count)
+    tl.store(order_ptr + tl.sum(rank, 1), batch_head * rows + row, mask=place < count)
 
 
 def launch_row_order(
@@ -185,15 +197,15 @@ def launch_row_order(
     band: tuple[int, int] | None,
     columns: bool,
 ) -> RecordedLaunches | None:
-    """Fill `order`. Returns what `recorded.repeat_at` takes for `order`, `indptr` and `indices`.
+    """Fill `order`. Returns the recorded launches, which repeat for other tensors of these sizes.
 
     Parameters
     ----------
-    order : int32 [planes * rows], not empty
+    order : int32 [batch_heads * rows], not empty
     indptr, indices : lists of a mask, or of its columns
     lengths, block : those of the lists' rows, then of their columns
     band : left and right, seen from the lists' rows, or None for everything
-    columns : whether early rows come first among equals, and not late ones
+    columns : whether early rows come first among equals, instead of late ones
     """
     lists = indptr.numel() - 1
 
@@ -207,7 +219,7 @@ def launch_row_order(
         keys = scratch(order.shape, torch.int32, order.device)
         args = (keys, visits, *sizes, band is None, columns, TILE_VISITS)
         launch(_order_keys_kernel, cdiv(order.numel(), TILE_VISITS), args, num_warps=4)
-        args = (order, keys, sizes.planes, sizes.rows, columns, TILE_ROWS, TILE_OTHERS)
+        args = (order, keys, sizes.batch_heads, sizes.rows, columns, TILE_ROWS, TILE_OTHERS)
         launch(_row_order_kernel, cdiv(order.numel(), TILE_ROWS), args, num_warps=4)
 
     key = ("row_order", sizes, lists, lengths, block, band, columns)

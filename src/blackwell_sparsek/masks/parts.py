@@ -1,4 +1,6 @@
-"""Parts of which mask patterns are made; each takes time and memory of the blocks it keeps.
+"""The parts that mask patterns are made of: runs of blocks, bands and their bit masks.
+
+Each function takes time and memory proportional to the blocks it keeps.
 
 Functions marked "CPU only" have results whose size depends on the data; the others never wait for
 the device of their tensors.
@@ -12,9 +14,9 @@ import torch
 from ..launch.launcher import cdiv
 from . import bits as bit_masks
 from .band import Band
+from .bits import empty_pool
 from .block_lists import BlockLists, check_entry_count, lists_from_blocks, lists_from_sorted
 from .block_mask import BlockMask
-from .build import empty_pool
 from .check import IntPair
 from .device_build import band_crossings, band_lists, kernels_build
 
@@ -36,7 +38,7 @@ class Problem(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """Position of query 0: the last query meets the last key."""
+        """Position of query 0, with the last query aligned to the last key."""
         return self.seq[1] - self.seq[0]
 
     def positions(self, q_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,21 +164,22 @@ def band_mask(band: Band, p: Problem, device: torch.device = CPU) -> BlockMask:
 
 
 def blocks_mask(
-    rows: torch.Tensor, cols: torch.Tensor, p: Problem, causal: bool, planes: IntPair = (1, 1)
+    rows: torch.Tensor, cols: torch.Tensor, p: Problem, causal: bool, batch_heads: IntPair = (1, 1)
 ) -> BlockMask:
     """The mask of distinct blocks, of which causality cuts those on the diagonal if asked.
 
     The blocks, int64 `[nnz]`, are sorted by row and column and all of them have visible elements.
     """
     mb, nb = p.grid
-    num_rows = planes[0] * planes[1] * mb
+    batch, heads = batch_heads
+    num_rows = batch * heads * mb
     full = torch.full_like(cols, -1)
     if not causal:
         lists = lists_from_sorted(rows * 2 + 1, cols, full, num_rows)
-        return BlockMask._from_parts(lists, empty_pool(p.block, cols.device), *planes, *p)
+        return BlockMask._from_parts(lists, empty_pool(p.block, cols.device), batch, heads, *p)
     ids, pool = causal_bits(rows % max(mb, 1), cols, p)
     lists = lists_from_blocks(rows, cols, ids, num_rows, nb)
-    return BlockMask._from_parts(lists, pool, *planes, *p)
+    return BlockMask._from_parts(lists, pool, batch, heads, *p)
 
 
 def causal_bits(
@@ -187,46 +190,3 @@ def causal_bits(
     crossed = BandBits(band, p, kv_blocks.device)
     is_full = kv_blocks < band_runs(band, p, kv_blocks.device).full_end[q_blocks]
     return torch.where(is_full, -1, crossed.ids(q_blocks, kv_blocks)), crossed.pool
-
-
-# Uniform choice of blocks, in memory of the blocks chosen.
-
-
-def sample_blocks(
-    limits: torch.Tensor, counts: torch.Tensor, width: int, generator: torch.Generator | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """In each row, `counts` of the columns `0 .. limits`, every such set being equally likely.
-
-    Parameters
-    ----------
-    limits, counts : int64 `[rows]` on the CPU, with counts <= limits <= width
-
-    Returns
-    -------
-    rows, cols : int64 `[sum of counts]`, sorted
-    """
-    # rows that keep more than half draw what they leave out, so that most draws are new
-    inverted = counts * 2 > limits
-    drawn = _distinct(limits, torch.where(inverted, limits - counts, counts), width, generator)
-    first_keys = torch.arange(limits.numel(), device=CPU) * width
-    candidates = expand(first_keys, torch.where(inverted, limits, 0))
-    kept = candidates[~torch.isin(candidates, drawn)]
-    straight = drawn[~inverted[drawn // max(width, 1)]]
-    keys, _ = torch.sort(torch.cat([straight, kept]))
-    return keys // max(width, 1), keys % max(width, 1)
-
-
-def _distinct(
-    limits: torch.Tensor, counts: torch.Tensor, width: int, generator: torch.Generator | None
-) -> torch.Tensor:
-    """Keys `row * width + column`: drawn with replacement until each row has enough distinct."""
-    rows = torch.arange(limits.numel(), device=CPU)
-    keys = torch.empty(0, dtype=torch.int64, device=CPU)
-    missing = counts
-    while bool(missing.any()):
-        row = torch.repeat_interleave(rows, missing)
-        uniform = torch.rand(row.numel(), dtype=torch.float64, generator=generator, device=CPU)
-        column = (uniform * limits[row]).to(torch.int64)
-        keys = torch.unique(torch.cat([keys, row * width + column]))
-        missing = counts - torch.bincount(keys // width, minlength=limits.numel())
-    return keys

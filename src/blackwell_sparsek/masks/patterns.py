@@ -10,13 +10,13 @@ import torch
 
 from ..core.checks import message
 from ..core.errors import InvalidInput, InvalidType
+from ..core.torch_state import usable_in_training
 from .band import Band, band_of
-from .bits import usable_in_training
 from .block_lists import check_entry_count
 from .block_mask import BlockMask
 from .check import IntPair, check_block_size, check_count, check_seq_lengths
-from .documents import documents
-from .parts import CPU, Problem, band_mask, band_runs, blocks_mask, expand, sample_blocks
+from .parts import CPU, Problem, band_mask, band_runs, blocks_mask, expand
+from .segments import documents
 from .topk import topk
 
 __all__ = ["causal", "documents", "global_local", "random", "sliding_window", "strided", "topk"]
@@ -233,7 +233,7 @@ def random(
     """
     op = "masks.random"
     p = _problem(op, seq_lengths, block_size)
-    planes = check_count(op, "batch", batch), check_count(op, "heads", heads)
+    masks = check_count(op, "batch", batch) * check_count(op, "heads", heads)
     if isinstance(density, bool) or not isinstance(density, (int, float)):
         raise InvalidType(
             message(op, "density", "is not a number", "float", type(density).__name__)
@@ -244,13 +244,13 @@ def random(
         raise InvalidInput(
             message(op, "generator", "is on a wrong device", "cpu", generator.device)
         )
-    limit = _visible_blocks(op, p, causal).repeat(planes[0] * planes[1])
+    limit = _visible_blocks(op, p, causal).repeat(masks)
     counts = (limit * density).round().to(torch.int64)
     if density > 0:
         counts = torch.maximum(counts, limit.clamp(max=1))
     check_entry_count(int(counts.sum()))
-    rows, cols = sample_blocks(limit, counts, p.grid[1], generator)
-    return _placed(blocks_mask(rows, cols, p, causal, planes), device)
+    rows, cols = _sample_blocks(limit, counts, p.grid[1], generator)
+    return _placed(blocks_mask(rows, cols, p, causal, (batch, heads)), device)
 
 
 def _own_blocks(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,3 +284,43 @@ def _union_mask(keys: list[torch.Tensor], p: Problem, causal: bool) -> BlockMask
     union = torch.unique(torch.cat(keys))
     nb = max(p.grid[1], 1)
     return blocks_mask(union // nb, union % nb, p, causal)
+
+
+def _sample_blocks(
+    limits: torch.Tensor, counts: torch.Tensor, width: int, generator: torch.Generator | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In each row, `counts` of the columns `0 .. limits`, every such set being equally likely.
+
+    Parameters
+    ----------
+    limits, counts : int64 `[rows]` on the CPU, with counts <= limits <= width
+
+    Returns
+    -------
+    rows, cols : int64 `[sum of counts]`, sorted
+    """
+    # rows that keep more than half draw what they leave out, so that most draws are new
+    inverted = counts * 2 > limits
+    drawn = _distinct(limits, torch.where(inverted, limits - counts, counts), width, generator)
+    first_keys = torch.arange(limits.numel(), device=CPU) * width
+    candidates = expand(first_keys, torch.where(inverted, limits, 0))
+    kept = candidates[~torch.isin(candidates, drawn)]
+    straight = drawn[~inverted[drawn // max(width, 1)]]
+    keys, _ = torch.sort(torch.cat([straight, kept]))
+    return keys // max(width, 1), keys % max(width, 1)
+
+
+def _distinct(
+    limits: torch.Tensor, counts: torch.Tensor, width: int, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Keys `row * width + column`: drawn with replacement until each row has enough distinct."""
+    rows = torch.arange(limits.numel(), device=CPU)
+    keys = torch.empty(0, dtype=torch.int64, device=CPU)
+    missing = counts
+    while bool(missing.any()):
+        row = torch.repeat_interleave(rows, missing)
+        uniform = torch.rand(row.numel(), dtype=torch.float64, generator=generator, device=CPU)
+        column = (uniform * limits[row]).to(torch.int64)
+        keys = torch.unique(torch.cat([keys, row * width + column]))
+        missing = counts - torch.bincount(keys // width, minlength=limits.numel())
+    return keys

@@ -1,21 +1,23 @@
 """Masks of tokens that carry numbers: a query sees the keys with its own number.
 
 Padding, documents packed into one sequence and selections of key blocks per query are all of this
-kind. Each mask is meant to meet a band (causality, a window) in the call of attention, so bits are
-made only where numbers differ inside of a block.
+kind. `segments` and its neighbours leave the edges of a band (causality, a window) to the call of
+attention and make bits only where numbers differ inside of a block; `documents`, public as
+`bsk.masks.documents`, is exact to the element.
 """
 
 import torch
 from torch.nn.functional import pad
 
+from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
 from . import bits as bit_masks
-from .band import EVERYTHING, Band
-from .bits import usable_in_training
+from .band import EVERYTHING, Band, band_of
 from .block_lists import BlockLists, lists_from_blocks
 from .block_mask import BlockMask
-from .check import IntPair, existing_bits
-from .parts import Problem, band_runs
+from .check import IntPair, check_block_size, check_seq_lengths, existing_bits
+from .packed import check_cu_seqlens, check_cu_seqlens_values, check_same_batch
+from .parts import CPU, FAR, Problem, Runs, band_runs, lists_of_runs, runs_of_keys
 
 # partial blocks whose bits are made at a time
 CHUNK_BLOCKS = 1024
@@ -65,8 +67,8 @@ def segments(
     rows, cols = torch.nonzero(meets.flatten(0, 2), as_tuple=True)
     full = one.expand_as(meets).flatten(0, 2)[rows, cols]
     partial = torch.nonzero(~full).flatten()
-    plane_row, col = rows[partial], cols[partial]
-    item, q_block = plane_row // (heads * mb), plane_row % mb
+    mask_row, col = rows[partial], cols[partial]
+    item, q_block = mask_row // (heads * mb), mask_row % mb
     bits = torch.empty(
         partial.numel(), bq, bit_masks.words_per_row(bk), dtype=torch.int32, device=q.device
     )
@@ -197,18 +199,19 @@ def _mask(
     cols: torch.Tensor,
     partial: torch.Tensor,
     bits: torch.Tensor,
-    planes: IntPair,
+    batch_heads: IntPair,
     p: Problem,
 ) -> BlockMask:
     """The mask of the blocks (row, col), of which `partial` have `bits` where they exist."""
     (sq, sk), (bq, bk), (mb, nb) = p.seq, p.block, p.grid
+    batch, heads = batch_heads
     row, col = rows[partial], cols[partial]
     bits = bits & existing_bits(sq - row % max(mb, 1) * bq, sk - col * bk, p.block)
     pool, ids = bit_masks.deduplicate(bits)
     bits_id = torch.full_like(cols, -1)
     bits_id[partial] = ids.long()
-    lists = lists_from_blocks(rows, cols, bits_id, planes[0] * planes[1] * mb, nb)
-    return BlockMask._from_parts(lists, pool, *planes, *p)
+    lists = lists_from_blocks(rows, cols, bits_id, batch * heads * mb, nb)
+    return BlockMask._from_parts(lists, pool, batch, heads, *p)
 
 
 def _all_partial(
@@ -216,7 +219,7 @@ def _all_partial(
     rows: int,
     nb: int,
     device: torch.device,
-    planes: IntPair,
+    batch_heads: IntPair,
     sizes: tuple[IntPair, IntPair],
     ids: torch.Tensor | None = None,
 ) -> BlockMask:
@@ -225,4 +228,129 @@ def _all_partial(
     if ids is None:
         ids = torch.arange(rows * nb, dtype=torch.int32, device=device)
     lists = BlockLists(indptr, indptr[1:].contiguous(), columns, ids.to(torch.int32))
-    return BlockMask._from_parts(lists, pool, *planes, *sizes)
+    return BlockMask._from_parts(lists, pool, *batch_heads, *sizes)
+
+
+# the same for documents
+DOCUMENT_CHUNK_BLOCKS = 4096
+
+
+@usable_in_training
+def documents(
+    cu_seqlens: torch.Tensor,
+    block_size: int | IntPair = 128,
+    *,
+    cu_seqlens_k: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+) -> BlockMask:
+    """Each query sees the keys of its own document, in a batch of 1 that packs them end to end.
+
+    Made on the CPU, in memory of the tokens and of the bits of partial blocks, and placed where
+    `cu_seqlens` lives; waits for that device.
+
+    Parameters
+    ----------
+    cu_seqlens : int32 `[documents + 1]`
+        Offsets of the documents; the last is Sq.
+    block_size : int or (bq, bk)
+    cu_seqlens_k : int32 `[documents + 1]`, optional
+        Offsets of the documents among the keys, where they differ.
+    causal : bool
+        Queries see no later keys; within each document the last query meets the last key.
+    window : None, int or (left, right)
+        As in `attention`, within each document.
+
+    Examples
+    --------
+    >>> documents(torch.tensor([0, 2, 5], dtype=torch.int32), 16).to_element_mask()[0, 0].int()
+    tensor([[1, 1, 0, 0, 0],
+            [1, 1, 0, 0, 0],
+            [0, 0, 1, 1, 1],
+            [0, 0, 1, 1, 1],
+            [0, 0, 1, 1, 1]], dtype=torch.int32)
+    """
+    op = "masks.documents"
+    block = check_block_size(op, block_size)
+    band = band_of(op, causal, window)
+    q_offsets = _document_offsets(op, "cu_seqlens", cu_seqlens)
+    k_offsets = q_offsets
+    if cu_seqlens_k is not None:
+        k_offsets = _document_offsets(op, "cu_seqlens_k", cu_seqlens_k)
+        check_same_batch(op, cu_seqlens, cu_seqlens_k)
+    p = Problem(check_seq_lengths(op, (int(q_offsets[-1]), int(k_offsets[-1]))), block)
+    lo, hi = _visible_keys(band, q_offsets, k_offsets, p.seq[0])
+    lists, entries, rows = lists_of_runs(_document_runs(lo, hi, p))
+    bits = _document_bits(lo, hi, rows, lists.indices[entries], p)
+    # a run may contain blocks of which its queries see nothing
+    seen = (bits != 0).flatten(1).any(1)
+    pool, ids = bit_masks.deduplicate(bits[seen])
+    mask_rows = lists.row_indices()
+    lists.bits_id[entries[seen]] = ids
+    keep = torch.ones_like(lists.bits_id, dtype=torch.bool)
+    keep[entries[~seen]] = False
+    lists = lists_from_blocks(
+        mask_rows[keep],
+        lists.indices[keep].long(),
+        lists.bits_id[keep].long(),
+        p.grid[0],
+        p.grid[1],
+    )
+    return BlockMask._from_parts(lists, pool, 1, 1, p.seq, block).to(cu_seqlens.device)
+
+
+def _document_offsets(op: str, arg: str, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    check_cu_seqlens(op, arg, cu_seqlens)
+    offsets = cu_seqlens.to(CPU)
+    check_cu_seqlens_values(op, arg, offsets, total=int(offsets[-1]))
+    return offsets.to(torch.int64)
+
+
+def _visible_keys(
+    band: Band, q_offsets: torch.Tensor, k_offsets: torch.Tensor, sq: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Range of keys `lo .. hi` of each query, int64 `[Sq]`, with hi <= lo where it sees nothing."""
+    left, right = band.scalars()
+    q = torch.arange(sq, device=CPU)
+    document = torch.searchsorted(q_offsets, q, right=True) - 1
+    k_start, k_end = k_offsets[document], k_offsets[document + 1]
+    position = q - q_offsets[document + 1] + k_end
+    return (
+        torch.maximum(k_start, position - left),
+        torch.minimum(k_end, position + right + 1),
+    )
+
+
+def _document_runs(lo: torch.Tensor, hi: torch.Tensor, p: Problem) -> Runs:
+    sees = lo < hi
+    some = (
+        _query_blocks(torch.where(sees, lo, FAR), p, fill=FAR).amin(1),
+        _query_blocks(torch.where(sees, hi, 0), p, fill=0).amax(1),
+    )
+    every = (
+        _query_blocks(torch.where(sees, lo, FAR), p, fill=0).amax(1),
+        _query_blocks(torch.where(sees, hi, 0), p, fill=FAR).amin(1),
+    )
+    return runs_of_keys(some, every, p)
+
+
+def _query_blocks(x: torch.Tensor, p: Problem, fill: int) -> torch.Tensor:
+    """View `[Sq]` as `[Mb, bq]`, with `fill` for queries that do not exist."""
+    mb, bq = p.grid[0], p.block[0]
+    return torch.nn.functional.pad(x, (0, mb * bq - x.numel()), value=fill).view(mb, bq)
+
+
+def _document_bits(
+    lo: torch.Tensor, hi: torch.Tensor, q_blocks: torch.Tensor, kv_blocks: torch.Tensor, p: Problem
+) -> torch.Tensor:
+    bq, bk = p.block
+    lo, hi = _query_blocks(lo, p, fill=0), _query_blocks(hi, p, fill=0)
+    bits = torch.empty(
+        q_blocks.numel(), bq, bit_masks.words_per_row(bk), dtype=torch.int32, device=CPU
+    )
+    for start in range(0, q_blocks.numel(), DOCUMENT_CHUNK_BLOCKS):
+        part = slice(start, start + DOCUMENT_CHUNK_BLOCKS)
+        k_start = (kv_blocks[part].to(torch.int64) * bk).unsqueeze(-1)
+        rows = q_blocks[part]
+        bits[part] = bit_masks.from_intervals(lo[rows] - k_start, hi[rows] - k_start, bk)
+    return bits

@@ -1,4 +1,4 @@
-"""The mask of the highest scores, made without waiting for the device."""
+"""Masks chosen by data, of the highest scores or of kept blocks, without waiting for the device."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -9,19 +9,17 @@ import torch
 from ..core.checks import check_dtype, check_tensor, message
 from ..core.compat import raw_stream
 from ..core.errors import InvalidInput
+from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
 from ..launch.workspace import made_apart
 from . import bits as bit_masks
 from .band import Band, band_of
-from .bits import usable_in_training
+from .bits import empty_pool
 from .block_lists import BlockLists, lists_from_sorted
 from .block_mask import BlockMask
-from .build import empty_pool
 from .check import IntPair, check_block_size, check_count, check_seq_lengths
-from .device_build import MAX_SPREAD, bounded_lists, kept_lists, kernels_build, no_bits
+from .device_build import MAX_TRANSPOSED_BLOCKS, bounded_lists, kept_lists, kernels_build, no_bits
 from .parts import Problem, band_runs, causal_bits
-
-# Masks of whole blocks with a bound on their number, made without waiting for the device.
 
 
 @usable_in_training
@@ -125,7 +123,7 @@ def topk(
         raise InvalidInput(message(op, "k", "is too large", f"at most {nb} (Nb)", k))
 
     device = scores.device
-    by_kernels = kernels_build(device, scores) and 0 < scores.numel() <= MAX_SPREAD
+    by_kernels = kernels_build(device, scores) and 0 < scores.numel() <= MAX_TRANSPOSED_BLOCKS
     if by_kernels and (count := _known_count(p, k, causal)) > 0:
         return _by_kernels(scores, k, p, causal, batch * heads * count)
     band = band_of(op, causal, None)
@@ -155,7 +153,7 @@ class _Cut(NamedTuple):
     hidden: torch.Tensor
     """bool `[Mb, Nb]`."""
     values: torch.Tensor
-    """int32 `[Mb, Nb]`, as `device.kept_lists` takes them."""
+    """int32 `[Mb, Nb]`, as `list_kernels` takes them."""
     pool: torch.Tensor
 
 

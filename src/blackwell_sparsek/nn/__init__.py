@@ -1,6 +1,6 @@
 """Modules of block-sparse layers."""
 
 from .bsr_linear import BSRLinear
-from .bsr_state import adopt_patterns
+from .bsr_weight import adopt_patterns
 
 __all__ = ["BSRLinear", "adopt_patterns"]

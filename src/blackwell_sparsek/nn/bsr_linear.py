@@ -1,16 +1,19 @@
 """`BSRLinear`: a linear layer of which only some blocks of the weight exist."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..core.activations import ACTIVATIONS
 from ..core.checks import check_choice, check_dtype, check_shape, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
+from ..launch.launcher import cdiv
 from ..matmul.api import matmul
-from ..sparse.matrix import BSRMatrix, BSRPattern
+from ..sparse.matrix import BSRMatrix
+from ..sparse.pattern import BSRPattern
+from ..sparse.scores import check_sparsity, choose_blocks, random_blocks
 from ..sparse.validate import VALUE_DTYPES, check_pair, zero_padding
-from .bsr_init import initial_bounds, initial_pattern
 from .bsr_weight import BSRWeight
 
 
@@ -191,9 +194,6 @@ density=0.25, bias=True, activation='gelu')
         >>> layer.nnz_blocks, layer.to_linear()
         (8, Linear(in_features=64, out_features=64, bias=True))
         """
-        # `prune` stands beside this package and imports it.
-        from ..prune.scores import choose_blocks
-
         op = "BSRLinear.from_linear"
         if not isinstance(linear, nn.Linear):
             got = type(linear).__name__
@@ -265,3 +265,36 @@ density=0.25, bias=True, activation='gelu')
             f"block_shape={self.block_shape}, nnz_blocks={self.nnz_blocks}, "
             f"density={self.density:.4g}, bias={self.bias is not None}{activation}"
         )
+
+
+def initial_pattern(
+    op: str,
+    shape: tuple[int, int],
+    block_shape: tuple[int, int],
+    keep: torch.Tensor | None,
+    sparsity: float,
+) -> BSRPattern:
+    """The blocks of `keep`, or random ones."""
+    check_sparsity(op, sparsity)
+    blocks = (cdiv(shape[0], block_shape[0]), cdiv(shape[1], block_shape[1]))
+    if keep is None:
+        keep = random_blocks(*blocks, sparsity)
+    elif sparsity:
+        got = f"keep and sparsity={sparsity}"
+        raise InvalidInput(message(op, "keep/sparsity", "are both given", "one of them", got))
+    check_tensor(op, "keep", keep)
+    check_dtype(op, "keep", keep, (torch.bool,))
+    check_shape(op, "keep", keep, blocks)
+    indptr = F.pad(keep.sum(1).cumsum(0, dtype=torch.int32), (1, 0))
+    indices = keep.nonzero(as_tuple=True)[1].int()
+    return BSRPattern._from_parts(indptr, indices, shape, block_shape)
+
+
+def initial_bounds(pattern: BSRPattern) -> torch.Tensor:
+    """float32 [rows_b]: 1/sqrt(inputs that a row of outputs reads), 0 where it reads none."""
+    width = pattern.block_shape[1]
+    inputs = pattern.indices.new_full((pattern.nnz_blocks,), width)
+    if ragged := pattern.shape[1] % width:
+        inputs.masked_fill_(pattern.indices == pattern.cols_b - 1, ragged)
+    fan_in = inputs.new_zeros(pattern.rows_b).index_add_(0, pattern.row_indices(), inputs)
+    return torch.where(fan_in > 0, fan_in.float().rsqrt(), 0.0)

@@ -1,11 +1,8 @@
 """Choosing which blocks of a model's weights to keep, and making layers of them."""
 
-from .calibration import input_norms
-from .gradual import GradualPruner, shrink_
-from .schedule import CubicSchedule
-from .scores import block_magnitude, wanda
-from .sparsify import sparsify_
-from .summary import SparsifiedLayer, SparsifySummary
+from ..sparse.scores import block_magnitude, wanda
+from .gradual import CubicSchedule, GradualPruner, shrink_
+from .sparsify import SparsifiedLayer, SparsifySummary, input_norms, sparsify_
 
 __all__ = [
     "CubicSchedule",

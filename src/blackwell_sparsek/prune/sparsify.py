@@ -1,6 +1,9 @@
-"""Making the linear layers of a model block-sparse."""
+"""`sparsify_` makes the linear layers of a model block-sparse; `input_norms` calibrates it."""
 
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,11 +13,76 @@ from torch import nn
 from ..core.checks import check_choice, message
 from ..core.errors import InvalidInput, InvalidType
 from ..nn.bsr_linear import BSRLinear
+from ..sparse.scores import METHODS, check_sparsity, choose_blocks
 from ..sparse.validate import VALUE_DTYPES, check_pair
-from .calibration import input_norms
-from .progress import Progress
-from .scores import METHODS, check_sparsity, choose_blocks
-from .summary import SparsifiedLayer, SparsifySummary
+
+
+def _bytes_of(module: nn.Module) -> int:
+    """Parameters, and the metadata of a block-sparse layer."""
+    tensors: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+@dataclass(frozen=True)
+class SparsifiedLayer:
+    """One replaced layer: its blocks and its memory, metadata included."""
+
+    name: str
+    shape: tuple[int, int]
+    blocks: int
+    nnz_blocks: int
+    bytes_before: int
+    bytes_after: int
+
+    @classmethod
+    def of(cls, name: str, linear: nn.Linear, layer: BSRLinear) -> "SparsifiedLayer":
+        """Compare a layer with what replaced it."""
+        shape = (linear.out_features, linear.in_features)
+        sizes = (_bytes_of(linear), _bytes_of(layer))
+        return cls(name, shape, layer.blocks, layer.nnz_blocks, *sizes)
+
+    @property
+    def density(self) -> float:
+        """Kept blocks over all blocks."""
+        return self.nnz_blocks / max(1, self.blocks)
+
+
+@dataclass(frozen=True)
+class SparsifySummary:
+    """The replaced layers, and the reason for each skipped one. Prints as a table."""
+
+    layers: tuple[SparsifiedLayer, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def density(self) -> float:
+        """Kept blocks over all blocks of the replaced layers."""
+        blocks = sum(layer.blocks for layer in self.layers)
+        return sum(layer.nnz_blocks for layer in self.layers) / max(1, blocks)
+
+    @property
+    def bytes_before(self) -> int:
+        """Memory of the replaced layers before."""
+        return sum(layer.bytes_before for layer in self.layers)
+
+    @property
+    def bytes_after(self) -> int:
+        """Memory of the replaced layers now."""
+        return sum(layer.bytes_after for layer in self.layers)
+
+    def __str__(self) -> str:
+        width = max([len(layer.name) for layer in self.layers], default=0)
+        lines = [
+            f"{layer.name:<{width}}  {layer.shape[0]} x {layer.shape[1]}  "
+            f"{layer.nnz_blocks}/{layer.blocks} blocks  density {layer.density:.3f}"
+            for layer in self.layers
+        ]
+        lines += [f"{name}: skipped, {reason}" for name, reason in self.skipped.items()]
+        lines.append(
+            f"{len(self.layers)} layers, density {self.density:.3f}, "
+            f"{self.bytes_before / 2**20:.2f} MiB -> {self.bytes_after / 2**20:.2f} MiB"
+        )
+        return "\n".join(lines)
 
 
 def sparsify_(
@@ -194,3 +262,123 @@ def _leave_fused_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
+
+
+def input_norms(
+    model: nn.Module, names: Iterable[str], batches: Iterable[Any]
+) -> dict[str, torch.Tensor]:
+    """The L2 norm of each input feature of some layers, over all samples: what `wanda` takes.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Run in evaluation mode without gradients; its mode is restored.
+    names : names of modules in `model`, such as of `torch.nn.Linear`
+        The first argument of each must be a Tensor [..., features].
+    batches : iterable of what `model` is called with
+        A Mapping gives keyword arguments, a tuple or list positional ones, anything else the only
+        argument.
+
+    Returns
+    -------
+    dict, name -> Tensor [features] float32 on the device of the layer's input
+        Sums of squares are kept in float64 where the device has it, so long samples lose nothing.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from blackwell_sparsek.prune import input_norms
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    >>> input_norms(model, ["0"], [torch.tensor([[3.0, 1.0], [4.0, 0.0]])])
+    {'0': tensor([5., 1.])}
+    """
+    if not isinstance(batches, Iterable) or isinstance(batches, torch.Tensor | Mapping):
+        expected = "an iterable of batches, such as a list or a DataLoader"
+        problem, got = "is not a sequence of batches", type(batches).__name__
+        raise InvalidType(message("input_norms", "batches", problem, expected, got))
+    squares: dict[str, torch.Tensor] = {}
+    names = list(names)
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else next(iter(kwargs.values()))
+            wide = torch.float32 if x.device.type == "mps" else torch.float64
+            norms = torch.linalg.vector_norm(x.detach().flatten(0, -2), dim=0, dtype=torch.float32)
+            square = norms.to(wide).square()
+            squares[name] = squares[name] + square if name in squares else square
+
+        return hook
+
+    was_training = {module: module.training for module in model.modules()}
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True)
+        for name in names
+    ]
+    total = len(batches) if isinstance(batches, Sized) else None
+    progress = Progress("calibration batches", total)
+    try:
+        model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                _call(model, batch)
+                progress.advance()
+    finally:
+        progress.finish()
+        for handle in handles:
+            handle.remove()
+        for module, training in was_training.items():
+            module.training = training
+    missed = [name for name in names if name not in squares]
+    if missed:
+        expected = "batches that reach every layer (exclude the others)"
+        got = f"nothing for {', '.join(missed[:5])}{' ...' if len(missed) > 5 else ''}"
+        problem = "did not reach some layers"
+        raise InvalidInput(message("input_norms", "batches", problem, expected, got))
+    return {name: square.sqrt().float() for name, square in squares.items()}
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, tuple | list):
+        model(*batch)
+    else:
+        model(batch)
+
+
+QUIET_SECONDS = 2.0
+# A log file should not fill with lines; a terminal may be rewritten often.
+SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_UPDATES = 0.2
+
+
+class Progress:
+    """Count items of known or unknown number; says nothing in the first two seconds."""
+
+    def __init__(self, what: str, total: int | None):
+        self.what = what
+        self.total = total
+        self.done = 0
+        self.started = time.monotonic()
+        self.last = self.started + QUIET_SECONDS - SECONDS_BETWEEN_LINES
+        self.shown = False
+
+    def advance(self, item: str = "") -> None:
+        """One more is done; `item` names it."""
+        self.done += 1
+        now = time.monotonic()
+        rewrite = sys.stderr.isatty()
+        pause = SECONDS_BETWEEN_UPDATES if rewrite else SECONDS_BETWEEN_LINES
+        if now - self.started < QUIET_SECONDS or now - self.last < pause:
+            return
+        self.last = now
+        self.shown = True
+        of = "" if self.total is None else f"/{self.total}"
+        line = f"{self.what}: {self.done}{of} after {now - self.started:.0f} s {item}"
+        start, end = ("\r\033[K", "") if rewrite else ("", "\n")
+        print(start + line.rstrip(), end=end, file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """Leave the line."""
+        if self.shown and sys.stderr.isatty():
+            print(file=sys.stderr, flush=True)

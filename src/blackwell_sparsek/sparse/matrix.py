@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BSRMatrix", "BSRPattern"]
 
-# Set by `functional.bsr`: a format lies below the products and cannot import them.
+# Set by `matmul.api`: the format lies below the products and cannot import them.
 _matmul: Callable[[Any, Any], Any] | None = None
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
-from ..masks.bits import usable_in_training
 from .validate import check_metadata, check_pair
 
 

@@ -5,7 +5,7 @@ import torch
 
 from blackwell_sparsek import InvalidInput, InvalidType, Unsupported
 from blackwell_sparsek.integrations.huggingface import BlockSparse, register
-from blackwell_sparsek.integrations.huggingface.attention_function import attention_forward
+from blackwell_sparsek.integrations.huggingface.attention import attention_forward
 
 pytest.importorskip("transformers", minversion="5.17")
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blackwell_sparsek.bench.results import read
-from blackwell_sparsek.integrations.huggingface.mask_function import make_visible_keys
+from blackwell_sparsek.integrations.huggingface.visible_keys import make_visible_keys
 
 pytest.importorskip("transformers", minversion="5.17")
 

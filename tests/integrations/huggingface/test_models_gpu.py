@@ -148,7 +148,8 @@ def test_torchs_flash_backend_is_ours_once_activated():
         sdpa_kernel,
     )
 
-    from blackwell_sparsek.integrations.torch_sdpa import flash, register_flash_attention
+    from blackwell_sparsek.integrations import torch_sdpa as flash
+    from blackwell_sparsek.integrations.torch_sdpa import register_flash_attention
 
     calls = []
     original = flash._forward

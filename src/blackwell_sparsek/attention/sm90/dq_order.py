@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from ...core.arch import arch_of
+from ...core.torch_state import usable_in_training
 from ...launch.launcher import unrecorded
 from ...masks.band import EVERYTHING, Band
-from ...masks.bits import usable_in_training
 from ...masks.block_mask import BlockMask
 from ...masks.derived_lists import derived_list
 from ...masks.order import blocks_in_band, longest_columns_first

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from ...core.errors import InvalidInput
-from .. import prepare, results, supervise
+from .. import processes as prepare
+from .. import processes as supervise
+from .. import results
 from ..case import MODES, Case, Suite
 from ..measure import ContextLost
+from ..report.markdown import suite_tables
 from ..run import failures, run_suite
 from ..suites import GROUPS, SUITES
-from ..tables import suite_tables
-from .options import device_of, positive, seconds
+from . import device_of, positive, seconds
 
 _QUICK_S = 45.0
 _PREPARE_S = 240.0

@@ -12,7 +12,7 @@ from ...core.compile_cases import ALL_ARCHS
 from ...core.env import triton_cache_dir
 from ...core.errors import InvalidInput, Unsupported
 from ...testing.compile_only import compile_kernels, table
-from .options import positive
+from . import positive
 
 
 def add_to(subparsers: Any) -> None:

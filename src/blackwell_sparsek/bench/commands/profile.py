@@ -1,19 +1,134 @@
-"""`bsk profile`: what a kernel does with a GPU, measured by ncu or read from its machine code."""
+"""`bsk profile`: what a kernel does with a GPU, measured by ncu or read from its machine code.
+
+Run as a module, this file is the child process that ncu watches.
+"""
 
 import argparse
+import csv
+import io
+import shutil
+import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...core.errors import InvalidInput
-from .. import ncu
+from ...core.errors import InvalidInput, Unsupported
 from ..case import Case, Suite
-from ..occupancy import occupancy
-from ..peaks import peak_of
+from ..machine import peak_of
 from ..suites import SUITES
-from .options import positive
+from . import positive
 from .precompile import architectures, built
+
+# Occupancy: how many warps of a kernel fit on an SM, and what limits them.
+
+REGISTERS = 65536
+# By architecture: warps and blocks of an SM, and its shared memory in bytes.
+_LIMITS = {
+    80: (64, 32, 167936),
+    89: (48, 24, 102400),
+    90: (64, 32, 233472),
+    100: (64, 32, 233472),
+    120: (48, 24, 102400),
+}
+# What the driver takes of each block's shared memory.
+_RESERVED = 1024
+
+
+class Occupancy(NamedTuple):
+    """Warps on an SM, the most that it holds, and the scarcest resource."""
+
+    warps: int
+    most: int
+    limit: str
+
+
+def occupancy(arch: int, registers: int, shared: int, num_warps: int) -> Occupancy:
+    """Warps that fit, by registers per thread, shared memory per block and warps per block.
+
+    Examples
+    --------
+    >>> occupancy(90, registers=128, shared=200000, num_warps=8)
+    Occupancy(warps=8, most=64, limit='shared memory')
+    """
+    most, blocks, memory = _LIMITS.get(arch, _LIMITS[90])
+    # registers are given out to warps in units of 256
+    each = -(-max(registers, 1) * 32 // 256) * 256 * num_warps
+    fitting = {
+        "warps": most // num_warps,
+        "blocks": blocks,
+        "registers": REGISTERS // each,
+        "shared memory": memory // (shared + _RESERVED),
+    }
+    limit = min(fitting, key=lambda name: fitting[name])
+    return Occupancy(fitting[limit] * num_warps, most, limit)
+
+
+# Nsight Compute: its metrics, and the records made of its output.
+
+# Valid from sm_80 to sm_100.
+METRICS = {
+    "gpu__time_duration.sum": "time",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": "tensor cores",
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": "DRAM",
+    "lts__t_sector_hit_rate.pct": "L2 hits",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy",
+    "dram__bytes_read.sum": "read",
+    "dram__bytes_write.sum": "written",
+    "launch__registers_per_thread": "registers",
+    "launch__shared_mem_per_block": "shared memory",
+}
+
+
+def why_not() -> str | None:
+    """Why ncu cannot be run here, or None."""
+    return None if shutil.which("ncu") else "ncu is not installed"
+
+
+def profile(command: list[str], timeout_s: float = 300.0) -> list[dict[str, Any]]:
+    """Profile what `command` launches between `cudaProfilerStart` and `Stop`."""
+    asked = ["ncu", "--csv", "--page", "raw", "--metrics", ",".join(METRICS)]
+    asked += ["--profile-from-start", "off", "--target-processes", "all"]
+    done = subprocess.run([*asked, *command], capture_output=True, text=True, timeout=timeout_s)
+    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+        raise Unsupported(
+            "ncu: this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or "
+            "allow it with the driver option NVreg_RestrictProfilingToAdminUsers=0"
+        )
+    records = parse(done.stdout)
+    if not records:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["nothing"]
+        raise Unsupported(f"ncu ended with status {done.returncode} and no kernels: {last[0]}")
+    return records
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    """Kernels with their metrics, from the CSV that follows whatever else was printed."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        return []
+    rows = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
+    units, kernels = (rows[0], rows[1:]) if rows and not rows[0]["ID"] else ({}, rows)
+    return [
+        {
+            "kernel": row.get("Kernel Name", "?"),
+            **{
+                name: (_number(row[metric]), units.get(metric, ""))
+                for metric, name in METRICS.items()
+                if row.get(metric)
+            },
+        }
+        for row in kernels
+    ]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return float("nan")
+
 
 # Instructions that tell how a kernel multiplies, copies and waits.
 COUNTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.bulk", "ex2")
@@ -37,7 +152,7 @@ def add_to(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Profile with ncu where that is possible, statically elsewhere."""
     if args.arch is None:
-        reason = ncu.why_not() if torch.cuda.is_available() else "there is no GPU here"
+        reason = why_not() if torch.cuda.is_available() else "there is no GPU here"
         if reason is None:
             return _measured(args.case)
         print(f"Static profile, because {reason}.", file=sys.stderr)
@@ -74,8 +189,14 @@ def find_case(name: str) -> tuple[Suite, Case]:
 def _measured(name: str) -> int:
     suite, case = find_case(name)
     print(f"{suite.name}: {case.name}", file=sys.stderr)
-    worker = [sys.executable, "-m", "blackwell_sparsek.bench.profile_worker", suite.name, case.name]
-    for record in ncu.profile(worker):
+    worker = [
+        sys.executable,
+        "-m",
+        "blackwell_sparsek.bench.commands.profile",
+        suite.name,
+        case.name,
+    ]
+    for record in profile(worker):
         print(measured_lines(record, torch.cuda.get_device_name()))
     return 0
 
@@ -125,3 +246,24 @@ def static_table(records: list[dict[str, Any]]) -> str:
     for r in records:
         lines += [f"{r['name']} sm_{r['arch']}: {problem}" for problem in r["problems"]]
     return "\n".join(lines)
+
+
+def main(suite_name: str, case_name: str) -> None:
+    """Build the case, warm up, run once more between the marks."""
+    suite = SUITES[suite_name]
+    case = next(case for case in suite.cases(False) if case.name == case_name)
+    with torch.no_grad():
+        run = suite.peers[suite.ours].prepare(case.build(torch.device("cuda"))).run
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+        cudart: Any = torch.cuda.cudart
+        profiler = cudart()
+        profiler.cudaProfilerStart()
+        run()
+        torch.cuda.synchronize()
+        profiler.cudaProfilerStop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

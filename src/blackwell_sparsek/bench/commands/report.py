@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 from ...core.errors import InvalidInput
-from .. import results, tables
+from .. import results
+from ..report import markdown as tables
 from ..report.page import page
 
 

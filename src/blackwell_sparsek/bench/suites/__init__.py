@@ -1,8 +1,12 @@
-"""The suites of `bsk bench`, by name, and groups of them."""
+"""The suites of `bsk bench`, by name, and groups of them.
 
-from . import attention, backward, block_sparse, decode, first_call, host, matmul
+A module holds the problem (its inputs, its executed work and the check of results), the peers that
+compute it, and the suites made of both. Attention has its problem and its peers in two files.
+"""
 
-_MODULES = (matmul, attention, block_sparse, backward, decode, host, first_call)
+from . import attention, decode, first_call, gradients, host, matmul
+
+_MODULES = (matmul, attention, gradients, decode, host, first_call)
 SUITES = {suite.name: suite for module in _MODULES for suite in module.SUITES}
 GROUPS = {
     **{

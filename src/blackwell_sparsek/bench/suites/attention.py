@@ -1,17 +1,32 @@
-"""Forward attention with causal masks and windows, long and short."""
+"""Suites of forward attention: causal, windows, packed sequences, block masks and their making."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ..case import EAGER, GRAPH, Case, Suite
-from ..peers.attention import FORWARD, ON_BAND, ON_WINDOW
-from ..peers.ours import OURS
-from ..peers.torch_attention import DENSE, FLEX
-from ..peers.varlen import VARLEN
-from ..problems.attention import Attention
-from ..problems.varlen import Varlen
+from ... import BlockMask, attention, masks
+from ..case import EAGER, GRAPH, HOST, Case, Contender, Peer, Suite
+from .attention_peers import (
+    DENSE,
+    FLEX,
+    FORWARD,
+    ON_BAND,
+    ON_BLOCKS,
+    ON_WINDOW,
+    OURS,
+    OURS_DENSE,
+    flex_mask,
+    load,
+    needs,
+    on_gpu,
+    options_of,
+    ours,
+    workspace,
+)
+from .attention_problem import Attention, AttentionInputs
+from .varlen import VARLEN, Varlen
 
 TOKENS, HIDDEN = 16384, 2048
 TIERS_US_PER_HEAD = (3.82, 3.0, 2.0)
@@ -79,9 +94,150 @@ def varlen(tiny: bool = False) -> Iterator[Case]:
             yield Case(name, problem.describe(), problem.build, peers, problem.flops, modes)
 
 
+# Peers that make masks: from kept blocks or from a window to what attention takes.
+
+SERVED, SERVED_ANEW = "bsk_attention", "bsk_new_mask"
+
+
+def _ours(inputs: AttentionInputs) -> Contender:
+    p, keep = inputs.problem, inputs.keep
+    if keep is not None:
+        expected = int(keep.sum())
+    else:
+        assert p.window is not None
+        expected = _window_blocks(p.length, p.window)
+    return _contender(_builder(inputs), lambda mask: mask.nnz_blocks, expected)
+
+
+def _builder(inputs: AttentionInputs) -> Callable[[], BlockMask]:
+    p, keep = inputs.problem, inputs.keep
+    if keep is None:
+        width, device = p.window, inputs.q.device
+        assert width is not None
+        return lambda: masks.sliding_window(p.length, width, 128, causal=p.causal, device=device)
+    assert p.block is not None
+    block, batched = p.block, keep[None]
+    return lambda: BlockMask.from_dense(batched, block)
+
+
+def _attention_anew(inputs: AttentionInputs) -> Contender:
+    """What a mask costs where each call has its own: also what is made of it at its first call."""
+    make = _builder(inputs)
+    options = options_of(inputs)
+
+    def run() -> Any:
+        return attention(inputs.q, inputs.k, inputs.v, **{**options, "block_mask": make()})
+
+    return Contender(run, inputs.check(), inputs.flops)
+
+
+def _contender(make: Callable[[], Any], blocks: Callable[[Any], int], expected: int) -> Contender:
+    def check(made: Any) -> None:
+        if (got := blocks(made)) != expected:
+            raise AssertionError(f"expected {expected} blocks, got {got}")
+
+    return Contender(make, check)
+
+
+def _window_blocks(length: int, window: int, side: int = 128) -> int:
+    """Blocks that a causal window touches."""
+    rows = range(-(-length // side))
+    return sum(row - max(0, row * side - window + 1) // side + 1 for row in rows)
+
+
+def _flex(inputs: AttentionInputs) -> Contender:
+    if inputs.keep is not None:
+        expected = int(inputs.keep.sum())
+    else:
+        assert inputs.problem.window is not None
+        expected = _window_blocks(inputs.problem.length, inputs.problem.window)
+
+    def blocks(mask: Any) -> int:
+        full = mask.full_kv_num_blocks
+        return int(mask.kv_num_blocks.sum()) + (0 if full is None else int(full.sum()))
+
+    return _contender(lambda: flex_mask(inputs), blocks, expected)
+
+
+def _flashinfer(inputs: AttentionInputs) -> Contender:
+    p, keep, device = inputs.problem, inputs.keep, inputs.q.device
+    assert keep is not None and p.block is not None
+    wrapper = load("flashinfer.sparse", "VariableBlockSparseAttentionWrapper")(workspace(device))
+    int32: Any = {"dtype": torch.int32, "device": device}
+    rows = torch.full(keep.shape[:2], p.block[0], **int32)
+    columns = torch.full((p.heads, keep.shape[2]), p.block[1], **int32)
+
+    def make() -> None:
+        wrapper.plan(keep, rows, columns, p.heads, p.heads, p.head_dim, q_data_type=p.dtype)
+
+    return Contender(make, lambda made: None)
+
+
+def _blocks_only(inputs: AttentionInputs) -> str | None:
+    return on_gpu(inputs) or ("plans block masks only" if inputs.keep is None else None)
+
+
+BUILDERS = {
+    peer.name: peer
+    for peer in (
+        Peer("bsk", "blackwell_sparsek BlockMask", _ours),
+        Peer(SERVED, "the attention that the mask is for", ours.prepare),
+        Peer(SERVED_ANEW, "that attention, a mask built for each call", _attention_anew),
+        Peer("flex", "FlexAttention block mask", _flex, supports=on_gpu, rival=True),
+        Peer(
+            "flashinfer",
+            "FlashInfer plan()",
+            _flashinfer,
+            available=needs("flashinfer.sparse", "VariableBlockSparseAttentionWrapper"),
+            supports=_blocks_only,
+            rival=True,
+        ),
+    )
+}
+
+
+# (heads, length, density)
+PROBLEMS = ((16, 16384, 0.22), (8, 65536, 0.05))
+TINY = ((2, 512, 0.25),)
+
+
+def blocks(tiny: bool = False) -> Iterator[Case]:
+    """22 % of 16k and 5 % of 64k: blocks of 128 and 64, narrow key blocks, nothing masked."""
+    dtype = dtype_of(tiny)
+    for block in ((128, 128), (64, 64), (128, 32), (128, 16)):
+        for heads, length, density in TINY if tiny else PROBLEMS:
+            problem = Attention(1, heads, length, 128, dtype=dtype, block=block, density=density)
+            more = (FLEX,) if block[0] == block[1] and length <= TOKENS else ()
+            yield case_of(problem, (*ON_BLOCKS, *more))
+    heads, length, _ = (TINY if tiny else PROBLEMS)[0]
+    everything = Attention(1, heads, length, 128, dtype=dtype, block=(128, 128), density=1.0)
+    yield case_of(everything, (OURS, OURS_DENSE, *ON_BLOCKS[1:]))
+
+
+def mask_building(tiny: bool = False) -> Iterator[Case]:
+    """From kept blocks, or from a window's width, to what attention takes, and that attention."""
+    dtype = dtype_of(tiny)
+    for heads, length, density in TINY if tiny else PROBLEMS:
+        for side in (128, 64):
+            problem = Attention(
+                1, heads, length, 128, dtype=dtype, block=(side, side), density=density
+            )
+            yield _building(problem, f"kept blocks, {problem.title}")
+    heads, length, width = (2, 1024, 128) if tiny else (16, 131072, 2048)
+    problem = Attention(1, heads, length, 128, dtype=dtype, causal=True, window=width)
+    yield _building(problem, f"window {width} of {length // 1024}k, blocks of 128")
+
+
+def _building(problem: Attention, name: str) -> Case:
+    peers, modes = tuple(BUILDERS), (EAGER, HOST)
+    return Case(name, problem.describe(), problem.build, peers, modes=modes)
+
+
 SUITES = [
     Suite("attention_dense", dense.__doc__ or "", dense, FORWARD, OURS),
     Suite("attention_window", window.__doc__ or "", window, FORWARD, OURS, DENSE),
     Suite("attention_small", small.__doc__ or "", small, FORWARD, OURS, unit="us_per_head"),
     Suite("attention_varlen", varlen.__doc__ or "", varlen, VARLEN, OURS),
+    Suite("block_sparse", blocks.__doc__ or "", blocks, FORWARD, OURS, DENSE),
+    Suite("mask_building", mask_building.__doc__ or "", mask_building, BUILDERS, OURS, unit="ms"),
 ]

@@ -7,17 +7,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...core.env import environment_with_cache
 from ..case import REPORTED, Case, Contender, Peer, Suite
-from ..peers.importing import needs
-from ..peers.ours import OURS
+from .attention_peers import OURS, needs
 
 _LONGEST_S = 120
-_WORKER = pathlib.Path(__file__).parents[1] / "first_call_worker.py"
+_WORKER = pathlib.Path(__file__).with_name("first_call_worker.py")
 # Run by its path: as a module it would import this package before its clock starts.
 _START = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 # What each call compiled when nothing was there, for the cases in which something is.
@@ -30,19 +29,24 @@ def first_call(tiny: bool = False) -> Iterator[Case]:
     for call in ("matmul", "attention"):
         for state in ("nothing compiled", "compiled before"):
             peers = (OURS, *PEERS) if call == "attention" else (OURS,)
-            build = partial(_build, call, state == "compiled before")
+            build = partial(FirstCall, call, state == "compiled before")
             yield Case(f"{call}, {state}", {"call": call}, build, peers, modes=(REPORTED,))
 
 
-def _build(call: str, warm: bool, device: torch.device) -> tuple[str, bool, torch.device]:
-    return call, warm, device
+class FirstCall(NamedTuple):
+    """Which call a fresh process makes, and whether its kernels were compiled before."""
+
+    call: str
+    warm: bool
+    device: torch.device
 
 
-def _prepare(inputs: tuple[str, bool, torch.device], name: str = "") -> Contender:
-    call, warm = name or inputs[0], inputs[1]
-    if warm and call not in _compiled:
+def _prepare(inputs: FirstCall, name: str = "") -> Contender:
+    call = name or inputs.call
+    if inputs.warm and call not in _compiled:
         _uncompiled_seconds(call)
-    return Contender(_Repeated(_compiled_seconds if warm else _uncompiled_seconds, call), _passed)
+    measured = _compiled_seconds if inputs.warm else _uncompiled_seconds
+    return Contender(_Repeated(measured, call), _passed)
 
 
 def _passed(seconds: float) -> None:
@@ -101,8 +105,8 @@ def seconds_of(call: str, cache: pathlib.Path) -> float:
     return float(record["seconds"])
 
 
-def _on_gpu(inputs: tuple[str, bool, torch.device]) -> str | None:
-    return None if inputs[2].type == "cuda" else "needs a CUDA GPU"
+def _on_gpu(inputs: FirstCall) -> str | None:
+    return None if inputs.device.type == "cuda" else "needs a CUDA GPU"
 
 
 PEERS = {

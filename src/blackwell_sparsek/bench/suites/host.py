@@ -1,15 +1,57 @@
-"""What a call costs the host: checks, dispatch and launch, the GPU working behind."""
+"""What a call costs the host: checks, dispatch and launch, while the GPU works behind.
+
+Peers use no context managers inside of a call: they would be counted.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
-from ..case import HOST, Case, Suite
-from ..peers.host import MM, PEERS, SDPA
-from ..peers.ours import OURS
-from ..problems.attention import Attention
-from ..problems.decode import Decode
-from ..problems.product import Product
+import torch
+import torch.nn.functional as F
+
+from ..case import HOST, Case, Contender, Peer, Suite
 from .attention import dtype_of
+from .attention_peers import OURS, ours
+from .attention_problem import Attention, AttentionInputs
+from .decode import DECODE as DECODERS
+from .decode import Decode, DecodeInputs
+from .matmul import DENSE, Product, ProductInputs
+from .matmul import PEERS as PRODUCTS
+
+SDPA, MM = "sdpa", "mm"
+
+
+def _ours(inputs: AttentionInputs | DecodeInputs | ProductInputs) -> Contender:
+    if isinstance(inputs, AttentionInputs):
+        return ours.prepare(inputs)
+    return (DECODERS if isinstance(inputs, DecodeInputs) else PRODUCTS)[OURS].prepare(inputs)
+
+
+def _sdpa(inputs: AttentionInputs | DecodeInputs) -> Contender:
+    """SDPA of the same shape, whatever the mask: what torch's own calls cost."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if isinstance(inputs, DecodeInputs):
+        return Contender(
+            lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), inputs.check
+        )
+    whole = AttentionInputs(inputs.problem.dense(), q, k, v, None)
+    causal = inputs.problem.causal
+
+    def call() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return Contender(call, whole.check())
+
+
+def _mm(inputs: ProductInputs) -> Contender:
+    return PRODUCTS[DENSE].prepare(inputs)
+
+
+PEERS = {
+    OURS: Peer(OURS, "blackwell_sparsek, impl auto", _ours),
+    SDPA: Peer(SDPA, "SDPA of the same shape", _sdpa, rival=True),
+    MM: Peer(MM, "torch.mm of the same shape", _mm, rival=True),
+}
 
 
 def host(tiny: bool = False) -> Iterator[Case]:

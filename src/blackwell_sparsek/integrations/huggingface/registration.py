@@ -5,10 +5,9 @@ from typing import Any
 
 from ...core.checks import message
 from ...core.errors import InvalidInput, InvalidType, Unsupported
-from .attention_function import attention_forward
+from .attention import attention_forward, paged_attention_forward, refuse_paged
 from .block_sparse import PerLayer, layer_choice
-from .mask_function import make_visible_keys
-from .paged import paged_attention_forward, refuse_paged
+from .visible_keys import make_visible_keys
 
 NAME = "blackwell_sparsek"
 # Parts of a name by which transformers picks code of its own, or asks the hub.

@@ -1,1 +1,0 @@
-"""Who computes the cases: this package and everybody else that can be imported."""

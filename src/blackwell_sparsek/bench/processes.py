@@ -1,0 +1,234 @@
+"""Child processes of `bsk bench`: one that runs suites, many that compile ahead.
+
+A suite runs in a process of its own, so that a peer that takes it down is noted and the rest goes
+on. Before anything is timed, one case of each kind runs once, spread over many processes, so that
+its kernels are compiled.
+"""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.env import environment_for_compiler
+from . import results
+from .case import REPORTED, Case, Peer, Suite
+from .measure import time_limit, told
+from .run import release
+
+# Exit status of a worker whose GPU context a peer has broken.
+LOST = 70
+_MOST_STARTS = 16
+
+
+def run_worker(command: Callable[[int, bool], list[str]], paths: Sequence[pathlib.Path]) -> int:
+    """Run a worker until it ends by itself; the status it ended with.
+
+    The worker keeps results in `paths`, one after the other, and notes beside them the case and
+    the peer at work. When it dies, that peer is marked there as crashed and another worker goes on.
+    `command(first, again)` begins with `paths[first]`; `again`, with the cases it has already.
+    """
+    for path in paths:
+        results.running(path, forget=True)
+    status, first, again = 0, 0, False
+    for _ in range(_MOST_STARTS):
+        status = _wait(subprocess.Popen(command(first, again)))
+        if status != LOST and status >= 0:
+            return status
+        how = "broke the GPU context" if status == LOST else f"died of {_signal_name(-status)}"
+        if (ended := _blame(paths, how)) is None:
+            break
+        first, again = ended, True
+    if not any(path.exists() for path in paths):
+        raise RuntimeError(f"the benchmark process ended with status {status} and left no results")
+    return status
+
+
+def _wait(worker: subprocess.Popen[bytes]) -> int:
+    """The status of a worker; it gets the signals that end us, and time to keep its results."""
+
+    def forward(number: int, frame: Any) -> None:
+        worker.send_signal(number)
+
+    old = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return worker.wait()
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _blame(paths: Sequence[pathlib.Path], how: str) -> int | None:
+    """Mark what was at work as crashed; None where that is unknown, or was tried before.
+
+    While peers are timed in turns nobody can tell which of them it was: the case is given up.
+    """
+    for index, path in enumerate(paths):
+        running = results.running(path, forget=True)
+        if running is not None and path.exists():
+            return index if _blamed(path, how, *running) else None
+    return None
+
+
+def _blamed(path: pathlib.Path, how: str, case: str, peer: str) -> bool:
+    document = results.read(path)
+    reason = document.pop("lost", None)
+    told = f"{how} ({reason})" if reason else how
+    known = bool(case) and peer not in document.get("crashed", {})
+    if known and peer:
+        document.setdefault("crashed", {})[peer] = f"{told} on {case}"
+        print(f"{peer} {told} on {case}: going on without it", file=sys.stderr, flush=True)
+    elif known:
+        error = f"the process {told} while peers were timed"
+        document["cases"].append({"name": case, "problem": {}, "peers": {}, "error": error})
+        print(f"{case}: {error}: going on with the next", file=sys.stderr, flush=True)
+    results.write(document, path)
+    return known
+
+
+# Sizes hardly change what is compiled; what they do change, the timed run compiles.
+_SIZES = {"batch", "heads", "kv_heads", "length", "lengths", "weight", "density", "kept"}
+_NARROW = 64
+# Beside as many others as there are cores, compilers take twice their time and more.
+_LONGEST_S = 60.0
+# Libraries, what is compiled but not kept, and what another case compiles anyway.
+_NOT_COMPILED = {"dense", "dense_packed_k", "cusparse_csr", "mm", "fa2", "fa3", "cudnn_blocks"}
+_NOT_COMPILED |= {"bsk_dense", "bsk_padded", "bsk_attention", "torch_varlen"}
+# Kernels that take any size: one case of a kind compiles them.
+_ANY_SIZE = {"fa4", "flashinfer", "torch_bsr", "torch_bsr_tuned"}
+# Those that compile longest begin, so that nobody waits for them at the end.
+_LONGEST = ("fa4", "flex", "flashinfer", "torch_bsr_tuned")
+
+
+class Task(NamedTuple):
+    """One peer on one case."""
+
+    case: Case
+    peer: Peer
+
+
+def tasks_of(suites: Iterable[tuple[Suite, Sequence[Case]]]) -> list[Task]:
+    """The first case of each kind, and the last, for every peer that compiles something."""
+    chosen: dict[tuple[str, str, str], list[Task]] = {}
+    for suite, cases in suites:
+        for case in cases:
+            # fresh processes compile for themselves
+            for name in () if case.modes == (REPORTED,) else case.peers:
+                if name not in _NOT_COMPILED and not name.startswith("sdpa"):
+                    found = chosen.setdefault((suite.name, _kind(case), name), [])
+                    if not found or name not in _ANY_SIZE:
+                        found[1:] = [Task(case, suite.peers[name])]
+    # the last ones find most of theirs compiled by then
+    tasks = [task for group in chosen.values() for task in group[:1]]
+    tasks += [task for group in chosen.values() for task in group[1:]]
+    return sorted(tasks, key=lambda task: task.peer.name not in _LONGEST)
+
+
+def _kind(case: Case) -> str:
+    problem = case.problem
+    group = problem.get("heads", 1) // problem.get("kv_heads", problem.get("heads", 1))
+    same = sorted((name, value) for name, value in problem.items() if name not in _SIZES)
+    wide = [pair for pair in same if pair[0] == "n" and pair[1] > _NARROW]
+    return f"{[pair for pair in same if pair not in wide]} {group}"
+
+
+def serve(tasks: Sequence[Task], device: torch.device) -> None:
+    """Run the tasks whose numbers come on stdin, and answer each with a line on stdout."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries that print must not answer
+    with torch.no_grad():
+        for line in sys.stdin:
+            print(_once(tasks[int(line)], device), file=answers, flush=True)
+            release(device)  # of memory that other processes need
+
+
+def _once(task: Task, device: torch.device) -> str:
+    started = time.monotonic()
+    try:
+        if task.peer.available() is not None:
+            return "n/a"
+        inputs = task.case.build(device)
+        if task.peer.supports(inputs) is not None:
+            return "n/a"
+        with time_limit(_LONGEST_S):
+            task.peer.prepare(inputs).run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:  # the timed run says so again, in the results
+        return told(error)
+    return f"{time.monotonic() - started:.1f} s"
+
+
+def prepare(command: list[str], tasks: Sequence[Task], jobs: int, limit_s: float) -> None:
+    """Hand the tasks to `jobs` processes of `command`, each of which calls `serve`."""
+    waiting = iter(range(len(tasks)))
+    crew = [_Worker(command, tasks, waiting) for _ in range(max(1, min(jobs, len(tasks))))]
+    threads = [threading.Thread(target=worker.work, daemon=True) for worker in crew]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, started + limit_s - time.monotonic()))
+    for worker in crew:
+        worker.stop()
+    done = sum(worker.done for worker in crew)
+    seconds = time.monotonic() - started
+    print(f"Compiled {done} of {len(tasks)} in {seconds:.0f} s.", file=sys.stderr, flush=True)
+
+
+class _Worker:
+    """A process that runs one task after the other; one that dies is followed by a new one."""
+
+    def __init__(self, command: list[str], tasks: Sequence[Task], waiting: Iterator[int]):
+        self.command, self.tasks, self.waiting = command, tasks, waiting
+        self.done, self.stopped = 0, False
+        self.process = self._start()
+
+    def _start(self) -> "subprocess.Popen[str]":
+        # many processes: each compiles for itself alone
+        environment = environment_for_compiler() | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.Popen(self.command, env=environment, **options)
+
+    def work(self) -> None:
+        for index in self.waiting:
+            answer = self._ask(index)
+            if self.stopped:
+                return
+            case, peer = self.tasks[index]
+            print(f"compiled {case.name}, {peer.name}: {answer}", file=sys.stderr, flush=True)
+            self.done += 1
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+            self.process.wait()
+
+    def _ask(self, index: int) -> str:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(f"{index}\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline().strip()
+        except OSError:
+            answer = ""
+        if not answer and not self.stopped:
+            self.process = self._start()
+        return answer or "the process died"
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.process.kill()
+        self.process.wait()

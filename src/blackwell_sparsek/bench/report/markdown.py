@@ -1,0 +1,374 @@
+"""Results files as Markdown, and the pages that show them: `bsk report --write`.
+
+README.md and docs/results/index.md have figures between two markers; docs/results/<suite>.md is
+generated as a whole. All of it comes from benchmarks/results, and a test compares them.
+"""
+
+import pathlib
+import posixpath
+from collections.abc import Iterable, Iterator
+from statistics import median
+from typing import Any
+
+from .. import results
+from .figures import Figure, figures_of, is_sweep, product_of
+from .page import colours_of, standalone
+from .tables import MODE_HEADS, heading, notes, number, peer_tables, table, times_faster
+
+# Headlines: the cases that README.md shows.
+
+# suite, case, how it was timed
+HEADLINES = (
+    ("matmul_founding", "8192^3, blocks 128x128, 78% sparse", "sustained"),
+    ("matmul_founding", "8192^3, blocks 128x128, 78% sparse", "eager"),
+    ("matmul_founding", "8192^3, blocks 64x64, 78% sparse", "eager"),
+    ("matmul_founding", "8192^3, blocks 32x32, 78% sparse", "eager"),
+    ("matmul_founding", "8192^3, blocks 16x16, 78% sparse", "eager"),
+    ("matmul_decode", "8B gate_up, 16 tokens, blocks 128x128, 78% sparse", "graph"),
+    ("attention_dense", "B1 H16 S16k D128 full", "eager"),
+    ("attention_dense", "B1 H16 S16k D128 causal", "eager"),
+    ("attention_dense", "B1 H32 S16k D64 causal", "eager"),
+    ("attention_window", "B1 H16 S128k D128 causal window 2048", "eager"),
+    ("attention_small", "B1 H8 S512 D64 full float16", "graph"),
+    ("block_sparse", "B1 H16 S16k D128 blocks 128x128 at 22%", "eager"),
+    ("block_sparse", "B1 H16 S16k D128 blocks 64x64 at 22%", "eager"),
+    ("backward", "B1 H16 S16k D128 causal", "eager"),
+    ("backward", "B1 H16 S16k D128 blocks 128x128 at 22%", "eager"),
+    ("backward", "B1 H8 S64k D128 blocks 64x64 at 5%", "eager"),
+    ("training", "B1 H32:8 S32k D128 causal", "eager"),
+    ("decode", "B1 S8k H32:8 D128, contiguous", "graph"),
+    ("decode", "B16 S8k H32:8 D128, pages of 64", "graph"),
+)
+HEADLINE_HEAD = (
+    "suite, case, timed how",
+    "ours",
+    "best peer",
+    "faster than it",
+    "faster than dense",
+)
+
+
+def headlines(documents: Iterable[dict[str, Any]]) -> str:
+    """A row for each headline that was recorded."""
+    cases = {(d["suite"], case["name"]): case for d in documents for case in d["cases"]}
+    rows = [
+        row
+        for suite, name, mode in HEADLINES
+        if (suite, name) in cases
+        for row in _headline_row(suite, cases[suite, name], mode)
+    ]
+    return table(HEADLINE_HEAD, rows) if rows else ""
+
+
+def _headline_row(suite: str, case: dict[str, Any], mode: str) -> Iterator[list[str]]:
+    times = {name: entry.get("times", {}).get(mode) for name, entry in case["peers"].items()}
+    if times.get("bsk") is None:
+        return
+    ratio = case.get("ratios", {}).get(mode, {})
+    best = ratio.get("best_peer")
+    yield [
+        f"{suite.replace('_', ' ')}: {case['name']}, {MODES[mode]}",
+        _headline_time(times["bsk"]),
+        f"{_headline_time(times[best])} ({best})" if best else "",
+        times_faster(ratio["over_best_peer"]) if best else "",
+        times_faster(ratio["over_dense"]) if ratio.get("over_dense") is not None else "",
+    ]
+
+
+def _headline_time(figures: dict[str, Any]) -> str:
+    seconds = figures["quantiles_s"]["p50"]
+    time = f"{number(seconds * 1e3)} ms" if seconds >= 1e-4 else f"{number(seconds * 1e6)} us"
+    # few tokens and caches are bound by memory: their rate of arithmetic says nothing
+    work = figures.get("executed_tflops", 0)
+    return f"{time}, {number(work)} TFLOP/s" if work >= 100 else time
+
+
+# The summary: the ratios of each suite, and its worst case.
+
+MODES = {
+    "eager": "single calls",
+    "graph": "CUDA graph",
+    "sustained": "sustained",
+    "host": "host time",
+    "reported": "fresh process",
+}
+SUMMARY_HEAD = (
+    "suite, timed how",
+    "cases",
+    "against the best peer: worst, median, best",
+    "worst where",
+    "against dense: worst, median, best",
+)
+
+
+def summary(documents: Iterable[dict[str, Any]]) -> str:
+    """One row for each suite and way of timing in which there was something to compare with."""
+    rows = [row for document in documents for row in _summary_rows(document)]
+    return table(SUMMARY_HEAD, rows) if rows else ""
+
+
+def _summary_rows(document: dict[str, Any]) -> Iterator[list[str]]:
+    for mode, words in MODES.items():
+        ratios = [
+            (case["name"], case.get("ratios", {}).get(mode, {})) for case in document["cases"]
+        ]
+        rivals = [
+            (r["over_best_peer"], name, r["best_peer"]) for name, r in ratios if "best_peer" in r
+        ]
+        dense = [r["over_dense"] for _, r in ratios if r.get("over_dense") is not None]
+        if not rivals and not dense:
+            continue
+        where = "{1} ({2})".format(*min(rivals)) if rivals else ""
+        yield [
+            f"{document['suite'].replace('_', ' ')}, {words}",
+            str(max(len(rivals), len(dense))),
+            _span([ratio for ratio, _, _ in rivals]),
+            where,
+            _span(dense),
+        ]
+
+
+def _span(ratios: list[float]) -> str:
+    if not ratios:
+        return ""
+    return ", ".join(map(times_faster, (min(ratios), median(ratios), max(ratios))))
+
+
+# Sweeps over sizes of products as one table: sizes and blocks down, sparsity across.
+
+
+def sweep_table(cases: list[dict[str, Any]], mode: str, head: str) -> str:
+    """Times faster than the dense product, and milliseconds of ours, for each density."""
+    rows: dict[tuple[Any, ...], dict[float, str]] = {}
+    for case in cases:
+        if (product := product_of(case["problem"])) is not None:
+            size, block, density = product
+            rows.setdefault((size, block), {})[density] = _sweep_cell(case, mode)
+    densities = sorted({density for cells in rows.values() for density in cells}, reverse=True)
+    lines = [
+        [_in_words(*key), *(cells.get(density, "") for density in densities)]
+        for key, cells in sorted(rows.items(), key=lambda row: _largest_blocks_first(*row[0]))
+    ]
+    first = f"faster than dense (bsk ms), {head}"
+    text = table([first, *(f"{1 - density:.0%} sparse" for density in densities)], lines)
+    if any("dense" in cell for line in lines for cell in line[1:]):
+        text += "\n\ndense: `auto` took the dense product."
+    return text
+
+
+def _sweep_cell(case: dict[str, Any], mode: str) -> str:
+    ours = case["peers"].get("bsk", {})
+    times = ours.get("times", {}).get(mode)
+    if times is None:
+        return "n/a"
+    ratio = case.get("ratios", {}).get(mode, {}).get("over_dense")
+    text = f"{times_faster(ratio)} ({number(times['quantiles_s']['p50'] * 1e3)} ms"
+    return f"{text}, dense)" if ours.get("implementation") == "dense" else f"{text})"
+
+
+def _in_words(size: tuple[float, ...], block: tuple[float, ...]) -> str:
+    blocks = "x".join(f"{side:g}" for side in block)
+    return f"{' x '.join(f'{side:g}' for side in size)}, blocks {blocks}"
+
+
+def _largest_blocks_first(size: tuple[float, ...], block: tuple[float, ...]) -> tuple[float, ...]:
+    return (*size, *(-side for side in block))
+
+
+BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
+RESULTS = pathlib.Path("benchmarks/results")
+# The order of suites: README.md shows a few cases of them, docs/results/ a page for each.
+SUITES = (
+    "matmul_founding",
+    "matmul_decode",
+    "matmul_crossover",
+    "matmul_square",
+    "matmul_llama",
+    "matmul_layers",
+    "attention_dense",
+    "attention_window",
+    "attention_small",
+    "attention_varlen",
+    "block_sparse",
+    "mask_building",
+    "backward",
+    "training",
+    "decode",
+    "llama_prefill",
+    "llama_decode",
+    "host",
+    "first_call",
+)
+SUMMARY = pathlib.Path("README.md")
+INDEX = pathlib.Path("docs/results/index.md")
+# Pages with a generated section; `suite_pages` are generated as a whole.
+PAGES = (SUMMARY, INDEX)
+# Suites whose plots the summary shows.
+PLOTTED = ("matmul_founding", "attention_dense")
+PLOTS = pathlib.Path("docs/plots")
+
+
+CASE_HEADS = {mode: f"case, {MODE_HEADS[mode]}" for mode in ("eager", "graph", "sustained")}
+CASE_HEADS["graph"] = "case, in a CUDA graph, cold weights"
+
+
+def suite_tables(document: dict[str, Any]) -> str:
+    """What a results file says."""
+    is_matmul = document["suite"].startswith("matmul_")
+    return matmul_tables(document) if is_matmul else peer_tables(document)
+
+
+def matmul_tables(document: dict[str, Any]) -> str:
+    """What a results file of products says: ours against the dense product and the best peer."""
+    parts = [heading(document)]
+    cases = document["cases"]
+    swept = is_sweep(case["problem"] for case in cases)
+    for mode in CASE_HEADS:
+        timed = [(case, row) for case in cases if (row := _row(case, mode)) is not None]
+        if swept and timed:
+            parts.append(sweep_table([case for case, _ in timed], mode, MODE_HEADS[mode]))
+        # what has no place in a sweep still has a row
+        rows = [row for case, row in timed if not swept or product_of(case["problem"]) is None]
+        if rows:
+            parts.append(_times_table(mode, rows))
+    if document.get("crossover"):
+        parts.append(_crossover_table(document["crossover"]))
+    parts += notes(document)
+    return "\n\n".join(parts)
+
+
+def _row(case: dict[str, Any], mode: str) -> list[str] | None:
+    """One case, or None where nobody has times in this mode."""
+    peers = case["peers"]
+    times = {name: entry["times"][mode] for name, entry in peers.items() if _has(entry, mode)}
+    if not times:
+        return None
+
+    def ms(name: str) -> str:
+        return number(times[name]["quantiles_s"]["p50"] * 1e3) if name in times else "n/a"
+
+    ours = times.get("bsk", {})
+    ratio = case.get("ratios", {}).get(mode, {})
+    best = ratio.get("best_peer")
+    return [
+        case["name"],
+        str(peers.get("bsk", {}).get("implementation", "n/a")),
+        ms("bsk"),
+        ms("dense"),
+        times_faster(ratio.get("over_dense")),
+        f"{ms(best)} ({best})" if best else "n/a",
+        times_faster(ratio.get("over_best_peer")),
+        *(
+            number(ours[work]) if work in ours else "n/a"
+            for work in ("executed_tflops", "dense_equivalent_tflops")
+        ),
+    ]
+
+
+def _times_table(mode: str, rows: list[list[str]]) -> str:
+    head = [
+        CASE_HEADS[mode],
+        "ran",
+        "bsk ms",
+        "dense ms",
+        "faster than dense",
+        "best sparse peer ms",
+        "faster than it",
+        "executed TFLOP/s",
+        "dense-equivalent TFLOP/s",
+    ]
+    # columns in which nothing was measured say nothing
+    kept = [i for i in range(len(head)) if i < 3 or any(row[i] != "n/a" for row in rows)]
+    return table([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+def _crossover_table(crossover: list[dict[str, Any]]) -> str:
+    rows = []
+    for entry in crossover:
+        densities = [density for density, _ in entry["speedups"]]
+        beyond = f"above {max(densities):.0%}"
+        if all(speedup < 1 for _, speedup in entry["speedups"]):
+            beyond = f"below {min(densities):.0%}"
+        density = beyond if entry["density"] is None else f"{entry['density']:.0%}"
+        curve = ", ".join(f"{speedup:.2f}x at {d:.0%}" for d, speedup in entry["speedups"])
+        rows.append(["x".join(map(str, entry["block"])), density, curve])
+    return table(["block", "stored blocks win below", "against dense"], rows)
+
+
+def _has(entry: dict[str, Any], mode: str) -> bool:
+    return mode in entry.get("times", {})
+
+
+def section_of(page: pathlib.Path, folder: pathlib.Path) -> str:
+    """What belongs between the markers of a page, given the committed results; may be empty."""
+    documents = committed(folder)
+    if page == SUMMARY:
+        shown = [document for document in documents if document["suite"] in PLOTTED]
+        parts = [headlines(documents), *(link for d in shown for link in _links(d, page))]
+        return "\n\n".join(part for part in parts if part)
+    names = [document["suite"] for document in documents]
+    pages = " · ".join(f"[{name.replace('_', ' ')}]({name}.md)" for name in names)
+    return "\n\n".join(part for part in (pages, summary(documents)) if part)
+
+
+def suite_pages(folder: pathlib.Path) -> dict[str, str]:
+    """The page of every suite, by the name of its file from the root of the repository."""
+    pages = {}
+    for document in committed(folder):
+        page = INDEX.with_name(f"{document['suite']}.md")
+        title = f"# {document['suite'].replace('_', ' ').capitalize()}"
+        source = f"Generated from `{(RESULTS / document['suite']).as_posix()}.json`; do not edit."
+        heading, *tables = suite_tables(document).split("\n\n")
+        parts = [title, source, heading, *_links(document, page), *tables]
+        pages[page.as_posix()] = "\n\n".join(parts) + "\n"
+    return pages
+
+
+def committed(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The results files of the suites that pages show, in their order."""
+    paths = [folder / f"{suite}.json" for suite in SUITES]
+    return [results.read(path) for path in paths if path.exists()]
+
+
+def _links(document: dict[str, Any], page: pathlib.Path) -> list[str]:
+    start = page.parent.as_posix()
+    return [
+        f"![{plot.caption}]({posixpath.relpath(name, start)})" for name, plot in headline(document)
+    ]
+
+
+def with_section(text: str, section: str) -> str:
+    """`text` with `section` between its markers."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}, once each")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    inside = f"\n\n{section}\n\n" if section else "\n"
+    return f"{before}{BEGIN}{inside}{END}{after}"
+
+
+def headline(document: dict[str, Any]) -> list[tuple[str, Figure]]:
+    """The picture that says most about a suite, with its file from the root of the repository."""
+    figures = figures_of(document, colours_of(document))
+    # products are about the dense product, attention about the other kernels
+    if document["suite"].startswith("matmul_"):
+        figures.sort(key=lambda figure: "faster than" not in figure.caption)
+    return [((PLOTS / f"{document['suite']}.svg").as_posix(), figure) for figure in figures[:1]]
+
+
+def plot_files(folder: pathlib.Path) -> dict[str, str]:
+    """Every plot that the pages show, by the name of its file."""
+    documents = committed(folder)
+    found = (plot for document in documents for plot in headline(document))
+    return {name: standalone(figure) for name, figure in found}
+
+
+def write_pages(root: pathlib.Path) -> None:
+    """Put the figures of the committed results into the pages of a repository."""
+    for name, content in (plot_files(root / RESULTS) | suite_pages(root / RESULTS)).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    for page in PAGES:
+        target = root / page
+        section = section_of(page, root / RESULTS)
+        target.write_text(with_section(target.read_text(), section))

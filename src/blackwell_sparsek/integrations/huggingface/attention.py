@@ -1,0 +1,343 @@
+"""What transformers calls as attention: whole sequences, single queries, paged batches."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...attention.api import attention, attention_varlen
+from ...core.errors import InvalidInput, Unsupported
+from ...decode.api import attention_decode
+from ...masks.band import Band
+from ...masks.block_mask import BlockMask
+from ...masks.segments import every_key_block
+from .block_sparse import BlockSparse, mask_of_selection
+from .visible_keys import OP, VisibleKeys, block_size_for, listed_tokens, visible_of_user
+
+# Arguments that change what attention computes and that nothing here computes.
+REFUSED = ("position_bias", "head_mask", "layer_head_mask", "alibi")
+
+
+def attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
+    block_sparse: BlockSparse | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, with transformers' arguments.
+
+    Parameters
+    ----------
+    query : `[B, Hq, Sq, D]`
+    key, value : `[B, Hkv, Sk, D]`
+        As they come from the cache, which may hold more slots than tokens.
+    attention_mask : VisibleKeys, a ready 4-D mask of the user, or None
+        None shows all keys up to the query's own position, the last query being at the last key.
+
+    Returns
+    -------
+    `[B, Sq, Hq, Dv]`, contiguous, and None for the weights, which are never formed.
+    """
+    refuse(dropout, kwargs)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        return _packed(query, key, value, attention_mask, lengths, causal, sliding_window, options)
+    if attention_mask is None:
+        left = None if sliding_window is None else sliding_window - 1
+        band = Band(left, 0 if causal else left)
+        plan = VisibleKeys(query.shape[2], key.shape[2], band=band, batch=query.shape[0])
+    elif isinstance(attention_mask, VisibleKeys):
+        plan = attention_mask
+    else:
+        plan = visible_of_user(attention_mask, query, key)
+        key, value = key[:, :, : plan.kv_length], value[:, :, : plan.kv_length]
+    plan.check_layer(query, key)
+    if plan.key_length != plan.kv_length:
+        key, value = key[:, :, : plan.key_length], value[:, :, : plan.key_length]
+    sparse = block_sparse if plan.band.right == 0 else None
+    if plan.lengths is not None:
+        out = attend_one(module, query, key, value, plan, options, sparse, block_indices)
+        return out.transpose(1, 2).contiguous(), None
+    band, block_mask = plan.band, plan.block_mask
+    if block_indices is not None:
+        size = module.indexer.block_size
+        block_mask = _selection(plan, block_indices, size, query, key.shape[2])
+    elif sparse is not None and not sparse.is_window:
+        if plan.block_mask is None and plan.segments is None:
+            block_mask = sparse.mask(query, key)
+        else:
+            block = (sparse.block_size, sparse.block_size)
+            block_mask = plan.mask_with(sparse.keep(query, key), block)
+    else:
+        band = band if sparse is None else sparse.band(band)
+        block_mask = plan.mask_with(None, block_size_for(plan.q_length, plan.key_length))
+    window = (band.left, band.right)
+    out = attention(query, key, value, window=window, block_mask=block_mask, **options)
+    assert isinstance(out, torch.Tensor)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def refuse(dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise for what cannot be honoured."""
+    if dropout != 0.0:
+        raise Unsupported(f"{OP}: dropout {dropout} on attention weights; set attention_dropout=0")
+    if kwargs.get("output_attentions"):
+        raise Unsupported(
+            f"{OP}: output_attentions asks for weights that are never formed; "
+            "use attn_implementation='eager' to look at them"
+        )
+    for name in REFUSED:
+        if kwargs.get(name) is not None:
+            raise Unsupported(f"{OP}: {name} is not supported; use attn_implementation='sdpa'")
+
+
+def _selection(
+    plan: VisibleKeys, block_indices: torch.Tensor, size: int, query: torch.Tensor, sk: int
+) -> BlockMask:
+    if plan.block_mask is not None:
+        raise Unsupported(f"{OP}: block_indices together with a mask of single elements")
+    visible = None
+    if plan.segments is not None:
+        if bool(plan.segments[0].any()):
+            raise Unsupported(f"{OP}: block_indices together with packed sequences")
+        visible = plan.segments[1] == 0
+    return mask_of_selection(block_indices, size, query, sk, visible)
+
+
+def _packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    lengths: tuple[Any, Any, Any, Any],
+    causal: bool,
+    sliding_window: int | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Sequences packed into a batch of 1, described by offsets rather than by position_ids."""
+    if query.shape[0] != 1:
+        raise InvalidInput(
+            f"{OP}: cu_seq_lens_q describes one packed sequence, got a batch of {query.shape[0]}"
+        )
+    band = Band(None if sliding_window is None else sliding_window - 1, 0 if causal else None)
+    if isinstance(attention_mask, VisibleKeys):
+        band = attention_mask.band
+    elif attention_mask is not None:
+        raise Unsupported(f"{OP}: cu_seq_lens_q together with an attention_mask")
+    cu_q, cu_k, max_q, max_k = lengths
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = attention_varlen(
+        q,
+        k,
+        v,
+        cu_q.to(torch.int32),
+        cu_k.to(torch.int32),
+        max_seqlen_q=query.shape[2] if max_q is None else int(max_q),
+        max_seqlen_k=key.shape[2] if max_k is None else int(max_k),
+        window=(band.left, band.right),
+        **options,
+    )
+    assert isinstance(out, torch.Tensor)
+    return out.unsqueeze(0), None
+
+
+# Decoding: one query of each sequence over its cache.
+
+
+def attend_one(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: VisibleKeys,
+    options: dict[str, Any],
+    block_sparse: BlockSparse | None,
+    block_indices: torch.Tensor | None,
+) -> Any:
+    """Output `[B, Hq, 1, Dv]` of the query at the end of each sequence, without waiting.
+
+    The decode kernel reads lengths on the device. Where padding hides keys, it gets a list of the
+    others. Gradients need a derivative, which the forward kernel has.
+    """
+    lengths, window = plan.lengths, (plan.band.left, plan.band.right)
+    assert lengths is not None
+    if block_sparse is not None:
+        band = block_sparse.band(plan.band)
+        window = (band.left, band.right)
+        if block_sparse.is_window or not block_sparse.is_fixed:
+            block_sparse = None
+    inputs = (query, key, value, *(x for x in options.values() if isinstance(x, torch.Tensor)))
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if plan.visible is None and not differentiable:
+        blocks: dict[str, Any] = {}
+        if block_indices is not None:
+            blocks = {
+                "kv_blocks": block_indices[:, :, 0].to(torch.int32),
+                "kv_block_size": module.indexer.block_size,
+            }
+        elif block_sparse is not None:
+            blocks = {
+                "kv_blocks": plan.shared(
+                    (block_sparse, key.shape[1]),
+                    partial(_listed_blocks, block_sparse, lengths, key),
+                ),
+                "kv_block_size": block_sparse.block_size,
+            }
+        return attention_decode(
+            query, key, value, cache_seqlens=lengths, window=window, **blocks, **options
+        )
+    visible = _visible(plan, lengths, window[0], key.shape[2])
+    if block_sparse is not None:
+        visible = visible & block_sparse.keys(lengths, key.shape[2])
+    if not differentiable and block_indices is None:
+        key_of_list = ("tokens", window[0], block_sparse)
+        tokens, counts = plan.shared(key_of_list, partial(listed_tokens, visible))
+        caches = as_token_pages(key, value)
+        if caches is not None:
+            first = torch.arange(key.shape[0], dtype=torch.int32, device=key.device) * caches[2]
+            table = tokens + first[:, None]
+            return attention_decode(
+                query, *caches[:2], cache_seqlens=counts, page_table=table, **options
+            )
+    if block_indices is not None:
+        if torch.compiler.is_compiling():
+            raise Unsupported(f"{OP}: block_indices with padding under torch.compile")
+        size = module.indexer.block_size
+        mask = mask_of_selection(block_indices, size, query, key.shape[2], visible)
+    else:
+        mask = every_key_block(visible, 1, block_size_for(1, key.shape[2]))
+    return attention(query, key, value, block_mask=mask, **options)
+
+
+def _listed_blocks(
+    block_sparse: BlockSparse, lengths: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """int32 `[B, Hkv, n]`"""
+    listed = block_sparse.kv_blocks(lengths, key.shape[2])
+    return listed[:, None].expand(-1, key.shape[1], -1).contiguous()
+
+
+def as_token_pages(
+    key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+    """Caches `[B, H, S, D]` as views `[pages, 1, H, D]` in which every token is a page.
+
+    Also the number of pages from one sequence to the next. None where strides do not allow it.
+    """
+    steps = {x.stride(0) // x.stride(2) for x in (key, value)}
+    if len(steps) != 1 or any(x.stride(0) % x.stride(2) for x in (key, value)):
+        return None
+    (step,) = steps
+    batch, heads, length, _ = key.shape
+    pages = (batch - 1) * step + length
+    k_pages, v_pages = (
+        x.as_strided(
+            (pages, 1, heads, x.shape[3]), (x.stride(2), x.stride(2), x.stride(1), x.stride(3))
+        )
+        for x in (key, value)
+    )
+    return k_pages, v_pages, step
+
+
+def _visible(
+    plan: VisibleKeys, lengths: torch.Tensor, left: int | None, kv_length: int
+) -> torch.Tensor:
+    slot = torch.arange(kv_length, device=lengths.device)
+    visible = slot < lengths[:, None]
+    if left is not None:
+        visible &= slot >= lengths[:, None] - 1 - left
+    return visible if plan.visible is None else visible & plan.visible
+
+
+# Continuous batching: attention over transformers' paged cache.
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    cache: Any = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: Any = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: Any = 0,
+    read_index: Any = None,
+    write_index: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer over all requests of a step, packed into a batch of 1.
+
+    Parameters
+    ----------
+    query : `[1, Hq, Tq, D]`
+    key, value : `[1, Hkv, Tq, D]`
+        Of the new tokens; the cache adds the others.
+
+    Returns
+    -------
+    `[1, Tq, Hq, Dv]` and None
+    """
+    refuse(dropout, kwargs)
+    if cache is None or cu_seq_lens_q is None:
+        raise Unsupported(
+            f"{OP}: the paged implementation works inside of continuous batching alone; "
+            "set attn_implementation to the name without 'paged|'"
+        )
+    if attention_mask is not None:
+        raise Unsupported(f"{OP}: continuous batching with an attention_mask")
+    window = getattr(module, "sliding_window", None)
+    if isinstance(cu_seq_lens_k, dict):
+        kind = "sliding_attention" if window else "full_attention"
+        cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
+    key, value = cache.update(
+        key_states=key,
+        value_states=value,
+        layer_idx=module.layer_idx,
+        read_index=read_index,
+        write_index=write_index,
+    )
+    out = attention_varlen(
+        query[0].transpose(0, 1),
+        key,
+        value,
+        cu_seq_lens_q.to(torch.int32),
+        cu_seq_lens_k.to(torch.int32),
+        max_seqlen_q=int(max_seqlen_q),
+        max_seqlen_k=int(max_seqlen_k),
+        causal=True,
+        window=window or None,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    assert isinstance(out, torch.Tensor)
+    return out.unsqueeze(0), None
+
+
+def refuse_paged(*args: Any, **kwargs: Any) -> Any:
+    """Stand for a sparse configuration, which continuous batching does not have."""
+    raise Unsupported(f"{OP}: continuous batching with block_sparse; register it without")

@@ -1,0 +1,374 @@
+"""Calls of torch's `scaled_dot_product_attention` through this package, on request.
+
+`patch_sdpa` replaces the function itself for a while. `register_flash_attention` replaces the CUDA
+kernels behind `SDPBackend.FLASH_ATTENTION` and `torch.nn.attention.varlen.varlen_attn`, as torch
+lets libraries do. What this package does not compute (dropout, ALiBi, debug masks, used lengths)
+stays with torch's kernels.
+"""
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from typing import Any
+
+import torch
+
+from ..attention.inputs import scale_or_default
+from ..attention.op import attn_bwd, attn_fwd
+from ..attention.sdpa import scaled_dot_product_attention
+from ..core.checks import message
+from ..core.errors import BskError, Unsupported
+from ..masks.band import Band
+
+__all__ = ["FLASH_NAME", "patch_sdpa", "register_flash_attention"]
+
+
+_original = torch.nn.functional.scaled_dot_product_attention
+_lock = threading.RLock()
+# Patches that are on, over all threads; torch's function is back when none is.
+_patches: list["patch_sdpa"] = []
+_current: ContextVar["patch_sdpa | None"] = ContextVar("bsk_patch_sdpa", default=None)
+
+
+class patch_sdpa:
+    """Run calls of `torch.nn.functional.scaled_dot_product_attention` with this package.
+
+    A context manager. Calls by this thread (and what autograd recomputes for it) are taken, those
+    by other threads are not. What cannot be computed here goes to torch's own kernels and is
+    counted, with the reason; nothing is lost silently. Code that took the function out of
+    `torch.nn.functional` before is not reached, nor are torch's C++ modules.
+
+    A bool mask makes a call wait for the device, see `bsk.scaled_dot_product_attention`.
+
+    Parameters
+    ----------
+    strict : bool
+        Raise instead of leaving a call to torch.
+
+    Attributes
+    ----------
+    taken : int
+        Calls computed by this package.
+    left : Counter of str
+        Calls left to torch, by reason.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import torch.nn.functional as F
+    >>> x = torch.randn(1, 2, 8, 4)
+    >>> with patch_sdpa() as patch:
+    ...     y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    ...     z = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    >>> patch.taken, list(patch.left.values())
+    (1, [1])
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.strict = strict
+        self.taken = 0
+        self.left: Counter[str] = Counter()
+        self._tokens: list[Token[Any]] = []
+
+    def __enter__(self) -> "patch_sdpa":
+        with _lock:
+            _patches.append(self)
+            torch.nn.functional.scaled_dot_product_attention = _sdpa_or_original
+        self._tokens.append(_current.set(self))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _current.reset(self._tokens.pop())
+        with _lock:
+            _patches.remove(self)
+            if not _patches:
+                torch.nn.functional.scaled_dot_product_attention = _original
+
+    def __repr__(self) -> str:
+        return f"patch_sdpa(taken={self.taken}, left={dict(self.left)})"
+
+    def call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Attention here, or by torch where that cannot be."""
+        mask = kwargs.get("attn_mask", next(iter(args[3:4]), None))
+        try:
+            if isinstance(mask, torch.Tensor) and mask.dtype != torch.bool and not self.strict:
+                return self._leave("attn_mask is a bias, not a mask", args, kwargs)
+            out = scaled_dot_product_attention(*args, **kwargs)
+        except BskError as error:
+            if self.strict:
+                raise
+            return self._leave(str(error).splitlines()[0], args, kwargs)
+        if not torch.compiler.is_compiling():
+            self.taken += 1
+        return out
+
+    def _leave(self, reason: str, args: Any, kwargs: Any) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self.left[reason] += 1
+        return _original(*args, **kwargs)
+
+
+def _sdpa_or_original(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stand for torch's function while a patch is on somewhere."""
+    patch = _patch_of_this_thread()
+    return _original(*args, **kwargs) if patch is None else patch.call(*args, **kwargs)
+
+
+def _patch_of_this_thread() -> "patch_sdpa | None":
+    if torch.compiler.is_compiling():
+        # the function was found here while it was traced; its identity is guarded
+        return _patches[-1] if _patches else None
+    patch = _current.get()
+    if patch is None and torch._C._current_graph_task_id() != -1:
+        # a checkpoint is recomputed in a thread of the autograd engine
+        return _patches[-1] if _patches else None
+    return patch
+
+
+FLASH_NAME = "blackwell_sparsek"
+OP = "flash_attention"
+
+
+def register_flash_attention() -> str:
+    """Offer this package to `torch.nn.attention.activate_flash_attention_impl`.
+
+    Nothing changes until that is called; `restore_flash_attention_impl()` brings torch's kernels
+    back. Needs a build of torch with CUDA.
+
+    Returns
+    -------
+    str
+        The name to activate.
+
+    Examples
+    --------
+    >>> import torch
+    >>> name = register_flash_attention()
+    >>> name in torch.nn.attention.list_flash_attention_impls()
+    True
+    """
+    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register is None:
+        raise Unsupported(f"{OP}: this torch has no register_flash_attention_impl")
+    register(FLASH_NAME, register_fn=_install)
+    return FLASH_NAME
+
+
+class _Handle:
+    """Keeps the kernels in place until torch asks to remove them."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def remove(self) -> None:
+        """Bring torch's kernels back."""
+        self._library._destroy()
+
+
+def _install() -> _Handle:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if not has_kernel("aten::_flash_attention_forward", "CUDA"):
+        raise Unsupported(f"{OP}: this build of torch has no flash attention for CUDA")
+    originals = {name: torch.library.get_kernel(f"aten::{name}", "CUDA") for name in _ROUTES}
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # that a kernel is replaced is what was asked for
+        warnings.simplefilter("ignore")
+        for name, route in _ROUTES.items():
+            library.impl(name, _routed(route, originals[name]), "CUDA", with_keyset=True)
+    return _Handle(library)
+
+
+def _routed(route: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        result = route(*args, **kwargs)
+        return original.call_boxed(keyset, *args, **kwargs) if result is None else result
+
+    return kernel
+
+
+def _sides(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
+    """The band of flash attention's arguments, in which None and -1 are unbounded."""
+    sides = [None if side is None or side < 0 else int(side) for side in (left, right)]
+    return Band(sides[0], 0 if is_causal else sides[1]).scalars()
+
+
+def sdpa_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """`aten::_scaled_dot_product_flash_attention`; None where torch should compute.
+
+    query `[B, Hq, Sq, D]`; key, value `[B, Hkv, Sk, D]`
+    """
+    if dropout_p != 0.0 or return_debug_mask:
+        return None
+    left, right = _sides(is_causal, None, None)
+    out, lse = _forward(
+        query, key, value, None, None, query.shape[2], key.shape[2], left, right, scale
+    )
+    empty = query.new_empty(0)
+    rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    # the offsets are for packed sequences; None is how torch's own kernel leaves them
+    return out, lse, None, None, query.shape[2], key.shape[2], rng, unused, empty
+
+
+def sdpa_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """`aten::_scaled_dot_product_flash_attention_backward`; None where torch should compute."""
+    if dropout_p != 0.0:
+        return None
+    left, right = _sides(is_causal, None, None)
+    sizes = (query.shape[2], key.shape[2])
+    return _backward(
+        grad_out, query, key, value, out, logsumexp, None, None, *sizes, left, right, scale
+    )
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """`aten::_flash_attention_forward`; None where torch should compute.
+
+    query `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with offsets
+    """
+    missing = (seqused_k, alibi_slopes, block_table)
+    if dropout_p != 0.0 or return_debug_mask or any(x is not None for x in missing):
+        return None
+    left, right = _sides(is_causal, window_size_left, window_size_right)
+    q, k, v = _heads_first(cum_seq_q, query, key, value)
+    out, lse = _forward(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, left, right, scale)
+    (out,) = _heads_first(cum_seq_q, out)
+    rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    return out, lse, rng, unused, query.new_empty(0)
+
+
+def flash_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Any:
+    """`aten::_flash_attention_backward`; None where torch should compute."""
+    if dropout_p != 0.0:
+        return None
+    left, right = _sides(is_causal, window_size_left, window_size_right)
+    do, q, k, v, o = _heads_first(cum_seq_q, grad_out, query, key, value, out)
+    offsets = (cum_seq_q, cum_seq_k, max_q, max_k)
+    gradients = _backward(do, q, k, v, o, logsumexp, *offsets, left, right, scale)
+    return tuple(_heads_first(cum_seq_q, *gradients))
+
+
+def _heads_first(offsets: torch.Tensor | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Swap heads and tokens of dense tensors; packed ones have one order everywhere."""
+    return [x if offsets is not None else x.transpose(1, 2) for x in tensors]
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    left: int,
+    right: int,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    factor = scale_or_default(OP, scale, q.shape[-1])
+    out, lse = attn_fwd(
+        *(q, k, v, cu_q, cu_k, max_q, max_k, [], [], left, right, factor, 0.0, None, False, "auto")
+    )
+    return out, lse
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    left: int,
+    right: int,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if lse.dtype != torch.float32:
+        raise Unsupported(message(OP, "logsumexp", "has a wrong dtype", "float32", lse.dtype))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    factor = scale_or_default(OP, scale, q.shape[-1])
+    dq, dk, dv, _ = attn_bwd(
+        *(grad_out, None, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, [], [], left, right),
+        *(factor, 0.0, None, deterministic, [True, True, True, False], "auto"),
+    )
+    return dq, dk, dv
+
+
+_ROUTES: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention": sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_backward": flash_backward,
+}

@@ -1,0 +1,191 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from blackwell_sparsek.core.errors import InvalidInput
+from blackwell_sparsek.nn import BSRLinear, adopt_patterns
+from blackwell_sparsek.nn.bsr_weight import check_state
+
+
+def layer(sparsity=0.5, sizes=(50, 40), **options):
+    return BSRLinear(*sizes, (16, 16), sparsity=sparsity, **options)
+
+
+def with_blocks(*positions):
+    keep = torch.zeros(3, 4, dtype=torch.bool)
+    for row, col in positions:
+        keep[row, col] = True
+    return BSRLinear(50, 40, (16, 16), keep=keep)
+
+
+def test_round_trip_through_torch_save():
+    model = nn.Sequential(layer(), nn.ReLU(), layer(sizes=(40, 7)))
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    assert set(state) == {
+        f"{i}.{name}"
+        for i in (0, 2)
+        for name in ("values", "bias", "indptr", "indices", "weight_shape")
+    }
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    values = other[0].values
+    assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
+    x = torch.randn(3, 50)
+    assert torch.equal(other(x), model(x))
+    assert other[0].values is values
+
+
+def test_round_trip_through_safetensors(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = nn.Sequential(layer(dtype=torch.bfloat16))
+    path = tmp_path / "model.safetensors"
+    safetensors.save_file(model.state_dict(), path)
+    other = copy.deepcopy(model)
+    other[0].reset_parameters()
+    other.load_state_dict(safetensors.load_file(path))
+    assert torch.equal(other[0].values, model[0].values)
+    safetensors.save_model(model, str(path))
+    other[0].reset_parameters()
+    safetensors.load_model(other, str(path))
+    assert torch.equal(other[0].values, model[0].values)
+
+
+def test_state_is_what_safetensors_can_store():
+    state = nn.Sequential(layer(), layer()).state_dict()
+    assert all(type(x) is torch.Tensor and x.is_contiguous() for x in state.values())
+    storages = [x.untyped_storage().data_ptr() for x in state.values()]
+    assert len(set(storages)) == len(storages)
+
+
+def test_another_pattern_is_refused_unless_asked_for():
+    ours, theirs = with_blocks((0, 0), (2, 3)), with_blocks((0, 1), (2, 3))
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises(RuntimeError, match=r"has another pattern.*\(2 of 12 blocks\).*adopt_pat"):
+        ours.load_state_dict(theirs.state_dict())
+    assert all(torch.equal(x, before[name]) for name, x in ours.state_dict().items())
+    values = ours.values
+    with adopt_patterns():
+        ours.load_state_dict(theirs.state_dict())
+    assert ours.values is values
+    assert torch.equal(ours.weight.to_dense(), theirs.weight.to_dense())
+    x = torch.randn(4, 50, requires_grad=True)
+    (got,) = torch.autograd.grad(ours(x).sum(), x)
+    (expected,) = torch.autograd.grad(theirs(x).sum(), x)
+    assert torch.equal(got, expected)
+    with pytest.raises(RuntimeError, match="has another pattern"):
+        ours.load_state_dict(with_blocks((1, 1)).state_dict())
+
+
+def test_adopting_another_number_of_blocks_makes_a_new_parameter():
+    ours, theirs = with_blocks((0, 0)), with_blocks((0, 1), (1, 0), (2, 3))
+    ours.values.requires_grad_(False)
+    with adopt_patterns():
+        ours.load_state_dict(theirs.state_dict())
+    assert isinstance(ours.values, nn.Parameter) and not ours.values.requires_grad
+    assert torch.equal(ours.weight.to_dense(), theirs.weight.to_dense())
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_assign_takes_values_and_copies_metadata(index_dtype):
+    theirs = layer()
+    x = torch.randn(2, 50)
+    expected = theirs(x)
+    state = theirs.state_dict()
+    for name in ("indptr", "indices"):
+        state[name] = state[name].to(index_dtype)
+    with torch.device("meta"):
+        ours = layer()
+    ours.load_state_dict(state, assign=True)
+    assert ours.values.data_ptr() == theirs.values.data_ptr()
+    assert ours.indices.dtype == torch.int32
+    state["indices"].fill_(10**6)
+    ours.weight.validate()
+    assert torch.equal(ours(x), expected)
+
+
+def test_values_alone_load_where_not_strict():
+    ours, theirs = with_blocks((0, 0)), with_blocks((0, 0))
+    missing, _ = ours.load_state_dict({"values": theirs.state_dict()["values"]}, strict=False)
+    assert set(missing) == {"bias", "indptr", "indices", "weight_shape"}
+    assert torch.equal(ours.values, theirs.values)
+
+
+def broken(name, change):
+    state = with_blocks((0, 0), (0, 2), (2, 3)).state_dict()
+    state = {key: x.clone() for key, x in state.items()}
+    state[name] = change(state[name])
+    return state
+
+
+def at(position, value):
+    def change(x):
+        x = x.clone()
+        x.view(-1)[position] = value
+        return x
+
+    return change
+
+
+# Entry 0 is block (0, 0), 2 is block (2, 3), of which 8 x 2 elements are inside of 40 x 50.
+MALFORMED = [
+    ("indices", at(1, 4), r"indices is out of range at entry 1.*\[0, 4\), got 4"),
+    ("indices", at(1, -1), r"indices is out of range at entry 1.*got -1"),
+    ("indices", at(1, 0), "indices has a duplicate at entry 1"),
+    ("indices", lambda x: x[:2], "indptr has a wrong end"),
+    ("indices", lambda x: x.float(), "indices has an unsupported dtype"),
+    ("indices", lambda x: x.to_sparse(), "indices has a sparse layout"),
+    ("indices", lambda x: x.to("meta"), "indices has no contents to check"),
+    ("indices", lambda x: x.long(), "have different dtypes"),
+    ("indptr", at(1, 7), "indptr decreases at row 1"),
+    ("indptr", at(3, 2**31 - 1), "indptr has a wrong end"),
+    ("indptr", at(0, 1), "indptr has a wrong start"),
+    ("indptr", lambda x: x[:-1], "indptr has a wrong length"),
+    ("weight_shape", at(1, 64), r"another layer; expected \[40, 50\], got \[40, 64\]"),
+    ("weight_shape", lambda x: x[:1], "weight_shape has a wrong shape"),
+    ("values", lambda x: x[:2], r"values has a wrong shape; expected \[3, 16, 16\]"),
+    ("values", lambda x: x.to_sparse(), "values has a sparse layout"),
+    ("values", lambda x: x.to(torch.int8), "values has an unsupported dtype"),
+    ("values", at(-1, 1.0), "is not zero beyond the shape at entry 2"),
+    ("values", at(-1, float("nan")), "is not zero beyond the shape at entry 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "problem"), MALFORMED)
+@pytest.mark.parametrize("adopt", [False, True])
+def test_malformed_checkpoints_are_refused_and_change_nothing(name, change, problem, adopt):
+    model = nn.Sequential(with_blocks((0, 0), (0, 2), (2, 3)))
+    before = copy.deepcopy(model.state_dict())
+    state = {f"0.{key}": x for key, x in broken(name, change).items()}
+    with pytest.raises(RuntimeError, match=f"(?s)0: BSRLinear.load_state_dict: .*{problem}"):
+        if adopt:
+            with adopt_patterns():
+                model.load_state_dict(state)
+        else:
+            model.load_state_dict(state, strict=False)
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+
+
+def test_the_unbroken_checkpoint_is_accepted():
+    model = with_blocks((0, 0), (0, 2), (2, 3))
+    state = broken("values", at(0, 5.0))
+    model.load_state_dict(state)
+    assert model.values.view(-1)[0] == 5.0
+
+
+def test_part_of_a_pattern_is_refused():
+    state = layer(0.0).state_dict()
+    del state["indptr"]
+    with pytest.raises(
+        RuntimeError, match="state_dict is incomplete; expected all of weight_shape"
+    ):
+        layer(0.0).load_state_dict(state, strict=False)
+    with pytest.raises(InvalidInput, match="incomplete"):
+        check_state({"indices": state["indices"]}, (40, 50), (16, 16))
