@@ -88,7 +88,8 @@ def recorder(
         return Recorder(None)
     stream = None if mask is None else stream_of(inputs[0])
     found = described(options, inputs, stream, gradients=not packed, operands=3)
-    if found is None or not may_record(options, inputs[:3], inputs[3:]):
+    q, k, v, sinks, *offsets = inputs
+    if found is None or not may_record(options, (q, k, v), (sinks, *offsets)):
         return NO_RECORDER
     key, _, trains = found
     if trains:
@@ -100,7 +101,7 @@ def recorder(
         if (kind := mask_kind(mask, lists)) is None:
             return NO_RECORDER
         key = (key, kind)
-    if key in cache or not _is_contiguous(inputs[3]):
+    if key in cache or not _is_contiguous(sinks):
         return NO_RECORDER
     make = _TrainingRecorder if trains else Recorder
     wanted = 2 if trains or options[0] else 1

@@ -64,7 +64,8 @@ def read_tiles(path: pathlib.Path) -> dict[tuple[str, str], Tile]:
         for key, tile in _items(tiles):
             if not _is_tile(tile):
                 raise InvalidInput(f"{path}: {kernel} {key!r}: expected a tile, got {tile!r}")
-            found[kernel, key] = (tile[0], tile[1], tile[2], tile[3])
+            m, n, warps, stages = tile
+            found[kernel, key] = (m, n, warps, stages)
     return found
 
 

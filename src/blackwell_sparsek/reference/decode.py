@@ -36,10 +36,10 @@ def attention_decode(
                 softcap=call.softcap,
                 sinks=None if call.sinks is None else call.sinks[own],
             )
-            part = _attend(
+            own_out, own_lse = _attend(
                 q[b : b + 1, own].to(precision), k[None, None], v[None, None], options, visible
             )
-            out[b, own], lse[b, own] = part[0][0], part[1][0]
+            out[b, own], lse[b, own] = own_out[0], own_lse[0]
     return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
 
 
