@@ -73,8 +73,8 @@ def choosing_with(monkeypatch):
     from blackwell_sparsek.matmul import choice
     from blackwell_sparsek.matmul.sm90.tuning import narrow_sm90_config, strips_config
 
-    kept = [narrow_sm90_config, strips_config]
-    kept += [x for x in vars(choice).values() if hasattr(x, "cache_clear")]
+    kept = (narrow_sm90_config, strips_config)
+    kept += (choice._slower_than_triton, choice._slower_than_dense)
 
     def forget():
         for answers in kept:

@@ -4,6 +4,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
+from blackwell_sparsek.core.activations import ACTIVATIONS  # noqa: E402
 from blackwell_sparsek.core.activations import activate as torch_activate  # noqa: E402
 from blackwell_sparsek.device.epilogue import activate, finish  # noqa: E402
 from blackwell_sparsek.device.tiles import offsets_2d  # noqa: E402
@@ -39,7 +40,7 @@ def _offsets_kernel(out_ptr, row_stride, col_stride, ROWS: tl.constexpr, COLS: t
     tl.store(out_ptr + rows[:, None] * COLS + cols[None, :], offsets)
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_are_those_of_torch(device, activation):
     x = torch.cat([torch.linspace(-12, 12, 1016), torch.tensor([0.0, -0.0, 1e-30, -1e-30])])
     x = torch.cat([x, torch.tensor([80.0, -80.0, 1e30, -1e30])]).to(device)
@@ -48,7 +49,7 @@ def test_activations_are_those_of_torch(device, activation):
     assert_within_budget(out, torch_activate(x.double(), activation), torch_activate(x, activation))
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_keep_what_is_not_finite(device, activation):
     x = torch.tensor([float("nan"), float("inf")], device=device)
     out = torch.zeros_like(x)
@@ -56,7 +57,7 @@ def test_activations_keep_what_is_not_finite(device, activation):
     assert out[0].isnan() and out[1] == float("inf")
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("extras", [(), ("bias",), ("residual",), ("bias", "residual")])
 def test_finish_rounds_once(device, activation, extras):
     acc = torch.randn(256, device=device) * 4

@@ -10,7 +10,7 @@ from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.compat import WARPS_TRITON
 from blackwell_sparsek.dispatch import dispatcher as dispatch
 from blackwell_sparsek.dispatch.dispatcher import Dispatcher, only_asked
-from blackwell_sparsek.matmul.op import matmul_dispatch
+from blackwell_sparsek.matmul.choice import matmul_dispatch
 
 H200 = Arch("cuda", 90, 132, 232448, False)
 
@@ -268,11 +268,12 @@ def test_explain_of_a_product_prints_both_estimates(monkeypatch):
 
 
 def test_a_repeated_choice_estimates_once(monkeypatch):
-    from blackwell_sparsek.matmul import dense as bsr_dense
+    from blackwell_sparsek.matmul import choice
 
     calls = []
-    real = bsr_dense.dense_seconds
-    monkeypatch.setattr(bsr_dense, "dense_seconds", lambda p: calls.append(p) or real(p))
-    why = bsr_dense.passed_for_dense("sm90")
-    assert [why(_problem(128, 0.22)) for _ in range(3)] == [None] * 3
+    real = choice.dense_seconds
+    choice._slower_than_dense.cache_clear()
+    monkeypatch.setattr(choice, "dense_seconds", lambda p: calls.append(p) or real(p))
+    why = choice.eager_passed_over
+    assert len({why(_problem(128, 0.22)) for _ in range(3)}) == 1
     assert len(calls) == 1

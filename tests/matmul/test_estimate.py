@@ -75,7 +75,7 @@ def test_rows_without_a_partner_take_what_was_measured(block, choosing_with):
         assert estimate_ms == pytest.approx(measured_ms, rel=0.06), density
 
 
-# What multiplying the matrix that was written out takes: cuBLAS in the same runs, and 0.06 ms.
+# What multiplying the densified matrix takes: cuBLAS in the same runs, and 0.06 ms.
 DENSE_MS = {0.1: 1.31, 0.22: 1.31, 0.3: 1.34, 0.5: 1.41, 0.7: 1.44, 0.9: 1.48, 1.0: 1.65}
 
 
@@ -99,7 +99,7 @@ def test_low_blocks_are_packed_only_where_that_is_faster():
         assert (packed_seconds(low) < warp_rows_seconds(low)) == packed
         assert takes_warp_rows(low, x_transposed=False) != packed
         assert not takes_warp_rows(low, x_transposed=True)
-    # 63 % of the columns at 530 TFLOP/s, packing, 15.5 pieces for each SM, two launches
+    # 63 % of the columns at 530 TFLOP/s, packing, 15.5 work tiles for each SM, two launches
     assert packed_seconds(problem((16, 16))) * 1e3 == pytest.approx(
         692.5 / 530 + 0.134218 * (0.22 + 0.6298) / 3 + 15.5 * 0.00325 + 0.008, rel=0.02
     )
@@ -112,8 +112,8 @@ def test_low_blocks_are_packed_only_where_that_is_faster():
 
 def test_the_dense_twin_takes_the_cublas_rate_and_writing():
     # 8192 x 8192 at 22 %: 164 MB at 80 % of 4.3 TB/s, and two launches
-    written = 164 / 4300 / 0.8 + 0.008
-    assert dense_seconds(problem()) * 1e3 == pytest.approx(1099.5 / 760 + written, rel=0.02)
+    densify_ms = 164 / 4300 / 0.8 + 0.008
+    assert dense_seconds(problem()) * 1e3 == pytest.approx(1099.5 / 760 + densify_ms, rel=0.02)
 
 
 def test_fill_of_packed_blocks():
@@ -141,8 +141,8 @@ def test_more_blocks_and_more_columns_take_longer(arch, impl, block):
 def test_orientation_decides_which_side_is_the_height():
     tall, flat = problem((128, 16)), problem((16, 128))
     assert sparse_seconds(tall, "sm90") < sparse_seconds(flat, "sm90")
-    turned = problem((16, 128), dense_left=True)
-    assert sparse_seconds(turned, "sm90") == sparse_seconds(tall, "sm90")
+    transposed = problem((16, 128), dense_left=True)
+    assert sparse_seconds(transposed, "sm90") == sparse_seconds(tall, "sm90")
 
 
 def test_portable_kernels_are_slower_and_low_blocks_slowest():

@@ -188,10 +188,9 @@ def test_parts_are_all_cases_once(monkeypatch):
 
 
 def test_kernels_that_this_triton_does_not_run_are_not_built(monkeypatch):
-    from blackwell_sparsek.matmul.sm90 import cases as cases_sm90
-    from blackwell_sparsek.matmul.sm90 import warps as spmm_warps_launch
+    from blackwell_sparsek.matmul.sm90 import cases
 
-    for module, source in ((cases_sm90, "_paired_cases"), (spmm_warps_launch, "_cases")):
+    for source in ("_paired_cases", "_split_cases", "_strips_cases", "_warp_rows_cases"):
         for may in (True, False):
-            monkeypatch.setattr(module, "warps_may_part", lambda may=may: may)
-            assert bool(list(getattr(module, source)())) is may
+            monkeypatch.setattr(cases, "warps_may_part", lambda may=may: may)
+            assert bool(list(getattr(cases, source)())) is may

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
-"""Activations on fp32 tiles, named as in `torch.nn.functional`.
+"""What follows a product in kernels: activation(product + bias) + residual, rounded once.
 
-Elementwise on values in registers: no loads and no layout, so Triton and Gluon kernels share them.
+Elementwise on values in registers: no loads and no layout, so Triton and Gluon kernels share it.
+Activations are those of `core/activations.py`.
 """
 
 import triton
@@ -31,10 +32,6 @@ def silu(x):
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """Apply the activation of that name; None is the identity."""
-    tl.static_assert(
-        ACTIVATION is None or ACTIVATION == "relu" or ACTIVATION == "gelu" or ACTIVATION == "silu",
-        "unknown activation",
-    )
     if ACTIVATION == "relu":
         return relu(x)
     elif ACTIVATION == "gelu":
@@ -42,10 +39,8 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "silu":
         return silu(x)
     else:
+        tl.static_assert(ACTIVATION is None, "unknown activation")
         return x
-
-
-# What happens to a finished product: activation(product + bias) + residual, rounded once.
 
 
 @triton.jit

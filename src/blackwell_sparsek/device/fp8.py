@@ -1,18 +1,18 @@
 # mypy: ignore-errors
-"""fp8 caches as first operands of tensor cores, which want fp16: words are read, halves come out.
+"""fp8: rounding to e4m3, and caches of it as first operands of tensor cores, which want fp16.
 
-A tensor core takes pairs that lie side by side in the direction of the sum, in a register each.
-Along the columns of a row that is how memory has them. Between rows, the bytes of two words are
-paired before they become fp16. Threads read as many bytes at once as they can, so columns come in
-another order, which is given to the other operand or undone in the product.
+Rounding is integer arithmetic, the same bits on every GPU and in the interpreter: Triton converts
+to e4m3 only from sm_89 on, and its interpreter truncates.
+
+For operands, words of four values are read and halves come out. A tensor core takes pairs that lie
+side by side in the direction of the sum, in a register each. Along the columns of a row that is how
+memory has them. Between rows, the bytes of two words are paired before they become fp16. Threads
+read as many bytes at once as they can, so columns come in another order, which is given to the
+other operand or undone in the product.
 """
 
 import triton
 import triton.language as tl
-
-# Rounding to fp8 by integer arithmetic: the same bits on every GPU and in the interpreter.
-#
-# Triton converts to e4m3 only from sm_89 on, and its interpreter truncates.
 
 E4M3_MAX = tl.constexpr(448.0)
 # 2^-6, the smallest normal number of e4m3, as bits of an fp32

@@ -174,5 +174,3 @@ def owner_of(tile, total, programs):
 # the names that kernels used before
 section_of = raster_group_of
 place_in_sections = raster_place
-section_planes = raster_group_size
-plane_offset = head_offset

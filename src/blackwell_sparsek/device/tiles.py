@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Moving tiles of rows between memory and registers through pointers.
+"""Tiles between memory and registers through pointers, and products of them.
 
 Rows are token indices; their offsets are computed in int64. Columns are padded to a power of two
 that tensor cores take: `offs_d` may reach past HEAD_DIM, where loads give 0 and stores do nothing.
@@ -45,16 +45,10 @@ def store_rows(base_ptr, rows, row_stride, offs_d, tile, length, HEAD_DIM: tl.co
     tl.store(ptrs, tile.to(base_ptr.dtype.element_ty), mask=live)
 
 
-# Addresses of tiles in strided matrices.
-
-
 @triton.jit
 def offsets_2d(rows, cols, row_stride, col_stride):
     """Element offsets [len(rows), len(cols)] in int64: a stride alone may pass 2^31."""
     return rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * col_stride
-
-
-# Adding one product of tiles to a sum of many.
 
 
 @triton.jit

@@ -218,9 +218,3 @@ def bits_of_query_tile(
     row = tl.cast(bits_id, tl.int64) * (BLOCK_Q * words) + q_in_block * words
     has_bits = (kv_in_block >= 0)[:, None] & (bits_id >= 0)[None, :]
     return tl.load(lists.bits + (kv_in_block // 32)[:, None] + row[None, :], has_bits, other=-1)
-
-
-# the names that kernels used before
-num_masked_units = num_masked_blocks
-num_full_units = num_full_blocks
-masked_unit = masked_block

@@ -3,9 +3,9 @@
 A product takes the longer of its arithmetic and its traffic, plus its launches. The constants of
 sm_90 are fitted to single calls on an H200 in float16, 8192 x 8192 x 8192 at 10 to 100 % of the
 blocks and the layers of Llama 3; other GPUs take their own dense rate and bandwidth, from data
-sheets, and the same shares of them. On a CPU the time of the calls
-themselves is left out: they decide only where both take fractions of a millisecond, and there the
-stored blocks are the safer choice. Estimates serve to choose, not to promise.
+sheets, and the same shares of them. On a CPU the time of the calls themselves is left out: they
+decide only where both take fractions of a millisecond, and there the stored blocks are the safer
+choice. `choice` compares the estimates; they serve to choose, not to promise.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import torch
 from ..calls.matmul import BsrProblem
 from ..core.arch import Arch
 from ..launch.launcher import cdiv
-from .sm90.config import WARP_ROWS, NarrowSm90Config, WarpRowsConfig
+from .sm90.config import WARP_ROWS, NarrowSm90Config
 from .sm90.row_pairs import pairs_saved
 from .sm90.tuning import narrow_sm90_config, spmm_sm90_config, spmm_sm90_paired, strips_config
 from .triton.tuning import NARROW, SpmmSizes, spmm_sizes
@@ -26,8 +26,8 @@ LAUNCH_S = 4e-6
 NARROW_LAUNCH_S = 2.2e-6
 # Of the memory's rate, what products with few columns read blocks at: 3.1 to 3.8 of 4.3 TB/s.
 NARROW_READ_SHARE = 0.78
-# In which a program of it copies a piece of a block with its rows of x, however small, and for each
-# column: 16 x 16 blocks of Llama's layers take 5e-8 with 16 columns and 8.5e-8 with 64.
+# Time in which a program of it copies a tile of a block with its rows of x, however small, and for
+# each column: 16 x 16 blocks of Llama's layers take 5e-8 with 16 columns and 8.5e-8 with 64.
 NARROW_COPY_S, NARROW_COPY_COLUMN_S = 3.8e-8, 7.3e-10
 # Bytes of blocks per second that strips of narrow ones multiply, by the columns of a tile: 16 x 16
 # blocks of Llama's layers; and what they take besides.
@@ -35,11 +35,11 @@ STRIPS_S = 3e-6
 STRIPS_BYTES_S = {8: 3.2e12, 16: 2.6e12, 32: 1.55e12}
 # Bytes per second of packing low blocks into tall ones, read and written together.
 PACK_BYTES_S = 3e12
-# Writing a matrix out from its blocks, against the memory rate.
-WRITE_OUT_SHARE = 0.8
+# Of the memory's rate, what densifying a matrix from its blocks reaches.
+DENSIFY_SHARE = 0.8
 # L2 to shared memory through TMA, all SMs of an H200: what feeds the blocks with the operand.
 L2_BYTES_S = 9.2e12
-# Rows of a packed block (`kernels.bsr.config_sm90.GROUP_ROWS`).
+# Rows of a packed block (`launch.descriptors.GROUP_ROWS`).
 PACKED_ROWS = 64
 # Rows and columns that 16 warps with a block row each multiply at a time. What that takes an SM of
 # an H200 for each row of the dense operand and for each block of 16 x 16; and for each row when
@@ -49,10 +49,10 @@ WARP_ROWS_X_S = 1.04e-9
 WARP_ROWS_BLOCK_S = 22.6e-9
 WARP_ROWS_FETCH_S = 4.2e-9
 # The same where the result lies transposed: 16 x 16 blocks of Llama's layers, 1024 to 4096 tokens.
-WARP_ROWS_TURNED = 1.3
-# Of a piece of work of Hopper's other product: until its first copies have come and its sums are
+WARP_ROWS_TRANSPOSED = 1.3
+# Of a work tile of Hopper's other product: until its first copies have come and its sums are
 # stored. More for steps that are short, since as many copies are under way as there are stages.
-PIECE_S, PIECE_STEP_S = 1e-6, 36e-6
+WORK_TILE_S, WORK_TILE_STEP_S = 1e-6, 36e-6
 # Rows in pairs: by how much of what they share they are faster, and the highest share of the dense
 # rate that was measured; blocks of 64 and of 32, 10 to 90 % of them. Steps of 16 gain nothing:
 # 16 x 16 blocks packed take 2.34 ms at 70 %.
@@ -103,7 +103,7 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
         packed_s = packed_seconds(problem)
         return packed_s if sizes.block_h != 16 else min(packed_s, warp_rows_seconds(problem))
     if impl == "sm90":
-        return _pieces_seconds(problem, _stored(sizes))
+        return _work_tiles_seconds(problem, _stored(sizes))
     # an element of the dense operand that comes from L2 meets the rows of one block
     bytes_s = L2_BYTES_S * _device(problem.arch).bytes_s / _DEVICES[90].bytes_s
     fed = bytes_s / problem.dtype.itemsize * 2 * sizes.block_h
@@ -126,7 +126,7 @@ def packed_seconds(problem: BsrProblem) -> float:
     stored = _stored(sizes)
     executed = stored / packed_fill(_density(problem), PACKED_ROWS // sizes.block_h)
     packing_s = LAUNCH_S + (stored + executed) * problem.dtype.itemsize / PACK_BYTES_S
-    return _pieces_seconds(problem, executed) + packing_s + _turning_seconds(problem, sizes)
+    return _work_tiles_seconds(problem, executed) + packing_s + _transposing_seconds(problem, sizes)
 
 
 def warp_rows_seconds(problem: BsrProblem) -> float:
@@ -135,19 +135,19 @@ def warp_rows_seconds(problem: BsrProblem) -> float:
     stored = _stored(sizes)
     inner = problem.shape[0] if problem.dense_left else problem.shape[1]
     panels = cdiv(max(sizes.n, 1), WARP_ROWS_TILE[1]) * max(sizes.batch, 1)
-    pieces = cdiv(sizes.rows_b * sizes.block_h, WARP_ROWS_TILE[0]) * panels
-    rounds = cdiv(pieces, max(problem.arch.num_sms, 1))
-    blocks = stored / 256 * panels / max(pieces, 1)
+    tiles = cdiv(sizes.rows_b * sizes.block_h, WARP_ROWS_TILE[0]) * panels
+    rounds = cdiv(tiles, max(problem.arch.num_sms, 1))
+    blocks = stored / 256 * panels / max(tiles, 1)
     busy_s = inner * WARP_ROWS_X_S + blocks * WARP_ROWS_BLOCK_S
-    piece_s = max(busy_s, inner * WARP_ROWS_FETCH_S)
+    tile_s = max(busy_s, inner * WARP_ROWS_FETCH_S)
     if problem.dense_left:
-        piece_s *= WARP_ROWS_TURNED
+        tile_s *= WARP_ROWS_TRANSPOSED
     packing_s = LAUNCH_S + 2 * stored * problem.dtype.itemsize / PACK_BYTES_S
-    return rounds * piece_s + packing_s + LAUNCH_S + _turning_seconds(problem, sizes)
+    return rounds * tile_s + packing_s + LAUNCH_S + _transposing_seconds(problem, sizes)
 
 
-def _turning_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
-    """What it takes to turn contiguous columns around for blocks that are read in short pieces."""
+def _transposing_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
+    """Time of transposing contiguous columns of x, of which narrow blocks make short copies."""
     if problem.row_major != problem.dense_left or sizes.block_w % 32 == 0:
         return 0.0
     inner = problem.shape[0] if problem.dense_left else problem.shape[1]
@@ -155,20 +155,20 @@ def _turning_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
 
 
 def dense_seconds(problem: BsrProblem) -> float:
-    """Time of writing the matrix out and of multiplying it with torch, epilogue included."""
+    """Time of densifying the matrix and of multiplying it with torch, epilogue included."""
     sizes = spmm_sizes(problem)
     device = _device(problem.arch)
     item = problem.dtype.itemsize
     elements = problem.shape[0] * problem.shape[1]
-    share = WRITE_OUT_SHARE if problem.arch.sm else 1.0
-    written_s = (elements + _stored(sizes)) * item / (device.bytes_s * share)
+    share = DENSIFY_SHARE if problem.arch.sm else 1.0
+    densify_s = (elements + _stored(sizes)) * item / (device.bytes_s * share)
     moved = elements * item + _operand_bytes(problem)
     product_s = max(_flops(elements, sizes) / _dense_rate(problem), moved / device.bytes_s)
     passes = _epilogue_passes(problem)
     # each pass reads and writes the result in float32
     epilogue_s = passes * 8 * _columns(sizes) * _rows(problem) / device.bytes_s
     launches_s = (2 + passes) * LAUNCH_S if problem.arch.sm else 0.0
-    return written_s + product_s + epilogue_s + launches_s
+    return densify_s + product_s + epilogue_s + launches_s
 
 
 def packed_fill(density: float, group: int) -> float:
@@ -185,7 +185,7 @@ def packed_fill(density: float, group: int) -> float:
 
 
 def _narrow_seconds(problem: BsrProblem, sizes: SpmmSizes, config: NarrowSm90Config) -> float:
-    """Few columns: blocks come from memory once, each piece of one with its rows of x from L2."""
+    """Few columns: blocks come from memory once, each tile of one with its rows of x from L2."""
     stored_bytes = _stored(sizes) * problem.dtype.itemsize
     bytes_s = _device(problem.arch).bytes_s * NARROW_READ_SHARE
     read_s = (stored_bytes + _operand_bytes(problem)) / bytes_s
@@ -218,8 +218,8 @@ def _share(sizes: SpmmSizes) -> float:
     return 0.697 if sizes.block_h % 128 else 1.0
 
 
-def _pieces_seconds(problem: BsrProblem, executed: float) -> float:
-    """Hopper's product with many columns: pieces of work that SMs take one after the other."""
+def _work_tiles_seconds(problem: BsrProblem, executed: float) -> float:
+    """Hopper's product with many columns: work tiles that SMs take one after the other."""
     sizes = spmm_sizes(problem)
     x_transposed = problem.row_major == problem.dense_left
     config = spmm_sm90_config(problem, x_transposed)
@@ -227,7 +227,7 @@ def _pieces_seconds(problem: BsrProblem, executed: float) -> float:
     rows = cdiv(sizes.rows_b * sizes.block_h, config.tile_m)
     rounds = max(1.0, rows * panels / max(problem.arch.num_sms, 1))
     flops = 2.0 * executed * panels * config.tile_n
-    # pieces may be fewer than SMs
+    # tiles may be fewer than SMs
     idle = max(1.0, problem.arch.num_sms / max(rows * panels, 1))
     share = _share(sizes)
     if config.TILE_K >= PAIRED_STEP and spmm_sm90_paired(problem, config) is not None:
@@ -236,9 +236,9 @@ def _pieces_seconds(problem: BsrProblem, executed: float) -> float:
         share = min(PAIRED_MOST, share / (1 - PAIRED_SHARE * pairs_saved(density)))
     arithmetic_s = idle * flops / (share * _dense_rate(problem))
     moved = executed * problem.dtype.itemsize + _operand_bytes(problem)
-    piece_s = PIECE_S + PIECE_STEP_S / config.TILE_K
+    tile_s = WORK_TILE_S + WORK_TILE_STEP_S / config.TILE_K
     busy_s = max(arithmetic_s, moved / _device(problem.arch).bytes_s)
-    return busy_s + rounds * piece_s + LAUNCH_S
+    return busy_s + rounds * tile_s + LAUNCH_S
 
 
 def _product_seconds(problem: BsrProblem, executed: float, rate: float) -> float:
@@ -297,17 +297,12 @@ def _epilogue_passes(problem: BsrProblem) -> int:
     return extras + (extras > 0 or problem.out_dtype != problem.dtype)
 
 
-# (problem) -> whether warps with a block row each multiply it (`kernels.bsr.spmm_warps`), how.
-
-
 def takes_warp_rows(problem: BsrProblem, x_transposed: bool) -> bool:
-    """Whether such warps can and should multiply what `spmm_sm90_unsupported` accepts."""
+    """Whether warps with a block row each can multiply this, and should rather than packed tiles.
+
+    Of what `why_not_sm90` accepts; `x_transposed` is how the kernel would read x.
+    """
     sizes = spmm_sizes(problem)
     if sizes.block_h != WARP_ROWS or sizes.nnz_blocks == 0 or x_transposed:
         return False
     return warp_rows_seconds(problem) < packed_seconds(problem)
-
-
-def warp_rows_config(problem: BsrProblem) -> WarpRowsConfig:
-    """How they do it."""
-    return WarpRowsConfig(OUT_TRANSPOSED=problem.dense_left, ACTIVATION=problem.activation)

@@ -7,28 +7,11 @@ second pass adds them in order, so the result does not depend on timing.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..launch.workspace import made_apart
-
-# Strided views as the BSR kernels take them: [batch, rows, columns], any strides.
-
-
-class Strides(NamedTuple):
-    """Element strides of a [batch, rows, columns] view."""
-
-    batch: int
-    row: int
-    col: int
-
-
-def strides_of(x: torch.Tensor) -> Strides:
-    """The strides of a 3-D tensor."""
-    return Strides(*x.stride())
-
 
 # Plans by the row pointers they were made from. Those tensors are immutable and live as long as
 # their pattern; the operators see tensors, not the pattern.

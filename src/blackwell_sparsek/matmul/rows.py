@@ -27,6 +27,19 @@ class Views(NamedTuple):
             yield Views(self.out[i], self.x[i], residual)
 
 
+class Strides(NamedTuple):
+    """Element strides of a [batch, rows, columns] view, as the kernels take them."""
+
+    batch: int
+    row: int
+    col: int
+
+
+def strides_of(x: torch.Tensor) -> Strides:
+    """The strides of a 3-D tensor."""
+    return Strides(*x.stride())
+
+
 class BlockRows(NamedTuple):
     """A block-sparse matrix with the rows of the result as its rows.
 

@@ -336,7 +336,7 @@ def test_maxima_that_grow(consumers, dim):
 @pytest.mark.parametrize(
     "sms, heads, sq, sk", [(3, 5, 100, 1700), (5, 7, 120, 900), (132, 170, 128, 999)]
 )
-def test_programs_share_the_last_pieces(sinks, sms, heads, sq, sk):
+def test_programs_split_the_tail(sinks, sms, heads, sq, sk):
     """The bits are those of every other run, whoever comes last."""
     assert make_forward_config(2, 128, 128, long=True).tail_share(heads, sms, -(-sk // 128)) > 0
     q, k, v, spec = AttnCase(
@@ -375,8 +375,8 @@ BANDS = (EVERYTHING, Band(None, 0), Band(100, 0), Band(70, 30), Band(300, 0), Ba
 
 @pytest.mark.parametrize("consumers, dim", [(1, 64), (2, 64), (3, 64), (1, 128), (2, 128)])
 @pytest.mark.parametrize("band", BANDS)
-def test_a_piece_of_work_leaves_nothing_to_the_next(consumers, dim, band, on_few_sms):
-    """Whether a program takes one piece or all of them, the bits are the same."""
+def test_a_work_tile_leaves_nothing_to_the_next(consumers, dim, band, on_few_sms):
+    """Whether a program takes one work tile or all of them, the bits are the same."""
     spec = AttnSpec(scale=dim**-0.5, band=band)
     for sq, sk in ((1, 1), (63, 65), (200, 333), (333, 200), (512, 512), (896, 900)):
         torch.manual_seed(sq)

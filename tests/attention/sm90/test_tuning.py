@@ -99,9 +99,9 @@ def test_few_queries_are_left_to_smaller_tiles():
         ({"head_dim": 64, "head_dim_v": 128}, 2),
         # a tanh takes the registers of a third consumer
         ({"head_dim": 64, "head_dim_v": 64, "softcap": True}, 2),
-        # 64 pieces of 64 queries occupy twice as many SMs as 32 of 128
+        # 64 work tiles of 64 queries occupy twice as many SMs as 32 of 128
         ({"head_dim": 64, "head_dim_v": 64, "heads_q": 8, "max_q": 512}, 1),
-        # one round for all: 128 pieces of 128 queries on 132 SMs, unless pieces are short
+        # one round for all: 128 tiles of 128 queries on 132 SMs, unless they are short
         ({"head_dim": 64, "head_dim_v": 64, "heads_q": 32, "max_q": 512, "max_k": 4096}, 2),
         ({"head_dim": 64, "head_dim_v": 64, "heads_q": 32, "max_q": 512, "max_k": 512}, 1),
         ({"head_dim": 64, "head_dim_v": 64, "heads_q": 128, "max_q": 512, "max_k": 512}, 1),
@@ -142,7 +142,7 @@ def test_half_tiles_are_for_bands_of_dense_batches():
 @pytest.mark.parametrize(
     "consumers, dim, options, expected",
     [
-        # consumers that take turns, pieces announced ahead, consumers that pass pieces by
+        # ping-pong of consumers, work tiles claimed ahead, consumers that skip work tiles
         (3, 64, {}, (True, False, False)),
         (3, 64, {"long": True}, (True, False, True)),
         (3, 64, {"banded": True}, (True, False, True)),
@@ -150,7 +150,7 @@ def test_half_tiles_are_for_bands_of_dense_batches():
         (2, 128, {}, (False, True, False)),
         (2, 128, {"long": True}, (False, False, False)),
         (2, 64, {"long": True}, (False, True, False)),
-        # pieces of a band differ, and a claim ahead takes one from those that are done
+        # work tiles of a band differ, and a claim ahead takes one from those that are done
         (2, 128, {"banded": True}, (False, False, False)),
         # but those of one consumer are many and short
         (1, 64, {"banded": True}, (False, True, False)),
@@ -165,10 +165,10 @@ def test_what_consumers_and_producers_do(consumers, dim, options, expected):
     assert expected == (config.PING_PONG, config.CLAIM_AHEAD, config.SKIP_ABSENT)
 
 
-def test_three_consumers_have_larger_sections():
+def test_three_consumers_have_larger_raster_groups():
     causal = {**NARROW, "batch": 8, "heads_q": 32, "heads_kv": 32, "banded": True}
-    for keys, planes in ((1024, 64), (2048, 64), (4096, 32)):
-        assert planes == attn_fwd_sm90_section(problem(**causal, max_q=keys, max_k=keys))
+    for keys, heads in ((1024, 64), (2048, 64), (4096, 32)):
+        assert heads == attn_fwd_sm90_section(problem(**causal, max_q=keys, max_k=keys))
 
 
 @pytest.mark.parametrize(
@@ -183,12 +183,12 @@ def test_three_consumers_have_larger_sections():
         ({"heads_q": 4, "max_q": 1024}, False),
     ],
 )
-def test_programs_share_the_last_of_long_equal_pieces(changes, shared):
+def test_the_tail_of_long_equal_work_is_split(changes, shared):
     assert shared == attn_fwd_sm90_config(problem(**changes)).SPLIT_TAIL
 
 
 @pytest.mark.parametrize(
-    "pieces, programs, kv_tiles, share",
+    "work_tiles, programs, kv_tiles, share",
     [
         # 15 rounds and a half
         (2048, 132, 128, 66),
@@ -200,11 +200,10 @@ def test_programs_share_the_last_of_long_equal_pieces(changes, shared):
         (200, 132, 3, 0),
     ],
 )
-def test_shares_of_the_last_pieces(pieces, programs, kv_tiles, share):
-    assert (
-        make_forward_config(2, 128, 128, long=True).tail_share(pieces, programs, kv_tiles) == share
-    )
-    assert make_forward_config(2, 128, 128).tail_share(pieces, programs, kv_tiles) == 0
+def test_shares_of_the_tail(work_tiles, programs, kv_tiles, share):
+    split = make_forward_config(2, 128, 128, long=True)
+    assert split.tail_share(work_tiles, programs, kv_tiles) == share
+    assert make_forward_config(2, 128, 128).tail_share(work_tiles, programs, kv_tiles) == 0
 
 
 def test_small_problems_start_early():
@@ -213,7 +212,7 @@ def test_small_problems_start_early():
     assert not attn_fwd_sm90_config(problem(mask_block=(64, 64))).PDL
 
 
-def test_pieces_lie_within_query_blocks():
+def test_work_tiles_lie_within_query_blocks():
     for block, dim in itertools.product((64, 128, 256), (64, 128)):
         config = attn_fwd_sm90_config(problem(mask_block=(block, 32), head_dim=dim))
         assert block % config.tile_m == 0
@@ -270,7 +269,7 @@ def test_queries_are_fetched_ahead_where_there_is_room():
     )
 
 
-def test_scouts_look_up_rows_of_masks():
+def test_scheduler_warps_look_up_rows_of_masks():
     assert all(make_forward_config(c, d, d, 64).SCHEDULER_WARP for c in (1, 2) for d in (64, 128))
     assert not make_forward_config(2, 128, 128, 64, packed=True).SCHEDULER_WARP
     assert not any(make_forward_config(c, 128, 128, banded=True).SCHEDULER_WARP for c in (1, 2))
@@ -280,7 +279,7 @@ def test_scouts_look_up_rows_of_masks():
 
 
 @pytest.mark.parametrize(
-    "changes, band, section",
+    "changes, band, raster_group",
     [
         # one KV head at a time
         ({}, EVERYTHING, 1),
@@ -293,7 +292,7 @@ def test_scouts_look_up_rows_of_masks():
         ({"banded": True, "max_k": 65536, "heads_kv": 4}, CAUSAL, 4),
         ({"banded": True, "max_k": 128}, CAUSAL, 16),
         ({"banded": True, "max_k": 2**29}, CAUSAL, 1),
-        # of which a window shows 6143 at a time: 5 heads, or 4 sections of 4
+        # of which a window shows 6143 at a time: 5 heads, or 4 groups of 4
         ({"banded": True, "max_k": 65536}, Band(2047, 0), 4),
         ({"banded": True, "max_k": 65536, "heads_kv": 4}, Band(2047, 0), 16),
         ({"banded": True, "max_k": 65536, "heads_q": 7, "heads_kv": 7}, Band(2047, 0), 4),
@@ -301,8 +300,8 @@ def test_scouts_look_up_rows_of_masks():
         ({"varlen": True, "tokens": (8192, 8192), "batch": 2}, EVERYTHING, 1),
     ],
 )
-def test_sections(changes, band, section):
-    assert attn_fwd_sm90_section(problem(**changes), band) == section
+def test_raster_groups(changes, band, raster_group):
+    assert attn_fwd_sm90_section(problem(**changes), band) == raster_group
 
 
 def views():

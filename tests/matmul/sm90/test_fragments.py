@@ -28,12 +28,12 @@ def test_fragments_are_those_of_the_manual(width, count, transposed):
         perm = torch.randperm(count).int()
         stored = torch.empty(count, width, 16).half()
         stored[perm.long()] = blocks.mT
-    pieces = width // 16
+    per_block = width // 16
     fragments = in_fragments(stored, width, perm, 2)
-    assert fragments.shape == (count * pieces + 2, 128)
-    for i in range(count * pieces):
-        piece = blocks[i // pieces][:, i % pieces * 16 :][:, :16]
-        assert torch.equal(fragments[i].view(torch.float16), _fragment(piece))
+    assert fragments.shape == (count * per_block + 2, 128)
+    for i in range(count * per_block):
+        part = blocks[i // per_block][:, i % per_block * 16 :][:, :16]
+        assert torch.equal(fragments[i].view(torch.float16), _fragment(part))
 
 
 def test_columns_of_fragments():

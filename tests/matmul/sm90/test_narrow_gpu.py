@@ -12,7 +12,7 @@ from blackwell_sparsek.core.compat import warps_may_part
 from blackwell_sparsek.matmul.api import matmul
 from blackwell_sparsek.matmul.sm90 import spmm_launch as bsr_sm90
 from blackwell_sparsek.matmul.sm90.config import NarrowSm90Config, narrow_stages_that_fit
-from blackwell_sparsek.matmul.sm90.row_schedule import build_row_schedule
+from blackwell_sparsek.matmul.sm90.row_schedule import TileHeader, build_row_schedule
 from blackwell_sparsek.matmul.sm90.tuning import narrow_sm90_config
 from blackwell_sparsek.sparse.matrix import BSRMatrix
 from blackwell_sparsek.testing.bsr_layers import check_chain_in_graph, check_layer, layer_weight
@@ -20,7 +20,8 @@ from blackwell_sparsek.testing.tolerance import assert_within_budget
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
-pairs_only = pytest.mark.skipif(not warps_may_part(), reason="needs the Triton of two parts")
+SPLIT = TileHeader._fields.index("split")
+pairs_only = pytest.mark.skipif(not warps_may_part(), reason="this Triton splits no tiles")
 
 
 @pytest.fixture
@@ -39,21 +40,21 @@ def launched(monkeypatch):
     return noted
 
 
-def _in_two_parts(problem):
+def _split_in_two(problem):
     """What tuning says, but for two programs that share the longest tiles."""
     config = narrow_sm90_config(problem)
-    sizes = (config.TILE_M, config.TILE_N, config.TILE_K * config.UNITS)
-    stages = narrow_stages_that_fit(*sizes, problem.out_dtype == torch.float32, parts=2)
-    return replace(config, STAGES=stages, PARTS=2)
+    sizes = (config.TILE_M, config.TILE_N, config.TILE_K * config.STAGE_BLOCKS)
+    stages = narrow_stages_that_fit(*sizes, problem.out_dtype == torch.float32, split_k=2)
+    return replace(config, STAGES=stages, SPLIT_K=2)
 
 
 def _assert_cut_and_whole(launched):
-    """All launches were for pairs of programs, with tiles that are cut beside others."""
+    """All launches were for clusters of two, with tiles that are split beside others."""
     assert launched
     for schedule, config in launched:
         first = schedule.records[:, 0].cpu()
-        cut = first[first[:, 0] > 0, 4]
-        assert config.PARTS == 2 and cut.any() and not cut.all()
+        split = first[first[:, 0] > 0, SPLIT]
+        assert config.SPLIT_K == 2 and split.any() and not split.all()
 
 
 def _skewed(rows, cols, block, dtype):
@@ -126,7 +127,7 @@ def test_integers_are_exact_and_bits_do_not_depend_on_who_computes_a_tile():
     torch.manual_seed(0)
     a = layer_weight(1024, 5120, (128, 128))
     whole = a.with_data(torch.randint(-2, 3, a.data.shape, device="cuda").bfloat16())
-    for n, tile_m, tile_n, tile_k, parts in (
+    for n, tile_m, tile_n, tile_k, split_k in (
         (40, 64, 64, 128, 1),
         (16, 32, 16, 128, 1),
         (33, 16, 64, 64, 1),
@@ -136,16 +137,16 @@ def test_integers_are_exact_and_bits_do_not_depend_on_who_computes_a_tile():
         (17, 64, 32, 64, 2),
         (5, 64, 16, 128, 2),
     ):
-        if parts == 2 and not warps_may_part():
+        if split_k == 2 and not warps_may_part():
             continue
         x = torch.randint(-2, 3, (n, 5120), device="cuda").bfloat16()
         expected = (x.float() @ whole.to_dense().float().T).bfloat16()
-        stages = narrow_stages_that_fit(tile_m, tile_n, tile_k, False, parts)
-        config = NarrowSm90Config(128, 128, tile_m, tile_n, tile_k, 1, stages, PARTS=parts)
+        stages = narrow_stages_that_fit(tile_m, tile_n, tile_k, False, split_k)
+        config = NarrowSm90Config(128, 128, tile_m, tile_n, tile_k, 1, stages, SPLIT_K=split_k)
         for programs in (1, 7, 132, 10**6):
             schedule = build_row_schedule(a.indptr, a.indices, config, n, programs)
-            cut = bool(schedule.records[..., 4].any())
-            assert cut == (parts == 2 and programs >= 132)
+            split = bool(schedule.records[..., SPLIT].any())
+            assert split == (split_k == 2 and programs >= 132)
             torch.cuda.synchronize()
             for early in (0, 1, 4, 32):
                 schedule = schedule._replace(early=early)
@@ -183,8 +184,8 @@ def test_layers_that_tuning_cuts(n, shape, block, density, launched):
 @pairs_only
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 48, 57, 63, 64])
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (64, 32), (128, 16), (64, 48)])
-def test_rows_in_two_parts(n, block, launched, monkeypatch):
-    monkeypatch.setattr(bsr_sm90, "narrow_sm90_config", _in_two_parts)
+def test_rows_split_in_two(n, block, launched, monkeypatch):
+    monkeypatch.setattr(bsr_sm90, "narrow_sm90_config", _split_in_two)
     torch.manual_seed(n)
     dtype = torch.float16 if n % 2 else torch.bfloat16
     a = _skewed(600, 3000, block, dtype)
@@ -192,7 +193,7 @@ def test_rows_in_two_parts(n, block, launched, monkeypatch):
     bias = torch.randn(600, device="cuda", dtype=dtype)
     residual = torch.randn(n, 600, device="cuda", dtype=dtype)
     first = check_layer(a, x)
-    # one behind the other: a program may still wait for mail when the next one starts
+    # one behind the other: a program may still wait for its partner when the next one starts
     again = [matmul(x, a.T, impl="sm90") for _ in range(50)]
     assert all(torch.equal(out, first) for out in again)
     check_layer(a, x, bias=bias, activation="silu", residual=residual)
@@ -203,8 +204,8 @@ def test_rows_in_two_parts(n, block, launched, monkeypatch):
 @pytest.mark.parametrize("n", [16, 20, 64])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
 @pytest.mark.parametrize("extra", ["", "bias", "residual"])
-def test_every_epilogue_of_two_parts(n, activation, extra, launched, monkeypatch):
-    monkeypatch.setattr(bsr_sm90, "narrow_sm90_config", _in_two_parts)
+def test_every_epilogue_of_split_tiles(n, activation, extra, launched, monkeypatch):
+    monkeypatch.setattr(bsr_sm90, "narrow_sm90_config", _split_in_two)
     torch.manual_seed(0)
     a = _skewed(600, 3000, (64, 64), torch.bfloat16)
     x = torch.randn(n, 3000, device="cuda", dtype=torch.bfloat16)
@@ -217,14 +218,14 @@ def test_every_epilogue_of_two_parts(n, activation, extra, launched, monkeypatch
 
 
 @pytest.mark.parametrize("n", [1, 16, 64])
-@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pairs_only)])
-def test_calls_that_need_each_other_in_a_graph(n, parts, launched, monkeypatch):
-    if parts == 2:
-        monkeypatch.setattr(bsr_sm90, "narrow_sm90_config", _in_two_parts)
+@pytest.mark.parametrize("split_k", [1, pytest.param(2, marks=pairs_only)])
+def test_calls_that_need_each_other_in_a_graph(n, split_k, launched, monkeypatch):
+    if split_k == 2:
+        monkeypatch.setattr(bsr_sm90, "narrow_sm90_config", _split_in_two)
     check_chain_in_graph((128, 64), n)
-    if parts == 2:
+    if split_k == 2:
         _assert_cut_and_whole(launched)
-    assert {config.PARTS for _, config in launched} == {parts}
+    assert {config.SPLIT_K for _, config in launched} == {split_k}
 
 
 def test_captured_without_a_schedule(monkeypatch):
@@ -244,7 +245,7 @@ def test_captured_without_a_schedule(monkeypatch):
     assert_within_budget(got, x.double() @ dense.double().T, x @ dense.T)
 
 
-def test_uneven_rows_are_cut():
+def test_uneven_rows_are_split():
     torch.manual_seed(0)
     keep = torch.zeros(64, 2048, dtype=torch.bool, device="cuda")
     keep[3], keep[:, 0] = True, True

@@ -34,8 +34,8 @@ def test_the_barriers_lie_where_the_partner_looks_for_them(ptx):
     places = dict(re.findall(rf"add\.s32\s+(%r\d+), {base}, (\d+);", ptx))
     found = [(int(places[register]) - offset, int(count)) for register, count in inits]
     ring = [(8 * i, 1) for i in range(stages)] + [(8 * (stages + i), 16) for i in range(stages)]
-    mail = [(16 * stages, 1), (16 * stages + 8, 2)]
-    assert sorted(found)[: 2 * stages + 2] == ring + mail
+    scheduler = [(16 * stages, 1), (16 * stages + 8, 2)]
+    assert sorted(found)[: 2 * stages + 2] == ring + scheduler
     # the compiler's own come behind it, and all fits
     shared, allowed = (
         int(re.search(r"shared (\d+)", ptx)[1]),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blackwell_sparsek.matmul.sm90 import row_pairs as pairs
-from blackwell_sparsek.matmul.sm90.row_pairs import build_row_pairs, row_pairs
+from blackwell_sparsek.matmul.sm90.row_pairs import PairedRow, build_row_pairs, row_pairs
 
 
 def pattern(keep):
@@ -31,10 +31,11 @@ def test_each_block_has_its_place_and_shared_ones_come_first(rows, cols, density
     plan = build_row_pairs(indptr, indices, perm, cols)
     assert plan.n_items == (rows + 1) // 2
     seen = torch.zeros_like(keep)
-    for one, other in plan.items.view(-1, 2, 5).tolist():
-        assert one[3] == other[3] and one[4] == other[4]
-        assert one[4] == max(one[2] - one[1], other[2] - other[1])
-        shared = [plan.cols[row[1] : row[1] + row[3]].tolist() for row in (one, other)]
+    for pair in plan.items.view(-1, 2, 5).tolist():
+        one, other = (PairedRow(*fields) for fields in pair)
+        assert one.shared == other.shared and one.longest == other.longest
+        assert one.longest == max(one.end - one.begin, other.end - other.begin)
+        shared = [plan.cols[row.begin : row.begin + row.shared].tolist() for row in (one, other)]
         assert shared[0] == shared[1]
         for row, begin, end, common, _ in (one, other):
             if row < 0:
@@ -52,9 +53,9 @@ def test_each_block_has_its_place_and_shared_ones_come_first(rows, cols, density
 def test_longest_pairs_come_first_and_random_rows_share_what_is_expected():
     keep = random_keep(128, 128, 0.3)
     plan = build_row_pairs(*pattern(keep), None, 128)
-    items = plan.items.view(-1, 2, 5)
-    assert (items[:-1, 0, 4] >= items[1:, 0, 4]).all()
-    saved = float(items[:, 0, 3].sum()) / float(keep.sum())
+    first = PairedRow(*plan.items[::2].unbind(1))
+    assert (first.longest[:-1] >= first.longest[1:]).all()
+    saved = float(first.shared.sum()) / float(keep.sum())
     assert saved == pytest.approx(pairs.pairs_saved(0.3), abs=0.02)
 
 
@@ -65,7 +66,7 @@ def test_equal_rows_are_paired():
     assert all(keep[a].equal(keep[b]) for a, b in plan.items[:, 0].view(-1, 2).tolist())
 
 
-def test_tall_matrices_are_paired_in_parts(monkeypatch):
+def test_tall_matrices_are_paired_by_groups_of_rows(monkeypatch):
     monkeypatch.setattr(pairs, "MATCHED_ROWS", 8)
     plan = build_row_pairs(*pattern(random_keep(21, 30, 0.3)), None, 30)
     rows = plan.items[:, 0].view(-1, 2)

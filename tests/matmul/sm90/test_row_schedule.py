@@ -6,15 +6,18 @@ from blackwell_sparsek.matmul.sm90.config import NarrowSm90Config
 from blackwell_sparsek.matmul.sm90.row_schedule import (
     HEADER,
     OUTSIDE,
+    TileHeader,
     build_row_schedule,
     row_schedule,
 )
 from blackwell_sparsek.sparse.matrix import BSRMatrix
 from blackwell_sparsek.testing.bsr import random_bsr
 
+TILE_COUNT, ROW_TILE, BLOCKS, _, SPLIT = range(HEADER)
 
-def config(block, tile_m, units=1, **options):
-    return NarrowSm90Config(*block, tile_m, 16, 16, units, 2, **options)
+
+def config(block, tile_m, stage_blocks=1, split_k=1, **options):
+    return NarrowSm90Config(*block, tile_m, 16, 16, stage_blocks, 2, SPLIT_K=split_k, **options)
 
 
 def product(schedule, tiles, values, x, rows):
@@ -23,8 +26,9 @@ def product(schedule, tiles, values, x, rows):
     out = x.new_full((x.shape[0], rows + tiles.BLOCK_H), float("nan"))
     padded = torch.nn.functional.pad(x, (0, block_w))
     for records in schedule.records:
-        for record in records[: int(records[0, 0])]:
-            _, row_tile, blocks, col, *_ = record[:HEADER].tolist()
+        for record in records[: int(records[0, TILE_COUNT])]:
+            header = TileHeader(*record[:HEADER].tolist())
+            row_tile, blocks, col = header.row_tile, header.blocks, header.col
             mine = padded[col : col + tiles.TILE_N]
             acc = x.new_zeros(mine.shape[0], tiles.TILE_M)
             for slot in range(blocks):
@@ -34,8 +38,8 @@ def product(schedule, tiles, values, x, rows):
             assert (record[HEADER + blocks : HEADER + width] == OUTSIDE).all()
             assert (record[HEADER + width + blocks :] == OUTSIDE).all()
             place = out[col : col + tiles.TILE_N, row_tile * tiles.TILE_M :][:, : tiles.TILE_M]
-            if tiles.PARTS == 1:
-                assert place.isnan().all(), "a tile was dealt out twice"
+            if tiles.SPLIT_K == 1:
+                assert place.isnan().all(), "a tile was assigned twice"
             place.copy_(place.nan_to_num() + acc)
     return out[:, :rows]
 
@@ -65,55 +69,56 @@ def uneven(lengths, block=(64, 32), columns=64):
     return BSRMatrix.from_mask(values, keep, block)
 
 
-@pytest.mark.parametrize("units", [1, 2])
+@pytest.mark.parametrize("stage_blocks", [1, 2])
 @pytest.mark.parametrize("programs", [3, 9, 10, 132])
-def test_the_longest_tiles_are_cut_for_idle_programs(programs, units):
+def test_the_longest_tiles_are_split_for_idle_programs(programs, stage_blocks):
     torch.manual_seed(0)
     a = uneven([30, 2, 0, 17, 9, 40, 1])
     x = torch.randint(-3, 4, (16, a.shape[1])).float()
-    tiles = config((64, 32), 64, units, PARTS=2)
+    tiles = config((64, 32), 64, stage_blocks, split_k=2)
     schedule = build_row_schedule(a.indptr, a.indices, tiles, 16, programs)
     got = product(schedule, tiles, a.storage.reshape(-1, 32), x, a.shape[0])
     assert torch.equal(got, x @ a.to_dense().T)
     pairs = schedule.records.unflatten(0, (-1, 2))
     # [pairs, 2, tiles]: neighbours share a tile, and have nothing else
-    parted = pairs[..., 4] > 0
-    assert (parted[:, 0] == parted[:, 1]).all()
-    shared = pairs[parted[:, 0, 0]]
-    assert (shared[:, 0, 0, 1] == shared[:, 1, 0, 1]).all()
-    assert (shared[..., 0, 0] == 1).all()
+    split = pairs[..., SPLIT] > 0
+    assert (split[:, 0] == split[:, 1]).all()
+    # [pairs, 2, fields]
+    shared = pairs[split[:, 0, 0]][:, :, 0]
+    assert (shared[:, 0, ROW_TILE] == shared[:, 1, ROW_TILE]).all()
+    assert (shared[..., TILE_COUNT] == 1).all()
     # the third is shorter than half of the first with what the exchange costs
-    assert shared[:, 0, 0, 1].tolist() == {3: [], 9: [5]}.get(programs, [5, 0])
+    assert shared[:, 0, ROW_TILE].tolist() == {3: [], 9: [5]}.get(programs, [5, 0])
     assert schedule.records.shape[0] <= max(2, programs)
-    assert ((shared[:, 0, 0, 2] - shared[:, 1, 0, 2]).abs() <= 2 * units).all()
+    assert ((shared[:, 0, BLOCKS] - shared[:, 1, BLOCKS]).abs() <= 2 * stage_blocks).all()
 
 
-def test_rows_of_like_length_are_not_cut():
+def test_rows_of_like_length_are_not_split():
     a = uneven([6] * 9)
-    schedule = build_row_schedule(a.indptr, a.indices, config((64, 32), 64, PARTS=2), 16, 132)
+    schedule = build_row_schedule(a.indptr, a.indices, config((64, 32), 64, split_k=2), 16, 132)
     # one more where the pairs would not come out even
     assert schedule.records.shape[0] == 10
-    assert not schedule.records[..., 4].any()
+    assert not schedule.records[..., SPLIT].any()
 
 
 @pytest.mark.parametrize("lengths", [[20, 3, 4, 5], [3, 20, 4, 5]])
 def test_a_program_without_a_tile_makes_no_record_longer(lengths):
-    """One row of four is cut: five programs, and one to make pairs, which reads nothing."""
+    """One row of four is split: five programs, and one without a tile to fill its cluster."""
     a = uneven(lengths)
-    schedule = build_row_schedule(a.indptr, a.indices, config((64, 32), 64, PARTS=2), 16, 132)
-    assert schedule.records[:, 0, 0].tolist() == [1] * 5 + [0]
-    assert schedule.records[:, 0, 2].tolist() == [10, 10, 5, 4, 3, 0]
+    schedule = build_row_schedule(a.indptr, a.indices, config((64, 32), 64, split_k=2), 16, 132)
+    assert schedule.records[:, 0, TILE_COUNT].tolist() == [1] * 5 + [0]
+    assert schedule.records[:, 0, BLOCKS].tolist() == [10, 10, 5, 4, 3, 0]
     assert schedule.width == 10
     assert (schedule.records[5, 0, HEADER:] == OUTSIDE).all()
 
 
-@pytest.mark.parametrize("rows, early", [(64, 8), (96, 5), (132, 3), (1, 32)])
-def test_pairs_share_what_they_bring_to_the_l2_early(rows, early):
-    """8 MB in all: pieces of 16 KB, at most one for each lane of a warp."""
+@pytest.mark.parametrize("rows, prefetch", [(64, 8), (96, 5), (132, 3), (1, 32)])
+def test_clusters_share_what_they_prefetch(rows, prefetch):
+    """8 MB in all: blocks of 16 KB, at most one for each lane of a warp."""
     indptr = torch.arange(rows + 1, dtype=torch.int32)
     indices = torch.zeros(rows, dtype=torch.int32)
-    tiles = config((64, 128), 64, PARTS=2)
-    assert build_row_schedule(indptr, indices, tiles, 16, 132).early == early
+    tiles = config((64, 128), 64, split_k=2)
+    assert build_row_schedule(indptr, indices, tiles, 16, 132).prefetch == prefetch
 
 
 def test_no_program_reads_much_more_than_another():
@@ -123,14 +128,14 @@ def test_no_program_reads_much_more_than_another():
     indices = torch.zeros(int(lengths.sum()), dtype=torch.int32)
     tiles = config((128, 128), 64)
     schedule = build_row_schedule(indptr, indices, tiles, 16, 132)
-    counts = schedule.records[:, 0, 0]
-    blocks = torch.stack([r[: int(r[0, 0]), 2].sum() for r in schedule.records])
+    counts = schedule.records[:, 0, TILE_COUNT]
+    blocks = torch.stack([r[: int(r[0, TILE_COUNT]), BLOCKS].sum() for r in schedule.records])
     assert int(counts.sum()) == 448
     assert int(blocks.max()) <= 1.1 * 2 * int(lengths.sum()) / 132
 
 
 @pytest.mark.parametrize(
-    "rows, length, tile_m, early",
+    "rows, length, tile_m, prefetch",
     [
         # 64 tiles of 16 KB for 132 programs: 8 MB, and a block more in each row
         (32, 8, 64, 32),
@@ -140,11 +145,11 @@ def test_no_program_reads_much_more_than_another():
         (32, 8, 32, 0),
     ],
 )
-def test_how_many_blocks_come_early(rows, length, tile_m, early):
+def test_how_many_blocks_are_prefetched(rows, length, tile_m, prefetch):
     indptr = torch.arange(rows + 1, dtype=torch.int32) * length
     indices = torch.arange(length, dtype=torch.int32).repeat(rows)
     tiles = config((128, 128), tile_m)
-    assert build_row_schedule(indptr, indices, tiles, 16, 132).early == early
+    assert build_row_schedule(indptr, indices, tiles, 16, 132).prefetch == prefetch
 
 
 def test_one_long_row_has_no_schedule():
@@ -155,7 +160,7 @@ def test_one_long_row_has_no_schedule():
     assert build_row_schedule(indptr, indices, config((64, 16), 64), 16, 132) is None
 
 
-def test_a_schedule_is_made_once_for_each_cut(monkeypatch):
+def test_a_schedule_is_built_once_for_each_tiling(monkeypatch):
     a = random_bsr((96, 96), (32, 16), seed=3)
     made = []
     build = module.build_row_schedule
@@ -177,14 +182,14 @@ def test_a_schedule_is_made_once_for_each_cut(monkeypatch):
     assert len(made) == 4
 
 
-def test_parts_have_schedules_of_their_own():
+def test_split_tiles_have_schedules_of_their_own():
     a = uneven([30, 1])
-    whole, cut, cut_in_twos = (
-        row_schedule(a.indptr, a.indices, config((64, 32), 64, units, PARTS=parts), 16, 132)
-        for units, parts in ((1, 1), (1, 2), (2, 2))
+    whole, split, split_in_twos = (
+        row_schedule(a.indptr, a.indices, config((64, 32), 64, *tiling), 16, 132)
+        for tiling in ((1, 1), (1, 2), (2, 2))
     )
-    assert (whole.width, cut.width, cut_in_twos.width) == (30, 15, 16)
-    again = config((64, 32), 64, 2, PARTS=1)
+    assert (whole.width, split.width, split_in_twos.width) == (30, 15, 16)
+    again = config((64, 32), 64, 2, split_k=1)
     assert row_schedule(a.indptr, a.indices, again, 16, 132) is whole
 
 

@@ -60,8 +60,8 @@ def test_strips_keep_the_budget(n, shape, block, strips):
 @needs_parting
 @pytest.mark.parametrize("tile_n", [8, 16, 32])
 @pytest.mark.parametrize("warps", [1, 2, 4, 8])
-@pytest.mark.parametrize("units", [1, 2])
-def test_integers_are_exact_in_every_shape_of_strips(tile_n, warps, units):
+@pytest.mark.parametrize("k_tiles", [1, 2])
+def test_integers_are_exact_in_every_shape_of_strips(tile_n, warps, k_tiles):
     """Rows of x that no block meets are NaN, and so is what is behind the columns."""
     from blackwell_sparsek.matmul.sm90.config import StripsConfig
     from blackwell_sparsek.matmul.sm90.row_schedule import build_row_table
@@ -81,7 +81,7 @@ def test_integers_are_exact_in_every_shape_of_strips(tile_n, warps, units):
             expected = (x[:n].float() @ a.to_dense().float().T).bfloat16()
             x[:, :16] = x[:, :16] if cols == 16 else float("nan")
             out = torch.full((n, rows), float("nan"), device="cuda", dtype=torch.bfloat16)
-            config = StripsConfig(height, tile_n, warps, units)
+            config = StripsConfig(height, tile_n, warps, k_tiles)
             launch_spmm_strips(out.mT, a.storage, table, x[:n].mT, None, None, config)
             assert torch.equal(out, expected), (rows, cols, n)
 

@@ -37,7 +37,7 @@ def problem(rows=28672, cols=4096, block=(16, 16), n=16, density=0.22, **changes
 
 
 @pytest.mark.parametrize(
-    "rows, cols, n, warps, units",
+    "rows, cols, n, warps, k_tiles",
     [
         (28672, 4096, 16, 1, 1),
         (28672, 4096, 1, 1, 2),
@@ -51,9 +51,9 @@ def problem(rows=28672, cols=4096, block=(16, 16), n=16, density=0.22, **changes
         (16, 14336, 9, 8, 1),
     ],
 )
-def test_warps(rows, cols, n, warps, units):
+def test_warps(rows, cols, n, warps, k_tiles):
     config = strips_config(problem(rows, cols, n=n))
-    assert (warps, units) == (config.WARPS, config.UNITS)
+    assert (warps, k_tiles) == (config.WARPS, config.K_TILES)
     assert n <= config.TILE_N and config.strips == 1
 
 

@@ -91,7 +91,7 @@ def test_panels_are_no_wider_than_the_columns(block, n, columns):
 
 
 @pytest.mark.parametrize(
-    "block, tile_m, tile_k, units",
+    "block, tile_m, tile_k, stage_blocks",
     [
         ((128, 128), 64, 128, 1),
         ((256, 256), 64, 128, 1),
@@ -101,10 +101,10 @@ def test_panels_are_no_wider_than_the_columns(block, n, columns):
         ((16, 16), 16, 16, 4),
     ],
 )
-def test_tiles_fit_the_blocks(block, tile_m, tile_k, units):
+def test_tiles_fit_the_blocks(block, tile_m, tile_k, stage_blocks):
     config = narrow_sm90_config(replace(LAYER, block_shape=block[::-1]))
     assert config.a_block() == [tile_m, tile_k]
-    assert units == config.UNITS
+    assert stage_blocks == config.STAGE_BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -163,36 +163,36 @@ def test_without_strips_auto_leaves_the_lowest_blocks_to_the_portable_kernels(ch
 @pytest.mark.parametrize("tile_n", [16, 32, 64])
 @pytest.mark.parametrize("tile_k", [64, 128])
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_programs_fit_an_sm(tile_m, tile_n, tile_k, wide, parts):
-    stages = narrow_stages_that_fit(tile_m, tile_n, tile_k, wide, parts)
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_programs_fit_an_sm(tile_m, tile_n, tile_k, wide, split_k):
+    stages = narrow_stages_that_fit(tile_m, tile_n, tile_k, wide, split_k)
     x_rows = tile_n if tile_m == 64 else 64
-    # what the compiler takes to exchange sums, and the system for each program
-    ring, exchange = 2 * stages * tile_k * (tile_m + x_rows), (16 if wide else 4) * 1024
-    # half of the sums in float32, and a page for a barrier
-    mail = 4 * 64 * tile_n // 2 + 1024 if parts == 2 else 0
+    # what the compiler takes to change the layout of sums, and the system for each program
+    ring, relayout = 2 * stages * tile_k * (tile_m + x_rows), (16 if wide else 4) * 1024
+    # half of the sums in float32, and a KiB for a barrier
+    exchange = 4 * 64 * tile_n // 2 + 1024 if split_k == 2 else 0
     assert stages >= 2
-    assert ring + exchange + mail + 1024 <= SMEM_BYTES
+    assert ring + relayout + exchange + 1024 <= SMEM_BYTES
 
 
 @pytest.fixture
-def parts_of(monkeypatch):
+def split_of(monkeypatch):
     """Parts of a tile of A [rows, cols] in 22 % of its blocks, whatever Triton is installed."""
 
-    def parts(rows, cols, block=128, known=True, **change):
+    def split(rows, cols, block=128, known=True, **change):
         monkeypatch.setattr(bsr_sm90, "warps_may_part", lambda: known)
         narrow_sm90_config.cache_clear()
         blocks = round(0.22 * (rows // block) * (cols // block))
         sizes = {"shape": (cols, rows), "block_shape": (block, block), "nnz_blocks": blocks}
-        return narrow_sm90_config(replace(LAYER, **sizes | change)).PARTS
+        return narrow_sm90_config(replace(LAYER, **sizes | change)).SPLIT_K
 
-    yield parts
+    yield split
     narrow_sm90_config.cache_clear()
 
 
 @pytest.mark.parametrize("n", [2, 16, 64])
 @pytest.mark.parametrize(
-    "rows, cols, blocks, parts",
+    "rows, cols, blocks, split",
     [
         (6144, 4096, (64, 128), 2),
         (4096, 14336, (64, 128), 2),
@@ -208,24 +208,24 @@ def parts_of(monkeypatch):
         (4096, 14336, (32, 16), 1),
     ],
 )
-def test_tiles_are_cut_where_that_was_faster(rows, cols, blocks, parts, n, parts_of):
+def test_tiles_are_split_where_that_was_faster(rows, cols, blocks, split, n, split_of):
     for block in blocks:
-        assert parts_of(rows, cols, block, n=n) == parts
-        assert parts_of(rows, cols, block, n=n, known=False) == 1
+        assert split_of(rows, cols, block, n=n) == split
+        assert split_of(rows, cols, block, n=n, known=False) == 1
 
 
-def test_where_tiles_begin_to_be_cut(parts_of):
+def test_where_tiles_begin_to_be_split(split_of):
     # 99 and 100 tiles for 132 SMs in blocks of 64, 66 and 67
-    tiles = {count: parts_of(64 * count, 4096, 64) for count in (66, 67, 99, 100)}
+    tiles = {count: split_of(64 * count, 4096, 64) for count in (66, 67, 99, 100)}
     assert tiles == {66: 1, 67: 2, 99: 2, 100: 1}
-    long = {count: parts_of(64 * count, 14336, 64) for count in (1, 131, 132)}
+    long = {count: split_of(64 * count, 14336, 64) for count in (1, 131, 132)}
     assert long == {1: 2, 131: 2, 132: 1}
     # rows of 768 and of 3072 elements in the mean, and one block less in all
     for rows, least in ((6144, 288), (4096, 768)):
-        assert parts_of(rows, 14336, nnz_blocks=least) == 2
-        assert parts_of(rows, 14336, nnz_blocks=least - 1) == 1
+        assert split_of(rows, 14336, nnz_blocks=least) == 2
+        assert split_of(rows, 14336, nnz_blocks=least - 1) == 1
     # one column, and columns in several tiles, as before
-    assert [parts_of(6144, 4096, n=n) for n in (1, 2, 64, 65)] == [1, 2, 2, 1]
+    assert [split_of(6144, 4096, n=n) for n in (1, 2, 64, 65)] == [1, 2, 2, 1]
 
 
 @pytest.mark.parametrize("block", [(128, 128), (128, 16), (64, 64), (32, 32)])

@@ -193,13 +193,13 @@ def test_a_config_that_does_not_fit_is_refused(device, config, message):
 
 @pytest.mark.parametrize(
     ("stored", "expected"),
-    [("contiguous", True), ("turned", True), ("spread rows", False), ("odd address", False)],
+    [("contiguous", True), ("transposed", True), ("spread rows", False), ("odd address", False)],
 )
 def test_only_whole_aligned_blocks_are_prefetched(monkeypatch, stored, expected):
     a = random_bsr((32, 64), (16, 32), seed=38, dtype=torch.float16, density=1.0)
     values = {
         "contiguous": a.storage,
-        "turned": a.storage.mT.contiguous().mT,
+        "transposed": a.storage.mT.contiguous().mT,
         "spread rows": a.storage.repeat(1, 1, 2)[..., :32],
         "odd address": torch.zeros(a.storage.numel() + 1).half()[1:].view(a.storage.shape),
     }[stored]

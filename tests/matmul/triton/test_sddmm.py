@@ -76,7 +76,7 @@ def test_shared_sums_of_whole_numbers_are_exact(device, split_k):
 
 
 @pytest.mark.parametrize("tiles", [(16, 32), (64, 16), (64, 64)])
-def test_pieces_of_a_block(device, tiles):
+def test_tiles_of_a_block(device, tiles):
     pattern = random_bsr((70, 100), (64, 64), seed=14, device=device).pattern
     a, b = integers(1, 70, 30, seed=15, device=device), integers(1, 30, 100, seed=16, device=device)
     out = nan_like(torch.empty(pattern.nnz_blocks, 64, 64, device=device))

@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.backprop import probabilities, score_gradients
-from ...device.gluon.memory import advance_semaphore, await_semaphore, tma_add
+from ...device.gluon.memory import acquire_semaphore, release_semaphore, tma_add
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ...device.gluon.records import Ring
 from ...device.masks import bit_visible, column_bounds, exists, q_range, within_bounds
@@ -274,7 +274,7 @@ def write_dq(dq_desc, semaphore_ptr, q_len, dq_ring, steps, GROUP: gl.constexpr,
                 tile_in_block = row % CFG.BLOCK_Q // CFG.TILE_M
                 rank = read_info(steps, step, RANK + part, 1)
                 if has_rank & (tile_in_block == CFG.last_in_block):
-                    await_semaphore(block_ptr, rank)
+                    acquire_semaphore(block_ptr, rank)
             if rank == 0:
                 # the first KV tile of this block: stores, so that sums need no zeroing
                 tma.async_copy_shared_to_global(dq_desc, place, smem.index(GROUP))
@@ -284,7 +284,7 @@ def write_dq(dq_desc, semaphore_ptr, q_len, dq_ring, steps, GROUP: gl.constexpr,
             mbarrier.arrive(empty.index(GROUP), count=1)
             if CFG.ORDERED:  # noqa: SIM102 - a constant decides whether `has_rank` exists
                 if has_rank & (tile_in_block == 0):
-                    advance_semaphore(block_ptr)
+                    release_semaphore(block_ptr)
         step += 1
 
 

@@ -51,6 +51,7 @@ from .backward_shared import (
 )
 from .forward import visible_keys
 from .forward_producer import (
+    DENSE_FIELDS,
     ForwardShared,
     ProducerArgs,
     Schedule,
@@ -428,7 +429,7 @@ def _attn_bwd_dq_sm90_kernel(
     k_ring = ring(tiles(k_desc, k_stages, tile_n), k_stages, 1)
     v_ring = ring(tiles(v_desc, v_stages, tile_n), v_stages, 1)
     # producer and consumer take what the scheduler warp finds
-    work = work_channel(8, 2)
+    work = work_channel(DENSE_FIELDS, 2)
     begun = barriers(1, 1).index(0)
     fence_async_shared()
 

@@ -30,8 +30,8 @@ from .forward_producer import Workspace
 
 # Launching the Hopper forward: descriptors, order of work, grid.
 
-# Pieces of the same size are dealt out to programs in turn while there are few: to deal them out as
-# programs get free would save nothing.
+# Work tiles of the same size are dealt out to programs in turn while there are few: to deal them
+# out as programs get free would save nothing.
 EVEN_ROUNDS = 4
 
 

@@ -1,7 +1,7 @@
-"""(problem) -> tiles and order of the Hopper forward, and the reasons why it cannot run.
+"""(problem) -> tiles and order of the Hopper kernels, and the reasons why they cannot run.
 
-Lengths choose among at most three heights of tiles, and whether programs share the last ones, so
-that a model whose lengths vary compiles a handful of variants once.
+In the forward, lengths choose among at most three heights of tiles and whether the tail is split,
+so that a model whose lengths vary compiles a handful of variants once.
 """
 
 from functools import lru_cache
@@ -24,9 +24,9 @@ from .config import (
 )
 
 LARGEST_HEAD_DIM = 128
-# Positions and band limits are int32 in the kernel, and so is the number of pieces of work.
+# Positions and band limits are int32 in the kernel, and so is the number of work tiles.
 LONGEST = 2**30 - 1
-MOST_PIECES = 2**31 - 1
+MOST_WORK_TILES = 2**31 - 1
 # Tokens of packed sequences are coordinates of a TMA dimension of this size.
 MOST_TOKENS = 2**31 - 2**16 - 1
 # Fewer queries than half of a warp group's rows: the portable kernel has smaller tiles for them.
@@ -35,17 +35,16 @@ SHORT_KEYS = 512
 # Keys from which on three consumers pay, by whether a band cuts tiles. TFLOP/s of D64 causal with
 # one and three: 354 327 at 1k, 429 438 at 2k.
 LONG_FULL, LONG_BANDED = 1024, 2048
-# Half of the L2 of H100 and H200; queries, outputs and the next section need the other half. With
-# less the forward is faster: 642, 635 and 618 TFLOP/s for 16, 32 and 64 MiB (D128 causal, 4k);
-# three consumers like 32 better than 16: 438 422, 492 479, 527 521, 559 559 (D64, 2k to 16k).
-SECTION_BYTES = 25 * 2**20
-FORWARD_SECTION_BYTES = 16 * 2**20
-THREE_SECTION_BYTES = 32 * 2**20
+# KV bytes of a raster group. The L2 of H100 and H200 has 50 MiB, which queries, outputs and the
+# next raster group need too: 642, 635 and 618 TFLOP/s for 16, 32 and 64 MiB (D128 causal, 4k).
+# Three consumers like 32 better than 16: 438 422, 492 479, 527 521, 559 559 (D64, 2k to 16k).
+FORWARD_GROUP_BYTES = 16 * 2**20
+THREE_GROUP_BYTES = 32 * 2**20
 # Queries of a head that run at a time under a window, about.
 RUNNING_QUERIES = 4096
-# Keys from which on programs share the last pieces of work. TFLOP/s of D128 without and with that:
+# Keys from which on the tail of the work is split. TFLOP/s of D128 without and with that:
 # 596 571 at 1k, 659 654 at 2k, 697 703 at 4k, 724 739 at 16k.
-LONG_SHARED = 4096
+LONG_SPLIT = 4096
 # TFLOP/s of an H200 with its SMs full, by (widest head dim, consumers): with one program on each
 # SM, and with two where they fit. A lone warp group waits for its own softmax.
 PACE = {
@@ -93,8 +92,8 @@ def _sizes_unsupported(problem: AttnProblem) -> str | None:
     tiles = problem.batch * (cdiv(problem.max_q, GROUP_ROWS) + 3)
     if problem.tokens is not None:
         tiles = problem.tokens[0] // GROUP_ROWS + problem.batch
-    if tiles * problem.heads_q > MOST_PIECES:
-        return f"needs at most {MOST_PIECES} query tiles over batch and heads"
+    if tiles * problem.heads_q > MOST_WORK_TILES:
+        return f"needs at most {MOST_WORK_TILES} query tiles over batch and heads"
     return None
 
 
@@ -111,7 +110,7 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
     tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.head_dim_v))
     block_q, block_kv = problem.mask_block or (None, None)
     if block_q is not None:
-        # a piece of work stays within one row of the mask, and rows of 64 are for one consumer
+        # a work tile stays within one row of the mask, and rows of 64 are for one consumer
         consumers = min(block_q // GROUP_ROWS, 2)
         return make_forward_config(consumers, tile_d, tile_dv, block_kv, problem.varlen)
     dim = max(tile_d, tile_dv)
@@ -128,7 +127,7 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
         tile_dv,
         packed=problem.varlen,
         banded=problem.banded,
-        long=problem.max_k >= LONG_SHARED,
+        long=problem.max_k >= LONG_SPLIT,
     )
 
 
@@ -139,8 +138,8 @@ def _keys(problem: AttnProblem) -> int:
     return cdiv(problem.tokens[1], max(problem.batch, 1))
 
 
-def _pieces(problem: AttnProblem, rows: int) -> int:
-    """Pieces of work of `rows` queries; packed sequences fill half of their last ones."""
+def _work_tiles(problem: AttnProblem, rows: int) -> int:
+    """Work tiles of `rows` queries; packed sequences fill half of their last ones."""
     if problem.tokens is None:
         return problem.batch * problem.heads_q * cdiv(problem.max_q, rows)
     half_filled = cdiv(problem.tokens[0] + problem.batch * rows // 2, rows)
@@ -148,25 +147,25 @@ def _pieces(problem: AttnProblem, rows: int) -> int:
 
 
 def _time(problem: AttnProblem, dim: int, consumers: int) -> float:
-    """Relative time without a mask: rounds of pieces on all SMs, each at the pace measured.
+    """Relative time without a mask: rounds of work tiles on all SMs, each at the pace measured.
 
     Tall tiles run faster, but small problems leave SMs idle with them, and rows past the last
     query cost as much as others.
     """
     rows = consumers * GROUP_ROWS
-    pieces = _pieces(problem, rows)
+    work_tiles = _work_tiles(problem, rows)
     sms = problem.arch.num_sms
     pace = PACE[dim, consumers]
-    beside = min(len(pace), max(1, cdiv(pieces, sms)))
-    rounds = cdiv(pieces, sms * beside) * beside
+    beside = min(len(pace), max(1, cdiv(work_tiles, sms)))
+    rounds = cdiv(work_tiles, sms * beside) * beside
     return rounds * rows / (pace[beside - 1] * _lead(problem, dim, consumers))
 
 
 def _lead(problem: AttnProblem, dim: int, consumers: int) -> float:
-    """What one consumer gains on its pace with long pieces of work."""
+    """What one consumer gains on its pace beyond `PACE`."""
     if consumers > 1:
         return 1.0
-    # two programs on an SM overlap the ends of their pieces, which are much of a short one:
+    # two programs on an SM overlap the ends of their work tiles, which are much of a short one:
     # 8.9 us against 10.1 for 32 heads of 512 tokens
     if _keys(problem) <= SHORT_KEYS:
         return 1.18
@@ -176,30 +175,30 @@ def _lead(problem: AttnProblem, dim: int, consumers: int) -> float:
 
 
 def attn_fwd_sm90_section(problem: AttnProblem, band: Band = EVERYTHING) -> int:
-    """Planes that run together, whole groups of heads that share keys.
+    """(batch, head) pairs of a raster group, whole groups of heads that share keys.
 
-    Where pieces of work are equal, or come in the order of a mask, those of one KV head run
-    together: SMs that read the same keys at the same time are faster than those whose keys only
-    stay in L2. Under a band the longest pieces come first, of as many heads as stay in L2.
+    Where work tiles are equal, or come in the order of a mask, those of one KV head run together:
+    SMs that read the same keys at the same time are faster than those whose keys only stay in L2.
+    Under a band the longest work tiles come first, of as many heads as stay in L2.
     """
     group = problem.heads_q // problem.heads_kv
-    planes = max(problem.batch * problem.heads_q, 1)
+    batch_heads = max(problem.batch * problem.heads_q, 1)
     if not problem.banded or problem.mask_block is not None:
-        return min(group, planes)
+        return min(group, batch_heads)
     if problem.varlen:
         # no limit: the kernel knows how long sequences are
-        return planes
+        return batch_heads
     tokens = problem.max_k
     if band.left is not None and band.right is not None:
         tokens = min(tokens, band.left + band.right + RUNNING_QUERIES)
     kv_bytes = tokens * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     three = attn_fwd_sm90_config(problem).CONSUMERS == 3
-    room = THREE_SECTION_BYTES if three else FORWARD_SECTION_BYTES
+    room = THREE_GROUP_BYTES if three else FORWARD_GROUP_BYTES
     heads = max(room // max(kv_bytes, 1), 1)
     if band.left is not None and band.right is not None:
-        # equal sections: the short pieces at the end of each fill the gaps before the next
-        heads = cdiv(planes // group, cdiv(planes // group, heads))
-    return min(heads * group, planes)
+        # equal raster groups: the short tiles at the end of each fill the gaps before the next
+        heads = cdiv(batch_heads // group, cdiv(batch_heads // group, heads))
+    return min(heads * group, batch_heads)
 
 
 # The backward: tiles, raster groups, and the reasons why it cannot run.

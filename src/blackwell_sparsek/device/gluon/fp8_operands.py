@@ -2,7 +2,7 @@
 """fp8 tiles in shared memory as first operands of WGMMA, which wants fp16 in registers.
 
 Tiles are copied as words of four values, int32 [keys, words], swizzled over 128 bytes: threads read
-words without bank conflicts in the order in which `device.fp8_words` makes operands of them.
+words without bank conflicts in the order in which `device.fp8` makes operands of them.
 """
 
 from triton.experimental import gluon
@@ -61,7 +61,7 @@ def column_of_slot(slot):
 
 @gluon.jit
 def value_operand(tile, accumulator: gl.constexpr):
-    """fp16 [128, keys] of words [keys, 32]; `fp8_words.turned_back` puts products in order."""
+    """fp16 [128, keys] of words [keys, 32]; `fp8.turned_back` puts products in order."""
     words = tile.load(_value_layout(tile.shape[0], tile.shape[1]))
     halves = turned_halves(words)
     return gl.convert_layout(halves, gl.DotOperandLayout(0, accumulator, 2), assert_trivial=True)

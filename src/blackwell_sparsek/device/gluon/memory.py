@@ -1,9 +1,8 @@
 # mypy: ignore-errors
-"""TMA copies that add to memory, which Triton 3.6 can build but does not export to Gluon.
+"""Additions by TMA, which Triton 3.6 can build but does not export to Gluon, and prefetches to L2.
 
-Additions of several programs to one tile come in any order. Where the order must be the same in
-every run, a semaphore admits one program after the other: `await_semaphore`, `tma_add`,
-`advance_semaphore`.
+Programs add to a tile in any order. Where the order must be the same in every run, a semaphore
+counts the additions: `acquire_semaphore`, `tma_add`, `release_semaphore`.
 """
 
 from triton._C.libtriton import ir
@@ -21,16 +20,16 @@ def tma_add(desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def await_semaphore(semaphore_ptr, rank):
-    """Wait until `rank` programs have added before this one; called by one warp."""
+def acquire_semaphore(semaphore_ptr, rank):
+    """Wait until `rank` programs have released the semaphore; called by one warp."""
     current = gl.atomic_add(semaphore_ptr, 0, sem="acquire")
     while current != rank:
         current = gl.atomic_add(semaphore_ptr, 0, sem="acquire")
 
 
 @gluon.jit
-def advance_semaphore(semaphore_ptr):
-    """Wait until what this warp added is in memory, and admit the next program."""
+def release_semaphore(semaphore_ptr):
+    """Wait until what this warp added is in memory, and let the next program in."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
     # unlike `tma.store_wait`, which only waits until the tile has been read; all lanes wait for the
@@ -44,9 +43,6 @@ def advance_semaphore(semaphore_ptr):
         pack=1,
     )
     gl.atomic_add(semaphore_ptr, 1 + gl.max(done, 0), sem="release")
-
-
-# Memory that is on its way to the L2 before anybody reads it.
 
 
 @gluon.jit

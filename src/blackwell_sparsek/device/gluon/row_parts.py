@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Rows of WGMMA accumulators: maxima and sums without exchanges that can wait, factors of one.
 
-Four threads hold a row, each of them two of every eight columns. Sums stay apart until the last
-tile: `parts` [rows, 4]. Maxima are needed at once: first of 8, then of those, in short chains.
+Four threads hold a row, each of them two of every eight columns. Sums stay in parts until the
+last tile: `parts` [rows, 4]. Maxima are needed at once: first of 8, then of those, in short chains.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,7 @@ HOLDERS = gl.constexpr(4)
 
 
 @gluon.jit
-def _apart(x):
+def _by_thread(x):
     """`x` [rows, keys] with an axis of its own for the threads that share a row."""
     return gl.reshape(x, [x.shape[0], x.shape[1] // 32, 4, HOLDERS, 2])
 
@@ -22,13 +22,13 @@ def _apart(x):
 @gluon.jit
 def row_parts(x):
     """Sums [rows, 4] of what each thread has of a row."""
-    return gl.sum(gl.sum(gl.sum(_apart(x), 4), 2), 1)
+    return gl.sum(gl.sum(gl.sum(_by_thread(x), 4), 2), 1)
 
 
 @gluon.jit
 def row_maxima(s, like):
     """Largest of each row of `s`, in short chains, in the layout of `like`."""
-    top = gl.max(gl.max(gl.max(gl.max(_apart(s), 4), 2), 1), 1)
+    top = gl.max(gl.max(gl.max(gl.max(_by_thread(s), 4), 2), 1), 1)
     return gl.convert_layout(top, like.type.layout, assert_trivial=True)
 
 
@@ -103,10 +103,9 @@ def scale_rows(acc, factor, raised):
     return gl.inline_asm_elementwise(asm, operands, [acc, factors, flags], gl.float32, True, count)
 
 
-# Columns of WGMMA accumulators that are left out, by one bit for each a thread has of a row.
-#
-# Bits become predicates eight at a time (R2P), where a comparison and a position for each column
-# take half as many instructions again. What a band means stands in `device/masks.py`.
+# `keep_columns` leaves out columns by one bit for each that a thread has of a row. Bits become
+# predicates eight at a time (R2P), where a comparison and a position for each column take half as
+# many instructions again. What a band means stands in `device/masks.py`.
 
 # A thread has the columns 8 k and 8 k + 1 behind its first one: bits of those up to {last}.
 _UP_TO = (

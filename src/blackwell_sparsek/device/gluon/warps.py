@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Scalars and barriers of single warps: loops in which every warp goes its own way.
+"""Scalars and barriers of single warps: loops that every warp runs on its own.
 
 Gluon knows scalars only for a whole program, and puts a barrier of all its warps around each use of
 an mbarrier. But it compiles a scalar to a plain register of each thread. One that is made here from

@@ -194,7 +194,7 @@ class SpmmSm90Config:
 
     @property
     def x_parameter(self) -> str:
-        """What PTX calls the descriptor of X: that of A takes five parameters with sizes and strides."""
+        """What PTX calls the descriptor of X; that of A, with sizes and strides, takes five."""
         return "_spmm_sm90_kernel_param_5"
 
     def a_block(self) -> list[int]:
@@ -261,8 +261,8 @@ class NarrowSm90Config:
     STAGE_BLOCKS : K blocks per stage; a stage holds a K step of each
     STAGES : of the ring
     ACTIVATION : of the epilogue, or None
-    SPLIT_K : programs that may split the K blocks of a tile; 2: programs form clusters of two, which
-        exchange halves of their sums through distributed shared memory, behind the ring of blocks
+    SPLIT_K : programs that may split the K blocks of a tile. With 2, programs form clusters of two,
+        which exchange halves of their sums through distributed shared memory, behind the ring
     """
 
     BLOCK_H: int

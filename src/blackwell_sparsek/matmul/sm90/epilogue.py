@@ -5,7 +5,7 @@ Every product kernel of this folder calls `finish_values` on its sums before it 
 them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,11 +16,11 @@ from ...device.epilogue import activate
 class Epilogue(NamedTuple):
     """What is added to the sums, and the size of the result that limits the loads."""
 
-    bias_ptr: object  # [n_rows] or None, added before the activation
-    residual_ptr: object  # [n_rows, n_cols] or None, added after it
-    residual_strides: object  # of rows and columns; None without a residual
-    n_rows: object
-    n_cols: object
+    bias_ptr: Any  # [n_rows] or None, added before the activation
+    residual_ptr: Any  # [n_rows, n_cols] or None, added after it
+    residual_strides: Any  # of rows and columns; None without a residual
+    n_rows: Any
+    n_cols: Any
 
 
 @gluon.jit

@@ -1,10 +1,15 @@
 # mypy: ignore-errors
-"""Blocks in the order in which `mma.sync` takes them from registers.
+"""Operands copied into the layout that a Hopper product reads: fragments of A, transposed X.
 
-A block of 16 x 16 is the left operand of one `mma.sync.m16n8k16`; each of its 32 threads holds
-eight elements: rows g and g + 8 of columns 2t, 2t + 1, 2t + 8 and 2t + 9 for thread 4g + t. Written
-in that order, a thread reads its share with one load of 16 bytes. Wider blocks become several of
-16 columns. The values are written anew for every product, because they may have changed.
+Fragments, for `warps.py`: a block of 16 x 16 is the left operand of one `mma.sync.m16n8k16`, and
+thread 4g + t of the warp holds eight of its elements: rows g and g + 8 of columns 2t, 2t + 1,
+2t + 8 and 2t + 9. Stored in that order, a thread reads its share with one load of 16 bytes. A wider
+block becomes several fragments of 16 columns. They are written for every product, because values
+may have changed.
+
+Transposed X, for `spmm.py`: where K is contiguous, TMA reads X one block width at a time. With
+blocks 16 wide such copies of 32 bytes run at a third of the L2 rate, and transposing X first, one
+pass over it, is faster.
 """
 
 from collections.abc import Iterator
@@ -21,6 +26,8 @@ from ...launch.workspace import made_apart
 # Pairs of elements in a fragment, and fragments that one program writes.
 PAIRS = 128
 TILE_FRAGMENTS = 16
+# Side of the tile that one program transposes.
+TILE = 64
 # Columns of fragments by the row pointers of their pattern, which live as long as it.
 _COLUMNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -34,7 +41,7 @@ def _fragments_kernel(
     BLOCK_W: tl.constexpr,
     TILE_FRAGMENTS: tl.constexpr,
 ):
-    """Write TILE_FRAGMENTS fragments; with `perm`, out of transposed storage."""
+    """Write TILE_FRAGMENTS fragments; with `perm`, blocks are stored transposed."""
     PAIRS: tl.constexpr = 128
     pair = tl.arange(0, TILE_FRAGMENTS * PAIRS)
     first = tl.program_id(0) * TILE_FRAGMENTS
@@ -59,10 +66,10 @@ def _fragments_kernel(
 
 
 def fragment_columns(indptr: torch.Tensor, indices: torch.Tensor, per_block: int) -> torch.Tensor:
-    """Columns of fragments in units of 16, from the block columns `indices` of a pattern.
+    """Columns of fragments in steps of 16, from the block columns `indices` of a pattern.
 
-    Kept for each pattern, known by its row pointers, unless a CUDA graph is captured; synchronises
-    when it is made, because the next product may run on another stream.
+    Cached for each pattern by its row pointers, unless a CUDA graph is captured. Building them
+    synchronises, because the next product may run on another stream.
     """
     if per_block == 1:
         return indices
@@ -84,12 +91,12 @@ def fragment_columns(indptr: torch.Tensor, indices: torch.Tensor, per_block: int
 def in_fragments(
     values: torch.Tensor, block_w: int, perm: torch.Tensor | None, spare: int
 ) -> torch.Tensor:
-    """Blocks as fragments, int32 [nnzb * block_w / 16 + spare, 128]; the spare ones hold anything.
+    """Blocks as fragments, int32 [nnzb * block_w / 16 + spare, 128]; spare ones are uninitialised.
 
     Parameters
     ----------
     values : [nnzb, 16, block_w] of 16 bits, contiguous; [nnzb, block_w, 16] where there is `perm`
-    perm : int32 [nnzb] or None, which stored block stands behind each entry
+    perm : int32 [nnzb] or None, the stored block of each entry
     """
     count = values.numel() // (2 * PAIRS)
     fragments = scratch((count + spare, PAIRS), torch.int32, values.device)
@@ -120,18 +127,9 @@ def _fragment_cases() -> Iterator[CompileCase]:
             )
 
 
-# Transposing a dense operand: out[j, i] = x[i, j], for 16-bit matrices.
-#
-# X with K contiguous is read by TMA in pieces of one block width. Where that is 16 elements, 32
-# bytes, the copies run at a third of the L2 rate; laying X out the other way first costs one pass
-# over it and is faster. One program moves a square tile. Called by `bsk::bsr_matmul` on Hopper.
-
-TILE = 64
-
-
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _transpose_kernel(out_ptr, x_ptr, x_stride, out_stride, rows, cols, TILE: tl.constexpr):
-    """Move one tile of x [rows, cols] to out [cols, rows]."""
+    """out[j, i] = x[i, j] for one square tile of x [rows, cols]."""
     tiles = tl.cdiv(cols, TILE)
     offs_m = tl.program_id(0) // tiles * TILE + tl.arange(0, TILE)
     offs_n = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)

@@ -3,21 +3,21 @@
 
 A is block-sparse [M, K], x [K, N] with contiguous columns, out [M, N]: `dense @ A.T` of a linear
 layer, seen from A. A schedule (`row_schedule.py`) assigns work tiles to programs, each TILE_M rows
-of one block row by TILE_N columns. A producer warp keeps a ring of blocks of A, which are contiguous
-in memory, and of x full through TMA, without a break between tiles; one consumer warp group
-multiplies. With SPLIT_K = 2 programs form clusters of two, and both may split the blocks of one
-tile: they exchange halves of their sums through distributed shared memory, and each finishes one
-half.
+of one block row by TILE_N columns. A producer warp keeps a ring of blocks of A, which are
+contiguous in memory, and of x full through TMA, without a break between tiles; one consumer warp
+group multiplies. With SPLIT_K = 2 programs form clusters of two, and both may split the blocks of
+one tile: they exchange halves of their sums through distributed shared memory, and each finishes
+one half.
 
-The time is that of reading A once, a few microseconds. So the kernel is launched with PDL: while the
-kernel before it still runs, it reads its schedule, has TMA fetch the descriptors and prefetches its
-first blocks to the L2.
+The time is that of reading A once, a few microseconds. So the kernel is launched with PDL: while
+the kernel before it still runs, it reads its schedule, has TMA fetch the descriptors and prefetches
+its first blocks to the L2.
 
 Part of impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, blocks stored by rows, heights that
 are multiples of 16, addresses and strides that TMA takes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -42,6 +42,12 @@ from .epilogue import Epilogue, finish_values
 from .row_schedule import HEADER, OUTSIDE, RowSchedule, TileHeader
 
 _HEADER = gl.constexpr(HEADER)
+# Where the fields of a `TileHeader` are in a record.
+_TILE_COUNT = gl.constexpr(TileHeader._fields.index("tile_count"))
+_ROW_TILE = gl.constexpr(TileHeader._fields.index("row_tile"))
+_BLOCKS = gl.constexpr(TileHeader._fields.index("blocks"))
+_COL = gl.constexpr(TileHeader._fields.index("col"))
+_SPLIT = gl.constexpr(TileHeader._fields.index("split"))
 _SUMS = gl.constexpr(GROUP_ROWS)
 PRODUCER_REGISTERS = gl.constexpr(40)
 # Slots that a warp reads at once.
@@ -53,69 +59,44 @@ _OUTSIDE = gl.constexpr(OUTSIDE)
 class Schedule(NamedTuple):
     """`RowSchedule` in memory: records of `HEADER + 2 * width` int32, `tiles` for each program."""
 
-    records_ptr: object
-    tiles: object
-    width: object
+    records_ptr: Any
+    tiles: Any
+    width: Any
 
 
 class Slots(NamedTuple):
     """32 slots of a record, one in each lane of a warp."""
 
-    number: object  # of the slot in its record
-    a_row: object  # row of its block in the values as a matrix [nnzb * BLOCK_H, BLOCK_W]
-    x_row: object  # row of x that its first column meets
+    number: Any  # of the slot in its record
+    a_row: Any  # row of its block in the values as a matrix [nnzb * BLOCK_H, BLOCK_W]
+    x_row: Any  # row of x that its first column meets
 
 
 class Operands(NamedTuple):
     """A and x in memory."""
 
-    a_desc: object
-    x_desc: object
-    values_ptr: object  # A again, for prefetches
-    prefetch: object  # blocks of the first tile to prefetch to the L2
+    a_desc: Any
+    values_ptr: Any  # A again, for prefetches
+    prefetch: Any  # blocks of the first tile to prefetch to the L2
+    x_desc: Any
 
 
 class NarrowRing(NamedTuple):
     """Blocks of A and tiles of x in shared memory, and the barriers of their stages."""
 
-    a: object
-    x: object
-    full: object
-    empty: object
-    primed: object  # one barrier: TMA has fetched the descriptors
+    a: Any
+    x: Any
+    full: Any
+    empty: Any
+    primed: Any  # one barrier: TMA has fetched the descriptors
 
 
 class NarrowOutput(NamedTuple):
     """Where finished sums go."""
 
-    ptr: object
-    strides: object
-    epilogue: object
-
-
-@gluon.jit
-def _first_record(schedule):
-    """This program's first record."""
-    size = _HEADER + 2 * schedule.width
-    return schedule.records_ptr + gl.program_id(0).to(gl.int64) * (schedule.tiles * size)
-
-
-@gluon.jit
-def _read_header(record_ptr, live):
-    """The numbers in front of the slots of a record; 0 where it is not `live` (None: it is)."""
-    if live is None:
-        count = gl.load(record_ptr)
-        row_tile = gl.load(record_ptr + 1)
-        blocks = gl.load(record_ptr + 2)
-        col = gl.load(record_ptr + 3)
-        split = gl.load(record_ptr + 4)
-    else:
-        count = gl.load(record_ptr, mask=live, other=0)
-        row_tile = gl.load(record_ptr + 1, mask=live, other=0)
-        blocks = gl.load(record_ptr + 2, mask=live, other=0)
-        col = gl.load(record_ptr + 3, mask=live, other=0)
-        split = gl.load(record_ptr + 4, mask=live, other=0)
-    return TileHeader(count, row_tile, blocks, col, split)
+    ptr: Any
+    strides: Any
+    epilogue: Any
 
 
 @gluon.jit
@@ -155,11 +136,10 @@ def _produce(operands, schedule, ring, CFG: gl.constexpr):
     x = ring.x.index(0).slice(0, CFG.TILE_N, dim=0)
     tma.async_copy_global_to_shared(x_desc, [0, _OUTSIDE], primed, x)
     size = _HEADER + 2 * width
-    record_ptr = _first_record(schedule)
-    header = _read_header(record_ptr, None)
-    tile_count = header.tile_count
-    blocks = header.blocks
-    col = header.col
+    record_ptr = schedule.records_ptr + gl.program_id(0).to(gl.int64) * (schedule.tiles * size)
+    tile_count = gl.load(record_ptr + _TILE_COUNT)
+    blocks = gl.load(record_ptr + _BLOCKS)
+    col = gl.load(record_ptr + _COL)
     slots = _read_slots(record_ptr + _HEADER, 0, width, True)
     _prefetch_blocks(operands, slots, CFG)
     if CFG.SPLIT_K > 1:
@@ -172,7 +152,8 @@ def _produce(operands, schedule, ring, CFG: gl.constexpr):
         slots_ptr = record_ptr + _HEADER
         record_ptr += size
         more = tile + 1 < tile_count
-        next_header = _read_header(record_ptr, more)
+        next_blocks = gl.load(record_ptr + _BLOCKS, mask=more, other=0)
+        next_col = gl.load(record_ptr + _COL, mask=more, other=0)
         next_slots = _read_slots(record_ptr + _HEADER, 0, width, more)
         # counted on from tile to tile: Triton 3.6 takes the bound of a loop from zero to `blocks`
         # out of the loop over tiles
@@ -200,8 +181,8 @@ def _produce(operands, schedule, ring, CFG: gl.constexpr):
                         x = x.slice(0, CFG.TILE_N, dim=0)
                     tma.async_copy_global_to_shared(x_desc, [col, x_row], bar, x)
         begin = end
-        blocks = next_header.blocks
-        col = next_header.col
+        blocks = next_blocks
+        col = next_col
         slots = next_slots
 
 
@@ -251,19 +232,21 @@ def _consume(output, schedule, ring, CFG: gl.constexpr):
         init_exchange(shared_address(CFG.exchange_offset + CFG.exchange_bytes), CFG.exchange_bytes)
         cluster_barrier()
     size = _HEADER + 2 * schedule.width
-    record_ptr = _first_record(schedule)
-    header = _read_header(record_ptr, None)
-    tile_count = header.tile_count
-    split = header.split
-    row_tile = header.row_tile
-    blocks = header.blocks
-    col = header.col
+    record_ptr = schedule.records_ptr + gl.program_id(0).to(gl.int64) * (schedule.tiles * size)
+    tile_count = gl.load(record_ptr + _TILE_COUNT)
+    row_tile = gl.load(record_ptr + _ROW_TILE)
+    blocks = gl.load(record_ptr + _BLOCKS)
+    col = gl.load(record_ptr + _COL)
+    split = gl.load(record_ptr + _SPLIT)
     # bias, residual and output belong to the kernels in front until they have ended
     gdc_wait()
     begin = 0
     for tile in range(tile_count):
         record_ptr += size
-        next_header = _read_header(record_ptr, tile + 1 < tile_count)
+        more = tile + 1 < tile_count
+        next_row_tile = gl.load(record_ptr + _ROW_TILE, mask=more, other=0)
+        next_blocks = gl.load(record_ptr + _BLOCKS, mask=more, other=0)
+        next_col = gl.load(record_ptr + _COL, mask=more, other=0)
         end = begin + gl.cdiv(blocks, CFG.STAGE_BLOCKS) * CFG.k_steps
         acc = gl.zeros([_SUMS, sums_width], gl.float32, layout)
         for step in range(begin, end):
@@ -293,9 +276,9 @@ def _consume(output, schedule, ring, CFG: gl.constexpr):
         else:
             _store(acc, row_tile * CFG.TILE_M, col, output, CFG)
         begin = end
-        row_tile = next_header.row_tile
-        blocks = next_header.blocks
-        col = next_header.col
+        row_tile = next_row_tile
+        blocks = next_blocks
+        col = next_col
 
 
 @gluon.jit
@@ -341,7 +324,7 @@ def _spmm_narrow_sm90_kernel(
     fence_async_shared()
     epilogue = Epilogue(bias_ptr, residual_ptr, residual_strides, n_rows, n_cols)
     output = NarrowOutput(out_ptr, out_strides, epilogue)
-    operands = Operands(a_desc, x_desc, values_ptr, prefetch)
+    operands = Operands(a_desc, values_ptr, prefetch, x_desc)
     schedule = Schedule(records_ptr, tiles_each, width)
     few: gl.constexpr = PRODUCER_REGISTERS
     if CFG.SPLIT_K > 1:

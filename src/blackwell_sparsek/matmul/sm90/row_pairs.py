@@ -6,7 +6,7 @@ rows.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,11 +23,11 @@ _PAIRS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class PairedRow(NamedTuple):
     """One row of a pair, as the plan stores it and the kernel reads it."""
 
-    block_row: object  # -1: the missing one of an odd number of rows
-    begin: object  # places of the lists, begin ... end - 1
-    end: object
-    shared: object  # blocks, the first ones, whose columns both rows have
-    longest: object  # blocks of the longer row
+    block_row: Any  # -1: the missing one of an odd number of rows
+    begin: Any  # places of the lists, begin ... end - 1
+    end: Any
+    shared: Any  # blocks, the first ones, whose columns both rows have
+    longest: Any  # blocks of the longer row
 
 
 PAIR_FIELDS = len(PairedRow._fields)

@@ -1,9 +1,9 @@
 """Schedules of the Hopper products with few columns: which blocks a program multiplies.
 
 A product of few columns takes microseconds, and every load that waits for another one shows. Row
-pointers, then indices, then blocks would be three round trips to memory. So each pattern gets, once,
-a table of records at addresses that follow from the number of the program; a record holds all that
-its program needs to load its blocks.
+pointers, then indices, then blocks would be three round trips to memory. So each pattern gets,
+once, a table of records at addresses that follow from the number of the program; a record holds all
+that its program needs to load its blocks.
 
 `RowSchedule` (`narrow.py`) also balances the work: tiles are assigned, longest first, each to the
 program with the least to read. Where SMs would be idle, the longest tiles are split between two
@@ -12,7 +12,7 @@ block row, longest rows first.
 """
 
 import heapq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -34,8 +34,8 @@ OUTSIDE = 1 << 30
 _TILE_COST = 1
 # What it takes two programs to add up their parts, in K steps: the exchange takes 0.5 to 0.75 us.
 _EXCHANGE_COST = 3
-# Blocks of its first tile that a program prefetches to the L2 while the kernel before it still runs.
-# More compete with that kernel: 11.2 us with 4 for 4096 x 14336 and 64 columns, 14.3 with all (H200).
+# Blocks of its first tile that a program prefetches to the L2 while the kernel before it still
+# runs. More are slower: 11.2 us with 4 for 4096 x 14336 and 64 columns, 14.3 with all (H200).
 _PREFETCH = 4
 # All blocks, as many as a warp has lanes, where programs of the next kernel find idle SMs and the
 # matrix is this small: 4.7 us instead of 4.9 (4096 x 4096, 7.4 MB).
@@ -47,11 +47,11 @@ _SPLIT_PREFETCH_BYTES = 8 * 2**20
 class TileHeader(NamedTuple):
     """The numbers in front of the slots of a `RowSchedule` record."""
 
-    tile_count: object  # records of the program that count
-    row_tile: object  # which TILE_M rows of the result
-    blocks: object  # slots that hold a block
-    col: object  # first column of the result
-    split: object  # whether this is one of two parts of a tile
+    tile_count: Any  # records of the program that count
+    row_tile: Any  # which TILE_M rows of the result
+    blocks: Any  # slots that hold a block
+    col: Any  # first column of the result
+    split: Any  # whether this is one of two parts of a tile
 
 
 HEADER = len(TileHeader._fields)

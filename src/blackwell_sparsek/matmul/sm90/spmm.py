@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""BSR times dense on Hopper: out = activation(A @ X + bias) + residual, with TMA, WGMMA, warp roles.
+"""BSR times dense on Hopper: out = activation(A @ X + bias) + residual, with TMA and WGMMA.
 
 A is block-sparse [M, K], X dense [K, N], out [M, N]. X and out may each lie transposed in memory
 ([N, K], [N, M]), and A may be read through the metadata of its transpose.
@@ -13,8 +13,8 @@ multiplied with every row of its block. While the consumers store a tile, the ri
 the next one.
 
 With PAIRED, two programs form a cluster and share copies of X by TMA multicast. What limits the
-product of 64-row blocks is the bandwidth from L2 to shared memory, and a multicast copy that two SMs
-receive is read once. The two programs take the two rows of a pair with many columns in common
+product of 64-row blocks is the bandwidth from L2 to shared memory, and a multicast copy to two SMs
+is read once. The two programs take the two rows of a pair with many columns in common
 (`row_pairs.py`) and the same panel. Where both rows have a block, each program copies half of the
 columns of X to both; after that each copies the blocks that only its own row has. Both go through
 their rings in step: a stage is free once both have released it, and the stages that only the longer
@@ -26,7 +26,7 @@ bf16, block heights that are multiples of 64 (`triton/pack.py` makes lower ones 
 strides that TMA takes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,7 +49,7 @@ from ...device.gluon.cluster import (
 )
 from ...device.gluon.pipeline import barriers, claim, publish, take, tiles, work_channel
 from ...device.gluon.warps import shared_address
-from ...device.schedule import place_in_sections
+from ...device.schedule import raster_place
 from ...launch.descriptors import GROUP_ROWS
 from .config import PAIR, SLAB_COLUMNS
 from .epilogue import Epilogue, finish_values
@@ -65,10 +65,10 @@ _PAIR_FIELDS = gl.constexpr(PAIR_FIELDS)
 class SpmmTile(NamedTuple):
     """A work tile, as the producer publishes it to the consumers."""
 
-    steps: object  # K steps; -1: there is no more work
-    row: object  # first row and column of the result; a negative row is not stored
-    col: object
-    slot: object  # where the partial sum goes, -1: none; PAIRED: K steps of the longer row
+    steps: Any  # K steps; -1: there is no more work
+    row: Any  # first row and column of the result; a negative row is not stored
+    col: Any
+    slot: Any  # where the partial sum goes, -1: none; PAIRED: K steps of the longer row
 
 
 SPMM_TILE_FIELDS = gl.constexpr(len(SpmmTile._fields))
@@ -77,26 +77,26 @@ SPMM_TILE_FIELDS = gl.constexpr(len(SpmmTile._fields))
 class PlanItem(NamedTuple):
     """An item of `SpmmPlan`: blocks begin ... end - 1 of a block row."""
 
-    block_row: object
-    begin: object
-    end: object
-    slot: object  # of the partial sum; -1 where the item is the whole row
+    block_row: Any
+    begin: Any
+    end: Any
+    slot: Any  # of the partial sum; -1 where the item is the whole row
 
 
 class Lists(NamedTuple):
     """Where the plan and the pattern lie in memory."""
 
-    items_ptr: object  # int32 [items, 4], or rows of pairs [2 * items, PAIR_FIELDS]
-    cols_ptr: object  # int32 [nnzb], block column of each entry
-    perm_ptr: object  # int32 [nnzb], stored block of each entry; None where that is its own number
+    items_ptr: Any  # int32 [items, 4], or rows of pairs [2 * items, PAIR_FIELDS]
+    cols_ptr: Any  # int32 [nnzb], block column of each entry
+    perm_ptr: Any  # int32 [nnzb], stored block of each entry; None where that is its own number
 
 
 class Raster(NamedTuple):
     """Work tiles of the launch, and how many panels of columns are visited together."""
 
-    m_tiles: object
-    n_tiles: object
-    group: object
+    m_tiles: Any
+    n_tiles: Any
+    group: Any
 
 
 class OperandRing(NamedTuple):
@@ -105,18 +105,18 @@ class OperandRing(NamedTuple):
     PAIRED: `full` and `empty` are one array, full first, two barriers of the scheduler behind it.
     """
 
-    a: object
-    x: object
-    full: object
-    empty: object
+    a: Any
+    x: Any
+    full: Any
+    empty: Any
 
 
 class Output(NamedTuple):
     """Where sums go: through shared memory and TMA, or as partial sums straight to memory."""
 
-    desc: object
-    smem: object  # a buffer for each consumer
-    partial_ptr: object  # fp32 [slots, BLOCK_H, N]; None where no row is split
+    desc: Any
+    smem: Any  # a buffer for each consumer
+    partial_ptr: Any  # fp32 [slots, BLOCK_H, N]; None where no row is split
 
 
 @gluon.jit
@@ -126,7 +126,7 @@ def _read_tile(items_ptr, number, raster, CFG: gl.constexpr):
     Panels go in raster groups whose part of X stays in L2, and within a group each item visits all
     panels before the next item: tiles that run together share blocks of A as well.
     """
-    n_tile, place = place_in_sections(number, raster.n_tiles, raster.m_tiles, raster.group)
+    n_tile, place = raster_place(number, raster.n_tiles, raster.m_tiles, raster.group)
     # places of a raster group count down, items are sorted longest first
     m_tile = raster.m_tiles - 1 - place
     item_ptr = items_ptr + 4 * (m_tile // CFG.row_tiles)
@@ -293,7 +293,7 @@ def _free_stage(bars, step, CFG: gl.constexpr):
 @gluon.jit
 def _read_pair(items_ptr, number, raster, rank):
     """N tile of a work tile, and this program's row of its pair."""
-    n_tile, place = place_in_sections(number, raster.n_tiles, raster.m_tiles, raster.group)
+    n_tile, place = raster_place(number, raster.n_tiles, raster.m_tiles, raster.group)
     # places of a raster group count down, pairs are sorted longest first
     item_ptr = items_ptr + _PAIR_FIELDS * (_PAIR * (raster.m_tiles - 1 - place) + rank)
     block_row = gl.load(item_ptr)
@@ -368,7 +368,7 @@ def _halves(x):
 
 @gluon.jit
 def _store_chunk(acc, row, col, slot, output, out_smem, epilogue, CFG: gl.constexpr):
-    """Finish and store [64, out_chunk] sums of a tile; a partial sum goes to its slot unfinished."""
+    """Finish and store sums [64, out_chunk]; a partial sum goes to its slot unfinished."""
     chunk: gl.constexpr = CFG.out_chunk
     layout: gl.constexpr = CFG.accumulator_layout(chunk)
     activation: gl.constexpr = CFG.ACTIVATION

@@ -3,8 +3,8 @@
 
 A is block-sparse [M, K], x [K, N] with contiguous columns, out [M, N], N at most 32. Blocks this
 narrow are too small for TMA copies of their own (`narrow.py`). Here a program computes a strip: 16
-rows of one block row, the M of one `mma.sync`. Its warps split K, each with its share of the blocks,
-and their sums are added at the end in a fixed order.
+rows of one block row, the M of one `mma.sync`. Its warps split K, each with its share of the
+blocks, and their sums are added at the end in a fixed order.
 
 Both operands are loaded from memory straight into the registers of `mma.sync`. A thread holds 8
 neighbours along K instead of 2, so that it loads 16 bytes at a time; they are the same 8 of both
@@ -17,7 +17,7 @@ Limits: fp16 and bf16, blocks stored by rows, K a multiple of 16, addresses and 
 multiples of 16 bytes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -45,10 +45,10 @@ _STRIP_BYTES = gl.constexpr(2 * STRIP_ROWS * STRIP_BLOCK)
 class StripOperands(NamedTuple):
     """A strip of the blocks, and x, in memory."""
 
-    values_ptr: object  # first row of the strip in the first block
-    x_ptr: object
-    x_stride: object  # between columns
-    n_cols: object
+    values_ptr: Any  # first row of the strip in the first block
+    x_ptr: Any
+    x_stride: Any  # between columns
+    n_cols: Any
 
 
 @gluon.jit
@@ -153,7 +153,7 @@ def _spmm_strips_kernel(
     width,
     CFG: gl.constexpr,
 ):
-    """Multiply one strip with all columns: find blocks, load and multiply, add up, finish, store."""
+    """Multiply one strip with all columns: load and multiply blocks, add up, finish, store."""
     # PDL: the next kernel may start as soon as there is room for it; it waits where it has to
     gdc_launch_dependents()
     item = gl.program_id(0) // CFG.strips

@@ -1,4 +1,7 @@
-"""(problem) -> tiles of the Hopper product kernel, and the reasons why it cannot run."""
+"""(problem) -> configuration of each Hopper product kernel, and the reasons why none can run.
+
+Pure functions of the problem; the figures beside the thresholds were measured on an H200.
+"""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -25,33 +28,33 @@ from .config import (
     stages_that_fit,
 )
 
-# One column alone is left to the portable kernel, unless there are more tiles of rows than this for
-# each SM: 3.9 us there and 4.9 here (4096 x 4096 in 22 % of blocks of 128, H200), 9.6 and 10.3
+# A single column is left to the portable kernel, unless there are more row tiles than this per SM:
+# 3.9 us there and 4.9 here (4096 x 4096 in 22 % of blocks of 128, H200), 9.6 and 10.3
 # (4096 x 14336), but 20.7 and 17.9 (28672 x 4096).
 ONE_COLUMN_TILES = 2
-# Of blocks lower than this each copy of TMA brings so little that the portable kernel is no slower
-# while its tiles hold the columns: 7.8 us both at 16 x 16.
+# A TMA copy of blocks lower than this is so small that the portable kernel is no slower as long as
+# its tiles hold all columns: 7.8 us both at 16 x 16.
 FLAT_HEIGHT, FLAT_COLUMNS = 32, 16
-# Up to this many columns the kernel for few of them takes a matrix with one tile of rows for each
-# SM at the most: 12.4 us against 13.7 for 256 columns and 4096 x 4096 in 22 % of the blocks.
+# Up to this many columns the kernel for few columns takes matrices with at most one row tile per
+# SM: 12.4 us against 13.7 for 256 columns and 4096 x 4096 in 22 % of the blocks.
 MANY_COLUMNS = 256
-# Two programs share the longest tiles of few columns where some SMs are idle and rows at least this
-# long, in elements. Microseconds in one part and in two (16 / 64 columns, blocks of 128, H200):
-# 4096 x 14336, 64 tiles of rows for 132 SMs, 25 blocks each: 10.4 / 11.5 and 9.9 / 10.6;
+# Two programs split the longest tiles of few columns where some SMs are idle and rows are at least
+# this long, in elements. Microseconds whole and split (16 / 64 columns, blocks of 128, H200):
+# 4096 x 14336, 64 row tiles for 132 SMs, 25 blocks each: 10.4 / 11.5 and 9.9 / 10.6;
 # 8192 x 28672, 128 tiles of 49: 33.6 / 36.5 and 32.2 / 34.1.
-# Of shorter rows 8192 x 8192, 128 tiles of 14, gains nothing: 10.9 / 11.6 and 10.9 / 11.5; 4096 x
+# With shorter rows 8192 x 8192, 128 tiles of 14, gains nothing: 10.9 / 11.6 and 10.9 / 11.5; 4096 x
 # 4096, 64 tiles of 7, loses: 4.5 / 4.9 and 4.6 / 5.0.
 LONG_ROW = 3072
-# Rows of this length where half to three quarters of the SMs have tiles: 6144 x 4096, 96 tiles of 7
-# blocks, 6.1 / 6.3 and 5.4 / 5.7.
-CUT_ROW = 768
-# Rows are cut where one has more than this many times the blocks that a part would have. A second
-# pass takes 10 us: 4096 x 4096 times 1024 columns took 38 us with rows of 9 to 14 blocks cut at 8,
-# and 24 uncut.
+# The same where half to three quarters of the SMs have tiles: 6144 x 4096, 96 tiles of 7 blocks,
+# 6.1 / 6.3 and 5.4 / 5.7.
+SPLIT_ROW = 768
+# Rows are split where one has more than this many times the blocks that a part would have. A second
+# pass takes 10 us: 4096 x 4096 times 1024 columns took 38 us with rows of 9 to 14 blocks split at
+# 8, and 24 unsplit.
 BEARABLE_CHUNKS = 3
-# A part has at least this many steps of the sum.
+# A part of a split row has at least this many columns of A.
 LEAST_STEPS = 1024
-# Columns of a consumer from which on rows are paired: products that give every SM much to do.
+# Columns per consumer from which rows are paired: products that give every SM much to do.
 PAIRED_COLUMNS = 256
 
 
@@ -80,7 +83,7 @@ def spmm_sm90_unsupported(problem: BsrProblem) -> str | None:
 
 def spmm_sm90_passed_over(problem: BsrProblem) -> str | None:
     """Why `auto` should not take the kernels where they could run, or None."""
-    # rows of all batch entries are rows of one matrix
+    # the rows of all batch entries are rows of one matrix
     columns = problem.n * problem.batch
     sizes = spmm_sizes(problem)
     height = sizes.block_h
@@ -106,25 +109,25 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
         return None
     tile_n = _narrow_columns(sizes, tile_m, row_tiles, problem.arch.num_sms)
     tile_k = next(tile for tile in (128, 64, 32, 16) if sizes.block_w % tile == 0)
-    # of narrow blocks several make one stage of the ring
-    units = min(4, max(1, 128 // sizes.block_w))
+    # several narrow blocks make one stage of the ring
+    stage_blocks = min(4, max(1, 128 // sizes.block_w))
     wide = problem.out_dtype == torch.float32
-    parts = _narrow_parts(sizes, tile_m, row_tiles, problem.arch.num_sms)
+    split_k = _narrow_split(sizes, tile_m, row_tiles, problem.arch.num_sms)
     return NarrowSm90Config(
         BLOCK_H=sizes.block_h,
         BLOCK_W=sizes.block_w,
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_K=tile_k,
-        UNITS=units,
-        STAGES=narrow_stages_that_fit(tile_m, tile_n, tile_k * units, wide, parts),
+        STAGE_BLOCKS=stage_blocks,
+        STAGES=narrow_stages_that_fit(tile_m, tile_n, tile_k * stage_blocks, wide, split_k),
         ACTIVATION=problem.activation,
-        PARTS=parts,
+        SPLIT_K=split_k,
     )
 
 
 def _most_columns(problem: BsrProblem, tile_m: int, row_tiles: int) -> int:
-    """Up to how many columns the kernel for few of them is the faster one."""
+    """Up to how many columns the kernel for few columns is the faster one."""
     if tile_m == 16:
         return NARROW
     wide = tile_m == GROUP_ROWS and row_tiles <= problem.arch.num_sms
@@ -132,28 +135,28 @@ def _most_columns(problem: BsrProblem, tile_m: int, row_tiles: int) -> int:
 
 
 def _narrow_columns(sizes: SpmmSizes, tile_m: int, row_tiles: int, num_sms: int) -> int:
-    """Columns of a tile: all of them, unless others are to share the work."""
+    """Columns of a tile: all of them, unless several programs are to share the columns."""
     if sizes.n <= NARROW:
         return next(tile for tile in (16, 32, 64) if sizes.n <= tile)
-    # half the columns for 128: 18.1 us instead of 21.2 with 64 tiles of rows (4096 x 14336), 22.5
-    # instead of 23.4 with 160; 83 instead of 74 with 896
+    # half the columns for 128: 18.1 us instead of 21.2 with 64 row tiles (4096 x 14336), 22.5
+    # instead of 23.4 with 160; but 83 instead of 74 with 896
     halved = row_tiles <= 2 * num_sms and sizes.n <= MOST_COLUMNS
     return NARROW if halved or tile_m < GROUP_ROWS else MOST_COLUMNS
 
 
-def _narrow_parts(sizes: SpmmSizes, tile_m: int, row_tiles: int, num_sms: int) -> int:
-    """Among how many programs a long tile is shared."""
-    # low tiles, and columns in more than one tile, were not tried; one column not measured
+def _narrow_split(sizes: SpmmSizes, tile_m: int, row_tiles: int, num_sms: int) -> int:
+    """How many programs split a long tile."""
+    # low tiles, and columns in more than one tile, were not tried; one column was not measured
     if tile_m < GROUP_ROWS or not (1 < sizes.n <= NARROW) or not warps_may_part():
         return 1
     mean_row = sizes.nnz_blocks * sizes.block_w // sizes.rows_b
     halfway = num_sms < 2 * row_tiles and 4 * row_tiles <= 3 * num_sms
-    least = CUT_ROW if halfway else LONG_ROW
+    least = SPLIT_ROW if halfway else LONG_ROW
     return 2 if row_tiles < num_sms and mean_row >= least else 1
 
 
 def spmm_sm90_chunk(arch: Arch, sizes: SpmmSizes, config: SpmmSm90Config) -> int:
-    """How many blocks a part of a row has at most, if rows are cut."""
+    """The most blocks in a part of a row, if rows are split."""
     chunk = spmm_chunk(arch, sizes, config.tile_m, config.tile_n)
     return max(chunk, LEAST_STEPS // sizes.block_w)
 
@@ -163,14 +166,14 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
     sizes = spmm_sizes(problem)
     packed = sizes.block_h < GROUP_ROWS
     block_h = GROUP_ROWS if packed else sizes.block_h
-    # One block row of 64: both groups take it, side by side, so that X is fetched once for both.
+    # a block row of 64 is for both consumers, side by side, so that X is fetched once for both
     split_n = block_h % (2 * GROUP_ROWS) != 0
     group_n = _group_columns(problem, sizes, split_n)
     tile_k = _k_tile(sizes.block_w)
     if split_n and group_n == 256:
-        # X takes twice the bytes of a stage; 32-wide steps keep five stages in flight
+        # X takes twice the bytes of a stage; K steps of 32 keep five stages in flight
         tile_k = min(tile_k, 32)
-    # Smaller chunks where they are wide in bytes, or where finishing them takes many registers.
+    # smaller chunks where elements have four bytes, or where the epilogue takes many registers
     wide = problem.out_dtype == torch.float32 or problem.residual or problem.activation == "gelu"
     chunks = 4 if wide else 2
     stages = stages_that_fit(group_n, tile_k, split_n, problem.out_dtype.itemsize, chunks)
@@ -182,7 +185,7 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
         STAGES=stages,
         SPLIT_N=split_n,
         OUT_CHUNKS=chunks,
-        # packing also turns blocks the right way round
+        # packing also transposes blocks
         A_TRANSPOSED=not packed and problem.transposed != problem.dense_left,
         X_TRANSPOSED=x_transposed,
         WIDE=not x_transposed and sizes.n % SLAB_COLUMNS == 0,
@@ -192,10 +195,10 @@ def spmm_sm90_config(problem: BsrProblem, x_transposed: bool) -> SpmmSm90Config:
 
 
 def spmm_sm90_paired(problem: BsrProblem, config: SpmmSm90Config) -> SpmmSm90Config | None:
-    """The same product by rows in pairs that share X, or None where that is not for it.
+    """The configuration with paired rows that share X, or None where pairing does not apply.
 
-    8192^3 in 22 % of blocks of 64 takes 428 us instead of 484, of 32 737 instead of 853. Tiles of
-    128 rows gain nothing: 366 instead of 364.
+    8192^3 in 22 % of blocks of 64 takes 428 us instead of 484, blocks of 32 737 instead of 853.
+    Tiles of 128 rows gain nothing: 366 instead of 364.
     """
     if not warps_may_part() or not config.SPLIT_N or config.row_tiles != 1:
         return None
@@ -215,33 +218,34 @@ def _k_tile(block_w: int) -> int:
 def _group_columns(problem: BsrProblem, sizes: SpmmSizes, split_n: bool) -> int:
     """The widest accumulator that the columns fill and that still gives every SM work."""
     groups = 2 if split_n else 1
-    row_pieces = cdiv(sizes.rows_b * sizes.block_h, 2 * GROUP_ROWS // groups)
+    m_tiles = cdiv(sizes.rows_b * sizes.block_h, 2 * GROUP_ROWS // groups)
     for group_n in (256, 128):
-        panels = cdiv(sizes.n, group_n * groups)
+        n_tiles = cdiv(sizes.n, group_n * groups)
         filled = sizes.n > group_n * groups // 2
-        if filled and row_pieces * panels >= problem.arch.num_sms:
+        if filled and m_tiles * n_tiles >= problem.arch.num_sms:
             return group_n
     return 64
 
 
-# (problem) -> how strips of blocks 16 columns wide are multiplied with few columns of x.
+# Few columns and blocks 16 columns wide: strips of 16 rows (`strips.py`).
 
-# Columns up to which strips are the faster kernel: blocks of 16 rows, and taller ones, of which TMA
-# brings more at a time. us for 28672 x 4096 in 22 % of 16 x 16 blocks on an H200, strips and the
-# best of the others: 1 column 18.3, 22.8; 16 columns 23.1, 38.1; 32 columns 35.6, 49.2; 64 columns
-# 61.0, 69.9, but 12.9, 11.5 for 4096 x 4096. Of 128 x 16 with 16 columns 23.0, 24.0 and 6.1, 8.1.
+# Columns up to which strips are the faster kernel: for blocks of 16 rows, and for taller ones, of
+# which TMA copies more at a time. us for 28672 x 4096 in 22 % of 16 x 16 blocks on an H200, strips
+# and the best of the others: 1 column 18.3, 22.8; 16 columns 23.1, 38.1; 32 columns 35.6, 49.2; 64
+# columns 61.0, 69.9, but 12.9, 11.5 for 4096 x 4096. 128 x 16 and 16 columns 23.0, 24.0; 6.1, 8.1.
 MOST_STRIP_COLUMNS, MOST_STRIP_COLUMNS_TALL = 32, 16
-# Warps of an SM: 1, 2, 4 and 8 for each of 13.6 strips take 23.1, 25.1, 25.3 and 41.6 us; of 3.9
-# strips 69.5, 45.5, 40.1 and 43.5; of 1.9 strips of 197 blocks 33.3, 19.8, 16.2 and 13.7.
+# Warps per SM, shared by its strips. With 13.6 strips per SM 1, 2, 4 and 8 warps a strip take 23.1,
+# 25.1, 25.3 and 41.6 us; with 3.9 strips 69.5, 45.5, 40.1 and 43.5; with 1.9 strips of 197 blocks
+# 33.3, 19.8, 16.2 and 13.7.
 SM_WARPS, MOST_WARPS = 16, 8
-# Rows of fewer blocks are over in a step or two: 4 warps with two units each take 6.2 us where 8
-# with one take 6.9 (56 blocks, 1.9 strips an SM), 7.0 where 4 with one take 8.6 (2.9 strips).
+# Rows of fewer blocks take only a step or two: 4 warps with two K tiles each take 6.2 us where 8
+# with one take 6.9 (56 blocks, 1.9 strips per SM), 7.0 where 4 with one take 8.6 (2.9 strips).
 SHORT_ROW, SHORT_ROW_WARPS = 128, 4
 
 
 @lru_cache(maxsize=1024)
 def strips_config(problem: BsrProblem) -> StripsConfig | None:
-    """How strips multiply this product of one matrix; None where that is not for them."""
+    """Configuration of strips for this product of one matrix; None where they do not apply."""
     sizes = spmm_sizes(problem)
     by_rows = problem.dense_left and problem.transposed and problem.row_major and problem.tma
     most = MOST_STRIP_COLUMNS if sizes.block_h == STRIP_ROWS else MOST_STRIP_COLUMNS_TALL
@@ -260,13 +264,13 @@ def strips_config(problem: BsrProblem) -> StripsConfig | None:
     strips = sizes.rows_b * (sizes.block_h // STRIP_ROWS)
     warps = max(1, min(SM_WARPS * problem.arch.num_sms // strips, MOST_WARPS))
     warps = 1 << (warps.bit_length() - 1)
-    # wide tiles have no registers for two units, and less for one warp to wait for
-    units = 2 if tile_n == 8 else 1
+    # wide tiles have no registers for two K tiles, and one warp would have too little in flight
+    k_tiles = 2 if tile_n == 8 else 1
     if tile_n == MOST_STRIP_COLUMNS:
         warps = max(warps, 2)
     elif warps >= SHORT_ROW_WARPS and sizes.nnz_blocks < SHORT_ROW * sizes.rows_b:
-        warps, units = SHORT_ROW_WARPS, 2
-    return StripsConfig(sizes.block_h, tile_n, warps, units, problem.activation)
+        warps, k_tiles = SHORT_ROW_WARPS, 2
+    return StripsConfig(sizes.block_h, tile_n, warps, k_tiles, problem.activation)
 
 
 def why_not_sm90(problem: BsrProblem) -> str | None:

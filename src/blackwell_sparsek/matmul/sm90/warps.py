@@ -5,10 +5,11 @@ A is block-sparse [M, K] in blocks of 16 x 16, given as fragments (`layouts.py`)
 contiguous rows; out is [M, N] or lies transposed in memory.
 
 WGMMA multiplies 64 rows at a time, so with blocks this low most of what it multiplies would be
-zeros. Here the work is one block row per warp: each of 16 warps multiplies only its own blocks, with
-one `mma.sync.m16n8k16` for 8 columns. X passes densely through a ring of chunks that all warps read,
-filled by a producer warp: what is fetched meets 256 rows. A warp walks its own list of blocks, moves
-on to the next chunk when a block lies there, and waits for no other warp (`device/gluon/warps.py`).
+zeros. Here the work is one block row per warp: each of 16 warps multiplies only its own blocks,
+with one `mma.sync.m16n8k16` for 8 columns. X passes densely through a ring of chunks that all warps
+read, filled by a producer warp: what is fetched meets 256 rows. A warp walks its own list of
+blocks, moves on to the next chunk when a block lies there, and waits for no other warp
+(`device/gluon/warps.py`).
 
 The kernel is persistent: one program per SM computes every num_programs-th work tile, 256 rows by
 128 columns. Rows of about the same length are neighbours, so that all warps finish a tile at about
@@ -19,7 +20,7 @@ Part of impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, addresses and s
 takes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -37,7 +38,7 @@ from ...device.gluon.warps import (
     wait_at,
     warp_number,
 )
-from ...device.schedule import place_in_sections
+from ...device.schedule import raster_place
 from ...launch.descriptors import tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
 from ..plan import SpmmPlan
@@ -58,36 +59,36 @@ RASTER_GROUP_BYTES = 16 * 2**20
 class RowsRaster(NamedTuple):
     """Work tiles of the launch."""
 
-    m_tiles: object  # groups of WARPS block rows
-    n_tiles: object  # panels of 128 columns
-    group: object  # M tiles that are visited together
-    chunks: object  # of X, along K
+    m_tiles: Any  # groups of WARPS block rows
+    n_tiles: Any  # panels of 128 columns
+    group: Any  # M tiles that are visited together
+    chunks: Any  # of X, along K
 
 
 class RowLists(NamedTuple):
     """A in memory: fragments, and which of them each block row has."""
 
-    fragments_ptr: object  # int32 [fragments, WORDS]
-    items_ptr: object  # int32 [n_items, 4]: block row, begin, end, unused
-    cols_ptr: object  # int32, column of each fragment in steps of 16
-    n_items: object
-    per_block: object  # fragments of a block
+    fragments_ptr: Any  # int32 [fragments, WORDS]
+    items_ptr: Any  # int32 [n_items, 4]: block row, begin, end, unused
+    cols_ptr: Any  # int32, column of each fragment in steps of 16
+    n_items: Any
+    per_block: Any  # fragments of a block
 
 
 class RowsOutput(NamedTuple):
     """Where finished sums go."""
 
-    ptr: object
-    stride: object  # between rows, or columns where OUT_TRANSPOSED
-    epilogue: object
+    ptr: Any
+    stride: Any  # between rows, or columns where OUT_TRANSPOSED
+    epilogue: Any
 
 
-class RingPlace(NamedTuple):
+class ChunkPlace(NamedTuple):
     """Where a warp is in the ring of chunks."""
 
-    chunk: object  # of the current work tile
-    stage: object
-    phase: object
+    chunk: Any  # of the current work tile
+    stage: Any
+    phase: Any
 
 
 # Storing without a barrier of all warps.
@@ -195,7 +196,7 @@ def _produce(x_desc, chunks_smem, bars, raster, CFG: gl.constexpr):
     """Fill the ring with the chunks of X that each work tile needs."""
     step = 0
     for number in range(gl.program_id(0), raster.m_tiles * raster.n_tiles, gl.num_programs(0)):
-        _, n_tile = place_in_sections(number, raster.m_tiles, raster.n_tiles, raster.group)
+        _, n_tile = raster_place(number, raster.m_tiles, raster.n_tiles, raster.group)
         col = n_tile * (2 * HALF)
         for chunk in range(raster.chunks):
             stage = step % CFG.STAGES
@@ -244,7 +245,7 @@ def _next_stage(place, CFG: gl.constexpr):
     last = place.stage == CFG.STAGES - 1
     stage = gl.where(last, 0, place.stage + 1)
     phase = gl.where(last, place.phase ^ 1, place.phase)
-    return RingPlace(place.chunk + 1, stage, phase)
+    return ChunkPlace(place.chunk + 1, stage, phase)
 
 
 @gluon.jit
@@ -277,8 +278,8 @@ def _multiply_row(begin, end, place, bars, lists, x_tiles, CFG: gl.constexpr):
     left = gl.zeros([tile_m, HALF], gl.float32, layout)
     right = gl.zeros([tile_m, HALF], gl.float32, layout)
     lane = lane_number()
-    # Thread i holds the column of block i of the next 32. Nothing may touch what is loaded before it
-    # is needed: the warp would stall on the load for thousands of cycles.
+    # Thread i holds the column of block i of the next 32. Nothing may touch what is loaded before
+    # it is needed: the warp would stall on the load for thousands of cycles.
     next_cols = gl.load(cols_ptr + begin + lane, mask=begin + lane < end, other=0)
     ahead = ()
     for u in gl.static_range(ahead_count):
@@ -310,13 +311,13 @@ def _consume(output, lists, x_tiles, raster, CFG: gl.constexpr):
     stage = 0
     phase = 0
     for number in range(gl.program_id(0), raster.m_tiles * raster.n_tiles, gl.num_programs(0)):
-        m_tile, n_tile = place_in_sections(number, raster.m_tiles, raster.n_tiles, raster.group)
+        m_tile, n_tile = raster_place(number, raster.m_tiles, raster.n_tiles, raster.group)
         item = m_tile * CFG.WARPS + warp_number()
         item_ptr = lists.items_ptr + 4 * item
         block_row = gl.load(item_ptr, mask=item < lists.n_items, other=-1)
         begin = gl.load(item_ptr + 1, mask=item < lists.n_items, other=0) * lists.per_block
         end = gl.load(item_ptr + 2, mask=item < lists.n_items, other=0) * lists.per_block
-        place = RingPlace(0, stage, phase)
+        place = ChunkPlace(0, stage, phase)
         left, right, place = _multiply_row(begin, end, place, bars, lists, x_tiles, CFG)
         place = _advance(place, raster.chunks - 1, bars, CFG)
         arrive_at(bars + 8 * (CFG.STAGES + place.stage))

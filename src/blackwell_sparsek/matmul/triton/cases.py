@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.compile_cases import CompileCase, compile_cases
-from ..plan import Strides
+from ..rows import Strides
 from .finish import (
     REDUCE_TILE_M,
     REDUCE_TILE_N,

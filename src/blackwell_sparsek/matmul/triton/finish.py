@@ -14,7 +14,8 @@ import triton.language as tl
 from ...device.epilogue import finish
 from ...device.tiles import offsets_2d
 from ...launch.launcher import cdiv, launch, scratch
-from ..plan import SpmmPlan, Strides, strides_of
+from ..plan import SpmmPlan
+from ..rows import Strides, strides_of
 
 # Tile of the second pass, which only moves memory: 16 sums a thread.
 REDUCE_TILE_M, REDUCE_TILE_N, REDUCE_WARPS = 16, 64, 2

@@ -19,8 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...launch.launcher import launch, on_device_of
-from ..plan import Strides, strides_of
-from ..rows import RowsProduct, Views
+from ..rows import RowsProduct, Strides, Views, strides_of
 from ..sm90.row_schedule import TABLE_HEADER, RowTable, row_table
 from .finish import OutputRows, addends_of, finish_tile
 from .tuning import NarrowConfig, narrow_config, narrow_is_even

@@ -19,7 +19,7 @@ from ...device.tiles import add_product, offsets_2d
 from ...dispatch.machine import fp32_precision
 from ...launch.launcher import on_device_of
 from ...sparse.product import PairLists
-from ..plan import strides_of
+from ..rows import strides_of
 from .tuning import PairConfig, pair_config, triton_stages
 
 

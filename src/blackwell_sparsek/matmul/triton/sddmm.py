@@ -21,8 +21,7 @@ from ...calls.matmul import PatternTensors, SddmmCall
 from ...device.tiles import add_product, offsets_2d
 from ...dispatch.machine import fp32_precision
 from ...launch.launcher import cdiv, on_device_of
-from ..plan import strides_of
-from ..rows import matrices, merged_views
+from ..rows import matrices, merged_views, strides_of
 from .tuning import SddmmConfig, sddmm_config
 
 

@@ -23,8 +23,8 @@ from ...calls.matmul import MatmulCall
 from ...device.tiles import add_product, offsets_2d
 from ...dispatch.machine import fp32_precision
 from ...launch.launcher import cdiv, launch, on_device_of
-from ..plan import SpmmPlan, Strides, spmm_plan, strides_of
-from ..rows import BlockRows, Views, rows_product
+from ..plan import SpmmPlan, spmm_plan
+from ..rows import BlockRows, Strides, Views, rows_product, strides_of
 from . import narrow
 from .finish import OutputRows, addends_of, empty_partial, finish_tile, launch_spmm_reduce
 from .tuning import SpmmConfig, spmm_config, triton_stages

@@ -1,4 +1,4 @@
-"""What `device/gluon/mailbox.py` relies on, read in the PTX of the product that uses it."""
+"""What the exchange of `device/gluon/cluster.py` relies on, read in the PTX of its product."""
 
 import re
 
@@ -16,12 +16,12 @@ CASE = """
 import torch
 from blackwell_sparsek.matmul.sm90 import cases
 name = f"bsr_spmm_narrow_sm90/{sys.argv[1]}"
-case = next(case for case in cases._parted_cases() if case.name == name)
+case = next(case for case in cases._split_cases() if case.name == name)
 if sys.argv[2] == "fp32":
     case.args["out_ptr"] = torch.float32
 """
 REPORT = """
-print("box", config.mail_offset, "bytes", config.mail_bytes, "pages", config.pages)
+print("at", config.exchange_offset, "bytes", config.exchange_bytes, "kib", config.ring_kib)
 """
 
 
@@ -39,27 +39,27 @@ def ptx(request):
     return printed(CASE, REPORT, *request.param)
 
 
-def test_nothing_else_lies_in_the_mailbox(ptx):
-    box, nbytes, pages = map(int, re.search(r"box (\d+) bytes (\d+) pages (\d+)", ptx).groups())
-    end = 1024 * pages
-    # a barrier behind the mail
-    assert box + nbytes + 8 <= end
+def test_nothing_else_lies_where_sums_arrive(ptx):
+    begin, nbytes, kib = map(int, re.search(r"at (\d+) bytes (\d+) kib (\d+)", ptx).groups())
+    end = 1024 * kib
+    # a barrier behind the sums
+    assert begin + nbytes + 8 <= end
     bases = re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx)
     assert bases
     known = rf"add\.s32\s+%r\d+, (?:{'|'.join(map(re.escape, bases))}), (\d+);"
     places = {int(place) for place in re.findall(known, ptx)}
     places |= {int(place) for place in re.findall(r"\[global_smem\+(\d+)\]", ptx)}
-    assert not [place for place in places if box <= place < end]
+    assert not [place for place in places if begin <= place < end]
     # blocks lie before it and x behind it: the first copies of both, from outside of the tensors
     copies = re.findall(r"cp\.async\.bulk\.tensor\.2d\S* \[(%r\d+)\]", ptx)
     assert copies[0] in bases
     assert end in places
 
 
-def test_mail_does_not_wait_for_memory(ptx):
+def test_the_exchange_does_not_wait_for_memory(ptx):
     assert "st.async.weak.shared::cluster" in ptx
     assert "release.cluster" not in ptx.replace("fence.mbarrier_init.release.cluster", "")
-    sent, taken = ptx.index("st.async"), ptx.rindex("ld.shared.v4.f32")
-    assert sent < taken
-    assert "fence" not in ptx[sent:taken]
-    assert "bar.sync" not in ptx[sent:taken]
+    sent, received = ptx.index("st.async"), ptx.rindex("ld.shared.v4.f32")
+    assert sent < received
+    assert "fence" not in ptx[sent:received]
+    assert "bar.sync" not in ptx[sent:received]
