@@ -1,4 +1,4 @@
-"""Tiles and order of the Hopper backward in two kernels."""
+"""Tiles and raster groups of the split Hopper backward."""
 
 import dataclasses
 
