@@ -111,7 +111,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from blackwell_sparsek.calls.attention import AttnSpec, empty_lse, empty_out
+from blackwell_sparsek.calls.attention import (
+    AttentionCall, AttnGradients, AttnSpec, BackwardCall, empty_lse, empty_out)
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.masks.block_mask import BlockMask
 

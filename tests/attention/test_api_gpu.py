@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from blackwell_sparsek.attention.api import attention, attention_varlen
-from blackwell_sparsek.attention.triton import route as attention_triton
+from blackwell_sparsek.attention.triton import forward as attention_triton
+from blackwell_sparsek.calls.attention import AttentionCall
 from blackwell_sparsek.testing import layouts
 from blackwell_sparsek.testing.attention_cases import AttnCase, check_attention, draw_case
 from blackwell_sparsek.testing.poison import poisoned_empty
@@ -26,7 +27,7 @@ CORPUS: tuple[tuple[int, int], ...] = ()
 
 def run(q, k, v, spec):
     with poisoned_empty():
-        return attention_triton.forward(q, k, v, spec)
+        return attention_triton.forward(AttentionCall(q, k, v, spec))
 
 
 def check_random_call(structure, seed):

@@ -31,23 +31,21 @@ def gpu(monkeypatch):
     state = SimpleNamespace(calls=0, stream=7, repeated=[], made=[])
     launcher = templates.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
 
-    def run(dout, dlse, q, k, v, out, lse, *options):
+    def run(impl, call):
         state.calls += 1
-        results = attention._empty_gradients(q, k, v, None, options[-2])
+        q, k, v, mask = call.forward.q, call.forward.k, call.forward.v, call.forward.spec.block_mask
         sums = launching.scratch(q.shape, torch.float32, q.device)
         table = torch.zeros(4)
         state.made.append(table)
         # a launch under a mask may have no tensor of its own
-        last = options[4][:1] or [table]
-        launching.launch(kernel, 3, (*results, sums, q, k, v, dout, *last))
-        return results
+        last = table if mask is None else mask._listed.indptr
+        launching.launch(kernel, 3, (*call.gradients, sums, q, k, v, call.dout, last))
 
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(attention_repeat, "stream_of", lambda x: state.stream)
     monkeypatch.setattr(templates, "kernel_launcher", lambda compiled: launcher)
-    monkeypatch.setattr(attention, "_run_backward", run)
-    monkeypatch.setattr(attention_repeat, "_OPERATORS", {})
-    monkeypatch.setattr(attention_repeat, "_MASKED_OPERATORS", {})
+    monkeypatch.setattr(attention.backward_dispatch, "run", run)
+    monkeypatch.setattr(attention_repeat, "_BACKWARD", {})
     return state
 
 
@@ -69,8 +67,8 @@ def test_a_second_call_launches_with_its_own_tensors(gpu):
     results, (q, k, v, dout) = call()
     assert gpu.calls == 1
     ((*got, sums, q_ptr, k_ptr, v_ptr, dout_ptr, table),) = gpu.repeated
-    # a gradient that nobody asked for has no memory
-    assert got == [*(x.data_ptr() for x in results[:3]), 0]
+    # kernels know nothing of a gradient that nobody asked for
+    assert got == [*(x.data_ptr() for x in results[:3]), None]
     assert [x.numel() for x in results] == [1024, 1024, 1024, 0]
     assert [q_ptr, k_ptr, v_ptr, dout_ptr] == [x.data_ptr() for x in (q, k, v, dout)]
     assert table == gpu.made[0].data_ptr() and sums not in (table, q_ptr, 0)
@@ -80,7 +78,7 @@ def test_a_second_call_launches_with_its_own_tensors(gpu):
     "change",
     [{"needs": [True, False, True, False]}, {"deterministic": True}, {"size": 48}],
 )
-def test_what_changes_launches_is_recorded_apart(gpu, change):
+def test_what_changes_launches_is_another_recording(gpu, change):
     call()
     call(**change)
     assert gpu.calls == 2 and not gpu.repeated
@@ -95,7 +93,7 @@ def test_what_copies_is_not_repeated(gpu):
     assert gpu.calls == 4 and not gpu.repeated
 
 
-def test_who_records_sees_all_launches(gpu):
+def test_a_recording_sees_all_launches(gpu):
     call()
     with launching.recording() as record:
         call()
@@ -112,5 +110,9 @@ def test_launches_are_for_all_masks_of_a_size_and_belong_to_a_stream(gpu):
     gpu.stream = 8
     call(mask=masks[0])
     assert gpu.calls == 2
-    call(mask=BlockMask.from_dense(torch.ones(2, 2, dtype=torch.bool), 16))
+    # the number of blocks is data, which launches read from the lists
+    fuller = BlockMask.from_dense(torch.ones(2, 2, dtype=torch.bool), 16)
+    call(mask=fuller)
+    assert gpu.calls == 2 and gpu.repeated[-1][-1] == fuller.forward.indptr.data_ptr()
+    call(mask=BlockMask.from_dense(torch.zeros(2, 2, dtype=torch.bool), 16))
     assert gpu.calls == 3

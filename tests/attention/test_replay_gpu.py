@@ -18,17 +18,17 @@ HEADS, LENGTH, DIM = 4, 1024, 64
 @contextlib.contextmanager
 def repeated_only():
     """Inside, a call that is made in full fails, and so does one that waits."""
-    full = functional_attention._attention
+    full = functional_attention.checked_call
 
     def refuse(*args, **options):
         raise AssertionError("not repeated")
 
-    functional_attention._attention = refuse
+    functional_attention.checked_call = refuse
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        functional_attention._attention = full
+        functional_attention.checked_call = full
         torch.cuda.set_sync_debug_mode("default")
 
 

@@ -33,27 +33,26 @@ def gpu(monkeypatch):
     state = SimpleNamespace(calls=0, repeated=[], stream=STREAM, capturing=False)
     launcher = templates.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
 
-    def forward(q, k, v, *options):
+    def forward(impl, call):
         state.calls += 1
-        mask = attention._spec(*options[:-2]).block_mask
+        q, mask = call.q, call.spec.block_mask
         results = torch.empty_like(q), torch.empty(q.shape[:-1])
         lists, order = (), None
         if mask is not None:
             order = derived_lists.derived_list(mask, order_of, q.shape[0])
             lists = (*mask._listed, mask.bits)
-        launching.launch(kernel, 1, (*results, q, k, v, order, lists))
+        launching.launch(kernel, 1, (*results, q, call.k, call.v, order, lists))
         return results
 
-    def backward(dout, dlse, q, k, v, out, lse, *options):
+    def backward(impl, call):
         state.calls += 1
-        results = attention._empty_gradients(q, k, v, None, options[-2])
-        mask = attention._spec(*options[:-3]).block_mask
+        given, mask = call.forward, call.forward.spec.block_mask
         lists, order = (), None
         if mask is not None:
             order = derived_lists.derived_list(mask, order_of, 7)
             lists = (*mask._listed_transposed, mask.bits)
-        launching.launch(kernel, 1, (*results, dout, q, k, v, out, lse, order, lists))
-        return results
+        inputs = (call.dout, given.q, given.k, given.v, call.out, call.lse)
+        launching.launch(kernel, 1, (*call.gradients, *inputs, order, lists))
 
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
@@ -62,10 +61,10 @@ def gpu(monkeypatch):
     monkeypatch.setattr(derived_lists, "raw_device", lambda: None)
     monkeypatch.setattr(derived_lists, "raw_stream", lambda device: state.stream)
     monkeypatch.setattr(templates, "kernel_launcher", lambda compiled: launcher)
-    monkeypatch.setattr(attention, "_run_forward", forward)
-    monkeypatch.setattr(attention, "_run_backward", backward)
-    for known in ("_UNMASKED", "_MASKED", "_OPERATORS", "_MASKED_OPERATORS"):
-        monkeypatch.setattr(attention_repeat, known, {})
+    monkeypatch.setattr(attention.forward_dispatch, "run", forward)
+    monkeypatch.setattr(attention.backward_dispatch, "run", backward)
+    for cache in ("_DENSE", "_MASKED", "_FORWARD", "_BACKWARD"):
+        monkeypatch.setattr(attention_repeat, cache, {})
     return state
 
 
@@ -135,7 +134,7 @@ def test_each_stream_has_its_own_order(gpu):
     gpu.stream = STREAM + 1
     attend(mask)
     assert gpu.calls == 2 and not gpu.repeated
-    (of_streams,) = derived_lists._LISTS[mask._listed.indptr].values()
+    (of_streams,) = mask._derived.values()
     assert len({x.data_ptr() for x in of_streams.values()}) == 2
 
 
@@ -148,7 +147,7 @@ def test_a_capture_keeps_nothing_and_takes_what_is_known(gpu):
         attend(mask)
     assert gpu.calls == 1 and len(gpu.repeated) == 2
     assert not new._launches and not new._derived
-    (of_streams,) = derived_lists._LISTS[known._listed.indptr].values()
+    (of_streams,) = known._derived.values()
     assert gpu.repeated[0][-2] == of_streams[STREAM].data_ptr()
 
 
@@ -170,13 +169,13 @@ def test_a_mask_ends_with_its_launches(gpu):
 def test_launches_with_tensors_of_one_mask_are_not_repeated_with_another(gpu, monkeypatch):
     table = torch.zeros(4)
 
-    def forward(q, k, v, *options):
+    def forward(impl, call):
         gpu.calls += 1
-        results = torch.empty_like(q), torch.empty(q.shape[:-1])
-        launching.launch(Kernel(), 1, (*results, q, k, v, table))
+        results = torch.empty_like(call.q), torch.empty(call.q.shape[:-1])
+        launching.launch(Kernel(), 1, (*results, call.q, call.k, call.v, table))
         return results
 
-    monkeypatch.setattr(attention, "_run_forward", forward)
+    monkeypatch.setattr(attention.forward_dispatch, "run", forward)
     mask = mask_of()
     for _ in range(2):
         attend(mask)
@@ -201,7 +200,7 @@ def test_a_training_step_is_repeated(gpu, masked):
         out, gradients, inputs, dout = step(mask)
         forward, backward = gpu.repeated
         assert forward[0] == out.data_ptr() and forward[2:5] == addresses(*inputs)
-        assert backward[:4] == (*addresses(*gradients), 0)
+        assert backward[:4] == (*addresses(*gradients), None)
         assert backward[4:8] == addresses(dout, *inputs)
         if masked:
             assert forward[-1] == addresses(*mask._listed, mask.bits)

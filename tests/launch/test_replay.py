@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention import api as functional_attention
-from blackwell_sparsek.attention import api as functional_varlen
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.core.torch_state import explaining
 from blackwell_sparsek.decode import api as functional_decode
@@ -25,6 +24,10 @@ from blackwell_sparsek.masks.block_mask import BlockMask
 # the index that CPU tensors tell
 DEVICE = -1
 STREAM = 7
+CHECKS = (
+    *("check_qkv", "check_head_dims", "check_block_mask", "check_choice", "band_of"),
+    *("check_cu_seqlens", "check_same_batch", "_check_max"),
+)
 
 
 def pretend_gpu(monkeypatch):
@@ -56,14 +59,21 @@ def gpu(monkeypatch):
         launching.launch(kernel, 1, (*results, q, *tensors))
         return results
 
+    def call(op, q, k, v, *, sinks, cu_seqlens_q=None, cu_seqlens_k=None, **options):
+        return q, k, v, sinks, cu_seqlens_q, cu_seqlens_k
+
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(attention_repeat, "stream_of", lambda x: STREAM)
     monkeypatch.setattr(templates, "kernel_launcher", lambda compiled: launcher)
-    monkeypatch.setattr(functional_attention, "_attention", run)
-    monkeypatch.setattr(functional_varlen, "_attention_varlen", run)
+    # no checks: some of them refuse what keys have to tell apart
+    for name in CHECKS:
+        monkeypatch.setattr(functional_attention, name, lambda *args, **options: None)
+    monkeypatch.setattr(functional_attention, "autocast_qkv", lambda op, *qkv: qkv)
+    monkeypatch.setattr(functional_attention, "checked_call", call)
+    monkeypatch.setattr(functional_attention, "attend", lambda call, impl: run(*call))
     monkeypatch.setattr(functional_decode, "_attention_decode", run)
-    for known in ("_UNMASKED", "_UNMASKED_PACKED", "_MASKED"):
-        monkeypatch.setattr(attention_repeat, known, {})
+    for cache in ("_DENSE", "_PACKED", "_MASKED"):
+        monkeypatch.setattr(attention_repeat, cache, {})
     monkeypatch.setattr(decode_repeat, "_KNOWN", {})
     return state
 
@@ -141,7 +151,7 @@ def test_packed_calls(gpu):
     for change in changes:
         packed(**change)
     assert gpu.calls == 5 and len(gpu.repeated) == 1
-    assert not attention_repeat._UNMASKED
+    assert not attention_repeat._DENSE
 
 
 def test_offsets_that_serve_queries_and_keys_have_one_role(gpu):
@@ -291,7 +301,7 @@ def test_a_call_that_is_captured_first_is_not_recorded(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     attend()
     attend()
-    assert gpu.calls == 2 and not attention_repeat._UNMASKED
+    assert gpu.calls == 2 and not attention_repeat._DENSE
 
 
 def test_launches_are_repeated_on_the_device_of_their_tensors(gpu, monkeypatch):
@@ -319,7 +329,7 @@ def test_few_recordings_are_kept(gpu, monkeypatch):
     monkeypatch.setattr(module, "MAX_RECORDINGS", 2)
     for size in (8, 16, 24):
         attend([half(1, 2, size, 16) for _ in range(3)])
-    assert len(attention_repeat._UNMASKED) == 1
+    assert len(attention_repeat._DENSE) == 1
 
 
 @pytest.mark.parametrize("wrong", [[1.0], None, 3, half(4, 4).to_sparse()])
@@ -344,10 +354,10 @@ def test_options_that_no_key_holds_reach_the_checks(monkeypatch, window):
 
 def test_a_tensor_without_sizes_reaches_the_checks(gpu):
     nested = torch.nested.nested_tensor([half(2, 32, 16)])
-    # what stands for the checks here stumbles over it
+    # without checks, asking for its sizes fails
     with pytest.raises(RuntimeError, match="sizes"):
         attend([nested, *qkv()[1:]])
-    assert gpu.calls == 1 and not attention_repeat._UNMASKED
+    assert gpu.calls == 0 and not attention_repeat._DENSE
 
 
 def test_offsets_that_are_no_tensors_reach_the_checks():
@@ -358,8 +368,8 @@ def test_offsets_that_are_no_tensors_reach_the_checks():
 
 
 def test_calls_on_the_cpu_are_not_recorded(monkeypatch):
-    monkeypatch.setattr(attention_repeat, "_UNMASKED", {})
+    monkeypatch.setattr(attention_repeat, "_DENSE", {})
     q = torch.randn(1, 2, 64, 64).half()
     assert not module.may_record((), [q, q], [None])
     bsk.attention(q, q, q)
-    assert attention_repeat._UNMASKED == {}
+    assert attention_repeat._DENSE == {}

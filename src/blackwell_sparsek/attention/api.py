@@ -1,24 +1,26 @@
-"""`attention`: dense tensors, any combination of masks."""
+"""`attention` for dense tensors and `attention_varlen` for packed sequences."""
 
 from typing import Any
 
 import torch
 
-from ..core.checks import message
+from ..core.checks import check_choice, message
+from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..masks.band import band_of
 from ..masks.block_mask import BlockMask
 from ..masks.packed import check_cu_seqlens, check_same_batch
+from .autograd import attend
 from .inputs import (
     DENSE,
     PACKED,
     autocast_qkv,
-    call_operator,
     check_block_mask,
     check_head_dims,
     check_qkv,
+    checked_call,
 )
-from .replay import attention_results
+from .replay import recorder, replayed
 
 
 def attention(
@@ -90,61 +92,34 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
-    options = (causal, window, scale, softcap, deterministic, impl)
-
-    def checked() -> tuple[torch.Tensor, torch.Tensor]:
-        return _attention(q, k, v, block_mask, sinks, *options)
-
-    results = attention_results(q, k, v, sinks, block_mask, options, checked, return_lse)
+    options = (return_lse, causal, window, scale, softcap, deterministic, impl)
+    inputs = (q, k, v, sinks)
+    results = replayed(options, inputs, block_mask)
+    if results is None:
+        op = "attention"
+        check_qkv(op, q, k, v, DENSE)
+        check_head_dims(op, q, v)
+        band = band_of(op, causal, window)
+        check_block_mask(op, block_mask, q, q.shape[0], q.shape[2], k.shape[2])
+        q, k, v = autocast_qkv(op, q, k, v)
+        check_choice(op, "impl", impl, IMPLS)
+        call = checked_call(
+            op,
+            q,
+            k,
+            v,
+            band=band,
+            block_mask=block_mask,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            deterministic=deterministic,
+            max_q=q.shape[2],
+            max_k=k.shape[2],
+        )
+        with recorder(options, inputs, block_mask) as recording:
+            results = recording.keep(attend(call, impl))
     return (results[0], results[1]) if return_lse else results[0]
-
-
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_mask: BlockMask | None,
-    sinks: torch.Tensor | None,
-    causal: bool,
-    window: int | tuple[int | None, int | None] | None,
-    scale: float | None,
-    softcap: float | None,
-    deterministic: bool | None,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check everything and run the operator."""
-    op = "attention"
-    check_qkv(op, q, k, v, DENSE)
-    check_head_dims(op, q, v)
-    band = band_of(op, causal, window)
-    sq, sk = q.shape[2], k.shape[2]
-    check_block_mask(op, block_mask, q, q.shape[0], sq, sk)
-    q, k, v = autocast_qkv(op, q, k, v)
-    return call_operator(
-        op,
-        q,
-        k,
-        v,
-        band=band,
-        block_mask=block_mask,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        deterministic=deterministic,
-        impl=impl,
-        max_q=sq,
-        max_k=sk,
-    )
-
-
-# `attention_varlen`: sequences of different lengths, packed end to end.
-
-
-def _check_max(op: str, arg: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise InvalidType(message(op, arg, "is not an int", "int", type(value).__name__))
-    if value < 0:
-        raise InvalidInput(message(op, arg, "is negative", "an int >= 0", value))
 
 
 def attention_varlen(
@@ -204,60 +179,50 @@ def attention_varlen(
     ... ).shape
     torch.Size([10, 4, 16])
     """
-    options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic, impl)
-    offsets = (cu_seqlens_q, cu_seqlens_k)
-
-    def checked() -> tuple[torch.Tensor, torch.Tensor]:
-        return _attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, block_mask, sinks, *options)
-
-    results = attention_results(q, k, v, sinks, block_mask, options, checked, return_lse, offsets)
+    options = (
+        *(return_lse, max_seqlen_q, max_seqlen_k),
+        *(causal, window, scale, softcap, deterministic, impl),
+    )
+    # a recording knows tensors by their addresses, and most calls give the same offsets twice
+    inputs = (q, k, v, sinks, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
+    results = replayed(options, inputs, block_mask, packed=True)
+    if results is None:
+        op = "attention_varlen"
+        check_qkv(op, q, k, v, PACKED)
+        check_head_dims(op, q, v)
+        check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, device=q.device)
+        check_cu_seqlens(op, "cu_seqlens_k", cu_seqlens_k, device=q.device)
+        check_same_batch(op, cu_seqlens_q, cu_seqlens_k)
+        _check_max(op, "max_seqlen_q", max_seqlen_q)
+        _check_max(op, "max_seqlen_k", max_seqlen_k)
+        band = band_of(op, causal, window)
+        batch = cu_seqlens_q.numel() - 1
+        check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k)
+        q, k, v = autocast_qkv(op, q, k, v)
+        check_choice(op, "impl", impl, IMPLS)
+        call = checked_call(
+            op,
+            q,
+            k,
+            v,
+            band=band,
+            block_mask=block_mask,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            deterministic=deterministic,
+            max_q=max_seqlen_q,
+            max_k=max_seqlen_k,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+        )
+        with recorder(options, inputs, block_mask, packed=True) as recording:
+            results = recording.keep(attend(call, impl))
     return (results[0], results[1]) if return_lse else results[0]
 
 
-def _attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    block_mask: BlockMask | None,
-    sinks: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool,
-    window: int | tuple[int | None, int | None] | None,
-    scale: float | None,
-    softcap: float | None,
-    deterministic: bool | None,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check everything and run the operator."""
-    op = "attention_varlen"
-    check_qkv(op, q, k, v, PACKED)
-    check_head_dims(op, q, v)
-    check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, device=q.device)
-    check_cu_seqlens(op, "cu_seqlens_k", cu_seqlens_k, device=q.device)
-    check_same_batch(op, cu_seqlens_q, cu_seqlens_k)
-    _check_max(op, "max_seqlen_q", max_seqlen_q)
-    _check_max(op, "max_seqlen_k", max_seqlen_k)
-    band = band_of(op, causal, window)
-    batch = cu_seqlens_q.numel() - 1
-    check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k)
-    q, k, v = autocast_qkv(op, q, k, v)
-    return call_operator(
-        op,
-        q,
-        k,
-        v,
-        band=band,
-        block_mask=block_mask,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        deterministic=deterministic,
-        impl=impl,
-        max_q=max_seqlen_q,
-        max_k=max_seqlen_k,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-    )
+def _check_max(op: str, arg: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise InvalidType(message(op, arg, "is not an int", "int", type(value).__name__))
+    if value < 0:
+        raise InvalidInput(message(op, arg, "is negative", "an int >= 0", value))

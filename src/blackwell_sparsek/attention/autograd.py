@@ -3,101 +3,90 @@
 `bsk::attn_fwd` has a derivative for whatever meets the operator: transforms, modes, compilers. But
 what torch does around a Python operator with lists among its arguments takes longer than a small
 training step. Where nothing else looks at a call, `attend` gives autograd the same derivative by a
-function of its own.
+function of its own, and needs no operator at all without gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..calls.attention import AttentionCall, AttnSpec
 from ..core.errors import Unsupported
 from ..dispatch.operators import define_autograd
-from ..launch.replay import Cache, Tensors, described, is_plain_call, keep
+from ..launch.replay import (
+    Cache,
+    Launches,
+    Tensors,
+    described,
+    is_plain_call,
+    keep,
+    stream_of,
+)
 from ..masks.block_mask import BlockMask
-from .op import attn_bwd, attn_fwd, backward_dispatch, gradient_call, run_attn_fwd
-from .replay import bound_to, stream_of
+from .op import (
+    ForwardArguments,
+    attn_bwd,
+    attn_fwd,
+    backward_dispatch,
+    operator_options,
+    run_backward,
+    run_forward,
+)
+from .replay import bound, forward_lists, gradient_launches, gradient_options
 
-_SINKS = 10
 
-Launches = Callable[[list[int]], Tensors]
-
-
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`bsk::attn_fwd`, by the shortest way to its gradients."""
-    cu_q, cu_k, sinks = *options[:2], options[_SINKS]
+def attend(call: AttentionCall, impl: str) -> Tensors:
+    """Output and lse of a checked call, by the shortest way to its gradients."""
+    q, k, v, sinks = call.q, call.k, call.v, call.spec.sinks
     tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if (
-        torch.compiler.is_compiling()
-        or not torch.is_grad_enabled()
-        or not any(x.requires_grad for x in tensors)
-        or not is_plain_call(tensors)
-    ):
-        out, lse = attn_fwd(q, k, v, *options)
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if torch.compiler.is_compiling() or q.is_meta or not is_plain_call(tensors):
+        results: Tensors = attn_fwd(q, k, v, *operator_options(call, wants_gradients), impl)
+    elif wants_gradients:
+        training = TrainingCall.of(call, impl)
+        results = _Attention.apply(q, k, v, sinks, (training, call, None, True))
     else:
-        out, lse = _Attention.apply(q, k, v, sinks, (Attended.of(options), cu_q, cu_k, None, True))
-    return out, lse
+        results = run_forward(call, impl)
+    return results
 
 
-class Attended:
+class TrainingCall:
     """A call that autograd knows of, without its tensors; of a mask it keeps the lists alive.
 
-    The backward pass has launches of its own. They are looked up once for calls that differ in
-    their masks alone, and bound to each mask once.
+    The backward pass has launches of its own, which are looked up and bound to the mask once.
     """
 
-    __slots__ = ("_forward", "_gradients", "_mask", "_of_kind", "_scalars", "_sizes")
+    __slots__ = ("_deterministic", "_forward", "_gradients", "_impl", "_spec")
 
     def __init__(
-        self,
-        sizes: tuple[int, int],
-        mask: tuple[Sequence[torch.Tensor], Sequence[int]],
-        scalars: tuple[Any, ...],
-        forward: Launches | None = None,
-        of_kind: Cache | None = None,
+        self, spec: AttnSpec, deterministic: bool, impl: str, forward: Launches | None = None
     ):
-        self._sizes = sizes
-        self._mask = mask
-        self._scalars = scalars
+        self._spec = spec
+        self._deterministic = deterministic
+        self._impl = impl
         self._forward = forward
         self._gradients: Cache = {}
-        self._of_kind: Cache = {} if of_kind is None else of_kind
 
     @classmethod
-    def of(cls, options: Sequence[Any]) -> "Attended":
-        """From the options of `bsk::attn_fwd`."""
-        _, _, max_q, max_k, mask, mask_shape, *scalars, _, deterministic, impl = options
-        return cls((max_q, max_k), (mask, mask_shape), (*scalars, deterministic, impl))
+    def of(cls, call: AttentionCall, impl: str) -> "TrainingCall":
+        """Of a call; what has gradients or may be large is saved by autograd."""
+        spec, mask = call.spec, call.spec.block_mask
+        mask = None if mask is None else _lists_of(mask)
+        spec = spec._replace(block_mask=mask, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None)
+        return cls(spec, call.deterministic, impl)
 
-    def by(self, forward: Launches) -> "Attended":
+    def replaying(self, forward: Launches) -> "TrainingCall":
         """The same call by recorded launches; under a mask, `bound` has to follow."""
-        tensors, mask_shape = self._mask
-        mask = ((), mask_shape) if tensors else self._mask
-        return Attended(self._sizes, mask, self._scalars, forward)
+        spec = self._spec._replace(block_mask=None)
+        return TrainingCall(spec, self._deterministic, self._impl, forward)
 
-    def bound(self, mask: BlockMask, bind: Callable[[Any], Launches]) -> "Attended":
+    def bound(self, mask: BlockMask) -> "TrainingCall":
         """The same call with another mask of the kind."""
-        lists = (mask.tensors(for_gradients=True), self._mask[1])
-        forward = bind(self._forward)
-        return Attended(self._sizes, lists, self._scalars, forward, self._of_kind)
-
-    def options(
-        self,
-        cu_q: torch.Tensor | None,
-        cu_k: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        *needs: Sequence[bool],
-    ) -> tuple[Any, ...]:
-        """As `bsk::attn_fwd` takes them, and `bsk::attn_bwd` with `needs`."""
-        *scalars, deterministic, impl = self._scalars
-        if needs:
-            impl = _backward_impl(impl)
-        return (
-            *(cu_q, cu_k, *self._sizes, *self._mask),
-            *(*scalars, sinks, deterministic, *needs, impl),
-        )
+        spec = self._spec._replace(block_mask=_lists_of(mask))
+        forward: Any = self._forward
+        launches = bound(forward, mask, forward_lists(mask))
+        return TrainingCall(spec, self._deterministic, self._impl, launches)
 
     def attend(
         self,
@@ -109,49 +98,59 @@ class Attended:
         return_lse: bool,
     ) -> Tensors:
         """The call with other tensors like those it was recorded with, at `addresses`."""
-        made: Any = _apply(q, k, v, sinks, (self, None, None, addresses, return_lse))
+        made: Any = _apply(q, k, v, sinks, (self, None, addresses, return_lse))
         return made if return_lse else (made,)
 
-    def forward(self, tensors: tuple[Any, ...], addresses: list[int] | None) -> Tensors:
-        """Output and lse of q, k, v, the sinks and the offsets of packed sequences."""
-        if addresses is not None and self._forward is not None:
-            return self._forward(addresses)
-        q, k, v, sinks, cu_q, cu_k = tensors
-        return run_attn_fwd(q, k, v, *self.options(cu_q, cu_k, sinks))
+    def forward(self, call: AttentionCall | None, addresses: list[int] | None) -> Tensors:
+        """Output and lse: of `call`, or by recorded launches from tensors at `addresses`."""
+        if call is not None:
+            return run_forward(call, self._impl)
+        assert self._forward is not None and addresses is not None
+        return self._forward(addresses)
 
     def gradients(
         self,
-        dout: torch.Tensor,
+        dout: torch.Tensor | None,
         dlse: torch.Tensor | None,
         saved: Sequence[Any],
-        needs: list[bool],
+        needs: tuple[bool, ...],
     ) -> Tensors:
         """Of q, k, v and the sinks; those that nobody needs have no elements."""
         q, k, v, out, lse, cu_q, cu_k, sinks = saved
-        # packed sequences and sinks are never known, nor what has derivatives of its own
-        stream = stream_of(q) if self._mask[0] else None
-        call = described(tuple(needs), (dout, q, k, v, out, dlse, lse), stream, below_autocast=True)
-        launches = None if call is None else self._gradients.get(call[0])
-        if call is not None and launches is not None:
-            return launches(call[1])
-        inputs = (dout, dlse, q, k, v, out, lse, *self.options(cu_q, cu_k, sinks, needs))
-        launches = None if call is None else self._launches(call[0], inputs)
-        return attn_bwd(*inputs) if call is None or launches is None else launches(call[1])
+        if dout is None:
+            dout = torch.zeros_like(out)
+        stream = None if self._spec.block_mask is None else stream_of(q)
+        found = described(needs, (dout, q, k, v, out, dlse, lse), stream, below_autocast=True)
+        if found is not None:
+            key, addresses, _ = found
+            launches = self._gradients.get(key)
+            if launches is None:
+                launches = self._gradient_launches(key, sinks)
+            if launches is not None:
+                return launches(addresses)
+        spec = self._spec._replace(sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        call, impl = AttentionCall(q, k, v, spec, self._deterministic), _backward_impl(self._impl)
+        # with gradients enabled, the operator refuses to be derived; modes must see it too
+        if torch.is_grad_enabled() or not is_plain_call((dout, q, k, v)):
+            options = operator_options(call, for_gradients=True)
+            return attn_bwd(dout, dlse, q, k, v, out, lse, *options, list(needs), impl)
+        return run_backward(call, dout, dlse, out, lse, needs, impl)
 
-    def _launches(self, key: Any, inputs: tuple[Any, ...]) -> Launches | None:
-        """What was recorded for gradients of such `inputs`, bound to the mask."""
-        recorded = self._of_kind.get(key)
-        if recorded is None:
-            again = gradient_call(*inputs)
-            recorded = None if again is None else again.recorded()
-            if recorded is None:
-                return None
-            keep(self._of_kind, key, recorded)
-        lists, mask_shape = self._mask
-        launches = bound_to(recorded, lists, mask_shape) if lists else recorded
-        if not torch.cuda.is_current_stream_capturing():
+    def _gradient_launches(self, key: Any, sinks: torch.Tensor | None) -> Launches | None:
+        """What was recorded for such gradients, bound to the mask."""
+        spec = self._spec
+        impl = _backward_impl(self._impl)
+        options = gradient_options(spec, sinks is not None, self._deterministic, impl)
+        launches = gradient_launches(key, options, spec.block_mask)
+        if launches is not None and not torch.cuda.is_current_stream_capturing():
             keep(self._gradients, key, launches)
         return launches
+
+
+def _lists_of(mask: BlockMask) -> BlockMask:
+    """The mask for gradients, by its lists alone: the mask itself keeps calls, and must end."""
+    sizes = (mask.batch, mask.heads, mask.seq_lengths, mask.block_size)
+    return BlockMask._from_tensors(mask.tensors(), *sizes)
 
 
 class _Attention(torch.autograd.Function):
@@ -163,23 +162,25 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
         # without gradients of their own: torch has work with each argument
-        others: tuple[Attended, torch.Tensor | None, torch.Tensor | None, list[int] | None, bool],
+        others: tuple[TrainingCall, AttentionCall | None, list[int] | None, bool],
     ) -> Any:
-        attended, cu_q, cu_k, addresses, with_lse = others
-        output = attended.forward((q, k, v, sinks, cu_q, cu_k), addresses)
+        training, call, addresses, with_lse = others
+        output = training.forward(call, addresses)
+        cu_q = cu_k = None
+        if call is not None:
+            cu_q, cu_k = call.spec.cu_seqlens_q, call.spec.cu_seqlens_k
         ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks)
-        ctx.attended = attended
+        ctx.training = training
         ctx.set_materialize_grads(False)
         return output if with_lse else output[0]
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
-        needs = list(ctx.needs_input_grad[:4])
-        saved = ctx.saved_tensors
-        gradients = _of_results(
-            dout, dlse, saved[3], needs, lambda d: ctx.attended.gradients(d, dlse, saved, needs)
-        )
-        return (*gradients, None)
+        if dout is None and dlse is None:
+            return (None,) * 5
+        needs = ctx.needs_input_grad[:4]
+        made = ctx.training.gradients(dout, dlse, ctx.saved_tensors, needs)
+        return (*_needed(made, needs), None)
 
 
 # below torch's own `apply`, which looks for transforms: who comes with addresses has looked
@@ -191,46 +192,40 @@ def _backward_impl(impl: str) -> str:
     return impl if impl in backward_dispatch.candidates else "auto"
 
 
-def _of_results(
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    out: torch.Tensor,
-    needs: Sequence[bool],
-    gradients: Callable[[torch.Tensor], Tensors],
-) -> tuple[torch.Tensor | None, ...]:
-    """What comes back to q, k, v and the sinks; None where nobody asked."""
-    if dout is None and dlse is None:
-        return (None,) * 4
-    made = gradients(torch.zeros_like(out) if dout is None else dout)
-    return tuple([g if need else None for g, need in zip(made, needs, strict=True)])
+def _needed(made: Tensors, needs: Sequence[bool]) -> list[torch.Tensor | None]:
+    return [g if need else None for g, need in zip(made, needs, strict=True)]
 
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.lists = len(inputs[7]), len(inputs[8])
-    q, k, v, cu_q, cu_k, max_q, max_k, mask, mask_shape, *scalars, sinks, deterministic, impl = (
-        inputs
-    )
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks, *mask)
-    ctx.options = (max_q, max_k, mask_shape, scalars, deterministic, _backward_impl(impl))
+    given = ForwardArguments(*inputs)
+    mask, sinks, offsets = given.mask, given.sinks, (given.cu_seqlens_q, given.cu_seqlens_k)
+    ctx.save_for_backward(given.q, given.k, given.v, *output, *offsets, sinks, *mask)
+    # without what was saved
+    ctx.given = given._replace(
+        q=None, k=None, v=None, cu_seqlens_q=None, cu_seqlens_k=None, sinks=None,
+        mask=[None] * len(mask), impl=_backward_impl(given.impl),
+    )  # fmt: skip
     ctx.set_materialize_grads(False)
 
 
 def _operator_gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-    # torch wants the structure of the inputs back, where an empty list counts as one of tensors
-    tensors, sizes = ctx.lists
-    lists: tuple[Any, Any] = [None] * tensors, None if sizes else []
     # only here does torch index this by argument; before, lists are flattened
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 3 + _SINKS)]
-    q, k, v, out, lse, cu_q, cu_k, sinks, *mask = ctx.saved_tensors
-    max_q, max_k, mask_shape, scalars, deterministic, impl = ctx.options
-    options = (cu_q, cu_k, max_q, max_k, mask, mask_shape, *scalars, sinks, deterministic)
-    dq, dk, dv, dsinks = _of_results(
-        dout,
-        dlse,
-        out,
-        needs,
-        lambda d: attn_bwd(d, dlse, q, k, v, out, lse, *options, needs, impl),
-    )
+    wanted = ForwardArguments(*ctx.needs_input_grad)
+    needs = [wanted.q, wanted.k, wanted.v, wanted.sinks]
+    gradients: list[torch.Tensor | None] = [None] * 4
+    given = ctx.given
+    if dout is not None or dlse is not None:
+        q, k, v, out, lse, cu_q, cu_k, sinks, *mask = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        made = attn_bwd(
+            *(dout, dlse, q, k, v, out, lse, cu_q, cu_k, given.max_q, given.max_k, mask),
+            *(given.mask_shape, given.left, given.right, given.scale, given.softcap, sinks),
+            *(given.deterministic, needs, given.impl),
+        )
+        gradients = _needed(made, needs)
+    dq, dk, dv, dsinks = gradients
+    # torch wants the structure of the inputs back, where an empty list counts as one of tensors
+    lists: tuple[Any, Any] = given.mask, None if given.mask_shape else []
     return (dq, dk, dv, None, None, None, None, *lists, None, None, None, None, dsinks, None, None)
 
 

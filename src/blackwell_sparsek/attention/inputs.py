@@ -1,12 +1,12 @@
-"""What the public attention functions share: checks, defaults, the call of the operator."""
+"""What the public attention functions share: checks and defaults."""
 
 import math
 from typing import Any
 
 import torch
 
+from ..calls.attention import AttentionCall, AttnSpec
 from ..core.checks import (
-    check_choice,
     check_derivatives,
     check_dtype,
     check_finite,
@@ -18,12 +18,10 @@ from ..core.checks import (
     check_tensor,
     message,
 )
-from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..core.torch_state import cast_operand
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
-from .autograd import attend
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
@@ -143,55 +141,34 @@ def is_deterministic(op: str, deterministic: Any) -> bool:
     return deterministic
 
 
-def call_operator(
+def checked_call(
     op: str,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     band: Band,
-    block_mask: BlockMask | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    deterministic: bool | None,
-    impl: str,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    deterministic: bool | None = None,
     max_q: int,
     max_k: int,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the options that no tensor shape depends on, and run `bsk::attn_fwd`."""
-    check_choice(op, "impl", impl, IMPLS)
+) -> AttentionCall:
+    """Check the options that no tensor shape depends on, and make the call of all of them."""
     check_sinks(op, sinks, q)
-    mask, mask_shape = [], []
-    if block_mask is not None:
-        needs_grad = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q, k, v, sinks)
-        )
-        mask = block_mask.tensors(for_gradients=needs_grad)
-        mask_shape = [
-            block_mask.batch,
-            block_mask.heads,
-            *block_mask.seq_lengths,
-            *block_mask.block_size,
-        ]
-    left, right = band.scalars()
-    return attend(
-        q,
-        k,
-        v,
+    spec = AttnSpec(
+        scale_or_default(op, scale, q.shape[-1]),
+        band,
+        block_mask,
+        softcap_or_off(op, softcap),
+        sinks,
         cu_seqlens_q,
         cu_seqlens_k,
         max_q,
         max_k,
-        mask,
-        mask_shape,
-        left,
-        right,
-        scale_or_default(op, scale, q.shape[-1]),
-        softcap_or_off(op, softcap),
-        sinks,
-        is_deterministic(op, deterministic),
-        impl,
     )
+    return AttentionCall(q, k, v, spec, is_deterministic(op, deterministic))

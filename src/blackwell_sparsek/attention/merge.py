@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..calls.attention import MergeProblem, lse_dtype
+from ..calls.attention import MergeCall, lse_dtype
 from ..core.checks import (
     check_derivatives,
     check_dtype,
@@ -19,9 +19,7 @@ from ..dispatch.operators import define_autograd, define_op
 from ..reference import merge as reference
 from .eager import softmax as eager
 from .inputs import DTYPES
-from .triton import route as attention_triton
-
-# `merge_states`: join attention over two disjoint sets of keys.
+from .triton.tuning import why_not_merge
 
 
 def merge_states(
@@ -76,13 +74,16 @@ Tensors = tuple[torch.Tensor, ...]
 merge_dispatch = Dispatcher("merge_states")
 merge_dispatch.register(
     "triton",
-    attention_triton.why_not_merge,
-    attention_triton.merge_states,
+    why_not_merge,
+    "blackwell_sparsek.attention.triton.merge:merge_states",
     auto_passes=interpreted_only,
 )
-merge_dispatch.register("eager", lambda problem: None, eager.merge_states)
+merge_dispatch.register("eager", lambda problem: None, lambda call: eager.merge_states(*call))
 merge_dispatch.register(
-    "reference", lambda problem: None, reference.merge_states, auto_passes=only_asked
+    "reference",
+    lambda problem: None,
+    lambda call: reference.merge_states(*call),
+    auto_passes=only_asked,
 )
 
 
@@ -90,7 +91,7 @@ def _merge(
     o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, impl: str
 ) -> Tensors:
     with torch.autocast(o_a.device.type, enabled=False):
-        o, lse = merge_dispatch(impl, MergeProblem.of(o_a), o_a, lse_a, o_b, lse_b)
+        o, lse = merge_dispatch.run(impl, MergeCall(o_a, lse_a, o_b, lse_b))
     return o.contiguous(), lse.contiguous()
 
 
@@ -140,7 +141,8 @@ merge_states_bwd = define_op(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.save_for_backward(*inputs[:4])
+    *tensors, _ = inputs
+    ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
 

@@ -1,253 +1,127 @@
 """`bsk::attn_fwd` and `bsk::attn_bwd`: attention, dense or packed, and its gradients.
 
-Layouts: dense q [B, Hq, Sq, D], out [B, Hq, Sq, Dv], lse [B, Hq, Sq]; packed (with `cu_seqlens_*`)
-q [Tq, Hq, D], out [Tq, Hq, Dv], lse [Hq, Tq]. A missing mask is two empty lists; `mask_shape` is
-[Bm, Hm, Sq, Sk, bq, bk]. `left` and `right` are the scalars of a `Band`. `deterministic` is about
-the backward pass alone, but travels with the forward call that the backward pass belongs to.
+The operators are a second way in, for compilers, modes and transforms. They get their arguments
+flat: a missing mask is two empty lists, `mask_shape` is [Bm, Hm, Sq, Sk, bq, bk], `left` and
+`right` are the scalars of a `Band`. `call_of` makes an `AttentionCall` of them, `operator_options` the
+reverse. Whichever way a call comes, `run_forward` and `run_backward` make its results.
 
-Implementations of the backward fill the tensors of an `AttnGradients`, laid out as the inputs are,
-and compute only those.
+Layouts: dense q [B, Hq, Sq, D], out [B, Hq, Sq, Dv], lse [B, Hq, Sq]; packed (with `cu_seqlens_*`)
+q [Tq, Hq, D], out [Tq, Hq, Dv], lse [Hq, Tq].
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..calls.attention import AttnGradients, AttnProblem, AttnSpec, empty_lse, empty_out, tma_takes
+from ..calls.attention import (
+    AttentionCall,
+    AttnGradients,
+    AttnProblem,
+    AttnSpec,
+    BackwardCall,
+    empty_lse,
+    empty_out,
+    tma_takes,
+)
 from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.operators import define_op
+from ..launch.replay import NO_RECORDER
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
-from ..masks.packed import check_cu_seqlens_values
-from ..reference import attention as reference
-from .eager import backward as eager_backward
-from .eager import forward as eager_forward
-from .replay import OperatorCall
-from .sm90 import route as attention_bwd_sm90
-from .sm90 import route as attention_sm90
-from .triton import route as attention_bwd_triton
-from .triton import route as attention_triton
+from .replay import CheckedCall
+from .sm90 import tuning as sm90
+from .triton import tuning as triton
 
 Tensors = tuple[torch.Tensor, ...]
-
-forward_dispatch = Dispatcher("attn_fwd")
-backward_dispatch = Dispatcher("attn_bwd")
-
-_OPTIONS = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k, "
-    "Tensor[] mask, SymInt[] mask_shape, SymInt left, SymInt right, float scale, float softcap, "
-    "Tensor? sinks, bool deterministic"
-)
-
-
-def _spec(
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    mask: Sequence[torch.Tensor],
-    mask_shape: Sequence[int],
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> AttnSpec:
-    block_mask = None
-    if mask:
-        batch, heads, sq, sk, bq, bk = mask_shape
-        block_mask = BlockMask._from_tensors(mask, batch, heads, (sq, sk), (bq, bk))
-    return AttnSpec(
-        scale=scale,
-        band=Band.from_scalars(left, right),
-        block_mask=block_mask,
-        softcap=softcap,
-        sinks=sinks,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_q=max_q,
-        max_k=max_k,
-    )
 
 
 def _everything(problem: AttnProblem) -> str | None:
     return None
 
 
-def _check_lengths(q: torch.Tensor, k: torch.Tensor, spec: AttnSpec) -> None:
-    """Implementations that read the offsets on the host check them first."""
-    if spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None:
-        op = "attention_varlen"
-        check_cu_seqlens_values(op, "cu_seqlens_q", spec.cu_seqlens_q, q.shape[0], spec.max_q)
-        check_cu_seqlens_values(op, "cu_seqlens_k", spec.cu_seqlens_k, k.shape[0], spec.max_k)
-
-
-def _forward_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec) -> Tensors:
-    _check_lengths(q, k, spec)
-    return eager_forward.attention(q, k, v, spec)
-
-
-def _forward_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec
-) -> Tensors:
-    _check_lengths(q, k, spec)
-    out, lse = reference.attention(q, k, v, spec)
-    return empty_out(q, v.shape[-1]).copy_(out), lse
-
-
-def _backward_eager(
-    gradients: AttnGradients,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttnSpec,
-    deterministic: bool,
-) -> None:
-    needs = [gradient is not None for gradient in gradients[:3]]
-    gradients.fill(
-        eager_backward.attention_backward(dout, dlse, q, k, v, out, lse, spec, deterministic, needs)
-    )
-
-
-def _backward_reference(
-    gradients: AttnGradients,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttnSpec,
-    deterministic: bool,
-) -> None:
-    gradients.fill(reference.attention_backward(dout, dlse, q, k, v, spec))
-
-
+forward_dispatch = Dispatcher("attn_fwd")
 forward_dispatch.register(
     "sm90",
-    attention_sm90.why_not_forward,
-    attention_sm90.forward,
-    auto_passes=attention_sm90.auto_passes,
+    sm90.why_not_forward,
+    "blackwell_sparsek.attention.sm90.launch:forward",
+    auto_passes=sm90.attn_fwd_sm90_passed_over,
 )
 forward_dispatch.register(
     "triton",
-    attention_triton.why_not_forward,
-    attention_triton.forward,
+    triton.why_not_forward,
+    "blackwell_sparsek.attention.triton.forward:forward",
     auto_passes=interpreted_only,
 )
-forward_dispatch.register("eager", _everything, _forward_eager)
-forward_dispatch.register("reference", _everything, _forward_reference, auto_passes=only_asked)
+forward_dispatch.register("eager", _everything, "blackwell_sparsek.attention.eager.forward:forward")
+forward_dispatch.register(
+    "reference",
+    _everything,
+    "blackwell_sparsek.reference.attention:forward",
+    auto_passes=only_asked,
+)
+
+backward_dispatch = Dispatcher("attn_bwd")
 backward_dispatch.register(
     "sm90",
-    attention_bwd_sm90.why_not_backward,
-    attention_bwd_sm90.backward,
-    auto_passes=attention_bwd_sm90.backward_auto_passes,
+    sm90.why_not_backward,
+    "blackwell_sparsek.attention.sm90.launch:backward",
+    auto_passes=sm90.attn_bwd_sm90_passed_over,
 )
 backward_dispatch.register(
     "triton",
-    attention_bwd_triton.why_not_backward,
-    attention_bwd_triton.backward,
+    triton.why_not_backward,
+    "blackwell_sparsek.attention.triton.backward:backward",
     auto_passes=interpreted_only,
 )
-backward_dispatch.register("eager", _everything, _backward_eager)
-backward_dispatch.register("reference", _everything, _backward_reference, auto_passes=only_asked)
+backward_dispatch.register(
+    "eager", _everything, "blackwell_sparsek.attention.eager.backward:backward"
+)
+backward_dispatch.register(
+    "reference",
+    _everything,
+    "blackwell_sparsek.reference.attention:backward",
+    auto_passes=only_asked,
+)
 
 
-def run_attn_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
-    """What `bsk::attn_fwd` does, below autograd."""
-    cu_q, _, _, _, mask, mask_shape, *scalars, sinks, _, impl = options
-    # sinks with gaps are copied, which no launch repeats
-    if cu_q is not None or not (sinks is None or sinks.is_contiguous()):
-        return _run_forward(q, k, v, *options)
-    call = OperatorCall((q, k, v), (sinks,), mask, mask_shape, ("attn_fwd", impl, *scalars))
-    return call.repeat() or call.record(lambda: _run_forward(q, k, v, *options))
+def run_forward(call: AttentionCall, impl: str) -> Tensors:
+    """Output and lse of a checked call, below autograd."""
+    again = CheckedCall.forward(call, impl)
+    results = None if again is None else again.replay()
+    if results is not None:
+        return results
+    recorder = NO_RECORDER if again is None else again.recorder()
+    # autocast has cast q, k and v before; inside, it would round the sums
+    with recorder, torch.autocast(call.q.device.type, enabled=False):
+        return recorder.keep(forward_dispatch.run(impl, call))
 
 
-def _run_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
-    *described, deterministic, impl = options
-    spec = _spec(*described)
-    problem = AttnProblem.of(q, k, v, spec, deterministic=deterministic)
-    # autocast has done its work before the operator; inside, it would round the sums
-    with torch.autocast(q.device.type, enabled=False):
-        return forward_dispatch(impl, problem, q, k, v, spec)
-
-
-def _attn_fwd_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
-    return empty_out(q, v.shape[-1]), empty_lse(q)
-
-
-def _attn_bwd(
+def run_backward(
+    call: AttentionCall,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *options: Any,
+    needs: Sequence[bool],
+    impl: str,
 ) -> Tensors:
-    inputs = (dout, dlse, q, k, v, out, lse, *options)
-    call = gradient_call(*inputs)
-    if call is None:
-        return _run_backward(*inputs)
-    results = call.repeat()
+    """Gradients of q, k, v and the sinks; those that `needs` leaves out have no elements."""
+    needs = tuple(needs)
+    again = CheckedCall.backward(call, dout, dlse, out, lse, needs, impl)
+    results = None if again is None else again.replay()
     if results is not None:
         return results
     # a `dout` that TMA cannot read is copied, which no launch repeats
-    if not tma_takes(dout):
-        return _run_backward(*inputs)
-    return call.record(lambda: _run_backward(*inputs))
-
-
-def gradient_call(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *options: Any,
-) -> OperatorCall | None:
-    """A call of `bsk::attn_bwd` as one that may be repeated; None where it must run as it is."""
-    cu_q, _, _, _, mask, mask_shape, *scalars, sinks, deterministic, needs, impl = options
-    # delta for sinks is copied, which no launch repeats
-    if cu_q is not None or needs[3] or torch.compiler.is_compiling():
-        return None
-    kept = ("attn_bwd", impl, *scalars, sinks is None, deterministic, *needs)
-    return OperatorCall((dout, q, k, v, out), (dlse, lse), mask, mask_shape, kept)
-
-
-def _run_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *options: Any,
-) -> Tensors:
-    *described, deterministic, needs, impl = options
-    spec = _spec(*described)
-    problem = AttnProblem.of(q, k, v, spec, backward=True, deterministic=deterministic)
+    recorder = NO_RECORDER if again is None or not tma_takes(dout) else again.recorder()
     # what comes back may be expanded, from a sum for instance
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    outputs = _empty_gradients(q, k, v, spec.sinks, needs)
-    gradients = AttnGradients(
-        *(x if needed else None for x, needed in zip(outputs, needs, strict=True))
-    )
-    with torch.autocast(q.device.type, enabled=False):
-        backward_dispatch(
-            impl, problem, gradients, dout, dlse, q, k, v, out, lse, spec, deterministic
-        )
-    return outputs
+    results = _empty_gradients(call.q, call.k, call.v, call.spec.sinks, needs)
+    wanted = (x if needed else None for x, needed in zip(results, needs, strict=True))
+    backward = BackwardCall(call, dout, dlse, out, lse, AttnGradients(*wanted))
+    with recorder, torch.autocast(dout.device.type, enabled=False):
+        backward_dispatch.run(impl, backward)
+        return recorder.keep(results)
 
 
 def _empty_gradients(
@@ -258,30 +132,127 @@ def _empty_gradients(
     needs: Sequence[bool],
 ) -> Tensors:
     """Gradients laid out as their inputs; those that nobody asked for have no elements."""
-    inputs = (q, k, v, sinks)
     return tuple(
         torch.empty_like(x) if needed and x is not None else q.new_empty(0)
-        for x, needed in zip(inputs, needs, strict=True)
+        for x, needed in zip((q, k, v, sinks), needs, strict=True)
     )
 
 
-def _attn_bwd_fake(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *options: Any,
-) -> Tensors:
-    return _empty_gradients(q, k, v, sinks=options[10], needs=options[-2])
+class ForwardArguments(NamedTuple):
+    """The arguments of `bsk::attn_fwd`, and what belongs to each of them."""
+
+    q: Any
+    k: Any
+    v: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    max_q: Any
+    max_k: Any
+    mask: Any
+    mask_shape: Any
+    left: Any
+    right: Any
+    scale: Any
+    softcap: Any
+    sinks: Any
+    deterministic: Any
+    impl: Any
 
 
+class BackwardArguments(NamedTuple):
+    """The arguments of `bsk::attn_bwd`."""
+
+    dout: Any
+    dlse: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    max_q: Any
+    max_k: Any
+    mask: Any
+    mask_shape: Any
+    left: Any
+    right: Any
+    scale: Any
+    softcap: Any
+    sinks: Any
+    deterministic: Any
+    needs: Any
+    impl: Any
+
+
+def call_of(given: ForwardArguments | BackwardArguments) -> AttentionCall:
+    """The call that an operator's arguments describe."""
+    block_mask = None
+    if given.mask:
+        batch, heads, sq, sk, bq, bk = given.mask_shape
+        block_mask = BlockMask._from_tensors(given.mask, batch, heads, (sq, sk), (bq, bk))
+    spec = AttnSpec(
+        given.scale,
+        Band.from_scalars(given.left, given.right),
+        block_mask,
+        given.softcap,
+        given.sinks,
+        given.cu_seqlens_q,
+        given.cu_seqlens_k,
+        given.max_q,
+        given.max_k,
+    )
+    return AttentionCall(given.q, given.k, given.v, spec, given.deterministic)
+
+
+def operator_options(call: AttentionCall, for_gradients: bool) -> tuple[Any, ...]:
+    """What both operators take between their tensors and `impl`: the reverse of `call_of`.
+
+    Only gradients read the transposed lists of a mask.
+    """
+    spec, mask = call.spec, call.spec.block_mask
+    tensors: list[torch.Tensor] = []
+    shape: list[int] = []
+    if mask is not None:
+        tensors = mask.tensors(for_gradients=for_gradients)
+        shape = [mask.batch, mask.heads, *mask.seq_lengths, *mask.block_size]
+    left, right = spec.band.scalars()
+    return (
+        *(spec.cu_seqlens_q, spec.cu_seqlens_k, spec.max_q, spec.max_k, tensors, shape),
+        *(left, right, spec.scale, spec.softcap, spec.sinks, call.deterministic),
+    )
+
+
+def _attn_fwd(*arguments: Any) -> Tensors:
+    given = ForwardArguments(*arguments)
+    return run_forward(call_of(given), given.impl)
+
+
+def _attn_fwd_fake(*arguments: Any) -> Tensors:
+    given = ForwardArguments(*arguments)
+    return empty_out(given.q, given.v.shape[-1]), empty_lse(given.q)
+
+
+def _attn_bwd(*arguments: Any) -> Tensors:
+    given = BackwardArguments(*arguments)
+    call, results = call_of(given), (given.out, given.lse)
+    return run_backward(call, given.dout, given.dlse, *results, given.needs, given.impl)
+
+
+def _attn_bwd_fake(*arguments: Any) -> Tensors:
+    given = BackwardArguments(*arguments)
+    return _empty_gradients(given.q, given.k, given.v, given.sinks, given.needs)
+
+
+_OPTIONS = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k, "
+    "Tensor[] mask, SymInt[] mask_shape, SymInt left, SymInt right, float scale, float softcap, "
+    "Tensor? sinks, bool deterministic"
+)
 attn_fwd = define_op(
     "attn_fwd",
     f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str impl) -> (Tensor out, Tensor lse)",
-    run_attn_fwd,
+    _attn_fwd,
     _attn_fwd_fake,
 )
 attn_bwd = define_op(

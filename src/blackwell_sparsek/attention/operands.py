@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..calls.attention import AttnSpec
+from ..calls.attention import AttentionCall
 from ..device.records import (
     Band,
     CuSeqlens,
@@ -67,10 +67,9 @@ class KernelOperands(NamedTuple):
     """One logit after the other, whatever their strides were."""
 
 
-def kernel_operands(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec
-) -> KernelOperands:
+def kernel_operands(call: AttentionCall) -> KernelOperands:
     """Collect them from tensors and options."""
+    q, k, spec = call.q, call.k, call.spec
     if spec.cu_seqlens_q is not None:
         batch, lengths = spec.cu_seqlens_q.numel() - 1, Lengths(spec.max_q, spec.max_k)
     else:

@@ -1,144 +1,135 @@
-"""Attention calls that were made before.
+"""Recorded launches of attention: found by sizes and options, bound to the mask at hand.
 
 A call with a mask is recorded for all masks of its kind: same sizes and blocks, other lists. The
-first call with such a mask binds the recorded launches to its lists, and the mask keeps that.
-
-`attention_results` is for calls of the public functions, with gradients or without; `OperatorCall`
-for what compilers and transforms leave of them below autograd, and for the gradients themselves.
+first call with another mask of the kind binds the recorded launches to its lists, and the mask
+keeps the result. `replayed` is for calls of the public functions, before anything is checked;
+`CheckedCall` for what compilers, transforms and autograd leave of them, and for gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.compat import raw_stream
-from ..launch.launcher import is_recording
+from ..calls.attention import AttentionCall, AttnSpec
+from ..launch.recording import is_recording
 from ..launch.replay import (
+    NO_RECORDER,
     Bound,
     Cache,
+    Launches,
     Recorded,
+    Recorder,
     Tensors,
     described,
     keep,
     kept,
     may_record,
-    record,
-    recorder,
+    stream_of,
 )
 from ..masks.block_mask import BlockMask
 from ..masks.derived_lists import derived_list
 
-# Launches of calls without a mask. Those of packed sequences, whose sizes change from batch to
-# batch, must not push the others out.
-_UNMASKED: Cache = {}
-_UNMASKED_PACKED: Cache = {}
-# The same for all masks of a kind.
+# Launches of public calls. Those of packed sequences, whose sizes change from batch to batch, must
+# not push the others out. Calls with a mask are kept for all masks of a kind.
+_DENSE: Cache = {}
+_PACKED: Cache = {}
 _MASKED: Cache = {}
-# Launches of operators.
-_OPERATORS: Cache = {}
-_MASKED_OPERATORS: Cache = {}
+# Launches of checked calls: what operators do, and gradients.
+_FORWARD: Cache = {}
+_BACKWARD: Cache = {}
 
 _deterministic = torch.are_deterministic_algorithms_enabled
 
 
-def attention_results(
-    q: Any,
-    k: Any,
-    v: Any,
-    sinks: Any,
-    block_mask: Any,
-    options: tuple[Any, ...],
-    call: Callable[[], Tensors],
-    return_lse: bool,
-    cu_seqlens: tuple[Any, ...] = (),
-) -> Tensors:
-    """The output, and lse where it is asked for: by recorded launches, or by `call`.
+def replayed(
+    options: tuple[Any, ...], inputs: tuple[Any, ...], mask: Any, packed: bool = False
+) -> Tensors | None:
+    """Output, and lse where it is asked for, by recorded launches; None to make the call.
 
-    Nothing was checked; `call` checks everything. `cu_seqlens` are the two offsets of packed
-    sequences, whose longest lengths are options.
+    Nothing was checked before.
+
+    Parameters
+    ----------
+    options : all arguments of the public function but tensors, `return_lse` first
+    inputs : q, k, v, the sinks, and the offsets of packed sequences
+    mask : the block mask
+    packed : whether sequences are packed; their gradients are made in full
     """
     if torch.compiler.is_compiling():
-        return call()
-    known, stream = _UNMASKED, None
-    if cu_seqlens:
-        known = _UNMASKED_PACKED
-        # a recording tells tensors apart by their addresses; most calls give the same offsets twice
-        if cu_seqlens[0] is cu_seqlens[1]:
-            cu_seqlens = (cu_seqlens[0], None)
-    if block_mask is not None:
-        if not isinstance(block_mask, BlockMask):
-            return call()
+        return None
+    cache, stream = _PACKED if packed else _DENSE, None
+    if mask is not None:
+        if not isinstance(mask, BlockMask):
+            return None
         # what a mask keeps was made on one stream; another must first wait for it
-        known, stream = block_mask._launches, stream_of(q)
-    inputs = (q, k, v, sinks, *cu_seqlens)
-    options = (return_lse, *options)
-    found = described(options, inputs, stream, gradients=not cu_seqlens, operands=3)
+        cache, stream = mask._launches, stream_of(inputs[0])
+    found = described(options, inputs, stream, gradients=not packed, operands=3)
     if found is None:
-        return call()
+        return None
     key, addresses, trains = found
     if trains:
         # which gradients there will be depends on torch's own switch too
         key = (*key, _deterministic())
-    kind = None
-    recorded = kept(known, key) if known else None
-    if recorded is None and block_mask is not None:
-        kind = (key, _kind(block_mask))
-        known = _MASKED
-        recorded = _of_kind(kind, block_mask, trains)
-        if recorded is not None and not torch.cuda.is_current_stream_capturing():
-            keep(block_mask._launches, key, recorded)
-    if recorded is not None:
-        if trains:
-            return recorded.attend(q, k, v, sinks, addresses, return_lse)
-        return recorded(addresses)
-    return _recorded_results(known, kind or key, inputs, options, block_mask, call, trains)
+    launches = kept(cache, key) if cache else None
+    if launches is None and mask is not None:
+        launches = _bound_to_mask(key, mask, trains)
+    if launches is None:
+        return None
+    return launches.attend(*inputs, addresses, options[0]) if trains else launches(addresses)
 
 
-def _recorded_results(
-    known: Cache,
-    key: Any,
-    inputs: tuple[Any, ...],
-    options: tuple[Any, ...],
-    mask: BlockMask | None,
-    call: Callable[[], Tensors],
-    trains: bool,
-) -> Tensors:
-    """Make a call, and keep its launches under `key`."""
-    sinks = inputs[3]
-    if (
-        not may_record(options, inputs[:3], inputs[3:])
-        or key in known
-        # sinks with gaps are copied, which no launch repeats
-        or (sinks is not None and not sinks.is_contiguous())
-    ):
-        return call()
-    lists: Sequence[torch.Tensor] = ()
+def recorder(
+    options: tuple[Any, ...], inputs: tuple[Any, ...], mask: BlockMask | None, packed: bool = False
+) -> Recorder:
+    """Keeps the launches of a call that `replayed` did not find, where that may be done."""
+    if torch.compiler.is_compiling():
+        # compilers enter only what is made inside of what they compile
+        return Recorder(None)
+    stream = None if mask is None else stream_of(inputs[0])
+    found = described(options, inputs, stream, gradients=not packed, operands=3)
+    if found is None or not may_record(options, inputs[:3], inputs[3:]):
+        return NO_RECORDER
+    key, _, trains = found
+    if trains:
+        key = (*key, _deterministic())
+    cache = _PACKED if packed else _DENSE
+    lists: tuple[torch.Tensor, ...] = ()
     if mask is not None:
-        lists = _lists(mask)
-        if key[1] is None:
-            return call()
+        cache, lists = _MASKED, forward_lists(mask)
+        if (kind := mask_kind(mask, lists)) is None:
+            return NO_RECORDER
+        key = (key, kind)
+    if key in cache or not _is_contiguous(inputs[3]):
+        return NO_RECORDER
+    make = _TrainingRecorder if trains else Recorder
     wanted = 2 if trains or options[0] else 1
-    with recorder((*inputs, *lists), wanted, closed=mask is not None) as made:
-        results = call()
-        recorded = made(results)
-    again: Any = recorded
-    if trains and recorded is not None:
-        # who made the results for autograd knows the rest of the call
-        attended = getattr(results[0].grad_fn, "attended", None)
-        again = None if attended is None else attended.by(recorded)
-    keep(known, key, again)
-    return results
+    return make(cache, key, (*inputs, *lists), wanted, closed=mask is not None)
 
 
-def _lists(mask: BlockMask) -> tuple[torch.Tensor, ...]:
+class _TrainingRecorder(Recorder):
+    """Keeps what autograd knows of a call together with its launches."""
+
+    def repeatable(self, results: Tensors) -> Any:
+        launches = super().repeatable(results)
+        training = getattr(results[0].grad_fn, "training", None)
+        return None if launches is None or training is None else training.replaying(launches)
+
+
+def _is_contiguous(sinks: torch.Tensor | None) -> bool:
+    """Sinks with gaps are copied, which no launch repeats."""
+    return sinks is None or sinks.is_contiguous()
+
+
+def forward_lists(mask: BlockMask) -> tuple[torch.Tensor, ...]:
+    """What the forward pass reads of a mask."""
     return (*mask._forward, mask._bits)
 
 
-def _kind(mask: BlockMask) -> tuple[Any, ...] | None:
+def mask_kind(mask: BlockMask, lists: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
     """What launches depend on besides the addresses of lists; None where these are unusual."""
     bits, absent = 0, 0
-    for x in _lists(mask):
+    for x in lists:
         if type(x) is not torch.Tensor:
             return None
         address = x.data_ptr()
@@ -148,90 +139,129 @@ def _kind(mask: BlockMask) -> tuple[Any, ...] | None:
     return None if bits & 15 else (absent, mask._bits.get_device(), *sizes)
 
 
-def _of_kind(kind: Any, mask: BlockMask, trains: bool) -> Any:
-    """What was recorded for masks of a kind, bound to `mask`."""
-    recorded = kept(_MASKED, kind)
-    if recorded is None or kind[1] is None:
+def _bound_to_mask(key: tuple[Any, ...], mask: BlockMask, trains: bool) -> Any:
+    """What was recorded for masks of a kind, bound to `mask`, which keeps it."""
+    lists = forward_lists(mask)
+    kind = mask_kind(mask, lists)
+    recorded = None if kind is None else kept(_MASKED, (key, kind))
+    if recorded is None:
         return None
-    if trains:
-        return recorded.bound(mask, lambda launches: _bound(launches, mask, _lists(mask)))
-    return _bound(recorded, mask, _lists(mask))
+    launches = recorded.bound(mask) if trains else bound(recorded, mask, lists)
+    if not torch.cuda.is_current_stream_capturing():
+        keep(mask._launches, key, launches)
+    return launches
 
 
-def _bound(recorded: Recorded, mask: BlockMask, lists: Sequence[torch.Tensor]) -> Bound:
+def bound(recorded: Recorded, mask: BlockMask, lists: Sequence[torch.Tensor]) -> Bound:
+    """Recorded launches with the lists of a mask, and those that are derived from it."""
     derived = [derived_list(mask, make, *args) for make, args in recorded.derived]
     return Bound(recorded, (*lists, *derived))
 
 
-def bound_to(recorded: Recorded, lists: Sequence[torch.Tensor], mask_shape: Sequence[int]) -> Bound:
-    """Recorded launches of an operator, bound to a mask as operators get it."""
-    batch, heads, *sizes = mask_shape
-    mask = BlockMask._from_tensors(lists, batch, heads, sizes[:2], sizes[2:])
-    return _bound(recorded, mask, lists)
+class CheckedCall(NamedTuple):
+    """A checked forward or backward call as one that launches may repeat.
 
-
-def stream_of(x: Any) -> int | None:
-    """The current stream of the device of a plain tensor on a GPU."""
-    plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
-    return raw_stream(x.get_device()) if plain and x.is_cuda else None
-
-
-class OperatorCall(NamedTuple):
-    """A call of an operator that may be repeated.
-
-    `options` are all that launches depend on besides tensors, the operator's name and
-    implementation included. Whoever makes one sees to it that launches alone make the results:
-    nothing copied, no packed sequences.
+    `options` and `needs` are all that launches depend on besides tensors. `operands` are multiplied
+    with each other, `others` are read besides; `lists` are what is read of the mask.
     """
 
+    cache: Cache
+    options: tuple[Any, ...]
+    needs: tuple[bool, ...]
     operands: tuple[torch.Tensor, ...]
     others: tuple[torch.Tensor | None, ...]
-    mask: Sequence[torch.Tensor]
-    mask_shape: Sequence[int]
-    options: tuple[Any, ...]
+    mask: BlockMask | None
+    lists: Sequence[torch.Tensor]
 
-    def repeat(self) -> Tensors | None:
-        """The results by recorded launches, or None where there are none."""
-        call = self._described()
-        recorded = None if call is None else self._known().get(call[0])
-        if call is None or recorded is None:
+    @classmethod
+    def forward(cls, call: AttentionCall, impl: str) -> "CheckedCall | None":
+        """The forward pass; None where launches do not make all of it."""
+        spec = call.spec
+        if spec.is_varlen or is_recording() or not _is_contiguous(spec.sinks):
             return None
-        if self.mask:
-            recorded = bound_to(recorded, self.mask, self.mask_shape)
-        return recorded(call[1][: len(self.operands) + len(self.others)])
+        mask = spec.block_mask
+        lists = () if mask is None else forward_lists(mask)
+        options = (impl, *spec.band, spec.scale, spec.softcap)
+        operands, others = (call.q, call.k, call.v), (spec.sinks,)
+        return cls(_FORWARD, options, (), operands, others, mask, lists)
 
-    def recorded(self) -> Recorded | None:
-        """Recorded launches, which `bound_to` binds to a mask."""
-        call = self._described()
-        return None if call is None else self._known().get(call[0])
+    @classmethod
+    def backward(
+        cls,
+        call: AttentionCall,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        needs: tuple[bool, ...],
+        impl: str,
+    ) -> "CheckedCall | None":
+        """Gradients of a call; None where launches do not make all of them."""
+        *_, of_sinks = needs
+        # delta for sinks is copied, which no launch repeats
+        if call.spec.is_varlen or of_sinks or is_recording():
+            return None
+        spec, mask = call.spec, call.spec.block_mask
+        lists = () if mask is None else mask.tensors()
+        options = gradient_options(spec, spec.sinks is not None, call.deterministic, impl)
+        operands, others = (dout, call.q, call.k, call.v, out), (dlse, lse)
+        return cls(_BACKWARD, options, needs, operands, others, mask, lists)
 
-    def record(self, call: Callable[[], Tensors]) -> Tensors:
-        """Make the results by `call` and keep its launches."""
-        if is_recording():
-            return call()
-        return record(
-            self._known(),
-            self._options(),
-            (*self.operands, *self.others, *self.mask),
-            call,
-            operands=len(self.operands),
-            stream=self._stream(),
-            below_autocast=True,
-            closed=bool(self.mask),
-        )
+    def replay(self) -> Tensors | None:
+        """The results by recorded launches, or None."""
+        found = self._described()
+        if found is None:
+            return None
+        key, addresses, _ = found
+        launches = launches_of(self.cache, key, self.options, self.mask, self.lists)
+        return None if launches is None else launches(addresses)
+
+    def recorder(self) -> Recorder:
+        """Keeps the launches of the call where that may be done."""
+        found = self._described()
+        others = (*self.others, *self.lists)
+        if found is None or not may_record(self.options, self.operands, others):
+            return NO_RECORDER
+        key, _, _ = found
+        kind = None
+        if self.mask is not None and (kind := mask_kind(self.mask, self.lists)) is None:
+            return NO_RECORDER
+        key = (key, self.options, kind)
+        if key in self.cache:
+            return NO_RECORDER
+        return Recorder(self.cache, key, (*self.operands, *others), closed=self.mask is not None)
 
     def _described(self) -> tuple[tuple[Any, ...], list[int], bool] | None:
-        if is_recording():
-            return None
-        inputs = (*self.operands, *self.others, *self.mask)
-        return described(self._options(), inputs, self._stream(), below_autocast=True)
-
-    def _known(self) -> Cache:
-        return _MASKED_OPERATORS if self.mask else _OPERATORS
-
-    def _options(self) -> tuple[Any, ...]:
-        return (*self.mask_shape, *self.options)
-
-    def _stream(self) -> int | None:
         # lists derived from a mask were made on one stream; another makes its own
-        return stream_of(self.operands[0]) if self.mask else None
+        stream = None if self.mask is None else stream_of(self.operands[0])
+        return described(self.needs, (*self.operands, *self.others), stream, below_autocast=True)
+
+
+def gradient_options(
+    spec: AttnSpec, has_sinks: bool, deterministic: bool, impl: str
+) -> tuple[Any, ...]:
+    """What the launches of gradients depend on besides tensors and which of them are wanted."""
+    return (impl, *spec.band, spec.scale, spec.softcap, has_sinks, deterministic)
+
+
+def launches_of(
+    cache: Cache,
+    key: tuple[Any, ...],
+    options: tuple[Any, ...],
+    mask: BlockMask | None,
+    lists: Sequence[torch.Tensor],
+) -> Launches | None:
+    """The launches of a checked call, bound to its mask."""
+    if mask is None:
+        return kept(cache, (key, options, None))
+    kind = mask_kind(mask, lists)
+    recorded = None if kind is None else kept(cache, (key, options, kind))
+    return None if recorded is None else bound(recorded, mask, lists)
+
+
+def gradient_launches(
+    key: tuple[Any, ...], options: tuple[Any, ...], mask: BlockMask | None
+) -> Launches | None:
+    """The launches of gradients that were recorded under such a key of `described`."""
+    lists = () if mask is None else mask.tensors()
+    return launches_of(_BACKWARD, key, options, mask, lists)

@@ -9,7 +9,8 @@ from ..core.errors import InvalidInput, Unsupported
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 from ..masks.segments import every_block, every_key_block, segments
-from .inputs import DENSE, autocast_qkv, call_operator, check_qkv
+from .autograd import attend
+from .inputs import DENSE, autocast_qkv, check_qkv, checked_call
 
 OP = "scaled_dot_product_attention"
 NAMES = ("query", "key", "value")
@@ -91,21 +92,10 @@ def scaled_dot_product_attention(
     block_mask = None
     if mask is not None:
         block_mask = block_mask_of(mask, sq)
-    out, _ = call_operator(
-        OP,
-        q,
-        k,
-        v,
-        band=band,
-        block_mask=block_mask,
-        scale=scale,
-        softcap=None,
-        sinks=None,
-        deterministic=None,
-        impl="auto",
-        max_q=sq,
-        max_k=sk,
+    call = checked_call(
+        OP, q, k, v, band=band, block_mask=block_mask, scale=scale, max_q=sq, max_k=sk
     )
+    out, _ = attend(call, "auto")
     return out.reshape(*lead, *out.shape[-2:])
 
 

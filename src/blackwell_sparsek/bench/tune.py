@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..attention.triton.tuning import AttnFwdConfig, attn_fwd_config
-from ..calls.attention import AttnProblem, AttnSpec, empty_lse, empty_out
+from ..calls.attention import AttentionCall, AttnSpec, empty_lse, empty_out
 from ..calls.matmul import MatmulCall, PatternTensors
 from ..dispatch.tuned import Tile, key_of
 from ..masks.band import band_of
@@ -60,12 +60,12 @@ def tune_attention(
     from ..attention.triton.forward import launch_attn_fwd
 
     inputs = problem.build(device)
-    facts, built_in, spec = _attention_facts(inputs)
+    facts, built_in, call = _attention_facts(inputs)
 
     def run(tile: Tile) -> torch.Tensor:
         out, lse = empty_out(inputs.q, inputs.v.shape[-1]), empty_lse(inputs.q)
         config = AttnFwdConfig(*tile, facts[-1])
-        launch_attn_fwd(out, lse, inputs.q, inputs.k, inputs.v, spec, config)
+        launch_attn_fwd(call, out, lse, config)
         return out
 
     tiles = candidates(built_in, problem.block[0] if problem.block else None)
@@ -139,8 +139,8 @@ def _fastest(
     return winner if gain >= WORTH else None
 
 
-def _attention_facts(inputs: AttentionInputs) -> tuple[tuple[Any, ...], Tile, AttnSpec]:
-    """What the choice of a tile depends on, the built-in tile, and the options of a launch."""
+def _attention_facts(inputs: AttentionInputs) -> tuple[tuple[Any, ...], Tile, AttentionCall]:
+    """What the choice of a tile depends on, the built-in tile, and the call to launch."""
     p = inputs.problem
     spec = AttnSpec(
         p.head_dim**-0.5,
@@ -149,8 +149,9 @@ def _attention_facts(inputs: AttentionInputs) -> tuple[tuple[Any, ...], Tile, At
         max_q=p.length,
         max_k=p.length,
     )
-    problem = AttnProblem.of(inputs.q, inputs.k, inputs.v, spec)
+    call = AttentionCall(inputs.q, inputs.k, inputs.v, spec)
+    problem = call.problem
     config = attn_fwd_config(problem, "ieee")
     block_q = p.block[0] if p.block else None
     facts = (problem.arch.sm, problem.dtype.itemsize, p.head_dim, block_q, "ieee")
-    return facts, (config.tile_m, config.tile_n, config.num_warps, config.num_stages), spec
+    return facts, (config.tile_m, config.tile_n, config.num_warps, config.num_stages), call

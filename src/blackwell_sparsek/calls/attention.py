@@ -1,7 +1,8 @@
-"""The facts about an attention call that the choice of an implementation may depend on."""
+"""Attention calls: their tensors and options, checked once, and the problem that they pose."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,7 @@ import torch
 from ..core.arch import Arch, arch_of
 from ..masks.band import EVERYTHING, Band
 from ..masks.block_mask import BlockMask
-
-# What an attention call asks for besides q, k and v: one object for every implementation.
+from ..masks.packed import check_cu_seqlens_values
 
 
 class AttnSpec(NamedTuple):
@@ -192,12 +192,58 @@ def tma_takes(x: torch.Tensor) -> bool:
     return aligned and row <= 16 and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
-# The facts about a merge of two partial attention results.
+@dataclass(eq=False)
+class AttentionCall:
+    """One attention call, checked: what every implementation of the forward pass is given.
+
+    Dense q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv], or packed [T, H, D].
+    `deterministic` is about the backward pass alone, which belongs to this call.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    spec: AttnSpec
+    deterministic: bool = False
+
+    @cached_property
+    def problem(self) -> AttnProblem:
+        """What the choice of an implementation and of its tiles depends on."""
+        return AttnProblem.of(self.q, self.k, self.v, self.spec, deterministic=self.deterministic)
+
+    def check_lengths(self) -> None:
+        """For implementations that read the offsets of packed sequences on the host."""
+        spec, op = self.spec, "attention_varlen"
+        if spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None:
+            tokens_q, tokens_k = self.q.shape[0], self.k.shape[0]
+            check_cu_seqlens_values(op, "cu_seqlens_q", spec.cu_seqlens_q, tokens_q, spec.max_q)
+            check_cu_seqlens_values(op, "cu_seqlens_k", spec.cu_seqlens_k, tokens_k, spec.max_k)
+
+
+@dataclass(eq=False)
+class BackwardCall:
+    """The backward pass of a call: what every implementation of it is given.
+
+    `dout` and `dlse` came back for `out` and `lse`, the results of `forward`; `dlse` is None where
+    nothing did. Implementations fill the `gradients` that are not None, and compute only those.
+    """
+
+    forward: AttentionCall
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    gradients: AttnGradients
+
+    @cached_property
+    def problem(self) -> AttnProblem:
+        """What the choice of an implementation and of its tiles depends on."""
+        return replace(self.forward.problem, backward=True)
 
 
 @dataclass(frozen=True)
 class MergeProblem:
-    """One merge: the number of rows, and the length of each."""
+    """One merge of two partial attention results: the number of rows, and the length of each."""
 
     arch: Arch
     dtype: torch.dtype
@@ -208,3 +254,17 @@ class MergeProblem:
     def of(cls, o: torch.Tensor) -> "MergeProblem":
         """Describe a merge of tensors shaped like `o` [..., Dv]."""
         return cls(arch_of(o.device), o.dtype, o.shape[:-1].numel(), o.shape[-1])
+
+
+class MergeCall(NamedTuple):
+    """Two partial results [..., Dv] with lse [...], to be merged."""
+
+    o_a: torch.Tensor
+    lse_a: torch.Tensor
+    o_b: torch.Tensor
+    lse_b: torch.Tensor
+
+    @property
+    def problem(self) -> MergeProblem:
+        """What the choice of an implementation depends on."""
+        return MergeProblem.of(self.o_a)

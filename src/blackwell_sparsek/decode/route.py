@@ -5,7 +5,8 @@ Triton and the kernel are imported at the first call.
 
 import torch
 
-from ..attention.triton.route import _LARGEST_HEAD_DIM, _LONGEST
+from ..attention.triton.tuning import LARGEST_HEAD_DIM as _LARGEST_HEAD_DIM
+from ..attention.triton.tuning import LONGEST as _LONGEST
 from ..calls.attention import empty_lse, empty_out
 from ..calls.decode import DecodeProblem, DecodeSpec
 from ..dispatch.machine import fp32_precision, why_no_kernels, why_not_portable

@@ -9,8 +9,7 @@ Modes and transforms of PyTorch need the operator, so nothing is recorded or rep
 them could be at work; nor where gradients are wanted, unless the caller takes care of them.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -184,10 +183,8 @@ def record(
     key, _, _ = found
     if key in cache:
         return run(*args)
-    with recorder(inputs, wanted, closed) as recorded:
-        results = run(*args)
-        keep(cache, key, recorded(results))
-    return results
+    with Recorder(cache, key, inputs, wanted, closed) as recorder:
+        return recorder.keep(run(*args))
 
 
 def kept(cache: Cache, key: tuple[Any, ...]) -> Any:
@@ -205,37 +202,62 @@ def keep(cache: Cache, key: Any, value: Any) -> None:
     cache[key] = value
 
 
-@contextmanager
-def recorder(
-    inputs: Sequence[Any], wanted: int | None = None, closed: bool = False
-) -> Iterator[Callable[[Tensors], Recorded | None]]:
-    """Inside, launches are recorded; what it gives makes a `Recorded` of them and the results.
+class Recorder:
+    """Inside, launches are recorded; `keep` keeps them under `key`, to be repeated.
 
-    None comes of launches that cannot be repeated. `inputs` are what `described` looks at, and
-    tensors that come after them. With `closed` a repetition takes no tensor of this call but from
-    memory that it allocates.
+    None is kept of launches that cannot be repeated. `inputs` are what `described` looks at, and
+    tensors that come after them. Only `wanted` of the results are given back by a repetition, by
+    default all. With `closed` a repetition takes no tensor of this call but from memory that it
+    allocates. Without a cache nothing is recorded.
     """
-    with recording() as record:
-        yield lambda results: _recorded(record, inputs, results, wanted, closed)
+
+    def __init__(
+        self,
+        cache: Cache | None,
+        key: Hashable = None,
+        inputs: Sequence[Any] = (),
+        wanted: int | None = None,
+        closed: bool = False,
+    ):
+        self._cache = cache
+        self._key = key
+        self._inputs = inputs
+        self._wanted = wanted
+        self._closed = closed
+        self._recording = None if cache is None else recording()
+
+    def __enter__(self) -> "Recorder":
+        if self._recording is not None:
+            self._record: Recording = self._recording.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._recording is not None:
+            self._recording.__exit__(*error)
+
+    def keep(self, results: Tensors) -> Tensors:
+        """Keep the launches that made `results`, which it gives back."""
+        if self._cache is not None:
+            keep(self._cache, self._key, self.repeatable(results))
+        return results
+
+    def repeatable(self, results: Tensors) -> Any:
+        """What makes such results again, or None."""
+        wanted = len(results) if self._wanted is None else self._wanted
+        given, record = results[:wanted], self._record
+        record.scratch += [x for x in results[wanted:] if x.numel()]
+        derived = {x.made.data_ptr(): x for x in record.derived}.values()
+        # tensors without elements have no address
+        tensors = (*given, *self._inputs, *(x.made for x in derived))
+        roles = [x if x is not None and x.numel() else None for x in tensors]
+        launches = RecordedLaunches.make(record, roles, self._closed)
+        if launches is None:
+            return None
+        device = self._inputs[0].get_device()
+        return Recorded(launches, given, device, [x.how for x in derived])
 
 
-def _recorded(
-    record: Recording,
-    inputs: Sequence[Any],
-    results: Tensors,
-    wanted: int | None,
-    closed: bool,
-) -> Recorded | None:
-    given, unwanted = results[:wanted], results[len(results) if wanted is None else wanted :]
-    record.scratch += [x for x in unwanted if x.numel()]
-    derived = {x.made.data_ptr(): x for x in record.derived}.values()
-    # tensors without elements have no address
-    tensors = (*given, *inputs, *(x.made for x in derived))
-    roles = [x if x is not None and x.numel() else None for x in tensors]
-    launches = RecordedLaunches.make(record, roles, closed)
-    if launches is None:
-        return None
-    return Recorded(launches, given, inputs[0].get_device(), [x.how for x in derived])
+NO_RECORDER = Recorder(None)
 
 
 def may_record(options: Sequence[Any], operands: Sequence[Any], others: Sequence[Any]) -> bool:

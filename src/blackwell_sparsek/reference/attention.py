@@ -13,9 +13,23 @@ gradient.
 
 import torch
 
-from ..calls.attention import AttnSpec, lse_dtype
+from ..calls.attention import AttentionCall, AttnSpec, BackwardCall, empty_out, lse_dtype
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
+
+
+def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse, laid out as other implementations do."""
+    call.check_lengths()
+    out, lse = attention(call.q, call.k, call.v, call.spec)
+    return empty_out(call.q, call.v.shape[-1]).copy_(out), lse
+
+
+def backward(call: BackwardCall) -> None:
+    """Fill the gradients that are asked for."""
+    given = call.forward
+    gradients = attention_backward(call.dout, call.dlse, given.q, given.k, given.v, given.spec)
+    call.gradients.fill(gradients)
 
 
 def attention(

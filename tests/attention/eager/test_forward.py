@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from blackwell_sparsek.attention.eager import backward as eager_backward
 from blackwell_sparsek.attention.eager import forward as eager
 from blackwell_sparsek.attention.eager import operands
-from blackwell_sparsek.calls.attention import AttnSpec
+from blackwell_sparsek.calls.attention import AttentionCall, AttnGradients, AttnSpec, BackwardCall
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.reference import attention as reference
@@ -34,6 +34,14 @@ def gradients(function, q, k, v, spec, dout, dlse, precision):
     inputs = [x for x in (q, k, v, sinks) if x is not None]
     return torch.autograd.grad(
         (out, lse), inputs, (dout.to(out.dtype), dlse.to(lse.dtype)), allow_unused=True
+    )
+
+
+def eager_gradients(dout, dlse, q, k, v, out, lse, spec):
+    call = AttentionCall(q, k, v, spec)
+    # of the gradients to fill, it matters only that they are there
+    return eager_backward.attention_backward(
+        BackwardCall(call, dout, dlse, out, lse, AttnGradients(q, k, v, spec.sinks))
     )
 
 
@@ -90,7 +98,7 @@ def check(q, k, v, spec, backward=True):
     dout, dlse = normal(*out.shape, seed=91, dtype=dtype), normal(*lse.shape, seed=92)
     dlse = dlse.to(lse.dtype)
     with poisoned_empty():
-        got = eager_backward.attention_backward(dout, dlse, q, k, v, out, lse, spec, False)
+        got = eager_gradients(dout, dlse, q, k, v, out, lse, spec)
     exact = gradients(reference.attention, *wide, wide_spec, dout, dlse, torch.float64)
     plain = gradients(reference.attention, q, k, v, spec, dout, dlse, dtype)
     if dtype == torch.float32 and not spec.is_varlen:
@@ -197,10 +205,8 @@ def test_unseen_keys_reach_nothing(value, small_steps):
         torch.testing.assert_close(bad_out, out, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(bad_lse, lse, rtol=1e-6, atol=1e-6)
         dout = torch.ones_like(out)
-        good = eager_backward.attention_backward(dout, None, q, k, v, out, lse, chosen, False)
-        bad = eager_backward.attention_backward(
-            dout, None, q, bad_k, bad_v, bad_out, bad_lse, chosen, False
-        )
+        good = eager_gradients(dout, None, q, k, v, out, lse, chosen)
+        bad = eager_gradients(dout, None, q, bad_k, bad_v, bad_out, bad_lse, chosen)
         for a, b in zip(bad[:3], good[:3], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -218,9 +224,7 @@ def test_live_nan_reaches_only_its_readers(name, masked):
     affected[20 : 21 if name == "q" else 40] = True
     assert torch.equal(out[0, 0].isnan().all(-1), affected)
     torch.testing.assert_close(out[0, 0, ~affected], clean[0, 0, ~affected])
-    dq, dk, dv, _ = eager_backward.attention_backward(
-        torch.ones_like(out), None, q, k, v, out, lse, spec, False
-    )
+    dq, dk, dv, _ = eager_gradients(torch.ones_like(out), None, q, k, v, out, lse, spec)
     assert dq[0, 0, ~affected].isfinite().all()
     if name == "q":
         assert dk[0, 0, 21:].isfinite().all() and dv[0, 0, 21:].isfinite().all()
@@ -236,7 +240,7 @@ def test_empty_rows_have_no_gradient():
     dlse[:, :, 30:] = 1.0
     dout = torch.ones_like(out)
     dout[:, :, :30] = torch.nan
-    dq, dk, dv, _ = eager_backward.attention_backward(dout, dlse, q, k, v, out, lse, spec, False)
+    dq, dk, dv, _ = eager_gradients(dout, dlse, q, k, v, out, lse, spec)
     assert (dq[:, :, :30] == 0).all()
     assert all(x.isfinite().all() for x in (dq, dk, dv))
 
@@ -287,7 +291,7 @@ def test_no_tensor_is_as_large_as_the_scores(kind):
     with LargestTensor() as forward:
         out, lse = eager.attention(q, k, v, spec)
     with LargestTensor() as backward:
-        eager_backward.attention_backward(out, lse, q, k, v, out, lse, spec, False)
+        eager_gradients(out, lse, q, k, v, out, lse, spec)
     limit = 2 * operands.CPU_STEPS.scores
     assert length * 8 <= forward.numel <= limit < length * length
     assert backward.numel <= limit

@@ -16,10 +16,17 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.op import backward_dispatch
-from blackwell_sparsek.attention.sm90 import route as attention_bwd_sm90
-from blackwell_sparsek.attention.triton import route as attention_bwd_triton
-from blackwell_sparsek.attention.triton import route as attention_triton
-from blackwell_sparsek.calls.attention import AttnGradients, AttnProblem, AttnSpec
+from blackwell_sparsek.attention.sm90 import launch as attention_bwd_sm90
+from blackwell_sparsek.attention.sm90.tuning import why_not_backward
+from blackwell_sparsek.attention.triton import backward as attention_bwd_triton
+from blackwell_sparsek.attention.triton import forward as attention_triton
+from blackwell_sparsek.calls.attention import (
+    AttentionCall,
+    AttnGradients,
+    AttnProblem,
+    AttnSpec,
+    BackwardCall,
+)
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.testing.attention_cases import AttnCase, draw_case, in_structure
@@ -64,7 +71,7 @@ CORPUS = (
 
 def forward(q, k, v, spec, seed=0):
     """Output and lse, and what came back for them."""
-    out, lse = attention_triton.forward(q, k, v, spec)
+    out, lse = attention_triton.forward(AttentionCall(q, k, v, spec))
     return (out, lse), upstream(out, lse, seed)
 
 
@@ -75,13 +82,14 @@ def gradients_of(
     dsinks = None if spec.sinks is None else nan_like(spec.sinks)
     gradients = AttnGradients(*(nan_like(x) for x in (q, k, v)), dsinks)
     with poisoned_empty():
-        backward(gradients, *came_back, q, k, v, *results, spec, deterministic)
+        call = AttentionCall(q, k, v, spec, deterministic)
+        backward(BackwardCall(call, *came_back, *results, gradients))
     return gradients
 
 
 def check(q, k, v, spec, seed=0, what="", deterministic=False):
     problem = AttnProblem.of(q, k, v, spec, backward=True, deterministic=deterministic)
-    assert attention_bwd_sm90.why_not_backward(problem) is None
+    assert why_not_backward(problem) is None
     results, came_back = forward(q, k, v, spec, seed)
     gradients = gradients_of(q, k, v, spec, results, came_back, deterministic=deterministic)
     check_gradients(gradients, *came_back, q, k, v, spec, what=what)
@@ -210,11 +218,12 @@ def test_only_what_was_asked_for(wanted, masked):
     if masked:
         keep = torch.rand(1, 4, 5, 4, device="cuda") < 0.7
         spec = spec._replace(block_mask=BlockMask.from_dense(keep, 64, (300, 200)))
-    out, lse = attention_triton.forward(q, k, v, spec)
+    out, lse = attention_triton.forward(AttentionCall(q, k, v, spec))
     dout, dlse = upstream(out, lse, 0)
     given = (nan_like(x) if need else None for x, need in zip((q, k, v), wanted, strict=True))
     gradients = AttnGradients(*given, None)
-    attention_bwd_sm90.backward(gradients, dout, dlse, q, k, v, out, lse, spec, False)
+    call = AttentionCall(q, k, v, spec)
+    attention_bwd_sm90.backward(BackwardCall(call, dout, dlse, out, lse, gradients))
     check_gradients(gradients, dout, dlse, q, k, v, spec)
 
 

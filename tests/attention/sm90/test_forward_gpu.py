@@ -16,10 +16,9 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.sm90 import launch as fwd_sm90_launch
-from blackwell_sparsek.attention.sm90 import route as attention_sm90
 from blackwell_sparsek.attention.sm90.config import make_forward_config
-from blackwell_sparsek.attention.triton import route as attention_triton
-from blackwell_sparsek.calls.attention import AttnSpec, empty_lse, empty_out
+from blackwell_sparsek.attention.triton import forward as attention_triton
+from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec, empty_lse, empty_out
 from blackwell_sparsek.core.arch import arch_of
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.masks.block_mask import BlockMask
@@ -63,7 +62,7 @@ def run(q, k, v, spec, consumers=None, section=1, long=False):
     """Output and lse in poisoned memory; with `consumers`, past the choice of tiles."""
     with poisoned_empty():
         if consumers is None:
-            return attention_sm90.forward(q, k, v, spec)
+            return fwd_sm90_launch.forward(AttentionCall(q, k, v, spec))
         out, lse = empty_out(q, v.shape[-1]), empty_lse(q)
     tiles = [64 if x.shape[-1] <= 64 else 128 for x in (q, v)]
     mask, order, block_kv = spec.block_mask, None, None
@@ -73,7 +72,9 @@ def run(q, k, v, spec, consumers=None, section=1, long=False):
     config = make_forward_config(
         consumers, *tiles, block_kv, banded=spec.band != EVERYTHING, long=long
     )
-    fwd_sm90_launch.launch_attn_fwd_sm90(out, lse, q, k, v, spec, order, section, config)
+    fwd_sm90_launch.launch_attn_fwd_sm90(
+        AttentionCall(q, k, v, spec), out, lse, order, section, config
+    )
     return out, lse
 
 
@@ -118,7 +119,7 @@ def test_agrees_with_the_portable_kernel(blocks):
     )  # fmt: skip
     q, k, v, spec = case.build("cuda")
     out, lse = run(q, k, v, spec)
-    other, other_lse = attention_triton.forward(q, k, v, spec)
+    other, other_lse = attention_triton.forward(AttentionCall(q, k, v, spec))
     torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
 
@@ -139,7 +140,7 @@ def test_skewed_masks(broadcast, banded):
     out, lse = run(q, k, v, spec)
     assert (out[:, :, 7 * 128 : 8 * 128] == 0).all()
     assert (lse[:, :, 7 * 128 : 8 * 128] == -torch.inf).all()
-    other, other_lse = attention_triton.forward(q, k, v, spec)
+    other, other_lse = attention_triton.forward(AttentionCall(q, k, v, spec))
     torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
 
@@ -305,7 +306,7 @@ def test_two_streams_share_a_mask():
         7, BRAIN, heads=(8, 8), lengths=((2048, 2048),), head_dims=(128, 128), mask="blocks",
         block_size=(128, 128),
     ).build("cuda")  # fmt: skip
-    expected = attention_triton.forward(q, k, v, spec)[0]
+    expected = attention_triton.forward(AttentionCall(q, k, v, spec))[0]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     outs = []

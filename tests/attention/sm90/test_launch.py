@@ -22,7 +22,7 @@ def call(sq=64, sk=64, batch=2, heads=4, kv_heads=2, dim=64, bshd=False, mask=No
     config = make_config(2 if mask is None else 1, 64 if dim <= 64 else 128, 64,
                          None if mask is None else mask.block_size[1])
     fwd_sm90_launch.launch_attn_fwd_sm90(
-        empty_out(q, dim), empty_lse(q), q, k, v, spec, order, 2, config)
+        AttentionCall(q, k, v, spec), empty_out(q, dim), empty_lse(q), order, 2, config)
 
 
 def packed(lengths=((64, 64),), heads=4, kv_heads=2, dim=64, fused=False, mask=None, **options):
@@ -38,7 +38,7 @@ def packed(lengths=((64, 64),), heads=4, kv_heads=2, dim=64, fused=False, mask=N
     config = make_config(2 if mask is None else 1, 64, 64,
                          None if mask is None else mask.block_size[1], True)
     fwd_sm90_launch.launch_attn_fwd_sm90(
-        empty_out(q, dim), empty_lse(q), q, k, v, spec, None, 2, config)
+        AttentionCall(q, k, v, spec), empty_out(q, dim), empty_lse(q), None, 2, config)
 
 
 counts = {

@@ -7,7 +7,7 @@ import torch
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.op import forward_dispatch
-from blackwell_sparsek.attention.sm90 import route as attention_sm90
+from blackwell_sparsek.attention.sm90 import tuning as attention_sm90
 from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec
 from blackwell_sparsek.core import compat
 from blackwell_sparsek.core.arch import Arch

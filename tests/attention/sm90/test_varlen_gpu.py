@@ -14,10 +14,9 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.sm90 import launch as fwd_sm90_launch
-from blackwell_sparsek.attention.sm90 import route as attention_sm90
 from blackwell_sparsek.attention.sm90.config import make_forward_config
-from blackwell_sparsek.attention.triton import route as attention_triton
-from blackwell_sparsek.calls.attention import AttnSpec, empty_lse, empty_out
+from blackwell_sparsek.attention.triton import forward as attention_triton
+from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec, empty_lse, empty_out
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.testing.attention_cases import (
     AttnCase,
@@ -54,14 +53,14 @@ def launch(out, lse, q, k, v, spec, consumers):
     tiles = [64 if x.shape[-1] <= 64 else 128 for x in (q, v)]
     block_kv = None if spec.block_mask is None else spec.block_mask.block_size[1]
     config = make_forward_config(consumers, *tiles, block_kv, packed=True)
-    fwd_sm90_launch.launch_attn_fwd_sm90(out, lse, q, k, v, spec, None, 1, config)
+    fwd_sm90_launch.launch_attn_fwd_sm90(AttentionCall(q, k, v, spec), out, lse, None, 1, config)
 
 
 def run(q, k, v, spec, consumers=None):
     """Output and lse in poisoned memory; with `consumers`, past the choice of tiles."""
     with poisoned_empty():
         if consumers is None:
-            return attention_sm90.forward(q, k, v, spec)
+            return fwd_sm90_launch.forward(AttentionCall(q, k, v, spec))
         out, lse = empty_out(q, v.shape[-1]), empty_lse(q)
     launch(out, lse, q, k, v, spec, consumers)
     return out, lse
@@ -162,7 +161,9 @@ def test_the_bits_of_dense_batches(consumers, dim, causal):
     dense = [x.view(batch, tokens, heads, dim).transpose(1, 2) for x in (q, k, v)]
     other, other_lse = empty_out(dense[0], dim), empty_lse(dense[0])
     config = make_forward_config(consumers, dim, dim)
-    fwd_sm90_launch.launch_attn_fwd_sm90(other, other_lse, *dense, spec, None, 2, config)
+    fwd_sm90_launch.launch_attn_fwd_sm90(
+        AttentionCall(*dense, spec), other, other_lse, None, 2, config
+    )
     assert out.equal(other.transpose(1, 2).reshape(out.shape))
     assert lse.equal(other_lse.transpose(0, 1).reshape(lse.shape))
 
@@ -209,7 +210,7 @@ def test_long_and_short_sequences_agree_with_the_portable_kernel():
             head_dims=(128, 128), band=band, varlen=True,
         ).build("cuda")  # fmt: skip
         out, lse = run(q, k, v, spec)
-        other, other_lse = attention_triton.forward(q, k, v, spec)
+        other, other_lse = attention_triton.forward(AttentionCall(q, k, v, spec))
         torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
 
@@ -252,14 +253,14 @@ def test_repeated_calls_read_what_they_are_given():
 
 @pytest.mark.parametrize("same", [False, True])
 def test_a_call_is_recorded(same):
-    from blackwell_sparsek.attention.replay import _UNMASKED_PACKED
+    from blackwell_sparsek.attention.replay import _PACKED
 
     q, k, v = (torch.randn(333, 4, 64, device="cuda", dtype=BRAIN) for _ in "qkv")
     cu = offsets(33, 300)
-    _UNMASKED_PACKED.clear()
+    _PACKED.clear()
     with torch.no_grad():
         first = varlen(q, k, v, cu, cu if same else cu.clone())
-        (recorded,) = _UNMASKED_PACKED.values()
+        (recorded,) = _PACKED.values()
         assert recorded is not None
         again = varlen(q, k, v, cu, cu if same else cu.clone())
     assert first[0].equal(again[0]) and first[1].equal(again[1])

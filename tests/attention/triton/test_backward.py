@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from blackwell_sparsek.attention.triton.backward import launch_attn_dkdv, launch_attn_dq
 from blackwell_sparsek.attention.triton.delta import launch_attn_delta, launch_sink_gradients
 from blackwell_sparsek.attention.triton.tuning import AttnBwdConfig
-from blackwell_sparsek.calls.attention import AttnGradients, AttnSpec
+from blackwell_sparsek.calls.attention import AttentionCall, AttnGradients, AttnSpec, BackwardCall
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.reference.attention import attention as oracle
@@ -39,12 +39,12 @@ def backward(gradients, dout, dlse, q, k, v, spec, forward=None, tiles=(32, 16))
         tile_m, tile_n = (min(own, side) for side in spec.block_mask.block_size)
     delta = poison.nan_like(lse)
     launch_attn_delta(delta, dout, out, dlse, lse)
-    dq, dk, dv, dsinks = gradients
-    if dq is not None:
-        launch_attn_dq(dq, dout, q, k, v, lse, delta, spec, config(tile_m, other))
-    launch_attn_dkdv(dk, dv, dout, q, k, v, lse, delta, spec, config(other, tile_n))
-    if dsinks is not None:
-        launch_sink_gradients(dsinks, spec.sinks, lse, delta, spec.cu_seqlens_q)
+    call = BackwardCall(AttentionCall(q, k, v, spec), dout, dlse, out, lse, gradients)
+    if gradients.dq is not None:
+        launch_attn_dq(call, delta, config(tile_m, other))
+    launch_attn_dkdv(call, delta, config(other, tile_n))
+    if gradients.dsinks is not None:
+        launch_sink_gradients(gradients.dsinks, spec.sinks, lse, delta, spec.cu_seqlens_q)
 
 
 def check(case, device, tiles=(32, 16), with_dlse=True):

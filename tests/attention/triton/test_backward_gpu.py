@@ -17,9 +17,15 @@ import triton.language as tl
 
 from blackwell_sparsek.attention.api import attention, attention_varlen
 from blackwell_sparsek.attention.op import backward_dispatch
-from blackwell_sparsek.attention.triton import route as attention_bwd_triton
-from blackwell_sparsek.attention.triton import route as attention_triton
-from blackwell_sparsek.calls.attention import AttnGradients, AttnProblem, AttnSpec
+from blackwell_sparsek.attention.triton import backward as attention_bwd_triton
+from blackwell_sparsek.attention.triton import forward as attention_triton
+from blackwell_sparsek.calls.attention import (
+    AttentionCall,
+    AttnGradients,
+    AttnProblem,
+    AttnSpec,
+    BackwardCall,
+)
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.testing import layouts
@@ -45,12 +51,13 @@ CORPUS: tuple[tuple[int, int], ...] = ((8, 34),)
 def run(q, k, v, spec, seed=0, wanted=(True, True, True)):
     """Forward and backward on the portable kernels; (out, lse, dout, dlse, gradients)."""
     with poisoned_empty():
-        out, lse = attention_triton.forward(q, k, v, spec)
+        call = AttentionCall(q, k, v, spec, deterministic=True)
+        out, lse = attention_triton.forward(call)
         dout, dlse = upstream(out, lse, seed)
         dsinks = None if spec.sinks is None else nan_like(spec.sinks)
         given = (nan_like(x) if need else None for x, need in zip((q, k, v), wanted, strict=True))
         gradients = AttnGradients(*given, dsinks)
-        attention_bwd_triton.backward(gradients, dout, dlse, q, k, v, out, lse, spec, True)
+        attention_bwd_triton.backward(BackwardCall(call, dout, dlse, out, lse, gradients))
     return out, lse, dout, dlse, gradients
 
 
@@ -317,12 +324,13 @@ def test_the_same_bits_every_time_under_load(masked):
     other = torch.cuda.Stream()
     noise = torch.randn(2048, 2048, device="cuda")
     again = AttnGradients(*(torch.empty_like(x) for x in first))
+    call = BackwardCall(AttentionCall(q, k, v, spec, True), dout, dlse, out, lse, again)
     different = torch.zeros((), device="cuda", dtype=torch.bool)
     torch.cuda.synchronize()
     for _ in range(1000):
         with torch.cuda.stream(other):
             noise @ noise
-        attention_bwd_triton.backward(again, dout, dlse, q, k, v, out, lse, spec, True)
+        attention_bwd_triton.backward(call)
         for a, b in zip(first, again, strict=True):
             different |= (a != b).any()
     assert not different.item()
@@ -335,10 +343,11 @@ def test_more_than_2_31_elements():
         torch.randn(1, tokens, 8, 128, device="cuda", dtype=BRAIN).transpose(1, 2) for _ in range(3)
     )
     spec = AttnSpec(128**-0.5, Band(127, 0), max_q=tokens, max_k=tokens)
-    out, lse = attention_triton.forward(q, k, v, spec)
+    call = AttentionCall(q, k, v, spec, deterministic=True)
+    out, lse = attention_triton.forward(call)
     dout = torch.randn_like(out)
     gradients = AttnGradients(*(nan_like(x) for x in (q, k, v)), None)
-    attention_bwd_triton.backward(gradients, dout, None, q, k, v, out, lse, spec, True)
+    attention_bwd_triton.backward(BackwardCall(call, dout, None, out, lse, gradients))
     # the last 300 queries and keys see, and are seen by, none but the last 600
     part = [x[:, :1, tokens - 600 :] for x in (dout, q, k, v)]
     spec = spec._replace(max_q=600, max_k=600)

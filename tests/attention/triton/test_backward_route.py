@@ -7,7 +7,7 @@ import torch
 
 from blackwell_sparsek.attention.api import attention, attention_varlen
 from blackwell_sparsek.attention.op import attn_bwd, attn_fwd, backward_dispatch
-from blackwell_sparsek.attention.triton import route as attention_bwd_triton
+from blackwell_sparsek.attention.triton import tuning as attention_bwd_triton
 from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.errors import Unsupported

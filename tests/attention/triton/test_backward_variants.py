@@ -5,14 +5,13 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = """
-from blackwell_sparsek.attention.triton import backward as bwd_dkdv
-from blackwell_sparsek.attention.triton import backward as bwd_dq
+from blackwell_sparsek.attention.triton import backward as bwd
 from blackwell_sparsek.attention.triton import delta as bwd_delta
 from blackwell_sparsek.attention.triton.tuning import AttnBwdConfig
 
 bwd_delta._attn_delta_kernel = Recorder(bwd_delta._attn_delta_kernel)
-bwd_dq._attn_dq_kernel = Recorder(bwd_dq._attn_dq_kernel)
-bwd_dkdv._attn_dkdv_kernel = Recorder(bwd_dkdv._attn_dkdv_kernel)
+bwd._attn_dq_kernel = Recorder(bwd._attn_dq_kernel)
+bwd._attn_dkdv_kernel = Recorder(bwd._attn_dkdv_kernel)
 CONFIG = AttnBwdConfig(64, 32, 4, 2)
 
 
@@ -20,9 +19,11 @@ def run(q, k, spec, wanted=(True, True)):
     out, lse = empty_out(q, q.shape[-1]), empty_lse(q)
     delta = torch.empty_like(lse)
     bwd_delta.launch_attn_delta(delta, out, out, None, lse)
-    bwd_dq.launch_attn_dq(torch.empty_like(q), out, q, k, k, lse, delta, spec, CONFIG)
     dk, dv = (torch.empty_like(k) if want else None for want in wanted)
-    bwd_dkdv.launch_attn_dkdv(dk, dv, out, q, k, k, lse, delta, spec, CONFIG)
+    gradients = AttnGradients(torch.empty_like(q), dk, dv, None)
+    call = BackwardCall(AttentionCall(q, k, k, spec), out, None, out, lse, gradients)
+    bwd.launch_attn_dq(call, delta, CONFIG)
+    bwd.launch_attn_dkdv(call, delta, CONFIG)
 
 
 def call(sq=64, sk=64, batch=2, heads=4, kv_heads=2, dim=64, bshd=False, mask=None,

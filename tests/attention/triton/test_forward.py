@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from blackwell_sparsek.attention.triton.forward import launch_attn_fwd
 from blackwell_sparsek.attention.triton.tuning import AttnFwdConfig
-from blackwell_sparsek.calls.attention import AttnSpec, empty_lse, empty_out
+from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec, empty_lse, empty_out
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.testing import guard, layouts, poison
@@ -26,7 +26,7 @@ def attend(q, k, v, spec, cfg=None, out=None, lse=None):
     """Launch on poisoned outputs."""
     out = poison.poison_(empty_out(q, v.shape[-1])) if out is None else out
     lse = poison.poison_(empty_lse(q)) if lse is None else lse
-    launch_attn_fwd(out, lse, q, k, v, spec, cfg or config())
+    launch_attn_fwd(AttentionCall(q, k, v, spec), out, lse, cfg or config())
     return out, lse
 
 

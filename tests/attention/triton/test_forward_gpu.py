@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.attention.sm90 import route as attention_sm90
-from blackwell_sparsek.attention.triton import route as attention_triton
-from blackwell_sparsek.calls.attention import AttnSpec, empty_lse, empty_out
+from blackwell_sparsek.attention.sm90 import launch as attention_sm90
+from blackwell_sparsek.attention.triton import forward as attention_triton
+from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec, empty_lse, empty_out
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.testing.attention_cases import AttnCase, check_attention
@@ -31,7 +31,7 @@ def forward(request):
 
 def run(forward, q, k, v, spec):
     with poisoned_empty():
-        return forward(q, k, v, spec)
+        return forward(AttentionCall(q, k, v, spec))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -68,7 +68,7 @@ def test_graphs_replay_with_changed_inputs(forward, masked):
     out, lse = empty_out(q, 64), empty_lse(q)
 
     def step():
-        a, b = forward(q, k, v, spec)
+        a, b = forward(AttentionCall(q, k, v, spec))
         out.copy_(a), lse.copy_(b)
 
     step()
@@ -81,7 +81,7 @@ def test_graphs_replay_with_changed_inputs(forward, masked):
             x.normal_()
         out.fill_(torch.nan), lse.fill_(torch.nan)
         graph.replay()
-        expected = forward(q, k, v, spec)
+        expected = forward(AttentionCall(q, k, v, spec))
         assert out.equal(expected[0]) and lse.equal(expected[1])
         check_attention(out, lse, q, k, v, spec)
 
@@ -100,7 +100,7 @@ def test_the_same_bits_every_time_under_load(forward, seed):
     for _ in range(100):
         with torch.cuda.stream(other):
             noise @ noise
-        again = forward(q, k, v, spec)
+        again = forward(AttentionCall(q, k, v, spec))
         assert first[0].equal(again[0]) and first[1].equal(again[1])
 
 
@@ -112,7 +112,7 @@ def test_streams(forward):
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         late = q.clone()  # on a wrong stream the kernel would read this too early
-        out = forward(late, k, v, spec)
+        out = forward(AttentionCall(late, k, v, spec))
     torch.cuda.current_stream().wait_stream(stream)
     assert out[0].equal(expected[0])
 

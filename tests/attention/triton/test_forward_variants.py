@@ -19,7 +19,7 @@ def call(sq=64, sk=64, batch=2, heads=4, kv_heads=2, dim=64, bshd=False, mask=No
     q, k, v = inputs(sq, sk, batch, heads, kv_heads, dim, bshd)
     spec = AttnSpec(**{"scale": 0.125, **options}, block_mask=mask)
     config = AttnFwdConfig(64, 64, 4, 2)
-    fwd.launch_attn_fwd(empty_out(q, dim), empty_lse(q), q, k, v, spec, config)
+    fwd.launch_attn_fwd(AttentionCall(q, k, v, spec), empty_out(q, dim), empty_lse(q), config)
 
 
 def varlen(lengths_q, lengths_k):
@@ -28,7 +28,8 @@ def varlen(lengths_q, lengths_k):
     k = torch.empty(sum(lengths_k), 2, 64, dtype=torch.float16)
     spec = AttnSpec(0.1, Band(None, 0), cu_seqlens_q=cu[0], cu_seqlens_k=cu[1],
                     max_q=max(lengths_q), max_k=max(lengths_k))
-    fwd.launch_attn_fwd(empty_out(q, 64), empty_lse(q), q, k, k, spec, AttnFwdConfig(64, 64, 4, 2))
+    fwd.launch_attn_fwd(AttentionCall(q, k, k, spec), empty_out(q, 64), empty_lse(q),
+                        AttnFwdConfig(64, 64, 4, 2))
 
 
 print(json.dumps({

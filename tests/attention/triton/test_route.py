@@ -8,7 +8,7 @@ import torch
 from blackwell_sparsek.attention.api import attention, attention_varlen
 from blackwell_sparsek.attention.merge import merge_dispatch, merge_states_op
 from blackwell_sparsek.attention.op import forward_dispatch
-from blackwell_sparsek.attention.triton import route as attention_triton
+from blackwell_sparsek.attention.triton import tuning as attention_triton
 from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec, MergeProblem
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.errors import Unsupported

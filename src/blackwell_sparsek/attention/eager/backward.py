@@ -8,13 +8,19 @@ scores either. Sums run in a fixed order on a CPU; elsewhere the gradients of k 
 mask are scattered, in a fixed order only if asked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ...calls.attention import AttnSpec, compute_dtype
+from ...calls.attention import (
+    AttentionCall,
+    AttnGradients,
+    AttnSpec,
+    BackwardCall,
+    compute_dtype,
+)
 from ...masks.block_mask import BlockMask
 from .forward import (
     BandEdges,
@@ -60,44 +66,32 @@ class RowTerms(NamedTuple):
     """sum_d out * dout - dlse."""
 
 
-def attention_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttnSpec,
-    deterministic: bool,
-    needs: Sequence[bool] = (True, True, True),
-) -> Gradients:
-    """Gradients for the layouts of `attention`; dq, dk, dv are laid out as q, k and v.
+def backward(call: BackwardCall) -> None:
+    """Fill the gradients that are asked for."""
+    call.gradients.fill(attention_backward(call))
 
-    `needs` says which of dq, dk, dv are wanted; the others come back as zeros.
-    """
-    guarded = may_be_nonfinite(q, k, v, dout)
+
+def attention_backward(call: BackwardCall) -> Gradients:
+    """Gradients laid out as q, k and v; those that nobody asked for come back as zeros."""
+    given = call.forward
+    q, k, v, spec = given.q, given.k, given.v, given.spec
+    guarded = may_be_nonfinite(q, k, v, call.dout)
     if not spec.is_varlen:
-        extent = Extent(q.shape[2], k.shape[2])
-        return _backward(dout, dlse, q, k, v, out, lse, spec, extent, guarded, deterministic, needs)
+        return _backward(call, Extent(q.shape[2], k.shape[2]), guarded)
     dtype = compute_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     dsinks = None if spec.sinks is None else torch.zeros_like(spec.sinks, dtype=dtype)
     for extent, q_span, k_span in sequences(spec):
-        part = _backward(
-            as_batch(dout, q_span),
-            None if dlse is None else dlse[None, :, q_span],
-            as_batch(q, q_span),
-            as_batch(k, k_span),
-            as_batch(v, k_span),
-            as_batch(out, q_span),
-            lse[None, :, q_span],
-            spec,
-            extent,
-            guarded,
-            deterministic,
-            needs,
+        keys = as_batch(k, k_span), as_batch(v, k_span)
+        sequence = BackwardCall(
+            AttentionCall(as_batch(q, q_span), *keys, spec, given.deterministic),
+            as_batch(call.dout, q_span),
+            None if call.dlse is None else call.dlse[None, :, q_span],
+            as_batch(call.out, q_span),
+            call.lse[None, :, q_span],
+            call.gradients,
         )
+        part = _backward(sequence, extent, guarded)
         as_batch(dq, q_span).copy_(part.dq)
         as_batch(dk, k_span).copy_(part.dk)
         as_batch(dv, k_span).copy_(part.dv)
@@ -106,20 +100,11 @@ def attention_backward(
     return Gradients(dq, dk, dv, dsinks)
 
 
-def _backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttnSpec,
-    extent: Extent,
-    guarded: bool,
-    deterministic: bool,
-    needs: Sequence[bool],
-) -> Gradients:
+def _backward(call: BackwardCall, extent: Extent, guarded: bool) -> Gradients:
+    """Gradients of a dense call."""
+    given, wanted = call.forward, call.gradients
+    q, k, v, spec = given.q, given.k, given.v, given.spec
+    dout, dlse, out, lse = call.dout, call.dlse, call.out, call.lse
     dtype = compute_dtype(q.dtype)
     ops = operands(q, k, v, spec, guarded)
     n, group, sq, _ = ops.q.shape
@@ -136,10 +121,10 @@ def _backward(
     dk = ops.q.new_zeros((n, extent.sk, q.shape[3]))
     dv = torch.zeros_like(ops.v, memory_format=torch.contiguous_format)
     if spec.block_mask is None or q.numel() == 0:
-        _backward_band(ops, rows, spec, extent, dq, dk, dv, needs)
+        _backward_band(ops, rows, spec, extent, dq, dk, dv, wanted)
     else:
         dq, dk, dv = _backward_blocks(
-            ops, rows, spec, spec.block_mask, extent, k.shape[1], deterministic, needs
+            ops, rows, spec, spec.block_mask, extent, k.shape[1], given.deterministic, wanted
         )
     dsinks = None
     if spec.sinks is not None:
@@ -193,7 +178,7 @@ def _backward_band(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    needs: Sequence[bool],
+    wanted: AttnGradients,
 ) -> None:
     group = ops.q.shape[1]
     vt = ops.v.transpose(1, 2).contiguous()
@@ -222,11 +207,11 @@ def _backward_band(
                 visible,
             )
             seen_by = None if visible is None else visible.transpose(-1, -2)
-            if needs[0]:
+            if wanted.dq is not None:
                 dq_tile += _product(ds, kt.transpose(1, 2), visible)
-            if needs[1]:
+            if wanted.dk is not None:
                 dk[heads, span] += _product(ds.transpose(1, 2), q, seen_by)
-            if needs[2]:
+            if wanted.dv is not None:
                 dv[heads, span] += _product(p.transpose(1, 2), do, seen_by)
         dq[heads, :, queries] = dq_tile.view(n, group, count, -1)
 
@@ -239,7 +224,7 @@ def _backward_blocks(
     extent: Extent,
     heads_kv: int,
     deterministic: bool,
-    needs: Sequence[bool],
+    wanted: AttnGradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bq, bk = mask.block_size
     layout = block_rows(ops, mask, extent, heads_kv)
@@ -269,12 +254,12 @@ def _backward_blocks(
             seen_by = None
             if select is not None:
                 seen_by = select.transpose(1, 2).expand(n, -1, q.shape[1])
-            if needs[0]:
+            if wanted.dq is not None:
                 dq += _product(ds, k_blocks.gather(block), select)
-            if needs[1]:
+            if wanted.dk is not None:
                 dk = _product(ds.transpose(1, 2), q, seen_by).view(-1, bk, q.shape[2])
                 _scatter_add(dk_blocks, block.flatten(), dk, deterministic)
-            if needs[2]:
+            if wanted.dv is not None:
                 dv = _product(p.transpose(1, 2), do, seen_by).view(-1, bk, do.shape[2])
                 _scatter_add(dv_blocks, block.flatten(), dv, deterministic)
         dq_rows[rows] = dq

@@ -10,7 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from ...calls.attention import AttnSpec, compute_dtype, empty_lse, empty_out, heads_are_inner
+from ...calls.attention import (
+    AttentionCall,
+    AttnSpec,
+    compute_dtype,
+    empty_lse,
+    empty_out,
+    heads_are_inner,
+)
 from ...masks.block_mask import BlockMask
 from .operands import (
     BlockRows,
@@ -27,6 +34,12 @@ from .operands import (
 )
 from .softmax import bound_of, finish, hide, hide_beyond, start, step
 from .visits import BlockStep, Extent, KeyTile, band_visible, block_step, block_visits, key_tiles
+
+
+def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of a call."""
+    call.check_lengths()
+    return attention(call.q, call.k, call.v, call.spec)
 
 
 def attention(

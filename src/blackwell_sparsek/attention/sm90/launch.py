@@ -1,15 +1,26 @@
-"""Launching the Hopper backward: scratch memory, descriptors, order of work, grid."""
+"""Launching the Hopper kernels: workspaces, descriptors, order of work, grid."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...calls.attention import AttnSpec
+from ...calls.attention import (
+    AttentionCall,
+    AttnGradients,
+    BackwardCall,
+    empty_lse,
+    empty_out,
+    tma_takes,
+)
 from ...core.arch import arch_of
 from ...launch.descriptors import GROUP_ROWS, packed_descriptor, tensor_descriptor
-from ...launch.launcher import cdiv, launch, on_device_of, resting_words, scratch
+from ...launch.launcher import cdiv, launch, on_device_of
+from ...launch.workspace import scratch, self_resetting_counters
 from ...masks.band import EVERYTHING
+from ...masks.derived_lists import derived_list
+from ...masks.order import longest_columns_first, longest_first
 from ..operands import gradient_factors, kernel_operands, transposed_mask
+from ..triton.delta import launch_sink_gradients
 from .backward import _attn_bwd_sm90_kernel
 from .backward_preprocess import (
     ROW_TILE,
@@ -25,23 +36,43 @@ from .config import (
     AttnBwdSm90Config,
     AttnFwdSm90Config,
 )
+from .dq_order import Columns, DqOrder, Walk, dq_order
 from .forward import _attn_fwd_sm90_kernel
 from .forward_producer import Workspace
-
-# Launching the Hopper forward: descriptors, order of work, grid.
+from .tuning import (
+    attn_bwd_keys_config,
+    attn_bwd_keys_section,
+    attn_bwd_queries_config,
+    attn_bwd_sm90_apart,
+    attn_bwd_sm90_config,
+    attn_bwd_sm90_front,
+    attn_bwd_sm90_section,
+    attn_fwd_sm90_config,
+    attn_fwd_sm90_section,
+)
 
 # Work tiles of the same size are dealt out to programs in turn while there are few: to deal them
 # out as programs get free would save nothing.
 EVEN_ROUNDS = 4
 
 
+def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
+    q, spec, problem = call.q, call.spec, call.problem
+    out, lse = empty_out(q, call.v.shape[-1]), empty_lse(q)
+    config, section = attn_fwd_sm90_config(problem), attn_fwd_sm90_section(problem, spec.band)
+    order = None
+    # an order of mask rows knows nothing of the lengths of packed sequences
+    if (mask := spec.block_mask) is not None and not spec.is_varlen:
+        order = derived_list(mask, longest_first, q.shape[0], q.shape[1], spec.band, section)
+    launch_attn_fwd_sm90(call, out, lse, order, section, config)
+    return out, lse
+
+
 def launch_attn_fwd_sm90(
+    call: AttentionCall,
     out: torch.Tensor,
     lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    spec: AttnSpec,
     order: torch.Tensor | None,
     section: int,
     config: AttnFwdSm90Config,
@@ -50,19 +81,19 @@ def launch_attn_fwd_sm90(
 
     Parameters
     ----------
+    call : q, k and v [B, H, S, D | Dv] or packed [T, H, D | Dv], at least one query and one key,
+        strides and addresses that TMA takes
     out : [B, Hq, Sq, Dv], lse : fp32 [B, Hq, Sq] contiguous; all of both is written. Packed:
         [Tq, Hq, Dv] and [Hq, Tq], of which the tokens of sequences are written
-    q, k, v : [B, H, S, D | Dv] or packed [T, H, D | Dv], at least one query and one key, strides
-        and addresses that TMA takes
-    spec : options of the call, validated
     order : int32 [B * Hq * rows], the rows of the block mask in the order to take them, as
-        `formats.block_order.longest_first` makes it; None goes through the queries in sections,
-        and it must be None when sequences are packed
-    section : planes (batch and head) whose pieces run together; packed sequences, taken one after
+        `masks.order.longest_first` makes it; None goes through the queries in raster groups, and
+        it must be None when sequences are packed
+    section : (batch, head) pairs whose work tiles run together; packed sequences, taken one after
         the other, find theirs from their own lengths, up to this
     config : tiles
     """
-    operands = kernel_operands(q, k, v, spec)
+    q, k, v, spec = call.q, call.k, call.v, call.spec
+    operands = kernel_operands(call)
     q_len = operands.lengths[0]
     planes = operands.batch * operands.heads[0]
     pieces = planes * cdiv(q_len, config.tile_m)
@@ -94,7 +125,7 @@ def launch_attn_fwd_sm90(
             _forward_descriptor(v, config.v_block()),
             operands.sinks,
             operands.cu_seqlens,
-            Workspace(resting_words(words, q.device), order, parts),
+            Workspace(self_resetting_counters(words, q.device), order, parts),
             operands.block_lists,
             *operands.mask_steps,
             lse.stride(-2),
@@ -124,18 +155,66 @@ def tma_strides(x: torch.Tensor) -> list[int]:
     return [stride if size > 1 else row for size, stride in zip(x.shape, x.stride(), strict=True)]
 
 
+def backward(call: BackwardCall) -> None:
+    """Fill the gradients that are asked for.
+
+    Those of k and v come together: scratch memory takes the one that nobody asked for.
+    """
+    # the gradient of an expanded or sliced output may be laid out in ways that TMA cannot read
+    dout = call.dout if tma_takes(call.dout) else call.dout.contiguous()
+    dq, dk, dv, dsinks = call.gradients
+    split, given = attn_bwd_sm90_apart(call.problem), call.forward
+    if not split or dk is not None or dv is not None:
+        dk, dv = (
+            scratch(x.shape, x.dtype, x.device) if gradient is None else gradient
+            for x, gradient in ((given.k, dk), (given.v, dv))
+        )
+    gradients = AttnGradients(dq, dk, dv, dsinks)
+    call = BackwardCall(given, dout, call.dlse, call.out, call.lse, gradients)
+    delta = _backward_split(call) if split else _backward_whole(call)
+    if dsinks is not None and given.spec.sinks is not None:
+        delta = delta[..., : call.lse.shape[-1]].contiguous()
+        launch_sink_gradients(dsinks, given.spec.sinks.contiguous(), call.lse, delta, None)
+
+
+def _backward_whole(call: BackwardCall) -> torch.Tensor:
+    """Gradients by one kernel; returns delta, fp32 [B, Hq, padded Sq]."""
+    given, problem = call.forward, call.problem
+    q, k, mask = given.q, given.k, given.spec.block_mask
+    config, section = attn_bwd_sm90_config(problem), attn_bwd_sm90_section(problem)
+    lists = DqOrder(None, None, None)
+    if mask is not None:
+        group_size = q.shape[1] // k.shape[1]
+        sizes = (q.shape[0], k.shape[1], group_size, given.spec.band, section, config.tile_n)
+        walk = Walk(config.parts, attn_bwd_sm90_front(problem, section))
+        lists = dq_order(mask, Columns(*sizes), walk, given.deterministic)
+    return launch_attn_bwd_sm90(call, *lists, section, config)
+
+
+def _backward_split(call: BackwardCall) -> torch.Tensor:
+    """Gradients by two kernels, one for keys and values and one for queries, under a mask.
+
+    The same bits in every run. Returns delta, fp32 [B, Hq, padded Sq].
+    """
+    given, problem, wanted = call.forward, call.problem, call.gradients
+    q, k, band, mask = given.q, given.k, given.spec.band, given.spec.block_mask
+    assert mask is not None
+    terms = launch_attn_bwd_terms(call)
+    group_size = q.shape[1] // k.shape[1]
+    if wanted.dk is not None:
+        config, section = attn_bwd_keys_config(problem), attn_bwd_keys_section(problem)
+        sizes = (q.shape[0], k.shape[1], group_size, band, section, config.tile_n)
+        order = derived_list(mask, longest_columns_first, *sizes)
+        launch_attn_bwd_keys_sm90(call, terms, order, config)
+    if wanted.dq is not None:
+        # as in the forward pass: the heads that share keys run together
+        order = derived_list(mask, longest_first, q.shape[0], q.shape[1], band, group_size)
+        launch_attn_bwd_queries_sm90(call, terms, order, attn_bwd_queries_config(problem))
+    return terms.delta.view(*call.lse.shape[:2], -1)
+
+
 def launch_attn_bwd_sm90(
-    dq: torch.Tensor | None,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttnSpec,
+    call: BackwardCall,
     order: torch.Tensor | None,
     ranks: torch.Tensor | None,
     visits: torch.Tensor | None,
@@ -146,12 +225,8 @@ def launch_attn_bwd_sm90(
 
     Parameters
     ----------
-    dq, dk, dv : like q, k and v; all of each is written. Without dq only the sums are formed
-    dout, out : [B, Hq, Sq, Dv], dout with strides and an address that TMA takes
-    dlse : [B, Hq, Sq] with any strides, or None where nothing comes back for lse
-    q, k, v : [B, H, S, D | Dv], at least one query and key, as TMA takes them
-    lse : fp32 [B, Hq, Sq] contiguous
-    spec : options of the call, validated; no packed sequences
+    call : dense, at least one query and key; dout, q, k and v as TMA takes them, lse contiguous.
+        All of dq, dk and dv is written. Without dq only the sums are formed
     order : int32 [B * Hkv * tiles], tiles of 128 keys in the order to take them, or None, which
         takes them in raster order. With `visits` int32 [SMs + 1 + B * Hkv * tiles], as
         `dq_order.program_tiles` makes it
@@ -163,7 +238,11 @@ def launch_attn_bwd_sm90(
     section : raster group, how many (batch, KV head) have their queries in L2 together
     config : tiles
     """
-    operands, mask = kernel_operands(q, k, v, spec), transposed_mask(spec.block_mask)
+    given, spec = call.forward, call.forward.spec
+    q, k, v, dout, lse = given.q, given.k, given.v, call.dout, call.lse
+    dq, dk, dv, _ = call.gradients
+    assert dk is not None and dv is not None
+    operands, mask = kernel_operands(given), transposed_mask(spec.block_mask)
     q_len, kv_len = operands.lengths
     batch_heads = operands.batch * operands.heads[0]
     padded = cdiv(q_len, QUERY_PADDING) * QUERY_PADDING
@@ -173,7 +252,9 @@ def launch_attn_bwd_sm90(
     if config.ORDERED:
         semaphores = scratch((batch_heads, padded // ROW_TILE, 2), torch.int32, q.device)
     with on_device_of(q):
-        launch_attn_bwd_preprocess(lse_log2, delta, sums, semaphores, out, dout, lse, dlse)
+        launch_attn_bwd_preprocess(
+            lse_log2, delta, sums, semaphores, call.out, dout, lse, call.dlse
+        )
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
         kv_batch_heads = batch_heads // operands.heads[1]
@@ -225,44 +306,40 @@ def _backward_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> A
 PROGRAMS_PER_SM = 2
 
 
-def launch_attn_bwd_terms(
-    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+class RowTerms(NamedTuple):
     """lse in base 2 and delta of all queries, fp32 [B * Hq, padded Sq]."""
-    batch_heads, padded = (
-        lse.shape[0] * lse.shape[1],
-        cdiv(lse.shape[2], QUERY_PADDING) * QUERY_PADDING,
-    )
+
+    lse_log2: torch.Tensor
+    delta: torch.Tensor
+
+
+def launch_attn_bwd_terms(call: BackwardCall) -> RowTerms:
+    """What both kernels read about each query."""
+    lse = call.lse
+    batch_heads = lse.shape[0] * lse.shape[1]
+    padded = cdiv(lse.shape[2], QUERY_PADDING) * QUERY_PADDING
     lse_log2, delta = (scratch((batch_heads, padded), torch.float32, lse.device) for _ in range(2))
     with on_device_of(lse):
-        launch_attn_bwd_preprocess(lse_log2, delta, None, None, out, dout, lse, dlse)
-    return lse_log2, delta
+        launch_attn_bwd_preprocess(lse_log2, delta, None, None, call.out, call.dout, lse, call.dlse)
+    return RowTerms(lse_log2, delta)
 
 
 def launch_attn_bwd_keys_sm90(
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    terms: tuple[torch.Tensor, torch.Tensor],
-    spec: AttnSpec,
-    order: torch.Tensor,
-    config: AttnBwdSm90Config,
+    call: BackwardCall, terms: RowTerms, order: torch.Tensor, config: AttnBwdSm90Config
 ) -> None:
     """Fill dk and dv.
 
     Parameters
     ----------
-    dk, dv : like k and v; all of each is written
-    dout : [B, Hq, Sq, Dv], like q, k and v as TMA takes it
+    call : with a mask; dout, q, k and v as TMA takes them; all of dk and dv is written
     terms : what `launch_attn_bwd_terms` gave
-    spec : options of the call, with a mask
     order : int32 [B * Hkv * tiles], tiles of 64 keys in the order to take them, as
         `masks.order.longest_columns_first` makes it
     """
-    operands, mask = kernel_operands(q, k, v, spec), transposed_mask(spec.block_mask)
+    q, k, spec = call.forward.q, call.forward.k, call.forward.spec
+    dk, dv = call.gradients.dk, call.gradients.dv
+    assert dk is not None and dv is not None
+    operands, mask = kernel_operands(call.forward), transposed_mask(spec.block_mask)
     rows = tuple(tensor_descriptor(x, config.row_block()) for x in terms)
     batch_heads = operands.batch * k.shape[1]
     work_tiles = batch_heads * cdiv(operands.lengths[1], config.tile_n)
@@ -271,7 +348,7 @@ def launch_attn_bwd_keys_sm90(
         args = (
             _backward_descriptor(dk, config.k_block()),
             _backward_descriptor(dv, config.v_block()),
-            *_inputs(dout, q, k, v, config),
+            *_inputs(call, config),
             *rows,
             scratch((1,), torch.int32, q.device, zero=work_tiles > programs),
             order,
@@ -288,27 +365,21 @@ def launch_attn_bwd_keys_sm90(
 
 
 def launch_attn_bwd_queries_sm90(
-    dq: torch.Tensor,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    terms: tuple[torch.Tensor, torch.Tensor],
-    spec: AttnSpec,
-    order: torch.Tensor,
-    config: AttnBwdDqSm90Config,
+    call: BackwardCall, terms: RowTerms, order: torch.Tensor, config: AttnBwdDqSm90Config
 ) -> None:
     """Fill dq; arguments are as above, `order` as `masks.order.longest_first` makes it."""
-    operands = kernel_operands(q, k, v, spec)
+    q, dq, spec = call.forward.q, call.gradients.dq, call.forward.spec
+    assert dq is not None
+    operands = kernel_operands(call.forward)
     assert spec.block_mask is not None
     work_tiles = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
     programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
             _backward_descriptor(dq, config.q_block()),
-            *_inputs(dout, q, k, v, config),
+            *_inputs(call, config),
             *terms,
-            resting_words(1, q.device),
+            self_resetting_counters(1, q.device),
             order,
             operands.block_lists,
             *operands.mask_steps,
@@ -327,13 +398,8 @@ def _options(config: AttnBwdSm90Config | AttnBwdDqSm90Config) -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
 
 
-def _inputs(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    config: AttnBwdSm90Config | AttnBwdDqSm90Config,
-) -> tuple[Any, ...]:
+def _inputs(call: BackwardCall, config: AttnBwdSm90Config | AttnBwdDqSm90Config) -> tuple[Any, ...]:
     """Descriptors of what both kernels read."""
+    tensors = (call.dout, call.forward.q, call.forward.k, call.forward.v)
     blocks = (config.dout_block(), config.q_block(), config.k_block(), config.v_block())
-    return tuple(map(_backward_descriptor, (dout, q, k, v), blocks))
+    return tuple(map(_backward_descriptor, tensors, blocks))

@@ -9,6 +9,8 @@ from functools import lru_cache
 import torch
 
 from ...calls.attention import AttnProblem
+from ...core.compat import why_places_unknown
+from ...dispatch.machine import why_no_kernels
 from ...launch.descriptors import GROUP_ROWS
 from ...launch.launcher import cdiv
 from ...masks.band import EVERYTHING, Band
@@ -338,3 +340,18 @@ def attn_bwd_keys_section(problem: AttnProblem) -> int:
     group_size = problem.heads_q // problem.heads_kv
     group = BACKWARD_GROUP_BYTES // max(row_bytes * problem.max_q * group_size, 1)
     return min(max(group, 1), max(problem.batch * problem.heads_kv, 1))
+
+
+# Why the kernels cannot run a problem on this machine.
+
+
+def why_not_forward(problem: AttnProblem) -> str | None:
+    """Why the forward kernel cannot run this problem, or None when it can."""
+    return (
+        why_no_kernels(problem.arch) or attn_fwd_sm90_unsupported(problem) or why_places_unknown()
+    )
+
+
+def why_not_backward(problem: AttnProblem) -> str | None:
+    """Why the backward kernels cannot run this problem, or None when they can."""
+    return why_no_kernels(problem.arch) or attn_bwd_sm90_unsupported(problem)

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...calls.attention import AttnSpec
+from ...calls.attention import BackwardCall
 from ...device.backprop import probabilities, score_gradients, shift_of_rows
 from ...device.masks import column_bounds, exists, position, row_bounds
 from ...device.records import Band, Lengths
@@ -46,7 +46,8 @@ from ...device.tile_walk import (
 )
 from ...device.tiles import load_rows, store_rows
 from ...device.visits import num_full_blocks, num_masked_blocks, num_tiles
-from ...launch.launcher import cdiv, launch, on_device_of
+from ...dispatch.machine import fp32_precision
+from ...launch.launcher import cdiv, launch, on_device_of, scratch
 from ..operands import (
     AttnBwdStrides,
     gradient_factors,
@@ -54,7 +55,8 @@ from ..operands import (
     token_strides,
     transposed_mask,
 )
-from .tuning import AttnBwdConfig
+from .delta import launch_attn_delta, launch_sink_gradients
+from .tuning import AttnBwdConfig, attn_dkdv_config, attn_dq_config
 
 # Queries past which a (batch, head) counts as long: the product with the heads must fit int32.
 LONG = tl.constexpr(2**20)
@@ -234,27 +236,20 @@ def _attn_dq_kernel(
     store_rows(dq_ptr, offs_m, strides.dq.token, offs_d, dq * score.scale, q_len, HEAD_DIM)
 
 
-def launch_attn_dq(
-    dq: torch.Tensor,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    spec: AttnSpec,
-    config: AttnBwdConfig,
-) -> None:
-    """Fill `dq`.
+def launch_attn_dq(call: BackwardCall, delta: torch.Tensor, config: AttnBwdConfig) -> None:
+    """Fill dq.
 
     Parameters
     ----------
-    dq, dout, q, k, v : [B, H, S, D] or packed [T, H, D], contiguous in the last dimension
-    lse, delta : fp32 [B, Hq, Sq] or [Hq, Tq], contiguous; delta as `launch_attn_delta` gives it
-    spec : options of the forward call
+    call : dq, dout, q, k and v [B, H, S, D] or packed [T, H, D], contiguous in the last dimension;
+        lse fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
+    delta : like lse, as `launch_attn_delta` gives it
     config : tiles and launch options; tiles lie within the query blocks of a mask
     """
-    operands = kernel_operands(q, k, v, spec)
+    dq, dout, lse, spec = call.gradients.dq, call.dout, call.lse, call.forward.spec
+    assert dq is not None
+    q, k, v = call.forward.q, call.forward.k, call.forward.v
+    operands = kernel_operands(call.forward)
     programs = operands.batch * operands.heads[0] * cdiv(operands.lengths[0], config.tile_m)
     if programs == 0:
         return
@@ -421,29 +416,20 @@ def _attn_dkdv_kernel(
         store_rows(dv_ptr, kv_pos, strides.dv.token, offs_dv, dv, kv_len, HEAD_DIM_V)
 
 
-def launch_attn_dkdv(
-    dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor | None,
-    spec: AttnSpec,
-    config: AttnBwdConfig,
-) -> None:
-    """Fill `dk` and `dv`, or the one of them that is not None.
+def launch_attn_dkdv(call: BackwardCall, delta: torch.Tensor | None, config: AttnBwdConfig) -> None:
+    """Fill dk and dv, or the one of them that is asked for.
 
     Parameters
     ----------
-    dk, dv, dout, q, k, v : [B, H, S, D] or packed [T, H, D], contiguous in the last dimension
-    lse : fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
-    delta : like lse, as `launch_attn_delta` gives it; only `dk` needs it
-    spec : options of the forward call
+    call : dk, dv, dout, q, k and v [B, H, S, D] or packed [T, H, D], contiguous in the last
+        dimension; lse fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
+    delta : like lse, as `launch_attn_delta` gives it; only dk needs it
     config : tiles and launch options; tiles lie within the KV blocks of a mask
     """
-    operands = kernel_operands(q, k, v, spec)
+    dk, dv = call.gradients.dk, call.gradients.dv
+    dout, lse, spec = call.dout, call.lse, call.forward.spec
+    q, k, v = call.forward.q, call.forward.k, call.forward.v
+    operands = kernel_operands(call.forward)
     programs = operands.batch * k.shape[1] * cdiv(operands.lengths[1], config.tile_n)
     if programs == 0:
         return
@@ -479,3 +465,23 @@ def launch_attn_dkdv(
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         launch(_attn_dkdv_kernel, programs, args, **options)
+
+
+def backward(call: BackwardCall) -> None:
+    """Fill the gradients that are asked for.
+
+    dQ and dK/dV have kernels of their own and need no atomics: the same bits in every run, whether
+    that was asked for or not.
+    """
+    wanted, lse, spec = call.gradients, call.lse, call.forward.spec
+    precision, delta = fp32_precision(call.dout.dtype), None
+    if wanted.dq is not None or wanted.dk is not None or wanted.dsinks is not None:
+        delta = scratch(lse.shape, lse.dtype, lse.device)
+        launch_attn_delta(delta, call.dout, call.out, call.dlse, lse)
+    if wanted.dq is not None and delta is not None:
+        launch_attn_dq(call, delta, attn_dq_config(call.problem, precision))
+    if wanted.dk is not None or wanted.dv is not None:
+        launch_attn_dkdv(call, delta, attn_dkdv_config(call.problem, precision))
+    if wanted.dsinks is not None and delta is not None and spec.sinks is not None:
+        sinks = spec.sinks.contiguous()
+        launch_sink_gradients(wanted.dsinks, sinks, lse, delta, spec.cu_seqlens_q)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...calls.attention import AttnSpec
+from ...calls.attention import AttentionCall, empty_lse, empty_out
 from ...device.masks import exists, position, row_bounds
 from ...device.records import Band, Lengths, Score
 from ...device.schedule import head_offset, lse_offset
@@ -29,9 +29,10 @@ from ...device.softmax import add_sink, finalise, init_state, softmax_step
 from ...device.tile_walk import full_tile, masked_key_tile, place_query_tile, plan_keys
 from ...device.tiles import load_rows, store_rows
 from ...device.visits import num_full_blocks, num_masked_blocks, num_tiles
+from ...dispatch.machine import fp32_precision
 from ...launch.launcher import cdiv, launch, on_device_of
 from ..operands import AttnStrides, kernel_operands, token_strides
-from .tuning import AttnFwdConfig
+from .tuning import AttnFwdConfig, attn_fwd_config
 
 
 class State(NamedTuple):
@@ -181,26 +182,28 @@ def _attn_fwd_kernel(
     tl.store(lse_ptr + offs_m, lse, exists(offs_m, q_len))
 
 
+def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
+    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    config = attn_fwd_config(call.problem, fp32_precision(call.q.dtype))
+    launch_attn_fwd(call, out, lse, config)
+    return out, lse
+
+
 def launch_attn_fwd(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    spec: AttnSpec,
-    config: AttnFwdConfig,
+    call: AttentionCall, out: torch.Tensor, lse: torch.Tensor, config: AttnFwdConfig
 ) -> None:
     """Fill `out` and `lse`.
 
     Parameters
     ----------
+    call : q, k and v [B, H, S, D] or packed [T, H, D], contiguous in the last dimension
     out : [B, Hq, Sq, Dv] or [Tq, Hq, Dv], contiguous in the last dimension; all of it is written
     lse : fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
-    q, k, v : [B, H, S, D] or packed [T, H, D], contiguous in the last dimension
-    spec : options of the call, validated
     config : tiles and launch options
     """
-    operands = kernel_operands(q, k, v, spec)
+    q, k, v = call.q, call.k, call.v
+    operands = kernel_operands(call)
     programs = operands.batch * operands.heads[0] * cdiv(operands.lengths[0], config.tile_m)
     if programs == 0:
         return

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...calls.attention import MergeCall
 from ...core.compile_cases import CompileCase, compile_cases
 from ...device.records import Strides
 from ...device.softmax import merge_partials, merge_weights
@@ -125,6 +126,16 @@ def launch_merge_states(
             TILE_D=tile_d,
             num_warps=4,
         )
+
+
+def merge_states(call: MergeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of two partial results."""
+    out, lse = call.o_a.new_empty(call.o_a.shape), call.lse_a.new_empty(call.lse_a.shape)
+    # the kernel walks over up to three dimensions of rows; more are folded into one
+    fold = max(out.dim() - 4, 0)
+    tensors = (out, lse, *call)
+    launch_merge_states(*(x.flatten(0, fold) if fold else x for x in tensors))
+    return out, lse
 
 
 @compile_cases

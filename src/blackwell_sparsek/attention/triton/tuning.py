@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...calls.attention import AttnProblem
+from ...calls.attention import AttnProblem, MergeProblem
+from ...dispatch.machine import why_not_portable
 from ...dispatch.tuned import tuned_tile
 
 PRECISIONS = ("ieee", "tf32")
@@ -205,3 +206,42 @@ def _backward_tile_fp32(sm: int, dim: int, precision: str) -> _Tile:
     if dim <= 128:
         return _Tile(32 if sm in LARGE_SMEM else 16, 32, 8, 1)
     return _Tile(16, 16, 8, 1)
+
+
+# Why the portable kernels cannot run a problem.
+
+LARGEST_HEAD_DIM = 256
+# Positions and band limits are int32 in kernels, and so is the number of programs.
+LONGEST = 2**30 - 1
+MOST_PROGRAMS = 2**31 - 1
+SMALLEST_TILE = 16
+
+
+def why_not_forward(problem: AttnProblem) -> str | None:
+    """Why the forward kernel cannot run this problem, or None when it can."""
+    if (reason := why_not_portable(problem.arch, problem.dtype)) is not None:
+        return reason
+    dims = (problem.head_dim, problem.head_dim_v)
+    if not 1 <= min(dims) <= max(dims) <= LARGEST_HEAD_DIM:
+        return f"needs head dimensions of 1 to {LARGEST_HEAD_DIM}, got {dims[0]} and {dims[1]}"
+    if max(problem.max_q, problem.max_k) > LONGEST:
+        return f"needs sequences of at most {LONGEST} tokens"
+    tiles = -(-problem.max_q // SMALLEST_TILE)
+    if problem.batch * problem.heads_q * tiles > MOST_PROGRAMS:
+        return f"needs at most {MOST_PROGRAMS} query tiles over batch and heads"
+    return None
+
+
+def why_not_backward(problem: AttnProblem) -> str | None:
+    """Why the backward kernels cannot run this problem, or None when they can."""
+    if (reason := why_not_forward(problem)) is not None:
+        return reason
+    tiles = -(-problem.max_k // SMALLEST_TILE)
+    if problem.batch * problem.heads_kv * tiles > MOST_PROGRAMS:
+        return f"needs at most {MOST_PROGRAMS} key tiles over batch and heads"
+    return None
+
+
+def why_not_merge(problem: MergeProblem) -> str | None:
+    """Why the merge kernel cannot run this problem, or None when it can."""
+    return why_not_portable(problem.arch, problem.dtype)
