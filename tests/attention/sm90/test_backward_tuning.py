@@ -9,9 +9,9 @@ import torch
 from blackwell_sparsek.attention.sm90.config import INFO_DEPTH, make_backward_config
 from blackwell_sparsek.attention.sm90.tuning import (
     FEW_QUERIES,
-    attn_bwd_sm90_is_split,
     attn_bwd_sm90_config,
     attn_bwd_sm90_front,
+    attn_bwd_sm90_is_split,
     attn_bwd_sm90_passed_over,
     attn_bwd_sm90_raster_group,
     attn_bwd_sm90_unsupported,
