@@ -13,14 +13,14 @@ from .device_build import kernels_build, ordered, ordered_again
 
 @usable_in_training
 def longest_first(
-    mask: BlockMask, batch: int, heads: int, band: Band, section: int
+    mask: BlockMask, batch: int, heads: int, band: Band, raster_group: int
 ) -> torch.Tensor:
     """Rows of a mask, broadcast to `batch` and `heads`, in the order to take them.
 
     Rows with more than twice the average number of visible blocks come first, wherever they are:
-    one of them started late would run alone at the end. The others come section by section, since
-    the keys of a section of planes are meant to stay in cache, the longest first within each.
-    Among equals the order is that of `device.schedule.place_in_sections`. Built on the device of
+    one of them started late would run alone at the end. The others come raster group by raster
+    group, since the keys of a group of heads are meant to stay in cache, the longest first within
+    each. Among equals the order is that of `device.schedule.raster_place`. Built on the device of
     the mask, without waiting for it.
 
     Parameters
@@ -29,13 +29,13 @@ def longest_first(
         Of the queries; the mask has 1 or as many of each.
     band : Band
         What else limits the visible blocks.
-    section : int
-        Neighbouring planes (batch * heads + head) whose rows stay together.
+    raster_group : int
+        Neighbours among the (batch, head) whose rows stay together.
 
     Returns
     -------
     int32 `[batch * heads * Mb]`
-        Entries `plane * Mb + query block`.
+        Entries `batch_head * Mb + query block`.
 
     Examples
     --------
@@ -43,26 +43,32 @@ def longest_first(
     >>> longest_first(mask, 1, 2, EVERYTHING, 2).tolist()
     [1, 4, 0, 3, 2, 5]
     """
-    key = ("rows", _kind(mask), batch, heads, band, section)
+    key = ("rows", _kind(mask), batch, heads, band, raster_group)
     if (order := ordered_again(key, mask._listed)) is not None:
         return order
     mb, nb = mask.grid
     if kernels_build(mask.device, *mask._listed):
         steps = (mask.heads * mb if mask.batch > 1 else 0, mb if mask.heads > 1 else 0)
-        sizes = (batch * heads, heads, mb, *steps, 1, 1, 0, section, nb)
+        sizes = (batch * heads, heads, mb, *steps, 1, 1, 0, raster_group, nb)
         sides = _Sides(mask.seq_lengths, mask.block_size, *band.scalars())
         made = ordered(mask._listed, sizes, sides, band, columns=False, key=key)
         if made is not None:
             return made
     visits = visible_blocks(mask, band).view(mask.batch, mask.heads, mb)
-    return _longest(visits.expand(batch, heads, mb).reshape(batch * heads, mb), nb, section)
+    return _longest(visits.expand(batch, heads, mb).reshape(batch * heads, mb), nb, raster_group)
 
 
 @usable_in_training
 def longest_columns_first(
-    mask: BlockMask, batch: int, heads: int, group_size: int, band: Band, section: int, tile: int
+    mask: BlockMask,
+    batch: int,
+    heads: int,
+    group_size: int,
+    band: Band,
+    raster_group: int,
+    tile: int,
 ) -> torch.Tensor:
-    """Tiles of keys in the order to take them, when each meets all queries that see it.
+    """KV tiles in the order to take them, when each meets all queries that see it.
 
     As `longest_first`, for the columns of a mask: a tile counts the query blocks of all
     `group_size` query heads that share its KV head.
@@ -77,7 +83,7 @@ def longest_columns_first(
     Returns
     -------
     int32 `[batch * heads * ceil(Sk / tile)]`
-        Entries `plane * tiles + tile`.
+        Entries `batch_head * tiles + tile`.
 
     Examples
     --------
@@ -85,7 +91,7 @@ def longest_columns_first(
     >>> longest_columns_first(mask, 1, 2, 1, EVERYTHING, 2, 64).tolist()
     [0, 2, 1, 3]
     """
-    key = ("columns", _kind(mask), batch, heads, group_size, band, section, tile)
+    key = ("columns", _kind(mask), batch, heads, group_size, band, raster_group, tile)
     if (order := ordered_again(key, mask._listed_transposed)) is not None:
         return order
     (mb, nb), (_, block_kv) = mask.grid, mask.block_size
@@ -94,7 +100,7 @@ def longest_columns_first(
     tiles, group = -(-sk // tile), group_size if mask.heads > 1 else 1
     if kernels_build(mask.device, *mask._listed):
         steps = (mask.heads * nb if mask.batch > 1 else 0, group * nb if mask.heads > 1 else 0)
-        grouped = (block_kv // tile, group, nb, section, mb * group)
+        grouped = (block_kv // tile, group, nb, raster_group, mb * group)
         sizes = (batch * heads, heads, tiles, *steps, *grouped)
         made = ordered(mask._listed_transposed, sizes, sides, band, columns=True, key=key)
         if made is not None:
@@ -106,9 +112,9 @@ def longest_columns_first(
     visits = visits.expand(batch, heads, nb).reshape(batch * heads, nb)
     visits = visits.repeat_interleave(block_kv // tile, 1)[:, :tiles]
     # early columns are the long ones under a causal band, and come first among equals
-    order = _longest(visits.flip(1), mb * group, section)
-    plane = order.div(max(tiles, 1), rounding_mode="floor")
-    return plane * tiles + (tiles - 1 - (order - plane * tiles))
+    order = _longest(visits.flip(1), mb * group, raster_group)
+    batch_head = order.div(max(tiles, 1), rounding_mode="floor")
+    return batch_head * tiles + (tiles - 1 - (order - batch_head * tiles))
 
 
 def _kind(mask: BlockMask) -> tuple[object, ...]:
@@ -116,23 +122,25 @@ def _kind(mask: BlockMask) -> tuple[object, ...]:
     return (mask.batch, mask.heads, mask.seq_lengths, mask.block_size, mask.device.index)
 
 
-def _longest(visits: torch.Tensor, most: int, section: int) -> torch.Tensor:
-    """Entries `plane * rows + row` of visits `[planes, rows]`, none of them above `most`."""
-    planes, rows = visits.shape
+def _longest(visits: torch.Tensor, most: int, raster_group: int) -> torch.Tensor:
+    """Entries `batch_head * rows + row` of visits `[batch * heads, rows]`, none above `most`."""
+    batch_heads, rows = visits.shape
     heavy = visits.to(torch.int64) * visits.numel() > 2 * visits.sum()
-    # tile by tile from the last, and through all planes for each: what a stable sort keeps
+    # tile by tile from the last, and through all heads for each: what a stable sort keeps
     visits, heavy = (x.t().flip(0) for x in (visits, heavy))
-    small = (planes // section + 2) * (most + 1) < 2**31
+    small = (batch_heads // raster_group + 2) * (most + 1) < 2**31
     # small keys sort several times faster
     dtype = torch.int32 if small else torch.int64
-    plane = torch.arange(planes, device=visits.device, dtype=dtype)
-    # as `device.schedule.section_of`
-    sections = plane.div(section, rounding_mode="floor").clamp(max=max(planes // section, 1) - 1)
-    group = torch.where(heavy, 0, sections + 1)
+    batch_head = torch.arange(batch_heads, device=visits.device, dtype=dtype)
+    # as `device.schedule.raster_group_of`
+    groups = batch_head.div(raster_group, rounding_mode="floor").clamp(
+        max=max(batch_heads // raster_group, 1) - 1
+    )
+    group = torch.where(heavy, 0, groups + 1)
     key = group * (most + 1) + (most - visits)
     place = torch.sort(key.flatten(), stable=True).indices
-    row = rows - 1 - place.div(max(planes, 1), rounding_mode="floor")
-    return (place % max(planes, 1) * rows + row).to(torch.int32)
+    row = rows - 1 - place.div(max(batch_heads, 1), rounding_mode="floor")
+    return (place % max(batch_heads, 1) * rows + row).to(torch.int32)
 
 
 class _Sides(NamedTuple):

@@ -131,7 +131,7 @@ def test_calls_that_failed(structure, seed, queries, deterministic):
 @pytest.mark.parametrize("blocks", [None, (128, 128), (64, 64), (64, 256)])
 @pytest.mark.parametrize("band", [EVERYTHING, Band(None, 0), Band(500, 0)])
 def test_the_same_bits_in_every_run(blocks, band):
-    """More pieces than programs, beside another kernel that takes SMs away."""
+    """More work tiles than programs, beside another kernel that takes SMs away."""
     case = AttnCase(
         2, BRAIN, batch=2, heads=(24, 12), lengths=((1500, 2100),), head_dims=(128, 128), band=band
     )  # fmt: skip
@@ -187,7 +187,7 @@ def test_repeated_calls(impl, masked):
 @pytest.mark.parametrize("blocks", [None, (128, 128), (64, 64)])
 @pytest.mark.parametrize("banded", [False, True])
 def test_agrees_with_the_portable_kernels(blocks, banded):
-    """More pieces of work than programs; some tiles of keys that nobody sees."""
+    """More work tiles than programs; some KV tiles that no query sees."""
     case = AttnCase(
         1, BRAIN, batch=2, heads=(24, 12), lengths=((1500, 2100),), head_dims=(128, 128),
         band=Band(500, 0) if banded else EVERYTHING,

@@ -9,11 +9,11 @@ import torch
 from blackwell_sparsek.attention.sm90.config import INFO_DEPTH, make_backward_config
 from blackwell_sparsek.attention.sm90.tuning import (
     FEW_QUERIES,
-    attn_bwd_sm90_apart,
     attn_bwd_sm90_config,
     attn_bwd_sm90_front,
+    attn_bwd_sm90_is_split,
     attn_bwd_sm90_passed_over,
-    attn_bwd_sm90_section,
+    attn_bwd_sm90_raster_group,
     attn_bwd_sm90_unsupported,
 )
 from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec
@@ -72,7 +72,7 @@ def test_few_queries_are_left_to_smaller_tiles():
 def test_narrow_key_blocks_have_two_kernels(deterministic):
     for block, split in ((None, False), ((64, 64), True), ((256, 64), True), ((64, 128), False)):
         masked = problem(mask_block=block, deterministic=deterministic)
-        assert attn_bwd_sm90_apart(masked) == split
+        assert attn_bwd_sm90_is_split(masked) == split
         assert attn_bwd_sm90_passed_over(masked) is None
 
 
@@ -136,7 +136,9 @@ def test_what_describes_steps_outlives_them():
     ],
 )
 def test_raster_groups(tokens, changes, raster_group):
-    assert attn_bwd_sm90_section(problem(max_q=tokens, max_k=tokens, **changes)) == raster_group
+    assert (
+        attn_bwd_sm90_raster_group(problem(max_q=tokens, max_k=tokens, **changes)) == raster_group
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,5 +146,5 @@ def test_raster_groups(tokens, changes, raster_group):
 )
 def test_raster_groups_of_planned_ranks(tokens, raster_group, parts):
     planned = problem(max_q=tokens, deterministic=True, mask_block=(128, 128), heads_kv=4)
-    assert attn_bwd_sm90_section(planned) == raster_group
+    assert attn_bwd_sm90_raster_group(planned) == raster_group
     assert attn_bwd_sm90_front(planned, raster_group) == parts

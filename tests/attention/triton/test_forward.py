@@ -257,8 +257,8 @@ def test_strides_near_32_bits_times_rows(interpreted):
     check_attention(out.clone(), lse, q, k, v, spec)
 
 
-def test_more_planes_than_grid_y_takes(device):
-    """B * H past 65,535, of which the interpreter computes the last section only."""
+def test_more_heads_than_grid_y_takes(device):
+    """B * H past 65,535, of which the interpreter computes the last raster group only."""
     if device.type == "cpu":
         pytest.skip("70,000 interpreted programs take minutes")
     q = torch.randn(70000, 1, 1, 16, device=device, dtype=HALF)

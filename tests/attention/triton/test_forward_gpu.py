@@ -37,7 +37,7 @@ def run(forward, q, k, v, spec):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sizes_of_models(forward, dim, causal):
-    """Every SM takes several pieces; the oracle looks at one head."""
+    """Every SM takes several work tiles; the oracle looks at one head."""
     q, k, v, spec = AttnCase(
         2, BRAIN, batch=2, heads=(32, 8), lengths=((2049, 4100),), head_dims=(dim, dim),
         band=Band(None, 0) if causal else EVERYTHING,
@@ -123,7 +123,7 @@ def test_another_device(forward):
     check_attention(*run(forward, q, k, v, spec), q, k, v, spec)
 
 
-def test_more_planes_than_grid_y_takes(forward):
+def test_more_heads_than_grid_y_takes(forward):
     q = torch.randn(70000, 1, 3, 64, device="cuda", dtype=BRAIN)
     k = torch.randn(70000, 1, 5, 64, device="cuda", dtype=BRAIN)
     spec = AttnSpec(0.125, max_q=3, max_k=5)

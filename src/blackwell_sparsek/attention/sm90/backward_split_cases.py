@@ -1,4 +1,4 @@
-"""Launches of the Hopper backward in two kernels that are built without a GPU."""
+"""Launches of the split Hopper backward that are built without a GPU."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -47,7 +47,7 @@ CALLS = (
 
 
 def keys_case(call: Call) -> CompileCase:
-    """A launch of the kernel of keys and values."""
+    """A launch of the dk/dv kernel."""
     config = make_dkdv_config(call.tile_d, call.tile_dv, call.block_size)
     k_type = descriptor_type(config.k_block(), call.dtype)
     v_type = descriptor_type(config.v_block(), call.dtype)
@@ -76,7 +76,7 @@ def keys_case(call: Call) -> CompileCase:
 
 
 def queries_case(call: Call) -> CompileCase:
-    """A launch of the kernel of queries."""
+    """A launch of the dq kernel."""
     config = make_dq_config(call.tile_d, call.tile_dv, call.block_size[1])
     q_type = descriptor_type(config.q_block(), call.dtype)
     return CompileCase(

@@ -40,13 +40,13 @@ from .dq_order import Columns, DqOrder, Walk, dq_order
 from .forward import _attn_fwd_sm90_kernel
 from .forward_producer import Workspace
 from .tuning import (
-    attn_bwd_keys_config,
-    attn_bwd_keys_section,
-    attn_bwd_queries_config,
-    attn_bwd_sm90_apart,
+    attn_bwd_dkdv_config,
+    attn_bwd_dkdv_raster_group,
+    attn_bwd_dq_config,
     attn_bwd_sm90_config,
     attn_bwd_sm90_front,
-    attn_bwd_sm90_section,
+    attn_bwd_sm90_is_split,
+    attn_bwd_sm90_raster_group,
     attn_fwd_sm90_config,
     attn_fwd_sm90_section,
 )
@@ -163,7 +163,7 @@ def backward(call: BackwardCall) -> None:
     # the gradient of an expanded or sliced output may be laid out in ways that TMA cannot read
     dout = call.dout if tma_takes(call.dout) else call.dout.contiguous()
     dq, dk, dv, dsinks = call.gradients
-    split, given = attn_bwd_sm90_apart(call.problem), call.forward
+    split, given = attn_bwd_sm90_is_split(call.problem), call.forward
     if not split or dk is not None or dv is not None:
         dk, dv = (
             scratch(x.shape, x.dtype, x.device) if gradient is None else gradient
@@ -181,18 +181,18 @@ def _backward_whole(call: BackwardCall) -> torch.Tensor:
     """Gradients by one kernel; returns delta, fp32 [B, Hq, padded Sq]."""
     given, problem = call.forward, call.problem
     q, k, mask = given.q, given.k, given.spec.block_mask
-    config, section = attn_bwd_sm90_config(problem), attn_bwd_sm90_section(problem)
+    config, raster_group = attn_bwd_sm90_config(problem), attn_bwd_sm90_raster_group(problem)
     lists = DqOrder(None, None, None)
     if mask is not None:
         group_size = q.shape[1] // k.shape[1]
-        sizes = (q.shape[0], k.shape[1], group_size, given.spec.band, section, config.tile_n)
-        walk = Walk(config.parts, attn_bwd_sm90_front(problem, section))
+        sizes = (q.shape[0], k.shape[1], group_size, given.spec.band, raster_group, config.tile_n)
+        walk = Walk(config.parts, attn_bwd_sm90_front(problem, raster_group))
         lists = dq_order(mask, Columns(*sizes), walk, given.deterministic)
-    return launch_attn_bwd_sm90(call, *lists, section, config)
+    return launch_attn_bwd_sm90(call, *lists, raster_group, config)
 
 
 def _backward_split(call: BackwardCall) -> torch.Tensor:
-    """Gradients by two kernels, one for keys and values and one for queries, under a mask.
+    """Gradients by two kernels, one for dk and dv and one for dq, under a mask.
 
     The same bits in every run. Returns delta, fp32 [B, Hq, padded Sq].
     """
@@ -202,14 +202,14 @@ def _backward_split(call: BackwardCall) -> torch.Tensor:
     terms = launch_attn_bwd_terms(call)
     group_size = q.shape[1] // k.shape[1]
     if wanted.dk is not None:
-        config, section = attn_bwd_keys_config(problem), attn_bwd_keys_section(problem)
-        sizes = (q.shape[0], k.shape[1], group_size, band, section, config.tile_n)
+        config, raster_group = attn_bwd_dkdv_config(problem), attn_bwd_dkdv_raster_group(problem)
+        sizes = (q.shape[0], k.shape[1], group_size, band, raster_group, config.tile_n)
         order = derived_list(mask, longest_columns_first, *sizes)
-        launch_attn_bwd_keys_sm90(call, terms, order, config)
+        launch_attn_bwd_dkdv_sm90(call, terms, order, config)
     if wanted.dq is not None:
         # as in the forward pass: the heads that share keys run together
         order = derived_list(mask, longest_first, q.shape[0], q.shape[1], band, group_size)
-        launch_attn_bwd_queries_sm90(call, terms, order, attn_bwd_queries_config(problem))
+        launch_attn_bwd_dq_sm90(call, terms, order, attn_bwd_dq_config(problem))
     return terms.delta.view(*call.lse.shape[:2], -1)
 
 
@@ -218,7 +218,7 @@ def launch_attn_bwd_sm90(
     order: torch.Tensor | None,
     ranks: torch.Tensor | None,
     visits: torch.Tensor | None,
-    section: int,
+    raster_group: int,
     config: AttnBwdSm90Config,
 ) -> torch.Tensor:
     """Fill dq, dk and dv; returns delta, fp32 [B, Hq, padded Sq].
@@ -235,7 +235,7 @@ def launch_attn_bwd_sm90(
     visits : int32 [nnz or more, 1 or heads of a group], first the query blocks of the transposed
         lists in the order that ranks are for, as `dq_order_kernel.plan_visits` makes them, or None,
         which leaves them as they are
-    section : raster group, how many (batch, KV head) have their queries in L2 together
+    raster_group : how many (batch, KV head) run together, their queries in L2
     config : tiles
     """
     given, spec = call.forward, call.forward.spec
@@ -244,7 +244,7 @@ def launch_attn_bwd_sm90(
     assert dk is not None and dv is not None
     operands, mask = kernel_operands(given), transposed_mask(spec.block_mask)
     q_len, kv_len = operands.lengths
-    batch_heads = operands.batch * operands.heads[0]
+    batch_heads = operands.batch * operands.heads.q
     padded = cdiv(q_len, QUERY_PADDING) * QUERY_PADDING
     lse_log2, delta = (scratch((batch_heads, padded), torch.float32, q.device) for _ in range(2))
     sums = scratch((batch_heads, padded, config.TILE_D), torch.float32, q.device)
@@ -257,7 +257,7 @@ def launch_attn_bwd_sm90(
         )
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
-        kv_batch_heads = batch_heads // operands.heads[1]
+        kv_batch_heads = batch_heads // operands.heads.group_size
         work_tiles = kv_batch_heads * cdiv(kv_len, config.tile_n)
         programs, planned = arch_of(q.device).num_sms, visits is not None
         programs = programs if planned else min(programs, work_tiles)
@@ -280,7 +280,7 @@ def launch_attn_bwd_sm90(
             kv_len,
             *operands.band,
             kv_batch_heads,
-            section,
+            raster_group,
             1 if visits is None else visits.shape[1],
             *operands.heads,
             gradient_factors(spec.scale, spec.softcap, q.dtype),
@@ -293,7 +293,7 @@ def launch_attn_bwd_sm90(
         if dq is not None:
             block_q = max(config.BLOCK_Q, ROW_TILE)
             launch_attn_bwd_postprocess(dq, sums, semaphores, block_q, float(spec.scale))
-    return delta.view(operands.batch, operands.heads[0], padded)
+    return delta.view(operands.batch, operands.heads.q, padded)
 
 
 def _backward_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
@@ -324,7 +324,7 @@ def launch_attn_bwd_terms(call: BackwardCall) -> RowTerms:
     return RowTerms(lse_log2, delta)
 
 
-def launch_attn_bwd_keys_sm90(
+def launch_attn_bwd_dkdv_sm90(
     call: BackwardCall, terms: RowTerms, order: torch.Tensor, config: AttnBwdSm90Config
 ) -> None:
     """Fill dk and dv.
@@ -342,7 +342,7 @@ def launch_attn_bwd_keys_sm90(
     operands, mask = kernel_operands(call.forward), transposed_mask(spec.block_mask)
     rows = tuple(tensor_descriptor(x, config.row_block()) for x in terms)
     batch_heads = operands.batch * k.shape[1]
-    work_tiles = batch_heads * cdiv(operands.lengths[1], config.tile_n)
+    work_tiles = batch_heads * cdiv(operands.lengths.kv, config.tile_n)
     programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
@@ -364,7 +364,7 @@ def launch_attn_bwd_keys_sm90(
         launch(_attn_bwd_dkdv_sm90_kernel, programs, args, **_options(config))
 
 
-def launch_attn_bwd_queries_sm90(
+def launch_attn_bwd_dq_sm90(
     call: BackwardCall, terms: RowTerms, order: torch.Tensor, config: AttnBwdDqSm90Config
 ) -> None:
     """Fill dq; arguments are as above, `order` as `masks.order.longest_first` makes it."""
@@ -385,7 +385,7 @@ def launch_attn_bwd_queries_sm90(
             *operands.mask_steps,
             *operands.lengths,
             *operands.band,
-            operands.batch * operands.heads[0],
+            operands.batch * operands.heads.q,
             int(work_tiles > programs),
             *operands.heads,
             gradient_factors(spec.scale, spec.softcap, q.dtype),

@@ -239,7 +239,7 @@ def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     return None
 
 
-def attn_bwd_sm90_apart(problem: AttnProblem) -> bool:
+def attn_bwd_sm90_is_split(problem: AttnProblem) -> bool:
     """Whether to split the backward, dk/dv and dq by a kernel each: seven products instead of five,
     and no dq sums in memory, of which a tile of 64 keys needs as many as one of 128.
 
@@ -258,7 +258,7 @@ def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
     return make_backward_config(tile_d, tile_dv, problem.mask_block, problem.deterministic)
 
 
-def attn_bwd_sm90_section(problem: AttnProblem) -> int:
+def attn_bwd_sm90_raster_group(problem: AttnProblem) -> int:
     """Raster group: (batch, KV head) that run together, whose queries, gradients and dq sums stay
     in L2.
 
@@ -317,14 +317,14 @@ def _row_bytes(problem: AttnProblem) -> int:
 
 
 @lru_cache(maxsize=1024)
-def attn_bwd_keys_config(problem: AttnProblem) -> AttnBwdSm90Config:
+def attn_bwd_dkdv_config(problem: AttnProblem) -> AttnBwdSm90Config:
     """Tiles of the split dk/dv kernel."""
     assert problem.mask_block is not None
     return make_dkdv_config(*_tiles(problem), problem.mask_block)
 
 
 @lru_cache(maxsize=1024)
-def attn_bwd_queries_config(problem: AttnProblem) -> AttnBwdDqSm90Config:
+def attn_bwd_dq_config(problem: AttnProblem) -> AttnBwdDqSm90Config:
     """Tiles of the split dq kernel."""
     assert problem.mask_block is not None
     return make_dq_config(*_tiles(problem), problem.mask_block[1])
@@ -334,7 +334,7 @@ def _tiles(problem: AttnProblem) -> tuple[int, int]:
     return 64 if problem.head_dim <= 64 else 128, 64 if problem.head_dim_v <= 64 else 128
 
 
-def attn_bwd_keys_section(problem: AttnProblem) -> int:
+def attn_bwd_dkdv_raster_group(problem: AttnProblem) -> int:
     """Raster group: (batch, KV head) whose queries and output gradients stay in L2 together."""
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     group_size = problem.heads_q // problem.heads_kv
