@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..launch.workspace import made_apart
+from ..launch.workspace import made_outside_pool
 
 # Plans by the row pointers they were made from. Those tensors are immutable and live as long as
 # their pattern; the operators see tensors, not the pattern.
@@ -79,7 +79,7 @@ def spmm_plan(
         cut = 0 if even else chunk
         return build_spmm_plan(indptr, cut, _exact_sizes(indptr, cut))
 
-    plan = made_apart(make, indptr.device)
+    plan = made_outside_pool(make, indptr.device)
     if indptr.is_cuda:
         # the next product with this pattern may run on another stream
         torch.cuda.current_stream(indptr.device).synchronize()

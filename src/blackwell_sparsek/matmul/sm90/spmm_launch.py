@@ -14,8 +14,8 @@ from ...calls.matmul import MatmulCall
 from ...core.arch import arch_of
 from ...core.compat import warps_may_part
 from ...launch.descriptors import tensor_descriptor
-from ...launch.launcher import cdiv, launch, on_device_of, resting_words, scratch
-from ...launch.workspace import made_apart
+from ...launch.launcher import cdiv, launch, on_device_of
+from ...launch.workspace import made_outside_pool, scratch, self_resetting_counters
 from ..estimate import takes_warp_rows
 from ..plan import SpmmPlan, spmm_plan
 from ..rows import RowsProduct, Views, rows_product
@@ -171,7 +171,7 @@ def _tall_blocks(product: RowsProduct, values: torch.Tensor, block_h: int) -> Ta
             # part of the graph, so not kept
             packed = pack_pattern(*pattern)
         else:
-            packed = made_apart(lambda: pack_pattern(*pattern).trimmed(), values.device)
+            packed = made_outside_pool(lambda: pack_pattern(*pattern).trimmed(), values.device)
             _PACKED[rows.indptr] = packed
     shape = (packed.indices.shape[0], block_h, width)
     blocks = scratch(shape, values.dtype, values.device)
@@ -215,7 +215,7 @@ def launch_spmm_sm90(
     partial = empty_partial(out_b, plan, config.BLOCK_H)
     row_tiles, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)
     raster = max(1, RASTER_BYTES // (x.shape[0] * config.tile_n * x.element_size()))
-    counter = resting_words(1, out.device)
+    counter = self_resetting_counters(1, out.device)
     a_matrix = blocks.values.view(-1, blocks.values.shape[2])
     with on_device_of(out):
         args = (

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...core.compile_cases import CompileCase, compile_cases
 from ...launch.launcher import cdiv, launch, on_device_of
-from ...launch.workspace import made_apart
+from ...launch.workspace import made_outside_pool
 from ...sparse.pattern import rows_of_entries
 from .tuning import largest_tile
 
@@ -78,7 +78,7 @@ def block_table(indptr: torch.Tensor, indices: torch.Tensor, cols_b: int) -> tor
 
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return make()
-    _TABLES[indptr] = table = made_apart(make, indptr.device)
+    _TABLES[indptr] = table = made_outside_pool(make, indptr.device)
     if indptr.is_cuda:
         torch.cuda.current_stream(indptr.device).synchronize()
     return table
