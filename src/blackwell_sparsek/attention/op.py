@@ -2,8 +2,8 @@
 
 The operators are a second way in, for compilers, modes and transforms. They get their arguments
 flat: a missing mask is two empty lists, `mask_shape` is [Bm, Hm, Sq, Sk, bq, bk], `left` and
-`right` are the scalars of a `Band`. `call_of` makes an `AttentionCall` of them, `operator_options` the
-reverse. Whichever way a call comes, `run_forward` and `run_backward` make its results.
+`right` are the scalars of a `Band`. `call_of` makes an `AttentionCall` of them, `operator_options`
+the reverse. Whichever way a call comes, `run_forward` and `run_backward` make its results.
 
 Layouts: dense q [B, Hq, Sq, D], out [B, Hq, Sq, Dv], lse [B, Hq, Sq]; packed (with `cu_seqlens_*`)
 q [Tq, Hq, D], out [Tq, Hq, Dv], lse [Hq, Tq].
