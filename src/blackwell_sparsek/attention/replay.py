@@ -266,10 +266,11 @@ def bound_launches(
     return None if recorded is None else bound(recorded, mask, lists)
 
 
-def gradient_launches(
+def recorded_gradients(
     key: tuple[Any, ...], options: tuple[Any, ...], mask: BlockMask | None
-) -> Launches | None:
-    """The launches of gradients that were recorded under such a key of `described`."""
-    if mask is None:
-        return _BACKWARD.get((key, options, None))
-    return bound_launches(_BACKWARD, key, options, mask, mask.tensors())
+) -> Any:
+    """What was recorded of gradients under a key of `described`; `bound` binds it to a mask."""
+    kind = None if mask is None else mask_kind(mask, mask.tensors())
+    if mask is not None and kind is None:
+        return None
+    return _BACKWARD.get((key, options, kind))
