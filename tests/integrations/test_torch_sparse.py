@@ -1,3 +1,4 @@
+import contextlib
 import gc
 
 import pytest
@@ -200,10 +201,9 @@ def test_off_means_torchs_own(monkeypatch):
     with enable_torch_sparse():
         sparse @ torch.ones(40, 1)
     monkeypatch.setattr(routes, "matmul", lambda *operands: 1 / 0)
-    try:
+    # torch multiplies, or refuses: builds with MKL take square blocks alone, builds without it none
+    with contextlib.suppress(RuntimeError):
         sparse @ torch.ones(40, 1)
-    except RuntimeError as error:
-        assert "without MKL" in str(error)
     with enable_torch_sparse(), pytest.raises(ZeroDivisionError):
         sparse @ torch.ones(40, 1)
 

@@ -5,7 +5,7 @@ import torch
 
 from blackwell_sparsek import explain, matmul
 from blackwell_sparsek.bench.case import EAGER, GRAPH
-from blackwell_sparsek.bench.clocks import ClockLog
+from blackwell_sparsek.bench.machine import ClockLog
 from blackwell_sparsek.bench.measure import measure
 from blackwell_sparsek.bench.peers.matmul import DENSE, OURS, PEERS
 from blackwell_sparsek.bench.problems.product import Product

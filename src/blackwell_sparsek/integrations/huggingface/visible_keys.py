@@ -418,11 +418,12 @@ def _traced_pattern(mask_function: Any, options: dict[str, Any]) -> Pattern | No
     Packed sequences, chunks and functions of the user come without permission to skip the mask, so
     with it a local size is that of a sliding window.
     """
-    from transformers import masking_utils
+    # by name: while tracing, the package of transformers is not a module to torch
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if mask_function is masking_utils.causal_mask_function:
+    if mask_function is causal_mask_function:
         return Pattern(CAUSAL)
-    if mask_function is masking_utils.bidirectional_mask_function:
+    if mask_function is bidirectional_mask_function:
         return Pattern(Band(None, None))
     local = options.get("local_size")
     chunked = getattr(options.get("config"), "attention_chunk_size", None) is not None
