@@ -27,16 +27,16 @@ pairs_only = pytest.mark.skipif(not warps_may_part(), reason="this Triton splits
 @pytest.fixture
 def launched(monkeypatch):
     """Schedules and configurations of the first launches of products with few columns."""
-    from blackwell_sparsek.matmul.sm90 import narrow as spmm_narrow_sm90
+    from blackwell_sparsek.matmul.sm90 import spmm_launch
 
-    launch = spmm_narrow_sm90.launch_spmm_narrow_sm90
+    launch = spmm_launch.launch_spmm_narrow_sm90
     noted = []
 
     def note(out, values, schedule, x, bias, residual, config):
         noted.append((schedule, config))
         launch(out, values, schedule, x, bias, residual, config)
 
-    monkeypatch.setattr(spmm_narrow_sm90, "launch_spmm_narrow_sm90", note)
+    monkeypatch.setattr(spmm_launch, "launch_spmm_narrow_sm90", note)
     return noted
 
 

@@ -18,15 +18,15 @@ needs_parting = pytest.mark.skipif(not warps_may_part(), reason="needs the Trito
 @pytest.fixture
 def strips(monkeypatch):
     """Configurations of the first launches of strips of narrow blocks."""
-    from blackwell_sparsek.matmul.sm90 import strips as spmm_strips
+    from blackwell_sparsek.matmul.sm90 import spmm_launch
 
-    launch, noted = spmm_strips.launch_spmm_strips, []
+    launch, noted = spmm_launch.launch_spmm_strips, []
 
     def note(*args):
         noted.append(args[-1])
         launch(*args)
 
-    monkeypatch.setattr(spmm_strips, "launch_spmm_strips", note)
+    monkeypatch.setattr(spmm_launch, "launch_spmm_strips", note)
     return noted
 
 
