@@ -269,7 +269,7 @@ def test_counters_reset_themselves(device, monkeypatch):
     from blackwell_sparsek.decode import triton as decode
 
     words = torch.zeros(16, dtype=torch.int32, device=device)
-    monkeypatch.setattr(decode, "resting_words", lambda count, device: words[:count])
+    monkeypatch.setattr(decode, "self_resetting_counters", lambda count, device: words[:count])
     for programs in (2, 7):
         check(DecodeCase(20, HALF, lengths=(60, 30)), device, config(programs))
         assert words.eq(0).all()

@@ -44,7 +44,8 @@ from ..device.records import Strides
 from ..device.scores import cap, fold_sign
 from ..device.softmax import add_sink, finalise, init_state, weigh
 from ..launch.descriptors import tensor_descriptor
-from ..launch.launcher import cdiv, launch, on_device_of, resting_words, scratch
+from ..launch.launcher import cdiv, launch, on_device_of
+from ..launch.workspace import scratch, self_resetting_counters
 from .sm90_producer import (
     HEAD_TILE,
     SEQUENCE,
@@ -486,7 +487,7 @@ def launch_attn_decode_sm90(
             ),
             DecodeWorkspace(
                 scratch((2 * programs, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
-                resting_words(programs, q.device),
+                self_resetting_counters(programs, q.device),
             ),
             DecodeSm90Strides(Strides(*token_strides(out)), Strides(*token_strides(q))),
             0 if table is None else table.stride(0),

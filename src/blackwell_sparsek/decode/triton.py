@@ -44,7 +44,8 @@ from ..device.schedule import owner_of, share_of
 from ..device.scores import cap, fold_sign
 from ..device.softmax import add_sink, finalise, init_state, softmax_step, softmax_step_down
 from ..dispatch.machine import fp32_precision
-from ..launch.launcher import launch, on_device_of, resting_words, scratch
+from ..launch.launcher import launch, on_device_of
+from ..launch.workspace import scratch, self_resetting_counters
 from .tuning import FP8, DecodeConfig, attn_decode_config
 
 # Sequences whose lengths are read at a time: as many as a warp scans by itself.
@@ -529,7 +530,7 @@ def launch_attn_decode(
             ),
             DecodeWorkspace(
                 scratch((2 * config.programs, config.tile_m, tile_dv + 2), torch.float32, q.device),
-                resting_words(config.programs, q.device),
+                self_resetting_counters(config.programs, q.device),
             ),
             DecodeLayout(
                 Strides(*token_strides(out)),

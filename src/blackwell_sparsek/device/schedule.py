@@ -169,8 +169,3 @@ def owner_of(tile, total, programs):
     # one division: they take long, and nothing can begin before they are done
     rest = tl.where(early, tile, tile - longer) // tl.maximum(size, 1)
     return rest + tl.where(early, 0, more)
-
-
-# the names that kernels used before
-section_of = raster_group_of
-place_in_sections = raster_place

@@ -20,9 +20,6 @@ from .recording import unrecorded as unrecorded
 from .workspace import scratch as scratch
 from .workspace import self_resetting_counters as self_resetting_counters
 
-# the former name, which launchers of other operations still use
-resting_words = self_resetting_counters
-
 
 def cdiv(a: int, b: int) -> int:
     """Ceiling division of non-negative integers."""

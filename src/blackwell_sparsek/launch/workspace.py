@@ -47,7 +47,6 @@ def made_outside_pool(make: Callable[[], T], device: torch.device) -> T:
 
 
 # the former name, which other packages still use
-made_apart = made_outside_pool
 
 
 # Scratch memory.

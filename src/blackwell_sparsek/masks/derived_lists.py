@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.compat import raw_device, raw_stream
 from ..launch.launcher import note_derived
-from ..launch.workspace import made_apart
+from ..launch.workspace import made_outside_pool
 from .block_mask import BlockMask
 
 # Lists kept for one mask: used with a band or two by layers of one or two shapes, it has one for
@@ -45,7 +45,7 @@ def derived_list(mask: BlockMask, make: Callable[..., torch.Tensor], *args: Any)
         stream = raw_stream(device.index)
         made = of_streams.get(stream) if of_streams else None
         if made is None:
-            made = made_apart(lambda: make(_copy(mask), *args), device)
+            made = made_outside_pool(lambda: make(_copy(mask), *args), device)
             if len(known) >= MAX_LISTS:
                 known.clear()
             known.setdefault(key, {})[stream] = made

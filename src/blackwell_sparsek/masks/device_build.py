@@ -226,8 +226,10 @@ def band_crossings(band: Band, seq: IntPair, block: IntPair) -> list[IntPair]:
         edges.append((-band.right - bq + 1, bk - 2 - band.right))
     if band.left is not None:
         edges.append((band.left - bq + 2, band.left + bk - 1))
-    if len(edges) == 2 and edges[1][0] <= edges[0][1]:
-        edges = [(edges[0][0], edges[1][1])]
+    if len(edges) == 2:
+        (first, right_end), (left_start, last) = edges
+        if left_start <= right_end:
+            edges = [(first, last)]
     # distances occur in steps, from the shift on
     return [(lo + (seq[1] - seq[0] - lo) % step, hi) for lo, hi in edges]
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device.schedule import section_of
+from ..device.schedule import raster_group_of
 from ..launch.launcher import cdiv, launch, scratch
 from ..launch.replay import launch_recorded
 from ..launch.templates import RecordedLaunches
@@ -111,7 +111,7 @@ def _visits(visits_ptr, place, sizes, FROM_POINTERS: tl.constexpr, COLUMNS: tl.c
 def _keys(visits, sizes, total, count):
     """Sort keys: heavy rows, then one raster group after the other, the longest rows first."""
     heavy = visits.count.to(tl.int64) * count > 2 * total
-    group = section_of(visits.batch_head, sizes.batch_heads, sizes.raster_group)
+    group = raster_group_of(visits.batch_head, sizes.batch_heads, sizes.raster_group)
     group = tl.where(heavy, 0, group + 1)
     return group * (sizes.most + 1) + (sizes.most - visits.count)
 

@@ -11,7 +11,7 @@ from ..core.compat import raw_stream
 from ..core.errors import InvalidInput
 from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
-from ..launch.workspace import made_apart
+from ..launch.workspace import made_outside_pool
 from . import bits as bit_masks
 from .band import Band, band_of
 from .bits import empty_pool
@@ -197,7 +197,7 @@ def _cut(p: Problem, device: torch.device) -> _Cut:
     if key not in _cuts:
         if len(_cuts) >= MAX_CUTS:
             _cuts.clear()
-        _cuts[key] = made_apart(make, device)
+        _cuts[key] = made_outside_pool(make, device)
     return _cuts[key]
 
 

@@ -26,18 +26,20 @@ def oracle_gradients(
 ) -> AttnGradients:
     """Gradients of the formula in `precision`, by autograd; `dsinks` is None without sinks."""
     with torch.enable_grad():
-        inputs = [x.detach().to(precision).requires_grad_() for x in (q, k, v)]
+        q, k, v = (x.detach().to(precision).requires_grad_() for x in (q, k, v))
+        inputs = [q, k, v]
         if spec.sinks is not None:
-            inputs.append(spec.sinks.detach().to(precision).requires_grad_())
-        spec = spec._replace(sinks=inputs[3] if spec.sinks is not None else None)
-        out, lse = oracle(inputs[0], inputs[1], inputs[2], spec, precision=precision)
+            sinks = spec.sinks.detach().to(precision).requires_grad_()
+            spec = spec._replace(sinks=sinks)
+            inputs.append(sinks)
+        out, lse = oracle(q, k, v, spec, precision=precision)
         pairs = [(out, dout.to(out.dtype))]
         if dlse is not None:
             pairs.append((lse, dlse.to(lse.dtype)))
         outputs, upstreams = zip(*pairs, strict=True)
         gradients = torch.autograd.grad(outputs, inputs, upstreams, materialize_grads=True)
-    dsinks = gradients[3] if spec.sinks is not None else None
-    return AttnGradients(gradients[0], gradients[1], gradients[2], dsinks)
+    dq, dk, dv, *dsinks = gradients
+    return AttnGradients(dq, dk, dv, dsinks[0] if dsinks else None)
 
 
 def recomputed_gradients(

@@ -43,7 +43,8 @@ def strided_like(x: torch.Tensor, kind: str) -> torch.Tensor:
     """
     order = list(range(x.dim()))
     if kind == "swapped" and x.dim() >= 3:
-        order[-3], order[-2] = order[-2], order[-3]
+        *outer, heads, tokens, last = order
+        order = [*outer, tokens, heads, last]
     row_gap = 3 if kind == "row_gap" or (kind == "swapped" and x.dim() < 3) else 0
     outer_gap = 1 if kind == "outer_gap" else 0
     offset = 1 if kind == "offset" else 0

@@ -8,6 +8,7 @@ uniform register that nothing wrote, and the kernel reads where whatever ran bef
 import hashlib
 import re
 import struct
+from typing import NamedTuple
 
 _INSTRUCTION = re.compile(
     r"/\*(?P<at>[0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)\s*(?P<rest>[^;]*);"
@@ -54,16 +55,26 @@ def unwritten_registers(sass: str) -> list[str]:
     return found
 
 
+class _Section(NamedTuple):
+    """A section header of an ELF file, as far as it matters; `name` is an offset of its own."""
+
+    name: int
+    kind: int
+    offset: int
+    size: int
+
+
 def code_digest(cubin: bytes) -> str:
     """A digest of a cubin's instructions alone: names, line tables and notes do not enter it.
 
     A change that only moves or renames code leaves it as it was.
     """
-    sections, entry, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
-    headers = [struct.unpack_from("<II8x8xQQ", cubin, sections + i * entry) for i in range(count)]
-    text = headers[names][2]
+    start, entry, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
+    sections = [
+        _Section(*struct.unpack_from("<II8x8xQQ", cubin, start + i * entry)) for i in range(count)
+    ]
     digest = hashlib.sha256()
-    for name, _, offset, size in headers:
-        if cubin.startswith(b".text.", text + name):
-            digest.update(cubin[offset : offset + size])
+    for section in sections:
+        if cubin.startswith(b".text.", sections[names].offset + section.name):
+            digest.update(cubin[section.offset : section.offset + section.size])
     return digest.hexdigest()[:16]

@@ -11,7 +11,7 @@ from blackwell_sparsek.attention.sm90.tuning import (
     FEW_QUERIES,
     attn_fwd_sm90_config,
     attn_fwd_sm90_passed_over,
-    attn_fwd_sm90_section,
+    attn_fwd_sm90_raster_group,
     attn_fwd_sm90_unsupported,
 )
 from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec, tma_takes
@@ -168,7 +168,7 @@ def test_what_consumers_and_producers_do(consumers, dim, options, expected):
 def test_three_consumers_have_larger_raster_groups():
     causal = {**NARROW, "batch": 8, "heads_q": 32, "heads_kv": 32, "banded": True}
     for keys, heads in ((1024, 64), (2048, 64), (4096, 32)):
-        assert heads == attn_fwd_sm90_section(problem(**causal, max_q=keys, max_k=keys))
+        assert heads == attn_fwd_sm90_raster_group(problem(**causal, max_q=keys, max_k=keys))
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_scheduler_warps_look_up_rows_of_masks():
     ],
 )
 def test_raster_groups(changes, band, raster_group):
-    assert attn_fwd_sm90_section(problem(**changes), band) == raster_group
+    assert attn_fwd_sm90_raster_group(problem(**changes), band) == raster_group
 
 
 def views():

@@ -48,7 +48,7 @@ from .tuning import (
     attn_bwd_sm90_is_split,
     attn_bwd_sm90_raster_group,
     attn_fwd_sm90_config,
-    attn_fwd_sm90_section,
+    attn_fwd_sm90_raster_group,
 )
 
 # Work tiles of the same size are dealt out to programs in turn while there are few: to deal them
@@ -60,12 +60,13 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse, laid out as `empty_out` and `empty_lse` do."""
     q, spec, problem = call.q, call.spec, call.problem
     out, lse = empty_out(q, call.v.shape[-1]), empty_lse(q)
-    config, section = attn_fwd_sm90_config(problem), attn_fwd_sm90_section(problem, spec.band)
+    config = attn_fwd_sm90_config(problem)
+    raster_group = attn_fwd_sm90_raster_group(problem, spec.band)
     order = None
     # an order of mask rows knows nothing of the lengths of packed sequences
     if (mask := spec.block_mask) is not None and not spec.is_varlen:
-        order = derived_list(mask, longest_first, q.shape[0], q.shape[1], spec.band, section)
-    launch_attn_fwd_sm90(call, out, lse, order, section, config)
+        order = derived_list(mask, longest_first, q.shape[0], q.shape[1], spec.band, raster_group)
+    launch_attn_fwd_sm90(call, out, lse, order, raster_group, config)
     return out, lse
 
 
@@ -74,7 +75,7 @@ def launch_attn_fwd_sm90(
     out: torch.Tensor,
     lse: torch.Tensor,
     order: torch.Tensor | None,
-    section: int,
+    raster_group: int,
     config: AttnFwdSm90Config,
 ) -> None:
     """Fill `out` and `lse`.
@@ -88,28 +89,28 @@ def launch_attn_fwd_sm90(
     order : int32 [B * Hq * rows], the rows of the block mask in the order to take them, as
         `masks.order.longest_first` makes it; None goes through the queries in raster groups, and
         it must be None when sequences are packed
-    section : (batch, head) pairs whose work tiles run together; packed sequences, taken one after
-        the other, find theirs from their own lengths, up to this
+    raster_group : (batch, head) pairs whose work tiles run together; packed sequences, taken one
+        after the other, find theirs from their own lengths, up to this
     config : tiles
     """
     q, k, v, spec = call.q, call.k, call.v, call.spec
     operands = kernel_operands(call)
     q_len = operands.lengths[0]
-    planes = operands.batch * operands.heads[0]
-    pieces = planes * cdiv(q_len, config.tile_m)
+    batch_heads = operands.batch * operands.heads[0]
+    work_tiles = batch_heads * cdiv(q_len, config.tile_m)
     if spec.is_varlen:
         assert order is None
-        pieces = planes + operands.heads[0] * (q.shape[0] // config.tile_m)
+        work_tiles = batch_heads + operands.heads[0] * (q.shape[0] // config.tile_m)
     if order is not None and spec.block_mask is not None:
-        pieces = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
-    if pieces == 0:
+        work_tiles = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
+    if work_tiles == 0:
         return
-    programs = min(arch_of(q.device).num_sms * config.programs_per_sm, pieces)
+    programs = min(arch_of(q.device).num_sms * config.programs_per_sm, work_tiles)
     even = spec.block_mask is None and spec.band == EVERYTHING and not spec.is_varlen
-    dynamic = pieces > programs * (EVEN_ROUNDS if even else 1)
+    dynamic = work_tiles > programs * (EVEN_ROUNDS if even else 1)
     parts, words, share = None, 1, 0
     if config.SPLIT_TAIL:
-        share = config.tail_share(pieces, programs, cdiv(k.shape[-2], config.TILE_N))
+        share = config.tail_share(work_tiles, programs, cdiv(k.shape[-2], config.TILE_N))
         words += programs * config.CONSUMERS
         # where nothing is shared nobody looks at it
         parts = lse
@@ -131,8 +132,8 @@ def launch_attn_fwd_sm90(
             lse.stride(-2),
             *operands.lengths,
             *operands.band,
-            planes,
-            section,
+            batch_heads,
+            raster_group,
             int(dynamic),
             share,
             *operands.heads,

@@ -176,7 +176,7 @@ def _lead(problem: AttnProblem, dim: int, consumers: int) -> float:
     return 1.12 if halved and _keys(problem) < LONG_BANDED else 1.0
 
 
-def attn_fwd_sm90_section(problem: AttnProblem, band: Band = EVERYTHING) -> int:
+def attn_fwd_sm90_raster_group(problem: AttnProblem, band: Band = EVERYTHING) -> int:
     """(batch, head) pairs of a raster group, whole groups of heads that share keys.
 
     Where work tiles are equal, or come in the order of a mask, those of one KV head run together:

@@ -388,7 +388,8 @@ def standalone(figure: Figure) -> str:
 def _size(picture: str) -> tuple[float, float]:
     found = re.search(r'viewBox="0 0 (\d+) (\d+)"', picture)
     assert found is not None  # `picture` writes it
-    return float(found[1]), float(found[2])
+    width, height = found.groups()
+    return float(width), float(height)
 
 
 def _legend(figure: Figure) -> str:

@@ -211,10 +211,11 @@ def attend_one(
         tokens, counts = plan.shared(key_of_list, partial(listed_tokens, visible))
         caches = as_token_pages(key, value)
         if caches is not None:
-            first = torch.arange(key.shape[0], dtype=torch.int32, device=key.device) * caches[2]
+            k_pages, v_pages, step = caches
+            first = torch.arange(key.shape[0], dtype=torch.int32, device=key.device) * step
             table = tokens + first[:, None]
             return attention_decode(
-                query, *caches[:2], cache_seqlens=counts, page_table=table, **options
+                query, k_pages, v_pages, cache_seqlens=counts, page_table=table, **options
             )
     if block_indices is not None:
         if torch.compiler.is_compiling():

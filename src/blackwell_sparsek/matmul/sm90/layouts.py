@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...core.compile_cases import CompileCase, compile_cases
 from ...launch.launcher import cdiv, launch, on_device_of, scratch
-from ...launch.workspace import made_apart
+from ...launch.workspace import made_outside_pool
 
 # Pairs of elements in a fragment, and fragments that one program writes.
 PAIRS = 128
@@ -82,7 +82,7 @@ def fragment_columns(indptr: torch.Tensor, indices: torch.Tensor, per_block: int
 
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return make()
-    _COLUMNS[indptr] = columns = made_apart(make, indptr.device)
+    _COLUMNS[indptr] = columns = made_outside_pool(make, indptr.device)
     if indptr.is_cuda:
         torch.cuda.current_stream(indptr.device).synchronize()
     return columns

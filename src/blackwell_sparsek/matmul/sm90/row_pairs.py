@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...launch.workspace import made_apart
+from ...launch.workspace import made_outside_pool
 
 # A partner is looked for among this many rows: comparing all of a tall matrix would take seconds.
 MATCHED_ROWS = 512
@@ -78,7 +78,9 @@ def row_pairs(
     if plan is None:
         if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        plan = made_apart(lambda: build_row_pairs(indptr, indices, perm, cols_b), indptr.device)
+        plan = made_outside_pool(
+            lambda: build_row_pairs(indptr, indices, perm, cols_b), indptr.device
+        )
         if indptr.is_cuda:
             # the next product with this pattern may run on another stream
             torch.cuda.current_stream(indptr.device).synchronize()

@@ -18,7 +18,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...launch.launcher import cdiv
-from ...launch.workspace import made_apart
+from ...launch.workspace import made_outside_pool
 from .config import NarrowSm90Config
 
 # Schedules by the row pointers they were made from, which live as long as their pattern.
@@ -110,7 +110,7 @@ def row_schedule(
         return schedules[key]
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    schedule = made_apart(
+    schedule = made_outside_pool(
         lambda: build_row_schedule(indptr, indices, config, columns, programs), indptr.device
     )
     if indptr.is_cuda:
@@ -259,7 +259,7 @@ def row_table(
         return tables[key]
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    table = made_apart(lambda: build_row_table(indptr, indices, perm), indptr.device)
+    table = made_outside_pool(lambda: build_row_table(indptr, indices, perm), indptr.device)
     if indptr.is_cuda:
         torch.cuda.current_stream(indptr.device).synchronize()
     tables[key] = table

@@ -107,7 +107,8 @@ def sddmm(call: SddmmCall) -> torch.Tensor:
         problem = problem.merged
     else:
         parts = matrices([a, b])
-        problem = replace(problem, batch=parts[0][0].shape[0])
+        (first, _), *_ = parts
+        problem = replace(problem, batch=first.shape[0])
     config = sddmm_config(problem, fp32_precision(a.dtype))
     if len(parts) == 1:
         launch_sddmm(out, *parts[0], call.pattern, config)
