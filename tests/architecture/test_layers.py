@@ -87,13 +87,6 @@ def wrong_imports(root):
     return found
 
 
-# Files that may import one another, each circle as the set of its files. Empty is the aim.
-CIRCLES_ALLOWED: list[set[str]] = [
-    # the kernel takes the record that its caller makes
-    {"attention/sm90/dq_order.py", "attention/sm90/dq_order_kernel.py"},
-]
-
-
 def import_circles(root):
     """Sets of files that import one another, when they are imported or later in a function."""
     names = {path: path.relative_to(root).as_posix() for path in files(root)}
@@ -124,7 +117,7 @@ def _reachable(start, reached):
 
 
 def test_files_import_one_another_in_no_circle():
-    assert import_circles(ROOT) == CIRCLES_ALLOWED
+    assert import_circles(ROOT) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ that run one after the other here do so in one program (`dq_order`).
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -20,7 +20,9 @@ import triton.language as tl
 from ...core.compile_cases import CompileCase, compile_cases
 from ...launch.launcher import launch, on_device_of
 from ...masks.block_mask import BlockMask
-from .dq_order import Groups
+
+if TYPE_CHECKING:
+    from .dq_order import Groups
 
 # Bits of the times around a visit, from the one before on, at which no other column may be there.
 AROUND = tl.constexpr(0b010)
@@ -229,7 +231,7 @@ def _attn_bwd_visits_kernel(
 
 
 def plan_visits(
-    mask: BlockMask, groups: Groups, group_size: int, pack: int, parts: int
+    mask: BlockMask, groups: "Groups", group_size: int, pack: int, parts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query blocks of the transposed lists of `mask`, full ones in an order with few waits.
 
