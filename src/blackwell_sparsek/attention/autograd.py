@@ -33,7 +33,7 @@ from .op import (
     run_backward,
     run_forward,
 )
-from .replay import bound, forward_lists, gradient_launches, gradient_options
+from .replay import bound, forward_lists, gradient_options, recorded_gradients
 
 
 def attend(call: AttentionCall, impl: str) -> Tensors:
@@ -57,16 +57,23 @@ class TrainingCall:
     The backward pass has launches of its own, which are looked up and bound to the mask once.
     """
 
-    __slots__ = ("_deterministic", "_forward", "_gradients", "_impl", "_spec")
+    __slots__ = ("_deterministic", "_forward", "_gradients", "_impl", "_of_kind", "_spec")
 
     def __init__(
-        self, spec: AttnSpec, deterministic: bool, impl: str, forward: Launches | None = None
+        self,
+        spec: AttnSpec,
+        deterministic: bool,
+        impl: str,
+        forward: Launches | None = None,
+        of_kind: Cache | None = None,
     ):
         self._spec = spec
         self._deterministic = deterministic
         self._impl = impl
         self._forward = forward
         self._gradients: Cache = {}
+        # the same, not bound, for calls that differ in their masks alone
+        self._of_kind: Cache = {} if of_kind is None else of_kind
 
     @classmethod
     def of(cls, call: AttentionCall, impl: str) -> "TrainingCall":
@@ -86,7 +93,7 @@ class TrainingCall:
         spec = self._spec._replace(block_mask=_lists_of(mask))
         forward: Any = self._forward
         launches = bound(forward, mask, forward_lists(mask))
-        return TrainingCall(spec, self._deterministic, self._impl, launches)
+        return TrainingCall(spec, self._deterministic, self._impl, launches, self._of_kind)
 
     def attend(
         self,
@@ -138,11 +145,17 @@ class TrainingCall:
 
     def _gradient_launches(self, key: Any, sinks: torch.Tensor | None) -> Launches | None:
         """What was recorded for such gradients, bound to the mask."""
-        spec = self._spec
-        impl = _backward_impl(self._impl)
-        options = gradient_options(spec, sinks is not None, self._deterministic, impl)
-        launches = gradient_launches(key, options, spec.block_mask)
-        if launches is not None and not torch.cuda.is_current_stream_capturing():
+        mask = self._spec.block_mask
+        recorded = self._of_kind.get(key)
+        if recorded is None:
+            impl = _backward_impl(self._impl)
+            options = gradient_options(self._spec, sinks is not None, self._deterministic, impl)
+            recorded = recorded_gradients(key, options, mask)
+            if recorded is None:
+                return None
+            keep(self._of_kind, key, recorded)
+        launches = recorded if mask is None else bound(recorded, mask, mask.tensors())
+        if not torch.cuda.is_current_stream_capturing():
             keep(self._gradients, key, launches)
         return launches
 

@@ -29,7 +29,7 @@ from ..dispatch.operators import define_op
 from ..launch.replay import NO_RECORDER
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
-from .replay import CheckedCall
+from .replay import CheckedCall, has_plain_sinks
 from .sm90 import tuning as sm90
 from .triton import tuning as triton
 
@@ -91,7 +91,8 @@ def run_forward(call: AttentionCall, impl: str) -> Tensors:
     results = None if again is None else again.replay()
     if results is not None:
         return results
-    recorder = NO_RECORDER if again is None else again.recorder()
+    # sinks with gaps are copied, which no launch repeats
+    recorder = NO_RECORDER if again is None or not has_plain_sinks(call) else again.recorder()
     # autocast has cast q, k and v before; inside, it would round the sums
     with recorder, torch.autocast(call.q.device.type, enabled=False):
         return recorder.keep(forward_dispatch.run(impl, call))

@@ -122,6 +122,11 @@ def _is_contiguous(sinks: torch.Tensor | None) -> bool:
     return sinks is None or sinks.is_contiguous()
 
 
+def has_plain_sinks(call: AttentionCall) -> bool:
+    """Whether kernels take the sinks of a call as they are."""
+    return _is_contiguous(call.spec.sinks)
+
+
 def forward_lists(mask: BlockMask) -> tuple[torch.Tensor, ...]:
     """What the forward pass reads of a mask."""
     return (*mask._forward, mask._bits)
@@ -178,7 +183,7 @@ class CheckedCall(NamedTuple):
     def forward(cls, call: AttentionCall, impl: str) -> "CheckedCall | None":
         """The forward pass; None where launches do not make all of it."""
         spec = call.spec
-        if spec.is_varlen or is_recording() or not _is_contiguous(spec.sinks):
+        if spec.cu_seqlens_q is not None or is_recording():
             return None
         mask = spec.block_mask
         lists = () if mask is None else forward_lists(mask)
@@ -200,7 +205,7 @@ class CheckedCall(NamedTuple):
         """Gradients of a call; None where launches do not make all of them."""
         *_, of_sinks = needs
         # delta for sinks is copied, which no launch repeats
-        if call.spec.is_varlen or of_sinks or is_recording():
+        if call.spec.cu_seqlens_q is not None or of_sinks or is_recording():
             return None
         spec, mask = call.spec, call.spec.block_mask
         lists = () if mask is None else mask.tensors()
@@ -214,7 +219,10 @@ class CheckedCall(NamedTuple):
         if found is None:
             return None
         key, addresses, _ = found
-        launches = launches_of(self.cache, key, self.options, self.mask, self.lists)
+        if self.mask is None:
+            launches: Any = self.cache.get((key, self.options, None))
+        else:
+            launches = bound_launches(self.cache, key, self.options, self.mask, self.lists)
         return None if launches is None else launches(addresses)
 
     def recorder(self) -> Recorder:
@@ -245,24 +253,24 @@ def gradient_options(
     return (impl, *spec.band, spec.scale, spec.softcap, has_sinks, deterministic)
 
 
-def launches_of(
+def bound_launches(
     cache: Cache,
     key: tuple[Any, ...],
     options: tuple[Any, ...],
-    mask: BlockMask | None,
+    mask: BlockMask,
     lists: Sequence[torch.Tensor],
 ) -> Launches | None:
-    """The launches of a checked call, bound to its mask."""
-    if mask is None:
-        return kept(cache, (key, options, None))
+    """The launches of a checked call with a mask, bound to it."""
     kind = mask_kind(mask, lists)
-    recorded = None if kind is None else kept(cache, (key, options, kind))
+    recorded = None if kind is None else cache.get((key, options, kind))
     return None if recorded is None else bound(recorded, mask, lists)
 
 
-def gradient_launches(
+def recorded_gradients(
     key: tuple[Any, ...], options: tuple[Any, ...], mask: BlockMask | None
-) -> Launches | None:
-    """The launches of gradients that were recorded under such a key of `described`."""
-    lists = () if mask is None else mask.tensors()
-    return launches_of(_BACKWARD, key, options, mask, lists)
+) -> Any:
+    """What was recorded of gradients under a key of `described`; `bound` binds it to a mask."""
+    kind = None if mask is None else mask_kind(mask, mask.tensors())
+    if mask is not None and kind is None:
+        return None
+    return _BACKWARD.get((key, options, kind))
