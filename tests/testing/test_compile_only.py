@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 
 from blackwell_sparsek.core import compat
 from blackwell_sparsek.core.compat import SPILLS_TRITON
-from blackwell_sparsek.core.compile_cases import CompileCase
 from blackwell_sparsek.core.env import environment_for_compiler
 from blackwell_sparsek.testing import compile_only, compile_worker
+from blackwell_sparsek.testing.compile_cases import CompileCase
 from blackwell_sparsek.testing.compile_only import compile_kernels
 
 PLANTED = """
@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blackwell_sparsek.core.compile_cases import CompileCase, compile_cases
+from blackwell_sparsek.testing.compile_cases import CompileCase, compile_cases
 
 
 class Strides(NamedTuple):

@@ -8,9 +8,9 @@ import torch
 
 from ...core.arch import arch_of
 from ...core.compat import why_no_triton
-from ...core.compile_cases import ALL_ARCHS
 from ...core.env import triton_cache_dir
 from ...core.errors import InvalidInput, Unsupported
+from ...testing.compile_cases import ALL_ARCHS
 from ...testing.compile_only import compile_kernels, table
 from . import positive
 

@@ -51,10 +51,10 @@ from ...calls.attention import (
     empty_lse,
     empty_out,
 )
-from ...core.compile_cases import CompileCase, compile_cases
 from ...masks.band import EVERYTHING, Band
 from ...masks.block_mask import BlockMask
 from ..captured_launches import launched_case, meta
+from ..compile_cases import CompileCase, compile_cases
 
 HEADS, KV_HEADS, TOKENS = 32, 8, 4096
 CAUSAL = Band(None, 0)

@@ -7,12 +7,12 @@ import torch
 
 from ...calls.attention import empty_lse, empty_out
 from ...calls.decode import DecodeCall
-from ...core.compile_cases import CompileCase, compile_cases
 from ...decode.sm90 import launch_attn_decode_sm90
 from ...decode.triton import launch_attn_decode
 from ...decode.tuning import DecodeSm90Config, attn_decode_config, make_config
 from ...masks.band import Band
 from ..captured_launches import launched_case, meta
+from ..compile_cases import CompileCase, compile_cases
 
 KV_HEADS, GROUP, TOKENS, PAGES, PROGRAMS = 8, 4, 4096, 1000, 132
 SCALE, SOFTCAP = 0.1, 30.0

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import torch
 
 from ...calls.cache import AppendCall, SummariesCall, TopkCall
-from ...core.compile_cases import ALL_ARCHS, CompileCase, compile_cases
 from ...kv_cache.append_kernel import MIN_SM_CONVERTS_FP8, launch_kv_append
 from ...kv_cache.selection_kernels import (
     _page_scores_kernel,
@@ -14,6 +13,7 @@ from ...kv_cache.selection_kernels import (
     summarise,
 )
 from ..captured_launches import launched_case, meta
+from ..compile_cases import ALL_ARCHS, CompileCase, compile_cases
 
 _BATCH, _HEADS, _GROUP = 3, 8, 4
 _PAGES, _PAGE_SIZE = 1000, 20

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from ...core.compile_cases import CompileCase, compile_cases
 from ...masks.band import Band
 from ...masks.device_build import band_lists
 from ...masks.list_kernels import (
@@ -23,6 +22,7 @@ from ...masks.order_kernels import (
     launch_row_order,
 )
 from ..captured_launches import launched_case, meta
+from ..compile_cases import CompileCase, compile_cases
 
 # Blocks of a mask, and entries of its lists; no kernel is specialised on either.
 _BATCH, _HEADS, _BLOCKS = 2, 3, 131

@@ -12,7 +12,6 @@ import torch
 
 from ...calls.matmul import PatternTensors
 from ...core.compat import warps_may_part
-from ...core.compile_cases import CompileCase, compile_cases
 from ...launch.launcher import cdiv
 from ...matmul.plan import SpmmPlan
 from ...matmul.rows import BlockRows, Views
@@ -42,6 +41,7 @@ from ...matmul.triton.spmm import _bsr_spmm_kernel, launch_spmm
 from ...matmul.triton.tuning import NarrowConfig, PairConfig, SddmmConfig, SpmmConfig
 from ...sparse.product import PairLists
 from ..captured_launches import launched_case, meta
+from ..compile_cases import CompileCase, compile_cases
 
 # Sizes matter only in what they are multiples of, counts of blocks and rows not at all.
 _SIZE = 4096
