@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from blackwell_sparsek.core.compat import PLACES_TRITON
-from blackwell_sparsek.core.compile_cases import ALL_ARCHS
+from blackwell_sparsek.testing.compile_cases import ALL_ARCHS
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()

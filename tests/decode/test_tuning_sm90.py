@@ -133,9 +133,9 @@ def test_copies_stay_within_pages_and_blocks(page_size, block_kv, copies):
 
 def test_compile_cases_are_what_is_launched():
     pytest.importorskip("triton")
-    from blackwell_sparsek.decode import sm90_cases as decode_sm90_cases
+    from blackwell_sparsek.testing.cases.decode import DECODE_SM90
 
-    for call in decode_sm90_cases.CALLS:
+    for call in DECODE_SM90:
         config = call.config
         launch = attn_decode_sm90_launch(
             problem(

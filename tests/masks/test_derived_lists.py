@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from blackwell_sparsek.launch.launcher import recording
+from blackwell_sparsek.launch.recording import recording
 from blackwell_sparsek.masks import derived_lists as module
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.masks.derived_lists import derived_list

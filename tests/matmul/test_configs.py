@@ -12,8 +12,7 @@ from blackwell_sparsek.core.env import environment_for_compiler
 PROGRAM = """
 import torch
 from blackwell_sparsek.core.arch import Arch
-from blackwell_sparsek.core.compile_cases import registered_cases
-from blackwell_sparsek.matmul.triton import cases
+from blackwell_sparsek.testing.cases import matmul
 from blackwell_sparsek.matmul.triton.tuning import triton_stages
 from blackwell_sparsek.matmul.triton.tuning import pair_config, sddmm_config, spmm_config
 from blackwell_sparsek.calls.matmul import BsrProblem
@@ -23,7 +22,8 @@ LIMITS = {80: (108, 166912), 89: (128, 101376), 90: (132, 232448), 100: (148, 23
 compiled = {
     (case.kernel.__name__, sm, case.args["BLOCK_H"], case.args["INPUT_PRECISION"],
      case.args["TILE_M"], case.args["TILE_N"], case.args["TILE_K"], case.num_warps, case.num_stages)
-    for case in registered_cases() if {"TILE_K", "INPUT_PRECISION"} <= {*case.args}
+    for case in (*matmul.spmm_cases(), *matmul.sddmm_and_pair_cases())
+    if {"TILE_K", "INPUT_PRECISION"} <= {*case.args}
     for sm in case.archs
 }
 

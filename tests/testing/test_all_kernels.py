@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.core.compile_cases import ALL_ARCHS
+from blackwell_sparsek.testing.compile_cases import ALL_ARCHS
 from blackwell_sparsek.testing.compile_only import compile_kernels, table
 
 # Hopper has more kernels than the others: in parts, so that no worker waits for one test.

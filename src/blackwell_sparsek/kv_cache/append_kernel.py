@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from ..calls.cache import AppendCall
-from ..core.compile_cases import ALL_ARCHS, CompileCase, compile_cases
 from ..device.fp8 import e4m3_bits
 from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
@@ -229,47 +228,3 @@ def cache_strides(x: torch.Tensor, order: tuple[int, int, int]) -> Strides:
     """Strides of the dimensions in `order`: page or batch, head, token."""
     # a dimension of size 1 may have any stride; 0 keeps it from compiling another variant
     return Strides(*(x.stride(d) if x.shape[d] > 1 else 0 for d in order))
-
-
-@compile_cases
-def _cases():
-    kinds = (
-        (torch.bfloat16, torch.bfloat16, 128, 128, False),
-        (torch.float16, torch.float16, 64, 40, False),
-        (torch.bfloat16, torch.uint8, 128, 128, False),
-        (torch.bfloat16, torch.uint8, 128, 128, True),
-        (torch.float32, torch.float32, 192, 320, False),
-    )
-    for dtype, stored, *dims, converts in kinds:
-        for paged in (False, True):
-            kind = f"{'paged' if paged else 'contiguous'}-{str(dtype).split('.')[-1]}"
-            kind += f"-to-{str(stored).split('.')[-1]}{'-converted' if converts else ''}"
-            scale = torch.float32 if stored == torch.uint8 else None
-            k_strides, v_strides = (Strides(4096 * 8 * d, 4096 * d, d) for d in dims)
-            yield CompileCase(
-                f"kv_append/{kind}-d{dims[0]}-{dims[1]}",
-                _kv_append_kernel,
-                {
-                    **{f"{name}_cache_ptr": stored for name in ("k", "v")},
-                    **{f"{name}_ptr": dtype for name in ("k", "v")},
-                    "cache_seqlens_ptr": torch.int32,
-                    "counts_ptr": torch.int32,
-                    "page_table_ptr": torch.int32 if paged else None,
-                    **{f"{name}_scale_ptr": scale for name in ("k", "v")},
-                    "strides": AppendStrides(k_strides, v_strides, k_strides, v_strides),
-                    "scale_strides": (1, 1) if scale else (0, 0),
-                    "table_stride": 1000,
-                    "num_rows": 1000,
-                    "tokens": 3,
-                    "heads": 7,
-                    "capacity": 4096,
-                    "pages": 1000,
-                    "page_size": 20,
-                    "HEAD_DIM": dims[0],
-                    "HEAD_DIM_V": dims[1],
-                    "TILE_ROWS": _tile_rows(*dims),
-                    "HEADS_INNER": paged,
-                    "CONVERTS_FP8": converts,
-                },
-                archs=tuple(a for a in ALL_ARCHS if a >= 89) if converts else ALL_ARCHS,
-            )

@@ -28,11 +28,11 @@ import triton
 import triton.language as tl
 
 from ..calls.cache import SummariesCall, TopkCall
-from ..core.compile_cases import CompileCase, compile_cases
 from ..device.fp8 import e4m3_values
 from ..device.ordering import HIGHEST, LOWEST, midpoint, ordered_int
 from ..device.records import Strides
-from ..launch.launcher import cdiv, launch, on_device_of, scratch
+from ..launch.launcher import cdiv, launch, on_device_of
+from ..launch.workspace import scratch
 from .append_kernel import INT32_MAX, cache_strides, stored_as_bytes
 from .selection import empty_lists
 
@@ -166,39 +166,6 @@ def summarise(call: SummariesCall) -> None:
     )
     with on_device_of(low):
         launch(_page_summaries_kernel, batch * columns * heads, args, num_warps=4)
-
-
-@compile_cases
-def _summary_cases():
-    kinds = ((torch.bfloat16, 128), (torch.float16, 40), (torch.uint8, 128), (torch.float32, 256))
-    for (stored, head_dim), paged, mean in zip(
-        kinds, (True, False, True, False), (False, True, True, False), strict=True
-    ):
-        kept = torch.bfloat16 if stored == torch.uint8 else stored
-        yield CompileCase(
-            f"page_summaries/{str(stored).split('.')[-1]}-d{head_dim}",
-            _page_summaries_kernel,
-            {
-                "low_ptr": kept,
-                "high_ptr": None if mean else kept,
-                "k_cache_ptr": stored,
-                "cache_seqlens_ptr": torch.int32,
-                "page_table_ptr": torch.int32 if paged else None,
-                "summary_strides": SummaryStrides(
-                    0 if paged else 64 * head_dim, 8 * head_dim, head_dim
-                ),
-                "k_strides": Strides(4096 * head_dim, head_dim, 8 * head_dim),
-                "table_stride": 1000,
-                "columns": 3,
-                "heads": 7,
-                "pages": 1000,
-                "capacity": 4096,
-                "page_size": 20,
-                "new_tokens": 1000,
-                "HEAD_DIM": head_dim,
-                "TILE_TOKENS": TILE_TOKENS,
-            },
-        )
 
 
 TILE_PAGES = 32
@@ -400,59 +367,3 @@ def launch_topk_pages(kv_blocks: torch.Tensor, call: TopkCall) -> None:
 def _warps(tile_scores: int) -> int:
     # 16 scores to a thread: they stay in registers beside their two running sums
     return min(max(tile_scores // 512, 4), 16)
-
-
-@compile_cases
-def _topk_cases():
-    kinds = (
-        (torch.bfloat16, torch.bfloat16, 128, True, False),
-        (torch.float16, torch.bfloat16, 64, True, True),
-        (torch.float16, torch.float16, 40, False, False),
-        (torch.float32, torch.float32, 256, False, True),
-    )
-    for dtype, kept, head_dim, paged, by_sum in kinds:
-        yield CompileCase(
-            f"page_scores/{str(dtype).split('.')[-1]}-by-{str(kept).split('.')[-1]}-d{head_dim}",
-            _page_scores_kernel,
-            {
-                "scores_ptr": torch.float32,
-                "q_ptr": dtype,
-                "low_ptr": kept,
-                "high_ptr": kept,
-                "page_table_ptr": torch.int32 if paged else None,
-                "q_strides": Strides(32 * head_dim, head_dim, 32 * head_dim),
-                "summary_strides": SummaryStrides(
-                    0 if paged else 64 * head_dim, 8 * head_dim, head_dim
-                ),
-                "table_stride": 1000,
-                "pages": 1000,
-                "columns": 1000,
-                "heads": 7,
-                "q_len": 3,
-                "group_rows": 12,
-                "HEAD_DIM": head_dim,
-                "TILE_PAGES": TILE_PAGES,
-                "TILE_M": TILE_M,
-                "SUM": by_sum,
-            },
-            num_stages=1,
-        )
-    for tile, one_tile in ((128, True), (2048, True), (8192, True), (8192, False)):
-        yield CompileCase(
-            f"select_pages/{tile}{'' if one_tile else '-and-more'}",
-            _select_pages_kernel,
-            {
-                "kv_blocks_ptr": torch.int32,
-                "scores_ptr": torch.float32,
-                "cache_seqlens_ptr": torch.int32,
-                "columns": 1000,
-                "heads": 7,
-                "page_size": 20,
-                "keep_first": 3,
-                "keep_last": 3,
-                "k": 100,
-                "TILE_SCORES": tile,
-                "ONE_TILE": one_tile,
-            },
-            num_warps=_warps(tile),
-        )

@@ -13,12 +13,6 @@ import torch
 
 from ..core.compat import launch_in_clusters
 from .recording import Launch, current_recording
-from .recording import is_recording as is_recording
-from .recording import note_derived as note_derived
-from .recording import recording as recording
-from .recording import unrecorded as unrecorded
-from .workspace import scratch as scratch
-from .workspace import self_resetting_counters as self_resetting_counters
 
 
 def cdiv(a: int, b: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.compat import raw_device, raw_stream
-from ..launch.launcher import note_derived
+from ..launch.recording import note_derived
 from ..launch.workspace import made_outside_pool
 from .block_mask import BlockMask
 

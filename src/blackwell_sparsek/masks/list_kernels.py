@@ -15,9 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.launcher import cdiv, launch, scratch
+from ..launch.launcher import cdiv, launch
 from ..launch.replay import launch_recorded
 from ..launch.templates import RecordedLaunches
+from ..launch.workspace import scratch
 
 TILE_ROWS = 8
 TILE_COLS = 128

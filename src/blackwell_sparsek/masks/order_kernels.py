@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from ..device.schedule import raster_group_of
-from ..launch.launcher import cdiv, launch, scratch
+from ..launch.launcher import cdiv, launch
 from ..launch.replay import launch_recorded
 from ..launch.templates import RecordedLaunches
+from ..launch.workspace import scratch
 
 TILE_LISTS = 8
 TILE_ENTRIES = 64

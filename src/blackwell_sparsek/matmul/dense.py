@@ -12,7 +12,8 @@ import torch
 from ..calls.matmul import MatmulCall, PatternTensors, SddmmCall
 from ..core.arch import arch_of
 from ..dispatch.machine import why_no_kernels
-from ..launch.launcher import cdiv, unrecorded
+from ..launch.launcher import cdiv
+from ..launch.recording import unrecorded
 from ..sparse.pattern import rows_of_entries
 from ..sparse.validate import zero_padding
 from .eager import finish

@@ -16,7 +16,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from ..core import arch
-from ..core.compile_cases import CompileCase
+from .compile_cases import CompileCase
 
 # An H200 but for the compute capability: launchers ask how many programs fill the GPU.
 _GPU = arch.Arch("cuda", 90, 132, 232448, False)

@@ -17,10 +17,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core.compile_cases import ALL_ARCHS
 from ..core.env import environment_for_compiler
+from .compile_cases import ALL_ARCHS
 
-KERNELS = "blackwell_sparsek"
+CASES = "blackwell_sparsek.testing.cases"
 
 
 def compile_kernels(
@@ -28,12 +28,12 @@ def compile_kernels(
     contains: str = "",
     *,
     counts: Sequence[str] = (),
-    package: str = KERNELS,
+    package: str = CASES,
     jobs: int = 1,
     part: tuple[int, int] = (0, 1),
     progress: Callable[[int, int, dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Build the compile cases of `package` without a GPU.
+    """Build compile cases without a GPU.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def compile_kernels(
     contains : only cases whose name contains this
     counts : instructions to count beyond those a case expects: `wgmma` in the PTX, `sass:HGMMA`
         in the machine code
-    package : where kernel files are looked for
+    package : whose modules are imported for their compile cases
     jobs : child processes
     part : (i, n), only every n-th case from the i-th on
     progress : called with (done, total, record) after each build
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--count", action="append", default=[], help="wgmma, sass:HGMMA, ...")
     parser.add_argument("--jobs", type=int, default=2, help="child processes (default 2)")
-    parser.add_argument("--package", default=KERNELS, help="where to look for kernels")
+    parser.add_argument("--package", default=CASES, help="where to look for compile cases")
     parser.add_argument("--save", type=pathlib.Path, help="write digests of the machine code here")
     parser.add_argument("--compare", type=pathlib.Path, help="1 when code differs from such a file")
     args = parser.parse_args(argv)

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ..core.compat import spills_are_judged
-from ..core.compile_cases import CompileCase, registered_cases
+from .compile_cases import CompileCase, registered_cases
 from .machine_code import code_digest, unwritten_registers
 
 # Bytes of shared memory one block may ask for.
@@ -194,10 +194,8 @@ def _problems(case: CompileCase, sm: int, record: dict[str, Any]) -> list[str]:
 
 def _load_cases(package: str) -> list[CompileCase]:
     root = importlib.import_module(package)
-    for module in pkgutil.walk_packages(getattr(root, "__path__", []), f"{package}."):
-        # `__main__` is the command line, which would parse our arguments
-        if not module.name.endswith(".__main__"):
-            importlib.import_module(module.name)
+    for module in pkgutil.walk_packages(root.__path__, f"{package}."):
+        importlib.import_module(module.name)
     return registered_cases()
 
 

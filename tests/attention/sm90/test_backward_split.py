@@ -7,9 +7,9 @@ pytest.importorskip("triton")
 from ...testing.child import printed
 
 CASE = """
-from blackwell_sparsek.attention.sm90 import backward_split_cases as cases
+from blackwell_sparsek.testing.cases import attention
 name = "attn_bwd_queries_sm90/bfloat16-d64-64-blocks64x64"
-case = next(case for case in cases._cases() if case.name == name)
+case = next(case for case in attention.split_sm90_cases() if case.name == name)
 """
 
 

@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 from ...testing.child import printed
 
 CASE = """
-from blackwell_sparsek.attention.sm90.forward_cases import Call, attn_fwd_sm90_case
-case = attn_fwd_sm90_case(Call(**json.loads(sys.argv[1])))
+import ast
+from blackwell_sparsek.testing.cases.attention import ForwardSm90, forward_sm90_case
+case = forward_sm90_case(ForwardSm90(**ast.literal_eval(sys.argv[1])))
 """
 REPORT = """
 first = config.tile_bytes
@@ -36,13 +37,13 @@ SHARED = 228 * 1024
         {"consumers": 2, "tile_d": 128, "tile_dv": 128, "long": True},
         {"consumers": 3, "tile_d": 64, "tile_dv": 64, "packed": True},
         {"consumers": 1, "tile_d": 64, "tile_dv": 64, "banded": True},
-        {"consumers": 2, "tile_d": 128, "tile_dv": 128, "block_size": [128, 16]},
-        {"consumers": 1, "tile_d": 128, "tile_dv": 128, "block_size": [64, 64]},
+        {"consumers": 2, "tile_d": 128, "tile_dv": 128, "block_size": (128, 16)},
+        {"consumers": 1, "tile_d": 128, "tile_dv": 128, "block_size": (64, 64)},
     ],
     ids=str,
 )
 def test_the_barriers_lie_where_the_warps_look_for_them(call):
-    head, ptx = printed(CASE, REPORT, json.dumps(call)).split("\n", 1)
+    head, ptx = printed(CASE, REPORT, repr(call)).split("\n", 1)
     skipped, expected, spare, shared = json.loads(head)
     base = re.search(r"mov\.b32\s+(%r\d+), global_smem;", ptx)[1]
     found = [

@@ -67,13 +67,41 @@ def test_configs_check_themselves(changes, words):
         AttnFwdConfig(**{**good, **changes})
 
 
-def test_the_kernels_that_are_compiled_are_the_ones_that_run():
-    cases = pytest.importorskip("blackwell_sparsek.attention.triton.forward_cases")
-    for call, tiles in cases.BUILDS.items():
-        for sm, tile in tiles.items():
-            asked = problem(
-                sm, dtype=call.dtype, head_dim=call.head_dim, head_dim_v=call.head_dim,
-                mask_block=call.block_size,
+# tile_m, tile_n, num_warps, num_stages of what is compiled without a GPU, by architecture
+WIDE, TALL, SQUARE = (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)
+TALL_IN_99_KIB, FLAT_IN_99_KIB = (128, 64, 8, 2), (64, 32, 8, 2)
+PICKED = {
+    "bfloat16-d64": {80: TALL, 89: TALL, 90: WIDE, 100: WIDE, 120: TALL},
+    "bfloat16-d128": {80: TALL, 89: TALL_IN_99_KIB, 90: TALL, 100: TALL, 120: TALL_IN_99_KIB},
+    "bfloat16-d128-blocks128x128": {
+        80: TALL_IN_99_KIB, 89: TALL_IN_99_KIB, 90: TALL, 100: TALL, 120: TALL_IN_99_KIB,
+    },
+    "float16-d256": {80: SQUARE, 89: FLAT_IN_99_KIB, 90: SQUARE, 100: SQUARE, 120: FLAT_IN_99_KIB},
+    "bfloat16-d64-blocks128x16": {80: (128, 32, 8, 3), 90: TALL},
+    "bfloat16-d128-blocks128x16": {80: TALL_IN_99_KIB, 90: TALL},
+    "bfloat16-d128-blocks64x64": {80: (64, 64, 4, 2), 90: (64, 64, 4, 3)},
+    "bfloat16-d128-blocks16x16": {80: (16, 64, 2, 2), 90: (16, 64, 2, 2)},
+    "float16-d80-everything": {80: TALL, 90: TALL},
+    "bfloat16-d40-dv8": {90: WIDE},
+    "bfloat16-d24-dv8-blocks128x64": {90: TALL},
+    "bfloat16-d72-dv8-blocks64x256": {90: (64, 64, 4, 3)},
+    "float32-d128-tf32": {80: (64, 32, 8, 2), 90: (64, 32, 8, 2)},
+    "float32-d128-ieee": {80: (32, 32, 8, 1), 90: (32, 32, 8, 1)},
+}  # fmt: skip
+
+
+def test_the_tiles_that_are_compiled_are_known():
+    cases = pytest.importorskip("blackwell_sparsek.testing.cases.attention")
+    picked = {}
+    for asked, archs in cases.FORWARD.items():
+        for sm in archs:
+            one = problem(
+                sm, dtype=asked.dtype, head_dim=asked.head_dim,
+                head_dim_v=asked.head_dim_v or asked.head_dim, mask_block=asked.block_size,
             )  # fmt: skip
-            picked = attn_fwd_config(asked, call.precision)
-            assert picked == AttnFwdConfig(*tile, call.precision), (call, sm)
+            picked[asked.name(sm)] = attn_fwd_config(one, asked.precision)
+    assert picked == {
+        f"{name}-sm_{sm}": AttnFwdConfig(*tile, "tf32" if "tf32" in name else "ieee")
+        for name, tiles in PICKED.items()
+        for sm, tile in tiles.items()
+    }

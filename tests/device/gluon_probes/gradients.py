@@ -4,10 +4,10 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blackwell_sparsek.core.compile_cases import CompileCase, compile_cases
 from blackwell_sparsek.device import masks, visits
 from blackwell_sparsek.device.backprop import probabilities, score_gradients, shift_of_rows
 from blackwell_sparsek.device.records import MaskLists, Score
+from blackwell_sparsek.testing.compile_cases import CompileCase, compile_cases
 
 
 @gluon.jit

@@ -4,7 +4,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blackwell_sparsek.core.compile_cases import CompileCase, compile_cases
 from blackwell_sparsek.device import masks, visits
 from blackwell_sparsek.device.records import CuSeqlens, Heads, MaskLists, Score
 from blackwell_sparsek.device.schedule import (
@@ -17,6 +16,7 @@ from blackwell_sparsek.device.schedule import (
 )
 from blackwell_sparsek.device.scores import cap
 from blackwell_sparsek.device.softmax import add_sink, finalise, init_state, softmax_step
+from blackwell_sparsek.testing.compile_cases import CompileCase, compile_cases
 
 
 @gluon.jit

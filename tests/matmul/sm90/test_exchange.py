@@ -14,11 +14,11 @@ pytestmark = pytest.mark.skipif(not warps_may_part(), reason="nothing runs it wi
 
 CASE = """
 import torch
-from blackwell_sparsek.matmul.sm90 import cases
+from blackwell_sparsek.testing.cases import matmul
 name = f"bsr_spmm_narrow_sm90/{sys.argv[1]}"
-case = next(case for case in cases._split_cases() if case.name == name)
+case = next(case for case in matmul.split_cases() if case.name == name)
 if sys.argv[2] == "fp32":
-    case.args["out_ptr"] = torch.float32
+    case = matmul.narrow_sm90_case(case.args["CFG"], out_dtype=torch.float32)
 """
 REPORT = """
 print("at", config.exchange_offset, "bytes", config.exchange_bytes, "kib", config.ring_kib)

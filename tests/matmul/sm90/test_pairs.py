@@ -13,8 +13,8 @@ from ...testing.child import printed
 pytestmark = pytest.mark.skipif(not warps_may_part(), reason="nothing runs it with this Triton")
 
 CASE = """
-from blackwell_sparsek.matmul.sm90 import cases
-case = next(case for case in cases._paired_cases() if case.name.endswith("64x64-paired-wide"))
+from blackwell_sparsek.testing.cases import matmul
+case = next(case for case in matmul.paired_cases() if case.name.endswith("64x64-paired-wide"))
 """
 REPORT = """
 print("offset", config.bars_offset, "stages", config.STAGES, "shared", compiled.metadata.shared)

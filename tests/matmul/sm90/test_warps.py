@@ -13,8 +13,8 @@ from ...testing.child import printed
 pytestmark = pytest.mark.skipif(not warps_may_part(), reason="nothing runs it with this Triton")
 
 CASE = """
-from blackwell_sparsek.matmul.sm90 import cases
-case = next(case for case in cases._warp_rows_cases())
+from blackwell_sparsek.testing.cases import matmul
+case = next(case for case in matmul.warp_rows_cases())
 """
 REPORT = 'print("ring bytes", config.STAGES * config.chunk_bytes)'
 

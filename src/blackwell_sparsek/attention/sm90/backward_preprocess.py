@@ -8,13 +8,10 @@ With semaphores (ordered accumulation), the first KV tile stores its sum instead
 sums are not zeroed; a query block that no KV tile added to has no sum, and dq is 0 there.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
-from ...core.compile_cases import CompileCase, compile_cases
 from ...device.backprop import shift_of_rows
 from ...device.records import Strides
 from ...device.schedule import head_offset
@@ -177,50 +174,3 @@ def launch_attn_bwd_postprocess(
     constants = (dq.shape[3], block_q, ROW_TILE, tile_d)
     args = (dq, sums, semaphores, token_strides(dq), *sizes, scale, *constants)
     launch(_attn_bwd_postprocess_kernel, batch_heads * (padded // ROW_TILE), args, num_warps=4)
-
-
-@compile_cases
-def _cases() -> Iterator[CompileCase]:
-    strides = Strides(32 * 4096 * 128, 128, 32 * 128)
-    for dim, ordered in ((128, False), (80, True)):
-        name = f"d{dim}-ordered" if ordered else f"d{dim}"
-        terms = ("lse_log2", "delta", "lse", "dlse")
-        yield CompileCase(
-            f"attn_bwd_rows/{name}",
-            _attn_bwd_preprocess_kernel,
-            {
-                **{f"{term}_ptr": torch.float32 for term in terms},
-                "sums_ptr": None if ordered else torch.float32,
-                **{f"{tensor}_ptr": torch.bfloat16 for tensor in ("out", "dout")},
-                **{f"{tensor}_strides": strides for tensor in ("out", "dout")},
-                "semaphores_ptr": torch.int32 if ordered else None,
-                "dlse_strides": Strides(32 * 4096, 4096, 1),
-                "q_len": 4000,
-                "padded": 4096,
-                "heads": 32,
-                "HEAD_DIM_V": dim,
-                "TILE_M": ROW_TILE,
-                "TILE_D": 128,
-                "TILE_DV": 128,
-            },
-            archs=(90,),
-        )
-        yield CompileCase(
-            f"attn_bwd_round/{name}",
-            _attn_bwd_postprocess_kernel,
-            {
-                "dq_ptr": torch.bfloat16,
-                "sums_ptr": torch.float32,
-                "semaphores_ptr": torch.int32 if ordered else None,
-                "dq_strides": strides,
-                "q_len": 4000,
-                "padded": 4096,
-                "heads": 32,
-                "scale": 0.1,
-                "HEAD_DIM": dim,
-                "BLOCK_Q": 128,
-                "TILE_M": ROW_TILE,
-                "TILE_D": 128,
-            },
-            archs=(90,),
-        )

@@ -18,7 +18,7 @@ import torch
 
 from ...core.arch import arch_of
 from ...core.torch_state import usable_in_training
-from ...launch.launcher import unrecorded
+from ...launch.recording import unrecorded
 from ...masks.band import EVERYTHING, Band
 from ...masks.block_mask import BlockMask
 from ...masks.derived_lists import derived_list

@@ -10,14 +10,12 @@ parts of them in the time that a column takes. Ranks are in the order of these t
 that run one after the other here do so in one program (`dq_order`).
 """
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ...core.compile_cases import CompileCase, compile_cases
 from ...launch.launcher import launch, on_device_of
 from ...masks.block_mask import BlockMask
 
@@ -290,31 +288,3 @@ def plan_visits(
     with on_device_of(visits):
         launch(_attn_bwd_visits_kernel, groups.number, args, num_warps=1)
     return visits, times, lanes
-
-
-@compile_cases
-def _cases() -> Iterator[CompileCase]:
-    pointers = ("visits", "times", "lanes", "taken", "queue", "groups", "indptr", "partial_end")
-    for pack, width in ((1, 64), (2, MAX_VISITS)):
-        yield CompileCase(
-            f"attn_bwd_visits/{width}",
-            _attn_bwd_visits_kernel,
-            {
-                **{f"{name}_ptr": torch.int32 for name in (*pointers, "indices")},
-                **{
-                    "batch_heads": 8,
-                    "columns": 512,
-                    "blocks": 512,
-                    "heads": 4,
-                    "step": 0,
-                    "ragged": 511,
-                    "words": 20,
-                    "sweep": 30,
-                    "parts": 4,
-                },
-                "PACK": pack,
-                "VISITS": width,
-            },
-            archs=(90,),
-            num_warps=1,
-        )

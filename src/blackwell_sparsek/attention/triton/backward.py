@@ -47,7 +47,8 @@ from ...device.tile_walk import (
 from ...device.tiles import load_rows, store_rows
 from ...device.visits import num_full_blocks, num_masked_blocks, num_tiles
 from ...dispatch.machine import fp32_precision
-from ...launch.launcher import cdiv, launch, on_device_of, scratch
+from ...launch.launcher import cdiv, launch, on_device_of
+from ...launch.workspace import scratch
 from ..operands import (
     AttnBwdStrides,
     gradient_factors,

@@ -9,14 +9,12 @@ that see nothing (lse -inf) have delta 0, whatever dlse holds there. Sums have o
 the implementations of `bsk::attn_bwd`.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ...core.compile_cases import CompileCase, compile_cases
 from ...device.backprop import sink_gradients
 from ...device.masks import exists
 from ...device.records import Strides
@@ -136,30 +134,6 @@ def launch_attn_delta(
         launch(_attn_delta_kernel, programs, args, num_warps=4)
 
 
-@compile_cases
-def _delta_cases() -> Iterator[CompileCase]:
-    kinds = ((torch.float16, 80), (torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 256))
-    for dtype, v_dim in kinds:
-        tile_m, tile_d = _tiles(v_dim)
-        strides = Strides(32 * 4096 * v_dim, v_dim, 32 * v_dim)
-        yield CompileCase(
-            f"attn_delta/{str(dtype).split('.')[-1]}-d{v_dim}",
-            _attn_delta_kernel,
-            {
-                **{f"{name}_ptr": dtype for name in ("out", "dout")},
-                **{f"{name}_ptr": torch.float32 for name in ("delta", "lse", "dlse")},
-                "out_strides": strides,
-                "dout_strides": strides,
-                "dlse_strides": Strides(32 * 4096, 4096, 1),
-                "q_len": 4096,
-                "heads": 32,
-                "HEAD_DIM_V": v_dim,
-                "TILE_M": tile_m,
-                "TILE_DV": tile_d,
-            },
-        )
-
-
 # Gradient of the sinks: a first launch adds up ROWS queries of one head per program, a second one
 # the partial sums of a head.
 
@@ -241,35 +215,3 @@ def launch_sink_gradients(
         args = (parts, sinks, lse, delta, cu_seqlens, *sizes, ROWS, TILE_ROWS)
         launch(_sink_parts_kernel, heads * num_parts, args, num_warps=4)
         launch(_sink_sum_kernel, heads, (dsinks, parts, num_parts, dsinks.stride(0), TILE_ROWS))
-
-
-@compile_cases
-def _sink_cases() -> Iterator[CompileCase]:
-    numbers = torch.float32
-    for packed in (False, True):
-        yield CompileCase(
-            f"attn_sink_parts/{'packed' if packed else 'dense'}",
-            _sink_parts_kernel,
-            {
-                **{f"{name}_ptr": numbers for name in ("parts", "sinks", "lse", "delta")},
-                "cu_seqlens_ptr": torch.int32 if packed else None,
-                "num_rows": 8192,
-                "q_len": 4096,
-                "heads": 32,
-                "num_parts": 3,
-                "num_sequences": 4,
-                "ROWS": ROWS,
-                "TILE_ROWS": TILE_ROWS,
-            },
-        )
-    yield CompileCase(
-        "attn_sink_sum/float32",
-        _sink_sum_kernel,
-        {
-            "dsinks_ptr": numbers,
-            "parts_ptr": numbers,
-            "num_parts": 3,
-            "dsinks_stride": 1,
-            "TILE_ROWS": TILE_ROWS,
-        },
-    )

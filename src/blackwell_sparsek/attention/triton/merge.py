@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from ...calls.attention import MergeCall
-from ...core.compile_cases import CompileCase, compile_cases
 from ...device.records import Strides
 from ...device.softmax import merge_partials, merge_weights
 from ...launch.launcher import cdiv, on_device_of
@@ -136,28 +135,3 @@ def merge_states(call: MergeCall) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = (out, lse, *call)
     launch_merge_states(*(x.flatten(0, fold) if fold else x for x in tensors))
     return out, lse
-
-
-@compile_cases
-def _cases():
-    kinds = ((torch.float16, 40), (torch.float16, 64), (torch.bfloat16, 128), (torch.float32, 512))
-    for dtype, v_dim in kinds:
-        tile_rows, tile_d = _tiles(v_dim)
-        o_strides = Strides(32 * 4096 * v_dim, v_dim, 32 * v_dim)
-        lse_strides = Strides(32 * 4096, 4096, 1)
-        yield CompileCase(
-            f"merge_states/{str(dtype).split('.')[-1]}-d{v_dim}",
-            _merge_states_kernel,
-            {
-                **{f"{name}_ptr": dtype for name in ("out", "o_a", "o_b")},
-                **{f"{name}_ptr": torch.float32 for name in ("lse", "lse_a", "lse_b")},
-                **{f"{name}_strides": o_strides for name in ("out", "o_a", "o_b")},
-                **{f"{name}_strides": lse_strides for name in ("lse", "lse_a", "lse_b")},
-                "num_rows": 1000,
-                "heads": 3,
-                "q_len": 1000,
-                "v_dim": v_dim,
-                "TILE_ROWS": tile_rows,
-                "TILE_D": tile_d,
-            },
-        )

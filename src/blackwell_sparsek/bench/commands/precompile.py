@@ -8,9 +8,9 @@ import torch
 
 from ...core.arch import arch_of
 from ...core.compat import why_no_triton
-from ...core.compile_cases import ALL_ARCHS
 from ...core.env import triton_cache_dir
 from ...core.errors import InvalidInput, Unsupported
+from ...testing.compile_cases import ALL_ARCHS
 from ...testing.compile_only import compile_kernels, table
 from . import positive
 
@@ -20,7 +20,7 @@ def add_to(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compile",
         help="compile kernels for a GPU ahead of their first use",
-        description="Builds every variant that a kernel file lists into Triton's cache. Works "
+        description="Builds every variant that is listed for a kernel into Triton's cache. Works "
         "without a GPU: copy the cache, or make it part of an image.",
     )
     parser.add_argument("filter", nargs="?", default="", help="only variants with this in the name")

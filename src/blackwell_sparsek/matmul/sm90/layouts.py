@@ -12,16 +12,13 @@ blocks 16 wide such copies of 32 bytes run at a third of the L2 rate, and transp
 pass over it, is faster.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...core.compile_cases import CompileCase, compile_cases
-from ...launch.launcher import cdiv, launch, on_device_of, scratch
-from ...launch.workspace import made_outside_pool
+from ...launch.launcher import cdiv, launch, on_device_of
+from ...launch.workspace import made_outside_pool, scratch
 
 # Pairs of elements in a fragment, and fragments that one program writes.
 PAIRS = 128
@@ -107,26 +104,6 @@ def in_fragments(
     return fragments
 
 
-@compile_cases
-def _fragment_cases() -> Iterator[CompileCase]:
-    for block_w in (16, 32):
-        for perm in (None, torch.int32):
-            yield CompileCase(
-                name=f"bsr_fragments/16x{block_w}{'-transposed' if perm else ''}",
-                kernel=_fragments_kernel,
-                args={
-                    "fragments_ptr": torch.float16,
-                    "values_ptr": torch.float16,
-                    "perm_ptr": perm,
-                    "num_fragments": 4096,
-                    "BLOCK_W": block_w,
-                    "TILE_FRAGMENTS": TILE_FRAGMENTS,
-                },
-                archs=(90,),
-                num_warps=4,
-            )
-
-
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _transpose_kernel(out_ptr, x_ptr, x_stride, out_stride, rows, cols, TILE: tl.constexpr):
     """out[j, i] = x[i, j] for one square tile of x [rows, cols]."""
@@ -146,21 +123,3 @@ def launch_transpose(out: torch.Tensor, x: torch.Tensor) -> None:
     with on_device_of(x):
         args = (out, x, x.stride(0), out.stride(0), rows, cols, TILE)
         launch(_transpose_kernel, cdiv(rows, TILE) * cdiv(cols, TILE), args, num_warps=4)
-
-
-@compile_cases
-def _transpose_cases() -> Iterator[CompileCase]:
-    yield CompileCase(
-        name="bsr_transpose/fp16",
-        kernel=_transpose_kernel,
-        args={
-            "out_ptr": torch.float16,
-            "x_ptr": torch.float16,
-            "x_stride": 4096,
-            "out_stride": 4096,
-            "rows": 4096,
-            "cols": 4096,
-            "TILE": TILE,
-        },
-        archs=(90,),
-    )

@@ -7,14 +7,11 @@ each program writes a tile of one block row and finds in a table which block sta
 column. The table is made once for each pattern.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...core.compile_cases import CompileCase, compile_cases
 from ...launch.launcher import cdiv, launch, on_device_of
 from ...launch.workspace import made_outside_pool
 from ...sparse.pattern import rows_of_entries
@@ -102,24 +99,3 @@ def launch_densify(full: torch.Tensor, values: torch.Tensor, table: torch.Tensor
         constants = (block_h, block_w, tile_rows, TILE_COLS, CHUNK)
         grid = rows // tile_rows * cdiv(cols, TILE_COLS)
         launch(_densify_kernel, grid, (*args, *constants), num_warps=4)
-
-
-@compile_cases
-def _cases() -> Iterator[CompileCase]:
-    for block_h, block_w in ((16, 16), (128, 128), (64, 48)):
-        yield CompileCase(
-            name=f"bsr_write_out/{block_h}x{block_w}",
-            kernel=_densify_kernel,
-            args={
-                "full_ptr": torch.float16,
-                "values_ptr": torch.float16,
-                "table_ptr": torch.int32,
-                "cols_b": 64,
-                "BLOCK_H": block_h,
-                "BLOCK_W": block_w,
-                "TILE_ROWS": TILE_ROWS,
-                "TILE_COLS": TILE_COLS,
-                "CHUNK": CHUNK,
-            },
-            expect={"ld.global.v4": 8, "st.global.v4": 8},
-        )

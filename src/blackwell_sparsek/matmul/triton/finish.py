@@ -13,7 +13,8 @@ import triton.language as tl
 
 from ...device.epilogue import finish
 from ...device.tiles import offsets_2d
-from ...launch.launcher import cdiv, launch, scratch
+from ...launch.launcher import cdiv, launch
+from ...launch.workspace import scratch
 from ..plan import SpmmPlan
 from ..rows import Strides, strides_of
 

@@ -7,14 +7,12 @@ none. The pattern is packed once (`pack_pattern`), the values at every product (
 because they may have changed; that reads and writes them once, a few percent of the product.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ...core.compile_cases import CompileCase, compile_cases
 from ...launch.launcher import cdiv, launch, on_device_of
 
 
@@ -114,26 +112,3 @@ def launch_pack(
         args = (packed, values, source, perm, num_rows)
         constants = (packed_h // group, block_w, TILE_ROWS, tile_w)
         launch(_pack_kernel, cdiv(num_rows, TILE_ROWS), (*args, *constants), num_warps=8)
-
-
-@compile_cases
-def _cases() -> Iterator[CompileCase]:
-    for block_h, block_w in ((16, 16), (32, 32), (32, 48)):
-        for perm in (None, torch.int32):
-            yield CompileCase(
-                name=f"bsr_pack/{block_h}x{block_w}{'-transposed' if perm else ''}",
-                kernel=_pack_kernel,
-                args={
-                    "packed_ptr": torch.float16,
-                    "values_ptr": torch.float16,
-                    "source_ptr": torch.int32,
-                    "perm_ptr": perm,
-                    "num_rows": 4096,
-                    "BLOCK_H": block_h,
-                    "BLOCK_W": block_w,
-                    "TILE_ROWS": TILE_ROWS,
-                    "TILE_W": min(block_w & -block_w, 32),
-                },
-                archs=(90,),
-                num_warps=8,
-            )

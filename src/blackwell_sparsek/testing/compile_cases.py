@@ -1,7 +1,7 @@
-"""What kernels declare so that they can be compiled for GPUs that are not here.
+"""What is compiled for GPUs that are not here: one case for each variant of a kernel.
 
-A kernel file ends with a function under `@compile_cases` that yields the combinations worth
-building. `blackwell_sparsek.testing.compile_only` builds them; nothing else reads them.
+Functions under `@compile_cases` yield the variants worth building, one file of them for each
+operation in `testing/cases`. `blackwell_sparsek.testing.compile_only` builds them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -47,13 +47,13 @@ _sources: list[CaseSource] = []
 
 
 def compile_cases(source: CaseSource) -> CaseSource:
-    """Register a function that yields the `CompileCase`s of a kernel file."""
+    """Register a function that yields `CompileCase`s."""
     _sources.append(source)
     return source
 
 
 def registered_cases() -> list[CompileCase]:
-    """All cases of the kernel files imported so far; names must be unique."""
+    """All cases of the files imported so far; names must be unique."""
     cases = [case for source in _sources for case in source()]
     names = [case.name for case in cases]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):

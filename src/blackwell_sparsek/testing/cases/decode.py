@@ -1,0 +1,189 @@
+"""Decode kernels that are built without a GPU, as their launchers would launch them."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ...calls.attention import empty_lse, empty_out
+from ...calls.decode import DecodeCall
+from ...decode.sm90 import launch_attn_decode_sm90
+from ...decode.triton import launch_attn_decode
+from ...decode.tuning import DecodeSm90Config, attn_decode_config, make_config
+from ...masks.band import Band
+from ..captured_launches import launched_case, meta
+from ..compile_cases import CompileCase, compile_cases
+
+KV_HEADS, GROUP, TOKENS, PAGES, PROGRAMS = 8, 4, 4096, 1000, 132
+SCALE, SOFTCAP = 0.1, 30.0
+HALF, BRAIN, FLOAT, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+def decode_call(
+    batch: int,
+    rows: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    page_size: int | None = None,
+    block_kv: int | None = None,
+    *,
+    everything: bool = False,
+) -> DecodeCall:
+    """A call with `rows` queries of all heads that share a KV head.
+
+    `block_kv` is the size of listed blocks, `everything` means sinks and a softcap.
+    """
+    q_len = max(rows // GROUP, 1)
+    q = meta(batch, q_len, GROUP * KV_HEADS, dims[0], dtype=dtype).transpose(1, 2)
+    table = None
+    if page_size is None:
+        caches = [meta(batch, TOKENS, KV_HEADS, d, dtype=cache).transpose(1, 2) for d in dims]
+    else:
+        table = meta(batch, TOKENS // page_size, dtype=torch.int32)
+        caches = [meta(PAGES, page_size, KV_HEADS, d, dtype=cache) for d in dims]
+    k_cache, v_cache = caches
+    k_scale, v_scale = (meta(KV_HEADS, dtype=FLOAT) if cache == FP8 else None for _ in dims)
+    return DecodeCall(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=meta(batch, dtype=torch.int32),
+        scale=SCALE,
+        page_table=table,
+        kv_blocks=None if block_kv is None else meta(batch, KV_HEADS, 100, dtype=torch.int32),
+        kv_block_size=block_kv or 0,
+        band=Band(None, 0),
+        softcap=SOFTCAP if everything else 0.0,
+        sinks=meta(GROUP * KV_HEADS, dtype=FLOAT) if everything else None,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+# The portable kernel.
+
+
+class Decode(NamedTuple):
+    """A call of the portable kernel. `everything`: sinks, a softcap, lists of blocks."""
+
+    dtype: torch.dtype
+    head_dim: int
+    page_size: int | None = None
+    cache: torch.dtype | None = None
+    everything: bool = False
+    rows: int = GROUP
+    batch: int = 1
+
+    def name(self, sm: int) -> str:
+        """Name of the case."""
+        parts = [str(self.dtype).split(".")[-1], f"d{self.head_dim}"]
+        parts += [f"pages{self.page_size}"] if self.page_size else []
+        parts += ["fp8"] if self.cache else []
+        parts += [f"rows{self.rows}"] if self.rows != GROUP else []
+        parts += ["everything"] if self.everything else []
+        parts += [f"batch{self.batch}"] if self.batch != 1 else []
+        return f"attn_decode/{'-'.join(parts)}-sm_{sm}"
+
+
+# By architecture; the main call for all of them.
+DECODE: dict[Decode, tuple[int, ...]] = {
+    Decode(BRAIN, 128): (80, 89, 90, 100, 120),
+    Decode(BRAIN, 128, 16): (80, 90),
+    Decode(BRAIN, 128, 64): (90,),
+    Decode(BRAIN, 128, 256): (90,),
+    Decode(BRAIN, 128, 64, FP8): (89, 90, 100, 120),
+    Decode(BRAIN, 128, None, FP8, batch=16): (90,),
+    Decode(BRAIN, 128, 16, FP8, batch=16): (90,),
+    Decode(HALF, 80, 48, everything=True): (80, 90),
+    Decode(FLOAT, 128): (80, 90),
+    Decode(BRAIN, 128, rows=32): (90,),
+    Decode(BRAIN, 128, rows=64): (80, 89, 90),
+    Decode(HALF, 256, rows=64): (89, 90),
+}
+
+
+def _launch_decode(asked: Decode) -> None:
+    call = decode_call(
+        asked.batch, asked.rows, (asked.head_dim, asked.head_dim), asked.dtype,
+        asked.cache or asked.dtype, asked.page_size, asked.page_size if asked.everything else None,
+        everything=asked.everything,
+    )  # fmt: skip
+    out, lse = empty_out(call.q, asked.head_dim), empty_lse(call.q)
+    launch_attn_decode(out, lse, call, attn_decode_config(call.problem, "ieee"))
+
+
+@compile_cases
+def decode_cases() -> Iterator[CompileCase]:
+    """The portable kernel."""
+    for asked, archs in DECODE.items():
+        # three programs on an SM, and a page for each key: spilled outside of the loop
+        spills = 64 if asked.cache and asked.batch > 1 and asked.page_size == 16 else 0
+        for sm in archs:
+            yield launched_case(
+                asked.name(sm), _launch_decode, asked, sm=sm, archs=(sm,), max_spill_bytes=spills
+            )
+
+
+# The Hopper kernel.
+
+
+class DecodeSm90(NamedTuple):
+    """A launch of the Hopper kernel. `everything`: sinks and a softcap."""
+
+    config: DecodeSm90Config
+    name: str
+    everything: bool = False
+    dtype: torch.dtype = BRAIN
+    max_spill_bytes: int = 0
+
+
+# The spills of 64 rows are of numbers that wait for the end of the loop, those of eight copies of
+# coordinates that wait for a stage.
+DECODE_SM90 = (
+    DecodeSm90(make_config(8, 128, 128), "d128"),
+    DecodeSm90(make_config(8, 128, 128, single=True), "d128-single"),
+    DecodeSm90(make_config(8, 64, 64), "d64"),
+    DecodeSm90(make_config(8, 128, 128, 16), "d128-pages16"),
+    DecodeSm90(make_config(8, 128, 128, 64), "d128-pages64"),
+    DecodeSm90(make_config(8, 128, 128, 64, 64, single=True), "d128-pages64-lists"),
+    DecodeSm90(make_config(8, 128, 128, 16, 16), "d128-pages16-lists"),
+    DecodeSm90(make_config(8, 128, 128, None, 32), "d128-lists32"),
+    DecodeSm90(make_config(16, 128, 64, 48), "d128-64-pages48", everything=True),
+    DecodeSm90(make_config(8, 128, 128, words=True, single=True), "d128-fp8-single"),
+    DecodeSm90(make_config(8, 128, 128, tile_n=128, words=True), "d128-fp8"),
+    DecodeSm90(
+        make_config(8, 128, 128, 16, tile_n=128, words=True), "d128-fp8-pages16", max_spill_bytes=64
+    ),
+    DecodeSm90(make_config(8, 128, 128, 64, tile_n=128, words=True), "d128-fp8-pages64"),
+    DecodeSm90(make_config(16, 128, 128, 64, 64, words=True), "d128-fp8-lists", everything=True),
+    DecodeSm90(make_config(32, 128, 128), "d128-rows32"),
+    DecodeSm90(make_config(64, 128, 128, 256), "d128-rows64", dtype=HALF, max_spill_bytes=1024),
+)
+
+
+def _launch_decode_sm90(asked: DecodeSm90) -> None:
+    config = asked.config
+    call = decode_call(
+        1 if config.SINGLE else 16,
+        # one query for each head fills less than the smallest tile
+        GROUP if config.ROWS == 8 else config.ROWS,
+        (config.TILE_D, config.TILE_DV),
+        asked.dtype,
+        FP8 if config.WORDS else asked.dtype,
+        config.PAGE_SIZE,
+        config.BLOCK_KV,
+        everything=asked.everything,
+    )
+    out, lse = empty_out(call.q, config.TILE_DV), empty_lse(call.q)
+    launch_attn_decode_sm90(out, lse, call, config, PROGRAMS)
+
+
+@compile_cases
+def decode_sm90_cases() -> Iterator[CompileCase]:
+    """The Hopper kernel."""
+    for asked in DECODE_SM90:
+        yield launched_case(
+            f"attn_decode_sm90/{asked.name}", _launch_decode_sm90, asked, archs=(90,),
+            expect={"wgmma.mma_async": 1}, max_spill_bytes=asked.max_spill_bytes,
+        )  # fmt: skip
