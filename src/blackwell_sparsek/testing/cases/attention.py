@@ -31,7 +31,7 @@ from ...attention.sm90.tuning import (
     attn_bwd_dq_config,
     attn_bwd_sm90_config,
     attn_bwd_sm90_raster_group,
-    attn_fwd_sm90_section,
+    attn_fwd_sm90_raster_group,
 )
 from ...attention.triton.backward import launch_attn_dkdv, launch_attn_dq
 from ...attention.triton.delta import (
@@ -388,7 +388,7 @@ def _launch_forward_sm90(asked: ForwardSm90) -> None:
     order = None
     if block_q is not None and not asked.packed:
         order = integers(call.q.shape[0] * HEADS * TOKENS // block_q)
-    raster_group = attn_fwd_sm90_section(call.problem, call.spec.band)
+    raster_group = attn_fwd_sm90_raster_group(call.problem, call.spec.band)
     out, lse = empty_out(call.q, asked.tile_dv), empty_lse(call.q)
     launch_attn_fwd_sm90(call, out, lse, order, raster_group, config)
 
