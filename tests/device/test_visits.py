@@ -58,7 +58,9 @@ def visit(device, lists, bounds, kv_len, block_kv, tile_n):
     masked, full = (torch.full((SLOTS,), -1, dtype=torch.int32, device=device) for _ in range(2))
     if lists is not None:
         lists = (torch.tensor(x, dtype=torch.int32, device=device) for x in lists)
-        lists = MaskLists(*lists, bits_id=None, bits=None, row_tokens=None)
+        # nothing reads the bits here
+        bits = torch.zeros(1, dtype=torch.int32, device=device)
+        lists = MaskLists(*lists, bits_id=bits, bits=bits, row_tokens=64)
     _visit_probe[(1,)](masked, full, lists, *bounds, kv_len, BLOCK_KV=block_kv, TILE_N=tile_n)
     return [x[x >= 0].tolist() for x in (masked, full)]
 

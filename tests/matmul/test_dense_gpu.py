@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from blackwell_sparsek.bench.peers.matmul import DENSE, OURS, PEERS
-from blackwell_sparsek.bench.problems.product import Product
 
 from blackwell_sparsek import explain, matmul
 from blackwell_sparsek.bench.case import EAGER, GRAPH
 from blackwell_sparsek.bench.machine import ClockLog
 from blackwell_sparsek.bench.measure import measure
-from blackwell_sparsek.bench.suites.matmul import _case
+from blackwell_sparsek.bench.suites.matmul import DENSE, OURS, PEERS, Product, _case
 from blackwell_sparsek.testing.bsr import random_bsr
 from blackwell_sparsek.testing.poison import poisoned_empty
 

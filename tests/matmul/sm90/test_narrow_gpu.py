@@ -148,11 +148,11 @@ def test_integers_are_exact_and_bits_do_not_depend_on_who_computes_a_tile():
             split = bool(schedule.records[..., SPLIT].any())
             assert split == (split_k == 2 and programs >= 132)
             torch.cuda.synchronize()
-            for early in (0, 1, 4, 32):
-                schedule = schedule._replace(early=early)
+            for prefetch in (0, 1, 4, 32):
+                schedule = schedule._replace(prefetch=prefetch)
                 out = torch.full((n, 1024), float("nan"), device="cuda", dtype=torch.bfloat16)
                 launch_spmm_narrow_sm90(out.mT, whole.storage, schedule, x.mT, None, None, config)
-                assert torch.equal(out, expected), (config, programs, early)
+                assert torch.equal(out, expected), (config, programs, prefetch)
 
 
 @pairs_only
