@@ -157,14 +157,15 @@ def tma_strides(x: torch.Tensor) -> list[int]:
 
 
 def backward(call: BackwardCall) -> None:
-    """Fill the gradients that are asked for.
+    """Fill the gradients that are asked for, by one kernel or, under key blocks of 64, by two.
 
-    Those of k and v come together: scratch memory takes the one that nobody asked for.
+    dk and dv come together: where only one was asked for, scratch memory takes the other.
     """
     # the gradient of an expanded or sliced output may be laid out in ways that TMA cannot read
     dout = call.dout if tma_takes(call.dout) else call.dout.contiguous()
     dq, dk, dv, dsinks = call.gradients
-    split, given = attn_bwd_sm90_is_split(call.problem), call.forward
+    problem, given = call.problem, call.forward
+    split = attn_bwd_sm90_is_split(problem)
     if not split or dk is not None or dv is not None:
         dk, dv = (
             scratch(x.shape, x.dtype, x.device) if gradient is None else gradient
@@ -172,24 +173,28 @@ def backward(call: BackwardCall) -> None:
         )
     gradients = AttnGradients(dq, dk, dv, dsinks)
     call = BackwardCall(given, dout, call.dlse, call.out, call.lse, gradients)
-    delta = _backward_split(call) if split else _backward_whole(call)
+    if split:
+        delta = _backward_split(call)
+    else:
+        config, raster_group = attn_bwd_sm90_config(problem), attn_bwd_sm90_raster_group(problem)
+        order = _order_of_dq(call, config, raster_group)
+        delta = launch_attn_bwd_sm90(call, *order, raster_group, config)
     if dsinks is not None and given.spec.sinks is not None:
         delta = delta[..., : call.lse.shape[-1]].contiguous()
         launch_sink_gradients(dsinks, given.spec.sinks.contiguous(), call.lse, delta, None)
 
 
-def _backward_whole(call: BackwardCall) -> torch.Tensor:
-    """Gradients by one kernel; returns delta, fp32 [B, Hq, padded Sq]."""
-    given, problem = call.forward, call.problem
-    q, k, mask = given.q, given.k, given.spec.block_mask
-    config, raster_group = attn_bwd_sm90_config(problem), attn_bwd_sm90_raster_group(problem)
-    lists = DqOrder(None, None, None)
-    if mask is not None:
-        group_size = q.shape[1] // k.shape[1]
-        sizes = (q.shape[0], k.shape[1], group_size, given.spec.band, raster_group, config.tile_n)
-        walk = Walk(config.parts, attn_bwd_sm90_front(problem, raster_group))
-        lists = dq_order(mask, Columns(*sizes), walk, given.deterministic)
-    return launch_attn_bwd_sm90(call, *lists, raster_group, config)
+def _order_of_dq(call: BackwardCall, config: AttnBwdSm90Config, raster_group: int) -> DqOrder:
+    """In which order KV tiles run and add to dq; without a mask, raster order."""
+    given, mask = call.forward, call.forward.spec.block_mask
+    if mask is None:
+        return DqOrder(None, None, None)
+    batch, heads_q = given.q.shape[:2]
+    heads_kv = given.k.shape[1]
+    group_size = heads_q // heads_kv
+    sizes = (batch, heads_kv, group_size, given.spec.band, raster_group, config.tile_n)
+    walk = Walk(config.parts, attn_bwd_sm90_front(call.problem, raster_group))
+    return dq_order(mask, Columns(*sizes), walk, given.deterministic)
 
 
 def _backward_split(call: BackwardCall) -> torch.Tensor:
