@@ -1,1 +1,1 @@
-"""Benchmarks: what runs here, against what, and how long it takes."""
+"""Benchmarks: run this package and its peers on the same problems, and time them."""

@@ -1,7 +1,7 @@
-"""Cases and peers: what is measured, and who takes part.
+"""Cases and peers: what is measured, and which libraries are compared.
 
 A case builds its inputs on a device; a peer turns them into a `Contender`, or says why it cannot.
-Nothing here knows what is computed: matrix products, attention and anything later share it.
+Nothing here depends on what is computed: matrix products, attention and anything later share it.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from .timing import Run
 
 # eager: single calls between pauses; graph: inside a CUDA graph, where launches cost nothing;
 # sustained: back-to-back calls, at the power limit; host: time on the host until a call returns;
-# reported: `run` measures itself and returns seconds, as what needs a fresh process must.
+# reported: `run` measures itself and returns seconds, for measurements in a fresh process.
 EAGER, GRAPH, SUSTAINED, HOST, REPORTED = MODES = "eager", "graph", "sustained", "host", "reported"
 
 
@@ -29,47 +29,47 @@ class Contender(NamedTuple):
     check: Callable[[Any], None]
     """Raises AssertionError when a result of `run` is wrong."""
     flops: float = 0.0
-    """Executed work of one run; 0 where it is not counted."""
+    """FLOPs that one run executes; 0 if they are not counted."""
     replicas: tuple[Run, ...] = ()
-    """The same work on other memory, more than caches hold; empty where one run outgrows them."""
+    """The same work on copies that outgrow the caches; empty if one run outgrows them alone."""
     notes: dict[str, Any] | None = None
-    """What belongs in the results beside times, such as the implementation that ran."""
+    """Recorded in the results beside the times, such as the implementation that ran."""
     moved_bytes: float = 0.0
-    """Bytes that one run must read and write; 0 where memory is not what bounds it."""
+    """Bytes that one run must read and write; 0 if it is not memory-bound."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Someone who computes cases. `prepare` may raise; the reason then stands in the results."""
+    """A library that computes cases. If `prepare` raises, the results record the reason."""
 
     name: str
     label: str
     prepare: Callable[[Any], Contender]
     available: Callable[[], str | None] = _yes
-    """Why it cannot be used on this machine, or None."""
+    """The reason why the peer cannot be used on this machine, or None."""
     supports: Callable[[Any], str | None] = _yes
-    """Why it does not take part on these inputs, or None."""
+    """The reason why the peer does not run on these inputs, or None."""
     rival: bool = False
-    """Whether it is someone else's computation of the same work, to be compared with ours."""
+    """Whether it is another library doing the same work, to be compared with ours."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem, as it stands in the results, and how to build its inputs."""
+    """One problem, as the results record it, and how to build its inputs."""
 
     name: str
     problem: dict[str, Any]
     build: Callable[[torch.device], Any]
     peers: tuple[str, ...]
-    """In the order of their turns; those that may take the process down with them come last."""
+    """In the order in which they run; peers that may crash the process come last."""
     dense_flops: float = 0.0
-    """Work of the same problem without sparsity; 0 where work is not counted."""
+    """FLOPs of the same problem without sparsity; 0 if they are not counted."""
     modes: tuple[str, ...] = (EAGER,)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases that are measured and shown together; `cases(tiny)` for a GPU, or to run anywhere."""
+    """Cases that are measured and shown together; `cases(tiny)` yields small ones for a CPU."""
 
     name: str
     about: str
@@ -77,9 +77,9 @@ class Suite:
     peers: dict[str, Peer]
     ours: str = "bsk"
     dense: str = ""
-    """The peer that does the same without sparsity."""
+    """The peer that solves the same problem without sparsity."""
     unit: str = "tflops"
-    """What tables show of a time: tflops, us, ms or us_per_head."""
+    """The unit in which tables show times: tflops, us, ms or us_per_head."""
     gpu_only: bool = False
     finish: Callable[[dict[str, Any]], None] = lambda document: None
-    """Adds to the document what follows from all cases together."""
+    """Adds to the document the results that need all cases, such as crossovers."""

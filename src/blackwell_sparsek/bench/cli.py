@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command: 0 when all went well, 1 when it says no, 2 for what it cannot understand."""
+    """Run one command: 0 on success, 1 for a negative result, 2 for invalid input or an OSError."""
     everything = parser()
     args = everything.parse_args(argv)
     if not hasattr(args, "run"):

@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on: its description, its clocks meanwhile, its peak rates."""
+"""The machine that runs a benchmark: its description, clocks during the run and peak rates."""
 
 import os
 import pathlib
@@ -42,7 +42,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def _driver() -> str:
-    """The version of the GPU driver, as nvidia-smi tells it."""
+    """The version of the GPU driver, as nvidia-smi reports it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
@@ -52,7 +52,7 @@ def _driver() -> str:
 
 
 def source_commit() -> str | None:
-    """The commit that this package was checked out at, `+` when changed since; None elsewhere."""
+    """The commit of this checkout, with `+` if files changed since; None outside a checkout."""
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(pathlib.Path(__file__).parent), *args]
@@ -68,12 +68,12 @@ def source_commit() -> str | None:
 
 FIELDS = {"sm_mhz": "clocks.sm", "watts": "power.draw", "celsius": "temperature.gpu"}
 _EVERY_MS = 100
-# Beyond this share of its median, a moving clock moves ratios too.
+# If the clock varies by more than this share of its median, ratios become unreliable too.
 _STEADY_SHARE = 0.08
 
 
 def parse_line(line: str) -> dict[str, float] | None:
-    """One line of nvidia-smi as numbers, or None where it has anything else."""
+    """One line of nvidia-smi as numbers, or None if it holds anything else."""
     try:
         return dict(zip(FIELDS, (float(cell) for cell in line.split(",")), strict=True))
     except ValueError:
@@ -81,7 +81,7 @@ def parse_line(line: str) -> dict[str, float] | None:
 
 
 def unsteady(clocks: dict[str, Any]) -> str | None:
-    """How far the clock moved while a case was timed, where that makes its times doubtful.
+    """How far the clock moved while a case was timed, if far enough to make its times doubtful.
 
     Examples
     --------
@@ -95,7 +95,7 @@ def unsteady(clocks: dict[str, Any]) -> str | None:
 
 
 class ClockLog:
-    """Samples taken by one background process; nothing at all without nvidia-smi or a GPU."""
+    """Clock samples from one background process; empty without nvidia-smi or a GPU."""
 
     def __init__(self, device: torch.device):
         self.samples: list[tuple[float, dict[str, float]]] = []
@@ -117,7 +117,7 @@ class ClockLog:
                 self.samples.append((time.monotonic(), values))
 
     def between(self, start: float, end: float) -> dict[str, Any]:
-        """Least, median and greatest of each field, of samples between two `time.monotonic()`."""
+        """Minimum, median and maximum of each field between two times of `time.monotonic()`."""
         found = [values for at, values in self.samples if start <= at <= end]
         if not found:
             return {}
@@ -136,7 +136,7 @@ class ClockLog:
             self._process.wait()
 
 
-# Peak rates, dense fp16 and bf16, from the data sheets.
+# Peak rates from the data sheets, for dense fp16 and bf16.
 
 
 class Peak(NamedTuple):
@@ -159,13 +159,13 @@ _PEAKS = {
 
 
 def peak_of(device_name: str) -> Peak | None:
-    """The peaks of a device by its name, or None.
+    """The peak rates of a device by its name, or None.
 
     Examples
     --------
     >>> peak_of("NVIDIA H200")
     Peak(tflops=989.0, terabytes=4.8)
     """
-    # the longest name that fits: GH200 is no H200
+    # the longest name that matches: a GH200 is not an H200
     fitting = [name for name in _PEAKS if name in device_name]
     return _PEAKS[max(fitting, key=len)] if fitting else None

@@ -1,4 +1,4 @@
-"""Running one case: every peer is checked, then all that passed are timed against one another."""
+"""Running one case: every peer is checked, then all peers that passed are timed in turns."""
 
 import contextlib
 import signal
@@ -20,11 +20,11 @@ from .timing import (
     time_sustained,
 )
 
-# Compilers of some peers may take minutes, or wait for one another for ever.
+# Some peers compile for minutes, or their compiler processes deadlock.
 _LONGEST_START_S = 40.0
 
 Stage = Callable[[str, str], None]
-"""Told what happens now, and which peer would be to blame if the process ended there."""
+"""Called with the current stage, and the peer to blame if the process dies in it."""
 
 
 class ContextLost(RuntimeError):
@@ -42,7 +42,7 @@ def measure(
     modes: Collection[str] = MODES,
     crashed: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Check and time one case; what fails has a reason instead of times.
+    """Check and time one case; a peer that fails gets a reason instead of times.
 
     `crashed` names the peers that ended an earlier process on this case or another, and how.
     """
@@ -50,7 +50,7 @@ def measure(
     stage("preparing", "")
     try:
         inputs = case.build(device)
-    except Exception as error:  # such as memory: the other cases still run
+    except Exception as error:  # such as out of memory: the other cases still run
         return result | {"error": told(error)}
     contenders: dict[str, Contender] = {}
     for name in case.peers:
@@ -71,7 +71,7 @@ def measure(
         except NotImplementedError as error:
             entry["n/a"] = told(error)
             continue
-        except Exception as error:  # the others still run
+        except Exception as error:  # the other peers still run
             entry["crashed"] = told(error)
             if isinstance(error, TookTooLong):
                 entry["too_slow"] = True
@@ -174,7 +174,7 @@ class TookTooLong(RuntimeError):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TookTooLong` in what runs inside; nothing where signals cannot (other threads)."""
+    """Raise `TookTooLong` in the body after `seconds`; no limit outside the main thread."""
 
     def stop(*_: Any) -> None:
         raise TookTooLong(f"no result after {seconds:.0f} s")
@@ -193,7 +193,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def _raise_if_lost(device: torch.device, peer: str) -> None:
-    """An illegal access, say, makes every later call on the GPU fail as well."""
+    """Raise `ContextLost` if, say, an illegal access makes every later call on the GPU fail."""
     if device.type != "cuda":
         return
     try:
@@ -203,7 +203,7 @@ def _raise_if_lost(device: torch.device, peer: str) -> None:
 
 
 def ratios(result: dict[str, Any], suite: Suite) -> dict[str, Any]:
-    """How many times faster we are than the dense peer and the best rival, by mode."""
+    """Speedups of ours over the dense peer and over the best rival, by mode."""
     found: dict[str, Any] = {}
     rivals = [name for name, entry in result["peers"].items() if entry.get("rival")]
     for mode in MODES:
@@ -226,5 +226,5 @@ def ratios(result: dict[str, Any], suite: Suite) -> dict[str, Any]:
 
 
 def told(error: BaseException) -> str:
-    """The first line of an error; some of torch's go on for pages."""
+    """The first line of an error, because some of torch's run for pages."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]

@@ -1,8 +1,8 @@
-"""Child processes of `bsk bench`: one that runs suites, many that compile ahead.
+"""Child processes of `bsk bench`: one that runs suites, many that compile in advance.
 
-A suite runs in a process of its own, so that a peer that takes it down is noted and the rest goes
-on. Before anything is timed, one case of each kind runs once, spread over many processes, so that
-its kernels are compiled.
+A suite runs in a child process, so that a peer that crashes it is recorded and the others still
+run. Before anything is timed, many processes run one case of each kind once, to compile its
+kernels.
 """
 
 import os
@@ -29,11 +29,11 @@ _MOST_STARTS = 16
 
 
 def run_worker(command: Callable[[int, bool], list[str]], paths: Sequence[pathlib.Path]) -> int:
-    """Run a worker until it ends by itself; the status it ended with.
+    """Run workers until one exits normally; return its exit status.
 
-    The worker keeps results in `paths`, one after the other, and notes beside them the case and
-    the peer at work. When it dies, that peer is marked there as crashed and another worker goes on.
-    `command(first, again)` begins with `paths[first]`; `again`, with the cases it has already.
+    A worker writes results to `paths`, in order, and beside them a note of the case and the peer
+    that are running. When it dies, that peer is marked as crashed and another worker continues.
+    `command(first, again)` starts at `paths[first]`; with `again`, it keeps the cases there.
     """
     for path in paths:
         results.running(path, forget=True)
@@ -52,7 +52,7 @@ def run_worker(command: Callable[[int, bool], list[str]], paths: Sequence[pathli
 
 
 def _wait(worker: subprocess.Popen[bytes]) -> int:
-    """The status of a worker; it gets the signals that end us, and time to keep its results."""
+    """The exit status of a worker; SIGTERM and SIGINT go to it, so that it can save its results."""
 
     def forward(number: int, frame: Any) -> None:
         worker.send_signal(number)
@@ -73,9 +73,9 @@ def _signal_name(number: int) -> str:
 
 
 def _blame(paths: Sequence[pathlib.Path], how: str) -> int | None:
-    """Mark what was at work as crashed; None where that is unknown, or was tried before.
+    """Mark the running peer as crashed; the index of its file, None if unknown or crashed before.
 
-    While peers are timed in turns nobody can tell which of them it was: the case is given up.
+    While peers are timed in turns, the one at fault is unknown, so the whole case is given up.
     """
     for index, path in enumerate(paths):
         running = results.running(path, forget=True)
@@ -100,17 +100,17 @@ def _blamed(path: pathlib.Path, how: str, case: str, peer: str) -> bool:
     return known
 
 
-# Sizes hardly change what is compiled; what they do change, the timed run compiles.
+# Sizes hardly change which kernels are compiled; the timed run compiles the few that differ.
 _SIZES = {"batch", "heads", "kv_heads", "length", "lengths", "weight", "density", "kept"}
 _NARROW = 64
-# Beside as many others as there are cores, compilers take twice their time and more.
+# With one compiler running on each core, each takes more than twice as long.
 _LONGEST_S = 60.0
-# Libraries, what is compiled but not kept, and what another case compiles anyway.
+# Prebuilt libraries, kernels that are not cached, and kernels that another case compiles anyway.
 _NOT_COMPILED = {"dense", "dense_packed_k", "cusparse_csr", "mm", "fa2", "fa3", "cudnn_blocks"}
 _NOT_COMPILED |= {"bsk_dense", "bsk_padded", "bsk_attention", "torch_varlen"}
 # Kernels that take any size: one case of a kind compiles them.
 _ANY_SIZE = {"fa4", "flashinfer", "torch_bsr", "torch_bsr_tuned"}
-# Those that compile longest begin, so that nobody waits for them at the end.
+# The slowest to compile start first, so that they do not delay the end.
 _LONGEST = ("fa4", "flex", "flashinfer", "torch_bsr_tuned")
 
 
@@ -122,17 +122,17 @@ class Task(NamedTuple):
 
 
 def tasks_of(suites: Iterable[tuple[Suite, Sequence[Case]]]) -> list[Task]:
-    """The first case of each kind, and the last, for every peer that compiles something."""
+    """The first and the last case of each kind, for every peer that compiles something."""
     chosen: dict[tuple[str, str, str], list[Task]] = {}
     for suite, cases in suites:
         for case in cases:
-            # fresh processes compile for themselves
+            # these cases start fresh processes, which compile for themselves
             for name in () if case.modes == (REPORTED,) else case.peers:
                 if name not in _NOT_COMPILED and not name.startswith("sdpa"):
                     found = chosen.setdefault((suite.name, _kind(case), name), [])
                     if not found or name not in _ANY_SIZE:
                         found[1:] = [Task(case, suite.peers[name])]
-    # the last ones find most of theirs compiled by then
+    # by the time the last case of a kind runs, most of its kernels are compiled
     tasks = [task for group in chosen.values() for task in group[:1]]
     tasks += [task for group in chosen.values() for task in group[1:]]
     return sorted(tasks, key=lambda task: task.peer.name not in _LONGEST)
@@ -147,13 +147,13 @@ def _kind(case: Case) -> str:
 
 
 def serve(tasks: Sequence[Task], device: torch.device) -> None:
-    """Run the tasks whose numbers come on stdin, and answer each with a line on stdout."""
+    """Read task numbers from stdin, run each task and answer with a line on stdout."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries that print must not answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     with torch.no_grad():
         for line in sys.stdin:
             print(_once(tasks[int(line)], device), file=answers, flush=True)
-            release(device)  # of memory that other processes need
+            release(device)  # other processes need the memory
 
 
 def _once(task: Task, device: torch.device) -> str:
@@ -168,7 +168,7 @@ def _once(task: Task, device: torch.device) -> str:
             task.peer.prepare(inputs).run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except Exception as error:  # the timed run says so again, in the results
+    except Exception as error:  # the timed run records it in the results
         return told(error)
     return f"{time.monotonic() - started:.1f} s"
 
@@ -191,7 +191,7 @@ def prepare(command: list[str], tasks: Sequence[Task], jobs: int, limit_s: float
 
 
 class _Worker:
-    """A process that runs one task after the other; one that dies is followed by a new one."""
+    """A process that runs tasks one by one; if it dies, a new process replaces it."""
 
     def __init__(self, command: list[str], tasks: Sequence[Task], waiting: Iterator[int]):
         self.command, self.tasks, self.waiting = command, tasks, waiting
@@ -199,7 +199,7 @@ class _Worker:
         self.process = self._start()
 
     def _start(self) -> "subprocess.Popen[str]":
-        # many processes: each compiles for itself alone
+        # one compile thread per process, because there are many processes
         environment = environment_for_compiler() | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
         options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         return subprocess.Popen(self.command, env=environment, **options)

@@ -26,7 +26,7 @@ from .timing import time_interleaved
 
 
 class Progress:
-    """One line on stderr that is rewritten on a terminal, and a plain log anywhere else."""
+    """One line on stderr, rewritten in place on a terminal; a plain log anywhere else."""
 
     def __init__(self, total: int):
         self.total = total
@@ -34,11 +34,11 @@ class Progress:
         self.started = time.monotonic()
 
     def stage(self, index: int, text: str) -> None:
-        """Say what case `index` (from 0) is doing now."""
+        """Show what case `index` (from 0) is doing now."""
         self._show(f"[{index + 1}/{self.total}] {text}", end="" if self.live else "\n")
 
     def rounds(self, index: int, name: str) -> Callable[[int, int], None]:
-        """Progress callback of a timing; only a terminal sees every round."""
+        """Progress callback of a timing; only a terminal shows every round."""
 
         def show(done: int, count: int) -> None:
             if self.live:
@@ -84,7 +84,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Callable[[], Case]]:
 
 
 def matmul_case(device: torch.device, sparsity: float, quick: bool) -> Case:
-    """A block-sparse matrix times a dense one, against torch.matmul on the same matrix, dense."""
+    """A block-sparse matrix times a dense one, against torch.matmul on the densified matrix."""
     gpu = device.type == "cuda"
     dtype = torch.float16 if gpu else torch.float32
     m = k = (8192 if gpu else 2048) // (2 if quick else 1)
@@ -131,8 +131,8 @@ def window_case(device: torch.device, quick: bool) -> Case:
     def check() -> None:
         out = _attend(q, k, v, causal=True, window=window)
         for end in (256, length // 2 + 77, length):
-            # queries end-256 .. end and the keys before `end` are a problem of their own, whose
-            # rows are those of the full one because positions align at the last key
+            # queries end-256 .. end with the keys before `end` give the same rows as the full
+            # problem, because positions align at the last key
             rows = q[:, :, end - 256 : end]
             keys_k, keys_v = k[:, :, :end], v[:, :, :end]
             wide = [x.double() for x in (rows, keys_k, keys_v)]
@@ -262,7 +262,7 @@ def run(
 
 
 def report(results: Sequence[dict[str, Any]], environment: dict[str, Any]) -> str:
-    """Lay out what ran, the table, and why this implementation."""
+    """Format what ran, the table, and why this implementation was chosen."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     lines = [
         f"device    {environment['device_name']} ({environment['arch']}), "
@@ -315,7 +315,7 @@ def _table(results: Sequence[dict[str, Any]]) -> list[str]:
 def _why(name: str | None, results: Sequence[dict[str, Any]]) -> list[str]:
     what = {"eager": "plain PyTorch, work proportional to the kept blocks"}.get(str(name), "")
     lines = [f"Ran the {name} implementation" + (f" ({what})." if what else ".")]
-    # a reason that is not that of every case stands with the cases it is of
+    # a reason that does not apply to every case is printed with the cases it applies to
     cases: dict[tuple[str, str], list[str]] = {}
     for r in results:
         for pair in r["why_not"].items():
@@ -339,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         device = device_of("quickstart", args.device)
         if args.json:
-            open(args.json, "a").close()  # before minutes are spent on what cannot be kept
+            open(args.json, "a").close()  # fail now, not after minutes of measuring
     except (BskError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

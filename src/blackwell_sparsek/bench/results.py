@@ -1,4 +1,4 @@
-"""Results files: written whole after every case, read with a clear word about what is wrong."""
+"""Results files: rewritten after every case, and validated with clear messages when read."""
 
 import json
 import os
@@ -13,7 +13,7 @@ _WORDS = ("label", "n/a", "failed", "crashed")
 
 
 def write(document: dict[str, Any], path: pathlib.Path) -> None:
-    """Replace the file at once: whoever reads it, or ends the process, never sees half of one."""
+    """Replace the file atomically, so that no reader finds half a document, even after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")
     beside.write_text(json.dumps(document, indent=1) + "\n")
@@ -21,12 +21,12 @@ def write(document: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def mark_running(path: pathlib.Path, case: str, peer: str) -> None:
-    """Note beside the results what is at work: that is to blame if the process ends there."""
+    """Note the running case and peer beside the results: they are to blame if the process dies."""
     _beside(path).write_text(json.dumps([case, peer]))
 
 
 def running(path: pathlib.Path, *, forget: bool = False) -> tuple[str, str] | None:
-    """The case and the peer at work on the results in `path`; None when they are complete."""
+    """The case and the peer running for the results in `path`; None when these are complete."""
     note = _beside(path)
     if not note.exists():
         return None
@@ -44,14 +44,14 @@ def _beside(path: pathlib.Path) -> pathlib.Path:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """A results file of `bsk bench`, older schemas brought up to date."""
+    """Read a results file of `bsk bench`, converting older schemas."""
     try:
         document: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:
         raise InvalidInput(f"{path}: cannot be read: {error.strerror or error}") from error
     except RecursionError as error:
         raise InvalidInput(f"{path}: is not JSON that can be read: nested too deeply") from error
-    except ValueError as error:  # no UTF-8, no JSON
+    except ValueError as error:  # not UTF-8, or not JSON
         raise InvalidInput(f"{path}: is not JSON: {error}") from error
     if (problem := _problem(document)) is not None:
         raise InvalidInput(f"{path}: is not a results file of `bsk bench`: {problem}")
@@ -65,7 +65,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _problem(document: Any) -> str | None:
-    """What keeps this from being a results file, or None."""
+    """The reason why this is not a valid results file, or None."""
     if not isinstance(document, dict):
         return f"expected an object, got {type(document).__name__}"
     for field, kind in {"schema": int, "suite": str, "environment": dict, "cases": list}.items():
@@ -127,7 +127,7 @@ def _case_problem(case: Any) -> str | None:
 
 
 def _is_ratio(name: str, value: Any) -> bool:
-    """A positive number, or the name of a peer where there should be one."""
+    """Whether it is a positive number, or a string if `name` begins with best_."""
     return isinstance(value, str) if name.startswith("best_") else _is_time(value)
 
 

@@ -1,4 +1,4 @@
-"""Running a suite: results are written after every case, and progress is shown on stderr."""
+"""Running a suite: results are saved after every case, and progress is shown on stderr."""
 
 import contextlib
 import gc
@@ -31,12 +31,12 @@ def run_suite(
     before: Mapping[str, Any] | None = None,
     until: float | None = None,
 ) -> dict[str, Any]:
-    """Measure all cases; with `path`, the results so far are there after each of them.
+    """Measure all cases; with `path`, save the results so far after each of them.
 
-    An interrupt ends the run with the cases measured by then, marked `interrupted`; before the
-    first of them, results of an earlier run stay. `before` is
-    the document of an earlier process that ended on the way: its cases are kept, and the peer that
-    ended it does not take part again. No case is begun after `until`, a `time.monotonic()`.
+    An interrupt ends the run with the cases measured so far, marked `interrupted`; if there are
+    none, results of an earlier run stay. `before` is the document of an earlier process that
+    crashed: its cases are kept, and the peer that crashed it does not run again. No case starts
+    after `until`, a `time.monotonic()`.
     """
     document = _new_document(suite, device, commit) if before is None else dict(before)
     earlier = path.read_bytes() if path is not None and path.exists() else None
@@ -79,7 +79,7 @@ def run_suite(
                 )
                 for name, entry in result["peers"].items():
                     if entry.pop("too_slow", False):
-                        # not again in each of the cases that follow
+                        # do not wait for it again in every later case
                         crashed[name] = f"{entry['crashed']} on {case.name}"
                 result["ratios"] = ratios(result, suite)
                 document["cases"].append(result)
@@ -97,7 +97,7 @@ def run_suite(
     if path:
         results.running(path, forget=True)
         if earlier is not None and document.get("interrupted") and not document["cases"]:
-            # nothing was measured: what was there says more
+            # nothing was measured: restore the earlier results
             path.write_bytes(earlier)
     return document
 
@@ -115,7 +115,7 @@ def _new_document(suite: Suite, device: torch.device, commit: str | None) -> dic
 
 
 def failures(document: dict[str, Any], ours: str = "bsk") -> list[str]:
-    """What went wrong on our side; why other peers have no times stands below the tables."""
+    """Failures of ours; the reasons why other peers have no times are below the tables."""
     found = []
     for case in document["cases"]:
         if "error" in case:
@@ -128,7 +128,7 @@ def failures(document: dict[str, Any], ours: str = "bsk") -> list[str]:
 
 
 def release(device: torch.device) -> None:
-    """The tensors of one case must not be in the way of the next."""
+    """Free the tensors of one case, so that the next has the memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -136,14 +136,14 @@ def release(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _terminated_as_interrupt() -> Iterator[None]:
-    """`timeout` and batch systems send SIGTERM: it ends a run as Ctrl-C does."""
+    """Handle SIGTERM, which `timeout` and batch systems send, like Ctrl-C."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     try:
         old = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread: nobody sends it signals
+    except ValueError:  # Python handles signals in the main thread only
         yield
         return
     try:
@@ -164,14 +164,14 @@ class Live:
             self.task = self.bar.add_task(title, total=total)
 
     def stage(self, index: int, text: str) -> None:
-        """Say what case `index` (from 0) is doing now."""
+        """Show what case `index` (from 0) is doing now."""
         if self.bar is None:
             self._line(f"[{index + 1}/{self.total}] {text}")
         else:
             self.bar.update(self.task, completed=index, description=_escaped(text))
 
     def done(self, index: int, name: str, result: dict[str, Any], suite: Suite) -> None:
-        """Show what a case gave."""
+        """Show the results of a case."""
         text = f"[{index + 1}/{self.total}] {name}: {summary(result, suite.ours)}"
         if self.bar is None:
             self._line(text)
@@ -213,7 +213,7 @@ def _escaped(text: str) -> str:
 
 
 def summary(result: dict[str, Any], ours: str) -> str:
-    """The figures of one case in one line."""
+    """The times of one case in one line."""
     if "error" in result:
         return str(result["error"])
     parts = []

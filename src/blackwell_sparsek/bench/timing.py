@@ -1,4 +1,4 @@
-"""Timing of contenders against one another: interleaved, medians, spread kept."""
+"""Timing contenders against one another: interleaved rounds, medians and their spread."""
 
 import statistics
 import time
@@ -12,9 +12,9 @@ Run = Callable[[], Any]
 
 # Larger than the last-level cache of any current GPU.
 _FLUSH_BYTES = 256 * 2**20
-# Most times that the cache is overwritten ahead of a sample, to give a slow host time.
+# The cache is overwritten at most this often before a sample, to give a slow host time.
 _MOST_FLUSHES = 8
-# Below this a CPU sample is repeated: the clock and a cold cache line would show.
+# Shorter CPU samples are repeated, because the clock and a cold cache line would distort them.
 _SHORTEST_SAMPLE_S = 2e-3
 
 
@@ -26,7 +26,7 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """The middle of the samples, in seconds."""
+        """The median of the samples, in seconds."""
         return statistics.median(self.seconds)
 
     def quantiles(self) -> dict[str, float]:
@@ -51,13 +51,13 @@ def time_interleaved(
     rounds: tuple[int, int] = (5, 50),
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time each contender once per round, in turns, so that a drift of the machine hits all.
+    """Time each contender once per round, in turns, so that drift of the machine affects all.
 
     Parameters
     ----------
     contenders : name to a function without arguments
     device : a CUDA device is timed with events, after its L2 cache has been overwritten
-    budget_s : how long all rounds together should take; who takes longer alone has two rounds
+    budget_s : time for all rounds together; a contender with a longer call runs in two rounds only
     rounds : fewest and most rounds, whatever the budget
     progress : called with (rounds done, rounds)
 
@@ -84,7 +84,7 @@ def time_interleaved(
     timings = {name: Timing() for name in contenders}
     names = list(contenders)
     for done in range(count):
-        # rotated, so that nobody always follows the same neighbour
+        # rotate, so that the order starts with another contender in each round
         turn = done % len(names)
         for name in names[turn:] + names[:turn]:
             if done < 2 or once[name] <= long_s:
@@ -97,11 +97,11 @@ def time_interleaved(
 def time_sustained(
     contenders: Mapping[str, Run], device: torch.device, *, block_s: float = 0.1, blocks: int = 3
 ) -> dict[str, Timing]:
-    """Time each contender over blocks of calls without a pause, in turns.
+    """Time each contender over blocks of back-to-back calls, in turns.
 
-    A GPU that never rests runs into its power limit and lowers its clocks, more so for those that
-    keep it busier; single calls between pauses do not show that. Each block gives one time per
-    call; the first round warms up and does not count.
+    A GPU under sustained load reaches its power limit and lowers its clocks, more so for kernels
+    that keep it busier; single calls between pauses do not show that. Each block gives one time
+    per call; the first round is a warm-up and does not count.
     """
     event: Callable[..., Any] = torch.cuda.Event
     sample = _CudaSample(device)
@@ -123,9 +123,9 @@ def time_sustained(
 def time_host(
     contenders: Mapping[str, Run], device: torch.device, seconds: float = 0.3
 ) -> dict[str, Timing]:
-    """Time until calls return, the device working behind them: what a call costs the host.
+    """Time until calls return while the device still works: what a call costs the host.
 
-    Samples are of few calls, so that the queue of launches never fills and makes the host wait.
+    Samples have few calls, so that the launch queue never fills and blocks the host.
     """
     calls = {name: _calls_for_host(run) for name, run in contenders.items()}
     timings = {name: Timing() for name in contenders}
@@ -152,7 +152,7 @@ def _calls_for_host(run: Run) -> int:
 def time_reported(
     contenders: Mapping[str, Run], device: torch.device, seconds: float = 0.3
 ) -> dict[str, Timing]:
-    """One to three rounds, by `seconds`, of runs that measure themselves and return seconds."""
+    """Time runs that measure themselves and return seconds, in one to three rounds."""
     timings = {name: Timing() for name in contenders}
     for _ in range(max(1, min(3, round(10 * seconds)))):
         for name, run in contenders.items():
@@ -161,7 +161,7 @@ def time_reported(
 
 
 def captured(runs: tuple[Run, ...]) -> Run:
-    """All of `runs`, one after the other, as one CUDA graph."""
+    """Capture all of `runs`, in order, as one CUDA graph."""
     make_stream: Any = torch.cuda.Stream
     stream = make_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -193,8 +193,8 @@ class _CpuSample:
 class _CudaSample:
     """Seconds per call on the device, from a cold L2 cache.
 
-    The device overwrites its cache while the host queues the call, and does so again where the
-    host takes longer than that: what calls cost the host is not in these times.
+    The device overwrites its cache while the host queues the call. If the host takes longer than
+    that, the cache is overwritten more often, so that these times exclude the cost on the host.
     """
 
     def __init__(self, device: torch.device):
@@ -215,7 +215,7 @@ class _CudaSample:
         return seconds
 
     def _once(self, run: Run, repeats: int, flushes: int) -> tuple[float, bool]:
-        """Seconds per call, and whether the device was done with the cache before the host."""
+        """Seconds per call, and whether the device was idle before the host had queued the call."""
         with torch.cuda.device(self.device):
             event: Callable[..., Any] = torch.cuda.Event
             start, end = event(enable_timing=True), event(enable_timing=True)

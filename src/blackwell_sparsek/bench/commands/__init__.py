@@ -36,7 +36,7 @@ def seconds(text: str) -> float:
 
 
 def device_of(command: str, asked: str | None) -> torch.device:
-    """The device that was asked for, else the GPU if there is one, else the CPU."""
+    """The requested device, else the GPU if there is one, else the CPU."""
     has_gpu = torch.cuda.is_available()
     if asked is None:
         return torch.device("cuda" if has_gpu else "cpu")

@@ -1,4 +1,4 @@
-"""`bsk bench`: suites against every peer that is installed."""
+"""`bsk bench`: run suites against every installed peer."""
 
 import argparse
 import fnmatch
@@ -23,7 +23,7 @@ from . import device_of, positive, seconds
 
 _QUICK_S = 45.0
 _PREPARE_S = 240.0
-# Peers whose first call compiles for longer than a quick look may take.
+# Peers whose first call compiles for too long for `--quick`.
 _SLOW_TO_START = {"flex", "fa4", "flashinfer", "cudnn_blocks", "torch_bsr_tuned", "cusparse_csr"}
 
 
@@ -72,13 +72,13 @@ def add_to(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the suites one after the other; 1 when something of ours failed, 2 for unknown ones."""
+    """Run the suites in order; 1 when an implementation of ours failed, 2 for unknown suites."""
     if args.list:
         print(_listing())
         return 0
     unknown = [name for name in args.suites if name not in SUITES and name not in GROUPS]
     if unknown and len(unknown) < len(args.suites):
-        # the others are measured: who comes back later finds them
+        # measure the known suites all the same, so that a long run is not lost to a typo
         print(_unknown(", ".join(map(repr, unknown))), file=sys.stderr)
         args.suites = [name for name in args.suites if name not in unknown]
         return run(args) or 2
@@ -130,7 +130,7 @@ def _run_here(
 
 
 def _supervised(args: argparse.Namespace, names: list[str], until: float | None) -> int:
-    """The suites in a process of their own, started again when a peer takes it down."""
+    """Run the suites in a child process, and start another one when a peer crashes it."""
     paths = [args.out / f"{name}.json" for name in names]
 
     def command(first: int, again: bool) -> list[str]:
@@ -154,7 +154,7 @@ def _prepared(args: argparse.Namespace, names: list[str], device: torch.device) 
 
 
 def chosen_suites(asked: list[str], quick: bool) -> list[str]:
-    """Names of suites for names of suites and groups, each once.
+    """Expand groups into the names of their suites, each name once.
 
     Examples
     --------
@@ -197,13 +197,13 @@ def _measured(
 def _cases(suite: Suite, args: argparse.Namespace, device: torch.device) -> list[Case]:
     cases = [case for case in suite.cases(device.type == "cpu") if _is_asked(case, args.case)]
     if args.quick and cases:
-        # the first, the middle and the last say most about a suite
+        # the first, the middle and the last case represent a suite best
         cases = [cases[i] for i in sorted({0, len(cases) // 2, len(cases) - 1})]
     return [_with_peers(case, args, suite) for case in cases]
 
 
 def _check_cases(names: list[str], args: argparse.Namespace, device: torch.device) -> None:
-    """Nothing is measured, and no results are replaced, where no case is meant."""
+    """Raise before anything is measured or overwritten if no case matches `--case`."""
     if not any(_cases(SUITES[name], args, device) for name in names):
         raise InvalidInput(
             f"bsk bench: no case of {', '.join(names)} has {args.case!r} in its name; "

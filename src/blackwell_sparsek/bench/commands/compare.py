@@ -1,4 +1,4 @@
-"""`bsk compare`: two runs of a suite, case by case, and what became slower beyond their noise."""
+"""`bsk compare`: compare two runs of a suite, and find the cases slower by more than the noise."""
 
 import argparse
 import pathlib
@@ -12,15 +12,15 @@ from ...core.errors import InvalidInput
 from .. import results
 from ..report.tables import names_of_some
 
-# Below this, nobody can tell a change from another day.
+# Smaller changes cannot be told from day-to-day variation.
 SMALLEST_CHANGE = 0.03
-# Other peers in fewer than this many places say nothing about the machine.
+# With fewer timings of other peers than this, the drift of the machine cannot be estimated.
 _ENOUGH = 3
 
 
 @dataclass(frozen=True)
 class Change:
-    """One case in one mode; `ratio` is new time over old, `noise` what both runs spread by."""
+    """One case in one mode; `ratio` is new time over old, `noise` the spread of both runs."""
 
     suite: str
     case: str
@@ -37,7 +37,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All changes of ours, and how far everybody else moved."""
+    """All changes of ours, and the drift: the median change of the other peers."""
 
     changes: list[Change]
     drift: float
@@ -49,7 +49,7 @@ class Comparison:
 
 
 def pairs_of(old: pathlib.Path, new: pathlib.Path) -> list[tuple[pathlib.Path, pathlib.Path]]:
-    """Two files, or the files of the same name in two folders."""
+    """The two files, or all files that have the same name in two folders."""
     for path in (old, new):
         if not path.exists():
             raise InvalidInput(f"bsk compare: {path}: there is no such file or folder")
@@ -64,11 +64,11 @@ def pairs_of(old: pathlib.Path, new: pathlib.Path) -> list[tuple[pathlib.Path, p
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], *, force: bool = False) -> Comparison:
-    """What changed between two documents of the same suite on the same machine.
+    """Find the changes between two documents of the same suite on the same machine.
 
-    A case is slower when its median grew by more than the spread between the quartiles of both
-    runs, and by 3 % at the least, after everything that other peers grew by in the same runs: they
-    did not change, so the machine did. `force` compares different machines as well.
+    A case is slower when its median grew by more than the quartile spreads of both runs together,
+    and by at least 3 %. A slowdown of the other peers is divided out first: their code did not
+    change, so the machine did. `force` compares different machines as well.
     """
     if old["suite"] != new["suite"]:
         raise InvalidInput(f"bsk compare: suites differ: {old['suite']} and {new['suite']}")
@@ -104,7 +104,7 @@ def _medians(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, fl
 
 
 class _Timed(NamedTuple):
-    """What both runs have timed, with the quantiles of each."""
+    """A case, peer and mode that both runs timed, with the quantiles of each."""
 
     case: str
     peer: str
@@ -145,7 +145,7 @@ def _verdict(ratio: float, noise: float) -> str:
 
 
 def _gone(suite: str, case: dict[str, Any], peer: str, mode: str) -> Iterator[Change]:
-    """What ran before and does not any more, with the reason; what was not asked for has none."""
+    """A case that was timed before and now has a reason instead; none if it was not requested."""
     entry = case["peers"].get(peer, {})
     if mode not in entry.get("times", {}):
         words = ("failed", "crashed", "n/a", f"no {mode}")
@@ -157,13 +157,13 @@ def _gone(suite: str, case: dict[str, Any], peer: str, mode: str) -> Iterator[Ch
 
 
 def _spread(quantiles: dict[str, float]) -> float:
-    """Half the distance of the quartiles, as a share of the median."""
+    """Half the interquartile range, as a share of the median."""
     low, high = quantiles.get("p25", quantiles["p50"]), quantiles.get("p75", quantiles["p50"])
     return (high - low) / 2 / quantiles["p50"]
 
 
 def read_both(old: pathlib.Path, new: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both documents."""
+    """Read both documents."""
     return results.read(old), results.read(new)
 
 
@@ -198,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _told(found: Comparison, old: pathlib.Path, new: pathlib.Path) -> int:
-    """Print what changed; how much of it is for the worse."""
+    """Print the changes; return how many of them are for the worse."""
     for note in found.notes:
         print(f"note: {note}")
     if abs(found.drift - 1) > 0.02:

@@ -22,7 +22,7 @@ from ..machine import describe_environment, source_commit
 from ..suites import SUITES
 from . import device_of, positive
 
-# Root's, and the group of this user, which on most systems has no other members.
+# Root's group, and this user's own, which on most systems has no other members.
 _OWN_GROUPS = (0, os.getgid() if hasattr(os, "getgid") else 0)
 
 
@@ -66,7 +66,7 @@ def gathered(device: torch.device) -> dict[str, Any]:
 
 
 def _implementations(device: torch.device) -> dict[str, dict[str, str]]:
-    """For calls of usual sizes: what runs, and why not the others."""
+    """For calls of usual sizes: which implementation runs, and why the others do not."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q = torch.empty(1, 8, 1024, 128, dtype=dtype, device=device)
     weight = torch.zeros(1024, 1024, dtype=dtype, device=device)
@@ -84,9 +84,9 @@ def _implementations(device: torch.device) -> dict[str, dict[str, str]]:
 
 
 def cache_state(folder: pathlib.Path) -> dict[str, str]:
-    """Where compiled kernels are kept, how much of it, and whether anybody else may write there.
+    """Where compiled kernels are cached, their size, and whether other users may write there.
 
-    Triton loads and runs what it finds in this folder, so whoever can write there can run code.
+    Triton loads and runs what it finds in this folder, so a user who can write there can run code.
     """
     if not folder.exists():
         return {"folder": str(folder), "size": "not there yet", "safety": "made at first use"}
@@ -101,12 +101,12 @@ def cache_state(folder: pathlib.Path) -> dict[str, str]:
 
 
 def unsafe(folder: pathlib.Path) -> str | None:
-    """Who besides this user could put code into a folder, or None."""
+    """A message saying which other users could put code into a folder, or None."""
     for place in (folder, *folder.resolve().parents):
         state = place.stat()
         if hasattr(os, "getuid") and state.st_uid not in (0, os.getuid()):
             return f"UNSAFE: {place} belongs to another user (uid {state.st_uid})"
-        # others may write, and no sticky bit keeps what they did not make
+        # without the sticky bit, users who may write here may also replace the files of others
         if state.st_mode & stat.S_IWOTH and not state.st_mode & stat.S_ISVTX:
             return f"UNSAFE: everybody can write to {place}"
         if place == folder and state.st_mode & stat.S_IWOTH:
@@ -117,7 +117,7 @@ def unsafe(folder: pathlib.Path) -> str | None:
 
 
 def told(found: dict[str, Any]) -> str:
-    """The same for people."""
+    """The same facts as readable text."""
     environment = found["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     lines = [
@@ -181,7 +181,7 @@ def _add_explain(subparsers: Any) -> None:
 
 
 def sizes(option: str, text: str, count: int) -> list[int]:
-    """Sizes joined by x.
+    """Parse sizes joined by x.
 
     Examples
     --------
@@ -205,7 +205,7 @@ def _device(args: argparse.Namespace) -> torch.device:
 
 @contextmanager
 def _within_memory() -> Iterator[None]:
-    """Operands are made, though not filled: what no memory can hold is no problem to explain."""
+    """Report operands too large to allocate as invalid input: `explain` needs them, unfilled."""
     try:
         yield
     except RuntimeError as error:
@@ -252,7 +252,7 @@ def explain_decode(args: argparse.Namespace) -> int:
 
 
 def _somewhere(blocks: int, shape: tuple[int, int], values: torch.Tensor) -> BSRPattern:
-    """A pattern of so many blocks: where they are is for the kernels, which do not run."""
+    """A pattern with this many blocks at no valid positions: only kernels read them, none runs."""
     anywhere = torch.zeros(1, dtype=torch.int32, device=values.device).expand(blocks)
     pattern = BSRPattern.__new__(BSRPattern)
     pattern._set([anywhere] * 5, anywhere, shape, (values.shape[1], values.shape[2]))

@@ -1,4 +1,4 @@
-"""`bsk compile`: build kernels for a GPU ahead of their first use, with or without that GPU."""
+"""`bsk compile`: build kernels for a GPU before their first use, with or without that GPU."""
 
 import argparse
 import sys
@@ -34,7 +34,7 @@ def _known() -> str:
 
 
 def architectures(asked: list[str] | None) -> list[int]:
-    """Compute capabilities for names such as sm_90; those of this machine where none is asked for.
+    """Compute capabilities for names such as sm_90; by default those of this machine.
 
     Examples
     --------
@@ -58,7 +58,7 @@ Records = list[dict[str, Any]]
 
 
 def built(archs: list[int], contains: str, jobs: int, counts: tuple[str, ...]) -> Records:
-    """Build kernels, telling on stderr how far it is."""
+    """Build kernels, showing progress on stderr."""
     if (reason := why_no_triton()) is not None:
         raise Unsupported(f"kernels cannot be compiled here: {reason}")
 
@@ -69,7 +69,7 @@ def built(archs: list[int], contains: str, jobs: int, counts: tuple[str, ...]) -
 
     try:
         records = compile_kernels(archs, contains, counts=counts, jobs=jobs, progress=progress)
-    except RuntimeError as error:  # a process that compiles has ended, such as by its imports
+    except RuntimeError as error:  # a compiler process has ended, for example on a failed import
         print(error, file=sys.stderr)
         last = str(error).strip().splitlines()[-1]
         raise Unsupported(f"kernels cannot be compiled here: {last}") from error

@@ -1,4 +1,4 @@
-"""`bsk profile`: what a kernel does with a GPU, measured by ncu or read from its machine code.
+"""`bsk profile`: how a kernel uses a GPU, measured by ncu or read from its machine code.
 
 Run as a module, this file is the child process that ncu watches.
 """
@@ -31,12 +31,12 @@ _LIMITS = {
     100: (64, 32, 233472),
     120: (48, 24, 102400),
 }
-# What the driver takes of each block's shared memory.
+# Bytes of shared memory that the driver reserves for each block.
 _RESERVED = 1024
 
 
 class Occupancy(NamedTuple):
-    """Warps on an SM, the most that it holds, and the scarcest resource."""
+    """Warps of a kernel on an SM, the most that an SM holds, and the limiting resource."""
 
     warps: int
     most: int
@@ -52,7 +52,7 @@ def occupancy(arch: int, registers: int, shared: int, num_warps: int) -> Occupan
     Occupancy(warps=8, most=64, limit='shared memory')
     """
     most, blocks, memory = _LIMITS.get(arch, _LIMITS[90])
-    # registers are given out to warps in units of 256
+    # registers are allocated to warps in units of 256
     each = -(-max(registers, 1) * 32 // 256) * 256 * num_warps
     fitting = {
         "warps": most // num_warps,
@@ -64,7 +64,7 @@ def occupancy(arch: int, registers: int, shared: int, num_warps: int) -> Occupan
     return Occupancy(fitting[limit] * num_warps, most, limit)
 
 
-# Nsight Compute: its metrics, and the records made of its output.
+# Nsight Compute: its metrics, and the records parsed from its output.
 
 # Valid from sm_80 to sm_100.
 METRICS = {
@@ -103,7 +103,7 @@ def profile(command: list[str], timeout_s: float = 300.0) -> list[dict[str, Any]
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """Kernels with their metrics, from the CSV that follows whatever else was printed."""
+    """Kernels with their metrics, from the CSV after any other printed output."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -130,7 +130,7 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-# Instructions that tell how a kernel multiplies, copies and waits.
+# Instructions that show how a kernel multiplies, copies and computes exponentials.
 COUNTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.bulk", "ex2")
 
 
@@ -150,7 +150,7 @@ def add_to(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Profile with ncu where that is possible, statically elsewhere."""
+    """Profile with ncu if it can run here, else statically."""
     if args.arch is None:
         reason = why_not() if torch.cuda.is_available() else "there is no GPU here"
         if reason is None:
@@ -178,7 +178,7 @@ def _is_benchmark(name: str) -> bool:
 
 
 def find_case(name: str) -> tuple[Suite, Case]:
-    """The first benchmark case with this in its name."""
+    """The first benchmark case whose name contains `name`."""
     for suite in SUITES.values():
         for case in suite.cases(False):
             if name in case.name or name in f"{suite.name}: {case.name}":
@@ -202,7 +202,7 @@ def _measured(name: str) -> int:
 
 
 def measured_lines(record: dict[str, Any], device_name: str) -> str:
-    """One kernel: its metrics, and memory traffic against the roof of the device."""
+    """One kernel: its metrics, and its memory traffic against the peak of the device."""
     lines = [record["kernel"]]
     for name, value in record.items():
         if name != "kernel":
@@ -218,7 +218,7 @@ def measured_lines(record: dict[str, Any], device_name: str) -> str:
 
 
 def _scale(unit: str) -> float:
-    """How many seconds or bytes a unit of ncu is."""
+    """Seconds or bytes per unit of ncu."""
     known = {"second": 1.0, "s": 1.0, "msecond": 1e-3, "ms": 1e-3, "usecond": 1e-6, "us": 1e-6}
     known |= {"nsecond": 1e-9, "ns": 1e-9, "byte": 1.0}
     known |= {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
@@ -249,7 +249,7 @@ def static_table(records: list[dict[str, Any]]) -> str:
 
 
 def main(suite_name: str, case_name: str) -> None:
-    """Build the case, warm up, run once more between the marks."""
+    """Build the case, warm up, then run once between the profiler marks."""
     suite = SUITES[suite_name]
     case = next(case for case in suite.cases(False) if case.name == case_name)
     with torch.no_grad():

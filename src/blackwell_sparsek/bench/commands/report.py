@@ -1,4 +1,4 @@
-"""`bsk report`: results files as one HTML page, or as Markdown."""
+"""`bsk report`: show results files as one HTML page, or as Markdown."""
 
 import argparse
 import pathlib
@@ -34,7 +34,7 @@ def add_to(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the page of all files that can be read; 1 when one could not."""
+    """Make a page of all readable files; 1 when one could not be read."""
     if args.write:
         tables.write_pages(pathlib.Path("."))
         return 0

@@ -1,4 +1,4 @@
-"""`bsk tune`: search for the best tile of a kernel on this GPU, correct first, then fastest."""
+"""`bsk tune`: search for the fastest tile of a kernel on this GPU among those that are correct."""
 
 import argparse
 import itertools
@@ -22,7 +22,7 @@ from ..suites.attention_problem import Attention, AttentionInputs
 from ..suites.matmul import Product
 from ..timing import time_interleaved
 
-# A tile must be this much faster than the built-in one to be written down.
+# A tile must be this much faster than the built-in one to be recorded.
 WORTH = 1.02
 PROBLEMS = (
     Attention(1, 16, 8192, 128, causal=True),
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 
 def candidates(built_in: Tile, block_q: int | None) -> Iterator[Tile]:
-    """Tiles around the built-in one, itself first; none taller than a mask's query block."""
+    """The built-in tile, then its neighbours; none is taller than a mask's query block."""
     yield built_in
     for m in (64, 128):
         for n in (32, 64, 128):
@@ -60,7 +60,7 @@ def tune_attention(
     say: Say,
     time_all: Callable[..., Any] = time_interleaved,
 ) -> tuple[str, Tile] | None:
-    """The key and the best tile of a problem, or None where the built-in one is best."""
+    """The key and the best tile of a problem, or None if the built-in one is best."""
     from ...attention.triton.forward import launch_attn_fwd
 
     inputs = problem.build(device)
@@ -83,7 +83,7 @@ def tune_product(
     say: Say,
     time_all: Callable[..., Any] = time_interleaved,
 ) -> tuple[str, Tile] | None:
-    """The key and the best tile of a product, or None where the built-in one is best."""
+    """The key and the best tile of a product, or None if the built-in one is best."""
     from ...matmul.plan import spmm_plan
     from ...matmul.rows import rows_product
     from ...matmul.triton.spmm import launch_spmm
@@ -120,19 +120,19 @@ def _fastest(
     say: Say,
     time_all: Callable[..., Any],
 ) -> Tile | None:
-    """The fastest of those that are right, or None where the first is as good."""
+    """The fastest tile with a correct result, or None if the first is as good."""
     built_in, runs = None, {}
     for tile in tiles:
         built_in = built_in or tile
         try:
             check(run(tile))
-        except Exception as error:  # shared memory, registers, a wrong result: no candidate
+        except Exception as error:  # too much shared memory, too many registers, a wrong result
             say(f"{title}: {tile}: {told(error)}")
             continue
         runs[tile] = partial(run, tile)
     if built_in is None or built_in not in runs:
         return None
-    # a first look at all, then a fair race of the best four with the built-in one
+    # a short timing of all, then a longer one of the best four and the built-in tile
     first = time_all({str(t): r for t, r in runs.items()}, device, budget_s=0.5, rounds=(3, 10))
     best = sorted(runs, key=lambda tile: first[str(tile)].median)[:4]
     final = {tile: runs[tile] for tile in dict.fromkeys([built_in, *best])}
@@ -144,7 +144,7 @@ def _fastest(
 
 
 def _attention_facts(inputs: AttentionInputs) -> tuple[tuple[Any, ...], Tile, AttentionCall]:
-    """What the choice of a tile depends on, the built-in tile, and the call to launch."""
+    """The facts that select a tile, the built-in tile, and the call to launch."""
     p = inputs.problem
     spec = AttnSpec(
         p.head_dim**-0.5,
@@ -181,7 +181,7 @@ def add_to(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search all problems and write what is faster than the built-in tiles."""
+    """Search all problems and record the tiles that beat the built-in ones."""
     if not torch.cuda.is_available():
         raise Unsupported("bsk tune: needs a CUDA GPU: times of an interpreter say nothing")
     found = {}

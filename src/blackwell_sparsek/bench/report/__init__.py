@@ -1,1 +1,1 @@
-"""The report: one HTML page that needs no network, with plots as inline SVG."""
+"""The report: one self-contained HTML page, with plots as inline SVG."""

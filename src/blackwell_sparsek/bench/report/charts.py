@@ -1,4 +1,4 @@
-"""Bars, lines and a roofline as SVG; colours come from classes, so that they follow the theme.
+"""Bars, lines and a roofline as SVG; colours are CSS classes, so that they follow the theme.
 
 Everything that comes from a results file is escaped here.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 
 def escaped(text: object) -> str:
-    """Text for HTML and SVG, inside of elements and of quoted attributes.
+    """Escape text for HTML and SVG, in elements and in quoted attributes.
 
     Examples
     --------
@@ -21,9 +21,9 @@ def escaped(text: object) -> str:
 
 
 def element(name: str, content: str = "", /, **attributes: object) -> str:
-    """An element; `class_` and `stroke_width` stand for the names with other signs.
+    """An element; attributes such as `class_` and `stroke_width` become class and stroke-width.
 
-    `content` is markup, so text in it must be escaped already; attributes are escaped here.
+    `content` is markup, so the caller must escape text in it; attributes are escaped here.
     """
     pairs = (
         f' {key.rstrip("_").replace("_", "-")}="{escaped(_short(value))}"'
@@ -44,12 +44,12 @@ def text(x: float, y: float, content: object, anchor: str = "start", **more: obj
 
 
 def titled(markup: str, title: str) -> str:
-    """Markup that shows `title` under the pointer, without a script."""
+    """Markup that shows `title` as a tooltip, without a script."""
     return element("g", element("title", escaped(title)) + markup)
 
 
 def picture(width: float, height: float, content: Iterable[str], label: str) -> str:
-    """An image that scales with the page and says what it shows."""
+    """An image that scales with the page, with `label` as its text alternative."""
     return element(
         "svg",
         "".join(content),
@@ -71,7 +71,7 @@ class Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """The pixel of a value; values beyond the ends stay at the ends."""
+        """The pixel of a value; values outside the axis are clamped to its ends."""
         value = min(max(value, self.low), self.high)
         if self.is_log:
             share = math.log(value / self.low) / math.log(self.high / self.low)
@@ -87,7 +87,7 @@ class Axis:
 def axis(
     values: Iterable[float], start: float, end: float, *, is_log: bool = False, zero: bool = True
 ) -> Axis:
-    """An axis that holds all values: from zero, or over whole powers of two or ten."""
+    """An axis that spans all values: from zero, or over whole powers of two or ten."""
     found = [value for value in values if math.isfinite(value)] or [1.0]
     low, high = min(found), max(found)
     if is_log:
@@ -119,7 +119,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def short_number(value: float) -> str:
-    """A number for axes and bars.
+    """Format a number for axes and bars.
 
     Examples
     --------
@@ -135,12 +135,12 @@ _BAR, _GAP = 13.0, 14.0
 
 Place = Callable[[float], float]
 Colours = Mapping[str, int]
-"""The colour of each peer, the same in every picture of a page."""
+"""The colour of each peer, the same in every plot of a page."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One value with the quartiles around it."""
+    """One value with its quartiles."""
 
     peer: str
     value: float
@@ -197,7 +197,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plot:
-    """What a picture with two axes shows."""
+    """Title, axes and curves of a line chart."""
 
     title: str
     x_label: str
@@ -206,13 +206,13 @@ class Plot:
     x_log: bool = False
     y_log: bool = False
     level: float | None = None
-    """A horizontal line that means something, such as "as fast as dense"."""
+    """A horizontal reference line, such as "as fast as dense"."""
     x_names: Mapping[float, str] = field(default_factory=dict)
-    """Names of x values, shown in place of numbers."""
+    """Names of x values, shown instead of the numbers."""
 
 
 def line_chart(plot: Plot, colours: Colours, width: float = WIDTH / 2 - 12) -> str:
-    """Curves with a mark at every point."""
+    """Curves with a marker at every point."""
     height, left, bottom = 300.0, 54.0, 250.0
     points = [point for line in plot.lines for point in line.points]
     levels = [] if plot.level is None else [plot.level]
@@ -230,7 +230,7 @@ def line_chart(plot: Plot, colours: Colours, width: float = WIDTH / 2 - 12) -> s
     if plot.level is not None:
         at = y.at(plot.level)
         parts.append(element("line", x1=left, x2=width - 16, y1=at, y2=at, class_="level"))
-    # ours is drawn last, on top
+    # draw ours last, so that it is on top
     for line in sorted(plot.lines, key=lambda line: -colours.get(line.name, 0)):
         parts.append(_curve(line, x.at, y.at, plot, colours))
     return picture(width, height, parts, f"{plot.title}: {plot.y_label} over {plot.x_label}")
@@ -251,7 +251,7 @@ def _curve(line: Line, x_at: Place, y_at: Place, plot: Plot, colours: Colours) -
 
 @dataclass(frozen=True)
 class Spot:
-    """A case under the roof: work per byte, and what was reached."""
+    """A case on the roofline: work per byte, and the TFLOP/s reached."""
 
     name: str
     peer: str
@@ -260,7 +260,7 @@ class Spot:
 
 
 def roofline(spots: Sequence[Spot], peak_tflops: float, terabytes: float, colours: Colours) -> str:
-    """What memory and tensor cores allow, and what was reached under it."""
+    """The limits set by memory and tensor cores, and the rates reached below them."""
     width, height, left, bottom = WIDTH, 380.0, 60.0, 330.0
     knee = peak_tflops / terabytes
     x = axis([s.intensity for s in spots] + [knee / 8, knee * 8], left, width - 24, is_log=True)

@@ -1,4 +1,4 @@
-"""Which pictures a results file gives: chosen by what varies between its cases."""
+"""The plots of a results file, chosen by the parameters that vary between its cases."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,13 +8,13 @@ from typing import Any
 from ..machine import peak_of
 from .charts import Bar, Colours, Line, Plot, Spot, bar_chart, line_chart, roofline
 
-# What a report reads from the problem of a case. Files are untrusted: anything may be missing.
+# Reading the problem of a case. Files are untrusted: anything may be missing.
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def amount(problem: Any, name: str) -> float | None:
-    """A positive number of a problem, or None."""
+    """The field `name` of a problem if it is a positive number, else None."""
     value: Any = problem.get(name) if isinstance(problem, dict) else None
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) and value > 0 else None
@@ -28,7 +28,7 @@ def _sizes(problem: Any, name: str) -> list[float]:
 
 
 def names_of(problem: dict[str, Any], besides: str) -> str:
-    """What sets a problem apart, in words, leaving out `besides` and what varies with it."""
+    """The parameters of a problem in words, without `besides` and those that vary with it."""
     parts = []
     if block := _sizes(problem, "block"):
         parts.append(f"blocks {'x'.join(f'{side:g}' for side in block)}")
@@ -54,7 +54,7 @@ def names_of(problem: dict[str, Any], besides: str) -> str:
 
 
 def product_of(problem: Any) -> tuple[tuple[float, ...], tuple[float, ...], float] | None:
-    """Size (M, K, N), block and density of a product, or None where a problem is something else."""
+    """Size (M, K, N), block and density of a product, or None if the problem is not a product."""
     if not isinstance(problem, dict):
         return None
     weight, block = _sizes(problem, "weight"), _sizes(problem, "block")
@@ -65,9 +65,9 @@ def product_of(problem: Any) -> tuple[tuple[float, ...], tuple[float, ...], floa
 
 
 def is_sweep(problems: Iterable[Any]) -> bool:
-    """Whether they are products of several sizes at three densities or more.
+    """Whether the problems are products of several sizes at three densities or more.
 
-    There are so many of them that curves and a table over the density say more than one by one.
+    A sweep has too many cases to list one by one: it gets curves and a table over the density.
     """
     densities: dict[tuple[float, ...], set[float]] = {}
     for size, _, density in filter(None, map(product_of, problems)):
@@ -76,7 +76,7 @@ def is_sweep(problems: Iterable[Any]) -> bool:
 
 
 def least_bytes(problem: Any) -> float | None:
-    """Bytes that must move when everything is read and written once, or None where unknown."""
+    """Bytes moved when every tensor is read or written once, or None if unknown."""
     if not isinstance(problem, dict):
         return None
     size = _BYTES.get(str(problem.get("dtype")))
@@ -98,13 +98,13 @@ def least_bytes(problem: Any) -> float | None:
 
 
 MODES = ("graph", "eager", "sustained", "host", "reported")
-# They do more work than the others: their TFLOP/s would look good and mean nothing.
+# These do more work than the others, so their TFLOP/s would be high and meaningless.
 DENSE_PEERS = ("dense", "sdpa_dense", "dense_packed_k")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Pictures that stand side by side, what they show, and the names in their legend."""
+    """Plots shown side by side, with their caption and the names in their legend."""
 
     caption: str
     pictures: list[str]
@@ -133,7 +133,7 @@ def _median(case: dict[str, Any], peer: str, mode: str) -> float | None:
 
 
 def _value(figures: dict[str, Any], unit: str, problem: Any, which: str = "p50") -> float:
-    """A quantile in the unit of the suite."""
+    """A quantile, converted to the unit of the suite."""
     quantiles = figures["quantiles_s"]
     seconds = quantiles.get(which, quantiles["p50"])
     if unit == "tflops" and "executed_tflops" in figures:
@@ -144,7 +144,7 @@ def _value(figures: dict[str, Any], unit: str, problem: Any, which: str = "p50")
 
 
 def _unit(document: dict[str, Any], mode: str) -> tuple[str, str]:
-    """The unit, and how it is written."""
+    """The unit, and its label."""
     unit = document.get("unit", "tflops")
     entries = (e for c in document["cases"] for e in c["peers"].values())
     timed = [e["times"][mode] for e in entries if mode in e.get("times", {})]
@@ -188,7 +188,7 @@ def _bar_figure(
 
 
 def _faster_than_dense(cases: list[dict[str, Any]], mode: str, colours: Colours) -> list[Figure]:
-    """Time of the dense peer over everybody's."""
+    """Speedup of every peer over the dense peer."""
     groups = []
     for case in cases:
         times = {peer: _median(case, peer, mode) for peer in case["peers"]}
@@ -205,7 +205,7 @@ def _faster_than_dense(cases: list[dict[str, Any]], mode: str, colours: Colours)
 
 
 def _groups(cases: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any]]]:
-    """Cases that differ in `x` and in what follows from it alone, by what else they are."""
+    """Cases that differ only in `x` and what depends on it, keyed by their other parameters."""
     found: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
         if amount(case["problem"], x) is not None:
@@ -288,9 +288,9 @@ def _speedup_over_length(cases: list[dict[str, Any]], mode: str) -> list[Figure]
 
 
 def _speedup_over_density(cases: list[dict[str, Any]], mode: str) -> list[Figure]:
-    """Speed-up over dense by sparsity; where a curve crosses 1, dense takes over.
+    """Speedup over dense by sparsity; where a curve crosses 1, dense becomes faster.
 
-    A sweep has a picture for each size, with a curve for each block shape.
+    A sweep has a plot for each size, with a curve for each block shape.
     """
     by_size: dict[str, list[dict[str, Any]]] = {"against the dense product": cases}
     if is_sweep(case["problem"] for case in cases):
@@ -310,7 +310,7 @@ def _speedup_over_density(cases: list[dict[str, Any]], mode: str) -> list[Figure
 
 
 def _by_size(cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Products by their size, in words; their problems say nothing of it any more."""
+    """Products keyed by their size in words, with the size removed from their problems."""
     found: dict[tuple[float, ...], list[dict[str, Any]]] = {}
     for case in cases:
         if (product := product_of(case["problem"])) is not None:
@@ -321,7 +321,7 @@ def _by_size(cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _crossings(document: dict[str, Any]) -> list[Figure]:
-    """Stored blocks against the dense product over the density, and where they meet."""
+    """Speedup of stored blocks over the dense product by density, and where it crosses 1."""
     lines, meetings = [], []
     for curve in document.get("crossover", []):
         name = "x".join(map(str, curve["block"]))

@@ -1,7 +1,8 @@
-"""Results files as Markdown, and the pages that show them: `bsk report --write`.
+"""Results files as Markdown, and the pages that contain them: `bsk report --write`.
 
-README.md and docs/results/index.md have figures between two markers; docs/results/<suite>.md is
-generated as a whole. All of it comes from benchmarks/results, and a test compares them.
+README.md and docs/results/index.md have a generated section between two markers;
+docs/results/<suite>.md is generated as a whole. All of it comes from benchmarks/results, and a test
+checks that the pages are up to date.
 """
 
 import pathlib
@@ -49,7 +50,7 @@ HEADLINE_HEAD = (
 
 
 def headlines(documents: Iterable[dict[str, Any]]) -> str:
-    """A row for each headline that was recorded."""
+    """A row for each headline with results."""
     cases = {(d["suite"], case["name"]): case for d in documents for case in d["cases"]}
     rows = [
         row
@@ -78,7 +79,7 @@ def _headline_row(suite: str, case: dict[str, Any], mode: str) -> Iterator[list[
 def _headline_time(figures: dict[str, Any]) -> str:
     seconds = figures["quantiles_s"]["p50"]
     time = f"{number(seconds * 1e3)} ms" if seconds >= 1e-4 else f"{number(seconds * 1e6)} us"
-    # few tokens and caches are bound by memory: their rate of arithmetic says nothing
+    # decoding and products of few tokens are memory-bound: their TFLOP/s mean nothing
     work = figures.get("executed_tflops", 0)
     return f"{time}, {number(work)} TFLOP/s" if work >= 100 else time
 
@@ -102,7 +103,7 @@ SUMMARY_HEAD = (
 
 
 def summary(documents: Iterable[dict[str, Any]]) -> str:
-    """One row for each suite and way of timing in which there was something to compare with."""
+    """One row for each suite and mode with a speedup over a peer."""
     rows = [row for document in documents for row in _summary_rows(document)]
     return table(SUMMARY_HEAD, rows) if rows else ""
 
@@ -134,11 +135,11 @@ def _span(ratios: list[float]) -> str:
     return ", ".join(map(times_faster, (min(ratios), median(ratios), max(ratios))))
 
 
-# Sweeps over sizes of products as one table: sizes and blocks down, sparsity across.
+# Sweeps over sizes of products as one table: a row for each size and block, sparsity across.
 
 
 def sweep_table(cases: list[dict[str, Any]], mode: str, head: str) -> str:
-    """Times faster than the dense product, and milliseconds of ours, for each density."""
+    """Speedup over the dense product and our time in milliseconds, for each density."""
     rows: dict[tuple[Any, ...], dict[float, str]] = {}
     for case in cases:
         if (product := product_of(case["problem"])) is not None:
@@ -177,7 +178,7 @@ def _largest_blocks_first(size: tuple[float, ...], block: tuple[float, ...]) -> 
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 RESULTS = pathlib.Path("benchmarks/results")
-# The order of suites: README.md shows a few cases of them, docs/results/ a page for each.
+# The suites in order: README.md shows a few of their cases, docs/results/ a page for each.
 SUITES = (
     "matmul_founding",
     "matmul_decode",
@@ -213,13 +214,13 @@ CASE_HEADS["graph"] = "case, in a CUDA graph, cold weights"
 
 
 def suite_tables(document: dict[str, Any]) -> str:
-    """What a results file says."""
+    """The tables of a results file."""
     is_matmul = document["suite"].startswith("matmul_")
     return matmul_tables(document) if is_matmul else peer_tables(document)
 
 
 def matmul_tables(document: dict[str, Any]) -> str:
-    """What a results file of products says: ours against the dense product and the best peer."""
+    """The tables of products: ours against the dense product and the best peer."""
     parts = [heading(document)]
     cases = document["cases"]
     swept = is_sweep(case["problem"] for case in cases)
@@ -227,7 +228,7 @@ def matmul_tables(document: dict[str, Any]) -> str:
         timed = [(case, row) for case in cases if (row := _row(case, mode)) is not None]
         if swept and timed:
             parts.append(sweep_table([case for case, _ in timed], mode, MODE_HEADS[mode]))
-        # what has no place in a sweep still has a row
+        # cases that do not fit the sweep table get rows below it
         rows = [row for case, row in timed if not swept or product_of(case["problem"]) is None]
         if rows:
             parts.append(_times_table(mode, rows))
@@ -238,7 +239,7 @@ def matmul_tables(document: dict[str, Any]) -> str:
 
 
 def _row(case: dict[str, Any], mode: str) -> list[str] | None:
-    """One case, or None where nobody has times in this mode."""
+    """The row of one case, or None if no peer has times in this mode."""
     peers = case["peers"]
     times = {name: entry["times"][mode] for name, entry in peers.items() if _has(entry, mode)}
     if not times:
@@ -277,7 +278,7 @@ def _times_table(mode: str, rows: list[list[str]]) -> str:
         "executed TFLOP/s",
         "dense-equivalent TFLOP/s",
     ]
-    # columns in which nothing was measured say nothing
+    # drop columns in which nothing was measured
     kept = [i for i in range(len(head)) if i < 3 or any(row[i] != "n/a" for row in rows)]
     return table([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
@@ -300,7 +301,7 @@ def _has(entry: dict[str, Any], mode: str) -> bool:
 
 
 def section_of(page: pathlib.Path, folder: pathlib.Path) -> str:
-    """What belongs between the markers of a page, given the committed results; may be empty."""
+    """The generated section of a page, from the committed results; may be empty."""
     documents = committed(folder)
     if page == SUMMARY:
         shown = [document for document in documents if document["suite"] in PLOTTED]
@@ -312,7 +313,7 @@ def section_of(page: pathlib.Path, folder: pathlib.Path) -> str:
 
 
 def suite_pages(folder: pathlib.Path) -> dict[str, str]:
-    """The page of every suite, by the name of its file from the root of the repository."""
+    """The page of every suite, keyed by its path from the root of the repository."""
     pages = {}
     for document in committed(folder):
         page = INDEX.with_name(f"{document['suite']}.md")
@@ -325,7 +326,7 @@ def suite_pages(folder: pathlib.Path) -> dict[str, str]:
 
 
 def committed(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The results files of the suites that pages show, in their order."""
+    """The results files of the suites in `SUITES`, in that order."""
     paths = [folder / f"{suite}.json" for suite in SUITES]
     return [results.read(path) for path in paths if path.exists()]
 
@@ -348,23 +349,23 @@ def with_section(text: str, section: str) -> str:
 
 
 def headline(document: dict[str, Any]) -> list[tuple[str, Figure]]:
-    """The picture that says most about a suite, with its file from the root of the repository."""
+    """The main plot of a suite, with its path from the root of the repository."""
     figures = figures_of(document, colours_of(document))
-    # products are about the dense product, attention about the other kernels
+    # compare products with the dense product, and attention with other kernels
     if document["suite"].startswith("matmul_"):
         figures.sort(key=lambda figure: "faster than" not in figure.caption)
     return [((PLOTS / f"{document['suite']}.svg").as_posix(), figure) for figure in figures[:1]]
 
 
 def plot_files(folder: pathlib.Path) -> dict[str, str]:
-    """Every plot that the pages show, by the name of its file."""
+    """Every plot in the pages, keyed by its path."""
     documents = committed(folder)
     found = (plot for document in documents for plot in headline(document))
     return {name: standalone(figure) for name, figure in found}
 
 
 def write_pages(root: pathlib.Path) -> None:
-    """Put the figures of the committed results into the pages of a repository."""
+    """Write the committed results into the pages of a repository."""
     for name, content in (plot_files(root / RESULTS) | suite_pages(root / RESULTS)).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)

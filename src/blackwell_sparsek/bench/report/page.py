@@ -1,4 +1,4 @@
-"""A report as one HTML page: pictures, sortable tables, style and script inside."""
+"""A report as one HTML page, with plots, sortable tables, style and script inline."""
 
 import math
 import re
@@ -126,11 +126,11 @@ for (const table of document.querySelectorAll("table.sortable")) {
 """
 
 
-# The figures of a suite as a table that can be sorted.
+# The times of a suite as a sortable table.
 
 
 def results_table(document: dict[str, Any], mode: str, words: str) -> str:
-    """Cases down, peers across, in one mode; nothing where nobody was timed in it."""
+    """A row for each case and a column for each peer, in one mode; empty if none was timed."""
     cases = [c for c in document["cases"] if any(_figures(c, p, mode) for p in c["peers"])]
     if not cases:
         return ""
@@ -204,7 +204,7 @@ def _cells(
 
 
 def _why(case: dict[str, Any], peer: str) -> str:
-    """One word in a cell; the reasons stand below the table."""
+    """One word for the cell; the full reasons are below the table."""
     entry = case["peers"].get(peer, {})
     return next((word for word in ("failed", "crashed") if word in entry), "n/a")
 
@@ -217,12 +217,12 @@ _COLOURS = 12
 _USUAL = {"bsk": 0, "sdpa_cudnn": 1, "fa4": 2, "fa3": 3, "flex": 4, "flashinfer": 5}
 _USUAL |= {"sdpa_flash": 6, "dense": 7, "sdpa_dense": 7, "fa2": 8, "cudnn_blocks": 10}
 
-# Imports, compilers and launches: not to be mixed with what the device takes.
+# These time imports, compilers and launches, so they must not be mixed with device times.
 _OF_THE_HOST = ("host", "reported")
 
 
 def page(documents: list[dict[str, Any]]) -> str:
-    """The whole page: nothing in it is loaded from anywhere."""
+    """The whole page, self-contained."""
     title = "blackwell_sparsek benchmarks"
     devices = ", ".join(dict.fromkeys(d["environment"]["device_name"] for d in documents))
     sections = "".join(
@@ -240,7 +240,7 @@ def page(documents: list[dict[str, Any]]) -> str:
         "<!DOCTYPE html>\n"
         '<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # nothing may be loaded, whatever a results file says
+        # forbid loading anything, whatever a results file contains
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
         f"<title>{escaped(title)}</title><style>{CSS}</style></head><body>"
@@ -251,7 +251,7 @@ def page(documents: list[dict[str, Any]]) -> str:
 
 
 def colours_of(document: dict[str, Any]) -> dict[str, int]:
-    """A colour for each peer: those that stand in many suites always have the same."""
+    """A colour for each peer; peers of many suites have the same colour in all of them."""
     names = dict.fromkeys(name for case in document["cases"] for name in case["peers"])
     found = {name: _USUAL[name] for name in names if name in _USUAL}
     free = [i for i in range(_COLOURS) if i not in found.values()]
@@ -350,7 +350,7 @@ def _environment(document: dict[str, Any]) -> str:
 
 
 def _flattened(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Nested objects as lines of name and value."""
+    """Nested objects as flat (name, value) pairs."""
     if not isinstance(value, dict):
         return [(prefix, str(value))]
     found = []
@@ -359,13 +359,13 @@ def _flattened(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     return found
 
 
-# A figure as an SVG file of its own, for Markdown pages: legend and colours are inside.
+# A figure as a standalone SVG file for Markdown pages, with legend and colours inside.
 
 _LEGEND, _EDGE = 34.0, 12.0
 
 
 def standalone(figure: Figure) -> str:
-    """The pictures of a figure in rows, the legend above them; follows light and dark themes."""
+    """The plots of a figure in rows below its legend; follows light and dark themes."""
     parts, y = [_legend(figure)], _LEGEND
     x, row = _EDGE, 0.0
     for picture in figure.pictures:
@@ -387,7 +387,7 @@ def standalone(figure: Figure) -> str:
 
 def _size(picture: str) -> tuple[float, float]:
     found = re.search(r'viewBox="0 0 (\d+) (\d+)"', picture)
-    assert found is not None  # `picture` writes it
+    assert found is not None  # `picture` writes the size
     width, height = found.groups()
     return float(width), float(height)
 
@@ -399,13 +399,13 @@ def _legend(figure: Figure) -> str:
             element("rect", x=x, y=12, width=11, height=11, rx=3, class_=f"fill c{colour}")
         )
         parts.append(text(x + 17, 22, name))
-        # names are short; a line of them never needs measuring
+        # an estimate of the text width is enough, because names are short
         x += 17 + 7.2 * len(name) + 18
     return "".join(parts)
 
 
 def _style() -> str:
-    """What of the page's style concerns pictures: colours in both themes, and rules for SVG."""
+    """The part of the page's style that plots need: colours in both themes, and rules for SVG."""
     themes = CSS[: CSS.index("* {")]
     rules = [line for line in CSS.splitlines() if line.startswith("svg ")]
     return themes + "\n".join([*rules, ".back { fill: var(--card) }"])

@@ -1,4 +1,4 @@
-"""Results of any suite as Markdown: cases down, peers across."""
+"""Results of any suite as Markdown: a row for each case, a column for each peer."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ UNITS = {"tflops": "TFLOP/s", "ms": "ms", "us": "us", "us_per_head": "us per hea
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all but the first column are aligned to the right.
+    """A Markdown table; all columns but the first are right-aligned.
 
     Examples
     --------
@@ -33,17 +33,17 @@ def _cell(text: str) -> str:
 
 
 def as_text(words: object) -> str:
-    """One line that Markdown shows as it is: what stands in a results file is nobody's HTML."""
+    """One line that Markdown shows literally: text from a results file must not act as HTML."""
     return " ".join(str(words).splitlines()).replace("<", "&lt;")
 
 
 def number(value: float) -> str:
-    """Three digits, and no exponent where there are more."""
+    """Three significant digits; larger numbers as whole numbers, without an exponent."""
     return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
 def times_faster(ratio: float | None) -> str:
-    """A ratio as people say it."""
+    """A speedup such as 1.25x, or n/a."""
     return "n/a" if ratio is None else f"{ratio:.2f}x"
 
 
@@ -58,7 +58,7 @@ def heading(document: dict[str, Any]) -> str:
 
 
 def peer_tables(document: dict[str, Any]) -> str:
-    """One table for each way of timing."""
+    """One table for each mode."""
     parts = [heading(document)]
     cases = document["cases"]
     show = _shown(document.get("unit", "tflops"))
@@ -108,7 +108,7 @@ def _mode_table(
 
 
 def _shown(unit: str) -> Callable[[Any, Any], str]:
-    """How a time is shown."""
+    """The function that formats times in `unit`."""
 
     def show(figures: dict[str, Any], problem: dict[str, Any]) -> str:
         seconds = figures["quantiles_s"]["p50"]
@@ -124,13 +124,13 @@ def _shown(unit: str) -> Callable[[Any, Any], str]:
 
 
 def _heads(problem: dict[str, Any]) -> int:
-    """The heads of a problem; 1 where a file does not say."""
+    """The number of heads of a problem; 1 if the file does not say."""
     heads = problem.get("heads")
     return heads if isinstance(heads, int) and heads > 0 else 1
 
 
 def _tier(figures: dict[str, Any] | None, problem: dict[str, Any]) -> str:
-    """The lowest of the tiers that the time per head is under."""
+    """The lowest tier that the time per head stays under."""
     if figures is None or "tiers_us_per_head" not in problem:
         return "n/a"
     per_head = figures["quantiles_s"]["p50"] * 1e6 / _heads(problem)
@@ -142,7 +142,7 @@ def _tier(figures: dict[str, Any] | None, problem: dict[str, Any]) -> str:
 
 
 def notes(document: dict[str, Any]) -> list[str]:
-    """What a reader must know besides: who is absent and why, doubtful clocks, an early end."""
+    """Notes below the tables: peers without times and why, unsteady clocks, an interrupted run."""
     found = []
     if reasons := absent(document["cases"]):
         found.append("\n".join(map(as_text, reasons)))
@@ -158,14 +158,14 @@ def notes(document: dict[str, Any]) -> list[str]:
 
 
 def names_of_some(names: Any) -> str:
-    """The first few; the results file has them all."""
+    """The first few names; the results file has them all."""
     few = [as_text(name) for name in names[:_MOST_NAMES]]
     more = len(names) - len(few)
     return ", ".join(few) + (f" and {more} more" if more else "")
 
 
 def absent(cases: list[dict[str, Any]]) -> list[str]:
-    """Why peers have no times, each reason once."""
+    """The reasons why peers have no times, each once."""
     found: dict[str, None] = {}
     for case in cases:
         if "error" in case:

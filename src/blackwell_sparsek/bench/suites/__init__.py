@@ -1,7 +1,7 @@
 """The suites of `bsk bench`, by name, and groups of them.
 
-A module holds the problem (its inputs, its executed work and the check of results), the peers that
-compute it, and the suites made of both. Attention has its problem and its peers in two files.
+A module holds the problem (its inputs, its FLOPs and the check of results), the peers that compute
+it, and the suites that combine both. Attention has its problem and its peers in two more files.
 """
 
 from . import attention, decode, first_call, gradients, host, matmul
@@ -13,7 +13,7 @@ GROUPS = {
         group: [name for name in SUITES if name.startswith(f"{group}_")]
         for group in ("matmul", "attention")
     },
-    # what the project set out to do
+    # the original goals of the project
     "founding": ["matmul_founding", "attention_small", "attention_window"],
     "quick": ["matmul_founding", "attention_dense", "attention_window", "block_sparse", "host"],
     "all": list(SUITES),

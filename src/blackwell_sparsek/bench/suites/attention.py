@@ -1,4 +1,4 @@
-"""Suites of forward attention: causal, windows, packed sequences, block masks and their making."""
+"""Suites of forward attention: causal, windows, packed sequences, block masks and building them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,12 +30,12 @@ from .varlen import VARLEN, Varlen
 
 TOKENS, HIDDEN = 16384, 2048
 TIERS_US_PER_HEAD = (3.82, 3.0, 2.0)
-# 16 lengths from 128 to 4096, each longer than the one before by the same factor, then shuffled
+# 16 lengths from 128 to 4096, spaced geometrically and shuffled
 LENGTHS = (645, 161, 4096, 323, 1024, 128, 2580, 512, 203, 1625, 256, 3251, 813, 406, 2048, 1290)
 
 
 def dtype_of(tiny: bool) -> torch.dtype:
-    """CPUs compute bf16 slowly or not at all."""
+    """The dtype of a suite; fp32 on a CPU, where bf16 is slow or missing."""
     return torch.float32 if tiny else torch.bfloat16
 
 
@@ -68,7 +68,7 @@ def window(tiny: bool = False) -> Iterator[Case]:
         problem = Attention(1, heads, length, 128, 0, dtype_of(tiny), causal=True, window=width)
         yield case_of(problem, (*ON_WINDOW, FLEX))
     if not tiny:
-        # four heads: causal attention to everything takes half a second of each call
+        # only four heads, because causal attention to everything takes half a second per call
         problem = Attention(1, 4, 524288, 128, causal=True, window=width)
         yield case_of(problem, ON_WINDOW)
 
@@ -94,7 +94,7 @@ def varlen(tiny: bool = False) -> Iterator[Case]:
             yield Case(name, problem.describe(), problem.build, peers, problem.flops, modes)
 
 
-# Peers that make masks: from kept blocks or from a window to what attention takes.
+# Peers that build masks: they turn kept blocks or a window into what their attention takes.
 
 SERVED, SERVED_ANEW = "bsk_attention", "bsk_new_mask"
 
@@ -121,7 +121,7 @@ def _builder(inputs: AttentionInputs) -> Callable[[], BlockMask]:
 
 
 def _attention_anew(inputs: AttentionInputs) -> Contender:
-    """What a mask costs where each call has its own: also what is made of it at its first call."""
+    """Attention with a new mask in each call, including what the first call derives from a mask."""
     make = _builder(inputs)
     options = options_of(inputs)
 
@@ -140,7 +140,7 @@ def _contender(make: Callable[[], Any], blocks: Callable[[Any], int], expected: 
 
 
 def _window_blocks(length: int, window: int, side: int = 128) -> int:
-    """Blocks that a causal window touches."""
+    """The number of blocks that a causal window touches."""
     rows = range(-(-length // side))
     return sum(row - max(0, row * side - window + 1) // side + 1 for row in rows)
 

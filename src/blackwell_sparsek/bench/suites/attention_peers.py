@@ -1,4 +1,4 @@
-"""Who computes forward attention: this package, torch, and libraries that may be installed."""
+"""Peers of forward attention: this package, torch, and libraries that may be installed."""
 
 import importlib
 import importlib.util
@@ -16,7 +16,7 @@ from ... import attention, explain
 from ..case import Contender, Peer
 from .attention_problem import AttentionInputs
 
-# Imports of libraries that may not be installed, with the reason where they are not.
+# Imports of optional libraries, with the reason if one is missing.
 
 
 @cache
@@ -27,7 +27,7 @@ def load(module: str, name: str) -> Any:
 
 @cache
 def why_missing(module: str, name: str) -> str | None:
-    """Why `module.name` cannot be had here, or None; imports it where it is installed."""
+    """The reason why `module.name` cannot be imported here, or None; imports it if installed."""
     top = module.split(".")[0]
     if importlib.util.find_spec(top) is None:
         return f"{top} is not installed"
@@ -83,7 +83,7 @@ def _ours(inputs: AttentionInputs) -> Contender:
 
 
 def _ours_dense(inputs: AttentionInputs) -> Contender:
-    """Without the mask: what a mask that hides nothing costs is the ratio to this."""
+    """Attention without the mask, as a baseline for the cost of a mask that hides nothing."""
     whole = AttentionInputs(inputs.problem.dense(), inputs.q, inputs.k, inputs.v, None)
     return _ours(whole)
 
@@ -115,13 +115,13 @@ def contender_of(
     call: Callable[[AttentionInputs], torch.Tensor],
     notes: dict[str, Any] | None = None,
 ) -> Contender:
-    """A contender whose `call` takes inputs and gives `[B, H, S, D]`."""
+    """A contender whose `call` takes inputs and returns `[B, H, S, D]`."""
     replicas = tuple(partial(call, x) for x in inputs.others())
     return Contender(partial(call, inputs), inputs.check(), inputs.flops, replicas, notes)
 
 
 def _dense(inputs: AttentionInputs) -> Contender:
-    """What people do without a sparse kernel: the same attention with nothing left out."""
+    """The alternative without a sparse kernel: the same attention with nothing left out."""
     whole = AttentionInputs(inputs.problem.dense(), inputs.q, inputs.k, inputs.v, None)
     return _sdpa(whole, _best_backends(inputs.q))
 
@@ -139,7 +139,7 @@ def _flex(inputs: AttentionInputs) -> Contender:
     options["enable_gqa"] = bool(inputs.problem.kv_heads)
     block = inputs.problem.block
     if block is not None and min(block) < 128:
-        # its tiles must divide the blocks, and those that it takes by itself are 128 rows high
+        # its tiles must divide the blocks, and its default tiles have 128 rows
         options["kernel_options"] = {"BLOCK_M": min(128, block[0]), "BLOCK_N": min(64, block[1])}
 
     def call(x: AttentionInputs) -> torch.Tensor:
@@ -150,7 +150,7 @@ def _flex(inputs: AttentionInputs) -> Contender:
 
 
 def flex_mask(inputs: AttentionInputs) -> Any:
-    """The block mask of FlexAttention for a problem; None where everything is visible."""
+    """The block mask of FlexAttention for a problem; None if everything is visible."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
     p = inputs.problem
@@ -175,14 +175,14 @@ def flex_mask(inputs: AttentionInputs) -> Any:
         inside = q - kv < window
         return inside & (q >= kv) if causal else inside & (kv - q < window)
 
-    # compiled, because the plain one makes a mask of Sq x Sk elements first
+    # compiled, because eager mode first builds a mask of Sq x Sk elements
     return create_block_mask(
         seen, None, None, p.length, p.length, device=inputs.q.device.type, _compile=True
     )
 
 
 def block_lists(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number and indices of the kept blocks of each row, int32, indices padded with the rest.
+    """Count and indices of the kept blocks of each row, int32; the other indices follow as padding.
 
     Examples
     --------
@@ -197,7 +197,7 @@ def block_lists(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def on_gpu(inputs: AttentionInputs) -> str | None:
-    """Why a peer that runs on GPUs alone does not take part, or None."""
+    """The reason why a GPU-only peer does not run on these inputs, or None."""
     return None if inputs.q.is_cuda else "needs a CUDA GPU"
 
 
@@ -245,14 +245,14 @@ flex = Peer(FLEX, "FlexAttention, compiled", _flex, supports=_flex_supports, riv
 
 FA2, FA3, FA4 = "fa2", "fa3", "fa4"
 _FA3 = ("flash_attn_interface", "flash_attn_func")
-# FlashAttention 3 as vLLM builds it: a library of torch operators without Python files
+# FlashAttention 3 as vLLM builds it: a library of torch operators without Python code
 _FA3_LIBRARY = "_vllm_fa3_C.abi3.so"
 
 
 def token_major_contender(
     inputs: AttentionInputs, call: Callable[..., Any], **notes: Any
 ) -> Contender:
-    """A contender whose `call(q, k, v)` takes and gives `[B, S, H, D]`, alone or first of many."""
+    """A contender whose `call` takes and returns `[B, S, H, D]`, the output alone or in a tuple."""
 
     def run_of(x: AttentionInputs) -> Callable[[], torch.Tensor]:
         q, k, v = x.token_major()
@@ -269,7 +269,7 @@ def token_major_contender(
 
 
 def window_of(inputs: AttentionInputs, unbounded: Any) -> tuple[Any, Any]:
-    """(left, right) of a problem, in the way of flash_attn."""
+    """(left, right) of a problem, in the convention of flash_attn."""
     p = inputs.problem
     if p.window is None:
         return unbounded, (0 if p.causal and unbounded is None else unbounded)
@@ -300,7 +300,7 @@ def fa3_operator() -> Any:
 
 
 def call_by_name(operator: Any, values: dict[str, Any]) -> Any:
-    """Call a torch operator by argument names: releases of it add arguments in the middle."""
+    """Call a torch operator by argument names, because new releases insert arguments."""
     kinds = {"int": 0, "float": 0.0, "bool": False}
     arguments = {}
     for argument in operator.default._schema.arguments:
@@ -312,7 +312,7 @@ def call_by_name(operator: Any, values: dict[str, Any]) -> Any:
 
 
 def fa3_options(head_dim: int, causal: bool, window: tuple[int, int] = (-1, -1)) -> dict[str, Any]:
-    """What the forward operator of vLLM's library takes besides tensors and lengths."""
+    """The arguments of vLLM's forward operator besides tensors and lengths."""
     return {
         "softmax_scale": head_dim**-0.5,
         "is_causal": causal,
@@ -343,7 +343,7 @@ def _fa3_library_call(inputs: AttentionInputs) -> Callable[..., torch.Tensor]:
 
 
 def fa3_available() -> str | None:
-    """Why there is no FlashAttention 3 here, neither its package nor vLLM's library, or None."""
+    """The reason if neither FlashAttention 3 nor vLLM's library of it is installed, or None."""
     if (reason := why_missing(*_FA3)) is None or library_on_path(_FA3_LIBRARY) is not None:
         return None
     return reason
@@ -354,7 +354,7 @@ def _fa4(inputs: AttentionInputs) -> Contender:
     p = inputs.problem
     options: dict[str, Any] = {"causal": p.causal}
     if p.window is not None:
-        # a window alone says what causal would
+        # the bounds of the window include causal
         options = {"window_size": window_of(inputs, None)}
     if inputs.keep is not None:
         options["block_sparse_tensors"] = fa4_blocks(inputs)
@@ -362,12 +362,12 @@ def _fa4(inputs: AttentionInputs) -> Contender:
 
 
 def fa4_blocks(inputs: AttentionInputs, transposed: bool = False) -> Any:
-    """The kept blocks as FA4 takes them, all of them full; `transposed`: queries of each key."""
+    """The kept blocks as FA4 takes them, all full; `transposed` lists query blocks by KV block."""
     assert inputs.keep is not None
     make = load("flash_attn.cute.block_sparsity", "BlockSparseTensorsTorch")
     batch = inputs.problem.batch
     keep = inputs.keep.mT if transposed else inputs.keep
-    # the lists of a transposed mask come with its strides, which `zeros_like` would keep
+    # lists of a transposed mask have its strides, which `zeros_like` would copy: use `zeros`
     counts, order = (x[None].repeat(batch, *(1,) * x.dim()) for x in block_lists(keep))
     return make(
         mask_block_cnt=torch.zeros(counts.shape, dtype=counts.dtype, device=counts.device),
@@ -383,7 +383,7 @@ def _no_blocks(inputs: AttentionInputs) -> str | None:
 
 
 def _fa4_supports(inputs: AttentionInputs) -> str | None:
-    """On Hopper its tiles shrink to the blocks: 64 rows at the least, as many keys as a block."""
+    """On Hopper its tiles shrink to the blocks: at least 64 rows, and as many keys as a block."""
     block = inputs.problem.block
     if block is not None and (block[0] % 64 or block[1] % 16 or block[1] > 128):
         return f"has no tile for blocks of {block[0]}x{block[1]}"
@@ -409,7 +409,7 @@ fa4 = Peer(
 )
 
 
-# FlashInfer: dense and window attention through its ragged wrapper, block masks by head.
+# FlashInfer: dense and window attention through its ragged wrapper, block masks for each head.
 
 FLASHINFER = "flashinfer"
 _WORKSPACE_BYTES = 256 * 2**20
@@ -493,7 +493,7 @@ MODULE = "cudnn.block_sparse_attention"
 
 
 def blocks_of(inputs: AttentionInputs) -> dict[str, Any]:
-    """The kept blocks as its functions take them."""
+    """The kept blocks as the functions of cuDNN take them."""
     assert inputs.keep is not None and inputs.problem.block is not None
     counts, order = (
         x[None].expand(inputs.problem.batch, *x.shape).contiguous()
@@ -505,7 +505,7 @@ def blocks_of(inputs: AttentionInputs) -> dict[str, Any]:
         "sparse_block_size": inputs.problem.block[0],
         "layout": "bhsd",
     }
-    # where all rows have as many, its kernels are made for that number
+    # if all rows have the same count, its kernels specialise on that count
     return blocks if fewest == most else blocks | {"q2k_block_nums": counts}
 
 
@@ -521,7 +521,7 @@ def _cudnn_blocks(inputs: AttentionInputs) -> Contender:
 
 
 def supports_blocks(inputs: AttentionInputs) -> str | None:
-    """Why it does not take this mask, or None."""
+    """The reason why cuDNN does not take this mask, or None."""
     block = inputs.problem.block
     if block is None:
         return "measured with block masks only"
@@ -540,7 +540,7 @@ cudnn_blocks = Peer(
 )
 
 
-# All peers; those that run code of their own come last.
+# All peers; those with third-party kernels come last.
 
 FORWARD = {
     peer.name: peer
@@ -559,7 +559,7 @@ FORWARD = {
         cudnn_blocks,
     )
 }
-# FlexAttention compiles anew for each shape and mask: suites name the cases it takes part in.
+# FlexAttention recompiles for each shape and mask, so suites add it to selected cases only.
 ON_BAND = (OURS, SDPA, CUDNN, FLASH, FA2, FA3, FA4, FLASHINFER)
 ON_WINDOW = (OURS, DENSE, FA2, FA3, FA4, FLASHINFER)
 ON_BLOCKS = (OURS, DENSE, FA4, FLASHINFER, CUDNN_BLOCKS)

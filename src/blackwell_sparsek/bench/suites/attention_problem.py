@@ -1,7 +1,7 @@
-"""Inputs of attention, its executed work, and how results are checked on samples.
+"""Inputs of attention, its FLOPs, and the check of results on samples.
 
-A check computes a few rows of a few heads in fp64, so that it takes little time and memory at any
-length: what a row sees follows here from positions and kept blocks alone.
+A check computes a few rows of a few heads in fp64, so that it needs little time and memory at any
+length. It derives the visible keys of a row from positions and kept blocks alone.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import torch
 from ... import BlockMask
 from ...testing.tolerance import assert_within_budget
 
-# Replicas together outgrow every current L2 cache.
+# Replicas together are larger than any current L2 cache.
 _CACHES_BYTES = 160 * 2**20
 _MOST_REPLICAS = 128
 _CHECKED_HEADS, _CHECKED_ROWS = 4, 64
@@ -33,13 +33,13 @@ class Attention:
     causal: bool = False
     window: int | None = None
     block: tuple[int, int] | None = None
-    """Query and key block of a random block mask, one for each head."""
+    """Query and KV block sizes of a random block mask, which differs between heads."""
     density: float = 1.0
     forward_too: bool = False
-    """Whether gradients are measured together with the forward pass that they belong to."""
+    """Whether gradients are timed together with their forward pass."""
 
     def describe(self) -> dict[str, Any]:
-        """As it stands in the results."""
+        """The problem as the results record it."""
         found = {
             "batch": self.batch,
             "heads": self.heads,
@@ -74,7 +74,7 @@ class Attention:
         return replace(self, window=None, block=None, density=1.0)
 
     def band_pairs(self) -> float:
-        """Query-key pairs that causal and window leave, of one head."""
+        """Query-key pairs of one head within causal and window."""
         at = torch.arange(self.length, dtype=torch.float64)
         last = at if self.causal else torch.full_like(at, self.length - 1)
         first = torch.zeros_like(at)
@@ -84,7 +84,7 @@ class Attention:
         return float((last - first + 1).sum())
 
     def build(self, device: torch.device) -> "AttentionInputs":
-        """Random values and a random mask with exactly the density, the same at each call."""
+        """Random values and a random mask of exactly this density, the same at each call."""
         generator = torch.Generator(device).manual_seed(0)
         kv_heads = self.kv_heads or self.heads
 
@@ -137,7 +137,7 @@ class AttentionInputs:
 
     @cached_property
     def pairs(self) -> float:
-        """Query-key pairs that are visible, over batch and heads."""
+        """Visible query-key pairs, over batch and heads."""
         p = self.problem
         if self.keep is None or p.block is None:
             return p.batch * p.heads * p.band_pairs()
@@ -146,22 +146,22 @@ class AttentionInputs:
 
     @property
     def flops(self) -> float:
-        """Executed work of a forward pass: two products over the visible pairs."""
+        """FLOPs of a forward pass: two products over the visible pairs."""
         return 4.0 * self.problem.head_dim * self.pairs
 
     @property
     def shown(self) -> str:
-        """Which positions are visible, as peers that know few masks ask."""
+        """The kind of mask, for peers that support few kinds: blocks, window or band."""
         if self.keep is not None:
             return "blocks"
         return "window" if self.problem.window is not None else "band"
 
     def token_major(self) -> list[torch.Tensor]:
-        """q, k and v as contiguous `[B, S, H, D]`, the order of flash_attn and its relatives."""
+        """q, k and v as contiguous `[B, S, H, D]`, the layout of flash_attn and its relatives."""
         return [x.transpose(1, 2).contiguous() for x in (self.q, self.k, self.v)]
 
     def others(self) -> list["AttentionInputs"]:
-        """These inputs and copies of them, more than caches hold; none where one outgrows them."""
+        """These inputs and copies that outgrow the caches; empty if one alone outgrows them."""
         size = sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v))
         if size > _CACHES_BYTES or self.q.device.type != "cuda":
             return []
@@ -173,7 +173,7 @@ class AttentionInputs:
         return replace(self, q=q, k=k, v=v)
 
     def visible(self, head: int, rows: torch.Tensor) -> torch.Tensor:
-        """What `rows` of a head see: bool `[len(rows), length]`."""
+        """The keys that `rows` of a head see: bool `[len(rows), length]`."""
         p = self.problem
         key = torch.arange(p.length, device=rows.device)
         seen = torch.ones(len(rows), p.length, dtype=torch.bool, device=rows.device)
@@ -187,7 +187,7 @@ class AttentionInputs:
         return seen
 
     def keys_of(self, first: int, last: int) -> slice:
-        """The keys between which everything lies that rows `first` to `last` see."""
+        """The smallest range that holds all keys within the band of rows `first` to `last`."""
         p = self.problem
         before = 0 if p.window is None else max(0, first - p.window + 1)
         after = p.length if p.window is None else min(p.length, last + p.window)
@@ -208,7 +208,7 @@ class AttentionInputs:
 
     @cached_property
     def _expected(self) -> tuple[torch.Tensor, list[tuple[int, int]], torch.Tensor, torch.Tensor]:
-        """Sampled rows and heads, and their results in fp64 and by plain PyTorch; for all peers."""
+        """Sampled rows and heads with their fp64 and plain PyTorch results, shared by all peers."""
         p, device = self.problem, self.q.device
         rows = _sampled(p.length, _CHECKED_ROWS * 3, device)
         numbers = _sampled(p.batch * p.heads, _CHECKED_HEADS, device).tolist()
@@ -243,7 +243,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
 
 
 def _sampled(size: int, count: int, device: torch.device) -> torch.Tensor:
-    """Up to `count` places: runs at both ends and evenly between."""
+    """Up to `count` indices: runs at both ends, and evenly spaced ones between."""
     if size <= count:
         return torch.arange(size, device=device)
     third = max(1, count // 3)

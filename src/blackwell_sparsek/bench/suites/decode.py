@@ -43,11 +43,11 @@ class Decode:
     page_size: int = 0
     dtype: torch.dtype = torch.bfloat16
     kept: float = 1.0
-    """Share of the pages that are read, others for each sequence and KV head."""
+    """Share of the pages that are read; the selection differs between sequences and KV heads."""
     is_fp8: bool = False
     """Whether the cache stores float8_e4m3fn."""
     shortest: int = 0
-    """Where not 0, lengths grow from this to `length` by the same factor from one to the next."""
+    """If not 0, lengths grow geometrically from this to `length`."""
 
     @property
     def title(self) -> str:
@@ -60,7 +60,7 @@ class Decode:
         return f"B{self.batch} S{length} H{self.heads}:{self.kv_heads} D{self.head_dim}, {where}"
 
     def describe(self) -> dict[str, Any]:
-        """As it stands in the results."""
+        """The problem as the results record it."""
         found = {
             "batch": self.batch,
             "length": self.length,
@@ -76,7 +76,7 @@ class Decode:
 
     @property
     def lengths(self) -> list[int]:
-        """Cached tokens of each sequence, in an order that is neither up nor down.
+        """Cached tokens of each sequence, in an order that is not sorted.
 
         Examples
         --------
@@ -92,17 +92,17 @@ class Decode:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """What the cache stores."""
+        """The dtype of the cache."""
         return torch.float8_e4m3fn if self.is_fp8 else self.dtype
 
     @property
     def flops(self) -> float:
-        """Executed work: two products over the pairs that are read."""
+        """FLOPs: two products over the query-key pairs that are read."""
         return 4.0 * self.kept * self.heads * sum(self.lengths) * self.head_dim
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values that a call must read."""
+        """Bytes of keys and values that a call must read."""
         elements = 2 * self.kv_heads * sum(self.lengths) * self.head_dim
         return round(elements * self.cache_dtype.itemsize * self.kept)
 
@@ -145,7 +145,7 @@ class DecodeInputs:
 
     @cached_property
     def others(self) -> list["DecodeInputs"]:
-        """These and copies, more than caches hold; none where one outgrows them."""
+        """These inputs and copies that outgrow the caches; empty if one alone outgrows them."""
         size = self.problem.cache_bytes
         if size > _CACHES_BYTES or self.q.device.type != "cuda":
             return []
@@ -158,7 +158,7 @@ class DecodeInputs:
         return [self, *copies]
 
     def sequence(self, cache: torch.Tensor, b: int, kv_head: int) -> torch.Tensor:
-        """Keys or values `[keys, D]` of one sequence and head that are read."""
+        """The keys or values `[keys, D]` that are read for one sequence and head."""
         dtype, length = self.problem.dtype, self.problem.lengths[b]
         if self.table is None:
             return cache[b, kv_head, :length].to(dtype)
@@ -172,7 +172,7 @@ class DecodeInputs:
         return values[position < length].to(dtype)
 
     def check(self, out: torch.Tensor) -> None:
-        """Compare `[B, H, 1, D]` with fp64 on the queries of sampled key heads."""
+        """Compare `[B, H, 1, D]` with fp64 on the queries of sampled KV heads."""
         if out.shape != self.q.shape:
             raise AssertionError(f"expected {list(self.q.shape)}, got {list(out.shape)}")
         heads, exact, plain = self._expected
@@ -182,7 +182,7 @@ class DecodeInputs:
 
     @cached_property
     def _expected(self) -> tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]:
-        """Sampled key heads, and what their queries give in fp64 and by plain PyTorch."""
+        """Sampled KV heads, and the results of their queries in fp64 and by plain PyTorch."""
         p = self.problem
         total, group = p.batch * p.kv_heads, p.heads // p.kv_heads
         numbers = range(0, total, max(1, total // _CHECKED))
@@ -224,7 +224,7 @@ def _ours(inputs: DecodeInputs) -> Contender:
 
 
 def _ours_dense(inputs: DecodeInputs) -> Contender:
-    """The same cache, all of it."""
+    """Ours on the whole cache."""
     return _ours(replace(inputs, problem=replace(inputs.problem, kept=1.0), blocks=None))
 
 
@@ -265,7 +265,7 @@ def _fa3(inputs: DecodeInputs) -> Contender:
 
 
 def _token_major(x: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages as they are; a contiguous cache as `[B, S, Hkv, D]`, a view."""
+    """Pages unchanged; a contiguous cache as a `[B, S, Hkv, D]` view."""
     return (x.k, x.v) if x.table is not None else (x.k.transpose(1, 2), x.v.transpose(1, 2))
 
 
@@ -313,7 +313,7 @@ def _contiguous(inputs: DecodeInputs) -> str | None:
 
 
 def _plain(inputs: DecodeInputs) -> str | None:
-    """Why peers that read a whole cache of the queries' dtype do not take part, or None."""
+    """The reason why peers that read a whole cache in the queries' dtype do not run, or None."""
     if inputs.blocks is not None:
         return "reads all pages"
     return "measured without fp8" if inputs.problem.is_fp8 else None
@@ -380,7 +380,7 @@ DECODE = {
 }
 
 
-# The suite; decoding is bound by the bytes of the cache.
+# The suite; decoding is bound by reading the cache.
 
 SHAPES = ((1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 4096))
 PAGE_SIZES = (0, 16, 64, 256)
@@ -402,7 +402,7 @@ def decode(tiny: bool = False) -> Iterator[Case]:
         yield _case(Decode(1, 131072, page_size=64, kept=kept))
     for page_size in (0, 64):
         yield _case(Decode(16, 8192, page_size=page_size, is_fp8=True))
-    # as many bytes in lengths that differ and in lengths that do not
+    # unequal lengths, then equal lengths with the same number of bytes
     for page_size in (0, 64):
         ragged = Decode(16, 32768, page_size=page_size, shortest=100)
         yield _case(ragged)

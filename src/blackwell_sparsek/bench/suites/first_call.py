@@ -1,4 +1,4 @@
-"""How long the first call of a process takes: imports, compilation, launch."""
+"""The time of the first call in a process: imports, compilation, launch."""
 
 import json
 import pathlib
@@ -17,15 +17,15 @@ from .attention_peers import OURS, needs
 
 _LONGEST_S = 120
 _WORKER = pathlib.Path(__file__).with_name("first_call_worker.py")
-# Run by its path: as a module it would import this package before its clock starts.
+# The worker runs by its path: as a module it would import this package before its clock starts.
 _START = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-# What each call compiled when nothing was there, for the cases in which something is.
+# The cache that each call filled when it started from nothing, for the cases with a warm cache.
 _compiled: dict[str, "tempfile.TemporaryDirectory[str]"] = {}
 
 
 def first_call(tiny: bool = False) -> Iterator[Case]:
     """In a fresh process: nothing compiled yet, and everything in Triton's cache."""
-    # the one with the most peers last
+    # the call with the most peers comes last
     for call in ("matmul", "attention"):
         for state in ("nothing compiled", "compiled before"):
             peers = (OURS, *PEERS) if call == "attention" else (OURS,)
@@ -50,11 +50,11 @@ def _prepare(inputs: FirstCall, name: str = "") -> Contender:
 
 
 def _passed(seconds: float) -> None:
-    """`seconds_of` has checked the result."""
+    """Nothing to check: `seconds_of` has checked the result."""
 
 
 class _Repeated:
-    """A measurement of a call; the process that was checked counts as its first round."""
+    """Measurements of a call; the one made for the check is reused as the first round."""
 
     def __init__(self, measurement: Callable[[str], float], call: str):
         self.measurement, self.call = measurement, call
@@ -95,7 +95,7 @@ def seconds_of(call: str, cache: pathlib.Path) -> float:
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
         raise RuntimeError(f"the process of {call} ended with {done.returncode}: {last[0]}")
-    # libraries may print around it
+    # libraries may print other lines
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
     if not lines:
         raise RuntimeError(f"the process of {call} printed no time")

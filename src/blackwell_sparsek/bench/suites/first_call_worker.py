@@ -1,6 +1,6 @@
 """Child process of the suite `first_call`: imports, makes one call, prints seconds as JSON.
 
-Imports nothing of this package before the clock starts.
+It imports nothing of this package before the clock starts.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 def _inputs(torch: Any) -> tuple[Any, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    # the context is made before the clock starts: everybody needs one
+    # create the CUDA context before the clock starts, because every peer needs one
     return torch.randn(1, 4, 256, 64, device=device, dtype=dtype), torch.zeros(1, device=device)
 
 
@@ -27,7 +27,7 @@ def _matmul(q: Any) -> Any:
     import blackwell_sparsek as bsk
 
     weight = q[0, 0].repeat(2, 8)
-    # so few blocks that the dense product is no choice
+    # so few blocks that `auto` does not choose the dense product
     keep = weight.new_ones(8).diag().bool()
     return bsk.matmul(bsk.BSRMatrix.from_mask(weight, keep), weight.T.contiguous())
 

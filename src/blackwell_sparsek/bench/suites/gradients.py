@@ -1,4 +1,4 @@
-"""Gradients of attention, the backward pass alone and with the forward: problem, peers, suites."""
+"""Gradients of attention, with and without the forward pass: problem, peers, suites."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +34,7 @@ from .attention_peers import (
 )
 from .attention_problem import Attention, AttentionInputs, attend
 
-# Gradients of a key need every query, so one key head is computed in full, in chunks of queries.
+# The gradient of a key needs every query, so one KV head is checked in full, in chunks of queries.
 
 # Elements of fp64 scores held at once.
 _SCORES = 2**26
@@ -43,7 +43,7 @@ WORK = 2.5
 
 
 class Gradients(NamedTuple):
-    """Of q, k and v."""
+    """The gradients of q, k and v."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -51,7 +51,7 @@ class Gradients(NamedTuple):
 
 
 class _Expected(NamedTuple):
-    """A batch, its key head and query heads, and their gradients in fp64 and by plain PyTorch."""
+    """A batch, its KV head and query heads, and their gradients in fp64 and by plain PyTorch."""
 
     b: int
     kv: int
@@ -68,7 +68,7 @@ def upstream_gradient(inputs: AttentionInputs) -> torch.Tensor:
 
 
 def check_gradients(inputs: AttentionInputs) -> Callable[[Gradients], None]:
-    """Compare dq, dk and dv, `[B, H, S, D]` each, on the middle one of the key heads."""
+    """Compare dq, dk and dv, `[B, H, S, D]` each, with fp64 on the middle KV head."""
 
     def compare(found: Gradients) -> None:
         b, kv, heads, exact, plain = _expected(inputs)
@@ -76,14 +76,14 @@ def check_gradients(inputs: AttentionInputs) -> Callable[[Gradients], None]:
         got = (dq[b, heads.start : heads.stop], dk[b, kv], dv[b, kv])
         for name, x, right, usual in zip(("dq", "dk", "dv"), got, exact, plain, strict=True):
             what = f"{name} of key head {kv} of batch {b}"
-            # in fp32, base-2 exponents round once more than the formula, and that is all the error
+            # in fp32, base-2 exponents round once more than the formula; that is the whole error
             factor = 3.0 if x.dtype == torch.float32 else 2.0
             assert_within_budget(x, right, usual.to(x.dtype), factor=factor, what=what)
 
     return compare
 
 
-# all peers of a case are compared with the same; the next case lets go of it
+# all peers of a case share one expected result; the next case replaces it
 @lru_cache(maxsize=1)
 def _expected(inputs: AttentionInputs) -> _Expected:
     p = inputs.problem
@@ -105,7 +105,7 @@ def _gradients(
     heads: range,
     dtype: torch.dtype,
 ) -> Gradients:
-    """Gradients of a key head and its query heads, computed in `dtype` by chunks of queries."""
+    """Gradients of a KV head and its query heads, computed in `dtype` in chunks of queries."""
     length = inputs.problem.length
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     k, v = (x[b, kv].detach().to(dtype) for x in (inputs.k, inputs.v))
@@ -139,7 +139,7 @@ def _by_autograd(
 def _recomputed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, dout: torch.Tensor
 ) -> Gradients:
-    """From an lse of the same dtype, as every fused backward: rounding it is no fault of one."""
+    """Gradients by way of an lse in the same dtype: every fused backward rounds it like this."""
     scale = q.shape[-1] ** -0.5
     scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1, keepdim=True)
@@ -161,7 +161,7 @@ def _through_autograd(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     notes: dict[str, Any] | None = None,
 ) -> Contender:
-    """The backward pass alone, its forward pass run once; or both, where the problem says so."""
+    """The backward pass after a forward pass that ran once, or both passes with `forward_too`."""
     leaves = inputs.token_major() if token_major else [inputs.q, inputs.k, inputs.v]
     leaves = [x.detach().requires_grad_() for x in leaves]
     upstream = upstream_gradient(inputs)
@@ -244,7 +244,7 @@ def _like(
     prepare: Callable[[AttentionInputs], Contender],
     supports: Callable[[AttentionInputs], str | None] | None = None,
 ) -> Peer:
-    """The same peer, for its backward pass."""
+    """The same peer with the `prepare` of its backward pass."""
     supports = supports or peer.supports
     return Peer(peer.name, peer.label, prepare, peer.available, supports, peer.rival)
 

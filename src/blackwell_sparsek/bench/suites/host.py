@@ -1,6 +1,6 @@
-"""What a call costs the host: checks, dispatch and launch, while the GPU works behind.
+"""What a call costs the host: checks, dispatch and launch, while the GPU works asynchronously.
 
-Peers use no context managers inside of a call: they would be counted.
+Peers use no context managers inside a call, because their cost would be counted.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def _ours(inputs: AttentionInputs | DecodeInputs | ProductInputs) -> Contender:
 
 
 def _sdpa(inputs: AttentionInputs | DecodeInputs) -> Contender:
-    """SDPA of the same shape, whatever the mask: what torch's own calls cost."""
+    """SDPA of the same shape without window or block mask, for the cost of torch's own calls."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if isinstance(inputs, DecodeInputs):
         return Contender(

@@ -18,7 +18,7 @@ from ...testing.tolerance import assert_within_budget
 from ..case import EAGER, GRAPH, SUSTAINED, Case, Contender, Peer, Suite
 from ..timing import time_interleaved
 
-# Replicas of a narrow product read at least this much before memory is met again.
+# Replicas of a narrow product read at least this much before they reuse memory.
 _CACHES_BYTES = 160 * 2**20
 _MOST_REPLICAS = 16
 _CHECKED_ROWS, _CHECKED_COLUMNS = 256, 64
@@ -26,7 +26,7 @@ _CHECKED_ROWS, _CHECKED_COLUMNS = 256, 64
 
 @dataclass(frozen=True)
 class Product:
-    """`W @ x` [M, N] of a weight [M, K], or `x @ W.T` [N, M], the order of a layer: `linear`."""
+    """`W @ x` [M, N] with a weight [M, K]; with `linear`, `x @ W.T` [N, M], as in a layer."""
 
     rows: int
     inner: int
@@ -38,11 +38,11 @@ class Product:
 
     @property
     def dense_flops(self) -> float:
-        """Work without sparsity."""
+        """FLOPs without sparsity."""
         return 2.0 * self.rows * self.inner * self.n
 
     def describe(self) -> dict[str, Any]:
-        """As it stands in the results."""
+        """The product as the results record it."""
         return {
             "order": "x @ W.T" if self.linear else "W @ x",
             "weight": [self.rows, self.inner],
@@ -54,7 +54,7 @@ class Product:
         }
 
     def build(self, device: torch.device, *, replicated: bool = False) -> "ProductInputs":
-        """Random values and a random pattern with exactly the density, the same at each call."""
+        """Random values and a random pattern of exactly this density, the same at each call."""
         generator = torch.Generator(device).manual_seed(0)
         grid = (self.rows // self.block[0], self.inner // self.block[1])
         blocks = grid[0] * grid[1]
@@ -82,11 +82,11 @@ class ProductInputs:
 
     @property
     def stored(self) -> int:
-        """Elements of the stored blocks."""
+        """The number of elements in the stored blocks."""
         return self.sparse.storage.numel()
 
     def replicas(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """`weight` and copies of it, more than caches hold; none for a product that is wide."""
+        """`weight` and copies that outgrow the caches; empty for a wide product."""
         if not self.replicated:
             return []
         size = max(weight.numel() * weight.element_size(), 1)
@@ -96,7 +96,7 @@ class ProductInputs:
     def check(
         self, weight: torch.Tensor | None = None, x: torch.Tensor | None = None
     ) -> Callable[[torch.Tensor], None]:
-        """Compare with fp64 on sampled rows of the weight and columns of its result."""
+        """Compare with fp64 on sampled rows and columns of the result."""
         weight = self.dense if weight is None else weight
         x = self.x if x is None else x
         x = x.mT if self.product.linear else x
@@ -114,15 +114,15 @@ class ProductInputs:
 
 
 def _sample(size: int, count: int, device: torch.device) -> torch.Tensor:
-    """Up to `count` places from first to last, evenly."""
+    """Up to `count` evenly spaced indices from first to last."""
     return torch.linspace(0, size - 1, min(size, count), device=device).round().long()
 
 
 def plain_product(a: torch.Tensor, b: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """The less exact of two plain products: at once, and column by column.
+    """The less exact of two plain products: in one call, and column by column.
 
-    Libraries cut long sums of a large product into parts, which makes fp32 sums more exact than
-    those of the same terms in a smaller product.
+    Libraries split the long sums of a large product, which makes fp32 sums more exact than the
+    sums of the same terms in a smaller product.
     """
     products = [a @ b, torch.stack([a @ column for column in b.unbind(1)], 1)]
     return max(products, key=lambda product: (product.double() - exact).abs().max().item())
@@ -132,7 +132,7 @@ OURS, STORED = "bsk", "bsk_stored"
 DENSE, PACKED = "dense", "dense_packed_k"
 TORCH, TUNED, CUSPARSE = "torch_bsr", "torch_bsr_tuned", "cusparse_csr"
 
-# How long the search for torch's best parameters may take; what was found by then counts.
+# Time limit of the search for torch's best parameters; the best found by then is used.
 _SEARCH_S = 4.0
 
 
@@ -157,7 +157,7 @@ def _ours(inputs: ProductInputs, impl: str = "auto") -> Contender:
 
 
 def _stored(inputs: ProductInputs) -> Contender:
-    """The first implementation that works on stored blocks, even where `auto` takes another."""
+    """The first implementation that works on stored blocks, even if `auto` takes another."""
     sparse, x = inputs.sparse, inputs.x
     for impl in ("sm90", "triton") if x.is_cuda else ():
         pair = (x, sparse.T) if inputs.product.linear else (sparse, x)
@@ -171,9 +171,9 @@ def _dense(inputs: ProductInputs) -> Contender:
 
 
 def _packed(inputs: ProductInputs) -> Contender:
-    """A dense product of the same work: what the stored blocks would take with no gaps at all."""
+    """A dense product with the same FLOPs: the time of the stored blocks without gaps."""
     width = round(inputs.product.inner * inputs.sparse.density)
-    # cuBLAS has slower kernels for rows that do not begin on 16 bytes
+    # cuBLAS has slower kernels for rows that are not aligned to 16 bytes
     width = round(width / 64) * 64 if width >= 64 else width
     weight = inputs.dense.new_empty(inputs.product.rows, width).normal_()
     x = inputs.x[:, :width] if inputs.product.linear else inputs.x[:width]
@@ -199,7 +199,7 @@ def _torch_bsr(inputs: ProductInputs) -> Contender:
 
 
 def _torch_bsr_tuned(inputs: ProductInputs) -> Contender:
-    """torch's kernel with the best of a few parameters; `bsr @ x` itself has none for most GPUs."""
+    """torch's kernel with the best of a few parameters; `bsr @ x` has no table for most GPUs."""
     from torch.sparse._triton_ops import bsr_dense_addmm
 
     bsr, x = _quietly(inputs.sparse.to_torch), inputs.x
@@ -217,7 +217,7 @@ def _torch_bsr_tuned(inputs: ProductInputs) -> Contender:
 
 
 def _torch_metas(n: int) -> list[dict[str, int]]:
-    """The likely best first: panels of 128 or 256 columns, loads three to five steps ahead."""
+    """Parameters, the likely best first: panels of 128 or 256 columns, three to five stages."""
     shapes = [
         (128, 3, 4),
         (256, 3, 8),
@@ -247,7 +247,7 @@ def _fastest(
         try:
             run = partial(product, meta)
             times = time_interleaved({"it": run}, device, budget_s=0.02, rounds=(3, 9))
-        except Exception:  # more shared memory than there is, say: the others may do
+        except Exception:  # such as too much shared memory: other parameters may work
             continue
         if best is None or times["it"].median < best:
             best, chosen = times["it"].median, meta
@@ -261,7 +261,7 @@ def _cusparse(inputs: ProductInputs) -> Contender:
 
 
 def _quietly(make: Callable[[], Any]) -> Any:
-    """Torch warns about beta state and missing tables at every turn."""
+    """Run without torch's repeated warnings about beta state and missing tables."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make()
@@ -315,11 +315,10 @@ PEERS = {
 }
 
 
-# In CUDA graphs, narrow products rotate through copies of the weight that together outgrow the L2
-# cache.
+# In CUDA graphs, narrow products rotate through copies of the weight that together outgrow the L2.
 
 BLOCKS = ((128, 128), (128, 64), (128, 32), (128, 16), (64, 64), (32, 32), (16, 16))
-# (features out, features in); gate and up, and q, k and v, are one weight each
+# (features out, features in); gate and up are fused into one weight, as are q, k and v
 LLAMA = {
     "8B qkv": (6144, 4096),
     "8B o": (4096, 4096),
@@ -333,14 +332,14 @@ LLAMA = {
 NARROW = 64
 FOUNDING_DENSITY = 0.22
 OTHER_DENSITIES = (0.5, 0.3, 0.1, 0.05)
-# single calls, and calls at the limits of clocks and power
+# single calls, and sustained calls at the limits of clocks and power
 BOTH = (EAGER, SUSTAINED)
 
 _Any = TypeVar("_Any")
 
 
 def _dtype(tiny: bool) -> torch.dtype:
-    """Torch multiplies float16 on a CPU so slowly that nothing could be compared with it."""
+    """fp32 on a CPU, where torch multiplies float16 too slowly for a comparison."""
     return torch.float32 if tiny else torch.float16
 
 
@@ -381,7 +380,7 @@ def founding(tiny: bool = False) -> Iterator[Case]:
 def square(tiny: bool = False) -> Iterator[Case]:
     """Square products of 4096 to 32768: every block shape at five densities."""
     sizes = (512,) if tiny else (4096, 8192, 16384, 32768)
-    # the largest last: its dense product alone takes 95 ms
+    # the largest comes last, because its dense product alone takes 95 ms
     for size, density in _founding_first(sizes):
         for block in BLOCKS:
             yield _case(_cube(size, block, density, tiny), f"{size}^3")
@@ -396,7 +395,7 @@ def layers(tiny: bool = False) -> Iterator[Case]:
 
 
 def _founding_first(problems: Sequence[_Any]) -> list[tuple[_Any, float]]:
-    """All problems at the density of the founding table, then one by one at the others."""
+    """All problems at the density of the founding table, then each at the other densities."""
     first = [(problem, FOUNDING_DENSITY) for problem in problems]
     return first + [(problem, density) for problem in problems for density in OTHER_DENSITIES]
 
@@ -423,7 +422,7 @@ def _layer(name: str, n: int, block: tuple[int, int], density: float, tiny: bool
     shrink = 16 if tiny else 1
     rows, inner = (size // shrink for size in LLAMA[name])
     product = Product(rows, inner, n, block, density, _dtype(tiny), linear=True)
-    # narrow products are bound by launches and memory
+    # narrow products are bound by launches and memory, so CUDA graphs are timed too
     modes = (EAGER, GRAPH) if n <= NARROW else (EAGER,)
     return _case(product, f"{name}, {n} tokens", modes=modes)
 
@@ -438,7 +437,7 @@ def crossover(tiny: bool = False) -> Iterator[Case]:
 
 
 def crossings(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each block shape, the density at which stored blocks and the dense product meet."""
+    """For each block shape, the density at which the dense product becomes faster."""
     curves: dict[tuple[int, ...], list[tuple[float, float]]] = {}
     for case in cases:
         medians = {
@@ -456,7 +455,7 @@ def crossings(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def meeting_point(curve: Sequence[tuple[float, float]]) -> float | None:
-    """Where a falling speedup passes 1, between (density, speedup) points; None if it does not.
+    """The density at which a falling speedup crosses 1, interpolated between points, or None.
 
     Examples
     --------
@@ -466,7 +465,7 @@ def meeting_point(curve: Sequence[tuple[float, float]]) -> float | None:
     points = sorted(curve)
     for (left, high), (right, low) in itertools.pairwise(points):
         if high >= 1 > low:
-            # time grows with density: interpolate its inverse, the ratio of times
+            # time grows with density, so interpolate the ratio of times, the inverse speedup
             share = (1 - 1 / high) / (1 / low - 1 / high)
             return round(left + share * (right - left), 4)
     return None

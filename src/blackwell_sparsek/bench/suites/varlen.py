@@ -1,4 +1,4 @@
-"""Attention over packed sequences of unequal lengths: the problem and who computes it."""
+"""Attention over packed sequences of unequal lengths: the problem and its peers."""
 
 import inspect
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from .attention_problem import Attention, AttentionInputs
 
 @dataclass(frozen=True)
 class Varlen:
-    """Sequences of `lengths`, one behind the other without gaps."""
+    """Sequences of `lengths`, packed end to end."""
 
     lengths: tuple[int, ...]
     heads: int
@@ -48,7 +48,7 @@ class Varlen:
         return " ".join(parts)
 
     def describe(self) -> dict[str, Any]:
-        """As it stands in the results."""
+        """The problem as the results record it."""
         return {
             "lengths": list(self.lengths),
             "heads": self.heads,
@@ -59,13 +59,13 @@ class Varlen:
         }
 
     def sequence(self, index: int) -> Attention:
-        """One sequence as a problem of its own."""
+        """One sequence as a separate problem."""
         shape = (1, self.heads, self.lengths[index], self.head_dim)
         return Attention(*shape, self.kv_heads, self.dtype, self.causal)
 
     @property
     def flops(self) -> float:
-        """Executed work: two products over the visible pairs."""
+        """FLOPs: two products over the visible pairs."""
         pairs = sum(self.sequence(i).band_pairs() for i in range(len(self.lengths)))
         return 4.0 * self.heads * self.head_dim * pairs
 
@@ -98,7 +98,7 @@ class VarlenInputs:
         return max(self.problem.lengths)
 
     def padded(self) -> list[torch.Tensor]:
-        """q, k and v as `[B, H, longest, D]`, zeros behind the shorter sequences."""
+        """q, k and v as `[B, H, longest, D]`, shorter sequences padded with zeros."""
         made = []
         for x in (self.q, self.k, self.v):
             whole = x.new_zeros(len(self.problem.lengths), x.shape[1], self.longest, x.shape[2])
@@ -109,13 +109,13 @@ class VarlenInputs:
         return made
 
     def packed(self, padded: torch.Tensor) -> torch.Tensor:
-        """`[B, H, longest, D]` as `[tokens, H, D]`, what lies behind the sequences left out."""
+        """`[B, H, longest, D]` as `[tokens, H, D]`, without the padding."""
         lengths = self.problem.lengths
         rows = (x[:, :n].transpose(0, 1) for x, n in zip(padded, lengths, strict=True))
         return torch.cat(list(rows))
 
     def check(self, out: torch.Tensor) -> None:
-        """Compare `[tokens, H, D]` with fp64 on rows and heads of the first and other sequences."""
+        """Compare `[tokens, H, D]` with fp64 on sampled rows and heads of a few sequences."""
         if out.shape != self.q.shape:
             raise AssertionError(f"expected {list(self.q.shape)}, got {list(out.shape)}")
         for index, inputs in self._sampled:
@@ -146,7 +146,7 @@ _FA3 = ("flash_attn_interface", "flash_attn_varlen_func")
 def _packed(
     inputs: VarlenInputs, call: Callable[..., Any], notes: dict[str, Any] | None = None
 ) -> Contender:
-    """A contender whose `call(q, k, v)` takes and gives packed tensors, alone or first of many."""
+    """A contender whose `call` takes and returns packed tensors, the output alone or in a tuple."""
 
     def run() -> torch.Tensor:
         out = call(inputs.q, inputs.k, inputs.v)
@@ -174,7 +174,7 @@ def _ours(inputs: VarlenInputs) -> Contender:
 
 
 def _padded(inputs: VarlenInputs, call: Callable[..., Any]) -> Contender:
-    """`call` on padded tensors. What lies behind a sequence is invisible to it when causal."""
+    """`call` on padded tensors; with causal, a sequence does not see the padding after it."""
     tensors = inputs.padded()
     return Contender(
         lambda: call(*tensors),
