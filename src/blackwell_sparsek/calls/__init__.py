@@ -1,1 +1,1 @@
-"""What a call asks for, checked once and passed on whole."""
+"""Calls: tensors and options, checked once and passed on as one object."""

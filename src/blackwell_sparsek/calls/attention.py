@@ -39,7 +39,7 @@ class AttnSpec(NamedTuple):
 
 
 class AttnGradients(NamedTuple):
-    """Where the gradients of a call go; None for those that nobody asked for.
+    """The tensors that receive the gradients of a call; None for those that are not wanted.
 
     Each has the shape and dtype of its input and a contiguous last dimension.
     """
@@ -50,7 +50,7 @@ class AttnGradients(NamedTuple):
     dsinks: torch.Tensor | None
 
     def fill(self, computed: Iterable[torch.Tensor | None]) -> None:
-        """Copy what was computed elsewhere to where it was asked for."""
+        """Copy gradients that were computed elsewhere into these tensors."""
         for gradient, value in zip(self, computed, strict=True):
             if gradient is not None:
                 assert value is not None
@@ -176,7 +176,7 @@ class AttnProblem:
         )
 
 
-# Bytes between tokens of packed sequences that their descriptors can go back by.
+# Descriptors of packed sequences can step back by strides between tokens below this many bytes.
 FARTHEST_TOKENS = 2**34
 
 
@@ -197,7 +197,7 @@ class AttentionCall:
     """One attention call, checked: what every implementation of the forward pass is given.
 
     Dense q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv], or packed [T, H, D].
-    `deterministic` is about the backward pass alone, which belongs to this call.
+    `deterministic` concerns only the backward pass of this call.
     """
 
     q: torch.Tensor
@@ -212,7 +212,7 @@ class AttentionCall:
         return AttnProblem.of(self.q, self.k, self.v, self.spec, deterministic=self.deterministic)
 
     def check_lengths(self) -> None:
-        """For implementations that read the offsets of packed sequences on the host."""
+        """Check the offsets of packed sequences, for implementations that read them on the host."""
         spec, op = self.spec, "attention_varlen"
         if spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None:
             tokens_q, tokens_k = self.q.shape[0], self.k.shape[0]
@@ -224,8 +224,8 @@ class AttentionCall:
 class BackwardCall:
     """The backward pass of a call: what every implementation of it is given.
 
-    `dout` and `dlse` came back for `out` and `lse`, the results of `forward`; `dlse` is None where
-    nothing did. Implementations fill the `gradients` that are not None, and compute only those.
+    `dout` and `dlse` are the gradients of `out` and `lse`, the results of `forward`; `dlse` is None
+    if there is none. Implementations compute and fill only the `gradients` that are not None.
     """
 
     forward: AttentionCall

@@ -1,4 +1,4 @@
-"""Calls on KV caches: everything they ask for, and what the choice of an implementation needs."""
+"""Calls on KV caches: their arguments, and what the choice of an implementation depends on."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,7 +55,7 @@ class SummariesCall:
     page_table: torch.Tensor | None
     page_size: int
     new_tokens: int | None
-    """Only pages that hold the last so many tokens of a sequence; None for all pages."""
+    """Summarise only pages that hold the last `new_tokens` tokens of a sequence; None for all."""
 
     @cached_property
     def problem(self) -> CacheProblem:

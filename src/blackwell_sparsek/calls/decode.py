@@ -1,4 +1,4 @@
-"""A decode call: everything it asks for, and what the choice of an implementation depends on."""
+"""A decode call: its arguments, and what the choice of an implementation depends on."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +36,7 @@ class DecodeCall:
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
-    """fp32, one element or [Hkv]: what keys of an fp8 cache are multiplied with."""
+    """fp32, one element or [Hkv]: the factor of the keys of an fp8 cache."""
     v_scale: torch.Tensor | None = None
 
     @property
@@ -81,7 +81,7 @@ class DecodeCall:
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """One decode call without its data; lengths are data."""
+    """One decode call without its data; the lengths are data too."""
 
     arch: Arch
     dtype: torch.dtype

@@ -1,7 +1,7 @@
-"""Block-sparse products: what a call asks for, and the facts that the choice of a kernel needs.
+"""Block-sparse products: the arguments of a call, and the facts that the choice of a kernel needs.
 
 Each torch operator of a product has a call here with the arguments of its schema, in that order,
-less `impl`. A call is made once, its `problem` is computed once, and both are passed on whole.
+without `impl`. A call is made once, its `problem` is computed once, and both are passed on whole.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from ..sparse.product import PairLists
 class BsrProblem:
     """One block-sparse product, as predicates and `explain` see it.
 
-    `kind` is matmul, sddmm or pairs. `shape` is that of the sparse operand as seen (rows, columns),
-    `n` the extent of the dense operand along the result (of the contraction for sddmm), `batch`
-    the product of its leading dimensions. `row_major` tells whether the dense operand (both, for
-    sddmm) has a contiguous last dimension, `tma` whether addresses and strides of all matrices
-    suit the copy engine of Hopper. `other_block_shape` is that of the second operand of
-    pairs; both block shapes are as seen.
+    `kind` is matmul, sddmm or pairs. `shape` is that of op(A), or of the pattern for sddmm, `n` the
+    extent of the dense operand along the result (of the contraction for sddmm), `batch` the product
+    of its leading dimensions. `row_major` tells whether the dense operand (both, for sddmm) has a
+    contiguous last dimension, `tma` whether addresses and strides of all matrices suit TMA.
+    `other_block_shape` is that of the second operand of pairs; both block shapes are those after
+    transposition.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class BsrProblem:
 
     @property
     def merged(self) -> "BsrProblem":
-        """With the rows of all batch entries as rows of one matrix."""
+        """This problem with the rows of all batch entries as rows of one matrix."""
         return replace(self, n=self.n * self.batch, batch=1)
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class MatmulCall:
 
     @cached_property
     def problem(self) -> BsrProblem:
-        """What an implementation is chosen by."""
+        """What the choice of an implementation depends on."""
         shape, block_shape = (self.shape[0], self.shape[1]), _block_shape(self.values)
         dense = self.dense
         return BsrProblem(
@@ -202,7 +202,7 @@ class SddmmCall:
 
     @cached_property
     def problem(self) -> BsrProblem:
-        """What an implementation is chosen by."""
+        """What the choice of an implementation depends on."""
         a, b = self.a, self.b
         return BsrProblem(
             kind="sddmm",
@@ -250,7 +250,7 @@ class PairProductsCall:
 
     @cached_property
     def problem(self) -> BsrProblem:
-        """What an implementation is chosen by."""
+        """What the choice of an implementation depends on."""
         first, second = self.seen()
         return BsrProblem(
             kind="pairs",

@@ -1,1 +1,1 @@
-"""Ground floor: errors, checks, environment, versions, architectures, launch helpers."""
+"""The lowest layer: errors, checks, environment, versions, architectures, PyTorch state."""

@@ -1,4 +1,4 @@
-"""What the device under a tensor can do."""
+"""Properties of a tensor's device that kernels depend on."""
 
 from dataclasses import dataclass, replace
 from functools import cache

@@ -16,7 +16,7 @@ def message(op: str, arg: str, problem: str, expected: object, got: object) -> s
 
 
 def check_tensor(op: str, arg: str, x: Any) -> None:
-    """Accept a plain strided tensor; name what else came."""
+    """Accept only a plain strided tensor; the error names what was given instead."""
     if not isinstance(x, torch.Tensor):
         raise InvalidType(message(op, arg, "is not a tensor", "torch.Tensor", type(x).__name__))
     if x.is_nested or type(x).__name__ == "DTensor":
@@ -27,10 +27,10 @@ def check_tensor(op: str, arg: str, x: Any) -> None:
 
 
 def check_derivatives(op: str, arg: str, x: torch.Tensor) -> None:
-    """What an operator takes must want no derivative that torch does not ask operators for."""
+    """Refuse tensors with a derivative that torch does not ask operators for."""
     expected = ".backward() or torch.autograd.grad"
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        # torch would take it for zero
+        # torch would treat the tangent as zero
         problem = "has a forward-mode derivative (torch.func.jvp, dual tensors)"
         raise Unsupported(message(op, arg, problem, expected, "a tangent"))
     if not torch.compiler.is_compiling() and _differentiated_by_func(x):
@@ -43,13 +43,13 @@ def _differentiated_by_func(x: torch.Tensor) -> bool:
     stack = functorch.get_interpreter_stack() or ()
     if not any(level.key() == functorch.TransformType.Grad for level in stack):
         return False
-    while functorch.is_batchedtensor(x):  # which never says that it requires a gradient
+    while functorch.is_batchedtensor(x):  # a batched tensor never reports requires_grad
         x = functorch.get_unwrapped(x)
     return x.requires_grad
 
 
 def check_has_data(op: str, arg: str, x: torch.Tensor) -> None:
-    """What is read on the host, or counted, must be there."""
+    """Refuse a meta tensor whose values are read on the host or counted."""
     if x.is_meta:
         expected = "a tensor with data (make it on another device, then call .to('meta'))"
         raise Unsupported(message(op, arg, "is on the meta device", expected, "no data"))

@@ -17,7 +17,7 @@ MIN_TRITON = (3, 6)
 LAUNCHER_TRITON = (3, 6)
 # The release in whose machine code the assumptions of `device/gluon/warps.py` were checked.
 WARPS_TRITON = (3, 6)
-# The release that the registers of kernels were counted with: others divide them otherwise.
+# The release in which spills of kernels were counted: others allocate registers differently.
 SPILLS_TRITON = (3, 6)
 # Releases for which `tests/compile/test_attention_sm90_barriers.py` was run.
 PLACES_TRITON = ((3, 6), (3, 7), (3, 8))
@@ -63,7 +63,7 @@ def why_no_triton() -> str | None:
 
 
 def why_triton_fails() -> str | None:
-    """`why_no_triton`, or why what is installed cannot be imported, which takes a moment to try."""
+    """`why_no_triton`, or why the installed triton cannot be imported; trying takes a moment."""
     if (reason := why_no_triton()) is not None:
         return reason
     try:
@@ -84,20 +84,21 @@ def why_places_unknown() -> str | None:
 
 
 def warps_may_part() -> bool:
-    """Whether warps of a program may go their own ways, as `device/gluon/warps.py` lets them."""
+    """Whether warps of a program may diverge, as `device/gluon/warps.py` lets them."""
     return triton_version() == WARPS_TRITON
 
 
 def spills_are_judged() -> bool:
-    """Whether a kernel that spills more than it says is wrong: only where that was counted."""
+    """Whether excess spills fail a compile case: only in the release they were counted with."""
     return triton_version() == SPILLS_TRITON
 
 
 def launch_in_clusters(compiled: Any, size: int) -> None:
-    """Have all launches of a compiled kernel make clusters of `size` programs.
+    """Make every launch of a compiled kernel use clusters of `size` programs.
 
-    Triton 3.6 forms clusters for kernels whose tiles are spread over their programs. One that is
-    compiled for single programs may be launched so too: its machine code does not say how.
+    Triton 3.6 forms clusters for kernels whose tiles are spread over several programs. A kernel
+    compiled for single programs can be launched in clusters too: its machine code does not depend
+    on the cluster size.
     """
     warps, _, shared = compiled.packed_metadata
     compiled.packed_metadata = (warps, size, shared)
@@ -107,8 +108,8 @@ class KernelLauncher(NamedTuple):
     """The C function that launches a compiled kernel, below Triton's own preparations.
 
     `prefix` are its constant leading arguments after grid and stream; `descriptors` is the metadata
-    of the tensor descriptors among the kernel's parameters, in their order. One that `overlaps` may
-    begin before the kernel ahead of it on the stream has ended.
+    of the tensor descriptors among the kernel's parameters, in order. With `overlaps` (PDL), a
+    launch may begin before the kernel ahead of it on the stream has ended.
     """
 
     launch: Callable[..., None]
@@ -118,10 +119,10 @@ class KernelLauncher(NamedTuple):
 
 
 def kernel_launcher(compiled: Any) -> KernelLauncher | None:
-    """The launcher of a kernel that Triton compiled; None where its arguments are not known.
+    """The launcher of a kernel that Triton compiled; None if its arguments are not known.
 
-    They are private to Triton and differ between releases, so only the release they were read in
-    counts; others launch through Triton's front end.
+    The arguments are private to Triton and differ between releases, so only `LAUNCHER_TRITON` is
+    supported; other releases launch through Triton's front end.
     """
     run: Any = getattr(compiled, "run", None)
     launch = getattr(run, "launch", None)
@@ -130,7 +131,7 @@ def kernel_launcher(compiled: Any) -> KernelLauncher | None:
     if run.global_scratch_size or run.profile_scratch_size:
         return None
     descriptors: list[Any] = []
-    # a function that expands descriptors stands before the builtin, where there are any
+    # for kernels with descriptors, a function that expands them wraps the builtin
     if (code := getattr(launch, "__code__", None)) is not None:
         cells = dict(zip(code.co_freevars, launch.__closure__ or (), strict=True))
         if not {"launcher", "tensordesc_meta"} <= cells.keys():
@@ -143,8 +144,8 @@ def kernel_launcher(compiled: Any) -> KernelLauncher | None:
     return KernelLauncher(launch, prefix, descriptors, bool(run.launch_pdl))
 
 
-# torch's private ways to what its public functions tell after checks that a launch cannot afford:
-# all of them have a public function behind them where they are missing.
+# Private functions of torch, because the public ones make checks that a launch cannot afford.
+# Where a private function is missing, its public counterpart takes its place.
 raw_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -159,7 +160,7 @@ def _public_empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
-# (shape, strides, dtype) -> memory on the current GPU; what compiled models allocate with
+# (shape, strides, dtype) -> memory on the current GPU; compiled models allocate with it
 empty_on_gpu: Callable[..., torch.Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty
 )

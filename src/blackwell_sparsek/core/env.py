@@ -4,8 +4,8 @@ import os
 
 from .errors import InvalidInput
 
-# reference: the fp64 oracle; eager: plain PyTorch on the stored blocks, any device; dense: a matrix
-# written out and multiplied by torch; triton: portable kernels; sm90: kernels for Hopper.
+# reference: the fp64 oracle; eager: plain PyTorch on the stored blocks, any device; dense: the
+# matrix is densified and multiplied by torch; triton: portable kernels; sm90: kernels for Hopper.
 IMPLS = ("auto", "reference", "eager", "dense", "triton", "sm90")
 
 
@@ -20,8 +20,8 @@ def default_impl() -> str:
 def asked_impl() -> object:
     """`BSK_IMPL` as the environment stores it, unchecked: to tell whether it changed.
 
-    Reading `os.environ` decodes the value, which takes longer than all else that a repeated call
-    asks; where it hides what it stores, it is read nevertheless.
+    Reading `os.environ` decodes the value, which takes longer than everything else that a replayed
+    call checks. If the stored form is not accessible, the decoded value is returned.
     """
     if _STORED_NAME is None:
         return os.environ.get("BSK_IMPL")
@@ -37,7 +37,7 @@ def triton_interpreted() -> bool:
 
 
 def config_dir() -> str | None:
-    """`BSK_CONFIG_DIR`: the tiles that `bsk tune` found; unset, only the built-in ones count."""
+    """`BSK_CONFIG_DIR`: folder of tiles found by `bsk tune`; if unset, built-in tiles are used."""
     return os.environ.get("BSK_CONFIG_DIR") or None
 
 

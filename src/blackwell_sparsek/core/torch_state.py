@@ -1,7 +1,7 @@
 """State of PyTorch and Triton that a call depends on besides its arguments.
 
-Autocast (operands are cast before an operator, nothing inside of it), whether Triton's interpreter
-computes with bfloat16, and whether operators are asked to explain themselves.
+That is autocast (operands are cast before an operator, nothing inside it), whether Triton's
+interpreter computes bfloat16 correctly, and whether operators are asked to explain their choice.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,14 +41,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
-# Triton's interpreter takes bfloat16 for 16-bit integers, silently; `testing.interpreter` mends
-# that.
+# Triton's interpreter silently treats bfloat16 as 16-bit integers; `testing.interpreter` fixes it.
 _mended = 0
 
 
 @contextmanager
 def bf16_mended() -> Iterator[None]:
-    """Inside, whoever entered has seen to it that bfloat16 is right."""
+    """Declare that, inside, the interpreter computes bfloat16 correctly."""
     global _mended
     _mended += 1
     try:
@@ -58,7 +57,7 @@ def bf16_mended() -> Iterator[None]:
 
 
 def bf16_is_exact() -> bool:
-    """Whether somebody has."""
+    """Whether the interpreter computes bfloat16 correctly now."""
     return _mended > 0
 
 
@@ -76,7 +75,7 @@ def explaining() -> Iterator[None]:
 
 
 def is_explaining() -> bool:
-    """Whether operators are asked what they would do, not to do it."""
+    """Whether operators report what they would run instead of running it."""
     return _explaining.get()
 
 

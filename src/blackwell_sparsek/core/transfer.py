@@ -1,4 +1,4 @@
-"""Small host data to a device without waiting for it."""
+"""Copies of small host data to a device, without waiting for them."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 from .errors import BskError
 
-# Rows of int32 that start at multiples of 16 bytes: kernels are compiled for aligned pointers.
+# Rows of int32 start at multiples of 16 bytes: kernels are compiled for aligned pointers.
 ALIGNED_INTS = 4
 
 
@@ -28,18 +28,18 @@ def to_device(
 
 
 def aligned_rows(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Rows of one length, each filled up with 0 so that the next one is aligned."""
+    """Pad rows of equal length with zeros, so that each row starts aligned."""
     width = -(-len(rows[0]) // ALIGNED_INTS) * ALIGNED_INTS
     return [[*row, *[0] * (width - len(row))] for row in rows]
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on `device` goes into a CUDA graph."""
+    """Whether launches on `device` are being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(op: str, device: torch.device) -> None:
-    """Raise inside of a CUDA graph's capture: host accounting would happen once, not per replay."""
+    """Raise during the capture of a CUDA graph: host accounting would run once, not per replay."""
     if is_capturing(device):
         raise BskError(
             f"{op}: keeps accounts on the host, which a CUDA graph would not repeat; call it "

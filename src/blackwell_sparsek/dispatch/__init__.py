@@ -1,1 +1,1 @@
-"""Which implementation of an operator runs, why not the others, and operators themselves."""
+"""The choice of an operator's implementation, with reasons, and the definition of operators."""

@@ -1,9 +1,9 @@
-"""Which implementation of an operator runs, and why not each of the others.
+"""The choice of an operator's implementation, with the reason against each of the others.
 
 Every operator owns one `Dispatcher`. An implementation registers a `supports` predicate (None, or
-the reason why not) and a `run` function. `auto` takes the first that supports the problem and that
-it does not pass over, in the order of registration; an explicit name never falls back. `explain`
-and a call take the same walk over the implementations.
+the reason why not) and a `run` function. `auto` takes the first, in the order of registration, that
+supports the problem and has no reason to be passed over; an explicit name never falls back.
+`explain` and a call go through the implementations in the same way.
 """
 
 import importlib
@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
 
 
 def only_asked(problem: Any) -> str | None:
-    """Why `auto` passes over an implementation that is a second opinion, not a choice."""
+    """Why `auto` passes over an implementation that serves to check the others."""
     return "only runs when asked for"
 
 
@@ -97,7 +97,7 @@ class Dispatcher:
         return self._function(impl, problem)(*args)
 
     def decide(self, impl: str, problem: Any) -> Decision:
-        """Choose for `problem`, with the reason against each of the others."""
+        """Choose an implementation for `problem`, with the reason against each of the others."""
         check_choice(self.op, "impl", impl, IMPLS)
         asked = default_impl() if impl == "auto" else impl
         reasons = {
@@ -114,7 +114,7 @@ class Dispatcher:
         return Decision(self.op, asked, chosen, problem, reasons)
 
     def choose(self, impl: str, problem: Any) -> Candidate | None:
-        """What `decide` chooses: the same walk, up to the implementation that runs."""
+        """The implementation that `decide` chooses, without asking those after it."""
         asked = default_impl() if impl == "auto" else impl
         for candidate, reason in self._verdicts(asked, problem):
             if reason is None:

@@ -1,4 +1,4 @@
-"""What every kernel needs of the machine and of Triton before its own conditions count."""
+"""What every kernel requires of the device and of Triton, before its own conditions."""
 
 import torch
 
@@ -11,15 +11,15 @@ _MIN_SM = 80
 
 
 def why_no_kernels(arch: Arch) -> str | None:
-    """Why no kernel of ours runs there, whatever it computes, or None."""
+    """Why no kernel of this package can run on `arch`, or None when some may."""
     if arch.sm and arch.interpreted:
-        # somebody looks into kernels of their own; ours would be slow, and those in Gluon not run
+        # the user is debugging other kernels; ours would be slow, and Gluon kernels would not run
         return "TRITON_INTERPRET is set, and the tensors are on a GPU"
     return why_no_triton()
 
 
 def why_not_portable(arch: Arch, *dtypes: torch.dtype) -> str | None:
-    """Why portable kernels cannot run on tensors of `dtypes` there, or None when they can."""
+    """Why portable kernels cannot run on tensors of `dtypes` on `arch`, or None when they can."""
     if (reason := why_no_kernels(arch)) is not None:
         return reason
     if arch.sm < _MIN_SM and not arch.interpreted:
@@ -35,7 +35,7 @@ def why_not_portable(arch: Arch, *dtypes: torch.dtype) -> str | None:
     return None
 
 
-# What float32 operands are multiplied in.
+# The precision of products of float32 operands.
 
 
 def fp32_precision(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""What the transforms of `torch.func` and forward-mode derivatives make of the operators."""
+"""Defining operators, with their rules for `torch.vmap` and forward-mode derivatives."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from ..core.checks import check_derivatives
 # Defining operators in the namespace `bsk`.
 #
 # `torch.library.custom_op` wraps every call in Python that checks aliasing; defining the schema and
-# registering the kernel for all backends costs a third of that per call and means the same.
+# registering the kernel for all backends has the same effect at a third of that cost per call.
 
 NAMESPACE = "bsk"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -41,7 +41,7 @@ def define_autograd(name: str, setup: Callable[..., None], backward: Callable[..
 
 
 def without_tangents(name: str, impl: Callable[..., Any]) -> Callable[..., Any]:
-    """`impl` for operators that are called directly; public functions check before."""
+    """`impl` with a check for tangents, for direct calls; public functions check earlier."""
 
     def checked(*args: Any) -> Any:
         if forward_ad._current_level >= 0:

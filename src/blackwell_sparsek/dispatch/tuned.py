@@ -1,6 +1,6 @@
-"""Tiles that `bsk tune` found on a GPU, used in place of the built-in ones where asked for.
+"""Tiles that `bsk tune` found on a GPU, used in place of the built-in ones on request.
 
-Off unless `BSK_CONFIG_DIR` names a folder. It holds a file for each device, by its name.
+Off unless `BSK_CONFIG_DIR` names a folder. The folder holds one file for each device name.
 """
 
 import json
@@ -33,7 +33,7 @@ def file_name(device_name: str) -> str:
 
 
 def key_of(facts: tuple[Hashable, ...]) -> str:
-    """The facts that a tile depends on, as they stand in the file."""
+    """The facts that a tile depends on, as a key of the file."""
     return " ".join(map(str, facts))
 
 
@@ -74,7 +74,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def _is_tile(value: Any) -> bool:
-    """Two powers of two from 16 on, then warps and stages that Triton takes."""
+    """Whether `value` is two powers of two from 16 on, then warps and stages Triton accepts."""
     if not isinstance(value, list) or [type(x) for x in value] != [int] * 4:
         return False
     m, n, warps, stages = value

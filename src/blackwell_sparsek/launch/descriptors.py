@@ -1,6 +1,6 @@
-"""What Hopper's kernels have in common on the host: sizes, layouts, descriptors.
+"""Host code that the Hopper kernels share: sizes, layouts, descriptors.
 
-Configurations are read without Triton, so it is imported where it is needed.
+Configurations must be readable without Triton, so functions import it when they need it.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 
 # Rows of one WGMMA instruction, and so of one consumer warp group.
 GROUP_ROWS = 64
-# What one program may take of the 228 KiB of an SM, less the barriers and work numbers.
+# Shared memory for the tiles of one program: the 228 KiB of an SM less barriers and tile numbers.
 SMEM_BYTES = 226 * 1024
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
@@ -35,7 +35,7 @@ def warp_rows_layout(warps: int) -> object:
 
 @cache
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """How a tile of this shape lies in shared memory."""
+    """Layout of a tile of this shape in shared memory."""
     from triton.experimental.gluon import language as gl
 
     element = {
@@ -50,7 +50,7 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
 def tensor_descriptor(
     x: torch.Tensor, block: Sequence[int], strides: Sequence[int] | None = None
 ) -> Any:
-    """TMA descriptor that copies `block`s of `x`, along `strides` in place of its own."""
+    """TMA descriptor that copies tiles of shape `block`; `strides` replace those of `x`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = shared_layout(tuple(block), x.dtype)
@@ -59,7 +59,7 @@ def tensor_descriptor(
 
 
 def packed_descriptor(x: torch.Tensor, block: Sequence[int]) -> Any:
-    """TMA descriptor of packed sequences [T, H, D], as `device.gluon.packed` finds tiles in it.
+    """TMA descriptor of packed sequences [T, H, D], as `device.gluon.pipeline` addresses them.
 
     `block` is that of the dense layout, [1, 1, rows, width].
     """
@@ -68,7 +68,7 @@ def packed_descriptor(x: torch.Tensor, block: Sequence[int]) -> Any:
     from ..device.gluon.pipeline import BEYOND, ROW_END, WRAP
 
     tokens, heads, width = x.shape
-    # a dimension of size 1 may carry any stride, which TMA would refuse
+    # a dimension of size 1 may have any stride, even one that TMA refuses
     token = x.stride(0) if tokens > 1 else width
     head = x.stride(1) if heads > 1 else width
     shape = [BEYOND.value, BEYOND.value, heads, ROW_END.value, width]
@@ -78,5 +78,5 @@ def packed_descriptor(x: torch.Tensor, block: Sequence[int]) -> Any:
 
 
 def descriptor_type(block: Sequence[int], dtype: torch.dtype) -> str:
-    """The type of such a descriptor in Triton's spelling, for compile cases."""
+    """The type of a tensor descriptor in Triton's spelling, for compile cases."""
     return f"tensordesc<{_NAMES[dtype]}{list(block)},{shared_layout(tuple(block), dtype)!r}>"

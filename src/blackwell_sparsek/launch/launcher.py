@@ -1,7 +1,7 @@
 """Launching kernels on the device of their tensors.
 
 Calling a Triton kernel spends most of its host time on finding the compiled variant again. `launch`
-therefore notes what it launched while a call is recorded, and `launch.templates` launches the same
+therefore keeps what it launched while a call is recorded, and `launch.templates` launches the same
 variants again with other tensors.
 """
 
@@ -30,7 +30,7 @@ def launch(
 ) -> None:
     """Run `kernel` on `grid` programs with all its parameters in order, constants included.
 
-    With `cluster`, on `grid` clusters of as many programs.
+    With `cluster`, on `grid` clusters of `cluster` programs each.
     """
     if cluster > 1:
         launch_in_clusters(kernel.warmup(*args, grid=(grid,), **options), cluster)

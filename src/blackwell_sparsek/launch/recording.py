@@ -1,4 +1,4 @@
-"""What the launches of one call were given: noted while they are made, to be replayed later."""
+"""Recordings of the launches of one call with their arguments, to be replayed later."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ class Launch(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """A tensor that launches were given, and how another call makes its own."""
+    """A tensor that launches took, and how another call makes its counterpart."""
 
     how: Any
     made: torch.Tensor
@@ -26,7 +26,7 @@ class Derived(NamedTuple):
 
 @dataclass
 class Recording:
-    """Everything that a replay has to give to kernels again, or anew."""
+    """Everything that a replay passes to kernels, as recorded or newly allocated."""
 
     launches: list[Launch] = field(default_factory=list)
     scratch: list[torch.Tensor] = field(default_factory=list)
@@ -43,7 +43,7 @@ _current: ContextVar[Recording | None] = ContextVar("bsk_recording", default=Non
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Inside, launches and their workspaces are noted."""
+    """Record launches and their workspaces inside."""
     record = Recording()
     token = _current.set(record)
     try:
@@ -54,7 +54,7 @@ def recording() -> Iterator[Recording]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Inside, nothing is noted: for launches that make something once, to be kept."""
+    """Record nothing inside: for launches that build something once and keep it."""
     token = _current.set(None)
     try:
         yield
@@ -68,12 +68,12 @@ def current_recording() -> Recording | None:
 
 
 def is_recording() -> bool:
-    """Whether launches are being noted: a recording would miss launches that are replayed."""
+    """Whether launches are being recorded; the recording would miss replayed launches."""
     return _current.get() is not None
 
 
 def note_derived(how: Any, made: torch.Tensor) -> None:
-    """Note that launches are given a tensor that another call makes in the same way, by `how`."""
+    """Record a tensor that launches take and that another call makes in the same way, by `how`."""
     record = _current.get()
     if record is not None:
         record.derived.append(Derived(how, made))

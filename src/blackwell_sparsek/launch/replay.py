@@ -1,12 +1,12 @@
-"""Calls that were made before, without checks, operator and kernel lookup a second time.
+"""Replay of earlier calls, without their checks, operator dispatch and kernel lookup.
 
-The launches of a call depend on its sizes, strides, dtypes and options alone. They are recorded at
+The launches of a call depend only on its sizes, strides, dtypes and options. They are recorded at
 the first call; a later call that agrees in all of these only allocates its results and launches.
-`described` makes the key. It is on the way of every call and looks at each tensor once: what the
-key holds was checked when the call was recorded, so only what it does not hold is checked again.
+`described` makes the key. It runs in every call and looks at each tensor once: what the key holds
+was checked when the call was recorded, so only what it does not hold is checked again.
 
-Modes and transforms of PyTorch need the operator, so nothing is recorded or repeated where one of
-them could be at work; nor where gradients are wanted, unless the caller takes care of them.
+Modes and transforms of PyTorch need the operator, so nothing is recorded or replayed while one of
+them may be active; nor if gradients are wanted, unless the caller takes care of them.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -22,7 +22,7 @@ from .launcher import on_device_of
 from .recording import Recording, recording, unrecorded
 from .templates import RecordedLaunches
 
-# Recordings in one cache. A model meets a handful of sizes; a stream of new ones starts over.
+# Recordings in one cache, which is cleared when it is full: a model has only a handful of sizes.
 MAX_RECORDINGS = 64
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # The precision of float32 products is a global switch, which a recording would not follow.
@@ -39,15 +39,15 @@ _is_autocast_enabled: Callable[[], bool] = torch.is_autocast_enabled
 
 Tensors = tuple[torch.Tensor, ...]
 Launches = Callable[[list[int]], Tensors]
-# A cache of recordings. What is kept under a key is None where the call cannot be repeated.
+# A cache of recordings, by key. The value is None if the call cannot be replayed.
 Cache = dict[Any, Any]
 
 
 class Recorded:
     """The launches of a call, and the results that it allocates for them.
 
-    `derived` tells how the tensors are made that launches take after the inputs, as
-    `recording.note_derived` was told.
+    After the inputs, launches take derived tensors; `derived` says how to make each of them, as
+    given to `recording.note_derived`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Recorded:
 
 
 class Bound:
-    """Recorded launches whose last inputs are given: tensors that live as long as this does."""
+    """Recorded launches with their last inputs bound: tensors that this object keeps alive."""
 
     __slots__ = ("_addresses", "_recorded", "_tensors")
 
@@ -84,7 +84,7 @@ class Bound:
         self._addresses = [x.data_ptr() for x in tensors]
 
     def __call__(self, inputs: list[int]) -> Tensors:
-        """The results for other inputs at these addresses."""
+        """The results, with the remaining inputs at these addresses."""
         return self._recorded([*inputs, *self._addresses])
 
 
@@ -96,19 +96,19 @@ def described(
     gradients: bool = False,
     operands: int = 0,
 ) -> tuple[tuple[Any, ...], list[int], bool] | None:
-    """What tells a call from others, the addresses of its inputs, and whether it wants gradients.
+    """The key of a call, the addresses of its inputs, and whether it wants gradients.
 
-    None where it must be made in full. Nothing was checked before.
+    None if the call must be made in full. The arguments have not been checked before.
 
     Parameters
     ----------
-    options : all that launches depend on besides tensors
-    inputs : the tensors, None where absent
-    stream : the current one, where launches belong to it
-    below_autocast : whether autocast has cast what it wanted to, as inside of operators
-    gradients : whether the caller repeats calls that want gradients; others are made in full
-    operands : where autocast casts nothing but the first `operands` inputs, it may have nothing
-        to cast
+    options : everything besides tensors that the launches depend on
+    inputs : the tensors, None for an absent one
+    stream : the current stream, if the launches belong to it
+    below_autocast : whether autocast has already cast the inputs, as inside operators
+    gradients : whether the caller can replay calls that want gradients; if not, None for those
+    operands : if autocast casts only the first `operands` inputs, the call may be replayed when
+        they already have its dtype
     """
     if torch.compiler.is_compiling():
         return None
@@ -137,9 +137,9 @@ def described(
             bits |= address
             key += (x.shape, x.stride(), x.dtype, x.get_device())
     except (TypeError, RuntimeError):
-        # a tensor without strides or memory: the checks will tell
+        # a tensor without strides or memory: the checks of the full call report it
         return None
-    # a recorded variant of a kernel may count on the alignment
+    # a recorded variant of a kernel may rely on the alignment
     return None if bits & 15 else (tuple(key), addresses, wants)
 
 
@@ -150,7 +150,7 @@ def repeat(
     stream: int | None = None,
     below_autocast: bool = False,
 ) -> Tensors | None:
-    """The results by the launches that `record` kept for such a call, or None to make it."""
+    """Replay what `record` kept for such a call; None if the call must be made in full."""
     found = described(options, inputs, stream, below_autocast)
     if found is None:
         return None
@@ -171,11 +171,11 @@ def record(
     below_autocast: bool = False,
     closed: bool = False,
 ) -> Tensors:
-    """Make the results by `run(*args)`; keep its launches for `repeat` where they make all of it.
+    """Return `run(*args)`; keep its launches for `repeat` if they compute all of it.
 
-    The first `operands` inputs are those that are multiplied with each other. Only `wanted` of the
-    results are given back by `repeat`, by default all: for the others it allocates nothing. For
-    `closed` see `Recorder`.
+    The first `operands` inputs are those that are multiplied with each other. `repeat` returns only
+    the first `wanted` results, by default all; the others become scratch memory. For `closed` see
+    `Recorder`.
     """
     found = described(options, inputs, stream, below_autocast)
     if found is None or not may_record(options, inputs[:operands], inputs[operands:]):
@@ -188,7 +188,7 @@ def record(
 
 
 def kept(cache: Cache, key: tuple[Any, ...]) -> Any:
-    """What is kept for a key of `described`; None where it has an option that no key can hold."""
+    """The value kept under a key of `described`; None if an option in the key is unhashable."""
     try:
         return cache.get(key)
     except TypeError:
@@ -196,19 +196,19 @@ def kept(cache: Cache, key: tuple[Any, ...]) -> Any:
 
 
 def keep(cache: Cache, key: Any, value: Any) -> None:
-    """Add to a cache, which does not grow without end."""
+    """Add to a cache, which is cleared first if it is full."""
     if len(cache) >= MAX_RECORDINGS:
         cache.clear()
     cache[key] = value
 
 
 class Recorder:
-    """Inside, launches are recorded; `keep` keeps them under `key`, to be repeated.
+    """Records the launches made inside; `keep` stores them under `key` for replay.
 
-    None is kept of launches that cannot be repeated. `inputs` are what `described` looks at, and
-    tensors that come after them. Only `wanted` of the results are given back by a repetition, by
-    default all. With `closed` a repetition takes no tensor of this call but from memory that it
-    allocates. Without a cache nothing is recorded.
+    It stores None if they cannot be replayed. `inputs` are those of `described`, followed by
+    further tensors. A replay returns only the first `wanted` results, by default all. With
+    `closed`, launches that take any tensor besides inputs, results and workspaces are not replayed.
+    Without a cache nothing is recorded.
     """
 
     def __init__(
@@ -236,13 +236,13 @@ class Recorder:
             self._recording.__exit__(*error)
 
     def keep(self, results: Tensors) -> Tensors:
-        """Keep the launches that made `results`, which it gives back."""
+        """Keep the launches that computed `results`; return `results`."""
         if self._cache is not None:
             keep(self._cache, self._key, self.repeatable(results))
         return results
 
     def repeatable(self, results: Tensors) -> Any:
-        """What makes such results again, or None."""
+        """The launches that compute such results again, or None."""
         wanted = len(results) if self._wanted is None else self._wanted
         given, record = results[:wanted], self._record
         record.scratch += [x for x in results[wanted:] if x.numel()]
@@ -263,7 +263,7 @@ NO_RECORDER = Recorder(None)
 def may_record(options: Sequence[Any], operands: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether the launches of a call that `described` has looked at may be kept.
 
-    `operands` are multiplied with each other; `others` are read besides, None where absent.
+    `operands` are multiplied with each other; `others` are further inputs, None if absent.
     """
     tensors = [*operands, *(x for x in others if x is not None)]
     return (
@@ -291,12 +291,12 @@ def _autocast_leaves(operands: Sequence[Any]) -> bool:
 
 
 def is_plain_call(tensors: Sequence[Any]) -> bool:
-    """Whether an operator on these tensors, which autocast has seen, meets autograd alone."""
+    """Whether only autograd intercepts an operator on these tensors; autocast has run already."""
     return _nothing_else_looks(below_autocast=True) and all(type(x) in _PLAIN for x in tensors)
 
 
 def _nothing_else_looks(below_autocast: bool) -> bool:
-    """Whether no mode or transform stands between this call and the kernels, nor autocast."""
+    """Whether no mode, transform or autocast intercepts this call on its way to the kernels."""
     return not (
         _dispatch_modes()
         or _function_modes()
@@ -314,8 +314,8 @@ def stream_of(x: Any) -> int | None:
     return raw_stream(x.get_device()) if plain and x.is_cuda else None
 
 
-# Launches that build something to be kept, such as the lists of a mask. They have recordings of
-# their own: a call that needs what they build must not make it again when it is replayed.
+# Launches that build something to be kept, such as the lists of a mask. They are recorded
+# separately: the replay of a call that needs these lists must not build them again.
 
 _BUILDING: Cache = {}
 
@@ -323,16 +323,16 @@ _BUILDING: Cache = {}
 def launch_recorded(
     key: Hashable, roles: Sequence[torch.Tensor], launches: Callable[[], None]
 ) -> RecordedLaunches | None:
-    """Run `launches`, or repeat what they launched when the same `key` came before.
+    """Run `launches`, or replay what they launched if `key` was recorded before.
 
     Parameters
     ----------
-    key : all that `launches` depends on, besides the device and the addresses of tensors
-    roles : every tensor that kernels are given, none of them empty; scratch memory aside
+    key : everything that `launches` depends on besides the device and the addresses of tensors
+    roles : every tensor that the kernels take, except scratch memory; none may be empty
 
     Returns
     -------
-    What can be repeated by `repeat_at` with other tensors, all at addresses that 16 divides.
+    Launches that `repeat_at` can replay with other tensors at 16-byte aligned addresses, or None.
     """
     first, addresses = roles[0], [x.data_ptr() for x in roles]
     device, aligned = first.get_device(), tuple([x % 16 == 0 for x in addresses])

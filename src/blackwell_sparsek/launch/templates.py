@@ -1,7 +1,7 @@
 """Recorded launches as templates for Triton's C launcher, launched again with other tensors.
 
-Only what is the same in both calls (shapes, strides, options) may have gone into a recording:
-`launch.replay` looks after that.
+A recording may depend only on what both calls have in common (shapes, strides, options);
+`launch.replay` ensures that.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from .recording import Launch, Recording
 from .workspace import MOST_KEPT_BYTES, counters_of_stream, stream_memory, zeroed_counters
 
 # Tensor maps kept for each descriptor, 128 bytes each: the layers of a model have tensors of one
-# shape at as many addresses, which come back with every step.
+# shape at many addresses, which recur in every step.
 MAX_TENSOR_MAPS = 256
-# Scratch tensors begin at multiples of this, as allocations of their own would.
+# Scratch tensors begin at multiples of this, as separate allocations would.
 _ALIGNMENT = 512
 
 
@@ -29,7 +29,7 @@ class _Slot(NamedTuple):
 
 
 class _TupleSlot(NamedTuple):
-    """A place that takes a tuple, with slots for addresses in it and in the tuples inside of it."""
+    """A place that takes a tuple, with slots for addresses in it and in nested tuples."""
 
     place: int
     recorded: list[Any]
@@ -48,20 +48,20 @@ class _DescriptorSlot(NamedTuple):
 
 
 class _Address:
-    """Stands for a tensor where only its address is asked for."""
+    """Stands in for a tensor where only its address is needed."""
 
     def __init__(self, address: int):
         self.address = address
 
     def data_ptr(self) -> int:
-        """As a tensor tells it."""
+        """The address, as a tensor returns it."""
         return self.address
 
 
 class _Template:
     """One recorded launch as the argument list of Triton's C launcher.
 
-    Tensors are given as addresses, which the launcher takes without asking them again.
+    Tensors are passed as addresses, which saves the launcher from asking each tensor.
     """
 
     def __init__(self, launched: Launch, launcher: KernelLauncher, role_of: dict[int, int]):
@@ -152,8 +152,8 @@ class RecordedLaunches:
     """The launches of one call of an operator, to be repeated with other tensors.
 
     `make` takes the tensors of the recorded call, None for an absent one, in the order in which
-    `repeat` takes their successors. It returns None where the recording cannot tell the tensors
-    from each other, where kernels were interpreted, or where Triton hides its launcher.
+    `repeat` takes those of a later call. It returns None if the recording cannot tell the tensors
+    from each other, if kernels were interpreted, or if Triton hides its launcher.
     """
 
     def __init__(self, templates: list[_Template], record: Recording, device: torch.device):
@@ -163,8 +163,9 @@ class RecordedLaunches:
         for memory in record.scratch:
             self._offsets.append(self._bytes)
             self._bytes += -(-memory.nbytes // _ALIGNMENT) * _ALIGNMENT
-        # What one launch leaves to the next must be this call's own: launches of another thread may
-        # come between them on the stream. Under PDL a launch would meet the one ahead of it.
+        # Memory that passes data from one launch to the next must belong to this call: launches of
+        # another thread may come between them on the stream. Under PDL a launch would share it with
+        # the launch ahead, which may still be running.
         alone = len(templates) == 1 and not templates[0].overlaps
         self._shares = alone and self._bytes <= MOST_KEPT_BYTES
         self._zeroed = [(x.numel(), x.device) for x in record.zeroed]
@@ -177,7 +178,7 @@ class RecordedLaunches:
     ) -> "RecordedLaunches | None":
         """Find the `roles` and the scratch memory among the arguments of the launches.
 
-        Other tensors are given to all repetitions as they are, or are refused: `closed`.
+        All replays take other tensors as they are; with `closed` they are refused.
         """
         tensors = [*roles, *record.scratch, *record.zeroed, *record.self_resetting]
         role_of = {x.data_ptr(): i for i, x in enumerate(tensors) if x is not None}
@@ -221,14 +222,14 @@ class RecordedLaunches:
             template.run(stream, addresses)
 
     def _memory(self, stream: int, capturing: bool) -> torch.Tensor:
-        """Scratch memory for the whole call: that of the stream, or for this call alone."""
+        """Scratch memory for the whole call: the stream's, or allocated for this call alone."""
         if self._shares and not capturing:
             return stream_memory(self._bytes, self._device, stream)
         return torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
 
 
 def _descriptors_have_roles(args: Sequence[Any], role_of: dict[int, int]) -> bool:
-    """Whether each descriptor stands for a tensor with a role; none may hide in a tuple."""
+    """Whether each descriptor is of a tensor with a role, and none is inside a tuple."""
     bases = [getattr(arg, "base", None) for arg in args]
     return all(b.data_ptr() in role_of for b in bases if isinstance(b, torch.Tensor)) and not any(
         map(_holds_descriptors, args)

@@ -18,11 +18,11 @@ from .recording import current_recording
 # Memory outside of CUDA-graph pools.
 #
 # While Inductor warms up a CUDA graph, everything that its thread allocates belongs to the pool of
-# the graph, and recording the graph fails if any of it is still alive. A pool is entered by thread,
-# so whatever a call keeps for later calls is made in another thread.
+# the graph, and recording the graph fails if any of it is still alive. A pool applies to one
+# thread, so whatever a call keeps for later calls is allocated in another thread.
 
 T = TypeVar("T")
-# Warms up and records graphs; where it was never imported, nobody does.
+# The module that warms up and records graphs; unless it was imported, there are no such pools.
 GRAPHS = "torch._inductor.cudagraph_trees"
 
 
@@ -46,16 +46,13 @@ def made_outside_pool(make: Callable[[], T], device: torch.device) -> T:
     return made.result()
 
 
-# the former name, which other packages still use
-
-
 # Scratch memory.
 
 
 def scratch(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, zero: bool = False
 ) -> torch.Tensor:
-    """Memory for one call of an operator, which a replayed call allocates anew.
+    """Memory for one call of an operator; a replay takes other memory.
 
     Zeroed memory is for counters: int32, a few words.
     """
@@ -70,12 +67,13 @@ def scratch(
 
 # A stream keeps scratch memory between replayed calls, as cuBLAS keeps its workspace. Launches on
 # one stream follow each other, so they may use the same memory as long as nothing is left in it for
-# a later launch. A captured call takes other memory, since its graph may run beside the stream.
+# a later launch. A captured call takes other memory, since its graph may run concurrently with the
+# stream.
 
 # A stream keeps no more than this; larger memory is allocated for each call. Calls that need more
 # run long enough to hide an allocation.
 MOST_KEPT_BYTES = 8 * 2**20
-# Powers of two from this on, so that growing takes a few steps at most.
+# Sizes are powers of two from this one on, so that memory grows in a few steps at most.
 _LEAST_BYTES = 2**16
 
 _kept: dict[tuple[int | None, int], torch.Tensor] = {}
@@ -147,10 +145,10 @@ def zeroed_counters(
 
 # Self-resetting counters.
 #
-# Zeroing counters before a launch costs a launch of its own, two microseconds in a CUDA graph. A
-# kernel that resets its counters needs them zeroed only once. Two launches that may run at the same
-# time must not share any: launches on one stream follow each other, so each stream has words of its
-# own; a captured launch may be replayed on any stream, so each capture takes words of its own.
+# Zeroing counters before a launch costs another launch, two microseconds in a CUDA graph. A kernel
+# that resets its counters needs them zeroed only once. Two launches that may run at the same time
+# must not share any: launches on one stream follow each other, so each stream has its own words; a
+# captured launch may be replayed on any stream, so each capture takes its own words.
 
 # Words reserved for captured launches, 4 bytes each: a launch takes one for each of its programs.
 CAPTURED_WORDS = 2**20
@@ -195,7 +193,7 @@ def counters_of_stream(
             _of_streams[key] = words
             if index not in _for_captures:
                 reserve = made_outside_pool(lambda: _zeroed(CAPTURED_WORDS, device), device)
-                # once per device: graphs may use these words on streams that know nothing of this
+                # once per device: graphs may use them on streams that do not wait for the zeroing
                 torch.cuda.synchronize(device)
                 _for_captures[index] = [reserve]
     return words
@@ -208,7 +206,7 @@ def _captured(count: int, index: int, device: torch.device) -> torch.Tensor:
         if reserve and reserve[0].numel() >= count:
             words, reserve[0] = reserve[0][:count], reserve[0][count:]
             return words
-    # nothing reserved before the capture, or used up: the graph zeroes its own, which costs time
+    # nothing was reserved before the capture, or it is used up: the graph zeroes its own, at a cost
     return _zeroed(count, device)
 
 

@@ -1,1 +1,1 @@
-"""Oracles: plain, slow, fp64-capable PyTorch that says what every operation means."""
+"""Oracles: plain, slow, fp64-capable PyTorch that defines what every operation computes."""

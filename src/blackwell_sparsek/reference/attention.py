@@ -1,14 +1,13 @@
-"""Attention as a formula: the law that every other implementation is measured against.
+"""Attention as a formula: the oracle that every other implementation is measured against.
 
     s[i, j] = softcap(scale * q[i] . k[j])              where query i sees key j
     p[i, j] = exp(s[i, j] - lse[i])
     lse[i]  = log(sum_j exp(s[i, j]) + exp(sink))
     out[i]  = sum_j p[i, j] v[j]
 
-Everything is dense and in fp64 (`precision` says otherwise only in tests, to learn what a lower
-precision costs). Gradients come from plain autograd. Positions that a query does not see are
-selected away before they meet arithmetic, so that NaN or inf there changes no result and no
-gradient.
+Everything is dense and in fp64 (only tests pass another `precision`, to measure what a lower
+precision costs). Gradients come from plain autograd. Positions that a query does not see are masked
+out before any arithmetic, so that NaN or inf there changes no result and no gradient.
 """
 
 import torch
@@ -19,7 +18,7 @@ from ..masks.block_mask import BlockMask
 
 
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as other implementations do."""
+    """Output and lse, laid out as by other implementations."""
     call.check_lengths()
     out, lse = attention(call.q, call.k, call.v, call.spec)
     return empty_out(call.q, call.v.shape[-1]).copy_(out), lse
@@ -41,7 +40,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse of q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv].
 
-    Packed sequences (`spec.is_varlen`) go one by one: q [Tq, Hq, D], k [Tk, Hkv, D],
+    Packed sequences (`spec.is_varlen`) are computed one by one: q [Tq, Hq, D], k [Tk, Hkv, D],
     v [Tk, Hkv, Dv] give out [Tq, Hq, Dv] and lse [Hq, Tq].
     """
     if spec.is_varlen:
@@ -82,7 +81,7 @@ def _attend(
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     scores = torch.where(visible, scores, -torch.inf)
 
-    # one more column holds the sink; -inf there is no sink at all
+    # one more column holds the sink; -inf there means no sink
     column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     if spec.sinks is not None:
         column = spec.sinks.to(q.dtype).view(1, -1, 1, 1).expand_as(column)

@@ -25,7 +25,7 @@ def attention_decode(
         for h in range(heads):
             tokens = _visited(call, b, h, lengths[b])
             visible = _visible(q_len, lengths[b], tokens, call)
-            # nothing is known of keys that no query sees: their pages may be gone
+            # keys that no query sees must not be read: their pages may be gone
             tokens = [t for t, seen in zip(tokens, visible.any(0).tolist(), strict=True) if seen]
             visible = _visible(q_len, lengths[b], tokens, call).to(q.device)
             k = _rows(k_cache, call, b, h, tokens, call.k_scale, precision)
@@ -44,7 +44,7 @@ def attention_decode(
 
 
 def _visited(call: DecodeCall, b: int, h: int, length: int) -> list[int]:
-    """Positions of the keys that are there, in the order in which they are listed."""
+    """Positions of the keys that exist, in the order of the list."""
     if call.kv_blocks is None:
         return list(range(length))
     size = call.kv_block_size

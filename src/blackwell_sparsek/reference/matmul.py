@@ -1,11 +1,11 @@
-"""Block-sparse products, written to be read: dense arithmetic in float64, blocks chosen by a mask.
+"""Block-sparse products as formulas: dense arithmetic in float64, blocks chosen by a mask.
 
     op(A) @ X  or  X @ op(A):   out = activation(product + bias) + residual
     sddmm:                      (sum over the batch of a @ b) at the blocks of a pattern
     pair products:              out[o] = sum of op(first[f]) @ op(second[s]) over the triples
 
-A block that is not stored contributes nothing, whatever the dense operand holds there: it is left
-out by selection, so that a NaN does not come through a product with zero.
+A block that is not stored contributes nothing, whatever the dense operand holds there: it is
+masked out, because a product of NaN with zero would be NaN.
 """
 
 from collections.abc import Sequence

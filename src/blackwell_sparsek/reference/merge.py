@@ -1,4 +1,4 @@
-"""Merging two attention results over disjoint sets of keys, written out plainly.
+"""Merging two attention results over disjoint sets of keys, as a formula.
 
 Each partial result is the pair (out, lse): a weighted mean of values, and the log of the total
 weight behind it. The merged mean weighs both by their share of the total.

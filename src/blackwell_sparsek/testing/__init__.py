@@ -1,1 +1,1 @@
-"""Tools that tests of kernels lean on: error budget, poison, guards, offline compiler."""
+"""Tools for testing kernels: error budget, poison, guards, offline compiler."""

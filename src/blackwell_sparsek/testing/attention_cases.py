@@ -1,4 +1,4 @@
-"""Random attention calls from a seed, and the check of a result: for every implementation alike."""
+"""Random attention calls from a seed, and the check of results that all implementations share."""
 
 import random
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class AttnCase:
     mask_broadcast: tuple[bool, bool] = (True, True)
     varlen: bool = False
     spread: float = 1.0
-    """Deviation of q: logits of 1e6 come from here."""
+    """Deviation of q; a large one gives logits of 1e6."""
 
     def build(
         self, device: torch.device | str
@@ -103,7 +103,7 @@ def in_structure(
     softcap: bool,
     **given: Any,
 ) -> AttnCase:
-    """`case` as one kernel of Hopper takes it: D and Dv that `tiles` hold, such blocks or none."""
+    """`case` as one Hopper kernel takes it: D and Dv that fit `tiles`, and `blocks` or no mask."""
     d, dv = (rng.choice(_DIMS_OF_TILES[tile]) for tile in tiles)
     return replace(
         case,
@@ -128,8 +128,8 @@ def draw_case(
 ) -> AttnCase:
     """A call in which every option is as likely as not, and sizes are awkward.
 
-    What compiles a kernel anew (dtype, heads, head dimensions, blocks, which options are there)
-    comes from the seed `structure`, by default `seed`; lengths, bands and values from `seed`.
+    Whatever makes a kernel compile again (dtype, heads, head dimensions, blocks, which options are
+    on) comes from the seed `structure`, by default `seed`; lengths, bands and values from `seed`.
     """
     form = random.Random(seed if structure is None else structure)
     hkv = form.choice([h for h in (1, 2, 3) if h <= most_heads])
@@ -184,9 +184,9 @@ def check_attention(
     plain, _ = oracle(q, k, v, spec, precision=q.dtype)
     _, plain_lse = oracle(q.float(), k.float(), v.float(), spec, precision=torch.float32)
     assert_within_budget(out, exact, plain, what=f"{what} out")
-    # tensor cores cut off what they add up, where float32 on the CPU and in cuBLAS rounds
+    # tensor cores truncate their sums, where float32 on the CPU and in cuBLAS rounds
     factor = 4.0 if lse.is_cuda else 2.0
-    # Base 2 rounds four times more, by half an eps: log2(e) in the factor of scores, ln 2, and the
-    # products with both. Plain PyTorch may be exact where a query sees one key.
+    # Base 2 rounds four more times, by half an eps each: log2(e) in the factor of scores, ln 2, and
+    # the products with both. Plain PyTorch may be exact where a query sees one key.
     budget = {"factor": factor, "roundings": 3.0}
     assert_within_budget(lse, exact_lse, plain_lse, **budget, what=f"{what} lse")

@@ -1,4 +1,4 @@
-"""The check of attention's gradients: for every implementation of the backward alike."""
+"""The check of attention's gradients that all implementations of the backward share."""
 
 import torch
 
@@ -10,7 +10,7 @@ from .tolerance import assert_within_budget
 
 
 def upstream(out: torch.Tensor, lse: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients that come back for a result."""
+    """Random gradients of the results `out` and `lse`."""
     dout = normal(*out.shape, seed=seed * 8 + 5, dtype=out.dtype, device=out.device)
     return dout, normal(*lse.shape, seed=seed * 8 + 6, dtype=lse.dtype, device=lse.device)
 
@@ -54,9 +54,9 @@ def recomputed_gradients(
     """The dense formula in `precision`, by default that of q, from an lse of that dtype and from an
     output in the dtype of q.
 
-    What that costs is not the fault of an implementation, and autograd of a softmax does not have
-    it. The rounding of lse is an error of |lse| * eps / 2 in each probability. The rounding of the
-    output is one in delta, which is all that is left where a query sees one key and a sink.
+    An implementation is not to blame for these roundings, and autograd of a softmax does not have
+    them. Rounding lse causes an error of |lse| * eps / 2 in each probability. Rounding the output
+    causes one in delta, and nothing but delta is left where a query sees one key and a sink.
     """
     precision, given = precision or q.dtype, q.dtype
     dout, q, k, v = (x.to(precision) for x in (dout, q, k, v))
@@ -145,16 +145,16 @@ def check_gradients(
     else:
         plain = oracle_gradients(dout, dlse, q, k, v, spec, q.dtype)
         from_rounded = recomputed_gradients(dout, dlse, q, k, v, spec, torch.float64)
-    # softcaps bend scores that are rounded already; in fp32, base-2 exponents round once more than
-    # the formula does, and that is all the error there is
+    # a softcap is applied to scores that are rounded already; in fp32, base-2 exponents round once
+    # more than the formula does, which is the whole error there
     factor = 3.0 if spec.softcap or q.dtype == torch.float32 else 2.0
     columns = (AttnGradients._fields, gradients, exact, plain, from_rounded)
     for name, got, want, low, rounded in zip(*columns, strict=True):
         if got is not None:
             assert want is not None and low is not None and rounded is not None, name
             low = _farther(low, rounded, want)
-            # a sink sums delta, which knows the output after it was rounded, over all queries; and
-            # what plain PyTorch errs by on a handful of heads is a lucky draw
+            # the gradient of a sink sums delta, computed from the rounded output, over all queries;
+            # and the error of plain PyTorch on a handful of heads may be small by luck
             slack = 2.0 if name == "dsinks" else 1.0
             assert_within_budget(
                 got, want, low.to(got.dtype), factor=slack * factor, what=f"{what} {name}"

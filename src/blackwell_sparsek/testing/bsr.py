@@ -1,4 +1,4 @@
-"""Block-sparse products under test: awkward matrices, and results against the oracle."""
+"""Tests of block-sparse products: awkward matrices, and results against the oracle."""
 
 import torch
 
@@ -23,9 +23,9 @@ def random_bsr(
     device: torch.device | str = "cpu",
     whole: bool = False,
 ) -> BSRMatrix:
-    """A matrix with an empty and, where it has three block rows, a full block row.
+    """A matrix with an empty block row and, if it has three or more, a full one.
 
-    `whole` takes whole numbers, whose products are exact.
+    With `whole`, values are whole numbers, whose products are exact.
     """
     rows_b, cols_b = (-(-n // b) for n, b in zip(shape, block_shape, strict=True))
     keep = block_pattern(rows_b, cols_b, density=density, seed=seed)
@@ -62,9 +62,9 @@ def product(a: BSRMatrix, order: str, x: torch.Tensor, **kwargs: object) -> torc
 def assert_product(
     a: BSRMatrix, order: str, x: torch.Tensor, *, impl: str, layouts: int = 0, **kwargs: object
 ) -> torch.Tensor:
-    """Run a product in poisoned memory and hold it to the error budget; return it.
+    """Run a product in poisoned memory and check its error budget; return it.
 
-    With `layouts`, the operand and the residual take strides of their own.
+    With `layouts`, the operand and the residual get different strides.
     """
     residual = kwargs.get("residual")
     if layouts:
@@ -81,7 +81,7 @@ def assert_product(
 
 
 def assert_sddmm(a: torch.Tensor, b: torch.Tensor, pattern: BSRMatrix, *, impl: str) -> BSRMatrix:
-    """Run a sampled product in poisoned memory and hold it to the error budget; return it."""
+    """Run a sampled product in poisoned memory and check its error budget; return it."""
     with poisoned_empty():
         actual = sddmm(a, b, pattern, impl=impl)
     plain = sddmm(a, b, pattern, impl="eager")

@@ -1,4 +1,4 @@
-"""Products of a layer's block-sparse weight with few rows, checked: x @ A.T."""
+"""Checks of a layer's product with few rows and a block-sparse weight: x @ A.T."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def layer_weight(
 
 
 def check_layer(a: BSRMatrix, x: torch.Tensor, impl: str = "sm90", **options: Any) -> torch.Tensor:
-    """The product x @ A.T with its epilogue, into memory full of NaN, within the error budget."""
+    """Return x @ A.T with its epilogue, computed into poisoned memory; check its error budget."""
     dense = a.to_dense()
     bias, residual = options.get("bias"), options.get("residual")
 
@@ -50,9 +50,9 @@ def check_layer(a: BSRMatrix, x: torch.Tensor, impl: str = "sm90", **options: An
 
 
 def check_chain_in_graph(block: tuple[int, int], n: int) -> None:
-    """Products that start early: what the kernel in front writes must not be read before."""
+    """Check that products under PDL do not read what the kernel ahead has not written yet."""
     torch.manual_seed(0)
-    # the last row has all blocks and may be cut, others less than half
+    # the last block row is full and may be split; the others keep less than half of their blocks
     a = layer_weight(1024, 1024, block)
     fresh = a.data * 0.05
     a = a.with_data(torch.empty_like(fresh))

@@ -1,7 +1,7 @@
-"""Compile cases made by the launchers themselves: what is compiled is what would be launched.
+"""Compile cases made by the launchers, so that tests compile what would be launched.
 
 A launcher runs on tensors of the meta device while Triton's front end is replaced by one that only
-notes the kernel, its arguments and its options. Nothing is compiled or run, and no GPU is needed.
+records the kernel, its arguments and its options. Nothing is compiled or run, and no GPU is needed.
 """
 
 import sys
@@ -18,12 +18,12 @@ from triton.runtime.jit import JITFunction
 from ..core import arch
 from .compile_cases import CompileCase
 
-# An H200 but for the compute capability: launchers ask how many programs fill the GPU.
+# An H200, except for the compute capability: launchers ask how many programs fill the GPU.
 _GPU = arch.Arch("cuda", 90, 132, 232448, False)
 
 
 class Launch(NamedTuple):
-    """One launch that was asked for: the kernel, its arguments in order, its launch options."""
+    """One captured launch: the kernel, its arguments in order, its launch options."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -32,20 +32,20 @@ class Launch(NamedTuple):
 
 @contextmanager
 def captured_launches(sm: int = 90) -> Iterator[list[Launch]]:
-    """Inside, launches of Triton and Gluon kernels are noted in the list and not made.
+    """Record launches of Triton and Gluon kernels in the list, without making them.
 
-    Launchers see tensors of any device as those of a GPU of compute capability `sm`.
+    To launchers, every device looks like a GPU of compute capability `sm`.
     """
     launches: list[Launch] = []
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if not warmup:
             launches.append(Launch(kernel, args, options))
-        # what clusters are asked for on
+        # `launch_in_clusters` sets the cluster size on this
         return SimpleNamespace(packed_metadata=(0, 1, 0))
 
     gpu = replace(_GPU, sm=sm)
-    # modules import the function by name
+    # modules import `arch_of` by name, so each needs the patch
     modules = [
         module
         for module in list(sys.modules.values())
@@ -73,8 +73,8 @@ def launched_case(
 
     Parameters
     ----------
-    name : of the case
-    kernel : which of several launches is meant; the last one of that kernel
+    name : name of the case
+    kernel : if there are several launches, take the last one of this kernel
     sm : the compute capability that the launcher sees
     expect, max_spill_bytes, archs : as in `CompileCase`
     """

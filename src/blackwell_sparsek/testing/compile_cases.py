@@ -1,7 +1,7 @@
-"""What is compiled for GPUs that are not here: one case for each variant of a kernel.
+"""Compile cases: variants of kernels that are compiled without their GPU.
 
-Functions under `@compile_cases` yield the variants worth building, one file of them for each
-operation in `testing/cases`. `blackwell_sparsek.testing.compile_only` builds them.
+Functions under `@compile_cases` yield the variants worth building; `testing/cases` has one file for
+each operation. `blackwell_sparsek.testing.compile_only` builds them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,18 +17,18 @@ class CompileCase:
 
     Parameters
     ----------
-    name : unique, `<kernel>/<what sets it apart>`
+    name : unique, `<kernel>/<variant>`
     kernel : a `@triton.jit` or `@gluon.jit` function
     args : a value for each parameter, as a launch would pass it. A `torch.dtype` stands for an
         aligned tensor of it, a `str` for a type in Triton's spelling; ints, floats, None, tuples
-        and constexpr values are themselves, and specialise as they do in a launch.
+        and constexpr values are passed as they are, and specialise as in a launch.
     archs : the compute capabilities it is built for, 90 for sm_90
     num_warps, num_stages : launch options
     options : further launch options, such as `maxnreg`
-    expect : instruction to the least number of times it must occur, `wgmma` in the PTX or
+    expect : for each instruction the least number of times it must occur, `wgmma` in the PTX or
         `sass:HGMMA` in the machine code
-    max_spill_bytes : spilled bytes (stores and loads) that are accepted, with the release of
-        Triton that they were counted with; others only show theirs
+    max_spill_bytes : spilled bytes (stores and loads) that are accepted with the release of
+        Triton they were counted with; with other releases spills are only reported
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""Compile every registered kernel for GPUs that are not here, and report what came out.
+"""Compile every registered kernel without its GPU, and report on the machine code.
 
 `python -m blackwell_sparsek.testing.compile_only --arch sm_90 [filter]` prints registers, shared
 memory, spills and, on request, how often an instruction occurs. `--save FILE` keeps a digest of
-each kernel's machine code, `--compare FILE` tells which have changed since: a move or a renaming
-must change none. Triton cannot compile in a process
-that interprets kernels, so the work is done in child processes, many cases in each.
+each kernel's machine code, `--compare FILE` tells which have changed since: moving or renaming code
+must change none. Triton cannot compile in a process that interprets kernels, so child processes do
+the work, many cases in each.
 """
 
 import argparse
@@ -39,9 +39,9 @@ def compile_kernels(
     ----------
     archs : compute capabilities, 90 for sm_90
     contains : only cases whose name contains this
-    counts : instructions to count beyond those a case expects: `wgmma` in the PTX, `sass:HGMMA`
+    counts : instructions to count besides those a case expects: `wgmma` in the PTX, `sass:HGMMA`
         in the machine code
-    package : whose modules are imported for their compile cases
+    package : its modules are imported for their compile cases
     jobs : child processes
     part : (i, n), only every n-th case from the i-th on
     progress : called with (done, total, record) after each build
@@ -65,7 +65,7 @@ def compile_kernels(
         thread.start()
     try:
         records = _gathered(lines, jobs, progress)
-    except BaseException:  # an interrupt: nobody waits for the rest
+    except BaseException:  # such as an interrupt: do not wait for the rest
         for child in children:
             child.kill()
         raise
@@ -81,7 +81,7 @@ def _gathered(
     running: int,
     progress: Callable[[int, int, dict[str, Any]], None] | None,
 ) -> list[dict[str, Any]]:
-    """What the children send until all of them have ended."""
+    """The records of the children, until all of them have ended."""
     records: list[dict[str, Any]] = []
     total = 0
     while running:
@@ -110,7 +110,7 @@ def _start(command: list[str]) -> "subprocess.Popen[str]":
 def _collect(child: "subprocess.Popen[str]", lines: Any, errors: list[str]) -> None:
     stderr: list[str] = []
     assert child.stdout and child.stderr
-    # a full pipe would block the child, so stderr is drained beside stdout
+    # a full pipe would block the child, so a thread drains stderr
     drain = threading.Thread(target=stderr.extend, args=(child.stderr,))
     drain.start()
     for line in child.stdout:
@@ -122,7 +122,7 @@ def _collect(child: "subprocess.Popen[str]", lines: Any, errors: list[str]) -> N
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Lay the records out in aligned columns, problems below the row they belong to."""
+    """Format the records in aligned columns, with problems below their row."""
     counted = list(dict.fromkeys(what for r in records for what in r.get("counts", {})))
     head = ["case", "arch", "regs", "shared", "spills", *counted, "s", ""]
     rows = [head]
@@ -144,7 +144,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def changed_code(records: Sequence[dict[str, Any]], before: dict[str, str]) -> list[str]:
-    """The cases whose machine code is not what it was `before`, by `digests`."""
+    """The cases whose machine code differs from `before`, an earlier result of `digests`."""
     now = digests(records)
     lines = [f"changed: {name}" for name in now if before.get(name, now[name]) != now[name]]
     lines += [f"new: {name}" for name in now if name not in before]
@@ -152,7 +152,7 @@ def changed_code(records: Sequence[dict[str, Any]], before: dict[str, str]) -> l
 
 
 def digests(records: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Case and architecture to the digest of the machine code; "" where it does not build."""
+    """The digest of the machine code, by case and architecture; "" if it does not build."""
     return {f"{r['name']} sm_{r['arch']}": r.get("digest", "") for r in records}
 
 

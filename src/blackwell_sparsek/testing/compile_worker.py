@@ -1,6 +1,6 @@
 """Child process of `compile_only`: builds cases with Triton and prints one JSON line for each.
 
-Runs without TRITON_INTERPRET, whatever the parent runs under.
+Runs without TRITON_INTERPRET, even if it is set in the parent.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from ..core.compat import spills_are_judged
 from .compile_cases import CompileCase, registered_cases
 from .machine_code import code_digest, unwritten_registers
 
-# Bytes of shared memory one block may ask for.
+# The most shared memory of one program, in bytes.
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 _POINTERS = {
     torch.float64: "*fp64",
@@ -94,7 +94,7 @@ def _is_one(value: Any) -> bool:
 
 
 def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]:
-    """Compile one case for one architecture; the record that `compile_only` reports."""
+    """Compile one case for one architecture; return the record that `compile_only` reports."""
     started = time.perf_counter()
     special = Specialised(case)
     source: type[ASTSource] = ASTSource
@@ -108,7 +108,7 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
         options={"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options},
     )
     record = _ptxas(compiled.asm["ptx"], sm)
-    # kernels with asynchronous copies take their shared memory at launch: ptxas does not see it
+    # kernels with asynchronous copies get shared memory at launch, which ptxas does not see
     record["shared"] = max(record["shared"], compiled.metadata.shared)
     wanted = dict.fromkeys((*case.expect, *counts))
     record["num_warps"] = case.num_warps
@@ -156,7 +156,7 @@ def _ptxas(ptx: str, sm: int) -> dict[str, Any]:
 
 
 class _Code:
-    """What came out for one architecture."""
+    """The code of one case for one architecture."""
 
     def __init__(self, compiled: Any, sm: int):
         self._compiled, self._sm = compiled, sm
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--shard", type=int, default=0)
     parser.add_argument("--shards", type=int, default=1)
     out = sys.stdout
-    sys.stdout = sys.stderr  # what compilers print must not get between the records
+    sys.stdout = sys.stderr  # output of compilers must not mix with the records
     for record in _work(parser.parse_args()):
         print(json.dumps(record), file=out, flush=True)
 

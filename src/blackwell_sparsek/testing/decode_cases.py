@@ -1,4 +1,4 @@
-"""Random decode calls from a seed, and the check of a result: for every implementation alike."""
+"""Random decode calls from a seed, and the check of results that all implementations share."""
 
 import random
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ SPARE_PAGES = 3
 class DecodeCase:
     """One decode call; the same seed gives the same keys in any layout.
 
-    Slots past the lengths and pages of no sequence hold NaN.
+    Slots past the lengths and pages that belong to no sequence hold NaN.
     """
 
     seed: int
@@ -31,14 +31,14 @@ class DecodeCase:
     q_len: int = 1
     head_dims: tuple[int, int] = (16, 16)
     capacity: int | None = None
-    """Slots of a sequence; by default as many as the longest one has keys."""
+    """Slots of a sequence; by default the length of the longest sequence."""
     band: Band = CAUSAL
     scale: float | None = None
     softcap: float = 0.0
     sinks: bool = False
     page_size: int | None = None
     block_size: int | None = None
-    """List blocks of this size, those of pages under `page_size`; None reads all keys."""
+    """Size of the listed blocks, with `page_size` that of a page; None reads all keys."""
     keep: float = 0.5
     """Fraction of the blocks that are listed."""
     fp8: str = "none"
@@ -99,7 +99,7 @@ class DecodeCase:
     def _paged(
         self, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scatter over shuffled pages, [pages, page_size, Hkv, D] with strides of their own."""
+        """Scatter over shuffled pages, [pages, page_size, Hkv, D], not contiguous."""
         batch, hkv, slots, _ = k.shape
         size = self.page_size or 1
         pages = slots // size
@@ -117,7 +117,7 @@ class DecodeCase:
 
 
 def _poisoned(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    # float8 has NaN but hardly any operations
+    # float8 has NaN but supports hardly any operations
     return poison_unused_(x.float(), lengths).to(x.dtype)
 
 
@@ -165,6 +165,6 @@ def check_decode(out: torch.Tensor, lse: torch.Tensor, call: DecodeCall, what: s
     plain, _ = oracle(call, precision=q.dtype)
     _, plain_lse = oracle(replace(call, q=q.float()), precision=torch.float32)
     assert_within_budget(out, exact, plain, what=f"{what} out")
-    # tensor cores truncate what they add up, where float32 on the CPU and in cuBLAS rounds
+    # tensor cores truncate their sums, where float32 on the CPU and in cuBLAS rounds
     factor = 4.0 if lse.is_cuda else 2.0
     assert_within_budget(lse, exact_lse, plain_lse, factor=factor, what=f"{what} lse")

@@ -1,4 +1,4 @@
-"""Tensors beside memory that must not be touched, and tensors too large to hold.
+"""Tensors next to pages without access, and tensors larger than memory.
 
 The Triton interpreter checks no bounds. A tensor that ends at a page without access makes the
 hardware check them: an access past its end is a segmentation fault instead of a wrong number.
@@ -23,13 +23,13 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 
 
 
 def guarded(x: torch.Tensor, side: str = "right") -> torch.Tensor:
-    """Copy `x`, with its strides, to where touching a neighbour is a segmentation fault.
+    """Copy `x`, with its strides, next to a page where any access is a segmentation fault.
 
     Parameters
     ----------
     x : CPU tensor, any strides; elements between its own are copied as they are
-    side : `right` puts the last element against the forbidden page, `left` the first. At the
-        other end up to a page is reachable, so a test runs both.
+    side : `right` puts the last element against the forbidden page, `left` the first. Past the
+        other end up to a page is accessible, so tests run both.
 
     Returns
     -------
@@ -65,7 +65,7 @@ def huge_zeros(
     """Zeros of any size that occupy no memory until written, for offsets past 2^31.
 
     The address space is reserved, not backed: a page becomes real when something writes to it.
-    The end lies against a page without access, as with `guarded`.
+    The last element lies against a page without access, as with `guarded`.
 
     Parameters
     ----------

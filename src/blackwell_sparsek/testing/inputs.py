@@ -59,8 +59,8 @@ def block_pattern(
 ) -> torch.Tensor:
     """A random bool pattern of blocks [..., rows, cols].
 
-    Row counts differ. Unless `empty_row` is False, row 0 is empty when there is more than one
-    row: the case that block-sparse code forgets.
+    Rows have different numbers of blocks. Unless `empty_row` is False, row 0 is empty if there is
+    more than one row: the case that block-sparse code forgets.
     """
     keep = torch.rand(shape, generator=_generator(seed)) < density
     if empty_row and shape[-2] > 1:

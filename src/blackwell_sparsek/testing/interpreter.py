@@ -1,18 +1,18 @@
-"""What the Triton interpreter must be told before its results mean anything.
+"""Settings and fixes without which results of Triton's interpreter cannot be trusted.
 
 Out of the box it wraps int32 silently, skips `device_assert`, and treats bfloat16 as 16-bit
 integers: products of bf16 tiles are garbage without an error, and casts to bf16 truncate.
-`interpreter_checks` turns the first two into failures and settles bf16 in one place:
+`interpreter_checks` turns the first two into failures and handles bf16 as follows:
 
-- loads, stores, selects and shape changes move bits and are right as they are;
+- loads, stores, selects and shape changes only move bits and stay as they are;
 - casts round to nearest even, as the hardware does;
 - `tl.dot` on bf16 tiles multiplies in fp32, which is exact for the products, and accumulates in
   fp32, as tensor cores do;
 - arithmetic and reductions on bf16 values raise `TypeError`. Kernels of this package compute in
-  fp32, so bf16 arithmetic is a missing cast.
+  fp32, so bf16 arithmetic means that a cast is missing.
 
 Triton before 3.8 also turns one-element arrays into indices in a way that numpy 2.4 refuses, so
-that `range(0, n)` over an argument fails; that is mended here as well.
+that `range(0, n)` over an argument fails; that is fixed here as well.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def interpreter_checks() -> Iterator[None]:
     """Inside, interpreted kernels assert on int32 overflow and handle bf16 as above.
 
     Does nothing when kernels are not interpreted. Raises `RuntimeError` when the installed
-    interpreter has no place to put these checks, rather than running without them.
+    interpreter has no hooks for these checks, rather than running without them.
     """
     if not triton_interpreted():
         yield

@@ -1,8 +1,8 @@
 """Faster calls of device functions in Triton's interpreter.
 
 The interpreter redirects `triton.language` to numpy when a kernel starts, and once more on every
-call of a device function inside of it. Kernels made of many small functions spend half of their
-time there. `quick_device_calls` does it once per launch for each module of device functions.
+call of a device function inside it. Kernels made of many small functions spend half of their
+time on that. `quick_device_calls` redirects each module of device functions once per launch.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from ..core.env import triton_interpreted
 
 class _NothingToRestore:
     def restore(self) -> None:
-        """The first redirection of the launch undoes itself."""
+        """Do nothing: the first redirection of the launch is the one that is undone."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""KV caches for tests: the append rule slot by slot, and inputs for it."""
+"""KV caches for tests: inputs of an append, and its expected result slot by slot."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from .poison import poison_
 
 
 class AppendCase(NamedTuple):
-    """One append: caches poisoned where nothing was written, new tokens, lengths, tables."""
+    """One append: poisoned caches, new tokens, lengths, tables."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -22,7 +22,7 @@ class AppendCase(NamedTuple):
     v_scale: torch.Tensor | None = None
 
     def copy(self) -> "AppendCase":
-        """The same with caches of its own, in the same layout."""
+        """The same case with copies of the caches, in the same layout."""
         return self._replace(k_cache=self.k_cache.clone(), v_cache=self.v_cache.clone())
 
 
@@ -42,7 +42,7 @@ def append_case(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> AppendCase:
-    """Random tokens for sequences of `lengths`; pages are shuffled, and unused ids are -1."""
+    """Random tokens for sequences of `lengths`; pages are shuffled."""
     batch = len(lengths)
     capacity = capacity or max(lengths) + tokens
     k, v = (
@@ -75,7 +75,7 @@ def append_case(
 
 
 def appended(case: AppendCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the caches must hold afterwards, in fp8 bits or values; one slot after the other."""
+    """What the caches must hold afterwards, written slot by slot in the dtype of the caches."""
     caches = [x.cpu().clone() for x in (case.k_cache, case.v_cache)]
     lengths = case.cache_seqlens.tolist()
     tokens = case.k.shape[2]
@@ -99,7 +99,7 @@ def appended(case: AppendCase) -> tuple[torch.Tensor, torch.Tensor]:
 def _place(
     cache: torch.Tensor, b: int, slot: int, table: list[list[int]] | None
 ) -> torch.Tensor | None:
-    """[Hkv, D] of one slot, or None where it does not exist."""
+    """The rows [Hkv, D] of one slot, or None if the slot does not exist."""
     if table is None:
         return cache[b, :, slot] if slot < cache.shape[2] else None
     pages, page_size = cache.shape[:2]
@@ -110,7 +110,7 @@ def _place(
 
 
 def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal bit by bit, NaN included."""
+    """Fail unless both are equal bit by bit, NaN included."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     kind = kinds[expected.element_size()]
     got, expected = (x.cpu().contiguous().view(kind) for x in (got, expected))

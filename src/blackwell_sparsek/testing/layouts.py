@@ -1,14 +1,14 @@
 """The same values with other strides; the memory between them holds NaN.
 
-A kernel that mixes up the strides of two of its arguments is right as long as these are equal, so
-tests give every tensor a layout of its own.
+A kernel that mixes up the strides of two arguments still gives the right result when these are
+equal, so tests give every tensor a different layout.
 """
 
 import torch
 
 from .poison import poison_
 
-# Last dimension contiguous: what the operators accept.
+# Layouts that the operators accept: the last dimension is contiguous.
 KINDS = ("contiguous", "row_gap", "outer_gap", "swapped", "offset")
 
 
@@ -20,7 +20,7 @@ def strided_like(x: torch.Tensor, kind: str) -> torch.Tensor:
     x : any shape and dtype
     kind : one of
 
-        - `contiguous`: rows packed, nothing between;
+        - `contiguous`: rows packed, without gaps;
         - `row_gap`: three unused elements after each row of the last dimension, so that rows
           are not aligned to 16 bytes;
         - `outer_gap`: one unused index at the end of every dimension but the last;

@@ -1,8 +1,8 @@
-"""What machine code must not do, whatever the compiler thought of it, and whether it changed.
+"""Checks of machine code: registers that are read before they are written, and changes.
 
-ptxas of CUDA 12.8, which Triton 3.6 brings, can lose the copy of a shared-memory address that
+ptxas of CUDA 12.8, which comes with Triton 3.6, can lose the copy of a shared-memory address that
 several products of a Hopper kernel share: it then computes the descriptor of an operand from a
-uniform register that nothing wrote, and the kernel reads where whatever ran before it left off.
+uniform register that nothing wrote, and the kernel reads wherever its leftover value points.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import NamedTuple
 _INSTRUCTION = re.compile(
     r"/\*(?P<at>[0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][\w.]*)\s*(?P<rest>[^;]*);"
 )
-# Their first operand, predicates aside, is the register that they write.
+# Instructions whose first operand, predicates aside, is the register that they write.
 _WRITERS = re.compile(
     r"(UMOV|ULDC|UIADD3|UIMAD|ULEA|ULOP3|USHF|USEL|S2UR|R2UR|USGXT|UPRMT|UFLO|UPOPC|VOTEU|UP2UR"
     r"|UBMSK|UBREV|UIABS|REDUX)\b"
@@ -40,12 +40,12 @@ def unwritten_registers(sass: str) -> list[str]:
         body = rest if target is None else rest[target.end() :]
         read = [int(number) for number in _READ.findall(body)]
         for number in map(int, _DESCRIPTORS.findall(body)):
-            # two descriptors of two registers each, the first unused where registers take its place
+            # two descriptors of two registers each; the first is unused if registers replace it
             skip = 2 if _FIRST_FACTOR_IN_REGISTERS.match(body) else 0
             read += range(number + skip, number + 4)
         unknown = [x for x in read if x not in written]
         if op == "UMOV" and unknown and target is not None:
-            # half of a pair is often copied along and then overwritten: whoever reads it will tell
+            # half of a pair is often copied along and then overwritten: report only a later read
             written.discard(int(target[1]))
             continue
         found += [f"{op} at {at} reads UR{x}, which nothing wrote" for x in unknown]
@@ -56,7 +56,7 @@ def unwritten_registers(sass: str) -> list[str]:
 
 
 class _Section(NamedTuple):
-    """A section header of an ELF file, as far as it matters; `name` is an offset of its own."""
+    """The fields of an ELF section header that matter here; `name` is an offset into the names."""
 
     name: int
     kind: int
@@ -65,9 +65,9 @@ class _Section(NamedTuple):
 
 
 def code_digest(cubin: bytes) -> str:
-    """A digest of a cubin's instructions alone: names, line tables and notes do not enter it.
+    """A digest of a cubin's instructions alone, without names, line tables and notes.
 
-    A change that only moves or renames code leaves it as it was.
+    A change that only moves or renames code does not change it.
     """
     start, entry, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
     sections = [

@@ -1,4 +1,4 @@
-"""Poison: memory that nobody wrote holds NaN, so that a result leaning on it shows."""
+"""Poison: NaN in memory that was not written, so that results that depend on it show."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,8 +45,8 @@ def poison_unused_(x: torch.Tensor, lengths: torch.Tensor, dim: int = -2) -> tor
 def poisoned_empty() -> Iterator[None]:
     """Inside, `torch.empty`, its variants and `Tensor.new_empty` return poisoned tensors.
 
-    Kernels must write every element of what their callers allocate; under this, one that is not
-    written reads NaN instead of whatever the allocator had there.
+    Kernels must write every element of what their callers allocate; an element that is not written
+    is then NaN instead of whatever the memory held.
 
     Examples
     --------
@@ -56,7 +56,7 @@ def poisoned_empty() -> Iterator[None]:
     tensor([nan, nan])
     """
     originals = {name: getattr(torch, name) for name in _FACTORIES}
-    # these live on a base class of Tensor, so the patch is an extra attribute to delete again
+    # these belong to a base class of Tensor, so the patch adds an attribute to delete again
     inherited = [name for name in _METHODS if name not in vars(torch.Tensor)]
     try:
         for name, original in originals.items():

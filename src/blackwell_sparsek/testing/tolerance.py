@@ -1,7 +1,7 @@
-"""The error budget: what a result may differ from the exact one by.
+"""The error budget: how far a result may be from the exact one.
 
-The budget is measured, not chosen: plain PyTorch at the precision of the result makes some error
-against fp64, and a result may make twice that. Nothing in a test says `atol=1e-2`.
+The budget is measured, not chosen: plain PyTorch at the precision of the result has some error
+against fp64, and a result may have twice that. No test sets an `atol=1e-2`.
 """
 
 import torch
@@ -20,7 +20,7 @@ def assert_within_budget(
 
     All three must hold, with e(x) = |x - exact| and eps that of the dtype of `actual`:
 
-    - infinities stand in the same places with the same signs, and `actual` holds no NaN;
+    - infinities are in the same places with the same signs, and `actual` has no NaN;
     - max e(actual) <= factor * max e(same_precision) + roundings * eps * max|exact|;
     - mean e(actual) <= 3/4 factor * mean e(same_precision) + roundings * eps * mean|exact|.
 
@@ -30,7 +30,7 @@ def assert_within_budget(
     exact : the fp64 oracle, same shape. A NaN in it is a defect of the test: nothing matches it.
     same_precision : plain PyTorch in the dtype of `actual`, same shape. Where it is not finite
         although `exact` is (a softmax over no keys, say), it grants no budget.
-    factor, roundings : 2 and 1 unless an operation has a written reason for more
+    factor, roundings : 2 and 1 unless an operation gives a reason for more
     what : names the result in the failure
 
     Examples
@@ -45,7 +45,7 @@ def assert_within_budget(
         return
     eps = torch.finfo(actual.dtype).eps
     if actual.dtype == torch.float64:
-        # the oracle rounds as often as such a result does
+        # the oracle rounds as often as an fp64 result does
         eps *= 8
     eps *= roundings
     exact = exact.detach().double()

@@ -1,1 +1,1 @@
-"""What is compiled without a GPU: one file for each operation, its kernels as they are launched."""
+"""Compile cases, one file for each operation, with its kernels as they are launched."""

@@ -1,4 +1,4 @@
-"""Attention kernels that are built without a GPU, as their launchers would launch them."""
+"""Compile cases of attention kernels, as their launchers would launch them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -68,7 +68,7 @@ WGMMA = {"wgmma.mma_async": 1}
 
 
 def by_token(heads: int, dim: int, dtype: torch.dtype, tokens: int = TOKENS) -> torch.Tensor:
-    """[2, heads, tokens, dim] as a projection leaves it: the heads of a token side by side."""
+    """[2, heads, tokens, dim] in the order of a projection: the heads of a token are contiguous."""
     return meta(2, tokens, heads, dim, dtype=dtype).transpose(1, 2)
 
 
@@ -89,12 +89,12 @@ def integers(*shape: int) -> torch.Tensor:
 
 @cache
 def block_mask(block_size: Blocks, tokens: int = TOKENS) -> BlockMask | None:
-    """A mask of full blocks for all heads. Its lists have contents: transposing them needs some."""
+    """A mask of full blocks for all heads. Its lists have contents, which transposing needs."""
     if block_size is None:
         return None
     grid = tokens // block_size[0], tokens // block_size[1]
     mask = BlockMask.from_dense(torch.ones(grid, dtype=torch.bool), block_size)
-    # made here, because kernels launched to make it would be captured
+    # transposed here, because kernels launched for it later would be captured
     assert mask.transposed is not None
     return mask
 
@@ -111,7 +111,7 @@ def attention_call(
     softcap: bool = False,
     deterministic: bool = False,
 ) -> AttentionCall:
-    """A call with so wide keys and values; `lay_out` makes q, k and v."""
+    """A call with head dimensions `dims` of keys and values; `lay_out` makes q, k and v."""
     q, k = (lay_out(heads, dims[0], dtype, tokens) for heads in (HEADS, KV_HEADS))
     spec = AttnSpec(
         scale=SCALE,
@@ -135,19 +135,19 @@ def backward_call(call: AttentionCall) -> BackwardCall:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the names of cases have it."""
+    """The name of a dtype, as in the names of cases."""
     return str(dtype).split(".")[-1]
 
 
-# The portable kernels: tiles are those that the tuning picks on each GPU.
+# The portable kernels, with the tiles that the tuning picks on each GPU.
 
 
 class Portable(NamedTuple):
     """A call of the portable kernels.
 
-    `everything`: packed sequences and a softcap, in the forward pass also sinks. `head_dim_v`: of
-    narrower values, with rows of one head next to each other, which leaves them at addresses that
-    16 does not divide.
+    `everything`: packed sequences and a softcap, in the forward pass also sinks. `head_dim_v`: that
+    of narrower values, with the rows of one head contiguous, so that addresses of rows are not
+    multiples of 16.
     """
 
     dtype: torch.dtype
@@ -167,7 +167,7 @@ class Portable(NamedTuple):
         return f"{'-'.join(parts)}-sm_{sm}"
 
     def call(self) -> AttentionCall:
-        """What is asked for."""
+        """The call."""
         lay_out = packed if self.everything else by_head if self.head_dim_v else by_token
         return attention_call(
             (self.head_dim, self.head_dim_v or self.head_dim), self.dtype, self.block_size,
@@ -176,7 +176,7 @@ class Portable(NamedTuple):
 
 
 ALL = (80, 89, 90, 100, 120)
-# the main calls for all architectures, the others for one with each kind of tensor core
+# the main calls for all architectures, the others for one architecture per kind of tensor core
 FORWARD: dict[Portable, tuple[int, ...]] = {
     Portable(BRAIN, 64): ALL,
     Portable(BRAIN, 128): ALL,
@@ -205,12 +205,12 @@ def _forward_spills(asked: Portable, sm: int) -> int:
     # padding, softcap and packed sequences at once are rare; so are narrow values, see the kernel
     if asked.everything or asked.head_dim_v is not None:
         return 128 if asked.everything else 2400
-    # two registers around the loop with mask code, where blocks are packed several to a tile
+    # two registers around the loop with mask code, if a tile packs several blocks
     return 8 if sm < 90 and asked.block_size == (128, 16) else 0
 
 
 def _expecting_wgmma(case: CompileCase, asked: Portable, rows: int) -> CompileCase:
-    """Hopper must use its own products, wherever `rows` of a tile fill a warp group."""
+    """Expect WGMMA on Hopper if the `rows` of a tile fill a warp group."""
     wide = case.archs == (90,) and rows >= 64 and asked.dtype != FLOAT
     return replace(case, expect=WGMMA) if wide else case
 
@@ -255,7 +255,7 @@ def _launch_dkdv(asked: Portable) -> None:
 
 def _backward_spills(asked: Portable, kernel: str, sm: int) -> int:
     if kernel == "dkdv" and sm == 90 and asked.dtype != FLOAT:
-        # the loop with mask code; measured, tiles that do not spill are slower (see the tuning)
+        # the loop with mask code; tiles that do not spill measured slower (see the tuning)
         return 2048
     # padding, softcap and packed sequences at once are rare; fp32 runs on the CUDA cores
     if asked.everything or (asked.precision == "ieee" and asked.dtype == FLOAT):
@@ -335,8 +335,8 @@ class ForwardSm90(NamedTuple):
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
 
-# Spills of masks are in the code for partial blocks, whose bits take 64 registers of a consumer,
-# others before and after the loop over work tiles, or where a scheduler warp looks up rows.
+# With masks, the code for partial blocks spills: their bits take 64 registers of a consumer. Other
+# spills are before and after the loop over work tiles, or where a scheduler warp looks up rows.
 FORWARD_SM90 = (
     ForwardSm90(2, 128, 128),
     ForwardSm90(2, 128, 128, dtype=HALF),
@@ -408,7 +408,7 @@ def forward_sm90_cases() -> Iterator[CompileCase]:
         yield forward_sm90_case(asked)
 
 
-# The Hopper backward: all gradients by one kernel, or split.
+# The Hopper backward: one kernel for all gradients, or two.
 
 
 class BackwardSm90(NamedTuple):
@@ -421,9 +421,9 @@ class BackwardSm90(NamedTuple):
     ordered: bool = False
     dtype: torch.dtype = BRAIN
     max_spill_bytes: int = 0
-    """Of the only kernel, or of that of dk and dv."""
+    """Accepted for the only kernel, or for that of dk and dv."""
     dq_spill_bytes: int = 0
-    """Of the dq kernel of the split backward."""
+    """Accepted for the dq kernel of the split backward."""
 
     @property
     def name(self) -> str:
@@ -435,7 +435,7 @@ class BackwardSm90(NamedTuple):
         return "-".join(parts)
 
     def call(self, tokens: int = TOKENS) -> BackwardCall:
-        """What is asked for."""
+        """The call."""
         forward = attention_call(
             (self.head_dim, self.head_dim_v), self.dtype, self.block_size, tokens=tokens,
             softcap=self.softcap, deterministic=self.ordered,
@@ -443,7 +443,7 @@ class BackwardSm90(NamedTuple):
         return backward_call(forward)
 
 
-# What spills is in the code for masked tiles, whose bits take 64 registers of a consumer.
+# The code for masked tiles spills, because their bits take 64 registers of a consumer.
 BACKWARD_SM90 = (
     BackwardSm90(128, 128, max_spill_bytes=192),
     BackwardSm90(128, 128, dtype=HALF, max_spill_bytes=192),
@@ -456,7 +456,7 @@ BACKWARD_SM90 = (
     BackwardSm90(64, 64, ordered=True, max_spill_bytes=192),
     BackwardSm90(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
 )
-# What spills is in the code for masked tiles, and where 24 registers are not enough to find work.
+# The code for masked tiles spills, and so do warps that must find work with 24 registers.
 SPLIT_SM90 = (
     BackwardSm90(128, 128, (64, 64), max_spill_bytes=896, dq_spill_bytes=512),
     BackwardSm90(
@@ -496,7 +496,7 @@ def _launch_dq_sm90(asked: BackwardSm90) -> None:
 
 @compile_cases
 def backward_sm90_cases() -> Iterator[CompileCase]:
-    """The Hopper backward with one kernel, and what runs before and after it."""
+    """The Hopper backward with one kernel, and the kernels before and after it."""
     for asked in BACKWARD_SM90:
         yield launched_case(
             f"attn_bwd_sm90/{asked.name}", _launch_backward_sm90, asked,

@@ -1,4 +1,4 @@
-"""Decode kernels that are built without a GPU, as their launchers would launch them."""
+"""Compile cases of decode kernels, as their launchers would launch them."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -30,7 +30,7 @@ def decode_call(
     *,
     everything: bool = False,
 ) -> DecodeCall:
-    """A call with `rows` queries of all heads that share a KV head.
+    """A call with `rows` rows per KV head: the queries of all heads that share it.
 
     `block_kv` is the size of listed blocks, `everything` means sinks and a softcap.
     """
@@ -86,7 +86,7 @@ class Decode(NamedTuple):
         return f"attn_decode/{'-'.join(parts)}-sm_{sm}"
 
 
-# By architecture; the main call for all of them.
+# The main call for all architectures, the others for some.
 DECODE: dict[Decode, tuple[int, ...]] = {
     Decode(BRAIN, 128): (80, 89, 90, 100, 120),
     Decode(BRAIN, 128, 16): (80, 90),
@@ -117,7 +117,7 @@ def _launch_decode(asked: Decode) -> None:
 def decode_cases() -> Iterator[CompileCase]:
     """The portable kernel."""
     for asked, archs in DECODE.items():
-        # three programs on an SM, and a page for each key: spilled outside of the loop
+        # three programs on an SM and a page lookup for each key: the spills are outside the loop
         spills = 64 if asked.cache and asked.batch > 1 and asked.page_size == 16 else 0
         for sm in archs:
             yield launched_case(
@@ -138,8 +138,8 @@ class DecodeSm90(NamedTuple):
     max_spill_bytes: int = 0
 
 
-# The spills of 64 rows are of numbers that wait for the end of the loop, those of eight copies of
-# coordinates that wait for a stage.
+# With 64 rows, values spill that are needed after the loop; with eight copies, coordinates spill
+# while they wait for a stage.
 DECODE_SM90 = (
     DecodeSm90(make_config(8, 128, 128), "d128"),
     DecodeSm90(make_config(8, 128, 128, single=True), "d128-single"),

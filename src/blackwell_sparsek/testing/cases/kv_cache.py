@@ -47,7 +47,7 @@ def _tokens(head_dim: int, dtype: torch.dtype, heads_inner: bool) -> torch.Tenso
 def append_case(
     dtype: torch.dtype, stored: torch.dtype, dims: tuple[int, int], converts: bool, paged: bool
 ) -> CompileCase:
-    """A launch that appends tokens; those of a paged cache come token by token."""
+    """A launch that appends tokens; those for a paged cache are token by token in memory."""
     kind = f"{'paged' if paged else 'contiguous'}-{_name(dtype)}-to-{_name(stored)}"
     head_dim, head_dim_v = dims
     scale = meta(_HEADS, dtype=_FP32) if stored == _FP8 else None
@@ -73,7 +73,7 @@ def append_case(
 
 @compile_cases
 def append_cases() -> Iterator[CompileCase]:
-    """New tokens, with and without conversion to fp8."""
+    """Appending, with and without conversion to fp8."""
     for paged in (False, True):
         yield append_case(_BF16, _BF16, (128, 128), False, paged)
         yield append_case(_FP16, _FP16, (64, 40), False, paged)
@@ -155,7 +155,7 @@ def topk_cases() -> Iterator[CompileCase]:
             _topk_call(dtype, kept, head_dim, paged=paged, by_sum=by_sum),
             kernel=_page_scores_kernel,
         )
-    # as many pages as fill a tile, or more
+    # pages that fit one tile, or need more
     for name, columns in (("128", 100), ("2048", 2000), ("8192", 8000), ("8192-and-more", 9000)):
         yield launched_case(
             f"select_pages/{name}",

@@ -1,4 +1,4 @@
-"""Compile cases of the kernels that build block masks, their lists and their orders."""
+"""Compile cases of the kernels that build block masks, their lists and their row orders."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +24,7 @@ from ...masks.order_kernels import (
 from ..captured_launches import launched_case, meta
 from ..compile_cases import CompileCase, compile_cases
 
-# Blocks of a mask, and entries of its lists; no kernel is specialised on either.
+# Numbers of blocks and of list entries; no kernel is specialised on either.
 _BATCH, _HEADS, _BLOCKS = 2, 3, 131
 _ROWS = _BATCH * _HEADS * _BLOCKS
 _ENTRIES = 1027
@@ -46,7 +46,7 @@ def _map(dtype: torch.dtype) -> torch.Tensor:
 
 @compile_cases
 def list_cases() -> Iterator[CompileCase]:
-    """Lists from values of blocks, and values from lists."""
+    """Lists from a value per block, and values from lists."""
     for dtype in (torch.bool, torch.int8, torch.int32):
         name = str(dtype).split(".")[-1]
         kept = (*_lists(), _map(dtype))
@@ -94,7 +94,7 @@ def _row_order(columns: bool, in_band: bool) -> tuple[Any, ...]:
 
 @compile_cases
 def order_cases() -> Iterator[CompileCase]:
-    """Orders in which rows or columns are taken."""
+    """Orders in which rows or columns are processed."""
     rows_in_band = _row_order(columns=False, in_band=True)
     yield launched_case(
         "row_visits/128x128", launch_row_order, *rows_in_band, kernel=_visits_kernel

@@ -1,7 +1,7 @@
 """Compile cases of the products with block-sparse matrices: portable kernels, then Hopper's.
 
-The configurations are those that `tuning` chooses for the main problems; a test holds the two
-together.
+The configurations are those that `tuning` chooses for the main problems; a test checks that they
+agree.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ from ...sparse.product import PairLists
 from ..captured_launches import launched_case, meta
 from ..compile_cases import CompileCase, compile_cases
 
-# Sizes matter only in what they are multiples of, counts of blocks and rows not at all.
+# Only the divisibility of sizes matters; numbers of blocks and rows do not matter at all.
 _SIZE = 4096
 _BLOCKS = 333
 _ROWS = 33
@@ -72,7 +72,7 @@ def _tiles(config: Any) -> str:
 
 
 class _Product(NamedTuple):
-    """A block-sparse matrix and what it is multiplied with, as the portable launchers take them."""
+    """A block-sparse matrix and its dense operand, as the portable launchers take them."""
 
     views: Views
     rows: BlockRows
@@ -109,7 +109,7 @@ def _product(
 
 
 def _plan(split: bool) -> SpmmPlan:
-    """A plan, in which some rows are split or none is."""
+    """A plan in which some rows are split, or none."""
     return SpmmPlan(_int32(_ROWS, 4), _int32(3 if split else 0, 3), 9 if split else 0)
 
 
@@ -144,7 +144,7 @@ def spmm_case(
     )
 
 
-# Chunks do not enter compilation.
+# Chunks do not affect compilation.
 _TALL = SpmmConfig(128, 256, 64, 8, 4, "ieee", 1)
 _MEDIUM = SpmmConfig(64, 256, 64, 4, 4, "ieee", 1)
 _FLAT = SpmmConfig(16, 256, 64, 4, 4, "ieee", 1)
@@ -325,7 +325,7 @@ def layout_cases() -> Iterator[CompileCase]:
 
 
 def _matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
-    """A matrix whose rows are contiguous, or its columns where `transposed`."""
+    """A matrix with contiguous rows or, if `transposed`, contiguous columns."""
     return meta(columns, rows, dtype=dtype).mT if transposed else meta(rows, columns, dtype=dtype)
 
 
@@ -386,7 +386,7 @@ def spmm_sm90_cases() -> Iterator[CompileCase]:
     linear = replace(tall, X_TRANSPOSED=True, OUT_TRANSPOSED=True, ACTIVATION="silu")
     yield spmm_sm90_case("128x128-linear-silu", linear, extras=True)
     gelu = replace(tall, ACTIVATION="gelu", OUT_CHUNKS=4)
-    # the erf spills a few registers, once for each tile; the loop has no spills
+    # the erf spills a few registers once per tile; the loop has no spills
     yield spmm_sm90_case("128x128-gelu", gelu, extras=True, max_spill_bytes=64)
     yield spmm_sm90_case("128x128-transposed", replace(tall, A_TRANSPOSED=True))
     yield spmm_sm90_case("64x64-transposed", replace(flat, A_TRANSPOSED=True, X_TRANSPOSED=True))
@@ -398,7 +398,7 @@ def spmm_sm90_cases() -> Iterator[CompileCase]:
 @compile_cases
 def paired_cases() -> Iterator[CompileCase]:
     """Pairs of rows that share copies of X."""
-    # with other releases of Triton no rows are paired, and not every one could build it
+    # with other releases of Triton no rows are paired, and some cannot build this kernel
     if not warps_may_part():
         return
     paired = replace(_tall(64, 64, 32), PAIRED=True)
@@ -411,7 +411,7 @@ def paired_cases() -> Iterator[CompileCase]:
 
 
 class _FewColumns(NamedTuple):
-    """Operands of a product of few columns, in a layer: columns are contiguous."""
+    """Operands of a layer's product with few columns: columns are contiguous."""
 
     out: torch.Tensor
     x: torch.Tensor
@@ -476,7 +476,7 @@ def narrow_sm90_cases() -> Iterator[CompileCase]:
 @compile_cases
 def split_cases() -> Iterator[CompileCase]:
     """Few columns, and tiles that two programs split."""
-    # with other releases of Triton no tile is split, and not every one could build it
+    # with other releases of Triton no tile is split, and some cannot build this kernel
     if not warps_may_part():
         return
     for block, tile_n, stage_blocks in (
@@ -511,7 +511,7 @@ def strips_case(
         _table(),
         *(x, bias, residual, config),
         archs=(90,),
-        # operands come 16 bytes at a time, in and in front of the loop, and so does the result go
+        # operands are loaded 16 bytes at a time, in and before the loop; results are stored so too
         expect={
             "mma.sync": 4 * config.K_TILES * config.TILE_N // 8,
             "ld.global.cg.v4": 8 * config.K_TILES,
@@ -526,7 +526,7 @@ def strips_case(
 @compile_cases
 def strips_cases() -> Iterator[CompileCase]:
     """Few columns and blocks 16 columns wide."""
-    # other releases of Triton are not given it
+    # this kernel is not used with other releases of Triton
     if not warps_may_part():
         return
     for height, tile_n, warps, k_tiles in (
@@ -571,7 +571,7 @@ def warp_rows_case(
 @compile_cases
 def warp_rows_cases() -> Iterator[CompileCase]:
     """Many columns and blocks 16 rows high, one block row per warp."""
-    # other releases of Triton are not given it, and not every one could build it
+    # this kernel is not used with other releases of Triton, and some cannot build it
     if not warps_may_part():
         return
     plain = WarpRowsConfig()
@@ -579,7 +579,7 @@ def warp_rows_cases() -> Iterator[CompileCase]:
     yield warp_rows_case("16x16-bf16", plain, _BF16)
     yield warp_rows_case("16x16-fp32-out", plain, out_dtype=_FP32)
     linear = replace(plain, OUT_TRANSPOSED=True, ACTIVATION="silu")
-    # addresses of the residual spill, once for each tile; the loop has no spills
+    # addresses of the residual spill once per tile; the loop has no spills
     yield warp_rows_case("16x16-linear-silu", linear, extras=True, max_spill_bytes=208)
     gelu = replace(plain, ACTIVATION="gelu")
     yield warp_rows_case("16x16-gelu", gelu, extras=True, max_spill_bytes=208)
