@@ -78,7 +78,7 @@ class TrainingCall:
 
     @classmethod
     def of(cls, call: AttentionCall, impl: str) -> "TrainingCall":
-        """The record of a call; autograd itself saves tensors with gradients or of large size."""
+        """The record of a call; autograd saves the tensors that have gradients or may be large."""
         spec, mask = call.spec, call.spec.block_mask
         mask = None if mask is None else _lists_of(mask)
         spec = spec._replace(block_mask=mask, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None)
@@ -138,7 +138,7 @@ class TrainingCall:
                 return launches(addresses)
         spec = self._spec._replace(sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         call, impl = AttentionCall(q, k, v, spec, self._deterministic), _backward_impl(self._impl)
-        # under enabled gradients the operator raises on double backward; modes must see it too
+        # with gradients enabled, the operator makes a double backward raise; modes must see it too
         if torch.is_grad_enabled() or not is_plain_call((dout, q, k, v)):
             options = operator_options(call, for_gradients=True)
             return attn_bwd(dout, dlse, q, k, v, out, lse, *options, list(needs), impl)

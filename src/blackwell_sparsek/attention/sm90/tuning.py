@@ -205,7 +205,7 @@ def attn_fwd_sm90_raster_group(problem: AttnProblem, band: Band = EVERYTHING) ->
 
 # The backward: tiles, raster groups, and the reasons why it cannot run.
 
-# Key blocks of which a tile of 64 or 128 keys never crosses an edge.
+# Key blocks that consist of whole tiles of 64 or 128 keys.
 KEY_BLOCKS = (64, 128, 256)
 # Bytes of L2 (H100 and H200) for the heads of a raster group: queries, output gradients, and the dq
 # sums if there are any.
