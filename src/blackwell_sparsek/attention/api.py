@@ -40,11 +40,11 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention over the keys that causal, window and block mask leave visible.
 
-    Query i sits at position `i + Sk - Sq`: the last query meets the last key. `causal`, `window`
-    and `block_mask` intersect; work is done only where something is visible. A query that sees
-    nothing gives output 0, lse -inf and no gradient. NaN or inf in keys past the lengths, outside
-    of every visited block, or behind the mask never reaches a query; on a GPU, NaN or inf in a
-    *value* row may reach the queries that share a tile with one that sees it.
+    Query i sits at position `i + Sk - Sq`: the last query is aligned with the last key. `causal`,
+    `window` and `block_mask` intersect; work is done only where something is visible. A query that
+    sees nothing gives output 0, lse -inf and no gradient. NaN or inf in keys past the lengths,
+    outside every visited block, or hidden by the mask never reaches a query; on a GPU, NaN or inf
+    in a *value* row may reach the queries that share a tile with one that sees it.
 
     Parameters
     ----------
@@ -71,11 +71,11 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included.
     deterministic : bool, optional
-        Whether gradients must be the same bits in every run; by default what
-        `torch.use_deterministic_algorithms` says. The forward pass always is deterministic.
+        Whether gradients must be the same bits in every run; by default this follows
+        `torch.use_deterministic_algorithms`. The forward pass is always deterministic.
     impl : str
         `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back. Gradients come
-        from the backward of that name; where there is none, `auto` chooses one.
+        from the backward of that name; if it does not exist, `auto` chooses one.
 
     Returns
     -------
@@ -144,9 +144,9 @@ def attention_varlen(
     """Attention within each of several packed sequences; see `attention` for the options.
 
     Sequence b owns queries `cu_seqlens_q[b] .. cu_seqlens_q[b + 1]` and keys likewise, and is a
-    problem of its own: positions and alignment count inside it. Lengths may be 0. The numbers in
-    `cu_seqlens_*` are checked by the implementations that read them on the host (`eager`, which
-    waits for the device to do so, and `reference`).
+    separate problem: positions and alignment count inside it. Lengths may be 0. Only the
+    implementations that read `cu_seqlens_*` on the host check its values (`eager`, which waits for
+    the device to do so, and `reference`).
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ def attention_varlen(
         *(return_lse, max_seqlen_q, max_seqlen_k),
         *(causal, window, scale, softcap, deterministic, impl),
     )
-    # a recording knows tensors by their addresses, and most calls give the same offsets twice
+    # replay identifies tensors by address, and most calls pass the same offsets twice
     inputs = (q, k, v, sinks, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
     results = replayed(options, inputs, block_mask, packed=True)
     if results is None:

@@ -1,9 +1,9 @@
 """Gradients of attention, and the calls that need them.
 
-`bsk::attn_fwd` has a derivative for whatever meets the operator: transforms, modes, compilers. But
-what torch does around a Python operator with lists among its arguments takes longer than a small
-training step. Where nothing else looks at a call, `attend` gives autograd the same derivative by a
-function of its own, and needs no operator at all without gradients.
+`bsk::attn_fwd` has a derivative for everything that sees the operator: transforms, modes,
+compilers. But torch's overhead for a Python operator with list arguments is longer than a small
+training step. If none of them intercepts a call, `attend` gives autograd the same derivative
+through an `autograd.Function`; without gradients it bypasses the operator altogether.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from .replay import bound, forward_lists, gradient_options, recorded_gradients
 
 
 def attend(call: AttentionCall, impl: str) -> Tensors:
-    """Output and lse of a checked call, by the shortest way to its gradients."""
+    """Output and lse of a checked call, by the cheapest path that provides its gradients."""
     q, k, v, sinks = call.q, call.k, call.v, call.spec.sinks
     tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -52,9 +52,10 @@ def attend(call: AttentionCall, impl: str) -> Tensors:
 
 
 class TrainingCall:
-    """A call that autograd knows of, without its tensors; of a mask it keeps the lists alive.
+    """A call as autograd keeps it: without its tensors, but with the lists of its mask.
 
-    The backward pass has launches of its own, which are looked up and bound to the mask once.
+    The launches of the backward pass are recorded separately; they are looked up and bound to the
+    mask once.
     """
 
     __slots__ = ("_deterministic", "_forward", "_gradients", "_impl", "_of_kind", "_spec")
@@ -72,24 +73,24 @@ class TrainingCall:
         self._impl = impl
         self._forward = forward
         self._gradients: Cache = {}
-        # the same, not bound, for calls that differ in their masks alone
+        # launches not yet bound to a mask, shared by calls that differ only in their masks
         self._of_kind: Cache = {} if of_kind is None else of_kind
 
     @classmethod
     def of(cls, call: AttentionCall, impl: str) -> "TrainingCall":
-        """Of a call; what has gradients or may be large is saved by autograd."""
+        """The record of a call; autograd saves the tensors that have gradients or may be large."""
         spec, mask = call.spec, call.spec.block_mask
         mask = None if mask is None else _lists_of(mask)
         spec = spec._replace(block_mask=mask, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None)
         return cls(spec, call.deterministic, impl)
 
     def replaying(self, forward: Launches) -> "TrainingCall":
-        """The same call by recorded launches; under a mask, `bound` has to follow."""
+        """The same call by recorded launches; with a mask, call `bound` next."""
         spec = self._spec._replace(block_mask=None)
         return TrainingCall(spec, self._deterministic, self._impl, forward)
 
     def bound(self, mask: BlockMask) -> "TrainingCall":
-        """The same call with another mask of the kind."""
+        """The same call with another mask of the same kind."""
         spec = self._spec._replace(block_mask=_lists_of(mask))
         forward: Any = self._forward
         launches = bound(forward, mask, forward_lists(mask))
@@ -104,7 +105,7 @@ class TrainingCall:
         addresses: list[int],
         return_lse: bool,
     ) -> Tensors:
-        """The call with other tensors like those it was recorded with, at `addresses`."""
+        """The call on new tensors, at `addresses`, that match those it was recorded with."""
         made: Any = _apply(q, k, v, sinks, (self, None, addresses, return_lse))
         return made if return_lse else (made,)
 
@@ -122,7 +123,7 @@ class TrainingCall:
         saved: Sequence[Any],
         needs: tuple[bool, ...],
     ) -> Tensors:
-        """Of q, k, v and the sinks; those that nobody needs have no elements."""
+        """Gradients of q, k, v and the sinks; those that are not needed have no elements."""
         q, k, v, out, lse, cu_q, cu_k, sinks = saved
         if dout is None:
             dout = torch.zeros_like(out)
@@ -137,14 +138,14 @@ class TrainingCall:
                 return launches(addresses)
         spec = self._spec._replace(sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         call, impl = AttentionCall(q, k, v, spec, self._deterministic), _backward_impl(self._impl)
-        # with gradients enabled, the operator refuses to be derived; modes must see it too
+        # with gradients enabled, the operator makes a double backward raise; modes must see it too
         if torch.is_grad_enabled() or not is_plain_call((dout, q, k, v)):
             options = operator_options(call, for_gradients=True)
             return attn_bwd(dout, dlse, q, k, v, out, lse, *options, list(needs), impl)
         return run_backward(call, dout, dlse, out, lse, needs, impl)
 
     def _gradient_launches(self, key: Any, sinks: torch.Tensor | None) -> Launches | None:
-        """What was recorded for such gradients, bound to the mask."""
+        """The launches recorded for gradients with this key, bound to the mask, or None."""
         mask = self._spec.block_mask
         recorded = self._of_kind.get(key)
         if recorded is None:
@@ -161,7 +162,7 @@ class TrainingCall:
 
 
 def _lists_of(mask: BlockMask) -> BlockMask:
-    """The mask for gradients, by its lists alone: the mask itself keeps calls, and must end."""
+    """A mask that shares the lists: `mask` itself caches calls, so keeping it forms a cycle."""
     sizes = (mask.batch, mask.heads, mask.seq_lengths, mask.block_size)
     return BlockMask._from_tensors(mask.tensors(), *sizes)
 
@@ -174,7 +175,7 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        # without gradients of their own: torch has work with each argument
+        # one tuple for all that has no gradient, because torch spends time on every argument
         others: tuple[TrainingCall, AttentionCall | None, list[int] | None, bool],
     ) -> Any:
         training, call, addresses, with_lse = others
@@ -196,12 +197,12 @@ class _Attention(torch.autograd.Function):
         return (*_needed(made, needs), None)
 
 
-# below torch's own `apply`, which looks for transforms: who comes with addresses has looked
+# skips torch's own `apply`, which checks for transforms: callers with addresses have checked
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
 def _backward_impl(impl: str) -> str:
-    """A forward kernel need not have a backward of its own: then `auto` chooses one."""
+    """`impl`, or `auto` where this implementation has no backward."""
     return impl if impl in backward_dispatch.candidates else "auto"
 
 
@@ -213,7 +214,7 @@ def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     given = ForwardArguments(*inputs)
     mask, sinks, offsets = given.mask, given.sinks, (given.cu_seqlens_q, given.cu_seqlens_k)
     ctx.save_for_backward(given.q, given.k, given.v, *output, *offsets, sinks, *mask)
-    # without what was saved
+    # the arguments without the saved tensors
     ctx.given = given._replace(
         q=None, k=None, v=None, cu_seqlens_q=None, cu_seqlens_k=None, sinks=None,
         mask=[None] * len(mask), impl=_backward_impl(given.impl),
@@ -222,7 +223,7 @@ def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 
 
 def _operator_gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-    # only here does torch index this by argument; before, lists are flattened
+    # torch indexes this by argument only here; during the forward, lists are flattened
     wanted = ForwardArguments(*ctx.needs_input_grad)
     needs = [wanted.q, wanted.k, wanted.v, wanted.sinks]
     gradients: list[torch.Tensor | None] = [None] * 4
@@ -237,7 +238,7 @@ def _operator_gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor 
         )
         gradients = _needed(made, needs)
     dq, dk, dv, dsinks = gradients
-    # torch wants the structure of the inputs back, where an empty list counts as one of tensors
+    # torch expects the structure of the inputs, and treats an empty list as a list of tensors
     lists: tuple[Any, Any] = given.mask, None if given.mask_shape else []
     return (dq, dk, dv, None, None, None, None, *lists, None, None, None, None, dsinks, None, None)
 

@@ -1,4 +1,4 @@
-"""What the public attention functions share: checks and defaults."""
+"""Checks and defaults that the public attention functions share."""
 
 import math
 from typing import Any
@@ -67,7 +67,7 @@ def _raise_mismatch(op: str, tensors: dict[str, torch.Tensor], problem: str, exp
 
 
 def check_head_dims(op: str, q: torch.Tensor, v: torch.Tensor) -> None:
-    """Head dims that kernels are made for."""
+    """Head dims that the kernels support."""
     for arg, x in (("q", q), ("v", v)):
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
             raise InvalidInput(
@@ -78,7 +78,7 @@ def check_head_dims(op: str, q: torch.Tensor, v: torch.Tensor) -> None:
 def autocast_qkv(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cast to autocast's dtype where autocast is on (fp64 stays); then all dtypes must agree."""
+    """Cast to autocast's dtype if autocast is on (fp64 stays); then all dtypes must agree."""
     q, k, v = cast_operand(q), cast_operand(k), cast_operand(v)
     check_same_dtype(op, {"q": q, "k": k, "v": v})
     return q, k, v
@@ -158,7 +158,7 @@ def checked_call(
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
 ) -> AttentionCall:
-    """Check the options that no tensor shape depends on, and make the call of all of them."""
+    """Check the remaining options, and build the call."""
     check_sinks(op, sinks, q)
     spec = AttnSpec(
         scale_or_default(op, scale, q.shape[-1]),

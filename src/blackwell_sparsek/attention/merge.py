@@ -28,7 +28,7 @@ def merge_states(
     """Merge two partial attention results into the result over both sets of keys.
 
     Differentiable in all four arguments. Give sinks to one of the two parts only. A side with
-    lse -inf has seen nothing and its `o` is ignored.
+    lse -inf has seen no key, and its `o` is ignored.
 
     Parameters
     ----------

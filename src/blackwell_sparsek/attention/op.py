@@ -1,9 +1,10 @@
 """`bsk::attn_fwd` and `bsk::attn_bwd`: attention, dense or packed, and its gradients.
 
-The operators are a second way in, for compilers, modes and transforms. They get their arguments
-flat: a missing mask is two empty lists, `mask_shape` is [Bm, Hm, Sq, Sk, bq, bk], `left` and
-`right` are the scalars of a `Band`. `call_of` makes an `AttentionCall` of them, `operator_options`
-the reverse. Whichever way a call comes, `run_forward` and `run_backward` make its results.
+The operators are a second entry point, for compilers, modes and transforms. They take flat
+arguments: a missing mask is two empty lists, `mask_shape` is [Bm, Hm, Sq, Sk, bq, bk], `left` and
+`right` are the scalars of a `Band`. `call_of` turns them into an `AttentionCall`, and
+`operator_options` is its inverse. From either entry point, calls run through `run_forward` and
+`run_backward`.
 
 Layouts: dense q [B, Hq, Sq, D], out [B, Hq, Sq, Dv], lse [B, Hq, Sq]; packed (with `cu_seqlens_*`)
 q [Tq, Hq, D], out [Tq, Hq, Dv], lse [Hq, Tq].
@@ -91,9 +92,9 @@ def run_forward(call: AttentionCall, impl: str) -> Tensors:
     results = None if again is None else again.replay()
     if results is not None:
         return results
-    # sinks with gaps are copied, which no launch repeats
+    # sinks with gaps are copied, and a replay does not repeat the copy
     recorder = NO_RECORDER if again is None or not has_plain_sinks(call) else again.recorder()
-    # autocast has cast q, k and v before; inside, it would round the sums
+    # autocast has already cast q, k and v; in here it would round the sums
     with recorder, torch.autocast(call.q.device.type, enabled=False):
         return recorder.keep(forward_dispatch.run(impl, call))
 
@@ -113,9 +114,9 @@ def run_backward(
     results = None if again is None else again.replay()
     if results is not None:
         return results
-    # a `dout` that TMA cannot read is copied, which no launch repeats
+    # a `dout` that TMA cannot read is copied, and a replay does not repeat the copy
     recorder = NO_RECORDER if again is None or not tma_takes(dout) else again.recorder()
-    # what comes back may be expanded, from a sum for instance
+    # autograd may pass an expanded gradient, for instance that of a sum
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     results = _empty_gradients(call.q, call.k, call.v, call.spec.sinks, needs)
     wanted = (x if needed else None for x, needed in zip(results, needs, strict=True))
@@ -132,7 +133,7 @@ def _empty_gradients(
     sinks: torch.Tensor | None,
     needs: Sequence[bool],
 ) -> Tensors:
-    """Gradients laid out as their inputs; those that nobody asked for have no elements."""
+    """Gradients laid out as their inputs; those that are not needed have no elements."""
     return tuple(
         torch.empty_like(x) if needed and x is not None else q.new_empty(0)
         for x, needed in zip((q, k, v, sinks), needs, strict=True)
@@ -140,7 +141,7 @@ def _empty_gradients(
 
 
 class ForwardArguments(NamedTuple):
-    """The arguments of `bsk::attn_fwd`, and what belongs to each of them."""
+    """The arguments of `bsk::attn_fwd`, or one value for each of them."""
 
     q: Any
     k: Any
@@ -207,7 +208,7 @@ def call_of(given: ForwardArguments | BackwardArguments) -> AttentionCall:
 
 
 def operator_options(call: AttentionCall, for_gradients: bool) -> tuple[Any, ...]:
-    """What both operators take between their tensors and `impl`: the reverse of `call_of`.
+    """The arguments of both operators between their tensors and `impl`: the inverse of `call_of`.
 
     Only gradients read the transposed lists of a mask.
     """

@@ -1,7 +1,7 @@
-"""From the options of an attention call to the arguments of its kernels.
+"""Turns the options of an attention call into the arguments of its kernels.
 
-Dense batches and packed sequences, masks and bands become the same few tuples here, so that kernels
-need no flag for them.
+Dense batches and packed sequences, masks and bands become the same few tuples, so that kernels
+need no flags for them.
 """
 
 from typing import NamedTuple
@@ -27,8 +27,8 @@ LOG2_E = 1.4426950408889634
 class AttnStrides(NamedTuple):
     """Strides of batch, head and token of each tensor, as `token_strides` gives them.
 
-    Triton specialises on strides that 16 divides, which makes loads wide. Head dimensions that 16
-    divides make all strides so, whatever the lengths.
+    Triton specialises on strides divisible by 16, which makes loads wide. If 16 divides the head
+    dimensions, it divides all strides, whatever the lengths.
     """
 
     out: Strides
@@ -50,7 +50,7 @@ class AttnBwdStrides(NamedTuple):
 
 
 class KernelOperands(NamedTuple):
-    """What attention kernels take besides tensors and strides."""
+    """Arguments of attention kernels other than tensors and strides."""
 
     batch: int
     lengths: Lengths
@@ -61,14 +61,14 @@ class KernelOperands(NamedTuple):
     cu_seqlens: CuSeqlens
     block_lists: MaskLists | None
     mask_steps: tuple[int, int]
-    """From batch and head to the row of the lists; 0 where the mask broadcasts."""
+    """Rows of the lists from one batch or head to the next; 0 where the mask broadcasts."""
     block_kv: int | None
     sinks: torch.Tensor | None
-    """One logit after the other, whatever their strides were."""
+    """Contiguous."""
 
 
 def kernel_operands(call: AttentionCall) -> KernelOperands:
-    """Collect them from tensors and options."""
+    """Collect the arguments from tensors and options."""
     q, k, spec = call.q, call.k, call.spec
     if spec.cu_seqlens_q is not None:
         batch, lengths = spec.cu_seqlens_q.numel() - 1, Lengths(spec.max_q, spec.max_k)
@@ -90,16 +90,16 @@ def kernel_operands(call: AttentionCall) -> KernelOperands:
 
 
 def score_factors(scale: float, softcap: float) -> Score:
-    """What `device.scores` reads; floats, never ints."""
+    """The factors that `device.scores` reads; floats, never ints."""
     if softcap:
         return Score(float(softcap) * LOG2_E, float(scale) / float(softcap))
     return Score(float(scale) * LOG2_E, None)
 
 
 def gradient_factors(scale: float, softcap: float, dtype: torch.dtype) -> GradientScore:
-    """What `device.backprop` reads, and what the gradients of q and k are multiplied by at the end.
+    """The factors that `device.backprop` reads; the last multiplies the final sums of dq and dk.
 
-    The first factor is in natural units for fp32 operands.
+    For fp32 operands, the first factor is for natural logarithms instead of base 2.
     """
     factor, inverse_cap = score_factors(scale, softcap)
     if dtype == torch.float32:
@@ -108,16 +108,16 @@ def gradient_factors(scale: float, softcap: float, dtype: torch.dtype) -> Gradie
 
 
 class TransposedMask(NamedTuple):
-    """A block mask as kernels read it that own keys and walk over queries."""
+    """A block mask for kernels that own keys and walk over queries."""
 
     lists: MaskLists | None
     steps: tuple[int, int]
-    """From batch and query head to the row of the lists; 0 where the mask broadcasts."""
+    """Rows of the lists from one batch or query head to the next; 0 where the mask broadcasts."""
     block_q: int | None
 
 
 def transposed_mask(mask: BlockMask | None) -> TransposedMask:
-    """The other direction of what `kernel_operands` gives."""
+    """The transposed counterpart of the lists in `kernel_operands`."""
     if mask is None:
         return TransposedMask(None, (0, 0), None)
     columns = mask.grid[1]
@@ -142,5 +142,5 @@ def token_strides(x: torch.Tensor) -> Strides:
 
 
 def _used_strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
-    # a dimension of size 1 may have any stride; 0 keeps it from compiling another variant
+    # a dimension of size 1 may have any stride; 0 avoids compiling another variant for it
     return tuple(x.stride(d) if x.shape[d] > 1 else 0 for d in dims)

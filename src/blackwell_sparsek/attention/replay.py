@@ -1,9 +1,9 @@
 """Recorded launches of attention: found by sizes and options, bound to the mask at hand.
 
-A call with a mask is recorded for all masks of its kind: same sizes and blocks, other lists. The
+A call with a mask is recorded for all masks of its kind: those with the same sizes and blocks. The
 first call with another mask of the kind binds the recorded launches to its lists, and the mask
-keeps the result. `replayed` is for calls of the public functions, before anything is checked;
-`CheckedCall` for what compilers, transforms and autograd leave of them, and for gradients.
+keeps the result. `replayed` handles calls of the public functions, before anything is checked;
+`CheckedCall` handles calls that arrive through operators, and gradients.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ from ..launch.replay import (
 from ..masks.block_mask import BlockMask
 from ..masks.derived_lists import derived_list
 
-# Launches of public calls. Those of packed sequences, whose sizes change from batch to batch, must
-# not push the others out. Calls with a mask are kept for all masks of a kind.
+# Launches of public calls. Packed sequences, whose sizes change from batch to batch, have their own
+# cache, so that they do not evict the others. Calls with a mask are kept for all masks of a kind.
 _DENSE: Cache = {}
 _PACKED: Cache = {}
 _MASKED: Cache = {}
-# Launches of checked calls: what operators do, and gradients.
+# Launches of checked calls: those of operators, and gradients.
 _FORWARD: Cache = {}
 _BACKWARD: Cache = {}
 
@@ -45,9 +45,9 @@ _deterministic = torch.are_deterministic_algorithms_enabled
 def replayed(
     options: tuple[Any, ...], inputs: tuple[Any, ...], mask: Any, packed: bool = False
 ) -> Tensors | None:
-    """Output, and lse where it is asked for, by recorded launches; None to make the call.
+    """Output, and lse if requested, by recorded launches; None if the call must be made in full.
 
-    Nothing was checked before.
+    Nothing has been checked before.
 
     Parameters
     ----------
@@ -62,14 +62,14 @@ def replayed(
     if mask is not None:
         if not isinstance(mask, BlockMask):
             return None
-        # what a mask keeps was made on one stream; another must first wait for it
+        # lists that a mask caches were made on one stream; another must first wait for them
         cache, stream = mask._launches, stream_of(inputs[0])
     found = described(options, inputs, stream, gradients=not packed, operands=3)
     if found is None:
         return None
     key, addresses, trains = found
     if trains:
-        # which gradients there will be depends on torch's own switch too
+        # torch's global switch also decides which backward will run
         key = (*key, _deterministic())
     launches = kept(cache, key) if cache else None
     if launches is None and mask is not None:
@@ -82,9 +82,9 @@ def replayed(
 def recorder(
     options: tuple[Any, ...], inputs: tuple[Any, ...], mask: BlockMask | None, packed: bool = False
 ) -> Recorder:
-    """Keeps the launches of a call that `replayed` did not find, where that may be done."""
+    """Records the launches of a call that `replayed` did not find, if they can be replayed."""
     if torch.compiler.is_compiling():
-        # compilers enter only what is made inside of what they compile
+        # a compiler can enter only context managers created in the code that it compiles
         return Recorder(None)
     stream = None if mask is None else stream_of(inputs[0])
     found = described(options, inputs, stream, gradients=not packed, operands=3)
@@ -109,7 +109,7 @@ def recorder(
 
 
 class _TrainingRecorder(Recorder):
-    """Keeps what autograd knows of a call together with its launches."""
+    """Keeps the `TrainingCall` of autograd together with the launches."""
 
     def repeatable(self, results: Tensors) -> Any:
         launches = super().repeatable(results)
@@ -118,22 +118,25 @@ class _TrainingRecorder(Recorder):
 
 
 def _is_contiguous(sinks: torch.Tensor | None) -> bool:
-    """Sinks with gaps are copied, which no launch repeats."""
+    """Sinks with gaps are copied, and a replay does not repeat the copy."""
     return sinks is None or sinks.is_contiguous()
 
 
 def has_plain_sinks(call: AttentionCall) -> bool:
-    """Whether kernels take the sinks of a call as they are."""
+    """Whether kernels read the sinks of a call without a copy."""
     return _is_contiguous(call.spec.sinks)
 
 
 def forward_lists(mask: BlockMask) -> tuple[torch.Tensor, ...]:
-    """What the forward pass reads of a mask."""
+    """The tensors of a mask that the forward pass reads."""
     return (*mask._forward, mask._bits)
 
 
 def mask_kind(mask: BlockMask, lists: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
-    """What launches depend on besides the addresses of lists; None where these are unusual."""
+    """What launches depend on besides the addresses of lists.
+
+    None if a list is a subclass of tensor or not aligned to 16 bytes.
+    """
     bits, absent = 0, 0
     for x in lists:
         if type(x) is not torch.Tensor:
@@ -146,7 +149,7 @@ def mask_kind(mask: BlockMask, lists: Sequence[torch.Tensor]) -> tuple[Any, ...]
 
 
 def _bound_to_mask(key: tuple[Any, ...], mask: BlockMask, trains: bool) -> Any:
-    """What was recorded for masks of a kind, bound to `mask`, which keeps it."""
+    """Launches recorded for masks of this kind, bound to `mask`, which keeps them."""
     lists = forward_lists(mask)
     kind = mask_kind(mask, lists)
     recorded = None if kind is None else kept(_MASKED, (key, kind))
@@ -159,16 +162,16 @@ def _bound_to_mask(key: tuple[Any, ...], mask: BlockMask, trains: bool) -> Any:
 
 
 def bound(recorded: Recorded, mask: BlockMask, lists: Sequence[torch.Tensor]) -> Bound:
-    """Recorded launches with the lists of a mask, and those that are derived from it."""
+    """Recorded launches with the lists of a mask, and the lists derived from it."""
     derived = [derived_list(mask, make, *args) for make, args in recorded.derived]
     return Bound(recorded, (*lists, *derived))
 
 
 class CheckedCall(NamedTuple):
-    """A checked forward or backward call as one that launches may repeat.
+    """A checked forward or backward call that recorded launches may repeat.
 
-    `options` and `needs` are all that launches depend on besides tensors. `operands` are multiplied
-    with each other, `others` are read besides; `lists` are what is read of the mask.
+    `options` and `needs` are all that launches depend on besides tensors. `operands` enter matrix
+    products, `others` do not; `lists` are the tensors of the mask.
     """
 
     cache: Cache
@@ -181,7 +184,7 @@ class CheckedCall(NamedTuple):
 
     @classmethod
     def forward(cls, call: AttentionCall, impl: str) -> "CheckedCall | None":
-        """The forward pass; None where launches do not make all of it."""
+        """The forward pass; None if launches alone cannot repeat it."""
         spec = call.spec
         if spec.cu_seqlens_q is not None or is_recording():
             return None
@@ -202,9 +205,9 @@ class CheckedCall(NamedTuple):
         needs: tuple[bool, ...],
         impl: str,
     ) -> "CheckedCall | None":
-        """Gradients of a call; None where launches do not make all of them."""
+        """Gradients of a call; None if launches alone cannot repeat them."""
         *_, of_sinks = needs
-        # delta for sinks is copied, which no launch repeats
+        # delta for sinks is copied, and a replay does not repeat the copy
         if call.spec.cu_seqlens_q is not None or of_sinks or is_recording():
             return None
         spec, mask = call.spec, call.spec.block_mask
@@ -226,7 +229,7 @@ class CheckedCall(NamedTuple):
         return None if launches is None else launches(addresses)
 
     def recorder(self) -> Recorder:
-        """Keeps the launches of the call where that may be done."""
+        """Records the launches of the call, if they can be replayed."""
         found = self._described()
         others = (*self.others, *self.lists)
         if found is None or not may_record(self.options, self.operands, others):
@@ -241,7 +244,7 @@ class CheckedCall(NamedTuple):
         return Recorder(self.cache, key, (*self.operands, *others), closed=self.mask is not None)
 
     def _described(self) -> tuple[tuple[Any, ...], list[int], bool] | None:
-        # lists derived from a mask were made on one stream; another makes its own
+        # lists derived from a mask belong to the stream that made them; others make their own
         stream = None if self.mask is None else stream_of(self.operands[0])
         return described(self.needs, (*self.operands, *self.others), stream, below_autocast=True)
 
@@ -249,7 +252,7 @@ class CheckedCall(NamedTuple):
 def gradient_options(
     spec: AttnSpec, has_sinks: bool, deterministic: bool, impl: str
 ) -> tuple[Any, ...]:
-    """What the launches of gradients depend on besides tensors and which of them are wanted."""
+    """What the launches of gradients depend on besides tensors and `needs`."""
     return (impl, *spec.band, spec.scale, spec.softcap, has_sinks, deterministic)
 
 
@@ -269,7 +272,7 @@ def bound_launches(
 def recorded_gradients(
     key: tuple[Any, ...], options: tuple[Any, ...], mask: BlockMask | None
 ) -> Any:
-    """What was recorded of gradients under a key of `described`; `bound` binds it to a mask."""
+    """Launches recorded for gradients under a key of `described`; `bound` binds them to a mask."""
     kind = None if mask is None else mask_kind(mask, mask.tensors())
     if mask is not None and kind is None:
         return None

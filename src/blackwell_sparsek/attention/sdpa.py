@@ -29,10 +29,10 @@ def scaled_dot_product_attention(
     """Drop-in for `torch.nn.functional.scaled_dot_product_attention`.
 
     Two things differ from `attention`: `is_causal` aligns to the top left (query i sees keys up
-    to i), and masks are tensors. A bool mask becomes a block mask on every call, which reads it
-    once and waits for the device (not under `torch.compile` or CUDA graph capture, where all of
-    its blocks are listed instead); keep a `BlockMask` and call `attention` where that matters. A
-    float mask is a dense bias on every score, so nothing about it is sparse: it runs on torch's
+    to i), and masks are tensors. A bool mask is converted to a block mask on every call, which
+    reads it once and waits for the device (except under `torch.compile` or CUDA graph capture,
+    where all blocks are listed instead); if that matters, keep a `BlockMask` and call `attention`.
+    A float mask is a dense bias on every score, so nothing about it is sparse: it runs on torch's
     own kernels. Inputs whose last dimension is not contiguous are copied, as torch does.
 
     Parameters
@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
         check_tensor(OP, "attn_mask", attn_mask)
         check_dtype(OP, "attn_mask", attn_mask, _mask_dtypes(query))
         if attn_mask.dtype != torch.bool:
-            # not torch.nn.functional, where `patch_sdpa` may have put this function
+            # not torch.nn.functional, whose function `patch_sdpa` may have replaced by this one
             return torch._C._nn.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -83,7 +83,7 @@ def scaled_dot_product_attention(
     mask = None if attn_mask is None else _mask_planes(attn_mask, lead, q, sk)
     band = Band(None, None)
     if is_causal:
-        # no query sees a key past the last query; without them, top left is a plain shift
+        # no query sees a key past the last query; without those keys, top left is a plain shift
         sk = min(sk, sq)
         k, v = k[:, :, :sk], v[:, :, :sk]
         mask = None if mask is None else mask[..., :sk]
@@ -155,14 +155,14 @@ def _mask_planes(mask: torch.Tensor, lead: torch.Size, q: torch.Tensor, sk: int)
     ]
 
 
-# Bool masks, as torch takes them, as block masks.
+# Block masks from bool masks.
 
 
 def block_mask_of(mask: torch.Tensor, sq: int) -> BlockMask:
     """The block mask of bool `[B or 1, H or 1, Sq or 1, Sk]`.
 
-    One row for all queries, as padding has it, takes no memory of Sq x Sk. Waits for the device
-    where that can be done; elsewhere the mask lists all its blocks.
+    A single row for all queries, as for padding, takes no memory of Sq x Sk. Waits for the device
+    if `may_wait`; otherwise the mask lists all its blocks.
     """
     sk = mask.shape[3]
     side = 64 if min(sq, sk) >= 64 else 16
@@ -179,7 +179,7 @@ def block_mask_of(mask: torch.Tensor, sq: int) -> BlockMask:
 
 
 def may_wait(device: torch.device) -> bool:
-    """Whether a number can be read back from `device` here."""
+    """Whether the host may read back from `device`: not in a compiler or a capture."""
     if torch.compiler.is_compiling():
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

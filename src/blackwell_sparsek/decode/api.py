@@ -35,17 +35,17 @@ def attention_decode(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the latest queries of each sequence over its cache.
 
-    Query i of Sq sits at position `cache_seqlens[b] - Sq + i`: keys and values of the queries are
-    in the cache already. Everything in lengths, tables and lists is read on the device, so a CUDA
-    graph may be replayed after any of them changed, and nothing waits for the host. Results are the
-    same bits in every run. There is no derivative.
+    Query i of Sq sits at position `cache_seqlens[b] - Sq + i`: the keys and values of the queries
+    are already in the cache. Lengths, tables and lists are read on the device, so a CUDA graph may
+    be replayed after any of them has changed, and nothing waits for the host. Results are the same
+    bits in every run. There is no derivative.
 
     Made for a few queries, 1 to 16: the cache is read once for every 64 rows (queries times query
     heads of a KV head). Longer chunks of a prompt run faster as
     `bsk.attention(q, k_cache[:, :, :n], v_cache[:, :, :n], causal=True)` on a contiguous cache.
 
-    Memory besides the result: at most `4 * SMs * 64 * (Dv + 2)` floats, whatever the lengths. Up to
-    8 MiB of it stay with the stream for later calls.
+    Workspace: at most `4 * SMs * 64 * (Dv + 2)` floats, whatever the lengths. The stream keeps up
+    to 8 MiB of it for later calls.
 
     Parameters
     ----------
@@ -55,17 +55,17 @@ def attention_decode(
     k_cache : `[B, Hkv, S, D]`, or pages `[pages, page_size, Hkv, D]` with `page_table`
         dtype of q, or float8_e4m3fn. Slots past the lengths are not read.
     v_cache : as k_cache, with Dv in place of D
-        Strides of its own: both caches may be views of one tensor.
+        Its strides may differ from those of k_cache; both may be views of one tensor.
     cache_seqlens : int32 `[B]`
         Keys of each sequence, at most S or `max_pages * page_size`; 0 gives output 0, lse -inf.
     page_table : int32 `[B, max_pages]`, optional
-        Page j of sequence b is `k_cache[page_table[b, j]]`. Entries past the length, before a
-        window and not listed are not looked at. Page sizes of which 64 is a multiple or a
-        divisor are fastest.
+        Page j of sequence b is `k_cache[page_table[b, j]]`. Entries that are past the length,
+        before a window or not listed are not read. Page sizes that divide 64 or are a multiple of
+        it are fastest.
     kv_blocks : int32 `[B, Hkv, n]`, optional
         Sparse decoding: the blocks to read, in any order, -1 for none. Block j holds the positions
         from `j * kv_block_size` on: with pages, page j of the sequence. Length, causal and window
-        hold inside of blocks too. A block that is listed twice counts twice.
+        apply within blocks too. A block that is listed twice counts twice.
     kv_block_size : int, optional
         Tokens of a block of a contiguous cache; pages have their own.
     causal : bool
@@ -74,7 +74,7 @@ def attention_decode(
         As in `attention`; keys before it are not read.
     scale, softcap, sinks : as in `attention`
     k_scale, v_scale : fp32 scalar tensor or `[Hkv]`, optional
-        What the numbers in an fp8 cache are multiplied with; 1 by default.
+        Factors of the numbers in an fp8 cache; 1 by default.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included; see `merge_states`.
     impl : str
@@ -88,9 +88,9 @@ def attention_decode(
 
     Notes
     -----
-    A length, page or block that is out of range is never read. `triton` cannot raise from the
-    device: it makes the outputs and lse that depend on it NaN. `eager` and `reference`, which wait
-    for the device anyway, raise `InvalidInput`, and so does `check_decode_inputs`.
+    A length, page or block that is out of range never leads to a read. `triton` cannot raise from
+    the device, so it sets the outputs and lse that depend on it to NaN. `eager` and `reference`,
+    which wait for the device anyway, raise `InvalidInput`, and so does `check_decode_inputs`.
 
     Examples
     --------
@@ -131,7 +131,7 @@ def attention_decode(
                 _RECORDED, options, inputs, decode, call, impl, operands=1, wanted=wanted
             )
         else:
-            # these sinks are copied, and a recorded launch would keep reading this call's copy
+            # these sinks are copied, and a replay would read this call's copy
             results = decode(call, impl)
     return (results[0], results[1]) if return_lse else results[0]
 
@@ -148,12 +148,12 @@ def check_decode_inputs(
     causal: bool = True,
     window: int | tuple[int | None, int | None] | None = None,
 ) -> None:
-    """Raise `InvalidInput` for what is wrong in the arguments of `attention_decode`.
+    """Raise `InvalidInput` if the arguments of `attention_decode` are invalid.
 
-    Besides shapes and dtypes this looks at the numbers: lengths within the cache, the pages and
-    blocks that would be read within range, no block listed twice for one KV head. It copies them to
-    the host and waits for the device: for debugging and for tables from outside, not for every
-    step.
+    Besides shapes and dtypes this checks the values: lengths are within the cache, the pages and
+    blocks that would be read are within range, and no block is listed twice for one KV head. It
+    copies them to the host and waits for the device, so use it for debugging and for tables from
+    outside, not in every step.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""Attention over a cache in plain PyTorch, on any device, with work proportional to the keys read.
+"""Attention over a cache in plain PyTorch on any device, with work proportional to the keys read.
 
-Sequences are handled one by one: their lengths are read back to the host, their pages or blocks
-gathered.
+Sequences are handled one by one: their lengths are read back to the host, and their pages or blocks
+are gathered.
 """
 
 import torch
@@ -43,7 +43,7 @@ def _span(cache: torch.Tensor, call: DecodeCall, b: int, lo: int, hi: int) -> to
 
 
 def _listed(blocks: torch.Tensor, size: int, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions [Hkv, n * size] of the keys of the listed blocks, and which of them are wanted."""
+    """Positions [Hkv, n * size] of the keys of the listed blocks, and which lie in `[lo, hi)`."""
     kv_pos = blocks.long()[:, :, None] * size + torch.arange(size, device=blocks.device)
     kv_pos = kv_pos.flatten(1)
     return kv_pos, (kv_pos >= lo) & (kv_pos < hi)
@@ -52,7 +52,7 @@ def _listed(blocks: torch.Tensor, size: int, lo: int, hi: int) -> tuple[torch.Te
 def _gather(
     cache: torch.Tensor, call: DecodeCall, b: int, kv_pos: torch.Tensor, wanted: torch.Tensor
 ) -> torch.Tensor:
-    """Rows [Hkv, n, D] at the positions of each head; 0 where none is wanted."""
+    """Rows [Hkv, n, D] at the positions of each head; 0 where not `wanted`."""
     heads = torch.arange(kv_pos.shape[0], device=cache.device)[:, None].expand_as(kv_pos)[wanted]
     at = kv_pos[wanted]
     if call.page_table is None:
@@ -82,7 +82,7 @@ def _attend(
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     scores = scores.masked_fill(~visible, -torch.inf)
-    # one more column holds the sink; -inf there is no sink at all
+    # an additional column holds the sink; -inf means no sink
     column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     if call.sinks is not None:
         column = call.sinks.to(dtype).view(heads, -1, 1, 1).expand_as(column)
@@ -99,5 +99,5 @@ def _attend(
 
 
 def _scale(scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | float:
-    """As a factor of [Hkv, group, Sq, n]."""
+    """The scale as a factor of [Hkv, group, Sq, n]."""
     return 1.0 if scale is None else scale.to(dtype).view(-1, 1, 1, 1)

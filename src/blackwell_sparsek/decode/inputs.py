@@ -1,7 +1,7 @@
 """Checks of decode calls, and the `DecodeCall` with its defaults.
 
-`decode_call` looks at shapes, dtypes and layouts and never waits for the device;
-`check_decode_values` also reads lengths, page tables and block lists, which does.
+`decode_call` checks shapes, dtypes and layouts and never waits for the device;
+`check_decode_values` reads lengths, page tables and block lists, so it does wait.
 """
 
 from typing import Any
@@ -82,7 +82,7 @@ def decode_call(
 
 
 def _check_caches(op: str, q: Any, k_cache: Any, v_cache: Any, *, paged: bool) -> int:
-    """Type, dtype, rank, layout, device and shape of q and the caches; the number of KV heads."""
+    """Check q and the caches: type, dtype, rank, layout, device, shape; return the KV heads."""
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     for arg, x in tensors.items():
         check_tensor(op, arg, x)
@@ -151,7 +151,7 @@ def _check_scale(op: str, arg: str, scale: Any, heads: int, cache: torch.Tensor)
 
 
 def _block_size(op: str, size: Any, listed: bool, page_size: int | None) -> int:
-    """Tokens of a listed block: those of a page, or what the call says."""
+    """Tokens of a listed block: the page size, or `size` without pages; 0 without lists."""
     arg = "kv_block_size"
     if not listed:
         if size is not None:
@@ -172,13 +172,13 @@ def _block_size(op: str, size: Any, listed: bool, page_size: int | None) -> int:
 
 
 def autocast_queries(op: str, q: torch.Tensor) -> torch.Tensor:
-    """Queries in autocast's dtype where autocast is on (fp64 stays); caches are never cast."""
+    """Queries in autocast's dtype if autocast is on (fp64 stays); caches are never cast."""
     check_tensor(op, "q", q)
     return cast_operand(q)
 
 
 def refuse_gradients(op: str, call: DecodeCall) -> None:
-    """Decoding has no derivative: say so instead of cutting the graph."""
+    """Raise if a gradient is needed: decoding has none, and must not cut the graph silently."""
     if not torch.is_grad_enabled():
         return
     tensors = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, "sinks": call.sinks}
@@ -193,9 +193,9 @@ def refuse_gradients(op: str, call: DecodeCall) -> None:
 def check_decode_values(op: str, call: DecodeCall, *, duplicates: bool = False) -> None:
     """Raise `InvalidInput` for the first length, block or page that is out of range.
 
-    Waits for the device. Only what a call reads is looked at: pages past the length, before a
-    window, or not listed may hold any number. `duplicates` also refuses blocks that are listed
-    twice.
+    Waits for the device. Checks only entries that a call reads: those of pages past the length,
+    before a window, or not listed may be any number. `duplicates` also refuses blocks that are
+    listed twice.
     """
     lengths: list[int] = call.cache_seqlens.tolist()
     most = call.capacity

@@ -23,7 +23,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def decode(call: DecodeCall, impl: str) -> Tensors:
-    """Output and lse of a checked call, by way of the operator."""
+    """Output and lse of a checked call, through the operator."""
     return attn_decode(
         call.q,
         call.k_cache,
@@ -74,7 +74,7 @@ def _attn_decode(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    # autocast has cast the queries before the operator; in here it would round the sums
+    # autocast has already cast the queries; in here it would round the sums
     with torch.autocast(q.device.type, enabled=False):
         return decode_dispatch.run(impl, call)
 

@@ -1,8 +1,8 @@
 """Which decode kernels can run a problem, and with which tiles. Pure functions; nothing is timed.
 
-Decoding reads each key once, so its time is that of the memory. What counts is the number of bytes
-in flight: stages times tile times programs on an SM. Tiles may depend neither on a length nor on
-where pages lie: pages give the bits of a contiguous cache.
+Decoding reads each key once, so it is bound by memory, and its speed depends on the bytes in
+flight: stages times tile times programs on an SM. Tiles may depend neither on a length nor on the
+placement of pages: a paged cache gives the same bits as a contiguous one.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ MOST_TILES = 2**31 - 1
 LARGEST_HEAD_DIM = 256
 SMALLEST_TILE = 16
 MIN_SM_FP8 = 89
-# A GPU has many SMs, the interpreter one: a few programs show every way to split the work.
+# A GPU has many SMs, the interpreter one: a few programs exercise every way to split the work.
 INTERPRETED_PROGRAMS = 6
 
 
@@ -62,11 +62,11 @@ class DecodeConfig:
     tile_n : keys of one tile; both are powers of two, at least 16
     num_warps, num_stages : launch options of Triton
     programs : how many programs split the keys of all sequences and heads
-    across : keys are the rows of products and queries the columns, for tensor cores that want 64
+    across : keys are the rows of products and queries the columns, for tensor cores that need 64
         rows
-    words : read fp8 caches as words of four, where their strides allow it
-    registers : most registers of a thread
-    precision : how fp32 products are taken: "ieee" or "tf32"; ignored for 16-bit inputs
+    words : read fp8 caches as words of four values, if their strides allow it
+    registers : limit of registers per thread
+    precision : of fp32 products: "ieee" or "tf32"; ignored for 16-bit inputs
     """
 
     tile_m: int
@@ -91,7 +91,7 @@ class DecodeConfig:
 
 
 def attn_decode_config(problem: DecodeProblem, precision: str) -> DecodeConfig:
-    """Tiles and programs; `precision` is what fp32 operands are multiplied in."""
+    """Tiles and programs; `precision` is that of fp32 products."""
     dim = max(problem.head_dim, problem.head_dim_v)
     sms = INTERPRETED_PROGRAMS if problem.arch.interpreted else problem.arch.num_sms
     itemsize = problem.cache_dtype.itemsize
@@ -103,7 +103,7 @@ def attn_decode_config(problem: DecodeProblem, precision: str) -> DecodeConfig:
 @lru_cache(maxsize=1024)
 def _config(sm: int, sms: int, itemsize: int, dim: int, rows: int, precision: str) -> DecodeConfig:
     tile_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    # 99 KiB of shared memory hold a single stage of 64 KiB or more
+    # 99 KiB of shared memory hold only one program, whose stages take 64 KiB or more
     programs = 2 * sms if sm in LARGE_SMEM else sms
     if itemsize == 4:
         # full fp32 products run on the CUDA cores, with operands in registers
@@ -111,8 +111,8 @@ def _config(sm: int, sms: int, itemsize: int, dim: int, rows: int, precision: st
         return DecodeConfig(min(tile_m, 16), tile_n, 8, 2, programs, precision)
     if dim > 128:
         return DecodeConfig(min(tile_m, 32), 32, 4, 3, programs, precision)
-    # H200, microseconds at (batch, keys) (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), splits still
-    # combined with barriers:
+    # H200, microseconds at (batch, keys) (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), measured when
+    # splits were still combined with barriers:
     #   64 keys, 4 warps, 3 stages, 2 programs on an SM: 22.8 / 137 / 143 / 255
     #   128 keys, 8 warps, 3 stages, 1 program:          26.9 / 137 / 146 / 259
     #   32 keys, 4 warps, 5 stages, 2 programs:          25.0 / 139 / 146 / 256
@@ -137,12 +137,13 @@ def _hopper_config(sms: int, itemsize: int, kv_heads: int) -> DecodeConfig:
       rows across, words, 3 stages, 2 programs:       7.8 / 14.1 /  85.9 /  87.6 / 160.9
       rows across, words, 4 stages, 3 programs:       7.9 / 17.7 /  79.4 /  82.9 / 144.7
       rows across, words, 3 stages, 4 programs:       8.0 / 17.8 /  80.4 /  86.7 / 142.9
-    A third program on an SM cuts each softmax into more splits. With few softmaxes, `kv_heads` over
-    the batch, combining them takes longer than the program saves, unless sequences are very long.
+    A third program on an SM cuts each softmax into more splits. If there are few softmaxes
+    (`kv_heads` over the whole batch), combining the splits takes longer than the program saves,
+    unless sequences are very long.
     """
     if itemsize == 1 and kv_heads > sms // 4:
         return DecodeConfig(16, 64, 4, 4, 3 * sms, across=True, words=True, registers=168)
-    # a few programs fewer than fit were faster at every size
+    # slightly fewer programs than fit were faster at every size
     programs = max(2 * sms // 32 * 32, 1)
     return DecodeConfig(16, 64, 4, 3, programs, across=True, words=itemsize == 1)
 
@@ -152,7 +153,7 @@ def _hopper_config(sms: int, itemsize: int, kv_heads: int) -> DecodeConfig:
 HEAD_DIMS = (64, 128)
 # The fewest keys of one copy: a step of WGMMA.
 STEP = 16
-# Rows whose scores leave enough registers for operands in registers.
+# With more rows, scores leave too few registers for fp8 operands in registers.
 MOST_FP8_ROWS = 16
 
 
@@ -162,14 +163,14 @@ def why_not_sm90(problem: DecodeProblem) -> str | None:
 
 
 def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
-    """`why_not_sm90`, but for what every kernel needs of the machine."""
+    """`why_not_sm90` without the requirements that every kernel has of the machine."""
     if problem.arch.sm != 90:
         return f"needs sm_90, this is {problem.arch}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"{problem.dtype} has no 16-bit WGMMA"
     dims = (problem.head_dim, problem.head_dim_v)
     if problem.cache_dtype == FP8:
-        # a thread holds a word of four values of two WGMMAs with 64 rows each
+        # a thread holds words of four values, which span two WGMMAs with 64 rows each
         if dims != (128, 128):
             return f"needs head dimensions of 128 for a float8 cache, got {dims[0]} and {dims[1]}"
         if problem.rows > MOST_FP8_ROWS:
@@ -186,7 +187,7 @@ def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
     if problem.capacity > LONGEST:
         return f"needs caches of at most {LONGEST} tokens a sequence"
     softmaxes = problem.batch * problem.heads_kv * (problem.rows // 8 + 1)
-    # each softmax counts for a few tiles more than it has
+    # the count allows a few more tiles for each softmax than it has
     if softmaxes * (problem.capacity // 64 + 3) > MOST_TILES:
         return f"needs at most {MOST_TILES} tiles over all sequences and heads"
     return None
@@ -196,12 +197,12 @@ def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
 class DecodeSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
-    ROWS queries of the heads that share a KV head meet tiles of TILE_N keys, of which STAGES are in
-    flight. TILE_D and TILE_DV are the head dims. PAGE_SIZE is None for a contiguous cache, BLOCK_KV
-    without lists of blocks. The kernel is compiled for MAX_REGISTERS per thread, of which the
-    producer gives back all but PRODUCER_REGISTERS. WORDS: an fp8 cache, copied as words of four
-    values. SINGLE: one sequence, whose time is dominated by what precedes and follows its keys, so
-    that the kernel uses programmatic dependent launch (PDL).
+    ROWS queries of the heads that share a KV head are multiplied with tiles of TILE_N keys, of
+    which STAGES are in flight. TILE_D and TILE_DV are the head dims. PAGE_SIZE is None for a
+    contiguous cache, BLOCK_KV is None without lists of blocks. The kernel is compiled for
+    MAX_REGISTERS per thread, of which the producer gives back all but PRODUCER_REGISTERS. WORDS: an
+    fp8 cache, copied as words of four values. SINGLE: one sequence, whose time is mostly prologue
+    and epilogue, so that the kernel uses programmatic dependent launch (PDL).
     """
 
     ROWS: int
@@ -225,7 +226,7 @@ class DecodeSm90Config:
 
     @property
     def copy_keys(self) -> int:
-        """Keys of one TMA copy: the most that always lie in one page and one block."""
+        """Keys of one TMA copy: the most that never cross a page or a block."""
         return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
 
     @property
@@ -235,7 +236,7 @@ class DecodeSm90Config:
 
     @property
     def scattered(self) -> bool:
-        """Whether tables or lists say where keys lie."""
+        """Whether a page table or block lists determine where keys lie."""
         return self.PAGE_SIZE is not None or self.BLOCK_KV is not None
 
     @property
@@ -272,15 +273,15 @@ def make_config(
     words: bool = False,
     single: bool = False,
 ) -> DecodeSm90Config:
-    """The configuration for so many packed rows, head dims, pages, listed blocks."""
-    # Half of an SM holds enough bytes in flight, and each further stage delays a launch by the 120
-    # cycles of its barriers. The accumulators of 64 rows need all registers, so that one program
-    # has the SM to itself, and its stages are long.
+    """The configuration for these packed rows, head dims, pages and listed blocks."""
+    # Half the shared memory of an SM holds enough bytes in flight, and each further stage delays a
+    # launch by the 120 cycles of its barriers. The accumulators of 64 rows need all registers, so
+    # that one program has the SM and its shared memory to itself.
     tall = rows == 64
     scattered = page_size is not None or block_kv is not None
     copies = tile_n // gcd(tile_n, page_size or 0, block_kv or 0)
     budget = SMEM_BYTES if tall else SMEM_BYTES // 2
-    # barriers, notes to the consumer, and 1 KiB that the system takes
+    # 2 KiB for barriers, positions for the consumer, and the 1 KiB reserved by the system
     ring = budget - 2048 - 2 * rows * (tile_d + tile_n)
     return DecodeSm90Config(
         ROWS=rows,
@@ -335,13 +336,13 @@ def _launch(
 ) -> DecodeSm90Launch:
     packed = next((size for size in (8, 16, 32) if rows <= size), 64)
     # H200, microseconds at (batch, keys) (1, 1k) / (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), and
-    # (16, 8k) in pages of 64 and 16, no softmax split:
+    # (16, 8k) in pages of 64 and 16, without splits:
     #   64 keys, 3 stages, 1 program on an SM:  7.2 / 14.9 / 127.6 / 129.4 / 247.7, 127.7, 129.6
     #   64 keys, 5 stages, 1 program:           7.3 / 14.8 / 127.4 / 128.7 / 247.7, 129.7, -
     #   128 keys, 3 stages, 1 program:          7.3 / 14.5 / 126.9 / 128.4 / 248.5, 129.1, 137.2
     #   64 keys, 3 stages, 2 programs:            - /    - / 129.5 /     - /     -, 131.0, 133.4
-    # One sequence, in the graphs of `bsk bench`: 7.4 / 16.1, with PDL 5.9 / 15.2.
-    # fp8 there, (16, 8k) / (64, 4k) / (16, 8k) in pages of 64 / (1, 8k) with PDL:
+    # One sequence, in the CUDA graphs of `bsk bench`: 7.4 / 16.1, with PDL 5.9 / 15.2.
+    # fp8 in the same graphs, (16, 8k) / (64, 4k) / (16, 8k) in pages of 64 / (1, 8k) with PDL:
     #   64 keys, 6 stages, 1 program on an SM:  87.8 /     - /    - /    -
     #   64 keys, 6 stages, 2 programs:          79.2 / 140.9 / 81.5 / 11.8
     #   128 keys, 6 stages, 1 program:          80.6 / 145.4 /    - /    -

@@ -1,4 +1,4 @@
-"""`kv_append`: new keys and values behind what a cache holds, in place.
+"""`kv_append`: append new keys and values to a cache, in place.
 
 The public function, its checks, `bsk::kv_append`, and the implementation in plain PyTorch; the
 Triton kernel is in `append_kernel.py`.
@@ -47,16 +47,16 @@ def kv_append(
 ) -> None:
     """Write token t of sequence b to slot `cache_seqlens[b] + t` of its cache.
 
-    The lengths are read on the device and nothing waits for it, so a CUDA graph that holds this
-    call writes to wherever the lengths and the page table point at each replay. `cache_seqlens` is
-    not advanced. A slot that does not exist is not written: past the capacity, a negative length,
-    a page id out of range. On CPU tensors, where looking is free, that is an `InvalidInput`.
+    Lengths and page table are read on the device without waiting for it, so a CUDA graph with this
+    call writes to the slots that they name at each replay. `cache_seqlens` is not advanced. A slot
+    that does not exist (past the capacity, a negative length, a page id out of range) is not
+    written. On CPU tensors, where the check is free, it raises `InvalidInput`.
 
     Parameters
     ----------
     k_cache : fp16, bf16, fp32, fp64 or float8_e4m3fn `[B, Hkv, S, D]`
         With `page_table`: `[pages, page_size, Hkv, D]`. Any strides with a contiguous last
-        dimension, for each tensor its own.
+        dimension, which may differ between tensors.
     v_cache : the same with Dv in place of D
     k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`
         The dtype of the caches; any float dtype for fp8 caches. No gradient flows through a cache.
@@ -67,8 +67,8 @@ def kv_append(
     page_table : int32 `[B, max_pages]`, optional
         Pages of each sequence in their order; -1 where there is none.
     k_scale, v_scale : fp32, one element or `[Hkv]`, optional
-        fp8 caches hold `x * (1 / scale)`, rounded to nearest even; what passes ±448 becomes ±448,
-        infinities too, and NaN stays NaN. 1 by default.
+        fp8 caches hold `x * (1 / scale)`, rounded to nearest even; values beyond ±448, infinities
+        included, become ±448, and NaN stays NaN. 1 by default.
     impl : str
         `auto`, `eager` or `triton`.
 
@@ -91,7 +91,7 @@ def kv_append(
 
 
 def _check(call: AppendCall) -> None:
-    """Raise `InvalidInput` for what is wrong with the tensors of a call."""
+    """Raise `InvalidInput` if the tensors of a call are invalid."""
     k_cache, page_table = call.k_cache, call.page_table
     _check_caches(k_cache, call.v_cache, page_table)
     paged = page_table is not None
@@ -132,7 +132,7 @@ def _check_caches(k_cache: Any, v_cache: Any, page_table: Any) -> None:
 def check_new(
     op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any, v: Any, *, paged: bool
 ) -> tuple[int, int]:
-    """Batch and KV heads of k and v, which must fit the caches."""
+    """Check that k and v fit the caches; return their batch and KV heads."""
     allowed = NEW if k_cache.dtype == FP8 else [k_cache.dtype]
     for arg, x in (("k", k), ("v", v)):
         check_tensor(op, arg, x)
@@ -153,7 +153,7 @@ def check_new(
 
 
 def _check_slots(call: AppendCall) -> None:
-    """Every slot that will be written exists; reads the tensors, so for the CPU only."""
+    """Check that every slot to be written exists; reads the tensors, so for the CPU only."""
     k_cache, page_table, tokens = call.k_cache, call.page_table, call.k.shape[2]
     lengths = call.cache_seqlens.tolist()
     new = [tokens] * len(lengths) if call.counts is None else call.counts.tolist()
@@ -177,7 +177,7 @@ def _check_slots(call: AppendCall) -> None:
 
 
 def append_eager(call: AppendCall) -> None:
-    """Write k and v behind `cache_seqlens`, without waiting for the device.
+    """Write k and v from slot `cache_seqlens` on, without waiting for the device.
 
     Slots that do not exist are not written.
     """
@@ -223,8 +223,8 @@ def _put_tokens(
 ) -> None:
     """`slots[outer, slot] = rows` where `live`.
 
-    Selecting the live rows would wait for the device. Instead the others repeat a write that is
-    made anyway: that of the first live row, or of an old value where no row is live.
+    Selecting the live rows would wait for the device. Instead, the other rows repeat a harmless
+    write: that of the first live row, or of an old value if no row is live.
     """
     anchor = live.int().argmax(keepdim=True)
     to_outer, to_slot = outer[anchor], slot[anchor]
@@ -234,19 +234,19 @@ def _put_tokens(
 
 
 def _stored(new: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Values as a cache of `dtype` holds them; fp8 as uint8, saturated at 448."""
+    """Values as a cache of `dtype` stores them; fp8 as uint8, saturated at 448."""
     if dtype != FP8:
         return new
     x = new.float()
     if scale is not None:
         x = x * scale.float().reciprocal().view(1, -1, 1, 1)
-    # converted by an instruction of the GPU, NaN has no sign
+    # drop the sign of NaN, as the conversion instruction of the GPU does
     x = torch.where(x.isnan(), torch.nan, x.clamp(-E4M3_MAX, E4M3_MAX))
     return x.to(dtype).view(torch.uint8)
 
 
 def _append(call: AppendCall, impl: str) -> tuple[()]:
-    """Run a checked call by way of the operator, which returns nothing."""
+    """Run a checked call through the operator, which returns nothing."""
     kv_append_op(
         call.k_cache,
         call.v_cache,
@@ -263,7 +263,7 @@ def _append(call: AppendCall, impl: str) -> tuple[()]:
 
 
 def why_not_triton(problem: CacheProblem) -> str | None:
-    """Why the kernels of caches cannot run this problem, or None when they can."""
+    """Why the cache kernels cannot run this problem, or None when they can."""
     return why_not_portable(problem.arch, problem.dtype)
 
 

@@ -15,9 +15,9 @@ from .layout import STORED, check_counts, scale_tensor
 class KVCache:
     """Keys and values of `batch` sequences in tensors `[B, Hkv, max_tokens, D]`.
 
-    `append` makes room and writes. The two steps are also there one by one: `reserve` does the
+    `append` makes room and writes. Both steps are also separate methods: `reserve` does the
     accounting on the host, which knows all lengths without asking the device, and updates
-    `lengths` in place; `write` is device work only, so a CUDA graph may hold it: call `reserve`
+    `lengths` in place; `write` is device work only, so a CUDA graph may capture it: call `reserve`
     before each replay.
 
     Parameters
@@ -26,7 +26,7 @@ class KVCache:
     head_dim_v : int, optional
         Head dim of the values; `head_dim` by default.
     dtype : torch.dtype, optional
-        What is stored: fp16, bf16, fp32, fp64 or float8_e4m3fn; torch's default by default.
+        Of the stored values: fp16, bf16, fp32, fp64 or float8_e4m3fn; by default torch's default.
     device : optional
     k_scale, v_scale : float, or fp32 tensor with one element or `[Hkv]`, optional
         For fp8: `x / scale` is stored, saturated at ±448. 1 by default.
@@ -92,7 +92,7 @@ class KVCache:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that each sequence has room for."""
+        """Capacity of each sequence, in tokens."""
         return self.k.shape[2]
 
     @property
@@ -120,7 +120,7 @@ class KVCache:
     def reserve(self, counts: int | Sequence[int]) -> None:
         """Make room for `counts` more tokens, an int for all sequences or one for each.
 
-        `lengths` includes them from here on. Raises and changes nothing where there is no room.
+        `lengths` includes them from now on. Raises, and changes nothing, if there is no room.
         """
         op = "KVCache.reserve"
         self._reserve(op, check_counts(op, counts, len(self._host_lengths), None))
@@ -134,7 +134,7 @@ class KVCache:
         self._set(op, self._host_lengths, counts)
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the tokens that were reserved last; device work only.
+        """Write the tokens of the last reservation; device work only.
 
         Parameters
         ----------
@@ -143,7 +143,7 @@ class KVCache:
         op = "KVCache.write"
         check_tensor(op, "k", k)
         check_rank(op, "k", k, "[B, Hkv, T, D]")
-        # while a graph is captured, the reservations of its replays are still to come
+        # during a capture, the reservations of the replays are still to come
         if k.shape[2] < max(self._reserved) and not is_capturing(self.k.device):
             expected = f"at least the {max(self._reserved)} tokens that were reserved"
             raise InvalidInput(message(op, "k", "is too short", expected, k.shape[2]))
@@ -159,7 +159,7 @@ class KVCache:
         )
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
-        """Keep only the first `lengths` tokens, such as those that speculation got right."""
+        """Keep only the first `lengths` tokens, for instance the accepted ones of a draft."""
         op = "KVCache.truncate"
         kept = check_counts(op, lengths, len(self._host_lengths), None, arg="lengths")
         for b, (length, keep) in enumerate(zip(self._host_lengths, kept, strict=True)):

@@ -1,4 +1,4 @@
-"""What KV caches may look like, and checks that all of their functions share: scales, counts."""
+"""Layouts and dtypes of KV caches, and the checks of scales and counts that they share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def check_scale(
 def scale_tensor(
     op: str, arg: str, scale: Any, stored: torch.dtype, heads: int, device: torch.device
 ) -> torch.Tensor | None:
-    """A scale given as a number or a tensor, as fp32 on `device`; 1 for fp8 without one."""
+    """A scale given as a number or a tensor, as fp32 on `device`; 1 by default for fp8."""
     if scale is None:
         return torch.ones((), device=device) if stored == FP8 else None
     if not isinstance(scale, torch.Tensor):

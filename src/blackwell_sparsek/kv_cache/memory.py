@@ -11,7 +11,7 @@ from ..masks.check import check_count
 
 
 class KVModel(NamedTuple):
-    """The sizes of a model that decide about its cache."""
+    """The sizes of a model that determine the size of its cache."""
 
     name: str
     layers: int
@@ -64,7 +64,7 @@ def kv_cache_bytes(
     head_dim_v : int, optional
         Head dim of the values; `head_dim` by default.
     dtype : torch.dtype
-        What the cache stores.
+        Of the cache.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def kv_memory_table(
     ----------
     models : `KVModel`s (name, layers, heads_q, heads_kv, head_dim); known ones by default
     tokens : cached tokens, over all sequences
-    dtype : what the cache stores
+    dtype : of the cache
 
     Examples
     --------

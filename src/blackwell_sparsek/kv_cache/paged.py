@@ -28,13 +28,13 @@ class Reservation(NamedTuple):
 class PagedKVCache:
     """Keys and values in pages `[num_pages, page_size, Hkv, D]` that sequences take as they grow.
 
-    Sequences have ids, which are never used again after `release`. Lengths and pages are accounted
-    for on the host; the page table lies on the device and is updated by small asynchronous copies.
-    A request that does not fit raises before anything is changed.
+    Sequences have ids, which are never reused after `release`. The host keeps account of lengths
+    and pages; the page table is on the device and is updated by small asynchronous copies. A
+    request that does not fit raises before anything is changed.
 
-    A CUDA graph holds `bsk.kv_append` and `bsk.attention_decode` on static tensors; before each
-    replay, call `reserve` and copy `page_table(sequences, max_pages)` and `lengths(sequences)` to
-    them.
+    For a CUDA graph, capture `bsk.kv_append` and `bsk.attention_decode` on static tensors; before
+    each replay, call `reserve` and copy `page_table(sequences, max_pages)` and
+    `lengths(sequences)` to them.
 
     Parameters
     ----------
@@ -42,14 +42,14 @@ class PagedKVCache:
     head_dim_v : int, optional
         Head dim of the values; `head_dim` by default.
     dtype : torch.dtype, optional
-        What is stored: fp16, bf16, fp32, fp64 or float8_e4m3fn; torch's default by default.
+        Of the stored values: fp16, bf16, fp32, fp64 or float8_e4m3fn; by default torch's default.
     device : optional
     k_scale, v_scale : float, or fp32 tensor with one element or `[Hkv]`, optional
         For fp8: `x / scale` is stored, saturated at ±448. 1 by default.
     max_sequences : int
-        Sequences at one time: the rows of the page table.
+        Most sequences at one time: the rows of the page table.
     max_tokens : int, optional
-        Tokens of one sequence, rounded up to whole pages; all pages by default.
+        Most tokens of one sequence, rounded up to whole pages; by default those of all pages.
 
     Attributes
     ----------
@@ -152,9 +152,9 @@ class PagedKVCache:
     def reserve(self, sequences: Sequence[int], counts: int | Sequence[int]) -> None:
         """Make room for `counts` more tokens, an int for all of `sequences` or one for each.
 
-        Takes pages and puts them into the page table; a last page that is only partly filled and
-        shared with another sequence is copied. Raises `OutOfPages` or `InvalidInput` and changes
-        nothing where there is no room.
+        Takes pages and enters them in the page table; copies the last page if it is only partly
+        filled and shared with another sequence. Raises `OutOfPages` or `InvalidInput`, and changes
+        nothing, if there is no room.
         """
         op = "PagedKVCache.reserve"
         self._reserve(op, sequences, check_counts(op, counts, len(sequences), None))
@@ -168,12 +168,12 @@ class PagedKVCache:
         self._reserved = Reservation(list(sequences), counts, lengths, count_tensor)
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the tokens that were reserved last.
+        """Write the tokens of the last reservation.
 
         Parameters
         ----------
         k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`
-            In the order of the sequences that were reserved for, T at least the largest count.
+            In the order of the sequences in the reservation, T at least the largest count.
         """
         op = "PagedKVCache.write"
         if self._reserved is None:
@@ -190,14 +190,14 @@ class PagedKVCache:
             v,
             cache_seqlens=before,
             counts=count_tensor,
-            # the whole width: a shape that stays the same needs no new checks
+            # the whole width, so that the shape stays the same and calls are replayed
             page_table=self.page_table(sequences, self._table.shape[1]),
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the tokens of this one; its id.
+        """Start a new sequence with the tokens of this one; return its id.
 
         Pages are shared. The first of the two to append copies the last page, if it is only partly
         filled; all others stay shared.
@@ -208,7 +208,7 @@ class PagedKVCache:
         return child
 
     def truncate(self, sequences: Sequence[int], lengths: int | Sequence[int]) -> None:
-        """Keep only the first `lengths` tokens, such as those that speculation got right."""
+        """Keep only the first `lengths` tokens, for instance the accepted ones of a draft."""
         op = "PagedKVCache.truncate"
         refuse_capture(op, self.k.device)
         kept = check_counts(op, lengths, len(sequences), None, arg="lengths")
@@ -216,7 +216,7 @@ class PagedKVCache:
         self._reserved = None
 
     def release(self, sequences: int | Sequence[int]) -> None:
-        """End sequences; pages that no other one shares are free again."""
+        """End sequences and free the pages that no other sequence shares."""
         op = "PagedKVCache.release"
         refuse_capture(op, self.k.device)
         ids = [sequences] if isinstance(sequences, int) else sequences
@@ -255,7 +255,7 @@ class PagedKVCache:
         return self._rows_of([state.row for state in states])[:, :columns]
 
     def _rows_of(self, rows: list[int]) -> torch.Tensor:
-        """Rows of the table: a view where they follow one another."""
+        """Rows of the table; a view if they are consecutive."""
         if rows and rows == list(range(rows[0], rows[0] + len(rows))):
             return self._table[rows[0] : rows[0] + len(rows)]
         if self._last_rows is None or self._last_rows[0] != rows:

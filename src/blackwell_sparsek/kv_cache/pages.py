@@ -1,6 +1,6 @@
-"""The pages of many sequences: growth, shared prefixes, copies on write.
+"""The pages of many sequences: growth, shared prefixes, copy on write.
 
-Kept on the host, which knows what it appended: nothing here waits for a device.
+All of it is on the host, which knows what it has appended, so nothing here waits for a device.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class PagePool:
 
     Parameters
     ----------
-    num_pages : how many there are; all are free at first
+    num_pages : pages of the pool; all are free at first
 
     Examples
     --------
@@ -31,7 +31,7 @@ class PagePool:
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
-        # a stack, lowest page on top: what was given back last may still be in the L2
+        # a stack, lowest page on top: pages that were given back last may still be in the L2
         self._free = list(reversed(range(num_pages)))
         self._users = [0] * num_pages
 
@@ -52,7 +52,7 @@ class PagePool:
             raise OutOfPages(message(op, "cache", problem, expected, f"{len(self._free)} free"))
 
     def take(self, count: int) -> list[int]:
-        """Take `count` free pages, each for one user; the caller has checked that there are."""
+        """Take `count` free pages, each for one user; the caller has called `check_room`."""
         assert count <= len(self._free)
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -89,8 +89,8 @@ class SequenceState:
 class Growth(NamedTuple):
     """What one reservation changed.
 
-    `entries` are (row, ordinal, page) to be set in the table, `copies` (from, to) of pages that
-    other sequences go on sharing; both must reach the device before new tokens are written.
+    `entries` are (row, ordinal, page) to be set in the table; `copies` are (from, to) of pages that
+    other sequences still share. Both must reach the device before new tokens are written.
     """
 
     entries: list[tuple[int, int, int]]
@@ -100,7 +100,7 @@ class Growth(NamedTuple):
 class SequencePages:
     """Sequences by id over one pool of pages.
 
-    Ids are never used twice, so that the id of a released sequence cannot mean another.
+    Ids are never reused, so that the id of a released sequence cannot refer to another one.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class SequencePages:
             raise InvalidInput(message(op, "sequence", problem, expected, sequence)) from None
 
     def distinct_states(self, op: str, sequences: Sequence[int]) -> list[SequenceState]:
-        """The states of ids of which none may come twice."""
+        """The states of ids, each of which may occur only once."""
         states = self.states(op, sequences)
         if len(set(sequences)) != len(sequences):
             got = list(sequences)
@@ -186,7 +186,7 @@ class SequencePages:
         return cdiv(tokens, self.page_size)
 
     def _last_pages_to_copy(self, grown: list[tuple[int, SequenceState, int]]) -> list[bool]:
-        """Which sequences would write into a page that another one still reads."""
+        """Whether each sequence would write into a page that another one still reads."""
         left: dict[int, int] = {}
         copied = []
         for _, state, count in grown:
@@ -227,7 +227,7 @@ class SequencePages:
         return Growth(entries, [])
 
     def release(self, op: str, sequences: Sequence[int]) -> Growth:
-        """Give back what only these sequences used."""
+        """End sequences and give back the pages that only they used."""
         states = self.distinct_states(op, sequences)
         emptied = self.truncate(op, sequences, [0] * len(sequences))
         for sequence, state in zip(sequences, states, strict=True):

@@ -1,4 +1,4 @@
-"""`page_summaries` and `topk_pages`: sparse decoding reads the pages that can matter.
+"""`page_summaries` and `topk_pages`: choose the pages that sparse decoding reads.
 
 The public functions, their checks, the operators, and the implementations in plain PyTorch; the
 Triton kernels are in `selection_kernels.py`.
@@ -34,7 +34,7 @@ _CHOICES: dict[Any, Any] = {}
 
 
 class PageSummaries(NamedTuple):
-    """Per channel, the smallest and largest key of each page; both the mean for kind "mean".
+    """Per channel, the smallest and largest key of each page; for kind "mean" both are the mean.
 
     `low`, `high`: `[pages, Hkv, D]`, or `[B, blocks, Hkv, D]` for a contiguous cache that is cut
     into blocks of `page_size` tokens. dtype of the cache; for fp8 caches, bf16 with the stored
@@ -83,8 +83,8 @@ def page_summaries(
 ) -> PageSummaries:
     """Per channel, the smallest and largest key of each page, for `topk_pages`.
 
-    Made once after a prompt, and brought up to date after each append with `out` and
-    `new_tokens`; both without waiting for the device, so a CUDA graph may hold the update.
+    Compute them once after a prompt, and update them after each append with `out` and
+    `new_tokens`. Neither waits for the device, so a CUDA graph may capture the update.
 
     Parameters
     ----------
@@ -93,15 +93,15 @@ def page_summaries(
     cache_seqlens : int32 `[B]`
         Tokens of each sequence; later ones are not read.
     page_table : int32 `[B, max_pages]`, optional
-        Pages that no table names keep what `out` has.
+        Pages that are not in the table keep their summaries in `out`.
     kv_block_size : int, optional
-        Tokens of a block of a contiguous cache, which takes the place of pages.
+        Tokens of a block of a contiguous cache; blocks take the place of pages.
     kind : str
         `minmax`, a bound on every product of a query with a key (as in Quest), or `mean`.
     out : PageSummaries, optional
         Summaries of the same cache to be updated in place.
     new_tokens : int, optional
-        With `out`: only the pages that hold the last `new_tokens` tokens of each sequence.
+        With `out`: update only the pages that hold the last `new_tokens` tokens of each sequence.
     impl : str
         `auto`, `eager` or `triton`.
 
@@ -172,25 +172,25 @@ def topk_pages(
 ) -> torch.Tensor:
     """The `k` pages of each sequence and KV head whose keys can matter most to the queries.
 
-    A page's score is the largest product that a key within its summary could have with a query:
-    with `minmax` no key of the page has a larger one. Pages with infinite or NaN keys come first.
-    Nothing waits for the device.
+    A page's score is the largest product that a key within its summary could have with a query;
+    with `minmax` it bounds the product of every key of the page. Pages with infinite or NaN keys
+    come first. Nothing waits for the device.
 
     Parameters
     ----------
     q : fp16, bf16, fp32 or fp64 `[B, Hq, Sq, D]`
     summaries : from `page_summaries`
     k : int
-        Pages to list; all of them where a sequence has no more.
+        Pages to list; a sequence with fewer lists all of them.
     cache_seqlens : int32 `[B]`
         Tokens of each sequence.
     page_table : int32 `[B, max_pages]`
         For summaries of a paged cache.
     keep_first, keep_last : int
-        Pages at the start (attention sinks) and at the end (the latest tokens, which the queries
-        themselves belong to) that are always listed, `k` at the most together.
+        Pages at the start (attention sinks) and at the end (the latest tokens, including the
+        queries themselves) that are always listed; together at most `k`.
     reduce : str
-        Over the queries that share a KV head: `max`, what one of them needs most, or `sum`.
+        How scores of the queries that share a KV head are combined: `max` or `sum`.
     impl : str
         `auto`, `eager` or `triton`.
 
@@ -276,7 +276,7 @@ def _page_size(op: str, k_cache: torch.Tensor, page_table: Any, kv_block_size: A
 
 
 def _check_lengths(op: str, cache_seqlens: Any, page_table: Any) -> int:
-    """The batch size."""
+    """Check lengths and page table; return the batch size."""
     check_tensor(op, "cache_seqlens", cache_seqlens)
     check_dtype(op, "cache_seqlens", cache_seqlens, [torch.int32])
     check_rank(op, "cache_seqlens", cache_seqlens, "[B]")
@@ -294,7 +294,7 @@ def _check_lengths(op: str, cache_seqlens: Any, page_table: Any) -> int:
 def _check_out(
     op: str, out: Any, k_cache: torch.Tensor, kind: str, page_size: int, *, paged: bool
 ) -> None:
-    """`out` has the form that `empty_summaries` gives for this cache."""
+    """Check that `out` has the form of `empty_summaries` for this cache."""
     if not isinstance(out, PageSummaries):
         got = type(out).__name__
         raise InvalidType(message(op, "out", "has a wrong type", "PageSummaries", got))
@@ -309,7 +309,7 @@ def _check_out(
 
 
 def summaries_eager(call: SummariesCall) -> None:
-    """Write the summaries of the pages that hold the last `new_tokens` tokens, None for all."""
+    """Write the summaries of the pages with the last `new_tokens` tokens; of all pages if None."""
     low, k_cache, page_table = call.low, call.k_cache, call.page_table
     page_size, new_tokens = call.page_size, call.new_tokens
     if page_table is None:
@@ -357,7 +357,7 @@ def _put_rows(
     if page_table is None:
         summary.copy_(torch.where(live.view(*live.shape, 1, 1), values, summary))
         return
-    # what is not live repeats a write that is made anyway, see `append._put_tokens`
+    # rows that are not live repeat a harmless write, see `append._put_tokens`
     flat, pages = live.flatten(), page_table.long().clamp(0, summary.shape[0] - 1).flatten()
     anchor = flat.int().argmax(keepdim=True)
     rows, to = values.flatten(0, 1), pages[anchor]
@@ -393,7 +393,7 @@ def topk_eager(call: TopkCall) -> torch.Tensor:
     count = count.view(-1, 1, 1)
     page = torch.arange(columns, device=q.device)
     kept = (page < call.keep_first) | (page >= count - call.keep_last)
-    # stable sorts by the lesser keys first: ordinal, score, kept before others, absent ones last
+    # stable sorts, least significant key first: ordinal, score, kept before others, absent last
     order = scores.argsort(dim=-1, descending=True, stable=True)
     group = torch.where(page < count, (~kept).int(), 2).expand_as(scores).gather(-1, order)
     order = order.gather(-1, group.argsort(dim=-1, stable=True))
@@ -405,7 +405,7 @@ def topk_eager(call: TopkCall) -> torch.Tensor:
 
 
 def _summarise(call: SummariesCall, impl: str) -> tuple[()]:
-    """Run a checked call by way of the operator, which returns nothing."""
+    """Run a checked call through the operator, which returns nothing."""
     page_summaries_op(
         call.low,
         call.high,
@@ -420,7 +420,7 @@ def _summarise(call: SummariesCall, impl: str) -> tuple[()]:
 
 
 def _choose(call: TopkCall, impl: str) -> tuple[torch.Tensor]:
-    """Run a checked call by way of the operator."""
+    """Run a checked call through the operator."""
     lists = topk_pages_op(
         call.q,
         call.low,
@@ -457,7 +457,7 @@ def _topk_pages_fake(*args: Any) -> torch.Tensor:
 
 
 def empty_lists(call: TopkCall) -> torch.Tensor:
-    """Memory for the lists that a call makes."""
+    """Memory for the lists of a call."""
     shape = (call.q.shape[0], call.low.shape[-2], call.k)
     return call.q.new_empty(shape, dtype=torch.int32)
 

@@ -1,4 +1,4 @@
-"""The public products of block-sparse matrices: a recorded launch, or checks, then the operator."""
+"""The public products of block-sparse matrices: replay a recorded launch, or check and dispatch."""
 
 from typing import Any, NamedTuple, overload
 
@@ -89,10 +89,10 @@ def matmul(
     """Multiply with a block-sparse matrix: `activation(a @ b + bias) + residual`.
 
     At least one of `a` and `b` is a `BSRMatrix`. Work and memory are proportional to its stored
-    blocks, unless `auto` estimates that densifying the matrix and multiplying that is faster
-    (`explain` shows both estimates). A block that is not stored contributes nothing where the
-    dense operand is finite; NaN and inf may spread to rows that do not store the block where blocks
-    are joined: in the dense product, and on a GPU for blocks of fewer than 64 rows.
+    blocks, unless `auto` estimates that densifying the matrix and multiplying the result is faster
+    (`explain` shows both estimates). A block that is not stored contributes nothing if the dense
+    operand is finite. NaN and inf may spread to rows that do not store the block if blocks are
+    joined: in the dense product, and on a GPU for blocks of fewer than 64 rows.
 
     Parameters
     ----------
@@ -115,16 +115,16 @@ def matmul(
     Returns
     -------
     Tensor (contiguous) or, for two block-sparse operands, BSRMatrix.
-        Accumulated in float32 (float64 for float64) and rounded once. Where a gradient is needed
-        and an activation is given, the pre-activation is kept in `out_dtype`, as a linear layer
-        followed by an activation does. bias, activation and residual are not available for two
+        Accumulated in float32 (float64 for float64) and rounded once. If a gradient is needed and
+        an activation is given, the pre-activation is kept in `out_dtype`, as by a linear layer
+        followed by an activation. bias, activation and residual are not available for two
         block-sparse operands.
 
     Notes
     -----
-    Gradients reach both operands, bias and residual; that of a BSRMatrix is computed at its stored
-    blocks only and arrives at its `storage`. The product of two BSRMatrix synchronises with the
-    device to learn which blocks the result has, and so does the eager implementation on a GPU, once
+    Gradients flow to both operands, bias and residual; that of a BSRMatrix is computed at its
+    stored blocks only and goes to its `storage`. The product of two BSRMatrix synchronises with the
+    device to learn which blocks the result has, and the eager implementation on a GPU does so once
     per pattern; nothing else does.
 
     `w @ x` and `x @ w` mean the same as this function. Inside `torch.compile` call the function:
@@ -198,7 +198,7 @@ def _sparse_dense(
     residual: torch.Tensor | None,
     options: _Options,
 ) -> tuple[torch.Tensor]:
-    """Check a product of a sparse and a dense operand, and make it."""
+    """Check and compute a product of a sparse and a dense operand."""
     op = "matmul"
     _, dense_left, activation, out_dtype, impl = options
     _check_options(activation, out_dtype, impl)
@@ -272,7 +272,7 @@ def _needs_grad(*tensors: torch.Tensor | None) -> bool:
 
 
 def _without_padding_grad(matrix: BSRMatrix, values: torch.Tensor) -> torch.Tensor:
-    """`values`, such that no gradient reaches the padding of edge blocks."""
+    """`values`, but no gradient reaches the padding of edge blocks."""
     if not _needs_grad(values):
         return values
     pattern = matrix.pattern
@@ -286,7 +286,7 @@ def _sparse_sparse(
     out_dtype: torch.dtype | None,
     impl: str,
 ) -> BSRMatrix:
-    """Check a product of two sparse operands, which takes no `extras`, and make it."""
+    """Check and compute a product of two sparse operands, which takes no `extras`."""
     op = "matmul"
     _check_options(extras["activation"], out_dtype, impl)
     for arg, value in extras.items():

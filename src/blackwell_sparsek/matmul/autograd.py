@@ -1,7 +1,7 @@
 """Derivatives of the block-sparse operators, in terms of the same operators.
 
 The derivative of each product is again a product with the pattern's transposed metadata, a sampled
-product, or a product of pairs with permuted roles; so derivatives of any order exist.
+product, or a product of pairs with permuted roles, so derivatives of any order exist.
 """
 
 from dataclasses import replace
@@ -19,9 +19,9 @@ from .op import bsr_matmul, bsr_pair_products, bsr_sddmm
 
 
 def _derivative_impl(impl: str) -> str:
-    """What a derivative is computed with: other products than the one `impl` was asked for.
+    """The implementation of a derivative, which consists of other products than the forward.
 
-    The portable implementations have all of them; a special one may not, so `auto` chooses.
+    The portable implementations have all products; others may not, so `auto` chooses for them.
     """
     return impl if impl in ("reference", "eager", "dense", "triton") else "auto"
 
@@ -37,7 +37,7 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Product(NamedTuple):
-    """What the derivative of a matmul needs to know besides tensors."""
+    """What the derivative of a matmul needs besides tensors."""
 
     shape: Any
     block_shape: Any
@@ -58,7 +58,7 @@ def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
     again = call.activation is not None
     ctx.save_for_backward(
         values if again or dense.requires_grad else None,
-        # Activations are what fills memory in training: kept only for the gradient of values.
+        # Activations dominate memory in training: keep them only for the gradient of values.
         dense if again or values.requires_grad else None,
         call.bias if again else None,
         *call.pattern,
@@ -88,8 +88,8 @@ def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if needs.residual:
         d_residual = grad.to(product.residual_dtype)
     if product.activation is not None:
-        # The public function keeps the pre-activation where a gradient is needed; a caller of the
-        # operator itself pays for computing it again.
+        # The public function keeps the pre-activation if a gradient is needed; direct callers of
+        # the operator pay for computing it again.
         layer = MatmulCall(values, pattern, product.shape, product.transposed, dense, dense_left)
         layer = replace(layer, bias=bias, out_dtype=_wider(grad.dtype))
         pre = bsr_matmul(*layer.arguments, impl)
@@ -126,7 +126,7 @@ def _sddmm_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 def _sddmm_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b, *tensors = ctx.saved_tensors
     pattern, shape, impl = PatternTensors(*tensors), ctx.shape, ctx.impl
-    # What a consumer asks of the padding is no derivative of anything: it is zero by definition.
+    # Padding is zero by definition, so a gradient that arrives there is dropped.
     rows = rows_of_entries(pattern.indptr, pattern.indices.shape[0])
     grad = zero_padding(grad.to(a.dtype), (shape[0], shape[1]), rows, pattern.indices)
     da = db = None

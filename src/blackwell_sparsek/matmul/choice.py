@@ -1,9 +1,9 @@
-"""Which implementation of a block-sparse product runs: what `auto` asks, in which order, and why.
+"""Which implementation of a block-sparse product `auto` chooses, in which order, and why.
 
-An implementation is asked whether it can run a problem (`why_not_*`, beside the tiles of its
-kernels) and whether `auto` should pass it over (below). The figures behind both are beside the
-thresholds: `sm90.tuning` for kernels of Hopper against portable ones, `estimate` for the time of
-each against that of the dense product.
+Each implementation says whether it can run a problem (`why_not_*`, beside the tiles of its kernels)
+and whether `auto` should pass it over (below). The measurements are beside the thresholds: in
+`sm90.tuning` for the Hopper kernels against the portable ones, in `estimate` for each of them
+against the dense product.
 """
 
 from functools import lru_cache
@@ -16,12 +16,12 @@ from .estimate import dense_seconds, packs_for_few_columns, sparse_seconds
 from .sm90.tuning import spmm_sm90_passed_over, why_not_sm90
 from .triton.tuning import why_not_triton
 
-# Estimates are known to a tenth.
+# Estimates are accurate to a tenth.
 CLOSE = 1.1
 
 
 def sm90_passed_over(problem: BsrProblem) -> str | None:
-    """Leave to the portable kernels what they do better; the rest competes with dense."""
+    """Leave problems that the portable kernels run faster to them; the rest competes with dense."""
     return (
         spmm_sm90_passed_over(problem)
         or _slower_than_triton(problem)
@@ -40,7 +40,7 @@ def eager_passed_over(problem: BsrProblem) -> str | None:
 
 
 def dense_passed_over(problem: BsrProblem) -> str | None:
-    """Name the first implementation that multiplies the stored blocks sooner."""
+    """Name the first implementation on stored blocks that is estimated to be faster."""
     dense_s = dense_seconds(problem)
     for impl in _sparse_impls(problem):
         sparse_s = sparse_seconds(problem, impl)
@@ -49,7 +49,7 @@ def dense_passed_over(problem: BsrProblem) -> str | None:
     return None
 
 
-# Answers are kept, because estimating takes longer than the rest of a dispatch.
+# Cached, because estimating takes longer than the rest of a dispatch.
 @lru_cache(maxsize=4096)
 def _slower_than_dense(problem: BsrProblem, impl: str) -> str | None:
     sparse_s, dense_s = sparse_seconds(problem, impl), dense_seconds(problem)
@@ -58,7 +58,7 @@ def _slower_than_dense(problem: BsrProblem, impl: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _slower_than_triton(problem: BsrProblem) -> str | None:
-    """Leave blocks that have to be packed for WGMMA to the portable kernel where it is faster."""
+    """Leave blocks that must be packed for WGMMA to the portable kernel if it is faster."""
     if not packs_for_few_columns(problem) or why_not_triton(problem) is not None:
         return None
     own_s, portable_s = (sparse_seconds(problem, impl) for impl in ("sm90", "triton"))
@@ -66,7 +66,7 @@ def _slower_than_triton(problem: BsrProblem) -> str | None:
 
 
 def _sparse_impls(problem: BsrProblem) -> list[str]:
-    """Implementations on stored blocks that can run, in the order in which `auto` asks."""
+    """Implementations on stored blocks that can run, in the order in which `auto` tries them."""
     passed = spmm_sm90_passed_over(problem) or _slower_than_triton(problem)
     impls = ["sm90"] if (why_not_sm90(problem) or passed) is None else []
     if (why_not_triton(problem) or interpreted_only(problem)) is None:
@@ -93,7 +93,7 @@ matmul_dispatch.register(
     "triton", why_not_triton, f"{_PACKAGE}.triton.spmm:matmul", auto_passes=triton_passed_over
 )
 matmul_dispatch.register("eager", _anything, eager.matmul, auto_passes=eager_passed_over)
-# last: reached where each of the others has been passed over for it
+# last: reached only if all others were passed over in its favour
 matmul_dispatch.register("dense", _anything, dense.matmul, auto_passes=dense_passed_over)
 matmul_dispatch.register("reference", _anything, reference.matmul, auto_passes=only_asked)
 

@@ -1,8 +1,8 @@
 """Implementation `dense` of block-sparse products: densify the matrix and multiply it with torch.
 
-The better choice where few blocks are missing, or where blocks are too small for their rows to feed
-a GPU (`choice`). Absent blocks are zeros here, so NaN and inf of the dense operand meet all of
-them.
+The better choice if few blocks are missing, or if blocks are too small for their rows to feed a GPU
+(`choice`). Absent blocks are zeros here, so NaN and inf of the dense operand are multiplied with
+them and spread.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from ..sparse.pattern import rows_of_entries
 from ..sparse.validate import zero_padding
 from .eager import finish
 
-# What the kernel that densifies needs: Triton's oldest GPU, whole chunks of a row.
+# Requirements of the densify kernel: Triton's oldest GPU, whole chunks of a row.
 LEAST_SM, COLUMNS_STEP = 80, 8
 
 
 def matmul(call: MatmulCall) -> torch.Tensor:
-    """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
+    """op(A) @ dense, or dense @ op(A) if `dense_left`, with its epilogue."""
     matrix = densified(call.values, call.pattern, call.shape)
     matrix = matrix.mT if call.transposed else matrix
     extras = (call.bias, call.residual, call.activation)
@@ -47,7 +47,7 @@ def sddmm(call: SddmmCall) -> torch.Tensor:
 
 
 def densified(values: torch.Tensor, pattern: PatternTensors, shape: Sequence[int]) -> torch.Tensor:
-    """The stored matrix as a view [M, K] of whole blocks: in one pass where a kernel can."""
+    """The stored matrix as a view [M, K] of whole blocks; in one pass if the kernel supports it."""
     (m, k), (nnzb, block_h, block_w) = shape, values.shape
     rows_b, cols_b = cdiv(m, block_h), cdiv(k, block_w)
     arch = arch_of(values.device)
@@ -56,7 +56,7 @@ def densified(values: torch.Tensor, pattern: PatternTensors, shape: Sequence[int
         from .triton.densify import block_table, launch_densify
 
         full = values.new_empty(rows_b * block_h, cols_b * block_w)
-        # the product behind it is torch's, so that launches are not all of this call
+        # torch computes the product that follows, so replaying launches would not repeat the call
         with unrecorded():
             launch_densify(full, values, block_table(pattern.indptr, pattern.indices, cols_b))
         return full[:m, :k]
@@ -67,11 +67,11 @@ def densified(values: torch.Tensor, pattern: PatternTensors, shape: Sequence[int
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, *, rounded: bool) -> torch.Tensor:
-    """a @ b in the dtype of the operands where `rounded`, else in that of its sums."""
+    """a @ b in the dtype of the operands if `rounded`, else in that of its accumulator."""
     if a.dtype.itemsize > 2:
         return torch.matmul(a, b)
     if not a.is_cuda:
-        # CPUs sum 16-bit products in whatever precision they have
+        # the precision in which a CPU sums 16-bit products varies
         product = torch.matmul(a.float(), b.float())
         return product.to(a.dtype) if rounded else product
     if rounded:

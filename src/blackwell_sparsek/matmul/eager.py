@@ -1,7 +1,7 @@
 """Block-sparse products in plain PyTorch, on any device, with work proportional to stored blocks.
 
-One block row of A with c blocks is a dense product [bh, c*bw] @ [c*bw, N] once its blocks lie side
-by side and the block rows of X that they meet lie below one another. Both are gathered, chunk by
+One block row of A with c blocks is a dense product [bh, c*bw] @ [c*bw, N] once its blocks are laid
+side by side and the block rows of X that they multiply are stacked. Both are gathered chunk by
 chunk; rows with equal c share a batched product. Accumulation is in float32 (float64 for float64),
 with one rounding at the end.
 
@@ -32,7 +32,7 @@ def finish(product: torch.Tensor, call: MatmulCall) -> torch.Tensor:
     return product.to(call.result_dtype).contiguous()
 
 
-# Block rows that hold equally many blocks, so that one batched product serves them all.
+# Block rows with equally many blocks, which share one batched product.
 #
 # Finding them needs the row counts on the host: one synchronisation on a GPU, once per pattern,
 # since the result is kept as long as the pattern's tensor lives.
@@ -72,9 +72,9 @@ def _find_groups(indptr: torch.Tensor) -> list[RowGroup]:
 def rows_at_once(device: torch.device, elements_per_row: int) -> int:
     """How many rows to gather into one batched product.
 
-    On a CPU a product of 128 Ki gathered elements is long against its call, and gathering one row
-    at a time keeps the copy in the cache; smaller rows are batched up to 4 MiB. On a GPU launches
-    are what costs, and 256 MiB of scratch is the bound.
+    On a CPU, a product of 128 Ki gathered elements takes much longer than the overhead of its call,
+    and gathering one row at a time keeps the copy in the cache; smaller rows are batched up to
+    4 MiB. On a GPU launches dominate, so batches are bounded only by 256 MiB of scratch memory.
     """
     if device.type == "cpu":
         return 1 if elements_per_row >= 2**17 else 2**20 // max(1, elements_per_row)
@@ -82,7 +82,7 @@ def rows_at_once(device: torch.device, elements_per_row: int) -> int:
 
 
 def columns_at_once(device: torch.device, elements_per_column: int) -> int:
-    """How many columns of the dense operand to gather for one row: the same bounds."""
+    """How many columns of the dense operand to gather for one row, with similar bounds."""
     limit = 2**21 if device.type == "cpu" else 2**26
     return max(64, limit // max(1, elements_per_column))
 
@@ -119,7 +119,7 @@ def _gather(blocks: torch.Tensor, entries: torch.Tensor, dtype: torch.dtype) -> 
 
 
 def _stack(x: torch.Tensor) -> torch.Tensor:
-    """[g, c*p, q]: blocks below one another; a view."""
+    """[g, c*p, q]: blocks stacked; a view."""
     return x.flatten(1, 2)
 
 
@@ -134,7 +134,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def matmul(call: MatmulCall) -> torch.Tensor:
-    """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
+    """op(A) @ dense, or dense @ op(A) if `dense_left`, with its epilogue."""
     rows = block_rows(call)
     _, bh, bw = rows.blocks.shape
     dense, dense_left = call.dense, call.dense_left
@@ -153,7 +153,7 @@ def matmul(call: MatmulCall) -> torch.Tensor:
 
 
 def _collapsed(x: torch.Tensor) -> torch.Tensor:
-    """[..., T, K] as [batch * T, K] where that is a view: one large product beats many small."""
+    """[..., T, K] as [batch * T, K] if that is a view: one large product beats many small ones."""
     lines = range(x.dim() - 2)
     if all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in lines):
         return x.flatten(0, -2)
@@ -170,7 +170,7 @@ def _padded_rows(x: torch.Tensor, rows: int, block: int) -> torch.Tensor:
 
 
 def _rows_contiguous(x: torch.Tensor) -> bool:
-    """Whether the second to last dimension is the one with stride 1."""
+    """Whether the second to last dimension, and not the last, has stride 1."""
     return x.stride(-2) == 1 and x.stride(-1) != 1
 
 
@@ -186,11 +186,11 @@ def _multiply_rows(group: RowGroup, rows: BlockRows, x: torch.Tensor, acc: torch
     _, bh, bw = rows.blocks.shape
     block_cols = rows.indices[group.entries]
     if rows.perm is not None:
-        # blocks are stored by columns: those of a row lie below one another
+        # blocks are stored by columns, so those of a row are stacked
         weights = _stacked(rows.blocks.mT, rows.perm[group.entries]).mT
     elif _rows_contiguous(x) and x.shape[-1] > 1:
-        # BLAS is a third slower where both factors run along the contraction. A single column
-        # would be summed up term by term then, with several times the error.
+        # BLAS is a third slower if both factors are contiguous along the contraction. A single
+        # column is excepted: it would be summed term by term, with several times the error.
         weights = _stacked(rows.blocks.mT, group.entries).mT
     else:
         weights = _side_by_side(rows.blocks, group.entries)
@@ -215,7 +215,7 @@ def _multiply_rows(group: RowGroup, rows: BlockRows, x: torch.Tensor, acc: torch
 
 
 def product_into(a: torch.Tensor, b: torch.Tensor, target: torch.Tensor) -> None:
-    """target = a @ b, without a temporary where BLAS can write the target's strides."""
+    """target = a @ b, without a temporary if BLAS can write the target's strides."""
     if b.dim() == 2:
         torch.mm(a, b, out=target)
     else:
@@ -225,7 +225,7 @@ def product_into(a: torch.Tensor, b: torch.Tensor, target: torch.Tensor) -> None
 def gather_block_rows(x: torch.Tensor, block_rows: torch.Tensor, block: int) -> torch.Tensor:
     """Logical [..., g, c*block, N]: for each of g lists, c block rows of `x` [..., rows, N].
 
-    The copy keeps the layout of `x`, so that its inner runs are long either way.
+    The copy keeps the layout of `x`, so that its contiguous runs are long in both layouts.
     """
     g, c = block_rows.shape
     flat = block_rows.flatten()

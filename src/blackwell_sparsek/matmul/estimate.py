@@ -1,11 +1,11 @@
 """How long a block-sparse product and its dense twin should take: a roofline, nothing is timed.
 
 A product takes the longer of its arithmetic and its traffic, plus its launches. The constants of
-sm_90 are fitted to single calls on an H200 in float16, 8192 x 8192 x 8192 at 10 to 100 % of the
-blocks and the layers of Llama 3; other GPUs take their own dense rate and bandwidth, from data
-sheets, and the same shares of them. On a CPU the time of the calls themselves is left out: they
-decide only where both take fractions of a millisecond, and there the stored blocks are the safer
-choice. `choice` compares the estimates; they serve to choose, not to promise.
+sm_90 are fitted to single calls on an H200 in float16: 8192 x 8192 x 8192 at 10 to 100 % of the
+blocks, and the layers of Llama 3. Other GPUs use their own dense rate and bandwidth, from data
+sheets, and the same shares of them. On a CPU the overhead of calls is left out: it matters only if
+both products take fractions of a millisecond, and then the stored blocks are the safer choice.
+`choice` compares the estimates; they are good enough to choose, not to predict.
 """
 
 from typing import NamedTuple
@@ -20,60 +20,63 @@ from .sm90.row_pairs import pairs_saved
 from .sm90.tuning import narrow_sm90_config, spmm_sm90_config, spmm_sm90_paired, strips_config
 from .triton.tuning import NARROW, SpmmSizes, spmm_sizes
 
-# Seconds until a kernel has started and ended.
+# Seconds to start and end a kernel.
 LAUNCH_S = 4e-6
-# The same of Hopper's kernel for few columns, which starts while the one in front still runs.
+# The same for Hopper's kernel for few columns, which uses PDL.
 NARROW_LAUNCH_S = 2.2e-6
-# Of the memory's rate, what products with few columns read blocks at: 3.1 to 3.8 of 4.3 TB/s.
+# Share of the memory bandwidth at which products with few columns read blocks: 3.1 to 3.8 of
+# 4.3 TB/s.
 NARROW_READ_SHARE = 0.78
-# Time in which a program of it copies a tile of a block with its rows of x, however small, and for
-# each column: 16 x 16 blocks of Llama's layers take 5e-8 with 16 columns and 8.5e-8 with 64.
+# Seconds in which a program of that kernel copies a tile of a block with its rows of x, however
+# small, and seconds for each column: 16 x 16 blocks of Llama's layers take 5e-8 with 16 columns and
+# 8.5e-8 with 64.
 NARROW_COPY_S, NARROW_COPY_COLUMN_S = 3.8e-8, 7.3e-10
-# Bytes of blocks per second that strips of narrow ones multiply, by the columns of a tile: 16 x 16
-# blocks of Llama's layers; and what they take besides.
+# Fixed seconds of a product by strips, and the bytes of blocks that it multiplies per second, by
+# the columns of a tile: 16 x 16 blocks of Llama's layers.
 STRIPS_S = 3e-6
 STRIPS_BYTES_S = {8: 3.2e12, 16: 2.6e12, 32: 1.55e12}
-# Bytes per second of packing low blocks into tall ones, read and written together.
+# Bytes per second, read and written, of packing low blocks into tall ones.
 PACK_BYTES_S = 3e12
-# Of the memory's rate, what densifying a matrix from its blocks reaches.
+# Share of the memory bandwidth that densifying a matrix reaches.
 DENSIFY_SHARE = 0.8
-# L2 to shared memory through TMA, all SMs of an H200: what feeds the blocks with the operand.
+# Bytes per second from L2 to shared memory through TMA, all SMs of an H200: the feed of the dense
+# operand.
 L2_BYTES_S = 9.2e12
 # Rows of a packed block (`launch.descriptors.GROUP_ROWS`).
 PACKED_ROWS = 64
-# Rows and columns that 16 warps with a block row each multiply at a time. What that takes an SM of
-# an H200 for each row of the dense operand and for each block of 16 x 16; and for each row when
-# blocks are so few that fetching the operand decides.
+# Rows and columns of the tile that 16 warps with a block row each multiply. Its seconds on an SM of
+# an H200 for each row of the dense operand and for each block of 16 x 16; and for each row if
+# blocks are so few that fetching the operand dominates.
 WARP_ROWS_TILE = (256, 128)
 WARP_ROWS_X_S = 1.04e-9
 WARP_ROWS_BLOCK_S = 22.6e-9
 WARP_ROWS_FETCH_S = 4.2e-9
-# The same where the result lies transposed: 16 x 16 blocks of Llama's layers, 1024 to 4096 tokens.
+# Factor if the result is transposed: 16 x 16 blocks of Llama's layers, 1024 to 4096 tokens.
 WARP_ROWS_TRANSPOSED = 1.3
-# Of a work tile of Hopper's other product: until its first copies have come and its sums are
-# stored. More for steps that are short, since as many copies are under way as there are stages.
+# Overhead of a work tile of Hopper's other product, in seconds: waiting for its first copies and
+# storing its sums. It is larger for short steps, whose stages hold fewer bytes in flight.
 WORK_TILE_S, WORK_TILE_STEP_S = 1e-6, 36e-6
-# Rows in pairs: by how much of what they share they are faster, and the highest share of the dense
-# rate that was measured; blocks of 64 and of 32, 10 to 90 % of them. Steps of 16 gain nothing:
-# 16 x 16 blocks packed take 2.34 ms at 70 %.
+# Rows in pairs: the time saved as a share of the X that a pair fetches only once, and the highest
+# share of the dense rate that was measured; blocks of 64 and of 32 at densities of 10 to 90 %.
+# Steps of 16 gain nothing: 16 x 16 blocks packed take 2.34 ms at 70 %.
 PAIRED_SHARE, PAIRED_MOST = 0.72, 1.0
 PAIRED_STEP = 32
-# Columns of the narrowest tile: fewer cost the same.
+# Columns of the narrowest tile; fewer columns cost the same.
 TILE_COLUMNS = 16
-# Triton's kernel against the one for Hopper at the same blocks; and with few columns, up to
-# PORTABLE_FEW of them, where it takes 1.7 to 2.5 times as long as that (measured up to 128).
+# Rate of Triton's kernel relative to the one for Hopper on the same blocks; and with at most
+# PORTABLE_FEW columns, where it takes 1.7 to 2.5 times as long (measured up to 128 columns).
 PORTABLE_SHARE, PORTABLE_FEW_SHARE = 0.7, 0.37
 PORTABLE_FEW = 512
 
 
 class _Device(NamedTuple):
     flops_per_sm: float
-    """Of a large dense product in 16 bits."""
+    """Rate of a large dense product in 16 bits."""
     bytes_s: float
 
 
-# Only sm_90 is measured: 760 TFLOP/s on 132 SMs, between single calls (880) and calls without a
-# pause (650), and 4.3 TB/s.
+# Only sm_90 is measured: 760 TFLOP/s on 132 SMs, between single calls (880) and sustained (650),
+# and 4.3 TB/s.
 _DEVICES = {
     80: _Device(2.3e12, 1.7e12),
     86: _Device(1.3e12, 0.6e12),
@@ -83,14 +86,14 @@ _DEVICES = {
     120: _Device(1.2e12, 1.5e12),
 }
 _CPU = _Device(1e11, 1e10)
-# float32 and float64 without tensor cores of 16 bits, against those.
+# Rate of float32 and float64 relative to 16 bits on tensor cores.
 _SCALAR_SHARE = 1 / 14
 # Shares of the dense rate that plain PyTorch reaches on a CPU, by the shorter side of a block.
 _EAGER_SHARES = ((128, 0.65), (64, 0.55), (32, 0.4), (0, 0.3))
 
 
 def sparse_seconds(problem: BsrProblem, impl: str) -> float:
-    """Time of the product from its stored blocks by `impl`: "sm90", "triton" or "eager"."""
+    """Time of the product from stored blocks by `impl`: "sm90", "triton" or "eager"."""
     sizes = spmm_sizes(problem)
     if impl == "eager":
         return _eager_seconds(problem, sizes)
@@ -104,7 +107,7 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
         return packed_s if sizes.block_h != 16 else min(packed_s, warp_rows_seconds(problem))
     if impl == "sm90":
         return _work_tiles_seconds(problem, _stored(sizes))
-    # an element of the dense operand that comes from L2 meets the rows of one block
+    # an element of the dense operand that comes from L2 is multiplied with the rows of one block
     bytes_s = L2_BYTES_S * _device(problem.arch).bytes_s / _DEVICES[90].bytes_s
     fed = bytes_s / problem.dtype.itemsize * 2 * sizes.block_h
     few = problem.arch.sm and _columns(sizes) <= PORTABLE_FEW
@@ -114,7 +117,7 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
 
 
 def packs_for_few_columns(problem: BsrProblem) -> bool:
-    """Whether Hopper's kernels may lose to the portable one: the lowest blocks, few columns."""
+    """Whether Hopper's kernels may lose to the portable one: lowest blocks and few columns."""
     sizes = spmm_sizes(problem)
     low = sizes.block_h < PACKED_ROWS // 2 and _columns(sizes) <= PORTABLE_FEW
     return low and strips_config(problem.merged) is None
@@ -147,7 +150,7 @@ def warp_rows_seconds(problem: BsrProblem) -> float:
 
 
 def _transposing_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
-    """Time of transposing contiguous columns of x, of which narrow blocks make short copies."""
+    """Time to transpose an x with contiguous columns, whose copies narrow blocks make short."""
     if problem.row_major != problem.dense_left or sizes.block_w % 32 == 0:
         return 0.0
     inner = problem.shape[0] if problem.dense_left else problem.shape[1]
@@ -155,7 +158,7 @@ def _transposing_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
 
 
 def dense_seconds(problem: BsrProblem) -> float:
-    """Time of densifying the matrix and of multiplying it with torch, epilogue included."""
+    """Time to densify the matrix and multiply it with torch, epilogue included."""
     sizes = spmm_sizes(problem)
     device = _device(problem.arch)
     item = problem.dtype.itemsize
@@ -172,7 +175,7 @@ def dense_seconds(problem: BsrProblem) -> float:
 
 
 def packed_fill(density: float, group: int) -> float:
-    """Stored share of packed blocks: `group` random blocks side by side, over their columns.
+    """Expected share of packed blocks that is stored: `group` random block rows packed into one.
 
     Examples
     --------
@@ -185,7 +188,7 @@ def packed_fill(density: float, group: int) -> float:
 
 
 def _narrow_seconds(problem: BsrProblem, sizes: SpmmSizes, config: NarrowSm90Config) -> float:
-    """Few columns: blocks come from memory once, each tile of one with its rows of x from L2."""
+    """Few columns: blocks are read from memory once, and each tile reads its rows of x from L2."""
     stored_bytes = _stored(sizes) * problem.dtype.itemsize
     bytes_s = _device(problem.arch).bytes_s * NARROW_READ_SHARE
     read_s = (stored_bytes + _operand_bytes(problem)) / bytes_s
@@ -206,7 +209,7 @@ def _eager_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
     rate = share * _dense_rate(problem)
     moved = 3 * stored * wide + _operand_bytes(problem)
     if problem.arch.sm:
-        # it multiplies in float32, and gathers rows of the dense operand through memory
+        # eager multiplies in float32, and gathers rows of the dense operand through memory
         rate = _SCALAR_SHARE * device.flops_per_sm * problem.arch.num_sms
         moved += 2 * stored * _columns(sizes) / sizes.block_h * wide
     launches_s = 10 * LAUNCH_S if problem.arch.sm else 0.0
@@ -214,12 +217,12 @@ def _eager_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
 
 
 def _share(sizes: SpmmSizes) -> float:
-    """Of the dense rate: 760 TFLOP/s; with 64 rows, 530."""
+    """Share of the dense rate: all of its 760 TFLOP/s, but 530 with 64 rows."""
     return 0.697 if sizes.block_h % 128 else 1.0
 
 
 def _work_tiles_seconds(problem: BsrProblem, executed: float) -> float:
-    """Hopper's product with many columns: work tiles that SMs take one after the other."""
+    """Time of Hopper's product with many columns: rounds of work tiles on all SMs."""
     sizes = spmm_sizes(problem)
     x_transposed = problem.row_major == problem.dense_left
     config = spmm_sm90_config(problem, x_transposed)
@@ -227,7 +230,7 @@ def _work_tiles_seconds(problem: BsrProblem, executed: float) -> float:
     rows = cdiv(sizes.rows_b * sizes.block_h, config.tile_m)
     rounds = max(1.0, rows * panels / max(problem.arch.num_sms, 1))
     flops = 2.0 * executed * panels * config.tile_n
-    # tiles may be fewer than SMs
+    # there may be fewer tiles than SMs
     idle = max(1.0, problem.arch.num_sms / max(rows * panels, 1))
     share = _share(sizes)
     if config.TILE_K >= PAIRED_STEP and spmm_sm90_paired(problem, config) is not None:
@@ -285,7 +288,7 @@ def _rows(problem: BsrProblem) -> int:
 
 
 def _operand_bytes(problem: BsrProblem) -> int:
-    """The dense operand is read, the result written, a residual read."""
+    """Bytes of the dense operand (read), the result (written) and a residual (read)."""
     columns = problem.n * problem.batch
     inner = problem.shape[0] if problem.dense_left else problem.shape[1]
     out = _rows(problem) * columns * problem.out_dtype.itemsize
@@ -298,9 +301,9 @@ def _epilogue_passes(problem: BsrProblem) -> int:
 
 
 def takes_warp_rows(problem: BsrProblem, x_transposed: bool) -> bool:
-    """Whether warps with a block row each can multiply this, and should rather than packed tiles.
+    """Whether warps with a block row each can run this, and are faster than packed tiles.
 
-    Of what `why_not_sm90` accepts; `x_transposed` is how the kernel would read x.
+    For problems that `why_not_sm90` accepts; `x_transposed` is how the kernel would read x.
     """
     sizes = spmm_sizes(problem)
     if sizes.block_h != WARP_ROWS or sizes.nnz_blocks == 0 or x_transposed:

@@ -1,8 +1,8 @@
 """The torch operators of block-sparse products: schemas, fakes, and the call each one makes.
 
 `pattern` is always [indptr, indices, t_indptr, t_indices, t_perm], the order of `PatternTensors`;
-`pairs` has the order of `PairLists`. Results are contiguous. The arguments are trusted here: the
-public functions check them. `choice` says which implementation runs, `autograd` the derivatives.
+`pairs` has the order of `PairLists`. Results are contiguous. Arguments are not checked here: the
+public functions do that. `choice` decides which implementation runs; derivatives are in `autograd`.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which program of a BSR product works on which blocks.
+"""Which program of a BSR product multiplies which blocks.
 
 A product with one program per block row takes as long as its longest row. The plan cuts long rows
 into parts of at most `chunk` blocks and lists all parts, longest first, so that the last programs
@@ -13,8 +13,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..launch.workspace import made_outside_pool
 
-# Plans by the row pointers they were made from. Those tensors are immutable and live as long as
-# their pattern; the operators see tensors, not the pattern.
+# Plans, keyed by the row pointers that they were made from: operators see tensors, not the pattern.
+# These tensors are immutable and live as long as their pattern.
 _PLANS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -27,11 +27,11 @@ class SpmmPlan:
     items : int32 [n_items, 4]
         (row, begin, end, slot): blocks begin ... end - 1 of block row `row`. Slot -1 is a whole
         row, whose program writes the output; any other is a part, whose program writes its sum to
-        that slot. Every row has at least one item, also an empty one. Sorted by length, longest
-        first. A row of -1 is padding: it has no blocks and nothing may be written for it.
+        that slot. Every row has at least one item, even an empty row. Sorted by length, longest
+        first. A row of -1 is padding: it has no blocks, and nothing may be written for it.
     split_rows : int32 [n_split_rows, 3]
         (row, first slot, one past the last slot) of each row that was cut; padded like `items`.
-    n_slots : how many partial sums the workspace holds.
+    n_slots : partial sums that the workspace holds.
     """
 
     items: torch.Tensor
@@ -52,18 +52,18 @@ class SpmmPlan:
 def spmm_plan(
     indptr: torch.Tensor, nnz_blocks: int, cols_b: int, chunk: int, bearable: int = 1
 ) -> SpmmPlan:
-    """The plan of a pattern, from the cache where it was asked for before.
+    """The plan of a pattern, cached after the first request.
 
-    The first request synchronises, unless it comes while a CUDA graph is captured; then the plan
-    is padded to its largest possible size and, being part of the graph, not kept.
+    The first request synchronises. During the capture of a CUDA graph it cannot: the plan is then
+    padded to its largest possible size and, being part of the graph, not cached.
 
     Parameters
     ----------
     indptr : int32 [rows_b + 1], of the orientation whose rows are the rows of the output
-    nnz_blocks, cols_b : blocks stored, block columns: what a row may hold at most
-    chunk : blocks per part at most
-    bearable : no row is cut where the longest has at most this many times `chunk` blocks, because
-        the second pass would take longer than it saves
+    nnz_blocks, cols_b : stored blocks and block columns, which bound the blocks of a row
+    chunk : most blocks of a part
+    bearable : no row is cut if the longest has at most this many times `chunk` blocks, because the
+        second pass would take longer than it saves
     """
     if min(nnz_blocks, cols_b) <= chunk * bearable:
         chunk = 0  # no row can be cut, so all such chunks share a plan
@@ -88,7 +88,7 @@ def spmm_plan(
 
 
 def build_spmm_plan(indptr: torch.Tensor, chunk: int, sizes: tuple[int, int, int]) -> SpmmPlan:
-    """Make a plan with `sizes` = (items, split rows, slots), the exact ones or larger.
+    """Make a plan with `sizes` = (items, split rows, slots), which may be larger than exact.
 
     `chunk` 0 cuts no row.
     """
@@ -114,7 +114,7 @@ def build_spmm_plan(indptr: torch.Tensor, chunk: int, sizes: tuple[int, int, int
     slot = torch.where(parts[row] > 1, (slots_end - slots)[row] + part, -1)
     padding = zip((row, begin, end, slot), (-1, 0, 0, -1), strict=True)
     items = torch.stack([torch.where(real, x, fill) for x, fill in padding], dim=1)
-    # padding goes last: one below the length of an empty row
+    # padding goes last, because its length of -1 is below that of an empty row
     length = torch.where(real, end - begin, -1)
     items = items[torch.sort(length, descending=True, stable=True).indices].int()
 
@@ -134,7 +134,7 @@ def _parts(indptr: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _exact_sizes(indptr: torch.Tensor, chunk: int) -> tuple[int, int, int]:
-    """(items, split rows, slots); synchronises where a row may be cut."""
+    """(items, split rows, slots); synchronises if a row may be cut."""
     rows_b = indptr.shape[0] - 1
     if chunk == 0 or rows_b == 0:
         return rows_b, 0, 0
@@ -146,7 +146,7 @@ def _exact_sizes(indptr: torch.Tensor, chunk: int) -> tuple[int, int, int]:
 
 
 def _largest_sizes(indptr: torch.Tensor, nnz_blocks: int, chunk: int) -> tuple[int, int, int]:
-    """Bounds of `_exact_sizes` known without looking at the contents."""
+    """Upper bounds of `_exact_sizes` that do not read the contents."""
     rows_b = indptr.shape[0] - 1
     if chunk == 0 or rows_b == 0:
         return rows_b, 0, 0

@@ -1,4 +1,4 @@
-"""A product with a block-sparse operand, all four cases, as block rows times a matrix.
+"""All four cases of a product with a block-sparse operand as block rows times a matrix.
 
 X @ A = (A^T @ X^T)^T: with transposed views of dense operands and the metadata of the orientation
 whose rows are the rows of the result, every case is the same product.
@@ -21,7 +21,7 @@ class Views(NamedTuple):
     residual: torch.Tensor | None = None
 
     def entries(self) -> Iterator["Views"]:
-        """The same of each batch entry, [rows, columns]."""
+        """The views of each batch entry, [rows, columns]."""
         for i in range(self.out.shape[0]):
             residual = None if self.residual is None else self.residual[i]
             yield Views(self.out[i], self.x[i], residual)
@@ -44,7 +44,7 @@ class BlockRows(NamedTuple):
     """A block-sparse matrix with the rows of the result as its rows.
 
     `blocks` [nnzb, bh, bw] is a view of the values as the product reads them; entry i of `indices`
-    (block columns, row by row) stands for block `perm[i]`, or i without `perm`.
+    (block columns, row by row) refers to block `perm[i]`, or i without `perm`.
     """
 
     blocks: torch.Tensor
@@ -57,8 +57,8 @@ class BlockRows(NamedTuple):
 class RowsProduct(NamedTuple):
     """What the kernels of `bsk::bsr_matmul` read and write.
 
-    The `parts` together cover all of `out`, the contiguous result. `problem` is that of the call,
-    with the rows of all batch entries as rows of one matrix where the parts have them so.
+    The `parts` together cover all of `out`, the contiguous result. `problem` is that of the call;
+    if the parts merge the rows of all batch entries into one matrix, so does `problem`.
     """
 
     out: torch.Tensor
@@ -91,7 +91,7 @@ def block_rows(call: MatmulCall) -> BlockRows:
 
 
 def merged_views(tensors: list[torch.Tensor], tail: int) -> list[torch.Tensor] | None:
-    """Views with all but the last `tail` dimensions merged, or None where one would be a copy."""
+    """Views with all but the last `tail` dimensions merged, or None if one would be a copy."""
     lead = tensors[0].dim() - tail
     try:
         return [x.view(x.shape[:lead].numel(), *x.shape[lead:]) for x in tensors]
@@ -102,7 +102,7 @@ def merged_views(tensors: list[torch.Tensor], tail: int) -> list[torch.Tensor] |
 def matrices(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The tensors [..., rows, columns] as views [B, rows, columns].
 
-    One group of views where the leading dimensions of each can be merged; else one group for each
+    One group of views if the leading dimensions of each can be merged; else one group for each
     index of the first dimension.
     """
     if (views := merged_views(tensors, 2)) is not None:

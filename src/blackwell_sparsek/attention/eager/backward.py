@@ -3,9 +3,9 @@
     p  = exp(s - lse)                     delta = sum_d out * dout
     ds = p * (dout v^T - delta + dlse)    dv = p^T dout    dq = scale * ds k    dk = scale * ds^T q
 
-It walks over the same tiles and blocks as the forward pass, so it never holds more than a step of
-scores either. Sums run in a fixed order on a CPU; elsewhere the gradients of k and v under a block
-mask are scattered, in a fixed order only if asked.
+It walks over the same tiles and blocks as the forward pass, so it too never holds more than one
+step of scores. Sums run in a fixed order on a CPU; elsewhere the gradients of k and v under a block
+mask are scattered, in a fixed order only on request.
 """
 
 from collections.abc import Callable
@@ -56,10 +56,10 @@ class Gradients(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """What the backward pass knows about each query, [n, G, Sq, *]."""
+    """Terms of the backward pass for each query, [n, G, Sq, *]."""
 
     dout: torch.Tensor
-    """Like delta, times the factor that makes up for the rounding of `lse_log2`."""
+    """Multiplied, as is delta, by the factor that compensates for the rounding of `lse_log2`."""
     lse_log2: torch.Tensor
     """+inf for rows without a key."""
     delta: torch.Tensor
@@ -67,12 +67,12 @@ class RowTerms(NamedTuple):
 
 
 def backward(call: BackwardCall) -> None:
-    """Fill the gradients that are asked for."""
+    """Fill the requested gradients."""
     call.gradients.fill(attention_backward(call))
 
 
 def attention_backward(call: BackwardCall) -> Gradients:
-    """Gradients laid out as q, k and v; those that nobody asked for come back as zeros."""
+    """Gradients laid out as q, k and v; those that were not requested are zeros."""
     given = call.forward
     q, k, v, spec = given.q, given.k, given.v, given.spec
     guarded = may_be_nonfinite(q, k, v, call.dout)
@@ -113,7 +113,7 @@ def _backward(call: BackwardCall, extent: Extent, guarded: bool) -> Gradients:
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(dtype)
-    # an empty row has no gradient, whatever comes back for its -inf
+    # an empty row has no gradient, whatever gradient arrives for its lse of -inf
     delta = delta.masked_fill(lse == -torch.inf, 0.0).reshape(n, group, sq, 1)
     rows = RowTerms(do, lse_log2, delta * factor)
 
@@ -146,7 +146,7 @@ def _score_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities, and gradients of the products q k^T up to `Scores.slope`; both in place.
 
-    `visible` is given only when something may be NaN or inf where it is hidden.
+    `visible` is given only if hidden elements may be NaN or inf.
     """
     slope = ops.scores.bend(products)
     scores = ops.scores.finish(products)
@@ -276,7 +276,7 @@ def _from_blocks(x: torch.Tensor, n: int, length: int) -> torch.Tensor:
 def _scatter_add(
     target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, deterministic: bool
 ) -> None:
-    """target[index] += source, adding in a fixed order on a CPU, and elsewhere if asked."""
+    """target[index] += source, in a fixed order on a CPU, and elsewhere if `deterministic`."""
     if deterministic and target.device.type != "cpu":
         target.index_put_((index,), source, accumulate=True)
     else:

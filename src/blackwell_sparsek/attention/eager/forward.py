@@ -1,8 +1,8 @@
 """Attention in plain PyTorch on any device, with work and memory proportional to what is visible.
 
 Pure bands walk over tiles of queries and take slices of k and v. Block masks walk over the kept
-blocks: a step handles the next few blocks of many query blocks at once. Both feed the one softmax
-step. Packed sequences go one by one, which reads their offsets back to the host.
+blocks: a step handles the next few blocks of many query blocks at once. Both feed the same softmax
+step. Packed sequences run one by one, which requires reading their offsets back to the host.
 """
 
 from collections.abc import Iterator
@@ -119,7 +119,7 @@ def band_tiles(ops: Operands, sizes: StepSizes, queries: tuple[int, int]) -> Ite
 
 
 class BandEdges:
-    """Hides what a band hides; most tiles have the same edges, so their bounds are kept."""
+    """Hides scores outside the band; caches the bounds, since most tiles have the same edges."""
 
     def __init__(self, spec: AttnSpec, extent: Extent):
         self.band, self.extent = spec.band, extent
@@ -188,9 +188,9 @@ def _attend_band(
 def block_chunks(
     mask: BlockMask, spec: AttnSpec, extent: Extent, layout: BlockRows
 ) -> Iterator[tuple[torch.Tensor, Iterator[BlockStep]]]:
-    """Rows that are worked on together, and the steps over their blocks.
+    """Rows that are processed together, and the steps over their blocks.
 
-    Rows are taken by their number of blocks, so that those of one chunk end together; reading
+    Rows are sorted by their number of blocks, so that those of one chunk end together; reading
     these numbers waits for the device once.
     """
     bq, bk = mask.block_size
@@ -268,14 +268,13 @@ def sink_rows(ops: Operands, layout: BlockRows, block: int) -> torch.Tensor | No
     return to_query_rows(per_query, layout, block)
 
 
-# The inside of a band on a CPU: all tiles of queries in one call of PyTorch's fused attention.
+# The interior of a band on a CPU: all tiles of queries in one call of PyTorch's fused attention.
 #
 # Away from the ends of a sequence, every tile of queries sees the same number of keys, shifted by
-# the tile. Overlapping views of k and v (no copy) make a batch of these tiles, with one mask for
-# all.
+# the tile. Overlapping views of k and v (no copy) turn these tiles into a batch with a single mask.
 
 TILE_Q = 64
-# Below this many tiles the two ends, which are not done here, are most of the work.
+# With fewer tiles, most of the work is in the two ends, which are not done here.
 MIN_TILES = 4
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -292,8 +291,8 @@ def attend_inside(
     """Write the rows of `out` and `lse` whose tiles see whole windows; return their range.
 
     q [B, Hq, Sq, D], k and v [B, Hkv, Sk, D]; out [B * Hkv, G, Sq, D] and lse [B * Hkv, G, Sq] in
-    float32. The range is empty where this cannot be used: on other devices, for open bands,
-    softcap or sinks, in other dtypes than float32, and for values wider than keys.
+    float32. The range is empty if this cannot be used: on other devices, for open bands, softcap
+    or sinks, in dtypes other than float32, and if the head dims of keys and values differ.
     """
     first, last = _inside(q, v, spec, extent)
     if first == last:
@@ -328,11 +327,11 @@ def attend_inside(
 
 
 def _inside(q: torch.Tensor, v: torch.Tensor, spec: AttnSpec, extent: Extent) -> tuple[int, int]:
-    """First and one past the last tile of queries whose window lies inside of the keys."""
+    """First and one past the last tile of queries whose window lies within the keys."""
     band = spec.band
     usable = (
         q.device.type == "cpu"
-        # for 16-bit types the fused kernel's exp is off by 1e-4, and so would be lse
+        # for 16-bit types the fused kernel's exp, and thus lse, has an error of 1e-4
         and q.dtype == torch.float32
         and None not in (band.left, band.right)
         and spec.softcap == 0.0
@@ -350,7 +349,7 @@ def _inside(q: torch.Tensor, v: torch.Tensor, spec: AttnSpec, extent: Extent) ->
 
 
 def _windows(x: torch.Tensor, start: int, tiles: int, width: int, group: int) -> torch.Tensor:
-    """Overlapping views [tiles, group, width, D] of x [S, D], a tile of queries apart."""
+    """Overlapping views [tiles, group, width, D] of x [S, D], each shifted by TILE_Q tokens."""
     token, dim = x.stride()
     return x[start:].as_strided(
         (tiles, group, width, x.shape[1]),

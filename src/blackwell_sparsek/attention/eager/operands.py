@@ -1,4 +1,4 @@
-"""q, k and v in the shapes that batched products want, and how large the steps over them are."""
+"""q, k and v in the shapes of batched products, and the sizes of the steps over them."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from .visits import Extent
 
 
 class StepSizes(NamedTuple):
-    """How much one step computes."""
+    """The most that one step computes."""
 
     tile_q: int
     keys: int
@@ -20,7 +20,7 @@ class StepSizes(NamedTuple):
     """Elements of the largest temporary tensor."""
 
 
-# on a CPU the scores of a step stay in the L2 caches; elsewhere fewer, larger launches count more
+# on a CPU the scores of a step stay in the L2; elsewhere fewer and larger launches matter more
 CPU_STEPS = StepSizes(tile_q=128, keys=1024, scores=2**19)
 DEVICE_STEPS = StepSizes(tile_q=512, keys=4096, scores=2**25)
 
@@ -98,7 +98,7 @@ def operands(
 
 
 def may_be_nonfinite(*tensors: torch.Tensor) -> bool:
-    """Whether any tensor may hold NaN or inf. Asks the data on a CPU only: elsewhere it would wait.
+    """Whether any tensor may hold NaN or inf. Reads the data on a CPU only, where nothing waits.
 
     A sum is finite only if every element is, and costs a tenth of `isfinite().all()`.
     """

@@ -30,7 +30,7 @@ class SoftmaxState(NamedTuple):
 def start(
     n: int, rows: int, head_dim_v: int, like: torch.Tensor, sinks_log2: torch.Tensor | None
 ) -> SoftmaxState:
-    """The state before any key. A sink is a key without a value: its logit is there already.
+    """The state before any key. A sink is a key without a value, so the state includes its logit.
 
     `sinks_log2` is [n, rows, 1] in base 2.
     """
@@ -58,7 +58,7 @@ def step(
     p = scores_log2.sub_(shift).exp2_()
     decay = torch.exp2(peak - shift)
     total.mul_(decay).add_(p.sum(-1, keepdim=True))
-    # bmm and add, not baddbmm: on some CPUs that is one small product after another
+    # bmm and add, not baddbmm, which runs small products one by one on some CPUs
     acc.mul_(decay).add_(torch.bmm(p, v) if visible is None else visible_product(p, v, visible))
     peak.copy_(new_peak)
 
@@ -78,7 +78,7 @@ def hide(scores: torch.Tensor, visible: torch.Tensor) -> None:
 
 
 def bound_of(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `hide_beyond` wants: +inf where visible, -inf where hidden."""
+    """The bound for `hide_beyond`: +inf where visible, -inf where hidden."""
     return torch.where(visible, torch.inf, -torch.inf).to(dtype)
 
 
@@ -97,7 +97,7 @@ def probabilities(scores_log2: torch.Tensor, lse_log2: torch.Tensor) -> torch.Te
 
 
 def lse_for_backward(lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """lse in base 2 for `probabilities`, and the factor by which its rounding is off.
+    """lse in base 2 for `probabilities`, and the factor that corrects its rounding.
 
     Probabilities times the factor are those of the unrounded value. Empty rows get +inf, so that
     their probabilities come out as 0.
@@ -120,7 +120,7 @@ def visible_product(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tenso
     return torch.where(hits > 0, torch.bmm(weights, x), clean)
 
 
-# Merging two partial attention results, and the gradients of that, in plain PyTorch.
+# Merging two partial attention results, and its gradients, in plain PyTorch.
 
 
 def _shares(
@@ -158,7 +158,7 @@ def merge_states_backward(
     o_b: torch.Tensor,
     lse_b: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of o_a, lse_a, o_b and lse_b; 0 for sides and rows that saw nothing."""
+    """Gradients of o_a, lse_a, o_b and lse_b; 0 for sides and rows that saw no key."""
     dtype = compute_dtype(o_a.dtype)
     share_a, share_b, _ = _shares(lse_a.to(dtype), lse_b.to(dtype))
     do = do.to(dtype)

@@ -1,4 +1,4 @@
-"""Which keys meet which queries: ranges of a band, and the kept blocks of a block mask.
+"""Which queries see which keys: ranges of a band, and the kept blocks of a block mask.
 
 Everything here is O(queries + kept blocks): no tensor has one element per (query, key).
 """
@@ -16,7 +16,7 @@ from ...masks.block_mask import BlockMask
 
 
 class Extent(NamedTuple):
-    """The lengths of one problem, and where its sequence stands in a batch of masks."""
+    """The lengths of one problem, and the index of its sequence in a batch of masks."""
 
     sq: int
     sk: int

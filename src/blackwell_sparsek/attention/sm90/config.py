@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from ...launch.descriptors import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
-# More stages than this hide nothing further: a producer is never that far ahead.
+# More stages hide no more latency: a producer is never that far ahead.
 MOST_STAGES = 4
-# What it takes to combine the parts of a softmax that programs share, in KV tiles.
+# Cost of combining a softmax that programs share, in KV tiles.
 COMBINE_TILES = 2
 
 
@@ -14,11 +14,11 @@ COMBINE_TILES = 2
 class AttnFwdSm90Config:
     """Everything the kernel is specialised on; sizes in elements.
 
-    It is compiled for MAX_REGISTERS per thread; the roles then trade them.
+    The kernel is compiled for MAX_REGISTERS per thread; the roles then redistribute them.
     """
 
     CONSUMERS: int
-    """Warp groups that take 64 queries each and read the same KV tiles."""
+    """Warp groups with 64 queries each that read the same KV tiles."""
     TILE_N: int
     """Keys of a KV tile."""
     TILE_D: int
@@ -28,32 +28,32 @@ class AttnFwdSm90Config:
     STAGES: int
     """KV tiles in flight."""
     BLOCK_KV: int
-    """Keys of a block of the mask, several of which share a tile if they are small; else TILE_N."""
+    """Keys of a block of the mask (small blocks share a KV tile); TILE_N without a mask."""
     CONSUMER_REGISTERS: int
     """Registers per thread of a consumer."""
     PRODUCER_REGISTERS: int
-    """Those of the producer and of the scheduler warp."""
+    """Registers per thread of the producer and of the scheduler warp."""
     MAX_REGISTERS: int
-    """Those that every thread starts with."""
+    """Registers that every thread starts with."""
     Q_STAGES: int = 1
     """2 fetches the queries and first keys of the next work tile while this one is computed."""
     HALF_TILES: bool = False
-    """Leave out 64 keys of a work tile's first and last KV tile where its queries see none of them,
-    as in every second work tile where queries see up to themselves."""
+    """Skip 64 keys of a work tile's first or last KV tile if its queries see none of them, as in
+    every second work tile under causal."""
     SPLIT_TAIL: bool = False
-    """Programs share the KV tiles of the last work tiles, if those are too few for all."""
+    """All programs share the KV tiles of the last work tiles, if those are fewer than programs."""
     PDL: bool = False
-    """Programmatic dependent launch: start before the kernel in front has ended."""
+    """Programmatic dependent launch: start before the previous kernel has ended."""
     PING_PONG: bool = False
-    """One consumer after the other issues its products."""
+    """Consumers alternate: one issues its products while the others compute their softmax."""
     CLAIM_AHEAD: bool = False
-    """Claim and announce a work tile while the one before is fetched; costs balance where they
-    differ."""
+    """Claim and announce a work tile while the previous one is fetched; this costs load balance if
+    work tiles differ in length."""
     SKIP_ABSENT: bool = False
-    """Consumers without queries skip the KV tiles of a work tile."""
+    """Consumers that have no queries in a work tile skip its KV tiles."""
     SCHEDULER_WARP: bool = False
-    """A warp of its own looks up work tiles, and keys are fetched before the values of the tile
-    before."""
+    """A separate warp looks up work tiles, and the keys of a KV tile are fetched before the values
+    of the previous one."""
     Q_REGISTERS: bool = False
     """Consumers keep their queries in registers."""
 
@@ -69,7 +69,7 @@ class AttnFwdSm90Config:
         assert not (self.HALF_TILES and self.SPLIT_TAIL), f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
         assert not self.CLAIM_AHEAD or (self.Q_STAGES == 2 and not self.SPLIT_TAIL), f"{self=}"
-        # a scheduler warp finds no shares of the tail, and does not wait for the kernel in front
+        # a scheduler warp supports neither a split tail nor PDL
         alone = self.CONSUMERS < 3 and not (self.SPLIT_TAIL or self.PDL or self.CLAIM_AHEAD)
         assert not self.SCHEDULER_WARP or alone, f"{self=}"
 
@@ -85,15 +85,15 @@ class AttnFwdSm90Config:
 
     @property
     def arrivals(self) -> int:
-        """Arrivals that free a stage: one of each warp."""
+        """Arrivals that free a stage: one by each warp of the consumers."""
         return 4 * self.CONSUMERS
 
     @property
     def barrier_room(self) -> int:
-        """Barriers that each array of those of K and V has room for.
+        """Barriers allocated for each barrier array of K and V.
 
-        Triton lays out larger allocations first. With so much room these come right behind the
-        tiles, in the order of the program: full K, free K, full V, free V.
+        Triton lays out larger allocations first. Padded to this size, the arrays come right after
+        the tiles, in program order: full K, free K, full V, free V.
         """
         return 64
 
@@ -104,12 +104,12 @@ class AttnFwdSm90Config:
         return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
 
     def barrier_at(self, array: int) -> int:
-        """Where an array of barriers begins, in bytes behind the first."""
+        """Offset of an array of barriers from the first one, in bytes."""
         return 8 * array * self.barrier_room
 
     @property
     def spare_at(self) -> int:
-        """Bytes behind the first barrier that nobody reads."""
+        """Offset from the first barrier, in bytes, of a word that is never read."""
         return 8 * (self.barrier_room - 1)
 
     @property
@@ -123,10 +123,10 @@ class AttnFwdSm90Config:
         return min(self.BLOCK_KV, self.TILE_N)
 
     def tail_share(self, work_tiles: int, programs: int, kv_tiles: int) -> int:
-        """KV tiles that each program has of the last work tiles, 0 if those are not split.
+        """KV tiles of the split tail that each program takes; 0 if the tail is not split.
 
-        Those are the work tiles, of `kv_tiles` each, that are left over when all programs took as
-        many.
+        The tail is the work tiles, of `kv_tiles` each, that remain after the last round in which
+        every program has one.
         """
         rounds, left_over = divmod(work_tiles, programs)
         share = -(-left_over * kv_tiles // programs)
@@ -163,25 +163,25 @@ def make_forward_config(
     banded: bool = False,
     long: bool = False,
 ) -> AttnFwdSm90Config:
-    """The configuration with so many consumers; `block_kv` is the mask's, None without one.
+    """The configuration with this many consumers; `block_kv` is the mask's, None without one.
 
-    `banded`: a band cuts off keys. `long`: work tiles are long enough to split the last ones, and
-    for consumers without queries to skip them.
+    `banded`: a band cuts off keys. `long`: work tiles are long enough that it pays to split
+    the tail, and to let consumers without queries skip.
     """
     dense = block_kv is None and not packed
     masked = block_kv is not None and not packed
-    # one consumer shares its SM: 128 keys of 128 dims for each of two programs do not fit
+    # one consumer shares its SM, and 128 keys of 128 dims do not fit twice
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
-    # at 64 dims the code for it takes registers that the loop needs
+    # at 64 dims the code of a split tail takes registers that the loop needs
     wide = max(tile_d, tile_dv) > 64
     split_tail = dense and long and wide and not banded and consumers == 2
-    # Finding blocks, sequences or shares takes the producer more registers than counting tiles;
-    # they come from the consumers. Three consumers need few: their head dims are 64 at the most.
+    # A producer needs more registers to find blocks, sequences or shares than to count tiles; the
+    # consumers give them up. Three consumers need few, because their head dims are at most 64.
     searches = not dense or split_tail
     producer = 32 if consumers == 3 else 40 if searches or consumers == 1 else 24
     stages = stages_that_fit(consumers, tile_n, tile_d, tile_dv)
-    # A second buffer of queries where it costs no keys, which is but for one consumer of 128 dims.
-    # Blocks that share a tile leave consumers no register for it.
+    # A second buffer of queries if it costs no stage of keys, which holds except for one consumer
+    # with 128 dims. With blocks that share a tile, consumers have no registers for it.
     ahead = stages_that_fit(consumers, tile_n, tile_d, tile_dv, q_stages=2) == stages
     ahead = ahead and (block_kv is None or block_kv >= tile_n)
     claim_ahead = dense and ahead and not split_tail and consumers < 3
@@ -197,16 +197,16 @@ def make_forward_config(
         PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168 if consumers == 2 else 128,
         Q_STAGES=2 if ahead else 1,
-        # packed sequences were not tried
+        # not tried for packed sequences
         HALF_TILES=dense and banded and tile_n == 128,
         SPLIT_TAIL=split_tail,
-        # small problems, whose start is much of their time
+        # for small problems, where the launch is a large part of the time
         PDL=consumers == 1 and block_kv is None,
         PING_PONG=consumers == 3,
         CLAIM_AHEAD=claim_ahead,
         SKIP_ABSENT=consumers == 3 and (banded or packed or long),
         SCHEDULER_WARP=masked,
-        # two consumers with mask code have no registers for them
+        # two consumers with mask code have too few registers
         Q_REGISTERS=masked and consumers == 1 and min(tile_d, tile_dv) > 64,
     )
 
@@ -217,23 +217,23 @@ def stages_that_fit(
     """Stages of the K and V rings that fit beside queries and outputs."""
     budget = SMEM_BYTES
     if consumers == 1:
-        # each of two programs has barriers and 1 KiB that the system takes
+        # each of two programs needs room for barriers and 1 KiB reserved by the system
         budget = SMEM_BYTES // 2 - 2048
     elements = budget // 2 - consumers * GROUP_ROWS * (q_stages * tile_d + tile_dv)
     return min(MOST_STAGES, elements // (tile_n * (tile_d + tile_dv)))
 
 
-# The backward: tiles, rings, and what follows from them.
+# The backward.
 
-# Steps whose descriptions are kept in shared memory: a producer is never that far ahead of the
-# writer.
+# Step descriptions kept in shared memory: a producer is never this far ahead of the writer.
 INFO_DEPTH = 8
-# What queries are padded to: the tallest tile.
+# Queries are padded to a multiple of this, the tallest tile.
 QUERY_PADDING = 128
-# KV tiles for each program up to which they begin one after the other with ordered accumulation:
-# 32k tokens take 8.53 ms so and 9.27 side by side, 64k tokens 20.6 and 18.6.
+# With ordered accumulation and at most this many KV tiles for each program, each KV tile begins at
+# its own first query; with more, all begin at the last: 32k tokens 8.53 and 9.27 ms, 64k 20.6 and
+# 18.6.
 ORDERED_TILES = 2
-# How the sums of a [64, 64] tile of dq lie in memory: that many rows of one swizzle each.
+# Layout in memory of the sums of a [64, 64] tile of dq: rows of one swizzle each.
 SUM_ROWS, SUM_COLUMNS = 128, 32
 
 
@@ -242,16 +242,16 @@ class AttnBwdSm90Config:
     """Everything the kernel is specialised on. Sizes in elements.
 
     CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; a single
-    one leaves out dq (`backward_split`). BLOCK_Q neighbouring queries are visited together and have
-    one semaphore: the query block of the mask; when dense TILE_M, or 128 queries with ORDERED.
+    warp group leaves out dq (`backward_split`). BLOCK_Q neighbouring queries are visited together
+    and share a semaphore: the query block of the mask, or without a mask TILE_M (128 if ORDERED).
     Blocks smaller than a tile are packed into one. BLOCK_KV is the key block of the mask, 0 when
     dense. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
-    STAGES query tiles are in flight, and DS_STAGES of the gradients of scores. ORDERED accumulates
-    dq in the same order in every run. The kernel is compiled for MAX_REGISTERS per thread; the
-    roles then trade them.
+    STAGES tiles of queries and DS_STAGES tiles of score gradients are in flight. ORDERED
+    accumulates dq in the same order in every run. The kernel is compiled for MAX_REGISTERS per
+    thread; the roles then redistribute them.
 
     DK_REGISTERS reads ds for dk from registers. SPLIT_RING gives queries and output gradients
-    barriers of their own: the latter are free first.
+    separate barriers, because the latter are free first.
     """
 
     CONSUMERS: int
@@ -284,7 +284,7 @@ class AttnBwdSm90Config:
 
     @property
     def visits_per_head(self) -> int:
-        """Visits that a KV tile pays to a head: ordered, edges on either side are one each."""
+        """Visits of a KV tile to a head; if ordered, the edges on either side are a visit each."""
         return 2 if self.ORDERED else 1
 
     @property
@@ -346,9 +346,9 @@ def make_backward_config(
 ) -> AttnBwdSm90Config:
     """The configuration for these head dims; `block_size` is the mask's, None when dense."""
     tile_m = 64 if tile_d == 128 else 128
-    # an ordered addition takes as long as a step of 64 queries: two steps share one
+    # an ordered addition takes as long as a step of 64 queries, so two steps share one
     block_q, block_kv = block_size or (QUERY_PADDING if ordered else tile_m, 0)
-    # under a mask a producer with 24 spills
+    # under a mask, a producer with 24 registers spills
     producer = 24 if block_size is None else 40
     return AttnBwdSm90Config(
         CONSUMERS=2,
@@ -356,7 +356,7 @@ def make_backward_config(
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=2,
-        # each warp group owns its keys, so they drift up to a step apart
+        # warp groups own different keys, so one may be up to a step ahead of the other
         DS_STAGES=3,
         ORDERED=ordered,
         BLOCK_Q=block_q,
@@ -364,15 +364,15 @@ def make_backward_config(
         CONSUMER_REGISTERS=232 if producer == 40 else 240,
         PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168,
-        # 16k tokens: 655 against 628 TFLOP/s; under a mask bits need these registers (620 without,
-        # 615 with them)
+        # 16k tokens: 655 against 628 TFLOP/s; under a mask its bits need these registers (615
+        # against 620)
         DK_REGISTERS=block_size is None,
-        # 583 against 572 TFLOP/s; with D = 128 595 against 625
+        # D = 64: 583 against 572 TFLOP/s; D = 128: 595 against 625
         SPLIT_RING=block_size is None and tile_d == 64,
     )
 
 
-# The split backward, dk and dv by one kernel and dq by another: for masks with key blocks of 64.
+# The split backward for masks with key blocks of 64: one kernel for dk and dv, another for dq.
 
 
 @dataclass(frozen=True)
@@ -383,7 +383,7 @@ class AttnBwdDqSm90Config:
     that, is the key block of the mask. TILE_D and TILE_DV are the head dims in shared memory,
     beyond which TMA fills zeros. K_STAGES tiles of keys and V_STAGES of values are in flight: keys
     are needed for a step longer. The kernel is compiled for MAX_REGISTERS per thread; producer and
-    scheduler warp leave all but PRODUCER_REGISTERS to the warp group that computes.
+    scheduler warp give all but PRODUCER_REGISTERS to the consumer.
     """
 
     TILE_N: int
@@ -449,7 +449,7 @@ def make_dkdv_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> 
     """The configuration of the split dk/dv kernel."""
     return AttnBwdSm90Config(
         CONSUMERS=1,
-        # with 128 queries of 64 columns 419 TFLOP/s, with 64 523
+        # at 64 columns: 128 queries 419 TFLOP/s, 64 queries 523
         TILE_M=64,
         TILE_D=tile_d,
         TILE_DV=tile_dv,

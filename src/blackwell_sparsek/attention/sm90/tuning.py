@@ -1,7 +1,7 @@
 """(problem) -> tiles and order of the Hopper kernels, and the reasons why they cannot run.
 
-In the forward, lengths choose among at most three heights of tiles and whether the tail is split,
-so that a model whose lengths vary compiles a handful of variants once.
+In the forward, lengths decide only among three tile heights and whether the tail is split, so that
+a model with varying lengths compiles no more than a handful of variants.
 """
 
 from functools import lru_cache
@@ -31,24 +31,24 @@ LONGEST = 2**30 - 1
 MOST_WORK_TILES = 2**31 - 1
 # Tokens of packed sequences are coordinates of a TMA dimension of this size.
 MOST_TOKENS = 2**31 - 2**16 - 1
-# Fewer queries than half of a warp group's rows: the portable kernel has smaller tiles for them.
+# Below half of a warp group's rows, the portable kernel has tiles that fit better.
 FEW_QUERIES = 32
 SHORT_KEYS = 512
-# Keys from which on three consumers pay, by whether a band cuts tiles. TFLOP/s of D64 causal with
-# one and three: 354 327 at 1k, 429 438 at 2k.
+# Keys from which three consumers pay off, without and with a band. TFLOP/s of D64 causal with one
+# and with three: 354 327 at 1k, 429 438 at 2k.
 LONG_FULL, LONG_BANDED = 1024, 2048
 # KV bytes of a raster group. The L2 of H100 and H200 has 50 MiB, which queries, outputs and the
-# next raster group need too: 642, 635 and 618 TFLOP/s for 16, 32 and 64 MiB (D128 causal, 4k).
-# Three consumers like 32 better than 16: 438 422, 492 479, 527 521, 559 559 (D64, 2k to 16k).
+# next raster group share: 642, 635 and 618 TFLOP/s for 16, 32 and 64 MiB (D128 causal, 4k). With
+# three consumers 32 MiB is faster than 16: 438 422, 492 479, 527 521, 559 559 (D64, 2k to 16k).
 FORWARD_GROUP_BYTES = 16 * 2**20
 THREE_GROUP_BYTES = 32 * 2**20
-# Queries of a head that run at a time under a window, about.
+# Approximate number of queries of a head in flight under a window.
 RUNNING_QUERIES = 4096
-# Keys from which on the tail of the work is split. TFLOP/s of D128 without and with that:
-# 596 571 at 1k, 659 654 at 2k, 697 703 at 4k, 724 739 at 16k.
+# Keys from which the tail is split. TFLOP/s of D128 without and with a split tail: 596 571 at 1k,
+# 659 654 at 2k, 697 703 at 4k, 724 739 at 16k.
 LONG_SPLIT = 4096
-# TFLOP/s of an H200 with its SMs full, by (widest head dim, consumers): with one program on each
-# SM, and with two where they fit. A lone warp group waits for its own softmax.
+# TFLOP/s of a fully occupied H200, by (widest head dim, consumers): with one program on each SM,
+# and with two if they fit. A lone warp group stalls during its own softmax.
 PACE = {
     (64, 1): (280.0, 400.0),
     (64, 2): (430.0,),
@@ -90,7 +90,7 @@ def _sizes_unsupported(problem: AttnProblem) -> str | None:
         return f"needs sequences of at most {LONGEST} tokens"
     if problem.tokens is not None and max(problem.tokens) > MOST_TOKENS:
         return f"needs at most {MOST_TOKENS} tokens in all"
-    # an order of mask rows may count whole blocks of 256 queries
+    # an order of mask rows may round up to whole blocks of 256 queries
     tiles = problem.batch * (cdiv(problem.max_q, GROUP_ROWS) + 3)
     if problem.tokens is not None:
         tiles = problem.tokens[0] // GROUP_ROWS + problem.batch
@@ -112,13 +112,13 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
     tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.head_dim_v))
     block_q, block_kv = problem.mask_block or (None, None)
     if block_q is not None:
-        # a work tile stays within one row of the mask, and rows of 64 are for one consumer
+        # a work tile stays within one row of the mask, so rows of 64 take one consumer
         consumers = min(block_q // GROUP_ROWS, 2)
         return make_forward_config(consumers, tile_d, tile_dv, block_kv, problem.varlen)
     dim = max(tile_d, tile_dv)
-    # Registers hold three consumers only where the sums are 64 wide, and no tanh comes between.
-    # TFLOP/s of D64 with one, two and three at 1k, 2k, 4k, 16k tokens, those of one with half
-    # tiles: full 410 420 435 at 1k; causal 321 310 264, 385 366 365, - 407 420, - 435 490.
+    # Registers suffice for three consumers only if accumulators are 64 wide and there is no tanh.
+    # TFLOP/s of D64 with one (in half tiles), two and three consumers: full 410 420 435 at 1k
+    # tokens; causal 321 310 264, 385 366 365, - 407 420, - 435 490 at 1k, 2k, 4k and 16k.
     long_enough = _keys(problem) >= (LONG_BANDED if problem.banded else LONG_FULL)
     three = dim == 64 and not problem.softcap and long_enough
     choices = (3, 2, 1) if three else (2, 1)
@@ -134,14 +134,14 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
 
 
 def _keys(problem: AttnProblem) -> int:
-    """Keys that a query meets; on average, where packed sequences differ."""
+    """Keys of a sequence; their average if sequences are packed."""
     if problem.tokens is None:
         return problem.max_k
     return cdiv(problem.tokens[1], max(problem.batch, 1))
 
 
 def _work_tiles(problem: AttnProblem, rows: int) -> int:
-    """Work tiles of `rows` queries; packed sequences fill half of their last ones."""
+    """Work tiles of `rows` queries; assumes that packed sequences fill half of their last tile."""
     if problem.tokens is None:
         return problem.batch * problem.heads_q * cdiv(problem.max_q, rows)
     half_filled = cdiv(problem.tokens[0] + problem.batch * rows // 2, rows)
@@ -149,10 +149,10 @@ def _work_tiles(problem: AttnProblem, rows: int) -> int:
 
 
 def _time(problem: AttnProblem, dim: int, consumers: int) -> float:
-    """Relative time without a mask: rounds of work tiles on all SMs, each at the pace measured.
+    """Relative time without a mask: rounds of work tiles on all SMs, each at its measured pace.
 
-    Tall tiles run faster, but small problems leave SMs idle with them, and rows past the last
-    query cost as much as others.
+    Tall tiles run faster, but in small problems they leave SMs idle, and rows past the last query
+    cost as much as others.
     """
     rows = consumers * GROUP_ROWS
     work_tiles = _work_tiles(problem, rows)
@@ -164,31 +164,31 @@ def _time(problem: AttnProblem, dim: int, consumers: int) -> float:
 
 
 def _lead(problem: AttnProblem, dim: int, consumers: int) -> float:
-    """What one consumer gains on its pace beyond `PACE`."""
+    """The speedup of one consumer over its `PACE`."""
     if consumers > 1:
         return 1.0
-    # two programs on an SM overlap the ends of their work tiles, which are much of a short one:
-    # 8.9 us against 10.1 for 32 heads of 512 tokens
+    # two programs on an SM overlap the prologues and epilogues of their work tiles, a large part of
+    # short ones: 8.9 us against 10.1 for 32 heads of 512 tokens
     if _keys(problem) <= SHORT_KEYS:
         return 1.18
-    # with half tiles, see `attn_fwd_sm90_config`
+    # due to half tiles, see `attn_fwd_sm90_config`
     halved = dim == 64 and problem.banded and not problem.varlen
     return 1.12 if halved and _keys(problem) < LONG_BANDED else 1.0
 
 
 def attn_fwd_sm90_raster_group(problem: AttnProblem, band: Band = EVERYTHING) -> int:
-    """(batch, head) pairs of a raster group, whole groups of heads that share keys.
+    """(batch, head) pairs of a raster group: whole groups of heads that share keys.
 
-    Where work tiles are equal, or come in the order of a mask, those of one KV head run together:
-    SMs that read the same keys at the same time are faster than those whose keys only stay in L2.
-    Under a band the longest work tiles come first, of as many heads as stay in L2.
+    If work tiles are equal, or follow the order of a mask, those of one KV head run together: SMs
+    that read the same keys at the same time are faster than SMs whose keys are merely in L2. Under
+    a band the longest work tiles come first, from as many heads as fit in L2.
     """
     group = problem.heads_q // problem.heads_kv
     batch_heads = max(problem.batch * problem.heads_q, 1)
     if not problem.banded or problem.mask_block is not None:
         return min(group, batch_heads)
     if problem.varlen:
-        # no limit: the kernel knows how long sequences are
+        # no limit here: the kernel, which knows the lengths, limits the group
         return batch_heads
     tokens = problem.max_k
     if band.left is not None and band.right is not None:
@@ -198,26 +198,26 @@ def attn_fwd_sm90_raster_group(problem: AttnProblem, band: Band = EVERYTHING) ->
     room = THREE_GROUP_BYTES if three else FORWARD_GROUP_BYTES
     heads = max(room // max(kv_bytes, 1), 1)
     if band.left is not None and band.right is not None:
-        # equal raster groups: the short tiles at the end of each fill the gaps before the next
+        # equal raster groups: the short tiles at the end of each fill the gaps before the next one
         heads = cdiv(batch_heads // group, cdiv(batch_heads // group, heads))
     return min(heads * group, batch_heads)
 
 
 # The backward: tiles, raster groups, and the reasons why it cannot run.
 
-# Key blocks that a tile of 64 or 128 keys lies within.
+# Key blocks that consist of whole tiles of 64 or 128 keys.
 KEY_BLOCKS = (64, 128, 256)
-# Of the L2 of H100 and H200, what the heads of a raster group take: queries, output gradients, and
-# dq sums where there are any.
+# Bytes of L2 (H100 and H200) for the heads of a raster group: queries, output gradients, and the dq
+# sums if there are any.
 BACKWARD_GROUP_BYTES = 16 * 2**20
-# Under a band, whose work tiles are uneven: (batch, head) that run together at least, KV tiles for
-# each SM that they should have, and how many times more bytes they may take for that.
+# Under a band, whose work tiles are uneven: the smallest raster group, the KV tiles that it should
+# have for each SM, and how many times more bytes it may take to have them.
 UNEVEN, UNEVEN_TILES, UNEVEN_BYTES = 2, 2, 4
-# With one query head for each KV head, (batch, head) that run together where KV tiles are many and
-# dq is accumulated in order.
+# Raster group with one query head for each KV head, if KV tiles are many and dq is accumulated in
+# order.
 LONG_GROUP = 8
-# How many times more bytes run together where dq is accumulated in order, and where ranks are
-# planned besides.
+# How many times more bytes a raster group takes if dq is accumulated in order, and if the order is
+# planned as well.
 ORDERED, PLANNED = 3, 2
 
 
@@ -240,11 +240,12 @@ def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
 
 
 def attn_bwd_sm90_is_split(problem: AttnProblem) -> bool:
-    """Whether to split the backward, dk/dv and dq by a kernel each: seven products instead of five,
-    and no dq sums in memory, of which a tile of 64 keys needs as many as one of 128.
+    """Whether to split the backward into a kernel for dk/dv and one for dq.
 
-    Time of one kernel over that of two, D128: 22 % of 16k tokens 1.10, 5 % of 64k tokens 1.17; D64:
-    1.06, 1.08 by the halves. Ordered, one kernel takes 1.44 and 1.30 times as long as in any order.
+    Two kernels compute seven products instead of five, but need no dq sums in memory, of which a
+    tile of 64 keys needs as many as one of 128. Time of one kernel over that of two, D128: 22 % of
+    16k tokens 1.10, 5 % of 64k tokens 1.17; D64: 1.06, 1.08, with the two timed separately. With
+    ordered accumulation, one kernel takes 1.44 and 1.30 times as long as without.
     """
     return problem.mask_block is not None and problem.mask_block[1] == 64
 
@@ -252,28 +253,30 @@ def attn_bwd_sm90_is_split(problem: AttnProblem) -> bool:
 @lru_cache(maxsize=1024)
 def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
     """Tiles of a problem that `attn_bwd_sm90_unsupported` accepts."""
-    # wide values leave no registers for the tall tiles of narrow keys
+    # with wide values, there are no registers for the tall tiles of narrow keys
     tile_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
     tile_dv = 64 if problem.head_dim_v <= 64 else 128
     return make_backward_config(tile_d, tile_dv, problem.mask_block, problem.deterministic)
 
 
 def attn_bwd_sm90_raster_group(problem: AttnProblem) -> int:
-    """Raster group: (batch, KV head) that run together, whose queries, gradients and dq sums stay
-    in L2.
+    """Raster group: (batch, KV head) whose queries, gradients and dq sums stay in L2 together.
 
-    More where a band makes work tiles uneven: they fill the SMs while the longest end. us with a
-    causal band by MiB of a KV head and size of the group: 16 MiB of 32 tiles, groups of 1, 2, 4 and
-    8 900, 830, 601, 626; 32 MiB of 64, 2605, 2185, 2220, 2255; 64 MiB of 128, 9800, 9580, 9350,
-    9590; 8 MiB of 64, 1200, 1133, 1098, 1096; 4 MiB of 32, groups of 4, 8 and 16 1230, 1208, 1201.
-    Ordered, KV heads with several query heads need as many work tiles, whatever they take (cases as
-    above, groups of 2, 4 and 8 906, 729, 667; 2545, 2376, 2423; 9228, 10343, 9941), and those with
-    one few bytes: their KV tiles begin one after the other, and the larger the group the further
-    from each other (16 MiB of 128, groups of 1, 2, 4 and 8 4774, 4705, 5323, 7266) until they all
-    begin at the end (64 MiB of 512, groups of 2 and 4 19998, 18632). Without a band more, since
-    only tiles of one (batch, head) wait for each other; under a mask the query heads of a KV head
-    are read one after the other (TFLOP/s: 16 MiB a head, groups of 2 and 3 with one query head 520,
-    504; of 1 and 2 with four 467, 523).
+    Groups are larger if a band makes work tiles uneven: more tiles fill the SMs while the longest
+    ones end. Microseconds with a causal band, by the MiB and KV tiles of a KV head:
+      groups of 1, 2, 4, 8: 16 MiB, 32 tiles 900, 830, 601, 626; 32 MiB, 64 tiles 2605, 2185, 2220,
+        2255; 64 MiB, 128 tiles 9800, 9580, 9350, 9590; 8 MiB, 64 tiles 1200, 1133, 1098, 1096
+      groups of 4, 8, 16: 4 MiB, 32 tiles 1230, 1208, 1201
+    With ordered accumulation and a causal band, KV heads with several query heads need as many work
+    tiles, however many bytes they take (the first three cases, groups of 2, 4 and 8: 906, 729, 667;
+    2545, 2376, 2423; 9228, 10343, 9941). Those with one query head need small groups: each KV tile
+    begins at its own first query, and the larger the group, the further the tiles drift from each
+    other (16 MiB, 128 tiles, groups of 1, 2, 4 and 8: 4774, 4705, 5323, 7266). If KV tiles are so
+    many that all begin at the last query, larger groups win again (64 MiB, 512 tiles, groups of 2
+    and 4: 19998, 18632). Ordered groups without a band are larger, because only tiles of one
+    (batch, head) wait for each other. Under a mask, the query heads of a KV head are read one after
+    the other (TFLOP/s with 16 MiB a head: one query head, groups of 2 and 3 520, 504; four query
+    heads, groups of 1 and 2 467, 523).
     """
     group_size = problem.heads_q // problem.heads_kv
     masked, ordered = problem.mask_block is not None, problem.deterministic
@@ -299,17 +302,17 @@ def attn_bwd_sm90_raster_group(problem: AttnProblem) -> int:
 
 
 def attn_bwd_sm90_front(problem: AttnProblem, raster_group: int) -> int:
-    """Parts of the queries that KV tiles go through together, where ranks are planned.
+    """Parts of the queries that all KV tiles traverse together, if their order is planned.
 
-    Ordered TFLOP/s with 1 and 4 parts, blocks of 128: 22 % of 16k tokens, 16 MiB a head and two
-    heads at a time 520, 483; 5 % of 64k tokens, 64 MiB a head 453, 498.
+    TFLOP/s in order with 1 and 4 parts, blocks of 128: 22 % of 16k tokens, two heads of 16 MiB at a
+    time 520, 483; 5 % of 64k tokens, 64 MiB a head 453, 498.
     """
     running_bytes = raster_group * _row_bytes(problem) * problem.max_q
     return 1 if running_bytes <= PLANNED * BACKWARD_GROUP_BYTES else 4
 
 
 def _row_bytes(problem: AttnProblem) -> int:
-    """Of a query, its output gradient and its sum."""
+    """Bytes of a query, its output gradient and its dq sum."""
     return (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + problem.head_dim * 4
 
 
@@ -342,7 +345,7 @@ def attn_bwd_dkdv_raster_group(problem: AttnProblem) -> int:
     return min(max(group, 1), max(problem.batch * problem.heads_kv, 1))
 
 
-# Why the kernels cannot run a problem on this machine.
+# Reasons why the kernels cannot run a problem on this machine.
 
 
 def why_not_forward(problem: AttnProblem) -> str | None:

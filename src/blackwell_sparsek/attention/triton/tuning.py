@@ -1,9 +1,10 @@
 """(architecture, problem) -> tiles of the portable attention kernels.
 
-Tiles may not depend on a length, a window or the content of a mask: changing those must compile
-nothing. Each choice is the largest tile that compiles without spills, unless it says otherwise;
-`testing.compile_only` shows registers and shared memory. The dQ kernel keeps one sum of TILE_M
-rows, the dK/dV kernel two of TILE_N rows, which fill half of the registers by themselves.
+Tiles may not depend on a length, a window or the content of a mask: a change of those must not
+compile anything. Each choice is the largest tile that compiles without spills, unless a comment
+says otherwise; `testing.compile_only` shows registers and shared memory. The dQ kernel keeps one
+accumulator of TILE_M rows, the dK/dV kernel two of TILE_N rows, which alone fill half of the
+registers.
 """
 
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ PRECISIONS = ("ieee", "tf32")
 
 @dataclass(frozen=True)
 class AttnFwdConfig:
-    """Tiles and launch options of the forward kernel: what a launch needs besides its tensors.
+    """Tiles and launch options of the forward kernel: all that a launch needs besides its tensors.
 
     Parameters
     ----------
     tile_m, tile_n : queries and keys of one tile; powers of two, at least 16
     num_warps, num_stages : launch options of Triton
-    precision : how fp32 products are taken: "ieee" or "tf32"; 16-bit inputs do not look at it
+    precision : of fp32 products: "ieee" or "tf32"; ignored for 16-bit inputs
     """
 
     tile_m: int
@@ -47,9 +48,9 @@ class AttnBwdConfig(AttnFwdConfig):
     """The same for a kernel of the backward pass."""
 
 
-# GPUs whose programs get 160 KiB of shared memory and more; all others have 99 KiB.
+# GPUs whose programs get at least 160 KiB of shared memory; all others have 99 KiB.
 LARGE_SMEM = (80, 87, 90, 100, 101, 103, 110)
-# Blackwell and Hopper of data centres: products are issued by warp groups of 128 threads.
+# Data-centre Hopper and Blackwell: warp groups of 128 threads issue products.
 WARP_GROUP_MMA = (90, 100, 101, 103, 110)
 
 
@@ -61,7 +62,7 @@ class _Tile(NamedTuple):
 
 
 def attn_fwd_config(problem: AttnProblem, precision: str) -> AttnFwdConfig:
-    """Tiles of the forward kernel; `precision` is what fp32 operands are multiplied in."""
+    """Tiles of the forward kernel; `precision` is that of fp32 products."""
     dim = max(problem.head_dim, problem.head_dim_v)
     block_q = None if problem.mask_block is None else problem.mask_block[0]
     facts = (problem.arch.sm, problem.dtype.itemsize, dim, block_q, precision)
@@ -82,12 +83,12 @@ def _tile(sm: int, itemsize: int, dim: int, block_q: int | None, precision: str)
 
 def _tile_warp_group(dim: int, masked: bool) -> _Tile:
     if dim <= 64:
-        # wide tiles spread the cost of a softmax step; the bits of a mask take those registers
+        # wide tiles amortise a softmax step, but with a mask its bits need those registers
         return _Tile(128, 64, 8, 3) if masked else _Tile(128, 128, 8, 3)
     if dim <= 128:
         # 128 x 128 leaves room for only two stages and spills with a mask
         return _Tile(128, 64, 8, 3)
-    # 128 rows of 256 columns of fp32 sums fill the registers of 8 warps by themselves
+    # fp32 accumulators of 128 rows x 256 columns alone fill the registers of 8 warps
     return _Tile(64, 64, 8, 2)
 
 
@@ -95,7 +96,7 @@ def _tile_warp(sm: int, dim: int, masked: bool) -> _Tile:
     if dim <= 64:
         return _Tile(128, 32 if masked else 64, 8, 3)
     if dim <= 128:
-        # 96 KiB with three stages, and 64 KiB with two, which 99 KiB hold with room to spare
+        # 96 KiB with three stages; 64 KiB with two, which fit 99 KiB with room to spare
         return _Tile(128, 64, 8, 3 if sm in LARGE_SMEM and not masked else 2)
     return _Tile(64, 64 if sm in LARGE_SMEM and not masked else 32, 8, 2)
 
@@ -116,13 +117,13 @@ def _forward_tile_fp32(sm: int, dim: int, precision: str) -> _Tile:
 
 
 def _cut(tile: _Tile, block_q: int, dim: int) -> _Tile:
-    """A tile within one query block: four warps hold its columns; 16 rows give work for two."""
+    """A tile within one query block: four warps for its columns, or two if it has only 16 rows."""
     warps = (4 if dim > 128 else 2) if block_q < 32 else 8 if dim > 128 and block_q > 32 else 4
     return _Tile(block_q, min(tile.n, 64), warps, 2 if block_q < 64 else tile.stages)
 
 
 def attn_dq_config(problem: AttnProblem, precision: str) -> AttnBwdConfig:
-    """Tiles of the dQ kernel; `precision` is what fp32 operands are multiplied in."""
+    """Tiles of the dQ kernel; `precision` is that of fp32 products."""
     sm, itemsize, dim = _facts(problem)
     tile = _dq_tile(sm, itemsize, dim, problem.mask_block is not None, precision)
     if problem.mask_block is not None and problem.mask_block[0] < tile.m:
@@ -136,8 +137,8 @@ def attn_dkdv_config(problem: AttnProblem, precision: str) -> AttnBwdConfig:
     sm, itemsize, dim = _facts(problem)
     tile = _dkdv_tile(sm, itemsize, dim, precision)
     if problem.mask_block is not None and problem.mask_block[1] < tile.n:
-        # with two warps, two sums of 16 rows and 128 columns spill; few keys leave registers for
-        # more queries
+        # two accumulators of 16 rows x 128 columns spill with two warps; with few keys, registers
+        # are left for more queries
         keys = problem.mask_block[1]
         queries = 64 if keys <= 32 and dim <= 128 and itemsize == 2 else tile.m
         tile = tile._replace(m=queries, n=keys, warps=4)
@@ -154,7 +155,7 @@ def _dq_tile(sm: int, itemsize: int, dim: int, masked: bool, precision: str) -> 
         return _backward_tile_fp32(sm, dim, precision)
     if dim <= 64:
         if sm == 90:
-            # measured: four warps 628 TFLOP/s, eight 440; the bits of a mask take those registers
+            # measured: four warps 628 TFLOP/s, eight 440; with a mask its bits need the registers
             return _Tile(128, 64, 8 if masked else 4, 3)
         return _Tile(128, 64, 8, 2)
     if dim <= 128:
@@ -174,7 +175,7 @@ def _dkdv_tile(sm: int, itemsize: int, dim: int, precision: str) -> _Tile:
     if sm == 90:
         return _dkdv_tile_hopper(dim)
     if sm in WARP_GROUP_MMA:
-        # sums in tensor memory; two stages make the compiler take them through registers
+        # accumulators in tensor memory; with two stages the compiler moves them through registers
         return _Tile(64, 128 if dim <= 128 else 64, 8, 1)
     if dim <= 64:
         return _Tile(32, 128, 8, 2)
@@ -185,9 +186,9 @@ def _dkdv_tile(sm: int, itemsize: int, dim: int, precision: str) -> _Tile:
 
 
 def _dkdv_tile_hopper(dim: int) -> _Tile:
-    # measured: one warp group of 64 keys per program, two programs on an SM, is faster than tiles
-    # that do not spill (525 TFLOP/s at 128 columns, where 32 x 128 gives 331 to 482 and 64 x 128
-    # 496); what spills is mostly outside of the loop without mask code
+    # measured: one warp group of 64 keys per program, with two programs on an SM, is faster than
+    # tiles that do not spill (525 TFLOP/s at 128 columns; 32 x 128 gives 331 to 482, 64 x 128 496);
+    # most spills are outside the loop without mask code
     if dim <= 64:
         return _Tile(64, 64, 4, 3)
     if dim <= 128:
@@ -208,7 +209,7 @@ def _backward_tile_fp32(sm: int, dim: int, precision: str) -> _Tile:
     return _Tile(16, 16, 8, 1)
 
 
-# Why the portable kernels cannot run a problem.
+# Reasons why the portable kernels cannot run a problem.
 
 LARGEST_HEAD_DIM = 256
 # Positions and band limits are int32 in kernels, and so is the number of programs.
