@@ -116,9 +116,9 @@ def strided(
         In blocks of keys, at least 1.
     block_size : int or (bq, bk)
     local_blocks : int
-        How near a neighbour is: 0 none, 1 the own blocks, 2 one more on each side.
+        How far neighbours reach: 0 for none, 1 for its own blocks, 2 for one more on each side.
     causal : bool
-        Drop what lies in the future, to the element.
+        Drop keys in the future, to the element.
     device : optional
 
     Examples
@@ -167,9 +167,9 @@ def global_local(
     global_blocks : int
         In blocks of keys.
     local_blocks : int
-        How near a neighbour is: 0 none, 1 the own blocks, 2 one more on each side.
+        How far neighbours reach: 0 for none, 1 for its own blocks, 2 for one more on each side.
     causal : bool
-        Drop what lies in the future, to the element.
+        Drop keys in the future, to the element.
     device : optional
 
     Examples
