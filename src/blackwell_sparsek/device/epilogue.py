@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What follows a product in kernels: activation(product + bias) + residual, rounded once.
+"""The epilogue of products: activation(product + bias) + residual, rounded once.
 
 Elementwise on values in registers: no loads and no layout, so Triton and Gluon kernels share it.
 Activations are those of `core/activations.py`.
@@ -45,7 +45,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def finish(acc, bias, residual, ACTIVATION: tl.constexpr, OUT_DTYPE: tl.constexpr):
-    """Take an fp32 product to the output.
+    """Turn an fp32 product into the output.
 
     `bias` and `residual` are values in registers that broadcast against `acc`, or None.
     """

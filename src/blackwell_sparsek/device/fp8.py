@@ -1,14 +1,14 @@
 # mypy: ignore-errors
-"""fp8: rounding to e4m3, and caches of it as first operands of tensor cores, which want fp16.
+"""fp8: rounding to e4m3, and conversion of e4m3 caches to the fp16 operands of tensor cores.
 
-Rounding is integer arithmetic, the same bits on every GPU and in the interpreter: Triton converts
-to e4m3 only from sm_89 on, and its interpreter truncates.
+Rounding is integer arithmetic, so that every GPU and the interpreter give the same bits: Triton
+converts to e4m3 only from sm_89 on, and its interpreter truncates.
 
-For operands, words of four values are read and halves come out. A tensor core takes pairs that lie
-side by side in the direction of the sum, in a register each. Along the columns of a row that is how
-memory has them. Between rows, the bytes of two words are paired before they become fp16. Threads
-read as many bytes at once as they can, so columns come in another order, which is given to the
-other operand or undone in the product.
+Operands are read as words of four values and converted to fp16. A tensor core takes two values that
+are adjacent along the reduction in one register. Along the columns of a row, memory already has
+this order. Across rows, the bytes of two words are paired before they become fp16. Threads read as
+many bytes at once as they can, which permutes the columns; the other operand is permuted in the
+same way, or the product is permuted back.
 """
 
 import triton
@@ -19,13 +19,13 @@ E4M3_MAX = tl.constexpr(448.0)
 _SMALLEST_NORMAL = tl.constexpr(121 << 23)
 # 2^14: adding it to a subnormal leaves the rounded e4m3 mantissa in the lowest bits
 _SUBNORMAL_SHIFT = tl.constexpr(141 << 23)
-# moves the exponent's bias from 127 to 7 and rounds half up but for the last bit
+# moves the exponent's bias from 127 to 7 and rounds half up, except for the last bit
 _REBIAS_AND_ROUND = tl.constexpr(((7 - 127) << 23) + 0x7FFFF)
 
 
 @triton.jit
 def e4m3_bits(x):
-    """The bits (uint8) of fp32 `x` as e4m3fn: nearest even; past 448 it saturates; NaN is 0x7F."""
+    """fp32 `x` as bits (uint8) of e4m3fn: to nearest even, saturating at 448; NaN becomes 0x7F."""
     is_nan = x != x
     magnitude = tl.minimum(tl.abs(x), E4M3_MAX)
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -41,7 +41,7 @@ def e4m3_bits(x):
 def e4m3_values(bits):
     """The fp32 values of e4m3fn given as uint8; exact, on GPUs without fp8 as well."""
     magnitude = (bits & 0x7F).to(tl.int16)
-    # fp16 has one exponent bit more: its subnormals take in those of e4m3, 2^8 times smaller
+    # fp16 has one more exponent bit: the shifted bits, subnormals too, mean a value 2^8 too small
     value = (magnitude << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     value = tl.where(magnitude == 0x7F, float("nan"), value)
     return tl.where((bits & 0x80) != 0, -value, value)
@@ -83,7 +83,7 @@ mov.b32 {$6, $7}, f;
 
 @triton.jit
 def halves(words):
-    """fp16 [rows, 4 * words] of int32 words [rows, words], columns in the order of `as_halves`."""
+    """int32 words [rows, words] as fp16 [rows, 4 * words], columns in the order of `as_halves`."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     words = tl.reshape(tl.permute(tl.reshape(words, (N, W // 16, 4, 4)), (0, 1, 3, 2)), (N, W))
@@ -97,7 +97,7 @@ def halves(words):
 
 @triton.jit
 def as_halves(x):
-    """Columns of [rows, columns] in the order of `halves`."""
+    """Permute the columns of [rows, columns] into the order of `halves`."""
     M: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     # [rows, 64 columns, thread, word, high, low]
@@ -107,7 +107,7 @@ def as_halves(x):
 
 @triton.jit
 def turned_halves(words):
-    """fp16 [4 * words, rows] of int32 words [rows, words], columns reordered."""
+    """int32 words [rows, words] as fp16 [4 * words, rows]: transposed, with columns permuted."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     even, odd = tl.split(tl.permute(tl.reshape(words, (N // 2, 2, W)), (0, 2, 1)))
@@ -124,7 +124,7 @@ def turned_halves(words):
 
 @triton.jit
 def turned_back(x):
-    """[columns, ...] of a product with `turned_halves` in memory's order."""
+    """Permute a product [columns, ...] with `turned_halves` back to the column order of memory."""
     D: tl.constexpr = x.shape[0]
     M: tl.constexpr = x.shape[1]
     x = tl.permute(tl.reshape(x, (2, D // 32, 2, 8, M)), (1, 3, 0, 2, 4))

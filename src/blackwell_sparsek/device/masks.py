@@ -2,9 +2,10 @@
 """The mask file: which keys a query sees. Nothing else in the package compares positions.
 
 A band `(left, right)` shows the query at position p the keys p - left .. p + right; an open side is
-2**30, which int32 sums stand. Query i of `q_len` sits at p = i + kv_len - q_len, so that the last
-query meets the last key. Ranges are half open, in tokens; an empty range has lo >= hi. Functions
-take and return scalars or vectors; none of them makes one, so Triton and Gluon kernels share them.
+2**30, which is safe to add in int32. Query i of `q_len` sits at p = i + kv_len - q_len, so that the
+last query is aligned with the last key. Ranges are half open, in tokens; an empty range has
+lo >= hi. Functions take and return scalars or vectors; none of them creates a vector, so Triton and
+Gluon kernels share them.
 """
 
 import triton
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from .records import Range, RowBounds
 
-# tile classes, in the order of how much of the tile is visible
+# tile classes, by how much of the tile is visible
 EMPTY = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
 FULL = tl.constexpr(2)
@@ -32,20 +33,20 @@ def row_bounds(q_pos, kv_len, left, right):
 
 @triton.jit
 def column_bounds(kv_pos, q_len, kv_len, left, right):
-    """First and last query (both inclusive) that sees each key: adjoint of `row_bounds`."""
+    """First and last query (both inclusive) that see each key: the adjoint of `row_bounds`."""
     # keys look back at queries through the mirrored band
     return row_bounds(position(kv_pos, kv_len, q_len), q_len, right, left)
 
 
 @triton.jit
 def not_before(kv_pos, first):
-    """Whether keys are not cut off by the lower row bounds."""
+    """Whether keys are at or after the lower row bounds."""
     return kv_pos >= first
 
 
 @triton.jit
 def not_after(kv_pos, last):
-    """Whether keys are not cut off by the upper row bounds."""
+    """Whether keys are at or before the upper row bounds."""
     return kv_pos <= last
 
 
@@ -64,7 +65,7 @@ def band_visible(q_pos, kv_pos, kv_len, left, right):
 
 @triton.jit
 def exists(index, length):
-    """Whether tokens lie inside of their sequence."""
+    """Whether tokens lie within their sequence."""
     return index < length
 
 
@@ -80,7 +81,7 @@ def kv_range(q_start, q_end, q_len, kv_len, left, right):
     first_pos = position(q_start, q_len, kv_len)
     end_pos = position(tl.minimum(q_end, q_len), q_len, kv_len)
     lo = tl.maximum(first_pos - left, 0)
-    # minus one before the sum: end_pos + right may pass int32 when both are at their limits
+    # subtract one before adding: end_pos + right may overflow int32 when both are at their limits
     hi = tl.minimum(tl.maximum(end_pos - 1 + right, -1), kv_len - 1) + 1
     hi = tl.where(first_pos < end_pos, hi, 0)
     return Range(lo, tl.maximum(hi, 0))
@@ -111,7 +112,7 @@ def q_range_of_all(kv_start, kv_end, q_len, kv_len, left, right):
 
 @triton.jit
 def classify_tile(q_start, q_end, kv_start, kv_end, q_len, kv_len, left, right):
-    """EMPTY, PARTIAL or FULL, of the queries and keys that exist."""
+    """EMPTY, PARTIAL or FULL, judged by the queries and keys that exist."""
     lo, hi = kv_range(q_start, q_end, q_len, kv_len, left, right)
     all_lo, all_hi = kv_range_of_all(q_start, q_end, q_len, kv_len, left, right)
     kv_end = tl.minimum(kv_end, kv_len)

@@ -10,7 +10,7 @@ HIGHEST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def ordered_int(x):
-    """int32 in the order of fp32 `x`: negative floats count backwards, NaN is infinity."""
+    """int32 that sort like fp32 `x`: negative floats are reversed, NaN counts as infinity."""
     x = tl.where(x != x, float("inf"), x)
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -18,6 +18,6 @@ def ordered_int(x):
 
 @triton.jit
 def midpoint(low, high):
-    """The middle of two int32, rounded up; their difference may not fit into one."""
+    """The midpoint of two int32, rounded up, even where their difference overflows int32."""
     half = (low >> 1) + (high >> 1)
     return half + (((low & 1) + (high & 1) + 1) >> 1)

@@ -6,8 +6,8 @@ sequence. A tile holds TILE_N of the *visited* keys: all keys of a sequence in a
 the blocks in a list, in the list's order. Each key has a position and a place `(slab, row)`: a page
 and the token in it, or a batch and a position.
 
-Tables and lists come from outside and may hold anything. A number out of range makes its keys
-*wrong*: they are not read, and whoever computes with the tile makes the result NaN.
+Tables and lists come from the user and may hold anything. A number out of range makes its keys
+*wrong*: they are not read, and the kernel that uses the tile makes the result NaN.
 """
 
 import triton
@@ -29,7 +29,7 @@ def visited_tiles(kv_lo, kv_hi, num_blocks, TILE_N: tl.constexpr, BLOCK_KV: tl.c
     else:
         first = kv_lo - kv_lo
         count = first + (num_blocks * BLOCK_KV + TILE_N - 1) // TILE_N
-    # a sequence without keys has a result too, which somebody must write
+    # a sequence without keys also has a result, which some program must write
     return first, tl.maximum(count, 1)
 
 
@@ -37,9 +37,9 @@ def visited_tiles(kv_lo, kv_hi, num_blocks, TILE_N: tl.constexpr, BLOCK_KV: tl.c
 def _visited_keys(
     tile, offs_n, tables, num_blocks, capacity, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr
 ):
-    """Positions of a tile's keys and, of their blocks, which are there and which are wrong.
+    """Positions of a tile's keys, which keys have a valid block, and which have a wrong one.
 
-    Also the position of the first key, a scalar wherever a block holds whole tiles.
+    Also the position of the first key, which is a scalar if a block holds whole tiles.
     """
     if BLOCK_KV is None:
         start = tile * TILE_N
@@ -68,8 +68,8 @@ def cache_tile(
 ):
     """The `CacheTile` of TILE_N visited keys of a `CacheView`.
 
-    Live are the visited keys of `[kv_lo, kv_hi)`, which must lie within `capacity`. The slab is one
-    scalar where a page holds whole tiles, and without pages.
+    The visited keys in `[kv_lo, kv_hi)`, which must lie within `capacity`, are live. The slab is a
+    scalar if a page holds whole tiles or there are no pages.
     """
     kv_lo, kv_hi = cache.kv_lo, cache.kv_hi
     ONE_PAGE: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % TILE_N == 0
@@ -84,7 +84,7 @@ def cache_tile(
     else:
         page_row = cache.tables.pages + cache.tables.page_row
         if ONE_PAGE and WHOLE_TILES:
-            # pages past the last key, and before the first one seen, may be anything
+            # table entries past the last key, or before the first visible one, may hold anything
             wanted = within_bounds(start, kv_lo - (TILE_N - 1), kv_hi - 1)
             slab = tl.load(page_row + start // PAGE_SIZE, mask=wanted, other=-1)
             row = start % PAGE_SIZE + offs_n
@@ -99,9 +99,9 @@ def cache_tile(
 
 @triton.jit
 def listed_block(tile, offs_n, cache, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """What the list has for the keys of a tile: a block, -1 past the end; 0 without lists.
+    """The block that the list names for the keys of a tile: -1 past its end, 0 without lists.
 
-    A number for all keys unless blocks cut tiles.
+    One number for all keys, unless a tile spans several blocks.
     """
     if BLOCK_KV is None:
         block = tile - tile
@@ -120,11 +120,11 @@ def clamped_tile(
     tile, block, offs_n, cache,
     TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """As `cache_tile` with the `listed_block`, and with one look-up where a page holds the tile.
+    """As `cache_tile` for a `listed_block`, with a single look-up if one page holds the tile.
 
-    Keys outside of `[kv_lo, kv_hi)` have the row of the nearest one inside, which is in the same
-    block: what is read there is finite, and a mask by position hides it. So `readable`, `listed`
-    and `wrong` are the same for all keys, scalars, unless pages or blocks cut tiles.
+    Keys outside `[kv_lo, kv_hi)` get the row of the nearest key inside, which is in the same block:
+    what is read there is finite, and a mask by position hides it. So `readable`, `listed` and
+    `wrong` are scalars that hold for all keys, unless a tile spans several pages or blocks.
     """
     kv_lo, kv_hi = cache.kv_lo, cache.kv_hi
     PAGES_CUT: tl.constexpr = PAGE_SIZE is not None and PAGE_SIZE % TILE_N != 0
@@ -170,7 +170,7 @@ def clamped_tile(
 def load_cache_rows(base_ptr, slab, row, strides, live, offs_d, HEAD_DIM: tl.constexpr):
     """Rows [TILE_N, columns] of a cache with strides (slab, head, token); 0 where not live.
 
-    `live` is one for each row or one for all.
+    `live` is a vector with a value for each row, or one scalar for all.
     """
     slab_stride, _, token_stride = strides
     offset = tl.cast(slab, tl.int64) * slab_stride + tl.cast(row, tl.int64) * token_stride

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""Results of one softmax that several programs computed parts of, and who puts them together.
+"""Split KV: several programs compute parts of one softmax, and the last of them combines these.
 
-A program writes its part to a slot of its own and counts itself in. The one that comes last reads
-all parts, in the order of the programs, whoever it is: the result does not depend on the race. It
-also sets the counter back to zero, so that the next launch finds it as this one did.
+A program writes its part to a private slot and increments a counter. The last program to arrive
+reads all parts in program order, so the result does not depend on which program that is. It also
+resets the counter to zero for the next launch.
 
-A program has at most two parts of softmaxes that others work on too: it may begin in the middle of
-one, slot 2p, and end in the middle of one, slot 2p + 1. A softmax is therefore known by the program
-that begins it, and so is its counter.
+A program shares at most two softmaxes with others: it may begin in the middle of one (slot 2p) and
+end in the middle of another (slot 2p + 1). A softmax, and with it its counter, is therefore
+identified by the program that begins it.
 """
 
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .softmax import init_state, join_states
 
-# Parts read at a time: enough loads in flight to hide that they come from the L2.
+# Parts read at a time: enough loads in flight to hide the latency of the L2.
 PARTS = tl.constexpr(16)
 # Columns of a part that a thread reads at once.
 VECTOR = tl.constexpr(4)
@@ -31,7 +31,7 @@ def part_slot(program, first_program):
 
 @triton.jit
 def store_part(acc_ptr, state_ptr, slot, m_log2, row_sum, acc, num_rows):
-    """Write the state and the accumulators [TILE_M, columns] of a part; `num_rows` count."""
+    """Write the state and the accumulators [TILE_M, columns] of a part, for `num_rows` rows."""
     TILE_M: tl.constexpr = acc.shape[0]
     TILE_DV: tl.constexpr = acc.shape[1]
     rows = tl.arange(0, TILE_M)
@@ -45,8 +45,8 @@ def store_part(acc_ptr, state_ptr, slot, m_log2, row_sum, acc, num_rows):
 
 @triton.jit
 def is_last(counter_ptr, num_parts):
-    """Count this program in, after its stores; whether all others were before it."""
-    # every thread's stores come before the one thread's release
+    """Increment the counter after this program's stores; whether all other programs came before."""
+    # the stores of all threads must come before the release by one thread
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
     last = before == num_parts - 1
@@ -77,7 +77,7 @@ def merge_parts(
 ):
     """State and accumulators of the rows from `first_row` on, placed as by `merged_places`.
 
-    A thread has the same columns of all parts, so that no thread waits for another.
+    A thread holds the same columns of all parts, so that no thread waits for another.
     """
     rows, columns = merged_places(first_row, TILE_DV)
     live_row = (rows < num_rows)[:, None, None]
@@ -89,7 +89,7 @@ def merge_parts(
         slot = part_slot(first_program + part, first_program)
         live = (part < num_parts) & live_row
         state = state_ptr + slot * (2 * TILE_M) + rows[:, None, None]
-        # past the L1, which does not see what other SMs write
+        # bypass the L1, which does not see what other SMs write
         m_parts = tl.load(state, live, other=-float("inf"), cache_modifier=".cg")
         sum_parts = tl.load(state + TILE_M, live, other=0.0, cache_modifier=".cg")
         offsets = tl.cast(slot, tl.int64) * (TILE_M * TILE_DV) + inside

@@ -1,8 +1,8 @@
-"""Named records that kernels pass around: fields in place of numbers.
+"""Named records that kernels pass around: fields instead of numbered entries of tuples.
 
-They are plain `NamedTuple`s. A kernel builds them by their class, carries them through loops,
-returns and roles, and takes them as parameters; they compile to the same code as the tuple of their
-fields, in this order. What only kernels with roles need is in `gluon.records`.
+They are plain `NamedTuple`s. A kernel constructs them, carries them through loops, returns them,
+and passes them to functions and warp roles; they compile to the same code as a plain tuple of
+their fields. Records that only warp-specialized kernels need are in `gluon.records`.
 """
 
 from typing import Any, NamedTuple
@@ -44,14 +44,14 @@ class RowBounds(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Factor from scores to base-2 exponents, and the one inside of a softcap's tanh or None."""
+    """Factor from scores to base-2 exponents, and the factor inside a softcap's tanh, or None."""
 
     factor: Any
     inverse_cap: Any
 
 
 class GradientScore(NamedTuple):
-    """As `Score`, with the scale that the gradients of queries and keys take at the end."""
+    """As `Score`, with the scale that is applied to the final gradients of queries and keys."""
 
     factor: Any
     inverse_cap: Any
@@ -102,11 +102,11 @@ class MaskLists(NamedTuple):
     bits: Any
     """The bit pool, whose blocks are [queries, words of 32 keys]."""
     row_tokens: Any
-    """Tokens that a row of the lists covers: the height of a block, or its width transposed."""
+    """Tokens that a row of the lists covers: the height of a block, or its width if transposed."""
 
 
 class Mask(NamedTuple):
-    """Block lists, None without a mask, and their rows from batch to batch and head to head."""
+    """Block lists, None without a mask, and their row strides from batch to batch, head to head."""
 
     lists: Any
     batch_step: Any
@@ -114,7 +114,7 @@ class Mask(NamedTuple):
 
 
 class VisitPlan(NamedTuple):
-    """Blocks that a tile visits, see `visits`: `[full_begin, full_end)` needs no mask code."""
+    """Blocks that a tile visits (see `visits`); `[full_begin, full_end)` need no mask code."""
 
     partial_begin: Any
     partial_end: Any
@@ -145,7 +145,7 @@ class KeyTile(NamedTuple):
 
 
 class CacheTables(NamedTuple):
-    """Page table and block lists of a cache, None where there is none, and a sequence's rows."""
+    """Page table and block lists of a cache, each may be None, and the rows of one sequence."""
 
     pages: Any
     blocks: Any
@@ -156,7 +156,7 @@ class CacheTables(NamedTuple):
 
 
 class CacheView(NamedTuple):
-    """What one sequence and head has of a cache, and the keys `[kv_lo, kv_hi)` to look at."""
+    """The part of a cache that belongs to one sequence and head, and its keys `[kv_lo, kv_hi)`."""
 
     tables: Any
     batch: Any
@@ -168,7 +168,7 @@ class CacheView(NamedTuple):
 
 
 class CacheTile(NamedTuple):
-    """Keys of a tile: positions, slab (page or batch) and row in it, which are live or wrong."""
+    """Keys of a tile: position, slab (page or batch), row in it, whether live, whether wrong."""
 
     position: Any
     slab: Any

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Which work tile a program takes, and where its tokens lie.
 
-Grids have one axis: the others end at 65,535. A *raster group* is a set of neighbouring (batch,
-head) pairs whose tiles are taken together, so that their keys stay in L2.
+Grids use one axis, because the others are limited to 65,535. A *raster group* is a set of
+neighbouring (batch, head) pairs whose tiles run together, so that their keys stay in L2.
 """
 
 import triton
@@ -10,8 +10,8 @@ import triton.language as tl
 
 from .records import BatchHead, Span
 
-# KV of the heads that run together. The smallest L2 that matters has 40 MB (A100), and queries and
-# outputs pass through it too.
+# Bytes of KV of the heads that run together. The smallest L2 that matters has 40 MB (A100), and
+# queries and outputs pass through it too.
 RASTER_GROUP_BYTES = tl.constexpr(16 * 2**20)
 
 
@@ -26,8 +26,8 @@ def raster_group_size(kv_len, group_size, KV_BYTES: tl.constexpr):
 def raster_group_of(batch_head, num_batch_heads, group):
     """Which raster group of `group` neighbours a (batch, head) belongs to.
 
-    The last group also takes those that are too few for one of their own: alone at the end, the
-    tiles of few heads would leave most SMs idle behind the longest of them.
+    The last group also takes the remainder, which is too small for a group: if the tiles of a few
+    heads ran alone at the end, most SMs would idle while the longest of them finish.
     """
     return tl.minimum(batch_head // group, tl.maximum(num_batch_heads // group, 1) - 1)
 
@@ -37,9 +37,9 @@ def raster_place(program, num_batch_heads, num_tiles, group):
     """(batch, head) index and query tile of a program.
 
     Heads run in raster groups of `group` neighbours, see `raster_group_of`. Within a group the
-    tiles go from the last, which is the heaviest under a causal band, to the first, and for each
-    tile through all heads of the group: what runs together shares KV heads, and the KV of a group
-    stays in L2.
+    tiles go from the last, which is the heaviest under a causal band, to the first, and each tile
+    goes through all heads of the group: programs that run together share KV heads, and the KV of a
+    group stays in L2.
     """
     group = tl.minimum(group, num_batch_heads)
     first = raster_group_of(program // num_tiles, num_batch_heads, group) * group
@@ -51,10 +51,10 @@ def raster_place(program, num_batch_heads, num_tiles, group):
 
 @triton.jit
 def _first_slot(cu_seqlens_ptr, sequence, TILE_M: tl.constexpr):
-    """First slot of a sequence. Slots are the query tiles of a head, through all sequences.
+    """First slot of a sequence. Slots number the query tiles of a head through all sequences.
 
-    A sequence has as many as it may have tiles, wherever it begins: its first slot depends on its
-    own offset alone, at the price that the last slot may hold no queries.
+    A sequence gets at least as many slots as it has tiles, so that its first slot depends on its
+    own offset alone; its last slot may hold no queries.
     """
     token = tl.load(cu_seqlens_ptr + sequence) - tl.load(cu_seqlens_ptr)
     return token // TILE_M + sequence
@@ -62,7 +62,7 @@ def _first_slot(cu_seqlens_ptr, sequence, TILE_M: tl.constexpr):
 
 @triton.jit
 def count_packed_tiles(cu_seqlens_ptr, num_sequences, heads, TILE_M: tl.constexpr):
-    """How many work tiles packed sequences have, those without queries included."""
+    """How many work tiles packed sequences have, including those without queries."""
     return _first_slot(cu_seqlens_ptr, num_sequences, TILE_M) * heads
 
 
@@ -70,15 +70,15 @@ def count_packed_tiles(cu_seqlens_ptr, num_sequences, heads, TILE_M: tl.constexp
 def sequence_of_tile(
     cu_seqlens_ptr, work_index, sequence, num_sequences, heads, offs_scan, TILE_M: tl.constexpr
 ):
-    """The sequence that a work tile belongs to, looked for from `sequence` on.
+    """The sequence that a work tile belongs to, searched from `sequence` on.
 
-    That is the sequence of an earlier tile, or 0. `offs_scan` is any range 0..n: the offsets of
+    `sequence` is that of an earlier tile, or 0. `offs_scan` is any range 0..n: the offsets of
     sequences are read n at a time.
     """
     slot = work_index // heads
     origin = tl.load(cu_seqlens_ptr)
     begun = offs_scan.shape[0] + sequence - sequence
-    # each round ends at the last sequence that it saw begin, and goes on if it saw no other
+    # each round stops at the last sequence that begins by this slot; if all n do, another follows
     while begun == offs_scan.shape[0]:
         index = sequence + offs_scan
         live = index < num_sequences
@@ -92,15 +92,15 @@ def sequence_of_tile(
 def place_in_sequence(cu_seqlens_ptr, work_index, sequence, heads, group, TILE_M: tl.constexpr):
     """Head and query tile of a work tile of this sequence, in raster groups of heads.
 
-    The first tiles of a group to come may begin past the last query.
+    The tiles that come first in a group may begin past the last query.
     """
     first = _first_slot(cu_seqlens_ptr, sequence, TILE_M)
     slots = _first_slot(cu_seqlens_ptr, sequence + 1, TILE_M) - first
     return raster_place(work_index - first * heads, heads, slots, group)
 
 
-# Dense tensors are [B, H, S, D]; packed ones [T, H, D] are the same with batch stride 0 and a first
-# token per sequence. Offsets are int64: element counts and strides may pass 2^31.
+# Dense tensors are [B, H, S, D]; packed ones, [T, H, D], are the same with batch stride 0 and a
+# first token per sequence. Offsets are int64: element counts and strides may exceed 2^31.
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def batch_and_heads(batch_head, q_heads, group_size):
 
 @triton.jit
 def token_span(cu_seqlens_ptr, batch, dense_length):
-    """The `Span` of a sequence; without `cu_seqlens` all have `dense_length`."""
+    """The `Span` of a sequence; without `cu_seqlens` every sequence has `dense_length` tokens."""
     if cu_seqlens_ptr is not None:
         start = tl.load(cu_seqlens_ptr + batch)
         length = tl.load(cu_seqlens_ptr + batch + 1) - start
@@ -142,15 +142,15 @@ def lse_offset(batch, head, start, num_heads, head_stride, cu_seqlens_ptr):
     return index * head_stride + start
 
 
-# Equal shares: `total` tiles lie in a row, and program p takes the p-th of `programs` stretches
-# whose sizes differ by one at the most. Tiles belong to sequences of different lengths; a program
-# finds the sequence of its first tile by a scan, so lengths stay on the GPU and programs need no
-# list.
+# Equal shares: `total` tiles are numbered through, and program p takes the p-th of `programs`
+# contiguous ranges whose sizes differ by at most one. Tiles belong to sequences of different
+# lengths; a program finds the sequence of its first tile by a scan, so lengths stay on the GPU and
+# programs need no list.
 
 
 @triton.jit
 def share_of(program, total, programs):
-    """First tile of a program's stretch, and the end of it."""
+    """First tile of a program's range, and its end."""
     each = total // programs
     more = total - each * programs
     begin = program * each + tl.minimum(program, more)
@@ -159,13 +159,13 @@ def share_of(program, total, programs):
 
 @triton.jit
 def owner_of(tile, total, programs):
-    """The program whose stretch holds `tile`."""
+    """The program whose range holds `tile`."""
     each = total // programs
     more = total - each * programs
-    # the first `more` stretches are one tile longer
+    # the first `more` ranges are one tile longer
     longer = more * (each + 1)
     early = tile < longer
     size = each + tl.where(early, 1, 0)
-    # one division: they take long, and nothing can begin before they are done
+    # only one division: divisions are slow, and nothing can start before they are done
     rest = tl.where(early, tile, tile - longer) // tl.maximum(size, 1)
     return rest + tl.where(early, 0, more)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""What happens to a score between the dot product and the softmax: scale, softcap.
+"""Scale and softcap, which a score passes between the dot product and the softmax.
 
-Scores enter the softmax raw; one positive factor `scale_log2` turns them into base-2 exponents
-there, in the same multiply-add that subtracts the maximum. A negative factor would turn the
+Scores enter the softmax raw; there, a positive factor `scale_log2` turns them into base-2
+exponents, in the same multiply-add that subtracts the maximum. A negative factor would turn the
 maximum into a minimum, so its sign moves into the queries.
 """
 
@@ -14,8 +14,8 @@ from .softmax import tanh
 
 @triton.jit
 def fold_sign(q, scale_log2):
-    """Queries and a positive factor whose product is that of the given ones."""
-    # a scale of zero moves as a whole: as a factor it would turn the -inf of masks into NaN
+    """Queries and a positive factor whose product equals `q * scale_log2`."""
+    # a scale of zero moves into the queries: as a factor it would turn the -inf of masks into NaN
     sign = tl.where(scale_log2 < 0.0, -1.0, tl.where(scale_log2 == 0.0, 0.0, 1.0))
     factor = tl.where(scale_log2 == 0.0, 1.0, tl.abs(scale_log2))
     # through fp32: exact, and the interpreter has no bf16 arithmetic
@@ -24,7 +24,7 @@ def fold_sign(q, scale_log2):
 
 @triton.jit
 def cap(s, inverse_cap):
-    """Softcap up to its factor: tanh(s * scale / softcap), with `inverse_cap` = scale / softcap.
+    """Softcap without its factor: tanh(s * scale / softcap), with `inverse_cap` = scale / softcap.
 
     The factor softcap is part of `scale_log2`. None leaves the score raw.
     """

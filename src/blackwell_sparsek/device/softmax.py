@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""The softmax of every attention kernel: the online step, what ends it, merging partial results.
+"""The softmax of every attention kernel: the online step, the final step, merging partial results.
 
-`lse` is a natural logarithm in fp32 wherever it is stored; inside kernels quantities in units of
-log2 end in `_log2`, because exp2 is what the hardware has. State per row: `m_log2`, the running
+`lse` is a natural logarithm in fp32 wherever it is stored. Inside kernels, names of quantities in
+units of log2 end in `_log2`; the hardware computes exp2. State per row: `m_log2`, the running
 maximum of the base-2 exponents, and `row_sum`, the running sum of 2^(exponent - m_log2). A row that
-has seen nothing has m_log2 = -inf and row_sum = 0, and ends as output 0 and lse -inf; the guards
+has seen no key has m_log2 = -inf and row_sum = 0, and ends with output 0 and lse -inf; the guards
 against -inf - -inf live here and nowhere else. Accumulators stay with the caller: functions return
-the factors for them, since a kernel may hold them in another layout. Nothing else in device code
-takes exponentials.
+the factors for them, since a kernel may hold them in another layout. No other device code computes
+exponentials.
 """
 
 import triton
@@ -19,32 +19,32 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def init_state(q_pos):
-    """State of rows that have seen nothing, in the layout of `q_pos`."""
+    """State of rows that have seen no key, in the layout of `q_pos`."""
     row_sum = (q_pos - q_pos).to(tl.float32)
     return row_sum - float("inf"), row_sum
 
 
 @triton.jit
 def _safe_shift(m_log2):
-    """What to subtract from exponents: the maximum, or 0 for rows that have seen nothing."""
+    """The shift to subtract from exponents: the maximum, or 0 for rows that have seen no key."""
     return tl.where(m_log2 == -float("inf"), 0.0, m_log2)
 
 
 @triton.jit
 def weigh(m_log2, s, scale_log2):
-    """Take raw scores `s` [rows, keys], -inf where masked, into the maximum; `scale_log2` > 0.
+    """Update the maximum with raw scores `s` [rows, keys], -inf where masked; `scale_log2` > 0.
 
-    Returns the new maximum, the weights p [rows, keys], and the factor that older sums and
-    accumulators of each row take.
+    Returns the new maximum, the weights p [rows, keys], and the factor that rescales the older sums
+    and accumulators of each row.
     """
     return weigh_below(m_log2, tl.max(s, 1), s, scale_log2)
 
 
 @triton.jit
 def weigh_below(m_log2, top, s, scale_log2, SLACK: tl.constexpr = 0):
-    """As `weigh`, of scores whose maximum in each row is `top`.
+    """As `weigh`, for scores whose maximum in each row is `top`.
 
-    Weights may grow to 2**SLACK before the maximum that is kept, and with it older sums, change.
+    The kept maximum stays as it is, and older sums with it, while weights are at most 2**SLACK.
     """
     m_new, shift, rescale = raise_maximum(m_log2, top, scale_log2, SLACK)
     return m_new, tl.exp2(s * scale_log2 - shift[:, None]), rescale
@@ -52,10 +52,10 @@ def weigh_below(m_log2, top, s, scale_log2, SLACK: tl.constexpr = 0):
 
 @triton.jit
 def raise_maximum(m_log2, top, scale_log2, SLACK: tl.constexpr = 0):
-    """Take the largest raw score of each row into the maximum, see `weigh_below`.
+    """Update the maximum with the largest raw score of each row, see `weigh_below`.
 
-    Returns the maximum that is kept, what to subtract from exponents, and the factor for older
-    sums and accumulators.
+    Returns the kept maximum, the shift to subtract from exponents, and the factor for older sums
+    and accumulators.
     """
     m_new = top * scale_log2
     if SLACK > 0:
@@ -68,16 +68,16 @@ def raise_maximum(m_log2, top, scale_log2, SLACK: tl.constexpr = 0):
 
 @triton.jit
 def weights_of(s, scale_log2, shift):
-    """Weights of raw scores `s` [rows, keys], of which `raise_maximum` knows the largest."""
+    """Weights of raw scores `s` [rows, keys], with the `shift` that `raise_maximum` returned."""
     return tl.exp2(s * scale_log2 - shift[:, None])
 
 
 @triton.jit
 def softmax_step(m_log2, row_sum, s, scale_log2, SLACK: tl.constexpr = 0):
-    """Take in raw scores `s` [rows, keys], -inf where masked; `scale_log2` > 0.
+    """Update the state with raw scores `s` [rows, keys], -inf where masked; `scale_log2` > 0.
 
-    Returns the new state, the weights p [rows, keys], and the factor that older accumulators of
-    each row take. SLACK is that of `weigh_below`.
+    Returns the new state, the weights p [rows, keys], and the factor that rescales the older
+    accumulators of each row. SLACK is that of `weigh_below`.
     """
     m_new, p, rescale = weigh_below(m_log2, tl.max(s, 1), s, scale_log2, SLACK)
     return m_new, row_sum * rescale + tl.sum(p, 1), p, rescale
@@ -85,9 +85,9 @@ def softmax_step(m_log2, row_sum, s, scale_log2, SLACK: tl.constexpr = 0):
 
 @triton.jit
 def softmax_step_down(m_log2, sums, s, scale_log2):
-    """As `softmax_step` of scores [keys, rows], with a `scale_log2` for each row.
+    """As `softmax_step` for scores [keys, rows], with a `scale_log2` for each row.
 
-    `sums` [keys, rows] are still to be added up.
+    `sums` [keys, rows] are not yet reduced over keys.
     """
     m_new = tl.maximum(m_log2, tl.max(s, 0) * scale_log2)
     shift = _safe_shift(m_new)
@@ -98,7 +98,7 @@ def softmax_step_down(m_log2, sums, s, scale_log2):
 
 @triton.jit
 def add_sink(m_log2, row_sum, sink):
-    """Take in one more logit (natural units) without a value; returns state and rescale factor."""
+    """Add one more logit (natural units) without a value; returns the state and rescale factor."""
     sink_log2 = sink.to(tl.float32) * LOG2_E
     m_new = tl.maximum(m_log2, sink_log2)
     shift = _safe_shift(m_new)
@@ -108,9 +108,9 @@ def add_sink(m_log2, row_sum, sink):
 
 @triton.jit
 def join_state(m_log2, row_sum, m_part, sum_part):
-    """Take in the state of another softmax over the same rows.
+    """Merge in the state of another softmax over the same rows.
 
-    Returns the new state, and the factors for older accumulators and for those of the other.
+    Returns the new state, and the factors for the older accumulators and for those of the other.
     """
     m_new = tl.maximum(m_log2, m_part)
     shift = _safe_shift(m_new)
@@ -121,9 +121,9 @@ def join_state(m_log2, row_sum, m_part, sum_part):
 
 @triton.jit
 def join_states(m_log2, row_sum, m_parts, sum_parts):
-    """Take the states [rows, parts, 1] of other softmaxes over the same rows into one [rows, 1].
+    """Merge the states [rows, parts, 1] of other softmaxes over the same rows into one [rows, 1].
 
-    Returns the new state, the factor for its older accumulators, and that for each part's.
+    Returns the new state, the factor for its older accumulators, and the factor for each part's.
     """
     m_new = tl.maximum(m_log2, tl.max(m_parts, 1))
     shift = _safe_shift(m_new)
@@ -161,7 +161,7 @@ def merge_weights(lse_a, lse_b):
 def merge_partials(o_a, weight_a, o_b, weight_b):
     """Blend two partial outputs, fp32 [M, D], by the weights [M] of `merge_weights`.
 
-    An empty partial is not looked at: whatever its output holds does not reach the result.
+    The output of an empty partial is ignored: whatever it holds does not reach the result.
     """
     o_a = tl.where(weight_a[:, None] == 0.0, 0.0, o_a)
     o_b = tl.where(weight_b[:, None] == 0.0, 0.0, o_b)
@@ -171,7 +171,7 @@ def merge_partials(o_a, weight_a, o_b, weight_b):
 @triton.jit
 def tanh(x):
     """Hyperbolic tangent, within 4 ulp of fp32."""
-    # 1 - 2 / (e^2x + 1) cancels near 0; its Taylor series is exact to fp32 below 1/4 in 6 terms
+    # 1 - 2 / (e^2x + 1) cancels near 0; below 1/4, 6 terms of the Taylor series are exact to fp32
     square = x * x
     series = -1382.0 / 155925.0 * square + 62.0 / 2835.0
     series = series * square - 17.0 / 315.0

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""What portable kernels of attention do around their products: plans, and tiles with mask code.
+"""The walk of portable attention kernels over tiles: visit plans, and tiles with mask code.
 
 A forward or dQ kernel owns a tile of queries and walks over keys; a dK/dV kernel owns a tile of
-keys and walks over queries, through the transposed lists. These functions make vectors, so Gluon
-kernels build the same out of `masks` and `visits`.
+keys and walks over queries, through the transposed lists. These functions create vectors, which
+Gluon kernels cannot share; those build the same from `masks` and `visits`.
 """
 
 import triton

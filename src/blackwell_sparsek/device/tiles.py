@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Tiles between memory and registers through pointers, and products of them.
+"""Loads and stores of tiles through pointers, and products of tiles.
 
 Rows are token indices; their offsets are computed in int64. Columns are padded to a power of two
 that tensor cores take: `offs_d` may reach past HEAD_DIM, where loads give 0 and stores do nothing.
@@ -19,7 +19,7 @@ def row_pointers(base_ptr, rows, row_stride, offs_d):
 
 @triton.jit
 def load_rows(base_ptr, rows, row_stride, offs_d, length, HEAD_DIM: tl.constexpr):
-    """Load rows, 0 for those at or past `length`; with `length` None all of them exist."""
+    """Load rows, 0 for those at or past `length`; None means that all of them exist."""
     PADDED: tl.constexpr = offs_d.shape[0] != HEAD_DIM
     ptrs = row_pointers(base_ptr, rows, row_stride, offs_d)
     if length is None:
@@ -47,20 +47,20 @@ def store_rows(base_ptr, rows, row_stride, offs_d, tile, length, HEAD_DIM: tl.co
 
 @triton.jit
 def offsets_2d(rows, cols, row_stride, col_stride):
-    """Element offsets [len(rows), len(cols)] in int64: a stride alone may pass 2^31."""
+    """Element offsets [len(rows), len(cols)] in int64: even a single stride may exceed 2^31."""
     return rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * col_stride
 
 
 @triton.jit
 def add_product(acc, a, b, count, INPUT_PRECISION: tl.constexpr):
-    """acc + a @ b in fp32; `count` is any runtime integer that is not negative.
+    """acc + a @ b in fp32; `count` is any nonnegative runtime integer.
 
-    A float32 product without tensor cores adds one term at a time, and over a long sum its rounding
-    grows with the length. There each tile is summed by itself and added once, as a GEMM that splits
-    its sum does.
+    A float32 product without tensor cores adds one term at a time, so its rounding error grows with
+    the length of the sum. In that case each tile is summed separately and added once, as in a GEMM
+    that splits its sum.
     """
     if a.dtype == tl.float32 and INPUT_PRECISION == "ieee":
-        # Zero, but only at run time: the compiler would fold a constant one into a longer sum.
+        # Zero at run time: given a constant, the compiler would merge both sums into a longer one.
         zero = tl.where(count < 0, 1.0, 0.0)
         acc += tl.dot(a, b, tl.zeros_like(acc) + zero, input_precision=INPUT_PRECISION)
     else:

@@ -2,13 +2,13 @@
 """Which KV tiles a query tile visits: a dense range, or the blocks of a mask row.
 
 The other direction is the same with the roles exchanged: the query tiles that a KV tile visits come
-from a range of queries and from the transposed lists, whose blocks hold queries.
+from a range of queries, or from the transposed lists, whose blocks hold queries.
 
-Both are sequences of *blocks*: KV tiles when dense, blocks of the mask otherwise. A `VisitPlan`
-says: the blocks `[full_begin, full_end)` are visible as a whole and need no mask code; the blocks
+Both are sequences of *blocks*: KV tiles when dense, blocks of the mask otherwise. In a `VisitPlan`
+the blocks `[full_begin, full_end)` are entirely visible and need no mask code; the blocks
 `[partial_begin, partial_end)`, `[edge_begin, full_begin)` and `[full_end, edge_end)` need it. When
-dense there are no partial blocks, and block b holds the keys from b * TILE_N. For a mask, b is an
-entry of its lists, which holds the keys from indices[b] * BLOCK_KV.
+dense there are no partial blocks, and block b holds the keys from b * TILE_N on. For a mask, b is
+an entry of its lists, which holds the keys from indices[b] * BLOCK_KV on.
 
 Blocks smaller than a tile are packed several to a tile, so that tiles keep the size that tensor
 cores want; larger ones are cut into tiles.
@@ -46,7 +46,7 @@ def plan_blocks(
     """Plan over row `row` of `MaskLists`.
 
     `offs_scan` is any range 0..n: the row is read n entries at a time. Blocks ascend within the
-    partial and within the full ones, so counting those before a bound finds where it falls.
+    partial and within the full ones, so counting the blocks before a bound locates it.
     """
     PACK: tl.constexpr = TILE_N // BLOCK_KV if BLOCK_KV < TILE_N else 1
     begin = tl.load(lists.indptr + row)
@@ -79,7 +79,7 @@ def plan_blocks(
     edge_end = split + tl.sum(full_until, 0)
     full_begin = tl.minimum(tl.maximum(split + tl.sum(whole_before, 0), edge_begin), edge_end)
     full_end = tl.maximum(tl.minimum(split + tl.sum(whole_until, 0), edge_end), full_begin)
-    # tiles without mask code are whole tiles; blocks left over join the edge
+    # tiles without mask code must be whole; leftover blocks join the edge
     full_end = full_begin + (full_end - full_begin) // PACK * PACK
     return VisitPlan(
         begin + tl.sum(partial_before, 0),
@@ -103,13 +103,13 @@ def num_masked_blocks(plan):
 
 @triton.jit
 def num_full_blocks(plan):
-    """How many blocks of a plan need none."""
+    """How many blocks of a plan need no mask code."""
     return plan.full_end - plan.full_begin
 
 
 @triton.jit
 def masked_block(plan, ordinal):
-    """The block that is `ordinal`-th among those with mask code; scalar or vector."""
+    """The `ordinal`-th of the blocks that need mask code; scalar or vector."""
     num_partial = plan.partial_end - plan.partial_begin
     num_left = plan.full_begin - plan.edge_begin
     edge = ordinal - num_partial
@@ -131,7 +131,7 @@ def num_tiles(num_blocks, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr):
 def tile_ordinal(kv_tile, offs_n, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr):
     """Ordinal of the block of each key of a tile, and the key's place in it.
 
-    The ordinal is one scalar where a block fills the tile, a vector like `offs_n` otherwise.
+    The ordinal is a scalar if a block fills the tile, a vector like `offs_n` otherwise.
     """
     if BLOCK_KV >= TILE_N:
         ordinal = kv_tile // (BLOCK_KV // TILE_N)
@@ -153,10 +153,10 @@ def keys_of_tile(
     TILE_N: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """Positions of the keys of a tile; `kv_len`, which no row sees, where none is left.
+    """Positions of the keys of a tile; `kv_len`, which no row sees, past the last key.
 
-    `lists` is None when dense. `entry` is the block that a plan has at `ordinal`, which is what
-    `tile_ordinal` gave.
+    `lists` is None when dense. `entry` is the block of the plan at `ordinal`, which comes from
+    `tile_ordinal`.
     """
     if lists is None:
         kv_pos = entry * BLOCK_KV + kv_in_block
@@ -208,7 +208,7 @@ def bits_of_query_tile(
 ):
     """`bits_of_tile` for lists of query blocks: words [keys, queries] of BLOCK_Q queries a block.
 
-    The pool is the one of the other direction, and `lists.row_tokens` the width of a block.
+    The pool is that of the forward lists, and `lists.row_tokens` is the width of a block.
     """
     words = (lists.row_tokens + 31) // 32
     if BLOCK_Q >= TILE_M:

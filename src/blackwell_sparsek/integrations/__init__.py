@@ -1,4 +1,4 @@
-"""Bridges to other libraries. Each is imported only when asked for."""
+"""Integrations with other libraries. Each is imported only on request."""
 
 from importlib import import_module
 from typing import Any

@@ -1,9 +1,9 @@
-"""Calls of torch's `scaled_dot_product_attention` through this package, on request.
+"""Routes torch's `scaled_dot_product_attention` through this package, on request.
 
-`patch_sdpa` replaces the function itself for a while. `register_flash_attention` replaces the CUDA
-kernels behind `SDPBackend.FLASH_ATTENTION` and `torch.nn.attention.varlen.varlen_attn`, as torch
-lets libraries do. What this package does not compute (dropout, ALiBi, debug masks, used lengths)
-stays with torch's kernels.
+`patch_sdpa` temporarily replaces the function itself. `register_flash_attention` replaces the CUDA
+kernels behind `SDPBackend.FLASH_ATTENTION` and `torch.nn.attention.varlen.varlen_attn`, through
+torch's interface for this. Calls that this package cannot compute (dropout, ALiBi, debug masks,
+used lengths) stay with torch's kernels.
 """
 
 import threading
@@ -27,7 +27,7 @@ __all__ = ["FLASH_NAME", "patch_sdpa", "register_flash_attention"]
 
 _original = torch.nn.functional.scaled_dot_product_attention
 _lock = threading.RLock()
-# Patches that are on, over all threads; torch's function is back when none is.
+# Active patches of all threads; torch's function is restored when there are none.
 _patches: list["patch_sdpa"] = []
 _current: ContextVar["patch_sdpa | None"] = ContextVar("bsk_patch_sdpa", default=None)
 
@@ -35,12 +35,12 @@ _current: ContextVar["patch_sdpa | None"] = ContextVar("bsk_patch_sdpa", default
 class patch_sdpa:
     """Run calls of `torch.nn.functional.scaled_dot_product_attention` with this package.
 
-    A context manager. Calls by this thread (and what autograd recomputes for it) are taken, those
-    by other threads are not. What cannot be computed here goes to torch's own kernels and is
-    counted, with the reason; nothing is lost silently. Code that took the function out of
-    `torch.nn.functional` before is not reached, nor are torch's C++ modules.
+    A context manager. It takes calls by this thread (and those that autograd recomputes for it),
+    not by other threads. Calls that this package cannot compute go to torch's own kernels and are
+    counted with the reason, so that no fallback is silent. Code that imported the function from
+    `torch.nn.functional` earlier is not reached, nor are torch's C++ modules.
 
-    A bool mask makes a call wait for the device, see `bsk.scaled_dot_product_attention`.
+    A bool mask makes a call wait for the device; see `bsk.scaled_dot_product_attention`.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class patch_sdpa:
         return f"patch_sdpa(taken={self.taken}, left={dict(self.left)})"
 
     def call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attention here, or by torch where that cannot be."""
+        """Compute attention with this package, or leave the call to torch."""
         mask = kwargs.get("attn_mask", next(iter(args[3:4]), None))
         try:
             if isinstance(mask, torch.Tensor) and mask.dtype != torch.bool and not self.strict:
@@ -111,18 +111,18 @@ class patch_sdpa:
 
 
 def _sdpa_or_original(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stand for torch's function while a patch is on somewhere."""
+    """Replaces torch's function while a patch is active in any thread."""
     patch = _patch_of_this_thread()
     return _original(*args, **kwargs) if patch is None else patch.call(*args, **kwargs)
 
 
 def _patch_of_this_thread() -> "patch_sdpa | None":
     if torch.compiler.is_compiling():
-        # the function was found here while it was traced; its identity is guarded
+        # the tracer reached this function, so a patch is active; it guards the function's identity
         return _patches[-1] if _patches else None
     patch = _current.get()
     if patch is None and torch._C._current_graph_task_id() != -1:
-        # a checkpoint is recomputed in a thread of the autograd engine
+        # the autograd engine recomputes a checkpoint in one of its threads
         return _patches[-1] if _patches else None
     return patch
 
@@ -134,8 +134,8 @@ OP = "flash_attention"
 def register_flash_attention() -> str:
     """Offer this package to `torch.nn.attention.activate_flash_attention_impl`.
 
-    Nothing changes until that is called; `restore_flash_attention_impl()` brings torch's kernels
-    back. Needs a build of torch with CUDA.
+    Nothing changes until that is called; `restore_flash_attention_impl()` restores torch's kernels.
+    Needs a build of torch with CUDA.
 
     Returns
     -------
@@ -157,13 +157,13 @@ def register_flash_attention() -> str:
 
 
 class _Handle:
-    """Keeps the kernels in place until torch asks to remove them."""
+    """Keeps the kernels registered until torch asks to remove them."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def remove(self) -> None:
-        """Bring torch's kernels back."""
+        """Restore torch's kernels."""
         self._library._destroy()
 
 
@@ -174,7 +174,7 @@ def _install() -> _Handle:
     originals = {name: torch.library.get_kernel(f"aten::{name}", "CUDA") for name in _ROUTES}
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        # that a kernel is replaced is what was asked for
+        # replacing a kernel is intended here; no warning is needed
         warnings.simplefilter("ignore")
         for name, route in _ROUTES.items():
             library.impl(name, _routed(route, originals[name]), "CUDA", with_keyset=True)
@@ -190,7 +190,7 @@ def _routed(route: Callable[..., Any], original: Any) -> Callable[..., Any]:
 
 
 def _sides(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
-    """The band of flash attention's arguments, in which None and -1 are unbounded."""
+    """The band of flash attention's arguments, where None and -1 mean unbounded."""
     sides = [None if side is None or side < 0 else int(side) for side in (left, right)]
     return Band(sides[0], 0 if is_causal else sides[1]).scalars()
 
@@ -205,7 +205,7 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ) -> Any:
-    """`aten::_scaled_dot_product_flash_attention`; None where torch should compute.
+    """`aten::_scaled_dot_product_flash_attention`; None leaves the call to torch.
 
     query `[B, Hq, Sq, D]`; key, value `[B, Hkv, Sk, D]`
     """
@@ -218,7 +218,7 @@ def sdpa_forward(
     empty = query.new_empty(0)
     rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-    # the offsets are for packed sequences; None is how torch's own kernel leaves them
+    # the offsets are for packed sequences; torch's own kernel also returns None for them
     return out, lse, None, None, query.shape[2], key.shape[2], rng, unused, empty
 
 
@@ -240,7 +240,7 @@ def sdpa_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    """`aten::_scaled_dot_product_flash_attention_backward`; None where torch should compute."""
+    """`aten::_scaled_dot_product_flash_attention_backward`; None leaves the call to torch."""
     if dropout_p != 0.0:
         return None
     left, right = _sides(is_causal, None, None)
@@ -270,7 +270,7 @@ def flash_forward(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> Any:
-    """`aten::_flash_attention_forward`; None where torch should compute.
+    """`aten::_flash_attention_forward`; None leaves the call to torch.
 
     query `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with offsets
     """
@@ -306,7 +306,7 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> Any:
-    """`aten::_flash_attention_backward`; None where torch should compute."""
+    """`aten::_flash_attention_backward`; None leaves the call to torch."""
     if dropout_p != 0.0:
         return None
     left, right = _sides(is_causal, window_size_left, window_size_right)
@@ -317,7 +317,7 @@ def flash_backward(
 
 
 def _heads_first(offsets: torch.Tensor | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Swap heads and tokens of dense tensors; packed ones have one order everywhere."""
+    """Swap heads and tokens of dense tensors; packed ones have the same order in both."""
     return [x if offsets is not None else x.transpose(1, 2) for x in tensors]
 
 

@@ -1,9 +1,9 @@
-"""Products of `torch.sparse_bsr` tensors through this package, on request.
+"""Routes products of `torch.sparse_bsr` tensors through this package, on request.
 
-`torch.mm`, `torch.addmm` and what is made of them (`@`, `F.linear`, `torch.sparse.mm`, a
+`torch.mm`, `torch.addmm` and functions built on them (`@`, `F.linear`, `torch.sparse.mm`, a
 `torch.nn.Linear` with a BSR weight) reach the dispatch key SparseCsrCPU or SparseCsrCUDA of a few
-ATen operators. Kernels there are replaced by ones that take what this package can compute and
-leave the rest to torch's own. Torch's derivative formulas stay in place above them.
+ATen operators. This module replaces the kernels there by ones that compute what this package
+supports and leave the rest to torch's kernels. Torch's derivative formulas above them still apply.
 """
 
 import threading
@@ -25,7 +25,7 @@ __all__ = ["enable_torch_sparse", "is_enabled"]
 
 
 class _Entry(NamedTuple):
-    """A pattern, and what shows that the index tensors it came from are still there, unchanged."""
+    """A pattern, and the means to tell whether its index tensors still exist and are unchanged."""
 
     pattern: BSRPattern
     storages: tuple[StorageWeakRef, StorageWeakRef]
@@ -41,7 +41,7 @@ class _Entry(NamedTuple):
 
 
 def _tracking_versions() -> AbstractContextManager[object]:
-    """Let views share the version counter of their base, which they do not inside of a kernel."""
+    """Let views share the version counter of their base, which they do not inside a kernel."""
     c = torch._C
     views = c.DispatchKeySet(c.DispatchKey.ADInplaceOrView)
     excluded = c._dispatch_tls_local_exclude_set()
@@ -52,17 +52,17 @@ def _tracking_versions() -> AbstractContextManager[object]:
 
 
 def _version_of(x: torch.Tensor) -> int:
-    """Count of changes in place; tensors made in inference mode have none."""
+    """Count of in-place changes; tensors made in inference mode have no such count."""
     return -1 if x.is_inference() else x._version
 
 
 class PatternCache:
-    """Patterns by the identity of index storages.
+    """A cache of patterns, keyed by the identity of index storages.
 
-    A sparse tensor hands out new Python objects for its parts at every call, and `weight.t()` in
-    each forward is a new tensor; the storages of the indices are what stays. A weak reference to a
-    storage keeps its address from being used again, so a key cannot come to mean something else.
-    Values are never kept: they are read from the tensor at each product.
+    A sparse tensor returns new Python objects for its parts at every call, and `weight.t()` in each
+    forward is a new tensor; only the storages of the indices persist. A weak reference to a storage
+    keeps its address from being reused, so a key cannot come to mean another storage. Values are
+    never cached: each product reads them from the tensor.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class PatternCache:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Empty the cache."""
         with self._lock:
             self._entries.clear()
 
@@ -116,7 +116,7 @@ class PatternCache:
         if entry is not None and not entry.is_dead():
             if entry.versions == versions:
                 return entry.pattern
-            # Values and indices count their changes together: an optimiser step looks like this.
+            # Values and indices share a version counter, so an optimiser step also leads here.
             if entry.describes(indptr, indices):
                 pattern = entry.pattern
         if pattern is None:
@@ -126,7 +126,7 @@ class PatternCache:
             StorageWeakRef(indices.untyped_storage()),
         )
         with self._lock:
-            # New tensors come when old ones go: a good moment to let go of their patterns.
+            # New tensors often replace old ones: drop the patterns of tensors that are gone.
             for old in [k for k, e in self._entries.items() if e.is_dead()]:
                 del self._entries[old]
             self._entries[key] = _Entry(pattern, storages, versions)
@@ -147,21 +147,21 @@ class enable_torch_sparse:
 
     Call it once, or use it as a context manager. Off by default; nothing changes at import.
 
-    Routed are `bsr @ dense`, `dense @ bsr` and their transposes, `torch.mm`, `torch.mv`,
+    This routes `bsr @ dense`, `dense @ bsr` and their transposes, `torch.mm`, `torch.mv`,
     `torch.addmm`, `torch.sparse.mm` and `torch.nn.functional.linear(x, bsr, bias)`, also with
     `out=`, for matrices (no batch dimensions) of float16, bfloat16, float32 or float64, on CPU and
-    CUDA, with blocks of any shape. Gradients of the dense operand and of the bias take the same
-    way. Everything else goes to torch as before: other layouts and dtypes, two sparse operands,
+    CUDA, with blocks of any shape. Gradients of the dense operand and of the bias are routed as
+    well. Everything else goes to torch as before: other layouts and dtypes, two sparse operands,
     batches of sparse matrices.
 
     Torch's gradient of a sparse operand is a dense matrix; train with
     `blackwell_sparsek.nn.BSRLinear` instead.
 
     The metadata of a sparse tensor is checked and converted once, at its first product (with a
-    synchronisation), and kept as long as its index tensors live. After a change in place, of values
-    or indices alike, it is compared once (again with a synchronisation); torch counts no changes of
-    tensors made in inference mode, so changed indices of these are not noticed. Malformed metadata
-    raises `InvalidInput`.
+    synchronisation), and cached as long as its index tensors live. After an in-place change, of
+    values or indices alike, it is compared once (again with a synchronisation). Torch does not
+    count changes of tensors made in inference mode, so changed indices of these go unnoticed.
+    Malformed metadata raises `InvalidInput`.
 
     Examples
     --------
@@ -187,7 +187,7 @@ class enable_torch_sparse:
         _acquire()
 
     def disable(self) -> None:
-        """Undo this call. Torch's kernels are back once every call was undone."""
+        """Undo this call. Torch's kernels are restored once every call is undone."""
         if self._active:
             self._active = False
             _release()
@@ -200,7 +200,7 @@ class enable_torch_sparse:
 
 
 def is_enabled() -> bool:
-    """Whether products of `torch.sparse_bsr` tensors come here now."""
+    """Whether products of `torch.sparse_bsr` tensors are currently routed here."""
     return _users > 0
 
 
@@ -240,7 +240,7 @@ def _install() -> Any:
     ]
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        # That a kernel is replaced is what was asked for.
+        # Replacing a kernel is intended here; no warning is needed.
         warnings.simplefilter("ignore")
         for name, key, kernel in kernels:
             library.impl(name, kernel, key, with_keyset=True)
@@ -273,7 +273,7 @@ def _addmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> torch.Tensor | None:
-    """beta * c + alpha * (a @ b), c broadcast to the result; c is not read where beta is 0."""
+    """beta * c + alpha * (a @ b), with c broadcast to the result; c is not read if beta is 0."""
     operands = _operands(a, b)
     scalars = (alpha, beta)
     if operands is None or any(isinstance(s, complex) for s in scalars):
@@ -337,12 +337,12 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any] | None:
     if not fits:
         return None
     if dense.numel() > 0 and 1 not in _strides(dense):
-        # Gradients come expanded, and torch's products take any strides by copying too.
+        # Gradients may be expanded tensors; torch's products, too, copy to accept any strides.
         dense = dense.contiguous()
     matrix = _cache.matrix_of(sparse)
     return (matrix, dense) if sparse is a else (dense, matrix)
 
 
 def _strides(x: torch.Tensor) -> list[int]:
-    """Strides, with 1 for dimensions of one element, where they mean nothing."""
+    """Strides, with 1 for dimensions of one element, whose strides mean nothing."""
     return [1 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]

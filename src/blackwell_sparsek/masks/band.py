@@ -1,6 +1,6 @@
 """Bands: causal masks and sliding windows as one pair of numbers.
 
-Query i of Sq sits at position p = i + Sk - Sq (the last query meets the last key). A band
+Query i of Sq sits at position p = i + Sk - Sq (the last query is aligned with the last key). A band
 `(left, right)` shows it the keys p - left .. p + right. Every function here is plain integer
 arithmetic on the host; kernels compute the same ranges on the device.
 """
@@ -11,13 +11,13 @@ from ..core.checks import message
 from ..core.errors import InvalidInput, InvalidType
 
 UNBOUNDED = 2**30
-"""How operator schemas write an open side: farther than any key, yet safe to add in int32."""
+"""An open side in operator schemas: farther than any key, yet safe to add in int32."""
 
 TileKind = Literal["empty", "partial", "full"]
 
 
 class Band(NamedTuple):
-    """How many keys before and after its own position a query sees; None is all of them."""
+    """How many keys before and after its own position a query sees; None means all of them."""
 
     left: int | None
     right: int | None
@@ -54,7 +54,7 @@ def band_of(op: str, causal: bool, window: int | tuple[int | None, int | None] |
         Limits the right side to 0.
     window : None, int or (int or None, int or None)
         `n` means the n latest keys including the query's own: `(n - 1, 0)` under causal,
-        `(n - 1, n - 1)` otherwise. In a pair, None is unbounded. Sides of `UNBOUNDED` (2**30)
+        `(n - 1, n - 1)` otherwise. In a pair, None means unbounded. Sides of `UNBOUNDED` (2**30)
         or more reach past every sequence and become None.
 
     Examples
@@ -127,7 +127,7 @@ def q_range(band: Band, kv_start: int, kv_end: int, sq: int, sk: int) -> tuple[i
 def covers(
     band: Band, q_start: int, q_end: int, kv_start: int, kv_end: int, sq: int, sk: int
 ) -> bool:
-    """Whether every existing query of the tile sees every existing key of it.
+    """Whether every existing query of the tile sees every existing key of the tile.
 
     >>> covers(Band(None, 0), 4, 8, 0, 4, 8, 8), covers(Band(None, 0), 4, 8, 4, 8, 8, 8)
     (True, False)
@@ -141,7 +141,7 @@ def covers(
 def classify_tile(
     band: Band, q_start: int, q_end: int, kv_start: int, kv_end: int, sq: int, sk: int
 ) -> TileKind:
-    """Whether a tile is "empty", "partial" or "full", of the elements that exist.
+    """Whether a tile is "empty", "partial" or "full", judged by the elements that exist.
 
     >>> [classify_tile(Band(None, 0), 4, 8, k, k + 4, 12, 12) for k in (0, 4, 8)]
     ['full', 'partial', 'empty']

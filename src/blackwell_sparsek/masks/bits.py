@@ -30,7 +30,7 @@ def pack(visible: torch.Tensor) -> torch.Tensor:
     lanes = visible.unflatten(-1, (words * 4, 8)).to(torch.uint8)
     weights = torch.ones(8, dtype=torch.uint8, device=visible.device)
     weights <<= torch.arange(8, dtype=torch.uint8, device=visible.device)
-    # four bytes make a word in little-endian order, which every supported machine has
+    # four bytes form a word in little-endian order, which every supported machine uses
     return (lanes * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
@@ -51,7 +51,7 @@ def from_intervals(lo: torch.Tensor, hi: torch.Tensor, bk: int) -> torch.Tensor:
     """Bits of rows that each see the columns `[lo, hi)`.
 
     `lo`, `hi` are int64 `[..., bq]` relative to the first column of the block, and may lie outside
-    of it. The result is int32 `[..., bq, ceil(bk / 32)]`.
+    the block. The result is int32 `[..., bq, ceil(bk / 32)]`.
     """
     starts = torch.arange(words_per_row(bk), device=lo.device) * WORD
     first = (lo.clamp(0, bk).unsqueeze(-1) - starts).clamp(0, WORD)
@@ -64,8 +64,8 @@ def from_intervals(lo: torch.Tensor, hi: torch.Tensor, bk: int) -> torch.Tensor:
 def deduplicate(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Distinct masks of `bits` and, for each mask, its row among them (int32).
 
-    Masks are grouped by a 64-bit hash. Should two different masks share one, nothing is merged:
-    the result is then larger, never wrong.
+    Masks are grouped by a 64-bit hash. If two different masks share a hash, nothing is merged: the
+    result is then larger, never wrong.
     """
     count = bits.shape[0]
     everyone = torch.arange(count, device=bits.device)

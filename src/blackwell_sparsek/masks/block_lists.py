@@ -1,4 +1,4 @@
-"""Lists of blocks, row by row: the tensors behind a block mask in one direction."""
+"""Lists of blocks, row by row: the tensors that hold a block mask in one direction."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class BlockLists(NamedTuple):
 
 
 def entries_listed(lists: BlockLists) -> BlockLists:
-    """The same lists without entries that no row owns. Waits for the device."""
+    """The same lists without spare entries, which no row owns. Waits for the device."""
     count = int(lists.indptr[-1])
     if count == lists.indices.numel():
         return lists
@@ -46,7 +46,7 @@ def entries_listed(lists: BlockLists) -> BlockLists:
 
 
 def check_entry_count(count: int) -> None:
-    """Entries are counted in int32."""
+    """Raise if there are too many entries to count in int32."""
     if count >= 2**31:
         raise Unsupported(f"BlockMask: has {count} blocks; at most 2**31 - 1 can be listed")
 
@@ -63,13 +63,13 @@ def lists_from_blocks(
 def lists_from_sorted(
     group: torch.Tensor, cols: torch.Tensor, bits_id: torch.Tensor, num_rows: int
 ) -> BlockLists:
-    """Lists of blocks that are in order already; `group` is 2 * row + (1 if full)."""
+    """Lists of blocks that are already sorted; `group` is 2 * row + (1 if full)."""
     check_entry_count(cols.numel())
     probes = torch.arange(2 * num_rows + 1, device=cols.device, dtype=group.dtype)
     bounds = torch.searchsorted(group, probes).to(torch.int32)
     return BlockLists(
         bounds[::2].contiguous(),
-        # a view of one number would be misaligned, and kernels compiled again for it
+        # a view of one element would be misaligned, and kernels would be compiled again for it
         bounds[1::2].clone(),
         cols.to(torch.int32),
         bits_id.to(torch.int32),

@@ -38,10 +38,10 @@ class BlockMask:
 
     Block (r, c) covers the queries `r * bq ..` and the keys `c * bk ..`. It is absent (nothing
     visible), full (every existing element visible) or partial (a bit per element). Batch and heads
-    may each be 1, which stands for all of them.
+    may each be 1, which broadcasts.
 
     Most masks come from `from_dense`, `from_element_mask`, `from_flex` or `bsk.masks`; this
-    constructor takes the lists themselves, copies and checks them (it waits for the device).
+    constructor takes the lists themselves, copies and checks them, and waits for the device.
 
     Parameters
     ----------
@@ -126,14 +126,14 @@ class BlockMask:
         exact: bool = True,
     ) -> None:
         self._forward, self._transposed = forward, transposed
-        # False: the lists were allocated without knowing how many blocks there are, and may have
-        # spare entries behind the last one that a row owns
+        # False: the lists were allocated before the number of blocks was known, and may have spare
+        # entries after the last one that a row owns
         self._exact = exact
         self._bits = bits
         self._batch, self._heads = batch, heads
         self._seq_lengths, self._block_size = seq_lengths, block_size
-        # recorded launches of attention with this mask, and lists that they need besides its own;
-        # the operators fill both
+        # recorded launches of attention with this mask, and derived lists that these need; the
+        # operators fill both
         self._launches, self._derived = {}, {}
 
     @classmethod
@@ -148,7 +148,7 @@ class BlockMask:
         transposed: BlockLists | None = None,
         exact: bool = True,
     ) -> "BlockMask":
-        """A mask of tensors that the caller has just made, without checks or copies."""
+        """A mask from tensors that the caller has just made, without checks or copies."""
         mask = cls.__new__(cls)
         mask._set(forward, transposed, bits, batch, heads, seq_lengths, block_size, exact)
         return mask
@@ -164,8 +164,8 @@ class BlockMask:
     ) -> "BlockMask":
         """The inverse of `tensors`, without checks or copies.
 
-        Operators make such an object in every call, so it keeps nothing of its own: lists derived
-        from the mask are found by its tensors (`derived_lists`).
+        Operators make such an object in every call, so it caches nothing: lists derived from the
+        mask are found by its tensors (`derived_lists`).
         """
         *lists, bits = tensors
         forward, transposed = BlockLists(*lists[:4]), BlockLists(*lists[4:])
@@ -278,9 +278,9 @@ class BlockMask:
     def from_flex(cls, flex_mask: Any) -> "BlockMask":
         """Convert a `torch.nn.attention.flex_attention.BlockMask`.
 
-        Its `mask_mod` is evaluated once, on the partial blocks alone, with the batch and head
-        index of the list they stand in: 0 where the mask broadcasts. Without a `mask_mod` the
-        listed blocks count as full.
+        Its `mask_mod` is evaluated once, on the partial blocks alone, with the batch and head index
+        of the list that holds them: 0 where the mask broadcasts. Without a `mask_mod`, the listed
+        blocks count as full.
 
         Examples
         --------
@@ -303,8 +303,8 @@ class BlockMask:
     def transposed(self) -> BlockLists:
         """Query blocks of each key block, row `(b * heads + h) * Nb + c`; read only.
 
-        Made on first use and kept, except inside a CUDA graph capture, whose memory may not leave.
-        May wait for the device, once.
+        Made on first use and kept, except inside a CUDA graph capture, whose memory must not be
+        used outside the graph. May wait for the device, once.
         """
         self._trim()
         return self._listed_transposed
@@ -333,7 +333,7 @@ class BlockMask:
         return transpose_lists(self.forward, masks, mb, nb)
 
     def _trim(self) -> None:
-        """Drop the unused capacity behind the last entry of the lists; waits for the device."""
+        """Drop the spare entries at the end of the lists; waits for the device."""
         if self._exact or torch.compiler.is_compiling():
             return
         self._forward = entries_listed(self._forward)
@@ -358,12 +358,12 @@ class BlockMask:
 
     @property
     def batch(self) -> int:
-        """Number of masks along the batch; 1 stands for all."""
+        """Number of masks along the batch; 1 broadcasts."""
         return self._batch
 
     @property
     def heads(self) -> int:
-        """Number of masks along the query heads; 1 stands for all."""
+        """Number of masks along the query heads; 1 broadcasts."""
         return self._heads
 
     @property
@@ -384,7 +384,7 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """Visible blocks as a share of all blocks; 0.0 where there are none."""
+        """Visible blocks over all blocks; 0.0 for a mask without blocks."""
         mb, nb = self.grid
         total = self._batch * self._heads * mb * nb
         return self.nnz_blocks / total if total else 0.0
@@ -407,7 +407,7 @@ class BlockMask:
         """The nine tensors that operator schemas carry: forward, transposed, bits.
 
         Only gradients read the transposed lists; without `for_gradients` they are left empty unless
-        they are there already.
+        they already exist.
         """
         transposed = self._transposed
         if for_gradients:
@@ -419,7 +419,7 @@ class BlockMask:
 
     @usable_in_training
     def to(self, device: torch.device | str) -> "BlockMask":
-        """This mask on `device`; itself when it is there already."""
+        """This mask on `device`; returns itself if it is already there."""
         target = torch.empty(0, device=device).device
         if target == self.device:
             return self
@@ -443,7 +443,7 @@ class BlockMask:
         return keep.view(self.batch, self.heads, mb, nb)
 
     def to_element_mask(self) -> torch.Tensor:
-        """Which elements are visible: bool `[batch, heads, Sq, Sk]`; memory of that size."""
+        """Which elements are visible: bool `[batch, heads, Sq, Sk]`, in memory of that size."""
         (sq, sk), (bq, bk) = self.seq_lengths, self.block_size
         mb, nb = self.grid
         masks = self.batch * self.heads
@@ -458,7 +458,7 @@ class BlockMask:
         return elements[..., :sq, :sk].contiguous()
 
     def validate(self) -> None:
-        """Check every invariant again, of both directions. Waits for the device."""
+        """Check every invariant again, in both directions. Waits for the device."""
         masks = self._batch * self._heads
         check_lists(
             "BlockMask", self.forward, self._bits, masks, self._seq_lengths, self._block_size
@@ -470,7 +470,7 @@ class BlockMask:
             raise InvalidInput("BlockMask: transposed lists do not agree with the forward lists")
 
     def check_problem(self, op: str, batch: int, heads: int, sq: int, sk: int) -> None:
-        """Raise unless this mask was made for such a problem; host only."""
+        """Raise unless this mask was made for these sizes; host only."""
         check_made_for(op, (self._batch, self._heads, *self._seq_lengths), (batch, heads, sq, sk))
 
     def equals(self, other: "BlockMask") -> bool:
@@ -519,12 +519,12 @@ def _with_batch_and_heads(op: str, arg: str, x: Any, layout: str) -> torch.Tenso
 
 
 def _may_have_spare_entries(mask: "BlockMask") -> bool:
-    """Whether lists that came as tensors may be longer than what their rows own.
+    """Whether lists that came as tensors may have entries that no row owns.
 
-    `from_dense` allocates an entry for every block of the grid, so only lists of that length can.
+    `from_dense` allocates an entry for every block of the grid, so only lists of that length may.
     """
     indices, (mb, nb) = mask._listed.indices, mask.grid
-    # Traced lists may have unknown sizes, but only kernels leave spare entries and those are
+    # Traced lists may have unknown sizes, but only kernels leave spare entries, and kernels are
     # never traced.
     plain = indices.is_cuda and not torch.compiler.is_compiling() and type(indices) is torch.Tensor
     return plain and indices.numel() == mask.batch * mask.heads * mb * nb

@@ -1,4 +1,4 @@
-"""Checks of block masks: sizes on the host, and every index a kernel would follow."""
+"""Checks of block masks: sizes on the host, and every index that a kernel would follow."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from . import bits as bit_masks
 from .block_lists import BlockLists
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""What kernels can tile; the same on both sides, so that a mask can always be transposed."""
+"""Sides that kernels can tile; the same for both, so that a mask can always be transposed."""
 
 IntPair = tuple[int, int]
 
@@ -45,7 +45,7 @@ def check_seq_lengths(op: str, seq_lengths: Any) -> IntPair:
 
 
 def check_count(op: str, arg: str, value: Any, at_least: int = 0) -> int:
-    """A plain int that is not too small."""
+    """Check that `value` is a plain int, and at least `at_least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidType(message(op, arg, "is not an int", "int", type(value).__name__))
     if value < at_least:
@@ -54,7 +54,7 @@ def check_count(op: str, arg: str, value: Any, at_least: int = 0) -> int:
 
 
 def check_made_for(op: str, made_for: Sequence[int], wanted: Sequence[int]) -> None:
-    """Raise unless a mask of `[B, H, Sq, Sk]` fits a problem; 1 stands for all batches or heads."""
+    """Raise unless a mask of `[B, H, Sq, Sk]` fits a problem; a B or H of 1 broadcasts."""
     fits = all(made in (1, want) for made, want in zip(made_for[:2], wanted[:2], strict=True))
     if not fits or tuple(made_for[2:]) != tuple(wanted[2:]):
         batch, heads, sq, sk = wanted
@@ -79,7 +79,7 @@ def _int_pair(op: str, arg: str, value: Any) -> IntPair:
 def check_lists(
     op: str, lists: BlockLists, bits: torch.Tensor, masks: int, seq: IntPair, block: IntPair
 ) -> None:
-    """Every invariant of `lists` and `bits`, of shape, order and range. Waits for the device.
+    """Check every invariant of `lists` and `bits`: shape, order, range. Waits for the device.
 
     `seq` and `block` are lengths and block sides in (row, column) order of these lists.
     """
@@ -112,7 +112,7 @@ def _check_shapes(
 
 def _first_violation(conditions: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """(which condition, first index where it is True), with a single wait for the device."""
-    # a False in front makes argmax 0 mean "nowhere", for empty conditions too
+    # with a False in front, an argmax of 0 means "nowhere", for empty conditions too
     firsts = [
         torch.nn.functional.pad(c.flatten().to(torch.int32), (1, 0)).argmax() - 1
         for c in conditions
@@ -189,7 +189,7 @@ def _check_entries(op: str, lists: BlockLists, pool: int, num_cols: int) -> None
 
 
 def _check_no_repeat(op: str, rows: torch.Tensor, indices: torch.Tensor, num_cols: int) -> None:
-    """Each group ascends; only a block listed as partial and as full is left to find."""
+    """Find a block that is listed as partial and as full; within a kind, blocks ascend already."""
     keys, order = torch.sort(rows * num_cols + indices, stable=True)
     found = _first_violation([keys[1:] == keys[:-1]])
     if found is not None:
@@ -209,7 +209,7 @@ def _check_edges(
     seq: IntPair,
     block: IntPair,
 ) -> None:
-    """No bit may stand for an element that does not exist."""
+    """Raise if a bit is set for an element that does not exist."""
     bq, bk = block
     whole = torch.tensor([bq], device=bits.device), torch.tensor([bk], device=bits.device)
     # a row of 16 columns leaves half of its word unused
@@ -239,7 +239,7 @@ def _any_stray(bits: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
 
 
 def existing_bits(rows_left: torch.Tensor, cols_left: torch.Tensor, block: IntPair) -> torch.Tensor:
-    """Bits of the elements that exist in blocks with so many rows and columns left, int64 `[n]`."""
+    """Bits of existing elements of blocks with this many rows and columns left, int64 `[n]`."""
     i = torch.arange(block[0], device=rows_left.device)
     hi = torch.where(i < rows_left.unsqueeze(-1), cols_left.unsqueeze(-1), 0)
     return bit_masks.from_intervals(torch.zeros_like(hi), hi, block[1])

@@ -1,6 +1,6 @@
-"""Lists that kernels need besides those of a mask, made from it in the first call and cached.
+"""Lists that kernels need besides those of a mask, derived from it in the first call and cached.
 
-A recorded call notes how they are made, so that it can be repeated with another mask.
+A recorded call notes how they are made, so that it can be replayed with another mask.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,20 @@ from ..launch.recording import note_derived
 from ..launch.workspace import made_outside_pool
 from .block_mask import BlockMask
 
-# Lists kept for one mask: used with a band or two by layers of one or two shapes, it has one for
-# the forward pass and up to four for gradients.
+# Lists kept for one mask. For each band and each shape of layer, the forward pass needs one and
+# gradients up to four; a mask is used with one or two of each.
 MAX_LISTS = 16
 
-# Of masks that operators know as tensors: by their row pointers, which live as long as the mask.
+# For masks that operators know only as tensors; keyed by the row pointers, which live as long as
+# the mask.
 _LISTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def derived_list(mask: BlockMask, make: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    """`make(mask, *args)`: made once, for the current stream of the mask's device.
+    """`make(mask, *args)`, made once for the current stream of the mask's device.
 
-    Another stream makes its own: code that uses the mask there has synchronised with the stream
-    that made the mask, not with the one that made this list.
+    Each stream makes a separate list: code that uses the mask on another stream has synchronised
+    with the stream that made the mask, not with the one that made this list.
     """
     device = mask.device
     if raw_device() != device.index:
@@ -38,7 +39,7 @@ def derived_list(mask: BlockMask, make: Callable[..., torch.Tensor], *args: Any)
     key = (make, args, mask._seq_lengths, mask._block_size)
     of_streams = known.get(key)
     if torch.cuda.is_current_stream_capturing():
-        # what is known was made before the capture; what is made here may not leave its graph
+        # cached lists were made before the capture; a list made here must not be used outside it
         of_streams = of_streams or _LISTS.get(mask._listed.indptr, {}).get(key)
         made = next(iter(of_streams.values())) if of_streams else make(_copy(mask), *args)
     else:
@@ -65,6 +66,6 @@ def _copy(mask: BlockMask) -> BlockMask:
         mask._transposed,
         mask._exact,
     )
-    # a list may be made from another, which must be the one that launches get
+    # a list may be derived from another, which must be the one that launches get
     copy._derived = mask._derived
     return copy

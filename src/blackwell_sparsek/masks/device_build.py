@@ -1,6 +1,6 @@
-"""Block masks built by our kernels on a GPU, and the recorded launches that build them again.
+"""Block masks built by our kernels on a GPU, and replay of the launches that build them.
 
-On other devices, and where PyTorch traces or transforms the code, torch functions build the same
+On other devices, and while PyTorch traces or transforms the code, torch functions build the same
 masks, entry for entry.
 """
 
@@ -20,11 +20,11 @@ from . import bits as bit_masks
 from .band import EVERYTHING, Band
 from .block_lists import BlockLists, check_entry_count
 
-# Blocks of all masks together, kept or not, up to which lists have an entry for each: 512 MiB.
+# Up to this many blocks of all masks together, kept or not, lists have an entry for each: 512 MiB.
 MAX_LISTED_BLOCKS = 2**26
-# Blocks up to which lists are transposed through a map with a value for each; past it, by a sort.
+# Up to this many blocks, lists are transposed through a map with a value for each; then by a sort.
 MAX_TRANSPOSED_BLOCKS = 2**26
-# Rows up to which quadratic work costs next to nothing.
+# Up to this many rows, quadratic work costs next to nothing.
 MAX_BAND_ROWS = 2**14
 MAX_ORDERED_ROWS = 2**15
 
@@ -33,7 +33,7 @@ Plan = TypeVar("Plan")
 
 
 class MaskSizes(NamedTuple):
-    """All of a mask of full blocks but its lists."""
+    """Everything of a mask of full blocks except its lists."""
 
     no_bits: torch.Tensor
     """The empty pool of bit masks."""
@@ -75,11 +75,11 @@ def _empty_lists(rows: int, entries: int, device: torch.device) -> BlockLists:
 
 
 class BuildPlans(Generic[Plan]):
-    """Recorded launches of earlier builds, by everything they depend on besides addresses.
+    """Recorded launches of earlier builds, keyed by all that they depend on besides addresses.
 
-    A plan holds the launches and whatever else the builder needs to repeat them. It is found only
-    for untraced tensors on the current device at addresses aligned to 16 bytes, as the kernels
-    were compiled for.
+    A plan holds the launches and whatever else the builder needs to replay them. It is found only
+    for untraced tensors on the current device, at addresses aligned to 16 bytes, for which the
+    kernels were compiled.
     """
 
     MOST = 64
@@ -92,7 +92,7 @@ class BuildPlans(Generic[Plan]):
         try:
             plan = self._plans.get(key)
         except TypeError:
-            # an argument that cannot be hashed: the checks of the ordinary path will report it
+            # an argument cannot be hashed: the checks of the ordinary path will report it
             return None
         if plan is None:
             return None
@@ -105,7 +105,7 @@ class BuildPlans(Generic[Plan]):
         return plan if usual else None
 
     def keep(self, key: Any, plan: Plan) -> None:
-        """Remember a plan. Past `MOST` of them all are dropped, so that memory stays bounded."""
+        """Cache a plan. At `MOST` plans all are dropped first, so that memory stays bounded."""
         if len(self._plans) >= self.MOST:
             self._plans.clear()
         self._plans[key] = plan
@@ -120,7 +120,7 @@ def no_bits(block: IntPair, device: torch.device) -> torch.Tensor:
 class _KeptPlan(NamedTuple):
     launches: RecordedLaunches
     lengths: list[int]
-    """Of the four lists."""
+    """Lengths of the four lists."""
     sizes: MaskSizes
 
 
@@ -140,14 +140,14 @@ _ORDERED: BuildPlans[_OrderPlan] = BuildPlans()
 
 
 def _exactly(value: Any) -> tuple[Any, ...]:
-    """A key that tells apart numbers of different types: 64.0 == 64, but the checks refuse it."""
+    """A key that distinguishes types of numbers: 64.0 == 64, but the checks refuse 64.0."""
     if type(value) is tuple or type(value) is list:
         return (tuple(value), *map(type, value))
     return (value, type(value))
 
 
 def kept_key(keep: Any, *sizes: Any) -> tuple[Any, ...] | None:
-    """All that a mask of kept blocks depends on besides their values; None for unusual tensors."""
+    """Key of all that a mask of kept blocks depends on besides values; None for unusual tensors."""
     if type(keep) is not torch.Tensor or torch.compiler.is_compiling():
         return None
     try:
@@ -159,7 +159,7 @@ def kept_key(keep: Any, *sizes: Any) -> tuple[Any, ...] | None:
 def repeat_kept(
     key: tuple[Any, ...] | None, keep: torch.Tensor
 ) -> tuple[BlockLists, MaskSizes] | None:
-    """Lists of `keep` by the launches that `kept_lists` recorded for `key`; None without any."""
+    """Lists of `keep` by replay of what `kept_lists` recorded for `key`; None without a record."""
     if key is None or (plan := _KEPT.find(key, keep)) is None:
         return None
     lists = BlockLists(*[empty_on_gpu((n,), (1,), torch.int32) for n in plan.lengths])
@@ -173,7 +173,7 @@ def kept_lists(
     key: tuple[Any, ...] | None = None,
     sizes: MaskSizes | None = None,
 ) -> BlockLists:
-    """Lists of `entries` for `values` `[B, H, Mb, Nb]`, not empty, as `list_kernels` takes them.
+    """Lists with room for `entries`, from nonempty `values` `[B, H, Mb, Nb]` for `list_kernels`.
 
     With a `key`, the launches are recorded for `repeat_kept`, which returns `sizes` as well.
     """
@@ -218,7 +218,7 @@ def transposed_lists(lists: BlockLists, masks: int, grid: IntPair, all_full: boo
 
 
 def band_crossings(band: Band, seq: IntPair, block: IntPair) -> list[IntPair]:
-    """Ranges of distances, first query minus first key, at which an edge crosses a block."""
+    """Ranges of distances (first query minus first key) at which an edge crosses a block."""
     bq, bk = block
     step = gcd(bq, bk)
     edges: list[IntPair] = []
@@ -230,7 +230,7 @@ def band_crossings(band: Band, seq: IntPair, block: IntPair) -> list[IntPair]:
         (first, right_end), (left_start, last) = edges
         if left_start <= right_end:
             edges = [(first, last)]
-    # distances occur in steps, from the shift on
+    # distances are the shift plus multiples of the step
     return [(lo + (seq[1] - seq[0] - lo) % step, hi) for lo, hi in edges]
 
 
@@ -284,7 +284,7 @@ def ordered(
     columns: bool,
     key: tuple[Any, ...],
 ) -> torch.Tensor | None:
-    """Rows of all (batch, head) in the order to take them; None where there are none or too many.
+    """Rows of all (batch, head)s in the order to run them; None for no rows or too many.
 
     Parameters
     ----------
@@ -312,7 +312,7 @@ def ordered(
 
 
 def ordered_again(key: tuple[Any, ...], lists: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """What `ordered` builds, by the launches recorded for `key`; None if there are none."""
+    """What `ordered` builds, by replay of what it recorded for `key`; None without a record."""
     indptr, _, indices, _ = lists
     if (plan := _ORDERED.find(key, indptr, indices)) is None:
         return None

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from .block_mask import BlockMask
 
 OP = "BlockMask.from_flex"
-# elements of partial blocks whose mask_mod is evaluated at a time
+# elements of partial blocks for which mask_mod is evaluated at a time
 CHUNK_ELEMENTS = 1 << 22
 
 
 def from_flex(cls: "type[BlockMask]", flex_mask: Any) -> "BlockMask":
     """See `BlockMask.from_flex`."""
-    # a heavy import that only users of FlexAttention should pay for
+    # a slow import that only users of FlexAttention should pay for
     from torch.nn.attention import flex_attention as flex
 
     if not isinstance(flex_mask, flex.BlockMask):
@@ -105,7 +105,7 @@ def _evaluate(
     seq: IntPair,
     block: IntPair,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bits of `mask_mod` on the given blocks, and of the elements that exist there."""
+    """Bits of `mask_mod` on the given blocks, and bits of the elements that exist there."""
     from torch.nn.attention.flex_attention import create_mask
 
     bq, bk = block
@@ -126,7 +126,7 @@ def _evaluate(
             places: tuple[torch.Tensor, ...] = (b, h, q0, k0),
         ) -> torch.Tensor:
             batch, head, q_start, k_start = (x[entry] for x in places)
-            # mask_mods look up tensors by position, so they never see a position past the end
+            # mask_mods index tensors by position, so they must not get a position past the end
             q_pos = (q_start + i).clamp(max=seq[0] - 1)
             return mask_mod(batch, head, q_pos, (k_start + j).clamp(max=seq[1] - 1))
 

@@ -1,12 +1,12 @@
 # mypy: ignore-errors
 """Kernels that build the lists of a block mask, and their launchers.
 
-`launch_kept_lists` lists blocks from one value for each: 0 absent, 1 full, 2 + its bit mask
-partial. It takes two launches, whatever the size: programs count the blocks of their rows, then
-each finds where its rows begin by adding up what the programs before it counted, and lists them.
-The number of blocks stays on the device, so lists may be longer than needed. `launch_spread` goes
-the opposite way, from lists to the values of the transposed mask. `launch_bounded_lists` makes
-lists of equal length, `launch_band_lists` those of a band.
+`launch_kept_lists` makes lists from a value for each block: 0 if absent, 1 if full, 2 + the row of
+its bit mask if partial. It takes two launches, whatever the size: programs count the blocks of
+their rows; then each adds up the counts of the programs before it to find where its rows begin, and
+lists their blocks. The number of blocks stays on the device, so lists may be longer than needed.
+`launch_spread` goes the opposite way, from lists to the values of the transposed mask.
+`launch_bounded_lists` makes lists of equal length, `launch_band_lists` those of a band.
 """
 
 from typing import NamedTuple
@@ -23,13 +23,13 @@ from ..launch.workspace import scratch
 TILE_ROWS = 8
 TILE_COLS = 128
 TILE_ENTRIES = 32
-# Counts that each program adds up; a program takes more rows where there would be more programs.
+# Each program adds up at most this many counts; beyond it, programs take more rows instead.
 MAX_PROGRAMS = 1024
 _SIZES = ["step_b", "step_h", "step_r", "step_c", "heads", "mb", "nb", "rows", "chunk"]
 
 
 class BlockMap(NamedTuple):
-    """A value for each block, `[B, H, Mb, Nb]` of any strides, as kernels read it."""
+    """A value for each block, `[B, H, Mb, Nb]` with any strides, as kernels read it."""
 
     ptr: torch.Tensor
     step_b: int
@@ -56,7 +56,7 @@ def block_values(blocks, row, first_col, last, TILE_COLS: tl.constexpr):
 
 @triton.jit
 def _kinds(value):
-    """1 for partial blocks, and 1 for full ones."""
+    """Two indicators: 1 for partial blocks, and 1 for full ones."""
     return (value > 1).to(tl.int32), (value == 1).to(tl.int32)
 
 
@@ -89,7 +89,7 @@ def _count_kept_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
 ):
-    """How many blocks are kept in the `chunk` rows of this program."""
+    """Count the blocks that are kept in the `chunk` rows of this program."""
     blocks = BlockMap(map_ptr, step_b, step_h, step_r, step_c, heads, mb, nb)
     pid = tl.program_id(0)
     last = tl.minimum((pid + 1) * chunk, rows)
@@ -190,14 +190,14 @@ def launch_kept_lists(
 ) -> RecordedLaunches | None:
     """Fill lists; entries past the last kept block are left as they are.
 
-    Returns the recorded launches, which repeat with other tensors of the same sizes.
+    Returns the recorded launches, which can be replayed with other tensors of the same sizes.
 
     Parameters
     ----------
     indptr : int32 [B * H * Mb + 1]
     partial_end : int32 [B * H * Mb]
-    indices, bits_id : int32, as many as there are blocks or more
-    values : bool, int8 or int32 [B, H, Mb, Nb], not empty, of any strides
+    indices, bits_id : int32, at least as many as there are blocks
+    values : bool, int8 or int32 [B, H, Mb, Nb], not empty, with any strides
     """
     _, heads, mb, nb = values.shape
     rows = partial_end.numel()
@@ -218,13 +218,13 @@ def launch_kept_lists(
 def launch_spread(
     values: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, bits_id: torch.Tensor
 ) -> RecordedLaunches | None:
-    """Write the values of listed blocks where they stand in the transposed mask.
+    """Write the values of listed blocks to their places in the transposed mask.
 
-    Returns the recorded launches, which repeat with other tensors of the same sizes.
+    Returns the recorded launches, which can be replayed with other tensors of the same sizes.
 
     Parameters
     ----------
-    values : int8 or int32 [B, H, Nb, Mb], contiguous, zero; int8 where all blocks are full
+    values : int8 or int32 [B, H, Nb, Mb], contiguous, zero; int8 if all blocks are full
     indptr : int32 [B * H * Mb + 1]
     indices, bits_id : int32, not empty
     """
@@ -239,7 +239,7 @@ def launch_spread(
     )
 
 
-# Lists of kept blocks that are equally long in all rows, so that their sizes depend on no data.
+# Lists of kept blocks that are equally long in all rows, so that sizes do not depend on the data.
 
 
 @triton.jit(
@@ -263,7 +263,7 @@ def _bounded_lists_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
 ):
-    """List `most` blocks of TILE_ROWS rows: fillers, as partial blocks, then the kept ones."""
+    """List `most` blocks in each of TILE_ROWS rows: fillers as partial blocks, then kept blocks."""
     blocks = BlockMap(keep_ptr, step_b, step_h, step_r, step_c, heads, mb, nb)
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     count = tl.zeros_like(row)
@@ -274,7 +274,7 @@ def _bounded_lists_kernel(
     tl.store(indptr_ptr + row, start, mask=row < rows)
     tl.store(indptr_ptr + 1 + row, start + most, mask=row == rows - 1)
     tl.store(partial_end_ptr + row, start + spare, mask=row < rows)
-    # how many of the blocks that are not kept come before those that fill up the row
+    # fillers are the last blocks that are not kept; this many come before them
     passed_over = (nb - count - spare)[:, None]
     seen = tl.zeros_like(row)
     for first_col in range(0, nb, TILE_COLS):
@@ -304,7 +304,7 @@ def launch_bounded_lists(
     indptr : int32 [B * H * Mb + 1]
     partial_end : int32 [B * H * Mb]
     indices, bits_id : int32 [B * H * Mb * most]
-    keep : bool [B, H, Mb, Nb], not empty, of any strides
+    keep : bool [B, H, Mb, Nb], not empty, with any strides
     most : 1 .. Nb
     """
     _, heads, mb, nb = keep.shape
@@ -318,10 +318,10 @@ def launch_bounded_lists(
     )
 
 
-# Lists and bit masks of a band, computed from its two sides without reading anything.
+# Lists and bit masks of a band, computed from its two sides without any input tensor.
 #
-# One launch: a program either lists the blocks of a few rows, after adding up the lengths of all
-# rows before them, or makes one of the few bit masks that blocks on the edges of a band have.
+# There is one launch. A program either lists the blocks of a few rows, after adding up the lengths
+# of all rows before them, or makes one of the few bit masks of blocks on the edges of a band.
 
 # Rows that a program adds up at once.
 TILE_BEFORE = 1024
@@ -340,19 +340,19 @@ class BandSizes(NamedTuple):
     first_near: int
     count_near: int
     first_far: int
-    """Distances of query from key block that an edge crosses: `first_near` and so on, `count_near`
-    of them, then `first_far` and so on."""
+    """Distances from key block to query block at which an edge crosses the block: `count_near` of
+    them from `first_near` on, the others from `first_far` on."""
     step: int
     heights: int
     widths: int
-    """2 where the last block is cut short, else 1."""
+    """2 if the last block is cut short, else 1."""
     pool: int
     """Number of bit masks."""
 
 
 @triton.jit
 def _clamp(x, low, high):
-    """`x`, no less than `low` and no more than `high`."""
+    """`x` clamped to `low .. high`."""
     return tl.minimum(tl.maximum(x, low), high)
 
 
@@ -378,7 +378,7 @@ def _runs(row, sizes, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
     start = some_lo // BLOCK_KV
     end = tl.where(some_lo < some_hi, (some_hi + BLOCK_KV - 1) // BLOCK_KV, start)
     full_start = _clamp((every_lo + BLOCK_KV - 1) // BLOCK_KV, start, end)
-    # a last block that is cut short is full when its existing keys are visible
+    # a last block that is cut short is full if all of its existing keys are visible
     full_end = _clamp(tl.where(every_hi >= sk, sizes.nb, every_hi // BLOCK_KV), full_start, end)
     return RowRuns(
         start.to(tl.int32), full_start.to(tl.int32), full_end.to(tl.int32), end.to(tl.int32)
@@ -409,7 +409,7 @@ def _band_bits(pool_ptr, mask_id, sizes, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.con
     one = tl.full([BLOCK_Q, WORDS], 1, tl.int64)
     bits = (one << end) - (one << begin)
     at = (mask_id.to(tl.int64) * BLOCK_Q + i)[:, None] * WORDS + word[None, :]
-    # the upper bit of a word is its sign
+    # the highest bit of a word is its sign
     tl.store(pool_ptr + at, tl.where(bits >= 2**31, bits - 2**32, bits).to(tl.int32))
 
 

@@ -1,4 +1,4 @@
-"""The order in which the rows of a block mask are taken, so that no long one comes last."""
+"""The order in which the rows of a block mask run, so that no long row comes last."""
 
 from typing import NamedTuple
 
@@ -15,22 +15,22 @@ from .device_build import kernels_build, ordered, ordered_again
 def longest_first(
     mask: BlockMask, batch: int, heads: int, band: Band, raster_group: int
 ) -> torch.Tensor:
-    """Rows of a mask, broadcast to `batch` and `heads`, in the order to take them.
+    """Rows of a mask, broadcast to `batch` and `heads`, in the order to run them.
 
     Rows with more than twice the average number of visible blocks come first, wherever they are:
-    one of them started late would run alone at the end. The others come raster group by raster
-    group, since the keys of a group of heads are meant to stay in cache, the longest first within
-    each. Among equals the order is that of `device.schedule.raster_place`. Built on the device of
-    the mask, without waiting for it.
+    if one of them started late, it would run alone at the end. The others follow raster group by
+    raster group, because the keys of a group of heads should stay in cache; within each group the
+    longest come first. Ties are in the order of `device.schedule.raster_place`. Built on the device
+    of the mask, without waiting for it.
 
     Parameters
     ----------
     batch, heads : int
         Of the queries; the mask has 1 or as many of each.
     band : Band
-        What else limits the visible blocks.
+        Limits the visible blocks further.
     raster_group : int
-        Neighbours among the (batch, head) whose rows stay together.
+        How many neighbouring (batch, head)s stay together.
 
     Returns
     -------
@@ -68,10 +68,10 @@ def longest_columns_first(
     raster_group: int,
     tile: int,
 ) -> torch.Tensor:
-    """KV tiles in the order to take them, when each meets all queries that see it.
+    """KV tiles in the order to run them, when each visits all queries that see it.
 
-    As `longest_first`, for the columns of a mask: a tile counts the query blocks of all
-    `group_size` query heads that share its KV head.
+    As `longest_first`, for the columns of a mask: the length of a tile is the number of query
+    blocks over all `group_size` query heads that share its KV head.
 
     Parameters
     ----------
@@ -111,14 +111,14 @@ def longest_columns_first(
         visits = visits.view(mask.batch, heads, group_size, nb).sum(2)
     visits = visits.expand(batch, heads, nb).reshape(batch * heads, nb)
     visits = visits.repeat_interleave(block_kv // tile, 1)[:, :tiles]
-    # early columns are the long ones under a causal band, and come first among equals
+    # under a causal band the early columns are long, so they come first among equals
     order = _longest(visits.flip(1), mb * group, raster_group)
     batch_head = order.div(max(tiles, 1), rounding_mode="floor")
     return batch_head * tiles + (tiles - 1 - (order - batch_head * tiles))
 
 
 def _kind(mask: BlockMask) -> tuple[object, ...]:
-    """All that an order depends on besides the lists of a mask."""
+    """Everything that an order depends on besides the lists of a mask."""
     return (mask.batch, mask.heads, mask.seq_lengths, mask.block_size, mask.device.index)
 
 
@@ -126,7 +126,7 @@ def _longest(visits: torch.Tensor, most: int, raster_group: int) -> torch.Tensor
     """Entries `batch_head * rows + row` of visits `[batch * heads, rows]`, none above `most`."""
     batch_heads, rows = visits.shape
     heavy = visits.to(torch.int64) * visits.numel() > 2 * visits.sum()
-    # tile by tile from the last, and through all heads for each: what a stable sort keeps
+    # tile by tile from the last, each through all heads; a stable sort keeps this order
     visits, heavy = (x.t().flip(0) for x in (visits, heavy))
     small = (batch_heads // raster_group + 2) * (most + 1) < 2**31
     # small keys sort several times faster

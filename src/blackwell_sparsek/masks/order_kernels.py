@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Kernels for the order in which to take the rows or columns of a mask (`masks/order.py`).
+"""Kernels for the order in which the rows or columns of a mask run (`masks/order.py`).
 
-Each row finds its own place by counting the rows that come before it. That is quadratic work, a
+Each row finds its place by counting the rows that come before it. That is quadratic work, a
 comparison for each pair of rows, but avoids the many launches of a sort.
 """
 
@@ -25,28 +25,28 @@ TILE_VISITS = 1024
 
 
 class OrderSizes(NamedTuple):
-    """What is put in order: `rows` of each (batch, head), by how many blocks they visit."""
+    """Sizes of the rows to sort: `rows` for each (batch, head), by how many blocks they visit."""
 
     batch_heads: int
     heads: int
-    """(batch, head) of one batch."""
+    """Heads of one batch."""
     rows: int
     step_b: int
     step_h: int
-    """Lists between those of two batches and of two heads; 0 where the mask broadcasts."""
+    """Strides, in lists, from batch to batch and head to head; 0 where the mask broadcasts."""
     per_list: int
     """Neighbouring rows that share a list."""
     group: int
     group_step: int
-    """How many lists a row goes through, and the distance between them."""
+    """How many lists a row visits, and the stride between them."""
     raster_group: int
-    """Neighbouring (batch, head) whose rows stay together."""
+    """How many neighbouring (batch, head)s stay together."""
     most: int
-    """Of the blocks that a row visits."""
+    """Upper bound of the blocks that a row visits."""
 
 
 class RowVisits(NamedTuple):
-    """The blocks that each row visits, and which row it is; int32."""
+    """How many blocks each row visits, and which row it is; int32."""
 
     count: tl.tensor
     batch_head: tl.tensor
@@ -69,7 +69,7 @@ def _visits_kernel(
     TILE_LISTS: tl.constexpr,
     TILE_ENTRIES: tl.constexpr,
 ):
-    """How many blocks of each list lie within a band."""
+    """Count the blocks of each list that lie within a band."""
     row = tl.program_id(0) * TILE_LISTS + tl.arange(0, TILE_LISTS)
     entry = tl.load(indptr_ptr + row, mask=row < rows, other=0)
     end = tl.load(indptr_ptr + 1 + row, mask=row < rows, other=0)
@@ -89,11 +89,11 @@ def _visits_kernel(
 
 @triton.jit
 def _visits(visits_ptr, place, sizes, FROM_POINTERS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Visits of the rows that stand at `place` among equals."""
+    """Visits of the rows that are at `place` in the order of ties."""
     batch_head = place % sizes.batch_heads
     row = place // sizes.batch_heads
     if not COLUMNS:
-        # late rows are the long ones under a band, and come first among equals
+        # under a band the late rows are long, so they come first among equals
         row = sizes.rows - 1 - row
     at = batch_head // sizes.heads * sizes.step_b + batch_head % sizes.heads * sizes.step_h
     at += row // sizes.per_list
@@ -135,7 +135,7 @@ def _order_keys_kernel(
     COLUMNS: tl.constexpr,
     TILE_VISITS: tl.constexpr,
 ):
-    """Keys by which TILE_VISITS rows are sorted; equal ones stay as they are."""
+    """Compute the sort keys of TILE_VISITS rows; rows with equal keys keep their order."""
     sizes = OrderSizes(
         batch_heads, heads, rows, step_b, step_h, per_list, group, group_step, raster_group, most
     )
@@ -163,7 +163,7 @@ def _row_order_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_OTHERS: tl.constexpr,
 ):
-    """Put TILE_ROWS rows where they belong; TILE_ROWS divides TILE_OTHERS."""
+    """Write TILE_ROWS rows to their places in the order; TILE_ROWS divides TILE_OTHERS."""
     count = batch_heads * rows
     first = tl.program_id(0) * TILE_ROWS
     place = first + tl.arange(0, TILE_ROWS)
@@ -198,15 +198,15 @@ def launch_row_order(
     band: tuple[int, int] | None,
     columns: bool,
 ) -> RecordedLaunches | None:
-    """Fill `order`. Returns the recorded launches, which repeat for other tensors of these sizes.
+    """Fill `order`. Returns the recorded launches, to replay with other tensors of these sizes.
 
     Parameters
     ----------
     order : int32 [batch_heads * rows], not empty
     indptr, indices : lists of a mask, or of its columns
-    lengths, block : those of the lists' rows, then of their columns
+    lengths, block : first those of the lists' rows, then of their columns
     band : left and right, seen from the lists' rows, or None for everything
-    columns : whether early rows come first among equals, instead of late ones
+    columns : whether early rows come first among equals, instead of late rows
     """
     lists = indptr.numel() - 1
 

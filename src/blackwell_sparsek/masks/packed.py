@@ -11,14 +11,14 @@ from ..core.errors import InvalidInput
 def check_cu_seqlens(
     op: str, arg: str, cu_seqlens: torch.Tensor, *, device: torch.device | None = None
 ) -> None:
-    """Check what the host can see without waiting: type, dtype, rank, length and device.
+    """Check what the host knows without waiting: type, dtype, rank, length and device.
 
     Parameters
     ----------
     op, arg : str
         Names for messages.
     cu_seqlens : int32 `[B + 1]`
-        Offsets of B sequences; `check_cu_seqlens_values` looks at the numbers themselves.
+        Offsets of B sequences; `check_cu_seqlens_values` checks the numbers themselves.
     device : torch.device, optional
         Where the packed tokens live.
     """
@@ -54,7 +54,7 @@ def check_same_batch(op: str, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Te
 def check_cu_seqlens_values(
     op: str, arg: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: int | None = None
 ) -> None:
-    """Check the numbers: first 0, never falling, last `total`, none longer than `max_seqlen`.
+    """Check the numbers: from 0, never falling, to `total`; no sequence exceeds `max_seqlen`.
 
     Waits for the device once. The message names the first index at fault.
 
@@ -94,7 +94,7 @@ def sequence_lengths(cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 
 def max_sequence_length(cu_seqlens: torch.Tensor) -> int:
-    """The longest sequence, 0 for none. Waits for the device.
+    """Length of the longest sequence, 0 without sequences. Waits for the device.
 
     >>> max_sequence_length(torch.tensor([0, 3, 3, 8], dtype=torch.int32))
     5

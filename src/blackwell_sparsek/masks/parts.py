@@ -1,8 +1,8 @@
-"""The parts that mask patterns are made of: runs of blocks, bands and their bit masks.
+"""The building blocks of mask patterns: runs of blocks, bands and their bit masks.
 
 Each function takes time and memory proportional to the blocks it keeps.
 
-Functions marked "CPU only" have results whose size depends on the data; the others never wait for
+Functions marked "CPU only" have results whose sizes depend on the data; the others never wait for
 the device of their tensors.
 """
 
@@ -26,7 +26,7 @@ FAR = 2**31
 
 
 class Problem(NamedTuple):
-    """The sizes a pattern is made for."""
+    """The sizes that a pattern is made for."""
 
     seq: IntPair
     block: IntPair
@@ -63,14 +63,14 @@ def runs_of_keys(
 ) -> Runs:
     """Runs of blocks from ranges of keys, each a pair of int64 `[Mb]` within 0 .. FAR.
 
-    `some` holds the keys between the first and the last that any query of the block sees, `every`
-    those that all its queries see.
+    `some` spans the first to the last key that any query of the block sees; `every` holds the keys
+    that all its queries see.
     """
     sk, bk = p.seq[1], p.block[1]
     start = some[0].clamp(max=sk) // bk
     end = torch.where(some[0] < some[1], (some[1] + bk - 1) // bk, start)
     full_start = ((every[0].clamp(max=sk) + bk - 1) // bk).clamp(start, end)
-    # a last block that is cut short is full when its existing keys are visible
+    # a last block that is cut short is full if all of its existing keys are visible
     full_end = torch.where(every[1] >= sk, p.grid[1], every[1] // bk).clamp(full_start, end)
     return Runs(start, full_start, full_end, end)
 
@@ -93,9 +93,9 @@ def expand(starts: torch.Tensor, lengths: torch.Tensor, step: int = 1) -> torch.
 
 
 def lists_of_runs(runs: Runs) -> tuple[BlockLists, torch.Tensor, torch.Tensor]:
-    """Lists of the blocks of runs, their partial entries, and the rows of those; CPU only.
+    """Lists of the blocks in runs, their partial entries, and the rows of those; CPU only.
 
-    The `bits_id` of partial blocks are left for the caller to fill in.
+    The caller fills in the `bits_id` of partial blocks.
     """
     head, tail = runs.full_start - runs.start, runs.end - runs.full_end
     full = runs.full_end - runs.full_start
@@ -115,8 +115,8 @@ def lists_of_runs(runs: Runs) -> tuple[BlockLists, torch.Tensor, torch.Tensor]:
 class BandBits:
     """Bit masks of the blocks that the edges of a band cross.
 
-    Such a block depends only on how far it lies from the diagonal and on whether it is cut short
-    by the end of the sequences, so a band of any length has few of them.
+    Such a bit mask depends only on the distance of the block from the diagonal and on whether the
+    end of the sequences cuts it short, so a band of any length has few of them.
     """
 
     def __init__(self, band: Band, p: Problem, device: torch.device = CPU) -> None:
@@ -128,7 +128,7 @@ class BandBits:
         ]
         empty = torch.empty(0, dtype=torch.int64, device=device)
         self._distances = torch.cat([*parts, empty])
-        # how many rows and columns of a block exist: all, and fewer in the last one
+        # how many rows and columns of a block exist: all of them, or fewer in the last block
         self._heights = [bq, sq % bq] if sq % bq else [bq]
         self._widths = [bk, sk % bk] if sk % bk else [bk]
         left, right = band.scalars()
@@ -154,7 +154,7 @@ class BandBits:
 
 
 def band_mask(band: Band, p: Problem, device: torch.device = CPU) -> BlockMask:
-    """The mask of a band, element for element; does not wait for `device` if that is a GPU."""
+    """The mask of a band, exact to the element; does not wait for `device` if that is a GPU."""
     if kernels_build(device) and (made := band_lists(band, *p, device)) is not None:
         return BlockMask._from_parts(*made, 1, 1, p.seq, p.block)
     lists, entries, rows = lists_of_runs(band_runs(band, p))
@@ -166,9 +166,9 @@ def band_mask(band: Band, p: Problem, device: torch.device = CPU) -> BlockMask:
 def blocks_mask(
     rows: torch.Tensor, cols: torch.Tensor, p: Problem, causal: bool, batch_heads: IntPair = (1, 1)
 ) -> BlockMask:
-    """The mask of distinct blocks, of which causality cuts those on the diagonal if asked.
+    """The mask of distinct blocks; with `causal`, those on the diagonal are cut to the element.
 
-    The blocks, int64 `[nnz]`, are sorted by row and column and all of them have visible elements.
+    The blocks, int64 `[nnz]`, are sorted by row and column, and each has visible elements.
     """
     mb, nb = p.grid
     batch, heads = batch_heads
@@ -185,7 +185,7 @@ def blocks_mask(
 def causal_bits(
     q_blocks: torch.Tensor, kv_blocks: torch.Tensor, p: Problem
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `bits_id`, int64, of blocks cut by causality, and their pool."""
+    """The `bits_id`, int64, of blocks that causality cuts, and their pool."""
     band = Band(None, 0)
     crossed = BandBits(band, p, kv_blocks.device)
     is_full = kv_blocks < band_runs(band, p, kv_blocks.device).full_end[q_blocks]

@@ -2,7 +2,7 @@
 
 Each returns a `BlockMask` and takes time and memory proportional to the blocks it keeps, never to
 Sq x Sk. As everywhere in this package, query i sits at position i + Sk - Sq. `causal`,
-`sliding_window` and `documents` are exact to the element; the others keep whole blocks, except that
+`sliding_window` and `documents` are exact to the element. The others keep whole blocks, except that
 `causal=True` cuts the blocks on the diagonal to the element.
 """
 
@@ -47,7 +47,7 @@ def causal(
     seq_lengths : int or (Sq, Sk)
     block_size : int or (bq, bk)
     device : optional
-        Where the mask shall live; torch's default device if None.
+        Where to put the mask; torch's default device if None.
 
     Examples
     --------
@@ -74,8 +74,8 @@ def sliding_window(
     ----------
     seq_lengths : int or (Sq, Sk)
     window : int or (left, right)
-        As in `attention`: position p sees p - left .. p + right, None is unbounded; n means the n
-        latest keys, `(n - 1, 0)` under causal and `(n - 1, n - 1)` otherwise.
+        As in `attention`: position p sees p - left .. p + right, None means unbounded; n means the
+        n latest keys, `(n - 1, 0)` under causal and `(n - 1, n - 1)` otherwise.
     block_size : int or (bq, bk)
     causal : bool
         Limits the right side to 0.
@@ -104,7 +104,7 @@ def strided(
     causal: bool = False,
     device: _Device = None,
 ) -> BlockMask:
-    """Each block of queries sees its neighbours and every `stride`-th block of keys from its own.
+    """Each block of queries sees its neighbours and every `stride`-th key block from its own.
 
     Key block c is kept for the queries at the positions of key blocks `own_first .. own_last` if
     `own_first - local_blocks < c < own_last + local_blocks` or `(own_last - c) % stride == 0`.
@@ -116,9 +116,9 @@ def strided(
         In blocks of keys, at least 1.
     block_size : int or (bq, bk)
     local_blocks : int
-        How near a neighbour is: 0 none, 1 the own blocks, 2 one more on each side.
+        How far neighbours reach: 0 for none, 1 for its own blocks, 2 for one more on each side.
     causal : bool
-        Drop what lies in the future, to the element.
+        Drop keys in the future, to the element.
     device : optional
 
     Examples
@@ -155,7 +155,7 @@ def global_local(
     causal: bool = False,
     device: _Device = None,
 ) -> BlockMask:
-    """The first tokens see and are seen by all; the others see their neighbours.
+    """The first tokens see all tokens and are seen by all; the others see their neighbours.
 
     The first `global_blocks` blocks of keys are visible to every query, and blocks of queries at
     their positions see every key. With `causal=True` this is the mask of attention sinks.
@@ -167,9 +167,9 @@ def global_local(
     global_blocks : int
         In blocks of keys.
     local_blocks : int
-        How near a neighbour is: 0 none, 1 the own blocks, 2 one more on each side.
+        How far neighbours reach: 0 for none, 1 for its own blocks, 2 for one more on each side.
     causal : bool
-        Drop what lies in the future, to the element.
+        Drop keys in the future, to the element.
     device : optional
 
     Examples
@@ -222,7 +222,7 @@ def random(
     causal : bool
         Choose among the blocks up to the diagonal, and cut those on it to the element.
     generator : torch.Generator, optional
-        A generator on the CPU; the mask depends on its state alone. None is torch's own.
+        A generator on the CPU; the mask depends on its state alone. None means torch's default.
     device : optional
 
     Examples
@@ -254,7 +254,7 @@ def random(
 
 
 def _own_blocks(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and last key block at the positions of each query block; may lie outside 0 .. Nb."""
+    """First and last key block at the positions of each query block; may be outside 0 .. Nb."""
     first, last = p.positions(torch.arange(p.grid[0], device=CPU))
     bk = p.block[1]
     return first.div(bk, rounding_mode="floor"), last.div(bk, rounding_mode="floor")
@@ -289,7 +289,7 @@ def _union_mask(keys: list[torch.Tensor], p: Problem, causal: bool) -> BlockMask
 def _sample_blocks(
     limits: torch.Tensor, counts: torch.Tensor, width: int, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In each row, `counts` of the columns `0 .. limits`, every such set being equally likely.
+    """Draw `counts` of the columns `0 .. limits` in each row; every such set is equally likely.
 
     Parameters
     ----------
@@ -299,7 +299,7 @@ def _sample_blocks(
     -------
     rows, cols : int64 `[sum of counts]`, sorted
     """
-    # rows that keep more than half draw what they leave out, so that most draws are new
+    # rows that keep more than half draw the columns to leave out, so that most draws are new
     inverted = counts * 2 > limits
     drawn = _distinct(limits, torch.where(inverted, limits - counts, counts), width, generator)
     first_keys = torch.arange(limits.numel(), device=CPU) * width
@@ -313,7 +313,7 @@ def _sample_blocks(
 def _distinct(
     limits: torch.Tensor, counts: torch.Tensor, width: int, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """Keys `row * width + column`: drawn with replacement until each row has enough distinct."""
+    """Keys `row * width + column`, drawn until each row has enough distinct columns."""
     rows = torch.arange(limits.numel(), device=CPU)
     keys = torch.empty(0, dtype=torch.int64, device=CPU)
     missing = counts

@@ -1,8 +1,8 @@
-"""Masks of tokens that carry numbers: a query sees the keys with its own number.
+"""Masks of numbered tokens: a query sees the keys that have the same number.
 
 Padding, documents packed into one sequence and selections of key blocks per query are all of this
-kind. `segments` and its neighbours leave the edges of a band (causality, a window) to the call of
-attention and make bits only where numbers differ inside of a block; `documents`, public as
+kind. `segments` and the functions after it leave the edges of a band (causality, a window) to the
+attention call and make bits only where numbers differ within a block; `documents`, public as
 `bsk.masks.documents`, is exact to the element.
 """
 
@@ -19,7 +19,7 @@ from .check import IntPair, check_block_size, check_seq_lengths, existing_bits
 from .packed import check_cu_seqlens, check_cu_seqlens_values, check_same_batch
 from .parts import CPU, FAR, Problem, Runs, band_runs, lists_of_runs, runs_of_keys
 
-# partial blocks whose bits are made at a time
+# how many partial blocks get their bits at a time
 CHUNK_BLOCKS = 1024
 
 
@@ -32,7 +32,7 @@ def segments(
     band: Band = EVERYTHING,
     keep: torch.Tensor | None = None,
 ) -> BlockMask:
-    """Query i sees key j where their numbers are equal. Waits for the device.
+    """Query i sees key j if their numbers are equal. Waits for the device.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def segments(
     k_segment : int `[B, Sk]`
     block_size : (bq, bk)
     band : Band
-        What the attention call will add; blocks that it hides are left out, its edges are not cut.
+        The band of the attention call: blocks that it hides are left out, its edges are not cut.
     keep : bool `[B or 1, H or 1, Mb, Nb]`, optional
         Which blocks may be visible at all.
 
@@ -130,7 +130,9 @@ def selected_blocks(
 
 @usable_in_training
 def every_block(visible: torch.Tensor, block_size: IntPair) -> BlockMask:
-    """A mask of elements that lists every block: its sizes depend on no data, nothing waits.
+    """A mask of elements that lists every block, so that its sizes do not depend on the data.
+
+    Does not wait for the device.
 
     Parameters
     ----------
@@ -154,10 +156,10 @@ def every_block(visible: torch.Tensor, block_size: IntPair) -> BlockMask:
 
 @usable_in_training
 def every_key_block(visible_keys: torch.Tensor, sq: int, block_size: IntPair) -> BlockMask:
-    """The same keys for each of `sq` queries, listing every block; nothing waits.
+    """The same keys for each of `sq` queries, listing every block. Does not wait for the device.
 
-    All rows of blocks share one set of bits (two where the last row is cut short), so the memory
-    does not grow with Sq x Sk elements.
+    All rows of blocks share one set of bits (two if the last row is cut short), so memory does not
+    grow with Sq x Sk elements.
 
     Parameters
     ----------
@@ -202,7 +204,7 @@ def _mask(
     batch_heads: IntPair,
     p: Problem,
 ) -> BlockMask:
-    """The mask of the blocks (row, col), of which `partial` have `bits` where they exist."""
+    """The mask of blocks (row, col); `partial` ones have `bits`, cleared past the sequences."""
     (sq, sk), (bq, bk), (mb, nb) = p.seq, p.block, p.grid
     batch, heads = batch_heads
     row, col = rows[partial], cols[partial]
@@ -231,7 +233,7 @@ def _all_partial(
     return BlockMask._from_parts(lists, pool, *batch_heads, *sizes)
 
 
-# the same for documents
+# like CHUNK_BLOCKS, for documents
 DOCUMENT_CHUNK_BLOCKS = 4096
 
 
@@ -244,10 +246,10 @@ def documents(
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
 ) -> BlockMask:
-    """Each query sees the keys of its own document, in a batch of 1 that packs them end to end.
+    """Each query sees the keys of its own document; documents are packed into a batch of 1.
 
-    Made on the CPU, in memory of the tokens and of the bits of partial blocks, and placed where
-    `cu_seqlens` lives; waits for that device.
+    Made on the CPU, in memory proportional to the tokens and to the bits of partial blocks, and
+    moved to the device of `cu_seqlens`; waits for that device.
 
     Parameters
     ----------
@@ -255,9 +257,9 @@ def documents(
         Offsets of the documents; the last is Sq.
     block_size : int or (bq, bk)
     cu_seqlens_k : int32 `[documents + 1]`, optional
-        Offsets of the documents among the keys, where they differ.
+        Offsets of the documents among the keys, if they differ.
     causal : bool
-        Queries see no later keys; within each document the last query meets the last key.
+        Queries see no later keys; in each document the last query is aligned with the last key.
     window : None, int or (left, right)
         As in `attention`, within each document.
 
@@ -282,7 +284,7 @@ def documents(
     lo, hi = _visible_keys(band, q_offsets, k_offsets, p.seq[0])
     lists, entries, rows = lists_of_runs(_document_runs(lo, hi, p))
     bits = _document_bits(lo, hi, rows, lists.indices[entries], p)
-    # a run may contain blocks of which its queries see nothing
+    # a run may contain blocks in which its queries see nothing
     seen = (bits != 0).flatten(1).any(1)
     pool, ids = bit_masks.deduplicate(bits[seen])
     mask_rows = lists.row_indices()
@@ -309,7 +311,7 @@ def _document_offsets(op: str, arg: str, cu_seqlens: torch.Tensor) -> torch.Tens
 def _visible_keys(
     band: Band, q_offsets: torch.Tensor, k_offsets: torch.Tensor, sq: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Range of keys `lo .. hi` of each query, int64 `[Sq]`, with hi <= lo where it sees nothing."""
+    """Range of keys `lo .. hi` of each query, int64 `[Sq]`, with hi <= lo if it sees nothing."""
     left, right = band.scalars()
     q = torch.arange(sq, device=CPU)
     document = torch.searchsorted(q_offsets, q, right=True) - 1

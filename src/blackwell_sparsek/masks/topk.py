@@ -1,4 +1,4 @@
-"""Masks chosen by data, of the highest scores or of kept blocks, without waiting for the device."""
+"""Masks that depend on data, made without waiting for the device: top scores or kept blocks."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,14 +28,14 @@ def kept_blocks(
 ) -> BlockMask:
     """Keep the given blocks, at most `most` in each row.
 
-    Every row lists `most` blocks, so sizes depend on no data. Those that are not kept have no bit
-    set; they are taken from the end of the row, where causality leaves them out anyway.
+    Every row lists `most` blocks, so that sizes do not depend on the data. Fillers, which are not
+    kept, have no bit set; they come from the end of the row, where causality skips them anyway.
 
     Parameters
     ----------
     keep : bool `[B or 1, H or 1, Mb, Nb]`
     most : int
-        At least the most blocks that any row keeps; with more of them, some are lost.
+        No row may keep more blocks than this; the excess is lost.
     block_size : (bq, bk)
     seq_lengths : (Sq, Sk)
 
@@ -94,7 +94,7 @@ def topk(
     seq_lengths : int or (Sq, Sk), optional
         With `ceil(Sq / bq) == Mb` and `ceil(Sk / bk) == Nb`; by default whole blocks.
     causal : bool
-        Choose among the blocks up to the diagonal, all of them where they are fewer than `k`, and
+        Choose among the blocks up to the diagonal (all of them if there are fewer than `k`), and
         cut those on it to the element.
 
     Examples
@@ -138,7 +138,7 @@ def topk(
     if causal:
         bits_id, pool = causal_bits(torch.arange(mb, device=device).unsqueeze(-1), cols, p)
     group = rows * 2 + (bits_id < 0)
-    # what is not kept sorts to the end, past a count that the host knows
+    # blocks that are not kept sort to the end, past a count that the host knows
     key = torch.where(kept, group * nb + cols, 2 * nb * rows.numel())
     count = batch * heads * _count_on_host(p, k, causal)
     order = torch.argsort(key.flatten())[:count]
@@ -148,7 +148,7 @@ def topk(
 
 
 class _Cut(NamedTuple):
-    """What causality leaves of each block of queries and of keys."""
+    """What causality leaves visible of each (query block, key block)."""
 
     hidden: torch.Tensor
     """bool `[Mb, Nb]`."""
@@ -157,7 +157,7 @@ class _Cut(NamedTuple):
     pool: torch.Tensor
 
 
-# For the sizes of a model's layers, each on the stream that made them: 5 bytes a block, 20 MiB.
+# Cuts cached for the sizes of a model's layers, per stream: 5 bytes a block, 20 MiB each at most.
 MAX_CUTS = 4
 MAX_CUT_BLOCKS = 2**22
 _cuts: dict[Any, _Cut] = {}
@@ -202,7 +202,7 @@ def _cut(p: Problem, device: torch.device) -> _Cut:
 
 
 def _count_on_host(p: Problem, k: int, causal: bool) -> int:
-    """Blocks that one mask keeps when each row keeps `k` or all it may see; no tensor is read."""
+    """Blocks of one mask whose rows keep `k` blocks, or all visible ones; no tensor is read."""
     (sq, sk), (bq, bk), (mb, _) = p.seq, p.block, p.grid
     if not causal:
         return mb * k

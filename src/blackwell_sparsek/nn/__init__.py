@@ -1,4 +1,4 @@
-"""Modules of block-sparse layers."""
+"""Block-sparse layers as `torch.nn` modules."""
 
 from .bsr_linear import BSRLinear
 from .bsr_weight import adopt_patterns

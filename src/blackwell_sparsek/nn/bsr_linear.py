@@ -1,4 +1,4 @@
-"""`BSRLinear`: a linear layer of which only some blocks of the weight exist."""
+"""`BSRLinear`: a linear layer whose weight has only some of its blocks."""
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,8 @@ class BSRLinear(BSRWeight):
     keep : Tensor bool [ceil(out_features / bh), ceil(in_features / bw)], optional
         The blocks that exist.
     sparsity : float in [0, 1]
-        Without `keep`: the fraction of blocks that do not exist, chosen at random with equally
-        many per block row (up to one). All exist by default.
+        Without `keep`: the fraction of blocks that do not exist. They are chosen at random, and
+        their numbers per block row differ by at most one. By default all blocks exist.
     bias : bool
     activation : None, "relu", "gelu" or "silu"
         Computed with the product.
@@ -42,9 +42,9 @@ class BSRLinear(BSRWeight):
     ----------
     values : Parameter [nnz_blocks, bh, bw]
         The blocks, an ordinary parameter for optimisers, FSDP and checkpoints. The part of edge
-        blocks beyond the sizes is zero, gets zero gradients and stays zero under any optimiser
-        that leaves an element alone whose value, gradient and state are zero (all of
-        `torch.optim` that works element by element, with `eps > 0`).
+        blocks beyond the sizes is zero, gets zero gradients and stays zero under any optimiser that
+        does not change an element whose value, gradient and state are zero (every elementwise
+        optimiser of `torch.optim`, with `eps > 0`).
     bias : Parameter [out_features] or None
     indptr, indices, weight_shape : buffers, saved with the values
     weight : BSRMatrix (out_features, in_features)
@@ -52,13 +52,13 @@ class BSRLinear(BSRWeight):
 
     Notes
     -----
-    Initial values are those of `torch.nn.Linear` with the fan-in that a row of outputs really has:
+    Initial values are those of `torch.nn.Linear` with the actual fan-in of a row of outputs:
     uniform in +-1/sqrt(inputs in the blocks of that row), so that outputs keep their scale at any
     sparsity.
 
     `load_state_dict` checks the pattern of a checkpoint before anything uses it and refuses a
     malformed one, or one that differs from the module's (see `adopt_patterns`). A module made on
-    the meta device takes the pattern of what it loads, if the number of blocks agrees.
+    the meta device takes the pattern of the checkpoint, if the number of blocks agrees.
 
     Examples
     --------
@@ -175,10 +175,10 @@ density=0.25, bias=True, activation='gelu')
         block_shape : (bh, bw), outputs by inputs
         sparsity : float in [0, 1], the fraction of blocks to drop
         method : "magnitude" (L2 norm), "wanda" or "random"
-            For other choices, and for options of these, make `keep` yourself and use
+            For other methods, or other options of these, make `keep` yourself and use
             `BSRLinear.from_matrix(BSRMatrix.from_mask(linear.weight, keep, block_shape), bias)`.
         inputs : Tensor [in_features] or [..., in_features]
-            What `blackwell_sparsek.prune.wanda` takes; only for that method.
+            As in `blackwell_sparsek.prune.wanda`; only for that method.
         activation, impl : as in the constructor
 
         Returns
@@ -241,7 +241,7 @@ density=0.25, bias=True, activation='gelu')
         return linear.train(self.training)
 
     def reset_parameters(self) -> None:
-        """Draw new values for the present pattern; see the class."""
+        """Draw new values for the current pattern; see the class."""
         pattern = self.pattern
         bound = initial_bounds(pattern)
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""The weight of a block-sparse layer: its state, and how a checkpoint is loaded into it.
+"""The weight of a block-sparse layer: its state, and loading a checkpoint into it.
 
-A kernel reads where the pattern says, and a pattern from a file may say anything: `load_state_dict`
-checks it first and refuses what does not fit, with the state of the module untouched.
+Kernels follow the indices of a pattern, and a pattern from a file may hold anything:
+`load_state_dict` checks it first and refuses one that does not fit, leaving the module unchanged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from ..sparse.matrix import BSRMatrix
 from ..sparse.pattern import BSRPattern
 from ..sparse.validate import VALUE_DTYPES, check_metadata, check_padding
 
-# What a state dict holds for one layer, besides the bias.
+# Keys of one layer in a state dict, besides the bias.
 PATTERN_KEYS = ("weight_shape", "indptr", "indices")
 KEYS = (*PATTERN_KEYS, "values")
 
@@ -32,11 +32,11 @@ def adopt_patterns() -> Iterator[None]:
     """Inside, `load_state_dict` gives each `BSRLinear` the pattern of the checkpoint.
 
     Otherwise a checkpoint with another pattern is an error, since values of one pattern mean
-    nothing in another. Sizes and block shapes must agree in any case. Where the number of blocks
+    nothing in another. Sizes and block shapes must agree in any case. If the number of blocks
     differs, `values` becomes a new Parameter: make optimisers afterwards.
 
-    To load a pruned checkpoint into a model as its class makes it, first give it block-sparse
-    layers of any pattern: `sparsify_(model, block_shape, 0.9, method="random")`.
+    To load a pruned checkpoint into a newly made dense model, first give it block-sparse layers of
+    any pattern: `sparsify_(model, block_shape, 0.9, method="random")`.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def adopt_patterns() -> Iterator[None]:
 
 
 def adopting() -> bool:
-    """Whether a pattern may be replaced by that of a checkpoint."""
+    """Whether the pattern of a checkpoint may replace that of a module."""
     return _adopting.get()
 
 
@@ -83,7 +83,7 @@ def check_state(
         raise InvalidInput(message(op, "state_dict", "is incomplete", expected, got))
     for key in KEYS:
         x = state[key]
-        # Sharded values (FSDP) are not plain tensors; of these only the shape is checked.
+        # Sharded values (FSDP) are not plain tensors; only their shape is checked.
         if key != "values":
             check_tensor(op, key, x)
         if x.is_meta:
@@ -117,7 +117,7 @@ def same_pattern(current: BSRPattern, loaded: LoadedState) -> bool:
 
 
 def other_pattern(nnz_blocks: int, blocks: int, loaded: LoadedState) -> InvalidInput:
-    """The error for a checkpoint that has not."""
+    """The error for a checkpoint with another pattern."""
     return InvalidInput(
         message(
             "BSRLinear.load_state_dict",
@@ -139,9 +139,8 @@ _OPERANDS = ("indptr", "indices", "t_indptr", "t_indices", "t_perm")
 class BSRWeight(nn.Module):
     """A module that owns the blocks of a weight as one Parameter and their pattern as buffers.
 
-    The buffers are what the operators take, so that nothing is derived in a forward and
-    `torch.compile` sees ordinary buffers. Those of the transpose are not saved: they follow from
-    the others.
+    The operators take these buffers directly, so that a forward derives nothing and `torch.compile`
+    sees ordinary buffers. Those of the transpose are not saved, since they follow from the others.
     """
 
     values: torch.Tensor
@@ -149,7 +148,7 @@ class BSRWeight(nn.Module):
     indptr: torch.Tensor
     indices: torch.Tensor
     row_indices: torch.Tensor
-    # The pattern of the buffers and where they are, so that products find what was kept for it.
+    # The pattern of the buffers, and their addresses, so that products find its recorded launches.
     _known_pattern: tuple[BSRPattern, list[tuple[int, int]]] | None = None
 
     def _set_weight(self, pattern: BSRPattern, values: torch.Tensor) -> None:
@@ -194,23 +193,23 @@ class BSRWeight(nn.Module):
 
     @property
     def weight(self) -> BSRMatrix:
-        """The matrix, sharing `values`; gradients reach them."""
+        """The matrix, which shares `values`; gradients reach them."""
         return BSRMatrix._from_parts(self.pattern, self.values)
 
     @property
     def nnz_blocks(self) -> int:
-        """Blocks that exist."""
+        """Number of blocks that exist."""
         return self.indices.shape[0]
 
     @property
     def blocks(self) -> int:
-        """All blocks, whether they exist or not."""
+        """Number of all blocks, whether they exist or not."""
         (rows, cols), (bh, bw) = self._shape, self.block_shape
         return cdiv(rows, bh) * cdiv(cols, bw)
 
     @property
     def density(self) -> float:
-        """Blocks that exist over all blocks; 0 without any."""
+        """Blocks that exist over all blocks; 0 for a weight without blocks."""
         return self.nnz_blocks / max(1, self.blocks)
 
     @usable_in_training
@@ -225,8 +224,8 @@ class BSRWeight(nn.Module):
         Returns
         -------
         Parameter
-            The new `values`. Optimisers that hold the old ones do not know of it: see
-            `blackwell_sparsek.prune.shrink_`, which tells them. The old gradient is carried over.
+            The new `values`. Optimisers still hold the old ones; use
+            `blackwell_sparsek.prune.shrink_` to update them too. The old gradient is carried over.
         """
         op = "BSRWeight.keep_blocks_"
         check_tensor(op, "entries", entries)
@@ -253,7 +252,7 @@ class BSRWeight(nn.Module):
             if old.is_meta:
                 self._pattern_known = False
             else:
-                # `to_empty` hands out uninitialised memory, which must never be a pattern.
+                # `to_empty` allocates uninitialised memory, which must never become a pattern.
                 self._buffers[name] = old.to(new.device)
         return self
 
@@ -275,20 +274,20 @@ class BSRWeight(nn.Module):
                 error_msgs.append(f"{prefix.rstrip('.') or 'the module'}: {error}")
                 return
             for key in PATTERN_KEYS:
-                # What is loaded is what was checked, even if the checkpoint changes later.
+                # Load the checked copy, even if the checkpoint changes later.
                 state_dict[prefix + key] = getattr(self, key)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
     def _prepare_for(self, state: dict[str, Any], assign: bool) -> None:
-        """Take over the pattern of a checkpoint, if it may be, before its values are copied."""
+        """Adopt the pattern of a checkpoint, if that is allowed, before its values are copied."""
         loaded = check_state(state, self._shape, self.block_shape)
         is_same = self._pattern_known and same_pattern(self.pattern, loaded)
         fits = is_same if self._pattern_known else self.values.shape == loaded.values_shape
         if not fits and not adopting():
             raise other_pattern(self.nnz_blocks, self.blocks, loaded)
-        # Assigning takes the tensors of the checkpoint and so its device.
+        # Assigning takes the tensors of the checkpoint, and with them its device.
         device = state["values"].device if assign else self.values.device
         if not is_same or device != self.indptr.device:
             parts = (loaded.indptr, loaded.indices, self._shape, self.block_shape)

@@ -1,4 +1,4 @@
-"""Pruning during training: fewer and fewer blocks on a schedule, with the optimiser in step."""
+"""Pruning during training: a schedule drops more and more blocks, and optimisers are updated."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,13 +28,12 @@ def shrink_(
         Its `values` become a new, smaller Parameter: call this before wrapping the model in
         FSDP or DDP, and outside of CUDA graphs. A compiled model compiles again.
     sparsity : float in [0, 1]
-        Fraction of all blocks of the layer, not of the existing ones, that do not exist
-        afterwards; at least the present one, as dropped blocks do not come back.
+        Fraction of all blocks of the layer, not only of the existing ones, that do not exist
+        afterwards. At least the current sparsity, as dropped blocks do not come back.
     optimizer : torch.optim.Optimizer, optional
-        One that holds `layer.values`. The new Parameter takes the place of the old one in its
-        group, and the state of each block that stays (momenta, second moments, step counts) goes
-        with it, so that training goes on as if the dropped blocks had never been there. Without
-        it, make a new optimiser.
+        One that holds `layer.values`. The new Parameter replaces the old one in its group and keeps
+        the state of each remaining block (momenta, second moments, step counts), so that training
+        continues as if the dropped blocks had never existed. Without it, make a new optimiser.
     norm, per_row : as in `block_magnitude`
 
     Examples
@@ -66,7 +65,7 @@ def shrink_(
     pattern = layer.pattern
     at = (pattern.row_indices().long(), pattern.indices.long())
     stored = block_norms(old.detach(), norm)
-    # Norms are not negative, so blocks that do not exist lose against all that do.
+    # Norms are not negative, so blocks that do not exist rank below all that do.
     scores = stored.new_full((pattern.rows_b, pattern.cols_b), -1.0).index_put(at, stored)
     entries = keep_best(op, scores, sparsity, per_row)[at]
     new = layer.keep_blocks_(entries)
@@ -89,7 +88,7 @@ def _replace_parameter(
     new: nn.Parameter,
     entries: torch.Tensor,
 ) -> None:
-    """Put `new` where `old` was; per-block state keeps what belongs to `entries`."""
+    """Replace `old` by `new`; per-block state keeps only `entries`."""
     for group in optimizer.param_groups:
         group["params"] = [new if p is old else p for p in group["params"]]
     if old not in optimizer.state:
@@ -101,28 +100,28 @@ def _replace_parameter(
 
 
 def _is_per_block(x: object, values: torch.Tensor) -> bool:
-    """Whether a piece of state has an entry for each block: momenta, but not step counts."""
+    """Whether an item of state has an entry for each block: momenta do, step counts do not."""
     return isinstance(x, torch.Tensor) and x.dim() == values.dim() and x.shape[0] == values.shape[0]
 
 
 class GradualPruner:
     """Raise the sparsity of the block-sparse layers of a model while it trains.
 
-    Call `step()` after each step of the optimiser. Each of the layers gets the sparsity that the
-    schedule says, one that has more already stays as it is.
+    Call `step()` after each step of the optimiser. Each layer gets the sparsity of the schedule; a
+    layer that is already sparser stays as it is.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Its `BSRLinear` layers are pruned (`sparsify_(model, block_shape, 0.0)` makes them of dense
-        ones without dropping anything).
+        Its `BSRLinear` layers are pruned (`sparsify_(model, block_shape, 0.0)` makes them from
+        dense ones without dropping anything).
     schedule : callable, step -> sparsity
         Such as `CubicSchedule`.
     optimizer : torch.optim.Optimizer, optional
         As in `shrink_`.
     every : int
-        Prune at each `every`-th step only: each change allocates new parameters and, in a
-        compiled model, compiles again.
+        Prune only at every `every`-th step: each change allocates new parameters and makes a
+        compiled model compile again.
     norm, per_row : as in `block_magnitude`
 
     Examples
@@ -170,7 +169,7 @@ class GradualPruner:
         self.steps = 0
 
     def step(self) -> float:
-        """Count a step, prune where it is time; return the sparsity now asked for."""
+        """Count a step, prune if it is due, and return the sparsity that the schedule asks for."""
         self.steps += 1
         sparsity = self.schedule(self.steps)
         if self.steps % self.every == 0:
@@ -191,7 +190,7 @@ class GradualPruner:
                 )
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint needs besides model and optimiser: the count of steps."""
+        """Return the state to save besides model and optimiser: the count of steps."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -204,8 +203,8 @@ class CubicSchedule:
     """Sparsity that rises fast at first and slowly at the end (Zhu and Gupta, 2017).
 
     `final + (initial - final) * (1 - t)**3`, where t goes from 0 at step `begin` to 1 at step
-    `end`; `initial` before and `final` after. Early on there are many blocks that nobody misses;
-    late ones need time to recover in between.
+    `end`; `initial` before and `final` after. Early on, many blocks can be dropped without harm;
+    later, the model needs time to recover between drops.
 
     Parameters
     ----------

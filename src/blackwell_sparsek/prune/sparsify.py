@@ -1,4 +1,4 @@
-"""`sparsify_` makes the linear layers of a model block-sparse; `input_norms` calibrates it."""
+"""`sparsify_` makes the linear layers of a model block-sparse; `input_norms` serves calibration."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ from ..sparse.validate import VALUE_DTYPES, check_pair
 
 
 def _bytes_of(module: nn.Module) -> int:
-    """Parameters, and the metadata of a block-sparse layer."""
+    """Bytes of the parameters, and of the metadata of a block-sparse layer."""
     tensors: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
     return sum(x.numel() * x.element_size() for x in tensors)
 
@@ -36,7 +36,7 @@ class SparsifiedLayer:
 
     @classmethod
     def of(cls, name: str, linear: nn.Linear, layer: BSRLinear) -> "SparsifiedLayer":
-        """Compare a layer with what replaced it."""
+        """Compare a layer with its replacement."""
         shape = (linear.out_features, linear.in_features)
         sizes = (_bytes_of(linear), _bytes_of(layer))
         return cls(name, shape, layer.blocks, layer.nnz_blocks, *sizes)
@@ -62,7 +62,7 @@ class SparsifySummary:
 
     @property
     def bytes_before(self) -> int:
-        """Memory of the replaced layers before."""
+        """Memory of the layers before they were replaced."""
         return sum(layer.bytes_before for layer in self.layers)
 
     @property
@@ -103,12 +103,12 @@ def sparsify_(
         Make optimisers afterwards: they hold parameters.
     block_shape : (bh, bw), outputs by inputs
     sparsity : float in [0, 1]
-        Fraction of blocks to drop, in each layer alike. 0 drops nothing: a start for
+        Fraction of blocks to drop, the same in each layer. 0 drops nothing, as a start for
         `GradualPruner`.
     method : "magnitude" (L2 norm), "wanda" or "random"
     include, exclude : patterns of module names, such as "lm_head" or "*.mlp.*"
-        As in a shell. A layer is taken if any of `include` and none of `exclude` matches its name,
-        or one of its names where it is used in several places. A pattern that matches no linear
+        As in a shell. A layer is replaced if any of `include` and none of `exclude` matches its
+        name, or one of its names if it is used in several places. A pattern that matches no linear
         layer is an error.
     calibration : iterable of what `model` is called with
         For method "wanda": a Mapping gives keyword arguments, a tuple or list positional ones.
@@ -117,7 +117,7 @@ def sparsify_(
     -------
     SparsifySummary
         What was done to each layer, and why some were skipped: subclasses of Linear, and layers
-        with shared weights or with hooks, which something else relies on. Prints as a table.
+        with shared weights or with hooks, on which other code relies. Prints as a table.
 
     Notes
     -----
@@ -155,7 +155,7 @@ bias=True)
     if calibration is not None:
         norms = input_norms(model, [names[0] for names in layers.values()], calibration)
     progress = Progress(op, len(layers))
-    # All choices are made first: a layer that cannot be pruned leaves the model as it was.
+    # All choices are made first, so that a layer that cannot be pruned leaves the model unchanged.
     kept = []
     for linear, names in layers.items():
         inputs = norms.get(names[0])
@@ -184,7 +184,7 @@ def _patterns(patterns: str | Iterable[str]) -> list[str]:
 def _select(
     op: str, model: nn.Module, include: list[str], exclude: list[str]
 ) -> tuple[dict[nn.Linear, list[str]], dict[str, str]]:
-    """The layers to replace with all their names, and why others are not."""
+    """The layers to replace with all their names, and why others are skipped."""
     linears = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -253,12 +253,12 @@ def _replace(model: nn.Module, name: str, layer: BSRLinear) -> None:
 
 
 def _leave_fused_paths(model: nn.Module) -> None:
-    """Torch's encoder has a fused inference path, which reads the dense weights of its layers."""
+    """Turn off the fused inference path of torch's encoder, which reads dense weights directly."""
     for module in model.modules():
         if not any(isinstance(m, BSRLinear) for m in module.modules()):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
-            # Neither relu (1) nor gelu (2): what the fused path cannot do.
+            # Neither relu (1) nor gelu (2), so that torch does not take the fused path.
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
@@ -267,13 +267,13 @@ def _leave_fused_paths(model: nn.Module) -> None:
 def input_norms(
     model: nn.Module, names: Iterable[str], batches: Iterable[Any]
 ) -> dict[str, torch.Tensor]:
-    """The L2 norm of each input feature of some layers, over all samples: what `wanda` takes.
+    """The L2 norm of each input feature of some layers over all samples, as `wanda` takes it.
 
     Parameters
     ----------
     model : torch.nn.Module
         Run in evaluation mode without gradients; its mode is restored.
-    names : names of modules in `model`, such as of `torch.nn.Linear`
+    names : names of modules in `model`, such as `torch.nn.Linear` layers
         The first argument of each must be a Tensor [..., features].
     batches : iterable of what `model` is called with
         A Mapping gives keyword arguments, a tuple or list positional ones, anything else the only
@@ -347,13 +347,13 @@ def _call(model: nn.Module, batch: Any) -> None:
 
 
 QUIET_SECONDS = 2.0
-# A log file should not fill with lines; a terminal may be rewritten often.
+# A log file should not fill with lines; the line of a terminal may be rewritten often.
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_UPDATES = 0.2
 
 
 class Progress:
-    """Count items of known or unknown number; says nothing in the first two seconds."""
+    """Report progress over items whose number may be unknown; silent for the first two seconds."""
 
     def __init__(self, what: str, total: int | None):
         self.what = what
@@ -364,7 +364,7 @@ class Progress:
         self.shown = False
 
     def advance(self, item: str = "") -> None:
-        """One more is done; `item` names it."""
+        """Count one more item as done; `item` names it."""
         self.done += 1
         now = time.monotonic()
         rewrite = sys.stderr.isatty()
@@ -379,6 +379,6 @@ class Progress:
         print(start + line.rstrip(), end=end, file=sys.stderr, flush=True)
 
     def finish(self) -> None:
-        """Leave the line."""
+        """End the line of progress."""
         if self.shown and sys.stderr.isatty():
             print(file=sys.stderr, flush=True)

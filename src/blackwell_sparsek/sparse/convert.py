@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_dense(op: str, x: Any) -> None:
-    """A floating matrix."""
+    """Check that `x` is a floating matrix."""
     check_tensor(op, "x", x)
     check_dtype(op, "x", x, VALUE_DTYPES)
     check_rank(op, "x", x, "[M, K]")
@@ -42,7 +42,7 @@ def as_blocks(x: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
 def blocks_of(
     x: torch.Tensor, block_keep: torch.Tensor, block_shape: tuple[int, int]
 ) -> tuple[BSRPattern, torch.Tensor]:
-    """The pattern of `block_keep` and the blocks of `x` there (one synchronisation)."""
+    """The pattern of `block_keep` and the kept blocks of `x` (one synchronisation)."""
     counts = block_keep.sum(1, dtype=torch.int32)
     indptr = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     rows, cols = block_keep.nonzero(as_tuple=True)
@@ -52,7 +52,7 @@ def blocks_of(
 
 
 def from_dense(op: str, x: Any, block_shape: Any) -> tuple[BSRPattern, torch.Tensor]:
-    """Keep the blocks with any element that is not zero; a NaN is not zero."""
+    """Keep the blocks that have any nonzero element; a NaN is nonzero."""
     check_dense(op, x)
     check_has_data(op, "x", x)
     block_shape = check_pair(op, "block_shape", block_shape, 1)
@@ -120,7 +120,7 @@ def to_dense(pattern: BSRPattern, values: torch.Tensor) -> torch.Tensor:
 
 
 def check_torch(op: str, t: Any) -> None:
-    """A plain (unbatched, scalar-valued) torch.sparse_bsr tensor."""
+    """Check that `t` is a plain (unbatched, scalar-valued) torch.sparse_bsr tensor."""
     if not isinstance(t, torch.Tensor):
         raise InvalidType(message(op, "t", "is not a tensor", "torch.Tensor", type(t).__name__))
     if t.layout != torch.sparse_bsr:
@@ -134,7 +134,7 @@ def check_torch(op: str, t: Any) -> None:
 def to_torch(
     indptr: torch.Tensor, indices: torch.Tensor, data: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """torch.sparse_bsr, which knows no ragged edges."""
+    """A torch.sparse_bsr tensor; that format cannot have ragged edges."""
     if shape[0] % data.shape[1] or shape[1] % data.shape[2]:
         raise InvalidInput(
             message(
@@ -149,7 +149,7 @@ def to_torch(
 
 
 def check_scipy(op: str, m: Any) -> None:
-    """A SciPy block-sparse-row matrix or array."""
+    """Check that `m` is a SciPy block-sparse-row matrix or array."""
     import scipy.sparse
 
     if not scipy.sparse.issparse(m) or m.format != "bsr":

@@ -1,4 +1,4 @@
-"""`BSRMatrix`: a matrix of which only some rectangular blocks are stored."""
+"""`BSRMatrix`: a matrix that stores only some of its rectangular blocks."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,8 @@ class BSRMatrix:
     indptr : Tensor [ceil(M / bh) + 1], same dtype as `indices`
         Block row r holds the blocks indptr[r] ... indptr[r + 1] - 1.
     shape : (M, K)
-        In elements. Need not be a multiple of the block; then the part of the edge blocks beyond
-        `shape` must be zero.
+        In elements. Need not be a multiple of the block; the part of edge blocks beyond `shape`
+        must be zero.
 
     Everything is checked at construction, contents included, with one or two synchronisations.
     The metadata is copied and narrowed to int32; treat all tensors of a matrix as read only
@@ -49,7 +49,7 @@ class BSRMatrix:
     ----------
     storage : the values as stored, [nnzb, bh, bw]; the leaf to give to an optimiser
     pattern : the `BSRPattern` of `storage`
-    is_transposed : whether this matrix is the transpose of what is stored
+    is_transposed : whether this matrix is the transpose of the stored one
 
     Notes
     -----
@@ -102,7 +102,7 @@ device=cpu)
     def _from_parts(
         cls, pattern: BSRPattern, storage: torch.Tensor, is_transposed: bool = False
     ) -> "BSRMatrix":
-        """Put together parts known to fit, without a check or a copy."""
+        """Assemble parts that are known to fit, without a check or a copy."""
         matrix = cls.__new__(cls)
         matrix._pattern = pattern
         matrix._storage = storage
@@ -126,9 +126,9 @@ device=cpu)
     ) -> "BSRMatrix":
         """Keep the blocks of `x` [M, K] marked in `block_keep` bool [rows_b, cols_b].
 
-        Marked blocks are kept even when they are zero. `block_shape` is inferred where the sizes
-        of `x` are a multiple of the number of blocks. Gradients flow back to `x`. See
-        `from_element_mask` for a mask of elements.
+        Marked blocks are kept even if they are zero. `block_shape` is inferred if the sizes of `x`
+        are multiples of the numbers of blocks. Gradients flow back to `x`. See `from_element_mask`
+        for a mask of elements.
         """
         op = "BSRMatrix.from_mask"
         return cls._from_parts(*bsr_convert.from_mask(op, x, block_keep, block_shape))
@@ -146,7 +146,7 @@ device=cpu)
 
     @classmethod
     def from_torch(cls, t: torch.Tensor) -> "BSRMatrix":
-        """Take a `torch.sparse_bsr` tensor [M, K] after checking it, which torch does not do.
+        """Convert a `torch.sparse_bsr` tensor [M, K], after checks that torch does not make.
 
         The values are shared with `t`; gradients do not flow back to it.
         """
@@ -166,7 +166,7 @@ device=cpu)
 
     @property
     def storage(self) -> torch.Tensor:
-        """[nnzb, bh, bw] as stored; of the transpose where `is_transposed`."""
+        """[nnzb, bh, bw] as stored; the blocks of the transpose if `is_transposed`."""
         return self._storage
 
     @property
@@ -176,12 +176,12 @@ device=cpu)
 
     @property
     def is_transposed(self) -> bool:
-        """Whether this matrix is the transpose of what is stored."""
+        """Whether this matrix is the transpose of the stored one."""
         return self._is_transposed
 
     @property
     def logical_pattern(self) -> BSRPattern:
-        """The pattern of the matrix as seen: that of the transpose where `is_transposed`."""
+        """The pattern of the matrix as seen: the transposed one if `is_transposed`."""
         return self._pattern.transposed() if self._is_transposed else self._pattern
 
     @property
@@ -207,7 +207,7 @@ device=cpu)
 
     @property
     def data(self) -> torch.Tensor:
-        """[nnzb, bh, bw] in the order of `indices`; computed from `storage` where transposed."""
+        """[nnzb, bh, bw] in the order of `indices`; computed from `storage` if transposed."""
         if not self._is_transposed:
             return self._storage
         return self._storage[self._pattern.transpose_perm.long()].mT
@@ -219,12 +219,12 @@ device=cpu)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """Dtype of the values."""
         return self._storage.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of values and metadata."""
+        """Device of values and metadata."""
         return self._storage.device
 
     @property
@@ -247,7 +247,7 @@ device=cpu)
         return bsr_convert.to_torch(self.indptr, self.indices, self.data, self.shape)
 
     def to_scipy(self) -> "bsr_matrix":
-        """As `scipy.sparse.bsr_matrix` (a copy on the CPU); the shape as for `to_torch`."""
+        """As `scipy.sparse.bsr_matrix`, copied to the CPU; needs a shape as `to_torch` does."""
         return bsr_convert.to_scipy(self.indptr, self.indices, self.data, self.shape)
 
     def to(self, *args: Any, **kwargs: Any) -> "BSRMatrix":
@@ -261,8 +261,8 @@ device=cpu)
     def with_data(self, data: torch.Tensor) -> "BSRMatrix":
         """The same pattern with other values [nnzb, bh, bw], in the order of `indices`.
 
-        Any floating dtype. The padding of edge blocks is checked (a synchronisation where the
-        shape is ragged).
+        Any floating dtype. The padding of edge blocks is checked, which synchronises if the shape
+        is ragged.
         """
         op = "BSRMatrix.with_data"
         check_values(op, data)

@@ -93,7 +93,7 @@ class BSRPattern:
         self._shape = shape
         self._block_shape = block_shape
         self._transposed: BSRPattern | None = None
-        # what the operators keep to repeat a product with this pattern cheaply
+        # launches that the operators record to replay products with this pattern
         self._launches: dict[Any, Any] = {}
 
     @classmethod
@@ -104,7 +104,7 @@ class BSRPattern:
         shape: tuple[int, int],
         block_shape: tuple[int, int],
     ) -> "BSRPattern":
-        """Take int32 metadata known to be well formed, without a check or a copy."""
+        """Take int32 metadata that is known to be well formed, without a check or a copy."""
         pattern = cls.__new__(cls)
         pattern._build(indptr, indices, shape, block_shape)
         return pattern
@@ -179,7 +179,7 @@ class BSRPattern:
         return self._transposed
 
     def tensors(self) -> list[torch.Tensor]:
-        """[indptr, indices, t_indptr, t_indices, t_perm], what the operators take."""
+        """[indptr, indices, t_indptr, t_indices, t_perm], the form that the operators take."""
         return [self._indptr, self._indices, self._t_indptr, self._t_indices, self._t_perm]
 
     @property
@@ -189,7 +189,7 @@ class BSRPattern:
 
     @usable_in_training
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "BSRPattern":
-        """This pattern on `device`; itself when it is there already."""
+        """This pattern on `device`; returns itself if it is already there."""
         rows = self._rows.to(device, non_blocking=non_blocking)
         if rows is self._rows:
             return self

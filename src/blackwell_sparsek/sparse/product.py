@@ -1,4 +1,4 @@
-"""Which blocks a product of two block-sparse matrices has, and which pairs of blocks make them."""
+"""The blocks of a product of two block-sparse matrices, and the pairs of blocks behind each."""
 
 from typing import NamedTuple
 
@@ -75,7 +75,7 @@ def product_pattern(
     """
     seen_a = a.transposed() if a_transposed else a
     seen_b = b.transposed() if b_transposed else b
-    # Entry e of A in block column k meets every entry of block row k of B.
+    # Entry e of A in block column k is multiplied with every entry of block row k of B.
     starts = seen_b.indptr[seen_a.indices.long()].long()
     partners = seen_b.indptr[seen_a.indices.long() + 1].long() - starts
     a_entries = torch.arange(seen_a.nnz_blocks, device=a.device)

@@ -35,9 +35,9 @@ def block_magnitude(
     norm : "l2" or "l1"
         Summed over the block, in float32 (float64 for a float64 `w`).
     per_row : bool
-        Rank within each block row, so that all rows keep equally many blocks, or one more: no
-        output loses all its inputs, and rows take equal time. The blocks left over go to the rows
-        whose next best block is the best.
+        Rank within each block row, so that the numbers of blocks kept per row differ by at most
+        one: no output loses all its inputs, and rows take equal time. The remaining blocks go to
+        the rows whose next block scores highest.
 
     Returns
     -------
@@ -72,22 +72,22 @@ def wanda(
 ) -> torch.Tensor:
     """Keep the blocks of `w` with the largest norm of `|w[i, j]| * ||x_j||`.
 
-    The score of Wanda (Sun et al., 2023), `x_j` being what input feature j was on a sample of
-    data, summed over blocks.
+    This is the score of Wanda (Sun et al., 2023), summed over blocks; `x_j` holds the values of
+    input feature j on a sample of data.
 
     Parameters
     ----------
     w : Tensor [M, K], float16, bfloat16, float32 or float64
         The weight of a linear layer with K inputs.
     inputs : Tensor [K] of norms, or Tensor [..., K] of activations with two or more dimensions
-        Norms are those of each feature over all samples; see `input_norms`. Any floating dtype, on
+        Norms are taken of each feature over all samples; see `input_norms`. Any floating dtype, on
         the device of `w`.
     block_shape, sparsity, norm, per_row : as in `block_magnitude`
         As in the paper, blocks compete within a row of outputs by default.
 
     Returns
     -------
-    Tensor [ceil(M / bh), ceil(K / bw)], bool, as `block_magnitude`
+    Tensor [ceil(M / bh), ceil(K / bw)], bool, as from `block_magnitude`
 
     Examples
     --------
@@ -113,7 +113,7 @@ def choose_blocks(
     method: str,
     inputs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The blocks that the method of that name keeps."""
+    """Which blocks to keep, chosen by the method of that name."""
     check_choice(op, "method", method, METHODS)
     if (inputs is not None) != (method == "wanda"):
         expected = "activations or their norms for method 'wanda', and only for that"
@@ -156,7 +156,7 @@ def block_norms(blocks: torch.Tensor, norm: str) -> torch.Tensor:
 
 
 def check_sparsity(op: str, sparsity: Any) -> float:
-    """A number in [0, 1]."""
+    """Check that `sparsity` is a number in [0, 1]."""
     expected = "a number in [0, 1]"
     if not isinstance(sparsity, int | float) or isinstance(sparsity, bool):
         got = type(sparsity).__name__
@@ -174,8 +174,8 @@ def kept_count(sparsity: float, blocks: int) -> int:
 def keep_best(op: str, scores: torch.Tensor, sparsity: float, per_row: bool) -> torch.Tensor:
     """Mark the best `kept_count` of `scores` [rows, cols]; ties go to the first.
 
-    A negative score says that there is no block. With `per_row`, rows get equally many as far as
-    they have them.
+    A negative score means that there is no block. With `per_row`, rows keep equally many blocks as
+    far as they have them.
     """
     count = kept_count(check_sparsity(op, sparsity), scores.numel())
     if not bool(torch.isfinite(scores).all()):
@@ -187,7 +187,7 @@ def keep_best(op: str, scores: torch.Tensor, sparsity: float, per_row: bool) -> 
         keep.view(-1)[order[:count]] = True
         return keep
     ranked, order = torch.sort(scores, dim=1, descending=True, stable=True)
-    # The best of every row come before the second best of any, and blocks that are not there last.
+    # The best block of every row comes before the second best of any; missing blocks come last.
     turn = torch.arange(scores.shape[1], device=scores.device).expand_as(ranked)
     turn = torch.where(ranked < 0, scores.shape[1], turn).flatten()
     by_score = torch.sort(ranked.flatten(), descending=True, stable=True).indices
@@ -197,6 +197,6 @@ def keep_best(op: str, scores: torch.Tensor, sparsity: float, per_row: bool) -> 
 
 
 def random_blocks(rows: int, cols: int, sparsity: float) -> torch.Tensor:
-    """A random choice, equally many in each row, from torch's CPU generator. On the CPU."""
+    """A random choice of equally many blocks per row, by torch's CPU generator and on the CPU."""
     scores = torch.rand(rows, cols, device="cpu")
     return keep_best("random_blocks", scores, sparsity, per_row=True)

@@ -1,6 +1,6 @@
-"""What makes block-sparse-row metadata well formed, checked with one device synchronisation.
+"""Checks that block-sparse-row metadata is well formed, with one device synchronisation.
 
-Every check names the row or the entry at fault. torch.sparse_bsr_tensor checks none of this unless
+Every error names the row or the entry at fault. torch.sparse_bsr_tensor checks none of this unless
 asked to, and a kernel that trusts a bad index reads out of bounds.
 """
 
@@ -26,7 +26,7 @@ MAX_INDEX = 2**31 - 1
 
 
 def check_pair(op: str, arg: str, value: Any, smallest: int) -> tuple[int, int]:
-    """Two integers, each at least `smallest` and within int32."""
+    """Check for two integers, each at least `smallest` and within int32."""
     expected = f"two integers of at least {smallest}"
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise InvalidType(message(op, arg, "is not a pair", expected, type(value).__name__))
@@ -40,7 +40,7 @@ def check_pair(op: str, arg: str, value: Any, smallest: int) -> tuple[int, int]:
 
 
 def check_values(op: str, data: Any) -> None:
-    """Block values: a floating tensor [nnzb, bh, bw] with blocks of at least 1 x 1."""
+    """Check block values: a floating tensor [nnzb, bh, bw] with blocks of at least 1 x 1."""
     check_tensor(op, "data", data)
     check_dtype(op, "data", data, VALUE_DTYPES)
     check_rank(op, "data", data, "[nnzb, bh, bw]")
@@ -54,7 +54,7 @@ def check_metadata(
     shape: tuple[int, int],
     block_shape: tuple[int, int],
 ) -> None:
-    """Everything about `indptr` and `indices`, their contents included (one synchronisation)."""
+    """Check `indptr` and `indices`, including their contents (one synchronisation)."""
     for arg, x in (("indptr", indptr), ("indices", indices)):
         check_tensor(op, arg, x)
         check_dtype(op, arg, x, INDEX_DTYPES)
@@ -128,7 +128,7 @@ def padding_masks(
     row_indices: torch.Tensor,
     indices: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Masks [nnzb, bh, 1] and [nnzb, 1, bw] of what lies beyond `shape`; only those that exist."""
+    """Masks [nnzb, bh, 1] and [nnzb, 1, bw] of elements beyond `shape`, for ragged sides only."""
     masks = []
     for dim, position in ((0, row_indices), (1, indices)):
         size, block = shape[dim], block_shape[dim]
@@ -145,7 +145,7 @@ def zero_padding(
     row_indices: torch.Tensor,
     indices: torch.Tensor,
 ) -> torch.Tensor:
-    """`values` with zeros beyond `shape`, by selection: a NaN there does not survive."""
+    """`values` with zeros beyond `shape`; selected, not multiplied, so that a NaN goes too."""
     block_shape = (values.shape[1], values.shape[2])
     for mask in padding_masks(shape, block_shape, row_indices, indices):
         values = values.masked_fill(mask, 0)
@@ -159,7 +159,7 @@ def check_padding(
     row_indices: torch.Tensor,
     indices: torch.Tensor,
 ) -> None:
-    """Edge blocks must be zero beyond `shape` (one synchronisation where there is such a block)."""
+    """Check that edge blocks are zero beyond `shape` (one synchronisation if there are any)."""
     block_shape = (data.shape[1], data.shape[2])
     masks = padding_masks(shape, block_shape, row_indices, indices)
     if not masks or data.numel() == 0:

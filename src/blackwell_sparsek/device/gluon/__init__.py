@@ -1,1 +1,1 @@
-"""Parts of Gluon kernels: what a producer warp and its consumer warp groups share."""
+"""Building blocks of Gluon kernels, used by a producer warp and its consumer warp groups."""

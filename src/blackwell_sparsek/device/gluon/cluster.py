@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """Programs (CTAs) of a cluster: multicast copies, remote barriers, exchange of sums.
 
-Programs launched as a cluster reach each other's shared memory (distributed shared memory). Gluon
-of Triton 3.6 cannot express that, so it is inline PTX here. Addresses are those of
+Programs launched as a cluster can access each other's shared memory (distributed shared memory).
+Gluon of Triton 3.6 cannot express that, so this is inline PTX. Addresses are those of
 `warps.shared_address`: the same offset means the same place in every program of the cluster. Triton
-does not know about any of these accesses, and so puts no barriers or fences around them; where that
-is unsafe the caller must order them itself.
+does not know about any of these accesses and puts no barriers or fences around them; where that is
+unsafe, the caller must order them.
 """
 
 from triton.experimental import gluon
@@ -24,7 +24,7 @@ def cluster_rank():
 
 @gluon.jit
 def cluster_barrier():
-    """Wait for all threads of all programs of the cluster; every thread has to call this.
+    """Wait for all threads of all programs of the cluster; every thread must call this.
 
     It makes the initialisation of mbarriers visible to the cluster and orders nothing else: a
     release at cluster scope would wait for memory, which takes a microsecond.
@@ -41,10 +41,11 @@ def copy_tile(parameter: gl.constexpr, coordinates, bar, address, programs):
     """TMA copy of a tile to `address`, with its bytes reported to the barrier at `bar`.
 
     `programs` is the bit mask of the ranks that receive it (multicast), each at its own `address`
-    and `bar`; None: this program alone. `parameter` is the PTX name of the kernel parameter that
-    holds the descriptor, because Triton 3.6 cannot pass one to inline assembly; `coordinates` are
-    two or three. A copy that Triton knows about is fenced off from every other use of the same
-    allocation, and such a fence waits for loads: this one is not. Called by one warp.
+    and `bar`; None means this program alone. `parameter` is the PTX name of the kernel parameter
+    that holds the descriptor, because Triton 3.6 cannot pass one to inline assembly. There are two
+    or three `coordinates`. Triton would fence a copy that it knows about from every other use of
+    the same allocation, and such a fence waits for loads; it does not fence this one. Called by one
+    warp.
     """
     many: gl.constexpr = programs is not None
     head: gl.constexpr = (
@@ -99,7 +100,7 @@ def arrive_at_all(address, live, SIZE: gl.constexpr):
 
 @gluon.jit
 def arrive_at_rank(address, rank):
-    """Arrive once for this warp at the barrier at `address` of the program of that rank."""
+    """Arrive once for this warp at the barrier at `address` of the program with that rank."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
         "bar.warp.sync -1; mapa.shared::cluster.u32 a, $1, $2; "
@@ -110,9 +111,9 @@ def arrive_at_rank(address, rank):
 
 @gluon.jit
 def read_shared(address):
-    """An int32 of this program's shared memory.
+    """Load an int32 from this program's shared memory.
 
-    Triton does not know about this load: it would put a fence between it and every copy to the same
+    The load is hidden from Triton, which would put a fence between it and every copy to the same
     allocation.
     """
     return gl.inline_asm_elementwise(
@@ -133,12 +134,12 @@ def write_to_all(number, address, bar, SIZE: gl.constexpr):
     )
 
 
-# Split K over two programs: each has summed its part of the products and finishes half the columns.
+# Split K over two programs: each sums its part of the products and finishes half the columns.
 #
-# Sums [64, columns] lie in registers as WGMMA leaves them. Each program writes the columns that its
-# partner finishes to the partner's shared memory, and the threads that hold the same places there
-# read them back. A program takes part once and may end right after it: nobody writes to its shared
-# memory later.
+# Sums [64, columns] are in registers in WGMMA's layout. Each program writes the columns that its
+# partner finishes to the partner's shared memory, where the threads that hold the same elements
+# read them. A program does this once and may exit right after it: its partner does not write to its
+# shared memory later.
 
 # Bytes of four sums in each of 128 threads.
 _QUADS_BYTES = gl.constexpr(2048)
@@ -148,7 +149,7 @@ _QUADS_BYTES = gl.constexpr(2048)
 def init_exchange(bar, nbytes):
     """Initialise the barrier at `bar` to expect `nbytes` of the partner's sums.
 
-    Done by the first thread of the program; a `cluster_barrier` has to follow.
+    The first thread of the program does this; a `cluster_barrier` must follow.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
@@ -162,8 +163,8 @@ def init_exchange(bar, nbytes):
 def exchange_halves(acc, buffer, bar, layout: gl.constexpr):
     """Sums of both programs for the half of the columns that this one finishes.
 
-    `buffer` is where the partner's sums arrive; `layout`, that of the result, is WGMMA's for half
-    the columns, at least 8. Called by the first four warps.
+    `buffer` receives the partner's sums. `layout` is that of the result: WGMMA's for half the
+    columns, at least 8. Called by the first four warps.
     """
     half: gl.constexpr = acc.shape[1] // 2
     whole_layout: gl.constexpr = acc.type.layout
@@ -183,7 +184,7 @@ def exchange_halves(acc, buffer, bar, layout: gl.constexpr):
 
 @gluon.jit
 def _send(values, place, bar):
-    """Write each thread's sums, four at a time, to the partner at `place` unless that is -1."""
+    """Write each thread's sums, four at a time, to the partner at `place`, unless it is -1."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; .reg .b32 b; .reg .b32 t; .reg .b32 r; "
         "setp.ge.s32 p, $8, 0; mov.u32 t, %tid.x; shl.b32 t, t, 4; add.u32 a, $8, t; "

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""fp8 tiles in shared memory as first operands of WGMMA, which wants fp16 in registers.
+"""fp8 tiles in shared memory as first operands of WGMMA, converted to fp16 in registers.
 
 Tiles are copied as words of four values, int32 [keys, words], swizzled over 128 bytes: threads read
-words without bank conflicts in the order in which `device.fp8` makes operands of them.
+words without bank conflicts, in the order in which `device.fp8` converts them to operands.
 """
 
 from triton.experimental import gluon
@@ -24,7 +24,7 @@ def _powers(begin, end):
 
 @gluon.constexpr_function
 def _key_layout(keys, words):
-    """Rows of 16 in a warp, words of 16 columns in its four threads of a row."""
+    """A warp holds 16 rows; the four threads of a row hold one word each of every 16 columns."""
     reg = [[0, n] for n in _powers(4, words)] + [[8, 0]] + [[n, 0] for n in _powers(64, keys)]
     lane = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return _linear(reg, lane, [[16, 0], [32, 0]], [keys, words])
@@ -32,7 +32,7 @@ def _key_layout(keys, words):
 
 @gluon.constexpr_function
 def _value_layout(keys, words):
-    """Pairs of keys in a thread, eight words in a row of threads."""
+    """A thread holds pairs of keys; eight threads of a warp span eight words."""
     reg = [[1, 0]] + [[n, 0] for n in _powers(8, keys)]
     lane = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]
     return _linear(reg, lane, [[0, 8], [0, 16]], [keys, words])
@@ -40,7 +40,7 @@ def _value_layout(keys, words):
 
 @gluon.jit
 def key_operand(tile, accumulator: gl.constexpr):
-    """fp16 [keys, columns] of words [keys, columns / 4]; columns lie as `column_of_slot` tells."""
+    """fp16 [keys, columns] from words [keys, columns / 4]; `column_of_slot` gives column order."""
     N: gl.constexpr = tile.shape[0]
     W: gl.constexpr = tile.shape[1]
     words = tile.load(_key_layout(N, W))
@@ -55,13 +55,13 @@ def key_operand(tile, accumulator: gl.constexpr):
 
 @gluon.jit
 def column_of_slot(slot):
-    """The column of the cache that `key_operand` has at a place."""
+    """The column of the cache that `key_operand` puts at `slot`."""
     return slot - slot % 16 + slot // 2 % 4 * 4 + slot // 8 % 2 * 2 + slot % 2
 
 
 @gluon.jit
 def value_operand(tile, accumulator: gl.constexpr):
-    """fp16 [128, keys] of words [keys, 32]; `fp8.turned_back` puts products in order."""
+    """fp16 [128, keys] from words [keys, 32]; `fp8.turned_back` restores the order in products."""
     words = tile.load(_value_layout(tile.shape[0], tile.shape[1]))
     halves = turned_halves(words)
     return gl.convert_layout(halves, gl.DotOperandLayout(0, accumulator, 2), assert_trivial=True)
@@ -69,13 +69,13 @@ def value_operand(tile, accumulator: gl.constexpr):
 
 @gluon.jit
 def half_range(q):
-    """Queries in fp16, scaled by a power of two into its range, and the factor left.
+    """Queries in fp16, scaled into its range by a power of two, and the factor that undoes this.
 
-    One factor for all rows: fp16 has 40 binades, and rows that share keys are not that far apart.
+    One factor serves all rows: fp16 has 40 binades, and rows that share keys differ by less.
     """
     top = gl.max(gl.max(gl.abs(q.to(gl.float32)), 1), 0)
     exponent = (top.to(gl.int32, bitcast=True) >> 23) - 127
-    # the largest value becomes at least 2**14, which leaves a binade to the end of fp16
+    # the largest value becomes at least 2**14, which leaves one binade below the fp16 maximum
     shift = gl.minimum(gl.maximum(exponent, -100), 126) - 14
     down = ((127 - shift) << 23).to(gl.float32, bitcast=True)
     up = ((127 + shift) << 23).to(gl.float32, bitcast=True)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Additions by TMA, which Triton 3.6 can build but does not export to Gluon, and prefetches to L2.
+"""TMA additions, which Triton 3.6 can compile but does not export to Gluon, and prefetches to L2.
 
-Programs add to a tile in any order. Where the order must be the same in every run, a semaphore
-counts the additions: `acquire_semaphore`, `tma_add`, `release_semaphore`.
+Programs add to a tile in any order. For ordered accumulation, a semaphore counts the additions:
+`acquire_semaphore`, `tma_add`, `release_semaphore`.
 """
 
 from triton._C.libtriton import ir
@@ -29,11 +29,11 @@ def acquire_semaphore(semaphore_ptr, rank):
 
 @gluon.jit
 def release_semaphore(semaphore_ptr):
-    """Wait until what this warp added is in memory, and let the next program in."""
+    """Wait until this warp's additions are in memory, then let the next program in."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
-    # unlike `tma.store_wait`, which only waits until the tile has been read; all lanes wait for the
-    # one that started the copy
+    # `tma.store_wait` would only wait until the tile has been read; here, all lanes wait until the
+    # copy that one of them started is complete
     done = gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync -1; mov.b32 $0, $1;",
         "=r,r",
@@ -47,10 +47,10 @@ def release_semaphore(semaphore_ptr):
 
 @gluon.jit
 def bring_to_l2(address, nbytes):
-    """Bring `nbytes`, a multiple of 16, to the L2 from each address that is not 0.
+    """Prefetch `nbytes`, a multiple of 16, into the L2 from each address that is not 0.
 
-    A kernel in front may still write them: what it writes goes to the L2 too, so nothing gets stale
-    by coming early.
+    The preceding kernel may still write them: its writes go to the L2 too, so an early prefetch
+    cannot become stale.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s64 p, $1, 0; "

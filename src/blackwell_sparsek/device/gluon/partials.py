@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""`device.partials` for kernels that choose their layouts: parts of one softmax, put together.
+"""`device.partials` for Gluon kernels, which choose layouts: combining parts of one softmax.
 
-Accumulators are [rows, columns] in any layout; indices are made in the layouts that follow from it.
+Accumulators are [rows, columns] in any layout; the layouts of indices follow from it.
 Parts lie in memory as [slot, rows, columns] and [slot, 2, rows].
 """
 
@@ -14,19 +14,19 @@ from ..softmax import init_state, join_states
 
 @gluon.jit
 def rows_of(acc):
-    """Numbers of the rows of `acc`, in the layout of its row states."""
+    """Row numbers of `acc`, in the layout of its row states."""
     return gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
 
 
 @gluon.jit
 def columns_of(acc):
-    """Numbers of the columns of `acc`."""
+    """Column numbers of `acc`."""
     return gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
 
 
 @gluon.jit
 def store_part(acc_ptr, state_ptr, slot, m_log2, row_sum, acc, num_rows):
-    """Write the state and the accumulators of a part; `num_rows` count."""
+    """Write the state and the accumulators of a part, for `num_rows` rows."""
     TILE_M: gl.constexpr = acc.shape[0]
     TILE_DV: gl.constexpr = acc.shape[1]
     rows = rows_of(acc)
@@ -51,7 +51,7 @@ def merge_parts(
 ):
     """State and accumulators [MERGED_ROWS, TILE_DV] of the rows from `first_row` on.
 
-    Four warps; each takes a row, and each of its threads the same columns of all parts.
+    Called by four warps: each takes a row, and each of its threads the same columns of all parts.
     """
     layout: gl.constexpr = gl.BlockedLayout(
         [1, PARTS, TILE_DV // 32], [1, 1, 32], [4, 1, 1], [2, 1, 0]
@@ -69,7 +69,7 @@ def merge_parts(
         slot = part_slot(first_program + part, first_program)
         live = (part < num_parts) & live_row
         state = state_ptr + slot * (2 * TILE_M) + rows[:, None, :]
-        # past the L1, which does not see what other SMs write
+        # bypass the L1, which does not see what other SMs write
         m_parts = gl.load(state, live, other=-float("inf"), cache_modifier=".cg")
         sum_parts = gl.load(state + TILE_M, live, other=0.0, cache_modifier=".cg")
         offsets = slot.to(gl.int64) * (TILE_M * TILE_DV) + inside

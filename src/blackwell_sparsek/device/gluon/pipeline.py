@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Between one producer warp and its consumer warp groups: tiles, barriers and a channel for work.
+"""The link between a producer warp and its consumer warp groups: tiles, barriers, a work channel.
 
-A persistent kernel takes *work tiles* until none is left. The producer publishes the numbers that
+A persistent kernel claims *work tiles* until none is left. The producer publishes the numbers that
 describe a work tile, and the consumers take them; a channel of depth two lets the producer run one
 work tile ahead. `slot` counts the work tiles of this program.
 """
@@ -20,7 +20,7 @@ thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barr
 
 @gluon.jit
 def tiles(desc, count: gl.constexpr, rows: gl.constexpr):
-    """Allocate `count` shared-memory tiles of `rows` rows as wide as a descriptor copies."""
+    """Allocate `count` shared-memory tiles of `rows` rows, as wide as the tiles of a descriptor."""
     width: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, width], desc.dtype)
     return gl.allocate_shared_memory(desc.dtype, [count, rows, width], layout)
@@ -28,7 +28,7 @@ def tiles(desc, count: gl.constexpr, rows: gl.constexpr):
 
 @gluon.jit
 def barriers(count: gl.constexpr, arrivals: gl.constexpr, room: gl.constexpr = 0):
-    """Allocate `count` barriers that complete after `arrivals` arrivals, in `room` or no more."""
+    """Allocate `count` barriers of `arrivals` arrivals each, in an array of at least `room`."""
     words: gl.constexpr = room if room > count else count
     bars = gl.allocate_shared_memory(gl.int64, [words, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
@@ -53,11 +53,12 @@ def work_channel(fields: gl.constexpr, consumers: gl.constexpr):
 
 @gluon.jit
 def claim(counter_ptr, programs, total):
-    """The first of `total` work tiles that nobody has; `programs` have one without asking.
+    """Claim the next of `total` work tiles; each of the `programs` gets its first without a claim.
 
-    Every program asks once for each tile that it has, so the answer to the last question is known:
-    whoever hears it sets the counter back. Relaxed, since nothing but the number is handed over:
-    in order with other memory, the warp would wait for all of its own and forget its L1.
+    Every program claims once for each tile that it has, so the last of all claims has a known
+    number, and the program that made it resets the counter. The atomic is relaxed because only the
+    number is handed over: an ordered one would wait for all memory accesses of the warp and
+    invalidate its L1.
     """
     asked_before = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     if asked_before == total - 1:
@@ -67,7 +68,7 @@ def claim(counter_ptr, programs, total):
 
 @gluon.jit
 def publish(channel, slot, fields):
-    """Hand a work tile to the consumers, once they have read the one before last."""
+    """Hand a work tile to the consumers once they have read the one before the last."""
     numbers, filled, free = channel
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
@@ -80,7 +81,7 @@ def publish(channel, slot, fields):
 
 @gluon.jit
 def peek(channel, slot, place: gl.constexpr):
-    """One of the numbers that `take` will return."""
+    """Read one of the numbers that `take` will return."""
     numbers, filled, _ = channel
     group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     depth = slot % WORK_DEPTH
@@ -91,7 +92,7 @@ def peek(channel, slot, place: gl.constexpr):
 
 @gluon.jit
 def take(channel, slot, WARPS: gl.constexpr = 4):
-    """The numbers that were published in this slot, to be read by WARPS warps."""
+    """The numbers that were published in this slot; WARPS warps read them."""
     numbers, filled, free = channel
     group: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count: gl.constexpr = numbers.shape[0] // WORK_DEPTH
@@ -106,7 +107,7 @@ def take(channel, slot, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def ring_place(step, STAGES: gl.constexpr):
-    """The `StagePlace` of a step: shifts instead of divisions where STAGES allows it."""
+    """The `StagePlace` of a step, by shifts instead of divisions where STAGES allows it."""
     if STAGES == 4:
         place = StagePlace(step & 3, (step >> 2) & 1)
     elif STAGES == 2:
@@ -116,28 +117,28 @@ def ring_place(step, STAGES: gl.constexpr):
     return place
 
 
-# Where tiles lie for TMA: in dense batches, and in sequences that are packed end to end.
+# TMA coordinates of tiles, in dense batches and in packed sequences.
 #
-# Copies must stop at the end of a sequence, since the next one begins there: a NaN of its values
-# would spoil products, and outputs would overwrite its own. TMA stops only at the end of a
-# dimension, so packed tensors [T, H, D] are described in five,
+# Copies must stop at the end of a sequence, since the next one begins there: a NaN among its values
+# would spoil products, and stores would overwrite its outputs. TMA stops only at the end of a
+# dimension, so packed tensors [T, H, D] are described in five dimensions,
 #
 #     [back, end, head, row, D]      strides  [2**34 - s, s, head, s, 1]      s from token to token
 #
 # and row `r` of a sequence of `n` tokens that ends before token `e` is found at `back` 2**30,
 # `end` e and `row` 2**30 - n + r. The sequence then ends with the row dimension, which has 2**30.
-# Addresses wrap at 2**64, so 2**30 steps of 2**34 - s elements of a power of two bytes go back by
-# 2**30 * s.
+# Addresses wrap at 2**64, so 2**30 steps of 2**34 - s elements, whose size is a power of two bytes,
+# go back by 2**30 * s elements.
 
 ROW_END = gl.constexpr(2**30)
-# More than any coordinate of the first two dimensions; those are int32.
+# Larger than any coordinate in the first two dimensions; coordinates are int32.
 BEYOND = gl.constexpr(2**31 - 2**16)
 WRAP = gl.constexpr(2**34)
 
 
 @gluon.jit
 def tile_place(cu_seqlens_ptr, batch, head, first, length):
-    """Coordinates that the tiles of a (batch, head) share; `first` and `length` are its tokens'."""
+    """Coordinates shared by the tiles of a (batch, head) with tokens `first .. first + length`."""
     place = (batch, head)
     if cu_seqlens_ptr is not None:
         place = PackedPlace(first + length, head, ROW_END - length)

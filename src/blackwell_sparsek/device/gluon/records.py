@@ -1,10 +1,10 @@
-"""Named records of Gluon kernels: what the roles of a program share. See `device.records`."""
+"""Named records that the warp roles of a Gluon kernel share. See `device.records`."""
 
 from typing import Any, NamedTuple
 
 
 class Ring(NamedTuple):
-    """Stages of tiles, and for each a barrier of a full and one of an empty stage."""
+    """Stages of tiles, each with a barrier for "full" and one for "empty"."""
 
     tiles: Any
     full: Any
@@ -12,7 +12,7 @@ class Ring(NamedTuple):
 
 
 class WorkChannel(NamedTuple):
-    """Numbers that describe work tiles, and barriers of filled and of free entries."""
+    """Numbers that describe work tiles, and barriers for filled and for free entries."""
 
     numbers: Any
     filled: Any

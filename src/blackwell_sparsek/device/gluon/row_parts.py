@@ -1,8 +1,9 @@
 # mypy: ignore-errors
-"""Rows of WGMMA accumulators: maxima and sums without exchanges that can wait, factors of one.
+"""Rows of WGMMA accumulators: maxima, sums with deferred exchanges, rescaling only where needed.
 
-Four threads hold a row, each of them two of every eight columns. Sums stay in parts until the
-last tile: `parts` [rows, 4]. Maxima are needed at once: first of 8, then of those, in short chains.
+Four threads hold a row, each of them two of every eight columns. Sums stay per thread until the
+last tile: `parts` [rows, 4]. Maxima are needed at once; they are taken of groups of 8 first and
+then of those, to keep dependency chains short.
 """
 
 from triton.experimental import gluon
@@ -15,26 +16,26 @@ HOLDERS = gl.constexpr(4)
 
 @gluon.jit
 def _by_thread(x):
-    """`x` [rows, keys] with an axis of its own for the threads that share a row."""
+    """`x` [rows, keys] with a separate axis for the threads that share a row."""
     return gl.reshape(x, [x.shape[0], x.shape[1] // 32, 4, HOLDERS, 2])
 
 
 @gluon.jit
 def row_parts(x):
-    """Sums [rows, 4] of what each thread has of a row."""
+    """Sums [rows, 4] over the elements that each thread holds of a row."""
     return gl.sum(gl.sum(gl.sum(_by_thread(x), 4), 2), 1)
 
 
 @gluon.jit
 def row_maxima(s, like):
-    """Largest of each row of `s`, in short chains, in the layout of `like`."""
+    """Maximum of each row of `s`, by short dependency chains, in the layout of `like`."""
     top = gl.max(gl.max(gl.max(gl.max(_by_thread(s), 4), 2), 1), 1)
     return gl.convert_layout(top, like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def add_parts(parts, rescale, p):
-    """Sums in parts, rescaled, with the weights `p` of another tile."""
+    """Rescale the per-thread sums and add the weights `p` of another tile."""
     rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     factor = gl.convert_layout(rescale, rows, assert_trivial=True)
     return parts * factor[:, None] + row_parts(p)
@@ -42,7 +43,7 @@ def add_parts(parts, rescale, p):
 
 @gluon.jit
 def softmax_step_parts(m_log2, parts, s, scale_log2, SLACK: gl.constexpr):
-    """As `softmax.softmax_step`, with sums in parts."""
+    """As `softmax.softmax_step`, with per-thread sums."""
     top = row_maxima(s, m_log2)
     m_new, p, rescale = weigh_below(m_log2, top, s, scale_log2, SLACK)
     return m_new, add_parts(parts, rescale, p), p, rescale
@@ -58,15 +59,15 @@ def _pinning(offset):
 
 @gluon.jit
 def pin_above(x, base, SPARE: gl.constexpr):
-    """Keep what makes `x` above the next wait: what is not a number would be stored.
+    """Make the compiler compute `x` before the next wait, by a store that happens only for NaN.
 
-    That goes to an address SPARE bytes behind `base`, where nobody reads.
+    The store goes to SPARE bytes past `base`, an address that is never read.
     """
     asm: gl.constexpr = _pinning(SPARE)
     gl.inline_asm_elementwise(asm, "=r,f,r,~{memory}", [x, base], gl.int32, False, 1)
 
 
-# Whether any of a warp's rows, two in a thread, has another maximum than before.
+# Whether the maximum of any row of a warp changed; a thread holds two rows.
 RAISED = gl.constexpr(
     "{ .reg .pred p, q; setp.neu.f32 p, $2, $4; setp.neu.or.f32 p, $3, $5, p; "
     "vote.sync.any.pred q, p, -1; selp.b32 $0, 1, 0, q; mov.b32 $1, $0; }"
@@ -81,7 +82,7 @@ def any_raised(m_log2, m_new):
 
 @gluon.constexpr_function
 def _scaling(count):
-    # operands: results, the accumulators they start from, the factor of each, and whether to
+    # operands: results, the accumulators they start from, the factor of each, whether to scale
     scaled = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     return f"{{ .reg .pred q; setp.ne.s32 q, ${3 * count}, 0; @!q bra.uni same; {scaled} same: }}"
 
@@ -94,7 +95,7 @@ def _scaling_operands(count):
 
 @gluon.jit
 def scale_rows(acc, factor, raised):
-    """`acc` [64, columns] of WGMMA times `factor` [64, 1], by warps that `raised` [64, 1] a row."""
+    """WGMMA's `acc` [64, columns] times `factor` [64, 1], in warps that have `raised` [64, 1]."""
     count: gl.constexpr = acc.shape[1] // 2
     asm: gl.constexpr = _scaling(acc.shape[1] // 2)
     operands: gl.constexpr = _scaling_operands(acc.shape[1] // 2)
@@ -103,11 +104,11 @@ def scale_rows(acc, factor, raised):
     return gl.inline_asm_elementwise(asm, operands, [acc, factors, flags], gl.float32, True, count)
 
 
-# `keep_columns` leaves out columns by one bit for each that a thread has of a row. Bits become
-# predicates eight at a time (R2P), where a comparison and a position for each column take half as
-# many instructions again. What a band means stands in `device/masks.py`.
+# `keep_columns` masks columns by one bit for each column that a thread holds of a row. Bits become
+# predicates eight at a time (R2P); a comparison and a position for each column would take half as
+# many instructions again. `device/masks.py` defines what a band shows.
 
-# A thread has the columns 8 k and 8 k + 1 behind its first one: bits of those up to {last}.
+# A thread holds the columns 8 k and 8 k + 1 from its first one on: the bits of those up to {last}.
 _UP_TO = (
     "sub.s32 t, {last}, lane; shr.s32 n, t, 3; shl.b32 n, n, 1; and.b32 t, t, 7; min.u32 t, t, 1; "
     "add.s32 n, n, t; add.s32 n, n, 1; max.s32 n, n, 0; bmsk.clamp.b32 {bits}, 0, n; "
@@ -124,8 +125,8 @@ BITS = gl.constexpr(
 
 @gluon.constexpr_function
 def _choosing(count):
-    # operands: results, the scores they start from, and the bits of each one's row; a thread has
-    # two rows, whose elements come in pairs
+    # operands: results, the scores they start from, and the bits of the row of each; a thread holds
+    # two rows, whose elements alternate in pairs
     lines = []
     for i in range(count):
         bits = f"${2 * count + i % 4 // 2 * 2}"
@@ -142,7 +143,7 @@ def _choosing_operands(count):
 
 @gluon.jit
 def keep_columns(s, first, last):
-    """Scores `s` [64, columns] of WGMMA, -inf where a column is not from `first` to `last`."""
+    """WGMMA's scores `s` [64, columns], with -inf in columns outside `first` to `last`."""
     bits = gl.inline_asm_elementwise(BITS, "=r,r,r", [first, last], gl.int32, True, 1)
     count: gl.constexpr = s.shape[1] // 2
     asm: gl.constexpr = _choosing(s.shape[1] // 2)

@@ -1,4 +1,4 @@
-"""What transformers calls as attention: whole sequences, single queries, paged batches."""
+"""The attention functions that transformers calls, for sequences, single queries, paged batches."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from ...masks.segments import every_key_block
 from .block_sparse import BlockSparse, mask_of_selection
 from .visible_keys import OP, VisibleKeys, block_size_for, listed_tokens, visible_of_user
 
-# Arguments that change what attention computes and that nothing here computes.
+# Arguments that change the result of attention and are not supported here.
 REFUSED = ("position_bias", "head_mask", "layer_head_mask", "alibi")
 
 
@@ -47,11 +47,11 @@ def attention_forward(
     key, value : `[B, Hkv, Sk, D]`
         As they come from the cache, which may hold more slots than tokens.
     attention_mask : VisibleKeys, a ready 4-D mask of the user, or None
-        None shows all keys up to the query's own position, the last query being at the last key.
+        None shows all keys up to the query's position; the last query is at the last key.
 
     Returns
     -------
-    `[B, Sq, Hq, Dv]`, contiguous, and None for the weights, which are never formed.
+    `[B, Sq, Hq, Dv]`, contiguous, and None for the weights, which are never materialised.
     """
     refuse(dropout, kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -95,7 +95,7 @@ def attention_forward(
 
 
 def refuse(dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise for what cannot be honoured."""
+    """Raise for arguments that are not supported."""
     if dropout != 0.0:
         raise Unsupported(f"{OP}: dropout {dropout} on attention weights; set attention_dropout=0")
     if kwargs.get("output_attentions"):
@@ -131,7 +131,7 @@ def _packed(
     sliding_window: int | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Sequences packed into a batch of 1, described by offsets rather than by position_ids."""
+    """Attention of sequences packed into a batch of 1, given by offsets, not by position_ids."""
     if query.shape[0] != 1:
         raise InvalidInput(
             f"{OP}: cu_seq_lens_q describes one packed sequence, got a batch of {query.shape[0]}"
@@ -158,7 +158,7 @@ def _packed(
     return out.unsqueeze(0), None
 
 
-# Decoding: one query of each sequence over its cache.
+# Decoding: one query of each sequence attends to its cache.
 
 
 def attend_one(
@@ -173,8 +173,8 @@ def attend_one(
 ) -> Any:
     """Output `[B, Hq, 1, Dv]` of the query at the end of each sequence, without waiting.
 
-    The decode kernel reads lengths on the device. Where padding hides keys, it gets a list of the
-    others. Gradients need a derivative, which the forward kernel has.
+    The decode kernel reads lengths on the device. If padding hides keys, it gets a list of the
+    visible ones. Calls that need gradients use the forward kernel, which has a backward.
     """
     lengths, window = plan.lengths, (plan.band.left, plan.band.right)
     assert lengths is not None
@@ -240,7 +240,7 @@ def as_token_pages(
 ) -> tuple[torch.Tensor, torch.Tensor, int] | None:
     """Caches `[B, H, S, D]` as views `[pages, 1, H, D]` in which every token is a page.
 
-    Also the number of pages from one sequence to the next. None where strides do not allow it.
+    Also the number of pages from one sequence to the next. None if strides do not allow it.
     """
     steps = {x.stride(0) // x.stride(2) for x in (key, value)}
     if len(steps) != 1 or any(x.stride(0) % x.stride(2) for x in (key, value)):
@@ -296,7 +296,7 @@ def paged_attention_forward(
     ----------
     query : `[1, Hq, Tq, D]`
     key, value : `[1, Hkv, Tq, D]`
-        Of the new tokens; the cache adds the others.
+        Those of the new tokens; the cache adds the others.
 
     Returns
     -------
@@ -340,5 +340,5 @@ def paged_attention_forward(
 
 
 def refuse_paged(*args: Any, **kwargs: Any) -> Any:
-    """Stand for a sparse configuration, which continuous batching does not have."""
+    """Raise for a sparse configuration, which continuous batching does not support."""
     raise Unsupported(f"{OP}: continuous batching with block_sparse; register it without")

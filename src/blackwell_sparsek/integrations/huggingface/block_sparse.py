@@ -1,4 +1,4 @@
-"""Sparse attention for existing models by configuration."""
+"""Sparse attention for existing models, set by configuration."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,18 +26,18 @@ class BlockSparse:
     Parameters
     ----------
     window : int, optional
-        The latest keys, in tokens; every block that holds one of them counts. Alone, without any
-        other part, it is exact to the token.
+        The latest keys, in tokens; every block that holds one of them is visible. Without any other
+        part, the window is exact to the token.
     global_blocks : int
         The first blocks of the sequence ("sink" tokens).
     stride : int, optional
         Every `stride`-th block, counted back from the query's own.
     top_k : int, optional
-        The blocks that promise most, chosen for each block of queries and each head from products
-        of mean queries and mean keys. For prompts only: single queries see what the other parts
-        show, or everything if there is no other part.
+        The most promising blocks, chosen for each block of queries and each head by products of
+        mean queries and mean keys. For prompts only: single queries see what the other parts show,
+        or everything if there is no other part.
     block_size : int
-        Keys per block, and queries that choose together.
+        Keys per block, and queries that share a choice.
 
     Examples
     --------
@@ -80,20 +80,20 @@ class BlockSparse:
         return bool(self.window or self.global_blocks or self.stride)
 
     def band(self, band: Band) -> Band:
-        """`band`, limited to the window if that is all there is."""
+        """`band`, limited to the window if there is no other part."""
         if not self.is_window or self.window is None:
             return band
         left = self.window - 1
         return Band(left if band.left is None else min(left, band.left), band.right)
 
     def blocks(self, sq: int, sk: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The fixed parts: bool `[1, 1, Mb, Nb]`, the last query at the last key."""
+        """The fixed parts: bool `[1, 1, Mb, Nb]`, with the last query at the last key."""
         first = torch.arange(cdiv(sq, self.block_size), device=device) * self.block_size + sk - sq
         last = (first + self.block_size).clamp(max=sk) - 1
         return self._fixed(first[:, None], last[:, None], cdiv(sk, self.block_size))[None, None]
 
     def keys(self, lengths: torch.Tensor, kv_length: int) -> torch.Tensor:
-        """What a query at the end of each sequence sees: bool `[B, kv_length]`, without waiting.
+        """Keys that the last query of each sequence sees: bool `[B, kv_length]`, without waiting.
 
         lengths : int32 `[B]`
         """
@@ -102,7 +102,7 @@ class BlockSparse:
         return blocks[:, slot // self.block_size] & (slot < lengths[:, None])
 
     def kv_blocks(self, lengths: torch.Tensor, kv_length: int) -> torch.Tensor:
-        """The same as a list of blocks, int32 `[B, n]` with -1 in empty slots."""
+        """`keys` as a list of blocks, int32 `[B, n]` with -1 in empty slots."""
         blocks = self._blocks_at_the_end(lengths, kv_length)
         nb = blocks.shape[1]
         most = self._most(nb, 1)
@@ -111,7 +111,7 @@ class BlockSparse:
         return listed[:, : min(most, nb)]
 
     def _most(self, nb: int, own: int) -> int:
-        """The most of `nb` blocks that the fixed parts show a query; `own` hold its neighbours."""
+        """Bound on the blocks (of `nb`) that fixed parts show; `own` of them hold the queries."""
         most = self.global_blocks + own
         most += 0 if self.window is None else cdiv(self.window, self.block_size) + 1
         most += 0 if self.stride is None else cdiv(nb, self.stride)
@@ -123,13 +123,13 @@ class BlockSparse:
         if self.top_k is None and not torch.compiler.is_compiling():
             return _fixed_mask(self, sq, sk, query.device)
         nb = cdiv(sk, size)
-        # a block of queries lies across two blocks of keys if the cache is not full blocks long
+        # a block of queries spans two blocks of keys if the cache does not end at a block boundary
         most = self._most(nb, 2) + (self.top_k or 0)
         return kept_blocks(self.keep(query, key), most, (size, size), (sq, sk))
 
     def _blocks_at_the_end(self, lengths: torch.Tensor, kv_length: int) -> torch.Tensor:
         position = lengths[:, None] - 1
-        # as in a prompt, the queries of one block of keys see the same blocks
+        # as in a prompt, the queries within one block of keys see the same blocks
         first = position // self.block_size * self.block_size
         return self._fixed(first, position, cdiv(kv_length, self.block_size))
 
@@ -147,7 +147,7 @@ class BlockSparse:
         return seen & (column * size <= last)
 
     def keep(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """All parts: bool `[1, 1, Mb, Nb]`, or `[B, Hq, Mb, Nb]` where blocks are chosen."""
+        """All parts: bool `[1, 1, Mb, Nb]`, or `[B, Hq, Mb, Nb]` if `top_k` is set."""
         sq, sk = query.shape[2], key.shape[2]
         fixed = self.blocks(sq, sk, query.device)
         if self.top_k is None:
@@ -157,7 +157,7 @@ class BlockSparse:
         last = (first + self.block_size).clamp(max=sk) - 1
         column = torch.arange(scores.shape[3], device=query.device)
         future = column * self.block_size > last[:, None]
-        # what is seen anyway is not chosen again
+        # blocks that are visible anyway are not chosen again
         scores = scores.masked_fill(future | fixed, float("-inf"))
         best = scores.topk(min(self.top_k, scores.shape[3]), dim=-1)
         chosen = torch.zeros_like(scores, dtype=torch.bool)
@@ -184,7 +184,7 @@ class BlockSparse:
 
 @lru_cache(maxsize=8)
 def _fixed_mask(sparse: BlockSparse, sq: int, sk: int, device: torch.device) -> BlockMask:
-    """Kept, as the layers of a model and its next prompts ask for the same."""
+    """The mask of the fixed parts, cached because all layers and later prompts use the same."""
     keep = sparse.blocks(sq, sk, device)
     return BlockMask.from_dense(keep, (sparse.block_size,) * 2, (sq, sk))
 
@@ -193,7 +193,7 @@ PerLayer = BlockSparse | Mapping[int, BlockSparse | None] | Callable[[int], Bloc
 
 
 def layer_choice(block_sparse: PerLayer | None) -> Callable[[Any], BlockSparse | None]:
-    """A function from a layer's module to what it uses."""
+    """A function from a layer's module to the `BlockSparse` that it uses, or None."""
     if block_sparse is None:
         return lambda module: None
     if isinstance(block_sparse, BlockSparse):
@@ -246,7 +246,7 @@ def mask_of_selection(
             )
         )
     selected = torch.zeros(batch, heads, sq, nb + 1, dtype=torch.bool, device=query.device)
-    # empty slots fall into a column that is cut off
+    # empty slots go to an extra column that is cut off
     selected.scatter_(3, torch.where(block_indices < 0, nb, block_indices).long(), True)
     selected = selected[..., :nb].repeat_interleave(heads_q // heads, 1)
     side = 64 if sq >= 64 else 16

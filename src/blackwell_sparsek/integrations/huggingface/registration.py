@@ -1,4 +1,4 @@
-"""Making this package an attention implementation of transformers."""
+"""Registers this package as an attention implementation of transformers."""
 
 from functools import wraps
 from typing import Any
@@ -10,7 +10,7 @@ from .block_sparse import PerLayer, layer_choice
 from .visible_keys import make_visible_keys
 
 NAME = "blackwell_sparsek"
-# Parts of a name by which transformers picks code of its own, or asks the hub.
+# Parts of a name that make transformers choose its own code, or ask the hub.
 SPECIAL = ("flash", "sdpa", "flex", "eager", "paged", "/", "|", ":")
 
 
@@ -20,11 +20,11 @@ def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
     Works for every model that uses transformers' attention interface, in training and generation,
     with padding on either side, sliding windows, softcap, sinks, sequences packed by
     `position_ids` or `cu_seq_lens_q`, dynamic and static caches, continuous batching (as
-    `"paged|blackwell_sparsek"`; transformers 5.22 and newer allow their own attention there only),
-    and under `torch.compile`. What it cannot honour
-    is an error: dropout on attention weights, `output_attentions`, additive biases.
+    `"paged|blackwell_sparsek"`; transformers 5.22 and newer allow only their own attention there),
+    and under `torch.compile`. What it does not support is an error: dropout on attention weights,
+    `output_attentions`, additive biases.
 
-    May be called again, which replaces what was registered under the name before.
+    May be called again, which replaces the earlier registration of that name.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, make_visible_keys)
-    # without a mask function transformers makes no mask, and the offsets of the requests say it all
+    # without a mask function transformers makes no mask; the offsets of the requests suffice
     paged = paged_attention_forward if block_sparse is None else refuse_paged
     AttentionInterface.register(f"paged|{name}", paged)
     return name

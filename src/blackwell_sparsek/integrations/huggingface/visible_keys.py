@@ -1,4 +1,4 @@
-"""Which keys a layer sees: `VisibleKeys`, and the mask interface of transformers that makes it."""
+"""`VisibleKeys`, the keys that a layer sees, made through the mask interface of transformers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ OP = "huggingface"
 
 
 def block_size_for(sq: int, sk: int) -> tuple[int, int]:
-    """Blocks that kernels like, without many rows or keys that do not exist."""
+    """A block size that suits the kernels and wastes few rows and keys past the ends."""
     return _side(sq), max(_side(sk), 32)
 
 
@@ -27,23 +27,24 @@ def _side(length: int) -> int:
 class VisibleKeys:
     """The `attention_mask` that layers get from this integration.
 
-    Query i of `q_length` sits at key slot `key_length - q_length + i`. What it sees is what `band`,
-    and `block_mask` or `segments` where there are any, leave visible together.
+    Query i of `q_length` sits at key slot `key_length - q_length + i`. It sees the keys that `band`
+    and, if set, `block_mask` or `segments` all leave visible.
 
-    transformers passes ready masks through by their rank, so this says that it has four.
+    transformers passes ready masks of rank four through, so this reports four dimensions.
 
     Attributes
     ----------
     kv_length : int
-        Slots that the keys of a layer have.
+        Slots of a layer's keys.
     key_length : int
-        Slots up to the last query's; a static cache may have more. Ignored where `lengths` is set.
+        Slots up to that of the last query; a static cache may have more. Ignored if `lengths` is
+        set.
     lengths : int32 `[B]` or None
-        The same on the device, for one query.
+        Key lengths on the device, for a single query.
     visible : bool `[B, kv_length]` or None
-        Which keys that one query sees, where padding hides some. It includes the band.
+        The keys that a single query sees, if padding hides some. It includes the band.
     segments : pair of int `[B, q_length]`, `[B, key_length]` or None
-        A query sees the keys with its own number.
+        A query sees the keys that have its number.
     block_mask : BlockMask or None
         Ready made, over `key_length` keys.
     """
@@ -74,11 +75,11 @@ class VisibleKeys:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """That of the mask which this stands for."""
+        """Shape of the mask that this replaces."""
         return (self.batch, 1, self.q_length, self.kv_length)
 
     def contiguous(self) -> "VisibleKeys":
-        """Itself; `generate` asks masks that it makes for this."""
+        """Return itself; `generate` calls this on the masks that it makes."""
         return self
 
     def check_layer(self, query: torch.Tensor, key: torch.Tensor) -> None:
@@ -89,13 +90,13 @@ class VisibleKeys:
             raise InvalidInput(message(OP, "attention_mask", "is of other sizes", expected, got))
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` makes, once for all layers that ask with the same key."""
+        """The result of `make`, made once for all layers that ask with the same key."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def mask_with(self, keep: torch.Tensor | None, block: tuple[int, int]) -> BlockMask | None:
-        """The block mask, or None where the band says it all.
+        """The block mask, or None if the band suffices.
 
         `keep`, bool `[B or 1, H or 1, Mb, Nb]`, limits what segments show. Waits for the device.
         """
@@ -117,14 +118,14 @@ class VisibleKeys:
 
 
 def listed_tokens(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots of the visible keys of each sequence, int32 `[B, S]`, and how many these are.
+    """Slots of the visible keys of each sequence, int32 `[B, S]`, and their number.
 
     Slots past that number are 0. Does not wait for the device.
     """
     batch, length = visible.shape
     place = visible.cumsum(1) - 1
     slot = torch.arange(length, dtype=torch.int32, device=visible.device).expand(batch, -1)
-    # what is hidden falls into a column that is cut off
+    # hidden keys go to an extra column that is cut off
     tokens = torch.zeros(batch, length + 1, dtype=torch.int32, device=visible.device)
     tokens = tokens.scatter(1, torch.where(visible, place, length), slot)
     return tokens[:, :length], visible.sum(1, dtype=torch.int32)
@@ -139,7 +140,7 @@ def visible_elements(visible: torch.Tensor) -> VisibleKeys:
 
 
 def mask_of_elements(visible: torch.Tensor) -> BlockMask:
-    """The block mask of a bool mask, without waiting where that cannot be done."""
+    """The block mask of a bool mask; does not wait where waiting is impossible."""
     block = block_size_for(*visible.shape[2:])
     if may_wait(visible.device):
         return BlockMask.from_element_mask(visible, block)
@@ -149,7 +150,7 @@ def mask_of_elements(visible: torch.Tensor) -> BlockMask:
 def visible_of_user(mask: Any, query: torch.Tensor, key: torch.Tensor) -> VisibleKeys:
     """From a ready mask of the user: 4-D bool, 4-D float of 0 and -inf, or FlexAttention's.
 
-    Converted at each layer, except that the last one is remembered.
+    Each layer converts its mask, but the last one is cached.
     """
     sq, sk = query.shape[2], key.shape[2]
     if not isinstance(mask, torch.Tensor):
@@ -179,7 +180,7 @@ def _as_bool(mask: torch.Tensor) -> torch.Tensor:
         )
     visible = mask == 0
     if may_wait(mask.device):
-        # transformers writes the lowest number of the dtype for what is hidden
+        # transformers marks hidden keys with the lowest number of the dtype
         hidden = mask <= torch.finfo(mask.dtype).min / 2
         if not bool((visible | hidden).all()):
             raise Unsupported(
@@ -195,7 +196,7 @@ def _as_bool(mask: torch.Tensor) -> torch.Tensor:
 
 
 class _LastUserMask:
-    """One mask, so that the layers of a forward pass convert it once."""
+    """A cache of one mask, so that the layers of a forward pass convert it only once."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
@@ -219,7 +220,7 @@ def _version(x: torch.Tensor) -> int:
 _last_user_mask = _LastUserMask()
 
 
-# The mask interface: from the description of a mask by transformers to `VisibleKeys`.
+# The mask interface: from transformers' description of a mask to `VisibleKeys`.
 
 CAUSAL = Band(None, 0)
 
@@ -229,7 +230,7 @@ class Pattern(NamedTuple):
 
     band: Band
     documents: torch.Tensor | None = None
-    """Number of each token's document, int `[B, S]`, where several are packed."""
+    """Number of each token's document, int `[B, S]`, if several are packed."""
 
 
 def make_visible_keys(
@@ -244,15 +245,15 @@ def make_visible_keys(
 ) -> VisibleKeys | None:
     """The mask function that `register` gives to transformers, with transformers' arguments.
 
-    Causality, windows, padding on either side and packed sequences are recognised; they cost no
-    memory of Sq x Sk. Any other `mask_function` is evaluated element by element.
+    Causality, windows, padding on either side and packed sequences are recognised; they take no
+    memory of size Sq x Sk. Any other `mask_function` is evaluated element by element.
 
     With a 2-D `attention_mask` this waits for the device once per forward pass, except under
     `torch.compile` and CUDA graph capture. There, all blocks are listed with bits.
 
     Returns
     -------
-    None where causality and the layer's own window say everything.
+    None if causality and the layer's own window suffice.
     """
     if isinstance(attention_mask, VisibleKeys):
         # `generate` makes masks ahead of the forward pass, which then asks again
@@ -297,7 +298,7 @@ def _of_one_query(
     real: torch.Tensor | None,
     device: torch.device,
 ) -> VisibleKeys:
-    """One query at slot `end - 1`, which may be known on the device alone."""
+    """One query at slot `end - 1`, which may be known only on the device."""
     batch, _, kv_length = sizes
     lengths = torch.as_tensor(end, dtype=torch.int32, device=device).expand(batch).contiguous()
     plan = VisibleKeys(1, kv_length, band=band, lengths=lengths, batch=batch)
@@ -364,7 +365,7 @@ def _evaluated(
 
 
 def recognise(mask_function: Any) -> Pattern | None:
-    """A mask function made of transformers' own parts as a `Pattern`; None for any other."""
+    """The `Pattern` of a mask function built from transformers' own parts; None for any other."""
     from transformers import masking_utils
 
     left: int | None = None
@@ -388,7 +389,7 @@ def recognise(mask_function: Any) -> Pattern | None:
 
 
 def _parts(mask_function: Any) -> Iterator[Any]:
-    """The functions whose results are joined by and."""
+    """The functions whose results are combined by "and"."""
     if not _made_by(mask_function, "and_masks", "and_mask"):
         yield mask_function
         return
@@ -404,7 +405,7 @@ def _made_by(function: Any, maker: str, name: str = "inner_mask") -> bool:
 
 
 def _captured(function: Any) -> dict[str, Any]:
-    """The variables that a function took from where it was made."""
+    """The variables that a function captured in its closure."""
     cells = getattr(function, "__closure__", None) or ()
     return {
         name: cell.cell_contents
@@ -413,12 +414,12 @@ def _captured(function: Any) -> dict[str, Any]:
 
 
 def _traced_pattern(mask_function: Any, options: dict[str, Any]) -> Pattern | None:
-    """What can be said of a function while `torch.compile` traces, which shows no closures.
+    """The pattern of a function while `torch.compile` traces, when closures cannot be inspected.
 
-    Packed sequences, chunks and functions of the user come without permission to skip the mask, so
-    with it a local size is that of a sliding window.
+    For packed sequences, chunks and functions of the user, transformers does not allow skipping the
+    mask; if it does allow it, a local size is that of a sliding window.
     """
-    # by name: while tracing, the package of transformers is not a module to torch
+    # import names: while tracing, torch does not see the package of transformers as a module
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if mask_function is causal_mask_function:
