@@ -11,6 +11,7 @@ from blackwell_sparsek.attention import op as attention
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.launch import launcher as launching
 from blackwell_sparsek.launch import templates
+from blackwell_sparsek.launch.workspace import scratch
 from blackwell_sparsek.masks.band import EVERYTHING
 from blackwell_sparsek.masks.block_mask import BlockMask
 
@@ -34,7 +35,7 @@ def gpu(monkeypatch):
     def run(impl, call):
         state.calls += 1
         q, k, v, mask = call.forward.q, call.forward.k, call.forward.v, call.forward.spec.block_mask
-        sums = launching.scratch(q.shape, torch.float32, q.device)
+        sums = scratch(q.shape, torch.float32, q.device)
         table = torch.zeros(4)
         state.made.append(table)
         # a launch under a mask may have no tensor of its own
