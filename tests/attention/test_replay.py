@@ -11,6 +11,7 @@ from blackwell_sparsek.attention import op as attention
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.launch import launcher as launching
 from blackwell_sparsek.launch import templates
+from blackwell_sparsek.launch.recording import recording
 from blackwell_sparsek.launch.workspace import scratch
 from blackwell_sparsek.masks.band import EVERYTHING
 from blackwell_sparsek.masks.block_mask import BlockMask
@@ -96,7 +97,7 @@ def test_what_copies_is_not_repeated(gpu):
 
 def test_a_recording_sees_all_launches(gpu):
     call()
-    with launching.recording() as record:
+    with recording() as record:
         call()
     assert gpu.calls == 2 and len(record.launches) == 1
 
