@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def dispatcher(monkeypatch):
 )
 def test_the_first_that_takes_the_problem_runs(dispatcher, impl, problem, chosen):
     assert dispatcher.decide(impl, problem).chosen == chosen
-    assert dispatcher(impl, problem, "x", 3) == (chosen, ("x", 3))
+    call = SimpleNamespace(problem=problem)
+    assert dispatcher.run(impl, call) == (chosen, (call,))
 
 
 @pytest.mark.parametrize(
@@ -80,20 +82,20 @@ def test_each_of_the_others_has_its_reason(dispatcher, impl, problem, reasons):
 
 def test_an_explicit_name_never_falls_back(dispatcher):
     with pytest.raises(Unsupported, match=r"^op: impl='sm90' cannot run this: 2 is even$"):
-        dispatcher("sm90", 2)
+        dispatcher.run("sm90", SimpleNamespace(problem=2))
     message = r"^op: impl='triton' cannot run this: op has no triton implementation$"
     with pytest.raises(Unsupported, match=message):
-        dispatcher("triton", 1)
+        dispatcher.run("triton", SimpleNamespace(problem=1))
 
 
 def test_auto_says_all_reasons_where_nothing_runs(monkeypatch):
     monkeypatch.delenv("BSK_IMPL", raising=False)
     only = Dispatcher("op")
-    only.register("sm90", odd, lambda: 1)
+    only.register("sm90", odd, lambda call: 1)
     assert only.decide("auto", 2).chosen is None
     with pytest.raises(Unsupported, match=r"impl='auto' cannot run this: .*eager: .*; sm90: 2 is"):
-        only("auto", 2)
-    assert only("auto", 3) == 1
+        only.run("auto", SimpleNamespace(problem=2))
+    assert only.run("auto", SimpleNamespace(problem=3)) == 1
 
 
 def test_an_unknown_name_is_an_error(dispatcher):
@@ -101,27 +103,28 @@ def test_an_unknown_name_is_an_error(dispatcher):
     with pytest.raises(
         InvalidInput, match=f"^op: impl is unknown; expected one of {expected}, got"
     ):
-        dispatcher("fast", 1)
+        dispatcher.run("fast", SimpleNamespace(problem=1))
 
 
 def test_the_environment_answers_for_auto_only(dispatcher, monkeypatch):
     monkeypatch.setenv("BSK_IMPL", "eager")
-    assert dispatcher("auto", 1)[0] == "eager"
-    assert dispatcher("sm90", 1)[0] == "sm90"
+    assert dispatcher.run("auto", SimpleNamespace(problem=1))[0] == "eager"
+    assert dispatcher.run("sm90", SimpleNamespace(problem=1))[0] == "sm90"
     decision = dispatcher.decide("auto", 1)
     assert decision.asked == "eager" and decision.reasons["sm90"] == "impl='eager' was asked for"
     monkeypatch.setenv("BSK_IMPL", "sm90")
     with pytest.raises(Unsupported, match="impl='sm90' cannot run this: 2 is even"):
-        dispatcher("auto", 2)
+        dispatcher.run("auto", SimpleNamespace(problem=2))
     monkeypatch.setenv("BSK_IMPL", "fast")
     with pytest.raises(InvalidInput, match="BSK_IMPL is 'fast'; expected one of auto, reference"):
-        dispatcher("auto", 1)
+        dispatcher.run("auto", SimpleNamespace(problem=1))
 
 
 def test_decide_and_call_agree(dispatcher):
     for problem in (1, 2, 101, 102):
         for impl in ("auto", "eager", "reference"):
-            assert dispatcher(impl, problem)[0] == dispatcher.decide(impl, problem).chosen
+            ran, _ = dispatcher.run(impl, SimpleNamespace(problem=problem))
+            assert ran == dispatcher.decide(impl, problem).chosen
 
 
 def test_a_decision_prints_as_a_table(dispatcher):
@@ -139,11 +142,12 @@ def test_a_decision_prints_as_a_table(dispatcher):
 def test_explain_stops_before_computing_and_leaves_no_trace(dispatcher):
     ran = []
     dispatcher.register("eager", anything, lambda *args: ran.append(args))
-    decision = explain(dispatcher, "auto", 2)
+    call = SimpleNamespace(problem=2)
+    decision = explain(dispatcher.run, "auto", call)
     assert decision.chosen == "eager" and decision.problem == 2 and ran == []
     assert not dispatch.is_explaining()
-    dispatcher("auto", 2)
-    assert ran == [()]
+    dispatcher.run("auto", call)
+    assert ran == [(call,)]
 
 
 def test_explain_needs_an_operator_and_passes_errors_on():

@@ -92,10 +92,6 @@ class Dispatcher:
         """Run the chosen implementation of `call`, or raise `Unsupported` with the reasons."""
         return self._function(impl, call.problem)(call)
 
-    def __call__(self, impl: str, problem: Any, *args: Any) -> Any:
-        """As `run`, for operators whose calls do not carry their problem yet."""
-        return self._function(impl, problem)(*args)
-
     def decide(self, impl: str, problem: Any) -> Decision:
         """Choose an implementation for `problem`, with the reason against each of the others."""
         check_choice(self.op, "impl", impl, IMPLS)
