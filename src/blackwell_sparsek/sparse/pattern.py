@@ -1,9 +1,11 @@
 """`BSRPattern`: which blocks of a matrix are stored."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..core.checks import message
+from ..core.errors import InvalidInput
 from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
 from .validate import check_metadata, check_pair
@@ -13,6 +15,14 @@ def rows_of_entries(indptr: torch.Tensor, nnzb: int) -> torch.Tensor:
     """int32 [nnzb]: the row that each entry belongs to, without a synchronisation."""
     entries = torch.arange(nnzb, dtype=torch.int32, device=indptr.device)
     return torch.searchsorted(indptr, entries, right=True, out_int32=True) - 1
+
+
+class _Transpose(NamedTuple):
+    """Metadata of the transpose; its entry t is entry `perm[t]` of the pattern."""
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    perm: torch.Tensor
 
 
 class BSRPattern:
@@ -70,16 +80,15 @@ class BSRPattern:
     ) -> None:
         if not torch.compiler.is_compiling() and indices.is_inference():
             indptr, indices = indptr.clone(), indices.clone()
-        device = indices.device
         rows = rows_of_entries(indptr, indices.shape[0])
         # Stable: within a column, entries stay in the order of their rows.
         columns, perm = torch.sort(indices, stable=True)
         column_ids = torch.arange(
-            cdiv(shape[1], block_shape[1]) + 1, dtype=torch.int32, device=device
+            cdiv(shape[1], block_shape[1]) + 1, dtype=torch.int32, device=indices.device
         )
         t_indptr = torch.searchsorted(columns, column_ids, out_int32=True)
-        t_indices = rows[perm]
-        self._set([indptr, indices, t_indptr, t_indices, perm.int()], rows, shape, block_shape)
+        tensors = [indptr, indices, t_indptr, rows[perm], perm.int()]
+        self._set(tensors, rows, shape, block_shape)
 
     def _set(
         self,
@@ -88,13 +97,37 @@ class BSRPattern:
         shape: tuple[int, int],
         block_shape: tuple[int, int],
     ) -> None:
-        self._indptr, self._indices, self._t_indptr, self._t_indices, self._t_perm = tensors
-        self._rows = rows
+        self._indptr, self._indices, *transpose = tensors
+        self._transpose, self._rows = _Transpose(*transpose), rows
         self._shape = shape
         self._block_shape = block_shape
         self._transposed: BSRPattern | None = None
         # launches that the operators record to replay products with this pattern
         self._launches: dict[Any, Any] = {}
+        # for `check_unwritten`; traced tensors are not followed
+        self._version: int | None = None if torch.compiler.is_compiling() else self._writes()
+
+    def _writes(self) -> int:
+        """How often the metadata was written in place."""
+        transpose = self._transpose
+        own = self._indptr._version + self._indices._version
+        return own + transpose.indptr._version + transpose.indices._version
+
+    def check_unwritten(self) -> None:
+        """Raise if the metadata was written in place: nothing derived from it would be right."""
+        if self._version is None or torch.compiler.is_compiling():
+            return
+        if self._writes() != self._version:
+            raise InvalidInput(
+                message(
+                    "BSRPattern",
+                    "indptr/indices",
+                    "were written in place",
+                    "read-only tensors: make a new BSRMatrix or BSRPattern, or write to the "
+                    "buffers of a layer",
+                    "lists that no longer agree with those of the transpose",
+                )
+            )
 
     @classmethod
     def _from_parts(
@@ -126,7 +159,7 @@ class BSRPattern:
     @property
     def transpose_perm(self) -> torch.Tensor:
         """int32 [nnzb]: entry t of the transpose is entry transpose_perm[t] of this pattern."""
-        return self._t_perm
+        return self._transpose.perm
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -166,25 +199,30 @@ class BSRPattern:
     @usable_in_training
     def transposed(self) -> "BSRPattern":
         """The pattern of the transpose (cached). See `transpose_perm` for the order of entries."""
+        self.check_unwritten()
         if self._transposed is None:
             other = BSRPattern.__new__(BSRPattern)
-            inverse = torch.empty_like(self._t_perm)
-            inverse[self._t_perm.long()] = torch.arange(
+            perm = self._transpose.perm
+            inverse = torch.empty_like(perm)
+            inverse[perm.long()] = torch.arange(
                 self.nnz_blocks, dtype=torch.int32, device=self.device
             )
-            rows = self._indices[self._t_perm.long()]
-            tensors = [self._t_indptr, self._t_indices, self._indptr, self._indices, inverse]
+            rows = self._indices[perm.long()]
+            tensors = [self._transpose.indptr, self._transpose.indices]
+            tensors += [self._indptr, self._indices, inverse]
             other._set(tensors, rows, self._shape[::-1], self._block_shape[::-1])
             self._transposed = other
         return self._transposed
 
     def tensors(self) -> list[torch.Tensor]:
         """[indptr, indices, t_indptr, t_indices, t_perm], the form that the operators take."""
-        return [self._indptr, self._indices, self._t_indptr, self._t_indices, self._t_perm]
+        self.check_unwritten()
+        return [self._indptr, self._indices, *self._transpose]
 
     @property
     def launches(self) -> dict[Any, Any]:
         """Recorded launches of products with this pattern; filled by the operators."""
+        self.check_unwritten()
         return self._launches
 
     @usable_in_training
@@ -204,6 +242,10 @@ class BSRPattern:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_transposed": None, "_launches": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._version = self._writes()
 
     def __repr__(self) -> str:
         return (
