@@ -129,8 +129,7 @@ density=0.25, bias=True, activation='gelu')
     ) -> "BSRLinear":
         """Make a layer with `matrix` (out_features, in_features) as its weight.
 
-        Values and bias [out_features] are copied; metadata is shared. A transposed matrix is
-        rearranged.
+        Values, bias [out_features] and metadata are copied. A transposed matrix is rearranged.
 
         Examples
         --------

@@ -171,13 +171,20 @@ class BSRWeight(nn.Module):
     @property
     def pattern(self) -> BSRPattern:
         """Which blocks exist."""
-        indptr, indices, reading = self.indptr, self.indices, self._reading
-        traced = torch.compiler.is_compiling() or type(indptr) is not torch.Tensor
-        if traced or indptr.is_meta:
-            return UnreadPattern(indptr, indices, self._shape, self.block_shape)
-        if reading is not None and reading.is_current(indptr, indices):
-            return reading.pattern
-        if torch._C._functorch.is_functorch_wrapped_tensor(indptr):
+        # not as attributes, which a module looks up slowly: this runs in every forward
+        buffers: dict[str, Any] = self._buffers
+        indptr, indices = buffers["indptr"], buffers["indices"]
+        traced = torch.compiler.is_compiling()
+        if not traced:
+            reading = self._reading
+            if reading is not None and reading.is_current(indptr, indices):
+                return reading.pattern
+        if (
+            traced
+            or type(indptr) is not torch.Tensor
+            or indptr.is_meta
+            or torch._C._functorch.is_functorch_wrapped_tensor(indptr)
+        ):
             return UnreadPattern(indptr, indices, self._shape, self.block_shape)
         return self._read().pattern
 
@@ -297,14 +304,26 @@ class BSRWeight(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
+    def _has_buffers(self, state: dict[str, Any]) -> bool:
+        """Whether a checkpoint has all buffers of the pattern, with the contents of the module."""
+        for key in PATTERN_KEYS:
+            ours, theirs = getattr(self, key), state.get(key)
+            if type(theirs) is not torch.Tensor or theirs.is_meta or theirs.shape != ours.shape:
+                return False
+            if not bool((theirs.to(ours.device) == ours).all()):
+                return False
+        return True
+
     def _prepare_for(self, state: dict[str, Any], assign: bool) -> None:
         """Adopt the pattern of a checkpoint, if that is allowed, before its values are copied."""
+        if "values" not in state and self._has_buffers(state):
+            # Tied layers share values, which a checkpoint may store once; the caller of
+            # `load_state_dict` decides whether they may be missing.
+            return
         loaded = check_state(state, self._shape, self.block_shape)
         has_pattern = not (self.indptr.is_meta or self._missing())
-        ours, theirs = (self.indptr, self.indices), (loaded.indptr, loaded.indices)
-        is_same = has_pattern and all(
-            torch.equal(a.to(b.device), b) for a, b in zip(ours, theirs, strict=True)
-        )
+        pattern = {"indptr": loaded.indptr, "indices": loaded.indices}
+        is_same = has_pattern and self._has_buffers({**state, **pattern})
         fits = is_same if has_pattern else self.values.shape == loaded.values_shape
         if not fits and not adopting():
             raise other_pattern(self.nnz_blocks, self.blocks, loaded)

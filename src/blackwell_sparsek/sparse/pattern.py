@@ -109,13 +109,13 @@ class BSRPattern:
 
     def _writes(self) -> int:
         """How often the metadata was written in place."""
-        transpose = self._transpose
+        t_indptr, t_indices, _ = self._transpose
         own = self._indptr._version + self._indices._version
-        return own + transpose.indptr._version + transpose.indices._version
+        return own + t_indptr._version + t_indices._version
 
     def check_unwritten(self) -> None:
         """Raise if the metadata was written in place: nothing derived from it would be right."""
-        if self._version is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._version is None:
             return
         if self._writes() != self._version:
             raise InvalidInput(
