@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blackwell_sparsek.attention.api import attention
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.masks.block_mask import BlockMask
 
@@ -222,6 +223,35 @@ def test_copies_and_pickles():
     mask = BlockMask.from_element_mask(random_elements((40, 40), 0.9), 16)
     assert copy.deepcopy(mask).equals(mask)
     assert pickle.loads(pickle.dumps(mask)).equals(mask)
+
+
+@pytest.mark.parametrize("name", ["indptr", "partial_end", "indices", "bits_id", "bits"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_mask_that_was_written_to_is_refused(name, trains):
+    mask = BlockMask.from_element_mask(random_elements((40, 40), 0.9), 16)
+    q = torch.randn(1, 2, 40, 16, requires_grad=trains)
+    attention(q, q, q, block_mask=mask)
+    (mask.bits if name == "bits" else getattr(mask.forward, name)).add_(0)
+    with pytest.raises(InvalidInput, match=r"lists were written in place.*make a new mask"):
+        attention(q, q, q, block_mask=mask)
+    mask.validate()
+
+
+def test_a_mask_may_be_written_to_before_its_first_use():
+    mask = BlockMask.from_dense(torch.eye(3, dtype=torch.bool), 16)
+    mask.forward.indices.copy_(torch.tensor([2, 1, 0]))
+    q = torch.randn(1, 1, 48, 16)
+    other = BlockMask.from_dense(torch.eye(3, dtype=torch.bool).flip(0), 16)
+    expected = attention(q, q, q, block_mask=other)
+    assert torch.equal(attention(q, q, q, block_mask=mask), expected)
+
+
+def test_masks_made_and_used_in_inference_mode():
+    with torch.inference_mode():
+        mask = BlockMask.from_element_mask(random_elements((40, 40), 0.9), 16)
+        q = torch.randn(1, 2, 40, 16)
+        for one in (mask, mask.T.T, copy.deepcopy(mask)):
+            attention(q, q, q, block_mask=one)
 
 
 def test_inside_torch_compile():

@@ -80,6 +80,7 @@ class BlockMask:
     _heads: int
     _launches: dict[Any, Any]
     _derived: dict[Any, Any] | None
+    _version: int | None
 
     @usable_in_training
     def __init__(
@@ -135,6 +136,8 @@ class BlockMask:
         # recorded launches of attention with this mask, and derived lists that these need; the
         # operators fill both
         self._launches, self._derived = {}, {}
+        # how often the lists had been written to when something was first derived from them
+        self._version = None
 
     @classmethod
     def _from_parts(
@@ -319,6 +322,7 @@ class BlockMask:
         """`transposed` as kernels take it: may have spare entries at the end; never waits."""
         if self._transposed is not None:
             return self._transposed
+        self._check_unwritten()
         made = self._transpose_lists()
         traced = torch.compiler.is_compiling() or self.device.type != "cuda"
         if traced or not torch.cuda.is_current_stream_capturing():
@@ -336,10 +340,39 @@ class BlockMask:
         """Drop the spare entries at the end of the lists; waits for the device."""
         if self._exact or torch.compiler.is_compiling():
             return
+        self._check_unwritten()
+        self._version = None
         self._forward = entries_listed(self._forward)
         if self._transposed is not None:
             self._transposed = entries_listed(self._transposed)
         self._exact = True
+
+    def _check_unwritten(self) -> None:
+        """Raise if a list was written in place after its first use.
+
+        The lists of the transpose, the orders of work and the launches bound to them would be those
+        of the mask before.
+        """
+        if torch.compiler.is_compiling():
+            return
+        indptr, partial_end, indices, bits_id = self._forward
+        try:
+            version = indptr._version + partial_end._version + indices._version
+            version += bits_id._version + self._bits._version
+        except RuntimeError:  # made in inference mode, where writes are not counted
+            return
+        if self._version is None:
+            self._version = version
+        elif self._version != version:
+            raise InvalidInput(
+                message(
+                    "BlockMask",
+                    "the lists",
+                    "were written in place",
+                    "read-only lists: make a new mask instead",
+                    "lists that no longer agree with those derived from them",
+                )
+            )
 
     @property
     def bits(self) -> torch.Tensor:
@@ -390,6 +423,7 @@ class BlockMask:
         return self.nnz_blocks / total if total else 0.0
 
     @property
+    @usable_in_training
     def T(self) -> "BlockMask":
         """The mask of the transposed problem, Sk queries over Sq keys, from the same lists."""
         (sq, sk), (bq, bk) = self._seq_lengths, self._block_size
@@ -409,6 +443,7 @@ class BlockMask:
         Only gradients read the transposed lists; without `for_gradients` they are left empty unless
         they already exist.
         """
+        self._check_unwritten()
         transposed = self._transposed
         if for_gradients:
             transposed = self._listed_transposed
@@ -486,7 +521,7 @@ class BlockMask:
 
     def __getstate__(self) -> dict[str, Any]:
         self._trim()
-        return {**self.__dict__, "_launches": {}, "_derived": {}}
+        return {**self.__dict__, "_launches": {}, "_derived": {}, "_version": None}
 
     def __repr__(self) -> str:
         sq, sk = self._seq_lengths
