@@ -1,5 +1,6 @@
 """`BSRPattern`: which blocks of a matrix are stored."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,18 @@ def rows_of_entries(indptr: torch.Tensor, nnzb: int) -> torch.Tensor:
     """int32 [nnzb]: the row that each entry belongs to, without a synchronisation."""
     entries = torch.arange(nnzb, dtype=torch.int32, device=indptr.device)
     return torch.searchsorted(indptr, entries, right=True, out_int32=True) - 1
+
+
+# What copies consist of; the rest follows from it.
+SAVED_PATTERN = ("indptr", "indices", "shape", "block_shape")
+
+
+def checked_state(op: str, state: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Check that a copied state has these names, and return it."""
+    if not isinstance(state, dict) or sorted(map(str, state)) != sorted(names):
+        got = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        raise InvalidInput(message(op, f"the state of a saved {op}", "does not fit", names, got))
+    return state
 
 
 class _Transpose(NamedTuple):
@@ -241,14 +254,29 @@ class BSRPattern:
         check_metadata("BSRPattern", self._indptr, self._indices, self._shape, self._block_shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_transposed": None, "_launches": {}}
+        return {name: getattr(self, name) for name in SAVED_PATTERN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._version = self._writes()
+        self._load("BSRPattern", checked_state("BSRPattern", state, SAVED_PATTERN))
+
+    def _load(self, op: str, state: dict[str, Any]) -> None:
+        """Take a copied state, of which kernels follow the indices: all of it is checked."""
+        shape = check_pair(op, "shape", state["shape"], 0)
+        block_shape = check_pair(op, "block_shape", state["block_shape"], 1)
+        indptr, indices = state["indptr"], state["indices"]
+        if not (isinstance(indptr, torch.Tensor) and indptr.is_meta):
+            check_metadata(op, indptr, indices, shape, block_shape)
+        self._build(indptr.to(torch.int32), indices.to(torch.int32), shape, block_shape)
+
+    def __copy__(self) -> "BSRPattern":
+        return self
 
     def __repr__(self) -> str:
         return (
             f"BSRPattern(shape={self.shape}, block_shape={self.block_shape}, "
             f"nnz_blocks={self.nnz_blocks}, density={self.density:.4g}, device={self.device})"
         )
+
+
+# What `__setstate__` takes is plain data, and all of it is checked.
+torch.serialization.add_safe_globals([BSRPattern])
