@@ -132,6 +132,23 @@ def test_a_paged_reservation_can_be_written_after_the_copy(way):
         way(other).write(k, v)
 
 
+@ways
+@pytest.mark.parametrize("kind", ["minmax", "mean"])
+def test_copied_summaries_choose_the_same_pages(way, kind):
+    cache = small_paged()
+    table, lengths = cache.page_table([0, 1]), cache.lengths([0, 1])
+    made = bsk.page_summaries(cache.k, cache_seqlens=lengths, page_table=table, kind=kind)
+    other = way(made)
+    # the mean is stored once
+    assert other.kind == kind and other.paged and other.page_size == made.page_size
+    asked = {"cache_seqlens": lengths, "page_table": table, "keep_last": 0}
+    q = tokens(2, 1, seed=5)
+    got, expected = (bsk.topk_pages(q, x, 1, **asked) for x in (other, made))
+    assert torch.equal(got, expected)
+    other.low.fill_(99.0)
+    assert not (made.low == 99.0).any()
+
+
 @pytest.mark.parametrize(
     "cache", [bsk.KVCache(1, 2, 4, 8), bsk.PagedKVCache(2, 4, 2, 8)], ids=["contiguous", "paged"]
 )

@@ -1,4 +1,5 @@
 import copy
+import io
 import pickle
 import subprocess
 import sys
@@ -181,15 +182,38 @@ def test_flattened_parameters_as_fsdp_does():
     assert torch.equal(flat.grad, torch.cat([p.grad.flatten() for p in dense.parameters()]))
 
 
-def test_deepcopy_and_pickle_are_independent_copies():
+def through_torch(layer):
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def test_deepcopy_pickle_and_save_are_independent_copies():
     layer = make(33, 20, (16, 16), activation="silu")
     x = normal(4, 33, seed=8)
     expected = layer(x).detach()
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+    copies = (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), through_torch(layer))
+    for other in copies:
         assert torch.equal(other(x), expected)
+        places = [x.untyped_storage().data_ptr() for x in other.state_dict().values()]
+        assert not {x.untyped_storage().data_ptr() for x in layer.state_dict().values()} & {*places}
+        other.keep_blocks_(torch.arange(other.nnz_blocks) > 0)
+        assert other.nnz_blocks == layer.nnz_blocks - 1
         with torch.no_grad():
             other.values.zero_()
         assert torch.equal(layer(x), expected)
+
+
+def test_a_shallow_copy_shares_weights_and_pattern_as_for_any_module():
+    layer = make(33, 20, (16, 16))
+    other, x = copy.copy(layer), normal(4, 33, seed=8)
+    assert torch.equal(other(x), layer(x)) and other.values is layer.values
+    with torch.no_grad():
+        other.values.mul_(2.0)
+    other.keep_blocks_(torch.arange(layer.nnz_blocks) > 0)
+    assert layer.nnz_blocks == other.nnz_blocks and torch.equal(other(x), layer(x))
+    assert_within_budget(layer(x), layer.to_linear().double()(x.double()), layer.to_linear()(x))
 
 
 def test_dtype_conversions_keep_the_metadata():

@@ -32,6 +32,9 @@ from .device_build import (
 )
 from .flex import from_flex
 
+# What copies consist of, besides the lists and the bits.
+_SIZES = ("batch", "heads", "seq_lengths", "block_size")
+
 
 class BlockMask:
     """A block-sparse attention mask over Sq queries and Sk keys.
@@ -521,7 +524,30 @@ class BlockMask:
 
     def __getstate__(self) -> dict[str, Any]:
         self._trim()
-        return {**self.__dict__, "_launches": {}, "_derived": {}, "_version": None}
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        return {**self._forward._asdict(), "bits": self._bits, **sizes}
+
+    @usable_in_training
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        op, names = "BlockMask", (*BlockLists._fields, "bits", *_SIZES)
+        if not isinstance(state, dict) or sorted(map(str, state)) != sorted(names):
+            got = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+            problem = "does not fit"
+            raise InvalidInput(message(op, f"the state of a saved {op}", problem, names, got))
+        lists, bits = BlockLists(*(state[name] for name in BlockLists._fields)), state["bits"]
+        batch, heads = (check_count(op, name, state[name]) for name in ("batch", "heads"))
+        seq = check_seq_lengths(op, state["seq_lengths"])
+        block = check_block_size(op, state["block_size"])
+        if not (isinstance(bits, torch.Tensor) and bits.is_meta):
+            check_lists(op, lists, bits, batch * heads, seq, block)
+        if bits.is_inference():
+            lists, bits = BlockLists(*(x.clone() for x in lists)), bits.clone()
+        self._set(lists, None, bits, batch, heads, seq, block)
+
+    def __copy__(self) -> "BlockMask":
+        forward, transposed = self.forward, self._transposed
+        sizes = (self._batch, self._heads, self._seq_lengths, self._block_size)
+        return BlockMask._from_parts(forward, self._bits, *sizes, transposed)
 
     def __repr__(self) -> str:
         sq, sk = self._seq_lengths
@@ -531,6 +557,10 @@ class BlockMask:
             f"block_size=({bq}, {bk}), nnz_blocks={self.nnz_blocks}, density={self.density:.4f}, "
             f"device={str(self.device)!r})"
         )
+
+
+# What `__setstate__` takes is plain data, and all of it is checked.
+torch.serialization.add_safe_globals([BlockMask])
 
 
 def _check_lists_are_tensors(op: str, indptr: Any, indices: Any) -> None:
