@@ -22,8 +22,8 @@ class KVCache:
     `lengths` in place; `write` is device work only, so a CUDA graph may capture it: call `reserve`
     before each replay.
 
-    `copy.deepcopy`, `pickle` and `torch.save` make independent caches that go on where this one is;
-    `torch.load` takes them with `weights_only=True` too, and checks them. `copy.copy` is refused.
+    Deep copies, pickled and saved caches are independent and go on where this one is. PyTorch loads
+    them with `weights_only=True` too, and they are checked. `copy.copy` is refused.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a copied cache consists of, for `copy.deepcopy`, `pickle` and `torch.save`.
+"""What a copied cache consists of: deep copies, pickled and saved caches.
 
 The state of a cache is its tensors and plain Python data. Everything on the device that follows
 from the accounts on the host, such as lengths and page tables, is made again, so that a loaded
@@ -34,7 +34,7 @@ def malformed(cache: str, what: str, expected: Any, got: Any) -> InvalidInput:
 
 
 def saved_tensors(cache: Any) -> dict[str, Any]:
-    """The tensors of a cache by name; fp8 as bytes, since pickle cannot load it."""
+    """The tensors of a cache by name; fp8 as bytes, since unpickling it fails."""
     state = {name: getattr(cache, name) for name in TENSORS}
     if state["k"].dtype == FP8:
         state |= {name: state[name].view(torch.uint8) for name in ("k", "v")}

@@ -44,8 +44,8 @@ class PagedKVCache:
     each replay, call `reserve` and copy `page_table(sequences, max_pages)` and
     `lengths(sequences)` to them.
 
-    `copy.deepcopy`, `pickle` and `torch.save` make independent caches that go on where this one is;
-    `torch.load` takes them with `weights_only=True` too, and checks them. `copy.copy` is refused.
+    Deep copies, pickled and saved caches are independent and go on where this one is. PyTorch loads
+    them with `weights_only=True` too, and they are checked. `copy.copy` is refused.
 
     Parameters
     ----------
