@@ -9,6 +9,7 @@ import torch
 
 from blackwell_sparsek.core.errors import InvalidInput
 from blackwell_sparsek.nn import BSRLinear, adopt_patterns
+from blackwell_sparsek.sparse import reading
 from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
@@ -279,3 +280,47 @@ def test_a_graph_captured_before_a_write_reads_no_freed_memory():
         graph.replay()
         torch.cuda.synchronize()
     assert torch.equal(y, expected) and len(taken) == 64
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_reads_the_pattern_only_after_writes(backend, monkeypatch):
+    ours, theirs = with_blocks(OURS), with_blocks(THEIRS)
+    compiled = torch.compile(ours, fullgraph=True, backend=backend)
+    x, reads, read = normal(5, 50, seed=1).requires_grad_(), [], reading._copied
+
+    def counted(*args):
+        reads.append(1)
+        return read(*args)
+
+    monkeypatch.setattr(reading, "_copied", counted)
+    for _ in range(3):
+        compiled(x).sum().backward()
+    assert reads == []
+    by_state_dict(ours, theirs.state_dict())
+    for _ in range(3):
+        compiled(x).sum().backward()
+    assert reads == [1]
+
+
+def test_functional_calls_take_other_buffers():
+    ours, theirs = with_blocks(OURS), with_blocks(THEIRS)
+    x = normal(5, 50, seed=1)
+    ours(x)
+    state = dict(theirs.state_dict())
+    assert torch.equal(torch.func.functional_call(ours, state, (x,)), theirs(x))
+
+    def loss(values, indices):
+        other = {**state, "values": values, "indices": indices}
+        return torch.func.functional_call(ours, other, (x,)).square().sum()
+
+    got = torch.func.grad(loss)(state["values"], state["indices"])
+    (expected,) = torch.autograd.grad(theirs(x).square().sum(), theirs.values)
+    assert torch.equal(got, expected)
+    assert torch.equal(ours.weight.to_dense(), with_values(ours, OURS).weight.to_dense())
+
+
+def with_values(layer, positions):
+    other = with_blocks(positions)
+    with torch.no_grad():
+        other.values.copy_(layer.values)
+    return other

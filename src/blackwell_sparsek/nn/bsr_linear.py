@@ -63,8 +63,8 @@ class BSRLinear(BSRWeight):
     The buffers may be written in place, as DDP's broadcast and `torch.distributed.checkpoint` do:
     the next call sees that their version has changed, checks the pattern and follows it. A write
     that PyTorch does not count (`torch.distributed.broadcast` of a buffer, `buffer.data.copy_`) is
-    not seen; assign the buffer anew (`layer.indices = layer.indices.clone()`) after it. A CUDA graph
-    keeps the pattern that it was captured with.
+    not seen; assign the buffer anew (`layer.indices = layer.indices.clone()`) after it. A CUDA
+    graph keeps the pattern that it was captured with.
 
     DDP broadcasts buffers in every forward, and each time the layer compares them, which waits for
     the GPU. Once the first broadcast has made all patterns equal, `ddp.broadcast_buffers = False`

@@ -128,6 +128,12 @@ def other_pattern(nnz_blocks: int, blocks: int, loaded: LoadedState) -> InvalidI
     )
 
 
+def _has_no_contents(x: torch.Tensor) -> bool:
+    """Whether only an operator can read `x`: a fake, meta or wrapped tensor."""
+    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(x) is not torch.Tensor or x.is_meta or wrapped
+
+
 class BSRWeight(nn.Module):
     """A module that owns the blocks of a weight as one Parameter and their pattern as buffers.
 
@@ -179,12 +185,7 @@ class BSRWeight(nn.Module):
             reading = self._reading
             if reading is not None and reading.is_current(indptr, indices):
                 return reading.pattern
-        if (
-            traced
-            or type(indptr) is not torch.Tensor
-            or indptr.is_meta
-            or torch._C._functorch.is_functorch_wrapped_tensor(indptr)
-        ):
+        if traced or any(map(_has_no_contents, (indptr, indices))):
             return UnreadPattern(indptr, indices, self._shape, self.block_shape)
         return self._read().pattern
 
