@@ -128,7 +128,7 @@ class BSRPattern:
 
     def check_unwritten(self) -> None:
         """Raise if the metadata was written in place: nothing derived from it would be right."""
-        if torch.compiler.is_compiling() or self._version is None:
+        if self._version is None or torch.compiler.is_compiling():
             return
         if self._writes() != self._version:
             raise InvalidInput(

@@ -24,7 +24,7 @@ _READINGS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class PatternReading:
     """The pattern that `indptr` and `indices` held when they were read.
 
-    `pattern` is a copy of both, unless it is given: one that is known to hold the same.
+    `pattern` has the same contents and shares no memory with them; `before` is the last reading.
     """
 
     __slots__ = ("_addresses", "_before", "_indices", "_indptr", "_version", "pattern")
@@ -45,7 +45,7 @@ class PatternReading:
         self._version = indptr._version + indices._version if counted else None
         # CUDA graphs captured earlier still read the patterns before this one
         self._before: list[BSRPattern] = []
-        if before is not None:
+        if before is not None and before.pattern.device == pattern.device:
             self._before = before._before
             if before.pattern is not pattern and pattern.device.type == "cuda":
                 self._before = [*self._before, before.pattern]
