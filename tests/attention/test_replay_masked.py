@@ -14,11 +14,11 @@ from blackwell_sparsek.attention import autograd as attention_autograd
 from blackwell_sparsek.attention import op as attention
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.launch import launcher as launching
-from blackwell_sparsek.launch import templates
 from blackwell_sparsek.masks import derived_lists
 from blackwell_sparsek.masks.block_mask import BlockMask
 
-from ..launch.test_replay import STREAM, Kernel, half, pretend_gpu, qkv
+from ..launch.fakes import fake_variants
+from ..launch.test_replay import STREAM, half, pretend_gpu, qkv
 
 
 def order_of(mask, batch):
@@ -29,9 +29,7 @@ def order_of(mask, batch):
 @pytest.fixture
 def gpu(monkeypatch):
     """`calls` counts the calls that were made in full, `repeated` has what the others launched."""
-    kernel = Kernel()
     state = SimpleNamespace(calls=0, repeated=[], stream=STREAM, capturing=False)
-    launcher = templates.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
 
     def forward(impl, call):
         state.calls += 1
@@ -41,7 +39,7 @@ def gpu(monkeypatch):
         if mask is not None:
             order = derived_lists.derived_list(mask, order_of, q.shape[0])
             lists = (*mask._listed, mask.bits)
-        launching.launch(kernel, 1, (*results, q, call.k, call.v, order, lists))
+        launching.launch(None, 1, (*results, q, call.k, call.v, order, lists))
         return results
 
     def backward(impl, call):
@@ -52,7 +50,7 @@ def gpu(monkeypatch):
             order = derived_lists.derived_list(mask, order_of, 7)
             lists = (*mask._listed_transposed, mask.bits)
         inputs = (call.dout, given.q, given.k, given.v, call.out, call.lse)
-        launching.launch(kernel, 1, (*call.gradients, *inputs, order, lists))
+        launching.launch(None, 1, (*call.gradients, *inputs, order, lists))
 
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
@@ -60,7 +58,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(module, "stream_of", lambda x: state.stream)
     monkeypatch.setattr(derived_lists, "raw_device", lambda: None)
     monkeypatch.setattr(derived_lists, "raw_stream", lambda device: state.stream)
-    monkeypatch.setattr(templates, "kernel_launcher", lambda compiled: launcher)
+    fake_variants(monkeypatch, lambda grid, stream, values: state.repeated.append(tuple(values)))
     monkeypatch.setattr(attention.forward_dispatch, "run", forward)
     monkeypatch.setattr(attention.backward_dispatch, "run", backward)
     for cache in ("_DENSE", "_MASKED", "_FORWARD", "_BACKWARD"):
@@ -172,7 +170,7 @@ def test_launches_with_tensors_of_one_mask_are_not_repeated_with_another(gpu, mo
     def forward(impl, call):
         gpu.calls += 1
         results = torch.empty_like(call.q), torch.empty(call.q.shape[:-1])
-        launching.launch(Kernel(), 1, (*results, call.q, call.k, call.v, table))
+        launching.launch(None, 1, (*results, call.q, call.k, call.v, table))
         return results
 
     monkeypatch.setattr(attention.forward_dispatch, "run", forward)

@@ -20,6 +20,8 @@ from blackwell_sparsek.launch import replay as module
 from blackwell_sparsek.launch import templates, workspace
 from blackwell_sparsek.masks.block_mask import BlockMask
 
+from .fakes import fake_variants
+
 # the index that CPU tensors tell
 DEVICE = -1
 STREAM = 7
@@ -39,23 +41,16 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-class Kernel:
-    def __getitem__(self, grid):
-        return lambda *args, **options: "compiled"
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """`calls` counts the calls that were made in full, `repeated` has what the others launched."""
     state = SimpleNamespace(calls=0, repeated=[])
-    kernel = Kernel()
-    launcher = templates.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
 
     def run(q, *others):
         state.calls += 1
         tensors = [x for x in others if isinstance(x, torch.Tensor)]
         results = torch.empty_like(q), torch.empty(q.shape[:-1])
-        launching.launch(kernel, 1, (*results, q, *tensors))
+        launching.launch(None, 1, (*results, q, *tensors))
         return results
 
     def run_decode(call, impl):
@@ -66,7 +61,7 @@ def gpu(monkeypatch):
 
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(attention_repeat, "stream_of", lambda x: STREAM)
-    monkeypatch.setattr(templates, "kernel_launcher", lambda compiled: launcher)
+    fake_variants(monkeypatch, lambda grid, stream, values: state.repeated.append(tuple(values)))
     # no checks: some of them refuse what keys have to tell apart
     for name in CHECKS:
         monkeypatch.setattr(functional_attention, name, lambda *args, **options: None)

@@ -150,10 +150,13 @@ def _forward_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> An
     return tensor_descriptor(x, block, tma_strides(x))
 
 
-def tma_strides(x: torch.Tensor) -> list[int]:
+def tma_strides(x: torch.Tensor) -> tuple[int, ...]:
     """Strides for a descriptor: a dimension of size 1 may carry any, which TMA would refuse."""
-    row = x.shape[-1]
-    return [stride if size > 1 else row for size, stride in zip(x.shape, x.stride(), strict=True)]
+    shape, strides = x.shape, x.stride()
+    if 1 not in shape:
+        return strides
+    row = shape[-1]
+    return tuple([s if size > 1 else row for size, s in zip(shape, strides, strict=True)])
 
 
 def backward(call: BackwardCall) -> None:
