@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention import api as functional_attention
+from blackwell_sparsek.attention import autograd as attention_autograd
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.core.torch_state import explaining
 from blackwell_sparsek.decode import api as functional_decode
@@ -25,6 +26,7 @@ from .fakes import fake_variants
 # the index that CPU tensors tell
 DEVICE = -1
 STREAM = 7
+SEEN_BEFORE = module.seen_before
 CHECKS = (
     *("check_qkv", "check_head_dims", "check_block_mask", "check_choice", "band_of"),
     *("check_cu_seqlens", "check_same_batch", "_check_max"),
@@ -36,6 +38,9 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(module, "raw_device", lambda: DEVICE)
     monkeypatch.setattr(module, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(module, "_is_in_gpu_memory", lambda x: True)
+    # every call is recorded, also the first one of its sizes
+    for user in (module, attention_repeat, attention_autograd):
+        monkeypatch.setattr(user, "seen_before", lambda key: True)
     monkeypatch.setattr(templates, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(workspace, "_kept", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -67,7 +72,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(functional_attention, name, lambda *args, **options: None)
     monkeypatch.setattr(functional_attention, "autocast_qkv", lambda op, *qkv: qkv)
     monkeypatch.setattr(functional_attention, "checked_call", call)
-    monkeypatch.setattr(functional_attention, "attend", lambda call, impl: run(*call))
+    monkeypatch.setattr(functional_attention, "attend", lambda call, impl, plain: run(*call))
     monkeypatch.setattr(functional_decode, "decode", run_decode)
     for cache in ("_DENSE", "_PACKED", "_MASKED"):
         monkeypatch.setattr(attention_repeat, cache, {})
@@ -91,6 +96,27 @@ def decode(batch=2, **options):
     q, k, v = half(batch, 4, 1, 16), half(batch, 2, 32, 16), half(batch, 2, 32, 16)
     lengths = torch.ones(batch, dtype=torch.int32)
     return bsk.attention_decode(q, k, v, cache_seqlens=lengths, **options), (q, k, v, lengths)
+
+
+def test_the_second_call_of_its_sizes_is_recorded(gpu, monkeypatch):
+    for user in (module, attention_repeat):
+        monkeypatch.setattr(user, "seen_before", SEEN_BEFORE)
+    monkeypatch.setattr(module, "_seen", {})
+    for call in (attend, decode):
+        gpu.calls = 0
+        for expected in (1, 2, 2, 2):
+            call()
+            assert gpu.calls == expected
+    monkeypatch.setattr(module, "MAX_SEEN", 2)
+    assert [SEEN_BEFORE((i,)) for i in (1, 2, 1, 3, 1, 1)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert not SEEN_BEFORE(([],)) and not SEEN_BEFORE(([],))
 
 
 def test_a_second_call_launches_with_its_own_tensors(gpu):

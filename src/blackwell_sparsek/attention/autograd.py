@@ -21,6 +21,7 @@ from ..launch.replay import (
     described,
     is_plain_call,
     keep,
+    seen_before,
     stream_of,
 )
 from ..masks.block_mask import BlockMask
@@ -29,25 +30,30 @@ from .op import (
     attn_bwd,
     attn_fwd,
     backward_dispatch,
+    compute_backward,
+    compute_forward,
     operator_options,
     run_backward,
-    run_forward,
 )
 from .replay import bound, forward_lists, gradient_options, recorded_gradients
 
 
-def attend(call: AttentionCall, impl: str) -> Tensors:
-    """Output and lse of a checked call, by the cheapest path that provides its gradients."""
+def attend(call: AttentionCall, impl: str, plain: bool = False) -> Tensors:
+    """Output and lse of a checked call, by the cheapest path that provides its gradients.
+
+    `plain` says that `launch.replay.is_plain_call` need not be asked.
+    """
     q, k, v, sinks = call.q, call.k, call.v, call.spec.sinks
     tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if torch.compiler.is_compiling() or q.is_meta or not is_plain_call(tensors):
+    plain = plain or (not torch.compiler.is_compiling() and is_plain_call(tensors))
+    if q.is_meta or not plain:
         results: Tensors = attn_fwd(q, k, v, *operator_options(call, wants_gradients), impl)
     elif wants_gradients:
         training = TrainingCall.of(call, impl)
         results = _Attention.apply(q, k, v, sinks, (training, call, None, True))
     else:
-        results = run_forward(call, impl)
+        results = compute_forward(call, impl)
     return results
 
 
@@ -112,7 +118,7 @@ class TrainingCall:
     def forward(self, call: AttentionCall | None, addresses: list[int] | None) -> Tensors:
         """Output and lse: of `call`, or by recorded launches from tensors at `addresses`."""
         if call is not None:
-            return run_forward(call, self._impl)
+            return compute_forward(call, self._impl)
         assert self._forward is not None and addresses is not None
         return self._forward(addresses)
 
@@ -136,13 +142,15 @@ class TrainingCall:
                 launches = self._gradient_launches(key, sinks)
             if launches is not None:
                 return launches(addresses)
+        first = found is not None and not seen_before(found.key)
         spec = self._spec._replace(sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         call, impl = AttentionCall(q, k, v, spec, self._deterministic), _backward_impl(self._impl)
         # with gradients enabled, the operator makes a double backward raise; modes must see it too
         if torch.is_grad_enabled() or not is_plain_call((dout, q, k, v)):
             options = operator_options(call, for_gradients=True)
             return attn_bwd(dout, dlse, q, k, v, out, lse, *options, list(needs), impl)
-        return run_backward(call, dout, dlse, out, lse, needs, impl)
+        compute = compute_backward if first else run_backward
+        return compute(call, dout, dlse, out, lse, needs, impl)
 
     def _gradient_launches(self, key: Any, sinks: torch.Tensor | None) -> Launches | None:
         """The launches recorded for gradients with this key, bound to the mask, or None."""

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..calls.attention import AttentionCall, AttnSpec
 from ..core.checks import (
@@ -19,7 +20,7 @@ from ..core.checks import (
     message,
 )
 from ..core.errors import InvalidInput, InvalidType
-from ..core.torch_state import cast_operand
+from ..core.torch_state import autocast_dtype, cast_operand
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 
@@ -28,12 +29,15 @@ MAX_HEAD_DIM = 256
 
 DENSE = "[B, H, S, D]"
 PACKED = "[T, H, D]"
+_RANKS = {DENSE: 4, PACKED: 3}
 
 
 def check_qkv(
     op: str, q: Any, k: Any, v: Any, layout: str, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> None:
     """Type, layout, dtype, device and shape of q, k and v, in that order; host only."""
+    if _are_right(q, k, v, layout):
+        return
     tensors = dict(zip(names, (q, k, v), strict=True))
     for arg, x in tensors.items():
         check_tensor(op, arg, x)
@@ -61,6 +65,39 @@ def check_qkv(
         )
 
 
+def _are_right(q: Any, k: Any, v: Any, layout: str) -> bool:
+    """Whether these pass all checks of `check_qkv`, at a glance: False if that takes more."""
+    if not (type(q) is type(k) is type(v) is torch.Tensor) or _is_transformed():
+        return False
+    # in this order: a tensor without strides refuses to tell its shape
+    for x in (q, k, v):
+        if x.layout is not torch.strided or x.is_nested or x.dtype not in DTYPES:
+            return False
+        if x.stride()[-1:] != (1,):
+            return False
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if not len(of_q) == len(of_k) == len(of_v) == _RANKS[layout]:
+        return False
+    heads_q, heads_kv = of_q[1], of_k[1]
+    return (
+        of_k[:-1] == of_v[:-1]
+        and of_q[-1] == of_k[-1]
+        and (layout != DENSE or of_q[0] == of_k[0])
+        and heads_kv > 0
+        and heads_q % heads_kv == 0
+        and q.device == k.device == v.device
+    )
+
+
+def _is_transformed() -> bool:
+    """Whether forward-mode derivatives, a transform of torch.func or a compiler may be active."""
+    return (
+        forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.compiler.is_compiling()
+    )
+
+
 def _raise_mismatch(op: str, tensors: dict[str, torch.Tensor], problem: str, expected: str) -> None:
     got = ", ".join(f"{arg} {list(x.shape)}" for arg, x in tensors.items())
     raise InvalidInput(message(op, "/".join(tensors), problem, expected, got))
@@ -79,7 +116,10 @@ def autocast_qkv(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cast to autocast's dtype if autocast is on (fp64 stays); then all dtypes must agree."""
-    q, k, v = cast_operand(q), cast_operand(k), cast_operand(v)
+    if autocast_dtype(q.device) is not None:
+        q, k, v = cast_operand(q), cast_operand(k), cast_operand(v)
+    if q.dtype == k.dtype == v.dtype:
+        return q, k, v
     check_same_dtype(op, {"q": q, "k": k, "v": v})
     return q, k, v
 

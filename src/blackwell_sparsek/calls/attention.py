@@ -182,6 +182,11 @@ FARTHEST_TOKENS = 2**34
 
 def tma_takes(x: torch.Tensor) -> bool:
     """Whether TMA can copy tiles of `x`: address and strides in steps of 16 bytes."""
+    if x.is_contiguous():
+        # all strides are multiples of the last dimension
+        row_bytes, dense_bytes = x.shape[-1] * x.element_size(), x.nbytes
+        if row_bytes % 16 == 0 and 0 < dense_bytes < FARTHEST_TOKENS:
+            return x.data_ptr() % 16 == 0
     *outer, row = (
         stride * x.element_size() if size > 1 else 16
         for size, stride in zip(x.shape, x.stride(), strict=True)

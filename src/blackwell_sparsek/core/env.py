@@ -11,29 +11,42 @@ IMPLS = ("auto", "reference", "eager", "dense", "triton", "sm90")
 
 def default_impl() -> str:
     """`BSK_IMPL`: the implementation that calls without an `impl` argument take (default auto)."""
-    value = os.environ.get("BSK_IMPL", "auto")
+    if _stored("BSK_IMPL") is None:
+        return "auto"
+    value = os.environ["BSK_IMPL"]
     if value not in IMPLS:
         raise InvalidInput(f"BSK_IMPL is {value!r}; expected one of {', '.join(IMPLS)}")
     return value
 
 
 def asked_impl() -> object:
-    """`BSK_IMPL` as the environment stores it, unchecked: to tell whether it changed.
+    """`BSK_IMPL` as the environment stores it, unchecked: to tell whether it changed."""
+    return _stored("BSK_IMPL")
+
+
+def _stored(name: str) -> object:
+    """A variable as the environment stores it, or None.
 
     Reading `os.environ` decodes the value, which takes longer than everything else that a replayed
     call checks. If the stored form is not accessible, the decoded value is returned.
     """
-    if _STORED_NAME is None:
-        return os.environ.get("BSK_IMPL")
-    return os.environ._data.get(_STORED_NAME)  # type: ignore[attr-defined]
+    if _STORED_NAMES is None:
+        return os.environ.get(name)
+    return os.environ._data.get(_STORED_NAMES[name])  # type: ignore[attr-defined]
 
 
-_STORED_NAME = os.environ.encodekey("BSK_IMPL") if hasattr(os.environ, "_data") else None
+_STORED_NAMES = (
+    {name: os.environ.encodekey(name) for name in ("BSK_IMPL", "TRITON_INTERPRET")}
+    if hasattr(os.environ, "_data")
+    else None
+)
 
 
 def triton_interpreted() -> bool:
     """`TRITON_INTERPRET`: whether Triton runs kernels on the CPU. Triton reads it at import."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    if _stored("TRITON_INTERPRET") is None:
+        return False
+    return os.environ["TRITON_INTERPRET"].lower() in ("1", "true", "on", "yes")
 
 
 def config_dir() -> str | None:

@@ -7,7 +7,6 @@ release.
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from struct import Struct
 from typing import Any
 
 import torch
@@ -122,14 +121,18 @@ def launch_kernel(config: int, function: int, parameters: int) -> None:
         raise RuntimeError(f"cuLaunchKernelEx failed: {_message(code)}")
 
 
+_address = ctypes.addressof
+_MapMemory = ctypes.c_char * (128 + 64)
+
+
 class TensorMap:
     """One encoded tensor map: 128 bytes at an address that is a multiple of 64."""
 
     __slots__ = ("_memory", "address")
 
     def __init__(self) -> None:
-        self._memory = ctypes.create_string_buffer(128 + 64)
-        self.address = -(-ctypes.addressof(self._memory) // 64) * 64
+        self._memory = _MapMemory()
+        self.address = (_address(self._memory) + 63) & -64
 
 
 class TensorMapEncoder:
@@ -145,35 +148,38 @@ class TensorMapEncoder:
     def __init__(self, dtype: torch.dtype, box: Sequence[int], swizzle: int):
         self._data_type = _DATA_TYPES[dtype]
         self._element = dtype.itemsize
-        self._swizzle = swizzle
         self._rank = rank = len(box)
         # the driver counts dimensions from the contiguous one
         self._box = (ctypes.c_uint32 * rank)(*reversed(box))
         self._steps = (ctypes.c_uint32 * rank)(*[1] * rank)
-        self._sizes = Struct(f"{2 * rank}Q")
-        self._box_address = ctypes.addressof(self._box)
-        self._steps_address = ctypes.addressof(self._steps)
+        self._sizes = ctypes.c_uint64 * (2 * rank)
+        # no interleaving; elements out of bounds are zero
+        self._tile = (_address(self._box), _address(self._steps), 0, swizzle, _L2_128B, 0)
 
     def __call__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> TensorMap:
         """The map of a tensor at `address`, strides in elements."""
         element, rank = self._element, self._rank
         steps = [element * stride for stride in strides[-2::-1]]
-        sizes = ctypes.create_string_buffer(
-            self._sizes.pack(*shape[::-1], *steps, 0), self._sizes.size
-        )
-        here = ctypes.addressof(sizes)
+        sizes = self._sizes(*shape[::-1], *steps)
+        here = _address(sizes)
         made = TensorMap()
-        code = _encode_function()(
-            *(made.address, self._data_type, rank, address, here, here + 8 * rank),
-            *(self._box_address, self._steps_address, 0, self._swizzle, _L2_128B, 0),
-        )
+        tensor = (self._data_type, rank, address, here, here + 8 * rank)
+        code = _encode_function()(made.address, *tensor, *self._tile)
         if code:
             raise RuntimeError(
                 f"cuTensorMapEncodeTiled failed: {_message(code)} (address {address:#x}, shape "
                 f"{list(shape)}, strides {list(strides)}, box {list(self._box)[::-1]})"
             )
-        span = element + sum((n - 1) * s for n, s in zip(shape[-2::-1], steps, strict=True))
-        if span + (shape[-1] - 1) * element < _SMALL_TENSOR and _fetches_past_small_tensors():
+        if self._is_small(shape, strides) and _fetches_past_small_tensors():
             word = ctypes.c_uint64.from_address(made.address + 8)
             word.value &= ~_SMALL_TENSOR_BIT
         return made
+
+    def _is_small(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
+        """Whether the tensor spans few bytes."""
+        left = _SMALL_TENSOR // self._element - 1
+        for size, stride in zip(shape, strides, strict=True):
+            left -= (size - 1) * stride
+            if left <= 0:
+                return False
+        return True

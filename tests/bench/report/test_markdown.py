@@ -271,7 +271,7 @@ def test_first_calls_have_a_row():
     case = _case("attention, compiled before", "sdpa", 0.1)
     case["ratios"] = {"reported": case["ratios"]["eager"]}
     (row,) = summary([{"suite": "first_call", "cases": [case]}]).splitlines()[2:]
-    assert row.startswith("| first call, fresh process | 1 | 0.10x, 0.10x, 0.10x | attention")
+    assert row.startswith("| first call, wall clock | 1 | 0.10x, 0.10x, 0.10x | attention")
 
 
 def test_suites_that_compare_nothing_have_no_row():

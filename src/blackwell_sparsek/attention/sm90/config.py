@@ -1,6 +1,7 @@
 """Configurations of the Hopper attention kernels: tiles, rings, and what follows from them."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ...launch.descriptors import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
@@ -154,6 +155,7 @@ class AttnFwdSm90Config:
         return accumulator_layout(columns)
 
 
+@lru_cache(maxsize=256)
 def make_forward_config(
     consumers: int,
     tile_d: int,

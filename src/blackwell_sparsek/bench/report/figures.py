@@ -170,7 +170,7 @@ def _bars(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]
         if bars:
             groups.append((case["name"], bars))
     better = "higher" if unit == "tflops" else "lower"
-    how = "in a fresh process" if mode == "reported" else f"mode {mode}"
+    how = "wall clock" if mode == "reported" else f"mode {mode}"
     caption = f"{_in_words(unit, written)} by case, {how}; {better} is better."
     caption += " Whiskers span the quartiles."
     return _bar_figure(caption, groups, written, colours)

@@ -91,7 +91,7 @@ MODES = {
     "graph": "CUDA graph",
     "sustained": "sustained",
     "host": "host time",
-    "reported": "fresh process",
+    "reported": "wall clock",
 }
 SUMMARY_HEAD = (
     "suite, timed how",

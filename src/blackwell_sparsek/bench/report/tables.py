@@ -8,7 +8,7 @@ MODE_HEADS = {
     "graph": "in a CUDA graph, cold inputs",
     "sustained": "sustained",
     "host": "host time of a call",
-    "reported": "in a fresh process",
+    "reported": "wall clock",
 }
 _MOST_NAMES = 8
 UNITS = {"tflops": "TFLOP/s", "ms": "ms", "us": "us", "us_per_head": "us per head"}
