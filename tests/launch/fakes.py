@@ -24,23 +24,33 @@ class FakeVariant:
     def __init__(self, walk: _Walk, args: Any, note: Callable[..., None]):
         maps = {place for place, _ in walk.descriptors}
         tensors = {x.data_ptr() for x in _tensors(args)}
-        self._args = _without_tensors(args)
+        self.args = _without_tensors(args)
         places = range(len(walk.values))
         self.pointers = [i for i in places if walk.values[i] in tensors and i not in maps]
         self.encoded: list[int] = []
         self.encoders = [self._encode] * len(maps)
-        self._note = note
+        self.note = note
 
     def _encode(self, address: int, shape: Any, strides: Any) -> FakeMap:
         self.encoded.append(address)
         return FakeMap(address)
 
-    def launch(self, grid: int, stream: int, values: list[Any], maps: Any) -> None:
-        values = list(values)
-        for place, made in maps:
-            values[place] = ("map", made.address)
+    def prepared(self, grid: int, values: list[Any]) -> "FakePrepared":
+        return FakePrepared(self, grid, values)
+
+
+class FakePrepared:
+    def __init__(self, variant: FakeVariant, grid: int, values: list[Any]):
+        self.words, self.places = list(values), {}
+        self._variant, self._grid = variant, grid
+
+    def launch(self, stream: int) -> None:
+        values = list(self.words)
+        for place, address in self.places.items():
+            values[place] = ("map", address)
         left = iter(values)
-        self._note(grid, stream, [_filled(x, left) for x in self._args])
+        args = [_filled(x, left) for x in self._variant.args]
+        self._variant.note(self._grid, stream, args)
 
 
 class _Made(Launchable):

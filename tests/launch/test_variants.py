@@ -179,7 +179,7 @@ def test_a_kernel_with_unknown_parameters_has_no_variant(fake_driver, monkeypatc
     assert variants.find_variant(kernel, (aligned(), 3, 0.5, "c"), 1, {}) is None
 
 
-def test_threads_do_not_share_buffers(fake_driver, monkeypatch):
+def test_threads_do_not_share_memory(fake_driver, monkeypatch):
     kernel = Kernel(fake_driver, ("Q", "i4x", "f4x", "Q", "Q"))
     monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
     x = aligned()
@@ -188,13 +188,15 @@ def test_threads_do_not_share_buffers(fake_driver, monkeypatch):
 
     def interrupted(*args):
         if not during:
-            during.append("another thread launches while the driver reads")
+            during.append("another thread launches before the driver reads")
             found.variant.launch(1, 0, [x.data_ptr(), 4, 0.5], [])
         launch(*args)
 
     monkeypatch.setattr(variants, "launch_kernel", interrupted)
-    found.variant.launch(1, 0, [x.data_ptr(), 3, 0.5], [])
-    assert [values[1] for *_, values in fake_driver.launched] == [4, 3]
+    for grid, n in ((1, 3), (2, 5)):
+        found.variant.launch(grid, 0, [x.data_ptr(), n, 0.5], [])
+    launched = [(shape[0], values[1]) for shape, *_, values in fake_driver.launched]
+    assert launched == [(1, 4), (1, 3), (2, 5)]
 
 
 def test_a_tensor_map_is_encoded_from_the_contiguous_dimension(fake_driver, monkeypatch):

@@ -65,13 +65,6 @@ def _library() -> ctypes.CDLL:
 
 
 @cache
-def _launch_function() -> Any:
-    function = _library().cuLaunchKernelEx
-    function.argtypes = [ctypes.c_void_p] * 4
-    return function
-
-
-@cache
 def _encode_function() -> Any:
     function = _library().cuTensorMapEncodeTiled
     address, enum = ctypes.c_void_p, ctypes.c_int
@@ -110,13 +103,20 @@ def launch_attributes(cluster: int, pdl: bool) -> Any:
     return attributes, len(made)
 
 
+_launch: Any = None
+
+
 def launch_kernel(config: int, function: int, parameters: int) -> None:
     """Launch `function`, given the addresses of a LaunchConfig and of a list of parameters."""
-    code = _launch_function()(config, function, parameters, None)
+    global _launch
+    if _launch is None:
+        _launch = _library().cuLaunchKernelEx
+        _launch.argtypes = [ctypes.c_void_p] * 4
+    code = _launch(config, function, parameters, None)
     if code == _INVALID_CONTEXT:
         # a new thread has no context until it uses the CUDA runtime
         torch.cuda.set_device(raw_device())
-        code = _launch_function()(config, function, parameters, None)
+        code = _launch(config, function, parameters, None)
     if code:
         raise RuntimeError(f"cuLaunchKernelEx failed: {_message(code)}")
 

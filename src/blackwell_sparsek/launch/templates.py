@@ -13,7 +13,7 @@ from ..core.compat import raw_stream
 from .descriptors import Descriptor
 from .driver import TensorMap
 from .recording import Recording
-from .variants import Launchable
+from .variants import Launchable, Prepared
 from .workspace import MOST_KEPT_BYTES, counters_of_stream, stream_memory, zeroed_counters
 
 # Tensor maps kept for each descriptor, 128 bytes each: the layers of a model have tensors of one
@@ -42,33 +42,40 @@ class _MapSlot(NamedTuple):
 
 
 class _Template:
-    """One recorded launch: the values of its parameters, some of which differ between calls."""
+    """One recorded launch: packed parameters, some of which differ between calls."""
 
     def __init__(self, launched: Launchable, grid: int, args: list[Any], role_of: dict[int, int]):
         self.variant = launched.variant
-        self.grid = grid
-        self.values = launched.values
-        self.slots: list[_Slot] = []
-        self.maps: list[_MapSlot] = []
-        for place in self.variant.pointers:
-            if launched.values[place] in role_of:
-                self.slots.append(_Slot(place, role_of[launched.values[place]]))
+        self._grid = grid
+        self._values = launched.values
         # tensors without a role, which every launch takes as they are
         self.kept = [x for x in _tensors(args) if x.data_ptr() and x.data_ptr() not in role_of]
+        self._slots: list[_Slot] = []
+        for place in self.variant.pointers:
+            if launched.values[place] in role_of:
+                self._slots.append(_Slot(place, role_of[launched.values[place]]))
+        self._maps: list[_MapSlot] = []
         for encode, (place, x) in zip(self.variant.encoders, launched.descriptors, strict=True):
             role = role_of[x.base.data_ptr()]
-            self.maps.append(_MapSlot(place, role, encode, x.shape, x.strides, {}))
+            self._maps.append(_MapSlot(place, role, encode, x.shape, x.strides, {}))
+        self._free: list[Prepared] = []
 
     def run(self, stream: int, addresses: list[int]) -> None:
         """Launch with tensors at these addresses, by role."""
-        values = self.values.copy()
-        for place, role in self.slots:
-            values[place] = addresses[role]
-        maps = []
-        for slot in self.maps:
+        # one for each thread that launches at the same time
+        try:
+            prepared = self._free.pop()
+        except IndexError:
+            prepared = self.variant.prepared(self._grid, self._values)
+        words = prepared.words
+        for place, role in self._slots:
+            words[place] = addresses[role]
+        for slot in self._maps:
             address = addresses[slot.role]
-            maps.append((slot.place, slot.maps.get(address) or _encoded(slot, address)))
-        self.variant.launch(self.grid, stream, values, maps)
+            encoded = slot.maps.get(address) or _encoded(slot, address)
+            prepared.places[slot.place] = encoded.address
+        prepared.launch(stream)
+        self._free.append(prepared)
 
 
 def _encoded(slot: _MapSlot, address: int) -> TensorMap:

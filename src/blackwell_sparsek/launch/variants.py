@@ -84,18 +84,28 @@ class _Walk:
             key += (kind, x)
 
 
-class _Buffers:
-    """Host memory that one launch at a time reads its configuration and parameters from."""
+class Prepared:
+    """A launch whose parameters are packed in host memory, for one thread at a time.
 
-    __slots__ = ("config", "config_address", "parameters", "places", "places_address")
+    `words` are the parameters, 8 bytes each, in which addresses may be replaced before a launch.
+    `places` is where the driver finds each parameter: that of a tensor map is set to the map.
+    """
 
-    def __init__(self, size: int, config: LaunchConfig):
-        self.parameters = ctypes.create_string_buffer(8 * size)
-        start = ctypes.addressof(self.parameters)
+    __slots__ = ("_config_address", "_function", "_places_address", "config", "places", "words")
+
+    def __init__(self, function: int, size: int, config: LaunchConfig):
+        self.words = (ctypes.c_uint64 * size)()
+        start = ctypes.addressof(self.words)
         self.places = (ctypes.c_void_p * size)(*[start + 8 * i for i in range(size)])
         self.config = config
-        self.config_address = ctypes.addressof(config)
-        self.places_address = ctypes.addressof(self.places)
+        self._function = function
+        self._config_address = ctypes.addressof(config)
+        self._places_address = ctypes.addressof(self.places)
+
+    def launch(self, stream: int) -> None:
+        """Launch; the driver copies the parameters before it returns."""
+        self.config.stream = stream
+        launch_kernel(self._config_address, self._function, self._places_address)
 
 
 class Variant:
@@ -120,40 +130,39 @@ class Variant:
         # nothing is allocated for Triton's workspaces, which this kernel does not use
         self._workspaces = [0] * (self._size - self.own)
         self._attributes, self._attribute_count = launch_attributes(cluster, self.overlaps)
-        self._free: list[_Buffers] = []
+        self._free: list[Prepared] = []
         # keeps the kernel loaded
         self._compiled = compiled
 
-    def _buffers(self) -> _Buffers:
-        config = LaunchConfig(1, 1, 1, self._threads, 1, 1, self._shared)
+    def prepared(self, grid: int, values: Sequence[Any]) -> Prepared:
+        """A launch on `grid` clusters, which may be single programs, but for its tensor maps.
+
+        `values` has one for each of the kernel's own parameters, addresses for tensors.
+        """
+        config = LaunchConfig(grid * self._cluster, 1, 1, self._threads, 1, 1, self._shared)
         config.attributes = ctypes.addressof(self._attributes)
         config.attribute_count = self._attribute_count
-        return _Buffers(self._size, config)
+        made = Prepared(self._function, self._size, config)
+        self._pack(made.words, 0, *values, *self._workspaces)
+        return made
 
     def launch(
         self, grid: int, stream: int, values: Sequence[Any], maps: Sequence[tuple[int, TensorMap]]
     ) -> None:
-        """Launch on `grid` clusters, which may be single programs.
-
-        Parameters
-        ----------
-        values : one for each of the kernel's own parameters, addresses for tensors
-        maps : the tensor maps, each with its place among the parameters
-        """
-        # two threads must not write to the same buffers: the driver reads them without the GIL
+        """Launch with `values` as in `prepared`, and each tensor map in its place."""
+        # two threads must not write to the same memory: the driver reads it without the GIL
         try:
-            buffers = self._free.pop()
+            made = self._free.pop()
         except IndexError:
-            buffers = self._buffers()
-        self._pack(buffers.parameters, 0, *values, *self._workspaces)
-        places = buffers.places
-        for place, made in maps:
-            places[place] = made.address
-        config = buffers.config
-        config.grid_x = grid * self._cluster
-        config.stream = stream
-        launch_kernel(buffers.config_address, self._function, buffers.places_address)
-        self._free.append(buffers)
+            made = self.prepared(grid, values)
+        else:
+            self._pack(made.words, 0, *values, *self._workspaces)
+            made.config.grid_x = grid * self._cluster
+        places = made.places
+        for place, encoded in maps:
+            places[place] = encoded.address
+        made.launch(stream)
+        self._free.append(made)
 
 
 def _encoder(descriptor: Descriptor, part: MapParameters) -> TensorMapEncoder:

@@ -4,6 +4,7 @@ Ragged batches in training and prompts in serving have a new length in almost ev
 nothing is recorded yet.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from .attention import dtype_of
 from .attention_peers import OURS
 
 SDPA = "sdpa"
-# Lengths of one measurement; all measurements of a process take different ones.
+# Lengths of one measurement; those of the same library take different ones.
 LENGTHS = 500
 _SHORTEST, _LONGEST = 129, 4096
 # Lengths for compiling, spread over all.
@@ -49,17 +50,18 @@ class NewSizes(NamedTuple):
 
 
 class NewInputs:
-    """Tensors of one length after another, none of them twice."""
+    """Tensors of any length."""
 
     def __init__(self, problem: NewSizes, memory: tuple[torch.Tensor, ...]):
         self.problem, self.memory = problem, memory
-        # a permutation, so that lengths of one measurement are spread over all
-        lengths = range(_SHORTEST, _LONGEST)
-        self._lengths = iter(sorted(lengths, key=lambda n: n * 2654435761 % 2**32))
 
-    def take(self, count: int) -> list[list[torch.Tensor]]:
-        """q, k, v and the gradient of the output for `count` new lengths."""
-        return [self._tensors(next(self._lengths)) for _ in range(count)]
+    def lengths(self) -> Iterator[int]:
+        """All lengths in a mixed order, so that any few of them are spread over all."""
+        return iter(sorted(range(_SHORTEST, _LONGEST), key=lambda n: n * 2654435761 % 2**32))
+
+    def take(self, lengths: Iterator[int], count: int) -> list[list[torch.Tensor]]:
+        """q, k, v and the gradient of the output for the next `count` lengths."""
+        return [self._tensors(length) for length in itertools.islice(lengths, count)]
 
     def _tensors(self, length: int) -> list[torch.Tensor]:
         problem = self.problem
@@ -124,16 +126,16 @@ def _why_not_sdpa(inputs: NewInputs) -> str | None:
 
 
 def _contender(inputs: NewInputs, call: Call) -> Contender:
-    problem = inputs.problem
+    problem, lengths = inputs.problem, inputs.lengths()
 
     def once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Any:
-        out = call(q, k, v)
-        if problem.kind == "training":
-            torch.autograd.backward(out, dout)
-        return out
+        if problem.kind != "training":
+            return call(q, k, v)
+        with torch.enable_grad():
+            return torch.autograd.backward(call(q, k, v), dout)
 
     def measured() -> float:
-        tensors = inputs.take(problem.lengths)
+        tensors = inputs.take(lengths, problem.lengths)
         if problem.kind == "packed":
             for q, *_ in tensors:
                 _offsets(q.shape[0], q.device)
@@ -145,9 +147,9 @@ def _contender(inputs: NewInputs, call: Call) -> Contender:
         _wait(tensors[0][0])
         return seconds / problem.lengths
 
-    for made in inputs.take(min(_WARM_UP, problem.lengths)):
+    for made in inputs.take(lengths, min(_WARM_UP, problem.lengths)):
         once(*made)
-    return Contender(measured, lambda seconds: _check(call, inputs))
+    return Contender(measured, lambda seconds: _check(call, inputs, lengths))
 
 
 def _wait(x: torch.Tensor) -> None:
@@ -155,9 +157,9 @@ def _wait(x: torch.Tensor) -> None:
         torch.cuda.synchronize(x.device)
 
 
-def _check(call: Call, inputs: NewInputs) -> None:
+def _check(call: Call, inputs: NewInputs, lengths: Iterator[int]) -> None:
     """One more length, against fp64; packed sequences are checked by their first one."""
-    ((q, k, v, _),) = inputs.take(1)
+    ((q, k, v, _),) = inputs.take(lengths, 1)
     with torch.no_grad():
         got = call(q, k, v)
         if inputs.problem.kind == "packed":
