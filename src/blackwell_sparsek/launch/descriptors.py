@@ -68,7 +68,8 @@ def tensor_descriptor(
     x: torch.Tensor, block: Sequence[int], strides: tuple[int, ...] | None = None
 ) -> Descriptor:
     """TMA descriptor that copies tiles of shape `block`; `strides` replace those of `x`."""
-    return Descriptor(x, tuple(x.shape), x.stride() if strides is None else strides, tuple(block))
+    # a torch.Size is a tuple
+    return Descriptor(x, x.shape, x.stride() if strides is None else strides, tuple(block))
 
 
 def packed_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Descriptor:
