@@ -7,7 +7,7 @@ WORKERS ?= auto
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all lint format gpu-test gpu-bench browser clean help
+.PHONY: quickstart test test-all lint format gpu-test gpu-soak gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,9 @@ format: $(VENV)/.installed-test  ## rewrite the sources the way `lint` wants the
 
 gpu-test:  ## the tests that need a GPU, with the packages of this machine's Python
 	BSK_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+
+gpu-soak:  ## a million calls from threads, streams, graphs and two processes; any other bit fails
+	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek.testing.soak --minutes 20 --calls 1000000
 
 gpu-bench:  ## measure on this machine's GPU; fails when something is slower than the committed results
 	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek bench $(SUITES) -o $(RESULTS)
