@@ -7,7 +7,7 @@ WORKERS ?= auto
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all lint format gpu-test gpu-soak gpu-bench browser clean help
+.PHONY: quickstart test test-all fuzz lint format gpu-test gpu-soak gpu-fuzz gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,6 +20,10 @@ test: $(VENV)/.installed-test lint  ## lint, type check and the tests that need 
 
 test-all: $(VENV)/.installed-test lint  ## the same and the exhaustive tests, some of which need the network
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m "not gpu"
+
+fuzz: $(VENV)/.installed-test  ## ten minutes of random calls against a second oracle, without a GPU
+	TRITON_INTERPRET=1 $(BIN)/python -m blackwell_sparsek.testing.fuzz --device cpu \
+		--calls 100000 --seconds 600 --jobs 2 --corpus tests/testing/fuzz_corpus.txt
 
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -35,6 +39,10 @@ gpu-test:  ## the tests that need a GPU, with the packages of this machine's Pyt
 
 gpu-soak:  ## a million calls from threads, streams, graphs and two processes; any other bit fails
 	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek.testing.soak --minutes 20 --calls 1000000
+
+gpu-fuzz:  ## 2,500 random calls on the GPU against a second oracle; failing seeds join the corpus
+	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek.testing.fuzz --device cuda \
+		--calls 2500 --jobs 8 --corpus tests/testing/fuzz_corpus.txt
 
 gpu-bench:  ## measure on this machine's GPU; fails when something is slower than the committed results
 	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek bench $(SUITES) -o $(RESULTS)
