@@ -7,7 +7,7 @@ WORKERS ?= auto
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all fuzz lint format gpu-test gpu-soak gpu-fuzz gpu-bench browser clean help
+.PHONY: quickstart test test-all fuzz lint format gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ gpu-fuzz:  ## 2,500 random calls on the GPU against a second oracle; failing see
 	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek.testing.fuzz --device cuda \
 		--calls 2500 --jobs 8 --corpus tests/testing/fuzz_corpus.txt
 
+gpu-sanitize:  ## compute-sanitizer over one call of every kernel and its replayed launch
+	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek.testing.sanitize --jobs 8 --logs sanitizer-logs
+
 gpu-bench:  ## measure on this machine's GPU; fails when something is slower than the committed results
 	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek bench $(SUITES) -o $(RESULTS)
 	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek compare benchmarks/results $(RESULTS)
@@ -52,7 +55,7 @@ browser:  ## Debian's Chromium, in which the report is tested; needs root
 	command -v chromium || (apt-get update -q && apt-get install -y -q chromium)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(RESULTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json
+	rm -rf $(VENV) $(RESULTS) sanitizer-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
