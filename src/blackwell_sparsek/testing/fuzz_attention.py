@@ -215,8 +215,9 @@ def _gradients_of(
     leaves = [*given] if sinks is None else [*given, sinks]
     for x in leaves:
         x.requires_grad_()
-    dout = draw.normal(*contiguous[0].shape[:-1], given[2].shape[-1], dtype=given[0].dtype)
-    dlse = draw.normal(*contiguous[0].shape[:-1])
+    q, _, v = contiguous
+    dout = draw.normal(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    dlse = draw.normal(*q.shape[:-1])
     draw.note(gradients=True)
 
     def run(name: str) -> tuple[Tensor, ...]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.env import environment_for_sanitizer
 from .fixed_calls import FixedCall, fixed_calls, supported
 from .soak import noted_kernels
 
@@ -38,8 +39,8 @@ class Verdict(NamedTuple):
 
 def sanitizer() -> str | None:
     """The path of compute-sanitizer, or None."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), *TOOLKITS])
-    return shutil.which("compute-sanitizer", path=path)
+    command = "compute-sanitizer"
+    return shutil.which(command) or shutil.which(command, path=os.pathsep.join(TOOLKITS))
 
 
 def calls_by_kernel(device: torch.device, contains: str = "") -> dict[str, FixedCall]:
@@ -85,12 +86,10 @@ def run_tool(
 ) -> Verdict:
     """Run one call under one tool."""
     child = [sys.executable, "-m", "blackwell_sparsek.testing.sanitize", "--one", name]
-    # the allocator of torch hands out parts of large blocks, whose bounds no tool knows
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(
             [command, "--tool", tool, "--error-exitcode", "9", *child],
-            env=environment, capture_output=True, text=True, timeout=timeout,
+            env=environment_for_sanitizer(), capture_output=True, text=True, timeout=timeout,
         )  # fmt: skip
         output, verdict = done.stdout + done.stderr, None
     except subprocess.TimeoutExpired as error:

@@ -30,6 +30,8 @@ from unittest import mock
 
 import torch
 
+from ..core.arch import arch_of
+from ..core.compat import warps_may_part
 from .fixed_calls import Call, FixedCall, Results, fixed_calls, supported
 
 # A Python object takes 56 bytes or more, so a process that keeps one for each call passes this.
@@ -375,11 +377,9 @@ def prepare(device: torch.device, contains: str = "") -> tuple[list[Checked], li
     return checked, left_out, kernels
 
 
-def missing_kernels(kernels: set[str]) -> list[str]:
+def missing_kernels(kernels: set[str], device: torch.device) -> list[str]:
     """The kernels that the fixed calls are meant to cover on this device, but did not launch."""
-    from ..core.compat import warps_may_part
-
-    if torch.cuda.get_device_capability() != (9, 0) or not warps_may_part():
+    if arch_of(device).sm != 90 or not warps_may_part():
         return []
     return [name for name in HOPPER_KERNELS if name not in kernels]
 
@@ -404,7 +404,11 @@ def _child(args: argparse.Namespace) -> int:
             left_out=left_out,
             varying=[x.call.name for x in checked if x.call.varying],
         )
-        if device.type == "cuda" and not args.filter and (missing := missing_kernels(kernels)):
+        if (
+            device.type == "cuda"
+            and not args.filter
+            and (missing := missing_kernels(kernels, device))
+        ):
             tell(failure=f"no call launched {', '.join(missing)}")
             return 1
         graphs = device.type == "cuda" and args.threads > 1
