@@ -79,6 +79,14 @@ def relevant_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
 
 
+def environment_for_sanitizer() -> dict[str, str]:
+    """The environment of a process under compute-sanitizer, where torch caches no memory.
+
+    Its allocator hands out parts of large blocks, whose bounds no tool knows.
+    """
+    return {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
 def environment_for_compiler() -> dict[str, str]:
     """Return the environment for a child process in which Triton compiles, not interprets."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.compat import raw_stream
+from . import workspace
 from .descriptors import Descriptor
 from .driver import TensorMap
 from .recording import Recording
@@ -107,9 +108,10 @@ class RecordedLaunches:
         self._templates = templates
         self._offsets: list[int] = []
         self._bytes = 0
+        self._parts = [memory.nbytes for memory in record.scratch]
         for memory in record.scratch:
             self._offsets.append(self._bytes)
-            self._bytes += -(-memory.nbytes // _ALIGNMENT) * _ALIGNMENT
+            self._bytes += -(-(memory.nbytes + workspace.gap_bytes) // _ALIGNMENT) * _ALIGNMENT
         # Memory that passes data from one launch to the next must belong to this call: launches of
         # another thread may come between them on the stream. Under PDL a launch would share it with
         # the launch ahead, which may still be running.

@@ -16,6 +16,10 @@ import torch
 from ..core.compat import raw_stream
 from .recording import current_recording
 
+# Unused bytes after each part of a replayed call's scratch memory. `testing.canaries` sets it and
+# looks whether a kernel wrote there.
+gap_bytes = 0
+
 # Memory outside of CUDA-graph pools.
 #
 # While Inductor warms up a CUDA graph, everything that its thread allocates belongs to the pool of

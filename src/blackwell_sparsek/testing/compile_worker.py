@@ -192,7 +192,8 @@ def _problems(case: CompileCase, sm: int, record: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _load_cases(package: str) -> list[CompileCase]:
+def load_cases(package: str) -> list[CompileCase]:
+    """Import the modules of a package, and return all cases that are registered then."""
     root = importlib.import_module(package)
     for module in pkgutil.walk_packages(root.__path__, f"{package}."):
         importlib.import_module(module.name)
@@ -202,7 +203,7 @@ def _load_cases(package: str) -> list[CompileCase]:
 def _work(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     jobs = [
         (case, sm)
-        for case in _load_cases(args.package)
+        for case in load_cases(args.package)
         for sm in case.archs
         if sm in args.arch and args.filter in case.name
     ]
