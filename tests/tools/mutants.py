@@ -162,7 +162,7 @@ class Bench:
     """A copy of the repository in which one file at a time is broken."""
 
     def __init__(self, root: pathlib.Path, timeout: float) -> None:
-        self.root, self.timeout = root, timeout
+        self.timeout = timeout
         self._temporary = tempfile.TemporaryDirectory(prefix="mutants-")
         self.copy = pathlib.Path(self._temporary.name)
         listed = subprocess.run(
@@ -185,7 +185,7 @@ class Bench:
 
     def digest(self, path: str) -> str:
         """Of the file and of the tests that are run for it."""
-        names = [f"{SOURCE}/{path}", *tests_for(path, self.root)]
+        names = [f"{SOURCE}/{path}", *tests_for(path, self.copy)]
         text = b"\0".join((self.copy / name).read_bytes() for name in names)
         return hashlib.sha256(text).hexdigest()[:16]
 
@@ -203,7 +203,7 @@ class Bench:
         started = time.monotonic()
         _rewrite(file, apply(original, site.mutant))
         try:
-            answer |= self._tested(tests_for(site.path, self.root))
+            answer |= self._tested(tests_for(site.path, self.copy))
         finally:
             _rewrite(file, original)
         return answer | {"seconds": round(time.monotonic() - started)}
