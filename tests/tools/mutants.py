@@ -324,18 +324,16 @@ def run_sample(
         source = (bench.copy / SOURCE / site.path).read_text()
         answer = earlier.get(site.name)
         if (site.path, *diff_of(source, site.mutant)) in known:
-            answer = {"outcome": "equivalent", "place": f"{site.path}:{site.mutant.line}"}
+            place, operator = f"{site.path}:{site.mutant.line}", site.mutant.operator
+            answer = {"outcome": "equivalent", "place": place, "operator": operator}
         elif answer is None or answer["digest"] != bench.digest(site.path):
             answer = bench.run(site)
             with out.open("a") as file:
                 file.write(json.dumps(answer) + "\n")
         answers.append(answer)
-        place = f"{site.path}:{site.mutant.line}"
         took = f" ({answer['seconds']} s)" if "seconds" in answer else ""
-        print(
-            f"[{number}/{len(chosen)}] {answer['outcome']} {place} {site.mutant.operator}{took}",
-            flush=True,
-        )
+        said = f"{answer['outcome']} {answer['place']} {answer['operator']}{took}"
+        print(f"[{number}/{len(chosen)}] {said}", flush=True)
     killers = [answer["by"] for answer in answers if answer["outcome"] == "killed"]
     broken = bench.failing_unbroken([by for by in killers if not by.startswith(_CRASH)])
     for answer in answers:
@@ -356,6 +354,8 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one mutant")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mutants.jsonl"))
     args = parser.parse_args()
+    # ended from outside, it still ends its tests and removes its copy
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sites = [site for site in all_sites() if args.only in site.path]
     chosen = sample(sites, args.seed, args.count)
     print(f"{len(chosen)} of {len(sites)} mutants, seed {args.seed}; answers in {args.out}")

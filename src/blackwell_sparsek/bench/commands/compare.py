@@ -71,8 +71,8 @@ def compare(old: dict[str, Any], new: dict[str, Any], *, force: bool = False) ->
     change, so the machine did. `force` compares different machines as well.
     """
     if old["suite"] != new["suite"]:
-        names = printable(f"{old['suite']} and {new['suite']}")
-        raise InvalidInput(f"bsk compare: suites differ: {names}")
+        both = printable(f"{old['suite']} and {new['suite']}")
+        raise InvalidInput(f"bsk compare: suites differ: {both}")
     notes = []
     for what in ("device_name", "arch"):
         a, b = (document["environment"].get(what) for document in (old, new))
