@@ -192,3 +192,22 @@ def test_a_note_of_the_running_case_is_two_names_or_nothing(tmp_path, content):
     found = results.running(path)
     assert found is not None
     assert [type(name) for name in found] == [str, str]
+
+
+@pytest.mark.parametrize("value", [1e-320, 1e-13, 0.0, -0.0, 1e9, 10**400])
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("peers", "bsk", "times", "eager", "quantiles_s", "p50"),
+        ("peers", "bsk", "times", "eager", "quantiles_s", "p25"),
+        ("peers", "bsk", "times", "eager", "executed_tflops"),
+        ("ratios", "eager", "over_dense"),
+    ],
+    ids=lambda place: place[-1],
+)
+def test_numbers_whose_products_or_reciprocals_overflow_are_refused(tmp_path, place, value):
+    path = tmp_path / "x.json"
+    whole = _whole()
+    path.write_text(json.dumps(fuzzing.replaced(whole, ("cases", 1, *place), value)))
+    with pytest.raises(InvalidInput, match=r"case 1: .*(no median|no times|no numbers)"):
+        results.read(path)
