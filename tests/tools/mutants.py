@@ -211,7 +211,7 @@ class Bench:
 
     def _tested(self, tests: list[str]) -> dict[str, Any]:
         try:
-            code, output = self.pytest("-x", *tests)
+            code, output = self.pytest("-x", *tests, timeout=self.timeout)
         except subprocess.TimeoutExpired:
             return {"outcome": "timeout"}
         if code == 0:
@@ -224,8 +224,8 @@ class Bench:
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
         return {"outcome": "killed", "by": failed[0] if failed else tests[0]}
 
-    def pytest(self, *arguments: str) -> tuple[int, str]:
-        """Run pytest in the copy; raises TimeoutExpired."""
+    def pytest(self, *arguments: str, timeout: float | None = None) -> tuple[int, str]:
+        """Run pytest in the copy: its status and output; raises TimeoutExpired."""
         paths = [str(self.copy / "src"), os.environ.get("PYTHONPATH", "")]
         marks = "not gpu and not exhaustive"
         process = subprocess.Popen(
@@ -238,7 +238,7 @@ class Bench:
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(timeout=self.timeout)
+            output, _ = process.communicate(timeout=timeout)
         except BaseException:  # also Ctrl-C: tests start processes of their own
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
