@@ -3,11 +3,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
+# which mutants `make mutants` plants; a stopped run goes on where it was
+SAMPLE ?= --seed 0 --count 60
+
 # what `make gpu-bench` measures and where it leaves the results
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all fuzz lint format gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
+.PHONY: quickstart test test-all fuzz lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +37,9 @@ format: $(VENV)/.installed-test  ## rewrite the sources the way `lint` wants the
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+mutants: $(VENV)/.installed-test  ## plant small faults and see whether tests notice; SAMPLE="--seed 1 --count 90"
+	$(BIN)/python -m tests.tools.mutants $(SAMPLE)
+
 gpu-test:  ## the tests that need a GPU, with the packages of this machine's Python
 	BSK_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
 
@@ -55,7 +61,7 @@ browser:  ## Debian's Chromium, in which the report is tested; needs root
 	command -v chromium || (apt-get update -q && apt-get install -y -q chromium)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(RESULTS) sanitizer-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json
+	rm -rf $(VENV) $(RESULTS) sanitizer-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json mutants.jsonl
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

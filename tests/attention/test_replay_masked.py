@@ -1,5 +1,6 @@
 """Calls with a mask, recorded for all masks of its kind; CPU tensors in place of a GPU's."""
 
+import copy
 import gc
 import weakref
 from types import SimpleNamespace
@@ -15,10 +16,11 @@ from blackwell_sparsek.attention import op as attention
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.launch import launcher as launching
 from blackwell_sparsek.masks import derived_lists
+from blackwell_sparsek.masks.band import EVERYTHING
 from blackwell_sparsek.masks.block_mask import BlockMask
 
 from ..launch.fakes import fake_variants
-from ..launch.test_replay import STREAM, half, pretend_gpu, qkv
+from ..launch.test_replay import STREAM, half, pretend_gpu, qkv, unaligned
 
 
 def order_of(mask, batch):
@@ -115,6 +117,36 @@ def test_a_mask_without_blocks_is_another_kind(gpu):
     attend(mask_of())
     attend(BlockMask.from_dense(torch.zeros(2, 2).bool(), 16))
     assert gpu.calls == 2 and not gpu.repeated
+
+
+@pytest.mark.parametrize("which", range(4), ids=["indptr", "indices", "bits_id", "bits"])
+def test_lists_at_odd_addresses_are_not_repeated(gpu, which):
+    """Recorded kernels may rely on the alignment of each list."""
+    visible = torch.ones(32, 32).tril().bool()
+    attend(BlockMask.from_element_mask(visible, 16))
+    mask = BlockMask.from_element_mask(visible, 16)
+    lists = list(attention_repeat.forward_lists(mask))
+    assert attention_repeat.mask_kind(mask, lists) is not None
+    lists[which] = unaligned(lists[which])
+    assert attention_repeat.mask_kind(mask, lists) is None
+    *mask_lists, bits = lists
+    moved = copy.copy(mask)
+    moved._forward, moved._bits = type(mask._forward)(*mask_lists), bits
+    for calls in (2, 3):
+        attend(moved)
+        assert gpu.calls == calls and not gpu.repeated
+
+
+def test_sinks_with_gaps_are_not_repeated(gpu):
+    """They are copied, and a replay does not repeat the copy."""
+    wide = half(2, 4).float()
+    for sinks, calls in ((wide[0, :2], 1), (wide[:, 0], 2)):
+        for _ in range(2):
+            tensors = (*qkv(), None, None, 32, 32, [], [], *EVERYTHING.scalars(), 0.25, 0.0, sinks)
+            attention._attn_fwd(*tensors, False, "triton")
+            if calls == 1:
+                assert gpu.calls == 1
+    assert gpu.calls == 3 and len(gpu.repeated) == 1
 
 
 def test_errors_of_masks_still_come(gpu):

@@ -40,6 +40,16 @@ def test_any_number_of_leading_dimensions(shapes):
     compare(*make(shapes[0], shapes[1], shapes[1]), scale=0.7)
 
 
+@pytest.mark.parametrize("which", range(3), ids=["query", "key", "value"])
+def test_last_dimensions_with_gaps(which):
+    """Where torch takes any strides, so does its stand-in."""
+    tensors = make((2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8))
+    q, k, v = (x.mT.contiguous().mT if i == which else x for i, x in enumerate(tensors))
+    assert (q, k, v)[which].stride(-1) != 1
+    got, expected = scaled_dot_product_attention(q, k, v), torch_sdpa(q, k, v)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_leading_dimensions_broadcast():
     compare(*make((2, 4, 5, 8), (1, 4, 6, 8), (2, 1, 6, 8)))
 

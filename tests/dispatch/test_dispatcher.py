@@ -88,6 +88,19 @@ def test_an_explicit_name_never_falls_back(dispatcher):
         dispatcher.run("triton", SimpleNamespace(problem=1))
 
 
+def test_a_reference_that_does_not_exist_is_refused():
+    cache = torch.zeros(1, 1, 4, 8)
+    lengths = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(
+        Unsupported,
+        match=r"^kv_append: impl='reference' cannot run this: "
+        r"kv_append has no reference implementation$",
+    ):
+        bsk.kv_append(
+            cache, cache, cache[:, :, :1], cache[:, :, :1], cache_seqlens=lengths, impl="reference"
+        )
+
+
 def test_auto_says_all_reasons_where_nothing_runs(monkeypatch):
     monkeypatch.delenv("BSK_IMPL", raising=False)
     only = Dispatcher("op")

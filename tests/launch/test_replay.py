@@ -222,6 +222,25 @@ def test_other_tensors_are_other_calls(gpu, inputs):
     assert gpu.calls == 2 and not gpu.repeated
 
 
+def unaligned(x):
+    """The same sizes and strides at an address that is no multiple of 16 bytes."""
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype)
+    moved = memory[1:].view(x.shape)
+    assert moved.data_ptr() % 16 != 0 and moved.stride() == x.stride()
+    return moved
+
+
+@pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
+def test_no_input_at_an_odd_address_is_repeated(gpu, which):
+    """Recorded kernels may rely on the alignment of each of their inputs."""
+    attend()
+    inputs = qkv()
+    inputs[which] = unaligned(inputs[which])
+    for calls in (2, 3):
+        attend(inputs)
+        assert gpu.calls == calls and not gpu.repeated
+
+
 def test_an_environment_that_asks_for_another_implementation_is_heard(gpu, monkeypatch):
     attend()
     monkeypatch.setenv("BSK_IMPL", "triton")

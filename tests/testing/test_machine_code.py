@@ -2,8 +2,15 @@
 
 import struct
 
-from blackwell_sparsek.testing.compile_only import changed_code, digests
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from blackwell_sparsek.core.errors import InvalidInput
+from blackwell_sparsek.testing.compile_only import changed_code, digests, main, read_digests
 from blackwell_sparsek.testing.machine_code import code_digest, unwritten_registers
+
+from .. import fuzzing
 
 
 def code(*instructions):
@@ -78,3 +85,24 @@ def test_changed_code_is_named():
     assert changed_code(records, before) == [
         "changed: a sm_90", "changed: d sm_90", "new: b sm_90", "gone: e sm_90"
     ]  # fmt: skip
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=40) | fuzzing.values.map(lambda x: fuzzing.as_text(x).encode()))
+def test_files_of_digests_are_read_or_refused(tmp_path, content):
+    path = tmp_path / "before.json"
+    path.write_bytes(content)
+    try:
+        assert all(isinstance(x, str) for x in read_digests(path).values())
+    except InvalidInput as error:
+        assert str(error).startswith(f"{path}: ") and len(str(error).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"a": 1}', "[" * 100_000])
+def test_a_wrong_file_of_digests_is_refused_before_anything_is_built(tmp_path, capsys, text):
+    path = tmp_path / "before.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["--compare", str(path), "--package", "no.such.package"])
+    assert ended.value.code == 2 and f"error: {path}: " in capsys.readouterr().err

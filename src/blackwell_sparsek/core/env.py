@@ -68,7 +68,14 @@ def triton_overrides() -> dict[str, str]:
         "TRITON_KERNEL_OVERRIDE",
         "TRITON_OVERRIDE_DIR",
         "TRITON_PTXAS_PATH",
+        "TRITON_PTXAS_BLACKWELL_PATH",
         "PTXAS_OPTIONS",
+        "TRITON_LIBDEVICE_PATH",
+        "TRITON_LIBCUDA_PATH",
+        "TRITON_CUDACRT_PATH",
+        "TRITON_CUDART_PATH",
+        # builds the launchers of kernels
+        "CC",
     )
     return {name: os.environ[name] for name in names if name in os.environ}
 
