@@ -19,12 +19,13 @@ from .fakes import CPU, case, contender, peer, suite
 _WORKER = """
 import json, os, pathlib, signal, sys, time
 path = pathlib.Path(sys.argv[1])
+partial = path.with_name(path.name + ".partial")
 starts = path.with_suffix(".starts")
 count = int(starts.read_text()) + 1 if starts.exists() else 1
 starts.write_text(str(count))
 document = {"schema": 2, "suite": "fake", "environment": {"device_name": "a"}, "cases": []}
 if sys.argv[2:] == ["again"]:
-    document = json.loads(path.read_text())
+    document = json.loads(partial.read_text())
 """
 
 
@@ -37,7 +38,7 @@ def _command(tmp_path, script):
 def _dies(how):
     return f"""
 if count == 1:
-    path.write_text(json.dumps(document))
+    partial.write_text(json.dumps(document))
     path.with_name(path.name + ".running").write_text(json.dumps(["case 3", "fa4"]))
     {how}
 path.write_text(json.dumps(document))
@@ -71,7 +72,7 @@ def test_a_worker_that_dies_while_all_are_timed_goes_on_with_the_next_case(tmp_p
 
 
 def test_a_worker_that_dies_of_nobody_does_not_start_again(tmp_path):
-    script = "path.write_text(json.dumps(document)); os.kill(os.getpid(), signal.SIGSEGV)"
+    script = "partial.write_text(json.dumps(document)); os.kill(os.getpid(), signal.SIGSEGV)"
     command, path = _command(tmp_path, script)
     assert supervise.run_worker(command, [path]) == -signal.SIGSEGV
     assert path.with_suffix(".starts").read_text() == "1"

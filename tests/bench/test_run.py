@@ -1,6 +1,9 @@
 import json
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -116,6 +119,68 @@ def test_runs_that_measure_themselves_are_believed():
     assert result["peers"]["bsk"]["times"][REPORTED]["quantiles_s"]["p50"] == 2.0
 
 
+_KILLED = """
+import os, pathlib, signal, sys, time
+from blackwell_sparsek.bench.run import run_suite
+from tests.bench.fakes import CPU, case, suite
+
+def waits(device):
+    print("measuring", flush=True)
+    time.sleep(120)
+
+cases = [case("first"), case("second", build=waits)]
+run_suite(suite(), cases[int(sys.argv[2]):], CPU, seconds=0.0, path=pathlib.Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_run_that_is_killed_leaves_the_earlier_results(tmp_path, number, skipped):
+    path = tmp_path / "fake.json"
+    run_suite(suite(), [case("one"), case("two")], CPU, seconds=0.0, path=path)
+    earlier = path.read_bytes()
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, "-c", _KILLED, str(path), str(skipped)]
+    worker = subprocess.Popen(
+        command,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        # tests that a shell runs in the background inherit that interrupts are ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert worker.stdout.readline() == "measuring\n"
+    worker.send_signal(number)
+    assert worker.wait(60) == (-number if number == signal.SIGKILL else 0)
+    assert path.read_bytes() == earlier
+    killed = number == signal.SIGKILL
+    partial = results.partial(path)
+    # a run that ends in order leaves nothing behind if it has measured nothing
+    assert partial.exists() == (killed or skipped == 0)
+    if partial.exists():
+        assert [c["name"] for c in results.read(partial)["cases"]] == ["first"][skipped:]
+    # what was left behind does not disturb the next run, whose results replace the earlier ones
+    run_suite(suite(), [case("three")], CPU, seconds=0.0, path=path)
+    assert [c["name"] for c in results.read(path)["cases"]] == ["three"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fake.json"]
+
+
+def test_a_disk_that_is_full_leaves_the_earlier_results(tmp_path, monkeypatch):
+    path = tmp_path / "fake.json"
+    run_suite(suite(), [case("one")], CPU, seconds=0.0, path=path)
+    earlier = path.read_bytes()
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        run_suite(suite(), [case("two")], CPU, seconds=0.0, path=path)
+    assert path.read_bytes() == earlier
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_what_was_measured(tmp_path, number):
     def build(device):
@@ -152,7 +217,8 @@ def test_a_lost_gpu_ends_the_process_and_a_new_one_goes_on(tmp_path, monkeypatch
     cases = [case("first"), case("second"), case("third")]
     with pytest.raises(ContextLost):
         run_suite(suite(), cases, CPU, seconds=0.0, path=path)
-    left = json.loads(path.read_text())
+    left = json.loads(results.partial(path).read_text())
+    assert not path.exists()
     assert results.running(path) == ("second", "other") and len(left["cases"]) == 1
     assert left["lost"] == "ContextLost: other: illegal memory access"
 

@@ -1,6 +1,7 @@
 """BlockMask: round trips, transposition, ownership, and its place in torch."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blackwell_sparsek import masks
+from blackwell_sparsek.attention.api import attention
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.masks.block_mask import BlockMask
 
@@ -218,10 +221,128 @@ def test_to_another_device():
     assert all(x.device.type == "meta" for x in mask.to("meta").transposed)
 
 
-def test_copies_and_pickles():
+def through_torch(x, **options):
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, **options)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "torch.save": lambda x: through_torch(x, weights_only=False),
+    "weights only": lambda x: through_torch(x, weights_only=True),
+}
+MASKS = {
+    "elements": lambda: BlockMask.from_element_mask(random_elements((2, 3, 40, 50), 0.9), 16),
+    "blocks": lambda: BlockMask.from_dense(random_elements((2, 3, 4), 0.5), (16, 32), (33, 100)),
+    "nothing": lambda: BlockMask.from_dense(torch.zeros(2, 2, dtype=torch.bool), 16),
+    "no queries": lambda: BlockMask.from_dense(torch.zeros(0, 2, dtype=torch.bool), 16),
+    "causal": lambda: masks.causal((40, 50), 16),
+    "window": lambda: masks.sliding_window(50, 20, 16, causal=True),
+    "strided": lambda: masks.strided(50, 2, 16),
+    "global_local": lambda: masks.global_local(50, 16),
+    "documents": lambda: masks.documents(torch.tensor([0, 7, 40]).int(), 16, causal=True),
+    "topk": lambda: masks.topk(random_elements((1, 2, 4, 4), 0.5).float(), 2, 16),
+    "random": lambda: masks.random(50, 0.4, 16, heads=2),
+    "transposed": lambda: masks.causal((40, 50), 16).T,
+}
+
+
+@pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_copies_show_the_same(make, way):
+    mask = make()
+    transposed = mask.transposed
+    mask._launches["recorded"] = "launches"
+    other = way(mask)
+    assert other.equals(mask) and other._launches == {}
+    assert torch.equal(other.to_element_mask(), mask.to_element_mask())
+    assert all(map(torch.equal, other.transposed, transposed))
+    other.validate()
+
+
+@pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
+def test_copies_attend_the_same_with_gradients(way):
+    mask = masks.sliding_window(50, 20, 16, causal=True)
+    q = torch.randn(1, 2, 50, 16, requires_grad=True)
+    grads = []
+    for one in (mask, way(mask)):
+        out = attention(q, q, q, block_mask=one)
+        grads.append((out, *torch.autograd.grad(out.square().sum(), q)))
+    assert all(map(torch.equal, *grads))
+
+
+def test_only_shallow_copies_share_lists():
+    mask = MASKS["elements"]()
+    for name, way in COPIES.items():
+        shared = [a is b for a, b in zip(way(mask).forward, mask.forward, strict=True)]
+        assert shared == [name == "copy"] * 4
+
+
+def test_copies_made_in_inference_mode_are_usable_in_training():
+    mask = MASKS["window"]()
+    q = torch.randn(1, 1, 50, 16, requires_grad=True)
+    for way in COPIES.values():
+        with torch.inference_mode():
+            other = way(mask)
+        attention(q, q, q, block_mask=other).sum().backward()
+
+
+def test_meta_masks_are_copied():
+    for way in COPIES.values():
+        assert way(MASKS["elements"]().to("meta")).seq_lengths == (40, 50)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("indices", 4, "indices"),
+        ("indices", -1, "indices"),
+        ("indptr", 10**6, "indptr"),
+        ("bits_id", 10**6, "bits_id"),
+        ("partial_end", -1, "partial_end"),
+    ],
+)
+def test_malformed_copies_are_refused(name, value, problem):
+    state = MASKS["elements"]().__getstate__()
+    state[name] = state[name].clone()
+    state[name][-1] = value
+    with pytest.raises(InvalidInput, match=f"BlockMask: .*{problem}"):
+        BlockMask.__new__(BlockMask).__setstate__(state)
+    with pytest.raises(InvalidInput, match="the state of a saved BlockMask does not fit"):
+        BlockMask.__new__(BlockMask).__setstate__({"bits": state["bits"]})
+
+
+@pytest.mark.parametrize("name", ["indptr", "partial_end", "indices", "bits_id", "bits"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_mask_that_was_written_to_is_refused(name, trains):
     mask = BlockMask.from_element_mask(random_elements((40, 40), 0.9), 16)
-    assert copy.deepcopy(mask).equals(mask)
-    assert pickle.loads(pickle.dumps(mask)).equals(mask)
+    q = torch.randn(1, 2, 40, 16, requires_grad=trains)
+    attention(q, q, q, block_mask=mask)
+    (mask.bits if name == "bits" else getattr(mask.forward, name)).add_(0)
+    with pytest.raises(InvalidInput, match=r"lists were written in place.*make a new mask"):
+        attention(q, q, q, block_mask=mask)
+    mask.validate()
+
+
+def test_a_mask_may_be_written_to_before_its_first_use():
+    mask = BlockMask.from_dense(torch.eye(3, dtype=torch.bool), 16)
+    mask.forward.indices.copy_(torch.tensor([2, 1, 0]))
+    q = torch.randn(1, 1, 48, 16)
+    other = BlockMask.from_dense(torch.eye(3, dtype=torch.bool).flip(0), 16)
+    expected = attention(q, q, q, block_mask=other)
+    assert torch.equal(attention(q, q, q, block_mask=mask), expected)
+
+
+def test_masks_made_and_used_in_inference_mode():
+    with torch.inference_mode():
+        mask = BlockMask.from_element_mask(random_elements((40, 40), 0.9), 16)
+        q = torch.randn(1, 2, 40, 16)
+        for one in (mask, mask.T.T, copy.deepcopy(mask)):
+            attention(q, q, q, block_mask=one)
 
 
 def test_inside_torch_compile():

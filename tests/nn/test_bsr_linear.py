@@ -1,4 +1,5 @@
 import copy
+import io
 import pickle
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def padding_of(layer):
         torch.ones(layer.pattern.rows_b, layer.pattern.cols_b, dtype=torch.bool),
         layer.block_shape,
     )
-    rows, cols = layer.row_indices.long(), layer.indices.long()
+    rows, cols = layer.pattern.row_indices().long(), layer.indices.long()
     return inside.storage.view(layer.pattern.rows_b, layer.pattern.cols_b, *layer.block_shape)[
         rows, cols
     ].eq(0)
@@ -181,15 +182,38 @@ def test_flattened_parameters_as_fsdp_does():
     assert torch.equal(flat.grad, torch.cat([p.grad.flatten() for p in dense.parameters()]))
 
 
-def test_deepcopy_and_pickle_are_independent_copies():
+def through_torch(layer):
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def test_deepcopy_pickle_and_save_are_independent_copies():
     layer = make(33, 20, (16, 16), activation="silu")
     x = normal(4, 33, seed=8)
     expected = layer(x).detach()
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+    copies = (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), through_torch(layer))
+    for other in copies:
         assert torch.equal(other(x), expected)
+        places = [x.untyped_storage().data_ptr() for x in other.state_dict().values()]
+        assert not {x.untyped_storage().data_ptr() for x in layer.state_dict().values()} & {*places}
+        other.keep_blocks_(torch.arange(other.nnz_blocks) > 0)
+        assert other.nnz_blocks == layer.nnz_blocks - 1
         with torch.no_grad():
             other.values.zero_()
         assert torch.equal(layer(x), expected)
+
+
+def test_a_shallow_copy_shares_weights_and_pattern_as_for_any_module():
+    layer = make(33, 20, (16, 16))
+    other, x = copy.copy(layer), normal(4, 33, seed=8)
+    assert torch.equal(other(x), layer(x)) and other.values is layer.values
+    with torch.no_grad():
+        other.values.mul_(2.0)
+    other.keep_blocks_(torch.arange(layer.nnz_blocks) > 0)
+    assert layer.nnz_blocks == other.nnz_blocks and torch.equal(other(x), layer(x))
+    assert_within_budget(layer(x), layer.to_linear().double()(x.double()), layer.to_linear()(x))
 
 
 def test_dtype_conversions_keep_the_metadata():
@@ -325,15 +349,16 @@ def test_calls_share_what_products_keep_with_a_pattern_until_it_changes():
     first.launches["recorded"] = "launches"
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert other.pattern.launches == {}
-        assert other.pattern.indptr is other.indptr
+        assert torch.equal(other.pattern.indptr, other.indptr)
     layer.indices.data = layer.indices.clone()  # as FSDP moves buffers
+    assert layer.pattern is first
+    layer.indices.copy_(layer.indices.clone())  # as DDP broadcasts them in every forward
+    assert layer.pattern is first
+    layer.keep_blocks_(torch.arange(layer.nnz_blocks) > 0)
     second = layer.pattern
     assert second is not first and second.launches == {}
-    layer.keep_blocks_(torch.arange(layer.nnz_blocks) > 0)
-    third = layer.pattern
-    assert third is not second and third.indices is layer.indices
     layer.load_state_dict(copy.deepcopy(layer.state_dict()))
-    assert layer.pattern is third
+    assert layer.pattern is second
 
 
 def test_errors():

@@ -61,6 +61,51 @@ def test_round_trip_through_safetensors(tmp_path):
     assert torch.equal(other[0].values, model[0].values)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_of_one_matrix_round_trip_through_safetensors(tmp_path, tied):
+    safetensors = pytest.importorskip("safetensors.torch")
+    matrix, path = layer().weight, str(tmp_path / "model.safetensors")
+
+    def model():
+        both = nn.Sequential(*(BSRLinear.from_matrix(matrix, torch.randn(40)) for _ in range(2)))
+        if tied:
+            both[1].values = both[0].values
+        return both
+
+    saved, other = model(), model()
+    with torch.no_grad():
+        saved[0].values.mul_(2.0)
+    safetensors.save_model(saved, path)
+    assert safetensors.load_model(other, path) == (set(), [])
+    x = torch.randn(3, 50)
+    for theirs, ours in zip(saved, other, strict=True):
+        assert torch.equal(ours(x), theirs(x)) and torch.equal(ours.values, theirs.values)
+    assert (other[0].values is other[1].values) == tied
+
+
+def test_layers_of_one_matrix_share_no_memory_with_it_or_with_each_other():
+    matrix = layer().weight
+    one, two = (BSRLinear.from_matrix(matrix) for _ in range(2))
+    tensors = [*one.state_dict().values(), *two.state_dict().values()]
+    tensors += [matrix.storage, *matrix.pattern.tensors(), matrix.pattern.row_indices()]
+    places = [x.untyped_storage().data_ptr() for x in tensors]
+    assert len(set(places)) == len(places)
+
+
+def test_values_may_come_from_elsewhere_if_the_pattern_is_the_same():
+    ours, theirs = with_blocks((0, 0), (2, 3)), with_blocks((0, 0), (2, 3))
+    state, before = theirs.state_dict(), ours.values.clone()
+    del state["values"]
+    assert ours.load_state_dict(state, strict=False).missing_keys == ["values"]
+    assert torch.equal(ours.bias, theirs.bias) and torch.equal(ours.values, before)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"values"'):
+        ours.load_state_dict(state)
+    state = with_blocks((0, 1), (2, 3)).state_dict()
+    del state["values"]
+    with pytest.raises(RuntimeError, match="state_dict is incomplete"):
+        ours.load_state_dict(state, strict=False)
+
+
 def test_state_is_what_safetensors_can_store():
     state = nn.Sequential(layer(), layer()).state_dict()
     assert all(type(x) is torch.Tensor and x.is_contiguous() for x in state.values())

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType, Unsupported
+from blackwell_sparsek.matmul.api import sddmm
 from blackwell_sparsek.sparse.matrix import BSRMatrix, BSRPattern
 
 SHAPES = [
@@ -289,3 +290,28 @@ def test_patterns_made_in_inference_mode_serve_training():
     product = BSRMatrix._from_parts(made.pattern, made.storage.clone()) @ x
     product.sum().backward()
     assert torch.equal(x.grad, made.to_dense().sum(0)[:, None].expand(48, 2))
+
+
+@pytest.mark.parametrize("name", ["indptr", "indices"])
+@pytest.mark.parametrize("seen", [lambda m: m, lambda m: m.T])
+def test_a_pattern_that_was_written_to_is_refused(name, seen):
+    matrix = BSRMatrix.from_dense(torch.ones(6, 8), (2, 4))
+    x = torch.ones(8, 3)
+    matrix @ x
+    getattr(seen(matrix), name).add_(0)
+    uses = (
+        lambda: matrix @ x,
+        lambda: x.T @ matrix.T,
+        lambda: sddmm(torch.ones(6, 2), torch.ones(2, 8), matrix),
+        lambda: matrix @ matrix.T,
+    )
+    for use in uses:
+        with pytest.raises(InvalidInput, match=r"indptr/indices were written in place.*make a new"):
+            use()
+
+
+def test_optimizer_steps_on_the_values_are_no_writes_to_the_pattern():
+    matrix = BSRMatrix.from_dense(torch.ones(6, 8), (2, 4))
+    matrix @ torch.ones(8, 3)
+    matrix.storage.mul_(2.0)
+    assert torch.equal(matrix @ torch.ones(8, 1), torch.full((6, 1), 16.0))

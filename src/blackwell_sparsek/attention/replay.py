@@ -64,6 +64,7 @@ def describe(
     if mask is not None:
         if not isinstance(mask, BlockMask):
             return None
+        mask._check_unwritten()
         # lists that a mask caches were made on one stream; another must first wait for them
         stream = stream_of(inputs[0])
     found = described(options, inputs, stream, gradients=not packed, operands=3)

@@ -31,9 +31,10 @@ _MOST_STARTS = 16
 def run_worker(command: Callable[[int, bool], list[str]], paths: Sequence[pathlib.Path]) -> int:
     """Run workers until one exits normally; return its exit status.
 
-    A worker writes results to `paths`, in order, and beside them a note of the case and the peer
-    that are running. When it dies, that peer is marked as crashed and another worker continues.
-    `command(first, again)` starts at `paths[first]`; with `again`, it keeps the cases there.
+    A worker makes the results in `paths`, in order. Beside them are the cases measured so far
+    (`results.partial`) and a note of the case and the peer that are running. When it dies, that
+    peer is marked as crashed and another worker continues. `command(first, again)` starts at
+    `paths[first]`; with `again`, it keeps the cases that were measured.
     """
     for path in paths:
         results.running(path, forget=True)
@@ -46,7 +47,7 @@ def run_worker(command: Callable[[int, bool], list[str]], paths: Sequence[pathli
         if (ended := _blame(paths, how)) is None:
             break
         first, again = ended, True
-    if not any(path.exists() for path in paths):
+    if not any(path.exists() or results.partial(path).exists() for path in paths):
         raise RuntimeError(f"the benchmark process ended with status {status} and left no results")
     return status
 
@@ -79,13 +80,14 @@ def _blame(paths: Sequence[pathlib.Path], how: str) -> int | None:
     """
     for index, path in enumerate(paths):
         running = results.running(path, forget=True)
-        if running is not None and path.exists():
+        if running is not None and results.partial(path).exists():
             return index if _blamed(path, how, *running) else None
     return None
 
 
 def _blamed(path: pathlib.Path, how: str, case: str, peer: str) -> bool:
-    document = results.read(path)
+    saved = results.partial(path)
+    document = results.read(saved)
     reason = document.pop("lost", None)
     told = f"{how} ({reason})" if reason else how
     known = bool(case) and peer not in document.get("crashed", {})
@@ -96,7 +98,7 @@ def _blamed(path: pathlib.Path, how: str, case: str, peer: str) -> bool:
         error = f"the process {told} while peers were timed"
         document["cases"].append({"name": case, "problem": {}, "peers": {}, "error": error})
         print(f"{case}: {error}: going on with the next", file=sys.stderr, flush=True)
-    results.write(document, path)
+    results.write(document, saved)
     return known
 
 

@@ -1,6 +1,7 @@
-"""Results files: rewritten after every case, and validated with clear messages when read.
+"""Results files: saved after every case, and validated with clear messages when read.
 
-They may come from strangers. Whatever `read` returns, reports and comparisons can show.
+A run saves to a file beside the results of the last one, and replaces these when it is complete.
+Files may come from strangers: whatever `read` returns, reports and comparisons can show.
 """
 
 import json
@@ -21,8 +22,29 @@ def write(document: dict[str, Any], path: pathlib.Path) -> None:
     """Replace the file atomically, so that no reader finds half a document, even after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(document, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(beside, path)
+
+
+def partial(path: pathlib.Path) -> pathlib.Path:
+    """Where a run for the results in `path` saves the cases measured so far."""
+    return path.with_name(path.name + ".partial")
+
+
+def settle(document: dict[str, Any], path: pathlib.Path) -> None:
+    """Let the cases measured by a run, which has ended, take the place of earlier results.
+
+    If it was interrupted, earlier results stay, and the cases measured stay beside them.
+    """
+    saved = partial(path)
+    interrupted = document.get("interrupted", False)
+    if interrupted and not document["cases"]:
+        saved.unlink()
+    elif not (interrupted and path.exists()):
+        os.replace(saved, path)
 
 
 def mark_running(path: pathlib.Path, case: str, peer: str) -> None:

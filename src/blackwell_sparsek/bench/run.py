@@ -33,13 +33,13 @@ def run_suite(
 ) -> dict[str, Any]:
     """Measure all cases; with `path`, save the results so far after each of them.
 
-    An interrupt ends the run with the cases measured so far, marked `interrupted`; if there are
-    none, results of an earlier run stay. `before` is the document of an earlier process that
-    crashed: its cases are kept, and the peer that crashed it does not run again. No case starts
-    after `until`, a `time.monotonic()`.
+    They are saved to `results.partial(path)`, which takes the place of `path` when the run is
+    complete, so that no run destroys the results of an earlier one. An interrupt ends the run with
+    the cases measured so far, marked `interrupted`. `before` is the document of an earlier process
+    that crashed: its cases are kept, and the peer that crashed it does not run again. No case
+    starts after `until`, a `time.monotonic()`.
     """
     document = _new_document(suite, device, commit) if before is None else dict(before)
-    earlier = path.read_bytes() if path is not None and path.exists() else None
     crashed = dict(document.get("crashed", {}))
     done = {case["name"] for case in document["cases"]}
     started = time.monotonic() - document.get("elapsed_s", 0.0)
@@ -49,7 +49,7 @@ def run_suite(
         document["elapsed_s"] = time.monotonic() - started
         suite.finish(document)
         if path:
-            results.write(document, path)
+            results.write(document, results.partial(path))
 
     keep()
     with ClockLog(device) as clocks, torch.no_grad(), _terminated_as_interrupt(), progress:
@@ -96,9 +96,7 @@ def run_suite(
         keep()
     if path:
         results.running(path, forget=True)
-        if earlier is not None and document.get("interrupted") and not document["cases"]:
-            # nothing was measured: restore the earlier results
-            path.write_bytes(earlier)
+        results.settle(document, path)
     return document
 
 

@@ -80,6 +80,22 @@ class PatternTensors(NamedTuple):
     t_perm: torch.Tensor
 
 
+class UnreadTensors(NamedTuple):
+    """A pattern as tensors that may be written to: operators read them whenever they run."""
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+
+
+Pattern = PatternTensors | UnreadTensors
+
+
+def pattern_tensors(tensors: Sequence[torch.Tensor]) -> Pattern:
+    """The argument `pattern` of an operator, by its length."""
+    kind = UnreadTensors if len(tensors) == len(UnreadTensors._fields) else PatternTensors
+    return kind(*tensors)
+
+
 @dataclass(eq=False)
 class MatmulCall:
     """activation(op(A) @ dense + bias) + residual, or dense @ op(A) where `dense_left`.
@@ -90,7 +106,7 @@ class MatmulCall:
     """
 
     values: torch.Tensor
-    pattern: PatternTensors
+    pattern: Pattern
     shape: Sequence[int]
     transposed: bool
     dense: torch.Tensor
@@ -185,7 +201,7 @@ class SddmmCall:
 
     a: torch.Tensor
     b: torch.Tensor
-    pattern: PatternTensors
+    pattern: Pattern
     shape: Sequence[int]
     block_shape: Sequence[int]
     out_dtype: torch.dtype | None = None

@@ -1,6 +1,7 @@
 """`KVCache`: keys and values of a fixed batch, contiguous for each sequence."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -9,6 +10,7 @@ from ..core.errors import InvalidInput
 from ..core.transfer import aligned_rows, is_capturing, refuse_capture, to_device
 from ..masks.check import check_count
 from .append import check_new, kv_append
+from .copies import check_ints, loaded_tensors, saved_tensors, shallow_copy
 from .layout import STORED, check_counts, scale_tensor
 
 
@@ -19,6 +21,9 @@ class KVCache:
     accounting on the host, which knows all lengths without asking the device, and updates
     `lengths` in place; `write` is device work only, so a CUDA graph may capture it: call `reserve`
     before each replay.
+
+    Deep copies, pickled and saved caches are independent and go on where this one is. PyTorch loads
+    them with `weights_only=True` too, and they are checked. `copy.copy` is refused.
 
     Parameters
     ----------
@@ -73,12 +78,15 @@ class KVCache:
         place = self.k.device
         self.k_scale = scale_tensor(op, "k_scale", k_scale, dtype, heads_kv, place)
         self.v_scale = scale_tensor(op, "v_scale", v_scale, dtype, heads_kv, place)
-        self._host_lengths = [0] * batch
-        self._reserved = [0] * batch
-        # lengths before the last reservation, its counts, and lengths after it
-        nothing = aligned_rows([self._reserved] * 3)
-        self._state = to_device(nothing, torch.int32, place)
-        self._before, self._counts, self._after = (row[:batch] for row in self._state)
+        self._account([0] * batch, [0] * batch)
+
+    def _account(self, before: list[int], counts: list[int]) -> None:
+        """Allocate the accounts: lengths before the last reservation, its counts, lengths after."""
+        self._host_lengths = [a + b for a, b in zip(before, counts, strict=True)]
+        self._reserved = counts
+        rows = aligned_rows([before, counts, self._host_lengths])
+        self._state = to_device(rows, torch.int32, self.k.device)
+        self._before, self._counts, self._after = (row[: len(counts)] for row in self._state)
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -182,6 +190,29 @@ class KVCache:
         to_device(rows, torch.int32, self.k.device, out=self._state)
         self._host_lengths, self._reserved = after, counts
 
+    def __getstate__(self) -> dict[str, Any]:
+        accounts = {"lengths": self._host_lengths, "reserved": self._reserved}
+        return {**saved_tensors(self), **accounts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        op = "KVCache"
+        tensors = loaded_tensors(op, state, ("lengths", "reserved"), paged=False)
+        lengths, counts = state["lengths"], state["reserved"]
+        batch, _, most, _ = state["k"].shape
+        check_ints(op, "lengths", lengths, batch, range(most + 1))
+        check_ints(op, "reserved", counts, batch, range(most + 1))
+        before = [a - b for a, b in zip(lengths, counts, strict=True)]
+        check_ints(op, "lengths before the reservation", before, batch, range(most + 1))
+        self.__dict__.update(tensors)
+        self._account(before, counts)
+
+    def __copy__(self) -> "KVCache":
+        raise shallow_copy("KVCache")
+
     def __repr__(self) -> str:
         shape = f"{list(self.k.shape)}, {self.k.dtype}, {self.k.device}"
         return f"KVCache({shape}, {sum(self._host_lengths)} tokens)"
+
+
+# What `__setstate__` takes is plain data, and all of it is checked.
+torch.serialization.add_safe_globals([KVCache])

@@ -1,7 +1,7 @@
 """`PagedKVCache`: keys and values of many sequences in pages of one pool."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +11,14 @@ from ..core.transfer import ALIGNED_INTS, aligned_rows, refuse_capture, to_devic
 from ..launch.launcher import cdiv
 from ..masks.check import check_count
 from .append import check_new, kv_append
+from .copies import (
+    check_ints,
+    loaded_tensors,
+    malformed,
+    saved_book,
+    saved_tensors,
+    shallow_copy,
+)
 from .layout import FP8, STORED, check_counts, scale_tensor
 from .pages import NO_PAGE, Growth, PagePool, SequencePages
 
@@ -35,6 +43,9 @@ class PagedKVCache:
     For a CUDA graph, capture `bsk.kv_append` and `bsk.attention_decode` on static tensors; before
     each replay, call `reserve` and copy `page_table(sequences, max_pages)` and
     `lengths(sequences)` to them.
+
+    Deep copies, pickled and saved caches are independent and go on where this one is. PyTorch loads
+    them with `weights_only=True` too, and they are checked. `copy.copy` is refused.
 
     Parameters
     ----------
@@ -102,11 +113,17 @@ class PagedKVCache:
         self.k_scale = scale_tensor(op, "k_scale", k_scale, dtype, heads_kv, place)
         self.v_scale = scale_tensor(op, "v_scale", v_scale, dtype, heads_kv, place)
         max_pages = min(cdiv(max_tokens, page_size), num_pages)
-        width = cdiv(max_pages, ALIGNED_INTS) * ALIGNED_INTS
-        self._table = torch.full((max_sequences, width), NO_PAGE, dtype=torch.int32, device=place)
-        self._book = SequencePages(PagePool(num_pages), page_size, max_sequences, max_pages)
+        self._open(SequencePages(PagePool(num_pages), page_size, max_sequences, max_pages))
+
+    def _open(self, book: SequencePages) -> None:
+        """Begin with the accounts of `book`: make the page table."""
+        self._book = book
+        width = cdiv(book.max_pages, ALIGNED_INTS) * ALIGNED_INTS
+        size, place = (book.max_sequences, width), self.k.device
+        self._table = torch.full(size, NO_PAGE, dtype=torch.int32, device=place)
         self._reserved: Reservation | None = None
         self._last_rows: tuple[list[int], torch.Tensor] | None = None
+        self._apply(book.all_entries())
 
     @property
     def page_size(self) -> int:
@@ -161,11 +178,16 @@ class PagedKVCache:
 
     def _reserve(self, op: str, sequences: Sequence[int], counts: list[int]) -> None:
         refuse_capture(op, self.k.device)
-        before = [state.length for state in self._book.states(op, sequences)]
         self._apply(self._book.grow(op, sequences, counts))
+        self._reserved = self._reservation(sequences, counts)
+
+    def _reservation(self, sequences: Sequence[int], counts: list[int]) -> Reservation:
+        """Room of `counts` tokens, which the lengths of the sequences include already."""
+        after = self.host_lengths(sequences)
+        before = [length - count for length, count in zip(after, counts, strict=True)]
         state = to_device(aligned_rows([before, counts]), torch.int32, self.k.device)
         lengths, count_tensor = state[:, : len(counts)]
-        self._reserved = Reservation(list(sequences), counts, lengths, count_tensor)
+        return Reservation(list(sequences), counts, lengths, count_tensor)
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the tokens of the last reservation.
@@ -284,6 +306,39 @@ class PagedKVCache:
             expected = f"{len(sequences)}, the sequences"
             raise InvalidInput(message(op, "k", "has a wrong batch size", expected, batch))
 
+    def __getstate__(self) -> dict[str, Any]:
+        reserved = self._reserved
+        accounts = {
+            "book": self._book.saved(),
+            "reserved": None if reserved is None else [reserved.sequences, reserved.counts],
+        }
+        return {**saved_tensors(self), **accounts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        op = "PagedKVCache"
+        tensors = loaded_tensors(op, state, ("book", "reserved"), paged=True)
+        num_pages, page_size, _, _ = state["k"].shape
+        book, reserved = saved_book(op, state["book"], num_pages, page_size), state["reserved"]
+        if reserved is not None:
+            if not isinstance(reserved, list) or len(reserved) != 2:
+                raise malformed(op, "reserved", "[sequences, counts]", reserved)
+            sequences, counts = reserved
+            check_ints(op, "reserved sequences", sequences, None, range(2**63))
+            check_ints(op, "reserved", counts, len(sequences), range(num_pages * page_size + 1))
+            for sequence, count in zip(book.distinct_states(op, sequences), counts, strict=True):
+                check_ints(op, "reserved", [count], 1, range(sequence.length + 1))
+        self.__dict__.update(tensors)
+        self._open(book)
+        if reserved is not None:
+            self._reserved = self._reservation(sequences, counts)
+
+    def __copy__(self) -> "PagedKVCache":
+        raise shallow_copy("PagedKVCache")
+
     def __repr__(self) -> str:
         sequences = f"{len(self._book.ids)} sequences, {self.free_pages} free pages"
         return f"PagedKVCache({list(self.k.shape)}, {self.k.dtype}, {self.k.device}, {sequences})"
+
+
+# What `__setstate__` takes is plain data, and all of it is checked.
+torch.serialization.add_safe_globals([PagedKVCache])

@@ -5,7 +5,7 @@ All of it is on the host, which knows what it has appended, so nothing here wait
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..core.checks import message
 from ..core.errors import InvalidInput, OutOfPages
@@ -118,6 +118,38 @@ class SequencePages:
         self._states: dict[int, SequenceState] = {}
         self._free_rows = list(reversed(range(max_sequences)))
         self._next_id = 0
+
+    def saved(self) -> dict[str, Any]:
+        """Everything but the sizes of the pool, as plain data; `restored` is the inverse."""
+        return {
+            "max_sequences": self.max_sequences,
+            "max_pages": self.max_pages,
+            "next_id": self._next_id,
+            "free_pages": list(self.pool._free),
+            "free_rows": list(self._free_rows),
+            "sequences": {
+                sequence: [state.row, state.length, list(state.pages)]
+                for sequence, state in self._states.items()
+            },
+        }
+
+    @classmethod
+    def restored(cls, saved: dict[str, Any], num_pages: int, page_size: int) -> "SequencePages":
+        """The accounts that `saved` was made from; the caller has checked it."""
+        book = cls(PagePool(num_pages), page_size, saved["max_sequences"], saved["max_pages"])
+        book._next_id = saved["next_id"]
+        book._free_rows = list(saved["free_rows"])
+        book.pool._free = list(saved["free_pages"])
+        for sequence, (row, length, pages) in saved["sequences"].items():
+            book._states[sequence] = SequenceState(row, length, list(pages))
+            for page in pages:
+                book.pool._users[page] += 1
+        return book
+
+    def all_entries(self) -> Growth:
+        """Every page of every sequence, for a table that holds nothing yet."""
+        states = self._states.values()
+        return Growth([(s.row, i, page) for s in states for i, page in enumerate(s.pages)], [])
 
     @property
     def ids(self) -> list[int]:

@@ -56,6 +56,9 @@ class PageSummaries(NamedTuple):
         return self.low.dim() == 3
 
 
+torch.serialization.add_safe_globals([PageSummaries])
+
+
 def empty_summaries(
     k_cache: torch.Tensor, kind: str, page_size: int, *, paged: bool
 ) -> PageSummaries:

@@ -32,6 +32,9 @@ from .device_build import (
 )
 from .flex import from_flex
 
+# What copies consist of, besides the lists and the bits.
+_SIZES = ("batch", "heads", "seq_lengths", "block_size")
+
 
 class BlockMask:
     """A block-sparse attention mask over Sq queries and Sk keys.
@@ -80,6 +83,7 @@ class BlockMask:
     _heads: int
     _launches: dict[Any, Any]
     _derived: dict[Any, Any] | None
+    _version: int | None
 
     @usable_in_training
     def __init__(
@@ -135,6 +139,8 @@ class BlockMask:
         # recorded launches of attention with this mask, and derived lists that these need; the
         # operators fill both
         self._launches, self._derived = {}, {}
+        # how often the lists had been written to when something was first derived from them
+        self._version = None
 
     @classmethod
     def _from_parts(
@@ -319,6 +325,7 @@ class BlockMask:
         """`transposed` as kernels take it: may have spare entries at the end; never waits."""
         if self._transposed is not None:
             return self._transposed
+        self._check_unwritten()
         made = self._transpose_lists()
         traced = torch.compiler.is_compiling() or self.device.type != "cuda"
         if traced or not torch.cuda.is_current_stream_capturing():
@@ -336,10 +343,39 @@ class BlockMask:
         """Drop the spare entries at the end of the lists; waits for the device."""
         if self._exact or torch.compiler.is_compiling():
             return
+        self._check_unwritten()
+        self._version = None
         self._forward = entries_listed(self._forward)
         if self._transposed is not None:
             self._transposed = entries_listed(self._transposed)
         self._exact = True
+
+    def _check_unwritten(self) -> None:
+        """Raise if a list was written in place after its first use.
+
+        The lists of the transpose, the orders of work and the launches bound to them would be those
+        of the mask before.
+        """
+        if torch.compiler.is_compiling():
+            return
+        indptr, partial_end, indices, bits_id = self._forward
+        try:
+            version = indptr._version + partial_end._version + indices._version
+            version += bits_id._version + self._bits._version
+        except RuntimeError:  # made in inference mode, where writes are not counted
+            return
+        if self._version is None:
+            self._version = version
+        elif self._version != version:
+            raise InvalidInput(
+                message(
+                    "BlockMask",
+                    "the lists",
+                    "were written in place",
+                    "read-only lists: make a new mask instead",
+                    "lists that no longer agree with those derived from them",
+                )
+            )
 
     @property
     def bits(self) -> torch.Tensor:
@@ -390,6 +426,7 @@ class BlockMask:
         return self.nnz_blocks / total if total else 0.0
 
     @property
+    @usable_in_training
     def T(self) -> "BlockMask":
         """The mask of the transposed problem, Sk queries over Sq keys, from the same lists."""
         (sq, sk), (bq, bk) = self._seq_lengths, self._block_size
@@ -409,6 +446,7 @@ class BlockMask:
         Only gradients read the transposed lists; without `for_gradients` they are left empty unless
         they already exist.
         """
+        self._check_unwritten()
         transposed = self._transposed
         if for_gradients:
             transposed = self._listed_transposed
@@ -486,7 +524,30 @@ class BlockMask:
 
     def __getstate__(self) -> dict[str, Any]:
         self._trim()
-        return {**self.__dict__, "_launches": {}, "_derived": {}}
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        return {**self._forward._asdict(), "bits": self._bits, **sizes}
+
+    @usable_in_training
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        op, names = "BlockMask", (*BlockLists._fields, "bits", *_SIZES)
+        if not isinstance(state, dict) or sorted(map(str, state)) != sorted(names):
+            got = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+            problem = "does not fit"
+            raise InvalidInput(message(op, f"the state of a saved {op}", problem, names, got))
+        lists, bits = BlockLists(*(state[name] for name in BlockLists._fields)), state["bits"]
+        batch, heads = (check_count(op, name, state[name]) for name in ("batch", "heads"))
+        seq = check_seq_lengths(op, state["seq_lengths"])
+        block = check_block_size(op, state["block_size"])
+        if not (isinstance(bits, torch.Tensor) and bits.is_meta):
+            check_lists(op, lists, bits, batch * heads, seq, block)
+        if bits.is_inference():
+            lists, bits = BlockLists(*(x.clone() for x in lists)), bits.clone()
+        self._set(lists, None, bits, batch, heads, seq, block)
+
+    def __copy__(self) -> "BlockMask":
+        forward, transposed = self.forward, self._transposed
+        sizes = (self._batch, self._heads, self._seq_lengths, self._block_size)
+        return BlockMask._from_parts(forward, self._bits, *sizes, transposed)
 
     def __repr__(self) -> str:
         sq, sk = self._seq_lengths
@@ -496,6 +557,10 @@ class BlockMask:
             f"block_size=({bq}, {bk}), nnz_blocks={self.nnz_blocks}, density={self.density:.4f}, "
             f"device={str(self.device)!r})"
         )
+
+
+# What `__setstate__` takes is plain data, and all of it is checked.
+torch.serialization.add_safe_globals([BlockMask])
 
 
 def _check_lists_are_tensors(op: str, indptr: Any, indices: Any) -> None:

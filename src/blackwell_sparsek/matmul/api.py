@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from ..calls.matmul import MatmulCall, PairProductsCall, PatternTensors, SddmmCall
+from ..calls.matmul import MatmulCall, PairProductsCall, SddmmCall, pattern_tensors
 from ..core.activations import ACTIVATIONS, activate
 from ..core.checks import (
     check_choice,
@@ -234,7 +234,7 @@ def _sparse_dense(
     keeps_pre = activation is not None and _needs_grad(storage, dense, bias, residual)
     call = MatmulCall(
         values=storage,
-        pattern=PatternTensors(*sparse.pattern.tensors()),
+        pattern=pattern_tensors(sparse.pattern.tensors()),
         shape=sparse.pattern.shape,
         transposed=sparse.is_transposed,
         dense=dense,
@@ -375,7 +375,8 @@ def sddmm(
     check_shape(op, "b", b, (*a.shape[:-2], a.shape[-1], n))
     _check_readable(op, "a", a)
     _check_readable(op, "b", b)
-    call = SddmmCall(a, b, PatternTensors(*pattern.tensors()), pattern.shape, pattern.block_shape)
+    tensors = pattern_tensors(pattern.tensors())
+    call = SddmmCall(a, b, tensors, pattern.shape, pattern.block_shape)
     values = bsr_sddmm(*call.arguments, impl)
     return BSRMatrix._from_parts(pattern, values)
 

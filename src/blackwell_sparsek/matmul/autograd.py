@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..calls.matmul import MatmulCall, PairProductsCall, PatternTensors, SddmmCall
+from ..calls.matmul import MatmulCall, PairProductsCall, SddmmCall, pattern_tensors
 from ..core.activations import activation_grad
 from ..dispatch.operators import define_autograd
 from ..sparse.pattern import rows_of_entries
@@ -79,7 +79,7 @@ def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     values, dense, bias, *tensors = ctx.saved_tensors
-    pattern = PatternTensors(*tensors)
+    pattern = pattern_tensors(tensors)
     product: _Product = ctx.product
     dense_left, impl = product.dense_left, product.impl
     # which gradients are needed, by the names of the arguments
@@ -125,7 +125,7 @@ def _sddmm_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 
 def _sddmm_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b, *tensors = ctx.saved_tensors
-    pattern, shape, impl = PatternTensors(*tensors), ctx.shape, ctx.impl
+    pattern, shape, impl = pattern_tensors(tensors), ctx.shape, ctx.impl
     # Padding is zero by definition, so a gradient that arrives there is dropped.
     rows = rows_of_entries(pattern.indptr, pattern.indices.shape[0])
     grad = zero_padding(grad.to(a.dtype), (shape[0], shape[1]), rows, pattern.indices)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..calls.matmul import MatmulCall, PatternTensors, SddmmCall
+from ..calls.matmul import MatmulCall, Pattern, SddmmCall
 from ..core.arch import arch_of
 from ..dispatch.machine import why_no_kernels
 from ..launch.launcher import cdiv
@@ -46,7 +46,7 @@ def sddmm(call: SddmmCall) -> torch.Tensor:
     return zero_padding(found, (m, n), rows, indices)
 
 
-def densified(values: torch.Tensor, pattern: PatternTensors, shape: Sequence[int]) -> torch.Tensor:
+def densified(values: torch.Tensor, pattern: Pattern, shape: Sequence[int]) -> torch.Tensor:
     """The stored matrix as a view [M, K] of whole blocks; in one pass if the kernel supports it."""
     (m, k), (nnzb, block_h, block_w) = shape, values.shape
     rows_b, cols_b = cdiv(m, block_h), cdiv(k, block_w)

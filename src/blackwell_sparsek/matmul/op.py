@@ -1,29 +1,40 @@
 """The torch operators of block-sparse products: schemas, fakes, and the call each one makes.
 
-`pattern` is always [indptr, indices, t_indptr, t_indices, t_perm], the order of `PatternTensors`;
-`pairs` has the order of `PairLists`. Results are contiguous. Arguments are not checked here: the
-public functions do that. `choice` decides which implementation runs; derivatives are in `autograd`.
+`pattern` is [indptr, indices, t_indptr, t_indices, t_perm], the order of `PatternTensors`, or
+[indptr, indices] if these may have been written to since the last call: then the operator reads
+them. `pairs` has the order of `PairLists`. Results are contiguous. Arguments are not checked here:
+the public functions do that. `choice` decides which implementation runs; derivatives are in
+`autograd`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..calls.matmul import MatmulCall, PairProductsCall, PatternTensors, SddmmCall
+from ..calls.matmul import (
+    MatmulCall,
+    PairProductsCall,
+    PatternTensors,
+    SddmmCall,
+    UnreadTensors,
+    pattern_tensors,
+)
 from ..core.torch_state import without_autocast
 from ..dispatch.operators import define_op
 from ..sparse.product import PairLists
+from ..sparse.reading import read_pattern
 from .choice import matmul_dispatch, pairs_dispatch, sddmm_dispatch
 
 
 def _matmul_call(values: torch.Tensor, pattern: list[torch.Tensor], *rest: Any) -> MatmulCall:
-    return MatmulCall(values, PatternTensors(*pattern), *rest)
+    return MatmulCall(values, pattern_tensors(pattern), *rest)
 
 
 def _sddmm_call(
     a: torch.Tensor, b: torch.Tensor, pattern: list[torch.Tensor], *rest: Any
 ) -> SddmmCall:
-    return SddmmCall(a, b, PatternTensors(*pattern), *rest)
+    return SddmmCall(a, b, pattern_tensors(pattern), *rest)
 
 
 def _pairs_call(
@@ -32,9 +43,18 @@ def _pairs_call(
     return PairProductsCall(first, second, PairLists(*pairs), *rest)
 
 
+def _read(op: str, call: MatmulCall | SddmmCall, block_shape: Sequence[int]) -> None:
+    """Give a call the tensors of its pattern that kernels may read."""
+    if isinstance(call.pattern, UnreadTensors):
+        (rows, cols), (height, width) = call.shape, block_shape
+        reading = read_pattern(op, *call.pattern, (rows, cols), (height, width))
+        call.pattern = PatternTensors(*reading.pattern.tensors())
+
+
 def _matmul(*args: Any) -> torch.Tensor:
     *arguments, impl = args
     call = _matmul_call(*arguments)
+    _read("bsr_matmul", call, call.values.shape[1:])
     with without_autocast(call.values.device):
         out: torch.Tensor = matmul_dispatch.run(impl, call)
     return out
@@ -43,6 +63,7 @@ def _matmul(*args: Any) -> torch.Tensor:
 def _sddmm(*args: Any) -> torch.Tensor:
     *arguments, impl = args
     call = _sddmm_call(*arguments)
+    _read("bsr_sddmm", call, call.block_shape)
     with without_autocast(call.a.device):
         blocks: torch.Tensor = sddmm_dispatch.run(impl, call)
     return blocks

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..calls.matmul import BsrProblem, MatmulCall
+from ..calls.matmul import BsrProblem, MatmulCall, PatternTensors
 from ..launch.launcher import cdiv
 
 
@@ -86,6 +86,7 @@ def block_rows(call: MatmulCall) -> BlockRows:
     blocks = call.values.mT if call.by_columns else call.values
     cols_b = cdiv(call.inner, blocks.shape[2])
     if call.by_columns:
+        assert isinstance(pattern, PatternTensors)  # the operator has read it
         return BlockRows(blocks, pattern.t_indptr, pattern.t_indices, pattern.t_perm, cols_b)
     return BlockRows(blocks, pattern.indptr, pattern.indices, None, cols_b)
 

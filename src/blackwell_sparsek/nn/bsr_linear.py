@@ -60,6 +60,16 @@ class BSRLinear(BSRWeight):
     malformed one, or one that differs from the module's (see `adopt_patterns`). A module made on
     the meta device takes the pattern of the checkpoint, if the number of blocks agrees.
 
+    The buffers may be written in place, as DDP's broadcast and `torch.distributed.checkpoint` do:
+    the next call sees that their version has changed, checks the pattern and follows it. A write
+    that PyTorch does not count (`torch.distributed.broadcast` of a buffer, `buffer.data.copy_`) is
+    not seen; assign the buffer anew (`layer.indices = layer.indices.clone()`) after it. A CUDA graph
+    keeps the pattern that it was captured with.
+
+    DDP broadcasts buffers in every forward, and each time the layer compares them, which waits for
+    the GPU. Once the first broadcast has made all patterns equal, `ddp.broadcast_buffers = False`
+    saves that.
+
     Examples
     --------
     >>> import torch
@@ -129,8 +139,7 @@ density=0.25, bias=True, activation='gelu')
     ) -> "BSRLinear":
         """Make a layer with `matrix` (out_features, in_features) as its weight.
 
-        Values and bias [out_features] are copied; metadata is shared. A transposed matrix is
-        rearranged.
+        Values, bias [out_features] and metadata are copied. A transposed matrix is rearranged.
 
         Examples
         --------

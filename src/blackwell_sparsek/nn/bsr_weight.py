@@ -15,9 +15,11 @@ from torch import nn
 from ..core.checks import check_dtype, check_shape, check_tensor, message
 from ..core.errors import BskError, InvalidInput
 from ..core.torch_state import usable_in_training
+from ..core.transfer import is_capturing
 from ..launch.launcher import cdiv
 from ..sparse.matrix import BSRMatrix
 from ..sparse.pattern import BSRPattern
+from ..sparse.reading import PatternReading, UnreadPattern, read_pattern, remember
 from ..sparse.validate import VALUE_DTYPES, check_metadata, check_padding
 
 # Keys of one layer in a state dict, besides the bias.
@@ -89,12 +91,7 @@ def check_state(
         if x.is_meta:
             problem = "has no contents to check"
             raise InvalidInput(message(op, key, problem, "a real device", "the meta device"))
-    check_dtype(op, "weight_shape", state["weight_shape"], (torch.int32, torch.int64))
-    check_shape(op, "weight_shape", state["weight_shape"], (2,))
-    found = tuple(state["weight_shape"].tolist())
-    if found != shape:
-        problem = "is that of another layer"
-        raise InvalidInput(message(op, "weight_shape", problem, list(shape), list(found)))
+    check_weight_shape(op, state["weight_shape"], shape)
     check_metadata(op, state["indptr"], state["indices"], shape, block_shape)
     values = state["values"]
     check_shape(op, "values", values, (state["indices"].numel(), *block_shape))
@@ -108,12 +105,13 @@ def check_state(
     return LoadedState(indptr, indices, values.shape)
 
 
-def same_pattern(current: BSRPattern, loaded: LoadedState) -> bool:
-    """Whether a checkpoint has the pattern of the module."""
-    return current.indices.shape == loaded.indices.shape and all(
-        torch.equal(ours.to(theirs.device), theirs)
-        for ours, theirs in ((current.indptr, loaded.indptr), (current.indices, loaded.indices))
-    )
+def check_weight_shape(op: str, found: torch.Tensor, shape: tuple[int, int]) -> None:
+    """Check that the buffer `weight_shape` of a checkpoint names the shape of the layer."""
+    check_dtype(op, "weight_shape", found, (torch.int32, torch.int64))
+    check_shape(op, "weight_shape", found, (2,))
+    if found.tolist() != list(shape):
+        problem = "is that of another layer"
+        raise InvalidInput(message(op, "weight_shape", problem, list(shape), found.tolist()))
 
 
 def other_pattern(nnz_blocks: int, blocks: int, loaded: LoadedState) -> InvalidInput:
@@ -130,66 +128,83 @@ def other_pattern(nnz_blocks: int, blocks: int, loaded: LoadedState) -> InvalidI
     )
 
 
-_DERIVED = ("t_indptr", "t_indices", "t_perm", "row_indices")
-_BUFFERS = (*PATTERN_KEYS, *_DERIVED)
-# In the order of `BSRPattern.tensors()`.
-_OPERANDS = ("indptr", "indices", "t_indptr", "t_indices", "t_perm")
-
-
 class BSRWeight(nn.Module):
     """A module that owns the blocks of a weight as one Parameter and their pattern as buffers.
 
-    The operators take these buffers directly, so that a forward derives nothing and `torch.compile`
-    sees ordinary buffers. Those of the transpose are not saved, since they follow from the others.
+    Anything may write to the buffers in place, so products get a copy of the pattern that follows
+    them (`sparse.reading`). While it is traced, they get the buffers themselves: `torch.compile`
+    sees ordinary buffers, and compiled code follows them as well.
     """
 
     values: torch.Tensor
     weight_shape: torch.Tensor
     indptr: torch.Tensor
     indices: torch.Tensor
-    row_indices: torch.Tensor
-    # The pattern of the buffers, and their addresses, so that products find its recorded launches.
-    _known_pattern: tuple[BSRPattern, list[tuple[int, int]]] | None = None
+    _reading: PatternReading | None = None
 
     def _set_weight(self, pattern: BSRPattern, values: torch.Tensor) -> None:
         self._shape = pattern.shape
         self.block_shape = pattern.block_shape
         self.values = nn.Parameter(values)
-        for name in _BUFFERS:
-            self.register_buffer(name, None, persistent=name in PATTERN_KEYS)
+        for name in PATTERN_KEYS:
+            self.register_buffer(name, None)
         self._set_pattern(pattern)
 
+    @usable_in_training
     def _set_pattern(self, pattern: BSRPattern) -> None:
-        shape = torch.tensor(pattern.shape, dtype=torch.int64, device="cpu").to(pattern.device)
-        indptr, indices, *transpose = pattern.tensors()
-        tensors = (shape, indptr, indices, *transpose, pattern.row_indices())
-        for name, tensor in zip(_BUFFERS, tensors, strict=True):
-            setattr(self, name, tensor)
-        self._pattern_known = not pattern.indptr.is_meta
+        """Store `pattern` in new buffers, which share no memory with it or with another layer."""
+        shape = torch.tensor(pattern.shape, dtype=torch.int64, device="cpu")
+        self.weight_shape = shape.to(pattern.device)
+        self.indptr, self.indices = pattern.indptr.clone(), pattern.indices.clone()
+        # names of buffers without contents yet, with their versions from when they were allocated
+        self._uninitialized: dict[str, int] = {}
+        self._reading = None
+        if not pattern.indptr.is_meta:
+            reading = PatternReading(self.indptr, self.indices, pattern)
+            self._reading = remember(self.indptr, reading)
+
+    def _missing(self) -> list[str]:
+        """Buffers that were allocated for a module from the meta device and not written since."""
+        versions = self._uninitialized.items()
+        return [name for name, version in versions if getattr(self, name)._version == version]
 
     @property
     def pattern(self) -> BSRPattern:
         """Which blocks exist."""
-        if not self._pattern_known and not self.indptr.is_meta:
-            problem = "was made on the meta device and has no pattern yet"
-            expected = "load_state_dict before the first use"
-            raise InvalidInput(message(type(self).__name__, "the module", problem, expected, "use"))
-        tensors: list[Any] = [self._buffers[name] for name in _OPERANDS]
-        if torch.compiler.is_compiling() or any(type(x) is not torch.Tensor for x in tensors):
-            return self._pattern_of(tensors)
-        # Launches recorded with a pattern hold the addresses of its tensors.
-        places = [(id(x), x.data_ptr()) for x in tensors]
-        if self._known_pattern is None or self._known_pattern[1] != places:
-            self._known_pattern = (self._pattern_of(tensors), places)
-        return self._known_pattern[0]
+        # not as attributes, which a module looks up slowly: this runs in every forward
+        buffers: dict[str, Any] = self._buffers
+        indptr, indices = buffers["indptr"], buffers["indices"]
+        traced = torch.compiler.is_compiling()
+        if not traced:
+            reading = self._reading
+            if reading is not None and reading.is_current(indptr, indices):
+                return reading.pattern
+        if (
+            traced
+            or type(indptr) is not torch.Tensor
+            or indptr.is_meta
+            or torch._C._functorch.is_functorch_wrapped_tensor(indptr)
+        ):
+            return UnreadPattern(indptr, indices, self._shape, self.block_shape)
+        return self._read().pattern
 
-    def _pattern_of(self, tensors: list[Any]) -> BSRPattern:
-        pattern = BSRPattern.__new__(BSRPattern)
-        pattern._set(tensors, self.row_indices, self._shape, self.block_shape)
-        return pattern
+    def _read(self) -> PatternReading:
+        """Read the pattern from buffers that were replaced or written to."""
+        op = f"{type(self).__name__}, whose buffers were replaced or written in place"
+        if self._missing():
+            problem = "was made on the meta device and has no pattern yet"
+            expected = "a checkpoint before the first use"
+            got = f"nothing written to {', '.join(self._missing())}"
+            raise InvalidInput(message(type(self).__name__, "the module", problem, expected, got))
+        if not is_capturing(self.indptr.device):
+            check_weight_shape(op, self.weight_shape, self._shape)
+        reading = read_pattern(op, self.indptr, self.indices, self._shape, self.block_shape)
+        if not is_capturing(self.indptr.device):
+            self._reading, self._uninitialized = reading, {}
+        return reading
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known_pattern": None}
+        return {**self.__dict__, "_reading": None}
 
     @property
     def weight(self) -> BSRMatrix:
@@ -243,17 +258,26 @@ class BSRWeight(nn.Module):
         return values
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        before = {name: self._buffers[name] for name in _BUFFERS}
+        before = {name: self._buffers[name] for name in PATTERN_KEYS}
+        missing, reading = self._missing(), self._reading
+        if reading is not None and not reading.is_current(self.indptr, self.indices):
+            reading = None
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self._buffers[name]
             if old is None or new is None or new is old:
                 continue
             if old.is_meta:
-                self._pattern_known = False
+                missing.append(name)
             else:
                 # `to_empty` allocates uninitialised memory, which must never become a pattern.
-                self._buffers[name] = old.to(new.device)
+                with torch.inference_mode(False):
+                    self._buffers[name] = old.to(new.device)
+        self._uninitialized = {name: getattr(self, name)._version for name in missing}
+        if reading is not None and not self.indptr.is_meta:
+            pattern = reading.pattern.to(self.indptr.device)
+            reading = PatternReading(self.indptr, self.indices, pattern, reading)
+            self._reading = remember(self.indptr, reading)
         return self
 
     def _load_from_state_dict(
@@ -280,11 +304,27 @@ class BSRWeight(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
+    def _has_buffers(self, state: dict[str, Any]) -> bool:
+        """Whether a checkpoint has all buffers of the pattern, with the contents of the module."""
+        for key in PATTERN_KEYS:
+            ours, theirs = getattr(self, key), state.get(key)
+            if type(theirs) is not torch.Tensor or theirs.is_meta or theirs.shape != ours.shape:
+                return False
+            if not bool((theirs.to(ours.device) == ours).all()):
+                return False
+        return True
+
     def _prepare_for(self, state: dict[str, Any], assign: bool) -> None:
         """Adopt the pattern of a checkpoint, if that is allowed, before its values are copied."""
+        if "values" not in state and self._has_buffers(state):
+            # Tied layers share values, which a checkpoint may store once; the caller of
+            # `load_state_dict` decides whether they may be missing.
+            return
         loaded = check_state(state, self._shape, self.block_shape)
-        is_same = self._pattern_known and same_pattern(self.pattern, loaded)
-        fits = is_same if self._pattern_known else self.values.shape == loaded.values_shape
+        has_pattern = not (self.indptr.is_meta or self._missing())
+        pattern = {"indptr": loaded.indptr, "indices": loaded.indices}
+        is_same = has_pattern and self._has_buffers({**state, **pattern})
+        fits = is_same if has_pattern else self.values.shape == loaded.values_shape
         if not fits and not adopting():
             raise other_pattern(self.nnz_blocks, self.blocks, loaded)
         # Assigning takes the tensors of the checkpoint, and with them its device.

@@ -8,7 +8,7 @@ import torch
 from ..core.checks import check_same_device, check_shape, message
 from ..core.errors import InvalidInput
 from . import convert as bsr_convert
-from .pattern import BSRPattern
+from .pattern import SAVED_PATTERN, BSRPattern, checked_state
 from .validate import check_metadata, check_padding, check_pair, check_values
 
 if TYPE_CHECKING:
@@ -282,6 +282,24 @@ device=cpu)
         rows, columns = pattern.row_indices(), pattern.indices
         check_padding("BSRMatrix", self._storage, pattern.shape, rows, columns)
 
+    def __getstate__(self) -> dict[str, Any]:
+        pattern = self._pattern.__getstate__()
+        return {**pattern, "storage": self._storage, "is_transposed": self._is_transposed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        op = "BSRMatrix"
+        checked_state(op, state, (*SAVED_PATTERN, "storage", "is_transposed"))
+        self._pattern, self._storage = BSRPattern.__new__(BSRPattern), state["storage"]
+        self._pattern._load(op, state)
+        self._is_transposed = bool(state["is_transposed"])
+        check_values(op, self._storage)
+        check_same_device(op, {"data": self._storage, "indices": self._pattern.indices})
+        if not self._storage.is_meta:
+            self.validate()
+
+    def __copy__(self) -> "BSRMatrix":
+        return self._from_parts(self._pattern, self._storage, self._is_transposed)
+
     def __matmul__(self, other: Any) -> Any:
         if _matmul is None or not isinstance(other, torch.Tensor | BSRMatrix):
             return NotImplemented
@@ -298,3 +316,7 @@ device=cpu)
             f"nnz_blocks={self.nnz_blocks}, density={self.density:.4g}, dtype={self.dtype}, "
             f"device={self.device})"
         )
+
+
+# What `__setstate__` takes is plain data, and all of it is checked.
+torch.serialization.add_safe_globals([BSRMatrix])

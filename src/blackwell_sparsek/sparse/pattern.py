@@ -1,9 +1,12 @@
 """`BSRPattern`: which blocks of a matrix are stored."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from ..core.checks import message
+from ..core.errors import InvalidInput
 from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
 from .validate import check_metadata, check_pair
@@ -13,6 +16,26 @@ def rows_of_entries(indptr: torch.Tensor, nnzb: int) -> torch.Tensor:
     """int32 [nnzb]: the row that each entry belongs to, without a synchronisation."""
     entries = torch.arange(nnzb, dtype=torch.int32, device=indptr.device)
     return torch.searchsorted(indptr, entries, right=True, out_int32=True) - 1
+
+
+# What copies consist of; the rest follows from it.
+SAVED_PATTERN = ("indptr", "indices", "shape", "block_shape")
+
+
+def checked_state(op: str, state: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Check that a copied state has these names, and return it."""
+    if not isinstance(state, dict) or sorted(map(str, state)) != sorted(names):
+        got = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        raise InvalidInput(message(op, f"the state of a saved {op}", "does not fit", names, got))
+    return state
+
+
+class _Transpose(NamedTuple):
+    """Metadata of the transpose; its entry t is entry `perm[t]` of the pattern."""
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    perm: torch.Tensor
 
 
 class BSRPattern:
@@ -70,16 +93,15 @@ class BSRPattern:
     ) -> None:
         if not torch.compiler.is_compiling() and indices.is_inference():
             indptr, indices = indptr.clone(), indices.clone()
-        device = indices.device
         rows = rows_of_entries(indptr, indices.shape[0])
         # Stable: within a column, entries stay in the order of their rows.
         columns, perm = torch.sort(indices, stable=True)
         column_ids = torch.arange(
-            cdiv(shape[1], block_shape[1]) + 1, dtype=torch.int32, device=device
+            cdiv(shape[1], block_shape[1]) + 1, dtype=torch.int32, device=indices.device
         )
         t_indptr = torch.searchsorted(columns, column_ids, out_int32=True)
-        t_indices = rows[perm]
-        self._set([indptr, indices, t_indptr, t_indices, perm.int()], rows, shape, block_shape)
+        tensors = [indptr, indices, t_indptr, rows[perm], perm.int()]
+        self._set(tensors, rows, shape, block_shape)
 
     def _set(
         self,
@@ -88,13 +110,37 @@ class BSRPattern:
         shape: tuple[int, int],
         block_shape: tuple[int, int],
     ) -> None:
-        self._indptr, self._indices, self._t_indptr, self._t_indices, self._t_perm = tensors
-        self._rows = rows
+        self._indptr, self._indices, *transpose = tensors
+        self._transpose, self._rows = _Transpose(*transpose), rows
         self._shape = shape
         self._block_shape = block_shape
         self._transposed: BSRPattern | None = None
         # launches that the operators record to replay products with this pattern
         self._launches: dict[Any, Any] = {}
+        # for `check_unwritten`; traced tensors are not followed
+        self._version: int | None = None if torch.compiler.is_compiling() else self._writes()
+
+    def _writes(self) -> int:
+        """How often the metadata was written in place."""
+        t_indptr, t_indices, _ = self._transpose
+        own = self._indptr._version + self._indices._version
+        return own + t_indptr._version + t_indices._version
+
+    def check_unwritten(self) -> None:
+        """Raise if the metadata was written in place: nothing derived from it would be right."""
+        if torch.compiler.is_compiling() or self._version is None:
+            return
+        if self._writes() != self._version:
+            raise InvalidInput(
+                message(
+                    "BSRPattern",
+                    "indptr/indices",
+                    "were written in place",
+                    "read-only tensors: make a new BSRMatrix or BSRPattern, or write to the "
+                    "buffers of a layer",
+                    "lists that no longer agree with those of the transpose",
+                )
+            )
 
     @classmethod
     def _from_parts(
@@ -126,7 +172,7 @@ class BSRPattern:
     @property
     def transpose_perm(self) -> torch.Tensor:
         """int32 [nnzb]: entry t of the transpose is entry transpose_perm[t] of this pattern."""
-        return self._t_perm
+        return self._transpose.perm
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -166,25 +212,30 @@ class BSRPattern:
     @usable_in_training
     def transposed(self) -> "BSRPattern":
         """The pattern of the transpose (cached). See `transpose_perm` for the order of entries."""
+        self.check_unwritten()
         if self._transposed is None:
             other = BSRPattern.__new__(BSRPattern)
-            inverse = torch.empty_like(self._t_perm)
-            inverse[self._t_perm.long()] = torch.arange(
+            perm = self._transpose.perm
+            inverse = torch.empty_like(perm)
+            inverse[perm.long()] = torch.arange(
                 self.nnz_blocks, dtype=torch.int32, device=self.device
             )
-            rows = self._indices[self._t_perm.long()]
-            tensors = [self._t_indptr, self._t_indices, self._indptr, self._indices, inverse]
+            rows = self._indices[perm.long()]
+            tensors = [self._transpose.indptr, self._transpose.indices]
+            tensors += [self._indptr, self._indices, inverse]
             other._set(tensors, rows, self._shape[::-1], self._block_shape[::-1])
             self._transposed = other
         return self._transposed
 
     def tensors(self) -> list[torch.Tensor]:
         """[indptr, indices, t_indptr, t_indices, t_perm], the form that the operators take."""
-        return [self._indptr, self._indices, self._t_indptr, self._t_indices, self._t_perm]
+        self.check_unwritten()
+        return [self._indptr, self._indices, *self._transpose]
 
     @property
     def launches(self) -> dict[Any, Any]:
         """Recorded launches of products with this pattern; filled by the operators."""
+        self.check_unwritten()
         return self._launches
 
     @usable_in_training
@@ -203,10 +254,29 @@ class BSRPattern:
         check_metadata("BSRPattern", self._indptr, self._indices, self._shape, self._block_shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_transposed": None, "_launches": {}}
+        return {name: getattr(self, name) for name in SAVED_PATTERN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._load("BSRPattern", checked_state("BSRPattern", state, SAVED_PATTERN))
+
+    def _load(self, op: str, state: dict[str, Any]) -> None:
+        """Take a copied state, of which kernels follow the indices: all of it is checked."""
+        shape = check_pair(op, "shape", state["shape"], 0)
+        block_shape = check_pair(op, "block_shape", state["block_shape"], 1)
+        indptr, indices = state["indptr"], state["indices"]
+        if not (isinstance(indptr, torch.Tensor) and indptr.is_meta):
+            check_metadata(op, indptr, indices, shape, block_shape)
+        self._build(indptr.to(torch.int32), indices.to(torch.int32), shape, block_shape)
+
+    def __copy__(self) -> "BSRPattern":
+        return self
 
     def __repr__(self) -> str:
         return (
             f"BSRPattern(shape={self.shape}, block_shape={self.block_shape}, "
             f"nnz_blocks={self.nnz_blocks}, density={self.density:.4g}, device={self.device})"
         )
+
+
+# What `__setstate__` takes is plain data, and all of it is checked.
+torch.serialization.add_safe_globals([BSRPattern])

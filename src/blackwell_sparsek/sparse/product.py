@@ -73,6 +73,8 @@ def product_pattern(
 
     The numbers of pairs and of blocks of the result depend on the data: this synchronises.
     """
+    a.check_unwritten()
+    b.check_unwritten()
     seen_a = a.transposed() if a_transposed else a
     seen_b = b.transposed() if b_transposed else b
     # Entry e of A in block column k is multiplied with every entry of block row k of B.

@@ -150,7 +150,28 @@ def test_an_interrupt_before_the_first_case_leaves_what_was_there(
     capsys.readouterr()
     status, document = _run(tmp_path)
     assert status == 130 and len(document["cases"]) == 5 and "interrupted" not in document
-    assert "Wrote" not in capsys.readouterr().err
+    assert "nothing was measured, and nothing is changed" in capsys.readouterr().err
+
+
+def test_an_interrupt_leaves_the_earlier_results_and_says_where_the_new_ones_are(
+    fake, tmp_path, monkeypatch, capsys
+):
+    _run(tmp_path)
+
+    def interrupts(device):
+        raise KeyboardInterrupt
+
+    cases = [case("a"), case("b", build=interrupts)]
+    monkeypatch.setitem(SUITES, "fake", suite(cases=lambda tiny: cases))
+    capsys.readouterr()
+    status, document = _run(tmp_path)
+    assert status == 130 and len(document["cases"]) == 5
+    saved = tmp_path / "fake.json.partial"
+    err = capsys.readouterr().err
+    assert "fake.json still has the results of an earlier run" in err and f"kept in {saved}" in err
+    left = json.loads(saved.read_text())
+    assert [c["name"] for c in left["cases"]] == ["a"] and left["interrupted"] is True
+    assert cli.main(["report", str(saved), "-o", str(tmp_path / "report.html")]) == 0
 
 
 def test_on_a_gpu_a_worker_does_the_work(fake, tmp_path, monkeypatch):
@@ -177,7 +198,7 @@ def test_on_a_gpu_a_worker_does_the_work(fake, tmp_path, monkeypatch):
 def test_a_worker_that_follows_keeps_the_cases_of_the_first_suite(fake, tmp_path):
     _, document = _run(tmp_path, "--case", "case 1", "--worker")
     first = document["cases"][0]["clocks"] = {"kept": 1.0}
-    (tmp_path / "fake.json").write_text(json.dumps(document))
+    (tmp_path / "fake.json.partial").write_text(json.dumps(document))
     _, document = _run(tmp_path, "--worker", "--resume")
     assert len(document["cases"]) == 5 and document["cases"][0]["clocks"] == first
     _, document = _run(tmp_path, "--worker")

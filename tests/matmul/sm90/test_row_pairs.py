@@ -75,6 +75,15 @@ def test_tall_matrices_are_paired_by_groups_of_rows(monkeypatch):
     assert (real[:, 0] // 8 == real[:, 1] // 8).all()
 
 
+def test_a_pattern_and_the_transpose_of_its_transpose_have_plans_of_their_own():
+    # the row pointers of one are those of the other, the stored order is not
+    indptr, indices = pattern(random_keep(6, 8, 0.5))
+    perm = torch.arange(indices.numel()).flip(0).int()
+    for order in (None, perm, None):
+        found = row_pairs(indptr, indices, order, 8)
+        assert torch.equal(found.entries, build_row_pairs(indptr, indices, order, 8).entries)
+
+
 def test_plans_are_kept_by_pattern():
     indptr, indices = pattern(torch.ones(4, 4, dtype=torch.bool))
     assert row_pairs(indptr, indices, None, 4) is row_pairs(indptr, indices, None, 4)

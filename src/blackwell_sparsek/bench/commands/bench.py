@@ -118,15 +118,29 @@ def _run_here(
             print(f"{name}: the GPU is lost to this process: {error}", file=sys.stderr)
             return supervise.LOST
         print(suite_tables(document), end="\n\n", flush=True)
-        if document["cases"] or not document.get("interrupted"):
+        interrupted = document.get("interrupted", False)
+        if not interrupted:
             print(f"Wrote {path}.", file=sys.stderr)
         problems += [f"{name}: {problem}" for problem in failures(document)]
-        if document.get("interrupted"):
-            print("Interrupted: what was measured so far is kept.", file=sys.stderr)
+        if interrupted:
+            print(_what_is_kept(document, path), file=sys.stderr)
             return 130
     if problems:
         print("\n".join(f"FAILED {problem}" for problem in problems))
     return int(bool(problems))
+
+
+def _what_is_kept(document: dict[str, Any], path: pathlib.Path) -> str:
+    """What an interrupted run has left of its results."""
+    if not document["cases"]:
+        return "Interrupted: nothing was measured, and nothing is changed."
+    saved = results.partial(path)
+    if not saved.exists():
+        return f"Interrupted: what was measured so far is kept in {path}."
+    return (
+        f"Interrupted: {path} still has the results of an earlier run; what was measured so far "
+        f"is kept in {saved}."
+    )
 
 
 def _supervised(args: argparse.Namespace, names: list[str], until: float | None) -> int:
@@ -189,7 +203,7 @@ def _measured(
         path=path,
         modes=args.mode or MODES,
         commit=args.commit,
-        before=results.read(path) if resumed else None,
+        before=results.read(results.partial(path)) if resumed else None,
         until=until,
     )
 

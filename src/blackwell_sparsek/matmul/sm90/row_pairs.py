@@ -16,7 +16,8 @@ from ...launch.workspace import made_outside_pool
 # A partner is looked for among this many rows: comparing all of a tall matrix would take seconds.
 MATCHED_ROWS = 512
 
-# Pairs by the row pointers they were made from, which live as long as their pattern.
+# Pairs by the row pointers they were made from, which live as long as their pattern. The same
+# pointers serve a pattern with and one without `perm`.
 _PAIRS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -74,7 +75,8 @@ def row_pairs(
     perm : int32 [nnz], the block behind each entry; None where blocks are stored in that order
     cols_b : block columns
     """
-    plan = _PAIRS.get(indptr)
+    plans = _PAIRS.setdefault(indptr, {})
+    plan = plans.get(perm is None)
     if plan is None:
         if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
@@ -84,7 +86,7 @@ def row_pairs(
         if indptr.is_cuda:
             # the next product with this pattern may run on another stream
             torch.cuda.current_stream(indptr.device).synchronize()
-        _PAIRS[indptr] = plan
+        plans[perm is None] = plan
     return plan
 
 
