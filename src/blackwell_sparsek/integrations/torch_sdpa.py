@@ -28,6 +28,10 @@ __all__ = ["FLASH_NAME", "patch_sdpa", "register_flash_attention"]
 
 _original = torch.nn.functional.scaled_dot_product_attention
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DEFAULT_RULES = (
+    vars(torch.Tensor)["__torch_function__"].__func__,
+    torch._C._disabled_torch_function_impl,
+)
 _lock = threading.RLock()
 # Active patches of all threads; torch's function is restored when there are none.
 _patches: list["patch_sdpa"] = []
@@ -100,8 +104,8 @@ class patch_sdpa:
         try:
             if (kind := _class_with_own_rules(*args, *kwargs.values())) is not None:
                 raise Unsupported(f"an argument is a {kind}, which has its own __torch_function__")
-            is_tensor = isinstance(mask, torch.Tensor) and not causal_bias
-            if is_tensor and mask.dtype != torch.bool and not self.strict:
+            is_bias = isinstance(mask, torch.Tensor) and mask.dtype != torch.bool
+            if is_bias and not causal_bias and not self.strict:
                 return self._leave("attn_mask is a bias, not a mask", original, args, kwargs)
             out = scaled_dot_product_attention(*args, **kwargs)
         except BskError as error:
@@ -136,9 +140,8 @@ def _class_with_own_rules(*arguments: Any) -> str | None:
     for x in arguments:
         if type(x) in _PLAIN or not isinstance(x, torch.Tensor) or is_causal_bias(x):
             continue
-        rules = type(x).__torch_function__
-        inherited = getattr(rules, "__func__", None) is torch.Tensor.__torch_function__.__func__
-        if not inherited and rules is not torch._C._disabled_torch_function_impl:
+        rules: Any = type(x).__torch_function__
+        if getattr(rules, "__func__", rules) not in _DEFAULT_RULES:
             return type(x).__name__
     return None
 
