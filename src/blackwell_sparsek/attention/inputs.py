@@ -125,8 +125,13 @@ def check_block_mask(
     if block_mask is None:
         return
     if not isinstance(block_mask, BlockMask):
-        got = type(block_mask).__name__
-        raise InvalidType(message(op, "block_mask", "is not a block mask", "BlockMask", got))
+        kind = type(block_mask)
+        expected, got = "BlockMask", kind.__name__
+        if got == expected:
+            # FlexAttention's has the same name
+            expected = f"blackwell_sparsek.{expected} (BlockMask.from_flex converts)"
+            got = f"{kind.__module__}.{got}"
+        raise InvalidType(message(op, "block_mask", "is not a block mask", expected, got))
     block_mask.check_problem(op, batch, q.shape[1], sq, sk)
     check_same_device(op, {"q": q, "block_mask": block_mask.bits})
 
