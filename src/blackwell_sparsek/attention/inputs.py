@@ -8,7 +8,6 @@ from torch.autograd import forward_ad
 
 from ..calls.attention import AttentionCall, AttnSpec
 from ..core.checks import (
-    check_derivatives,
     check_dtype,
     check_finite,
     check_last_dim_contiguous,
@@ -16,6 +15,7 @@ from ..core.checks import (
     check_same_device,
     check_same_dtype,
     check_shape,
+    check_tangent,
     check_tensor,
     message,
 )
@@ -41,7 +41,7 @@ def check_qkv(
     tensors = dict(zip(names, (q, k, v), strict=True))
     for arg, x in tensors.items():
         check_tensor(op, arg, x)
-        check_derivatives(op, arg, x)
+        check_tangent(op, arg, x)
         check_dtype(op, arg, x, DTYPES)
         check_rank(op, arg, x, layout)
         check_last_dim_contiguous(op, arg, x)
@@ -53,7 +53,7 @@ def check_qkv(
     if k.shape[:-1] != v.shape[:-1]:
         _raise_mismatch(op, tensors, "do not match", "k and v alike but for the last dimension")
     heads_q, heads_kv = q.shape[1], k.shape[1]
-    if heads_kv == 0 or heads_q % heads_kv:
+    if heads_q % heads_kv if heads_kv else heads_q:
         raise InvalidInput(
             message(
                 op,
@@ -152,7 +152,7 @@ def check_sinks(op: str, sinks: Any, q: torch.Tensor) -> None:
     if sinks is None:
         return
     check_tensor(op, "sinks", sinks)
-    check_derivatives(op, "sinks", sinks)
+    check_tangent(op, "sinks", sinks)
     check_dtype(op, "sinks", sinks, DTYPES)
     check_shape(op, "sinks", sinks, [q.shape[1]])
     check_same_device(op, {"q": q, "sinks": sinks})
@@ -165,8 +165,13 @@ def check_block_mask(
     if block_mask is None:
         return
     if not isinstance(block_mask, BlockMask):
-        got = type(block_mask).__name__
-        raise InvalidType(message(op, "block_mask", "is not a block mask", "BlockMask", got))
+        kind = type(block_mask)
+        expected, got = "BlockMask", kind.__name__
+        if got == expected:
+            # FlexAttention's has the same name
+            expected = f"blackwell_sparsek.{expected} (BlockMask.from_flex converts)"
+            got = f"{kind.__module__}.{got}"
+        raise InvalidType(message(op, "block_mask", "is not a block mask", expected, got))
     block_mask.check_problem(op, batch, q.shape[1], sq, sk)
     check_same_device(op, {"q": q, "block_mask": block_mask.bits})
 

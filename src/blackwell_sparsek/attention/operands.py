@@ -91,7 +91,7 @@ def kernel_operands(call: AttentionCall) -> KernelOperands:
     return KernelOperands(
         batch,
         lengths,
-        Heads(q.shape[1], q.shape[1] // k.shape[1]),
+        Heads(q.shape[1], q.shape[1] // max(k.shape[1], 1)),
         Band(*spec.band.scalars()),
         score_factors(spec.scale, spec.softcap),
         CuSeqlens(spec.cu_seqlens_q, spec.cu_seqlens_k),

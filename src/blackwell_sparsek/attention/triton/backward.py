@@ -433,6 +433,12 @@ def launch_attn_dkdv(call: BackwardCall, delta: torch.Tensor | None, config: Att
     q, k, v = call.forward.q, call.forward.k, call.forward.v
     operands = kernel_operands(call.forward)
     programs = operands.batch * k.shape[1] * cdiv(operands.lengths[1], config.tile_n)
+    if operands.heads.q == 0:
+        # the kernel derives the number of KV heads from that of the query heads
+        for gradient in (dk, dv):
+            if gradient is not None:
+                gradient.zero_()
+        return
     if programs == 0:
         return
     mask = transposed_mask(spec.block_mask)
