@@ -88,6 +88,12 @@ def warps_may_part() -> bool:
     return triton_version() == WARPS_TRITON
 
 
+def ptxas_options() -> list[str]:
+    """Options besides the architecture that Triton compiles PTX with and that affect registers."""
+    version = triton_version()
+    return ["--regAllocOptLevel=2"] if version is not None and version >= (3, 7) else []
+
+
 def spills_are_judged() -> bool:
     """Whether excess spills fail a compile case: only in the release they were counted with."""
     return triton_version() == SPILLS_TRITON

@@ -21,10 +21,11 @@ import torch
 import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from ..core.compat import spills_are_judged
+from ..core.compat import ptxas_options, spills_are_judged
 from .compile_cases import CompileCase, registered_cases
 from .machine_code import code_digest, unwritten_registers
 
@@ -113,18 +114,13 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     wanted = dict.fromkeys((*case.expect, *counts))
     record["num_warps"] = case.num_warps
     record["digest"] = code_digest(compiled.asm["cubin"])
-    code = _Code(compiled, sm)
+    code = _Code(compiled)
     record["counts"] = {what: code.count(what) for what in wanted}
     record["problems"] = _problems(case, sm, record)
     if sm == 90:
         record["problems"] += unwritten_registers(code.sass)
     record["seconds"] = time.perf_counter() - started
     return record
-
-
-def _tool(name: str, sm: int) -> str:
-    newer = _TOOLS / f"{name}-blackwell"
-    return str(newer if sm >= 100 and newer.exists() else _TOOLS / name)
 
 
 def _ptxas(ptx: str, sm: int) -> dict[str, Any]:
@@ -135,7 +131,8 @@ def _ptxas(ptx: str, sm: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         path = pathlib.Path(scratch) / "kernel.ptx"
         path.write_text(ptx)
-        command = [_tool("ptxas", sm), "-v", f"--gpu-name={target[1]}", str(path)]
+        # the one that Triton takes: it brings two, and which of them it needs differs by release
+        command = [get_ptxas(sm).path, *ptxas_options(), "-v", f"--gpu-name={target[1]}", str(path)]
         done = subprocess.run(
             [*command, "-o", str(path.with_suffix(".cubin"))], capture_output=True, text=True
         )
@@ -158,8 +155,8 @@ def _ptxas(ptx: str, sm: int) -> dict[str, Any]:
 class _Code:
     """The code of one case for one architecture."""
 
-    def __init__(self, compiled: Any, sm: int):
-        self._compiled, self._sm = compiled, sm
+    def __init__(self, compiled: Any):
+        self._compiled = compiled
 
     @cached_property
     def sass(self) -> str:
@@ -167,7 +164,7 @@ class _Code:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self._compiled.asm["cubin"])
             file.flush()
-            command = [_tool("nvdisasm", self._sm), "-c", file.name]
+            command = [str(_TOOLS / "nvdisasm"), "-c", file.name]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def count(self, what: str) -> int:

@@ -26,10 +26,10 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...core.arch import arch_of
-from ...device.gluon.pipeline import thread_barrier
+from ...device.gluon.compat import async_load, reinterpret, thread_barrier
 from ...device.gluon.warps import (
     arrive_at,
     from_lane,
@@ -204,7 +204,7 @@ def _produce(x_desc, chunks_smem, bars, raster, CFG: gl.constexpr):
             full = bars.index(stage)
             mbarrier.expect(full, CFG.chunk_bytes)
             for half in gl.static_range(2):
-                tma.async_copy_global_to_shared(
+                async_load(
                     x_desc,
                     [chunk * CFG.CHUNK, col + half * HALF],
                     full,
@@ -363,8 +363,8 @@ def _spmm_warps_kernel(
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], x_desc.dtype)
     # One allocation, since `shared_address` must know where the barriers are: behind the ring.
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [count + 1, ROWS, HALF], tile_layout)
-    bars = x_tiles.index(count)._reinterpret(gl.int64, [256, 1], mbarrier.MBarrierLayout())
-    chunks_smem = x_tiles._reinterpret(x_desc.dtype, [2 * stages, CFG.CHUNK, HALF], x_desc.layout)
+    bars = reinterpret(x_tiles.index(count), gl.int64, [256, 1], mbarrier.MBarrierLayout())
+    chunks_smem = reinterpret(x_tiles, x_desc.dtype, [2 * stages, CFG.CHUNK, HALF], x_desc.layout)
     for i in gl.static_range(stages):
         mbarrier.init(bars.index(i), count=1)
         mbarrier.init(bars.index(stages + i), count=CFG.WARPS)
