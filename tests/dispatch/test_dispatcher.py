@@ -231,7 +231,7 @@ def _layer(block, density, n, shape=(8192, 8192)):
 def test_auto_takes_the_dense_product_where_its_estimate_is_lower(
     monkeypatch, choosing_with, problem, chosen
 ):
-    choosing_with(WARPS_TRITON)
+    choosing_with(WARPS_TRITON[-1])
     monkeypatch.delenv("BSK_IMPL", raising=False)
     monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
     decision = matmul_dispatch.decide("auto", problem)
@@ -259,13 +259,13 @@ def test_auto_counts_only_on_what_this_triton_builds(
 ):
     monkeypatch.delenv("BSK_IMPL", raising=False)
     monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
-    for release, chosen in ((WARPS_TRITON, parting), ((3, 99), other)):
+    for release, chosen in ((WARPS_TRITON[-1], parting), ((3, 99), other)):
         choosing_with(release)
         assert matmul_dispatch.decide("auto", problem).chosen == chosen
 
 
 def test_both_estimates_are_in_the_reasons(monkeypatch, choosing_with):
-    choosing_with(WARPS_TRITON)
+    choosing_with(WARPS_TRITON[-1])
     monkeypatch.delenv("BSK_IMPL", raising=False)
     monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
     sparse = matmul_dispatch.decide("auto", _problem(128, 0.22)).reasons

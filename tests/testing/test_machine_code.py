@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from blackwell_sparsek.core.errors import InvalidInput
 from blackwell_sparsek.testing.compile_only import changed_code, digests, main, read_digests
-from blackwell_sparsek.testing.machine_code import code_digest, unwritten_registers
+from blackwell_sparsek.testing.machine_code import (
+    barriers_in,
+    code_digest,
+    misplaced_barriers,
+    unwritten_registers,
+)
 
 from .. import fuzzing
 
@@ -85,6 +90,33 @@ def test_changed_code_is_named():
     assert changed_code(records, before) == [
         "changed: a sm_90", "changed: d sm_90", "new: b sm_90", "gone: e sm_90"
     ]  # fmt: skip
+
+
+PTX = """
+mov.b32 %r1, global_smem;
+add.s32 %r2, %r1, 1024;
+@%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
+add.s32 %r3, %r2, 8;
+@%p1 mbarrier.init.shared::cta.b64 [%r3], 16;
+@%p1 mbarrier.init.shared::cta.b64 [%r1], 2;
+add.s32 %r4, %r9, 64;
+mbarrier.init.shared::cta.b64 [%r4], 3;
+"""
+
+
+def test_barriers_are_found_by_their_offset():
+    # that of %r4 lies somewhere
+    assert barriers_in(PTX) == [(1024, 1), (1032, 16), (0, 2)]
+
+
+def test_barriers_elsewhere_are_told():
+    assert misplaced_barriers(PTX, [(1032, 16), (1024, 1)]) == []
+    (place,) = misplaced_barriers(PTX, [(1024, 1), (1040, 16)])
+    assert place.startswith("1 of 2 barriers lie elsewhere") and "at 1040 bytes with 16" in place
+    assert place.endswith("found 1024 (1), 1032 (16), 0 (2)")
+    (arrivals,) = misplaced_barriers(PTX, [(1024, 2)])
+    assert "at 1024 bytes with 2 arrivals" in arrivals
+    assert misplaced_barriers("", [(0, 1)])[0].endswith("found none")
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from ..core.compat import ptxas_options, spills_are_judged
 from .compile_cases import CompileCase, registered_cases
-from .machine_code import code_digest, unwritten_registers
+from .machine_code import code_digest, misplaced_barriers, unwritten_registers
 
 # The most shared memory of one program, in bytes.
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -108,7 +108,8 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
         target=GPUTarget("cuda", sm, 32),
         options={"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options},
     )
-    record = _ptxas(compiled.asm["ptx"], sm)
+    extra = case.options.get("ptx_options", "").split()
+    record = _ptxas(compiled.asm["ptx"], sm, [*ptxas_options(), *extra])
     # kernels with asynchronous copies get shared memory at launch, which ptxas does not see
     record["shared"] = max(record["shared"], compiled.metadata.shared)
     wanted = dict.fromkeys((*case.expect, *counts))
@@ -119,11 +120,13 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     record["problems"] = _problems(case, sm, record)
     if sm == 90:
         record["problems"] += unwritten_registers(code.sass)
+    if (places := getattr(case.args.get("CFG"), "placed_barriers", None)) is not None:
+        record["problems"] += misplaced_barriers(compiled.asm["ptx"], places())
     record["seconds"] = time.perf_counter() - started
     return record
 
 
-def _ptxas(ptx: str, sm: int) -> dict[str, Any]:
+def _ptxas(ptx: str, sm: int, options: list[str]) -> dict[str, Any]:
     # the PTX names its target: sm_90a where it uses wgmma
     target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     if target is None:
@@ -132,7 +135,7 @@ def _ptxas(ptx: str, sm: int) -> dict[str, Any]:
         path = pathlib.Path(scratch) / "kernel.ptx"
         path.write_text(ptx)
         # the one that Triton takes: it brings two, and which of them it needs differs by release
-        command = [get_ptxas(sm).path, *ptxas_options(), "-v", f"--gpu-name={target[1]}", str(path)]
+        command = [get_ptxas(sm).path, *options, "-v", f"--gpu-name={target[1]}", str(path)]
         done = subprocess.run(
             [*command, "-o", str(path.with_suffix(".cubin"))], capture_output=True, text=True
         )

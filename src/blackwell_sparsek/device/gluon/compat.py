@@ -33,6 +33,9 @@ else:
 
 @builtin
 def reinterpret(smem, dtype, shape, layout, _semantic=None):
-    """Shared memory as another type, shape or layout. A public method since Triton 3.9."""
+    """Shared memory as another type, shape and layout of as many bytes.
+
+    A public method since Triton 3.9; 3.8 refuses other sizes.
+    """
     view = smem.reinterpret if hasattr(smem, "reinterpret") else smem._reinterpret
     return view(dtype, shape, layout, _semantic=_semantic)

@@ -274,7 +274,7 @@ def _copy_a(stage, entry, u: gl.constexpr, CFG: gl.constexpr):
     """Start the copy of A for K step `u` of a block."""
     parameter: gl.constexpr = CFG.a_parameter
     bar = _bar_address(stage, CFG)
-    address = shared_address(stage * CFG.a_tile_bytes)
+    address = shared_address(CFG.a_offset + stage * CFG.a_tile_bytes)
     if CFG.A_TRANSPOSED:
         coordinates = (entry * CFG.BLOCK_W + u * CFG.TILE_K, 0 * entry)
         copy_tile(parameter, coordinates, bar, address, None)
@@ -488,29 +488,19 @@ def _ring_memory(desc, count: gl.constexpr):
 
 
 @gluon.jit
-def _part(memory, kib: gl.constexpr, desc, count: gl.constexpr):
-    """`count` tiles of a descriptor, `kib` KiB into `memory`."""
-    shape: gl.constexpr = [count] + desc.block_type.shape  # noqa: RUF005
-    return reinterpret(memory.index(kib), desc.dtype, shape, desc.layout)
-
-
-@gluon.jit
 def _paired_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
     """Ring and output buffers of a program with a partner.
 
-    They are one allocation of rows of 1 KiB, because addresses in the partner are computed from
-    offsets in it. The barriers are one array: STAGES full, STAGES empty, and two for the number of
-    the next work tile, which lies behind them.
+    Addresses in the partner are computed from offsets in shared memory: CFG knows where these
+    allocations lie. The barriers are one array: STAGES full, STAGES empty, and two for the number
+    of the next work tile, which lies behind them.
     """
-    size: gl.constexpr = CFG.bars_kib + 1
     stages: gl.constexpr = CFG.STAGES
-    kib: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
-    memory = gl.allocate_shared_memory(a_desc.dtype, [size, 8, 64], kib)
-    a_smem = _part(memory, 0, a_desc, CFG.STAGES * CFG.a_copies)
-    x_smem = _part(memory, CFG.x_kib, x_desc, CFG.STAGES * CFG.x_copies)
-    out_smem = _part(memory, CFG.out_kib, out_desc, 2)
-    bars = memory.index(CFG.bars_kib)
-    bars = reinterpret(bars, gl.int64, [2 * stages + 2, 1], mbarrier.MBarrierLayout())
+    room: gl.constexpr = CFG.bars_room
+    a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
+    x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
+    out_smem = _ring_memory(out_desc, 2)
+    bars = gl.allocate_shared_memory(gl.int64, [room, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
         mbarrier.init(bars.index(i), count=1)
         # each warp of the two consumers of each program
