@@ -3,11 +3,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
+# which mutants `make mutants` plants; a stopped run goes on where it was
+SAMPLE ?= --seed 0 --count 60
+
 # what `make gpu-bench` measures and where it leaves the results
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all lint format gpu-test gpu-bench browser clean help
+.PHONY: quickstart test test-all fuzz lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,6 +24,10 @@ test: $(VENV)/.installed-test lint  ## lint, type check and the tests that need 
 test-all: $(VENV)/.installed-test lint  ## the same and the exhaustive tests, some of which need the network
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m "not gpu"
 
+fuzz: $(VENV)/.installed-test  ## ten minutes of random calls against a second oracle, without a GPU
+	TRITON_INTERPRET=1 $(BIN)/python -m blackwell_sparsek.testing.fuzz --device cpu \
+		--calls 100000 --seconds 600 --jobs 2 --corpus tests/testing/fuzz_corpus.txt
+
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,8 +37,21 @@ format: $(VENV)/.installed-test  ## rewrite the sources the way `lint` wants the
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+mutants: $(VENV)/.installed-test  ## plant small faults and see whether tests notice; SAMPLE="--seed 1 --count 90"
+	$(BIN)/python -m tests.tools.mutants $(SAMPLE)
+
 gpu-test:  ## the tests that need a GPU, with the packages of this machine's Python
 	BSK_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+
+gpu-soak:  ## a million calls from threads, streams, graphs and two processes; any other bit fails
+	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek.testing.soak --minutes 20 --calls 1000000
+
+gpu-fuzz:  ## 2,500 random calls on the GPU against a second oracle; failing seeds join the corpus
+	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek.testing.fuzz --device cuda \
+		--calls 2500 --jobs 8 --corpus tests/testing/fuzz_corpus.txt
+
+gpu-sanitize:  ## compute-sanitizer over one call of every kernel and its replayed launch
+	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek.testing.sanitize --jobs 8 --logs sanitizer-logs
 
 gpu-bench:  ## measure on this machine's GPU; fails when something is slower than the committed results
 	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek bench $(SUITES) -o $(RESULTS)
@@ -41,7 +61,7 @@ browser:  ## Debian's Chromium, in which the report is tested; needs root
 	command -v chromium || (apt-get update -q && apt-get install -y -q chromium)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(RESULTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json
+	rm -rf $(VENV) $(RESULTS) sanitizer-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json mutants.jsonl
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,5 +1,9 @@
 """Block-sparse matrix products and attention for PyTorch."""
 
+# isort: off
+from .core import interrupts as _interrupts
+
+# isort: on
 from . import nn, prune
 from ._version import __version__
 from .attention.api import attention, attention_varlen
@@ -52,3 +56,5 @@ __all__ = [
     "sddmm",
     "topk_pages",
 ]
+
+_interrupts.raise_again()

@@ -2,6 +2,16 @@
 
 import sys
 
-from .bench.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line; 130 if it is interrupted, also while it is importing."""
+    try:
+        from .bench.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from blackwell_sparsek.core.compat import PLACES_TRITON
+from blackwell_sparsek.core.compat import WARPS_TRITON
 from blackwell_sparsek.testing.compile_cases import ALL_ARCHS
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_the_matrix_compiles_hopper_with_every_release_that_is_known():
     rows = matrix["matrix"]["include"]
     releases = set(matrix["matrix"]["triton"])
     releases |= {row["triton"] for row in rows if row["arch"] == "sm_90"}
-    assert releases == {f"{major}.{minor}.*" for major, minor in PLACES_TRITON}
+    assert releases == {f"{major}.{minor}.*" for major, minor in WARPS_TRITON}
 
 
 def test_the_gpu_runs_only_when_somebody_says_so():

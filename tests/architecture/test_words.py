@@ -22,6 +22,12 @@ RULES = {
     ),
     "causal and window": (r"(?i)causal|window", True, {"device/masks.py", "device/schedule.py"}),
     "pickle": (r"\btorch\.(load|save)\b|\bpickle\b", False, set()),
+    "code from text": (
+        r"(?<![\w.])(eval|exec)\(|\b(marshal|shelve|yaml)\b|\bshell=True|\bos\.(system|popen)\b",
+        False,
+        set(),
+    ),
+    "network": (r"^\s*(import|from) (socket|urllib|http|requests|ftplib)\b", False, set()),
     "loose ends": (r"\b(TODO|FIXME|XXX|HACK)\b(?!.*(#\d+|\bv?\d+\.\d+))", False, set()),
 }
 
@@ -87,6 +93,9 @@ def test_calls_say_what_they_must(check):
         ("causal and window", "attention/a.py", "window_left,"),
         ("pickle", "bench/a.py", "import pickle"),
         ("pickle", "nn/a.py", "torch.load(path)"),
+        ("code from text", "bench/a.py", "x = eval(text)"),
+        ("code from text", "bench/a.py", "subprocess.run(text, shell=True)"),
+        ("network", "bench/a.py", "import urllib.request"),
         ("loose ends", "core/a.py", "# TODO: later"),
     ],
 )
@@ -104,6 +113,8 @@ def test_a_planted_word_is_found(tmp_path, rule, name, line):
         ("exponentials", "device/scores.py", "p = s.exp()"),
         ("exponentials", "matmul/a.py", "out = exp(a - b)  # of a docstring"),
         ("causal and window", "device/masks.py", "a window"),
+        ("code from text", "nn/a.py", "model.eval()"),
+        ("network", "nn/a.py", "# from requests of a batch"),
         ("loose ends", "core/a.py", "# TODO(#12): when torch 2.14 is the oldest"),
     ],
 )

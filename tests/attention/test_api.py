@@ -163,3 +163,18 @@ def test_transposed_lists_are_made_for_gradients_only(needs_grad):
     if needs_grad:
         out.sum().backward()
         assert q.grad.isfinite().all()
+
+
+def test_a_mask_of_flex_attention_is_named_by_its_module():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
+    q = torch.randn(1, 2, 128, 8)
+    match = (
+        r"block_mask is not a block mask; expected blackwell_sparsek\.BlockMask "
+        r"\(BlockMask\.from_flex converts\), got torch\.nn\.attention\.flex_attention\.BlockMask"
+    )
+    with pytest.raises(InvalidType, match=match):
+        attention(q, q, q, block_mask=flex)
+    with pytest.raises(InvalidType, match=r"is not a block mask; expected .*, got Tensor"):
+        attention(q, q, q, block_mask=torch.ones(1, 1, 1, 1).bool())

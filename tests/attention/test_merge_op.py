@@ -1,8 +1,10 @@
+import pytest
 import torch
 
 from blackwell_sparsek.attention.api import attention
 from blackwell_sparsek.attention.merge import merge_states, merge_states_bwd
 from blackwell_sparsek.attention.merge import merge_states_op as merge_op
+from blackwell_sparsek.core.errors import Unsupported
 from blackwell_sparsek.reference import merge as reference
 from blackwell_sparsek.testing.inputs import qkv
 
@@ -24,6 +26,14 @@ def test_opcheck():
 
 def test_gradcheck():
     assert torch.autograd.gradcheck(merge_states, states())
+
+
+def test_second_derivative_is_refused():
+    inputs = states()
+    o, _ = merge_states(*inputs)
+    (gradient,) = torch.autograd.grad(o.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(Unsupported, match=r"^merge_states: no backward of the backward$"):
+        gradient.sum().backward()
 
 
 def test_equals_oracle_with_empty_rows_and_finite_gradients():

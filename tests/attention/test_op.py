@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from blackwell_sparsek.attention import op as attention_op
 from blackwell_sparsek.attention.api import attention
 from blackwell_sparsek.attention.op import attn_bwd, attn_fwd
 from blackwell_sparsek.core.errors import Unsupported
@@ -88,6 +89,27 @@ def test_gradient_of_lse_alone():
     expected = torch.autograd.grad(torch.logsumexp(q @ k.mT / 8**0.5, -1).sum(), (q, k))
     torch.testing.assert_close(q.grad, expected[0])
     torch.testing.assert_close(k.grad, expected[1])
+
+
+def test_implementations_get_gradients_whose_last_dimension_is_contiguous(monkeypatch):
+    """That of a sum is expanded, and copied; any other is passed on as it is."""
+    seen = []
+    run = attention_op.backward_dispatch.run
+
+    def watched(impl, call):
+        seen.append(call.dout)
+        return run(impl, call)
+
+    monkeypatch.setattr(attention_op.backward_dispatch, "run", watched)
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 5, 5, 8, seed=4))
+    out = attention(q, k, v)
+    rows = torch.randn(1, 5, 2, 8).transpose(1, 2)
+    for dout in (torch.ones(()).expand(out.shape), rows):
+        got = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        expected = torch.autograd.grad(out, (q, k, v), dout.contiguous(), retain_graph=True)
+        torch.testing.assert_close(got, expected)
+    assert all(dout.stride(-1) == 1 for dout in seen)
+    assert seen[2].stride() == rows.stride() != seen[3].stride()
 
 
 def test_second_derivative_is_refused():

@@ -10,28 +10,21 @@ pytest.importorskip("triton")
 from blackwell_sparsek.attention import op as attention
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.launch import launcher as launching
-from blackwell_sparsek.launch import templates
 from blackwell_sparsek.launch.recording import recording
 from blackwell_sparsek.launch.workspace import scratch
 from blackwell_sparsek.masks.band import EVERYTHING
 from blackwell_sparsek.masks.block_mask import BlockMask
 
+from ..launch.fakes import fake_variants
 from ..launch.test_replay import pretend_gpu
 
 NEEDS = [True, True, True, False]
 
 
-class Kernel:
-    def __getitem__(self, grid):
-        return lambda *args, **options: "compiled"
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that launches nothing; `calls` counts the calls that were not repeated."""
-    kernel = Kernel()
     state = SimpleNamespace(calls=0, stream=7, repeated=[], made=[])
-    launcher = templates.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
 
     def run(impl, call):
         state.calls += 1
@@ -41,11 +34,11 @@ def gpu(monkeypatch):
         state.made.append(table)
         # a launch under a mask may have no tensor of its own
         last = table if mask is None else mask._listed.indptr
-        launching.launch(kernel, 3, (*call.gradients, sums, q, k, v, call.dout, last))
+        launching.launch(None, 3, (*call.gradients, sums, q, k, v, call.dout, last))
 
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(attention_repeat, "stream_of", lambda x: state.stream)
-    monkeypatch.setattr(templates, "kernel_launcher", lambda compiled: launcher)
+    fake_variants(monkeypatch, lambda grid, stream, values: state.repeated.append(tuple(values)))
     monkeypatch.setattr(attention.backward_dispatch, "run", run)
     monkeypatch.setattr(attention_repeat, "_BACKWARD", {})
     return state

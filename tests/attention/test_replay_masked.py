@@ -1,5 +1,6 @@
 """Calls with a mask, recorded for all masks of its kind; CPU tensors in place of a GPU's."""
 
+import copy
 import gc
 import weakref
 from types import SimpleNamespace
@@ -14,11 +15,12 @@ from blackwell_sparsek.attention import autograd as attention_autograd
 from blackwell_sparsek.attention import op as attention
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.launch import launcher as launching
-from blackwell_sparsek.launch import templates
 from blackwell_sparsek.masks import derived_lists
+from blackwell_sparsek.masks.band import EVERYTHING
 from blackwell_sparsek.masks.block_mask import BlockMask
 
-from ..launch.test_replay import STREAM, Kernel, half, pretend_gpu, qkv
+from ..launch.fakes import fake_variants
+from ..launch.test_replay import STREAM, half, pretend_gpu, qkv, unaligned
 
 
 def order_of(mask, batch):
@@ -29,9 +31,7 @@ def order_of(mask, batch):
 @pytest.fixture
 def gpu(monkeypatch):
     """`calls` counts the calls that were made in full, `repeated` has what the others launched."""
-    kernel = Kernel()
     state = SimpleNamespace(calls=0, repeated=[], stream=STREAM, capturing=False)
-    launcher = templates.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
 
     def forward(impl, call):
         state.calls += 1
@@ -41,7 +41,7 @@ def gpu(monkeypatch):
         if mask is not None:
             order = derived_lists.derived_list(mask, order_of, q.shape[0])
             lists = (*mask._listed, mask.bits)
-        launching.launch(kernel, 1, (*results, q, call.k, call.v, order, lists))
+        launching.launch(None, 1, (*results, q, call.k, call.v, order, lists))
         return results
 
     def backward(impl, call):
@@ -52,7 +52,7 @@ def gpu(monkeypatch):
             order = derived_lists.derived_list(mask, order_of, 7)
             lists = (*mask._listed_transposed, mask.bits)
         inputs = (call.dout, given.q, given.k, given.v, call.out, call.lse)
-        launching.launch(kernel, 1, (*call.gradients, *inputs, order, lists))
+        launching.launch(None, 1, (*call.gradients, *inputs, order, lists))
 
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
@@ -60,7 +60,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(module, "stream_of", lambda x: state.stream)
     monkeypatch.setattr(derived_lists, "raw_device", lambda: None)
     monkeypatch.setattr(derived_lists, "raw_stream", lambda device: state.stream)
-    monkeypatch.setattr(templates, "kernel_launcher", lambda compiled: launcher)
+    fake_variants(monkeypatch, lambda grid, stream, values: state.repeated.append(tuple(values)))
     monkeypatch.setattr(attention.forward_dispatch, "run", forward)
     monkeypatch.setattr(attention.backward_dispatch, "run", backward)
     for cache in ("_DENSE", "_MASKED", "_FORWARD", "_BACKWARD"):
@@ -119,6 +119,36 @@ def test_a_mask_without_blocks_is_another_kind(gpu):
     assert gpu.calls == 2 and not gpu.repeated
 
 
+@pytest.mark.parametrize("which", range(4), ids=["indptr", "indices", "bits_id", "bits"])
+def test_lists_at_odd_addresses_are_not_repeated(gpu, which):
+    """Recorded kernels may rely on the alignment of each list."""
+    visible = torch.ones(32, 32).tril().bool()
+    attend(BlockMask.from_element_mask(visible, 16))
+    mask = BlockMask.from_element_mask(visible, 16)
+    lists = list(attention_repeat.forward_lists(mask))
+    assert attention_repeat.mask_kind(mask, lists) is not None
+    lists[which] = unaligned(lists[which])
+    assert attention_repeat.mask_kind(mask, lists) is None
+    *mask_lists, bits = lists
+    moved = copy.copy(mask)
+    moved._forward, moved._bits = type(mask._forward)(*mask_lists), bits
+    for calls in (2, 3):
+        attend(moved)
+        assert gpu.calls == calls and not gpu.repeated
+
+
+def test_sinks_with_gaps_are_not_repeated(gpu):
+    """They are copied, and a replay does not repeat the copy."""
+    wide = half(2, 4).float()
+    for sinks, calls in ((wide[0, :2], 1), (wide[:, 0], 2)):
+        for _ in range(2):
+            tensors = (*qkv(), None, None, 32, 32, [], [], *EVERYTHING.scalars(), 0.25, 0.0, sinks)
+            attention._attn_fwd(*tensors, False, "triton")
+            if calls == 1:
+                assert gpu.calls == 1
+    assert gpu.calls == 3 and len(gpu.repeated) == 1
+
+
 def test_errors_of_masks_still_come(gpu):
     attend(mask_of())
     with pytest.raises(bsk.InvalidInput, match="was made for"):
@@ -172,7 +202,7 @@ def test_launches_with_tensors_of_one_mask_are_not_repeated_with_another(gpu, mo
     def forward(impl, call):
         gpu.calls += 1
         results = torch.empty_like(call.q), torch.empty(call.q.shape[:-1])
-        launching.launch(Kernel(), 1, (*results, call.q, call.k, call.v, table))
+        launching.launch(None, 1, (*results, call.q, call.k, call.v, table))
         return results
 
     monkeypatch.setattr(attention.forward_dispatch, "run", forward)

@@ -54,6 +54,23 @@ def test_equals_one_call_per_sequence():
         torch.testing.assert_close(lse[None, :, a:b], expected[1])
 
 
+def test_every_sequence_has_its_own_mask():
+    visible = torch.rand(3, 1, 7, 7) > 0.4
+    out = call(block_mask=BlockMask.from_element_mask(visible, 16))
+    for i, (a, b) in enumerate(((0, 3), (3, 3), (3, 10))):
+        parts = [x[a:b].transpose(0, 1)[None] for x in (Q, K, K)]
+        mask = BlockMask.from_element_mask(visible[i : i + 1, :, : b - a, : b - a], 16)
+        expected = attention(*parts, block_mask=mask)
+        torch.testing.assert_close(out[a:b].transpose(0, 1)[None], expected)
+
+
+@pytest.mark.parametrize("masks", [2, 4])
+def test_masks_for_another_number_of_sequences(masks):
+    mask = BlockMask.from_dense(torch.ones(masks, 1, 1, 1).bool(), 16, (7, 7))
+    with pytest.raises(InvalidInput, match=r"attention_varlen: block_mask"):
+        call(block_mask=mask)
+
+
 def test_larger_maximum_changes_nothing_and_no_sequences_work():
     assert torch.equal(call(max_q=100, max_k=7), call())
     nothing = call(Q[:0], K[:0], K[:0], offsets(0), offsets(0))

@@ -1,6 +1,5 @@
 import importlib.metadata
 import importlib.util
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,57 +88,16 @@ def test_versions_for_reports(triton_of):
     assert "triton" not in compat.installed_versions()
 
 
-@pytest.fixture
-def known_launcher(monkeypatch):
-    """As with the release whose launcher is known, whichever is installed."""
-    monkeypatch.setattr(compat, "triton_version", lambda: compat.LAUNCHER_TRITON)
-
-
-def _compiled(launch, **changed):
-    run = {
-        "launch": launch,
-        "global_scratch_size": 0,
-        "profile_scratch_size": 0,
-        "launch_cooperative_grid": False,
-        "launch_pdl": True,
-    }
-    run = SimpleNamespace(**(run | changed))
-    return SimpleNamespace(run=run, function=7, packed_metadata="meta")
-
-
-def test_a_launcher_without_descriptors_is_taken_as_it_is(known_launcher):
-    found = compat.kernel_launcher(_compiled(print))
-    assert found.launch is print and found.descriptors == []
-    assert found.prefix == (7, False, True, None, None, "meta", None, None, None)
-
-
-def test_the_wrapper_for_descriptors_is_looked_through(known_launcher):
-    launcher, tensordesc_meta = print, ["first", "second"]
-
-    def wrapper(*args):
-        return launcher(tensordesc_meta, *args)
-
-    found = compat.kernel_launcher(_compiled(wrapper))
-    assert found.launch is print and found.descriptors == ["first", "second"]
-
-
-@pytest.mark.parametrize("version", [(3, 7), (3, 9), None])
-def test_launchers_of_other_releases_are_left_alone(monkeypatch, known_launcher, version):
-    assert compat.kernel_launcher(_compiled(print)) is not None
-    monkeypatch.setattr(compat, "triton_version", lambda: version)
-    assert compat.kernel_launcher(_compiled(print)) is None
+@pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
+def test_these_releases_are_launched_directly(triton_of, release):
+    triton_of(release)
+    assert compat.why_no_launcher() is None
 
 
 @pytest.mark.parametrize(
-    "compiled",
-    [
-        _compiled(print, global_scratch_size=64),
-        _compiled(print, profile_scratch_size=64),
-        _compiled(None),
-        SimpleNamespace(),
-        SimpleNamespace(run=SimpleNamespace()),
-        None,
-    ],
+    ("release", "named"), [("3.5.1", "3.5"), ("3.10.0", "3.10"), (None, "none")]
 )
-def test_what_cannot_be_launched_directly_gives_none(known_launcher, compiled):
-    assert compat.kernel_launcher(compiled) is None
+def test_other_releases_are_launched_by_their_front_end(triton_of, release, named):
+    triton_of(release)
+    expected = f"direct launches are known for triton 3.6 to 3.9, got {named}"
+    assert compat.why_no_launcher() == expected

@@ -1,3 +1,7 @@
+import inspect
+import pathlib
+import re
+
 import pytest
 
 from blackwell_sparsek import InvalidInput
@@ -80,3 +84,12 @@ def test_where_caches_and_tiles_are(monkeypatch):
     assert env.triton_cache_dir() == "/cache"
     monkeypatch.setenv("BSK_CONFIG_DIR", "")
     assert env.config_dir() is None
+
+
+def test_the_security_page_names_what_is_trusted(monkeypatch):
+    page = (pathlib.Path(__file__).parents[2] / "SECURITY.md").read_text()
+    names = re.findall(r'"([A-Z][A-Z_]+)"', inspect.getsource(env.triton_overrides))
+    for name in names:
+        monkeypatch.setenv(name, "/x")
+    assert set(env.triton_overrides()) == set(names) and len(names) > 5
+    assert [name for name in names if f"`{name}`" not in page] == []

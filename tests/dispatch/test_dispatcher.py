@@ -88,6 +88,19 @@ def test_an_explicit_name_never_falls_back(dispatcher):
         dispatcher.run("triton", SimpleNamespace(problem=1))
 
 
+def test_a_reference_that_does_not_exist_is_refused():
+    cache = torch.zeros(1, 1, 4, 8)
+    lengths = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(
+        Unsupported,
+        match=r"^kv_append: impl='reference' cannot run this: "
+        r"kv_append has no reference implementation$",
+    ):
+        bsk.kv_append(
+            cache, cache, cache[:, :, :1], cache[:, :, :1], cache_seqlens=lengths, impl="reference"
+        )
+
+
 def test_auto_says_all_reasons_where_nothing_runs(monkeypatch):
     monkeypatch.delenv("BSK_IMPL", raising=False)
     only = Dispatcher("op")
@@ -218,7 +231,7 @@ def _layer(block, density, n, shape=(8192, 8192)):
 def test_auto_takes_the_dense_product_where_its_estimate_is_lower(
     monkeypatch, choosing_with, problem, chosen
 ):
-    choosing_with(WARPS_TRITON)
+    choosing_with(WARPS_TRITON[-1])
     monkeypatch.delenv("BSK_IMPL", raising=False)
     monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
     decision = matmul_dispatch.decide("auto", problem)
@@ -246,13 +259,13 @@ def test_auto_counts_only_on_what_this_triton_builds(
 ):
     monkeypatch.delenv("BSK_IMPL", raising=False)
     monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
-    for release, chosen in ((WARPS_TRITON, parting), ((3, 99), other)):
+    for release, chosen in ((WARPS_TRITON[-1], parting), ((3, 99), other)):
         choosing_with(release)
         assert matmul_dispatch.decide("auto", problem).chosen == chosen
 
 
 def test_both_estimates_are_in_the_reasons(monkeypatch, choosing_with):
-    choosing_with(WARPS_TRITON)
+    choosing_with(WARPS_TRITON[-1])
     monkeypatch.delenv("BSK_IMPL", raising=False)
     monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
     sparse = matmul_dispatch.decide("auto", _problem(128, 0.22)).reasons

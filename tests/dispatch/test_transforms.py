@@ -68,7 +68,10 @@ def test_an_operator_called_directly_refuses_as_well():
             torch.ops.bsk.bsr_matmul(WEIGHT.storage, *rest[:3], dual[0], *rest[4:])
 
 
-@pytest.mark.parametrize("call", CALLS)
+ATTENTION = ("attention", "attention_varlen", "scaled_dot_product_attention")
+
+
+@pytest.mark.parametrize("call", sorted(set(CALLS) - set(ATTENTION)))
 def test_derivatives_of_torch_func_are_refused(call):
     function, x = CALLS[call]
     with pytest.raises(bsk.Unsupported, match=r"is differentiated by torch\.func .*; expected \."):
@@ -78,6 +81,109 @@ def test_derivatives_of_torch_func_are_refused(call):
     several = torch.stack([x, -x])
     with pytest.raises(bsk.Unsupported, match=r"is differentiated by torch\.func .*; expected \."):
         torch.func.grad(lambda y: torch.vmap(function)(y).sum())(several)
+
+
+def _gradient(function, x):
+    x = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(function(x).square().sum(), x)[0]
+
+
+@pytest.mark.parametrize("call", ATTENTION)
+def test_derivatives_of_torch_func(call):
+    function, x = CALLS[call]
+    several = torch.stack([x, 2 * x, -x])
+    expected = torch.stack([_gradient(function, one) for one in several])
+    gradient = torch.func.grad(lambda y: function(y).square().sum())
+    torch.testing.assert_close(gradient(x), expected[0])
+    # a gradient for each of several inputs, in both orders
+    torch.testing.assert_close(torch.func.vmap(gradient)(several), expected)
+    together = torch.func.grad(lambda y: torch.vmap(function)(y).square().sum())(several)
+    torch.testing.assert_close(together, expected)
+    out, pull = torch.func.vjp(function, x)
+    torch.testing.assert_close(pull(2 * out)[0], expected[0])
+    jacobian = torch.func.jacrev(function)(x)
+    torch.testing.assert_close(torch.tensordot(2 * out, jacobian, x.dim()), expected[0])
+
+
+def test_torch_func_over_a_mask_sinks_and_lse():
+    mask, sinks = bsk.masks.causal(8, 16), _random(2)
+
+    def function(q, k, sinks):
+        out, lse = bsk.attention(
+            q, k, k, causal=True, block_mask=mask, sinks=sinks, return_lse=True
+        )
+        return (out.sum(-1) * lse).sum()
+
+    inputs = [x.clone().requires_grad_() for x in (Q, -Q, sinks)]
+    expected = torch.autograd.grad(function(*inputs), inputs)
+    found = torch.func.grad(function, argnums=(0, 1, 2))(Q, -Q, sinks)
+    torch.testing.assert_close(found, expected)
+    per_sample = torch.func.vmap(torch.func.grad(function, argnums=2), in_dims=(0, None, None))
+    torch.testing.assert_close(per_sample(Q[None], -Q, sinks)[0], expected[2])
+
+
+def test_second_derivatives_of_torch_func_are_refused():
+    def function(x):
+        return bsk.attention(x, Q, Q).sum()
+
+    with pytest.raises(bsk.Unsupported, match="no backward of the backward"):
+        torch.func.jacrev(torch.func.jacrev(function))(Q)
+    with pytest.raises(bsk.Unsupported, match="no forward-mode derivative"):
+        torch.func.hessian(function)(Q)
+
+
+def test_sinks_of_decoding_have_no_derivative_either():
+    with pytest.raises(bsk.Unsupported, match=r"sinks is differentiated by torch\.func"):
+        torch.func.grad(
+            lambda x: bsk.attention_decode(Q[:, :, :1], Q, Q, cache_seqlens=LENGTHS, sinks=x).sum()
+        )(_random(2))
+
+
+BATCHED = ("attention", "attention_varlen", "scaled_dot_product_attention", "merge_states",
+           "matmul", "sddmm")  # fmt: skip
+
+
+@pytest.mark.parametrize("call", BATCHED)
+def test_batched_gradients(call):
+    """Gradients for several incoming gradients at once, as gradcheck and jacobian ask for them."""
+    function, x = CALLS[call]
+    x = x.detach().clone().requires_grad_()
+    out = function(x)
+    incoming = torch.stack([torch.ones_like(out), torch.rand_like(out), torch.zeros_like(out)])
+    (found,) = torch.autograd.grad(out, x, incoming, is_grads_batched=True, retain_graph=True)
+    expected = [torch.autograd.grad(out, x, one, retain_graph=True)[0] for one in incoming]
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
+@pytest.mark.parametrize("call", BATCHED)
+def test_gradcheck_with_batched_gradients(call):
+    function, x = CALLS[call]
+    x = x.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(function, (x,), check_batched_grad=True)
+
+
+def test_batched_gradients_of_every_input_under_a_mask():
+    mask = bsk.masks.causal(8, 16)
+    inputs = [x.clone().requires_grad_() for x in (Q, 2 * Q, -Q, _random(2))]
+
+    def function(q, k, v, sinks):
+        return bsk.attention(q, k, v, block_mask=mask, sinks=sinks, return_lse=True)
+
+    assert torch.autograd.gradcheck(function, inputs, check_batched_grad=True)
+
+
+def test_a_jacobian_that_vectorizes():
+    found = torch.autograd.functional.jacobian(CALLS["attention"][0], Q, vectorize=True)
+    expected = torch.autograd.functional.jacobian(CALLS["attention"][0], Q)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("call", sorted(set(CALLS) - {"matmul, sparse"}))
+def test_vmap_over_an_empty_batch(call):
+    function, x = CALLS[call]
+    found = torch.vmap(function)(x.new_empty((0, *x.shape)))
+    one = function(x)
+    assert found.shape == (0, *one.shape) and found.dtype == one.dtype
 
 
 def test_what_is_not_differentiated_takes_part_in_torch_func():

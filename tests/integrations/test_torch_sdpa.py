@@ -3,6 +3,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek import Unsupported
@@ -53,6 +54,82 @@ class TestPatch:
         assert any("bias" in reason for reason in patch.left)
         assert any("dropout_p" in reason for reason in patch.left)
         assert "left={" in repr(patch)
+
+    @pytest.mark.parametrize("variant", [causal_upper_left, causal_lower_right])
+    @pytest.mark.parametrize("lengths", [(20, 20), (7, 20), (20, 7)])
+    @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
+    def test_causal_biases(self, variant, lengths, x):
+        """Their class compares the function called with torch's, which the patch replaces."""
+        sq, sk = lengths
+        bias, q, k = variant(sq, sk), x[:, :, :sq], x[:, :, :sk].flip(2)
+        expected = ORIGINAL(q, k, k, bias)
+        with patch_sdpa() as patch:
+            ours = F.scaled_dot_product_attention(q, k, k, bias)
+        assert type(ours) is torch.Tensor
+        torch.testing.assert_close(ours, expected)
+        assert (patch.taken, patch.left) == (1, {})
+
+    @pytest.mark.parametrize("variant", [causal_upper_left, causal_lower_right])
+    def test_causal_biases_that_are_left_to_torch(self, variant, x):
+        q, bias = x[:, :, :7], variant(7, 20)
+        torch.manual_seed(0)
+        expected = ORIGINAL(q, x, x, bias, 0.5)
+        torch.manual_seed(0)
+        with patch_sdpa() as patch:
+            ours = F.scaled_dot_product_attention(q, x, x, bias, 0.5)
+        torch.testing.assert_close(ours, expected)
+        assert sum(patch.left.values()) == 1 and "dropout" in next(iter(patch.left))
+
+    def test_classes_with_their_own_rules_are_left_alone(self, x):
+        class Doubled(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, func, types, args=(), kwargs=None):
+                if func is ORIGINAL:
+                    return "its own"
+                return super().__torch_function__(func, types, args, kwargs or {})
+
+        with patch_sdpa() as patch:
+            assert F.scaled_dot_product_attention(x.as_subclass(Doubled), x, x) == "its own"
+        assert "Doubled" in next(iter(patch.left))
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize(
+        "shapes",
+        [
+            ((2, 3, 0, 8), (2, 3, 4, 8)),
+            ((2, 3, 4, 8), (2, 3, 0, 8)),
+            ((2, 0, 4, 8), (2, 0, 4, 8)),
+            ((2, 3, 4, 0), (2, 3, 4, 0)),
+            ((0, 8), (4, 8)),
+        ],
+    )
+    def test_zero_sizes(self, shapes, causal):
+        q, k = (torch.randn(shape) for shape in shapes)
+        with patch_sdpa():
+            ours = F.scaled_dot_product_attention(q, k, k, is_causal=causal)
+        torch.testing.assert_close(ours, ORIGINAL(q, k, k, is_causal=causal))
+
+    def test_torchs_own_results_without_key_heads(self):
+        q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 0, 5, 8)
+        with patch_sdpa() as patch:
+            ours = F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+        assert torch.equal(ours, ORIGINAL(q, k, k, enable_gqa=True))
+        assert any("wrong number of heads" in reason for reason in patch.left)
+
+    def test_torchscript(self, x):
+        """What is compiled inside runs torch's kernels, inside and outside of the patch."""
+
+        def run(q: torch.Tensor):
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+        with patch_sdpa() as patch:
+            scripted = torch.jit.script(run)
+            ours = scripted(x)
+            layer = torch.jit.script(torch.nn.MultiheadAttention(16, 2, batch_first=True).eval())
+            assert patch.taken == 0
+        assert torch.equal(ours, ORIGINAL(x, x, x, is_causal=True))
+        assert torch.equal(scripted(x), ours)
+        assert layer(x[0], x[0], x[0])[0].shape == (4, 20, 16)
 
     def test_torchs_own_errors_stay(self, x):
         with patch_sdpa() as patch, pytest.raises(RuntimeError):

@@ -81,7 +81,7 @@ def _cache(**options):
         (
             lambda: _cache().append(tokens(2, 1), tokens(2, 1), counts=[1]),
             bsk.InvalidInput,
-            "counts do not match the sequences; expected an int or 2",
+            "counts do not match the sequences; expected an int or 2, one for each .*, got 1$",
         ),
         (
             lambda: _cache().append(tokens(2, 1), tokens(2, 1), counts=2),
@@ -89,9 +89,19 @@ def _cache(**options):
             r"counts are out of range; expected 0 to 1 \(T\), got 2",
         ),
         (
+            lambda: _cache().append(tokens(2, 1), tokens(2, 1), counts=[1, -1]),
+            bsk.InvalidInput,
+            "counts is too small",
+        ),
+        (
+            lambda: _cache().append(tokens(2, 1), tokens(2, 1), counts=[1, 0.5]),
+            bsk.InvalidType,
+            "counts is not an int",
+        ),
+        (
             lambda: _cache().append(tokens(2, 1), tokens(2, 1), counts=torch.tensor([1, 1])),
             bsk.InvalidType,
-            "counts are a tensor",
+            r"counts are a tensor; expected ints on the host \(bsk.kv_append takes .*, got Tensor",
         ),
         (
             lambda: _cache().append(tokens(3, 1), tokens(3, 1)),
@@ -161,6 +171,23 @@ def test_function_writes_what_the_rule_says(page_size, impl):
         ({"page_table": torch.zeros(3, 5).int()}, "page_table has a wrong shape"),
         ({"k_scale": torch.ones(2)}, "k_scale is for fp8 caches only"),
         ({"k": torch.zeros(2, 2, 16, 4).mT}, "k is not contiguous in its last dimension"),
+        ({"v": torch.zeros(2, 2, 16, 4).mT}, "v is not contiguous in its last dimension"),
+        ({"v_cache": [0.0]}, "v_cache is not a tensor"),
+        ({"v_cache": torch.zeros(13, 8, 2, 16).int()}, "v_cache has an unsupported dtype"),
+        ({"v_cache": torch.zeros(13, 8, 2, 16).double()}, "k_cache/v_cache have different dtypes"),
+        (
+            {"v_cache": torch.zeros(13, 2, 16)},
+            r"v_cache has a wrong rank; expected \[pages, page_size, Hkv, D\]",
+        ),
+        (
+            {"v_cache": torch.zeros(12, 8, 2, 16)},
+            r"v_cache has a wrong shape; expected \[13, 8, 2, 16\], got \[12, 8, 2, 16\]",
+        ),
+        ({"v_cache": torch.zeros(13, 8, 16, 2).mT}, "v_cache is not contiguous in its last"),
+        (
+            {"page_table": None},
+            r"k has a wrong shape; expected \[13, 8, 4, 16\], got \[2, 2, 4, 16\]",
+        ),
     ],
 )
 def test_function_refuses_what_does_not_exist_and_writes_nothing(change, text):
@@ -170,6 +197,19 @@ def test_function_refuses_what_does_not_exist_and_writes_nothing(change, text):
     with pytest.raises(bsk.InvalidInput, match=text):
         bsk.kv_append(*case[:4], **options)
     assert_same_bits(case.k_cache, before)
+
+
+@pytest.mark.parametrize("arg", ["k_cache", "v_cache"])
+@pytest.mark.parametrize(
+    ("page_size", "layout"),
+    [(None, r"\[B, Hkv, S, D\]"), (8, r"\[pages, page_size, Hkv, D\]")],
+)
+def test_a_wrong_rank_names_the_layout_that_was_expected(arg, page_size, layout):
+    case = append_case([3, 9], 4, page_size=page_size)
+    case = case._replace(**{arg: getattr(case, arg)[0]})
+    options = {name: getattr(case, name) for name in case._fields[4:]}
+    with pytest.raises(bsk.InvalidInput, match=rf"^kv_append: {arg} has a wrong rank.*{layout}"):
+        bsk.kv_append(*case[:4], **options)
 
 
 @pytest.mark.parametrize("page_size", [None, 8])

@@ -196,6 +196,28 @@ def test_errors_change_nothing(call, error, text):
     assert torch.equal(cache.k, k)
 
 
+SIZES = ("num_pages", "page_size", "heads_kv", "head_dim", "head_dim_v", "max_sequences")
+
+
+@pytest.mark.parametrize("name", [*SIZES, "max_tokens"])
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [(0, bsk.InvalidInput, "is too small"), (2.0, bsk.InvalidType, "is not an int")],
+)
+def test_wrong_sizes(name, value, error, text):
+    sizes = dict.fromkeys(("num_pages", "page_size", "heads_kv", "head_dim"), 4) | {name: value}
+    with pytest.raises(error, match=f"^PagedKVCache: {name} {text}") as caught:
+        bsk.PagedKVCache(**sizes)
+    assert type(caught.value) is error
+
+
+def test_wrong_dtypes_and_scales():
+    with pytest.raises(bsk.InvalidInput, match=r"^PagedKVCache: dtype is unknown"):
+        make(dtype=torch.int8)
+    with pytest.raises(bsk.InvalidInput, match=r"^PagedKVCache: v_scale is for fp8 caches only"):
+        make(v_scale=1.0)
+
+
 def test_released_twice():
     cache = make()
     (a,) = cache.add_sequences(1)

@@ -36,6 +36,60 @@ def test_pages_and_blocks_of_the_same_keys_are_listed_alike(kind, dtype):
     assert lists[1].tolist() == [[0, 1, -1]] * 2 and (lists[0, :, -1] == 4).all()
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
+@pytest.mark.parametrize("kind", ["minmax", "mean"])
+def test_summaries_are_those_of_the_tokens_that_are_there(kind, given):
+    """Counted by hand: tokens past a length do not enter, whether `out` is given or not."""
+    k_cache = torch.tensor([[1.0, 7, 4, -2, 6, 99], [5, 99, 99, 99, 99, 99]]).view(2, 1, 6, 1)
+    where = {"cache_seqlens": torch.tensor([5, 1], dtype=torch.int32), "kv_block_size": 2}
+    out = bsk.page_summaries(torch.zeros_like(k_cache), **where, kind=kind) if given else None
+    made = bsk.page_summaries(k_cache, **where, kind=kind, out=out)
+    assert made is out or not given
+    expected = {
+        "minmax": ([[1.0, -2, 6], [5, 0, 0]], [[7.0, 4, 6], [5, 0, 0]]),
+        "mean": ([[4.0, 1, 6], [5, 0, 0]],) * 2,
+    }
+    assert (made.low[..., 0, 0].tolist(), made.high[..., 0, 0].tolist()) == expected[kind]
+
+
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_entries_of_the_table_that_name_no_page_rank_last(impl):
+    """They are columns of the sequence, so they are listed once nothing else is left."""
+    if impl == "triton":
+        pytest.importorskip("triton")
+    k_cache = torch.tensor([-9.0, -9, -9, -8]).view(4, 1, 1, 1)
+    lengths = torch.tensor([5], dtype=torch.int32)
+    table = torch.tensor([[-1, 0, 4, 3, 2]], dtype=torch.int32)
+    where = {"cache_seqlens": lengths, "page_table": table}
+    summaries = bsk.page_summaries(k_cache, **where)
+    q = torch.ones(1, 1, 1, 1)
+    lists = [
+        bsk.topk_pages(q, summaries, k, **where, keep_last=0, impl=impl).tolist()
+        for k in (1, 2, 3, 4)
+    ]
+    assert lists == [[[[3]]], [[[1, 3]]], [[[1, 3, 4]]], [[[0, 1, 3, 4]]]]
+
+
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_every_option_reaches_the_implementation(impl):
+    """First and last pages differ in number, and the two ways to combine queries in the result."""
+    if impl == "triton":
+        pytest.importorskip("triton")
+    k_cache = torch.zeros(1, 1, 16, 2)
+    k_cache[0, 0, 4], k_cache[0, 0, 6] = torch.tensor([9.0, 0.0]), torch.tensor([6.0, 6.0])
+    lengths = torch.tensor([15], dtype=torch.int32)
+    summaries = bsk.page_summaries(k_cache, cache_seqlens=lengths, kv_block_size=2)
+    q = torch.eye(2).view(1, 2, 1, 2)
+
+    def listed(k, first, last, reduce):
+        kept = {"keep_first": first, "keep_last": last, "reduce": reduce}
+        return bsk.topk_pages(q, summaries, k, cache_seqlens=lengths, **kept, impl=impl).tolist()
+
+    assert listed(4, 2, 1, "max") == [[[0, 1, 2, 7]]]
+    assert listed(4, 2, 1, "sum") == [[[0, 1, 3, 7]]]
+    assert listed(4, 1, 2, "max") == [[[0, 2, 6, 7]]]
+
+
 def test_update_after_an_append():
     cache, where = paged()
     summaries = bsk.page_summaries(cache.k, **where)

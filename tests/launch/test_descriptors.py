@@ -39,7 +39,7 @@ def test_rows_of_packed_sequences(kind, dtype):
     if kind == "heads outer":
         x = torch.empty(heads, tokens, dim, dtype=dtype).transpose(0, 1)
     descriptor = packed_descriptor(x, (1, 1, 64, 64))
-    assert len(descriptor.block_shape) == len(descriptor.shape) == 5
+    assert len(descriptor.block) == len(descriptor.shape) == 5
     for stride in descriptor.strides[:-1]:
         bytes_ = stride * x.element_size()
         assert 0 < bytes_ < 2**40 and bytes_ % 16 == 0

@@ -2,74 +2,60 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from blackwell_sparsek.core import compat
-from blackwell_sparsek.launch import templates, workspace
+from blackwell_sparsek.launch import launcher, templates, workspace
+from blackwell_sparsek.launch.descriptors import tensor_descriptor
 from blackwell_sparsek.launch.launcher import cdiv, launch, on_device_of
-from blackwell_sparsek.launch.recording import recording
+from blackwell_sparsek.launch.recording import note_not_a_launch, recording
 from blackwell_sparsek.launch.templates import RecordedLaunches
 from blackwell_sparsek.launch.workspace import scratch
 
+from .fakes import fake_variants
+
 CPU = torch.device("cpu")
-# grid, 1, 1, stream, and what `compat.kernel_launcher` puts before a kernel's own arguments
-HEAD = 4 + 9
+# grid and stream come before a kernel's own arguments
+HEAD = 2
 STREAM = 77
 
 
-@dataclass
-class Descriptor:
-    base: torch.Tensor | None
-    block: int = 64
-
-
 class Kernel:
-    """Compiles to something that notes what it is launched with."""
+    """Its variants note what they are launched with."""
 
-    def __init__(self, interpreted=False, descriptors=()):
-        self.calls = []
+    def __init__(self):
         self.repeated = []
-        launcher, tensordesc_meta = (lambda *args: self.repeated.append(list(args))), descriptors
-
-        def wrapper(*args):
-            return launcher(tensordesc_meta, *args)
-
-        run = SimpleNamespace(
-            launch=wrapper,
-            global_scratch_size=0,
-            profile_scratch_size=0,
-            launch_cooperative_grid=False,
-            launch_pdl=False,
-        )
-        compiled = SimpleNamespace(run=run, function=7, packed_metadata="meta")
-        self.compiled = None if interpreted else compiled
+        self.variant = None
 
     def __getitem__(self, grid):
-        def call(*args, **options):
-            self.calls.append((grid, args, options))
-            return self.compiled
-
-        return call
+        raise AssertionError("no kernel here is launched by Triton's front end")
 
 
 @pytest.fixture(autouse=True)
 def fake_gpu(monkeypatch):
-    state = SimpleNamespace(capturing=False, maps=[])
+    state = SimpleNamespace(capturing=False)
+    kernels = []
 
-    def tensor_map(descriptor, meta):
-        state.maps.append((descriptor.base.data_ptr(), meta))
-        return [f"map of {descriptor.base.data_ptr()}", "size", "stride"]
+    def note(grid, stream, values):
+        kernels[-1].repeated.append([grid, stream, *values])
 
-    # the fake kernels have the launcher of this release, whichever is installed
-    monkeypatch.setattr(compat, "triton_version", lambda: compat.LAUNCHER_TRITON)
     pytest.importorskip("triton")
+    fake_variants(monkeypatch, note)
+    find = launcher.find_variant
+
+    def find_for(kernel, args, cluster, options):
+        if not isinstance(kernel, Kernel):
+            return None
+        kernels.append(kernel)
+        found = find(kernel, args, cluster, options)
+        kernel.variant = found.variant
+        return found
+
+    monkeypatch.setattr(launcher, "find_variant", find_for)
     monkeypatch.setattr(templates, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
-    monkeypatch.setattr(templates, "tensor_map", tensor_map)
     monkeypatch.setattr(workspace, "_zeros", {})
     monkeypatch.setattr(workspace, "_kept", {})
     return state
@@ -96,21 +82,27 @@ def test_a_cpu_tensor_needs_no_device():
         assert nothing is None
 
 
-def test_launching_passes_grid_arguments_and_options():
-    kernel = Kernel()
+class FrontEnd:
+    """A kernel without a variant, such as an interpreted one."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.calls.append((grid, args, options))
+
+
+def test_the_front_end_gets_grid_arguments_and_options():
+    kernel = FrontEnd()
     x = torch.zeros(2)
     assert launch(kernel, 3, [x, 8], num_warps=4) is None
     ((grid, args, options),) = kernel.calls
     assert grid == (3,) and args[0] is x and args[1] == 8 and options == {"num_warps": 4}
 
 
-def test_clusters_are_made_of_a_kernel_that_knows_nothing_of_them():
-    kernel = Kernel()
-    kernel.compiled.packed_metadata = (12, 1, 4096)
-    kernel.warmup = lambda *args, grid, **options: kernel.compiled
-    launch(kernel, 66, (1,), cluster=2, num_warps=4)
-    assert kernel.compiled.packed_metadata == (12, 2, 4096)
-    assert kernel.calls == [((66,), (1,), {"num_warps": 4})]
+def test_the_front_end_knows_no_clusters_of_single_programs():
+    with pytest.raises(RuntimeError, match="clusters"):
+        launch(FrontEnd(), 66, (1,), cluster=2, num_warps=4)
 
 
 def test_only_what_happens_inside_is_recorded():
@@ -149,11 +141,9 @@ def test_a_repetition_has_the_new_tensors_and_the_old_rest():
     new_x, new_out = torch.zeros(4), torch.zeros(4)
     recorded.repeat(at(new_out, new_x, None))
     (args,) = kernel.repeated
-    assert args[:4] == [5, 1, 1, STREAM]
-    assert args[4:HEAD] == [7, False, False, None, None, "meta", None, None, None]
+    assert args[:HEAD] == [5, STREAM]
     # the table had no role: it is part of the recording, by its address
     assert args[HEAD:] == [new_out.data_ptr(), 16, new_x.data_ptr(), table.data_ptr(), "const"]
-    assert len(kernel.calls) == 1
 
 
 def test_a_recording_keeps_alive_what_has_no_role_and_nothing_else():
@@ -164,7 +154,6 @@ def test_a_recording_keeps_alive_what_has_no_role_and_nothing_else():
     x, table = torch.zeros(4), torch.zeros(4)
     alive = weakref.ref(x), weakref.ref(table)
     recorded = record(kernel, [x, table], (x,))
-    kernel.calls.clear()
     del x, table
     gc.collect()
     assert alive[0]() is None and alive[1]() is not None
@@ -196,41 +185,37 @@ def test_tensors_in_tuples_of_tuples_are_found():
     assert args[HEAD:] == [(3, (new_x.data_ptr(), inner), (1, 2))]
 
 
-def test_no_recording_of_descriptors_in_tuples():
-    x = torch.zeros(4)
-    kernel = Kernel(descriptors=["meta"])
-    assert record(kernel, [(1, (Descriptor(x),))], (x,)) is None
+def descriptor(x):
+    return tensor_descriptor(x, (4,))
 
 
-def test_descriptors_are_made_anew_for_new_addresses_only(fake_gpu):
-    kernel = Kernel(descriptors=["meta of x"])
+def test_tensor_maps_are_made_anew_for_new_addresses_only():
+    kernel = Kernel()
     x, out = torch.zeros(4), torch.zeros(4)
-    recorded = record(kernel, [Descriptor(x), out], (x, out))
-    assert fake_gpu.maps == [(x.data_ptr(), "meta of x")]
+    recorded = record(kernel, [(descriptor(x), 3), out], (x, out))
     others = [torch.zeros(4) for _ in range(2)]
     for other in (others[0], others[1], others[0]):
         recorded.repeat(at(other, out))
-    assert fake_gpu.maps[1:] == [(other.data_ptr(), "meta of x") for other in others]
-    rest = ["size", "stride", out.data_ptr()]
-    expected = [[f"map of {others[i].data_ptr()}", *rest] for i in (0, 1, 0)]
+    assert kernel.variant.encoded == at(*others)
+    expected = [[(("map", others[i].data_ptr()), 3), out.data_ptr()] for i in (0, 1, 0)]
     assert [args[HEAD:] for args in kernel.repeated] == expected
 
 
-def test_few_tensor_maps_are_kept(fake_gpu):
-    kernel = Kernel(descriptors=["meta"])
+def test_few_tensor_maps_are_kept():
+    kernel = Kernel()
     x = torch.zeros(4)
-    recorded = record(kernel, [Descriptor(x)], (x,))
+    recorded = record(kernel, [descriptor(x)], (x,))
     tensors = [torch.zeros(4) for _ in range(templates.MAX_TENSOR_MAPS + 1)]
     for tensor in tensors:
         recorded.repeat(at(tensor))
-    made = len(fake_gpu.maps)
+    made = len(kernel.variant.encoded)
     recorded.repeat(at(tensors[-1]))
-    assert len(fake_gpu.maps) == made
+    assert len(kernel.variant.encoded) == made
     recorded.repeat(at(tensors[0]))
-    assert len(fake_gpu.maps) == made + 1
+    assert len(kernel.variant.encoded) == made + 1
 
 
-def scratched(kernel, shape=(8,), launches=1):
+def scratched(kernel, shape=(8,), launches=1, overlaps=False):
     """A recording of launches with two scratch tensors, the second of `shape`."""
     x = torch.zeros(4)
     with recording() as made:
@@ -238,6 +223,7 @@ def scratched(kernel, shape=(8,), launches=1):
         second = scratch(shape, torch.float16, CPU)
         for _ in range(launches):
             launch(kernel, 1, [x, first, second])
+            kernel.variant.overlaps = overlaps
     return RecordedLaunches.make(made, (x,)), x
 
 
@@ -257,9 +243,9 @@ def test_scratch_memory_is_that_of_the_stream(fake_gpu, monkeypatch):
 @pytest.mark.parametrize("why", ["graph", "two launches", "large", "overlaps"])
 def test_scratch_memory_of_one_call(fake_gpu, why):
     kernel = Kernel()
-    kernel.compiled.run.launch_pdl = why == "overlaps"
     shape = (workspace.MOST_KEPT_BYTES // 2,) if why == "large" else (8,)
-    recorded, x = scratched(kernel, shape, launches=2 if why == "two launches" else 1)
+    launches = 2 if why == "two launches" else 1
+    recorded, x = scratched(kernel, shape, launches, overlaps=why == "overlaps")
     fake_gpu.capturing = why == "graph"
     recorded.repeat(at(x))
     assert workspace._kept == {}
@@ -312,32 +298,26 @@ def test_no_recording_where_tensors_cannot_be_told_apart():
     assert record(Kernel(), [x, x[:2]], (x, x[:2])) is None
 
 
-def test_no_recording_of_interpreted_kernels_or_of_nothing():
+def test_no_recording_of_what_the_front_end_launched_or_of_nothing():
     x = torch.zeros(4)
-    assert record(Kernel(interpreted=True), [x], (x,)) is None
+    assert record(FrontEnd(), [x], (x,)) is None
     with recording() as made:
         pass
     assert RecordedLaunches.make(made, (x,)) is None
 
 
-def test_no_recording_where_the_launcher_is_hidden():
+def test_no_recording_of_a_call_that_is_more_than_its_launches():
     kernel, x = Kernel(), torch.zeros(4)
-    kernel.compiled.run.global_scratch_size = 128
-    assert record(kernel, [x], (x,)) is None
-
-
-def test_no_recording_with_a_triton_whose_launcher_is_not_known(monkeypatch):
-    kernel, x = Kernel(), torch.zeros(4)
-    assert record(kernel, [x], (x,)) is not None
-    monkeypatch.setattr(compat, "triton_version", lambda: (3, 99))
-    assert record(kernel, [x], (x,)) is None
+    with recording() as made:
+        launch(kernel, 1, [x])
+        note_not_a_launch()
+    assert RecordedLaunches.make(made, (x,)) is None
 
 
 def test_no_recording_of_a_descriptor_without_a_role():
     x, table = torch.zeros(4), torch.zeros(4)
-    kernel = Kernel(descriptors=["meta"])
-    assert record(kernel, [Descriptor(table), x], (x,)) is None
-    assert record(kernel, [Descriptor(x), table], (x,)) is not None
+    assert record(Kernel(), [descriptor(table), x], (x,)) is None
+    assert record(Kernel(), [descriptor(x), table], (x,)) is not None
 
 
 def test_threads_on_one_stream_get_different_counters(monkeypatch):

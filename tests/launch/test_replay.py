@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention import api as functional_attention
+from blackwell_sparsek.attention import autograd as attention_autograd
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.core.torch_state import explaining
 from blackwell_sparsek.decode import api as functional_decode
@@ -20,9 +21,12 @@ from blackwell_sparsek.launch import replay as module
 from blackwell_sparsek.launch import templates, workspace
 from blackwell_sparsek.masks.block_mask import BlockMask
 
+from .fakes import fake_variants
+
 # the index that CPU tensors tell
 DEVICE = -1
 STREAM = 7
+SEEN_BEFORE = module.seen_before
 CHECKS = (
     *("check_qkv", "check_head_dims", "check_block_mask", "check_choice", "band_of"),
     *("check_cu_seqlens", "check_same_batch", "_check_max"),
@@ -34,28 +38,24 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(module, "raw_device", lambda: DEVICE)
     monkeypatch.setattr(module, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(module, "_is_in_gpu_memory", lambda x: True)
+    # every call is recorded, also the first one of its sizes
+    for user in (module, attention_repeat, attention_autograd):
+        monkeypatch.setattr(user, "seen_before", lambda key: True)
     monkeypatch.setattr(templates, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(workspace, "_kept", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-
-
-class Kernel:
-    def __getitem__(self, grid):
-        return lambda *args, **options: "compiled"
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """`calls` counts the calls that were made in full, `repeated` has what the others launched."""
     state = SimpleNamespace(calls=0, repeated=[])
-    kernel = Kernel()
-    launcher = templates.KernelLauncher(lambda *args: state.repeated.append(args[4:]), (), [])
 
     def run(q, *others):
         state.calls += 1
         tensors = [x for x in others if isinstance(x, torch.Tensor)]
         results = torch.empty_like(q), torch.empty(q.shape[:-1])
-        launching.launch(kernel, 1, (*results, q, *tensors))
+        launching.launch(None, 1, (*results, q, *tensors))
         return results
 
     def run_decode(call, impl):
@@ -66,13 +66,13 @@ def gpu(monkeypatch):
 
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(attention_repeat, "stream_of", lambda x: STREAM)
-    monkeypatch.setattr(templates, "kernel_launcher", lambda compiled: launcher)
+    fake_variants(monkeypatch, lambda grid, stream, values: state.repeated.append(tuple(values)))
     # no checks: some of them refuse what keys have to tell apart
     for name in CHECKS:
         monkeypatch.setattr(functional_attention, name, lambda *args, **options: None)
     monkeypatch.setattr(functional_attention, "autocast_qkv", lambda op, *qkv: qkv)
     monkeypatch.setattr(functional_attention, "checked_call", call)
-    monkeypatch.setattr(functional_attention, "attend", lambda call, impl: run(*call))
+    monkeypatch.setattr(functional_attention, "attend", lambda call, impl, plain: run(*call))
     monkeypatch.setattr(functional_decode, "decode", run_decode)
     for cache in ("_DENSE", "_PACKED", "_MASKED"):
         monkeypatch.setattr(attention_repeat, cache, {})
@@ -96,6 +96,27 @@ def decode(batch=2, **options):
     q, k, v = half(batch, 4, 1, 16), half(batch, 2, 32, 16), half(batch, 2, 32, 16)
     lengths = torch.ones(batch, dtype=torch.int32)
     return bsk.attention_decode(q, k, v, cache_seqlens=lengths, **options), (q, k, v, lengths)
+
+
+def test_the_second_call_of_its_sizes_is_recorded(gpu, monkeypatch):
+    for user in (module, attention_repeat):
+        monkeypatch.setattr(user, "seen_before", SEEN_BEFORE)
+    monkeypatch.setattr(module, "_seen", {})
+    for call in (attend, decode):
+        gpu.calls = 0
+        for expected in (1, 2, 2, 2):
+            call()
+            assert gpu.calls == expected
+    monkeypatch.setattr(module, "MAX_SEEN", 2)
+    assert [SEEN_BEFORE((i,)) for i in (1, 2, 1, 3, 1, 1)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert not SEEN_BEFORE(([],)) and not SEEN_BEFORE(([],))
 
 
 def test_a_second_call_launches_with_its_own_tensors(gpu):
@@ -199,6 +220,25 @@ def test_other_tensors_are_other_calls(gpu, inputs):
     attend()
     attend(inputs)
     assert gpu.calls == 2 and not gpu.repeated
+
+
+def unaligned(x):
+    """The same sizes and strides at an address that is no multiple of 16 bytes."""
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype)
+    moved = memory[1:].view(x.shape)
+    assert moved.data_ptr() % 16 != 0 and moved.stride() == x.stride()
+    return moved
+
+
+@pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
+def test_no_input_at_an_odd_address_is_repeated(gpu, which):
+    """Recorded kernels may rely on the alignment of each of their inputs."""
+    attend()
+    inputs = qkv()
+    inputs[which] = unaligned(inputs[which])
+    for calls in (2, 3):
+        attend(inputs)
+        assert gpu.calls == calls and not gpu.repeated
 
 
 def test_an_environment_that_asks_for_another_implementation_is_heard(gpu, monkeypatch):

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.masks.block_mask import BlockMask
@@ -162,3 +164,49 @@ def test_two_lists_must_be_int32_vectors():
         BlockMask(ints(0, 1, 1), ints(0).view(1, 1), **sizes)
     with pytest.raises(InvalidType, match=r"batch is not an int; expected int, got float$"):
         BlockMask(ints(0, 1, 1), ints(0), batch=1.0, **sizes)
+
+
+NAMES = ("indptr", "indices", "partial_end", "bits_id")
+NUMBERS = st.integers(-2, 5) | st.sampled_from([2**31 - 1, -(2**31)])
+
+
+def is_valid(indptr, indices, partial_end, bits_id):
+    """The rules one by one, for two rows over three columns and two bit masks."""
+    if indptr[0] != 0 or indptr[2] != len(indices) or not indptr[0] <= indptr[1] <= indptr[2]:
+        return False
+    for row in range(2):
+        lo, middle, hi = indptr[row], partial_end[row], indptr[row + 1]
+        if not lo <= middle <= hi:
+            return False
+        partial, full = indices[lo:middle], indices[middle:hi]
+        if any(list(x) != sorted(set(x)) for x in (partial, full)) or set(partial) & set(full):
+            return False
+        if not all(0 <= x < 3 for x in (*partial, *full)):
+            return False
+        if not all(0 <= x < 2 for x in bits_id[lo:middle]):
+            return False
+        if not all(x == -1 for x in bits_id[middle:hi]):
+            return False
+    return True
+
+
+@settings(max_examples=400)
+@given(
+    changes=st.lists(
+        st.tuples(st.sampled_from(NAMES), st.integers(0, 3), NUMBERS), min_size=0, max_size=4
+    )
+)
+def test_exactly_the_valid_lists_are_accepted(changes):
+    made = {name: lists()[name].tolist() for name in NAMES}
+    for name, at, number in changes:
+        made[name][at % len(made[name])] = number
+    try:
+        mask = BlockMask(**lists(**{name: ints(*values) for name, values in made.items()}))
+    except InvalidInput:
+        assert not is_valid(**made)
+    else:
+        assert is_valid(**made)
+        kept = {
+            (row, x) for row in (0, 1) for x in made["indices"][slice(*made["indptr"][row:][:2])]
+        }
+        assert {(q, k) for _, _, q, k in mask.to_dense().nonzero().tolist()} == kept

@@ -152,6 +152,21 @@ def test_kept_blocks(sq, sk, block):
         assert mask.nnz_blocks == 6 * mb * min(room, nb)
 
 
+@pytest.mark.parametrize(("mb", "nb"), [(1, 1), (3, 7), (4, 40)])
+def test_kept_blocks_by_kernels(monkeypatch, device, mb, nb):
+    pytest.importorskip("triton")
+    keep = torch.rand(2, 3, mb, nb, generator=torch.Generator().manual_seed(0)) < 0.4
+    sizes = ((16, 32), (16 * mb, 32 * nb))
+    for room in {int(keep.sum(-1).max()), nb, nb + 5}:
+        expected = kept_blocks(keep, room, *sizes)
+        with monkeypatch.context() as patch:
+            patch.setattr(pattern_topk, "kernels_build", lambda *tensors: True)
+            mask = kept_blocks(keep.to(device), room, *sizes)
+        assert (mask.batch, mask.heads, mask.block_size, mask.seq_lengths) == (2, 3, *sizes)
+        made = zip(mask.tensors(), expected.tensors(), strict=True)
+        assert all(torch.equal(a.cpu(), b) for a, b in made)
+
+
 def test_fillers_of_kept_blocks_come_from_the_end():
     keep = torch.zeros(1, 1, 1, 8, dtype=torch.bool)
     keep[..., 2] = True

@@ -2,6 +2,10 @@ import pytest
 import torch
 
 from blackwell_sparsek import BSRMatrix, Unsupported, matmul, sddmm
+from blackwell_sparsek.calls.matmul import PatternTensors
+from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.launch.recording import recording
+from blackwell_sparsek.matmul import dense
 from blackwell_sparsek.testing.bsr import (
     ORDERS,
     assert_product,
@@ -97,3 +101,35 @@ def test_two_sparse_operands_have_no_dense_twin(device):
     a = random_bsr((16, 16), (8, 8), seed=16, device=device)
     with pytest.raises(Unsupported, match="bsr_pair_products has no dense implementation"):
         matmul(a, a, impl="dense")
+
+
+@pytest.mark.parametrize(
+    ("sm", "block", "contiguous", "in_one_pass"),
+    [
+        (80, (16, 8), True, True),
+        (80, (8, 24), True, True),
+        (75, (16, 8), True, False),
+        (80, (16, 4), True, False),
+        (80, (16, 12), True, False),
+        (80, (16, 8), False, False),
+    ],
+)
+def test_who_densifies(sm, block, contiguous, in_one_pass, monkeypatch, interpreted):
+    """The kernel where it can, torch elsewhere: the same matrix, and nothing to replay."""
+    from blackwell_sparsek.matmul.triton import densify
+
+    a = random_bsr((65, 49), block, seed=20)
+    values = a.storage if contiguous else a.storage.mT.contiguous().mT
+    launches, launch = [], densify.launch_densify
+    monkeypatch.setattr(dense, "arch_of", lambda device: Arch("cuda", sm, 108, 166912, False))
+    monkeypatch.setattr(
+        densify, "launch_densify", lambda *args: launches.append(args) or launch(*args)
+    )
+    pattern = PatternTensors(*a.pattern.tensors())
+    with recording() as record:
+        full = dense.densified(values, pattern, a.pattern.shape)
+    assert torch.equal(full, a.to_dense())
+    assert len(launches) == int(in_one_pass) and not record.launches
+    monkeypatch.setattr(dense, "why_no_kernels", lambda arch: "no Triton")
+    assert torch.equal(dense.densified(values, pattern, a.pattern.shape), a.to_dense())
+    assert len(launches) == int(in_one_pass)

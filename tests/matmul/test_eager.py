@@ -182,7 +182,7 @@ def test_sddmm_within_budget(dtype, device):
 @pytest.mark.parametrize("a_transposed", [False, True])
 @pytest.mark.parametrize("b_transposed", [False, True])
 @pytest.mark.parametrize("sizes", [(10, 13, 7), (64, 48, 40), (1, 1, 1), (0, 4, 4), (4, 0, 4)])
-def test_pair_products_integers(a_transposed, b_transposed, sizes, device):
+def test_pair_products_integers(a_transposed, b_transposed, sizes, chunking, device):
     m, k, n = sizes
     a = matrix((k, m), (4, 3), 1, device=device).T if a_transposed else None
     a = a or matrix((m, k), (3, 4), 1, device=device)

@@ -326,6 +326,22 @@ def test_keep_blocks():
     assert layer.values.grad.shape[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("entries", "error", "text"),
+    [
+        ([True], InvalidType, "entries is not a tensor"),
+        (torch.ones(8).int(), InvalidType, "entries has an unsupported dtype; .*torch.bool"),
+        (torch.ones(3, 4).bool(), InvalidInput, r"wrong shape; expected \[8\], got \[3, 4\]"),
+    ],
+)
+def test_wrong_blocks_to_keep_change_nothing(entries, error, text):
+    layer = make(64, 48, (16, 16), density=1.0)
+    values = layer.values
+    with pytest.raises(error, match=rf"BSRWeight\.keep_blocks_: .*{text}"):
+        layer.keep_blocks_(entries)
+    assert layer.values is values and layer.nnz_blocks == 8
+
+
 def test_calls_share_what_products_keep_with_a_pattern_until_it_changes():
     layer = make(33, 20, (16, 16))
     first = layer.pattern

@@ -1,8 +1,11 @@
+import contextlib
 import copy
 import io
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from blackwell_sparsek.core.errors import InvalidInput
@@ -234,3 +237,57 @@ def test_part_of_a_pattern_is_refused():
         layer(0.0).load_state_dict(state, strict=False)
     with pytest.raises(InvalidInput, match="incomplete"):
         check_state({"indices": state["indices"]}, (40, 50), (16, 16))
+
+
+SHAPES = st.sampled_from([(), (0,), (1,), (2,), (3,), (4,), (6,), (6, 16, 16), (1, 6), (6, 16, 15)])
+DTYPES = st.sampled_from(
+    [
+        torch.int32,
+        torch.int64,
+        torch.int8,
+        torch.bool,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+    ]
+)
+
+
+@st.composite
+def strange_entries(draw):
+    """What a checkpoint may hold instead of a tensor of a layer."""
+    kind = draw(st.sampled_from(["other", "filled", "sparse", "meta", "strided"]))
+    if kind == "other":
+        return draw(st.sampled_from([None, "x", 3, 2.5, [0, 3, 6], {"a": 1}, b"\x80\x04", ()]))
+    shape, dtype = draw(SHAPES), draw(DTYPES)
+    fill = draw(st.sampled_from([0, 1, -1, 3, 127]))
+    made = torch.full(shape, fill).to(dtype)
+    if kind == "sparse" and made.dim():
+        return made.to_sparse()
+    if kind == "meta":
+        return made.to("meta")
+    return made.t() if kind == "strided" and made.dim() == 2 else made
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    names=st.sets(st.sampled_from(["values", "indptr", "indices", "weight_shape"]), min_size=1),
+    data=st.data(),
+    adopt=st.booleans(),
+)
+def test_strange_checkpoints_are_refused_or_make_a_valid_layer(names, data, adopt):
+    made = with_blocks((0, 1), (0, 3), (1, 0), (2, 0), (2, 1), (2, 2))
+    before = {name: x.clone() for name, x in made.state_dict().items()}
+    state = {name: x.clone() for name, x in before.items()}
+    for name in sorted(names):
+        state[name] = data.draw(strange_entries(), label=name)
+    try:
+        with adopt_patterns() if adopt else contextlib.nullcontext():
+            made.load_state_dict(state)
+    except RuntimeError as error:  # what torch raises for every problem of a checkpoint
+        assert "Error(s) in loading state_dict" in str(error)
+        after = made.state_dict()
+        for name in ("indptr", "indices", "weight_shape"):
+            assert torch.equal(after[name], before[name])
+    made.weight.validate()
+    assert made(torch.ones(1, 50)).shape == (1, 40)

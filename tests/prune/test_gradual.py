@@ -152,3 +152,18 @@ def test_errors_of_the_schedule():
     CubicSchedule(final=0.5, initial=0.5, end=5)
     with pytest.raises(InvalidInput, match=r"final: sparsity is out of range"):
         CubicSchedule(final=1.5, end=5)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"steps": "3"}, {"steps": None}, {"steps": 2.5}, {"steps": -1}, {"steps": [3]}, [], None],
+    ids=str,
+)
+def test_a_wrong_state_is_refused_and_changes_nothing(state):
+    pruner = GradualPruner(nn.Sequential(), CubicSchedule(0.5, end=4))
+    pruner.step()
+    with pytest.raises(InvalidInput, match=r"^GradualPruner\.load_state_dict: "):
+        pruner.load_state_dict(state)
+    assert pruner.steps == 1
+    pruner.load_state_dict({"steps": 7})
+    assert pruner.steps == 7

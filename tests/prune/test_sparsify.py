@@ -115,6 +115,29 @@ def test_input_norms():
     assert model.training and not model[0]._forward_pre_hooks
 
 
+class TwoInputs(nn.Module):
+    """Takes two inputs, drops half of what reaches its layer while it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.linear = nn.Dropout(0.5), nn.Linear(3, 2)
+
+    def forward(self, x, factor):
+        return self.linear(self.dropout(x * factor))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{"factor": 2.0, "x": torch.ones(4, 3)}, (torch.ones(4, 3), 2.0), [torch.ones(4, 3), 2.0]],
+)
+def test_batches_are_what_the_model_is_called_with(batch):
+    """Without dropout: each of 4 rows of 2.0 counts, so each feature has the norm 4."""
+    model = TwoInputs()
+    model.linear.eval()
+    assert input_norms(model, ["linear"], [batch])["linear"].tolist() == [4.0] * 3
+    assert model.training and model.dropout.training and not model.linear.training
+
+
 @pytest.mark.parametrize("batches", [torch.ones(2, 3), {"input": torch.ones(2, 3)}, 3])
 def test_one_batch_is_not_taken_for_a_sequence_of_them(batches):
     model = nn.Sequential(nn.Linear(3, 2))

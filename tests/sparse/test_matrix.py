@@ -95,6 +95,14 @@ def test_from_mask_keeps_zero_blocks_and_infers_the_block():
         BSRMatrix.from_mask(torch.zeros(5, 8), keep, (2, 4))
     with pytest.raises(InvalidType, match=r"block_keep has an unsupported dtype; .*torch.bool"):
         BSRMatrix.from_mask(torch.zeros(6, 8), keep.int())
+    with pytest.raises(InvalidType, match="from_mask: block_keep is not a tensor"):
+        BSRMatrix.from_mask(torch.zeros(6, 8), [[True]])
+    with pytest.raises(InvalidInput, match=r"block_keep has a wrong rank; .*\[rows_b, cols_b\]"):
+        BSRMatrix.from_mask(torch.zeros(6, 8), keep[None])
+    with pytest.raises(InvalidInput, match=r"from_mask: arguments are on different devices"):
+        BSRMatrix.from_mask(torch.zeros(6, 8), keep.to("meta"))
+    with pytest.raises(Unsupported, match=r"from_mask: block_keep is on the meta device"):
+        BSRMatrix.from_mask(torch.zeros(6, 8, device="meta"), keep.to("meta"))
 
 
 def test_from_element_mask_zeroes_the_rest_of_a_block():

@@ -1,9 +1,12 @@
 """Malformed block-sparse input is refused, with the row or entry named."""
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.sparse.matrix import BSRMatrix, BSRPattern
@@ -211,3 +214,44 @@ def test_messages_follow_the_grammar():
     with pytest.raises(InvalidInput) as caught:
         BSRMatrix(data, torch.tensor([0, 4, 0, 1, 3], dtype=torch.int32), indptr, SHAPE)
     assert re.fullmatch(r"\w+: \w+ .+; expected .+, got .+", str(caught.value))
+
+
+LARGE = st.sampled_from([2**31 - 1, -(2**31), 2**62])
+
+
+@st.composite
+def some_lists(draw):
+    """Row pointers and columns, valid to begin with, of which up to two numbers are replaced."""
+    per_row = [sorted(draw(st.sets(st.integers(0, 3)))) for _ in range(3)]
+    indptr = [0]
+    for columns in per_row:
+        indptr.append(indptr[-1] + len(columns))
+    made = [indptr, [column for columns in per_row for column in columns]]
+    for _ in range(draw(st.integers(0, 2))):
+        changed = draw(st.sampled_from([x for x in made if x]))
+        changed[draw(st.integers(0, len(changed) - 1))] = draw(st.integers(-1, 6) | LARGE)
+    return made
+
+
+def is_valid(indptr, indices):
+    if indptr[0] != 0 or indptr[-1] != len(indices) or indptr != sorted(indptr):
+        return False
+    rows = [indices[a:b] for a, b in pairwise(indptr)]
+    return all(row == sorted(set(row)) and set(row) <= {0, 1, 2, 3} for row in rows)
+
+
+@settings(max_examples=300)
+@given(lists=some_lists())
+def test_exactly_the_valid_lists_are_accepted(lists):
+    indptr, indices = (torch.tensor(x, dtype=torch.int64) for x in lists)
+    data = torch.ones(indices.numel(), 2, 3)
+    try:
+        matrix = BSRMatrix(data, indices, indptr, SHAPE)
+    except InvalidInput:
+        assert not is_valid(*lists)
+    else:
+        assert is_valid(*lists)
+        expected = torch.zeros(3, 4)
+        for row in range(3):
+            expected[row, indices[indptr[row] : indptr[row + 1]]] = 6.0
+        assert torch.equal(matrix.to_dense().view(3, 2, 4, 3).sum((1, 3)), expected)

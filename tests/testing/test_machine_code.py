@@ -2,8 +2,20 @@
 
 import struct
 
-from blackwell_sparsek.testing.compile_only import changed_code, digests
-from blackwell_sparsek.testing.machine_code import code_digest, unwritten_registers
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from blackwell_sparsek.core.errors import InvalidInput
+from blackwell_sparsek.testing.compile_only import changed_code, digests, main, read_digests
+from blackwell_sparsek.testing.machine_code import (
+    barriers_in,
+    code_digest,
+    misplaced_barriers,
+    unwritten_registers,
+)
+
+from .. import fuzzing
 
 
 def code(*instructions):
@@ -78,3 +90,51 @@ def test_changed_code_is_named():
     assert changed_code(records, before) == [
         "changed: a sm_90", "changed: d sm_90", "new: b sm_90", "gone: e sm_90"
     ]  # fmt: skip
+
+
+PTX = """
+mov.b32 %r1, global_smem;
+add.s32 %r2, %r1, 1024;
+@%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
+add.s32 %r3, %r2, 8;
+@%p1 mbarrier.init.shared::cta.b64 [%r3], 16;
+@%p1 mbarrier.init.shared::cta.b64 [%r1], 2;
+add.s32 %r4, %r9, 64;
+mbarrier.init.shared::cta.b64 [%r4], 3;
+"""
+
+
+def test_barriers_are_found_by_their_offset():
+    # that of %r4 lies somewhere
+    assert barriers_in(PTX) == [(1024, 1), (1032, 16), (0, 2)]
+
+
+def test_barriers_elsewhere_are_told():
+    assert misplaced_barriers(PTX, [(1032, 16), (1024, 1)]) == []
+    (place,) = misplaced_barriers(PTX, [(1024, 1), (1040, 16)])
+    assert place.startswith("1 of 2 barriers lie elsewhere") and "at 1040 bytes with 16" in place
+    assert place.endswith("found 1024 (1), 1032 (16), 0 (2)")
+    (arrivals,) = misplaced_barriers(PTX, [(1024, 2)])
+    assert "at 1024 bytes with 2 arrivals" in arrivals
+    assert misplaced_barriers("", [(0, 1)])[0].endswith("found none")
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=40) | fuzzing.values.map(lambda x: fuzzing.as_text(x).encode()))
+def test_files_of_digests_are_read_or_refused(tmp_path, content):
+    path = tmp_path / "before.json"
+    path.write_bytes(content)
+    try:
+        assert all(isinstance(x, str) for x in read_digests(path).values())
+    except InvalidInput as error:
+        assert str(error).startswith(f"{path}: ") and len(str(error).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"a": 1}', "[" * 100_000])
+def test_a_wrong_file_of_digests_is_refused_before_anything_is_built(tmp_path, capsys, text):
+    path = tmp_path / "before.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["--compare", str(path), "--package", "no.such.package"])
+    assert ended.value.code == 2 and f"error: {path}: " in capsys.readouterr().err

@@ -20,7 +20,7 @@ from .inputs import (
     check_qkv,
     checked_call,
 )
-from .replay import recorder, replayed
+from .replay import describe, recorder, replayed
 
 
 def attention(
@@ -94,7 +94,8 @@ def attention(
     """
     options = (return_lse, causal, window, scale, softcap, deterministic, impl)
     inputs = (q, k, v, sinks)
-    results = replayed(options, inputs, block_mask)
+    found = describe(options, inputs, block_mask)
+    results = replayed(found, options, inputs, block_mask)
     if results is None:
         op = "attention"
         check_qkv(op, q, k, v, DENSE)
@@ -117,8 +118,8 @@ def attention(
             max_q=q.shape[2],
             max_k=k.shape[2],
         )
-        with recorder(options, inputs, block_mask) as recording:
-            results = recording.keep(attend(call, impl))
+        with recorder(found, options, inputs, block_mask) as recording:
+            results = recording.keep(attend(call, impl, plain=found is not None))
     return (results[0], results[1]) if return_lse else results[0]
 
 
@@ -185,7 +186,8 @@ def attention_varlen(
     )
     # replay identifies tensors by address, and most calls pass the same offsets twice
     inputs = (q, k, v, sinks, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
-    results = replayed(options, inputs, block_mask, packed=True)
+    found = describe(options, inputs, block_mask, packed=True)
+    results = replayed(found, options, inputs, block_mask, packed=True)
     if results is None:
         op = "attention_varlen"
         check_qkv(op, q, k, v, PACKED)
@@ -216,8 +218,8 @@ def attention_varlen(
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
         )
-        with recorder(options, inputs, block_mask, packed=True) as recording:
-            results = recording.keep(attend(call, impl))
+        with recorder(found, options, inputs, block_mask, packed=True) as recording:
+            results = recording.keep(attend(call, impl, plain=found is not None))
     return (results[0], results[1]) if return_lse else results[0]
 
 

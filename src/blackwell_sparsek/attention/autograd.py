@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ..calls.attention import AttentionCall, AttnSpec
+from ..core.checks import is_differentiated_by_func
 from ..core.errors import Unsupported
-from ..dispatch.operators import define_autograd
+from ..dispatch.operators import define_autograd, is_in_older_batch
 from ..launch.replay import (
     Cache,
     Launches,
@@ -21,6 +22,7 @@ from ..launch.replay import (
     described,
     is_plain_call,
     keep,
+    seen_before,
     stream_of,
 )
 from ..masks.block_mask import BlockMask
@@ -29,25 +31,34 @@ from .op import (
     attn_bwd,
     attn_fwd,
     backward_dispatch,
+    compute_backward,
+    compute_forward,
     operator_options,
     run_backward,
-    run_forward,
 )
 from .replay import bound, forward_lists, gradient_options, recorded_gradients
 
 
-def attend(call: AttentionCall, impl: str) -> Tensors:
-    """Output and lse of a checked call, by the cheapest path that provides its gradients."""
+def attend(call: AttentionCall, impl: str, plain: bool = False) -> Tensors:
+    """Output and lse of a checked call, by the cheapest path that provides its gradients.
+
+    `plain` says that `launch.replay.is_plain_call` need not be asked.
+    """
     q, k, v, sinks = call.q, call.k, call.v, call.spec.sinks
     tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if torch.compiler.is_compiling() or q.is_meta or not is_plain_call(tensors):
-        results: Tensors = attn_fwd(q, k, v, *operator_options(call, wants_gradients), impl)
+    plain = plain or (not torch.compiler.is_compiling() and is_plain_call(tensors))
+    if not plain and is_differentiated_by_func(*tensors):
+        results: Tensors = _TransformedAttention.apply(
+            q, k, v, sinks, call.spec._replace(sinks=None), call.deterministic, impl
+        )
+    elif q.is_meta or not plain:
+        results = attn_fwd(q, k, v, *operator_options(call, wants_gradients), impl)
     elif wants_gradients:
         training = TrainingCall.of(call, impl)
         results = _Attention.apply(q, k, v, sinks, (training, call, None, True))
     else:
-        results = run_forward(call, impl)
+        results = compute_forward(call, impl)
     return results
 
 
@@ -112,7 +123,7 @@ class TrainingCall:
     def forward(self, call: AttentionCall | None, addresses: list[int] | None) -> Tensors:
         """Output and lse: of `call`, or by recorded launches from tensors at `addresses`."""
         if call is not None:
-            return run_forward(call, self._impl)
+            return compute_forward(call, self._impl)
         assert self._forward is not None and addresses is not None
         return self._forward(addresses)
 
@@ -136,13 +147,20 @@ class TrainingCall:
                 launches = self._gradient_launches(key, sinks)
             if launches is not None:
                 return launches(addresses)
+        first = found is not None and not seen_before(found.key)
         spec = self._spec._replace(sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         call, impl = AttentionCall(q, k, v, spec, self._deterministic), _backward_impl(self._impl)
         # with gradients enabled, the operator makes a double backward raise; modes must see it too
-        if torch.is_grad_enabled() or not is_plain_call((dout, q, k, v)):
+        incoming = (dout,) if dlse is None else (dout, dlse)
+        if (
+            torch.is_grad_enabled()
+            or not is_plain_call((*incoming, q, k, v))
+            or any(map(is_in_older_batch, incoming))
+        ):
             options = operator_options(call, for_gradients=True)
             return attn_bwd(dout, dlse, q, k, v, out, lse, *options, list(needs), impl)
-        return run_backward(call, dout, dlse, out, lse, needs, impl)
+        compute = compute_backward if first else run_backward
+        return compute(call, dout, dlse, out, lse, needs, impl)
 
     def _gradient_launches(self, key: Any, sinks: torch.Tensor | None) -> Launches | None:
         """The launches recorded for gradients with this key, bound to the mask, or None."""
@@ -201,6 +219,72 @@ class _Attention(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
+class _TransformedAttention(torch.autograd.Function):
+    """The derivative for transforms of `torch.func`, which do not ask operators for theirs."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        # transforms look for tensors inside of this tuple
+        spec: AttnSpec,
+        deterministic: bool,
+        impl: str,
+    ) -> Any:
+        call = AttentionCall(q, k, v, spec._replace(sinks=sinks), deterministic)
+        return attn_fwd(q, k, v, *operator_options(call, for_gradients=True), impl)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        q, k, v, sinks, spec, deterministic, impl = inputs
+        ctx.save_for_backward(q, k, v, sinks, spec.cu_seqlens_q, spec.cu_seqlens_k, *output)
+        ctx.spec = spec._replace(sinks=None, cu_seqlens_q=None, cu_seqlens_k=None)
+        ctx.deterministic, ctx.impl = deterministic, _backward_impl(impl)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+        q, k, v, sinks, cu_q, cu_k, out, lse = ctx.saved_tensors
+        spec = ctx.spec._replace(sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        call, needs = (
+            AttentionCall(q, k, v, spec, ctx.deterministic),
+            list(ctx.needs_input_grad[:4]),
+        )
+        options = operator_options(call, for_gradients=True)
+        made = _TransformedGradients.apply(dout, dlse, q, k, v, out, lse, options, needs, ctx.impl)
+        return (*_needed(made, needs), None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_forward_mode()
+
+
+class _TransformedGradients(torch.autograd.Function):
+    """`bsk::attn_bwd` for transforms of `torch.func`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        *tensors, options, needs, impl = arguments
+        return attn_bwd(*tensors, *options, needs, impl)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        _refuse_double_backward(ctx, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_forward_mode()
+
+
 def _backward_impl(impl: str) -> str:
     """`impl`, or `auto` where this implementation has no backward."""
     return impl if impl in backward_dispatch.candidates else "auto"
@@ -241,6 +325,13 @@ def _operator_gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor 
     # torch expects the structure of the inputs, and treats an empty list as a list of tensors
     lists: tuple[Any, Any] = given.mask, None if given.mask_shape else []
     return (dq, dk, dv, None, None, None, None, *lists, None, None, None, None, dsinks, None, None)
+
+
+def _refuse_forward_mode() -> Any:
+    raise Unsupported(
+        "attn_fwd: no forward-mode derivative, which torch.func.hessian and jacfwd ask for; "
+        "use torch's own attention for it"
+    )
 
 
 def _refuse_double_backward(ctx: Any, *gradients: Any) -> Any:

@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..calls.attention import AttentionCall, AttnSpec
 from ..core.checks import (
-    check_derivatives,
     check_dtype,
     check_finite,
     check_last_dim_contiguous,
@@ -15,11 +15,12 @@ from ..core.checks import (
     check_same_device,
     check_same_dtype,
     check_shape,
+    check_tangent,
     check_tensor,
     message,
 )
 from ..core.errors import InvalidInput, InvalidType
-from ..core.torch_state import cast_operand
+from ..core.torch_state import autocast_dtype, cast_operand
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 
@@ -28,16 +29,19 @@ MAX_HEAD_DIM = 256
 
 DENSE = "[B, H, S, D]"
 PACKED = "[T, H, D]"
+_RANKS = {DENSE: 4, PACKED: 3}
 
 
 def check_qkv(
     op: str, q: Any, k: Any, v: Any, layout: str, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> None:
     """Type, layout, dtype, device and shape of q, k and v, in that order; host only."""
+    if _are_right(q, k, v, layout):
+        return
     tensors = dict(zip(names, (q, k, v), strict=True))
     for arg, x in tensors.items():
         check_tensor(op, arg, x)
-        check_derivatives(op, arg, x)
+        check_tangent(op, arg, x)
         check_dtype(op, arg, x, DTYPES)
         check_rank(op, arg, x, layout)
         check_last_dim_contiguous(op, arg, x)
@@ -49,7 +53,7 @@ def check_qkv(
     if k.shape[:-1] != v.shape[:-1]:
         _raise_mismatch(op, tensors, "do not match", "k and v alike but for the last dimension")
     heads_q, heads_kv = q.shape[1], k.shape[1]
-    if heads_kv == 0 or heads_q % heads_kv:
+    if heads_q % heads_kv if heads_kv else heads_q:
         raise InvalidInput(
             message(
                 op,
@@ -59,6 +63,39 @@ def check_qkv(
                 f"{heads_q} query heads not divisible by {heads_kv} kv heads",
             )
         )
+
+
+def _are_right(q: Any, k: Any, v: Any, layout: str) -> bool:
+    """Whether these pass all checks of `check_qkv`, at a glance: False if that takes more."""
+    if not (type(q) is type(k) is type(v) is torch.Tensor) or _is_transformed():
+        return False
+    # in this order: a tensor without strides refuses to tell its shape
+    for x in (q, k, v):
+        if x.layout is not torch.strided or x.is_nested or x.dtype not in DTYPES:
+            return False
+        if x.stride()[-1:] != (1,):
+            return False
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if not len(of_q) == len(of_k) == len(of_v) == _RANKS[layout]:
+        return False
+    heads_q, heads_kv = of_q[1], of_k[1]
+    return (
+        of_k[:-1] == of_v[:-1]
+        and of_q[-1] == of_k[-1]
+        and (layout != DENSE or of_q[0] == of_k[0])
+        and heads_kv > 0
+        and heads_q % heads_kv == 0
+        and q.device == k.device == v.device
+    )
+
+
+def _is_transformed() -> bool:
+    """Whether forward-mode derivatives, a transform of torch.func or a compiler may be active."""
+    return (
+        forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.compiler.is_compiling()
+    )
 
 
 def _raise_mismatch(op: str, tensors: dict[str, torch.Tensor], problem: str, expected: str) -> None:
@@ -79,7 +116,10 @@ def autocast_qkv(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cast to autocast's dtype if autocast is on (fp64 stays); then all dtypes must agree."""
-    q, k, v = cast_operand(q), cast_operand(k), cast_operand(v)
+    if autocast_dtype(q.device) is not None:
+        q, k, v = cast_operand(q), cast_operand(k), cast_operand(v)
+    if q.dtype == k.dtype == v.dtype:
+        return q, k, v
     check_same_dtype(op, {"q": q, "k": k, "v": v})
     return q, k, v
 
@@ -112,7 +152,7 @@ def check_sinks(op: str, sinks: Any, q: torch.Tensor) -> None:
     if sinks is None:
         return
     check_tensor(op, "sinks", sinks)
-    check_derivatives(op, "sinks", sinks)
+    check_tangent(op, "sinks", sinks)
     check_dtype(op, "sinks", sinks, DTYPES)
     check_shape(op, "sinks", sinks, [q.shape[1]])
     check_same_device(op, {"q": q, "sinks": sinks})
@@ -125,8 +165,13 @@ def check_block_mask(
     if block_mask is None:
         return
     if not isinstance(block_mask, BlockMask):
-        got = type(block_mask).__name__
-        raise InvalidType(message(op, "block_mask", "is not a block mask", "BlockMask", got))
+        kind = type(block_mask)
+        expected, got = "BlockMask", kind.__name__
+        if got == expected:
+            # FlexAttention's has the same name
+            expected = f"blackwell_sparsek.{expected} (BlockMask.from_flex converts)"
+            got = f"{kind.__module__}.{got}"
+        raise InvalidType(message(op, "block_mask", "is not a block mask", expected, got))
     block_mask.check_problem(op, batch, q.shape[1], sq, sk)
     check_same_device(op, {"q": q, "block_mask": block_mask.bits})
 

@@ -25,6 +25,7 @@ from ..calls.attention import (
     empty_out,
     tma_takes,
 )
+from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.operators import define_op
 from ..launch.replay import NO_RECORDER
@@ -94,9 +95,16 @@ def run_forward(call: AttentionCall, impl: str) -> Tensors:
         return results
     # sinks with gaps are copied, and a replay does not repeat the copy
     recorder = NO_RECORDER if again is None or not has_plain_sinks(call) else again.recorder()
+    with recorder:
+        return recorder.keep(compute_forward(call, impl))
+
+
+def compute_forward(call: AttentionCall, impl: str) -> Tensors:
+    """Output and lse of a checked call, never by recorded launches."""
     # autocast has already cast q, k and v; in here it would round the sums
-    with recorder, torch.autocast(call.q.device.type, enabled=False):
-        return recorder.keep(forward_dispatch.run(impl, call))
+    with without_autocast(call.q.device):
+        results: Tensors = forward_dispatch.run(impl, call)
+    return results
 
 
 def run_backward(
@@ -116,14 +124,28 @@ def run_backward(
         return results
     # a `dout` that TMA cannot read is copied, and a replay does not repeat the copy
     recorder = NO_RECORDER if again is None or not tma_takes(dout) else again.recorder()
+    with recorder:
+        return recorder.keep(compute_backward(call, dout, dlse, out, lse, needs, impl))
+
+
+def compute_backward(
+    call: AttentionCall,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    needs: tuple[bool, ...],
+    impl: str,
+) -> Tensors:
+    """The gradients that `run_backward` returns, never by recorded launches."""
     # autograd may pass an expanded gradient, for instance that of a sum
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     results = _empty_gradients(call.q, call.k, call.v, call.spec.sinks, needs)
     wanted = (x if needed else None for x, needed in zip(results, needs, strict=True))
     backward = BackwardCall(call, dout, dlse, out, lse, AttnGradients(*wanted))
-    with recorder, torch.autocast(dout.device.type, enabled=False):
+    with without_autocast(dout.device):
         backward_dispatch.run(impl, backward)
-        return recorder.keep(results)
+    return results
 
 
 def _empty_gradients(

@@ -37,16 +37,29 @@ class AttnStrides(NamedTuple):
     v: Strides
 
 
-class AttnBwdStrides(NamedTuple):
-    """The same for a kernel of the backward pass; None for gradients that it does not write."""
+class DqStrides(NamedTuple):
+    """The same for the kernel of dq."""
 
     q: Strides
     k: Strides
     v: Strides
     dout: Strides
-    dq: Strides | None = None
-    dk: Strides | None = None
-    dv: Strides | None = None
+    dq: Strides
+
+
+class DkdvStrides(NamedTuple):
+    """The same for the kernel of dk and dv; those of k and v stand in for what is not written.
+
+    Not None, because a record that holds both records and other constants does not compile
+    with strides of 1 (see `testing.sizes_of_one`).
+    """
+
+    q: Strides
+    k: Strides
+    v: Strides
+    dout: Strides
+    dk: Strides
+    dv: Strides
 
 
 class KernelOperands(NamedTuple):
@@ -78,7 +91,7 @@ def kernel_operands(call: AttentionCall) -> KernelOperands:
     return KernelOperands(
         batch,
         lengths,
-        Heads(q.shape[1], q.shape[1] // k.shape[1]),
+        Heads(q.shape[1], q.shape[1] // max(k.shape[1], 1)),
         Band(*spec.band.scalars()),
         score_factors(spec.scale, spec.softcap),
         CuSeqlens(spec.cu_seqlens_q, spec.cu_seqlens_k),

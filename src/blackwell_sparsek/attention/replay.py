@@ -17,6 +17,7 @@ from ..launch.replay import (
     NO_RECORDER,
     Bound,
     Cache,
+    Described,
     Launches,
     Recorded,
     Recorder,
@@ -25,6 +26,7 @@ from ..launch.replay import (
     keep,
     kept,
     may_record,
+    seen_before,
     stream_of,
 )
 from ..masks.block_mask import BlockMask
@@ -42,10 +44,10 @@ _BACKWARD: Cache = {}
 _deterministic = torch.are_deterministic_algorithms_enabled
 
 
-def replayed(
+def describe(
     options: tuple[Any, ...], inputs: tuple[Any, ...], mask: Any, packed: bool = False
-) -> Tensors | None:
-    """Output, and lse if requested, by recorded launches; None if the call must be made in full.
+) -> Described | None:
+    """What the launches of a call depend on; None if the call must be made in full.
 
     Nothing has been checked before.
 
@@ -58,20 +60,32 @@ def replayed(
     """
     if torch.compiler.is_compiling():
         return None
-    cache, stream = _PACKED if packed else _DENSE, None
+    stream = None
     if mask is not None:
         if not isinstance(mask, BlockMask):
             return None
         mask._check_unwritten()
         # lists that a mask caches were made on one stream; another must first wait for them
-        cache, stream = mask._launches, stream_of(inputs[0])
+        stream = stream_of(inputs[0])
     found = described(options, inputs, stream, gradients=not packed, operands=3)
+    if found is not None and found.trains:
+        # torch's global switch also decides which backward will run
+        return found._replace(key=(*found.key, _deterministic()))
+    return found
+
+
+def replayed(
+    found: Described | None,
+    options: tuple[Any, ...],
+    inputs: tuple[Any, ...],
+    mask: Any,
+    packed: bool = False,
+) -> Tensors | None:
+    """Output, and lse if requested, by recorded launches; None if the call must be made in full."""
     if found is None:
         return None
     key, addresses, trains = found
-    if trains:
-        # torch's global switch also decides which backward will run
-        key = (*key, _deterministic())
+    cache = mask._launches if mask is not None else _PACKED if packed else _DENSE
     launches = kept(cache, key) if cache else None
     if launches is None and mask is not None:
         launches = _bound_to_mask(key, mask, trains)
@@ -81,20 +95,22 @@ def replayed(
 
 
 def recorder(
-    options: tuple[Any, ...], inputs: tuple[Any, ...], mask: BlockMask | None, packed: bool = False
+    found: Described | None,
+    options: tuple[Any, ...],
+    inputs: tuple[Any, ...],
+    mask: BlockMask | None,
+    packed: bool = False,
 ) -> Recorder:
     """Records the launches of a call that `replayed` did not find, if they can be replayed."""
     if torch.compiler.is_compiling():
         # a compiler can enter only context managers created in the code that it compiles
         return Recorder(None)
-    stream = None if mask is None else stream_of(inputs[0])
-    found = described(options, inputs, stream, gradients=not packed, operands=3)
+    if found is None or not seen_before(found.key):
+        return NO_RECORDER
     q, k, v, sinks, *offsets = inputs
-    if found is None or not may_record(options, (q, k, v), (sinks, *offsets)):
+    if not may_record(options, (q, k, v), (sinks, *offsets)):
         return NO_RECORDER
     key, _, trains = found
-    if trains:
-        key = (*key, _deterministic())
     cache = _PACKED if packed else _DENSE
     lists: tuple[torch.Tensor, ...] = ()
     if mask is not None:
@@ -244,7 +260,7 @@ class CheckedCall(NamedTuple):
             return NO_RECORDER
         return Recorder(self.cache, key, (*self.operands, *others), closed=self.mask is not None)
 
-    def _described(self) -> tuple[tuple[Any, ...], list[int], bool] | None:
+    def _described(self) -> Described | None:
         # lists derived from a mask belong to the stream that made them; others make their own
         stream = None if self.mask is None else stream_of(self.operands[0])
         return described(self.needs, (*self.operands, *self.others), stream, below_autocast=True)

@@ -1,5 +1,6 @@
 """`scaled_dot_product_attention`: torch's signature and torch's semantics."""
 
+import math
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ def scaled_dot_product_attention(
     query : `[..., Hq, L, E]`
     key : `[..., H, S, E]`
     value : `[..., H, S, Ev]`
-    attn_mask : bool or float, broadcastable to `[..., Hq, L, S]`, optional
-        True where a query sees a key; or a bias added to the scores.
+    attn_mask : bool or float, broadcastable to `[..., Hq, L, S]`, or CausalBias, optional
+        True where a query sees a key; or a bias added to the scores. A `CausalBias` of
+        `torch.nn.attention.bias` costs no memory, whichever corner it is aligned to.
     dropout_p : float
         Must be 0.
     is_causal : bool
@@ -64,6 +66,13 @@ def scaled_dot_product_attention(
     """
     if dropout_p != 0.0:
         raise Unsupported(message(OP, "dropout_p", "asks for dropout", 0.0, dropout_p))
+    to_bottom_right = False
+    if is_causal_bias(attn_mask):
+        if is_causal:
+            problem, expected = "is a CausalBias", "is_causal=False"
+            raise InvalidInput(message(OP, "attn_mask", problem, expected, "is_causal=True"))
+        to_bottom_right = is_bottom_right(attn_mask, query, key)
+        attn_mask, is_causal = None, not to_bottom_right
     if attn_mask is not None:
         check_tensor(OP, "attn_mask", attn_mask)
         check_dtype(OP, "attn_mask", attn_mask, _mask_dtypes(query))
@@ -81,7 +90,7 @@ def scaled_dot_product_attention(
     check_qkv(OP, q, k, v, DENSE, NAMES)
     sq, sk = q.shape[2], k.shape[2]
     mask = None if attn_mask is None else _mask_planes(attn_mask, lead, q, sk)
-    band = Band(None, None)
+    band = Band(None, 0 if to_bottom_right else None)
     if is_causal:
         # no query sees a key past the last query; without those keys, top left is a plain shift
         sk = min(sk, sq)
@@ -97,6 +106,31 @@ def scaled_dot_product_attention(
     )
     out, _ = attend(call, "auto")
     return out.reshape(*lead, *out.shape[-2:])
+
+
+def is_causal_bias(mask: Any) -> bool:
+    """Whether `mask` is torch's `CausalBias`.
+
+    By name, because importing its module takes seconds, and whoever has such a mask has paid that.
+    """
+    kind = type(mask)
+    return kind.__name__ == "CausalBias" and kind.__module__ == "torch.nn.attention.bias"
+
+
+def is_bottom_right(bias: Any, query: Any, key: Any) -> bool:
+    """Whether the last query is aligned with the last key, rather than the first with the first.
+
+    As torch does, the sizes of a bias are ignored unless it aligns to the bottom right.
+    """
+    for arg, x in zip(NAMES, (query, key), strict=False):
+        check_tensor(OP, arg, x)
+    if bias.variant.name != "LOWER_RIGHT" or bias.seq_len_q == bias.seq_len_kv:
+        return False
+    expected, got = [query.shape[-2], key.shape[-2]], [bias.seq_len_q, bias.seq_len_kv]
+    if got != expected:
+        problem = "is a CausalBias of other sizes"
+        raise InvalidInput(message(OP, "attn_mask", problem, expected, got))
+    return True
 
 
 def _mask_dtypes(query: Any) -> list[torch.dtype]:
@@ -120,8 +154,11 @@ def _as_dense(
         got = ", ".join(str(list(x.shape)) for x in (q, k, v))
         expected = "leading dimensions that broadcast (enable_gqa=True for grouped heads)"
         raise InvalidInput(message(OP, "/".join(NAMES), "do not match", expected, got)) from None
+    # the batch in numbers, because -1 is ambiguous for tensors without elements
     dense = (
-        x.expand(*whole, *x.shape[-2:]).reshape(-1, *(whole[-1:] or (1,)), *x.shape[-2:])
+        x.expand(*whole, *x.shape[-2:]).reshape(
+            math.prod(whole[:-1]), *(whole[-1:] or (1,)), *x.shape[-2:]
+        )
         for x, whole in zip((q, k, v), leads, strict=True)
     )
     q, k, v = dense
@@ -130,14 +167,15 @@ def _as_dense(
 
 def _mask_planes(mask: torch.Tensor, lead: torch.Size, q: torch.Tensor, sk: int) -> torch.Tensor:
     """`mask` as bool [B or 1, H or 1, L or 1, S]; one row stands for all queries."""
-    sq, heads = q.shape[2], q.shape[1]
+    sq = q.shape[2]
     expected = (*lead, sq, sk)
+    if mask.dim() > len(expected):
+        problem, most = "has too many dimensions", f"at most {list(expected)}"
+        raise InvalidInput(message(OP, "attn_mask", problem, most, list(mask.shape)))
     try:
-        torch.broadcast_shapes(mask.shape, expected)
+        fits = torch.broadcast_shapes(mask.shape, expected) == expected
     except RuntimeError:
         fits = False
-    else:
-        fits = mask.dim() <= len(expected) or all(n == 1 for n in mask.shape[: -len(expected)])
     if not fits:
         raise InvalidInput(
             message(OP, "attn_mask", "does not broadcast", list(expected), list(mask.shape))
@@ -150,9 +188,8 @@ def _mask_planes(mask: torch.Tensor, lead: torch.Size, q: torch.Tensor, sk: int)
     if mask.dim() == 4:
         return mask
     # more leading dimensions than a batch: flatten them all
-    return mask.expand(*lead[:-1], mask.shape[-3], sq, sk).reshape(-1, mask.shape[-3], sq, sk)[
-        :, : heads if mask.shape[-3] > 1 else 1
-    ]
+    own = mask.shape[-3]
+    return mask.expand(*lead[:-1], own, sq, sk).reshape(math.prod(lead[:-1]), own, sq, sk)
 
 
 # Block masks from bool masks.

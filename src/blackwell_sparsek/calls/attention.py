@@ -80,7 +80,9 @@ def empty_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
     """
     if q.dim() == 3:
         return q.new_empty((q.shape[0], q.shape[1], head_dim_v))
-    batch, heads, sq, _ = q.shape
+    batch, heads, sq, head_dim = q.shape
+    if head_dim == head_dim_v and q.is_contiguous():
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
     if heads_are_inner(q):
         return q.new_empty((batch, sq, heads, head_dim_v)).transpose(1, 2)
     return q.new_empty((batch, heads, sq, head_dim_v))
@@ -182,6 +184,11 @@ FARTHEST_TOKENS = 2**34
 
 def tma_takes(x: torch.Tensor) -> bool:
     """Whether TMA can copy tiles of `x`: address and strides in steps of 16 bytes."""
+    if x.is_contiguous():
+        # all strides are multiples of the last dimension
+        taken = x.nbytes
+        if 0 < taken < FARTHEST_TOKENS and x.shape[-1] * x.element_size() % 16 == 0:
+            return x.data_ptr() % 16 == 0
     *outer, row = (
         stride * x.element_size() if size > 1 else 16
         for size, stride in zip(x.shape, x.stride(), strict=True)

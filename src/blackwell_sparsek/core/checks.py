@@ -28,24 +28,38 @@ def check_tensor(op: str, arg: str, x: Any) -> None:
 
 def check_derivatives(op: str, arg: str, x: torch.Tensor) -> None:
     """Refuse tensors with a derivative that torch does not ask operators for."""
-    expected = ".backward() or torch.autograd.grad"
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        # torch would treat the tangent as zero
-        problem = "has a forward-mode derivative (torch.func.jvp, dual tensors)"
-        raise Unsupported(message(op, arg, problem, expected, "a tangent"))
-    if not torch.compiler.is_compiling() and _differentiated_by_func(x):
+    check_tangent(op, arg, x)
+    if is_differentiated_by_func(x):
         problem = "is differentiated by torch.func (grad, vjp, jacrev)"
+        expected = ".backward() or torch.autograd.grad"
         raise Unsupported(message(op, arg, problem, expected, "a transform"))
 
 
-def _differentiated_by_func(x: torch.Tensor) -> bool:
+def check_tangent(op: str, arg: str, x: torch.Tensor) -> None:
+    """Refuse a tensor with a forward-mode derivative."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        # torch would treat the tangent as zero
+        problem = "has a forward-mode derivative (torch.func.jvp, dual tensors)"
+        expected = ".backward() or torch.autograd.grad"
+        raise Unsupported(message(op, arg, problem, expected, "a tangent"))
+
+
+def is_differentiated_by_func(*tensors: torch.Tensor) -> bool:
+    """Whether a transform of `torch.func` asks for the gradient of any of the tensors."""
+    if torch.compiler.is_compiling():
+        return False
     functorch = torch._C._functorch
     stack = functorch.get_interpreter_stack() or ()
     if not any(level.key() == functorch.TransformType.Grad for level in stack):
         return False
-    while functorch.is_batchedtensor(x):  # a batched tensor never reports requires_grad
-        x = functorch.get_unwrapped(x)
-    return x.requires_grad
+    return any(_innermost(x).requires_grad for x in tensors)
+
+
+def _innermost(x: torch.Tensor) -> torch.Tensor:
+    """A batched tensor never reports `requires_grad`; what it wraps does."""
+    while torch._C._functorch.is_batchedtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def check_has_data(op: str, arg: str, x: torch.Tensor) -> None:

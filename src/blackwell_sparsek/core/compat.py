@@ -5,7 +5,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,14 +13,13 @@ from .._version import __version__
 
 MIN_TORCH = (2, 10)
 MIN_TRITON = (3, 6)
-# The release whose private launcher `kernel_launcher` knows.
-LAUNCHER_TRITON = (3, 6)
-# The release in whose machine code the assumptions of `device/gluon/warps.py` were checked.
-WARPS_TRITON = (3, 6)
+# Releases whose kernels `launch.parameters` knows how to launch.
+LAUNCHER_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
+# Releases in whose code tests read what `device/gluon/warps.py` and kernels with barriers of their
+# own take for granted: where barriers lie, and that no others come into loops of single warps.
+WARPS_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
 # The release in which spills of kernels were counted: others allocate registers differently.
 SPILLS_TRITON = (3, 6)
-# Releases for which `tests/compile/test_attention_sm90_barriers.py` was run.
-PLACES_TRITON = ((3, 6), (3, 7), (3, 8))
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -76,16 +75,36 @@ def why_triton_fails() -> str | None:
 def why_places_unknown() -> str | None:
     """Why it is not known where Triton puts a kernel's barriers, or None when it is."""
     version = triton_version()
-    if version in PLACES_TRITON:
+    if version in WARPS_TRITON:
         return None
-    first, last = (".".join(map(str, release)) for release in (PLACES_TRITON[0], PLACES_TRITON[-1]))
+    first, last = (".".join(map(str, release)) for release in (WARPS_TRITON[0], WARPS_TRITON[-1]))
     got = "none" if version is None else f"{version[0]}.{version[1]}"
     return f"needs triton {first} to {last}, which put barriers where it looks for them, got {got}"
 
 
 def warps_may_part() -> bool:
     """Whether warps of a program may diverge, as `device/gluon/warps.py` lets them."""
-    return triton_version() == WARPS_TRITON
+    return triton_version() in WARPS_TRITON
+
+
+def ptxas_options() -> list[str]:
+    """Options of Triton's own for ptxas that affect registers; `ptx_options` come after them."""
+    version = triton_version()
+    return ["--regAllocOptLevel=2"] if version is not None and version >= (3, 7) else []
+
+
+@cache
+def hopper_options() -> dict[str, str]:
+    """Launch options of every Hopper kernel, besides its own.
+
+    Triton 3.7 and later lower ptxas's effort at allocating registers. It made no difference to the
+    ptxas of CUDA 12 that they use for sm_90; that of 13.4, which 3.9 uses, spills two to four times
+    as much (backward, D 128: 500 instead of 140 bytes loaded). Level 4 is what ptxas does unasked.
+    """
+    version = triton_version()
+    if version is None or version < (3, 9):
+        return {}
+    return {"ptx_options": "--regAllocOptLevel=4"}
 
 
 def spills_are_judged() -> bool:
@@ -93,55 +112,15 @@ def spills_are_judged() -> bool:
     return triton_version() == SPILLS_TRITON
 
 
-def launch_in_clusters(compiled: Any, size: int) -> None:
-    """Make every launch of a compiled kernel use clusters of `size` programs.
-
-    Triton 3.6 forms clusters for kernels whose tiles are spread over several programs. A kernel
-    compiled for single programs can be launched in clusters too: its machine code does not depend
-    on the cluster size.
-    """
-    warps, _, shared = compiled.packed_metadata
-    compiled.packed_metadata = (warps, size, shared)
-
-
-class KernelLauncher(NamedTuple):
-    """The C function that launches a compiled kernel, below Triton's own preparations.
-
-    `prefix` are its constant leading arguments after grid and stream; `descriptors` is the metadata
-    of the tensor descriptors among the kernel's parameters, in order. With `overlaps` (PDL), a
-    launch may begin before the kernel ahead of it on the stream has ended.
-    """
-
-    launch: Callable[..., None]
-    prefix: tuple[Any, ...]
-    descriptors: list[Any]
-    overlaps: bool = False
-
-
-def kernel_launcher(compiled: Any) -> KernelLauncher | None:
-    """The launcher of a kernel that Triton compiled; None if its arguments are not known.
-
-    The arguments are private to Triton and differ between releases, so only `LAUNCHER_TRITON` is
-    supported; other releases launch through Triton's front end.
-    """
-    run: Any = getattr(compiled, "run", None)
-    launch = getattr(run, "launch", None)
-    if triton_version() != LAUNCHER_TRITON or not callable(launch):
+def why_no_launcher() -> str | None:
+    """Why kernels are launched by Triton's front end, which takes longer, or None if not."""
+    version = triton_version()
+    if version in LAUNCHER_TRITON:
         return None
-    if run.global_scratch_size or run.profile_scratch_size:
-        return None
-    descriptors: list[Any] = []
-    # for kernels with descriptors, a function that expands them wraps the builtin
-    if (code := getattr(launch, "__code__", None)) is not None:
-        cells = dict(zip(code.co_freevars, launch.__closure__ or (), strict=True))
-        if not {"launcher", "tensordesc_meta"} <= cells.keys():
-            return None
-        descriptors = cells["tensordesc_meta"].cell_contents
-        launch = cells["launcher"].cell_contents
-    flags = (run.launch_cooperative_grid, run.launch_pdl)
-    no_scratch_or_hooks = (None, None, compiled.packed_metadata, None, None, None)
-    prefix = (compiled.function, *flags, *no_scratch_or_hooks)
-    return KernelLauncher(launch, prefix, descriptors, bool(run.launch_pdl))
+    ends = (LAUNCHER_TRITON[0], LAUNCHER_TRITON[-1])
+    first, last = (".".join(map(str, release)) for release in ends)
+    got = "none" if version is None else f"{version[0]}.{version[1]}"
+    return f"direct launches are known for triton {first} to {last}, got {got}"
 
 
 # Private functions of torch, because the public ones make checks that a launch cannot afford.
@@ -164,13 +143,6 @@ def _public_empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
 empty_on_gpu: Callable[..., torch.Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty
 )
-
-
-def tensor_map(descriptor: Any, metadata: Any) -> Any:
-    """What the launcher takes in place of a host-side tensor descriptor."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    return make_tensordesc_arg(descriptor, metadata)
 
 
 def installed_versions() -> dict[str, str]:

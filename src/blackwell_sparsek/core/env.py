@@ -11,29 +11,42 @@ IMPLS = ("auto", "reference", "eager", "dense", "triton", "sm90")
 
 def default_impl() -> str:
     """`BSK_IMPL`: the implementation that calls without an `impl` argument take (default auto)."""
-    value = os.environ.get("BSK_IMPL", "auto")
+    if _stored("BSK_IMPL") is None:
+        return "auto"
+    value = os.environ["BSK_IMPL"]
     if value not in IMPLS:
         raise InvalidInput(f"BSK_IMPL is {value!r}; expected one of {', '.join(IMPLS)}")
     return value
 
 
 def asked_impl() -> object:
-    """`BSK_IMPL` as the environment stores it, unchecked: to tell whether it changed.
+    """`BSK_IMPL` as the environment stores it, unchecked: to tell whether it changed."""
+    return _stored("BSK_IMPL")
+
+
+def _stored(name: str) -> object:
+    """A variable as the environment stores it, or None.
 
     Reading `os.environ` decodes the value, which takes longer than everything else that a replayed
     call checks. If the stored form is not accessible, the decoded value is returned.
     """
-    if _STORED_NAME is None:
-        return os.environ.get("BSK_IMPL")
-    return os.environ._data.get(_STORED_NAME)  # type: ignore[attr-defined]
+    if _STORED_NAMES is None:
+        return os.environ.get(name)
+    return os.environ._data.get(_STORED_NAMES[name])  # type: ignore[attr-defined]
 
 
-_STORED_NAME = os.environ.encodekey("BSK_IMPL") if hasattr(os.environ, "_data") else None
+_STORED_NAMES = (
+    {name: os.environ.encodekey(name) for name in ("BSK_IMPL", "TRITON_INTERPRET")}
+    if hasattr(os.environ, "_data")
+    else None
+)
 
 
 def triton_interpreted() -> bool:
     """`TRITON_INTERPRET`: whether Triton runs kernels on the CPU. Triton reads it at import."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    if _stored("TRITON_INTERPRET") is None:
+        return False
+    return os.environ["TRITON_INTERPRET"].lower() in ("1", "true", "on", "yes")
 
 
 def config_dir() -> str | None:
@@ -55,7 +68,14 @@ def triton_overrides() -> dict[str, str]:
         "TRITON_KERNEL_OVERRIDE",
         "TRITON_OVERRIDE_DIR",
         "TRITON_PTXAS_PATH",
+        "TRITON_PTXAS_BLACKWELL_PATH",
         "PTXAS_OPTIONS",
+        "TRITON_LIBDEVICE_PATH",
+        "TRITON_LIBCUDA_PATH",
+        "TRITON_CUDACRT_PATH",
+        "TRITON_CUDART_PATH",
+        # builds the launchers of kernels
+        "CC",
     )
     return {name: os.environ[name] for name in names if name in os.environ}
 
@@ -64,6 +84,14 @@ def relevant_variables() -> dict[str, str]:
     """Return the set variables that change what runs or how fast, for reports."""
     prefixes = ("BSK_", "TRITON_", "CUDA_", "PYTORCH_", "OMP_", "MKL_", "NVIDIA_TF32_")
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
+
+
+def environment_for_sanitizer() -> dict[str, str]:
+    """The environment of a process under compute-sanitizer, where torch caches no memory.
+
+    Its allocator hands out parts of large blocks, whose bounds no tool knows.
+    """
+    return {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def environment_for_compiler() -> dict[str, str]:

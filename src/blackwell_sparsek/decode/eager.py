@@ -77,7 +77,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence: q [Hq, Sq, D], k [Hkv, n, D], v [Hkv, n, Dv]."""
     heads, dtype = k.shape[0], compute_dtype(q.dtype)
-    grouped = q.to(dtype).reshape(heads, -1, *q.shape[1:])
+    group = q.shape[0] // max(heads, 1)
+    grouped = q.to(dtype).reshape(heads, group, *q.shape[1:])
     scores = grouped @ k.to(dtype).unsqueeze(1).mT * (call.scale * _scale(call.k_scale, dtype))
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -85,7 +86,7 @@ def _attend(
     # an additional column holds the sink; -inf means no sink
     column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     if call.sinks is not None:
-        column = call.sinks.to(dtype).view(heads, -1, 1, 1).expand_as(column)
+        column = call.sinks.to(dtype).view(heads, group, 1, 1).expand_as(column)
     logits = torch.cat([scores, column], -1)
     peak = logits.amax(-1, keepdim=True)
     weights = torch.exp(logits - peak.masked_fill(peak == -torch.inf, 0.0))

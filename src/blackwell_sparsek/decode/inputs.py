@@ -62,6 +62,8 @@ def decode_call(
     if kv_blocks is not None:
         _check_indices(op, "kv_blocks", kv_blocks, [q.shape[0], heads, "n"], q)
     check_sinks(op, sinks, q)
+    if sinks is not None:
+        check_derivatives(op, "sinks", sinks)
     for arg, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
         _check_scale(op, arg, factor, heads, k_cache)
     return DecodeCall(
@@ -109,7 +111,7 @@ def _check_caches(op: str, q: Any, k_cache: Any, v_cache: Any, *, paged: bool) -
     if paged and k_cache.shape[1] == 0:
         _raise(op, "k_cache", "has pages without tokens", "page_size >= 1", list(k_cache.shape))
     heads: int = k_cache.shape[2 if paged else 1]
-    if heads == 0 or q.shape[1] % heads:
+    if q.shape[1] % heads if heads else q.shape[1]:
         expected = "a multiple of the heads of k_cache"
         got = f"{q.shape[1]} query heads not divisible by {heads} kv heads"
         _raise(op, "q", "has a wrong number of heads", expected, got)

@@ -34,6 +34,7 @@ from ..attention.operands import score_factors, token_strides
 from ..attention.sm90.launch import tma_strides
 from ..calls.attention import empty_lse, empty_out
 from ..calls.decode import DecodeCall
+from ..core.compat import hopper_options
 from ..device.fp8 import turned_back
 from ..device.gluon.fp8_operands import column_of_slot, half_range, key_operand, value_operand
 from ..device.gluon.partials import columns_of, merge_parts, rows_of, store_part
@@ -503,6 +504,7 @@ def launch_attn_decode_sm90(
             config,
         )
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.SINGLE}
+        options |= hopper_options()
         launch(_attn_decode_sm90_kernel, programs, args, **options)
 
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from ..device.gluon.pipeline import publish, thread_barrier
+from ..device.gluon.compat import async_load, thread_barrier
+from ..device.gluon.pipeline import publish
 from ..device.paging import visited_tiles
 from .triton import keys_of_length, keys_seen
 
@@ -337,7 +338,7 @@ def _copy(desc, tile, bar, copies, kv_head, CFG: gl.constexpr):
         if count > 1:
             rows = tile.slice(copy * copy_keys, copy_keys, dim=0)
         place = [copies.slabs[copy], kv_head, copies.rows[copy], 0]
-        tma.async_copy_global_to_shared(desc, place, bar, rows, pred=copies.wanted)
+        async_load(desc, place, bar, rows, pred=copies.wanted)
 
 
 @gluon.jit

@@ -99,16 +99,25 @@ class DecodeWorkspace(NamedTuple):
     counters: Any
 
 
+class ScaleStrides(NamedTuple):
+    """From head to head of the scales of an fp8 cache; 0 where one number is for all."""
+
+    k: Any
+    v: Any
+
+
 class DecodeLayout(NamedTuple):
-    """Strides of all tensors, and the numbers of heads."""
+    """Strides of all tensors, and the numbers of heads.
+
+    Records only: beside plain numbers, their strides of 1 would not compile (see
+    `testing.sizes_of_one`).
+    """
 
     out: Strides
     q: Strides
     k: Strides
     v: Strides
-    k_scale: Any
-    """From head to head; 0 where one number is for all."""
-    v_scale: Any
+    scales: ScaleStrides
     heads: DecodeHeads
 
 
@@ -356,7 +365,7 @@ def _write(
     row_sum = tl.where(work.kv_len < 0, float("nan"), row_sum)
     inverse, lse = finalise(m_log2, row_sum)
     if scoring.v_scale is not None:
-        inverse *= tl.load(scoring.v_scale + work.kv_head * layout.v_scale)
+        inverse *= tl.load(scoring.v_scale + work.kv_head * layout.scales.v)
     out_ptr = results.out + tl.cast(work.sequence, tl.int64) * layout.out.batch
     tl.store(
         out_ptr + offset[:, None] + columns,
@@ -440,7 +449,7 @@ def _attn_decode_kernel(
         q = tl.load(queries + offset[:, None] + offs_d[None, :], live, other=0.0)
         k_scale = 1.0
         if scoring.k_scale is not None:
-            k_scale = tl.load(scoring.k_scale + kv_head * layout.k_scale)
+            k_scale = tl.load(scoring.k_scale + kv_head * layout.scales.k)
         # under a softcap the factor of the softmax is the cap, and that of keys belongs inside
         scale_log2 = scoring.scale_log2
         if scoring.inverse_cap is None:
@@ -537,8 +546,7 @@ def launch_attn_decode(
                 Strides(*token_strides(q)),
                 cache_strides(k_cache, call.page_size),
                 cache_strides(v_cache, call.page_size),
-                scale_stride(call.k_scale),
-                scale_stride(call.v_scale),
+                ScaleStrides(scale_stride(call.k_scale), scale_stride(call.v_scale)),
                 DecodeHeads(call.kv_heads, heads_q // call.kv_heads),
             ),
             0 if table is None else table.stride(0),

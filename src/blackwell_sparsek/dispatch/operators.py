@@ -1,7 +1,7 @@
 """Defining operators, with their rules for `torch.vmap` and forward-mode derivatives."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -29,7 +29,9 @@ def define_op(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     if not op._schema.is_mutable:
-        torch.library.register_vmap(f"{NAMESPACE}::{name}", one_by_one(op), lib=_LIBRARY)
+        rule = one_by_one(op)
+        torch.library.register_vmap(f"{NAMESPACE}::{name}", rule, lib=_LIBRARY)
+        _LIBRARY.impl(name, batched_gradients(rule), "Batched")
     return op
 
 
@@ -68,6 +70,8 @@ def one_by_one(op: Callable[..., Any]) -> Callable[..., Any]:
             op(*(_entry(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
+        if not results:
+            return _no_results(op, in_dims, args)
         if isinstance(results[0], torch.Tensor):
             return torch.stack(results), 0
         stacked = tuple(map(torch.stack, zip(*results, strict=True)))
@@ -80,3 +84,88 @@ def _entry(x: Any, dim: Any, index: int) -> Any:
     if isinstance(dim, (list, tuple)):
         return [_entry(y, d, index) for y, d in zip(x, dim, strict=True)]
     return x if dim is None else x.select(dim, index)
+
+
+def _no_results(op: Callable[..., Any], in_dims: Any, args: Any) -> tuple[Any, Any]:
+    """The results of `torch.vmap` over an empty batch; the operator's fake knows their shapes."""
+    made = op(*(_described_entry(x, dim) for x, dim in zip(args, in_dims, strict=True)))
+    device = next(_tensors(args)).device
+    if isinstance(made, torch.Tensor):
+        return torch.empty((0, *made.shape), dtype=made.dtype, device=device), 0
+    empty = tuple(torch.empty((0, *x.shape), dtype=x.dtype, device=device) for x in made)
+    return empty, (0,) * len(empty)
+
+
+def _described_entry(x: Any, dim: Any) -> Any:
+    """Shape, strides and dtype of an entry of `x` along `dim`, without data."""
+    if isinstance(x, (list, tuple)):
+        dims = dim if isinstance(dim, (list, tuple)) else [None] * len(x)
+        return [_described_entry(y, d) for y, d in zip(x, dims, strict=True)]
+    if not isinstance(x, torch.Tensor):
+        return x
+    if dim is None:
+        return x.detach().to("meta")
+    return x.new_empty([n for i, n in enumerate(x.shape) if i != dim % x.dim()], device="meta")
+
+
+# Batched gradients: `torch.autograd.grad(..., is_grads_batched=True)`, and with it
+# `torch.autograd.gradcheck` and `torch.autograd.functional.jacobian(..., vectorize=True)`, use an
+# older batching of torch than `torch.vmap` does, with a dispatch key of its own.
+
+
+class _Batch(NamedTuple):
+    """What a rule for `torch.vmap` asks about the batch."""
+
+    batch_size: int
+
+
+def batched_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel for tensors of the older batching, from a rule of `torch.vmap`."""
+
+    def kernel(*args: Any) -> Any:
+        level = _innermost_level(args)
+        dims = tuple(_batched_dims(x, level) for x in args)
+        whole = tuple(_whole(x, level) for x in args)
+        first = next(x for x in _tensors(args) if _is_batched(x, level))
+        results, _ = rule(_Batch(_whole(first, level).shape[0]), dims, *whole)
+        if isinstance(results, torch.Tensor):
+            return torch._add_batch_dim(results, 0, level)
+        return tuple(torch._add_batch_dim(x, 0, level) for x in results)
+
+    return kernel
+
+
+def _innermost_level(args: Any) -> int:
+    """The number of the innermost batching that a tensor takes part in."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return next(n for n in range(level, 0, -1) if any(_is_batched(x, n) for x in _tensors(args)))
+
+
+def _is_batched(x: torch.Tensor, level: int) -> bool:
+    """Whether `x` takes part in the batching `level`."""
+    if not is_in_older_batch(x):
+        return False
+    # a tensor that does not take part is expanded to the size given
+    sizes = {torch._remove_batch_dim(x, level, size, 0).shape[0] for size in (1, 2)}
+    return len(sizes) == 1
+
+
+def is_in_older_batch(x: torch.Tensor) -> bool:
+    """Whether `x` stands for a batch of gradients; such a tensor has no memory of its own."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(x))
+
+
+def _batched_dims(x: Any, level: int) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_batched_dims(y, level) for y in x]
+    return 0 if isinstance(x, torch.Tensor) and _is_batched(x, level) else None
+
+
+def _whole(x: Any, level: int) -> Any:
+    """`x` with its batch as the first dimension."""
+    if isinstance(x, (list, tuple)):
+        return [_whole(y, level) for y in x]
+    if isinstance(x, torch.Tensor) and _is_batched(x, level):
+        return torch._remove_batch_dim(x, level, 1, 0)
+    return x

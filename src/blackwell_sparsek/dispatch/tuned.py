@@ -4,6 +4,7 @@ Off unless `BSK_CONFIG_DIR` names a folder. The folder holds one file for each d
 """
 
 import json
+import os
 import pathlib
 from collections.abc import Hashable
 from functools import cache
@@ -54,23 +55,26 @@ def _tiles(folder: str, device_name: str) -> dict[tuple[str, str], Tile]:
 def read_tiles(path: pathlib.Path) -> dict[tuple[str, str], Tile]:
     """All tiles of a file, checked."""
     try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise InvalidInput(f"{path}: expected what `bsk tune` writes, schema {SCHEMA}")
     found = {}
-    for kernel, tiles in _items(document.get("tiles")):
-        for key, tile in _items(tiles):
+    for kernel, tiles in _items(path, "tiles", document.get("tiles")):
+        for key, tile in _items(path, kernel, tiles):
             if not _is_tile(tile):
-                raise InvalidInput(f"{path}: {kernel} {key!r}: expected a tile, got {tile!r}")
+                raise InvalidInput(f"{path}: {kernel!r} {key!r}: expected a tile, got {tile!r}")
             m, n, warps, stages = tile
             found[kernel, key] = (m, n, warps, stages)
     return found
 
 
-def _items(value: Any) -> list[tuple[str, Any]]:
-    return list(value.items()) if isinstance(value, dict) else []
+def _items(path: pathlib.Path, name: str, value: Any) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        got = type(value).__name__
+        raise InvalidInput(f"{path}: {name!r}: expected an object of tiles, got {got}")
+    return list(value.items())
 
 
 def _is_tile(value: Any) -> bool:
@@ -90,4 +94,7 @@ def write_tiles(path: pathlib.Path, device_name: str, tiles: dict[tuple[str, str
         by_kernel.setdefault(kernel, {})[key] = list(tile)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"schema": SCHEMA, "device_name": device_name, "tiles": by_kernel}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    # replaced as a whole: a process that reads it meanwhile must not find half a file
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, path)

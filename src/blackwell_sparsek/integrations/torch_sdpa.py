@@ -14,18 +14,24 @@ from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
+from torch.jit._builtins import _register_builtin
 
 from ..attention.inputs import scale_or_default
 from ..attention.op import attn_bwd, attn_fwd
-from ..attention.sdpa import scaled_dot_product_attention
+from ..attention.sdpa import is_bottom_right, is_causal_bias, scaled_dot_product_attention
 from ..core.checks import message
-from ..core.errors import BskError, Unsupported
+from ..core.errors import BskError, InvalidInput, Unsupported
 from ..masks.band import Band
 
 __all__ = ["FLASH_NAME", "patch_sdpa", "register_flash_attention"]
 
 
 _original = torch.nn.functional.scaled_dot_product_attention
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DEFAULT_RULES = (
+    vars(torch.Tensor)["__torch_function__"].__func__,
+    torch._C._disabled_torch_function_impl,
+)
 _lock = threading.RLock()
 # Active patches of all threads; torch's function is restored when there are none.
 _patches: list["patch_sdpa"] = []
@@ -38,7 +44,8 @@ class patch_sdpa:
     A context manager. It takes calls by this thread (and those that autograd recomputes for it),
     not by other threads. Calls that this package cannot compute go to torch's own kernels and are
     counted with the reason, so that no fallback is silent. Code that imported the function from
-    `torch.nn.functional` earlier is not reached, nor are torch's C++ modules.
+    `torch.nn.functional` earlier is not reached, nor are torch's C++ modules and TorchScript:
+    what `torch.jit.script` compiles inside calls torch's own kernels.
 
     A bool mask makes a call wait for the device; see `bsk.scaled_dot_product_attention`.
 
@@ -92,28 +99,74 @@ class patch_sdpa:
     def call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute attention with this package, or leave the call to torch."""
         mask = kwargs.get("attn_mask", next(iter(args[3:4]), None))
+        causal_bias = is_causal_bias(mask)
+        original = _original_with_causal_bias if causal_bias else _original
         try:
-            if isinstance(mask, torch.Tensor) and mask.dtype != torch.bool and not self.strict:
-                return self._leave("attn_mask is a bias, not a mask", args, kwargs)
+            if (kind := _class_with_own_rules(*args, *kwargs.values())) is not None:
+                raise Unsupported(f"an argument is a {kind}, which has its own __torch_function__")
+            is_bias = isinstance(mask, torch.Tensor) and mask.dtype != torch.bool
+            if is_bias and not causal_bias and not self.strict:
+                return self._leave("attn_mask is a bias, not a mask", original, args, kwargs)
             out = scaled_dot_product_attention(*args, **kwargs)
         except BskError as error:
             if self.strict:
                 raise
-            return self._leave(str(error).splitlines()[0], args, kwargs)
+            return self._leave(str(error).splitlines()[0], original, args, kwargs)
         if not torch.compiler.is_compiling():
             self.taken += 1
         return out
 
-    def _leave(self, reason: str, args: Any, kwargs: Any) -> torch.Tensor:
+    def _leave(
+        self, reason: str, original: Callable[..., torch.Tensor], args: Any, kwargs: Any
+    ) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self.left[reason] += 1
-        return _original(*args, **kwargs)
+        return original(*args, **kwargs)
 
 
 def _sdpa_or_original(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Replaces torch's function while a patch is active in any thread."""
     patch = _patch_of_this_thread()
     return _original(*args, **kwargs) if patch is None else patch.call(*args, **kwargs)
+
+
+# TorchScript resolves functions through this table and cannot compile a Python function that
+# takes any arguments.
+_register_builtin(_sdpa_or_original, "aten::scaled_dot_product_attention")
+
+
+def _class_with_own_rules(*arguments: Any) -> str | None:
+    """The name of the first class of an argument that replaces torch's functions by its own."""
+    for x in arguments:
+        if type(x) in _PLAIN or not isinstance(x, torch.Tensor) or is_causal_bias(x):
+            continue
+        rules: Any = type(x).__torch_function__
+        if getattr(rules, "__func__", rules) not in _DEFAULT_RULES:
+            return type(x).__name__
+    return None
+
+
+def _original_with_causal_bias(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """torch's function with a `CausalBias`.
+
+    The bias recognises the call by comparing the function with the one in `torch.nn.functional`,
+    which a patch has replaced, and would be taken for a float mask.
+    """
+    if is_causal:
+        raise InvalidInput("CausalBias should not be used with is_causal=True")
+    mask = None
+    if is_bottom_right(attn_mask, query, key):
+        sq, sk = query.shape[-2], key.shape[-2]
+        mask = torch.ones(sq, sk, dtype=torch.bool, device=query.device).tril(sk - sq)
+    return _original(query, key, value, mask, dropout_p, mask is None, **options)
 
 
 def _patch_of_this_thread() -> "patch_sdpa | None":

@@ -5,7 +5,7 @@ Configurations must be readable without Triton, so functions import it when they
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,34 +47,50 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
+class Descriptor(NamedTuple):
+    """A tensor that a kernel copies by TMA, in tiles of shape `block`; strides in elements."""
+
+    base: torch.Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+    def for_triton(self) -> Any:
+        """The same as a descriptor of Triton's."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        layout = shared_layout(self.block, self.base.dtype)
+        lists = (list(x) for x in (self.shape, self.strides, self.block))
+        return TensorDescriptor(self.base, *lists, layout)
+
+
 def tensor_descriptor(
-    x: torch.Tensor, block: Sequence[int], strides: Sequence[int] | None = None
-) -> Any:
+    x: torch.Tensor, block: Sequence[int], strides: tuple[int, ...] | None = None
+) -> Descriptor:
     """TMA descriptor that copies tiles of shape `block`; `strides` replace those of `x`."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = shared_layout(tuple(block), x.dtype)
-    steps = x.stride() if strides is None else strides
-    return TensorDescriptor(x, list(x.shape), list(steps), list(block), layout)
+    # a torch.Size is a tuple
+    return Descriptor(x, x.shape, x.stride() if strides is None else strides, tuple(block))
 
 
-def packed_descriptor(x: torch.Tensor, block: Sequence[int]) -> Any:
+def packed_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Descriptor:
     """TMA descriptor of packed sequences [T, H, D], as `device.gluon.pipeline` addresses them.
 
     `block` is that of the dense layout, [1, 1, rows, width].
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from ..device.gluon.pipeline import BEYOND, ROW_END, WRAP
-
     tokens, heads, width = x.shape
+    beyond, row_end, wrap = _packed_sizes()
     # a dimension of size 1 may have any stride, even one that TMA refuses
     token = x.stride(0) if tokens > 1 else width
     head = x.stride(1) if heads > 1 else width
-    shape = [BEYOND.value, BEYOND.value, heads, ROW_END.value, width]
-    strides = [WRAP.value - token, token, head, token, 1]
-    packed = (1, *block)
-    return TensorDescriptor(x, shape, strides, list(packed), shared_layout(packed, x.dtype))
+    shape = (beyond, beyond, heads, row_end, width)
+    return Descriptor(x, shape, (wrap - token, token, head, token, 1), (1, *block))
+
+
+@cache
+def _packed_sizes() -> tuple[int, int, int]:
+    from ..device.gluon.pipeline import BEYOND, ROW_END, WRAP
+
+    return BEYOND.value, ROW_END.value, WRAP.value
 
 
 def descriptor_type(block: Sequence[int], dtype: torch.dtype) -> str:

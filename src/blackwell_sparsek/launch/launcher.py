@@ -1,7 +1,6 @@
 """Launching kernels on the device of their tensors.
 
-Calling a Triton kernel spends most of its host time on finding the compiled variant again. `launch`
-therefore keeps what it launched while a call is recorded, and `launch.templates` launches the same
+`launch` keeps what it launched while a call is recorded; `launch.templates` launches the same
 variants again with other tensors.
 """
 
@@ -11,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ..core.compat import launch_in_clusters
+from ..core.compat import raw_device, raw_stream
 from .recording import Launch, current_recording
+from .variants import Launchable, find_variant, for_triton
 
 
 def cdiv(a: int, b: int) -> int:
@@ -21,8 +21,10 @@ def cdiv(a: int, b: int) -> int:
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the device of `x` current: Triton launches on the current one, whatever it is given."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    """Make the device of `x` current: kernels are launched there, whatever they are given."""
+    if not x.is_cuda or x.get_device() == raw_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def launch(
@@ -32,11 +34,23 @@ def launch(
 
     With `cluster`, on `grid` clusters of `cluster` programs each.
     """
-    if cluster > 1:
-        launch_in_clusters(kernel.warmup(*args, grid=(grid,), **options), cluster)
-    compiled = kernel[(grid,)](*args, **options)
+    launched = launch_kernel(kernel, grid, args, cluster, options)
     record = current_recording()
     if record is not None:
-        # the interpreter compiles nothing
-        record.complete &= compiled is not None
-        record.launches.append(Launch(compiled, grid, list(args)))
+        # what Triton's front end launched cannot be launched again without it
+        record.complete &= launched is not None
+        record.launches.append(Launch(launched, grid, list(args)))
+
+
+def launch_kernel(
+    kernel: Any, grid: int, args: Sequence[Any], cluster: int, options: dict[str, Any]
+) -> Launchable | None:
+    """Launch by the CUDA driver, or by Triton's front end if need be; then None."""
+    found = find_variant(kernel, args, cluster, options)
+    if found is not None:
+        found.launch(grid, raw_stream(raw_device()))
+        return found
+    if cluster > 1:
+        raise RuntimeError("Triton's front end does not launch single programs in clusters")
+    kernel[(grid,)](*map(for_triton, args), **options)
+    return None

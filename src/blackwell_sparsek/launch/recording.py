@@ -10,9 +10,9 @@ import torch
 
 
 class Launch(NamedTuple):
-    """One launch of a compiled kernel, with all parameters of the kernel in order."""
+    """One launch: what was launched (None by Triton's front end), with its arguments in order."""
 
-    compiled: Any
+    launched: Any
     grid: int
     args: list[Any]
 
@@ -35,7 +35,7 @@ class Recording:
     self_resetting: list[torch.Tensor] = field(default_factory=list)
     derived: list[Derived] = field(default_factory=list)
     complete: bool = True
-    """False once a kernel was interpreted: there is nothing compiled to launch again."""
+    """Whether the launches are all of the call. Triton's front end launches what others cannot."""
 
 
 _current: ContextVar[Recording | None] = ContextVar("bsk_recording", default=None)
@@ -70,6 +70,13 @@ def current_recording() -> Recording | None:
 def is_recording() -> bool:
     """Whether launches are being recorded; the recording would miss replayed launches."""
     return _current.get() is not None
+
+
+def note_not_a_launch() -> None:
+    """Record that the call computes something outside of its launches: they cannot replace it."""
+    record = _current.get()
+    if record is not None:
+        record.complete = False
 
 
 def note_derived(how: Any, made: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ them may be active; nor if gradients are wanted, unless the caller takes care of
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -24,6 +24,9 @@ from .templates import RecordedLaunches
 
 # Recordings in one cache, which is cleared when it is full: a model has only a handful of sizes.
 MAX_RECORDINGS = 64
+# Sizes that were seen once. Recording takes longer than a call, so it is the second call of the
+# same sizes that is recorded: those of ragged batches may never come again.
+MAX_SEEN = 4096
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # The precision of float32 products is a global switch, which a recording would not follow.
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -41,6 +44,32 @@ Tensors = tuple[torch.Tensor, ...]
 Launches = Callable[[list[int]], Tensors]
 # A cache of recordings, by key. The value is None if the call cannot be replayed.
 Cache = dict[Any, Any]
+
+
+_seen: dict[int, None] = {}
+
+
+def seen_before(key: tuple[Any, ...]) -> bool:
+    """Whether a call with this key of `described` was made before; from now on it was."""
+    try:
+        # if two keys share a hash, one of them is recorded a call earlier
+        place = hash(key)
+    except TypeError:
+        return False  # an option in the key is unhashable
+    if place in _seen:
+        return True
+    if len(_seen) >= MAX_SEEN:
+        _seen.clear()
+    _seen[place] = None
+    return False
+
+
+class Described(NamedTuple):
+    """What launches depend on: the key of a call, the addresses of its inputs, its gradients."""
+
+    key: tuple[Any, ...]
+    addresses: list[int]
+    trains: bool
 
 
 class Recorded:
@@ -95,7 +124,7 @@ def described(
     below_autocast: bool = False,
     gradients: bool = False,
     operands: int = 0,
-) -> tuple[tuple[Any, ...], list[int], bool] | None:
+) -> Described | None:
     """The key of a call, the addresses of its inputs, and whether it wants gradients.
 
     None if the call must be made in full. The arguments have not been checked before.
@@ -140,7 +169,7 @@ def described(
         # a tensor without strides or memory: the checks of the full call report it
         return None
     # a recorded variant of a kernel may rely on the alignment
-    return None if bits & 15 else (tuple(key), addresses, wants)
+    return None if bits & 15 else Described(tuple(key), addresses, wants)
 
 
 def repeat(
@@ -181,7 +210,7 @@ def record(
     if found is None or not may_record(options, inputs[:operands], inputs[operands:]):
         return run(*args)
     key, _, _ = found
-    if key in cache:
+    if key in cache or not seen_before(key):
         return run(*args)
     with Recorder(cache, key, inputs, wanted, closed) as recorder:
         return recorder.keep(run(*args))

@@ -1,17 +1,20 @@
-"""Recorded launches as templates for Triton's C launcher, launched again with other tensors.
+"""Recorded launches as templates, launched again with other tensors.
 
 A recording may depend only on what both calls have in common (shapes, strides, options);
 `launch.replay` ensures that.
 """
 
-from collections.abc import Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.compat import KernelLauncher, kernel_launcher, raw_stream, tensor_map
-from .recording import Launch, Recording
+from ..core.compat import raw_stream
+from . import workspace
+from .descriptors import Descriptor
+from .driver import TensorMap
+from .recording import Recording
+from .variants import Launchable, Prepared
 from .workspace import MOST_KEPT_BYTES, counters_of_stream, stream_memory, zeroed_counters
 
 # Tensor maps kept for each descriptor, 128 bytes each: the layers of a model have tensors of one
@@ -22,130 +25,75 @@ _ALIGNMENT = 512
 
 
 class _Slot(NamedTuple):
-    """A place in an argument list that takes the address of the tensor with this role."""
+    """A parameter that takes the address of the tensor with this role."""
 
     place: int
     role: int
 
 
-class _TupleSlot(NamedTuple):
-    """A place that takes a tuple, with slots for addresses in it and in nested tuples."""
-
-    place: int
-    recorded: list[Any]
-    slots: list[_Slot]
-    nested: "list[_TupleSlot]"
-
-
-class _DescriptorSlot(NamedTuple):
-    """A place that takes the tensor map of a descriptor; `maps` keeps those made, by address."""
+class _MapSlot(NamedTuple):
+    """A parameter that takes the tensor map of a tensor; `maps` keeps those made, by address."""
 
     place: int
     role: int
-    descriptor: Any
-    metadata: Any
-    maps: dict[int, Any]
-
-
-class _Address:
-    """Stands in for a tensor where only its address is needed."""
-
-    def __init__(self, address: int):
-        self.address = address
-
-    def data_ptr(self) -> int:
-        """The address, as a tensor returns it."""
-        return self.address
+    encode: Callable[..., TensorMap]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    maps: dict[int, TensorMap]
 
 
 class _Template:
-    """One recorded launch as the argument list of Triton's C launcher.
+    """One recorded launch: packed parameters, some of which differ between calls."""
 
-    Tensors are passed as addresses, which saves the launcher from asking each tensor.
-    """
-
-    def __init__(self, launched: Launch, launcher: KernelLauncher, role_of: dict[int, int]):
-        self.launch = launcher.launch
-        self.overlaps = launcher.overlaps
-        self.args: list[Any] = [launched.grid, 1, 1, 0, *launcher.prefix]
-        self.tensors: list[_Slot] = []
-        self.nested: list[_TupleSlot] = []
-        self.descriptors: list[_DescriptorSlot] = []
-        self.kept: list[torch.Tensor] = []
-        metadata = iter(launcher.descriptors)
-        for arg in launched.args:
-            place = len(self.args)
-            if isinstance(getattr(arg, "base", None), torch.Tensor):
-                meta = next(metadata)
-                role = role_of[arg.base.data_ptr()]
-                self.args += tensor_map(arg, meta)
-                descriptor = copy(arg)
-                descriptor.base = None
-                self.descriptors.append(_DescriptorSlot(place, role, descriptor, meta, {}))
-            else:
-                self.args.append(self._value(arg, place, role_of, self.tensors, self.nested))
-
-    def _value(
-        self,
-        arg: Any,
-        place: int,
-        role_of: dict[int, int],
-        slots: list[_Slot],
-        nested: list[_TupleSlot],
-    ) -> Any:
-        """`arg` as the launcher takes it; what differs from call to call gets a slot."""
-        if isinstance(arg, tuple):
-            inside = _TupleSlot(place, [], [], [])
-            for i, x in enumerate(arg):
-                inside.recorded.append(self._value(x, i, role_of, inside.slots, inside.nested))
-            if inside.slots or inside.nested:
-                nested.append(inside)
-            return tuple(inside.recorded)
-        if not isinstance(arg, torch.Tensor):
-            return arg
-        address = arg.data_ptr()
-        if address in role_of:
-            slots.append(_Slot(place, role_of[address]))
-        elif address:
-            self.kept.append(arg)
-        return address
+    def __init__(self, launched: Launchable, grid: int, args: list[Any], role_of: dict[int, int]):
+        self.variant = launched.variant
+        self._grid = grid
+        self._values = launched.values
+        # tensors without a role, which every launch takes as they are
+        self.kept = [x for x in _tensors(args) if x.data_ptr() and x.data_ptr() not in role_of]
+        self._slots: list[_Slot] = []
+        for place in self.variant.pointers:
+            if launched.values[place] in role_of:
+                self._slots.append(_Slot(place, role_of[launched.values[place]]))
+        self._maps: list[_MapSlot] = []
+        for encode, (place, x) in zip(self.variant.encoders, launched.descriptors, strict=True):
+            role = role_of[x.base.data_ptr()]
+            self._maps.append(_MapSlot(place, role, encode, x.shape, x.strides, {}))
+        self._free: list[Prepared] = []
 
     def run(self, stream: int, addresses: list[int]) -> None:
         """Launch with tensors at these addresses, by role."""
-        args = self.args.copy()
-        args[3] = stream
-        for place, role in self.tensors:
-            args[place] = addresses[role]
-        for place, recorded, slots, nested in self.nested:
-            items = recorded.copy()
-            for item, role in slots:
-                items[item] = addresses[role]
-            if nested:
-                _fill(items, nested, addresses)
-            args[place] = tuple(items)
-        for place, role, descriptor, metadata, maps in self.descriptors:
-            address = addresses[role]
-            args[place] = maps.get(address) or self._map(descriptor, metadata, maps, address)
-        self.launch(*args)
-
-    @staticmethod
-    def _map(descriptor: Any, metadata: Any, maps: dict[int, Any], address: int) -> Any:
-        if len(maps) >= MAX_TENSOR_MAPS:
-            maps.clear()
-        descriptor = copy(descriptor)
-        descriptor.base = _Address(address)
-        maps[address] = made = tensor_map(descriptor, metadata)[0]
-        return made
+        # one for each thread that launches at the same time
+        try:
+            prepared = self._free.pop()
+        except IndexError:
+            prepared = self.variant.prepared(self._grid, self._values)
+        words = prepared.words
+        for place, role in self._slots:
+            words[place] = addresses[role]
+        for slot in self._maps:
+            address = addresses[slot.role]
+            encoded = slot.maps.get(address) or _encoded(slot, address)
+            prepared.places[slot.place] = encoded.address
+        prepared.launch(stream)
+        self._free.append(prepared)
 
 
-def _fill(args: list[Any], nested: list[_TupleSlot], addresses: list[int]) -> None:
-    """Put tuples with the tensors at `addresses` into their places."""
-    for slot in nested:
-        items = slot.recorded.copy()
-        for item, role in slot.slots:
-            items[item] = addresses[role]
-        _fill(items, slot.nested, addresses)
-        args[slot.place] = tuple(items)
+def _encoded(slot: _MapSlot, address: int) -> TensorMap:
+    """The tensor map for a tensor at `address`, kept for later launches."""
+    if len(slot.maps) >= MAX_TENSOR_MAPS:
+        slot.maps.clear()
+    slot.maps[address] = made = slot.encode(address, slot.shape, slot.strides)
+    return made
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of a launch, but for those of descriptors."""
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, tuple) and not isinstance(x, Descriptor):
+            yield from _tensors(x)
 
 
 class RecordedLaunches:
@@ -153,20 +101,21 @@ class RecordedLaunches:
 
     `make` takes the tensors of the recorded call, None for an absent one, in the order in which
     `repeat` takes those of a later call. It returns None if the recording cannot tell the tensors
-    from each other, if kernels were interpreted, or if Triton hides its launcher.
+    from each other, or if only Triton's front end can launch the kernels.
     """
 
     def __init__(self, templates: list[_Template], record: Recording, device: torch.device):
         self._templates = templates
         self._offsets: list[int] = []
         self._bytes = 0
+        self._parts = [memory.nbytes for memory in record.scratch]
         for memory in record.scratch:
             self._offsets.append(self._bytes)
-            self._bytes += -(-memory.nbytes // _ALIGNMENT) * _ALIGNMENT
+            self._bytes += -(-(memory.nbytes + workspace.gap_bytes) // _ALIGNMENT) * _ALIGNMENT
         # Memory that passes data from one launch to the next must belong to this call: launches of
         # another thread may come between them on the stream. Under PDL a launch would share it with
         # the launch ahead, which may still be running.
-        alone = len(templates) == 1 and not templates[0].overlaps
+        alone = len(templates) == 1 and not templates[0].variant.overlaps
         self._shares = alone and self._bytes <= MOST_KEPT_BYTES
         self._zeroed = [(x.numel(), x.device) for x in record.zeroed]
         self._self_resetting = [(x.numel(), x.device) for x in record.self_resetting]
@@ -186,11 +135,10 @@ class RecordedLaunches:
         if not (distinct and record.launches and record.complete):
             return None
         templates = []
-        for launched in record.launches:
-            launcher = kernel_launcher(launched.compiled)
-            if launcher is None or not _descriptors_have_roles(launched.args, role_of):
+        for launched, grid, args in record.launches:
+            if any(x.base.data_ptr() not in role_of for _, x in launched.descriptors):
                 return None
-            templates.append(_Template(launched, launcher, role_of))
+            templates.append(_Template(launched, grid, args, role_of))
         if closed and any(template.kept for template in templates):
             return None
         device = next(x.device for x in tensors if x is not None)
@@ -226,17 +174,3 @@ class RecordedLaunches:
         if self._shares and not capturing:
             return stream_memory(self._bytes, self._device, stream)
         return torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
-
-
-def _descriptors_have_roles(args: Sequence[Any], role_of: dict[int, int]) -> bool:
-    """Whether each descriptor is of a tensor with a role, and none is inside a tuple."""
-    bases = [getattr(arg, "base", None) for arg in args]
-    return all(b.data_ptr() in role_of for b in bases if isinstance(b, torch.Tensor)) and not any(
-        map(_holds_descriptors, args)
-    )
-
-
-def _holds_descriptors(arg: Any) -> bool:
-    return isinstance(arg, tuple) and any(
-        isinstance(getattr(x, "base", None), torch.Tensor) or _holds_descriptors(x) for x in arg
-    )

@@ -13,7 +13,12 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from ..core.compat import raw_stream
 from .recording import current_recording
+
+# Unused bytes after each part of a replayed call's scratch memory. `testing.canaries` sets it and
+# looks whether a kernel wrote there.
+gap_bytes = 0
 
 # Memory outside of CUDA-graph pools.
 #
@@ -161,7 +166,7 @@ _for_captures: dict[int, list[torch.Tensor]] = {}
 def self_resetting_counters(
     count: int, device: torch.device, stream: int | None = None
 ) -> torch.Tensor:
-    """`count` int32 that are zero when a launch finds them and that it must leave zero.
+    """`count` or more int32 that are zero when a launch finds them and that it must leave zero.
 
     For one launch on `stream`, by default the current one; a CUDA `device` has an index.
     """
@@ -169,9 +174,9 @@ def self_resetting_counters(
         words = _zeroed(count, device)
     else:
         if stream is None:
-            stream = torch.cuda.current_stream(device).cuda_stream
+            stream = raw_stream(device.index)
         capturing = torch.cuda.is_current_stream_capturing()
-        words = counters_of_stream(count, device, stream, capturing)[:count]
+        words = counters_of_stream(count, device, stream, capturing)
     record = current_recording()
     if record is not None:
         record.self_resetting.append(words)

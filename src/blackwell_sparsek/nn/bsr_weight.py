@@ -86,7 +86,7 @@ def check_state(
     for key in KEYS:
         x = state[key]
         # Sharded values (FSDP) are not plain tensors; only their shape is checked.
-        if key != "values":
+        if key != "values" or not isinstance(x, torch.Tensor):
             check_tensor(op, key, x)
         if x.is_meta:
             problem = "has no contents to check"

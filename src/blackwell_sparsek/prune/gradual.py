@@ -195,7 +195,12 @@ class GradualPruner:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from `state_dict()`."""
-        self.steps = int(state["steps"])
+        op = "GradualPruner.load_state_dict"
+        steps = state.get("steps") if isinstance(state, dict) else None
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+            expected = "what state_dict() returned"
+            raise InvalidInput(message(op, "state", "has no count of steps", expected, repr(state)))
+        self.steps = steps
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def _attention_varlen(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec, visible: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = q.shape[1] // k.shape[1]
+    group = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
     scores = _visible_products(q, k, visible) * spec.scale

@@ -1,21 +1,21 @@
 """Compile cases made by the launchers, so that tests compile what would be launched.
 
-A launcher runs on tensors of the meta device while Triton's front end is replaced by one that only
-records the kernel, its arguments and its options. Nothing is compiled or run, and no GPU is needed.
+A launcher runs on tensors of the meta device while launches only record the kernel, its arguments
+and its options. Nothing is compiled or run, and no GPU is needed.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from triton.runtime.jit import JITFunction
 
 from ..core import arch
+from ..launch import launcher
+from ..launch.descriptors import Descriptor, descriptor_type
 from .compile_cases import CompileCase
 
 # An H200, except for the compute capability: launchers ask how many programs fill the GPU.
@@ -38,11 +38,8 @@ def captured_launches(sm: int = 90) -> Iterator[list[Launch]]:
     """
     launches: list[Launch] = []
 
-    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if not warmup:
-            launches.append(Launch(kernel, args, options))
-        # `launch_in_clusters` sets the cluster size on this
-        return SimpleNamespace(packed_metadata=(0, 1, 0))
+    def note(kernel: Any, grid: int, args: Any, cluster: int, options: dict[str, Any]) -> None:
+        launches.append(Launch(kernel, tuple(args), options))
 
     gpu = replace(_GPU, sm=sm)
     # modules import `arch_of` by name, so each needs the patch
@@ -52,7 +49,7 @@ def captured_launches(sm: int = 90) -> Iterator[list[Launch]]:
         if getattr(module, "arch_of", None) is arch.arch_of
     ]
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(JITFunction, "run", note))
+        patches.enter_context(mock.patch.object(launcher, "launch_kernel", note))
         for module in modules:
             patches.enter_context(mock.patch.object(module, "arch_of", lambda device: gpu))
         yield launches
@@ -88,8 +85,7 @@ def launched_case(
     launch = made[-1]
     names = [parameter.name for parameter in launch.kernel.params]
     options = dict(launch.options)
-    values = dict(zip(names, launch.args, strict=False))
-    values |= {key: options.pop(key) for key in list(options) if key in names}
+    values = dict(zip(names, launch.args, strict=True))
     known: dict[str, Any] = {}
     if archs is not None:
         known["archs"] = archs
@@ -111,10 +107,8 @@ def _described(value: Any) -> Any:
     """An argument of a launch as a compile case names it: tensors by dtype, descriptors by type."""
     if isinstance(value, torch.Tensor):
         return value.dtype
-    if isinstance(getattr(value, "base", None), torch.Tensor):
-        from ..launch.descriptors import descriptor_type
-
-        return descriptor_type(value.block_shape, value.base.dtype)
+    if isinstance(value, Descriptor):
+        return descriptor_type(value.block, value.base.dtype)
     if isinstance(value, tuple):
         described = [_described(x) for x in value]
         return type(value)(*described) if hasattr(value, "_fields") else tuple(described)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.env import environment_for_compiler
+from ..core.errors import InvalidInput
 from .compile_cases import ALL_ARCHS
 
 CASES = "blackwell_sparsek.testing.cases"
@@ -156,6 +157,17 @@ def digests(records: Sequence[dict[str, Any]]) -> dict[str, str]:
     return {f"{r['name']} sm_{r['arch']}": r.get("digest", "") for r in records}
 
 
+def read_digests(path: pathlib.Path) -> dict[str, str]:
+    """What `--save` wrote, checked."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(x, str) for x in found.values()):
+        raise InvalidInput(f"{path}: expected the digests that --save writes")
+    return found
+
+
 def _architecture(text: str) -> int:
     digits = text.removeprefix("sm_")
     if not digits.isdigit():
@@ -178,6 +190,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", type=pathlib.Path, help="write digests of the machine code here")
     parser.add_argument("--compare", type=pathlib.Path, help="1 when code differs from such a file")
     args = parser.parse_args(argv)
+    try:
+        before = read_digests(args.compare) if args.compare else {}
+    except InvalidInput as error:  # now, and not after minutes of compiling
+        parser.error(str(error))
 
     def progress(done: int, total: int, record: dict[str, Any]) -> None:
         text = f"{done}/{total} {record['name']} sm_{record['arch']}"
@@ -204,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.save.write_text(json.dumps(digests(records), indent=1) + "\n")
     changed = []
     if args.compare:
-        changed = changed_code(records, json.loads(args.compare.read_text()))
+        changed = changed_code(records, before)
         print("\n".join(changed) or "the machine code of every case is as it was")
     return int(bool(changed) or any(record["problems"] for record in records))
 

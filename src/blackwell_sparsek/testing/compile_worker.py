@@ -21,12 +21,13 @@ import torch
 import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from ..core.compat import spills_are_judged
+from ..core.compat import ptxas_options, spills_are_judged
 from .compile_cases import CompileCase, registered_cases
-from .machine_code import code_digest, unwritten_registers
+from .machine_code import code_digest, misplaced_barriers, unwritten_registers
 
 # The most shared memory of one program, in bytes.
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -107,27 +108,25 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
         target=GPUTarget("cuda", sm, 32),
         options={"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options},
     )
-    record = _ptxas(compiled.asm["ptx"], sm)
+    extra = case.options.get("ptx_options", "").split()
+    record = _ptxas(compiled.asm["ptx"], sm, [*ptxas_options(), *extra])
     # kernels with asynchronous copies get shared memory at launch, which ptxas does not see
     record["shared"] = max(record["shared"], compiled.metadata.shared)
     wanted = dict.fromkeys((*case.expect, *counts))
     record["num_warps"] = case.num_warps
     record["digest"] = code_digest(compiled.asm["cubin"])
-    code = _Code(compiled, sm)
+    code = _Code(compiled)
     record["counts"] = {what: code.count(what) for what in wanted}
     record["problems"] = _problems(case, sm, record)
     if sm == 90:
         record["problems"] += unwritten_registers(code.sass)
+    if (places := getattr(case.args.get("CFG"), "placed_barriers", None)) is not None:
+        record["problems"] += misplaced_barriers(compiled.asm["ptx"], places())
     record["seconds"] = time.perf_counter() - started
     return record
 
 
-def _tool(name: str, sm: int) -> str:
-    newer = _TOOLS / f"{name}-blackwell"
-    return str(newer if sm >= 100 and newer.exists() else _TOOLS / name)
-
-
-def _ptxas(ptx: str, sm: int) -> dict[str, Any]:
+def _ptxas(ptx: str, sm: int, options: list[str]) -> dict[str, Any]:
     # the PTX names its target: sm_90a where it uses wgmma
     target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     if target is None:
@@ -135,7 +134,8 @@ def _ptxas(ptx: str, sm: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         path = pathlib.Path(scratch) / "kernel.ptx"
         path.write_text(ptx)
-        command = [_tool("ptxas", sm), "-v", f"--gpu-name={target[1]}", str(path)]
+        # the one that Triton takes: it brings two, and which of them it needs differs by release
+        command = [get_ptxas(sm).path, *options, "-v", f"--gpu-name={target[1]}", str(path)]
         done = subprocess.run(
             [*command, "-o", str(path.with_suffix(".cubin"))], capture_output=True, text=True
         )
@@ -158,8 +158,8 @@ def _ptxas(ptx: str, sm: int) -> dict[str, Any]:
 class _Code:
     """The code of one case for one architecture."""
 
-    def __init__(self, compiled: Any, sm: int):
-        self._compiled, self._sm = compiled, sm
+    def __init__(self, compiled: Any):
+        self._compiled = compiled
 
     @cached_property
     def sass(self) -> str:
@@ -167,7 +167,7 @@ class _Code:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self._compiled.asm["cubin"])
             file.flush()
-            command = [_tool("nvdisasm", self._sm), "-c", file.name]
+            command = [str(_TOOLS / "nvdisasm"), "-c", file.name]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def count(self, what: str) -> int:
@@ -192,7 +192,8 @@ def _problems(case: CompileCase, sm: int, record: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _load_cases(package: str) -> list[CompileCase]:
+def load_cases(package: str) -> list[CompileCase]:
+    """Import the modules of a package, and return all cases that are registered then."""
     root = importlib.import_module(package)
     for module in pkgutil.walk_packages(root.__path__, f"{package}."):
         importlib.import_module(module.name)
@@ -202,7 +203,7 @@ def _load_cases(package: str) -> list[CompileCase]:
 def _work(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     jobs = [
         (case, sm)
-        for case in _load_cases(args.package)
+        for case in load_cases(args.package)
         for sm in case.archs
         if sm in args.arch and args.filter in case.name
     ]

@@ -1,4 +1,4 @@
-"""Checks of machine code: registers that are read before they are written, and changes.
+"""Checks of machine code: registers read before they are written, places of barriers, changes.
 
 ptxas of CUDA 12.8, which comes with Triton 3.6, can lose the copy of a shared-memory address that
 several products of a Hopper kernel share: it then computes the descriptor of an operand from a
@@ -8,6 +8,7 @@ uniform register that nothing wrote, and the kernel reads wherever its leftover 
 import hashlib
 import re
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _INSTRUCTION = re.compile(
@@ -53,6 +54,43 @@ def unwritten_registers(sass: str) -> list[str]:
             width = 4 if ".128" in op else 2 if ".64" in op or ".WIDE" in op else 1
             written.update(range(int(target[1]), int(target[1]) + width))
     return found
+
+
+class Barrier(NamedTuple):
+    """An mbarrier: its offset in shared memory, in bytes, and the arrivals it waits for."""
+
+    offset: int
+    arrivals: int
+
+
+def barriers_in(ptx: str) -> list[Barrier]:
+    """The barriers that a kernel initialises where its code was compiled to know the address.
+
+    Examples
+    --------
+    >>> ptx = "mov.b32 %r1, global_smem; add.s32 %r2, %r1, 64; mbarrier.init.b64 [%r2], 4;"
+    >>> barriers_in(ptx)
+    [Barrier(offset=64, arrivals=4)]
+    """
+    places = dict.fromkeys(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx), 0)
+    for register, base, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx):
+        if base in places:
+            places[register] = places[base] + int(offset)
+    inits = re.findall(r"mbarrier\.init\.\S+ \[(%r\d+)\], (\d+)", ptx)
+    return [Barrier(places[at], int(arrivals)) for at, arrivals in inits if at in places]
+
+
+def misplaced_barriers(ptx: str, expected: Sequence[tuple[int, int]]) -> list[str]:
+    """One sentence if a kernel has barriers elsewhere than it looks for them, `expected`."""
+    found = barriers_in(ptx)
+    missing = [Barrier(*barrier) for barrier in expected if barrier not in found]
+    if not missing:
+        return []
+    return [
+        f"{len(missing)} of {len(expected)} barriers lie elsewhere than the kernel looks for them, "
+        f"the first at {missing[0].offset} bytes with {missing[0].arrivals} arrivals; "
+        f"found {', '.join(f'{at} ({arrivals})' for at, arrivals in found) or 'none'}"
+    ]
 
 
 class _Section(NamedTuple):

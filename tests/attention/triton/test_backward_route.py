@@ -114,6 +114,14 @@ def test_only_needed_gradients(wanted, device):
         assert x.equal(y) if i in wanted else x is None
 
 
+def test_gradient_of_sinks_alone(device):
+    """It needs delta, which the gradients of queries and keys would have brought along."""
+    options = {"causal": True, "sinks": True}
+    ours, theirs = (gradients_of(impl, device, options, ()) for impl in ("triton", "eager"))
+    assert ours[:3] == [None] * 3
+    torch.testing.assert_close(ours[3], theirs[3], rtol=1e-4, atol=1e-5)
+
+
 def test_varlen_agrees_with_eager(device):
     cu = torch.tensor([0, 5, 5, 20], dtype=torch.int32, device=device)
     options = {"max_seqlen_q": 15, "max_seqlen_k": 15, "causal": True}

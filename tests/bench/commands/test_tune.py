@@ -68,7 +68,10 @@ def test_files_keep_what_they_had(tmp_path):
         ("[]", "expected what `bsk tune` writes, schema 1"),
         ('{"schema": 7}', "schema 1"),
         *(
-            (json.dumps({"schema": 1, "tiles": {"k": {"1": tile}}}), "k '1': expected a tile, got")
+            (
+                json.dumps({"schema": 1, "tiles": {"k": {"1": tile}}}),
+                "'k' '1': expected a tile, got",
+            )
             for tile in (
                 [64, 64, 4],
                 [64, 64, 4, 0],

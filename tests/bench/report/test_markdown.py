@@ -4,6 +4,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from blackwell_sparsek import InvalidInput
+from blackwell_sparsek.bench import results
 from blackwell_sparsek.bench.report import markdown as tables
 from blackwell_sparsek.bench.report import tables as peer_tables
 from blackwell_sparsek.bench.report.markdown import (
@@ -271,10 +273,22 @@ def test_first_calls_have_a_row():
     case = _case("attention, compiled before", "sdpa", 0.1)
     case["ratios"] = {"reported": case["ratios"]["eager"]}
     (row,) = summary([{"suite": "first_call", "cases": [case]}]).splitlines()[2:]
-    assert row.startswith("| first call, fresh process | 1 | 0.10x, 0.10x, 0.10x | attention")
+    assert row.startswith("| first call, wall clock | 1 | 0.10x, 0.10x, 0.10x | attention")
 
 
 def test_suites_that_compare_nothing_have_no_row():
     alone = {"name": "a", "problem": {}, "peers": {}, "ratios": {}}
     assert summary([{"suite": "first_call", "cases": [alone]}]) == ""
     assert summary([]) == ""
+
+
+@pytest.mark.parametrize("suite", ["../../outside", "/outside", "README", "matmul_decode", ""])
+def test_a_results_file_cannot_name_the_pages_that_are_written(tmp_path, suite):
+    """Pages and plots are named after the suite: it must be that of the file's own name."""
+    folder = tmp_path / "repository" / RESULTS
+    document = json.loads((REPOSITORY / RESULTS / "matmul_founding.json").read_text())
+    results.write(document | {"suite": suite}, folder / "matmul_founding.json")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InvalidInput, match=r"is of another suite; expected 'matmul_founding', got"):
+        tables.write_pages(tmp_path / "repository")
+    assert sorted(tmp_path.rglob("*")) == before

@@ -49,6 +49,7 @@ def test_groups_hold_suites_and_all_holds_all():
         "training",
         "decode",
         "host",
+        "new_sizes",
     ],
 )
 def test_small_suites_run_here_and_nothing_of_ours_fails(name):

@@ -258,6 +258,21 @@ class TestErrors:
         with pytest.raises(InvalidType, match=r"gives layer 1 something else; .* got int"):
             register({0: None, 1: 16})
 
+    @pytest.mark.parametrize("layer", [2, 99])
+    def test_a_layer_that_the_model_does_not_have(self, layer, make_model, long_ids):
+        model = make_model()
+        sparse = BlockSparse(window=4)
+        model.set_attn_implementation(register({0: sparse, layer: sparse}, name="beyond"))
+        with pytest.raises(
+            InvalidInput,
+            match=rf"block_sparse names layers that .*; expected layers 0 to 1, got \[{layer}\]",
+        ):
+            model(long_ids)
+
+    def test_a_layer_below_zero(self):
+        with pytest.raises(InvalidInput, match=r"block_sparse names a layer below zero; .* got -1"):
+            register({-1: None})
+
     def test_a_function_that_gives_something_else(self, make_model, long_ids):
         model = make_model()
         model.set_attn_implementation(register(lambda layer: "window", name="wrong"))

@@ -209,19 +209,6 @@ def test_continuous_batching(continuous_batching, make_model, ids):
 
 
 class TestErrors:
-    def test_weights_are_not_formed(self, make_model, ids):
-        with pytest.raises(Unsupported, match="output_attentions asks for weights"):
-            make_model()(ids, output_attentions=True)
-
-    def test_dropout(self, make_model, ids):
-        model = make_model("Llama", attention_dropout=0.1).train()
-        with pytest.raises(Unsupported, match=r"dropout 0\.1 on attention weights"):
-            model(ids)
-
-    def test_a_bias_is_not_a_mask(self, make_model, ids):
-        with pytest.raises(Unsupported, match="values other than 0 and -inf"):
-            make_model()(ids, attention_mask=torch.full((2, 1, 13, 13), -1.0))
-
     def test_a_mask_of_other_sizes(self, make_model, ids):
         with pytest.raises(InvalidInput, match="attention_mask has a wrong shape"):
             make_model()(ids, attention_mask=torch.ones(2, 1, 12, 13).bool())
@@ -229,10 +216,6 @@ class TestErrors:
     def test_an_integer_mask(self, make_model, ids):
         with pytest.raises(Unsupported, match="attention_mask has an unsupported dtype"):
             make_model()(ids, attention_mask=torch.ones(2, 1, 13, 13).int())
-
-    def test_a_position_bias(self, make_model, ids):
-        with pytest.raises(Unsupported, match="position_bias is not supported"):
-            make_model()(ids, position_bias=torch.zeros(1))
 
     def test_paged_outside_of_continuous_batching(self, continuous_batching, make_model, ids):
         model = make_model()

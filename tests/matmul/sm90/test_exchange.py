@@ -21,7 +21,8 @@ if sys.argv[2] == "fp32":
     case = matmul.narrow_sm90_case(case.args["CFG"], out_dtype=torch.float32)
 """
 REPORT = """
-print("at", config.exchange_offset, "bytes", config.exchange_bytes, "kib", config.ring_kib)
+tiles = config.exchange_tiles * 2 * config.TILE_M * config.TILE_K
+print("at", config.exchange_offset, "bytes", config.exchange_bytes, "tiles", tiles)
 """
 
 
@@ -40,8 +41,8 @@ def ptx(request):
 
 
 def test_nothing_else_lies_where_sums_arrive(ptx):
-    begin, nbytes, kib = map(int, re.search(r"at (\d+) bytes (\d+) kib (\d+)", ptx).groups())
-    end = 1024 * kib
+    begin, nbytes, room = map(int, re.search(r"at (\d+) bytes (\d+) tiles (\d+)", ptx).groups())
+    end = begin + room
     # a barrier behind the sums
     assert begin + nbytes + 8 <= end
     bases = re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx)

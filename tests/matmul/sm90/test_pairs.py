@@ -1,5 +1,6 @@
 """What `device/gluon/cluster.py` relies on, read in the PTX of the product that uses it."""
 
+import ast
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from blackwell_sparsek.core.compat import warps_may_part
+from blackwell_sparsek.testing.machine_code import barriers_in
 
 from ...testing.child import printed
 
@@ -17,7 +19,8 @@ from blackwell_sparsek.testing.cases import matmul
 case = next(case for case in matmul.paired_cases() if case.name.endswith("64x64-paired-wide"))
 """
 REPORT = """
-print("offset", config.bars_offset, "stages", config.STAGES, "shared", compiled.metadata.shared)
+print("barriers", config.placed_barriers())
+print("tiles", config.a_offset, config.x_offset, "shared", compiled.metadata.shared)
 print("bytes", config.shared_bytes, "parameters", config.a_parameter, config.x_parameter)
 """
 
@@ -28,21 +31,24 @@ def ptx():
 
 
 def test_the_barriers_lie_where_the_partner_looks_for_them(ptx):
-    offset, stages = map(int, re.search(r"offset (\d+) stages (\d+)", ptx).groups())
-    base = re.search(r"mov\.b32\s+(%r\d+), global_smem;", ptx)[1]
-    inits = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\], (\d+);", ptx)
-    places = dict(re.findall(rf"add\.s32\s+(%r\d+), {base}, (\d+);", ptx))
-    found = [(int(places[register]) - offset, int(count)) for register, count in inits]
-    ring = [(8 * i, 1) for i in range(stages)] + [(8 * (stages + i), 16) for i in range(stages)]
-    scheduler = [(16 * stages, 1), (16 * stages + 8, 2)]
-    assert sorted(found)[: 2 * stages + 2] == ring + scheduler
-    # the compiler's own come behind it, and all fits
-    shared, allowed = (
-        int(re.search(r"shared (\d+)", ptx)[1]),
-        int(re.search(r"bytes (\d+)", ptx)[1]),
-    )
-    assert all(place < 0 or place >= 1024 for place, _ in sorted(found)[2 * stages + 2 :])
+    expected = ast.literal_eval(re.search(r"barriers (.*)", ptx)[1])
+    found = barriers_in(ptx)
+    assert set(expected) <= set(found)
+    # the compiler's own come behind the KiB of these, and all fits
+    offset = expected[0][0]
+    assert all(at >= offset + 1024 for at, _ in set(found) - set(expected))
+    shared, allowed = (int(re.search(rf"{name} (\d+)", ptx)[1]) for name in ("shared", "bytes"))
     assert shared <= allowed
+
+
+def test_the_tiles_lie_where_they_are_copied_to(ptx):
+    """Larger allocations come first: X is at 0, and both consumers look for A behind it."""
+    a, x = map(int, re.search(r"tiles (\d+) (\d+)", ptx).groups())
+    assert x == 0 < a
+    roles = re.split(r"setmaxnreg\.\S+\s+\d+;", ptx)
+    products = [role for role in roles if "wgmma.mma_async" in role]
+    assert len(products) == 2
+    assert all(re.search(rf"add\.s32\s+%r\d+, %r\d+, {a};", role) for role in products)
 
 
 def test_the_descriptors_have_the_names_that_assembly_gives_them(ptx):

@@ -1,5 +1,6 @@
 """What `device/gluon/warps.py` relies on, read in the PTX of the product that uses it."""
 
+import ast
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from blackwell_sparsek.core.compat import warps_may_part
+from blackwell_sparsek.testing.machine_code import barriers_in
 
 from ...testing.child import printed
 
@@ -16,7 +18,10 @@ CASE = """
 from blackwell_sparsek.testing.cases import matmul
 case = next(case for case in matmul.warp_rows_cases())
 """
-REPORT = 'print("ring bytes", config.STAGES * config.chunk_bytes)'
+REPORT = """
+print("ring bytes", config.STAGES * config.chunk_bytes)
+print("barriers", config.placed_barriers())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +31,9 @@ def ptx():
 
 def test_the_barriers_lie_where_the_warps_look_for_them(ptx):
     ring = int(re.search(r"ring bytes (\d+)", ptx)[1])
-    base = re.search(r"mov\.b32\s+(%r\d+), global_smem;", ptx)[1]
-    first = re.search(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)[1]
-    assert re.search(rf"add\.s32\s+{first}, {base}, {ring};", ptx)
+    expected = ast.literal_eval(re.search(r"barriers (.*)", ptx)[1])
+    assert expected[0] == (ring, 1)
+    assert set(barriers_in(ptx)) == set(expected)
     # and that is the offset which is added to the address in `shared_address`
     offset = re.search(r"mov\.b32 t, global_smem; add\.u32 %r\d+, t, (%r\d+);", ptx)[1]
     assert re.search(rf"mov\.b32\s+{offset}, {ring};", ptx)

@@ -75,6 +75,9 @@ def attention_backward(call: BackwardCall) -> Gradients:
     """Gradients laid out as q, k and v; those that were not requested are zeros."""
     given = call.forward
     q, k, v, spec = given.q, given.k, given.v, given.spec
+    if 0 in q.shape[:-1]:
+        dsinks = None if spec.sinks is None else torch.zeros_like(spec.sinks)
+        return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dsinks)
     guarded = may_be_nonfinite(q, k, v, call.dout)
     if not spec.is_varlen:
         return _backward(call, Extent(q.shape[2], k.shape[2]), guarded)

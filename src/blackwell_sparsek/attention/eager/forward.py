@@ -46,6 +46,8 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse of q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], or packed."""
+    if 0 in q.shape[:-1]:
+        return empty_out(q, v.shape[-1]), empty_lse(q)
     guarded = may_be_nonfinite(q, k, v)
     if not spec.is_varlen:
         out, lse = _attend(q, k, v, spec, Extent(q.shape[2], k.shape[2]), guarded)

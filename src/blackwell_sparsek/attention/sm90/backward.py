@@ -39,7 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.backprop import probabilities, score_gradients
-from ...device.gluon.memory import acquire_semaphore, release_semaphore, tma_add
+from ...device.gluon.compat import async_atomic_add, async_store, reinterpret
+from ...device.gluon.memory import acquire_semaphore, release_semaphore
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ...device.gluon.records import Ring
 from ...device.masks import bit_visible, column_bounds, exists, q_range, within_bounds
@@ -277,9 +278,9 @@ def write_dq(dq_desc, semaphore_ptr, q_len, dq_ring, steps, GROUP: gl.constexpr,
                     acquire_semaphore(block_ptr, rank)
             if rank == 0:
                 # the first KV tile of this block: stores, so that sums need no zeroing
-                tma.async_copy_shared_to_global(dq_desc, place, smem.index(GROUP))
+                async_store(dq_desc, place, smem.index(GROUP))
             else:
-                tma_add(dq_desc, place, smem.index(GROUP))
+                async_atomic_add(dq_desc, place, smem.index(GROUP))
             tma.store_wait(0)
             mbarrier.arrive(empty.index(GROUP), count=1)
             if CFG.ORDERED:  # noqa: SIM102 - a constant decides whether `has_rank` exists
@@ -400,7 +401,7 @@ def _store_gradient(desc, x, smem, place):
     """Round a gradient of keys or values and copy it to memory."""
     smem.store(x)
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, place, smem)
+    async_store(desc, place, smem)
     tma.store_wait(0)
 
 
@@ -422,8 +423,8 @@ def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     room: gl.constexpr = bits * dq_ring.tiles.shape[1] * dq_ring.tiles.shape[2]
     dk_room: gl.constexpr = [room // (ROWS * tile_d), ROWS, tile_d]
     dv_room: gl.constexpr = [room // (ROWS * tile_dv), ROWS, tile_dv]
-    dk_tile = dq_ring.tiles.index(GROUP)._reinterpret(dtype, dk_room, dk_layout).index(0)
-    dv_tile = dq_ring.tiles.index(GROUP)._reinterpret(dtype, dv_room, dv_layout).index(0)
+    dk_tile = reinterpret(dq_ring.tiles.index(GROUP), dtype, dk_room, dk_layout).index(0)
+    dv_tile = reinterpret(dq_ring.tiles.index(GROUP), dtype, dv_room, dv_layout).index(0)
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) + GROUP * ROWS
     kv_heads = heads.q // heads.group_size
     visits, _ = heads_of_visits(shared, CFG)

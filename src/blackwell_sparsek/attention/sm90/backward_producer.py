@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...device.gluon.compat import async_load
 from ...device.gluon.pipeline import publish
 from ...device.masks import kv_range, q_range, q_range_of_all
 from ...device.records import MaskLists, VisitPlan
@@ -232,8 +233,8 @@ def _fetch_step(descs, order, shared, step, visit, q_tile, batch, q_head, CFG: g
         q_row = first.q_row if part == 0 else second.q_row
         q = ring.q_smem.index(stage).slice(part * rows, rows, dim=0)
         lse = ring.lse_smem.index(stage).slice(part * rows, rows, dim=0)
-        tma.async_copy_global_to_shared(descs.q, [batch, q_head, q_row, 0], full, q)
-        tma.async_copy_global_to_shared(descs.lse, [batch_head, q_row], full, lse)
+        async_load(descs.q, [batch, q_head, q_row, 0], full, q)
+        async_load(descs.lse, [batch_head, q_row], full, lse)
     dout_full = ring.dout_full.index(stage)
     if CFG.SPLIT_RING:
         mbarrier.wait(ring.dout_empty.index(stage), phase)
@@ -242,8 +243,8 @@ def _fetch_step(descs, order, shared, step, visit, q_tile, batch, q_head, CFG: g
         q_row = first.q_row if part == 0 else second.q_row
         dout = ring.dout_smem.index(stage).slice(part * rows, rows, dim=0)
         delta = ring.delta_smem.index(stage).slice(part * rows, rows, dim=0)
-        tma.async_copy_global_to_shared(descs.dout, [batch, q_head, q_row, 0], dout_full, dout)
-        tma.async_copy_global_to_shared(descs.delta, [batch_head, q_row], dout_full, delta)
+        async_load(descs.dout, [batch, q_head, q_row, 0], dout_full, dout)
+        async_load(descs.delta, [batch_head, q_row], dout_full, delta)
 
 
 @gluon.jit
@@ -255,8 +256,8 @@ def _fetch_keys(descs, keys, work_tiles, batch, kv_head, kv_tile, CFG: gl.conste
     mbarrier.expect(full, consumers * (descs.k.block_type.nbytes + descs.v.block_type.nbytes))
     for g in gl.static_range(consumers):
         place = [batch, kv_head, kv_tile * CFG.tile_n + g * ROWS, 0]
-        tma.async_copy_global_to_shared(descs.k, place, full, keys.k_smem.index(g))
-        tma.async_copy_global_to_shared(descs.v, place, full, keys.v_smem.index(g))
+        async_load(descs.k, place, full, keys.k_smem.index(g))
+        async_load(descs.v, place, full, keys.v_smem.index(g))
 
 
 @gluon.jit

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.backprop import probabilities, score_gradients
+from ...device.gluon.compat import async_load, async_store
 from ...device.gluon.pipeline import barriers, ring, take, tiles, work_channel
 from ...device.gluon.records import Ring, WorkChannel
 from ...device.masks import position, row_bounds
@@ -126,8 +127,8 @@ def _consume_dkdv(dk_desc, dv_desc, score, shared, CFG: gl.constexpr):
         v_smem.index(0).store(dv.to(dtype))
         k_smem.index(0).store((dk * score.scale).to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dv_desc, place, v_smem.index(0))
-        tma.async_copy_shared_to_global(dk_desc, place, k_smem.index(0))
+        async_store(dv_desc, place, v_smem.index(0))
+        async_store(dk_desc, place, k_smem.index(0))
         tma.store_wait(0)
         mbarrier.arrive(kv_empty, count=1)
         work_tiles += 1
@@ -227,7 +228,7 @@ def _copy(desc, ring, step, batch, head, row, STAGES: gl.constexpr):
     full = ring.full.index(stage)
     mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(full, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [batch, head, row, 0], full, ring.tiles.index(stage))
+    async_load(desc, [batch, head, row, 0], full, ring.tiles.index(stage))
 
 
 @gluon.jit
@@ -382,7 +383,7 @@ def _consume_dq(dq_desc, lse_ptr, delta_ptr, score, shared, CFG: gl.constexpr):
         dq_smem = shared.q.tiles.index(0)
         dq_smem.store((dq * score.scale).to(dq_smem.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dq_desc, [batch, q_head, q_start, 0], dq_smem)
+        async_store(dq_desc, [batch, q_head, q_start, 0], dq_smem)
         tma.store_wait(0)
         _free(shared.q, slot, 1)
         slot += 1

@@ -1,6 +1,7 @@
 """Configurations of the Hopper attention kernels: tiles, rings, and what follows from them."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ...launch.descriptors import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
@@ -107,6 +108,17 @@ class AttnFwdSm90Config:
         """Offset of an array of barriers from the first one, in bytes."""
         return 8 * array * self.barrier_room
 
+    def placed_barriers(self) -> list[tuple[int, int]]:
+        """Offset in shared memory and arrivals of each barrier that warps find by its address."""
+        return [
+            (
+                self.tile_bytes + self.barrier_at(array) + 8 * stage,
+                self.arrivals if array % 2 else 1,
+            )
+            for array in range(4)
+            for stage in range(self.STAGES)
+        ]
+
     @property
     def spare_at(self) -> int:
         """Offset from the first barrier, in bytes, of a word that is never read."""
@@ -154,6 +166,7 @@ class AttnFwdSm90Config:
         return accumulator_layout(columns)
 
 
+@lru_cache(maxsize=256)
 def make_forward_config(
     consumers: int,
     tile_d: int,

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...device.gluon.compat import async_store
 from ...device.gluon.partials import columns_of, rows_of, store_part
 from ...device.gluon.pipeline import (
     barriers,
@@ -587,7 +588,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             fence_async_shared()
             q_row = q_start + first_row
             out_place = tile_place(cu_seqlens.q, batch, q_head, q_first, q_len)
-            tma.async_copy_shared_to_global(consume.out_desc, tile_at(out_place, q_row), out_smem)
+            async_store(consume.out_desc, tile_at(out_place, q_row), out_smem)
             lse_first = lse_offset(
                 batch, q_head, q_first, heads.q, consume.lse_head_stride, cu_seqlens.q
             )

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from ...device.gluon.compat import async_load
 from ...device.gluon.pipeline import claim, publish, take, tile_at, tile_place
 from ...device.masks import kv_range, kv_range_of_all
 from ...device.records import Span, VisitPlan
@@ -354,10 +355,10 @@ def copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
     mbarrier.expect(bar, parts * desc.block_type.nbytes)
     for part in gl.static_range(parts):
         if parts == 1:
-            tma.async_copy_global_to_shared(desc, tile_at(place, starts[part]), bar, tile)
+            async_load(desc, tile_at(place, starts[part]), bar, tile)
         else:
             rows = tile.slice(part * part_rows, part_rows, dim=0)
-            tma.async_copy_global_to_shared(desc, tile_at(place, starts[part]), bar, rows)
+            async_load(desc, tile_at(place, starts[part]), bar, rows)
 
 
 @gluon.jit
@@ -370,9 +371,7 @@ def copy_queries(desc, ring, slot, q_tile, place, CFG: gl.constexpr):
     mbarrier.expect(bar, consumers * desc.block_type.nbytes)
     for g in gl.static_range(consumers):
         row = q_tile * CFG.tile_m + g * ROWS
-        tma.async_copy_global_to_shared(
-            desc, tile_at(place, row), bar, ring.tiles.index(stage * consumers + g)
-        )
+        async_load(desc, tile_at(place, row), bar, ring.tiles.index(stage * consumers + g))
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ from ...calls.attention import (
     tma_takes,
 )
 from ...core.arch import arch_of
+from ...core.compat import hopper_options
 from ...launch.descriptors import GROUP_ROWS, packed_descriptor, tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
 from ...launch.workspace import scratch, self_resetting_counters
@@ -140,7 +141,8 @@ def launch_attn_fwd_sm90(
             operands.score,
             config,
         )
-        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.PDL}
+        options: dict[str, Any] = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        options |= {"launch_pdl": config.PDL, **hopper_options()}
         launch(_attn_fwd_sm90_kernel, programs, args, **options)
 
 
@@ -150,10 +152,13 @@ def _forward_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> An
     return tensor_descriptor(x, block, tma_strides(x))
 
 
-def tma_strides(x: torch.Tensor) -> list[int]:
+def tma_strides(x: torch.Tensor) -> tuple[int, ...]:
     """Strides for a descriptor: a dimension of size 1 may carry any, which TMA would refuse."""
-    row = x.shape[-1]
-    return [stride if size > 1 else row for size, stride in zip(x.shape, x.stride(), strict=True)]
+    shape, strides = x.shape, x.stride()
+    if 1 not in shape:
+        return strides
+    row = shape[-1]
+    return tuple([s if size > 1 else row for size, s in zip(shape, strides, strict=True)])
 
 
 def backward(call: BackwardCall) -> None:
@@ -292,7 +297,8 @@ def launch_attn_bwd_sm90(
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )
-        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        options: dict[str, Any] = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        options |= hopper_options()
         # planned programs wait for each other: all of them have to be resident
         options["launch_cooperative_grid"] = planned
         launch(_attn_bwd_sm90_kernel, programs, args, **options)
@@ -400,8 +406,8 @@ def launch_attn_bwd_dq_sm90(
         launch(_attn_bwd_dq_sm90_kernel, programs, args, **_options(config))
 
 
-def _options(config: AttnBwdSm90Config | AttnBwdDqSm90Config) -> dict[str, int]:
-    return {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+def _options(config: AttnBwdSm90Config | AttnBwdDqSm90Config) -> dict[str, Any]:
+    return {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, **hopper_options()}
 
 
 def _inputs(call: BackwardCall, config: AttnBwdSm90Config | AttnBwdDqSm90Config) -> tuple[Any, ...]:

@@ -50,7 +50,8 @@ from ...dispatch.machine import fp32_precision
 from ...launch.launcher import cdiv, launch, on_device_of
 from ...launch.workspace import scratch
 from ..operands import (
-    AttnBwdStrides,
+    DkdvStrides,
+    DqStrides,
     gradient_factors,
     kernel_operands,
     token_strides,
@@ -264,7 +265,7 @@ def launch_attn_dq(call: BackwardCall, delta: torch.Tensor, config: AttnBwdConfi
             RowTerms(lse, delta),
             operands.cu_seqlens,
             operands.block_lists,
-            AttnBwdStrides(*(token_strides(x) for x in (q, k, v, dout)), dq=token_strides(dq)),
+            DqStrides(*(token_strides(x) for x in (q, k, v, dout, dq))),
             lse.stride(-2),
             *operands.lengths,
             *operands.band,
@@ -432,15 +433,18 @@ def launch_attn_dkdv(call: BackwardCall, delta: torch.Tensor | None, config: Att
     q, k, v = call.forward.q, call.forward.k, call.forward.v
     operands = kernel_operands(call.forward)
     programs = operands.batch * k.shape[1] * cdiv(operands.lengths[1], config.tile_n)
+    if operands.heads.q == 0:
+        # the kernel derives the number of KV heads from that of the query heads
+        for gradient in (dk, dv):
+            if gradient is not None:
+                gradient.zero_()
+        return
     if programs == 0:
         return
     mask = transposed_mask(spec.block_mask)
     with on_device_of(q):
-        strides = AttnBwdStrides(
-            *(token_strides(x) for x in (q, k, v, dout)),
-            dk=None if dk is None else token_strides(dk),
-            dv=None if dv is None else token_strides(dv),
-        )
+        written = (k if dk is None else dk, v if dv is None else dv)
+        strides = DkdvStrides(*(token_strides(x) for x in (q, k, v, dout, *written)))
         args = (
             KeyGradients(dk, dv),
             q,

@@ -16,7 +16,7 @@ import triton.language as tl
 from ...calls.attention import MergeCall
 from ...device.records import Strides
 from ...device.softmax import merge_partials, merge_weights
-from ...launch.launcher import cdiv, on_device_of
+from ...launch.launcher import cdiv, launch, on_device_of
 
 # Elements of one tile: 8 per thread. With 16, rows that cannot be loaded in vectors (Dv = 40) need
 # so many addresses that sm_80 spills.
@@ -109,7 +109,7 @@ def launch_merge_states(
         return
     tile_rows, tile_d = _tiles(v_dim)
     with on_device_of(out):
-        _merge_states_kernel[(cdiv(num_rows, tile_rows),)](
+        args = (
             out,
             lse,
             o_a,
@@ -121,10 +121,10 @@ def launch_merge_states(
             heads,
             q_len,
             v_dim,
-            TILE_ROWS=tile_rows,
-            TILE_D=tile_d,
-            num_warps=4,
+            tile_rows,
+            tile_d,
         )
+        launch(_merge_states_kernel, cdiv(num_rows, tile_rows), args, num_warps=4)
 
 
 def merge_states(call: MergeCall) -> tuple[torch.Tensor, torch.Tensor]:

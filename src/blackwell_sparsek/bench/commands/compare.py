@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...core.errors import InvalidInput
 from .. import results
-from ..report.tables import names_of_some
+from ..report.tables import names_of_some, printable
 
 # Smaller changes cannot be told from day-to-day variation.
 SMALLEST_CHANGE = 0.03
@@ -32,7 +32,7 @@ class Change:
 
     def __str__(self) -> str:
         change = f"{self.ratio - 1:+.1%} (noise {self.noise:.1%})" if self.ratio else self.verdict
-        return f"{self.suite}: {self.case}: {self.peer}, {self.mode}: {change}"
+        return printable(f"{self.suite}: {self.case}: {self.peer}, {self.mode}: {change}")
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,13 @@ def compare(old: dict[str, Any], new: dict[str, Any], *, force: bool = False) ->
     change, so the machine did. `force` compares different machines as well.
     """
     if old["suite"] != new["suite"]:
-        raise InvalidInput(f"bsk compare: suites differ: {old['suite']} and {new['suite']}")
+        both = printable(f"{old['suite']} and {new['suite']}")
+        raise InvalidInput(f"bsk compare: suites differ: {both}")
     notes = []
     for what in ("device_name", "arch"):
         a, b = (document["environment"].get(what) for document in (old, new))
         if a != b:
-            text = f"{what} differs: {a} and {b}"
+            text = printable(f"{what} differs: {a} and {b}")
             if not force:
                 raise InvalidInput(f"bsk compare: {text}; --force compares them all the same")
             notes.append(text)
@@ -84,7 +85,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], *, force: bool = False) ->
     before, after = versions
     for name in sorted(before.keys() & after.keys()):
         if before[name] != after[name]:
-            notes.append(f"{name} {before[name]} -> {after[name]}")
+            notes.append(printable(f"{name} {before[name]} -> {after[name]}"))
 
     names = {case["name"] for case in new["cases"]}
     if missing := [case["name"] for case in old["cases"] if case["name"] not in names]:

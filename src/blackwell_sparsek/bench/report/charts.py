@@ -94,7 +94,9 @@ def axis(
         low, high = max(low, 1e-12), max(high, 1e-12)
         return Axis(low / 1.15, high * 1.15, start, end, True)
     low = min(low, 0.0) if zero else low
-    high = high if high > low else low + 1.0
+    # floats that differ in their last digits would leave no room between two ticks
+    apart = high - low > 1e-9 * max(abs(low), abs(high))
+    high = high if apart else low + max(1.0, abs(low))
     step = _step(low, high)
     return Axis(math.floor(low / step) * step, math.ceil(high / step - 1e-9) * step, start, end)
 

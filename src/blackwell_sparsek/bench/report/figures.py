@@ -14,10 +14,10 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def amount(problem: Any, name: str) -> float | None:
-    """The field `name` of a problem if it is a positive number, else None."""
+    """The field `name` of a problem if it is a positive number that plots can hold, else None."""
     value: Any = problem.get(name) if isinstance(problem, dict) else None
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) and value > 0 else None
+    return float(value) if is_number and 1e-18 < value < 1e18 else None
 
 
 def _sizes(problem: Any, name: str) -> list[float]:
@@ -170,7 +170,7 @@ def _bars(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]
         if bars:
             groups.append((case["name"], bars))
     better = "higher" if unit == "tflops" else "lower"
-    how = "in a fresh process" if mode == "reported" else f"mode {mode}"
+    how = "wall clock" if mode == "reported" else f"mode {mode}"
     caption = f"{_in_words(unit, written)} by case, {how}; {better} is better."
     caption += " Whiskers span the quartiles."
     return _bar_figure(caption, groups, written, colours)

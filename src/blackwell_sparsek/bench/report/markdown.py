@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
+from ...core.errors import InvalidInput
 from .. import results
 from .figures import Figure, figures_of, is_sweep, product_of
 from .page import colours_of, standalone
@@ -91,7 +92,7 @@ MODES = {
     "graph": "CUDA graph",
     "sustained": "sustained",
     "host": "host time",
-    "reported": "fresh process",
+    "reported": "wall clock",
 }
 SUMMARY_HEAD = (
     "suite, timed how",
@@ -327,8 +328,16 @@ def suite_pages(folder: pathlib.Path) -> dict[str, str]:
 
 def committed(folder: pathlib.Path) -> list[dict[str, Any]]:
     """The results files of the suites in `SUITES`, in that order."""
-    paths = [folder / f"{suite}.json" for suite in SUITES]
-    return [results.read(path) for path in paths if path.exists()]
+    paths = {suite: folder / f"{suite}.json" for suite in SUITES}
+    found = {suite: results.read(path) for suite, path in paths.items() if path.exists()}
+    for suite, document in found.items():
+        # pages and plots are written under this name
+        if document["suite"] != suite:
+            got = document["suite"]
+            raise InvalidInput(
+                f"{paths[suite]}: is of another suite; expected {suite!r}, got {got!r}"
+            )
+    return list(found.values())
 
 
 def _links(document: dict[str, Any], page: pathlib.Path) -> list[str]:
@@ -341,7 +350,7 @@ def _links(document: dict[str, Any], page: pathlib.Path) -> list[str]:
 def with_section(text: str, section: str) -> str:
     """`text` with `section` between its markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}, once each")
+        raise InvalidInput(f"the page needs the lines {BEGIN!r} and {END!r}, once each")
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     inside = f"\n\n{section}\n\n" if section else "\n"

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from .figures import amount
+
 MODE_HEADS = {
     "eager": "single calls, cold L2",
     "graph": "in a CUDA graph, cold inputs",
     "sustained": "sustained",
     "host": "host time of a call",
-    "reported": "in a fresh process",
+    "reported": "wall clock",
 }
 _MOST_NAMES = 8
 UNITS = {"tflops": "TFLOP/s", "ms": "ms", "us": "us", "us_per_head": "us per head"}
@@ -34,7 +36,19 @@ def _cell(text: str) -> str:
 
 def as_text(words: object) -> str:
     """One line that Markdown shows literally: text from a results file must not act as HTML."""
-    return " ".join(str(words).splitlines()).replace("<", "&lt;")
+    return printable(words).replace("<", "&lt;")
+
+
+def printable(words: object) -> str:
+    """One line for a terminal: text from a results file must not move its cursor.
+
+    Examples
+    --------
+    >>> printable("red\\x1b[31m") == r"red\\x1b[31m"
+    True
+    """
+    line = " ".join(str(words).splitlines())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def number(value: float) -> str:
@@ -117,23 +131,17 @@ def _shown(unit: str) -> Callable[[Any, Any], str]:
                 return number(figures["executed_tflops"])
             return f"{number(seconds * 1e3)} ms"
         if unit == "us_per_head":
-            return number(seconds * 1e6 / _heads(problem))
+            return number(seconds * 1e6 / (amount(problem, "heads") or 1))
         return number(seconds * (1e6 if unit == "us" else 1e3))
 
     return show
-
-
-def _heads(problem: dict[str, Any]) -> int:
-    """The number of heads of a problem; 1 if the file does not say."""
-    heads = problem.get("heads")
-    return heads if isinstance(heads, int) and heads > 0 else 1
 
 
 def _tier(figures: dict[str, Any] | None, problem: dict[str, Any]) -> str:
     """The lowest tier that the time per head stays under."""
     if figures is None or "tiers_us_per_head" not in problem:
         return "n/a"
-    per_head = figures["quantiles_s"]["p50"] * 1e6 / _heads(problem)
+    per_head = figures["quantiles_s"]["p50"] * 1e6 / (amount(problem, "heads") or 1)
     given = problem["tiers_us_per_head"]
     tiers = given if isinstance(given, list) else []
     tiers = [tier for tier in tiers if isinstance(tier, (int, float))]

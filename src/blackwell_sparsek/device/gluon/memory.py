@@ -1,22 +1,12 @@
 # mypy: ignore-errors
-"""TMA additions, which Triton 3.6 can compile but does not export to Gluon, and prefetches to L2.
+"""Ordered TMA additions to memory, and prefetches to L2.
 
-Programs add to a tile in any order. For ordered accumulation, a semaphore counts the additions:
-`acquire_semaphore`, `tma_add`, `release_semaphore`.
+Programs that call `async_atomic_add` add to a tile in any order. For ordered accumulation, a
+semaphore counts the additions: `acquire_semaphore`, `async_atomic_add`, `release_semaphore`.
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-
-
-@builtin
-def tma_add(desc, coord, src, _semantic=None):
-    """Start adding a shared-memory tile to the tile of a tensor at `coord`."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
 
 
 @gluon.jit

@@ -14,9 +14,6 @@ from .records import PackedPlace, Ring, StagePlace, WorkChannel
 
 WORK_DEPTH = gl.constexpr(2)
 
-# Wait for all threads of this role. Renamed in Triton 3.7.
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-
 
 @gluon.jit
 def tiles(desc, count: gl.constexpr, rows: gl.constexpr):

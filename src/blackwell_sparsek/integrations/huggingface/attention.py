@@ -12,10 +12,18 @@ from ...masks.band import Band
 from ...masks.block_mask import BlockMask
 from ...masks.segments import every_key_block
 from .block_sparse import BlockSparse, mask_of_selection
-from .visible_keys import OP, VisibleKeys, block_size_for, listed_tokens, visible_of_user
+from .dense import dense_attention, elements, warn_once, why_dense
+from .visible_keys import (
+    OP,
+    VisibleKeys,
+    block_size_for,
+    listed_tokens,
+    visible_of_user,
+    visible_to_one,
+)
 
 # Arguments that change the result of attention and are not supported here.
-REFUSED = ("position_bias", "head_mask", "layer_head_mask", "alibi")
+REFUSED = ("head_mask", "layer_head_mask", "alibi")
 
 
 def attention_forward(
@@ -31,15 +39,20 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
     block_sparse: BlockSparse | None = None,
+    output_attentions: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one layer, with transformers' arguments.
+
+    Dropout, biases and `output_attentions` run in plain PyTorch, with a warning.
 
     Parameters
     ----------
@@ -48,33 +61,76 @@ def attention_forward(
         As they come from the cache, which may hold more slots than tokens.
     attention_mask : VisibleKeys, a ready 4-D mask of the user, or None
         None shows all keys up to the query's position; the last query is at the last key.
+    indices : int `[B, Sq, n]`, optional
+        The keys that each query selected, -1 for none.
 
     Returns
     -------
-    `[B, Sq, Hq, Dv]`, contiguous, and None for the weights, which are never materialised.
+    `[B, Sq, Hq, Dv]`, contiguous, and the weights `[B, Hq, Sq, Sk]` or None, as nothing else forms
+    them.
     """
-    refuse(dropout, kwargs)
+    refuse(kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        if indices is not None:
+            raise Unsupported(f"{OP}: cu_seq_lens_q together with indices of selected keys")
+        refuse_dense("cu_seq_lens_q", why_dense(dropout, output_attentions, position_bias, None))
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         return _packed(query, key, value, attention_mask, lengths, causal, sliding_window, options)
     if attention_mask is None:
         left = None if sliding_window is None else sliding_window - 1
         band = Band(left, 0 if causal else left)
-        plan = VisibleKeys(query.shape[2], key.shape[2], band=band, batch=query.shape[0])
+        sizes, batch = (query.shape[2], key.shape[2]), query.shape[0]
+        plan = VisibleKeys(*sizes, band=band, batch=batch, device=query.device)
     elif isinstance(attention_mask, VisibleKeys):
         plan = attention_mask
     else:
         plan = visible_of_user(attention_mask, query, key)
         key, value = key[:, :, : plan.kv_length], value[:, :, : plan.kv_length]
     plan.check_layer(query, key)
+    if indices is not None:
+        plan = plan.limited_to(indices)
+    reason = why_dense(dropout, output_attentions, position_bias, plan.bias)
     if plan.key_length != plan.kv_length:
         key, value = key[:, :, : plan.key_length], value[:, :, : plan.key_length]
     sparse = block_sparse if plan.band.right == 0 else None
+    if reason is not None:
+        bias = position_bias if plan.bias is None else plan.bias
+        if plan.bias is not None and position_bias is not None:
+            bias = plan.bias + position_bias
+        visible = _visible_elements(module, query, key, plan, sparse, block_indices)
+        if not torch.compiler.is_compiling():
+            warn_once(reason)
+        made, weights = dense_attention(
+            *(query, key, value, visible),
+            bias=bias,
+            dropout=dropout,
+            with_weights=bool(output_attentions),
+            **options,
+        )
+        if weights is not None:
+            weights = torch.nn.functional.pad(weights, (0, plan.kv_length - weights.shape[3]))
+        return made.transpose(1, 2).contiguous(), weights
     if plan.lengths is not None:
         out = attend_one(module, query, key, value, plan, options, sparse, block_indices)
         return out.transpose(1, 2).contiguous(), None
+    band, block_mask = _layer_mask(module, query, key, plan, sparse, block_indices)
+    window = (band.left, band.right)
+    out = attention(query, key, value, window=window, block_mask=block_mask, **options)
+    assert isinstance(out, torch.Tensor)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _layer_mask(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    plan: VisibleKeys,
+    sparse: BlockSparse | None,
+    block_indices: torch.Tensor | None,
+) -> tuple[Band, BlockMask | None]:
+    """What the queries of a prompt see."""
     band, block_mask = plan.band, plan.block_mask
     if block_indices is not None:
         size = module.indexer.block_size
@@ -88,21 +144,42 @@ def attention_forward(
     else:
         band = band if sparse is None else sparse.band(band)
         block_mask = plan.mask_with(None, block_size_for(plan.q_length, plan.key_length))
-    window = (band.left, band.right)
-    out = attention(query, key, value, window=window, block_mask=block_mask, **options)
-    assert isinstance(out, torch.Tensor)
-    return out.transpose(1, 2).contiguous(), None
+    return band, block_mask
 
 
-def refuse(dropout: float, kwargs: dict[str, Any]) -> None:
+def _visible_elements(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    plan: VisibleKeys,
+    sparse: BlockSparse | None,
+    block_indices: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the queries see, bool `[B or 1, H or 1, Sq, Sk]`."""
+    sq, sk = query.shape[2], key.shape[2]
+    if plan.lengths is None:
+        if sparse is None and block_indices is None:
+            return plan.elements[..., :sk]
+        band, block_mask = _layer_mask(module, query, key, plan, sparse, block_indices)
+        return elements(band, block_mask, sq, sk, query.device)
+    left = (plan.band if sparse is None else sparse.band(plan.band)).left
+    visible = visible_to_one(plan, left, sk)
+    if sparse is not None and sparse.is_fixed and not sparse.is_window:
+        visible = visible & sparse.keys(plan.lengths, sk)
+    if block_indices is not None:
+        size = module.indexer.block_size
+        return mask_of_selection(block_indices, size, query, sk, visible).to_element_mask()
+    return visible[:, None, None]
+
+
+def refuse_dense(what: str, reason: str | None) -> None:
+    """Raise if a call asks for what kernels do not compute."""
+    if reason is not None:
+        raise Unsupported(f"{OP}: {what} together with {reason}; leave out one of the two")
+
+
+def refuse(kwargs: dict[str, Any]) -> None:
     """Raise for arguments that are not supported."""
-    if dropout != 0.0:
-        raise Unsupported(f"{OP}: dropout {dropout} on attention weights; set attention_dropout=0")
-    if kwargs.get("output_attentions"):
-        raise Unsupported(
-            f"{OP}: output_attentions asks for weights that are never formed; "
-            "use attn_implementation='eager' to look at them"
-        )
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise Unsupported(f"{OP}: {name} is not supported; use attn_implementation='sdpa'")
@@ -203,7 +280,7 @@ def attend_one(
         return attention_decode(
             query, key, value, cache_seqlens=lengths, window=window, **blocks, **options
         )
-    visible = _visible(plan, lengths, window[0], key.shape[2])
+    visible = visible_to_one(plan, window[0], key.shape[2])
     if block_sparse is not None:
         visible = visible & block_sparse.keys(lengths, key.shape[2])
     if not differentiable and block_indices is None:
@@ -257,16 +334,6 @@ def as_token_pages(
     return k_pages, v_pages, step
 
 
-def _visible(
-    plan: VisibleKeys, lengths: torch.Tensor, left: int | None, kv_length: int
-) -> torch.Tensor:
-    slot = torch.arange(kv_length, device=lengths.device)
-    visible = slot < lengths[:, None]
-    if left is not None:
-        visible &= slot >= lengths[:, None] - 1 - left
-    return visible if plan.visible is None else visible & plan.visible
-
-
 # Continuous batching: attention over transformers' paged cache.
 
 
@@ -302,7 +369,9 @@ def paged_attention_forward(
     -------
     `[1, Tq, Hq, Dv]` and None
     """
-    refuse(dropout, kwargs)
+    refuse(kwargs)
+    weights, bias = kwargs.get("output_attentions"), kwargs.get("position_bias")
+    refuse_dense("continuous batching", why_dense(dropout, weights, bias, None))
     if cache is None or cu_seq_lens_q is None:
         raise Unsupported(
             f"{OP}: the paged implementation works inside of continuous batching alone; "

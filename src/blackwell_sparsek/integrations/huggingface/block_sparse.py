@@ -203,13 +203,28 @@ def layer_choice(block_sparse: PerLayer | None) -> Callable[[Any], BlockSparse |
             if not isinstance(layer, int) or isinstance(layer, bool):
                 problem, expected = "names a layer by something else", "indices of layers"
                 raise InvalidType(message("register", "block_sparse", problem, expected, layer))
+            if layer < 0:
+                problem, expected = "names a layer below zero", "indices of layers"
+                raise InvalidInput(message("register", "block_sparse", problem, expected, layer))
             _check_choice(layer, choice)
-        return lambda module: block_sparse.get(module.layer_idx)
+        return lambda module: _of_layer(block_sparse, module)
     if callable(block_sparse):
         return lambda module: _check_choice(module.layer_idx, block_sparse(module.layer_idx))
     expected = "None, BlockSparse, a dict or a function of the layer's index"
     got = type(block_sparse).__name__
     raise InvalidType(message("register", "block_sparse", "is of a wrong type", expected, got))
+
+
+def _of_layer(block_sparse: Mapping[int, BlockSparse | None], module: Any) -> BlockSparse | None:
+    """The choice for a layer; raises if there are choices for layers that its model lacks."""
+    config = getattr(module, "config", None)
+    sizes = ("num_hidden_layers", "encoder_layers", "decoder_layers")
+    layers = max((getattr(config, size, None) or 0 for size in sizes), default=0)
+    missing = [layer for layer in block_sparse if layer >= layers]
+    if layers and missing:
+        problem, expected = "names layers that the model does not have", f"layers 0 to {layers - 1}"
+        raise InvalidInput(message("register", "block_sparse", problem, expected, missing))
+    return block_sparse.get(module.layer_idx)
 
 
 def _check_choice(layer: int, choice: Any) -> BlockSparse | None:

@@ -11,6 +11,7 @@ from ...core.errors import InvalidInput, Unsupported
 from ...masks.band import EVERYTHING, Band
 from ...masks.block_mask import BlockMask
 from ...masks.segments import every_block, every_key_block, segments
+from .dense import band_elements
 
 OP = "huggingface"
 
@@ -30,7 +31,9 @@ class VisibleKeys:
     Query i of `q_length` sits at key slot `key_length - q_length + i`. It sees the keys that `band`
     and, if set, `block_mask` or `segments` all leave visible.
 
-    transformers passes ready masks of rank four through, so this reports four dimensions.
+    transformers passes ready masks of rank four through, so this reports four dimensions. A model
+    that computes with its mask gets the bool tensor `[B, 1, q_length, kv_length]` of what is
+    visible, which is then made in memory of that size.
 
     Attributes
     ----------
@@ -47,9 +50,12 @@ class VisibleKeys:
         A query sees the keys that have its number.
     block_mask : BlockMask or None
         Ready made, over `key_length` keys.
+    bias : float `[B or 1, H or 1, Sq or 1, kv_length]` or None
+        Added to the scores.
     """
 
     ndim = 4
+    dtype = torch.bool
 
     def __init__(
         self,
@@ -62,8 +68,12 @@ class VisibleKeys:
         visible: torch.Tensor | None = None,
         segments: tuple[torch.Tensor, torch.Tensor] | None = None,
         block_mask: BlockMask | None = None,
+        bias: torch.Tensor | None = None,
         batch: int = 1,
+        device: torch.device | str,
     ) -> None:
+        self.device = torch.device(device)
+        self.bias = bias
         self.q_length, self.kv_length = q_length, kv_length
         self.band = band
         self.key_length = kv_length if key_length is None else key_length
@@ -77,6 +87,71 @@ class VisibleKeys:
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of the mask that this replaces."""
         return (self.batch, 1, self.q_length, self.kv_length)
+
+    def dim(self) -> int:
+        """The rank of the mask that this replaces."""
+        return self.ndim
+
+    @property
+    def elements(self) -> torch.Tensor:
+        """What is visible, bool `[B or 1, H or 1, q_length, kv_length]`. Waits for the device."""
+        return self.shared("elements", self._elements)
+
+    def _elements(self) -> torch.Tensor:
+        if self.lengths is not None:
+            return visible_to_one(self, self.band.left, self.kv_length)[:, None, None]
+        visible = band_elements(self.band, self.q_length, self.key_length, self.device)
+        if self.block_mask is not None:
+            visible = visible & self.block_mask.to_element_mask()
+        elif self.segments is not None:
+            q_segment, k_segment = self.segments
+            visible = visible & (q_segment[:, None, :, None] == k_segment[:, None, None])
+        # slots past the last query are empty
+        return torch.nn.functional.pad(visible, (0, self.kv_length - self.key_length))
+
+    def limited_to(self, indices: torch.Tensor) -> "VisibleKeys":
+        """These keys, as far as each query selected them: int `[B, q_length, n]`, -1 is empty."""
+        batch, sq, _ = indices.shape
+        selected = torch.zeros(
+            batch, sq, self.kv_length + 1, dtype=torch.bool, device=indices.device
+        )
+        # empty slots go to an extra column that is cut off
+        places = torch.where(indices < 0, self.kv_length, indices).long()
+        selected = selected.scatter(2, places, True)[:, None, :, : self.kv_length]
+        if self.lengths is None:
+            return visible_elements(self.elements & selected)
+        return VisibleKeys(
+            *(1, self.kv_length),
+            band=self.band,
+            lengths=self.lengths,
+            visible=(self.elements & selected)[:, 0, 0],
+            batch=batch,
+            device=self.device,
+        )
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._as_tensor()[index]
+
+    def __and__(self, other: Any) -> torch.Tensor:
+        return self._as_tensor() & other
+
+    def __or__(self, other: Any) -> torch.Tensor:
+        return self._as_tensor() | other
+
+    def __invert__(self) -> torch.Tensor:
+        return ~self._as_tensor()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Functions of torch take this as the tensor that it stands for."""
+        plain = [x._as_tensor() if isinstance(x, cls) else x for x in args]
+        return func(*plain, **(kwargs or {}))
+
+    def _as_tensor(self) -> torch.Tensor:
+        visible = self.elements
+        return visible.expand(self.batch, *visible.shape[1:])
 
     def contiguous(self) -> "VisibleKeys":
         """Return itself; `generate` calls this on the masks that it makes."""
@@ -134,9 +209,21 @@ def listed_tokens(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def visible_elements(visible: torch.Tensor) -> VisibleKeys:
     """From a complete mask, bool `[B or 1, H or 1, Sq, Sk]`: no causality or window is added."""
     batch, _, sq, sk = visible.shape
+    mask = mask_of_elements(visible)
     return VisibleKeys(
-        sq, sk, band=EVERYTHING, block_mask=mask_of_elements(visible), batch=int(batch)
+        sq, sk, band=EVERYTHING, block_mask=mask, batch=int(batch), device=visible.device
     )
+
+
+def visible_to_one(plan: VisibleKeys, left: int | None, kv_length: int) -> torch.Tensor:
+    """The keys that a single query at the end of each sequence sees, bool `[B, kv_length]`."""
+    lengths = plan.lengths
+    assert lengths is not None
+    slot = torch.arange(kv_length, device=lengths.device)
+    visible = slot < lengths[:, None]
+    if left is not None:
+        visible &= slot >= lengths[:, None] - 1 - left
+    return visible if plan.visible is None else visible & plan.visible
 
 
 def mask_of_elements(visible: torch.Tensor) -> BlockMask:
@@ -148,14 +235,15 @@ def mask_of_elements(visible: torch.Tensor) -> BlockMask:
 
 
 def visible_of_user(mask: Any, query: torch.Tensor, key: torch.Tensor) -> VisibleKeys:
-    """From a ready mask of the user: 4-D bool, 4-D float of 0 and -inf, or FlexAttention's.
+    """From a ready mask of the user: 4-D bool, 4-D float, or FlexAttention's.
 
-    Each layer converts its mask, but the last one is cached.
+    Each layer converts its mask, but the last one is cached unless it is a bias.
     """
     sq, sk = query.shape[2], key.shape[2]
     if not isinstance(mask, torch.Tensor):
         block_mask = BlockMask.from_flex(mask)
-        return VisibleKeys(*block_mask.seq_lengths, band=EVERYTHING, block_mask=block_mask)
+        sizes, device = block_mask.seq_lengths, block_mask.device
+        return VisibleKeys(*sizes, band=EVERYTHING, block_mask=block_mask, device=device)
     fits = mask.dim() == 4 and mask.shape[2] in (1, sq) and mask.shape[3] >= sk
     if not fits:
         shape = f"[{query.shape[0]}, 1 or {query.shape[1]}, {sq}, {sk}]"
@@ -165,6 +253,10 @@ def visible_of_user(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Visibl
     if torch.compiler.is_compiling():
         return visible_elements(_as_bool(mask)[..., :sk].expand(-1, -1, sq, -1))
     found = _last_user_mask.find(mask, sq, sk)
+    if found is None and _is_bias(mask):
+        batch, bias = query.shape[0], mask[..., :sk]
+        # hidden keys have the lowest number, which needs no mask besides the bias
+        return VisibleKeys(sq, sk, band=EVERYTHING, bias=bias, batch=batch, device=mask.device)
     if found is None:
         found = visible_elements(_as_bool(mask)[..., :sk].expand(-1, -1, sq, -1))
         _last_user_mask.keep(mask, sq, sk, found)
@@ -178,21 +270,24 @@ def _as_bool(mask: torch.Tensor) -> torch.Tensor:
         raise Unsupported(
             message(OP, "attention_mask", "has an unsupported dtype", "bool or float", mask.dtype)
         )
-    visible = mask == 0
-    if may_wait(mask.device):
-        # transformers marks hidden keys with the lowest number of the dtype
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-        if not bool((visible | hidden).all()):
-            raise Unsupported(
-                f"{OP}: attention_mask is a bias with values other than 0 and -inf; "
-                "use attn_implementation='sdpa' for this model"
-            )
-        return visible
-    torch._assert_async(
-        (visible | (mask <= torch.finfo(mask.dtype).min / 2)).all(),
-        f"{OP}: attention_mask is a bias with values other than 0 and -inf",
-    )
-    return visible
+    if not may_wait(mask.device):
+        torch._assert_async(
+            _hides_or_shows(mask),
+            f"{OP}: attention_mask is a bias with values other than 0 and -inf, which "
+            "torch.compile and graph capture cannot find out; use attn_implementation='sdpa'",
+        )
+    return mask == 0
+
+
+def _is_bias(mask: torch.Tensor) -> bool:
+    """Whether a float mask does more than to hide keys. Waits for the device."""
+    return mask.is_floating_point() and may_wait(mask.device) and not bool(_hides_or_shows(mask))
+
+
+def _hides_or_shows(mask: torch.Tensor) -> torch.Tensor:
+    # transformers marks hidden keys with the lowest number of the dtype
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return ((mask == 0) | hidden).all()
 
 
 class _LastUserMask:
@@ -253,7 +348,8 @@ def make_visible_keys(
 
     Returns
     -------
-    None if causality and the layer's own window suffice.
+    None if causality and the layer's own window suffice, and the model does not compute with its
+    mask.
     """
     if isinstance(attention_mask, VisibleKeys):
         # `generate` makes masks ahead of the forward pass, which then asks again
@@ -275,12 +371,20 @@ def make_visible_keys(
         return _of_one_query(sizes, end, pattern.band, real, options["device"])
     if real is not None:
         real = real[:, :end]
-        if may_wait(real.device):
-            real = real if _padding_matters(real, causal=not bidirectional) else None
+        # rows of padding see no padding either: generation goes on from them, losses may count them
+        if may_wait(real.device) and bool(real.all()):
+            real = None
     nothing = real is None and pattern.documents is None
-    if nothing and end == kv_length and pattern.band == CAUSAL:
+    skip = options.get("allow_is_causal_skip", True)
+    if nothing and end == kv_length and pattern.band == CAUSAL and skip:
         return None
-    plan = VisibleKeys(q_length, kv_length, band=pattern.band, key_length=end, batch=batch_size)
+    plan = VisibleKeys(
+        *(q_length, kv_length),
+        band=pattern.band,
+        key_length=end,
+        batch=batch_size,
+        device=options["device"],
+    )
     if pattern.documents is not None:
         plan.segments = (pattern.documents, pattern.documents[:, :end])
     elif real is not None and may_wait(real.device):
@@ -301,13 +405,10 @@ def _of_one_query(
     """One query at slot `end - 1`, which may be known only on the device."""
     batch, _, kv_length = sizes
     lengths = torch.as_tensor(end, dtype=torch.int32, device=device).expand(batch).contiguous()
-    plan = VisibleKeys(1, kv_length, band=band, lengths=lengths, batch=batch)
+    plan = VisibleKeys(1, kv_length, band=band, lengths=lengths, batch=batch, device=device)
     if real is None:
         return plan
-    slot = torch.arange(kv_length, device=device)
-    visible = slot < lengths[:, None]
-    if band.left is not None:
-        visible &= slot >= lengths[:, None] - 1 - band.left
+    visible = visible_to_one(plan, band.left, kv_length)
     if not may_wait(real.device) or bool((visible & ~real).any()):
         plan.visible = visible & real
     return plan
@@ -323,14 +424,6 @@ def _real_keys(
     if missing > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     return attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-
-
-def _padding_matters(real: torch.Tensor, *, causal: bool) -> bool:
-    """Whether a real query could see a key that is padding. Waits for the device."""
-    if causal:
-        # with padding on the right only, causality hides it from every real query
-        return bool((real[:, 1:] & ~real[:, :-1]).any())
-    return not bool(real.all())
 
 
 def _evaluated(

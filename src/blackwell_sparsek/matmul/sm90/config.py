@@ -139,33 +139,45 @@ class SpmmSm90Config:
         """Bytes of all tiles of a stage."""
         return self.a_tiles * self.a_tile_bytes + self.x_tiles * self.x_tile_bytes
 
-    # Shared memory of a paired program, in KiB from its beginning: A, X, output buffers, barriers.
+    # Shared memory of a paired program: A, X and output buffers, the largest first, and barriers.
 
     @property
-    def x_kib(self) -> int:
-        """Where the X tiles begin; A tiles begin at 0."""
-        return self.STAGES * self.a_tiles * self.a_tile_bytes // KIB
+    def _paired_places(self) -> dict[str, int]:
+        """Where allocations begin, in bytes: Triton lays out larger ones first.
+
+        Those of the same size are in program order; `barriers`, the smallest, come last.
+        """
+        sizes = {
+            "a": self.STAGES * self.a_tiles * self.a_tile_bytes,
+            "x": self.STAGES * self.x_tiles * self.x_tile_bytes,
+            "out": CONSUMERS * GROUP_ROWS * self.out_chunk * self.OUT_BYTES,
+            "barriers": KIB,
+        }
+        places, end = {}, 0
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            places[name] = end
+            end += sizes[name]
+        return places
 
     @property
-    def out_kib(self) -> int:
-        """Where the output buffers begin."""
-        return self.STAGES * self.stage_bytes // KIB
-
-    @property
-    def bars_kib(self) -> int:
-        """Where the barriers begin; they and the number behind them fit into one KiB."""
-        out = CONSUMERS * GROUP_ROWS * self.out_chunk * self.OUT_BYTES
-        return self.out_kib + out // KIB
+    def a_offset(self) -> int:
+        """Where the A tiles begin, in bytes."""
+        return self._paired_places["a"]
 
     @property
     def x_offset(self) -> int:
         """Where the X tiles begin, in bytes."""
-        return KIB * self.x_kib
+        return self._paired_places["x"]
 
     @property
     def bars_offset(self) -> int:
         """Where the barriers begin, in bytes: STAGES full, STAGES empty, `sent`, `read`."""
-        return KIB * self.bars_kib
+        return self._paired_places["barriers"]
+
+    @property
+    def bars_room(self) -> int:
+        """Barriers that are allocated; behind those in use lies the number of a work tile."""
+        return KIB // 8
 
     @property
     def sent_bar(self) -> int:
@@ -176,6 +188,14 @@ class SpmmSm90Config:
     def read_bar(self) -> int:
         """Index of the barrier that says that both producers have read it."""
         return 2 * self.STAGES + 1
+
+    def placed_barriers(self) -> list[tuple[int, int]]:
+        """Offset in shared memory and arrivals of each barrier that is found by its address."""
+        if not self.PAIRED:
+            return []
+        # each warp of the two consumers of each program
+        arrivals = [1] * self.STAGES + [4 * CONSUMERS * PAIR] * self.STAGES + [1, PAIR]
+        return [(self.bars_offset + 8 * i, count) for i, count in enumerate(arrivals)]
 
     @property
     def number_offset(self) -> int:
@@ -330,9 +350,9 @@ class NarrowSm90Config:
         return _exchange_bytes(self.TILE_N)
 
     @property
-    def ring_kib(self) -> int:
-        """KiB of the ring of blocks and the exchange together."""
-        return (self.exchange_offset + self.exchange_bytes) // KIB + 1
+    def exchange_tiles(self) -> int:
+        """Tiles of blocks whose memory the exchange and its barrier take."""
+        return _exchange_tiles(self.TILE_M, self.TILE_N, self.TILE_K) if self.SPLIT_K > 1 else 0
 
     def a_block(self) -> list[int]:
         """Shape of a copy of a block."""
@@ -364,6 +384,10 @@ def _exchange_bytes(tile_n: int) -> int:
     return 4 * GROUP_ROWS * tile_n // 2
 
 
+def _exchange_tiles(tile_m: int, tile_n: int, tile_k: int) -> int:
+    return -(-(_exchange_bytes(tile_n) + 8) // (2 * tile_m * tile_k))
+
+
 def narrow_stages_that_fit(
     tile_m: int, tile_n: int, stage_k: int, wide: bool, split_k: int = 1
 ) -> int:
@@ -371,8 +395,9 @@ def narrow_stages_that_fit(
     x_rows = GROUP_ROWS if tile_m < GROUP_ROWS else tile_n
     # sums change their layout through shared memory; the system takes 1 KiB, barriers less
     relayout = (16 if wide else 4) * KIB
-    # the barrier of the exchange takes a KiB
-    exchange = _exchange_bytes(tile_n) + KIB if split_k > 1 else 0
+    # the exchange takes whole tiles; a stage may have several, so this is the most that it takes
+    tiles = _exchange_tiles(tile_m, tile_n, stage_k) if split_k > 1 else 0
+    exchange = 2 * tile_m * stage_k * tiles
     budget = SMEM_BYTES - relayout - exchange - 2 * KIB
     return min(MOST_STAGES, budget // (2 * stage_k * (tile_m + x_rows)))
 
@@ -413,6 +438,11 @@ class StripsConfig:
         assert self.TILE_N in (8, 16, 32), f"{self.TILE_N=}"
         # each lane of a warp holds where one of its blocks of a step is
         assert self.K_TILES * K_TILE_BLOCKS <= 32, f"{self.K_TILES=}"
+
+    @property
+    def max_registers(self) -> int | None:
+        """Limit of registers of a thread; without one, ptxas of CUDA 12 spills to get below 96."""
+        return 168 if self.TILE_N == 16 and self.K_TILES == 2 else None
 
     @property
     def tile_m(self) -> int:
@@ -510,6 +540,12 @@ class WarpRowsConfig:
     def chunk_bytes(self) -> int:
         """Bytes of a ring stage."""
         return self.CHUNK * self.tile_n * 2
+
+    def placed_barriers(self) -> list[tuple[int, int]]:
+        """Offset in shared memory and arrivals of each barrier, all of them behind the ring."""
+        arrivals = [1] * self.STAGES + [self.WARPS] * self.STAGES
+        first = self.STAGES * self.chunk_bytes
+        return [(first + 8 * i, count) for i, count in enumerate(arrivals)]
 
     def x_block(self) -> list[int]:
         """Shape of one copy of X."""

@@ -25,13 +25,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...core.compat import hopper_options
 from ...device.gluon.cluster import cluster_barrier, cluster_rank, exchange_halves, init_exchange
+from ...device.gluon.compat import async_load
 from ...device.gluon.memory import bring_to_l2
 from ...device.gluon.pipeline import barriers, tiles
 from ...device.gluon.warps import shared_address
@@ -132,9 +133,9 @@ def _produce(operands, schedule, ring, CFG: gl.constexpr):
     # need not wait for the kernel before this one
     primed = ring.primed.index(0)
     mbarrier.expect(primed, nbytes)
-    tma.async_copy_global_to_shared(a_desc, [_OUTSIDE, 0], primed, ring.a.index(0))
+    async_load(a_desc, [_OUTSIDE, 0], primed, ring.a.index(0))
     x = ring.x.index(0).slice(0, CFG.TILE_N, dim=0)
-    tma.async_copy_global_to_shared(x_desc, [0, _OUTSIDE], primed, x)
+    async_load(x_desc, [0, _OUTSIDE], primed, x)
     size = _HEADER + 2 * width
     record_ptr = schedule.records_ptr + gl.program_id(0).to(gl.int64) * (schedule.tiles * size)
     tile_count = gl.load(record_ptr + _TILE_COUNT)
@@ -175,11 +176,11 @@ def _produce(operands, schedule, ring, CFG: gl.constexpr):
                     x_row = gl.sum(gl.where(mine, slots.x_row, 0), 0) + i * CFG.TILE_K
                     a = ring.a.index(stage * CFG.STAGE_BLOCKS + b)
                     x = ring.x.index(stage * CFG.STAGE_BLOCKS + b)
-                    tma.async_copy_global_to_shared(a_desc, [a_row, i * CFG.TILE_K], bar, a)
+                    async_load(a_desc, [a_row, i * CFG.TILE_K], bar, a)
                     if CFG.x_rows > CFG.TILE_N:
                         # the padding of x is not fetched: its sums are not stored
                         x = x.slice(0, CFG.TILE_N, dim=0)
-                    tma.async_copy_global_to_shared(x_desc, [col, x_row], bar, x)
+                    async_load(x_desc, [col, x_row], bar, x)
         begin = end
         blocks = next_blocks
         col = next_col
@@ -281,20 +282,6 @@ def _consume(output, schedule, ring, CFG: gl.constexpr):
         col = next_col
 
 
-@gluon.jit
-def _blocks_memory(a_desc, CFG: gl.constexpr):
-    """The ring's memory for blocks; with SPLIT_K also for the exchange, behind the blocks."""
-    if CFG.SPLIT_K == 1:
-        return tiles(a_desc, CFG.STAGES * CFG.STAGE_BLOCKS, CFG.TILE_M)
-    else:
-        # one allocation of rows of 1 KiB, the first of the kernel: its partner knows the offsets
-        kib: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
-        shape: gl.constexpr = [CFG.ring_kib, 8, 64]
-        memory = gl.allocate_shared_memory(a_desc.dtype, shape, kib)
-        ring: gl.constexpr = [CFG.STAGES * CFG.STAGE_BLOCKS, CFG.TILE_M, CFG.TILE_K]
-        return memory._reinterpret(a_desc.dtype, ring, a_desc.layout)
-
-
 # `n_rows` is specialised: where 16 divides it, rows are stored 16 bytes at a time
 @gluon.jit(do_not_specialize=["n_cols", "tiles_each", "width", "prefetch"])
 def _spmm_narrow_sm90_kernel(
@@ -318,7 +305,9 @@ def _spmm_narrow_sm90_kernel(
     # PDL: the next kernel may start as soon as there is room for it; it waits where it has to
     gdc_launch_dependents()
     stages: gl.constexpr = CFG.STAGES
-    a_smem = _blocks_memory(a_desc, CFG)
+    # The first and largest allocation, at offset 0: with SPLIT_K the partner's sums arrive behind
+    # the blocks, in the memory of further tiles.
+    a_smem = tiles(a_desc, stages * CFG.STAGE_BLOCKS + CFG.exchange_tiles, CFG.TILE_M)
     x_smem = tiles(x_desc, stages * CFG.STAGE_BLOCKS, CFG.x_rows)
     ring = NarrowRing(a_smem, x_smem, barriers(stages, 1), barriers(stages, 1), barriers(1, 1))
     fence_async_shared()
@@ -396,4 +385,5 @@ def launch_spmm_narrow_sm90(
             num_warps=4,
             maxnreg=config.max_registers,
             launch_pdl=True,
+            **hopper_options(),
         )

@@ -47,6 +47,7 @@ from ...device.gluon.cluster import (
     read_shared,
     write_to_all,
 )
+from ...device.gluon.compat import async_load, async_store, reinterpret
 from ...device.gluon.pipeline import barriers, claim, publish, take, tiles, work_channel
 from ...device.gluon.warps import shared_address
 from ...device.schedule import raster_place
@@ -150,17 +151,17 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
     for g in gl.static_range(a_copies):
         tile = ring.a.index(stage * CFG.a_copies + g)
         if CFG.A_TRANSPOSED:
-            tma.async_copy_global_to_shared(a_desc, [a_col, a_row + g * _ROWS], bar, tile)
+            async_load(a_desc, [a_col, a_row + g * _ROWS], bar, tile)
         else:
-            tma.async_copy_global_to_shared(a_desc, [a_row, a_col], bar, tile)
+            async_load(a_desc, [a_row, a_col], bar, tile)
     for g in gl.static_range(x_copies):
         tile = ring.x.index(stage * CFG.x_copies + g)
         if CFG.WIDE:
-            tma.async_copy_global_to_shared(x_desc, [col // _SLAB, k, 0], bar, tile)
+            async_load(x_desc, [col // _SLAB, k, 0], bar, tile)
         elif CFG.X_TRANSPOSED:
-            tma.async_copy_global_to_shared(x_desc, [col + g * CFG.GROUP_N, k], bar, tile)
+            async_load(x_desc, [col + g * CFG.GROUP_N, k], bar, tile)
         else:
-            tma.async_copy_global_to_shared(x_desc, [k, col + g * CFG.GROUP_N], bar, tile)
+            async_load(x_desc, [k, col + g * CFG.GROUP_N], bar, tile)
 
 
 @gluon.jit
@@ -273,7 +274,7 @@ def _copy_a(stage, entry, u: gl.constexpr, CFG: gl.constexpr):
     """Start the copy of A for K step `u` of a block."""
     parameter: gl.constexpr = CFG.a_parameter
     bar = _bar_address(stage, CFG)
-    address = shared_address(stage * CFG.a_tile_bytes)
+    address = shared_address(CFG.a_offset + stage * CFG.a_tile_bytes)
     if CFG.A_TRANSPOSED:
         coordinates = (entry * CFG.BLOCK_W + u * CFG.TILE_K, 0 * entry)
         copy_tile(parameter, coordinates, bar, address, None)
@@ -388,11 +389,11 @@ def _store_chunk(acc, row, col, slot, output, out_smem, epilogue, CFG: gl.conste
         if CFG.OUT_TRANSPOSED:
             out_smem.permute((1, 0)).store(tile)
             fence_async_shared()
-            tma.async_copy_shared_to_global(output.desc, [col, row], out_smem)
+            async_store(output.desc, [col, row], out_smem)
         else:
             out_smem.store(tile)
             fence_async_shared()
-            tma.async_copy_shared_to_global(output.desc, [row, col], out_smem)
+            async_store(output.desc, [row, col], out_smem)
 
 
 @gluon.jit
@@ -415,7 +416,7 @@ def _store_tile(acc, row, col, slot, output, out_smem, epilogue, CFG: gl.constex
 def _as_tiles(smem, count: gl.constexpr, shape: gl.constexpr):
     """The same shared memory as tiles that one consumer multiplies."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, smem.dtype)
-    return smem._reinterpret(smem.dtype, [count, shape[0], shape[1]], layout)
+    return reinterpret(smem, smem.dtype, [count, shape[0], shape[1]], layout)
 
 
 @gluon.jit
@@ -487,29 +488,19 @@ def _ring_memory(desc, count: gl.constexpr):
 
 
 @gluon.jit
-def _part(memory, kib: gl.constexpr, desc, count: gl.constexpr):
-    """`count` tiles of a descriptor, `kib` KiB into `memory`."""
-    shape: gl.constexpr = [count] + desc.block_type.shape  # noqa: RUF005
-    return memory.index(kib)._reinterpret(desc.dtype, shape, desc.layout)
-
-
-@gluon.jit
 def _paired_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
     """Ring and output buffers of a program with a partner.
 
-    They are one allocation of rows of 1 KiB, because addresses in the partner are computed from
-    offsets in it. The barriers are one array: STAGES full, STAGES empty, and two for the number of
-    the next work tile, which lies behind them.
+    Addresses in the partner are computed from offsets in shared memory: CFG knows where these
+    allocations lie. The barriers are one array: STAGES full, STAGES empty, and two for the number
+    of the next work tile, which lies behind them.
     """
-    size: gl.constexpr = CFG.bars_kib + 1
     stages: gl.constexpr = CFG.STAGES
-    kib: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], a_desc.dtype)
-    memory = gl.allocate_shared_memory(a_desc.dtype, [size, 8, 64], kib)
-    a_smem = _part(memory, 0, a_desc, CFG.STAGES * CFG.a_copies)
-    x_smem = _part(memory, CFG.x_kib, x_desc, CFG.STAGES * CFG.x_copies)
-    out_smem = _part(memory, CFG.out_kib, out_desc, 2)
-    bars = memory.index(CFG.bars_kib)
-    bars = bars._reinterpret(gl.int64, [2 * stages + 2, 1], mbarrier.MBarrierLayout())
+    room: gl.constexpr = CFG.bars_room
+    a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
+    x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
+    out_smem = _ring_memory(out_desc, 2)
+    bars = gl.allocate_shared_memory(gl.int64, [room, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
         mbarrier.init(bars.index(i), count=1)
         # each warp of the two consumers of each program

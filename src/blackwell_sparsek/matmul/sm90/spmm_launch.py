@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...calls.matmul import MatmulCall
 from ...core.arch import arch_of
-from ...core.compat import warps_may_part
+from ...core.compat import hopper_options, warps_may_part
 from ...launch.descriptors import tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
 from ...launch.workspace import made_outside_pool, scratch, self_resetting_counters
@@ -239,7 +239,7 @@ def launch_spmm_sm90(
         )
         cluster = PAIR if config.PAIRED else 1
         programs = min(arch_of(out.device).num_sms // cluster, row_tiles * panels)
-        options = {"num_warps": 4, "maxnreg": MAX_REGISTERS}
+        options = {"num_warps": 4, "maxnreg": MAX_REGISTERS, **hopper_options()}
         launch(_spmm_sm90_kernel, programs, args, cluster=cluster, **options)
         if partial is not None and isinstance(plan, SpmmPlan):
             residual_b = None if residual is None else residual.unsqueeze(0)

@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...core.compat import hopper_options
 from ...device.gluon.memory import bring_to_l2
 from ...device.gluon.warps import from_lane, lane_number, warp_number
 from ...launch.launcher import launch, on_device_of
@@ -100,6 +101,10 @@ def _load_k_tile(found, k_tile: gl.constexpr, operands, CFG: gl.constexpr):
         x_entry = gl.where(x_k // _BLOCK == i, of_block, x_entry)
     a_ptrs += a_row * _BLOCK + a_k % _BLOCK
     x_ptrs += x_k % _BLOCK + x_col.to(gl.int64) * operands.x_stride
+    # Rows of blocks and of x begin at 16 bytes, or TMA could not copy them. Triton since 3.8 does
+    # not see it in pointers that were chosen from several, and would load 2 bytes at a time.
+    a_ptrs = gl.multiple_of(a_ptrs, [16, 16])
+    x_ptrs = gl.multiple_of(x_ptrs, [16, 16])
     # blocks bypass L1, where x is to stay
     a = gl.load(a_ptrs, mask=(a_entry >= 0) & (a_row >= 0), other=0.0, cache_modifier=".cg")
     x = gl.load(x_ptrs, mask=(x_entry >= 0) & (x_col < operands.n_cols), other=0.0)
@@ -233,5 +238,7 @@ def launch_spmm_strips(
         launch(
             *(_spmm_strips_kernel, table.records.shape[0] * config.strips, args),
             num_warps=config.WARPS,
+            maxnreg=config.max_registers,
             launch_pdl=True,
+            **hopper_options(),
         )

@@ -26,10 +26,11 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...core.arch import arch_of
-from ...device.gluon.pipeline import thread_barrier
+from ...core.compat import hopper_options
+from ...device.gluon.compat import async_load, reinterpret, thread_barrier
 from ...device.gluon.warps import (
     arrive_at,
     from_lane,
@@ -204,7 +205,7 @@ def _produce(x_desc, chunks_smem, bars, raster, CFG: gl.constexpr):
             full = bars.index(stage)
             mbarrier.expect(full, CFG.chunk_bytes)
             for half in gl.static_range(2):
-                tma.async_copy_global_to_shared(
+                async_load(
                     x_desc,
                     [chunk * CFG.CHUNK, col + half * HALF],
                     full,
@@ -359,12 +360,15 @@ def _spmm_warps_kernel(
 ):
     """Set up the ring and start both roles, `_produce` and `_consume`."""
     count: gl.constexpr = CFG.STAGES * 2 * CFG.chunk_tiles
+    room: gl.constexpr = count + CFG.chunk_tiles
     stages: gl.constexpr = CFG.STAGES
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], x_desc.dtype)
-    # One allocation, since `shared_address` must know where the barriers are: behind the ring.
-    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [count + 1, ROWS, HALF], tile_layout)
-    bars = x_tiles.index(count)._reinterpret(gl.int64, [256, 1], mbarrier.MBarrierLayout())
-    chunks_smem = x_tiles._reinterpret(x_desc.dtype, [2 * stages, CFG.CHUNK, HALF], x_desc.layout)
+    # One allocation, since `shared_address` must know where the barriers are: behind the ring, in
+    # the memory of another half of a chunk, because both views must be of the same size.
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [room, ROWS, HALF], tile_layout)
+    bars = reinterpret(x_tiles.index(count), gl.int64, [256, 1], mbarrier.MBarrierLayout())
+    halves: gl.constexpr = [2 * stages + 1, CFG.CHUNK, HALF]
+    chunks_smem = reinterpret(x_tiles, x_desc.dtype, halves, x_desc.layout)
     for i in gl.static_range(stages):
         mbarrier.init(bars.index(i), count=1)
         mbarrier.init(bars.index(stages + i), count=CFG.WARPS)
@@ -437,4 +441,5 @@ def launch_spmm_warps(
             *(_spmm_warps_kernel, programs, args),
             num_warps=config.WARPS,
             maxnreg=MAX_REGISTERS,
+            **hopper_options(),
         )

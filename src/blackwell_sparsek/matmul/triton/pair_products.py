@@ -17,7 +17,7 @@ import triton.language as tl
 from ...calls.matmul import PairProductsCall
 from ...device.tiles import add_product, offsets_2d
 from ...dispatch.machine import fp32_precision
-from ...launch.launcher import on_device_of
+from ...launch.launcher import launch, on_device_of
 from ...sparse.product import PairLists
 from ..rows import strides_of
 from .tuning import PairConfig, pair_config, triton_stages
@@ -104,7 +104,7 @@ def launch_pair_products(
         return
     tiles = (block_h // config.tile_m) * (block_w // config.tile_n)
     with on_device_of(out):
-        _bsr_pair_products_kernel[(blocks * tiles,)](
+        args = (
             out,
             first,
             second,
@@ -121,6 +121,7 @@ def launch_pair_products(
             config.tile_m,
             config.tile_n,
             config.tile_k,
-            num_warps=config.num_warps,
-            num_stages=triton_stages(config.num_stages, 2),
         )
+        stages = triton_stages(config.num_stages, 2)
+        options = {"num_warps": config.num_warps, "num_stages": stages}
+        launch(_bsr_pair_products_kernel, blocks * tiles, args, **options)

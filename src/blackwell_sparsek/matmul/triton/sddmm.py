@@ -20,7 +20,8 @@ import triton.language as tl
 from ...calls.matmul import PatternTensors, SddmmCall
 from ...device.tiles import add_product, offsets_2d
 from ...dispatch.machine import fp32_precision
-from ...launch.launcher import cdiv, on_device_of
+from ...launch.launcher import cdiv, launch, on_device_of
+from ...launch.recording import note_not_a_launch
 from ..rows import matrices, merged_views, strides_of
 from .tuning import SddmmConfig, sddmm_config
 
@@ -145,7 +146,7 @@ def launch_sddmm(
         target = torch.empty((shares, *out.shape), dtype=torch.float32, device=out.device)
     tiles = (block_h // config.tile_m) * (block_w // config.tile_n)
     with on_device_of(out):
-        _bsr_sddmm_kernel[(shares * nnz_blocks * tiles,)](
+        args = (
             target,
             a,
             b,
@@ -166,8 +167,9 @@ def launch_sddmm(
             config.tile_m,
             config.tile_n,
             config.tile_k,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
         )
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        launch(_bsr_sddmm_kernel, shares * nnz_blocks * tiles, args, **options)
         if shares > 1:
+            note_not_a_launch()
             out.copy_(target.sum(0))

@@ -1,0 +1,194 @@
+"""What a call of sizes never seen before costs the host, once its kernels are compiled.
+
+Ragged batches in training and prompts in serving have a new length in almost every call, for which
+nothing is recorded yet.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ... import attention, attention_varlen
+from ...testing.tolerance import assert_within_budget
+from ..case import REPORTED, Case, Contender, Peer, Suite
+from .attention import dtype_of
+from .attention_peers import OURS
+
+SDPA = "sdpa"
+# Lengths of one measurement; those of the same library take different ones.
+LENGTHS = 500
+_SHORTEST, _LONGEST = 129, 4096
+# Lengths for compiling, spread over all.
+_WARM_UP = 60
+
+
+class NewSizes(NamedTuple):
+    """One kind of call, with a new number of tokens each time."""
+
+    kind: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    lengths: int
+    dtype: torch.dtype
+
+    def describe(self) -> dict[str, Any]:
+        """The problem as the results record it."""
+        found = {"kind": self.kind, "heads": self.heads, "kv_heads": self.kv_heads}
+        return found | {"head_dim": self.head_dim, "lengths": self.lengths, "causal": True}
+
+    def build(self, device: torch.device) -> "NewInputs":
+        """Memory for the longest call, of which every call takes what it needs."""
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        sizes = (_LONGEST * h * self.head_dim for h in heads)
+        memory = tuple(torch.randn(n, device=device).to(self.dtype) for n in sizes)
+        return NewInputs(self, memory)
+
+
+class NewInputs:
+    """Tensors of any length."""
+
+    def __init__(self, problem: NewSizes, memory: tuple[torch.Tensor, ...]):
+        self.problem, self.memory = problem, memory
+
+    def lengths(self) -> Iterator[int]:
+        """All lengths in a mixed order, so that any few of them are spread over all."""
+        return iter(sorted(range(_SHORTEST, _LONGEST), key=lambda n: n * 2654435761 % 2**32))
+
+    def take(self, lengths: Iterator[int], count: int) -> list[list[torch.Tensor]]:
+        """q, k, v and the gradient of the output for the next `count` lengths."""
+        return [self._tensors(length) for length in itertools.islice(lengths, count)]
+
+    def _tensors(self, length: int) -> list[torch.Tensor]:
+        problem = self.problem
+        heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+        packed = problem.kind == "packed"
+        made = []
+        for memory, h in zip(self.memory, heads, strict=True):
+            shape = (length, h, problem.head_dim) if packed else (1, h, length, problem.head_dim)
+            made.append(memory[: length * h * problem.head_dim].view(shape))
+        if problem.kind == "training":
+            made[:3] = [x.detach().requires_grad_() for x in made[:3]]
+        return made
+
+
+Call = Callable[..., torch.Tensor]
+
+
+def _ours(inputs: NewInputs) -> Contender:
+    if inputs.problem.kind == "packed":
+        return _contender(inputs, _packed)
+    return _contender(inputs, _dense)
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    out = attention(q, k, v, causal=True)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    length = q.shape[0]
+    offsets = _offsets(length, q.device)
+    out = attention_varlen(
+        q, k, v, offsets, offsets, max_seqlen_q=length, max_seqlen_k=length, causal=True
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+_made_offsets: dict[int, torch.Tensor] = {}
+
+
+def _offsets(length: int, device: torch.device) -> torch.Tensor:
+    """Three sequences; made before the clock starts, by the first call with this length."""
+    if length not in _made_offsets:
+        cuts = [0, length // 3, length // 2, length]
+        _made_offsets[length] = torch.tensor(cuts, dtype=torch.int32, device=device)
+    return _made_offsets[length]
+
+
+def _sdpa(inputs: NewInputs) -> Contender:
+    grouped = inputs.problem.heads != inputs.problem.kv_heads
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+    return _contender(inputs, call)
+
+
+def _why_not_sdpa(inputs: NewInputs) -> str | None:
+    return "no packed sequences" if inputs.problem.kind == "packed" else None
+
+
+def _contender(inputs: NewInputs, call: Call) -> Contender:
+    problem, lengths = inputs.problem, inputs.lengths()
+
+    def once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Any:
+        if problem.kind != "training":
+            return call(q, k, v)
+        with torch.enable_grad():
+            return torch.autograd.backward(call(q, k, v), dout)
+
+    def measured() -> float:
+        tensors = inputs.take(lengths, problem.lengths)
+        if problem.kind == "packed":
+            for q, *_ in tensors:
+                _offsets(q.shape[0], q.device)
+        _wait(tensors[0][0])
+        begin = time.perf_counter()
+        for made in tensors:
+            once(*made)
+        seconds = time.perf_counter() - begin
+        _wait(tensors[0][0])
+        return seconds / problem.lengths
+
+    for made in inputs.take(lengths, min(_WARM_UP, problem.lengths)):
+        once(*made)
+    return Contender(measured, lambda seconds: _check(call, inputs, lengths))
+
+
+def _wait(x: torch.Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+
+
+def _check(call: Call, inputs: NewInputs, lengths: Iterator[int]) -> None:
+    """One more length, against fp64; packed sequences are checked by their first one."""
+    ((q, k, v, _),) = inputs.take(lengths, 1)
+    with torch.no_grad():
+        got = call(q, k, v)
+        if inputs.problem.kind == "packed":
+            first = q.shape[0] // 3
+            q, k, v, got = (x[:first].transpose(0, 1)[None] for x in (q, k, v, got))
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    assert_within_budget(got, exact, plain, what=f"length {q.shape[2]}")
+
+
+PEERS = {
+    OURS: Peer(OURS, "blackwell_sparsek, impl auto", _ours),
+    SDPA: Peer(SDPA, "SDPA of the same shapes", _sdpa, supports=_why_not_sdpa, rival=True),
+}
+
+
+def new_sizes(tiny: bool = False) -> Iterator[Case]:
+    """Host time of a call with a length never seen before, its kernels compiled."""
+    sizes = (2, 1, 16) if tiny else (16, 4, 128)
+    names = {
+        "forward": "attention, new lengths",
+        "training": "attention and gradients, new lengths",
+        "packed": "packed sequences, new lengths",
+    }
+    for kind, name in names.items():
+        problem = NewSizes(kind, *sizes, 3 if tiny else LENGTHS, dtype_of(tiny))
+        yield Case(name, problem.describe(), problem.build, (OURS, SDPA), modes=(REPORTED,))
+
+
+SUITES = [Suite("new_sizes", new_sizes.__doc__ or "", new_sizes, PEERS, OURS, unit="us")]

@@ -1,0 +1,39 @@
+"""Ctrl-C while the command line is importing, which takes seconds, needs no traceback.
+
+Only the command line: a program that imports this package keeps Python's handler, and so does a
+command once its imports are done.
+"""
+
+import os
+import signal
+import sys
+import threading
+
+_COMMANDS = ("bsk", "bsk.exe")
+_quiet = False
+
+
+def end_quietly() -> None:
+    """Let SIGINT end the process at once, if this is `bsk` or `python -m` of this package."""
+    global _quiet
+    # while `python -m` looks for the module and imports the packages around it, argv[0] is "-m"
+    started_as = sys.argv[0] if getattr(sys, "argv", None) else ""
+    if started_as != "-m" and os.path.basename(started_as) not in _COMMANDS:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _quiet = True
+
+
+def raise_again() -> None:
+    """Undo `end_quietly`: SIGINT raises KeyboardInterrupt."""
+    global _quiet
+    if _quiet:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _quiet = False
+
+
+# at its import, because the imports that follow are what takes long
+end_quietly()

@@ -1,0 +1,185 @@
+"""The CUDA driver's functions for launching kernels and encoding tensor maps, through ctypes.
+
+The driver's interface is stable, unlike that of Triton's launchers, which differ from release to
+release.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..core.compat import raw_device
+
+# Values of CUlaunchAttributeID.
+_CLUSTER_DIMENSION = 4
+_CLUSTER_SCHEDULING_POLICY = 5
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+# CUclusterSchedulingPolicy: programs of a cluster on different SMs where there is a choice.
+_SPREAD = 1
+# CUtensorMapL2promotion: fetches into L2 take 128 bytes.
+_L2_128B = 2
+_INVALID_CONTEXT = 201
+# Drivers up to 13.1 may fetch past the end of tensors that span less than this many bytes, unless
+# this bit in the second word of the tensor map is clear.
+_FIXED_DRIVER = 13020
+_SMALL_TENSOR = 128 * 1024
+_SMALL_TENSOR_BIT = 1 << 21
+
+# CUtensorMapDataType by dtype.
+_DATA_TYPES = {
+    torch.uint8: 0,
+    torch.float8_e4m3fn: 0,
+    torch.float8_e5m2: 0,
+    torch.int32: 3,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z")),
+        *((name, ctypes.c_uint) for name in ("block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute; the value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_uint), ("padding", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _encode_function() -> Any:
+    function = _library().cuTensorMapEncodeTiled
+    address, enum = ctypes.c_void_p, ctypes.c_int
+    function.argtypes = [
+        *(address, enum, ctypes.c_uint32, address, address, address, address, address),
+        *(enum, enum, enum, enum),
+    ]
+    return function
+
+
+def _message(code: int) -> str:
+    text = ctypes.c_char_p()
+    _library().cuGetErrorString(code, ctypes.byref(text))
+    return f"error {code}" if text.value is None else text.value.decode()
+
+
+@cache
+def _fetches_past_small_tensors() -> bool:
+    version = ctypes.c_int()
+    _library().cuDriverGetVersion(ctypes.byref(version))
+    return version.value < _FIXED_DRIVER
+
+
+def launch_attributes(cluster: int, pdl: bool) -> Any:
+    """The attributes of launches in clusters, or under programmatic dependent launch (PDL)."""
+    made: list[tuple[int, tuple[int, ...]]] = []
+    if pdl:
+        made.append((_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
+    if cluster > 1:
+        made.append((_CLUSTER_DIMENSION, (cluster, 1, 1)))
+        made.append((_CLUSTER_SCHEDULING_POLICY, (_SPREAD,)))
+    attributes = (_LaunchAttribute * max(1, len(made)))()
+    for attribute, (name, value) in zip(attributes, made, strict=False):
+        attribute.id = name
+        attribute.value[: len(value)] = value
+    return attributes, len(made)
+
+
+_launch: Any = None
+
+
+def launch_kernel(config: int, function: int, parameters: int) -> None:
+    """Launch `function`, given the addresses of a LaunchConfig and of a list of parameters."""
+    global _launch
+    if _launch is None:
+        _launch = _library().cuLaunchKernelEx
+        _launch.argtypes = [ctypes.c_void_p] * 4
+    code = _launch(config, function, parameters, None)
+    if code == _INVALID_CONTEXT:
+        # a new thread has no context until it uses the CUDA runtime
+        torch.cuda.set_device(raw_device())
+        code = _launch(config, function, parameters, None)
+    if code:
+        raise RuntimeError(f"cuLaunchKernelEx failed: {_message(code)}")
+
+
+_address = ctypes.addressof
+_MapMemory = ctypes.c_char * (128 + 64)
+
+
+class TensorMap:
+    """One encoded tensor map: 128 bytes at an address that is a multiple of 64."""
+
+    __slots__ = ("_memory", "address")
+
+    def __init__(self) -> None:
+        self._memory = _MapMemory()
+        self.address = (_address(self._memory) + 63) & -64
+
+
+class TensorMapEncoder:
+    """Encodes the tensor maps of one descriptor of a kernel.
+
+    Parameters
+    ----------
+    dtype : the dtype of the tensors
+    box : sizes of the tile that one TMA instruction copies
+    swizzle : CUtensorMapSwizzle, as the tile lies in shared memory
+    """
+
+    def __init__(self, dtype: torch.dtype, box: Sequence[int], swizzle: int):
+        self._data_type = _DATA_TYPES[dtype]
+        self._element = dtype.itemsize
+        self._rank = rank = len(box)
+        # the driver counts dimensions from the contiguous one
+        self._box = (ctypes.c_uint32 * rank)(*reversed(box))
+        self._steps = (ctypes.c_uint32 * rank)(*[1] * rank)
+        self._sizes = ctypes.c_uint64 * (2 * rank)
+        # no interleaving; elements out of bounds are zero
+        self._tile = (_address(self._box), _address(self._steps), 0, swizzle, _L2_128B, 0)
+
+    def __call__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> TensorMap:
+        """The map of a tensor at `address`, strides in elements."""
+        element, rank = self._element, self._rank
+        steps = [element * stride for stride in strides[-2::-1]]
+        sizes = self._sizes(*shape[::-1], *steps)
+        here = _address(sizes)
+        made = TensorMap()
+        tensor = (self._data_type, rank, address, here, here + 8 * rank)
+        code = _encode_function()(made.address, *tensor, *self._tile)
+        if code:
+            raise RuntimeError(
+                f"cuTensorMapEncodeTiled failed: {_message(code)} (address {address:#x}, shape "
+                f"{list(shape)}, strides {list(strides)}, box {list(self._box)[::-1]})"
+            )
+        if self._is_small(shape, strides) and _fetches_past_small_tensors():
+            word = ctypes.c_uint64.from_address(made.address + 8)
+            word.value &= ~_SMALL_TENSOR_BIT
+        return made
+
+    def _is_small(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
+        """Whether the tensor spans few bytes."""
+        left = _SMALL_TENSOR // self._element - 1
+        for size, stride in zip(shape, strides, strict=True):
+            left -= (size - 1) * stride
+            if left <= 0:
+                return False
+        return True

@@ -1,0 +1,268 @@
+"""The compiled variants of kernels, found by their arguments and launched by the CUDA driver.
+
+Triton compiles a kernel anew for each set of constants, types, and properties of arguments that its
+code may rely on: integers that are 1 or multiples of 16, addresses that are multiples of 16.
+Finding the variant again in Triton's front end takes longer than everything else in a call. Here
+one pass over the arguments gives both the key of the variant and the values of its parameters.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from struct import Struct
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.compat import raw_device
+from .descriptors import Descriptor
+from .driver import (
+    LaunchConfig,
+    TensorMap,
+    TensorMapEncoder,
+    launch_attributes,
+    launch_kernel,
+)
+from .parameters import MapParameters, UnknownParameters, parameters_of
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_INT32 = 2**31
+# What a key holds of an integer: that it is 1, or its size, plus this if 16 divides it. Other parts
+# of keys are no integers.
+_ONE, _NARROW, _WIDE, _ALIGNED = 1, 32, 64, 1000
+
+
+class _Walk:
+    """One pass over the arguments of a launch."""
+
+    __slots__ = ("descriptors", "key", "values")
+
+    def __init__(self) -> None:
+        self.key: list[Any] = []
+        self.values: list[Any] = []
+        # the places of descriptors in `values`, where their tensor maps go
+        self.descriptors: list[tuple[int, Descriptor]] = []
+
+    def add(self, x: Any, specialise: bool) -> None:
+        """Add an argument that is no constant of the kernel."""
+        kind, key, values = type(x), self.key, self.values
+        if kind is int:
+            size = _NARROW if -_INT32 <= x < _INT32 else _WIDE
+            if not specialise:
+                key.append(size)
+                values.append(x)
+            elif x == 1:
+                key.append(_ONE)
+            else:
+                key.append(size if x & 15 else size + _ALIGNED)
+                values.append(x)
+        elif kind in _TENSORS:
+            address = x.data_ptr()
+            key.append(x.dtype)
+            if address & 15:
+                key.append("unaligned")
+            values.append(address)
+        elif kind is Descriptor:
+            key += (x.base.dtype, x.block)
+            self.descriptors.append((len(values), x))
+            values.append(0)
+            values += x.shape
+            values += x.strides
+        elif isinstance(x, tuple):
+            key += (kind, len(x), "items")
+            for item in x:
+                # Triton specialises the items of a tuple, whatever the parameter says
+                self.add(item, True)
+        elif kind is float:
+            key.append(float)
+            values.append(x)
+        elif kind is bool:
+            key.append("true" if x else "false")
+            values.append(x)
+        else:
+            # None, functions and the like are constants
+            key += (kind, x)
+
+
+class Prepared:
+    """A launch whose parameters are packed in host memory, for one thread at a time.
+
+    `words` are the parameters, 8 bytes each, in which addresses may be replaced before a launch.
+    `places` is where the driver finds each parameter: that of a tensor map is set to the map.
+    """
+
+    __slots__ = ("_config_address", "_function", "_places_address", "config", "places", "words")
+
+    def __init__(self, function: int, size: int, config: LaunchConfig):
+        self.words = (ctypes.c_uint64 * size)()
+        start = ctypes.addressof(self.words)
+        self.places = (ctypes.c_void_p * size)(*[start + 8 * i for i in range(size)])
+        self.config = config
+        self._function = function
+        self._config_address = ctypes.addressof(config)
+        self._places_address = ctypes.addressof(self.places)
+
+    def launch(self, stream: int) -> None:
+        """Launch; the driver copies the parameters before it returns."""
+        self.config.stream = stream
+        launch_kernel(self._config_address, self._function, self._places_address)
+
+
+class Variant:
+    """A compiled kernel that the CUDA driver launches."""
+
+    def __init__(self, compiled: Any, descriptors: Sequence[Descriptor], cluster: int):
+        parameters = parameters_of(compiled)
+        # loads the kernel onto the current device
+        compiled.run  # noqa: B018
+        metadata = compiled.metadata
+        self.overlaps = bool(metadata.launch_pdl)
+        self.own, self.pointers = parameters.own, parameters.pointers
+        self.encoders = [
+            _encoder(x, part) for x, part in zip(descriptors, parameters.maps, strict=True)
+        ]
+        self._function: int = compiled.function
+        self._cluster = cluster
+        self._threads = 32 * metadata.num_warps
+        self._shared: int = metadata.shared
+        self._size = len(parameters.formats)
+        self._pack: Callable[..., None] = Struct("=" + "".join(parameters.formats)).pack_into
+        # nothing is allocated for Triton's workspaces, which this kernel does not use
+        self._workspaces = [0] * (self._size - self.own)
+        self._attributes, self._attribute_count = launch_attributes(cluster, self.overlaps)
+        self._free: list[Prepared] = []
+        # keeps the kernel loaded
+        self._compiled = compiled
+
+    def prepared(self, grid: int, values: Sequence[Any]) -> Prepared:
+        """A launch on `grid` clusters, which may be single programs, but for its tensor maps.
+
+        `values` has one for each of the kernel's own parameters, addresses for tensors.
+        """
+        config = LaunchConfig(grid * self._cluster, 1, 1, self._threads, 1, 1, self._shared)
+        config.attributes = ctypes.addressof(self._attributes)
+        config.attribute_count = self._attribute_count
+        made = Prepared(self._function, self._size, config)
+        self._pack(made.words, 0, *values, *self._workspaces)
+        return made
+
+    def launch(
+        self, grid: int, stream: int, values: Sequence[Any], maps: Sequence[tuple[int, TensorMap]]
+    ) -> None:
+        """Launch with `values` as in `prepared`, and each tensor map in its place."""
+        # two threads must not write to the same memory: the driver reads it without the GIL
+        try:
+            made = self._free.pop()
+        except IndexError:
+            made = self.prepared(grid, values)
+        else:
+            self._pack(made.words, 0, *values, *self._workspaces)
+            made.config.grid_x = grid * self._cluster
+        places = made.places
+        for place, encoded in maps:
+            places[place] = encoded.address
+        made.launch(stream)
+        self._free.append(made)
+
+
+def _encoder(descriptor: Descriptor, part: MapParameters) -> TensorMapEncoder:
+    return TensorMapEncoder(descriptor.base.dtype, part.box, part.swizzle)
+
+
+class Launchable(NamedTuple):
+    """A variant with the values of its parameters for one launch."""
+
+    variant: Variant
+    values: list[Any]
+    descriptors: list[tuple[int, Descriptor]]
+
+    def launch(self, grid: int, stream: int) -> None:
+        """Launch on `grid` clusters, which may be single programs."""
+        maps = [
+            (place, encode(x.base.data_ptr(), x.shape, x.strides))
+            for encode, (place, x) in zip(self.variant.encoders, self.descriptors, strict=True)
+        ]
+        self.variant.launch(grid, stream, self.values, maps)
+
+
+class _Kernel:
+    """A kernel's parameters by kind, and its variants."""
+
+    def __init__(self, kernel: Any):
+        # held, so that nothing else gets its id
+        self.kernel = kernel
+        self.runtime: list[tuple[int, bool]] = []
+        constants: list[int] = []
+        for i, parameter in enumerate(kernel.params):
+            if parameter.is_constexpr:
+                constants.append(i)
+            else:
+                self.runtime.append((i, not parameter.do_not_specialize))
+        self.constants = itemgetter(*constants) if constants else _no_constants
+        self.variants: dict[Any, Variant | None] = {}
+
+
+def _no_constants(args: Sequence[Any]) -> None:
+    return None
+
+
+_kernels: dict[int, _Kernel] = {}
+
+
+def find_variant(
+    kernel: Any, args: Sequence[Any], cluster: int, options: dict[str, Any]
+) -> Launchable | None:
+    """The variant of `kernel` for these arguments on the current GPU, compiled if need be.
+
+    Its launches are in clusters of `cluster` programs: machine code does not depend on that.
+
+    None if Triton's front end must launch it: kernels that are interpreted, or compiled by a
+    release whose parameters are not known.
+    """
+    known = _kernels.get(id(kernel))
+    if known is None:
+        if not hasattr(kernel, "params") or not hasattr(kernel, "warmup"):
+            return None
+        known = _kernels[id(kernel)] = _Kernel(kernel)
+    walk = _Walk()
+    # most arguments are integers and tensors: they are added here, without a call
+    add, add_key, add_value = walk.add, walk.key.append, walk.values.append
+    for i, specialise in known.runtime:
+        x = args[i]
+        kind = type(x)
+        if kind is int and not specialise:
+            add_key(_NARROW if -_INT32 <= x < _INT32 else _WIDE)
+            add_value(x)
+        elif kind is torch.Tensor and not (address := x.data_ptr()) & 15:
+            add_key(x.dtype)
+            add_value(address)
+        else:
+            add(x, specialise)
+    constants = known.constants(args)
+    key = (*walk.key, constants, type(constants), cluster, *options.items(), raw_device())
+    try:
+        variant = known.variants[key]
+    except KeyError:
+        variant = known.variants[key] = _compiled_variant(kernel, args, cluster, options, walk)
+    return None if variant is None else Launchable(variant, walk.values, walk.descriptors)
+
+
+def _compiled_variant(
+    kernel: Any, args: Sequence[Any], cluster: int, options: dict[str, Any], walk: _Walk
+) -> Variant | None:
+    compiled = kernel.warmup(*map(for_triton, args), grid=(1,), **options)
+    try:
+        variant = Variant(compiled, [x for _, x in walk.descriptors], cluster)
+    except UnknownParameters:
+        return None
+    return variant if len(walk.values) == variant.own else None
+
+
+def for_triton(x: Any) -> Any:
+    """An argument as Triton's front end takes it."""
+    if type(x) is Descriptor:
+        return x.for_triton()
+    if isinstance(x, tuple) and any(type(item) is Descriptor for item in x):
+        items = [for_triton(item) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    return x

@@ -1,0 +1,1 @@
+"""Test suites of other projects, run with this package in place of what they test."""

@@ -1,0 +1,370 @@
+"""`make mutants`: plant small faults in the package and see whether the tests notice.
+
+A random sample of all mutants (`mutations.py`) of the formats, the host code of the operations, the
+eager implementations and the portable kernels. Each runs in a process of its own, in a copy of the
+repository, against the tests that mirror the file, then those of `FALLBACKS`. What a test does not
+notice is a hole: give it a test, or say in `equivalent_mutants.txt` why nobody can tell.
+
+A run that was stopped goes on where it was: the answer for a mutant stays in the file of `--out`
+and counts as long as the mutated file and its tests have not changed since. The whole sample counts
+in the share, which is that of the tests that were run for each file, not of the whole suite. A test
+that also fails without a fault kills nothing: the killing tests are run once more without one.
+"""
+
+import argparse
+import difflib
+import hashlib
+import itertools
+import json
+import math
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+from .mutations import Mutant, apply, mutants_of
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+SOURCE = "src/blackwell_sparsek"
+EQUIVALENTS = pathlib.Path(__file__).with_name("equivalent_mutants.txt")
+
+# Host code and portable kernels; not `tuning.py`, where a fault changes the speed alone, nor sm90,
+# which no test without a GPU runs.
+TARGETS = (
+    "masks/*.py",
+    "sparse/*.py",
+    "calls/*.py",
+    "device/*.py",
+    "attention/*.py",
+    "attention/eager/*.py",
+    "attention/triton/*.py",
+    "decode/*.py",
+    "kv_cache/*.py",
+    "matmul/*.py",
+    "matmul/triton/*.py",
+)
+NOT_TARGETS = ("tuning.py", "estimate.py", "__init__.py", "sm90.py", "sm90_producer.py")
+
+# For each folder or file, tests that run after those of the same name; the longest entry that a
+# path begins with counts.
+FALLBACKS = {
+    "masks": ["masks/test_block_mask.py", "masks/test_patterns.py"],
+    "masks/order": ["attention/sm90/test_dq_order.py"],
+    "masks/segments": ["attention/test_varlen.py", "attention/sm90/test_launch.py"],
+    "sparse": ["sparse/test_matrix.py", "sparse/test_validate.py", "matmul/test_op.py"],
+    "sparse/scores": ["prune/test_sparsify.py"],
+    "calls/attention": ["attention/test_op.py", "attention/test_api.py"],
+    "calls/cache": ["kv_cache/test_cache.py", "kv_cache/test_paged.py"],
+    "calls/decode": ["decode/test_op.py", "decode/test_api.py"],
+    "calls/matmul": ["matmul/test_op.py", "matmul/test_api.py"],
+    "device": ["attention/triton/test_forward.py", "attention/triton/test_backward.py"],
+    "device/epilogue": ["matmul/triton/test_spmm.py"],
+    "device/fp8": ["decode/test_triton.py"],
+    "device/ordering": ["kv_cache/test_selection_kernels.py"],
+    "device/paging": ["decode/test_triton.py"],
+    "device/partials": ["decode/test_triton.py"],
+    "attention": ["attention/test_api.py", "attention/test_op.py", "attention/test_autograd.py"],
+    "attention/merge": ["attention/test_merge_op.py"],
+    "attention/eager": ["attention/eager/test_forward.py", "attention/test_autograd.py"],
+    "attention/triton": ["attention/triton/test_route.py"],
+    "decode": ["decode/test_api.py", "decode/test_op.py"],
+    "decode/triton": ["decode/test_variants.py"],
+    "kv_cache": ["kv_cache/test_cache.py", "kv_cache/test_paged.py"],
+    "matmul": ["matmul/test_api.py", "matmul/test_op.py", "matmul/test_eager.py"],
+    "matmul/triton": ["matmul/test_op.py"],
+    "matmul/triton/finish": ["matmul/triton/test_spmm.py"],
+}
+
+
+_CRASH = "process ended"
+
+
+class Site(NamedTuple):
+    """A mutant of a file below the package."""
+
+    path: str
+    mutant: Mutant
+
+    @property
+    def name(self) -> str:
+        """What the file of answers calls it."""
+        mutant = self.mutant
+        return f"{self.path}:{mutant.start}-{mutant.end} {mutant.operator}: {mutant.put}"
+
+
+def all_sites(root: pathlib.Path = REPOSITORY) -> list[Site]:
+    """Every mutant of every target, in one order."""
+    package = root / SOURCE
+    paths = {path for pattern in TARGETS for path in package.glob(pattern)}
+    return [
+        Site(path.relative_to(package).as_posix(), mutant)
+        for path in sorted(paths)
+        if path.name not in NOT_TARGETS
+        for mutant in mutants_of(path.read_text())
+    ]
+
+
+def sample(sites: list[Site], seed: int, count: int) -> list[Site]:
+    """Draw `count` mutants, of each operator in turn.
+
+    Two fifths of all mutants swap arguments, which most tests notice: drawn all alike, they would
+    hide what happens to the others.
+    """
+    draw = random.Random(seed)
+    by_operator: dict[str, list[Site]] = {}
+    for site in sites:
+        by_operator.setdefault(site.mutant.operator, []).append(site)
+    for same in by_operator.values():
+        draw.shuffle(same)
+    turns = itertools.zip_longest(*(by_operator[name] for name in sorted(by_operator)))
+    return [site for turn in turns for site in turn if site is not None][:count]
+
+
+def tests_for(path: str, root: pathlib.Path = REPOSITORY) -> list[str]:
+    """The tests that are run for a file of the package: its mirror first, then the fallbacks."""
+    stem = pathlib.PurePosixPath(path).with_suffix("")
+    mirrored = sorted((root / "tests" / stem.parent).glob(f"test_{stem.name}*.py"))
+    found = [p.relative_to(root).as_posix() for p in mirrored if not p.stem.endswith("_gpu")]
+    entry = max((e for e in FALLBACKS if str(stem).startswith(e)), key=len, default=None)
+    for name in FALLBACKS[entry] if entry else ():
+        if f"tests/{name}" not in found:
+            found.append(f"tests/{name}")
+    return found
+
+
+def diff_of(source: str, mutant: Mutant) -> list[str]:
+    """The lines that go and the lines that come, without indentation."""
+    lines = source.splitlines(), apply(source, mutant).splitlines()
+    changed = [line for line in difflib.ndiff(*lines) if line[0] in "-+"]
+    return [f"{line[0]} {line[2:].strip()}" for line in changed]
+
+
+def equivalents(path: pathlib.Path = EQUIVALENTS) -> set[tuple[str, ...]]:
+    """Mutants that nobody can tell from the original: (file, the lines of the diff)."""
+    text = "\n".join(x for x in path.read_text().splitlines() if not x.startswith("#"))
+    known = set()
+    for entry in filter(None, map(str.strip, text.split("\n\n"))):
+        name, *lines = entry.splitlines()
+        diff = [line for line in lines if line[0] in "-+"]
+        if not diff or not lines[-1].startswith("why: "):
+            raise SystemExit(f"{path}: {name}: expected lines of a diff, then `why: ...`")
+        known.add((name, *diff))
+    return known
+
+
+class Bench:
+    """A copy of the repository in which one file at a time is broken."""
+
+    def __init__(self, root: pathlib.Path, timeout: float) -> None:
+        self.timeout = timeout
+        self._temporary = tempfile.TemporaryDirectory(prefix="mutants-")
+        self.copy = pathlib.Path(self._temporary.name)
+        listed = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for name in listed.stdout.splitlines():
+            if (root / name).is_file():
+                (self.copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(root / name, self.copy / name)
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._temporary.cleanup()
+
+    def digest(self, path: str) -> str:
+        """Of the file and of the tests that are run for it."""
+        names = [f"{SOURCE}/{path}", *tests_for(path, self.copy)]
+        text = b"\0".join((self.copy / name).read_bytes() for name in names)
+        return hashlib.sha256(text).hexdigest()[:16]
+
+    def run(self, site: Site) -> dict[str, Any]:
+        """Plant a fault, run the tests, take the fault out: what they said."""
+        file = self.copy / SOURCE / site.path
+        original = file.read_text()
+        answer = {
+            "mutant": site.name,
+            "digest": self.digest(site.path),
+            "place": f"{site.path}:{site.mutant.line}",
+            "operator": site.mutant.operator,
+            "diff": diff_of(original, site.mutant),
+        }
+        started = time.monotonic()
+        _rewrite(file, apply(original, site.mutant))
+        try:
+            answer |= self._tested(tests_for(site.path, self.copy))
+        finally:
+            _rewrite(file, original)
+        return answer | {"seconds": round(time.monotonic() - started)}
+
+    def _tested(self, tests: list[str]) -> dict[str, Any]:
+        try:
+            code, output = self.pytest("-x", *tests, timeout=self.timeout)
+        except subprocess.TimeoutExpired:
+            return {"outcome": "timeout"}
+        if code == 0:
+            return {"outcome": "survived"}
+        if code < 0:  # a kernel in the interpreter that leaves its memory ends the process
+            return {"outcome": "killed", "by": f"{_CRASH} by signal {-code}"}
+        # 1: a test failed; 2: a file could not be collected; 4: not even conftest.py ran
+        if code not in (1, 2, 4):
+            raise SystemExit(f"pytest ended with {code}:\n{output[-3000:]}")
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        return {"outcome": "killed", "by": failed[0] if failed else tests[0]}
+
+    def pytest(self, *arguments: str, timeout: float | None = None) -> tuple[int, str]:
+        """Run pytest in the copy: its status and output; raises TimeoutExpired."""
+        paths = [str(self.copy / "src"), os.environ.get("PYTHONPATH", "")]
+        marks = "not gpu and not exhaustive"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", "--tb=no", "-m", marks, *arguments],
+            cwd=self.copy,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except BaseException:  # also Ctrl-C: tests start processes of their own
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        return process.returncode, output
+
+    def failing_unbroken(self, tests: list[str]) -> set[str]:
+        """Those of the tests that fail without any fault."""
+        broken = set()
+        whole = sorted({test for test in tests if "::" not in test})
+        single = sorted({test for test in tests if "::" in test})
+        for arguments in (["--collect-only", *whole] if whole else [], single):
+            if not arguments:
+                continue
+            code, output = self.pytest(*arguments)
+            if code:
+                broken |= set(re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE))
+        return broken
+
+
+def _rewrite(file: pathlib.Path, text: str) -> None:
+    """Write a source file, and drop its bytecode, which is only told apart by second and size."""
+    file.write_text(text)
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+        compiled.unlink()
+
+
+def read_answers(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The answers of earlier runs, by mutant; a line that was cut off is dropped."""
+    answers = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            continue
+        answers[answer["mutant"]] = answer
+    return answers
+
+
+def interval(killed: int, of: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share: how much the sample leaves open."""
+    if not of:
+        return 0.0, 1.0
+    z, share = 1.96, killed / of
+    middle = (share + z * z / (2 * of)) / (1 + z * z / of)
+    half = z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of)) / (1 + z * z / of)
+    return middle - half, middle + half
+
+
+def report(answers: list[dict[str, Any]], sites: int) -> str:
+    """What was found, survivors with their diffs first."""
+    by = {
+        outcome: [answer for answer in answers if answer["outcome"] == outcome]
+        for outcome in ("survived", "timeout", "unconfirmed", "equivalent", "killed")
+    }
+    lines = []
+    for outcome in ("survived", "timeout", "unconfirmed"):
+        for answer in sorted(by[outcome], key=lambda answer: answer["place"]):
+            killer = f" ({answer['by']} fails without it too)" if outcome == "unconfirmed" else ""
+            lines += [f"{outcome}: {answer['place']}: {answer['operator']}{killer}"]
+            lines += [f"    {line}" for line in answer["diff"]]
+    killed, judged = len(by["killed"]), len(by["killed"]) + len(by["survived"])
+    low, high = interval(killed, judged)
+    lines.append(
+        f"{len(answers)} of {sites} mutants sampled: {killed} killed, {len(by['survived'])} "
+        f"survived, {len(by['timeout'])} timed out, {len(by['unconfirmed'])} unconfirmed, "
+        f"{len(by['equivalent'])} equivalent"
+    )
+    if judged:
+        lines.append(
+            f"killed {killed / judged:.1%} of those that were killed or survived "
+            f"(95 % interval {low:.1%} to {high:.1%})"
+        )
+    return "\n".join(lines)
+
+
+def run_sample(
+    sites: list[Site], chosen: list[Site], out: pathlib.Path, bench: Bench
+) -> tuple[list[dict[str, Any]], str]:
+    """Run what has no answer yet, confirm the kills, and report."""
+    known, earlier = equivalents(), read_answers(out)
+    answers = []
+    for number, site in enumerate(chosen, 1):
+        source = (bench.copy / SOURCE / site.path).read_text()
+        answer = earlier.get(site.name)
+        if (site.path, *diff_of(source, site.mutant)) in known:
+            place, operator = f"{site.path}:{site.mutant.line}", site.mutant.operator
+            answer = {"outcome": "equivalent", "place": place, "operator": operator}
+        elif answer is None or answer["digest"] != bench.digest(site.path):
+            answer = bench.run(site)
+            with out.open("a") as file:
+                file.write(json.dumps(answer) + "\n")
+        answers.append(answer)
+        took = f" ({answer['seconds']} s)" if "seconds" in answer else ""
+        said = f"{answer['outcome']} {answer['place']} {answer['operator']}{took}"
+        print(f"[{number}/{len(chosen)}] {said}", flush=True)
+    killers = [answer["by"] for answer in answers if answer["outcome"] == "killed"]
+    broken = bench.failing_unbroken([by for by in killers if not by.startswith(_CRASH)])
+    for answer in answers:
+        if answer["outcome"] == "killed" and answer["by"] in broken:
+            answer["outcome"] = "unconfirmed"
+    return answers, report(answers, len(sites))
+
+
+def main() -> int:
+    """Run a sample; 1 when a mutant survived that is not known to be equivalent."""
+    parser = argparse.ArgumentParser(
+        prog="mutants",
+        description="Plant small faults in the package and see whether the tests notice.",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="which sample (default 0)")
+    parser.add_argument("--count", type=int, default=60, help="how many mutants (default 60)")
+    parser.add_argument("--only", default="", help="only files whose path has this in it")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one mutant")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mutants.jsonl"))
+    args = parser.parse_args()
+    # ended from outside, it still ends its tests and removes its copy
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sites = [site for site in all_sites() if args.only in site.path]
+    chosen = sample(sites, args.seed, args.count)
+    print(f"{len(chosen)} of {len(sites)} mutants, seed {args.seed}; answers in {args.out}")
+    with Bench(REPOSITORY, args.timeout) as bench:
+        answers, text = run_sample(sites, chosen, args.out, bench)
+    print(text)
+    return int(any(answer["outcome"] in ("survived", "unconfirmed") for answer in answers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
