@@ -197,6 +197,19 @@ def test_pair_products_integers(a_transposed, b_transposed, sizes, chunking, dev
     assert torch.equal(out.to_dense(), a.to_dense() @ b.to_dense())
 
 
+def test_pair_products_count_what_they_gather(monkeypatch):
+    """Blocks of 3 x 4 and 4 x 2: 20 elements for each pair of a row of the result."""
+    a, b = (
+        matrix(size, block, density=1.0) for size, block in (((9, 8), (3, 4)), ((8, 6), (4, 2)))
+    )
+    _, pairs = product_pattern(a.pattern, b.pattern, False, False)
+    counts = pairs.ptr_out.diff().unique().tolist()
+    asked = []
+    monkeypatch.setattr(eager, "rows_at_once", lambda _, elements: asked.append(elements) or 1)
+    eager.pair_products(PairProductsCall(a.storage, b.storage, pairs, False, False))
+    assert sorted(asked) == [20 * count for count in counts if count]
+
+
 def test_row_groups_cover_every_entry_once_and_are_kept(device):
     indptr = torch.tensor([0, 2, 2, 5, 7, 7, 10], dtype=torch.int32, device=device)
     groups = eager.row_groups(indptr)

@@ -20,7 +20,6 @@ import math
 import os
 import pathlib
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -84,6 +83,30 @@ FALLBACKS = {
 
 
 _CRASH = "process ended"
+_MARK = "\x1e"
+# Names of tests may hold anything, so that they cannot be told from the rest of a printed summary.
+_PYTEST = """
+import os, sys
+import pytest
+
+class Failures:
+    def pytest_runtest_logreport(self, report):
+        self.pytest_collectreport(report)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            os.write(1, f"\\n\x1e{report.nodeid}\\n".encode())
+
+sys.exit(pytest.main([*sys.argv[1:], "--capture=sys"], plugins=[Failures()]))
+"""
+
+
+class Ended(NamedTuple):
+    """How a run of pytest ended: its status, the tests that failed, all that it printed."""
+
+    code: int
+    failed: list[str]
+    output: str
 
 
 class Site(NamedTuple):
@@ -211,7 +234,7 @@ class Bench:
 
     def _tested(self, tests: list[str]) -> dict[str, Any]:
         try:
-            code, output = self.pytest("-x", *tests, timeout=self.timeout)
+            code, failed, output = self.pytest("-x", *tests, timeout=self.timeout)
         except subprocess.TimeoutExpired:
             return {"outcome": "timeout"}
         if code == 0:
@@ -221,15 +244,14 @@ class Bench:
         # 1: a test failed; 2: a file could not be collected; 4: not even conftest.py ran
         if code not in (1, 2, 4):
             raise SystemExit(f"pytest ended with {code}:\n{output[-3000:]}")
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
         return {"outcome": "killed", "by": failed[0] if failed else tests[0]}
 
-    def pytest(self, *arguments: str, timeout: float | None = None) -> tuple[int, str]:
-        """Run pytest in the copy: its status and output; raises TimeoutExpired."""
+    def pytest(self, *arguments: str, timeout: float | None = None) -> Ended:
+        """Run pytest in the copy; raises TimeoutExpired."""
         paths = [str(self.copy / "src"), os.environ.get("PYTHONPATH", "")]
         marks = "not gpu and not exhaustive"
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "--tb=no", "-m", marks, *arguments],
+            [sys.executable, "-c", _PYTEST, "-q", "--tb=short", "-m", marks, *arguments],
             cwd=self.copy,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
             stdout=subprocess.PIPE,
@@ -243,7 +265,8 @@ class Bench:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
-        return process.returncode, output
+        failed = [line[1:] for line in output.split("\n") if line.startswith(_MARK)]
+        return Ended(process.returncode, failed, output)
 
     def failing_unbroken(self, tests: list[str]) -> set[str]:
         """Those of the tests that fail without any fault."""
@@ -253,9 +276,10 @@ class Bench:
         for arguments in (["--collect-only", *whole] if whole else [], single):
             if not arguments:
                 continue
-            code, output = self.pytest(*arguments)
-            if code:
-                broken |= set(re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE))
+            code, failed, output = self.pytest(*arguments)
+            if code not in (0, 1, 2):  # nothing ran, so nothing is confirmed
+                raise SystemExit(f"pytest ended with {code}:\n{output[-3000:]}")
+            broken |= set(failed)
         return broken
 
 

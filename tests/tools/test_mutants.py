@@ -116,11 +116,14 @@ def countdown(n):
     return n
 """
 TESTS = """
+import pytest
+
 from blackwell_sparsek.masks.a import countdown, limit
 
 
-def test_limit():
-    assert limit(3) == 3 and limit(11) == 10
+@pytest.mark.parametrize("x", [3], ids=["x - 3 of y"])
+def test_limit(x):
+    assert limit(x) == 3 and limit(11) == 10
 
 
 def test_countdown():
@@ -201,7 +204,7 @@ def test_a_loop_without_end_is_a_timeout(planted, tmp_path):
 
 def test_a_test_that_fails_anyway_kills_nothing(planted, tmp_path):
     file = planted / "tests/masks/test_a.py"
-    file.write_text(TESTS.replace("limit(3) == 3", "limit(3) == 4"))
+    file.write_text(TESTS.replace("limit(x) == 3", "limit(x) == 4"))
     answers, text = run(
         planted, tmp_path / "x.jsonl", lambda site: site.mutant.operator == "comparison swapped"
     )
