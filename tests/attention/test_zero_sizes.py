@@ -6,7 +6,7 @@ import torch
 import blackwell_sparsek as bsk
 from blackwell_sparsek.core.errors import InvalidInput
 
-IMPLS = ("reference", "eager", "triton")
+IMPLS = ("reference", "eager", "triton", "auto")
 DENSE = {
     "no queries": ((2, 4, 0, 8), (2, 2, 5, 8)),
     "no keys": ((2, 4, 3, 8), (2, 2, 0, 8)),
@@ -33,17 +33,17 @@ def check(run, q, k):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("sizes", DENSE)
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention(sizes, impl, causal):
-    q, k = (torch.randn(shape) for shape in DENSE[sizes])
+def test_attention(sizes, impl, causal, device):
+    q, k = (torch.randn(shape, device=device) for shape in DENSE[sizes])
     options = {"causal": causal, "impl": impl, "return_lse": True}
     check(lambda *x: bsk.attention(*x, **options), q, k)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("sizes", DENSE)
-def test_attention_with_sinks(sizes, impl):
-    q, k = (torch.randn(shape) for shape in DENSE[sizes])
-    sinks = torch.randn(q.shape[1], requires_grad=True)
+def test_attention_with_sinks(sizes, impl, device):
+    q, k = (torch.randn(shape, device=device) for shape in DENSE[sizes])
+    sinks = torch.randn(q.shape[1], requires_grad=True, device=device)
     out, lse = bsk.attention(q, k, k, sinks=sinks, impl=impl, return_lse=True)
     assert torch.equal(out, torch.zeros_like(q))
     torch.testing.assert_close(lse, sinks.detach()[None, :, None].expand_as(lse))
@@ -63,10 +63,11 @@ def test_attention_with_sinks(sizes, impl):
         ((3, 0, 8), (5, 0, 8), [0, 3], [0, 5]),
     ],
 )
-def test_attention_varlen(q, k, cu_q, cu_k, impl):
-    offsets = [torch.tensor(x, dtype=torch.int32) for x in (cu_q, cu_k)]
+def test_attention_varlen(q, k, cu_q, cu_k, impl, device):
+    offsets = [torch.tensor(x, dtype=torch.int32, device=device) for x in (cu_q, cu_k)]
     options = {"max_seqlen_q": q[0], "max_seqlen_k": k[0], "impl": impl, "return_lse": True}
-    check(lambda *x: bsk.attention_varlen(*x, *offsets, **options), torch.randn(q), torch.randn(k))
+    q, k = (torch.randn(shape, device=device) for shape in (q, k))
+    check(lambda *x: bsk.attention_varlen(*x, *offsets, **options), q, k)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -82,16 +83,17 @@ def test_attention_varlen(q, k, cu_q, cu_k, impl):
         ((0, 4, 1, 8), (0, 2, 5, 8), 5),
     ],
 )
-def test_attention_decode(q, cache, length, paged, impl):
-    q, cache = torch.randn(q), torch.randn(cache)
-    lengths = torch.full((q.shape[0],), length, dtype=torch.int32)
+def test_attention_decode(q, cache, length, paged, impl, device):
+    q, cache = (torch.randn(shape, device=device) for shape in (q, cache))
+    lengths = torch.full((q.shape[0],), length, dtype=torch.int32, device=device)
     options = {"cache_seqlens": lengths, "impl": impl, "return_lse": True}
     if paged:
         cache = cache.transpose(1, 2).contiguous()
-        options["page_table"] = torch.arange(q.shape[0], dtype=torch.int32)[:, None]
+        options["page_table"] = lengths.new_tensor(range(q.shape[0]))[:, None]
     out, lse = bsk.attention_decode(q, cache, cache, **options)
     assert torch.equal(out, torch.zeros_like(q))
-    assert torch.equal(lse, torch.full(q.shape[:3], -torch.inf))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+    assert lse.shape == q.shape[:3]
 
 
 def test_decode_from_a_cache_without_slots():

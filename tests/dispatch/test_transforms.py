@@ -172,6 +172,26 @@ def test_batched_gradients_of_every_input_under_a_mask():
     assert torch.autograd.gradcheck(function, inputs, check_batched_grad=True)
 
 
+def test_batches_of_gradients_by_kernels(device):
+    """Recorded launches, where there are any, do not take a batch for one gradient."""
+    x = torch.randn(3, 1, 2, 64, 64, device=device)
+    x = x.half() if device.type == "cuda" else x
+    q, k = (x[i].clone().requires_grad_() for i in range(2))
+    incoming = torch.stack([x[2], x[0]])
+
+    def function(q):
+        return bsk.attention(q, k, k, causal=True, deterministic=True)
+
+    for _ in range(3):
+        out = function(q)
+        one, other = (torch.autograd.grad(out, (q, k), g, retain_graph=True) for g in incoming)
+        found = torch.autograd.grad(out, (q, k), incoming, is_grads_batched=True)
+        torch.testing.assert_close(found, tuple(map(torch.stack, zip(one, other, strict=True))))
+    gradient = torch.func.grad(lambda q: (function(q) * x[2]).sum())
+    for got in torch.func.vmap(gradient)(torch.stack([q.detach(), q.detach()])):
+        torch.testing.assert_close(got, one[0])
+
+
 def test_a_jacobian_that_vectorizes():
     found = torch.autograd.functional.jacobian(CALLS["attention"][0], Q, vectorize=True)
     expected = torch.autograd.functional.jacobian(CALLS["attention"][0], Q)

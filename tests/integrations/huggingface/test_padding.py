@@ -59,17 +59,22 @@ def test_generation_from_right_padded_prompts(family, cache, make_model, both, i
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_on_the_left_changes_nothing(family, make_model, ids):
-    """Logits of the last token, and what is generated, are those of the prompt without padding."""
+@pytest.mark.parametrize("side", [None, "right"])
+def test_padding_on_the_left_changes_nothing(family, side, make_model, ids, padding):
+    """Logits of the last row, and what is generated, are those of the prompt without padding.
+
+    The last row may itself be padding, on the right.
+    """
     model, width = make_model(family), 9
+    given = torch.ones_like(ids) if side is None else padding[side]
     padded = torch.cat([torch.zeros(2, width, dtype=ids.dtype), ids], 1)
-    mask = (torch.arange(padded.shape[1]) >= width).long().expand(2, -1).contiguous()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    mask = torch.cat([torch.zeros(2, width, dtype=ids.dtype), given], 1)
+    places, positions = ((x.cumsum(1) - 1).clamp(min=0) for x in (given, mask))
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     with torch.no_grad():
-        alone = model(ids).logits[:, -1]
+        alone = model(ids, attention_mask=given, position_ids=places).logits[:, -1]
         found = model(padded, attention_mask=mask, position_ids=positions).logits[:, -1]
-        expected = model.generate(ids, **options)[:, ids.shape[1] :]
+        expected = model.generate(ids, attention_mask=given, **options)[:, ids.shape[1] :]
         tokens = model.generate(padded, attention_mask=mask, **options)[:, padded.shape[1] :]
     torch.testing.assert_close(found, alone, **TOLERANCE)
     assert torch.equal(tokens, expected)

@@ -21,8 +21,8 @@ def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
     with padding on either side, sliding windows, softcap, sinks, sequences packed by
     `position_ids` or `cu_seq_lens_q`, dynamic and static caches, continuous batching (as
     `"paged|blackwell_sparsek"`; transformers 5.22 and newer allow only their own attention there),
-    and under `torch.compile`. What it does not support is an error: dropout on attention weights,
-    `output_attentions`, additive biases.
+    and under `torch.compile`. Dropout on attention weights, `output_attentions` and additive biases
+    run in plain PyTorch, with a warning. What it does not support is an error.
 
     May be called again, which replaces the earlier registration of that name.
 
