@@ -26,12 +26,27 @@ def cluster_rank():
 def cluster_barrier():
     """Wait for all threads of all programs of the cluster; every thread must call this.
 
-    It makes the initialisation of mbarriers visible to the cluster and orders nothing else: a
-    release at cluster scope would wait for memory, which takes a microsecond.
+    For the start of a program. It makes the initialisation of mbarriers visible to the cluster,
+    which is all that other programs may touch from then on, and orders nothing else.
     """
     gl.inline_asm_elementwise(
         "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed; "
         "barrier.cluster.wait; mov.b32 $0, 0;",
+        *("=r,r,~{memory}", [0], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
+def cluster_exit_barrier():
+    """Wait for all threads of all programs of the cluster, the last thing that each of them does.
+
+    Shared memory of a program is gone when it ends, and an arrival that comes later faults. The
+    arrivals of a thread at barriers of other programs come before its release here; the acquire
+    of the others comes after it, and they end only then. Asynchronous copies and stores to another
+    program are no part of this: that program must have waited for their bytes.
+    """
+    gl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.b32 $0, 0;",
         *("=r,r,~{memory}", [0], gl.int32, False, 1),
     )
 

@@ -42,6 +42,7 @@ from ...device.gluon.cluster import (
     arrive_at_all,
     arrive_at_rank,
     cluster_barrier,
+    cluster_exit_barrier,
     cluster_rank,
     copy_tile,
     read_shared,
@@ -229,14 +230,14 @@ def _schedule_pairs(counter_ptr, bars, total, CFG: gl.constexpr):
             place = shared_address(CFG.number_offset)
             write_to_all(number, place, _bar_address(sent, CFG), _PAIR)
             ordinal += 1
-    cluster_barrier()
+    cluster_exit_barrier()
 
 
 @gluon.jit
 def _idle_warps():
     """What warps without work do: a cluster barrier waits for all threads of the cluster."""
     cluster_barrier()
-    cluster_barrier()
+    cluster_exit_barrier()
 
 
 @gluon.jit
@@ -354,8 +355,8 @@ def _produce_paired(lists, bars, work, raster, CFG: gl.constexpr):
         number = _next_number(bars, ordinal, CFG)
         ordinal += 1
     publish(work, ordinal, SpmmTile(-1, 0, 0, -1))
-    # a program must not end while its partner may still copy to it
-    cluster_barrier()
+    # a program must not end while its partner may still arrive at its barriers
+    cluster_exit_barrier()
 
 
 # The consumers, with and without a partner.
@@ -478,7 +479,7 @@ def _consume(output, ring, work, epilogue, GROUP: gl.constexpr, CFG: gl.constexp
         tile = SpmmTile(*take(work, ordinal))
     tma.store_wait(0)
     if CFG.PAIRED:
-        cluster_barrier()
+        cluster_exit_barrier()
 
 
 @gluon.jit
