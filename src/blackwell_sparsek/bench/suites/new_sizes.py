@@ -139,12 +139,13 @@ def _contender(inputs: NewInputs, call: Call) -> Contender:
         if problem.kind == "packed":
             for q, *_ in tensors:
                 _offsets(q.shape[0], q.device)
-        _wait(tensors[0][0])
+        memory, *_ = inputs.memory
+        _wait(memory)
         begin = time.perf_counter()
         for made in tensors:
             once(*made)
         seconds = time.perf_counter() - begin
-        _wait(tensors[0][0])
+        _wait(memory)
         return seconds / problem.lengths
 
     for made in inputs.take(lengths, min(_WARM_UP, problem.lengths)):
