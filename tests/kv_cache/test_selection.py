@@ -71,6 +71,21 @@ def test_entries_of_the_table_that_name_no_page_rank_last(impl):
 
 
 @pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_nothing_to_choose_from_lists_nothing(impl):
+    if impl == "triton":
+        pytest.importorskip("triton")
+    cache, where = paged()
+    summaries = bsk.page_summaries(cache.k, **where)
+    q = torch.ones(2, 4, 1, 8)
+    nothing = [[[-1] * 3] * 2] * 2
+    assert bsk.topk_pages(q[:, :, :0], summaries, 3, **where, impl=impl).tolist() == nothing
+    where["page_table"] = where["page_table"][:, :0]
+    assert bsk.topk_pages(q, summaries, 3, **where, impl=impl).tolist() == nothing
+    where = {name: x[:0] for name, x in where.items()}
+    assert bsk.topk_pages(q[:0], summaries, 3, **where, impl=impl).shape == (0, 2, 3)
+
+
+@pytest.mark.parametrize("impl", ["eager", "triton"])
 def test_every_option_reaches_the_implementation(impl):
     """First and last pages differ in number, and the two ways to combine queries in the result."""
     if impl == "triton":
@@ -88,6 +103,16 @@ def test_every_option_reaches_the_implementation(impl):
     assert listed(4, 2, 1, "max") == [[[0, 1, 2, 7]]]
     assert listed(4, 2, 1, "sum") == [[[0, 1, 3, 7]]]
     assert listed(4, 1, 2, "max") == [[[0, 2, 6, 7]]]
+
+
+def test_double_precision_tells_close_pages_apart():
+    """In single precision the three would be equal, and the earliest be taken."""
+    k_cache = torch.tensor([1.0, 1.0 + 1e-12, 1.0 - 1e-12], dtype=torch.float64).view(1, 1, 3, 1)
+    where = {"cache_seqlens": torch.tensor([3], dtype=torch.int32)}
+    summaries = bsk.page_summaries(k_cache, **where, kv_block_size=1)
+    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    for sign, best in ((1.0, 1), (-1.0, 2)):
+        assert bsk.topk_pages(sign * q, summaries, 1, **where, keep_last=0).tolist() == [[[best]]]
 
 
 def test_update_after_an_append():

@@ -210,3 +210,13 @@ def test_exactly_the_valid_lists_are_accepted(changes):
             (row, x) for row in (0, 1) for x in made["indices"][slice(*made["indptr"][row:][:2])]
         }
         assert {(q, k) for _, _, q, k in mask.to_dense().nonzero().tolist()} == kept
+
+
+def test_lists_of_full_blocks_have_one_dimension():
+    sizes = {"seq_lengths": (32, 48), "block_size": 16}
+    with pytest.raises(
+        InvalidInput, match=r"indptr has a wrong rank; expected \[n\], got \[1, 3\]"
+    ):
+        BlockMask(ints(0, 2, 3)[None], ints(0, 2, 1), **sizes)
+    with pytest.raises(InvalidInput, match=r"indices has a wrong rank; expected \[n\], got \[\]"):
+        BlockMask(ints(0, 2, 3), torch.tensor(1, dtype=torch.int32), **sizes)
