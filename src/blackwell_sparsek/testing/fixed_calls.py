@@ -168,8 +168,8 @@ def _varlen_call(dim: int, impl: str, device: torch.device) -> Call:
 
 
 def _sdpa_call(device: torch.device) -> Call:
-    inputs, _ = _spec("gqa-d128-fp16", device)
-    return lambda: (scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True),)
+    (q, k, v), _ = _spec("gqa-d128-fp16", device)
+    return lambda: (scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),)
 
 
 def _merge_call(device: torch.device) -> Call:

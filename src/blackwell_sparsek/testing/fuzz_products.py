@@ -81,7 +81,7 @@ def products(draw: Draw) -> None:
     extra: dict[str, Any] = {"bias": bias, "activation": activation}
     extra["residual"] = None if residual is None else draw.laid_out(residual)
 
-    def call(impl: str) -> Tensor:
+    def call(impl: str) -> Any:
         operands = (given, sparse) if left else (sparse, given)
         return matmul(*operands, **extra, impl=impl)
 
@@ -291,7 +291,7 @@ def choosing_pages(draw: Draw) -> None:
     impl = draw.impl(("auto", "triton", "eager"))
     block: dict[str, Any] = {} if paged else {"kv_block_size": page_size}
 
-    def summarise(name: str) -> tuple[Tensor, Tensor]:
+    def summarise(name: str) -> Any:
         return page_summaries(cache, **options, **block, impl=name)[:2]
 
     low, high = draw.twice(summarise, impl)
