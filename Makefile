@@ -10,7 +10,7 @@ SAMPLE ?= --seed 0 --count 60
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all fuzz lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
+.PHONY: quickstart test test-all fuzz peer-tests lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,10 @@ test-all: $(VENV)/.installed-test lint  ## the same and the exhaustive tests, so
 fuzz: $(VENV)/.installed-test  ## ten minutes of random calls against a second oracle, without a GPU
 	TRITON_INTERPRET=1 $(BIN)/python -m blackwell_sparsek.testing.fuzz --device cpu \
 		--calls 100000 --seconds 600 --jobs 2 --corpus tests/testing/fuzz_corpus.txt
+
+peer-tests: $(VENV)/.installed-test  ## suites of transformers and torch with this package and without
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt parameterized datasets expecttest
+	$(BIN)/python -m tests.peers.run --workers 4
 
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -61,7 +65,7 @@ browser:  ## Debian's Chromium, in which the report is tested; needs root
 	command -v chromium || (apt-get update -q && apt-get install -y -q chromium)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(RESULTS) sanitizer-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json mutants.jsonl
+	rm -rf $(VENV) $(RESULTS) .peers sanitizer-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json mutants.jsonl
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from blackwell_sparsek.core.env import environment_for_compiler
 from blackwell_sparsek.core.errors import Unsupported
 from blackwell_sparsek.testing import soak as tool
 from blackwell_sparsek.testing.fixed_calls import FixedCall, fixed_calls, supported
@@ -117,6 +118,48 @@ def test_fixed_calls_cover_every_function():
         assert any(name.startswith(function) for name in names), function
     for impl in ("auto", "triton", "sm90"):
         assert sum(name.endswith(f"/{impl}") for name in names) > 30
+
+
+# Which kernels products launch on Hopper; in a process that does not interpret kernels.
+FAMILIES = """
+import json
+import torch
+from blackwell_sparsek.core import compat
+from blackwell_sparsek.testing.bsr import operand_for, product, random_bsr
+from blackwell_sparsek.testing.captured_launches import captured_launches
+from blackwell_sparsek.testing import fixed_calls
+import blackwell_sparsek.matmul.sm90.spmm_launch
+
+compat.triton_version = lambda: (3, 6)
+torch.cuda.is_current_stream_capturing = lambda: False
+for name, (shape, block, density, order, columns, dtype, _) in fixed_calls._PRODUCTS.items():
+    if name.split("-")[0] not in ("wide", "pairs", "narrow", "strips", "warps"):
+        continue
+    a = random_bsr(shape, block, seed=51, density=density, dtype=dtype)
+    with captured_launches(90) as launches:
+        product(a, order, operand_for(a, order, columns, seed=52), impl="sm90")
+    last = launches[-1]
+    paired = any(getattr(x, "PAIRED", False) is True for x in last.args)
+    print(json.dumps([name, last.kernel.fn.__name__, paired]))
+"""
+
+
+def test_products_reach_the_kernels_they_are_named_for():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", FAMILIES], env=environment_for_compiler(), capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    launched = [json.loads(line) for line in done.stdout.splitlines()]
+    wanted = {
+        "wide": ["_spmm_sm90_kernel", False], "pairs": ["_spmm_sm90_kernel", True],
+        "narrow": ["_spmm_narrow_sm90_kernel", False], "strips": ["_spmm_strips_kernel", False],
+        "warps": ["_spmm_warps_kernel", False],
+    }  # fmt: skip
+    assert {name.split("-")[0] for name, *_ in launched} == set(wanted)
+    for name, *kernel in launched:
+        assert kernel == wanted[name.split("-")[0]], name
 
 
 def test_only_default_gradients_may_vary():

@@ -109,9 +109,10 @@ class RecordedLaunches:
         self._offsets: list[int] = []
         self._bytes = 0
         self._parts = [memory.nbytes for memory in record.scratch]
-        for memory in record.scratch:
+        self._gap = workspace.gap_bytes
+        for size in self._parts:
             self._offsets.append(self._bytes)
-            self._bytes += -(-(memory.nbytes + workspace.gap_bytes) // _ALIGNMENT) * _ALIGNMENT
+            self._bytes += -(-(size + self._gap) // _ALIGNMENT) * _ALIGNMENT
         # Memory that passes data from one launch to the next must belong to this call: launches of
         # another thread may come between them on the stream. Under PDL a launch would share it with
         # the launch ahead, which may still be running.

@@ -102,7 +102,7 @@ def canaries() -> Iterator[Canaries]:
     """Watch all memory that is allocated inside; checked at the end, and by `check` before.
 
     Memory that `torch.empty` returns inside is poisoned, as by `poisoned_empty`. Launches that were
-    recorded before are replayed without gaps, so calls should not have been made before.
+    recorded before have no gaps to watch, so calls should not have been made before.
 
     Examples
     --------
@@ -118,7 +118,8 @@ def canaries() -> Iterator[Canaries]:
     def memory_of(self: Any, stream: int, capturing: bool) -> torch.Tensor:
         # not the stream's: launches of other calls would share the gaps
         memory = empty(self._bytes, dtype=torch.uint8, device=self._device).fill_(0xFF)
-        watched.watch_gaps(memory, self._offsets, self._parts)
+        if self._gap:
+            watched.watch_gaps(memory, self._offsets, self._parts)
         return memory
 
     with ExitStack() as patches:

@@ -8,18 +8,26 @@ import torch
 from torch import Tensor
 
 from .. import masks
-from ..attention.api import attention, attention_varlen
-from ..attention.merge import merge_states
-from ..attention.sdpa import scaled_dot_product_attention
-from ..decode.api import attention_decode
+from ..attention import api as attention_api
+from ..attention import merge as merge_api
+from ..attention import sdpa as sdpa_api
+from ..decode import api as decode_api
 from ..masks.block_mask import BlockMask
 from . import naive
 from .fuzz_draw import DTYPES, LENGTHS, Draw
 from .naive import Softmax, Window
 from .tolerance import assert_within_budget
 
+# With options from tables and draws, whose types no checker can know.
+attention: Any = attention_api.attention
+attention_varlen: Any = attention_api.attention_varlen
+merge_states: Any = merge_api.merge_states
+scaled_dot_product_attention: Any = sdpa_api.scaled_dot_product_attention
+attention_decode: Any = decode_api.attention_decode
+
 FP8 = torch.float8_e4m3fn
 FP64 = torch.float64
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class Shape(NamedTuple):
@@ -119,9 +127,7 @@ def _absent(shape: Shape, shown: Tensor) -> Tensor:
     return absent
 
 
-def _check_forward(
-    out: Tensor, lse: Tensor, given: tuple[Tensor, ...], seen: Tensor, softmax: Softmax
-) -> None:
+def _check_forward(out: Tensor, lse: Tensor, given: QKV, seen: Tensor, softmax: Softmax) -> None:
     exact, exact_lse = naive.attention(*given, seen, softmax, FP64)
     plain, _ = naive.attention(*given, seen, softmax, out.dtype)
     _, plain_lse = naive.attention(*given, seen, softmax, torch.float32)
@@ -137,7 +143,7 @@ ORDERS = 4
 
 
 def _check_gradients(
-    got: tuple[Tensor, ...], given: tuple[Tensor, ...], seen: Tensor, softmax: Softmax,
+    got: tuple[Tensor, ...], given: QKV, seen: Tensor, softmax: Softmax,
     dout: Tensor, dlse: Tensor,
 ) -> None:  # fmt: skip
     dtype = given[0].dtype
@@ -158,7 +164,7 @@ def _check_gradients(
 
 
 def _reordered_gradients(
-    given: tuple[Tensor, ...],
+    given: QKV,
     seen: Tensor,
     softmax: Softmax,
     dout: Tensor,
@@ -197,9 +203,9 @@ def dense_attention(draw: Draw) -> None:
     v = draw.normal(batch, hkv, sk, dv, dtype=shape.dtype)
     impl, gradients = draw.impl(), rng.random() < 0.5
     _poison_unseen(draw, [k, v], seen, _absent(shape, shown), impl, gradients)
-    given = tuple(draw.laid_out(x) for x in (q, k, v))
+    given: Any = tuple(draw.laid_out(x) for x in (q, k, v))
 
-    def call(impl: str) -> tuple[Tensor, Tensor]:
+    def call(impl: str) -> Any:
         return attention(*given, **options, block_mask=mask, return_lse=True, impl=impl)
 
     out, lse = draw.twice(call, impl)
@@ -209,7 +215,7 @@ def dense_attention(draw: Draw) -> None:
 
 
 def _gradients_of(
-    draw: Draw, call: Any, impl: str, given: tuple[Tensor, ...], contiguous: tuple[Tensor, ...],
+    draw: Draw, call: Any, impl: str, given: QKV, contiguous: QKV,
     sinks: Tensor | None, seen: Tensor, softmax: Softmax,
 ) -> None:  # fmt: skip
     leaves = [*given] if sinks is None else [*given, sinks]
@@ -224,14 +230,18 @@ def _gradients_of(
         out, lse = call(name)
         return torch.autograd.grad((out, lse), leaves, (dout.to(out), dlse.to(lse)))
 
+    _check_gradients(_twice_with_gradients(draw, run, impl), contiguous, seen, softmax, dout, dlse)
+
+
+def _twice_with_gradients(draw: Draw, run: Any, impl: str) -> tuple[Tensor, ...]:
+    """`Draw.twice` where gradients are the same bits in every run."""
     with torch.enable_grad():
         # the Hopper backward adds to dq in any order unless it is told not to
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            got = draw.twice(run, impl)
+            return tuple(draw.twice(run, impl))
         finally:
             torch.use_deterministic_algorithms(False)
-    _check_gradients(got, contiguous, seen, softmax, dout, dlse)
 
 
 def packed_attention(draw: Draw) -> None:
@@ -253,11 +263,11 @@ def packed_attention(draw: Draw) -> None:
         band = naive.in_band(sq, sk, options["causal"], options["window"])
         seen[:, :, q_at : q_at + sq, k_at : k_at + sk] = band
         q_at, k_at = q_at + sq, k_at + sk
-    as_batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    as_batch: Any = [x.transpose(0, 1)[None] for x in (q, k, v)]
     impl, gradients = draw.impl(), rng.random() < 0.4 and min(totals) > 0
     nowhere = torch.zeros(1, hq, 1, totals[1], dtype=torch.bool)
     _poison_unseen(draw, as_batch[1:], seen, nowhere, impl, gradients)
-    given = tuple(draw.laid_out(x) for x in (q, k, v))
+    given: Any = tuple(draw.laid_out(x) for x in (q, k, v))
     offsets = [
         torch.tensor([0, *x]).cumsum(0).int().to(draw.device) for x in zip(*lengths, strict=True)
     ]
@@ -273,7 +283,7 @@ def packed_attention(draw: Draw) -> None:
         return out.transpose(0, 1)[None], lse[None]
 
     out, lse = draw.twice(call, impl)
-    batch = tuple(as_batch)
+    batch: Any = tuple(as_batch)
     _check_forward(out, lse, batch, seen, softmax)
     if gradients:
         leaves = [*given] if options["sinks"] is None else [*given, options["sinks"]]
@@ -288,8 +298,7 @@ def packed_attention(draw: Draw) -> None:
             found = torch.autograd.grad(results, leaves, (dout, dlse.to(lse)))
             return *(x.transpose(0, 1)[None] for x in found[:3]), *found[3:]
 
-        with torch.enable_grad():
-            got = draw.twice(run, impl)
+        got = _twice_with_gradients(draw, run, impl)
         _check_gradients(got, batch, seen, softmax, dout, dlse)
 
 
@@ -359,7 +368,7 @@ def decoding(draw: Draw) -> None:
     queries = draw.laid_out(q)
     options["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=draw.device)
 
-    def call(impl: str) -> tuple[Tensor, Tensor]:
+    def call(impl: str) -> Any:
         return attention_decode(queries, *caches, **options, return_lse=True, impl=impl)
 
     out, lse = draw.twice(call, draw.impl())
@@ -426,11 +435,12 @@ def merging(draw: Draw) -> None:
         empty = draw.normal(*shape) > 1
         outs.append(draw.normal(*shape, dim, dtype=dtype).masked_fill(empty[..., None], math.nan))
         lses.append(lse.masked_fill(empty, -math.inf))
-    given = (outs[0], lses[0], outs[1], lses[1])
+    given: Any = (outs[0], lses[0], outs[1], lses[1])
     laid = (draw.laid_out(outs[0]), lses[0], draw.laid_out(outs[1]), lses[1])
     out, lse = draw.twice(lambda _: merge_states(*laid), "auto")
     exact, exact_lse = naive.merged(*given)
-    low, low_lse = _plainly_merged(*(x.cpu() for x in given), dtype)
+    o_a, lse_a, o_b, lse_b = (x.cpu() for x in given)
+    low, low_lse = _plainly_merged(o_a, lse_a, o_b, lse_b, dtype)
     assert_within_budget(out, exact, low, what="out")
     assert_within_budget(lse, exact_lse, low_lse, roundings=3.0, what="lse")
 
@@ -455,11 +465,11 @@ def mask_patterns(draw: Draw) -> None:
     block = (rng.choice([16, 32, 64]), rng.choice([16, 32, 64]))
     pattern = rng.choice(["causal", "sliding_window", "strided", "documents"])
     causal = rng.random() < 0.5
-    window: Window = rng.choice([1, 7, 20, (3, None), (None, 2), (4, 9)])
+    window: Any = rng.choice([1, 7, 20, (3, None), (None, 2), (4, 9)])
     stride, local = rng.choice([1, 2, 3]), rng.choice([0, 1, 2])
     draw.note(pattern=pattern, sq=sq, sk=sk, block=block, causal=causal, window=window)
     draw.note(stride=stride, local=local)
-    here = {"device": draw.device}
+    here: dict[str, Any] = {"device": draw.device}
     seen = naive.in_band(sq, sk, True, None) if causal else torch.ones(sq, sk, dtype=torch.bool)
     if pattern == "causal":
         mask = masks.causal((sq, sk), block, **here)

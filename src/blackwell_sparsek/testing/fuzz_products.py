@@ -7,17 +7,25 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InvalidInput, OutOfPages
-from ..kv_cache.append import kv_append
+from ..kv_cache import append as append_api
+from ..kv_cache import selection as selection_api
 from ..kv_cache.cache import KVCache
 from ..kv_cache.paged import PagedKVCache
-from ..kv_cache.selection import PageSummaries, page_summaries, topk_pages
-from ..matmul.api import matmul, sddmm
+from ..kv_cache.selection import PageSummaries
+from ..matmul import api as matmul_api
 from ..nn.bsr_linear import BSRLinear
 from ..sparse.matrix import BSRMatrix
 from . import naive
 from .fuzz_draw import DTYPES, LENGTHS, Draw, same_bits
 from .inputs import integers
 from .tolerance import assert_within_budget
+
+# With options from tables and draws, whose types no checker can know.
+matmul: Any = matmul_api.matmul
+sddmm: Any = matmul_api.sddmm
+kv_append: Any = append_api.kv_append
+page_summaries: Any = selection_api.page_summaries
+topk_pages: Any = selection_api.topk_pages
 
 FP8 = torch.float8_e4m3fn
 FP64 = torch.float64
@@ -30,8 +38,8 @@ def _drawn_matrix(
     """Any shape, often not a multiple of the block, and any pattern, also an empty one."""
     rng = draw.rng
     if shape is None:
-        shape = tuple(rng.choice([1, 2, 3]) * b - rng.choice([0, 0, 1, b // 2]) for b in block)
-        shape = (max(shape[0], 1), max(shape[1], 1))
+        rows, cols = (rng.choice([1, 2, 3]) * b - rng.choice([0, 0, 1, b // 2]) for b in block)
+        shape = (max(rows, 1), max(cols, 1))
     grid = [-(-n // b) for n, b in zip(shape, block, strict=True)]
     density = rng.choice([0.0, 0.3, 0.6, 1.0])
     draw.note(matrix=(shape, block, density))
@@ -73,9 +81,9 @@ def products(draw: Draw) -> None:
     extra: dict[str, Any] = {"bias": bias, "activation": activation}
     extra["residual"] = None if residual is None else draw.laid_out(residual)
 
-    def call(impl: str) -> Tensor:
+    def call(impl: str) -> Any:
         operands = (given, sparse) if left else (sparse, given)
-        return matmul(*operands, **extra, impl=impl)  # type: ignore[call-overload,no-any-return]
+        return matmul(*operands, **extra, impl=impl)
 
     impl = draw.impl(("auto", "triton", "sm90", "eager", "dense"))
     out = draw.twice(call, impl)
@@ -236,7 +244,7 @@ def appending(draw: Draw) -> None:
                         cache[b, h, slot] = row
                     else:
                         cache[int(table[b, slot // size]), slot % size, h] = row
-    here = {"dtype": torch.int32, "device": draw.device}
+    here: dict[str, Any] = {"dtype": torch.int32, "device": draw.device}
     options: dict[str, Any] = {"cache_seqlens": torch.tensor(lengths, **here)}
     options["counts"] = None if counts is None else torch.tensor(counts, **here)
     options["page_table"] = None if table is None else table.to(draw.device)
@@ -268,7 +276,7 @@ def choosing_pages(draw: Draw) -> None:
     tokens = integers(batch, columns * page_size, heads, dim, seed=draw.seed)
     for b, length in enumerate(lengths):
         tokens[b, length:] = math.nan
-    here = {"dtype": torch.int32, "device": draw.device}
+    here: dict[str, Any] = {"dtype": torch.int32, "device": draw.device}
     options: dict[str, Any] = {"cache_seqlens": torch.tensor(lengths, **here)}
     table = torch.randperm(batch * columns + 2, generator=torch.Generator().manual_seed(draw.seed))[
         : batch * columns
@@ -281,9 +289,9 @@ def choosing_pages(draw: Draw) -> None:
         cache = tokens.transpose(1, 2).contiguous()
     cache = cache.to(device=draw.device, dtype=dtype)
     impl = draw.impl(("auto", "triton", "eager"))
-    block = {} if paged else {"kv_block_size": page_size}
+    block: dict[str, Any] = {} if paged else {"kv_block_size": page_size}
 
-    def summarise(name: str) -> tuple[Tensor, Tensor]:
+    def summarise(name: str) -> Any:
         return page_summaries(cache, **options, **block, impl=name)[:2]
 
     low, high = draw.twice(summarise, impl)

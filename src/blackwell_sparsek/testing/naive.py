@@ -18,10 +18,12 @@ Window = int | tuple[int | None, int | None] | None
 
 def limits(causal: bool, window: Window) -> tuple[int | None, int | None]:
     """How many keys before and after its position a query sees; None is all of them."""
+    left: int | None = None
+    right: int | None = None
     if isinstance(window, int):
         left, right = window - 1, (0 if causal else window - 1)
-    else:
-        left, right = (None, None) if window is None else window
+    elif window is not None:
+        left, right = window
     if causal:
         right = 0 if right is None else min(right, 0)
     return left, right

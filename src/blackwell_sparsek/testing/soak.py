@@ -239,7 +239,9 @@ class _Worker:
         device = soak.device
         self.differs = torch.zeros(len(soak.checked), dtype=torch.int64, device=device)
         # the first thread stays on the default stream
-        self.stream = torch.cuda.Stream(device) if soak.on_gpu and index else None
+        self.stream: Any = None
+        if soak.on_gpu and index:
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.order = random.Random(index)
         self.calls: list[Call] = [checked.call.make(device) for checked in soak.checked]
         if soak.on_gpu:
@@ -297,6 +299,7 @@ class _Replayer(_Worker):
     def __init__(self, soak: Soak, index: int):
         super().__init__(soak, index)
         self.replays: list[tuple[int, torch.cuda.CUDAGraph]] = []
+        self.pool = torch.cuda.graph_pool_handle()
         assert self.stream is not None, "graphs need a stream: let there be two threads or more"
         with torch.cuda.stream(self.stream):
             for i, checked in enumerate(soak.checked):
@@ -309,8 +312,12 @@ class _Replayer(_Worker):
                 checked.compare(self.calls[i](), self.differs[i])
             torch.cuda.synchronize(self.soak.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            # graphs are replayed one after the other and keep no result, so they may share memory
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
                 checked.compare(self.calls[i](), self.differs[i])
+            finally:
+                graph.capture_end()
         except Exception as error:
             raise Failed(f"{checked.call.name}: capturing raised {_text(error)}") from error
         return graph
