@@ -25,7 +25,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from ..core.compat import ptxas_options, spills_are_judged
+from ..core.compat import installed_versions, ptxas_options, spills_are_judged
 from .compile_cases import CompileCase, registered_cases
 from .machine_code import code_digest, misplaced_barriers, unwritten_registers
 
@@ -114,7 +114,7 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     record["shared"] = max(record["shared"], compiled.metadata.shared)
     wanted = dict.fromkeys((*case.expect, *counts))
     record["num_warps"] = case.num_warps
-    record["triton"] = triton.__version__
+    record["triton"] = installed_versions()["triton"]
     record["digest"] = code_digest(compiled.asm["cubin"])
     code = _Code(compiled)
     record["counts"] = {what: code.count(what) for what in wanted}
