@@ -10,7 +10,7 @@ SAMPLE ?= --seed 0 --count 60
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all fuzz peer-tests lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
+.PHONY: quickstart test test-all compile-releases fuzz peer-tests lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,9 @@ test: $(VENV)/.installed-test lint  ## lint, type check and the tests that need 
 
 test-all: $(VENV)/.installed-test lint  ## the same and the exhaustive tests, some of which need the network
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m "not gpu"
+
+compile-releases: $(VENV)/.installed-test  ## a kernel of each kind for sm_90 with every Triton that is supported
+	$(BIN)/python -m pytest -n $(WORKERS) -q tests/testing/test_releases.py
 
 fuzz: $(VENV)/.installed-test  ## ten minutes of random calls against a second oracle, without a GPU
 	TRITON_INTERPRET=1 $(BIN)/python -m blackwell_sparsek.testing.fuzz --device cpu \

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from blackwell_sparsek.core import compat
 from blackwell_sparsek.core.compat import SPILLS_TRITON
 from blackwell_sparsek.core.env import environment_for_compiler
-from blackwell_sparsek.testing import compile_only, compile_worker
+from blackwell_sparsek.testing import compile_cases, compile_only, compile_worker
 from blackwell_sparsek.testing.compile_cases import CompileCase
 from blackwell_sparsek.testing.compile_only import compile_kernels
 
@@ -207,3 +207,14 @@ def test_kernels_that_this_triton_does_not_run_are_not_built():
         text=True,
     )
     assert done.stdout.split() == ["True"] * 4 + ["False"] * 4, done.stderr
+
+
+def test_one_of_each_kernel(monkeypatch):
+    def cases(*names):
+        return lambda: iter([CompileCase(name, None, {}) for name in names])
+
+    sources = [cases("a/1", "b/1", "a/2"), cases("a/3", "a/4")]
+    monkeypatch.setattr(compile_cases, "_sources", sources)
+    names = [case.name for case in compile_cases.registered_cases(one_of_each=True)]
+    assert names == ["a/1", "b/1", "a/3"]
+    assert len(compile_cases.registered_cases()) == 5

@@ -52,9 +52,19 @@ def compile_cases(source: CaseSource) -> CaseSource:
     return source
 
 
-def registered_cases() -> list[CompileCase]:
-    """All cases of the files imported so far; names must be unique."""
-    cases = [case for source in _sources for case in source()]
+def registered_cases(one_of_each: bool = False) -> list[CompileCase]:
+    """All cases of the files imported so far; names must be unique.
+
+    With `one_of_each`, only the first one of each kernel that a function yields.
+    """
+    cases = []
+    for source in _sources:
+        kernels: set[str] = set()
+        for case in source():
+            kernel = case.name.split("/")[0]
+            if not (one_of_each and kernel in kernels):
+                cases.append(case)
+            kernels.add(kernel)
     names = [case.name for case in cases]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"compile cases with the same name: {', '.join(duplicates)}")

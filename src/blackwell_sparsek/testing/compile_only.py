@@ -32,6 +32,7 @@ def compile_kernels(
     package: str = CASES,
     jobs: int = 1,
     part: tuple[int, int] = (0, 1),
+    one_of_each: bool = False,
     progress: Callable[[int, int, dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Build compile cases without a GPU.
@@ -45,18 +46,21 @@ def compile_kernels(
     package : its modules are imported for their compile cases
     jobs : child processes
     part : (i, n), only every n-th case from the i-th on
+    one_of_each : only the first case of each kernel that a function under `@compile_cases` yields
     progress : called with (done, total, record) after each build
 
     Returns
     -------
     list of dict
         `name`, `arch`, `registers`, `shared`, `spill_stores`, `spill_loads` (bytes), `counts`,
-        `target`, `digest` (of the machine code), `seconds`, and `problems`: empty, or why the
-        case fails.
+        `target`, `digest` (of the machine code), `triton` (its version), `seconds`, and
+        `problems`: empty, or why the case fails.
     """
     command = [sys.executable, "-m", "blackwell_sparsek.testing.compile_worker"]
     command += ["--package", package, "--filter", contains, "--shards", str(jobs * part[1])]
     command += ["--arch", *map(str, archs), "--count", *counts]
+    if one_of_each:
+        command.append("--one-of-each")
     lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     errors: list[str] = []
     shards = range(part[0], jobs * part[1], part[1])

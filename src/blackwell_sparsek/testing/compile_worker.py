@@ -25,7 +25,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from ..core.compat import ptxas_options, spills_are_judged
+from ..core.compat import installed_versions, ptxas_options, spills_are_judged
 from .compile_cases import CompileCase, registered_cases
 from .machine_code import code_digest, misplaced_barriers, unwritten_registers
 
@@ -114,6 +114,7 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     record["shared"] = max(record["shared"], compiled.metadata.shared)
     wanted = dict.fromkeys((*case.expect, *counts))
     record["num_warps"] = case.num_warps
+    record["triton"] = installed_versions()["triton"]
     record["digest"] = code_digest(compiled.asm["cubin"])
     code = _Code(compiled)
     record["counts"] = {what: code.count(what) for what in wanted}
@@ -192,18 +193,18 @@ def _problems(case: CompileCase, sm: int, record: dict[str, Any]) -> list[str]:
     return problems
 
 
-def load_cases(package: str) -> list[CompileCase]:
+def load_cases(package: str, one_of_each: bool = False) -> list[CompileCase]:
     """Import the modules of a package, and return all cases that are registered then."""
     root = importlib.import_module(package)
     for module in pkgutil.walk_packages(root.__path__, f"{package}."):
         importlib.import_module(module.name)
-    return registered_cases()
+    return registered_cases(one_of_each)
 
 
 def _work(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     jobs = [
         (case, sm)
-        for case in load_cases(args.package)
+        for case in load_cases(args.package, args.one_of_each)
         for sm in case.archs
         if sm in args.arch and args.filter in case.name
     ]
@@ -225,6 +226,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", required=True)
     parser.add_argument("--filter", default="")
     parser.add_argument("--count", nargs="*", default=[])
+    parser.add_argument("--one-of-each", action="store_true")
     parser.add_argument("--shard", type=int, default=0)
     parser.add_argument("--shards", type=int, default=1)
     out = sys.stdout

@@ -1,0 +1,56 @@
+"""A kernel of each kind builds for Hopper with every release of Triton that is supported.
+
+Releases come from the package index, once, into `.triton-releases` of the repository, where what
+they compiled is kept too: a kernel is compiled again only when its source has changed.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from blackwell_sparsek.core.compat import WARPS_TRITON
+from blackwell_sparsek.testing.compile_only import compile_kernels, table
+
+FOLDER = pathlib.Path(__file__).parents[2] / ".triton-releases"
+RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+HOPPER = {
+    *("attn_fwd_sm90", "attn_bwd_sm90", "attn_bwd_keys_sm90", "attn_bwd_queries_sm90"),
+    *("attn_decode_sm90", "bsr_spmm_sm90", "bsr_spmm_narrow_sm90", "bsr_spmm_strips"),
+    "bsr_spmm_warps",
+}
+
+
+def _release(version: str) -> pathlib.Path:
+    """The folder of a release, installed if it is not there; skips without a package index."""
+    place = FOLDER / version
+    if not place.exists():
+        fresh = FOLDER / f"{version}-{os.getpid()}"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--target", str(fresh), f"triton=={version}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"no triton {version} from the package index: {done.stderr.strip()[-200:]}")
+        fresh.rename(place)
+    return place
+
+
+def test_every_supported_release_is_here():
+    assert tuple(tuple(map(int, x.split(".")[:2])) for x in RELEASES) == WARPS_TRITON
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("version", RELEASES)
+def test_a_kernel_of_each_kind_builds_for_hopper(version, monkeypatch):
+    path = [str(_release(version)), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(FOLDER / "cache"))
+    records = compile_kernels([90], one_of_each=True)
+    failed = [record for record in records if record["problems"]]
+    assert not failed, "\n" + table(failed)
+    assert {record["name"].split("/")[0] for record in records} >= HOPPER
+    assert {record["triton"] for record in records} == {version}
