@@ -97,7 +97,8 @@ def test_the_front_end_gets_grid_arguments_and_options():
     x = torch.zeros(2)
     assert launch(kernel, 3, [x, 8], num_warps=4) is None
     ((grid, args, options),) = kernel.calls
-    assert grid == (3,) and args[0] is x and args[1] == 8 and options == {"num_warps": 4}
+    assert grid == (3,) and args[0] is x and args[1] == 8
+    assert options == {"enable_fp_fusion": True, "num_warps": 4}
 
 
 def test_the_front_end_knows_no_clusters_of_single_programs():

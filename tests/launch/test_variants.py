@@ -127,7 +127,8 @@ def test_a_variant_is_compiled_once_and_launched_with_its_parameters(fake_driver
     for tensor, n in ((x, 3), (y, 5)):
         found = variants.find_variant(kernel, (tensor, n, 0.5, "c"), 1, {"num_warps": 4})
         found.launch(9, 1234)
-    assert len(kernel.compiled) == 1 and kernel.compiled[0][1] == {"num_warps": 4}
+    options = {"enable_fp_fusion": True, "num_warps": 4}
+    assert len(kernel.compiled) == 1 and kernel.compiled[0][1] == options
     expected = [
         ((9, 1, 1, 384, 1, 1), 1000, 1234, [], 77, [t.data_ptr(), n, 0.5, 0, 0])
         for t, n in ((x, 3), (y, 5))

@@ -10,13 +10,14 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
+from blackwell_sparsek.launch.variants import COMPILE_OPTIONS
 from blackwell_sparsek.testing.compile_worker import Specialised
 {case}
 special = Specialised(case)
 compiled = triton.compile(
     GluonASTSource(case.kernel, special.signature, special.constants, special.attrs),
     target=GPUTarget("cuda", 90, 32),
-    options={{"num_warps": case.num_warps, **case.options}},
+    options=COMPILE_OPTIONS | {{"num_warps": case.num_warps, **case.options}},
 )
 config = case.args["CFG"]
 {report}

@@ -12,7 +12,7 @@ import torch
 
 from ..core.compat import raw_device, raw_stream
 from .recording import Launch, current_recording
-from .variants import Launchable, find_variant, for_triton
+from .variants import COMPILE_OPTIONS, Launchable, find_variant, for_triton
 
 
 def cdiv(a: int, b: int) -> int:
@@ -52,5 +52,5 @@ def launch_kernel(
         return found
     if cluster > 1:
         raise RuntimeError("Triton's front end does not launch single programs in clusters")
-    kernel[(grid,)](*map(for_triton, args), **options)
+    kernel[(grid,)](*map(for_triton, args), **COMPILE_OPTIONS, **options)
     return None

@@ -25,6 +25,10 @@ from .driver import (
 )
 from .parameters import MapParameters, UnknownParameters, parameters_of
 
+# Options that every kernel is compiled with, besides its own. Multiplications and additions are
+# fused as they always were, whatever a release or TRITON_DEFAULT_FP_FUSION takes for a default:
+# Triton 3.9 warns that 3.10 will not fuse.
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _INT32 = 2**31
 # What a key holds of an integer: that it is 1, or its size, plus this if 16 divides it. Other parts
@@ -250,7 +254,7 @@ def find_variant(
 def _compiled_variant(
     kernel: Any, args: Sequence[Any], cluster: int, options: dict[str, Any], walk: _Walk
 ) -> Variant | None:
-    compiled = kernel.warmup(*map(for_triton, args), grid=(1,), **options)
+    compiled = kernel.warmup(*map(for_triton, args), grid=(1,), **COMPILE_OPTIONS, **options)
     try:
         variant = Variant(compiled, [x for _, x in walk.descriptors], cluster)
     except UnknownParameters:

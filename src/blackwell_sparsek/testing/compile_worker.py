@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ..core.compat import installed_versions, ptxas_options, spills_are_judged
+from ..launch.variants import COMPILE_OPTIONS
 from .compile_cases import CompileCase, registered_cases
 from .machine_code import code_digest, misplaced_barriers, unwritten_registers
 
@@ -103,10 +104,11 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
         from triton.experimental.gluon._runtime import GluonASTSource
 
         source = GluonASTSource
+    launched_with = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
     compiled = triton.compile(
         source(case.kernel, special.signature, special.constants, special.attrs),
         target=GPUTarget("cuda", sm, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options},
+        options=COMPILE_OPTIONS | launched_with,
     )
     extra = case.options.get("ptx_options", "").split()
     record = _ptxas(compiled.asm["ptx"], sm, [*ptxas_options(), *extra])
