@@ -26,20 +26,22 @@ def triton_of(monkeypatch):
 
     def install(version):
         compat.triton_version.cache_clear()
+        compat._why_import_fails.cache_clear()
         found = None if version is None else object()
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
 
     yield install
     compat.triton_version.cache_clear()
+    compat._why_import_fails.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
         (None, "triton is not installed (pip install 'blackwell-sparsek[triton]')"),
-        ("3.5.1", "triton 3.5 is older than 3.6"),
-        ("2.9.0", "triton 2.9 is older than 3.6"),
+        ("3.5.1", "triton 3.5 is older than 3.6; torch 2.10 and newer bring a newer one"),
+        ("2.9.0", "triton 2.9 is older than 3.6; torch 2.10 and newer bring a newer one"),
         ("3.6.0", None),
         ("3.10.0+git", None),
     ],
@@ -51,15 +53,20 @@ def test_why_no_triton(triton_of, version, reason):
 
 def test_a_triton_that_cannot_be_imported(triton_of, monkeypatch):
     triton_of("3.5.1")
-    assert compat.why_triton_fails() == "triton 3.5 is older than 3.6"
+    assert compat.why_triton_fails().startswith("triton 3.5 is older than 3.6")
     triton_of("3.6.0")
+    tried = []
 
     def broken(name):
+        tried.append(name)
         raise ImportError(f"lib{name}.so: undefined symbol")
 
     monkeypatch.setattr(importlib, "import_module", broken)
     expected = "triton is installed, but importing it fails: ImportError: libtriton.so: undefined"
-    assert compat.why_triton_fails() == f"{expected} symbol"
+    for _ in range(2):
+        assert compat.why_triton_fails() == f"{expected} symbol"
+    assert tried == ["triton"]  # a failed import is slow, and calls ask each time
+    triton_of("3.6.0")
     monkeypatch.setattr(importlib, "import_module", lambda name: None)
     assert compat.why_triton_fails() is None
 
@@ -101,3 +108,51 @@ def test_other_releases_are_launched_by_their_front_end(triton_of, release, name
     triton_of(release)
     expected = f"direct launches are known for triton 3.6 to 3.9, got {named}"
     assert compat.why_no_launcher() == expected
+
+
+@pytest.mark.parametrize("version", [None, "3.5.1", "3.10.0", "4.0.0"])
+def test_hopper_kernels_are_refused_for_releases_that_nobody_checked(triton_of, version):
+    triton_of(version)
+    got = "none" if version is None else ".".join(version.split(".")[:2])
+    first, last = compat.WARPS_TRITON[0], compat.WARPS_TRITON[-1]
+    known = f"triton {first[0]}.{first[1]} to {last[0]}.{last[1]}"
+    expected = f"Hopper kernels are known to work with {known}, got {got}"
+    assert compat.why_no_gluon() == expected
+
+
+@pytest.mark.parametrize("release", compat.WARPS_TRITON)
+def test_hopper_kernels_are_built_with_these_releases(triton_of, release):
+    triton_of(".".join(map(str, (*release, 0))))
+    assert compat.why_no_gluon() is None
+
+
+@pytest.fixture
+def torch_on(monkeypatch, tmp_path):
+    """Pretend that torch was built for some CUDA, or for none, on a machine with these GPUs."""
+
+    def install(cuda, *devices):
+        compat.why_torch_misses_gpu.cache_clear()
+        for name in devices:
+            (tmp_path / name).touch()
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(compat, "_GPU_DEVICES", f"{tmp_path}/nvidia[0-9]*")
+        return tmp_path
+
+    yield install
+    compat.why_torch_misses_gpu.cache_clear()
+
+
+def test_a_torch_without_cuda_beside_a_gpu(torch_on):
+    folder = torch_on(None, "nvidia1", "nvidia2", "nvidiactl")
+    assert compat.why_torch_misses_gpu() == (
+        f"this machine has an NVIDIA GPU ({folder}/nvidia1), but torch {torch.__version__} is "
+        "built without CUDA: install a build with it (https://pytorch.org/get-started)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cuda", "devices"), [(None, ()), (None, ("nvidiactl",)), ("13.0", ()), ("13.0", ("nvidia0",))]
+)
+def test_no_gpu_is_missed(torch_on, cuda, devices):
+    torch_on(cuda, *devices)
+    assert compat.why_torch_misses_gpu() is None

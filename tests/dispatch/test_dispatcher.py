@@ -233,7 +233,7 @@ def test_auto_takes_the_dense_product_where_its_estimate_is_lower(
 ):
     choosing_with(WARPS_TRITON[-1])
     monkeypatch.delenv("BSK_IMPL", raising=False)
-    monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
+    monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_triton_fails", lambda: None)
     decision = matmul_dispatch.decide("auto", problem)
     assert decision.chosen == chosen
     assert matmul_dispatch.choose("auto", problem).name == chosen
@@ -247,27 +247,54 @@ def test_auto_takes_the_dense_product_where_its_estimate_is_lower(
         (_problem(32, 0.5), "sm90", "dense"),
         (_problem(32, 0.7), "sm90", "dense"),
         (_problem(64, 0.9), "sm90", "dense"),
-        (_problem(64, 0.5), "sm90", "sm90"),
+        (_problem(64, 0.5), "sm90", "triton"),
         # no strips
         *((_layer(16, 0.22, n), "sm90", "triton") for n in (2, 16, 32)),
         # one program for each tile
-        (_layer(128, 0.22, 16), "sm90", "sm90"),
+        (_layer(128, 0.22, 16), "sm90", "triton"),
     ],
 )
 def test_auto_counts_only_on_what_this_triton_builds(
     monkeypatch, choosing_with, problem, parting, other
 ):
     monkeypatch.delenv("BSK_IMPL", raising=False)
-    monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
+    monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_triton_fails", lambda: None)
     for release, chosen in ((WARPS_TRITON[-1], parting), ((3, 99), other)):
         choosing_with(release)
         assert matmul_dispatch.decide("auto", problem).chosen == chosen
 
 
+FRONT_END = (
+    "launched by Triton's front end, about 300 us of host time a call instead of 20 to 30: "
+    "direct launches are known for triton 3.6 to 3.9, got 3.10"
+)
+
+
+@pytest.mark.parametrize(
+    ("release", "impl", "arch", "note"),
+    [
+        ((3, 9), "triton", H200, None),
+        ((3, 10), "triton", H200, FRONT_END),
+        ((3, 10), "eager", H200, None),
+        ((3, 10), "triton", Arch("cpu", 0, 1, 0, True), None),
+    ],
+)
+def test_explain_notes_launches_by_the_front_end(
+    monkeypatch, choosing_with, release, impl, arch, note
+):
+    monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_triton_fails", lambda: None)
+    choosing_with(release)
+    problem = replace(_problem(64, 0.5), arch=arch, dtype=torch.float16, out_dtype=torch.float16)
+    decision = matmul_dispatch.decide(impl, problem)
+    assert decision.chosen == impl and decision.note == note
+    lines = str(decision).splitlines()
+    assert [x for x in lines if "note" in x] == ([] if note is None else [f"  note: {note}"])
+
+
 def test_both_estimates_are_in_the_reasons(monkeypatch, choosing_with):
     choosing_with(WARPS_TRITON[-1])
     monkeypatch.delenv("BSK_IMPL", raising=False)
-    monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_no_triton", lambda: None)
+    monkeypatch.setattr("blackwell_sparsek.dispatch.machine.why_triton_fails", lambda: None)
     sparse = matmul_dispatch.decide("auto", _problem(128, 0.22)).reasons
     assert sparse["dense"] == "estimated 1.5 ms, sm90 0.346 ms"
     dense = matmul_dispatch.decide("auto", _problem(16, 0.9)).reasons

@@ -19,6 +19,7 @@ LOOKED_INTO = Arch("cuda", 90, 132, 232448, True)
 @pytest.fixture(autouse=True)
 def _triton_is_there(monkeypatch):
     monkeypatch.setattr(machine, "why_no_triton", lambda: None)
+    monkeypatch.setattr(machine, "why_triton_fails", lambda: None)
     monkeypatch.setattr(machine, "bf16_is_exact", lambda: False)
 
 
@@ -37,6 +38,20 @@ def _triton_is_there(monkeypatch):
 def test_portable_kernels(arch, dtype, reason):
     found = machine.why_not_portable(arch, torch.float32, dtype)
     assert found is None if reason is None else reason in found
+
+
+def test_a_torch_that_misses_the_gpu_is_named_with_tensors_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(machine, "why_torch_misses_gpu", lambda: "torch misses it")
+    needed = "needs a CUDA GPU of sm_80 or newer"
+    assert machine.why_not_portable(CPU) == f"{needed}, got cpu; torch misses it"
+    assert machine.why_not_portable(OLD) == f"{needed}, got sm_75"
+
+
+def test_triton_is_imported_only_where_its_kernels_may_run(monkeypatch):
+    monkeypatch.setattr(machine, "why_triton_fails", lambda: "importing it fails")
+    for arch in (GPU, INTERPRETED):
+        assert machine.why_no_kernels(arch) == "importing it fails"
+    assert machine.why_no_kernels(CPU) is None
 
 
 def test_no_kernel_runs_on_a_gpu_while_kernels_are_interpreted():

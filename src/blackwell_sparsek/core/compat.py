@@ -1,5 +1,6 @@
 """The only file that asks which versions of torch and triton are installed."""
 
+import glob
 import importlib
 import importlib.metadata
 import importlib.util
@@ -20,11 +21,17 @@ LAUNCHER_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
 WARPS_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
 # The release in which spills of kernels were counted: others allocate registers differently.
 SPILLS_TRITON = (3, 6)
+# What Linux calls the GPUs that NVIDIA's driver serves.
+_GPU_DEVICES = "/dev/nvidia[0-9]*"
 
 
 def _release(version: str) -> tuple[int, int]:
     major, minor = version.split("+")[0].split(".")[:2]
     return int(major), int(minor)
+
+
+def _named(release: tuple[int, int] | None) -> str:
+    return "none" if release is None else ".".join(map(str, release))
 
 
 def torch_version() -> tuple[int, int]:
@@ -57,7 +64,8 @@ def why_no_triton() -> str | None:
     if version is None:
         return "triton is not installed (pip install 'blackwell-sparsek[triton]')"
     if version < MIN_TRITON:
-        return f"triton {version[0]}.{version[1]} is older than {MIN_TRITON[0]}.{MIN_TRITON[1]}"
+        older = f"triton {_named(version)} is older than {_named(MIN_TRITON)}"
+        return f"{older}; torch {_named(MIN_TORCH)} and newer bring a newer one"
     return None
 
 
@@ -65,6 +73,11 @@ def why_triton_fails() -> str | None:
     """`why_no_triton`, or why the installed triton cannot be imported; trying takes a moment."""
     if (reason := why_no_triton()) is not None:
         return reason
+    return _why_import_fails()
+
+
+@cache
+def _why_import_fails() -> str | None:
     try:
         importlib.import_module("triton")
     except Exception as error:
@@ -72,14 +85,32 @@ def why_triton_fails() -> str | None:
     return None
 
 
-def why_places_unknown() -> str | None:
-    """Why it is not known where Triton puts a kernel's barriers, or None when it is."""
-    version = triton_version()
-    if version in WARPS_TRITON:
+@cache
+def why_torch_misses_gpu() -> str | None:
+    """Say that torch cannot use the NVIDIA GPU of this machine, or None: it can, or has none."""
+    found = sorted(glob.glob(_GPU_DEVICES)) if torch.version.cuda is None else []
+    if not found:
         return None
-    first, last = (".".join(map(str, release)) for release in (WARPS_TRITON[0], WARPS_TRITON[-1]))
-    got = "none" if version is None else f"{version[0]}.{version[1]}"
-    return f"needs triton {first} to {last}, which put barriers where it looks for them, got {got}"
+    return (
+        f"this machine has an NVIDIA GPU ({found[0]}), but torch {torch.__version__} is built "
+        "without CUDA: install a build with it (https://pytorch.org/get-started)"
+    )
+
+
+def _why_unknown(what: str, known: tuple[tuple[int, int], ...]) -> str | None:
+    version = triton_version()
+    if version in known:
+        return None
+    return f"{what} triton {_named(known[0])} to {_named(known[-1])}, got {_named(version)}"
+
+
+def why_no_gluon() -> str | None:
+    """Why Hopper kernels are not built with this Triton, or None when they are.
+
+    They are written in Gluon, which changes with every release, and some rely on where Triton puts
+    barriers, which is checked in the machine code of each release.
+    """
+    return _why_unknown("Hopper kernels are known to work with", WARPS_TRITON)
 
 
 def warps_may_part() -> bool:
@@ -114,13 +145,7 @@ def spills_are_judged() -> bool:
 
 def why_no_launcher() -> str | None:
     """Why kernels are launched by Triton's front end, which takes longer, or None if not."""
-    version = triton_version()
-    if version in LAUNCHER_TRITON:
-        return None
-    ends = (LAUNCHER_TRITON[0], LAUNCHER_TRITON[-1])
-    first, last = (".".join(map(str, release)) for release in ends)
-    got = "none" if version is None else f"{version[0]}.{version[1]}"
-    return f"direct launches are known for triton {first} to {last}, got {got}"
+    return _why_unknown("direct launches are known for", LAUNCHER_TRITON)
 
 
 # Private functions of torch, because the public ones make checks that a launch cannot afford.

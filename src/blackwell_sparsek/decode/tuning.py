@@ -14,6 +14,7 @@ import torch
 
 from ..attention.triton.tuning import LARGE_SMEM, PRECISIONS
 from ..calls.decode import DecodeProblem
+from ..core.compat import why_no_gluon
 from ..dispatch.machine import why_no_kernels, why_not_portable
 from ..launch.descriptors import SMEM_BYTES, accumulator_layout
 
@@ -159,7 +160,7 @@ MOST_FP8_ROWS = 16
 
 def why_not_sm90(problem: DecodeProblem) -> str | None:
     """Why the Hopper kernel cannot run this problem, or None when it can."""
-    return why_no_kernels(problem.arch) or attn_decode_sm90_unsupported(problem)
+    return why_no_kernels(problem.arch) or attn_decode_sm90_unsupported(problem) or why_no_gluon()
 
 
 def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:

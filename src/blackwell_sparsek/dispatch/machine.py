@@ -3,7 +3,7 @@
 import torch
 
 from ..core.arch import Arch
-from ..core.compat import why_no_triton
+from ..core.compat import why_no_triton, why_torch_misses_gpu, why_triton_fails
 from ..core.torch_state import bf16_is_exact
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -15,7 +15,8 @@ def why_no_kernels(arch: Arch) -> str | None:
     if arch.sm and arch.interpreted:
         # the user is debugging other kernels; ours would be slow, and Gluon kernels would not run
         return "TRITON_INTERPRET is set, and the tensors are on a GPU"
-    return why_no_triton()
+    # importing Triton takes a moment, which calls on a CPU should not have to wait for
+    return why_triton_fails() if arch.sm or arch.interpreted else why_no_triton()
 
 
 def why_not_portable(arch: Arch, *dtypes: torch.dtype) -> str | None:
@@ -23,7 +24,9 @@ def why_not_portable(arch: Arch, *dtypes: torch.dtype) -> str | None:
     if (reason := why_no_kernels(arch)) is not None:
         return reason
     if arch.sm < _MIN_SM and not arch.interpreted:
-        return f"needs a CUDA GPU of sm_{_MIN_SM} or newer, got {arch}"
+        reason = f"needs a CUDA GPU of sm_{_MIN_SM} or newer, got {arch}"
+        missed = why_torch_misses_gpu() if arch.kind == "cpu" else None
+        return reason if missed is None else f"{reason}; {missed}"
     for dtype in dtypes:
         if dtype not in _DTYPES:
             return f"needs float16, bfloat16 or float32, got {dtype}"

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from ..core.compat import empty_on_gpu, raw_device, why_no_triton
+from ..core.compat import empty_on_gpu, raw_device, why_triton_fails
 from ..core.env import triton_interpreted
 from ..launch.launcher import cdiv
 from ..launch.templates import RecordedLaunches
@@ -49,7 +49,7 @@ def kernels_build(device: torch.device, *tensors: torch.Tensor) -> bool:
         device.type == "cuda"
         and untraced()
         and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
-        and why_no_triton() is None
+        and why_triton_fails() is None
         and not triton_interpreted()
     )
 

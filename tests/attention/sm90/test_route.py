@@ -11,6 +11,7 @@ from blackwell_sparsek.attention.sm90 import tuning as attention_sm90
 from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec
 from blackwell_sparsek.core import compat
 from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.dispatch import machine
 
 
 def test_it_is_asked_first():
@@ -25,11 +26,14 @@ def test_explain_says_why_not():
 
 
 @pytest.mark.parametrize("version, known", [((3, 6), True), ((3, 9), True), ((3, 10), False)])
-def test_releases_of_triton_whose_barriers_were_not_looked_at(monkeypatch, version, known):
+@pytest.mark.parametrize("name", ["why_not_forward", "why_not_backward"])
+def test_releases_of_triton_whose_barriers_were_not_looked_at(monkeypatch, name, version, known):
     """In another place, a barrier that warps wait at would be somebody's data."""
+    monkeypatch.setattr(machine, "why_triton_fails", lambda: None)
     q = torch.empty(1, 2, 64, 64, dtype=torch.float16)
     problem = AttnProblem.of(q, q, q, AttnSpec(0.1, max_q=64, max_k=64))
     problem = dataclasses.replace(problem, arch=Arch("cuda", 90, 132, 232448, False))
     monkeypatch.setattr(compat, "triton_version", lambda: version)
-    why = "needs triton 3.6 to 3.9, which put barriers where it looks for them, got 3.10"
-    assert attention_sm90.why_not_forward(problem) == (None if known else why)
+    why = compat.why_no_gluon()
+    assert (why is None) is known
+    assert getattr(attention_sm90, name)(problem) == why

@@ -203,7 +203,7 @@ def test_without_a_gpu_the_architecture_must_be_said(capsys, monkeypatch):
 
 
 def test_compiling_without_triton(monkeypatch):
-    monkeypatch.setattr(compiling, "why_no_triton", lambda: "triton is not installed")
+    monkeypatch.setattr(compiling, "why_triton_fails", lambda: "triton is not installed")
     with pytest.raises(Unsupported, match="cannot be compiled here: triton is not installed"):
         compiling.built([90], "", 1, ())
 

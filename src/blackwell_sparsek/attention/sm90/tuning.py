@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from ...calls.attention import AttnProblem
-from ...core.compat import why_places_unknown
+from ...core.compat import why_no_gluon
 from ...dispatch.machine import why_no_kernels
 from ...launch.descriptors import GROUP_ROWS
 from ...launch.launcher import cdiv
@@ -350,11 +350,9 @@ def attn_bwd_dkdv_raster_group(problem: AttnProblem) -> int:
 
 def why_not_forward(problem: AttnProblem) -> str | None:
     """Why the forward kernel cannot run this problem, or None when it can."""
-    return (
-        why_no_kernels(problem.arch) or attn_fwd_sm90_unsupported(problem) or why_places_unknown()
-    )
+    return why_no_kernels(problem.arch) or attn_fwd_sm90_unsupported(problem) or why_no_gluon()
 
 
 def why_not_backward(problem: AttnProblem) -> str | None:
     """Why the backward kernels cannot run this problem, or None when they can."""
-    return why_no_kernels(problem.arch) or attn_bwd_sm90_unsupported(problem)
+    return why_no_kernels(problem.arch) or attn_bwd_sm90_unsupported(problem) or why_no_gluon()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...core.arch import arch_of
-from ...core.compat import why_no_triton
+from ...core.compat import why_triton_fails
 from ...core.env import triton_cache_dir
 from ...core.errors import InvalidInput, Unsupported
 from ...testing.compile_cases import ALL_ARCHS
@@ -59,7 +59,7 @@ Records = list[dict[str, Any]]
 
 def built(archs: list[int], contains: str, jobs: int, counts: tuple[str, ...]) -> Records:
     """Build kernels, showing progress on stderr."""
-    if (reason := why_no_triton()) is not None:
+    if (reason := why_triton_fails()) is not None:
         raise Unsupported(f"kernels cannot be compiled here: {reason}")
 
     def progress(done: int, total: int, record: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ...calls.matmul import BsrProblem
 from ...core.arch import Arch
-from ...core.compat import warps_may_part
+from ...core.compat import warps_may_part, why_no_gluon
 from ...dispatch.machine import why_no_kernels
 from ...launch.descriptors import GROUP_ROWS
 from ...launch.launcher import cdiv
@@ -275,4 +275,4 @@ def strips_config(problem: BsrProblem) -> StripsConfig | None:
 
 def why_not_sm90(problem: BsrProblem) -> str | None:
     """Why no Hopper kernel can run this product, or None when one can."""
-    return why_no_kernels(problem.arch) or spmm_sm90_unsupported(problem)
+    return why_no_kernels(problem.arch) or spmm_sm90_unsupported(problem) or why_no_gluon()
