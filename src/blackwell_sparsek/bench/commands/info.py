@@ -13,13 +13,16 @@ from typing import Any
 import torch
 
 from ... import BSRMatrix, attention, attention_decode, explain, masks, matmul
-from ...core.compat import why_triton_fails
+from ...core.arch import Arch, arch_of
+from ...core.compat import why_no_gluon, why_torch_misses_gpu, why_triton_fails
 from ...core.env import IMPLS, config_dir, triton_cache_dir, triton_overrides
 from ...core.errors import InvalidInput
+from ...dispatch.dispatcher import how_launched
 from ...kv_cache.memory import MODELS, KVModel, format_kv_memory_table, kv_memory_table
 from ...sparse.matrix import BSRPattern
 from ..machine import describe_environment, source_commit
 from ..suites import SUITES
+from ..support import KERNELS, verdict
 from . import device_of, positive
 
 # Root's group, and this user's own, which on most systems has no other members.
@@ -47,14 +50,18 @@ def run_info(args: argparse.Namespace) -> int:
 
 
 def gathered(device: torch.device) -> dict[str, Any]:
-    """Environment, implementations, peers, tools and caches."""
+    """Environment, implementations, kernels, peers, tools and caches."""
+    arch = arch_of(device)
     peers = {peer.name: peer for suite in SUITES.values() for peer in suite.peers.values()}
     tools = ("ncu", "nsys", "nvidia-smi", "chromium")
     return {
         "environment": describe_environment(device),
         "commit": source_commit(),
-        "triton": why_triton_fails() or "can compile kernels",
+        "gpu": why_torch_misses_gpu(),
+        "triton": _triton(),
+        "launching": _launching(arch),
         "implementations": _implementations(device),
+        "kernels": {kernels.name: verdict(kernels, arch) for kernels in KERNELS},
         "peers": {
             name: peer.available() or "installed" for name, peer in peers.items() if peer.rival
         },
@@ -63,6 +70,20 @@ def gathered(device: torch.device) -> dict[str, Any]:
         "overrides": triton_overrides(),
         "tuned_tiles": config_dir() or "off (BSK_CONFIG_DIR is not set)",
     }
+
+
+def _triton() -> str:
+    """What this Triton is good for, or what runs without one."""
+    if (reason := why_triton_fails()) is not None:
+        return f"{reason}; plain PyTorch runs instead"
+    if (reason := why_no_gluon()) is not None:
+        return f"can compile the portable kernels only: {reason}"
+    return "can compile kernels"
+
+
+def _launching(arch: Arch) -> str:
+    compiles = arch.sm and not arch.interpreted and why_triton_fails() is None
+    return how_launched() if compiles else f"no compiled kernels on {arch}"
 
 
 def _implementations(device: torch.device) -> dict[str, dict[str, str]]:
@@ -124,22 +145,25 @@ def told(found: dict[str, Any]) -> str:
         f"device    {environment['device_name']} ({environment['arch']}), {environment['system']}",
         f"versions  {versions}, python {environment['python']}",
         f"commit    {found['commit'] or 'no git checkout'}",
+        *([] if found["gpu"] is None else [f"gpu       {found['gpu']}; the CPU is used instead"]),
         f"triton    {found['triton']}",
+        f"launching {found['launching']}",
         f"tiles     {found['tuned_tiles']}",
     ]
     for name, value in found["overrides"].items():
         lines.append(f"override  {name}={value}: Triton takes code or tools from there")
-    for title in ("implementations", "peers", "tools", "cache"):
+    for title in ("implementations", "kernels", "peers", "tools", "cache"):
         lines += ["", title]
+        width = max(16, *map(len, found[title]))
         for name, value in found[title].items():
-            lines += _entry(name, value)
+            lines += _entry(name, value, width)
     return "\n".join(lines)
 
 
-def _entry(name: str, value: str | dict[str, str]) -> list[str]:
+def _entry(name: str, value: str | dict[str, str], width: int) -> list[str]:
     if isinstance(value, dict):
         return [f"  {name}", *(f"    {key:<12} {text}" for key, text in value.items())]
-    return [f"  {name:<16} {value}"]
+    return [f"  {name:<{width}} {value}"]
 
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

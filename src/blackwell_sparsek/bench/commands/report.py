@@ -28,7 +28,8 @@ def add_to(subparsers: Any) -> None:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="rewrite the figures of README.md and docs/results/ from benchmarks/results",
+        help="rewrite docs/support.md, and figures of README.md and docs/results/ from "
+        "benchmarks/results",
     )
     parser.set_defaults(run=run)
 

@@ -2,7 +2,7 @@
 
 README.md and docs/results/index.md have a generated section between two markers;
 docs/results/<suite>.md is generated as a whole. All of it comes from benchmarks/results, and a test
-checks that the pages are up to date.
+checks that the pages are up to date. docs/support.md is written along with them.
 """
 
 import pathlib
@@ -13,6 +13,7 @@ from typing import Any
 
 from ...core.errors import InvalidInput
 from .. import results
+from . import support
 from .figures import Figure, figures_of, is_sweep, product_of
 from .page import colours_of, standalone
 from .tables import MODE_HEADS, heading, notes, number, peer_tables, table, times_faster
@@ -375,7 +376,9 @@ def plot_files(folder: pathlib.Path) -> dict[str, str]:
 
 def write_pages(root: pathlib.Path) -> None:
     """Write the committed results into the pages of a repository."""
-    for name, content in (plot_files(root / RESULTS) | suite_pages(root / RESULTS)).items():
+    folder = root / RESULTS
+    files = plot_files(folder) | suite_pages(folder) | {support.PAGE: support.support_page(folder)}
+    for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
     for page in PAGES:

@@ -1,0 +1,328 @@
+"""docs/support.md: what runs on which GPU with which releases; `bsk report --write` writes it.
+
+Every cell is what `auto` answers for a problem of that kind on a machine that has the GPU and the
+newest known Triton, whatever machine writes the page.
+"""
+
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from ...attention.op import backward_dispatch, forward_dispatch
+from ...core import compat
+from ...core.arch import Arch
+from ...decode.op import decode_dispatch
+from ...decode.tuning import FP8
+from ...dispatch import dispatcher
+from ...dispatch.dispatcher import Dispatcher
+from ...matmul.choice import _slower_than_dense, _slower_than_triton, matmul_dispatch
+from ...matmul.sm90.tuning import narrow_sm90_config, strips_config
+from ...testing.compile_cases import ALL_ARCHS
+from .. import results
+from ..support import (
+    KERNELS,
+    TIMED,
+    attention_problem,
+    decode_problem,
+    product_problem,
+)
+from .tables import table
+
+PAGE = pathlib.Path("docs/support.md")
+# The releases of torch whose wheels name each release of Triton.
+TORCH_WITH = {
+    (3, 6): "2.10, 2.11",
+    (3, 7): "2.12, 2.13",
+    (3, 8): "2.14",
+    (3, 9): "2.15",
+}
+# SMs and shared memory decide among tiles and estimates: those of the GPU of that architecture
+# which is most common in data centres, or is the largest.
+_SMS = {80: (108, 166912), 89: (142, 101376), 90: (132, 232448), 100: (148, 232448)}
+_SMS[120] = (170, 101376)
+CPU = Arch("cpu", 0, 1, 0, False)
+GPUS = {sm: Arch("cuda", sm, *_SMS[sm], False) for sm in ALL_ARCHS}
+HOPPER = GPUS[90]
+NOT_THERE = "-"
+
+
+@contextmanager
+def as_if(release: tuple[int, int]) -> Iterator[None]:
+    """Inside, questions are answered as with this release of Triton and no BSK_IMPL."""
+    with ExitStack() as stack:
+        for kept in (narrow_sm90_config, strips_config, _slower_than_triton, _slower_than_dense):
+            # answers of the installed release
+            kept.cache_clear()
+            stack.callback(kept.cache_clear)
+        for where, name, answer in (
+            (compat, "triton_version", lambda: release),
+            (compat, "_why_import_fails", lambda: None),
+            (dispatcher, "default_impl", lambda: "auto"),
+        ):
+            stack.enter_context(mock.patch.object(where, name, answer))
+        yield
+
+
+def _chosen(dispatch: Dispatcher, problem: Any) -> str:
+    candidate = dispatch.choose("auto", problem)
+    return NOT_THERE if candidate is None else candidate.name
+
+
+# GPUs, dtypes and head dims.
+
+# The largest head dim that is asked for: none of the kernels goes as far.
+_LARGEST = 512
+# Of keys and of values, as in multi-head latent attention.
+_UNEQUAL = (192, 128)
+Ask = Callable[[Arch, int, int], str]
+
+
+def by_gpu(asks: dict[str, Ask]) -> str:
+    """A table of the implementations on each GPU, by the names of `asks` and by head dim."""
+    archs = (*GPUS.values(), CPU)
+    rows = []
+    for name, ask in asks.items():
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for dim in range(1, _LARGEST + 1):
+            alike.setdefault(tuple(ask(arch, dim, dim) for arch in archs), []).append(dim)
+        rows += [
+            [f"{name}, head dim {dims_in_words(dims)}", *cells] for cells, dims in alike.items()
+        ]
+        d, dv = _UNEQUAL
+        rows.append([f"{name}, head dims {d} and {dv}", *(ask(arch, d, dv) for arch in archs)])
+    return table(["", *map(str, GPUS.values()), "CPU"], rows)
+
+
+def dims_in_words(dims: list[int]) -> str:
+    """Name ascending head dims of 1 to 512.
+
+    Examples
+    --------
+    >>> dims_in_words([64, 128]), dims_in_words([8, 16, 24]), dims_in_words([510, 511, 512])
+    ('64, 128', '8 to 24 in steps of 8', 'above 509')
+    >>> dims_in_words([1, 2, 3, 4, 6])
+    'up to 6 otherwise'
+    """
+    first, last = dims[0], dims[-1]
+    if len(dims) < 3:
+        return ", ".join(map(str, dims))
+    if dims == list(range(first, last + 1)):
+        return f"above {first - 1}" if last == _LARGEST else f"{first} to {last}"
+    if dims == list(range(first, last + 1, 8)):
+        return f"{first} to {last} in steps of 8"
+    return f"up to {last} otherwise"
+
+
+def _attention_asks(dispatch: Dispatcher, backward: bool) -> dict[str, Ask]:
+    def asks(dtype: torch.dtype) -> Ask:
+        def ask(arch: Arch, d: int, dv: int) -> str:
+            sizes = {"head_dim": d, "head_dim_v": dv, "backward": backward}
+            return _chosen(dispatch, attention_problem(arch, dtype=dtype, **sizes))
+
+        return ask
+
+    return {_dtype(x): asks(x) for x in (torch.float16, torch.bfloat16, torch.float32)}
+
+
+def _decode_asks() -> dict[str, Ask]:
+    def asks(dtype: torch.dtype, cache: torch.dtype) -> Ask:
+        def ask(arch: Arch, d: int, dv: int) -> str:
+            sizes = {"head_dim": d, "head_dim_v": dv, "dtype": dtype, "cache_dtype": cache}
+            return _chosen(decode_dispatch, decode_problem(arch, **sizes))
+
+        return ask
+
+    plain = {_dtype(x): asks(x, x) for x in (torch.float16, torch.bfloat16, torch.float32)}
+    half = torch.bfloat16
+    return {**plain, f"{_dtype(half)}, cache {_dtype(FP8)}": asks(half, FP8)}
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Features.
+
+
+class Feature(NamedTuple):
+    """An option, as changes to a problem; None for functions that do not have it."""
+
+    name: str
+    attention: dict[str, Any] | None
+    decode: dict[str, Any] | None
+
+
+FEATURES = (
+    Feature("causal, windows", {"banded": True}, {"banded": True}),
+    Feature("softcap", {"softcap": True}, {"softcap": True}),
+    Feature("sinks", {"sinks": True}, {"sinks": True}),
+    Feature("grouped heads, 32 on 8", {"heads_q": 32, "heads_kv": 8}, {}),
+    Feature("deterministic gradients", {"deterministic": True}, None),
+    Feature("packed sequences (varlen)", {"varlen": True, "tokens": (8192, 8192)}, None),
+    Feature("block mask 128x128", {"mask_block": (128, 128)}, None),
+    Feature("block mask 64x64", {"mask_block": (64, 64)}, None),
+    Feature(
+        "block mask 64x64 with bit masks", {"mask_block": (64, 64), "element_bits": True}, None
+    ),
+    Feature("block mask 128x32", {"mask_block": (128, 32)}, None),
+    Feature("block mask 32x32", {"mask_block": (32, 32)}, None),
+    Feature("fewer than 32 queries", {"max_q": 16}, {"q_len": 16}),
+    Feature("scale of zero or below", {"positive": False}, None),
+    Feature("strides that TMA does not take", {"tma": False}, {"tma": False}),
+    Feature("pages of 16 tokens and more", None, {"page_size": 16}),
+    Feature("pages of 8 tokens", None, {"page_size": 8}),
+    Feature("listed blocks of 64 tokens", None, {"block_size": 64}),
+)
+
+
+def feature_table() -> str:
+    """Which implementation each option takes on Hopper."""
+    rows = []
+    for name, changes, decoding in FEATURES:
+        row = [name, NOT_THERE, NOT_THERE, NOT_THERE]
+        if changes is not None:
+            backward = changes | {"backward": True}
+            row[2] = _chosen(backward_dispatch, attention_problem(HOPPER, **backward))
+            if "deterministic" not in changes:
+                row[1] = _chosen(forward_dispatch, attention_problem(HOPPER, **changes))
+        if decoding is not None:
+            row[3] = _chosen(decode_dispatch, decode_problem(HOPPER, **decoding))
+        rows.append(row)
+    return table(["bfloat16, head dim 128, sm_90", "forward", "backward", "decode"], rows)
+
+
+# Products.
+
+_BLOCKS = ((128, 128), (64, 64), (32, 32), (16, 16), (128, 16), (8, 8))
+_TOKENS = (1, 16, 64, 1024, 8192)
+
+
+def product_table(arch: Arch, dtype: torch.dtype) -> str:
+    """Which implementation a product takes, by blocks and tokens."""
+    rows = [
+        [
+            f"blocks {block[0]}x{block[1]}",
+            *(_chosen(matmul_dispatch, product_problem(arch, block, n, dtype)) for n in _TOKENS),
+        ]
+        for block in _BLOCKS
+    ]
+    heads = (f"{n} token" + "s" * (n > 1) for n in _TOKENS)
+    return table([f"{arch}, {_dtype(dtype)}", *heads], rows)
+
+
+# Releases of Triton.
+
+
+def releases() -> dict[tuple[int, int], str]:
+    """The releases that the page shows, by the words of its heading."""
+    newest = max(TORCH_WITH)
+    found = {r: f"{r[0]}.{r[1]} (torch {torches})" for r, torches in TORCH_WITH.items()}
+    return {**found, (newest[0], newest[1] + 1): "newer"}
+
+
+def release_table() -> str:
+    """Whether the kernels run on an H200 with each release, and who launches them."""
+    rows = [[f"{k.name} ({k.computes})", *_by_release(k.why_not)] for k in KERNELS]
+    rows.append(
+        ["launches by the CUDA driver", *_by_release(lambda arch: compat.why_no_launcher())]
+    )
+    return table(["Triton", *releases().values()], rows)
+
+
+def _by_release(why_not: Callable[[Arch], str | None]) -> Iterator[str]:
+    for release in releases():
+        with as_if(release):
+            yield "yes" if why_not(HOPPER) is None else "no"
+
+
+def reasons_for_newer() -> list[str]:
+    """Why a release newer than those known runs less."""
+    newer = list(releases())[-1]
+    with as_if(newer):
+        found = [kernels.why_not(HOPPER) for kernels in KERNELS]
+        return list(dict.fromkeys(filter(None, [*found, compat.why_no_launcher()])))
+
+
+# What was run.
+
+
+def ran_on(folder: pathlib.Path) -> list[str]:
+    """The GPUs and releases of the committed results."""
+    found = set()
+    for path in sorted(folder.rglob("*.json")):
+        environment = results.read(path)["environment"]
+        versions = environment["versions"]
+        found.add(
+            f"{environment['device_name']}, torch {versions['torch']}, "
+            f"Triton {versions.get('triton', 'none')}"
+        )
+    return sorted(found)
+
+
+# The page.
+
+_INTRODUCTION = """# What runs where
+
+Generated by `bsk report --write` from the functions that choose an implementation; do not edit.
+`bsk info` answers for your machine, `bsk.explain` for a call, both with reasons.
+
+`sm90` are the Hopper kernels, `triton` the portable ones, `eager` is plain PyTorch, `dense`
+densifies the matrix and multiplies it with cuBLAS. All of them keep to the same error budget
+([numerics](numerics.md))."""
+_RUN = """Every GPU test and every figure is of {timed}. Tests compile the portable kernels for
+{compiled}, and the Hopper kernels for sm_90; Triton's interpreter runs the portable ones on a CPU.
+**Nothing was ever run on {never}**, and tiles there are estimates. Committed results are of:"""
+_PRODUCTS = """x @ W.T with W [8192, 8192], 22 % of its blocks stored, on Hopper, and on Ampere as
+an example of the others:"""
+_RELEASES = """Whether each family of kernels runs on Hopper. Where the Hopper kernels do not, the
+portable ones run. A Triton older than {oldest}, one that cannot be imported, or none at all leaves
+plain PyTorch."""
+_NEWER = """With a newer release, such as {newer}: {reasons}. Triton's front end then launches the
+portable kernels, which takes the host about 300 us a call instead of 20 to 30."""
+
+
+def _listed(archs: Iterable[int]) -> str:
+    return ", ".join(f"sm_{sm}" for sm in archs)
+
+
+def support_page(folder: pathlib.Path) -> str:
+    """The page; `folder` has the results files."""
+    newer = ".".join(map(str, list(releases())[-1]))
+    oldest = ".".join(map(str, compat.MIN_TRITON))
+    never = [sm for sm in ALL_ARCHS if sm not in TIMED]
+    with as_if(max(TORCH_WITH)):
+        forward = by_gpu(_attention_asks(forward_dispatch, backward=False))
+        backward = by_gpu(_attention_asks(backward_dispatch, backward=True))
+        decoding, features = by_gpu(_decode_asks()), feature_table()
+        products = [
+            product_table(arch, dtype)
+            for arch in (HOPPER, GPUS[80])
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
+    parts = [
+        _INTRODUCTION,
+        "## What was run",
+        _RUN.format(timed=_listed(TIMED), compiled=_listed(ALL_ARCHS), never=_listed(never)),
+        "\n".join(f"- {machine}" for machine in ran_on(folder)),
+        "## Attention by GPU, dtype and head dim",
+        "Forward; two head dims are those of keys and of values:",
+        forward,
+        "Backward:",
+        backward,
+        "Decoding from a KV cache:",
+        decoding,
+        "## Attention by option",
+        features,
+        "## Products",
+        _PRODUCTS,
+        *products,
+        "## Releases of torch and Triton",
+        _RELEASES.format(oldest=oldest),
+        release_table(),
+        _NEWER.format(newer=newer, reasons="; ".join(reasons_for_newer())),
+    ]
+    return "\n\n".join(parts) + "\n"
