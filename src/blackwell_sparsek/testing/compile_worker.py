@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ..core.compat import installed_versions, ptxas_options, spills_are_judged
+from ..launch.parameters import UnknownParameters, parameters_of
 from ..launch.variants import COMPILE_OPTIONS
 from .compile_cases import CompileCase, registered_cases
 from .machine_code import code_digest, misplaced_barriers, unwritten_registers
@@ -120,7 +121,7 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     record["digest"] = code_digest(compiled.asm["cubin"])
     code = _Code(compiled)
     record["counts"] = {what: code.count(what) for what in wanted}
-    record["problems"] = _problems(case, sm, record)
+    record["problems"] = _problems(case, sm, record) + _unknown_parameters(compiled)
     if sm == 90:
         record["problems"] += unwritten_registers(code.sass)
     if (places := getattr(case.args.get("CFG"), "placed_barriers", None)) is not None:
@@ -180,6 +181,15 @@ class _Code:
             return len(re.findall(rf"\b{name}\b", self.sass))
         lines = [x.strip() for x in self._compiled.asm["ptx"].splitlines()]
         return sum(what in x for x in lines if not x.startswith(("//", ".")))
+
+
+def _unknown_parameters(compiled: Any) -> list[str]:
+    """Why the kernel could not be launched by the CUDA driver, if it could not."""
+    try:
+        parameters_of(compiled)
+    except UnknownParameters as error:
+        return [f"cannot be launched directly: {error}"]
+    return []
 
 
 def _problems(case: CompileCase, sm: int, record: dict[str, Any]) -> list[str]:
