@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # Measure every suite against every peer that Python finds here: benchmarks/record.sh [FOLDER]
 #
-# FOLDER (benchmarks/results) gets a file for each suite, kept up to date after every case: what is
-# there when the run is interrupted, or its time is up, counts. BUDGET=400 begins no case after that
-# many seconds. What is compiled comes first, in JOBS processes at once, for PREPARE seconds at most.
-# Suites follow in the order of their importance.
+# FOLDER (benchmarks/results) gets a file for each suite when it is complete. BUDGET=400 begins no
+# case after that many seconds. What is compiled comes first, in JOBS processes at once, for PREPARE
+# seconds at most. Suites follow in the order of their importance.
 set -u
 cd "$(dirname "$0")/.." || exit
 folder=${1:-benchmarks/results}
@@ -14,7 +13,7 @@ export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" FLASH_ATTENTION_CUTE_DSL_CACH
 
 # the tables that the project is judged by, then what takes minutes: many cases, fresh processes
 tables="attention_dense block_sparse backward matmul_founding decode attention_window
- attention_small matmul_decode attention_varlen training mask_building host"
+ attention_small matmul_decode attention_varlen training mask_building host new_sizes"
 sweeps="matmul_crossover matmul_llama matmul_square matmul_layers first_call"
 
 bench() { "$python" -m blackwell_sparsek bench "$@"; }
