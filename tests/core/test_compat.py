@@ -156,3 +156,11 @@ def test_a_torch_without_cuda_beside_a_gpu(torch_on):
 def test_no_gpu_is_missed(torch_on, cuda, devices):
     torch_on(cuda, *devices)
     assert compat.why_torch_misses_gpu() is None
+
+
+@pytest.mark.parametrize(
+    ("release", "first"), [("3.6.0", True), ("3.7.1", False), ("3.9.0", False)]
+)
+def test_which_of_two_dimensions_gets_neighbouring_threads(triton_of, release, first):
+    triton_of(release)
+    assert compat.threads_along_first() is first

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...core.compat import threads_along_first
 from ...launch.launcher import launch, on_device_of
 from ..rows import RowsProduct, Strides, Views, strides_of
 from ..sm90.row_schedule import TABLE_HEADER, RowTable, row_table
@@ -131,39 +132,56 @@ def _load_slots(row, k_first, BLOCK_W: tl.constexpr, TILE_K: tl.constexpr):
 
 
 @triton.jit
-def _load_step(slots, operands):
+def _by_chunk(x, CHUNKS_FIRST: tl.constexpr):
+    """A number for each chunk of a step, along the dimension of chunks."""
+    if CHUNKS_FIRST:
+        return x[:, None, None]
+    else:
+        return x[None, :, None]
+
+
+@triton.jit
+def _by_row(x, CHUNKS_FIRST: tl.constexpr):
+    """A number for each row of values, or for each column of x, along that dimension."""
+    if CHUNKS_FIRST:
+        return x[None, :, None]
+    else:
+        return x[:, None, None]
+
+
+@triton.jit
+def _load_step(slots, operands, CHUNKS_FIRST: tl.constexpr):
     """Values [TILE_K / CHUNK, TILE_M, CHUNK] of a step, and of x [TILE_K / CHUNK, TILE_N, CHUNK].
 
-    Chunks come first because Triton then gives neighbouring ones to neighbouring threads.
+    Chunks come first or second, where Triton gives neighbouring ones to neighbouring threads.
     """
     offs = tl.arange(0, CHUNK)[None, None, :]
     a_col = operands.a_strides.col
     a_offset = slots.entry.to(tl.int64) * operands.a_strides.batch
     a_offset += slots.k_in_block.to(tl.int64) * a_col
-    a_ptrs = operands.a_ptrs + (a_offset[:, None, None] + offs.to(tl.int64) * a_col)
-    mask_k = (slots.entry >= 0)[:, None, None]
+    a_ptrs = operands.a_ptrs + (_by_chunk(a_offset, CHUNKS_FIRST) + offs.to(tl.int64) * a_col)
+    mask_k = _by_chunk(slots.entry >= 0, CHUNKS_FIRST)
     a = tl.load(a_ptrs, mask=mask_k, other=0.0)
     mask_x = mask_k & operands.mask_n
     if operands.k_size is not None:
-        mask_x = mask_x & (slots.k_pos[:, None, None] + offs < operands.k_size)
+        mask_x = mask_x & (_by_chunk(slots.k_pos, CHUNKS_FIRST) + offs < operands.k_size)
     x_row = operands.x_strides.row
     x_offset = slots.k_pos.to(tl.int64) * x_row
-    x_ptrs = operands.x_ptrs + (x_offset[:, None, None] + offs.to(tl.int64) * x_row)
+    x_ptrs = operands.x_ptrs + (_by_chunk(x_offset, CHUNKS_FIRST) + offs.to(tl.int64) * x_row)
     x = tl.load(x_ptrs, mask=mask_x, other=0.0)
     return a, x
 
 
 @triton.jit
-def _add_step(acc, a, x, NUM_WARPS: tl.constexpr):
+def _add_step(acc, a, x, TILE_N: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Add the products of a step to the sums that `_total` adds up."""
-    NUM_CHUNKS: tl.constexpr = a.shape[0]
-    TILE_M: tl.constexpr = a.shape[1]
-    TILE_N: tl.constexpr = x.shape[1]
-    SHARE: tl.constexpr = NUM_CHUNKS // NUM_WARPS
     if TILE_N == 1:
         # no layout to change for one column: each thread multiplies what it loaded
-        acc += tl.sum(a.to(tl.float32) * x.to(tl.float32), axis=2)  # [TILE_K / CHUNK, TILE_M]
+        acc += tl.sum(a.to(tl.float32) * x.to(tl.float32), axis=2)
     else:
+        NUM_CHUNKS: tl.constexpr = a.shape[0]
+        TILE_M: tl.constexpr = a.shape[1]
+        SHARE: tl.constexpr = NUM_CHUNKS // NUM_WARPS
         # rows as the second operand, which goes down to 8 of them
         a = tl.permute(tl.reshape(a, (NUM_WARPS, SHARE, TILE_M, CHUNK)), (0, 1, 3, 2))
         x = tl.permute(tl.reshape(x, (NUM_WARPS, SHARE, TILE_N, CHUNK)), (0, 2, 1, 3))
@@ -175,20 +193,26 @@ def _add_step(acc, a, x, NUM_WARPS: tl.constexpr):
 
 @triton.jit
 def _no_sums(
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, NUM_WARPS: tl.constexpr
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    CHUNKS_FIRST: tl.constexpr,
 ):
     """What `_add_step` starts from."""
-    if TILE_N == 1:
+    if TILE_N > 1:
+        return tl.zeros((NUM_WARPS, TILE_N, TILE_M), dtype=tl.float32)
+    elif CHUNKS_FIRST:
         return tl.zeros((TILE_K // CHUNK, TILE_M), dtype=tl.float32)
     else:
-        return tl.zeros((NUM_WARPS, TILE_N, TILE_M), dtype=tl.float32)
+        return tl.zeros((TILE_M, TILE_K // CHUNK), dtype=tl.float32)
 
 
 @triton.jit
-def _total(acc, TILE_N: tl.constexpr):
+def _total(acc, TILE_N: tl.constexpr, CHUNKS_FIRST: tl.constexpr):
     """The sums of all threads as a tile [TILE_M, TILE_N]."""
     if TILE_N == 1:
-        return tl.sum(acc, axis=0)[:, None]
+        return tl.sum(acc, axis=0 if CHUNKS_FIRST else 1)[:, None]
     else:
         return tl.trans(tl.sum(acc, axis=0))
 
@@ -217,6 +241,7 @@ def _bsr_spmm_narrow_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     NUM_WARPS: tl.constexpr,
+    CHUNKS_FIRST: tl.constexpr,
 ):
     """Multiply TILE_M rows of one block row with all columns of one batch entry."""
     if PDL:
@@ -244,26 +269,26 @@ def _bsr_spmm_narrow_kernel(
 
     rows = m_tile * TILE_M + tl.arange(0, TILE_M)  # [TILE_M], in the block
     offs_n = tl.arange(0, TILE_N)
-    mask_n = (offs_n < n_size)[None, :, None]
-    a_ptrs = values_ptr + (rows.to(tl.int64) * value_strides.row)[None, :, None]
+    mask_n = _by_row(offs_n < n_size, CHUNKS_FIRST)
+    a_ptrs = values_ptr + _by_row(rows.to(tl.int64) * value_strides.row, CHUNKS_FIRST)
     x_ptrs = x_ptr + batch.to(tl.int64) * x_strides.batch
-    x_ptrs += (offs_n.to(tl.int64) * x_strides.col)[None, :, None]
+    x_ptrs += _by_row(offs_n.to(tl.int64) * x_strides.col, CHUNKS_FIRST)
     operands = _Operands(a_ptrs, value_strides, x_ptrs, x_strides, mask_n, k_size)
-    acc = _no_sums(TILE_M, TILE_N, TILE_K, NUM_WARPS)
+    acc = _no_sums(TILE_M, TILE_N, TILE_K, NUM_WARPS, CHUNKS_FIRST)
 
-    a, x = _load_step(slots, operands)
+    a, x = _load_step(slots, operands, CHUNKS_FIRST)
     # two steps under way: the loads of the next one are out before this one is waited for
     for k_next in range(TILE_K, row.blocks * BLOCK_W, TILE_K):
-        next_a, next_x = _load_step(next_slots, operands)
+        next_a, next_x = _load_step(next_slots, operands, CHUNKS_FIRST)
         next_slots = _load_slots(row, k_next + TILE_K, BLOCK_W, TILE_K)
-        acc = _add_step(acc, a, x, NUM_WARPS)
+        acc = _add_step(acc, a, x, TILE_N, NUM_WARPS)
         a, x = next_a, next_x
-    acc = _add_step(acc, a, x, NUM_WARPS)
+    acc = _add_step(acc, a, x, TILE_N, NUM_WARPS)
 
     target = OutputRows(
         out_ptr, out_strides, addends, batch, block_row * BLOCK_H + rows, m_size, n_size
     )
-    finish_tile(_total(acc, TILE_N), 0, target, ACTIVATION)
+    finish_tile(_total(acc, TILE_N, CHUNKS_FIRST), 0, target, ACTIVATION)
 
 
 def multiplied(product: RowsProduct, bias: torch.Tensor | None, activation: str | None) -> bool:
@@ -331,6 +356,7 @@ def launch_spmm_narrow(
         config.tile_n,
         config.tile_k,
         config.num_warps,
+        config.tile_n > 1 or threads_along_first(),
     )
     # the interpreter does not know the option
     options = {"launch_pdl": True} if config.pdl else {}
