@@ -73,7 +73,7 @@ def test_sizes_that_ptx_declares():
 def test_tuples_are_flattened_constants_left_out_and_descriptors_expanded():
     found = parameters_of(compiled())
     assert found.formats == ("Q", "i4x", "i4x", "q", "q", "Q", "f4x", "B7x", "Q", "Q")
-    assert found.maps == (MapParameters(0, 2, (64, 64), 3),)
+    assert found.maps == (MapParameters(0, (64, 64), 3),)
     assert found.pointers == (5,) and found.own == 8
 
 

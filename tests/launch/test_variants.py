@@ -213,7 +213,7 @@ def test_a_tensor_map_is_encoded_from_the_contiguous_dimension(fake_driver, monk
     monkeypatch.setattr(driver, "_encode_function", lambda: encode)
     monkeypatch.setattr(driver, "_fetches_past_small_tensors", lambda: False)
     formats = ("Q", "i4x", "i4x", "q", "q", "i4x", "f4x", "Q", "Q")
-    kernel = Kernel(fake_driver, formats, (MapParameters(0, 2, (4, 8), 3),))
+    kernel = Kernel(fake_driver, formats, (MapParameters(0, (4, 8), 3),))
     fake_driver.formats = formats[1:2]
     monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
     monkeypatch.setattr(variants, "launch_kernel", lambda *args: None)

@@ -40,10 +40,9 @@ _COUNT = re.compile(r"\[(\d+)\]\s*$")
 
 
 class MapParameters(NamedTuple):
-    """The parameters of one tensor descriptor: the place of its map, its rank, and its encoding."""
+    """The parameters of one tensor descriptor: the place of its map, and its encoding."""
 
     place: int
-    rank: int
     box: tuple[int, ...]
     swizzle: int
 
@@ -106,7 +105,7 @@ def _expected(signature: dict[str, Any], metadata: list[Any] | None) -> Paramete
             if encoding is None or encoding.get("fp4_padded") or encoding.get("is_im2col"):
                 raise UnknownParameters(f"no tiled tensor map was compiled for {kind}")
             box = tuple(encoding["block_size"])
-            maps.append(MapParameters(len(formats), len(box), box, encoding["swizzle"]))
+            maps.append(MapParameters(len(formats), box, encoding["swizzle"]))
             formats.extend([POINTER, *[_FORMATS["i32"]] * len(box), *[_FORMATS["i64"]] * len(box)])
         elif kind.startswith("*"):
             pointers.append(len(formats))

@@ -229,19 +229,9 @@ def find_variant(
             return None
         known = _kernels[id(kernel)] = _Kernel(kernel)
     walk = _Walk()
-    # most arguments are integers and tensors: they are added here, without a call
-    add, add_key, add_value = walk.add, walk.key.append, walk.values.append
+    add = walk.add
     for i, specialise in known.runtime:
-        x = args[i]
-        kind = type(x)
-        if kind is int and not specialise:
-            add_key(_NARROW if -_INT32 <= x < _INT32 else _WIDE)
-            add_value(x)
-        elif kind is torch.Tensor and not (address := x.data_ptr()) & 15:
-            add_key(x.dtype)
-            add_value(address)
-        else:
-            add(x, specialise)
+        add(args[i], specialise)
     constants = known.constants(args)
     key = (*walk.key, constants, type(constants), cluster, *options.items(), raw_device())
     try:
