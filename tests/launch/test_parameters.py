@@ -46,7 +46,6 @@ def compiled(ptx=PTX, signature=None, **changed):
         "global_scratch_size": 0,
         "profile_scratch_size": 0,
         "num_ctas": 1,
-        "launch_cooperative_grid": False,
         "tensordesc_meta": [
             {"block_size": [64, 64], "swizzle": 3, "elem_type": 10, "fp4_padded": False}
         ],
@@ -82,8 +81,7 @@ def test_tuples_are_flattened_constants_left_out_and_descriptors_expanded():
     [
         ({"global_scratch_size": 64}, "workspace"),
         ({"profile_scratch_size": 64}, "workspace"),
-        ({"num_ctas": 2}, "launch that Triton prepares"),
-        ({"launch_cooperative_grid": True}, "launch that Triton prepares"),
+        ({"num_ctas": 2}, "compiled for clusters by Triton"),
         ({"tensordesc_meta": []}, "no tiled tensor map"),
         ({"ptx": PTX.replace(".param .u32 k_param_2,", "")}, r"declares .* expected"),
         ({"ptx": PTX.replace(".u32 k_param_2", ".u64 k_param_2")}, r"declares .* expected"),

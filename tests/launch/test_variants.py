@@ -97,7 +97,7 @@ def fake_driver(monkeypatch):
 class Kernel:
     """Compiles to a variant with these parameters."""
 
-    def __init__(self, state, formats, maps=(), pdl=False, unknown=False):
+    def __init__(self, state, formats, maps=(), unknown=False, **options):
         names = ("x", "n", "factor", "CONFIG")
         self.params = [
             SimpleNamespace(is_constexpr=name == "CONFIG", do_not_specialize=False)
@@ -105,7 +105,8 @@ class Kernel:
         ]
         self.compiled = []
         state.formats = formats
-        metadata = SimpleNamespace(launch_pdl=pdl, num_warps=12, shared=1000)
+        options = {"launch_pdl": False, "launch_cooperative_grid": False} | options
+        metadata = SimpleNamespace(num_warps=12, shared=1000, **options)
         self._compiled = SimpleNamespace(metadata=metadata, run=None, function=77)
         self.parameters = Parameters(formats, (0,), maps)
         self.unknown = unknown
@@ -159,13 +160,21 @@ def test_other_variants(fake_driver, monkeypatch, changed):
 
 
 def test_clusters_and_pdl_are_attributes_of_a_launch(fake_driver, monkeypatch):
-    kernel = Kernel(fake_driver, ("Q", "i4x", "f4x", "Q", "Q"), pdl=True)
+    kernel = Kernel(fake_driver, ("Q", "i4x", "f4x", "Q", "Q"), launch_pdl=True)
     monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
     found = variants.find_variant(kernel, (aligned(), 3, 0.5, "c"), 2, {})
     found.launch(66, 0)
     shape, *_, attributes, _, _ = fake_driver.launched[0]
     assert shape[0] == 132
     assert attributes == [(6, (1, 0, 0)), (4, (2, 1, 1)), (5, (1, 0, 0))]
+
+
+def test_programs_that_wait_for_each_other_are_launched_cooperatively(fake_driver, monkeypatch):
+    kernel = Kernel(fake_driver, ("Q", "i4x", "f4x", "Q", "Q"), launch_cooperative_grid=True)
+    monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
+    variants.find_variant(kernel, (aligned(), 3, 0.5, "c"), 1, {}).launch(5, 0)
+    *_, attributes, _, _ = fake_driver.launched[0]
+    assert attributes == [(2, (1, 0, 0))]
 
 
 def test_a_kernel_with_unknown_parameters_has_no_variant(fake_driver, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from ..core.compat import raw_device
 
 # Values of CUlaunchAttributeID.
+_COOPERATIVE = 2
 _CLUSTER_DIMENSION = 4
 _CLUSTER_SCHEDULING_POLICY = 5
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -88,9 +89,14 @@ def _fetches_past_small_tensors() -> bool:
     return version.value < _FIXED_DRIVER
 
 
-def launch_attributes(cluster: int, pdl: bool) -> Any:
-    """The attributes of launches in clusters, or under programmatic dependent launch (PDL)."""
+def launch_attributes(cluster: int, pdl: bool, cooperative: bool) -> Any:
+    """The attributes of launches in clusters, or under programmatic dependent launch (PDL).
+
+    A cooperative launch has all its programs resident at once, or fails.
+    """
     made: list[tuple[int, tuple[int, ...]]] = []
+    if cooperative:
+        made.append((_COOPERATIVE, (1,)))
     if pdl:
         made.append((_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
     if cluster > 1:

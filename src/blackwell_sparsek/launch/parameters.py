@@ -71,8 +71,8 @@ def parameters_of(compiled: Any) -> Parameters:
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise UnknownParameters("the kernel needs a workspace that Triton allocates")
-    if metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
-        raise UnknownParameters("the kernel needs a launch that Triton prepares")
+    if metadata.num_ctas != 1:
+        raise UnknownParameters("the kernel is compiled for clusters by Triton")
     found = _expected(compiled.src.signature, metadata.tensordesc_meta)
     places = {part.place for part in found.maps}
     sizes = [

@@ -133,7 +133,9 @@ class Variant:
         self._pack: Callable[..., None] = Struct("=" + "".join(parameters.formats)).pack_into
         # nothing is allocated for Triton's workspaces, which this kernel does not use
         self._workspaces = [0] * (self._size - self.own)
-        self._attributes, self._attribute_count = launch_attributes(cluster, self.overlaps)
+        self._attributes, self._attribute_count = launch_attributes(
+            cluster, self.overlaps, bool(metadata.launch_cooperative_grid)
+        )
         self._free: list[Prepared] = []
         # keeps the kernel loaded
         self._compiled = compiled

@@ -28,6 +28,7 @@ from .tuning import NarrowConfig, narrow_config, narrow_is_even
 # Values that one thread loads at a time: 16 bytes. A block never ends in the middle of them.
 CHUNK = tl.constexpr(8)
 _HEADER = tl.constexpr(TABLE_HEADER)
+_THREADS_ALONG_FIRST = tl.constexpr(threads_along_first())
 # Without a limit of its own ptxas spills a few values to get below 128 or 168 registers.
 MAX_REGISTERS = 240
 
@@ -241,13 +242,13 @@ def _bsr_spmm_narrow_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     NUM_WARPS: tl.constexpr,
-    CHUNKS_FIRST: tl.constexpr,
 ):
     """Multiply TILE_M rows of one block row with all columns of one batch entry."""
     if PDL:
         # the next kernel may start as soon as there is room for it; it waits where it has to
         gdc_launch_dependents()
     M_TILES: tl.constexpr = BLOCK_H // TILE_M
+    CHUNKS_FIRST: tl.constexpr = TILE_N > 1 or _THREADS_ALONG_FIRST
     pid = tl.program_id(0)
     m_tile = pid % M_TILES
     item = (pid // M_TILES) % n_rows
@@ -356,7 +357,6 @@ def launch_spmm_narrow(
         config.tile_n,
         config.tile_k,
         config.num_warps,
-        config.tile_n > 1 or threads_along_first(),
     )
     # the interpreter does not know the option
     options = {"launch_pdl": True} if config.pdl else {}
