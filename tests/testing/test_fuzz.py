@@ -1,10 +1,10 @@
 """Random calls against the second oracle, and faults planted to see that they are found."""
 
+import itertools
 import json
 import pathlib
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -30,17 +30,11 @@ def test_a_call_of_each_kind(kind, device):
 
 
 @pytest.mark.exhaustive
-def test_a_minute_of_random_calls():
-    """Other seeds in every run; a failure prints its seed."""
-    seed, device = int(time.time()) % 10**8, CPU
-    until, made = time.perf_counter() + 60, 0
-    for kind, each in fuzz.drawn_kinds(seed, ()):
-        if time.perf_counter() > until:
-            break
-        outcome = fuzz.run_one(kind, each, device)
+def test_many_calls():
+    """The same ones in every run, as tests are; `make fuzz` draws others."""
+    for kind, seed in itertools.islice(fuzz.drawn_kinds(777_000, ()), 400):
+        outcome = fuzz.run_one(kind, seed, CPU)
         assert not outcome.problem, f"{outcome.told}\n{outcome.problem}"
-        made += 1
-    assert made > 5
 
 
 @pytest.mark.gpu

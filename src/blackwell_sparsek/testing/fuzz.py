@@ -95,6 +95,8 @@ def keep_in_corpus(path: pathlib.Path, outcome: Outcome) -> None:
 
 def _child(args: argparse.Namespace) -> int:
     """Make this process's share of the calls; print outcomes as JSON lines."""
+    # the calls are small: more threads only wait for each other
+    torch.set_num_threads(1)
     device = torch.device(args.device)
     until = time.perf_counter() + args.seconds
     share = -(-args.calls // args.jobs)

@@ -128,11 +128,15 @@ def attention_gradients(
                 row = softmax_row(q[b, h, i], k[b, kv], keys, softmax, h)
                 values = v[b, kv][keys]
                 weights, out = row.weights, row.weights @ values
+                # what all weights of the row lose, because they sum to one
+                shared = out @ dout[b, h, i]
                 if out_dtype is not None:
                     weights = torch.exp(row.scores - row.lse.float().to(dtype))
                     out = out.to(out_dtype).to(dtype)
-                # what all weights of the row lose, because they sum to one
-                shared = out @ dout[b, h, i] - dlse[b, h, i]
+                    # in another order than `values @ dout`: with one key the two sums would cancel
+                    # to the last bit, which no backward pass on tiles can promise
+                    shared = out.flip(0) @ dout[b, h, i].flip(0)
+                shared = shared - dlse[b, h, i]
                 dscores = weights * (values @ dout[b, h, i] - shared)
                 dscores = dscores * row.slope * softmax.scale
                 dq[b, h, i] = dscores @ k[b, kv][keys]
