@@ -8,6 +8,7 @@ import torch
 
 from blackwell_sparsek.launch import launcher
 from blackwell_sparsek.launch.descriptors import Descriptor
+from blackwell_sparsek.launch.driver import TensorMap
 from blackwell_sparsek.launch.variants import Launchable, _Walk
 
 
@@ -71,6 +72,51 @@ def fake_variants(
             walk.add(x, False)
         made = FakeVariant(walk, args, note)
         return _Made(made, walk.values, walk.descriptors)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launcher, "find_variant", find)
+    monkeypatch.setattr(launcher, "raw_device", lambda: 0)
+    monkeypatch.setattr(launcher, "raw_stream", lambda device: 0)
+
+
+class _NotingEncoder:
+    """Notes what each tensor map was made from, by the address of the map."""
+
+    def __init__(self, sources: dict[int, Any]):
+        self._sources = sources
+
+    def __call__(self, *source: Any) -> TensorMap:
+        made = TensorMap()
+        self.encode(made, *source)
+        return made
+
+    def encode(self, made: TensorMap, *source: Any) -> None:
+        self._sources[made.address] = source
+
+
+class _NotingVariant:
+    overlaps = False
+    pointers = ()
+
+    def __init__(self, walk: _Walk, kernel: Any, launched: list[Any]):
+        self._sources: dict[int, Any] = {}
+        self.encoders = [_NotingEncoder(self._sources) for _ in walk.descriptors]
+        self._kernel, self._launched = kernel, launched
+
+    def launch(self, grid: int, stream: int, values: Any, maps: Any) -> None:
+        sources = {place: self._sources[encoded.address] for place, encoded in maps}
+        self._launched.append((self._kernel, grid, stream, list(values), sources))
+
+
+def noting_variants(monkeypatch: pytest.MonkeyPatch, launched: list[Any]) -> None:
+    """Let every kernel have a variant; `launched` gets (kernel, grid, stream, values, maps)."""
+
+    def find(kernel: Any, args: Any, cluster: int, options: Any) -> Launchable:
+        walk = _Walk()
+        for parameter, x in zip(kernel.params, args, strict=True):
+            if not parameter.is_constexpr:
+                walk.add(x, not parameter.do_not_specialize)
+        variant: Any = _NotingVariant(walk, kernel, launched)
+        return Launchable(variant, walk.values, walk.descriptors)
 
     monkeypatch.setattr(launcher, "find_variant", find)
     monkeypatch.setattr(launcher, "raw_device", lambda: 0)

@@ -40,7 +40,7 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(module, "_is_in_gpu_memory", lambda x: True)
     # every call is recorded, also the first one of its sizes
     for user in (module, attention_repeat, attention_autograd):
-        monkeypatch.setattr(user, "seen_before", lambda key: True)
+        monkeypatch.setattr(user, "seen_before", lambda key, note=True: True)
     monkeypatch.setattr(templates, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(workspace, "_kept", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -61,8 +61,10 @@ def gpu(monkeypatch):
     def run_decode(call, impl):
         return run(call.q, call.k_cache, call.v_cache, call.cache_seqlens, call.sinks)
 
-    def call(op, q, k, v, *, sinks, cu_seqlens_q=None, cu_seqlens_k=None, **options):
-        return q, k, v, sinks, cu_seqlens_q, cu_seqlens_k
+    def call(op, q, k, v, *, sinks, block_mask, cu_seqlens_q=None, cu_seqlens_k=None, **options):
+        spec = SimpleNamespace(block_mask=block_mask, is_varlen=cu_seqlens_q is not None)
+        tensors = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
+        return SimpleNamespace(spec=spec, tensors=tensors)
 
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(attention_repeat, "stream_of", lambda x: STREAM)
@@ -72,7 +74,9 @@ def gpu(monkeypatch):
         monkeypatch.setattr(functional_attention, name, lambda *args, **options: None)
     monkeypatch.setattr(functional_attention, "autocast_qkv", lambda op, *qkv: qkv)
     monkeypatch.setattr(functional_attention, "checked_call", call)
-    monkeypatch.setattr(functional_attention, "attend", lambda call, impl, plain: run(*call))
+    monkeypatch.setattr(
+        functional_attention, "attend", lambda call, impl, plain: run(*call.tensors)
+    )
     monkeypatch.setattr(functional_decode, "decode", run_decode)
     for cache in ("_DENSE", "_PACKED", "_MASKED"):
         monkeypatch.setattr(attention_repeat, cache, {})

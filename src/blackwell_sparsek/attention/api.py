@@ -20,7 +20,8 @@ from .inputs import (
     check_qkv,
     checked_call,
 )
-from .replay import describe, recorder, replayed
+from .replay import describe
+from .resize import recorder, repeated
 
 
 def attention(
@@ -95,7 +96,7 @@ def attention(
     options = (return_lse, causal, window, scale, softcap, deterministic, impl)
     inputs = (q, k, v, sinks)
     found = describe(options, inputs, block_mask)
-    results = replayed(found, options, inputs, block_mask)
+    results = repeated(found, options, inputs, block_mask)
     if results is None:
         op = "attention"
         check_qkv(op, q, k, v, DENSE)
@@ -118,7 +119,7 @@ def attention(
             max_q=q.shape[2],
             max_k=k.shape[2],
         )
-        with recorder(found, options, inputs, block_mask) as recording:
+        with recorder(found, options, inputs, call, impl) as recording:
             results = recording.keep(attend(call, impl, plain=found is not None))
     return (results[0], results[1]) if return_lse else results[0]
 
@@ -187,7 +188,7 @@ def attention_varlen(
     # replay identifies tensors by address, and most calls pass the same offsets twice
     inputs = (q, k, v, sinks, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
     found = describe(options, inputs, block_mask, packed=True)
-    results = replayed(found, options, inputs, block_mask, packed=True)
+    results = repeated(found, options, inputs, block_mask, packed=True)
     if results is None:
         op = "attention_varlen"
         check_qkv(op, q, k, v, PACKED)
@@ -218,7 +219,7 @@ def attention_varlen(
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
         )
-        with recorder(found, options, inputs, block_mask, packed=True) as recording:
+        with recorder(found, options, inputs, call, impl) as recording:
             results = recording.keep(attend(call, impl, plain=found is not None))
     return (results[0], results[1]) if return_lse else results[0]
 

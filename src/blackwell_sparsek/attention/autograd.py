@@ -6,8 +6,9 @@ training step. If none of them intercepts a call, `attend` gives autograd the sa
 through an `autograd.Function`; without gradients it bypasses the operator altogether.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 
@@ -55,8 +56,10 @@ def attend(call: AttentionCall, impl: str, plain: bool = False) -> Tensors:
     elif q.is_meta or not plain:
         results = attn_fwd(q, k, v, *operator_options(call, wants_gradients), impl)
     elif wants_gradients:
-        training = TrainingCall.of(call, impl)
-        results = _Attention.apply(q, k, v, sinks, (training, call, None, True))
+        training, spec = TrainingCall.of(call, impl), call.spec
+        make = partial(compute_forward, call, impl)
+        others = (training, make, (spec.cu_seqlens_q, spec.cu_seqlens_k), True)
+        results = _Attention.apply(q, k, v, sinks, others)
     else:
         results = compute_forward(call, impl)
     return results
@@ -117,15 +120,22 @@ class TrainingCall:
         return_lse: bool,
     ) -> Tensors:
         """The call on new tensors, at `addresses`, that match those it was recorded with."""
-        made: Any = _apply(q, k, v, sinks, (self, None, addresses, return_lse))
+        make = partial(cast(Launches, self._forward), addresses)
+        made: Any = _apply(q, k, v, sinks, (self, make, (None, None), return_lse))
         return made if return_lse else (made,)
 
-    def forward(self, call: AttentionCall | None, addresses: list[int] | None) -> Tensors:
-        """Output and lse: of `call`, or by recorded launches from tensors at `addresses`."""
-        if call is not None:
-            return compute_forward(call, self._impl)
-        assert self._forward is not None and addresses is not None
-        return self._forward(addresses)
+    def attend_with(
+        self,
+        results: Tensors,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        return_lse: bool,
+    ) -> Tensors:
+        """The call on these tensors, whose output and lse have been computed."""
+        made: Any = _apply(q, k, v, sinks, (self, lambda: results, (None, None), return_lse))
+        return made if return_lse else (made,)
 
     def gradients(
         self,
@@ -141,7 +151,7 @@ class TrainingCall:
         stream = None if self._spec.block_mask is None else stream_of(q)
         found = described(needs, (dout, q, k, v, out, dlse, lse), stream, below_autocast=True)
         if found is not None:
-            key, addresses, _ = found
+            key, addresses = found.key, found.addresses
             launches = self._gradients.get(key)
             if launches is None:
                 launches = self._gradient_launches(key, sinks)
@@ -194,14 +204,11 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
         # one tuple for all that has no gradient, because torch spends time on every argument
-        others: tuple[TrainingCall, AttentionCall | None, list[int] | None, bool],
+        others: tuple[TrainingCall, Callable[[], Tensors], tuple[Any, Any], bool],
     ) -> Any:
-        training, call, addresses, with_lse = others
-        output = training.forward(call, addresses)
-        cu_q = cu_k = None
-        if call is not None:
-            cu_q, cu_k = call.spec.cu_seqlens_q, call.spec.cu_seqlens_k
-        ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks)
+        training, make, cu_seqlens, with_lse = others
+        output = make()
+        ctx.save_for_backward(q, k, v, *output, *cu_seqlens, sinks)
         ctx.training = training
         ctx.set_materialize_grads(False)
         return output if with_lse else output[0]

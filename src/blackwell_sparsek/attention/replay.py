@@ -84,7 +84,7 @@ def replayed(
     """Output, and lse if requested, by recorded launches; None if the call must be made in full."""
     if found is None:
         return None
-    key, addresses, trains = found
+    key, addresses, trains, _ = found
     cache = mask._launches if mask is not None else _PACKED if packed else _DENSE
     launches = kept(cache, key) if cache else None
     if launches is None and mask is not None:
@@ -110,7 +110,7 @@ def recorder(
     q, k, v, sinks, *offsets = inputs
     if not may_record(options, (q, k, v), (sinks, *offsets)):
         return NO_RECORDER
-    key, _, trains = found
+    key, trains = found.key, found.trains
     cache = _PACKED if packed else _DENSE
     lists: tuple[torch.Tensor, ...] = ()
     if mask is not None:
@@ -238,7 +238,7 @@ class CheckedCall(NamedTuple):
         found = self._described()
         if found is None:
             return None
-        key, addresses, _ = found
+        key, addresses = found.key, found.addresses
         if self.mask is None:
             launches: Any = self.cache.get((key, self.options, None))
         else:
@@ -251,7 +251,7 @@ class CheckedCall(NamedTuple):
         others = (*self.others, *self.lists)
         if found is None or not may_record(self.options, self.operands, others):
             return NO_RECORDER
-        key, _, _ = found
+        key = found.key
         kind = None
         if self.mask is not None and (kind := mask_kind(self.mask, self.lists)) is None:
             return NO_RECORDER

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -165,6 +165,15 @@ class AttnProblem:
             tokens=(q.shape[0], k.shape[0]) if spec.is_varlen else None,
         )
 
+    def with_lengths(
+        self, batch: int, max_q: int, max_k: int, tokens: tuple[int, int] | None
+    ) -> "AttnProblem":
+        """The same problem with other lengths."""
+        # dataclasses.replace takes four times as long
+        made = object.__new__(AttnProblem)
+        made.__dict__.update(self.__dict__, batch=batch, max_q=max_q, max_k=max_k, tokens=tokens)
+        return made
+
     def __str__(self) -> str:
         direction = "backward" if self.backward else "forward"
         flags = ("varlen", "banded", "softcap", "sinks", "deterministic")
@@ -225,6 +234,24 @@ class AttentionCall:
             tokens_q, tokens_k = self.q.shape[0], self.k.shape[0]
             check_cu_seqlens_values(op, "cu_seqlens_q", spec.cu_seqlens_q, tokens_q, spec.max_q)
             check_cu_seqlens_values(op, "cu_seqlens_k", spec.cu_seqlens_k, tokens_k, spec.max_k)
+
+
+class ResizedCall(NamedTuple):
+    """A call without a mask, by what its launches depend on.
+
+    The tensors are `launch.resize.MapSource`; TMA takes their addresses and strides.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    at_sinks: int
+    """An address, 0 if there are none; the offsets of packed sequences likewise."""
+    at_cu_seqlens_q: int
+    at_cu_seqlens_k: int
+    batch: int
+    max_q: int
+    max_k: int
 
 
 @dataclass(eq=False)

@@ -77,17 +77,23 @@ def packed_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Descriptor:
 
     `block` is that of the dense layout, [1, 1, rows, width].
     """
-    tokens, heads, width = x.shape
-    beyond, row_end, wrap = _packed_sizes()
+    return Descriptor(x, *packed_sizes(x.shape, x.stride()), (1, *block))
+
+
+def packed_sizes(
+    shape: Sequence[int], strides: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the descriptor of packed sequences."""
+    tokens, heads, width = shape
+    beyond, row_end, wrap = _packed_constants()
     # a dimension of size 1 may have any stride, even one that TMA refuses
-    token = x.stride(0) if tokens > 1 else width
-    head = x.stride(1) if heads > 1 else width
-    shape = (beyond, beyond, heads, row_end, width)
-    return Descriptor(x, shape, (wrap - token, token, head, token, 1), (1, *block))
+    token = strides[0] if tokens > 1 else width
+    head = strides[1] if heads > 1 else width
+    return (beyond, beyond, heads, row_end, width), (wrap - token, token, head, token, 1)
 
 
 @cache
-def _packed_sizes() -> tuple[int, int, int]:
+def _packed_constants() -> tuple[int, int, int]:
     from ..device.gluon.pipeline import BEYOND, ROW_END, WRAP
 
     return BEYOND.value, ROW_END.value, WRAP.value

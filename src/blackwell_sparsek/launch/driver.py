@@ -5,8 +5,9 @@ release.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from struct import Struct
 from typing import Any
 
 import torch
@@ -128,17 +129,22 @@ def launch_kernel(config: int, function: int, parameters: int) -> None:
 
 
 _address = ctypes.addressof
-_MapMemory = ctypes.c_char * (128 + 64)
+# A tensor map and room to align it, then sizes and strides of five dimensions.
+_MAP_BYTES, _ALIGNMENT, _SIZES_BYTES = 128, 64, 80
+_MapMemory = ctypes.c_char * (_MAP_BYTES + _ALIGNMENT + _SIZES_BYTES)
 
 
 class TensorMap:
     """One encoded tensor map: 128 bytes at an address that is a multiple of 64."""
 
-    __slots__ = ("_memory", "address")
+    __slots__ = ("address", "memory", "sizes")
 
     def __init__(self) -> None:
-        self._memory = _MapMemory()
-        self.address = (_address(self._memory) + 63) & -64
+        self.memory = _MapMemory()
+        start = _address(self.memory)
+        self.address = (start + _ALIGNMENT - 1) & -_ALIGNMENT
+        # where its encoder puts the sizes that the driver reads
+        self.sizes = start + _MAP_BYTES + _ALIGNMENT
 
 
 class TensorMapEncoder:
@@ -158,28 +164,35 @@ class TensorMapEncoder:
         # the driver counts dimensions from the contiguous one
         self._box = (ctypes.c_uint32 * rank)(*reversed(box))
         self._steps = (ctypes.c_uint32 * rank)(*[1] * rank)
-        self._sizes = ctypes.c_uint64 * (2 * rank)
+        self._pack: Callable[..., None] = Struct(f"={2 * rank - 1}Q").pack_into
         # no interleaving; elements out of bounds are zero
         self._tile = (_address(self._box), _address(self._steps), 0, swizzle, _L2_128B, 0)
 
     def __call__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> TensorMap:
         """The map of a tensor at `address`, strides in elements."""
-        element, rank = self._element, self._rank
-        steps = [element * stride for stride in strides[-2::-1]]
-        sizes = self._sizes(*shape[::-1], *steps)
-        here = _address(sizes)
         made = TensorMap()
-        tensor = (self._data_type, rank, address, here, here + 8 * rank)
-        code = _encode_function()(made.address, *tensor, *self._tile)
+        self.encode(made, address, shape, strides)
+        return made
+
+    def encode(
+        self, made: TensorMap, address: int, shape: Sequence[int], strides: Sequence[int]
+    ) -> None:
+        """Write the map of a tensor into the memory of `made`."""
+        element, rank, sizes = self._element, self._rank, made.sizes
+        # the contiguous dimension comes first, and has no stride
+        _, *steps = [element * stride for stride in reversed(strides)]
+        self._pack(made.memory, _MAP_BYTES + _ALIGNMENT, *reversed(shape), *steps)
+        code = _encode_function()(
+            *(made.address, self._data_type, rank, address, sizes, sizes + 8 * rank), *self._tile
+        )
         if code:
             raise RuntimeError(
                 f"cuTensorMapEncodeTiled failed: {_message(code)} (address {address:#x}, shape "
                 f"{list(shape)}, strides {list(strides)}, box {list(self._box)[::-1]})"
             )
-        if self._is_small(shape, strides) and _fetches_past_small_tensors():
+        if _fetches_past_small_tensors() and self._is_small(shape, strides):
             word = ctypes.c_uint64.from_address(made.address + 8)
             word.value &= ~_SMALL_TENSOR_BIT
-        return made
 
     def _is_small(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
         """Whether the tensor spans few bytes."""

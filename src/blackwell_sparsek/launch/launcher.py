@@ -39,7 +39,7 @@ def launch(
     if record is not None:
         # what Triton's front end launched cannot be launched again without it
         record.complete &= launched is not None
-        record.launches.append(Launch(launched, grid, list(args)))
+        record.launches.append(Launch(launched, grid, list(args), kernel))
 
 
 def launch_kernel(

@@ -15,6 +15,7 @@ class Launch(NamedTuple):
     launched: Any
     grid: int
     args: list[Any]
+    kernel: Any
 
 
 class Derived(NamedTuple):

@@ -49,27 +49,35 @@ Cache = dict[Any, Any]
 _seen: dict[int, None] = {}
 
 
-def seen_before(key: tuple[Any, ...]) -> bool:
-    """Whether a call with this key of `described` was made before; from now on it was."""
+def seen_before(key: tuple[Any, ...], note: bool = True) -> bool:
+    """Whether a call with this key of `described` was noted before; `note` notes it."""
     try:
         # if two keys share a hash, one of them is recorded a call earlier
         place = hash(key)
     except TypeError:
         return False  # an option in the key is unhashable
-    if place in _seen:
-        return True
+    if place in _seen or not note:
+        return place in _seen
     if len(_seen) >= MAX_SEEN:
         _seen.clear()
     _seen[place] = None
     return False
 
 
+# What launches depend on of one tensor besides its address: shape, strides, dtype, index of the
+# device, and whether it wants a gradient. Records take seven times as long to make as plain tuples.
+TensorFacts = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int, bool]
+
+
 class Described(NamedTuple):
     """What launches depend on: the key of a call, the addresses of its inputs, its gradients."""
 
     key: tuple[Any, ...]
+    """Ends with `tensors`."""
     addresses: list[int]
     trains: bool
+    tensors: list[TensorFacts | None]
+    """One for each input, None for an absent one."""
 
 
 class Recorded:
@@ -145,31 +153,35 @@ def described(
         operands and _autocast_leaves(inputs[:operands]) and _nothing_else_looks(True)
     ):
         return None
-    key, addresses, bits = [options, *map(type, options), asked_impl(), stream], [], 0
-    with_gradients, wants = _is_grad_enabled(), False
+    addresses: list[int] = []
+    tensors: list[TensorFacts | None] = []
+    with_gradients, trains, bits = _is_grad_enabled(), False, 0
     try:
         for x in inputs:
             if x is None:
-                key.append(None)
+                tensors.append(None)
                 addresses.append(0)
                 continue
             kind = type(x)
             if kind is not _PLAIN[0] and kind is not _PLAIN[1]:
                 return None
-            if with_gradients and x.requires_grad:
+            wants = with_gradients and x.requires_grad
+            if wants:
                 if not gradients:
                     return None
-                wants = True
-                key.append(True)
+                trains = True
             address = x.data_ptr()
             addresses.append(address)
             bits |= address
-            key += (x.shape, x.stride(), x.dtype, x.get_device())
+            tensors.append((x.shape, x.stride(), x.dtype, x.get_device(), wants))
     except (TypeError, RuntimeError):
         # a tensor without strides or memory: the checks of the full call report it
         return None
     # a recorded variant of a kernel may rely on the alignment
-    return None if bits & 15 else Described(tuple(key), addresses, wants)
+    if bits & 15:
+        return None
+    key = (options, *map(type, options), asked_impl(), stream, *tensors)
+    return Described(key, addresses, trains, tensors)
 
 
 def repeat(
@@ -183,7 +195,7 @@ def repeat(
     found = described(options, inputs, stream, below_autocast)
     if found is None:
         return None
-    key, addresses, _ = found
+    key, addresses = found.key, found.addresses
     launches = kept(cache, key)
     return None if launches is None else launches(addresses)
 
@@ -209,7 +221,7 @@ def record(
     found = described(options, inputs, stream, below_autocast)
     if found is None or not may_record(options, inputs[:operands], inputs[operands:]):
         return run(*args)
-    key, _, _ = found
+    key = found.key
     if key in cache or not seen_before(key):
         return run(*args)
     with Recorder(cache, key, inputs, wanted, closed) as recorder:

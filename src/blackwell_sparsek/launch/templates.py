@@ -136,7 +136,7 @@ class RecordedLaunches:
         if not (distinct and record.launches and record.complete):
             return None
         templates = []
-        for launched, grid, args in record.launches:
+        for launched, grid, args, _ in record.launches:
             if any(x.base.data_ptr() not in role_of for _, x in launched.descriptors):
                 return None
             templates.append(_Template(launched, grid, args, role_of))

@@ -243,6 +243,30 @@ def find_variant(
     return None if variant is None else Launchable(variant, walk.values, walk.descriptors)
 
 
+def value_places(kernel: Any, args: Sequence[Any]) -> dict[str, int]:
+    """Where the values of `find_variant` hold each parameter: the first one of a descriptor.
+
+    Items of tuples are named "parameter.field", or "parameter.0". Constants have no place.
+    """
+    walk, places = _Walk(), {}
+
+    def add(name: str, x: Any, specialise: bool) -> None:
+        start = len(walk.values)
+        walk.add(x, specialise)
+        if len(walk.values) > start:
+            places[name] = start
+
+    for parameter, x in zip(kernel.params, args, strict=True):
+        if parameter.is_constexpr:
+            continue
+        if isinstance(x, tuple) and type(x) is not Descriptor:
+            for field, item in zip(getattr(x, "_fields", range(len(x))), x, strict=True):
+                add(f"{parameter.name}.{field}", item, True)
+        else:
+            add(parameter.name, x, not parameter.do_not_specialize)
+    return places
+
+
 def _compiled_variant(
     kernel: Any, args: Sequence[Any], cluster: int, options: dict[str, Any], walk: _Walk
 ) -> Variant | None:

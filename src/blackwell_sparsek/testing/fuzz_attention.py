@@ -105,9 +105,11 @@ def _poison_unseen(
     as far as results go, and in blocks that are `absent` from the mask.
     """
     k, v = tensors
-    group = seen.shape[1] // k.shape[1]
-    unseen = ~seen.unflatten(1, (k.shape[1], group)).flatten(2, 3).any(2)
-    gone = unseen & absent.unflatten(1, (k.shape[1], group)).flatten(2, 3).all(2)
+    if not k.numel():
+        return
+    sizes = (*k.shape[:2], -1, k.shape[2])
+    unseen = ~seen.reshape(sizes).any(2)
+    gone = unseen & absent.reshape(sizes).all(2)
     plain = draw.device.type == "cpu" and impl != "triton"
     keys_hidden = unseen if plain or not gradients else gone
     values_hidden = unseen if plain else gone

@@ -14,7 +14,7 @@ from ...calls.attention import (
 )
 from ...core.arch import arch_of
 from ...core.compat import hopper_options
-from ...launch.descriptors import GROUP_ROWS, packed_descriptor, tensor_descriptor
+from ...launch.descriptors import packed_descriptor, tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
 from ...launch.workspace import scratch, self_resetting_counters
 from ...masks.band import EVERYTHING
@@ -40,6 +40,7 @@ from .config import (
 from .dq_order import Columns, DqOrder, Walk, dq_order
 from .forward import _attn_fwd_sm90_kernel
 from .forward_producer import Workspace
+from .schedule import forward_schedule, forward_work_tiles
 from .tuning import (
     attn_bwd_dkdv_config,
     attn_bwd_dkdv_raster_group,
@@ -51,10 +52,6 @@ from .tuning import (
     attn_fwd_sm90_config,
     attn_fwd_sm90_raster_group,
 )
-
-# Work tiles of the same size are dealt out to programs in turn while there are few: to deal them
-# out as programs get free would save nothing.
-EVEN_ROUNDS = 4
 
 
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,28 +93,23 @@ def launch_attn_fwd_sm90(
     """
     q, k, v, spec = call.q, call.k, call.v, call.spec
     operands = kernel_operands(call)
-    q_len = operands.lengths[0]
-    batch_heads = operands.batch * operands.heads[0]
-    work_tiles = batch_heads * cdiv(q_len, config.tile_m)
-    if spec.is_varlen:
-        assert order is None
-        work_tiles = batch_heads + operands.heads[0] * (q.shape[0] // config.tile_m)
+    batch, heads = operands.batch, operands.heads.q
+    tokens = q.shape[0] if spec.is_varlen else None
+    work_tiles = forward_work_tiles(config, batch, heads, operands.lengths[0], tokens)
+    assert order is None or not spec.is_varlen
     if order is not None and spec.block_mask is not None:
         work_tiles = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
     if work_tiles == 0:
         return
-    programs = min(arch_of(q.device).num_sms * config.programs_per_sm, work_tiles)
     even = spec.block_mask is None and spec.band == EVERYTHING and not spec.is_varlen
-    dynamic = work_tiles > programs * (EVEN_ROUNDS if even else 1)
-    parts, words, share = None, 1, 0
+    sms = arch_of(q.device).num_sms
+    schedule = forward_schedule(config, sms, work_tiles, k.shape[-2], even)
+    parts = None
     if config.SPLIT_TAIL:
-        share = config.tail_share(work_tiles, programs, cdiv(k.shape[-2], config.TILE_N))
-        words += programs * config.CONSUMERS
         # where nothing is shared nobody looks at it
         parts = lse
-        if share > 0:
-            slots = 2 * programs * config.CONSUMERS
-            parts = scratch((slots, GROUP_ROWS, config.TILE_DV + 2), torch.float32, q.device)
+        if schedule.tail_share > 0:
+            parts = scratch(schedule.parts_shape(config), torch.float32, q.device)
     with on_device_of(q):
         args = (
             _forward_descriptor(out, config.out_block()),
@@ -127,23 +119,23 @@ def launch_attn_fwd_sm90(
             _forward_descriptor(v, config.v_block()),
             operands.sinks,
             operands.cu_seqlens,
-            Workspace(self_resetting_counters(words, q.device), order, parts),
+            Workspace(self_resetting_counters(schedule.counters, q.device), order, parts),
             operands.block_lists,
             *operands.mask_steps,
             lse.stride(-2),
             *operands.lengths,
             *operands.band,
-            batch_heads,
+            batch * heads,
             raster_group,
-            int(dynamic),
-            share,
+            schedule.dynamic,
+            schedule.tail_share,
             *operands.heads,
             operands.score,
             config,
         )
         options: dict[str, Any] = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
         options |= {"launch_pdl": config.PDL, **hopper_options()}
-        launch(_attn_fwd_sm90_kernel, programs, args, **options)
+        launch(_attn_fwd_sm90_kernel, schedule.programs, args, **options)
 
 
 def _forward_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:

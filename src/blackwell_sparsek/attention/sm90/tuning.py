@@ -72,12 +72,6 @@ def attn_fwd_sm90_unsupported(problem: AttnProblem) -> str | None:
         )
     if not problem.positive:
         return "needs a scale above zero"
-    if problem.max_k == 0 or (problem.tokens is not None and problem.tokens[1] == 0):
-        return "TMA cannot describe zero keys"
-    return _sizes_unsupported(problem)
-
-
-def _sizes_unsupported(problem: AttnProblem) -> str | None:
     if problem.mask_block is not None:
         block_q, block_kv = problem.mask_block
         if block_q % GROUP_ROWS:
@@ -86,6 +80,13 @@ def _sizes_unsupported(problem: AttnProblem) -> str | None:
             return f"key blocks of {block_kv} are narrower than a 16-key step of WGMMA"
     if not problem.tma:
         return "TMA needs addresses and strides that are multiples of 16 bytes"
+    return attn_fwd_sm90_lengths_unsupported(problem)
+
+
+def attn_fwd_sm90_lengths_unsupported(problem: AttnProblem) -> str | None:
+    """The part of `attn_fwd_sm90_unsupported` that depends on lengths."""
+    if problem.max_k == 0 or (problem.tokens is not None and problem.tokens[1] == 0):
+        return "TMA cannot describe zero keys"
     if max(problem.max_q, problem.max_k) > LONGEST:
         return f"needs sequences of at most {LONGEST} tokens"
     if problem.tokens is not None and max(problem.tokens) > MOST_TOKENS:
@@ -176,8 +177,12 @@ def _lead(problem: AttnProblem, dim: int, consumers: int) -> float:
     return 1.12 if halved and _keys(problem) < LONG_BANDED else 1.0
 
 
-def attn_fwd_sm90_raster_group(problem: AttnProblem, band: Band = EVERYTHING) -> int:
+def attn_fwd_sm90_raster_group(
+    problem: AttnProblem, band: Band = EVERYTHING, config: AttnFwdSm90Config | None = None
+) -> int:
     """(batch, head) pairs of a raster group: whole groups of heads that share keys.
+
+    `config` is that of the problem, if it is at hand.
 
     If work tiles are equal, or follow the order of a mask, those of one KV head run together: SMs
     that read the same keys at the same time are faster than SMs whose keys are merely in L2. Under
@@ -194,8 +199,8 @@ def attn_fwd_sm90_raster_group(problem: AttnProblem, band: Band = EVERYTHING) ->
     if band.left is not None and band.right is not None:
         tokens = min(tokens, band.left + band.right + RUNNING_QUERIES)
     kv_bytes = tokens * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    three = attn_fwd_sm90_config(problem).CONSUMERS == 3
-    room = THREE_GROUP_BYTES if three else FORWARD_GROUP_BYTES
+    config = attn_fwd_sm90_config(problem) if config is None else config
+    room = THREE_GROUP_BYTES if config.CONSUMERS == 3 else FORWARD_GROUP_BYTES
     heads = max(room // max(kv_bytes, 1), 1)
     if band.left is not None and band.right is not None:
         # equal raster groups: the short tiles at the end of each fill the gaps before the next one

@@ -1,0 +1,55 @@
+"""How many programs a launch has, and how they share its work tiles."""
+
+from typing import NamedTuple
+
+from ...launch.descriptors import GROUP_ROWS
+from ...launch.launcher import cdiv
+from .config import AttnFwdSm90Config
+
+# Work tiles of the same size are dealt out to programs in turn while there are few: to deal them
+# out as programs get free would save nothing.
+EVEN_ROUNDS = 4
+
+
+class ForwardSchedule(NamedTuple):
+    """The grid of the forward kernel and what depends on it."""
+
+    programs: int
+    counters: int
+    """Self-resetting: one that hands out work tiles, then one for each part of a split tail."""
+    dynamic: int
+    """1 if programs take work tiles as they get free, 0 if in turn."""
+    tail_share: int
+    """KV tiles of the split tail that each program takes; 0 if the tail is not split."""
+
+    def parts_shape(self, config: AttnFwdSm90Config) -> tuple[int, int, int]:
+        """Shape of the memory for the softmax parts of a split tail, fp32."""
+        return (2 * self.programs * config.CONSUMERS, GROUP_ROWS, config.TILE_DV + 2)
+
+
+def forward_work_tiles(
+    config: AttnFwdSm90Config, batch: int, heads: int, q_len: int, tokens: int | None
+) -> int:
+    """Work tiles without a mask, of packed sequences at most; `tokens` are all queries of these."""
+    if tokens is None:
+        return batch * heads * cdiv(q_len, config.tile_m)
+    return batch * heads + heads * (tokens // config.tile_m)
+
+
+def forward_schedule(
+    config: AttnFwdSm90Config, sms: int, work_tiles: int, keys: int, even: bool
+) -> ForwardSchedule:
+    """Share `work_tiles`, at least one, among the programs.
+
+    Parameters
+    ----------
+    keys : of a sequence; of all together if sequences are packed, whose tail is never split
+    even : whether all work tiles have the same number of keys
+    """
+    programs = min(sms * config.programs_per_sm, work_tiles)
+    dynamic = work_tiles > programs * (EVEN_ROUNDS if even else 1)
+    counters, share = 1, 0
+    if config.SPLIT_TAIL:
+        share = config.tail_share(work_tiles, programs, cdiv(keys, config.TILE_N))
+        counters += programs * config.CONSUMERS
+    return ForwardSchedule(programs, counters, int(dynamic), share)

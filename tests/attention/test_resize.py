@@ -1,0 +1,253 @@
+"""Calls with new lengths, launched as full calls are; CPU tensors in place of a GPU's."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.attention import api, replay, resize
+from blackwell_sparsek.attention.sm90 import launch as sm90_launch
+from blackwell_sparsek.attention.sm90 import resize as sm90_resize
+from blackwell_sparsek.calls import attention as calls
+from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.core.errors import InvalidInput
+from blackwell_sparsek.launch import replay as launch_replay
+
+from ..launch.fakes import noting_variants
+from ..launch.test_replay import DEVICE, SEEN_BEFORE, pretend_gpu
+
+H200 = Arch("cuda", 90, 132, 232448, False)
+# Under one row of work tiles, up to several rounds with a split tail.
+LENGTHS = (33, 64, 100, 513, 1000, 2049, 4100, 8200)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """`launched` has what the GPU was given; `full` counts the calls that were made in full."""
+    state = SimpleNamespace(launched=[], full=0)
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(launch_replay, "_seen", {})
+    for module in (replay, resize):
+        monkeypatch.setattr(module, "seen_before", SEEN_BEFORE)
+    monkeypatch.setattr(resize, "raw_device", lambda: DEVICE)
+    monkeypatch.setattr(sm90_resize, "raw_stream", lambda device: 0)
+    empty = torch._C._dynamo.guards._empty_strided_cpu
+    monkeypatch.setattr(sm90_resize, "empty_on_gpu", empty)
+    words = torch.zeros(4096, dtype=torch.int32)
+    monkeypatch.setattr(sm90_resize, "counters_of_stream", lambda *given: words)
+    monkeypatch.setattr(sm90_launch, "self_resetting_counters", lambda *given: words)
+    for module in (calls, sm90_launch):
+        monkeypatch.setattr(module, "arch_of", lambda device: H200)
+    monkeypatch.setattr(resize, "_FAMILIES", {})
+    for name in ("_DENSE", "_PACKED"):
+        monkeypatch.setattr(replay, name, {})
+    noting_variants(monkeypatch, state.launched)
+    attend = api.attend
+
+    def counting(*given, **options):
+        state.full += 1
+        return attend(*given, **options)
+
+    monkeypatch.setattr(api, "attend", counting)
+    return state
+
+
+class Call:
+    """Tensors of one call, and how to make it."""
+
+    def __init__(self, sq, sk=None, batch=1, heads=(4, 2), dims=(64, 64), layout="bhsd", **options):
+        self.options = options
+        self.sinks = torch.zeros(heads[0]) if options.pop("sinks", False) else None
+        sk = sq if sk is None else sk
+        shapes = [(batch, heads[0], sq, dims[0]), (batch, heads[1], sk, dims[0])]
+        shapes.append((batch, heads[1], sk, dims[1]))
+        self.offsets = ()
+        if layout == "packed":
+            lengths = options.pop("lengths")
+            self.offsets = [
+                torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+                for x in zip(*lengths, strict=True)
+            ]
+            totals = [int(x[-1]) for x in self.offsets]
+            maxima = [max(x) for x in zip(*lengths, strict=True)]
+            self.options |= {"max_seqlen_q": maxima[0], "max_seqlen_k": maxima[1]}
+            tokens = (totals[0], totals[1], totals[1])
+            shapes = [(t, h, d) for t, (_, h, _, d) in zip(tokens, shapes, strict=True)]
+        self.q, self.k, self.v = (self.tensor(shape, layout) for shape in shapes)
+
+    @staticmethod
+    def tensor(shape, layout):
+        if layout == "bshd":
+            b, h, s, d = shape
+            return torch.zeros(b, s, h, d, dtype=torch.bfloat16).transpose(1, 2)
+        if layout == "sliced":
+            return torch.zeros(*shape[:-1], 2 * shape[-1], dtype=torch.bfloat16)[..., : shape[-1]]
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    def make(self):
+        tensors = (self.q, self.k, self.v)
+        if self.offsets:
+            return bsk.attention_varlen(
+                *tensors, *self.offsets, sinks=self.sinks, return_lse=True, **self.options
+            )
+        return bsk.attention(*tensors, sinks=self.sinks, return_lse=True, **self.options)
+
+    def launch(self, state):
+        """What is launched, with names in place of addresses."""
+        out, lse = self.make()
+        kernel, grid, _, values, maps = state.launched[-1]
+        given = {"q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
+        given |= {"sinks": self.sinks, "cu": self.offsets[0] if self.offsets else None}
+        names = {x.data_ptr(): name for name, x in given.items() if x is not None}
+        sizes = [out.shape, out.stride(), lse.shape, lse.stride(), out.dtype, lse.dtype]
+        for place, (address, shape, strides) in maps.items():
+            # TMA ignores the stride of a dimension of size 1
+            strides = [s if n > 1 else None for s, n in zip(strides, shape, strict=True)]
+            values[place : place + 1 + 2 * len(shape)] = [names[address], *shape, *strides]
+        return kernel, grid, [names.get(x, x) for x in values], sizes
+
+
+CASES = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 70},
+    "softcap, sinks": {"causal": True, "softcap": 20.0, "sinks": True},
+    "one head": {"heads": (1, 1), "dims": (128, 128)},
+    "uneven head dims": {"dims": (128, 64), "causal": True},
+    "many heads": {"heads": (32, 8), "dims": (128, 128), "causal": True},
+    "heads inside": {"layout": "bshd", "batch": 3, "causal": True},
+    "sliced": {"layout": "sliced", "batch": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_launches_are_those_of_full_calls(case, gpu):
+    options = CASES[case]
+    for sq in LENGTHS:
+        for sk in (sq, 65, 5000):
+            Call(sq, sk, **options).make()
+    learned = gpu.full
+    assert learned == configurations() > 1
+    compared = 0
+    for sq, sk in ((40, 40), (700, 700), (701, 90), (34, 4999), (1999, 2050), (5000, 5001)):
+        made = Call(sq, sk, **options)
+        quick = made.launch(gpu)
+        if gpu.full > learned:
+            learned = gpu.full
+            assert learned == configurations() + compared, "a configuration was not learned"
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resize, "_FAMILIES", {})
+            slow = made.launch(gpu)
+        compared += 1
+        learned = gpu.full
+        assert parts_aside(quick) == parts_aside(slow), (sq, sk)
+    assert compared >= 4
+
+
+def configurations():
+    """How many have been learned."""
+    return sum(len(family.launches._configs) for family in resize._FAMILIES.values())
+
+
+def parts_aside(launch):
+    """The launch without the address of the memory for a split tail, which is new in each call."""
+    kernel, grid, values, sizes = launch
+    return kernel, grid, ["parts" if isinstance(x, int) and x > 2**40 else x for x in values], sizes
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "sinks": True}])
+def test_packed_sequences(options, gpu):
+    def call(*lengths):
+        return Call(1, layout="packed", lengths=lengths, dims=(128, 128), **options)
+
+    for length in LENGTHS:
+        call((length, length), (1, 0), (40, 90)).make()
+    learned = gpu.full
+    assert learned == configurations() > 1
+    for lengths in ([(700, 700)], [(50, 60), (0, 0), (33, 1)], [(3000, 4000)] * 7):
+        made = call(*lengths)
+        quick = made.launch(gpu)
+        assert gpu.full == learned, lengths
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resize, "_FAMILIES", {})
+            slow = made.launch(gpu)
+        learned = gpu.full
+        assert quick == slow
+
+
+def test_what_else_differs_is_made_in_full(gpu):
+    """Each of these is another family, or none."""
+    Call(100, causal=True).make()
+    Call(101, causal=True).make()
+    assert gpu.full == 1
+    others = [
+        {"causal": False}, {"causal": True, "window": 20}, {"causal": True, "softcap": 5.0},
+        {"causal": True, "scale": 0.5}, {"causal": True, "sinks": True}, {"heads": (4, 4)},
+        {"causal": True, "dims": (64, 128)}, {"causal": True, "impl": "sm90"},
+        {"causal": True, "dims": (128, 64)},
+    ]  # fmt: skip
+    for i, options in enumerate(others):
+        Call(102 + i, **options).make()
+        assert gpu.full == 2 + i, options
+
+
+def test_lengths_that_come_again_are_recorded_and_replayed(gpu):
+    Call(100).make()
+    made = Call(200)
+    made.make()
+    assert gpu.full == 1 and not replay._DENSE
+    made.make()
+    assert gpu.full == 2 and len(replay._DENSE) == 1
+
+
+def test_wrong_shapes_reach_the_checks(gpu):
+    Call(100).make()
+    made = Call(101)
+    made.k = made.k[:, :, :50]
+    with pytest.raises(InvalidInput, match="v"):
+        made.make()
+    made = Call(102, batch=2)
+    made.k, made.v = made.k[:1], made.v[:1]
+    with pytest.raises(InvalidInput, match="batch"):
+        made.make()
+
+
+def test_few_queries_are_left_to_another_kernel(gpu, monkeypatch):
+    Call(100).make()
+    asked = []
+
+    def attend(call, impl, plain):
+        asked.append(call.problem.max_q)
+        return torch.empty(1), torch.empty(1)
+
+    monkeypatch.setattr(api, "attend", attend)
+    for length in (31, 32):
+        Call(length).make()
+    assert asked == [31]
+
+
+def test_training_keeps_nothing_alive(gpu):
+    def call(length):
+        made = Call(length, causal=True)
+        for x in (made.q, made.k, made.v):
+            x.requires_grad_()
+        return made
+
+    call(100).make()
+    made = call(150)
+    out, lse = made.make()
+    assert gpu.full == 1 and out.requires_grad and lse.requires_grad
+    assert out.grad_fn.training._spec.max_q == 150
+    gc.disable()
+    try:
+        kept = weakref.ref(out)
+        del out, lse
+        assert kept() is None, "a cycle keeps the output alive"
+    finally:
+        gc.enable()
