@@ -9,8 +9,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.runtime import JITFunction
+
 import blackwell_sparsek as bsk
-from blackwell_sparsek.attention import api, replay, resize
+from blackwell_sparsek.attention import api, autograd, replay, resize, resize_backward
+from blackwell_sparsek.attention.sm90 import backward_preprocess
 from blackwell_sparsek.attention.sm90 import launch as sm90_launch
 from blackwell_sparsek.attention.sm90 import resize as sm90_resize
 from blackwell_sparsek.calls import attention as calls
@@ -32,9 +35,10 @@ def gpu(monkeypatch):
     state = SimpleNamespace(launched=[], full=0)
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(launch_replay, "_seen", {})
-    for module in (replay, resize):
+    for module in (replay, resize, resize_backward, autograd):
         monkeypatch.setattr(module, "seen_before", SEEN_BEFORE)
-    monkeypatch.setattr(resize, "raw_device", lambda: DEVICE)
+    for module in (resize, resize_backward):
+        monkeypatch.setattr(module, "raw_device", lambda: DEVICE)
     monkeypatch.setattr(sm90_resize, "raw_stream", lambda device: 0)
     empty = torch._C._dynamo.guards._empty_strided_cpu
     monkeypatch.setattr(sm90_resize, "empty_on_gpu", empty)
@@ -44,8 +48,14 @@ def gpu(monkeypatch):
     for module in (calls, sm90_launch):
         monkeypatch.setattr(module, "arch_of", lambda device: H200)
     monkeypatch.setattr(resize, "_FAMILIES", {})
-    for name in ("_DENSE", "_PACKED"):
+    monkeypatch.setattr(resize_backward, "_FAMILIES", {})
+    for name in ("_DENSE", "_PACKED", "_BACKWARD"):
         monkeypatch.setattr(replay, name, {})
+    # compiled kernels know their parameters, interpreted ones do not
+    for name in ("_attn_bwd_preprocess_kernel", "_attn_bwd_postprocess_kernel"):
+        kernel = getattr(backward_preprocess, name)
+        compiled = JITFunction(kernel.fn, **getattr(kernel, "kwargs", {}))
+        monkeypatch.setattr(backward_preprocess, name, compiled)
     noting_variants(monkeypatch, state.launched)
     attend = api.attend
 
@@ -251,3 +261,72 @@ def test_training_keeps_nothing_alive(gpu):
         assert kept() is None, "a cycle keeps the output alive"
     finally:
         gc.enable()
+
+
+def gradients(made, state, dout=None):
+    """Everything that the backward pass of a call launches, with names in place of addresses."""
+    inputs = [x.detach().requires_grad_() for x in (made.q, made.k, made.v)]
+    out = bsk.attention(*inputs, **made.options)
+    dout = torch.zeros_like(out) if dout is None else dout
+    lse = out.grad_fn.saved_tensors[4]
+    del state.launched[:]
+    got = torch.autograd.grad(out, inputs, dout)
+    given = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (*inputs, *got), strict=True))
+    given |= {"out": out, "dout": dout, "lse": lse}
+    names = {x.data_ptr(): name for name, x in given.items()}
+    noted = [[x.shape, x.stride(), x.dtype] for x in got]
+    for kernel, grid, _, values, maps in state.launched:
+        for place, (address, shape, strides) in maps.items():
+            strides = [s if n > 1 else None for s, n in zip(strides, shape, strict=True)]
+            values[place : place + 1 + 2 * len(shape)] = [address, *shape, *strides]
+        # the others are workspaces, told apart by when they first come
+        for i, x in enumerate(values):
+            if isinstance(x, int) and x > 2**40:
+                values[i] = names.setdefault(x, f"workspace {len(names)}")
+        noted.append((kernel.fn.__name__, grid, values))
+    return noted
+
+
+def counted_gradients(monkeypatch):
+    """A list with an item for each backward pass that is computed in full."""
+    compute, full = autograd.compute_backward, []
+
+    def counting(*given):
+        full.append(0)
+        return compute(*given)
+
+    monkeypatch.setattr(autograd, "compute_backward", counting)
+    return full
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "case", ["full", "causal", "one head", "many heads", "heads inside", "sliced"]
+)
+def test_gradients_are_launched_as_in_full_calls(case, deterministic, gpu, monkeypatch):
+    options = {**CASES[case], "deterministic": deterministic}
+    full = counted_gradients(monkeypatch)
+    gradients(Call(100, **options), gpu)
+    assert len(full) == 1
+    for sq, sk in ((40, 40), (700, 701), (1999, 130), (3000, 4900)):
+        made = Call(sq, sk, **options)
+        quick = gradients(made, gpu)
+        assert len(full) == 1, (sq, sk)
+        monkeypatch.setattr(launch_replay, "_seen", {})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resize_backward, "_FAMILIES", {})
+            slow = gradients(made, gpu)
+        assert full.pop() == 0 and len(full) == 1
+        assert len(quick) == 6 and quick == slow, (sq, sk)
+
+
+def test_gradients_that_differ_in_more_are_computed_in_full(gpu, monkeypatch):
+    full = counted_gradients(monkeypatch)
+    gradients(Call(100), gpu)
+    # another option, strides that 16 does not divide, a gradient that is expanded
+    gradients(Call(101, causal=True), gpu)
+    gradients(Call(102, dims=(72, 72)), gpu)
+    gradients(Call(103), gpu, torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 4, 103, 64))
+    assert len(full) == 4
+    gradients(Call(104), gpu)
+    assert len(full) == 4

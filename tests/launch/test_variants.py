@@ -212,7 +212,8 @@ def test_threads_do_not_share_memory(fake_driver, monkeypatch):
 def test_a_tensor_map_is_encoded_from_the_contiguous_dimension(fake_driver, monkeypatch):
     encoded = []
 
-    def encode(made, kind, rank, address, sizes, strides, box, steps, *rest):
+    def encode(*given):
+        made, kind, rank, address, sizes, strides, box, _, *rest = [x.value for x in given]
         read = [ctypes.c_uint64.from_address(sizes + 8 * i).value for i in range(rank)]
         walked = [ctypes.c_uint64.from_address(strides + 8 * i).value for i in range(rank - 1)]
         tile = [ctypes.c_uint32.from_address(box + 4 * i).value for i in range(rank)]
@@ -229,13 +230,13 @@ def test_a_tensor_map_is_encoded_from_the_contiguous_dimension(fake_driver, monk
     x = torch.empty(6, 16, dtype=torch.bfloat16)
     args = (tensor_descriptor(x[:, :8], (4, 8)), 3, 0.5, "c")
     variants.find_variant(kernel, args, 1, {}).launch(1, 0)
-    assert encoded == [(0, 9, 2, x.data_ptr(), [8, 6], [32], [8, 4], (0, 3, 2, 0))]
+    assert encoded == [(0, 9, 2, x.data_ptr(), [8, 6], [32], [8, 4], [0, 3, 2, 0])]
 
 
 @pytest.mark.parametrize(("rows", "cleared"), [(6, True), (4096 * 64, False)])
 def test_maps_of_small_tensors_on_drivers_that_fetch_too_much(monkeypatch, rows, cleared):
     def encode(made, *rest):
-        ctypes.c_uint64.from_address(made + 8).value = 2**64 - 1
+        ctypes.c_uint64.from_address(made.value + 8).value = 2**64 - 1
         return 0
 
     monkeypatch.setattr(driver, "_encode_function", lambda: encode)

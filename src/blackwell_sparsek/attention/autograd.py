@@ -38,6 +38,7 @@ from .op import (
     run_backward,
 )
 from .replay import bound, forward_lists, gradient_options, recorded_gradients
+from .resize_backward import gradient_recorder, resized_gradients
 
 
 def attend(call: AttentionCall, impl: str, plain: bool = False) -> Tensors:
@@ -148,18 +149,24 @@ class TrainingCall:
         q, k, v, out, lse, cu_q, cu_k, sinks = saved
         if dout is None:
             dout = torch.zeros_like(out)
-        stream = None if self._spec.block_mask is None else stream_of(q)
+        mask, impl = self._spec.block_mask, _backward_impl(self._impl)
+        stream = None if mask is None else stream_of(q)
         found = described(needs, (dout, q, k, v, out, dlse, lse), stream, below_autocast=True)
+        options = gradient_options(self._spec, sinks is not None, self._deterministic, impl)
+        tensors = (dout, out, lse, q, k, v)
         if found is not None:
             key, addresses = found.key, found.addresses
             launches = self._gradients.get(key)
             if launches is None:
-                launches = self._gradient_launches(key, sinks)
+                launches = self._gradient_launches(key, options)
             if launches is not None:
                 return launches(addresses)
+            made = resized_gradients(found, options, tensors) if mask is None else None
+            if made is not None:
+                return made
         first = found is not None and not seen_before(found.key)
         spec = self._spec._replace(sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-        call, impl = AttentionCall(q, k, v, spec, self._deterministic), _backward_impl(self._impl)
+        call = AttentionCall(q, k, v, spec, self._deterministic)
         # with gradients enabled, the operator makes a double backward raise; modes must see it too
         incoming = (dout,) if dlse is None else (dout, dlse)
         if (
@@ -167,18 +174,18 @@ class TrainingCall:
             or not is_plain_call((*incoming, q, k, v))
             or any(map(is_in_older_batch, incoming))
         ):
-            options = operator_options(call, for_gradients=True)
-            return attn_bwd(dout, dlse, q, k, v, out, lse, *options, list(needs), impl)
-        compute = compute_backward if first else run_backward
-        return compute(call, dout, dlse, out, lse, needs, impl)
+            flat = operator_options(call, for_gradients=True)
+            return attn_bwd(dout, dlse, q, k, v, out, lse, *flat, list(needs), impl)
+        if not first:
+            return run_backward(call, dout, dlse, out, lse, needs, impl)
+        with gradient_recorder(found, options, call, tensors) as recorder:
+            return recorder.keep(compute_backward(call, dout, dlse, out, lse, needs, impl))
 
-    def _gradient_launches(self, key: Any, sinks: torch.Tensor | None) -> Launches | None:
+    def _gradient_launches(self, key: Any, options: tuple[Any, ...]) -> Launches | None:
         """The launches recorded for gradients with this key, bound to the mask, or None."""
         mask = self._spec.block_mask
         recorded = self._of_kind.get(key)
         if recorded is None:
-            impl = _backward_impl(self._impl)
-            options = gradient_options(self._spec, sinks is not None, self._deterministic, impl)
             recorded = recorded_gradients(key, options, mask)
             if recorded is None:
                 return None

@@ -126,9 +126,10 @@ def _given(found: Described, options: tuple[Any, ...]) -> _Given | None:
     )
     if not offsets:
         batch, _, max_q, _ = shape_q
-        if shape_k[0] != batch:
+        batch_k, _, max_k, _ = shape_k
+        if batch_k != batch:
             return None
-        return _Given(family, ResizedCall(*tensors, at_sinks, 0, 0, batch, max_q, shape_k[2]))
+        return _Given(family, ResizedCall(*tensors, at_sinks, 0, 0, batch, max_q, max_k))
     cu_q, cu_k = offsets[0], offsets[1] or offsets[0]
     at_cu_q, at_cu_k = at_offsets[0], at_offsets[1] or at_offsets[0]
     _, max_q, max_k, *_ = options

@@ -7,6 +7,7 @@ release.
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
+from operator import mul
 from struct import Struct
 from typing import Any
 
@@ -66,14 +67,21 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+# The types of the arguments of cuTensorMapEncodeTiled: the map; type, rank, address, sizes and
+# strides of the tensor; the box, its steps, and four enumerations.
+_ENCODE_TYPES: tuple[Any, ...] = (
+    *(ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+    *(ctypes.c_void_p, ctypes.c_void_p),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+)
+_BASE = 3
+
+
 @cache
 def _encode_function() -> Any:
     function = _library().cuTensorMapEncodeTiled
-    address, enum = ctypes.c_void_p, ctypes.c_int
-    function.argtypes = [
-        *(address, enum, ctypes.c_uint32, address, address, address, address, address),
-        *(enum, enum, enum, enum),
-    ]
+    function.argtypes = _ENCODE_TYPES
     return function
 
 
@@ -137,14 +145,13 @@ _MapMemory = ctypes.c_char * (_MAP_BYTES + _ALIGNMENT + _SIZES_BYTES)
 class TensorMap:
     """One encoded tensor map: 128 bytes at an address that is a multiple of 64."""
 
-    __slots__ = ("address", "memory", "sizes")
+    __slots__ = ("address", "arguments", "memory")
 
     def __init__(self) -> None:
         self.memory = _MapMemory()
-        start = _address(self.memory)
-        self.address = (start + _ALIGNMENT - 1) & -_ALIGNMENT
-        # where its encoder puts the sizes that the driver reads
-        self.sizes = start + _MAP_BYTES + _ALIGNMENT
+        self.address = (_address(self.memory) + _ALIGNMENT - 1) & -_ALIGNMENT
+        # those of its encoder, kept for the next tensor that it encodes here
+        self.arguments: tuple[Any, ...] | None = None
 
 
 class TensorMapEncoder:
@@ -166,7 +173,8 @@ class TensorMapEncoder:
         self._steps = (ctypes.c_uint32 * rank)(*[1] * rank)
         self._pack: Callable[..., None] = Struct(f"={2 * rank - 1}Q").pack_into
         # no interleaving; elements out of bounds are zero
-        self._tile = (_address(self._box), _address(self._steps), 0, swizzle, _L2_128B, 0)
+        tile = (_address(self._box), _address(self._steps), 0, swizzle, _L2_128B, 0)
+        self._tile = tuple(kind(x) for kind, x in zip(_ENCODE_TYPES[6:], tile, strict=True))
 
     def __call__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> TensorMap:
         """The map of a tensor at `address`, strides in elements."""
@@ -177,14 +185,15 @@ class TensorMapEncoder:
     def encode(
         self, made: TensorMap, address: int, shape: Sequence[int], strides: Sequence[int]
     ) -> None:
-        """Write the map of a tensor into the memory of `made`."""
-        element, rank, sizes = self._element, self._rank, made.sizes
+        """Write the map of a tensor into the memory of `made`, which is this encoder's alone."""
+        if made.arguments is None:
+            made.arguments = self._arguments(made)
+        arguments, element = made.arguments, self._element
+        arguments[_BASE].value = address
         # the contiguous dimension comes first, and has no stride
         _, *steps = [element * stride for stride in reversed(strides)]
         self._pack(made.memory, _MAP_BYTES + _ALIGNMENT, *reversed(shape), *steps)
-        code = _encode_function()(
-            *(made.address, self._data_type, rank, address, sizes, sizes + 8 * rank), *self._tile
-        )
+        code = _encode_function()(*arguments)
         if code:
             raise RuntimeError(
                 f"cuTensorMapEncodeTiled failed: {_message(code)} (address {address:#x}, shape "
@@ -194,11 +203,13 @@ class TensorMapEncoder:
             word = ctypes.c_uint64.from_address(made.address + 8)
             word.value &= ~_SMALL_TENSOR_BIT
 
+    def _arguments(self, made: TensorMap) -> tuple[Any, ...]:
+        """Arguments of cuTensorMapEncodeTiled as C values: converting them takes half of a call."""
+        sizes = _address(made.memory) + _MAP_BYTES + _ALIGNMENT
+        tensor = (made.address, self._data_type, self._rank, 0, sizes, sizes + 8 * self._rank)
+        return (*(kind(x) for kind, x in zip(_ENCODE_TYPES, tensor, strict=False)), *self._tile)
+
     def _is_small(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
         """Whether the tensor spans few bytes."""
-        left = _SMALL_TENSOR // self._element - 1
-        for size, stride in zip(shape, strides, strict=True):
-            left -= (size - 1) * stride
-            if left <= 0:
-                return False
-        return True
+        span = sum(map(mul, shape, strides)) - sum(strides) + 1
+        return span * self._element < _SMALL_TENSOR

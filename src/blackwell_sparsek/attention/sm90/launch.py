@@ -31,7 +31,6 @@ from .backward_preprocess import (
 from .backward_shared import WorkPointers
 from .backward_split import _attn_bwd_dkdv_sm90_kernel, _attn_bwd_dq_sm90_kernel
 from .config import (
-    QUERY_PADDING,
     SUM_COLUMNS,
     AttnBwdDqSm90Config,
     AttnBwdSm90Config,
@@ -40,7 +39,13 @@ from .config import (
 from .dq_order import Columns, DqOrder, Walk, dq_order
 from .forward import _attn_fwd_sm90_kernel
 from .forward_producer import Workspace
-from .schedule import forward_schedule, forward_work_tiles
+from .schedule import (
+    BackwardSchedule,
+    backward_schedule,
+    forward_schedule,
+    forward_work_tiles,
+    padded_queries,
+)
 from .tuning import (
     attn_bwd_dkdv_config,
     attn_bwd_dkdv_raster_group,
@@ -248,7 +253,7 @@ def launch_attn_bwd_sm90(
     operands, mask = kernel_operands(given), transposed_mask(spec.block_mask)
     q_len, kv_len = operands.lengths
     batch_heads = operands.batch * operands.heads.q
-    padded = cdiv(q_len, QUERY_PADDING) * QUERY_PADDING
+    padded = padded_queries(q_len)
     lse_log2, delta = (scratch((batch_heads, padded), torch.float32, q.device) for _ in range(2))
     sums = scratch((batch_heads, padded, config.TILE_D), torch.float32, q.device)
     semaphores = None
@@ -261,12 +266,11 @@ def launch_attn_bwd_sm90(
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
         kv_batch_heads = batch_heads // operands.heads.group_size
-        work_tiles = kv_batch_heads * cdiv(kv_len, config.tile_n)
-        programs, planned = arch_of(q.device).num_sms, visits is not None
-        programs = programs if planned else min(programs, work_tiles)
-        # ordered, work tiles come from the counter whatever their number
-        counted = not planned and (work_tiles > programs or config.ORDERED)
-        counter = scratch((1,), torch.int32, q.device, zero=counted)
+        sms, planned = arch_of(q.device).num_sms, visits is not None
+        schedule = backward_schedule(config, sms, kv_batch_heads, kv_len)
+        if planned:
+            schedule = BackwardSchedule(sms, counted=False)
+        counter = scratch((1,), torch.int32, q.device, zero=schedule.counted)
         args = (
             tensor_descriptor(sums.view(batch_heads, -1, SUM_COLUMNS), config.dq_block()),
             _backward_descriptor(dk, config.k_block()),
@@ -293,7 +297,7 @@ def launch_attn_bwd_sm90(
         options |= hopper_options()
         # planned programs wait for each other: all of them have to be resident
         options["launch_cooperative_grid"] = planned
-        launch(_attn_bwd_sm90_kernel, programs, args, **options)
+        launch(_attn_bwd_sm90_kernel, schedule.programs, args, **options)
         if dq is not None:
             block_q = max(config.BLOCK_Q, ROW_TILE)
             launch_attn_bwd_postprocess(dq, sums, semaphores, block_q, float(spec.scale))
@@ -321,7 +325,7 @@ def launch_attn_bwd_terms(call: BackwardCall) -> RowTerms:
     """What both kernels read about each query."""
     lse = call.lse
     batch_heads = lse.shape[0] * lse.shape[1]
-    padded = cdiv(lse.shape[2], QUERY_PADDING) * QUERY_PADDING
+    padded = padded_queries(lse.shape[2])
     lse_log2, delta = (scratch((batch_heads, padded), torch.float32, lse.device) for _ in range(2))
     with on_device_of(lse):
         launch_attn_bwd_preprocess(lse_log2, delta, None, None, call.out, call.dout, lse, call.dlse)

@@ -1,23 +1,29 @@
-"""Launches of the Hopper forward kernel made again with other lengths."""
+"""Launches of the Hopper kernels made again with other lengths."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from ...calls.attention import AttnProblem, AttnSpec, ResizedCall, lse_dtype
 from ...core.compat import empty_on_gpu, raw_stream
+from ...device.records import Strides
 from ...launch.descriptors import packed_sizes
 from ...launch.recording import Launch
 from ...launch.resize import MapSource, ResizableLaunch
-from ...launch.workspace import counters_of_stream
+from ...launch.workspace import counters_of_stream, zeroed_counters
 from ...masks.band import EVERYTHING
-from .config import AttnFwdSm90Config
-from .schedule import forward_schedule, forward_work_tiles
+from ..operands import token_strides
+from .backward_preprocess import ROW_TILE
+from .config import SUM_COLUMNS, AttnBwdSm90Config, AttnFwdSm90Config
+from .schedule import backward_schedule, forward_schedule, forward_work_tiles, padded_queries
 from .tuning import (
-    attn_fwd_sm90_config,
+    attn_bwd_sm90_passed_over,
+    attn_bwd_sm90_raster_group,
     attn_fwd_sm90_lengths_unsupported,
     attn_fwd_sm90_passed_over,
     attn_fwd_sm90_raster_group,
+    new_attn_fwd_sm90_config,
 )
 
 # Parameters of the kernel that every launch sets anew.
@@ -67,7 +73,7 @@ class ForwardLaunches:
         problem = self._problem.with_lengths(batch, max_q, max_k, tokens)
         if attn_fwd_sm90_lengths_unsupported(problem) or attn_fwd_sm90_passed_over(problem):
             return None
-        config = attn_fwd_sm90_config(problem)
+        config = new_attn_fwd_sm90_config(problem)
         launch = self._launches.get(id(config))
         if launch is None:
             return None
@@ -104,6 +110,119 @@ class ForwardLaunches:
         return out, lse
 
 
+# The same for the kernels of the backward.
+_PREPROCESS = (
+    "lse_log2_ptr", "delta_ptr", "out_ptr", "dout_ptr", "lse_ptr", "q_len", "padded",
+    *(f"{x}_strides.{part}" for x in ("out", "dout") for part in Strides._fields),
+)  # fmt: skip
+_BACKWARD = ("work_ptrs.counter", "q_len", "kv_len", "num_batch_heads", "raster_group")
+_POSTPROCESS = (
+    "dq_ptr", "sums_ptr", "q_len", "padded", *(f"dq_strides.{part}" for part in Strides._fields),
+)  # fmt: skip
+
+
+class BackwardLaunches:
+    """The three launches of dense gradients without a mask, for calls that differ in lengths.
+
+    Parameters
+    ----------
+    problem : of one of these calls
+    device : of all of them
+    launches : what it launched: preprocess, backward, postprocess
+    """
+
+    def __init__(self, problem: AttnProblem, device: torch.device, launches: Sequence[Launch]):
+        self._problem = problem
+        self._device = device
+        preprocess, backward, postprocess = launches
+        self._config: AttnBwdSm90Config = backward.args[-1]
+        # unordered, the preprocess zeroes the sums; ordered, the semaphores
+        zeroed = "semaphores_ptr" if self._config.ORDERED else "sums_ptr"
+        ordered = self._config.ORDERED
+        self._preprocess = ResizableLaunch(preprocess, (*_PREPROCESS, zeroed))
+        self._backward = ResizableLaunch(
+            backward, (*_BACKWARD, *(("work_ptrs.semaphore",) if ordered else ()))
+        )
+        self._postprocess = ResizableLaunch(
+            postprocess, (*_POSTPROCESS, *(("semaphores_ptr",) if ordered else ()))
+        )
+
+    def run(
+        self,
+        dout: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Gradients of q, k and v, or None if the kernels do not run such a call.
+
+        The device is current; TMA takes all tensors, and 16 divides the strides of dout and out.
+        """
+        batch, heads, q_len, _ = q.shape
+        kv_len, kv_batch_heads = k.shape[2], batch * k.shape[1]
+        problem = self._problem.with_lengths(batch, q_len, kv_len, None)
+        if attn_fwd_sm90_lengths_unsupported(problem) or attn_bwd_sm90_passed_over(problem):
+            return None
+        config, ordered = self._config, self._config.ORDERED
+        schedule = backward_schedule(config, problem.arch.num_sms, kv_batch_heads, kv_len)
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        dq, dk, dv = gradients
+        stream, capturing = raw_stream(self._device.index), torch.cuda.is_current_stream_capturing()
+
+        padded = padded_queries(q_len)
+        rows = batch * heads * padded
+        row_bytes, sums_bytes = 4 * rows, 4 * rows * config.TILE_D
+        # One allocation: 16 divides all addresses, since 128 divides `padded`. There are two
+        # semaphores of 4 bytes for 64 rows.
+        sizes = (row_bytes, row_bytes, sums_bytes, rows // 8, 4)
+        memory = empty_on_gpu((sum(sizes),), (1,), torch.uint8)
+        lse_log2, delta, sums, semaphores, counter = accumulate(
+            sizes[:-1], initial=memory.data_ptr()
+        )
+        owner = memory
+        if schedule.counted:
+            counter, owner = zeroed_counters(1, self._device, stream, capturing)
+
+        row_tiles = rows // ROW_TILE
+        strides = (*token_strides(out), *token_strides(dout))
+        self._preprocess.run(
+            row_tiles,
+            stream,
+            [
+                *(lse_log2, delta, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), q_len, padded),
+                *(*strides, semaphores if ordered else sums),
+            ],
+            (),
+        )
+        values = [
+            *(counter, q_len, kv_len, kv_batch_heads),
+            attn_bwd_sm90_raster_group(problem),
+        ]
+        order = [semaphores] if ordered else []
+        columns = padded * config.TILE_D // SUM_COLUMNS
+        tensors = [
+            MapSource(
+                sums,
+                (batch * heads, columns, SUM_COLUMNS),
+                (padded * config.TILE_D, SUM_COLUMNS, 1),
+            ),
+            *(_source(x) for x in (dk, dv, dout, q, k, v)),
+            *(MapSource(at, (batch * heads, padded), (padded, 1)) for at in (lse_log2, delta)),
+        ]
+        self._backward.run(schedule.programs, stream, values + order, tensors)
+        values = [dq.data_ptr(), sums, q_len, padded, *token_strides(dq), *order]
+        self._postprocess.run(row_tiles, stream, values, ())
+        # until here nobody else may have the memory
+        del memory, owner
+        return dq, dk, dv
+
+
+def _source(x: torch.Tensor) -> MapSource:
+    return MapSource(x.data_ptr(), x.shape, x.stride())
+
+
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
@@ -115,7 +234,9 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 def out_layout(q: MapSource, dim_v: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of the output for such queries, as `empty_out` makes it."""
     shape = (*q.shape[:-1], dim_v)
-    if len(shape) == 4 and q.strides[1] < q.strides[2]:
+    if len(shape) == 4:
         _, heads, rows, _ = shape
-        return shape, (rows * heads * dim_v, dim_v, heads * dim_v, 1)
+        _, head_stride, row_stride, _ = q.strides
+        if head_stride < row_stride:
+            return shape, (rows * heads * dim_v, dim_v, heads * dim_v, 1)
     return shape, _contiguous(shape)

@@ -110,6 +110,11 @@ def attn_fwd_sm90_passed_over(problem: AttnProblem) -> str | None:
 @lru_cache(maxsize=1024)
 def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
     """Tiles of a problem that `attn_fwd_sm90_unsupported` accepts."""
+    return new_attn_fwd_sm90_config(problem)
+
+
+def new_attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
+    """The same for lengths that no cache has, and none should keep."""
     tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.head_dim_v))
     block_q, block_kv = problem.mask_block or (None, None)
     if block_q is not None:

@@ -1,0 +1,133 @@
+"""Gradients of dense calls without a mask that differ only in their lengths from earlier ones.
+
+The counterpart of `resize` for the backward pass.
+"""
+
+from typing import Any
+
+import torch
+
+from ..calls.attention import AttentionCall
+from ..core.compat import raw_device
+from ..launch.recording import recording
+from ..launch.replay import (
+    NO_RECORDER,
+    Cache,
+    Described,
+    Recorder,
+    Tensors,
+    keep,
+    kept,
+    may_record,
+    seen_before,
+)
+from .sm90.config import AttnBwdSm90Config
+
+# Launches by all that gradients depend on but for lengths.
+_FAMILIES: Cache = {}
+# Which inputs want a gradient: q, k and v, no sinks.
+_NEEDS = (True, True, True, False)
+
+
+def resized_gradients(
+    found: Described, options: tuple[Any, ...], tensors: Tensors
+) -> Tensors | None:
+    """Gradients of q, k, v and of no sinks; None if they must be computed in full.
+
+    Parameters
+    ----------
+    found : what `described` gave for (dout, q, k, v, out, dlse, lse)
+    options : those of `replay.gradient_options`
+    tensors : dout, out, lse, q, k and v
+    """
+    family = _family(found, options) if _FAMILIES else None
+    launches = None if family is None else kept(_FAMILIES, family)
+    if launches is None or tensors[0].get_device() != raw_device():
+        return None
+    if seen_before(found.key, note=False):
+        return None
+    gradients = launches.run(*tensors)
+    if gradients is None:
+        return None
+    seen_before(found.key)
+    return (*gradients, _NOTHING)
+
+
+_NOTHING = torch.empty(0)
+
+
+def _family(found: Described, options: tuple[Any, ...]) -> Any:
+    """What gradients depend on but for lengths; None if they must be computed in full."""
+    needs = found.key[0]
+    dout, q, k, v, out, dlse, lse = found.tensors
+    if needs != _NEEDS or dlse is not None:
+        return None
+    if dout is None or q is None or k is None or v is None or out is None or lse is None:
+        return None
+    shape_q, strides_q, dtype, device, _ = q
+    shape_k, strides_k, *_ = k
+    shape_v, strides_v, *_ = v
+    if len(shape_q) != 4 or 0 in shape_q or 0 in shape_k:
+        return None
+    _, strides_dout, dtype_dout, *_ = dout
+    _, strides_out, *_ = out
+    # the kernels around the backward are specialised on strides that 16 divides
+    if not (_steps_of(strides_dout, 16) and _steps_of(strides_out, 16)):
+        return None
+    if not (_steps_of(strides_q, 8) and _steps_of(strides_k, 8) and _steps_of(strides_v, 8)):
+        return None
+    _, heads, rows, head_dim = shape_q
+    *_, head_dim_v = shape_v
+    _, strides_lse, *_ = lse
+    if (head_dim | head_dim_v) & 15 or strides_lse != (heads * rows, rows, 1):
+        return None
+    return (options, dtype, device, dtype_dout, heads, shape_k[1], head_dim, head_dim_v)
+
+
+# Strides in elements of 16 bits.
+_MOST_STRIDE = 2**30
+
+
+def _steps_of(strides: tuple[int, ...], step: int) -> bool:
+    """Whether TMA takes these strides, and `step` divides all but the last."""
+    *outer, last = strides
+    for stride in outer:
+        if stride % step or not 0 < stride < _MOST_STRIDE:
+            return False
+    return last == 1
+
+
+class _FamilyRecorder(Recorder):
+    """Keeps the launches of gradients for calls with other lengths."""
+
+    def __init__(self, family: Any, call: AttentionCall):
+        super().__init__(None)
+        self._family, self._call = family, call
+        self._recording = recording()
+
+    def keep(self, results: Tensors) -> Tensors:
+        """Learn from the launches that computed `results`, if they can be resized."""
+        record, launches, call = self._record, self._record.launches, self._call
+        three = record.complete and len(launches) == 3 and not record.derived
+        if three and isinstance(launches[1].args[-1], AttnBwdSm90Config):
+            # with kernels, which are imported when they are first needed
+            from .sm90.resize import BackwardLaunches
+
+            made = BackwardLaunches(call.problem, call.q.device, launches)
+            keep(_FAMILIES, self._family, made)
+        return results
+
+
+def gradient_recorder(
+    found: Described | None, options: tuple[Any, ...], call: AttentionCall, tensors: Tensors
+) -> Recorder:
+    """Records gradients that are computed in full, for calls with other lengths."""
+    spec = call.spec
+    if found is None or spec.block_mask is not None or spec.is_varlen:
+        return NO_RECORDER
+    dout, out, lse, q, k, v = tensors
+    recordable = may_record(options, (dout, out, q, k, v), (lse,))
+    family = _family(found, options) if recordable else None
+    if family is None or family in _FAMILIES:
+        return NO_RECORDER
+    return _FamilyRecorder(family, call)
