@@ -45,8 +45,17 @@ def store_part(acc_ptr, state_ptr, slot, m_log2, row_sum, acc, num_rows):
 
 @triton.jit
 def is_last(counter_ptr, num_parts):
-    """Increment the counter after this program's stores; whether all other programs came before."""
-    # the stores of all threads must come before the release by one thread
+    """Increment the counter after this program's stores; whether all other programs came before.
+
+    Memory order: one thread increments. The barrier puts the plain stores of all threads before
+    its release. Increments are read-modify-writes, so each continues the release of those before
+    it, and the last one acquires them all. Triton hands the result to the other threads through
+    shared memory and a barrier, which puts their loads after the acquire.
+
+    The reset comes after every increment of this launch, for which this program knows to be the
+    last. A later launch increments after this one has ended, or after `gdc_wait` if it started
+    early.
+    """
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
     last = before == num_parts - 1

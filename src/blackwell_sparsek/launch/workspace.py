@@ -153,7 +153,9 @@ def zeroed_counters(
 # Zeroing counters before a launch costs another launch, two microseconds in a CUDA graph. A kernel
 # that resets its counters needs them zeroed only once. Two launches that may run at the same time
 # must not share any: launches on one stream follow each other, so each stream has its own words; a
-# captured launch may be replayed on any stream, so each capture takes its own words.
+# captured launch may be replayed on any stream, so each capture takes its own words. A launch under
+# programmatic dependent launch starts before the one ahead has ended, and must not touch the words
+# before its `gdc_wait`.
 
 # Words reserved for captured launches, 4 bytes each: a launch takes one for each of its programs.
 CAPTURED_WORDS = 2**20

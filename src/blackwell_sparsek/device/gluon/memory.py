@@ -3,6 +3,12 @@
 
 Programs that call `async_atomic_add` add to a tile in any order. For ordered accumulation, a
 semaphore counts the additions: `acquire_semaphore`, `async_atomic_add`, `release_semaphore`.
+
+Memory order: TMA adds through the async proxy. Before its release a program waits until its
+additions are written, not only read from shared memory, and a proxy fence puts them before what
+follows in the generic proxy. The next program starts its addition after it has acquired that
+release. The semaphore is incremented by every program in turn, so each release is read by the one
+acquire that it is for.
 """
 
 from triton.experimental import gluon

@@ -55,7 +55,8 @@ def claim(counter_ptr, programs, total):
     Every program claims once for each tile that it has, so the last of all claims has a known
     number, and the program that made it resets the counter. The atomic is relaxed because only the
     number is handed over: an ordered one would wait for all memory accesses of the warp and
-    invalidate its L1.
+    invalidate its L1. The reset is a plain store: it follows the last claim in the order of this
+    one address, and claims of a later launch come after this launch has ended, or after `gdc_wait`.
     """
     asked_before = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     if asked_before == total - 1:

@@ -218,6 +218,11 @@ def _schedule_pairs(counter_ptr, bars, total, CFG: gl.constexpr):
 
     It works in the first program of the cluster. Producers know their first tile, and receive the
     number of another one after each that they finish.
+
+    Memory order: a number comes with the transaction that completes the phase of the `sent` barrier
+    of its program, so whoever waits there sees it. There is room for one number. The scheduler
+    sends the next when both producers have arrived at its `read` barrier, which they do after they
+    have loaded the last.
     """
     cluster_barrier()
     sent: gl.constexpr = CFG.sent_bar
