@@ -1,4 +1,4 @@
-"""What every rank checks of `bsk.distributed.attention`; run by test_attention.py."""
+"""What every rank checks of `bsk.distributed.attention`; run by test_ranks.py."""
 
 import copy
 import itertools

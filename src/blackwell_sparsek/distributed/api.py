@@ -26,7 +26,7 @@ from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..masks.band import EVERYTHING, Band, band_of
 from ..masks.block_mask import BlockMask
 from ..masks.packed import check_cu_seqlens
-from .group import Members, agree, check_same, members_of
+from .group import Members, agree_once, check_same, members_of
 from .heads import Exchanger, mask_of_heads, split_heads, to_heads, to_sequence
 from .plan import Plan
 from .schedule import Gathered, gathered, ring_parts
@@ -203,10 +203,10 @@ class _Call(NamedTuple):
     sizes: tuple[Any, ...]
     """Shape of q and k, dtype, and which gradients are wanted."""
 
-    def key(self) -> tuple[Any, ...]:
+    def key(self, q: torch.Tensor) -> tuple[Any, ...]:
         """What the agreement of the ranks depends on, compared by identity where it is large."""
         return (
-            id(self.members.group), self.plan, self.method, _identity(self.cu_seqlens), self.band,
+            q.shape, id(self.members.group), self.plan, self.method, _identity(self.cu_seqlens), self.band,
             id(self.block_mask), self.scale, self.softcap, self.sinks is None, self.deterministic,
             self.impl, self.return_lse, self.sizes,
         )  # fmt: skip
@@ -345,8 +345,6 @@ def _scheduled(
 # Masks and schedules of earlier calls, with the tensors that their keys identify.
 _KEPT: "OrderedDict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]" = OrderedDict()
 MOST_KEPT = 64
-# Calls that all ranks of a group have agreed on, with what they said of themselves.
-_AGREED: "OrderedDict[tuple[Any, ...], tuple[_Others, Any]]" = OrderedDict()
 _checksums: "WeakKeyDictionary[BlockMask, int]" = WeakKeyDictionary()
 
 
@@ -366,24 +364,15 @@ def _remember(key: tuple[Any, ...], make: Callable[[], T], *held: Any) -> T:
 def _agreed(
     members: Members, call: "_Call | None", failure: Exception | None, q: torch.Tensor
 ) -> _Others:
-    device = torch.device("cpu")
-    if torch.distributed.get_backend(members.group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    key = None if call is None else call.key()
-    if key is not None and key in _AGREED and device.type != "cpu":
-        return _AGREED[key][0]
-    text = "" if call is None else call.text(q)
-    texts = agree(OP, members, text, failure, device)
+    key = None if call is None else call.key(q)
+    texts = agree_once(
+        OP, members, key, lambda: "" if call is None else call.text(q), failure, call
+    )
     rows = [text.split("|", 2) for text in texts]
     check_same(OP, [rest for _, _, rest in rows])
-    others = _Others(
+    return _Others(
         tuple(int(length) for length, _, _ in rows), tuple(int(heads) for _, heads, _ in rows)
     )
-    if key is not None:
-        _AGREED[key] = others, call
-        if len(_AGREED) > MOST_KEPT:
-            _AGREED.popitem(last=False)
-    return others
 
 
 def _checked_call(

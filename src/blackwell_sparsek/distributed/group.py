@@ -1,6 +1,7 @@
 """The ranks of a call: who they are, whether they agree, and the bytes they send."""
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -123,6 +124,37 @@ def agree(
                 message(op, f"rank {rank}", "has failed", "valid arguments on all ranks", content)
             )
     return [content for _, content in found]
+
+
+# Descriptions that all ranks of a group have exchanged before, and what they describe.
+_AGREED: "OrderedDict[tuple[Any, ...], tuple[list[str], Any]]" = OrderedDict()
+MOST_AGREED = 256
+
+
+def agree_once(
+    op: str,
+    members: Members,
+    key: tuple[Any, ...] | None,
+    described: Callable[[], str],
+    failure: Exception | None,
+    held: Any = None,
+) -> list[str]:
+    """`agree`, on a GPU only if this process has not done so for `key` before.
+
+    On a GPU it makes the host wait. `key` may contain ids of `held`, which is kept alive.
+    """
+    device = torch.device("cpu")
+    if dist.get_backend(members.group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+        if key is not None and key in _AGREED:
+            _AGREED.move_to_end(key)
+            return _AGREED[key][0]
+    texts = agree(op, members, "" if failure is not None else described(), failure, device)
+    if key is not None and device.type != "cpu":
+        _AGREED[key] = texts, held
+        if len(_AGREED) > MOST_AGREED:
+            _AGREED.popitem(last=False)
+    return texts
 
 
 def check_same(op: str, texts: list[str]) -> None:
