@@ -108,9 +108,11 @@ def split_layers_compute_and_differentiate_as_one(rank, world, folder):
     counts[rank] = stored
     dist.all_reduce(counts)
     assert int(counts.sum()) == sum(x.nnz_blocks for x in (plain.gate, plain.up, plain.down))
-    assert counts.max() / counts.double().mean() <= 1.05
+    # with 8 units no split is even, but runs of units are much less so; see test_linear.py
     runs = FeatureSplit.contiguous(WIDE, 16, world)
-    assert split_of(plain, world) != runs
+    ends = plain.gate.indptr[:: 8 // world].diff() + plain.up.indptr[:: 8 // world].diff()
+    unequal = ends + plain.down.weight.T.indptr[:: 8 // world].diff()
+    assert counts.max() < unequal.max() and split_of(plain, world) != runs
 
 
 @check

@@ -1,7 +1,8 @@
 """More than one GPU: sequences, heads and block-sparse weights split among ranks.
 
 Built on `torch.distributed`: process groups, `DeviceMesh` and `DTensor`. `balance` makes a `Plan`
-of who owns which tokens, `attention` computes over shards of a sequence, `attention_decode` over parts of a cache.
+of who owns which tokens; `attention` computes over shards of a sequence, `attention_decode` over
+parts of a cache; `ColwiseBSR` and `RowwiseBSR` split block-sparse layers.
 """
 
 from ..masks.band import Band

@@ -206,9 +206,9 @@ class _Call(NamedTuple):
     def key(self, q: torch.Tensor) -> tuple[Any, ...]:
         """What the agreement of the ranks depends on, compared by identity where it is large."""
         return (
-            q.shape, id(self.members.group), self.plan, self.method, _identity(self.cu_seqlens), self.band,
-            id(self.block_mask), self.scale, self.softcap, self.sinks is None, self.deterministic,
-            self.impl, self.return_lse, self.sizes,
+            q.shape, id(self.members.group), self.plan, self.method, self.band,
+            _identity(self.cu_seqlens), id(self.block_mask), self.scale, self.softcap,
+            self.sinks is None, self.deterministic, self.impl, self.return_lse, self.sizes,
         )  # fmt: skip
 
     def text(self, q: torch.Tensor) -> str:
