@@ -3,7 +3,7 @@
 import heapq
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -349,8 +349,8 @@ def balance(
     Work is the number of kept blocks of the queries of a tile, over batch and heads. Each rank gets
     the same number of tiles, give or take one, because the layers between attention cost the same
     for every token. Of contiguous runs, zigzag (run i with run `2 * world_size - 1 - i`) and
-    longest first with exchanges afterwards, the first whose imbalance is at most 1.02 is taken,
-    otherwise the most even: fewer runs mean fewer keys to fetch.
+    longest first, of ever shorter runs and with exchanges afterwards, the first whose imbalance is
+    at most 1.02 is taken, otherwise the most even: fewer runs mean fewer keys to fetch.
 
     Waits for the device of a mask.
 
@@ -391,8 +391,7 @@ def balance(
         work += factor * tile_work(one, length, tile)
     costs: list[float] = work.tolist()
     best: Plan | None = None
-    for assign in (_contiguous, _zigzag, _longest_first):
-        owned = assign(costs, world_size)
+    for owned in _assignments(costs, world_size):
         loads = tuple(sum(costs[t] for t in tiles) for tiles in owned)
         plan = Plan(length, tile, tuple(tuple(sorted(tiles)) for tiles in owned), loads)
         if best is None or plan.imbalance < best.imbalance:
@@ -457,6 +456,20 @@ def _weights(op: str, weights: Any, count: int) -> list[float]:
         expected = f"{count} finite numbers >= 0"
         raise InvalidInput(message(op, "weights", "do not fit", expected, found))
     return found
+
+
+def _assignments(costs: Sequence[float], ranks: int) -> Iterator[list[list[int]]]:
+    """Tiles of each rank in several ways, from few runs of tiles per rank to many."""
+    yield _contiguous(costs, ranks)
+    yield _zigzag(costs, ranks)
+    for runs in (2, 4, 8, 16, 32):
+        length, rest = divmod(len(costs), ranks * runs)
+        if rest == 0 and length > 1:
+            ends = range(0, len(costs) + 1, length)
+            work = [sum(costs[start:end]) for start, end in pairwise(ends)]
+            owned = _longest_first(work, ranks)
+            yield [[t for run in mine for t in range(ends[run], ends[run + 1])] for mine in owned]
+    yield _longest_first(costs, ranks)
 
 
 def _contiguous(costs: Sequence[float], ranks: int) -> list[list[int]]:
