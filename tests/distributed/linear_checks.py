@@ -232,6 +232,38 @@ def fully_sharded_on_a_second_dimension(rank, world, folder):
 
 
 @check
+def data_parallel_on_a_second_dimension(rank, world, folder):
+    mesh = dist.init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    plain = MLP()
+    model = parallel(copy.deepcopy(plain), mesh["tp"])
+    replica = nn.parallel.DistributedDataParallel(model, device_mesh=mesh["dp"])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (replica, plain)]
+    at, shares = mesh.get_local_rank("dp"), world // 2
+    for step in range(2):
+        x = normal(2 * shares, HIDDEN, seed=step)
+        out = replica(x[2 * at : 2 * at + 2])
+        expected = plain(x)
+        torch.testing.assert_close(out, expected[2 * at : 2 * at + 2])
+        out.square().mean().backward()
+        expected.square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = replica.module.state_dict()
+    saved = {name: x.clone() for name, x in found.items() if not name.startswith("dense")}
+    for name, x in saved.items():
+        torch.testing.assert_close(x, plain.state_dict()[name])
+    before = list(replica.parameters())
+    with torch.no_grad():
+        for parameter in before:
+            parameter.zero_()
+    replica.module.load_state_dict(saved, strict=False)
+    assert all(a is b for a, b in zip(before, replica.parameters(), strict=True))
+    again = replica.module.state_dict()
+    assert all(torch.equal(again[name], x) for name, x in saved.items())
+
+
+@check
 def checkpoints_load_into_other_numbers_of_ranks(rank, world, folder):
     mesh = dist.init_device_mesh("cpu", (world,))
     trained = MLP(seed=0)

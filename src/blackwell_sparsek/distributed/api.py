@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -110,9 +111,10 @@ def attention(
     Sums over ranks run in fp32 in the order of the ranks, so results are the same bits in every
     run whenever those of the local kernels are (`deterministic`).
 
-    Ranks compare their arguments before they exchange data, on a CPU in every call and on a GPU in
-    the first call with new sizes or options: if one has failed or differs, all raise. A rank that
-    fails later, or does not call at all, ends the others by the timeout of the process group.
+    Ranks compare their arguments before they exchange data: if one has failed or differs, all
+    raise. They do so in every call if the group has a backend for the CPU, such as gloo, and
+    otherwise, since the host has to wait for it, in the first call with new sizes or options. A
+    rank that fails later, or does not call at all, ends the others by the timeout of the group.
 
     Masks of shards are made on the CPU in the first call with a plan, mask and options, and kept
     for later ones; a mask or `cu_seqlens` on a GPU is copied for this, which waits.
@@ -225,13 +227,15 @@ class _Call(NamedTuple):
 
     def attend_alone(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         """The call in a group of one: nothing to exchange."""
-        return self._whole(q, k, v, self.plan or _runs((q.shape[2],), self.block_mask), None)
+        if self.block_mask is not None:
+            self._check_mask(q, q.shape[2], q.shape[1])
+        return self._whole(q, k, v, (q.shape[2],), None)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: _Others) -> Any:
         """The call on one of several ranks; arguments that differ have been refused."""
         if self.method == "heads":
             return self._of_heads(q, k, v, others)
-        plan = self.plan or _runs(others.lengths, self.block_mask)
+        plan = self.plan or _runs(others.lengths, self.block_mask is not None)
         self._check_mask(q, plan.seq_length, q.shape[1])
         shapes = Shapes.of(q, k, v)
         visible = self._visible(plan)
@@ -264,10 +268,9 @@ class _Call(NamedTuple):
         ends = [*accumulate(others.heads)]
         end = ends[self.members.rank]
         span = (end - q.shape[1], end)
-        plan = self.plan or _runs((q.shape[2],), self.block_mask)
         self._check_mask(q, q.shape[2], ends[-1])
-        check_sinks_of(self.sinks, q, ends[-1])
-        return self._whole(q, k, v, plan, span)
+        _check_sinks_of_all(self.sinks, q, ends[-1])
+        return self._whole(q, k, v, (q.shape[2],), span)
 
     def _ulysses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Any:
         heads = q.shape[1]
@@ -276,7 +279,7 @@ class _Call(NamedTuple):
         exchanger = self._kept(key, lambda: Exchanger.of(self.members, plan, q.device))
         q = to_heads(q, exchanger, spans.q)
         k, v = (to_heads(x, exchanger, spans.kv) for x in (k, v))
-        out, lse = self._whole(q, k, v, plan, spans.q[self.members.rank])
+        out, lse = self._whole(q, k, v, (plan.seq_length,), spans.q[self.members.rank])
         out = to_sequence(out, exchanger, spans.q, heads)
         if self.return_lse:
             lse = to_sequence(lse.unsqueeze(-1), exchanger, spans.q, heads).squeeze(-1)
@@ -287,21 +290,21 @@ class _Call(NamedTuple):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        plan: Plan,
+        lengths: tuple[int],
         span: tuple[int, int] | None,
     ) -> Any:
         """`bsk.attention` on whole sequences; `span` are this rank's query heads, None for all."""
         mask, band, sinks = self.block_mask, self.band, self.sinks
         if self.cu_seqlens is not None:
-            visible = self._visible(plan)
-            mask, band = self._kept(("whole", plan), visible.whole), EVERYTHING
+            visible = self._visible(_runs(lengths, self.block_mask is not None))
+            mask, band = self._kept(("whole", lengths), visible.whole), EVERYTHING
         if mask is not None:
             whole, device = mask, q.device
 
             def own_heads() -> BlockMask:
                 return (mask_of_heads(whole, span) if span else whole).to(device)
 
-            mask = self._kept(("heads", span, plan, device), own_heads)
+            mask = self._kept(("heads", span, lengths, device), own_heads)
         if sinks is not None and span is not None:
             sinks = sinks[slice(*span)]
         return attend_whole(
@@ -416,7 +419,7 @@ def _checked_call(
     )  # fmt: skip
 
 
-def check_sinks_of(sinks: torch.Tensor | None, q: torch.Tensor, heads: int) -> None:
+def _check_sinks_of_all(sinks: torch.Tensor | None, q: torch.Tensor, heads: int) -> None:
     """Sinks of all heads, of which this rank has some."""
     if sinks is not None:
         check_sinks(OP, sinks, q.new_empty(1).expand(1, heads, 1, 1))
@@ -437,7 +440,8 @@ def _check_plan(plan: Any, members: Members, method: str, q: torch.Tensor) -> No
         raise InvalidInput(message(OP, "q", "has a wrong length", expected, q.shape[2]))
 
 
-def _runs(lengths: tuple[int, ...], block_mask: BlockMask | None) -> Plan:
+@lru_cache(maxsize=64)
+def _runs(lengths: tuple[int, ...], for_mask: bool) -> Plan:
     """The plan of runs of tokens with these lengths, in the order of the ranks."""
     bounds = [0, *accumulate(lengths)]
     inner = [bound for bound in bounds[:-1] if bound < bounds[-1]]
@@ -452,8 +456,8 @@ def _runs(lengths: tuple[int, ...], block_mask: BlockMask | None) -> Plan:
                 list(lengths),
             )
         )
-    if block_mask is None:
-        tile = min(tile, 128)
+    # blocks of a mask have sides up to 256, those of a band up to 128
+    tile = tile if for_mask else min(tile, 128)
     ends = [-(-bound // tile) for bound in bounds]
     owned = [tuple(range(start, end)) for start, end in pairwise(ends)]
     return Plan(bounds[-1], tile, tuple(owned))

@@ -126,6 +126,13 @@ def agree(
     return [content for _, content in found]
 
 
+def talking_device(members: Members) -> torch.device:
+    """Where tensors have to be for `agree`: on the CPU if the group has a backend for that."""
+    if "cpu:" in dist.get_backend_config(members.group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 # Descriptions that all ranks of a group have exchanged before, and what they describe.
 _AGREED: "OrderedDict[tuple[Any, ...], tuple[list[str], Any]]" = OrderedDict()
 MOST_AGREED = 256
@@ -139,16 +146,14 @@ def agree_once(
     failure: Exception | None,
     held: Any = None,
 ) -> list[str]:
-    """`agree`, on a GPU only if this process has not done so for `key` before.
+    """`agree`, if it takes a GPU only when this process has not done so for `key` before.
 
     On a GPU it makes the host wait. `key` may contain ids of `held`, which is kept alive.
     """
-    device = torch.device("cpu")
-    if dist.get_backend(members.group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-        if key is not None and key in _AGREED:
-            _AGREED.move_to_end(key)
-            return _AGREED[key][0]
+    device = talking_device(members)
+    if device.type != "cpu" and key is not None and key in _AGREED:
+        _AGREED.move_to_end(key)
+        return _AGREED[key][0]
     texts = agree(op, members, "" if failure is not None else described(), failure, device)
     if key is not None and device.type != "cpu":
         _AGREED[key] = texts, held

@@ -8,7 +8,7 @@ like any other parameter that is split.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from ..nn.bsr_linear import BSRLinear
 from ..nn.bsr_weight import KEYS, adopting, check_state, other_pattern
 from ..sparse.matrix import BSRMatrix
 from ..sparse.pattern import BSRPattern
-from .group import agree, check_same, members_of
+from .group import agree, check_same, members_of, talking_device
 from .plan import _longest_first
 
 SIDES = ("rows", "columns")
@@ -246,7 +246,7 @@ class ParallelBSRLinear(BSRLinear):
         y = self._colwise(x) if by_rows else self._rowwise(x)
         y = y.redistribute(placements=[self._output_layout])
         if not by_rows and self.bias is not None:
-            y = y + self.bias
+            y = cast(DTensor, y + self.bias)
         return y.to_local() if self._local_output else y
 
     def _colwise(self, x: torch.Tensor) -> DTensor:
@@ -298,45 +298,56 @@ class ParallelBSRLinear(BSRLinear):
         problem = "does not apply to a layer that is split among ranks"
         raise Unsupported(message("ParallelBSRLinear", name, problem, expected, "one part"))
 
-    def _take(self, values: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Keep this rank's part of the values and bias of the whole layer."""
-        rank = self._mesh.get_local_rank()
-        self._store("values", self._parts.values_of(rank, values), Shard(0))
-        if bias is not None and self._parts.side == "rows":
-            own = self._parts.split.features(rank).to(bias.device)
-            self._store("bias", bias.index_select(0, own), Shard(0))
-        elif bias is not None:
-            self._store("bias", bias, Replicate())
+    def _take(self, values: torch.Tensor, bias: torch.Tensor | None, *, new: bool) -> None:
+        """Keep this rank's part of the values and bias of the whole layer.
 
-    def _store(self, name: str, local: torch.Tensor, placement: Placement) -> None:
-        old = getattr(self, name)
-        if not isinstance(old, DTensor) or old.shape[0] != _global_length(local, placement, self):
-            made = DTensor.from_local(local.clone(), self._mesh, [placement], run_check=False)
-            setattr(self, name, nn.Parameter(made, requires_grad=old.requires_grad))
-            return
-        with torch.no_grad():
-            target = old.to_local()
-            if old.device_mesh.ndim > 1:
-                # FSDP2 has cut the part of this rank once more
-                chunks = torch.chunk(local, old.device_mesh.size(0))
-                place = old.device_mesh.get_local_rank(0)
-                local = chunks[place] if place < len(chunks) else local[:0]
-            target.copy_(local)
+        With `new` they become parameters of their own; otherwise they are written into those that
+        exist, where an optimiser, FSDP2 or DDP knows them.
+        """
+        rank, placed = self._mesh.get_local_rank(), self._placements()
+        local = {"values": self._parts.values_of(rank, values)}
+        if bias is not None:
+            own = self._parts.split.features(rank).to(bias.device)
+            local["bias"] = bias.index_select(0, own) if self._parts.side == "rows" else bias
+        for name, part in local.items():
+            old = getattr(self, name)
+            if new or (name == "values" and self._length(old) != part.shape[0]):
+                made = DTensor.from_local(part.clone(), self._mesh, [placed[name]], run_check=False)
+                setattr(self, name, nn.Parameter(made, requires_grad=old.requires_grad))
+            else:
+                _write(old, part)
+
+    def _placements(self) -> dict[str, Placement]:
+        by_rows = self._parts.side == "rows"
+        return {"values": Shard(0), "bias": Shard(0) if by_rows else Replicate()}
+
+    def _length(self, values: torch.Tensor) -> int:
+        """Blocks of one rank in `values`, padding included."""
+        return values.shape[0] // (self._mesh.size() if isinstance(values, DTensor) else 1)
+
+    def _whole_parameter(self, name: str) -> torch.Tensor:
+        """The values or bias of all ranks, one rank after the other."""
+        parameter = getattr(self, name).detach()
+        if not isinstance(parameter, DTensor):
+            # DDP holds plain tensors between forward passes
+            placed = [self._placements()[name]]
+            parameter = DTensor.from_local(parameter, self._mesh, placed, run_check=False)
+        return parameter.full_tensor()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         parts, device = self._parts, self.values.device
         pattern = parts.pattern
         shape = torch.tensor(pattern.shape, dtype=torch.int64)
-        values = parts.whole(_full(self.values))
+        values = parts.whole(self._whole_parameter("values"))
         whole = {"values": values, "weight_shape": shape.to(device)}
         whole |= {"indptr": pattern.indptr.clone(), "indices": pattern.indices.clone()}
         if self.bias is not None:
-            bias = _full(self.bias)
+            bias = self._whole_parameter("bias")
             if parts.side == "rows":
                 bias = bias.index_select(0, torch.argsort(parts.split.order()).to(bias.device))
             whole["bias"] = bias
         for name, x in whole.items():
-            destination[prefix + name] = x if keep_vars else x.detach()
+            destination[prefix + name] = x
 
     def _load_from_state_dict(
         self,
@@ -381,22 +392,25 @@ class ParallelBSRLinear(BSRLinear):
             self._parts = _Parts(other, parts.split, parts.side)
             self._set_pattern(self._parts.pattern_of(self._mesh.get_local_rank()))
         bias = state.get("bias")
-        dtype = self.values.dtype
-        self._take(
-            state["values"].to(device, dtype), None if bias is None else bias.to(device, dtype)
-        )
+        values, dtype = state["values"], self.values.dtype
+        own_bias = None if bias is None else bias.to(device, dtype)
+        self._take(values.to(device, dtype), own_bias, new=False)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _full(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def _global_length(local: torch.Tensor, placement: Placement, layer: ParallelBSRLinear) -> int:
-    return local.shape[0] * (layer._mesh.size() if placement == Shard(0) else 1)
+def _write(parameter: torch.Tensor, local: torch.Tensor) -> None:
+    """Write the part of this rank into its parameter."""
+    with torch.no_grad():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
+            # FSDP2 has cut the part of this rank once more
+            mesh = parameter.device_mesh
+            chunks = torch.chunk(local, mesh.size(0))
+            place = mesh.get_local_rank(0)
+            local = chunks[place] if place < len(chunks) else local[:0]
+        _local(parameter).copy_(local)
 
 
 class _Style(ParallelStyle):
@@ -447,7 +461,7 @@ class _Style(ParallelStyle):
         module._shape = local.shape
         module.out_features, module.in_features = local.shape
         module._set_pattern(local)
-        module._take(values, bias)
+        module._take(values, bias, new=True)
         return module
 
 
@@ -458,10 +472,8 @@ def _of_first_rank(
     members = members_of(op, mesh, None)
     bias = module.bias
     sizes = (module._shape, module.block_shape, module.nnz_blocks, bias is not None)
-    device = module.values.device
     text = f"(shape, block, blocks, bias) {sizes} in {module.values.dtype}"
-    where = torch.device("cpu") if device.type == "cpu" else device
-    check_same(op, agree(op, members, text, None, where))
+    check_same(op, agree(op, members, text, None, talking_device(members)))
     tensors = [module.values.detach().clone(), module.indptr.clone(), module.indices.clone()]
     if bias is not None:
         tensors.append(bias.detach().clone())

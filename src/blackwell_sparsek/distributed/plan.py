@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -126,7 +126,15 @@ class Plan:
         """Number of ranks."""
         return len(self.tiles)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # plans are keys in every call, and hashing thousands of tiles takes time
+        return hash((self.seq_length, self.tile, self.tiles))
+
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each rank."""
         return tuple(self._tokens(owned) for owned in self.tiles)
