@@ -453,3 +453,28 @@ def changed_offsets_are_followed(rank, world, folder):
         mask = bsk.masks.documents(copy.deepcopy(offsets), 16)
         expected = bsk.attention(*given, block_mask=mask)
         torch.testing.assert_close(out, plan.shard(expected, 2, rank=rank))
+
+
+@check
+def inference_mode_and_autocast(rank, world, folder):
+    plan, given = Plan.contiguous(128, world), inputs(batch=1, length=128)
+    with torch.inference_mode():
+        offsets = torch.tensor([0, 40, 128], dtype=torch.int32)
+        for method, middle in itertools.product(METHODS, (40, 90)):
+            offsets[1] = middle
+            local = [plan.shard(x, 2, rank=rank) for x in given]
+            out = bsk.distributed.attention(*local, plan=plan, cu_seqlens=offsets, method=method)
+            mask = bsk.masks.documents(offsets.clone(), 16)
+            expected = bsk.attention(*given, block_mask=mask)
+            torch.testing.assert_close(out, plan.shard(expected, 2, rank=rank))
+    half = [x.bfloat16() for x in given]
+    for method in METHODS:
+        local = [plan.shard(x, 2, rank=rank).requires_grad_() for x in given]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = bsk.distributed.attention(*local, plan=plan, causal=True, method=method)
+        assert out.dtype == torch.bfloat16
+        rounded = [plan.shard(x, 2, rank=rank) for x in half]
+        same = bsk.distributed.attention(*rounded, plan=plan, causal=True, method=method)
+        assert torch.equal(out, same)
+        out.float().sum().backward()
+        assert all(x.grad.dtype == torch.float32 for x in local)

@@ -463,8 +463,12 @@ def _runs(lengths: tuple[int, ...], for_mask: bool) -> Plan:
     return Plan(bounds[-1], tile, tuple(owned))
 
 
-def _identity(x: torch.Tensor | None) -> tuple[int, int] | None:
-    return None if x is None else (id(x), x._version)
+def _identity(x: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What changes when the contents of `x` do."""
+    if x is None:
+        return None
+    # writes to tensors of inference mode are not counted, so their contents are read
+    return (id(x), tuple(x.tolist())) if x.is_inference() else (id(x), x._version)
 
 
 def _checksum(x: torch.Tensor) -> int:
