@@ -1,6 +1,7 @@
 """What every rank checks of `bsk.distributed.attention`; run by test_ranks.py."""
 
 import copy
+import datetime
 import itertools
 
 import pytest
@@ -478,3 +479,17 @@ def inference_mode_and_autocast(rank, world, folder):
         assert torch.equal(out, same)
         out.float().sum().backward()
         assert all(x.grad.dtype == torch.float32 for x in local)
+
+
+@check
+def a_rank_that_does_not_call_ends_the_others(rank, world, folder):
+    # long enough to connect on a busy machine
+    group = dist.new_group(timeout=datetime.timedelta(seconds=20))
+    plan = zigzag(100, world)
+    local = [plan.shard(x, 2, rank=rank) for x in inputs(length=100)]
+    if rank != 1:
+        with pytest.raises(RuntimeError, match=r"(?i)time|closed"):
+            bsk.distributed.attention(*local, group=group, plan=plan, method="ring")
+    # the default group is not concerned
+    dist.barrier()
+    compare(plan, ("ring",), *inputs(length=100), causal=True)
