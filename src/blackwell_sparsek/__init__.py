@@ -1,5 +1,8 @@
 """Block-sparse matrix products and attention for PyTorch."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 # isort: off
 from .core import interrupts as _interrupts
 
@@ -24,6 +27,9 @@ from .masks.block_mask import BlockMask
 from .matmul.api import matmul, sddmm
 from .sparse.matrix import BSRMatrix
 
+if TYPE_CHECKING:
+    from . import distributed as distributed
+
 __all__ = [
     "BSRMatrix",
     "BlockMask",
@@ -40,6 +46,7 @@ __all__ = [
     "attention_decode",
     "attention_varlen",
     "check_decode_inputs",
+    "distributed",
     "enable_torch_sparse",
     "explain",
     "kv_append",
@@ -56,5 +63,13 @@ __all__ = [
     "sddmm",
     "topk_pages",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # torch.distributed.tensor takes longer to import than all of this package
+    if name == "distributed":
+        return importlib.import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _interrupts.raise_again()

@@ -28,12 +28,13 @@ MAY_IMPORT = {
     "matmul": BELOW - {"masks"},
     "prune": {"core", "sparse", "nn"},
     "nn": {"core", "launch", "sparse", "matmul"},
-    "integrations": API,
+    "distributed": API,
+    "integrations": API | {"distributed"},
     # results are checked against the oracle
     # its fixed and random calls cover every public function
     "testing": API,
     "bench": API | {"testing"},
-    "": API | {"integrations"},
+    "": API | {"integrations", "distributed"},
 }
 STANDARD = set(sys.stdlib_module_names)
 # Third-party packages by package; a name under LAZY only inside functions.

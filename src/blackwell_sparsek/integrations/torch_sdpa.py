@@ -47,6 +47,9 @@ class patch_sdpa:
     `torch.nn.functional` earlier is not reached, nor are torch's C++ modules and TorchScript:
     what `torch.jit.script` compiles inside calls torch's own kernels.
 
+    Under torch's `context_parallel`, calls over shards of a sequence stay with torch. A patch
+    cannot be entered inside of it; `bsk.distributed.attention` computes over shards.
+
     A bool mask makes a call wait for the device; see `bsk.scaled_dot_product_attention`.
 
     Parameters
@@ -80,6 +83,7 @@ class patch_sdpa:
         self._tokens: list[Token[Any]] = []
 
     def __enter__(self) -> "patch_sdpa":
+        _refuse_context_parallel()
         with _lock:
             _patches.append(self)
             torch.nn.functional.scaled_dot_product_attention = _sdpa_or_original
@@ -130,9 +134,27 @@ def _sdpa_or_original(*args: Any, **kwargs: Any) -> torch.Tensor:
     return _original(*args, **kwargs) if patch is None else patch.call(*args, **kwargs)
 
 
+# torch's context_parallel wraps a function and stores the wrapper under this name
+_sdpa_or_original.__name__ = _original.__name__
+
 # TorchScript resolves functions through this table and cannot compile a Python function that
 # takes any arguments.
 _register_builtin(_sdpa_or_original, "aten::scaled_dot_product_attention")
+
+
+def _refuse_context_parallel() -> None:
+    """Raise if torch's function is replaced by one that computes over shards of a sequence.
+
+    Replacing that would leave each rank with its own keys only.
+    """
+    current = torch.nn.functional.scaled_dot_product_attention
+    if current.__module__.startswith("torch.distributed.tensor.experimental"):
+        expected = (
+            "patch_sdpa around it, which leaves these calls to torch, or "
+            "blackwell_sparsek.distributed.attention in the model"
+        )
+        problem = "cannot replace attention over shards while context_parallel is active"
+        raise Unsupported(message("patch_sdpa", "the patch", problem, expected, "it inside"))
 
 
 def _class_with_own_rules(*arguments: Any) -> str | None:

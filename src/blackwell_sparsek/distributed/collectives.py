@@ -1,0 +1,111 @@
+"""Exchanges of rows between ranks, asynchronous and counted."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..calls.attention import compute_dtype
+from .group import Members, add_sent
+
+# the name before torch 2.13, which warns about it
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Pending:
+    """A transfer under way; `wait` gives what arrived.
+
+    On a GPU the transfer runs on a stream of the process group, and `wait` makes the current stream
+    wait for it, not the host.
+    """
+
+    def __init__(self, works: Sequence[Any], result: torch.Tensor, *held: torch.Tensor) -> None:
+        self._works, self._result = works, result
+        # what is being sent must not be freed before
+        self._held = held
+
+    def wait(self) -> torch.Tensor:
+        """What arrived."""
+        for work in self._works:
+            work.wait()
+        self._works, self._held = (), ()
+        return self._result
+
+
+def start_all_to_all(
+    rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], members: Members
+) -> Pending:
+    """Send `send[r]` of the rows to rank r, one after the other; receive `receive[r]` from it."""
+    arriving = rows.new_empty((sum(receive), *rows.shape[1:]))
+    rows = rows.contiguous()
+    each = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
+    add_sent((sum(send) - send[members.rank]) * each)
+    work = dist.all_to_all_single(
+        arriving, rows, list(receive), list(send), group=members.group, async_op=True
+    )
+    return Pending([work], arriving, rows)
+
+
+def start_all_gather(rows: torch.Tensor, length: int, members: Members) -> Pending:
+    """The rows of all ranks, [size, length, ...]; each rank's are padded to `length`."""
+    padded = rows.contiguous()
+    if rows.shape[0] < length:
+        padded = rows.new_zeros((length, *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+    arriving = rows.new_empty((members.size * length, *rows.shape[1:]))
+    add_sent(padded.numel() * padded.element_size() * (members.size - 1))
+    work = _all_gather(arriving, padded, group=members.group, async_op=True)
+    return Pending([work], arriving.view(members.size, length, *rows.shape[1:]), padded)
+
+
+def start_ring(data: torch.Tensor, count: int, members: Members) -> Pending:
+    """Send the elements of `data` to the next rank, and receive `count` from the previous one."""
+    arriving = data.new_empty(count)
+    data = data.contiguous()
+    calls = []
+    # nothing is sent for an empty shard: both sides know its length
+    if data.numel():
+        next_rank = members.peer(members.rank + 1)
+        calls.append(dist.P2POp(dist.isend, data, next_rank, group=members.group))
+    if count:
+        previous = members.peer(members.rank - 1)
+        calls.append(dist.P2POp(dist.irecv, arriving, previous, group=members.group))
+    add_sent(data.numel() * data.element_size())
+    return Pending(dist.batch_isend_irecv(calls) if calls else [], arriving, data)
+
+
+def gather_parts(
+    x: torch.Tensor, dim: int, lengths: Sequence[int], members: Members
+) -> tuple[torch.Tensor, ...]:
+    """The parts of all ranks, `lengths[r]` elements along `dim`; differentiable."""
+    if members.size == 1:
+        return (x,)
+    apply: Any = _GatherParts.apply
+    found: tuple[torch.Tensor, ...] = apply(x, dim, tuple(lengths), members)
+    return found
+
+
+class _GatherParts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, lengths: tuple[int, ...], members: Members
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.dim, ctx.lengths, ctx.members = dim, lengths, members
+        rows = x.movedim(dim, 0)
+        if max(lengths) == 0:
+            return tuple(x.new_empty(x.shape) for _ in lengths)
+        whole = start_all_gather(rows, max(lengths), members).wait()
+        return tuple(
+            part[:length].movedim(0, dim) for part, length in zip(whole, lengths, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        members, lengths = ctx.members, ctx.lengths
+        rows = torch.cat([g.movedim(ctx.dim, 0) for g in gradients])
+        own = lengths[members.rank]
+        arriving = start_all_to_all(rows, lengths, [own] * members.size, members).wait()
+        parts = arriving.view(members.size, own, *rows.shape[1:])
+        total = parts.to(compute_dtype(parts.dtype)).sum(0).to(parts.dtype)
+        return total.movedim(0, ctx.dim), None, None, None

@@ -1,0 +1,170 @@
+"""The ranks of a call: who they are, whether they agree, and the bytes they send."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core.checks import message
+from ..core.errors import InvalidInput, InvalidType
+
+TEXT_BYTES = 1024
+"""How much of its description a rank sends to the others."""
+
+
+class Members(NamedTuple):
+    """A process group as one of its ranks sees it."""
+
+    group: Any
+    rank: int
+    size: int
+
+    def peer(self, rank: int) -> int:
+        """The global rank of a rank of this group, as point-to-point calls name it."""
+        return dist.get_global_rank(self.group, rank % self.size)
+
+
+class SentBytes:
+    """Bytes of keys, values, queries, results and gradients that this process sent to others."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+
+_counters: list[SentBytes] = []
+
+
+@contextmanager
+def count_bytes() -> Iterator[SentBytes]:
+    """Inside, count what the functions of `bsk.distributed` send from this process to others.
+
+    The few bytes by which ranks compare their arguments are not counted.
+
+    Examples
+    --------
+    >>> with count_bytes() as sent:
+    ...     pass
+    >>> sent.total
+    0
+    """
+    counter = SentBytes()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        _counters.remove(counter)
+
+
+def add_sent(count: int) -> None:
+    """Add to every counter that is active."""
+    for counter in _counters:
+        counter.total += count
+
+
+def members_of(op: str, mesh: Any, group: Any) -> Members:
+    """The ranks that `mesh` or `group` name; those of the default group if both are None."""
+    if not dist.is_available() or not dist.is_initialized():
+        expected = "torch.distributed.init_process_group() before this call"
+        raise InvalidInput(message(op, "group", "does not exist", expected, "no process group"))
+    if mesh is not None and group is not None:
+        raise InvalidInput(message(op, "mesh/group", "are both given", "one of them", "both"))
+    if mesh is not None:
+        if not isinstance(mesh, DeviceMesh):
+            got = type(mesh).__name__
+            raise InvalidType(message(op, "mesh", "is not a mesh", "DeviceMesh", got))
+        if mesh.ndim != 1:
+            expected = 'one dimension, such as mesh["cp"]'
+            raise InvalidInput(
+                message(op, "mesh", "has several dimensions", expected, list(mesh.mesh.shape))
+            )
+        group = mesh.get_group()
+    elif group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        got = type(group).__name__
+        raise InvalidType(message(op, "group", "is not a group", "ProcessGroup", got))
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InvalidInput(message(op, "group", "does not contain this process", "a member", rank))
+    return Members(group, rank, dist.get_world_size(group))
+
+
+def agree(
+    op: str, members: Members, text: str, failure: Exception | None, device: torch.device
+) -> list[str]:
+    """Exchange descriptions with all ranks; raise on each of them if one has failed.
+
+    Returns the descriptions by rank. A rank whose arguments are wrong would otherwise leave the
+    others waiting for it inside a collective.
+    """
+    failed = failure is not None
+    if failed:
+        text = f"{type(failure).__name__}: {failure}"
+    data = text.encode()[: TEXT_BYTES - 3]
+    packet = bytes([failed, len(data) % 256, len(data) // 256]) + data
+    mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    mine[: len(packet)] = torch.frombuffer(bytearray(packet), dtype=torch.uint8)
+    mine = mine.to(device)
+    everyone = [torch.empty_like(mine) for _ in range(members.size)]
+    dist.all_gather(everyone, mine, group=members.group)
+    found: list[tuple[bool, str]] = []
+    for row in torch.stack(everyone).cpu():
+        status, low, high = row[:3].tolist()
+        received = bytes(row[3 : 3 + low + 256 * high].tolist())
+        found.append((bool(status), received.decode(errors="replace")))
+    if failure is not None:
+        raise failure
+    for rank, (status, content) in enumerate(found):
+        if status:
+            raise InvalidInput(
+                message(op, f"rank {rank}", "has failed", "valid arguments on all ranks", content)
+            )
+    return [content for _, content in found]
+
+
+def talking_device(members: Members) -> torch.device:
+    """Where tensors have to be for `agree`: on the CPU if the group has a backend for that."""
+    if "cpu:" in dist.get_backend_config(members.group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+# Descriptions that all ranks of a group have exchanged before, and what they describe.
+_AGREED: "OrderedDict[tuple[Any, ...], tuple[list[str], Any]]" = OrderedDict()
+MOST_AGREED = 256
+
+
+def agree_once(
+    op: str,
+    members: Members,
+    key: tuple[Any, ...] | None,
+    described: Callable[[], str],
+    failure: Exception | None,
+    held: Any = None,
+) -> list[str]:
+    """`agree`, if it takes a GPU only when this process has not done so for `key` before.
+
+    On a GPU it makes the host wait. `key` may contain ids of `held`, which is kept alive.
+    """
+    device = talking_device(members)
+    if device.type != "cpu" and key is not None and key in _AGREED:
+        _AGREED.move_to_end(key)
+        return _AGREED[key][0]
+    texts = agree(op, members, "" if failure is not None else described(), failure, device)
+    if key is not None and device.type != "cpu":
+        _AGREED[key] = texts, held
+        if len(_AGREED) > MOST_AGREED:
+            _AGREED.popitem(last=False)
+    return texts
+
+
+def check_same(op: str, texts: list[str]) -> None:
+    """Raise on all ranks if their descriptions differ, naming the first that does."""
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            expected = f"the arguments of rank 0 ({texts[0]})"
+            raise InvalidInput(message(op, f"rank {rank}", "has other arguments", expected, text))

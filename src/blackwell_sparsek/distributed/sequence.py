@@ -1,0 +1,300 @@
+"""Attention over a sequence split among ranks: keys fetched at once, or passed round a ring.
+
+Partial results over disjoint keys are merged by their lse. The backward pass computes each part's
+gradients from the final output and lse, so the parts add up:
+
+    p = exp(s - lse)    ds = p * (dout v^T - sum_d out * dout + dlse)
+
+Keys and values are fetched again for it, so that between the passes a rank stores its own shard
+only. Gradients of keys go back to their owner and are summed in fp32 in the order of the ranks,
+which makes the sums of a rank the same in every run.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..attention.merge import merge_states
+from ..attention.op import run_backward, run_forward
+from ..calls.attention import AttentionCall, AttnSpec, compute_dtype, empty_lse, empty_out
+from ..masks.band import EVERYTHING
+from .collectives import Pending, start_all_gather, start_all_to_all, start_ring
+from .group import Members
+from .schedule import Gathered, from_rows, row_width, to_rows
+from .visible import PartMask
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(eq=False)
+class SequenceRun:
+    """One call: the ranks, this rank's schedule, and the options of the softmax."""
+
+    members: Members
+    lengths: tuple[int, ...]
+    work: Gathered | list[PartMask]
+    """Keys fetched at once, or parts by the rank that owns the keys, for a ring."""
+    scale: float
+    softcap: float
+    deterministic: bool
+    impl: str
+
+    def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PartMask) -> Any:
+        """The attention of q over the keys of a part, without sinks."""
+        spec = AttnSpec(
+            self.scale,
+            EVERYTHING,
+            part.mask,
+            self.softcap,
+            max_q=q.shape[2],
+            max_k=k.shape[2],
+        )
+        return AttentionCall(q, k, v, spec, self.deterministic)
+
+
+def attend_split(
+    run: SequenceRun,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> Pair:
+    """Output and lse of this rank's queries."""
+    apply: Any = _SplitAttention.apply
+    found: Pair = apply(q, k, v, sinks, run)
+    return found
+
+
+class _SplitAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        run: SequenceRun,
+    ) -> Pair:
+        total = _Merged(q, v)
+        for k_part, v_part, part in _parts(run, k, v):
+            if not part.is_empty:
+                total.add(*run_forward(run.call(q, k_part, v_part, part), run.impl))
+        out, lse = total.result(sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        gradients = _Gradients(ctx.run, q, dout, dlse, out, lse)
+        back = _gathered_backward if isinstance(ctx.run.work, Gathered) else _ring_backward
+        dk, dv = back(ctx.run, k, v, gradients)
+        dsinks = None if sinks is None else _sink_gradient(sinks, dout, dlse, out, lse)
+        made = (gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks)
+        needs = ctx.needs_input_grad[:4]
+        return (*(g if need else None for g, need in zip(made, needs, strict=True)), None)
+
+
+class _Merged:
+    """The running result over disjoint keys; sums of several parts are kept in fp32."""
+
+    def __init__(self, q: torch.Tensor, v: torch.Tensor) -> None:
+        self._q, self._head_dim_v = q, v.shape[-1]
+        self._parts: Pair | None = None
+
+    def add(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge the result over further keys."""
+        if self._parts is None:
+            self._parts = out, lse
+        else:
+            before, lse_before = self._parts
+            dtype = compute_dtype(out.dtype)
+            self._parts = merge_states(before.to(dtype), lse_before, out.to(dtype), lse)
+
+    def result(self, sinks: torch.Tensor | None) -> Pair:
+        """Output in the dtype of q, and lse."""
+        if self._parts is None:
+            out = empty_out(self._q, self._head_dim_v).zero_()
+            self._parts = out, empty_lse(self._q).fill_(-torch.inf)
+        return with_sinks(*self._parts, sinks, self._q.dtype)
+
+
+def with_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype
+) -> Pair:
+    """The result over all keys once a logit per head joins the denominator; output in `dtype`."""
+    if sinks is not None:
+        joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        factor = torch.where(joined == -torch.inf, 0.0, (lse - joined).exp())
+        out, lse = out.to(lse.dtype) * factor.unsqueeze(-1), joined
+    return out.to(dtype), lse
+
+
+class _Gradients:
+    """Gradients of parts, from the final output and lse; `dq` sums up in fp32."""
+
+    def __init__(
+        self,
+        run: SequenceRun,
+        q: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        self._run, self._q, self._rows = run, q, (dout, dlse, out, lse)
+        self.dq = torch.zeros_like(q, dtype=compute_dtype(q.dtype))
+
+    def of_part(self, k: torch.Tensor, v: torch.Tensor, part: PartMask) -> Pair | None:
+        """Gradients of the keys and values of a part; None if nothing is visible there."""
+        if part.is_empty:
+            return None
+        call, needs = self._run.call(self._q, k, v, part), (True, True, True, False)
+        dq, dk, dv, _ = run_backward(call, *self._rows, needs, self._run.impl)
+        self.dq += dq
+        return dk, dv
+
+
+def _parts(run: SequenceRun, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """Keys, values and mask of each part; the next part travels while one is computed."""
+    if isinstance(run.work, Gathered):
+        yield from _gathered_parts(run, run.work, k, v)
+    else:
+        yield from _ring_steps(run, run.work, k, v)
+
+
+def _gathered_parts(run: SequenceRun, work: Gathered, k: torch.Tensor, v: torch.Tensor) -> Any:
+    copies = work.exchange.copies
+    rows = _joined_rows(k, v, copies)
+    pending = _fetch(run, work, rows)
+    yield k, v, work.local
+    yield *_split_rows(_arrange(work, pending.wait(), rows), k, v, copies), work.remote
+
+
+def _joined_rows(k: torch.Tensor, v: torch.Tensor, copies: tuple[int, int]) -> torch.Tensor:
+    """Keys and values of a token side by side, so that they travel together."""
+    return torch.cat([to_rows(k, copies), to_rows(v, copies)], 1)
+
+
+def _split_rows(
+    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, copies: tuple[int, int]
+) -> Pair:
+    """The inverse of `_joined_rows`: views [B, Hkv, tokens, D or Dv]."""
+    width = row_width(k, copies)
+    return from_rows(rows[:, :width], copies, k), from_rows(rows[:, width:], copies, v)
+
+
+def _fetch(run: SequenceRun, work: Gathered, rows: torch.Tensor) -> Pending:
+    exchange = work.exchange
+    if work.gather_index is not None:
+        return start_all_gather(rows, max(run.lengths), run.members)
+    sent = rows.index_select(0, exchange.send_index)
+    return start_all_to_all(sent, exchange.send_counts, exchange.receive_counts, run.members)
+
+
+def _arrange(work: Gathered, arrived: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows that arrived, in the order of their tokens; zero where nothing was needed."""
+    if work.gather_index is not None:
+        return arrived.flatten(0, 1).index_select(0, work.gather_index)
+    exchange = work.exchange
+    batch, heads = exchange.copies
+    shape = (batch * heads * exchange.tokens, rows.shape[1])
+    # masks hide the rows that did not arrive, but 0 * NaN would show them
+    ordered = rows.new_empty(shape) if exchange.is_whole else rows.new_zeros(shape)
+    return ordered.index_copy_(0, exchange.receive_index, arrived)
+
+
+def _gathered_backward(
+    run: SequenceRun, k: torch.Tensor, v: torch.Tensor, gradients: _Gradients
+) -> Pair:
+    assert isinstance(run.work, Gathered)
+    exchange = run.work.exchange
+    copies, dtype = exchange.copies, compute_dtype(k.dtype)
+    parts = _gathered_parts(run, run.work, k, v)
+    own = gradients.of_part(*next(parts))
+    far = gradients.of_part(*next(parts))
+    width = row_width(k, copies) + row_width(v, copies)
+    if far is None:
+        leaving = k.new_zeros(exchange.receive_index.numel(), width)
+    else:
+        leaving = _joined_rows(*far, copies).index_select(0, exchange.receive_index)
+    counts = exchange.send_counts
+    pending = start_all_to_all(leaving, exchange.receive_counts, counts, run.members)
+    if own is None:
+        shape = (copies[0] * copies[1] * k.shape[2], width)
+        total = torch.zeros(shape, dtype=dtype, device=k.device)
+    else:
+        total = _joined_rows(*own, copies).to(dtype)
+    arrived = pending.wait()
+    pieces = torch.split(arrived, counts), torch.split(exchange.send_index, counts)
+    for rows, index in zip(*pieces, strict=True):
+        total.index_add_(0, index, rows.to(dtype))
+    return _split_rows(total, k, v, copies)
+
+
+def _ring_steps(run: SequenceRun, parts: list[PartMask], k: torch.Tensor, v: torch.Tensor) -> Any:
+    """Own keys first, then those of the rank before, and so on; each rank passes on what it has."""
+    members, like = run.members, (k, v)
+    for step in range(members.size):
+        source = (members.rank - step) % members.size
+        before = run.lengths[(source - 1) % members.size]
+        last = step + 1 == members.size
+        pending = None if last else start_ring(_packed(k, v), _size(like, before), members)
+        yield k, v, parts[source]
+        if pending is not None:
+            k, v = _unpacked(pending.wait(), like, before)
+
+
+def _ring_backward(
+    run: SequenceRun, k: torch.Tensor, v: torch.Tensor, gradients: _Gradients
+) -> Pair:
+    """Sums of dk and dv travel with their keys, one step behind, and end at the owner."""
+    assert isinstance(run.work, list)
+    members, like, dtype = run.members, (k, v), compute_dtype(k.dtype)
+    total = torch.zeros(_size(like, k.shape[2]), dtype=dtype, device=k.device)
+    pending: Pending | None = None
+    for step, (k_part, v_part, part) in enumerate(_ring_steps(run, run.work, k, v)):
+        made = gradients.of_part(k_part, v_part, part)
+        if pending is not None:
+            total = pending.wait()
+        if made is not None:
+            total += _packed(*made)
+        before = run.lengths[(members.rank - step - 1) % members.size]
+        pending = start_ring(total, _size(like, before), members)
+    assert pending is not None
+    return _unpacked(pending.wait(), like, k.shape[2])
+
+
+def _packed(*tensors: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x.flatten() for x in tensors])
+
+
+def _size(like: Pair, length: int) -> int:
+    """Elements of keys and values like these, of another length."""
+    return sum(x.shape[0] * x.shape[1] * length * x.shape[3] for x in like)
+
+
+def _unpacked(data: torch.Tensor, like: Pair, length: int) -> Pair:
+    shape_k, shape_v = ((*x.shape[:2], length, x.shape[3]) for x in like)
+    keys, values = torch.split(data, [math.prod(shape_k), math.prod(shape_v)])
+    return keys.view(shape_k), values.view(shape_v)
+
+
+def _sink_gradient(
+    sinks: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> torch.Tensor:
+    """Of this rank's queries: the sum over ranks is the gradient of the whole sequence."""
+    delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    share = torch.where(lse == -torch.inf, 0.0, (sinks.to(lse.dtype)[:, None] - lse).exp())
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)

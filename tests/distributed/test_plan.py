@@ -1,0 +1,244 @@
+import itertools
+
+import pytest
+import torch
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.distributed import Band, Plan, Shapes, balance, traffic
+from blackwell_sparsek.distributed.plan import tile_work
+from blackwell_sparsek.distributed.visible import Visible
+
+DOCUMENTS = torch.tensor([0, 300, 5000, 5100, 9000, 16384, 20000, 32768], dtype=torch.int32)
+
+
+def topk_mask(length=16384, heads=4, kept=16):
+    generator = torch.Generator().manual_seed(0)
+    blocks = length // 128
+    scores = torch.randn(1, heads, blocks, blocks, generator=generator)
+    return bsk.masks.topk(scores, kept, 128, causal=True)
+
+
+CASES = {
+    "causal": (Band(None, 0), 32768),
+    "causal, awkward": (Band(None, 0), 10007),
+    "window": (Band(1023, 0), 32768),
+    "documents": (bsk.masks.documents(DOCUMENTS, 128, causal=True), None),
+    "top-k": (topk_mask(), None),
+    "skewed": (bsk.masks.global_local(16384, 128, global_blocks=4, causal=True), None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_work_and_tokens_are_even(name, ranks):
+    mask, length = CASES[name]
+    plan = balance(mask, ranks, seq_length=length)
+    # the count of kept blocks again, from the dense mask of blocks
+    if isinstance(mask, Band):
+        p = bsk.masks.sliding_window(plan.seq_length, tuple(mask), 16)
+        rows = p.forward.indptr.diff().double()
+        work = torch.zeros(-(-plan.seq_length // 128)).double()
+        work.index_add_(0, torch.arange(rows.numel()) // 8, rows)
+    else:
+        work = mask.to_dense().sum((0, 1, 3)).double() * 64
+    loads = torch.stack([work[list(tiles)].sum() for tiles in plan.tiles])
+    assert loads.tolist() == list(plan.work)
+    assert float(loads.max() / loads.mean()) == pytest.approx(plan.imbalance)
+    assert plan.imbalance <= 1.05
+    counts = [len(tiles) for tiles in plan.tiles]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_contiguous_runs_where_they_are_even_and_zigzag_for_causal():
+    window = balance(Band(1023, 0), 8, seq_length=32768)
+    assert all(tiles == tuple(range(tiles[0], tiles[-1] + 1)) for tiles in window.tiles)
+    causal = balance(Band(None, 0), 2, seq_length=1024)
+    assert causal.tiles == ((0, 1, 6, 7), (2, 3, 4, 5)) and causal.imbalance == 1.0
+
+
+def test_several_masks_are_weighted():
+    causal = bsk.masks.causal(4096, 128)
+    local = bsk.masks.sliding_window(4096, 256, 128, causal=True)
+    plan = balance([causal, local], 4, weights=[1, 5])
+    expected = tile_work(causal, 4096, 128) + 5 * tile_work(local, 4096, 128)
+    assert sum(plan.work) == float(expected.sum())
+    assert plan.imbalance <= 1.05
+    # a mask of no weight does not count
+    assert balance([causal, local], 4, weights=[1, 0]).work == balance(causal, 4).work
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 17, 129, 1000])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_shards_join_to_the_whole(length, ranks):
+    x = torch.randn(2, 3, length, 5)
+    for plan in (
+        Plan.contiguous(length, ranks, tile=32),
+        balance(Band(None, 0), ranks, seq_length=length, tile=16),
+    ):
+        shards = [plan.shard(x, 2, rank=rank) for rank in range(ranks)]
+        assert tuple(part.shape[2] for part in shards) == plan.lengths
+        assert torch.equal(plan.join(shards, 2), x)
+        positions = torch.cat([plan.positions(rank) for rank in range(ranks)])
+        assert sorted(positions.tolist()) == list(range(length))
+        for rank, part in enumerate(shards):
+            assert torch.equal(part, x[:, :, plan.positions(rank)])
+
+
+def test_positions_inside_documents():
+    offsets = torch.tensor([0, 5, 5, 30, 48], dtype=torch.int32)
+    plan = Plan(48, 16, ((0, 2), (1,)))
+    whole = torch.cat([torch.arange(n) for n in (5, 25, 18)])
+    for rank in (0, 1):
+        found = plan.positions(rank, cu_seqlens=offsets)
+        assert torch.equal(found, plan.shard(whole[None], rank=rank)[0])
+    with pytest.raises(bsk.InvalidInput, match=r"cu_seqlens\[4\] is not the number of tokens"):
+        Plan(64, 16, ((0, 1, 2, 3),)).positions(0, cu_seqlens=offsets)
+
+
+def test_positions_may_be_written_to():
+    plan = Plan.contiguous(32, 2)
+    plan.positions(0).zero_()
+    assert plan.positions(0)[-1] == 15
+
+
+def test_plans_are_saved_and_loaded(tmp_path):
+    plan = balance(topk_mask(2048, 2, 3), 3)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and hash(loaded) == hash(plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "text is not JSON"),
+        ("[]", "text is not a plan; expected the keys of"),
+        ('{"seq_length": 32}', "text is not a plan"),
+        ("KIND, 'tiles': [0, 1]}", "tiles is malformed"),
+        ("KIND, 'tiles': [[0, 1], [1]]}", "are not a partition; .* at fault .1."),
+        ("KIND, 'tiles': [[0]]}", "are not a partition; .* at fault .1."),
+        ("KIND, 'tiles': [[1, 0]]}", "is not ascending"),
+        ("KIND, 'tiles': [[0, 2], [1]]}", "are not a partition; .* at fault .2."),
+        ("KIND, 'tiles': [[0, true]]}", "is malformed; expected ints"),
+        ("KIND, 'tiles': []}", "tiles is malformed"),
+        ("KIND, 'work': [1, 2], 'tiles': [[0, 1]]}", "work has a wrong length"),
+        ("KIND, 'work': [-1], 'tiles': [[0, 1]]}", "work is out of range"),
+        ("KIND, 'work': ['a'], 'tiles': [[0, 1]]}", "work is malformed"),
+        ("KIND, 'tile': 24, 'tiles': [[0, 1]]}", "tile does not hold whole blocks"),
+        ("KIND, 'tile': 8, 'tiles': [[0, 1]]}", "tile is too small"),
+        ("KIND, 'seq_length': '32', 'tiles': [[0, 1]]}", "seq_length is not an int"),
+    ],
+)
+def test_what_is_not_a_plan_is_refused(text, message):
+    kind = '{"format": "blackwell_sparsek.distributed.Plan/1", "seq_length": 32, "tile": 16'
+    work = "" if "'work'" in text else ', "work": [1.0]'
+    text = text.replace("KIND", kind + work).replace("'", '"')
+    with pytest.raises(bsk.InvalidInput, match=message):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((3, 2), {}, "mask is not a mask; expected BlockMask, Band or several, got int"),
+        (([Band(None, 0), 3], 2), {"seq_length": 64}, "mask is not a mask; .* got int"),
+        (([], 2), {}, "mask is not a mask"),
+        ((Band(None, 0), 2), {}, "seq_length is missing"),
+        ((Band(None, 0), 0), {"seq_length": 64}, "world_size is too small"),
+        ((bsk.masks.causal((64, 128), 16), 2), {}, r"mask has wrong sizes; expected Sq = Sk"),
+        ((bsk.masks.causal(64, 16), 2), {"seq_length": 65}, "expected Sq = Sk = 65"),
+        ((bsk.masks.causal(64, 32), 2), {"tile": 48}, "tile does not hold whole blocks"),
+        ((bsk.masks.causal(64, 32), 2), {"weights": [1, 2]}, "weights do not fit"),
+        ((bsk.masks.causal(64, 32), 2), {"weights": [-1]}, "weights do not fit"),
+    ],
+)
+def test_errors_of_balance(arguments, options, message):
+    with pytest.raises(bsk.InvalidInput, match=message):
+        balance(*arguments, **options)
+
+
+def test_errors_of_shards():
+    plan = Plan.contiguous(64, 2)
+    with pytest.raises(bsk.InvalidInput, match="x has a wrong shape; expected 64 elements along"):
+        plan.shard(torch.zeros(2, 65), rank=0)
+    with pytest.raises(bsk.InvalidInput, match="rank is out of range; expected 0 to 1, got 2"):
+        plan.shard(torch.zeros(2, 64), rank=2)
+    with pytest.raises(bsk.InvalidInput, match="shards has a wrong length"):
+        plan.join([torch.zeros(2, 32)])
+    with pytest.raises(bsk.InvalidInput, match=r"shards\[1\] has a wrong shape; expected 32"):
+        plan.join([torch.zeros(2, 32), torch.zeros(2, 31)])
+    with pytest.raises(bsk.InvalidInput, match="group does not exist; expected"):
+        plan.unshard(torch.zeros(2, 32))
+
+
+# What the ranks see, against the element mask of the whole sequence.
+
+
+def masks_of(length):
+    generator = torch.Generator().manual_seed(length)
+    visible = torch.rand(2, 2, length, length, generator=generator) < 0.3
+    visible[:, :, length // 2 : length // 2 + 20] = False
+    return {
+        "none": None,
+        "elements": bsk.BlockMask.from_element_mask(visible, 16),
+        "blocks": bsk.masks.random(length, 0.4, (32, 16), heads=2, generator=generator),
+    }
+
+
+@pytest.mark.parametrize("name", ["none", "elements", "blocks"])
+@pytest.mark.parametrize("length", [1, 63, 200])
+@pytest.mark.parametrize("in_documents", [False, True])
+def test_parts_show_what_the_whole_mask_shows(name, length, in_documents):
+    mask = masks_of(length)[name]
+    offsets = None
+    if in_documents:
+        offsets = torch.tensor([0, length // 3, length // 2, length], dtype=torch.int32)
+    for band in (Band(None, None), Band(None, 0), Band(7, 0), Band(3, 30)):
+        expected = torch.ones(1, 1, length, length, dtype=torch.bool)
+        if in_documents:
+            expected &= bsk.masks.documents(offsets, 16, window=tuple(band)).to_element_mask()
+        else:
+            at = torch.arange(length)
+            distance = at - at[:, None]
+            left, right = (2**30 if side is None else side for side in band)
+            expected = expected & (distance >= -left) & (distance <= right)
+        if mask is not None:
+            expected = expected & mask.to_element_mask()
+        plan = balance(Band(None, 0), 3, seq_length=length, tile=32)
+        visible = Visible("test", plan, band, mask, offsets)
+        needed = visible.needed()
+        for rank, other in itertools.product(range(3), range(3)):
+            columns = plan.blocks(other, visible.block[1])
+            part = visible.part(visible.of_rank(rank), columns, rank)
+            wanted = expected[:, :, plan.positions(rank)][..., plan.positions(other)]
+            if part.is_empty:
+                assert not wanted.any()
+            elif part.mask is None:
+                assert wanted.all()
+            else:
+                part.mask.validate()
+                assert torch.equal(part.mask.to_element_mask().expand_as(wanted), wanted)
+            seen = needed[rank].any(0).any(0)[columns]
+            assert bool(seen.any()) == (not part.is_empty)
+
+
+def test_bytes_of_masks_on_eight_ranks():
+    """`needed` sends each block that a rank sees and does not own once; see also the ranks."""
+    shapes = Shapes(1, 4, 4, 64, 64, torch.bfloat16)
+    for mask, _ in (CASES["documents"], CASES["top-k"]):
+        plan = balance(mask, 8)
+        dense = mask.to_dense()[0]
+        demanded = 0
+        for tiles in plan.tiles:
+            mine = torch.zeros(dense.shape[1], dtype=torch.bool)
+            mine[list(tiles)] = True
+            seen = dense[:, mine].any(1)[:, ~mine].sum()
+            demanded += int(seen) * 128 * (64 + 64) * 2 * (4 // dense.shape[0])
+        sent = sum(traffic(plan, "needed", shapes, block_mask=mask).forward)
+        assert sent == demanded
+        assert sent <= sum(traffic(plan, "allgather", shapes, block_mask=mask).forward)
+
+
+def test_traffic_refuses_an_unknown_method():
+    with pytest.raises(bsk.InvalidInput, match="method is unknown; expected one of 'allgather'"):
+        traffic(Plan.contiguous(64, 2), "auto", Shapes(1, 1, 1, 8, 8, torch.float32))
