@@ -6,7 +6,7 @@ from .core import interrupts as _interrupts
 # isort: on
 from . import nn, prune
 from ._version import __version__
-from .attention.api import attention, attention_varlen
+from .attention.api import attention
 from .attention.merge import merge_states
 from .attention.sdpa import scaled_dot_product_attention
 from .core.errors import BskError, InvalidInput, InvalidType, OutOfPages, Unsupported
@@ -22,6 +22,7 @@ from .kv_cache.selection import PageSummaries, page_summaries, topk_pages
 from .masks import patterns as masks
 from .masks.block_mask import BlockMask
 from .matmul.api import matmul, sddmm
+from .ragged.api import attention_varlen
 from .sparse.matrix import BSRMatrix
 
 __all__ = [
