@@ -19,6 +19,7 @@ from .kv_cache.cache import KVCache
 from .kv_cache.memory import kv_cache_bytes, kv_memory_table
 from .kv_cache.paged import PagedKVCache
 from .kv_cache.selection import PageSummaries, page_summaries, topk_pages
+from .kv_cache.slots import Rotary
 from .masks import patterns as masks
 from .masks.block_mask import BlockMask
 from .matmul.api import matmul, sddmm
@@ -35,6 +36,7 @@ __all__ = [
     "OutOfPages",
     "PageSummaries",
     "PagedKVCache",
+    "Rotary",
     "Unsupported",
     "__version__",
     "attention",
