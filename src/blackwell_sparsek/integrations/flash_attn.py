@@ -32,7 +32,7 @@ INSTEAD = {
     "softmax_scale",
     "k_descale": "only fp8 caches have scales: use flash_attn_with_kvcache",
     "v_descale": "only fp8 caches have scales: use flash_attn_with_kvcache",
-    "mask_mod": "build a mask with bsk.BlockMask.from_flex and call bsk.attention(block_mask=...)",
+    "mask_mod": "pass bsk.BlockMask.from_function(mask_mod, ...) to bsk.attention(block_mask=...)",
     "score_mod": "bsk.attention has scale, softcap and sinks",
     "block_sparse_tensors": "build a bsk.BlockMask and call bsk.attention(block_mask=...)",
     "aux_tensors": "it belongs to mask_mod and score_mod, which are not taken",
