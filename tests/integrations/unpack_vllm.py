@@ -14,7 +14,7 @@ from pathlib import Path
 
 RELEASE = "vllm==0.32.0"
 # With their own requirements, and without: torch and what needs a GPU stay out.
-PACKAGES = ("aiohttp", "fastapi", "huggingface_hub", "mistral_common", "openai", "pydantic")
+PACKAGES = ("aiohttp", "fastapi", "huggingface_hub<2", "mistral_common", "openai", "pydantic")
 ALONE = (
     "blake3", "cachetools", "cbor2", "cloudpickle", "compressed-tensors==0.17.0", "depyf==0.20.0",
     "einops", "gguf", "msgspec", "oss-harmony", "partial-json-parser", "prometheus_client",
