@@ -169,6 +169,7 @@ def _offset(tables, sizes, sequence, exists):
 
 @triton.jit
 def _first_tile(tables, sizes, sequence, exists, group, TILE_M: tl.constexpr):
+    """Number of the first query tile of a sequence."""
     return _offset(tables, sizes, sequence, exists) * group // TILE_M + sequence
 
 
@@ -284,6 +285,20 @@ def _plan_kernel(
 
 
 @triton.jit
+def _find_query_tile(workspace, kv_tile, num_tiles):
+    """The query tile that holds a KV tile of one head, and the KV tiles before it."""
+    q_tile = 0
+    before = 0
+    for start in range(0, num_tiles, SCAN):
+        nth = start + tl.arange(0, SCAN)
+        ends = tl.load(workspace.ends + nth, mask=nth < num_tiles, other=2**31 - 1)
+        past = ends <= kv_tile
+        q_tile += tl.sum(past.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(past, ends, 0), 0))
+    return q_tile, before
+
+
+@triton.jit
 def _row_places(rows, num_rows, kv_head, group, first_query, strides):
     """Query in the sequence, head, and offset of rows; rows past the last count as the last."""
     rows = tl.minimum(rows, num_rows - 1)
@@ -389,15 +404,7 @@ def _attn_ragged_kernel(
     programs = tl.num_programs(0)
     total = tl.load(workspace.ends + num_tiles - 1) * heads
     begin, end = share_of(program, total, programs)
-    # the query tile of the first KV tile, and the KV tiles of one head before it
-    q_tile = 0
-    before = 0
-    for start in range(0, num_tiles, SCAN):
-        nth = start + tl.arange(0, SCAN)
-        ends = tl.load(workspace.ends + nth, mask=nth < num_tiles, other=2**31 - 1)
-        past = ends <= begin // heads
-        q_tile += tl.sum(past.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(past, ends, 0), 0))
+    q_tile, before = _find_query_tile(workspace, begin // heads, num_tiles)
     acc_partials = workspace.partials
     state_partials = acc_partials + tl.cast(2 * programs, tl.int64) * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)

@@ -46,8 +46,10 @@ def attention_ragged(
             )
             queries = q[rows, own].to(precision).transpose(0, 1)[None]
             bias = _alibi(call, b, own, position, keys, precision)
-            got = _attend(queries, k[None, None], v[None, None], options, visible, bias)
-            out[rows, own], lse[own, rows] = got[0][0].transpose(0, 1), got[1][0]
+            own_out, own_lse = _attend(
+                queries, k[None, None], v[None, None], options, visible, bias
+            )
+            out[rows, own], lse[own, rows] = own_out[0].transpose(0, 1), own_lse[0]
     return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
 
 
