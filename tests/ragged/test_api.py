@@ -65,6 +65,16 @@ def test_long_prompts_are_cut_into_several_parts():
     assert_within_budget(call.out, exact, plain)
 
 
+def test_listed_blocks_of_packed_keys():
+    case = RaggedCase(21, layout="packed", block_size=16, q_lens=(1, 20), kv_lens=(60, 33))
+    call = case.build("cpu")
+    assert (call.kv_blocks >= 0).any() and (call.kv_blocks < 0).any()
+    args, options = arguments(call)
+    out, lse = bsk.attention_varlen(*args, **options, return_lse=True)
+    call.out.copy_(out), call.lse.copy_(lse)
+    check_ragged(call)
+
+
 def test_reference_is_an_implementation():
     call = RaggedCase(2, torch.float64, padding=2).build("cpu")
     args, options = arguments(call)
