@@ -10,7 +10,7 @@ SAMPLE ?= --seed 0 --count 60
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all compile-releases fuzz peer-tests lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
+.PHONY: quickstart test test-all compile-releases fuzz peer-tests vllm-test lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,10 @@ fuzz: $(VENV)/.installed-test  ## ten minutes of random calls against a second o
 peer-tests: $(VENV)/.installed-test  ## suites of transformers and torch with this package and without
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt parameterized datasets expecttest
 	$(BIN)/python -m tests.peers.run --workers 4
+
+vllm-test: $(VENV)/.installed-test  ## the backend for vLLM with vLLM's own classes; downloads its wheel
+	$(BIN)/python tests/integrations/unpack_vllm.py $(VENV)/vllm
+	PYTHONPATH=src:$(VENV)/vllm $(BIN)/python -m pytest -q tests/integrations/test_vllm.py
 
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from .core import interrupts as _interrupts
 # isort: on
 from . import nn, prune
 from ._version import __version__
-from .attention.api import attention, attention_varlen
+from .attention.api import attention
 from .attention.merge import merge_states
 from .attention.sdpa import scaled_dot_product_attention
 from .core.errors import BskError, InvalidInput, InvalidType, OutOfPages, Unsupported
@@ -22,9 +22,11 @@ from .kv_cache.cache import KVCache
 from .kv_cache.memory import kv_cache_bytes, kv_memory_table
 from .kv_cache.paged import PagedKVCache
 from .kv_cache.selection import PageSummaries, page_summaries, topk_pages
+from .kv_cache.slots import Rotary
 from .masks import patterns as masks
 from .masks.block_mask import BlockMask
 from .matmul.api import matmul, sddmm
+from .ragged.api import attention_varlen
 from .sparse.matrix import BSRMatrix
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ __all__ = [
     "OutOfPages",
     "PageSummaries",
     "PagedKVCache",
+    "Rotary",
     "Unsupported",
     "__version__",
     "attention",

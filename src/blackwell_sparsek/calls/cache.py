@@ -44,6 +44,38 @@ class AppendCall:
 
 
 @dataclass(frozen=True, eq=False)
+class SlotsCall:
+    """New keys and values of a packed batch, and the slots that they go to; see `bsk.kv_append`."""
+
+    k_cache: torch.Tensor
+    """[pages, page_size, Hkv, D]"""
+    v_cache: torch.Tensor
+    k: torch.Tensor
+    """[T, Hkv, D]"""
+    v: torch.Tensor
+    slot_mapping: torch.Tensor
+    """int32 or int64 [T]; -1 skips a token."""
+    cos: torch.Tensor | None = None
+    """[positions, R / 2]: rotates the first R numbers of keys and queries."""
+    sin: torch.Tensor | None = None
+    interleaved: bool = False
+    """Whether neighbours are rotated together; otherwise number i and number i + R / 2."""
+    positions: torch.Tensor | None = None
+    """int32 or int64 [T]"""
+    q: torch.Tensor | None = None
+    """[T, Hq, D]"""
+    q_out: torch.Tensor | None = None
+    """Where the rotated queries go."""
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    @cached_property
+    def problem(self) -> CacheProblem:
+        """What the choice of an implementation depends on."""
+        return CacheProblem(arch_of(self.k.device), self.k.dtype, self.k_cache.dtype, True)
+
+
+@dataclass(frozen=True, eq=False)
 class SummariesCall:
     """Keys to be summarised page by page, and where the summaries go; see `bsk.page_summaries`."""
 

@@ -8,6 +8,7 @@ import torch
 
 from ..calls.attention import compute_dtype, empty_lse, empty_out
 from ..calls.decode import DecodeCall
+from ..calls.ragged import RaggedCall
 from ..masks.band import kv_range
 
 
@@ -27,7 +28,7 @@ def attention_decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
             kv_pos = torch.where(listed, kv_pos, hi)
         q_pos = torch.arange(q_len, device=q.device) + (length - q_len)
         visible = _visible(q_pos, kv_pos, hi, call)
-        out[b], lse[b] = _attend(q[b], k, v, visible, call)
+        out[b], lse[b] = attend_sequence(q[b], k, v, visible, call)
     return out, lse
 
 
@@ -72,16 +73,23 @@ def _visible(q_pos: torch.Tensor, kv_pos: torch.Tensor, hi: int, call: DecodeCal
     return (kv_pos >= q_pos - left) & (kv_pos <= q_pos + right) & (kv_pos < hi)
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, call: DecodeCall
+def attend_sequence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    call: DecodeCall | RaggedCall,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence: q [Hq, Sq, D], k [Hkv, n, D], v [Hkv, n, Dv]."""
+    """One sequence: q [Hq, Sq, D], k [Hkv, n, D], v [Hkv, n, Dv]; a bias [Hkv, group, Sq, n]."""
     heads, dtype = k.shape[0], compute_dtype(q.dtype)
     group = q.shape[0] // max(heads, 1)
     grouped = q.to(dtype).reshape(heads, group, *q.shape[1:])
     scores = grouped @ k.to(dtype).unsqueeze(1).mT * (call.scale * _scale(call.k_scale, dtype))
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~visible, -torch.inf)
     # an additional column holds the sink; -inf means no sink
     column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)

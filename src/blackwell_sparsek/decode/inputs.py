@@ -4,6 +4,7 @@
 `check_decode_values` reads lengths, page tables and block lists, so it does wait.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,17 +56,17 @@ def decode_call(
 ) -> DecodeCall:
     """Check the arguments of a call against each other and fill in its defaults."""
     heads = _check_caches(op, q, k_cache, v_cache, paged=page_table is not None)
-    _check_indices(op, "cache_seqlens", cache_seqlens, [q.shape[0]], q)
+    check_indices(op, "cache_seqlens", cache_seqlens, [q.shape[0]], q)
     if page_table is not None:
-        _check_indices(op, "page_table", page_table, [q.shape[0], "max_pages"], q)
+        check_indices(op, "page_table", page_table, [q.shape[0], "max_pages"], q)
     page_size = None if page_table is None else k_cache.shape[1]
     if kv_blocks is not None:
-        _check_indices(op, "kv_blocks", kv_blocks, [q.shape[0], heads, "n"], q)
+        check_indices(op, "kv_blocks", kv_blocks, [q.shape[0], heads, "n"], q)
     check_sinks(op, sinks, q)
     if sinks is not None:
         check_derivatives(op, "sinks", sinks)
     for arg, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
-        _check_scale(op, arg, factor, heads, k_cache)
+        check_cache_scale(op, arg, factor, heads, k_cache)
     return DecodeCall(
         q,
         k_cache,
@@ -74,7 +75,7 @@ def decode_call(
         scale=scale_or_default(op, scale, q.shape[-1]),
         page_table=page_table,
         kv_blocks=kv_blocks,
-        kv_block_size=_block_size(op, kv_block_size, kv_blocks is not None, page_size),
+        kv_block_size=checked_block_size(op, kv_block_size, kv_blocks is not None, page_size),
         band=band_of(op, causal, window),
         softcap=softcap_or_off(op, softcap),
         sinks=sinks,
@@ -94,39 +95,55 @@ def _check_caches(op: str, q: Any, k_cache: Any, v_cache: Any, *, paged: bool) -
         check_last_dim_contiguous(op, arg, x)
     check_same_device(op, {**tensors})
     if k_cache.dtype != v_cache.dtype:
-        _raise(op, "k_cache/v_cache", "have different dtypes", "one", k_cache.dtype, v_cache.dtype)
+        raise_mismatch(
+            op, "k_cache/v_cache", "have different dtypes", "one", k_cache.dtype, v_cache.dtype
+        )
     if k_cache.dtype not in (q.dtype, FP8):
         expected = f"that of q or {FP8}"
-        _raise(op, "k_cache", "has a dtype that q does not go with", expected, k_cache.dtype)
+        raise_mismatch(
+            op, "k_cache", "has a dtype that q does not go with", expected, k_cache.dtype
+        )
     if k_cache.shape[-1] != q.shape[-1]:
         shapes = (list(q.shape), list(k_cache.shape))
-        _raise(op, "q/k_cache", "have different head dims", "one", *shapes)
+        raise_mismatch(op, "q/k_cache", "have different head dims", "one", *shapes)
     if k_cache.shape[:-1] != v_cache.shape[:-1]:
         expected = "all but the last dimension alike"
-        _raise(op, "k_cache/v_cache", "do not match", expected, [*k_cache.shape], [*v_cache.shape])
+        raise_mismatch(
+            op, "k_cache/v_cache", "do not match", expected, [*k_cache.shape], [*v_cache.shape]
+        )
     if not paged and q.shape[0] != k_cache.shape[0]:
         shapes = (list(q.shape), list(k_cache.shape))
-        _raise(op, "q/k_cache", "have different batch sizes", "one", *shapes)
+        raise_mismatch(op, "q/k_cache", "have different batch sizes", "one", *shapes)
     check_head_dims(op, q, v_cache)
     if paged and k_cache.shape[1] == 0:
-        _raise(op, "k_cache", "has pages without tokens", "page_size >= 1", list(k_cache.shape))
+        raise_mismatch(
+            op, "k_cache", "has pages without tokens", "page_size >= 1", list(k_cache.shape)
+        )
     heads: int = k_cache.shape[2 if paged else 1]
     if q.shape[1] % heads if heads else q.shape[1]:
         expected = "a multiple of the heads of k_cache"
         got = f"{q.shape[1]} query heads not divisible by {heads} kv heads"
-        _raise(op, "q", "has a wrong number of heads", expected, got)
+        raise_mismatch(op, "q", "has a wrong number of heads", expected, got)
     return heads
 
 
-def _raise(op: str, arg: str, problem: str, expected: object, *got: object) -> None:
+def raise_mismatch(op: str, arg: str, problem: str, expected: object, *got: object) -> None:
+    """Raise for an argument, or several, that do not go together."""
     kind = InvalidType if "dtype" in problem else InvalidInput
     raise kind(message(op, arg, problem, expected, " and ".join(str(x) for x in got)))
 
 
-def _check_indices(op: str, arg: str, x: Any, shape: list[int | str], q: torch.Tensor) -> None:
-    """int32 on the device of q; a word in `shape` stands for any size."""
+def check_indices(
+    op: str,
+    arg: str,
+    x: Any,
+    shape: list[int | str],
+    q: torch.Tensor,
+    dtypes: Sequence[torch.dtype] = (torch.int32,),
+) -> None:
+    """Integers on the device of q; a word in `shape` stands for any size."""
     check_tensor(op, arg, x)
-    check_dtype(op, arg, x, [torch.int32])
+    check_dtype(op, arg, x, dtypes)
     fits = x.dim() == len(shape) and all(
         isinstance(n, str) or n == m for n, m in zip(shape, x.shape, strict=True)
     )
@@ -137,7 +154,7 @@ def _check_indices(op: str, arg: str, x: Any, shape: list[int | str], q: torch.T
     check_same_device(op, {"q": q, arg: x})
 
 
-def _check_scale(op: str, arg: str, scale: Any, heads: int, cache: torch.Tensor) -> None:
+def check_cache_scale(op: str, arg: str, scale: Any, heads: int, cache: torch.Tensor) -> None:
     """One number for all heads, or one for each; only an fp8 cache has scales."""
     if scale is None:
         return
@@ -152,7 +169,7 @@ def _check_scale(op: str, arg: str, scale: Any, heads: int, cache: torch.Tensor)
     check_same_device(op, {"cache": cache, arg: scale})
 
 
-def _block_size(op: str, size: Any, listed: bool, page_size: int | None) -> int:
+def checked_block_size(op: str, size: Any, listed: bool, page_size: int | None) -> int:
     """Tokens of a listed block: the page size, or `size` without pages; 0 without lists."""
     arg = "kv_block_size"
     if not listed:

@@ -41,7 +41,7 @@ from ..device.partials import (
 )
 from ..device.records import CacheTables, CacheView, Strides
 from ..device.schedule import owner_of, share_of
-from ..device.scores import cap, fold_sign
+from ..device.scores import add_slopes, cap, fold_sign
 from ..device.softmax import add_sink, finalise, init_state, softmax_step, softmax_step_down
 from ..dispatch.machine import fp32_precision
 from ..launch.launcher import launch, on_device_of
@@ -224,9 +224,12 @@ def find_range(keys, head_tiles, TILE_N: tl.constexpr, BLOCK_KV: tl.constexpr):
 def attend_cache(
     q, first, last, k_ptr, v_ptr, cache, tile_begin, tile_end, layout, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_KV: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr, alibi=None,
 ):  # fmt: skip
-    """Softmax state and accumulators over the tiles `[tile_begin, tile_end)` of one KV head."""
+    """Softmax state and accumulators over the tiles `[tile_begin, tile_end)` of one KV head.
+
+    `alibi` is None, or positions of the rows and the slopes of their heads in base 2.
+    """
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
     FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
     offs_n = tl.arange(0, TILE_N)
@@ -247,8 +250,12 @@ def attend_cache(
             s = cap(s * score.k_scale, score.inverse_cap)
         visible = within_bounds(keys.position[None, :], first[:, None], last[:, None])
         visible = visible & keys.live[None, :]
+        scale_log2 = score.scale_log2
+        if alibi is not None:
+            s = add_slopes(s * scale_log2, alibi, keys.position)
+            scale_log2 = 1.0
         s = tl.where(keys.wrong[None, :], float("nan"), tl.where(visible, s, -float("inf")))
-        m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score.scale_log2)
+        m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, scale_log2)
         v = load_cache_rows(v_ptr, keys.slab, keys.row, layout.v, keys.live, offs_dv, HEAD_DIM_V)
         if FP8:
             v = v.to(tl.float16)

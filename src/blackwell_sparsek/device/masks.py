@@ -80,11 +80,44 @@ def kv_range(q_start, q_end, q_len, kv_len, left, right):
     """Keys that at least one existing query of `[q_start, q_end)` sees."""
     first_pos = position(q_start, q_len, kv_len)
     end_pos = position(tl.minimum(q_end, q_len), q_len, kv_len)
+    return kv_range_at(first_pos, end_pos, kv_len, left, right)
+
+
+@triton.jit
+def kv_range_at(first_pos, end_pos, kv_len, left, right):
+    """Keys that at least one of the positions `[first_pos, end_pos)` sees."""
     lo = tl.maximum(first_pos - left, 0)
     # subtract one before adding: end_pos + right may overflow int32 when both are at their limits
     hi = tl.minimum(tl.maximum(end_pos - 1 + right, -1), kv_len - 1) + 1
     hi = tl.where(first_pos < end_pos, hi, 0)
     return Range(lo, tl.maximum(hi, 0))
+
+
+@triton.jit
+def first_of_chunk(q_pos, chunk):
+    """First position of the chunk of a position; -chunk for positions before the first key."""
+    return tl.where(q_pos < 0, -chunk, q_pos // chunk * chunk)
+
+
+@triton.jit
+def bounds_in_chunk(bounds, q_pos, chunk):
+    """Row bounds cut to the chunk of each position; None leaves them as they are."""
+    first, last = bounds
+    if chunk is not None:
+        start = first_of_chunk(q_pos, chunk)
+        first = tl.maximum(first, start)
+        last = tl.minimum(last, start + chunk - 1)
+    return RowBounds(first, last)
+
+
+@triton.jit
+def range_in_chunks(keys, first_pos, last_pos, chunk):
+    """The keys of a range that lie in the chunks of `first_pos` to `last_pos`."""
+    lo, hi = keys
+    if chunk is not None:
+        lo = tl.maximum(lo, first_of_chunk(first_pos, chunk))
+        hi = tl.minimum(hi, tl.maximum(first_of_chunk(last_pos, chunk) + chunk, 0))
+    return Range(lo, hi)
 
 
 @triton.jit

@@ -50,6 +50,13 @@ class Score(NamedTuple):
     inverse_cap: Any
 
 
+class Alibi(NamedTuple):
+    """Positions of the rows of a tile, and the slopes of their heads in base-2 units."""
+
+    q_pos: Any
+    slope_log2: Any
+
+
 class GradientScore(NamedTuple):
     """As `Score`, with the scale that is applied to the final gradients of queries and keys."""
 

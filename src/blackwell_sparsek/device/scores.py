@@ -31,3 +31,10 @@ def cap(s, inverse_cap):
     if inverse_cap is not None:
         s = tanh(s * inverse_cap)
     return s
+
+
+@triton.jit
+def add_slopes(exponents, alibi, kv_pos):
+    """Base-2 exponents [rows, keys] less the slope of each row times its distance to each key."""
+    distance = tl.abs(alibi.q_pos[:, None] - kv_pos[None, :]).to(tl.float32)
+    return exponents - alibi.slope_log2[:, None] * distance

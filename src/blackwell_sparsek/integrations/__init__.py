@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-_BRIDGES = ("huggingface", "torch_sdpa", "torch_sparse")
+_BRIDGES = ("flash_attn", "huggingface", "torch_sdpa", "torch_sparse", "vllm")
 
 
 def __getattr__(name: str) -> Any:

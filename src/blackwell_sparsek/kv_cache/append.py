@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..calls.cache import AppendCall, CacheProblem
+from ..calls.cache import AppendCall
 from ..core.checks import (
     check_dtype,
     check_last_dim_contiguous,
@@ -21,13 +21,12 @@ from ..core.checks import (
 )
 from ..core.errors import InvalidInput
 from ..dispatch.dispatcher import Dispatcher, interpreted_only
-from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import define_op
 from ..launch.replay import record, repeat
-from .layout import CONTIGUOUS, FP8, NEW, PAGED, STORED, check_scale
+from .layout import CONTIGUOUS, FP8, INDICES, NEW, PAGED, STORED, check_scale
+from .slots import Rotary, append_to_slots, as_stored, put_tokens, why_not_triton
 
 _OP = "kv_append"
-E4M3_MAX = 448.0
 # Launches of earlier calls, for `repeat`.
 _RECORDED: dict[Any, Any] = {}
 
@@ -38,16 +37,24 @@ def kv_append(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    cache_seqlens: torch.Tensor,
+    cache_seqlens: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+    positions: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     impl: str = "auto",
-) -> None:
-    """Write token t of sequence b to slot `cache_seqlens[b] + t` of its cache.
+) -> torch.Tensor | None:
+    """Write new keys and values into a cache, behind what it holds or to the slots that are named.
 
-    Lengths and page table are read on the device without waiting for it, so a CUDA graph with this
+    - With `cache_seqlens`: token t of sequence b goes to slot `cache_seqlens[b] + t` of its cache.
+    - With `slot_mapping`: token t of a packed batch goes to slot `slot_mapping[t]` of all slots,
+      page after page: slot s is token `s % page_size` of page `s // page_size`. -1 skips a token.
+
+    Lengths and tables are read on the device without waiting for it, so a CUDA graph with this
     call writes to the slots that they name at each replay. `cache_seqlens` is not advanced. A slot
     that does not exist (past the capacity, a negative length, a page id out of range) is not
     written. On CPU tensors, where the check is free, it raises `InvalidInput`.
@@ -55,22 +62,35 @@ def kv_append(
     Parameters
     ----------
     k_cache : fp16, bf16, fp32, fp64 or float8_e4m3fn `[B, Hkv, S, D]`
-        With `page_table`: `[pages, page_size, Hkv, D]`. Any strides with a contiguous last
-        dimension, which may differ between tensors.
+        With `page_table` or `slot_mapping`: `[pages, page_size, Hkv, D]`; pages with heads
+        outermost are `pages.transpose(1, 2)`. Any strides with a contiguous last dimension, which
+        may differ between tensors.
     v_cache : the same with Dv in place of D
-    k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`
+    k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`; with `slot_mapping` `[T, Hkv, D]`, `[T, Hkv, Dv]`
         The dtype of the caches; any float dtype for fp8 caches. No gradient flows through a cache.
     cache_seqlens : int32 `[B]`
         Tokens that each sequence holds before this call.
     counts : int32 `[B]`, optional
         Append only the first `counts[b]` of the T tokens.
-    page_table : int32 `[B, max_pages]`, optional
+    page_table : int32 or int64 `[B, max_pages]`, optional
         Pages of each sequence in their order; -1 where there is none.
+    slot_mapping : int32 or int64 `[T]`, optional
+        Takes the place of `cache_seqlens`, `counts` and `page_table`; no slot twice.
+    rotary : Rotary, optional
+        Rotate keys on their way into the cache, and `q`; with `slot_mapping`.
+    positions : int32 or int64 `[T]`
+        The position of each token in its sequence, for `rotary`.
+    q : `[T, Hq, D]`, optional
+        Queries to be rotated too.
     k_scale, v_scale : fp32, one element or `[Hkv]`, optional
         fp8 caches hold `x * (1 / scale)`, rounded to nearest even; values beyond ±448, infinities
         included, become ±448, and NaN stays NaN. 1 by default.
     impl : str
         `auto`, `eager` or `triton`.
+
+    Returns
+    -------
+    The rotated queries, a new tensor; None without `q`.
 
     Examples
     --------
@@ -81,13 +101,35 @@ def kv_append(
     >>> k_cache[:, 0, :, 0]
     tensor([[5., 0., 0., 0.],
             [0., 0., 0., 7.]])
+
+    Three tokens into pages of two, the second of them skipped:
+
+    >>> pages = torch.zeros(2, 2, 1, 1)
+    >>> new = torch.tensor([5.0, 6.0, 7.0]).view(3, 1, 1)
+    >>> kv_append(pages, pages.clone(), new, new, slot_mapping=torch.tensor([3, -1, 0]))
+    >>> pages[:, :, 0, 0]
+    tensor([[7., 0.],
+            [0., 5.]])
     """
+    if slot_mapping is not None or rotary is not None or positions is not None or q is not None:
+        others = {"cache_seqlens": cache_seqlens, "counts": counts, "page_table": page_table}
+        for arg, x in others.items():
+            if x is not None:
+                expected = "None with slot_mapping, rotary, positions and q"
+                raise InvalidInput(message(_OP, arg, "says another slot", expected, "a tensor"))
+        return append_to_slots(
+            k_cache, v_cache, k, v, slot_mapping, rotary, positions, q, k_scale, v_scale, impl
+        )
     inputs = (k, v, k_cache, v_cache, cache_seqlens, counts, page_table, k_scale, v_scale)
     if repeat(_RECORDED, (impl,), inputs) is not None:
-        return
+        return None
+    if cache_seqlens is None:
+        expected = "lengths, or slot_mapping"
+        raise InvalidInput(message(_OP, "cache_seqlens", "is missing", expected, None))
     call = AppendCall(k_cache, v_cache, k, v, cache_seqlens, counts, page_table, k_scale, v_scale)
     _check(call)
     record(_RECORDED, (impl,), inputs, _append, call, impl, operands=2)
+    return None
 
 
 def _check(call: AppendCall) -> None:
@@ -102,7 +144,7 @@ def _check(call: AppendCall) -> None:
             continue
         check_tensor(_OP, arg, x)
         assert x is not None
-        check_dtype(_OP, arg, x, [torch.int32])
+        check_dtype(_OP, arg, x, INDICES if arg == "page_table" else [torch.int32])
         if arg == "page_table":
             check_rank(_OP, arg, x, "[B, max_pages]")
             check_shape(_OP, arg, x, (batch, x.shape[1]))
@@ -208,41 +250,10 @@ def append_eager(call: AppendCall) -> None:
     outer = outer.clamp(0, k_slots.shape[0] - 1).flatten()
     slot = slot.clamp(0, k_slots.shape[1] - 1).flatten()
     for slots, new, scale in ((k_slots, k, call.k_scale), (v_slots, call.v, call.v_scale)):
-        rows = _stored(new, scale, slots.dtype).transpose(1, 2).flatten(0, 1)
+        rows = as_stored(new, scale, slots.dtype).transpose(1, 2).flatten(0, 1)
         if slots.dtype == FP8:
             slots = slots.view(torch.uint8)
-        _put_tokens(slots, outer, slot, live.flatten(), rows)
-
-
-def _put_tokens(
-    slots: torch.Tensor,
-    outer: torch.Tensor,
-    slot: torch.Tensor,
-    live: torch.Tensor,
-    rows: torch.Tensor,
-) -> None:
-    """`slots[outer, slot] = rows` where `live`.
-
-    Selecting the live rows would wait for the device. Instead, the other rows repeat a harmless
-    write: that of the first live row, or of an old value if no row is live.
-    """
-    anchor = live.int().argmax(keepdim=True)
-    to_outer, to_slot = outer[anchor], slot[anchor]
-    kept = torch.where(live[anchor].view(1, 1, 1), rows[anchor], slots[to_outer, to_slot])
-    at = (torch.where(live, outer, to_outer), torch.where(live, slot, to_slot))
-    slots.index_put_(at, torch.where(live.view(-1, 1, 1), rows, kept))
-
-
-def _stored(new: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Values as a cache of `dtype` stores them; fp8 as uint8, saturated at 448."""
-    if dtype != FP8:
-        return new
-    x = new.float()
-    if scale is not None:
-        x = x * scale.float().reciprocal().view(1, -1, 1, 1)
-    # drop the sign of NaN, as the conversion instruction of the GPU does
-    x = torch.where(x.isnan(), torch.nan, x.clamp(-E4M3_MAX, E4M3_MAX))
-    return x.to(dtype).view(torch.uint8)
+        put_tokens(slots, outer, slot, live.flatten(), rows)
 
 
 def _append(call: AppendCall, impl: str) -> tuple[()]:
@@ -260,11 +271,6 @@ def _append(call: AppendCall, impl: str) -> tuple[()]:
         impl,
     )
     return ()
-
-
-def why_not_triton(problem: CacheProblem) -> str | None:
-    """Why the cache kernels cannot run this problem, or None when they can."""
-    return why_not_portable(problem.arch, problem.dtype)
 
 
 def _kv_append(*args: Any) -> None:

@@ -55,6 +55,18 @@ class HeadScale(NamedTuple):
 
 
 @triton.jit
+def as_stored(x, scale, head, exists, STORED: tl.constexpr, CONVERTS_FP8: tl.constexpr):
+    """Rows [rows, columns] as a cache of STORED holds them; uint8 stands for fp8."""
+    if tl.uint8 == STORED:
+        x = x.to(tl.float32)
+        if scale.ptr is not None:
+            of_head = tl.load(scale.ptr + head * scale.stride, mask=exists, other=1.0)
+            x = x * tl.math.div_rn(tl.full(of_head.shape, 1.0, tl.float32), of_head)[:, None]
+        x = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if CONVERTS_FP8 else e4m3_bits(x)
+    return x
+
+
+@triton.jit
 def _write_rows(
     cache, src, scale, head, exists, live, HEAD_DIM: tl.constexpr, CONVERTS_FP8: tl.constexpr
 ):
@@ -73,12 +85,7 @@ def _write_rows(
             there = there & (offs_d < HEAD_DIM)[None, :]
             written = written & (offs_d < HEAD_DIM)[None, :]
         x = tl.load(src.ptr + src.offsets[:, None] + offs_d[None, :], mask=there, other=0.0)
-        if tl.uint8 == STORED:
-            x = x.to(tl.float32)
-            if scale.ptr is not None:
-                of_head = tl.load(scale.ptr + head * scale.stride, mask=exists, other=1.0)
-                x = x * tl.math.div_rn(tl.full(of_head.shape, 1.0, tl.float32), of_head)[:, None]
-            x = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if CONVERTS_FP8 else e4m3_bits(x)
+        x = as_stored(x, scale, head, exists, STORED, CONVERTS_FP8)
         tl.store(cache.ptr + cache.offsets[:, None] + offs_d[None, :], x, mask=written)
 
 
@@ -152,7 +159,8 @@ def _kv_append_kernel(
     _write_rows(v_to, v_from, v_scale, head, exists, live, HEAD_DIM_V, CONVERTS_FP8)
 
 
-def _tile_rows(head_dim: int, head_dim_v: int) -> int:
+def tile_rows_of(head_dim: int, head_dim_v: int) -> int:
+    """Rows of a tile, for rows of these lengths."""
     widest = triton.next_power_of_2(max(head_dim, head_dim_v, 1))
     return max(TILE_ELEMENTS // min(widest, MAX_TILE_D), 1)
 
@@ -180,7 +188,7 @@ def launch_kv_append(call: AppendCall, *, converts_fp8: bool = False) -> None:
     else:
         pages, page_size = k_cache.shape[:2]
         capacity, order = page_table.shape[1] * page_size, (0, 2, 1)
-    tile_rows = _tile_rows(head_dim, v.shape[-1])
+    tile_rows = tile_rows_of(head_dim, v.shape[-1])
     assert num_rows <= INT32_MAX - tile_rows, num_rows
     args = (
         stored_as_bytes(k_cache),

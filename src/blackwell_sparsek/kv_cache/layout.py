@@ -14,6 +14,7 @@ PAGED = "[pages, page_size, Hkv, D]"
 FP8 = torch.float8_e4m3fn
 NEW = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STORED = (*NEW, FP8)
+INDICES = (torch.int32, torch.int64)
 
 
 def check_scale(

@@ -24,8 +24,8 @@ from ..dispatch.dispatcher import Dispatcher, interpreted_only
 from ..dispatch.operators import define_op
 from ..launch.replay import record, repeat
 from ..masks.check import check_count
-from .append import why_not_triton
 from .layout import CONTIGUOUS, FP8, NEW, PAGED, STORED
+from .slots import why_not_triton
 
 KINDS = ("minmax", "mean")
 # Launches of earlier calls, for `repeat`.
@@ -360,7 +360,7 @@ def _put_rows(
     if page_table is None:
         summary.copy_(torch.where(live.view(*live.shape, 1, 1), values, summary))
         return
-    # rows that are not live repeat a harmless write, see `append._put_tokens`
+    # rows that are not live repeat a harmless write, see `slots.put_tokens`
     flat, pages = live.flatten(), page_table.long().clamp(0, summary.shape[0] - 1).flatten()
     anchor = flat.int().argmax(keepdim=True)
     rows, to = values.flatten(0, 1), pages[anchor]

@@ -1,6 +1,6 @@
 """BlockMask: which blocks of keys each block of queries sees, and which elements of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from ..core.checks import check_dtype, check_has_data, check_tensor, message
 from ..core.errors import InvalidInput
 from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
+from . import algebra
 from . import bits as bit_masks
 from .block_lists import BlockLists, entries_listed, lists_from_blocks, transpose_lists
 from .check import (
@@ -298,6 +299,73 @@ class BlockMask:
         10
         """
         return from_flex(cls, flex_mask)
+
+    @classmethod
+    @usable_in_training
+    def from_function(
+        cls,
+        mask_mod: Callable[..., torch.Tensor],
+        seq_lengths: int | IntPair,
+        block_size: int | IntPair = 128,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> "BlockMask":
+        """Keep the elements for which a function says so, written as for FlexAttention.
+
+        Parameters
+        ----------
+        mask_mod : function of (b, h, q, kv)
+            Gets index tensors without dimensions and returns one bool; evaluated once, for every
+            element of `batch * heads` masks, a part at a time.
+        seq_lengths : int or (Sq, Sk)
+        block_size : int or (bq, bk)
+        batch, heads : int
+            How many masks there are; 1 broadcasts.
+        device : torch.device or str
+
+        Examples
+        --------
+        >>> mask = BlockMask.from_function(lambda b, h, q, kv: q >= kv, 40, 16)
+        >>> mask.nnz_blocks
+        6
+        """
+        return algebra.from_function(cls, mask_mod, seq_lengths, block_size, batch, heads, device)
+
+    def __and__(self, other: "BlockMask") -> "BlockMask":
+        """Elements that both masks show; either may broadcast. Waits for the device."""
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return algebra.combined(self, other, "&")
+
+    def __or__(self, other: "BlockMask") -> "BlockMask":
+        """Elements that one of the masks shows; either may broadcast. Waits for the device."""
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return algebra.combined(self, other, "|")
+
+    def __getitem__(self, index: Any) -> "BlockMask":
+        """The masks of some batches and heads: `mask[b]`, `mask[b, h]`, `mask[:, 2:4]`.
+
+        An int keeps its dimension, with size 1. Waits for the device.
+        """
+        return algebra.selected(self, index)
+
+    # a mask is not a sequence, although it can be indexed
+    __iter__ = None
+
+    def to_svg(self, batch: int = 0, head: int = 0, *, pixels: int = 512) -> str:
+        """A picture of one mask as SVG: kept blocks dark, partial ones light.
+
+        Examples
+        --------
+        >>> mask = BlockMask.from_function(lambda b, h, q, kv: q >= kv, 64, 16)
+        >>> mask.to_svg().count("<rect")
+        11
+        """
+        op = "BlockMask.to_svg"
+        return algebra.to_svg(self, batch, head, check_count(op, "pixels", pixels, at_least=1))
 
     @property
     def forward(self) -> BlockLists:

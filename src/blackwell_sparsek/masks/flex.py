@@ -48,7 +48,7 @@ def from_flex(cls: "type[BlockMask]", flex_mask: Any) -> "BlockMask":
     bits_id = torch.full_like(cols, -1)
     pool = empty_pool(block, cols.device)
     if flex_mask.mask_mod is not None and flex_mask.mask_mod is not flex.noop_mask:
-        bits, exists = _evaluate(flex_mask.mask_mod, *listed, heads, mb, seq, block)
+        bits, exists = evaluate(flex_mask.mask_mod, *listed, heads, mb, seq, block)
         is_full, is_empty = (bits == exists).flatten(1).all(1), (bits == 0).flatten(1).all(1)
         partial = torch.nonzero(~is_full & ~is_empty).flatten()
         pool, ids = bit_masks.deduplicate(bits[partial])
@@ -96,7 +96,7 @@ def _check_listed_once(rows: torch.Tensor, cols: torch.Tensor, nb: int) -> None:
         )
 
 
-def _evaluate(
+def evaluate(
     mask_mod: Any,
     rows: torch.Tensor,
     cols: torch.Tensor,

@@ -71,7 +71,12 @@ def _attention_varlen(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec, visible: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttnSpec,
+    visible: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -79,6 +84,8 @@ def _attend(
     scores = _visible_products(q, k, visible) * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = torch.where(visible, scores, -torch.inf)
 
     # one more column holds the sink; -inf there means no sink

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...calls.cache import AppendCall, SummariesCall, TopkCall
+from ...calls.cache import AppendCall, SlotsCall, SummariesCall, TopkCall
 from ...kv_cache.append_kernel import MIN_SM_CONVERTS_FP8, launch_kv_append
 from ...kv_cache.selection_kernels import (
     _page_scores_kernel,
@@ -12,6 +12,7 @@ from ...kv_cache.selection_kernels import (
     launch_topk_pages,
     summarise,
 )
+from ...kv_cache.slots_kernel import _append_slots_kernel, _rotate_kernel, launch_append_slots
 from ..captured_launches import launched_case, meta
 from ..compile_cases import ALL_ARCHS, CompileCase, compile_cases
 
@@ -164,3 +165,38 @@ def topk_cases() -> Iterator[CompileCase]:
             _topk_call(_BF16, _BF16, 128, paged=True, columns=columns),
             kernel=_select_pages_kernel,
         )
+
+
+def _slots(dtype: torch.dtype, stored: torch.dtype, rotary: int, interleaved: bool) -> SlotsCall:
+    """Tokens of a packed batch with heads of 128, the first `rotary` numbers of which rotate."""
+    tokens, dim = 100, 128
+    cache, new = _cache(dim, stored, True), meta(tokens, _HEADS, dim, dtype=dtype)
+    q = meta(tokens, _HEADS * _GROUP, dim, dtype=dtype) if rotary else None
+    table = meta(4096, rotary // 2, dtype=_FP32) if rotary else None
+    scale = meta(_HEADS, dtype=_FP32) if stored == _FP8 else None
+    positions = _int32(tokens) if rotary else None
+    slots = meta(tokens, dtype=torch.int64)
+    rotation = (table, table, interleaved, positions, q, q)
+    return SlotsCall(cache, cache, new, new, slots, *rotation, scale, scale)
+
+
+@compile_cases
+def slots_cases() -> Iterator[CompileCase]:
+    """Appending by slot mapping, without and with rotary embedding."""
+    kinds = {
+        "plain": (_slots(_BF16, _BF16, 0, False), _append_slots_kernel),
+        "halves": (_slots(_BF16, _BF16, 128, False), _append_slots_kernel),
+        "interleaved-fp8": (_slots(_BF16, _FP8, 64, True), _append_slots_kernel),
+        "rotate-q": (_slots(_BF16, _BF16, 128, False), _rotate_kernel),
+    }
+    for name, (call, kernel) in kinds.items():
+        for sm in (80, 90):
+            yield launched_case(
+                f"kv_append_slots/{name}-sm_{sm}",
+                launch_append_slots,
+                call,
+                kernel=kernel,
+                sm=sm,
+                archs=(sm,),
+                converts_fp8=sm >= MIN_SM_CONVERTS_FP8,
+            )

@@ -1,0 +1,567 @@
+"""The functions of flash-attn, computed by this package: change an import, keep the calls.
+
+    from blackwell_sparsek.integrations.flash_attn import flash_attn_func
+
+Positional arguments are those of flash-attn 2; keywords of flash-attn 2, 3 and 4 are taken, each of
+them honoured or refused by name (`Unsupported`). Layouts are flash-attn's: [B, S, H, D], packed
+[T, H, D], pages [pages, page_size, Hkv, D]. So is alignment: the last query sits at the last key.
+`num_splits`, `pack_gqa` and `sm_margin` tune kernels of flash-attn and have no effect on results;
+they are accepted and not used.
+"""
+
+from typing import Any
+
+import torch
+
+from ..attention.api import attention
+from ..core.checks import check_rank, check_tensor, message
+from ..core.errors import InvalidInput, Unsupported
+from ..kv_cache.append import kv_append
+from ..kv_cache.slots import Rotary, rotated
+from ..ragged.api import attention_varlen
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+DENSE = "[B, S, H, D]"
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
+# What to use instead of an argument that is refused.
+INSTEAD = {
+    "dropout_p": "attention dropout is not available; pass 0.0",
+    "qv": "concatenate it to q, and its keys to k",
+    "q_descale": "queries are fp16, bf16 or fp32; multiply them, or fold the factor into "
+    "softmax_scale",
+    "k_descale": "only fp8 caches have scales: use flash_attn_with_kvcache",
+    "v_descale": "only fp8 caches have scales: use flash_attn_with_kvcache",
+    "mask_mod": "pass bsk.BlockMask.from_function(mask_mod, ...) to bsk.attention(block_mask=...)",
+    "score_mod": "bsk.attention has scale, softcap and sinks",
+    "block_sparse_tensors": "build a bsk.BlockMask and call bsk.attention(block_mask=...)",
+    "aux_tensors": "it belongs to mask_mod and score_mod, which are not taken",
+    "scheduler_metadata": "work is scheduled on the device; pass None",
+    "rotary_seqlens": "rotate with bsk.kv_append(rotary=, positions=) first",
+    "cu_seqlens_k_new": "append with bsk.kv_append(slot_mapping=) first",
+}
+
+
+def _refuse(op: str, **given: Any) -> None:
+    for arg, value in given.items():
+        if value is not None and not (arg == "dropout_p" and value == 0.0):
+            raise Unsupported(f"{op}: {arg} is not supported; {INSTEAD[arg]}")
+
+
+def _window(op: str, window_size: Any) -> tuple[int | None, int | None] | None:
+    """flash-attn says -1 (or None) where a side is open."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        expected = "(left, right), -1 for an open side"
+        raise InvalidInput(message(op, "window_size", "is malformed", expected, window_size))
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    return None if left is None and right is None else (left, right)
+
+
+def _returned(out: torch.Tensor, lse: torch.Tensor, probs: bool, with_lse: bool) -> Result:
+    if probs:
+        return out, lse, None
+    return (out, lse) if with_lse else out
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    attention_chunk: int = 0,
+    learnable_sink: torch.Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    mask_mod: Any = None,
+    score_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    return_softmax_lse: bool = False,
+) -> Result:
+    """Attention of q `[B, Sq, Hq, D]` over k `[B, Sk, Hkv, D]` and v `[B, Sk, Hkv, Dv]`.
+
+    Gradients as in `bsk.attention`; none with `alibi_slopes` or `attention_chunk`.
+
+    Parameters
+    ----------
+    q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic :
+        As in flash-attn; -1 or None is an open side of the window, a softcap of 0 is off.
+    attention_chunk : int
+        Keys are visible within chunks of so many positions; 0 is off.
+    learnable_sink : `[Hq]`, optional
+        A logit per head that joins the denominator.
+    return_attn_probs : bool
+        Return `(out, lse, None)`; probabilities are never returned.
+    return_softmax_lse : bool
+        Return `(out, lse)`.
+    num_splits, pack_gqa, sm_margin :
+        Accepted without effect.
+    dropout_p, qv, q_descale, k_descale, v_descale, mask_mod, score_mod, block_sparse_tensors :
+        Refused unless absent, as is aux_tensors.
+    aux_tensors :
+        See above.
+
+    Returns
+    -------
+    out : `[B, Sq, Hq, Dv]`
+    lse : fp32 `[B, Hq, Sq]`
+
+    Examples
+    --------
+    >>> import torch
+    >>> q = k = v = torch.randn(2, 30, 4, 16)
+    >>> flash_attn_func(q, k, v, causal=True).shape
+    torch.Size([2, 30, 4, 16])
+    """
+    op = "flash_attn_func"
+    _refuse(
+        op,
+        dropout_p=dropout_p,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors,
+    )
+    for arg, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(op, arg, x)
+        check_rank(op, arg, x, DENSE)
+    window = _window(op, window_size)
+    if alibi_slopes is None and not attention_chunk:
+        out, lse = attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            causal=causal,
+            window=window,
+            scale=softmax_scale,
+            softcap=softcap or None,
+            sinks=learnable_sink,
+            deterministic=deterministic or None,
+            return_lse=True,
+        )
+        return _returned(out.transpose(1, 2), lse, return_attn_probs, return_softmax_lse)
+    batch, sq = q.shape[:2]
+    sk = k.shape[1]
+    out, lse = attention_varlen(
+        q.reshape(batch * sq, *q.shape[2:]),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        _every(batch, sq, q.device),
+        max_seqlen_q=sq,
+        cache_seqlens=torch.full((batch,), sk, dtype=torch.int32, device=q.device),
+        causal=causal,
+        window=window,
+        chunk=attention_chunk or None,
+        scale=softmax_scale,
+        softcap=softcap or None,
+        sinks=learnable_sink,
+        alibi_slopes=alibi_slopes,
+        return_lse=True,
+    )
+    out, lse = out.view(batch, sq, *out.shape[1:]), lse.view(-1, batch, sq).transpose(0, 1)
+    return _returned(out, lse, return_attn_probs, return_softmax_lse)
+
+
+def _every(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """Offsets of sequences of one length."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    attention_chunk: int = 0,
+    learnable_sink: torch.Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    mask_mod: Any = None,
+    score_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    return_softmax_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> Result:
+    """Attention within packed sequences; see `flash_attn_func` for the options.
+
+    Gradients as in `bsk.attention_varlen`: none with pages, `seqused_q`, `seqused_k`,
+    `alibi_slopes`, `attention_chunk` or `out`.
+
+    Parameters
+    ----------
+    q, k, v : `[Tq, Hq, D]`, `[Tk, Hkv, D]`, `[Tk, Hkv, Dv]`
+        With a page table k and v are `[pages, page_size, Hkv, D | Dv]`.
+    cu_seqlens_q, cu_seqlens_k : int32 `[B + 1]`
+        `cu_seqlens_k` may be None with pages and `seqused_k`.
+    max_seqlen_q, max_seqlen_k : int
+    block_table, page_table : int32 `[B, max_pages]`, optional
+        The same under the names of flash-attn 2 and 3.
+    seqused_q, seqused_k : int32 `[B]`, optional
+        How many queries and keys of each sequence are used.
+    out : `[Tq, Hq, Dv]`, optional
+        Where to write the output.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic :
+        As in `flash_attn_func`, like all others.
+    return_attn_probs, qv, q_descale, k_descale, v_descale, attention_chunk, learnable_sink :
+        See above.
+    num_splits, pack_gqa, sm_margin, mask_mod, score_mod, block_sparse_tensors, aux_tensors :
+        See above.
+    return_softmax_lse :
+        See above.
+
+    Returns
+    -------
+    out : `[Tq, Hq, Dv]`
+    lse : fp32 `[Hq, Tq]`
+    """
+    op = "flash_attn_varlen_func"
+    _refuse(
+        op,
+        dropout_p=dropout_p,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors,
+    )
+    if block_table is not None and page_table is not None:
+        expected = "one of the two names"
+        raise InvalidInput(
+            message(op, "block_table/page_table", "are both given", expected, "both")
+        )
+    pages = block_table if page_table is None else page_table
+    cache_seqlens = None
+    if pages is not None:
+        if seqused_k is None and cu_seqlens_k is None:
+            expected = "cu_seqlens_k or seqused_k, which tell the keys in the pages"
+            raise InvalidInput(message(op, "seqused_k", "is missing", expected, None))
+        cache_seqlens = seqused_k
+        if seqused_k is None:
+            assert cu_seqlens_k is not None
+            cache_seqlens = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+    out, lse = attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        None if pages is not None else cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        cache_seqlens=cache_seqlens,
+        page_table=pages,
+        seqused_q=seqused_q,
+        seqused_k=None if pages is not None else seqused_k,
+        causal=causal,
+        window=_window(op, window_size),
+        chunk=attention_chunk or None,
+        scale=softmax_scale,
+        softcap=softcap or None,
+        sinks=learnable_sink,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic or None,
+        out=out,
+        return_lse=True,
+    )
+    return _returned(out, lse, return_attn_probs, return_softmax_lse)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    attention_chunk: int = 0,
+    learnable_sink: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    scheduler_metadata: torch.Tensor | None = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Result:
+    """Append to a KV cache in place, then attend over it. There is no gradient.
+
+    Parameters
+    ----------
+    q : `[B, Sq, Hq, D]`, or `[Tq, Hq, D]` with `cu_seqlens_q` and `max_seqlen_q`
+    k_cache, v_cache : `[B, S, Hkv, D | Dv]`, or pages `[pages, page_size, Hkv, D | Dv]`
+        dtype of q, or float8_e4m3fn.
+    k, v : `[B, T, Hkv, D]`, `[B, T, Hkv, Dv]`, optional
+        New keys and values; they are written from slot `cache_seqlens` on.
+    rotary_cos, rotary_sin : `[positions, R / 2]`, optional
+        Rotate q and k: new keys from position `cache_seqlens` on; queries too if `causal` or with a
+        window, otherwise all at position `cache_seqlens`.
+    cache_seqlens : int or int32 `[B]`
+        Keys in the cache before this call; by default all of it, where nothing is appended.
+    cache_batch_idx : int32 `[B]`, optional
+        Which row of the cache holds a sequence.
+    cache_leftpad : int32 `[B]`, optional
+        The first key of each sequence.
+    block_table, page_table : int32 `[B, max_pages]`, optional
+        The same under the names of flash-attn 2 and 3.
+    rotary_interleaved : bool
+        Whether numbers 2i and 2i + 1 are rotated together, otherwise i and i + R / 2.
+    k_descale, v_descale : fp32, one element or `[Hkv]`, optional
+        Factors of the numbers in an fp8 cache; per sequence they are refused.
+    softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk, learnable_sink :
+        As in `flash_attn_func`.
+    return_softmax_lse : bool
+        Return `(out, lse)`.
+    num_splits, pack_gqa, sm_margin :
+        Accepted without effect.
+    cu_seqlens_q, max_seqlen_q :
+        See q.
+    qv, q_descale, cu_seqlens_k_new, rotary_seqlens, scheduler_metadata :
+        Refused unless absent.
+
+    Returns
+    -------
+    out : as q, with Dv in place of D
+    lse : fp32 `[B, Hq, Sq]`, or `[Hq, Tq]`
+    """
+    op = "flash_attn_with_kvcache"
+    _refuse(
+        op,
+        qv=qv,
+        q_descale=q_descale,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens,
+        scheduler_metadata=scheduler_metadata,
+    )
+    if block_table is not None and page_table is not None:
+        expected = "one of the two names"
+        raise InvalidInput(
+            message(op, "block_table/page_table", "are both given", expected, "both")
+        )
+    pages = block_table if page_table is None else page_table
+    for arg, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(op, arg, x)
+    ragged = cu_seqlens_q is not None
+    check_rank(op, "q", q, "[T, H, D]" if ragged else DENSE)
+    for arg, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_rank(op, arg, x, DENSE if pages is None else "[pages, page_size, Hkv, D]")
+    if ragged and max_seqlen_q is None:
+        expected = "an int with cu_seqlens_q"
+        raise InvalidInput(message(op, "max_seqlen_q", "is missing", expected, None))
+    batch = q.shape[0]
+    if cu_seqlens_q is not None:
+        batch = cu_seqlens_q.numel() - 1
+    lengths = _lengths(op, cache_seqlens, batch, q.device, k_cache, pages, k)
+    window = _window(op, window_size)
+    if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
+        if ragged:
+            raise Unsupported(
+                f"{op}: k, v, rotary do not go with cu_seqlens_q; append with bsk.kv_append first"
+            )
+        if k is None or v is None:
+            missing = "k" if k is None else "v"
+            expected = "both of k and v, also for rotary"
+            raise InvalidInput(message(op, missing, "is missing", expected, None))
+        q = _append(
+            op,
+            q,
+            (k_cache, v_cache, k, v),
+            lengths,
+            (rotary_cos, rotary_sin, rotary_interleaved),
+            (pages, cache_batch_idx, cache_leftpad),
+            (k_descale, v_descale),
+            moving=causal or window is not None,
+        )
+        lengths = lengths + k.shape[1]
+    if cu_seqlens_q is not None and max_seqlen_q is not None:
+        queries, offsets, longest = q, cu_seqlens_q, max_seqlen_q
+    else:
+        longest = q.shape[1]
+        queries = q.reshape(batch * longest, *q.shape[2:])
+        offsets = _every(batch, longest, q.device)
+    paged = pages is not None
+    out, lse = attention_varlen(
+        queries,
+        k_cache if paged else k_cache.transpose(1, 2),
+        v_cache if paged else v_cache.transpose(1, 2),
+        offsets,
+        max_seqlen_q=longest,
+        cache_seqlens=lengths,
+        page_table=pages,
+        cache_batch_idx=cache_batch_idx,
+        leftpad_k=cache_leftpad,
+        causal=causal,
+        window=window,
+        chunk=attention_chunk or None,
+        scale=softmax_scale,
+        softcap=softcap or None,
+        sinks=learnable_sink,
+        alibi_slopes=alibi_slopes,
+        k_scale=_descale(op, "k_descale", k_descale),
+        v_scale=_descale(op, "v_descale", v_descale),
+        return_lse=True,
+    )
+    if not ragged:
+        out = out.view(batch, longest, *out.shape[1:])
+        lse = lse.view(-1, batch, longest).transpose(0, 1)
+    return _returned(out, lse, False, return_softmax_lse)
+
+
+def _descale(op: str, arg: str, scale: torch.Tensor | None) -> torch.Tensor | None:
+    """flash-attn 3 has a factor for each sequence and head; here each head has one."""
+    if scale is not None and scale.dim() > 1:
+        if scale.shape[0] != 1:
+            raise Unsupported(
+                f"{op}: {arg} per sequence is not supported; pass one element or [Hkv], got "
+                f"{list(scale.shape)}"
+            )
+        return scale[0]
+    return scale
+
+
+def _lengths(
+    op: str,
+    given: int | torch.Tensor | None,
+    batch: int,
+    device: torch.device,
+    k_cache: torch.Tensor,
+    pages: torch.Tensor | None,
+    k: torch.Tensor | None,
+) -> torch.Tensor:
+    if isinstance(given, torch.Tensor):
+        return given
+    if given is None:
+        if k is not None:
+            expected = "an int or int32 [B] where k and v are appended"
+            raise InvalidInput(message(op, "cache_seqlens", "is missing", expected, None))
+        given = k_cache.shape[1] if pages is None else pages.shape[1] * k_cache.shape[1]
+    return torch.full((batch,), given, dtype=torch.int32, device=device)
+
+
+def _append(
+    op: str,
+    q: torch.Tensor,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: torch.Tensor,
+    rotary: tuple[torch.Tensor | None, torch.Tensor | None, bool],
+    tables: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    *,
+    moving: bool,
+) -> torch.Tensor:
+    """Write k and v behind what the cache holds, rotated if asked; return q, rotated likewise.
+
+    `moving`: queries sit at consecutive positions, otherwise all at the first.
+    """
+    k_cache, v_cache, k, v = tensors
+    cos, sin, interleaved = rotary
+    pages, rows, leftpad = tables
+    for arg, x in (("k", k), ("v", v)):
+        check_tensor(op, arg, x)
+        check_rank(op, arg, x, DENSE)
+    if (cos is None) != (sin is None):
+        missing = "rotary_cos" if cos is None else "rotary_sin"
+        expected = "both of rotary_cos and rotary_sin"
+        raise InvalidInput(message(op, missing, "is missing", expected, None))
+    if cos is not None and leftpad is not None:
+        raise Unsupported(
+            f"{op}: rotary_cos does not go with cache_leftpad; rotate with bsk.kv_append first"
+        )
+    batch, new = k.shape[:2]
+    position = lengths.long()[:, None] + torch.arange(new, device=k.device)
+    size = k_cache.shape[1]
+    if pages is not None:
+        ordinal = (position // size).clamp(0, pages.shape[1] - 1)
+        page = pages.long().gather(1, ordinal)
+        room = position < pages.shape[1] * size
+    else:
+        row = torch.arange(batch, device=k.device) if rows is None else rows.long()
+        page, room = row[:, None].expand_as(position), position < size
+    # a slot that is not there is refused, on a GPU not written
+    missing_slot = k_cache.shape[0] * size
+    there = room & (position >= 0) & (page >= 0) & (page < k_cache.shape[0])
+    slots = torch.where(there, page * size + position % size, missing_slot)
+    k_scale, v_scale = (
+        _descale(op, arg, x) for arg, x in zip(("k_descale", "v_descale"), scales, strict=True)
+    )
+    how = None if cos is None or sin is None else Rotary(cos, sin, interleaved)
+    fused = how is not None and moving and q.shape[1] == new and q.dtype == k.dtype
+    turned = kv_append(
+        k_cache,
+        v_cache,
+        k.reshape(batch * new, *k.shape[2:]),
+        v.reshape(batch * new, *v.shape[2:]),
+        slot_mapping=slots.flatten(),
+        rotary=how,
+        positions=None if how is None else position.flatten(),
+        q=q.reshape(batch * new, *q.shape[2:]) if fused else None,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    if turned is not None:
+        return turned.view(q.shape)
+    if how is None:
+        return q
+    step = torch.arange(q.shape[1], device=q.device) * (1 if moving else 0)
+    at = (lengths.long()[:, None] + step).flatten()
+    rows_of_q = q.reshape(batch * q.shape[1], *q.shape[2:])
+    return rotated(rows_of_q, how.cos, how.sin, at, interleaved).view(q.shape)

@@ -1,0 +1,280 @@
+# mypy: disable-error-code="misc"
+"""The classes that vLLM asks of a backend: what it supports, metadata of a step, the layer itself.
+
+A step is one call of `attention_varlen` over vLLM's pages, whatever it mixes: decoding, chunks of
+prompts, whole prompts. vLLM's cache of a layer is logically [blocks, Hkv, block_size, 2 D], keys
+before values, in any of its memory layouts; here it is two views [blocks, block_size, Hkv, D].
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+
+from ...attention.inputs import MAX_HEAD_DIM
+from ...kv_cache.append import kv_append
+from ...ragged.api import attention_varlen
+
+FP8 = torch.float8_e4m3fn
+# What vLLM calls a cache of e4m3.
+FP8_NAMES = ("fp8", "fp8_e4m3")
+LEAST_CAPABILITY = (8, 0)
+
+
+class SparseKBackend(AttentionBackend):
+    """What vLLM's attention layers may ask of this package."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8_NAMES]
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that vLLM looks up in its list of backends."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["SparseKImpl"]:
+        """The layer."""
+        return SparseKImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["SparseKMetadataBuilder"]:
+        """What makes the metadata of a step."""
+        return SparseKMetadataBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Up to what the kernels take."""
+        return 1 <= head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """A logit per head in the denominator."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """The latest keys only."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Bidirectional attention over the cache."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Bits that do not depend on the other requests of a step."""
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """From sm_80 on, as all kernels of this package."""
+        return (capability.major, capability.minor) >= LEAST_CAPABILITY
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Why these do not go together, or None."""
+        if kv_cache_dtype in FP8_NAMES:
+            if dtype == torch.float32:
+                return "an fp8 cache needs float16 or bfloat16 queries"
+            if (device_capability.major, device_capability.minor) < (8, 9):
+                return "an fp8 cache needs compute capability 8.9"
+        return None
+
+
+@dataclass
+class SparseKMetadata:
+    """One step of the engine, the same for all layers of a cache group."""
+
+    num_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_query_len: int
+    causal: bool
+
+
+class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
+    """Metadata of a step; tensors stay those of vLLM, which graphs read again at each replay."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table = True
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> SparseKMetadata:
+        """Take over what a step needs; nothing is computed, so `fast_build` has no faster way."""
+        if common_prefix_len:
+            raise NotImplementedError(
+                f"cascade attention is not supported, got a common prefix of {common_prefix_len}"
+            )
+        given = common_attn_metadata
+        if isinstance(given.causal, torch.Tensor):
+            raise NotImplementedError("causal must be one bool for all requests, got a tensor")
+        for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
+            if getattr(given, name) is not None:
+                raise NotImplementedError(f"{name} is not supported by this backend")
+        return SparseKMetadata(
+            given.num_actual_tokens,
+            given.query_start_loc,
+            given.seq_lens,
+            given.block_table_tensor,
+            given.slot_mapping,
+            given.max_query_len,
+            given.causal,
+        )
+
+    def update_block_table(
+        self, metadata: SparseKMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> SparseKMetadata:
+        """The same step for another cache group."""
+        return SparseKMetadata(
+            metadata.num_tokens,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            blk_table,
+            slot_mapping,
+            metadata.max_query_len,
+            metadata.causal,
+        )
+
+
+class SparseKImpl(AttentionImpl[SparseKMetadata]):
+    """An attention layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"only decoder attention is supported, got {attn_type}")
+        if self.dcp_world_size > 1:
+            raise NotImplementedError("decode context parallelism is not supported")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.window = None if sliding_window is None else (sliding_window - 1, 0)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.softcap = logits_soft_cap or None
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.slopes = None
+        if alibi_slopes is not None:
+            self.slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
+
+    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as [blocks, block_size, Hkv, D], views of vLLM's cache."""
+        if self.kv_cache_dtype in FP8_NAMES:
+            kv_cache = kv_cache.view(FP8)
+        k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return k, v
+
+    def _scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Factors of keys and values in an fp8 cache."""
+        if self.kv_cache_dtype not in FP8_NAMES:
+            return None, None
+        return layer._k_scale, layer._v_scale
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the keys and values of a step; those past the slots are padding."""
+        tokens = slot_mapping.shape[0]
+        k_scale, v_scale = self._scales(layer)
+        kv_append(
+            *self._pages(kv_cache),
+            key[:tokens],
+            value[:tokens],
+            slot_mapping=slot_mapping,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: SparseKMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the queries of a step [T, Hq, D] over their pages, into `output`."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("quantized outputs are not supported by this backend")
+        if attn_metadata is None:
+            # vLLM measures memory
+            return output.fill_(0)
+        if self.slopes is not None and self.slopes.device != query.device:
+            self.slopes = self.slopes.to(query.device)
+        tokens = attn_metadata.num_tokens
+        k_scale, v_scale = self._scales(layer)
+        attention_varlen(
+            query[:tokens],
+            *self._pages(kv_cache),
+            attn_metadata.query_start_loc,
+            max_seqlen_q=attn_metadata.max_query_len,
+            cache_seqlens=attn_metadata.seq_lens,
+            page_table=attn_metadata.block_table,
+            causal=attn_metadata.causal,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            alibi_slopes=self.slopes,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=output[:tokens].view(tokens, self.num_heads, self.head_size),
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        )
+        return output

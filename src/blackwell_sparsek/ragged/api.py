@@ -1,0 +1,267 @@
+"""`attention_varlen`: packed sequences of different lengths, over packed keys or over a cache."""
+
+from typing import Any
+
+import torch
+
+from ..attention.api import attention_varlen as attention_packed
+from ..calls.ragged import RaggedCall
+from ..core.checks import check_choice, check_tensor, message
+from ..core.env import IMPLS
+from ..core.errors import InvalidInput, Unsupported
+from ..core.torch_state import cast_operand
+from ..launch.replay import record, repeat
+from ..masks.block_mask import BlockMask
+from .inputs import ragged_call, refuse_gradients
+from .op import OP, attend
+
+# Launches of earlier calls, for `repeat`.
+_RECORDED: dict[Any, Any] = {}
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    kv_blocks: torch.Tensor | None = None,
+    kv_block_size: int | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    chunk: int | None = None,
+    align: str = "bottom_right",
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention within each of several packed sequences, over packed keys or over a KV cache.
+
+    Sequence b owns the queries `cu_seqlens_q[b] .. cu_seqlens_q[b + 1]`, and is a separate problem:
+    positions and alignment count inside it. Its keys are
+
+    - packed too, `k[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]`; or
+    - the first `cache_seqlens[b]` of its cache, those of its queries included: decoding steps,
+      chunks of prompts and whole prompts together in one call.
+
+    Lengths may be 0. Packed keys without the options marked (*) have gradients and take a
+    `block_mask`; everything else has no derivative, and is computed without waiting for the device:
+    lengths, offsets, tables and lists are read there, so a CUDA graph may be replayed after any of
+    them has changed, within `max_seqlen_q` and the shapes. Long sequences are split over all
+    programs of a launch. Results are the same bits in every run.
+
+    Parameters
+    ----------
+    q : fp16, bf16, fp32 or fp64 `[Tq, Hq, D]`
+        Any strides with a contiguous last dimension, as for all tensors here. D and Dv from 1 to
+        256. fp64 runs on `eager` and `reference` only. With a cache, or an option marked (*), rows
+        after the last sequence are padding, whose output is 0.
+    k : `[Tk, Hkv, D]`
+        With `cache_seqlens` a cache `[B, Hkv, S, D]`, or pages `[pages, page_size, Hkv, D]` with
+        `page_table`; pages with heads outermost are `pages.transpose(1, 2)`. dtype of q; a cache
+        also float8_e4m3fn.
+    v : as k, with Dv in place of D
+    cu_seqlens_q, cu_seqlens_k : int32 `[B + 1]`
+        Offsets from 0, on the device of q; `cu_seqlens_k` for packed keys only.
+    max_seqlen_q, max_seqlen_k : int
+        At least the longest length. `max_seqlen_k` is optional with a cache.
+    cache_seqlens : int32 `[B]`, optional
+        Keys of each sequence in the cache; 0 gives output 0, lse -inf.
+    page_table : int32 or int64 `[B, max_pages]`, optional
+        Page j of sequence b is `k[page_table[b, j]]`. Entries past the length or outside of the
+        band are not read.
+    kv_blocks : int32 `[B, Hkv, n]`, optional
+        (*) Sparse attention: the only blocks that a sequence reads, in any order, -1 for none.
+        Block j holds the positions from `j * kv_block_size` on: with pages, page j.
+    kv_block_size : int, optional
+        Tokens of a block of `kv_blocks`; pages have their own.
+    cache_batch_idx : int32 `[B]`, optional
+        Which row of a contiguous cache holds a sequence; by default row b.
+    seqused_q, seqused_k : int32 `[B]`, optional
+        (*) How many of its queries, and of its packed keys, a sequence uses: the first ones. The
+        output of the other queries is 0.
+    leftpad_k : int32 `[B]`, optional
+        (*) The first key of a sequence; those before it do not exist, but count as positions.
+    causal, window : as in `attention`
+    chunk : int, optional
+        (*) Chunked attention: position p sees only keys of its own chunk, `p // chunk`.
+    align : `bottom_right` or `top_left`
+        Whether the last query sits at the position of the last key, or (*) the first at the first.
+    block_mask : BlockMask, optional
+        Made for `(max_seqlen_q, max_seqlen_k)`, with 1 or B masks along the batch, indexed by
+        positions inside each sequence. For packed keys without (*).
+    scale, softcap, sinks : as in `attention`
+    alibi_slopes : fp32 `[Hq]` or `[B, Hq]`, optional
+        (*) `slope * |position - key|` is subtracted from the scores, after softcap.
+    k_scale, v_scale : fp32 scalar tensor or `[Hkv]`, optional
+        Factors of the numbers in an fp8 cache; 1 by default.
+    out : `[Tq, Hq, Dv]`, optional
+        (*) Where to write the output, all of it; must not overlap the inputs.
+    return_lse : bool
+        Also return the log-sum-exp of the scores, sinks and slopes included.
+    batch_invariant : bool
+        (*) Make the bits of a sequence independent of the other sequences of the call and of
+        `max_seqlen_q`: long sequences are then not split.
+    deterministic : bool, optional
+        As in `attention`; concerns gradients only.
+    impl : str
+        `auto`, `reference`, `eager`, `triton`, or for packed keys `sm90`; a name never falls back.
+
+    Returns
+    -------
+    out : `[Tq, Hq, Dv]`, dtype of q
+    lse : fp32 `[Hq, Tq]`
+        Only with `return_lse`.
+
+    Notes
+    -----
+    With a cache, a length, page, block or row out of range never leads to a read: `triton` sets the
+    outputs and lse that depend on it to NaN; `eager` and `reference`, which wait for the device
+    anyway, raise `InvalidInput`. Packed keys without (*): only `eager` and `reference` check the
+    values of `cu_seqlens_*`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q = k = v = torch.randn(10, 4, 16)
+    >>> offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
+    >>> attention_varlen(
+    ...     q, k, v, offsets, offsets, max_seqlen_q=7, max_seqlen_k=7, causal=True
+    ... ).shape
+    torch.Size([10, 4, 16])
+
+    A decoding step of one sequence together with a prompt of nine tokens, over pages:
+
+    >>> pages = torch.randn(2, 8, 16, 4, 16)
+    >>> out = attention_varlen(
+    ...     q, pages[0], pages[1], torch.tensor([0, 1, 10], dtype=torch.int32), max_seqlen_q=9,
+    ...     cache_seqlens=torch.tensor([20, 9], dtype=torch.int32),
+    ...     page_table=torch.tensor([[5, 2], [7, -1]]), causal=True,
+    ... )
+    >>> out.shape
+    torch.Size([10, 4, 16])
+    """
+    further = (
+        *(kv_blocks, kv_block_size, cache_batch_idx, seqused_q, seqused_k, leftpad_k),
+        *(chunk, alibi_slopes, k_scale, v_scale, out, page_table, cache_seqlens),
+    )
+    if all(x is None for x in further) and align == "bottom_right" and batch_invariant is False:
+        if cu_seqlens_k is None or max_seqlen_k is None:
+            missing = "cu_seqlens_k" if cu_seqlens_k is None else "max_seqlen_k"
+            expected = "cu_seqlens_k and max_seqlen_k for packed keys, or cache_seqlens for a cache"
+            raise InvalidInput(message(OP, missing, "is missing", expected, None))
+        return attention_packed(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            causal=causal,
+            window=window,
+            block_mask=block_mask,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            return_lse=return_lse,
+            deterministic=deterministic,
+            impl=impl,
+        )
+    options = (
+        *(return_lse, max_seqlen_q, max_seqlen_k, kv_block_size, causal, window, chunk, align),
+        *(scale, softcap, batch_invariant, deterministic, impl),
+    )
+    # replay identifies tensors by address, and the same offsets may be passed twice
+    own_offsets = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
+    inputs = (
+        *(q, k, v, cu_seqlens_q, own_offsets, cache_seqlens, page_table, kv_blocks),
+        *(cache_batch_idx, seqused_q, seqused_k, leftpad_k, sinks, alibi_slopes),
+        *(k_scale, v_scale, out),
+    )
+    results = repeat(_RECORDED, options, inputs)
+    if results is None:
+        _refuse_others(block_mask, deterministic)
+        check_choice(OP, "impl", impl, IMPLS)
+        check_tensor(OP, "q", q)
+        call = ragged_call(
+            OP,
+            # caches are never cast
+            cast_operand(q),
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            cache_seqlens=cache_seqlens,
+            page_table=page_table,
+            kv_blocks=kv_blocks,
+            kv_block_size=kv_block_size,
+            cache_batch_idx=cache_batch_idx,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            leftpad_k=leftpad_k,
+            causal=causal,
+            window=window,
+            chunk=chunk,
+            align=align,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            batch_invariant=batch_invariant,
+            out=out,
+        )
+        refuse_gradients(OP, call, "a cache" if cu_seqlens_k is None else "this option")
+        wanted = (out is None) + return_lse
+        copied = any(x is not None and not x.is_contiguous() for x in (sinks, alibi_slopes))
+        if copied:
+            # a replay would read this call's copy
+            results = _results(call, impl, out)
+        else:
+            results = record(
+                *(_RECORDED, options, inputs, _results, call, impl, out),
+                operands=1,
+                wanted=wanted,
+            )
+    if out is not None:
+        return (out, results[0]) if return_lse else out
+    return (results[0], results[1]) if return_lse else results[0]
+
+
+def _results(call: RaggedCall, impl: str, out: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Run a call; return the results that it allocated."""
+    attend(call, impl)
+    return (call.out, call.lse) if out is None else (call.lse,)
+
+
+def _refuse_others(block_mask: Any, deterministic: Any) -> None:
+    if block_mask is not None:
+        raise Unsupported(
+            f"{OP}: block_mask goes with packed keys and none of the options of caches; use "
+            "kv_blocks, or pass keys with cu_seqlens_k alone"
+        )
+    if deterministic not in (None, True, False):
+        got = type(deterministic).__name__
+        raise InvalidInput(message(OP, "deterministic", "is not a bool", "bool or None", got))

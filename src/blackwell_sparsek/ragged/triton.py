@@ -1,0 +1,605 @@
+# mypy: ignore-errors
+"""Packed queries over a cache, portable: sm_80 and newer, and the interpreter.
+
+    s[i, j] = scale * q[i] . k[j], softcapped, less slope * |p_i - j|     where query i sees key j
+    out[i]  = sum_j exp(s[i, j] - lse[i]) v[j]
+    lse[i]  = log(sum_j exp(s[i, j]) + exp(sink))
+
+q, out [Tq, Hq, D | Dv], lse [Hq, Tq]; keys and values [B, Hkv, S, D | Dv], pages of them,
+[pages, page_size, Hkv, D | Dv], or packed [Tk, Hkv, D | Dv]. Rows are the queries of all heads that
+share a KV head. TILE_M rows of one sequence are a *query tile*; with a KV head it is one softmax.
+
+A first kernel counts the KV tiles that each query tile sees. In the second, the KV tiles of all
+softmaxes are numbered in one line, and each of a fixed number of programs takes an equal range, so
+that one long prompt does not hold up the others. What a range has of one softmax is a part; the
+last of its programs combines them, always in the same order (`device.partials`). WHOLE: a softmax
+belongs to the program in whose range it begins, and is not split; its bits then depend on its own
+sequence only. Lengths, offsets and tables are read on the device, so the launches depend on sizes
+alone. Called as impl "triton" of `bsk::attn_ragged`.
+
+Query tiles are numbered through: those of sequence b begin at `cu_seqlens_q[b] * group // TILE_M +
+b`, which leaves each sequence at least as many numbers as it has tiles; the others have no rows.
+The queries after the last sequence are one more, without keys, so that every row of the output is
+written.
+
+Limits: D and Dv up to 256, lengths below 2**30. A length, page, block or row of the cache out of
+range is not read; it makes the outputs of its sequence (and KV head) NaN.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..attention.operands import score_factors, token_strides
+from ..calls.ragged import RaggedCall
+from ..decode.triton import (
+    DecodeHeads,
+    DecodeLayout,
+    ScaleStrides,
+    ScoreFactors,
+    attend_cache,
+    cache_strides,
+    scale_stride,
+)
+from ..device.masks import bounds_in_chunk, kv_range_at, range_in_chunks, row_bounds
+from ..device.paging import visited_tiles
+from ..device.partials import (
+    MERGED_ROWS,
+    is_last,
+    merge_parts,
+    merged_places,
+    part_slot,
+    store_part,
+)
+from ..device.records import Alibi, CacheTables, CacheView, Strides
+from ..device.schedule import owner_of, share_of
+from ..device.scores import fold_sign
+from ..device.softmax import LOG2_E, add_sink, finalise
+from ..dispatch.machine import fp32_precision
+from ..launch.launcher import launch, on_device_of
+from ..launch.workspace import scratch, self_resetting_counters
+from .tuning import RaggedConfig, query_tiles, ragged_config
+
+# Slots that are counted, or searched, at a time.
+SCAN = tl.constexpr(512)
+
+
+class RaggedTables(NamedTuple):
+    """Lengths, and where keys lie; None where there is no such tensor."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqlens_k: Any
+    seqused_q: Any
+    first_key: Any
+    slabs: Any
+    page_table: Any
+    kv_blocks: Any
+
+
+class RaggedSizes(NamedTuple):
+    """Sizes that the launch knows, and the limits of the mask; `chunk` is None without."""
+
+    batch: Any
+    tokens_q: Any
+    tokens_k: Any
+    num_slabs: Any
+    """Pages, or rows of a contiguous cache."""
+    slots: Any
+    """Slots of a sequence."""
+    capacity: Any
+    """The most keys of a sequence."""
+    num_blocks: Any
+    left: Any
+    right: Any
+    chunk: Any
+
+
+class RaggedScoring(NamedTuple):
+    """Factors of scores (see `score_factors`), sinks, slopes, and the scales of an fp8 cache."""
+
+    scale_log2: Any
+    inverse_cap: Any
+    sinks: Any
+    slopes: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class RaggedWorkspace(NamedTuple):
+    """Parts of softmaxes, self-resetting counters of those that have arrived, and the plan.
+
+    `ends` holds the KV tiles of one KV head up to the end of each query tile, `owners` the sequence
+    of each.
+    """
+
+    partials: Any
+    counters: Any
+    ends: Any
+    owners: Any
+
+
+class TableStrides(NamedTuple):
+    """From sequence to sequence of a page table, lists and slopes, and head to head of lists."""
+
+    pages: Any
+    lists: Any
+    list_heads: Any
+    slopes: Any
+
+
+class RaggedLayout(NamedTuple):
+    """Strides of all tensors, and the numbers of heads."""
+
+    tensors: DecodeLayout
+    tables: TableStrides
+
+
+class TileOfQueries(NamedTuple):
+    """A query tile: where its rows lie, and the keys `[kv_lo, kv_hi)` that some of them sees."""
+
+    first_query: Any
+    """The first query of the sequence, in q."""
+    num_rows: Any
+    """Rows of the sequence, queries that are not used included."""
+    used_rows: Any
+    first_row: Any
+    """The first row of the tile, among those of the sequence."""
+    shift: Any
+    """Position of the first query of the sequence."""
+    kv_len: Any
+    """-1 if a length is out of range."""
+    kv_lo: Any
+    kv_hi: Any
+    first_slot: Any
+    """The first key of the sequence among packed keys, otherwise 0."""
+    slab: Any
+    """The row of a contiguous cache."""
+
+
+@triton.jit
+def _offset(tables, sizes, sequence, exists):
+    """First query of a sequence; that of one past the last is the end of q."""
+    token = tl.load(tables.cu_seqlens_q + tl.minimum(sequence, sizes.batch), mask=exists, other=0)
+    token = tl.minimum(tl.maximum(token, 0), sizes.tokens_q)
+    return tl.where(sequence > sizes.batch, sizes.tokens_q, token)
+
+
+@triton.jit
+def _first_tile(tables, sizes, sequence, exists, group, TILE_M: tl.constexpr):
+    """Number of the first query tile of a sequence."""
+    return _offset(tables, sizes, sequence, exists) * group // TILE_M + sequence
+
+
+@triton.jit
+def _keys_of(tables, sizes, sequence, exists):
+    """Length, first slot, slab and first key of a sequence; a length out of range is -1."""
+    first_slot = sequence - sequence
+    slab = sequence
+    most = first_slot + sizes.capacity
+    fits = first_slot == 0
+    if tables.cu_seqlens_k is not None:
+        first_slot = tl.load(tables.cu_seqlens_k + sequence, mask=exists, other=0)
+        end = tl.load(tables.cu_seqlens_k + sequence + 1, mask=exists, other=0)
+        fits = (first_slot >= 0) & (end >= first_slot) & (end <= sizes.tokens_k)
+        most = tl.minimum(end - first_slot, sizes.capacity)
+        kv_len = end - first_slot
+        slab = sequence - sequence
+    if tables.seqlens_k is not None:
+        kv_len = tl.load(tables.seqlens_k + sequence, mask=exists, other=0)
+    if tables.slabs is not None:
+        slab = tl.load(tables.slabs + sequence, mask=exists, other=0)
+        fits = fits & (slab >= 0) & (slab < sizes.num_slabs)
+    fits = fits & (kv_len >= 0) & (kv_len <= most)
+    first_key = sequence - sequence
+    if tables.first_key is not None:
+        first_key = tl.load(tables.first_key + sequence, mask=exists, other=0)
+        fits = fits & (first_key >= 0) & (first_key <= most)
+    kv_len = tl.where(exists, tl.where(fits, kv_len, -1), 0)
+    return kv_len, first_slot, slab, first_key
+
+
+@triton.jit
+def _query_tile(
+    tables, sizes, q_tile, sequence, group, TILE_M: tl.constexpr, TOP_LEFT: tl.constexpr
+):
+    """The `TileOfQueries` with number `q_tile`, which belongs to `sequence`. Scalars or vectors."""
+    exists = sequence < sizes.batch
+    first_query = _offset(tables, sizes, sequence, sequence <= sizes.batch)
+    end_query = _offset(tables, sizes, sequence + 1, exists)
+    q_len = tl.maximum(end_query - first_query, 0)
+    kv_len, first_slot, slab, first_key = _keys_of(tables, sizes, sequence, exists)
+    # padding uses none of its rows
+    used = tl.where(exists, q_len, 0)
+    if tables.seqused_q is not None:
+        used = tl.load(tables.seqused_q + sequence, mask=exists, other=0)
+        kv_len = tl.where((used >= 0) & (used <= q_len), kv_len, -1)
+        used = tl.minimum(tl.maximum(used, 0), q_len)
+    num_keys = tl.maximum(kv_len, 0)
+    shift = num_keys - used
+    if TOP_LEFT:
+        shift = used - used
+    first_row = (q_tile - _first_tile(tables, sizes, sequence, True, group, TILE_M)) * TILE_M
+    begin = tl.minimum(first_row // group, used)
+    end = tl.minimum((first_row + TILE_M - 1) // group + 1, used)
+    keys = kv_range_at(begin + shift, end + shift, num_keys, sizes.left, sizes.right)
+    keys = range_in_chunks(keys, begin + shift, end - 1 + shift, sizes.chunk)
+    kv_lo = tl.maximum(keys.lo, first_key)
+    return TileOfQueries(
+        first_query, q_len * group, used * group, first_row, shift, kv_len, kv_lo, keys.hi,
+        first_slot, slab,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch", "tokens_q", "tokens_k", "num_slabs", "slots", "capacity", "num_blocks", "left",
+        "right", "num_tiles", "search_steps",
+    ]
+)  # fmt: skip
+def _plan_kernel(
+    workspace,
+    tables,
+    heads,
+    batch,
+    tokens_q,
+    tokens_k,
+    num_slabs,
+    slots,
+    capacity,
+    num_blocks,
+    left,
+    right,
+    chunk,
+    num_tiles,
+    search_steps,
+    BLOCK_KV: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+):
+    """Count the KV tiles of every query tile, and number them through; one program."""
+    sizes = RaggedSizes(
+        batch, tokens_q, tokens_k, num_slabs, slots, capacity, num_blocks, left, right, chunk
+    )
+    group = heads.group
+    before = 0
+    for start in range(0, num_tiles, SCAN):
+        q_tile = start + tl.arange(0, SCAN)
+        # the last sequence, or the padding behind it, that begins by this tile
+        sequence = tl.zeros([SCAN], tl.int32)
+        for step in range(0, search_steps):
+            further = sequence + (1 << (search_steps - 1 - step))
+            begins = _first_tile(tables, sizes, further, further <= batch, group, TILE_M)
+            sequence = tl.where((further <= batch) & (begins <= q_tile), further, sequence)
+        tile = _query_tile(tables, sizes, q_tile, sequence, group, TILE_M, TOP_LEFT)
+        _, count = visited_tiles(tile.kv_lo, tile.kv_hi, num_blocks, TILE_N, BLOCK_KV)
+        count = tl.where(tile.first_row < tile.used_rows, count, 1)
+        count = tl.where(tile.first_row < tile.num_rows, count, 0)
+        ends = before + tl.cumsum(tl.where(q_tile < num_tiles, count, 0), 0)
+        tl.store(workspace.ends + q_tile, ends, q_tile < num_tiles)
+        tl.store(workspace.owners + q_tile, sequence, q_tile < num_tiles)
+        before = tl.max(ends, 0)
+
+
+@triton.jit
+def _find_query_tile(workspace, kv_tile, num_tiles):
+    """The query tile that holds a KV tile of one head, and the KV tiles before it."""
+    q_tile = 0
+    before = 0
+    for start in range(0, num_tiles, SCAN):
+        nth = start + tl.arange(0, SCAN)
+        ends = tl.load(workspace.ends + nth, mask=nth < num_tiles, other=2**31 - 1)
+        past = ends <= kv_tile
+        q_tile += tl.sum(past.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(past, ends, 0), 0))
+    return q_tile, before
+
+
+@triton.jit
+def _row_places(rows, num_rows, kv_head, group, first_query, strides):
+    """Query in the sequence, head, and offset of rows; rows past the last count as the last."""
+    rows = tl.minimum(rows, num_rows - 1)
+    query = rows // group
+    head = kv_head * group + rows % group
+    token = tl.cast(first_query + query, tl.int64)
+    return query, head, tl.cast(head, tl.int64) * strides.head + token * strides.token
+
+
+@triton.jit
+def _write(
+    results, scoring, tensors, tile, kv_head, m_log2, row_sum, acc, rows, columns, end_row,
+    tokens_q, HEAD_DIM_V: tl.constexpr,
+):  # fmt: skip
+    """End the softmax of rows [R] and store outputs and lse; acc and columns are [R, C].
+
+    Rows from `end_row` on are not stored. A row may occur more than once, with other columns.
+    """
+    live = rows < end_row
+    query, head, offset = _row_places(
+        rows, end_row, kv_head, tensors.heads.group, tile.first_query, tensors.out
+    )
+    used = rows < tile.used_rows
+    if scoring.sinks is not None:
+        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(scoring.sinks + head))
+        acc *= rescale[:, None]
+    row_sum = tl.where(tile.kv_len < 0, float("nan"), row_sum)
+    inverse, lse = finalise(m_log2, row_sum)
+    if scoring.v_scale is not None:
+        inverse *= tl.load(scoring.v_scale + kv_head * tensors.scales.v)
+    # a sink is no result of a query that is not used
+    unused = (used == 0) & (tile.kv_len >= 0)
+    out = tl.where(unused[:, None], 0.0, acc * inverse[:, None])
+    tl.store(
+        results.out + offset[:, None] + columns,
+        out.to(results.out.dtype.element_ty),
+        live[:, None] & (columns < HEAD_DIM_V),
+    )
+    lse = tl.where(unused, -float("inf"), lse)
+    place = tl.cast(head, tl.int64) * tokens_q + tile.first_query + query
+    tl.store(results.lse + place, lse, live)
+
+
+class Results(NamedTuple):
+    """Where results go."""
+
+    out: Any
+    lse: Any
+
+
+class Inputs(NamedTuple):
+    """Queries, keys and values."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch", "tokens_q", "tokens_k", "num_slabs", "slots", "capacity", "num_blocks", "left",
+        "right", "num_tiles",
+    ]
+)  # fmt: skip
+def _attn_ragged_kernel(
+    results,
+    inputs,
+    tables,
+    scoring,
+    workspace,
+    layout,
+    batch,
+    tokens_q,
+    tokens_k,
+    num_slabs,
+    slots,
+    capacity,
+    num_blocks,
+    left,
+    right,
+    chunk,
+    num_tiles,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Attend over one range of the KV tiles of all softmaxes."""
+    TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
+    TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
+    sizes = RaggedSizes(
+        batch, tokens_q, tokens_k, num_slabs, slots, capacity, num_blocks, left, right, chunk
+    )
+    tensors = layout.tensors
+    group = tensors.heads.group
+    heads = tensors.heads.kv
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    total = tl.load(workspace.ends + num_tiles - 1) * heads
+    begin, end = share_of(program, total, programs)
+    q_tile, before = _find_query_tile(workspace, begin // heads, num_tiles)
+    acc_partials = workspace.partials
+    state_partials = acc_partials + tl.cast(2 * programs, tl.int64) * (TILE_M * TILE_DV)
+    offs_d = tl.arange(0, TILE_D)
+    offs_dv = tl.arange(0, TILE_DV)[None, :]
+    at = begin
+    while at < end:
+        tile_end = tl.load(workspace.ends + q_tile)
+        count = tile_end - before
+        if count == 0:
+            q_tile += 1
+        else:
+            sequence = tl.load(workspace.owners + q_tile)
+            tile = _query_tile(tables, sizes, q_tile, sequence, group, TILE_M, TOP_LEFT)
+            first_tile, _ = visited_tiles(tile.kv_lo, tile.kv_hi, num_blocks, TILE_N, BLOCK_KV)
+            kv_head = (at - before * heads) // count
+            softmax_start = before * heads + kv_head * count
+            softmax_end = softmax_start + count
+            stop = tl.minimum(end, softmax_end)
+            mine = at < stop
+            if WHOLE:
+                mine = at == softmax_start
+                stop = softmax_end
+            if mine:
+                unused = tile.first_row >= tile.used_rows
+                # tiles of unused rows are counted as one, whatever is listed
+                kv_hi = tl.where(unused, tile.kv_lo, tile.kv_hi)
+                packed = tl.cast(tile.first_slot, tl.int64)
+                k_head = inputs.k + tl.cast(kv_head, tl.int64) * tensors.k.head
+                v_head = inputs.v + tl.cast(kv_head, tl.int64) * tensors.v.head
+                k_head += packed * tensors.k.token
+                v_head += packed * tensors.v.token
+                page_row = tl.cast(sequence, tl.int64) * layout.tables.pages
+                list_row = tl.cast(sequence, tl.int64) * layout.tables.lists
+                list_row += kv_head * layout.tables.list_heads
+                cache = CacheView(
+                    CacheTables(tables.page_table, tables.kv_blocks, page_row, list_row),
+                    tile.slab, num_slabs, num_blocks, slots, tile.kv_lo, kv_hi,
+                )  # fmt: skip
+                rows = tile.first_row + tl.arange(0, TILE_M)
+                query, head, offset = _row_places(
+                    rows, tile.num_rows, kv_head, group, tile.first_query, tensors.q
+                )
+                live = (rows < tile.num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
+                q = tl.load(inputs.q + offset[:, None] + offs_d[None, :], live, other=0.0)
+                k_scale = 1.0
+                if scoring.k_scale is not None:
+                    k_scale = tl.load(scoring.k_scale + kv_head * tensors.scales.k)
+                # under a softcap the factor of the softmax is the cap, that of keys is inside
+                scale_log2 = scoring.scale_log2
+                if scoring.inverse_cap is None:
+                    scale_log2 = scale_log2 * k_scale
+                q, scale_log2 = fold_sign(q, scale_log2)
+                score = ScoreFactors(scale_log2, scoring.inverse_cap, k_scale)
+                q_pos = query + tile.shift
+                bounds = row_bounds(q_pos, tl.maximum(tile.kv_len, 0), left, right)
+                first, last = bounds_in_chunk(bounds, q_pos, chunk)
+                last = tl.where(rows < tile.used_rows, last, -1)
+                alibi = None
+                if scoring.slopes is not None:
+                    of_sequence = tl.cast(sequence, tl.int64) * layout.tables.slopes
+                    known = sequence < batch
+                    slopes = tl.load(scoring.slopes + of_sequence + head, mask=known, other=0.0)
+                    alibi = Alibi(q_pos, slopes * LOG2_E)
+                shift = first_tile - softmax_start
+                m_log2, row_sum, acc = attend_cache(
+                    q, first, last, k_head, v_head, cache, at + shift, stop + shift, tensors,
+                    score, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION, alibi,
+                )  # fmt: skip
+                begins = owner_of(softmax_start, total, programs)
+                ends_in = owner_of(softmax_end - 1, total, programs)
+                if WHOLE:
+                    ends_in = begins
+                if begins == ends_in:
+                    _write(
+                        results, scoring, tensors, tile, kv_head, m_log2, row_sum, acc, rows,
+                        offs_dv, tile.num_rows, tokens_q, HEAD_DIM_V,
+                    )  # fmt: skip
+                else:
+                    parts = ends_in - begins + 1
+                    tile_rows = tl.minimum(tile.num_rows - tile.first_row, TILE_M)
+                    store_part(
+                        acc_partials, state_partials, part_slot(program, begins), m_log2, row_sum,
+                        acc, tile_rows,
+                    )  # fmt: skip
+                    if is_last(workspace.counters + begins, parts):
+                        for row in range(0, tile_rows, MERGED_ROWS):
+                            m_log2_all, row_sum_all, acc_all = merge_parts(
+                                acc_partials, state_partials, begins, parts, row, tile_rows,
+                                TILE_M, TILE_DV,
+                            )  # fmt: skip
+                            merged_rows, columns = merged_places(tile.first_row + row, TILE_DV)
+                            _write(
+                                results, scoring, tensors, tile, kv_head, m_log2_all, row_sum_all,
+                                acc_all, merged_rows, columns, tile.first_row + tile_rows,
+                                tokens_q, HEAD_DIM_V,
+                            )  # fmt: skip
+            at = stop
+            if stop == tile_end * heads:
+                q_tile += 1
+                before = tile_end
+
+
+def attention_ragged(call: RaggedCall) -> None:
+    """Fill `out` and `lse` of a validated call."""
+    launch_attn_ragged(call, ragged_config(call.problem, fp32_precision(call.q.dtype)))
+
+
+def launch_attn_ragged(call: RaggedCall, config: RaggedConfig) -> None:
+    """Fill `out` and `lse`, which is contiguous.
+
+    Takes `2 * programs * tile_m * (Dv + 2)` floats of memory, Dv rounded up to a power of two, and
+    two integers for each query tile.
+    """
+    q, k, v = call.q, call.k, call.v
+    tokens, heads_q, dim = q.shape
+    if tokens * heads_q == 0:
+        return
+    dim_v = v.shape[-1]
+    tile_dv = triton.next_power_of_2(max(dim_v, 16))
+    table, blocks, slopes = call.page_table, call.kv_blocks, call.alibi_slopes
+    group = heads_q // call.kv_heads
+    num_tiles = query_tiles(call.problem, config.tile_m)
+    packed = call.cu_seqlens_k is not None
+    heads = DecodeHeads(call.kv_heads, group)
+    block_kv = None if blocks is None else call.kv_block_size
+    with on_device_of(q):
+        tables = RaggedTables(
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.seqlens_k,
+            call.seqused_q,
+            call.first_key,
+            call.slabs,
+            table,
+            blocks,
+        )
+        parts = 0 if call.batch_invariant else 2 * config.programs
+        workspace = RaggedWorkspace(
+            scratch((parts, config.tile_m, tile_dv + 2), torch.float32, q.device),
+            self_resetting_counters(config.programs, q.device),
+            scratch((num_tiles,), torch.int32, q.device),
+            scratch((num_tiles,), torch.int32, q.device),
+        )
+        sizes = RaggedSizes(
+            call.batch,
+            tokens,
+            k.shape[0] if packed else 0,
+            k.shape[0],
+            call.slots,
+            call.capacity,
+            0 if blocks is None else blocks.shape[2],
+            *call.band.scalars(),
+            call.chunk or None,
+        )
+        steps = call.batch.bit_length()
+        plan = (workspace, tables, heads, *sizes, num_tiles, steps, block_kv)
+        tiles = (config.tile_m, config.tile_n)
+        launch(_plan_kernel, 1, (*plan, *tiles, call.top_left), num_warps=4)
+        args = (
+            Results(call.out, call.lse),
+            Inputs(q, k, v),
+            tables,
+            RaggedScoring(
+                *score_factors(call.scale, call.softcap),
+                None if call.sinks is None else call.sinks.contiguous(),
+                None if slopes is None else slopes.contiguous(),
+                call.k_scale,
+                call.v_scale,
+            ),
+            workspace,
+            RaggedLayout(
+                DecodeLayout(
+                    Strides(*token_strides(call.out)),
+                    Strides(*token_strides(q)),
+                    cache_strides(k, call.page_size),
+                    cache_strides(v, call.page_size),
+                    ScaleStrides(scale_stride(call.k_scale), scale_stride(call.v_scale)),
+                    heads,
+                ),
+                TableStrides(
+                    0 if table is None else table.stride(0),
+                    *((0, 0) if blocks is None else blocks.stride()[:2]),
+                    0 if slopes is None or slopes.dim() == 1 else heads_q,
+                ),
+            ),
+            *sizes,
+            num_tiles,
+            dim,
+            dim_v,
+            call.page_size,
+            block_kv,
+            *tiles,
+            config.precision,
+            call.top_left,
+            call.batch_invariant,
+        )
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        launch(_attn_ragged_kernel, config.programs, args, **options)

@@ -1,0 +1,311 @@
+"""The functions of flash-attn against a formula written in its layouts, and what they refuse."""
+
+import math
+
+import pytest
+import torch
+
+from blackwell_sparsek.core.errors import InvalidInput, Unsupported
+from blackwell_sparsek.integrations.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from blackwell_sparsek.testing.inputs import normal
+from blackwell_sparsek.testing.tolerance import assert_within_budget
+
+DOUBLE = torch.float64
+
+
+def formula(q, k, v, *, causal=False, window=(-1, -1), softcap=0.0, slopes=None, chunk=0,
+            sink=None, scale=None, first=0):  # fmt: skip
+    """One sequence, [S, H, D]: out and lse [H, Sq]; query i sits at i + Sk - Sq."""
+    sq, heads, dim = q.shape
+    sk, group = k.shape[0], heads // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or 1 / math.sqrt(dim))
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    p = torch.arange(sq)[:, None] + sk - sq
+    j = torch.arange(sk)[None, :]
+    seen = j >= first
+    if causal:
+        seen = seen & (j <= p)
+    if window[0] is not None and window[0] >= 0:
+        seen = seen & (j >= p - window[0])
+    if window[1] is not None and window[1] >= 0:
+        seen = seen & (j <= p + window[1])
+    if chunk:
+        seen = seen & (j // chunk == p // chunk)
+    if slopes is not None:
+        scores = scores - slopes.to(scores.dtype)[:, None, None] * (p - j).abs()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    column = torch.full((heads, sq, 1), -torch.inf, dtype=scores.dtype)
+    if sink is not None:
+        column = sink.to(scores.dtype).view(-1, 1, 1).expand(heads, sq, 1)
+    lse = torch.cat([scores, column], -1).logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse.isinf(), 0)[..., None])
+    return torch.einsum("hqk,khd->qhd", weights, v), lse
+
+
+def batched(q, k, v, slopes=None, **options):
+    each = slopes if slopes is not None and slopes.dim() == 2 else [slopes] * len(q)
+    made = [formula(*x, slopes=s, **options) for *x, s in zip(q, k, v, each, strict=True)]
+    return tuple(torch.stack(x) for x in zip(*made, strict=True))
+
+
+def qkv(batch=2, sq=19, sk=33, heads=4, kv=2, dims=(16, 24), dtype=DOUBLE):
+    return (
+        normal(batch, sq, heads, dims[0], seed=1, dtype=dtype),
+        normal(batch, sk, kv, dims[0], seed=2, dtype=dtype),
+        normal(batch, sk, kv, dims[1], seed=3, dtype=dtype),
+    )
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+SLOPES = torch.rand(2, 4, generator=torch.Generator().manual_seed(0))
+SINK = torch.randn(4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("options, meaning", [
+    ({}, {}), ({"causal": True}, {"causal": True}),
+    ({"window_size": (5, 3)}, {"window": (5, 3)}),
+    ({"window_size": (None, 3)}, {"window": (-1, 3)}),
+    ({"causal": True, "window_size": (5, 3)}, {"causal": True, "window": (5, -1)}),
+    ({"softcap": 2.0, "softmax_scale": 0.7}, {"softcap": 2.0, "scale": 0.7}),
+    ({"alibi_slopes": SLOPES, "causal": True}, {"slopes": SLOPES, "causal": True}),
+    ({"alibi_slopes": SLOPES[0]}, {"slopes": SLOPES[0]}),
+    ({"attention_chunk": 8, "causal": True}, {"chunk": 8, "causal": True}),
+    ({"learnable_sink": SINK}, {"sink": SINK}),
+    ({"num_splits": 3, "pack_gqa": True, "sm_margin": 4, "deterministic": True}, {}),
+])  # fmt: skip
+def test_func(options, meaning):
+    tensors = qkv()
+    out, lse, probs = flash_attn_func(*tensors, **options, return_attn_probs=True)
+    want = batched(*tensors, **meaning)
+    torch.testing.assert_close(out, want[0])
+    torch.testing.assert_close(lse.to(DOUBLE), want[1])
+    assert probs is None
+    assert flash_attn_func(*tensors, **options).equal(out)
+    assert flash_attn_func(*tensors, **options, return_softmax_lse=True)[1].equal(lse)
+
+
+def test_positions_of_arguments_are_those_of_flash_attn_2():
+    tensors = qkv()
+    got = flash_attn_func(*tensors, 0.0, 0.5, True, (4, 4), 3.0, None, False, False)
+    want = batched(*tensors, scale=0.5, causal=True, window=(4, -1), softcap=3.0)
+    torch.testing.assert_close(got, want[0])
+
+
+def test_gradients():
+    ours, theirs = (tuple(x.requires_grad_() for x in qkv()) for _ in range(2))
+    out, lse = flash_attn_func(*ours, causal=True, return_softmax_lse=True)
+    want, want_lse = batched(*theirs, causal=True)
+    weight = normal(*out.shape, seed=9, dtype=DOUBLE)
+    ((out * weight).sum() + lse.sum()).backward()
+    ((want * weight).sum() + want_lse.sum()).backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    packed = [x.detach().flatten(0, 1).requires_grad_() for x in qkv()]
+    offsets = int32(0, 19, 38), int32(0, 33, 66)
+    out = flash_attn_varlen_func(*packed, *offsets, 19, 33, causal=True)
+    out.backward(weight.flatten(0, 1))
+    again = tuple(x.requires_grad_() for x in qkv())
+    (batched(*again, causal=True)[0] * weight).sum().backward()
+    for a, b in zip(packed, again, strict=True):
+        torch.testing.assert_close(a.grad, b.grad.flatten(0, 1))
+
+
+@pytest.mark.parametrize("options", [{"alibi_slopes": SLOPES[0]}, {"attention_chunk": 8}])
+def test_gradients_that_do_not_exist_are_refused(options):
+    q, k, v = qkv()
+    with pytest.raises(Unsupported, match="q requires a gradient"):
+        flash_attn_func(q.requires_grad_(), k, v, **options)
+
+
+def test_varlen():
+    q, k, v = (x.flatten(0, 1) for x in qkv())
+    cu_q, cu_k = int32(0, 5, 38), int32(0, 40, 66)
+    for options, meaning in (
+        ({"causal": True, "window_size": (9, 0)}, {"causal": True, "window": (9, -1)}),
+        ({"alibi_slopes": SLOPES[0]}, {"slopes": SLOPES[0]}),
+    ):
+        out, lse = flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, 33, 40, **options, return_softmax_lse=True
+        )
+        for b, (rows, keys) in enumerate(
+            ((slice(0, 5), slice(0, 40)), (slice(5, 38), slice(40, 66)))
+        ):
+            want = formula(q[rows], k[keys], v[keys], **meaning)
+            torch.testing.assert_close(out[rows], want[0], msg=f"sequence {b}")
+            torch.testing.assert_close(lse[:, rows].to(DOUBLE), want[1])
+    used = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 33, 40, seqused_q=int32(2, 33), seqused_k=int32(7, 20), causal=True
+    )
+    torch.testing.assert_close(used[:2], formula(q[:2], k[:7], v[:7], causal=True)[0])
+    torch.testing.assert_close(used[5:], formula(q[5:], k[40:60], v[40:60], causal=True)[0])
+    assert used[2:5].eq(0).all()
+
+
+@pytest.mark.parametrize("name", ["block_table", "page_table"])
+@pytest.mark.parametrize("by", ["cu_seqlens_k", "seqused_k"])
+def test_varlen_over_pages(name, by):
+    q, k, v = qkv(batch=2, sk=32)
+    table = int32(3, 0, 2, 1).view(2, 2)
+    pages = []
+    for x in (k, v):
+        pool = torch.empty(4, 16, *x.shape[2:], dtype=DOUBLE)
+        pool[table.flatten().long()] = x.reshape(4, 16, *x.shape[2:])
+        pages.append(pool)
+    lengths = int32(32, 20)
+    cu_k, used = (int32(0, 32, 52), None) if by == "cu_seqlens_k" else (None, lengths)
+    out = torch.empty(38, 4, 24, dtype=DOUBLE)
+    got = flash_attn_varlen_func(
+        q.flatten(0, 1), *pages, int32(0, 19, 38), cu_k, 19, 32, causal=True, seqused_k=used,
+        out=out, **{name: table},
+    )  # fmt: skip
+    assert got is out
+    for b, n in enumerate(lengths.tolist()):
+        want = formula(q[b], k[b, :n], v[b, :n], causal=True)[0]
+        torch.testing.assert_close(out[19 * b : 19 * b + 19], want)
+
+
+def rotate(x, cos, sin, first, interleaved, moving=True):
+    """[S, H, D] from position `first` on."""
+    out, half = x.clone(), cos.shape[1]
+    for i in range(x.shape[0]):
+        p = first + (i if moving else 0)
+        a = x[i, :, 0 : 2 * half : 2] if interleaved else x[i, :, :half]
+        b = x[i, :, 1 : 2 * half : 2] if interleaved else x[i, :, half : 2 * half]
+        c, s = cos[p].to(x.dtype), sin[p].to(x.dtype)
+        if interleaved:
+            out[i, :, 0 : 2 * half : 2], out[i, :, 1 : 2 * half : 2] = a * c - b * s, b * c + a * s
+        else:
+            out[i, :, :half], out[i, :, half : 2 * half] = a * c - b * s, b * c + a * s
+    return out
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    "new, rotary",
+    [(0, None), (1, None), (3, None), (1, "interleaved"), (3, "interleaved"), (3, "halves")],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_kvcache(paged, new, rotary, causal):
+    """Append, rotate, attend: against the same steps written out for each sequence."""
+    sq = new or 2
+    q = normal(2, sq, 4, 16, seed=1, dtype=DOUBLE)
+    cache = [normal(3, 32, 2, d, seed=i, dtype=DOUBLE) for i, d in ((2, 16), (3, 24))]
+    k, v = (normal(2, new, 2, d, seed=i, dtype=DOUBLE) for i, d in ((4, 16), (5, 24)))
+    lengths, rows = int32(13, 29), int32(2, 0)
+    angles = torch.rand(40, 6, generator=torch.Generator().manual_seed(7))
+    cos, sin = angles.cos(), angles.sin()
+    table, given, where = None, [x.clone() for x in cache], {"cache_batch_idx": rows}
+    if paged:
+        table = int32(1, 4, 5, 0).view(2, 2)
+        given = [torch.zeros(6, 16, *x.shape[2:], dtype=DOUBLE) for x in cache]
+        for pool, x in zip(given, cache, strict=True):
+            pool[table.flatten().long()] = x[rows.long()].reshape(4, 16, *x.shape[2:])
+        where = {"block_table": table}
+    options = {"causal": causal, **where}
+    if new:
+        options.update(k=k, v=v)
+    if rotary:
+        options.update(rotary_cos=cos, rotary_sin=sin, rotary_interleaved=rotary == "interleaved")
+    out, lse = flash_attn_with_kvcache(
+        q, *given, cache_seqlens=lengths, return_softmax_lse=True, **options
+    )
+    for b, n in enumerate(lengths.tolist()):
+        q_b, k_b = q[b], k[b]
+        if rotary:
+            q_b = rotate(q_b, cos, sin, n, rotary == "interleaved", causal)
+            k_b = rotate(k_b, cos, sin, n, rotary == "interleaved")
+        keys = torch.cat([cache[0][rows[b], :n], k_b])
+        values = torch.cat([cache[1][rows[b], :n], v[b]])
+        want = formula(q_b, keys, values, causal=causal)
+        torch.testing.assert_close(out[b], want[0])
+        torch.testing.assert_close(lse[b].to(DOUBLE), want[1])
+        if not paged and new:
+            torch.testing.assert_close(given[0][rows[b], n : n + new], k_b)
+            torch.testing.assert_close(given[1][rows[b], n : n + new], v[b])
+
+
+def test_with_kvcache_of_ragged_queries():
+    q = normal(7, 4, 16, seed=1, dtype=DOUBLE)
+    k, v = normal(2, 2, 20, 2, 16, seed=2, dtype=DOUBLE)
+    out, lse = flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=int32(20, 9), cu_seqlens_q=int32(0, 1, 7), max_seqlen_q=6,
+        cache_leftpad=int32(3, 2), causal=True, return_softmax_lse=True,
+    )  # fmt: skip
+    for rows, b, n, first in ((slice(0, 1), 0, 20, 3), (slice(1, 7), 1, 9, 2)):
+        want = formula(q[rows], k[b, :n], v[b, :n], causal=True, first=first)
+        torch.testing.assert_close(out[rows], want[0])
+        torch.testing.assert_close(lse[:, rows].to(DOUBLE), want[1])
+
+
+def test_with_kvcache_of_fp8():
+    q = normal(2, 1, 4, 16, seed=1, dtype=torch.bfloat16)
+    cache = normal(2, 2, 20, 2, 16, seed=2).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[0.5, 2.0]])
+    new = normal(2, 2, 1, 2, 16, seed=3, dtype=torch.bfloat16)
+    out = flash_attn_with_kvcache(
+        q, *cache, *new, cache_seqlens=5, k_descale=scale, v_descale=scale[0], causal=True
+    )
+    for b in range(2):
+        exact, plain = (
+            formula(q[b].to(dtype), *(cache.to(dtype) * scale.to(dtype).view(2, 1))[:, b, :6])[0]
+            for dtype in (DOUBLE, torch.bfloat16)
+        )
+        assert_within_budget(out[b], exact, plain)
+
+
+def test_all_of_a_cache_by_default():
+    q, k, v = qkv()
+    out = flash_attn_with_kvcache(q, k, v)
+    torch.testing.assert_close(out, batched(q, k, v)[0])
+
+
+@pytest.mark.parametrize("options, match", [
+    ({"dropout_p": 0.1}, "dropout_p is not supported; attention dropout"),
+    ({"qv": 1}, "qv is not supported"), ({"q_descale": 1}, "q_descale is not supported"),
+    ({"k_descale": 1}, "k_descale is not .*flash_attn_with_kvcache"),
+    ({"mask_mod": 1}, "BlockMask"),
+    ({"score_mod": 1}, "score_mod"), ({"block_sparse_tensors": 1}, "block_sparse_tensors"),
+    ({"aux_tensors": 1}, "aux_tensors"), ({"v_descale": 1}, "v_descale"),
+])  # fmt: skip
+def test_refusals(options, match):
+    tensors = qkv()
+    with pytest.raises(Unsupported, match="flash_attn_func: .*" + match):
+        flash_attn_func(*tensors, **options)
+    packed = [x.flatten(0, 1) for x in tensors]
+    with pytest.raises(Unsupported, match="flash_attn_varlen_func: .*" + match):
+        flash_attn_varlen_func(*packed, int32(0, 38), int32(0, 66), 38, 66, **options)
+
+
+TABLE = torch.zeros(2, 2, dtype=torch.int32)
+NEW = {"k": torch.zeros(2, 1, 2, 16, dtype=DOUBLE), "v": torch.zeros(2, 1, 2, 24, dtype=DOUBLE)}
+COS = torch.ones(40, 4)
+
+
+@pytest.mark.parametrize("options, error, match", [
+    ({"qv": 1}, Unsupported, "qv"), ({"scheduler_metadata": 1}, Unsupported, "scheduler_metadata"),
+    ({"rotary_seqlens": 1}, Unsupported, "rotary_seqlens"),
+    ({"cu_seqlens_k_new": 1}, Unsupported, "cu_seqlens_k_new"),
+    ({"block_table": TABLE, "page_table": TABLE}, InvalidInput, "are both given"),
+    ({**NEW}, InvalidInput, "cache_seqlens is missing"),
+    ({"k": NEW["k"], "cache_seqlens": 3}, InvalidInput, "v is missing"),
+    ({"rotary_cos": COS, "rotary_sin": COS, "cache_seqlens": 3}, InvalidInput, "k is missing"),
+    ({**NEW, "rotary_cos": COS, "cache_seqlens": 3}, InvalidInput, "rotary_sin is missing"),
+    ({**NEW, "rotary_cos": COS, "rotary_sin": COS, "cache_seqlens": 3,
+      "cache_leftpad": int32(0, 1)}, Unsupported, "cache_leftpad"),
+    ({**NEW, "cache_seqlens": 33}, InvalidInput, r"slot_mapping\[0\] is out of range"),
+    ({"k_descale": torch.ones(2, 2)}, Unsupported, "k_descale per sequence is not supported"),
+    ({"window_size": 3}, InvalidInput, "window_size is malformed"),
+    ({"cu_seqlens_q": int32(0, 19, 38)}, InvalidInput, r"q has a wrong rank; expected \[T, H, D\]"),
+])  # fmt: skip
+def test_refusals_with_kvcache(options, error, match):
+    with pytest.raises(error, match=match):
+        flash_attn_with_kvcache(*qkv(), **options)

@@ -1,0 +1,266 @@
+"""The backend for vLLM with vLLM's own classes, on the CPU, against a dense formula.
+
+Needs an importable vLLM: `make vllm-test` unpacks its wheel, without its compiled parts.
+"""
+
+import dataclasses
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from blackwell_sparsek.integrations import vllm as integration
+from blackwell_sparsek.integrations.vllm import backend
+from blackwell_sparsek.integrations.vllm.backend import SparseKBackend, SparseKImpl
+from blackwell_sparsek.ragged.api import attention_varlen
+from blackwell_sparsek.testing.inputs import normal
+from blackwell_sparsek.testing.tolerance import assert_within_budget
+
+HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 16, 8, 40
+# one layer of a cache, [blocks, heads, slots, content], in the layouts of vLLM
+LAYOUTS = [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.LHBNC]
+SM90 = SimpleNamespace(major=9, minor=0)
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def cache_of(layout, dtype):
+    """A poisoned cache, logically [blocks, Hkv, block_size, 2 D]."""
+    order = layout.layer_view_order
+    shape = (BLOCKS, KV_HEADS, BLOCK, 2 * DIM)
+    memory = torch.full([shape[i] for i in order], torch.nan).to(dtype)
+    return memory.permute([order.index(i) for i in range(4)])
+
+
+class Engine:
+    """What vLLM's runner does around a layer: lengths, blocks, slots, metadata of each step."""
+
+    def __init__(self, requests, layout=LAYOUTS[0], dtype=torch.float32, stored=None, **options):
+        self.layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25))
+        self.impl = SparseKBackend.get_impl_cls()(
+            HEADS, DIM, DIM**-0.5, KV_HEADS, **{"alibi_slopes": None, **options}
+        )
+        self.cache = cache_of(layout, stored or dtype)
+        builder = SparseKBackend.get_builder_cls()
+        self.builder = builder(None, ["layer"], SimpleNamespace(), torch.device("cpu"))
+        self.table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1))
+        self.table = self.table.view(requests, -1).int()
+        self.keys = [torch.zeros(0, KV_HEADS, DIM, dtype=dtype) for _ in range(requests)]
+        self.values = list(self.keys)
+        self.dtype = dtype
+        self.seed = 0
+
+    def step(self, lengths, padding=0, causal=True):
+        """New tokens for each request; returns queries and outputs of each."""
+        tokens = sum(lengths)
+        q, k, v = (
+            normal(tokens + padding, heads, DIM, seed=self.seed + i, dtype=self.dtype)
+            for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+        )
+        self.seed += 3
+        slots, starts = [], [0]
+        for b, n in enumerate(lengths):
+            first, own = len(self.keys[b]), slice(starts[-1], starts[-1] + n)
+            at = torch.arange(first, first + n)
+            slots.append(self.table[b].long()[at // BLOCK] * BLOCK + at % BLOCK)
+            self.keys[b] = torch.cat([self.keys[b], k[own]])
+            self.values[b] = torch.cat([self.values[b], v[own]])
+            starts.append(starts[-1] + n)
+        mapping = torch.cat([*slots, torch.full((padding,), -1)])
+        common = CommonAttentionMetadata(
+            query_start_loc=int32(*starts),
+            query_start_loc_cpu=int32(*starts),
+            seq_lens=int32(*map(len, self.keys)),
+            num_reqs=len(lengths),
+            num_actual_tokens=tokens,
+            max_query_len=max(lengths),
+            max_seq_len=max(map(len, self.keys)),
+            block_table_tensor=self.table,
+            slot_mapping=mapping,
+            causal=causal,
+        )
+        metadata = self.builder.build(0, common)
+        self.impl.do_kv_cache_update(self.layer, k, v, self.cache, metadata.slot_mapping)
+        output = torch.full((tokens + padding, HEADS * DIM), 7.0, dtype=self.dtype)
+        got = self.impl.forward(self.layer, q, k, v, self.cache, metadata, output)
+        assert got is output and output[tokens:].eq(7.0).all()
+        output = output[:tokens].view(tokens, HEADS, DIM)
+        ranges = [slice(a, b) for a, b in pairwise(starts)]
+        return [(q[own], output[own]) for own in ranges]
+
+    def check(self, results, **options):
+        for b, (q, out) in enumerate(results):
+            kv = (self.keys[b], self.values[b])
+            exact = formula(q.double(), *(x.double() for x in kv), **options)
+            assert_within_budget(out, exact, formula(q, *kv, **options), what=f"request {b}")
+
+
+def formula(q, k, v, *, window=None, softcap=None, sinks=None, slopes=None, causal=True):
+    """One request, [S, H, D]; its queries are the last ones."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(DIM)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    p = torch.arange(len(q))[:, None] + len(k) - len(q)
+    j = torch.arange(len(k))[None, :]
+    if slopes is not None:
+        scores = scores - torch.tensor(slopes, dtype=q.dtype)[:, None, None] * (p - j).abs()
+    seen = j <= p if causal else j >= 0
+    if window:
+        seen = seen & (j > p - window)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(q), 1)
+        scores = torch.cat([scores, column], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_chunks_and_decoding(layout, dtype):
+    """Whole prompts, decoding, then all kinds in one step, with padding as in a graph."""
+    engine = Engine(4, layout, dtype)
+    engine.check(engine.step((9, 20, 1, 33)))
+    engine.check(engine.step((1, 1, 1, 1), padding=3))
+    engine.check(engine.step((1, 17, 7, 1)))
+
+
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("options, meaning", [
+    ({"sliding_window": 8}, {"window": 8}), ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
+    ({"sinks": SINKS}, {"sinks": SINKS}),
+    ({"alibi_slopes": [0.5, 0.25, 0.1, 0.0]}, {"slopes": [0.5, 0.25, 0.1, 0.0]}),
+    ({"sliding_window": 5, "sinks": SINKS, "logits_soft_cap": 3.0},
+     {"window": 5, "sinks": SINKS, "softcap": 3.0}),
+], ids=str)  # fmt: skip
+def test_options(options, meaning):
+    engine = Engine(2, **options)
+    engine.check(engine.step((20, 13)), **meaning)
+    engine.check(engine.step((1, 9)), **meaning)
+
+
+def test_bidirectional_attention():
+    engine = Engine(2)
+    engine.check(engine.step((20, 13), causal=False), causal=False)
+
+
+def test_fp8_cache():
+    """Keys and values as they come back from e4m3."""
+    engine = Engine(2, dtype=torch.bfloat16, stored=torch.uint8, kv_cache_dtype="fp8")
+    results = engine.step((20, 13))
+    for kept, scale in ((engine.keys, 0.5), (engine.values, 0.25)):
+        for b, x in enumerate(kept):
+            stored = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            kept[b] = (stored.float() * scale).bfloat16()
+    engine.check(results)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_batch_invariance_is_passed_on(asked, monkeypatch):
+    """`tests/ragged` shows what it means."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(asked)))
+    seen = []
+
+    def spy(*args, **options):
+        seen.append(options["batch_invariant"])
+        return attention_varlen(*args, **options)
+
+    monkeypatch.setattr(backend, "attention_varlen", spy)
+    engine = Engine(1)
+    engine.check(engine.step((20,)))
+    assert seen == [asked]
+
+
+def test_profiling_writes_zeros():
+    engine = Engine(1)
+    output = torch.ones(3, HEADS * DIM)
+    none = torch.zeros(3, HEADS, DIM)
+    assert engine.impl.forward(engine.layer, none, none, none, None, None, output).eq(0).all()
+
+
+def test_registration():
+    """Twice, as every process of vLLM may."""
+    integration.register()
+    integration.register()
+    assert AttentionBackendEnum.CUSTOM.get_class() is SparseKBackend
+    assert AttentionBackendEnum[SparseKBackend.get_name()] is AttentionBackendEnum.CUSTOM
+
+
+def reasons(**changes):
+    given = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16,
+        "use_mla": False, "has_sink": False, "use_sparse": False, "use_mm_prefix": False,
+        "use_per_head_quant_scales": False, "device_capability": SM90, "attn_type": "decoder",
+    }  # fmt: skip
+    return SparseKBackend.validate_configuration(**{**given, **changes})
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"has_sliding_window": True}, {"has_sink": True}, {"use_non_causal": True},
+    {"use_batch_invariant": True}, {"kv_cache_dtype": "fp8"}, {"head_size": 80}, {"block_size": 48},
+])  # fmt: skip
+def test_accepted_configurations(changes):
+    assert reasons(**changes) == []
+
+
+@pytest.mark.parametrize("changes, why", [
+    ({"head_size": 512}, "head_size"), ({"use_mla": True}, "MLA"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"), ({"attn_type": "encoder"}, "encoder"),
+    ({"device_capability": SimpleNamespace(major=7, minor=5)}, "compute capability"),
+    ({"kv_cache_dtype": "fp8", "device_capability": SimpleNamespace(major=8, minor=6)}, "8.9"),
+    ({"kv_cache_dtype": "fp8", "dtype": torch.float32}, "float16 or bfloat16"),
+    ({"use_mm_prefix": True}, "multimodal"), ({"use_sparse": True}, "sparse"),
+    ({"use_dcp": True}, "DCP"), ({"use_pcp": True}, "PCP"),
+])  # fmt: skip
+def test_refused_configurations_say_why(changes, why):
+    assert any(why in reason for reason in reasons(**changes))
+
+
+def test_metadata_of_graphs_holds_the_tensors_of_the_runner():
+    """A graph reads them again at each replay, so they must not be copies."""
+    builder = SparseKBackend.get_builder_cls()
+    assert builder.get_cudagraph_support(None, None) == AttentionCGSupport.UNIFORM_BATCH
+    made = builder(None, [], SimpleNamespace(), torch.device("cpu"))
+    common = CommonAttentionMetadata(
+        int32(0, 1, 2), int32(0, 1, 2), int32(5, 6), 2, 2, 1, 6, int32(0, 1).view(2, 1),
+        torch.tensor([5, 14]),
+    )  # fmt: skip
+    got = made.build_for_cudagraph_capture(common)
+    assert got.seq_lens is common.seq_lens and got.block_table is common.block_table_tensor
+    assert got.query_start_loc is common.query_start_loc
+    other = made.update_block_table(got, int32(3, 4).view(2, 1), torch.tensor([1, 2]))
+    assert other.seq_lens is got.seq_lens and other.block_table.tolist() == [[3], [4]]
+    assert dataclasses.replace(other, block_table=got.block_table).max_query_len == 1
+    for change, why in (
+        ({"causal": torch.ones(2, dtype=torch.bool)}, "one bool"),
+        ({"mm_req_doc_ranges": {0: [(0, 1)]}}, "mm_req_doc_ranges"),
+        ({"rswa_prefix_lens": int32(1, 1)}, "rswa_prefix_lens"),
+    ):
+        with pytest.raises(NotImplementedError, match=why):
+            made.build(0, common.replace(**change))
+    with pytest.raises(NotImplementedError, match="cascade"):
+        made.build(4, common)
+
+
+def test_layers_that_are_refused():
+    with pytest.raises(NotImplementedError, match="only decoder attention"):
+        SparseKImpl(HEADS, DIM, 1.0, attn_type="encoder_only")
+    with pytest.raises(TypeError, match="use_alibi_sqrt"):
+        SparseKImpl(HEADS, DIM, 1.0, use_alibi_sqrt=True)
+    engine = Engine(1)
+    q = torch.zeros(1, HEADS, DIM)
+    with pytest.raises(NotImplementedError, match="quantized outputs"):
+        engine.impl.forward(engine.layer, q, q, q, None, None, q, output_scale=torch.ones(1))

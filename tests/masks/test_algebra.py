@@ -1,0 +1,114 @@
+"""Masks from functions and from other masks, against dense bool tensors."""
+
+import operator
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.core.errors import InvalidInput, InvalidType
+from blackwell_sparsek.masks.block_mask import BlockMask
+
+SIZES = [((40, 40), (16, 16)), ((33, 70), (16, 32)), ((1, 17), (16, 16)), ((64, 64), (64, 32))]
+
+
+def elements(batch, heads, seq, seed, keep=0.5):
+    """A mask with absent, partial and full blocks of 16."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(batch, heads, -(-seq[0] // 16), -(-seq[1] // 16), generator=generator)
+    blocks = coarse.repeat_interleave(16, 2).repeat_interleave(16, 3)[..., : seq[0], : seq[1]]
+    fine = torch.rand(batch, heads, *seq, generator=generator) < keep
+    return (blocks < 0.3) | ((blocks < 0.7) & fine)
+
+
+@pytest.mark.parametrize("seq, block", SIZES)
+def test_from_function(seq, block):
+    def mask_mod(b, h, q, kv):
+        return (q + h >= kv) & ((q // 20 == kv // 20) | (b == 1))
+
+    mask = BlockMask.from_function(mask_mod, seq, block, batch=2, heads=3)
+    index = [torch.arange(n) for n in (2, 3, *seq)]
+    b, h, q, kv = torch.meshgrid(*index, indexing="ij")
+    mask.validate()
+    assert mask.to_element_mask().equal(mask_mod(b, h, q, kv))
+    assert mask.equals(BlockMask.from_element_mask(mask_mod(b, h, q, kv), block))
+
+
+def test_functions_may_read_tensors():
+    """As document masks do; positions past the end are never asked for."""
+    document = torch.tensor([0] * 11 + [1] * 22)
+    mask = BlockMask.from_function(lambda b, h, q, kv: document[q] == document[kv], 33, 16)
+    assert mask.to_element_mask()[0, 0].equal(document[:, None] == document)
+
+
+@pytest.mark.parametrize("seq, block", SIZES)
+@pytest.mark.parametrize("shapes", [((1, 1), (1, 1)), ((2, 1), (1, 3)), ((2, 3), (2, 3))])
+@pytest.mark.parametrize("combine", [operator.and_, operator.or_])
+def test_intersection_and_union(seq, block, shapes, combine):
+    shown = [elements(*shape, seq, seed) for seed, shape in enumerate(shapes)]
+    masks = [BlockMask.from_element_mask(x, block) for x in shown]
+    got = combine(*masks)
+    got.validate()
+    want = combine(*shown)
+    assert got.to_element_mask().equal(want)
+    # the same blocks are absent, partial and full as if made from the elements
+    assert got.equals(BlockMask.from_element_mask(want, block))
+
+
+def test_combined_masks_attend():
+    q = torch.randn(1, 2, 40, 16, dtype=torch.float64)
+    window = bsk.masks.sliding_window(40, 9, 16)
+    causal = bsk.masks.causal(40, 16)
+    got = bsk.attention(q, q, q, block_mask=window & causal)
+    torch.testing.assert_close(got, bsk.attention(q, q, q, causal=True, window=9))
+
+
+@pytest.mark.parametrize("index", [0, -1, (1, 2), (slice(None), slice(1, 3)), (slice(1, None), -1)])
+def test_selection(index):
+    shown = elements(2, 3, (40, 33), 0)
+    mask = BlockMask.from_element_mask(shown, 16)
+    parts = index if isinstance(index, tuple) else (index,)
+    kept = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in parts)
+    got = mask[index]
+    got.validate()
+    assert got.equals(BlockMask.from_element_mask(shown[kept], 16))
+
+
+def test_picture():
+    mask = BlockMask.from_element_mask(elements(2, 2, (40, 70), 3), 16)
+    root = ElementTree.fromstring(mask.to_svg(1, 0, pixels=100))
+    squares = [x for x in root if x.tag.endswith("rect")][1:]
+    one = mask[1, 0]
+    assert len(squares) == one.nnz_blocks and root.get("width") == "100"
+    places = {(int(x.get("y")) // 20, int(x.get("x")) // 20) for x in squares}
+    assert places == {tuple(x) for x in one.to_dense()[0, 0].nonzero().tolist()}
+    light = sum(x.get("fill") == "#7fa8d9" for x in squares)
+    assert light == int((one.forward.bits_id >= 0).sum())
+
+
+@pytest.mark.parametrize("change, match", [
+    (lambda m: m & bsk.masks.causal(41, 16), "seq_lengths differ"),
+    (lambda m: m | bsk.masks.causal(40, 32), "block_size differ"),
+    (lambda m: m & BlockMask.from_element_mask(elements(3, 1, (40, 40), 0), 16), "batch differ"),
+    (lambda m: m[0, 0, 0], "too many dimensions"), (lambda m: m[2:], "selects nothing"),
+    (lambda m: m.to_svg(pixels=0), "pixels"),
+])  # fmt: skip
+def test_refusals(change, match):
+    mask = BlockMask.from_element_mask(elements(2, 1, (40, 40), 0), 16)
+    with pytest.raises(InvalidInput, match=match):
+        change(mask)
+
+
+def test_wrong_types():
+    mask = bsk.masks.causal(40, 16)
+    with pytest.raises(TypeError):
+        mask & torch.ones(40, 40)
+    with pytest.raises(TypeError):
+        iter(mask)
+    with pytest.raises(InvalidType, match="an int or a slice"):
+        mask["a"]
+    with pytest.raises(IndexError, match="out of range"):
+        mask[1]
+    with pytest.raises(InvalidType, match="mask_mod is not callable"):
+        BlockMask.from_function(torch.ones(40, 40), 40, 16)

@@ -1,0 +1,83 @@
+"""Which tiles the portable kernel takes, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blackwell_sparsek.calls.ragged import RaggedProblem
+from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.ragged.tuning import (
+    RaggedConfig,
+    query_tiles,
+    ragged_config,
+    why_not_triton,
+)
+
+INTERPRETED = Arch("cpu", 0, 1, 0, True)
+H200 = Arch("cuda", 90, 132, 232448, False)
+PROBLEM = RaggedProblem(
+    arch=H200,
+    dtype=torch.bfloat16,
+    cache_dtype=torch.bfloat16,
+    batch=34,
+    tokens=8224,
+    heads_q=32,
+    heads_kv=8,
+    max_q=4096,
+    capacity=8192,
+    head_dim=128,
+    head_dim_v=128,
+    page_size=16,
+    block_size=None,
+    packed=False,
+    batch_invariant=False,
+)
+
+
+def test_decoding_steps_take_low_tiles():
+    low = ragged_config(replace(PROBLEM, max_q=4), "ieee")
+    assert low.tile_m == 16 and ragged_config(replace(PROBLEM, max_q=5), "ieee").tile_m == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_batch_invariant_tiles_depend_on_dtype_and_head_dim_alone(dtype, dim):
+    fixed = replace(
+        PROBLEM, dtype=dtype, cache_dtype=dtype, head_dim=dim, head_dim_v=dim, batch_invariant=True
+    )
+    others = [{"max_q": 1}, {"batch": 1}, {"tokens": 1}, {"capacity": 64}]
+    configs = {ragged_config(replace(fixed, **x), "ieee") for x in others}
+    assert configs == {ragged_config(fixed, "ieee")}
+
+
+def test_every_query_has_a_tile():
+    """However sequences are cut, and with padding behind the last."""
+    problem = replace(PROBLEM, heads_q=3, heads_kv=1, tokens=50)
+    for lengths in ([50], [1] * 50, [0, 49, 0, 1], [16, 17, 15]):
+        tiles = sum(-(-3 * n // 16) for n in lengths)
+        assert query_tiles(replace(problem, batch=len(lengths)), 16) > tiles
+
+
+@pytest.mark.parametrize("changes, why", [
+    ({"head_dim": 257}, "head dimensions of 1 to 256"),
+    ({"dtype": torch.float32, "cache_dtype": torch.float8_e4m3fn}, "float16 or bfloat16 queries"),
+    ({"arch": replace(H200, sm=86), "cache_dtype": torch.float8_e4m3fn}, "sm_89"),
+    ({"capacity": 2**30}, "keys a sequence"), ({"tokens": 2**29}, "rows of all sequences"),
+    ({"tokens": 2**20, "capacity": 2**20}, "tiles over all sequences"),
+    ({"dtype": torch.float64}, "float64"),
+])  # fmt: skip
+def test_refusals(changes, why):
+    pytest.importorskip("triton")
+    problem = replace(PROBLEM, arch=INTERPRETED)
+    assert why_not_triton(problem) is None
+    assert why in why_not_triton(replace(problem, **changes))
+
+
+@pytest.mark.parametrize("changes", [
+    {"tile_m": 8}, {"tile_n": 24}, {"programs": 0}, {"precision": "tf64"},
+])  # fmt: skip
+def test_impossible_configs(changes):
+    good = {"tile_m": 16, "tile_n": 16, "num_warps": 4, "num_stages": 2, "programs": 1}
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        RaggedConfig(**{**good, **changes})
