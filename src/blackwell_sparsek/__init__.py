@@ -23,6 +23,7 @@ from .masks import patterns as masks
 from .masks.block_mask import BlockMask
 from .matmul.api import matmul, sddmm
 from .sparse.matrix import BSRMatrix
+from .sparsek.api import sparsek, sparsek_causal
 
 __all__ = [
     "BSRMatrix",
@@ -54,6 +55,8 @@ __all__ = [
     "prune",
     "scaled_dot_product_attention",
     "sddmm",
+    "sparsek",
+    "sparsek_causal",
     "topk_pages",
 ]
 

@@ -10,7 +10,7 @@ from .source import PACKAGE, ROOT, file_of, files, imports, layer_of, write_tree
 # What each package may import besides itself, from the ground up. A missing name is a
 # package nobody decided on.
 BELOW = {"core", "device", "launch", "dispatch", "calls", "masks", "sparse", "reference"}
-OPERATIONS = {"attention", "decode", "kv_cache", "matmul"}
+OPERATIONS = {"attention", "decode", "kv_cache", "matmul", "sparsek"}
 API = BELOW | OPERATIONS | {"nn", "prune"}
 MAY_IMPORT = {
     "core": set(),
@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "kv_cache": BELOW - {"sparse"},
     "decode": BELOW | {"attention", "kv_cache"},
     "matmul": BELOW - {"masks"},
+    "sparsek": BELOW | {"attention"},
     "prune": {"core", "sparse", "nn"},
     "nn": {"core", "launch", "sparse", "matmul"},
     "integrations": API,
@@ -47,6 +48,7 @@ ALLOWED = {
     "decode": KERNELS,
     "kv_cache": KERNELS,
     "matmul": KERNELS,
+    "sparsek": KERNELS,
     "testing": KERNELS | {"numpy"},
 }
 LAZY = {
