@@ -21,6 +21,7 @@ from .kv_cache.paged import PagedKVCache
 from .kv_cache.selection import PageSummaries, page_summaries, topk_pages
 from .masks import patterns as masks
 from .masks.block_mask import BlockMask
+from .masks.key_selection import KeySelection
 from .matmul.api import matmul, sddmm
 from .sparse.matrix import BSRMatrix
 from .sparsek.api import sparsek, sparsek_causal
@@ -32,6 +33,7 @@ __all__ = [
     "InvalidInput",
     "InvalidType",
     "KVCache",
+    "KeySelection",
     "OutOfPages",
     "PageSummaries",
     "PagedKVCache",
