@@ -24,6 +24,7 @@ from .masks.block_mask import BlockMask
 from .masks.key_selection import KeySelection
 from .matmul.api import matmul, sddmm
 from .sparse.matrix import BSRMatrix
+from .sparse_attention.api import sparse_attention
 from .sparsek.api import sparsek, sparsek_causal
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "prune",
     "scaled_dot_product_attention",
     "sddmm",
+    "sparse_attention",
     "sparsek",
     "sparsek_causal",
     "topk_pages",

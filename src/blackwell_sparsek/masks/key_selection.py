@@ -44,7 +44,7 @@ class BlocksOfSequences(NamedTuple):
     """The blocks of each query's own sequence, int64 [Tq]: the first of them, and how many."""
 
     first: torch.Tensor
-    count: torch.Tensor
+    number: torch.Tensor
 
 
 class KeySelection:
@@ -277,7 +277,7 @@ def queries_of_blocks(
     batch, heads, tokens, most = ids.shape
     listed = torch.arange(most, device=ids.device) < counts[..., None]
     numbers = ids.to(torch.int64)
-    own = blocks if sequences is None else sequences.count[:, None]
+    own = blocks if sequences is None else sequences.number[:, None]
     inside = listed & (numbers >= 0) & (numbers < own)
     if sequences is not None:
         numbers = numbers + sequences.first[:, None]

@@ -1,0 +1,235 @@
+"""Sparse attention block by block: the queries that chose a block of keys meet it in one product.
+
+For entries of 16 keys and more, and many queries. The entries of a chunk of queries are sorted by
+block, so that those of one block are neighbouring rows of all that follows: queries, scores,
+outputs. The softmax of a query spans several blocks; its maxima and sums go through a table with a
+place for each entry. The window is dense attention, whose result joins the softmax.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ...calls.sparse_attention import SparseAttentionCall
+from .parts import Part
+
+# Elements of the gathered queries, scores and outputs of a chunk.
+CHUNK = 2**24
+# Below as many queries of a sequence, gathering keys is faster.
+FEWEST_QUERIES = 64
+
+
+def is_faster(call: SparseAttentionCall) -> bool:
+    """Whether to go block by block rather than query by query."""
+    spec = call.spec
+    many = spec.max_q >= FEWEST_QUERIES and spec.max_k > 0 and spec.selection.most > 0
+    return many and spec.page_table is None and spec.selection.granularity >= 16
+
+
+class Entries(NamedTuple):
+    """The entries of a chunk of queries, sorted by block; E of them."""
+
+    places: torch.Tensor
+    """int64 [E]: place in the lists of the chunk, query * K + entry."""
+    queries: torch.Tensor
+    """int64 [E]: query, counted from the first of the chunk."""
+    blocks: list[tuple[int, int, int]]
+    """Block, and the range of its entries."""
+    partial: torch.Tensor
+    """int64: entries of which some keys are hidden."""
+    visible: torch.Tensor
+    """bool [partial, granularity]."""
+    weights: torch.Tensor | None
+    """[E]: gates."""
+
+
+def _chunk_size(part: Part) -> int:
+    call, chosen = part.call, part.call.spec.selection
+    heads = part.heads.stop - part.heads.start
+    row = chosen.most * heads * (call.q.shape[-1] + chosen.granularity + call.v.shape[-1])
+    return max(1, int(CHUNK // row))
+
+
+def _entries(part: Part, own: slice) -> Entries:
+    spec, chosen = part.call.spec, part.call.spec.selection
+    size, most = chosen.granularity, chosen.most
+    ids, counts = part.lists(chosen.ids)[own].long(), part.lists(chosen.counts)[own]
+    device = ids.device
+    listed = torch.arange(most, device=device) < counts[:, None]
+    # entries past the end of a packed sequence hold no key
+    listed = listed & (ids * size < part.kv_len)
+    end = -(-part.kv_len // size)
+    order = torch.where(listed, ids, end).flatten().sort(stable=True)
+    number = int(listed.sum())
+    places, blocks = order.indices[:number], order.values[:number]
+    queries = places // most
+    names, lengths = torch.unique_consecutive(blocks, return_counts=True)
+    ends = lengths.cumsum(0)
+    ranges = list(zip(names.tolist(), (ends - lengths).tolist(), ends.tolist(), strict=True))
+    position = part.positions()[own][queries]
+    first, last = blocks * size, blocks * size + size - 1
+    _, right = spec.limit.scalars()
+    latest = (position + right).clamp(max=part.kv_len - 1)
+    cut = last > latest
+    if spec.local is not None:
+        left, right = spec.local.scalars()
+        cut |= (last >= position - left) & (first <= position + right)
+    partial = cut.nonzero().flatten()
+    keys = first[partial, None] + torch.arange(size, device=device)
+    visible = keys <= latest[partial, None]
+    if spec.local is not None:
+        near = position[partial, None]
+        visible &= (keys < near - left) | (keys > near + right)
+    weights = None
+    if spec.gate is not None:
+        weights = part.lists(spec.gate)[own].to(part.dtype).flatten()[places]
+    return Entries(places, queries, ranges, partial, visible, weights)
+
+
+def _blocks(part: Part, x: torch.Tensor) -> torch.Tensor:
+    """Keys or values [blocks, granularity, D], the last block filled up with zeros."""
+    size = part.call.spec.selection.granularity
+    rows = part.keys(x).to(part.dtype)
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % size))
+    return rows.contiguous().view(-1, size, rows.shape[-1])
+
+
+def _products(
+    entries: Entries, rows: torch.Tensor, blocks: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    """Rows [E, P, D] times the block of their entry: [E, P, columns]."""
+    heads, columns = rows.shape[1], blocks.shape[1 if transposed else 2]
+    made = rows.new_empty((*rows.shape[:2], columns))
+    flat, out = rows.flatten(0, 1), made.flatten(0, 1)
+    for block, first, end in entries.blocks:
+        own = slice(first * heads, end * heads)
+        factor = blocks[block].T if transposed else blocks[block]
+        torch.mm(flat[own], factor, out=out[own])
+    return made
+
+
+def _add_products(
+    entries: Entries, into: torch.Tensor, left: torch.Tensor, right: torch.Tensor
+) -> None:
+    """Add left^T [granularity, E P] @ right [E P, D] of each block to `into` [blocks, ...]."""
+    heads = left.shape[1]
+    left, right = left.flatten(0, 1), right.flatten(0, 1)
+    for block, first, end in entries.blocks:
+        own = slice(first * heads, end * heads)
+        into[block].addmm_(left[own].T, right[own])
+
+
+def _scores(part: Part, entries: Entries, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Scores [E, P, granularity], with softcap, before masks."""
+    spec = part.call.spec
+    scores = _products(entries, q, k, transposed=True)
+    if spec.softcap:
+        scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    return scores
+
+
+def _mask(entries: Entries, scores: torch.Tensor, value: float) -> None:
+    if entries.partial.numel():
+        hidden = ~entries.visible[:, None]
+        scores[entries.partial] = scores[entries.partial].masked_fill(hidden, value)
+
+
+def _spread(
+    part: Part, entries: Entries, values: torch.Tensor, rows: int, missing: float
+) -> torch.Tensor:
+    """Values [E, ...] of entries at their places in the lists, [rows, K, ...]."""
+    most = part.call.spec.selection.most
+    table = values.new_full((rows * most, *values.shape[1:]), missing)
+    table[entries.places] = values
+    return table.view(rows, most, *values.shape[1:])
+
+
+def attend(
+    part: Part,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    beside: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Fill `out` [T, P, Dv] and `lse` [T, P]; `beside` holds those of the window alone."""
+    call, spec = part.call, part.call.spec
+    k, v = _blocks(part, call.k), _blocks(part, call.v)
+    step = _chunk_size(part)
+    for start in range(0, part.q_len, step):
+        own = slice(start, min(start + step, part.q_len))
+        rows = own.stop - start
+        entries = _entries(part, own)
+        q = part.own(call.q)[own].to(part.dtype) * spec.scale
+        scores = _scores(part, entries, q[entries.queries], k)
+        _mask(entries, scores, -torch.inf)
+        if entries.weights is not None:
+            scores[entries.weights == 0] = -torch.inf
+        peak = _spread(part, entries, scores.amax(-1), rows, -torch.inf).amax(1)
+        if beside is not None:
+            peak = torch.maximum(peak, beside[1][own])
+        if spec.sinks is not None:
+            peak = torch.maximum(peak, spec.sinks[part.heads].to(part.dtype))
+        shift = torch.where(peak == -torch.inf, 0.0, peak)
+        p = scores.sub_(shift[entries.queries][..., None]).exp_()
+        sums, parts = p.sum(-1), _products(entries, p, v, transposed=False)
+        if entries.weights is not None:
+            sums.mul_(entries.weights[:, None])
+            parts.mul_(entries.weights[:, None, None])
+        total = _spread(part, entries, sums, rows, 0.0).sum(1)
+        made = parts.new_zeros((rows, *parts.shape[1:])).index_add_(0, entries.queries, parts)
+        if beside is not None:
+            weight = torch.exp(beside[1][own] - shift)
+            total += weight
+            made += weight[..., None] * beside[0][own]
+        if spec.sinks is not None:
+            total += torch.exp(spec.sinks[part.heads].to(part.dtype) - shift)
+        out[own] = (made / torch.where(total == 0, 1.0, total)[..., None]).to(out.dtype)
+        lse[own] = shift + torch.log(total)
+
+
+def add_gradients(
+    part: Part,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dgate: torch.Tensor | None,
+) -> None:
+    """Fill `dq` [T, P, D]; add to `dk` [Sk, D], `dv` [Sk, Dv] and `dgate` [T, K]; no window.
+
+    `dout` [T, P, Dv], `lse` and `delta` [T, P]; all in the precision of sums.
+    """
+    call, spec = part.call, part.call.spec
+    k, v = _blocks(part, call.k), _blocks(part, call.v)
+    dk_blocks, dv_blocks = torch.zeros_like(k), torch.zeros_like(v)
+    step = _chunk_size(part)
+    for start in range(0, part.q_len, step):
+        own = slice(start, min(start + step, part.q_len))
+        rows = own.stop - start
+        entries = _entries(part, own)
+        q = (part.own(call.q)[own].to(part.dtype) * spec.scale)[entries.queries]
+        given = dout[own][entries.queries]
+        scores = _scores(part, entries, q, k)
+        slope = 1 - (scores / spec.softcap).square() if spec.softcap else None
+        shift = torch.where(lse[own] == -torch.inf, torch.inf, lse[own])
+        p = scores.sub_(shift[entries.queries][..., None]).exp_()
+        _mask(entries, p, 0.0)
+        change = _products(entries, given, v, transposed=True)
+        change.sub_(delta[own][entries.queries][..., None])
+        # what is hidden may hold anything, also NaN
+        _mask(entries, change, 0.0)
+        ds = p * change
+        if dgate is not None:
+            dgate[own] += _spread(part, entries, ds.sum((1, 2)), rows, 0.0)
+        if entries.weights is not None:
+            weights = entries.weights[:, None, None]
+            p, ds = (torch.where(weights > 0, x * weights, 0.0) for x in (p, ds))
+        if slope is not None:
+            ds.mul_(slope)
+        _add_products(entries, dv_blocks, p, given)
+        _add_products(entries, dk_blocks, ds, q)
+        moved = _products(entries, ds, k, transposed=False).mul_(spec.scale)
+        dq[own] = moved.new_zeros((rows, *moved.shape[1:])).index_add_(0, entries.queries, moved)
+    dk += dk_blocks.flatten(0, 1)[: part.kv_len]
+    dv += dv_blocks.flatten(0, 1)[: part.kv_len]

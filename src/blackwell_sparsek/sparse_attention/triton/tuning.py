@@ -1,0 +1,73 @@
+"""Which problems the portable kernels take, and their tiles."""
+
+from dataclasses import dataclass
+
+from ...calls.sparse_attention import SparseAttnProblem
+from ...dispatch.machine import why_not_portable
+
+LARGEST_HEAD_DIM = 256
+LONGEST = 2**30 - 1
+# Programs of one grid axis.
+MOST_PROGRAMS = 2**31 - 1
+# Rows of a tile, queries times heads; fewer if there are fewer queries.
+MOST_ROWS = 64
+# Keys of one step. Entries of 128 keys take two steps.
+MOST_KEYS = 64
+
+
+@dataclass(frozen=True)
+class SparseAttnConfig:
+    """Tiles of one launch."""
+
+    pack: int
+    """Query heads in a tile: they share a KV head and a list."""
+    tile_m: int
+    """Rows of a tile, `tile_m // pack` queries times `pack` heads."""
+    tile_n: int
+    precision: str
+    num_warps: int
+    num_stages: int
+
+
+def heads_per_tile(problem: SparseAttnProblem) -> int:
+    """The most query heads, up to MOST_ROWS, that share a KV head and a list, in equal parts."""
+    shared = min(problem.heads_q // problem.heads_kv, problem.heads_q // problem.lists)
+    return max(n for n in range(1, min(shared, MOST_ROWS) + 1) if shared % n == 0)
+
+
+def sparse_attn_config(problem: SparseAttnProblem, precision: str) -> SparseAttnConfig:
+    """Tiles for a problem.
+
+    Entries of 1 and 4 keys are gathered for one query at a time: lists of neighbouring queries
+    differ too much at that size. Larger ones are walked for as many queries as fill the rows.
+    """
+    pack = heads_per_tile(problem)
+    gathered = problem.granularity < 16
+    queries = 1 if gathered else max(1, min(MOST_ROWS // pack, problem.max_q))
+    tile_m = max(16, 1 << (queries * pack - 1).bit_length())
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    # four bytes an element and 256 of them fill the shared memory of sm_89 with two tiles of 32
+    most = 32 if wide else MOST_KEYS
+    tile_n = 32 if gathered else min(problem.granularity, most)
+    if problem.backward and gathered:
+        tile_n = 16
+    if problem.backward and wide:
+        tile_m = min(tile_m, max(16, 1 << (pack - 1).bit_length()))
+    return SparseAttnConfig(pack, tile_m, tile_n, precision, 4, 1 if wide else 2)
+
+
+def why_not(problem: SparseAttnProblem) -> str | None:
+    """Why the kernels cannot run this problem, or None when they can."""
+    if (reason := why_not_portable(problem.arch, problem.dtype)) is not None:
+        return reason
+    dims = (problem.head_dim, problem.head_dim_v)
+    if not 1 <= min(dims) <= max(dims) <= LARGEST_HEAD_DIM:
+        return f"needs head dimensions of 1 to {LARGEST_HEAD_DIM}, got {dims[0]} and {dims[1]}"
+    if max(problem.max_q, problem.max_k) > LONGEST:
+        return f"needs sequences of at most {LONGEST} tokens"
+    if problem.backward and problem.page_size is not None:
+        return "keys in pages have no gradients"
+    blocks = -(-problem.max_k // min(problem.granularity, 16))
+    if problem.batch * problem.heads_q * max(problem.max_q, blocks) > MOST_PROGRAMS:
+        return f"needs at most {MOST_PROGRAMS} queries or entries over batch and heads"
+    return None
