@@ -169,6 +169,7 @@ def test_wrong_indices_are_named_where_the_user_put_them(indices, text):
         ({"kv_len": -1}, bsk.InvalidInput, "kv_len is too small"),
         ({"kv_len": 2**30}, bsk.InvalidInput, "kv_len is out of range"),
         ({"ids": IDS[0]}, bsk.InvalidInput, r"ids has a wrong rank; expected \[B, Hs, Tq, K\]"),
+        ({"ids": IDS.mT.contiguous().mT}, bsk.InvalidInput, "ids is not contiguous in its last"),
         ({"ids": IDS.long()}, bsk.InvalidType, "ids has an unsupported dtype"),
         ({"counts": COUNTS[..., :1]}, bsk.InvalidInput, "counts has a wrong shape"),
         ({"counts": COUNTS.long()}, bsk.InvalidType, "counts has an unsupported dtype"),

@@ -8,6 +8,7 @@ from ..core.checks import (
     check_choice,
     check_dtype,
     check_has_data,
+    check_last_dim_contiguous,
     check_rank,
     check_same_device,
     check_shape,
@@ -61,7 +62,8 @@ class KeySelection:
     ----------
     ids : int32 `[B, Hs, Tq, K]`
         Ascending without duplicates in the first `counts` places; the others may hold anything.
-        Hs is 1 (all heads alike), the number of KV heads or that of query heads.
+        Hs is 1 (all heads alike), the number of KV heads or that of query heads. Contiguous in
+        the last dimension.
     counts : int32 `[B, Hs, Tq]`
         Entries of each query, 0 to K.
     granularity : int
@@ -90,6 +92,7 @@ class KeySelection:
         op = "KeySelection"
         _check_sizes(op, granularity, kv_len)
         _check_ids(op, "ids", ids, [torch.int32])
+        check_last_dim_contiguous(op, "ids", ids)
         _check_counts(op, ids, counts)
         self._set(ids, counts, granularity, kv_len)
         self.validate()

@@ -1,9 +1,11 @@
 """Sparse attention block by block: the queries that chose a block of keys meet it in one product.
 
 For entries of 16 keys and more, and many queries. The entries of a chunk of queries are sorted by
-block, so that those of one block are neighbouring rows of all that follows: queries, scores,
-outputs. The softmax of a query spans several blocks; its maxima and sums go through a table with a
-place for each entry. The window is dense attention, whose result joins the softmax.
+block and dealt out in tiles of R entries of one block, so that all products are one batched product
+of tiles. The last tile of a block is filled up with entries of a query that does not exist: one
+more row, of zeros, at the end of what is read, and dropped from what is written. The softmax of a
+query spans several tiles; its maxima and sums go through a table with a place for each entry. The
+window is dense attention, whose result joins the softmax.
 """
 
 from typing import NamedTuple
@@ -15,6 +17,8 @@ from .parts import Part
 
 # Elements of the gathered queries, scores and outputs of a chunk.
 CHUNK = 2**24
+# Rows of a tile, entries times heads.
+TILE_ROWS = 128
 # Below as many queries of a sequence, gathering keys is faster.
 FEWEST_QUERIES = 64
 
@@ -27,14 +31,17 @@ def is_faster(call: SparseAttentionCall) -> bool:
 
 
 class Entries(NamedTuple):
-    """The entries of a chunk of queries, sorted by block; E of them."""
+    """The entries of a chunk of C queries, E of them in tiles of R, with those that fill tiles up.
+
+    E is a multiple of R; those that fill up belong to query C, at place C * K.
+    """
 
     places: torch.Tensor
     """int64 [E]: place in the lists of the chunk, query * K + entry."""
     queries: torch.Tensor
     """int64 [E]: query, counted from the first of the chunk."""
-    blocks: list[tuple[int, int, int]]
-    """Block, and the range of its entries."""
+    blocks: torch.Tensor
+    """int64 [E / R]: the block of each tile."""
     partial: torch.Tensor
     """int64: entries of which some keys are hidden."""
     visible: torch.Tensor
@@ -54,19 +61,27 @@ def _entries(part: Part, own: slice) -> Entries:
     spec, chosen = part.call.spec, part.call.spec.selection
     size, most = chosen.granularity, chosen.most
     ids, counts = part.lists(chosen.ids)[own].long(), part.lists(chosen.counts)[own]
-    device = ids.device
+    device, rows = ids.device, len(ids)
     listed = torch.arange(most, device=device) < counts[:, None]
     # entries past the end of a packed sequence hold no key
     listed = listed & (ids * size < part.kv_len)
     end = -(-part.kv_len // size)
     order = torch.where(listed, ids, end).flatten().sort(stable=True)
-    number = int(listed.sum())
+    of_block = torch.bincount(order.values, minlength=end + 1)[:end]
+    number = int(of_block.sum())
     places, blocks = order.indices[:number], order.values[:number]
-    queries = places // most
-    names, lengths = torch.unique_consecutive(blocks, return_counts=True)
-    ends = lengths.cumsum(0)
-    ranges = list(zip(names.tolist(), (ends - lengths).tolist(), ends.tolist(), strict=True))
-    position = part.positions()[own][queries]
+
+    each = max(1, TILE_ROWS // (part.heads.stop - part.heads.start))
+    tiles = (of_block + each - 1) // each
+    first_slot, first_entry = (tiles.cumsum(0) - tiles) * each, of_block.cumsum(0) - of_block
+    slots = torch.arange(number, device=device) + (first_slot - first_entry)[blocks]
+    total = int(tiles.sum()) * each
+    dealt = torch.full((total,), rows * most, device=device)
+    dealt[slots] = places
+    queries = dealt // max(most, 1)
+    names = torch.repeat_interleave(torch.arange(end, device=device), tiles)
+
+    position = part.positions()[own][places // most]
     first, last = blocks * size, blocks * size + size - 1
     _, right = spec.limit.scalars()
     latest = (position + right).clamp(max=part.kv_len - 1)
@@ -82,8 +97,14 @@ def _entries(part: Part, own: slice) -> Entries:
         visible &= (keys < near - left) | (keys > near + right)
     weights = None
     if spec.gate is not None:
-        weights = part.lists(spec.gate)[own].to(part.dtype).flatten()[places]
-    return Entries(places, queries, ranges, partial, visible, weights)
+        gate = part.lists(spec.gate)[own].to(part.dtype).flatten()
+        weights = torch.nn.functional.pad(gate, (0, 1))[dealt]
+    return Entries(dealt, queries, names, slots[partial], visible, weights)
+
+
+def _with_none(x: torch.Tensor) -> torch.Tensor:
+    """`x` [C, ...] with the zeros of a query that does not exist."""
+    return torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
 
 
 def _blocks(part: Part, x: torch.Tensor) -> torch.Tensor:
@@ -94,29 +115,29 @@ def _blocks(part: Part, x: torch.Tensor) -> torch.Tensor:
     return rows.contiguous().view(-1, size, rows.shape[-1])
 
 
+def _in_tiles(entries: Entries, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [E, P, D] as tiles [E / R, R P, D]."""
+    return rows.view(len(entries.blocks), -1, rows.shape[-1])
+
+
 def _products(
     entries: Entries, rows: torch.Tensor, blocks: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
     """Rows [E, P, D] times the block of their entry: [E, P, columns]."""
-    heads, columns = rows.shape[1], blocks.shape[1 if transposed else 2]
-    made = rows.new_empty((*rows.shape[:2], columns))
-    flat, out = rows.flatten(0, 1), made.flatten(0, 1)
-    for block, first, end in entries.blocks:
-        own = slice(first * heads, end * heads)
-        factor = blocks[block].T if transposed else blocks[block]
-        torch.mm(flat[own], factor, out=out[own])
-    return made
+    if not len(rows):
+        return rows.new_empty((*rows.shape[:2], blocks.shape[1 if transposed else 2]))
+    factors = blocks.index_select(0, entries.blocks)
+    made = torch.bmm(_in_tiles(entries, rows), factors.mT if transposed else factors)
+    return made.view(*rows.shape[:2], -1)
 
 
 def _add_products(
     entries: Entries, into: torch.Tensor, left: torch.Tensor, right: torch.Tensor
 ) -> None:
-    """Add left^T [granularity, E P] @ right [E P, D] of each block to `into` [blocks, ...]."""
-    heads = left.shape[1]
-    left, right = left.flatten(0, 1), right.flatten(0, 1)
-    for block, first, end in entries.blocks:
-        own = slice(first * heads, end * heads)
-        into[block].addmm_(left[own].T, right[own])
+    """Add left^T [granularity, R P] @ right [R P, D] of each tile to its block of `into`."""
+    if len(left):
+        made = torch.bmm(_in_tiles(entries, left).mT, _in_tiles(entries, right))
+        into.index_add_(0, entries.blocks, made)
 
 
 def _scores(part: Part, entries: Entries, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -139,9 +160,15 @@ def _spread(
 ) -> torch.Tensor:
     """Values [E, ...] of entries at their places in the lists, [rows, K, ...]."""
     most = part.call.spec.selection.most
-    table = values.new_full((rows * most, *values.shape[1:]), missing)
+    table = values.new_full((rows * most + 1, *values.shape[1:]), missing)
     table[entries.places] = values
-    return table.view(rows, most, *values.shape[1:])
+    return table[:-1].view(rows, most, *values.shape[1:])
+
+
+def _summed(entries: Entries, values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Values [E, ...] of entries added up for their queries, [rows, ...]."""
+    sums = values.new_zeros((rows + 1, *values.shape[1:]))
+    return sums.index_add_(0, entries.queries, values)[:-1]
 
 
 def attend(
@@ -158,8 +185,8 @@ def attend(
         own = slice(start, min(start + step, part.q_len))
         rows = own.stop - start
         entries = _entries(part, own)
-        q = part.own(call.q)[own].to(part.dtype) * spec.scale
-        scores = _scores(part, entries, q[entries.queries], k)
+        q = _with_none(part.own(call.q)[own].to(part.dtype) * spec.scale)
+        scores = _scores(part, entries, q.index_select(0, entries.queries), k)
         _mask(entries, scores, -torch.inf)
         if entries.weights is not None:
             scores[entries.weights == 0] = -torch.inf
@@ -169,13 +196,13 @@ def attend(
         if spec.sinks is not None:
             peak = torch.maximum(peak, spec.sinks[part.heads].to(part.dtype))
         shift = torch.where(peak == -torch.inf, 0.0, peak)
-        p = scores.sub_(shift[entries.queries][..., None]).exp_()
+        p = scores.sub_(_with_none(shift)[entries.queries][..., None]).exp_()
         sums, parts = p.sum(-1), _products(entries, p, v, transposed=False)
         if entries.weights is not None:
             sums.mul_(entries.weights[:, None])
             parts.mul_(entries.weights[:, None, None])
         total = _spread(part, entries, sums, rows, 0.0).sum(1)
-        made = parts.new_zeros((rows, *parts.shape[1:])).index_add_(0, entries.queries, parts)
+        made = _summed(entries, parts, rows)
         if beside is not None:
             weight = torch.exp(beside[1][own] - shift)
             total += weight
@@ -208,15 +235,16 @@ def add_gradients(
         own = slice(start, min(start + step, part.q_len))
         rows = own.stop - start
         entries = _entries(part, own)
-        q = (part.own(call.q)[own].to(part.dtype) * spec.scale)[entries.queries]
-        given = dout[own][entries.queries]
+        q = _with_none(part.own(call.q)[own].to(part.dtype) * spec.scale)
+        q = q.index_select(0, entries.queries)
+        given = _with_none(dout[own]).index_select(0, entries.queries)
         scores = _scores(part, entries, q, k)
         slope = 1 - (scores / spec.softcap).square() if spec.softcap else None
         shift = torch.where(lse[own] == -torch.inf, torch.inf, lse[own])
-        p = scores.sub_(shift[entries.queries][..., None]).exp_()
+        p = scores.sub_(_with_none(shift)[entries.queries][..., None]).exp_()
         _mask(entries, p, 0.0)
         change = _products(entries, given, v, transposed=True)
-        change.sub_(delta[own][entries.queries][..., None])
+        change.sub_(_with_none(delta[own])[entries.queries][..., None])
         # what is hidden may hold anything, also NaN
         _mask(entries, change, 0.0)
         ds = p * change
@@ -230,6 +258,6 @@ def add_gradients(
         _add_products(entries, dv_blocks, p, given)
         _add_products(entries, dk_blocks, ds, q)
         moved = _products(entries, ds, k, transposed=False).mul_(spec.scale)
-        dq[own] = moved.new_zeros((rows, *moved.shape[1:])).index_add_(0, entries.queries, moved)
+        dq[own] = _summed(entries, moved, rows)
     dk += dk_blocks.flatten(0, 1)[: part.kv_len]
     dv += dv_blocks.flatten(0, 1)[: part.kv_len]

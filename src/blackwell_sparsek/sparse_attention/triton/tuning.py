@@ -31,6 +31,8 @@ class SparseAttnConfig:
 
 def heads_per_tile(problem: SparseAttnProblem) -> int:
     """The most query heads, up to MOST_ROWS, that share a KV head and a list, in equal parts."""
+    if not problem.heads_q:
+        return 1
     shared = min(problem.heads_q // problem.heads_kv, problem.heads_q // problem.lists)
     return max(n for n in range(1, min(shared, MOST_ROWS) + 1) if shared % n == 0)
 
