@@ -49,13 +49,14 @@ def _call(name: str, options: str = "") -> SparseAttentionCall:
     dtype, heads, kv_heads, dim, entries, size = GEOMETRIES[name]
     chosen = _selection(kv_heads, entries, size)
     more: dict[str, Any] = {}
-    shapes = [(1, n, TOKENS, dim) for n in (heads, kv_heads, kv_heads)]
+    by_head = (heads, kv_heads, kv_heads)
+    shapes = [[1, n, TOKENS, dim] for n in by_head]
     if options == "gated":
         more["gate"] = meta(*chosen.ids.shape, dtype=torch.float32)
         more["sinks"] = meta(heads, dtype=torch.float32)
         more["softcap"] = 30.0
     if options == "packed":
-        shapes = [(TOKENS, n, dim) for n in (heads, kv_heads, kv_heads)]
+        shapes = [[TOKENS, n, dim] for n in by_head]
         more |= {"cu_seqlens_q": _int32(4), "cu_seqlens_k": _int32(4)}
     q, k, v = (meta(*shape, dtype=dtype) for shape in shapes)
     spec = SparseAttnSpec(
@@ -71,7 +72,8 @@ def _paged() -> SparseAttentionCall:
     spec = SparseAttnSpec(
         0.1, chosen, max_q=1, max_k=1024, page_table=_int32(2, 64), cache_seqlens=_int32(2)
     )
-    return SparseAttentionCall(meta(2, 32, 1, 128), *(meta(99, 16, 4, 128) for _ in range(2)), spec)
+    k, v = (meta(99, 16, 4, 128) for _ in range(2))
+    return SparseAttentionCall(meta(2, 32, 1, 128), k, v, spec)
 
 
 def _backward(call: SparseAttentionCall) -> SparseBackwardCall:
