@@ -23,6 +23,7 @@ from .masks import patterns as masks
 from .masks.block_mask import BlockMask
 from .masks.key_selection import KeySelection
 from .matmul.api import matmul, sddmm
+from .select_keys.api import select_keys
 from .sparse.matrix import BSRMatrix
 from .sparse_attention.api import sparse_attention
 from .sparsek.api import sparsek, sparsek_causal
@@ -58,6 +59,7 @@ __all__ = [
     "prune",
     "scaled_dot_product_attention",
     "sddmm",
+    "select_keys",
     "sparse_attention",
     "sparsek",
     "sparsek_causal",

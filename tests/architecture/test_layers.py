@@ -10,7 +10,8 @@ from .source import PACKAGE, ROOT, file_of, files, imports, layer_of, write_tree
 # What each package may import besides itself, from the ground up. A missing name is a
 # package nobody decided on.
 BELOW = {"core", "device", "launch", "dispatch", "calls", "masks", "sparse", "reference"}
-OPERATIONS = {"attention", "decode", "kv_cache", "matmul", "sparse_attention", "sparsek"}
+OPERATIONS = {"attention", "decode", "kv_cache", "matmul"}
+OPERATIONS |= {"select_keys", "sparse_attention", "sparsek"}
 API = BELOW | OPERATIONS | {"nn", "prune"}
 MAY_IMPORT = {
     "core": set(),
@@ -26,6 +27,7 @@ MAY_IMPORT = {
     "kv_cache": BELOW - {"sparse"},
     "decode": BELOW | {"attention", "kv_cache"},
     "matmul": BELOW - {"masks"},
+    "select_keys": BELOW | {"attention"},
     "sparse_attention": BELOW | {"attention", "decode"},
     "sparsek": BELOW | {"attention"},
     "prune": {"core", "sparse", "nn"},

@@ -52,6 +52,7 @@ def _entries(ptr, start, length, TILE_N: tl.constexpr):
 
 @triton.jit
 def _sums_of(z, tau):
+    """The `Sums` of some entries."""
     over = z - tau
     full = tl.sum((over >= 1.0).to(tl.float32), 0)
     between = (over > 0.0) & (over < 1.0)
@@ -87,6 +88,7 @@ class Facts(NamedTuple):
 
 @triton.jit
 def _facts_of(z):
+    """The `Facts` of some entries."""
     there = z > -float("inf")
     count = tl.sum(there.to(tl.float32), 0)
     smallest = tl.min(tl.where(there, z, float("inf")), 0)
@@ -96,6 +98,7 @@ def _facts_of(z):
 
 @triton.jit
 def _facts(row, TILE_N: tl.constexpr):
+    """The `Facts` of a row."""
     if row.tile is not None:
         count, largest, smallest, bad = _facts_of(row.tile)
     else:

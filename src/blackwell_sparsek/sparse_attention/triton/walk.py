@@ -246,5 +246,5 @@ def head_counts(call: SparseAttentionCall) -> HeadCounts:
 
 
 def local_sides(call: SparseAttentionCall) -> tuple[int, int]:
-    """The sides of the window; -1 without one, which shows no key."""
+    """The sides of the band of near keys; -1 without one, which shows no key."""
     return (-1, -1) if call.spec.local is None else call.spec.local.scalars()
