@@ -55,7 +55,10 @@ def sparse_attn_config(problem: SparseAttnProblem, precision: str) -> SparseAttn
         tile_n = 16
     if problem.backward and wide:
         tile_m = min(tile_m, max(16, 1 << (pack - 1).bit_length()))
-    return SparseAttnConfig(pack, tile_m, tile_n, precision, 4, 1 if wide else 2)
+    # with 4 warps, dk and dv of 64 keys and D 128 spill 884 bytes on sm_90
+    large = problem.backward and max(problem.head_dim, problem.head_dim_v) > 64
+    warps = 8 if large and tile_m * tile_n >= 2048 else 4
+    return SparseAttnConfig(pack, tile_m, tile_n, precision, warps, 1 if wide else 2)
 
 
 def why_not(problem: SparseAttnProblem) -> str | None:
