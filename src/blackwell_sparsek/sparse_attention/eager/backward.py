@@ -27,10 +27,9 @@ def backward(call: SparseBackwardCall) -> None:
     if spec.gate is not None:
         dgate = torch.zeros(spec.gate.shape, dtype=dtype, device=spec.gate.device)
     blocks = by_block.is_faster(given)
-    add = by_block.add_gradients if blocks else by_query.add_gradients
+    buffers = by_block.Buffers()
     for part in parts_of(given):
-        add(
-            part,
+        own = (
             part.own(dout),
             part.own_lse(lse),
             part.own_lse(delta),
@@ -39,6 +38,10 @@ def backward(call: SparseBackwardCall) -> None:
             part.keys(dv),
             None if dgate is None else part.lists(dgate),
         )
+        if blocks:
+            by_block.add_gradients(part, *own, buffers)
+        else:
+            by_query.add_gradients(part, *own)
     if blocks and spec.local is not None:
         # the window's share of the same softmax: its lse, and with it delta, are those of all keys
         near = AttnGradients(

@@ -30,6 +30,24 @@ def is_faster(call: SparseAttentionCall) -> bool:
     return many and spec.page_table is None and spec.selection.granularity >= 16
 
 
+class Buffers:
+    """Memory for the large tensors of a chunk, by name, which the next chunk uses again.
+
+    The first touch of new memory takes longer than a product that is written there.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, like: torch.Tensor, *shape: int) -> torch.Tensor:
+        """A tensor of this shape, with the dtype and device of `like`; holds anything."""
+        size = torch.Size(shape).numel()
+        flat = self._kept.get(name)
+        if flat is None or flat.numel() < size:
+            flat = self._kept[name] = like.new_empty(size)
+        return flat[:size].view(shape)
+
+
 class Entries(NamedTuple):
     """The entries of a chunk of C queries, E of them in tiles of R, with those that fill tiles up.
 
@@ -120,15 +138,29 @@ def _in_tiles(entries: Entries, rows: torch.Tensor) -> torch.Tensor:
     return rows.view(len(entries.blocks), -1, rows.shape[-1])
 
 
+def _rows_of(entries: Entries, x: torch.Tensor, buffers: Buffers, name: str) -> torch.Tensor:
+    """Rows [E, ...] of the queries of all entries, from `x` [C + 1, ...]."""
+    rows = buffers.get(name, x, len(entries.queries), *x.shape[1:])
+    return torch.index_select(x, 0, entries.queries, out=rows)
+
+
 def _products(
-    entries: Entries, rows: torch.Tensor, blocks: torch.Tensor, transposed: bool
+    entries: Entries,
+    rows: torch.Tensor,
+    blocks: torch.Tensor,
+    transposed: bool,
+    buffers: Buffers,
+    name: str,
 ) -> torch.Tensor:
     """Rows [E, P, D] times the block of their entry: [E, P, columns]."""
-    if not len(rows):
-        return rows.new_empty((*rows.shape[:2], blocks.shape[1 if transposed else 2]))
-    factors = blocks.index_select(0, entries.blocks)
-    made = torch.bmm(_in_tiles(entries, rows), factors.mT if transposed else factors)
-    return made.view(*rows.shape[:2], -1)
+    columns = blocks.shape[1 if transposed else 2]
+    made = buffers.get(name, rows, *rows.shape[:2], columns)
+    if len(rows):
+        factors = buffers.get("factors", blocks, len(entries.blocks), *blocks.shape[1:])
+        torch.index_select(blocks, 0, entries.blocks, out=factors)
+        tiles = _in_tiles(entries, rows)
+        torch.bmm(tiles, factors.mT if transposed else factors, out=_in_tiles(entries, made))
+    return made
 
 
 def _add_products(
@@ -140,10 +172,12 @@ def _add_products(
         into.index_add_(0, entries.blocks, made)
 
 
-def _scores(part: Part, entries: Entries, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _scores(
+    part: Part, entries: Entries, q: torch.Tensor, k: torch.Tensor, buffers: Buffers
+) -> torch.Tensor:
     """Scores [E, P, granularity], with softcap, before masks."""
     spec = part.call.spec
-    scores = _products(entries, q, k, transposed=True)
+    scores = _products(entries, q, k, True, buffers, "scores")
     if spec.softcap:
         scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
     return scores
@@ -176,6 +210,7 @@ def attend(
     out: torch.Tensor,
     lse: torch.Tensor,
     beside: tuple[torch.Tensor, torch.Tensor] | None,
+    buffers: Buffers,
 ) -> None:
     """Fill `out` [T, P, Dv] and `lse` [T, P]; `beside` holds those of the window alone."""
     call, spec = part.call, part.call.spec
@@ -186,7 +221,8 @@ def attend(
         rows = own.stop - start
         entries = _entries(part, own)
         q = _with_none(part.own(call.q)[own].to(part.dtype) * spec.scale)
-        scores = _scores(part, entries, q.index_select(0, entries.queries), k)
+        rows_q = _rows_of(entries, q, buffers, "queries")
+        scores = _scores(part, entries, rows_q, k, buffers)
         _mask(entries, scores, -torch.inf)
         if entries.weights is not None:
             scores[entries.weights == 0] = -torch.inf
@@ -197,7 +233,7 @@ def attend(
             peak = torch.maximum(peak, spec.sinks[part.heads].to(part.dtype))
         shift = torch.where(peak == -torch.inf, 0.0, peak)
         p = scores.sub_(_with_none(shift)[entries.queries][..., None]).exp_()
-        sums, parts = p.sum(-1), _products(entries, p, v, transposed=False)
+        sums, parts = p.sum(-1), _products(entries, p, v, False, buffers, "parts")
         if entries.weights is not None:
             sums.mul_(entries.weights[:, None])
             parts.mul_(entries.weights[:, None, None])
@@ -222,6 +258,7 @@ def add_gradients(
     dk: torch.Tensor,
     dv: torch.Tensor,
     dgate: torch.Tensor | None,
+    buffers: Buffers,
 ) -> None:
     """Fill `dq` [T, P, D]; add to `dk` [Sk, D], `dv` [Sk, Dv] and `dgate` [T, K]; no window.
 
@@ -236,14 +273,14 @@ def add_gradients(
         rows = own.stop - start
         entries = _entries(part, own)
         q = _with_none(part.own(call.q)[own].to(part.dtype) * spec.scale)
-        q = q.index_select(0, entries.queries)
-        given = _with_none(dout[own]).index_select(0, entries.queries)
-        scores = _scores(part, entries, q, k)
+        q = _rows_of(entries, q, buffers, "queries")
+        given = _rows_of(entries, _with_none(dout[own]), buffers, "given")
+        scores = _scores(part, entries, q, k, buffers)
         slope = 1 - (scores / spec.softcap).square() if spec.softcap else None
         shift = torch.where(lse[own] == -torch.inf, torch.inf, lse[own])
         p = scores.sub_(_with_none(shift)[entries.queries][..., None]).exp_()
         _mask(entries, p, 0.0)
-        change = _products(entries, given, v, transposed=True)
+        change = _products(entries, given, v, True, buffers, "change")
         change.sub_(_with_none(delta[own])[entries.queries][..., None])
         # what is hidden may hold anything, also NaN
         _mask(entries, change, 0.0)
@@ -257,7 +294,7 @@ def add_gradients(
             ds.mul_(slope)
         _add_products(entries, dv_blocks, p, given)
         _add_products(entries, dk_blocks, ds, q)
-        moved = _products(entries, ds, k, transposed=False).mul_(spec.scale)
+        moved = _products(entries, ds, k, False, buffers, "moved").mul_(spec.scale)
         dq[own] = _summed(entries, moved, rows)
     dk += dk_blocks.flatten(0, 1)[: part.kv_len]
     dv += dv_blocks.flatten(0, 1)[: part.kv_len]

@@ -23,10 +23,11 @@ def forward(call: SparseAttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         for part in parts_of(call):
             by_query.attend(part, part.own(out), part.own_lse(lse))
         return out, lse
+    buffers = by_block.Buffers()
     near = None if call.spec.local is None else attend_dense(local_call(call))
     for part in parts_of(call):
         beside = None if near is None else (part.own(near[0]), part.own_lse(near[1]))
-        by_block.attend(part, part.own(out), part.own_lse(lse), beside)
+        by_block.attend(part, part.own(out), part.own_lse(lse), beside, buffers)
     return out, lse
 
 

@@ -48,17 +48,15 @@ def sparse_attn_config(problem: SparseAttnProblem, precision: str) -> SparseAttn
     queries = 1 if gathered else max(1, min(MOST_ROWS // pack, problem.max_q))
     tile_m = max(16, 1 << (queries * pack - 1).bit_length())
     wide = max(problem.head_dim, problem.head_dim_v) > 128
-    # four bytes an element and 256 of them fill the shared memory of sm_89 with two tiles of 32
-    most = 32 if wide else MOST_KEYS
-    tile_n = 32 if gathered else min(problem.granularity, most)
+    # Two tiles of 32 keys with D 256 in fp32 fill the shared memory of sm_89. dk and dv of 64 keys
+    # with D 128 spill 884 bytes on sm_90.
+    few = wide or (problem.backward and max(problem.head_dim, problem.head_dim_v) > 64)
+    tile_n = 32 if gathered else min(problem.granularity, 32 if few else MOST_KEYS)
     if problem.backward and gathered:
         tile_n = 16
     if problem.backward and wide:
         tile_m = min(tile_m, max(16, 1 << (pack - 1).bit_length()))
-    # with 4 warps, dk and dv of 64 keys and D 128 spill 884 bytes on sm_90
-    large = problem.backward and max(problem.head_dim, problem.head_dim_v) > 64
-    warps = 8 if large and tile_m * tile_n >= 2048 else 4
-    return SparseAttnConfig(pack, tile_m, tile_n, precision, warps, 1 if wide else 2)
+    return SparseAttnConfig(pack, tile_m, tile_n, precision, 4, 1 if wide else 2)
 
 
 def why_not(problem: SparseAttnProblem) -> str | None:
