@@ -49,14 +49,15 @@ def sparse_attn_config(problem: SparseAttnProblem, precision: str) -> SparseAttn
     tile_m = max(16, 1 << (queries * pack - 1).bit_length())
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     # Two tiles of 32 keys with D 256 in fp32 fill the shared memory of sm_89. dk and dv of 64 keys
-    # with D 128 spill 884 bytes on sm_90.
+    # with D 128 spill 884 bytes on sm_90; 32 keys spill 156 with 4 warps.
     few = wide or (problem.backward and max(problem.head_dim, problem.head_dim_v) > 64)
     tile_n = 32 if gathered else min(problem.granularity, 32 if few else MOST_KEYS)
     if problem.backward and gathered:
         tile_n = 16
     if problem.backward and wide:
         tile_m = min(tile_m, max(16, 1 << (pack - 1).bit_length()))
-    return SparseAttnConfig(pack, tile_m, tile_n, precision, 4, 1 if wide else 2)
+    warps = 8 if problem.backward and few and not gathered else 4
+    return SparseAttnConfig(pack, tile_m, tile_n, precision, warps, 1 if wide else 2)
 
 
 def why_not(problem: SparseAttnProblem) -> str | None:
