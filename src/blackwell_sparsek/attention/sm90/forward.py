@@ -13,8 +13,11 @@ A consumer issues the scores of tile i and the product of tile i - 1 with V toge
 tile i runs while the tensor cores work on that product, and then for the other consumers. Tiles
 that need mask code come first.
 
+Wide head dims lie in shared memory as slices of columns, because tiles have powers of two: scores
+are summed over the slices of q and k, and every slice of the values has an accumulator of its own.
+
 Called as impl "sm90" of `bsk::attn_fwd`. Shapes are those of the portable forward. Limits: fp16 and
-bf16, D and Dv up to 128, a positive factor of scores, strides and addresses that TMA takes.
+bf16, D and Dv up to 256, a positive factor of scores, strides and addresses that TMA takes.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.gluon.compat import async_store
-from ...device.gluon.partials import columns_of, rows_of, store_part
+from ...device.gluon.partials import columns_of, rows_of, store_part_slices
 from ...device.gluon.pipeline import (
     barriers,
     ring,
@@ -148,6 +151,7 @@ class Queries(NamedTuple):
     """What a consumer keeps of a work tile while it goes through the KV tiles."""
 
     q: Any
+    """Slices, in shared memory or as operands from registers."""
     visit: Any
     masked_tiles: Any
     q_index: Any
@@ -260,6 +264,77 @@ def mask_scores(s, queries, kv_tile, CFG: gl.constexpr):
     return s
 
 
+# Products with slices. Each is a group of its own to `warpgroup_mma_wait`.
+
+
+@gluon.jit
+def query_slices(q_ring, tile, CFG: gl.constexpr):
+    """The slices of a consumer's tile of queries."""
+    slices: gl.constexpr = CFG.d_slices
+    q = ()
+    for i in gl.static_range(slices):
+        q = q + (q_ring.tiles.index(tile * slices + i),)  # noqa: RUF005
+    return q
+
+
+@gluon.jit
+def start_scores(q, k_tiles, stage, COLUMNS: gl.constexpr, START: gl.constexpr, CFG: gl.constexpr):
+    """Start the scores of COLUMNS keys of a stage, from START on."""
+    slices: gl.constexpr = CFG.d_slices
+    scores = gl.zeros([ROWS, COLUMNS], gl.float32, CFG.accumulator_layout(COLUMNS))
+    for i in gl.static_range(slices):
+        k = k_tiles.index(stage * slices + i)
+        if CFG.TILE_N > COLUMNS:
+            k = k.slice(START, COLUMNS, dim=0)
+        scores = warpgroup_mma(q[i], k.permute((1, 0)), scores, use_acc=i > 0, is_async=True)
+    return scores
+
+
+@gluon.jit
+def start_outputs(
+    p, v_tiles, stage, acc, COLUMNS: gl.constexpr, START: gl.constexpr, CFG: gl.constexpr
+):
+    """Start the products of weights with the values of COLUMNS keys of a stage, from START on."""
+    slices: gl.constexpr = CFG.dv_slices
+    products = ()
+    for i in gl.static_range(slices):
+        v = v_tiles.index(stage * slices + i)
+        if CFG.TILE_N > COLUMNS:
+            v = v.slice(START, COLUMNS, dim=0)
+        products = products + (warpgroup_mma(p, v, acc[i], is_async=True),)  # noqa: RUF005
+    return products
+
+
+@gluon.jit
+def await_outputs(products):
+    """The accumulators, once all products have ended."""
+    acc = warpgroup_mma_wait(0, deps=products)
+    if len(products) == 1:
+        acc = (acc,)
+    return acc
+
+
+@gluon.jit
+def scale_slices(acc, factor):
+    """Accumulators times `factor` [64, 1]."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        scaled = scaled + (acc[i] * factor,)  # noqa: RUF005
+    return scaled
+
+
+@gluon.jit
+def zero_outputs(CFG: gl.constexpr):
+    """Accumulators of the outputs, one for each slice."""
+    width: gl.constexpr = CFG.SLICE_DV
+    slices: gl.constexpr = CFG.dv_slices
+    acc = ()
+    for _ in gl.static_range(slices):
+        zeros = gl.zeros([ROWS, width], gl.float32, CFG.accumulator_layout(CFG.SLICE_DV))
+        acc = acc + (zeros,)  # noqa: RUF005
+    return acc
+
+
 # One KV tile: its scores, together with the product of the tile before.
 
 
@@ -274,23 +349,19 @@ def attend_tile(
     """
     visit, score = queries.visit, queries.score
     m_log2, row_sum = state
-    tile_n: gl.constexpr = CFG.TILE_N
-    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     last_stage, last_phase = ring_place(step, CFG.STAGES)
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
     ping_pong_wait(GROUP, CFG)
-    k = stages.k.index(stage).permute((1, 0))
-    scores = warpgroup_mma(queries.q, k, no_scores, use_acc=False, is_async=True)
+    scores = start_scores(queries.q, stages.k, stage, CFG.TILE_N, 0, CFG)
     await_stage(stages, last_stage, last_phase, FULL_V, CFG)
-    product = warpgroup_mma(p, stages.v.index(last_stage), acc, is_async=True)
+    products = start_outputs(p, stages.v, last_stage, acc, CFG.TILE_N, 0, CFG)
     ping_pong_pass(GROUP, CFG)
-    s = cap(warpgroup_mma_wait(1, deps=(scores,)), score.inverse_cap)
+    s = cap(warpgroup_mma_wait(CFG.dv_slices, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
@@ -298,10 +369,12 @@ def attend_tile(
     # ptxas would sink all of it below the wait, where it overlaps with nothing
     pin_above(m_new, stages.barriers, CFG.spare_at)
     raised = gl.convert_layout(any_raised(m_log2, m_new), o_rows)[:, None]
-    acc = warpgroup_mma_wait(0, deps=(product,))
+    products = await_outputs(products)
     free_stage(stages, last_stage, EMPTY_V, CFG)
     factor = gl.convert_layout(rescale, o_rows)[:, None]
-    acc = scale_rows(acc, factor, raised)
+    acc = ()
+    for i in gl.static_range(len(products)):
+        acc = acc + (scale_rows(products[i], factor, raised),)  # noqa: RUF005
     weights = weights_of(s, score.factor, shift)
     row_sum = add_parts(row_sum, rescale, weights)
     p = gl.convert_layout(weights.to(p.dtype), p_layout)
@@ -329,7 +402,7 @@ def attend_half(
     s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     state_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.SLICE_DV), 2)
     bounds = TileBounds(
         gl.convert_layout(bounds.first, s_rows),
         gl.convert_layout(bounds.last, s_rows),
@@ -340,22 +413,18 @@ def attend_half(
     row_sum = gl.convert_layout(state.row_sum, s_rows)
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
-    k = stages.k.index(stage).slice(START, HALF, dim=0).permute((1, 0))
-    no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
     ping_pong_wait(GROUP, CFG)
-    scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+    scores = start_scores(q, stages.k, stage, HALF, START, CFG)
     ping_pong_pass(GROUP, CFG)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
     s = mask_band(s, kv_start + START, bounds)
     m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score.factor)
-    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_DV))
-    acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
-    p = gl.convert_layout(weights.to(q.dtype), p_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
+    acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
+    p = gl.convert_layout(weights.to(stages.k.dtype), p_layout)
     await_stage(stages, stage, phase, FULL_V, CFG)
-    v = stages.v.index(stage).slice(START, HALF, dim=0)
-    product = warpgroup_mma(p, v, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(product,))
+    acc = await_outputs(start_outputs(p, stages.v, stage, acc, HALF, START, CFG))
     free_stage(stages, stage, EMPTY_V, CFG)
     m_log2 = gl.convert_layout(m_log2, state_rows)
     return m_log2, gl.convert_layout(row_sum, state_rows), acc
@@ -405,22 +474,23 @@ def combine(tail, part, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
     state and accumulators, which are of all parts if so.
     """
     first_share, last_share = part.first_share, part.last_share
-    tile_dv: gl.constexpr = CFG.TILE_DV
+    width: gl.constexpr = CFG.SLICE_DV
+    slices: gl.constexpr = CFG.dv_slices
     consumers: gl.constexpr = CFG.CONSUMERS
-    state_ptr = tail.parts + gl.num_programs(0).to(gl.int64) * (2 * consumers * ROWS * tile_dv)
-    layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    state_ptr = tail.parts + gl.num_programs(0).to(gl.int64) * (2 * consumers * ROWS * CFG.TILE_DV)
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     m_log2 = gl.convert_layout(state.m_log2, rows)
     row_sum = gl.convert_layout(state.row_sum, rows)
     slot = part_slot(part.share, first_share) * consumers + GROUP
-    store_part(tail.parts, state_ptr, slot, m_log2, row_sum, acc, ROWS)
+    store_part_slices(tail.parts, state_ptr, slot, m_log2, row_sum, acc, ROWS)
     counter_ptr = tail.counters + (1 + GROUP) + first_share * consumers
     last = is_last(counter_ptr, last_share - first_share + 1)
     if last:
-        offs_m = rows_of(acc)
-        offsets = offs_m[:, None] * tile_dv + columns_of(acc)[None, :]
+        offs_m = rows_of(acc[0])
+        offsets = offs_m[:, None] * width + columns_of(acc[0])[None, :]
         m_log2, row_sum = init_state(offs_m)
-        acc = gl.zeros([ROWS, tile_dv], gl.float32, layout)
+        acc = zero_outputs(CFG)
         # in the order of shares, whichever came last: the bits do not depend on the race
         for other in range(first_share, last_share + 1):
             slot = part_slot(other, first_share) * consumers + GROUP
@@ -428,10 +498,14 @@ def combine(tail, part, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
             # past the L1, which does not see what other SMs write
             m_part = gl.load(state_at, cache_modifier=".cg")
             sum_part = gl.load(state_at + ROWS, cache_modifier=".cg")
-            at = tail.parts + slot.to(gl.int64) * (ROWS * tile_dv) + offsets
-            part_acc = gl.load(at, cache_modifier=".cg")
+            at = tail.parts + slot.to(gl.int64) * (ROWS * CFG.TILE_DV) + offsets
             m_log2, row_sum, rescale, factor = join_state(m_log2, row_sum, m_part, sum_part)
-            acc = acc * rescale[:, None] + part_acc * factor[:, None]
+            joined = ()
+            for i in gl.static_range(slices):
+                part_acc = gl.load(at + i * (ROWS * width), cache_modifier=".cg")
+                total = acc[i] * rescale[:, None] + part_acc * factor[:, None]
+                joined = joined + (total,)  # noqa: RUF005
+            acc = joined
     state_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))
     m_log2 = gl.convert_layout(m_log2, state_rows)
     return last, m_log2, gl.convert_layout(row_sum, state_rows), acc
@@ -450,11 +524,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     lists = shared.mask.lists
     first_row: gl.constexpr = GROUP * ROWS
     tile_n: gl.constexpr = CFG.TILE_N
-    tile_dv: gl.constexpr = CFG.TILE_DV
     packed: gl.constexpr = cu_seqlens.q is not None
     split_tail: gl.constexpr = CFG.SPLIT_TAIL
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_ring.tiles.dtype
@@ -483,12 +556,15 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
         visit = Visit(lists, plan, num_masked_blocks(plan), kv_len)
         m_log2, row_sum = init_state(q_index)
-        acc = gl.zeros([ROWS, tile_dv], gl.float32, o_layout)
+        acc = zero_outputs(CFG)
         q_stage = slot % CFG.Q_STAGES
-        q = q_ring.tiles.index(q_stage * CFG.CONSUMERS + GROUP)
+        q = query_slices(q_ring, q_stage * CFG.CONSUMERS + GROUP, CFG)
         mbarrier.wait(q_ring.full.index(q_stage), (slot // CFG.Q_STAGES) & 1)
         if CFG.Q_REGISTERS:
-            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+            loaded = ()
+            for i in gl.static_range(len(q)):
+                loaded = loaded + (q[i].load(gl.DotOperandLayout(0, s_layout, 2)),)  # noqa: RUF005
+            q = loaded
         queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score)
         # KV tiles before `taken` are done with
         taken = 0
@@ -510,7 +586,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             if (masked_tiles > taken) & (any_last < kv_start + HALF):
                 # The same queries, so written that ptxas cannot know it. That of CUDA 12.8 would
                 # keep their descriptors for after the branch, without them where it is not taken.
-                same = q_ring.tiles.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
+                own = q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0)
+                same = query_slices(q_ring, own, CFG)
                 m_log2, row_sum, acc = attend_half(
                     same, stages, step, SoftmaxState(m_log2, row_sum), acc, kv_start, bounds, score,
                     0, GROUP, CFG,
@@ -530,9 +607,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         if kv_tiles > taken:
             stage, phase = ring_place(step, CFG.STAGES)
             await_stage(stages, stage, phase, FULL_K, CFG)
-            k = stages.k.index(stage).permute((1, 0))
             ping_pong_wait(GROUP, CFG)
-            scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            scores = start_scores(q, stages.k, stage, CFG.TILE_N, 0, CFG)
             ping_pong_pass(GROUP, CFG)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
             free_stage(stages, stage, EMPTY_K, CFG)
@@ -542,7 +618,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 m_log2, row_sum, s, score.factor, SLACK
             )
             if CFG.HALF_TILES:
-                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+                acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
             p = gl.convert_layout(weights.to(dtype), p_layout)
             for kv_tile in range(taken + 1, kv_tiles):
                 step, m_log2, row_sum, acc, p = attend_tile(
@@ -552,8 +628,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             # every score of this work tile is taken: the next queries may come
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1, pred=not halved)
             await_stage(stages, stage, phase, FULL_V, CFG)
-            product = warpgroup_mma(p, stages.v.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(product,))
+            acc = await_outputs(start_outputs(p, stages.v, stage, acc, CFG.TILE_N, 0, CFG))
             free_stage(stages, stage, EMPTY_V, CFG)
             step += 1
         else:
@@ -562,7 +637,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
         if CFG.HALF_TILES:  # noqa: SIM102
             if halved:
-                same = q_ring.tiles.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
+                own = q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0)
+                same = query_slices(q_ring, own, CFG)
                 m_log2, row_sum, acc = attend_half(
                     same, stages, step, SoftmaxState(m_log2, row_sum), acc, left_start, bounds,
                     score, HALF, GROUP, CFG,
@@ -579,16 +655,18 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             if consume.sinks_ptr is not None:
                 sink = gl.load(consume.sinks_ptr + q_head)
                 m_log2, row_sum, rescale = add_sink(m_log2, row_sum, sink)
-                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+                acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
             inverse, lse = finalise(m_log2, row_sum)
-            out = acc * gl.convert_layout(inverse, o_rows)[:, None]
-            # the copy of the work tile before must have read the buffer
-            tma.store_wait(0)
-            out_smem.store(out.to(dtype))
-            fence_async_shared()
+            out = scale_slices(acc, gl.convert_layout(inverse, o_rows)[:, None])
             q_row = q_start + first_row
             out_place = tile_place(cu_seqlens.q, batch, q_head, q_first, q_len)
-            async_store(consume.out_desc, tile_at(out_place, q_row), out_smem)
+            for i in gl.static_range(len(out)):
+                # the copy before, at first that of the last work tile, must have read the buffer
+                tma.store_wait(0)
+                out_smem.store(out[i].to(dtype))
+                fence_async_shared()
+                place = tile_at(out_place, q_row, i * CFG.SLICE_DV)
+                async_store(consume.out_desc, place, out_smem)
             lse_first = lse_offset(
                 batch, q_head, q_first, heads.q, consume.lse_head_stride, cu_seqlens.q
             )
@@ -646,10 +724,10 @@ def _attn_fwd_sm90_kernel(
     tile_n: gl.constexpr = CFG.TILE_N
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
-    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, ROWS)
+    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers * CFG.d_slices, ROWS)
     out_smem = tiles(out_desc, consumers, ROWS)
-    k_smem = tiles(k_desc, stages, tile_n)
-    v_smem = tiles(v_desc, stages, tile_n)
+    k_smem = tiles(k_desc, stages * CFG.d_slices, tile_n)
+    v_smem = tiles(v_desc, stages * CFG.dv_slices, tile_n)
     q_ring = ring(q_smem, CFG.Q_STAGES, consumers)
     k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
     v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)

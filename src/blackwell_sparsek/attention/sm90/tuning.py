@@ -23,9 +23,10 @@ from .config import (
     make_dkdv_config,
     make_dq_config,
     make_forward_config,
+    tile_width,
 )
 
-LARGEST_HEAD_DIM = 128
+LARGEST_HEAD_DIM = 256
 # Positions and band limits are int32 in the kernel, and so is the number of work tiles.
 LONGEST = 2**30 - 1
 MOST_WORK_TILES = 2**31 - 1
@@ -109,7 +110,7 @@ def attn_fwd_sm90_passed_over(problem: AttnProblem) -> str | None:
 @lru_cache(maxsize=1024)
 def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
     """Tiles of a problem that `attn_fwd_sm90_unsupported` accepts."""
-    tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.head_dim_v))
+    tile_d, tile_dv = tile_width(problem.head_dim), tile_width(problem.head_dim_v)
     block_q, block_kv = problem.mask_block or (None, None)
     if block_q is not None:
         # a work tile stays within one row of the mask, so rows of 64 take one consumer
@@ -122,7 +123,8 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
     long_enough = _keys(problem) >= (LONG_BANDED if problem.banded else LONG_FULL)
     three = dim == 64 and not problem.softcap and long_enough
     choices = (3, 2, 1) if three else (2, 1)
-    consumers = min(choices, key=lambda count: _time(problem, dim, count))
+    # wide heads leave a single consumer one stage of keys: only masks with rows of 64 take it
+    consumers = 2 if dim > 128 else min(choices, key=lambda count: _time(problem, dim, count))
     return make_forward_config(
         consumers,
         tile_d,

@@ -373,6 +373,20 @@ FORWARD_SM90 = (
     ForwardSm90(2, 128, 128, sinks=True, softcap=True, packed=True),
     ForwardSm90(2, 128, 128, (128, 128), packed=True, max_spill_bytes=640),
     ForwardSm90(1, 64, 64, (64, 16), packed=True, max_spill_bytes=256),
+    ForwardSm90(2, 256, 256),
+    ForwardSm90(2, 256, 256, banded=True),
+    ForwardSm90(2, 256, 256, long=True),
+    ForwardSm90(2, 256, 256, sinks=True, softcap=True, banded=True),
+    ForwardSm90(2, 256, 256, (128, 128)),
+    ForwardSm90(2, 256, 256, packed=True),
+    ForwardSm90(1, 256, 256, (64, 64)),
+    ForwardSm90(2, 192, 128),
+    ForwardSm90(2, 192, 128, banded=True),
+    ForwardSm90(2, 192, 128, long=True),
+    ForwardSm90(2, 192, 128, packed=True),
+    ForwardSm90(2, 192, 192),
+    ForwardSm90(2, 192, 192, banded=True, dtype=HALF),
+    ForwardSm90(1, 192, 128, (64, 64)),
 )
 
 
