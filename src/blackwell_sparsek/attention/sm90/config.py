@@ -301,7 +301,10 @@ class AttnBwdSm90Config:
     thread; the roles then redistribute them.
 
     DK_REGISTERS reads ds for dk from registers. SPLIT_RING gives queries and output gradients
-    separate barriers, because the latter are free first.
+    separate barriers, because the latter are free first; DOUT_STAGES of these are in flight.
+
+    SHARED_KEYS, for wide heads: both warp groups work on the same 64 keys, one on dk, the other on
+    dv (`backward_wide`). Tiles then lie in shared memory as slices of columns.
     """
 
     CONSUMERS: int
@@ -309,6 +312,7 @@ class AttnBwdSm90Config:
     TILE_D: int
     TILE_DV: int
     STAGES: int
+    DOUT_STAGES: int
     DS_STAGES: int
     ORDERED: bool
     BLOCK_Q: int
@@ -318,19 +322,47 @@ class AttnBwdSm90Config:
     MAX_REGISTERS: int
     DK_REGISTERS: bool
     SPLIT_RING: bool
+    SHARED_KEYS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2), f"{self.CONSUMERS=}"
-        tile_m = 64 if self.TILE_D == 128 else 128
+        tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
         assert self.CONSUMERS == 1 or tile_m == self.TILE_M, f"{self=}"
-        assert self.TILE_D in (64, 128), f"{self=}"
-        assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
+        wide = max(self.TILE_D, self.TILE_DV) > 128
+        assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
+        assert wide == self.SHARED_KEYS and (self.SPLIT_RING or not wide), f"{self=}"
+        assert self.SPLIT_RING or self.DOUT_STAGES == self.STAGES, f"{self=}"
         assert self.BLOCK_Q % self.TILE_M == 0 or self.TILE_M == 2 * self.BLOCK_Q, f"{self=}"
 
     @property
     def tile_n(self) -> int:
         """Keys of a work tile."""
-        return GROUP_ROWS * self.CONSUMERS
+        return GROUP_ROWS if self.SHARED_KEYS else GROUP_ROWS * self.CONSUMERS
+
+    @property
+    def scored_queries(self) -> int:
+        """Queries of a tile that a warp group scores."""
+        return self.TILE_M // 2 if self.SHARED_KEYS else self.TILE_M
+
+    @property
+    def slice_d(self) -> int:
+        """Columns of a slice of queries and keys; they are whole unless keys are shared."""
+        return slice_width(self.TILE_D) if self.SHARED_KEYS else self.TILE_D
+
+    @property
+    def slice_dv(self) -> int:
+        """The same of values and output gradients."""
+        return slice_width(self.TILE_DV) if self.SHARED_KEYS else self.TILE_DV
+
+    @property
+    def d_slices(self) -> int:
+        """Slices of queries and keys."""
+        return self.TILE_D // self.slice_d
+
+    @property
+    def dv_slices(self) -> int:
+        """Slices of values and output gradients."""
+        return self.TILE_DV // self.slice_dv
 
     @property
     def visits_per_head(self) -> int:
@@ -364,19 +396,19 @@ class AttnBwdSm90Config:
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of queries."""
-        return (1, 1, self.part_rows, self.TILE_D)
+        return (1, 1, self.part_rows, self.slice_d)
 
     def dout_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of output gradients."""
-        return (1, 1, self.part_rows, self.TILE_DV)
+        return (1, 1, self.part_rows, self.slice_dv)
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys, or of their gradients."""
-        return (1, 1, GROUP_ROWS, self.TILE_D)
+        return (1, 1, GROUP_ROWS, self.slice_d)
 
     def v_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of values, or of their gradients."""
-        return (1, 1, GROUP_ROWS, self.TILE_DV)
+        return (1, 1, GROUP_ROWS, self.slice_dv)
 
     def row_block(self) -> tuple[int, int]:
         """Shape of a copy of lse or delta, one number for each query."""
@@ -395,6 +427,8 @@ def make_backward_config(
     tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None, ordered: bool = False
 ) -> AttnBwdSm90Config:
     """The configuration for these head dims; `block_size` is the mask's, None when dense."""
+    if max(tile_d, tile_dv) > 128:
+        return _make_wide_backward_config(tile_d, tile_dv, block_size, ordered)
     tile_m = 64 if tile_d == 128 else 128
     # an ordered addition takes as long as a step of 64 queries, so two steps share one
     block_q, block_kv = block_size or (QUERY_PADDING if ordered else tile_m, 0)
@@ -406,6 +440,7 @@ def make_backward_config(
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=2,
+        DOUT_STAGES=2,
         # warp groups own different keys, so one may be up to a step ahead of the other
         DS_STAGES=3,
         ORDERED=ordered,
@@ -419,6 +454,37 @@ def make_backward_config(
         DK_REGISTERS=block_size is None,
         # D = 64: 583 against 572 TFLOP/s; D = 128: 595 against 625
         SPLIT_RING=block_size is None and tile_d == 64,
+    )
+
+
+def _make_wide_backward_config(
+    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None, ordered: bool
+) -> AttnBwdSm90Config:
+    """The configuration for heads whose gradients do not fit in one warp group's registers."""
+    block_q, block_kv = block_size or (QUERY_PADDING, 0)
+    tile_m = 2 * GROUP_ROWS
+    # beside keys, values, and p and ds of both warp groups
+    room = SMEM_BYTES // 2 - GROUP_ROWS * (tile_d + tile_dv) - 2 * GROUP_ROWS * tile_m
+    # queries are needed for longer than output gradients, so they get the second stage
+    stages = 2 if room >= tile_m * (2 * tile_d + tile_dv) else 1
+    dout_stages = 2 if room >= tile_m * (stages * tile_d + 2 * tile_dv) else 1
+    return AttnBwdSm90Config(
+        CONSUMERS=2,
+        TILE_M=tile_m,
+        TILE_D=tile_d,
+        TILE_DV=tile_dv,
+        STAGES=stages,
+        DOUT_STAGES=dout_stages,
+        DS_STAGES=1,
+        ORDERED=ordered,
+        BLOCK_Q=block_q,
+        BLOCK_KV=block_kv,
+        CONSUMER_REGISTERS=232,
+        PRODUCER_REGISTERS=40,
+        MAX_REGISTERS=168,
+        DK_REGISTERS=False,
+        SPLIT_RING=True,
+        SHARED_KEYS=True,
     )
 
 
@@ -504,6 +570,7 @@ def make_dkdv_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> 
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=2,
+        DOUT_STAGES=2,
         DS_STAGES=0,
         ORDERED=False,
         BLOCK_Q=block_size[0],

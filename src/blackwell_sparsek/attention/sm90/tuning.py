@@ -247,17 +247,20 @@ def attn_bwd_sm90_is_split(problem: AttnProblem) -> bool:
     Two kernels compute seven products instead of five, but need no dq sums in memory, of which a
     tile of 64 keys needs as many as one of 128. Time of one kernel over that of two, D128: 22 % of
     16k tokens 1.10, 5 % of 64k tokens 1.17; D64: 1.06, 1.08, with the two timed separately. With
-    ordered accumulation, one kernel takes 1.44 and 1.30 times as long as without.
+    ordered accumulation, one kernel takes 1.44 and 1.30 times as long as without. Heads above 128
+    have one kernel, whose tiles have 64 keys whatever the mask.
     """
-    return problem.mask_block is not None and problem.mask_block[1] == 64
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    return problem.mask_block is not None and problem.mask_block[1] == 64 and not wide
 
 
 @lru_cache(maxsize=1024)
 def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
     """Tiles of a problem that `attn_bwd_sm90_unsupported` accepts."""
     # with wide values, there are no registers for the tall tiles of narrow keys
-    tile_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
-    tile_dv = 64 if problem.head_dim_v <= 64 else 128
+    widest = max(problem.head_dim, problem.head_dim_v)
+    tile_d = 128 if 64 < widest <= 128 else tile_width(problem.head_dim)
+    tile_dv = tile_width(problem.head_dim_v)
     return make_backward_config(tile_d, tile_dv, problem.mask_block, problem.deterministic)
 
 

@@ -16,6 +16,7 @@ from ...attention.sm90.backward_split import (
     _attn_bwd_dkdv_sm90_kernel,
     _attn_bwd_dq_sm90_kernel,
 )
+from ...attention.sm90.backward_wide import _attn_bwd_wide_sm90_kernel
 from ...attention.sm90.config import make_forward_config
 from ...attention.sm90.dq_order import Columns, column_groups
 from ...attention.sm90.dq_order_kernel import plan_visits
@@ -440,6 +441,11 @@ class BackwardSm90(NamedTuple):
     """Accepted for the dq kernel of the split backward."""
 
     @property
+    def wide(self) -> bool:
+        """Whether the kernel for wide heads takes it."""
+        return max(self.head_dim, self.head_dim_v) > 128
+
+    @property
     def name(self) -> str:
         """End of the names of its cases."""
         parts = [dtype_name(self.dtype), f"d{self.head_dim}-{self.head_dim_v}"]
@@ -469,6 +475,13 @@ BACKWARD_SM90 = (
     BackwardSm90(128, 128, ordered=True, max_spill_bytes=192),
     BackwardSm90(64, 64, ordered=True, max_spill_bytes=192),
     BackwardSm90(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
+    BackwardSm90(256, 256),
+    BackwardSm90(256, 256, softcap=True),
+    BackwardSm90(256, 256, (128, 128)),
+    BackwardSm90(256, 256, ordered=True),
+    BackwardSm90(192, 128),
+    BackwardSm90(192, 128, (64, 64), ordered=True),
+    BackwardSm90(192, 192, dtype=HALF),
 )
 # The code for masked tiles spills, and so do warps that must find work with 24 registers.
 SPLIT_SM90 = (
@@ -514,7 +527,7 @@ def backward_sm90_cases() -> Iterator[CompileCase]:
     for asked in BACKWARD_SM90:
         yield launched_case(
             f"attn_bwd_sm90/{asked.name}", _launch_backward_sm90, asked,
-            kernel=_attn_bwd_sm90_kernel, archs=(90,), expect=WGMMA,
+            kernel=_attn_bwd_wide_sm90_kernel if asked.wide else _attn_bwd_sm90_kernel, archs=(90,), expect=WGMMA,
             max_spill_bytes=asked.max_spill_bytes,
         )  # fmt: skip
     kernels = {"rows": _attn_bwd_preprocess_kernel, "round": _attn_bwd_postprocess_kernel}
