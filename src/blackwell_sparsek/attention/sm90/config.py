@@ -246,8 +246,8 @@ def make_forward_config(
         CLAIM_AHEAD=claim_ahead,
         SKIP_ABSENT=consumers == 3 and (banded or packed or long),
         SCHEDULER_WARP=masked,
-        # two consumers with mask code have too few registers
-        Q_REGISTERS=masked and consumers == 1 and min(tile_d, tile_dv) > 64,
+        # two consumers with mask code have too few registers, and so have wide outputs
+        Q_REGISTERS=masked and consumers == 1 and tile_d == tile_dv == 128,
     )
 
 
