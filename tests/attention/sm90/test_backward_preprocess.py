@@ -23,7 +23,9 @@ def as_threads_hold_them(sums):
 
 
 @pytest.mark.parametrize("length", [1, 64, 130])
-@pytest.mark.parametrize("v_dim, tile_d, ordered", [(16, 64, False), (24, 128, True), (136, 192, False)])
+@pytest.mark.parametrize(
+    "v_dim, tile_d, ordered", [(16, 64, False), (24, 128, True), (136, 192, False)]
+)
 def test_preprocess(length, v_dim, tile_d, ordered, device):
     shape, padded = (2, 3, length, v_dim), -(-length // 128) * 128
     out, dout = (normal(*shape, seed=i, dtype=torch.float16, device=device) for i in range(2))

@@ -164,9 +164,9 @@ def test_absent_blocks_are_not_read(block_kv, dims):
     keep[..., 1] = False
     keep[..., 0] = True
     mask = BlockMask.from_dense(keep, (128, block_kv))
-    q, k, v, spec = AttnCase(
-        10, BRAIN, heads=(2, 2), lengths=((512, 512),), head_dims=dims
-    ).build("cuda")
+    q, k, v, spec = AttnCase(10, BRAIN, heads=(2, 2), lengths=((512, 512),), head_dims=dims).build(
+        "cuda"
+    )
     spec = spec._replace(block_mask=mask)
     expected = run(q, k, v, spec)
     check_attention(*expected, q, k, v, spec)

@@ -274,15 +274,15 @@ def test_tiles_and_registers_fit_an_sm(consumers, block_kv, tile_d, tile_dv, pac
 )
 def test_tiles_of_wide_heads(dims, keys, stages, slices):
     config = make_forward_config(2, *dims)
-    assert (config.TILE_N, config.STAGES) == (keys, stages)
-    assert (config.SLICE_D, config.SLICE_DV) == slices
+    assert (keys, stages) == (config.TILE_N, config.STAGES)
+    assert slices == (config.SLICE_D, config.SLICE_DV)
     assert (config.d_slices * slices[0], config.dv_slices * slices[1]) == dims
 
 
 @pytest.mark.parametrize("dim, tile", [(8, 64), (64, 64), (72, 128), (136, 192), (200, 256)])
 def test_tiles_cover_the_head_dims(dim, tile):
     config = attn_fwd_sm90_config(problem(head_dim=dim, head_dim_v=dim))
-    assert (config.TILE_D, config.TILE_DV) == (tile, tile)
+    assert (tile, tile) == (config.TILE_D, config.TILE_DV)
 
 
 def test_queries_are_fetched_ahead_where_there_is_room():

@@ -228,7 +228,9 @@ def _fetch_step(descs, order, shared, step, visit, q_tile, batch, q_head, CFG: g
     d_slices: gl.constexpr = CFG.d_slices
     dv_slices: gl.constexpr = CFG.dv_slices
     q_bytes: gl.constexpr = d_slices * descs.q.block_type.nbytes + descs.lse.block_type.nbytes
-    dout_bytes: gl.constexpr = dv_slices * descs.dout.block_type.nbytes + descs.delta.block_type.nbytes
+    dout_bytes: gl.constexpr = (
+        dv_slices * descs.dout.block_type.nbytes + descs.delta.block_type.nbytes
+    )
     full = ring.full.index(stage)
     mbarrier.expect(full, parts * (q_bytes if CFG.SPLIT_RING else q_bytes + dout_bytes))
     for part in gl.static_range(parts):

@@ -278,30 +278,33 @@ def query_slices(q_ring, tile, CFG: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(q, k_tiles, stage, COLUMNS: gl.constexpr, START: gl.constexpr, CFG: gl.constexpr):
-    """Start the scores of COLUMNS keys of a stage, from START on."""
-    slices: gl.constexpr = CFG.d_slices
-    scores = gl.zeros([ROWS, COLUMNS], gl.float32, CFG.accumulator_layout(COLUMNS))
-    for i in gl.static_range(slices):
-        k = k_tiles.index(stage * slices + i)
-        if CFG.TILE_N > COLUMNS:
-            k = k.slice(START, COLUMNS, dim=0)
-        scores = warpgroup_mma(q[i], k.permute((1, 0)), scores, use_acc=i > 0, is_async=True)
+def kv_slices(tiles, stage, SLICES: gl.constexpr, KEYS: gl.constexpr, START: gl.constexpr):
+    """The slices of a stage of keys or values; of KEYS of these, from START on."""
+    rows: gl.constexpr = tiles.shape[1]
+    slices = ()
+    for i in gl.static_range(SLICES):
+        tile = tiles.index(stage * SLICES + i)
+        if rows > KEYS:
+            tile = tile.slice(START, KEYS, dim=0)
+        slices = slices + (tile,)  # noqa: RUF005
+    return slices
+
+
+@gluon.jit
+def start_scores(q, k, nothing):
+    """Start the scores of the keys `k`; `nothing` is what they are added to, and not read."""
+    scores = nothing
+    for i in gl.static_range(len(q)):
+        scores = warpgroup_mma(q[i], k[i].permute((1, 0)), scores, use_acc=i > 0, is_async=True)
     return scores
 
 
 @gluon.jit
-def start_outputs(
-    p, v_tiles, stage, acc, COLUMNS: gl.constexpr, START: gl.constexpr, CFG: gl.constexpr
-):
-    """Start the products of weights with the values of COLUMNS keys of a stage, from START on."""
-    slices: gl.constexpr = CFG.dv_slices
+def start_outputs(p, v, acc):
+    """Start adding the products of weights with the values `v` to `acc`."""
     products = ()
-    for i in gl.static_range(slices):
-        v = v_tiles.index(stage * slices + i)
-        if CFG.TILE_N > COLUMNS:
-            v = v.slice(START, COLUMNS, dim=0)
-        products = products + (warpgroup_mma(p, v, acc[i], is_async=True),)  # noqa: RUF005
+    for i in gl.static_range(len(v)):
+        products = products + (warpgroup_mma(p, v[i], acc[i], is_async=True),)  # noqa: RUF005
     return products
 
 
@@ -349,17 +352,22 @@ def attend_tile(
     """
     visit, score = queries.visit, queries.score
     m_log2, row_sum = state
+    tile_n: gl.constexpr = CFG.TILE_N
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
     o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     last_stage, last_phase = ring_place(step, CFG.STAGES)
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
     ping_pong_wait(GROUP, CFG)
-    scores = start_scores(queries.q, stages.k, stage, CFG.TILE_N, 0, CFG)
+    k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
+    scores = start_scores(queries.q, k, no_scores)
     await_stage(stages, last_stage, last_phase, FULL_V, CFG)
-    products = start_outputs(p, stages.v, last_stage, acc, CFG.TILE_N, 0, CFG)
+    v = kv_slices(stages.v, last_stage, CFG.dv_slices, CFG.TILE_N, 0)
+    products = start_outputs(p, v, acc)
     ping_pong_pass(GROUP, CFG)
     s = cap(warpgroup_mma_wait(CFG.dv_slices, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
@@ -413,8 +421,10 @@ def attend_half(
     row_sum = gl.convert_layout(state.row_sum, s_rows)
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
+    k = kv_slices(stages.k, stage, CFG.d_slices, HALF, START)
+    no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
     ping_pong_wait(GROUP, CFG)
-    scores = start_scores(q, stages.k, stage, HALF, START, CFG)
+    scores = start_scores(q, k, no_scores)
     ping_pong_pass(GROUP, CFG)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
@@ -424,7 +434,8 @@ def attend_half(
     acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
     p = gl.convert_layout(weights.to(stages.k.dtype), p_layout)
     await_stage(stages, stage, phase, FULL_V, CFG)
-    acc = await_outputs(start_outputs(p, stages.v, stage, acc, HALF, START, CFG))
+    v = kv_slices(stages.v, stage, CFG.dv_slices, HALF, START)
+    acc = await_outputs(start_outputs(p, v, acc))
     free_stage(stages, stage, EMPTY_V, CFG)
     m_log2 = gl.convert_layout(m_log2, state_rows)
     return m_log2, gl.convert_layout(row_sum, state_rows), acc
@@ -607,8 +618,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         if kv_tiles > taken:
             stage, phase = ring_place(step, CFG.STAGES)
             await_stage(stages, stage, phase, FULL_K, CFG)
+            k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
             ping_pong_wait(GROUP, CFG)
-            scores = start_scores(q, stages.k, stage, CFG.TILE_N, 0, CFG)
+            scores = start_scores(q, k, no_scores)
             ping_pong_pass(GROUP, CFG)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
             free_stage(stages, stage, EMPTY_K, CFG)
@@ -628,7 +640,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             # every score of this work tile is taken: the next queries may come
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1, pred=not halved)
             await_stage(stages, stage, phase, FULL_V, CFG)
-            acc = await_outputs(start_outputs(p, stages.v, stage, acc, CFG.TILE_N, 0, CFG))
+            v = kv_slices(stages.v, stage, CFG.dv_slices, CFG.TILE_N, 0)
+            acc = await_outputs(start_outputs(p, v, acc))
             free_stage(stages, stage, EMPTY_V, CFG)
             step += 1
         else:

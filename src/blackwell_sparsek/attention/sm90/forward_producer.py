@@ -351,10 +351,13 @@ def copy_tile(desc, ring, step, starts, place, SLICES: gl.constexpr, CFG: gl.con
     width: gl.constexpr = ring.tiles.shape[2]
     stage = step % CFG.STAGES
     bar = ring.full.index(stage)
+    tiles = ()
+    for i in gl.static_range(SLICES):
+        tiles = tiles + (ring.tiles.index(stage * SLICES + i),)  # noqa: RUF005
     mbarrier.wait(ring.empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
     mbarrier.expect(bar, SLICES * parts * desc.block_type.nbytes)
     for i in gl.static_range(SLICES):
-        tile = ring.tiles.index(stage * SLICES + i)
+        tile = tiles[i]
         for part in gl.static_range(parts):
             if parts == 1:
                 async_load(desc, tile_at(place, starts[part], i * width), bar, tile)
@@ -380,9 +383,7 @@ def copy_queries(desc, ring, slot, q_tile, place, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_tile(
-    desc, ring, step, visit, kv_tile, place, SLICES: gl.constexpr, CFG: gl.constexpr
-):
+def _fetch_tile(desc, ring, step, visit, kv_tile, place, SLICES: gl.constexpr, CFG: gl.constexpr):
     """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
     # before the stage is waited for: reading the lists of a mask takes as long
     starts = tile_starts(visit, kv_tile, CFG)

@@ -276,9 +276,11 @@ def launch_attn_bwd_sm90(
         # ordered, work tiles come from the counter whatever their number
         counted = not planned and (work_tiles > programs or config.ORDERED)
         counter = scratch((1,), torch.int32, q.device, zero=counted)
-        kernel, sums_arg = _attn_bwd_wide_sm90_kernel, sums
-        if not config.SHARED_KEYS:
-            kernel = _attn_bwd_sm90_kernel
+        kernel: Any = _attn_bwd_sm90_kernel
+        sums_arg: Any = sums
+        if config.SHARED_KEYS:
+            kernel = _attn_bwd_wide_sm90_kernel
+        else:
             view = sums.view(batch_heads, -1, SUM_COLUMNS)
             sums_arg = tensor_descriptor(view, config.dq_block())
         args = (

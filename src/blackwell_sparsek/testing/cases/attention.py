@@ -374,20 +374,18 @@ FORWARD_SM90 = (
     ForwardSm90(2, 128, 128, sinks=True, softcap=True, packed=True),
     ForwardSm90(2, 128, 128, (128, 128), packed=True, max_spill_bytes=640),
     ForwardSm90(1, 64, 64, (64, 16), packed=True, max_spill_bytes=256),
-    ForwardSm90(2, 256, 256),
-    ForwardSm90(2, 256, 256, banded=True),
-    ForwardSm90(2, 256, 256, long=True),
-    ForwardSm90(2, 256, 256, sinks=True, softcap=True, banded=True),
-    ForwardSm90(2, 256, 256, (128, 128)),
-    ForwardSm90(2, 256, 256, packed=True),
-    ForwardSm90(1, 256, 256, (64, 64)),
-    ForwardSm90(2, 192, 128),
-    ForwardSm90(2, 192, 128, banded=True),
+    ForwardSm90(2, 256, 256, max_spill_bytes=32),
+    ForwardSm90(2, 256, 256, long=True, max_spill_bytes=192),
+    ForwardSm90(2, 256, 256, sinks=True, softcap=True, banded=True, max_spill_bytes=32),
+    ForwardSm90(2, 256, 256, (128, 128), max_spill_bytes=256),
+    ForwardSm90(2, 256, 256, packed=True, max_spill_bytes=32),
+    ForwardSm90(1, 256, 256, (64, 64), max_spill_bytes=256),
+    ForwardSm90(2, 192, 128, max_spill_bytes=32),
+    ForwardSm90(2, 192, 128, banded=True, max_spill_bytes=32),
     ForwardSm90(2, 192, 128, long=True),
     ForwardSm90(2, 192, 128, packed=True),
-    ForwardSm90(2, 192, 192),
-    ForwardSm90(2, 192, 192, banded=True, dtype=HALF),
-    ForwardSm90(1, 192, 128, (64, 64)),
+    ForwardSm90(2, 192, 192, dtype=HALF),
+    ForwardSm90(1, 192, 128, (64, 64), max_spill_bytes=256),
 )
 
 
@@ -475,13 +473,13 @@ BACKWARD_SM90 = (
     BackwardSm90(128, 128, ordered=True, max_spill_bytes=192),
     BackwardSm90(64, 64, ordered=True, max_spill_bytes=192),
     BackwardSm90(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
-    BackwardSm90(256, 256),
-    BackwardSm90(256, 256, softcap=True),
-    BackwardSm90(256, 256, (128, 128)),
-    BackwardSm90(256, 256, ordered=True),
-    BackwardSm90(192, 128),
-    BackwardSm90(192, 128, (64, 64), ordered=True),
-    BackwardSm90(192, 192, dtype=HALF),
+    BackwardSm90(256, 256, max_spill_bytes=256),
+    BackwardSm90(256, 256, softcap=True, max_spill_bytes=320),
+    BackwardSm90(256, 256, (128, 128), max_spill_bytes=768),
+    BackwardSm90(256, 256, ordered=True, max_spill_bytes=256),
+    BackwardSm90(192, 128, max_spill_bytes=64),
+    BackwardSm90(192, 128, (64, 64), ordered=True, max_spill_bytes=320),
+    BackwardSm90(192, 192, dtype=HALF, max_spill_bytes=64),
 )
 # The code for masked tiles spills, and so do warps that must find work with 24 registers.
 SPLIT_SM90 = (
@@ -525,13 +523,13 @@ def _launch_dq_sm90(asked: BackwardSm90) -> None:
 def backward_sm90_cases() -> Iterator[CompileCase]:
     """The Hopper backward with one kernel, and the kernels before and after it."""
     for asked in BACKWARD_SM90:
+        kernel = _attn_bwd_wide_sm90_kernel if asked.wide else _attn_bwd_sm90_kernel
         yield launched_case(
-            f"attn_bwd_sm90/{asked.name}", _launch_backward_sm90, asked,
-            kernel=_attn_bwd_wide_sm90_kernel if asked.wide else _attn_bwd_sm90_kernel, archs=(90,), expect=WGMMA,
-            max_spill_bytes=asked.max_spill_bytes,
+            f"attn_bwd_sm90/{asked.name}", _launch_backward_sm90, asked, kernel=kernel,
+            archs=(90,), expect=WGMMA, max_spill_bytes=asked.max_spill_bytes,
         )  # fmt: skip
     kernels = {"rows": _attn_bwd_preprocess_kernel, "round": _attn_bwd_postprocess_kernel}
-    for dim, ordered in ((128, False), (80, True)):
+    for dim, ordered in ((128, False), (80, True), (160, False)):
         asked = BackwardSm90(dim, dim, ordered=ordered)
         for kind, kernel in kernels.items():
             name = f"attn_bwd_{kind}/d{dim}{'-ordered' if ordered else ''}"
