@@ -13,8 +13,7 @@ A consumer issues the scores of tile i and the product of tile i - 1 with V toge
 tile i runs while the tensor cores work on that product, and then for the other consumers. Tiles
 that need mask code come first.
 
-Wide head dims lie in shared memory as slices of columns, because tiles have powers of two: scores
-are summed over the slices of q and k, and every slice of the values has an accumulator of its own.
+Tiles of wide heads lie in shared memory as slices of columns (`forward_stages`).
 
 Called as impl "sm90" of `bsk::attn_fwd`. Shapes are those of the portable forward. Limits: fp16 and
 bf16, D and Dv up to 256, a positive factor of scores, strides and addresses that TMA takes.
@@ -28,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -94,6 +92,24 @@ from .forward_producer import (
     take_work_tile,
     tile_tokens,
 )
+from .forward_stages import (
+    EMPTY_K,
+    EMPTY_V,
+    FULL_K,
+    FULL_V,
+    KvStages,
+    await_outputs,
+    await_stage,
+    free_stage,
+    kv_slices,
+    ping_pong_pass,
+    ping_pong_wait,
+    query_slices,
+    scale_slices,
+    start_outputs,
+    start_scores,
+    zero_outputs,
+)
 
 ROWS = gl.constexpr(GROUP_ROWS)
 # Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
@@ -101,13 +117,6 @@ ROWS = gl.constexpr(GROUP_ROWS)
 SLACK = gl.constexpr(8)
 # Keys of half a tile.
 HALF = gl.constexpr(64)
-# Arrays of barriers of the rings, in the order in which they lie behind the tiles.
-FULL_K = gl.constexpr(0)
-EMPTY_K = gl.constexpr(1)
-FULL_V = gl.constexpr(2)
-EMPTY_V = gl.constexpr(3)
-# The first named barrier that Triton does not use itself.
-FIRST_NAMED_BARRIER = 9
 
 
 class ConsumerArgs(NamedTuple):
@@ -130,14 +139,6 @@ class SplitTail(NamedTuple):
     counters: Any
 
 
-class KvStages(NamedTuple):
-    """Stages of K and V as a consumer reads them: the tiles, and the address of their barriers."""
-
-    k: Any
-    v: Any
-    barriers: Any
-
-
 class TileBounds(NamedTuple):
     """Keys that a consumer's queries see: bounds of each row, and what every one of them sees."""
 
@@ -158,64 +159,6 @@ class Queries(NamedTuple):
     q_start: Any
     bounds: Any
     score: Any
-
-
-# Barriers. Gluon's are those of a whole warp group, which stops twice a tile for them. Here each
-# warp waits and arrives for itself, at barriers that lie behind the tiles with `barrier_room` for
-# each array (`tests/attention/sm90/test_barriers.py` holds that).
-
-
-@gluon.constexpr_function
-def _arriving(offset):
-    return (
-        "{ .reg .pred p; elect.sync _|p, -1; "
-        f"@p mbarrier.arrive.shared::cta.b64 _, [$1+{offset}]; mov.b32 $0, 0; }}"
-    )
-
-
-@gluon.constexpr_function
-def _waiting(offset):
-    return (
-        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, "
-        f"[$1+{offset}], $2; @!p bra.uni again; mov.b32 $0, 0; }}"
-    )
-
-
-@gluon.jit
-def free_stage(stages, stage, ARRAY: gl.constexpr, CFG: gl.constexpr):
-    """Tell the producer that this warp has read a stage."""
-    asm: gl.constexpr = _arriving(CFG.barrier_at(ARRAY))
-    address = stages.barriers + stage * 8
-    gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [address], gl.int32, False, 1)
-
-
-@gluon.jit
-def await_stage(stages, stage, phase, ARRAY: gl.constexpr, CFG: gl.constexpr):
-    """Wait for the copies into a stage, each warp for itself."""
-    asm: gl.constexpr = _waiting(CFG.barrier_at(ARRAY))
-    address = stages.barriers + stage * 8
-    gl.inline_asm_elementwise(asm, "=r,r,r,~{memory}", [address, phase], gl.int32, False, 1)
-
-
-@gluon.constexpr_function
-def _named_barrier(what, group):
-    return f"bar.{what} {FIRST_NAMED_BARRIER + group}, 256; mov.b32 $0, 0;"
-
-
-@gluon.jit
-def ping_pong_wait(GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Wait until the consumer before has issued its products."""
-    if CFG.PING_PONG:
-        asm: gl.constexpr = _named_barrier("sync", GROUP)
-        gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [0], gl.int32, False, 1)
-
-
-@gluon.jit
-def ping_pong_pass(GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Let the next consumer issue its products."""
-    if CFG.PING_PONG:
-        asm: gl.constexpr = _named_barrier("arrive", (GROUP + 1) % CFG.CONSUMERS)
-        gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [0], gl.int32, False, 1)
 
 
 # Masking the scores of a KV tile.
@@ -262,80 +205,6 @@ def mask_scores(s, queries, kv_tile, CFG: gl.constexpr):
         visible = visible_keys(visit, kv_tile, queries.q_index, queries.q_start, bounds, CFG)
         s = gl.where(visible, s, -float("inf"))
     return s
-
-
-# Products with slices. Each is a group of its own to `warpgroup_mma_wait`.
-
-
-@gluon.jit
-def query_slices(q_ring, tile, CFG: gl.constexpr):
-    """The slices of a consumer's tile of queries."""
-    slices: gl.constexpr = CFG.d_slices
-    q = ()
-    for i in gl.static_range(slices):
-        q = q + (q_ring.tiles.index(tile * slices + i),)  # noqa: RUF005
-    return q
-
-
-@gluon.jit
-def kv_slices(tiles, stage, SLICES: gl.constexpr, KEYS: gl.constexpr, START: gl.constexpr):
-    """The slices of a stage of keys or values; of KEYS of these, from START on."""
-    rows: gl.constexpr = tiles.shape[1]
-    slices = ()
-    for i in gl.static_range(SLICES):
-        tile = tiles.index(stage * SLICES + i)
-        if rows > KEYS:
-            tile = tile.slice(START, KEYS, dim=0)
-        slices = slices + (tile,)  # noqa: RUF005
-    return slices
-
-
-@gluon.jit
-def start_scores(q, k, nothing):
-    """Start the scores of the keys `k`; `nothing` is what they are added to, and not read."""
-    scores = nothing
-    for i in gl.static_range(len(q)):
-        scores = warpgroup_mma(q[i], k[i].permute((1, 0)), scores, use_acc=i > 0, is_async=True)
-    return scores
-
-
-@gluon.jit
-def start_outputs(p, v, acc):
-    """Start adding the products of weights with the values `v` to `acc`."""
-    products = ()
-    for i in gl.static_range(len(v)):
-        products = products + (warpgroup_mma(p, v[i], acc[i], is_async=True),)  # noqa: RUF005
-    return products
-
-
-@gluon.jit
-def await_outputs(products):
-    """The accumulators, once all products have ended."""
-    acc = warpgroup_mma_wait(0, deps=products)
-    if len(products) == 1:
-        acc = (acc,)
-    return acc
-
-
-@gluon.jit
-def scale_slices(acc, factor):
-    """Accumulators times `factor` [64, 1]."""
-    scaled = ()
-    for i in gl.static_range(len(acc)):
-        scaled = scaled + (acc[i] * factor,)  # noqa: RUF005
-    return scaled
-
-
-@gluon.jit
-def zero_outputs(CFG: gl.constexpr):
-    """Accumulators of the outputs, one for each slice."""
-    width: gl.constexpr = CFG.SLICE_DV
-    slices: gl.constexpr = CFG.dv_slices
-    acc = ()
-    for _ in gl.static_range(slices):
-        zeros = gl.zeros([ROWS, width], gl.float32, CFG.accumulator_layout(CFG.SLICE_DV))
-        acc = acc + (zeros,)  # noqa: RUF005
-    return acc
 
 
 # One KV tile: its scores, together with the product of the tile before.
@@ -510,10 +379,12 @@ def combine(tail, part, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
             m_part = gl.load(state_at, cache_modifier=".cg")
             sum_part = gl.load(state_at + ROWS, cache_modifier=".cg")
             at = tail.parts + slot.to(gl.int64) * (ROWS * CFG.TILE_DV) + offsets
+            part_acc = gl.load(at, cache_modifier=".cg")
             m_log2, row_sum, rescale, factor = join_state(m_log2, row_sum, m_part, sum_part)
             joined = ()
             for i in gl.static_range(slices):
-                part_acc = gl.load(at + i * (ROWS * width), cache_modifier=".cg")
+                if i > 0:
+                    part_acc = gl.load(at + i * (ROWS * width), cache_modifier=".cg")
                 total = acc[i] * rescale[:, None] + part_acc * factor[:, None]
                 joined = joined + (total,)  # noqa: RUF005
             acc = joined
