@@ -73,6 +73,7 @@ def _writing(instruction):
 
 @gluon.jit
 def _write_vectors(ptr, x, INSTRUCTION: gl.constexpr):
+    """Write fp32 `x` to contiguous memory, four neighbours by each instruction."""
     asm: gl.constexpr = _writing(INSTRUCTION)
     vectors = x.reshape([x.shape[0] * x.shape[1] // 512, 128, 4])
     layout: gl.constexpr = vectors.type.layout
