@@ -542,13 +542,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
             inverse, lse = finalise(m_log2, row_sum)
             out = scale_slices(acc, gl.convert_layout(inverse, o_rows)[:, None])
-            q_row = q_start + first_row
-            out_place = tile_place(cu_seqlens.q, batch, q_head, q_first, q_len)
             for i in gl.static_range(len(out)):
                 # the copy before, at first that of the last work tile, must have read the buffer
                 tma.store_wait(0)
                 out_smem.store(out[i].to(dtype))
                 fence_async_shared()
+                q_row = q_start + first_row
+                out_place = tile_place(cu_seqlens.q, batch, q_head, q_first, q_len)
                 place = tile_at(out_place, q_row, i * CFG.SLICE_DV)
                 async_store(consume.out_desc, place, out_smem)
             lse_first = lse_offset(

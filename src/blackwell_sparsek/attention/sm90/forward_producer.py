@@ -378,8 +378,8 @@ def copy_queries(desc, ring, slot, q_tile, place, CFG: gl.constexpr):
     for g in gl.static_range(consumers):
         row = q_tile * CFG.tile_m + g * ROWS
         for i in gl.static_range(slices):
-            tile = ring.tiles.index((stage * consumers + g) * slices + i)
-            async_load(desc, tile_at(place, row, i * CFG.SLICE_D), bar, tile)
+            at = tile_at(place, row, i * CFG.SLICE_D)
+            async_load(desc, at, bar, ring.tiles.index((stage * consumers + g) * slices + i))
 
 
 @gluon.jit
