@@ -235,10 +235,13 @@ def _fetch_step(descs, order, shared, step, visit, q_tile, batch, q_head, CFG: g
     mbarrier.expect(full, parts * (q_bytes if CFG.SPLIT_RING else q_bytes + dout_bytes))
     for part in gl.static_range(parts):
         q_row = first.q_row if part == 0 else second.q_row
+        q = ()
         for i in gl.static_range(d_slices):
-            q = ring.q_smem.index(stage * d_slices + i).slice(part * rows, rows, dim=0)
-            async_load(descs.q, [batch, q_head, q_row, i * CFG.slice_d], full, q)
+            tile = ring.q_smem.index(stage * d_slices + i)
+            q = q + (tile.slice(part * rows, rows, dim=0),)  # noqa: RUF005
         lse = ring.lse_smem.index(stage).slice(part * rows, rows, dim=0)
+        for i in gl.static_range(d_slices):
+            async_load(descs.q, [batch, q_head, q_row, i * CFG.slice_d], full, q[i])
         async_load(descs.lse, [batch_head, q_row], full, lse)
     dout_stage = step % CFG.DOUT_STAGES
     dout_full = ring.dout_full.index(dout_stage)
@@ -247,10 +250,13 @@ def _fetch_step(descs, order, shared, step, visit, q_tile, batch, q_head, CFG: g
         mbarrier.expect(dout_full, parts * dout_bytes)
     for part in gl.static_range(parts):
         q_row = first.q_row if part == 0 else second.q_row
+        dout = ()
         for i in gl.static_range(dv_slices):
-            dout = ring.dout_smem.index(dout_stage * dv_slices + i).slice(part * rows, rows, dim=0)
-            async_load(descs.dout, [batch, q_head, q_row, i * CFG.slice_dv], dout_full, dout)
+            tile = ring.dout_smem.index(dout_stage * dv_slices + i)
+            dout = dout + (tile.slice(part * rows, rows, dim=0),)  # noqa: RUF005
         delta = ring.delta_smem.index(dout_stage).slice(part * rows, rows, dim=0)
+        for i in gl.static_range(dv_slices):
+            async_load(descs.dout, [batch, q_head, q_row, i * CFG.slice_dv], dout_full, dout[i])
         async_load(descs.delta, [batch_head, q_row], dout_full, delta)
 
 
