@@ -104,6 +104,7 @@ def _attn_bwd_postprocess_kernel(
     tile = _from_the_end()
     batch_head = tile // q_tiles
     offs_m = tile % q_tiles * TILE_M + tl.arange(0, TILE_M)
+    offs_d = tl.arange(0, SLICE_D)
     live = True
     if semaphores_ptr is not None:
         # the semaphores of a query block are those of its first rows
@@ -111,13 +112,12 @@ def _attn_bwd_postprocess_kernel(
         added = tl.load(semaphores_ptr + (tl.cast(batch_head, tl.int64) * q_tiles + first) * 2)
         live = added > 0
     sums_ptr += tl.cast(tile, tl.int64) * (TILE_M * TILE_D)
-    dq_ptr += head_offset(batch_head // heads, batch_head % heads, 0, dq_strides)
+    offs = tl.arange(0, TILE_M * SLICE_D)
     for first in tl.static_range(0, TILE_D, SLICE_D):
-        offs = tl.arange(0, TILE_M * SLICE_D)
         sums = tl.load(sums_ptr + TILE_M * first + offs, live & (offs >= 0), other=0.0)
-        sums = _rows_of_registers(sums, SLICE_D)
-        offs_d = first + tl.arange(0, SLICE_D)
-        store_rows(dq_ptr, offs_m, dq_strides.token, offs_d, sums * scale, q_len, HEAD_DIM)
+        sums = _rows_of_registers(sums, SLICE_D) * scale
+        head_ptr = dq_ptr + head_offset(batch_head // heads, batch_head % heads, 0, dq_strides)
+        store_rows(head_ptr, offs_m, dq_strides.token, first + offs_d, sums, q_len, HEAD_DIM)
 
 
 def launch_attn_bwd_preprocess(
