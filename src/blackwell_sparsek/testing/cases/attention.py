@@ -475,7 +475,7 @@ BACKWARD_SM90 = (
     BackwardSm90(64, 64, ordered=True, max_spill_bytes=192),
     BackwardSm90(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
     BackwardSm90(256, 256, max_spill_bytes=256),
-    BackwardSm90(256, 256, softcap=True, max_spill_bytes=320),
+    BackwardSm90(256, 256, softcap=True, max_spill_bytes=384),
     BackwardSm90(256, 256, (128, 128), max_spill_bytes=768),
     BackwardSm90(256, 256, ordered=True, max_spill_bytes=320),
     BackwardSm90(192, 128, max_spill_bytes=64),
