@@ -104,11 +104,16 @@ class Ragged:
     def __init__(self, workspace, layout):
         assert layout == "NHD" and workspace.dtype == torch.uint8
 
-    def plan(self, qo, kv, heads, kv_heads, dim, *, causal, window_left, q_data_type, kv_data_type):
+    def plan(
+        self, qo, kv, heads, kv_heads, dim, head_dim_vo=None, *, causal, window_left, q_data_type,
+        kv_data_type,
+    ):  # fmt: skip
+        self.dims = (dim, head_dim_vo or dim)
         self.starts, self.causal, self.left = kv.tolist(), causal, window_left
         assert q_data_type == kv_data_type and torch.equal(qo, kv)
 
     def run(self, q, k, v):
+        assert self.dims == (k.shape[-1], v.shape[-1])
         outs = []
         for start, end in zip(self.starts[:-1], self.starts[1:], strict=True):
             seen = _band(end - start, end - start, self.causal, self.left, -1)

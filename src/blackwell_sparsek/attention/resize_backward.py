@@ -109,7 +109,8 @@ class _FamilyRecorder(Recorder):
         """Learn from the launches that computed `results`, if they can be resized."""
         record, launches, call = self._record, self._record.launches, self._call
         three = record.complete and len(launches) == 3 and not record.derived
-        if three and isinstance(launches[1].args[-1], AttnBwdSm90Config):
+        config = launches[1].args[-1] if three else None
+        if isinstance(config, AttnBwdSm90Config) and not config.SHARED_KEYS:
             # with kernels, which are imported when they are first needed
             from .sm90.resize import BackwardLaunches
 

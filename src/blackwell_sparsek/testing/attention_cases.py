@@ -14,7 +14,12 @@ from ..reference.attention import attention as oracle
 from .inputs import normal
 from .tolerance import assert_within_budget
 
-_DIMS_OF_TILES = {64: (8, 16, 40, 64, 64), 128: (72, 80, 96, 128, 128)}
+_DIMS_OF_TILES = {
+    64: (8, 16, 40, 64, 64),
+    128: (72, 80, 96, 128, 128),
+    192: (136, 160, 192, 192),
+    256: (200, 224, 256, 256),
+}
 
 
 @dataclass(frozen=True)

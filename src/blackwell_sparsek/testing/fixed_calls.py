@@ -193,8 +193,8 @@ def _attention(impl: str) -> Iterator[FixedCall]:
 # The backward pass. Only dq may differ, because the Hopper kernel adds to it in any order.
 
 _BACKWARD = (
-    "dense-d64", "causal-d128", "gqa-d128-fp16", "window-d64", "d256", "fp32-d64",
-    "blocks128-d128", "blocks64-d64", "elements128-d128",
+    "dense-d64", "causal-d128", "gqa-d128-fp16", "window-d64", "d192-dv128", "d256",
+    "fp32-d64", "blocks128-d128", "blocks64-d64", "elements128-d128",
 )  # fmt: skip
 
 

@@ -45,13 +45,13 @@ SETTLING_LAPS = 2
 MOST_IN_FLIGHT = 128
 # Kernels that must have run on Hopper with a release of Triton that builds them all.
 HOPPER_KERNELS = (
-    "_attn_fwd_sm90_kernel", "_attn_bwd_sm90_kernel", "_attn_bwd_dkdv_sm90_kernel",
-    "_attn_bwd_dq_sm90_kernel", "_attn_decode_sm90_kernel", "_spmm_sm90_kernel",
-    "_spmm_sm90_kernel (paired)", "_spmm_narrow_sm90_kernel", "_spmm_strips_kernel",
-    "_spmm_warps_kernel", "_attn_fwd_kernel", "_attn_dq_kernel", "_attn_dkdv_kernel",
-    "_attn_decode_kernel", "_kv_append_kernel", "_page_summaries_kernel", "_page_scores_kernel",
-    "_select_pages_kernel", "_bsr_spmm_kernel", "_bsr_spmm_narrow_kernel", "_bsr_sddmm_kernel",
-    "_bsr_pair_products_kernel", "_merge_states_kernel",
+    "_attn_fwd_sm90_kernel", "_attn_bwd_sm90_kernel", "_attn_bwd_wide_sm90_kernel",
+    "_attn_bwd_dkdv_sm90_kernel", "_attn_bwd_dq_sm90_kernel", "_attn_decode_sm90_kernel",
+    "_spmm_sm90_kernel", "_spmm_sm90_kernel (paired)", "_spmm_narrow_sm90_kernel",
+    "_spmm_strips_kernel", "_spmm_warps_kernel", "_attn_fwd_kernel", "_attn_dq_kernel",
+    "_attn_dkdv_kernel", "_attn_decode_kernel", "_kv_append_kernel", "_page_summaries_kernel",
+    "_page_scores_kernel", "_select_pages_kernel", "_bsr_spmm_kernel", "_bsr_spmm_narrow_kernel",
+    "_bsr_sddmm_kernel", "_bsr_pair_products_kernel", "_merge_states_kernel",
 )  # fmt: skip
 
 

@@ -52,12 +52,19 @@ STRUCTURES = (
     (128, 64, (64, 256), False, BRAIN),
     (64, 128, (128, 64), False, HALF),
     (128, 128, (64, 64), True, BRAIN),
+    (256, 256, None, False, BRAIN),
+    (256, 256, (128, 128), True, HALF),
+    (192, 128, None, False, HALF),
+    (192, 128, (64, 64), False, BRAIN),
+    (192, 192, (64, 256), False, HALF),
+    (128, 256, None, True, BRAIN),
+    (256, 64, (256, 64), False, BRAIN),
 )
 # (structure, seed, queries) that ever failed stay here; None leaves the drawn number
 CORPUS = (
     # two blocks of 64 queries in a tile, of which the second was missing: its copy of lse began
     # where a TMA copy may not
-    *((structure, 0, queries) for structure in (5, 6, 8) for queries in (1, 63, 65, 193, 333)),
+    *((structure, 0, queries) for structure in (5, 6, 8, 14) for queries in (1, 63, 65, 193, 333)),
     # narrow values, whose address in shared memory ptxas lost in the portable forward
     (7, 23, None),
     (8, 267, None),
@@ -130,10 +137,11 @@ def test_calls_that_failed(structure, seed, queries, deterministic):
 
 @pytest.mark.parametrize("blocks", [None, (128, 128), (64, 64), (64, 256)])
 @pytest.mark.parametrize("band", [EVERYTHING, Band(None, 0), Band(500, 0)])
-def test_the_same_bits_in_every_run(blocks, band):
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)])
+def test_the_same_bits_in_every_run(blocks, band, dims):
     """More work tiles than programs, beside another kernel that takes SMs away."""
     case = AttnCase(
-        2, BRAIN, batch=2, heads=(24, 12), lengths=((1500, 2100),), head_dims=(128, 128), band=band
+        2, BRAIN, batch=2, heads=(24, 12), lengths=((1500, 2100),), head_dims=dims, band=band
     )  # fmt: skip
     q, k, v, spec = case.build("cuda")
     if blocks is not None:
@@ -186,10 +194,11 @@ def test_repeated_calls(impl, masked):
 
 @pytest.mark.parametrize("blocks", [None, (128, 128), (64, 64)])
 @pytest.mark.parametrize("banded", [False, True])
-def test_agrees_with_the_portable_kernels(blocks, banded):
+@pytest.mark.parametrize("dims", [(128, 128), (160, 160), (192, 128), (256, 256)])
+def test_agrees_with_the_portable_kernels(blocks, banded, dims):
     """More work tiles than programs; some KV tiles that no query sees."""
     case = AttnCase(
-        1, BRAIN, batch=2, heads=(24, 12), lengths=((1500, 2100),), head_dims=(128, 128),
+        1, BRAIN, batch=2, heads=(24, 12), lengths=((1500, 2100),), head_dims=dims,
         band=Band(500, 0) if banded else EVERYTHING,
     )  # fmt: skip
     q, k, v, spec = case.build("cuda")
@@ -211,9 +220,10 @@ def test_agrees_with_the_portable_kernels(blocks, banded):
     "wanted", [(True, False, False), (False, True, True), (False, False, True)]
 )
 @pytest.mark.parametrize("masked", [False, True])
-def test_only_what_was_asked_for(wanted, masked):
+@pytest.mark.parametrize("dim", [64, 256])
+def test_only_what_was_asked_for(wanted, masked, dim):
     q, k, v, spec = AttnCase(
-        3, BRAIN, heads=(4, 2), lengths=((300, 200),), head_dims=(64, 64)
+        3, BRAIN, heads=(4, 2), lengths=((300, 200),), head_dims=(dim, dim)
     ).build("cuda")
     if masked:
         keep = torch.rand(1, 4, 5, 4, device="cuda") < 0.7
@@ -227,10 +237,11 @@ def test_only_what_was_asked_for(wanted, masked):
     check_gradients(gradients, dout, dlse, q, k, v, spec)
 
 
-def test_rows_that_see_nothing():
+@pytest.mark.parametrize("dim", [128, 192])
+def test_rows_that_see_nothing(dim):
     """Queries before the first key: no gradient, and none of their own for the others."""
     q, k, v, spec = AttnCase(
-        4, BRAIN, heads=(2, 1), lengths=((400, 150),), head_dims=(128, 128), band=Band(None, 0)
+        4, BRAIN, heads=(2, 1), lengths=((400, 150),), head_dims=(dim, dim), band=Band(None, 0)
     ).build("cuda")
     results, came_back = forward(q, k, v, spec)
     gradients = gradients_of(q, k, v, spec, results, came_back)
@@ -238,15 +249,16 @@ def test_rows_that_see_nothing():
     check_gradients(gradients, *came_back, q, k, v, spec)
 
 
-def test_memory_around_the_inputs_is_not_read():
+@pytest.mark.parametrize("dim", [128, 192, 256])
+def test_memory_around_the_inputs_is_not_read(dim):
     """NaN in the rows behind the last query and key of a larger tensor."""
     lengths = (130, 190)
     q, k, v, spec = AttnCase(
-        5, BRAIN, heads=(2, 2), lengths=(lengths,), head_dims=(128, 128)
+        5, BRAIN, heads=(2, 2), lengths=(lengths,), head_dims=(dim, dim)
     ).build("cuda")
     padded = []
     for x in (q, k, v):
-        wide = x.new_full((*x.shape[:2], 256, 128), torch.nan)
+        wide = x.new_full((*x.shape[:2], 256, dim), torch.nan)
         wide[:, :, : x.shape[2]] = x
         padded.append(wide[:, :, : x.shape[2]])
     check(*padded, spec)

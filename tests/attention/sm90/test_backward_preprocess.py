@@ -23,7 +23,9 @@ def as_threads_hold_them(sums):
 
 
 @pytest.mark.parametrize("length", [1, 64, 130])
-@pytest.mark.parametrize("v_dim, tile_d, ordered", [(16, 64, False), (24, 128, True)])
+@pytest.mark.parametrize(
+    "v_dim, tile_d, ordered", [(16, 64, False), (24, 128, True), (136, 192, False)]
+)
 def test_preprocess(length, v_dim, tile_d, ordered, device):
     shape, padded = (2, 3, length, v_dim), -(-length // 128) * 128
     out, dout = (normal(*shape, seed=i, dtype=torch.float16, device=device) for i in range(2))
@@ -62,7 +64,7 @@ def test_preprocess_without_sums(device):
 @pytest.mark.parametrize(
     "kind, block_q", [("contiguous", None), ("outer_gap", 64), ("outer_gap", 128)]
 )
-@pytest.mark.parametrize("dim, tile_d", [(40, 64), (72, 128)])
+@pytest.mark.parametrize("dim, tile_d", [(40, 64), (72, 128), (136, 192), (256, 256)])
 def test_postprocess(length, kind, block_q, dim, tile_d, device):
     padded = -(-length // 128) * 128
     sums = normal(6, padded, tile_d, seed=1, device=device)

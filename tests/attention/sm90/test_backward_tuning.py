@@ -32,7 +32,7 @@ def problem(**changes):
     [
         ({"arch": Arch("cuda", 100, 148, 0, False)}, "needs sm_90, this is sm_100"),
         ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
-        ({"head_dim": 136}, "up to 128 in steps of 8, got 136 and 128"),
+        ({"head_dim": 264}, "up to 256 in steps of 8, got 264 and 128"),
         ({"varlen": True}, "packed sequences are not written yet"),
         ({"mask_block": (32, 64)}, "query blocks of 32 are not a multiple of 64"),
         ({"mask_block": (64, 32)}, "needs key blocks of 64, 128 or 256, got 32"),
@@ -49,6 +49,8 @@ def test_why_not(changes, reason):
         {},
         {"dtype": torch.float16},
         {"head_dim": 8, "head_dim_v": 128},
+        {"head_dim": 192, "head_dim_v": 128, "deterministic": True},
+        {"head_dim": 256, "head_dim_v": 256, "mask_block": (64, 64)},
         {"mask_block": (256, 256)},
         {"mask_block": (64, 64), "element_bits": True},
         {"mask_block": (64, 64), "max_q": 333},
@@ -74,10 +76,19 @@ def test_narrow_key_blocks_have_two_kernels(deterministic):
         masked = problem(mask_block=block, deterministic=deterministic)
         assert attn_bwd_sm90_is_split(masked) == split
         assert attn_bwd_sm90_passed_over(masked) is None
+        # that of wide heads has tiles of 64 keys
+        assert not attn_bwd_sm90_is_split(dataclasses.replace(masked, head_dim=192))
 
 
 @pytest.mark.parametrize(
-    "dims, tiles", [((64, 64), (64, 64)), ((40, 128), (128, 128)), ((128, 8), (128, 64))]
+    "dims, tiles",
+    [
+        ((64, 64), (64, 64)),
+        ((40, 128), (128, 128)),
+        ((128, 8), (128, 64)),
+        ((136, 40), (192, 64)),
+        ((40, 200), (64, 256)),
+    ],
 )
 def test_tiles_cover_the_head_dims(dims, tiles):
     config = attn_bwd_sm90_config(problem(head_dim=dims[0], head_dim_v=dims[1]))
@@ -93,6 +104,30 @@ def test_what_dense_kernels_have_registers_and_barriers_for():
     assert not attn_bwd_sm90_config(problem(head_dim=128, head_dim_v=128)).SPLIT_RING
 
 
+@pytest.mark.parametrize(
+    "dims, stages",
+    [
+        ((256, 256), (1, 1)),
+        ((192, 192), (2, 1)),
+        ((192, 128), (2, 1)),
+        ((256, 128), (1, 2)),
+        ((256, 64), (2, 1)),
+        ((64, 256), (2, 1)),
+    ],
+)
+@pytest.mark.parametrize("block", [None, (64, 64), (128, 128), (256, 256)])
+def test_wide_heads_share_keys(dims, stages, block):
+    config = make_backward_config(*dims, block)
+    assert config.SHARED_KEYS and config.tile_n == 64 and config.scored_queries == 64
+    assert stages == (config.STAGES, config.DOUT_STAGES)
+    queries = config.TILE_M * (config.STAGES * dims[0] + config.DOUT_STAGES * dims[1])
+    exchanged = 2 * 2 * 64 * 64
+    # lse, delta, barriers and descriptions of steps take less than 3 KiB
+    assert 2 * (64 * sum(dims) + queries + exchanged) + 3072 <= 227 * 1024
+    registers = 4 * config.CONSUMER_REGISTERS + 4 * config.PRODUCER_REGISTERS
+    assert 12 * config.MAX_REGISTERS - registers >= 4 * config.CONSUMER_REGISTERS
+
+
 def test_only_what_was_asked_for_is_in_order():
     assert not attn_bwd_sm90_config(problem()).ORDERED
     config = attn_bwd_sm90_config(problem(deterministic=True))
@@ -102,7 +137,7 @@ def test_only_what_was_asked_for_is_in_order():
 def test_what_describes_steps_outlives_them():
     """The producer is at most the ring ahead, the writer at most two steps behind."""
     blocks = (None, (64, 128), (256, 256))
-    for dims, block in itertools.product(((64, 64), (128, 64), (128, 128)), blocks):
+    for dims, block in itertools.product(((64, 64), (128, 64), (128, 128), (256, 64)), blocks):
         assert make_backward_config(*dims, block).STAGES + 2 < INFO_DEPTH
 
 

@@ -34,6 +34,8 @@ SHARED = 228 * 1024
         {"consumers": 1, "tile_d": 64, "tile_dv": 64, "banded": True},
         {"consumers": 2, "tile_d": 128, "tile_dv": 128, "block_size": (128, 16)},
         {"consumers": 1, "tile_d": 128, "tile_dv": 128, "block_size": (64, 64)},
+        {"consumers": 2, "tile_d": 192, "tile_dv": 128, "banded": True},
+        {"consumers": 1, "tile_d": 256, "tile_dv": 256, "block_size": (64, 64)},
     ],
     ids=str,
 )

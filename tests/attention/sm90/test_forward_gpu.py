@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.sm90 import launch as fwd_sm90_launch
-from blackwell_sparsek.attention.sm90.config import make_forward_config
+from blackwell_sparsek.attention.sm90.config import make_forward_config, tile_width
 from blackwell_sparsek.attention.triton import forward as attention_triton
 from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec, empty_lse, empty_out
 from blackwell_sparsek.core.arch import arch_of
@@ -53,6 +53,16 @@ STRUCTURES = (
     (1, 64, 64, (64, 16), False, False, BRAIN),
     (2, 64, 64, (128, 256), True, False, HALF),
     (1, 128, 128, (64, 128), True, True, HALF),
+    (2, 256, 256, None, False, False, BRAIN),
+    (2, 256, 256, None, True, True, HALF),
+    (2, 256, 256, (128, 128), False, False, HALF),
+    (2, 192, 128, None, False, False, BRAIN),
+    (2, 192, 128, (128, 64), False, True, BRAIN),
+    (2, 192, 192, None, False, True, HALF),
+    (1, 256, 256, (64, 64), False, False, BRAIN),
+    (1, 192, 128, (64, 16), False, False, HALF),
+    (2, 128, 256, (256, 256), False, False, BRAIN),
+    (2, 256, 64, None, False, False, HALF),
 )
 # (structure, seed) pairs that ever failed stay here
 CORPUS = ((6, 972), (7, 1169))
@@ -64,7 +74,7 @@ def run(q, k, v, spec, consumers=None, section=1, long=False):
         if consumers is None:
             return fwd_sm90_launch.forward(AttentionCall(q, k, v, spec))
         out, lse = empty_out(q, v.shape[-1]), empty_lse(q)
-    tiles = [64 if x.shape[-1] <= 64 else 128 for x in (q, v)]
+    tiles = [tile_width(x.shape[-1]) for x in (q, v)]
     mask, order, block_kv = spec.block_mask, None, None
     if mask is not None:
         block_kv = mask.block_size[1]
@@ -112,9 +122,10 @@ def test_calls_that_failed(structure, seed, on_few_sms):
 
 
 @pytest.mark.parametrize("blocks", [None, (128, 128)])
-def test_agrees_with_the_portable_kernel(blocks):
+@pytest.mark.parametrize("dims", [(128, 128), (160, 160), (192, 128), (256, 256)])
+def test_agrees_with_the_portable_kernel(blocks, dims):
     case = AttnCase(
-        1, BRAIN, batch=2, heads=(8, 2), lengths=((1000, 1500),), head_dims=(128, 128),
+        1, BRAIN, batch=2, heads=(8, 2), lengths=((1000, 1500),), head_dims=dims,
         band=Band(700, 0), mask="blocks" if blocks else "none", block_size=blocks or (64, 64),
     )  # fmt: skip
     q, k, v, spec = case.build("cuda")
@@ -145,16 +156,17 @@ def test_skewed_masks(broadcast, banded):
     torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("block_kv", [16, 128])
-def test_absent_blocks_are_not_read(block_kv):
+def test_absent_blocks_are_not_read(block_kv, dims):
     """Also where blocks are packed several to a tile, and the last tile is not full."""
     keep = torch.rand(1, 1, 4, 512 // block_kv, device="cuda") < 0.6
     keep[..., 1] = False
     keep[..., 0] = True
     mask = BlockMask.from_dense(keep, (128, block_kv))
-    q, k, v, spec = AttnCase(
-        10, BRAIN, heads=(2, 2), lengths=((512, 512),), head_dims=(128, 128)
-    ).build("cuda")
+    q, k, v, spec = AttnCase(10, BRAIN, heads=(2, 2), lengths=((512, 512),), head_dims=dims).build(
+        "cuda"
+    )
     spec = spec._replace(block_mask=mask)
     expected = run(q, k, v, spec)
     check_attention(*expected, q, k, v, spec)
@@ -164,9 +176,9 @@ def test_absent_blocks_are_not_read(block_kv):
     assert out.equal(expected[0]) and lse.equal(expected[1])
 
 
-@pytest.mark.parametrize("consumers", [1, 2])
-def test_huge_logits(consumers):
-    case = AttnCase(11, BRAIN, heads=(2, 1), lengths=((130, 300),), head_dims=(128, 128))
+@pytest.mark.parametrize("consumers, dim", [(1, 128), (2, 128), (2, 192), (2, 256)])
+def test_huge_logits(consumers, dim):
+    case = AttnCase(11, BRAIN, heads=(2, 1), lengths=((130, 300),), head_dims=(dim, dim))
     q, k, v, spec = dataclasses.replace(case, spread=1e6, band=Band(None, 0)).build("cuda")
     out, lse = run(q, k, v, spec, consumers)
     assert lse.abs().max() > 1e5
@@ -210,7 +222,7 @@ def test_explain():
     for reason, args, options in (
         ("no 16-bit WGMMA", (q.float(),) * 3, {}),
         ("needs a scale above zero", (q, q, q), {"scale": -1.0}),
-        ("up to 128 in steps of 8", (torch.cat([q] * 3, -1),) * 3, {}),
+        ("up to 256 in steps of 8", (torch.cat([q] * 5, -1),) * 3, {}),
         ("31 queries fill too little", (q[:, :, :31], q, q), {}),
     ):
         decision = bsk.explain(bsk.attention, *args, **options)

@@ -39,8 +39,8 @@ def problem(**changes):
         ({"arch": Arch("cuda", 100, 148, 0, False)}, "needs sm_90, this is sm_100"),
         ({"arch": Arch("cpu", 0, 1, 0, True)}, "needs sm_90, this is cpu"),
         ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
-        ({"head_dim": 136}, "up to 128 in steps of 8, got 136 and 128"),
-        ({"head_dim_v": 20}, "up to 128 in steps of 8, got 128 and 20"),
+        ({"head_dim": 264}, "up to 256 in steps of 8, got 264 and 128"),
+        ({"head_dim_v": 20}, "up to 256 in steps of 8, got 128 and 20"),
         ({"varlen": True, "tokens": (9, 0)}, "TMA cannot describe zero keys"),
         ({"varlen": True, "tokens": (2**31 - 2**16, 9)}, "at most 2147418111 tokens in all"),
         ({"varlen": True, "tokens": (2**30, 9), "heads_q": 128}, "at most 2147483647 query tiles"),
@@ -62,6 +62,8 @@ def test_why_not(changes, reason):
         {},
         {"dtype": torch.float16},
         {"head_dim": 8, "head_dim_v": 128},
+        {"head_dim": 192, "head_dim_v": 128},
+        {"head_dim": 256, "head_dim_v": 256, "mask_block": (64, 64)},
         {"mask_block": (64, 16)},
         {"mask_block": (256, 256)},
         {"max_k": 1, "max_q": 1},
@@ -117,6 +119,10 @@ def test_few_queries_are_left_to_smaller_tiles():
         ({"mask_block": (64, 64)}, 1),
         ({"mask_block": (128, 16)}, 2),
         ({"mask_block": (256, 128), "head_dim": 64, "head_dim_v": 64}, 2),
+        # wide heads have one height, unless a mask has lower rows
+        ({"head_dim": 192}, 2),
+        ({"head_dim": 256, "head_dim_v": 256, "heads_q": 4, "max_q": 512}, 2),
+        ({"head_dim": 256, "head_dim_v": 256, "mask_block": (64, 64)}, 1),
     ],
 )
 def test_consumers(changes, consumers):
@@ -213,7 +219,7 @@ def test_small_problems_start_early():
 
 
 def test_work_tiles_lie_within_query_blocks():
-    for block, dim in itertools.product((64, 128, 256), (64, 128)):
+    for block, dim in itertools.product((64, 128, 256), (64, 128, 192, 256)):
         config = attn_fwd_sm90_config(problem(mask_block=(block, 32), head_dim=dim))
         assert block % config.tile_m == 0
         assert config.BLOCK_KV == 32
@@ -227,7 +233,7 @@ def test_sequences_and_shares_are_found_with_more_registers():
     assert attn_fwd_sm90_config(problem(banded=True)).PRODUCER_REGISTERS == 24
 
 
-DIMS = list(itertools.product((64, 128), (64, 128)))
+DIMS = list(itertools.product((64, 128, 192, 256), repeat=2))
 UNITS = (None, 16, 64, 128, 256)
 CHOICES = [(c, unit, *dims, False) for c in (1, 2) for unit in UNITS for dims in DIMS]
 PACKED = [(*choice[:-1], True) for choice in CHOICES]
@@ -240,7 +246,8 @@ THREE = [(3, None, 64, 64, packed) for packed in (False, True)]
 def test_tiles_and_registers_fit_an_sm(consumers, block_kv, tile_d, tile_dv, packed):
     config = make_forward_config(consumers, tile_d, tile_dv, block_kv, packed)
     ring = config.STAGES * config.TILE_N * (tile_d + tile_dv)
-    rows = config.tile_m * (config.Q_STAGES * tile_d + tile_dv)
+    rows = config.tile_m * (config.Q_STAGES * tile_d + config.SLICE_DV)
+    assert config.tile_bytes == 2 * (ring + rows)
     # barriers and work numbers take less than 1 KiB
     program = (ring + rows) * 2 + 2048
     assert program * config.programs_per_sm <= SM_BYTES
@@ -250,6 +257,32 @@ def test_tiles_and_registers_fit_an_sm(consumers, block_kv, tile_d, tile_dv, pac
     if consumers > 1:
         workers = (consumers - 1) * config.CONSUMER_REGISTERS + config.PRODUCER_REGISTERS
         assert 24 <= threads * config.MAX_REGISTERS // 128 - workers <= 256
+
+
+@pytest.mark.parametrize(
+    "dims, keys, stages, slices",
+    [
+        # scores of 128 keys and outputs of 128 columns fit in the registers of a consumer
+        ((192, 128), 128, 2, (64, 64)),
+        ((192, 64), 128, 2, (64, 64)),
+        ((192, 192), 64, 3, (64, 64)),
+        ((256, 256), 64, 2, (128, 128)),
+        ((256, 128), 64, 3, (128, 64)),
+        ((128, 256), 64, 3, (128, 128)),
+        ((128, 128), 128, 2, (128, 128)),
+    ],
+)
+def test_tiles_of_wide_heads(dims, keys, stages, slices):
+    config = make_forward_config(2, *dims)
+    assert (keys, stages) == (config.TILE_N, config.STAGES)
+    assert slices == (config.SLICE_D, config.SLICE_DV)
+    assert (config.d_slices * slices[0], config.dv_slices * slices[1]) == dims
+
+
+@pytest.mark.parametrize("dim, tile", [(8, 64), (64, 64), (72, 128), (136, 192), (200, 256)])
+def test_tiles_cover_the_head_dims(dim, tile):
+    config = attn_fwd_sm90_config(problem(head_dim=dim, head_dim_v=dim))
+    assert (tile, tile) == (config.TILE_D, config.TILE_DV)
 
 
 def test_queries_are_fetched_ahead_where_there_is_room():
@@ -276,6 +309,7 @@ def test_scheduler_warps_look_up_rows_of_masks():
     # two consumers that have mask code would spill
     in_registers = [c for c in (1, 2) if make_forward_config(c, 128, 128, 64).Q_REGISTERS]
     assert in_registers == [1]
+    assert not any(make_forward_config(1, d, d, 64).Q_REGISTERS for d in (64, 192, 256))
 
 
 @pytest.mark.parametrize(

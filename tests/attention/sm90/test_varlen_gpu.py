@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.sm90 import launch as fwd_sm90_launch
-from blackwell_sparsek.attention.sm90.config import make_forward_config
+from blackwell_sparsek.attention.sm90.config import make_forward_config, tile_width
 from blackwell_sparsek.attention.triton import forward as attention_triton
 from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec, empty_lse, empty_out
 from blackwell_sparsek.masks.band import EVERYTHING, Band
@@ -44,13 +44,17 @@ STRUCTURES = (
     (2, 128, 128, (256, 16), False, False, HALF),
     (1, 64, 64, (64, 64), False, True, BRAIN),
     (1, 64, 64, (64, 16), False, False, BRAIN),
+    (2, 256, 256, None, False, False, BRAIN),
+    (2, 192, 128, None, False, True, HALF),
+    (2, 256, 256, (128, 128), False, False, HALF),
+    (2, 192, 192, None, True, False, BRAIN),
 )
 # (structure, seed) pairs that ever failed stay here
 CORPUS: tuple[tuple[int, int], ...] = ()
 
 
 def launch(out, lse, q, k, v, spec, consumers):
-    tiles = [64 if x.shape[-1] <= 64 else 128 for x in (q, v)]
+    tiles = [tile_width(x.shape[-1]) for x in (q, v)]
     block_kv = None if spec.block_mask is None else spec.block_mask.block_size[1]
     config = make_forward_config(consumers, *tiles, block_kv, packed=True)
     fwd_sm90_launch.launch_attn_fwd_sm90(AttentionCall(q, k, v, spec), out, lse, None, 1, config)

@@ -10,6 +10,7 @@ CPU = torch.device("cpu")
 PROBLEMS = [
     Attention(1, 2, 100, 16, dtype=torch.float32),
     Attention(2, 4, 65, 16, kv_heads=2, dtype=torch.float32, causal=True),
+    Attention(1, 2, 100, 24, dtype=torch.float32, causal=True, head_dim_v=16),
     Attention(1, 2, 100, 16, dtype=torch.float32, causal=True, window=7),
     Attention(1, 2, 100, 16, dtype=torch.float32, window=7),
     Attention(1, 2, 128, 16, dtype=torch.float32, block=(32, 16), density=0.3),
@@ -27,7 +28,7 @@ def test_visible_pairs_and_work_are_those_of_the_oracle(problem):
     rows = torch.arange(problem.length)
     seen = torch.stack([inputs.visible(h, rows) for h in range(problem.heads)])
     assert inputs.pairs == problem.batch * seen.sum().item()
-    assert inputs.flops == 4 * problem.head_dim * inputs.pairs
+    assert inputs.flops == 2 * (problem.head_dim + problem.value_dim) * inputs.pairs
     exact = attention(
         inputs.q.double(),
         inputs.k.double(),
@@ -88,6 +89,7 @@ def test_titles_say_what_sets_a_problem_apart():
     assert [p.title for p in PROBLEMS] == [
         "B1 H2 S100 D16 full float32",
         "B2 H4:2 S65 D16 causal float32",
+        "B1 H2 S100 D24/16 causal float32",
         "B1 H2 S100 D16 causal window 7 float32",
         "B1 H2 S100 D16 full window 7 float32",
         "B1 H2 S128 D16 blocks 32x16 at 30% float32",
@@ -145,3 +147,9 @@ def test_sparse_and_fp8_caches_are_checked_on_what_is_read():
     assert 4 * fp8.cache_bytes == whole.cache_bytes
     assert fp8.title == "B2 S120 H4:2 D16, contiguous, fp8"
     assert problem.title == "B2 S120 H4:2 D16, pages of 16, 50% of them"
+
+
+def test_what_a_backward_pass_multiplies():
+    """Scores, dk and dq have the width of keys, dp and dv that of values."""
+    assert Attention(1, 2, 64, 64).backward_work == 2.5
+    assert Attention(1, 2, 64, 192, head_dim_v=128).backward_work == (3 * 192 + 2 * 128) / 320

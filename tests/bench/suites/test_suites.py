@@ -34,7 +34,7 @@ def test_cases_have_names_of_their_own_and_peers_that_exist(name):
 def test_groups_hold_suites_and_all_holds_all():
     assert all(set(members) <= set(SUITES) for members in GROUPS.values())
     assert GROUPS["all"] == list(SUITES)
-    kinds = ("dense", "window", "small", "varlen")
+    kinds = ("dense", "wide", "window", "small", "varlen")
     assert GROUPS["attention"] == [f"attention_{kind}" for kind in kinds]
 
 
@@ -42,6 +42,8 @@ def test_groups_hold_suites_and_all_holds_all():
     "name",
     [
         "attention_small",
+        "attention_wide",
+        "backward_wide",
         "attention_window",
         "attention_varlen",
         "block_sparse",
@@ -70,6 +72,12 @@ def test_the_founding_shapes():
     for p in dense[:-2]:
         assert p["batch"] * p["length"] == 16384 and p["heads"] * p["head_dim"] == 2048
     assert {(p["heads"], p["kv_heads"]) for p in dense[-2:]} == {(32, 8)}
+    wide = [case.problem for case in SUITES["attention_wide"].cases(False)]
+    assert {(p["head_dim"], p.get("head_dim_v"), p["heads"], p["kv_heads"]) for p in wide} == {
+        (256, None, 16, 8),
+        (192, 128, 16, 16),
+        (192, 128, 128, 128),
+    }
     window = [case.problem for case in SUITES["attention_window"].cases(False)]
     assert [p["length"] for p in window] == [32768, 131072, 524288]
     assert all(p["window"] == 2048 and p["causal"] for p in window)

@@ -23,7 +23,8 @@ Under a mask `dq_order` plans ranks, and which program takes which work tiles: a
 what was planned earlier, wherever that runs, so all programs have to be resident at the same time.
 
 Called as impl "sm90" of `bsk::attn_bwd`, between the kernels of `backward_preprocess`. Limits:
-those of `forward`; key blocks of masks of 128 or 256; those of 64 go to `backward_split`.
+those of `forward`; key blocks of masks of 128 or 256; those of 64 go to `backward_split`, and head
+dims above 128 to `backward_wide`.
 """
 
 from typing import Any, NamedTuple
@@ -116,21 +117,25 @@ def start_products(rows, tiles, step, CFG: gl.constexpr):
 
 
 @gluon.jit
-def row_terms(terms, step, CFG: gl.constexpr):
-    """lse or delta of the queries of a step, as [1, queries]."""
-    layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
-    return terms.index(step % CFG.STAGES).load(gl.SliceLayout(0, layout))[None, :]
+def row_terms(terms, stage, PART: gl.constexpr, CFG: gl.constexpr):
+    """lse or delta of the queries that a warp group scores, as [1, queries]."""
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.scored_queries)
+    numbers = terms.index(stage)
+    if CFG.SHARED_KEYS:
+        numbers = numbers.slice(PART * ROWS, ROWS, dim=0)
+    return numbers.load(gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
-def _visible(shared, step, kv_index, CFG: gl.constexpr):
-    """Which of 64 keys each query of a step sees."""
+def _visible(shared, step, kv_index, PART: gl.constexpr, CFG: gl.constexpr):
+    """Which of 64 keys each query that a warp group scores sees."""
     lists, steps, lengths, band = shared.mask.lists, shared.steps, shared.lengths, shared.band
-    tile_m: gl.constexpr = CFG.TILE_M
-    two_blocks: gl.constexpr = CFG.parts == 2
-    layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
-    offs_m = gl.arange(0, tile_m, gl.SliceLayout(0, layout))
-    q_index = read_info(steps, step, Q_ROW, 4) + offs_m
+    queries: gl.constexpr = CFG.scored_queries
+    # the queries of one part are all of the same block
+    two_blocks: gl.constexpr = CFG.parts == 2 and not CFG.SHARED_KEYS
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.scored_queries)
+    offs_m = gl.arange(0, queries, gl.SliceLayout(0, layout))
+    q_index = read_info(steps, step, Q_ROW + PART, 4) + offs_m
     if two_blocks:
         second_q_row = read_info(steps, step, Q_ROW + 1, 4)
         q_index = gl.where(offs_m < ROWS, q_index, second_q_row - ROWS + offs_m)
@@ -140,7 +145,7 @@ def _visible(shared, step, kv_index, CFG: gl.constexpr):
     visible = within_bounds(q_index[None, :], first[:, None], last[:, None])
     if lists is not None:
         words: gl.constexpr = (CFG.BLOCK_KV + 31) // 32
-        bits_id = read_info(steps, step, BITS_ID, 4) + (offs_m - offs_m)
+        bits_id = read_info(steps, step, BITS_ID + PART, 4) + (offs_m - offs_m)
         if two_blocks:
             second_bits_id = read_info(steps, step, BITS_ID + 1, 4)
             bits_id = gl.where(offs_m < ROWS, bits_id, second_bits_id)
@@ -164,34 +169,38 @@ def sees_nothing(step, kv_tile, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def hide(p, step, kv_index, shared, CFG: gl.constexpr):
+def hide(p, step, kv_index, shared, PART: gl.constexpr, CFG: gl.constexpr):
     """p^T without the keys that a query does not see, whatever the exponential gave there."""
-    return gl.where(_visible(shared, step, kv_index, CFG), p, 0.0)
+    return gl.where(_visible(shared, step, kv_index, PART, CFG), p, 0.0)
 
 
 @gluon.jit
 def score_step(
     s_started, dp_started, step, masked, kv_index, score, shared,
-    EARLY: gl.constexpr, CFG: gl.constexpr,
+    EARLY: gl.constexpr, CFG: gl.constexpr, PART: gl.constexpr = 0,
 ):  # fmt: skip
     """p^T and ds^T of a step whose products were started.
 
-    EARLY: registers are left to load lse and delta while the products are under way.
+    EARLY: registers are left to load lse and delta while the products are under way. PART: which
+    half of the queries this warp group scores, if it shares its keys.
     """
     lse_smem, delta_smem = shared.queries.lse_smem, shared.queries.delta_smem
+    stage = step % CFG.STAGES
+    dout_stage = step % CFG.DOUT_STAGES
     if EARLY:
-        lse_log2 = row_terms(lse_smem, step, CFG)
-    s = warpgroup_mma_wait(1, deps=(s_started,))
+        lse_log2 = row_terms(lse_smem, stage, PART, CFG)
+    # the product for dp has a group for each slice
+    s = warpgroup_mma_wait(CFG.dv_slices, deps=(s_started,))
     if not EARLY:
-        lse_log2 = row_terms(lse_smem, step, CFG)
+        lse_log2 = row_terms(lse_smem, stage, PART, CFG)
     p, capped = probabilities(s, None, lse_log2, score)
     if masked:
-        p = hide(p, step, kv_index, shared, CFG)
+        p = hide(p, step, kv_index, shared, PART, CFG)
     if EARLY:
-        delta = row_terms(delta_smem, step, CFG)
+        delta = row_terms(delta_smem, dout_stage, PART, CFG)
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
     if not EARLY:
-        delta = row_terms(delta_smem, step, CFG)
+        delta = row_terms(delta_smem, dout_stage, PART, CFG)
     return p, score_gradients(p, capped, dp, delta, score)
 
 
@@ -249,6 +258,15 @@ def give_dq(dq, dq_ring, step, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def block_semaphore(semaphore_ptr, batch_head, row, rows, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """The semaphore of the query block of a row that a warp group adds; heads have `rows` rows."""
+    first_in_block = row // CFG.BLOCK_Q * (CFG.BLOCK_Q // ROWS)
+    tile = batch_head.to(gl.int64) * (rows // ROWS) + first_in_block
+    # either warp group may get a block that fills half a tile
+    return semaphore_ptr + tile * 2 + (0 if CFG.parts == 2 else GROUP)
+
+
+@gluon.jit
 def write_dq(dq_desc, semaphore_ptr, q_len, dq_ring, steps, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Add what a warp group hands over to the sums of dq in memory, by rank where `CFG.ORDERED`."""
     smem, full, empty = dq_ring
@@ -265,10 +283,7 @@ def write_dq(dq_desc, semaphore_ptr, q_len, dq_ring, steps, GROUP: gl.constexpr,
             rank = 1
             if CFG.ORDERED:
                 rows = padded_queries(q_len)
-                first_in_block = row // CFG.BLOCK_Q * (CFG.BLOCK_Q // ROWS)
-                tile = batch_head.to(gl.int64) * (rows // ROWS) + first_in_block
-                # either warp group may get a block that fills half a tile
-                block_ptr = semaphore_ptr + tile * 2 + (0 if CFG.parts == 2 else GROUP)
+                block_ptr = block_semaphore(semaphore_ptr, batch_head, row, rows, GROUP, CFG)
                 # a part without queries has no rank; a block adds all of its rows, last rows first,
                 # before the next KV tile may
                 has_rank = (row < rows) if CFG.parts == 2 else True

@@ -19,6 +19,7 @@ from ...device.tiles import store_rows
 from ...launch.launcher import launch
 from ..operands import token_strides
 from ..triton.delta import Outputs, delta_of_rows
+from .config import slice_width
 
 # Rows of a program, which share a pair of semaphores.
 ROW_TILE = 64
@@ -53,6 +54,7 @@ def _attn_bwd_preprocess_kernel(
     HEAD_DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_D: tl.constexpr,
+    SLICE_D: tl.constexpr,
     TILE_DV: tl.constexpr,
 ):
     """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one (batch, head), which has `padded`."""
@@ -68,8 +70,9 @@ def _attn_bwd_preprocess_kernel(
     if semaphores_ptr is not None:
         tl.store(semaphores_ptr + tile * 2 + tl.arange(0, 2), 0)
     if sums_ptr is not None:
-        place = row[:, None] * TILE_D + tl.arange(0, TILE_D)[None, :]
-        tl.store(sums_ptr + place, tl.zeros([TILE_M, TILE_D], tl.float32))
+        for first in tl.static_range(0, TILE_D, SLICE_D):
+            place = row[:, None] * TILE_D + first + tl.arange(0, SLICE_D)[None, :]
+            tl.store(sums_ptr + place, tl.zeros([TILE_M, SLICE_D], tl.float32))
 
 
 @triton.jit
@@ -94,13 +97,14 @@ def _attn_bwd_postprocess_kernel(
     BLOCK_Q: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_D: tl.constexpr,
+    SLICE_D: tl.constexpr,
 ):
     """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one (batch, head) of dq."""
     q_tiles = padded // TILE_M
     tile = _from_the_end()
     batch_head = tile // q_tiles
     offs_m = tile % q_tiles * TILE_M + tl.arange(0, TILE_M)
-    offs_d = tl.arange(0, TILE_D)
+    offs_d = tl.arange(0, SLICE_D)
     live = True
     if semaphores_ptr is not None:
         # the semaphores of a query block are those of its first rows
@@ -108,11 +112,12 @@ def _attn_bwd_postprocess_kernel(
         added = tl.load(semaphores_ptr + (tl.cast(batch_head, tl.int64) * q_tiles + first) * 2)
         live = added > 0
     sums_ptr += tl.cast(tile, tl.int64) * (TILE_M * TILE_D)
-    offs = tl.arange(0, TILE_M * TILE_D)
-    sums = tl.load(sums_ptr + offs, live & (offs >= 0), other=0.0)
-    sums = _rows_of_registers(sums, TILE_D)
-    dq_ptr += head_offset(batch_head // heads, batch_head % heads, 0, dq_strides)
-    store_rows(dq_ptr, offs_m, dq_strides.token, offs_d, sums * scale, q_len, HEAD_DIM)
+    offs = tl.arange(0, TILE_M * SLICE_D)
+    for first in tl.static_range(0, TILE_D, SLICE_D):
+        sums = tl.load(sums_ptr + TILE_M * first + offs, live & (offs >= 0), other=0.0)
+        sums = _rows_of_registers(sums, SLICE_D) * scale
+        head_ptr = dq_ptr + head_offset(batch_head // heads, batch_head % heads, 0, dq_strides)
+        store_rows(head_ptr, offs_m, dq_strides.token, first + offs_d, sums, q_len, HEAD_DIM)
 
 
 def launch_attn_bwd_preprocess(
@@ -151,6 +156,7 @@ def launch_attn_bwd_preprocess(
         out.shape[3],
         ROW_TILE,
         tile_d,
+        slice_width(tile_d),
         triton.next_power_of_2(out.shape[3]),
     )
     launch(_attn_bwd_preprocess_kernel, batch_heads * (padded // ROW_TILE), args, num_warps=4)
@@ -163,7 +169,7 @@ def launch_attn_bwd_postprocess(
     block_q: int,
     scale: float,
 ) -> None:
-    """Fill dq [B, H, S, D], any strides, from sums fp32 [B * H, rows, 64 | 128], rows as above.
+    """Fill dq [B, H, S, D], any strides, from sums fp32 [B * H, rows, tile of D], rows as above.
 
     Each [64, 64] of the sums is in the order of `backward.in_register_order`. Where `semaphores`
     are given, those of a block of `block_q` queries are those of its first 64 rows; sums of blocks
@@ -171,6 +177,6 @@ def launch_attn_bwd_postprocess(
     """
     batch_heads, padded, tile_d = sums.shape
     sizes = (dq.shape[2], padded, dq.shape[1])
-    constants = (dq.shape[3], block_q, ROW_TILE, tile_d)
+    constants = (dq.shape[3], block_q, ROW_TILE, tile_d, slice_width(tile_d))
     args = (dq, sums, semaphores, token_strides(dq), *sizes, scale, *constants)
     launch(_attn_bwd_postprocess_kernel, batch_heads * (padded // ROW_TILE), args, num_warps=4)

@@ -225,39 +225,60 @@ def _fetch_step(descs, order, shared, step, visit, q_tile, batch, q_head, CFG: g
         second.rank,
     )  # fmt: skip
     write_info(shared.steps, step, info)
-    q_bytes: gl.constexpr = descs.q.block_type.nbytes + descs.lse.block_type.nbytes
-    dout_bytes: gl.constexpr = descs.dout.block_type.nbytes + descs.delta.block_type.nbytes
+    d_slices: gl.constexpr = CFG.d_slices
+    dv_slices: gl.constexpr = CFG.dv_slices
+    q_bytes: gl.constexpr = d_slices * descs.q.block_type.nbytes + descs.lse.block_type.nbytes
+    dout_bytes: gl.constexpr = (
+        dv_slices * descs.dout.block_type.nbytes + descs.delta.block_type.nbytes
+    )
     full = ring.full.index(stage)
     mbarrier.expect(full, parts * (q_bytes if CFG.SPLIT_RING else q_bytes + dout_bytes))
     for part in gl.static_range(parts):
         q_row = first.q_row if part == 0 else second.q_row
-        q = ring.q_smem.index(stage).slice(part * rows, rows, dim=0)
+        q = ()
+        for i in gl.static_range(d_slices):
+            tile = ring.q_smem.index(stage * d_slices + i)
+            q = q + (tile.slice(part * rows, rows, dim=0),)  # noqa: RUF005
         lse = ring.lse_smem.index(stage).slice(part * rows, rows, dim=0)
-        async_load(descs.q, [batch, q_head, q_row, 0], full, q)
+        for i in gl.static_range(d_slices):
+            async_load(descs.q, [batch, q_head, q_row, i * CFG.slice_d], full, q[i])
         async_load(descs.lse, [batch_head, q_row], full, lse)
-    dout_full = ring.dout_full.index(stage)
+    dout_stage = step % CFG.DOUT_STAGES
+    dout_full = ring.dout_full.index(dout_stage)
     if CFG.SPLIT_RING:
-        mbarrier.wait(ring.dout_empty.index(stage), phase)
+        mbarrier.wait(ring.dout_empty.index(dout_stage), ((step // CFG.DOUT_STAGES) & 1) ^ 1)
         mbarrier.expect(dout_full, parts * dout_bytes)
     for part in gl.static_range(parts):
         q_row = first.q_row if part == 0 else second.q_row
-        dout = ring.dout_smem.index(stage).slice(part * rows, rows, dim=0)
-        delta = ring.delta_smem.index(stage).slice(part * rows, rows, dim=0)
-        async_load(descs.dout, [batch, q_head, q_row, 0], dout_full, dout)
+        dout = ()
+        for i in gl.static_range(dv_slices):
+            tile = ring.dout_smem.index(dout_stage * dv_slices + i)
+            dout = dout + (tile.slice(part * rows, rows, dim=0),)  # noqa: RUF005
+        delta = ring.delta_smem.index(dout_stage).slice(part * rows, rows, dim=0)
+        for i in gl.static_range(dv_slices):
+            async_load(descs.dout, [batch, q_head, q_row, i * CFG.slice_dv], dout_full, dout[i])
         async_load(descs.delta, [batch_head, q_row], dout_full, delta)
 
 
 @gluon.jit
 def _fetch_keys(descs, keys, work_tiles, batch, kv_head, kv_tile, CFG: gl.constexpr):
     """Start the copies of the keys and values of a work tile, once those before are done with."""
-    consumers: gl.constexpr = CFG.CONSUMERS
+    row_tiles: gl.constexpr = CFG.tile_n // ROWS
+    d_slices: gl.constexpr = CFG.d_slices
+    dv_slices: gl.constexpr = CFG.dv_slices
+    k_bytes: gl.constexpr = d_slices * descs.k.block_type.nbytes
+    v_bytes: gl.constexpr = dv_slices * descs.v.block_type.nbytes
     full = keys.full
     mbarrier.wait(keys.empty, (work_tiles & 1) ^ 1)
-    mbarrier.expect(full, consumers * (descs.k.block_type.nbytes + descs.v.block_type.nbytes))
-    for g in gl.static_range(consumers):
-        place = [batch, kv_head, kv_tile * CFG.tile_n + g * ROWS, 0]
-        async_load(descs.k, place, full, keys.k_smem.index(g))
-        async_load(descs.v, place, full, keys.v_smem.index(g))
+    mbarrier.expect(full, row_tiles * (k_bytes + v_bytes))
+    for g in gl.static_range(row_tiles):
+        row = kv_tile * CFG.tile_n + g * ROWS
+        for i in gl.static_range(d_slices):
+            place = [batch, kv_head, row, i * CFG.slice_d]
+            async_load(descs.k, place, full, keys.k_smem.index(g * d_slices + i))
+        for i in gl.static_range(dv_slices):
+            place = [batch, kv_head, row, i * CFG.slice_dv]
+            async_load(descs.v, place, full, keys.v_smem.index(g * dv_slices + i))
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ PADDING = gl.constexpr(QUERY_PADDING)
 
 
 class ResidentKeys(NamedTuple):
-    """Keys and values of a work tile: 64 rows for each consumer, and a barrier pair for all."""
+    """Keys and values of a work tile: tiles of 64 rows, or slices, and a barrier pair for all."""
 
     k_smem: Any
     v_smem: Any
@@ -161,8 +161,9 @@ def padded_queries(q_len):
 def resident_keys(descs, CFG: gl.constexpr):
     """Allocate memory and barriers for the keys and values of a work tile."""
     consumers: gl.constexpr = CFG.CONSUMERS
-    k_smem = tiles(descs.k, consumers, ROWS)
-    v_smem = tiles(descs.v, consumers, ROWS)
+    row_tiles: gl.constexpr = CFG.tile_n // ROWS
+    k_smem = tiles(descs.k, row_tiles * CFG.d_slices, ROWS)
+    v_smem = tiles(descs.v, row_tiles * CFG.dv_slices, ROWS)
     return ResidentKeys(k_smem, v_smem, barriers(1, 1).index(0), barriers(1, consumers).index(0))
 
 
@@ -170,18 +171,19 @@ def resident_keys(descs, CFG: gl.constexpr):
 def query_ring(descs, CFG: gl.constexpr):
     """Allocate the ring of query tiles."""
     stages: gl.constexpr = CFG.STAGES
+    dout_stages: gl.constexpr = CFG.DOUT_STAGES
     tile_m: gl.constexpr = CFG.TILE_M
     consumers: gl.constexpr = CFG.CONSUMERS
     vector: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    q_smem = tiles(descs.q, stages, tile_m)
-    dout_smem = tiles(descs.dout, stages, tile_m)
+    q_smem = tiles(descs.q, stages * CFG.d_slices, tile_m)
+    dout_smem = tiles(descs.dout, dout_stages * CFG.dv_slices, tile_m)
     lse_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [stages, tile_m], vector)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [dout_stages, tile_m], vector)
     full = barriers(stages, 1)
     empty = barriers(stages, consumers)
     dout_full = full
     dout_empty = empty
     if CFG.SPLIT_RING:
-        dout_full = barriers(stages, 1)
-        dout_empty = barriers(stages, consumers)
+        dout_full = barriers(dout_stages, 1)
+        dout_empty = barriers(dout_stages, consumers)
     return QueryRing(q_smem, dout_smem, lse_smem, delta_smem, full, empty, dout_full, dout_empty)

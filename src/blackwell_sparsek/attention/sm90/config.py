@@ -7,6 +7,8 @@ from ...launch.descriptors import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 
 # More stages hide no more latency: a producer is never that far ahead.
 MOST_STAGES = 4
+# Head dims in shared memory: tiles are as wide as the narrowest of these that holds a head.
+TILE_WIDTHS = (64, 128, 192, 256)
 # Cost of combining a softmax that programs share, in KV tiles.
 COMBINE_TILES = 2
 
@@ -26,6 +28,10 @@ class AttnFwdSm90Config:
     """Head dim of queries and keys in shared memory, beyond which TMA fills zeros."""
     TILE_DV: int
     """The same of values."""
+    SLICE_D: int
+    """Columns of a slice of queries and keys; heads wider than a slice lie in several of them."""
+    SLICE_DV: int
+    """The same of values, of accumulators, and of copies of outputs."""
     STAGES: int
     """KV tiles in flight."""
     BLOCK_KV: int
@@ -61,11 +67,13 @@ class AttnFwdSm90Config:
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
-        assert self.TILE_D in (64, 128) and self.TILE_DV in (64, 128), f"{self=}"
+        assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
+        assert self.SLICE_D in (64, 128) and self.TILE_D % self.SLICE_D == 0, f"{self=}"
+        assert self.SLICE_DV in (64, 128) and self.TILE_DV % self.SLICE_DV == 0, f"{self=}"
         assert self.BLOCK_KV % self.TILE_N == 0 or self.TILE_N % self.BLOCK_KV == 0, (
             f"{self.BLOCK_KV=}"
         )
-        assert self.STAGES >= 2, f"{self.STAGES=}"
+        assert self.STAGES >= 1, f"{self.STAGES=}"
         assert not self.HALF_TILES or self.TILE_N == self.BLOCK_KV == 128, f"{self=}"
         assert not (self.HALF_TILES and self.SPLIT_TAIL), f"{self=}"
         assert self.Q_STAGES in (1, 2), f"{self.Q_STAGES=}"
@@ -78,6 +86,16 @@ class AttnFwdSm90Config:
     def tile_m(self) -> int:
         """Queries of a work tile."""
         return GROUP_ROWS * self.CONSUMERS
+
+    @property
+    def d_slices(self) -> int:
+        """Slices of queries and keys."""
+        return self.TILE_D // self.SLICE_D
+
+    @property
+    def dv_slices(self) -> int:
+        """Slices of values and outputs."""
+        return self.TILE_DV // self.SLICE_DV
 
     @property
     def programs_per_sm(self) -> int:
@@ -101,7 +119,7 @@ class AttnFwdSm90Config:
     @property
     def tile_bytes(self) -> int:
         """Shared memory of all tiles, which is where the barriers begin."""
-        queries = self.tile_m * (self.Q_STAGES * self.TILE_D + self.TILE_DV)
+        queries = self.tile_m * (self.Q_STAGES * self.TILE_D + self.SLICE_DV)
         return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
 
     def barrier_at(self, array: int) -> int:
@@ -147,19 +165,19 @@ class AttnFwdSm90Config:
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of queries."""
-        return (1, 1, GROUP_ROWS, self.TILE_D)
+        return (1, 1, GROUP_ROWS, self.SLICE_D)
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys."""
-        return (1, 1, self.part_rows, self.TILE_D)
+        return (1, 1, self.part_rows, self.SLICE_D)
 
     def v_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of values."""
-        return (1, 1, self.part_rows, self.TILE_DV)
+        return (1, 1, self.part_rows, self.SLICE_DV)
 
     def out_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of outputs."""
-        return (1, 1, GROUP_ROWS, self.TILE_DV)
+        return (1, 1, GROUP_ROWS, self.SLICE_DV)
 
     def accumulator_layout(self, columns: int) -> object:
         """Register layout of a [64, columns] WGMMA accumulator."""
@@ -183,8 +201,15 @@ def make_forward_config(
     """
     dense = block_kv is None and not packed
     masked = block_kv is not None and not packed
+    slice_dv = slice_width(tile_dv)
+    if max(tile_d, tile_dv) > 128 and not (consumers == 2 and tile_dv == 256):
+        # outputs leave through a buffer of one slice; what a narrow one leaves holds keys
+        slice_dv = 64
     # one consumer shares its SM, and 128 keys of 128 dims do not fit twice
     tile_n = 64 if consumers == 1 and (block_kv is not None or max(tile_d, tile_dv) > 64) else 128
+    # accumulators of more than 128 columns leave no registers for the scores of 128 keys
+    if tile_dv > 128 or stages_that_fit(consumers, tile_n, tile_d, tile_dv, slice_dv) < 2:
+        tile_n = 64
     # at 64 dims the code of a split tail takes registers that the loop needs
     wide = max(tile_d, tile_dv) > 64
     split_tail = dense and long and wide and not banded and consumers == 2
@@ -192,10 +217,10 @@ def make_forward_config(
     # consumers give them up. Three consumers need few, because their head dims are at most 64.
     searches = not dense or split_tail
     producer = 32 if consumers == 3 else 40 if searches or consumers == 1 else 24
-    stages = stages_that_fit(consumers, tile_n, tile_d, tile_dv)
+    stages = stages_that_fit(consumers, tile_n, tile_d, tile_dv, slice_dv)
     # A second buffer of queries if it costs no stage of keys, which holds except for one consumer
     # with 128 dims. With blocks that share a tile, consumers have no registers for it.
-    ahead = stages_that_fit(consumers, tile_n, tile_d, tile_dv, q_stages=2) == stages
+    ahead = stages_that_fit(consumers, tile_n, tile_d, tile_dv, slice_dv, q_stages=2) == stages
     ahead = ahead and (block_kv is None or block_kv >= tile_n)
     claim_ahead = dense and ahead and not split_tail and consumers < 3
     claim_ahead = claim_ahead and banded == (consumers == 1)
@@ -204,6 +229,8 @@ def make_forward_config(
         TILE_N=tile_n,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
+        SLICE_D=slice_width(tile_d),
+        SLICE_DV=slice_dv,
         STAGES=stages,
         BLOCK_KV=tile_n if block_kv is None else block_kv,
         CONSUMER_REGISTERS=160 if consumers == 3 else 232 if producer == 40 else 240,
@@ -219,20 +246,30 @@ def make_forward_config(
         CLAIM_AHEAD=claim_ahead,
         SKIP_ABSENT=consumers == 3 and (banded or packed or long),
         SCHEDULER_WARP=masked,
-        # two consumers with mask code have too few registers
-        Q_REGISTERS=masked and consumers == 1 and min(tile_d, tile_dv) > 64,
+        # two consumers with mask code have too few registers, and so have wide outputs
+        Q_REGISTERS=masked and consumers == 1 and tile_d == tile_dv == 128,
     )
 
 
+def tile_width(head_dim: int) -> int:
+    """Columns of a tile for this head dim; TMA fills what a head does not have with zeros."""
+    return next(width for width in TILE_WIDTHS if head_dim <= width)
+
+
+def slice_width(tile: int) -> int:
+    """The widest slice that a tile consists of; shared memory and registers have powers of two."""
+    return 64 if tile % 128 else 128
+
+
 def stages_that_fit(
-    consumers: int, tile_n: int, tile_d: int, tile_dv: int, q_stages: int = 1
+    consumers: int, tile_n: int, tile_d: int, tile_dv: int, out_width: int, q_stages: int = 1
 ) -> int:
     """Stages of the K and V rings that fit beside queries and outputs."""
     budget = SMEM_BYTES
     if consumers == 1:
         # each of two programs needs room for barriers and 1 KiB reserved by the system
         budget = SMEM_BYTES // 2 - 2048
-    elements = budget // 2 - consumers * GROUP_ROWS * (q_stages * tile_d + tile_dv)
+    elements = budget // 2 - consumers * GROUP_ROWS * (q_stages * tile_d + out_width)
     return min(MOST_STAGES, elements // (tile_n * (tile_d + tile_dv)))
 
 
@@ -264,7 +301,10 @@ class AttnBwdSm90Config:
     thread; the roles then redistribute them.
 
     DK_REGISTERS reads ds for dk from registers. SPLIT_RING gives queries and output gradients
-    separate barriers, because the latter are free first.
+    separate barriers, because the latter are free first; DOUT_STAGES of these are in flight.
+
+    SHARED_KEYS, for wide heads: both warp groups work on the same 64 keys, one on dk, the other on
+    dv (`backward_wide`). Tiles then lie in shared memory as slices of columns.
     """
 
     CONSUMERS: int
@@ -272,6 +312,7 @@ class AttnBwdSm90Config:
     TILE_D: int
     TILE_DV: int
     STAGES: int
+    DOUT_STAGES: int
     DS_STAGES: int
     ORDERED: bool
     BLOCK_Q: int
@@ -281,19 +322,47 @@ class AttnBwdSm90Config:
     MAX_REGISTERS: int
     DK_REGISTERS: bool
     SPLIT_RING: bool
+    SHARED_KEYS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2), f"{self.CONSUMERS=}"
-        tile_m = 64 if self.TILE_D == 128 else 128
+        tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
         assert self.CONSUMERS == 1 or tile_m == self.TILE_M, f"{self=}"
-        assert self.TILE_D in (64, 128), f"{self=}"
-        assert self.TILE_DV in (64, 128), f"{self.TILE_DV=}"
+        wide = max(self.TILE_D, self.TILE_DV) > 128
+        assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
+        assert wide == self.SHARED_KEYS and (self.SPLIT_RING or not wide), f"{self=}"
+        assert self.SPLIT_RING or self.DOUT_STAGES == self.STAGES, f"{self=}"
         assert self.BLOCK_Q % self.TILE_M == 0 or self.TILE_M == 2 * self.BLOCK_Q, f"{self=}"
 
     @property
     def tile_n(self) -> int:
         """Keys of a work tile."""
-        return GROUP_ROWS * self.CONSUMERS
+        return GROUP_ROWS if self.SHARED_KEYS else GROUP_ROWS * self.CONSUMERS
+
+    @property
+    def scored_queries(self) -> int:
+        """Queries of a tile that a warp group scores."""
+        return self.TILE_M // 2 if self.SHARED_KEYS else self.TILE_M
+
+    @property
+    def slice_d(self) -> int:
+        """Columns of a slice of queries and keys; they are whole unless keys are shared."""
+        return slice_width(self.TILE_D) if self.SHARED_KEYS else self.TILE_D
+
+    @property
+    def slice_dv(self) -> int:
+        """The same of values and output gradients."""
+        return slice_width(self.TILE_DV) if self.SHARED_KEYS else self.TILE_DV
+
+    @property
+    def d_slices(self) -> int:
+        """Slices of queries and keys."""
+        return self.TILE_D // self.slice_d
+
+    @property
+    def dv_slices(self) -> int:
+        """Slices of values and output gradients."""
+        return self.TILE_DV // self.slice_dv
 
     @property
     def visits_per_head(self) -> int:
@@ -327,19 +396,19 @@ class AttnBwdSm90Config:
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of queries."""
-        return (1, 1, self.part_rows, self.TILE_D)
+        return (1, 1, self.part_rows, self.slice_d)
 
     def dout_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of output gradients."""
-        return (1, 1, self.part_rows, self.TILE_DV)
+        return (1, 1, self.part_rows, self.slice_dv)
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys, or of their gradients."""
-        return (1, 1, GROUP_ROWS, self.TILE_D)
+        return (1, 1, GROUP_ROWS, self.slice_d)
 
     def v_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of values, or of their gradients."""
-        return (1, 1, GROUP_ROWS, self.TILE_DV)
+        return (1, 1, GROUP_ROWS, self.slice_dv)
 
     def row_block(self) -> tuple[int, int]:
         """Shape of a copy of lse or delta, one number for each query."""
@@ -358,6 +427,8 @@ def make_backward_config(
     tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None, ordered: bool = False
 ) -> AttnBwdSm90Config:
     """The configuration for these head dims; `block_size` is the mask's, None when dense."""
+    if max(tile_d, tile_dv) > 128:
+        return _make_wide_backward_config(tile_d, tile_dv, block_size, ordered)
     tile_m = 64 if tile_d == 128 else 128
     # an ordered addition takes as long as a step of 64 queries, so two steps share one
     block_q, block_kv = block_size or (QUERY_PADDING if ordered else tile_m, 0)
@@ -369,6 +440,7 @@ def make_backward_config(
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=2,
+        DOUT_STAGES=2,
         # warp groups own different keys, so one may be up to a step ahead of the other
         DS_STAGES=3,
         ORDERED=ordered,
@@ -382,6 +454,37 @@ def make_backward_config(
         DK_REGISTERS=block_size is None,
         # D = 64: 583 against 572 TFLOP/s; D = 128: 595 against 625
         SPLIT_RING=block_size is None and tile_d == 64,
+    )
+
+
+def _make_wide_backward_config(
+    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None, ordered: bool
+) -> AttnBwdSm90Config:
+    """The configuration for heads whose gradients do not fit in one warp group's registers."""
+    block_q, block_kv = block_size or (QUERY_PADDING, 0)
+    tile_m = 2 * GROUP_ROWS
+    # beside keys, values, and p and ds of both warp groups
+    room = SMEM_BYTES // 2 - GROUP_ROWS * (tile_d + tile_dv) - 2 * GROUP_ROWS * tile_m
+    # queries are needed for longer than output gradients, so they get the second stage
+    stages = 2 if room >= tile_m * (2 * tile_d + tile_dv) else 1
+    dout_stages = 2 if room >= tile_m * (stages * tile_d + 2 * tile_dv) else 1
+    return AttnBwdSm90Config(
+        CONSUMERS=2,
+        TILE_M=tile_m,
+        TILE_D=tile_d,
+        TILE_DV=tile_dv,
+        STAGES=stages,
+        DOUT_STAGES=dout_stages,
+        DS_STAGES=1,
+        ORDERED=ordered,
+        BLOCK_Q=block_q,
+        BLOCK_KV=block_kv,
+        CONSUMER_REGISTERS=232,
+        PRODUCER_REGISTERS=40,
+        MAX_REGISTERS=168,
+        DK_REGISTERS=False,
+        SPLIT_RING=True,
+        SHARED_KEYS=True,
     )
 
 
@@ -467,6 +570,7 @@ def make_dkdv_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> 
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         STAGES=2,
+        DOUT_STAGES=2,
         DS_STAGES=0,
         ORDERED=False,
         BLOCK_Q=block_size[0],

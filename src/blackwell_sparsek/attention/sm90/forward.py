@@ -13,8 +13,10 @@ A consumer issues the scores of tile i and the product of tile i - 1 with V toge
 tile i runs while the tensor cores work on that product, and then for the other consumers. Tiles
 that need mask code come first.
 
+Tiles of wide heads lie in shared memory as slices of columns (`forward_stages`).
+
 Called as impl "sm90" of `bsk::attn_fwd`. Shapes are those of the portable forward. Limits: fp16 and
-bf16, D and Dv up to 128, a positive factor of scores, strides and addresses that TMA takes.
+bf16, D and Dv up to 256, a positive factor of scores, strides and addresses that TMA takes.
 """
 
 from typing import Any, NamedTuple
@@ -25,13 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.gluon.compat import async_store
-from ...device.gluon.partials import columns_of, rows_of, store_part
+from ...device.gluon.partials import columns_of, rows_of, store_part_slices
 from ...device.gluon.pipeline import (
     barriers,
     ring,
@@ -91,6 +92,24 @@ from .forward_producer import (
     take_work_tile,
     tile_tokens,
 )
+from .forward_stages import (
+    EMPTY_K,
+    EMPTY_V,
+    FULL_K,
+    FULL_V,
+    KvStages,
+    await_outputs,
+    await_stage,
+    free_stage,
+    kv_slices,
+    ping_pong_pass,
+    ping_pong_wait,
+    query_slices,
+    scale_slices,
+    start_outputs,
+    start_scores,
+    zero_outputs,
+)
 
 ROWS = gl.constexpr(GROUP_ROWS)
 # Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
@@ -98,13 +117,6 @@ ROWS = gl.constexpr(GROUP_ROWS)
 SLACK = gl.constexpr(8)
 # Keys of half a tile.
 HALF = gl.constexpr(64)
-# Arrays of barriers of the rings, in the order in which they lie behind the tiles.
-FULL_K = gl.constexpr(0)
-EMPTY_K = gl.constexpr(1)
-FULL_V = gl.constexpr(2)
-EMPTY_V = gl.constexpr(3)
-# The first named barrier that Triton does not use itself.
-FIRST_NAMED_BARRIER = 9
 
 
 class ConsumerArgs(NamedTuple):
@@ -127,14 +139,6 @@ class SplitTail(NamedTuple):
     counters: Any
 
 
-class KvStages(NamedTuple):
-    """Stages of K and V as a consumer reads them: the tiles, and the address of their barriers."""
-
-    k: Any
-    v: Any
-    barriers: Any
-
-
 class TileBounds(NamedTuple):
     """Keys that a consumer's queries see: bounds of each row, and what every one of them sees."""
 
@@ -148,70 +152,13 @@ class Queries(NamedTuple):
     """What a consumer keeps of a work tile while it goes through the KV tiles."""
 
     q: Any
+    """Slices, in shared memory or as operands from registers."""
     visit: Any
     masked_tiles: Any
     q_index: Any
     q_start: Any
     bounds: Any
     score: Any
-
-
-# Barriers. Gluon's are those of a whole warp group, which stops twice a tile for them. Here each
-# warp waits and arrives for itself, at barriers that lie behind the tiles with `barrier_room` for
-# each array (`tests/attention/sm90/test_barriers.py` holds that).
-
-
-@gluon.constexpr_function
-def _arriving(offset):
-    return (
-        "{ .reg .pred p; elect.sync _|p, -1; "
-        f"@p mbarrier.arrive.shared::cta.b64 _, [$1+{offset}]; mov.b32 $0, 0; }}"
-    )
-
-
-@gluon.constexpr_function
-def _waiting(offset):
-    return (
-        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, "
-        f"[$1+{offset}], $2; @!p bra.uni again; mov.b32 $0, 0; }}"
-    )
-
-
-@gluon.jit
-def free_stage(stages, stage, ARRAY: gl.constexpr, CFG: gl.constexpr):
-    """Tell the producer that this warp has read a stage."""
-    asm: gl.constexpr = _arriving(CFG.barrier_at(ARRAY))
-    address = stages.barriers + stage * 8
-    gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [address], gl.int32, False, 1)
-
-
-@gluon.jit
-def await_stage(stages, stage, phase, ARRAY: gl.constexpr, CFG: gl.constexpr):
-    """Wait for the copies into a stage, each warp for itself."""
-    asm: gl.constexpr = _waiting(CFG.barrier_at(ARRAY))
-    address = stages.barriers + stage * 8
-    gl.inline_asm_elementwise(asm, "=r,r,r,~{memory}", [address, phase], gl.int32, False, 1)
-
-
-@gluon.constexpr_function
-def _named_barrier(what, group):
-    return f"bar.{what} {FIRST_NAMED_BARRIER + group}, 256; mov.b32 $0, 0;"
-
-
-@gluon.jit
-def ping_pong_wait(GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Wait until the consumer before has issued its products."""
-    if CFG.PING_PONG:
-        asm: gl.constexpr = _named_barrier("sync", GROUP)
-        gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [0], gl.int32, False, 1)
-
-
-@gluon.jit
-def ping_pong_pass(GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Let the next consumer issue its products."""
-    if CFG.PING_PONG:
-        asm: gl.constexpr = _named_barrier("arrive", (GROUP + 1) % CFG.CONSUMERS)
-        gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [0], gl.int32, False, 1)
 
 
 # Masking the scores of a KV tile.
@@ -276,7 +223,7 @@ def attend_tile(
     m_log2, row_sum = state
     tile_n: gl.constexpr = CFG.TILE_N
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
@@ -285,12 +232,13 @@ def attend_tile(
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
     ping_pong_wait(GROUP, CFG)
-    k = stages.k.index(stage).permute((1, 0))
-    scores = warpgroup_mma(queries.q, k, no_scores, use_acc=False, is_async=True)
+    k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
+    scores = start_scores(queries.q, k, no_scores)
     await_stage(stages, last_stage, last_phase, FULL_V, CFG)
-    product = warpgroup_mma(p, stages.v.index(last_stage), acc, is_async=True)
+    v = kv_slices(stages.v, last_stage, CFG.dv_slices, CFG.TILE_N, 0)
+    products = start_outputs(p, v, acc)
     ping_pong_pass(GROUP, CFG)
-    s = cap(warpgroup_mma_wait(1, deps=(scores,)), score.inverse_cap)
+    s = cap(warpgroup_mma_wait(CFG.dv_slices, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
@@ -298,10 +246,12 @@ def attend_tile(
     # ptxas would sink all of it below the wait, where it overlaps with nothing
     pin_above(m_new, stages.barriers, CFG.spare_at)
     raised = gl.convert_layout(any_raised(m_log2, m_new), o_rows)[:, None]
-    acc = warpgroup_mma_wait(0, deps=(product,))
+    products = await_outputs(products)
     free_stage(stages, last_stage, EMPTY_V, CFG)
     factor = gl.convert_layout(rescale, o_rows)[:, None]
-    acc = scale_rows(acc, factor, raised)
+    acc = ()
+    for i in gl.static_range(len(products)):
+        acc = acc + (scale_rows(products[i], factor, raised),)  # noqa: RUF005
     weights = weights_of(s, score.factor, shift)
     row_sum = add_parts(row_sum, rescale, weights)
     p = gl.convert_layout(weights.to(p.dtype), p_layout)
@@ -329,7 +279,7 @@ def attend_half(
     s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     state_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_DV), 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.SLICE_DV), 2)
     bounds = TileBounds(
         gl.convert_layout(bounds.first, s_rows),
         gl.convert_layout(bounds.last, s_rows),
@@ -340,22 +290,21 @@ def attend_half(
     row_sum = gl.convert_layout(state.row_sum, s_rows)
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
-    k = stages.k.index(stage).slice(START, HALF, dim=0).permute((1, 0))
+    k = kv_slices(stages.k, stage, CFG.d_slices, HALF, START)
     no_scores = gl.zeros([ROWS, HALF], gl.float32, s_layout)
     ping_pong_wait(GROUP, CFG)
-    scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+    scores = start_scores(q, k, no_scores)
     ping_pong_pass(GROUP, CFG)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
     s = mask_band(s, kv_start + START, bounds)
     m_log2, row_sum, weights, rescale = softmax_step(m_log2, row_sum, s, score.factor)
-    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_DV))
-    acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
-    p = gl.convert_layout(weights.to(q.dtype), p_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
+    acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
+    p = gl.convert_layout(weights.to(stages.k.dtype), p_layout)
     await_stage(stages, stage, phase, FULL_V, CFG)
-    v = stages.v.index(stage).slice(START, HALF, dim=0)
-    product = warpgroup_mma(p, v, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(product,))
+    v = kv_slices(stages.v, stage, CFG.dv_slices, HALF, START)
+    acc = await_outputs(start_outputs(p, v, acc))
     free_stage(stages, stage, EMPTY_V, CFG)
     m_log2 = gl.convert_layout(m_log2, state_rows)
     return m_log2, gl.convert_layout(row_sum, state_rows), acc
@@ -405,22 +354,23 @@ def combine(tail, part, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
     state and accumulators, which are of all parts if so.
     """
     first_share, last_share = part.first_share, part.last_share
-    tile_dv: gl.constexpr = CFG.TILE_DV
+    width: gl.constexpr = CFG.SLICE_DV
+    slices: gl.constexpr = CFG.dv_slices
     consumers: gl.constexpr = CFG.CONSUMERS
-    state_ptr = tail.parts + gl.num_programs(0).to(gl.int64) * (2 * consumers * ROWS * tile_dv)
-    layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    state_ptr = tail.parts + gl.num_programs(0).to(gl.int64) * (2 * consumers * ROWS * CFG.TILE_DV)
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     m_log2 = gl.convert_layout(state.m_log2, rows)
     row_sum = gl.convert_layout(state.row_sum, rows)
     slot = part_slot(part.share, first_share) * consumers + GROUP
-    store_part(tail.parts, state_ptr, slot, m_log2, row_sum, acc, ROWS)
+    store_part_slices(tail.parts, state_ptr, slot, m_log2, row_sum, acc, ROWS)
     counter_ptr = tail.counters + (1 + GROUP) + first_share * consumers
     last = is_last(counter_ptr, last_share - first_share + 1)
     if last:
-        offs_m = rows_of(acc)
-        offsets = offs_m[:, None] * tile_dv + columns_of(acc)[None, :]
+        offs_m = rows_of(acc[0])
+        offsets = offs_m[:, None] * width + columns_of(acc[0])[None, :]
         m_log2, row_sum = init_state(offs_m)
-        acc = gl.zeros([ROWS, tile_dv], gl.float32, layout)
+        acc = zero_outputs(CFG)
         # in the order of shares, whichever came last: the bits do not depend on the race
         for other in range(first_share, last_share + 1):
             slot = part_slot(other, first_share) * consumers + GROUP
@@ -428,10 +378,16 @@ def combine(tail, part, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
             # past the L1, which does not see what other SMs write
             m_part = gl.load(state_at, cache_modifier=".cg")
             sum_part = gl.load(state_at + ROWS, cache_modifier=".cg")
-            at = tail.parts + slot.to(gl.int64) * (ROWS * tile_dv) + offsets
+            at = tail.parts + slot.to(gl.int64) * (ROWS * CFG.TILE_DV) + offsets
             part_acc = gl.load(at, cache_modifier=".cg")
             m_log2, row_sum, rescale, factor = join_state(m_log2, row_sum, m_part, sum_part)
-            acc = acc * rescale[:, None] + part_acc * factor[:, None]
+            joined = ()
+            for i in gl.static_range(slices):
+                if i > 0:
+                    part_acc = gl.load(at + i * (ROWS * width), cache_modifier=".cg")
+                total = acc[i] * rescale[:, None] + part_acc * factor[:, None]
+                joined = joined + (total,)  # noqa: RUF005
+            acc = joined
     state_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))
     m_log2 = gl.convert_layout(m_log2, state_rows)
     return last, m_log2, gl.convert_layout(row_sum, state_rows), acc
@@ -450,11 +406,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     lists = shared.mask.lists
     first_row: gl.constexpr = GROUP * ROWS
     tile_n: gl.constexpr = CFG.TILE_N
-    tile_dv: gl.constexpr = CFG.TILE_DV
     packed: gl.constexpr = cu_seqlens.q is not None
     split_tail: gl.constexpr = CFG.SPLIT_TAIL
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_DV)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_ring.tiles.dtype
@@ -483,12 +438,15 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
         visit = Visit(lists, plan, num_masked_blocks(plan), kv_len)
         m_log2, row_sum = init_state(q_index)
-        acc = gl.zeros([ROWS, tile_dv], gl.float32, o_layout)
+        acc = zero_outputs(CFG)
         q_stage = slot % CFG.Q_STAGES
-        q = q_ring.tiles.index(q_stage * CFG.CONSUMERS + GROUP)
+        q = query_slices(q_ring, q_stage * CFG.CONSUMERS + GROUP, CFG)
         mbarrier.wait(q_ring.full.index(q_stage), (slot // CFG.Q_STAGES) & 1)
         if CFG.Q_REGISTERS:
-            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+            loaded = ()
+            for i in gl.static_range(len(q)):
+                loaded = loaded + (q[i].load(gl.DotOperandLayout(0, s_layout, 2)),)  # noqa: RUF005
+            q = loaded
         queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score)
         # KV tiles before `taken` are done with
         taken = 0
@@ -510,7 +468,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             if (masked_tiles > taken) & (any_last < kv_start + HALF):
                 # The same queries, so written that ptxas cannot know it. That of CUDA 12.8 would
                 # keep their descriptors for after the branch, without them where it is not taken.
-                same = q_ring.tiles.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
+                own = q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0)
+                same = query_slices(q_ring, own, CFG)
                 m_log2, row_sum, acc = attend_half(
                     same, stages, step, SoftmaxState(m_log2, row_sum), acc, kv_start, bounds, score,
                     0, GROUP, CFG,
@@ -530,9 +489,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         if kv_tiles > taken:
             stage, phase = ring_place(step, CFG.STAGES)
             await_stage(stages, stage, phase, FULL_K, CFG)
-            k = stages.k.index(stage).permute((1, 0))
+            k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
             ping_pong_wait(GROUP, CFG)
-            scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            scores = start_scores(q, k, no_scores)
             ping_pong_pass(GROUP, CFG)
             s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
             free_stage(stages, stage, EMPTY_K, CFG)
@@ -542,7 +501,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 m_log2, row_sum, s, score.factor, SLACK
             )
             if CFG.HALF_TILES:
-                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+                acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
             p = gl.convert_layout(weights.to(dtype), p_layout)
             for kv_tile in range(taken + 1, kv_tiles):
                 step, m_log2, row_sum, acc, p = attend_tile(
@@ -552,8 +511,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             # every score of this work tile is taken: the next queries may come
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1, pred=not halved)
             await_stage(stages, stage, phase, FULL_V, CFG)
-            product = warpgroup_mma(p, stages.v.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(product,))
+            v = kv_slices(stages.v, stage, CFG.dv_slices, CFG.TILE_N, 0)
+            acc = await_outputs(start_outputs(p, v, acc))
             free_stage(stages, stage, EMPTY_V, CFG)
             step += 1
         else:
@@ -562,7 +521,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
         if CFG.HALF_TILES:  # noqa: SIM102
             if halved:
-                same = q_ring.tiles.index(q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0))
+                own = q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0)
+                same = query_slices(q_ring, own, CFG)
                 m_log2, row_sum, acc = attend_half(
                     same, stages, step, SoftmaxState(m_log2, row_sum), acc, left_start, bounds,
                     score, HALF, GROUP, CFG,
@@ -579,16 +539,18 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             if consume.sinks_ptr is not None:
                 sink = gl.load(consume.sinks_ptr + q_head)
                 m_log2, row_sum, rescale = add_sink(m_log2, row_sum, sink)
-                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+                acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
             inverse, lse = finalise(m_log2, row_sum)
-            out = acc * gl.convert_layout(inverse, o_rows)[:, None]
-            # the copy of the work tile before must have read the buffer
-            tma.store_wait(0)
-            out_smem.store(out.to(dtype))
-            fence_async_shared()
-            q_row = q_start + first_row
-            out_place = tile_place(cu_seqlens.q, batch, q_head, q_first, q_len)
-            async_store(consume.out_desc, tile_at(out_place, q_row), out_smem)
+            out = scale_slices(acc, gl.convert_layout(inverse, o_rows)[:, None])
+            for i in gl.static_range(len(out)):
+                # the copy before, at first that of the last work tile, must have read the buffer
+                tma.store_wait(0)
+                out_smem.store(out[i].to(dtype))
+                fence_async_shared()
+                q_row = q_start + first_row
+                out_place = tile_place(cu_seqlens.q, batch, q_head, q_first, q_len)
+                place = tile_at(out_place, q_row, i * CFG.SLICE_DV)
+                async_store(consume.out_desc, place, out_smem)
             lse_first = lse_offset(
                 batch, q_head, q_first, heads.q, consume.lse_head_stride, cu_seqlens.q
             )
@@ -646,10 +608,10 @@ def _attn_fwd_sm90_kernel(
     tile_n: gl.constexpr = CFG.TILE_N
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
-    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers, ROWS)
+    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers * CFG.d_slices, ROWS)
     out_smem = tiles(out_desc, consumers, ROWS)
-    k_smem = tiles(k_desc, stages, tile_n)
-    v_smem = tiles(v_desc, stages, tile_n)
+    k_smem = tiles(k_desc, stages * CFG.d_slices, tile_n)
+    v_smem = tiles(v_desc, stages * CFG.dv_slices, tile_n)
     q_ring = ring(q_smem, CFG.Q_STAGES, consumers)
     k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
     v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)

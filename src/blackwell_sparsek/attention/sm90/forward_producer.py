@@ -344,42 +344,50 @@ def tile_starts(visit, kv_tile, CFG: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(desc, ring, step, starts, place, CFG: gl.constexpr):
+def copy_tile(desc, ring, step, starts, place, SLICES: gl.constexpr, CFG: gl.constexpr):
     """Start the copies of one KV tile into a ring, once its stage is free."""
     parts: gl.constexpr = CFG.parts
     part_rows: gl.constexpr = CFG.part_rows
+    width: gl.constexpr = ring.tiles.shape[2]
     stage = step % CFG.STAGES
     bar = ring.full.index(stage)
-    tile = ring.tiles.index(stage)
+    tiles = ()
+    for i in gl.static_range(SLICES):
+        tiles = tiles + (ring.tiles.index(stage * SLICES + i),)  # noqa: RUF005
     mbarrier.wait(ring.empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-    mbarrier.expect(bar, parts * desc.block_type.nbytes)
-    for part in gl.static_range(parts):
-        if parts == 1:
-            async_load(desc, tile_at(place, starts[part]), bar, tile)
-        else:
-            rows = tile.slice(part * part_rows, part_rows, dim=0)
-            async_load(desc, tile_at(place, starts[part]), bar, rows)
+    mbarrier.expect(bar, SLICES * parts * desc.block_type.nbytes)
+    for i in gl.static_range(SLICES):
+        tile = tiles[i]
+        for part in gl.static_range(parts):
+            if parts == 1:
+                async_load(desc, tile_at(place, starts[part], i * width), bar, tile)
+            else:
+                rows = tile.slice(part * part_rows, part_rows, dim=0)
+                async_load(desc, tile_at(place, starts[part], i * width), bar, rows)
 
 
 @gluon.jit
 def copy_queries(desc, ring, slot, q_tile, place, CFG: gl.constexpr):
     """Start the copies of the queries of a work tile, once there is room for them."""
     consumers: gl.constexpr = CFG.CONSUMERS
+    slices: gl.constexpr = CFG.d_slices
     stage = slot % CFG.Q_STAGES
     bar = ring.full.index(stage)
     mbarrier.wait(ring.empty.index(stage), ((slot // CFG.Q_STAGES) & 1) ^ 1)
-    mbarrier.expect(bar, consumers * desc.block_type.nbytes)
+    mbarrier.expect(bar, consumers * slices * desc.block_type.nbytes)
     for g in gl.static_range(consumers):
         row = q_tile * CFG.tile_m + g * ROWS
-        async_load(desc, tile_at(place, row), bar, ring.tiles.index(stage * consumers + g))
+        for i in gl.static_range(slices):
+            at = tile_at(place, row, i * CFG.SLICE_D)
+            async_load(desc, at, bar, ring.tiles.index((stage * consumers + g) * slices + i))
 
 
 @gluon.jit
-def _fetch_tile(desc, ring, step, visit, kv_tile, place, CFG: gl.constexpr):
+def _fetch_tile(desc, ring, step, visit, kv_tile, place, SLICES: gl.constexpr, CFG: gl.constexpr):
     """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
     # before the stage is waited for: reading the lists of a mask takes as long
     starts = tile_starts(visit, kv_tile, CFG)
-    copy_tile(desc, ring, step, starts, place, CFG)
+    copy_tile(desc, ring, step, starts, place, SLICES, CFG)
 
 
 @gluon.jit
@@ -392,8 +400,10 @@ def _fetch_tiles(produce, shared, batch_head, plan, kv_span, begin, end, step, C
         shared.cu_seqlens.kv, place.batch, place.kv_head, kv_span.first, kv_span.length
     )
     for kv_tile in range(begin, end):
-        _fetch_tile(produce.k_desc, shared.k_ring, step, visit, kv_tile, kv_place, CFG)
-        _fetch_tile(produce.v_desc, shared.v_ring, step, visit, kv_tile, kv_place, CFG)
+        for_k: gl.constexpr = CFG.d_slices
+        for_v: gl.constexpr = CFG.dv_slices
+        _fetch_tile(produce.k_desc, shared.k_ring, step, visit, kv_tile, kv_place, for_k, CFG)
+        _fetch_tile(produce.v_desc, shared.v_ring, step, visit, kv_tile, kv_place, for_v, CFG)
         step += 1
     return step
 
@@ -627,14 +637,14 @@ def produce_scheduled(produce, shared, begun, CFG: gl.constexpr):
         if end_tile > 0:
             # consumers are done with the keys of a tile before they are with the values before it
             starts = tile_starts(visit, 0, CFG)
-            copy_tile(k_desc, k_ring, step, starts, kv_place, CFG)
+            copy_tile(k_desc, k_ring, step, starts, kv_place, CFG.d_slices, CFG)
             for kv_tile in range(1, end_tile):
                 after = tile_starts(visit, kv_tile, CFG)
-                copy_tile(k_desc, k_ring, step + 1, after, kv_place, CFG)
-                copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
+                copy_tile(k_desc, k_ring, step + 1, after, kv_place, CFG.d_slices, CFG)
+                copy_tile(v_desc, v_ring, step, starts, kv_place, CFG.dv_slices, CFG)
                 starts = after
                 step += 1
-            copy_tile(v_desc, v_ring, step, starts, kv_place, CFG)
+            copy_tile(v_desc, v_ring, step, starts, kv_place, CFG.dv_slices, CFG)
             step += 1
         slot += 1
         tile = take_work_tile(shared.work, slot, 1)

@@ -30,6 +30,7 @@ from .backward_preprocess import (
 )
 from .backward_shared import WorkPointers
 from .backward_split import _attn_bwd_dkdv_sm90_kernel, _attn_bwd_dq_sm90_kernel
+from .backward_wide import _attn_bwd_wide_sm90_kernel
 from .config import (
     SUM_COLUMNS,
     AttnBwdDqSm90Config,
@@ -235,7 +236,7 @@ def launch_attn_bwd_sm90(
     ----------
     call : dense, at least one query and key; dout, q, k and v as TMA takes them, lse contiguous.
         All of dq, dk and dv is written. Without dq only the sums are formed
-    order : int32 [B * Hkv * tiles], tiles of 128 keys in the order to take them, or None, which
+    order : int32 [B * Hkv * tiles], tiles of keys in the order to take them, or None, which
         takes them in raster order. With `visits` int32 [SMs + 1 + B * Hkv * tiles], as
         `dq_order.program_tiles` makes it
     ranks : int32, under a mask and with `config.ORDERED`: when each KV tile adds to dq of each
@@ -271,8 +272,15 @@ def launch_attn_bwd_sm90(
         if planned:
             schedule = BackwardSchedule(sms, counted=False)
         counter = scratch((1,), torch.int32, q.device, zero=schedule.counted)
+        kernel: Any = _attn_bwd_sm90_kernel
+        sums_arg: Any = sums
+        if config.SHARED_KEYS:
+            kernel = _attn_bwd_wide_sm90_kernel
+        else:
+            view = sums.view(batch_heads, -1, SUM_COLUMNS)
+            sums_arg = tensor_descriptor(view, config.dq_block())
         args = (
-            tensor_descriptor(sums.view(batch_heads, -1, SUM_COLUMNS), config.dq_block()),
+            sums_arg,
             _backward_descriptor(dk, config.k_block()),
             _backward_descriptor(dv, config.v_block()),
             _backward_descriptor(dout, config.dout_block()),
@@ -297,7 +305,7 @@ def launch_attn_bwd_sm90(
         options |= hopper_options()
         # planned programs wait for each other: all of them have to be resident
         options["launch_cooperative_grid"] = planned
-        launch(_attn_bwd_sm90_kernel, schedule.programs, args, **options)
+        launch(kernel, schedule.programs, args, **options)
         if dq is not None:
             block_q = max(config.BLOCK_Q, ROW_TILE)
             launch_attn_bwd_postprocess(dq, sums, semaphores, block_q, float(spec.scale))

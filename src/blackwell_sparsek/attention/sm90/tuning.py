@@ -23,9 +23,12 @@ from .config import (
     make_dkdv_config,
     make_dq_config,
     make_forward_config,
+    tile_width,
 )
 
-LARGEST_HEAD_DIM = 128
+LARGEST_HEAD_DIM = 256
+# What the GPU tests have passed for; wider heads are built, and run with impl="sm90".
+PROVEN_HEAD_DIM = 128
 # Positions and band limits are int32 in the kernel, and so is the number of work tiles.
 LONGEST = 2**30 - 1
 MOST_WORK_TILES = 2**31 - 1
@@ -100,8 +103,16 @@ def attn_fwd_sm90_lengths_unsupported(problem: AttnProblem) -> str | None:
     return None
 
 
+def _unproven(problem: AttnProblem) -> str | None:
+    if max(problem.head_dim, problem.head_dim_v) > PROVEN_HEAD_DIM:
+        return f"tiles for head dimensions over {PROVEN_HEAD_DIM} have not run on a GPU yet"
+    return None
+
+
 def attn_fwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
+    if (reason := _unproven(problem)) is not None:
+        return reason
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile of {GROUP_ROWS}"
     return None
@@ -115,7 +126,7 @@ def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
 
 def new_attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
     """The same for lengths that no cache has, and none should keep."""
-    tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.head_dim_v))
+    tile_d, tile_dv = tile_width(problem.head_dim), tile_width(problem.head_dim_v)
     block_q, block_kv = problem.mask_block or (None, None)
     if block_q is not None:
         # a work tile stays within one row of the mask, so rows of 64 take one consumer
@@ -128,7 +139,8 @@ def new_attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
     long_enough = _keys(problem) >= (LONG_BANDED if problem.banded else LONG_FULL)
     three = dim == 64 and not problem.softcap and long_enough
     choices = (3, 2, 1) if three else (2, 1)
-    consumers = min(choices, key=lambda count: _time(problem, dim, count))
+    # wide heads leave a single consumer one stage of keys: only masks with rows of 64 take it
+    consumers = 2 if dim > 128 else min(choices, key=lambda count: _time(problem, dim, count))
     return make_forward_config(
         consumers,
         tile_d,
@@ -244,6 +256,8 @@ def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
 
 def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
+    if (reason := _unproven(problem)) is not None:
+        return reason
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile"
     return None
@@ -255,17 +269,20 @@ def attn_bwd_sm90_is_split(problem: AttnProblem) -> bool:
     Two kernels compute seven products instead of five, but need no dq sums in memory, of which a
     tile of 64 keys needs as many as one of 128. Time of one kernel over that of two, D128: 22 % of
     16k tokens 1.10, 5 % of 64k tokens 1.17; D64: 1.06, 1.08, with the two timed separately. With
-    ordered accumulation, one kernel takes 1.44 and 1.30 times as long as without.
+    ordered accumulation, one kernel takes 1.44 and 1.30 times as long as without. Heads above 128
+    have one kernel, whose tiles have 64 keys whatever the mask.
     """
-    return problem.mask_block is not None and problem.mask_block[1] == 64
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    return problem.mask_block is not None and problem.mask_block[1] == 64 and not wide
 
 
 @lru_cache(maxsize=1024)
 def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
     """Tiles of a problem that `attn_bwd_sm90_unsupported` accepts."""
     # with wide values, there are no registers for the tall tiles of narrow keys
-    tile_d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
-    tile_dv = 64 if problem.head_dim_v <= 64 else 128
+    widest = max(problem.head_dim, problem.head_dim_v)
+    tile_d = 128 if 64 < widest <= 128 else tile_width(problem.head_dim)
+    tile_dv = tile_width(problem.head_dim_v)
     return make_backward_config(tile_d, tile_dv, problem.mask_block, problem.deterministic)
 
 

@@ -41,7 +41,7 @@ def dtype_of(tiny: bool) -> torch.dtype:
 
 def case_of(problem: Attention, peers: tuple[str, ...], modes: tuple[str, ...] = (EAGER,)) -> Case:
     """The forward pass of a problem."""
-    dense = 4.0 * problem.batch * problem.heads * problem.head_dim
+    dense = 2.0 * problem.batch * problem.heads * (problem.head_dim + problem.value_dim)
     dense *= problem.dense().band_pairs()
     return Case(problem.title, problem.describe(), problem.build, peers, dense, modes)
 
@@ -59,6 +59,18 @@ def dense(tiny: bool = False) -> Iterator[Case]:
     for causal in (False, True):
         problem = Attention(batch, heads, length, 128, kv_heads, dtype_of(tiny), causal)
         yield case_of(problem, ON_BAND, (EAGER, GRAPH))
+
+
+def wide(tiny: bool = False) -> Iterator[Case]:
+    """D256 full and causal with 16:8 heads, and D192/128 causal with 16 and 128 heads."""
+    dtype = dtype_of(tiny)
+    for length in (128,) if tiny else (8192, 16384):
+        heads, kv_heads = (4, 2) if tiny else (16, 8)
+        for causal in (False, True):
+            yield case_of(Attention(1, heads, length, 256, kv_heads, dtype, causal), ON_BAND)
+        for heads in (2,) if tiny else (16, 128):
+            problem = Attention(1, heads, length, 192, dtype=dtype, causal=True, head_dim_v=128)
+            yield case_of(problem, ON_BAND)
 
 
 def window(tiny: bool = False) -> Iterator[Case]:
@@ -235,6 +247,7 @@ def _building(problem: Attention, name: str) -> Case:
 
 SUITES = [
     Suite("attention_dense", dense.__doc__ or "", dense, FORWARD, OURS),
+    Suite("attention_wide", wide.__doc__ or "", wide, FORWARD, OURS),
     Suite("attention_window", window.__doc__ or "", window, FORWARD, OURS, DENSE),
     Suite("attention_small", small.__doc__ or "", small, FORWARD, OURS, unit="us_per_head"),
     Suite("attention_varlen", varlen.__doc__ or "", varlen, VARLEN, OURS),

@@ -209,6 +209,13 @@ def _plain_band_on_gpu(inputs: AttentionInputs) -> str | None:
     return on_gpu(inputs) or _plain_band(inputs)
 
 
+def _equal_dims(inputs: AttentionInputs) -> str | None:
+    p = inputs.problem
+    if p.value_dim != p.head_dim:
+        return f"needs values as wide as keys, not {p.value_dim} and {p.head_dim}"
+    return None
+
+
 def _flex_supports(inputs: AttentionInputs) -> str | None:
     if (reason := on_gpu(inputs)) is not None:
         return reason
@@ -218,14 +225,20 @@ def _flex_supports(inputs: AttentionInputs) -> str | None:
     return None
 
 
-def _sdpa_peer(name: str, label: str, backend: SDPBackend) -> Peer:
-    return Peer(
-        name, label, partial(_sdpa, backends=[backend]), supports=_plain_band_on_gpu, rival=True
-    )
-
-
-sdpa_cudnn = _sdpa_peer(CUDNN, "SDPA, cuDNN", SDPBackend.CUDNN_ATTENTION)
-sdpa_flash = _sdpa_peer(FLASH, "SDPA, flash (FA2)", SDPBackend.FLASH_ATTENTION)
+sdpa_cudnn = Peer(
+    CUDNN,
+    "SDPA, cuDNN",
+    partial(_sdpa, backends=[SDPBackend.CUDNN_ATTENTION]),
+    supports=_plain_band_on_gpu,
+    rival=True,
+)
+sdpa_flash = Peer(
+    FLASH,
+    "SDPA, flash (FA2)",
+    partial(_sdpa, backends=[SDPBackend.FLASH_ATTENTION]),
+    supports=lambda inputs: _plain_band_on_gpu(inputs) or _equal_dims(inputs),
+    rival=True,
+)
 sdpa = Peer(
     SDPA,
     "SDPA, torch's choice",
@@ -337,7 +350,7 @@ def _fa3_library_call(inputs: AttentionInputs) -> Callable[..., torch.Tensor]:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         packed = {"q": q.flatten(0, 1), "k": k.flatten(0, 1), "v": v.flatten(0, 1)}
         out: torch.Tensor = call_by_name(operator, packed | options)[0]
-        return out.view(q.shape)
+        return out.view(*q.shape[:-1], v.shape[-1])
 
     return call
 
@@ -395,7 +408,7 @@ fa2 = Peer(
     "FlashAttention 2",
     _fa2,
     available=needs("flash_attn", "flash_attn_func"),
-    supports=_no_blocks,
+    supports=lambda inputs: _no_blocks(inputs) or _equal_dims(inputs),
     rival=True,
 )
 fa3 = Peer(FA3, "FlashAttention 3", _fa3, available=fa3_available, supports=_no_blocks, rival=True)
@@ -434,6 +447,7 @@ def _band(inputs: AttentionInputs) -> Contender:
         p.heads,
         p.kv_heads or p.heads,
         p.head_dim,
+        head_dim_vo=p.value_dim,
         causal=p.causal,
         window_left=-1 if p.window is None else p.window - 1,
         q_data_type=p.dtype,
@@ -442,7 +456,7 @@ def _band(inputs: AttentionInputs) -> Contender:
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = wrapper.run(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-        return out.view(q.shape)
+        return out.view(*q.shape[:-1], v.shape[-1])
 
     return token_major_contender(inputs, call)
 

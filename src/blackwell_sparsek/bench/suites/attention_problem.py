@@ -37,6 +37,8 @@ class Attention:
     density: float = 1.0
     forward_too: bool = False
     """Whether gradients are timed together with their forward pass."""
+    head_dim_v: int = 0
+    """Head dim of the values; 0 is that of the keys."""
 
     def describe(self) -> dict[str, Any]:
         """The problem as the results record it."""
@@ -49,6 +51,8 @@ class Attention:
             "dtype": str(self.dtype).split(".")[-1],
             "causal": self.causal,
         }
+        if self.head_dim_v:
+            found["head_dim_v"] = self.head_dim_v
         if self.window is not None:
             found["window"] = self.window
         if self.block is not None:
@@ -60,7 +64,8 @@ class Attention:
         """A name for tables."""
         heads = f"{self.heads}:{self.kv_heads}" if self.kv_heads else f"{self.heads}"
         length = f"{self.length // 1024}k" if self.length % 1024 == 0 else f"{self.length}"
-        parts = [f"B{self.batch} H{heads} S{length} D{self.head_dim}"]
+        dims = f"{self.head_dim}/{self.head_dim_v}" if self.head_dim_v else f"{self.head_dim}"
+        parts = [f"B{self.batch} H{heads} S{length} D{dims}"]
         parts += ["causal"] if self.causal else ["full"] if self.block is None else []
         parts += [f"window {self.window}"] if self.window is not None else []
         if self.block is not None:
@@ -68,6 +73,20 @@ class Attention:
         if self.dtype != torch.bfloat16:
             parts.append(str(self.dtype).split(".")[-1])
         return " ".join(parts)
+
+    @property
+    def value_dim(self) -> int:
+        """Head dim of the values and of the output."""
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def backward_work(self) -> float:
+        """FLOPs of a backward pass over those of a forward pass.
+
+        Scores, dk and dq are as wide as keys, dp and dv as wide as values.
+        """
+        dims = self.head_dim, self.value_dim
+        return (3 * dims[0] + 2 * dims[1]) / sum(dims)
 
     def dense(self) -> "Attention":
         """The same without window and block mask."""
@@ -88,15 +107,16 @@ class Attention:
         generator = torch.Generator(device).manual_seed(0)
         kv_heads = self.kv_heads or self.heads
 
-        def values(heads: int) -> torch.Tensor:
-            shape = (self.batch, heads, self.length, self.head_dim)
+        def values(heads: int, dim: int) -> torch.Tensor:
+            shape = (self.batch, heads, self.length, dim)
             return torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
 
         keep = None
         if self.block is not None:
             rows, columns = (-(-self.length // side) for side in self.block)
             keep = _random_blocks(self.heads, rows, columns, self.density, generator, device)
-        q, k, v = values(self.heads), values(kv_heads), values(kv_heads)
+        q, k = values(self.heads, self.head_dim), values(kv_heads, self.head_dim)
+        v = values(kv_heads, self.value_dim)
         return AttentionInputs(self, q, k, v, keep)
 
 
@@ -147,7 +167,7 @@ class AttentionInputs:
     @property
     def flops(self) -> float:
         """FLOPs of a forward pass: two products over the visible pairs."""
-        return 4.0 * self.problem.head_dim * self.pairs
+        return 2.0 * (self.problem.head_dim + self.problem.value_dim) * self.pairs
 
     @property
     def shown(self) -> str:
@@ -194,11 +214,12 @@ class AttentionInputs:
         return slice(before, last + 1 if p.causal else after)
 
     def check(self) -> Callable[[torch.Tensor], None]:
-        """Compare `[B, H, S, D]` with fp64 on the first, middle and last rows of a few heads."""
+        """Compare `[B, H, S, Dv]` with fp64 on the first, middle and last rows of a few heads."""
 
         def compare(out: torch.Tensor) -> None:
-            if out.shape != self.q.shape:
-                raise AssertionError(f"expected {list(self.q.shape)}, got {list(out.shape)}")
+            shape = (*self.q.shape[:-1], self.v.shape[-1])
+            if out.shape != shape:
+                raise AssertionError(f"expected {list(shape)}, got {list(out.shape)}")
             rows, heads, exact, plain = self._expected
             got = torch.stack([out[b, h, rows] for b, h in heads])
             what = f"sampled rows of (batch, head) {heads}"
@@ -227,7 +248,7 @@ class AttentionInputs:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Attention of `[rows, D]` to `[keys, D]`; rows that see nothing are 0.
+    """Attention of `[rows, D]` to `[keys, D | Dv]`; rows that see nothing are 0.
 
     Examples
     --------

@@ -38,8 +38,6 @@ from .attention_problem import Attention, AttentionInputs, attend
 
 # Elements of fp64 scores held at once.
 _SCORES = 2**26
-# Five products where the forward pass has two.
-WORK = 2.5
 
 
 class Gradients(NamedTuple):
@@ -63,8 +61,8 @@ class _Expected(NamedTuple):
 def upstream_gradient(inputs: AttentionInputs) -> torch.Tensor:
     """The gradient of the output, random and the same at each call."""
     generator = torch.Generator(inputs.q.device).manual_seed(1)
-    q = inputs.q
-    return torch.randn(q.shape, generator=generator, device=q.device, dtype=q.dtype)
+    q, shape = inputs.q, (*inputs.q.shape[:-1], inputs.v.shape[-1])
+    return torch.randn(shape, generator=generator, device=q.device, dtype=q.dtype)
 
 
 def check_gradients(inputs: AttentionInputs) -> Callable[[Gradients], None]:
@@ -187,7 +185,7 @@ def _through_autograd(
 
 
 def _work(inputs: AttentionInputs) -> float:
-    return (WORK + inputs.problem.forward_too) * inputs.flops
+    return (inputs.problem.backward_work + inputs.problem.forward_too) * inputs.flops
 
 
 def _ours(inputs: AttentionInputs, deterministic: bool = False) -> Contender:
@@ -307,6 +305,15 @@ def backward(tiny: bool = False) -> Iterator[Case]:
         yield _case(window, ON_WINDOW)
 
 
+def wide(tiny: bool = False) -> Iterator[Case]:
+    """Gradients of D256 with 16:8 heads and of D192/128 with 16, 8k tokens, causal."""
+    heads, kv_heads, length = (4, 2, 128) if tiny else (16, 8, 8192)
+    dtype = dtype_of(tiny)
+    yield _case(Attention(1, heads, length, 256, kv_heads, dtype, causal=True), ON_BAND)
+    problem = Attention(1, heads, length, 192, dtype=dtype, causal=True, head_dim_v=128)
+    yield _case(problem, ON_BAND)
+
+
 def training(tiny: bool = False) -> Iterator[Case]:
     """Forward and backward pass of the attention in a layer of Llama 3 8B, one sequence."""
     heads, kv_heads = (4, 2) if tiny else (32, 8)
@@ -317,10 +324,12 @@ def training(tiny: bool = False) -> Iterator[Case]:
 
 def _case(problem: Attention, peers: tuple[str, ...]) -> Case:
     case = case_of(problem, peers)
-    return replace(case, dense_flops=(WORK + problem.forward_too) * case.dense_flops)
+    work = problem.backward_work + problem.forward_too
+    return replace(case, dense_flops=work * case.dense_flops)
 
 
 SUITES = [
     Suite("backward", backward.__doc__ or "", backward, BACKWARD, OURS),
+    Suite("backward_wide", wide.__doc__ or "", wide, BACKWARD, OURS),
     Suite("training", training.__doc__ or "", training, BACKWARD, OURS),
 ]

@@ -1,8 +1,9 @@
 # mypy: ignore-errors
-"""Ordered TMA additions to memory, and prefetches to L2.
+"""Ordered additions to memory, by TMA or from registers, and prefetches to L2.
 
-Programs that call `async_atomic_add` add to a tile in any order. For ordered accumulation, a
-semaphore counts the additions: `acquire_semaphore`, `async_atomic_add`, `release_semaphore`.
+Programs that call `async_atomic_add` or `add_vectors` add to a tile in any order. For ordered
+accumulation, a semaphore counts the additions: `acquire_semaphore`, `async_atomic_add`,
+`release_semaphore` by one warp, or the functions for a warp group around `add_vectors`.
 
 Memory order: TMA adds through the async proxy. Before its release a program waits until its
 additions are written, not only read from shared memory, and a proxy fence puts them before what
@@ -13,6 +14,8 @@ acquire that it is for.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from .compat import thread_barrier
 
 
 @gluon.jit
@@ -39,6 +42,67 @@ def release_semaphore(semaphore_ptr):
         pack=1,
     )
     gl.atomic_add(semaphore_ptr, 1 + gl.max(done, 0), sem="release")
+
+
+@gluon.jit
+def acquire_by_group(semaphore_ptr, rank):
+    """Wait until the semaphore was released `rank` times; every thread of a warp group does."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; again: ld.acquire.gpu.global.b32 t, [$1]; "
+        "setp.ne.s32 p, t, $2; @p bra again; mov.b32 $0, t; }",
+        *("=r,l,r,~{memory}", [semaphore_ptr.to(gl.int64), rank], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
+def release_by_group(semaphore_ptr):
+    """Let the next program in, once the additions of all threads of a warp group are in memory."""
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r,~{memory}", [thread], gl.int32, False, 1
+    )
+    thread_barrier()
+    address = semaphore_ptr.to(gl.int64)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $2, 0; "
+        "@p red.release.gpu.global.add.s32 [$1], 1; mov.b32 $0, $2; }",
+        *("=r,l,r,~{memory}", [address, thread], gl.int32, False, 1),
+    )
+
+
+@gluon.constexpr_function
+def _writing(instruction):
+    # operands: results that nobody reads, four times the address, the four numbers
+    results = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
+    return f"{instruction} [$4], {{$8, $9, $10, $11}}; {results}"
+
+
+@gluon.jit
+def _write_vectors(ptr, x, INSTRUCTION: gl.constexpr):
+    """Write fp32 `x` to contiguous memory, four neighbours by each instruction."""
+    asm: gl.constexpr = _writing(INSTRUCTION)
+    vectors = x.reshape([x.shape[0] * x.shape[1] // 512, 128, 4])
+    layout: gl.constexpr = vectors.type.layout
+    thread = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    groups: gl.constexpr = vectors.shape[0]
+    group = gl.arange(0, groups, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    address = (ptr + thread * 4).to(gl.int64)[None, :, None]
+    _, addresses = gl.broadcast(vectors, address + (group * 2048)[:, None, None])
+    gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,l,l,l,l,f,f,f,f,~{memory}", [addresses, vectors], gl.int32, False, 4
+    )
+
+
+@gluon.jit
+def add_vectors(ptr, x):
+    """Add fp32 `x` to contiguous memory; each of 128 threads holds four neighbours of every 512."""
+    _write_vectors(ptr, x, "red.relaxed.gpu.global.add.v4.f32")
+
+
+@gluon.jit
+def store_vectors(ptr, x):
+    """Store fp32 `x` where `add_vectors` would add it."""
+    _write_vectors(ptr, x, "st.relaxed.gpu.global.v4.f32")
 
 
 @gluon.jit

@@ -27,15 +27,23 @@ def columns_of(acc):
 @gluon.jit
 def store_part(acc_ptr, state_ptr, slot, m_log2, row_sum, acc, num_rows):
     """Write the state and the accumulators of a part, for `num_rows` rows."""
-    TILE_M: gl.constexpr = acc.shape[0]
-    TILE_DV: gl.constexpr = acc.shape[1]
-    rows = rows_of(acc)
+    store_part_slices(acc_ptr, state_ptr, slot, m_log2, row_sum, (acc,), num_rows)
+
+
+@gluon.jit
+def store_part_slices(acc_ptr, state_ptr, slot, m_log2, row_sum, acc, num_rows):
+    """As `store_part`, of accumulators in slices of columns, which lie one after the other."""
+    TILE_M: gl.constexpr = acc[0].shape[0]
+    WIDTH: gl.constexpr = acc[0].shape[1]
+    rows = rows_of(acc[0])
     live = rows < num_rows
     state_ptr += slot * (2 * TILE_M)
     gl.store(state_ptr + rows, m_log2, live)
     gl.store(state_ptr + TILE_M + rows, row_sum, live)
-    offsets = rows[:, None] * TILE_DV + columns_of(acc)[None, :]
-    gl.store(acc_ptr + slot.to(gl.int64) * (TILE_M * TILE_DV) + offsets, acc, live[:, None])
+    offsets = rows[:, None] * WIDTH + columns_of(acc[0])[None, :]
+    acc_ptr += slot.to(gl.int64) * (TILE_M * WIDTH * len(acc))
+    for i in gl.static_range(len(acc)):
+        gl.store(acc_ptr + i * (TILE_M * WIDTH) + offsets, acc[i], live[:, None])
 
 
 @gluon.jit

@@ -144,11 +144,11 @@ def tile_place(cu_seqlens_ptr, batch, head, first, length):
 
 
 @gluon.jit
-def tile_at(place, row):
-    """Coordinates of the tile that begins at `row` of a (batch, head)."""
+def tile_at(place, row, column=0):
+    """Coordinates of the tile that begins at `row` and `column` of a (batch, head)."""
     if len(place) == 2:
         batch, head = place
-        coordinates = (batch, head, row, 0)
+        coordinates = (batch, head, row, column)
     else:
-        coordinates = (ROW_END, place.end, place.head, place.first_row + row, 0)
+        coordinates = (ROW_END, place.end, place.head, place.first_row + row, column)
     return coordinates

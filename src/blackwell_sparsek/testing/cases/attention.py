@@ -16,6 +16,7 @@ from ...attention.sm90.backward_split import (
     _attn_bwd_dkdv_sm90_kernel,
     _attn_bwd_dq_sm90_kernel,
 )
+from ...attention.sm90.backward_wide import _attn_bwd_wide_sm90_kernel
 from ...attention.sm90.config import make_forward_config
 from ...attention.sm90.dq_order import Columns, column_groups
 from ...attention.sm90.dq_order_kernel import plan_visits
@@ -373,6 +374,19 @@ FORWARD_SM90 = (
     ForwardSm90(2, 128, 128, sinks=True, softcap=True, packed=True),
     ForwardSm90(2, 128, 128, (128, 128), packed=True, max_spill_bytes=640),
     ForwardSm90(1, 64, 64, (64, 16), packed=True, max_spill_bytes=256),
+    ForwardSm90(2, 256, 256, max_spill_bytes=32),
+    ForwardSm90(2, 256, 256, long=True, max_spill_bytes=192),
+    ForwardSm90(2, 256, 256, sinks=True, softcap=True, banded=True, max_spill_bytes=32),
+    ForwardSm90(2, 256, 256, (128, 128), max_spill_bytes=256),
+    ForwardSm90(2, 256, 256, packed=True, max_spill_bytes=32),
+    ForwardSm90(1, 256, 256, (64, 64), max_spill_bytes=640),
+    ForwardSm90(2, 192, 128, max_spill_bytes=32),
+    # 24 bytes with Triton 3.6 and 3.7
+    ForwardSm90(2, 192, 128, banded=True, max_spill_bytes=320),
+    ForwardSm90(2, 192, 128, long=True),
+    ForwardSm90(2, 192, 128, packed=True),
+    ForwardSm90(2, 192, 192, dtype=HALF),
+    ForwardSm90(1, 192, 128, (64, 64), max_spill_bytes=256),
 )
 
 
@@ -426,6 +440,11 @@ class BackwardSm90(NamedTuple):
     """Accepted for the dq kernel of the split backward."""
 
     @property
+    def wide(self) -> bool:
+        """Whether the kernel for wide heads takes it."""
+        return max(self.head_dim, self.head_dim_v) > 128
+
+    @property
     def name(self) -> str:
         """End of the names of its cases."""
         parts = [dtype_name(self.dtype), f"d{self.head_dim}-{self.head_dim_v}"]
@@ -455,6 +474,13 @@ BACKWARD_SM90 = (
     BackwardSm90(128, 128, ordered=True, max_spill_bytes=192),
     BackwardSm90(64, 64, ordered=True, max_spill_bytes=192),
     BackwardSm90(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
+    BackwardSm90(256, 256, max_spill_bytes=256),
+    BackwardSm90(256, 256, softcap=True, max_spill_bytes=384),
+    BackwardSm90(256, 256, (128, 128), max_spill_bytes=768),
+    BackwardSm90(256, 256, ordered=True, max_spill_bytes=320),
+    BackwardSm90(192, 128, max_spill_bytes=64),
+    BackwardSm90(192, 128, (64, 64), ordered=True, max_spill_bytes=320),
+    BackwardSm90(192, 192, dtype=HALF, max_spill_bytes=64),
 )
 # The code for masked tiles spills, and so do warps that must find work with 24 registers.
 SPLIT_SM90 = (
@@ -498,13 +524,13 @@ def _launch_dq_sm90(asked: BackwardSm90) -> None:
 def backward_sm90_cases() -> Iterator[CompileCase]:
     """The Hopper backward with one kernel, and the kernels before and after it."""
     for asked in BACKWARD_SM90:
+        kernel = _attn_bwd_wide_sm90_kernel if asked.wide else _attn_bwd_sm90_kernel
         yield launched_case(
-            f"attn_bwd_sm90/{asked.name}", _launch_backward_sm90, asked,
-            kernel=_attn_bwd_sm90_kernel, archs=(90,), expect=WGMMA,
-            max_spill_bytes=asked.max_spill_bytes,
+            f"attn_bwd_sm90/{asked.name}", _launch_backward_sm90, asked, kernel=kernel,
+            archs=(90,), expect=WGMMA, max_spill_bytes=asked.max_spill_bytes,
         )  # fmt: skip
     kernels = {"rows": _attn_bwd_preprocess_kernel, "round": _attn_bwd_postprocess_kernel}
-    for dim, ordered in ((128, False), (80, True)):
+    for dim, ordered in ((128, False), (80, True), (160, False)):
         asked = BackwardSm90(dim, dim, ordered=ordered)
         for kind, kernel in kernels.items():
             name = f"attn_bwd_{kind}/d{dim}{'-ordered' if ordered else ''}"
