@@ -165,6 +165,10 @@ def _check_options(activation: str | None, out_dtype: torch.dtype | None, impl: 
     op = "matmul"
     check_choice(op, "impl", impl, IMPLS)
     check_choice(op, "activation", activation, ACTIVATIONS)
+    _check_out_dtype(op, out_dtype)
+
+
+def _check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
     if out_dtype is not None and out_dtype not in VALUE_DTYPES:
         names = ", ".join(str(d) for d in VALUE_DTYPES)
         raise InvalidType(message(op, "out_dtype", "is unsupported", f"one of {names}", out_dtype))
@@ -325,6 +329,7 @@ def sddmm(
     b: torch.Tensor,
     pattern: BSRPattern | BSRMatrix,
     *,
+    out_dtype: torch.dtype | None = None,
     impl: str = "auto",
 ) -> BSRMatrix:
     """Compute `a @ b` at the blocks of a pattern only (sampled dense-dense product).
@@ -336,11 +341,13 @@ def sddmm(
         Leading dimensions are summed, as the gradient of a weight needs. Strides as in `matmul`.
     pattern : BSRPattern or BSRMatrix of shape (M, N)
         Of a BSRMatrix only the pattern is used.
+    out_dtype : dtype of the result, such as float32 for sums of gradients; that of the operands by
+        default
     impl : "auto", or one implementation by name, which never falls back (see `explain`)
 
     Returns
     -------
-    BSRMatrix (M, N) of the dtype of the operands, with the blocks of the pattern.
+    BSRMatrix (M, N) with the blocks of the pattern.
         Accumulated in float32 (float64 for float64) and rounded once. Differentiable in `a`, `b`.
 
     Examples
@@ -355,6 +362,7 @@ def sddmm(
     """
     op = "sddmm"
     check_choice(op, "impl", impl, IMPLS)
+    _check_out_dtype(op, out_dtype)
     if isinstance(pattern, BSRMatrix):
         pattern = pattern.logical_pattern
     if not isinstance(pattern, BSRPattern):
@@ -376,7 +384,7 @@ def sddmm(
     _check_readable(op, "a", a)
     _check_readable(op, "b", b)
     tensors = pattern_tensors(pattern.tensors())
-    call = SddmmCall(a, b, tensors, pattern.shape, pattern.block_shape)
+    call = SddmmCall(a, b, tensors, pattern.shape, pattern.block_shape, out_dtype)
     values = bsr_sddmm(*call.arguments, impl)
     return BSRMatrix._from_parts(pattern, values)
 
