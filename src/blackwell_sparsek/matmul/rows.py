@@ -121,6 +121,25 @@ def sampled_product(call: SddmmCall) -> SampledProduct:
     return SampledProduct(parts, replace(call.problem, batch=parts[0].a.shape[0]))
 
 
+class FeatureViews(NamedTuple):
+    """Views [features, positions] of the gradient of a result, and of it before its activation."""
+
+    grad: torch.Tensor
+    pre: torch.Tensor | None
+
+
+def feature_views(
+    dense_left: bool, grad: torch.Tensor, pre: torch.Tensor | None
+) -> FeatureViews | None:
+    """Views of results [..., positions, features], or [features, positions]; None if none."""
+    tensors = [grad] if pre is None else [grad, pre]
+    lines = merged_views(tensors, 1) if dense_left else tensors
+    if lines is None or any(x.dim() != 2 or x.numel() == 0 for x in lines):
+        return None
+    views = [x.mT if dense_left else x for x in lines]
+    return FeatureViews(views[0], views[1] if pre is not None else None)
+
+
 def merged_views(tensors: list[torch.Tensor], tail: int) -> list[torch.Tensor] | None:
     """Views with all but the last `tail` dimensions merged, or None if one would be a copy."""
     lead = tensors[0].dim() - tail
