@@ -36,6 +36,10 @@ from ...matmul.sm90.spmm_launch import TallBlocks, launch_spmm_sm90
 from ...matmul.sm90.strips import launch_spmm_strips
 from ...matmul.sm90.warps import launch_spmm_warps
 from ...matmul.triton.densify import launch_densify
+from ...matmul.triton.epilogue_gradients import (
+    _epilogue_gradients_kernel,
+    launch_epilogue_gradients,
+)
 from ...matmul.triton.finish import _bsr_spmm_reduce_kernel
 from ...matmul.triton.narrow import launch_spmm_narrow
 from ...matmul.triton.pack import launch_pack
@@ -291,6 +295,25 @@ def shares_and_sample_cases() -> Iterator[CompileCase]:
         product = meta(_SIZE, _SIZE, dtype=_FP32)
         lists = (_int32(_BLOCKS), _int32(_BLOCKS))
         yield launched_case(f"bsr_sample/{_short(dtype)}", launch_sample, out, product, *lists)
+
+
+@compile_cases
+def epilogue_gradients_cases() -> Iterator[CompileCase]:
+    """Gradients of bias and activation."""
+    lines, sums = meta(_SIZE, _SIZE).mT, meta(_SIZE)
+    for activation in ("gelu", "silu"):
+        yield launched_case(
+            f"bsr_epilogue_gradients/{activation}",
+            launch_epilogue_gradients,
+            *(lines, sums, lines, lines, activation),
+            kernel=_epilogue_gradients_kernel,
+        )
+    yield launched_case(
+        "bsr_epilogue_gradients/bias",
+        launch_epilogue_gradients,
+        *(None, sums, lines, None, None),
+        kernel=_epilogue_gradients_kernel,
+    )
 
 
 @compile_cases
