@@ -8,7 +8,7 @@ import torch
 from blackwell_sparsek.core.errors import Unsupported
 from blackwell_sparsek.dispatch.dispatcher import explain
 from blackwell_sparsek.matmul.api import matmul, sddmm
-from blackwell_sparsek.sparse.matrix import BSRMatrix
+from blackwell_sparsek.sparse.matrix import BSRMatrix, BSRPattern
 from blackwell_sparsek.testing.bsr import assert_sddmm, random_bsr
 from blackwell_sparsek.testing.inputs import integers, normal
 from blackwell_sparsek.testing.poison import poisoned_empty
@@ -86,11 +86,10 @@ def test_more_tiles_than_programs_and_a_captured_graph():
     a = normal(256, 8192, seed=12, dtype=torch.bfloat16).cuda().mT
     b = normal(256, 4096, seed=13, dtype=torch.bfloat16).cuda()
     expected = assert_sddmm(a, b, pattern, impl="sm90").data
-    fresh = BSRMatrix.from_mask(
-        pattern.to_dense(),
-        pattern.to_dense().unfold(0, 64, 64).unfold(1, 64, 64).flatten(2).any(-1),
-        (64, 64),
-    )
+    known = pattern.pattern
+    lists = (known.indptr.clone(), known.indices.clone())
+    fresh = BSRPattern._from_parts(*lists, known.shape, known.block_shape)
+    fresh.tensors()  # the plan is not made yet, so the graph takes one of the largest size
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = sddmm(a, b, fresh, impl="sm90").data
@@ -139,3 +138,25 @@ def test_what_the_kernel_does_not_take_is_refused():
     b = normal(99, 128, seed=25, dtype=torch.float16).cuda()
     with pytest.raises(Unsupported, match="multiples of 16 bytes"):
         sddmm(a, b, wide, impl="sm90")
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32)], ids=str)
+def test_training_steps_replay_what_they_recorded(block, activation):
+    """The third step replays all launches of the first two, with other tensors."""
+    w = random_bsr((512, 768), block, seed=26, density=0.2, dtype=torch.bfloat16, device="cuda")
+    made = {}
+    for impl in ("auto", "eager"):
+        for step in range(4):
+            storage = (w.storage * (step + 1)).detach().requires_grad_()
+            matrix = BSRMatrix._from_parts(w.pattern, storage)
+            x = normal(1024, 768, seed=27 + step, dtype=torch.bfloat16).cuda().requires_grad_()
+            bias = normal(512, seed=31, dtype=torch.bfloat16).cuda().requires_grad_()
+            y = matmul(x, matrix.T, bias=bias, activation=activation, impl=impl)
+            dy = normal(1024, 512, seed=32 + step, dtype=torch.bfloat16).cuda()
+            made[impl, step] = (y, *torch.autograd.grad(y, (storage, x, bias), dy))
+    kinds = {options[0] for (options, *_), value in w.pattern.launches.items() if value}
+    assert {"gradient of values", "gradient of epilogue"} <= kinds
+    for step in range(4):
+        for got, expected in zip(made["auto", step], made["eager", step], strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2 * expected.abs().max())
