@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from blackwell_sparsek import BSRMatrix, matmul
-from blackwell_sparsek.matmul import training
+from blackwell_sparsek.launch.replay import described
+from blackwell_sparsek.matmul import products, training
 from blackwell_sparsek.matmul.autograd import product_gradients
+from blackwell_sparsek.matmul.inputs import Options
 from blackwell_sparsek.matmul.op import bsr_matmul
 from blackwell_sparsek.testing.bsr import ORDERS, operand_for, product, random_bsr
 from blackwell_sparsek.testing.inputs import normal
@@ -139,3 +141,40 @@ def test_gradients_are_computed_by_the_implementation_that_was_asked_for(monkeyp
     a, x, bias = leaves("X@A.T", torch.float32)
     gradients("X@A.T", a, x, bias, activation=None, impl="dense")
     assert asked == ["dense"] * 3
+
+
+def test_products_that_torch_makes_are_repeated_without_checks(monkeypatch):
+    a, x, bias = leaves("X@A.T", torch.float32)
+    options = Options(True, True, "gelu", None, "dense")
+    residual = normal(9, 40, seed=6)
+    checked = products._checked(a.T, x, bias, residual, options)
+    again = products.dense_product(checked, "dense")
+    for seed in (7, 8):
+        values, other = normal(*a.storage.shape, seed=seed), normal(*x.shape, seed=seed + 2)
+        matrix = BSRMatrix._from_parts(a.pattern, values)
+        rest = {"bias": bias, "residual": residual, "activation": "gelu", "impl": "dense"}
+        expected = matmul(other, matrix.T, **rest)
+        assert torch.equal(again(values, other, bias, residual), expected)
+    # other implementations have launches to replay, and vectors become matrices first
+    assert products.dense_product(checked, "eager") is None
+    row = products._checked(a.T, x[0], bias, None, options)
+    assert row.is_vector and products.dense_product(row, "dense") is None
+
+
+def test_a_recording_that_torch_has_to_finish_becomes_a_dense_product(monkeypatch):
+    a, x, _ = leaves("X@A.T", torch.float32)
+    options = Options(True, True, None, None, "dense")
+    made = []
+
+    def record(known, options, inputs, run, *args, operands):
+        # what a GPU records of a call whose launches are not all of it
+        known[described(options, inputs).key] = None
+        made.append(run)
+        return run(*args)
+
+    monkeypatch.setattr(products, "record", record)
+    first = products.replayed_product(a.T, x, None, None, options)
+    (kept,) = a.pattern.launches.values()
+    assert isinstance(kept, products.DenseProduct)
+    assert torch.equal(products.replayed_product(a.T, x, None, None, options), first)
+    assert len(made) == 1

@@ -6,6 +6,7 @@ them and spread.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from ..core.arch import arch_of
 from ..dispatch.machine import why_no_kernels
 from ..launch.launcher import cdiv
 from ..launch.recording import unrecorded
+from ..launch.replay import launch_recorded
 from ..sparse.pattern import rows_of_entries
 from ..sparse.validate import zero_padding
 from .eager import finish
@@ -75,9 +77,13 @@ def densified(values: torch.Tensor, pattern: Pattern, shape: Sequence[int]) -> t
         from .triton.densify import block_table, launch_densify
 
         full = values.new_empty(rows_b * block_h, cols_b * block_w)
-        # torch computes the product that follows, so replaying launches would not repeat the call
-        with unrecorded():
-            launch_densify(full, values, block_table(pattern.indptr, pattern.indices, cols_b))
+        if not (full.numel() and nnzb):
+            return full.zero_()[:m, :k]
+        table = block_table(pattern.indptr, pattern.indices, cols_b)
+        kind = ("densify", full.shape, values.shape, values.dtype)
+        # torch computes the product that follows, so these launches alone would not repeat the call
+        roles = (full, values, table)
+        launch_recorded(kind, roles, partial(launch_densify, full, values, table))
         return full[:m, :k]
     blocks = values.new_zeros(rows_b, block_h, cols_b, block_w)
     rows = rows_of_entries(pattern.indptr, nnzb)
