@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.decode import api, sm90, triton, tuning
+from blackwell_sparsek.decode import api, sm90_latent, triton, tuning
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.testing.decode_cases import DecodeCase, check_decode, draw_decode_case
 from blackwell_sparsek.testing.poison import poisoned_empty
@@ -22,7 +22,7 @@ BRAIN, HALF = torch.bfloat16, torch.float16
 LLAMA = DecodeCase(1, BRAIN, heads=(32, 8), head_dims=(128, 128))
 
 
-IMPLS = {"triton": triton.decode, "sm90": sm90.decode}
+IMPLS = {"triton": triton.decode, "sm90": sm90_latent.decode}
 chosen = "triton"
 
 

@@ -97,7 +97,7 @@ def _reference(call: DecodeCall) -> Tensors:
 
 
 decode_dispatch = Dispatcher("attn_decode")
-decode_dispatch.register("sm90", why_not_sm90, "blackwell_sparsek.decode.sm90:decode")
+decode_dispatch.register("sm90", why_not_sm90, "blackwell_sparsek.decode.sm90_latent:decode")
 decode_dispatch.register(
     "triton",
     why_not_triton,

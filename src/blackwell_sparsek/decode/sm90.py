@@ -11,11 +11,11 @@ warp group computes with keys as the rows of its products,
 so that few queries cost few instructions. K and V are read from where TMA put them, fp8 ones after
 they have become fp16 in registers; Q and P are small and written to shared memory by the consumer.
 
-Called as impl "sm90" of `bsk::attn_decode`; `sm90_latent.py` has the kernel for latent caches.
-Limits: queries in fp16 or bf16, caches too or in fp8
-(D and Dv 128, up to 16 rows that share a KV head), D and Dv 64 or 128, pages and listed blocks of a
-multiple of 16 tokens, strides and addresses that TMA takes, and those of `triton.py`. Slots past
-the lengths are copied and not looked at; a page out of range is not read.
+Called by `sm90_latent.decode`, impl "sm90" of `bsk::attn_decode`, for all but latent caches. Limits:
+queries in fp16 or bf16, caches too or in fp8 (D and Dv 128, up to 16 rows that share a KV head), D
+and Dv 64 or 128, pages and listed blocks of a multiple of 16 tokens, strides and addresses that TMA
+takes, and those of `triton.py`. Slots past the lengths are copied and not looked at; a page out of
+range is not read.
 """
 
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ from .triton import (
     VisitedKeys,
     scale_stride,
 )
-from .tuning import LATENT_DIMS, DecodeSm90Config, attn_decode_sm90_launch
+from .tuning import DecodeSm90Config, attn_decode_sm90_launch
 
 
 class DecodeSm90Scoring(NamedTuple):
@@ -442,10 +442,6 @@ def _attn_decode_sm90_kernel(
 
 def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse, laid out as `empty_out` and `empty_lse` do."""
-    if (call.problem.head_dim, call.problem.head_dim_v) == LATENT_DIMS:
-        from .sm90_latent import decode_latent
-
-        return decode_latent(call)
     config, programs = attn_decode_sm90_launch(call.problem)
     out, lse = empty_out(call.q, call.v_cache.shape[-1]), empty_lse(call.q)
     launch_attn_decode_sm90(out, lse, call, config, programs)

@@ -12,8 +12,9 @@ A tile of keys lies in shared memory once, for both products. The consumers take
 the scores of even tiles and the other those of odd ones, and hands weights and row states to both
 through shared memory. While one still multiplies values, the other may begin its scores.
 
-Called as impl "sm90" of `bsk::attn_decode`. Limits: fp16 and bf16, D 576 and Dv 512, values a view
-of the first columns of the keys, pages and listed blocks of a multiple of 16 tokens.
+`decode` is impl "sm90" of `bsk::attn_decode`: it leaves other caches to `sm90.py`. Limits: fp16 and
+bf16, D 576 and Dv 512, values a view of the first columns of the keys, pages and listed blocks of a
+multiple of 16 tokens.
 """
 
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from ..device.scores import cap, fold_sign
 from ..device.softmax import init_state, weigh
 from ..launch.launcher import launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
+from . import sm90
 from .sm90 import (
     ConsumerState,
     descriptor,
@@ -59,7 +61,7 @@ from .sm90_producer import (
     produce_tiles,
 )
 from .triton import DecodeResults, DecodeWorkspace, HeadTile, VisitedKeys
-from .tuning import LatentConfig, latent_launch
+from .tuning import LATENT_DIMS, LatentConfig, latent_launch
 
 MAX_REGISTERS = 168
 
@@ -321,8 +323,10 @@ def _attn_decode_latent_kernel(
     )
 
 
-def decode_latent(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
+def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse, laid out as `empty_out` and `empty_lse` do, of any call of impl "sm90"."""
+    if (call.problem.head_dim, call.problem.head_dim_v) != LATENT_DIMS:
+        return sm90.decode(call)
     config, programs = latent_launch(call.problem)
     out, lse = empty_out(call.q, call.v_cache.shape[-1]), empty_lse(call.q)
     launch_attn_decode_latent(out, lse, call, config, programs)
