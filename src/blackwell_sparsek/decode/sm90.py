@@ -11,11 +11,11 @@ warp group computes with keys as the rows of its products,
 so that few queries cost few instructions. K and V are read from where TMA put them, fp8 ones after
 they have become fp16 in registers; Q and P are small and written to shared memory by the consumer.
 
-Called by `sm90_latent.decode`, impl "sm90" of `bsk::attn_decode`, for all but latent caches. Limits:
-queries in fp16 or bf16, caches too or in fp8 (D and Dv 128, up to 16 rows that share a KV head), D
-and Dv 64 or 128, pages and listed blocks of a multiple of 16 tokens, strides and addresses that TMA
-takes, and those of `triton.py`. Slots past the lengths are copied and not looked at; a page out of
-range is not read.
+Called by `sm90_latent.decode`, impl "sm90" of `bsk::attn_decode`, for all but latent caches.
+Limits: queries in fp16 or bf16, caches too or in fp8 (D and Dv 128, up to 16 rows that share a KV
+head), D and Dv 64 or 128, pages and listed blocks of a multiple of 16 tokens, strides and addresses
+that TMA takes, and those of `triton.py`. Slots past the lengths are copied and not looked at; a
+page out of range is not read.
 """
 
 from typing import Any, NamedTuple
