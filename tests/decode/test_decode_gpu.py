@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.decode import api, sm90, triton, tuning
+from blackwell_sparsek.decode import api, sm90_latent, triton, tuning
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.testing.decode_cases import DecodeCase, check_decode, draw_decode_case
 from blackwell_sparsek.testing.poison import poisoned_empty
@@ -22,7 +22,7 @@ BRAIN, HALF = torch.bfloat16, torch.float16
 LLAMA = DecodeCase(1, BRAIN, heads=(32, 8), head_dims=(128, 128))
 
 
-IMPLS = {"triton": triton.decode, "sm90": sm90.decode}
+IMPLS = {"triton": triton.decode, "sm90": sm90_latent.decode}
 chosen = "triton"
 
 
@@ -225,8 +225,54 @@ def test_the_same_bits_every_time_under_load():
         assert first[0].equal(again[0]) and first[1].equal(again[1])
 
 
-def test_repeated_calls_take_recorded_launches():
-    case = dataclasses.replace(LLAMA, lengths=(300, 20), page_size=64)
+MLA = DecodeCase(2, BRAIN, heads=(128, 1), head_dims=(576, 512), latent=True)
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("lengths", [(1,), (63, 64, 65, 0), (1000, 3)])
+def test_latent_caches(heads, page_size, lengths):
+    check(dataclasses.replace(MLA, heads=(heads, 1), page_size=page_size, lengths=lengths))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"q_len": 3, "heads": (16, 1)},
+        {"dtype": HALF, "softcap": 20.0, "sinks": True},
+        {"page_size": 64, "block_size": 64, "keep": 0.4},
+        {"page_size": 16},
+        {"band": Band(100, 0)},
+        {"scale": -0.05},
+    ],
+    ids=str,
+)
+def test_latent_caches_with_options(options):
+    check(dataclasses.replace(MLA, lengths=(700, 129, 0), **options))
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_long_latent_sequences_give_the_same_bits_every_time(page_size):
+    case = dataclasses.replace(MLA, lengths=(9000, 1, 5000), page_size=page_size)
+    first = check(case)
+    call = case.build("cuda")
+    for _ in range(20):
+        again = run(call)
+        assert first[0].equal(again[0]) and first[1].equal(again[1])
+
+
+def test_values_of_their_own_are_left_to_the_portable_kernel():
+    case = dataclasses.replace(MLA, heads=(16, 1), lengths=(200,), latent=False)
+    call = case.build("cuda")
+    reason = tuning.why_not_sm90(call.problem)
+    assert reason is None or "view of the keys" in reason or "sm_90" in reason
+    out, lse = triton.decode(call)
+    check_decode(out.cpu(), lse.cpu(), case.build("cpu"))
+
+
+@pytest.mark.parametrize("case", [LLAMA, MLA], ids=["llama", "mla"])
+def test_repeated_calls_take_recorded_launches(case):
+    case = dataclasses.replace(case, lengths=(300, 20), page_size=64)
     call = case.build("cuda")
     api._RECORDED.clear()
     first = public(call)

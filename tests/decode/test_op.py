@@ -86,7 +86,7 @@ def test_auto_prefers_the_kernel_on_a_gpu():
     "changes, reason",
     [
         ({"dtype": torch.float64}, "needs float16, bfloat16 or float32, got torch.float64"),
-        ({"head_dim": 257}, "needs head dimensions of 1 to 256, got 257 and 64"),
+        ({"head_dim": 577}, "needs head dimensions of 1 to 576, got 577 and 64"),
         ({"capacity": 2**30}, "needs caches of at most 1073741823 tokens a sequence"),
         ({"capacity": 2**29, "batch": 2**8}, "needs at most 2147483647 tiles"),
         ({"arch": Arch("cuda", 75, 40, 65536, False)}, "needs a CUDA GPU of sm_80"),

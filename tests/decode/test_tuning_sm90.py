@@ -40,8 +40,14 @@ def problem(**changes):
             {"cache_dtype": torch.float8_e4m3fn, "q_len": 5},
             "takes at most 16 rows of a float8 cache, got 20",
         ),
-        ({"head_dim": 96}, "needs head dimensions of 64 or 128, got 96 and 128"),
-        ({"head_dim_v": 256}, "needs head dimensions of 64 or 128, got 128 and 256"),
+        (
+            {"head_dim": 96},
+            "needs head dimensions of 64 or 128, or 576 and 512, got 96 and 128",
+        ),
+        (
+            {"head_dim_v": 256},
+            "needs head dimensions of 64 or 128, or 576 and 512, got 128 and 256",
+        ),
         ({"page_size": 17}, "pages of 17 are not a multiple of 16"),
         ({"page_size": 64, "block_size": 8}, "listed blocks of 8 are not a multiple of 16"),
         ({"tma": False}, "addresses and strides that are multiples of 16 bytes"),

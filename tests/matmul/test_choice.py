@@ -143,3 +143,26 @@ def test_opcheck(device):
         (*operands, pattern, shape, [16, 16], None, "triton"),
         test_utils=checks,
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "chosen"),
+    [
+        ({}, "triton"),
+        ({"block_shape": (64, 64), "nnz_blocks": 3604}, "triton"),
+        # nearly all blocks are stored: torch's product is faster
+        ({"nnz_blocks": 4000}, "dense"),
+        # low blocks in random places leave little out
+        ({"block_shape": (16, 16), "nnz_blocks": 57672}, "dense"),
+        ({"block_shape": (128, 48), "nnz_blocks": 300}, "triton"),
+        ({"tma": False, "nnz_blocks": 200}, "triton"),
+        ({"arch": Arch("cuda", 80, 108, 166912, False), "nnz_blocks": 200}, "triton"),
+        ({"arch": Arch("cpu", 0, 1, 0, False)}, "eager"),
+    ],
+)
+def test_which_implementation_of_a_sampled_product(change, chosen):
+    """auto on 8192 cubed in 22 % of the blocks, and what changes its mind."""
+    problem = BsrProblem(
+        *("sddmm", H200, HALF, HALF, (8192, 8192), (128, 128), 901, 8192), tma=True
+    )
+    assert sddmm_dispatch.decide("auto", replace(problem, **change)).chosen == chosen

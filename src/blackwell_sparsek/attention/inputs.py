@@ -103,13 +103,12 @@ def _raise_mismatch(op: str, tensors: dict[str, torch.Tensor], problem: str, exp
     raise InvalidInput(message(op, "/".join(tensors), problem, expected, got))
 
 
-def check_head_dims(op: str, q: torch.Tensor, v: torch.Tensor) -> None:
+def check_head_dims(op: str, q: torch.Tensor, v: torch.Tensor, largest: int = MAX_HEAD_DIM) -> None:
     """Head dims that the kernels support."""
     for arg, x in (("q", q), ("v", v)):
-        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
-            raise InvalidInput(
-                message(op, arg, "has an unsupported head dim", f"1 to {MAX_HEAD_DIM}", x.shape[-1])
-            )
+        if not 1 <= x.shape[-1] <= largest:
+            problem, expected = "has an unsupported head dim", f"1 to {largest}"
+            raise InvalidInput(message(op, arg, problem, expected, x.shape[-1]))
 
 
 def autocast_qkv(

@@ -76,7 +76,16 @@ class DecodeCall:
             softcap=self.softcap != 0.0,
             sinks=self.sinks is not None,
             tma=tma_takes(self.k_cache) and tma_takes(self.v_cache),
+            latent=values_are_keys(self.k_cache, self.v_cache),
         )
+
+
+def values_are_keys(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether the values are a view of the first columns of the keys, and there are fewer."""
+    if k_cache.is_meta or k_cache.dtype != v_cache.dtype or k_cache.stride() != v_cache.stride():
+        return False
+    fewer = v_cache.shape[-1] < k_cache.shape[-1]
+    return fewer and k_cache.data_ptr() == v_cache.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,8 @@ class DecodeProblem:
     sinks: bool
     tma: bool = False
     """Whether TMA can copy the caches: addresses and strides in steps of 16 bytes."""
+    latent: bool = False
+    """Whether the values are a view of the first columns of the keys."""
 
     @property
     def rows(self) -> int:

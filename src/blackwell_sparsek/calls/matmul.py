@@ -231,6 +231,7 @@ class SddmmCall:
             n=a.shape[-1],
             batch=a.shape[:-2].numel(),
             row_major=a.stride(-1) == 1 and b.stride(-1) == 1,
+            tma=all(lies_transposed(x) is not None for x in (a, b)),
         )
 
 
@@ -280,6 +281,22 @@ class PairProductsCall:
             batch=self.pairs.first.shape[0],
             other_block_shape=_block_shape(second),
         )
+
+
+def lies_transposed(x: torch.Tensor) -> bool | None:
+    """How TMA reads matrices [..., rows, columns]: with contiguous rows, False, or columns, True.
+
+    None if it cannot: address and strides must be multiples of 16 bytes.
+    """
+    if x.data_ptr() % 16 or x.numel() == 0:
+        return None
+    *batch, rows, columns = zip(x.shape, x.stride(), strict=True)
+    for transposed, line, inner in ((False, rows, columns), (True, columns, rows)):
+        size, stride = inner
+        outer = [stride * x.element_size() for size, stride in (*batch, line) if size > 1]
+        if (size == 1 or stride == 1) and all(step > 0 and step % 16 == 0 for step in outer):
+            return transposed
+    return None
 
 
 def _block_shape(blocks: torch.Tensor) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..calls.decode import values_are_keys
 from ..core.checks import check_choice
 from ..core.env import IMPLS
 from ..launch.replay import record, repeat
@@ -55,7 +56,8 @@ def attention_decode(
     k_cache : `[B, Hkv, S, D]`, or pages `[pages, page_size, Hkv, D]` with `page_table`
         dtype of q, or float8_e4m3fn. Slots past the lengths are not read.
     v_cache : as k_cache, with Dv in place of D
-        Its strides may differ from those of k_cache; both may be views of one tensor.
+        Its strides may differ from those of k_cache; both may be views of one tensor. For a latent
+        cache (MLA with absorbed weights) it is `k_cache[..., :512]` of keys with D 576.
     cache_seqlens : int32 `[B]`
         Keys of each sequence, at most S or `max_pages * page_size`; 0 gives output 0, lse -inf.
     page_table : int32 `[B, max_pages]`, optional
@@ -102,8 +104,9 @@ def attention_decode(
     torch.Size([2, 8, 1, 64])
     """
     op = "attention_decode"
-    inputs = (q, k_cache, v_cache, cache_seqlens, page_table, kv_blocks, sinks, k_scale, v_scale)
-    options = (return_lse, kv_block_size, causal, window, scale, softcap, impl)
+    tensors = (cache_seqlens, page_table, kv_blocks, sinks, k_scale, v_scale)
+    inputs: tuple[Any, ...] = (q, k_cache, v_cache, *tensors)
+    options: tuple[Any, ...] = (return_lse, kv_block_size, causal, window, scale, softcap, impl)
     results = repeat(_RECORDED, options, inputs)
     if results is None:
         check_choice(op, "impl", impl, IMPLS)
@@ -125,6 +128,12 @@ def attention_decode(
             v_scale=v_scale,
         )
         refuse_gradients(op, call)
+        if not torch.compiler.is_compiling() and values_are_keys(k_cache, v_cache):
+            # one tensor in two roles: a recording has it once, under a key of its own
+            inputs, options = (q, k_cache, None, *tensors), (*options, v_cache.shape[-1])
+            results = repeat(_RECORDED, options, inputs)
+            if results is not None:
+                return (results[0], results[1]) if return_lse else results[0]
         if sinks is None or sinks.is_contiguous():
             wanted = 2 if return_lse else 1
             results = record(

@@ -34,6 +34,8 @@ from ..masks.band import band_of, kv_range
 
 FP8 = torch.float8_e4m3fn
 PAGED = "[pages, page_size, Hkv, D]"
+# Keys of latent caches (MLA) have 576 columns.
+LARGEST_HEAD_DIM = 576
 
 
 def decode_call(
@@ -114,7 +116,7 @@ def _check_caches(op: str, q: Any, k_cache: Any, v_cache: Any, *, paged: bool) -
     if not paged and q.shape[0] != k_cache.shape[0]:
         shapes = (list(q.shape), list(k_cache.shape))
         raise_mismatch(op, "q/k_cache", "have different batch sizes", "one", *shapes)
-    check_head_dims(op, q, v_cache)
+    check_head_dims(op, q, v_cache, LARGEST_HEAD_DIM)
     if paged and k_cache.shape[1] == 0:
         raise_mismatch(
             op, "k_cache", "has pages without tokens", "page_size >= 1", list(k_cache.shape)

@@ -11,10 +11,11 @@ warp group computes with keys as the rows of its products,
 so that few queries cost few instructions. K and V are read from where TMA put them, fp8 ones after
 they have become fp16 in registers; Q and P are small and written to shared memory by the consumer.
 
-Called as impl "sm90" of `bsk::attn_decode`. Limits: queries in fp16 or bf16, caches too or in fp8
-(D and Dv 128, up to 16 rows that share a KV head), D and Dv 64 or 128, pages and listed blocks of a
-multiple of 16 tokens, strides and addresses that TMA takes, and those of `triton.py`. Slots past
-the lengths are copied and not looked at; a page out of range is not read.
+Called by `sm90_latent.decode`, impl "sm90" of `bsk::attn_decode`, for all but latent caches.
+Limits: queries in fp16 or bf16, caches too or in fp8 (D and Dv 128, up to 16 rows that share a KV
+head), D and Dv 64 or 128, pages and listed blocks of a multiple of 16 tokens, strides and addresses
+that TMA takes, and those of `triton.py`. Slots past the lengths are copied and not looked at; a
+page out of range is not read.
 """
 
 from typing import Any, NamedTuple
@@ -171,7 +172,7 @@ def put_queries(q_smem, q, k_scale, score, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _mask_scores(s, kv_pos, first_row, length, keys, group):
+def mask_scores(s, kv_pos, first_row, length, keys, group):
     """Scores [rows, keys], -inf where a query does not see a key."""
     row = first_row + rows_of(s)
     # rows past the last query see what some position sees; they are never stored
@@ -185,11 +186,12 @@ def _mask_scores(s, kv_pos, first_row, length, keys, group):
 
 
 @gluon.jit
-def _drop_dead_values(tile, kv_start, positions, kv_lo, kv_hi):
+def drop_dead_values(tile, kv_start, positions, kv_lo, kv_hi):
     """Zero the values that no query sees: they may be NaN, which a weight of 0 does not hide."""
     keys: gl.constexpr = tile.shape[0]
     dim: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+    wide: gl.constexpr = 32 if dim >= 256 else dim // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // wide, wide], [4, 1], [1, 0])
     if positions is None:
         kv_pos = kv_start + gl.arange(0, keys, gl.SliceLayout(1, layout))
     else:
@@ -200,7 +202,7 @@ def _drop_dead_values(tile, kv_start, positions, kv_lo, kv_hi):
 
 
 @gluon.jit
-def _write(consume, shared, work, m_log2, row_sum, acc, first_row, end_row):
+def write_rows(consume, shared, work, m_log2, row_sum, acc, first_row, end_row):
     """End the softmax of packed rows and store outputs and lse; not from `end_row` on."""
     heads = shared.heads
     strides = consume.strides.out
@@ -299,7 +301,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
             scores = warpgroup_mma(k, q_turned, no_scores, use_acc=False, is_async=True)
             if CFG.WORDS:
                 if cut:
-                    _drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
+                    drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
                 # while the tensor cores multiply
                 values = value_operand(v, layout)
             s = gl.permute(warpgroup_mma_wait(0, deps=(scores,)), (1, 0))
@@ -307,14 +309,14 @@ def _consume(consume, shared, CFG: gl.constexpr):
                 s = s * inside
             s = cap(s, score.inverse_cap)
             if CFG.BLOCK_KV is not None or (kv_start < all_lo) | (kv_start + tile_n > all_hi):
-                s = _mask_scores(s, kv_pos, queries.first_row, length, keys, heads.group)
+                s = mask_scores(s, kv_pos, queries.first_row, length, keys, heads.group)
             m_log2, p, rescale = weigh(m_log2, s, factor)
             sums = sums * rescale[:, None] + p
             p_smem.store(p.to(p_smem.dtype))
             acc = acc * gl.convert_layout(rescale, columns)[None, :]
             if not CFG.WORDS:
                 if cut:
-                    _drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
+                    drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
                 values = v.permute((1, 0))
             fence_async_shared()
             product = warpgroup_mma(values, p_smem.permute((1, 0)), acc, is_async=True)
@@ -333,7 +335,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
         first_row = queries.first_row
         work = HeadTile(split.sequence, split.kv_len, queries.kv_head)
         if begins == ends:
-            _write(consume, shared, work, m_out, row_sum, out, first_row, num_rows)
+            write_rows(consume, shared, work, m_out, row_sum, out, first_row, num_rows)
         else:
             tile_rows = gl.minimum(num_rows - first_row, num)
             slot = part_slot(program, begins)
@@ -345,7 +347,9 @@ def _consume(consume, shared, CFG: gl.constexpr):
                         num, tile_dv,
                     )  # fmt: skip
                     end_row = first_row + tile_rows
-                    _write(consume, shared, work, m_all, sum_all, acc_all, first_row + row, end_row)
+                    write_rows(
+                        consume, shared, work, m_all, sum_all, acc_all, first_row + row, end_row
+                    )
         number += 1
         split = Split(*take(shared.splits, number))
         if CFG.SINGLE:  # noqa: SIM102
@@ -464,53 +468,69 @@ def launch_attn_decode_sm90(
     if batch * heads_q * q_len == 0:
         return
     assert batch == 1 or not config.SINGLE, f"{batch=} {config=}"
-    heads = DecodeHeads(call.kv_heads, heads_q // call.kv_heads)
-    head_tiles = heads.kv * cdiv(heads.group * q_len, config.ROWS)
     if config.WORDS:
         k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
-    table, blocks = call.page_table, call.kv_blocks
     with on_device_of(q):
-        args = (
-            DecodeResults(out, lse),
-            q,
-            _descriptor(k_cache, call.page_size, config.k_block()),
-            _descriptor(v_cache, call.page_size, config.v_block()),
-            call.cache_seqlens,
-            table,
-            blocks,
-            None if call.sinks is None else call.sinks.contiguous(),
-            DecodeSm90Scoring(
-                *score_factors(call.scale, call.softcap),
-                call.k_scale,
-                call.v_scale,
-                scale_stride(call.k_scale),
-                scale_stride(call.v_scale),
-            ),
-            DecodeWorkspace(
-                scratch((2 * programs, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
-                self_resetting_counters(programs, q.device),
-            ),
-            DecodeSm90Strides(Strides(*token_strides(out)), Strides(*token_strides(q))),
-            0 if table is None else table.stride(0),
-            *((0, 0) if blocks is None else blocks.stride()[:2]),
-            batch,
-            q_len,
-            call.capacity,
-            k_cache.shape[0],
-            0 if blocks is None else blocks.shape[2],
-            *call.band.scalars(),
-            heads,
-            programs // (batch * head_tiles),
-            config,
+        descriptors = (
+            descriptor(k_cache, call.page_size, config.k_block()),
+            descriptor(v_cache, call.page_size, config.v_block()),
         )
+        workspace = DecodeWorkspace(
+            scratch((2 * programs, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
+            self_resetting_counters(programs, q.device),
+        )
+        args = kernel_arguments(out, lse, call, descriptors, workspace, config, programs)
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.SINGLE}
         options |= hopper_options()
         launch(_attn_decode_sm90_kernel, programs, args, **options)
 
 
-def _descriptor(
-    cache: torch.Tensor, page_size: int | None, block: tuple[int, int, int, int]
-) -> Any:
+def kernel_arguments(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: DecodeCall,
+    descriptors: tuple[Any, Any],
+    workspace: DecodeWorkspace,
+    config: Any,
+    programs: int,
+) -> tuple[Any, ...]:
+    """What the Hopper decode kernels take, in order; `descriptors` are those of keys and values."""
+    q, table, blocks = call.q, call.page_table, call.kv_blocks
+    batch, heads_q, q_len, _ = q.shape
+    heads = DecodeHeads(call.kv_heads, heads_q // call.kv_heads)
+    head_tiles = heads.kv * cdiv(heads.group * q_len, config.ROWS)
+    return (
+        DecodeResults(out, lse),
+        q,
+        *descriptors,
+        call.cache_seqlens,
+        table,
+        blocks,
+        None if call.sinks is None else call.sinks.contiguous(),
+        DecodeSm90Scoring(
+            *score_factors(call.scale, call.softcap),
+            call.k_scale,
+            call.v_scale,
+            scale_stride(call.k_scale),
+            scale_stride(call.v_scale),
+        ),
+        workspace,
+        DecodeSm90Strides(Strides(*token_strides(out)), Strides(*token_strides(q))),
+        0 if table is None else table.stride(0),
+        *((0, 0) if blocks is None else blocks.stride()[:2]),
+        batch,
+        q_len,
+        call.capacity,
+        call.k_cache.shape[0],
+        0 if blocks is None else blocks.shape[2],
+        *call.band.scalars(),
+        heads,
+        programs // (batch * head_tiles),
+        config,
+    )
+
+
+def descriptor(cache: torch.Tensor, page_size: int | None, block: tuple[int, int, int, int]) -> Any:
     """Of [batch or page, head, token, dim]."""
     cache = cache if page_size is None else cache.transpose(1, 2)
     return tensor_descriptor(cache, block, tma_strides(cache))

@@ -329,15 +329,15 @@ def positions_of(starts, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _copy(desc, tile, bar, copies, kv_head, CFG: gl.constexpr):
-    """Start the copies of the keys or values of a tile."""
+def _copy(desc, tile, bar, copies, kv_head, COLUMN: gl.constexpr, CFG: gl.constexpr):
+    """Start the copies of the keys or values of a tile, from COLUMN on."""
     count: gl.constexpr = CFG.copies
     copy_keys: gl.constexpr = CFG.copy_keys
     for copy in gl.static_range(count):
         rows = tile
         if count > 1:
             rows = tile.slice(copy * copy_keys, copy_keys, dim=0)
-        place = [copies.slabs[copy], kv_head, copies.rows[copy], 0]
+        place = [copies.slabs[copy], kv_head, copies.rows[copy], COLUMN]
         async_load(desc, place, bar, rows, pred=copies.wanted)
 
 
@@ -350,8 +350,8 @@ def _fetch(produce, ring, step, copies, kv_head, CFG: gl.constexpr):
         produce.k_desc.block_type.nbytes + produce.v_desc.block_type.nbytes
     )
     mbarrier.expect(bar, tile_bytes, pred=copies.wanted)
-    _copy(produce.k_desc, ring.k.index(stage), bar, copies, kv_head, CFG)
-    _copy(produce.v_desc, ring.v.index(stage), bar, copies, kv_head, CFG)
+    _copy(produce.k_desc, ring.k.index(stage), bar, copies, kv_head, CFG.k_column, CFG)
+    _copy(produce.v_desc, ring.v.index(stage), bar, copies, kv_head, 0, CFG)
 
 
 @gluon.jit

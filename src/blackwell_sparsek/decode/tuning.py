@@ -17,6 +17,7 @@ from ..calls.decode import DecodeProblem
 from ..core.compat import why_no_gluon
 from ..dispatch.machine import why_no_kernels, why_not_portable
 from ..launch.descriptors import SMEM_BYTES, accumulator_layout
+from .inputs import LARGEST_HEAD_DIM
 
 FP8 = torch.float8_e4m3fn
 # Positions and band limits are int32 in kernels.
@@ -26,7 +27,6 @@ MOST_TILES = 2**31 - 1
 
 # The portable kernel.
 
-LARGEST_HEAD_DIM = 256
 SMALLEST_TILE = 16
 MIN_SM_FP8 = 89
 # A GPU has many SMs, the interpreter one: a few programs exercise every way to split the work.
@@ -109,7 +109,11 @@ def _config(sm: int, sms: int, itemsize: int, dim: int, rows: int, precision: st
     if itemsize == 4:
         # full fp32 products run on the CUDA cores, with operands in registers
         tile_n = 32 if dim <= 128 else 16
-        return DecodeConfig(min(tile_m, 16), tile_n, 8, 2, programs, precision)
+        stages = 2 if dim <= 256 else 1
+        return DecodeConfig(min(tile_m, 16), tile_n, 8, stages, programs, precision)
+    if dim > 256:
+        # tiles of keys are 1024 columns wide: two stages of 16 keys fill 99 KiB of shared memory
+        return DecodeConfig(16, 16, 8, 2, sms, precision)
     if dim > 128:
         return DecodeConfig(min(tile_m, 32), 32, 4, 3, programs, precision)
     # H200, microseconds at (batch, keys) (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), measured when
@@ -152,6 +156,10 @@ def _hopper_config(sms: int, itemsize: int, kv_heads: int) -> DecodeConfig:
 # The Hopper kernel.
 
 HEAD_DIMS = (64, 128)
+# A latent cache of MLA with absorbed weights: 512 columns that are keys and values, and 64 more of
+# the keys, which carry positions.
+LATENT_DIMS = (576, 512)
+LATENT_VALUES = 512
 # The fewest keys of one copy: a step of WGMMA.
 STEP = 16
 # With more rows, scores leave too few registers for fp8 operands in registers.
@@ -161,6 +169,13 @@ MOST_FP8_ROWS = 16
 def why_not_sm90(problem: DecodeProblem) -> str | None:
     """Why the Hopper kernel cannot run this problem, or None when it can."""
     return why_no_kernels(problem.arch) or attn_decode_sm90_unsupported(problem) or why_no_gluon()
+
+
+def attn_decode_sm90_passed_over(problem: DecodeProblem) -> str | None:
+    """Why `auto` should not take the kernel where it could run, or None."""
+    if (problem.head_dim, problem.head_dim_v) == LATENT_DIMS:
+        return "the kernel for latent caches has not run on a GPU yet"
+    return None
 
 
 def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
@@ -178,8 +193,11 @@ def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
             return f"takes at most {MOST_FP8_ROWS} rows of a float8 cache, got {problem.rows}"
     elif problem.cache_dtype != problem.dtype:
         return f"needs a cache of {problem.dtype} or {FP8}, got {problem.cache_dtype}"
-    if any(dim not in HEAD_DIMS for dim in dims):
-        return f"needs head dimensions of 64 or 128, got {dims[0]} and {dims[1]}"
+    if dims == LATENT_DIMS:
+        if not problem.latent:
+            return "needs values that are a view of the keys, v_cache = k_cache[..., :512]"
+    elif any(dim not in HEAD_DIMS for dim in dims):
+        return f"needs head dimensions of 64 or 128, or 576 and 512, got {dims[0]} and {dims[1]}"
     for what, size in (("pages", problem.page_size), ("listed blocks", problem.block_size)):
         if size is not None and size % STEP:
             return f"{what} of {size} are not a multiple of {STEP}"
@@ -249,6 +267,11 @@ class DecodeSm90Config:
     def copies(self) -> int:
         """Copies that fill one tile."""
         return self.TILE_N // self.copy_keys
+
+    @property
+    def k_column(self) -> int:
+        """First column of a copy of keys."""
+        return 0
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys."""
@@ -353,3 +376,88 @@ def _launch(
         tile_n=128 if many else 64, words=is_fp8, single=single,
     )  # fmt: skip
     return DecodeSm90Launch(config, 2 * sms if is_fp8 else sms)
+
+
+# Latent caches: `sm90_latent.py`.
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Everything `sm90_latent.py` is specialised on; names as in `DecodeSm90Config`."""
+
+    PAGE_SIZE: int | None
+    BLOCK_KV: int | None
+    PRODUCER_REGISTERS: int
+    ROWS: int = 64
+    TILE_N: int = 64
+    TILE_DV: int = LATENT_VALUES
+    rest: int = LATENT_DIMS[0] - LATENT_VALUES
+    """Columns of keys behind the values."""
+    STAGES: int = 2
+    CONSUMER_REGISTERS: int = 232
+    SINGLE: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.copy_keys >= 16, f"{self.PAGE_SIZE=} {self.BLOCK_KV=}"
+
+    @property
+    def half(self) -> int:
+        """Columns of the values that one consumer accumulates."""
+        return self.TILE_DV // 2
+
+    @property
+    def copy_keys(self) -> int:
+        """Keys of one TMA copy: the most that never cross a page or a block."""
+        return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
+
+    @property
+    def scattered(self) -> bool:
+        """Whether a page table or block lists determine where keys lie."""
+        return self.PAGE_SIZE is not None or self.BLOCK_KV is not None
+
+    @property
+    def noted_keys(self) -> int:
+        """Keys of a tile whose positions the producer passes to the consumer."""
+        return 1 if self.BLOCK_KV is None else self.TILE_N
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill one tile."""
+        return self.TILE_N // self.copy_keys
+
+    @property
+    def k_column(self) -> int:
+        """First column of a copy of keys: those before it are copied with the values."""
+        return self.TILE_DV
+
+    def k_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of the columns behind the values."""
+        return (1, 1, self.copy_keys, self.rest)
+
+    def v_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of values."""
+        return (1, 1, self.copy_keys, self.TILE_DV)
+
+    def scores_layout(self) -> object:
+        """Register layout of scores [ROWS, TILE_N]."""
+        return accumulator_layout(self.TILE_N)
+
+    def accumulator_layout(self) -> object:
+        """Register layout of the accumulators of a consumer [ROWS, half]."""
+        return accumulator_layout(self.half)
+
+
+class LatentLaunch(NamedTuple):
+    """How the kernel for latent caches is launched."""
+
+    config: LatentConfig
+    programs: int
+
+
+def latent_launch(problem: DecodeProblem) -> LatentLaunch:
+    """Tiles and programs of a problem with a latent cache."""
+    scattered = problem.page_size is not None or problem.block_size is not None
+    registers = 64 if scattered else 40
+    return LatentLaunch(
+        LatentConfig(problem.page_size, problem.block_size, registers), problem.arch.num_sms
+    )

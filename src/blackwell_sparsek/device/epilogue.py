@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
+_NORMAL_DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
@@ -41,6 +42,20 @@ def activate(x, ACTIVATION: tl.constexpr):
     else:
         tl.static_assert(ACTIVATION is None, "unknown activation")
         return x
+
+
+@triton.jit
+def slope(x, ACTIVATION: tl.constexpr):
+    """The derivative of the activation of that name at `x`."""
+    if ACTIVATION == "relu":
+        return tl.where(x > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "gelu":
+        density = tl.exp(-0.5 * x * x) * _NORMAL_DENSITY_AT_0
+        return 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * density
+    else:
+        tl.static_assert(ACTIVATION == "silu", "unknown activation")
+        gate = 1.0 / (1.0 + tl.exp(-x))
+        return gate * (1.0 + x * (1.0 - gate))
 
 
 @triton.jit

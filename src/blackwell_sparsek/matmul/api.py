@@ -1,40 +1,36 @@
 """The public products of block-sparse matrices: replay a recorded launch, or check and dispatch."""
 
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 
-from ..calls.matmul import MatmulCall, PairProductsCall, SddmmCall, pattern_tensors
-from ..core.activations import ACTIVATIONS, activate
+from ..calls.matmul import PairProductsCall, SddmmCall, pattern_tensors
 from ..core.checks import (
     check_choice,
     check_derivatives,
-    check_dtype,
     check_same_device,
     check_same_dtype,
     check_shape,
-    check_tensor,
     message,
 )
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..core.torch_state import cast_operand
-from ..launch.replay import record, repeat
 from ..sparse.matrix import BSRMatrix, BSRPattern, install_matmul
 from ..sparse.product import product_pattern
-from ..sparse.validate import VALUE_DTYPES, zero_padding
+from ..sparse.validate import zero_padding
 from . import autograd as _derivatives  # noqa: F401
-from .op import bsr_matmul, bsr_pair_products, bsr_sddmm
-
-
-class _Options(NamedTuple):
-    """All that the launches of a product with a dense operand depend on besides tensors."""
-
-    transposed: bool
-    dense_left: bool
-    activation: str | None
-    out_dtype: torch.dtype | None
-    impl: str
+from .inputs import (
+    Options,
+    check_operand,
+    check_options,
+    check_out_dtype,
+    check_readable,
+    needs_grad,
+)
+from .op import bsr_pair_products, bsr_sddmm
+from .products import replayed_product
+from .training import trained_product, trains
 
 
 @overload
@@ -148,132 +144,18 @@ def matmul(
     dense_left = isinstance(b, BSRMatrix)
     sparse, dense = (b, a) if dense_left else (a, b)
     if not isinstance(sparse, BSRMatrix):
-        _check_options(activation, out_dtype, impl)
+        check_options(activation, out_dtype, impl)
         got = f"{type(a).__name__} and {type(b).__name__}"
         raise InvalidType(message("matmul", "a/b", "are both dense", "at least one BSRMatrix", got))
-    options = _Options(sparse.is_transposed, dense_left, activation, out_dtype, impl)
-    known, inputs = sparse.pattern.launches, (sparse.storage, dense, bias, residual)
-    results = repeat(known, options, inputs)
-    if results is None:
-        checked = (sparse, dense, bias, residual, options)
-        results = record(known, options, inputs, _sparse_dense, *checked, operands=2)
-    (product,) = results
-    return product
-
-
-def _check_options(activation: str | None, out_dtype: torch.dtype | None, impl: str) -> None:
-    op = "matmul"
-    check_choice(op, "impl", impl, IMPLS)
-    check_choice(op, "activation", activation, ACTIVATIONS)
-    if out_dtype is not None and out_dtype not in VALUE_DTYPES:
-        names = ", ".join(str(d) for d in VALUE_DTYPES)
-        raise InvalidType(message(op, "out_dtype", "is unsupported", f"one of {names}", out_dtype))
-
-
-def _check_operand(op: str, arg: str, x: Any) -> None:
-    check_tensor(op, arg, x)
-    check_derivatives(op, arg, x)
-    check_dtype(op, arg, x, VALUE_DTYPES)
-
-
-def _check_readable(op: str, arg: str, x: torch.Tensor) -> None:
-    """One of the last two dimensions must have stride 1 (or be of size 1)."""
-    strided = [x.shape[d] > 1 and x.stride(d) != 1 for d in (-1, -2)]
-    if all(strided) and x.numel() > 0:
-        raise InvalidInput(
-            message(
-                op,
-                arg,
-                "is contiguous in neither of its last two dimensions",
-                "stride 1 in one of them (call .contiguous())",
-                f"strides {tuple(x.stride())}",
-            )
-        )
-
-
-def _sparse_dense(
-    sparse: BSRMatrix,
-    dense: Any,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    options: _Options,
-) -> tuple[torch.Tensor]:
-    """Check and compute a product of a sparse and a dense operand."""
-    op = "matmul"
-    _, dense_left, activation, out_dtype, impl = options
-    _check_options(activation, out_dtype, impl)
-    sparse_arg, dense_arg = ("b", "a") if dense_left else ("a", "b")
-    _check_operand(op, dense_arg, dense)
-    if dense.dim() == 0:
-        raise InvalidInput(message(op, dense_arg, "has a wrong rank", "1 or more dimensions", []))
-    check_derivatives(op, sparse_arg, sparse.storage)
-    storage, dense = cast_operand(sparse.storage), cast_operand(dense)
-    is_vector = dense.dim() == 1
-    vector_dim = 0 if dense_left else 1
-    if is_vector:
-        dense = dense.unsqueeze(vector_dim)
-    features = sparse.shape[1] if dense_left else sparse.shape[0]
-    inner = sparse.shape[0] if dense_left else sparse.shape[1]
-    if dense.shape[-1 if dense_left else -2] != inner:
-        shapes = f"{list(dense.shape)} for a block-sparse {list(sparse.shape)}"
-        expected = f"{inner} {'columns' if dense_left else 'rows'}"
-        raise InvalidInput(message(op, dense_arg, "does not fit", expected, shapes))
-    check_same_dtype(op, {dense_arg: dense, sparse_arg: storage})
-    check_same_device(op, {dense_arg: dense, sparse_arg: storage})
-    _check_readable(op, dense_arg, dense)
-    out_dtype = out_dtype or dense.dtype
-    tail = (dense.shape[-2], features) if dense_left else (features, dense.shape[-1])
-    out_shape = (features,) if is_vector else (*dense.shape[:-2], *tail)
-    if bias is not None:
-        _check_extra(op, "bias", bias, (features,), dense, out_dtype)
-    if residual is not None:
-        _check_extra(op, "residual", residual, out_shape, dense, out_dtype)
-        residual = residual.unsqueeze(vector_dim) if is_vector else residual
-
-    # Training needs the pre-activation; keeping it is cheaper than computing it again.
-    keeps_pre = activation is not None and _needs_grad(storage, dense, bias, residual)
-    call = MatmulCall(
-        values=storage,
-        pattern=pattern_tensors(sparse.pattern.tensors()),
-        shape=sparse.pattern.shape,
-        transposed=sparse.is_transposed,
-        dense=dense,
-        dense_left=dense_left,
-        bias=bias,
-        residual=None if keeps_pre else residual,
-        activation=None if keeps_pre else activation,
-        out_dtype=out_dtype,
-    )
-    out: torch.Tensor = bsr_matmul(*call.arguments, impl)
-    if keeps_pre:
-        out = activate(out, activation)
-        if residual is not None:
-            out = out + residual.to(out_dtype)
-    return (out.squeeze(vector_dim) if is_vector else out,)
-
-
-def _check_extra(
-    op: str,
-    arg: str,
-    x: Any,
-    shape: tuple[int, ...],
-    dense: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> None:
-    check_tensor(op, arg, x)
-    check_derivatives(op, arg, x)
-    check_shape(op, arg, x, shape)
-    check_dtype(op, arg, x, tuple(dict.fromkeys((dense.dtype, out_dtype, torch.float32))))
-    check_same_device(op, {arg: x, "the operands": dense})
-
-
-def _needs_grad(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    options = Options(sparse.is_transposed, dense_left, activation, out_dtype, impl)
+    if not trains(sparse, dense, bias, residual, options):
+        return replayed_product(sparse, dense, bias, residual, options)
+    return trained_product(sparse, dense, bias, residual, options)
 
 
 def _without_padding_grad(matrix: BSRMatrix, values: torch.Tensor) -> torch.Tensor:
     """`values`, but no gradient reaches the padding of edge blocks."""
-    if not _needs_grad(values):
+    if not needs_grad(values):
         return values
     pattern = matrix.pattern
     return zero_padding(values, pattern.shape, pattern.row_indices(), pattern.indices)
@@ -288,7 +170,7 @@ def _sparse_sparse(
 ) -> BSRMatrix:
     """Check and compute a product of two sparse operands, which takes no `extras`."""
     op = "matmul"
-    _check_options(extras["activation"], out_dtype, impl)
+    check_options(extras["activation"], out_dtype, impl)
     for arg, value in extras.items():
         if value is not None:
             got = type(value).__name__
@@ -325,6 +207,7 @@ def sddmm(
     b: torch.Tensor,
     pattern: BSRPattern | BSRMatrix,
     *,
+    out_dtype: torch.dtype | None = None,
     impl: str = "auto",
 ) -> BSRMatrix:
     """Compute `a @ b` at the blocks of a pattern only (sampled dense-dense product).
@@ -336,11 +219,13 @@ def sddmm(
         Leading dimensions are summed, as the gradient of a weight needs. Strides as in `matmul`.
     pattern : BSRPattern or BSRMatrix of shape (M, N)
         Of a BSRMatrix only the pattern is used.
+    out_dtype : dtype of the result, such as float32 for sums of gradients; that of the operands by
+        default
     impl : "auto", or one implementation by name, which never falls back (see `explain`)
 
     Returns
     -------
-    BSRMatrix (M, N) of the dtype of the operands, with the blocks of the pattern.
+    BSRMatrix (M, N) with the blocks of the pattern.
         Accumulated in float32 (float64 for float64) and rounded once. Differentiable in `a`, `b`.
 
     Examples
@@ -355,6 +240,7 @@ def sddmm(
     """
     op = "sddmm"
     check_choice(op, "impl", impl, IMPLS)
+    check_out_dtype(op, out_dtype)
     if isinstance(pattern, BSRMatrix):
         pattern = pattern.logical_pattern
     if not isinstance(pattern, BSRPattern):
@@ -363,7 +249,7 @@ def sddmm(
             message(op, "pattern", "has a wrong type", "BSRPattern or BSRMatrix", got)
         )
     for arg, x in (("a", a), ("b", b)):
-        _check_operand(op, arg, x)
+        check_operand(op, arg, x)
         if x.dim() < 2:
             expected = "[..., rows, columns]"
             raise InvalidInput(message(op, arg, "has a wrong rank", expected, list(x.shape)))
@@ -373,10 +259,10 @@ def sddmm(
     m, n = pattern.shape
     check_shape(op, "a", a, (*a.shape[:-2], m, a.shape[-1]))
     check_shape(op, "b", b, (*a.shape[:-2], a.shape[-1], n))
-    _check_readable(op, "a", a)
-    _check_readable(op, "b", b)
+    check_readable(op, "a", a)
+    check_readable(op, "b", b)
     tensors = pattern_tensors(pattern.tensors())
-    call = SddmmCall(a, b, tensors, pattern.shape, pattern.block_shape)
+    call = SddmmCall(a, b, tensors, pattern.shape, pattern.block_shape, out_dtype)
     values = bsr_sddmm(*call.arguments, impl)
     return BSRMatrix._from_parts(pattern, values)
 

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..calls.matmul import MatmulCall, PairProductsCall, SddmmCall, pattern_tensors
+from ..calls.matmul import (
+    MatmulCall,
+    PairProductsCall,
+    Pattern,
+    SddmmCall,
+    pattern_tensors,
+)
 from ..core.activations import activation_grad
 from ..dispatch.operators import define_autograd
 from ..sparse.pattern import rows_of_entries
@@ -18,7 +24,7 @@ from ..sparse.validate import zero_padding
 from .op import bsr_matmul, bsr_pair_products, bsr_sddmm
 
 
-def _derivative_impl(impl: str) -> str:
+def derivative_impl(impl: str) -> str:
     """The implementation of a derivative, which consists of other products than the forward.
 
     The portable implementations have all products; others may not, so `auto` chooses for them.
@@ -26,7 +32,7 @@ def _derivative_impl(impl: str) -> str:
     return impl if impl in ("reference", "eager", "dense", "triton") else "auto"
 
 
-def _readable(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def readable(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A gradient in the dtype of the operands, with one of the last two dimensions contiguous."""
     grad = grad.to(dtype)
     return grad if 1 in (grad.stride(-1), grad.stride(-2)) else grad.contiguous()
@@ -36,7 +42,7 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """What the derivative of a matmul needs besides tensors."""
 
     shape: Any
@@ -63,13 +69,13 @@ def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
         call.bias if again else None,
         *call.pattern,
     )
-    ctx.product = _Product(
+    ctx.product = Product(
         shape=call.shape,
         block_shape=values.shape[1:],
         transposed=call.transposed,
         dense_left=call.dense_left,
         activation=call.activation,
-        impl=_derivative_impl(impl),
+        impl=derivative_impl(impl),
         values_dtype=values.dtype,
         dense_dtype=dense.dtype,
         bias_dtype=None if call.bias is None else call.bias.dtype,
@@ -77,50 +83,113 @@ def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
     )
 
 
+class Saved(NamedTuple):
+    """Tensors of a matmul that its derivative may need; None for those that it does not."""
+
+    values: torch.Tensor | None
+    dense: torch.Tensor | None
+    bias: torch.Tensor | None
+    pattern: Pattern
+    pre: torch.Tensor | None = None
+    """The result before the activation; it is computed again where it was not kept."""
+    d_pre: torch.Tensor | None = None
+    """The gradient of `pre` besides that through the activation: second derivatives have one."""
+
+
+class ProductGradients(NamedTuple):
+    """Gradients of the tensors of a matmul; None for those that are not needed."""
+
+    values: torch.Tensor | None = None
+    dense: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+
+
 def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     values, dense, bias, *tensors = ctx.saved_tensors
     pattern = pattern_tensors(tensors)
-    product: _Product = ctx.product
-    dense_left, impl = product.dense_left, product.impl
     # which gradients are needed, by the names of the arguments
-    needs = MatmulCall(*ctx.needs_input_grad[:-1])
+    call = MatmulCall(*ctx.needs_input_grad[:-1])
+    needs = Needs(call.values, call.dense, call.bias, call.residual)
+    saved = Saved(values, dense, bias, pattern)
+    made = product_gradients(ctx.product, saved, grad, needs)
+    # in the order of the schema
+    return (
+        *(made.values, [None] * len(pattern), None, None, made.dense, None),
+        *(made.bias, made.residual, None, None, None),
+    )
+
+
+class Needs(NamedTuple):
+    """Which gradients of a matmul are needed."""
+
+    values: Any
+    dense: Any
+    bias: Any
+    residual: Any
+
+
+def product_gradients(
+    product: Product, saved: Saved, grad: torch.Tensor, needs: Needs
+) -> ProductGradients:
+    """The gradients of a matmul by the operators, so that they have derivatives themselves."""
+    values, dense, bias, pattern, pre, d_pre = saved
+    dense_left, impl = product.dense_left, product.impl
     d_values = d_dense = d_bias = d_residual = None
     if needs.residual:
         d_residual = grad.to(product.residual_dtype)
     if product.activation is not None:
-        # The public function keeps the pre-activation if a gradient is needed; direct callers of
-        # the operator pay for computing it again.
-        layer = MatmulCall(values, pattern, product.shape, product.transposed, dense, dense_left)
-        layer = replace(layer, bias=bias, out_dtype=_wider(grad.dtype))
-        pre = bsr_matmul(*layer.arguments, impl)
+        if pre is None:
+            # The public function keeps the pre-activation if a gradient is needed; direct callers
+            # of the operator pay for computing it again.
+            assert values is not None and dense is not None
+            shape, transposed = product.shape, product.transposed
+            layer = MatmulCall(values, pattern, shape, transposed, dense, dense_left, bias)
+            layer = replace(layer, out_dtype=_wider(grad.dtype))
+            pre = bsr_matmul(*layer.arguments, impl)
         grad = activation_grad(grad, pre, product.activation)
+    grad = grad if d_pre is None else grad + d_pre
     if needs.bias:
-        per_feature = grad if dense_left else grad.mT
-        d_bias = per_feature.flatten(0, -2).sum(0, dtype=_wider(grad.dtype))
-        d_bias = d_bias.to(product.bias_dtype)
-    grad = _readable(grad, product.values_dtype)
+        d_bias = bias_gradient(product, grad)
+    grad = readable(grad, product.values_dtype)
     if needs.dense:
-        back = MatmulCall(values, pattern, product.shape, not product.transposed, grad, dense_left)
-        back = replace(back, out_dtype=product.dense_dtype)
-        d_dense = bsr_matmul(*back.arguments, impl)
+        d_dense = bsr_matmul(*gradient_of_dense(product, values, pattern, grad).arguments, impl)
     if needs.values:
-        a, b = (dense.mT, grad) if dense_left else (grad, dense.mT)
-        if product.transposed:
-            a, b = b.mT, a.mT
-        sampled = SddmmCall(a, b, pattern, product.shape, product.block_shape, product.values_dtype)
-        d_values = bsr_sddmm(*sampled.arguments, impl)
-    # in the order of the schema
-    return (
-        *(d_values, [None] * len(pattern), None, None, d_dense, None, d_bias, d_residual),
-        *(None, None, None),
-    )
+        d_values = bsr_sddmm(*gradient_of_values(product, dense, pattern, grad).arguments, impl)
+    return ProductGradients(d_values, d_dense, d_bias, d_residual)
+
+
+def bias_gradient(product: Product, grad: torch.Tensor) -> torch.Tensor:
+    """The sum of `grad` over everything but the features."""
+    features = grad.dim() - (1 if product.dense_left else 2)
+    others = [dim for dim in range(grad.dim()) if dim != features]
+    return grad.sum(others, dtype=_wider(grad.dtype)).to(product.bias_dtype)
+
+
+def gradient_of_dense(
+    product: Product, values: Any, pattern: Pattern, grad: torch.Tensor
+) -> MatmulCall:
+    """The product that is the gradient of the dense operand."""
+    shape, dense_left = product.shape, product.dense_left
+    back = MatmulCall(values, pattern, shape, not product.transposed, grad, dense_left)
+    return replace(back, out_dtype=product.dense_dtype)
+
+
+def gradient_of_values(
+    product: Product, dense: Any, pattern: Pattern, grad: torch.Tensor
+) -> SddmmCall:
+    """The sampled product that is the gradient of the stored blocks."""
+    a, b = (dense.mT, grad) if product.dense_left else (grad, dense.mT)
+    if product.transposed:
+        a, b = b.mT, a.mT
+    return SddmmCall(a, b, pattern, product.shape, product.block_shape, product.values_dtype)
 
 
 def _sddmm_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     *arguments, impl = inputs
     call = SddmmCall(*arguments)
     ctx.save_for_backward(call.a, call.b, *call.pattern)
-    ctx.shape, ctx.impl = call.shape, _derivative_impl(impl)
+    ctx.shape, ctx.impl = call.shape, derivative_impl(impl)
 
 
 def _sddmm_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -13,7 +13,8 @@ from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..reference import matmul as reference
 from . import dense, eager
 from .estimate import dense_seconds, packs_for_few_columns, sparse_seconds
-from .sm90.tuning import spmm_sm90_passed_over, why_not_sm90
+from .estimate_sampled import dense_sddmm_seconds, sddmm_seconds
+from .sm90.tuning import spmm_sm90_passed_over, why_not_sddmm_sm90, why_not_sm90
 from .triton.tuning import why_not_triton
 
 # Estimates are accurate to a tenth.
@@ -74,6 +75,43 @@ def _sparse_impls(problem: BsrProblem) -> list[str]:
     return [*impls, "eager"]
 
 
+# Sampled products. On a CPU plain PyTorch on stored blocks computes them all.
+
+
+def sampled_sm90_passed_over(problem: BsrProblem) -> str | None:
+    """The Hopper kernel is left to those who ask for it until the GPU tests have passed for it."""
+    return "has not run on a GPU yet"
+
+
+def sampled_triton_passed_over(problem: BsrProblem) -> str | None:
+    """Interpreted kernels are for tests; compiled ones compete with the dense product."""
+    return interpreted_only(problem) or _sampled_slower_than_dense(problem, "triton")
+
+
+def sampled_eager_passed_over(problem: BsrProblem) -> str | None:
+    """On a GPU, plain PyTorch on stored blocks competes with the dense product."""
+    return _sampled_slower_than_dense(problem, "eager") if problem.arch.sm else None
+
+
+def sampled_dense_passed_over(problem: BsrProblem) -> str | None:
+    """Name the first implementation on stored blocks that is estimated to be faster."""
+    if not problem.arch.sm:
+        return "on a CPU left to eager"
+    dense_s = dense_sddmm_seconds(problem)
+    impls = ["triton"] if why_not_triton(problem) is None else []
+    for impl in (*impls, "eager"):
+        sparse_s = sddmm_seconds(problem, impl)
+        if sparse_s <= dense_s:
+            return _compared(dense_s, impl, sparse_s)
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _sampled_slower_than_dense(problem: BsrProblem, impl: str) -> str | None:
+    sparse_s, dense_s = sddmm_seconds(problem, impl), dense_sddmm_seconds(problem)
+    return None if sparse_s <= dense_s else _compared(sparse_s, "dense", dense_s)
+
+
 def _compared(own_s: float, other: str, other_s: float) -> str:
     return f"estimated {own_s * 1e3:.3g} ms, {other} {other_s * 1e3:.3g} ms"
 
@@ -99,10 +137,20 @@ matmul_dispatch.register("reference", _anything, reference.matmul, auto_passes=o
 
 sddmm_dispatch = Dispatcher("bsr_sddmm")
 sddmm_dispatch.register(
-    "triton", why_not_triton, f"{_PACKAGE}.triton.sddmm:sddmm", auto_passes=interpreted_only
+    "sm90",
+    why_not_sddmm_sm90,
+    f"{_PACKAGE}.sm90.sddmm_launch:sddmm",
+    auto_passes=sampled_sm90_passed_over,
 )
-sddmm_dispatch.register("eager", _anything, eager.sddmm)
-sddmm_dispatch.register("dense", _anything, dense.sddmm, auto_passes=only_asked)
+sddmm_dispatch.register(
+    "triton",
+    why_not_triton,
+    f"{_PACKAGE}.triton.sddmm:sddmm",
+    auto_passes=sampled_triton_passed_over,
+)
+sddmm_dispatch.register("eager", _anything, eager.sddmm, auto_passes=sampled_eager_passed_over)
+# last: reached only if all others were passed over in its favour
+sddmm_dispatch.register("dense", _anything, dense.sddmm, auto_passes=sampled_dense_passed_over)
 sddmm_dispatch.register("reference", _anything, reference.sddmm, auto_passes=only_asked)
 
 pairs_dispatch = Dispatcher("bsr_pair_products")

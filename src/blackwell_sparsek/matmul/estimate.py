@@ -108,11 +108,11 @@ def sparse_seconds(problem: BsrProblem, impl: str) -> float:
     if impl == "sm90":
         return _work_tiles_seconds(problem, _stored(sizes))
     # an element of the dense operand that comes from L2 is multiplied with the rows of one block
-    bytes_s = L2_BYTES_S * _device(problem.arch).bytes_s / _DEVICES[90].bytes_s
+    bytes_s = L2_BYTES_S * device_of(problem.arch).bytes_s / _DEVICES[90].bytes_s
     fed = bytes_s / problem.dtype.itemsize * 2 * sizes.block_h
     few = problem.arch.sm and _columns(sizes) <= PORTABLE_FEW
     share = PORTABLE_FEW_SHARE if few else PORTABLE_SHARE
-    rate = share * min(_share(sizes) * _dense_rate(problem), fed)
+    rate = share * min(_share(sizes) * dense_rate(problem), fed)
     return _product_seconds(problem, _stored(sizes), rate)
 
 
@@ -127,7 +127,7 @@ def packed_seconds(problem: BsrProblem) -> float:
     """Time of the Hopper product of low blocks packed into blocks of 64 rows."""
     sizes = spmm_sizes(problem)
     stored = _stored(sizes)
-    executed = stored / packed_fill(_density(problem), PACKED_ROWS // sizes.block_h)
+    executed = stored / packed_fill(density_of(problem), PACKED_ROWS // sizes.block_h)
     packing_s = LAUNCH_S + (stored + executed) * problem.dtype.itemsize / PACK_BYTES_S
     return _work_tiles_seconds(problem, executed) + packing_s + _transposing_seconds(problem, sizes)
 
@@ -160,13 +160,13 @@ def _transposing_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
 def dense_seconds(problem: BsrProblem) -> float:
     """Time to densify the matrix and multiply it with torch, epilogue included."""
     sizes = spmm_sizes(problem)
-    device = _device(problem.arch)
+    device = device_of(problem.arch)
     item = problem.dtype.itemsize
     elements = problem.shape[0] * problem.shape[1]
     share = DENSIFY_SHARE if problem.arch.sm else 1.0
     densify_s = (elements + _stored(sizes)) * item / (device.bytes_s * share)
     moved = elements * item + _operand_bytes(problem)
-    product_s = max(_flops(elements, sizes) / _dense_rate(problem), moved / device.bytes_s)
+    product_s = max(_flops(elements, sizes) / dense_rate(problem), moved / device.bytes_s)
     passes = _epilogue_passes(problem)
     # each pass reads and writes the result in float32
     epilogue_s = passes * 8 * _columns(sizes) * _rows(problem) / device.bytes_s
@@ -190,7 +190,7 @@ def packed_fill(density: float, group: int) -> float:
 def _narrow_seconds(problem: BsrProblem, sizes: SpmmSizes, config: NarrowSm90Config) -> float:
     """Few columns: blocks are read from memory once, and each tile reads its rows of x from L2."""
     stored_bytes = _stored(sizes) * problem.dtype.itemsize
-    bytes_s = _device(problem.arch).bytes_s * NARROW_READ_SHARE
+    bytes_s = device_of(problem.arch).bytes_s * NARROW_READ_SHARE
     read_s = (stored_bytes + _operand_bytes(problem)) / bytes_s
     panels = cdiv(_columns(sizes), config.TILE_N)
     fed_s = panels * stored_bytes * (1.0 + config.TILE_N / config.TILE_M) / L2_BYTES_S
@@ -201,12 +201,12 @@ def _narrow_seconds(problem: BsrProblem, sizes: SpmmSizes, config: NarrowSm90Con
 
 
 def _eager_seconds(problem: BsrProblem, sizes: SpmmSizes) -> float:
-    device = _device(problem.arch)
+    device = device_of(problem.arch)
     stored = _stored(sizes)
     wide = 8 if problem.dtype == torch.float64 else 4
     shorter = min(problem.block_shape)
     share = next(share for least, share in _EAGER_SHARES if shorter >= least)
-    rate = share * _dense_rate(problem)
+    rate = share * dense_rate(problem)
     moved = 3 * stored * wide + _operand_bytes(problem)
     if problem.arch.sm:
         # eager multiplies in float32, and gathers rows of the dense operand through memory
@@ -237,10 +237,10 @@ def _work_tiles_seconds(problem: BsrProblem, executed: float) -> float:
         inner = problem.shape[0] if problem.dense_left else problem.shape[1]
         density = min(1.0, executed / max(rows * config.tile_m * inner, 1))
         share = min(PAIRED_MOST, share / (1 - PAIRED_SHARE * pairs_saved(density)))
-    arithmetic_s = idle * flops / (share * _dense_rate(problem))
+    arithmetic_s = idle * flops / (share * dense_rate(problem))
     moved = executed * problem.dtype.itemsize + _operand_bytes(problem)
     tile_s = WORK_TILE_S + WORK_TILE_STEP_S / config.TILE_K
-    busy_s = max(arithmetic_s, moved / _device(problem.arch).bytes_s)
+    busy_s = max(arithmetic_s, moved / device_of(problem.arch).bytes_s)
     return busy_s + rounds * tile_s + LAUNCH_S
 
 
@@ -248,23 +248,26 @@ def _product_seconds(problem: BsrProblem, executed: float, rate: float) -> float
     sizes = spmm_sizes(problem)
     moved = executed * problem.dtype.itemsize + _operand_bytes(problem)
     share = NARROW_READ_SHARE if sizes.n <= NARROW else 1.0
-    moved_s = moved / (_device(problem.arch).bytes_s * share)
+    moved_s = moved / (device_of(problem.arch).bytes_s * share)
     return max(_flops(executed, sizes) / rate, moved_s) + LAUNCH_S
 
 
-def _device(arch: Arch) -> _Device:
+def device_of(arch: Arch) -> _Device:
+    """Rates of a device, or of the newest older one that is known."""
     if not arch.sm:
         return _CPU
     return _DEVICES[max((sm for sm in _DEVICES if sm <= arch.sm), default=80)]
 
 
-def _dense_rate(problem: BsrProblem) -> float:
-    device = _device(problem.arch)
+def dense_rate(problem: BsrProblem) -> float:
+    """Operations per second of a large dense product in the dtype of the problem."""
+    device = device_of(problem.arch)
     scalar = problem.arch.sm and problem.dtype.itemsize > 2
     return device.flops_per_sm * problem.arch.num_sms * (_SCALAR_SHARE if scalar else 1.0)
 
 
-def _density(problem: BsrProblem) -> float:
+def density_of(problem: BsrProblem) -> float:
+    """Stored blocks over all blocks."""
     blocks = 1
     for size, block in zip(problem.shape, problem.block_shape, strict=True):
         blocks *= cdiv(size, block)

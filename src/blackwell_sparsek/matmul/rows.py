@@ -5,11 +5,12 @@ whose rows are the rows of the result, every case is the same product.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from ..calls.matmul import BsrProblem, MatmulCall, PatternTensors
+from ..calls.matmul import BsrProblem, MatmulCall, PatternTensors, SddmmCall
 from ..launch.launcher import cdiv
 
 
@@ -89,6 +90,54 @@ def block_rows(call: MatmulCall) -> BlockRows:
         assert isinstance(pattern, PatternTensors)  # the operator has read it
         return BlockRows(blocks, pattern.t_indptr, pattern.t_indices, pattern.t_perm, cols_b)
     return BlockRows(blocks, pattern.indptr, pattern.indices, None, cols_b)
+
+
+class SampledViews(NamedTuple):
+    """Views [B, M, K] and [B, K, N] of the operands of a sampled product, or of a part of them."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class SampledProduct(NamedTuple):
+    """What the kernels of `bsk::bsr_sddmm` read: the result is the sum over `parts`.
+
+    `problem` is that of one part.
+    """
+
+    parts: list[SampledViews]
+    problem: BsrProblem
+
+
+def sampled_product(call: SddmmCall) -> SampledProduct:
+    """Turn the operands of a sampled product into views."""
+    a, b = call.a, call.b
+    if (lines := merged_views([a.mT, b], 1)) is not None:
+        # a sum over the batch of sums over k is one longer sum
+        lines_a, lines_b = lines
+        views = SampledViews(lines_a.mT.unsqueeze(0), lines_b.unsqueeze(0))
+        return SampledProduct([views], call.problem.merged)
+    parts = [SampledViews(*views) for views in matrices([a, b])]
+    return SampledProduct(parts, replace(call.problem, batch=parts[0].a.shape[0]))
+
+
+class FeatureViews(NamedTuple):
+    """Views [features, positions] of the gradient of a result, and of it before its activation."""
+
+    grad: torch.Tensor
+    pre: torch.Tensor | None
+
+
+def feature_views(
+    dense_left: bool, grad: torch.Tensor, pre: torch.Tensor | None
+) -> FeatureViews | None:
+    """Views of results [..., positions, features], or [features, positions]; None if none."""
+    tensors = [grad] if pre is None else [grad, pre]
+    lines = merged_views(tensors, 1) if dense_left else tensors
+    if lines is None or any(x.dim() != 2 or x.numel() == 0 for x in lines):
+        return None
+    views = [x.mT if dense_left else x for x in lines]
+    return FeatureViews(views[0], views[1] if pre is not None else None)
 
 
 def merged_views(tensors: list[torch.Tensor], tail: int) -> list[torch.Tensor] | None:

@@ -12,13 +12,14 @@ from ..calls.ragged import RaggedProblem
 from ..decode.tuning import (
     FP8,
     INTERPRETED_PROGRAMS,
-    LARGEST_HEAD_DIM,
     LONGEST,
     MIN_SM_FP8,
     MOST_TILES,
     SMALLEST_TILE,
 )
 from ..dispatch.machine import why_not_portable
+
+LARGEST_HEAD_DIM = 256
 
 
 def why_not_triton(problem: RaggedProblem) -> str | None:

@@ -43,6 +43,8 @@ class DecodeCase:
     """Fraction of the blocks that are listed."""
     fp8: str = "none"
     """`none`, or scales per `tensor` or per `head`."""
+    latent: bool = False
+    """Whether the values are a view of the first columns of the keys."""
 
     def build(self, device: torch.device | str) -> DecodeCall:
         """The call, with its tensors on `device`."""
@@ -73,6 +75,8 @@ class DecodeCase:
             softcap=self.softcap,
             sinks=normal(hq, seed=self.seed * 8 + 3, device=device) if self.sinks else None,
         )
+        if self.latent:
+            call = replace(call, v_cache=call.k_cache[..., :dv])
         return self._with_scales(self._with_lists(call, slots))
 
     def _generator(self, salt: int) -> torch.Generator:

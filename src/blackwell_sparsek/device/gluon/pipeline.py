@@ -24,6 +24,18 @@ def tiles(desc, count: gl.constexpr, rows: gl.constexpr):
 
 
 @gluon.jit
+def ring_memory(desc, count: gl.constexpr):
+    """Shared memory for `count` copies through a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [count] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.jit
+def halves(x):
+    """Split [M, N] into its left and right half."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
 def barriers(count: gl.constexpr, arrivals: gl.constexpr, room: gl.constexpr = 0):
     """Allocate `count` barriers of `arrivals` arrivals each, in an array of at least `room`."""
     words: gl.constexpr = room if room > count else count

@@ -49,7 +49,16 @@ from ...device.gluon.cluster import (
     write_to_all,
 )
 from ...device.gluon.compat import async_load, async_store, reinterpret
-from ...device.gluon.pipeline import barriers, claim, publish, take, tiles, work_channel
+from ...device.gluon.pipeline import (
+    barriers,
+    claim,
+    halves,
+    publish,
+    ring_memory,
+    take,
+    tiles,
+    work_channel,
+)
 from ...device.gluon.warps import shared_address
 from ...device.schedule import raster_place
 from ...launch.descriptors import GROUP_ROWS
@@ -368,12 +377,6 @@ def _produce_paired(lists, bars, work, raster, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _halves(x):
-    """Split [M, N] into its left and right half."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
 def _store_chunk(acc, row, col, slot, output, out_smem, epilogue, CFG: gl.constexpr):
     """Finish and store sums [64, out_chunk]; a partial sum goes to its slot unfinished."""
     chunk: gl.constexpr = CFG.out_chunk
@@ -408,13 +411,13 @@ def _store_tile(acc, row, col, slot, output, out_smem, epilogue, CFG: gl.constex
     chunk: gl.constexpr = CFG.out_chunk
     gl.static_assert(CFG.OUT_CHUNKS == 2 or CFG.OUT_CHUNKS == 4)
     for half in gl.static_range(2):
-        part = _halves(acc)[half]
+        part = halves(acc)[half]
         if CFG.OUT_CHUNKS == 2:
             _store_chunk(part, row, col + half * chunk, slot, output, out_smem, epilogue, CFG)
         else:
             for quarter in gl.static_range(2):
                 first = col + (2 * half + quarter) * chunk
-                some = _halves(part)[quarter]
+                some = halves(part)[quarter]
                 _store_chunk(some, row, first, slot, output, out_smem, epilogue, CFG)
 
 
@@ -488,12 +491,6 @@ def _consume(output, ring, work, epilogue, GROUP: gl.constexpr, CFG: gl.constexp
 
 
 @gluon.jit
-def _ring_memory(desc, count: gl.constexpr):
-    """Shared memory for `count` copies through a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, [count] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-
-
-@gluon.jit
 def _paired_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
     """Ring and output buffers of a program with a partner.
 
@@ -503,9 +500,9 @@ def _paired_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
     """
     stages: gl.constexpr = CFG.STAGES
     room: gl.constexpr = CFG.bars_room
-    a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
-    x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
-    out_smem = _ring_memory(out_desc, 2)
+    a_smem = ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
+    x_smem = ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
+    out_smem = ring_memory(out_desc, 2)
     bars = gl.allocate_shared_memory(gl.int64, [room, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
         mbarrier.init(bars.index(i), count=1)
@@ -558,8 +555,8 @@ def _spmm_sm90_kernel(
             [CFG.CONSUMER_REGISTERS, few, few, few],
         )
     else:
-        a_smem = _ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
-        x_smem = _ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
+        a_smem = ring_memory(a_desc, CFG.STAGES * CFG.a_copies)
+        x_smem = ring_memory(x_desc, CFG.STAGES * CFG.x_copies)
         out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])
         ring = OperandRing(a_smem, x_smem, barriers(CFG.STAGES, 1), barriers(CFG.STAGES, 2))
         work = work_channel(SPMM_TILE_FIELDS, 2)

@@ -8,19 +8,18 @@ blocks of at least 64 rows, packed from lower ones.
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...calls.matmul import MatmulCall
 from ...core.arch import arch_of
 from ...core.compat import hopper_options, warps_may_part
 from ...launch.descriptors import tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
-from ...launch.workspace import made_outside_pool, scratch, self_resetting_counters
+from ...launch.workspace import scratch, self_resetting_counters
 from ..estimate import takes_warp_rows
 from ..plan import SpmmPlan, spmm_plan
 from ..rows import RowsProduct, Views, rows_product
 from ..triton.finish import addends_of, empty_partial, launch_spmm_reduce
-from ..triton.pack import launch_pack, pack_pattern
+from ..triton.pack import launch_pack, packed_pattern
 from ..triton.tuning import narrow_is_even, spmm_sizes
 from .config import PAIR, SLAB_COLUMNS, WARP_ROWS, SpmmSm90Config, WarpRowsConfig
 from .layouts import fragment_columns, in_fragments, launch_transpose
@@ -45,8 +44,6 @@ MAX_REGISTERS = 168
 # (50 MB) and stay in it themselves. One panel after the other read 780 MB from memory where 300
 # would do.
 RASTER_BYTES = 16 * 2**20
-# Packed patterns by the row pointers they were made from, which live as long as their pattern.
-_PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class TallBlocks(NamedTuple):
@@ -164,15 +161,7 @@ def _tall_blocks(product: RowsProduct, values: torch.Tensor, block_h: int) -> Ta
         return TallBlocks(empty, rows.indptr, rows.indices, rows.perm)
     if height >= block_h:
         return TallBlocks(values, rows.indptr, rows.indices, rows.perm)
-    packed = _PACKED.get(rows.indptr)
-    if packed is None:
-        pattern = (rows.indptr, rows.indices, rows.cols_b, block_h // height)
-        if torch.cuda.is_current_stream_capturing():
-            # part of the graph, so not kept
-            packed = pack_pattern(*pattern)
-        else:
-            packed = made_outside_pool(lambda: pack_pattern(*pattern).trimmed(), values.device)
-            _PACKED[rows.indptr] = packed
+    packed = packed_pattern(rows.indptr, rows.indices, rows.cols_b, block_h // height)
     shape = (packed.indices.shape[0], block_h, width)
     blocks = scratch(shape, values.dtype, values.device)
     launch_pack(blocks, values, packed.source, rows.perm)

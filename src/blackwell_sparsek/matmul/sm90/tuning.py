@@ -22,9 +22,11 @@ from .config import (
     STRIP_BLOCK,
     STRIP_ROWS,
     NarrowSm90Config,
+    SddmmSm90Config,
     SpmmSm90Config,
     StripsConfig,
     narrow_stages_that_fit,
+    sddmm_stages_that_fit,
     stages_that_fit,
 )
 
@@ -271,6 +273,93 @@ def strips_config(problem: BsrProblem) -> StripsConfig | None:
     elif warps >= SHORT_ROW_WARPS and sizes.nnz_blocks < SHORT_ROW * sizes.rows_b:
         warps, k_tiles = SHORT_ROW_WARPS, 2
     return StripsConfig(sizes.block_h, tile_n, warps, k_tiles, problem.activation)
+
+
+# Sampled products (`sddmm.py`).
+
+# Steps of the sum that a share has at least: fewer would not repay writing and adding its sums.
+LEAST_SHARE_STEPS = 32
+MOST_SHARES = 8
+# Seconds of a share besides its products, and bytes per second in which sums are written, read and
+# added: estimates that await a measurement.
+SHARE_S, SHARE_BYTES_S = 3e-6, 3e12
+# Rate of a sampled product on one SM, for choosing shares only.
+SDDMM_FLOPS_SM = 4.5e12
+
+
+def sddmm_sm90_unsupported(problem: BsrProblem) -> str | None:
+    """Why the Hopper kernel cannot run this sampled product, or None."""
+    block_h, block_w = problem.block_shape
+    if problem.arch.sm != 90:
+        return f"needs sm_90, this is {problem.arch}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"{problem.dtype} has no 16-bit WGMMA"
+    if problem.out_dtype not in (problem.dtype, torch.float32):
+        return f"no output in {problem.out_dtype}"
+    if block_h % GROUP_ROWS and block_h not in (16, 32):
+        return f"block height {block_h} is neither 16, 32 nor a multiple of 64"
+    # other widths would need divisions for each piece, and registers that the producer lacks
+    if block_w not in (16, 32, 64, 128, 256):
+        return f"block width {block_w} is not 16, 32, 64, 128 or 256"
+    if not problem.tma:
+        return "TMA needs addresses and strides that are multiples of 16 bytes"
+    return None
+
+
+def why_not_sddmm_sm90(problem: BsrProblem) -> str | None:
+    """Why no Hopper kernel can run this sampled product, or None when one can."""
+    return why_no_kernels(problem.arch) or sddmm_sm90_unsupported(problem) or why_no_gluon()
+
+
+@lru_cache(maxsize=1024)
+def sddmm_sm90_config(
+    problem: BsrProblem, a_transposed: bool, b_transposed: bool, partial: bool = False
+) -> SddmmSm90Config:
+    """Tiles of a sampled product that `sddmm_sm90_unsupported` accepts.
+
+    `partial` is for sums in float32 that are added later, whatever the dtype of the result.
+    """
+    block_h, block_w = problem.block_shape
+    out_bytes = 4 if partial else problem.out_dtype.itemsize
+    # 128 rows read the least for each product; both consumers share them
+    tile_m = 2 * GROUP_ROWS if block_h % (2 * GROUP_ROWS) == 0 else GROUP_ROWS
+    group_n = 128 if tile_m > GROUP_ROWS else 256
+    if block_w % 32:
+        # pieces of 16 columns are copied one by one: fewer of them, and longer ones
+        group_n = 128
+    tile_k = 32 if group_n == 256 else 64
+    chunks = out_bytes
+    return SddmmSm90Config(
+        BLOCK_H=block_h,
+        BLOCK_W=block_w,
+        TILE_M=tile_m,
+        GROUP_N=group_n,
+        PIECE=largest_tile(block_w, group_n),
+        TILE_K=tile_k,
+        STAGES=sddmm_stages_that_fit(tile_m, group_n, tile_k, group_n // chunks * out_bytes),
+        OUT_CHUNKS=chunks,
+        OUT_BYTES=out_bytes,
+        A_TRANSPOSED=a_transposed,
+        B_TRANSPOSED=b_transposed,
+    )
+
+
+def sddmm_sm90_shares(
+    problem: BsrProblem, config: SddmmSm90Config, work_tiles: int, steps: int
+) -> int:
+    """How many programs share the sum of a work tile: where rounds of tiles leave SMs idle."""
+    tile_flops = 2.0 * config.TILE_M * 2 * config.GROUP_N * config.TILE_K * steps
+    block_h, block_w = problem.block_shape
+    sums_bytes = 4 * problem.nnz_blocks * block_h * block_w
+
+    def seconds(shares: int) -> float:
+        rounds = cdiv(work_tiles * shares, problem.arch.num_sms)
+        busy = rounds * tile_flops / shares / SDDMM_FLOPS_SM
+        added = 0.0 if shares == 1 else SHARE_S + 2 * shares * sums_bytes / SHARE_BYTES_S
+        return busy + added
+
+    most = max(1, min(MOST_SHARES, steps // LEAST_SHARE_STEPS))
+    return min(range(1, most + 1), key=seconds)
 
 
 def why_not_sm90(problem: BsrProblem) -> str | None:

@@ -12,8 +12,14 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...launch.launcher import cdiv, launch, on_device_of
+from ...launch.workspace import made_outside_pool
+
+# Packed patterns by the row pointers they were made from, which live as long as their pattern, and
+# by the number of block rows that were packed into one.
+_PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class PackedPattern(NamedTuple):
@@ -56,6 +62,21 @@ def pack_pattern(
     per_row.index_add_(0, key // max(cols_b, 1), is_new)
     packed_indptr = torch.nn.functional.pad(per_row.cumsum(0), (1, 0)).int()
     return PackedPattern(packed_indptr, columns, source)
+
+
+def packed_pattern(
+    indptr: torch.Tensor, indices: torch.Tensor, cols_b: int, group: int
+) -> PackedPattern:
+    """`pack_pattern` without unused blocks, cached; during the capture of a graph, neither."""
+    packed = _PACKED.setdefault(indptr, {})
+    if group in packed:
+        return packed[group]
+    pattern = (indptr, indices, cols_b, group)
+    if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
+        # part of the graph, so not kept
+        return pack_pattern(*pattern)
+    packed[group] = made_outside_pool(lambda: pack_pattern(*pattern).trimmed(), indptr.device)
+    return packed[group]
 
 
 # Rows one program copies: blocks of 16 x 16 are too small to give each its own.

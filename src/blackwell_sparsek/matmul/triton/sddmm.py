@@ -6,12 +6,11 @@ a [B, M, K], b [B, K, N], out [nnzb, BLOCK_H, BLOCK_W]; zeros where a block reac
 One program computes a TILE_M by TILE_N tile of one block over one share of the sum. Blocks are
 taken column by column, as the metadata of the transpose lists them with their rows, so that
 programs running together read the same columns of `b`. With more than one share, each leaves an
-fp32 partial sum, and torch adds them in order. Blocks must have sides that are multiples of 16.
+fp32 partial sum, and `add_shares` adds them in order. Blocks must have sides that are multiples of
+16.
 
 `sddmm` is implementation `triton` of `bsk::bsr_sddmm`.
 """
-
-from dataclasses import replace
 
 import torch
 import triton
@@ -21,8 +20,9 @@ from ...calls.matmul import PatternTensors, SddmmCall
 from ...device.tiles import add_product, offsets_2d
 from ...dispatch.machine import fp32_precision
 from ...launch.launcher import cdiv, launch, on_device_of
-from ...launch.recording import note_not_a_launch
-from ..rows import matrices, merged_views, strides_of
+from ...launch.workspace import scratch
+from ..rows import sampled_product, strides_of
+from .shares import add_shares
 from .tuning import SddmmConfig, sddmm_config
 
 
@@ -98,26 +98,20 @@ def _bsr_sddmm_kernel(
 
 def sddmm(call: SddmmCall) -> torch.Tensor:
     """Sum over the batch of a @ b at the blocks of the pattern."""
-    out, a, b, problem = call.empty_out(), call.a, call.b, call.problem
-    if a.numel() == 0 or b.numel() == 0:
+    out = call.empty_out()
+    if call.a.numel() == 0 or call.b.numel() == 0:
         return out.zero_()
-    if (lines := merged_views([a.mT, b], 1)) is not None:
-        # a sum over the batch of sums over k is one longer sum
-        lines_a, lines_b = lines
-        parts = [[lines_a.mT.unsqueeze(0), lines_b.unsqueeze(0)]]
-        problem = problem.merged
-    else:
-        parts = matrices([a, b])
-        (first, _), *_ = parts
-        problem = replace(problem, batch=first.shape[0])
-    config = sddmm_config(problem, fp32_precision(a.dtype))
+    parts, problem = sampled_product(call)
+    config = sddmm_config(problem, fp32_precision(call.a.dtype))
     if len(parts) == 1:
-        launch_sddmm(out, *parts[0], call.pattern, config)
+        (views,) = parts
+        launch_sddmm(out, views.a, views.b, call.pattern, config)
         return out
-    sums = out.new_empty((len(parts), *out.shape), dtype=torch.float32)
-    for partial_sum, (part_a, part_b) in zip(sums, parts, strict=True):
-        launch_sddmm(partial_sum, part_a, part_b, call.pattern, config)
-    return out.copy_(sums.sum(0))
+    sums = scratch((len(parts), *out.shape), torch.float32, out.device)
+    for partial_sum, views in zip(sums, parts, strict=True):
+        launch_sddmm(partial_sum, views.a, views.b, call.pattern, config)
+    add_shares(out, sums)
+    return out
 
 
 def launch_sddmm(
@@ -143,7 +137,7 @@ def launch_sddmm(
     shares = max(1, min(config.split_k, steps))
     target = out
     if shares > 1:
-        target = torch.empty((shares, *out.shape), dtype=torch.float32, device=out.device)
+        target = scratch((shares, *out.shape), torch.float32, out.device)
     tiles = (block_h // config.tile_m) * (block_w // config.tile_n)
     with on_device_of(out):
         args = (
@@ -171,5 +165,4 @@ def launch_sddmm(
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         launch(_bsr_sddmm_kernel, shares * nnz_blocks * tiles, args, **options)
         if shares > 1:
-            note_not_a_launch()
-            out.copy_(target.sum(0))
+            add_shares(out, target)

@@ -8,8 +8,15 @@ import torch
 from ...calls.attention import empty_lse, empty_out
 from ...calls.decode import DecodeCall
 from ...decode.sm90 import launch_attn_decode_sm90
+from ...decode.sm90_latent import launch_attn_decode_latent
 from ...decode.triton import launch_attn_decode
-from ...decode.tuning import DecodeSm90Config, attn_decode_config, make_config
+from ...decode.tuning import (
+    LATENT_VALUES,
+    DecodeSm90Config,
+    LatentConfig,
+    attn_decode_config,
+    make_config,
+)
 from ...masks.band import Band
 from ..captured_launches import launched_case, meta
 from ..compile_cases import CompileCase, compile_cases
@@ -187,3 +194,62 @@ def decode_sm90_cases() -> Iterator[CompileCase]:
             f"attn_decode_sm90/{asked.name}", _launch_decode_sm90, asked, archs=(90,),
             expect={"wgmma.mma_async": 1}, max_spill_bytes=asked.max_spill_bytes,
         )  # fmt: skip
+
+
+def _latent_call(
+    dtype: torch.dtype, page_size: int | None, block_kv: int | None, everything: bool
+) -> DecodeCall:
+    q = meta(3, 128, 1, 576, dtype=dtype)
+    table = None
+    if page_size is None:
+        cache = meta(3, 1, TOKENS, 576, dtype=dtype)
+    else:
+        table = meta(3, TOKENS // page_size, dtype=torch.int32)
+        cache = meta(PAGES, page_size, 1, 576, dtype=dtype)
+    return DecodeCall(
+        q,
+        cache,
+        cache[..., :LATENT_VALUES],
+        cache_seqlens=meta(3, dtype=torch.int32),
+        scale=SCALE,
+        page_table=table,
+        kv_blocks=None if block_kv is None else meta(3, 1, 100, dtype=torch.int32),
+        kv_block_size=block_kv or 0,
+        band=Band(None, 0),
+        softcap=SOFTCAP if everything else 0.0,
+        sinks=meta(128, dtype=FLOAT) if everything else None,
+    )
+
+
+def _launch_latent(config: LatentConfig, dtype: torch.dtype, everything: bool) -> None:
+    call = _latent_call(dtype, config.PAGE_SIZE, config.BLOCK_KV, everything)
+    out, lse = empty_out(call.q, LATENT_VALUES), empty_lse(call.q)
+    launch_attn_decode_latent(out, lse, call, config, PROGRAMS)
+
+
+def _launch_portable_latent(page_size: int | None) -> None:
+    call = _latent_call(BRAIN, page_size, None, False)
+    out, lse = empty_out(call.q, LATENT_VALUES), empty_lse(call.q)
+    launch_attn_decode(out, lse, call, attn_decode_config(call.problem, "ieee"))
+
+
+@compile_cases
+def latent_cases() -> Iterator[CompileCase]:
+    """Latent caches of MLA, by the Hopper kernel and by the portable one."""
+    for sm in (80, 89, 90):
+        name = f"attn_decode/latent-pages64-sm_{sm}"
+        yield launched_case(name, _launch_portable_latent, 64, sm=sm, archs=(sm,))
+    for name, config, dtype, everything in (
+        ("bf16", LatentConfig(None, None, 40), BRAIN, False),
+        ("bf16-pages64", LatentConfig(64, None, 64), BRAIN, False),
+        ("fp16-pages64-lists-everything", LatentConfig(64, 64, 64), HALF, True),
+    ):
+        yield launched_case(
+            f"attn_decode_latent/{name}",
+            _launch_latent,
+            *(config, dtype, everything),
+            archs=(90,),
+            expect={"wgmma": 1},
+            # addresses and descriptors that do not change from tile to tile; a few are read again
+            max_spill_bytes=1600,
+        )

@@ -14,29 +14,39 @@ from ...calls.matmul import PatternTensors
 from ...core.compat import warps_may_part
 from ...launch.launcher import cdiv
 from ...matmul.plan import SpmmPlan
-from ...matmul.rows import BlockRows, Views
+from ...matmul.rows import BlockRows, SampledViews, Views
 from ...matmul.sm90.config import (
     NarrowSm90Config,
+    SddmmSm90Config,
     SpmmSm90Config,
     StripsConfig,
     WarpRowsConfig,
     narrow_stages_that_fit,
+    sddmm_stages_that_fit,
     stages_that_fit,
 )
 from ...matmul.sm90.layouts import in_fragments, launch_transpose
 from ...matmul.sm90.narrow import launch_spmm_narrow_sm90
 from ...matmul.sm90.row_pairs import PAIR_FIELDS, PairPlan
 from ...matmul.sm90.row_schedule import HEADER, TABLE_HEADER, RowSchedule, RowTable
+from ...matmul.sm90.sddmm_launch import SampledBlocks, launch_sddmm_sm90
+from ...matmul.sm90.sddmm_plan import TILE_FIELDS
 from ...matmul.sm90.spmm import _spmm_sm90_kernel
 from ...matmul.sm90.spmm_launch import TallBlocks, launch_spmm_sm90
 from ...matmul.sm90.strips import launch_spmm_strips
 from ...matmul.sm90.warps import launch_spmm_warps
 from ...matmul.triton.densify import launch_densify
+from ...matmul.triton.epilogue_gradients import (
+    _epilogue_gradients_kernel,
+    launch_epilogue_gradients,
+)
 from ...matmul.triton.finish import _bsr_spmm_reduce_kernel
 from ...matmul.triton.narrow import launch_spmm_narrow
 from ...matmul.triton.pack import launch_pack
 from ...matmul.triton.pair_products import launch_pair_products
-from ...matmul.triton.sddmm import launch_sddmm
+from ...matmul.triton.sample import launch_sample
+from ...matmul.triton.sddmm import _bsr_sddmm_kernel, launch_sddmm
+from ...matmul.triton.shares import add_shares
 from ...matmul.triton.spmm import _bsr_spmm_kernel, launch_spmm
 from ...matmul.triton.tuning import NarrowConfig, PairConfig, SddmmConfig, SpmmConfig
 from ...sparse.product import PairLists
@@ -248,6 +258,7 @@ def sddmm_case(
         dense,
         PatternTensors(*[_int32(_BLOCKS) for _ in PatternTensors._fields]),
         config,
+        kernel=_bsr_sddmm_kernel,
     )
 
 
@@ -273,6 +284,36 @@ def sddmm_and_pair_cases() -> Iterator[CompileCase]:
     yield sddmm_case(SddmmConfig(64, 64, 16, 4, 3, "ieee", 1), _FP32, (128, 128))
     yield pair_case(PairConfig(128, 128, 64, 8, 3, "ieee"), _BF16, 128)
     yield pair_case(PairConfig(64, 64, 16, 4, 3, "ieee"), _FP32, 64)
+
+
+@compile_cases
+def shares_and_sample_cases() -> Iterator[CompileCase]:
+    """Sums of shares, and blocks cut out of a dense product."""
+    for dtype in (_BF16, _FP32):
+        out, parts = meta(_BLOCKS, 64, 64, dtype=dtype), meta(3, _BLOCKS, 64, 64, dtype=_FP32)
+        yield launched_case(f"bsr_add_shares/{_short(dtype)}", add_shares, out, parts)
+        product = meta(_SIZE, _SIZE, dtype=_FP32)
+        lists = (_int32(_BLOCKS), _int32(_BLOCKS))
+        yield launched_case(f"bsr_sample/{_short(dtype)}", launch_sample, out, product, *lists)
+
+
+@compile_cases
+def epilogue_gradients_cases() -> Iterator[CompileCase]:
+    """Gradients of bias and activation."""
+    lines, sums = meta(_SIZE, _SIZE).mT, meta(_SIZE)
+    for activation in ("gelu", "silu"):
+        yield launched_case(
+            f"bsr_epilogue_gradients/{activation}",
+            launch_epilogue_gradients,
+            *(lines, sums, lines, lines, activation),
+            kernel=_epilogue_gradients_kernel,
+        )
+    yield launched_case(
+        "bsr_epilogue_gradients/bias",
+        launch_epilogue_gradients,
+        *(None, sums, lines, None, None),
+        kernel=_epilogue_gradients_kernel,
+    )
 
 
 @compile_cases
@@ -583,3 +624,54 @@ def warp_rows_cases() -> Iterator[CompileCase]:
     yield warp_rows_case("16x16-linear-silu", linear, extras=True, max_spill_bytes=208)
     gelu = replace(plain, ACTIVATION="gelu")
     yield warp_rows_case("16x16-gelu", gelu, extras=True, max_spill_bytes=208)
+
+
+def sddmm_sm90_case(
+    config: SddmmSm90Config, dtype: torch.dtype = _BF16, shares: int = 1
+) -> CompileCase:
+    """A launch of the kernel."""
+    layout = f"{'t' if config.A_TRANSPOSED else 'n'}{'t' if config.B_TRANSPOSED else 'n'}"
+    name = f"{config.BLOCK_H}x{config.BLOCK_W}-{layout}-{_short(dtype)}"
+    a = _matrix(_SIZE, _SIZE, dtype, config.A_TRANSPOSED).unsqueeze(0)
+    b = _matrix(_SIZE, _SIZE, dtype, config.B_TRANSPOSED).unsqueeze(0)
+    out_dtype = dtype if config.OUT_BYTES == 2 else _FP32
+    source = _int32(_BLOCKS, config.grouped_rows) if config.grouped_rows > 1 else None
+    return launched_case(
+        f"bsr_sddmm_sm90/{name}{'-fp32-out' if config.OUT_BYTES == 4 else ''}",
+        launch_sddmm_sm90,
+        meta(shares * _BLOCKS, config.BLOCK_H, config.BLOCK_W, dtype=out_dtype),
+        SampledViews(a, b),
+        SampledBlocks(_int32(_ROWS, TILE_FIELDS), _int32(_BLOCKS), source),
+        shares,
+        config,
+        archs=(90,),
+        expect={"wgmma": 1, "cp.async.bulk.tensor": 1 + config.tile_pieces},
+    )
+
+
+def _sampled(block_h: int, block_w: int, out_bytes: int = 2) -> SddmmSm90Config:
+    """The configuration for these blocks, and for the gradient of a layer's weight."""
+    tile_m = 128 if block_h % 128 == 0 else 64
+    group_n = 128 if tile_m == 128 or block_w % 32 else 256
+    tile_k = 32 if group_n == 256 else 64
+    chunk_bytes = group_n // out_bytes * out_bytes
+    stages = sddmm_stages_that_fit(tile_m, group_n, tile_k, chunk_bytes)
+    piece = min(block_w & -block_w, group_n)
+    tiles = (tile_m, group_n, piece, tile_k, stages)
+    return SddmmSm90Config(block_h, block_w, *tiles, out_bytes, out_bytes, A_TRANSPOSED=True)
+
+
+@compile_cases
+def sddmm_sm90_cases() -> Iterator[CompileCase]:
+    """Sampled products: every orientation, and blocks of all sides."""
+    for side in (128, 64):
+        layer = _sampled(side, side)
+        for transposed in (False, True):
+            yield sddmm_sm90_case(replace(layer, B_TRANSPOSED=transposed))
+            swapped = replace(layer, A_TRANSPOSED=False, B_TRANSPOSED=transposed)
+            yield sddmm_sm90_case(swapped, _FP16)
+        yield sddmm_sm90_case(_sampled(side, side, 4), shares=3)
+    for block_h, block_w in ((256, 256), (128, 16), (192, 64), (32, 32), (16, 16)):
+        yield sddmm_sm90_case(_sampled(block_h, block_w))
+    for side in (32, 16):
+        yield sddmm_sm90_case(replace(_sampled(side, side, 4), B_TRANSPOSED=True), shares=3)

@@ -1,0 +1,354 @@
+# mypy: ignore-errors
+"""Decoding over a latent cache on Hopper (MLA with absorbed weights): values are part of the keys.
+
+q [B, Hq, Sq, 576], one cache [B, 1, S, 576] or pages of it, whose first 512 columns are also the
+values; out [B, Hq, Sq, 512]. What a program takes, how splits are combined and who copies tiles is
+as in `sm90.py`; only the arithmetic differs. 64 rows of queries meet tiles of 64 keys, so
+
+    S = Q K^T [64 rows, 64 keys]      O = P V [64 rows, 512]
+
+Accumulators of 512 columns are too many for one warp group: each of two consumers has half of them.
+A tile of keys lies in shared memory once, for both products. The consumers take turns: one computes
+the scores of even tiles and the other those of odd ones, and hands weights and row states to both
+through shared memory. While one still multiplies values, the other may begin its scores.
+
+`decode` is impl "sm90" of `bsk::attn_decode`: it leaves other caches to `sm90.py`. Limits: fp16 and
+bf16, D 576 and Dv 512, values a view of the first columns of the keys, pages and listed blocks of a
+multiple of 16 tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..calls.attention import empty_lse, empty_out
+from ..calls.decode import DecodeCall
+from ..core.compat import hopper_options
+from ..device.gluon.partials import columns_of, merge_parts, rows_of, store_part
+from ..device.gluon.pipeline import barriers, take, tiles, work_channel
+from ..device.masks import kv_range, kv_range_of_all
+from ..device.partials import MERGED_ROWS, is_last, part_slot
+from ..device.scores import cap, fold_sign
+from ..device.softmax import init_state, weigh
+from ..launch.launcher import launch, on_device_of
+from ..launch.workspace import scratch, self_resetting_counters
+from . import sm90
+from .sm90 import (
+    ConsumerState,
+    descriptor,
+    drop_dead_values,
+    kernel_arguments,
+    mask_scores,
+    places_of_rows,
+    write_rows,
+)
+from .sm90_producer import (
+    SPLIT_FIELDS,
+    KVRing,
+    ProducerState,
+    SharedState,
+    Split,
+    StageNotes,
+    kv_head_of,
+    produce_tiles,
+)
+from .triton import DecodeResults, DecodeWorkspace, HeadTile, VisitedKeys
+from .tuning import LATENT_DIMS, LatentConfig, latent_launch
+
+MAX_REGISTERS = 168
+
+
+class Handover(NamedTuple):
+    """What the consumers hand each other: weights, row states, and barriers around them."""
+
+    p: Any
+    states: Any
+    """fp32 [3, ROWS]: maximum, sum, and the factor that rescales what came before."""
+    full: Any
+    free: Any
+    queries: Any
+    """Barrier: both consumers have written their part of the queries."""
+
+
+class LatentQueries(NamedTuple):
+    """Queries in shared memory: the columns that meet values, and the rest."""
+
+    front: Any
+    rest: Any
+
+
+@gluon.jit
+def _put_queries(
+    consume, shared, q_smem, sequence, head_tile, q_tiles, FIRST: gl.constexpr, CFG: gl.constexpr
+):
+    """Copy columns of queries, from FIRST on, to shared memory; returns the factor of scores."""
+    rows: gl.constexpr = CFG.ROWS
+    dim: gl.constexpr = q_smem.shape[1]
+    wide: gl.constexpr = 32 if dim >= 256 else dim // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // wide, wide], [4, 1], [1, 0])
+    heads = shared.heads
+    q_len = shared.keys.q_len
+    kv_head = kv_head_of(head_tile, q_tiles)
+    num_rows = q_len * heads.group
+    row = (head_tile - kv_head * q_tiles) * rows
+    row = row + gl.arange(0, rows, gl.SliceLayout(1, layout))
+    offs_d = FIRST + gl.arange(0, dim, gl.SliceLayout(0, layout))
+    strides = consume.strides.q
+    _, _, offset = places_of_rows(row, num_rows, kv_head, heads.group, q_len, strides)
+    queries = consume.q_ptr + sequence.to(gl.int64) * strides.batch
+    live = (row < num_rows)[:, None]
+    q = gl.load(queries + offset[:, None] + offs_d[None, :], live, other=0.0)
+    q, factor = fold_sign(q, consume.score.scale_log2)
+    q_smem.store(q)
+    return factor
+
+
+@gluon.jit
+def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Attend with the queries of each split, for half of the columns of the values."""
+    ring = shared.ring
+    keys = shared.keys
+    heads = shared.heads
+    score = consume.score
+    num: gl.constexpr = CFG.ROWS
+    tile_n: gl.constexpr = CFG.TILE_N
+    half: gl.constexpr = CFG.half
+    first_col: gl.constexpr = GROUP * CFG.half
+    values_dim: gl.constexpr = CFG.TILE_DV
+    scores_layout: gl.constexpr = CFG.scores_layout()
+    layout: gl.constexpr = CFG.accumulator_layout()
+    out_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    score_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    no_scores = gl.zeros([num, tile_n], gl.float32, scores_layout)
+    offs_n = columns_of(no_scores)
+    rows = rows_of(no_scores)
+    num_rows = keys.q_len * heads.group
+    q_tiles = (num_rows + num - 1) // num
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    # each consumer combines its columns by itself
+    partials = consume.workspace.partials + (2 * programs).to(gl.int64) * (
+        GROUP * num * (CFG.half + 2)
+    )
+    states = partials + (2 * programs).to(gl.int64) * (num * half)
+    counters = consume.workspace.counters + GROUP * programs
+    own = ConsumerState(
+        DecodeResults(consume.results.out + first_col, consume.results.lse),
+        consume.q_ptr, consume.sinks_ptr, score, consume.workspace, consume.strides,
+        None, None, consume.num_splits,
+    )  # fmt: skip
+    step = 0
+    number = 0
+    split = Split(*take(shared.splits, number))
+    while split.sequence >= 0:
+        # all scores of the split before are done: both consumers have had their weights
+        part = q_smem.front.slice(first_col, half, dim=1)
+        place = (split.sequence, split.head_tile, q_tiles)
+        factor = _put_queries(consume, shared, part, *place, first_col, CFG)
+        if GROUP == 0:
+            _put_queries(consume, shared, q_smem.rest, *place, values_dim, CFG)
+        fence_async_shared()
+        mbarrier.arrive(handover.queries, count=1)
+        begins = split.origin + split.softmax_start // split.range_tiles
+        ends = split.origin + (split.softmax_start + split.count - 1) // split.range_tiles
+        kv_head = kv_head_of(split.head_tile, q_tiles)
+        first_row = (split.head_tile - kv_head * q_tiles) * num
+        length = gl.maximum(split.kv_len, 0)
+        kv_lo, kv_hi = kv_range(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
+        all_lo, all_hi = kv_range_of_all(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
+        m_log2, row_sum = init_state(rows)
+        acc = gl.zeros([num, half], gl.float32, layout)
+        wrong = 0
+        mbarrier.wait(handover.queries, number & 1)
+        for tile in range(split.kv_tile, split.kv_end):
+            stage = step % CFG.STAGES
+            kv_start = tile * tile_n
+            mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
+            cut = (kv_start < kv_lo) | (kv_start + tile_n > kv_hi)
+            if CFG.scattered:
+                note = gl.max(shared.notes.flags.index(stage).load(group), 0)
+                wrong = note % 2
+                cut = note >= 2
+            v = ring.v.index(stage)
+            if step % 2 == GROUP:
+                k = ring.k.index(stage)
+                s = warpgroup_mma(
+                    q_smem.front, v.permute((1, 0)), no_scores, use_acc=False, is_async=True
+                )
+                s = warpgroup_mma(q_smem.rest, k.permute((1, 0)), s, is_async=True)
+                s = warpgroup_mma_wait(0, deps=(s,))
+                s = cap(s, score.inverse_cap)
+                kv_pos = kv_start + offs_n
+                positions = None
+                if CFG.BLOCK_KV is not None:
+                    positions = shared.notes.positions.index(stage)
+                    kv_pos = positions.load(gl.SliceLayout(0, scores_layout))
+                if CFG.BLOCK_KV is not None or (kv_start < all_lo) | (kv_start + tile_n > all_hi):
+                    s = mask_scores(s, kv_pos, first_row, length, keys, heads.group)
+                m_new, p, rescale = weigh(m_log2, s, factor)
+                sum_new = row_sum * rescale + gl.sum(p, 1)
+                # both consumers have multiplied with the weights before
+                mbarrier.wait(handover.free, (step & 1) ^ 1)
+                handover.p.store(p.to(handover.p.dtype))
+                handover.states.index(0).store(m_new)
+                handover.states.index(1).store(sum_new)
+                handover.states.index(2).store(rescale)
+                if cut:
+                    # a few columns at a time, beside the accumulators
+                    for first in gl.static_range(0, values_dim, 64):
+                        some = v.slice(first, 64, dim=1)
+                        drop_dead_values(some, kv_start, positions, kv_lo, kv_hi)
+                fence_async_shared()
+                mbarrier.arrive(handover.full, count=1)
+            mbarrier.wait(handover.full, step & 1)
+            m_log2 = handover.states.index(0).load(score_rows)
+            row_sum = handover.states.index(1).load(score_rows)
+            rescale_out = handover.states.index(2).load(out_rows)
+            acc = acc * rescale_out[:, None]
+            columns = v.slice(first_col, half, dim=1)
+            product = warpgroup_mma(handover.p, columns, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(handover.free, count=1)
+            mbarrier.arrive(ring.empty.index(stage), count=1)
+            step += 1
+
+        sum_out = gl.convert_layout(row_sum, out_rows)
+        if CFG.scattered:
+            sum_out = gl.where(wrong != 0, float("nan"), sum_out)
+        m_out = gl.convert_layout(m_log2, out_rows)
+        work = HeadTile(split.sequence, split.kv_len, kv_head)
+        if begins == ends:
+            write_rows(own, shared, work, m_out, sum_out, acc, first_row, num_rows)
+        else:
+            tile_rows = gl.minimum(num_rows - first_row, num)
+            slot = part_slot(program, begins)
+            store_part(partials, states, slot, m_out, sum_out, acc, tile_rows)
+            if is_last(counters + begins, ends - begins + 1):
+                for row in range(0, tile_rows, MERGED_ROWS):
+                    m_all, sum_all, acc_all = merge_parts(
+                        partials, states, begins, ends - begins + 1, row, tile_rows, num, half
+                    )
+                    end_row = first_row + tile_rows
+                    write_rows(own, shared, work, m_all, sum_all, acc_all, first_row + row, end_row)
+        number += 1
+        split = Split(*take(shared.splits, number))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "page_row_stride", "list_batch_stride", "list_head_stride", "batch", "q_len", "capacity",
+        "num_pages", "num_blocks", "left", "right", "num_splits",
+    ]
+)  # fmt: skip
+def _attn_decode_latent_kernel(
+    results,
+    q_ptr,
+    k_desc,  # of the cache too, in tiles of the columns behind the values
+    v_desc,
+    seqlens_ptr,
+    page_table_ptr,
+    list_ptr,
+    sinks_ptr,
+    score,
+    workspace,
+    strides,
+    page_row_stride,
+    list_batch_stride,
+    list_head_stride,
+    batch,
+    q_len,
+    capacity,
+    num_pages,
+    num_blocks,
+    left,
+    right,
+    heads,
+    num_splits,
+    CFG: gl.constexpr,
+):
+    """Set up the ring and start the roles: two consumers and the producer of `sm90.py`."""
+    first_length = gl.load(seqlens_ptr)
+    stages: gl.constexpr = CFG.STAGES
+    num: gl.constexpr = CFG.ROWS
+    tile_n: gl.constexpr = CFG.TILE_N
+    rest: gl.constexpr = CFG.rest
+    values: gl.constexpr = CFG.TILE_DV
+    dtype: gl.constexpr = k_desc.dtype
+    v_smem = tiles(v_desc, stages, tile_n)
+    k_smem = tiles(k_desc, stages, tile_n)
+    values_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, values], dtype)
+    rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, rest], dtype)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_n], dtype)
+    q_smem = LatentQueries(
+        gl.allocate_shared_memory(dtype, [num, values], values_layout),
+        gl.allocate_shared_memory(dtype, [num, rest], rest_layout),
+    )
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    p_smem = gl.allocate_shared_memory(dtype, [num, tile_n], p_layout)
+    states = gl.allocate_shared_memory(gl.float32, [3, num], plain)
+    flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
+    positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
+    ring = KVRing(k_smem, v_smem, barriers(stages, 1), barriers(stages, 2))
+    handover = Handover(
+        p_smem, states, barriers(1, 1).index(0), barriers(1, 2).index(0), barriers(1, 2).index(0)
+    )
+    splits = work_channel(SPLIT_FIELDS, 2)
+    fence_async_shared()
+    keys = VisitedKeys(seqlens_ptr, batch, q_len, capacity, left, right, num_blocks)
+    produce = ProducerState(
+        k_desc, v_desc, page_table_ptr, list_ptr, num_pages, page_row_stride, list_batch_stride,
+        list_head_stride, num_splits,
+    )  # fmt: skip
+    consume = ConsumerState(
+        results, q_ptr, sinks_ptr, score, workspace, strides, None, None, num_splits
+    )
+    shared = SharedState(ring, StageNotes(positions, flags), splits, keys, first_length, heads)
+    gl.warp_specialize(
+        [
+            (_consume, (consume, shared, q_smem, handover, 0, CFG)),
+            (_consume, (consume, shared, q_smem, handover, 1, CFG)),
+            (produce_tiles, (produce, shared, CFG)),
+        ],
+        [4, 1],
+        [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
+    )
+
+
+def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse, laid out as `empty_out` and `empty_lse` do, of any call of impl "sm90"."""
+    if (call.problem.head_dim, call.problem.head_dim_v) != LATENT_DIMS:
+        return sm90.decode(call)
+    config, programs = latent_launch(call.problem)
+    out, lse = empty_out(call.q, call.v_cache.shape[-1]), empty_lse(call.q)
+    launch_attn_decode_latent(out, lse, call, config, programs)
+    return out, lse
+
+
+def launch_attn_decode_latent(
+    out: torch.Tensor, lse: torch.Tensor, call: DecodeCall, config: LatentConfig, programs: int
+) -> None:
+    """Fill `out` [B, Hq, Sq, 512] and `lse`; as `sm90.launch_attn_decode_sm90`."""
+    q, cache = call.q, call.k_cache
+    if q.shape[0] * q.shape[1] * q.shape[2] == 0:
+        return
+    with on_device_of(q):
+        workspace = DecodeWorkspace(
+            # two consumers, each with two parts: sums of half the columns, maximum and sum of rows
+            scratch((4 * programs, config.ROWS, config.half + 2), torch.float32, q.device),
+            self_resetting_counters(2 * programs, q.device),
+        )
+        # both are tiles of the same tensor, which a replay finds by its address
+        rest = descriptor(cache, call.page_size, config.k_block())
+        values = descriptor(cache, call.page_size, config.v_block())
+        args = kernel_arguments(out, lse, call, (rest, values), workspace, config, programs)
+        options = {"num_warps": 4, "maxnreg": MAX_REGISTERS, **hopper_options()}
+        launch(_attn_decode_latent_kernel, programs, args, **options)
