@@ -1,1 +1,0 @@
-"""Choosing keys for each query token by scores."""

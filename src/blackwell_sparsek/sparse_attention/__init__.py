@@ -1,1 +1,0 @@
-"""Attention over keys that each query token has chosen."""

@@ -1,1 +1,0 @@
-"""Portable kernels of sparse attention."""
