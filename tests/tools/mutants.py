@@ -63,6 +63,7 @@ FALLBACKS = {
     "calls/cache": ["kv_cache/test_cache.py", "kv_cache/test_paged.py"],
     "calls/decode": ["decode/test_op.py", "decode/test_api.py"],
     "calls/matmul": ["matmul/test_op.py", "matmul/test_api.py"],
+    "calls/ragged": ["ragged/test_api.py", "ragged/test_triton.py"],
     "device": ["attention/triton/test_forward.py", "attention/triton/test_backward.py"],
     "device/epilogue": ["matmul/triton/test_spmm.py"],
     "device/fp8": ["decode/test_triton.py"],
