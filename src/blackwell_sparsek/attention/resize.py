@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..calls.attention import AttentionCall, AttnSpec, ResizedCall
+from ..calls.attention import AttentionCall, AttnSpec, ResizedCall, tma_takes_strides
 from ..core.compat import raw_device
 from ..launch.recording import recording
 from ..launch.replay import (
@@ -107,7 +107,7 @@ def _given(found: Described, options: tuple[Any, ...]) -> _Given | None:
     # sinks with gaps are copied
     if sinks is not None and sinks[1] != (1,):
         return None
-    if not (_tma_takes(strides_q) and _tma_takes(strides_k) and _tma_takes(strides_v)):
+    if not all(map(tma_takes_strides, (strides_q, strides_k, strides_v))):
         return None
     family = (
         # packed sequences have their maximal lengths after `return_lse`
@@ -130,8 +130,10 @@ def _given(found: Described, options: tuple[Any, ...]) -> _Given | None:
         if batch_k != batch:
             return None
         return _Given(family, ResizedCall(*tensors, at_sinks, 0, 0, batch, max_q, max_k))
-    cu_q, cu_k = offsets[0], offsets[1] or offsets[0]
-    at_cu_q, at_cu_k = at_offsets[0], at_offsets[1] or at_offsets[0]
+    # offsets that serve keys too are given once
+    cu_q, cu_k = offsets
+    at_cu_q, at_cu_k = at_offsets
+    cu_k, at_cu_k = cu_k or cu_q, at_cu_k or at_cu_q
     _, max_q, max_k, *_ = options
     if cu_q != cu_k or cu_q is None or not (type(max_q) is type(max_k) is int):
         return None
@@ -142,19 +144,6 @@ def _given(found: Described, options: tuple[Any, ...]) -> _Given | None:
         return None
     call = ResizedCall(*tensors, at_sinks, at_cu_q, at_cu_k, shape[0] - 1, max_q, max_k)
     return _Given(family, call)
-
-
-# Elements of 16 bits, strides of which TMA takes whatever the sizes.
-_MOST_STRIDE = 2**33
-
-
-def _tma_takes(strides: tuple[int, ...]) -> bool:
-    """Whether TMA takes 16-bit elements with these strides, at an address that 16 divides."""
-    *outer, last = strides
-    for stride in outer:
-        if stride & 7 or not 0 < stride < _MOST_STRIDE:
-            return False
-    return last == 1
 
 
 class _FamilyRecorder(Recorder):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..calls.attention import AttentionCall
+from ..calls.attention import AttentionCall, tma_takes_strides
 from ..core.compat import raw_device
 from ..launch.recording import recording
 from ..launch.replay import (
@@ -72,9 +72,9 @@ def _family(found: Described, options: tuple[Any, ...]) -> Any:
     _, strides_dout, dtype_dout, *_ = dout
     _, strides_out, *_ = out
     # the kernels around the backward are specialised on strides that 16 divides
-    if not (_steps_of(strides_dout, 16) and _steps_of(strides_out, 16)):
+    if not (tma_takes_strides(strides_dout, 16) and tma_takes_strides(strides_out, 16)):
         return None
-    if not (_steps_of(strides_q, 8) and _steps_of(strides_k, 8) and _steps_of(strides_v, 8)):
+    if not all(map(tma_takes_strides, (strides_q, strides_k, strides_v))):
         return None
     _, heads, rows, head_dim = shape_q
     *_, head_dim_v = shape_v
@@ -82,19 +82,6 @@ def _family(found: Described, options: tuple[Any, ...]) -> Any:
     if (head_dim | head_dim_v) & 15 or strides_lse != (heads * rows, rows, 1):
         return None
     return (options, dtype, device, dtype_dout, heads, shape_k[1], head_dim, head_dim_v)
-
-
-# Strides in elements of 16 bits.
-_MOST_STRIDE = 2**30
-
-
-def _steps_of(strides: tuple[int, ...], step: int) -> bool:
-    """Whether TMA takes these strides, and `step` divides all but the last."""
-    *outer, last = strides
-    for stride in outer:
-        if stride % step or not 0 < stride < _MOST_STRIDE:
-            return False
-    return last == 1
 
 
 class _FamilyRecorder(Recorder):
@@ -109,7 +96,10 @@ class _FamilyRecorder(Recorder):
         """Learn from the launches that computed `results`, if they can be resized."""
         record, launches, call = self._record, self._record.launches, self._call
         three = record.complete and len(launches) == 3 and not record.derived
-        config = launches[1].args[-1] if three else None
+        config = None
+        if three:
+            _, backward, _ = launches
+            config = backward.args[-1]
         if isinstance(config, AttnBwdSm90Config) and not config.SHARED_KEYS:
             # with kernels, which are imported when they are first needed
             from .sm90.resize import BackwardLaunches

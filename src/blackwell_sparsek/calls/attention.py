@@ -208,6 +208,23 @@ def tma_takes(x: torch.Tensor) -> bool:
     return aligned and row <= 16 and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
+# Strides in elements, below which they fit in the parameters of every kernel.
+_MOST_STRIDE = 2**30
+
+
+def tma_takes_strides(strides: tuple[int, ...], step: int = 8) -> bool:
+    """Whether TMA takes 16-bit elements with these strides at an address that 16 divides.
+
+    Stricter than `tma_takes`, which forgives strides of dimensions of size 1. `step` must divide
+    all strides but the last.
+    """
+    *outer, last = strides
+    for stride in outer:
+        if stride % step or not 0 < stride < _MOST_STRIDE:
+            return False
+    return last == 1
+
+
 @dataclass(eq=False)
 class AttentionCall:
     """One attention call, checked: what every implementation of the forward pass is given.

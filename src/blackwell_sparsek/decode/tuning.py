@@ -8,7 +8,7 @@ placement of pages: a paged cache gives the same bits as a contiguous one.
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +33,8 @@ MIN_SM_FP8 = 89
 INTERPRETED_PROGRAMS = 6
 
 
-def why_not_triton(problem: DecodeProblem) -> str | None:
-    """Why the portable kernel cannot run this problem, or None when it can."""
+def cache_unsupported(problem: Any, largest: int) -> str | None:
+    """Why portable kernels cannot read the cache of a problem with head dims up to `largest`."""
     if (reason := why_not_portable(problem.arch, problem.dtype)) is not None:
         return reason
     if problem.cache_dtype == FP8:
@@ -43,8 +43,15 @@ def why_not_triton(problem: DecodeProblem) -> str | None:
         if problem.arch.sm < MIN_SM_FP8 and not problem.arch.interpreted:
             return f"needs sm_{MIN_SM_FP8} or newer for a float8 cache, got {problem.arch}"
     dims = (problem.head_dim, problem.head_dim_v)
-    if not 1 <= min(dims) <= max(dims) <= LARGEST_HEAD_DIM:
-        return f"needs head dimensions of 1 to {LARGEST_HEAD_DIM}, got {dims[0]} and {dims[1]}"
+    if not 1 <= min(dims) <= max(dims) <= largest:
+        return f"needs head dimensions of 1 to {largest}, got {dims[0]} and {dims[1]}"
+    return None
+
+
+def why_not_triton(problem: DecodeProblem) -> str | None:
+    """Why the portable kernel cannot run this problem, or None when it can."""
+    if (reason := cache_unsupported(problem, LARGEST_HEAD_DIM)) is not None:
+        return reason
     if problem.capacity > LONGEST:
         return f"needs caches of at most {LONGEST} tokens a sequence"
     softmaxes = problem.batch * problem.heads_kv * -(-problem.rows // SMALLEST_TILE)

@@ -5,35 +5,23 @@ Pure functions; nothing is timed. Under `batch_invariant` tiles depend only on d
 
 from dataclasses import dataclass
 
-import torch
-
 from ..attention.triton.tuning import LARGE_SMEM, PRECISIONS
 from ..calls.ragged import RaggedProblem
 from ..decode.tuning import (
-    FP8,
     INTERPRETED_PROGRAMS,
     LONGEST,
-    MIN_SM_FP8,
     MOST_TILES,
     SMALLEST_TILE,
+    cache_unsupported,
 )
-from ..dispatch.machine import why_not_portable
 
 LARGEST_HEAD_DIM = 256
 
 
 def why_not_triton(problem: RaggedProblem) -> str | None:
     """Why the portable kernel cannot run this problem, or None when it can."""
-    if (reason := why_not_portable(problem.arch, problem.dtype)) is not None:
+    if (reason := cache_unsupported(problem, LARGEST_HEAD_DIM)) is not None:
         return reason
-    if problem.cache_dtype == FP8:
-        if problem.dtype == torch.float32:
-            return "needs float16 or bfloat16 queries for a float8 cache, got torch.float32"
-        if problem.arch.sm < MIN_SM_FP8 and not problem.arch.interpreted:
-            return f"needs sm_{MIN_SM_FP8} or newer for a float8 cache, got {problem.arch}"
-    dims = (problem.head_dim, problem.head_dim_v)
-    if not 1 <= min(dims) <= max(dims) <= LARGEST_HEAD_DIM:
-        return f"needs head dimensions of 1 to {LARGEST_HEAD_DIM}, got {dims[0]} and {dims[1]}"
     if problem.capacity > LONGEST or problem.tokens * problem.group > LONGEST:
         return f"needs at most {LONGEST} keys a sequence, and rows of all sequences"
     softmaxes = query_tiles(problem, SMALLEST_TILE) * problem.heads_kv
