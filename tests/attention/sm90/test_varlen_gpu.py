@@ -264,6 +264,8 @@ def test_a_call_is_recorded(same):
     _PACKED.clear()
     with torch.no_grad():
         first = varlen(q, k, v, cu, cu if same else cu.clone())
+        assert not _PACKED, "a call that may never come again was recorded"
+        varlen(q, k, v, cu, cu if same else cu.clone())
         (recorded,) = _PACKED.values()
         assert recorded is not None
         again = varlen(q, k, v, cu, cu if same else cu.clone())

@@ -11,7 +11,7 @@ full with a tile of `a` and, for each of two consumer warp groups, the columns o
 its blocks. Both consumers multiply the same rows with different blocks, so what is fetched of `a`
 is multiplied with every block of the tile. A consumer without blocks, at the end of a row, only
 passes its stages by; pieces of `b` that no block needs are fetched from beyond the tensor, as
-zeros, and their sums are stored to a negative row, where TMA stores nothing.
+zeros, and their sums are not stored.
 
 Block rows of 16 and 32 rows are grouped to 64 rows (`triton/pack.py`): a tile computes the union of
 their columns, and stores the blocks that exist.
@@ -192,11 +192,11 @@ def _store_chunk(
             else:
                 source_ptr = lists.source_ptr + entry * CFG.grouped_rows + g
                 block = gl.load(source_ptr, mask=piece < tile.end, other=-1)
-            row = (tile.share * blocks + block) * CFG.BLOCK_H + tile.first_row
-            # TMA stores nothing to rows before the first
-            row = gl.where(block >= 0, row, -CFG.BLOCK_H)
-            copy = out_smem.index(GROUP * CFG.out_copies + s * CFG.grouped_rows + g)
-            async_store(out_desc, [row, first_col], copy)
+            # TMA loads may begin before the first row or column of a tensor, but stores may not
+            if block >= 0:
+                row = (tile.share * blocks + block) * CFG.BLOCK_H + tile.first_row
+                copy = out_smem.index(GROUP * CFG.out_copies + s * CFG.grouped_rows + g)
+                async_store(out_desc, [row, first_col], copy)
 
 
 @gluon.jit
