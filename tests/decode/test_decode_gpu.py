@@ -44,7 +44,10 @@ def check(case):
     """Against the oracle on the host: token by token it is faster there."""
     call = case.build("cuda")
     out, lse = run(call)
-    check_decode(out.cpu(), lse.cpu(), case.build("cpu"), what=str(case))
+    # the budget of latent caches: a single key has a score of 36 truncated sums and nothing else
+    roundings = 576 // 16 if case.latent else 1
+    exact = case.build("cpu")
+    check_decode(out.cpu(), lse.cpu(), exact, what=str(case), score_roundings=roundings)
     return out, lse
 
 

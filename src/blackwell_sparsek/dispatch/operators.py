@@ -135,11 +135,18 @@ def batched_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
+# torch has this many levels of the older batching, the first of which is 1.
+_LEVELS = 64
+
+
 def _innermost_level(args: Any) -> int:
-    """The number of the innermost batching that a tensor takes part in."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    return next(n for n in range(level, 0, -1) if any(_is_batched(x, n) for x in _tensors(args)))
+    """The number of the innermost batching that a tensor takes part in.
+
+    torch keeps the current level for each thread, and a GPU's gradients run in a thread of their
+    own, where it is zero: only the tensors know.
+    """
+    tensors = [x for x in _tensors(args) if is_in_older_batch(x)]
+    return next(n for n in range(_LEVELS - 1, 0, -1) if any(_is_batched(x, n) for x in tensors))
 
 
 def _is_batched(x: torch.Tensor, level: int) -> bool:

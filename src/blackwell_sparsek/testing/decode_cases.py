@@ -162,8 +162,19 @@ def draw_decode_case(
     )
 
 
-def check_decode(out: torch.Tensor, lse: torch.Tensor, call: DecodeCall, what: str = "") -> None:
-    """Compare a result with the oracle under the error budget."""
+def check_decode(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: DecodeCall,
+    what: str = "",
+    *,
+    score_roundings: float = 1.0,
+) -> None:
+    """Compare a result with the oracle under the error budget.
+
+    `score_roundings` is for scores of very many dimensions: tensor cores truncate the running sum
+    after every 16 products, where plain PyTorch rounds it.
+    """
     q = call.q
     exact, exact_lse = oracle(replace(call, q=q.double()))
     plain, _ = oracle(call, precision=q.dtype)
@@ -171,4 +182,6 @@ def check_decode(out: torch.Tensor, lse: torch.Tensor, call: DecodeCall, what: s
     assert_within_budget(out, exact, plain, what=f"{what} out")
     # tensor cores truncate their sums, where float32 on the CPU and in cuBLAS rounds
     factor = 4.0 if lse.is_cuda else 2.0
-    assert_within_budget(lse, exact_lse, plain_lse, factor=factor, what=f"{what} lse")
+    assert_within_budget(
+        lse, exact_lse, plain_lse, factor=factor, roundings=score_roundings, what=f"{what} lse"
+    )
