@@ -17,7 +17,7 @@ from ..masks.band import Band
 from ..reference import decode as reference
 from . import eager
 from .inputs import check_decode_values
-from .tuning import attn_decode_sm90_passed_over, why_not_sm90, why_not_triton
+from .tuning import why_not_sm90, why_not_triton
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -97,12 +97,7 @@ def _reference(call: DecodeCall) -> Tensors:
 
 
 decode_dispatch = Dispatcher("attn_decode")
-decode_dispatch.register(
-    "sm90",
-    why_not_sm90,
-    "blackwell_sparsek.decode.sm90_latent:decode",
-    auto_passes=attn_decode_sm90_passed_over,
-)
+decode_dispatch.register("sm90", why_not_sm90, "blackwell_sparsek.decode.sm90_latent:decode")
 decode_dispatch.register(
     "triton",
     why_not_triton,

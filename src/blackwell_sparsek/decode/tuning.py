@@ -178,13 +178,6 @@ def why_not_sm90(problem: DecodeProblem) -> str | None:
     return why_no_kernels(problem.arch) or attn_decode_sm90_unsupported(problem) or why_no_gluon()
 
 
-def attn_decode_sm90_passed_over(problem: DecodeProblem) -> str | None:
-    """Why `auto` should not take the kernel where it could run, or None."""
-    if (problem.head_dim, problem.head_dim_v) == LATENT_DIMS:
-        return "the kernel for latent caches has not run on a GPU yet"
-    return None
-
-
 def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
     """`why_not_sm90` without the requirements that every kernel has of the machine."""
     if problem.arch.sm != 90:

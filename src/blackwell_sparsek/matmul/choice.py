@@ -79,8 +79,8 @@ def _sparse_impls(problem: BsrProblem) -> list[str]:
 
 
 def sampled_sm90_passed_over(problem: BsrProblem) -> str | None:
-    """The Hopper kernel is left to those who ask for it until the GPU tests have passed for it."""
-    return "has not run on a GPU yet"
+    """The Hopper kernel competes with the dense product."""
+    return _sampled_slower_than_dense(problem, "sm90")
 
 
 def sampled_triton_passed_over(problem: BsrProblem) -> str | None:
@@ -98,7 +98,9 @@ def sampled_dense_passed_over(problem: BsrProblem) -> str | None:
     if not problem.arch.sm:
         return "on a CPU left to eager"
     dense_s = dense_sddmm_seconds(problem)
-    impls = ["triton"] if why_not_triton(problem) is None else []
+    impls = ["sm90"] if why_not_sddmm_sm90(problem) is None else []
+    if why_not_triton(problem) is None:
+        impls.append("triton")
     for impl in (*impls, "eager"):
         sparse_s = sddmm_seconds(problem, impl)
         if sparse_s <= dense_s:

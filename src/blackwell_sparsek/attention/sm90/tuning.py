@@ -27,8 +27,6 @@ from .config import (
 )
 
 LARGEST_HEAD_DIM = 256
-# What the GPU tests have passed for; wider heads are built, and run with impl="sm90".
-PROVEN_HEAD_DIM = 128
 # Positions and band limits are int32 in the kernel, and so is the number of work tiles.
 LONGEST = 2**30 - 1
 MOST_WORK_TILES = 2**31 - 1
@@ -103,16 +101,8 @@ def attn_fwd_sm90_lengths_unsupported(problem: AttnProblem) -> str | None:
     return None
 
 
-def _unproven(problem: AttnProblem) -> str | None:
-    if max(problem.head_dim, problem.head_dim_v) > PROVEN_HEAD_DIM:
-        return f"tiles for head dimensions over {PROVEN_HEAD_DIM} have not run on a GPU yet"
-    return None
-
-
 def attn_fwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
-    if (reason := _unproven(problem)) is not None:
-        return reason
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile of {GROUP_ROWS}"
     return None
@@ -256,8 +246,6 @@ def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
 
 def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
-    if (reason := _unproven(problem)) is not None:
-        return reason
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile"
     return None
