@@ -264,6 +264,29 @@ def test_long_latent_sequences_give_the_same_bits_every_time(page_size):
         assert first[0].equal(again[0]) and first[1].equal(again[1])
 
 
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lengths": (9000,)},
+        {"lengths": (5000, 1, 700), "page_size": 64},
+        {"lengths": (300, 0, 4000), "head_dims": (64, 64), "sinks": True},
+        {"lengths": (130, 9000), "q_len": 2, "dtype": HALF},
+        {"lengths": (2000, 64), "fp8": "head", "page_size": 16},
+        {"lengths": (800,) * 40},
+    ],
+    ids=str,
+)
+def test_many_heads_share_a_cache(heads, options):
+    """Parts of so many rows are combined by a launch of their own."""
+    case = dataclasses.replace(LLAMA, heads=(heads, 1), **options)
+    first = check(case)
+    call = case.build("cuda")
+    for _ in range(5):
+        again = run(call)
+        assert first[0].equal(again[0]) and first[1].equal(again[1])
+
+
 def test_values_of_their_own_are_left_to_the_portable_kernel():
     case = dataclasses.replace(MLA, heads=(16, 1), lengths=(200,), latent=False)
     call = case.build("cuda")
@@ -273,7 +296,10 @@ def test_values_of_their_own_are_left_to_the_portable_kernel():
     check_decode(out.cpu(), lse.cpu(), case.build("cpu"))
 
 
-@pytest.mark.parametrize("case", [LLAMA, MLA], ids=["llama", "mla"])
+MQA = dataclasses.replace(LLAMA, heads=(32, 1))
+
+
+@pytest.mark.parametrize("case", [LLAMA, MLA, MQA], ids=["llama", "mla", "mqa"])
 def test_repeated_calls_take_recorded_launches(case):
     case = dataclasses.replace(case, lengths=(300, 20), page_size=64)
     call = case.build("cuda")

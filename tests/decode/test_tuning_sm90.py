@@ -143,12 +143,25 @@ def test_compile_cases_are_what_is_launched():
 
     for call in DECODE_SM90:
         config = call.config
+        # few softmaxes have many parts
+        kv_heads = 8 if config.SINGLE and not config.COMBINED else 1
+        batch = 17 if config.WORDS and config.TILE_N == 64 else 140
         launch = attn_decode_sm90_launch(
             problem(
                 head_dim=config.TILE_D, head_dim_v=config.TILE_DV, page_size=config.PAGE_SIZE,
-                block_size=config.BLOCK_KV, heads_q=config.ROWS, heads_kv=1,
+                block_size=config.BLOCK_KV, heads_q=config.ROWS * kv_heads, heads_kv=kv_heads,
                 cache_dtype=torch.float8_e4m3fn if config.WORDS else torch.bfloat16,
-                batch=1 if config.SINGLE else 17 if config.TILE_N == 64 else 64,
+                batch=1 if config.SINGLE else batch,
             )
         )  # fmt: skip
         assert launch.config == config, call.name
+
+
+def test_parts_of_many_rows_are_combined_by_a_launch_of_their_own():
+    def combined(**changes):
+        return attn_decode_sm90_launch(problem(**changes)).config.COMBINED
+
+    assert combined(batch=1, heads_q=32, heads_kv=1) and combined(batch=32, heads_q=32, heads_kv=1)
+    # nothing to combine, or quickly combined
+    assert not combined(batch=200, heads_q=32, heads_kv=1)
+    assert not combined(batch=1, heads_q=32, heads_kv=8)

@@ -148,8 +148,8 @@ def test_opcheck(device):
 @pytest.mark.parametrize(
     ("change", "chosen"),
     [
-        ({}, "dense"),
-        ({"block_shape": (64, 64), "nnz_blocks": 3604}, "dense"),
+        ({}, "sm90"),
+        ({"block_shape": (64, 64), "nnz_blocks": 3604}, "sm90"),
         # nearly all blocks are stored: torch's product is faster
         ({"nnz_blocks": 4000}, "dense"),
         # low blocks in random places leave little out

@@ -48,6 +48,7 @@ from ..device.softmax import add_sink, finalise, init_state, weigh
 from ..launch.descriptors import tensor_descriptor
 from ..launch.launcher import cdiv, launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
+from .combine import RECORD_FIELDS, SoftmaxRecord, launch_attn_decode_combine
 from .sm90_producer import (
     HEAD_TILE,
     SEQUENCE,
@@ -229,6 +230,34 @@ def write_rows(consume, shared, work, m_log2, row_sum, acc, first_row, end_row):
 
 
 @gluon.jit
+def combine_parts(
+    consume, shared, work, acc_partials, state_partials, begins, ends, first_row, num_rows,
+    TILE_M: gl.constexpr, TILE_DV: gl.constexpr,
+):  # fmt: skip
+    """Combine and store the parts of a softmax, of programs `begins .. ends`."""
+    tile_rows = gl.minimum(num_rows - first_row, TILE_M)
+    end_row = first_row + tile_rows
+    for row in range(0, tile_rows, MERGED_ROWS):
+        m_log2, row_sum, acc = merge_parts(
+            acc_partials, state_partials, begins, ends - begins + 1, row, tile_rows,
+            TILE_M, TILE_DV,
+        )  # fmt: skip
+        write_rows(consume, shared, work, m_log2, row_sum, acc, first_row + row, end_row)
+
+
+@gluon.jit
+def write_record(consume, split, begins, ends, head_tiles):
+    """Tell `combine.py` who has the parts of a softmax, if this program begins it."""
+    if gl.program_id(0) == begins:
+        parts = ends - begins + 1
+        softmax = split.sequence * head_tiles + split.head_tile
+        record = consume.workspace.records + softmax * RECORD_FIELDS
+        fields = SoftmaxRecord(begins, parts, split.sequence, split.head_tile, split.kv_len)
+        for i in gl.static_range(len(fields)):
+            gl.store(record + i, fields[i])
+
+
+@gluon.jit
 def _consume(consume, shared, CFG: gl.constexpr):
     """Attend with the queries of each split."""
     ring = shared.ring
@@ -271,6 +300,8 @@ def _consume(consume, shared, CFG: gl.constexpr):
         # divisions, while the keys are on their way
         begins = split.origin + split.softmax_start // split.range_tiles
         ends = split.origin + (split.softmax_start + split.count - 1) // split.range_tiles
+        if CFG.COMBINED:
+            write_record(consume, split, begins, ends, heads.kv * q_tiles)
         length = gl.maximum(split.kv_len, 0)
         kv_lo, kv_hi = kv_range(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
         all_lo, all_hi = kv_range_of_all(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
@@ -340,16 +371,12 @@ def _consume(consume, shared, CFG: gl.constexpr):
             tile_rows = gl.minimum(num_rows - first_row, num)
             slot = part_slot(program, begins)
             store_part(acc_partials, state_partials, slot, m_out, row_sum, out, tile_rows)
-            if is_last(consume.workspace.counters + begins, ends - begins + 1):
-                for row in range(0, tile_rows, MERGED_ROWS):
-                    m_all, sum_all, acc_all = merge_parts(
-                        acc_partials, state_partials, begins, ends - begins + 1, row, tile_rows,
-                        num, tile_dv,
+            if not CFG.COMBINED:  # noqa: SIM102
+                if is_last(consume.workspace.counters + begins, ends - begins + 1):
+                    combine_parts(
+                        consume, shared, work, acc_partials, state_partials, begins, ends,
+                        first_row, num_rows, num, tile_dv,
                     )  # fmt: skip
-                    end_row = first_row + tile_rows
-                    write_rows(
-                        consume, shared, work, m_all, sum_all, acc_all, first_row + row, end_row
-                    )
         number += 1
         split = Split(*take(shared.splits, number))
         if CFG.SINGLE:  # noqa: SIM102
@@ -478,11 +505,24 @@ def launch_attn_decode_sm90(
         workspace = DecodeWorkspace(
             scratch((2 * programs, config.ROWS, config.TILE_DV + 2), torch.float32, q.device),
             self_resetting_counters(programs, q.device),
+            records_of_softmaxes(call, config),
         )
         args = kernel_arguments(out, lse, call, descriptors, workspace, config, programs)
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.SINGLE}
         options |= hopper_options()
         launch(_attn_decode_sm90_kernel, programs, args, **options)
+        if config.COMBINED:
+            tile = (config.ROWS, config.TILE_DV)
+            launch_attn_decode_combine(out, lse, call, workspace, tile, programs)
+
+
+def records_of_softmaxes(call: DecodeCall, config: Any) -> torch.Tensor | None:
+    """Room for the records that `combine.py` reads, if a launch of its own combines parts."""
+    if not config.COMBINED:
+        return None
+    batch, heads_q, q_len, _ = call.q.shape
+    head_tiles = call.kv_heads * cdiv(heads_q // call.kv_heads * q_len, config.ROWS)
+    return scratch((batch * head_tiles, RECORD_FIELDS.value), torch.int32, call.q.device)
 
 
 def kernel_arguments(

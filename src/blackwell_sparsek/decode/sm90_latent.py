@@ -32,22 +32,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..calls.attention import empty_lse, empty_out
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
-from ..device.gluon.partials import columns_of, merge_parts, rows_of, store_part
+from ..device.gluon.partials import columns_of, rows_of, store_part
 from ..device.gluon.pipeline import barriers, take, tiles, work_channel
 from ..device.masks import kv_range, kv_range_of_all
-from ..device.partials import MERGED_ROWS, is_last, part_slot
+from ..device.partials import is_last, part_slot
 from ..device.scores import cap, fold_sign
 from ..device.softmax import init_state, weigh
 from ..launch.launcher import launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
 from . import sm90
+from .combine import launch_attn_decode_combine
 from .sm90 import (
     ConsumerState,
+    combine_parts,
     descriptor,
     drop_dead_values,
     kernel_arguments,
     mask_scores,
     places_of_rows,
+    records_of_softmaxes,
+    write_record,
     write_rows,
 )
 from .sm90_producer import (
@@ -168,6 +172,8 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
         m_log2, row_sum = init_state(rows)
         acc = gl.zeros([num, half], gl.float32, layout)
         wrong = 0
+        if CFG.COMBINED and GROUP == 0:
+            write_record(consume, split, begins, ends, heads.kv * q_tiles)
         mbarrier.wait(handover.queries, number & 1)
         for tile in range(split.kv_tile, split.kv_end):
             stage = step % CFG.STAGES
@@ -232,13 +238,12 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
             tile_rows = gl.minimum(num_rows - first_row, num)
             slot = part_slot(program, begins)
             store_part(partials, states, slot, m_out, sum_out, acc, tile_rows)
-            if is_last(counters + begins, ends - begins + 1):
-                for row in range(0, tile_rows, MERGED_ROWS):
-                    m_all, sum_all, acc_all = merge_parts(
-                        partials, states, begins, ends - begins + 1, row, tile_rows, num, half
-                    )
-                    end_row = first_row + tile_rows
-                    write_rows(own, shared, work, m_all, sum_all, acc_all, first_row + row, end_row)
+            if not CFG.COMBINED:  # noqa: SIM102
+                if is_last(counters + begins, ends - begins + 1):
+                    combine_parts(
+                        own, shared, work, partials, states, begins, ends, first_row, num_rows,
+                        num, half,
+                    )  # fmt: skip
         number += 1
         split = Split(*take(shared.splits, number))
 
@@ -345,6 +350,7 @@ def launch_attn_decode_latent(
             # two consumers, each with two parts: sums of half the columns, maximum and sum of rows
             scratch((4 * programs, config.ROWS, config.half + 2), torch.float32, q.device),
             self_resetting_counters(2 * programs, q.device),
+            records_of_softmaxes(call, config),
         )
         # both are tiles of the same tensor, which a replay finds by its address
         rest = descriptor(cache, call.page_size, config.k_block())
@@ -352,3 +358,6 @@ def launch_attn_decode_latent(
         args = kernel_arguments(out, lse, call, (rest, values), workspace, config, programs)
         options = {"num_warps": 4, "maxnreg": MAX_REGISTERS, **hopper_options()}
         launch(_attn_decode_latent_kernel, programs, args, **options)
+        if config.COMBINED:
+            tile = (config.ROWS, config.half)
+            launch_attn_decode_combine(out, lse, call, workspace, tile, programs)

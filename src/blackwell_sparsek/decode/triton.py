@@ -93,10 +93,13 @@ class DecodeScoring(NamedTuple):
 
 
 class DecodeWorkspace(NamedTuple):
-    """Partial results of splits, and self-resetting counters of those that have arrived."""
+    """Partial results of splits, and what it takes to combine them."""
 
     partials: Any
     counters: Any
+    """Self-resetting: splits of a softmax that have arrived."""
+    records: Any
+    """Which splits a softmax has, for `combine.py`; None if the last program combines them."""
 
 
 class ScaleStrides(NamedTuple):
@@ -356,7 +359,7 @@ def _row_places(rows, num_rows, kv_head, group, strides):
 
 
 @triton.jit
-def _write(
+def write_rows(
     results, scoring, layout, work, m_log2, row_sum, acc, rows, columns, end_row, q_len,
     HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
@@ -474,7 +477,7 @@ def _attn_decode_kernel(
         ends = owner_of(softmax_start + count - 1, mine.total, programs)
         work = HeadTile(sequence, kv_len, kv_head)
         if begins == ends:
-            _write(
+            write_rows(
                 results, scoring, layout, work, m_log2, row_sum, acc, rows, offs_dv, num_rows,
                 q_len, HEAD_DIM_V,
             )  # fmt: skip
@@ -491,7 +494,7 @@ def _attn_decode_kernel(
                         TILE_M, TILE_DV,
                     )  # fmt: skip
                     merged_rows, columns = merged_places(first_row + row, TILE_DV)
-                    _write(
+                    write_rows(
                         results, scoring, layout, work, m_log2_all, row_sum_all, acc_all,
                         merged_rows, columns, first_row + tile_rows, q_len, HEAD_DIM_V,
                     )  # fmt: skip
@@ -547,6 +550,7 @@ def launch_attn_decode(
             DecodeWorkspace(
                 scratch((2 * config.programs, config.tile_m, tile_dv + 2), torch.float32, q.device),
                 self_resetting_counters(config.programs, q.device),
+                None,
             ),
             DecodeLayout(
                 Strides(*token_strides(out)),

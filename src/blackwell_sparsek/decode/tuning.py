@@ -17,6 +17,7 @@ from ..calls.decode import DecodeProblem
 from ..core.compat import why_no_gluon
 from ..dispatch.machine import why_no_kernels, why_not_portable
 from ..launch.descriptors import SMEM_BYTES, accumulator_layout
+from ..launch.launcher import cdiv
 from .inputs import LARGEST_HEAD_DIM
 
 FP8 = torch.float8_e4m3fn
@@ -167,6 +168,9 @@ HEAD_DIMS = (64, 128)
 # the keys, which carry positions.
 LATENT_DIMS = (576, 512)
 LATENT_VALUES = 512
+# The last program of a softmax combines its parts in rounds of this many rows and parts (see
+# `device/partials.py`), each of which takes about 0.7 us; a launch of its own takes 4 us.
+ROWS_OF_ROUND, PARTS_OF_ROUND, FEW_ROUNDS = 4, 16, 6
 # The fewest keys of one copy: a step of WGMMA.
 STEP = 16
 # With more rows, scores leave too few registers for fp8 operands in registers.
@@ -221,7 +225,8 @@ class DecodeSm90Config:
     contiguous cache, BLOCK_KV is None without lists of blocks. The kernel is compiled for
     MAX_REGISTERS per thread, of which the producer gives back all but PRODUCER_REGISTERS. WORDS: an
     fp8 cache, copied as words of four values. SINGLE: one sequence, whose time is mostly prologue
-    and epilogue, so that the kernel uses programmatic dependent launch (PDL).
+    and epilogue, so that the kernel uses programmatic dependent launch (PDL). COMBINED: parts of a
+    softmax are combined by a launch of their own (`combine.py`).
     """
 
     ROWS: int
@@ -235,6 +240,7 @@ class DecodeSm90Config:
     MAX_REGISTERS: int
     WORDS: bool
     SINGLE: bool
+    COMBINED: bool = False
 
     def __post_init__(self) -> None:
         assert self.ROWS in (8, 16, 32, 64), f"{self.ROWS=}"
@@ -296,6 +302,7 @@ def make_config(
     tile_n: int = 64,
     words: bool = False,
     single: bool = False,
+    combined: bool = False,
 ) -> DecodeSm90Config:
     """The configuration for these packed rows, head dims, pages and listed blocks."""
     # Half the shared memory of an SM holds enough bytes in flight, and each further stage delays a
@@ -320,6 +327,7 @@ def make_config(
         MAX_REGISTERS=168 if tall else 128,
         WORDS=words,
         SINGLE=single,
+        COMBINED=combined,
     )
 
 
@@ -333,8 +341,10 @@ class DecodeSm90Launch(NamedTuple):
 def attn_decode_sm90_launch(problem: DecodeProblem) -> DecodeSm90Launch:
     """Tiles and programs of a problem that `attn_decode_sm90_unsupported` accepts."""
     is_fp8 = problem.cache_dtype == FP8
+    softmaxes = problem.batch * problem.heads_kv
     return _launch(
         problem.arch.num_sms,
+        softmaxes,
         problem.rows,
         problem.head_dim,
         problem.head_dim_v,
@@ -342,13 +352,13 @@ def attn_decode_sm90_launch(problem: DecodeProblem) -> DecodeSm90Launch:
         problem.block_size,
         is_fp8,
         problem.batch == 1,
-        is_fp8 and problem.batch * problem.heads_kv > problem.arch.num_sms // 4,
     )
 
 
 @lru_cache(maxsize=1024)
 def _launch(
     sms: int,
+    softmaxes: int,
     rows: int,
     dim: int,
     dim_v: int,
@@ -356,9 +366,10 @@ def _launch(
     block_kv: int | None,
     is_fp8: bool,
     single: bool,
-    many: bool,
 ) -> DecodeSm90Launch:
     packed = next((size for size in (8, 16, 32) if rows <= size), 64)
+    many = is_fp8 and softmaxes > sms // 4
+    programs = 2 * sms if is_fp8 else sms
     # H200, microseconds at (batch, keys) (1, 1k) / (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), and
     # (16, 8k) in pages of 64 and 16, without splits:
     #   64 keys, 3 stages, 1 program on an SM:  7.2 / 14.9 / 127.6 / 129.4 / 247.7, 127.7, 129.6
@@ -374,8 +385,15 @@ def _launch(
     config = make_config(
         packed, dim, dim_v, page_size, block_kv,
         tile_n=128 if many else 64, words=is_fp8, single=single,
+        combined=_combined(min(rows, packed), programs // (softmaxes * cdiv(rows, packed))),
     )  # fmt: skip
-    return DecodeSm90Launch(config, 2 * sms if is_fp8 else sms)
+    return DecodeSm90Launch(config, programs)
+
+
+def _combined(rows: int, parts: int) -> bool:
+    """Whether `parts` parts of `rows` rows are better combined by a launch of their own."""
+    rounds = cdiv(rows, ROWS_OF_ROUND) * cdiv(parts, PARTS_OF_ROUND)
+    return parts > 1 and rounds > FEW_ROUNDS
 
 
 # Latent caches: `sm90_latent.py`.
@@ -396,6 +414,7 @@ class LatentConfig:
     STAGES: int = 2
     CONSUMER_REGISTERS: int = 232
     SINGLE: bool = False
+    COMBINED: bool = False
 
     def __post_init__(self) -> None:
         assert self.copy_keys >= 16, f"{self.PAGE_SIZE=} {self.BLOCK_KV=}"
@@ -458,6 +477,8 @@ def latent_launch(problem: DecodeProblem) -> LatentLaunch:
     """Tiles and programs of a problem with a latent cache."""
     scattered = problem.page_size is not None or problem.block_size is not None
     registers = 64 if scattered else 40
-    return LatentLaunch(
-        LatentConfig(problem.page_size, problem.block_size, registers), problem.arch.num_sms
-    )
+    rows, programs = min(problem.rows, LatentConfig.ROWS), problem.arch.num_sms
+    softmaxes = problem.batch * problem.heads_kv * cdiv(problem.rows, LatentConfig.ROWS)
+    combined = _combined(rows, programs // softmaxes)
+    config = LatentConfig(problem.page_size, problem.block_size, registers, COMBINED=combined)
+    return LatentLaunch(config, programs)

@@ -65,10 +65,10 @@ def is_last(counter_ptr, num_parts):
 
 
 @triton.jit
-def merged_places(first_row, TILE_DV: tl.constexpr):
-    """Rows [vectors] and columns [vectors, VECTOR] of MERGED_ROWS rows, cut into vectors."""
+def merged_places(first_row, TILE_DV: tl.constexpr, ROWS: tl.constexpr = MERGED_ROWS):
+    """Rows [vectors] and columns [vectors, VECTOR] of ROWS rows, cut into vectors."""
     VECTORS: tl.constexpr = TILE_DV // VECTOR
-    vectors = tl.arange(0, MERGED_ROWS * VECTORS)
+    vectors = tl.arange(0, ROWS * VECTORS)
     columns = (vectors % VECTORS * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
     return first_row + vectors // VECTORS, columns
 
@@ -83,12 +83,13 @@ def merge_parts(
     num_rows,
     TILE_M: tl.constexpr,
     TILE_DV: tl.constexpr,
+    ROWS: tl.constexpr = MERGED_ROWS,
 ):
     """State and accumulators of the rows from `first_row` on, placed as by `merged_places`.
 
     A thread holds the same columns of all parts, so that no thread waits for another.
     """
-    rows, columns = merged_places(first_row, TILE_DV)
+    rows, columns = merged_places(first_row, TILE_DV, ROWS)
     live_row = (rows < num_rows)[:, None, None]
     m_log2, row_sum = init_state(rows[:, None])
     acc = tl.zeros(columns.shape, tl.float32)

@@ -154,7 +154,11 @@ def test_training_steps_replay_what_they_recorded(block, activation):
             matrix = BSRMatrix._from_parts(w.pattern, storage)
             x, bias, dy = (
                 normal(*shape, seed=seed, dtype=torch.bfloat16).to("cuda", dtype)
-                for shape, seed in (((1024, 768), 27 + step), ((512,), 31), ((1024, 512), 35 + step))
+                for shape, seed in (
+                    ((1024, 768), 27 + step),
+                    ((512,), 31),
+                    ((1024, 512), 35 + step),
+                )
             )
             inputs = (storage, x.requires_grad_(), bias.requires_grad_())
             y = matmul(x, matrix.T, bias=bias, activation=activation, impl=impl)

@@ -7,8 +7,9 @@ import torch
 
 from ...calls.attention import empty_lse, empty_out
 from ...calls.decode import DecodeCall
-from ...decode.sm90 import launch_attn_decode_sm90
-from ...decode.sm90_latent import launch_attn_decode_latent
+from ...decode.combine import _attn_decode_combine_kernel
+from ...decode.sm90 import _attn_decode_sm90_kernel, launch_attn_decode_sm90
+from ...decode.sm90_latent import _attn_decode_latent_kernel, launch_attn_decode_latent
 from ...decode.triton import launch_attn_decode
 from ...decode.tuning import (
     LATENT_VALUES,
@@ -165,6 +166,7 @@ DECODE_SM90 = (
     DecodeSm90(make_config(8, 128, 128, 64, tile_n=128, words=True), "d128-fp8-pages64"),
     DecodeSm90(make_config(16, 128, 128, 64, 64, words=True), "d128-fp8-lists", everything=True),
     DecodeSm90(make_config(32, 128, 128), "d128-rows32"),
+    DecodeSm90(make_config(32, 128, 128, single=True, combined=True), "d128-rows32-combined"),
     DecodeSm90(make_config(64, 128, 128, 256), "d128-rows64", dtype=HALF, max_spill_bytes=1024),
 )
 
@@ -192,7 +194,8 @@ def decode_sm90_cases() -> Iterator[CompileCase]:
     for asked in DECODE_SM90:
         yield launched_case(
             f"attn_decode_sm90/{asked.name}", _launch_decode_sm90, asked, archs=(90,),
-            expect={"wgmma.mma_async": 1}, max_spill_bytes=asked.max_spill_bytes,
+            kernel=_attn_decode_sm90_kernel, expect={"wgmma.mma_async": 1},
+            max_spill_bytes=asked.max_spill_bytes,
         )  # fmt: skip
 
 
@@ -243,13 +246,32 @@ def latent_cases() -> Iterator[CompileCase]:
         ("bf16", LatentConfig(None, None, 40), BRAIN, False),
         ("bf16-pages64", LatentConfig(64, None, 64), BRAIN, False),
         ("fp16-pages64-lists-everything", LatentConfig(64, 64, 64), HALF, True),
+        ("bf16-pages64-combined", LatentConfig(64, None, 64, COMBINED=True), BRAIN, False),
     ):
         yield launched_case(
             f"attn_decode_latent/{name}",
             _launch_latent,
             *(config, dtype, everything),
+            kernel=_attn_decode_latent_kernel,
             archs=(90,),
             expect={"wgmma": 1},
             # addresses and descriptors that do not change from tile to tile; a few are read again
             max_spill_bytes=1600,
         )
+
+
+@compile_cases
+def combine_cases() -> Iterator[CompileCase]:
+    """Parts of many rows, combined by a launch of their own."""
+    latent = (LatentConfig(None, None, 40, COMBINED=True), HALF, True)
+    fp8 = DecodeSm90(make_config(16, 128, 128, words=True, combined=True), "", everything=True)
+    few = DecodeSm90(make_config(32, 64, 64, single=True, combined=True), "")
+    for name, launcher, args in (
+        ("latent-everything", _launch_latent, latent),
+        ("d128-fp8-everything", _launch_decode_sm90, (fp8,)),
+        ("d64-single", _launch_decode_sm90, (few,)),
+    ):
+        yield launched_case(
+            f"attn_decode_combine/{name}", launcher, *args,
+            kernel=_attn_decode_combine_kernel, archs=(90,),
+        )  # fmt: skip
