@@ -387,7 +387,7 @@ PAGE_SIZES = (0, 16, 64, 256)
 
 
 def decode(tiny: bool = False) -> Iterator[Case]:
-    """32:8 heads, D128, contiguous and paged, few pages, fp8, unequal lengths."""
+    """32:8 heads, D128, contiguous and paged, few pages, fp8, unequal lengths; one KV head; D64."""
     for page_size in (0, 16) if tiny else PAGE_SIZES:
         for batch, length in ((1, 100), (3, 64)) if tiny else SHAPES:
             problem = Decode(batch, length, page_size=page_size)
@@ -407,6 +407,9 @@ def decode(tiny: bool = False) -> Iterator[Case]:
         ragged = Decode(16, 32768, page_size=page_size, shortest=100)
         yield _case(ragged)
         yield _case(replace(ragged, length=sum(ragged.lengths) // 16, shortest=0))
+    for heads, kv_heads, dim in ((32, 1, 128), (64, 1, 128), (64, 8, 64)):
+        for batch in (1, 4, 32):
+            yield _case(Decode(batch, 8192, heads, kv_heads, dim))
 
 
 def _case(problem: Decode) -> Case:
