@@ -16,7 +16,16 @@ from .. import results
 from . import support
 from .figures import Figure, figures_of, is_sweep, product_of
 from .page import colours_of, standalone
-from .tables import MODE_HEADS, heading, notes, number, peer_tables, table, times_faster
+from .tables import (
+    MODE_HEADS,
+    heading,
+    implementation,
+    notes,
+    number,
+    peer_tables,
+    table,
+    times_faster,
+)
 
 # Headlines: the cases that README.md shows.
 
@@ -28,9 +37,13 @@ HEADLINES = (
     ("matmul_founding", "8192^3, blocks 32x32, 78% sparse", "eager"),
     ("matmul_founding", "8192^3, blocks 16x16, 78% sparse", "eager"),
     ("matmul_decode", "8B gate_up, 16 tokens, blocks 128x128, 78% sparse", "graph"),
+    ("bsr_training", "8192^3, blocks 128x128, 78% sparse", "eager"),
+    ("bsr_training", "8192^3, blocks 64x64, 78% sparse", "eager"),
     ("attention_dense", "B1 H16 S16k D128 full", "eager"),
     ("attention_dense", "B1 H16 S16k D128 causal", "eager"),
     ("attention_dense", "B1 H32 S16k D64 causal", "eager"),
+    ("attention_wide", "B1 H16:8 S16k D256 causal", "eager"),
+    ("attention_wide", "B1 H128 S8k D192/128 causal", "eager"),
     ("attention_window", "B1 H16 S128k D128 causal window 2048", "eager"),
     ("attention_small", "B1 H8 S512 D64 full float16", "graph"),
     ("block_sparse", "B1 H16 S16k D128 blocks 128x128 at 22%", "eager"),
@@ -38,6 +51,8 @@ HEADLINES = (
     ("backward", "B1 H16 S16k D128 causal", "eager"),
     ("backward", "B1 H16 S16k D128 blocks 128x128 at 22%", "eager"),
     ("backward", "B1 H8 S64k D128 blocks 64x64 at 5%", "eager"),
+    ("backward_wide", "B1 H16:8 S8k D256 causal", "eager"),
+    ("backward_wide", "B1 H16 S8k D192/128 causal", "eager"),
     ("training", "B1 H32:8 S32k D128 causal", "eager"),
     ("decode", "B1 S8k H32:8 D128, contiguous", "graph"),
     ("decode", "B16 S8k H32:8 D128, pages of 64", "graph"),
@@ -188,6 +203,7 @@ SUITES = (
     "matmul_square",
     "matmul_llama",
     "matmul_layers",
+    "bsr_training",
     "attention_dense",
     "attention_wide",
     "attention_window",
@@ -199,6 +215,7 @@ SUITES = (
     "backward_wide",
     "training",
     "decode",
+    "mla",
     "llama_prefill",
     "llama_decode",
     "host",
@@ -257,7 +274,7 @@ def _row(case: dict[str, Any], mode: str) -> list[str] | None:
     best = ratio.get("best_peer")
     return [
         case["name"],
-        str(peers.get("bsk", {}).get("implementation", "n/a")),
+        implementation(peers.get("bsk", {})),
         ms("bsk"),
         ms("dense"),
         times_faster(ratio.get("over_dense")),

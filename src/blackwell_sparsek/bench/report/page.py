@@ -7,7 +7,7 @@ from typing import Any
 
 from .charts import WIDTH, element, escaped, text
 from .figures import Figure, amount, figures_of
-from .tables import MODE_HEADS, absent, number, times_faster
+from .tables import MODE_HEADS, absent, implementation, number, times_faster
 
 CSS = """
 :root {
@@ -173,8 +173,8 @@ def _ratio(case: dict[str, Any], mode: str, key: str) -> float | None:
 def _first_cells(case: dict[str, Any], ran: bool) -> list[str]:
     mark = " ~" if "unsteady" in case else ""
     cells = [_cell(f"{case['name']}{mark}", case["name"])]
-    implementation = str(case["peers"].get("bsk", {}).get("implementation", "–"))
-    return [*cells, _cell(implementation, implementation)] if ran else cells
+    what = implementation(case["peers"].get("bsk", {}), "–")
+    return [*cells, _cell(what, what)] if ran else cells
 
 
 def _cells(

@@ -16,6 +16,21 @@ _MOST_NAMES = 8
 UNITS = {"tflops": "TFLOP/s", "ms": "ms", "us": "us", "us_per_head": "us per head"}
 
 
+def implementation(ours: dict[str, Any], missing: str = "n/a") -> str:
+    """What ran, as recorded: one name, or several by what they computed.
+
+    Examples
+    --------
+    >>> implementation({"implementation": {"forward": "sm90", "dw": "dense"}})
+    'forward sm90, dw dense'
+    """
+    ran = ours.get("implementation", missing)
+    if not isinstance(ran, dict):
+        return str(ran)
+    names = list(dict.fromkeys(map(str, ran.values())))
+    return names[0] if len(names) == 1 else ", ".join(f"{x} {name}" for x, name in ran.items())
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; all columns but the first are right-aligned.
 
@@ -105,7 +120,7 @@ def _mode_table(
         entries = case["peers"]
         mark = " ~" if "unsteady" in case else ""
         row = [case["name"] + mark]
-        row += [str(entries.get("bsk", {}).get("implementation", "n/a"))] if ran else []
+        row += [implementation(entries.get("bsk", {}))] if ran else []
         for name in names:
             figures = entries.get(name, {}).get("times", {}).get(mode)
             row.append("n/a" if figures is None else show(figures, case["problem"]))
