@@ -52,7 +52,7 @@ mutants: $(VENV)/.installed-test  ## plant small faults and see whether tests no
 	$(BIN)/python -m tests.tools.mutants $(SAMPLE)
 
 gpu-test:  ## the tests that need a GPU, with the packages of this machine's Python
-	BSK_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+	BSK_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -q -p blackwell_sparsek.testing.failures -m gpu tests
 
 gpu-soak:  ## a million calls from threads, streams, graphs and two processes; any other bit fails
 	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek.testing.soak --minutes 20 --calls 1000000

@@ -1,0 +1,60 @@
+"""The plugin for runs on a GPU: what fails is printed at once, a lost context ends its worker."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from blackwell_sparsek.testing import failures
+
+FAILING = """
+import pathlib
+
+
+def test_wrong():
+    assert "this" == "that"
+
+
+def test_after():
+    printed = pathlib.Path("printed").read_text()
+    assert "FAILED test_one.py::test_wrong (call)" in printed
+    assert "assert 'this' == 'that'" in printed
+"""
+
+
+def test_a_failure_is_printed_before_the_next_test(tmp_path):
+    (tmp_path / "test_one.py").write_text(FAILING)
+    plugin = ["-p", "blackwell_sparsek.testing.failures"]
+    with open(tmp_path / "printed", "w") as printed:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *plugin, "test_one.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=printed,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True,
+            check=False,
+        )
+    assert "1 failed, 1 passed" in done.stdout
+
+
+def _lost():
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("worker", [False, True])
+@pytest.mark.parametrize("lost", [False, True])
+def test_only_a_worker_that_lost_its_context_ends(monkeypatch, capfd, worker, lost):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", _lost if lost else lambda: None)
+    if worker:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    else:
+        monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    failures.pytest_runtest_logfinish("tests/test_one.py::test_wrong", None)
+    assert ended == ([failures.LOST_CONTEXT] if worker and lost else [])
+    assert ("destroyed the CUDA context" in capfd.readouterr().err) == (worker and lost)
