@@ -191,8 +191,15 @@ class TensorMapEncoder:
         arguments, element = made.arguments, self._element
         arguments[_BASE].value = address
         # the contiguous dimension comes first, and has no stride
-        _, *steps = [element * stride for stride in reversed(strides)]
-        self._pack(made.memory, _MAP_BYTES + _ALIGNMENT, *reversed(shape), *steps)
+        if len(strides) == 4:
+            # nearly all tensors, without lists in between
+            a, b, c, d = shape
+            over_a, over_b, over_c, _ = strides
+            steps = element * over_c, element * over_b, element * over_a
+            self._pack(made.memory, _MAP_BYTES + _ALIGNMENT, d, c, b, a, *steps)
+        else:
+            _, *others = [element * stride for stride in reversed(strides)]
+            self._pack(made.memory, _MAP_BYTES + _ALIGNMENT, *reversed(shape), *others)
         code = _encode_function()(*arguments)
         if code:
             raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -16,21 +17,43 @@ from ...masks.band import EVERYTHING
 from ..operands import token_strides
 from .backward_preprocess import ROW_TILE
 from .config import SUM_COLUMNS, AttnBwdSm90Config, AttnFwdSm90Config
-from .schedule import backward_schedule, forward_schedule, forward_work_tiles, padded_queries
+from .schedule import (
+    BackwardSchedule,
+    ForwardSchedule,
+    backward_schedule,
+    forward_schedule,
+    forward_work_tiles,
+    padded_queries,
+)
 from .tuning import (
+    Tiling,
     attn_bwd_sm90_passed_over,
     attn_bwd_sm90_raster_group,
     attn_fwd_sm90_lengths_unsupported,
     attn_fwd_sm90_passed_over,
     attn_fwd_sm90_raster_group,
     new_attn_fwd_sm90_config,
+    tiling_of,
 )
+
+# Plans that a family of calls keeps at most.
+MAX_PLANS = 4096
 
 # Parameters of the kernel that every launch sets anew.
 _SIZES = (
     "lse_head_stride", "q_len", "kv_len", "num_batch_heads", "raster_group", "dynamic",
     "tail_share", "lse_ptr", "workspace.counters",
 )  # fmt: skip
+
+
+class _ForwardPlan(NamedTuple):
+    """How calls of one tiling are launched."""
+
+    launch: ResizableLaunch
+    schedule: ForwardSchedule
+    raster_group: int
+    split_tail: bool
+    parts_shape: tuple[int, int, int]
 
 
 class ForwardLaunches:
@@ -50,6 +73,7 @@ class ForwardLaunches:
         self._launches: dict[int, ResizableLaunch] = {}
         # held, so that nothing else gets its id
         self._configs: list[AttnFwdSm90Config] = []
+        self._plans: dict[Tiling, _ForwardPlan] = {}
 
     def learn(self, launch: Launch) -> None:
         """Add a launch of the kernel, if its configuration is not known yet."""
@@ -70,17 +94,12 @@ class ForwardLaunches:
         """
         q, k, v, sinks, cu_q, cu_k, batch, max_q, max_k = call
         tokens = (q.shape[0], k.shape[0]) if cu_q else None
-        problem = self._problem.with_lengths(batch, max_q, max_k, tokens)
-        if attn_fwd_sm90_lengths_unsupported(problem) or attn_fwd_sm90_passed_over(problem):
+        plan = self._plan(batch, max_q, max_k, tokens)
+        if plan is None:
             return None
-        config = new_attn_fwd_sm90_config(problem)
-        launch = self._launches.get(id(config))
-        if launch is None:
-            return None
+        launch, schedule, raster_group, split_tail, parts_shape = plan
+        problem = self._problem
         heads, dim_v, dtype = problem.heads_q, problem.head_dim_v, problem.dtype
-        all_queries = None if tokens is None else tokens[0]
-        work_tiles = forward_work_tiles(config, batch, heads, max_q, all_queries)
-        schedule = forward_schedule(config, problem.arch.num_sms, work_tiles, max_k, self._even)
         shape, strides = out_layout(q, dim_v)
         out = empty_on_gpu(shape, strides, dtype)
         rows = (batch, heads, max_q) if tokens is None else (heads, tokens[0])
@@ -90,14 +109,13 @@ class ForwardLaunches:
         lse_address = lse.data_ptr()
         values = [
             *(rows[-1], max_q, max_k, batch * heads),
-            attn_fwd_sm90_raster_group(problem, self._band, config),
+            raster_group,
             *(schedule.dynamic, schedule.tail_share, lse_address, counters.data_ptr()),
         ]
         parts = lse
-        if config.SPLIT_TAIL:
+        if split_tail:
             if schedule.tail_share > 0:
-                size = schedule.parts_shape(config)
-                parts = empty_on_gpu(size, _contiguous(size), torch.float32)
+                parts = empty_on_gpu(parts_shape, _contiguous(parts_shape), torch.float32)
             values.append(parts.data_ptr())
         if sinks:
             values.append(sinks)
@@ -109,6 +127,37 @@ class ForwardLaunches:
         launch.run(schedule.programs, stream, values, tensors)
         return out, lse
 
+    def _plan(
+        self, batch: int, max_q: int, max_k: int, tokens: tuple[int, int] | None
+    ) -> _ForwardPlan | None:
+        """How to launch such a call; None if the kernel does not run it or no launch fits."""
+        tiling = tiling_of(batch, max_q, max_k, tokens)
+        plan = self._plans.get(tiling)
+        if plan is None:
+            plan = self._new_plan(batch, max_q, max_k, tokens)
+            if plan is not None:
+                if len(self._plans) >= MAX_PLANS:
+                    self._plans.clear()
+                self._plans[tiling] = plan
+        return plan
+
+    def _new_plan(
+        self, batch: int, max_q: int, max_k: int, tokens: tuple[int, int] | None
+    ) -> _ForwardPlan | None:
+        problem = self._problem.with_lengths(batch, max_q, max_k, tokens)
+        if attn_fwd_sm90_lengths_unsupported(problem) or attn_fwd_sm90_passed_over(problem):
+            return None
+        config = new_attn_fwd_sm90_config(problem)
+        launch = self._launches.get(id(config))
+        if launch is None:
+            return None
+        all_queries = None if tokens is None else tokens[0]
+        work_tiles = forward_work_tiles(config, batch, problem.heads_q, max_q, all_queries)
+        schedule = forward_schedule(config, problem.arch.num_sms, work_tiles, max_k, self._even)
+        raster_group = attn_fwd_sm90_raster_group(problem, self._band, config)
+        parts_shape = schedule.parts_shape(config)
+        return _ForwardPlan(launch, schedule, raster_group, config.SPLIT_TAIL, parts_shape)
+
 
 # The same for the kernels of the backward.
 _PREPROCESS = (
@@ -119,6 +168,13 @@ _BACKWARD = ("work_ptrs.counter", "q_len", "kv_len", "num_batch_heads", "raster_
 _POSTPROCESS = (
     "dq_ptr", "sums_ptr", "q_len", "padded", *(f"dq_strides.{part}" for part in Strides._fields),
 )  # fmt: skip
+
+
+class _BackwardPlan(NamedTuple):
+    """How gradients of one tiling are launched."""
+
+    schedule: BackwardSchedule
+    raster_group: int
 
 
 class BackwardLaunches:
@@ -136,6 +192,7 @@ class BackwardLaunches:
         self._device = device
         preprocess, backward, postprocess = launches
         self._config: AttnBwdSm90Config = backward.args[-1]
+        self._plans: dict[Tiling, _BackwardPlan] = {}
         # unordered, the preprocess zeroes the sums; ordered, the semaphores
         zeroed = "semaphores_ptr" if self._config.ORDERED else "sums_ptr"
         ordered = self._config.ORDERED
@@ -162,11 +219,11 @@ class BackwardLaunches:
         """
         batch, heads, q_len, _ = q.shape
         kv_len, kv_batch_heads = k.shape[2], batch * k.shape[1]
-        problem = self._problem.with_lengths(batch, q_len, kv_len, None)
-        if attn_fwd_sm90_lengths_unsupported(problem) or attn_bwd_sm90_passed_over(problem):
+        plan = self._plan(batch, q_len, kv_len)
+        if plan is None:
             return None
+        schedule, raster_group = plan
         config, ordered = self._config, self._config.ORDERED
-        schedule = backward_schedule(config, problem.arch.num_sms, kv_batch_heads, kv_len)
         gradients = [torch.empty_like(x) for x in (q, k, v)]
         dq, dk, dv = gradients
         stream, capturing = raw_stream(self._device.index), torch.cuda.is_current_stream_capturing()
@@ -196,10 +253,7 @@ class BackwardLaunches:
             ],
             (),
         )
-        values = [
-            *(counter, q_len, kv_len, kv_batch_heads),
-            attn_bwd_sm90_raster_group(problem),
-        ]
+        values = [counter, q_len, kv_len, kv_batch_heads, raster_group]
         order = [semaphores] if ordered else []
         columns = padded * config.TILE_D // SUM_COLUMNS
         tensors = [
@@ -217,6 +271,22 @@ class BackwardLaunches:
         # until here nobody else may have the memory
         del memory, owner
         return dq, dk, dv
+
+    def _plan(self, batch: int, q_len: int, kv_len: int) -> _BackwardPlan | None:
+        tiling = tiling_of(batch, q_len, kv_len)
+        plan = self._plans.get(tiling)
+        if plan is not None:
+            return plan
+        problem = self._problem.with_lengths(batch, q_len, kv_len, None)
+        if attn_fwd_sm90_lengths_unsupported(problem) or attn_bwd_sm90_passed_over(problem):
+            return None
+        sms, heads = problem.arch.num_sms, batch * problem.heads_kv
+        schedule = backward_schedule(self._config, sms, heads, kv_len)
+        plan = _BackwardPlan(schedule, attn_bwd_sm90_raster_group(problem))
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        self._plans[tiling] = plan
+        return plan
 
 
 def _source(x: torch.Tensor) -> MapSource:

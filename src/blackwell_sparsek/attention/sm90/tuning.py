@@ -141,6 +141,29 @@ def new_attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
     )
 
 
+# Lengths decide on configurations, schedules and raster groups only through these: how many tiles
+# of 64 they fill, whether the last one is full (limits are multiples of 64, compared with "at
+# least" or "at most"), and FEW_QUERIES. Packed sequences are taken to fill half of their last tile.
+Tiling = tuple[int | bool, ...]
+
+
+def tiling_of(batch: int, max_q: int, max_k: int, tokens: tuple[int, int] | None = None) -> Tiling:
+    """What tells apart the lengths of calls that are launched in different ways."""
+    few, full_k = max_q < FEW_QUERIES, max_k % GROUP_ROWS == 0
+    if tokens is None:
+        return batch, -(-max_q // GROUP_ROWS), max_k // GROUP_ROWS, full_k, few
+    all_q, all_k = tokens
+    half, keys = GROUP_ROWS // 2, cdiv(all_k, max(batch, 1))
+    return (
+        *(batch, all_q // half, all_q % half == 0, few),
+        *(keys // GROUP_ROWS, keys % GROUP_ROWS == 0, max_k // GROUP_ROWS, full_k),
+    )
+
+
+def _whole_tiles(tokens: int) -> int:
+    return cdiv(tokens, GROUP_ROWS) * GROUP_ROWS
+
+
 def _keys(problem: AttnProblem) -> int:
     """Keys of a sequence; their average if sequences are packed."""
     if problem.tokens is None:
@@ -202,7 +225,7 @@ def attn_fwd_sm90_raster_group(
     if problem.varlen:
         # no limit here: the kernel, which knows the lengths, limits the group
         return batch_heads
-    tokens = problem.max_k
+    tokens = _whole_tiles(problem.max_k)
     if band.left is not None and band.right is not None:
         tokens = min(tokens, band.left + band.right + RUNNING_QUERIES)
     kv_bytes = tokens * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
@@ -297,7 +320,7 @@ def attn_bwd_sm90_raster_group(problem: AttnProblem) -> int:
     masked, ordered = problem.mask_block is not None, problem.deterministic
 
     def within(times: int, heads: int = group_size) -> int:
-        head_bytes = _row_bytes(problem) * problem.max_q * heads
+        head_bytes = _row_bytes(problem) * _whole_tiles(problem.max_q) * heads
         return times * BACKWARD_GROUP_BYTES // max(head_bytes, 1)
 
     tiles = cdiv(max(problem.max_k, 1), attn_bwd_sm90_config(problem).tile_n)
