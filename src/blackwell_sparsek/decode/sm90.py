@@ -39,7 +39,14 @@ from ..core.compat import hopper_options
 from ..device.fp8 import turned_back
 from ..device.gluon.fp8_operands import column_of_slot, half_range, key_operand, value_operand
 from ..device.gluon.partials import columns_of, merge_parts, rows_of, store_part
-from ..device.gluon.pipeline import barriers, peek, take, tiles, work_channel
+from ..device.gluon.pipeline import (
+    barriers,
+    drop_dead_values,
+    peek,
+    take,
+    tiles,
+    work_channel,
+)
 from ..device.masks import kv_range, kv_range_of_all, position, row_bounds, within_bounds
 from ..device.partials import MERGED_ROWS, is_last, part_slot
 from ..device.records import Strides
@@ -183,22 +190,6 @@ def mask_scores(s, kv_pos, first_row, length, keys, group):
     first, last = row_bounds(q_pos, length, keys.left, keys.right)
     visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
     return gl.where(visible, s, -float("inf"))
-
-
-@gluon.jit
-def drop_dead_values(tile, kv_start, positions, kv_lo, kv_hi):
-    """Zero the values that no query sees: they may be NaN, which a weight of 0 does not hide."""
-    keys: gl.constexpr = tile.shape[0]
-    dim: gl.constexpr = tile.shape[1]
-    wide: gl.constexpr = 32 if dim >= 256 else dim // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // wide, wide], [4, 1], [1, 0])
-    if positions is None:
-        kv_pos = kv_start + gl.arange(0, keys, gl.SliceLayout(1, layout))
-    else:
-        kv_pos = positions.load(gl.SliceLayout(1, layout))
-    live = within_bounds(kv_pos, kv_lo, kv_hi - 1)
-    nothing = gl.zeros([keys, dim], tile.dtype, layout)
-    tile.store(gl.where(live[:, None], tile.load(layout), nothing))
 
 
 @gluon.jit

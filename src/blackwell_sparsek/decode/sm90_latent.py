@@ -33,7 +33,7 @@ from ..calls.attention import empty_lse, empty_out
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
 from ..device.gluon.partials import columns_of, merge_parts, rows_of, store_part
-from ..device.gluon.pipeline import barriers, take, tiles, work_channel
+from ..device.gluon.pipeline import barriers, drop_dead_values, take, tiles, work_channel
 from ..device.masks import kv_range, kv_range_of_all
 from ..device.partials import MERGED_ROWS, is_last, part_slot
 from ..device.scores import cap, fold_sign
@@ -44,7 +44,6 @@ from . import sm90
 from .sm90 import (
     ConsumerState,
     descriptor,
-    drop_dead_values,
     kernel_arguments,
     mask_scores,
     places_of_rows,
