@@ -441,9 +441,7 @@ def _attn_ragged_kernel(
     programs = tl.num_programs(0)
     total = tl.load(workspace.ends + num_tiles - 1) * heads
     begin, end = share_of(program, total, programs)
-    q_tile, before = find_query_tile(
-        workspace, begin // heads, num_tiles, tl.arange(0, SCAN)
-    )
+    q_tile, before = find_query_tile(workspace, begin // heads, num_tiles, tl.arange(0, SCAN))
     acc_partials = workspace.partials
     state_partials = acc_partials + tl.cast(2 * programs, tl.int64) * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)
