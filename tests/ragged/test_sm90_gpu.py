@@ -206,4 +206,4 @@ def test_the_public_call_names_it():
         bsk.attention_varlen, call.q, call.k, call.v, call.cu_seqlens_q, max_seqlen_q=300,
         cache_seqlens=call.seqlens_k, page_table=call.page_table, impl="sm90",
     )  # fmt: skip
-    assert report.impl == "sm90"
+    assert report.chosen == "sm90"

@@ -176,11 +176,12 @@ def _plan_part(tile, part, first_tile, sizes, group, CFG: gl.constexpr):
 @gluon.jit
 def _fill(desc, tiles_ring, step, copies, kv_head, CFG: gl.constexpr):
     """Start the copies of one tile into a ring, once its stage is free."""
+    cache: gl.constexpr = CFG.cache
     stage = step % CFG.STAGES
     bar = tiles_ring.full.index(stage)
     mbarrier.wait(tiles_ring.empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-    mbarrier.expect(bar, CFG.cache.copies * desc.block_type.nbytes)
-    copy_rows(desc, tiles_ring.tiles.index(stage), bar, copies, kv_head, 0, CFG.cache)
+    mbarrier.expect(bar, cache.copies * desc.block_type.nbytes)
+    copy_rows(desc, tiles_ring.tiles.index(stage), bar, copies, kv_head, 0, cache)
 
 
 @gluon.jit
@@ -274,7 +275,7 @@ def _produce(produce, shared, CFG: gl.constexpr):
 
 @gluon.jit
 def _put_queries(consume, tile, kv_head, group, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Load this consumer's rows into shared memory; returns them there, and the factor of scores."""
+    """Load this consumer's rows into shared memory; return them and the factor of scores."""
     dim: gl.constexpr = CFG.TILE_D
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
     row = tile.first_row + GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
