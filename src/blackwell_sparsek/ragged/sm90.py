@@ -47,7 +47,7 @@ from ..decode.sm90_producer import (
     look_up,
 )
 from ..device.gluon.partials import columns_of, rows_of
-from ..device.gluon.pipeline import publish, ring, take, tiles, work_channel
+from ..device.gluon.pipeline import publish, ring, ring_place, take, tiles, work_channel
 from ..device.gluon.row_parts import row_parts
 from ..device.gluon.warps import shared_address
 from ..device.masks import bounds_in_chunk, row_bounds
@@ -350,7 +350,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                     step, m_log2, sums, acc, p = attend_tile(
                         queries, stages, kv_tile, step, (m_log2, sums), acc, p, GROUP, CFG
                     )
-                acc = attend_last_values(queries, stages, kv_tiles - 1, step, acc, p, CFG)
+                place = ring_place(step, CFG.STAGES)
+                acc = attend_last_values(queries, stages, kv_tiles - 1, place, acc, p, CFG)
                 step += 1
             row_sum = gl.convert_layout(gl.sum(sums, 1), m_log2.type.layout)
             wrong = take(shared.verdicts, slot)[0]

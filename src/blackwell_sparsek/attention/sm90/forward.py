@@ -217,8 +217,8 @@ def mask_scores(s, queries, kv_tile, CFG: gl.constexpr):
 
 
 @gluon.jit
-def drop_unseen(queries, stages, kv_tile, step, CFG: gl.constexpr):
-    """Zero the values of the tile at `step` that nobody sees, if these may be anything.
+def drop_unseen(queries, stages, kv_tile, place, CFG: gl.constexpr):
+    """Zero the values of the tile in stage `place` that nobody sees, if these may be anything.
 
     Every consumer does so for itself: all of them write the same.
     """
@@ -226,7 +226,7 @@ def drop_unseen(queries, stages, kv_tile, step, CFG: gl.constexpr):
         lo, hi = queries.seen
         kv_start = dense_tile(queries.visit.plan, kv_tile) * CFG.TILE_N
         if (kv_start < lo) | (kv_start + CFG.TILE_N > hi):
-            stage, phase = ring_place(step, CFG.STAGES)
+            stage, phase = place
             await_stage(stages, stage, phase, FULL_V, CFG)
             tile = stages.v.index(stage)
             # few at a time, since they pass through registers
@@ -267,10 +267,10 @@ def attend_first_tile(
 
 
 @gluon.jit
-def attend_last_values(queries, stages, kv_tile, step, acc, p, CFG: gl.constexpr):
+def attend_last_values(queries, stages, kv_tile, place, acc, p, CFG: gl.constexpr):
     """Add the product of the last tile, whose weights are `p`; return the accumulators."""
-    drop_unseen(queries, stages, kv_tile, step, CFG)
-    stage, phase = ring_place(step, CFG.STAGES)
+    drop_unseen(queries, stages, kv_tile, place, CFG)
+    stage, phase = place
     await_stage(stages, stage, phase, FULL_V, CFG)
     v = kv_slices(stages.v, stage, CFG.dv_slices, CFG.TILE_N, 0)
     acc = await_outputs(start_outputs(p, v, acc))
@@ -295,8 +295,9 @@ def attend_tile(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
-    drop_unseen(queries, stages, kv_tile - 1, step, CFG)
-    last_stage, last_phase = ring_place(step, CFG.STAGES)
+    last_place = ring_place(step, CFG.STAGES)
+    last_stage, last_phase = last_place
+    drop_unseen(queries, stages, kv_tile - 1, last_place, CFG)
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
@@ -562,9 +563,10 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 step, m_log2, row_sum, acc, p = attend_tile(
                     queries, stages, kv_tile, step, (m_log2, row_sum), acc, p, GROUP, CFG
                 )
+            place = ring_place(step, CFG.STAGES)
             # every score of this work tile is taken: the next queries may come
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1, pred=not halved)
-            acc = attend_last_values(queries, stages, kv_tiles - 1, step, acc, p, CFG)
+            acc = attend_last_values(queries, stages, kv_tiles - 1, place, acc, p, CFG)
             step += 1
         else:
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
