@@ -185,18 +185,30 @@ def _fill(desc, tiles_ring, step, copies, kv_head, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _copies(keys, kv_tile, CFG: gl.constexpr):
-    """The `TileCopies` of a tile of keys, and whether a page of it is out of range."""
-    cache: gl.constexpr = CFG.cache
+def _look_up(keys, kv_tile, CFG: gl.constexpr):
+    """First keys and slabs of the copies of a tile, and whether a page is out of range.
+
+    With pages, each thread of the producer has those of one copy.
+    """
     if CFG.PAGE_SIZE is None:
         start = kv_tile * CFG.TILE_N
-        copies = TileCopies((keys.sequence,), (start,), (start,), True, 0)
-        wrong = start - start
+        found = (start, keys.sequence, start - start)
     else:
+        cache: gl.constexpr = CFG.cache
         first = kv_tile * cache.copies
-        starts, slabs, wrong = look_up(keys, first, first, first + cache.copies, cache)
+        found = look_up(keys, first, first, first + cache.copies, cache)
+    return found
+
+
+@gluon.jit
+def _copies(starts, slabs, keys, CFG: gl.constexpr):
+    """The `TileCopies` of a tile that was looked up."""
+    if CFG.PAGE_SIZE is None:
+        copies = TileCopies((slabs,), (starts,), (starts,), True, 0)
+    else:
+        cache: gl.constexpr = CFG.cache
         copies = copies_of_tile(starts, slabs, 0, keys, cache)
-    return copies, wrong
+    return copies
 
 
 @gluon.jit
@@ -205,14 +217,14 @@ def _feed(produce, shared, keys, plan, kv_head, step, CFG: gl.constexpr):
     _, kv_tiles = count_tiles(plan, CFG)
     wrong = step - step
     if kv_tiles > 0:
-        copies, wrong = _copies(keys, dense_tile(plan, 0), CFG)
+        starts, slabs, wrong = _look_up(keys, dense_tile(plan, 0), CFG)
         for kv_tile in range(0, kv_tiles):
+            copies = _copies(starts, slabs, keys, CFG)
             # pages are looked up a tile ahead, before a stage is waited for
             following = gl.minimum(kv_tile + 1, kv_tiles - 1)
-            next_copies, next_wrong = _copies(keys, dense_tile(plan, following), CFG)
+            starts, slabs, next_wrong = _look_up(keys, dense_tile(plan, following), CFG)
             _fill(produce.k_desc, shared.k_ring, step, copies, kv_head, CFG)
             _fill(produce.v_desc, shared.v_ring, step, copies, kv_head, CFG)
-            copies = next_copies
             wrong = wrong | next_wrong
             step += 1
     return step, wrong

@@ -225,9 +225,9 @@ def _sm90_config(
         SLICE_DV=tile_dv,
         STAGES=stages,
         BLOCK_KV=tile_n,
-        # coordinates of two tiles of pages are kept while the producer waits for a stage
-        CONSUMER_REGISTERS=224 if copies > 4 else 232,
-        PRODUCER_REGISTERS=64 if copies > 4 else 40,
+        # the coordinates of a tile's copies stay in registers while the producer waits for a stage
+        CONSUMER_REGISTERS=208 if copies > 4 else 216 if copies > 1 else 232,
+        PRODUCER_REGISTERS=88 if copies > 4 else 72 if copies > 1 else 40,
         MAX_REGISTERS=168,
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
