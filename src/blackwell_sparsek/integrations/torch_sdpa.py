@@ -2,8 +2,8 @@
 
 `patch_sdpa` temporarily replaces the function itself. `register_flash_attention` replaces the CUDA
 kernels behind `SDPBackend.FLASH_ATTENTION` and `torch.nn.attention.varlen.varlen_attn`, through
-torch's interface for this: packed sequences, used lengths, pages, slopes of ALiBi and a given output
-included. Calls that this package cannot compute (dropout, debug masks; slopes and used lengths of
+torch's interface for this: packed sequences, used lengths, pages, slopes of ALiBi and outputs that
+are given included. Calls that this package cannot compute (dropout, debug masks; slopes and used lengths of
 batches that are not packed) stay with torch's kernels.
 """
 

@@ -1,4 +1,4 @@
-"""A step of a serving engine: packed queries over pages, and writing keys; problem, peers, suites."""
+"""A step of a serving engine, attention over pages and writing keys: problems, peers, suites."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class Step:
     def build(self, device: torch.device) -> "StepInputs":
         """Random values, the same at each call; pages in random order."""
         generator = torch.Generator(device).manual_seed(0)
-        random = {"generator": generator, "device": device}
+        random: dict[str, Any] = {"generator": generator, "device": device}
         each = -(-max(self.kv_lens) // self.page_size)
         pages = len(self.kv_lens) * each
         shape = (pages, self.page_size, self.kv_heads, self.head_dim)
@@ -124,10 +124,10 @@ class StepInputs:
                 mask = torch.ones(1, seen, dtype=torch.bool, device=k.device)
                 q = self.q[place]
                 for found, dtype in ((exact, torch.float64), (plain, q.dtype)):
-                    rows = [
-                        attend(*(x.to(dtype) for x in (q[h : h + 1], k[:seen, h], v[:seen, h])), mask)
-                        for h in range(p.heads)
-                    ]  # fmt: skip
+                    rows = []
+                    for h in range(p.heads):
+                        one = (x.to(dtype) for x in (q[h : h + 1], k[:seen, h], v[:seen, h]))
+                        rows.append(attend(*one, mask))
                     found.append(torch.cat(rows))
                 places.append(place)
         index = torch.tensor(places, device=self.q.device)
@@ -183,7 +183,7 @@ def _own_forward(inputs: StepInputs) -> Contender:
     k, v = (
         torch.cat([inputs.sequence(x, b) for b in range(p.prefills)]) for x in (inputs.k, inputs.v)
     )
-    sizes = {"max_seqlen_q": p.prefill_length, "max_seqlen_k": p.prefill_length}
+    sizes: dict[str, Any] = {"max_seqlen_q": p.prefill_length, "max_seqlen_k": p.prefill_length}
 
     def call() -> Any:
         offsets = inputs.offsets
@@ -194,8 +194,8 @@ def _own_forward(inputs: StepInputs) -> Contender:
 
 def _fa3(inputs: StepInputs) -> Contender:
     p = inputs.problem
-    lengths = {"max_seqlen_q": max(p.q_lens), "max_seqlen_k": max(p.kv_lens)}
-    lengths |= {"cu_seqlens_q": inputs.offsets}
+    lengths: dict[str, Any] = {"max_seqlen_q": max(p.q_lens), "max_seqlen_k": max(p.kv_lens)}
+    lengths["cu_seqlens_q"] = inputs.offsets
     if why_missing(*_FA3) is None:
         function = load(*_FA3)
         pages = {"seqused_k": inputs.lengths, "block_table": inputs.table, "causal": True}
