@@ -114,7 +114,9 @@ class StepInputs:
     def _expected(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows of q, and their results in fp64 and by plain PyTorch."""
         p, group = self.problem, self.problem.heads // self.problem.kv_heads
-        places, exact, plain = [], [], []
+        places: list[int] = []
+        exact: list[torch.Tensor] = []
+        plain: list[torch.Tensor] = []
         batch = len(p.q_lens)
         for b in range(0, batch, max(1, batch // _CHECKED)):
             k, v = (self.sequence(x, b).repeat_interleave(group, 1) for x in (self.k, self.v))
@@ -126,8 +128,8 @@ class StepInputs:
                 for found, dtype in ((exact, torch.float64), (plain, q.dtype)):
                     rows = []
                     for h in range(p.heads):
-                        one = (x.to(dtype) for x in (q[h : h + 1], k[:seen, h], v[:seen, h]))
-                        rows.append(attend(*one, mask))
+                        one, keys, values = q[h : h + 1], k[:seen, h], v[:seen, h]
+                        rows.append(attend(one.to(dtype), keys.to(dtype), values.to(dtype), mask))
                     found.append(torch.cat(rows))
                 places.append(place)
         index = torch.tensor(places, device=self.q.device)
