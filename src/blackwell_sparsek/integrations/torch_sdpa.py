@@ -1,7 +1,7 @@
 """Routes torch's `scaled_dot_product_attention` through this package, on request.
 
 `patch_sdpa` temporarily replaces the function itself. `register_flash_attention` replaces the CUDA
-kernels behind `SDPBackend.FLASH_ATTENTION` and `torch.nn.attention.varlen`, with pages, used lengths
+kernels behind `SDPBackend.FLASH_ATTENTION` and `torch.nn.attention.varlen`, with pages, lengths
 and outputs that are given, through torch's interface for this. Calls that this package cannot
 compute (dropout, debug masks; slopes and used lengths of batches that are not packed) stay with
 torch's kernels.
