@@ -33,7 +33,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..attention.operands import score_factors, token_strides
 from ..attention.sm90.launch import tma_strides
-from ..calls.attention import empty_lse, empty_out
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
 from ..device.fp8 import turned_back
@@ -432,9 +431,9 @@ def _attn_decode_sm90_kernel(
 
 
 def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
+    """Output and lse, as `empty_results` lays them out."""
     config, programs = attn_decode_sm90_launch(call.problem)
-    out, lse = empty_out(call.q, call.v_cache.shape[-1]), empty_lse(call.q)
+    out, lse = call.empty_results()
     launch_attn_decode_sm90(out, lse, call, config, programs)
     return out, lse
 

@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..calls.attention import empty_lse, empty_out
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
 from ..device.gluon.partials import columns_of, merge_parts, rows_of, store_part
@@ -323,11 +322,11 @@ def _attn_decode_latent_kernel(
 
 
 def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do, of any call of impl "sm90"."""
+    """Output and lse, as `empty_results` lays them out, of any call of impl "sm90"."""
     if (call.problem.head_dim, call.problem.head_dim_v) != LATENT_DIMS:
         return sm90.decode(call)
     config, programs = latent_launch(call.problem)
-    out, lse = empty_out(call.q, call.v_cache.shape[-1]), empty_lse(call.q)
+    out, lse = call.empty_results()
     launch_attn_decode_latent(out, lse, call, config, programs)
     return out, lse
 

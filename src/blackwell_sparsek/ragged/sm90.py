@@ -208,6 +208,13 @@ def _copies(starts, slabs, keys, CFG: gl.constexpr):
     else:
         cache: gl.constexpr = CFG.cache
         copies = copies_of_tile(starts, slabs, 0, keys, cache)
+        if cache.copy_keys == CFG.PAGE_SIZE:
+            # whole pages; the compiler does not know, and would keep a register for each
+            count: gl.constexpr = cache.copies
+            rows = ()
+            for _ in gl.static_range(count):
+                rows = rows + (0,)  # noqa: RUF005
+            copies = TileCopies(copies.slabs, rows, copies.starts, copies.wanted, copies.cut)
     return copies
 
 

@@ -226,8 +226,8 @@ def _sm90_config(
         STAGES=stages,
         BLOCK_KV=tile_n,
         # the coordinates of a tile's copies stay in registers while the producer waits for a stage
-        CONSUMER_REGISTERS=216 if copies > 1 else 232,
-        PRODUCER_REGISTERS=72 if copies > 1 else 40,
+        CONSUMER_REGISTERS=208 if copies > 4 else 216 if copies > 1 else 232,
+        PRODUCER_REGISTERS=88 if copies > 4 else 72 if copies > 1 else 40,
         MAX_REGISTERS=168,
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
