@@ -102,18 +102,18 @@ def slot_appending(draw: Draw) -> None:
     q = draw.normal(tokens, heads * group, dim, dtype=dtype)
     k, v = (draw.normal(tokens, heads, dim, dtype=dtype) for _ in range(2))
     before = [draw.normal(pages, page_size, heads, dim, dtype=dtype) for _ in range(2)]
-    given = [draw.laid_out(x) for x in (q, k, v)]
+    queries, keys, values = (draw.laid_out(x) for x in (q, k, v))
     angles = draw.normal(40, turned // 2)
     cos, sin = angles.cos(), angles.sin()
     options: dict[str, Any] = {"slot_mapping": slots.to(draw.device)}
     if rotates:
         options["rotary"] = Rotary(cos, sin, interleaved)
-        options |= {"positions": positions.to(draw.device), "q": given[0]}
+        options |= {"positions": positions.to(draw.device), "q": queries}
 
     def call(impl: str) -> Any:
         caches = [draw.laid_out(x) for x in before]
-        queries = kv_append(*caches, given[1], given[2], **options, impl=impl)
-        return (*caches, queries) if rotates else tuple(caches)
+        turned_queries = kv_append(*caches, keys, values, **options, impl=impl)
+        return (*caches, turned_queries) if rotates else tuple(caches)
 
     k_cache, v_cache, *more = draw.twice(call, draw.impl(("auto", "triton", "eager")))
     written = [int(s) for s in slots.tolist()]
@@ -124,8 +124,8 @@ def slot_appending(draw: Draw) -> None:
                 expected[slot] = cache.flatten(0, 1)[slot] if new is None else new[t]
         assert cache.flatten(0, 1).equal(expected), "a slot holds something else"
     kept = torch.tensor([t for t, slot in enumerate(written) if slot >= 0], dtype=torch.int64)
-    keys = k_cache.flatten(0, 1)[[written[t] for t in kept.tolist()]]
-    turning = [("keys", keys, k[kept.to(k.device)], positions[kept])]
+    stored = k_cache.flatten(0, 1)[[written[t] for t in kept.tolist()]]
+    turning = [("keys", stored, k[kept.to(k.device)], positions[kept])]
     if rotates:
         turning.append(("queries", more[0], q, positions))
     for what, got, x, places in turning:
