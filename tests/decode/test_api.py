@@ -243,7 +243,8 @@ def test_outputs_that_cannot_be_written():
     q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 2, 50, 16)
     lengths = torch.tensor([50], dtype=torch.int32)
     for out, why in (
-        (torch.empty(1, 4, 1, 8), "out has a wrong shape"), (q.half(), "out has an unsupported dtype"),
+        (torch.empty(1, 4, 1, 8), "out has a wrong shape"),
+        (q.half(), "out has an unsupported dtype"),
         (q, "overlaps q"), (k[:, 0, :4, None], "overlaps k_cache"),
         (torch.empty(1, 4, 1, 16, requires_grad=True), "requires a gradient"),
     ):  # fmt: skip

@@ -87,7 +87,7 @@ def _attn_decode(
 
 
 def _attn_decode_into(out: torch.Tensor, *args: Any) -> torch.Tensor:
-    _, lse = _attn_decode(*args, out=out)
+    _, lse = _attn_decode(*args, out)
     return lse
 
 
