@@ -47,7 +47,8 @@ def decode(call: DecodeCall, impl: str) -> Tensors:
     return (attn_decode_into(call.out, *arguments),)
 
 
-def _attn_decode(
+def _run(
+    out: torch.Tensor | None,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -63,7 +64,6 @@ def _attn_decode(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     impl: str,
-    out: torch.Tensor | None = None,
 ) -> Tensors:
     call = DecodeCall(
         q,
@@ -86,8 +86,12 @@ def _attn_decode(
         return decode_dispatch.run(impl, call)
 
 
-def _attn_decode_into(out: torch.Tensor, *args: Any) -> torch.Tensor:
-    _, lse = _attn_decode(*args, out)
+def _attn_decode(*args: Any) -> Tensors:
+    return _run(None, *args)
+
+
+def _attn_decode_into(*args: Any) -> torch.Tensor:
+    _, lse = _run(*args)
     return lse
 
 
