@@ -216,3 +216,50 @@ def test_numbers_out_of_range(changes, words):
     with pytest.raises(InvalidInput, match=r"^check_decode_inputs: ") as error:
         bsk.check_decode_inputs(**paged(**changes))
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_an_output_that_is_given(impl, return_lse):
+    """It may have any strides, is written whole, and is what the call returns."""
+    q, (k, v) = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 2, 50, 16)
+    lengths = torch.tensor([50, 0], dtype=torch.int32)
+    expected = bsk.attention_decode(
+        q, k, v, cache_seqlens=lengths, return_lse=return_lse, impl=impl
+    )
+    memory = torch.full((2, 3, 4, 20), torch.nan)
+    out = memory.transpose(1, 2)[..., 2:18]
+    got = bsk.attention_decode(
+        q, k, v, cache_seqlens=lengths, out=out, return_lse=return_lse, impl=impl
+    )
+    if return_lse:
+        assert got[1].equal(expected[1])
+        got, expected = got[0], expected[0]
+    assert got is out and out.equal(expected)
+    assert memory[..., :2].isnan().all() and memory[..., 18:].isnan().all()
+
+
+def test_outputs_that_cannot_be_written():
+    q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 2, 50, 16)
+    lengths = torch.tensor([50], dtype=torch.int32)
+    for out, why in (
+        (torch.empty(1, 4, 1, 8), "out has a wrong shape"),
+        (q.half(), "out has an unsupported dtype"),
+        (q, "overlaps q"), (k[:, 0, :4, None], "overlaps k_cache"),
+        (torch.empty(1, 4, 1, 16, requires_grad=True), "requires a gradient"),
+    ):  # fmt: skip
+        with pytest.raises(bsk.InvalidInput, match=why):
+            bsk.attention_decode(q, k, v, cache_seqlens=lengths, out=out)
+
+
+def test_an_output_that_is_given_compiles():
+    q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 2, 50, 16)
+    lengths = torch.tensor([50], dtype=torch.int32)
+
+    def run(out):
+        return bsk.attention_decode(q, k, v, cache_seqlens=lengths, out=out) + 1
+
+    out = torch.empty(1, 4, 1, 16)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(out)
+    expected = bsk.attention_decode(q, k, v, cache_seqlens=lengths)
+    assert out.equal(expected) and compiled.equal(expected + 1)

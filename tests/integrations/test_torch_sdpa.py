@@ -289,3 +289,92 @@ class TestFlash:
         assert flash.flash_forward(x, x, x, *sizes, 0.1, False, False) is None
         slopes = {"alibi_slopes": torch.zeros(4)}
         assert flash.flash_forward(x, x, x, *sizes, 0.0, False, False, **slopes) is None
+        packed = (torch.randn(20, 2, 8),) * 3
+        dense = ((None, None, 20, 20), 0.0, False, False)
+        assert flash.flash_forward_into(packed[0], *packed, *dense[0], *dense[1:]) is None
+
+
+class TestVarlen:
+    """`torch.nn.attention.varlen` through the dispatcher, here under the CPU's key."""
+
+    OFFSETS = (0, 3, 4, 20)
+    USED = (9, 30, 17)
+
+    @pytest.fixture(autouse=True)
+    def routed(self):
+        self.varlen = pytest.importorskip("torch.nn.attention.varlen")
+        library = torch.library.Library("aten", "IMPL")
+        for name, route in flash._ROUTES.items():
+            if hasattr(torch.ops.aten, name):
+                library.impl(name, flash._routed(route, None), "CPU", with_keyset=True)
+        yield
+        library._destroy()
+
+    def pages(self):
+        generator = torch.Generator().manual_seed(1)
+        q = torch.randn(20, 4, 16, generator=generator)
+        pages = torch.randn(2, 8, 16, 2, 16, generator=generator)
+        table = torch.tensor([[5, -1], [2, 7], [0, 3]], dtype=torch.int32)
+        return q, pages, table
+
+    def expected(self, q, pages, table, left, right):
+        """Each sequence by itself, with the keys of its pages side by side."""
+        results = []
+        for b, used in enumerate(self.USED):
+            rows = q[self.OFFSETS[b] : self.OFFSETS[b + 1]]
+            chosen = table[b, : -(-used // 16)].long()
+            k, v = (x[chosen].flatten(0, 1)[:used].repeat_interleave(2, 1) for x in pages)
+            p = torch.arange(len(rows))[:, None] + used - len(rows)
+            j = torch.arange(used)
+            seen = (j >= p - left) & (j <= p + right)
+            scores = torch.einsum("qhd,khd->hqk", rows, k) / 4
+            scores = scores.masked_fill(~seen, -torch.inf)
+            results.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        return torch.cat(results)
+
+    @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0)])
+    @pytest.mark.parametrize("into", [False, True])
+    def test_pages(self, window, into):
+        q, pages, table = self.pages()
+        options = {"enable_gqa": True, "block_table": table, "window_size": window}
+        options["seqused_k"] = torch.tensor(self.USED, dtype=torch.int32)
+        arguments = (q, *pages, torch.tensor(self.OFFSETS, dtype=torch.int32), None, 16, 32)
+        out = torch.full_like(q, torch.nan)
+        if into:
+            if not hasattr(self.varlen, "varlen_attn_out"):
+                pytest.skip("this torch has no varlen_attn_out")
+            self.varlen.varlen_attn_out(out, *arguments, **options)
+        else:
+            out = self.varlen.varlen_attn(*arguments, **options)
+        sides = [100 if side < 0 else side for side in window]
+        torch.testing.assert_close(out, self.expected(q, pages, table, *sides))
+
+    def test_used_lengths_of_packed_keys(self):
+        q, pages, table = self.pages()
+        packed = [x[torch.tensor([5, 1, 2, 7, 0, 3])].flatten(0, 1) for x in pages]
+        offsets = torch.tensor([0, 32, 64, 96], dtype=torch.int32)
+        out = self.varlen.varlen_attn(
+            q, *packed, torch.tensor(self.OFFSETS, dtype=torch.int32), offsets, 16, 32,
+            enable_gqa=True, seqused_k=torch.tensor(self.USED, dtype=torch.int32),
+            window_size=(-1, 0),
+        )  # fmt: skip
+        torch.testing.assert_close(out, self.expected(q, pages, table, 100, 0))
+
+    def test_one_split_asks_for_results_that_do_not_depend_on_the_batch(self, monkeypatch):
+        asked = []
+        original = flash.attention_varlen
+
+        def watched(*args, **options):
+            asked.append(options["batch_invariant"])
+            return original(*args, **options)
+
+        monkeypatch.setattr(flash, "attention_varlen", watched)
+        q, pages, _ = self.pages()
+        k, v = (x.flatten(0, 1)[:20] for x in pages)
+        offsets = torch.tensor(self.OFFSETS, dtype=torch.int32)
+        arguments = (q, k, v, offsets, offsets, 16, 16)
+        plain = self.varlen.varlen_attn(*arguments, enable_gqa=True)
+        assert asked == []
+        one = self.varlen.varlen_attn(*arguments, enable_gqa=True, num_splits=1)
+        assert asked == [True]
+        torch.testing.assert_close(one, plain)

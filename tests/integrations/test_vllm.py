@@ -45,14 +45,17 @@ def cache_of(layout, dtype):
 class Engine:
     """What vLLM's runner does around a layer: lengths, blocks, slots, metadata of each step."""
 
-    def __init__(self, requests, layout=LAYOUTS[0], dtype=torch.float32, stored=None, **options):
+    def __init__(
+        self, requests, layout=LAYOUTS[0], dtype=torch.float32, stored=None, sparse=None, **options
+    ):
         self.layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25))
         self.impl = SparseKBackend.get_impl_cls()(
             HEADS, DIM, DIM**-0.5, KV_HEADS, **{"alibi_slopes": None, **options}
         )
         self.cache = cache_of(layout, stored or dtype)
         builder = SparseKBackend.get_builder_cls()
-        self.builder = builder(None, ["layer"], SimpleNamespace(), torch.device("cpu"))
+        config = SimpleNamespace(additional_config={backend.CONFIG: sparse} if sparse else {})
+        self.builder = builder(None, ["layer"], config, torch.device("cpu"))
         self.table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1))
         self.table = self.table.view(requests, -1).int()
         self.keys = [torch.zeros(0, KV_HEADS, DIM, dtype=dtype) for _ in range(requests)]
@@ -264,3 +267,75 @@ def test_layers_that_are_refused():
     q = torch.zeros(1, HEADS, DIM)
     with pytest.raises(NotImplementedError, match="quantized outputs"):
         engine.impl.forward(engine.layer, q, q, q, None, None, q, output_scale=torch.ones(1))
+
+
+def best_blocks(q, keys, count, first, last):
+    """The blocks of one request that one query [Hq, D] reads in each KV head, by the definition."""
+    blocks = -(-len(keys) // BLOCK)
+    chosen = []
+    for head in range(KV_HEADS):
+        scores = []
+        for block in range(blocks):
+            rows = keys[block * BLOCK : (block + 1) * BLOCK, head].double()
+            own = q.double()[head * HEADS // KV_HEADS : (head + 1) * HEADS // KV_HEADS]
+            bounds = torch.maximum(own * rows.amin(0), own * rows.amax(0)).sum(-1)
+            scores.append(bounds.max().item())
+        always = {*range(min(first, blocks)), *range(max(blocks - last, 0), blocks)}
+        ranked = sorted(set(range(blocks)) - always, key=lambda block: -scores[block])
+        chosen.append(sorted([*always, *ranked][: max(count, len(always))]))
+    return chosen
+
+
+def masked_formula(q, k, v, blocks):
+    """One query over the listed blocks of each KV head."""
+    parts = []
+    for head, own in enumerate(blocks):
+        rows = torch.cat([torch.arange(b * BLOCK, min((b + 1) * BLOCK, len(k))) for b in own])
+        heads = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
+        parts.append(formula(q[:, heads], k[rows, head : head + 1], v[rows, head : head + 1]))
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
+def test_decoding_reads_the_blocks_that_matter(stored):
+    """Prompts whole, then tokens over four blocks; the last block grows from step to step."""
+    sparse = {"decode_blocks": 4, "keep_first": 1, "keep_last": 1}
+    options = {"kv_cache_dtype": "fp8"} if stored else {}
+    dtype = torch.bfloat16 if stored else torch.float32
+    engine = Engine(2, dtype=dtype, stored=stored, sparse=sparse, **options)
+    prompts = engine.step((61, 75))
+    if stored is None:
+        engine.check(prompts)
+    for _ in range(5):
+        results = engine.step((1, 1))
+        # longer than four blocks: reading all of them gives other numbers
+        for b, (q, out) in enumerate(results):
+            k, v = engine.keys[b], engine.values[b]
+            if stored:
+                k = (k.float() / 0.5).to(stored).to(dtype) * 0.5
+                v = (v.float() / 0.25).to(stored).to(dtype) * 0.25
+            chosen = best_blocks(q[0], k, 4, 1, 1)
+            exact = masked_formula(q.double(), k.double(), v.double(), chosen)
+            assert_within_budget(out, exact, masked_formula(q, k, v, chosen), what=f"request {b}")
+            assert (formula(q.double(), k.double(), v.double()) - exact).abs().max() > 0.01
+    if stored is None:
+        # a step with a prompt reads everything
+        engine.check(engine.step((1, 9)))
+
+
+def test_windows_are_not_thinned_out():
+    engine = Engine(2, sparse={"decode_blocks": 3}, sliding_window=30)
+    engine.step((61, 75))
+    engine.check(engine.step((1, 1)), window=30)
+    assert engine.impl.summaries is None
+
+
+@pytest.mark.parametrize("asked, why", [
+    ({"decode_blocks": 2}, "at least 3"), ({"decode_blocks": True}, "expected an int"),
+    ({"decode_blocks": 9, "keep_last": 0}, "last block"), ({"keep_first": 1}, "decode_blocks"),
+    ({"decode_blocks": 9, "summary": "max"}, "minmax or mean"), ([9], "expected decode_blocks"),
+    ({"decode_blocks": 9, "keep_frist": 1}, "keep_first"),
+])  # fmt: skip
+def test_what_cannot_be_asked_for(asked, why):
+    with pytest.raises(ValueError, match=why):
+        Engine(2, sparse=asked)

@@ -106,9 +106,39 @@ def test_wrong_types():
         mask & torch.ones(40, 40)
     with pytest.raises(TypeError):
         iter(mask)
-    with pytest.raises(InvalidType, match="an int or a slice"):
+    with pytest.raises(InvalidType, match="an int, a slice or a list of ints"):
         mask["a"]
     with pytest.raises(IndexError, match="out of range"):
         mask[1]
     with pytest.raises(InvalidType, match="mask_mod is not callable"):
         BlockMask.from_function(torch.ones(40, 40), 40, 16)
+
+
+def test_a_mask_per_kv_head_is_repeated_for_query_heads():
+    """What the refusal tells to do is right, for blocks and for elements."""
+    generator = torch.Generator().manual_seed(3)
+    seen = torch.rand(2, 2, 50, 40, generator=generator) < 0.4
+    mask = BlockMask.from_element_mask(seen, 16)
+    q, k = torch.randn(2, 6, 50, 16), torch.randn(2, 2, 40, 16)
+    with pytest.raises(InvalidInput, match=r"mask\[:, \[h // 3 for h in range\(6\)\]\]"):
+        bsk.attention(q, k, k, block_mask=mask)
+    repeated = mask[:, [h // 3 for h in range(6)]]
+    assert repeated.to_element_mask().equal(seen.repeat_interleave(3, 1))
+    out = bsk.attention(q, k, k, block_mask=repeated)
+    for h in range(6):
+        alone = bsk.attention(
+            q[:, h : h + 1], k[:, h // 3 :][:, :1], k[:, h // 3 :][:, :1],
+            block_mask=mask[:, h // 3],
+        )  # fmt: skip
+        torch.testing.assert_close(out[:, h : h + 1], alone)
+
+
+def test_lists_of_numbers():
+    mask = BlockMask.from_dense(torch.eye(3, dtype=torch.bool).view(3, 1, 1, 3), (16, 16))
+    assert mask[[2, 0, -1]].to_dense()[:, 0, 0].equal(torch.eye(3, dtype=torch.bool)[[2, 0, 2]])
+    with pytest.raises(IndexError, match="out of range"):
+        mask[[0, 3]]
+    with pytest.raises(InvalidInput, match="selects nothing"):
+        mask[[]]
+    with pytest.raises(TypeError, match="list of ints"):
+        mask[["a"]]

@@ -11,6 +11,9 @@ from blackwell_sparsek.ragged.tuning import (
     RaggedConfig,
     query_tiles,
     ragged_config,
+    ragged_sm90_config,
+    ragged_sm90_passed_over,
+    ragged_sm90_unsupported,
     why_not_triton,
 )
 
@@ -32,6 +35,7 @@ PROBLEM = RaggedProblem(
     block_size=None,
     packed=False,
     batch_invariant=False,
+    tma=True,
 )
 
 
@@ -81,3 +85,31 @@ def test_impossible_configs(changes):
     good = {"tile_m": 16, "tile_n": 16, "num_warps": 4, "num_stages": 2, "programs": 1}
     with pytest.raises(ValueError, match=next(iter(changes))):
         RaggedConfig(**{**good, **changes})
+
+
+@pytest.mark.parametrize("changes, why", [
+    ({"arch": replace(H200, sm=80)}, "needs sm_90"), ({"dtype": torch.float32}, "WGMMA"),
+    ({"cache_dtype": torch.float8_e4m3fn}, "needs a cache of torch.bfloat16"),
+    ({"head_dim": 136}, "up to 128 in steps of 8"), ({"head_dim_v": 100}, "steps of 8"),
+    ({"packed": True}, "packed keys"), ({"block_size": 64}, "listed blocks"),
+    ({"alibi": True}, "ALiBi"), ({"page_size": 24}, "not a multiple of 16"),
+    ({"tma": False}, "multiples of 16 bytes"), ({"capacity": 2**30}, "keys a sequence"),
+    ({"tokens": 2**28}, "rows of all sequences"),
+    ({"tokens": 2**24, "capacity": 2**20}, "tiles over all sequences"),
+])  # fmt: skip
+def test_refusals_of_the_hopper_kernel(changes, why):
+    assert ragged_sm90_unsupported(PROBLEM) is None
+    assert why in ragged_sm90_unsupported(replace(PROBLEM, **changes))
+
+
+def test_auto_waits_for_the_hopper_kernel_to_run_on_a_gpu():
+    assert "has not run on a GPU" in ragged_sm90_passed_over(PROBLEM)
+
+
+@pytest.mark.parametrize("dim, stages", [(128, 3), (64, 4)])
+def test_tiles_of_the_hopper_kernel_fit_into_shared_memory(dim, stages):
+    config = ragged_sm90_config(replace(PROBLEM, head_dim=dim, head_dim_v=dim), False)
+    assert stages == config.STAGES and config.tile_bytes + 2048 <= 226 * 1024
+    assert config.k_block() == (1, 1, 16, dim)
+    contiguous = ragged_sm90_config(replace(PROBLEM, page_size=None), False)
+    assert contiguous.k_block() == (1, 1, 128, 128)

@@ -21,7 +21,7 @@ RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 HOPPER = {
     *("attn_fwd_sm90", "attn_bwd_sm90", "attn_bwd_keys_sm90", "attn_bwd_queries_sm90"),
     *("attn_decode_sm90", "bsr_spmm_sm90", "bsr_spmm_narrow_sm90", "bsr_spmm_strips"),
-    "bsr_spmm_warps",
+    *("bsr_spmm_warps", "attn_ragged_sm90"),
 }
 
 

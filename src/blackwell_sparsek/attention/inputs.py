@@ -175,6 +175,33 @@ def check_block_mask(
     check_same_device(op, {"q": q, "block_mask": block_mask.bits})
 
 
+def check_out(op: str, out: Any, shape: list[int], inputs: dict[str, torch.Tensor]) -> None:
+    """A tensor for the result, which shares no memory with the inputs, of which q is one."""
+    q = inputs["q"]
+    check_tensor(op, "out", out)
+    check_dtype(op, "out", out, [q.dtype])
+    check_shape(op, "out", out, shape)
+    check_last_dim_contiguous(op, "out", out)
+    check_same_device(op, {"q": q, "out": out})
+    if out.requires_grad:
+        expected = "a tensor that needs no gradient"
+        raise InvalidInput(message(op, "out", "requires a gradient", expected, "requires_grad"))
+    for arg, x in inputs.items():
+        if not torch.compiler.is_compiling() and _spans_meet(out, x):
+            raise InvalidInput(message(op, "out", f"overlaps {arg}", "memory of its own", arg))
+
+
+def _spans_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memory between first and last element of one reaches into that of the other."""
+    if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta":
+        return False
+    ends = []
+    for x in (a, b):
+        steps = ((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        ends.append(x.data_ptr() + (sum(steps) + 1) * x.element_size())
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
+
+
 def is_deterministic(op: str, deterministic: Any) -> bool:
     """None follows torch's global switch."""
     if deterministic is None:

@@ -7,7 +7,7 @@ import torch
 
 from ..core.arch import Arch, arch_of
 from ..masks.band import EVERYTHING, Band
-from .attention import tma_takes
+from .attention import empty_lse, empty_out, tma_takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,13 @@ class DecodeCall:
     k_scale: torch.Tensor | None = None
     """fp32, one element or [Hkv]: the factor of the keys of an fp8 cache."""
     v_scale: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    """[B, Hq, Sq, Dv]: where the result goes, all of it; None for a new tensor."""
+
+    def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where output and lse go."""
+        out = empty_out(self.q, self.v_cache.shape[-1]) if self.out is None else self.out
+        return out, empty_lse(self.q)
 
     @property
     def page_size(self) -> int | None:

@@ -7,6 +7,7 @@ import torch
 
 from ..core.arch import Arch, arch_of
 from ..masks.band import EVERYTHING, Band
+from .attention import tma_takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +111,8 @@ class RaggedCall:
             block_size=None if self.kv_blocks is None else self.kv_block_size,
             packed=self.cu_seqlens_k is not None,
             batch_invariant=self.batch_invariant,
+            alibi=self.alibi_slopes is not None,
+            tma=tma_takes(self.k) and tma_takes(self.v),
         )
 
 
@@ -136,6 +139,9 @@ class RaggedProblem:
     """Tokens of a listed block, None when all keys are read."""
     packed: bool
     batch_invariant: bool
+    alibi: bool = False
+    tma: bool = False
+    """Whether TMA can copy the caches: addresses and strides in steps of 16 bytes."""
 
     @property
     def group(self) -> int:

@@ -31,6 +31,7 @@ def attention_decode(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +78,8 @@ def attention_decode(
     scale, softcap, sinks : as in `attention`
     k_scale, v_scale : fp32 scalar tensor or `[Hkv]`, optional
         Factors of the numbers in an fp8 cache; 1 by default.
+    out : `[B, Hq, Sq, Dv]`, optional
+        Where to write the output, all of it; must not overlap the inputs.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included; see `merge_states`.
     impl : str
@@ -104,7 +107,7 @@ def attention_decode(
     torch.Size([2, 8, 1, 64])
     """
     op = "attention_decode"
-    tensors = (cache_seqlens, page_table, kv_blocks, sinks, k_scale, v_scale)
+    tensors = (cache_seqlens, page_table, kv_blocks, sinks, k_scale, v_scale, out)
     inputs: tuple[Any, ...] = (q, k_cache, v_cache, *tensors)
     options: tuple[Any, ...] = (return_lse, kv_block_size, causal, window, scale, softcap, impl)
     results = repeat(_RECORDED, options, inputs)
@@ -126,6 +129,7 @@ def attention_decode(
             sinks=sinks,
             k_scale=k_scale,
             v_scale=v_scale,
+            out=out,
         )
         refuse_gradients(op, call)
         if not torch.compiler.is_compiling() and values_are_keys(k_cache, v_cache):
@@ -133,15 +137,24 @@ def attention_decode(
             inputs, options = (q, k_cache, None, *tensors), (*options, v_cache.shape[-1])
             results = repeat(_RECORDED, options, inputs)
             if results is not None:
-                return (results[0], results[1]) if return_lse else results[0]
+                return _returned(results, out, return_lse)
         if sinks is None or sinks.is_contiguous():
-            wanted = 2 if return_lse else 1
+            wanted = (out is None) + return_lse
             results = record(
                 _RECORDED, options, inputs, decode, call, impl, operands=1, wanted=wanted
             )
         else:
             # these sinks are copied, and a replay would read this call's copy
             results = decode(call, impl)
+    return _returned(results, out, return_lse)
+
+
+def _returned(
+    results: tuple[torch.Tensor, ...], out: torch.Tensor | None, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What the caller gets of the results that a call allocated."""
+    if out is not None:
+        return (out, results[0]) if return_lse else out
     return (results[0], results[1]) if return_lse else results[0]
 
 

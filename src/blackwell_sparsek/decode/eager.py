@@ -6,7 +6,7 @@ are gathered.
 
 import torch
 
-from ..calls.attention import compute_dtype, empty_lse, empty_out
+from ..calls.attention import compute_dtype
 from ..calls.decode import DecodeCall
 from ..calls.ragged import RaggedCall
 from ..masks.band import kv_range
@@ -15,7 +15,7 @@ from ..masks.band import kv_range
 def attention_decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, Hq, Sq, Dv] and lse [B, Hq, Sq]."""
     q, caches = call.q, (call.k_cache, call.v_cache)
-    out, lse = empty_out(q, call.v_cache.shape[-1]), empty_lse(q)
+    out, lse = call.empty_results()
     heads, q_len = call.kv_heads, q.shape[2]
     for b, length in enumerate(call.cache_seqlens.tolist()):
         lo, hi = kv_range(call.band, 0, q_len, q_len, length)

@@ -13,6 +13,7 @@ from ..attention.inputs import (
     DENSE,
     DTYPES,
     check_head_dims,
+    check_out,
     check_sinks,
     scale_or_default,
     softcap_or_off,
@@ -55,6 +56,7 @@ def decode_call(
     sinks: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    out: Any = None,
 ) -> DecodeCall:
     """Check the arguments of a call against each other and fill in its defaults."""
     heads = _check_caches(op, q, k_cache, v_cache, paged=page_table is not None)
@@ -69,6 +71,9 @@ def decode_call(
         check_derivatives(op, "sinks", sinks)
     for arg, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
         check_cache_scale(op, arg, factor, heads, k_cache)
+    if out is not None:
+        shape = [*q.shape[:3], v_cache.shape[-1]]
+        check_out(op, out, shape, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
     return DecodeCall(
         q,
         k_cache,
@@ -83,6 +88,7 @@ def decode_call(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        out=out,
     )
 
 

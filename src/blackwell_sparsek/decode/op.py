@@ -1,4 +1,5 @@
-"""`bsk::attn_decode`: attention of a few queries over a cache. It has no derivative.
+"""`bsk::attn_decode`, attention of a few queries over a cache, and `bsk::attn_decode_into`, which
+writes to an `out` that is given. They have no derivative.
 
 q [B, Hq, Sq, D], out [B, Hq, Sq, Dv], lse [B, Hq, Sq]; caches [B, Hkv, S, D], or with a page table
 [pages, page_size, Hkv, D]. `kv_block_size` is 0 without lists of blocks. `left` and `right` are the
@@ -23,8 +24,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def decode(call: DecodeCall, impl: str) -> Tensors:
-    """Output and lse of a checked call, through the operator."""
-    return attn_decode(
+    """Output and lse of a checked call, through the operator; lse alone if the call has `out`."""
+    arguments = (
         call.q,
         call.k_cache,
         call.v_cache,
@@ -40,9 +41,14 @@ def decode(call: DecodeCall, impl: str) -> Tensors:
         call.v_scale,
         impl,
     )
+    if call.out is None:
+        results: Tensors = attn_decode(*arguments)
+        return results
+    return (attn_decode_into(call.out, *arguments),)
 
 
-def _attn_decode(
+def _run(
+    out: torch.Tensor | None,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -73,10 +79,20 @@ def _attn_decode(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        out=out,
     )
     # autocast has already cast the queries; in here it would round the sums
     with torch.autocast(q.device.type, enabled=False):
         return decode_dispatch.run(impl, call)
+
+
+def _attn_decode(*args: Any) -> Tensors:
+    return _run(None, *args)
+
+
+def _attn_decode_into(*args: Any) -> torch.Tensor:
+    _, lse = _run(*args)
+    return lse
 
 
 def _attn_decode_fake(
@@ -92,8 +108,9 @@ def _eager(call: DecodeCall) -> Tensors:
 
 def _reference(call: DecodeCall) -> Tensors:
     check_decode_values("attention_decode", call)
-    out, lse = reference.attention_decode(call)
-    return empty_out(call.q, call.v_cache.shape[-1]).copy_(out), lse
+    exact, lse = reference.attention_decode(call)
+    out, _ = call.empty_results()
+    return out.copy_(exact), lse
 
 
 decode_dispatch = Dispatcher("attn_decode")
@@ -107,12 +124,22 @@ decode_dispatch.register(
 decode_dispatch.register("eager", lambda problem: None, _eager)
 decode_dispatch.register("reference", lambda problem: None, _reference, auto_passes=only_asked)
 
+ARGUMENTS = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, "
+    "Tensor? kv_blocks, SymInt kv_block_size, SymInt left, SymInt right, float scale, "
+    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, str impl"
+)
+
 attn_decode = define_op(
     "attn_decode",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, "
-    "Tensor? kv_blocks, SymInt kv_block_size, SymInt left, SymInt right, float scale, "
-    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, str impl) "
-    "-> (Tensor out, Tensor lse)",
+    f"({ARGUMENTS}) -> (Tensor out, Tensor lse)",
     _attn_decode,
     _attn_decode_fake,
+)
+
+attn_decode_into = define_op(
+    "attn_decode_into",
+    f"(Tensor(a!) out, {ARGUMENTS}) -> Tensor lse",
+    _attn_decode_into,
+    lambda out, q, *options: empty_lse(q),
 )

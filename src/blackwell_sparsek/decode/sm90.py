@@ -33,13 +33,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..attention.operands import score_factors, token_strides
 from ..attention.sm90.launch import tma_strides
-from ..calls.attention import empty_lse, empty_out
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
 from ..device.fp8 import turned_back
 from ..device.gluon.fp8_operands import column_of_slot, half_range, key_operand, value_operand
 from ..device.gluon.partials import columns_of, merge_parts, rows_of, store_part
-from ..device.gluon.pipeline import barriers, peek, take, tiles, work_channel
+from ..device.gluon.pipeline import (
+    barriers,
+    drop_dead_values,
+    peek,
+    take,
+    tiles,
+    work_channel,
+)
 from ..device.masks import kv_range, kv_range_of_all, position, row_bounds, within_bounds
 from ..device.partials import MERGED_ROWS, is_last, part_slot
 from ..device.records import Strides
@@ -184,22 +190,6 @@ def mask_scores(s, kv_pos, first_row, length, keys, group):
     first, last = row_bounds(q_pos, length, keys.left, keys.right)
     visible = within_bounds(kv_pos[None, :], first[:, None], last[:, None])
     return gl.where(visible, s, -float("inf"))
-
-
-@gluon.jit
-def drop_dead_values(tile, kv_start, positions, kv_lo, kv_hi):
-    """Zero the values that no query sees: they may be NaN, which a weight of 0 does not hide."""
-    keys: gl.constexpr = tile.shape[0]
-    dim: gl.constexpr = tile.shape[1]
-    wide: gl.constexpr = 32 if dim >= 256 else dim // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // wide, wide], [4, 1], [1, 0])
-    if positions is None:
-        kv_pos = kv_start + gl.arange(0, keys, gl.SliceLayout(1, layout))
-    else:
-        kv_pos = positions.load(gl.SliceLayout(1, layout))
-    live = within_bounds(kv_pos, kv_lo, kv_hi - 1)
-    nothing = gl.zeros([keys, dim], tile.dtype, layout)
-    tile.store(gl.where(live[:, None], tile.load(layout), nothing))
 
 
 @gluon.jit
@@ -468,9 +458,9 @@ def _attn_decode_sm90_kernel(
 
 
 def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
+    """Output and lse, as `empty_results` lays them out."""
     config, programs = attn_decode_sm90_launch(call.problem)
-    out, lse = empty_out(call.q, call.v_cache.shape[-1]), empty_lse(call.q)
+    out, lse = call.empty_results()
     launch_attn_decode_sm90(out, lse, call, config, programs)
     return out, lse
 

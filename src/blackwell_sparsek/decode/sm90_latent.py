@@ -29,11 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..calls.attention import empty_lse, empty_out
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
 from ..device.gluon.partials import columns_of, rows_of, store_part
-from ..device.gluon.pipeline import barriers, take, tiles, work_channel
+from ..device.gluon.pipeline import barriers, drop_dead_values, take, tiles, work_channel
 from ..device.masks import kv_range, kv_range_of_all
 from ..device.partials import is_last, part_slot
 from ..device.scores import cap, fold_sign
@@ -46,7 +45,6 @@ from .sm90 import (
     ConsumerState,
     combine_parts,
     descriptor,
-    drop_dead_values,
     kernel_arguments,
     mask_scores,
     places_of_rows,
@@ -329,11 +327,11 @@ def _attn_decode_latent_kernel(
 
 
 def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do, of any call of impl "sm90"."""
+    """Output and lse, as `empty_results` lays them out, of any call of impl "sm90"."""
     if (call.problem.head_dim, call.problem.head_dim_v) != LATENT_DIMS:
         return sm90.decode(call)
     config, programs = latent_launch(call.problem)
-    out, lse = empty_out(call.q, call.v_cache.shape[-1]), empty_lse(call.q)
+    out, lse = call.empty_results()
     launch_attn_decode_latent(out, lse, call, config, programs)
     return out, lse
 

@@ -275,7 +275,7 @@ def look_up(tables, blocks, copy, end, CFG: gl.constexpr):
         slabs = gl.load(tables.page_table_ptr + starts // CFG.PAGE_SIZE, mask=wanted, other=0)
         exists = (slabs >= 0) & (slabs < tables.num_pages)
         wrong = wrong | gl.where(exists, 0, 1)
-        slabs = gl.where(exists, slabs, 0)
+        slabs = gl.where(exists, slabs, 0).to(gl.int32)
     return starts, slabs, gl.max(wrong, 0)
 
 
@@ -329,7 +329,7 @@ def positions_of(starts, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _copy(desc, tile, bar, copies, kv_head, COLUMN: gl.constexpr, CFG: gl.constexpr):
+def copy_rows(desc, tile, bar, copies, kv_head, COLUMN: gl.constexpr, CFG: gl.constexpr):
     """Start the copies of the keys or values of a tile, from COLUMN on."""
     count: gl.constexpr = CFG.copies
     copy_keys: gl.constexpr = CFG.copy_keys
@@ -350,8 +350,8 @@ def _fetch(produce, ring, step, copies, kv_head, CFG: gl.constexpr):
         produce.k_desc.block_type.nbytes + produce.v_desc.block_type.nbytes
     )
     mbarrier.expect(bar, tile_bytes, pred=copies.wanted)
-    _copy(produce.k_desc, ring.k.index(stage), bar, copies, kv_head, CFG.k_column, CFG)
-    _copy(produce.v_desc, ring.v.index(stage), bar, copies, kv_head, 0, CFG)
+    copy_rows(produce.k_desc, ring.k.index(stage), bar, copies, kv_head, CFG.k_column, CFG)
+    copy_rows(produce.v_desc, ring.v.index(stage), bar, copies, kv_head, 0, CFG)
 
 
 @gluon.jit

@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 
 from ..attention.operands import score_factors, token_strides
-from ..calls.attention import empty_lse, empty_out
 from ..calls.decode import DecodeCall
 from ..device.fp8 import as_halves, halves, turned_back, turned_halves
 from ..device.masks import kv_range, position, row_bounds, within_bounds
@@ -505,9 +504,9 @@ def _attn_decode_kernel(
 
 
 def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
+    """Output and lse, as `empty_results` lays them out."""
     config = attn_decode_config(call.problem, fp32_precision(call.q.dtype))
-    out, lse = empty_out(call.q, call.v_cache.shape[-1]), empty_lse(call.q)
+    out, lse = call.empty_results()
     launch_attn_decode(out, lse, call, config)
     return out, lse
 

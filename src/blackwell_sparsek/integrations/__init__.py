@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-_BRIDGES = ("flash_attn", "huggingface", "torch_sdpa", "torch_sparse", "vllm")
+_BRIDGES = ("flash_attn", "huggingface", "torch_sdpa", "torch_sparse", "vllm", "xformers")
 
 
 def __getattr__(name: str) -> Any:

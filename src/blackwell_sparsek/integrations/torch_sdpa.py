@@ -1,9 +1,10 @@
 """Routes torch's `scaled_dot_product_attention` through this package, on request.
 
 `patch_sdpa` temporarily replaces the function itself. `register_flash_attention` replaces the CUDA
-kernels behind `SDPBackend.FLASH_ATTENTION` and `torch.nn.attention.varlen.varlen_attn`, through
-torch's interface for this. Calls that this package cannot compute (dropout, ALiBi, debug masks,
-used lengths) stay with torch's kernels.
+kernels behind `SDPBackend.FLASH_ATTENTION` and `torch.nn.attention.varlen`, with pages, lengths
+and outputs that are given, through torch's interface for this. Calls that this package cannot
+compute (dropout, debug masks; slopes and used lengths of batches that are not packed) stay with
+torch's kernels.
 """
 
 import threading
@@ -22,6 +23,7 @@ from ..attention.sdpa import is_bottom_right, is_causal_bias, scaled_dot_product
 from ..core.checks import message
 from ..core.errors import BskError, InvalidInput, Unsupported
 from ..masks.band import Band
+from ..ragged.api import attention_varlen
 
 __all__ = ["FLASH_NAME", "patch_sdpa", "register_flash_attention"]
 
@@ -246,12 +248,13 @@ def _install() -> _Handle:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if not has_kernel("aten::_flash_attention_forward", "CUDA"):
         raise Unsupported(f"{OP}: this build of torch has no flash attention for CUDA")
-    originals = {name: torch.library.get_kernel(f"aten::{name}", "CUDA") for name in _ROUTES}
+    routes = {name: route for name, route in _ROUTES.items() if has_kernel(f"aten::{name}", "CUDA")}
+    originals = {name: torch.library.get_kernel(f"aten::{name}", "CUDA") for name in routes}
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         # replacing a kernel is intended here; no warning is needed
         warnings.simplefilter("ignore")
-        for name, route in _ROUTES.items():
+        for name, route in routes.items():
             library.impl(name, _routed(route, originals[name]), "CUDA", with_keyset=True)
     return _Handle(library)
 
@@ -349,16 +352,95 @@ def flash_forward(
 
     query `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with offsets
     """
-    missing = (seqused_k, alibi_slopes, block_table)
-    if dropout_p != 0.0 or return_debug_mask or any(x is not None for x in missing):
+    if dropout_p != 0.0 or return_debug_mask:
         return None
     left, right = _sides(is_causal, window_size_left, window_size_right)
-    q, k, v = _heads_first(cum_seq_q, query, key, value)
-    out, lse = _forward(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, left, right, scale)
-    (out,) = _heads_first(cum_seq_q, out)
+    options = (seqused_k, alibi_slopes, block_table)
+    # one split is how torch asks for results that do not depend on the batch
+    if any(x is not None for x in options) or (num_splits == 1 and cum_seq_q is not None):
+        if cum_seq_q is None:
+            return None
+        out, lse = _over_cache(
+            None, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, (left, right), scale,
+            seqused_k, alibi_slopes, block_table, num_splits,
+        )  # fmt: skip
+    else:
+        q, k, v = _heads_first(cum_seq_q, query, key, value)
+        out, lse = _forward(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, left, right, scale)
+        (out,) = _heads_first(cum_seq_q, out)
     rng = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     return out, lse, rng, unused, query.new_empty(0)
+
+
+def flash_forward_into(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """`aten::_flash_attention_forward_no_dropout_inplace`; None leaves the call to torch."""
+    if dropout_p != 0.0 or return_debug_mask or cum_seq_q is None:
+        return None
+    sides = _sides(is_causal, window_size_left, window_size_right)
+    _, lse = _over_cache(
+        out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, sides, scale, seqused_k,
+        alibi_slopes, block_table, num_splits,
+    )  # fmt: skip
+    return lse
+
+
+def _over_cache(
+    out: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    sides: tuple[int, int],
+    scale: float | None,
+    seqused_k: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    num_splits: int | None,
+) -> Any:
+    """Output and lse of packed queries, over packed keys or pages."""
+    keys: dict[str, Any] = {"cache_seqlens": seqused_k, "page_table": block_table}
+    if block_table is None:
+        keys = {"cu_seqlens_k": cu_k, "seqused_k": seqused_k, "max_seqlen_k": max_k}
+    # derivatives are those of the operator, whose kernel this is
+    with torch.no_grad():
+        return attention_varlen(
+            query,
+            key,
+            value,
+            cu_q,
+            max_seqlen_q=max_q,
+            window=sides,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            out=out,
+            batch_invariant=num_splits == 1,
+            return_lse=True,
+            **keys,
+        )
 
 
 def flash_backward(
@@ -445,5 +527,7 @@ _ROUTES: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": sdpa_forward,
     "_scaled_dot_product_flash_attention_backward": sdpa_backward,
     "_flash_attention_forward": flash_forward,
+    # since torch 2.12
+    "_flash_attention_forward_no_dropout_inplace": flash_forward_into,
     "_flash_attention_backward": flash_backward,
 }

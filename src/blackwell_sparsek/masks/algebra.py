@@ -121,13 +121,13 @@ def selected(mask: "BlockMask", index: Any) -> "BlockMask":
     op = "BlockMask[...]"
     parts = index if isinstance(index, tuple) else (index,)
     if len(parts) > 2:
-        expected = "[batch] or [batch, head], each an int or a slice"
+        expected = "[batch] or [batch, head], each an int, a slice or a list of ints"
         raise InvalidInput(message(op, "index", "has too many dimensions", expected, len(parts)))
-    slices = [slice(None), slice(None)]
+    chosen: list[slice | list[int]] = [slice(None), slice(None)]
     for dim, (part, size) in enumerate(zip(parts, (mask.batch, mask.heads), strict=False)):
-        slices[dim] = _slice(op, part, size)
-    batches, heads = slices
-    table = _table(mask, mask.batch, mask.heads)[batches, heads]
+        chosen[dim] = _numbers(op, part, size)
+    batches, heads = chosen
+    table = _table(mask, mask.batch, mask.heads)[batches][:, heads]
     batch, count, mb, nb = table.shape
     if batch * count == 0:
         raise InvalidInput(message(op, "index", "selects nothing", "at least one mask", index))
@@ -141,16 +141,17 @@ def selected(mask: "BlockMask", index: Any) -> "BlockMask":
     return type(mask)._from_parts(lists, mask.bits[used], *sizes)
 
 
-def _slice(op: str, part: Any, size: int) -> slice:
+def _numbers(op: str, part: Any, size: int) -> slice | list[int]:
     if isinstance(part, slice):
         return part
-    if isinstance(part, bool) or not isinstance(part, int):
-        got = type(part).__name__
-        raise InvalidType(message(op, "index", "is of a wrong type", "an int or a slice", got))
-    if not -size <= part < size:
-        raise IndexError(message(op, "index", "is out of range", f"0 to {size - 1}", part))
-    part %= size
-    return slice(part, part + 1)
+    numbers = part if isinstance(part, list) else [part]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            expected, got = "an int, a slice or a list of ints", type(number).__name__
+            raise InvalidType(message(op, "index", "is of a wrong type", expected, got))
+        if not -size <= number < size:
+            raise IndexError(message(op, "index", "is out of range", f"0 to {size - 1}", number))
+    return numbers
 
 
 def to_svg(mask: "BlockMask", batch: int, head: int, pixels: int) -> str:

@@ -348,7 +348,9 @@ class BlockMask:
     def __getitem__(self, index: Any) -> "BlockMask":
         """The masks of some batches and heads: `mask[b]`, `mask[b, h]`, `mask[:, 2:4]`.
 
-        An int keeps its dimension, with size 1. Waits for the device.
+        An int keeps its dimension, with size 1. A list of ints may name a mask more than once: one
+        mask per KV head becomes one per query head by `mask[:, [h // group for h in range(Hq)]]`.
+        Waits for the device.
         """
         return algebra.selected(self, index)
 

@@ -58,15 +58,12 @@ def check_made_for(op: str, made_for: Sequence[int], wanted: Sequence[int]) -> N
     fits = all(made in (1, want) for made, want in zip(made_for[:2], wanted[:2], strict=True))
     if not fits or tuple(made_for[2:]) != tuple(wanted[2:]):
         batch, heads, sq, sk = wanted
-        raise InvalidInput(
-            message(
-                op,
-                "block_mask",
-                f"was made for [B, H, Sq, Sk] = {list(made_for)}",
-                f"[1 or {batch}, 1 or {heads}, {sq}, {sk}]",
-                list(made_for),
-            )
-        )
+        expected = f"[1 or {batch}, 1 or {heads}, {sq}, {sk}]"
+        if 1 < made_for[1] < heads and heads % made_for[1] == 0:
+            group = heads // made_for[1]
+            expected += f" (of a mask per KV head: mask[:, [h // {group} for h in range({heads})]])"
+        problem = f"was made for [B, H, Sq, Sk] = {list(made_for)}"
+        raise InvalidInput(message(op, "block_mask", problem, expected, list(made_for)))
 
 
 def _int_pair(op: str, arg: str, value: Any) -> IntPair:

@@ -123,7 +123,7 @@ def attention_varlen(
     deterministic : bool, optional
         As in `attention`; concerns gradients only.
     impl : str
-        `auto`, `reference`, `eager`, `triton`, or for packed keys `sm90`; a name never falls back.
+        `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back.
 
     Returns
     -------

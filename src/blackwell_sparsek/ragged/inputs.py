@@ -13,6 +13,7 @@ from ..attention.inputs import (
     DTYPES,
     PACKED,
     check_head_dims,
+    check_out,
     check_sinks,
     scale_or_default,
     softcap_or_off,
@@ -117,7 +118,8 @@ def ragged_call(
         got = type(batch_invariant).__name__
         raise InvalidType(message(op, "batch_invariant", "is not a bool", "bool", got))
     if out is not None:
-        _check_out(op, out, q, k, v)
+        shape = [*q.shape[:2], v.shape[-1]]
+        check_out(op, out, shape, {"q": q, "k": k, "v": v})
     page_size = k.shape[1] if paged else None
     return RaggedCall(
         empty_out(q, v.shape[-1]) if out is None else out,
@@ -232,32 +234,6 @@ def checked_maximum(op: str, arg: str, value: Any, *, least: int = 0) -> int:
     if value < least:
         raise InvalidInput(message(op, arg, "is too small", f"an int >= {least}", value))
     return int(value)
-
-
-def _check_out(op: str, out: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """A tensor for the result, which shares no memory with the inputs."""
-    check_tensor(op, "out", out)
-    check_dtype(op, "out", out, [q.dtype])
-    check_shape(op, "out", out, [*q.shape[:2], v.shape[-1]])
-    check_last_dim_contiguous(op, "out", out)
-    check_same_device(op, {"q": q, "out": out})
-    if out.requires_grad:
-        expected = "a tensor that needs no gradient"
-        raise InvalidInput(message(op, "out", "requires a gradient", expected, "requires_grad"))
-    for arg, x in (("q", q), ("k", k), ("v", v)):
-        if not torch.compiler.is_compiling() and _spans_meet(out, x):
-            raise InvalidInput(message(op, "out", f"overlaps {arg}", "memory of its own", arg))
-
-
-def _spans_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the memory between first and last element of one reaches into that of the other."""
-    if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta":
-        return False
-    ends = []
-    for x in (a, b):
-        steps = ((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        ends.append(x.data_ptr() + (sum(steps) + 1) * x.element_size())
-    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
 
 
 def refuse_gradients(op: str, call: RaggedCall, why: str) -> None:

@@ -17,7 +17,7 @@ from ..masks.band import Band
 from ..reference import ragged as reference
 from . import eager
 from .lengths import check_values
-from .tuning import why_not_triton
+from .tuning import ragged_sm90_passed_over, why_not_sm90, why_not_triton
 
 OP = "attention_varlen"
 
@@ -55,6 +55,12 @@ def _reference(call: RaggedCall) -> None:
 
 
 ragged_dispatch = Dispatcher("attn_ragged")
+ragged_dispatch.register(
+    "sm90",
+    why_not_sm90,
+    "blackwell_sparsek.ragged.sm90:attention_ragged",
+    auto_passes=ragged_sm90_passed_over,
+)
 ragged_dispatch.register(
     "triton",
     why_not_triton,

@@ -202,7 +202,7 @@ def _keys_of(tables, sizes, sequence, exists):
 
 
 @triton.jit
-def _query_tile(
+def query_tile(
     tables, sizes, q_tile, sequence, group, TILE_M: tl.constexpr, TOP_LEFT: tl.constexpr
 ):
     """The `TileOfQueries` with number `q_tile`, which belongs to `sequence`. Scalars or vectors."""
@@ -274,7 +274,7 @@ def _plan_kernel(
             further = sequence + (1 << (search_steps - 1 - step))
             begins = _first_tile(tables, sizes, further, further <= batch, group, TILE_M)
             sequence = tl.where((further <= batch) & (begins <= q_tile), further, sequence)
-        tile = _query_tile(tables, sizes, q_tile, sequence, group, TILE_M, TOP_LEFT)
+        tile = query_tile(tables, sizes, q_tile, sequence, group, TILE_M, TOP_LEFT)
         _, count = visited_tiles(tile.kv_lo, tile.kv_hi, num_blocks, TILE_N, BLOCK_KV)
         count = tl.where(tile.first_row < tile.used_rows, count, 1)
         count = tl.where(tile.first_row < tile.num_rows, count, 0)
@@ -285,12 +285,15 @@ def _plan_kernel(
 
 
 @triton.jit
-def _find_query_tile(workspace, kv_tile, num_tiles):
-    """The query tile that holds a KV tile of one head, and the KV tiles before it."""
+def find_query_tile(workspace, kv_tile, num_tiles, offs_scan):
+    """The query tile that holds a KV tile of one head, and the KV tiles before it.
+
+    `offs_scan` is any range 0..n: query tiles are looked at n at a time.
+    """
     q_tile = 0
     before = 0
-    for start in range(0, num_tiles, SCAN):
-        nth = start + tl.arange(0, SCAN)
+    for start in range(0, num_tiles, offs_scan.shape[0]):
+        nth = start + offs_scan
         ends = tl.load(workspace.ends + nth, mask=nth < num_tiles, other=2**31 - 1)
         past = ends <= kv_tile
         q_tile += tl.sum(past.to(tl.int32), 0)
@@ -298,8 +301,42 @@ def _find_query_tile(workspace, kv_tile, num_tiles):
     return q_tile, before
 
 
+class SoftmaxPart(NamedTuple):
+    """What a program has of one softmax."""
+
+    mine: Any
+    """Whether it has anything."""
+    kv_head: Any
+    first: Any
+    """The KV tiles `[first, end)` of those that the softmax visits."""
+    end: Any
+    first_program: Any
+    """The programs that have parts of it, from the first to the last."""
+    last_program: Any
+
+
 @triton.jit
-def _row_places(rows, num_rows, kv_head, group, first_query, strides):
+def part_of_softmax(at, end, before, count, heads, total, programs, WHOLE: tl.constexpr):
+    """The `SoftmaxPart` of the range `[at, end)`, and where what follows it begins.
+
+    `before` and `count` are the KV tiles of one head before its query tile, and in it.
+    """
+    kv_head = (at - before * heads) // count
+    start = before * heads + kv_head * count
+    stop = tl.minimum(end, start + count)
+    first_program = owner_of(start, total, programs)
+    last_program = owner_of(start + count - 1, total, programs)
+    mine = at < stop
+    if WHOLE:
+        mine = at == start
+        stop = start + count
+        last_program = first_program
+    part = SoftmaxPart(mine, kv_head, at - start, stop - start, first_program, last_program)
+    return part, stop
+
+
+@triton.jit
+def row_places(rows, num_rows, kv_head, group, first_query, strides):
     """Query in the sequence, head, and offset of rows; rows past the last count as the last."""
     rows = tl.minimum(rows, num_rows - 1)
     query = rows // group
@@ -309,7 +346,7 @@ def _row_places(rows, num_rows, kv_head, group, first_query, strides):
 
 
 @triton.jit
-def _write(
+def write_rows(
     results, scoring, tensors, tile, kv_head, m_log2, row_sum, acc, rows, columns, end_row,
     tokens_q, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
@@ -318,7 +355,7 @@ def _write(
     Rows from `end_row` on are not stored. A row may occur more than once, with other columns.
     """
     live = rows < end_row
-    query, head, offset = _row_places(
+    query, head, offset = row_places(
         rows, end_row, kv_head, tensors.heads.group, tile.first_query, tensors.out
     )
     used = rows < tile.used_rows
@@ -404,7 +441,7 @@ def _attn_ragged_kernel(
     programs = tl.num_programs(0)
     total = tl.load(workspace.ends + num_tiles - 1) * heads
     begin, end = share_of(program, total, programs)
-    q_tile, before = _find_query_tile(workspace, begin // heads, num_tiles)
+    q_tile, before = find_query_tile(workspace, begin // heads, num_tiles, tl.arange(0, SCAN))
     acc_partials = workspace.partials
     state_partials = acc_partials + tl.cast(2 * programs, tl.int64) * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)
@@ -417,17 +454,11 @@ def _attn_ragged_kernel(
             q_tile += 1
         else:
             sequence = tl.load(workspace.owners + q_tile)
-            tile = _query_tile(tables, sizes, q_tile, sequence, group, TILE_M, TOP_LEFT)
+            tile = query_tile(tables, sizes, q_tile, sequence, group, TILE_M, TOP_LEFT)
             first_tile, _ = visited_tiles(tile.kv_lo, tile.kv_hi, num_blocks, TILE_N, BLOCK_KV)
-            kv_head = (at - before * heads) // count
-            softmax_start = before * heads + kv_head * count
-            softmax_end = softmax_start + count
-            stop = tl.minimum(end, softmax_end)
-            mine = at < stop
-            if WHOLE:
-                mine = at == softmax_start
-                stop = softmax_end
-            if mine:
+            part, stop = part_of_softmax(at, end, before, count, heads, total, programs, WHOLE)
+            kv_head = part.kv_head
+            if part.mine:
                 unused = tile.first_row >= tile.used_rows
                 # tiles of unused rows are counted as one, whatever is listed
                 kv_hi = tl.where(unused, tile.kv_lo, tile.kv_hi)
@@ -444,7 +475,7 @@ def _attn_ragged_kernel(
                     tile.slab, num_slabs, num_blocks, slots, tile.kv_lo, kv_hi,
                 )  # fmt: skip
                 rows = tile.first_row + tl.arange(0, TILE_M)
-                query, head, offset = _row_places(
+                query, head, offset = row_places(
                     rows, tile.num_rows, kv_head, group, tile.first_query, tensors.q
                 )
                 live = (rows < tile.num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -468,22 +499,19 @@ def _attn_ragged_kernel(
                     known = sequence < batch
                     slopes = tl.load(scoring.slopes + of_sequence + head, mask=known, other=0.0)
                     alibi = Alibi(q_pos, slopes * LOG2_E)
-                shift = first_tile - softmax_start
                 m_log2, row_sum, acc = attend_cache(
-                    q, first, last, k_head, v_head, cache, at + shift, stop + shift, tensors,
-                    score, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION, alibi,
+                    q, first, last, k_head, v_head, cache, first_tile + part.first,
+                    first_tile + part.end, tensors, score, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE,
+                    BLOCK_KV, TILE_N, PRECISION, alibi,
                 )  # fmt: skip
-                begins = owner_of(softmax_start, total, programs)
-                ends_in = owner_of(softmax_end - 1, total, programs)
-                if WHOLE:
-                    ends_in = begins
-                if begins == ends_in:
-                    _write(
+                begins = part.first_program
+                parts = part.last_program - begins + 1
+                if parts == 1:
+                    write_rows(
                         results, scoring, tensors, tile, kv_head, m_log2, row_sum, acc, rows,
                         offs_dv, tile.num_rows, tokens_q, HEAD_DIM_V,
                     )  # fmt: skip
                 else:
-                    parts = ends_in - begins + 1
                     tile_rows = tl.minimum(tile.num_rows - tile.first_row, TILE_M)
                     store_part(
                         acc_partials, state_partials, part_slot(program, begins), m_log2, row_sum,
@@ -496,7 +524,7 @@ def _attn_ragged_kernel(
                                 TILE_M, TILE_DV,
                             )  # fmt: skip
                             merged_rows, columns = merged_places(tile.first_row + row, TILE_DV)
-                            _write(
+                            write_rows(
                                 results, scoring, tensors, tile, kv_head, m_log2_all, row_sum_all,
                                 acc_all, merged_rows, columns, tile.first_row + tile_rows,
                                 tokens_q, HEAD_DIM_V,
@@ -512,6 +540,84 @@ def attention_ragged(call: RaggedCall) -> None:
     launch_attn_ragged(call, ragged_config(call.problem, fp32_precision(call.q.dtype)))
 
 
+class KernelRecords(NamedTuple):
+    """The arguments of a call that its kernels share."""
+
+    results: Results
+    tables: RaggedTables
+    scoring: RaggedScoring
+    layout: RaggedLayout
+    sizes: RaggedSizes
+
+
+def kernel_records(call: RaggedCall) -> KernelRecords:
+    """What kernels take of a call."""
+    q, k, v = call.q, call.k, call.v
+    table, blocks, slopes = call.page_table, call.kv_blocks, call.alibi_slopes
+    heads_q = q.shape[1]
+    return KernelRecords(
+        Results(call.out, call.lse),
+        RaggedTables(
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.seqlens_k,
+            call.seqused_q,
+            call.first_key,
+            call.slabs,
+            table,
+            blocks,
+        ),
+        RaggedScoring(
+            *score_factors(call.scale, call.softcap),
+            None if call.sinks is None else call.sinks.contiguous(),
+            None if slopes is None else slopes.contiguous(),
+            call.k_scale,
+            call.v_scale,
+        ),
+        RaggedLayout(
+            DecodeLayout(
+                Strides(*token_strides(call.out)),
+                Strides(*token_strides(q)),
+                cache_strides(k, call.page_size),
+                cache_strides(v, call.page_size),
+                ScaleStrides(scale_stride(call.k_scale), scale_stride(call.v_scale)),
+                DecodeHeads(call.kv_heads, heads_q // call.kv_heads),
+            ),
+            TableStrides(
+                0 if table is None else table.stride(0),
+                *((0, 0) if blocks is None else blocks.stride()[:2]),
+                0 if slopes is None or slopes.dim() == 1 else heads_q,
+            ),
+        ),
+        RaggedSizes(
+            call.batch,
+            q.shape[0],
+            0 if call.cu_seqlens_k is None else k.shape[0],
+            k.shape[0],
+            call.slots,
+            call.capacity,
+            0 if blocks is None else blocks.shape[2],
+            *call.band.scalars(),
+            call.chunk or None,
+        ),
+    )
+
+
+def launch_plan(
+    call: RaggedCall,
+    records: KernelRecords,
+    workspace: RaggedWorkspace,
+    tile_m: int,
+    tile_n: int,
+) -> None:
+    """Fill `ends` and `owners` of the workspace for query tiles of `tile_m` rows."""
+    heads = records.layout.tensors.heads
+    block_kv = None if call.kv_blocks is None else call.kv_block_size
+    num_tiles, steps = workspace.ends.numel(), call.batch.bit_length()
+    plan = (workspace, records.tables, heads, *records.sizes, num_tiles, steps, block_kv)
+    launch(_plan_kernel, 1, (*plan, tile_m, tile_n, call.top_left), num_warps=4)
+
+
 def launch_attn_ragged(call: RaggedCall, config: RaggedConfig) -> None:
     """Fill `out` and `lse`, which is contiguous.
 
@@ -524,23 +630,9 @@ def launch_attn_ragged(call: RaggedCall, config: RaggedConfig) -> None:
         return
     dim_v = v.shape[-1]
     tile_dv = triton.next_power_of_2(max(dim_v, 16))
-    table, blocks, slopes = call.page_table, call.kv_blocks, call.alibi_slopes
-    group = heads_q // call.kv_heads
     num_tiles = query_tiles(call.problem, config.tile_m)
-    packed = call.cu_seqlens_k is not None
-    heads = DecodeHeads(call.kv_heads, group)
-    block_kv = None if blocks is None else call.kv_block_size
     with on_device_of(q):
-        tables = RaggedTables(
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.seqlens_k,
-            call.seqused_q,
-            call.first_key,
-            call.slabs,
-            table,
-            blocks,
-        )
+        records = kernel_records(call)
         parts = 0 if call.batch_invariant else 2 * config.programs
         workspace = RaggedWorkspace(
             scratch((parts, config.tile_m, tile_dv + 2), torch.float32, q.device),
@@ -548,55 +640,22 @@ def launch_attn_ragged(call: RaggedCall, config: RaggedConfig) -> None:
             scratch((num_tiles,), torch.int32, q.device),
             scratch((num_tiles,), torch.int32, q.device),
         )
-        sizes = RaggedSizes(
-            call.batch,
-            tokens,
-            k.shape[0] if packed else 0,
-            k.shape[0],
-            call.slots,
-            call.capacity,
-            0 if blocks is None else blocks.shape[2],
-            *call.band.scalars(),
-            call.chunk or None,
-        )
-        steps = call.batch.bit_length()
-        plan = (workspace, tables, heads, *sizes, num_tiles, steps, block_kv)
-        tiles = (config.tile_m, config.tile_n)
-        launch(_plan_kernel, 1, (*plan, *tiles, call.top_left), num_warps=4)
+        launch_plan(call, records, workspace, config.tile_m, config.tile_n)
         args = (
-            Results(call.out, call.lse),
+            records.results,
             Inputs(q, k, v),
-            tables,
-            RaggedScoring(
-                *score_factors(call.scale, call.softcap),
-                None if call.sinks is None else call.sinks.contiguous(),
-                None if slopes is None else slopes.contiguous(),
-                call.k_scale,
-                call.v_scale,
-            ),
+            records.tables,
+            records.scoring,
             workspace,
-            RaggedLayout(
-                DecodeLayout(
-                    Strides(*token_strides(call.out)),
-                    Strides(*token_strides(q)),
-                    cache_strides(k, call.page_size),
-                    cache_strides(v, call.page_size),
-                    ScaleStrides(scale_stride(call.k_scale), scale_stride(call.v_scale)),
-                    heads,
-                ),
-                TableStrides(
-                    0 if table is None else table.stride(0),
-                    *((0, 0) if blocks is None else blocks.stride()[:2]),
-                    0 if slopes is None or slopes.dim() == 1 else heads_q,
-                ),
-            ),
-            *sizes,
+            records.layout,
+            *records.sizes,
             num_tiles,
             dim,
             dim_v,
             call.page_size,
-            block_kv,
-            *tiles,
+            None if call.kv_blocks is None else call.kv_block_size,
+            config.tile_m,
+            config.tile_n,
             config.precision,
             call.top_left,
             call.batch_invariant,

@@ -1,19 +1,28 @@
-"""Whether the portable kernel can run packed queries over a cache, and with which tiles.
+"""Which kernels can run packed queries over a cache, and with which tiles.
 
 Pure functions; nothing is timed. Under `batch_invariant` tiles depend only on dtypes and head dims.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
 
+import torch
+
+from ..attention.sm90.config import AttnFwdSm90Config
 from ..attention.triton.tuning import LARGE_SMEM, PRECISIONS
 from ..calls.ragged import RaggedProblem
+from ..core.compat import why_no_gluon
 from ..decode.tuning import (
     INTERPRETED_PROGRAMS,
     LONGEST,
     MOST_TILES,
     SMALLEST_TILE,
+    STEP,
     cache_unsupported,
 )
+from ..dispatch.machine import why_no_kernels
+from ..launch.descriptors import GROUP_ROWS, SMEM_BYTES
 
 LARGEST_HEAD_DIM = 256
 
@@ -85,3 +94,144 @@ def ragged_config(problem: RaggedProblem, precision: str) -> RaggedConfig:
         return RaggedConfig(32, 32, 8, 3, programs, precision)
     # 64 rows spill from the registers of 4 warps
     return RaggedConfig(64, 64, 8, 3, programs, precision)
+
+
+# The Hopper kernel.
+
+# Rows of a query tile: two consumers that read the same keys.
+CONSUMERS = 2
+SM90_HEAD_DIM = 128
+
+
+def why_not_sm90(problem: RaggedProblem) -> str | None:
+    """Why the Hopper kernel cannot run this problem, or None when it can."""
+    return why_no_kernels(problem.arch) or ragged_sm90_unsupported(problem) or why_no_gluon()
+
+
+def ragged_sm90_passed_over(problem: RaggedProblem) -> str | None:
+    """Why `auto` should not take the kernel where it could run, or None."""
+    return "the kernel for packed queries over caches has not run on a GPU yet"
+
+
+def ragged_sm90_unsupported(problem: RaggedProblem) -> str | None:
+    """`why_not_sm90` without the requirements that every kernel has of the machine."""
+    if problem.arch.sm != 90:
+        return f"needs sm_90, this is {problem.arch}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"{problem.dtype} has no 16-bit WGMMA"
+    if problem.cache_dtype != problem.dtype:
+        return f"needs a cache of {problem.dtype}, got {problem.cache_dtype}"
+    dims = (problem.head_dim, problem.head_dim_v)
+    if not 1 <= min(dims) <= max(dims) <= SM90_HEAD_DIM or any(dim % 8 for dim in dims):
+        return (
+            f"needs head dimensions up to {SM90_HEAD_DIM} in steps of 8, "
+            f"got {dims[0]} and {dims[1]}"
+        )
+    if problem.packed:
+        return "has no code for packed keys with options of caches"
+    if problem.block_size is not None:
+        return "has no code for listed blocks"
+    if problem.alibi:
+        return "has no code for ALiBi slopes"
+    if problem.page_size is not None and problem.page_size % STEP:
+        return f"pages of {problem.page_size} are not a multiple of {STEP}"
+    if not problem.tma:
+        return "TMA needs slots to copy, and addresses and strides that are multiples of 16 bytes"
+    if problem.capacity > LONGEST or problem.tokens * problem.group > LONGEST:
+        return f"needs at most {LONGEST} keys a sequence, and rows of all sequences"
+    softmaxes = query_tiles(problem, CONSUMERS * GROUP_ROWS) * problem.heads_kv
+    if softmaxes * (problem.capacity // GROUP_ROWS + 1) > MOST_TILES:
+        return f"needs at most {MOST_TILES} tiles over all sequences and heads"
+    return None
+
+
+@dataclass(frozen=True)
+class CacheCopies:
+    """How tiles of keys are copied; names as in `decode.tuning.DecodeSm90Config`."""
+
+    TILE_N: int
+    PAGE_SIZE: int | None
+    BLOCK_KV: None = None
+
+    @property
+    def copy_keys(self) -> int:
+        """Keys of one TMA copy: the most that never cross a page."""
+        return gcd(self.TILE_N, self.PAGE_SIZE or 0)
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill one tile."""
+        return self.TILE_N // self.copy_keys
+
+
+@dataclass(frozen=True)
+class RaggedSm90Config(AttnFwdSm90Config):
+    """The configuration of the forward, whose consumers go through the keys, and of the cache."""
+
+    PAGE_SIZE: int | None = None
+    HEAD_DIM: int = 128
+    HEAD_DIM_V: int = 128
+    TOP_LEFT: bool = False
+    WHOLE: bool = False
+    """Softmaxes are not split."""
+
+    @property
+    def cache(self) -> CacheCopies:
+        """How tiles of keys are copied."""
+        return CacheCopies(self.TILE_N, self.PAGE_SIZE)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Shared memory of all tiles; outputs need none."""
+        keys = self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV)
+        return 2 * (self.tile_m * self.TILE_D + keys)
+
+    def k_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of keys."""
+        return (1, 1, self.cache.copy_keys, self.TILE_D)
+
+    def v_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of values."""
+        return (1, 1, self.cache.copy_keys, self.TILE_DV)
+
+
+def ragged_sm90_config(problem: RaggedProblem, top_left: bool) -> RaggedSm90Config:
+    """Tiles for a problem that `ragged_sm90_unsupported` accepts."""
+    return _sm90_config(
+        problem.page_size,
+        problem.head_dim,
+        problem.head_dim_v,
+        top_left,
+        problem.batch_invariant,
+    )
+
+
+@lru_cache(maxsize=256)
+def _sm90_config(
+    page_size: int | None, head_dim: int, head_dim_v: int, top_left: bool, whole: bool
+) -> RaggedSm90Config:
+    tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (head_dim, head_dim_v))
+    tile_n = 128
+    # 2 KiB for barriers, which begin behind the tiles
+    room = SMEM_BYTES - 2048 - 2 * CONSUMERS * GROUP_ROWS * tile_d
+    stages = min(4, room // (2 * tile_n * (tile_d + tile_dv)))
+    copies = CacheCopies(tile_n, page_size).copies
+    return RaggedSm90Config(
+        CONSUMERS=CONSUMERS,
+        TILE_N=tile_n,
+        TILE_D=tile_d,
+        TILE_DV=tile_dv,
+        SLICE_D=tile_d,
+        SLICE_DV=tile_dv,
+        STAGES=stages,
+        BLOCK_KV=tile_n,
+        # the coordinates of a tile's copies stay in registers while the producer waits for a stage
+        CONSUMER_REGISTERS=208 if copies > 4 else 216 if copies > 1 else 232,
+        PRODUCER_REGISTERS=88 if copies > 4 else 72 if copies > 1 else 40,
+        MAX_REGISTERS=168,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        TOP_LEFT=top_left,
+        WHOLE=whole,
+    )

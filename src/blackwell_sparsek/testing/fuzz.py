@@ -26,12 +26,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.env import triton_interpreted
-from . import fuzz_attention, fuzz_products
+from . import fuzz_attention, fuzz_products, fuzz_serving
 from .fuzz_draw import Draw
 
-KINDS: dict[str, Callable[[Draw], None]] = {**fuzz_attention.KINDS, **fuzz_products.KINDS}
+KINDS: dict[str, Callable[[Draw], None]] = {
+    **fuzz_attention.KINDS,
+    **fuzz_serving.KINDS,
+    **fuzz_products.KINDS,
+}
 # How often each kind is drawn; the others once.
-WEIGHTS = {"attention": 5, "attention_decode": 4, "attention_varlen": 2, "matmul": 5}
+WEIGHTS = {"attention": 5, "attention_decode": 4, "attention_varlen": 2, "ragged": 3, "matmul": 5}
 
 
 class Outcome(NamedTuple):

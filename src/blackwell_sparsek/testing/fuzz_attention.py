@@ -41,7 +41,8 @@ class Shape(NamedTuple):
     block_size: tuple[int, int]
 
 
-def _shape(draw: Draw) -> Shape:
+def drawn_shape(draw: Draw) -> Shape:
+    """A shape, from the choices that make a kernel compile again."""
     form = draw.form
     kv_heads = form.choice([1, 2, 3])
     dim = form.choice([1, 8, 24, 64, 72, 128])
@@ -58,7 +59,7 @@ def _shape(draw: Draw) -> Shape:
     return shape
 
 
-def _options(draw: Draw, shape: Shape) -> tuple[dict[str, Any], Softmax]:
+def drawn_options(draw: Draw, shape: Shape) -> tuple[dict[str, Any], Softmax]:
     """Arguments besides tensors and masks, and the same for the oracle."""
     rng = draw.rng
     window: Window = rng.choice([None, None, 1, 5, 17, (3, 0), (None, 4), (16, None), (0, 20)])
@@ -128,7 +129,8 @@ def _absent(shape: Shape, shown: Tensor) -> Tensor:
     return absent
 
 
-def _check_forward(out: Tensor, lse: Tensor, given: QKV, seen: Tensor, softmax: Softmax) -> None:
+def check_forward(out: Tensor, lse: Tensor, given: QKV, seen: Tensor, softmax: Softmax) -> None:
+    """Compare results [B, Hq, Sq, Dv] and [B, Hq, Sq] with the second oracle."""
     exact, exact_lse = naive.attention(*given, seen, softmax, FP64)
     plain, _ = naive.attention(*given, seen, softmax, out.dtype)
     _, plain_lse = naive.attention(*given, seen, softmax, torch.float32)
@@ -193,12 +195,12 @@ def _reordered_gradients(
 
 def dense_attention(draw: Draw) -> None:
     """`attention`, and in half of the calls its gradients."""
-    shape, rng = _shape(draw), draw.rng
+    shape, rng = drawn_shape(draw), draw.rng
     (hq, hkv), (d, dv) = shape.heads, shape.dims
     batch, sq = rng.choice([1, 1, 2]), rng.choice(LENGTHS)
     sk = rng.choice([sq, rng.choice(LENGTHS), rng.randint(1, 70)])
     draw.note(batch=batch, sq=sq, sk=sk)
-    options, softmax = _options(draw, shape)
+    options, softmax = drawn_options(draw, shape)
     mask, shown = _mask(draw, shape, [batch, sq, sk])
     seen = shown & naive.in_band(sq, sk, options["causal"], options["window"])
     q = draw.normal(batch, hq, sq, d, dtype=shape.dtype)
@@ -212,7 +214,7 @@ def dense_attention(draw: Draw) -> None:
         return attention(*given, **options, block_mask=mask, return_lse=True, impl=impl)
 
     out, lse = draw.twice(call, impl)
-    _check_forward(out, lse, (q, k, v), seen, softmax)
+    check_forward(out, lse, (q, k, v), seen, softmax)
     if gradients:
         _gradients_of(draw, call, impl, given, (q, k, v), options["sinks"], seen, softmax)
 
@@ -249,12 +251,12 @@ def _twice_with_gradients(draw: Draw, run: Any, impl: str) -> tuple[Tensor, ...]
 
 def packed_attention(draw: Draw) -> None:
     """`attention_varlen`, and in some calls its gradients."""
-    shape, rng = _shape(draw)._replace(masked="none"), draw.rng
+    shape, rng = drawn_shape(draw)._replace(masked="none"), draw.rng
     (hq, hkv), (d, dv) = shape.heads, shape.dims
     count = rng.choice([1, 2, 3, 4])
     lengths = [(rng.choice((0, *LENGTHS)), rng.choice((0, *LENGTHS))) for _ in range(count)]
     draw.note(lengths=lengths)
-    options, softmax = _options(draw, shape)
+    options, softmax = drawn_options(draw, shape)
     totals = [sum(x) for x in zip(*lengths, strict=True)]
     q = draw.normal(totals[0], hq, d, dtype=shape.dtype)
     k = draw.normal(totals[1], hkv, d, dtype=shape.dtype)
@@ -287,7 +289,7 @@ def packed_attention(draw: Draw) -> None:
 
     out, lse = draw.twice(call, impl)
     batch: Any = tuple(as_batch)
-    _check_forward(out, lse, batch, seen, softmax)
+    check_forward(out, lse, batch, seen, softmax)
     if gradients:
         leaves = [*given] if options["sinks"] is None else [*given, options["sinks"]]
         for x in leaves:
@@ -333,7 +335,7 @@ def torch_attention(draw: Draw) -> None:
 
 def decoding(draw: Draw) -> None:
     """`attention_decode` over contiguous and paged caches, with lists of blocks and fp8."""
-    shape, rng, form = _shape(draw), draw.rng, draw.form
+    shape, rng, form = drawn_shape(draw), draw.rng, draw.form
     (hq, hkv), (d, dv) = shape.heads, shape.dims
     page_size = form.choice([None, None, 16, 17, 64])
     block_size = page_size or form.choice([16, 20, 64])
@@ -344,7 +346,7 @@ def decoding(draw: Draw) -> None:
     columns = -(-slots // block_size)
     listed = rng.random() < 0.4
     draw.note(page_size=page_size, fp8=fp8, lengths=lengths, sq=sq, slots=slots, listed=listed)
-    options, softmax = _options(draw, shape)
+    options, softmax = drawn_options(draw, shape)
     band, causal = options["window"], options["causal"]
     seen = torch.zeros(batch, hq, sq, max(slots, columns * block_size), dtype=torch.bool)
     chosen = torch.rand(batch, hkv, columns, generator=torch.Generator().manual_seed(draw.seed))
@@ -356,7 +358,7 @@ def decoding(draw: Draw) -> None:
                     if chosen[b, h // (hq // hkv), j // block_size] > 0.5:
                         seen[b, h, :, j] = False
     q = draw.normal(batch, hq, sq, d, dtype=shape.dtype)
-    k, v, table = _drawn_cache(draw, lengths, hkv, (d, dv), slots, page_size)
+    k, v, table = drawn_cache(draw, lengths, hkv, (d, dv), slots, page_size)
     k, v = (x.to(FP8 if fp8 else shape.dtype) for x in (k, v))
     if fp8:
         scales = [draw.normal(rng.choice([1, hkv])).abs() + 0.5 for _ in range(2)]
@@ -385,10 +387,10 @@ def decoding(draw: Draw) -> None:
                 rows = naive.cached(cache.cpu().double(), length, pages, b, h)
                 whole[b, h, :length] = rows * scale[h]
         as_batch.append(whole)
-    _check_forward(out, lse, (q, as_batch[0], as_batch[1]), seen, softmax)
+    check_forward(out, lse, (q, as_batch[0], as_batch[1]), seen, softmax)
 
 
-def _drawn_cache(
+def drawn_cache(
     draw: Draw, lengths: list[int], heads: int, dims: tuple[int, int], slots: int,
     page_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip

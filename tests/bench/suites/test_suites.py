@@ -51,6 +51,8 @@ def test_groups_hold_suites_and_all_holds_all():
         "training",
         "bsr_training",
         "decode",
+        "serving",
+        "append",
         "mla",
         "host",
         "new_sizes",

@@ -31,10 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...device.gluon.compat import async_store
+from ...device.gluon.compat import async_store, thread_barrier
 from ...device.gluon.partials import columns_of, rows_of, store_part_slices
 from ...device.gluon.pipeline import (
     barriers,
+    drop_dead_values,
     ring,
     ring_place,
     tile_at,
@@ -117,6 +118,8 @@ ROWS = gl.constexpr(GROUP_ROWS)
 SLACK = gl.constexpr(8)
 # Keys of half a tile.
 HALF = gl.constexpr(64)
+# Values that are zeroed at a time.
+DROPPED = gl.constexpr(32)
 
 
 class ConsumerArgs(NamedTuple):
@@ -159,6 +162,9 @@ class Queries(NamedTuple):
     q_start: Any
     bounds: Any
     score: Any
+    seen: Any
+    """The keys `[lo, hi)` that some query sees, if the values beside them may be anything; else
+    None."""
 
 
 # Masking the scores of a KV tile.
@@ -211,6 +217,68 @@ def mask_scores(s, queries, kv_tile, CFG: gl.constexpr):
 
 
 @gluon.jit
+def drop_unseen(queries, stages, kv_tile, place, CFG: gl.constexpr):
+    """Zero the values of the tile in stage `place` that nobody sees, if these may be anything.
+
+    Every consumer does so for itself: all of them write the same.
+    """
+    if queries.seen is not None:
+        lo, hi = queries.seen
+        kv_start = dense_tile(queries.visit.plan, kv_tile) * CFG.TILE_N
+        if (kv_start < lo) | (kv_start + CFG.TILE_N > hi):
+            stage, phase = place
+            await_stage(stages, stage, phase, FULL_V, CFG)
+            tile = stages.v.index(stage)
+            # few at a time, since they pass through registers
+            for i in gl.static_range(CFG.TILE_N // DROPPED):
+                some = tile.slice(i * DROPPED, DROPPED, dim=0)
+                drop_dead_values(some, kv_start + i * DROPPED, None, lo, hi)
+            fence_async_shared()
+            thread_barrier()
+
+
+@gluon.jit
+def attend_first_tile(
+    queries, stages, kv_tile, step, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr
+):
+    """Take in the scores of the first tile; return the state, accumulators and weights."""
+    visit, score = queries.visit, queries.score
+    m_log2, row_sum = state
+    tile_n: gl.constexpr = CFG.TILE_N
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, CFG.accumulator_layout(CFG.TILE_N))
+    stage, phase = ring_place(step, CFG.STAGES)
+    await_stage(stages, stage, phase, FULL_K, CFG)
+    k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
+    ping_pong_wait(GROUP, CFG)
+    scores = start_scores(queries.q, k, no_scores)
+    ping_pong_pass(GROUP, CFG)
+    s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
+    free_stage(stages, stage, EMPTY_K, CFG)
+    if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
+        s = mask_scores(s, queries, kv_tile, CFG)
+    m_log2, row_sum, weights, rescale = softmax_step_parts(m_log2, row_sum, s, score.factor, SLACK)
+    if CFG.HALF_TILES:
+        o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
+        acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
+    p = gl.convert_layout(weights.to(stages.k.dtype), p_layout)
+    return m_log2, row_sum, acc, p
+
+
+@gluon.jit
+def attend_last_values(queries, stages, kv_tile, place, acc, p, CFG: gl.constexpr):
+    """Add the product of the last tile, whose weights are `p`; return the accumulators."""
+    drop_unseen(queries, stages, kv_tile, place, CFG)
+    stage, phase = place
+    await_stage(stages, stage, phase, FULL_V, CFG)
+    v = kv_slices(stages.v, stage, CFG.dv_slices, CFG.TILE_N, 0)
+    acc = await_outputs(start_outputs(p, v, acc))
+    free_stage(stages, stage, EMPTY_V, CFG)
+    return acc
+
+
+@gluon.jit
 def attend_tile(
     queries, stages, kv_tile, step, state, acc, p, GROUP: gl.constexpr, CFG: gl.constexpr
 ):
@@ -227,7 +295,9 @@ def attend_tile(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
-    last_stage, last_phase = ring_place(step, CFG.STAGES)
+    last_place = ring_place(step, CFG.STAGES)
+    last_stage, last_phase = last_place
+    drop_unseen(queries, stages, kv_tile - 1, last_place, CFG)
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
@@ -410,7 +480,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     split_tail: gl.constexpr = CFG.SPLIT_TAIL
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
     o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_ring.tiles.dtype
     out_smem = consume.out_tiles.index(GROUP)
@@ -447,7 +516,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             for i in gl.static_range(len(q)):
                 loaded = loaded + (q[i].load(gl.DotOperandLayout(0, s_layout, 2)),)  # noqa: RUF005
             q = loaded
-        queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score)
+        queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score, None)
         # KV tiles before `taken` are done with
         taken = 0
         if CFG.SPLIT_TAIL:
@@ -487,33 +556,17 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         part_rows: gl.constexpr = gl.SliceLayout(1, nothing.type.layout)
         row_sum = nothing + 0.25 * gl.convert_layout(row_sum, part_rows)[:, None]
         if kv_tiles > taken:
-            stage, phase = ring_place(step, CFG.STAGES)
-            await_stage(stages, stage, phase, FULL_K, CFG)
-            k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
-            ping_pong_wait(GROUP, CFG)
-            scores = start_scores(q, k, no_scores)
-            ping_pong_pass(GROUP, CFG)
-            s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
-            free_stage(stages, stage, EMPTY_K, CFG)
-            if needs_mask(lists, plan, taken, masked_tiles):
-                s = mask_scores(s, queries, taken, CFG)
-            m_log2, row_sum, weights, rescale = softmax_step_parts(
-                m_log2, row_sum, s, score.factor, SLACK
+            m_log2, row_sum, acc, p = attend_first_tile(
+                queries, stages, taken, step, (m_log2, row_sum), acc, GROUP, CFG
             )
-            if CFG.HALF_TILES:
-                acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
-            p = gl.convert_layout(weights.to(dtype), p_layout)
             for kv_tile in range(taken + 1, kv_tiles):
                 step, m_log2, row_sum, acc, p = attend_tile(
                     queries, stages, kv_tile, step, (m_log2, row_sum), acc, p, GROUP, CFG
                 )
-            stage, phase = ring_place(step, CFG.STAGES)
+            place = ring_place(step, CFG.STAGES)
             # every score of this work tile is taken: the next queries may come
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1, pred=not halved)
-            await_stage(stages, stage, phase, FULL_V, CFG)
-            v = kv_slices(stages.v, stage, CFG.dv_slices, CFG.TILE_N, 0)
-            acc = await_outputs(start_outputs(p, v, acc))
-            free_stage(stages, stage, EMPTY_V, CFG)
+            acc = attend_last_values(queries, stages, kv_tiles - 1, place, acc, p, CFG)
             step += 1
         else:
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1)

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..masks import within_bounds
 from .records import PackedPlace, Ring, StagePlace, WorkChannel
 
 WORK_DEPTH = gl.constexpr(2)
@@ -125,6 +126,22 @@ def ring_place(step, STAGES: gl.constexpr):
     else:
         place = StagePlace(step % STAGES, (step // STAGES) & 1)
     return place
+
+
+@gluon.jit
+def drop_dead_values(tile, kv_start, positions, kv_lo, kv_hi):
+    """Zero the values that no query sees: they may be NaN, which a weight of 0 does not hide."""
+    keys: gl.constexpr = tile.shape[0]
+    dim: gl.constexpr = tile.shape[1]
+    wide: gl.constexpr = 32 if dim >= 256 else dim // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // wide, wide], [4, 1], [1, 0])
+    if positions is None:
+        kv_pos = kv_start + gl.arange(0, keys, gl.SliceLayout(1, layout))
+    else:
+        kv_pos = positions.load(gl.SliceLayout(1, layout))
+    live = within_bounds(kv_pos, kv_lo, kv_hi - 1)
+    nothing = gl.zeros([keys, dim], tile.dtype, layout)
+    tile.store(gl.where(live[:, None], tile.load(layout), nothing))
 
 
 # TMA coordinates of tiles, in dense batches and in packed sequences.

@@ -3,6 +3,16 @@
 Installing this package registers the backend as `CUSTOM` in every process of vLLM, through the
 entry point group `vllm.general_plugins`; select it with `--attention-backend CUSTOM`. Written
 against vLLM 0.32.
+
+Decoding steps read part of the cache if that is asked for:
+
+    --additional-config '{"blackwell_sparsek": {"decode_blocks": 128}}'
+
+In layers without a sliding window, each request and KV head then reads the `decode_blocks` blocks
+whose keys can matter most to the new token: the first `keep_first` (1), the last `keep_last` (2),
+and others by their `summary`, `minmax` or `mean`. Prompts are read whole. Summaries take
+`2 / block_size` of the memory of the keys, which vLLM does not know of: leave room for them with
+`--gpu-memory-utilization`.
 """
 
 BACKEND = "blackwell_sparsek.integrations.vllm.backend.SparseKBackend"

@@ -4,9 +4,13 @@
 A step is one call of `attention_varlen` over vLLM's pages, whatever it mixes: decoding, chunks of
 prompts, whole prompts. vLLM's cache of a layer is logically [blocks, Hkv, block_size, 2 D], keys
 before values, in any of its memory layouts; here it is two views [blocks, block_size, Hkv, D].
+
+Under `SparseDecode`, layers without a sliding window keep a summary of each block, which every step
+brings up to date, and steps that only decode read the blocks that these choose.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -22,12 +26,15 @@ from vllm.v1.attention.backend import (
 
 from ...attention.inputs import MAX_HEAD_DIM
 from ...kv_cache.append import kv_append
+from ...kv_cache.selection import PageSummaries, empty_summaries, page_summaries, topk_pages
 from ...ragged.api import attention_varlen
 
 FP8 = torch.float8_e4m3fn
 # What vLLM calls a cache of e4m3.
 FP8_NAMES = ("fp8", "fp8_e4m3")
 LEAST_CAPABILITY = (8, 0)
+# The name of this package in `additional_config`.
+CONFIG = "blackwell_sparsek"
 
 
 class SparseKBackend(AttentionBackend):
@@ -104,6 +111,47 @@ class SparseKBackend(AttentionBackend):
         return None
 
 
+@dataclass(frozen=True)
+class SparseDecode:
+    """Which blocks of the cache decoding steps read; see `sparse_decode`."""
+
+    decode_blocks: int
+    keep_first: int = 1
+    keep_last: int = 2
+    summary: str = "minmax"
+
+    def __post_init__(self) -> None:
+        for name in ("decode_blocks", "keep_first", "keep_last"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{CONFIG}.{name} is {value!r}; expected an int from 0 on")
+        if self.keep_last < 1:
+            raise ValueError(f"{CONFIG}.keep_last is 0; a new token lies in the last block")
+        kept = self.keep_first + self.keep_last
+        if self.decode_blocks < kept:
+            raise ValueError(
+                f"{CONFIG}.decode_blocks is {self.decode_blocks}; expected at least {kept}, "
+                "the sum of keep_first and keep_last"
+            )
+        if self.summary not in ("minmax", "mean"):
+            raise ValueError(f"{CONFIG}.summary is {self.summary!r}; expected minmax or mean")
+
+
+def sparse_decode(vllm_config: Any) -> SparseDecode | None:
+    """What `additional_config` of vLLM asks for under the name of this package, or None."""
+    given = getattr(vllm_config, "additional_config", None)
+    asked = given.get(CONFIG) if isinstance(given, Mapping) else None
+    if asked is None:
+        return None
+    names = [field.name for field in fields(SparseDecode)]
+    if not isinstance(asked, Mapping) or "decode_blocks" not in asked or set(asked) - set(names):
+        raise ValueError(
+            f"additional_config[{CONFIG!r}] is {asked!r}; expected decode_blocks, and optionally "
+            f"{', '.join(names[1:])}"
+        )
+    return SparseDecode(**asked)
+
+
 @dataclass
 class SparseKMetadata:
     """One step of the engine, the same for all layers of a cache group."""
@@ -115,6 +163,12 @@ class SparseKMetadata:
     slot_mapping: torch.Tensor
     max_query_len: int
     causal: bool
+    sparse: SparseDecode | None = None
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether every request has one new token."""
+        return self.max_query_len == 1 and self.num_tokens == self.seq_lens.shape[0]
 
 
 class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
@@ -127,6 +181,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.sparse = sparse_decode(vllm_config)
 
     def build(
         self,
@@ -153,6 +208,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             given.slot_mapping,
             given.max_query_len,
             given.causal,
+            self.sparse,
         )
 
     def update_block_table(
@@ -167,6 +223,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             slot_mapping,
             metadata.max_query_len,
             metadata.causal,
+            metadata.sparse,
         )
 
 
@@ -200,6 +257,7 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
         self.softcap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self.summaries: PageSummaries | None = None
         self.slopes = None
         if alibi_slopes is not None:
             self.slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
@@ -237,6 +295,36 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
             v_scale=v_scale,
         )
 
+    def _chosen_blocks(
+        self, query: torch.Tensor, keys: torch.Tensor, step: SparseKMetadata
+    ) -> torch.Tensor | None:
+        """The blocks that a step reads, [B, Hkv, n]; None for all. Summaries are updated."""
+        sparse = step.sparse
+        if sparse is None or self.window is not None:
+            return None
+        if self.summaries is None or self.summaries.low.shape[0] != keys.shape[0]:
+            size = keys.shape[1]
+            self.summaries = empty_summaries(keys, sparse.summary, size, paged=True)
+        page_summaries(
+            keys,
+            cache_seqlens=step.seq_lens,
+            page_table=step.block_table,
+            kind=sparse.summary,
+            out=self.summaries,
+            new_tokens=step.max_query_len,
+        )
+        if not step.only_decodes:
+            return None
+        return topk_pages(
+            query[:, :, None],
+            self.summaries,
+            sparse.decode_blocks,
+            cache_seqlens=step.seq_lens,
+            page_table=step.block_table,
+            keep_first=sparse.keep_first,
+            keep_last=sparse.keep_last,
+        )
+
     def forward(
         self,
         layer: Any,
@@ -259,13 +347,16 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
             self.slopes = self.slopes.to(query.device)
         tokens = attn_metadata.num_tokens
         k_scale, v_scale = self._scales(layer)
+        keys, values = self._pages(kv_cache)
         attention_varlen(
             query[:tokens],
-            *self._pages(kv_cache),
+            keys,
+            values,
             attn_metadata.query_start_loc,
             max_seqlen_q=attn_metadata.max_query_len,
             cache_seqlens=attn_metadata.seq_lens,
             page_table=attn_metadata.block_table,
+            kv_blocks=self._chosen_blocks(query[:tokens], keys, attn_metadata),
             causal=attn_metadata.causal,
             window=self.window,
             scale=self.scale,

@@ -1,6 +1,7 @@
 """Compile cases of the kernels for packed queries over caches, as their launcher launches them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -8,8 +9,9 @@ import torch
 from ...calls.attention import empty_lse, empty_out
 from ...calls.ragged import RaggedCall
 from ...masks.band import Band
+from ...ragged.sm90 import _attn_ragged_sm90_kernel, launch_attn_ragged_sm90
 from ...ragged.triton import _attn_ragged_kernel, _plan_kernel, launch_attn_ragged
-from ...ragged.tuning import ragged_config
+from ...ragged.tuning import ragged_config, ragged_sm90_config
 from ..captured_launches import launched_case, meta
 from ..compile_cases import CompileCase, compile_cases
 
@@ -51,7 +53,7 @@ RAGGED: dict[Ragged, tuple[int, ...]] = {
 }
 
 
-def _launch(asked: Ragged) -> None:
+def _call(asked: Ragged) -> RaggedCall:
     q = meta(QUERIES, GROUP * KV_HEADS, asked.head_dim, dtype=asked.dtype)
     stored = asked.cache or asked.dtype
     if asked.page_size is None:
@@ -62,7 +64,7 @@ def _launch(asked: Ragged) -> None:
     if asked.page_size is not None:
         table = meta(SEQUENCES, TOKENS // asked.page_size, dtype=INDEX)
     everything = asked.everything
-    call = RaggedCall(
+    return RaggedCall(
         empty_out(q, asked.head_dim),
         empty_lse(q),
         q,
@@ -86,6 +88,10 @@ def _launch(asked: Ragged) -> None:
         k_scale=meta(KV_HEADS, dtype=FLOAT) if asked.cache else None,
         v_scale=meta(KV_HEADS, dtype=FLOAT) if asked.cache else None,
     )
+
+
+def _launch(asked: Ragged) -> None:
+    call = _call(asked)
     launch_attn_ragged(call, ragged_config(call.problem, "ieee"))
 
 
@@ -100,3 +106,32 @@ def ragged_cases() -> Iterator[CompileCase]:
     for asked in (Ragged(BRAIN, 128, 16), Ragged(HALF, 80, 48, everything=True)):
         name = asked.name(90).replace("attn_ragged", "ragged_plan")
         yield launched_case(name, _launch, asked, kernel=_plan_kernel, archs=(90,))
+
+
+# The Hopper kernel, with the bytes that may spill: those of the producer, which keeps the
+# coordinates of eight copies while it waits for a stage. "everything" leaves out what it has no
+# code for.
+RAGGED_SM90 = {
+    Ragged(BRAIN, 128, 16): 128,
+    Ragged(BRAIN, 128, 256): 0,
+    Ragged(HALF, 128): 0,
+    Ragged(HALF, 64, 48, everything=True): 128,
+}
+
+
+def _launch_sm90(asked: Ragged) -> None:
+    call = _call(asked)
+    if asked.everything:
+        call = replace(call, kv_blocks=None, kv_block_size=0, alibi_slopes=None)
+    launch_attn_ragged_sm90(call, ragged_sm90_config(call.problem, call.top_left), 132)
+
+
+@compile_cases
+def ragged_sm90_cases() -> Iterator[CompileCase]:
+    """The Hopper kernel."""
+    for asked, spills in RAGGED_SM90.items():
+        name = asked.name(90).removesuffix("-sm_90").replace("attn_ragged", "attn_ragged_sm90")
+        yield launched_case(
+            name, _launch_sm90, asked, kernel=_attn_ragged_sm90_kernel, archs=(90,),
+            expect={"wgmma.mma_async": 1}, max_spill_bytes=spills,
+        )  # fmt: skip

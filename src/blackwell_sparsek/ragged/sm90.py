@@ -1,0 +1,499 @@
+# mypy: ignore-errors
+"""Packed queries over a cache on Hopper: the arithmetic of `triton.py` by TMA and WGMMA.
+
+Shapes, results and the way work is split are those of `triton.py`, whose plan is used as it is:
+programs take equal ranges of the KV tiles of all softmaxes. Queries of all heads that share a KV
+head are the rows of a query tile, CONSUMERS x 64 of them, so that a decoding step reads its keys
+once for the whole group. The roles of a program are those of `attention.sm90.forward`:
+
+- a producer warp finds the parts of softmaxes in its range, publishes each as a `QueryPart`, and
+  keeps rings of K and V tiles full, by one TMA copy for each page of a tile;
+- consumer warp groups own 64 rows each. They load their queries, go through the KV tiles as the
+  consumers of the forward do, and leave parts for each other as with its split tail.
+
+Called as impl "sm90" of `bsk::attn_ragged`. Limits: fp16 and bf16, D and Dv up to 128 in steps of
+8, pages of a multiple of 16 tokens, strides and addresses of the cache that TMA takes; neither
+packed keys, listed blocks, fp8 caches nor slopes. Slots past the lengths are copied and not looked
+at; a page out of range is not read, and makes the outputs that depend on it NaN.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..attention.sm90.forward import (
+    Queries,
+    SplitTail,
+    TileBounds,
+    attend_first_tile,
+    attend_last_values,
+    attend_tile,
+    combine,
+    skip_tiles,
+)
+from ..attention.sm90.forward_producer import TailPart, Visit, count_tiles, dense_tile
+from ..attention.sm90.forward_stages import KvStages, zero_outputs
+from ..calls.ragged import RaggedCall
+from ..core.compat import hopper_options
+from ..decode.sm90 import descriptor
+from ..decode.sm90_producer import (
+    KeyTables,
+    TileCopies,
+    copies_of_tile,
+    copy_rows,
+    look_up,
+)
+from ..device.gluon.partials import columns_of, rows_of
+from ..device.gluon.pipeline import publish, ring, ring_place, take, tiles, work_channel
+from ..device.gluon.row_parts import row_parts
+from ..device.gluon.warps import shared_address
+from ..device.masks import bounds_in_chunk, row_bounds
+from ..device.paging import visited_tiles
+from ..device.records import Range, RowBounds, Score, SoftmaxState, VisitPlan
+from ..device.schedule import share_of
+from ..device.scores import fold_sign
+from ..device.softmax import init_state
+from ..device.visits import num_masked_blocks, plan_dense
+from ..launch.descriptors import GROUP_ROWS
+from ..launch.launcher import launch, on_device_of
+from ..launch.workspace import scratch, self_resetting_counters
+from .triton import (
+    RaggedSizes,
+    RaggedWorkspace,
+    TileOfQueries,
+    find_query_tile,
+    kernel_records,
+    launch_plan,
+    part_of_softmax,
+    query_tile,
+    row_places,
+    write_rows,
+)
+from .tuning import RaggedSm90Config, query_tiles, ragged_sm90_config
+
+ROWS = gl.constexpr(GROUP_ROWS)
+# Query tiles that the producer looks at at a time, four by each of its threads.
+SCAN = gl.constexpr(128)
+
+
+class QueryPart(NamedTuple):
+    """What a program has of one softmax, as the producer publishes it; all fields are int32."""
+
+    kv_head: Any
+    """-1 after the last part."""
+    first_query: Any
+    """From here to `kv_hi` the fields of a `TileOfQueries`."""
+    num_rows: Any
+    used_rows: Any
+    first_row: Any
+    shift: Any
+    kv_len: Any
+    kv_lo: Any
+    kv_hi: Any
+    edge_begin: Any
+    """From here to `edge_end` the bounds of a `VisitPlan`."""
+    full_begin: Any
+    full_end: Any
+    edge_end: Any
+    first_program: Any
+    last_program: Any
+
+
+PART_FIELDS = gl.constexpr(len(QueryPart._fields))
+
+
+class RaggedShared(NamedTuple):
+    """What all roles share."""
+
+    k_ring: Any
+    v_ring: Any
+    parts: Any
+    """Channel of `QueryPart`s."""
+    verdicts: Any
+    """Channel of one number for each part, when its last copy is on its way: whether a page was
+    out of range."""
+    sizes: Any
+    heads: Any
+
+
+class RaggedProducer(NamedTuple):
+    """What only the producer reads."""
+
+    k_desc: Any
+    v_desc: Any
+    tables: Any
+    page_row_stride: Any
+    workspace: Any
+    num_tiles: Any
+
+
+class RaggedConsumer(NamedTuple):
+    """What only the consumers read and write."""
+
+    results: Any
+    q_ptr: Any
+    scoring: Any
+    tensors: Any
+    tail: Any
+    q_tiles: Any
+    """A tile of queries for each consumer, in shared memory."""
+
+
+@gluon.jit
+def _bounds_at(q_pos, tile, sizes):
+    """First and last key that positions of a query tile see."""
+    bounds = row_bounds(q_pos, gl.maximum(tile.kv_len, 0), sizes.left, sizes.right)
+    first, last = bounds_in_chunk(bounds, q_pos, sizes.chunk)
+    return RowBounds(gl.maximum(first, tile.kv_lo), last)
+
+
+@gluon.jit
+def _position(row, tile, group):
+    """Position of the query of a row; rows past the last count as the last."""
+    return gl.minimum(row, tile.num_rows - 1) // group + tile.shift
+
+
+# The producer.
+
+
+@gluon.jit
+def _plan_part(tile, part, first_tile, sizes, group, CFG: gl.constexpr):
+    """The `VisitPlan` of the KV tiles that a part has of its query tile."""
+    tile_n: gl.constexpr = CFG.TILE_N
+    last_row = gl.minimum(tile.first_row + CFG.tile_m, tile.used_rows) - 1
+    _, every_last = _bounds_at(_position(tile.first_row, tile, group), tile, sizes)
+    every_first, _ = _bounds_at(_position(last_row, tile, group), tile, sizes)
+    # rows that are not used see nothing
+    kv_hi = gl.where(tile.first_row < tile.used_rows, tile.kv_hi, tile.kv_lo)
+    kv_lo = gl.maximum(tile.kv_lo, (first_tile + part.first) * tile_n)
+    kv_hi = gl.minimum(kv_hi, (first_tile + part.end) * tile_n)
+    return plan_dense(kv_lo, kv_hi, every_first, every_last + 1, tile_n)
+
+
+@gluon.jit
+def _fill(desc, tiles_ring, step, copies, kv_head, CFG: gl.constexpr):
+    """Start the copies of one tile into a ring, once its stage is free."""
+    cache: gl.constexpr = CFG.cache
+    stage = step % CFG.STAGES
+    bar = tiles_ring.full.index(stage)
+    mbarrier.wait(tiles_ring.empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
+    mbarrier.expect(bar, cache.copies * desc.block_type.nbytes)
+    copy_rows(desc, tiles_ring.tiles.index(stage), bar, copies, kv_head, 0, cache)
+
+
+@gluon.jit
+def _look_up(keys, kv_tile, CFG: gl.constexpr):
+    """First keys and slabs of the copies of a tile, and whether a page is out of range.
+
+    With pages, each thread of the producer has those of one copy.
+    """
+    if CFG.PAGE_SIZE is None:
+        start = kv_tile * CFG.TILE_N
+        found = (start, keys.sequence, start - start)
+    else:
+        cache: gl.constexpr = CFG.cache
+        first = kv_tile * cache.copies
+        found = look_up(keys, first, first, first + cache.copies, cache)
+    return found
+
+
+@gluon.jit
+def _copies(starts, slabs, keys, CFG: gl.constexpr):
+    """The `TileCopies` of a tile that was looked up."""
+    if CFG.PAGE_SIZE is None:
+        copies = TileCopies((slabs,), (starts,), (starts,), True, 0)
+    else:
+        cache: gl.constexpr = CFG.cache
+        copies = copies_of_tile(starts, slabs, 0, keys, cache)
+        if cache.copy_keys == CFG.PAGE_SIZE:
+            # whole pages; the compiler does not know, and would keep a register for each
+            count: gl.constexpr = cache.copies
+            rows = ()
+            for _ in gl.static_range(count):
+                rows = rows + (0,)  # noqa: RUF005
+            copies = TileCopies(copies.slabs, rows, copies.starts, copies.wanted, copies.cut)
+    return copies
+
+
+@gluon.jit
+def _feed(produce, shared, keys, plan, kv_head, step, CFG: gl.constexpr):
+    """Fetch the KV tiles of a plan; return the next step, and whether a page was out of range."""
+    _, kv_tiles = count_tiles(plan, CFG)
+    wrong = step - step
+    if kv_tiles > 0:
+        starts, slabs, wrong = _look_up(keys, dense_tile(plan, 0), CFG)
+        for kv_tile in range(0, kv_tiles):
+            copies = _copies(starts, slabs, keys, CFG)
+            # pages are looked up a tile ahead, before a stage is waited for
+            following = gl.minimum(kv_tile + 1, kv_tiles - 1)
+            starts, slabs, next_wrong = _look_up(keys, dense_tile(plan, following), CFG)
+            _fill(produce.k_desc, shared.k_ring, step, copies, kv_head, CFG)
+            _fill(produce.v_desc, shared.v_ring, step, copies, kv_head, CFG)
+            wrong = wrong | next_wrong
+            step += 1
+    return step, wrong
+
+
+@gluon.jit
+def _produce(produce, shared, CFG: gl.constexpr):
+    """Role of the producer: find the parts of this program's range and keep the rings full."""
+    sizes, heads = shared.sizes, shared.heads
+    tables, workspace = produce.tables, produce.workspace
+    programs = gl.num_programs(0)
+    total = gl.load(workspace.ends + produce.num_tiles - 1) * heads.kv
+    at, end = share_of(gl.program_id(0), total, programs)
+    offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
+    q_tile, before = find_query_tile(workspace, at // heads.kv, produce.num_tiles, offs_scan)
+    step = 0
+    slot = 0
+    while at < end:
+        tile_end = gl.load(workspace.ends + q_tile)
+        count = tile_end - before
+        if count == 0:
+            q_tile += 1
+        else:
+            sequence = gl.load(workspace.owners + q_tile)
+            tile = query_tile(
+                tables, sizes, q_tile, sequence, heads.group, CFG.tile_m, CFG.TOP_LEFT
+            )
+            first_tile, _ = visited_tiles(tile.kv_lo, tile.kv_hi, 0, CFG.TILE_N, None)
+            part, stop = part_of_softmax(
+                at, end, before, count, heads.kv, total, programs, CFG.WHOLE
+            )
+            if part.mine:
+                plan = _plan_part(tile, part, first_tile, sizes, heads.group, CFG)
+                published = QueryPart(
+                    part.kv_head, tile.first_query, tile.num_rows, tile.used_rows, tile.first_row,
+                    tile.shift, tile.kv_len, tile.kv_lo, tile.kv_hi, plan.edge_begin,
+                    plan.full_begin, plan.full_end, plan.edge_end, part.first_program,
+                    part.last_program,
+                )  # fmt: skip
+                publish(shared.parts, slot, published)
+                pages = tables.page_table
+                if CFG.PAGE_SIZE is not None:
+                    pages += sequence.to(gl.int64) * produce.page_row_stride
+                keys = KeyTables(
+                    None, pages, 0, sizes.num_slabs, tile.kv_lo, tile.kv_hi, sizes.slots, tile.slab
+                )
+                step, wrong = _feed(produce, shared, keys, plan, part.kv_head, step, CFG)
+                publish(shared.verdicts, slot, (wrong,))
+                slot += 1
+            at = stop
+            if stop == tile_end * heads.kv:
+                q_tile += 1
+                before = tile_end
+    # no KV head: the end
+    publish(shared.parts, slot, QueryPart(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+
+
+# The consumers.
+
+
+@gluon.jit
+def _put_queries(consume, tile, kv_head, group, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Load this consumer's rows into shared memory; return them and the factor of scores."""
+    dim: gl.constexpr = CFG.TILE_D
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+    row = tile.first_row + GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    offs_d = gl.arange(0, dim, gl.SliceLayout(0, layout))
+    _, _, offset = row_places(
+        row, tile.num_rows, kv_head, group, tile.first_query, consume.tensors.q
+    )
+    live = (row < tile.num_rows)[:, None] & (offs_d < CFG.HEAD_DIM)[None, :]
+    q = gl.load(consume.q_ptr + offset[:, None] + offs_d[None, :], live, other=0.0)
+    q, factor = fold_sign(q, consume.scoring.scale_log2)
+    own = consume.q_tiles.index(GROUP)
+    own.store(q)
+    fence_async_shared()
+    return own, factor
+
+
+@gluon.jit
+def _row_bounds_of(tile, rows, sizes, group, GROUP: gl.constexpr):
+    """The `TileBounds` of this consumer's rows."""
+    first_row = tile.first_row + GROUP * ROWS
+    first, last = _bounds_at(_position(first_row + rows, tile, group), tile, sizes)
+    _, every_last = _bounds_at(_position(first_row, tile, group), tile, sizes)
+    every_first, _ = _bounds_at(_position(first_row + (ROWS - 1), tile, group), tile, sizes)
+    return TileBounds(first, last, every_first, every_last)
+
+
+@gluon.jit
+def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Role of a consumer warp group: attend with 64 rows of each part."""
+    sizes, heads = shared.sizes, shared.heads
+    tile_n: gl.constexpr = CFG.TILE_N
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
+    nothing = row_parts(gl.zeros([ROWS, tile_n], gl.float32, s_layout))
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    stages = KvStages(shared.k_ring.tiles, shared.v_ring.tiles, shared_address(CFG.tile_bytes))
+    step = 0
+    slot = 0
+    part = QueryPart(*take(shared.parts, slot))
+    while part.kv_head >= 0:
+        tile = TileOfQueries(
+            part.first_query, part.num_rows, part.used_rows, part.first_row, part.shift,
+            part.kv_len, part.kv_lo, part.kv_hi, 0, 0,
+        )  # fmt: skip
+        plan = VisitPlan(0, 0, part.edge_begin, part.full_begin, part.full_end, part.edge_end)
+        masked_tiles, kv_tiles = count_tiles(plan, CFG)
+        if part.first_row + GROUP * ROWS >= part.num_rows:
+            # none of its rows exists
+            skip_tiles(stages, kv_tiles, step, GROUP, CFG)
+            step += kv_tiles
+            take(shared.verdicts, slot)
+        else:
+            q, factor = _put_queries(consume, tile, part.kv_head, heads.group, GROUP, CFG)
+            queries = Queries(
+                (q,),
+                Visit(None, plan, num_masked_blocks(plan), tile.kv_len),
+                masked_tiles,
+                rows,
+                tile.first_row,
+                _row_bounds_of(tile, rows, sizes, heads.group, GROUP),
+                Score(factor, consume.scoring.inverse_cap),
+                Range(tile.kv_lo, tile.kv_hi),
+            )
+            m_log2, _ = init_state(rows)
+            sums = nothing
+            acc = zero_outputs(CFG)
+            if kv_tiles > 0:
+                m_log2, sums, acc, p = attend_first_tile(
+                    queries, stages, 0, step, (m_log2, sums), acc, GROUP, CFG
+                )
+                for kv_tile in range(1, kv_tiles):
+                    step, m_log2, sums, acc, p = attend_tile(
+                        queries, stages, kv_tile, step, (m_log2, sums), acc, p, GROUP, CFG
+                    )
+                place = ring_place(step, CFG.STAGES)
+                acc = attend_last_values(queries, stages, kv_tiles - 1, place, acc, p, CFG)
+                step += 1
+            row_sum = gl.convert_layout(gl.sum(sums, 1), m_log2.type.layout)
+            wrong = take(shared.verdicts, slot)[0]
+            row_sum = gl.where(wrong != 0, float("nan"), row_sum)
+            complete = True
+            if not CFG.WHOLE:  # noqa: SIM102
+                if part.first_program < part.last_program:
+                    shares = TailPart(
+                        0, kv_tiles, gl.program_id(0), part.first_program, part.last_program
+                    )
+                    complete, m_log2, row_sum, acc = combine(
+                        consume.tail, shares, SoftmaxState(m_log2, row_sum), acc, GROUP, CFG
+                    )
+            if complete:
+                out = acc[0]
+                write_rows(
+                    consume.results, consume.scoring, consume.tensors, tile, part.kv_head,
+                    gl.convert_layout(m_log2, o_rows), gl.convert_layout(row_sum, o_rows), out,
+                    tile.first_row + GROUP * ROWS + rows_of(out), columns_of(out)[None, :],
+                    tile.num_rows, sizes.tokens_q, CFG.HEAD_DIM_V,
+                )  # fmt: skip
+        slot += 1
+        part = QueryPart(*take(shared.parts, slot))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "batch", "tokens_q", "tokens_k", "num_slabs", "slots", "capacity", "num_blocks", "left",
+        "right", "num_tiles",
+    ]
+)  # fmt: skip
+def _attn_ragged_sm90_kernel(
+    results,
+    q_ptr,
+    k_desc,
+    v_desc,
+    tables,
+    scoring,
+    workspace,
+    tail,
+    layout,
+    batch,
+    tokens_q,
+    tokens_k,
+    num_slabs,
+    slots,
+    capacity,
+    num_blocks,
+    left,
+    right,
+    chunk,
+    num_tiles,
+    CFG: gl.constexpr,
+):
+    """Allocate the rings, gather the arguments of the roles, and start them."""
+    stages: gl.constexpr = CFG.STAGES
+    registers: gl.constexpr = CFG.CONSUMER_REGISTERS
+    producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
+    consumers: gl.constexpr = CFG.CONSUMERS
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CFG.TILE_D], k_desc.dtype)
+    q_smem = gl.allocate_shared_memory(k_desc.dtype, [consumers, ROWS, CFG.TILE_D], q_layout)
+    k_smem = tiles(k_desc, stages, CFG.TILE_N)
+    v_smem = tiles(v_desc, stages, CFG.TILE_N)
+    k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
+    v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)
+    parts = work_channel(PART_FIELDS, consumers)
+    verdicts = work_channel(1, consumers)
+    fence_async_shared()
+
+    sizes = RaggedSizes(
+        batch, tokens_q, tokens_k, num_slabs, slots, capacity, num_blocks, left, right, chunk
+    )
+    shared = RaggedShared(k_ring, v_ring, parts, verdicts, sizes, layout.tensors.heads)
+    produce = RaggedProducer(k_desc, v_desc, tables, layout.tables.pages, workspace, num_tiles)
+    consume = RaggedConsumer(results, q_ptr, scoring, layout.tensors, tail, q_smem)
+    gl.warp_specialize(
+        [
+            (_consume, (consume, shared, 0, CFG)),
+            (_consume, (consume, shared, 1, CFG)),
+            (_produce, (produce, shared, CFG)),
+        ],
+        [4, 1],
+        [registers, producer_registers],
+    )
+
+
+def attention_ragged(call: RaggedCall) -> None:
+    """Fill `out` and `lse` of a validated call."""
+    problem = call.problem
+    launch_attn_ragged_sm90(call, ragged_sm90_config(problem, call.top_left), problem.arch.num_sms)
+
+
+def launch_attn_ragged_sm90(call: RaggedCall, config: RaggedSm90Config, programs: int) -> None:
+    """Fill `out` and `lse`, which is contiguous.
+
+    Takes `2 * programs * tile_m * (TILE_DV + 2)` floats of memory unless the call is
+    batch-invariant, and two integers for each query tile.
+    """
+    q = call.q
+    if q.shape[0] * q.shape[1] == 0:
+        return
+    num_tiles = query_tiles(call.problem, config.tile_m)
+    with on_device_of(q):
+        records = kernel_records(call)
+        groups = 0 if config.WHOLE else 2 * programs * config.CONSUMERS
+        parts = scratch((groups, GROUP_ROWS, config.TILE_DV + 2), torch.float32, q.device)
+        counters = self_resetting_counters(1 + programs * config.CONSUMERS, q.device)
+        plan = (scratch((num_tiles,), torch.int32, q.device) for _ in range(2))
+        workspace = RaggedWorkspace(parts, counters, *plan)
+        launch_plan(call, records, workspace, config.tile_m, config.TILE_N)
+        args = (
+            records.results,
+            q,
+            descriptor(call.k, call.page_size, config.k_block()),
+            descriptor(call.v, call.page_size, config.v_block()),
+            records.tables,
+            records.scoring,
+            workspace,
+            SplitTail(parts, counters),
+            records.layout,
+            *records.sizes,
+            num_tiles,
+            config,
+        )
+        options: dict[str, Any] = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        launch(_attn_ragged_sm90_kernel, programs, args, **options, **hopper_options())
