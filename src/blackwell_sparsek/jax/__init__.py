@@ -5,7 +5,7 @@ masks are pytrees, made on the host from NumPy, JAX or torch arrays. See docs/ja
 """
 
 # isort: off
-from . import version as _version
+from .version import MIN_JAX as MIN_JAX
 
 # isort: on
 from .attention import attention

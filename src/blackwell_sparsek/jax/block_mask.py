@@ -114,7 +114,8 @@ class BlockMask:
         tiles = tiles.swapaxes(3, 4)
         # a block is full if all of it that exists is visible
         exists = np.pad(np.ones((sq, sk), bool), pad[2:]).reshape(mb, block[0], nb, block[1])
-        seen, full = tiles.any((4, 5)), (tiles >= exists.swapaxes(1, 2)).all((4, 5))
+        seen = np.asarray(tiles.any((4, 5)))
+        full = (tiles >= exists.swapaxes(1, 2)).all((4, 5))
         partial = seen & ~full
         bits_id = np.full(seen.shape, -1, np.int32)
         bits_id[partial] = np.arange(partial.sum(), dtype=np.int32)

@@ -240,7 +240,8 @@ class BSRMatrix:
     @classmethod
     def tree_unflatten(cls, shape: Any, children: Any) -> "BSRMatrix":
         """The inverse of `tree_flatten_with_keys`."""
-        return cls(*children, shape)
+        data, indices, indptr = children
+        return cls(data, indices, indptr, shape)
 
     def __repr__(self) -> str:
         if len(getattr(self.data, "shape", ())) != 3:

@@ -27,8 +27,8 @@ class DecodeOptions(NamedTuple):
     softcap: float
     """0 for none."""
     band: Band
-    kv_block: int | None
-    """Tokens of a listed block of a contiguous cache."""
+    kv_block: int
+    """Tokens of a listed block of a contiguous cache; 0 where none are listed."""
 
 
 class Cache(NamedTuple):
@@ -139,7 +139,7 @@ def attention_decode(
     if sinks is not None:
         sinks = check_sinks(op, sinks, q.shape[1])
     factors = score_options(op, scale, softcap, q.shape[-1])
-    options = DecodeOptions(*factors, band_of(op, causal, window), kv_block_size)
+    options = DecodeOptions(*factors, band_of(op, causal, window), kv_block_size or 0)
     problem = (
         f"on {platform_of(q)}, {q.dtype.name}, batch {batch}, heads {q.shape[1]}:{heads_kv}, "
         f"queries {q.shape[2]}, {'pages' if paged else 'contiguous cache'} {list(k.shape)}"
