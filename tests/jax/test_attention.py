@@ -72,7 +72,6 @@ def check(tensors, visible, options, formula=None):
     [
         (1, 1, {}, {}),
         (65, 129, {}, {}),
-        (1, 65, {"causal": True}, {"causal": True}),
         (129, 127, {"causal": True}, {"causal": True}),
         (63, 64, {"causal": True, "window": 5}, {"window": (4, 0)}),
         (17, 200, {"window": (3, 70)}, {"window": (3, 70)}),
@@ -90,7 +89,7 @@ def test_dtypes(dtype):
 
 
 @pytest.mark.parametrize(
-    ("heads", "masks"), [((4, 4), (1, 1)), ((6, 2), (2, 1)), ((3, 1), (1, 3)), ((4, 2), (2, 4))]
+    ("heads", "masks"), [((6, 2), (2, 1)), ((3, 1), (1, 3)), ((4, 2), (2, 4))]
 )
 def test_block_masks_broadcast(heads, masks):
     visible = random_elements((*masks, 50, 70))
@@ -98,7 +97,7 @@ def test_block_masks_broadcast(heads, masks):
     check(qkv(50, 70, heads=heads), visible, {"block_mask": mask})
 
 
-@pytest.mark.parametrize("block", [(1, 1), (8, 32), (64, 33)])
+@pytest.mark.parametrize("block", [(1, 1), (64, 33)])
 def test_block_sizes(block):
     visible = random_elements((1, 1, 50, 70))
     mask = bsk_jax.BlockMask.from_element_mask(visible, block)
@@ -161,14 +160,11 @@ def test_nan_in_a_visible_key_is_not_hidden():
     assert jnp.isfinite(out[0, 2:]).all() and jnp.isfinite(out[1]).all()
 
 
-@pytest.mark.parametrize("with_mask", [False, True])
-def test_gradients_of_gradients(with_mask):
+def test_gradients_of_gradients():
     with jax.enable_x64(True):
         tensors = qkv(9, 11, batch=1, heads=(2, 1), dims=(4, 3), dtype="float64")
         (sinks,) = normal(3, (2,), dtype="float64")
-        mask = None
-        if with_mask:
-            mask = bsk_jax.BlockMask.from_element_mask(random_elements((1, 2, 9, 11)), 4)
+        mask = bsk_jax.BlockMask.from_element_mask(random_elements((1, 2, 9, 11)), 4)
 
         @jax.jit
         def function(q, k, v, sinks):

@@ -85,7 +85,7 @@ def test_leading_dimensions():
     budget(a @ x, dense, x)
     y = array(2, 3, 5, 48)
     budget(y @ a, y, dense)
-    batched = jax.vmap(lambda x: a @ x, in_axes=2, out_axes=2)(x[0])
+    batched = jax.vmap(lambda x: a @ x)(x[0])
     budget(batched, dense, x[0])
 
 

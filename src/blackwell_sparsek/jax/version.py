@@ -6,7 +6,8 @@ _NEEDED = f"blackwell_sparsek.jax needs jax {'.'.join(map(str, MIN_JAX))} or new
 try:
     import jax
 except ImportError as error:
-    raise ImportError(f"{_NEEDED}: pip install 'blackwell-sparsek[jax]'") from error
+    way_out = "pip install 'blackwell-sparsek[jax]', with Python 3.11 or newer"
+    raise ImportError(f"{_NEEDED}: {way_out}") from error
 
 
 def check_version(version: str) -> None:
