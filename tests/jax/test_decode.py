@@ -18,6 +18,11 @@ LENGTHS = (0, 7, 290)
 CAPPED = {"softcap": 2.0, "scale": 0.3}
 
 
+STATIC = ("kv_block_size", "causal", "window", "scale", "softcap", "return_lse")
+# one compilation instead of one for every operation
+attention_decode = jax.jit(bsk_jax.attention_decode, static_argnames=STATIC)
+
+
 def problem(capacity=300, *, heads=(6, 2), sq=2, dims=(16, 24), dtype="float32", lengths=LENGTHS):
     rng = np.random.default_rng(0)
     shapes = ((heads[0], sq, dims[0]), (heads[1], capacity, dims[0]), (heads[1], capacity, dims[1]))
@@ -88,7 +93,7 @@ def test_contiguous_and_paged(options, window, formula, page_size):
 def test_dtypes_and_sinks(dtype):
     q, k, v, lengths = problem(dtype=dtype)
     sinks = jnp.linspace(-1, 1, 6)
-    found = bsk_jax.attention_decode(q, k, v, cache_seqlens=lengths, sinks=sinks, return_lse=True)
+    found = attention_decode(q, k, v, cache_seqlens=lengths, sinks=sinks, return_lse=True)
     check(found, q, k, v, visible(lengths, 6, 2, 300), sinks=sinks)
 
 
@@ -107,38 +112,34 @@ def test_listed_blocks(page_size):
     if page_size is not None:
         (k_cache, table), (v_cache, _) = (paged(x, 32) for x in (k, v))
         options |= {"page_table": table, "kv_block_size": None}
-    found = bsk_jax.attention_decode(
-        q, k_cache, v_cache, cache_seqlens=lengths, return_lse=True, **options
-    )
+    found = attention_decode(q, k_cache, v_cache, cache_seqlens=lengths, return_lse=True, **options)
     check(found, q, k, v, shown)
 
 
 def test_values_out_of_range_give_nan():
     q, k, v, _ = problem()
     lengths = jnp.array([-1, 300, 301], jnp.int32)
-    out, lse = bsk_jax.attention_decode(q, k, v, cache_seqlens=lengths, return_lse=True)
+    out, lse = attention_decode(q, k, v, cache_seqlens=lengths, return_lse=True)
     for x in (out, lse):
         assert jnp.isnan(x[0]).all() and jnp.isfinite(x[1]).all() and jnp.isnan(x[2]).all()
     (pages, table), (v_pages, _) = paged(k, 100), paged(v, 100)
     table = table.at[1, 1].set(len(pages)).at[2, 2].set(-1)
     lengths = jnp.array([300, 300, 200], jnp.int32)
-    out = bsk_jax.attention_decode(q, pages, v_pages, cache_seqlens=lengths, page_table=table)
+    out = attention_decode(q, pages, v_pages, cache_seqlens=lengths, page_table=table)
     assert jnp.isfinite(out[0]).all() and jnp.isnan(out[1]).all() and jnp.isfinite(out[2]).all()
     blocks = jnp.zeros((3, 2, 1), jnp.int32).at[0, 1].set(10).at[1, 0].set(-2)
     lengths = jnp.array([300, 300, 300], jnp.int32)
-    out = bsk_jax.attention_decode(
-        q, k, v, cache_seqlens=lengths, kv_blocks=blocks, kv_block_size=32
-    )
+    out = attention_decode(q, k, v, cache_seqlens=lengths, kv_blocks=blocks, kv_block_size=32)
     assert jnp.isnan(out[0, 3:]).all() and jnp.isfinite(out[0, :3]).all()
     assert jnp.isnan(out[1, :3]).all() and jnp.isfinite(out[1, 3:]).all()
 
 
 def test_nothing_to_read():
     q, k, v, lengths = problem(0, lengths=(0, 0))
-    out, lse = bsk_jax.attention_decode(q, k, v, cache_seqlens=lengths, return_lse=True)
+    out, lse = attention_decode(q, k, v, cache_seqlens=lengths, return_lse=True)
     assert not out.any() and (lse == -jnp.inf).all()
     q, k, v, lengths = problem(8, lengths=(3, 8))
-    out = bsk_jax.attention_decode(
+    out = attention_decode(
         q, k, v, cache_seqlens=lengths, kv_blocks=jnp.zeros((2, 2, 0), jnp.int32), kv_block_size=4
     )
     assert not out.any()
@@ -173,12 +174,12 @@ def test_a_loop_that_appends_to_donated_caches():
 
 def test_vmap():
     q, k, v, lengths = problem()
-    want = bsk_jax.attention_decode(q, k, v, cache_seqlens=lengths)
+    want = attention_decode(q, k, v, cache_seqlens=lengths)
 
     def one(q, k, v, length):
-        return bsk_jax.attention_decode(q[None], k[None], v[None], cache_seqlens=length[None])[0]
+        return attention_decode(q[None], k[None], v[None], cache_seqlens=length[None])[0]
 
-    np.testing.assert_allclose(jax.vmap(one)(q, k, v, lengths), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.vmap(one))(q, k, v, lengths), want, rtol=1e-5, atol=1e-6)
 
 
 def test_there_is_no_derivative():
