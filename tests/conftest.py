@@ -22,6 +22,11 @@ if os.environ.get("BSK_REQUIRE_GPU") and not HAS_GPU:
     raise RuntimeError("BSK_REQUIRE_GPU is set, but PyTorch sees no CUDA GPU")
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# JAX reads these when it first computes: devices to shard over, and memory of a GPU left to torch
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# nearly all time of a test of JAX is spent in the compiler
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 from blackwell_sparsek.core.env import environment_for_compiler, triton_interpreted  # noqa: E402
 from blackwell_sparsek.testing.interpreter import interpreter_checks  # noqa: E402

@@ -1,36 +1,43 @@
-"""Block-sparse matrix products and attention for PyTorch."""
+"""Block-sparse matrix products and attention for PyTorch, and for JAX in `blackwell_sparsek.jax`.
+
+Public names are imported when the first of them is asked for, or at once where torch is imported
+already and in the command line: a program that only imports `blackwell_sparsek.jax` never imports
+torch.
+"""
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 # isort: off
 from .core import interrupts as _interrupts
 
 # isort: on
-from . import nn, prune
 from ._version import __version__
-from .attention.api import attention
-from .attention.merge import merge_states
-from .attention.sdpa import scaled_dot_product_attention
 from .core.errors import BskError, InvalidInput, InvalidType, OutOfPages, Unsupported
-from .decode.api import attention_decode, check_decode_inputs
-from .dispatch.dispatcher import explain
-from .integrations.torch_sdpa import patch_sdpa
-from .integrations.torch_sparse import enable_torch_sparse
-from .kv_cache.append import kv_append
-from .kv_cache.cache import KVCache
-from .kv_cache.memory import kv_cache_bytes, kv_memory_table
-from .kv_cache.paged import PagedKVCache
-from .kv_cache.selection import PageSummaries, page_summaries, topk_pages
-from .kv_cache.slots import Rotary
-from .masks import patterns as masks
-from .masks.block_mask import BlockMask
-from .matmul.api import matmul, sddmm
-from .ragged.api import attention_varlen
-from .sparse.matrix import BSRMatrix
 
 if TYPE_CHECKING:
     from . import distributed as distributed
+    from . import nn, prune
+    from .attention.api import attention
+    from .attention.merge import merge_states
+    from .attention.sdpa import scaled_dot_product_attention
+    from .decode.api import attention_decode, check_decode_inputs
+    from .dispatch.dispatcher import explain
+    from .integrations.torch_sdpa import patch_sdpa
+    from .integrations.torch_sparse import enable_torch_sparse
+    from .kv_cache.append import kv_append
+    from .kv_cache.cache import KVCache
+    from .kv_cache.memory import kv_cache_bytes, kv_memory_table
+    from .kv_cache.paged import PagedKVCache
+    from .kv_cache.selection import PageSummaries, page_summaries, topk_pages
+    from .kv_cache.slots import Rotary
+    from .masks import patterns as masks
+    from .masks.block_mask import BlockMask
+    from .matmul.api import matmul, sddmm
+    from .ragged.api import attention_varlen
+    from .sparse.matrix import BSRMatrix
 
 __all__ = [
     "BSRMatrix",
@@ -67,12 +74,77 @@ __all__ = [
     "topk_pages",
 ]
 
+# Where each public name comes from that needs torch: a module, or "module:name".
+_PUBLIC = {
+    "BSRMatrix": ".sparse.matrix:BSRMatrix",
+    "BlockMask": ".masks.block_mask:BlockMask",
+    "KVCache": ".kv_cache.cache:KVCache",
+    "PageSummaries": ".kv_cache.selection:PageSummaries",
+    "PagedKVCache": ".kv_cache.paged:PagedKVCache",
+    "Rotary": ".kv_cache.slots:Rotary",
+    "attention": ".attention.api:attention",
+    "attention_decode": ".decode.api:attention_decode",
+    "attention_varlen": ".ragged.api:attention_varlen",
+    "check_decode_inputs": ".decode.api:check_decode_inputs",
+    "enable_torch_sparse": ".integrations.torch_sparse:enable_torch_sparse",
+    "explain": ".dispatch.dispatcher:explain",
+    "kv_append": ".kv_cache.append:kv_append",
+    "kv_cache_bytes": ".kv_cache.memory:kv_cache_bytes",
+    "kv_memory_table": ".kv_cache.memory:kv_memory_table",
+    "masks": ".masks.patterns",
+    "matmul": ".matmul.api:matmul",
+    "merge_states": ".attention.merge:merge_states",
+    "nn": ".nn",
+    "page_summaries": ".kv_cache.selection:page_summaries",
+    "patch_sdpa": ".integrations.torch_sdpa:patch_sdpa",
+    "prune": ".prune",
+    "scaled_dot_product_attention": ".attention.sdpa:scaled_dot_product_attention",
+    "sddmm": ".matmul.api:sddmm",
+    "topk_pages": ".kv_cache.selection:topk_pages",
+}
+# Imported only when they are asked for: torch.distributed.tensor takes longer to import than all
+# of this package, and jax may not be installed.
+_ON_REQUEST = ("distributed", "jax")
+
+
+class _Package(ModuleType):
+    """Keeps the names of functions from being rebound to the packages that they come from.
+
+    Importing `blackwell_sparsek.attention.inputs` makes Python bind `attention` here to the
+    package; users mean the function.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        shadowed = _PUBLIC.get(name, f".{name}") != f".{name}"
+        if shadowed and isinstance(value, ModuleType) and value.__name__ == f"{__name__}.{name}":
+            return
+        super().__setattr__(name, value)
+
+
+def _import_all() -> None:
+    """Import every public name that needs torch; operators are registered by this."""
+    found = {}
+    for public, source in _PUBLIC.items():
+        module, _, name = source.partition(":")
+        imported = importlib.import_module(module, __name__)
+        found[public] = getattr(imported, name) if name else imported
+    globals().update(found)
+
 
 def __getattr__(name: str) -> Any:
-    # torch.distributed.tensor takes longer to import than all of this package
-    if name == "distributed":
-        return importlib.import_module(".distributed", __name__)
+    if name in _ON_REQUEST:
+        return importlib.import_module(f".{name}", __name__)
+    if name in _PUBLIC:
+        _import_all()
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package
+if "torch" in sys.modules or _interrupts.ends_quietly():
+    _import_all()
 _interrupts.raise_again()

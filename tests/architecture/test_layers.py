@@ -30,6 +30,8 @@ MAY_IMPORT = {
     "prune": {"core", "sparse", "nn"},
     "nn": {"core", "launch", "sparse", "matmul"},
     "distributed": API,
+    # shares what needs no torch: see FOR_JAX
+    "jax": {"core", "masks"},
     "integrations": API | {"distributed"},
     # results are checked against the oracle
     # its fixed and random calls cover every public function
@@ -51,7 +53,11 @@ ALLOWED = {
     "matmul": KERNELS,
     "ragged": KERNELS,
     "testing": KERNELS | {"numpy"},
+    "jax": {"jax", "numpy"},
 }
+# Files that a program without torch imports; those of the package "jax" are among them.
+FOR_JAX = {"__init__.py", "core/errors.py", "core/interrupts.py", "core/messages.py"}
+FOR_JAX |= {"masks/band.py", "_version.py"}
 LAZY = {
     "core": {"triton"},
     "launch": {"triton"},
@@ -81,10 +87,16 @@ def wrong_imports(root):
                 other = rest[0] if rest and (root / rest[0]).is_dir() else ""
                 if other and other != layer and other not in MAY_IMPORT[layer]:
                     found.append(f"{where}: {layer or 'the package'} imports {other}")
+                elif layer == "jax" and other not in ("", "jax"):
+                    inner = file_of(target, root)
+                    if inner is None or inner.relative_to(root).as_posix() not in FOR_JAX:
+                        found.append(f"{where}: jax imports {target}, which is not in FOR_JAX")
             elif top not in STANDARD:
                 allowed = ALLOWED["everywhere"] | ALLOWED.get(layer, set())
                 allowed = allowed | (LAZY.get(layer, set()) if lazy else set())
                 allowed = allowed | HOSTED.get(name.as_posix(), set())
+                if layer == "jax" or name.as_posix() in FOR_JAX:
+                    allowed = allowed - {"torch"}
                 if top not in allowed:
                     found.append(f"{where}: {layer or 'the package'} imports {top}")
             if layer == "integrations" and [top, *rest][:2] == [PACKAGE, "integrations"]:
@@ -190,6 +202,11 @@ def test_imports_go_one_way():
         ("decode/a.py", "import numpy", "decode imports numpy"),
         ("integrations/a.py", "import transformers", "integrations imports transformers"),
         ("integrations/a.py", "from .b import x", "integrations import one another"),
+        ("jax/a.py", "import torch", "jax imports torch"),
+        ("masks/band.py", "import torch", "masks imports torch"),
+        ("jax/a.py", "from ..attention import a", "jax imports attention"),
+        ("jax/a.py", "from ..core.checks import x", "which is not in FOR_JAX"),
+        ("core/a.py", "import jax", "core imports jax"),
         ("surprise/a.py", "", "layer 'surprise' is not in MAY_IMPORT"),
     ],
 )

@@ -13,7 +13,7 @@ RULES = {
     "versions and capabilities": (
         r"__version__|\btorch\.version\b|get_device_capability|get_device_properties|version_info",
         False,
-        {"core/compat.py", "core/arch.py", "_version.py", "__init__.py"},
+        {"core/compat.py", "core/arch.py", "_version.py", "__init__.py", "jax/version.py"},
     ),
     "exponentials": (
         r"\.exp2?\(",

@@ -53,7 +53,7 @@ class TestCommands:
 
     def test_other_programs_keep_their_traceback(self, tmp_path):
         (tmp_path / "torch.py").write_text(SLOW)
-        _, errors = interrupted(tmp_path, "-c", "import blackwell_sparsek")
+        _, errors = interrupted(tmp_path, "-c", "from blackwell_sparsek import attention")
         assert "KeyboardInterrupt" in errors
 
 

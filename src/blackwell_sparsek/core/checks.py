@@ -8,11 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .errors import InvalidInput, InvalidType, Unsupported
-
-
-def message(op: str, arg: str, problem: str, expected: object, got: object) -> str:
-    """One error line in the grammar of this package."""
-    return f"{op}: {arg} {problem}; expected {expected}, got {got}"
+from .messages import message as message
 
 
 def check_tensor(op: str, arg: str, x: Any) -> None:

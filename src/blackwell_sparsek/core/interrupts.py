@@ -27,6 +27,11 @@ def end_quietly() -> None:
         _quiet = True
 
 
+def ends_quietly() -> bool:
+    """Whether SIGINT ends this process at once: a command is importing what it needs."""
+    return _quiet
+
+
 def raise_again() -> None:
     """Undo `end_quietly`: SIGINT raises KeyboardInterrupt."""
     global _quiet

@@ -7,8 +7,8 @@ arithmetic on the host; kernels compute the same ranges on the device.
 
 from typing import Any, Literal, NamedTuple
 
-from ..core.checks import message
 from ..core.errors import InvalidInput, InvalidType
+from ..core.messages import message
 
 UNBOUNDED = 2**30
 """An open side in operator schemas: farther than any key, yet safe to add in int32."""
