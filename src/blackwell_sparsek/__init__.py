@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .core import interrupts as _interrupts
 
 # isort: on
-from . import nn, prune
+from . import fp8, nn, prune
 from ._version import __version__
 from .attention.api import attention
 from .attention.merge import merge_states
@@ -52,6 +52,7 @@ __all__ = [
     "distributed",
     "enable_torch_sparse",
     "explain",
+    "fp8",
     "kv_append",
     "kv_cache_bytes",
     "kv_memory_table",

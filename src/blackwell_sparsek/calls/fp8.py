@@ -1,0 +1,161 @@
+"""Calls that round to fp8: what is rounded, what shares a scale, and what they return."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from ..core.arch import Arch, arch_of
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# The largest finite values.
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+# Scales do not fall below this, so that their reciprocals are finite.
+SMALLEST_SCALE = 2.0**-120
+# Rows of tokens by channels that share a scale; 0 is all of them. "tensor" shares one throughout.
+_GROUPS = {"tensor": (0, 0), "head": (0, 0), "channel": (0, 1), "1x128": (1, 128)}
+_GROUPS |= {"128x128": (128, 128)}
+SCALES = ("tensor", "head", "block", "channel", "1x128", "128x128")
+# Tokens of transposed results are padded to this many, because TMA takes strides of 16 bytes.
+TOKEN_PADDING = 16
+
+
+class Group(NamedTuple):
+    """Tokens and channels that share a scale; 0 is all of them."""
+
+    tokens: int
+    channels: int
+
+
+@dataclass(frozen=True)
+class QuantizeProblem:
+    """One call without its data."""
+
+    arch: Arch
+    dtype: torch.dtype
+    to: torch.dtype
+    scale: str
+    channels: int
+    elements: int
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizeCall:
+    """Values [..., S, D] to be rounded; see `bsk.fp8.quantize`."""
+
+    x: torch.Tensor
+    scale: str
+    dtype: torch.dtype
+    block: int
+    """Tokens that share a scale under "block"."""
+    smooth: bool
+    hadamard: bool
+    transposed: bool
+
+    @cached_property
+    def problem(self) -> QuantizeProblem:
+        """What the choice of an implementation depends on."""
+        x = self.x
+        arch = arch_of(x.device)
+        return QuantizeProblem(arch, x.dtype, self.dtype, self.scale, x.shape[-1], x.numel())
+
+    @property
+    def group(self) -> Group:
+        """What shares a scale within the last two dimensions."""
+        return group_of(self.scale, self.block)
+
+    def empty_data(self) -> torch.Tensor:
+        """The result's values; transposed, tokens are contiguous and padded in memory."""
+        x = self.x
+        if not self.transposed:
+            return x.new_empty(x.shape, dtype=self.dtype)
+        *outer, tokens, channels = x.shape
+        padded = -(-tokens // TOKEN_PADDING) * TOKEN_PADDING
+        return x.new_empty((*outer, channels, padded), dtype=self.dtype)[..., :tokens].mT
+
+    def empty_descale(self) -> torch.Tensor:
+        """The result's scales."""
+        shape = descale_shape(self.x.shape, self.scale, self.block)
+        return self.x.new_empty(shape, dtype=torch.float32)
+
+    def empty_mean(self) -> torch.Tensor:
+        """The means that are subtracted, fp32 [..., D]; no elements without smoothing."""
+        shape = (*self.x.shape[:-2], self.x.shape[-1]) if self.smooth else (0,)
+        return self.x.new_empty(shape, dtype=torch.float32)
+
+
+def group_of(scale: str, block: int) -> Group:
+    """What shares a scale within the last two dimensions."""
+    return Group(block, 0) if scale == "block" else Group(*_GROUPS[scale])
+
+
+def descale_shape(shape: torch.Size, scale: str, block: int) -> tuple[int, ...]:
+    """Shape of the scales of a tensor of this shape."""
+    if scale == "tensor":
+        return ()
+    *outer, tokens, channels = shape
+    group = group_of(scale, block)
+    kept = [-(-n // size) for n, size in zip((tokens, channels), group, strict=True) if size]
+    return (*outer, *kept)
+
+
+class Quantized(NamedTuple):
+    """Values in fp8 with their scales; `dequantize` gives back what they stand for."""
+
+    data: torch.Tensor
+    """fp8 [..., S, D]"""
+    descale: torch.Tensor
+    """fp32: what stored values are multiplied with. `[]` for one scale, [...] for one per head,
+    [..., blocks], [..., D], or [..., S or blocks, blocks of channels]."""
+    scale: str
+    """What shares a scale: an entry of `SCALES`."""
+    block: int
+    """Tokens that share a scale under "block"."""
+    mean: torch.Tensor | None
+    """fp32 [..., D]: what was subtracted from every token, None without smoothing."""
+    hadamard: bool
+    """Whether channels were rotated, after the mean was subtracted."""
+
+    def stored(self) -> torch.Tensor:
+        """`data * descale` in fp32: smoothed and rotated, if that was asked for."""
+        return self.data.float() * expanded_scales(
+            self.descale, self.data.shape, self.scale, self.block
+        )
+
+    def dequantize(self) -> torch.Tensor:
+        """The values that were rounded, in fp32, up to the rounding."""
+        x = self.stored()
+        if self.hadamard:
+            # the rotation is its own inverse
+            x = rotated(x)
+        return x if self.mean is None else x + self.mean.unsqueeze(-2)
+
+
+def expanded_scales(
+    descale: torch.Tensor, shape: torch.Size, scale: str, block: int
+) -> torch.Tensor:
+    """Scales that broadcast to a tensor of this shape."""
+    if scale == "tensor":
+        return descale
+    tokens, channels = shape[-2:]
+    group = group_of(scale, block)
+    if not group.channels:
+        descale = descale.unsqueeze(-1)
+    if not group.tokens:
+        descale = descale.unsqueeze(-2)
+    if group.channels > 1:
+        descale = descale.repeat_interleave(group.channels, -1)[..., :channels]
+    if group.tokens > 1:
+        descale = descale.repeat_interleave(group.tokens, -2)[..., :tokens, :]
+    return descale
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """fp32 rows times the Hadamard matrix of their length, a power of two, divided by its root."""
+    channels = x.shape[-1]
+    for _ in range(channels.bit_length() - 1):
+        # combines the lowest bit of the channel and moves it to the top: after all, each is back
+        even, odd = x.unflatten(-1, (channels // 2, 2)).unbind(-1)
+        x = torch.cat((even + odd, even - odd), -1)
+    return x * channels**-0.5

@@ -1,0 +1,6 @@
+"""fp8: rounding with scales, and attention computed in fp8."""
+
+from ..calls.fp8 import Quantized
+from .api import quantize
+
+__all__ = ["Quantized", "quantize"]
