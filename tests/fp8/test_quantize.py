@@ -55,7 +55,7 @@ def check(x, scale, impl, **options):
 
 @BOTH
 @EVERY_SCALE
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_rounds_to_nearest_with_the_scale_of_its_group(impl, scale, dtype, device):
     x = torch.randn(2, 150, 40, device=device)
     x[..., 7] *= 50
@@ -172,7 +172,9 @@ def test_strides(impl, kind, scale, device):
     x = torch.randn(2, 2, 37, 24, device=device)
     given = layouts.strided_like(x, kind)
     made = check(given, scale, impl, smooth=True)
-    assert made.data.is_contiguous()
+    # in the order of x, without gaps
+    order = (0, 2, 1, 3) if kind == "swapped" else (0, 1, 2, 3)
+    assert made.data.permute(order).is_contiguous()
 
 
 @EVERY_SCALE

@@ -1,12 +1,13 @@
-"""Calls that round to fp8: what is rounded, what shares a scale, and what they return."""
+"""Calls in fp8: rounding, with what shares a scale and what it returns, and attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.arch import Arch, arch_of
+from .attention import AttentionCall, AttnProblem, empty_lse, empty_out, tma_takes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The largest finite values.
@@ -19,6 +20,17 @@ _GROUPS |= {"128x128": (128, 128)}
 SCALES = ("tensor", "head", "block", "channel", "1x128", "128x128")
 # Tokens of transposed results are padded to this many, because TMA takes strides of 16 bytes.
 TOKEN_PADDING = 16
+
+
+# Whether the GPU tests have passed for kernels in fp8; until then `auto` passes them over.
+PROVEN_ON_GPU = False
+
+
+def unproven(problem: Any) -> str | None:
+    """Why `auto` passes over a kernel in fp8, or None."""
+    if problem.arch.interpreted:
+        return "would be interpreted: only runs when asked for"
+    return None if PROVEN_ON_GPU else "has not run on a GPU yet: only runs when asked for"
 
 
 class Group(NamedTuple):
@@ -69,7 +81,8 @@ class QuantizeCall:
         """The result's values; transposed, tokens are contiguous and padded in memory."""
         x = self.x
         if not self.transposed:
-            return x.new_empty(x.shape, dtype=self.dtype)
+            # in the order of x: attention lays its output out as the queries are
+            return torch.empty_like(x, dtype=self.dtype)
         *outer, tokens, channels = x.shape
         padded = -(-tokens // TOKEN_PADDING) * TOKEN_PADDING
         return x.new_empty((*outer, channels, padded), dtype=self.dtype)[..., :tokens].mT
@@ -159,3 +172,59 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
         even, odd = x.unflatten(-1, (channels // 2, 2)).unbind(-1)
         x = torch.cat((even + odd, even - odd), -1)
     return x * channels**-0.5
+
+
+# Attention.
+
+# Queries or keys that share a scale where scales have a third dimension.
+SCALE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Fp8AttnProblem(AttnProblem):
+    """One attention call in fp8, without its data."""
+
+    out_dtype: torch.dtype = torch.bfloat16
+    turned_values: bool = False
+    """Whether the tokens of a channel of v are contiguous."""
+
+
+@dataclass(eq=False)
+class Fp8AttentionCall:
+    """Attention over e4m3 queries, keys and values, checked.
+
+    Each stored value stands for itself times its scale; scales are None where they are 1.
+    """
+
+    given: AttentionCall
+    q_descale: torch.Tensor | None
+    """fp32 [B or 1, Hq or 1, blocks or 1], one for each SCALE_TOKENS queries."""
+    k_descale: torch.Tensor | None
+    """The same for keys."""
+    v_descale: torch.Tensor | None
+    """fp32 [B or 1, Hkv or 1, Dv or 1]"""
+    out_dtype: torch.dtype
+
+    @cached_property
+    def problem(self) -> Fp8AttnProblem:
+        """What the choice of an implementation and of its tiles depends on."""
+        q, k, v, spec = self.given.q, self.given.k, self.given.v, self.given.spec
+        problem = Fp8AttnProblem.of(q, k, v, spec)
+        assert isinstance(problem, Fp8AttnProblem)
+        turned = is_turned(v)
+        return replace(
+            problem,
+            out_dtype=self.out_dtype,
+            turned_values=turned,
+            tma=tma_takes(q) and tma_takes(k) and tma_takes(v.mT if turned else v),
+        )
+
+    def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and lse to be filled."""
+        q = self.given.q
+        return empty_out(q, self.given.v.shape[-1], self.out_dtype), empty_lse(q)
+
+
+def is_turned(v: torch.Tensor) -> bool:
+    """Whether the tokens of a channel of values [B, H, S, D] are contiguous in memory."""
+    return v.dim() == 4 and v.stride(-1) != 1 and v.stride(-2) == 1

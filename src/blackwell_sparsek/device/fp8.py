@@ -150,3 +150,13 @@ def turned_back(x):
     M: tl.constexpr = x.shape[1]
     x = tl.permute(tl.reshape(x, (2, D // 32, 2, 8, M)), (1, 3, 0, 2, 4))
     return tl.reshape(x, (D, M))
+
+
+@triton.jit
+def e4m3_operand(bits, CONVERTS_FP8: tl.constexpr):
+    """e4m3 given as uint8, as fp16; exact. CONVERTS_FP8: by the instruction of sm_89 and newer."""
+    if CONVERTS_FP8:
+        value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        value = e4m3_values(bits).to(tl.float16)
+    return value

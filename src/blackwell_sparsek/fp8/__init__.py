@@ -2,5 +2,6 @@
 
 from ..calls.fp8 import Quantized
 from .api import quantize
+from .attend import attention
 
-__all__ = ["Quantized", "quantize"]
+__all__ = ["Quantized", "attention", "quantize"]

@@ -16,9 +16,9 @@ from ..core.checks import (
 from ..core.errors import InvalidInput, InvalidType
 from .op import fp8_quantize
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _BLOCKS = (16, 32, 64, 128, 256)
-_WIDEST_ROTATION = 256
+WIDEST_ROTATION = 256
 # Scales of operands of products, which cut through the channels that a rotation mixes.
 _FOR_PRODUCTS = ("1x128", "128x128")
 
@@ -91,8 +91,8 @@ def quantize(
         if not isinstance(value, bool):
             raise InvalidType(message(op, arg, "is not a bool", "bool", type(value).__name__))
     channels = x.shape[-1]
-    if hadamard and (channels & (channels - 1) or not 1 <= channels <= _WIDEST_ROTATION):
-        expected = f"a power of two up to {_WIDEST_ROTATION} channels"
+    if hadamard and (channels & (channels - 1) or not 1 <= channels <= WIDEST_ROTATION):
+        expected = f"a power of two up to {WIDEST_ROTATION} channels"
         raise InvalidInput(message(op, "hadamard", "does not exist for x", expected, channels))
     if hadamard and scale in _FOR_PRODUCTS:
         expected = "scale tensor, head, block or channel"
@@ -104,7 +104,7 @@ def quantize(
 def _check_values(op: str, x: Any) -> None:
     check_tensor(op, "x", x)
     check_derivatives(op, "x", x)
-    check_dtype(op, "x", x, _DTYPES)
+    check_dtype(op, "x", x, DTYPES)
     if not 2 <= x.dim() <= 4:
         expected = "[S, D], [H, S, D] or [B, H, S, D]"
         raise InvalidInput(message(op, "x", "has a wrong rank", expected, list(x.shape)))

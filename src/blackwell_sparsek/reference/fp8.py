@@ -2,6 +2,9 @@
 
 import torch
 
+from ..calls.fp8 import Fp8AttentionCall
+from .attention import attention
+
 _GROUPS = {"head": (None, None), "channel": (None, 1), "1x128": (1, 128), "128x128": (128, 128)}
 
 
@@ -37,5 +40,40 @@ def hadamard(channels: int) -> torch.Tensor:
     """The Hadamard matrix of this power of two over its root, fp64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < channels:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double(), matrix)
-    return matrix / channels**0.5
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix.div(channels**0.5)
+
+
+def forward(call: Fp8AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of attention over what the stored values stand for, in fp64."""
+    given, spec = call.given, call.given.spec
+    given.check_lengths()
+    scales = (call.q_descale, call.k_descale, call.v_descale)
+    tensors = (given.q, given.k, given.v)
+    ends = (spec.cu_seqlens_q, spec.cu_seqlens_k, spec.cu_seqlens_k)
+    q, k, v = (
+        _meant(x, scale, end, by_channel=x is given.v)
+        for x, scale, end in zip(tensors, scales, ends, strict=True)
+    )
+    exact, lse = attention(q, k, v, spec)
+    out, _ = call.empty_results()
+    return out.copy_(exact), lse.float()
+
+
+def _meant(
+    x: torch.Tensor, scale: torch.Tensor | None, ends: torch.Tensor | None, by_channel: bool
+) -> torch.Tensor:
+    """fp64 [B, H, S, D] or [T, H, D]: the scale of a token is found by its place."""
+    exact = x.double()
+    if scale is None:
+        return exact
+    tokens = x.shape[0] if ends is not None else x.shape[2]
+    each = torch.arange(tokens, device=x.device)
+    every = scale.double().expand(-1, x.shape[1], -1)
+    if ends is not None:
+        sequence = (each[:, None] >= ends[None, 1:]).sum(1)
+        return exact * every.expand(len(ends) - 1, -1, -1)[sequence]
+    if by_channel:
+        return exact * every[:, :, None, :]
+    block = each // 128 if scale.shape[2] > 1 else each * 0
+    return exact * every[:, :, block, None]

@@ -1,10 +1,14 @@
-"""Compile cases of the kernels that round to fp8."""
+"""Compile cases of the kernels in fp8: rounding, attention."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from ...calls.fp8 import E4M3, E5M2, QuantizeCall
+from ...attention.triton.forward_fp8 import launch_attn_fwd_fp8
+from ...attention.triton.tuning import attn_fwd_fp8_config
+from ...calls.attention import AttentionCall, AttnSpec
+from ...calls.fp8 import E4M3, E5M2, Fp8AttentionCall, QuantizeCall
 from ...fp8.triton import (
     MIN_SM_CONVERTS_FP8,
     _amax_kernel,
@@ -12,7 +16,9 @@ from ...fp8.triton import (
     launch_quantize,
     launch_sums,
 )
-from ..captured_launches import launched_case, meta
+from ...masks.band import Band
+from ...masks.block_mask import BlockMask
+from ..captured_launches import captured_launches, launched_case, meta
 from ..compile_cases import ALL_ARCHS, CompileCase, compile_cases
 
 _CONVERTING = tuple(sm for sm in ALL_ARCHS if sm >= MIN_SM_CONVERTS_FP8)
@@ -57,3 +63,54 @@ def quantize_cases() -> Iterator[CompileCase]:
     yield quantize_case("128x128-converted", _call("128x128", 4096), converts=True)
     sums = meta(16, 2, 128, dtype=torch.float32)
     yield launched_case("fp8_sums/d128", launch_sums, keys, sums)
+
+
+def attention_call(
+    dim: int, *, mask: tuple[int, int] | None = None, turned: bool = True, everything: bool = False
+) -> Fp8AttentionCall:
+    """A call over 1000 tokens with scales by block and channel; `everything` adds all options."""
+    length, heads = 1000, 8
+    q, k, v = (meta(2, n, length, dim, dtype=E4M3) for n in (2 * heads, heads, heads))
+    if turned:
+        v = meta(2, heads, dim, 1008, dtype=E4M3)[..., :length].mT
+    block_mask = None
+    if mask is not None:
+        keep = torch.ones(1, 1, -(-length // mask[0]), -(-length // mask[1]), dtype=torch.bool)
+        block_mask = BlockMask.from_dense(keep, mask, seq_lengths=length).to("meta")
+    spec = AttnSpec(0.1, max_q=length, max_k=length, block_mask=block_mask)
+    if everything:
+        sinks = meta(2 * heads, dtype=torch.float32)
+        spec = spec._replace(band=Band(None, 0), softcap=30.0, sinks=sinks)
+    scales = (
+        meta(2, 2 * heads, 8, dtype=torch.float32),
+        meta(2, heads, 8, dtype=torch.float32),
+        meta(2, heads, dim, dtype=torch.float32),
+    )
+    return Fp8AttentionCall(AttentionCall(q, k, v, spec), *scales, torch.bfloat16)
+
+
+def portable_case(name: str, sm: int, dim: int, **options: Any) -> CompileCase:
+    """A launch of the portable forward as on `sm`."""
+    call = attention_call(dim, **options)
+    with captured_launches(sm):
+        config = attn_fwd_fp8_config(call.problem)
+    out, lse = call.empty_results()
+    return launched_case(
+        f"attn_fwd_fp8/{name}-d{dim}-sm{sm}",
+        launch_attn_fwd_fp8,
+        *(call, out, lse, config),
+        sm=sm,
+        converts_fp8=sm >= MIN_SM_CONVERTS_FP8,
+        archs=(sm,),
+    )
+
+
+@compile_cases
+def portable_cases() -> Iterator[CompileCase]:
+    """The portable forward, with the tiles of each architecture."""
+    for sm in ALL_ARCHS:
+        yield portable_case("dense", sm, 128)
+        yield portable_case("values-in-rows", sm, 64, turned=False)
+        yield portable_case("all-options", sm, 128, everything=True)
+        yield portable_case("mask", sm, 128, mask=(128, 128))
+        yield portable_case("dense", sm, 256)
