@@ -9,14 +9,21 @@ from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, only_asked
 from ..dispatch.operators import define_op
 from .op import OPTIONS_SCHEMA, ForwardArguments, call_of, operator_options
-from .triton.tuning import why_not_fp8
+from .sm90 import tuning as sm90
+from .triton import tuning as triton
 
 Tensors = tuple[torch.Tensor, ...]
 
 fp8_dispatch = Dispatcher("attn_fwd_fp8")
 fp8_dispatch.register(
+    "sm90",
+    sm90.why_not_fp8,
+    "blackwell_sparsek.attention.sm90.launch_fp8:forward",
+    auto_passes=unproven,
+)
+fp8_dispatch.register(
     "triton",
-    why_not_fp8,
+    triton.why_not_fp8,
     "blackwell_sparsek.attention.triton.forward_fp8:forward",
     auto_passes=unproven,
 )

@@ -18,7 +18,7 @@ from .op import fp8_quantize
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _BLOCKS = (16, 32, 64, 128, 256)
-WIDEST_ROTATION = 256
+_WIDEST_ROTATION = 256
 # Scales of operands of products, which cut through the channels that a rotation mixes.
 _FOR_PRODUCTS = ("1x128", "128x128")
 
@@ -91,8 +91,8 @@ def quantize(
         if not isinstance(value, bool):
             raise InvalidType(message(op, arg, "is not a bool", "bool", type(value).__name__))
     channels = x.shape[-1]
-    if hadamard and (channels & (channels - 1) or not 1 <= channels <= WIDEST_ROTATION):
-        expected = f"a power of two up to {WIDEST_ROTATION} channels"
+    if hadamard and (channels & (channels - 1) or not 1 <= channels <= _WIDEST_ROTATION):
+        expected = f"a power of two up to {_WIDEST_ROTATION} channels"
         raise InvalidInput(message(op, "hadamard", "does not exist for x", expected, channels))
     if hadamard and scale in _FOR_PRODUCTS:
         expected = "scale tensor, head, block or channel"

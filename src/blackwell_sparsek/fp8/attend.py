@@ -10,7 +10,7 @@ from ..core.checks import check_choice, check_derivatives, check_dtype, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..masks.block_mask import BlockMask
-from .api import DTYPES, WIDEST_ROTATION, quantize
+from .api import DTYPES, quantize
 
 _OP = "fp8.attention"
 
@@ -27,7 +27,7 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     smooth_k: bool | None = None,
-    hadamard: bool | None = None,
+    hadamard: bool = False,
     return_lse: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -44,9 +44,10 @@ def attention(
     smooth_k : bool, optional
         Subtract the mean over the tokens from the keys before rounding, which softmax takes out
         again; not so with softcap or sinks, where it is refused. By default wherever it is exact.
-    hadamard : bool, optional
+    hadamard : bool
         Rotate queries and keys before rounding, which spreads outliers over all channels. D must be
-        a power of two; by default wherever it is.
+        a power of two up to 256. This helps where outliers are scattered, and harms where a few
+        channels are large throughout: docs/numerics.md has figures.
     return_lse : bool
         Also return the log-sum-exp of the scores; no gradient flows through it.
     impl : str
@@ -61,10 +62,11 @@ def attention(
     Examples
     --------
     >>> import torch
+    >>> import blackwell_sparsek as bsk
     >>> q = torch.randn(1, 8, 100, 64)
     >>> k = v = torch.randn(1, 2, 100, 64)
     >>> exact = bsk.attention(q, k, v, causal=True)
-    >>> float((attention(q, k, v, causal=True) - exact).norm() / exact.norm()) < 0.05
+    >>> float((bsk.fp8.attention(q, k, v, causal=True) - exact).norm() / exact.norm()) < 0.05
     True
     """
     check_qkv(_OP, q, k, v, DENSE)
@@ -75,11 +77,8 @@ def attention(
     options = {"causal": causal, "window": window, "block_mask": block_mask, "scale": scale}
     options["softcap"] = softcap
     exact = softcap is None and sinks is None
-    smooth = _chosen("smooth_k", smooth_k, exact, "None or False with softcap and sinks")
-    dim = q.shape[-1]
-    rotates = dim & (dim - 1) == 0 and dim <= WIDEST_ROTATION
-    expected = f"None or False unless D is a power of two up to {WIDEST_ROTATION}"
-    choice = (smooth, _chosen("hadamard", hadamard, rotates, expected), impl)
+    smooth = _smoothed(smooth_k, exact)
+    choice = (smooth, hadamard, impl)
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         apply: Any = _Attention.apply
@@ -89,14 +88,16 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _chosen(arg: str, asked: Any, possible: bool, expected: str) -> bool:
-    """What was asked for, or what is possible; asking for more is refused."""
+def _smoothed(asked: Any, exact: bool) -> bool:
+    """What was asked for, or whether it is exact; asking for it where it is not is refused."""
     if asked is None:
-        return possible
+        return exact
     if not isinstance(asked, bool):
-        raise InvalidType(message(_OP, arg, "is not a bool", "bool or None", type(asked).__name__))
-    if asked and not possible:
-        raise InvalidInput(message(_OP, arg, "would change the result", expected, asked))
+        got = type(asked).__name__
+        raise InvalidType(message(_OP, "smooth_k", "is not a bool", "bool or None", got))
+    if asked and not exact:
+        expected = "None or False with softcap and sinks"
+        raise InvalidInput(message(_OP, "smooth_k", "would change the result", expected, asked))
     return asked
 
 

@@ -46,5 +46,7 @@ def _scales(call: QuantizeCall, x: torch.Tensor) -> torch.Tensor:
         *outer, tokens, channels = magnitude.shape
         split = (*outer, tokens // by_token, by_token, channels // by_channel, by_channel)
         largest = magnitude.view(split).amax((-3, -1)).view(shape)
-    scales = (largest / LARGEST[call.dtype]).clamp_min(SMALLEST_SCALE)
+    # by a tensor: dividing by a number, torch multiplies by its reciprocal on a GPU
+    limit = torch.full_like(largest, LARGEST[call.dtype])
+    scales = (largest / limit).clamp_min(SMALLEST_SCALE)
     return torch.where(largest == 0, 1.0, scales)

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..calls.fp8 import E5M2, LARGEST, SMALLEST_SCALE, Group, QuantizeCall
-from ..device.fp8 import e4m3_bits, e5m2_bits
+from ..calls.fp8 import E5M2, SMALLEST_SCALE, Group, QuantizeCall
+from ..device.fp8 import E4M3_MAX, E5M2_MAX, e4m3_bits, e5m2_bits
 from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
 
@@ -55,6 +55,7 @@ def rotate(x, STEPS: tl.constexpr):
 
 @triton.jit
 def _is_finite(x):
+    """Neither infinite nor NaN."""
     return tl.abs(x) < float("inf")
 
 
@@ -70,6 +71,7 @@ def _place(sizes, TILE_S: tl.constexpr, TILE_D: tl.constexpr):
 
 @triton.jit
 def _head_offset(n, sizes, strides):
+    """Offset of a (batch, head)."""
     batch = (n // sizes.heads).to(tl.int64)
     return batch * strides.batch + (n % sizes.heads).to(tl.int64) * strides.head
 
@@ -91,50 +93,48 @@ def _load(x_ptr, mean_ptr, n, rows, columns, sizes, strides, STEPS: tl.constexpr
 
 
 @triton.jit
-def _amax(x, GROUP_S: tl.constexpr, GROUP_D: tl.constexpr):
+def _amax(x, GROUP_SIZE_S: tl.constexpr, GROUP_SIZE_D: tl.constexpr):
     """The largest finite magnitude of each group: [1, 1], one per row or one per column."""
     magnitude = tl.where(_is_finite(x), tl.abs(x), 0.0)
-    if GROUP_D == 1:
+    if GROUP_SIZE_D == 1:
         top = tl.max(magnitude, 0, keep_dims=True)
     else:
         top = tl.max(magnitude, 1, keep_dims=True)
-        if GROUP_S != 1:
+        if GROUP_SIZE_S != 1:
             top = tl.max(top, 0, keep_dims=True)
     return top
 
 
 @triton.jit
 def _group_places(
-    n, s_start, d_start, sizes, WHOLE: tl.constexpr, GROUP_S: tl.constexpr, GROUP_D: tl.constexpr,
+    n, s_start, d_start, sizes, GROUP_SIZE_S: tl.constexpr, GROUP_SIZE_D: tl.constexpr,
     TILE_S: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Indices of the groups of a tile, shaped as `_amax` does, and which of them exist."""
-    HEIGHT: tl.constexpr = TILE_S if GROUP_S == 1 else 1
-    WIDTH: tl.constexpr = TILE_D if GROUP_D == 1 else 1
+    HEIGHT: tl.constexpr = TILE_S if GROUP_SIZE_S == 1 else 1
+    WIDTH: tl.constexpr = TILE_D if GROUP_SIZE_D == 1 else 1
     rows = s_start + tl.arange(0, HEIGHT)
     columns = d_start + tl.arange(0, WIDTH)
     live = (rows < sizes.tokens)[:, None] & (columns < sizes.channels)[None, :]
     at = tl.zeros([HEIGHT, WIDTH], tl.int64)
-    if not WHOLE:
+    if GROUP_SIZE_S >= 0:
         at += n
-        if GROUP_S > 0:
-            at = at * tl.cdiv(sizes.tokens, GROUP_S) + (rows // GROUP_S)[:, None]
-        if GROUP_D > 0:
-            at = at * tl.cdiv(sizes.channels, GROUP_D) + (columns // GROUP_D)[None, :]
+        if GROUP_SIZE_S > 0:
+            at = at * tl.cdiv(sizes.tokens, GROUP_SIZE_S) + (rows // GROUP_SIZE_S)[:, None]
+        if GROUP_SIZE_D > 0:
+            at = at * tl.cdiv(sizes.channels, GROUP_SIZE_D) + (columns // GROUP_SIZE_D)[None, :]
     return at, live
 
 
 @triton.jit
-def _is_first(
-    n, s_start, d_start, WHOLE: tl.constexpr, GROUP_S: tl.constexpr, GROUP_D: tl.constexpr
-):
+def _is_first(n, s_start, d_start, GROUP_SIZE_S: tl.constexpr, GROUP_SIZE_D: tl.constexpr):
     """Whether a tile is the first of its groups."""
     first = s_start == 0
-    if GROUP_S > 0:
-        first = s_start % GROUP_S == 0
-    if GROUP_D == 0:
+    if GROUP_SIZE_S > 0:
+        first = s_start % GROUP_SIZE_S == 0
+    if GROUP_SIZE_D == 0:
         first = first & (d_start == 0)
-    if WHOLE:
+    if GROUP_SIZE_S < 0:
         first = first & (n == 0)
     return first
 
@@ -160,7 +160,7 @@ def _sums_kernel(
 @triton.jit(do_not_specialize=["heads", "tokens"])
 def _amax_kernel(
     amax_ptr, x_ptr, mean_ptr, strides, heads, tokens, channels,
-    WHOLE: tl.constexpr, GROUP_S: tl.constexpr, GROUP_D: tl.constexpr, STEPS: tl.constexpr,
+    GROUP_SIZE_S: tl.constexpr, GROUP_SIZE_D: tl.constexpr, STEPS: tl.constexpr,
     TILE_S: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Maxima of all groups, as bits of fp32: for what is not negative they have the same order."""
@@ -168,8 +168,8 @@ def _amax_kernel(
     n, s_start, d_start = _place(sizes, TILE_S, TILE_D)
     rows, columns = s_start + tl.arange(0, TILE_S), d_start + tl.arange(0, TILE_D)
     x = _load(x_ptr, mean_ptr, n, rows, columns, sizes, strides, STEPS)
-    top = _amax(x, GROUP_S, GROUP_D)
-    at, live = _group_places(n, s_start, d_start, sizes, WHOLE, GROUP_S, GROUP_D, TILE_S, TILE_D)
+    top = _amax(x, GROUP_SIZE_S, GROUP_SIZE_D)
+    at, live = _group_places(n, s_start, d_start, sizes, GROUP_SIZE_S, GROUP_SIZE_D, TILE_S, TILE_D)
     tl.atomic_max(amax_ptr + at, top.to(tl.int32, bitcast=True), mask=live, sem="relaxed")
 
 
@@ -177,8 +177,8 @@ def _amax_kernel(
 def _quantize_kernel(
     data_ptr, descale_ptr, x_ptr, mean_ptr, amax_ptr, strides, data_strides,
     heads, tokens, channels,
-    LIMIT: tl.constexpr, WHOLE: tl.constexpr, GROUP_S: tl.constexpr, GROUP_D: tl.constexpr,
-    STEPS: tl.constexpr, TRANSPOSED: tl.constexpr, E5M2: tl.constexpr, CONVERTS_FP8: tl.constexpr,
+    GROUP_SIZE_S: tl.constexpr, GROUP_SIZE_D: tl.constexpr,
+    STEPS: tl.constexpr, TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr,
     TILE_S: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Round one tile; without `amax_ptr` it holds whole groups."""
@@ -186,21 +186,22 @@ def _quantize_kernel(
     n, s_start, d_start = _place(sizes, TILE_S, TILE_D)
     rows, columns = s_start + tl.arange(0, TILE_S), d_start + tl.arange(0, TILE_D)
     x = _load(x_ptr, mean_ptr, n, rows, columns, sizes, strides, STEPS)
-    at, live = _group_places(n, s_start, d_start, sizes, WHOLE, GROUP_S, GROUP_D, TILE_S, TILE_D)
+    at, live = _group_places(n, s_start, d_start, sizes, GROUP_SIZE_S, GROUP_SIZE_D, TILE_S, TILE_D)
     if amax_ptr is None:
-        top = _amax(x, GROUP_S, GROUP_D)
+        top = _amax(x, GROUP_SIZE_S, GROUP_SIZE_D)
     else:
         top = tl.load(amax_ptr + at, mask=live, other=0).to(tl.float32, bitcast=True)
         # all tiles of a group find the same scale; the first of them stores it
-        live = live & _is_first(n, s_start, d_start, WHOLE, GROUP_S, GROUP_D)
+        live = live & _is_first(n, s_start, d_start, GROUP_SIZE_S, GROUP_SIZE_D)
+    LIMIT: tl.constexpr = E5M2_MAX if FORMAT == "e5m2" else E4M3_MAX
     scale = tl.math.div_rn(top, tl.full(top.shape, LIMIT, tl.float32))
     scale = tl.where(top == 0.0, 1.0, tl.maximum(scale, _SMALLEST))
     tl.store(descale_ptr + at, scale, mask=live)
 
     x = x * tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    if E5M2:
+    if FORMAT == "e5m2":
         bits = e5m2_bits(x)
-    elif CONVERTS_FP8:
+    elif FORMAT == "e4m3 converted":
         bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = e4m3_bits(x)
@@ -292,7 +293,8 @@ def launch_quantize(
     warps = 8 if tile.tokens * tile.channels > 8192 else 4
     sizes = (heads, tokens, channels)
     steps = channels.bit_length() - 1 if call.hadamard else 0
-    groups = (call.scale == "tensor", *group)
+    # -1: all tokens of all heads
+    groups = (-1, 0) if call.scale == "tensor" else group
     amax = None
     if not tile.local:
         amax = torch.zeros(descale.shape, dtype=torch.int32, device=x.device)
@@ -300,7 +302,9 @@ def launch_quantize(
         args = (amax, x, mean, _strides(x), *sizes, *groups, steps, *tiles)
         launch(_amax_kernel, programs, args, num_warps=warps)
     stored = _as_4d((data.mT if call.transposed else data).view(torch.uint8))
-    e5m2 = call.dtype == E5M2
+    precision = "e4m3 converted" if converts_fp8 else "e4m3"
+    if call.dtype == E5M2:
+        precision = "e5m2"
     args = (
         stored,
         descale,
@@ -310,12 +314,10 @@ def launch_quantize(
         _strides(x),
         _strides(stored),
         *sizes,
-        LARGEST[call.dtype],
         *groups,
         steps,
         call.transposed,
-        e5m2,
-        converts_fp8 and not e5m2,
+        precision,
         tile.tokens,
         tile.channels,
     )

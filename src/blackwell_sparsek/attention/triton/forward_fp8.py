@@ -29,10 +29,8 @@ from ...device.visits import num_full_blocks, num_masked_blocks, num_tiles
 from ...launch.launcher import cdiv, launch, on_device_of
 from ..operands import AttnStrides, kernel_operands, token_strides
 from .forward import State
-from .tuning import AttnFwdConfig, attn_fwd_fp8_config
+from .tuning import MIN_SM_CONVERTS_FP8, AttnFwdConfig, attn_fwd_fp8_config
 
-# From here on GPUs have an instruction that converts e4m3.
-MIN_SM_CONVERTS_FP8 = 89
 _SCALE_TOKENS = tl.constexpr(SCALE_TOKENS)
 
 

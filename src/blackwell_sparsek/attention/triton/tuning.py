@@ -19,6 +19,8 @@ from ...dispatch.machine import why_not_portable
 from ...dispatch.tuned import tuned_tile
 
 PRECISIONS = ("ieee", "tf32")
+# From here on GPUs have an instruction that converts e4m3.
+MIN_SM_CONVERTS_FP8 = 89
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,13 @@ class _Tile(NamedTuple):
 
 def attn_fwd_fp8_config(problem: Fp8AttnProblem) -> AttnFwdConfig:
     """Tiles of the forward kernel for fp8, whose products have fp16 operands."""
-    return attn_fwd_config(replace(problem, dtype=torch.float16), "ieee")
+    config = attn_fwd_config(replace(problem, dtype=torch.float16), "ieee")
+    dim = max(problem.head_dim, problem.head_dim_v)
+    # where integer arithmetic converts, 128 rows spill 200 to 650 bytes
+    if problem.arch.sm < MIN_SM_CONVERTS_FP8 and dim > 64:
+        config = replace(config, tile_m=min(config.tile_m, 64))
+    # 64 keys spill 324 bytes
+    return replace(config, tile_n=min(config.tile_n, 32)) if dim > 128 else config
 
 
 def attn_fwd_config(problem: AttnProblem, precision: str) -> AttnFwdConfig:

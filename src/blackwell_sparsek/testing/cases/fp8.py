@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ...attention.sm90.launch_fp8 import attn_fwd_fp8_sm90_config, launch_attn_fwd_fp8_sm90
 from ...attention.triton.forward_fp8 import launch_attn_fwd_fp8
 from ...attention.triton.tuning import attn_fwd_fp8_config
 from ...calls.attention import AttentionCall, AttnSpec
@@ -87,6 +88,36 @@ def attention_call(
         meta(2, heads, dim, dtype=torch.float32),
     )
     return Fp8AttentionCall(AttentionCall(q, k, v, spec), *scales, torch.bfloat16)
+
+
+def hopper_case(
+    name: str, dim: int, *, k_blocks: bool = True, spills: int = 0, **options: Any
+) -> CompileCase:
+    """A launch of the Hopper forward; `spills` is what is accepted, with Triton 3.6."""
+    call = attention_call(dim, **options)
+    with captured_launches():
+        config = attn_fwd_fp8_sm90_config(call.problem, k_blocks)
+    order = None if config.SCHEDULER_WARP is False else meta(256, dtype=torch.int32)
+    return launched_case(
+        f"attn_fwd_fp8_sm90/{name}-d{dim}",
+        launch_attn_fwd_fp8_sm90,
+        *(call, *call.empty_results(), order, 2, config),
+        expect={"wgmma": 8},
+        max_spill_bytes=spills,
+        archs=(90,),
+    )
+
+
+@compile_cases
+def hopper_cases() -> Iterator[CompileCase]:
+    """The Hopper forward: products of e4m3, masks, all options, wide heads."""
+    yield hopper_case("dense", 128, spills=592)
+    yield hopper_case("head-scales", 128, k_blocks=False, spills=1508)
+    yield hopper_case("mask", 128, mask=(128, 128), spills=4092)
+    yield hopper_case("mask-rows-of-64", 128, mask=(64, 64), spills=600)
+    yield hopper_case("all-options", 128, everything=True, spills=536)
+    yield hopper_case("dense", 64)
+    yield hopper_case("dense", 256, spills=10232)
 
 
 def portable_case(name: str, sm: int, dim: int, **options: Any) -> CompileCase:
