@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..calls.fp8 import Quantized
 from ..fp8 import quantize
 
 BEGIN, END = "<!-- fp8 accuracy: begin -->", "<!-- fp8 accuracy: end -->"
@@ -113,21 +112,18 @@ SCHEMES = {
 
 def error(inputs: Inputs, scheme: Scheme) -> float:
     """Norm of the error of the output over the norm of the exact output, causal."""
-    exact = _attend(*(x.double() for x in inputs), weights=None)
+    q, k, v = (x.double() for x in inputs)
+    exact = _attend(q, k, v, None)
     if scheme.rows is None:
-        made = _attend(*(x.double() for x in inputs), weights=torch.bfloat16)
-        made = made.bfloat16()
+        made = _attend(q, k, v, torch.bfloat16)
     else:
-        q = quantize(inputs.q, scheme.rows, hadamard=scheme.hadamard)
-        k = quantize(inputs.k, scheme.rows, smooth=scheme.smooth, hadamard=scheme.hadamard)
-        v = quantize(inputs.v, scheme.values)
-        made = _attend(*map(_stored, (q, k, v)), weights=torch.float8_e4m3fn).bfloat16()
+        # smoothed keys are not shifted back: softmax does that
+        q = quantize(inputs.q, scheme.rows, hadamard=scheme.hadamard).stored()
+        k = quantize(inputs.k, scheme.rows, smooth=scheme.smooth, hadamard=scheme.hadamard).stored()
+        v = quantize(inputs.v, scheme.values).stored()
+        made = _attend(q.double(), k.double(), v.double(), torch.float8_e4m3fn)
+    made = made.bfloat16()
     return float((made.double() - exact).norm() / exact.norm())
-
-
-def _stored(x: Quantized) -> torch.Tensor:
-    """Smoothed keys are not shifted back: softmax does that."""
-    return x.stored().double()
 
 
 def _attend(
