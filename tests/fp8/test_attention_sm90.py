@@ -1,6 +1,7 @@
 """The Hopper forward in fp8: what it refuses, where its barriers lie, and results on a GPU."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -43,7 +44,7 @@ def test_the_barriers_lie_where_the_warps_look_for_them(options):
     expected, shared = json.loads(head)
     assert misplaced_barriers(ptx, [tuple(barrier) for barrier in expected]) == []
     assert shared <= 228 * 1024
-    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in ptx or options["dim"] == 256
+    assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(64|128)k32\.f32\.e4m3\.e4m3", ptx)
 
 
 def problem(**changes):

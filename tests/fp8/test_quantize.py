@@ -225,6 +225,13 @@ def test_compiles_without_a_break():
         assert torch.equal(got, expected) and got.stride() == expected.stride()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_operator(transposed):
+    args = (torch.randn(2, 40, 16), "channel", E4M3, 128, True, False, transposed, "eager")
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.bsk.fp8_quantize.default, args, test_utils=checks)
+
+
 def test_explain_names_the_implementations():
     chosen = bsk.explain(bsk.fp8.quantize, torch.randn(2, 8))
     assert chosen.chosen == "eager" and "triton" in chosen.reasons
