@@ -120,8 +120,8 @@ def hopper_cases() -> Iterator[CompileCase]:
     yield hopper_case("dense", 256, spills=10232)
 
 
-def portable_case(name: str, sm: int, dim: int, **options: Any) -> CompileCase:
-    """A launch of the portable forward as on `sm`."""
+def portable_case(name: str, sm: int, dim: int, *, spills: int = 0, **options: Any) -> CompileCase:
+    """A launch of the portable forward as on `sm`; `spills` is what is accepted."""
     call = attention_call(dim, **options)
     with captured_launches(sm):
         config = attn_fwd_fp8_config(call.problem)
@@ -132,6 +132,7 @@ def portable_case(name: str, sm: int, dim: int, **options: Any) -> CompileCase:
         *(call, out, lse, config),
         sm=sm,
         converts_fp8=sm >= MIN_SM_CONVERTS_FP8,
+        max_spill_bytes=spills,
         archs=(sm,),
     )
 
@@ -144,4 +145,4 @@ def portable_cases() -> Iterator[CompileCase]:
         yield portable_case("values-in-rows", sm, 64, turned=False)
         yield portable_case("all-options", sm, 128, everything=True)
         yield portable_case("mask", sm, 128, mask=(128, 128))
-        yield portable_case("dense", sm, 256)
+        yield portable_case("dense", sm, 256, spills=44 if sm == 90 else 0)
