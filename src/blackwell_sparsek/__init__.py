@@ -19,7 +19,7 @@ from .core.errors import BskError, InvalidInput, InvalidType, OutOfPages, Unsupp
 
 if TYPE_CHECKING:
     from . import distributed as distributed
-    from . import nn, prune
+    from . import fp8, nn, prune
     from .attention.api import attention
     from .attention.merge import merge_states
     from .attention.sdpa import scaled_dot_product_attention
@@ -59,6 +59,7 @@ __all__ = [
     "distributed",
     "enable_torch_sparse",
     "explain",
+    "fp8",
     "kv_append",
     "kv_cache_bytes",
     "kv_memory_table",
@@ -88,6 +89,7 @@ _PUBLIC = {
     "check_decode_inputs": ".decode.api:check_decode_inputs",
     "enable_torch_sparse": ".integrations.torch_sparse:enable_torch_sparse",
     "explain": ".dispatch.dispatcher:explain",
+    "fp8": ".fp8",
     "kv_append": ".kv_cache.append:kv_append",
     "kv_cache_bytes": ".kv_cache.memory:kv_cache_bytes",
     "kv_memory_table": ".kv_cache.memory:kv_memory_table",

@@ -10,7 +10,7 @@ from .source import PACKAGE, ROOT, file_of, files, imports, layer_of, write_tree
 # What each package may import besides itself, from the ground up. A missing name is a
 # package nobody decided on.
 BELOW = {"core", "device", "launch", "dispatch", "calls", "masks", "sparse", "reference"}
-OPERATIONS = {"attention", "decode", "kv_cache", "matmul", "ragged"}
+OPERATIONS = {"attention", "decode", "fp8", "kv_cache", "matmul", "ragged"}
 API = BELOW | OPERATIONS | {"nn", "prune"}
 MAY_IMPORT = {
     "core": set(),
@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "decode": BELOW | {"attention", "kv_cache"},
     "matmul": BELOW - {"masks"},
     "ragged": BELOW | {"attention", "decode"},
+    "fp8": BELOW | {"attention"},
     "prune": {"core", "sparse", "nn"},
     "nn": {"core", "launch", "sparse", "matmul"},
     "distributed": API,
@@ -49,6 +50,7 @@ ALLOWED = {
     "sparse": {"numpy"},
     "attention": KERNELS,
     "decode": KERNELS,
+    "fp8": KERNELS,
     "kv_cache": KERNELS,
     "matmul": KERNELS,
     "ragged": KERNELS,

@@ -4,13 +4,15 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_choice, message
+from ..core.checks import check_choice, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..masks.band import band_of
 from ..masks.block_mask import BlockMask
 from ..masks.packed import check_cu_seqlens, check_same_batch
 from .autograd import attend
+from .fp8_inputs import fp8_call, is_fp8_call
+from .fp8_op import attend_fp8
 from .inputs import (
     DENSE,
     PACKED,
@@ -35,6 +37,10 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -49,13 +55,14 @@ def attention(
 
     Parameters
     ----------
-    q : fp16, bf16, fp32 or fp64 `[B, Hq, Sq, D]`
+    q : fp16, bf16, fp32, fp64 or float8_e4m3fn `[B, Hq, Sq, D]`
         Any strides with a contiguous last dimension, as for k and v. fp64 runs on `eager` and
-        `reference` only.
+        `reference` only. fp8 goes for q, k and v together and has no gradients; `bsk.fp8.attention`
+        does all of it from 16-bit tensors.
     k : `[B, Hkv, Sk, D]`
         Query head h reads KV head `h // (Hq / Hkv)`.
     v : `[B, Hkv, Sk, Dv]`
-        D and Dv from 1 to 256.
+        D and Dv from 1 to 256. In fp8, v may instead be contiguous along its tokens.
     causal : bool
         Hide the keys after a query's position.
     window : None, int or (left, right)
@@ -69,6 +76,13 @@ def attention(
         Scores become `softcap * tanh(score / softcap)`, after the scale and before the mask.
     sinks : float `[Hq]`, optional
         A logit per head that joins the softmax denominator and carries no value.
+    q_descale, k_descale : fp32, one element, `[B|1, H|1]` or `[B|1, H|1, ceil(S / 128)]`, optional
+        For fp8 only: what stored values are multiplied with, one for each 128 tokens in the last
+        form; 1 by default. H is Hq for queries and Hkv for keys.
+    v_descale : fp32, one element, `[B|1, Hkv|1]` or `[B|1, Hkv|1, Dv]`, optional
+        The same for values; the last form has one for each channel.
+    out_dtype : torch.dtype, optional
+        For fp8 only: bf16, the default, fp16 or fp32.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included.
     deterministic : bool, optional
@@ -80,7 +94,7 @@ def attention(
 
     Returns
     -------
-    out : `[B, Hq, Sq, Dv]`, dtype of q
+    out : `[B, Hq, Sq, Dv]`, dtype of q, or `out_dtype` for fp8
         Contiguous, or laid out as q when q is a transposed `[B, S, H, D]`.
     lse : fp32 `[B, Hq, Sq]`
         Natural logarithm; only with `return_lse`. fp64 for fp64 inputs. Differentiable.
@@ -93,6 +107,24 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
+    if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
+        op = "attention"
+        _refuse_deterministic(op, deterministic)
+        check_choice(op, "impl", impl, IMPLS)
+        scales = (q_descale, k_descale, v_descale)
+        made = attend_fp8(
+            fp8_call(
+                op,
+                *(q, k, v, DENSE, scales, out_dtype),
+                band=band_of(op, causal, window),
+                block_mask=block_mask,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            ),
+            impl,
+        )
+        return (made[0], made[1]) if return_lse else made[0]
     options = (return_lse, causal, window, scale, softcap, deterministic, impl)
     inputs = (q, k, v, sinks)
     found = describe(options, inputs, block_mask)
@@ -139,6 +171,10 @@ def attention_varlen(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -162,7 +198,9 @@ def attention_varlen(
     block_mask : BlockMask, optional
         Made for `(max_seqlen_q, max_seqlen_k)`, with 1 or B masks along the batch, indexed by
         positions inside each sequence.
-    causal, window, scale, softcap, sinks, return_lse, deterministic, impl :
+    q_descale, k_descale, v_descale : fp32, one element or `[B|1, H|1]`, optional
+        For fp8 only, as in `attention`; those of values may have one for each channel too.
+    causal, window, scale, softcap, sinks, out_dtype, return_lse, deterministic, impl :
         As in `attention`; positions count inside each sequence.
 
     Returns
@@ -181,6 +219,27 @@ def attention_varlen(
     ... ).shape
     torch.Size([10, 4, 16])
     """
+    if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
+        op = "attention_varlen"
+        _refuse_deterministic(op, deterministic)
+        check_choice(op, "impl", impl, IMPLS)
+        _check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        scales = (q_descale, k_descale, v_descale)
+        made = attend_fp8(
+            fp8_call(
+                op,
+                *(q, k, v, PACKED, scales, out_dtype),
+                band=band_of(op, causal, window),
+                block_mask=block_mask,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+                lengths=(max_seqlen_q, max_seqlen_k),
+                cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+            ),
+            impl,
+        )
+        return (made[0], made[1]) if return_lse else made[0]
     options = (
         *(return_lse, max_seqlen_q, max_seqlen_k),
         *(causal, window, scale, softcap, deterministic, impl),
@@ -193,11 +252,7 @@ def attention_varlen(
         op = "attention_varlen"
         check_qkv(op, q, k, v, PACKED)
         check_head_dims(op, q, v)
-        check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, device=q.device)
-        check_cu_seqlens(op, "cu_seqlens_k", cu_seqlens_k, device=q.device)
-        check_same_batch(op, cu_seqlens_q, cu_seqlens_k)
-        _check_max(op, "max_seqlen_q", max_seqlen_q)
-        _check_max(op, "max_seqlen_k", max_seqlen_k)
+        _check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         band = band_of(op, causal, window)
         batch = cu_seqlens_q.numel() - 1
         check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k)
@@ -222,6 +277,25 @@ def attention_varlen(
         with recorder(found, options, inputs, call, impl) as recording:
             results = recording.keep(attend(call, impl, plain=found is not None))
     return (results[0], results[1]) if return_lse else results[0]
+
+
+def _check_packed(op: str, q: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> None:
+    """Offsets and longest lengths of packed sequences."""
+    check_tensor(op, "q", q)
+    check_cu_seqlens(op, "cu_seqlens_q", cu_q, device=q.device)
+    check_cu_seqlens(op, "cu_seqlens_k", cu_k, device=q.device)
+    check_same_batch(op, cu_q, cu_k)
+    _check_max(op, "max_seqlen_q", max_q)
+    _check_max(op, "max_seqlen_k", max_k)
+
+
+def _refuse_deterministic(op: str, deterministic: Any) -> None:
+    """fp8 has no gradients, which is all that this option is about."""
+    if deterministic is not None:
+        expected = "None for fp8, which has no gradients"
+        raise InvalidInput(
+            message(op, "deterministic", "is about gradients", expected, deterministic)
+        )
 
 
 def _check_max(op: str, arg: str, value: Any) -> None:

@@ -46,6 +46,13 @@ def check_qkv(
         check_rank(op, arg, x, layout)
         check_last_dim_contiguous(op, arg, x)
     check_same_device(op, {**tensors})
+    check_qkv_shapes(op, tensors, layout)
+
+
+def check_qkv_shapes(op: str, tensors: dict[str, torch.Tensor], layout: str) -> None:
+    """Sizes of q, k and v, under these names, that go together."""
+    names = tuple(tensors)
+    q, k, v = tensors.values()
     if layout == DENSE and not q.shape[0] == k.shape[0] == v.shape[0]:
         _raise_mismatch(op, tensors, "have different batch sizes", "one batch size")
     if k.shape[-1] != q.shape[-1]:

@@ -268,21 +268,22 @@ def _attn_bwd_fake(*arguments: Any) -> Tensors:
     return _empty_gradients(given.q, given.k, given.v, given.sinks, given.needs)
 
 
-_OPTIONS = (
+OPTIONS_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k, "
     "Tensor[] mask, SymInt[] mask_shape, SymInt left, SymInt right, float scale, float softcap, "
     "Tensor? sinks, bool deterministic"
 )
 attn_fwd = define_op(
     "attn_fwd",
-    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str impl) -> (Tensor out, Tensor lse)",
+    f"(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}, str impl) -> (Tensor out, Tensor lse)",
     _attn_fwd,
     _attn_fwd_fake,
 )
 attn_bwd = define_op(
     "attn_bwd",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}, bool[] needs, str impl) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    f"{OPTIONS_SCHEMA}, bool[] needs, str impl) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     _attn_bwd,
     _attn_bwd_fake,
 )

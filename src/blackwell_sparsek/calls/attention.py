@@ -72,20 +72,22 @@ def heads_are_inner(q: torch.Tensor) -> bool:
     return bool(q.stride(1) < q.stride(2))
 
 
-def empty_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+def empty_out(q: torch.Tensor, head_dim_v: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Output for queries `q`: contiguous, or in q's physical order when its heads are inner.
+
+    `dtype` is that of q by default.
 
     A model that projects to [B, S, H * D] and transposes gets its output back in that order, so
     that the reshape after attention is a view.
     """
     if q.dim() == 3:
-        return q.new_empty((q.shape[0], q.shape[1], head_dim_v))
+        return q.new_empty((q.shape[0], q.shape[1], head_dim_v), dtype=dtype)
     batch, heads, sq, head_dim = q.shape
     if head_dim == head_dim_v and q.is_contiguous():
-        return torch.empty_like(q, memory_format=torch.contiguous_format)
+        return torch.empty_like(q, memory_format=torch.contiguous_format, dtype=dtype)
     if heads_are_inner(q):
-        return q.new_empty((batch, sq, heads, head_dim_v)).transpose(1, 2)
-    return q.new_empty((batch, heads, sq, head_dim_v))
+        return q.new_empty((batch, sq, heads, head_dim_v), dtype=dtype).transpose(1, 2)
+    return q.new_empty((batch, heads, sq, head_dim_v), dtype=dtype)
 
 
 def empty_lse(q: torch.Tensor) -> torch.Tensor:

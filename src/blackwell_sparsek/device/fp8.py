@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""fp8: rounding to e4m3, and conversion of e4m3 caches to the fp16 operands of tensor cores.
+"""fp8: rounding to e4m3 and e5m2, and conversion of e4m3 to the fp16 operands of tensor cores.
 
 Rounding is integer arithmetic, so that every GPU and the interpreter give the same bits: Triton
 converts to e4m3 only from sm_89 on, and its interpreter truncates.
@@ -33,6 +33,27 @@ def e4m3_bits(x):
     subnormal = shifted.to(tl.int32, bitcast=True) - _SUBNORMAL_SHIFT
     normal = (bits + _REBIAS_AND_ROUND + ((bits >> 20) & 1)) >> 20
     rounded = tl.where(bits < _SMALLEST_NORMAL, subnormal, normal)
+    sign = tl.where(x.to(tl.int32, bitcast=True) < 0, 0x80, 0)
+    return tl.where(is_nan, 0x7F, rounded | sign).to(tl.uint8)
+
+
+# 2^-14, the smallest normal number of e5m2, and 2^7, which leaves its subnormals in the lowest bits
+_SMALLEST_NORMAL_E5M2 = tl.constexpr(113 << 23)
+_SUBNORMAL_SHIFT_E5M2 = tl.constexpr(134 << 23)
+_REBIAS_AND_ROUND_E5M2 = tl.constexpr(((15 - 127) << 23) + 0xFFFFF)
+E5M2_MAX = tl.constexpr(57344.0)
+
+
+@triton.jit
+def e5m2_bits(x):
+    """fp32 `x` as bits (uint8) of e5m2: to nearest even, saturating at 57344; NaN becomes 0x7F."""
+    is_nan = x != x
+    magnitude = tl.minimum(tl.abs(x), E5M2_MAX)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    shifted = magnitude + tl.full([], _SUBNORMAL_SHIFT_E5M2, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = shifted.to(tl.int32, bitcast=True) - _SUBNORMAL_SHIFT_E5M2
+    normal = (bits + _REBIAS_AND_ROUND_E5M2 + ((bits >> 21) & 1)) >> 21
+    rounded = tl.where(bits < _SMALLEST_NORMAL_E5M2, subnormal, normal)
     sign = tl.where(x.to(tl.int32, bitcast=True) < 0, 0x80, 0)
     return tl.where(is_nan, 0x7F, rounded | sign).to(tl.uint8)
 
@@ -129,3 +150,13 @@ def turned_back(x):
     M: tl.constexpr = x.shape[1]
     x = tl.permute(tl.reshape(x, (2, D // 32, 2, 8, M)), (1, 3, 0, 2, 4))
     return tl.reshape(x, (D, M))
+
+
+@triton.jit
+def e4m3_operand(bits, CONVERTS_FP8: tl.constexpr):
+    """e4m3 given as uint8, as fp16; exact. CONVERTS_FP8: by the instruction of sm_89 and newer."""
+    if CONVERTS_FP8:
+        value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        value = e4m3_values(bits).to(tl.float16)
+    return value

@@ -51,13 +51,16 @@ def weigh_below(m_log2, top, s, scale_log2, SLACK: tl.constexpr = 0):
 
 
 @triton.jit
-def raise_maximum(m_log2, top, scale_log2, SLACK: tl.constexpr = 0):
+def raise_maximum(m_log2, top, scale_log2, SLACK: tl.constexpr = 0, HEADROOM: tl.constexpr = 0):
     """Update the maximum with the largest raw score of each row, see `weigh_below`.
 
     Returns the kept maximum, the shift to subtract from exponents, and the factor for older sums
-    and accumulators.
+    and accumulators. What is kept is the maximum less HEADROOM, so that weights reach 2**HEADROOM;
+    it serves all other functions as the maximum does.
     """
     m_new = top * scale_log2
+    if HEADROOM > 0:
+        m_new -= HEADROOM
     if SLACK > 0:
         m_new = tl.where(m_new > m_log2 + SLACK, m_new, m_log2)
     else:

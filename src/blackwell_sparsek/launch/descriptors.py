@@ -15,14 +15,15 @@ GROUP_ROWS = 64
 SMEM_BYTES = 226 * 1024
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+_NAMES |= {torch.float8_e4m3fn: "fp8e4nv"}
 
 
-def accumulator_layout(columns: int) -> object:
-    """Register layout of a [64, columns] WGMMA accumulator."""
+def accumulator_layout(columns: int, depth: int = 16) -> object:
+    """Register layout of a [64, columns] WGMMA accumulator; `depth` is 32 for operands in fp8."""
     from triton.experimental.gluon import language as gl
 
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, depth]
     )
 
 
@@ -43,6 +44,7 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
         torch.bfloat16: gl.bfloat16,
         torch.float32: gl.float32,
         torch.int32: gl.int32,
+        torch.float8_e4m3fn: gl.float8e4nv,
     }[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 

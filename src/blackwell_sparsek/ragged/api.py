@@ -48,6 +48,10 @@ def attention_varlen(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     deterministic: bool | None = None,
@@ -113,6 +117,10 @@ def attention_varlen(
         (*) `slope * |position - key|` is subtracted from the scores, after softcap.
     k_scale, v_scale : fp32 scalar tensor or `[Hkv]`, optional
         Factors of the numbers in an fp8 cache; 1 by default.
+    q_descale, k_descale, v_descale : fp32, one element or `[B|1, H|1]`, optional
+        Factors of the numbers in packed q, k and v that are all float8_e4m3fn, as in `attention`.
+    out_dtype : torch.dtype, optional
+        For packed float8_e4m3fn only: bf16, the default, fp16 or fp32.
     out : `[Tq, Hq, Dv]`, optional
         (*) Where to write the output, all of it; must not overlap the inputs.
     return_lse : bool
@@ -182,10 +190,19 @@ def attention_varlen(
             scale=scale,
             softcap=softcap,
             sinks=sinks,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            out_dtype=out_dtype,
             return_lse=return_lse,
             deterministic=deterministic,
             impl=impl,
         )
+    for_fp8 = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    for arg, value in {**for_fp8, "out_dtype": out_dtype}.items():
+        if value is not None:
+            expected = "None with caches and the other options of packed keys (k_scale, v_scale)"
+            raise InvalidInput(message(OP, arg, "goes with packed fp8 keys", expected, "a value"))
     options = (
         *(return_lse, max_seqlen_q, max_seqlen_k, kv_block_size, causal, window, chunk, align),
         *(scale, softcap, batch_invariant, deterministic, impl),

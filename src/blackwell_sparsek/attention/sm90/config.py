@@ -63,8 +63,16 @@ class AttnFwdSm90Config:
     of the previous one."""
     Q_REGISTERS: bool = False
     """Consumers keep their queries in registers."""
+    FP8: bool = False
+    """Queries, keys and values are e4m3, and values lie with their keys in columns: WGMMA takes
+    8-bit operands only with the summed dimension contiguous (`forward_fp8`)."""
+    K_BLOCKS: bool = False
+    """In fp8: keys have a scale for every 128 of them, not one for a head."""
 
     def __post_init__(self) -> None:
+        plain = not (self.HALF_TILES or self.SPLIT_TAIL or self.PDL or self.PING_PONG)
+        plain = plain and not (self.SKIP_ABSENT or self.Q_REGISTERS) and self.CONSUMERS < 3
+        assert not self.FP8 or (plain and self.BLOCK_KV % self.TILE_N == 0), f"{self=}"
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
         assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
@@ -119,8 +127,14 @@ class AttnFwdSm90Config:
     @property
     def tile_bytes(self) -> int:
         """Shared memory of all tiles, which is where the barriers begin."""
-        queries = self.tile_m * (self.Q_STAGES * self.TILE_D + self.SLICE_DV)
-        return 2 * (queries + self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV))
+        queries = self.tile_m * self.Q_STAGES * self.TILE_D
+        keys = self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV)
+        return self.element_bytes * (queries + keys) + 2 * self.tile_m * self.SLICE_DV
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of queries, keys and values; outputs have 2."""
+        return 1 if self.FP8 else 2
 
     def barrier_at(self, array: int) -> int:
         """Offset of an array of barriers from the first one, in bytes."""
@@ -173,6 +187,8 @@ class AttnFwdSm90Config:
 
     def v_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of values."""
+        if self.FP8:
+            return (1, 1, self.SLICE_DV, self.TILE_N)
         return (1, 1, self.part_rows, self.SLICE_DV)
 
     def out_block(self) -> tuple[int, int, int, int]:
@@ -181,7 +197,7 @@ class AttnFwdSm90Config:
 
     def accumulator_layout(self, columns: int) -> object:
         """Register layout of a [64, columns] WGMMA accumulator."""
-        return accumulator_layout(columns)
+        return accumulator_layout(columns, 32 // self.element_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -248,6 +264,38 @@ def make_forward_config(
         SCHEDULER_WARP=masked,
         # two consumers with mask code have too few registers, and so have wide outputs
         Q_REGISTERS=masked and consumers == 1 and tile_d == tile_dv == 128,
+    )
+
+
+@lru_cache(maxsize=256)
+def make_fp8_config(
+    consumers: int, tile_d: int, tile_dv: int, block_kv: int | None, k_blocks: bool
+) -> AttnFwdSm90Config:
+    """The configuration of the forward in fp8; `block_kv` is the mask's, None without one.
+
+    The product of a tile with the values has registers of its own (see `forward_fp8`), 32 in slices
+    of 64 columns.
+    """
+    slice_dv = 64
+    # a KV tile stays within 128 keys that share a scale, and within a block of the mask
+    tile_n = 64 if tile_dv > 128 or (block_kv or 128) % 128 else 128
+    room = SMEM_BYTES if consumers == 2 else SMEM_BYTES // 2 - 2048
+    room -= consumers * GROUP_ROWS * (tile_d + 2 * slice_dv)
+    return AttnFwdSm90Config(
+        CONSUMERS=consumers,
+        TILE_N=tile_n,
+        TILE_D=tile_d,
+        TILE_DV=tile_dv,
+        SLICE_D=slice_width(tile_d),
+        SLICE_DV=slice_dv,
+        STAGES=min(MOST_STAGES, room // (tile_n * (tile_d + tile_dv))),
+        BLOCK_KV=tile_n if block_kv is None else block_kv,
+        CONSUMER_REGISTERS=232 if block_kv is not None or consumers == 1 else 240,
+        PRODUCER_REGISTERS=40 if block_kv is not None or consumers == 1 else 24,
+        MAX_REGISTERS=168 if consumers == 2 else 128,
+        SCHEDULER_WARP=block_kv is not None,
+        FP8=True,
+        K_BLOCKS=k_blocks,
     )
 
 

@@ -271,7 +271,7 @@ def place_packed_tile(
     )
     q_span = token_span(cu_seqlens.q, sequence, lengths.q)
     kv_span = token_span(cu_seqlens.kv, sequence, lengths.kv)
-    kv_bytes: gl.constexpr = 2 * (CFG.TILE_D + CFG.TILE_DV)
+    kv_bytes: gl.constexpr = CFG.element_bytes * (CFG.TILE_D + CFG.TILE_DV)
     raster_group = raster_group_size(kv_span.length, heads.group_size, kv_bytes)
     q_head, q_tile = place_in_sequence(
         *(cu_seqlens.q, work_index, sequence, heads.q, gl.minimum(raster_group, most_heads)),
@@ -344,11 +344,24 @@ def tile_starts(visit, kv_tile, CFG: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(desc, ring, step, starts, place, SLICES: gl.constexpr, CFG: gl.constexpr):
-    """Start the copies of one KV tile into a ring, once its stage is free."""
+def copy_tile(
+    desc,
+    ring,
+    step,
+    starts,
+    place,
+    SLICES: gl.constexpr,
+    CFG: gl.constexpr,
+    TURNED: gl.constexpr = False,
+):
+    """Start the copies of one KV tile into a ring, once its stage is free.
+
+    TURNED: keys are the columns of a tile, as values in fp8 have to be.
+    """
     parts: gl.constexpr = CFG.parts
     part_rows: gl.constexpr = CFG.part_rows
     width: gl.constexpr = ring.tiles.shape[2]
+    channels: gl.constexpr = ring.tiles.shape[1]
     stage = step % CFG.STAGES
     bar = ring.full.index(stage)
     tiles = ()
@@ -359,7 +372,9 @@ def copy_tile(desc, ring, step, starts, place, SLICES: gl.constexpr, CFG: gl.con
     for i in gl.static_range(SLICES):
         tile = tiles[i]
         for part in gl.static_range(parts):
-            if parts == 1:
+            if TURNED:
+                async_load(desc, tile_at(place, i * channels, starts[part]), bar, tile)
+            elif parts == 1:
                 async_load(desc, tile_at(place, starts[part], i * width), bar, tile)
             else:
                 rows = tile.slice(part * part_rows, part_rows, dim=0)
@@ -383,11 +398,21 @@ def copy_queries(desc, ring, slot, q_tile, place, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_tile(desc, ring, step, visit, kv_tile, place, SLICES: gl.constexpr, CFG: gl.constexpr):
+def _fetch_tile(
+    desc,
+    ring,
+    step,
+    visit,
+    kv_tile,
+    place,
+    SLICES: gl.constexpr,
+    CFG: gl.constexpr,
+    TURNED: gl.constexpr = False,
+):
     """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
     # before the stage is waited for: reading the lists of a mask takes as long
     starts = tile_starts(visit, kv_tile, CFG)
-    copy_tile(desc, ring, step, starts, place, SLICES, CFG)
+    copy_tile(desc, ring, step, starts, place, SLICES, CFG, TURNED)
 
 
 @gluon.jit
@@ -403,7 +428,9 @@ def _fetch_tiles(produce, shared, batch_head, plan, kv_span, begin, end, step, C
         for_k: gl.constexpr = CFG.d_slices
         for_v: gl.constexpr = CFG.dv_slices
         _fetch_tile(produce.k_desc, shared.k_ring, step, visit, kv_tile, kv_place, for_k, CFG)
-        _fetch_tile(produce.v_desc, shared.v_ring, step, visit, kv_tile, kv_place, for_v, CFG)
+        _fetch_tile(
+            *(produce.v_desc, shared.v_ring, step, visit, kv_tile, kv_place, for_v, CFG), CFG.FP8
+        )
         step += 1
     return step
 
@@ -641,10 +668,10 @@ def produce_scheduled(produce, shared, begun, CFG: gl.constexpr):
             for kv_tile in range(1, end_tile):
                 after = tile_starts(visit, kv_tile, CFG)
                 copy_tile(k_desc, k_ring, step + 1, after, kv_place, CFG.d_slices, CFG)
-                copy_tile(v_desc, v_ring, step, starts, kv_place, CFG.dv_slices, CFG)
+                copy_tile(v_desc, v_ring, step, starts, kv_place, CFG.dv_slices, CFG, CFG.FP8)
                 starts = after
                 step += 1
-            copy_tile(v_desc, v_ring, step, starts, kv_place, CFG.dv_slices, CFG)
+            copy_tile(v_desc, v_ring, step, starts, kv_place, CFG.dv_slices, CFG, CFG.FP8)
             step += 1
         slot += 1
         tile = take_work_tile(shared.work, slot, 1)

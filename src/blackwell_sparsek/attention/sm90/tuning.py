@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from ...calls.attention import AttnProblem
+from ...calls.fp8 import Fp8AttnProblem
 from ...core.compat import why_no_gluon
 from ...dispatch.machine import why_no_kernels
 from ...launch.descriptors import GROUP_ROWS
@@ -389,6 +390,36 @@ def attn_bwd_dkdv_raster_group(problem: AttnProblem) -> int:
 def why_not_forward(problem: AttnProblem) -> str | None:
     """Why the forward kernel cannot run this problem, or None when it can."""
     return why_no_kernels(problem.arch) or attn_fwd_sm90_unsupported(problem) or why_no_gluon()
+
+
+def attn_fwd_fp8_sm90_unsupported(problem: Fp8AttnProblem) -> str | None:
+    """Why the Hopper kernel for fp8 cannot run this problem, or None."""
+    if problem.arch.sm != 90:
+        return f"needs sm_90, this is {problem.arch}"
+    if problem.varlen:
+        return "packed sequences: TMA cannot stop at the end of one where keys are columns"
+    if problem.out_dtype not in (torch.float16, torch.bfloat16):
+        return f"writes float16 and bfloat16, not {problem.out_dtype}"
+    dims = (problem.head_dim, problem.head_dim_v)
+    if max(dims) > LARGEST_HEAD_DIM or any(dim % 16 for dim in dims):
+        return (
+            f"needs head dimensions up to {LARGEST_HEAD_DIM} in steps of 16, "
+            f"got {dims[0]} and {dims[1]}"
+        )
+    if not problem.turned_values:
+        return "needs v contiguous along its tokens (bsk.fp8.quantize(v, transposed=True))"
+    if not problem.positive:
+        return "needs a scale above zero"
+    if problem.mask_block is not None and any(size % GROUP_ROWS for size in problem.mask_block):
+        return f"mask blocks of {problem.mask_block} are not multiples of {GROUP_ROWS}"
+    if not problem.tma:
+        return "TMA needs addresses and strides that are multiples of 16 bytes"
+    return attn_fwd_sm90_lengths_unsupported(problem)
+
+
+def why_not_fp8(problem: Fp8AttnProblem) -> str | None:
+    """Why the forward kernel for fp8 cannot run this problem, or None when it can."""
+    return why_no_kernels(problem.arch) or attn_fwd_fp8_sm90_unsupported(problem) or why_no_gluon()
 
 
 def why_not_backward(problem: AttnProblem) -> str | None:

@@ -7,15 +7,20 @@ accumulator of TILE_M rows, the dK/dV kernel two of TILE_N rows, which alone fil
 registers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from ...calls.attention import AttnProblem, MergeProblem
+from ...calls.fp8 import Fp8AttnProblem
 from ...dispatch.machine import why_not_portable
 from ...dispatch.tuned import tuned_tile
 
 PRECISIONS = ("ieee", "tf32")
+# From here on GPUs have an instruction that converts e4m3.
+MIN_SM_CONVERTS_FP8 = 89
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,17 @@ class _Tile(NamedTuple):
     n: int
     warps: int
     stages: int
+
+
+def attn_fwd_fp8_config(problem: Fp8AttnProblem) -> AttnFwdConfig:
+    """Tiles of the forward kernel for fp8, whose products have fp16 operands."""
+    config = attn_fwd_config(replace(problem, dtype=torch.float16), "ieee")
+    dim = max(problem.head_dim, problem.head_dim_v)
+    # where integer arithmetic converts, 128 rows spill 200 to 650 bytes
+    if problem.arch.sm < MIN_SM_CONVERTS_FP8 and dim > 64:
+        config = replace(config, tile_m=min(config.tile_m, 64))
+    # on Hopper 64 keys spill 324 bytes, 32 keys 44
+    return replace(config, tile_n=min(config.tile_n, 32)) if dim > 128 else config
 
 
 def attn_fwd_config(problem: AttnProblem, precision: str) -> AttnFwdConfig:
@@ -222,6 +238,17 @@ def why_not_forward(problem: AttnProblem) -> str | None:
     """Why the forward kernel cannot run this problem, or None when it can."""
     if (reason := why_not_portable(problem.arch, problem.dtype)) is not None:
         return reason
+    return _why_not_sizes(problem)
+
+
+def why_not_fp8(problem: Fp8AttnProblem) -> str | None:
+    """Why the forward kernel for fp8 cannot run this problem, or None when it can."""
+    if (reason := why_not_portable(problem.arch, problem.out_dtype)) is not None:
+        return reason
+    return _why_not_sizes(problem)
+
+
+def _why_not_sizes(problem: AttnProblem) -> str | None:
     dims = (problem.head_dim, problem.head_dim_v)
     if not 1 <= min(dims) <= max(dims) <= LARGEST_HEAD_DIM:
         return f"needs head dimensions of 1 to {LARGEST_HEAD_DIM}, got {dims[0]} and {dims[1]}"

@@ -1,0 +1,445 @@
+# mypy: ignore-errors
+"""Attention forward on Hopper over e4m3 tensors: the roles and rings of `forward`, fp8 products.
+
+    s[i, j] = scale * (q_descale[i] q[i]) . (k_descale[j] k[j]), softcapped    where i sees j
+    out[i]  = v_descale * sum_j exp(s[i, j] - lse[i]) v[j]
+
+The producer side is that of `forward`. What differs for the consumers:
+
+- Scales. 64 queries share one and so does a KV tile, so that they join the factor of the softmax.
+- Weights are rounded to e4m3, whose smallest number is 2^-9. They are scaled up by 2^8, so that
+  those down to 2^-17 of the largest still count.
+- Two-level sums. The tensor cores add fp8 products with fewer bits than fp32 has. The product of
+  each KV tile starts from zero, and is added to the fp32 sums outside of the tensor cores, in the
+  multiply-add that rescales these.
+- Values lie with their keys in columns, [B, Hkv, Dv, Sk] in memory.
+
+Called as impl "sm90" of `bsk::attn_fwd_fp8`. Limits: dense batches, D and Dv up to 256 in steps of
+16, key blocks of masks in steps of 64, outputs in 16 bits, scales and a factor of scores above 0.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...device.gluon.compat import async_store
+from ...device.gluon.pipeline import (
+    barriers,
+    ring,
+    ring_place,
+    tile_at,
+    tile_place,
+    tiles,
+    work_channel,
+)
+from ...device.gluon.row_parts import add_parts, row_maxima, row_parts
+from ...device.gluon.warps import shared_address
+from ...device.masks import exists, position, row_bounds
+from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask
+from ...device.schedule import batch_and_heads, lse_offset
+from ...device.scores import cap
+from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
+from ...device.visits import num_masked_blocks
+from .forward import Queries, TileBounds, mask_scores
+from .forward_producer import (
+    DENSE_FIELDS,
+    ForwardShared,
+    ProducerArgs,
+    Schedule,
+    Visit,
+    count_tiles,
+    find_work,
+    needs_mask,
+    produce_scheduled,
+    produce_tiles,
+    take_work_tile,
+    tile_starts,
+)
+from .forward_stages import (
+    EMPTY_K,
+    EMPTY_V,
+    FULL_K,
+    FULL_V,
+    ROWS,
+    KvStages,
+    await_stage,
+    free_stage,
+    kv_slices,
+    query_slices,
+    scale_slices,
+    start_scores,
+    zero_outputs,
+)
+
+# Weights reach 2**HEADROOM; e4m3 ends at 448.
+HEADROOM = gl.constexpr(8)
+SCALE_TOKENS = gl.constexpr(128)
+
+
+class HeadScales(NamedTuple):
+    """Scales of a tensor, None if they are 1: strides of batch, head, and block or channel."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    last: Any
+
+
+class Fp8ConsumerArgs(NamedTuple):
+    """What only the consumers read and write."""
+
+    out_desc: Any
+    lse_ptr: Any
+    lse_head_stride: Any
+    sinks_ptr: Any
+    score: Any
+    out_tiles: Any
+    """A tile of outputs for each consumer."""
+    q_scales: Any
+    k_scales: Any
+    v_scales: Any
+    head_dim_v: Any
+
+
+@gluon.jit
+def head_scales_at(scales, batch, head):
+    """Pointer to the scales of a (batch, head)."""
+    return scales.ptr + (batch.to(gl.int64) * scales.batch + head.to(gl.int64) * scales.head)
+
+
+@gluon.jit
+def cap_scaled(s, score, scale):
+    """`cap` for scores that are to be multiplied by `scale` first."""
+    if score.inverse_cap is not None:
+        s = cap(s, score.inverse_cap * scale)
+    return s
+
+
+@gluon.jit
+def exponent_factor(score, scale):
+    """The factor from what `cap_scaled` returns to exponents; a softcap has taken the scale in."""
+    factor = score.factor
+    if score.inverse_cap is None:
+        factor = factor * scale
+    return factor
+
+
+@gluon.jit
+def tile_scale(scale, k_scales, k_scale_ptr, visit, kv_tile, CFG: gl.constexpr):
+    """`scale` of the queries times that of the keys of a tile."""
+    if CFG.K_BLOCKS:
+        block = tile_starts(visit, kv_tile, CFG)[0] // SCALE_TOKENS
+        scale = scale * gl.load(k_scale_ptr + block.to(gl.int64) * k_scales.last)
+    return scale
+
+
+@gluon.jit
+def start_product(p, stages, stage, SLICE: gl.constexpr, CFG: gl.constexpr):
+    """Start the product of weights with one slice of the values of a stage, from zero."""
+    layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
+    width: gl.constexpr = CFG.SLICE_DV
+    nothing = gl.zeros([ROWS, width], gl.float32, layout)
+    v = stages.v.index(stage * CFG.dv_slices + SLICE).permute((1, 0))
+    return warpgroup_mma(p, v, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
+    """acc * factor + the product of weights with a stage of values, slice by slice.
+
+    One slice at a time, because products have registers of their own.
+    """
+    total = ()
+    for i in gl.static_range(len(acc)):
+        done = warpgroup_mma_wait(0, deps=(start_product(p, stages, stage, i, CFG),))
+        total = total + (acc[i] * factor + done,)  # noqa: RUF005
+    return total
+
+
+@gluon.jit
+def weigh_scores(s, m_log2, row_sum, factor, CFG: gl.constexpr):
+    """Take scores into the softmax; returns its state, the weights in e4m3 and the rescaling."""
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
+    top = row_maxima(s, m_log2)
+    m_log2, shift, rescale = raise_maximum(m_log2, top, factor, 0, HEADROOM)
+    weights = weights_of(s, factor, shift)
+    row_sum = add_parts(row_sum, rescale, weights)
+    p = gl.convert_layout(weights.to(gl.float8e4nv), p_layout)
+    return m_log2, row_sum, p, rescale
+
+
+@gluon.jit
+def attend_tile(
+    queries, stages, kv_tile, step, scale, m_log2, row_sum, acc, p, factor, CFG: gl.constexpr
+):
+    """Take in the tile after the one at `step`, whose weights are `p`; return all of it anew.
+
+    `scale` is that of the queries times that of the keys. `factor` [64, 1] rescales `acc` to the
+    maxima that `p` has.
+    """
+    visit, score = queries.visit, queries.score
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
+    tile_n: gl.constexpr = CFG.TILE_N
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
+    last_stage, last_phase = ring_place(step, CFG.STAGES)
+    step += 1
+    stage, phase = ring_place(step, CFG.STAGES)
+    await_stage(stages, stage, phase, FULL_K, CFG)
+    k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
+    scores = start_scores(queries.q, k, no_scores)
+    await_stage(stages, last_stage, last_phase, FULL_V, CFG)
+    acc = add_products(p, stages, last_stage, acc, factor, CFG)
+    free_stage(stages, last_stage, EMPTY_V, CFG)
+    s = warpgroup_mma_wait(0, deps=(scores,))
+    free_stage(stages, stage, EMPTY_K, CFG)
+    s = cap_scaled(s, score, scale)
+    if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
+        s = mask_scores(s, queries, kv_tile, CFG)
+    exponents = exponent_factor(score, scale)
+    m_log2, row_sum, p, rescale = weigh_scores(s, m_log2, row_sum, exponents, CFG)
+    return step, m_log2, row_sum, acc, p, gl.convert_layout(rescale, o_rows)[:, None]
+
+
+@gluon.jit
+def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Role of a consumer warp group: attend with 64 queries of each work tile."""
+    q_ring, heads, band = shared.q_ring, shared.heads, shared.band
+    q_len, kv_len = shared.lengths
+    lists = shared.mask.lists
+    first_row: gl.constexpr = GROUP * ROWS
+    tile_n: gl.constexpr = CFG.TILE_N
+    width: gl.constexpr = CFG.SLICE_DV
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    out_smem = consume.out_tiles.index(GROUP)
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    stages = KvStages(shared.k_ring.tiles, shared.v_ring.tiles, shared_address(CFG.tile_bytes))
+    step = 0
+    slot = 0
+    tile = take_work_tile(shared.work, slot, 4)
+    while tile.batch_head >= 0:
+        plan = tile.plan
+        batch, q_head, kv_head = batch_and_heads(tile.batch_head, heads.q, heads.group_size)
+        q_start = tile.q_tile * CFG.tile_m
+        q_index = q_start + first_row + rows
+        first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band.left, band.right)
+        first_pos = position(q_start + first_row, q_len, kv_len)
+        _, every_last = row_bounds(first_pos, kv_len, band.left, band.right)
+        every_first, _ = row_bounds(first_pos + (ROWS - 1), kv_len, band.left, band.right)
+        bounds = TileBounds(first, last, every_first, every_last)
+        masked_tiles, kv_tiles = count_tiles(plan, CFG)
+        visit = Visit(lists, plan, num_masked_blocks(plan), kv_len)
+
+        scale = 1.0
+        if consume.q_scales.ptr is not None:
+            # rows past the queries have no scale of their own
+            row = gl.minimum(q_start + first_row, q_len - 1)
+            at = head_scales_at(consume.q_scales, batch, q_head)
+            scale = gl.load(at + (row // SCALE_TOKENS).to(gl.int64) * consume.q_scales.last)
+        k_scale_ptr = consume.k_scales.ptr
+        if consume.k_scales.ptr is not None:
+            k_scale_ptr = head_scales_at(consume.k_scales, batch, kv_head)
+            if not CFG.K_BLOCKS:
+                scale = scale * gl.load(k_scale_ptr)
+
+        m_log2, row_sum = init_state(q_index)
+        row_sum = row_parts(no_scores)
+        acc = zero_outputs(CFG)
+        q_stage = slot % CFG.Q_STAGES
+        q = query_slices(q_ring, q_stage * CFG.CONSUMERS + GROUP, CFG)
+        mbarrier.wait(q_ring.full.index(q_stage), (slot // CFG.Q_STAGES) & 1)
+        score = consume.score
+        queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score)
+        if kv_tiles > 0:
+            stage, phase = ring_place(step, CFG.STAGES)
+            of_tile = tile_scale(scale, consume.k_scales, k_scale_ptr, visit, 0, CFG)
+            await_stage(stages, stage, phase, FULL_K, CFG)
+            k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
+            s = warpgroup_mma_wait(0, deps=(start_scores(q, k, no_scores),))
+            free_stage(stages, stage, EMPTY_K, CFG)
+            s = cap_scaled(s, score, of_tile)
+            if needs_mask(lists, plan, 0, masked_tiles):
+                s = mask_scores(s, queries, 0, CFG)
+            exponents = exponent_factor(score, of_tile)
+            m_log2, row_sum, p, rescale = weigh_scores(s, m_log2, row_sum, exponents, CFG)
+            factor = gl.convert_layout(rescale, o_rows)[:, None]
+            for kv_tile in range(1, kv_tiles):
+                of_tile = tile_scale(scale, consume.k_scales, k_scale_ptr, visit, kv_tile, CFG)
+                step, m_log2, row_sum, acc, p, factor = attend_tile(
+                    queries, stages, kv_tile, step, of_tile, m_log2, row_sum, acc, p, factor, CFG
+                )
+            # every score of this work tile is taken: the next queries may come
+            mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
+            stage, phase = ring_place(step, CFG.STAGES)
+            await_stage(stages, stage, phase, FULL_V, CFG)
+            acc = add_products(p, stages, stage, acc, factor, CFG)
+            free_stage(stages, stage, EMPTY_V, CFG)
+            step += 1
+        else:
+            mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
+
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
+        if consume.sinks_ptr is not None:
+            sink = gl.load(consume.sinks_ptr + q_head)
+            m_log2, row_sum, rescale = add_sink(m_log2, row_sum, sink)
+            acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
+        inverse, lse = finalise(m_log2, row_sum)
+        out = scale_slices(acc, gl.convert_layout(inverse, o_rows)[:, None])
+        for i in gl.static_range(len(out)):
+            result = out[i]
+            if consume.v_scales.ptr is not None:
+                channels = i * width + gl.arange(0, width, gl.SliceLayout(0, o_layout))
+                at = head_scales_at(consume.v_scales, batch, kv_head)
+                at = at + channels.to(gl.int64) * consume.v_scales.last
+                of_channel = gl.load(at, mask=channels < consume.head_dim_v, other=0.0)
+                result = result * of_channel[None, :]
+            # the copy before, at first that of the last work tile, must have read the buffer
+            tma.store_wait(0)
+            out_smem.store(result.to(out_smem.dtype))
+            fence_async_shared()
+            out_place = tile_place(None, batch, q_head, 0, q_len)
+            place = tile_at(out_place, q_start + first_row, i * CFG.SLICE_DV)
+            async_store(consume.out_desc, place, out_smem)
+        lse_first = lse_offset(batch, q_head, 0, heads.q, consume.lse_head_stride, None)
+        gl.store(consume.lse_ptr + lse_first + q_index, lse, mask=exists(q_index, q_len))
+        slot += 1
+        tile = take_work_tile(shared.work, slot, 4)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "lse_head_stride", "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right",
+        "num_batch_heads", "raster_group", "dynamic", "q_heads", "group_size", "head_dim_v",
+        "q_scale_batch", "q_scale_head", "q_scale_block", "k_scale_batch", "k_scale_head",
+        "k_scale_block", "v_scale_batch", "v_scale_head", "v_scale_channel",
+    ]
+)  # fmt: skip
+def _attn_fwd_fp8_sm90_kernel(
+    out_desc,
+    lse_ptr,
+    q_desc,
+    k_desc,
+    v_desc,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_scale_batch,
+    q_scale_head,
+    q_scale_block,
+    k_scale_batch,
+    k_scale_head,
+    k_scale_block,
+    v_scale_batch,
+    v_scale_head,
+    v_scale_channel,
+    sinks_ptr,
+    workspace,
+    block_lists,
+    mask_batch_step,
+    mask_head_step,
+    lse_head_stride,
+    q_len,
+    kv_len,
+    head_dim_v,
+    left,
+    right,
+    num_batch_heads,
+    raster_group,
+    dynamic,
+    q_heads,
+    group_size,
+    score,
+    CFG: gl.constexpr,
+):
+    """Allocate the rings, gather the arguments of the roles, and start them.
+
+    workspace : `Workspace`
+    block_lists : `MaskLists` or None
+    score : `Score`
+    CFG : `AttnFwdSm90Config` with FP8
+    """
+    consumers: gl.constexpr = CFG.CONSUMERS
+    stages: gl.constexpr = CFG.STAGES
+    registers: gl.constexpr = CFG.CONSUMER_REGISTERS
+    producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
+    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers * CFG.d_slices, ROWS)
+    out_smem = tiles(out_desc, consumers, ROWS)
+    k_smem = tiles(k_desc, stages * CFG.d_slices, CFG.TILE_N)
+    v_smem = tiles(v_desc, stages * CFG.dv_slices, CFG.SLICE_DV)
+    q_ring = ring(q_smem, CFG.Q_STAGES, consumers)
+    k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
+    v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)
+    # the producer takes work tiles too where a scheduler warp publishes them
+    takers: gl.constexpr = consumers + 1 if CFG.SCHEDULER_WARP else consumers
+    work = work_channel(DENSE_FIELDS, takers)
+    if CFG.SCHEDULER_WARP:
+        begun = barriers(1, 1).index(0)
+    fence_async_shared()
+
+    schedule = Schedule(workspace.order, num_batch_heads, raster_group, dynamic, 0)
+    produce = ProducerArgs(q_desc, k_desc, v_desc, workspace.counters, schedule)
+    consume = Fp8ConsumerArgs(
+        *(out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem),
+        HeadScales(q_scale_ptr, q_scale_batch, q_scale_head, q_scale_block),
+        HeadScales(k_scale_ptr, k_scale_batch, k_scale_head, k_scale_block),
+        HeadScales(v_scale_ptr, v_scale_batch, v_scale_head, v_scale_channel),
+        head_dim_v,
+    )
+    shared = ForwardShared(
+        Mask(block_lists, mask_batch_step, mask_head_step),
+        q_ring,
+        k_ring,
+        v_ring,
+        work,
+        Lengths(q_len, kv_len),
+        Heads(q_heads, group_size),
+        Band(left, right),
+        CuSeqlens(None, None),
+    )
+
+    # The first role runs in the warps of the launch. The others have warps of their own: four for a
+    # consumer, one each for producer and scheduler.
+    if CFG.SCHEDULER_WARP and consumers == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (produce_scheduled, (produce, shared, begun, CFG)),
+                (find_work, (produce, shared, begun, CFG)),
+            ],
+            [1, 1],
+            [producer_registers, producer_registers],
+        )
+    elif CFG.SCHEDULER_WARP:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (_consume, (consume, shared, 1, CFG)),
+                (produce_scheduled, (produce, shared, begun, CFG)),
+                (find_work, (produce, shared, begun, CFG)),
+            ],
+            [4, 1, 1],
+            [registers, producer_registers, producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (_consume, (consume, shared, 1, CFG)),
+                (produce_tiles, (produce, shared, CFG)),
+            ],
+            [4, 1],
+            [registers, producer_registers],
+        )

@@ -1,0 +1,165 @@
+"""`bsk.fp8.attention`: 16-bit tensors in and out, fp8 inside, gradients in 16 bits."""
+
+from typing import Any
+
+import torch
+
+from ..attention.api import attention as attention_in
+from ..attention.inputs import DENSE, check_qkv, scale_or_default
+from ..core.checks import check_choice, check_derivatives, check_dtype, message
+from ..core.env import IMPLS
+from ..core.errors import InvalidInput, InvalidType
+from ..masks.block_mask import BlockMask
+from .api import DTYPES, quantize
+
+_OP = "fp8.attention"
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    smooth_k: bool | None = None,
+    hadamard: bool = False,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention computed in e4m3: `bsk.attention` on rounded queries, keys and values.
+
+    Queries and keys have a scale for every 128 tokens of a head, values one for every channel.
+    Gradients are those of `bsk.attention` on the tensors as given, which a backward pass computes
+    again without fp8.
+
+    Parameters
+    ----------
+    q, k, v : fp16, bf16 or fp32, shapes as in `bsk.attention`
+    causal, window, block_mask, scale, softcap, sinks : as in `bsk.attention`
+    smooth_k : bool, optional
+        Subtract the mean over the tokens from the keys before rounding, which softmax takes out
+        again; not so with softcap or sinks, where it is refused. By default wherever it is exact.
+    hadamard : bool
+        Rotate queries and keys before rounding, which spreads outliers over all channels. D must be
+        a power of two up to 256. This helps where outliers are scattered, and harms where a few
+        channels are large throughout: docs/numerics.md has figures.
+    return_lse : bool
+        Also return the log-sum-exp of the scores; no gradient flows through it.
+    impl : str
+        As in `bsk.attention`.
+
+    Returns
+    -------
+    out : `[B, Hq, Sq, Dv]`, dtype of q
+    lse : fp32 `[B, Hq, Sq]`
+        Only with `return_lse`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import blackwell_sparsek as bsk
+    >>> q = torch.randn(1, 8, 100, 64)
+    >>> k = v = torch.randn(1, 2, 100, 64)
+    >>> exact = bsk.attention(q, k, v, causal=True)
+    >>> float((bsk.fp8.attention(q, k, v, causal=True) - exact).norm() / exact.norm()) < 0.05
+    True
+    """
+    check_qkv(_OP, q, k, v, DENSE)
+    for arg, x in {"q": q, "k": k, "v": v}.items():
+        check_derivatives(_OP, arg, x)
+        check_dtype(_OP, arg, x, DTYPES)
+    check_choice(_OP, "impl", impl, IMPLS)
+    options = {"causal": causal, "window": window, "block_mask": block_mask, "scale": scale}
+    options["softcap"] = softcap
+    exact = softcap is None and sinks is None
+    smooth = _smoothed(smooth_k, exact)
+    choice = (smooth, hadamard, impl)
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        apply: Any = _Attention.apply
+        out, lse = apply(q, k, v, sinks, options, choice)
+    else:
+        out, lse = _attend(q, k, v, sinks, options, choice)
+    return (out, lse) if return_lse else out
+
+
+def _smoothed(asked: Any, exact: bool) -> bool:
+    """What was asked for, or whether it is exact; asking for it where it is not is refused."""
+    if asked is None:
+        return exact
+    if not isinstance(asked, bool):
+        got = type(asked).__name__
+        raise InvalidType(message(_OP, "smooth_k", "is not a bool", "bool or None", got))
+    if asked and not exact:
+        expected = "None or False with softcap and sinks"
+        raise InvalidInput(message(_OP, "smooth_k", "would change the result", expected, asked))
+    return asked
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    options: dict[str, Any],
+    choice: tuple[bool, bool, str],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    smooth, rotate, impl = choice
+    rounding = {"auto": "auto", "triton": "triton", "sm90": "triton"}.get(impl, "eager")
+    queries = quantize(q, "block", hadamard=rotate, impl=rounding)
+    keys = quantize(k, "block", smooth=smooth, hadamard=rotate, impl=rounding)
+    values = quantize(v, "channel", transposed=True, impl=rounding)
+    out, lse = attention_in(
+        *(queries.data, keys.data, values.data),
+        **options,
+        sinks=sinks,
+        q_descale=queries.descale,
+        k_descale=keys.descale,
+        v_descale=values.descale,
+        out_dtype=q.dtype,
+        return_lse=True,
+        impl=impl,
+    )
+    if keys.mean is not None:
+        group = q.shape[1] // max(k.shape[1], 1)
+        mean = keys.mean.repeat_interleave(group, 1)
+        shift = (q.float() @ mean.unsqueeze(-1)).squeeze(-1)
+        lse = lse + scale_or_default(_OP, options["scale"], q.shape[-1]) * shift
+    return out, lse
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        options: dict[str, Any],
+        choice: tuple[bool, bool, str],
+    ) -> Any:
+        ctx.save_for_backward(q, k, v, sinks)
+        ctx.options = options
+        out, lse = _attend(q, k, v, sinks, options, choice)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+        wanted = ctx.needs_input_grad[:4]
+        leaves: list[Any] = [
+            x if x is None else x.detach().requires_grad_(needed)
+            for x, needed in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        q, k, v, sinks = leaves
+        with torch.enable_grad():
+            out = attention_in(q, k, v, sinks=sinks, **ctx.options)
+        needed = [x for x, needed in zip(leaves, wanted, strict=True) if needed]
+        made = iter(torch.autograd.grad(out, needed, dout))
+        return (*(next(made) if needed else None for needed in wanted), None, None)

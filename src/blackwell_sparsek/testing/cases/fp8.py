@@ -1,0 +1,148 @@
+"""Compile cases of the kernels in fp8: rounding, attention."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...attention.sm90.launch_fp8 import attn_fwd_fp8_sm90_config, launch_attn_fwd_fp8_sm90
+from ...attention.triton.forward_fp8 import launch_attn_fwd_fp8
+from ...attention.triton.tuning import attn_fwd_fp8_config
+from ...calls.attention import AttentionCall, AttnSpec
+from ...calls.fp8 import E4M3, E5M2, Fp8AttentionCall, QuantizeCall
+from ...fp8.triton import (
+    MIN_SM_CONVERTS_FP8,
+    _amax_kernel,
+    _quantize_kernel,
+    launch_quantize,
+    launch_sums,
+)
+from ...masks.band import Band
+from ...masks.block_mask import BlockMask
+from ..captured_launches import captured_launches, launched_case, meta
+from ..compile_cases import ALL_ARCHS, CompileCase, compile_cases
+
+_CONVERTING = tuple(sm for sm in ALL_ARCHS if sm >= MIN_SM_CONVERTS_FP8)
+
+
+def _call(scale: str, channels: int, dtype: torch.dtype = E4M3, **options: bool) -> QuantizeCall:
+    given = {"smooth": False, "hadamard": False, "transposed": False, **options}
+    return QuantizeCall(meta(2, 8, 1000, channels), scale, dtype, 128, **given)
+
+
+def quantize_case(
+    name: str, call: QuantizeCall, *, amax: bool = False, converts: bool = False
+) -> CompileCase:
+    """The launch that rounds, or the one that finds the maxima."""
+    results = (call.empty_data(), call.empty_descale(), call.empty_mean() if call.smooth else None)
+    return launched_case(
+        f"{'fp8_amax' if amax else 'fp8_quantize'}/{name}",
+        launch_quantize,
+        call,
+        *results,
+        converts_fp8=converts,
+        kernel=_amax_kernel if amax else _quantize_kernel,
+        archs=_CONVERTING if converts else ALL_ARCHS,
+    )
+
+
+@compile_cases
+def quantize_cases() -> Iterator[CompileCase]:
+    """Queries, keys and values of attention, activations and weights of products."""
+    keys = _call("block", 128, smooth=True, hadamard=True)
+    values = _call("channel", 128, transposed=True)
+    yield quantize_case("keys-d128", keys)
+    yield quantize_case("keys-converted-d128", keys, converts=True)
+    wide = _call("block", 256, smooth=True, hadamard=True)
+    yield quantize_case("keys-converted-d256", wide, converts=True)
+    yield quantize_case("values-d128", values)
+    yield quantize_case("values-converted-d128", values, converts=True)
+    yield quantize_case("values-d128", values, amax=True)
+    yield quantize_case("tensor-d64", _call("tensor", 64, hadamard=True), amax=True)
+    yield quantize_case("tensor-e5m2-d64", _call("tensor", 64, E5M2, hadamard=True))
+    yield quantize_case("1x128-converted", _call("1x128", 4096), converts=True)
+    yield quantize_case("128x128-converted", _call("128x128", 4096), converts=True)
+    sums = meta(16, 2, 128, dtype=torch.float32)
+    yield launched_case("fp8_sums/d128", launch_sums, keys, sums)
+
+
+def attention_call(
+    dim: int, *, mask: tuple[int, int] | None = None, turned: bool = True, everything: bool = False
+) -> Fp8AttentionCall:
+    """A call over 1000 tokens with scales by block and channel; `everything` adds all options."""
+    length, heads = 1000, 8
+    q, k, v = (meta(2, n, length, dim, dtype=E4M3) for n in (2 * heads, heads, heads))
+    if turned:
+        v = meta(2, heads, dim, 1008, dtype=E4M3)[..., :length].mT
+    block_mask = None
+    if mask is not None:
+        keep = torch.ones(1, 1, -(-length // mask[0]), -(-length // mask[1]), dtype=torch.bool)
+        block_mask = BlockMask.from_dense(keep, mask, seq_lengths=length).to("meta")
+    spec = AttnSpec(0.1, max_q=length, max_k=length, block_mask=block_mask)
+    if everything:
+        sinks = meta(2 * heads, dtype=torch.float32)
+        spec = spec._replace(band=Band(None, 0), softcap=30.0, sinks=sinks)
+    scales = (
+        meta(2, 2 * heads, 8, dtype=torch.float32),
+        meta(2, heads, 8, dtype=torch.float32),
+        meta(2, heads, dim, dtype=torch.float32),
+    )
+    return Fp8AttentionCall(AttentionCall(q, k, v, spec), *scales, torch.bfloat16)
+
+
+def hopper_case(
+    name: str, dim: int, *, k_blocks: bool = True, spills: int = 0, **options: Any
+) -> CompileCase:
+    """A launch of the Hopper forward; `spills` is what is accepted, with Triton 3.6."""
+    call = attention_call(dim, **options)
+    with captured_launches():
+        config = attn_fwd_fp8_sm90_config(call.problem, k_blocks)
+    order = None if config.SCHEDULER_WARP is False else meta(256, dtype=torch.int32)
+    return launched_case(
+        f"attn_fwd_fp8_sm90/{name}-d{dim}",
+        launch_attn_fwd_fp8_sm90,
+        *(call, *call.empty_results(), order, 2, config),
+        expect={"wgmma": 8},
+        max_spill_bytes=spills,
+        archs=(90,),
+    )
+
+
+@compile_cases
+def hopper_cases() -> Iterator[CompileCase]:
+    """The Hopper forward: products of e4m3, masks, all options, wide heads."""
+    yield hopper_case("dense", 128, spills=592)
+    yield hopper_case("head-scales", 128, k_blocks=False, spills=1508)
+    yield hopper_case("mask", 128, mask=(128, 128), spills=4092)
+    yield hopper_case("mask-rows-of-64", 128, mask=(64, 64), spills=600)
+    yield hopper_case("all-options", 128, everything=True, spills=536)
+    yield hopper_case("dense", 64)
+    yield hopper_case("dense", 256, spills=10232)
+
+
+def portable_case(name: str, sm: int, dim: int, *, spills: int = 0, **options: Any) -> CompileCase:
+    """A launch of the portable forward as on `sm`; `spills` is what is accepted."""
+    call = attention_call(dim, **options)
+    with captured_launches(sm):
+        config = attn_fwd_fp8_config(call.problem)
+    out, lse = call.empty_results()
+    return launched_case(
+        f"attn_fwd_fp8/{name}-d{dim}-sm{sm}",
+        launch_attn_fwd_fp8,
+        *(call, out, lse, config),
+        sm=sm,
+        converts_fp8=sm >= MIN_SM_CONVERTS_FP8,
+        max_spill_bytes=spills,
+        archs=(sm,),
+    )
+
+
+@compile_cases
+def portable_cases() -> Iterator[CompileCase]:
+    """The portable forward, with the tiles of each architecture."""
+    for sm in ALL_ARCHS:
+        yield portable_case("dense", sm, 128)
+        yield portable_case("values-in-rows", sm, 64, turned=False)
+        yield portable_case("all-options", sm, 128, everything=True)
+        yield portable_case("mask", sm, 128, mask=(128, 128))
+        yield portable_case("dense", sm, 256, spills=44 if sm == 90 else 0)

@@ -1,0 +1,201 @@
+"""The Hopper forward in fp8: what it refuses, where its barriers lie, and results on a GPU."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.attention.fp8_op import fp8_dispatch
+from blackwell_sparsek.attention.sm90.tuning import attn_fwd_fp8_sm90_unsupported
+from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec
+from blackwell_sparsek.calls.fp8 import Fp8AttentionCall
+from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.testing import poison
+from blackwell_sparsek.testing.machine_code import misplaced_barriers
+from blackwell_sparsek.testing.tolerance import assert_within_budget
+
+from ..testing.child import printed
+
+E4M3 = torch.float8_e4m3fn
+H200 = Arch("cuda", 90, 132, 232448, False)
+CASE = """
+import ast
+from blackwell_sparsek.testing.cases.fp8 import hopper_case
+case = hopper_case("placed", **ast.literal_eval(sys.argv[1]))
+"""
+REPORT = """
+print(json.dumps([
+    config.placed_barriers(), config.programs_per_sm * (compiled.metadata.shared + 1024),
+]))
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [{"dim": 128}, {"dim": 128, "mask": (64, 64)}, {"dim": 256}], ids=str
+)
+@pytest.mark.exhaustive
+def test_the_barriers_lie_where_the_warps_look_for_them(options):
+    head, ptx = printed(CASE, REPORT, repr(options)).split("\n", 1)
+    expected, shared = json.loads(head)
+    assert misplaced_barriers(ptx, [tuple(barrier) for barrier in expected]) == []
+    assert shared <= 228 * 1024
+    assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(64|128)k32\.f32\.e4m3\.e4m3", ptx)
+
+
+def problem(**changes):
+    q = torch.empty(1, 2, 256, 128, dtype=E4M3)
+    v = torch.empty(1, 1, 128, 256, dtype=E4M3).mT
+    spec = AttnSpec(0.1, max_q=256, max_k=256)
+    call = Fp8AttentionCall(AttentionCall(q, q[:, :1], v, spec), None, None, None, torch.bfloat16)
+    return replace(call.problem, arch=H200, **changes)
+
+
+def test_what_it_takes():
+    assert attn_fwd_fp8_sm90_unsupported(problem()) is None
+    assert attn_fwd_fp8_sm90_unsupported(problem(mask_block=(64, 192))) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"varlen": True}, "packed sequences"),
+        ({"out_dtype": torch.float32}, "writes float16 and bfloat16"),
+        ({"head_dim": 72}, "in steps of 16, got 72"),
+        ({"turned_values": False}, "contiguous along its tokens"),
+        ({"positive": False}, "a scale above zero"),
+        ({"mask_block": (128, 32)}, "not multiples of 64"),
+        ({"tma": False}, "multiples of 16 bytes"),
+        ({"max_k": 0}, "zero keys"),
+    ],
+)
+def test_what_it_refuses(changes, text):
+    assert text in attn_fwd_fp8_sm90_unsupported(problem(**changes))
+
+
+def test_auto_passes_it_over_until_it_has_run():
+    given = torch.zeros(1, 1, 64, 64).to(E4M3)
+    assert next(iter(fp8_dispatch.candidates)) == "sm90"
+    with pytest.raises(bsk.Unsupported, match="sm_90"):
+        bsk.attention(given, given, given, impl="sm90")
+
+
+def rounded_weights(q, k, v, scale, visible, softcap=None, sinks=None):
+    """Output and lse by plain PyTorch with weights in e4m3, the largest of a row being 256."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = q @ k.mT * scale
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    s = torch.where(visible, s, -torch.inf)
+    top = s.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    p = torch.exp(s - top) * 256
+    total = p.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + 256 * torch.exp(sinks.view(1, -1, 1, 1) - top)
+    out = p.to(E4M3).float() @ v / torch.where(total == 0, 1.0, total)
+    return out.bfloat16(), (top + torch.log(total / 256)).squeeze(-1)
+
+
+def visible_keys(sq, sk, device, causal=False, left=None):
+    at = torch.arange(sq, device=device)[:, None] + sk - sq
+    key = torch.arange(sk, device=device)[None, :]
+    seen = torch.ones(sq, sk, dtype=torch.bool, device=device)
+    if causal:
+        seen = seen & (key <= at)
+    if left is not None:
+        seen = seen & (key >= at - left)
+    return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("scaled", ["block", "head", "none"])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "options"),
+    [
+        ((1, 1), (1, 1), {}),
+        ((65, 300), (4, 2), {"causal": True}),
+        ((1000, 1000), (4, 1), {}),
+        ((513, 2049), (8, 2), {"causal": True, "window": 300}),
+        ((200, 700), (4, 4), {"softcap": 5.0}),
+        ((300, 300), (4, 2), {"causal": True, "sinks": True}),
+        ((512, 1024), (4, 2), {"mask": (128, 128)}),
+        ((512, 1000), (4, 2), {"mask": (64, 64), "causal": True}),
+        ((512, 1024), (4, 2), {"mask": (128, 256)}),
+    ],
+    ids=str,
+)
+def test_results(dim, scaled, lengths, heads, options):
+    device = torch.device("cuda")
+    (sq, sk), (hq, hkv), options = lengths, heads, dict(options)
+    q, k, v = (
+        torch.randn(2, h, s, dim, device=device) for h, s in ((hq, sq), (hkv, sk), (hkv, sk))
+    )
+    kinds = {"block": ("block", "channel"), "head": ("head", "head"), "none": ("tensor", "tensor")}
+    of_rows, of_values = kinds[scaled]
+    made = [bsk.fp8.quantize(x, of_rows, impl="eager") for x in (q, k)]
+    made.append(bsk.fp8.quantize(v, of_values, transposed=True, impl="eager"))
+    names = ("q_descale", "k_descale", "v_descale")
+    scales = {name: x.descale for name, x in zip(names, made, strict=True)}
+    if scaled == "none":
+        scales = {}
+        made = [x._replace(descale=torch.ones_like(x.descale)) for x in made]
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(hq, device=device)
+    visible = visible_keys(sq, sk, device, options.get("causal", False))
+    if "window" in options:
+        visible = visible_keys(sq, sk, device, True, options["window"] - 1)
+    if block := options.pop("mask", None):
+        grid = (1, hq, -(-sq // block[0]), -(-sk // block[1]))
+        keep = torch.rand(grid, device=device) < 0.4
+        options["block_mask"] = bsk.BlockMask.from_dense(keep, block, seq_lengths=(sq, sk))
+        each = keep.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
+        visible = visible & each[:, :, :sq, :sk]
+    factor = {"scale": 1e-4} if scaled == "none" else {}
+    data = [x.data for x in made]
+    with poison.poisoned_empty():
+        out, lse = bsk.attention(*data, **scales, **options, **factor, return_lse=True, impl="sm90")
+    oracle = {**scales, **options, **factor, "return_lse": True, "out_dtype": torch.float32}
+    exact, exact_lse = bsk.attention(*data, **oracle, impl="reference")
+    plain, plain_lse = rounded_weights(
+        *(x.stored() for x in made), factor.get("scale", dim**-0.5), visible,
+        options.get("softcap"), options.get("sinks"),
+    )  # fmt: skip
+    assert_within_budget(out, exact.double(), plain)
+    assert_within_budget(lse, exact_lse.double(), plain_lse, roundings=3.0)
+    again = bsk.attention(*data, **scales, **options, **factor, impl="sm90")
+    assert torch.equal(out, again)
+
+
+@pytest.mark.gpu
+def test_many_keys_stay_accurate():
+    """128k keys of one sign: sums that stayed in the tensor cores would lose the last ones."""
+    device = torch.device("cuda")
+    q, k = (torch.randn(1, 1, s, 128, device=device) for s in (64, 131072))
+    v = torch.rand(1, 1, 131072, 128, device=device) + 1
+    made = [bsk.fp8.quantize(x, "block", impl="eager") for x in (q, k)]
+    made.append(bsk.fp8.quantize(v, "channel", transposed=True, impl="eager"))
+    scales = dict(
+        zip(("q_descale", "k_descale", "v_descale"), (x.descale for x in made), strict=True)
+    )
+    out = bsk.attention(*(x.data for x in made), **scales, impl="sm90")
+    exact = bsk.attention(*(x.data for x in made), **scales, out_dtype=torch.float32, impl="eager")
+    plain, _ = rounded_weights(
+        *(x.stored() for x in made), 128**-0.5, torch.ones((), dtype=torch.bool, device=device)
+    )
+    assert_within_budget(out, exact.double(), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_fp8_attention_by_kernels_alone(dim):
+    q, k, v = (torch.randn(1, h, 1000, dim, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+    out, lse = bsk.fp8.attention(q, k, v, causal=True, return_lse=True, impl="sm90")
+    exact, exact_lse = bsk.attention(q, k, v, causal=True, return_lse=True)
+    assert (out - exact).float().norm() <= exact.float().norm() / 16
+    assert (lse - exact_lse).abs().max() <= exact_lse.abs().max() / 16
