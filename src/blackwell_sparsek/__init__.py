@@ -25,9 +25,13 @@ from .kv_cache.selection import PageSummaries, page_summaries, topk_pages
 from .kv_cache.slots import Rotary
 from .masks import patterns as masks
 from .masks.block_mask import BlockMask
+from .masks.key_selection import KeySelection
 from .matmul.api import matmul, sddmm
 from .ragged.api import attention_varlen
+from .select_keys.api import select_keys
 from .sparse.matrix import BSRMatrix
+from .sparse_attention.api import sparse_attention
+from .sparsek.api import sparsek, sparsek_causal
 
 if TYPE_CHECKING:
     from . import distributed as distributed
@@ -39,6 +43,7 @@ __all__ = [
     "InvalidInput",
     "InvalidType",
     "KVCache",
+    "KeySelection",
     "OutOfPages",
     "PageSummaries",
     "PagedKVCache",
@@ -64,6 +69,10 @@ __all__ = [
     "prune",
     "scaled_dot_product_attention",
     "sddmm",
+    "select_keys",
+    "sparse_attention",
+    "sparsek",
+    "sparsek_causal",
     "topk_pages",
 ]
 

@@ -11,6 +11,7 @@ from .source import PACKAGE, ROOT, file_of, files, imports, layer_of, write_tree
 # package nobody decided on.
 BELOW = {"core", "device", "launch", "dispatch", "calls", "masks", "sparse", "reference"}
 OPERATIONS = {"attention", "decode", "kv_cache", "matmul", "ragged"}
+OPERATIONS |= {"select_keys", "sparse_attention", "sparsek"}
 API = BELOW | OPERATIONS | {"nn", "prune"}
 MAY_IMPORT = {
     "core": set(),
@@ -27,6 +28,9 @@ MAY_IMPORT = {
     "decode": BELOW | {"attention", "kv_cache"},
     "matmul": BELOW - {"masks"},
     "ragged": BELOW | {"attention", "decode"},
+    "select_keys": BELOW | {"attention"},
+    "sparse_attention": BELOW | {"attention", "decode"},
+    "sparsek": BELOW | {"attention"},
     "prune": {"core", "sparse", "nn"},
     "nn": {"core", "launch", "sparse", "matmul"},
     "distributed": API,
@@ -50,6 +54,8 @@ ALLOWED = {
     "kv_cache": KERNELS,
     "matmul": KERNELS,
     "ragged": KERNELS,
+    "sparse_attention": KERNELS,
+    "sparsek": KERNELS,
     "testing": KERNELS | {"numpy"},
 }
 LAZY = {
