@@ -134,7 +134,7 @@ def _query_step(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what keys give to dq / scale; also return r * (dp - delta) of each row and key."""
-    keys = key_rows(places, kv_pos, wanted)
+    keys = key_rows(places, None, kv_pos, wanted)
     k = load_at(places.k, keys.k, keys.live, HEAD_DIM, TILE_D)
     v = load_at(places.v, keys.v, keys.live, HEAD_DIM_V, TILE_DV)
     s = tl.dot(own.q, tl.trans(k), input_precision=PRECISION)
@@ -258,13 +258,14 @@ def _sparse_attn_dq_kernel(
                 at = gate_row[:, None] + entry[None, :]
                 tl.store(gradients.dgate + at, tl.sum(change, 2), mask=mask)
     else:
+        gate_rows = offsets_of(batch, list_head, token, strides.lists.gate)
         cursor = rows.token - rows.token
         block, member = next_block(listing, cursor)
         while block != NO_BLOCK:
             inside = (block >= 0) & (block < num_blocks)
             weight = None
-            if listing.gate is not None:
-                weight = tl.load(listing.gate + cursor, mask=member, other=0.0)
+            if lists.gate is not None:
+                weight = tl.load(lists.gate + gate_rows + cursor, mask=member, other=0.0)
                 weight = weight.to(tl.float32)[:, None]
             dgate = own.delta - own.delta
             for step in tl.static_range(BLOCK_KV // TILE_N):
@@ -372,7 +373,7 @@ def _sparse_attn_dkdv_kernel(
     places = places_of_keys(
         k_ptr, v_ptr, strides.k, strides.v, batch, kv_head, kv_first, kv_len, None
     )
-    keys = key_rows(places, kv_pos, mine)
+    keys = key_rows(places, None, kv_pos, mine)
     k = load_at(places.k, keys.k, mine, HEAD_DIM, TILE_D)
     v = load_at(places.v, keys.v, mine, HEAD_DIM_V, TILE_DV)
     sums = KeySums(tl.zeros([TILE_N, TILE_D], tl.float32), tl.zeros([TILE_N, TILE_DV], tl.float32))

@@ -76,13 +76,13 @@ class State(NamedTuple):
 
 @triton.jit
 def _attend_tile(
-    state, q, places, kv_pos, wanted, visible, weight, score,
+    state, q, places, pages, kv_pos, wanted, visible, weight, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take keys `kv_pos` into the state; `weight` None stands for 1."""
     m_log2, row_sum, acc, wrong = state
-    keys = key_rows(places, kv_pos, wanted)
+    keys = key_rows(places, pages, kv_pos, wanted)
     k = load_at(places.k, keys.k, keys.live, HEAD_DIM, TILE_D)
     s = cap(tl.dot(q, tl.trans(k), input_precision=PRECISION), score.inverse_cap)
     counted = visible
@@ -94,7 +94,7 @@ def _attend_tile(
     row_sum = row_sum * rescale + tl.sum(p, 1)
     v = load_at(places.v, keys.v, keys.live, HEAD_DIM_V, TILE_DV)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-    if keys.wrong is not None:
+    if pages is not None:
         wrong = wrong | (tl.max((visible & keys.wrong[None, :]).to(tl.int32), 1) != 0)
     return State(m_log2, row_sum, acc, wrong)
 
@@ -174,7 +174,7 @@ def _sparse_attn_fwd_kernel(
         kv_pos = start + offs_n
         visible = rows.real[:, None] & within_bounds(kv_pos[None, :], near.first, near.last)
         state = _attend_tile(
-            state, q, places, kv_pos, kv_pos >= lo, visible, None, score,
+            state, q, places, pages, kv_pos, kv_pos >= lo, visible, None, score,
             HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
         )  # fmt: skip
 
@@ -197,26 +197,27 @@ def _sparse_attn_fwd_kernel(
                 weight = tl.load(lists.gate + at + entry, mask=listed, other=0.0)
                 weight = weight.to(tl.float32)[None, :]
             state = _attend_tile(
-                state, q, places, kv_pos, inside, visible, weight, score,
+                state, q, places, pages, kv_pos, inside, visible, weight, score,
                 HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
             )  # fmt: skip
             outside = tl.max((listed & (inside == 0)).to(tl.int32), 0) != 0
             state = State(state.m_log2, state.row_sum, state.acc, state.wrong | outside)
     else:
+        gate_rows = offsets_of(batch, list_head, token, strides.lists.gate)
         cursor = rows.token - rows.token
         block, member = next_block(own, cursor)
         while block != NO_BLOCK:
             inside = (block >= 0) & (block < num_blocks)
             weight = None
-            if own.gate is not None:
-                weight = tl.load(own.gate + cursor, mask=member, other=0.0)
+            if lists.gate is not None:
+                weight = tl.load(lists.gate + gate_rows + cursor, mask=member, other=0.0)
                 weight = weight.to(tl.float32)[:, None]
             for step in tl.static_range(BLOCK_KV // TILE_N):
                 kv_pos = tl.where(inside, block, 0) * BLOCK_KV + step * TILE_N + offs_n
                 wanted = inside & (kv_pos >= 0)
                 visible = (member & inside)[:, None] & seen_of_block(kv_pos[None, :], limits, near)
                 state = _attend_tile(
-                    state, q, places, kv_pos, wanted, visible, weight, score,
+                    state, q, places, pages, kv_pos, wanted, visible, weight, score,
                     HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
                 )  # fmt: skip
             wrong = state.wrong | (member & (inside == 0))

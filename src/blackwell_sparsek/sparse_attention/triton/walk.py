@@ -72,7 +72,6 @@ class RowLists(NamedTuple):
     """Where the list of each row begins, how many entries it has, and whether that is wrong."""
 
     ids: Any
-    gate: Any
     count: Any
     wrong: Any
 
@@ -86,13 +85,16 @@ class KeyPlaces(NamedTuple):
     v_stride: Any
     k_page: Any
     v_page: Any
-    pages: Any
-    table_row: Any
+    batch: Any
     kv_len: Any
 
 
 class KeyRows(NamedTuple):
-    """Offsets of keys and values, which of them may be read, and which have a wrong page."""
+    """Offsets of keys and values, which of them may be read, and which have a wrong page.
+
+    Kernels that return records cannot leave a field empty in every release of Triton, so `wrong` is
+    there without pages too, and false.
+    """
 
     k: Any
     v: Any
@@ -129,10 +131,7 @@ def lists_of_rows(lists, strides, batch, list_head, token, real, most):
     at = lists.counts + offsets_of(batch, list_head, token, strides.counts)
     count = tl.load(at, mask=real, other=0)
     wrong = (count < 0) | (count > most)
-    gate = None
-    if lists.gate is not None:
-        gate = lists.gate + offsets_of(batch, list_head, token, strides.gate)
-    return RowLists(ids, gate, tl.where(wrong, 0, count), wrong)
+    return RowLists(ids, tl.where(wrong, 0, count), wrong)
 
 
 @triton.jit
@@ -162,29 +161,28 @@ def places_of_keys(k_ptr, v_ptr, k_strides, v_strides, batch, kv_head, kv_first,
     if pages is None:
         k_ptr += offsets_of(batch, kv_head, kv_first, k_strides)
         v_ptr += offsets_of(batch, kv_head, kv_first, v_strides)
-        table_row = None
     else:
         k_ptr += tl.cast(kv_head, tl.int64) * k_strides.head
         v_ptr += tl.cast(kv_head, tl.int64) * v_strides.head
-        table_row = pages.table + tl.cast(batch, tl.int64) * pages.table_stride
     return KeyPlaces(
         k_ptr, v_ptr, k_strides.token, v_strides.token, k_strides.batch, v_strides.batch,
-        pages, table_row, kv_len,
+        batch, kv_len,
     )  # fmt: skip
 
 
 @triton.jit
-def key_rows(places, kv_pos, wanted):
+def key_rows(places, pages, kv_pos, wanted):
     """The `KeyRows` of positions; those not `wanted` or past the length are not read."""
     live = wanted & exists(kv_pos, places.kv_len)
-    if places.pages is None:
+    if pages is None:
         k = tl.cast(kv_pos, tl.int64) * places.k_stride
         v = tl.cast(kv_pos, tl.int64) * places.v_stride
-        wrong = None
+        wrong = kv_pos < 0
     else:
-        size = places.pages.page_size
-        page = tl.load(places.table_row + kv_pos // size, mask=live, other=0)
-        there = (page >= 0) & (page < places.pages.num_pages)
+        size = pages.page_size
+        table_row = pages.table + tl.cast(places.batch, tl.int64) * pages.table_stride
+        page = tl.load(table_row + kv_pos // size, mask=live, other=0)
+        there = (page >= 0) & (page < pages.num_pages)
         wrong = live & (there == 0)
         live = live & there
         slot = tl.cast(kv_pos % size, tl.int64)
