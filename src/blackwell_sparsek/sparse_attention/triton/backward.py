@@ -268,7 +268,7 @@ def _sparse_attn_dq_kernel(
                 weight = tl.load(lists.gate + gate_rows + cursor, mask=member, other=0.0)
                 weight = weight.to(tl.float32)[:, None]
             dgate = own.delta - own.delta
-            for step in tl.static_range(BLOCK_KV // TILE_N):
+            for step in tl.range(0, BLOCK_KV // TILE_N):
                 kv_pos = tl.where(inside, block, 0) * BLOCK_KV + step * TILE_N + offs_n
                 wanted = inside & (kv_pos >= 0)
                 visible = (member & inside)[:, None] & seen_of_block(kv_pos[None, :], limits, near)

@@ -30,9 +30,14 @@ GEOMETRIES = {
     "qsa": (BRAIN, 24, 2, 256, 512, 4),
     "nsa": (HALF, 64, 4, 128, 16, 64),
     "tokens": (BRAIN, 16, 1, 64, 2048, 1),
+    "narrow": (BRAIN, 16, 1, 64, 16, 64),
+    "wide": (BRAIN, 64, 1, 256, 16, 64),
     "float32": (FLOAT, 6, 2, 80, 7, 32),
+    "float32-wide": (FLOAT, 64, 2, 256, 7, 128),
+    "float32-tokens": (FLOAT, 64, 2, 128, 200, 1),
 }
 TOKENS = 4099
+KERNELS = {"dq": _sparse_attn_dq_kernel, "dkdv": _sparse_attn_dkdv_kernel}
 
 
 def _int32(*shape: int) -> torch.Tensor:
@@ -84,17 +89,46 @@ def _backward(call: SparseAttentionCall) -> SparseBackwardCall:
     return SparseBackwardCall(call, out, None, out, lse, SparseAttnGradients(*wanted, *others))
 
 
+ALL = (80, 89, 90, 100, 120)
+# each tile on its architectures; all of them where shared memory is tight
+CASES: dict[tuple[str, str], tuple[int, ...]] = {
+    ("msa", ""): (80, 90),
+    ("nsa", ""): ALL,
+    ("nsa", "gated"): (80, 90),
+    ("nsa", "packed"): (90,),
+    ("narrow", "gated"): (90,),
+    ("wide", ""): (89, 90, 120),
+    ("qsa", ""): (80, 90),
+    ("qsa", "gated"): (90,),
+    ("tokens", ""): (90,),
+    ("float32", ""): (90,),
+    ("float32-wide", ""): (89, 90, 120),
+    ("float32-tokens", ""): (90,),
+}
+
+
+def _accepted_spills(name: str, sm: int) -> int:
+    # the smallest tile of full fp32 products; 16 warps spill twice as much
+    if name == "float32-wide":
+        return 1088
+    # four registers of dq
+    return 32 if name == "wide" and sm != 90 else 0
+
+
 @compile_cases
 def sparse_attention_cases() -> Iterator[CompileCase]:
     """Geometries of models, gates, packed keys and pages."""
-    variants = [*((name, "") for name in GEOMETRIES), ("nsa", "gated"), ("qsa", "gated")]
-    for name, options in (*variants, ("nsa", "packed")):
-        label = f"{name}-{options}" if options else name
-        yield launched_case(f"sparse_attn_fwd/{label}", forward, _call(name, options))
-        if options == "packed":
-            # lists of packed sequences are made by torch, whose meta device has no values
-            continue
-        call = _backward(_call(name, options))
-        for kind, kernel in (("dq", _sparse_attn_dq_kernel), ("dkdv", _sparse_attn_dkdv_kernel)):
-            yield launched_case(f"sparse_attn_{kind}/{label}", backward, call, kernel=kernel)
+    for (name, options), archs in CASES.items():
+        for sm in archs:
+            label = "-".join(filter(None, (name, options, f"sm_{sm}")))
+            made: dict[str, Any] = {"sm": sm, "archs": (sm,)}
+            made["max_spill_bytes"] = _accepted_spills(name, sm)
+            yield launched_case(f"sparse_attn_fwd/{label}", forward, _call(name, options), **made)
+            if options == "packed":
+                # lists of packed sequences are made by torch, whose meta device has no values
+                continue
+            call = _backward(_call(name, options))
+            for kind, kernel in KERNELS.items():
+                label_of = f"sparse_attn_{kind}/{label}"
+                yield launched_case(label_of, backward, call, kernel=kernel, **made)
     yield launched_case("sparse_attn_fwd/paged", forward, _paged())
