@@ -156,31 +156,39 @@ def check_forward(problem, impl):
     return out, lse
 
 
-def check_gradients(problem, impl):
-    """Compare the gradients of everything that has one with the oracle."""
-    arguments, options = problem
-    q, k, v, chosen = arguments
+def gradients_by(problem, run, dtype=None):
+    """Gradients, by name, of everything that has one, through `run(arguments, options)`."""
+    (q, k, v, chosen), options = problem
     leaves = {"q": q, "k": k, "v": v}
     leaves |= {name: options[name] for name in ("sinks", "gate") if name in options}
+    own = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in leaves.items()}
+    rest = {name: own[name] for name in own if name not in "qkv"}
+    out, lse = run((own["q"], own["k"], own["v"], chosen), {**options, **rest})
+    # rows that see nothing have an lse of -inf, whose gradient must not count
+    lse = torch.where(lse.isinf(), 0.0, lse)
+    dout = inputs.normal(*out.shape, seed=91, device=q.device).to(out.dtype)
+    dlse = inputs.normal(*lse.shape, seed=92, device=q.device).to(lse.dtype)
+    total = (out * dout).sum() + (lse * dlse).sum()
+    return dict(zip(own, torch.autograd.grad(total, list(own.values())), strict=True))
 
-    def gradients(run, dtype):
-        own = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in leaves.items()}
-        rest = {name: own[name] for name in own if name not in "qkv"}
-        out, lse = run((own["q"], own["k"], own["v"], chosen), {**options, **rest})
-        # rows that see nothing have an lse of -inf, whose gradient must not count
-        lse = torch.where(lse.isinf(), 0.0, lse)
-        dout = inputs.normal(*out.shape, seed=91, device=q.device).to(out.dtype)
-        dlse = inputs.normal(*lse.shape, seed=92, device=q.device).to(lse.dtype)
-        total = (out * dout).sum() + (lse * dlse).sum()
-        return dict(zip(own, torch.autograd.grad(total, list(own.values())), strict=True))
+
+def our_gradients(problem, impl):
+    """Gradients by an implementation."""
+    return gradients_by(
+        problem, lambda a, o: bsk.sparse_attention(*a, **o, return_lse=True, impl=impl)
+    )
+
+
+def check_gradients(problem, impl):
+    """Compare the gradients of everything that has one with the oracle."""
 
     def oracle(precision):
         return lambda a, o: reference.sparse_attention(call_of(a, o), precision=precision)
 
-    ours = gradients(lambda a, o: bsk.sparse_attention(*a, **o, return_lse=True, impl=impl), None)
-    exact = gradients(oracle(torch.float64), torch.float64)
-    plain = gradients(oracle(plain_of(call_of(arguments, options))), None)
-    for name in leaves:
+    ours = our_gradients(problem, impl)
+    exact = gradients_by(problem, oracle(torch.float64), torch.float64)
+    plain = gradients_by(problem, oracle(plain_of(call_of(*problem))))
+    for name in ours:
         # the backward recomputes probabilities from a rounded lse, and delta from a rounded output
         assert_within_budget(
             ours[name], exact[name], plain[name], what=f"d{name}", factor=3.0, roundings=4.0

@@ -98,10 +98,10 @@ def test_touches_nothing_outside(side, interpreted):
 
 @pytest.mark.parametrize("k", [0.0, 4.5])
 def test_thresholds_of_prefixes(k, device):
-    u = inputs.normal(2, 2, 33, seed=11, device=device)
-    u[0, 0, 10:20] = 1.0
+    u = inputs.normal(1, 2, 19, seed=11, device=device)
+    u[0, 0, 7:13] = 1.0
     u[0, 1, 5] = -torch.inf
-    tau = kernels.prefixes(PrefixSparsekCall(u, torch.tensor(k, device=device).expand(2, 2)))
+    tau = kernels.prefixes(PrefixSparsekCall(u, torch.tensor(k, device=device).expand(1, 2)))
     limit = torch.tensor(k, dtype=torch.float64)
     plain = reference.sparsek_causal(u, limit, precision=torch.float32)
     assert_within_budget(tau, reference.sparsek_causal(u, limit), plain, what="tau")

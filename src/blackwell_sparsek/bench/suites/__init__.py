@@ -4,9 +4,24 @@ A module holds the problem (its inputs, its FLOPs and the check of results), the
 it, and the suites that combine both. Attention has its problem and its peers in two more files.
 """
 
-from . import attention, bsr_training, decode, first_call, gradients, host, matmul, mla, new_sizes
+from . import (
+    attention,
+    bsr_training,
+    decode,
+    first_call,
+    gradients,
+    host,
+    matmul,
+    mla,
+    new_sizes,
+    selection,
+    sparse_attention,
+)
 
-_MODULES = (matmul, bsr_training, attention, gradients, decode, mla, host, new_sizes, first_call)
+_MODULES = (
+    *(matmul, bsr_training, attention, gradients, decode, mla, sparse_attention, selection),
+    *(host, new_sizes, first_call),
+)
 SUITES = {suite.name: suite for module in _MODULES for suite in module.SUITES}
 GROUPS = {
     **{

@@ -70,7 +70,7 @@ def _gathered_tile(problem: SparseAttnProblem) -> _Tile:
 
 
 def _walked_tile(problem: SparseAttnProblem) -> _Tile:
-    """The largest tiles that compile without spills; the interpreter takes those of 16-bit types."""
+    """The largest tiles that compile without spills, 16-bit ones when interpreted."""
     dim = max(problem.head_dim, problem.head_dim_v)
     if problem.dtype == torch.float32 and not problem.arch.interpreted:
         return _fp32_tile(dim)
