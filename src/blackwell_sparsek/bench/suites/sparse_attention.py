@@ -129,11 +129,12 @@ class ChosenInputs:
             map(torch.stack, zip(*(self._row(t, everything, dtype) for t in tokens), strict=True))
             for dtype in (torch.float64, self.q.dtype)
         )
-        # rounded at each step of an online softmax; dq once more, from a rounded lse
-        loose = {"factor": 3.0, "roundings": 4.0}
-        assert_within_budget(out[0, -1, tokens], exact, plain, **loose, what="output")
+        assert_within_budget(out[0, -1, tokens], exact, plain, what="output")
         if self.problem.backward:
-            assert_within_budget(dq[0, -1, tokens], exact_dq, plain_dq, **loose, what="dq")
+            # the backward recomputes probabilities from a rounded lse
+            assert_within_budget(
+                dq[0, -1, tokens], exact_dq, plain_dq, factor=3.0, roundings=4.0, what="dq"
+            )
 
     def _row(
         self, token: int, everything: bool, dtype: torch.dtype
