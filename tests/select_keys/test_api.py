@@ -27,16 +27,18 @@ CASES = {
 
 
 def drawn(batch=2, heads=(4, 2), lengths=(9, 37), dim=8, seed=0, dtype=torch.float32):
+    """Index queries and keys."""
     q = inputs.integers(batch, heads[0], lengths[0], dim, seed=seed, bound=1, dtype=dtype)
     k = inputs.integers(batch, heads[1], lengths[1], dim, seed=seed + 1, bound=1, dtype=dtype)
     return q, k
 
 
-def check(q, k, options):
+def check(q, k, options, impl="auto"):
+    """Compare a choice with that of the formula; return it."""
     options = dict(options)
     if options.get("weights"):
-        options["weights"] = inputs.integers(*q.shape[:3], seed=9, bound=2)
-    ours = bsk.select_keys(q, k, **options)
+        options["weights"] = inputs.integers(*q.shape[:3], seed=9, bound=2).to(q.device)
+    ours = bsk.select_keys(q, k, **options, impl=impl)
     exact = bsk.select_keys(q, k, **options, impl="reference")
     assert torch.equal(ours.counts, exact.counts)
     listed = ours.listed()
@@ -107,7 +109,7 @@ def test_operator_and_explanation():
     torch.library.opcheck(torch.ops.bsk.select_keys.default, arguments)
     decision = bsk.explain(bsk.select_keys, q, k, granularity=4, pool="max", top_k=3)
     assert decision.chosen == "eager" and "4 index heads of 8 for 4 lists" in str(decision.problem)
-    assert decision.reasons["triton"] == "select_keys has no triton implementation"
+    assert decision.reasons["sm90"] == "select_keys has no sm90 implementation"
 
 
 Q, K = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 9, 8)
@@ -130,7 +132,7 @@ Q, K = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 9, 8)
         ({"k_index": K[..., :4].contiguous()}, bsk.InvalidInput, "do not match"),
         ({"k_index": K.double()}, bsk.InvalidType, "have different dtypes"),
         ({"q_index": Q[:, :3]}, bsk.InvalidInput, "3 heads over 2"),
-        ({"impl": "triton"}, bsk.Unsupported, "has no triton implementation"),
+        ({"impl": "sm90"}, bsk.Unsupported, "has no sm90 implementation"),
     ],
 )
 def test_refusals(changed, error, text):

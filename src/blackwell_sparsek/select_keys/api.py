@@ -79,7 +79,7 @@ def select_keys(
         Index heads are added up in so many groups, each with a list of its own: by default 1 with
         `weights`, else Hi.
     impl : str
-        `auto`, `reference` or `eager`; a name never falls back.
+        `auto`, `reference`, `eager` or `triton`; a name never falls back.
 
     Returns
     -------

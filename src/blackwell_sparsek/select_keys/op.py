@@ -10,8 +10,9 @@ import torch
 
 from ..calls.select_keys import SelectCall, SelectOptions, SelectProblem
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, only_asked
+from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
 from ..dispatch.operators import define_op
+from .tuning import why_not
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -21,6 +22,9 @@ def _everything(problem: SelectProblem) -> str | None:
 
 
 select_dispatch = Dispatcher("select_keys")
+select_dispatch.register(
+    "triton", why_not, "blackwell_sparsek.select_keys.triton:forward", auto_passes=not_run_yet
+)
 select_dispatch.register("eager", _everything, "blackwell_sparsek.select_keys.eager:forward")
 select_dispatch.register(
     "reference",
