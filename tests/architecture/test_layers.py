@@ -54,6 +54,7 @@ ALLOWED = {
     "kv_cache": KERNELS,
     "matmul": KERNELS,
     "ragged": KERNELS,
+    "select_keys": KERNELS,
     "sparse_attention": KERNELS,
     "sparsek": KERNELS,
     "testing": KERNELS | {"numpy"},

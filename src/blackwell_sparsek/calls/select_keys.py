@@ -23,6 +23,11 @@ class SelectOptions(NamedTuple):
     pool: str = "none"
     causal: bool = True
 
+    @property
+    def right(self) -> int:
+        """Keys after its own position that a query may see; 2**30 stands for all of them."""
+        return 0 if self.causal else 2**30
+
 
 @dataclass(frozen=True)
 class SelectProblem:

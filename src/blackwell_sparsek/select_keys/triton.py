@@ -26,6 +26,7 @@ import triton.language as tl
 from ..attention.operands import token_strides
 from ..calls.select_keys import SelectCall
 from ..device.fp8 import e4m3_values
+from ..device.masks import position, row_bounds
 from ..device.ordering import HIGHEST, LOWEST, midpoint, ordered_int
 from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
@@ -182,7 +183,15 @@ def _keep_the_best(held, buffers, list_rows, most, TILE_M: tl.constexpr, TILE_C:
 
 
 @triton.jit(
-    do_not_specialize=["q_len", "kv_len", "capacity", "num_tiles", "tiles_of_list", "num_programs"]
+    do_not_specialize=[
+        "q_len",
+        "kv_len",
+        "right",
+        "capacity",
+        "num_tiles",
+        "tiles_of_list",
+        "num_programs",
+    ]
 )
 def _select_keys_kernel(
     ids_ptr,
@@ -197,11 +206,11 @@ def _select_keys_kernel(
     rule,
     q_len,
     kv_len,
+    right,
     capacity,
     num_tiles,
     tiles_of_list,
     num_programs,
-    CAUSAL: tl.constexpr,
     RELU: tl.constexpr,
     MEAN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -228,9 +237,8 @@ def _select_keys_kernel(
         first_head = row % heads.lists * heads.each
         token = tile % tiles_of_list * TILE_M + offs_m
         real = token < q_len
-        last_key = tl.where(real, kv_len - 1, -1)
-        if CAUSAL:
-            last_key = tl.minimum(last_key, tl.where(real, token + kv_len - q_len, -1))
+        last_key = row_bounds(position(token, q_len, kv_len), kv_len, 0, right).last
+        last_key = tl.where(real, last_key, -1)
         latest = tl.where(last_key < 0, -1, last_key // BLOCK_KV)
         query = row.to(tl.int64) * q_len + tl.where(real, token, 0)
         list_rows = query * rule.most
@@ -307,11 +315,11 @@ def launch_select_keys(
             Rule(given.most, given.force_first, given.force_last),
             q_len,
             k.shape[2],
+            given.right,
             config.capacity,
             tiles,
             tiles_of_list,
             programs,
-            given.causal,
             given.activation == "relu",
             given.pool == "mean",
             dim,
