@@ -35,9 +35,13 @@ if TYPE_CHECKING:
     from .kv_cache.slots import Rotary
     from .masks import patterns as masks
     from .masks.block_mask import BlockMask
+    from .masks.key_selection import KeySelection
     from .matmul.api import matmul, sddmm
     from .ragged.api import attention_varlen
+    from .select_keys.api import select_keys
     from .sparse.matrix import BSRMatrix
+    from .sparse_attention.api import sparse_attention
+    from .sparsek.api import sparsek, sparsek_causal
 
 __all__ = [
     "BSRMatrix",
@@ -46,6 +50,7 @@ __all__ = [
     "InvalidInput",
     "InvalidType",
     "KVCache",
+    "KeySelection",
     "OutOfPages",
     "PageSummaries",
     "PagedKVCache",
@@ -72,6 +77,10 @@ __all__ = [
     "prune",
     "scaled_dot_product_attention",
     "sddmm",
+    "select_keys",
+    "sparse_attention",
+    "sparsek",
+    "sparsek_causal",
     "topk_pages",
 ]
 
@@ -80,6 +89,7 @@ _PUBLIC = {
     "BSRMatrix": ".sparse.matrix:BSRMatrix",
     "BlockMask": ".masks.block_mask:BlockMask",
     "KVCache": ".kv_cache.cache:KVCache",
+    "KeySelection": ".masks.key_selection:KeySelection",
     "PageSummaries": ".kv_cache.selection:PageSummaries",
     "PagedKVCache": ".kv_cache.paged:PagedKVCache",
     "Rotary": ".kv_cache.slots:Rotary",
@@ -102,6 +112,10 @@ _PUBLIC = {
     "prune": ".prune",
     "scaled_dot_product_attention": ".attention.sdpa:scaled_dot_product_attention",
     "sddmm": ".matmul.api:sddmm",
+    "select_keys": ".select_keys.api:select_keys",
+    "sparse_attention": ".sparse_attention.api:sparse_attention",
+    "sparsek": ".sparsek.api:sparsek",
+    "sparsek_causal": ".sparsek.api:sparsek_causal",
     "topk_pages": ".kv_cache.selection:topk_pages",
 }
 # Imported only when they are asked for: torch.distributed.tensor takes longer to import than all

@@ -11,6 +11,7 @@ from .source import PACKAGE, ROOT, file_of, files, imports, layer_of, write_tree
 # package nobody decided on.
 BELOW = {"core", "device", "launch", "dispatch", "calls", "masks", "sparse", "reference"}
 OPERATIONS = {"attention", "decode", "fp8", "kv_cache", "matmul", "ragged"}
+OPERATIONS |= {"select_keys", "sparse_attention", "sparsek"}
 API = BELOW | OPERATIONS | {"nn", "prune"}
 MAY_IMPORT = {
     "core": set(),
@@ -28,6 +29,9 @@ MAY_IMPORT = {
     "matmul": BELOW - {"masks"},
     "ragged": BELOW | {"attention", "decode"},
     "fp8": BELOW | {"attention"},
+    "select_keys": BELOW | {"attention"},
+    "sparse_attention": BELOW | {"attention", "decode"},
+    "sparsek": BELOW | {"attention"},
     "prune": {"core", "sparse", "nn"},
     "nn": {"core", "launch", "sparse", "matmul"},
     "distributed": API,
@@ -54,6 +58,9 @@ ALLOWED = {
     "kv_cache": KERNELS,
     "matmul": KERNELS,
     "ragged": KERNELS,
+    "select_keys": KERNELS,
+    "sparse_attention": KERNELS,
+    "sparsek": KERNELS,
     "testing": KERNELS | {"numpy"},
     "jax": {"jax", "numpy"},
 }

@@ -64,6 +64,12 @@ FALLBACKS = {
     "calls/decode": ["decode/test_op.py", "decode/test_api.py"],
     "calls/matmul": ["matmul/test_op.py", "matmul/test_api.py"],
     "calls/ragged": ["ragged/test_api.py", "ragged/test_triton.py"],
+    "calls/select_keys": ["select_keys/test_api.py"],
+    "calls/sparse_attention": [
+        "sparse_attention/test_api.py",
+        "sparse_attention/eager/test_eager.py",
+    ],
+    "calls/sparsek": ["sparsek/test_api.py"],
     "device": ["attention/triton/test_forward.py", "attention/triton/test_backward.py"],
     "device/epilogue": ["matmul/triton/test_spmm.py"],
     "device/fp8": ["decode/test_triton.py"],

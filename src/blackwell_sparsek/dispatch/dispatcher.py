@@ -37,6 +37,14 @@ def interpreted_only(problem: Any) -> str | None:
     return "would be interpreted: only runs when asked for" if problem.arch.interpreted else None
 
 
+def not_run_yet(problem: Any) -> str | None:
+    """Why `auto` passes over kernels that were only compiled and interpreted so far.
+
+    Once they have run on a GPU, register them with `interpreted_only` instead.
+    """
+    return "has not run on a GPU yet: only runs when asked for"
+
+
 def _never_passed(problem: Any) -> str | None:
     return None
 

@@ -14,12 +14,14 @@ from . import (
     matmul,
     mla,
     new_sizes,
+    selection,
     serving,
+    sparse_attention,
 )
 
 _MODULES = (
-    *(matmul, bsr_training, attention, gradients, decode, serving, mla, host, new_sizes),
-    first_call,
+    *(matmul, bsr_training, attention, gradients, decode, serving, mla),
+    *(sparse_attention, selection, host, new_sizes, first_call),
 )
 SUITES = {suite.name: suite for module in _MODULES for suite in module.SUITES}
 GROUPS = {

@@ -1,0 +1,231 @@
+"""Attention over chosen keys: problem, peers, suite.
+
+Geometries are those of released models. Every query has a list of its own; lists of neighbouring
+queries share most entries in practice, and none in the worst case.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ... import explain, sparse_attention
+from ...masks.key_selection import KeySelection
+from ...testing.tolerance import assert_within_budget
+from ..case import Case, Contender, Peer, Suite
+from .attention import dtype_of
+from .attention_peers import OURS
+
+SDPA = "sdpa"
+# Queries whose results are compared with fp64.
+_CHECKED = 6
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """`entries` entries of `granularity` keys for each query and KV head; causal.
+
+    An entry of a list stays for `kept` queries, so neighbours share 1 - 1 / kept of their lists.
+    """
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    entries: int
+    granularity: int
+    length: int
+    kept: int = 10
+    backward: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def title(self) -> str:
+        """A name for tables."""
+        length = f"{self.length // 1024}k" if self.length % 1024 == 0 else str(self.length)
+        lists = "independent lists" if self.kept == 1 else f"{100 - 100 // self.kept} % shared"
+        what = ", forward and backward" if self.backward else ""
+        return f"{self.name} S{length}, {lists}{what}"
+
+    def describe(self) -> dict[str, Any]:
+        """The problem as the results record it."""
+        return {
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "length": self.length,
+            "entries": self.entries,
+            "granularity": self.granularity,
+            "kept": self.kept,
+            "backward": self.backward,
+            "dtype": str(self.dtype).split(".")[-1],
+        }
+
+    def flops(self, pairs: float) -> float:
+        """FLOPs for so many pairs of a query head's query and a key."""
+        return 4.0 * pairs * self.head_dim * (3.5 if self.backward else 1.0)
+
+    @property
+    def dense_flops(self) -> float:
+        """FLOPs of causal attention to every key."""
+        return self.flops(self.heads * self.length * (self.length + 1) / 2)
+
+    def build(self, device: torch.device) -> "ChosenInputs":
+        """Random values and lists, the same at each call."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def values(heads: int) -> torch.Tensor:
+            shape = (1, heads, self.length, self.head_dim)
+            made = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
+            return made.requires_grad_(self.backward)
+
+        q, k, v = values(self.heads), values(self.kv_heads), values(self.kv_heads)
+        dout = values(self.heads).detach()
+        return ChosenInputs(self, q, k, v, dout, self._lists(generator, device))
+
+    def _lists(self, generator: torch.Generator, device: torch.device) -> KeySelection:
+        """Entries drawn from those that a query sees, its own among them."""
+        token = torch.arange(self.length, device=device)
+        place = torch.arange(self.entries, device=device)
+        # places of a list change at different queries, so that a list never changes as a whole
+        period = (token[:, None] + place) // self.kept
+        first = (period * self.kept - place).clamp(min=0)
+        shape = (self.kv_heads, int(period.max()) + 1, self.entries)
+        drawn = torch.rand(shape, generator=generator, device=device)
+        at = period.expand(self.kv_heads, -1, -1)
+        visible = first // self.granularity + 1
+        ids = (drawn.gather(1, at) * visible).long()
+        ids[..., 0] = token // self.granularity
+        ids = ids.sort(-1).values
+        twice = torch.zeros_like(ids, dtype=torch.bool)
+        twice[..., 1:] = ids[..., 1:] == ids[..., :-1]
+        ids = ids.masked_fill(twice, -1)[None]
+        return KeySelection.from_indices(ids, granularity=self.granularity, kv_len=self.length)
+
+
+@dataclass(frozen=True)
+class ChosenInputs:
+    """q, k and v, the gradient of the output, and the lists."""
+
+    problem: Chosen
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    chosen: KeySelection
+
+    def pairs(self) -> float:
+        """Pairs of a query and a chosen key, hidden ones included, over all query heads."""
+        group = self.problem.heads // self.problem.kv_heads
+        return float(self.chosen.counts.sum()) * self.problem.granularity * group
+
+    def check(self, result: Any, everything: bool = False) -> None:
+        """Compare output and dq of some queries of the last head with fp64."""
+        out, dq = result
+        tokens = torch.linspace(0, self.problem.length - 1, _CHECKED).long().tolist()
+        (exact, exact_dq), (plain, plain_dq) = (
+            map(torch.stack, zip(*(self._row(t, everything, dtype) for t in tokens), strict=True))
+            for dtype in (torch.float64, self.q.dtype)
+        )
+        assert_within_budget(out[0, -1, tokens], exact, plain, what="output")
+        if self.problem.backward:
+            # the backward recomputes probabilities from a rounded lse
+            assert_within_budget(
+                dq[0, -1, tokens], exact_dq, plain_dq, factor=3.0, roundings=4.0, what="dq"
+            )
+
+    def _row(
+        self, token: int, everything: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and dq of one query of the last head."""
+        size = self.problem.granularity
+        keys = torch.arange(token + 1, device=self.q.device)
+        if not everything:
+            count = int(self.chosen.counts[0, -1, token])
+            keys = keys[torch.isin(keys // size, self.chosen.ids[0, -1, token, :count])]
+        q, dout = (x[0, -1, token].detach().to(dtype) for x in (self.q, self.dout))
+        k, v = (x[0, -1, keys].detach().to(dtype) for x in (self.k, self.v))
+        scale = self.problem.head_dim**-0.5
+        p = torch.softmax(k @ q * scale, 0)
+        out = p @ v
+        change = p * (v @ dout - out @ dout)
+        return out, change @ k * scale
+
+
+def _contender(inputs: ChosenInputs, call: Any, pairs: float, **others: Any) -> Contender:
+    """Time a forward pass, or a forward and a backward pass."""
+    problem = inputs.problem
+    leaves = (inputs.q, inputs.k, inputs.v)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not problem.backward:
+            return call(*leaves), None
+        with torch.enable_grad():
+            out = call(*leaves)
+            dq, _, _ = torch.autograd.grad(out, leaves, inputs.dout)
+        return out.detach(), dq
+
+    check = others.pop("check", inputs.check)
+    return Contender(run, check, problem.flops(pairs), **others)
+
+
+def _ours(inputs: ChosenInputs) -> Contender:
+    decision = explain(sparse_attention, inputs.q, inputs.k, inputs.v, inputs.chosen)
+    notes = {"implementation": decision.chosen, "why_not": decision.reasons}
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return sparse_attention(q, k, v, inputs.chosen)
+
+    return _contender(inputs, call, inputs.pairs(), notes=notes)
+
+
+def _dense(inputs: ChosenInputs) -> Contender:
+    problem = inputs.problem
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        grouped = problem.heads != problem.kv_heads
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+    pairs = problem.heads * problem.length * (problem.length + 1) / 2
+    return _contender(inputs, call, pairs, check=lambda result: inputs.check(result, True))
+
+
+PEERS = {
+    OURS: Peer(OURS, "blackwell_sparsek, impl auto", _ours),
+    SDPA: Peer(SDPA, "SDPA, every key", _dense),
+}
+MSA = Chosen("MSA 64:4 D128, 16 blocks of 128", 64, 4, 128, 16, 128, 32768)
+NSA = Chosen("NSA 64:4 D128, 16 blocks of 64", 64, 4, 128, 16, 64, 65536)
+QSA = Chosen("QSA 24:2 D256, 512 entries of 4", 24, 2, 256, 512, 4, 32768)
+
+
+def sparse_attention_suite(tiny: bool = False) -> Iterator[Case]:
+    """Attention over the keys that each query chose, beside attention to all of them."""
+    if tiny:
+        small = Chosen("4:2 D16, 3 blocks of 16", 4, 2, 16, 3, 16, 96, dtype=dtype_of(tiny))
+        yield _case(replace(small, granularity=4, name="4:2 D16, 3 entries of 4"))
+        yield _case(replace(small, kept=1))
+        yield _case(replace(small, backward=True))
+        return
+    for problem in (MSA, replace(MSA, length=131072), replace(MSA, kept=1), QSA, NSA):
+        yield _case(problem)
+    yield _case(replace(NSA, backward=True))
+
+
+def _case(problem: Chosen) -> Case:
+    return Case(problem.title, problem.describe(), problem.build, tuple(PEERS), problem.dense_flops)
+
+
+SUITES = [
+    Suite(
+        "sparse_attention",
+        sparse_attention_suite.__doc__ or "",
+        sparse_attention_suite,
+        PEERS,
+        OURS,
+        SDPA,
+        unit="ms",
+    )
+]

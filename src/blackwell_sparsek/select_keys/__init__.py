@@ -1,0 +1,1 @@
+"""Choosing keys for each query token by scores."""

@@ -1,0 +1,332 @@
+# mypy: ignore-errors
+"""Choosing keys by scores, the portable kernel: sm_80 and newer, and the interpreter.
+
+    s[t, j] = sum_h weights[h, t] * activation(q_index[h, t] . k_index[h, j])
+    S[t, c] = max or mean of s[t, j] over the keys of entry c that query t sees
+    ids[t]  = the `most` entries of highest S[t], of equal ones the lower, ascending
+
+q_index [B, Hi, Tq, D], k_index [B, Hk, Tk, D], weights [B, Hi, Tq], ids [B, lists, Tq, most]. A
+program takes TILE_M queries of a list at a time and passes over the keys once. It keeps the entries
+that may still be chosen in a buffer of each query: their scores as ordered integers in a workspace,
+their numbers in `ids` and, past its end, in a workspace. When the buffers are full, only the `most`
+best of each stay, and what comes later must be better than the worst of them. Numbers ascend in a
+buffer at all times. Called by `bsk::select_keys`.
+
+Workspaces are there for the queries of running programs alone: at most twice the memory of their
+lists, or 12 bytes for each entry of one step where lists are short. fp8 is multiplied as fp16,
+which holds every e4m3 value.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..attention.operands import token_strides
+from ..calls.select_keys import SelectCall
+from ..device.fp8 import e4m3_values
+from ..device.masks import position, row_bounds
+from ..device.ordering import HIGHEST, LOWEST, midpoint, ordered_int
+from ..device.records import Strides
+from ..launch.launcher import cdiv, launch, on_device_of
+from ..launch.workspace import scratch
+from .tuning import SelectConfig, select_config
+
+# The score of a key whose product is NaN: below every other number.
+NAN_SCORE = tl.constexpr(torch.finfo(torch.float32).min)
+# Places of a list that are cleared at a time.
+TILE_CLEARED = tl.constexpr(64)
+
+
+class SelectStrides(NamedTuple):
+    """Strides of batch, head and token; those of q stand in for weights that are not there."""
+
+    q: Strides
+    k: Strides
+    weights: Strides
+
+
+class Rule(NamedTuple):
+    """Entries of a list, and how many of the first and latest ones are always taken."""
+
+    most: Any
+    force_first: Any
+    force_last: Any
+
+
+class HeadsOfList(NamedTuple):
+    """Lists, index heads of each, and index heads that read one head of keys."""
+
+    lists: Any
+    each: Any
+    per_key_head: Any
+
+
+class Buffers(NamedTuple):
+    """Scores as integers; numbers in the lists, and past their end; room for one query."""
+
+    keys: Any
+    ids: Any
+    spare: Any
+    capacity: Any
+
+
+class Held(NamedTuple):
+    """How many entries the buffer of each query holds, and what later ones must be above."""
+
+    count: Any
+    floor: Any
+
+
+@triton.jit
+def _load_rows(ptr, offset, rows, row_stride, there, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr):
+    """Rows [n, TILE_D] as operands of a product, 0 where not `there`."""
+    offs_d = tl.arange(0, TILE_D)
+    at = offset + rows.to(tl.int64)[:, None] * row_stride + offs_d[None, :]
+    x = tl.load(ptr + at, mask=there[:, None] & (offs_d < HEAD_DIM)[None, :], other=0)
+    if ptr.dtype.element_ty == tl.uint8:
+        x = e4m3_values(x).to(tl.float16)
+    return x
+
+
+@triton.jit
+def _key_scores(
+    q_ptr, k_ptr, weights_ptr, strides, batch, first_head, heads, token, real, kv_pos, kv_len,
+    RELU: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+):  # fmt: skip
+    """s [TILE_M, TILE_N]; numbers only, without negative zeros."""
+    s = tl.zeros([TILE_M, TILE_N], tl.float32)
+    there = kv_pos < kv_len
+    for i in tl.range(0, heads.each):
+        head = (first_head + i).to(tl.int64)
+        q_at = batch * strides.q.batch + head * strides.q.head
+        q = _load_rows(q_ptr, q_at, token, strides.q.token, real, HEAD_DIM, TILE_D)
+        k_at = batch * strides.k.batch + head // heads.per_key_head * strides.k.head
+        k = _load_rows(k_ptr, k_at, kv_pos, strides.k.token, there, HEAD_DIM, TILE_D)
+        own = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if RELU:
+            own = tl.where(own < 0.0, 0.0, own)
+        if weights_ptr is not None:
+            at = batch * strides.weights.batch + head * strides.weights.head
+            at += token.to(tl.int64) * strides.weights.token
+            own *= tl.load(weights_ptr + at, mask=real, other=0.0).to(tl.float32)[:, None]
+        s += own
+    s = tl.where(s != s, NAN_SCORE, s)
+    return tl.where(s == 0.0, 0.0, s)
+
+
+@triton.jit
+def _entry_scores(
+    s, kv_pos, entry, last_key,
+    MEAN: tl.constexpr, BLOCK_KV: tl.constexpr, TILE_M: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """S [TILE_M, ENTRIES] of entries that have a key up to `last_key`, that of their query."""
+    if BLOCK_KV == 1:
+        return s
+    seen = kv_pos[None, :] <= last_key[:, None]
+    if MEAN:
+        sums = tl.reshape(tl.where(seen, s, 0.0), [TILE_M, ENTRIES, BLOCK_KV])
+        keys = tl.minimum(last_key[:, None] + 1 - entry[None, :] * BLOCK_KV, BLOCK_KV)
+        # rounded once, so that equal means of different counts are equal
+        return tl.div_rn(tl.sum(sums, 2), tl.maximum(keys, 1).to(tl.float32))
+    return tl.max(tl.reshape(tl.where(seen, s, -float("inf")), [TILE_M, ENTRIES, BLOCK_KV]), 2)
+
+
+@triton.jit
+def _kth_largest(keys, k):
+    """The largest number that at least k of the keys reach."""
+    threshold = tl.full([], LOWEST, tl.int32)
+    above = tl.full([], HIGHEST, tl.int32)
+    for _ in range(32):
+        middle = midpoint(threshold, above)
+        enough = tl.sum((keys >= middle).to(tl.int32), 0) >= k
+        threshold = tl.where(enough, middle, threshold)
+        above = tl.where(enough, above, middle - 1)
+    return threshold
+
+
+@triton.jit
+def _keep_the_best(held, buffers, list_rows, most, TILE_M: tl.constexpr, TILE_C: tl.constexpr):
+    """Leave at most `most` entries in each buffer; `list_rows` are offsets of the lists."""
+    count, floor = held
+    offs_m = tl.arange(0, TILE_M)
+    offs = tl.arange(0, TILE_C)
+    # threads read what others have written
+    tl.debug_barrier()
+    for row in tl.range(0, TILE_M):
+        own = offs_m == row
+        held_here = tl.sum(tl.where(own, count, 0), 0)
+        if held_here > most:
+            keys_row = buffers.keys + row * buffers.capacity
+            spare_row = buffers.spare + row * (buffers.capacity - most)
+            ids_row = buffers.ids + tl.sum(tl.where(own, list_rows, 0), 0)
+            live = offs < held_here
+            in_list = offs < most
+            keys = tl.load(keys_row + offs, mask=live, other=LOWEST)
+            number = tl.load(ids_row + offs, mask=in_list, other=0)
+            number += tl.load(spare_row + offs - most, mask=live & (in_list == 0), other=0)
+            threshold = _kth_largest(keys, most)
+            above = live & (keys > threshold)
+            level = live & (keys == threshold)
+            room = most - tl.sum(above.to(tl.int32), 0)
+            kept = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
+            place = tl.cumsum(kept.to(tl.int32), 0) - 1
+            tl.debug_barrier()
+            tl.store(keys_row + place, keys, mask=kept)
+            tl.store(ids_row + place, number, mask=kept)
+            count = tl.where(own, most, count)
+            floor = tl.where(own, threshold, floor)
+    tl.debug_barrier()
+    return Held(count, floor)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_len",
+        "kv_len",
+        "right",
+        "capacity",
+        "num_tiles",
+        "tiles_of_list",
+        "num_programs",
+    ]
+)
+def _select_keys_kernel(
+    ids_ptr,
+    counts_ptr,
+    keys_ptr,
+    spare_ptr,
+    q_ptr,
+    k_ptr,
+    weights_ptr,
+    strides,
+    heads,
+    rule,
+    q_len,
+    kv_len,
+    right,
+    capacity,
+    num_tiles,
+    tiles_of_list,
+    num_programs,
+    RELU: tl.constexpr,
+    MEAN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_C: tl.constexpr,
+):
+    """Lists of TILE_M queries after another; a program has buffers of its own."""
+    TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
+    ENTRIES: tl.constexpr = TILE_N // BLOCK_KV
+    program = tl.program_id(0)
+    offs_m = tl.arange(0, TILE_M)
+    offs_n = tl.arange(0, TILE_N)
+    offs_e = tl.arange(0, ENTRIES)
+    first_row = program.to(tl.int64) * TILE_M
+    keys_ptr += first_row * capacity
+    spare_ptr += first_row * (capacity - rule.most)
+    buffers = Buffers(keys_ptr, ids_ptr, spare_ptr, capacity)
+    for tile in tl.range(program, num_tiles, num_programs):
+        # (batch, list)
+        row = tile // tiles_of_list
+        batch = (row // heads.lists).to(tl.int64)
+        first_head = row % heads.lists * heads.each
+        token = tile % tiles_of_list * TILE_M + offs_m
+        real = token < q_len
+        last_key = row_bounds(position(token, q_len, kv_len), kv_len, 0, right).last
+        last_key = tl.where(real, last_key, -1)
+        latest = tl.where(last_key < 0, -1, last_key // BLOCK_KV)
+        query = row.to(tl.int64) * q_len + tl.where(real, token, 0)
+        list_rows = query * rule.most
+        held = Held(offs_m * 0, offs_m * 0 + LOWEST)
+        for start in tl.range(0, tl.max(last_key, 0) + 1, TILE_N):
+            kv_pos = start + offs_n
+            entry = start // BLOCK_KV + offs_e
+            s = _key_scores(
+                q_ptr, k_ptr, weights_ptr, strides, batch, first_head, heads, token, real, kv_pos,
+                kv_len, RELU, HEAD_DIM, TILE_M, TILE_N, TILE_D,
+            )  # fmt: skip
+            s = _entry_scores(s, kv_pos, entry, last_key, MEAN, BLOCK_KV, TILE_M, ENTRIES)
+            from_end = latest[:, None] - entry[None, :]
+            forced = (entry < rule.force_first)[None, :] | (from_end < rule.force_last)
+            keys = tl.where(forced, HIGHEST, ordered_int(s))
+            if tl.max(held.count, 0) + ENTRIES > capacity:
+                held = _keep_the_best(held, buffers, list_rows, rule.most, TILE_M, TILE_C)
+            better = (from_end >= 0) & (keys > held.floor[:, None])
+            place = held.count[:, None] + tl.cumsum(better.to(tl.int32), 1) - 1
+            number = tl.broadcast_to(entry[None, :], [TILE_M, ENTRIES])
+            tl.store(keys_ptr + offs_m[:, None] * capacity + place, keys, mask=better)
+            in_list = place < rule.most
+            tl.store(ids_ptr + list_rows[:, None] + place, number, mask=better & in_list)
+            spare = spare_ptr + offs_m[:, None] * (capacity - rule.most) + place - rule.most
+            tl.store(spare, number, mask=better & (in_list == 0))
+            held = Held(held.count + tl.sum(better.to(tl.int32), 1), held.floor)
+        held = _keep_the_best(held, buffers, list_rows, rule.most, TILE_M, TILE_C)
+        tl.store(counts_ptr + query, held.count, mask=real)
+        for start in tl.range(0, rule.most, TILE_CLEARED):
+            place = start + tl.arange(0, TILE_CLEARED)
+            unused = (place[None, :] >= held.count[:, None]) & (place < rule.most)[None, :]
+            zeros = tl.zeros([TILE_M, TILE_CLEARED], tl.int32)
+            at = list_rows[:, None] + place[None, :]
+            tl.store(ids_ptr + at, zeros, mask=real[:, None] & unused)
+
+
+def forward(call: SelectCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and counts; places that hold no entry are 0."""
+    q, given = call.q_index, call.options
+    shape = (q.shape[0], given.lists, q.shape[2])
+    ids = torch.empty((*shape, given.most), dtype=torch.int32, device=q.device)
+    counts = torch.empty(shape, dtype=torch.int32, device=q.device)
+    launch_select_keys(ids, counts, call, select_config(call.problem))
+    return ids, counts
+
+
+def launch_select_keys(
+    ids: torch.Tensor, counts: torch.Tensor, call: SelectCall, config: SelectConfig
+) -> None:
+    """Fill `ids`, int32 [B, lists, Tq, most], and `counts`, int32 [B, lists, Tq]; contiguous."""
+    q, k, weights, given = call
+    batch, heads, q_len, dim = q.shape
+    tiles_of_list = cdiv(q_len, config.tile_m)
+    tiles = batch * given.lists * tiles_of_list
+    if tiles == 0:
+        return
+    if given.most == 0:
+        counts.zero_()
+        return
+    programs = min(tiles, config.programs)
+    rows = programs * config.tile_m
+    operands = (x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in (q, k))
+    of_weights = Strides(*(q if weights is None else weights).stride()[:3])
+    with on_device_of(q):
+        args = (
+            ids,
+            counts,
+            scratch((rows, config.capacity), torch.int32, q.device),
+            scratch((rows, config.capacity - given.most), torch.int32, q.device),
+            *operands,
+            weights,
+            SelectStrides(token_strides(q), token_strides(k), of_weights),
+            HeadsOfList(given.lists, heads // given.lists, heads // k.shape[1]),
+            Rule(given.most, given.force_first, given.force_last),
+            q_len,
+            k.shape[2],
+            given.right,
+            config.capacity,
+            tiles,
+            tiles_of_list,
+            programs,
+            given.activation == "relu",
+            given.pool == "mean",
+            dim,
+            given.granularity,
+            config.tile_m,
+            config.tile_n,
+            config.tile_c,
+        )
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        launch(_select_keys_kernel, programs, args, **options)

@@ -1,0 +1,1 @@
+"""Attention over keys that each query token has chosen."""

@@ -1,0 +1,1 @@
+"""Portable kernels of sparse attention."""

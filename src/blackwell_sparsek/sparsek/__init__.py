@@ -1,0 +1,1 @@
+"""SparseK: the weights of about k entries of each row, and their thresholds."""

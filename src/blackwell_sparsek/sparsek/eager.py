@@ -1,0 +1,187 @@
+"""SparseK in plain PyTorch, for any device.
+
+The sum of the weights clip(z - tau, 0, 1) falls with tau and is linear between bends, so Newton's
+method ends exactly once it reaches the right piece. It may jump past it, and then the interval that
+holds tau is halved. Nothing is sorted; every step reads the rows once.
+"""
+
+import torch
+
+from ..calls.attention import compute_dtype
+from ..calls.sparsek import PrefixSparsekCall, SparsekCall
+
+# Halving an interval of doubles down to neighbours, every other step.
+MAX_STEPS = 160
+# Elements that are looked at together, so that they stay in a cache.
+CHUNK = 2**18
+
+
+def forward(call: SparsekCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights in the dtype of z, and thresholds."""
+    z = call.z
+    size = z.shape[-1]
+    p = z.new_empty(z.shape)
+    tau = z.new_empty(z.shape[:-1], dtype=compute_dtype(z.dtype))
+    if z.numel() == 0:
+        return p, tau.fill_(-torch.inf)
+    rows, weights, limits, found = z.reshape(-1, size), p.view(-1, size), flat_k(call), tau.view(-1)
+    lengths = None if call.lengths is None else call.lengths.expand(tau.shape).reshape(-1)
+    step = max(CHUNK // size, 1)
+    for start in range(0, len(rows), step):
+        own = slice(start, start + step)
+        x = rows[own].to(tau.dtype)
+        if lengths is not None:
+            x = x.masked_fill(past(lengths[own], size), -torch.inf)
+        found[own] = thresholds(x, limits[own])
+        weights[own] = weights_above(x, found[own])
+    return p, tau
+
+
+def flat_k(call: SparsekCall | PrefixSparsekCall) -> torch.Tensor:
+    """k of each row, in the precision of the thresholds."""
+    z = call[0]
+    return call.k.to(compute_dtype(z.dtype)).expand(z.shape[:-1]).reshape(-1)
+
+
+def past(lengths: torch.Tensor, size: int) -> torch.Tensor:
+    """bool [..., size]: which entries lie past the length of their row."""
+    return torch.arange(size, device=lengths.device) >= lengths[..., None]
+
+
+def weights_above(z: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
+    """clip(z - tau, 0, 1), and 0 for entries that do not exist, whose z is -inf."""
+    return torch.where(z == -torch.inf, 0.0, (z - tau[..., None]).clamp(0, 1))
+
+
+def thresholds(z: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The smallest tau [...] for which the weights of z [..., n] add up to at most k [...].
+
+    -inf for rows of at most k entries; NaN for rows with NaN or inf, and for k that is below 0 or
+    NaN.
+    """
+    there = z > -torch.inf
+    count = there.sum(-1)
+    bad = (z.isnan() | (z == torch.inf)).any(-1) | ~(k >= 0)
+    everything = k >= count
+    settled = bad | everything
+    high = torch.where(settled, 0.0, z.amax(-1))
+    low = torch.where(settled, -1.0, torch.where(there, z, torch.inf).amin(-1) - 1)
+    tau = low + (high - low) / 2
+    last = torch.full_like(tau, -1)
+    last_active, from_newton = last, torch.zeros_like(settled)
+    for number in range(MAX_STEPS):
+        over = z - tau[..., None]
+        full = (over >= 1).sum(-1)
+        between = (over > 0) & (over < 1)
+        active = between.sum(-1)
+        # full weights cancel against k exactly, which a sum of all weights would not
+        excess = torch.where(between, over, 0.0).sum(-1) + (full - k)
+        newton = tau + excess / active.clamp(min=1)
+        # on the same piece as the step before, whose line led here: that line is the right one
+        ended = from_newton & (full == last) & (active == last_active)
+        ended |= (active == 0) & (full == k)
+        fits = excess <= 0
+        new_low, new_high = torch.where(fits, low, tau), torch.where(fits, tau, high)
+        middle = new_low + (new_high - new_low) / 2
+        ended |= (middle <= new_low) | (middle >= new_high)
+        answer = torch.where(active > 0, newton, new_high)
+        # every other step halves the interval, so that Newton's method cannot go in circles
+        inside = (active > 0) & (newton > new_low) & (newton < new_high)
+        use = inside & (number % 2 == 0)
+        moved = torch.where(use, newton, middle)
+        tau = torch.where(settled, tau, torch.where(ended, answer, moved))
+        low, high = torch.where(settled, low, new_low), torch.where(settled, high, new_high)
+        last, last_active, from_newton = full, active, use
+        settled = settled | ended
+        if bool(settled.all()):
+            break
+    tau = _lowest(z, tau)
+    tau = torch.where(everything, -torch.inf, tau)
+    return torch.where(bad, torch.nan, tau)
+
+
+def _lowest(z: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
+    """tau, or, if no weight lies between 0 and 1, the largest z at or below it."""
+    over = z - tau[..., None]
+    between = ((over > 0) & (over < 1)).any(-1)
+    below = torch.where(over > 0, -torch.inf, z).amax(-1)
+    return torch.where(between, tau, below)
+
+
+def backward(
+    z: torch.Tensor,
+    tau: torch.Tensor,
+    lengths: torch.Tensor | None,
+    dp: torch.Tensor | None,
+    dtau: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of z and k: only weights between 0 and 1 move, and tau with their mean."""
+    over = z.to(tau.dtype) - tau[..., None]
+    active = (over > 0) & (over < 1)
+    if lengths is not None:
+        active = active & ~past(lengths.expand(tau.shape), z.shape[-1])
+    count = active.sum(-1)
+    own = torch.zeros_like(over) if dp is None else torch.where(active, dp.to(tau.dtype), 0.0)
+    moved = -own.sum(-1) if dtau is None else dtau.to(tau.dtype) - own.sum(-1)
+    share = torch.where(count > 0, moved / count.clamp(min=1), 0.0)
+    return (own + torch.where(active, share[..., None], 0.0)).to(z.dtype), -share
+
+
+def prefixes(call: PrefixSparsekCall) -> torch.Tensor:
+    """Thresholds of each prefix of a row, from one chunk of entries to the next.
+
+    They never fall, so an entry at or below one of them has no weight from then on: a chunk looks
+    only at its own entries and at those that are left from before it.
+    """
+    u = call.u
+    size = u.shape[-1]
+    tau = u.new_empty(u.shape, dtype=compute_dtype(u.dtype))
+    if u.numel() == 0:
+        return tau
+    for row, k, found in zip(u.reshape(-1, size), flat_k(call), tau.view(-1, size), strict=True):
+        _causal_row(row.to(tau.dtype), k, found)
+    return tau
+
+
+# Entries of a chunk; twice as many gave the same time at k = 64 and more at k = 8.
+CAUSAL_CHUNK = 128
+
+
+def _causal_row(u: torch.Tensor, k: torch.Tensor, tau: torch.Tensor) -> None:
+    left = u[:0]
+    lowest = u.new_full((), -torch.inf)
+    for start in range(0, len(u), CAUSAL_CHUNK):
+        new = u[start : start + CAUSAL_CHUNK]
+        later = torch.ones(len(new), len(new), dtype=torch.bool, device=u.device).triu(1)
+        begun = new.expand(len(new), -1).masked_fill(later, -torch.inf)
+        rows = torch.cat([left.expand(len(new), -1), begun], -1)
+        found = thresholds(rows, k.expand(len(new)))
+        # entries that were dropped do not count here, though they bound the threshold from below
+        tau[start : start + CAUSAL_CHUNK] = torch.maximum(found, lowest).cummax(0).values
+        lowest = tau[start + len(new) - 1]
+        left = torch.cat([left, new])
+        # NaN drops nothing, and shows in every later threshold
+        left = left[~(left <= lowest)]
+
+
+def causal_backward(
+    u: torch.Tensor, tau: torch.Tensor, dtau: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of u and k from those of the thresholds.
+
+    Entry j is active in row t if u[j] - 1 < tau[t] < u[j] and t >= j. Thresholds never fall, so
+    these rows are a range, whose ends are found by bisection: counts of active entries and sums
+    over rows become differences of running sums, in fp64 because differences cancel.
+    """
+    size = u.shape[-1]
+    x, rows = u.to(tau.dtype).contiguous(), torch.arange(size, device=u.device)
+    first = torch.searchsorted(tau.contiguous(), x - 1, right=True).maximum(rows)
+    end = torch.searchsorted(tau.contiguous(), x).maximum(first)
+    ends = torch.zeros((*u.shape[:-1], size + 1), dtype=torch.float64, device=u.device)
+    one = torch.ones_like(first, dtype=torch.float64)
+    ends.scatter_add_(-1, first, one).scatter_add_(-1, end, -one)
+    count = ends.cumsum(-1)[..., :-1].round()
+    share = torch.where(count > 0, dtau.to(torch.float64) / count.clamp(min=1), 0.0)
+    sums = torch.nn.functional.pad(share.cumsum(-1), (1, 0))
+    du = sums.gather(-1, end) - sums.gather(-1, first)
+    return du.to(u.dtype), -share.sum(-1)

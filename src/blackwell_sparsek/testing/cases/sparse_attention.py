@@ -1,0 +1,134 @@
+"""Compile cases of sparse attention."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...calls.attention import empty_lse
+from ...calls.sparse_attention import (
+    SparseAttentionCall,
+    SparseAttnGradients,
+    SparseAttnSpec,
+    SparseBackwardCall,
+)
+from ...masks.band import Band
+from ...masks.key_selection import KeySelection
+from ...sparse_attention.triton.backward import (
+    _sparse_attn_dkdv_kernel,
+    _sparse_attn_dq_kernel,
+    backward,
+)
+from ...sparse_attention.triton.forward import forward
+from ..captured_launches import launched_case, meta
+from ..compile_cases import CompileCase, compile_cases
+
+HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
+# Query heads, KV heads, D, entries, their keys: MSA, QSA, NSA, and small ones.
+GEOMETRIES = {
+    "msa": (BRAIN, 64, 4, 128, 16, 128),
+    "qsa": (BRAIN, 24, 2, 256, 512, 4),
+    "nsa": (HALF, 64, 4, 128, 16, 64),
+    "tokens": (BRAIN, 16, 1, 64, 2048, 1),
+    "narrow": (BRAIN, 16, 1, 64, 16, 64),
+    "wide": (BRAIN, 64, 1, 256, 16, 64),
+    "float32": (FLOAT, 6, 2, 80, 7, 32),
+    "float32-wide": (FLOAT, 64, 2, 256, 7, 128),
+    "float32-tokens": (FLOAT, 64, 2, 128, 200, 1),
+}
+TOKENS = 4099
+KERNELS = {"dq": _sparse_attn_dq_kernel, "dkdv": _sparse_attn_dkdv_kernel}
+
+
+def _int32(*shape: int) -> torch.Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def _selection(lists: int, entries: int, size: int) -> KeySelection:
+    ids = _int32(1, lists, TOKENS, entries)
+    return KeySelection._from_tensors(ids, _int32(1, lists, TOKENS), size, TOKENS)
+
+
+def _call(name: str, options: str = "") -> SparseAttentionCall:
+    """A call of a geometry; `options` is "", "gated" or "packed"."""
+    dtype, heads, kv_heads, dim, entries, size = GEOMETRIES[name]
+    chosen = _selection(kv_heads, entries, size)
+    more: dict[str, Any] = {}
+    by_head = (heads, kv_heads, kv_heads)
+    shapes = [[1, n, TOKENS, dim] for n in by_head]
+    if options == "gated":
+        more["gate"] = meta(*chosen.ids.shape, dtype=torch.float32)
+        more["sinks"] = meta(heads, dtype=torch.float32)
+        more["softcap"] = 30.0
+    if options == "packed":
+        shapes = [[TOKENS, n, dim] for n in by_head]
+        more |= {"cu_seqlens_q": _int32(4), "cu_seqlens_k": _int32(4)}
+    q, k, v = (meta(*shape, dtype=dtype) for shape in shapes)
+    spec = SparseAttnSpec(
+        0.1, chosen, Band(None, 0), Band(127, 0), max_q=TOKENS, max_k=TOKENS, **more
+    )
+    return SparseAttentionCall(q, k, v, spec)
+
+
+def _paged() -> SparseAttentionCall:
+    """One query of each of two sequences over pages."""
+    ids = _int32(2, 4, 1, 16)
+    chosen = KeySelection._from_tensors(ids, _int32(2, 4, 1), 64, 64 * 16)
+    spec = SparseAttnSpec(
+        0.1, chosen, max_q=1, max_k=1024, page_table=_int32(2, 64), cache_seqlens=_int32(2)
+    )
+    k, v = (meta(99, 16, 4, 128) for _ in range(2))
+    return SparseAttentionCall(meta(2, 32, 1, 128), k, v, spec)
+
+
+def _backward(call: SparseAttentionCall) -> SparseBackwardCall:
+    out, lse = torch.empty_like(call.q), empty_lse(call.q)
+    spec = call.spec
+    wanted = (torch.empty_like(x) for x in (call.q, call.k, call.v))
+    others = (None if x is None else torch.empty_like(x) for x in (spec.sinks, spec.gate))
+    return SparseBackwardCall(call, out, None, out, lse, SparseAttnGradients(*wanted, *others))
+
+
+ALL = (80, 89, 90, 100, 120)
+# each tile on its architectures; all of them where shared memory is tight
+CASES: dict[tuple[str, str], tuple[int, ...]] = {
+    ("msa", ""): (80, 90),
+    ("nsa", ""): ALL,
+    ("nsa", "gated"): (80, 90),
+    ("nsa", "packed"): (90,),
+    ("narrow", "gated"): (90,),
+    ("wide", ""): (89, 90, 120),
+    ("qsa", ""): (80, 90),
+    ("qsa", "gated"): (90,),
+    ("tokens", ""): (90,),
+    ("float32", ""): (90,),
+    ("float32-wide", ""): (89, 90, 120),
+    ("float32-tokens", ""): (90,),
+}
+
+
+def _accepted_spills(name: str, sm: int) -> int:
+    # the smallest tile of full fp32 products; 16 warps spill twice as much
+    if name == "float32-wide":
+        return 1088
+    # four registers of dq
+    return 32 if name == "wide" and sm != 90 else 0
+
+
+@compile_cases
+def sparse_attention_cases() -> Iterator[CompileCase]:
+    """Geometries of models, gates, packed keys and pages."""
+    for (name, options), archs in CASES.items():
+        for sm in archs:
+            label = "-".join(filter(None, (name, options, f"sm_{sm}")))
+            made: dict[str, Any] = {"sm": sm, "archs": (sm,)}
+            made["max_spill_bytes"] = _accepted_spills(name, sm)
+            yield launched_case(f"sparse_attn_fwd/{label}", forward, _call(name, options), **made)
+            if options == "packed":
+                # lists of packed sequences are made by torch, whose meta device has no values
+                continue
+            call = _backward(_call(name, options))
+            for kind, kernel in KERNELS.items():
+                label_of = f"sparse_attn_{kind}/{label}"
+                yield launched_case(label_of, backward, call, kernel=kernel, **made)
+    yield launched_case("sparse_attn_fwd/paged", forward, _paged())

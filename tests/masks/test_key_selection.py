@@ -1,0 +1,182 @@
+"""KeySelection: what it holds, refuses and converts to."""
+
+import pytest
+import torch
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.masks.key_selection import (
+    GRANULARITIES,
+    BlocksOfSequences,
+    queries_of_blocks,
+)
+
+
+def drawn(batch, heads, tokens, most, kv_len, granularity, seed=0):
+    """Random entries in random order, -1 for none, as sets too."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = -(-kv_len // granularity)
+    indices = torch.full((batch, heads, tokens, most), -1)
+    sets = {}
+    for place in torch.cartesian_prod(*map(torch.arange, (batch, heads, tokens))).tolist():
+        count = int(torch.randint(0, min(most, blocks) + 1, (), generator=generator))
+        entries = torch.randperm(blocks, generator=generator)[:count]
+        where = torch.randperm(most, generator=generator)[:count]
+        indices[(*place, where)] = entries
+        sets[tuple(place)] = set(entries.tolist())
+    return indices, sets
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_indices_in_any_order(granularity):
+    kv_len = 5 * granularity + 1
+    indices, sets = drawn(2, 3, 7, 4, kv_len, granularity)
+    chosen = bsk.KeySelection.from_indices(indices, granularity=granularity, kv_len=kv_len)
+    dense = chosen.to_dense()
+    assert dense.shape == (2, 3, 7, kv_len) and chosen.ids.dtype == torch.int32
+    total = 0
+    for (b, h, t), entries in sets.items():
+        count = int(chosen.counts[b, h, t])
+        assert chosen.ids[b, h, t, :count].tolist() == sorted(entries)
+        keys = {c * granularity + i for c in entries for i in range(granularity)}
+        keys = {key for key in keys if key < kv_len}
+        assert set(dense[b, h, t].nonzero().flatten().tolist()) == keys
+        assert int(chosen.keys_of_entries()[b, h, t]) == len(keys)
+        total += len(keys)
+    assert chosen.density == pytest.approx(total / (2 * 3 * 7 * kv_len))
+    chosen.validate()
+
+
+def test_as_a_block_mask():
+    indices, _ = drawn(2, 2, 37, 3, 90, 16)
+    chosen = bsk.KeySelection.from_indices(indices, granularity=16, kv_len=90)
+    mask = chosen.to_block_mask((32, 64), heads=4)
+    assert (mask.batch, mask.heads) == (2, 4)
+    assert torch.equal(mask.to_element_mask(), chosen.to_dense().repeat_interleave(2, 1))
+    with pytest.raises(bsk.InvalidInput, match="heads does not fit; expected a multiple of the 2"):
+        chosen.to_block_mask(32, heads=3)
+
+
+@pytest.mark.parametrize("granularity", [1, 16])
+def test_queries_of_each_block(granularity):
+    kv_len = 6 * granularity
+    indices, sets = drawn(2, 2, 9, 4, kv_len, granularity, seed=1)
+    chosen = bsk.KeySelection.from_indices(indices, granularity=granularity, kv_len=kv_len)
+    starts, places = chosen.transpose()
+    assert starts.dtype == places.dtype == torch.int32
+    for b in range(2):
+        for h in range(2):
+            row = b * 2 + h
+            for block in range(6):
+                own = places[row, int(starts[row, block]) : int(starts[row, block + 1])]
+                queries = (own // 4).tolist()
+                assert queries == [t for t in range(9) if block in sets[b, h, t]]
+                assert (chosen.ids[b, h].flatten()[own.long()] == block).all()
+
+
+def test_blocks_of_packed_sequences_are_numbered_through():
+    ids = torch.tensor([[[[0, 1], [0, 0], [1, 0]]]], dtype=torch.int32)
+    counts = torch.tensor([[[2, 1, 1]]], dtype=torch.int32)
+    own = BlocksOfSequences(torch.tensor([0, 2, 2]), torch.tensor([2, 2, 2]))
+    starts, places = queries_of_blocks(ids, counts, 5, own)
+    assert starts.tolist() == [[0, 1, 2, 3, 4, 4]] and places[0, :4].tolist() == [0, 1, 2, 4]
+    # block 1 of a sequence of one block must not become the first block of the next sequence
+    own = BlocksOfSequences(torch.tensor([0, 1, 1]), torch.tensor([1, 2, 2]))
+    starts, places = queries_of_blocks(ids, counts, 3, own)
+    assert starts.tolist() == [[0, 1, 2, 3]] and places[0, :3].tolist() == [0, 2, 4]
+
+
+def test_entries_out_of_range_are_in_no_transposed_list():
+    indices = torch.tensor([[[[7, 0, -5]]]])
+    chosen = bsk.KeySelection.from_indices(indices, granularity=1, kv_len=3, check=False)
+    starts, _ = chosen.transpose()
+    assert starts.tolist() == [[0, 1, 1, 1]] and chosen.counts.item() == 3
+
+
+def test_nothing_chosen():
+    none = torch.full((1, 1, 3, 0), -1)
+    chosen = bsk.KeySelection.from_indices(none, granularity=64, kv_len=100)
+    assert chosen.density == 0 and not chosen.to_dense().any()
+    assert chosen.transpose().starts.tolist() == [[0, 0, 0]]
+    empty = bsk.KeySelection.from_indices(none, granularity=64, kv_len=0)
+    assert empty.density == 0 and empty.to_dense().shape == (1, 1, 3, 0)
+
+
+def test_moves_and_describes_itself():
+    chosen = bsk.KeySelection.from_indices(torch.zeros(1, 1, 2, 1).long(), granularity=4, kv_len=9)
+    assert chosen.to("meta").device.type == "meta"
+    assert repr(chosen) == "KeySelection([1, 1, 2, 1], granularity=4, kv_len=9, device=cpu)"
+
+
+def test_made_inside_a_compiled_function():
+    def density(indices):
+        chosen = bsk.KeySelection.from_indices(indices, granularity=4, kv_len=12, check=False)
+        return chosen.to_dense().float().mean()
+
+    indices = torch.tensor([[[[2, -1], [0, 1]]]])
+    compiled = torch.compile(density, fullgraph=True, backend="aot_eager")
+    assert compiled(indices) == density(indices) == 0.5
+
+
+IDS = torch.tensor([[[[0, 2], [1, 0]]]], dtype=torch.int32)
+COUNTS = torch.tensor([[[2, 1]]], dtype=torch.int32)
+
+
+def changed(x, at, value):
+    x = x.clone()
+    x[at] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    ("ids", "counts", "text"),
+    [
+        (IDS, changed(COUNTS, (0, 0, 1), 3), r"counts\[0, 0, 1\] is out of range; .*0 to 2, got 3"),
+        (IDS, changed(COUNTS, (0, 0, 0), -1), r"counts\[0, 0, 0\] is out of range; .*got -1"),
+        (
+            changed(IDS, (0, 0, 0, 1), 3),
+            COUNTS,
+            r"ids\[0, 0, 0, 1\] is out of range.*0 to 2, got 3",
+        ),
+        (changed(IDS, (0, 0, 1, 0), -1), COUNTS, r"ids\[0, 0, 1, 0\] is out of range.*got -1"),
+        (changed(IDS, (0, 0, 0, 1), 0), COUNTS, r"ids\[0, 0, 0, 1\] is listed twice.*got 0"),
+        (IDS.flip(-1).contiguous(), COUNTS, r"ids\[0, 0, 0, 1\] does not ascend.*got 0"),
+    ],
+)
+def test_the_first_wrong_place_is_named(ids, counts, text):
+    with pytest.raises(bsk.InvalidInput, match=text):
+        bsk.KeySelection(ids, counts, granularity=4, kv_len=10)
+
+
+@pytest.mark.parametrize(
+    ("indices", "text"),
+    [
+        ([0, 5, 1], r"indices\[0, 0, 0, 1\] is out of range; expected 0 to 2, got 5"),
+        ([0, 1, -2], r"indices\[0, 0, 0, 2\] is out of range; expected 0 to 2, got -2"),
+        ([2, 0, 2], r"indices\[0, 0, 0, [02]\] is listed twice; expected each entry once, got 2"),
+    ],
+)
+def test_wrong_indices_are_named_where_the_user_put_them(indices, text):
+    with pytest.raises(bsk.InvalidInput, match=text):
+        bsk.KeySelection.from_indices(
+            torch.tensor(indices).view(1, 1, 1, 3), granularity=4, kv_len=10
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"granularity": 8}, bsk.InvalidInput, "granularity is unknown; expected one of 1, 4, 16"),
+        ({"kv_len": -1}, bsk.InvalidInput, "kv_len is too small"),
+        ({"kv_len": 2**30}, bsk.InvalidInput, "kv_len is out of range"),
+        ({"ids": IDS[0]}, bsk.InvalidInput, r"ids has a wrong rank; expected \[B, Hs, Tq, K\]"),
+        ({"ids": IDS.mT.contiguous().mT}, bsk.InvalidInput, "ids is not contiguous in its last"),
+        ({"ids": IDS.long()}, bsk.InvalidType, "ids has an unsupported dtype"),
+        ({"counts": COUNTS[..., :1]}, bsk.InvalidInput, "counts has a wrong shape"),
+        ({"counts": COUNTS.long()}, bsk.InvalidType, "counts has an unsupported dtype"),
+        ({"ids": IDS.to("meta"), "counts": COUNTS.to("meta")}, bsk.Unsupported, "meta device"),
+    ],
+)
+def test_refusals(arguments, error, text):
+    given = {"ids": IDS, "counts": COUNTS, "granularity": 4, "kv_len": 10, **arguments}
+    with pytest.raises(error, match=text):
+        bsk.KeySelection(**given)
