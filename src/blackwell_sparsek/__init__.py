@@ -1,8 +1,7 @@
 """Block-sparse matrix products and attention for PyTorch, and for JAX in `blackwell_sparsek.jax`.
 
-Public names are imported when the first of them is asked for, or at once where torch is imported
-already and in the command line: a program that only imports `blackwell_sparsek.jax` never imports
-torch.
+Public names are imported together with torch, whichever import comes first, or when the first of
+them is asked for: a program that only imports `blackwell_sparsek.jax` never imports torch.
 """
 
 import importlib
@@ -15,6 +14,7 @@ from .core import interrupts as _interrupts
 
 # isort: on
 from ._version import __version__
+from .core.after_torch import after_torch as _after_torch
 from .core.errors import BskError, InvalidInput, InvalidType, OutOfPages, Unsupported
 
 if TYPE_CHECKING:
@@ -139,12 +139,21 @@ class _Package(ModuleType):
 
 def _import_all() -> None:
     """Import every public name that needs torch; operators are registered by this."""
+    # first, and with it all below: no module of ours may be half imported when that happens
+    importlib.import_module("torch")
     found = {}
     for public, source in _PUBLIC.items():
         module, _, name = source.partition(":")
         imported = importlib.import_module(module, __name__)
         found[public] = getattr(imported, name) if name else imported
     globals().update(found)
+
+
+def _import_with_torch() -> None:
+    """Import all, unless it is a module of ours that imports torch, and is only half imported."""
+    ours = (x for name, x in sys.modules.items() if name.startswith(f"{__name__}."))
+    if not any(getattr(x.__spec__, "_initializing", False) for x in ours):
+        _import_all()
 
 
 def __getattr__(name: str) -> Any:
@@ -161,6 +170,9 @@ def __dir__() -> list[str]:
 
 
 sys.modules[__name__].__class__ = _Package
-if "torch" in sys.modules or _interrupts.ends_quietly():
+if _interrupts.ends_quietly():
     _import_all()
+else:
+    # programs that use operators or load saved objects may never touch a name of this package
+    _after_torch(_import_with_torch)
 _interrupts.raise_again()

@@ -61,11 +61,17 @@ ALLOWED = {
     "select_keys": KERNELS,
     "sparse_attention": KERNELS,
     "sparsek": KERNELS,
-    "testing": KERNELS | {"numpy"},
+    "testing": KERNELS | {"numpy", "pytest"},
     "jax": {"jax", "numpy"},
 }
 # Files that a program without torch imports; those of the package "jax" are among them.
-FOR_JAX = {"__init__.py", "core/errors.py", "core/interrupts.py", "core/messages.py"}
+FOR_JAX = {
+    "__init__.py",
+    "core/after_torch.py",
+    "core/errors.py",
+    "core/interrupts.py",
+    "core/messages.py",
+}
 FOR_JAX |= {"masks/band.py", "_version.py"}
 LAZY = {
     "core": {"triton"},

@@ -31,6 +31,28 @@ def test_operators_are_registered_at_once_where_torch_is_imported():
     fresh("import torch, blackwell_sparsek; torch.ops.bsk.attn_fwd")
 
 
+@pytest.mark.parametrize("torch", ["torch", "torch.nn", "torch.utils.data"])
+def test_operators_are_registered_with_torch_if_that_comes_later(torch):
+    """Sorted imports put torch behind, and nothing else of the package may be touched."""
+    program = f"import blackwell_sparsek, sys; assert 'torch' not in sys.modules; import {torch}\n"
+    program += "import torch; torch.ops.bsk.attn_fwd; print(type(torch.__loader__).__name__)\n"
+    program += "assert torch.__spec__.loader is torch.__loader__"
+    fresh(program, stdout="SourceFileLoader")
+
+
+def test_a_torch_that_is_missing_stays_missing():
+    program = """
+import sys, blackwell_sparsek
+sys.path[:] = []
+for attempt in range(2):
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        print(error.name)
+"""
+    fresh(program, stdout="torch\ntorch")
+
+
 def test_the_first_name_imports_all():
     program = "import blackwell_sparsek as bsk; bsk.BSRMatrix\n"
     fresh(
