@@ -85,6 +85,16 @@ def test_nan_is_chosen_last():
     assert bsk.select_keys(q, k, granularity=1, top_k=3).ids.tolist() == [[[[0, 2, 3]]]]
 
 
+@pytest.mark.parametrize("pool", ["max", "mean"])
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+def test_a_score_of_minus_infinity_is_a_score(pool, impl):
+    """It pulls the mean of its entry down; a key that is not seen has no score at all."""
+    k_index = torch.tensor([1.0, -torch.inf, 1.0, 1.0, 0.5, 0.5, 0.1, 0.1]).view(1, 1, 8, 1)
+    options = {"granularity": 4, "pool": pool, "top_k": 1, "causal": False, "impl": impl}
+    chosen = bsk.select_keys(torch.ones(1, 1, 1, 1), k_index, **options)
+    assert chosen.ids.flatten().tolist() == [1 if pool == "mean" else 0]
+
+
 def test_feeds_sparse_attention():
     q, k = (inputs.normal(1, 2, 64, 16, seed=i, dtype=torch.float64) for i in (0, 1))
     chosen = bsk.select_keys(q, k, granularity=16, pool="max", top_k=4)

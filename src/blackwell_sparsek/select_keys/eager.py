@@ -58,10 +58,11 @@ def _entry_scores(
         seen = seen & (number <= position[:, None])
     scores = torch.nn.functional.pad(scores, (0, fill)).masked_fill_(~seen, -torch.inf)
     grid = scores.view(*scores.shape[:-1], -1, size)
-    counted = seen.view(len(position), -1, size).sum(-1)
+    seen = seen.reshape(len(position), -1, size)
+    counted = seen.sum(-1)
     candidates = (counted > 0).expand(grid.shape[:-1])
     if given.pool == "mean":
-        sums = torch.where(grid == -torch.inf, 0.0, grid).sum(-1)
+        sums = torch.where(seen, grid, 0.0).sum(-1)
         return torch.where(candidates, sums / counted.clamp(min=1), -torch.inf), candidates
     return grid.amax(-1), candidates
 
