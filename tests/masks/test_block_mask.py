@@ -373,7 +373,9 @@ def test_check_problem():
     for batch, heads, sq, sk in [(3, 8, 30, 40), (2, 8, 32, 40), (2, 8, 30, 48), (1, 8, 30, 40)]:
         with pytest.raises(InvalidInput, match=r"was made for .*\[2, 1, 30, 40\]; expected \[1 or"):
             mask.check_problem("attention", batch, heads, sq, sk)
-    with pytest.raises(InvalidInput, match=r"expected \[1 or 2, 1 or 4, 32, 48\], got \[1, 2, 32"):
+    way_out = r"of a mask per KV head: mask\[:, \[h // 2 for h in range\(4\)\]\]"
+    expected = rf"expected \[1 or 2, 1 or 4, 32, 48\] \({way_out}\), got \[1, 2, 32"
+    with pytest.raises(InvalidInput, match=expected):
         BlockMask.from_dense(torch.ones(2, 2, 3, dtype=torch.bool), 16).check_problem(
             "attention", 2, 4, 32, 48
         )
