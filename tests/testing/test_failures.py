@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,17 +45,23 @@ def _lost():
     raise RuntimeError("an illegal memory access was encountered")
 
 
-@pytest.mark.parametrize("worker", [False, True])
+@pytest.mark.parametrize("in_use", [False, True])
 @pytest.mark.parametrize("lost", [False, True])
-def test_only_a_worker_that_lost_its_context_ends(monkeypatch, capfd, worker, lost):
+def test_a_worker_that_lost_its_context_ends(monkeypatch, capfd, in_use, lost):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
     monkeypatch.setattr(torch.cuda, "synchronize", _lost if lost else lambda: None)
+    failures.ContextWatch().pytest_runtest_logfinish("tests/test_one.py::test_wrong", None)
+    assert ended == ([failures.LOST_CONTEXT] if in_use and lost else [])
+    assert ("destroyed the CUDA context" in capfd.readouterr().err) == (in_use and lost)
+
+
+@pytest.mark.parametrize("worker", [False, True])
+def test_only_workers_watch_their_context(worker):
+    registered = []
+    config = SimpleNamespace(pluginmanager=SimpleNamespace(register=registered.append))
     if worker:
-        monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
-    else:
-        monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    failures.pytest_runtest_logfinish("tests/test_one.py::test_wrong", None)
-    assert ended == ([failures.LOST_CONTEXT] if worker and lost else [])
-    assert ("destroyed the CUDA context" in capfd.readouterr().err) == (worker and lost)
+        config.workerinput = {}
+    failures.pytest_configure(config)
+    assert [type(x) for x in registered] == [failures.ContextWatch] * worker

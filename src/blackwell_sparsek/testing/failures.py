@@ -29,14 +29,26 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]
     return report
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_logfinish(nodeid: str, location: Any) -> None:
-    """End a worker whose CUDA context was destroyed by the test that has just finished."""
-    in_use: Callable[[], bool] = torch.cuda.is_initialized
-    if "PYTEST_XDIST_WORKER" not in os.environ or not in_use():
-        return
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        print(f"\n{nodeid} destroyed the CUDA context: {error}", file=sys.__stderr__, flush=True)
-        os._exit(LOST_CONTEXT)
+def pytest_configure(config: Any) -> None:
+    """In a worker of pytest-xdist, look after the CUDA context."""
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(ContextWatch())
+
+
+class ContextWatch:
+    """Ends a worker whose CUDA context was destroyed by the test that has just finished."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
+        """Wait for the GPU: a fault that nobody waited for shows here."""
+        in_use: Callable[[], bool] = torch.cuda.is_initialized
+        if in_use():
+            self._check(nodeid)
+
+    def _check(self, nodeid: str) -> None:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            text = f"\n{nodeid} destroyed the CUDA context: {error}"
+            print(text, file=sys.__stderr__, flush=True)
+            os._exit(LOST_CONTEXT)
