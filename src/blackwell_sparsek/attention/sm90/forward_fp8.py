@@ -261,7 +261,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q = query_slices(q_ring, q_stage * CFG.CONSUMERS + GROUP, CFG)
         mbarrier.wait(q_ring.full.index(q_stage), (slot // CFG.Q_STAGES) & 1)
         score = consume.score
-        queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score)
+        queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score, None)
         if kv_tiles > 0:
             stage, phase = ring_place(step, CFG.STAGES)
             of_tile = tile_scale(scale, consume.k_scales, k_scale_ptr, visit, 0, CFG)
