@@ -106,7 +106,7 @@ def test_forms_of_scales(impl, form, device):
     sizes["full"] = [(batch, 2, 2), (1, 2, 2), (batch, 1, 24)]
     scales = {}
     if form == "none":
-        # numbers of their own: scaled ones fill the range of e4m3, and scores of 10^5 have no digits
+        # scaled numbers fill the range of e4m3, and scores of 10^5 have no digits left
         given = tuple((x.float() / 64).to(E4M3) for x in given)
     else:
         made = (0.1 + torch.rand(size, device=device) for size in sizes[form])
