@@ -100,6 +100,7 @@ _PUBLIC = {
     "enable_torch_sparse": ".integrations.torch_sparse:enable_torch_sparse",
     "explain": ".dispatch.dispatcher:explain",
     "fp8": ".fp8",
+    "integrations": ".integrations",
     "kv_append": ".kv_cache.append:kv_append",
     "kv_cache_bytes": ".kv_cache.memory:kv_cache_bytes",
     "kv_memory_table": ".kv_cache.memory:kv_memory_table",
