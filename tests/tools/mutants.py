@@ -62,6 +62,7 @@ FALLBACKS = {
     "calls/attention": ["attention/test_op.py", "attention/test_api.py"],
     "calls/cache": ["kv_cache/test_cache.py", "kv_cache/test_paged.py"],
     "calls/decode": ["decode/test_op.py", "decode/test_api.py"],
+    "calls/fp8": ["fp8/test_attention.py", "fp8/test_quantize.py"],
     "calls/matmul": ["matmul/test_op.py", "matmul/test_api.py"],
     "calls/ragged": ["ragged/test_api.py", "ragged/test_triton.py"],
     "calls/select_keys": ["select_keys/test_api.py"],
