@@ -7,12 +7,12 @@ import torch
 
 from blackwell_sparsek.calls.ragged import RaggedProblem
 from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.ragged.op import ragged_dispatch
 from blackwell_sparsek.ragged.tuning import (
     RaggedConfig,
     query_tiles,
     ragged_config,
     ragged_sm90_config,
-    ragged_sm90_passed_over,
     ragged_sm90_unsupported,
     why_not_triton,
 )
@@ -103,7 +103,7 @@ def test_refusals_of_the_hopper_kernel(changes, why):
 
 
 def test_auto_waits_for_the_hopper_kernel_to_run_on_a_gpu():
-    assert "has not run on a GPU" in ragged_sm90_passed_over(PROBLEM)
+    assert "has not run on a GPU" in ragged_dispatch.decide("auto", PROBLEM).reasons["sm90"]
 
 
 @pytest.mark.parametrize("dim, stages", [(128, 3), (64, 4)])

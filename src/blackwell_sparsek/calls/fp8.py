@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,17 +20,6 @@ _GROUPS |= {"128x128": (128, 128)}
 SCALES = ("tensor", "head", "block", "channel", "1x128", "128x128")
 # Tokens of transposed results are padded to this many, because TMA takes strides of 16 bytes.
 TOKEN_PADDING = 16
-
-
-# Whether the GPU tests have passed for kernels in fp8; until then `auto` passes them over.
-PROVEN_ON_GPU = False
-
-
-def unproven(problem: Any) -> str | None:
-    """Why `auto` passes over a kernel in fp8, or None."""
-    if problem.arch.interpreted:
-        return "would be interpreted: only runs when asked for"
-    return None if PROVEN_ON_GPU else "has not run on a GPU yet: only runs when asked for"
 
 
 class Group(NamedTuple):

@@ -20,7 +20,14 @@ from ..calls.decode import DecodeCall
 from ..device.partials import MERGED_ROWS, merge_parts, merged_places
 from ..device.records import Strides
 from ..launch.launcher import cdiv, launch
-from .triton import DecodeHeads, DecodeResults, DecodeWorkspace, HeadTile, write_rows
+from .triton import (
+    DecodeHeads,
+    DecodeResults,
+    DecodeWorkspace,
+    HeadTile,
+    scale_stride,
+    write_rows,
+)
 
 # Programs on all SMs from which on a program takes several rows.
 MANY_PROGRAMS = 8 * 132
@@ -146,7 +153,7 @@ def launch_attn_decode_combine(
         workspace.partials,
         CombinedLayout(
             Strides(*token_strides(out)),
-            ValueScaleStride(0 if v_scale is None or v_scale.dim() == 0 else v_scale.stride(0)),
+            ValueScaleStride(scale_stride(v_scale)),
             heads,
         ),
         programs,

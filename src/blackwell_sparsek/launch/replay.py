@@ -236,9 +236,9 @@ def kept(cache: Cache, key: tuple[Any, ...]) -> Any:
         return None
 
 
-def keep(cache: Cache, key: Any, value: Any) -> None:
-    """Add to a cache, which is cleared first if it is full."""
-    if len(cache) >= MAX_RECORDINGS:
+def keep(cache: Cache, key: Any, value: Any, most: int | None = None) -> None:
+    """Add to a cache, which is cleared first if it has `most` entries, else MAX_RECORDINGS."""
+    if len(cache) >= (MAX_RECORDINGS if most is None else most):
         cache.clear()
     cache[key] = value
 

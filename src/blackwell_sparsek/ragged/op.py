@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from ..calls.ragged import RaggedCall
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, not_run_yet, only_asked
 from ..dispatch.operators import define_op
 from ..masks.band import Band
 from ..reference import ragged as reference
 from . import eager
 from .lengths import check_values
-from .tuning import ragged_sm90_passed_over, why_not_sm90, why_not_triton
+from .tuning import why_not_sm90, why_not_triton
 
 OP = "attention_varlen"
 
@@ -59,7 +59,7 @@ ragged_dispatch.register(
     "sm90",
     why_not_sm90,
     "blackwell_sparsek.ragged.sm90:attention_ragged",
-    auto_passes=ragged_sm90_passed_over,
+    auto_passes=not_run_yet,
 )
 ragged_dispatch.register(
     "triton",

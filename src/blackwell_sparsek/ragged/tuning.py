@@ -108,11 +108,6 @@ def why_not_sm90(problem: RaggedProblem) -> str | None:
     return why_no_kernels(problem.arch) or ragged_sm90_unsupported(problem) or why_no_gluon()
 
 
-def ragged_sm90_passed_over(problem: RaggedProblem) -> str | None:
-    """Why `auto` should not take the kernel where it could run, or None."""
-    return "the kernel for packed queries over caches has not run on a GPU yet"
-
-
 def ragged_sm90_unsupported(problem: RaggedProblem) -> str | None:
     """`why_not_sm90` without the requirements that every kernel has of the machine."""
     if problem.arch.sm != 90:

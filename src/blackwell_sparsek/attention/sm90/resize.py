@@ -11,6 +11,7 @@ from ...core.compat import empty_on_gpu, raw_stream
 from ...device.records import Strides
 from ...launch.descriptors import packed_sizes
 from ...launch.recording import Launch
+from ...launch.replay import keep
 from ...launch.resize import MapSource, ResizableLaunch
 from ...launch.workspace import counters_of_stream, zeroed_counters
 from ...masks.band import EVERYTHING
@@ -136,9 +137,7 @@ class ForwardLaunches:
         if plan is None:
             plan = self._new_plan(batch, max_q, max_k, tokens)
             if plan is not None:
-                if len(self._plans) >= MAX_PLANS:
-                    self._plans.clear()
-                self._plans[tiling] = plan
+                keep(self._plans, tiling, plan, MAX_PLANS)
         return plan
 
     def _new_plan(
@@ -283,9 +282,7 @@ class BackwardLaunches:
         sms, heads = problem.arch.num_sms, batch * problem.heads_kv
         schedule = backward_schedule(self._config, sms, heads, kv_len)
         plan = _BackwardPlan(schedule, attn_bwd_sm90_raster_group(problem))
-        if len(self._plans) >= MAX_PLANS:
-            self._plans.clear()
-        self._plans[tiling] = plan
+        keep(self._plans, tiling, plan, MAX_PLANS)
         return plan
 
 
