@@ -10,7 +10,7 @@ as in `sm90.py`; only the arithmetic differs. 64 rows of queries meet tiles of 6
 Accumulators of 512 columns are too many for one warp group: each of two consumers has half of them.
 A tile of keys lies in shared memory once, for both products. The consumers take turns: one computes
 the scores of even tiles and the other those of odd ones, and hands weights and row states to both
-through shared memory. While one still multiplies values, the other may begin its scores.
+through shared memory. The scores of an odd tile run beside the weights of the even one before it.
 
 `decode` is impl "sm90" of `bsk::attn_decode`: it leaves other caches to `sm90.py`. Limits: fp16 and
 bf16, D 576 and Dv 512, values a view of the first columns of the keys, pages and listed blocks of a
@@ -31,10 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
-from ..device.gluon.partials import columns_of, rows_of, store_part
+from ..device.gluon.partials import columns_of, store_part
 from ..device.gluon.pipeline import barriers, drop_dead_values, take, tiles, work_channel
 from ..device.masks import kv_range, kv_range_of_all
 from ..device.partials import is_last, part_slot
+from ..device.records import SoftmaxState
 from ..device.scores import cap, fold_sign
 from ..device.softmax import init_state, weigh
 from ..launch.launcher import launch, on_device_of
@@ -113,26 +114,183 @@ def _put_queries(
     return factor
 
 
+class KeysOfSplit(NamedTuple):
+    """The keys of a split, as its consumers see them."""
+
+    first_row: Any
+    length: Any
+    lo: Any
+    """The keys `[lo, hi)` that some row sees."""
+    hi: Any
+    all_lo: Any
+    """The keys `[all_lo, all_hi)` that every row sees."""
+    all_hi: Any
+    factor: Any
+
+
+@gluon.jit
+def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
+    """Wait for a tile: whether a page was out of range, and whether some keys are not to be read.
+
+    The first of these is that of all tiles of the split so far.
+    """
+    stage = step % CFG.STAGES
+    mbarrier.wait(shared.ring.full.index(stage), (step // CFG.STAGES) & 1)
+    wrong = step - step
+    cut = (kv_start < seen.lo) | (kv_start + CFG.TILE_N > seen.hi)
+    if CFG.scattered:
+        group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        note = gl.max(shared.notes.flags.index(stage).load(group), 0)
+        wrong = note % 2
+        cut = note >= 2
+    return wrong, cut
+
+
+@gluon.jit
+def _start_scores(queries, ring, step, CFG: gl.constexpr):
+    """Start the scores of a tile that has arrived."""
+    stage = step % CFG.STAGES
+    # 0, which the compiler does not know: else it would keep the addresses of 36 slices in
+    # registers through the loop, and spill them
+    zero = step >> 30
+    front = queries.front.index(zero)
+    rest = queries.rest.index(zero)
+    rows: gl.constexpr = CFG.ROWS
+    keys: gl.constexpr = CFG.TILE_N
+    nothing = gl.zeros([rows, keys], gl.float32, CFG.scores_layout())
+    v = ring.v.index(stage)
+    s = warpgroup_mma(front, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(rest, ring.k.index(stage).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG: gl.constexpr):
+    """The weights of a tile's scores, the new `SoftmaxState`, and the factor of older sums."""
+    s = cap(s, score.inverse_cap)
+    kv_pos = kv_start + columns_of(s)
+    if CFG.BLOCK_KV is not None:
+        positions = shared.notes.positions.index(step % CFG.STAGES)
+        kv_pos = positions.load(gl.SliceLayout(0, CFG.scores_layout()))
+    inside = (kv_start >= seen.all_lo) & (kv_start + CFG.TILE_N <= seen.all_hi)
+    if CFG.BLOCK_KV is not None or inside == 0:
+        group = shared.heads.group
+        s = mask_scores(s, kv_pos, seen.first_row, seen.length, shared.keys, group)
+    m_log2, p, rescale = weigh(state.m_log2, s, seen.factor)
+    row_sum = state.row_sum * rescale + gl.sum(p, 1)
+    return p, SoftmaxState(m_log2, row_sum), rescale
+
+
+@gluon.jit
+def _hand_over(handover, p, state, rescale, shared, step, kv_start, seen, cut, CFG: gl.constexpr):
+    """Give weights and row states to both consumers, and clear values that must not be read."""
+    # both have multiplied with the weights before
+    mbarrier.wait(handover.free, (step & 1) ^ 1)
+    handover.p.store(p.to(handover.p.dtype))
+    handover.states.index(0).store(state.m_log2)
+    handover.states.index(1).store(state.row_sum)
+    handover.states.index(2).store(rescale)
+    if cut:
+        stage = step % CFG.STAGES
+        v = shared.ring.v.index(stage)
+        positions = None
+        if CFG.BLOCK_KV is not None:
+            positions = shared.notes.positions.index(stage)
+        # a few columns at a time, beside the accumulators
+        values: gl.constexpr = CFG.TILE_DV
+        for first in gl.static_range(0, values, 64):
+            drop_dead_values(v.slice(first, 64, dim=1), kv_start, positions, seen.lo, seen.hi)
+    fence_async_shared()
+    mbarrier.arrive(handover.full, count=1)
+
+
+@gluon.jit
+def _start_values(handover, ring, step, acc, FIRST: gl.constexpr, CFG: gl.constexpr):
+    """Take the weights of a tile, and start adding its values: sums, and the `SoftmaxState`."""
+    score_rows: gl.constexpr = gl.SliceLayout(1, CFG.scores_layout())
+    half: gl.constexpr = CFG.half
+    mbarrier.wait(handover.full, step & 1)
+    m_log2 = handover.states.index(0).load(score_rows)
+    row_sum = handover.states.index(1).load(score_rows)
+    rescale = handover.states.index(2).load(gl.SliceLayout(1, CFG.accumulator_layout()))
+    values = ring.v.index(step % CFG.STAGES).slice(FIRST, half, dim=1)
+    acc = warpgroup_mma(handover.p, values, acc * rescale[:, None], is_async=True)
+    return acc, SoftmaxState(m_log2, row_sum)
+
+
+@gluon.jit
+def _end_values(product, handover, ring, step, CFG: gl.constexpr):
+    """The sums, once a tile's values are added; its weights and stage are free again."""
+    acc = warpgroup_mma_wait(0, deps=(product,))
+    mbarrier.arrive(handover.free, count=1)
+    mbarrier.arrive(ring.empty.index(step % CFG.STAGES), count=1)
+    return acc
+
+
+@gluon.jit
+def _attend(
+    queries, handover, shared, score, seen, split, step, GROUP: gl.constexpr, CFG: gl.constexpr
+):
+    """Go through the tiles of a split in pairs; the first consumer has the scores of even ones.
+
+    Returns the next step, sums of this consumer's columns, the `SoftmaxState`, and whether a page
+    was out of range. Both tiles of a pair are in shared memory at once: the second consumer starts
+    its scores before it takes the weights of the even tile, so that tensor cores work on them while
+    the first makes these weights, and it makes its own while values are multiplied.
+    """
+    ring = shared.ring
+    num: gl.constexpr = CFG.ROWS
+    half: gl.constexpr = CFG.half
+    first_col: gl.constexpr = GROUP * CFG.half
+    tile_n: gl.constexpr = CFG.TILE_N
+    score_rows: gl.constexpr = gl.SliceLayout(1, CFG.scores_layout())
+    state = SoftmaxState(*init_state(gl.arange(0, num, score_rows)))
+    acc = gl.zeros([num, half], gl.float32, CFG.accumulator_layout())
+    wrong = step - step
+    kv_tiles = split.kv_end - split.kv_tile
+    for even in range(0, kv_tiles, 2):
+        kv_start = (split.kv_tile + even) * tile_n
+        odd_start = kv_start + tile_n
+        wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
+        if GROUP == 0:
+            s = _start_scores(queries, ring, step, CFG)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            p, new, rescale = _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG)
+            _hand_over(handover, p, new, rescale, shared, step, kv_start, seen, cut, CFG)
+            product, state = _start_values(handover, ring, step, acc, first_col, CFG)
+            acc = _end_values(product, handover, ring, step, CFG)
+            if even + 1 < kv_tiles:
+                step += 1
+                wrong, _ = _await_tile(shared, step, odd_start, seen, CFG)
+                product, state = _start_values(handover, ring, step, acc, first_col, CFG)
+                acc = _end_values(product, handover, ring, step, CFG)
+        else:
+            if even + 1 < kv_tiles:
+                wrong, cut = _await_tile(shared, step + 1, odd_start, seen, CFG)
+                s = _start_scores(queries, ring, step + 1, CFG)
+                product, state = _start_values(handover, ring, step, acc, first_col, CFG)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                p, new, rescale = _weigh_tile(
+                    s, state, shared, step + 1, odd_start, seen, score, CFG
+                )
+                acc = _end_values(product, handover, ring, step, CFG)
+                step += 1
+                _hand_over(handover, p, new, rescale, shared, step, odd_start, seen, cut, CFG)
+            product, state = _start_values(handover, ring, step, acc, first_col, CFG)
+            acc = _end_values(product, handover, ring, step, CFG)
+        step += 1
+    return step, acc, state, wrong
+
+
 @gluon.jit
 def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Attend with the queries of each split, for half of the columns of the values."""
-    ring = shared.ring
     keys = shared.keys
     heads = shared.heads
-    score = consume.score
     num: gl.constexpr = CFG.ROWS
-    tile_n: gl.constexpr = CFG.TILE_N
     half: gl.constexpr = CFG.half
     first_col: gl.constexpr = GROUP * CFG.half
     values_dim: gl.constexpr = CFG.TILE_DV
-    scores_layout: gl.constexpr = CFG.scores_layout()
-    layout: gl.constexpr = CFG.accumulator_layout()
-    out_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    score_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
-    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    no_scores = gl.zeros([num, tile_n], gl.float32, scores_layout)
-    offs_n = columns_of(no_scores)
-    rows = rows_of(no_scores)
+    out_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout())
     num_rows = keys.q_len * heads.group
     q_tiles = (num_rows + num - 1) // num
     programs = gl.num_programs(0)
@@ -145,7 +303,7 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
     counters = consume.workspace.counters + GROUP * programs
     own = ConsumerState(
         DecodeResults(consume.results.out + first_col, consume.results.lse),
-        consume.q_ptr, consume.sinks_ptr, score, consume.workspace, consume.strides,
+        consume.q_ptr, consume.sinks_ptr, consume.score, consume.workspace, consume.strides,
         None, None, consume.num_splits,
     )  # fmt: skip
     step = 0
@@ -153,11 +311,11 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
     split = Split(*take(shared.splits, number))
     while split.sequence >= 0:
         # all scores of the split before are done: both consumers have had their weights
-        part = q_smem.front.slice(first_col, half, dim=1)
+        part = q_smem.front.index(0).slice(first_col, half, dim=1)
         place = (split.sequence, split.head_tile, q_tiles)
         factor = _put_queries(consume, shared, part, *place, first_col, CFG)
         if GROUP == 0:
-            _put_queries(consume, shared, q_smem.rest, *place, values_dim, CFG)
+            _put_queries(consume, shared, q_smem.rest.index(0), *place, values_dim, CFG)
         fence_async_shared()
         mbarrier.arrive(handover.queries, count=1)
         begins = split.origin + split.softmax_start // split.range_tiles
@@ -165,70 +323,19 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
         kv_head = kv_head_of(split.head_tile, q_tiles)
         first_row = (split.head_tile - kv_head * q_tiles) * num
         length = gl.maximum(split.kv_len, 0)
-        kv_lo, kv_hi = kv_range(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
+        lo, hi = kv_range(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
         all_lo, all_hi = kv_range_of_all(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
-        m_log2, row_sum = init_state(rows)
-        acc = gl.zeros([num, half], gl.float32, layout)
-        wrong = 0
+        seen = KeysOfSplit(first_row, length, lo, hi, all_lo, all_hi, factor)
         if CFG.COMBINED and GROUP == 0:
             write_record(consume, split, begins, ends, heads.kv * q_tiles)
         mbarrier.wait(handover.queries, number & 1)
-        for tile in range(split.kv_tile, split.kv_end):
-            stage = step % CFG.STAGES
-            kv_start = tile * tile_n
-            mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
-            cut = (kv_start < kv_lo) | (kv_start + tile_n > kv_hi)
-            if CFG.scattered:
-                note = gl.max(shared.notes.flags.index(stage).load(group), 0)
-                wrong = note % 2
-                cut = note >= 2
-            v = ring.v.index(stage)
-            if step % 2 == GROUP:
-                k = ring.k.index(stage)
-                s = warpgroup_mma(
-                    q_smem.front, v.permute((1, 0)), no_scores, use_acc=False, is_async=True
-                )
-                s = warpgroup_mma(q_smem.rest, k.permute((1, 0)), s, is_async=True)
-                s = warpgroup_mma_wait(0, deps=(s,))
-                s = cap(s, score.inverse_cap)
-                kv_pos = kv_start + offs_n
-                positions = None
-                if CFG.BLOCK_KV is not None:
-                    positions = shared.notes.positions.index(stage)
-                    kv_pos = positions.load(gl.SliceLayout(0, scores_layout))
-                if CFG.BLOCK_KV is not None or (kv_start < all_lo) | (kv_start + tile_n > all_hi):
-                    s = mask_scores(s, kv_pos, first_row, length, keys, heads.group)
-                m_new, p, rescale = weigh(m_log2, s, factor)
-                sum_new = row_sum * rescale + gl.sum(p, 1)
-                # both consumers have multiplied with the weights before
-                mbarrier.wait(handover.free, (step & 1) ^ 1)
-                handover.p.store(p.to(handover.p.dtype))
-                handover.states.index(0).store(m_new)
-                handover.states.index(1).store(sum_new)
-                handover.states.index(2).store(rescale)
-                if cut:
-                    # a few columns at a time, beside the accumulators
-                    for first in gl.static_range(0, values_dim, 64):
-                        some = v.slice(first, 64, dim=1)
-                        drop_dead_values(some, kv_start, positions, kv_lo, kv_hi)
-                fence_async_shared()
-                mbarrier.arrive(handover.full, count=1)
-            mbarrier.wait(handover.full, step & 1)
-            m_log2 = handover.states.index(0).load(score_rows)
-            row_sum = handover.states.index(1).load(score_rows)
-            rescale_out = handover.states.index(2).load(out_rows)
-            acc = acc * rescale_out[:, None]
-            columns = v.slice(first_col, half, dim=1)
-            product = warpgroup_mma(handover.p, columns, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(handover.free, count=1)
-            mbarrier.arrive(ring.empty.index(stage), count=1)
-            step += 1
-
-        sum_out = gl.convert_layout(row_sum, out_rows)
+        step, acc, state, wrong = _attend(
+            q_smem, handover, shared, consume.score, seen, split, step, GROUP, CFG
+        )
+        sum_out = gl.convert_layout(state.row_sum, out_rows)
         if CFG.scattered:
             sum_out = gl.where(wrong != 0, float("nan"), sum_out)
-        m_out = gl.convert_layout(m_log2, out_rows)
+        m_out = gl.convert_layout(state.m_log2, out_rows)
         work = HeadTile(split.sequence, split.kv_len, kv_head)
         if begins == ends:
             write_rows(own, shared, work, m_out, sum_out, acc, first_row, num_rows)
@@ -292,8 +399,8 @@ def _attn_decode_latent_kernel(
     rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, rest], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_n], dtype)
     q_smem = LatentQueries(
-        gl.allocate_shared_memory(dtype, [num, values], values_layout),
-        gl.allocate_shared_memory(dtype, [num, rest], rest_layout),
+        gl.allocate_shared_memory(dtype, [1, num, values], values_layout),
+        gl.allocate_shared_memory(dtype, [1, num, rest], rest_layout),
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     p_smem = gl.allocate_shared_memory(dtype, [num, tile_n], p_layout)
