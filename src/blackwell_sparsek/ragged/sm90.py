@@ -275,8 +275,9 @@ def _produce(produce, shared, CFG: gl.constexpr):
                 pages = tables.page_table
                 if CFG.PAGE_SIZE is not None:
                     pages += sequence.to(gl.int64) * produce.page_row_stride
+                # keys that none of these queries sees, but that exist, need not be cleared
                 keys = KeyTables(
-                    None, pages, 0, sizes.num_slabs, tile.kv_lo, tile.kv_hi, sizes.slots, tile.slab
+                    None, pages, 0, sizes.num_slabs, tile.kv_lo, tile.kv_len, sizes.slots, tile.slab
                 )
                 step, wrong = _feed(produce, shared, keys, plan, part.kv_head, step, CFG)
                 publish(shared.verdicts, slot, (wrong,))
@@ -356,7 +357,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 tile.first_row,
                 _row_bounds_of(tile, rows, sizes, heads.group, GROUP),
                 Score(factor, consume.scoring.inverse_cap),
-                Range(tile.kv_lo, tile.kv_hi),
+                Range(tile.kv_lo, tile.kv_len),
             )
             m_log2, _ = init_state(rows)
             sums = nothing

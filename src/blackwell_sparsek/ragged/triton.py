@@ -60,10 +60,12 @@ from ..device.softmax import LOG2_E, add_sink, finalise
 from ..dispatch.machine import fp32_precision
 from ..launch.launcher import launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
+from . import tuning
 from .tuning import RaggedConfig, query_tiles, ragged_config
 
 # Slots that are counted, or searched, at a time.
 SCAN = tl.constexpr(512)
+SOFTMAX_COST = tl.constexpr(tuning.SOFTMAX_COST)
 
 
 class RaggedTables(NamedTuple):
@@ -260,7 +262,10 @@ def _plan_kernel(
     TILE_N: tl.constexpr,
     TOP_LEFT: tl.constexpr,
 ):
-    """Count the KV tiles of every query tile, and number them through; one program."""
+    """Count the KV tiles of every query tile, and number them through; one program.
+
+    SOFTMAX_COST more for each stand for the time in which a softmax begins and ends.
+    """
     sizes = RaggedSizes(
         batch, tokens_q, tokens_k, num_slabs, slots, capacity, num_blocks, left, right, chunk
     )
@@ -276,7 +281,7 @@ def _plan_kernel(
             sequence = tl.where((further <= batch) & (begins <= q_tile), further, sequence)
         tile = query_tile(tables, sizes, q_tile, sequence, group, TILE_M, TOP_LEFT)
         _, count = visited_tiles(tile.kv_lo, tile.kv_hi, num_blocks, TILE_N, BLOCK_KV)
-        count = tl.where(tile.first_row < tile.used_rows, count, 1)
+        count = tl.where(tile.first_row < tile.used_rows, count, 1) + SOFTMAX_COST
         count = tl.where(tile.first_row < tile.num_rows, count, 0)
         ends = before + tl.cumsum(tl.where(q_tile < num_tiles, count, 0), 0)
         tl.store(workspace.ends + q_tile, ends, q_tile < num_tiles)
@@ -319,19 +324,22 @@ class SoftmaxPart(NamedTuple):
 def part_of_softmax(at, end, before, count, heads, total, programs, WHOLE: tl.constexpr):
     """The `SoftmaxPart` of the range `[at, end)`, and where what follows it begins.
 
-    `before` and `count` are the KV tiles of one head before its query tile, and in it.
+    `before` and `count` are the KV tiles of one head before its query tile, and in it, with those
+    that `_plan_kernel` counts for the softmax itself, which come first.
     """
     kv_head = (at - before * heads) // count
     start = before * heads + kv_head * count
+    first_tile = start + SOFTMAX_COST
     stop = tl.minimum(end, start + count)
-    first_program = owner_of(start, total, programs)
+    first_program = owner_of(first_tile, total, programs)
     last_program = owner_of(start + count - 1, total, programs)
-    mine = at < stop
+    mine = first_tile < stop
     if WHOLE:
         mine = at == start
         stop = start + count
         last_program = first_program
-    part = SoftmaxPart(mine, kv_head, at - start, stop - start, first_program, last_program)
+    first = tl.maximum(at - first_tile, 0)
+    part = SoftmaxPart(mine, kv_head, first, stop - first_tile, first_program, last_program)
     return part, stop
 
 
