@@ -16,6 +16,7 @@ from .. import results
 from . import support
 from .figures import Figure, figures_of, is_sweep, product_of
 from .page import colours_of, standalone
+from .releases import releases_page
 from .tables import (
     MODE_HEADS,
     heading,
@@ -397,6 +398,7 @@ def write_pages(root: pathlib.Path) -> None:
     """Write the committed results into the pages of a repository."""
     folder = root / RESULTS
     files = plot_files(folder) | suite_pages(folder) | {support.PAGE: support.support_page(folder)}
+    files |= releases_page(folder)
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
