@@ -7,6 +7,7 @@ import torch
 
 from blackwell_sparsek.calls.ragged import RaggedProblem
 from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.ragged import tuning
 from blackwell_sparsek.ragged.op import ragged_dispatch
 from blackwell_sparsek.ragged.tuning import (
     RaggedConfig,
@@ -102,8 +103,11 @@ def test_refusals_of_the_hopper_kernel(changes, why):
     assert why in ragged_sm90_unsupported(replace(PROBLEM, **changes))
 
 
-def test_auto_waits_for_the_hopper_kernel_to_run_on_a_gpu():
-    assert "has not run on a GPU" in ragged_dispatch.decide("auto", PROBLEM).reasons["sm90"]
+def test_auto_takes_the_hopper_kernel_where_it_can_run(monkeypatch):
+    monkeypatch.setattr(tuning, "why_no_kernels", lambda arch: None)
+    monkeypatch.setattr(tuning, "why_no_gluon", lambda: None)
+    assert ragged_dispatch.decide("auto", PROBLEM).chosen == "sm90"
+    assert ragged_dispatch.decide("auto", replace(PROBLEM, alibi=True)).chosen == "triton"
 
 
 @pytest.mark.parametrize("dim, stages", [(128, 3), (64, 4)])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..calls.ragged import RaggedCall
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, not_run_yet, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.operators import define_op
 from ..masks.band import Band
 from ..reference import ragged as reference
@@ -56,10 +56,7 @@ def _reference(call: RaggedCall) -> None:
 
 ragged_dispatch = Dispatcher("attn_ragged")
 ragged_dispatch.register(
-    "sm90",
-    why_not_sm90,
-    "blackwell_sparsek.ragged.sm90:attention_ragged",
-    auto_passes=not_run_yet,
+    "sm90", why_not_sm90, "blackwell_sparsek.ragged.sm90:attention_ragged"
 )
 ragged_dispatch.register(
     "triton",
