@@ -20,6 +20,7 @@ from ..sparse.matrix import BSRMatrix, BSRPattern, install_matmul
 from ..sparse.product import product_pattern
 from ..sparse.validate import zero_padding
 from . import autograd as _derivatives  # noqa: F401
+from .fp8_inputs import fp8_product, is_fp8_product
 from .inputs import (
     Options,
     check_operand,
@@ -148,6 +149,8 @@ def matmul(
         got = f"{type(a).__name__} and {type(b).__name__}"
         raise InvalidType(message("matmul", "a/b", "are both dense", "at least one BSRMatrix", got))
     options = Options(sparse.is_transposed, dense_left, activation, out_dtype, impl)
+    if is_fp8_product(sparse, dense):
+        return fp8_product(sparse, dense, bias, residual, options)
     if not trains(sparse, dense, bias, residual, options):
         return replayed_product(sparse, dense, bias, residual, options)
     return trained_product(sparse, dense, bias, residual, options)
@@ -184,6 +187,10 @@ def _sparse_sparse(
         expected = "block widths of a equal to block heights of b"
         raise InvalidInput(message(op, "a/b", "have blocks that do not fit", expected, got))
     for arg, matrix in (("a", a), ("b", b)):
+        if matrix.stored_descale is not None:
+            expected = "wider blocks (dequantize() gives them)"
+            problem = "is in fp8, which products of two block-sparse operands do not take"
+            raise InvalidInput(message(op, arg, problem, expected, matrix.dtype))
         check_derivatives(op, arg, matrix.storage)
     first, second = cast_operand(a.storage), cast_operand(b.storage)
     check_same_dtype(op, {"a": first, "b": second})

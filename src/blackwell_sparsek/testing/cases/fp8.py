@@ -1,7 +1,7 @@
-"""Compile cases of the kernels in fp8: rounding, attention."""
+"""Compile cases of the kernels in fp8: rounding, attention, products."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,7 +9,10 @@ from ...attention.sm90.launch_fp8 import attn_fwd_fp8_sm90_config, launch_attn_f
 from ...attention.triton.forward_fp8 import launch_attn_fwd_fp8
 from ...attention.triton.tuning import attn_fwd_fp8_config
 from ...calls.attention import AttentionCall, AttnSpec
-from ...calls.fp8 import E4M3, E5M2, Fp8AttentionCall, QuantizeCall
+from ...calls.fp8 import Fp8AttentionCall, QuantizeCall
+from ...calls.matmul import BsrProblem
+from ...core.arch import Arch
+from ...core.fp8 import E4M3, E5M2
 from ...fp8.triton import (
     MIN_SM_CONVERTS_FP8,
     _amax_kernel,
@@ -19,6 +22,10 @@ from ...fp8.triton import (
 )
 from ...masks.band import Band
 from ...masks.block_mask import BlockMask
+from ...matmul.plan import SpmmPlan
+from ...matmul.rows import BlockRows, Views
+from ...matmul.triton.spmm import Scales, _bsr_spmm_kernel, launch_spmm
+from ...matmul.triton.tuning import spmm_fp8_config
 from ..captured_launches import captured_launches, launched_case, meta
 from ..compile_cases import ALL_ARCHS, CompileCase, compile_cases
 
@@ -146,3 +153,95 @@ def portable_cases() -> Iterator[CompileCase]:
         yield portable_case("all-options", sm, 128, everything=True)
         yield portable_case("mask", sm, 128, mask=(128, 128))
         yield portable_case("dense", sm, 256, spills=44 if sm == 90 else 0)
+
+
+class ProductParts(NamedTuple):
+    """What launchers of products in fp8 take: views as bytes, blocks by rows, scales, a bias."""
+
+    views: Views
+    rows: BlockRows
+    descale: torch.Tensor
+    x_scales: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def product_parts(
+    block_shape: tuple[int, int], tokens: int, *, extras: bool = False, transposed: bool = False
+) -> ProductParts:
+    """x @ A.T with 4096 channels and features, or x @ A where blocks are stored `transposed`."""
+    (block_h, block_w), size, count = block_shape, 4096, 333
+
+    def dense(features: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return meta(1, tokens, features, dtype=dtype).mT
+
+    blocks, perm = meta(count, block_h, block_w, dtype=E4M3), None
+    if transposed:
+        blocks = meta(count, block_w, block_h, dtype=E4M3).mT
+        perm = meta(count, dtype=torch.int32)
+    indptr = meta(size // block_h + 1, dtype=torch.int32)
+    rows = BlockRows(blocks, indptr, meta(count, dtype=torch.int32), perm, size // block_w)
+    views = Views(dense(size), dense(size, E4M3), dense(size) if extras else None)
+    descale = meta(count, dtype=torch.float32)
+    x_scales = dense(size // 128, torch.float32)
+    return ProductParts(views, rows, descale, x_scales, meta(size) if extras else None)
+
+
+def product_problem(block_shape: tuple[int, int], tokens: int, sm: int) -> BsrProblem:
+    """The problem of `product_parts` on `sm`."""
+    return BsrProblem(
+        kind="matmul",
+        arch=Arch("cuda", sm, 132, 0 if sm in (89, 120) else 160 * 1024, False),
+        dtype=E4M3,
+        out_dtype=torch.bfloat16,
+        shape=(4096, 4096),
+        block_shape=block_shape[::-1],
+        nnz_blocks=333,
+        n=tokens,
+        dense_left=True,
+        transposed=True,
+        tma=True,
+    )
+
+
+def portable_product(
+    name: str,
+    sm: int,
+    block_shape: tuple[int, int],
+    tokens: int,
+    *,
+    split: bool = False,
+    activation: str | None = None,
+    spills: int = 0,
+    **options: Any,
+) -> CompileCase:
+    """A launch of the portable product as on `sm`."""
+    parts = product_parts(block_shape, tokens, **options)
+    config = spmm_fp8_config(product_problem(block_shape, tokens, sm))
+    rows = parts.rows._replace(blocks=parts.rows.blocks.view(torch.uint8))
+    views = parts.views._replace(x=parts.views.x.view(torch.uint8))
+    items, cut = meta(33, 4, dtype=torch.int32), meta(3 if split else 0, 3, dtype=torch.int32)
+    plan = SpmmPlan(items, cut, 9 if split else 0)
+    scales = Scales(parts.descale, parts.x_scales, *parts.x_scales.stride())
+    height, width = block_shape
+    return launched_case(
+        f"bsr_spmm_fp8/{name}-{height}x{width}-n{tokens}-sm{sm}",
+        launch_spmm,
+        *(views, rows, parts.bias, activation, plan, config, scales),
+        converts_fp8=sm >= MIN_SM_CONVERTS_FP8,
+        kernel=_bsr_spmm_kernel,
+        sm=sm,
+        max_spill_bytes=spills,
+        archs=(sm,),
+    )
+
+
+@compile_cases
+def portable_products() -> Iterator[CompileCase]:
+    """Products with few and many tokens, blocks of 128, 64 and 32, every part of the epilogue."""
+    for sm in ALL_ARCHS:
+        for side in (128, 64, 32):
+            yield portable_product("x@A.T", sm, (side, side), 4096)
+        yield portable_product("x@A.T", sm, (128, 128), 16)
+        yield portable_product("x@A.T", sm, (128, 128), 64)
+        yield portable_product("x@A-gelu", sm, (128, 128), 4096, transposed=True, activation="gelu")
+        yield portable_product("split", sm, (128, 128), 4096, split=True, extras=True)
