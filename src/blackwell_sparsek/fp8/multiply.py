@@ -78,7 +78,7 @@ def matmul(
             raise InvalidInput(message(_OP, "residual", "has a wrong shape", list(shape), got))
         residual = _in_rows(residual)
     out = matmul_in(
-        quantize(rows, "1x128", impl=rounding),  # type: ignore[call-overload]
+        quantize(rows, "1x128", impl=rounding),
         w,
         bias=bias,
         activation=activation,
@@ -86,7 +86,7 @@ def matmul(
         out_dtype=x.dtype if out_dtype is None else out_dtype,
         impl=impl,
     )
-    return out if rows is x else out.view(shape)  # type: ignore[no-any-return]
+    return out if rows is x else out.view(shape)
 
 
 def _in_rows(x: torch.Tensor) -> Any:

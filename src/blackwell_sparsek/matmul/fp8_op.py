@@ -13,6 +13,7 @@ from ..dispatch.operators import define_op
 from ..reference.fp8 import matmul as reference
 from . import eager
 from .op import read_call
+from .sm90.tuning import why_not_fp8_sm90
 from .triton.tuning import spmm_sizes, why_not_blocks
 
 _PACKAGE = __name__.rpartition(".")[0]
@@ -36,6 +37,12 @@ def why_not_width(problem: BsrProblem) -> str | None:
 
 
 fp8_matmul_dispatch = Dispatcher("bsr_matmul_fp8")
+fp8_matmul_dispatch.register(
+    "sm90",
+    why_not_fp8_sm90,
+    f"{_PACKAGE}.sm90.fp8_launch:matmul",
+    auto_passes=not_run_yet,
+)
 fp8_matmul_dispatch.register(
     "triton",
     why_not_triton,

@@ -1,6 +1,7 @@
 """Configurations of the Hopper product kernels: tiles, rings, and what follows from them.
 
-`SpmmSm90Config` is for many columns (`spmm.py`), `NarrowSm90Config` for few (`narrow.py`),
+`SpmmSm90Config` is for many columns (`spmm.py`), `SpmmFp8Config` the same in fp8
+(`spmm_fp8.py`), `NarrowSm90Config` for few (`narrow.py`),
 `StripsConfig` for few columns and blocks 16 wide (`strips.py`), `WarpRowsConfig` for many columns
 and blocks 16 high (`warps.py`), `SddmmSm90Config` for sampled products (`sddmm.py`). Each is a
 compile-time constant of its kernel; `tuning.py` chooses them. Read without Triton, which is
@@ -74,6 +75,11 @@ class SpmmSm90Config:
         if self.PAIRED:
             assert self.SPLIT_N and self.row_tiles == 1, f"{self=}"
             assert self.shared_bytes <= MOST_SHARED, f"{self.shared_bytes=}"
+
+    @property
+    def SCALED(self) -> bool:
+        """Whether the consumers look up scales."""
+        return False
 
     @property
     def a_tiles(self) -> int:
@@ -258,6 +264,115 @@ def stages_that_fit(
     return (SMEM_BYTES - out - spare) // stage
 
 
+# Operands in fp8: `spmm_fp8.py`.
+
+# Features of the widest tile, and channels of a step: those that share a scale of x.
+WIDEST_FP8, DEEPEST_FP8 = 128, 128
+
+
+@dataclass(frozen=True)
+class SpmmFp8Config:
+    """Everything `spmm_fp8.py` is specialised on. Sizes in elements, which are bytes.
+
+    Rows of a work tile are features, and its columns tokens, as in `SpmmSm90Config`. Tokens are
+    the rows of accumulators: a thread then has two scales for each 64 of them.
+
+    Attributes
+    ----------
+    BLOCK_H, BLOCK_W : block of A, features by channels
+    TILE_M : features of a work tile
+    TILE_K : channels of a step, which share a scale in x and a block in A
+    PARTS : 64 tokens each that one consumer accumulates
+    STAGES : of the ring
+    OUT_BYTES : size of an element of the result
+    ACTIVATION : of the epilogue, or None
+    CONSUMER_REGISTERS, PRODUCER_REGISTERS : per thread
+    """
+
+    BLOCK_H: int
+    BLOCK_W: int
+    TILE_M: int
+    TILE_K: int
+    PARTS: int
+    STAGES: int
+    OUT_BYTES: int = 2
+    ACTIVATION: str | None = None
+    CONSUMER_REGISTERS: int = 232
+    PRODUCER_REGISTERS: int = 40
+
+    def __post_init__(self) -> None:
+        assert self.TILE_M in (32, 64, 128) and self.BLOCK_H % self.TILE_M == 0, f"{self=}"
+        assert self.TILE_K in (32, 64, 128) and self.BLOCK_W % self.TILE_K == 0, f"{self=}"
+        assert self.PARTS in (1, 2) and self.STAGES >= 2, f"{self=}"
+
+    # What the producer of `spmm.py` asks for: blocks by rows, channels of x contiguous.
+    A_TRANSPOSED = False
+    X_TRANSPOSED = True
+    WIDE = False
+    SCALED = True
+    GROUP_N = 0
+    a_copies = 1
+    x_copies = 1
+
+    @property
+    def tile_m(self) -> int:
+        """Features of a work tile."""
+        return self.TILE_M
+
+    @property
+    def tile_n(self) -> int:
+        """Tokens of a work tile."""
+        return CONSUMERS * self.PARTS * GROUP_ROWS
+
+    @property
+    def row_tiles(self) -> int:
+        """Work tiles along one block row."""
+        return self.BLOCK_H // self.TILE_M
+
+    @property
+    def k_steps(self) -> int:
+        """K steps in one block."""
+        return self.BLOCK_W // self.TILE_K
+
+    @property
+    def out_chunks(self) -> int:
+        """Parts of the features that a consumer stores one after the other."""
+        return 2 if self.TILE_M == WIDEST_FP8 else 1
+
+    @property
+    def out_chunk(self) -> int:
+        """Features that a consumer stores at a time."""
+        return self.TILE_M // self.out_chunks
+
+    def a_block(self) -> list[int]:
+        """Shape of a copy of A."""
+        return [self.TILE_M, self.TILE_K]
+
+    def x_block(self) -> list[int]:
+        """Shape of a copy of x [tokens, channels]."""
+        return [self.tile_n, self.TILE_K]
+
+    def x_tile(self) -> list[int]:
+        """Shape of a tile of x that is multiplied at once."""
+        return [GROUP_ROWS, self.TILE_K]
+
+    def out_block(self) -> list[int]:
+        """Shape of a copy of the result [tokens, features]."""
+        return [GROUP_ROWS, self.out_chunk]
+
+    def accumulator_layout(self, columns: int) -> object:
+        """Register layout of a [64, columns] WGMMA accumulator of operands in fp8."""
+        return accumulator_layout(columns, 32)
+
+
+def fp8_stages_that_fit(tile_m: int, tile_k: int, parts: int, out_bytes: int) -> int:
+    """Ring stages of `SpmmFp8Config` that fit beside the output buffers; not more than useful."""
+    stage = tile_k * (tile_m + CONSUMERS * parts * GROUP_ROWS)
+    chunk = tile_m // 2 if tile_m == WIDEST_FP8 else tile_m
+    out = CONSUMERS * GROUP_ROWS * chunk * out_bytes
+    return min(8, (SMEM_BYTES - out) // stage)
+
+
 # Few columns: `narrow.py`.
 
 # Columns of the widest tile.
@@ -284,6 +399,7 @@ class NarrowSm90Config:
     ACTIVATION : of the epilogue, or None
     SPLIT_K : programs that may split the K blocks of a tile. With 2, programs form clusters of two,
         which exchange halves of their sums through distributed shared memory, behind the ring
+    ITEM_BYTES : size of an element of A and x; 1 for e4m3 with scales
     """
 
     BLOCK_H: int
@@ -295,6 +411,7 @@ class NarrowSm90Config:
     STAGES: int
     ACTIVATION: str | None = None
     SPLIT_K: int = 1
+    ITEM_BYTES: int = 2
 
     def __post_init__(self) -> None:
         assert self.TILE_M in (16, 32, 64) and self.BLOCK_H % self.TILE_M == 0, f"{self=}"
@@ -311,8 +428,16 @@ class NarrowSm90Config:
         return self.TILE_M
 
     @property
+    def SCALED(self) -> bool:
+        """Whether operands are in fp8 with scales."""
+        return self.ITEM_BYTES == 1
+
+    @property
     def max_registers(self) -> int:
         """Registers of a thread: sums and their addresses, beside what the producer is given."""
+        if self.SCALED:
+            # beside the sums, those of one block and the scales of two
+            return 128 if self.sums_width <= GROUP_ROWS else 232
         return 96 if self.sums_width <= GROUP_ROWS else 128
 
     @property
@@ -343,7 +468,8 @@ class NarrowSm90Config:
     @property
     def exchange_offset(self) -> int:
         """Where the partner's sums arrive in shared memory, in bytes: behind the ring of blocks."""
-        return 2 * self.STAGES * self.STAGE_BLOCKS * self.TILE_M * self.TILE_K
+        tile = self.ITEM_BYTES * self.TILE_M * self.TILE_K
+        return self.STAGES * self.STAGE_BLOCKS * tile
 
     @property
     def exchange_bytes(self) -> int:
@@ -353,7 +479,9 @@ class NarrowSm90Config:
     @property
     def exchange_tiles(self) -> int:
         """Tiles of blocks whose memory the exchange and its barrier take."""
-        return _exchange_tiles(self.TILE_M, self.TILE_N, self.TILE_K) if self.SPLIT_K > 1 else 0
+        if self.SPLIT_K == 1:
+            return 0
+        return _exchange_tiles(self.TILE_M, self.TILE_N, self.TILE_K, self.ITEM_BYTES)
 
     def a_block(self) -> list[int]:
         """Shape of a copy of a block."""
@@ -365,7 +493,7 @@ class NarrowSm90Config:
 
     def accumulator_layout(self) -> object:
         """Register layout of the sums."""
-        return accumulator_layout(self.sums_width)
+        return accumulator_layout(self.sums_width, 32 // self.ITEM_BYTES)
 
     def half_layout(self) -> object:
         """Register layout of the half of the sums that one of two programs finishes."""
@@ -385,22 +513,24 @@ def _exchange_bytes(tile_n: int) -> int:
     return 4 * GROUP_ROWS * tile_n // 2
 
 
-def _exchange_tiles(tile_m: int, tile_n: int, tile_k: int) -> int:
-    return -(-(_exchange_bytes(tile_n) + 8) // (2 * tile_m * tile_k))
+def _exchange_tiles(tile_m: int, tile_n: int, tile_k: int, item_bytes: int) -> int:
+    return -(-(_exchange_bytes(tile_n) + 8) // (item_bytes * tile_m * tile_k))
 
 
 def narrow_stages_that_fit(
-    tile_m: int, tile_n: int, stage_k: int, wide: bool, split_k: int = 1
+    tile_m: int, tile_n: int, stage_k: int, wide: bool, split_k: int = 1, item_bytes: int = 2
 ) -> int:
     """Ring stages of `stage_k` columns of A that fit into an SM; `wide` for results in float32."""
     x_rows = GROUP_ROWS if tile_m < GROUP_ROWS else tile_n
     # sums change their layout through shared memory; the system takes 1 KiB, barriers less
     relayout = (16 if wide else 4) * KIB
     # the exchange takes whole tiles; a stage may have several, so this is the most that it takes
-    tiles = _exchange_tiles(tile_m, tile_n, stage_k) if split_k > 1 else 0
-    exchange = 2 * tile_m * stage_k * tiles
+    tiles = _exchange_tiles(tile_m, tile_n, stage_k, item_bytes) if split_k > 1 else 0
+    exchange = item_bytes * tile_m * stage_k * tiles
     budget = SMEM_BYTES - relayout - exchange - 2 * KIB
-    return min(MOST_STAGES, budget // (2 * stage_k * (tile_m + x_rows)))
+    # half the bytes need twice the stages for as much in flight
+    most = MOST_STAGES * 2 // item_bytes
+    return min(most, budget // (item_bytes * stage_k * (tile_m + x_rows)))
 
 
 # Few columns and blocks 16 columns wide: `strips.py`.

@@ -258,7 +258,8 @@ def spmm_fp8_config(problem: BsrProblem) -> SpmmConfig:
         tile = _narrow_tile(problem, sizes, "ieee")
     else:
         tile_m = largest_tile(sizes.block_h, 128)
-        tile = _Tile(tile_m, 128, 64, 8 if tile_m == 128 else 4, 3)
+        # longer steps of 128 rows spill: their operands are converted in registers
+        tile = _Tile(tile_m, 128, 32 if tile_m == 128 else 64, 8 if tile_m == 128 else 4, 3)
         tile = _narrowed(tile, problem.arch, sizes)
     tile = tile._replace(k=largest_tile(sizes.block_w, min(tile.k, SCALE_CHANNELS)))
     # operands lie in shared memory as fp16 after their conversion

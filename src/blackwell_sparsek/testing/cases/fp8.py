@@ -1,6 +1,7 @@
 """Compile cases of the kernels in fp8: rounding, attention, products."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,11 @@ from ...masks.band import Band
 from ...masks.block_mask import BlockMask
 from ...matmul.plan import SpmmPlan
 from ...matmul.rows import BlockRows, Views
+from ...matmul.sm90.fp8_launch import launch_spmm_fp8_sm90
+from ...matmul.sm90.narrow import NarrowScales, launch_spmm_narrow_sm90
+from ...matmul.sm90.row_schedule import HEADER, RowSchedule
+from ...matmul.sm90.spmm_fp8 import _spmm_fp8_sm90_kernel
+from ...matmul.sm90.tuning import narrow_fp8_config, spmm_fp8_sm90_config
 from ...matmul.triton.spmm import Scales, _bsr_spmm_kernel, launch_spmm
 from ...matmul.triton.tuning import spmm_fp8_config
 from ..captured_launches import captured_launches, launched_case, meta
@@ -245,3 +251,71 @@ def portable_products() -> Iterator[CompileCase]:
         yield portable_product("x@A.T", sm, (128, 128), 64)
         yield portable_product("x@A-gelu", sm, (128, 128), 4096, transposed=True, activation="gelu")
         yield portable_product("split", sm, (128, 128), 4096, split=True, extras=True)
+
+
+def hopper_product(
+    name: str,
+    block_shape: tuple[int, int],
+    tokens: int,
+    *,
+    split: bool = False,
+    activation: str | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    spills: int = 0,
+    **options: Any,
+) -> CompileCase:
+    """A launch of the Hopper product, of few or many tokens; `spills` is what is accepted."""
+    parts = product_parts(block_shape, tokens, **options)
+    problem = replace(product_problem(block_shape, tokens, 90), activation=activation)
+    problem = replace(problem, out_dtype=out_dtype)
+    views = parts.views._replace(out=parts.views.out.to(out_dtype))
+    views, x_scales = next(views.entries()), parts.x_scales[0]
+    height, width = block_shape
+    title = f"{name}-{height}x{width}-n{tokens}"
+    if (few := narrow_fp8_config(problem)) is not None:
+        records = meta(33, 1, HEADER + 2 * 33, dtype=torch.int32)
+        group_stride, col_stride = x_scales.stride()
+        scales = NarrowScales(parts.descale, x_scales, col_stride, group_stride)
+        operands = (views.out, parts.rows.blocks, RowSchedule(records, 33, 4), views.x)
+        return launched_case(
+            f"bsr_spmm_narrow_fp8_sm90/{title}",
+            launch_spmm_narrow_sm90,
+            *(*operands, parts.bias, views.residual, few, scales),
+            expect={"wgmma": 1},
+            max_spill_bytes=spills,
+            archs=(90,),
+        )
+    items, cut = meta(33, 4, dtype=torch.int32), meta(3 if split else 0, 3, dtype=torch.int32)
+    plan = SpmmPlan(items, cut, 9 if split else 0)
+    return launched_case(
+        f"bsr_spmm_fp8_sm90/{title}",
+        launch_spmm_fp8_sm90,
+        *(views, parts.rows, parts.descale, x_scales, parts.bias),
+        *(plan, spmm_fp8_sm90_config(problem)),
+        kernel=_spmm_fp8_sm90_kernel,
+        expect={"wgmma": 4},
+        max_spill_bytes=spills,
+        archs=(90,),
+    )
+
+
+@compile_cases
+def hopper_products() -> Iterator[CompileCase]:
+    """Many tokens in tiles of 256 and 128, few tokens, blocks of 128, 64 and 32, the epilogue."""
+    for side in (128, 64, 32):
+        yield hopper_product("x@A.T", (side, side), 8192, spills=40 if side == 128 else 0)
+        yield hopper_product("x@A.T", (side, side), 64)
+    yield hopper_product("x@A.T", (128, 128), 16)
+    yield hopper_product("x@A.T", (128, 128), 512)
+    yield hopper_product("x@A.T", (256, 256), 8192, spills=32)
+    # in the epilogue: sums of the second 64 tokens wait while the first are finished
+    everything: dict[str, Any] = {
+        "split": True,
+        "extras": True,
+        "activation": "gelu",
+        "spills": 880,
+    }
+    yield hopper_product("all", (128, 128), 8192, **everything)
+    yield hopper_product("all", (128, 128), 64, extras=True, activation="silu")
+    yield hopper_product("fp32", (128, 128), 8192, out_dtype=torch.float32, spills=196)
+    yield hopper_product("fp32", (128, 128), 64, out_dtype=torch.float32)
