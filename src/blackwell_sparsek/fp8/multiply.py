@@ -7,6 +7,7 @@ import torch
 from ..core.checks import check_choice, check_dtype, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
+from ..core.torch_state import cast_operand
 from ..matmul.api import matmul as matmul_in
 from ..sparse.matrix import BSRMatrix
 from .api import DTYPES, quantize
@@ -35,7 +36,7 @@ def matmul(
     Parameters
     ----------
     x : fp16, bf16 or fp32 `[..., K]`, with a contiguous last dimension
-        No gradient flows through the rounding.
+        No gradient flows through the rounding. Under `torch.autocast` it is cast to its dtype.
     w : BSRMatrix (K, N) in fp8
         `BSRMatrix.to_fp8()` makes one. Kernels want it as the transpose of one that is stored as
         (N, K), as the weight of a linear layer is.
@@ -68,6 +69,7 @@ def matmul(
     if x.dim() == 0 or x.shape[-1] != w.shape[0]:
         shapes = f"{list(x.shape)} for a block-sparse {list(w.shape)}"
         raise InvalidInput(message(_OP, "x", "does not fit", f"[..., {w.shape[0]}]", shapes))
+    x = cast_operand(x)
     rows = _in_rows(x)
     rounding = {"auto": "auto", "triton": "triton", "sm90": "triton"}.get(impl, "eager")
     shape = (*x.shape[:-1], w.shape[1])
