@@ -221,7 +221,7 @@ class BSRWeight(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "_reading": None}
         if self.descale is not None:
-            # as bytes: tensors in fp8 come back from `pickle.dumps` with an error of torch's
+            # as bytes: torch fails to read tensors in fp8 that Python has serialised
             values = nn.Parameter(self.values.detach().view(torch.uint8), requires_grad=False)
             state["_parameters"] = {**self._parameters, "values": values}
         return state

@@ -365,7 +365,7 @@ device=cpu)
         state = {**self._pattern.__getstate__(), "storage": self._storage}
         state["is_transposed"] = self._is_transposed
         if self._stored_descale is not None:
-            # as bytes: tensors in fp8 come back from `pickle.dumps` with an error of torch's
+            # as bytes: torch fails to read tensors in fp8 that Python has serialised
             state["storage"] = self._storage.view(torch.uint8)
             state["descale"] = self._stored_descale
         return state

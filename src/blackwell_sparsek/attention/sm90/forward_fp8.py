@@ -80,7 +80,8 @@ from .forward_stages import (
     zero_outputs,
 )
 
-accumulator_layout = gluon.constexpr_function(accumulator_layout)
+# Of 16-bit operands, where that of the configuration is of operands in fp8.
+_wide_layout = gluon.constexpr_function(accumulator_layout)
 # Weights reach 2**HEADROOM; e4m3 ends at 448.
 HEADROOM = gl.constexpr(8)
 SCALE_TOKENS = gl.constexpr(128)
@@ -178,7 +179,7 @@ def packed_weights(weights, CFG: gl.constexpr):
     rows: gl.constexpr = weights.shape[0]
     keys: gl.constexpr = weights.shape[1]
     # two bytes are to 16-bit operands what four are to those in fp8
-    of_pairs: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(CFG.SLICE_DV), 2)
+    of_pairs: gl.constexpr = gl.DotOperandLayout(0, _wide_layout(CFG.SLICE_DV), 2)
     bits = weights.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
     low, high = bits.reshape([rows, keys // 2, 2]).split()
     pairs = low.to(gl.uint16) | (high.to(gl.uint16) << 8)

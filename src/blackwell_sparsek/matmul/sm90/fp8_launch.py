@@ -14,7 +14,7 @@ from ..plan import SpmmPlan, spmm_plan
 from ..rows import BlockRows, RowsProduct, Views, rows_product
 from ..triton.finish import addends_of, empty_partial, launch_spmm_reduce
 from ..triton.tuning import narrow_is_even, spmm_chunk, spmm_sizes
-from .config import SpmmFp8Config
+from .fp8_config import SpmmFp8Config
 from .narrow import NarrowScales, launch_spmm_narrow_sm90
 from .row_schedule import row_schedule
 from .spmm_fp8 import _spmm_fp8_sm90_kernel

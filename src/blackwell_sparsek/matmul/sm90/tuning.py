@@ -16,23 +16,20 @@ from ...launch.descriptors import GROUP_ROWS
 from ...launch.launcher import cdiv
 from ..triton.tuning import NARROW, SpmmSizes, largest_tile, spmm_chunk, spmm_sizes
 from .config import (
-    DEEPEST_FP8,
     MOST_COLUMNS,
     PAIRED_SPARE,
     SLAB_COLUMNS,
     STRIP_BLOCK,
     STRIP_ROWS,
-    WIDEST_FP8,
     NarrowSm90Config,
     SddmmSm90Config,
-    SpmmFp8Config,
     SpmmSm90Config,
     StripsConfig,
-    fp8_stages_that_fit,
     narrow_stages_that_fit,
     sddmm_stages_that_fit,
     stages_that_fit,
 )
+from .fp8_config import DEEPEST_FP8, WIDEST_FP8, SpmmFp8Config, fp8_stages_that_fit
 
 # A single column is left to the portable kernel, unless there are more row tiles than this per SM:
 # 3.9 us there and 4.9 here (4096 x 4096 in 22 % of blocks of 128, H200), 9.6 and 10.3

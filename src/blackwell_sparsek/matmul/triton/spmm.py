@@ -85,7 +85,8 @@ def _add_scaled(acc, a, x, entry, k_first, scales, tile, mask_n, CONVERTS_FP8: t
 
     fp16 holds e4m3 exactly, so that a step is summed as a product of fp16 is, in fp32.
     """
-    part = tl.dot(e4m3_operand(a, CONVERTS_FP8), e4m3_operand(x, CONVERTS_FP8))
+    a, x = e4m3_operand(a, CONVERTS_FP8), e4m3_operand(x, CONVERTS_FP8)
+    part = tl.dot(a, x, input_precision="ieee")
     group = (k_first // _SCALE_CHANNELS).to(tl.int64)
     x_ptrs = scales.x_ptr + group * scales.group_stride
     x_ptrs += tile.offs_n.to(tl.int64) * scales.col_stride
