@@ -12,7 +12,7 @@ import blackwell_sparsek as bsk
 from blackwell_sparsek.calls.fp8 import Quantized
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.matmul import plan
-from blackwell_sparsek.matmul.fp8_op import fp8_matmul_dispatch, why_not_triton
+from blackwell_sparsek.matmul.fp8_op import bsr_matmul_fp8, fp8_matmul_dispatch, why_not_triton
 from blackwell_sparsek.matmul.triton import spmm
 from blackwell_sparsek.testing import poison
 from blackwell_sparsek.testing.bsr import random_bsr
@@ -190,6 +190,17 @@ def test_explain_and_compile(device):
 
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x.data, x.descale), layer(x.data, x.descale))
+
+
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+def test_opcheck(impl):
+    w, x = matrix((40, 50), (16, 16), "cpu"), activations(3, 50, device="cpu")
+    bias, residual = normal(40, seed=3), normal(3, 40, seed=4)
+    stored = (w.storage, list(w.pattern.tensors()), list(w.pattern.shape), True)
+    options = (bias, residual, "relu", torch.bfloat16, impl)
+    arguments = (w.stored_descale, x.descale, *stored, x.data, True, *options)
+    # the other tests compare tensors in fp8, which torch does not do on a CPU
+    torch.library.opcheck(bsr_matmul_fp8, arguments, test_utils="test_faketensor")
 
 
 def wide(**options):

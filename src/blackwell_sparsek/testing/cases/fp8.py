@@ -13,6 +13,7 @@ from ...calls.attention import AttentionCall, AttnSpec
 from ...calls.fp8 import Fp8AttentionCall, QuantizeCall
 from ...calls.matmul import BsrProblem
 from ...core.arch import Arch
+from ...core.compat import warps_may_part
 from ...core.fp8 import E4M3, E5M2
 from ...fp8.triton import (
     MIN_SM_CONVERTS_FP8,
@@ -25,6 +26,7 @@ from ...masks.band import Band
 from ...masks.block_mask import BlockMask
 from ...matmul.plan import SpmmPlan
 from ...matmul.rows import BlockRows, Views
+from ...matmul.sm90.config import narrow_stages_that_fit
 from ...matmul.sm90.fp8_launch import launch_spmm_fp8_sm90
 from ...matmul.sm90.narrow import NarrowScales, launch_spmm_narrow_sm90
 from ...matmul.sm90.row_schedule import HEADER, RowSchedule
@@ -259,12 +261,16 @@ def hopper_product(
     tokens: int,
     *,
     split: bool = False,
+    programs: int = 1,
     activation: str | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     spills: int = 0,
     **options: Any,
 ) -> CompileCase:
-    """A launch of the Hopper product, of few or many tokens; `spills` is what is accepted."""
+    """A launch of the Hopper product, of few or many tokens; `spills` is what is accepted.
+
+    `programs` split the blocks of a tile of few tokens.
+    """
     parts = product_parts(block_shape, tokens, **options)
     problem = replace(product_problem(block_shape, tokens, 90), activation=activation)
     problem = replace(problem, out_dtype=out_dtype)
@@ -273,6 +279,11 @@ def hopper_product(
     height, width = block_shape
     title = f"{name}-{height}x{width}-n{tokens}"
     if (few := narrow_fp8_config(problem)) is not None:
+        if programs > 1:
+            sizes = (few.TILE_M, few.TILE_N, few.TILE_K * few.STAGE_BLOCKS)
+            wide = out_dtype == torch.float32
+            stages = narrow_stages_that_fit(*sizes, wide, programs, item_bytes=1)
+            few = replace(few, STAGES=stages, SPLIT_K=programs)
         records = meta(33, 1, HEADER + 2 * 33, dtype=torch.int32)
         group_stride, col_stride = x_scales.stride()
         scales = NarrowScales(parts.descale, x_scales, col_stride, group_stride)
@@ -319,3 +330,5 @@ def hopper_products() -> Iterator[CompileCase]:
     yield hopper_product("all", (128, 128), 64, extras=True, activation="silu")
     yield hopper_product("fp32", (128, 128), 8192, out_dtype=torch.float32, spills=196)
     yield hopper_product("fp32", (128, 128), 64, out_dtype=torch.float32)
+    if warps_may_part():
+        yield hopper_product("parts2", (128, 128), 64, programs=2)
