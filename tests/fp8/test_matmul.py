@@ -79,6 +79,21 @@ def test_the_scale_of_channels_changes_within_a_block(impl, width, device):
     check(activations(9, 300, device=device), w.T, impl)
 
 
+def scales_beside_nan(x):
+    """The same activations, with NaN behind the scales of each token."""
+    beside = torch.full((*x.descale.shape[:-1], x.descale.shape[-1] + 1), torch.nan)
+    beside = beside.to(x.descale.device)
+    beside[..., :-1] = x.descale
+    return x._replace(descale=beside[..., :-1])
+
+
+@KERNELS
+def test_steps_beyond_the_channels_read_no_scale(impl, device):
+    w = matrix((40, 300), (16, 256), device)
+    x = activations(9, 300, device=device)
+    assert torch.equal(check(scales_beside_nan(x), w.T, impl), check(x, w.T, impl))
+
+
 @KERNELS
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16])

@@ -21,7 +21,7 @@ from blackwell_sparsek.testing.cases.fp8 import product_problem
 from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
-from .test_matmul import activations, dense_product, matrix
+from .test_matmul import activations, dense_product, matrix, scales_beside_nan
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SHAPES = [((280, 528), (128, 128)), ((200, 336), (64, 64)), ((136, 208), (32, 32))]
@@ -101,6 +101,14 @@ def test_products_keep_the_budget(shape, block, tokens):
         "activation": ("relu", "gelu", "silu")[tokens % 3],
     }
     check(x, w.T, torch.float16, **options)
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [16, 300])
+def test_steps_beyond_the_channels_read_no_scale(tokens):
+    w = matrix((512, 528), (256, 256), "cuda")
+    x = activations(tokens, 528, device="cuda")
+    assert torch.equal(check(scales_beside_nan(x), w.T), check(x, w.T))
 
 
 @gpu

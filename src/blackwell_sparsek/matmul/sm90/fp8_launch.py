@@ -51,7 +51,8 @@ def _by_few_tokens(product: RowsProduct, call: Fp8MatmulCall) -> bool:
     for part, x_scales in zip(product.parts, product.x_scales, strict=True):
         for views, of_entry in zip(part.entries(), x_scales, strict=True):
             group_stride, col_stride = of_entry.stride()
-            scales = NarrowScales(call.descale, of_entry, col_stride, group_stride)
+            strides = (col_stride, group_stride)
+            scales = NarrowScales(call.descale, of_entry, *strides, of_entry.shape[0])
             operands = (views.out, given.values, schedule, views.x)
             extras = (given.bias, views.residual)
             launch_spmm_narrow_sm90(*operands, *extras, config, scales)
@@ -102,6 +103,7 @@ def launch_spmm_fp8_sm90(
             x_scales,
             token_stride,
             group_stride,
+            x_scales.shape[0],
             plan.items,
             rows.indices,
             self_resetting_counters(1, out.device),

@@ -105,6 +105,7 @@ class NarrowScales(NamedTuple):
     x_ptr: Any
     col_stride: Any
     group_stride: Any
+    groups: Any  # of 128 channels that x has
 
 
 class NarrowOutput(NamedTuple):
@@ -242,7 +243,7 @@ def _store(acc, first_row, first_col, output, CFG: gl.constexpr):
 def _block_scales(scales, slots_ptr, width, slot, blocks, k, col, n_cols, CFG: gl.constexpr):
     """What the product of a block with TILE_N columns is multiplied with, from channel `k` on.
 
-    0 past the last block, and for columns that do not exist.
+    0 past the last block, and for columns and channels that do not exist: a block may end beyond x.
     """
     sums: gl.constexpr = CFG.accumulator_layout()
     along: gl.constexpr = gl.SliceLayout(1 if CFG.swapped else 0, sums)
@@ -252,7 +253,8 @@ def _block_scales(scales, slots_ptr, width, slot, blocks, k, col, n_cols, CFG: g
     group = (gl.load(slots_ptr + width + slot, mask=live, other=0) + k) // _SCALE_CHANNELS
     cols = col + gl.arange(0, columns, along)
     offsets = cols.to(gl.int64) * scales.col_stride + group.to(gl.int64) * scales.group_stride
-    of_x = gl.load(scales.x_ptr + offsets, mask=(cols < n_cols) & live, other=0.0)
+    inside = (cols < n_cols) & live & (group < scales.groups)
+    of_x = gl.load(scales.x_ptr + offsets, mask=inside, other=0.0)
     return of_x * gl.load(scales.block_ptr + entry, mask=live, other=0.0)
 
 

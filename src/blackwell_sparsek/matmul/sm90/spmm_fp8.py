@@ -48,6 +48,7 @@ class Scales(NamedTuple):
     x_ptr: Any
     token_stride: Any
     group_stride: Any
+    groups: Any  # of 128 channels that x has
     cols_ptr: Any  # int32 [nnzb], block column of each entry
 
 
@@ -55,7 +56,7 @@ class Scales(NamedTuple):
 def _step_scales(scales, tile, step, col, n_cols, CFG: gl.constexpr):
     """The scales of a step of a work tile for each part of 64 tokens from `col` on.
 
-    0 past the last step, and for tokens that do not exist.
+    0 past the last step, and for tokens and channels that do not exist: a block may reach beyond x.
     """
     parts: gl.constexpr = CFG.PARTS
     layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
@@ -69,7 +70,7 @@ def _step_scales(scales, tile, step, col, n_cols, CFG: gl.constexpr):
     for i in gl.static_range(parts):
         tokens = col + i * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
         at = x_ptr + tokens.to(gl.int64) * scales.token_stride
-        of_x = gl.load(at, mask=(tokens < n_cols) & live, other=0.0)
+        of_x = gl.load(at, mask=(tokens < n_cols) & live & (group < scales.groups), other=0.0)
         factors = factors + (of_x * of_block,)  # noqa: RUF005
     return factors
 
@@ -165,6 +166,7 @@ def _consume(output, ring, work, epilogue, scales, GROUP: gl.constexpr, CFG: gl.
 @gluon.jit(
     do_not_specialize=[
         "n_rows", "n_cols", "m_tiles", "n_tiles", "raster_group", "token_stride", "group_stride",
+        "groups",
     ]
 )  # fmt: skip
 def _spmm_fp8_sm90_kernel(
@@ -179,6 +181,7 @@ def _spmm_fp8_sm90_kernel(
     x_scale_ptr,
     token_stride,
     group_stride,
+    groups,
     items_ptr,
     cols_ptr,
     counter_ptr,
@@ -193,7 +196,7 @@ def _spmm_fp8_sm90_kernel(
     raster = Raster(m_tiles, n_tiles, raster_group)
     lists = Lists(items_ptr, cols_ptr, None)
     epilogue = Epilogue(bias_ptr, residual_ptr, residual_strides, n_rows, n_cols)
-    scales = Scales(block_scale_ptr, x_scale_ptr, token_stride, group_stride, cols_ptr)
+    scales = Scales(block_scale_ptr, x_scale_ptr, token_stride, group_stride, groups, cols_ptr)
     a_smem = ring_memory(a_desc, CFG.STAGES)
     x_smem = ring_memory(x_desc, CFG.STAGES)
     out_smem = tiles(out_desc, 2, out_desc.block_type.shape[0])

@@ -80,7 +80,7 @@ class _Tile(NamedTuple):
 
 
 @triton.jit
-def _add_scaled(acc, a, x, entry, k_first, scales, tile, mask_n, CONVERTS_FP8: tl.constexpr):
+def _add_scaled(acc, a, x, entry, k_first, scales, tile, live, CONVERTS_FP8: tl.constexpr):
     """acc + a @ x times the scales of the block `entry` and of the channels that hold `k_first`.
 
     fp16 holds e4m3 exactly, so that a step is summed as a product of fp16 is, in fp32.
@@ -90,7 +90,7 @@ def _add_scaled(acc, a, x, entry, k_first, scales, tile, mask_n, CONVERTS_FP8: t
     group = (k_first // _SCALE_CHANNELS).to(tl.int64)
     x_ptrs = scales.x_ptr + group * scales.group_stride
     x_ptrs += tile.offs_n.to(tl.int64) * scales.col_stride
-    factor = tl.load(x_ptrs[None, :], mask=mask_n, other=0.0)
+    factor = tl.load(x_ptrs[None, :], mask=live, other=0.0)
     return acc + part * (factor * tl.load(scales.block_ptr + entry))
 
 
@@ -129,7 +129,11 @@ def _sum_within_blocks(
         if scales is None:
             acc = add_product(acc, a, x, tile.end, INPUT_PRECISION)
         else:
-            acc = _add_scaled(acc, a, x, entry, k_first, scales, tile, mask_n, CONVERTS_FP8)
+            live = mask_n
+            if dense.k_size is not None:
+                # a block that reaches beyond the channels has steps without a scale
+                live = live & (k_first < dense.k_size)
+            acc = _add_scaled(acc, a, x, entry, k_first, scales, tile, live, CONVERTS_FP8)
     return acc
 
 
