@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.calls.fp8 import LARGEST, SCALES, SMALLEST_SCALE
+from blackwell_sparsek.calls.fp8 import SCALES
+from blackwell_sparsek.core.fp8 import LARGEST, SMALLEST_SCALE
 from blackwell_sparsek.fp8.op import quantize_dispatch
 from blackwell_sparsek.reference.fp8 import hadamard, nearest, scale_places
 from blackwell_sparsek.testing import guard, layouts, poison

@@ -55,6 +55,20 @@ def test_copies_compute_the_same(way, seen, dtype):
         assert torch.equal(one @ x, before)
 
 
+@ways
+@pytest.mark.parametrize("seen", [lambda m: m, lambda m: m.T], ids=["stored", "transposed"])
+def test_copies_keep_the_scales_of_blocks(way, seen):
+    one = seen(matrix().to_fp8())
+    other = way(one)
+    assert other.dtype == torch.float8_e4m3fn and torch.equal(other.descale, one.descale)
+    assert torch.equal(other.to_dense(), one.to_dense())
+    other.validate()
+    if way is not copy.copy:
+        other.descale.zero_()
+        other.stored_descale.zero_()
+        assert one.descale.all()
+
+
 def test_a_shallow_copy_shares_values_and_pattern():
     one = matrix()
     other = copy.copy(one)

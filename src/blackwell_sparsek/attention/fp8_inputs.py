@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..calls.fp8 import E4M3, SCALE_TOKENS, Fp8AttentionCall, is_turned
+from ..calls.fp8 import SCALE_TOKENS, Fp8AttentionCall, is_turned
 from ..core.checks import (
     check_choice,
     check_derivatives,
@@ -16,6 +16,7 @@ from ..core.checks import (
     message,
 )
 from ..core.errors import InvalidInput
+from ..core.fp8 import E4M3
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 from .inputs import DENSE, check_block_mask, check_head_dims, check_qkv_shapes, checked_call

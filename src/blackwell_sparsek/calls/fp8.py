@@ -1,19 +1,15 @@
-"""Calls in fp8: rounding, with what shares a scale and what it returns, and attention."""
+"""Calls in fp8: rounding, with what shares a scale and what it returns, attention, products."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.arch import Arch, arch_of
 from .attention import AttentionCall, AttnProblem, empty_lse, empty_out, tma_takes
+from .matmul import BsrProblem, MatmulCall
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# The largest finite values.
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-# Scales do not fall below this, so that their reciprocals are finite.
-SMALLEST_SCALE = 2.0**-120
 # Rows of tokens by channels that share a scale; 0 is all of them. "tensor" shares one throughout.
 _GROUPS = {"tensor": (0, 0), "head": (0, 0), "channel": (0, 1), "1x128": (1, 128)}
 _GROUPS |= {"128x128": (128, 128)}
@@ -217,3 +213,34 @@ class Fp8AttentionCall:
 def is_turned(v: torch.Tensor) -> bool:
     """Whether the tokens of a channel of values [B, H, S, D] are contiguous in memory."""
     return v.dim() == 4 and v.stride(-1) != 1 and v.stride(-2) == 1
+
+
+# Products.
+
+# Channels of a token that share a scale.
+SCALE_CHANNELS = 128
+
+
+@dataclass(eq=False)
+class Fp8MatmulCall:
+    """activation(x @ op(A) + bias) + residual, with x and the blocks of A in e4m3.
+
+    Each stored value stands for itself times its scale. `given` has the dense operand, x, on the
+    left, and names the dtype of the result.
+    """
+
+    given: MatmulCall
+    descale: torch.Tensor
+    """fp32 [nnzb], one for each block as stored."""
+    x_descale: torch.Tensor
+    """fp32 [..., T, groups], one for each SCALE_CHANNELS channels of a token."""
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What `bsk::bsr_matmul_fp8` takes before `impl`."""
+        return (self.descale, self.x_descale, *self.given.arguments)
+
+    @property
+    def problem(self) -> BsrProblem:
+        """What the choice of an implementation and of its tiles depends on."""
+        return self.given.problem

@@ -437,6 +437,9 @@ class _Style(ParallelStyle):
         if type(module) is not BSRLinear:
             got = type(module).__name__
             raise InvalidType(message(op, "module", "has a wrong type", "BSRLinear", got))
+        if module.descale is not None:
+            problem, expected = "are in fp8 with scales, which are not split", "wider values"
+            raise Unsupported(message(op, "values", problem, expected, module.values.dtype))
         if self._side == "columns" and module.activation is not None:
             expected = "a layer without one (apply it to the sum over ranks)"
             problem = "cannot be computed on parts of a sum"

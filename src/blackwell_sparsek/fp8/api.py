@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..calls.fp8 import E4M3, LARGEST, SCALES, Quantized
+from ..calls.fp8 import SCALES, Quantized
 from ..core.checks import (
     check_choice,
     check_derivatives,
@@ -14,6 +14,7 @@ from ..core.checks import (
     message,
 )
 from ..core.errors import InvalidInput, InvalidType
+from ..core.fp8 import E4M3, LARGEST
 from .op import fp8_quantize
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -2,14 +2,8 @@
 
 import torch
 
-from ..calls.fp8 import (
-    LARGEST,
-    SMALLEST_SCALE,
-    QuantizeCall,
-    descale_shape,
-    expanded_scales,
-    rotated,
-)
+from ..calls.fp8 import QuantizeCall, descale_shape, expanded_scales, rotated
+from ..core.fp8 import finite_magnitude, scales_of, within_range
 
 
 def quantize(call: QuantizeCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -24,15 +18,12 @@ def quantize(call: QuantizeCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         x = rotated(x)
     descale = _scales(call, x)
     factor = expanded_scales(descale.reciprocal(), x.shape, call.scale, call.block)
-    limit = LARGEST[call.dtype]
-    scaled = x * factor
-    # drop the sign of NaN, as the conversion instruction of the GPU does
-    scaled = torch.where(scaled.isnan(), torch.nan, scaled.clamp(-limit, limit))
-    return call.empty_data().copy_(scaled), descale, mean
+    rounded = call.empty_data().copy_(within_range(x * factor, call.dtype))
+    return rounded, descale, mean
 
 
 def _scales(call: QuantizeCall, x: torch.Tensor) -> torch.Tensor:
-    magnitude = torch.where(x.isfinite(), x.abs(), 0.0)
+    magnitude = finite_magnitude(x)
     shape = descale_shape(x.shape, call.scale, call.block)
     if x.numel() == 0:
         return torch.ones(shape, device=x.device)
@@ -46,7 +37,4 @@ def _scales(call: QuantizeCall, x: torch.Tensor) -> torch.Tensor:
         *outer, tokens, channels = magnitude.shape
         split = (*outer, tokens // by_token, by_token, channels // by_channel, by_channel)
         largest = magnitude.view(split).amax((-3, -1)).view(shape)
-    # by a tensor: dividing by a number, torch multiplies by its reciprocal on a GPU
-    limit = torch.full_like(largest, LARGEST[call.dtype])
-    scales = (largest / limit).clamp_min(SMALLEST_SCALE)
-    return torch.where(largest == 0, 1.0, scales)
+    return scales_of(largest, call.dtype)

@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..calls.fp8 import E5M2, SMALLEST_SCALE, Group, QuantizeCall
+from ..calls.fp8 import Group, QuantizeCall
+from ..core.fp8 import E5M2, SMALLEST_SCALE
 from ..device.fp8 import E4M3_MAX, E5M2_MAX, e4m3_bits, e5m2_bits
 from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of

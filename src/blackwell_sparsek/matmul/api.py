@@ -4,6 +4,7 @@ from typing import Any, overload
 
 import torch
 
+from ..calls.fp8 import Quantized
 from ..calls.matmul import PairProductsCall, SddmmCall, pattern_tensors
 from ..core.checks import (
     check_choice,
@@ -20,6 +21,7 @@ from ..sparse.matrix import BSRMatrix, BSRPattern, install_matmul
 from ..sparse.product import product_pattern
 from ..sparse.validate import zero_padding
 from . import autograd as _derivatives  # noqa: F401
+from .fp8_inputs import fp8_product, is_fp8_product
 from .inputs import (
     Options,
     check_operand,
@@ -61,7 +63,7 @@ def matmul(
 
 @overload
 def matmul(
-    a: torch.Tensor,
+    a: torch.Tensor | Quantized,
     b: BSRMatrix,
     *,
     bias: torch.Tensor | None = None,
@@ -73,7 +75,7 @@ def matmul(
 
 
 def matmul(
-    a: torch.Tensor | BSRMatrix,
+    a: torch.Tensor | BSRMatrix | Quantized,
     b: torch.Tensor | BSRMatrix,
     *,
     bias: torch.Tensor | None = None,
@@ -95,6 +97,7 @@ def matmul(
     a, b : BSRMatrix [M, K] and Tensor [..., K, N] -> Tensor [..., M, N]
         or Tensor [..., T, M] and BSRMatrix [M, K] -> Tensor [..., T, K]
         or two BSRMatrix [M, K], [K, N] -> BSRMatrix [M, N]
+        or `bsk.fp8.quantize(x, "1x128")` [..., T, M] and BSRMatrix [M, K], both in e4m3
 
         A dense vector works as in `torch.matmul`. float16, bfloat16, float32 or float64, the same
         for both; under `torch.autocast` both are cast to its dtype. The dense operand needs stride
@@ -105,7 +108,7 @@ def matmul(
     activation : None, "relu", "gelu" (exact, with erf) or "silu"
     residual : Tensor of the shape of the result, optional
         Added after the activation.
-    out_dtype : dtype of the result; that of the operands by default
+    out_dtype : dtype of the result; that of the operands by default, bfloat16 for those in fp8
     impl : "auto", or one implementation by name, which never falls back (see `explain`)
 
     Returns
@@ -121,7 +124,8 @@ def matmul(
     Gradients flow to both operands, bias and residual; that of a BSRMatrix is computed at its
     stored blocks only and goes to its `storage`. The product of two BSRMatrix synchronises with the
     device to learn which blocks the result has, and the eager implementation on a GPU does so once
-    per pattern; nothing else does.
+    per pattern; nothing else does. Products in fp8 have no gradients; `BSRMatrix.to_fp8` makes the
+    matrix, and `bsk.fp8.matmul` rounds activations on the way.
 
     `w @ x` and `x @ w` mean the same as this function. Inside `torch.compile` call the function:
     dynamo (torch 2.13) does not trace the operator `@` between a tensor and another object.
@@ -148,6 +152,8 @@ def matmul(
         got = f"{type(a).__name__} and {type(b).__name__}"
         raise InvalidType(message("matmul", "a/b", "are both dense", "at least one BSRMatrix", got))
     options = Options(sparse.is_transposed, dense_left, activation, out_dtype, impl)
+    if is_fp8_product(sparse, dense):
+        return fp8_product(sparse, dense, bias, residual, options)
     if not trains(sparse, dense, bias, residual, options):
         return replayed_product(sparse, dense, bias, residual, options)
     return trained_product(sparse, dense, bias, residual, options)
@@ -184,6 +190,10 @@ def _sparse_sparse(
         expected = "block widths of a equal to block heights of b"
         raise InvalidInput(message(op, "a/b", "have blocks that do not fit", expected, got))
     for arg, matrix in (("a", a), ("b", b)):
+        if matrix.stored_descale is not None:
+            expected = "wider blocks (dequantize() gives them)"
+            problem = "is in fp8, which products of two block-sparse operands do not take"
+            raise InvalidInput(message(op, arg, problem, expected, matrix.dtype))
         check_derivatives(op, arg, matrix.storage)
     first, second = cast_operand(a.storage), cast_operand(b.storage)
     check_same_dtype(op, {"a": first, "b": second})

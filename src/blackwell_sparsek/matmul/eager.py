@@ -8,12 +8,14 @@ with one rounding at the end.
 `sddmm` is the same walk with the roles of the result and of A exchanged.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..calls.fp8 import SCALE_CHANNELS, Fp8MatmulCall
 from ..calls.matmul import MatmulCall, PairProductsCall, SddmmCall
 from ..core.activations import activate
 from ..launch.launcher import cdiv
@@ -150,6 +152,14 @@ def matmul(call: MatmulCall) -> torch.Tensor:
     if dense_left:
         product = product.mT.reshape(*dense.shape[:-1], call.features)
     return finish(product, call)
+
+
+def matmul_fp8(call: Fp8MatmulCall) -> torch.Tensor:
+    """The product in fp32 of what is stored times its scales."""
+    given, channels = call.given, call.given.dense.shape[-1]
+    scales = call.x_descale.repeat_interleave(SCALE_CHANNELS, -1)[..., :channels]
+    values = given.values.float() * call.descale[:, None, None]
+    return matmul(replace(given, values=values, dense=given.dense.float() * scales))
 
 
 def _collapsed(x: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ def _pairs_call(
     return PairProductsCall(first, second, PairLists(*pairs), *rest)
 
 
-def _read(op: str, call: MatmulCall | SddmmCall, block_shape: Sequence[int]) -> None:
+def read_call(op: str, call: MatmulCall | SddmmCall, block_shape: Sequence[int]) -> None:
     """Give a call the tensors of its pattern that kernels may read."""
     if isinstance(call.pattern, UnreadTensors):
         (rows, cols), (height, width) = call.shape, block_shape
@@ -54,7 +54,7 @@ def _read(op: str, call: MatmulCall | SddmmCall, block_shape: Sequence[int]) -> 
 def _matmul(*args: Any) -> torch.Tensor:
     *arguments, impl = args
     call = _matmul_call(*arguments)
-    _read("bsr_matmul", call, call.values.shape[1:])
+    read_call("bsr_matmul", call, call.values.shape[1:])
     with without_autocast(call.values.device):
         out: torch.Tensor = matmul_dispatch.run(impl, call)
     return out
@@ -63,7 +63,7 @@ def _matmul(*args: Any) -> torch.Tensor:
 def _sddmm(*args: Any) -> torch.Tensor:
     *arguments, impl = args
     call = _sddmm_call(*arguments)
-    _read("bsr_sddmm", call, call.block_shape)
+    read_call("bsr_sddmm", call, call.block_shape)
     with without_autocast(call.a.device):
         blocks: torch.Tensor = sddmm_dispatch.run(impl, call)
     return blocks

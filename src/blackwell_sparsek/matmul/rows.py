@@ -60,25 +60,32 @@ class RowsProduct(NamedTuple):
 
     The `parts` together cover all of `out`, the contiguous result. `problem` is that of the call;
     if the parts merge the rows of all batch entries into one matrix, so does `problem`.
+    `x_scales` has views [B, groups, columns] for each part where the operands are in fp8.
     """
 
     out: torch.Tensor
     parts: list[Views]
     rows: BlockRows
     problem: BsrProblem
+    x_scales: list[torch.Tensor]
 
 
-def rows_product(call: MatmulCall) -> RowsProduct:
-    """Allocate the result of a call and turn its operands into block rows and views."""
+def rows_product(call: MatmulCall, x_descale: torch.Tensor | None = None) -> RowsProduct:
+    """Allocate the result of a call and turn its operands into block rows and views.
+
+    `x_descale` [..., T, groups] are the scales of a dense operand on the left, if it has any.
+    """
     out, problem = call.empty_out(), call.problem
-    tensors = [x for x in (out, call.dense, call.residual) if x is not None]
+    tensors = [x for x in (out, call.dense, call.residual, x_descale) if x is not None]
     if call.dense_left and (lines := merged_views(tensors, 1)) is not None:
         # rows of all batch entries are rows of one matrix
         parts = [[x.mT.unsqueeze(0) for x in lines]]
         problem = problem.merged
     else:
         parts = matrices([x.mT for x in tensors] if call.dense_left else tensors)
-    return RowsProduct(out, [Views(*views) for views in parts], block_rows(call), problem)
+    x_scales = [] if x_descale is None else [views.pop() for views in parts]
+    views = [Views(*tensors) for tensors in parts]
+    return RowsProduct(out, views, block_rows(call), problem, x_scales)
 
 
 def block_rows(call: MatmulCall) -> BlockRows:

@@ -8,12 +8,14 @@ from ..core.activations import ACTIVATIONS
 from ..core.checks import check_choice, check_dtype, check_shape, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
+from ..core.fp8 import E4M3
+from ..fp8.multiply import matmul as multiply_in_fp8
 from ..launch.launcher import cdiv
 from ..matmul.api import matmul
 from ..sparse.matrix import BSRMatrix
 from ..sparse.pattern import BSRPattern
 from ..sparse.scores import check_sparsity, choose_blocks, random_blocks
-from ..sparse.validate import VALUE_DTYPES, check_pair, zero_padding
+from ..sparse.validate import VALUE_DTYPES, check_pair, check_values, zero_padding
 from .bsr_weight import BSRWeight
 
 
@@ -47,6 +49,7 @@ class BSRLinear(BSRWeight):
         optimiser of `torch.optim`, with `eps > 0`).
     bias : Parameter [out_features] or None
     indptr, indices, weight_shape : buffers, saved with the values
+    descale : buffer [nnz_blocks] of a layer in fp8 (`to_fp8`), saved as well; None in others
     weight : BSRMatrix (out_features, in_features)
         W, sharing `values`.
 
@@ -118,11 +121,15 @@ density=0.25, bias=True, activation='gelu')
         bias: torch.Tensor | None,
         activation: str | None,
         impl: str,
+        descale: torch.Tensor | None = None,
     ) -> None:
         check_choice("BSRLinear", "activation", activation, ACTIVATIONS)
         check_choice("BSRLinear", "impl", impl, IMPLS)
-        check_dtype("BSRLinear", "values", values, VALUE_DTYPES)
-        self._set_weight(pattern, values)
+        if descale is None:
+            check_dtype("BSRLinear", "values", values, VALUE_DTYPES)
+        else:
+            check_values("BSRLinear", values, descale)
+        self._set_weight(pattern, values, descale)
         self.out_features, self.in_features = pattern.shape
         self.activation = activation
         self.impl = impl
@@ -139,7 +146,8 @@ density=0.25, bias=True, activation='gelu')
     ) -> "BSRLinear":
         """Make a layer with `matrix` (out_features, in_features) as its weight.
 
-        Values, bias [out_features] and metadata are copied. A transposed matrix is rearranged.
+        Values, bias [out_features] and metadata are copied. A transposed matrix is rearranged. A
+        matrix in fp8 makes a layer for inference, as `to_fp8` does; its bias keeps its dtype.
 
         Examples
         --------
@@ -157,12 +165,40 @@ density=0.25, bias=True, activation='gelu')
         if bias is not None:
             check_tensor(op, "bias", bias)
             check_shape(op, "bias", bias, (matrix.shape[0],))
-            bias = bias.detach().to(matrix.device, matrix.dtype, copy=True)
+            dtype = bias.dtype if matrix.descale is not None else matrix.dtype
+            bias = bias.detach().to(matrix.device, dtype, copy=True)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         values = matrix.data.detach().clone(memory_format=torch.contiguous_format)
-        layer._build(matrix.logical_pattern, values, bias, activation, impl)
+        descale = None if matrix.descale is None else matrix.descale.detach().clone()
+        layer._build(matrix.logical_pattern, values, bias, activation, impl, descale)
         return layer
+
+    def to_fp8(self) -> "BSRLinear":
+        """Return a layer for inference with the values rounded to float8_e4m3fn (copies).
+
+        Each block has a scale, the buffer `descale`. The layer rounds its inputs as well, 128
+        channels of a token by a scale of their own, and multiplies in fp8; its outputs have the
+        dtype of its inputs. It has no gradients: inputs that require one are refused. Moving it to
+        another dtype, as with `model.half()`, leaves values and scales as they are.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from blackwell_sparsek.nn import BSRLinear
+        >>> layer = BSRLinear(256, 512, (128, 128), sparsity=0.5).to_fp8()
+        >>> layer.values.dtype, layer.descale.shape
+        (torch.float8_e4m3fn, torch.Size([4]))
+        >>> with torch.no_grad():
+        ...     layer(torch.randn(8, 256, dtype=torch.bfloat16)).dtype
+        torch.bfloat16
+        """
+        with torch.no_grad():
+            options = {"activation": self.activation, "impl": self.impl}
+            layer = BSRLinear.from_matrix(self.weight.to_fp8(), self.bias, **options)  # type: ignore[arg-type]
+        if layer.bias is not None:
+            layer.bias.requires_grad_(False)
+        return layer.train(self.training)
 
     @classmethod
     def from_linear(
@@ -175,6 +211,7 @@ density=0.25, bias=True, activation='gelu')
         inputs: torch.Tensor | None = None,
         activation: str | None = None,
         impl: str = "auto",
+        dtype: torch.dtype | None = None,
     ) -> "BSRLinear":
         """Prune a `torch.nn.Linear`.
 
@@ -189,6 +226,7 @@ density=0.25, bias=True, activation='gelu')
         inputs : Tensor [in_features] or [..., in_features]
             As in `blackwell_sparsek.prune.wanda`; only for that method.
         activation, impl : as in the constructor
+        dtype : of the values; torch.float8_e4m3fn for inference, see `to_fp8`
 
         Returns
         -------
@@ -207,8 +245,13 @@ density=0.25, bias=True, activation='gelu')
         if not isinstance(linear, nn.Linear):
             got = type(linear).__name__
             raise InvalidType(message(op, "linear", "has a wrong type", "torch.nn.Linear", got))
+        if dtype is not None:
+            check_choice(op, "dtype", dtype, (*VALUE_DTYPES, E4M3))
         keep = choose_blocks(op, linear.weight, block_shape, sparsity, method, inputs)
-        return cls._from_kept(linear, block_shape, keep, activation, impl)
+        layer = cls._from_kept(linear, block_shape, keep, activation, impl)
+        if dtype == E4M3:
+            return layer.to_fp8()
+        return layer if dtype is None else layer.to(dtype)
 
     @classmethod
     def _from_kept(
@@ -241,9 +284,10 @@ density=0.25, bias=True, activation='gelu')
             )
         has_bias = self.bias is not None
         linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
-        linear.weight = nn.Parameter(
-            self.weight.to_dense().detach(), requires_grad=self.values.requires_grad
-        )
+        weight = self.weight.to_dense().detach()
+        if self.descale is not None and self.bias is not None:
+            weight = weight.to(self.bias.dtype)
+        linear.weight = nn.Parameter(weight, requires_grad=self.values.requires_grad)
         if self.bias is not None:
             bias = self.bias.detach().clone()
             linear.bias = nn.Parameter(bias, requires_grad=self.bias.requires_grad)
@@ -251,6 +295,12 @@ density=0.25, bias=True, activation='gelu')
 
     def reset_parameters(self) -> None:
         """Draw new values for the current pattern; see the class."""
+        if self.descale is not None:
+            problem = "are in fp8, which is for inference"
+            expected = "a layer before to_fp8()"
+            got = self.values.dtype
+            op = "BSRLinear.reset_parameters"
+            raise InvalidInput(message(op, "values", problem, expected, got))
         pattern = self.pattern
         bound = initial_bounds(pattern)
         with torch.no_grad():
@@ -264,6 +314,9 @@ density=0.25, bias=True, activation='gelu')
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`activation(x @ W.T + bias)` for x [..., in_features]; see `blackwell_sparsek.matmul`."""
+        if self.descale is not None:
+            options = {"bias": self.bias, "activation": self.activation, "impl": self.impl}
+            return multiply_in_fp8(x, self.weight.T, **options)  # type: ignore[arg-type]
         return matmul(x, self.weight.T, bias=self.bias, activation=self.activation, impl=self.impl)
 
     def extra_repr(self) -> str:
@@ -273,6 +326,7 @@ density=0.25, bias=True, activation='gelu')
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"block_shape={self.block_shape}, nnz_blocks={self.nnz_blocks}, "
             f"density={self.density:.4g}, bias={self.bias is not None}{activation}"
+            + (f", dtype={self.values.dtype}" if self.descale is not None else "")
         )
 
 

@@ -14,17 +14,20 @@ from torch import nn
 
 from ..core.checks import check_dtype, check_shape, check_tensor, message
 from ..core.errors import BskError, InvalidInput
+from ..core.fp8 import E4M3
 from ..core.torch_state import usable_in_training
 from ..core.transfer import is_capturing
 from ..launch.launcher import cdiv
 from ..sparse.matrix import BSRMatrix
 from ..sparse.pattern import BSRPattern
 from ..sparse.reading import PatternReading, UnreadPattern, read_pattern, remember
-from ..sparse.validate import VALUE_DTYPES, check_metadata, check_padding
+from ..sparse.validate import VALUE_DTYPES, check_metadata, check_padding, check_values
 
 # Keys of one layer in a state dict, besides the bias.
 PATTERN_KEYS = ("weight_shape", "indptr", "indices")
 KEYS = (*PATTERN_KEYS, "values")
+# Of a weight in fp8 besides: a scale for each block.
+SCALES_KEY = "descale"
 
 _adopting: ContextVar[bool] = ContextVar("bsk_adopt_patterns", default=False)
 
@@ -75,15 +78,19 @@ def check_state(
     state: Mapping[str, Any],
     shape: tuple[int, int],
     block_shape: tuple[int, int],
+    in_fp8: bool = False,
 ) -> LoadedState:
     """Check all of `state` (keys `KEYS`) for a weight of `shape`; raise `InvalidInput`."""
     op = "BSRLinear.load_state_dict"
-    missing = [key for key in KEYS if key not in state]
+    keys = (*KEYS, SCALES_KEY) if in_fp8 else KEYS
+    missing = [key for key in keys if key not in state]
     if missing:
-        got = ", ".join(key for key in KEYS if key in state)
-        expected = f"all of {', '.join(KEYS)}"
+        got = ", ".join(key for key in keys if key in state)
+        expected = f"all of {', '.join(keys)}"
+        if in_fp8 and SCALES_KEY in missing:
+            expected += " (to_fp8() makes an fp8 layer from one with wider values)"
         raise InvalidInput(message(op, "state_dict", "is incomplete", expected, got))
-    for key in KEYS:
+    for key in keys:
         x = state[key]
         # Sharded values (FSDP) are not plain tensors; only their shape is checked.
         if key != "values" or not isinstance(x, torch.Tensor):
@@ -99,7 +106,10 @@ def check_state(
     indices = state["indices"].to(torch.int32, copy=True)
     if isinstance(values, torch.Tensor) and type(values).__name__ != "DTensor":
         check_tensor(op, "values", values)
-        check_dtype(op, "values", values, VALUE_DTYPES)
+        if in_fp8:
+            check_values(op, values, state[SCALES_KEY])
+        else:
+            check_dtype(op, "values", values, VALUE_DTYPES)
         pattern = BSRPattern._from_parts(indptr, indices, shape, block_shape).to(values.device)
         check_padding(op, values, shape, pattern.row_indices(), pattern.indices)
     return LoadedState(indptr, indices, values.shape)
@@ -143,17 +153,21 @@ class BSRWeight(nn.Module):
     """
 
     values: torch.Tensor
+    descale: torch.Tensor | None
     weight_shape: torch.Tensor
     indptr: torch.Tensor
     indices: torch.Tensor
     _reading: PatternReading | None = None
 
-    def _set_weight(self, pattern: BSRPattern, values: torch.Tensor) -> None:
+    def _set_weight(
+        self, pattern: BSRPattern, values: torch.Tensor, descale: torch.Tensor | None = None
+    ) -> None:
         self._shape = pattern.shape
         self.block_shape = pattern.block_shape
-        self.values = nn.Parameter(values)
+        self.values = nn.Parameter(values, requires_grad=descale is None)
         for name in PATTERN_KEYS:
             self.register_buffer(name, None)
+        self.register_buffer(SCALES_KEY, descale)
         self._set_pattern(pattern)
 
     @usable_in_training
@@ -205,12 +219,27 @@ class BSRWeight(nn.Module):
         return reading
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reading": None}
+        state = {**self.__dict__, "_reading": None}
+        if self.descale is not None:
+            # as bytes: torch fails to read tensors in fp8 that Python has serialised
+            values = nn.Parameter(self.values.detach().view(torch.uint8), requires_grad=False)
+            state["_parameters"] = {**self._parameters, "values": values}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # copies that were saved before there were layers in fp8
+        self._buffers.setdefault(SCALES_KEY, None)
+        if self.descale is not None:
+            self.values = nn.Parameter(self.values.detach().view(E4M3), requires_grad=False)
 
     @property
     def weight(self) -> BSRMatrix:
         """The matrix, which shares `values`; gradients reach them."""
-        return BSRMatrix._from_parts(self.pattern, self.values)
+        # not as an attribute, as `pattern`
+        return BSRMatrix._from_parts(
+            self.pattern, self.values, stored_descale=self._buffers[SCALES_KEY]
+        )
 
     @property
     def nnz_blocks(self) -> int:
@@ -256,6 +285,8 @@ class BSRWeight(nn.Module):
             values.grad = old.grad[entries]
         self._set_pattern(BSRPattern._from_parts(indptr, indices, self._shape, self.block_shape))
         self.values = values
+        if self.descale is not None:
+            self.descale = self.descale[entries]
         return values
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -263,7 +294,7 @@ class BSRWeight(nn.Module):
         missing, reading = self._missing(), self._reading
         if reading is not None and not reading.is_current(self.indptr, self.indices):
             reading = None
-        super()._apply(fn, recurse)
+        super()._apply(self._moved_by(fn), recurse)
         for name, old in before.items():
             new = self._buffers[name]
             if old is None or new is None or new is old:
@@ -281,6 +312,23 @@ class BSRWeight(nn.Module):
             self._reading = remember(self.indptr, reading)
         return self
 
+    def _moved_by(
+        self, fn: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`fn`, which moves values in fp8 and their scales, but does not cast them.
+
+        `model.half()` is meant for the other layers of a model: in another dtype, values without
+        their scales would be another weight.
+        """
+        kept = (self.values, self.descale) if self.descale is not None else ()
+
+        def moved(x: torch.Tensor) -> torch.Tensor:
+            made = fn(x)
+            cast = made.dtype != x.dtype and any(x is y for y in kept)
+            return x.to(made.device) if cast else made
+
+        return moved
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -291,7 +339,8 @@ class BSRWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        found = {key: state_dict[prefix + key] for key in KEYS if prefix + key in state_dict}
+        names = (*KEYS, SCALES_KEY)
+        found = {key: state_dict[prefix + key] for key in names if prefix + key in state_dict}
         if any(key in found for key in PATTERN_KEYS):
             try:
                 self._prepare_for(found, local_metadata.get("assign_to_params_buffers", False))
@@ -321,7 +370,7 @@ class BSRWeight(nn.Module):
             # Tied layers share values, which a checkpoint may store once; the caller of
             # `load_state_dict` decides whether they may be missing.
             return
-        loaded = check_state(state, self._shape, self.block_shape)
+        loaded = check_state(state, self._shape, self.block_shape, self.descale is not None)
         has_pattern = not (self.indptr.is_meta or self._missing())
         pattern = {"indptr": loaded.indptr, "indices": loaded.indices}
         is_same = has_pattern and self._has_buffers({**state, **pattern})
@@ -337,3 +386,5 @@ class BSRWeight(nn.Module):
             self.values = nn.Parameter(
                 self.values.new_empty(loaded.values_shape), requires_grad=self.values.requires_grad
             )
+            if self.descale is not None:
+                self.descale = self.descale.new_empty(loaded.values_shape[0])

@@ -51,6 +51,9 @@ def shrink_(
     if not isinstance(layer, BSRLinear):
         got = type(layer).__name__
         raise InvalidType(message(op, "layer", "has a wrong type", "BSRLinear", got))
+    if layer.descale is not None:
+        problem, expected = "is in fp8, which is for inference", "a layer before to_fp8()"
+        raise InvalidInput(message(op, "layer", problem, expected, layer.values.dtype))
     check_choice(op, "norm", norm, tuple(NORMS))
     count = kept_count(check_sparsity(op, sparsity), layer.blocks)
     if count > layer.nnz_blocks:

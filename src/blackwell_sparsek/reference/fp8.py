@@ -1,9 +1,12 @@
 """What fp8 values mean: the nearest one to a number, and what stored values stand for, in fp64."""
 
+from dataclasses import replace
+
 import torch
 
-from ..calls.fp8 import Fp8AttentionCall
+from ..calls.fp8 import Fp8AttentionCall, Fp8MatmulCall
 from .attention import attention
+from .matmul import matmul as exact_matmul
 
 _GROUPS = {"head": (None, None), "channel": (None, 1), "1x128": (1, 128), "128x128": (128, 128)}
 
@@ -77,3 +80,12 @@ def _meant(
         return exact * every[:, :, None, :]
     block = each // 128 if scale.shape[2] > 1 else each * 0
     return exact * every[:, :, block, None]
+
+
+def matmul(call: Fp8MatmulCall) -> torch.Tensor:
+    """The product of what the stored values stand for, in fp64."""
+    given = call.given
+    group = torch.arange(given.dense.shape[-1], device=given.dense.device) // 128
+    x = given.dense.double() * call.x_descale.double()[..., group]
+    values = given.values.double() * call.descale.double().view(-1, 1, 1)
+    return exact_matmul(replace(given, values=values, dense=x, out_dtype=given.out_dtype))

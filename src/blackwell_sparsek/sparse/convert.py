@@ -15,6 +15,7 @@ from ..core.checks import (
     message,
 )
 from ..core.errors import InvalidInput, InvalidType, Unsupported
+from ..core.fp8 import E4M3, finite_magnitude, scales_of, within_range
 from ..launch.launcher import cdiv
 from .pattern import BSRPattern
 from .validate import VALUE_DTYPES, check_pair
@@ -117,6 +118,15 @@ def to_dense(pattern: BSRPattern, values: torch.Tensor) -> torch.Tensor:
     blocks = blocks.index_put(at, values)
     full = blocks.transpose(1, 2).reshape(pattern.rows_b * bh, pattern.cols_b * bw)
     return full[:m, :k].contiguous()
+
+
+def rounded_blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks [nnzb, bh, bw] in e4m3, and the scale of each, fp32 [nnzb]."""
+    exact = values.detach().float()
+    largest = finite_magnitude(exact).flatten(1).amax(1)
+    descale = scales_of(largest, E4M3)
+    scaled = exact * descale.reciprocal()[:, None, None]
+    return within_range(scaled, E4M3).to(E4M3, memory_format=torch.contiguous_format), descale
 
 
 def check_torch(op: str, t: Any) -> None:

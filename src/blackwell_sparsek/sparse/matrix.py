@@ -1,12 +1,14 @@
 """`BSRMatrix`: a matrix that stores only some of its rectangular blocks."""
 
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.checks import check_same_device, check_shape, message
 from ..core.errors import InvalidInput
+from ..core.fp8 import E4M3
 from . import convert as bsr_convert
 from .pattern import SAVED_PATTERN, BSRPattern, checked_state
 from .validate import check_metadata, check_padding, check_pair, check_values
@@ -31,7 +33,7 @@ class BSRMatrix:
 
     Parameters
     ----------
-    data : Tensor [nnzb, bh, bw], float16, bfloat16, float32 or float64
+    data : Tensor [nnzb, bh, bw], float16, bfloat16, float32, float64 or float8_e4m3fn
         The stored blocks. Kept as it is (not copied), so gradients reach it.
     indices : Tensor [nnzb], int32 or int64
         Block column of each block, strictly increasing within a block row.
@@ -40,6 +42,9 @@ class BSRMatrix:
     shape : (M, K)
         In elements. Need not be a multiple of the block; the part of edge blocks beyond `shape`
         must be zero.
+    descale : Tensor [nnzb], float32, with float8_e4m3fn only
+        What the values of each block are multiplied with. `to_fp8` makes such a matrix from one
+        with wider values; it has no gradients.
 
     Everything is checked at construction, contents included, with one or two synchronisations.
     The metadata is copied and narrowed to int32; treat all tensors of a matrix as read only
@@ -76,9 +81,10 @@ device=cpu)
         indices: torch.Tensor,
         indptr: torch.Tensor,
         shape: tuple[int, int],
+        descale: torch.Tensor | None = None,
     ):
         op = "BSRMatrix"
-        check_values(op, data)
+        check_values(op, data, descale)
         shape = check_pair(op, "shape", shape, 0)
         block_shape = (data.shape[1], data.shape[2])
         check_metadata(op, indptr, indices, shape, block_shape)
@@ -97,16 +103,22 @@ device=cpu)
         self._pattern = pattern
         self._storage = data
         self._is_transposed = False
+        self._stored_descale = descale
 
     @classmethod
     def _from_parts(
-        cls, pattern: BSRPattern, storage: torch.Tensor, is_transposed: bool = False
+        cls,
+        pattern: BSRPattern,
+        storage: torch.Tensor,
+        is_transposed: bool = False,
+        stored_descale: torch.Tensor | None = None,
     ) -> "BSRMatrix":
         """Assemble parts that are known to fit, without a check or a copy."""
         matrix = cls.__new__(cls)
         matrix._pattern = pattern
         matrix._storage = storage
         matrix._is_transposed = is_transposed
+        matrix._stored_descale = stored_descale
         return matrix
 
     @classmethod
@@ -170,6 +182,11 @@ device=cpu)
         return self._storage
 
     @property
+    def stored_descale(self) -> torch.Tensor | None:
+        """fp32 [nnzb]: the scale of each block of `storage`; None unless that is in fp8."""
+        return self._stored_descale
+
+    @property
     def pattern(self) -> BSRPattern:
         """The pattern of `storage`."""
         return self._pattern
@@ -213,9 +230,17 @@ device=cpu)
         return self._storage[self._pattern.transpose_perm.long()].mT
 
     @property
+    def descale(self) -> torch.Tensor | None:
+        """fp32 [nnzb] in the order of `indices`: what each block is multiplied with, or None."""
+        if self._stored_descale is None or not self._is_transposed:
+            return self._stored_descale
+        return self._stored_descale[self._pattern.transpose_perm.long()]
+
+    @property
     def T(self) -> "BSRMatrix":
         """The transpose, sharing storage and pattern."""
-        return self._from_parts(self._pattern, self._storage, not self._is_transposed)
+        parts = (self._pattern, self._storage, not self._is_transposed)
+        return self._from_parts(*parts, self._stored_descale)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -238,67 +263,132 @@ device=cpu)
         return self._pattern.density
 
     def to_dense(self) -> torch.Tensor:
-        """The matrix as a contiguous tensor [M, K]; differentiable."""
+        """The matrix as a contiguous tensor [M, K]; differentiable. In float32 if it is in fp8."""
+        if self._stored_descale is not None:
+            return self.dequantize().to_dense()
         dense = bsr_convert.to_dense(self._pattern, self._storage)
         return dense.T.contiguous() if self._is_transposed else dense
 
     def to_torch(self) -> torch.Tensor:
         """As `torch.sparse_bsr`; the shape must be a multiple of the block."""
+        self._refuse_scales("BSRMatrix.to_torch")
         return bsr_convert.to_torch(self.indptr, self.indices, self.data, self.shape)
 
     def to_scipy(self) -> "bsr_matrix":
         """As `scipy.sparse.bsr_matrix`, copied to the CPU; needs a shape as `to_torch` does."""
+        self._refuse_scales("BSRMatrix.to_scipy")
         return bsr_convert.to_scipy(self.indptr, self.indices, self.data, self.shape)
 
     def to(self, *args: Any, **kwargs: Any) -> "BSRMatrix":
-        """Move or cast as `torch.Tensor.to` does: a device, a floating dtype, or both."""
-        storage = self._storage.to(*args, **kwargs)
-        check_values("BSRMatrix.to", storage)
-        non_blocking = kwargs.get("non_blocking", False)
-        pattern = self._pattern.to(storage.device, non_blocking=non_blocking)
-        return self._from_parts(pattern, storage, self._is_transposed)
+        """Move or cast as `torch.Tensor.to` does: a device, a floating dtype, or both.
 
-    def with_data(self, data: torch.Tensor) -> "BSRMatrix":
+        A matrix in fp8 is moved only: `to_fp8` and `dequantize` change what is stored.
+        """
+        op, descale = "BSRMatrix.to", self._stored_descale
+        storage = self._storage.to(*args, **kwargs)
+        non_blocking = kwargs.get("non_blocking", False)
+        if descale is not None:
+            if storage.dtype != self.dtype:
+                self._refuse_scales(op)
+            descale = descale.to(storage.device, non_blocking=non_blocking)
+        check_values(op, storage, descale)
+        pattern = self._pattern.to(storage.device, non_blocking=non_blocking)
+        return self._from_parts(pattern, storage, self._is_transposed, descale)
+
+    def to_fp8(self) -> "BSRMatrix":
+        """The same matrix with blocks rounded to float8_e4m3fn, each by a scale of its own.
+
+        A scale is the largest finite magnitude of its block over 448, at least 2**-120, and 1 for
+        a block of zeros: the rule of `bsk.fp8.quantize`. For products with activations in fp8; no
+        gradient flows through the rounding.
+
+        Examples
+        --------
+        >>> import torch
+        >>> m = BSRMatrix.from_dense(torch.tensor([[1.0, 448.0]]), (1, 1)).to_fp8()
+        >>> m.dtype, m.descale
+        (torch.float8_e4m3fn, tensor([0.0022, 1.0000]))
+        """
+        op = "BSRMatrix.to_fp8"
+        if self._stored_descale is not None:
+            return copy(self)
+        if torch.is_grad_enabled() and self._storage.requires_grad:
+            problem = "requires gradients, which rounding does not have"
+            expected = "torch.no_grad(), or with_data(data.detach())"
+            raise InvalidInput(message(op, "data", problem, expected, "requires_grad=True"))
+        storage, descale = bsr_convert.rounded_blocks(self._storage)
+        return self._from_parts(self._pattern, storage, self._is_transposed, descale)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> "BSRMatrix":
+        """The matrix that one in fp8 stands for: each block times its scale, rounded to `dtype`."""
+        descale = self._stored_descale
+        if descale is None:
+            problem = "has no scales to be applied"
+            got = self.dtype
+            raise InvalidInput(message("BSRMatrix.dequantize", "data", problem, E4M3, got))
+        values = (self._storage.float() * descale[:, None, None]).to(dtype)
+        check_values("BSRMatrix.dequantize", values)
+        return self._from_parts(self._pattern, values, self._is_transposed)
+
+    def _refuse_scales(self, op: str) -> None:
+        """Refuse what has no room for the scales of blocks."""
+        if self._stored_descale is not None:
+            expected = "a wider dtype (dequantize() gives one)"
+            problem = "is in fp8 with a scale for each block, which would be lost"
+            raise InvalidInput(message(op, "data", problem, expected, self.dtype))
+
+    def with_data(self, data: torch.Tensor, descale: torch.Tensor | None = None) -> "BSRMatrix":
         """The same pattern with other values [nnzb, bh, bw], in the order of `indices`.
 
-        Any floating dtype. The padding of edge blocks is checked, which synchronises if the shape
-        is ragged.
+        Any floating dtype; float8_e4m3fn with `descale` [nnzb]. The padding of edge blocks is
+        checked, which synchronises if the shape is ragged.
         """
         op = "BSRMatrix.with_data"
-        check_values(op, data)
+        check_values(op, data, descale)
         pattern = self.logical_pattern
         check_shape(op, "data", data, (pattern.nnz_blocks, *pattern.block_shape))
         check_same_device(op, {"data": data, "matrix": self._storage})
         check_padding(op, data, pattern.shape, pattern.row_indices(), pattern.indices)
-        return self._from_parts(pattern, data)
+        return self._from_parts(pattern, data, stored_descale=descale)
 
     def validate(self) -> None:
         """Check everything again, contents included (synchronises); raise `InvalidInput`."""
         pattern = self._pattern
         pattern.validate()
-        check_values("BSRMatrix", self._storage)
+        check_values("BSRMatrix", self._storage, self._stored_descale)
         expected = (pattern.nnz_blocks, *pattern.block_shape)
         check_shape("BSRMatrix", "data", self._storage, expected)
         rows, columns = pattern.row_indices(), pattern.indices
         check_padding("BSRMatrix", self._storage, pattern.shape, rows, columns)
 
     def __getstate__(self) -> dict[str, Any]:
-        pattern = self._pattern.__getstate__()
-        return {**pattern, "storage": self._storage, "is_transposed": self._is_transposed}
+        state = {**self._pattern.__getstate__(), "storage": self._storage}
+        state["is_transposed"] = self._is_transposed
+        if self._stored_descale is not None:
+            # as bytes: torch fails to read tensors in fp8 that Python has serialised
+            state["storage"] = self._storage.view(torch.uint8)
+            state["descale"] = self._stored_descale
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         op = "BSRMatrix"
-        checked_state(op, state, (*SAVED_PATTERN, "storage", "is_transposed"))
+        names = (*SAVED_PATTERN, "storage", "is_transposed")
+        scaled = isinstance(state, dict) and "descale" in state
+        checked_state(op, state, (*names, "descale") if scaled else names)
         self._pattern, self._storage = BSRPattern.__new__(BSRPattern), state["storage"]
         self._pattern._load(op, state)
         self._is_transposed = bool(state["is_transposed"])
-        check_values(op, self._storage)
+        self._stored_descale = state.get("descale")
+        if scaled and isinstance(self._storage, torch.Tensor):
+            self._storage = self._storage.view(E4M3)
+        check_values(op, self._storage, self._stored_descale)
         check_same_device(op, {"data": self._storage, "indices": self._pattern.indices})
         if not self._storage.is_meta:
             self.validate()
 
     def __copy__(self) -> "BSRMatrix":
-        return self._from_parts(self._pattern, self._storage, self._is_transposed)
+        parts = (self._pattern, self._storage, self._is_transposed)
+        return self._from_parts(*parts, self._stored_descale)
 
     def __matmul__(self, other: Any) -> Any:
         if _matmul is None or not isinstance(other, torch.Tensor | BSRMatrix):

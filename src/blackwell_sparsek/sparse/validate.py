@@ -14,10 +14,12 @@ from ..core.checks import (
     check_has_data,
     check_rank,
     check_same_device,
+    check_shape,
     check_tensor,
     message,
 )
 from ..core.errors import InvalidInput, InvalidType
+from ..core.fp8 import E4M3
 from ..launch.launcher import cdiv
 
 VALUE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -39,12 +41,23 @@ def check_pair(op: str, arg: str, value: Any, smallest: int) -> tuple[int, int]:
     return value[0], value[1]
 
 
-def check_values(op: str, data: Any) -> None:
-    """Check block values: a floating tensor [nnzb, bh, bw] with blocks of at least 1 x 1."""
+def check_values(op: str, data: Any, descale: Any = None) -> None:
+    """Check block values: a floating tensor [nnzb, bh, bw] with blocks of at least 1 x 1.
+
+    Those in e4m3 have a scale for each block, and no others do.
+    """
     check_tensor(op, "data", data)
-    check_dtype(op, "data", data, VALUE_DTYPES)
+    if descale is None and data.dtype == E4M3:
+        expected = "descale, a scale for each block (BSRMatrix.to_fp8 makes both)"
+        raise InvalidInput(message(op, "data", "is in fp8 without scales", expected, "None"))
+    check_dtype(op, "data", data, VALUE_DTYPES if descale is None else (E4M3,))
     check_rank(op, "data", data, "[nnzb, bh, bw]")
     check_pair(op, "block_shape", tuple(data.shape[1:]), 1)
+    if descale is not None:
+        check_tensor(op, "descale", descale)
+        check_dtype(op, "descale", descale, (torch.float32,))
+        check_shape(op, "descale", descale, (data.shape[0],))
+        check_same_device(op, {"data": data, "descale": descale})
 
 
 def check_metadata(

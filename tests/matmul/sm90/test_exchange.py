@@ -15,13 +15,15 @@ pytestmark = pytest.mark.skipif(not warps_may_part(), reason="nothing runs it wi
 CASE = """
 import torch
 from blackwell_sparsek.testing.cases import matmul
-name = f"bsr_spmm_narrow_sm90/{sys.argv[1]}"
-case = next(case for case in matmul.split_cases() if case.name == name)
+from blackwell_sparsek.testing.cases.fp8 import hopper_products
+name = sys.argv[1]
+cases = hopper_products() if "fp8" in name else matmul.split_cases()
+case = next(case for case in cases if case.name == name)
 if sys.argv[2] == "fp32":
     case = matmul.narrow_sm90_case(case.args["CFG"], out_dtype=torch.float32)
 """
 REPORT = """
-tiles = config.exchange_tiles * 2 * config.TILE_M * config.TILE_K
+tiles = config.exchange_tiles * config.ITEM_BYTES * config.TILE_M * config.TILE_K
 print("at", config.exchange_offset, "bytes", config.exchange_bytes, "tiles", tiles)
 """
 
@@ -29,10 +31,11 @@ print("at", config.exchange_offset, "bytes", config.exchange_bytes, "tiles", til
 @pytest.fixture(
     scope="module",
     params=[
-        ("128x128-64x16x128-stages10-parts2", "same"),
-        ("64x64-64x64x64-stages6-parts2-extras", "same"),
+        ("bsr_spmm_narrow_sm90/128x128-64x16x128-stages10-parts2", "same"),
+        ("bsr_spmm_narrow_sm90/64x64-64x64x64-stages6-parts2-extras", "same"),
         # moving sums takes the most memory
-        ("128x128-64x64x128-stages6-parts2", "fp32"),
+        ("bsr_spmm_narrow_sm90/128x128-64x64x128-stages6-parts2", "fp32"),
+        ("bsr_spmm_narrow_fp8_sm90/parts2-128x128-n64", "same"),
     ],
     ids="-".join,
 )

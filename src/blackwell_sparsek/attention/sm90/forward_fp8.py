@@ -48,6 +48,7 @@ from ...device.schedule import batch_and_heads, lse_offset
 from ...device.scores import cap
 from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
 from ...device.visits import num_masked_blocks
+from ...launch.descriptors import accumulator_layout
 from .forward import Queries, TileBounds, mask_scores
 from .forward_producer import (
     DENSE_FIELDS,
@@ -79,6 +80,8 @@ from .forward_stages import (
     zero_outputs,
 )
 
+# Of 16-bit operands, where that of the configuration is of operands in fp8.
+_wide_layout = gluon.constexpr_function(accumulator_layout)
 # Weights reach 2**HEADROOM; e4m3 ends at 448.
 HEADROOM = gl.constexpr(8)
 SCALE_TOKENS = gl.constexpr(128)
@@ -158,23 +161,54 @@ def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
     One slice at a time, because products have registers of their own.
     """
     total = ()
+    operand = weight_operand(p, CFG)
     for i in gl.static_range(len(acc)):
-        done = warpgroup_mma_wait(0, deps=(start_product(p, stages, stage, i, CFG),))
+        done = warpgroup_mma_wait(0, deps=(start_product(operand, stages, stage, i, CFG),))
         total = total + (acc[i] * factor + done,)  # noqa: RUF005
     return total
 
 
 @gluon.jit
+def packed_weights(weights, CFG: gl.constexpr):
+    """Weights [64, keys] rounded to e4m3, four neighbouring keys to a word.
+
+    A loop that carries single bytes from tile to tile has a register for each of them. Threads
+    exchange pairs of keys, which one thread holds before and after: half as many exchanges as for
+    single values.
+    """
+    rows: gl.constexpr = weights.shape[0]
+    keys: gl.constexpr = weights.shape[1]
+    # two bytes are to 16-bit operands what four are to those in fp8
+    of_pairs: gl.constexpr = gl.DotOperandLayout(0, _wide_layout(CFG.SLICE_DV), 2)
+    bits = weights.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+    low, high = bits.reshape([rows, keys // 2, 2]).split()
+    pairs = low.to(gl.uint16) | (high.to(gl.uint16) << 8)
+    pairs = gl.convert_layout(pairs, of_pairs)
+    low, high = pairs.reshape([rows, keys // 4, 2]).split()
+    return low.to(gl.uint32) | (high.to(gl.uint32) << 16)
+
+
+@gluon.jit
+def weight_operand(words, CFG: gl.constexpr):
+    """`packed_weights` as the first operand of WGMMA."""
+    rows: gl.constexpr = words.shape[0]
+    keys: gl.constexpr = 4 * words.shape[1]
+    sums: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
+    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 4)
+    even = gl.join(words.to(gl.uint8), (words >> 16).to(gl.uint8))
+    odd = gl.join((words >> 8).to(gl.uint8), (words >> 24).to(gl.uint8))
+    bits = gl.join(even, odd).reshape([rows, keys])
+    return gl.convert_layout(bits.to(gl.float8e4nv, bitcast=True), operand, assert_trivial=True)
+
+
+@gluon.jit
 def weigh_scores(s, m_log2, row_sum, factor, CFG: gl.constexpr):
     """Take scores into the softmax; returns its state, the weights in e4m3 and the rescaling."""
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
     top = row_maxima(s, m_log2)
     m_log2, shift, rescale = raise_maximum(m_log2, top, factor, 0, HEADROOM)
     weights = weights_of(s, factor, shift)
     row_sum = add_parts(row_sum, rescale, weights)
-    p = gl.convert_layout(weights.to(gl.float8e4nv), p_layout)
-    return m_log2, row_sum, p, rescale
+    return m_log2, row_sum, packed_weights(weights, CFG), rescale
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ from . import (
     bsr_training,
     decode,
     first_call,
+    fp8,
     gradients,
     host,
     matmul,
@@ -21,7 +22,7 @@ from . import (
 
 _MODULES = (
     *(matmul, bsr_training, attention, gradients, decode, serving, mla),
-    *(sparse_attention, selection, host, new_sizes, first_call),
+    *(fp8, sparse_attention, selection, host, new_sizes, first_call),
 )
 SUITES = {suite.name: suite for module in _MODULES for suite in module.SUITES}
 GROUPS = {

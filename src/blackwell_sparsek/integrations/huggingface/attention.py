@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...attention.api import attention, attention_varlen
+from ...attention.api import attention_varlen
 from ...core.errors import InvalidInput, Unsupported
 from ...decode.api import attention_decode
 from ...masks.band import Band
@@ -13,6 +13,7 @@ from ...masks.block_mask import BlockMask
 from ...masks.segments import every_key_block
 from .block_sparse import BlockSparse, mask_of_selection
 from .dense import dense_attention, elements, warn_once, why_dense
+from .fp8 import Fp8, attend_prompt, check_scales, decode_scales, refuse_in_fp8
 from .visible_keys import (
     OP,
     VisibleKeys,
@@ -43,6 +44,7 @@ def attention_forward(
     indices: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
     block_sparse: BlockSparse | None = None,
+    fp8: Fp8 | None = None,
     output_attentions: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
@@ -72,7 +74,11 @@ def attention_forward(
     refuse(kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    check_scales(fp8, key)
+    if indices is not None or block_indices is not None:
+        refuse_in_fp8(key, "selected keys")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        refuse_in_fp8(key, "cu_seq_lens_q")
         if indices is not None:
             raise Unsupported(f"{OP}: cu_seq_lens_q together with indices of selected keys")
         refuse_dense("cu_seq_lens_q", why_dense(dropout, output_attentions, position_bias, None))
@@ -94,6 +100,7 @@ def attention_forward(
     reason = why_dense(dropout, output_attentions, position_bias, plan.bias)
     if plan.key_length != plan.kv_length:
         key, value = key[:, :, : plan.key_length], value[:, :, : plan.key_length]
+    refuse_in_fp8(key, reason)
     sparse = block_sparse if plan.band.right == 0 else None
     if reason is not None:
         bias = position_bias if plan.bias is None else plan.bias
@@ -113,12 +120,11 @@ def attention_forward(
             weights = torch.nn.functional.pad(weights, (0, plan.kv_length - weights.shape[3]))
         return made.transpose(1, 2).contiguous(), weights
     if plan.lengths is not None:
-        out = attend_one(module, query, key, value, plan, options, sparse, block_indices)
+        out = attend_one(module, query, key, value, plan, options, sparse, block_indices, fp8)
         return out.transpose(1, 2).contiguous(), None
     band, block_mask = _layer_mask(module, query, key, plan, sparse, block_indices)
     window = (band.left, band.right)
-    out = attention(query, key, value, window=window, block_mask=block_mask, **options)
-    assert isinstance(out, torch.Tensor)
+    out = attend_prompt(query, key, value, fp8, window=window, block_mask=block_mask, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -247,6 +253,7 @@ def attend_one(
     options: dict[str, Any],
     block_sparse: BlockSparse | None,
     block_indices: torch.Tensor | None,
+    fp8: Fp8 | None = None,
 ) -> Any:
     """Output `[B, Hq, 1, Dv]` of the query at the end of each sequence, without waiting.
 
@@ -262,6 +269,8 @@ def attend_one(
             block_sparse = None
     inputs = (query, key, value, *(x for x in options.values() if isinstance(x, torch.Tensor)))
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    refuse_in_fp8(key, "gradients" if differentiable else None)
+    scales = decode_scales(fp8, key)
     if plan.visible is None and not differentiable:
         blocks: dict[str, Any] = {}
         if block_indices is not None:
@@ -278,7 +287,8 @@ def attend_one(
                 "kv_block_size": block_sparse.block_size,
             }
         return attention_decode(
-            query, key, value, cache_seqlens=lengths, window=window, **blocks, **options
+            *(query, key, value),
+            **{"cache_seqlens": lengths, "window": window, **blocks, **scales, **options},
         )
     visible = visible_to_one(plan, window[0], key.shape[2])
     if block_sparse is not None:
@@ -292,7 +302,8 @@ def attend_one(
             first = torch.arange(key.shape[0], dtype=torch.int32, device=key.device) * step
             table = tokens + first[:, None]
             return attention_decode(
-                query, k_pages, v_pages, cache_seqlens=counts, page_table=table, **options
+                *(query, k_pages, v_pages),
+                **{"cache_seqlens": counts, "page_table": table, **scales, **options},
             )
     if block_indices is not None:
         if torch.compiler.is_compiling():
@@ -301,7 +312,7 @@ def attend_one(
         mask = mask_of_selection(block_indices, size, query, key.shape[2], visible)
     else:
         mask = every_key_block(visible, 1, block_size_for(1, key.shape[2]))
-    return attention(query, key, value, block_mask=mask, **options)
+    return attend_prompt(query, key, value, fp8, block_mask=mask, **options)
 
 
 def _listed_blocks(

@@ -1,12 +1,13 @@
 """Registers this package as an attention implementation of transformers."""
 
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from ...core.checks import message
 from ...core.errors import InvalidInput, InvalidType, Unsupported
 from .attention import attention_forward, paged_attention_forward, refuse_paged
 from .block_sparse import PerLayer, layer_choice
+from .fp8 import Fp8
 from .visible_keys import make_visible_keys
 
 NAME = "blackwell_sparsek"
@@ -14,7 +15,9 @@ NAME = "blackwell_sparsek"
 SPECIAL = ("flash", "sdpa", "flex", "eager", "paged", "/", "|", ":")
 
 
-def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
+def register(
+    block_sparse: PerLayer | None = None, *, fp8: Fp8 | bool = False, name: str = NAME
+) -> str:
     """Make `attn_implementation="blackwell_sparsek"` work for models of transformers.
 
     Works for every model that uses transformers' attention interface, in training and generation,
@@ -31,6 +34,10 @@ def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
     block_sparse : BlockSparse, dict, function or None
         Sparse attention in causal layers: the same for all, or by the index of the layer, with
         None for layers that stay as they are.
+    fp8 : Fp8 or bool
+        Attend to caches in e4m3 that `Fp8.cache` has made, without a copy in 16 bits; True is
+        `Fp8()`. Queries of prompts are rounded too, those of single tokens are not. Caches in 16
+        bits work as before. Not together with `block_sparse`.
     name : str
         Another name, to have several choices side by side.
 
@@ -51,6 +58,15 @@ def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
     """
     if not isinstance(name, str):
         raise InvalidType(message("register", "name", "is not a str", "str", type(name).__name__))
+    if not isinstance(fp8, bool | Fp8):
+        got = type(fp8).__name__
+        raise InvalidType(message("register", "fp8", "has a wrong type", "Fp8 or bool", got))
+    if fp8 and block_sparse is not None:
+        expected = "one of the two"
+        raise InvalidInput(
+            message("register", "fp8", "is not available with block_sparse", expected, "both")
+        )
+    scales = Fp8() if fp8 is True else fp8 or None
     if found := [word for word in SPECIAL if word in name]:
         raise InvalidInput(
             message(
@@ -66,8 +82,10 @@ def register(block_sparse: PerLayer | None = None, *, name: str = NAME) -> str:
         ) from error
     choose = layer_choice(block_sparse)
 
-    if block_sparse is None:
-        forward: Any = attention_forward
+    if scales is not None:
+        forward: Any = wraps(attention_forward)(partial(attention_forward, fp8=scales))
+    elif block_sparse is None:
+        forward = attention_forward
     else:
 
         @wraps(attention_forward)

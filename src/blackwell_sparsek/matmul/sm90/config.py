@@ -76,6 +76,11 @@ class SpmmSm90Config:
             assert self.shared_bytes <= MOST_SHARED, f"{self.shared_bytes=}"
 
     @property
+    def SCALED(self) -> bool:
+        """Whether the consumers look up scales."""
+        return False
+
+    @property
     def a_tiles(self) -> int:
         """A tiles in a stage: one per consumer, or one that both read."""
         return 1 if self.SPLIT_N else CONSUMERS
@@ -284,6 +289,7 @@ class NarrowSm90Config:
     ACTIVATION : of the epilogue, or None
     SPLIT_K : programs that may split the K blocks of a tile. With 2, programs form clusters of two,
         which exchange halves of their sums through distributed shared memory, behind the ring
+    ITEM_BYTES : size of an element of A and x; 1 for e4m3 with scales
     """
 
     BLOCK_H: int
@@ -295,6 +301,7 @@ class NarrowSm90Config:
     STAGES: int
     ACTIVATION: str | None = None
     SPLIT_K: int = 1
+    ITEM_BYTES: int = 2
 
     def __post_init__(self) -> None:
         assert self.TILE_M in (16, 32, 64) and self.BLOCK_H % self.TILE_M == 0, f"{self=}"
@@ -311,8 +318,16 @@ class NarrowSm90Config:
         return self.TILE_M
 
     @property
+    def SCALED(self) -> bool:
+        """Whether operands are in fp8 with scales."""
+        return self.ITEM_BYTES == 1
+
+    @property
     def max_registers(self) -> int:
         """Registers of a thread: sums and their addresses, beside what the producer is given."""
+        if self.SCALED:
+            # beside the sums, those of one block and the scales of two
+            return 128 if self.sums_width <= GROUP_ROWS else 232
         return 96 if self.sums_width <= GROUP_ROWS else 128
 
     @property
@@ -343,7 +358,8 @@ class NarrowSm90Config:
     @property
     def exchange_offset(self) -> int:
         """Where the partner's sums arrive in shared memory, in bytes: behind the ring of blocks."""
-        return 2 * self.STAGES * self.STAGE_BLOCKS * self.TILE_M * self.TILE_K
+        tile = self.ITEM_BYTES * self.TILE_M * self.TILE_K
+        return self.STAGES * self.STAGE_BLOCKS * tile
 
     @property
     def exchange_bytes(self) -> int:
@@ -353,7 +369,9 @@ class NarrowSm90Config:
     @property
     def exchange_tiles(self) -> int:
         """Tiles of blocks whose memory the exchange and its barrier take."""
-        return _exchange_tiles(self.TILE_M, self.TILE_N, self.TILE_K) if self.SPLIT_K > 1 else 0
+        if self.SPLIT_K == 1:
+            return 0
+        return _exchange_tiles(self.TILE_M, self.TILE_N, self.TILE_K, self.ITEM_BYTES)
 
     def a_block(self) -> list[int]:
         """Shape of a copy of a block."""
@@ -365,7 +383,7 @@ class NarrowSm90Config:
 
     def accumulator_layout(self) -> object:
         """Register layout of the sums."""
-        return accumulator_layout(self.sums_width)
+        return accumulator_layout(self.sums_width, 32 // self.ITEM_BYTES)
 
     def half_layout(self) -> object:
         """Register layout of the half of the sums that one of two programs finishes."""
@@ -385,22 +403,24 @@ def _exchange_bytes(tile_n: int) -> int:
     return 4 * GROUP_ROWS * tile_n // 2
 
 
-def _exchange_tiles(tile_m: int, tile_n: int, tile_k: int) -> int:
-    return -(-(_exchange_bytes(tile_n) + 8) // (2 * tile_m * tile_k))
+def _exchange_tiles(tile_m: int, tile_n: int, tile_k: int, item_bytes: int) -> int:
+    return -(-(_exchange_bytes(tile_n) + 8) // (item_bytes * tile_m * tile_k))
 
 
 def narrow_stages_that_fit(
-    tile_m: int, tile_n: int, stage_k: int, wide: bool, split_k: int = 1
+    tile_m: int, tile_n: int, stage_k: int, wide: bool, split_k: int = 1, item_bytes: int = 2
 ) -> int:
     """Ring stages of `stage_k` columns of A that fit into an SM; `wide` for results in float32."""
     x_rows = GROUP_ROWS if tile_m < GROUP_ROWS else tile_n
     # sums change their layout through shared memory; the system takes 1 KiB, barriers less
     relayout = (16 if wide else 4) * KIB
     # the exchange takes whole tiles; a stage may have several, so this is the most that it takes
-    tiles = _exchange_tiles(tile_m, tile_n, stage_k) if split_k > 1 else 0
-    exchange = 2 * tile_m * stage_k * tiles
+    tiles = _exchange_tiles(tile_m, tile_n, stage_k, item_bytes) if split_k > 1 else 0
+    exchange = item_bytes * tile_m * stage_k * tiles
     budget = SMEM_BYTES - relayout - exchange - 2 * KIB
-    return min(MOST_STAGES, budget // (2 * stage_k * (tile_m + x_rows)))
+    # half the bytes need twice the stages for as much in flight
+    most = MOST_STAGES * 2 // item_bytes
+    return min(most, budget // (item_bytes * stage_k * (tile_m + x_rows)))
 
 
 # Few columns and blocks 16 columns wide: `strips.py`.

@@ -15,6 +15,10 @@ its first blocks to the L2.
 
 Part of impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, blocks stored by rows, heights that
 are multiples of 16, addresses and strides that TMA takes.
+
+SCALED, for `bsk::bsr_matmul_fp8`: operands are in e4m3 with scales. The product of each block
+starts from zero and is added, times its scales, to the sums in fp32, because the tensor cores add
+fp8 products with fewer bits.
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...calls.fp8 import SCALE_CHANNELS
 from ...core.compat import hopper_options
 from ...device.gluon.cluster import cluster_barrier, cluster_rank, exchange_halves, init_exchange
 from ...device.gluon.compat import async_load
@@ -50,6 +55,7 @@ _BLOCKS = gl.constexpr(TileHeader._fields.index("blocks"))
 _COL = gl.constexpr(TileHeader._fields.index("col"))
 _SPLIT = gl.constexpr(TileHeader._fields.index("split"))
 _SUMS = gl.constexpr(GROUP_ROWS)
+_SCALE_CHANNELS = gl.constexpr(SCALE_CHANNELS)
 PRODUCER_REGISTERS = gl.constexpr(40)
 # Slots that a warp reads at once.
 _LANES = gl.constexpr(32)
@@ -92,6 +98,16 @@ class NarrowRing(NamedTuple):
     primed: Any  # one barrier: TMA has fetched the descriptors
 
 
+class NarrowScales(NamedTuple):
+    """Scales of operands in fp8: one for each block, and for 128 channels of each column of x."""
+
+    block_ptr: Any
+    x_ptr: Any
+    col_stride: Any
+    group_stride: Any
+    groups: Any  # of 128 channels that x has
+
+
 class NarrowOutput(NamedTuple):
     """Where finished sums go."""
 
@@ -116,7 +132,7 @@ def _prefetch_blocks(operands, slots, CFG: gl.constexpr):
     """Prefetch the first blocks of a tile to the L2, one by each lane of the warp."""
     block_ptr = operands.values_ptr + slots.a_row.to(gl.int64) * CFG.BLOCK_W
     present = (slots.number < operands.prefetch) & (slots.a_row < _OUTSIDE)
-    nbytes = slots.number * 0 + CFG.TILE_M * CFG.BLOCK_W * 2
+    nbytes = slots.number * 0 + CFG.TILE_M * CFG.BLOCK_W * CFG.ITEM_BYTES
     bring_to_l2(gl.where(present, block_ptr.to(gl.int64), 0), nbytes)
 
 
@@ -224,11 +240,102 @@ def _store(acc, first_row, first_col, output, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _consume(output, schedule, ring, CFG: gl.constexpr):
+def _block_scales(scales, slots_ptr, width, slot, blocks, k, col, n_cols, CFG: gl.constexpr):
+    """What the product of a block with TILE_N columns is multiplied with, from channel `k` on.
+
+    0 past the last block, and for columns and channels that do not exist: a block may end beyond x.
+    """
+    sums: gl.constexpr = CFG.accumulator_layout()
+    along: gl.constexpr = gl.SliceLayout(1 if CFG.swapped else 0, sums)
+    columns: gl.constexpr = CFG.x_rows
+    live = slot < blocks
+    entry = gl.load(slots_ptr + slot, mask=live, other=0) // CFG.BLOCK_H
+    group = (gl.load(slots_ptr + width + slot, mask=live, other=0) + k) // _SCALE_CHANNELS
+    cols = col + gl.arange(0, columns, along)
+    offsets = cols.to(gl.int64) * scales.col_stride + group.to(gl.int64) * scales.group_stride
+    inside = (cols < n_cols) & live & (group < scales.groups)
+    of_x = gl.load(scales.x_ptr + offsets, mask=inside, other=0.0)
+    return of_x * gl.load(scales.block_ptr + entry, mask=live, other=0.0)
+
+
+@gluon.jit
+def _step_scales(scales, slots_ptr, width, step, blocks, col, n_cols, CFG: gl.constexpr):
+    """`_block_scales` of each block of a step of a tile."""
+    stage_blocks: gl.constexpr = CFG.STAGE_BLOCKS
+    first = step // CFG.k_steps * CFG.STAGE_BLOCKS
+    k = step % CFG.k_steps * CFG.TILE_K
+    factors = ()
+    for b in gl.static_range(stage_blocks):
+        found = _block_scales(scales, slots_ptr, width, first + b, blocks, k, col, n_cols, CFG)
+        factors = factors + (found,)  # noqa: RUF005
+    return factors
+
+
+@gluon.jit
+def _add_scaled(acc, ring, stage, factors, CFG: gl.constexpr):
+    """acc + the products of the blocks of a stage, each times its scales."""
+    layout: gl.constexpr = CFG.accumulator_layout()
+    sums_width: gl.constexpr = CFG.sums_width
+    nothing = gl.zeros([_SUMS, sums_width], gl.float32, layout)
+    for b in gl.static_range(len(factors)):
+        a = ring.a.index(stage * CFG.STAGE_BLOCKS + b)
+        x = ring.x.index(stage * CFG.STAGE_BLOCKS + b)
+        if CFG.swapped:
+            part = warpgroup_mma(x, a.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            acc += warpgroup_mma_wait(0, deps=(part,)) * factors[b][:, None]
+        else:
+            part = warpgroup_mma(a, x.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            acc += warpgroup_mma_wait(0, deps=(part,)) * factors[b][None, :]
+    return acc
+
+
+@gluon.jit
+def _sum_scaled(
+    acc, ring, scales, slots_ptr, width, begin, end, blocks, col, n_cols, CFG: gl.constexpr
+):
+    """The sums of a tile of operands in fp8."""
+    # one step ahead: a step is as long as a look-up in the L2
+    factors = _step_scales(scales, slots_ptr, width, 0, blocks, col, n_cols, CFG)
+    for step in range(begin, end):
+        ahead = step + 1 - begin
+        following = _step_scales(scales, slots_ptr, width, ahead, blocks, col, n_cols, CFG)
+        stage = step % CFG.STAGES
+        mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
+        acc = _add_scaled(acc, ring, stage, factors, CFG)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        factors = following
+    return acc
+
+
+@gluon.jit
+def _sum_products(acc, ring, begin, end, CFG: gl.constexpr):
+    """The sums of a tile of operands in 16 bits."""
+    stage_blocks: gl.constexpr = CFG.STAGE_BLOCKS
+    for step in range(begin, end):
+        stage = step % CFG.STAGES
+        mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
+        for b in gl.static_range(stage_blocks):
+            a = ring.a.index(stage * CFG.STAGE_BLOCKS + b)
+            x = ring.x.index(stage * CFG.STAGE_BLOCKS + b)
+            if CFG.swapped:
+                acc = warpgroup_mma(x, a.permute((1, 0)), acc, is_async=True)
+            else:
+                acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
+        # one stage stays in flight; the one before it is done and free
+        acc = warpgroup_mma_wait(stage_blocks, deps=(acc,))
+        before = (step + CFG.STAGES - 1) % CFG.STAGES
+        mbarrier.arrive(ring.empty.index(before), count=1, pred=step > begin)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    last = (end + CFG.STAGES - 1) % CFG.STAGES
+    mbarrier.arrive(ring.empty.index(last), count=1, pred=end > begin)
+    return acc
+
+
+@gluon.jit
+def _consume(output, schedule, ring, scales, CFG: gl.constexpr):
     """Multiply the ring's tiles, and finish each work tile."""
     layout: gl.constexpr = CFG.accumulator_layout()
     sums_width: gl.constexpr = CFG.sums_width
-    stage_blocks: gl.constexpr = CFG.STAGE_BLOCKS
     if CFG.SPLIT_K > 1:
         init_exchange(shared_address(CFG.exchange_offset + CFG.exchange_bytes), CFG.exchange_bytes)
         cluster_barrier()
@@ -243,6 +350,7 @@ def _consume(output, schedule, ring, CFG: gl.constexpr):
     gdc_wait()
     begin = 0
     for tile in range(tile_count):
+        slots_ptr = record_ptr + _HEADER
         record_ptr += size
         more = tile + 1 < tile_count
         next_row_tile = gl.load(record_ptr + _ROW_TILE, mask=more, other=0)
@@ -250,23 +358,14 @@ def _consume(output, schedule, ring, CFG: gl.constexpr):
         next_col = gl.load(record_ptr + _COL, mask=more, other=0)
         end = begin + gl.cdiv(blocks, CFG.STAGE_BLOCKS) * CFG.k_steps
         acc = gl.zeros([_SUMS, sums_width], gl.float32, layout)
-        for step in range(begin, end):
-            stage = step % CFG.STAGES
-            mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
-            for b in gl.static_range(stage_blocks):
-                a = ring.a.index(stage * CFG.STAGE_BLOCKS + b)
-                x = ring.x.index(stage * CFG.STAGE_BLOCKS + b)
-                if CFG.swapped:
-                    acc = warpgroup_mma(x, a.permute((1, 0)), acc, is_async=True)
-                else:
-                    acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
-            # one stage stays in flight; the one before it is done and free
-            acc = warpgroup_mma_wait(stage_blocks, deps=(acc,))
-            before = (step + CFG.STAGES - 1) % CFG.STAGES
-            mbarrier.arrive(ring.empty.index(before), count=1, pred=step > begin)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        last = (end + CFG.STAGES - 1) % CFG.STAGES
-        mbarrier.arrive(ring.empty.index(last), count=1, pred=end > begin)
+        if CFG.SCALED:
+            n_cols = output.epilogue.n_cols
+            acc = _sum_scaled(
+                *(acc, ring, scales, slots_ptr, schedule.width),
+                *(begin, end, blocks, col, n_cols, CFG),
+            )
+        else:
+            acc = _sum_products(acc, ring, begin, end, CFG)
         if CFG.SPLIT_K > 1 and split > 0:
             # the only tile of both programs
             buffer = shared_address(CFG.exchange_offset)
@@ -293,6 +392,7 @@ def _spmm_narrow_sm90_kernel(
     bias_ptr,
     residual_ptr,
     residual_strides,
+    scales,
     records_ptr,
     n_rows,
     n_cols,
@@ -320,7 +420,7 @@ def _spmm_narrow_sm90_kernel(
         # a cluster barrier waits for all threads of the cluster, those without work too
         gl.warp_specialize(
             [
-                (_consume, (output, schedule, ring, CFG)),
+                (_consume, (output, schedule, ring, scales, CFG)),
                 (_produce, (operands, schedule, ring, CFG)),
                 (cluster_barrier, ()),
                 (cluster_barrier, ()),
@@ -331,7 +431,7 @@ def _spmm_narrow_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (output, schedule, ring, CFG)),
+                (_consume, (output, schedule, ring, scales, CFG)),
                 (_produce, (operands, schedule, ring, CFG)),
             ],
             [1],
@@ -347,6 +447,7 @@ def launch_spmm_narrow_sm90(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     config: NarrowSm90Config,
+    scales: NarrowScales | None = None,
 ) -> None:
     """Write activation(A @ x + bias) + residual to `out`.
 
@@ -357,10 +458,11 @@ def launch_spmm_narrow_sm90(
     schedule : of the pattern, for N columns and `config`; complete on the device before this call
     x : [K, N] with contiguous columns
     bias : [M] contiguous, residual : [M, N], any strides; or None
+    scales : of operands in fp8
     """
     m, n = out.shape
     # a dimension of size 1 may carry any stride, which TMA would refuse
-    x_strides = (x.stride(1) if n > 1 else cdiv(x.shape[0], 8) * 8, 1)
+    x_strides = (x.stride(1) if n > 1 else cdiv(x.shape[0], 16) * 16, 1)
     args = (
         out,
         out.stride(),
@@ -370,6 +472,7 @@ def launch_spmm_narrow_sm90(
         bias,
         residual,
         None if residual is None else residual.stride(),
+        scales,
         schedule.records,
         m,
         n,

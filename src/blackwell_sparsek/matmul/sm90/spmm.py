@@ -82,6 +82,16 @@ class SpmmTile(NamedTuple):
     slot: Any  # where the partial sum goes, -1: none; PAIRED: K steps of the longer row
 
 
+class ScaledTile(NamedTuple):
+    """A work tile of operands in fp8: a `SpmmTile`, and the first of its entries."""
+
+    steps: Any
+    row: Any
+    col: Any
+    slot: Any
+    begin: Any
+
+
 SPMM_TILE_FIELDS = gl.constexpr(len(SpmmTile._fields))
 
 
@@ -175,7 +185,16 @@ def _fetch_step(a_desc, x_desc, ring, stage, a_row, a_col, k, col, CFG: gl.const
 
 
 @gluon.jit
-def _produce(a_desc, x_desc, lists, counter_ptr, ring, work, raster, CFG: gl.constexpr):
+def _publish_tile(work, ordinal, tile, begin, CFG: gl.constexpr):
+    """Hand a `SpmmTile` to the consumers, with its first entry where they look up scales."""
+    if CFG.SCALED:
+        publish(work, ordinal, ScaledTile(tile.steps, tile.row, tile.col, tile.slot, begin))
+    else:
+        publish(work, ordinal, tile)
+
+
+@gluon.jit
+def produce(a_desc, x_desc, lists, counter_ptr, ring, work, raster, CFG: gl.constexpr):
     """Claim work tiles and keep the ring full."""
     total = raster.m_tiles * raster.n_tiles
     k_steps: gl.constexpr = CFG.k_steps
@@ -188,7 +207,7 @@ def _produce(a_desc, x_desc, lists, counter_ptr, ring, work, raster, CFG: gl.con
         col = n_tile * CFG.tile_n
         row = item.block_row * CFG.BLOCK_H + sub_row
         steps = (item.end - item.begin) * CFG.k_steps
-        publish(work, ordinal, SpmmTile(steps, row, col, item.slot))
+        _publish_tile(work, ordinal, SpmmTile(steps, row, col, item.slot), item.begin, CFG)
         ordinal += 1
         block_col = gl.load(lists.cols_ptr + item.begin, mask=item.begin < item.end, other=0)
         for entry in range(item.begin, item.end):
@@ -209,7 +228,7 @@ def _produce(a_desc, x_desc, lists, counter_ptr, ring, work, raster, CFG: gl.con
             block_col = next_block_col
         # claim late, with the last copies of this tile in flight: slow programs claim fewer tiles
         number = claim(counter_ptr, gl.num_programs(0), total)
-    publish(work, ordinal, SpmmTile(-1, 0, 0, -1))
+    _publish_tile(work, ordinal, SpmmTile(-1, 0, 0, -1), 0, CFG)
 
 
 # PAIRED: two programs of a cluster, each with a row of a pair, share copies of X.
@@ -422,7 +441,7 @@ def _store_tile(acc, row, col, slot, output, out_smem, epilogue, CFG: gl.constex
 
 
 @gluon.jit
-def _as_tiles(smem, count: gl.constexpr, shape: gl.constexpr):
+def as_tiles(smem, count: gl.constexpr, shape: gl.constexpr):
     """The same shared memory as tiles that one consumer multiplies."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, smem.dtype)
     return reinterpret(smem, smem.dtype, [count, shape[0], shape[1]], layout)
@@ -443,8 +462,8 @@ def _consume(output, ring, work, epilogue, GROUP: gl.constexpr, CFG: gl.constexp
     """Multiply the ring's tiles into an accumulator and store it, work tile by work tile."""
     if CFG.PAIRED:
         cluster_barrier()
-    a_smem = _as_tiles(ring.a, CFG.STAGES * CFG.a_tiles, CFG.a_tile())
-    x_smem = _as_tiles(ring.x, CFG.STAGES * CFG.x_tiles, CFG.x_tile())
+    a_smem = as_tiles(ring.a, CFG.STAGES * CFG.a_tiles, CFG.a_tile())
+    x_smem = as_tiles(ring.x, CFG.STAGES * CFG.x_tiles, CFG.x_tile())
     group_n: gl.constexpr = CFG.GROUP_N
     layout: gl.constexpr = CFG.accumulator_layout(CFG.GROUP_N)
     step = 0
@@ -566,7 +585,7 @@ def _spmm_sm90_kernel(
             [
                 (_consume, (output, ring, work, epilogue, 0, CFG)),
                 (_consume, (output, ring, work, epilogue, 1, CFG)),
-                (_produce, (a_desc, x_desc, lists, counter_ptr, ring, work, raster, CFG)),
+                (produce, (a_desc, x_desc, lists, counter_ptr, ring, work, raster, CFG)),
             ],
             [4, 1],
             [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],

@@ -29,6 +29,7 @@ from .config import (
     sddmm_stages_that_fit,
     stages_that_fit,
 )
+from .fp8_config import DEEPEST_FP8, WIDEST_FP8, SpmmFp8Config, fp8_stages_that_fit
 
 # A single column is left to the portable kernel, unless there are more row tiles than this per SM:
 # 3.9 us there and 4.9 here (4096 x 4096 in 22 % of blocks of 128, H200), 9.6 and 10.3
@@ -126,6 +127,68 @@ def narrow_sm90_config(problem: BsrProblem) -> NarrowSm90Config | None:
         ACTIVATION=problem.activation,
         SPLIT_K=split_k,
     )
+
+
+def narrow_fp8_config(problem: BsrProblem) -> NarrowSm90Config | None:
+    """Tiles of a product in fp8 with few tokens, those of 16 bits; None where it has many."""
+    config = narrow_sm90_config(problem) if problem.n <= NARROW else None
+    if config is None or config.TILE_K < 32:
+        return None
+    stage_k, wide = config.TILE_K * config.STAGE_BLOCKS, problem.out_dtype == torch.float32
+    tiles = (config.TILE_M, config.TILE_N, stage_k)
+    stages = narrow_stages_that_fit(*tiles, wide, config.SPLIT_K, item_bytes=1)
+    return replace(config, STAGES=stages, ITEM_BYTES=1)
+
+
+@lru_cache(maxsize=1024)
+def spmm_fp8_sm90_config(problem: BsrProblem) -> SpmmFp8Config:
+    """Tiles of a product in fp8 with many tokens.
+
+    256 tokens by 128 features read 24 KB for each 128 cubed, 128 tokens 32 KB: at the 9.2 TB/s from
+    L2 to shared memory that is enough for 1570 and 1180 TFLOP/s.
+    """
+    sizes = spmm_sizes(problem)
+    tile_m = largest_tile(sizes.block_h, WIDEST_FP8)
+    tile_k = largest_tile(sizes.block_w, DEEPEST_FP8)
+    row_tiles = sizes.rows_b * (sizes.block_h // tile_m)
+    parts = 2 if row_tiles * cdiv(sizes.n, 256) >= problem.arch.num_sms else 1
+    out_bytes = problem.out_dtype.itemsize
+    return SpmmFp8Config(
+        BLOCK_H=sizes.block_h,
+        BLOCK_W=sizes.block_w,
+        TILE_M=tile_m,
+        TILE_K=tile_k,
+        PARTS=parts,
+        STAGES=fp8_stages_that_fit(tile_m, tile_k, parts, out_bytes),
+        OUT_BYTES=out_bytes,
+        ACTIVATION=problem.activation,
+    )
+
+
+def spmm_fp8_sm90_unsupported(problem: BsrProblem) -> str | None:
+    """Why the Hopper kernels cannot run this product in fp8, or None."""
+    sizes = spmm_sizes(problem)
+    if problem.arch.sm != 90:
+        return f"needs sm_90, this is {problem.arch}"
+    if not problem.transposed:
+        return "needs x @ A.T: WGMMA takes blocks in fp8 only with contiguous channels"
+    if sizes.block_h % 32:
+        return f"block height {sizes.block_h} is not a multiple of 32"
+    if sizes.block_w not in (32, 64) and sizes.block_w % DEEPEST_FP8:
+        return f"block width {sizes.block_w} is neither 32, 64 nor a multiple of 128"
+    if problem.out_dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"no output in {problem.out_dtype}"
+    if not problem.tma:
+        return "TMA needs addresses and strides that are multiples of 16 bytes"
+    if problem.nnz_blocks == 0:
+        return "needs at least one block"
+    return None
+
+
+def why_not_fp8_sm90(problem: BsrProblem) -> str | None:
+    """Why no Hopper kernel can run this product in fp8, or None when one can."""
+    machine = why_no_kernels(problem.arch)
+    return machine or spmm_fp8_sm90_unsupported(problem) or why_no_gluon()
 
 
 def _most_columns(problem: BsrProblem, tile_m: int, row_tiles: int) -> int:

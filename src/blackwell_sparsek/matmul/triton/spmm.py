@@ -11,6 +11,8 @@ part of one) by TILE_N columns of one batch entry. Parts leave fp32 sums in a wo
 zeros where they reach beyond the shape of A.
 
 `matmul` is implementation `triton` of `bsk::bsr_matmul`; it leaves few columns to `narrow`.
+`matmul_fp8` is that of `bsk::bsr_matmul_fp8`: the same kernel reads e4m3, and multiplies the sum of
+each step, which has one block and one group of channels, with their scales.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ...calls.fp8 import SCALE_CHANNELS, Fp8MatmulCall
 from ...calls.matmul import MatmulCall
+from ...device.fp8 import e4m3_operand
 from ...device.tiles import add_product, offsets_2d
 from ...dispatch.machine import fp32_precision
 from ...launch.launcher import cdiv, launch, on_device_of
@@ -27,7 +31,15 @@ from ..plan import SpmmPlan, spmm_plan
 from ..rows import BlockRows, Strides, Views, rows_product, strides_of
 from . import narrow
 from .finish import OutputRows, addends_of, empty_partial, finish_tile, launch_spmm_reduce
-from .tuning import SpmmConfig, spmm_config, triton_stages
+from .tuning import (
+    MIN_SM_CONVERTS_FP8,
+    SpmmConfig,
+    spmm_config,
+    spmm_fp8_config,
+    triton_stages,
+)
+
+_SCALE_CHANNELS = tl.constexpr(SCALE_CHANNELS)
 
 
 class _Blocks(NamedTuple):
@@ -48,6 +60,16 @@ class _Dense(NamedTuple):
     n_size: Any
 
 
+class Scales(NamedTuple):
+    """Scales of operands in fp8: one for each block, and for the channels of x that share one."""
+
+    block_ptr: Any
+    x_ptr: Any
+    batch_stride: int
+    group_stride: int
+    col_stride: int
+
+
 class _Tile(NamedTuple):
     """Blocks begin ... end - 1 of a block row, some rows of them, and columns of x."""
 
@@ -58,8 +80,30 @@ class _Tile(NamedTuple):
 
 
 @triton.jit
+def _add_scaled(acc, a, x, entry, k_first, scales, tile, live, CONVERTS_FP8: tl.constexpr):
+    """acc + a @ x times the scales of the block `entry` and of the channels that hold `k_first`.
+
+    fp16 holds e4m3 exactly, so that a step is summed as a product of fp16 is, in fp32.
+    """
+    a, x = e4m3_operand(a, CONVERTS_FP8), e4m3_operand(x, CONVERTS_FP8)
+    part = tl.dot(a, x, input_precision="ieee")
+    group = (k_first // _SCALE_CHANNELS).to(tl.int64)
+    x_ptrs = scales.x_ptr + group * scales.group_stride
+    x_ptrs += tile.offs_n.to(tl.int64) * scales.col_stride
+    factor = tl.load(x_ptrs[None, :], mask=live, other=0.0)
+    return acc + part * (factor * tl.load(scales.block_ptr + entry))
+
+
+@triton.jit
 def _sum_within_blocks(
-    blocks, dense, tile, INPUT_PRECISION: tl.constexpr, BLOCK_W: tl.constexpr, TILE_K: tl.constexpr
+    blocks,
+    dense,
+    scales,
+    tile,
+    INPUT_PRECISION: tl.constexpr,
+    CONVERTS_FP8: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    TILE_K: tl.constexpr,
 ):
     """Multiply the blocks begin ... end - 1, one or more steps to a block."""
     K_STEPS: tl.constexpr = BLOCK_W // TILE_K
@@ -82,7 +126,14 @@ def _sum_within_blocks(
         if dense.k_size is not None:
             mask_x = mask_x & (k_first + offs_k < dense.k_size)[:, None]
         x = tl.load(x_ptrs + k_first.to(tl.int64) * dense.strides.row, mask=mask_x, other=0.0)
-        acc = add_product(acc, a, x, tile.end, INPUT_PRECISION)
+        if scales is None:
+            acc = add_product(acc, a, x, tile.end, INPUT_PRECISION)
+        else:
+            live = mask_n
+            if dense.k_size is not None:
+                # a block that reaches beyond the channels has steps without a scale
+                live = live & (k_first < dense.k_size)
+            acc = _add_scaled(acc, a, x, entry, k_first, scales, tile, live, CONVERTS_FP8)
     return acc
 
 
@@ -121,8 +172,9 @@ def _sum_across_blocks(
 def _bsr_spmm_kernel(
     out_ptr,
     partial_ptr,  # fp32 [B, slots, BLOCK_H, N], None when no row is cut
-    values_ptr,
+    values_ptr,  # in fp8, values and x are given as bytes
     x_ptr,
+    scales,  # `Scales` of operands in fp8, or None
     items_ptr,
     indices_ptr,
     perm_ptr,  # entry of the values behind each index; None: the same
@@ -137,6 +189,7 @@ def _bsr_spmm_kernel(
     addends,
     ACTIVATION: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    CONVERTS_FP8: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -145,6 +198,7 @@ def _bsr_spmm_kernel(
 ):
     """Multiply one item of the plan with one panel of columns."""
     tl.static_assert(BLOCK_H % TILE_M == 0)
+    tl.static_assert(scales is None or (BLOCK_W % TILE_K == 0 and _SCALE_CHANNELS % TILE_K == 0))
     M_TILES: tl.constexpr = BLOCK_H // TILE_M
 
     # Tiles of a block row are neighbours (they read the same x), then items, longest first, then
@@ -166,8 +220,13 @@ def _bsr_spmm_kernel(
     blocks = _Blocks(values_ptr, value_strides, indices_ptr, perm_ptr)
     dense = _Dense(x_ptr, x_strides, k_size, n_size)
     tile = _Tile(begin, end, rows, offs_n)
+    if scales is not None:
+        x_scale_ptr = scales.x_ptr + batch.to(tl.int64) * scales.batch_stride
+        scales = Scales(scales.block_ptr, x_scale_ptr, 0, scales.group_stride, scales.col_stride)
     if BLOCK_W % TILE_K == 0:
-        acc = _sum_within_blocks(blocks, dense, tile, INPUT_PRECISION, BLOCK_W, TILE_K)
+        acc = _sum_within_blocks(
+            blocks, dense, scales, tile, INPUT_PRECISION, CONVERTS_FP8, BLOCK_W, TILE_K
+        )
     else:
         acc = _sum_across_blocks(blocks, dense, tile, INPUT_PRECISION, BLOCK_W, TILE_K)
 
@@ -197,6 +256,21 @@ def matmul(call: MatmulCall) -> torch.Tensor:
     return product.out
 
 
+def matmul_fp8(call: Fp8MatmulCall) -> torch.Tensor:
+    """dense @ op(A) with its epilogue, for operands in e4m3 with scales."""
+    given = call.given
+    product = rows_product(given, call.x_descale)
+    rows = product.rows._replace(blocks=product.rows.blocks.view(torch.uint8))
+    config = spmm_fp8_config(product.problem)
+    plan = spmm_plan(rows.indptr, rows.blocks.shape[0], rows.cols_b, config.chunk)
+    converts = given.problem.arch.sm >= MIN_SM_CONVERTS_FP8
+    for views, x_scales in zip(product.parts, product.x_scales, strict=True):
+        views = views._replace(x=views.x.view(torch.uint8))
+        scales = Scales(call.descale, x_scales, *x_scales.stride())
+        launch_spmm(views, rows, given.bias, given.activation, plan, config, scales, converts)
+    return product.out
+
+
 def launch_spmm(
     views: Views,
     rows: BlockRows,
@@ -204,6 +278,8 @@ def launch_spmm(
     activation: str | None,
     plan: SpmmPlan,
     config: SpmmConfig,
+    scales: Scales | None = None,
+    converts_fp8: bool = False,
 ) -> None:
     """Write activation(A @ x + bias) + residual to `out`.
 
@@ -213,6 +289,8 @@ def launch_spmm(
     rows : A [M, K], its blocks with any strides
     bias : [M], any stride, or None
     plan : of the rows and `config.chunk`
+    scales : of operands in fp8, given as bytes; strides of x [B, groups, N]
+    converts_fp8 : whether the GPU has an instruction that converts e4m3
     """
     out, x, residual = views
     values = rows.blocks
@@ -230,6 +308,7 @@ def launch_spmm(
             partial,
             values,
             x,
+            scales,
             plan.items,
             rows.indices,
             rows.perm,
@@ -244,6 +323,7 @@ def launch_spmm(
             addends,
             activation,
             config.input_precision,
+            converts_fp8,
             block_h,
             block_w,
             config.tile_m,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...calls.fp8 import SCALE_CHANNELS
 from ...calls.matmul import BsrProblem
 from ...core.arch import Arch
 from ...core.errors import InvalidInput
@@ -28,8 +29,12 @@ MIN_TILE = 16
 
 def why_not_triton(problem: BsrProblem) -> str | None:
     """Why the portable kernels cannot run this problem, or None when they can."""
-    if (reason := why_not_portable(problem.arch, problem.dtype, problem.out_dtype)) is not None:
-        return reason
+    reason = why_not_portable(problem.arch, problem.dtype, problem.out_dtype)
+    return reason or why_not_blocks(problem)
+
+
+def why_not_blocks(problem: BsrProblem) -> str | None:
+    """Why the portable kernels cannot run blocks of this shape, or None when they can."""
     shapes = [problem.block_shape]
     shapes += [problem.other_block_shape] if problem.kind == "pairs" else []
     for block_shape in shapes:
@@ -179,6 +184,8 @@ class NarrowConfig:
             )
 
 
+# From here on GPUs have an instruction that converts e4m3.
+MIN_SM_CONVERTS_FP8 = 89
 # Shared memory of the smallest supported GPU (sm_86, sm_89, sm_120): also where it is unknown.
 SMALLEST_SMEM = 99 * 1024
 # Triton needs a little for itself: barriers, and the exchange of layouts in the epilogue.
@@ -238,6 +245,26 @@ def spmm_config(problem: BsrProblem, precision: str) -> SpmmConfig:
         tile = _wide_tile(problem, sizes, precision)
     tile = _fit_smem(tile, problem.arch, problem.dtype.itemsize)
     return SpmmConfig(*tile, precision, spmm_chunk(problem.arch, sizes, tile.m, tile.n))
+
+
+@lru_cache(maxsize=1024)
+def spmm_fp8_config(problem: BsrProblem) -> SpmmConfig:
+    """Tiles of `bsr_matmul_fp8`: steps lie within a block and within channels that share a scale.
+
+    The sum of a step has registers of its own, beside those of the result: 128 columns at most.
+    """
+    sizes = spmm_sizes(problem)
+    if sizes.n <= NARROW:
+        tile = _narrow_tile(problem, sizes, "ieee")
+    else:
+        tile_m = largest_tile(sizes.block_h, 128)
+        # longer steps of 128 rows spill: their operands are converted in registers
+        tile = _Tile(tile_m, 128, 32 if tile_m == 128 else 64, 8 if tile_m == 128 else 4, 3)
+        tile = _narrowed(tile, problem.arch, sizes)
+    tile = tile._replace(k=largest_tile(sizes.block_w, min(tile.k, SCALE_CHANNELS)))
+    # operands lie in shared memory as fp16 after their conversion
+    tile = _fit_smem(tile, problem.arch, 2)
+    return SpmmConfig(*tile, "ieee", spmm_chunk(problem.arch, sizes, tile.m, tile.n))
 
 
 def spmm_facts(problem: BsrProblem, precision: str) -> tuple[Hashable, ...]:

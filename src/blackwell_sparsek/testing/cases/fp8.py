@@ -1,7 +1,8 @@
-"""Compile cases of the kernels in fp8: rounding, attention."""
+"""Compile cases of the kernels in fp8: rounding, attention, products."""
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,7 +10,11 @@ from ...attention.sm90.launch_fp8 import attn_fwd_fp8_sm90_config, launch_attn_f
 from ...attention.triton.forward_fp8 import launch_attn_fwd_fp8
 from ...attention.triton.tuning import attn_fwd_fp8_config
 from ...calls.attention import AttentionCall, AttnSpec
-from ...calls.fp8 import E4M3, E5M2, Fp8AttentionCall, QuantizeCall
+from ...calls.fp8 import Fp8AttentionCall, QuantizeCall
+from ...calls.matmul import BsrProblem
+from ...core.arch import Arch
+from ...core.compat import warps_may_part
+from ...core.fp8 import E4M3, E5M2
 from ...fp8.triton import (
     MIN_SM_CONVERTS_FP8,
     _amax_kernel,
@@ -19,6 +24,16 @@ from ...fp8.triton import (
 )
 from ...masks.band import Band
 from ...masks.block_mask import BlockMask
+from ...matmul.plan import SpmmPlan
+from ...matmul.rows import BlockRows, Views
+from ...matmul.sm90.config import narrow_stages_that_fit
+from ...matmul.sm90.fp8_launch import launch_spmm_fp8_sm90
+from ...matmul.sm90.narrow import NarrowScales, launch_spmm_narrow_sm90
+from ...matmul.sm90.row_schedule import HEADER, RowSchedule
+from ...matmul.sm90.spmm_fp8 import _spmm_fp8_sm90_kernel
+from ...matmul.sm90.tuning import narrow_fp8_config, spmm_fp8_sm90_config
+from ...matmul.triton.spmm import Scales, _bsr_spmm_kernel, launch_spmm
+from ...matmul.triton.tuning import spmm_fp8_config
 from ..captured_launches import captured_launches, launched_case, meta
 from ..compile_cases import ALL_ARCHS, CompileCase, compile_cases
 
@@ -117,7 +132,7 @@ def hopper_cases() -> Iterator[CompileCase]:
     yield hopper_case("mask-rows-of-64", 128, mask=(64, 64), spills=600)
     yield hopper_case("all-options", 128, everything=True, spills=536)
     yield hopper_case("dense", 64)
-    yield hopper_case("dense", 256, spills=10232)
+    yield hopper_case("dense", 256, spills=10248)
 
 
 def portable_case(name: str, sm: int, dim: int, *, spills: int = 0, **options: Any) -> CompileCase:
@@ -146,3 +161,175 @@ def portable_cases() -> Iterator[CompileCase]:
         yield portable_case("all-options", sm, 128, everything=True)
         yield portable_case("mask", sm, 128, mask=(128, 128))
         yield portable_case("dense", sm, 256, spills=44 if sm == 90 else 0)
+
+
+class ProductParts(NamedTuple):
+    """What launchers of products in fp8 take: views as bytes, blocks by rows, scales, a bias."""
+
+    views: Views
+    rows: BlockRows
+    descale: torch.Tensor
+    x_scales: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def product_parts(
+    block_shape: tuple[int, int], tokens: int, *, extras: bool = False, transposed: bool = False
+) -> ProductParts:
+    """x @ A.T with 4096 channels and features, or x @ A where blocks are stored `transposed`."""
+    (block_h, block_w), size, count = block_shape, 4096, 333
+
+    def dense(features: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return meta(1, tokens, features, dtype=dtype).mT
+
+    blocks, perm = meta(count, block_h, block_w, dtype=E4M3), None
+    if transposed:
+        blocks = meta(count, block_w, block_h, dtype=E4M3).mT
+        perm = meta(count, dtype=torch.int32)
+    indptr = meta(size // block_h + 1, dtype=torch.int32)
+    rows = BlockRows(blocks, indptr, meta(count, dtype=torch.int32), perm, size // block_w)
+    views = Views(dense(size), dense(size, E4M3), dense(size) if extras else None)
+    descale = meta(count, dtype=torch.float32)
+    x_scales = dense(size // 128, torch.float32)
+    return ProductParts(views, rows, descale, x_scales, meta(size) if extras else None)
+
+
+def product_problem(block_shape: tuple[int, int], tokens: int, sm: int) -> BsrProblem:
+    """The problem of `product_parts` on `sm`."""
+    return BsrProblem(
+        kind="matmul",
+        arch=Arch("cuda", sm, 132, 0 if sm in (89, 120) else 160 * 1024, False),
+        dtype=E4M3,
+        out_dtype=torch.bfloat16,
+        shape=(4096, 4096),
+        block_shape=block_shape[::-1],
+        nnz_blocks=333,
+        n=tokens,
+        dense_left=True,
+        transposed=True,
+        tma=True,
+    )
+
+
+def portable_product(
+    name: str,
+    sm: int,
+    block_shape: tuple[int, int],
+    tokens: int,
+    *,
+    split: bool = False,
+    activation: str | None = None,
+    spills: int = 0,
+    **options: Any,
+) -> CompileCase:
+    """A launch of the portable product as on `sm`."""
+    parts = product_parts(block_shape, tokens, **options)
+    config = spmm_fp8_config(product_problem(block_shape, tokens, sm))
+    rows = parts.rows._replace(blocks=parts.rows.blocks.view(torch.uint8))
+    views = parts.views._replace(x=parts.views.x.view(torch.uint8))
+    items, cut = meta(33, 4, dtype=torch.int32), meta(3 if split else 0, 3, dtype=torch.int32)
+    plan = SpmmPlan(items, cut, 9 if split else 0)
+    scales = Scales(parts.descale, parts.x_scales, *parts.x_scales.stride())
+    height, width = block_shape
+    return launched_case(
+        f"bsr_spmm_fp8/{name}-{height}x{width}-n{tokens}-sm{sm}",
+        launch_spmm,
+        *(views, rows, parts.bias, activation, plan, config, scales),
+        converts_fp8=sm >= MIN_SM_CONVERTS_FP8,
+        kernel=_bsr_spmm_kernel,
+        sm=sm,
+        max_spill_bytes=spills,
+        archs=(sm,),
+    )
+
+
+@compile_cases
+def portable_products() -> Iterator[CompileCase]:
+    """Products with few and many tokens, blocks of 128, 64 and 32, every part of the epilogue."""
+    for sm in ALL_ARCHS:
+        for side in (128, 64, 32):
+            yield portable_product("x@A.T", sm, (side, side), 4096)
+        yield portable_product("x@A.T", sm, (128, 128), 16)
+        yield portable_product("x@A.T", sm, (128, 128), 64)
+        yield portable_product("x@A-gelu", sm, (128, 128), 4096, transposed=True, activation="gelu")
+        yield portable_product("split", sm, (128, 128), 4096, split=True, extras=True)
+
+
+def hopper_product(
+    name: str,
+    block_shape: tuple[int, int],
+    tokens: int,
+    *,
+    split: bool = False,
+    programs: int = 1,
+    activation: str | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    spills: int = 0,
+    **options: Any,
+) -> CompileCase:
+    """A launch of the Hopper product, of few or many tokens; `spills` is what is accepted.
+
+    `programs` split the blocks of a tile of few tokens.
+    """
+    parts = product_parts(block_shape, tokens, **options)
+    problem = replace(product_problem(block_shape, tokens, 90), activation=activation)
+    problem = replace(problem, out_dtype=out_dtype)
+    views = parts.views._replace(out=parts.views.out.to(out_dtype))
+    views, x_scales = next(views.entries()), parts.x_scales[0]
+    height, width = block_shape
+    title = f"{name}-{height}x{width}-n{tokens}"
+    if (few := narrow_fp8_config(problem)) is not None:
+        if programs > 1:
+            sizes = (few.TILE_M, few.TILE_N, few.TILE_K * few.STAGE_BLOCKS)
+            wide = out_dtype == torch.float32
+            stages = narrow_stages_that_fit(*sizes, wide, programs, item_bytes=1)
+            few = replace(few, STAGES=stages, SPLIT_K=programs)
+        records = meta(33, 1, HEADER + 2 * 33, dtype=torch.int32)
+        group_stride, col_stride = x_scales.stride()
+        strides = (col_stride, group_stride)
+        scales = NarrowScales(parts.descale, x_scales, *strides, x_scales.shape[0])
+        operands = (views.out, parts.rows.blocks, RowSchedule(records, 33, 4), views.x)
+        return launched_case(
+            f"bsr_spmm_narrow_fp8_sm90/{title}",
+            launch_spmm_narrow_sm90,
+            *(*operands, parts.bias, views.residual, few, scales),
+            expect={"wgmma": 1},
+            max_spill_bytes=spills,
+            archs=(90,),
+        )
+    items, cut = meta(33, 4, dtype=torch.int32), meta(3 if split else 0, 3, dtype=torch.int32)
+    plan = SpmmPlan(items, cut, 9 if split else 0)
+    return launched_case(
+        f"bsr_spmm_fp8_sm90/{title}",
+        launch_spmm_fp8_sm90,
+        *(views, parts.rows, parts.descale, x_scales, parts.bias),
+        *(plan, spmm_fp8_sm90_config(problem)),
+        kernel=_spmm_fp8_sm90_kernel,
+        expect={"wgmma": 4},
+        max_spill_bytes=spills,
+        archs=(90,),
+    )
+
+
+@compile_cases
+def hopper_products() -> Iterator[CompileCase]:
+    """Many tokens in tiles of 256 and 128, few tokens, blocks of 128, 64 and 32, the epilogue."""
+    for side in (128, 64, 32):
+        yield hopper_product("x@A.T", (side, side), 8192, spills=40 if side == 128 else 0)
+        yield hopper_product("x@A.T", (side, side), 64)
+    yield hopper_product("x@A.T", (128, 128), 16)
+    yield hopper_product("x@A.T", (128, 128), 512)
+    yield hopper_product("x@A.T", (256, 256), 8192, spills=32)
+    # in the epilogue: sums of the second 64 tokens wait while the first are finished
+    everything: dict[str, Any] = {
+        "split": True,
+        "extras": True,
+        "activation": "gelu",
+        "spills": 880,
+    }
+    yield hopper_product("all", (128, 128), 8192, **everything)
+    yield hopper_product("all", (128, 128), 64, extras=True, activation="silu")
+    yield hopper_product("fp32", (128, 128), 8192, out_dtype=torch.float32, spills=212)
+    yield hopper_product("fp32", (128, 128), 64, out_dtype=torch.float32)
+    if warps_may_part():
+        yield hopper_product("parts2", (128, 128), 64, programs=2)
