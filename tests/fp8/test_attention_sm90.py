@@ -167,7 +167,9 @@ def test_results(dim, scaled, lengths, heads, options):
         options.get("softcap"), options.get("sinks"),
     )  # fmt: skip
     assert_within_budget(out, exact.double(), plain)
-    assert_within_budget(lse, exact_lse.double(), plain_lse, roundings=3.0)
+    # each of the dim / 32 sums in a score keeps 13 bits below its largest term
+    truncated = dim / 32 * 2.0 ** (23 - 13)
+    assert_within_budget(lse, exact_lse.double(), plain_lse, roundings=3.0 + truncated)
     again = bsk.attention(*data, **scales, **options, **factor, impl="sm90")
     assert torch.equal(out, again)
 

@@ -4,8 +4,11 @@ In a process that does not interpret kernels; nothing is compiled or run.
 """
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+
+from blackwell_sparsek.attention.sm90.launch import tma_strides
 
 SCRIPT = """
 from blackwell_sparsek.masks.order import longest_first
@@ -147,3 +150,12 @@ def test_grid(result):
     assert result["grid"] == result["packed grid"] == [1]
     assert result["launches without queries"] == 0
     assert result["rows"] == 2 * 4 * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 1, 64, 1000), (1, 1, 1, 1), (1, 3, 1, 24), (2, 2, 8, 16)])
+def test_strides_of_descriptors_are_multiples_of_16_bytes(dtype, shape):
+    """A dimension of size 1 may carry any stride: that of one KV head was the row of 1000 bytes."""
+    padded = torch.empty((*shape[:-1], -(-shape[-1] // 16) * 16), dtype=dtype)
+    *outer, last = tma_strides(padded[..., : shape[-1]])
+    assert last == 1 and all(stride * padded.element_size() % 16 == 0 for stride in outer)

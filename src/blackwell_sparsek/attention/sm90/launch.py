@@ -155,8 +155,10 @@ def tma_strides(x: torch.Tensor) -> tuple[int, ...]:
     shape, strides = x.shape, x.stride()
     if 1 not in shape:
         return strides
-    row = shape[-1]
-    return tuple([s if size > 1 else row for size, s in zip(shape, strides, strict=True)])
+    step = 16 // x.element_size()
+    row = -(-shape[-1] // step) * step
+    outer = zip(shape[:-1], strides, strict=False)
+    return (*(stride if size > 1 else row for size, stride in outer), 1)
 
 
 def backward(call: BackwardCall) -> None:
