@@ -92,8 +92,9 @@ def why_not(words):
             bsk_parser().parse_args(words[1:])
         except SystemExit as error:
             return f"bsk refuses it ({error.code})"
-    if words[:2] == ["python", "-m"] and words[2].startswith("blackwell_sparsek."):
-        path = REPOSITORY / "src" / words[2].replace(".", "/")
+    if words[:2] == ["python", "-m"] and words[2].startswith(("blackwell_sparsek.", "tests.")):
+        root = REPOSITORY / "src" if words[2].startswith("blackwell") else REPOSITORY
+        path = root / words[2].replace(".", "/")
         exists = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
         return None if exists else f"no such module: {words[2]}"
     if words[0] == "python" and words[1].endswith(".py"):

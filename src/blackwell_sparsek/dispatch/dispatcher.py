@@ -157,6 +157,9 @@ class Dispatcher:
         run = candidate.run
         if isinstance(run, str):
             module, _, name = run.partition(":")
+            if module.startswith("blackwell_sparsek."):
+                # the package has another name where the Hugging Face hub imports it
+                module = __name__.partition(".")[0] + module.removeprefix("blackwell_sparsek")
             run = getattr(importlib.import_module(module), name)
             self.candidates[candidate.name] = candidate._replace(run=run)
         return run
