@@ -6,6 +6,7 @@ from torch import nn
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek import InvalidInput, InvalidType
+from blackwell_sparsek.dispatch.model_report import ModelReport
 from blackwell_sparsek.nn import BSRLinear, strict_patterns
 from blackwell_sparsek.testing.inputs import normal
 
@@ -164,3 +165,10 @@ class TestExplainModel:
         found = bsk.explain(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         assert found.layers == ()
         assert str(found) == "no block-sparse layer; 2 dense linear layers"
+
+    def test_neighbouring_layers_are_joined(self):
+        report = ModelReport((), 0, {0: None, 1: None, 3: None, 2: "w"})
+        assert str(report).splitlines()[:2] == [
+            "attention of layers 0-1, 3: dense",
+            "attention of layer 2: w",
+        ]

@@ -106,11 +106,8 @@ def _count(number: int, what: str) -> str:
 
 def _runs(layers: list[int]) -> str:
     """Indices of layers in words, neighbours joined: "layers 0-3, 5"."""
-    ends: list[list[int]] = []
-    for layer in sorted(layers):
-        if ends and layer == ends[-1][1] + 1:
-            ends[-1][1] = layer
-        else:
-            ends.append([layer, layer])
-    words = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ends)
-    return f"layer{'' if len(layers) == 1 else 's'} {words}"
+    members = set(layers)
+    firsts = sorted(layer for layer in members if layer - 1 not in members)
+    lasts = sorted(layer for layer in members if layer + 1 not in members)
+    words = (f"{a}" if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
+    return f"layer{'' if len(members) == 1 else 's'} {', '.join(words)}"

@@ -1,6 +1,6 @@
 """BlockMask: which blocks of keys each block of queries sees, and which elements of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -304,7 +304,7 @@ class BlockMask:
     @usable_in_training
     def from_function(
         cls,
-        mask_mod: Callable[..., torch.Tensor],
+        mask_mod: algebra.MaskMod,
         seq_lengths: int | IntPair,
         block_size: int | IntPair = 128,
         *,

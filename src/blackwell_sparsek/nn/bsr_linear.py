@@ -89,6 +89,8 @@ density=0.25, bias=True, activation='gelu')
     """
 
     bias: torch.Tensor | None
+    in_features: int
+    out_features: int
 
     def __init__(
         self,

@@ -144,6 +144,7 @@ class BSRWeight(nn.Module):
     sees ordinary buffers, and compiled code follows them as well.
     """
 
+    block_shape: tuple[int, int]
     values: torch.Tensor
     weight_shape: torch.Tensor
     indptr: torch.Tensor
