@@ -21,6 +21,7 @@ from .inputs import (
     check_head_dims,
     check_qkv,
     checked_call,
+    fitted_mask,
 )
 from .replay import describe
 from .resize import recorder, repeated
@@ -167,6 +168,8 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
+    if block_mask is not None and all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, k)):
+        block_mask = fitted_mask(block_mask, q.shape[2], k.shape[2])
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention"
         _refuse_deterministic(op, deterministic)
@@ -279,6 +282,8 @@ def attention_varlen(
     ... ).shape
     torch.Size([10, 4, 16])
     """
+    if block_mask is not None and all(isinstance(n, int) for n in (max_seqlen_q, max_seqlen_k)):
+        block_mask = fitted_mask(block_mask, max_seqlen_q, max_seqlen_k)
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention_varlen"
         _refuse_deterministic(op, deterministic)
