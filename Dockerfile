@@ -21,7 +21,7 @@ ENV TRITON_CACHE_DIR=/home/bsk/.triton/cache
 FROM base AS build
 WORKDIR /src
 RUN pip install build==1.3.0
-COPY pyproject.toml README.md CHANGELOG.md LICENSE ./
+COPY pyproject.toml long_description.py README.md CHANGELOG.md LICENSE ./
 COPY src ./src
 RUN python -m build --wheel --outdir /wheels
 

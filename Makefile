@@ -10,7 +10,7 @@ SAMPLE ?= --seed 0 --count 60
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all compile-releases fuzz peer-tests vllm-test xformers-test lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
+.PHONY: quickstart test test-all docs dist compile-releases fuzz peer-tests vllm-test xformers-test lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,16 @@ test: $(VENV)/.installed-test lint  ## lint, type check and the tests that need 
 
 test-all: $(VENV)/.installed-test lint  ## the same and the exhaustive tests, some of which need the network
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m "not gpu"
+
+docs: $(VENV)/.installed-docs  ## the documentation site, into site/; any warning or dead link fails
+	NO_MKDOCS_2_WARNING=1 PATH="$(BIN):$$PATH" $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m tests.tools.check_site site
+
+dist: $(VENV)/.installed-release  ## wheel and source archive, into dist/, checked as a package index would
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m tests.tools.check_dist dist
 
 compile-releases: $(VENV)/.installed-test  ## a kernel of each kind for sm_90 with every Triton that is supported
 	$(BIN)/python -m pytest -n $(WORKERS) -q tests/testing/test_releases.py
@@ -76,7 +86,7 @@ browser:  ## Debian's Chromium, in which the report is tested; needs root
 	command -v chromium || (apt-get update -q && apt-get install -y -q chromium)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(RESULTS) .peers sanitizer-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json mutants.jsonl
+	rm -rf $(VENV) $(RESULTS) site dist .peers sanitizer-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart.json mutants.jsonl
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -87,4 +97,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $(VENV)/.installed $@
+
+$(VENV)/.installed-release: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
 	touch $(VENV)/.installed $@

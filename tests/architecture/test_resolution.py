@@ -45,7 +45,8 @@ def index():
 def test_the_pins_resolve(index, platform, python):
     # wheels only: a pin without one would have to be built, which takes a compiler and time
     where = ("--python-platform", platform, "--python-version", python, "--only-binary", ":all:")
-    done = compiled(*where, "--constraint", "constraints.txt", "--extra", "test", "pyproject.toml")
+    extras = [word for extra in ("test", "docs", "release") for word in ("--extra", extra)]
+    done = compiled(*where, "--constraint", "constraints.txt", *extras, "pyproject.toml")
     assert done.returncode == 0, done.stderr
     found = dict(re.findall(r"^([\w-]+)==(\S+)$", done.stdout, re.MULTILINE))
     text = (REPOSITORY / "constraints.txt").read_text()

@@ -22,7 +22,7 @@ from blackwell_sparsek.distributed import (
     RowwiseBSR,
     split_features,
 )
-from blackwell_sparsek.nn import BSRLinear, adopt_patterns
+from blackwell_sparsek.nn import BSRLinear, strict_patterns
 from blackwell_sparsek.testing.inputs import normal
 
 CHECKS = {}
@@ -295,7 +295,7 @@ def checkpoints_load_into_other_numbers_of_ranks(rank, world, folder):
 
 
 @check
-def other_patterns_are_refused_or_adopted(rank, world, folder):
+def other_patterns_are_refused_or_loaded(rank, world, folder):
     mesh = dist.init_device_mesh("cpu", (world,))
     whole = BSRLinear(HIDDEN, WIDE, BLOCK, keep=skewed(8, 6, 0))
     other = BSRLinear(HIDDEN, WIDE, BLOCK, keep=skewed(8, 6, 5))
@@ -303,13 +303,12 @@ def other_patterns_are_refused_or_adopted(rank, world, folder):
         dist.broadcast(x.detach(), 0)
     layer = parallelize_module(whole, mesh, ColwiseBSR(output_layouts=Replicate()))
     before = layer.state_dict()
-    with pytest.raises(RuntimeError, match="has another pattern"):
+    with strict_patterns(), pytest.raises(RuntimeError, match="has another pattern"):
         layer.load_state_dict(other.state_dict())
     with pytest.raises(RuntimeError, match=r"Missing key.*indptr"):
         layer.load_state_dict({"values": before["values"]})
     assert all(torch.equal(layer.state_dict()[name], x) for name, x in before.items())
-    with adopt_patterns():
-        layer.load_state_dict(other.state_dict())
+    layer.load_state_dict(other.state_dict())
     x = normal(3, HIDDEN, seed=0)
     torch.testing.assert_close(layer(x), other(x))
 

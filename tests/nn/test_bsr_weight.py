@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from blackwell_sparsek.core.errors import InvalidInput
-from blackwell_sparsek.nn import BSRLinear, adopt_patterns
+from blackwell_sparsek.nn import BSRLinear, strict_patterns
 from blackwell_sparsek.nn.bsr_weight import check_state
 
 
@@ -113,30 +113,29 @@ def test_state_is_what_safetensors_can_store():
     assert len(set(storages)) == len(storages)
 
 
-def test_another_pattern_is_refused_unless_asked_for():
+def test_another_pattern_is_loaded_unless_patterns_are_strict():
     ours, theirs = with_blocks((0, 0), (2, 3)), with_blocks((0, 1), (2, 3))
     before = copy.deepcopy(ours.state_dict())
-    with pytest.raises(RuntimeError, match=r"has another pattern.*\(2 of 12 blocks\).*adopt_pat"):
+    told = r"has another pattern.*\(2 of 12 blocks\).*strict_patterns"
+    with strict_patterns(), pytest.raises(RuntimeError, match=told):
         ours.load_state_dict(theirs.state_dict())
     assert all(torch.equal(x, before[name]) for name, x in ours.state_dict().items())
     values = ours.values
-    with adopt_patterns():
-        ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
     assert ours.values is values
     assert torch.equal(ours.weight.to_dense(), theirs.weight.to_dense())
     x = torch.randn(4, 50, requires_grad=True)
     (got,) = torch.autograd.grad(ours(x).sum(), x)
     (expected,) = torch.autograd.grad(theirs(x).sum(), x)
     assert torch.equal(got, expected)
-    with pytest.raises(RuntimeError, match="has another pattern"):
+    with strict_patterns(), pytest.raises(RuntimeError, match="has another pattern"):
         ours.load_state_dict(with_blocks((1, 1)).state_dict())
 
 
-def test_adopting_another_number_of_blocks_makes_a_new_parameter():
+def test_another_number_of_blocks_keeps_the_parameter_and_whether_it_trains():
     ours, theirs = with_blocks((0, 0)), with_blocks((0, 1), (1, 0), (2, 3))
     ours.values.requires_grad_(False)
-    with adopt_patterns():
-        ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
     assert isinstance(ours.values, nn.Parameter) and not ours.values.requires_grad
     assert torch.equal(ours.weight.to_dense(), theirs.weight.to_dense())
 
@@ -207,14 +206,14 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("name", "change", "problem"), MALFORMED)
-@pytest.mark.parametrize("adopt", [False, True])
-def test_malformed_checkpoints_are_refused_and_change_nothing(name, change, problem, adopt):
+@pytest.mark.parametrize("strict", [False, True])
+def test_malformed_checkpoints_are_refused_and_change_nothing(name, change, problem, strict):
     model = nn.Sequential(with_blocks((0, 0), (0, 2), (2, 3)))
     before = copy.deepcopy(model.state_dict())
     state = {f"0.{key}": x for key, x in broken(name, change).items()}
     with pytest.raises(RuntimeError, match=f"(?s)0: BSRLinear.load_state_dict: .*{problem}"):
-        if adopt:
-            with adopt_patterns():
+        if strict:
+            with strict_patterns():
                 model.load_state_dict(state)
         else:
             model.load_state_dict(state, strict=False)
@@ -273,16 +272,16 @@ def strange_entries(draw):
 @given(
     names=st.sets(st.sampled_from(["values", "indptr", "indices", "weight_shape"]), min_size=1),
     data=st.data(),
-    adopt=st.booleans(),
+    strict=st.booleans(),
 )
-def test_strange_checkpoints_are_refused_or_make_a_valid_layer(names, data, adopt):
+def test_strange_checkpoints_are_refused_or_make_a_valid_layer(names, data, strict):
     made = with_blocks((0, 1), (0, 3), (1, 0), (2, 0), (2, 1), (2, 2))
     before = {name: x.clone() for name, x in made.state_dict().items()}
     state = {name: x.clone() for name, x in before.items()}
     for name in sorted(names):
         state[name] = data.draw(strange_entries(), label=name)
     try:
-        with adopt_patterns() if adopt else contextlib.nullcontext():
+        with strict_patterns() if strict else contextlib.nullcontext():
             made.load_state_dict(state)
     except RuntimeError as error:  # what torch raises for every problem of a checkpoint
         assert "Error(s) in loading state_dict" in str(error)

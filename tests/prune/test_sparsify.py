@@ -210,7 +210,7 @@ def test_errors_change_nothing():
     with pytest.raises(InvalidInput, match="sparsity is out of range"):
         sparsify_(model, (16, 16), 2.0)
     with pytest.raises(InvalidType, match="block_shape is not a pair"):
-        sparsify_(model, 16, 0.5)
+        sparsify_(model, "16", 0.5)
     with pytest.raises(InvalidType, match=r"BSRLinear.from_linear makes a single one"):
         sparsify_(model.up, (16, 16), 0.5)
     assert not any(isinstance(m, BSRLinear) for m in model.modules())

@@ -1,6 +1,6 @@
 """`attention` for dense tensors and `attention_varlen` for packed sequences."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -21,11 +21,72 @@ from .inputs import (
     check_head_dims,
     check_qkv,
     checked_call,
+    fitted_mask,
 )
 from .replay import describe
 from .resize import recorder, repeated
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: Literal[True],
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -107,6 +168,8 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
+    if block_mask is not None and all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, k)):
+        block_mask = fitted_mask(block_mask, q.shape[2], k.shape[2])
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention"
         _refuse_deterministic(op, deterministic)
@@ -219,6 +282,8 @@ def attention_varlen(
     ... ).shape
     torch.Size([10, 4, 16])
     """
+    if block_mask is not None and all(isinstance(n, int) for n in (max_seqlen_q, max_seqlen_k)):
+        block_mask = fitted_mask(block_mask, max_seqlen_q, max_seqlen_k)
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention_varlen"
         _refuse_deterministic(op, deterministic)

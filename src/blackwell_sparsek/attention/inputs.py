@@ -164,6 +164,13 @@ def check_sinks(op: str, sinks: Any, q: torch.Tensor) -> None:
     check_same_device(op, {"q": q, "sinks": sinks})
 
 
+def fitted_mask(block_mask: Any, sq: Any, sk: Any) -> Any:
+    """A mask that was made without lengths for these, if it has as many blocks; others as given."""
+    if isinstance(block_mask, BlockMask) and block_mask._fits(sq, sk):
+        return block_mask.for_lengths(sq, sk)
+    return block_mask
+
+
 def check_block_mask(
     op: str, block_mask: Any, q: torch.Tensor, batch: int, sq: int, sk: int
 ) -> None:

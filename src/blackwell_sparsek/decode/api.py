@@ -1,6 +1,6 @@
 """`attention_decode`: new queries over a cache of keys and values."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -15,6 +15,69 @@ from .op import decode
 _RECORDED: dict[Any, Any] = {}
 
 
+@overload
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None = None,
+    kv_blocks: torch.Tensor | None = None,
+    kv_block_size: int | None = None,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    impl: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None = None,
+    kv_blocks: torch.Tensor | None = None,
+    kv_block_size: int | None = None,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None = None,
+    kv_blocks: torch.Tensor | None = None,
+    kv_block_size: int | None = None,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -9,13 +9,16 @@ supports the problem and has no reason to be passed over; an explicit name never
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
+
+import torch
 
 from ..core.checks import check_choice
 from ..core.compat import why_no_launcher
 from ..core.env import IMPLS, default_impl
 from ..core.errors import Unsupported
 from ..core.torch_state import explaining, is_explaining
+from .model_report import ModelReport, report
 
 
 class Candidate(NamedTuple):
@@ -157,6 +160,9 @@ class Dispatcher:
         run = candidate.run
         if isinstance(run, str):
             module, _, name = run.partition(":")
+            if module.startswith("blackwell_sparsek."):
+                # the package has another name where the Hugging Face hub imports it
+                module = __name__.partition(".")[0] + module.removeprefix("blackwell_sparsek")
             run = getattr(importlib.import_module(module), name)
             self.candidates[candidate.name] = candidate._replace(run=run)
         return run
@@ -183,12 +189,21 @@ def _why_nothing_runs(decision: Decision) -> str:
     return f"impl={decision.asked!r} cannot run this: {why}"
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision:
+# a module is callable too; without arguments it is the model that is meant
+@overload
+def explain(fn: torch.nn.Module) -> ModelReport: ...  # type: ignore[overload-overlap]
+@overload
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision: ...
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision | ModelReport:
     """Tell which implementation `fn(*args, **kwargs)` would run and why, without running it.
+
+    For a model alone, without arguments, tell which of its layers are sparse, how much of them is
+    stored, what would run for one token and for 4096, and which attention its layers have, if it
+    comes from `bsk.integrations.huggingface.register`.
 
     Parameters
     ----------
-    fn : a public function of this package, such as `bsk.matmul` or `bsk.attention`
+    fn : a public function of this package, such as `bsk.matmul` or `bsk.attention`; or a module
     *args, **kwargs : what it would be called with; they are validated as in a real call
 
     Returns
@@ -196,6 +211,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision:
     Decision
         `.chosen`, `.reasons` (one per implementation that was not chosen), `.problem`, `.note`
         (None, or why the chosen one takes longer than it could); prints as a short table.
+    ModelReport
+        For a model alone: `.layers`, `.dense_layers`, `.attention`; prints as a table.
 
     Examples
     --------
@@ -203,7 +220,12 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision:
     >>> q = torch.randn(1, 2, 16, 8)
     >>> bsk.explain(bsk.attention, q, q, q, causal=True).chosen
     'eager'
+    >>> print(bsk.explain(torch.nn.Sequential(bsk.nn.BSRLinear(64, 64, 16, sparsity=0.5))))
+    0  64 x 64 in 16 x 16  8/16 blocks  density 0.500  1 token: eager  4096 tokens: eager
+    1 block-sparse layer, density 0.500; 0 dense linear layers
     """
+    if isinstance(fn, torch.nn.Module) and not args and not kwargs:
+        return report(fn, explain)
     with explaining():
         try:
             fn(*args, **kwargs)

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,6 +41,69 @@ OP = "distributed.attention"
 T = TypeVar("T")
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: Any = None,
+    group: Any = None,
+    plan: Plan | None = None,
+    method: str = "auto",
+    cu_seqlens: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: Any = None,
+    group: Any = None,
+    plan: Plan | None = None,
+    method: str = "auto",
+    cu_seqlens: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: Any = None,
+    group: Any = None,
+    plan: Plan | None = None,
+    method: str = "auto",
+    cu_seqlens: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

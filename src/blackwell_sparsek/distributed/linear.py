@@ -20,7 +20,7 @@ from ..core.checks import check_choice, message
 from ..core.errors import BskError, InvalidInput, InvalidType, Unsupported
 from ..matmul.api import matmul
 from ..nn.bsr_linear import BSRLinear
-from ..nn.bsr_weight import KEYS, adopting, check_state, other_pattern
+from ..nn.bsr_weight import KEYS, check_state, is_strict, other_pattern
 from ..sparse.matrix import BSRMatrix
 from ..sparse.pattern import BSRPattern
 from .group import agree, check_same, members_of, talking_device
@@ -382,7 +382,7 @@ class ParallelBSRLinear(BSRLinear):
             for a, b in ((loaded.indptr, pattern.indptr), (loaded.indices, pattern.indices))
         )
         if not same:
-            if not adopting():
+            if is_strict():
                 blocks = pattern.rows_b * pattern.cols_b
                 raise other_pattern(pattern.nnz_blocks, blocks, loaded)
             other = BSRPattern._from_parts(

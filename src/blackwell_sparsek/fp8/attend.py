@@ -1,6 +1,6 @@
 """`bsk.fp8.attention`: 16-bit tensors in and out, fp8 inside, gradients in 16 bits."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -15,6 +15,57 @@ from .api import DTYPES, quantize
 _OP = "fp8.attention"
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    smooth_k: bool | None = None,
+    hadamard: bool = False,
+    return_lse: Literal[False] = False,
+    impl: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    smooth_k: bool | None = None,
+    hadamard: bool = False,
+    return_lse: Literal[True],
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    smooth_k: bool | None = None,
+    hadamard: bool = False,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -80,7 +80,7 @@ class patch_sdpa:
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
-        self.taken = 0
+        self.taken: int = 0
         self.left: Counter[str] = Counter()
         self._tokens: list[Token[Any]] = []
 

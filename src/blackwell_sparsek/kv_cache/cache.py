@@ -73,11 +73,19 @@ class KVCache:
         sizes = {"batch": batch, "heads_kv": heads_kv, "max_tokens": max_tokens}
         for arg, value in {**sizes, "head_dim": head_dim, "head_dim_v": head_dim_v}.items():
             check_count(op, arg, value, at_least=1)
-        self.k = torch.zeros(batch, heads_kv, max_tokens, head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(batch, heads_kv, max_tokens, head_dim_v, dtype=dtype, device=device)
+        self.k: torch.Tensor = torch.zeros(
+            batch, heads_kv, max_tokens, head_dim, dtype=dtype, device=device
+        )
+        self.v: torch.Tensor = torch.zeros(
+            batch, heads_kv, max_tokens, head_dim_v, dtype=dtype, device=device
+        )
         place = self.k.device
-        self.k_scale = scale_tensor(op, "k_scale", k_scale, dtype, heads_kv, place)
-        self.v_scale = scale_tensor(op, "v_scale", v_scale, dtype, heads_kv, place)
+        self.k_scale: torch.Tensor | None = scale_tensor(
+            op, "k_scale", k_scale, dtype, heads_kv, place
+        )
+        self.v_scale: torch.Tensor | None = scale_tensor(
+            op, "v_scale", v_scale, dtype, heads_kv, place
+        )
         self._account([0] * batch, [0] * batch)
 
     def _account(self, before: list[int], counts: list[int]) -> None:

@@ -107,11 +107,19 @@ class PagedKVCache:
         sizes |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
         for arg, value in sizes.items():
             check_count(op, arg, value, at_least=1)
-        self.k = torch.zeros(num_pages, page_size, heads_kv, head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(num_pages, page_size, heads_kv, head_dim_v, dtype=dtype, device=device)
+        self.k: torch.Tensor = torch.zeros(
+            num_pages, page_size, heads_kv, head_dim, dtype=dtype, device=device
+        )
+        self.v: torch.Tensor = torch.zeros(
+            num_pages, page_size, heads_kv, head_dim_v, dtype=dtype, device=device
+        )
         place = self.k.device
-        self.k_scale = scale_tensor(op, "k_scale", k_scale, dtype, heads_kv, place)
-        self.v_scale = scale_tensor(op, "v_scale", v_scale, dtype, heads_kv, place)
+        self.k_scale: torch.Tensor | None = scale_tensor(
+            op, "k_scale", k_scale, dtype, heads_kv, place
+        )
+        self.v_scale: torch.Tensor | None = scale_tensor(
+            op, "v_scale", v_scale, dtype, heads_kv, place
+        )
         max_pages = min(cdiv(max_tokens, page_size), num_pages)
         self._open(SequencePages(PagePool(num_pages), page_size, max_sequences, max_pages))
 

@@ -18,13 +18,15 @@ from .flex import evaluate
 if TYPE_CHECKING:
     from .block_mask import BlockMask
 
+# Of (batch, head, query, key), as for FlexAttention.
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # Entries of a table of blocks that are not rows of a pool of bits.
 FULL, ABSENT = -1, -2
 
 
 def from_function(
     cls: type["BlockMask"],
-    mask_mod: Callable[..., torch.Tensor],
+    mask_mod: MaskMod,
     seq_lengths: Any,
     block_size: Any,
     batch: int,

@@ -1,11 +1,11 @@
 """BlockMask: which blocks of keys each block of queries sees, and which elements of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..core.checks import check_dtype, check_has_data, check_tensor, message
+from ..core.checks import check_choice, check_dtype, check_has_data, check_tensor, message
 from ..core.errors import InvalidInput
 from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
@@ -35,6 +35,8 @@ from .flex import from_flex
 
 # What copies consist of, besides the lists and the bits.
 _SIZES = ("batch", "heads", "seq_lengths", "block_size")
+# Lengths for which a mask that was made without any keeps what it derived.
+_FITTED_LENGTHS = 32
 
 
 class BlockMask:
@@ -85,6 +87,9 @@ class BlockMask:
     _launches: dict[Any, Any]
     _derived: dict[Any, Any] | None
     _version: int | None
+    # made without lengths: for all that have as many blocks. Those it was used with so far.
+    _any_length: bool = False
+    _fitted: dict[IntPair, "BlockMask"]
 
     @usable_in_training
     def __init__(
@@ -129,6 +134,7 @@ class BlockMask:
         seq_lengths: IntPair,
         block_size: IntPair,
         exact: bool = True,
+        any_length: bool = False,
     ) -> None:
         self._forward, self._transposed = forward, transposed
         # False: the lists were allocated before the number of blocks was known, and may have spare
@@ -142,6 +148,7 @@ class BlockMask:
         self._launches, self._derived = {}, {}
         # how often the lists had been written to when something was first derived from them
         self._version = None
+        self._any_length, self._fitted = any_length, {}
 
     @classmethod
     def _from_parts(
@@ -154,10 +161,12 @@ class BlockMask:
         block_size: IntPair,
         transposed: BlockLists | None = None,
         exact: bool = True,
+        any_length: bool = False,
     ) -> "BlockMask":
         """A mask from tensors that the caller has just made, without checks or copies."""
         mask = cls.__new__(cls)
-        mask._set(forward, transposed, bits, batch, heads, seq_lengths, block_size, exact)
+        sizes = (batch, heads, seq_lengths, block_size)
+        mask._set(forward, transposed, bits, *sizes, exact, any_length)
         return mask
 
     @classmethod
@@ -199,7 +208,8 @@ class BlockMask:
             Which blocks are visible; `[H, Mb, Nb]` and `[Mb, Nb]` broadcast.
         block_size : int or (bq, bk)
         seq_lengths : int or (Sq, Sk), optional
-            With `ceil(Sq / bq) == Mb` and `ceil(Sk / bk) == Nb`; by default whole blocks.
+            With `ceil(Sq / bq) == Mb` and `ceil(Sk / bk) == Nb`. By default the mask fits every
+            length with that many blocks, and shows whole ones.
 
         Notes
         -----
@@ -217,7 +227,7 @@ class BlockMask:
         key = kept_key(keep, block_size, seq_lengths)
         if (again := repeat_kept(key, keep)) is not None:
             lists, sizes = again
-            return cls._from_parts(lists, *sizes, exact=False)
+            return cls._from_parts(lists, *sizes, exact=False, any_length=seq_lengths is None)
         keep = _with_batch_and_heads(op, "keep", keep, "[B or 1, H or 1, Mb, Nb]")
         block = check_block_size(op, block_size)
         batch, heads, mb, nb = keep.shape
@@ -237,12 +247,14 @@ class BlockMask:
         if kernels_build(keep.device, keep) and 0 < keep.numel() <= MAX_LISTED_BLOCKS:
             sizes = MaskSizes(no_bits(block, keep.device), batch, heads, seq, block)
             lists = kept_lists(keep, keep.numel(), key, sizes)
-            return cls._from_parts(lists, *sizes, exact=False)
+            return cls._from_parts(lists, *sizes, exact=False, any_length=seq_lengths is None)
         rows, cols = torch.nonzero(keep.flatten(0, 2), as_tuple=True)
         full = torch.full_like(cols, -1)
         lists = lists_from_blocks(rows, cols, full, batch * heads * mb, nb)
         pool = bit_masks.empty_pool(block, keep.device)
-        return cls._from_parts(lists, pool, batch, heads, seq, block)
+        return cls._from_parts(
+            lists, pool, batch, heads, seq, block, any_length=seq_lengths is None
+        )
 
     @classmethod
     @usable_in_training
@@ -304,7 +316,7 @@ class BlockMask:
     @usable_in_training
     def from_function(
         cls,
-        mask_mod: Callable[..., torch.Tensor],
+        mask_mod: algebra.MaskMod,
         seq_lengths: int | IntPair,
         block_size: int | IntPair = 128,
         *,
@@ -508,6 +520,7 @@ class BlockMask:
             (sk, sq),
             (bk, bq),
             transposed=self.forward,
+            any_length=self._any_length,
         )
 
     def tensors(self, *, for_gradients: bool = True) -> list[torch.Tensor]:
@@ -541,6 +554,7 @@ class BlockMask:
             self._seq_lengths,
             self._block_size,
             None if made is None else BlockLists(*(x.to(target) for x in made)),
+            any_length=self._any_length,
         )
 
     def to_dense(self) -> torch.Tensor:
@@ -581,6 +595,46 @@ class BlockMask:
         """Raise unless this mask was made for these sizes; host only."""
         check_made_for(op, (self._batch, self._heads, *self._seq_lengths), (batch, heads, sq, sk))
 
+    def for_lengths(self, sq: int, sk: int) -> "BlockMask":
+        """This mask, made by `from_dense` without lengths, for Sq queries and Sk keys.
+
+        They must fill as many blocks as the mask has. Attention does this by itself; the result
+        shares the lists and is kept, so that calls with the same lengths find it again.
+
+        Examples
+        --------
+        >>> mask = BlockMask.from_dense(torch.eye(4, dtype=torch.bool), 64)
+        >>> mask.for_lengths(250, 200).seq_lengths
+        (250, 200)
+        """
+        op, lengths = "BlockMask.for_lengths", (sq, sk)
+        if lengths == self._seq_lengths:
+            return self
+        if (kept := self._fitted.get(lengths)) is not None:
+            return kept
+        if not self._any_length:
+            problem = "was made for given lengths"
+            raise InvalidInput(message(op, "mask", problem, self._seq_lengths, lengths))
+        seq, (bq, bk) = check_seq_lengths(op, lengths), self._block_size
+        (rows, cols), (wanted_rows, wanted_cols) = self.grid, (cdiv(sq, bq), cdiv(sk, bk))
+        if (rows, cols) != (wanted_rows, wanted_cols):
+            expected = f"lengths of {rows} x {cols} blocks of {bq} x {bk}"
+            problem = f"has another number of blocks than {wanted_rows} x {wanted_cols}"
+            raise InvalidInput(message(op, "mask", problem, expected, lengths))
+        sizes = (self._batch, self._heads, seq, self._block_size)
+        mask = BlockMask._from_parts(
+            self._forward, self._bits, *sizes, self._transposed, self._exact, any_length=True
+        )
+        if len(self._fitted) >= _FITTED_LENGTHS:
+            del self._fitted[next(iter(self._fitted))]
+        self._fitted[lengths] = mask
+        return mask
+
+    def _fits(self, sq: int, sk: int) -> bool:
+        """Whether the mask was made without lengths and has as many blocks as these."""
+        bq, bk = self._block_size
+        return self._any_length and self.grid == (cdiv(sq, bq), cdiv(sk, bk))
+
     def equals(self, other: "BlockMask") -> bool:
         """Whether both show the same elements through the same blocks. Waits for the device."""
         mine, theirs = ((x.seq_lengths, x.block_size, x.batch, x.heads) for x in (self, other))
@@ -595,11 +649,12 @@ class BlockMask:
     def __getstate__(self) -> dict[str, Any]:
         self._trim()
         sizes = {name: getattr(self, name) for name in _SIZES}
-        return {**self._forward._asdict(), "bits": self._bits, **sizes}
+        lists = self._forward._asdict()
+        return {**lists, "bits": self._bits, **sizes, "any_length": self._any_length}
 
     @usable_in_training
     def __setstate__(self, state: dict[str, Any]) -> None:
-        op, names = "BlockMask", (*BlockLists._fields, "bits", *_SIZES)
+        op, names = "BlockMask", (*BlockLists._fields, "bits", *_SIZES, "any_length")
         if not isinstance(state, dict) or sorted(map(str, state)) != sorted(names):
             got = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
             problem = "does not fit"
@@ -608,16 +663,18 @@ class BlockMask:
         batch, heads = (check_count(op, name, state[name]) for name in ("batch", "heads"))
         seq = check_seq_lengths(op, state["seq_lengths"])
         block = check_block_size(op, state["block_size"])
+        check_choice(op, "any_length", state["any_length"], (False, True))
         if not (isinstance(bits, torch.Tensor) and bits.is_meta):
             check_lists(op, lists, bits, batch * heads, seq, block)
         if bits.is_inference():
             lists, bits = BlockLists(*(x.clone() for x in lists)), bits.clone()
-        self._set(lists, None, bits, batch, heads, seq, block)
+        self._set(lists, None, bits, batch, heads, seq, block, any_length=state["any_length"])
 
     def __copy__(self) -> "BlockMask":
         forward, transposed = self.forward, self._transposed
         sizes = (self._batch, self._heads, self._seq_lengths, self._block_size)
-        return BlockMask._from_parts(forward, self._bits, *sizes, transposed)
+        any_length = self._any_length
+        return BlockMask._from_parts(forward, self._bits, *sizes, transposed, any_length=any_length)
 
     def __repr__(self) -> str:
         sq, sk = self._seq_lengths

@@ -131,6 +131,8 @@ def _checked(
     if dense.shape[-1 if dense_left else -2] != inner:
         shapes = f"{list(dense.shape)} for a block-sparse {list(sparse.shape)}"
         expected = f"{inner} {'columns' if dense_left else 'rows'}"
+        if dense.shape[-1 if dense_left else -2] == features:
+            expected += f" ({sparse_arg}.T has {features})"
         raise InvalidInput(message(op, dense_arg, "does not fit", expected, shapes))
     check_same_dtype(op, {dense_arg: dense, sparse_arg: storage})
     check_same_device(op, {dense_arg: dense, sparse_arg: storage})

@@ -1,5 +1,7 @@
 """`BSRLinear`: a linear layer whose weight has only some of its blocks."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,7 +17,13 @@ from ..matmul.api import matmul
 from ..sparse.matrix import BSRMatrix
 from ..sparse.pattern import BSRPattern
 from ..sparse.scores import check_sparsity, choose_blocks, random_blocks
-from ..sparse.validate import VALUE_DTYPES, check_pair, check_values, zero_padding
+from ..sparse.validate import (
+    VALUE_DTYPES,
+    check_block_shape,
+    check_pair,
+    check_values,
+    zero_padding,
+)
 from .bsr_weight import BSRWeight
 
 
@@ -26,7 +34,7 @@ class BSRLinear(BSRWeight):
     ----------
     in_features, out_features : int
         W is [out_features, in_features], as in `torch.nn.Linear`.
-    block_shape : (bh, bw)
+    block_shape : int or (bh, bw)
         bh outputs by bw inputs. Need not divide the sizes.
     keep : Tensor bool [ceil(out_features / bh), ceil(in_features / bw)], optional
         The blocks that exist.
@@ -59,9 +67,11 @@ class BSRLinear(BSRWeight):
     uniform in +-1/sqrt(inputs in the blocks of that row), so that outputs keep their scale at any
     sparsity.
 
-    `load_state_dict` checks the pattern of a checkpoint before anything uses it and refuses a
-    malformed one, or one that differs from the module's (see `adopt_patterns`). A module made on
-    the meta device takes the pattern of the checkpoint, if the number of blocks agrees.
+    The pattern is state: `load_state_dict` takes it from the checkpoint together with the values.
+    It is checked before anything uses it, and a malformed one is refused. `strict_patterns` refuses
+    those that differ from the module's as well. `values` stays the same Parameter and takes the
+    shape of the checkpoint's; an optimiser with state for another number of blocks has to be made
+    anew.
 
     The buffers may be written in place, as DDP's broadcast and `torch.distributed.checkpoint` do:
     the next call sees that their version has changed, checks the pattern and follows it. A write
@@ -88,12 +98,14 @@ density=0.25, bias=True, activation='gelu')
     """
 
     bias: torch.Tensor | None
+    in_features: int
+    out_features: int
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        block_shape: tuple[int, int],
+        block_shape: int | tuple[int, int],
         *,
         keep: torch.Tensor | None = None,
         sparsity: float = 0.0,
@@ -106,10 +118,10 @@ density=0.25, bias=True, activation='gelu')
         super().__init__()
         op = "BSRLinear"
         shape = check_pair(op, "(out_features, in_features)", (out_features, in_features), 0)
-        block_shape = check_pair(op, "block_shape", block_shape, 1)
+        block = check_block_shape(op, block_shape)
         device = torch.get_default_device() if device is None else torch.device(device)
-        pattern = initial_pattern(op, shape, block_shape, keep, sparsity).to(device)
-        values = torch.empty(pattern.nnz_blocks, *block_shape, device=device, dtype=dtype)
+        pattern = initial_pattern(op, shape, block, keep, sparsity).to(device)
+        values = torch.empty(pattern.nnz_blocks, *block, device=device, dtype=dtype)
         bias_values = torch.empty(out_features, device=device, dtype=dtype) if bias else None
         self._build(pattern, values, bias_values, activation, impl)
         self.reset_parameters()
@@ -204,7 +216,7 @@ density=0.25, bias=True, activation='gelu')
     def from_linear(
         cls,
         linear: nn.Linear,
-        block_shape: tuple[int, int],
+        block_shape: int | tuple[int, int],
         sparsity: float,
         method: str = "magnitude",
         *,
@@ -218,7 +230,7 @@ density=0.25, bias=True, activation='gelu')
         Parameters
         ----------
         linear : torch.nn.Linear, left as it is
-        block_shape : (bh, bw), outputs by inputs
+        block_shape : int or (bh, bw), outputs by inputs
         sparsity : float in [0, 1], the fraction of blocks to drop
         method : "magnitude" (L2 norm), "wanda" or "random"
             For other methods, or other options of these, make `keep` yourself and use
@@ -242,9 +254,7 @@ density=0.25, bias=True, activation='gelu')
         (8, Linear(in_features=64, out_features=64, bias=True))
         """
         op = "BSRLinear.from_linear"
-        if not isinstance(linear, nn.Linear):
-            got = type(linear).__name__
-            raise InvalidType(message(op, "linear", "has a wrong type", "torch.nn.Linear", got))
+        _check_linear(op, linear)
         if dtype is not None:
             check_choice(op, "dtype", dtype, (*VALUE_DTYPES, E4M3))
         keep = choose_blocks(op, linear.weight, block_shape, sparsity, method, inputs)
@@ -254,16 +264,62 @@ density=0.25, bias=True, activation='gelu')
         return layer if dtype is None else layer.to(dtype)
 
     @classmethod
+    def from_dense_linear(
+        cls,
+        linear: nn.Linear,
+        block_shape: int | tuple[int, int],
+        *,
+        activation: str | None = None,
+        impl: str = "auto",
+    ) -> "BSRLinear":
+        """Store a `torch.nn.Linear` that was pruned already: the blocks that are not all zero.
+
+        Results are those of `linear` to rounding. How much that saves depends on where the zeros
+        are: `density` of the layer says which part of the blocks is left.
+
+        Parameters
+        ----------
+        linear : torch.nn.Linear, left as it is
+        block_shape : int or (bh, bw), outputs by inputs
+        activation, impl : as in the constructor
+
+        Returns
+        -------
+        BSRLinear on the same device, with copies of the weights, in the same training mode.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from blackwell_sparsek.nn import BSRLinear
+        >>> linear = torch.nn.Linear(64, 64)
+        >>> linear.weight.data[:32] = 0
+        >>> BSRLinear.from_dense_linear(linear, 16).density
+        0.5
+        """
+        op = "BSRLinear.from_dense_linear"
+        _check_linear(op, linear)
+        block = check_block_shape(op, block_shape)
+        matrix = BSRMatrix.from_dense(linear.weight.detach(), block)
+        return cls._of_linear(linear, matrix, activation, impl)
+
+    @classmethod
     def _from_kept(
         cls,
         linear: nn.Linear,
-        block_shape: tuple[int, int],
+        block_shape: int | tuple[int, int],
         keep: torch.Tensor,
         activation: str | None = None,
         impl: str = "auto",
     ) -> "BSRLinear":
         """`from_linear` with the blocks of `keep`."""
         matrix = BSRMatrix.from_mask(linear.weight.detach(), keep, block_shape)
+        return cls._of_linear(linear, matrix, activation, impl)
+
+    @classmethod
+    def _of_linear(
+        cls, linear: nn.Linear, matrix: BSRMatrix, activation: str | None, impl: str
+    ) -> "BSRLinear":
+        """A layer with `matrix` as its weight and the rest of `linear`."""
         layer = cls.from_matrix(matrix, linear.bias, activation=activation, impl=impl)
         layer.values.requires_grad_(linear.weight.requires_grad)
         if layer.bias is not None:
@@ -328,6 +384,12 @@ density=0.25, bias=True, activation='gelu')
             f"density={self.density:.4g}, bias={self.bias is not None}{activation}"
             + (f", dtype={self.values.dtype}" if self.descale is not None else "")
         )
+
+
+def _check_linear(op: str, linear: Any) -> None:
+    if not isinstance(linear, nn.Linear):
+        got = type(linear).__name__
+        raise InvalidType(message(op, "linear", "has a wrong type", "torch.nn.Linear", got))
 
 
 def initial_pattern(

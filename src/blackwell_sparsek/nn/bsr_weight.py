@@ -29,41 +29,43 @@ KEYS = (*PATTERN_KEYS, "values")
 # Of a weight in fp8 besides: a scale for each block.
 SCALES_KEY = "descale"
 
-_adopting: ContextVar[bool] = ContextVar("bsk_adopt_patterns", default=False)
+_strict: ContextVar[bool] = ContextVar("bsk_strict_patterns", default=False)
 
 
 @contextmanager
-def adopt_patterns() -> Iterator[None]:
-    """Inside, `load_state_dict` gives each `BSRLinear` the pattern of the checkpoint.
+def strict_patterns() -> Iterator[None]:
+    """Inside, `load_state_dict` refuses a checkpoint whose pattern is not that of the `BSRLinear`.
 
-    Otherwise a checkpoint with another pattern is an error, since values of one pattern mean
-    nothing in another. Sizes and block shapes must agree in any case. If the number of blocks
-    differs, `values` becomes a new Parameter: make optimisers afterwards.
+    Otherwise the pattern is loaded like the values. Sizes and block shapes must agree in any case.
 
     To load a pruned checkpoint into a newly made dense model, first give it block-sparse layers of
     any pattern: `sparsify_(model, block_shape, 0.9, method="random")`.
 
     Examples
     --------
-    >>> from blackwell_sparsek.nn import BSRLinear, adopt_patterns
-    >>> trained = BSRLinear(64, 64, (16, 16), sparsity=0.75)
-    >>> other = BSRLinear(64, 64, (16, 16), sparsity=0.5)
-    >>> with adopt_patterns():
+    >>> from blackwell_sparsek.nn import BSRLinear, strict_patterns
+    >>> trained = BSRLinear(64, 64, 16, sparsity=0.75)
+    >>> other = BSRLinear(64, 64, 16, sparsity=0.5)
+    >>> with strict_patterns():
     ...     other.load_state_dict(trained.state_dict())
+    Traceback (most recent call last):
+    RuntimeError: Error(s) in loading state_dict for BSRLinear:
+    ...
+    >>> other.load_state_dict(trained.state_dict())
     <All keys matched successfully>
     >>> other.nnz_blocks
     4
     """
-    token = _adopting.set(True)
+    token = _strict.set(True)
     try:
         yield
     finally:
-        _adopting.reset(token)
+        _strict.reset(token)
 
 
-def adopting() -> bool:
-    """Whether the pattern of a checkpoint may replace that of a module."""
-    return _adopting.get()
+def is_strict() -> bool:
+    """Whether the pattern of a checkpoint must be that of the module."""
+    return _strict.get()
 
 
 class LoadedState(NamedTuple):
@@ -132,7 +134,7 @@ def other_pattern(nnz_blocks: int, blocks: int, loaded: LoadedState) -> InvalidI
             "the checkpoint",
             "has another pattern",
             f"the pattern of this module ({nnz_blocks} of {blocks} blocks), or loading "
-            "inside blackwell_sparsek.nn.adopt_patterns()",
+            "outside of blackwell_sparsek.nn.strict_patterns()",
             f"{loaded.indices.numel()} of {blocks} blocks",
         )
     )
@@ -152,6 +154,7 @@ class BSRWeight(nn.Module):
     sees ordinary buffers, and compiled code follows them as well.
     """
 
+    block_shape: tuple[int, int]
     values: torch.Tensor
     descale: torch.Tensor | None
     weight_shape: torch.Tensor
@@ -365,7 +368,7 @@ class BSRWeight(nn.Module):
         return True
 
     def _prepare_for(self, state: dict[str, Any], assign: bool) -> None:
-        """Adopt the pattern of a checkpoint, if that is allowed, before its values are copied."""
+        """Take the pattern of a checkpoint, if that is allowed, before its values are copied."""
         if "values" not in state and self._has_buffers(state):
             # Tied layers share values, which a checkpoint may store once; the caller of
             # `load_state_dict` decides whether they may be missing.
@@ -375,7 +378,7 @@ class BSRWeight(nn.Module):
         pattern = {"indptr": loaded.indptr, "indices": loaded.indices}
         is_same = has_pattern and self._has_buffers({**state, **pattern})
         fits = is_same if has_pattern else self.values.shape == loaded.values_shape
-        if not fits and not adopting():
+        if not fits and is_strict():
             raise other_pattern(self.nnz_blocks, self.blocks, loaded)
         # Assigning takes the tensors of the checkpoint, and with them its device.
         device = state["values"].device if assign else self.values.device
@@ -383,8 +386,16 @@ class BSRWeight(nn.Module):
             parts = (loaded.indptr, loaded.indices, self._shape, self.block_shape)
             self._set_pattern(BSRPattern._from_parts(*parts).to(device))
         if self.values.shape != loaded.values_shape:
-            self.values = nn.Parameter(
-                self.values.new_empty(loaded.values_shape), requires_grad=self.values.requires_grad
-            )
+            self._resize_values(loaded.values_shape)
             if self.descale is not None:
                 self.descale = self.descale.new_empty(loaded.values_shape[0])
+
+    def _resize_values(self, shape: torch.Size) -> None:
+        """Make room for another number of blocks, in the same Parameter if it is a plain one."""
+        empty = self.values.detach().new_empty(shape)
+        if type(self.values.detach()) is torch.Tensor:
+            # an optimiser made before this goes on holding it
+            self.values.grad = None
+            self.values.data = empty
+        else:
+            self.values = nn.Parameter(empty, requires_grad=self.values.requires_grad)

@@ -14,7 +14,7 @@ from ..core.checks import check_choice, message
 from ..core.errors import InvalidInput, InvalidType
 from ..nn.bsr_linear import BSRLinear
 from ..sparse.scores import METHODS, check_sparsity, choose_blocks
-from ..sparse.validate import VALUE_DTYPES, check_pair
+from ..sparse.validate import VALUE_DTYPES, check_block_shape
 
 
 def _bytes_of(module: nn.Module) -> int:
@@ -87,7 +87,7 @@ class SparsifySummary:
 
 def sparsify_(
     model: nn.Module,
-    block_shape: tuple[int, int],
+    block_shape: int | tuple[int, int],
     sparsity: float,
     *,
     method: str = "magnitude",
@@ -101,7 +101,7 @@ def sparsify_(
     ----------
     model : torch.nn.Module
         Make optimisers afterwards: they hold parameters.
-    block_shape : (bh, bw), outputs by inputs
+    block_shape : int or (bh, bw), outputs by inputs
     sparsity : float in [0, 1]
         Fraction of blocks to drop, the same in each layer. 0 drops nothing, as a start for
         `GradualPruner`.
@@ -116,8 +116,9 @@ def sparsify_(
     Returns
     -------
     SparsifySummary
-        What was done to each layer, and why some were skipped: subclasses of Linear, and layers
-        with shared weights or with hooks, on which other code relies. Prints as a table.
+        What was done to each linear layer, and why some were skipped: by `include` and `exclude`,
+        subclasses of Linear, and layers with shared weights or with hooks, on which other code
+        relies. Prints as a table.
 
     Notes
     -----
@@ -139,7 +140,7 @@ bias=True)
     0.25
     """
     op = "sparsify_"
-    check_pair(op, "block_shape", block_shape, 1)
+    block_shape = check_block_shape(op, block_shape)
     check_sparsity(op, sparsity)
     check_choice(op, "method", method, METHODS)
     if (calibration is not None) != (method == "wanda"):
@@ -203,9 +204,12 @@ def _select(
     skipped: dict[str, str] = {}
     owners = _owners(model)
     for module, names in names_of.items():
-        if not _any_matches(names, include) or _any_matches(names, exclude):
-            continue
-        if reason := _why_not(module, owners):
+        if not _any_matches(names, include):
+            skipped[names[0]] = "is not included"
+        elif _any_matches(names, exclude):
+            pattern = next(p for p in exclude if _any_matches(names, [p]))
+            skipped[names[0]] = f"is excluded by {pattern!r}"
+        elif reason := _why_not(module, owners):
             skipped[names[0]] = reason
         else:
             layers[module] = names

@@ -18,7 +18,7 @@ from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..core.fp8 import E4M3, finite_magnitude, scales_of, within_range
 from ..launch.launcher import cdiv
 from .pattern import BSRPattern
-from .validate import VALUE_DTYPES, check_pair
+from .validate import VALUE_DTYPES, check_block_shape
 
 if TYPE_CHECKING:
     from scipy.sparse import bsr_matrix
@@ -56,7 +56,7 @@ def from_dense(op: str, x: Any, block_shape: Any) -> tuple[BSRPattern, torch.Ten
     """Keep the blocks that have any nonzero element; a NaN is nonzero."""
     check_dense(op, x)
     check_has_data(op, "x", x)
-    block_shape = check_pair(op, "block_shape", block_shape, 1)
+    block_shape = check_block_shape(op, block_shape)
     keep = (as_blocks(x.detach(), block_shape) != 0).flatten(2).any(2)
     return blocks_of(x, keep, block_shape)
 
@@ -71,7 +71,7 @@ def from_element_mask(
     check_shape(op, "mask", mask, x.shape)
     check_same_device(op, {"x": x, "mask": mask})
     check_has_data(op, "mask", mask)
-    block_shape = check_pair(op, "block_shape", block_shape, 1)
+    block_shape = check_block_shape(op, block_shape)
     keep = as_blocks(mask, block_shape).flatten(2).any(2)
     return blocks_of(x.masked_fill(~mask, 0), keep, block_shape)
 
@@ -88,7 +88,7 @@ def from_mask(
     check_has_data(op, "block_keep", block_keep)
     if block_shape is None:
         block_shape = _infer_block_shape(op, x, block_keep)
-    bh, bw = check_pair(op, "block_shape", block_shape, 1)
+    bh, bw = check_block_shape(op, block_shape)
     check_shape(op, "block_keep", block_keep, (cdiv(x.shape[0], bh), cdiv(x.shape[1], bw)))
     return blocks_of(x, block_keep, (bh, bw))
 

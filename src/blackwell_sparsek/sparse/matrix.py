@@ -122,7 +122,7 @@ device=cpu)
         return matrix
 
     @classmethod
-    def from_dense(cls, x: torch.Tensor, block_shape: tuple[int, int]) -> "BSRMatrix":
+    def from_dense(cls, x: torch.Tensor, block_shape: int | tuple[int, int]) -> "BSRMatrix":
         """Keep the blocks of `x` [M, K] that have any nonzero element (one synchronisation).
 
         Gradients flow back to `x` through the kept blocks.
@@ -134,7 +134,7 @@ device=cpu)
         cls,
         x: torch.Tensor,
         block_keep: torch.Tensor,
-        block_shape: tuple[int, int] | None = None,
+        block_shape: int | tuple[int, int] | None = None,
     ) -> "BSRMatrix":
         """Keep the blocks of `x` [M, K] marked in `block_keep` bool [rows_b, cols_b].
 
@@ -147,7 +147,7 @@ device=cpu)
 
     @classmethod
     def from_element_mask(
-        cls, x: torch.Tensor, mask: torch.Tensor, block_shape: tuple[int, int]
+        cls, x: torch.Tensor, mask: torch.Tensor, block_shape: int | tuple[int, int]
     ) -> "BSRMatrix":
         """Keep `x` [M, K] where `mask` bool [M, K] is true, in the blocks that hold such elements.
 

@@ -8,7 +8,7 @@ from ..core.checks import check_choice, check_dtype, check_rank, check_tensor, m
 from ..core.errors import InvalidInput, InvalidType
 from ..launch.launcher import cdiv
 from .convert import as_blocks
-from .validate import VALUE_DTYPES, check_pair
+from .validate import VALUE_DTYPES, check_block_shape
 
 NORMS = {"l1": 1, "l2": 2}
 METHODS = ("magnitude", "wanda", "random")
@@ -16,7 +16,7 @@ METHODS = ("magnitude", "wanda", "random")
 
 def block_magnitude(
     w: torch.Tensor,
-    block_shape: tuple[int, int],
+    block_shape: int | tuple[int, int],
     sparsity: float,
     *,
     norm: str = "l2",
@@ -64,7 +64,7 @@ def block_magnitude(
 def wanda(
     w: torch.Tensor,
     inputs: torch.Tensor,
-    block_shape: tuple[int, int],
+    block_shape: int | tuple[int, int],
     sparsity: float,
     *,
     norm: str = "l1",
@@ -108,7 +108,7 @@ def wanda(
 def choose_blocks(
     op: str,
     w: torch.Tensor,
-    block_shape: tuple[int, int],
+    block_shape: int | tuple[int, int],
     sparsity: float,
     method: str,
     inputs: torch.Tensor | None,
@@ -133,7 +133,7 @@ def _check_weight(op: str, w: Any, block_shape: Any) -> tuple[int, int]:
     check_rank(op, "w", w, "[M, K]")
     if w.is_meta:
         raise InvalidInput(message(op, "w", "has no values", "a real device", "the meta device"))
-    return check_pair(op, "block_shape", block_shape, 1)
+    return check_block_shape(op, block_shape)
 
 
 def _feature_norms(op: str, w: torch.Tensor, inputs: Any) -> torch.Tensor:

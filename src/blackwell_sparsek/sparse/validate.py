@@ -41,6 +41,16 @@ def check_pair(op: str, arg: str, value: Any, smallest: int) -> tuple[int, int]:
     return value[0], value[1]
 
 
+def check_block_shape(op: str, value: Any) -> tuple[int, int]:
+    """Check for a block shape; an integer is a square block."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = (value, value)
+    try:
+        return check_pair(op, "block_shape", value, 1)
+    except InvalidInput as error:
+        raise type(error)(str(error).replace("two integers", "one or two integers")) from None
+
+
 def check_values(op: str, data: Any, descale: Any = None) -> None:
     """Check block values: a floating tensor [nnzb, bh, bw] with blocks of at least 1 x 1.
 

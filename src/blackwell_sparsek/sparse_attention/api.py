@@ -1,5 +1,7 @@
 """`sparse_attention`: attention over the keys that each query token has chosen."""
 
+from typing import Literal, overload
+
 import torch
 
 from ..core.checks import check_choice
@@ -9,6 +11,75 @@ from .inputs import sparse_call
 from .op import attend
 
 
+@overload
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: KeySelection,
+    *,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+    sinks: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: KeySelection,
+    *,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+    sinks: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: KeySelection,
+    *,
+    causal: bool = True,
+    window: int | tuple[int | None, int | None] | None = None,
+    sinks: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,

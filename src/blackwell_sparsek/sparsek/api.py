@@ -1,6 +1,6 @@
 """`sparsek` and `sparsek_causal`: weights that choose about k entries, and their thresholds."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -20,6 +20,33 @@ from ..core.errors import InvalidInput, InvalidType
 from .op import causal_op, sparsek_op
 
 
+@overload
+def sparsek(
+    z: torch.Tensor,
+    k: float | torch.Tensor,
+    *,
+    lengths: torch.Tensor | None = None,
+    return_threshold: Literal[False] = False,
+    impl: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def sparsek(
+    z: torch.Tensor,
+    k: float | torch.Tensor,
+    *,
+    lengths: torch.Tensor | None = None,
+    return_threshold: Literal[True],
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def sparsek(
+    z: torch.Tensor,
+    k: float | torch.Tensor,
+    *,
+    lengths: torch.Tensor | None = None,
+    return_threshold: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def sparsek(
     z: torch.Tensor,
     k: float | torch.Tensor,

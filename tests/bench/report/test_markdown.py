@@ -13,6 +13,7 @@ from blackwell_sparsek.bench.report.markdown import (
     RESULTS,
     committed,
     headlines,
+    losses,
     summary,
 )
 from blackwell_sparsek.bench.suites import SUITES
@@ -249,6 +250,50 @@ def test_what_was_not_compared_is_empty_and_slow_arithmetic_has_no_rate():
 def test_cases_without_a_time_of_ours_have_no_row():
     assert headlines([_headline_document({"failed": "over the budget"}, {})]) == ""
     assert headlines([]) == ""
+
+
+def test_a_headline_that_lost_is_no_win():
+    ratio = {"best_peer": "torch|bsr", "over_best_peer": 0.994, "over_dense": 4.0}
+    assert headlines([_headline_document(_times(1e-3), ratio)]) == ""
+    ratio["over_best_peer"] = 0.996  # printed as 1.00x
+    assert "1.00x" in headlines([_headline_document(_times(1e-3), ratio)])
+
+
+def _timed(name, mode, **seconds):
+    """A case with times by peer and the ratios of ours, `bsk`, to `dense` and to the best peer."""
+    ours = seconds["bsk"]
+    peers = {p: {"times": {mode: {"quantiles_s": {"p50": s}}}} for p, s in seconds.items()}
+    others = {s: p for p, s in seconds.items() if p not in ("bsk", "dense")}
+    ratio = {"over_dense": seconds["dense"] / ours} if "dense" in seconds else {}
+    if others:
+        ratio |= {"best_peer": others[min(others)], "over_best_peer": min(others) / ours}
+    return {"name": name, "problem": {}, "peers": peers, "ratios": {mode: ratio}}
+
+
+def test_losses_show_the_worst_case_of_a_suite_and_how_many_are_lost():
+    cases = [
+        _timed("won", "eager", bsk=1e-3, fa4=2e-3),
+        _timed("lost", "eager", bsk=1e-3, fa4=9e-4, cudnn=3e-3),
+        _timed("worst", "graph", bsk=1e-3, fa4=2e-3, dense=5e-4),
+    ]
+    text = losses([{"suite": "a_b", "cases": cases}, {"suite": "won", "cases": cases[:1]}])
+    assert text.splitlines()[2:] == [
+        "| a b: worst, CUDA graph | 2 of 3 | 1 ms | 0.5 ms (dense) | 0.50x |"
+    ]
+    assert losses([{"suite": "won", "cases": cases[:1]}]) == losses([]) == ""
+
+
+def test_every_suite_with_a_ratio_below_one_is_among_the_losses():
+    documents = committed(REPOSITORY / RESULTS)
+    lost = {
+        document["suite"].replace("_", " ")
+        for document in documents
+        for case in document["cases"]
+        for ratio in case.get("ratios", {}).values()
+        if min(ratio.get("over_best_peer", 1), ratio.get("over_dense") or 1) < 0.995
+    }
+    rows = losses(documents).splitlines()[2:]
+    assert {row.split(":")[0].removeprefix("| ") for row in rows} == lost
 
 
 def _case(name, peer, over_peer, over_dense=None):

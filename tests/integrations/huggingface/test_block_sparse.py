@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import blackwell_sparsek as bsk
 from blackwell_sparsek import InvalidInput, InvalidType, Unsupported
 from blackwell_sparsek.integrations.huggingface import BlockSparse, register
 from blackwell_sparsek.integrations.huggingface.attention import attention_forward
@@ -268,6 +269,20 @@ class TestErrors:
             match=rf"block_sparse names layers that .*; expected layers 0 to 1, got \[{layer}\]",
         ):
             model(long_ids)
+
+    def test_explain_tells_which_layers_are_sparse(self, make_model):
+        model = make_model()
+        sparse = BlockSparse(window=4)
+        model.set_attn_implementation(register({1: sparse}, name="second"))
+        found = bsk.explain(model)
+        assert found.attention == {0: None, 1: sparse}
+        lines = str(found).splitlines()
+        assert lines[0] == "attention of layer 0: dense"
+        assert lines[1] == f"attention of layer 1: {sparse}"
+        model.set_attn_implementation(register(sparse, name="both"))
+        assert str(bsk.explain(model)).startswith(f"attention of layers 0-1: {sparse}\n")
+        model.set_attn_implementation("sdpa")
+        assert bsk.explain(model).attention == {}
 
     def test_a_layer_below_zero(self):
         with pytest.raises(InvalidInput, match=r"block_sparse names a layer below zero; .* got -1"):

@@ -9,7 +9,7 @@ import pathlib
 import posixpath
 from collections.abc import Iterable, Iterator
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.errors import InvalidInput
 from .. import results
@@ -32,29 +32,18 @@ from .tables import (
 
 # suite, case, how it was timed
 HEADLINES = (
-    ("matmul_founding", "8192^3, blocks 128x128, 78% sparse", "sustained"),
     ("matmul_founding", "8192^3, blocks 128x128, 78% sparse", "eager"),
     ("matmul_founding", "8192^3, blocks 64x64, 78% sparse", "eager"),
-    ("matmul_founding", "8192^3, blocks 32x32, 78% sparse", "eager"),
     ("matmul_founding", "8192^3, blocks 16x16, 78% sparse", "eager"),
     ("matmul_decode", "8B gate_up, 16 tokens, blocks 128x128, 78% sparse", "graph"),
     ("bsr_training", "8192^3, blocks 128x128, 78% sparse", "eager"),
-    ("bsr_training", "8192^3, blocks 64x64, 78% sparse", "eager"),
-    ("attention_dense", "B1 H16 S16k D128 full", "eager"),
     ("attention_dense", "B1 H16 S16k D128 causal", "eager"),
-    ("attention_dense", "B1 H32 S16k D64 causal", "eager"),
     ("attention_wide", "B1 H16:8 S16k D256 causal", "eager"),
-    ("attention_wide", "B1 H128 S8k D192/128 causal", "eager"),
     ("attention_window", "B1 H16 S128k D128 causal window 2048", "eager"),
     ("attention_small", "B1 H8 S512 D64 full float16", "graph"),
     ("block_sparse", "B1 H16 S16k D128 blocks 128x128 at 22%", "eager"),
     ("block_sparse", "B1 H16 S16k D128 blocks 64x64 at 22%", "eager"),
-    ("backward", "B1 H16 S16k D128 causal", "eager"),
-    ("backward", "B1 H16 S16k D128 blocks 128x128 at 22%", "eager"),
     ("backward", "B1 H8 S64k D128 blocks 64x64 at 5%", "eager"),
-    ("backward_wide", "B1 H16:8 S8k D256 causal", "eager"),
-    ("backward_wide", "B1 H16 S8k D192/128 causal", "eager"),
-    ("training", "B1 H32:8 S32k D128 causal", "eager"),
     ("decode", "B1 S8k H32:8 D128, contiguous", "graph"),
     ("decode", "B16 S8k H32:8 D128, pages of 64", "graph"),
 )
@@ -68,7 +57,7 @@ HEADLINE_HEAD = (
 
 
 def headlines(documents: Iterable[dict[str, Any]]) -> str:
-    """A row for each headline with results."""
+    """A row for each headline with results in which nobody is faster."""
     cases = {(d["suite"], case["name"]): case for d in documents for case in d["cases"]}
     rows = [
         row
@@ -84,6 +73,8 @@ def _headline_row(suite: str, case: dict[str, Any], mode: str) -> Iterator[list[
     if times.get("bsk") is None:
         return
     ratio = case.get("ratios", {}).get(mode, {})
+    if any(_loses(ratio[key]) for key in RATIOS if ratio.get(key) is not None):
+        return
     best = ratio.get("best_peer")
     yield [
         f"{suite.replace('_', ' ')}: {case['name']}, {MODES[mode]}",
@@ -100,6 +91,66 @@ def _headline_time(figures: dict[str, Any]) -> str:
     # decoding and products of few tokens are memory-bound: their TFLOP/s mean nothing
     work = figures.get("executed_tflops", 0)
     return f"{time}, {number(work)} TFLOP/s" if work >= 100 else time
+
+
+# Losses: every suite in which somebody is faster, by its worst case.
+
+RATIOS = ("over_best_peer", "over_dense")
+LOSS_HEAD = ("suite, worst case, timed how", "cases lost", "ours", "faster", "ours against it")
+
+
+def _loses(ratio: float) -> bool:
+    """Whether the ratio is below 1 as it is printed."""
+    return round(ratio, 2) < 1
+
+
+def losses(documents: Iterable[dict[str, Any]]) -> str:
+    """A row for each suite with a case in which a peer, or the dense computation, is faster."""
+    rows = [row for document in documents for row in _loss_row(document)]
+    return table(LOSS_HEAD, rows) if rows else ""
+
+
+class _Compared(NamedTuple):
+    """A case beside something that computes the same; `min` finds the lowest ratio."""
+
+    ratio: float
+    case: str
+    mode: str
+    ours: str
+    other: str
+
+
+def _loss_row(document: dict[str, Any]) -> Iterator[list[str]]:
+    lowest: dict[str, _Compared] = {}
+    for case in document["cases"]:
+        for mode, ratio in case.get("ratios", {}).items():
+            for key in RATIOS:
+                if ratio.get(key) is not None:
+                    compared = _compared(case, mode, ratio, key)
+                    lowest[case["name"]] = min(compared, lowest.get(case["name"], compared))
+    lost = [compared for compared in lowest.values() if _loses(compared.ratio)]
+    if lost:
+        worst = min(lost)
+        yield [
+            f"{document['suite'].replace('_', ' ')}: {worst.case}, {MODES[worst.mode]}",
+            f"{len(lost)} of {len(lowest)}",
+            worst.ours,
+            worst.other,
+            times_faster(worst.ratio),
+        ]
+
+
+def _compared(case: dict[str, Any], mode: str, ratio: dict[str, Any], key: str) -> _Compared:
+    peers = case["peers"]
+    times = {name: peer["times"][mode] for name, peer in peers.items() if _has(peer, mode)}
+    seconds = {name: figures["quantiles_s"]["p50"] for name, figures in times.items()}
+    other = ratio.get("best_peer")
+    if key == "over_dense":
+        # results do not name the dense one: it is the peer with this ratio
+        gap = {peer: abs(s / seconds["bsk"] - ratio[key]) for peer, s in seconds.items()}
+        other = min(gap, key=lambda peer: gap[peer])
+    ours, theirs = _headline_time(times["bsk"]), _headline_time(times[other])
+    return _Compared(ratio[key], case["name"], mode, ours, f"{theirs} ({other})")
 
 
 # The summary: the ratios of each suite, and its worst case.
@@ -327,7 +378,12 @@ def section_of(page: pathlib.Path, folder: pathlib.Path) -> str:
     documents = committed(folder)
     if page == SUMMARY:
         shown = [document for document in documents if document["suite"] in PLOTTED]
-        parts = [headlines(documents), *(link for d in shown for link in _links(d, page))]
+        won, lost = headlines(documents), losses(documents)
+        parts = [
+            won and f"### Where it wins\n\n{won}",
+            lost and f"### Where it loses\n\n{lost}",
+            *(link for document in shown for link in _links(document, page)),
+        ]
         return "\n\n".join(part for part in parts if part)
     names = [document["suite"] for document in documents]
     pages = " · ".join(f"[{name.replace('_', ' ')}]({name}.md)" for name in names)

@@ -5,6 +5,7 @@ from typing import Any
 
 from ...core.checks import message
 from ...core.errors import InvalidInput, InvalidType, Unsupported
+from ...dispatch.model_report import ATTENTION
 from .attention import attention_forward, paged_attention_forward, refuse_paged
 from .block_sparse import PerLayer, layer_choice
 from .fp8 import Fp8
@@ -97,4 +98,5 @@ def register(
     # without a mask function transformers makes no mask; the offsets of the requests suffice
     paged = paged_attention_forward if block_sparse is None else refuse_paged
     AttentionInterface.register(f"paged|{name}", paged)
+    ATTENTION[name] = choose
     return name

@@ -1,0 +1,113 @@
+"""What of a model is sparse: `bsk.explain(model)`."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+# Numbers of tokens for which a report names the implementation of a layer: one that decodes, and a
+# prompt.
+TOKENS = (1, 4096)
+# By the name of an attention implementation of transformers: what a layer does, or None if it is
+# dense. `integrations.huggingface.register` fills it.
+ATTENTION: dict[str, Callable[[Any], object]] = {}
+
+
+class SparseLayer(NamedTuple):
+    """A block-sparse layer: its sizes, its stored blocks, and what runs for so many tokens."""
+
+    name: str
+    shape: tuple[int, int]
+    block_shape: tuple[int, int]
+    nnz_blocks: int
+    blocks: int
+    chosen: dict[int, str | None]
+
+    @property
+    def density(self) -> float:
+        """Stored blocks over all blocks."""
+        return self.nnz_blocks / max(1, self.blocks)
+
+    def __str__(self) -> str:
+        (rows, cols), (bh, bw) = self.shape, self.block_shape
+        runs = "".join(f"  {_count(n, 'token')}: {impl}" for n, impl in self.chosen.items())
+        return (
+            f"{self.name}  {rows} x {cols} in {bh} x {bw}  {self.nnz_blocks}/{self.blocks} blocks  "
+            f"density {self.density:.3f}{runs}"
+        )
+
+
+class ModelReport(NamedTuple):
+    """The sparse layers of a model, how many linear ones are dense, and what attention does.
+
+    `attention` maps the index of a layer to its sparse attention, None if it is dense; it is empty
+    for models that do not use this package's attention through transformers. Prints as a table.
+    """
+
+    layers: tuple[SparseLayer, ...]
+    dense_layers: int
+    attention: dict[int, object]
+
+    @property
+    def density(self) -> float:
+        """Stored blocks over all blocks of the sparse layers."""
+        blocks = sum(layer.blocks for layer in self.layers)
+        return sum(layer.nnz_blocks for layer in self.layers) / max(1, blocks)
+
+    def __str__(self) -> str:
+        dense = _count(self.dense_layers, "dense linear layer")
+        last = f"no block-sparse layer; {dense}"
+        if self.layers:
+            count = _count(len(self.layers), "block-sparse layer")
+            last = f"{count}, density {self.density:.3f}; {dense}"
+        by_choice: dict[str, list[int]] = {}
+        for layer, choice in self.attention.items():
+            by_choice.setdefault("dense" if choice is None else str(choice), []).append(layer)
+        attention = [f"attention of {_runs(at)}: {what}" for what, at in by_choice.items()]
+        return "\n".join([*map(str, self.layers), *attention, last])
+
+
+def report(model: torch.nn.Module, explain: Callable[..., Any]) -> ModelReport:
+    """Look through a model; `explain` tells what a call of a layer would run."""
+    layers, dense = [], 0
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            dense += 1
+        elif isinstance(getattr(module, "nnz_blocks", None), int):
+            layers.append(_sparse_layer(name or type(module).__name__, module, explain))
+    return ModelReport(tuple(layers), dense, _attention(model))
+
+
+def _sparse_layer(name: str, module: Any, explain: Callable[..., Any]) -> SparseLayer:
+    values = module.values
+    chosen = {}
+    if not values.is_meta:
+        for tokens in TOKENS:
+            x = torch.empty(tokens, module.in_features, dtype=values.dtype, device=values.device)
+            chosen[tokens] = explain(module, x).chosen
+    shape = (module.out_features, module.in_features)
+    return SparseLayer(name, shape, module.block_shape, module.nnz_blocks, module.blocks, chosen)
+
+
+def _attention(model: Any) -> dict[int, object]:
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    choose = ATTENTION.get(name) if isinstance(name, str) else None
+    if choose is None:
+        return {}
+    layers = (m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int))
+    # the modules that attend, not those that hold them
+    attending = (m for m in layers if "Attention" in type(m).__name__)
+    return {module.layer_idx: choose(module) for module in attending}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _runs(layers: list[int]) -> str:
+    """Indices of layers in words, neighbours joined: "layers 0-3, 5"."""
+    members = set(layers)
+    firsts = sorted(layer for layer in members if layer - 1 not in members)
+    lasts = sorted(layer for layer in members if layer + 1 not in members)
+    words = (f"{a}" if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
+    return f"layer{'' if len(members) == 1 else 's'} {', '.join(words)}"
