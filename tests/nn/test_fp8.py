@@ -10,7 +10,7 @@ from torch import nn
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.core.errors import InvalidInput
-from blackwell_sparsek.nn import BSRLinear, adopt_patterns
+from blackwell_sparsek.nn import BSRLinear, strict_patterns
 from blackwell_sparsek.prune import shrink_
 from blackwell_sparsek.testing.inputs import block_pattern, normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
@@ -110,10 +110,9 @@ def test_state_dict():
     with torch.no_grad():
         assert torch.equal(other(x), one(x))
     another = layer(seed=5, density=0.3)
-    with pytest.raises(RuntimeError, match="another pattern"):
+    with strict_patterns(), pytest.raises(RuntimeError, match="another pattern"):
         another.load_state_dict(state)
-    with adopt_patterns():
-        another.load_state_dict(state)
+    another.load_state_dict(state)
     with torch.no_grad():
         assert torch.equal(another(x), one(x))
 
@@ -133,8 +132,7 @@ def test_safetensors(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     one, other, x = layer(), layer(seed=7), normal(3, 61, seed=3)
     safetensors.save_model(one, str(tmp_path / "layer.safetensors"))
-    with adopt_patterns():
-        safetensors.load_model(other, str(tmp_path / "layer.safetensors"))
+    safetensors.load_model(other, str(tmp_path / "layer.safetensors"))
     with torch.no_grad():
         assert torch.equal(other(x), one(x))
 

@@ -34,9 +34,7 @@ def selection(
                 count = int(torch.randint(0, len(entries) + 1, (), generator=generator))
                 count = len(entries) if t % 2 else count
                 indices[b, h, t, :count] = entries[:count]
-    return bsk.KeySelection.from_indices(
-        indices.to(device), granularity=granularity, kv_len=kv_len
-    )
+    return bsk.KeySelection.from_indices(indices.to(device), granularity=granularity, kv_len=kv_len)
 
 
 def dense(

@@ -55,9 +55,7 @@ def _reference(call: RaggedCall) -> None:
 
 
 ragged_dispatch = Dispatcher("attn_ragged")
-ragged_dispatch.register(
-    "sm90", why_not_sm90, "blackwell_sparsek.ragged.sm90:attention_ragged"
-)
+ragged_dispatch.register("sm90", why_not_sm90, "blackwell_sparsek.ragged.sm90:attention_ragged")
 ragged_dispatch.register(
     "triton",
     why_not_triton,

@@ -45,9 +45,9 @@ def releases_page(folder: pathlib.Path) -> dict[str, str]:
     parts = [
         "# Triton releases",
         f"Generated from `benchmarks/results/{_PREFIX}*`; do not edit.",
-        f"{environment['device_name']}, torch {environment['versions']['torch']}. Time of each case "
-        f"with Triton {first} over its time with another release, in runs that took turns; above 1 "
-        f"the other release is faster. Cases under {GOAL} are named.",
+        f"{environment['device_name']}, torch {environment['versions']['torch']}. Time of each "
+        f"case with Triton {first} over its time with another release, in runs that took turns; "
+        f"above 1 the other release is faster. Cases under {GOAL} are named.",
     ]
     for name, times in zip(names, others, strict=True):
         parts += [f"## {name}", "\n".join(_lines(oldest, times))]
