@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 
+from ..calls.attention import AttentionCall
 from ..core.checks import check_choice, check_tensor, message
 from ..core.env import IMPLS
-from ..core.errors import InvalidInput, InvalidType
+from ..core.errors import InvalidInput, InvalidType, Unsupported
+from ..launch.replay import record, repeat
 from ..masks.band import band_of
 from ..masks.block_mask import BlockMask
 from ..masks.packed import check_cu_seqlens, check_same_batch
@@ -21,6 +23,7 @@ from .inputs import (
     check_head_dims,
     check_qkv,
     checked_call,
+    overlaps,
 )
 from .replay import describe
 from .resize import recorder, repeated
@@ -41,6 +44,7 @@ def attention(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -83,6 +87,9 @@ def attention(
         The same for values; the last form has one for each channel.
     out_dtype : torch.dtype, optional
         For fp8 only: bf16, the default, fp16 or fp32.
+    out : `[B, Hq, Sq, Dv]`, dtype of q, optional
+        Where to write the output, all of it; must not overlap the inputs. There are no gradients
+        then, and it does not go with fp8.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included.
     deterministic : bool, optional
@@ -109,7 +116,7 @@ def attention(
     """
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention"
-        _refuse_deterministic(op, deterministic)
+        _refuse_for_fp8(op, deterministic, out=out)
         check_choice(op, "impl", impl, IMPLS)
         scales = (q_descale, k_descale, v_descale)
         made = attend_fp8(
@@ -127,8 +134,13 @@ def attention(
         return (made[0], made[1]) if return_lse else made[0]
     options = (return_lse, causal, window, scale, softcap, deterministic, impl)
     inputs = (q, k, v, sinks)
-    found = describe(options, inputs, block_mask)
-    results = repeated(found, options, inputs, block_mask)
+    further = (out,)
+    is_extended = any(x is not None for x in further)
+    if is_extended:
+        found, results = None, _repeated(options, (*inputs, *further), block_mask)
+    else:
+        found = describe(options, inputs, block_mask)
+        results = repeated(found, options, inputs, block_mask)
     if results is None:
         op = "attention"
         check_qkv(op, q, k, v, DENSE)
@@ -150,10 +162,14 @@ def attention(
             deterministic=deterministic,
             max_q=q.shape[2],
             max_k=k.shape[2],
+            out=out,
         )
-        with recorder(found, options, inputs, call, impl) as recording:
-            results = recording.keep(attend(call, impl, plain=found is not None))
-    return (results[0], results[1]) if return_lse else results[0]
+        if is_extended:
+            results = _attend(options, (*inputs, *further), call, impl)
+        else:
+            with recorder(found, options, inputs, call, impl) as recording:
+                results = recording.keep(attend(call, impl, plain=found is not None))
+    return _returned(results, out, return_lse)
 
 
 def attention_varlen(
@@ -175,6 +191,7 @@ def attention_varlen(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -200,6 +217,8 @@ def attention_varlen(
         positions inside each sequence.
     q_descale, k_descale, v_descale : fp32, one element or `[B|1, H|1]`, optional
         For fp8 only, as in `attention`; those of values may have one for each channel too.
+    out : `[Tq, Hq, Dv]`, optional
+        Where to write the output.
     causal, window, scale, softcap, sinks, out_dtype, return_lse, deterministic, impl :
         As in `attention`; positions count inside each sequence.
 
@@ -221,7 +240,7 @@ def attention_varlen(
     """
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention_varlen"
-        _refuse_deterministic(op, deterministic)
+        _refuse_for_fp8(op, deterministic, out=out)
         check_choice(op, "impl", impl, IMPLS)
         _check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         scales = (q_descale, k_descale, v_descale)
@@ -246,8 +265,13 @@ def attention_varlen(
     )
     # replay identifies tensors by address, and most calls pass the same offsets twice
     inputs = (q, k, v, sinks, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
-    found = describe(options, inputs, block_mask, packed=True)
-    results = repeated(found, options, inputs, block_mask, packed=True)
+    further = (out,)
+    is_extended = any(x is not None for x in further)
+    if is_extended:
+        found, results = None, _repeated(options, (*inputs, *further), block_mask)
+    else:
+        found = describe(options, inputs, block_mask, packed=True)
+        results = repeated(found, options, inputs, block_mask, packed=True)
     if results is None:
         op = "attention_varlen"
         check_qkv(op, q, k, v, PACKED)
@@ -273,9 +297,45 @@ def attention_varlen(
             max_k=max_seqlen_k,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
+            out=out,
         )
-        with recorder(found, options, inputs, call, impl) as recording:
-            results = recording.keep(attend(call, impl, plain=found is not None))
+        if is_extended:
+            results = _attend(options, (*inputs, *further), call, impl)
+        else:
+            with recorder(found, options, inputs, call, impl) as recording:
+                results = recording.keep(attend(call, impl, plain=found is not None))
+    return _returned(results, out, return_lse)
+
+
+# Launches of calls with options that `describe` does not know, for `repeat`.
+_EXTENDED: dict[Any, Any] = {}
+
+
+def _repeated(options: Any, inputs: Any, mask: Any) -> tuple[torch.Tensor, ...] | None:
+    """The results of such a call by recorded launches, unless it has a mask; None if in full."""
+    q, k, v, *_, out = inputs
+    if mask is not None or (out is not None and overlaps(out, q, k, v)):
+        return None
+    return repeat(_EXTENDED, options, inputs)
+
+
+def _attend(options: Any, inputs: Any, call: AttentionCall, impl: str) -> tuple[torch.Tensor, ...]:
+    """The results of such a call; its launches are kept for `_repeated`."""
+    _, _, _, sinks, *_ = inputs
+    # sinks with gaps are copied, and a replay would read this call's copy
+    if call.spec.block_mask is not None or not (sinks is None or sinks.is_contiguous()):
+        return attend(call, impl)
+    return_lse, *_ = options
+    wanted = (call.out is None) + return_lse
+    return record(_EXTENDED, options, inputs, attend, call, impl, operands=3, wanted=wanted)
+
+
+def _returned(
+    results: tuple[torch.Tensor, ...], out: torch.Tensor | None, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What the caller gets of the results that a call allocated."""
+    if out is not None:
+        return (out, results[0]) if return_lse else out
     return (results[0], results[1]) if return_lse else results[0]
 
 
@@ -289,8 +349,11 @@ def _check_packed(op: str, q: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any)
     _check_max(op, "max_seqlen_k", max_k)
 
 
-def _refuse_deterministic(op: str, deterministic: Any) -> None:
-    """fp8 has no gradients, which is all that this option is about."""
+def _refuse_for_fp8(op: str, deterministic: Any, **further: Any) -> None:
+    """fp8 has no gradients, which is all that `deterministic` is about, and fewer options."""
+    for arg, value in further.items():
+        if value is not None:
+            raise Unsupported(f"{op}: {arg} does not go with fp8 tensors; expected None")
     if deterministic is not None:
         expected = "None for fp8, which has no gradients"
         raise InvalidInput(

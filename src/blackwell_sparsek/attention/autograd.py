@@ -31,6 +31,7 @@ from .op import (
     ForwardArguments,
     attn_bwd,
     attn_fwd,
+    attn_fwd_into,
     backward_dispatch,
     compute_backward,
     compute_forward,
@@ -44,14 +45,18 @@ from .resize_backward import gradient_recorder, resized_gradients
 def attend(call: AttentionCall, impl: str, plain: bool = False) -> Tensors:
     """Output and lse of a checked call, by the cheapest path that provides its gradients.
 
-    `plain` says that `launch.replay.is_plain_call` need not be asked.
+    A call with `out` has none, and only its lse is returned. `plain` says that
+    `launch.replay.is_plain_call` need not be asked.
     """
     q, k, v, sinks = call.q, call.k, call.v, call.spec.sinks
-    tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+    tensors = tuple(x for x in (q, k, v, sinks, call.out) if x is not None)
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     plain = plain or (not torch.compiler.is_compiling() and is_plain_call(tensors))
-    if not plain and is_differentiated_by_func(*tensors):
-        results: Tensors = _TransformedAttention.apply(
+    if call.out is not None and (q.is_meta or not plain):
+        flat = operator_options(call, for_gradients=False)
+        results: Tensors = (attn_fwd_into(call.out, q, k, v, *flat, impl),)
+    elif not plain and is_differentiated_by_func(*tensors):
+        results = _TransformedAttention.apply(
             q, k, v, sinks, call.spec._replace(sinks=None), call.deterministic, impl
         )
     elif q.is_meta or not plain:

@@ -17,9 +17,10 @@ from ..core.checks import (
     check_shape,
     check_tangent,
     check_tensor,
+    is_differentiated_by_func,
     message,
 )
-from ..core.errors import InvalidInput, InvalidType
+from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..core.torch_state import autocast_dtype, cast_operand
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
@@ -193,14 +194,55 @@ def check_out(op: str, out: Any, shape: list[int], inputs: dict[str, torch.Tenso
     if out.requires_grad:
         expected = "a tensor that needs no gradient"
         raise InvalidInput(message(op, "out", "requires a gradient", expected, "requires_grad"))
+    if torch.compiler.is_compiling():
+        return
+    if _shares_elements(out):
+        expected = "one place in memory for each element"
+        raise InvalidInput(message(op, "out", "overlaps itself", expected, list(out.stride())))
     for arg, x in inputs.items():
-        if not torch.compiler.is_compiling() and _spans_meet(out, x):
+        if _spans_meet(out, x):
             raise InvalidInput(message(op, "out", f"overlaps {arg}", "memory of its own", arg))
+
+
+def _shares_elements(x: torch.Tensor) -> bool:
+    """Whether two elements may lie at one place, as in an expanded tensor."""
+    needed = 1 if x.numel() else 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < needed:
+            return True
+        needed += (size - 1) * stride
+    return False
+
+
+def refuse_gradients_into(op: str, tensors: dict[str, torch.Tensor | None]) -> None:
+    """Raise if a gradient is needed, which a result in a given tensor does not have."""
+    for arg, x in tensors.items():
+        if x is None:
+            continue
+        if (torch.is_grad_enabled() and x.requires_grad) or is_differentiated_by_func(x):
+            raise Unsupported(
+                f"{op}: {arg} requires a gradient, which a result in out does not have; call it "
+                "under torch.no_grad(), or without out"
+            )
+
+
+def overlaps(out: Any, *inputs: Any) -> bool:
+    """Whether `out` shares memory with an input; False where that takes a check of their types.
+
+    For replays of recorded launches, which skip `check_out`.
+    """
+    tensors = (out, *inputs)
+    if torch.compiler.is_compiling() or any(type(x) is not torch.Tensor for x in tensors):
+        return False
+    return any(x.is_cuda and out.is_cuda and _spans_meet(out, x) for x in inputs)
 
 
 def _spans_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the memory between first and last element of one reaches into that of the other."""
     if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta":
+        return False
+    # what torch.vmap passes has no memory of its own
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (a, b))):
         return False
     ends = []
     for x in (a, b):
@@ -235,9 +277,15 @@ def checked_call(
     max_k: int,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> AttentionCall:
     """Check the remaining options, and build the call."""
     check_sinks(op, sinks, q)
+    if out is not None:
+        tensors = {"q": q, "k": k, "v": v}
+        others = {} if sinks is None else {"sinks": sinks}
+        refuse_gradients_into(op, {**tensors, **others})
+        check_out(op, out, [*q.shape[:-1], v.shape[-1]], {**tensors, **others})
     spec = AttnSpec(
         scale_or_default(op, scale, q.shape[-1]),
         band,
@@ -249,4 +297,4 @@ def checked_call(
         max_q,
         max_k,
     )
-    return AttentionCall(q, k, v, spec, is_deterministic(op, deterministic))
+    return AttentionCall(q, k, v, spec, is_deterministic(op, deterministic), out)

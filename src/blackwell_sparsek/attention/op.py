@@ -1,16 +1,17 @@
 """`bsk::attn_fwd` and `bsk::attn_bwd`: attention, dense or packed, and its gradients.
 
-The operators are a second entry point, for compilers, modes and transforms. They take flat
-arguments: a missing mask is two empty lists, `mask_shape` is [Bm, Hm, Sq, Sk, bq, bk], `left` and
-`right` are the scalars of a `Band`. `call_of` turns them into an `AttentionCall`, and
-`operator_options` is its inverse. From either entry point, calls run through `run_forward` and
-`run_backward`.
+`bsk::attn_fwd_into` writes to an `out` that is given, and has no derivative. The operators are a
+second entry point, for compilers, modes and transforms. They take flat arguments: a missing mask is
+two empty lists, `mask_shape` is [Bm, Hm, Sq, Sk, bq, bk], `left` and `right` are the scalars of a
+`Band`. `call_of` turns them into an `AttentionCall`, and `operator_options` is its inverse. From
+either entry point, calls run through `run_forward` and `run_backward`.
 
 Layouts: dense q [B, Hq, Sq, D], out [B, Hq, Sq, Dv], lse [B, Hq, Sq]; packed (with `cu_seqlens_*`)
 q [Tq, Hq, D], out [Tq, Hq, Dv], lse [Hq, Tq].
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +89,7 @@ backward_dispatch.register(
 
 
 def run_forward(call: AttentionCall, impl: str) -> Tensors:
-    """Output and lse of a checked call, below autograd."""
+    """Output and lse of a checked call, below autograd; lse alone if the call has `out`."""
     again = CheckedCall.forward(call, impl)
     results = None if again is None else again.replay()
     if results is not None:
@@ -100,11 +101,11 @@ def run_forward(call: AttentionCall, impl: str) -> Tensors:
 
 
 def compute_forward(call: AttentionCall, impl: str) -> Tensors:
-    """Output and lse of a checked call, never by recorded launches."""
+    """What `run_forward` returns, never by recorded launches."""
     # autocast has already cast q, k and v; in here it would round the sums
     with without_autocast(call.q.device):
         results: Tensors = forward_dispatch.run(impl, call)
-    return results
+    return results if call.out is None else results[1:]
 
 
 def run_backward(
@@ -257,6 +258,12 @@ def _attn_fwd_fake(*arguments: Any) -> Tensors:
     return empty_out(given.q, given.v.shape[-1]), empty_lse(given.q)
 
 
+def _attn_fwd_into(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    given = ForwardArguments(*arguments)
+    (lse,) = run_forward(replace(call_of(given), out=out), given.impl)
+    return lse
+
+
 def _attn_bwd(*arguments: Any) -> Tensors:
     given = BackwardArguments(*arguments)
     call, results = call_of(given), (given.out, given.lse)
@@ -278,6 +285,12 @@ attn_fwd = define_op(
     f"(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}, str impl) -> (Tensor out, Tensor lse)",
     _attn_fwd,
     _attn_fwd_fake,
+)
+attn_fwd_into = define_op(
+    "attn_fwd_into",
+    f"(Tensor(a!) out, Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}, str impl) -> Tensor lse",
+    _attn_fwd_into,
+    lambda out, q, *others: empty_lse(q),
 )
 attn_bwd = define_op(
     "attn_bwd",

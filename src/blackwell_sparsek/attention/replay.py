@@ -203,7 +203,7 @@ class CheckedCall(NamedTuple):
     def forward(cls, call: AttentionCall, impl: str) -> "CheckedCall | None":
         """The forward pass; None if launches alone cannot repeat it."""
         spec = call.spec
-        if spec.cu_seqlens_q is not None or is_recording():
+        if spec.cu_seqlens_q is not None or call.out is not None or is_recording():
             return None
         mask = spec.block_mask
         lists = () if mask is None else forward_lists(mask)

@@ -123,7 +123,7 @@ class AttnProblem:
     positive: bool = True
     """Whether scores are multiplied by a factor above zero before the softmax."""
     tma: bool = False
-    """Whether TMA can copy q, k and v: addresses and strides in steps of 16 bytes."""
+    """Whether TMA can copy q, k, v and a given out: addresses and strides in steps of 16 bytes."""
     tokens: tuple[int, int] | None = None
     """Queries and keys of all packed sequences together; None for dense batches."""
 
@@ -137,8 +137,9 @@ class AttnProblem:
         *,
         backward: bool = False,
         deterministic: bool = False,
+        out: torch.Tensor | None = None,
     ) -> "AttnProblem":
-        """Describe a call, dense or packed."""
+        """Describe a call, dense or packed, whose output goes to `out` if that is given."""
         batch = q.shape[0]
         if spec.cu_seqlens_q is not None:
             batch = spec.cu_seqlens_q.numel() - 1
@@ -163,7 +164,7 @@ class AttnProblem:
             deterministic=deterministic,
             # under a softcap, the factor before the softmax is the softcap
             positive=spec.scale > 0 or spec.softcap > 0,
-            tma=all(tma_takes(x) for x in (q, k, v)),
+            tma=all(tma_takes(x) for x in (q, k, v, out) if x is not None),
             tokens=(q.shape[0], k.shape[0]) if spec.is_varlen else None,
         )
 
@@ -240,11 +241,18 @@ class AttentionCall:
     v: torch.Tensor
     spec: AttnSpec
     deterministic: bool = False
+    out: torch.Tensor | None = None
+    """Where the output goes; None for a new tensor."""
 
     @cached_property
     def problem(self) -> AttnProblem:
         """What the choice of an implementation and of its tiles depends on."""
-        return AttnProblem.of(self.q, self.k, self.v, self.spec, deterministic=self.deterministic)
+        tensors = (self.q, self.k, self.v, self.spec)
+        return AttnProblem.of(*tensors, deterministic=self.deterministic, out=self.out)
+
+    def empty_out(self) -> torch.Tensor:
+        """Where the output goes, given or new."""
+        return empty_out(self.q, self.v.shape[-1]) if self.out is None else self.out
 
     def check_lengths(self) -> None:
         """Check the offsets of packed sequences, for implementations that read them on the host."""

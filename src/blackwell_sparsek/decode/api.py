@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..attention.inputs import overlaps
 from ..calls.decode import values_are_keys
 from ..core.checks import check_choice
 from ..core.env import IMPLS
@@ -110,7 +111,8 @@ def attention_decode(
     tensors = (cache_seqlens, page_table, kv_blocks, sinks, k_scale, v_scale, out)
     inputs: tuple[Any, ...] = (q, k_cache, v_cache, *tensors)
     options: tuple[Any, ...] = (return_lse, kv_block_size, causal, window, scale, softcap, impl)
-    results = repeat(_RECORDED, options, inputs)
+    fits = out is None or not overlaps(out, q, k_cache, v_cache)
+    results = repeat(_RECORDED, options, inputs) if fits else None
     if results is None:
         check_choice(op, "impl", impl, IMPLS)
         call = decode_call(

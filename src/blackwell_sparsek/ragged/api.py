@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..attention.api import attention_varlen as attention_packed
+from ..attention.inputs import overlaps
 from ..calls.ragged import RaggedCall
 from ..core.checks import check_choice, check_tensor, message
 from ..core.env import IMPLS
@@ -122,7 +123,8 @@ def attention_varlen(
     out_dtype : torch.dtype, optional
         For packed float8_e4m3fn only: bf16, the default, fp16 or fp32.
     out : `[Tq, Hq, Dv]`, optional
-        (*) Where to write the output, all of it; must not overlap the inputs.
+        Where to write the output, all of it; must not overlap the inputs. There are no gradients
+        then.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks and slopes included.
     batch_invariant : bool
@@ -169,7 +171,7 @@ def attention_varlen(
     """
     further = (
         *(kv_blocks, kv_block_size, cache_batch_idx, seqused_q, seqused_k, leftpad_k),
-        *(chunk, alibi_slopes, k_scale, v_scale, out, page_table, cache_seqlens),
+        *(chunk, alibi_slopes, k_scale, v_scale, page_table, cache_seqlens),
     )
     if all(x is None for x in further) and align == "bottom_right" and batch_invariant is False:
         if cu_seqlens_k is None or max_seqlen_k is None:
@@ -194,6 +196,7 @@ def attention_varlen(
             k_descale=k_descale,
             v_descale=v_descale,
             out_dtype=out_dtype,
+            out=out,
             return_lse=return_lse,
             deterministic=deterministic,
             impl=impl,
@@ -214,7 +217,8 @@ def attention_varlen(
         *(cache_batch_idx, seqused_q, seqused_k, leftpad_k, sinks, alibi_slopes),
         *(k_scale, v_scale, out),
     )
-    results = repeat(_RECORDED, options, inputs)
+    fits = out is None or not overlaps(out, q, k, v)
+    results = repeat(_RECORDED, options, inputs) if fits else None
     if results is None:
         _refuse_others(block_mask, deterministic)
         check_choice(OP, "impl", impl, IMPLS)

@@ -12,7 +12,7 @@ out before any arithmetic, so that NaN or inf there changes no result and no gra
 
 import torch
 
-from ..calls.attention import AttentionCall, AttnSpec, BackwardCall, empty_out, lse_dtype
+from ..calls.attention import AttentionCall, AttnSpec, BackwardCall, lse_dtype
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 
@@ -21,7 +21,7 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse, laid out as by other implementations."""
     call.check_lengths()
     out, lse = attention(call.q, call.k, call.v, call.spec)
-    return empty_out(call.q, call.v.shape[-1]).copy_(out), lse
+    return call.empty_out().copy_(out), lse
 
 
 def backward(call: BackwardCall) -> None:

@@ -39,7 +39,8 @@ from .visits import BlockStep, Extent, KeyTile, band_visible, block_step, block_
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse of a call."""
     call.check_lengths()
-    return attention(call.q, call.k, call.v, call.spec)
+    out, lse = attention(call.q, call.k, call.v, call.spec)
+    return out if call.out is None else call.out.copy_(out), lse
 
 
 def attention(

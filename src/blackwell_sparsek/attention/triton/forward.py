@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...calls.attention import AttentionCall, empty_lse, empty_out
+from ...calls.attention import AttentionCall, empty_lse
 from ...device.masks import exists, position, row_bounds
 from ...device.records import Band, Lengths, Score
 from ...device.schedule import head_offset, lse_offset
@@ -183,8 +183,8 @@ def _attn_fwd_kernel(
 
 
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
-    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    """Output, in the tensor that the call gives or as `empty_out` lays it out, and lse."""
+    out, lse = call.empty_out(), empty_lse(call.q)
     config = attn_fwd_config(call.problem, fp32_precision(call.q.dtype))
     launch_attn_fwd(call, out, lse, config)
     return out, lse
