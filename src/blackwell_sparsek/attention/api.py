@@ -40,6 +40,8 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -80,6 +82,12 @@ def attention(
         Scores become `softcap * tanh(score / softcap)`, after the scale and before the mask.
     sinks : float `[Hq]`, optional
         A logit per head that joins the softmax denominator and carries no value.
+    alibi_slopes : fp32 `[Hq]` or `[B, Hq]`, optional
+        `slope * |position - key|` is subtracted from the scores, after the softcap.
+    bias : fp16, bf16, fp32 or fp64 `[B|1, Hq|1, Sq, Sk]`, optional
+        Added to the scores, after the softcap. Any strides, so that `expand` takes no memory. -inf
+        hides a key, whose value must still be finite; work is not skipped there. Neither slopes nor
+        a bias have gradients. The kernel for Hopper takes neither.
     q_descale, k_descale : fp32, one element, `[B|1, H|1]` or `[B|1, H|1, ceil(S / 128)]`, optional
         For fp8 only: what stored values are multiplied with, one for each 128 tokens in the last
         form; 1 by default. H is Hq for queries and Hkv for keys.
@@ -116,7 +124,7 @@ def attention(
     """
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention"
-        _refuse_for_fp8(op, deterministic, out=out)
+        _refuse_for_fp8(op, deterministic, alibi_slopes=alibi_slopes, bias=bias, out=out)
         check_choice(op, "impl", impl, IMPLS)
         scales = (q_descale, k_descale, v_descale)
         made = attend_fp8(
@@ -134,7 +142,7 @@ def attention(
         return (made[0], made[1]) if return_lse else made[0]
     options = (return_lse, causal, window, scale, softcap, deterministic, impl)
     inputs = (q, k, v, sinks)
-    further = (out,)
+    further = (alibi_slopes, bias, out)
     is_extended = any(x is not None for x in further)
     if is_extended:
         found, results = None, _repeated(options, (*inputs, *further), block_mask)
@@ -162,6 +170,8 @@ def attention(
             deterministic=deterministic,
             max_q=q.shape[2],
             max_k=k.shape[2],
+            alibi_slopes=alibi_slopes,
+            bias=bias,
             out=out,
         )
         if is_extended:
@@ -187,6 +197,7 @@ def attention_varlen(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -219,8 +230,10 @@ def attention_varlen(
         For fp8 only, as in `attention`; those of values may have one for each channel too.
     out : `[Tq, Hq, Dv]`, optional
         Where to write the output.
-    causal, window, scale, softcap, sinks, out_dtype, return_lse, deterministic, impl :
+    causal, window, scale, softcap, sinks, alibi_slopes, out_dtype, return_lse, deterministic :
         As in `attention`; positions count inside each sequence.
+    impl :
+        As in `attention`.
 
     Returns
     -------
@@ -240,7 +253,7 @@ def attention_varlen(
     """
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention_varlen"
-        _refuse_for_fp8(op, deterministic, out=out)
+        _refuse_for_fp8(op, deterministic, alibi_slopes=alibi_slopes, out=out)
         check_choice(op, "impl", impl, IMPLS)
         _check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         scales = (q_descale, k_descale, v_descale)
@@ -265,7 +278,7 @@ def attention_varlen(
     )
     # replay identifies tensors by address, and most calls pass the same offsets twice
     inputs = (q, k, v, sinks, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
-    further = (out,)
+    further = (alibi_slopes, out)
     is_extended = any(x is not None for x in further)
     if is_extended:
         found, results = None, _repeated(options, (*inputs, *further), block_mask)
@@ -297,6 +310,7 @@ def attention_varlen(
             max_k=max_seqlen_k,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
+            alibi_slopes=alibi_slopes,
             out=out,
         )
         if is_extended:

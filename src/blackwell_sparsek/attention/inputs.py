@@ -165,6 +165,48 @@ def check_sinks(op: str, sinks: Any, q: torch.Tensor) -> None:
     check_same_device(op, {"q": q, "sinks": sinks})
 
 
+def check_slopes(op: str, slopes: Any, q: torch.Tensor, batch: int) -> None:
+    """One ALiBi slope per query head, the same for all sequences or not."""
+    if slopes is None:
+        return
+    arg = "alibi_slopes"
+    check_tensor(op, arg, slopes)
+    check_tangent(op, arg, slopes)
+    check_dtype(op, arg, slopes, [torch.float32])
+    shape = [q.shape[1]] if slopes.dim() == 1 else [batch, q.shape[1]]
+    check_shape(op, arg, slopes, shape)
+    check_last_dim_contiguous(op, arg, slopes)
+    check_same_device(op, {"q": q, arg: slopes})
+    _refuse_gradient(op, arg, slopes)
+
+
+def check_bias(op: str, bias: Any, q: torch.Tensor, sk: int) -> None:
+    """A bias for every score of q [B, Hq, Sq, D], which may broadcast over batch and heads."""
+    if bias is None:
+        return
+    check_tensor(op, "bias", bias)
+    check_tangent(op, "bias", bias)
+    check_dtype(op, "bias", bias, DTYPES)
+    check_rank(op, "bias", bias, "[B or 1, Hq or 1, Sq, Sk]")
+    batch, heads, sq, _ = q.shape
+    if not (
+        bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads) and bias.shape[2:] == (sq, sk)
+    ):
+        expected = f"[{batch} or 1, {heads} or 1, {sq}, {sk}] (expand takes no memory)"
+        raise InvalidInput(message(op, "bias", "has a wrong shape", expected, list(bias.shape)))
+    check_same_device(op, {"q": q, "bias": bias})
+    _refuse_gradient(op, "bias", bias)
+
+
+def _refuse_gradient(op: str, arg: str, x: torch.Tensor) -> None:
+    """Raise if the gradient of what is added to scores is needed, which is not computed."""
+    if (torch.is_grad_enabled() and x.requires_grad) or is_differentiated_by_func(x):
+        raise Unsupported(
+            f"{op}: {arg} requires a gradient, which is not computed; pass {arg}.detach(), or use "
+            "torch's own attention to train it"
+        )
+
+
 def check_block_mask(
     op: str, block_mask: Any, q: torch.Tensor, batch: int, sq: int, sk: int
 ) -> None:
@@ -277,13 +319,19 @@ def checked_call(
     max_k: int,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> AttentionCall:
     """Check the remaining options, and build the call."""
     check_sinks(op, sinks, q)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    check_slopes(op, alibi_slopes, q, batch)
+    check_bias(op, bias, q, max_k)
     if out is not None:
         tensors = {"q": q, "k": k, "v": v}
-        others = {} if sinks is None else {"sinks": sinks}
+        optional = {"sinks": sinks, "alibi_slopes": alibi_slopes, "bias": bias}
+        others = {arg: x for arg, x in optional.items() if x is not None}
         refuse_gradients_into(op, {**tensors, **others})
         check_out(op, out, [*q.shape[:-1], v.shape[-1]], {**tensors, **others})
     spec = AttnSpec(
@@ -296,5 +344,7 @@ def checked_call(
         cu_seqlens_k,
         max_q,
         max_k,
+        alibi_slopes,
+        bias,
     )
     return AttentionCall(q, k, v, spec, is_deterministic(op, deterministic), out)

@@ -27,7 +27,7 @@ from ..calls.attention import (
     tma_takes,
 )
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, not_run_yet, only_asked
 from ..dispatch.operators import define_op
 from ..launch.replay import NO_RECORDER
 from ..masks.band import Band
@@ -43,6 +43,12 @@ def _everything(problem: AttnProblem) -> str | None:
     return None
 
 
+def _portable_passed_over(problem: AttnProblem) -> str | None:
+    """Why `auto` passes over the portable kernels: what adds to scores has not run on a GPU yet."""
+    is_new = problem.alibi or problem.bias
+    return interpreted_only(problem) or (not_run_yet(problem) if is_new else None)
+
+
 forward_dispatch = Dispatcher("attn_fwd")
 forward_dispatch.register(
     "sm90",
@@ -54,7 +60,7 @@ forward_dispatch.register(
     "triton",
     triton.why_not_forward,
     "blackwell_sparsek.attention.triton.forward:forward",
-    auto_passes=interpreted_only,
+    auto_passes=_portable_passed_over,
 )
 forward_dispatch.register("eager", _everything, "blackwell_sparsek.attention.eager.forward:forward")
 forward_dispatch.register(
@@ -75,7 +81,7 @@ backward_dispatch.register(
     "triton",
     triton.why_not_backward,
     "blackwell_sparsek.attention.triton.backward:backward",
-    auto_passes=interpreted_only,
+    auto_passes=_portable_passed_over,
 )
 backward_dispatch.register(
     "eager", _everything, "blackwell_sparsek.attention.eager.backward:backward"
@@ -180,6 +186,8 @@ class ForwardArguments(NamedTuple):
     scale: Any
     softcap: Any
     sinks: Any
+    alibi_slopes: Any
+    bias: Any
     deterministic: Any
     impl: Any
 
@@ -205,6 +213,8 @@ class BackwardArguments(NamedTuple):
     scale: Any
     softcap: Any
     sinks: Any
+    alibi_slopes: Any
+    bias: Any
     deterministic: Any
     needs: Any
     impl: Any
@@ -226,6 +236,8 @@ def call_of(given: ForwardArguments | BackwardArguments) -> AttentionCall:
         given.cu_seqlens_k,
         given.max_q,
         given.max_k,
+        given.alibi_slopes,
+        given.bias,
     )
     return AttentionCall(given.q, given.k, given.v, spec, given.deterministic)
 
@@ -244,7 +256,8 @@ def operator_options(call: AttentionCall, for_gradients: bool) -> tuple[Any, ...
     left, right = spec.band.scalars()
     return (
         *(spec.cu_seqlens_q, spec.cu_seqlens_k, spec.max_q, spec.max_k, tensors, shape),
-        *(left, right, spec.scale, spec.softcap, spec.sinks, call.deterministic),
+        *(left, right, spec.scale, spec.softcap, spec.sinks, spec.alibi_slopes, spec.bias),
+        call.deterministic,
     )
 
 
@@ -278,7 +291,7 @@ def _attn_bwd_fake(*arguments: Any) -> Tensors:
 OPTIONS_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k, "
     "Tensor[] mask, SymInt[] mask_shape, SymInt left, SymInt right, float scale, float softcap, "
-    "Tensor? sinks, bool deterministic"
+    "Tensor? sinks, Tensor? alibi_slopes, Tensor? bias, bool deterministic"
 )
 attn_fwd = define_op(
     "attn_fwd",

@@ -31,6 +31,21 @@ class AttnSpec(NamedTuple):
     cu_seqlens_k: torch.Tensor | None = None
     max_q: int = 0
     max_k: int = 0
+    alibi_slopes: torch.Tensor | None = None
+    """fp32 [Hq] or [B, Hq]: `slope * |position - key|` is subtracted from scores, after softcap."""
+    bias: torch.Tensor | None = None
+    """[B or 1, Hq or 1, Sq, Sk], any strides: added to scores, after softcap. Not when packed."""
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether anything is added to scores."""
+        return self.alibi_slopes is not None or self.bias is not None
+
+    def without_tensors(self) -> "AttnSpec":
+        """The same options without the tensors that autograd saves."""
+        return self._replace(
+            sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=None, bias=None
+        )
 
     @property
     def is_varlen(self) -> bool:
@@ -126,6 +141,8 @@ class AttnProblem:
     """Whether TMA can copy q, k, v and a given out: addresses and strides in steps of 16 bytes."""
     tokens: tuple[int, int] | None = None
     """Queries and keys of all packed sequences together; None for dense batches."""
+    alibi: bool = False
+    bias: bool = False
 
     @classmethod
     def of(
@@ -166,6 +183,8 @@ class AttnProblem:
             positive=spec.scale > 0 or spec.softcap > 0,
             tma=all(tma_takes(x) for x in (q, k, v, out) if x is not None),
             tokens=(q.shape[0], k.shape[0]) if spec.is_varlen else None,
+            alibi=spec.alibi_slopes is not None,
+            bias=spec.bias is not None,
         )
 
     def with_lengths(
@@ -179,7 +198,7 @@ class AttnProblem:
 
     def __str__(self) -> str:
         direction = "backward" if self.backward else "forward"
-        flags = ("varlen", "banded", "softcap", "sinks", "deterministic")
+        flags = ("varlen", "banded", "softcap", "sinks", "alibi", "bias", "deterministic")
         extras = [name for name in flags if getattr(self, name)]
         if self.mask_block is not None:
             extras.append(f"blocks {self.mask_block[0]} x {self.mask_block[1]}")

@@ -492,7 +492,8 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     factor = scale_or_default(OP, scale, q.shape[-1])
     out, lse = attn_fwd(
-        *(q, k, v, cu_q, cu_k, max_q, max_k, [], [], left, right, factor, 0.0, None, False, "auto")
+        *(q, k, v, cu_q, cu_k, max_q, max_k, [], [], left, right, factor, 0.0, None, None, None),
+        *(False, "auto"),
     )
     return out, lse
 
@@ -518,7 +519,7 @@ def _backward(
     factor = scale_or_default(OP, scale, q.shape[-1])
     dq, dk, dv, _ = attn_bwd(
         *(grad_out, None, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, [], [], left, right),
-        *(factor, 0.0, None, deterministic, [True, True, True, False], "auto"),
+        *(factor, 0.0, None, None, None, deterministic, [True, True, True, False], "auto"),
     )
     return dq, dk, dv
 

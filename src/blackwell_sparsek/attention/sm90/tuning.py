@@ -74,6 +74,8 @@ def attn_fwd_sm90_unsupported(problem: AttnProblem) -> str | None:
         )
     if not problem.positive:
         return "needs a scale above zero"
+    if problem.alibi or problem.bias:
+        return f"adds no {'alibi_slopes' if problem.alibi else 'bias'} to scores"
     if problem.mask_block is not None:
         block_q, block_kv = problem.mask_block
         if block_q % GROUP_ROWS:
