@@ -60,14 +60,15 @@ class Alibi(NamedTuple):
 class Slopes(NamedTuple):
     """ALiBi slopes [batch, head], and elements from batch to batch, 0 where they broadcast."""
 
-    values: Any
+    # not `values`, which tuples of Triton have
+    start: Any
     batch_step: Any
 
 
 class Bias(NamedTuple):
     """A bias [batch, head, query, key], and its strides, 0 where it broadcasts."""
 
-    values: Any
+    start: Any
     batch_step: Any
     head_step: Any
     q_step: Any

@@ -44,14 +44,14 @@ def add_slopes(exponents, alibi, kv_pos):
 @triton.jit
 def slope_of_head(slopes, batch, head):
     """The ALiBi slope of a query head."""
-    return tl.load(slopes.values + batch.to(tl.int64) * slopes.batch_step + head)
+    return tl.load(slopes.start + batch.to(tl.int64) * slopes.batch_step + head)
 
 
 @triton.jit
 def bias_of_head(bias, batch, head):
     """Pointer to the bias of a query head, [queries, keys]."""
     offset = batch.to(tl.int64) * bias.batch_step + head.to(tl.int64) * bias.head_step
-    return bias.values + offset
+    return bias.start + offset
 
 
 @triton.jit
