@@ -75,7 +75,8 @@ def attention(
         Position p sees keys `p - left .. p + right`; None is unbounded. `n` is the n latest keys
         including its own: `(n - 1, 0)` under causal and `(n - 1, n - 1)` otherwise.
     block_mask : BlockMask, optional
-        Made for `(Sq, Sk)`, with 1 or B masks along the batch and 1 or Hq along the heads.
+        Made for `(Sq, Sk)`, with 1 or B masks along the batch and 1, Hkv or Hq along the heads;
+        with Hkv, query heads that share a KV head share its mask, but not on Hopper's own kernel.
     scale : float, optional
         Multiplies q k^T; by default `1 / sqrt(D)`.
     softcap : float, optional
@@ -154,7 +155,7 @@ def attention(
         check_qkv(op, q, k, v, DENSE)
         check_head_dims(op, q, v)
         band = band_of(op, causal, window)
-        check_block_mask(op, block_mask, q, q.shape[0], q.shape[2], k.shape[2])
+        check_block_mask(op, block_mask, q, q.shape[0], q.shape[2], k.shape[2], k.shape[1])
         q, k, v = autocast_qkv(op, q, k, v)
         check_choice(op, "impl", impl, IMPLS)
         call = checked_call(
@@ -292,7 +293,7 @@ def attention_varlen(
         _check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         band = band_of(op, causal, window)
         batch = cu_seqlens_q.numel() - 1
-        check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k)
+        check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k, k.shape[1])
         q, k, v = autocast_qkv(op, q, k, v)
         check_choice(op, "impl", impl, IMPLS)
         call = checked_call(

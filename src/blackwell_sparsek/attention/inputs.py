@@ -208,9 +208,15 @@ def _refuse_gradient(op: str, arg: str, x: torch.Tensor) -> None:
 
 
 def check_block_mask(
-    op: str, block_mask: Any, q: torch.Tensor, batch: int, sq: int, sk: int
+    op: str,
+    block_mask: Any,
+    q: torch.Tensor,
+    batch: int,
+    sq: int,
+    sk: int,
+    kv_heads: int | None = None,
 ) -> None:
-    """A mask made for these sizes, on the device of q."""
+    """A mask made for these sizes, on the device of q; with `kv_heads` also one per KV head."""
     if block_mask is None:
         return
     if not isinstance(block_mask, BlockMask):
@@ -221,7 +227,8 @@ def check_block_mask(
             expected = f"blackwell_sparsek.{expected} (BlockMask.from_flex converts)"
             got = f"{kind.__module__}.{got}"
         raise InvalidType(message(op, "block_mask", "is not a block mask", expected, got))
-    block_mask.check_problem(op, batch, q.shape[1], sq, sk)
+    heads = kv_heads if kv_heads == block_mask.heads else q.shape[1]
+    block_mask.check_problem(op, batch, heads, sq, sk)
     check_same_device(op, {"q": q, "block_mask": block_mask.bits})
 
 

@@ -44,8 +44,8 @@ def _everything(problem: AttnProblem) -> str | None:
 
 
 def _portable_passed_over(problem: AttnProblem) -> str | None:
-    """Why `auto` passes over the portable kernels: what adds to scores has not run on a GPU yet."""
-    is_new = problem.alibi or problem.bias
+    """Why `auto` passes over the portable kernels, also for what has not run on a GPU yet."""
+    is_new = problem.alibi or problem.bias or problem.mask_per_kv_head
     return interpreted_only(problem) or (not_run_yet(problem) if is_new else None)
 
 

@@ -82,6 +82,8 @@ class KernelOperands(NamedTuple):
     """Contiguous."""
     slopes: Slopes | None
     bias: Bias | None
+    mask_per_kv_head: bool
+    """Whether the query heads that share a KV head share a mask."""
 
 
 def kernel_operands(call: AttentionCall) -> KernelOperands:
@@ -105,6 +107,7 @@ def kernel_operands(call: AttentionCall) -> KernelOperands:
         None if spec.sinks is None else spec.sinks.contiguous(),
         None if spec.alibi_slopes is None else _slopes(spec.alibi_slopes),
         None if spec.bias is None else Bias(spec.bias, *_used_strides(spec.bias, (0, 1, 2, 3))),
+        mask is not None and 1 < mask.heads < q.shape[1],
     )
 
 

@@ -143,6 +143,8 @@ class AttnProblem:
     """Queries and keys of all packed sequences together; None for dense batches."""
     alibi: bool = False
     bias: bool = False
+    mask_per_kv_head: bool = False
+    """Whether the query heads that share a KV head share a mask."""
 
     @classmethod
     def of(
@@ -185,6 +187,7 @@ class AttnProblem:
             tokens=(q.shape[0], k.shape[0]) if spec.is_varlen else None,
             alibi=spec.alibi_slopes is not None,
             bias=spec.bias is not None,
+            mask_per_kv_head=mask is not None and 1 < mask.heads < q.shape[1],
         )
 
     def with_lengths(

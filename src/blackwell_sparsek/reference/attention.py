@@ -84,6 +84,7 @@ def _attend(
     visible: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    visible = visible_to_heads(visible, q.shape[1])
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
@@ -156,7 +157,7 @@ def added_to_scores(
 def visible_elements(
     sq: int, sk: int, spec: AttnSpec, device: torch.device, sequence: int | None = None
 ) -> torch.Tensor:
-    """Which keys each query sees: bool, broadcastable to [B, Hq, Sq, Sk].
+    """Which keys each query sees: bool, broadcastable to [B, Hq, Sq, Sk], or one per KV head.
 
     `sequence` picks the mask of one packed sequence, whose lengths are `sq` and `sk`.
     """
@@ -167,6 +168,12 @@ def visible_elements(
             elements = elements[sequence : sequence + 1]
         visible = visible & elements[:, :, :sq, :sk]
     return visible
+
+
+def visible_to_heads(visible: torch.Tensor, heads: int) -> torch.Tensor:
+    """Visible elements [B, 1 or H, Sq, Sk] of each query head, from those of KV heads."""
+    own = visible.shape[1]
+    return visible if own in (1, heads) else visible.repeat_interleave(heads // own, dim=1)
 
 
 def band_elements(sq: int, sk: int, band: Band) -> torch.Tensor:

@@ -40,6 +40,8 @@ class AttnCase:
     """`none`, `blocks` (whole blocks) or `elements` (partial blocks among them)."""
     block_size: tuple[int, int] = (32, 32)
     mask_broadcast: tuple[bool, bool] = (True, True)
+    mask_per_kv_head: bool = False
+    """Whether a mask that does not broadcast over heads has one for each KV head."""
     varlen: bool = False
     alibi: str = "none"
     """`none`, `heads` (slopes [Hq]) or `batch` ([B, Hq])."""
@@ -108,7 +110,8 @@ class AttnCase:
         if self.mask == "none":
             return None
         (bq, bk), (any_batch, any_head) = self.block_size, self.mask_broadcast
-        planes = (1 if any_batch else batch, 1 if any_head else self.heads[0])
+        heads = self.heads[1 if self.mask_per_kv_head else 0]
+        planes = (1 if any_batch else batch, 1 if any_head else heads)
         generator = torch.Generator().manual_seed(self.seed * 8 + 4)
         grid = (-(-max_q // bq), -(-max_k // bk))
         keep = torch.rand((*planes, *grid), generator=generator) < 0.6

@@ -3,7 +3,7 @@
 import torch
 
 from ..calls.attention import AttnGradients, AttnSpec
-from ..reference.attention import added_to_scores, visible_elements
+from ..reference.attention import added_to_scores, visible_elements, visible_to_heads
 from ..reference.attention import attention as oracle
 from .inputs import normal
 from .tolerance import assert_within_budget
@@ -105,6 +105,7 @@ def _recompute(
     visible: torch.Tensor,
     added: torch.Tensor | None,
 ) -> AttnGradients:
+    visible = visible_to_heads(visible, q.shape[1])
     group = q.shape[1] // k.shape[1]
     wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (k, v))
     s = q @ wide_k.mT * spec.scale

@@ -139,7 +139,7 @@ def block_rows(ops: Operands, mask: BlockMask, extent: Extent, heads_kv: int) ->
     n, group = ops.q.shape[:2]
     bq, bk = mask.block_size
     device = ops.q.device
-    stacked = group if mask.heads == 1 else 1
+    stacked = group if mask.heads in (1, heads_kv) else 1
     q_blocks, k_blocks = cdiv(extent.sq, bq), cdiv(extent.sk, bk)
     head_row = torch.arange(n * group // stacked, device=device)
     heads_per_batch = heads_kv * group // stacked

@@ -192,6 +192,7 @@ def _attn_dq_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    MASK_PER_KV_HEAD: tl.constexpr,
 ):
     """dQ of one tile of queries of one head; `row_terms` are lse and delta."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
@@ -210,7 +211,8 @@ def _attn_dq_kernel(
     kv_first, kv_len = kv_span
     if q_start >= q_len:
         return
-    mask_row = batch * mask_batch_step + q_head * mask_head_step
+    mask_head = kv_head if MASK_PER_KV_HEAD else q_head
+    mask_row = batch * mask_batch_step + mask_head * mask_head_step
     lengths, band = Lengths(q_len, kv_len), Band(left, right)
     plan = plan_keys(block_lists, mask_row, q_start, lengths, band, TILE_M, TILE_N, BLOCK_KV)
 
@@ -298,6 +300,7 @@ def launch_attn_dq(call: BackwardCall, delta: torch.Tensor, config: AttnBwdConfi
             config.tile_m,
             config.tile_n,
             config.precision,
+            operands.mask_per_kv_head,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         launch(_attn_dq_kernel, programs, args, **options)
@@ -377,6 +380,7 @@ def _attn_dkdv_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    MASK_PER_KV_HEAD: tl.constexpr,
 ):
     """`gradients`, dK and dV or None, of one tile of keys; `row_terms` are lse and delta."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
@@ -414,7 +418,8 @@ def _attn_dkdv_kernel(
         offset = lse_offset(batch, q_head, q_first, heads.q, lse_head_stride, cu_seqlens.q)
         queries = _rows_of_head(q_ptr, dout_ptr, strides.q, strides.dout, batch, q_head, q_first)
         terms = RowTerms(row_terms.lse + offset, row_terms.delta + offset)
-        mask_row = batch * mask_batch_step + q_head * mask_head_step
+        mask_head = kv_head if MASK_PER_KV_HEAD else q_head
+        mask_row = batch * mask_batch_step + mask_head * mask_head_step
         plan = plan_queries(
             block_lists, mask_row, kv_start, lengths, band,
             TILE_M, TILE_N, BLOCK_Q,
@@ -505,6 +510,7 @@ def launch_attn_dkdv(call: BackwardCall, delta: torch.Tensor | None, config: Att
             config.tile_m,
             config.tile_n,
             config.precision,
+            operands.mask_per_kv_head,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         launch(_attn_dkdv_kernel, programs, args, **options)

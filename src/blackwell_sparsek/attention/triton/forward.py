@@ -121,6 +121,7 @@ def _attn_fwd_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    MASK_PER_KV_HEAD: tl.constexpr,
 ):
     """One tile of queries of one head."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
@@ -142,7 +143,8 @@ def _attn_fwd_kernel(
     kv_first, kv_len = kv_span
     if q_start >= q_len:
         return
-    mask_row = batch * mask_batch_step + q_head * mask_head_step
+    mask_head = kv_head if MASK_PER_KV_HEAD else q_head
+    mask_row = batch * mask_batch_step + mask_head * mask_head_step
     lengths, band = Lengths(q_len, kv_len), Band(left, right)
     plan = plan_keys(block_lists, mask_row, q_start, lengths, band, TILE_M, TILE_N, BLOCK_KV)
 
@@ -250,6 +252,7 @@ def launch_attn_fwd(
             config.tile_m,
             config.tile_n,
             config.precision,
+            operands.mask_per_kv_head,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         launch(_attn_fwd_kernel, programs, args, **options)
