@@ -42,7 +42,8 @@ class _Module(types.ModuleType):
         return _Names(name, (), {})
 
 
-for _name in ("io", "transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional"):
+_V2 = "transforms.v2"
+for _name in ("io", "transforms", "transforms.functional", _V2, _V2 + ".functional"):
     _made = sys.modules["torchvision." + _name] = _Module("torchvision." + _name)
     _made.__path__ = []
     if "." not in _name:
