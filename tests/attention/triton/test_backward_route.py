@@ -145,22 +145,8 @@ def test_an_expanded_gradient(device):
 def test_opcheck(device):
     """Shapes, strides and what is written, against the fakes."""
     q, k, v = (x.to(device) for x in qkv(1, 2, 1, 17, 20, 16, seed=5))
-    options = (
-        None,
-        None,
-        17,
-        20,
-        [],
-        [],
-        2**30,
-        0,
-        0.3,
-        0.0,
-        torch.zeros(2, device=device),
-        None,
-        None,
-        True,
-    )
+    sinks = torch.zeros(2, device=device)
+    options = (None, None, 17, 20, [], [], 2**30, 0, 0.3, 0.0, sinks, None, None, True)
     out, lse = attn_fwd(q, k, v, *options, "triton")
     args = (torch.ones_like(out), None, q, k, v, out, lse, *options, [True, False, True, True])
     torch.library.opcheck(
