@@ -47,7 +47,7 @@ def attention(
     if spec.is_varlen:
         return _attention_varlen(q, k, v, spec, precision)
     sizes = (q.shape[2], k.shape[2])
-    visible = visible_elements(*sizes, spec, q.device)
+    visible = visible_to_heads(visible_elements(*sizes, spec, q.device), q.shape[1])
     added = added_to_scores(*sizes, spec, precision)
     out, lse = _attend(q.to(precision), k.to(precision), v.to(precision), spec, visible, added)
     return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
@@ -65,6 +65,7 @@ def _attention_varlen(
         v_s = v[k_ends[sequence] : k_ends[sequence + 1]].transpose(0, 1).unsqueeze(0)
         sizes = (q_s.shape[2], k_s.shape[2])
         visible = visible_elements(*sizes, spec, q.device, sequence)
+        visible = visible_to_heads(visible, q.shape[1])
         added = added_to_scores(*sizes, spec, precision, sequence)
         q_s, k_s, v_s = (x.to(precision) for x in (q_s, k_s, v_s))
         out, lse = _attend(q_s, k_s, v_s, spec, visible, added)
@@ -84,7 +85,6 @@ def _attend(
     visible: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    visible = visible_to_heads(visible, q.shape[1])
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
