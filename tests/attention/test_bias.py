@@ -83,14 +83,13 @@ def test_eager(case, small_steps):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.seed))
-@pytest.mark.parametrize("tiles", [(32, 16), (16, 32)])
-def test_portable_forward(case, tiles, device):
+def test_portable_forward(case, device):
     pytest.importorskip("triton")
     from blackwell_sparsek.attention.triton.forward import launch_attn_fwd
     from blackwell_sparsek.attention.triton.tuning import AttnFwdConfig
 
     q, k, v, spec = case.build(device)
-    tile_m, tile_n = tiles
+    tile_m, tile_n = ((32, 16), (16, 32))[case.seed // 2 % 2]
     if spec.block_mask is not None:
         tile_m = min(tile_m, spec.block_mask.block_size[0])
     out, lse = poison.poison_(empty_out(q, v.shape[-1])), poison.poison_(empty_lse(q))
