@@ -10,7 +10,7 @@ SAMPLE ?= --seed 0 --count 60
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all docs dist compile-releases fuzz peer-tests vllm-test xformers-test lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
+.PHONY: quickstart test test-all docs dist compile-releases fuzz peer-tests vllm-test sglang-test xformers-test lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,10 @@ peer-tests: $(VENV)/.installed-test  ## suites of transformers and torch with th
 vllm-test: $(VENV)/.installed-test  ## the backend for vLLM with vLLM's own classes; downloads its wheel
 	$(BIN)/python tests/integrations/unpack_vllm.py $(VENV)/vllm
 	PYTHONPATH=src:$(VENV)/vllm $(BIN)/python -m pytest -q tests/integrations/test_vllm.py
+
+sglang-test: $(VENV)/.installed-test  ## the backend for SGLang with SGLang's own classes; downloads its wheel
+	$(BIN)/python tests/integrations/unpack_sglang.py $(VENV)/sglang
+	PYTHONPATH=src:$(VENV)/sglang $(BIN)/python -m pytest -q tests/integrations/test_sglang.py
 
 xformers-test: $(VENV)/.installed-test  ## the front end for xFormers with xFormers' own classes; downloads its wheel
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/xformers xformers==0.0.35

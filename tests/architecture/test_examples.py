@@ -15,7 +15,11 @@ import blackwell_sparsek as bsk
 
 # Kernel files hold no examples and would import triton; command lines are tested where they live;
 # the classes for vLLM import it.
-SKIPPED = ("blackwell_sparsek.device", "blackwell_sparsek.integrations.vllm.backend")
+SKIPPED = (
+    "blackwell_sparsek.device",
+    "blackwell_sparsek.integrations.sglang.backend",
+    "blackwell_sparsek.integrations.vllm.backend",
+)
 if importlib.util.find_spec("jax") is None:
     SKIPPED += ("blackwell_sparsek.jax.",)
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS

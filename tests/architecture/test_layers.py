@@ -79,11 +79,14 @@ LAZY = {
     "dispatch": {"triton"},
     "sparse": {"scipy", "numpy"},
     "nn": {"safetensors"},
-    "integrations": {"transformers", "vllm"},
+    "integrations": {"sglang", "transformers", "vllm"},
     "bench": {"rich", "numpy", "triton"},
 }
 # Files that are imported by the package that they derive from.
-HOSTED = {"integrations/vllm/backend.py": {"vllm"}}
+HOSTED = {
+    "integrations/sglang/backend.py": {"sglang"},
+    "integrations/vllm/backend.py": {"vllm"},
+}
 
 
 def wrong_imports(root):

@@ -5,7 +5,7 @@ import torch
 
 from blackwell_sparsek.attention import op as attention_op
 from blackwell_sparsek.attention.api import attention
-from blackwell_sparsek.attention.op import attn_bwd, attn_fwd
+from blackwell_sparsek.attention.op import attn_bwd, attn_fwd, attn_fwd_into
 from blackwell_sparsek.core.errors import Unsupported
 from blackwell_sparsek.dispatch.dispatcher import explain
 from blackwell_sparsek.masks.block_mask import BlockMask
@@ -15,7 +15,7 @@ from blackwell_sparsek.testing.layouts import strided_like
 
 def arguments(kind, layout="contiguous", impl="auto"):
     q, k, v = (strided_like(x, layout) for x in qkv(2, 4, 2, 17, 20, 8, seed=1, v_dim=4))
-    cu_q = cu_k = sinks = None
+    cu_q = cu_k = sinks = slopes = bias = None
     mask, mask_shape, max_q, max_k = [], [], 17, 20
     if kind == "varlen":
         q, k, v = (x.flatten(0, 0)[0].transpose(0, 1).contiguous() for x in (q, k, v))
@@ -26,16 +26,27 @@ def arguments(kind, layout="contiguous", impl="auto"):
         mask, mask_shape = block_mask.tensors(), [2, 4, 17, 20, 16, 16]
     if kind == "sinks":
         sinks = torch.randn(4, requires_grad=True)
+    if kind == "bias":
+        slopes, bias = torch.rand(2, 4), torch.randn(2, 1, 17, 20).expand(-1, 4, -1, -1)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    options = (cu_q, cu_k, max_q, max_k, mask, mask_shape, 9, 0, 0.3, 2.0, sinks, False)
+    options = (cu_q, cu_k, max_q, max_k, mask, mask_shape, 9, 0, 0.3, 2.0, sinks)
+    options = (*options, slopes, bias, False)
     return (q, k, v), options, impl
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
-@pytest.mark.parametrize("kind", ["plain", "varlen", "mask", "sinks"])
+@pytest.mark.parametrize("kind", ["plain", "varlen", "mask", "sinks", "bias"])
 def test_opcheck_forward(kind, impl):
     tensors, options, impl = arguments(kind, impl=impl)
     torch.library.opcheck(attn_fwd, (*tensors, *options, impl))
+
+
+@pytest.mark.parametrize("kind", ["plain", "varlen", "bias"])
+def test_opcheck_into(kind):
+    tensors, options, impl = arguments(kind)
+    q, k, v = (x.detach() for x in tensors)
+    out = torch.empty(*q.shape[:-1], v.shape[-1])
+    torch.library.opcheck(attn_fwd_into, (out, q, k, v, *options, impl))
 
 
 @pytest.mark.parametrize("layout", ["swapped", "row_gap", "outer_gap", "offset"])
@@ -44,7 +55,7 @@ def test_opcheck_forward_layouts(layout):
     torch.library.opcheck(attn_fwd, (*tensors, *options, impl))
 
 
-@pytest.mark.parametrize("kind", ["plain", "varlen", "mask", "sinks"])
+@pytest.mark.parametrize("kind", ["plain", "varlen", "mask", "sinks", "bias"])
 def test_opcheck_backward(kind):
     """The oracle's backward stands aside: its vjp wraps tensors, which opcheck cannot look into."""
     tensors, options, impl = arguments(kind)

@@ -51,7 +51,8 @@ def call(needs=NEEDS, mask=None, deterministic=False, size=32, dout=None):
     lists, shape = [], []
     if mask is not None:
         lists, shape = mask.tensors(), [1, 1, *mask.seq_lengths, *mask.block_size]
-    options = (None, None, size, size, lists, shape, *EVERYTHING.scalars(), 0.25, 0.0, None)
+    options = (None, None, size, size, lists, shape, *EVERYTHING.scalars(), 0.25, 0.0)
+    options = (*options, None, None, None)
     tensors = (dout, None, q, k, v, out, torch.zeros(1, 2, size))
     results = attention._attn_bwd(*tensors, *options, deterministic, needs, "triton")
     return results, (q, k, v, dout)

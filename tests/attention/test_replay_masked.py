@@ -143,7 +143,7 @@ def test_sinks_with_gaps_are_not_repeated(gpu):
     for sinks, calls in ((wide[0, :2], 1), (wide[:, 0], 2)):
         for _ in range(2):
             tensors = (*qkv(), None, None, 32, 32, [], [], *EVERYTHING.scalars(), 0.25, 0.0, sinks)
-            attention._attn_fwd(*tensors, False, "triton")
+            attention._attn_fwd(*tensors, None, None, False, "triton")
             if calls == 1:
                 assert gpu.calls == 1
     assert gpu.calls == 3 and len(gpu.repeated) == 1

@@ -21,7 +21,7 @@ def arguments(case, impl="auto"):
     return (
         call.q, call.k_cache, call.v_cache, call.cache_seqlens, call.page_table, call.kv_blocks,
         call.kv_block_size, *call.band.scalars(), call.scale, call.softcap, call.sinks,
-        call.k_scale, call.v_scale, impl,
+        call.k_scale, call.v_scale, call.alibi_slopes, impl,
     )  # fmt: skip
 
 
@@ -37,6 +37,7 @@ def problem(arch=H200, **changes):
         DecodeCase(1, heads=(4, 2), lengths=(20, 3), q_len=2),
         DecodeCase(2, heads=(4, 2), lengths=(20, 3), page_size=16, sinks=True),
         DecodeCase(3, heads=(4, 2), lengths=(20, 3), block_size=8, softcap=2.0),
+        DecodeCase(4, heads=(4, 2), lengths=(20, 3), slopes="sequence"),
     ],
 )
 def test_opcheck(case, impl):

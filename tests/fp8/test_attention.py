@@ -203,7 +203,8 @@ def test_compiles_without_a_break():
 def test_operator():
     given, scales = tensors((40, 50), (2, 1), (16, 16), turned=True)
     lengths, band = (None, None, 40, 50, [], []), (2**30, 0)
-    args = (*given, *scales.values(), torch.bfloat16, *lengths, *band, 0.25, 0.0, None, False)
+    args = (*given, *scales.values(), torch.bfloat16, *lengths, *band, 0.25, 0.0, None, None, None)
+    args = (*args, False)
     # the schema test multiplies its inputs, which PyTorch does not do in fp8
     op = torch.ops.bsk.attn_fwd_fp8.default
     torch.library.opcheck(op, (*args, "eager"), test_utils=("test_faketensor",))

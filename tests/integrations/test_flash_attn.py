@@ -100,10 +100,11 @@ def test_positions_of_arguments_are_those_of_flash_attn_2():
     torch.testing.assert_close(got, want[0])
 
 
-def test_gradients():
+@pytest.mark.parametrize("slopes", [None, SLOPES])
+def test_gradients(slopes):
     ours, theirs = (tuple(x.requires_grad_() for x in qkv()) for _ in range(2))
-    out, lse = flash_attn_func(*ours, causal=True, return_softmax_lse=True)
-    want, want_lse = batched(*theirs, causal=True)
+    out, lse = flash_attn_func(*ours, causal=True, alibi_slopes=slopes, return_softmax_lse=True)
+    want, want_lse = batched(*theirs, causal=True, slopes=slopes)
     weight = normal(*out.shape, seed=9, dtype=DOUBLE)
     ((out * weight).sum() + lse.sum()).backward()
     ((want * weight).sum() + want_lse.sum()).backward()
@@ -111,19 +112,20 @@ def test_gradients():
         torch.testing.assert_close(a.grad, b.grad)
     packed = [x.detach().flatten(0, 1).requires_grad_() for x in qkv()]
     offsets = int32(0, 19, 38), int32(0, 33, 66)
-    out = flash_attn_varlen_func(*packed, *offsets, 19, 33, causal=True)
+    out = flash_attn_varlen_func(*packed, *offsets, 19, 33, causal=True, alibi_slopes=slopes)
     out.backward(weight.flatten(0, 1))
     again = tuple(x.requires_grad_() for x in qkv())
-    (batched(*again, causal=True)[0] * weight).sum().backward()
+    (batched(*again, causal=True, slopes=slopes)[0] * weight).sum().backward()
     for a, b in zip(packed, again, strict=True):
         torch.testing.assert_close(a.grad, b.grad.flatten(0, 1))
 
 
-@pytest.mark.parametrize("options", [{"alibi_slopes": SLOPES[0]}, {"attention_chunk": 8}])
-def test_gradients_that_do_not_exist_are_refused(options):
+def test_gradients_that_do_not_exist_are_refused():
     q, k, v = qkv()
     with pytest.raises(Unsupported, match="q requires a gradient"):
-        flash_attn_func(q.requires_grad_(), k, v, **options)
+        flash_attn_func(q.requires_grad_(), k, v, attention_chunk=8)
+    with pytest.raises(Unsupported, match="alibi_slopes requires a gradient"):
+        flash_attn_func(q, k, v, alibi_slopes=SLOPES.clone().requires_grad_())
 
 
 def test_varlen():

@@ -9,6 +9,7 @@ import blackwell_sparsek as bsk
 from blackwell_sparsek import Unsupported
 from blackwell_sparsek.integrations import torch_sdpa as flash
 from blackwell_sparsek.integrations.torch_sdpa import patch_sdpa, register_flash_attention
+from blackwell_sparsek.testing.tolerance import assert_within_budget
 
 ORIGINAL = F.scaled_dot_product_attention
 
@@ -43,7 +44,7 @@ class TestPatch:
         assert F.scaled_dot_product_attention is ORIGINAL
 
     def test_what_is_left_to_torch_is_counted(self, x):
-        bias = torch.randn(20, 20)
+        bias = torch.randn(20, 20, requires_grad=True)
         with patch_sdpa() as patch:
             ours = F.scaled_dot_product_attention(x, x, x, bias)
             F.scaled_dot_product_attention(x, x, x, dropout_p=0.25)
@@ -51,9 +52,29 @@ class TestPatch:
         torch.testing.assert_close(ours, ORIGINAL(x, x, x, bias))
         assert patch.taken == 0
         assert sorted(patch.left.values()) == [1, 2]
-        assert any("bias" in reason for reason in patch.left)
+        assert any("bias that requires a gradient" in reason for reason in patch.left)
         assert any("dropout_p" in reason for reason in patch.left)
         assert "left={" in repr(patch)
+
+    @pytest.mark.parametrize("shape", [(20, 20), (2, 1, 1, 20), (1, 4, 20, 20), (1, 20)])
+    def test_float_masks(self, shape, x):
+        """A bias of any shape that broadcasts, with -inf; gradients of queries, keys, values."""
+        bias = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -torch.inf)
+        q, k, v = (x.roll(i, 2).clone().requires_grad_() for i in range(3))
+        dout = torch.randn_like(x)
+        with patch_sdpa() as patch:
+            ours = F.scaled_dot_product_attention(q, k, v, bias)
+        assert (patch.taken, patch.left) == (1, {})
+        exact_in = [y.detach().double().requires_grad_() for y in (q, k, v)]
+        exact = ORIGINAL(*exact_in, bias.double())
+        plain = ORIGINAL(q, k, v, bias)
+        assert_within_budget(ours, exact, plain)
+        made, want, low = (
+            torch.autograd.grad(out, given, dout.to(out.dtype))
+            for out, given in ((ours, (q, k, v)), (exact, exact_in), (plain, (q, k, v)))
+        )
+        for got, expected, rough in zip(made, want, low, strict=True):
+            assert_within_budget(got, expected, rough, factor=3.0)
 
     @pytest.mark.parametrize("variant", [causal_upper_left, causal_lower_right])
     @pytest.mark.parametrize("lengths", [(20, 20), (7, 20), (20, 7)])

@@ -5,6 +5,7 @@ Needs an importable vLLM: `make vllm-test` unpacks its wheel, without its compil
 
 import dataclasses
 import math
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -330,11 +331,115 @@ def test_windows_are_not_thinned_out():
     assert engine.impl.summaries is None
 
 
+def runs_formula(q, k, v, first, queries, chosen_of):
+    """The queries of one request over the blocks of their runs; `first` is the first's position."""
+    outs = []
+    for start in range(0, len(q), queries):
+        end = min(start + queries, len(q))
+        own_k, own_v = k[: first + end], v[: first + end]
+        blocks = chosen_of(q[start:end], own_k)
+        parts = []
+        for head, kept in enumerate(blocks):
+            rows = torch.cat(
+                [torch.arange(b * BLOCK, min((b + 1) * BLOCK, len(own_k))) for b in kept]
+            )
+            heads = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
+            scores = torch.einsum(
+                "qhd,kd->hqk", q[start:end, heads], own_k[rows, head]
+            ) / math.sqrt(DIM)
+            position = first + torch.arange(start, end)[:, None]
+            scores = scores.masked_fill(rows[None, :] > position, -torch.inf)
+            parts.append(torch.einsum("hqk,kd->qhd", scores.softmax(-1), own_v[rows, head]))
+        outs.append(torch.cat(parts, 1))
+    return torch.cat(outs)
+
+
+def best_blocks_of_run(q, keys, count, first, last):
+    """As `best_blocks`, by the best of the queries [n, Hq, D]."""
+    blocks = -(-len(keys) // BLOCK)
+    chosen = []
+    for head in range(KV_HEADS):
+        own = q.double()[:, head * HEADS // KV_HEADS : (head + 1) * HEADS // KV_HEADS]
+        scores = []
+        for block in range(blocks):
+            rows = keys[block * BLOCK : (block + 1) * BLOCK, head].double()
+            scores.append(
+                torch.maximum(own * rows.amin(0), own * rows.amax(0)).sum(-1).max().item()
+            )
+        always = {*range(min(first, blocks)), *range(max(blocks - last, 0), blocks)}
+        ranked = sorted(set(range(blocks)) - always, key=lambda block: -scores[block])
+        chosen.append(sorted([*always, *ranked][: max(count, len(always))]))
+    return chosen
+
+
+@pytest.mark.parametrize("decode_blocks", [None, 5])
+def test_prompts_read_the_blocks_that_matter(decode_blocks):
+    """Whole prompts, then a step that decodes one request and goes on with the other's prompt."""
+    sparse = {"prefill_blocks": 5, "prefill_queries": 10, "keep_first": 1, "keep_last": 1}
+    sparse |= {"decode_blocks": decode_blocks} if decode_blocks else {}
+    engine = Engine(2, sparse=sparse)
+
+    def check(results, requests, reached):
+        for b in requests:
+            q, out = results[b]
+            k, v = engine.keys[b], engine.values[b]
+            # a run of ten queries reaches three blocks of eight
+            chosen_of = partial(best_blocks_of_run, count=5, first=1, last=1 if len(q) == 1 else 3)
+            first = len(k) - len(q)
+            exact = runs_formula(q.double(), k.double(), v.double(), first, 10, chosen_of)
+            plain = runs_formula(q, k, v, first, 10, chosen_of)
+            assert_within_budget(out, exact, plain, what=f"request {b}")
+            if reached:
+                assert (formula(q.double(), k.double(), v.double()) - exact).abs().max() > 0.01
+
+    check(engine.step((61, 75)), (0, 1), reached=True)
+    results = engine.step((1, 23))
+    check(results, (1,), reached=True)
+    if decode_blocks:
+        check(results, (0,), reached=True)
+    else:
+        engine.check(results[:1])
+    results = engine.step((1, 1))
+    if decode_blocks:
+        check(results, (0, 1), reached=True)
+    else:
+        engine.check(results)
+
+
+def test_few_blocks_are_read_whole():
+    """Prompts no longer than the blocks that are read give what dense attention gives."""
+    engine = Engine(4, sparse={"prefill_blocks": 12, "prefill_queries": 16})
+    engine.check(engine.step((70, 1, 9, 33)))
+
+
+def test_graphs_under_sparse_prefill():
+    builder = SparseKBackend.get_builder_cls()
+    for asked, expected in (
+        ({"prefill_blocks": 9}, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+        ({"decode_blocks": 9}, AttentionCGSupport.UNIFORM_BATCH),
+    ):
+        config = SimpleNamespace(additional_config={backend.CONFIG: asked})
+        assert builder.get_cudagraph_support(config, None) is expected
+    assert Engine(2, sparse={"prefill_blocks": 9}).builder.reorder_batch_threshold == 1
+
+
+def test_sparse_prefill_refusals():
+    with pytest.raises(NotImplementedError, match="causal attention only"):
+        Engine(2, sparse={"prefill_blocks": 30}).step((9, 9), causal=False)
+    engine = Engine(2, sparse={"prefill_blocks": 8, "prefill_queries": 64})
+    with pytest.raises(
+        ValueError, match=r"prefill_blocks is 8; expected at least 11: .*64 queries"
+    ):
+        engine.step((9, 9))
+
+
 @pytest.mark.parametrize("asked, why", [
     ({"decode_blocks": 2}, "at least 3"), ({"decode_blocks": True}, "expected an int"),
     ({"decode_blocks": 9, "keep_last": 0}, "last block"), ({"keep_first": 1}, "decode_blocks"),
     ({"decode_blocks": 9, "summary": "max"}, "minmax or mean"), ([9], "expected decode_blocks"),
-    ({"decode_blocks": 9, "keep_frist": 1}, "keep_first"),
+    ({"decode_blocks": 9, "keep_frist": 1}, "keep_first"), ({"prefill_blocks": 2}, "at least 3"),
+    ({"prefill_blocks": 9, "prefill_queries": 0}, "at least 1"),
+    ({"prefill_blocks": 9, "prefill_queries": "all"}, "expected an int"),
 ])  # fmt: skip
 def test_what_cannot_be_asked_for(asked, why):
     with pytest.raises(ValueError, match=why):

@@ -52,7 +52,7 @@ def test_every_class_is_known(biases):
         if isinstance(kind, type) and issubclass(kind, biases.AttentionBias)
     }  # fmt: skip
     assert biases.__name__ == BIASES
-    assert classes - set(RULES) == {"AttentionBias", "LowerTriangularMaskWithTensorBias"}
+    assert classes - set(RULES) == {"AttentionBias"}
     assert set(RULES) <= classes
 
 
@@ -110,6 +110,14 @@ def test_sequences(biases, make):
     check(out, q, k, v, bias.materialize((1, 4, sq, sk), dtype=DOUBLE))
 
 
+@pytest.mark.parametrize("sq, sk", [(19, 33), (33, 19)])
+def test_a_causal_bias(biases, sq, sk):
+    q, k, v = tensors(2, sq, sk)
+    bias = biases.LowerTriangularMask().add_bias(torch.randn(2, 4, sq, sk, dtype=DOUBLE))
+    out = memory_efficient_attention(q, k, v, bias)
+    check(out, q, k, v, bias.materialize((2, 4, sq, sk), dtype=DOUBLE))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("gappy", [False, True])
 def test_pages(biases, causal, gappy):
@@ -164,7 +172,6 @@ def test_refusals(biases):
     cases = [
         ({"p": 0.1}, "dropout"), ({"op": object()}, "kernel of xFormers"),
         ({"output_dtype": torch.float16}, "dtype of query"), ({"attn_bias": object()}, "unknown"),
-        ({"attn_bias": biases.LowerTriangularMask().add_bias(torch.zeros(24, 24))}, "materialize"),
         (
             {"attn_bias": biases.BlockDiagonalGappyKeysMask.from_seqlens(
                 [24], [0, 24], [25])}, "behind the start of the next",

@@ -4,9 +4,11 @@ from typing import Any, Literal, overload
 
 import torch
 
+from ..calls.attention import AttentionCall
 from ..core.checks import check_choice, check_tensor, message
 from ..core.env import IMPLS
-from ..core.errors import InvalidInput, InvalidType
+from ..core.errors import InvalidInput, InvalidType, Unsupported
+from ..launch.replay import record, repeat
 from ..masks.band import band_of
 from ..masks.block_mask import BlockMask
 from ..masks.packed import check_cu_seqlens, check_same_batch
@@ -22,6 +24,7 @@ from .inputs import (
     check_qkv,
     checked_call,
     fitted_mask,
+    overlaps,
 )
 from .replay import describe
 from .resize import recorder, repeated
@@ -98,10 +101,13 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -130,13 +136,20 @@ def attention(
         Position p sees keys `p - left .. p + right`; None is unbounded. `n` is the n latest keys
         including its own: `(n - 1, 0)` under causal and `(n - 1, n - 1)` otherwise.
     block_mask : BlockMask, optional
-        Made for `(Sq, Sk)`, with 1 or B masks along the batch and 1 or Hq along the heads.
+        Made for `(Sq, Sk)`, with 1 or B masks along the batch and 1, Hkv or Hq along the heads;
+        with Hkv, query heads that share a KV head share its mask, but not on Hopper's own kernel.
     scale : float, optional
         Multiplies q k^T; by default `1 / sqrt(D)`.
     softcap : float, optional
         Scores become `softcap * tanh(score / softcap)`, after the scale and before the mask.
     sinks : float `[Hq]`, optional
         A logit per head that joins the softmax denominator and carries no value.
+    alibi_slopes : fp32 `[Hq]` or `[B, Hq]`, optional
+        `slope * |position - key|` is subtracted from the scores, after the softcap.
+    bias : fp16, bf16, fp32 or fp64 `[B|1, Hq|1, Sq, Sk]`, optional
+        Added to the scores, after the softcap. Any strides, so that `expand` takes no memory. -inf
+        hides a key, whose value must still be finite; work is not skipped there. Neither slopes nor
+        a bias have gradients. The kernel for Hopper takes neither.
     q_descale, k_descale : fp32, one element, `[B|1, H|1]` or `[B|1, H|1, ceil(S / 128)]`, optional
         For fp8 only: what stored values are multiplied with, one for each 128 tokens in the last
         form; 1 by default. H is Hq for queries and Hkv for keys.
@@ -144,6 +157,9 @@ def attention(
         The same for values; the last form has one for each channel.
     out_dtype : torch.dtype, optional
         For fp8 only: bf16, the default, fp16 or fp32.
+    out : `[B, Hq, Sq, Dv]`, dtype of q, optional
+        Where to write the output, all of it; must not overlap the inputs. There are no gradients
+        then, and it does not go with fp8.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included.
     deterministic : bool, optional
@@ -172,7 +188,7 @@ def attention(
         block_mask = fitted_mask(block_mask, q.shape[2], k.shape[2])
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention"
-        _refuse_deterministic(op, deterministic)
+        _refuse_for_fp8(op, deterministic, alibi_slopes=alibi_slopes, bias=bias, out=out)
         check_choice(op, "impl", impl, IMPLS)
         scales = (q_descale, k_descale, v_descale)
         made = attend_fp8(
@@ -190,14 +206,19 @@ def attention(
         return (made[0], made[1]) if return_lse else made[0]
     options = (return_lse, causal, window, scale, softcap, deterministic, impl)
     inputs = (q, k, v, sinks)
-    found = describe(options, inputs, block_mask)
-    results = repeated(found, options, inputs, block_mask)
+    further = (alibi_slopes, bias, out)
+    is_extended = any(x is not None for x in further)
+    if is_extended:
+        found, results = None, _repeated(options, (*inputs, *further), block_mask)
+    else:
+        found = describe(options, inputs, block_mask)
+        results = repeated(found, options, inputs, block_mask)
     if results is None:
         op = "attention"
         check_qkv(op, q, k, v, DENSE)
         check_head_dims(op, q, v)
         band = band_of(op, causal, window)
-        check_block_mask(op, block_mask, q, q.shape[0], q.shape[2], k.shape[2])
+        check_block_mask(op, block_mask, q, q.shape[0], q.shape[2], k.shape[2], k.shape[1])
         q, k, v = autocast_qkv(op, q, k, v)
         check_choice(op, "impl", impl, IMPLS)
         call = checked_call(
@@ -213,10 +234,16 @@ def attention(
             deterministic=deterministic,
             max_q=q.shape[2],
             max_k=k.shape[2],
+            alibi_slopes=alibi_slopes,
+            bias=bias,
+            out=out,
         )
-        with recorder(found, options, inputs, call, impl) as recording:
-            results = recording.keep(attend(call, impl, plain=found is not None))
-    return (results[0], results[1]) if return_lse else results[0]
+        if is_extended:
+            results = _attend(options, (*inputs, *further), call, impl)
+        else:
+            with recorder(found, options, inputs, call, impl) as recording:
+                results = recording.keep(attend(call, impl, plain=found is not None))
+    return _returned(results, out, return_lse)
 
 
 def attention_varlen(
@@ -234,10 +261,12 @@ def attention_varlen(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -263,8 +292,12 @@ def attention_varlen(
         positions inside each sequence.
     q_descale, k_descale, v_descale : fp32, one element or `[B|1, H|1]`, optional
         For fp8 only, as in `attention`; those of values may have one for each channel too.
-    causal, window, scale, softcap, sinks, out_dtype, return_lse, deterministic, impl :
+    out : `[Tq, Hq, Dv]`, optional
+        Where to write the output.
+    causal, window, scale, softcap, sinks, alibi_slopes, out_dtype, return_lse, deterministic :
         As in `attention`; positions count inside each sequence.
+    impl :
+        As in `attention`.
 
     Returns
     -------
@@ -286,7 +319,7 @@ def attention_varlen(
         block_mask = fitted_mask(block_mask, max_seqlen_q, max_seqlen_k)
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention_varlen"
-        _refuse_deterministic(op, deterministic)
+        _refuse_for_fp8(op, deterministic, alibi_slopes=alibi_slopes, out=out)
         check_choice(op, "impl", impl, IMPLS)
         _check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         scales = (q_descale, k_descale, v_descale)
@@ -311,8 +344,13 @@ def attention_varlen(
     )
     # replay identifies tensors by address, and most calls pass the same offsets twice
     inputs = (q, k, v, sinks, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
-    found = describe(options, inputs, block_mask, packed=True)
-    results = repeated(found, options, inputs, block_mask, packed=True)
+    further = (alibi_slopes, out)
+    is_extended = any(x is not None for x in further)
+    if is_extended:
+        found, results = None, _repeated(options, (*inputs, *further), block_mask)
+    else:
+        found = describe(options, inputs, block_mask, packed=True)
+        results = repeated(found, options, inputs, block_mask, packed=True)
     if results is None:
         op = "attention_varlen"
         check_qkv(op, q, k, v, PACKED)
@@ -320,7 +358,7 @@ def attention_varlen(
         _check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         band = band_of(op, causal, window)
         batch = cu_seqlens_q.numel() - 1
-        check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k)
+        check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k, k.shape[1])
         q, k, v = autocast_qkv(op, q, k, v)
         check_choice(op, "impl", impl, IMPLS)
         call = checked_call(
@@ -338,9 +376,46 @@ def attention_varlen(
             max_k=max_seqlen_k,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
+            alibi_slopes=alibi_slopes,
+            out=out,
         )
-        with recorder(found, options, inputs, call, impl) as recording:
-            results = recording.keep(attend(call, impl, plain=found is not None))
+        if is_extended:
+            results = _attend(options, (*inputs, *further), call, impl)
+        else:
+            with recorder(found, options, inputs, call, impl) as recording:
+                results = recording.keep(attend(call, impl, plain=found is not None))
+    return _returned(results, out, return_lse)
+
+
+# Launches of calls with options that `describe` does not know, for `repeat`.
+_EXTENDED: dict[Any, Any] = {}
+
+
+def _repeated(options: Any, inputs: Any, mask: Any) -> tuple[torch.Tensor, ...] | None:
+    """The results of such a call by recorded launches, unless it has a mask; None if in full."""
+    q, k, v, *_, out = inputs
+    if mask is not None or (out is not None and overlaps(out, q, k, v)):
+        return None
+    return repeat(_EXTENDED, options, inputs)
+
+
+def _attend(options: Any, inputs: Any, call: AttentionCall, impl: str) -> tuple[torch.Tensor, ...]:
+    """The results of such a call; its launches are kept for `_repeated`."""
+    _, _, _, sinks, *_ = inputs
+    # sinks with gaps are copied, and a replay would read this call's copy
+    if call.spec.block_mask is not None or not (sinks is None or sinks.is_contiguous()):
+        return attend(call, impl)
+    return_lse, *_ = options
+    wanted = (call.out is None) + return_lse
+    return record(_EXTENDED, options, inputs, attend, call, impl, operands=3, wanted=wanted)
+
+
+def _returned(
+    results: tuple[torch.Tensor, ...], out: torch.Tensor | None, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What the caller gets of the results that a call allocated."""
+    if out is not None:
+        return (out, results[0]) if return_lse else out
     return (results[0], results[1]) if return_lse else results[0]
 
 
@@ -354,8 +429,11 @@ def _check_packed(op: str, q: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any)
     _check_max(op, "max_seqlen_k", max_k)
 
 
-def _refuse_deterministic(op: str, deterministic: Any) -> None:
-    """fp8 has no gradients, which is all that this option is about."""
+def _refuse_for_fp8(op: str, deterministic: Any, **further: Any) -> None:
+    """fp8 has no gradients, which is all that `deterministic` is about, and fewer options."""
+    for arg, value in further.items():
+        if value is not None:
+            raise Unsupported(f"{op}: {arg} does not go with fp8 tensors; expected None")
     if deterministic is not None:
         expected = "None for fp8, which has no gradients"
         raise InvalidInput(

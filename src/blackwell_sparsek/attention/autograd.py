@@ -31,6 +31,7 @@ from .op import (
     ForwardArguments,
     attn_bwd,
     attn_fwd,
+    attn_fwd_into,
     backward_dispatch,
     compute_backward,
     compute_forward,
@@ -44,22 +45,27 @@ from .resize_backward import gradient_recorder, resized_gradients
 def attend(call: AttentionCall, impl: str, plain: bool = False) -> Tensors:
     """Output and lse of a checked call, by the cheapest path that provides its gradients.
 
-    `plain` says that `launch.replay.is_plain_call` need not be asked.
+    A call with `out` has none, and only its lse is returned. `plain` says that
+    `launch.replay.is_plain_call` need not be asked.
     """
-    q, k, v, sinks = call.q, call.k, call.v, call.spec.sinks
-    tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+    q, k, v, spec = call.q, call.k, call.v, call.spec
+    sinks, further = spec.sinks, (spec.sinks, spec.alibi_slopes, spec.bias, call.out)
+    tensors = (q, k, v, *(x for x in further if x is not None))
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     plain = plain or (not torch.compiler.is_compiling() and is_plain_call(tensors))
-    if not plain and is_differentiated_by_func(*tensors):
-        results: Tensors = _TransformedAttention.apply(
-            q, k, v, sinks, call.spec._replace(sinks=None), call.deterministic, impl
+    if call.out is not None and (q.is_meta or not plain):
+        flat = operator_options(call, for_gradients=False)
+        results: Tensors = (attn_fwd_into(call.out, q, k, v, *flat, impl),)
+    elif not plain and is_differentiated_by_func(*tensors):
+        results = _TransformedAttention.apply(
+            q, k, v, sinks, spec._replace(sinks=None), call.deterministic, impl
         )
     elif q.is_meta or not plain:
         results = attn_fwd(q, k, v, *operator_options(call, wants_gradients), impl)
     elif wants_gradients:
-        training, spec = TrainingCall.of(call, impl), call.spec
+        training = TrainingCall.of(call, impl)
         make = partial(compute_forward, call, impl)
-        others = (training, make, (spec.cu_seqlens_q, spec.cu_seqlens_k), True)
+        others = (training, make, _fixed_tensors(spec), True)
         results = _Attention.apply(q, k, v, sinks, others)
     else:
         results = compute_forward(call, impl)
@@ -96,7 +102,7 @@ class TrainingCall:
         """The record of a call; autograd saves the tensors that have gradients or may be large."""
         spec, mask = call.spec, call.spec.block_mask
         mask = None if mask is None else _lists_of(mask)
-        spec = spec._replace(block_mask=mask, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None)
+        spec = spec.without_tensors()._replace(block_mask=mask)
         return cls(spec, call.deterministic, impl)
 
     def replaying(self, forward: Launches) -> "TrainingCall":
@@ -122,7 +128,7 @@ class TrainingCall:
     ) -> Tensors:
         """The call on new tensors, at `addresses`, that match those it was recorded with."""
         make = partial(cast(Launches, self._forward), addresses)
-        made: Any = _apply(q, k, v, sinks, (self, make, (None, None), return_lse))
+        made: Any = _apply(q, k, v, sinks, (self, make, _NOTHING_FIXED, return_lse))
         return made if return_lse else (made,)
 
     def attend_with(
@@ -135,7 +141,7 @@ class TrainingCall:
         return_lse: bool,
     ) -> Tensors:
         """The call on these tensors, whose output and lse have been computed."""
-        made: Any = _apply(q, k, v, sinks, (self, lambda: results, (None, None), return_lse))
+        made: Any = _apply(q, k, v, sinks, (self, lambda: results, _NOTHING_FIXED, return_lse))
         return made if return_lse else (made,)
 
     def gradients(
@@ -146,12 +152,15 @@ class TrainingCall:
         needs: tuple[bool, ...],
     ) -> Tensors:
         """Gradients of q, k, v and the sinks; those that are not needed have no elements."""
-        q, k, v, out, lse, cu_q, cu_k, sinks = saved
+        q, k, v, out, lse, sinks, *fixed = saved
+        spec = _with_tensors(self._spec, sinks, *fixed)
         if dout is None:
             dout = torch.zeros_like(out)
         mask, impl = self._spec.block_mask, _backward_impl(self._impl)
         stream = None if mask is None else stream_of(q)
-        found = described(needs, (dout, q, k, v, out, dlse, lse), stream, below_autocast=True)
+        found = None
+        if not spec.is_biased:
+            found = described(needs, (dout, q, k, v, out, dlse, lse), stream, below_autocast=True)
         options = gradient_options(self._spec, sinks is not None, self._deterministic, impl)
         tensors = (dout, out, lse, q, k, v)
         if found is not None:
@@ -165,7 +174,6 @@ class TrainingCall:
             if made is not None:
                 return made
         first = found is not None and not seen_before(found.key)
-        spec = self._spec._replace(sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         call = AttentionCall(q, k, v, spec, self._deterministic)
         # with gradients enabled, the operator makes a double backward raise; modes must see it too
         incoming = (dout,) if dlse is None else (dout, dlse)
@@ -196,6 +204,22 @@ class TrainingCall:
         return launches
 
 
+# Offsets of packed sequences, slopes and bias: tensors of a call that have no gradient.
+_NOTHING_FIXED = (None, None, None, None)
+
+
+def _fixed_tensors(spec: AttnSpec) -> tuple[Any, Any, Any, Any]:
+    return spec.cu_seqlens_q, spec.cu_seqlens_k, spec.alibi_slopes, spec.bias
+
+
+def _with_tensors(spec: AttnSpec, sinks: Any, *fixed: Any) -> AttnSpec:
+    """The inverse of `AttnSpec.without_tensors`."""
+    cu_q, cu_k, slopes, bias = fixed
+    return spec._replace(
+        sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, alibi_slopes=slopes, bias=bias
+    )
+
+
 def _lists_of(mask: BlockMask) -> BlockMask:
     """A mask that shares the lists: `mask` itself caches calls, so keeping it forms a cycle."""
     sizes = (mask.batch, mask.heads, mask.seq_lengths, mask.block_size)
@@ -211,11 +235,11 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
         # one tuple for all that has no gradient, because torch spends time on every argument
-        others: tuple[TrainingCall, Callable[[], Tensors], tuple[Any, Any], bool],
+        others: tuple[TrainingCall, Callable[[], Tensors], tuple[Any, Any, Any, Any], bool],
     ) -> Any:
-        training, make, cu_seqlens, with_lse = others
+        training, make, fixed, with_lse = others
         output = make()
-        ctx.save_for_backward(q, k, v, *output, *cu_seqlens, sinks)
+        ctx.save_for_backward(q, k, v, *output, sinks, *fixed)
         ctx.training = training
         ctx.set_materialize_grads(False)
         return output if with_lse else output[0]
@@ -255,14 +279,14 @@ class _TransformedAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         q, k, v, sinks, spec, deterministic, impl = inputs
-        ctx.save_for_backward(q, k, v, sinks, spec.cu_seqlens_q, spec.cu_seqlens_k, *output)
-        ctx.spec = spec._replace(sinks=None, cu_seqlens_q=None, cu_seqlens_k=None)
+        ctx.save_for_backward(q, k, v, *output, sinks, *_fixed_tensors(spec))
+        ctx.spec = spec.without_tensors()
         ctx.deterministic, ctx.impl = deterministic, _backward_impl(impl)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
-        q, k, v, sinks, cu_q, cu_k, out, lse = ctx.saved_tensors
-        spec = ctx.spec._replace(sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        q, k, v, out, lse, sinks, *fixed = ctx.saved_tensors
+        spec = _with_tensors(ctx.spec, sinks, *fixed)
         call, needs = (
             AttentionCall(q, k, v, spec, ctx.deterministic),
             list(ctx.needs_input_grad[:4]),
@@ -310,11 +334,13 @@ def _needed(made: Tensors, needs: Sequence[bool]) -> list[torch.Tensor | None]:
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     given = ForwardArguments(*inputs)
-    mask, sinks, offsets = given.mask, given.sinks, (given.cu_seqlens_q, given.cu_seqlens_k)
-    ctx.save_for_backward(given.q, given.k, given.v, *output, *offsets, sinks, *mask)
+    mask = given.mask
+    fixed = (given.cu_seqlens_q, given.cu_seqlens_k, given.alibi_slopes, given.bias)
+    ctx.save_for_backward(given.q, given.k, given.v, *output, given.sinks, *fixed, *mask)
     # the arguments without the saved tensors
     ctx.given = given._replace(
         q=None, k=None, v=None, cu_seqlens_q=None, cu_seqlens_k=None, sinks=None,
+        alibi_slopes=None, bias=None,
         mask=[None] * len(mask), impl=_backward_impl(given.impl),
     )  # fmt: skip
     ctx.set_materialize_grads(False)
@@ -327,18 +353,19 @@ def _operator_gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor 
     gradients: list[torch.Tensor | None] = [None] * 4
     given = ctx.given
     if dout is not None or dlse is not None:
-        q, k, v, out, lse, cu_q, cu_k, sinks, *mask = ctx.saved_tensors
+        q, k, v, out, lse, sinks, cu_q, cu_k, slopes, bias, *mask = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         made = attn_bwd(
             *(dout, dlse, q, k, v, out, lse, cu_q, cu_k, given.max_q, given.max_k, mask),
             *(given.mask_shape, given.left, given.right, given.scale, given.softcap, sinks),
-            *(given.deterministic, needs, given.impl),
+            *(slopes, bias, given.deterministic, needs, given.impl),
         )
         gradients = _needed(made, needs)
     dq, dk, dv, dsinks = gradients
     # torch expects the structure of the inputs, and treats an empty list as a list of tensors
-    lists: tuple[Any, Any] = given.mask, None if given.mask_shape else []
-    return (dq, dk, dv, None, None, None, None, *lists, None, None, None, None, dsinks, None, None)
+    shape: Any = None if given.mask_shape else []
+    none = ForwardArguments(*[None] * len(ForwardArguments._fields))
+    return tuple(none._replace(q=dq, k=dk, v=dv, mask=given.mask, mask_shape=shape, sinks=dsinks))
 
 
 def _refuse_forward_mode() -> Any:

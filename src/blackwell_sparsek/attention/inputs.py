@@ -17,9 +17,10 @@ from ..core.checks import (
     check_shape,
     check_tangent,
     check_tensor,
+    is_differentiated_by_func,
     message,
 )
-from ..core.errors import InvalidInput, InvalidType
+from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..core.torch_state import autocast_dtype, cast_operand
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
@@ -171,10 +172,58 @@ def fitted_mask(block_mask: Any, sq: Any, sk: Any) -> Any:
     return block_mask
 
 
+def check_slopes(op: str, slopes: Any, q: torch.Tensor, batch: int) -> None:
+    """One ALiBi slope per query head, the same for all sequences or not."""
+    if slopes is None:
+        return
+    arg = "alibi_slopes"
+    check_tensor(op, arg, slopes)
+    check_tangent(op, arg, slopes)
+    check_dtype(op, arg, slopes, [torch.float32])
+    shape = [q.shape[1]] if slopes.dim() == 1 else [batch, q.shape[1]]
+    check_shape(op, arg, slopes, shape)
+    check_last_dim_contiguous(op, arg, slopes)
+    check_same_device(op, {"q": q, arg: slopes})
+    _refuse_gradient(op, arg, slopes)
+
+
+def check_bias(op: str, bias: Any, q: torch.Tensor, sk: int) -> None:
+    """A bias for every score of q [B, Hq, Sq, D], which may broadcast over batch and heads."""
+    if bias is None:
+        return
+    check_tensor(op, "bias", bias)
+    check_tangent(op, "bias", bias)
+    check_dtype(op, "bias", bias, DTYPES)
+    check_rank(op, "bias", bias, "[B or 1, Hq or 1, Sq, Sk]")
+    batch, heads, sq, _ = q.shape
+    if not (
+        bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads) and bias.shape[2:] == (sq, sk)
+    ):
+        expected = f"[{batch} or 1, {heads} or 1, {sq}, {sk}] (expand takes no memory)"
+        raise InvalidInput(message(op, "bias", "has a wrong shape", expected, list(bias.shape)))
+    check_same_device(op, {"q": q, "bias": bias})
+    _refuse_gradient(op, "bias", bias)
+
+
+def _refuse_gradient(op: str, arg: str, x: torch.Tensor) -> None:
+    """Raise if the gradient of what is added to scores is needed, which is not computed."""
+    if (torch.is_grad_enabled() and x.requires_grad) or is_differentiated_by_func(x):
+        raise Unsupported(
+            f"{op}: {arg} requires a gradient, which is not computed; pass {arg}.detach(), or use "
+            "torch's own attention to train it"
+        )
+
+
 def check_block_mask(
-    op: str, block_mask: Any, q: torch.Tensor, batch: int, sq: int, sk: int
+    op: str,
+    block_mask: Any,
+    q: torch.Tensor,
+    batch: int,
+    sq: int,
+    sk: int,
+    kv_heads: int | None = None,
 ) -> None:
-    """A mask made for these sizes, on the device of q."""
+    """A mask made for these sizes, on the device of q; with `kv_heads` also one per KV head."""
     if block_mask is None:
         return
     if not isinstance(block_mask, BlockMask):
@@ -185,7 +234,8 @@ def check_block_mask(
             expected = f"blackwell_sparsek.{expected} (BlockMask.from_flex converts)"
             got = f"{kind.__module__}.{got}"
         raise InvalidType(message(op, "block_mask", "is not a block mask", expected, got))
-    block_mask.check_problem(op, batch, q.shape[1], sq, sk)
+    heads = kv_heads if kv_heads == block_mask.heads else q.shape[1]
+    block_mask.check_problem(op, batch, heads, sq, sk)
     check_same_device(op, {"q": q, "block_mask": block_mask.bits})
 
 
@@ -200,14 +250,55 @@ def check_out(op: str, out: Any, shape: list[int], inputs: dict[str, torch.Tenso
     if out.requires_grad:
         expected = "a tensor that needs no gradient"
         raise InvalidInput(message(op, "out", "requires a gradient", expected, "requires_grad"))
+    if torch.compiler.is_compiling():
+        return
+    if _shares_elements(out):
+        expected = "one place in memory for each element"
+        raise InvalidInput(message(op, "out", "overlaps itself", expected, list(out.stride())))
     for arg, x in inputs.items():
-        if not torch.compiler.is_compiling() and _spans_meet(out, x):
+        if _spans_meet(out, x):
             raise InvalidInput(message(op, "out", f"overlaps {arg}", "memory of its own", arg))
+
+
+def _shares_elements(x: torch.Tensor) -> bool:
+    """Whether two elements may lie at one place, as in an expanded tensor."""
+    needed = 1 if x.numel() else 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < needed:
+            return True
+        needed += (size - 1) * stride
+    return False
+
+
+def refuse_gradients_into(op: str, tensors: dict[str, torch.Tensor | None]) -> None:
+    """Raise if a gradient is needed, which a result in a given tensor does not have."""
+    for arg, x in tensors.items():
+        if x is None:
+            continue
+        if (torch.is_grad_enabled() and x.requires_grad) or is_differentiated_by_func(x):
+            raise Unsupported(
+                f"{op}: {arg} requires a gradient, which a result in out does not have; call it "
+                "under torch.no_grad(), or without out"
+            )
+
+
+def overlaps(out: Any, *inputs: Any) -> bool:
+    """Whether `out` shares memory with an input; False where that takes a check of their types.
+
+    For replays of recorded launches, which skip `check_out`.
+    """
+    tensors = (out, *inputs)
+    if torch.compiler.is_compiling() or any(type(x) is not torch.Tensor for x in tensors):
+        return False
+    return any(x.is_cuda and out.is_cuda and _spans_meet(out, x) for x in inputs)
 
 
 def _spans_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the memory between first and last element of one reaches into that of the other."""
     if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta":
+        return False
+    # what torch.vmap passes has no memory of its own
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (a, b))):
         return False
     ends = []
     for x in (a, b):
@@ -242,9 +333,21 @@ def checked_call(
     max_k: int,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> AttentionCall:
     """Check the remaining options, and build the call."""
     check_sinks(op, sinks, q)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    check_slopes(op, alibi_slopes, q, batch)
+    check_bias(op, bias, q, max_k)
+    if out is not None:
+        tensors = {"q": q, "k": k, "v": v}
+        optional = {"sinks": sinks, "alibi_slopes": alibi_slopes, "bias": bias}
+        others = {arg: x for arg, x in optional.items() if x is not None}
+        refuse_gradients_into(op, {**tensors, **others})
+        check_out(op, out, [*q.shape[:-1], v.shape[-1]], {**tensors, **others})
     spec = AttnSpec(
         scale_or_default(op, scale, q.shape[-1]),
         band,
@@ -255,5 +358,7 @@ def checked_call(
         cu_seqlens_k,
         max_q,
         max_k,
+        alibi_slopes,
+        bias,
     )
-    return AttentionCall(q, k, v, spec, is_deterministic(op, deterministic))
+    return AttentionCall(q, k, v, spec, is_deterministic(op, deterministic), out)

@@ -1,16 +1,17 @@
 """`bsk::attn_fwd` and `bsk::attn_bwd`: attention, dense or packed, and its gradients.
 
-The operators are a second entry point, for compilers, modes and transforms. They take flat
-arguments: a missing mask is two empty lists, `mask_shape` is [Bm, Hm, Sq, Sk, bq, bk], `left` and
-`right` are the scalars of a `Band`. `call_of` turns them into an `AttentionCall`, and
-`operator_options` is its inverse. From either entry point, calls run through `run_forward` and
-`run_backward`.
+`bsk::attn_fwd_into` writes to an `out` that is given, and has no derivative. The operators are a
+second entry point, for compilers, modes and transforms. They take flat arguments: a missing mask is
+two empty lists, `mask_shape` is [Bm, Hm, Sq, Sk, bq, bk], `left` and `right` are the scalars of a
+`Band`. `call_of` turns them into an `AttentionCall`, and `operator_options` is its inverse. From
+either entry point, calls run through `run_forward` and `run_backward`.
 
 Layouts: dense q [B, Hq, Sq, D], out [B, Hq, Sq, Dv], lse [B, Hq, Sq]; packed (with `cu_seqlens_*`)
 q [Tq, Hq, D], out [Tq, Hq, Dv], lse [Hq, Tq].
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from ..calls.attention import (
     tma_takes,
 )
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, not_run_yet, only_asked
 from ..dispatch.operators import define_op
 from ..launch.replay import NO_RECORDER
 from ..masks.band import Band
@@ -42,6 +43,12 @@ def _everything(problem: AttnProblem) -> str | None:
     return None
 
 
+def _portable_passed_over(problem: AttnProblem) -> str | None:
+    """Why `auto` passes over the portable kernels, also for what has not run on a GPU yet."""
+    is_new = problem.alibi or problem.bias or problem.mask_per_kv_head
+    return interpreted_only(problem) or (not_run_yet(problem) if is_new else None)
+
+
 forward_dispatch = Dispatcher("attn_fwd")
 forward_dispatch.register(
     "sm90",
@@ -53,7 +60,7 @@ forward_dispatch.register(
     "triton",
     triton.why_not_forward,
     "blackwell_sparsek.attention.triton.forward:forward",
-    auto_passes=interpreted_only,
+    auto_passes=_portable_passed_over,
 )
 forward_dispatch.register("eager", _everything, "blackwell_sparsek.attention.eager.forward:forward")
 forward_dispatch.register(
@@ -74,7 +81,7 @@ backward_dispatch.register(
     "triton",
     triton.why_not_backward,
     "blackwell_sparsek.attention.triton.backward:backward",
-    auto_passes=interpreted_only,
+    auto_passes=_portable_passed_over,
 )
 backward_dispatch.register(
     "eager", _everything, "blackwell_sparsek.attention.eager.backward:backward"
@@ -88,7 +95,7 @@ backward_dispatch.register(
 
 
 def run_forward(call: AttentionCall, impl: str) -> Tensors:
-    """Output and lse of a checked call, below autograd."""
+    """Output and lse of a checked call, below autograd; lse alone if the call has `out`."""
     again = CheckedCall.forward(call, impl)
     results = None if again is None else again.replay()
     if results is not None:
@@ -100,11 +107,11 @@ def run_forward(call: AttentionCall, impl: str) -> Tensors:
 
 
 def compute_forward(call: AttentionCall, impl: str) -> Tensors:
-    """Output and lse of a checked call, never by recorded launches."""
+    """What `run_forward` returns, never by recorded launches."""
     # autocast has already cast q, k and v; in here it would round the sums
     with without_autocast(call.q.device):
         results: Tensors = forward_dispatch.run(impl, call)
-    return results
+    return results if call.out is None else results[1:]
 
 
 def run_backward(
@@ -179,6 +186,8 @@ class ForwardArguments(NamedTuple):
     scale: Any
     softcap: Any
     sinks: Any
+    alibi_slopes: Any
+    bias: Any
     deterministic: Any
     impl: Any
 
@@ -204,6 +213,8 @@ class BackwardArguments(NamedTuple):
     scale: Any
     softcap: Any
     sinks: Any
+    alibi_slopes: Any
+    bias: Any
     deterministic: Any
     needs: Any
     impl: Any
@@ -225,6 +236,8 @@ def call_of(given: ForwardArguments | BackwardArguments) -> AttentionCall:
         given.cu_seqlens_k,
         given.max_q,
         given.max_k,
+        given.alibi_slopes,
+        given.bias,
     )
     return AttentionCall(given.q, given.k, given.v, spec, given.deterministic)
 
@@ -243,7 +256,8 @@ def operator_options(call: AttentionCall, for_gradients: bool) -> tuple[Any, ...
     left, right = spec.band.scalars()
     return (
         *(spec.cu_seqlens_q, spec.cu_seqlens_k, spec.max_q, spec.max_k, tensors, shape),
-        *(left, right, spec.scale, spec.softcap, spec.sinks, call.deterministic),
+        *(left, right, spec.scale, spec.softcap, spec.sinks, spec.alibi_slopes, spec.bias),
+        call.deterministic,
     )
 
 
@@ -255,6 +269,12 @@ def _attn_fwd(*arguments: Any) -> Tensors:
 def _attn_fwd_fake(*arguments: Any) -> Tensors:
     given = ForwardArguments(*arguments)
     return empty_out(given.q, given.v.shape[-1]), empty_lse(given.q)
+
+
+def _attn_fwd_into(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    given = ForwardArguments(*arguments)
+    (lse,) = run_forward(replace(call_of(given), out=out), given.impl)
+    return lse
 
 
 def _attn_bwd(*arguments: Any) -> Tensors:
@@ -271,13 +291,19 @@ def _attn_bwd_fake(*arguments: Any) -> Tensors:
 OPTIONS_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k, "
     "Tensor[] mask, SymInt[] mask_shape, SymInt left, SymInt right, float scale, float softcap, "
-    "Tensor? sinks, bool deterministic"
+    "Tensor? sinks, Tensor? alibi_slopes, Tensor? bias, bool deterministic"
 )
 attn_fwd = define_op(
     "attn_fwd",
     f"(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}, str impl) -> (Tensor out, Tensor lse)",
     _attn_fwd,
     _attn_fwd_fake,
+)
+attn_fwd_into = define_op(
+    "attn_fwd_into",
+    f"(Tensor(a!) out, Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}, str impl) -> Tensor lse",
+    _attn_fwd_into,
+    lambda out, q, *others: empty_lse(q),
 )
 attn_bwd = define_op(
     "attn_bwd",

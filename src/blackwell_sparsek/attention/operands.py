@@ -11,12 +11,14 @@ import torch
 from ..calls.attention import AttentionCall
 from ..device.records import (
     Band,
+    Bias,
     CuSeqlens,
     GradientScore,
     Heads,
     Lengths,
     MaskLists,
     Score,
+    Slopes,
     Strides,
 )
 from ..masks.block_mask import BlockMask
@@ -78,6 +80,10 @@ class KernelOperands(NamedTuple):
     block_kv: int | None
     sinks: torch.Tensor | None
     """Contiguous."""
+    slopes: Slopes | None
+    bias: Bias | None
+    mask_per_kv_head: bool
+    """Whether the query heads that share a KV head share a mask."""
 
 
 def kernel_operands(call: AttentionCall) -> KernelOperands:
@@ -99,7 +105,14 @@ def kernel_operands(call: AttentionCall) -> KernelOperands:
         (0, 0) if mask is None else mask_steps(mask),
         None if mask is None else mask.block_size[1],
         None if spec.sinks is None else spec.sinks.contiguous(),
+        None if spec.alibi_slopes is None else _slopes(spec.alibi_slopes),
+        None if spec.bias is None else Bias(spec.bias, *_used_strides(spec.bias, (0, 1, 2, 3))),
+        mask is not None and 1 < mask.heads < q.shape[1],
     )
+
+
+def _slopes(slopes: torch.Tensor) -> Slopes:
+    return Slopes(slopes, slopes.stride(0) if slopes.dim() == 2 and slopes.shape[0] > 1 else 0)
 
 
 def score_factors(scale: float, softcap: float) -> Score:

@@ -203,7 +203,7 @@ class CheckedCall(NamedTuple):
     def forward(cls, call: AttentionCall, impl: str) -> "CheckedCall | None":
         """The forward pass; None if launches alone cannot repeat it."""
         spec = call.spec
-        if spec.cu_seqlens_q is not None or is_recording():
+        if spec.is_varlen or spec.is_biased or call.out is not None or is_recording():
             return None
         mask = spec.block_mask
         lists = () if mask is None else forward_lists(mask)
@@ -225,9 +225,9 @@ class CheckedCall(NamedTuple):
         """Gradients of a call; None if launches alone cannot repeat them."""
         *_, of_sinks = needs
         # delta for sinks is copied, and a replay does not repeat the copy
-        if call.spec.cu_seqlens_q is not None or of_sinks or is_recording():
-            return None
         spec, mask = call.spec, call.spec.block_mask
+        if spec.is_varlen or spec.is_biased or of_sinks or is_recording():
+            return None
         lists = () if mask is None else mask.tensors()
         options = gradient_options(spec, spec.sinks is not None, call.deterministic, impl)
         operands, others = (dout, call.q, call.k, call.v, out), (dlse, lse)

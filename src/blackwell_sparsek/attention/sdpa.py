@@ -5,13 +5,16 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_dtype, check_tensor, message
+from ..calls.attention import AttentionCall
+from ..core.checks import check_dtype, check_tensor, is_differentiated_by_func, message
 from ..core.errors import InvalidInput, Unsupported
+from ..core.torch_state import is_explaining
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 from ..masks.segments import every_block, every_key_block, segments
 from .autograd import attend
 from .inputs import DENSE, autocast_qkv, check_qkv, checked_call
+from .op import forward_dispatch
 
 OP = "scaled_dot_product_attention"
 NAMES = ("query", "key", "value")
@@ -33,8 +36,9 @@ def scaled_dot_product_attention(
     to i), and masks are tensors. A bool mask is converted to a block mask on every call, which
     reads it once and waits for the device (except under `torch.compile` or CUDA graph capture,
     where all blocks are listed instead); if that matters, keep a `BlockMask` and call `attention`.
-    A float mask is a dense bias on every score, so nothing about it is sparse: it runs on torch's
-    own kernels. Inputs whose last dimension is not contiguous are copied, as torch does.
+    A float mask is a bias on every score, see `attention`; torch's own kernels run where it
+    requires a gradient, and on GPUs for which this package has no kernel that adds one. Inputs
+    whose last dimension is not contiguous are copied, as torch does.
 
     Parameters
     ----------
@@ -47,7 +51,7 @@ def scaled_dot_product_attention(
     dropout_p : float
         Must be 0.
     is_causal : bool
-        Together with a bool mask, both apply.
+        Together with a mask, both apply.
     scale : float, optional
         By default `1 / sqrt(E)`.
     enable_gqa : bool
@@ -64,9 +68,30 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
     torch.Size([2, 4, 20, 16])
     """
+    options = (dropout_p, is_causal, scale, enable_gqa)
+    made = sdpa_or_reason(query, key, value, attn_mask, *options)
+    if isinstance(made, torch.Tensor):
+        return made
+    # not torch.nn.functional, whose function `patch_sdpa` may have replaced by this one
+    return torch._C._nn.scaled_dot_product_attention(
+        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def sdpa_or_reason(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | str:
+    """What `scaled_dot_product_attention` returns, or why torch's kernels should run instead."""
     if dropout_p != 0.0:
         raise Unsupported(message(OP, "dropout_p", "asks for dropout", 0.0, dropout_p))
-    to_bottom_right = False
+    to_bottom_right = is_bias = False
     if is_causal_bias(attn_mask):
         if is_causal:
             problem, expected = "is a CausalBias", "is_causal=False"
@@ -76,11 +101,9 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         check_tensor(OP, "attn_mask", attn_mask)
         check_dtype(OP, "attn_mask", attn_mask, _mask_dtypes(query))
-        if attn_mask.dtype != torch.bool:
-            # not torch.nn.functional, whose function `patch_sdpa` may have replaced by this one
-            return torch._C._nn.scaled_dot_product_attention(
-                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+        is_bias = attn_mask.dtype != torch.bool
+        if is_bias and _is_trained(attn_mask):
+            return "attn_mask is a bias that requires a gradient"
     for arg, x in zip(NAMES, (query, key, value), strict=True):
         check_tensor(OP, arg, x)
         if x.dim() < 2:
@@ -98,14 +121,28 @@ def scaled_dot_product_attention(
         mask = None if mask is None else mask[..., :sk]
         band = Band(None, sq - sk)
     q, k, v = autocast_qkv(OP, q, k, v)
-    block_mask = None
-    if mask is not None:
-        block_mask = block_mask_of(mask, sq)
-    call = checked_call(
-        OP, q, k, v, band=band, block_mask=block_mask, scale=scale, max_q=sq, max_k=sk
-    )
+    options: dict[str, Any] = {"band": band, "scale": scale, "max_q": sq, "max_k": sk}
+    if is_bias and mask is not None:
+        call = checked_call(OP, q, k, v, bias=mask.expand(-1, -1, sq, -1), **options)
+        if not runs_kernels(call):
+            return "attn_mask is a bias, which no kernel here adds on this GPU"
+    else:
+        block_mask = None if mask is None else block_mask_of(mask, sq)
+        call = checked_call(OP, q, k, v, block_mask=block_mask, **options)
     out, _ = attend(call, "auto")
     return out.reshape(*lead, *out.shape[-2:])
+
+
+def _is_trained(mask: torch.Tensor) -> bool:
+    return (torch.is_grad_enabled() and mask.requires_grad) or is_differentiated_by_func(mask)
+
+
+def runs_kernels(call: AttentionCall) -> bool:
+    """Whether `auto` takes a kernel for a call on a GPU; elsewhere there is nothing faster."""
+    if not call.q.is_cuda or is_explaining():
+        return True
+    chosen = forward_dispatch.choose("auto", call.problem)
+    return chosen is not None and chosen.name in ("sm90", "triton")
 
 
 def is_causal_bias(mask: Any) -> bool:

@@ -31,6 +31,21 @@ class AttnSpec(NamedTuple):
     cu_seqlens_k: torch.Tensor | None = None
     max_q: int = 0
     max_k: int = 0
+    alibi_slopes: torch.Tensor | None = None
+    """fp32 [Hq] or [B, Hq]: `slope * |position - key|` is subtracted from scores, after softcap."""
+    bias: torch.Tensor | None = None
+    """[B or 1, Hq or 1, Sq, Sk], any strides: added to scores, after softcap. Not when packed."""
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether anything is added to scores."""
+        return self.alibi_slopes is not None or self.bias is not None
+
+    def without_tensors(self) -> "AttnSpec":
+        """The same options without the tensors that autograd saves."""
+        return self._replace(
+            sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=None, bias=None
+        )
 
     @property
     def is_varlen(self) -> bool:
@@ -123,9 +138,13 @@ class AttnProblem:
     positive: bool = True
     """Whether scores are multiplied by a factor above zero before the softmax."""
     tma: bool = False
-    """Whether TMA can copy q, k and v: addresses and strides in steps of 16 bytes."""
+    """Whether TMA can copy q, k, v and a given out: addresses and strides in steps of 16 bytes."""
     tokens: tuple[int, int] | None = None
     """Queries and keys of all packed sequences together; None for dense batches."""
+    alibi: bool = False
+    bias: bool = False
+    mask_per_kv_head: bool = False
+    """Whether the query heads that share a KV head share a mask."""
 
     @classmethod
     def of(
@@ -137,8 +156,9 @@ class AttnProblem:
         *,
         backward: bool = False,
         deterministic: bool = False,
+        out: torch.Tensor | None = None,
     ) -> "AttnProblem":
-        """Describe a call, dense or packed."""
+        """Describe a call, dense or packed, whose output goes to `out` if that is given."""
         batch = q.shape[0]
         if spec.cu_seqlens_q is not None:
             batch = spec.cu_seqlens_q.numel() - 1
@@ -163,8 +183,11 @@ class AttnProblem:
             deterministic=deterministic,
             # under a softcap, the factor before the softmax is the softcap
             positive=spec.scale > 0 or spec.softcap > 0,
-            tma=all(tma_takes(x) for x in (q, k, v)),
+            tma=all(tma_takes(x) for x in (q, k, v, out) if x is not None),
             tokens=(q.shape[0], k.shape[0]) if spec.is_varlen else None,
+            alibi=spec.alibi_slopes is not None,
+            bias=spec.bias is not None,
+            mask_per_kv_head=mask is not None and 1 < mask.heads < q.shape[1],
         )
 
     def with_lengths(
@@ -178,7 +201,7 @@ class AttnProblem:
 
     def __str__(self) -> str:
         direction = "backward" if self.backward else "forward"
-        flags = ("varlen", "banded", "softcap", "sinks", "deterministic")
+        flags = ("varlen", "banded", "softcap", "sinks", "alibi", "bias", "deterministic")
         extras = [name for name in flags if getattr(self, name)]
         if self.mask_block is not None:
             extras.append(f"blocks {self.mask_block[0]} x {self.mask_block[1]}")
@@ -240,11 +263,18 @@ class AttentionCall:
     v: torch.Tensor
     spec: AttnSpec
     deterministic: bool = False
+    out: torch.Tensor | None = None
+    """Where the output goes; None for a new tensor."""
 
     @cached_property
     def problem(self) -> AttnProblem:
         """What the choice of an implementation and of its tiles depends on."""
-        return AttnProblem.of(self.q, self.k, self.v, self.spec, deterministic=self.deterministic)
+        tensors = (self.q, self.k, self.v, self.spec)
+        return AttnProblem.of(*tensors, deterministic=self.deterministic, out=self.out)
+
+    def empty_out(self) -> torch.Tensor:
+        """Where the output goes, given or new."""
+        return empty_out(self.q, self.v.shape[-1]) if self.out is None else self.out
 
     def check_lengths(self) -> None:
         """Check the offsets of packed sequences, for implementations that read them on the host."""

@@ -38,6 +38,8 @@ class DecodeCall:
     k_scale: torch.Tensor | None = None
     """fp32, one element or [Hkv]: the factor of the keys of an fp8 cache."""
     v_scale: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    """fp32 [Hq] or [B, Hq]"""
     out: torch.Tensor | None = None
     """[B, Hq, Sq, Dv]: where the result goes, all of it; None for a new tensor."""
 
@@ -84,6 +86,7 @@ class DecodeCall:
             sinks=self.sinks is not None,
             tma=tma_takes(self.k_cache) and tma_takes(self.v_cache),
             latent=values_are_keys(self.k_cache, self.v_cache),
+            alibi=self.alibi_slopes is not None,
         )
 
 
@@ -121,6 +124,7 @@ class DecodeProblem:
     """Whether TMA can copy the caches: addresses and strides in steps of 16 bytes."""
     latent: bool = False
     """Whether the values are a view of the first columns of the keys."""
+    alibi: bool = False
 
     @property
     def rows(self) -> int:
@@ -128,7 +132,7 @@ class DecodeProblem:
         return self.q_len * self.heads_q // max(self.heads_kv, 1)
 
     def __str__(self) -> str:
-        extras = [name for name in ("banded", "softcap", "sinks") if getattr(self, name)]
+        extras = [name for name in ("banded", "softcap", "sinks", "alibi") if getattr(self, name)]
         if self.page_size is not None:
             extras.append(f"pages of {self.page_size}")
         if self.block_size is not None:

@@ -4,6 +4,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from ..attention.inputs import overlaps
 from ..calls.decode import values_are_keys
 from ..core.checks import check_choice
 from ..core.env import IMPLS
@@ -94,6 +95,7 @@ def attention_decode(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str = "auto",
@@ -141,6 +143,8 @@ def attention_decode(
     scale, softcap, sinks : as in `attention`
     k_scale, v_scale : fp32 scalar tensor or `[Hkv]`, optional
         Factors of the numbers in an fp8 cache; 1 by default.
+    alibi_slopes : fp32 `[Hq]` or `[B, Hq]`, optional
+        `slope * |position - key|` is subtracted from the scores, after softcap.
     out : `[B, Hq, Sq, Dv]`, optional
         Where to write the output, all of it; must not overlap the inputs.
     return_lse : bool
@@ -170,10 +174,11 @@ def attention_decode(
     torch.Size([2, 8, 1, 64])
     """
     op = "attention_decode"
-    tensors = (cache_seqlens, page_table, kv_blocks, sinks, k_scale, v_scale, out)
+    tensors = (cache_seqlens, page_table, kv_blocks, sinks, k_scale, v_scale, alibi_slopes, out)
     inputs: tuple[Any, ...] = (q, k_cache, v_cache, *tensors)
     options: tuple[Any, ...] = (return_lse, kv_block_size, causal, window, scale, softcap, impl)
-    results = repeat(_RECORDED, options, inputs)
+    fits = out is None or not overlaps(out, q, k_cache, v_cache)
+    results = repeat(_RECORDED, options, inputs) if fits else None
     if results is None:
         check_choice(op, "impl", impl, IMPLS)
         call = decode_call(
@@ -192,6 +197,7 @@ def attention_decode(
             sinks=sinks,
             k_scale=k_scale,
             v_scale=v_scale,
+            alibi_slopes=alibi_slopes,
             out=out,
         )
         refuse_gradients(op, call)

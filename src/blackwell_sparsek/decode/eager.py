@@ -28,7 +28,8 @@ def attention_decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
             kv_pos = torch.where(listed, kv_pos, hi)
         q_pos = torch.arange(q_len, device=q.device) + (length - q_len)
         visible = _visible(q_pos, kv_pos, hi, call)
-        out[b], lse[b] = attend_sequence(q[b], k, v, visible, call)
+        bias = alibi_bias(call, b, q_pos[:, None], kv_pos[:, None, None, :])
+        out[b], lse[b] = attend_sequence(q[b], k, v, visible, call, bias)
     return out, lse
 
 
@@ -71,6 +72,17 @@ def _visible(q_pos: torch.Tensor, kv_pos: torch.Tensor, hi: int, call: DecodeCal
     left, right = call.band.scalars()
     q_pos, kv_pos = q_pos[:, None], kv_pos[:, None, None, :]
     return (kv_pos >= q_pos - left) & (kv_pos <= q_pos + right) & (kv_pos < hi)
+
+
+def alibi_bias(
+    call: DecodeCall | RaggedCall, b: int, q_pos: torch.Tensor, kv_pos: torch.Tensor
+) -> torch.Tensor | None:
+    """What is added to the scores of sequence `b`, [Hkv, group, queries, keys]."""
+    if call.alibi_slopes is None:
+        return None
+    slopes = call.alibi_slopes if call.alibi_slopes.dim() == 1 else call.alibi_slopes[b]
+    slopes = slopes.to(compute_dtype(call.q.dtype)).view(call.kv_heads, -1, 1, 1)
+    return -slopes * (q_pos - kv_pos).abs()
 
 
 def attend_sequence(

@@ -15,6 +15,7 @@ from ..attention.inputs import (
     check_head_dims,
     check_out,
     check_sinks,
+    check_slopes,
     scale_or_default,
     softcap_or_off,
 )
@@ -56,6 +57,7 @@ def decode_call(
     sinks: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    alibi_slopes: Any = None,
     out: Any = None,
 ) -> DecodeCall:
     """Check the arguments of a call against each other and fill in its defaults."""
@@ -69,6 +71,7 @@ def decode_call(
     check_sinks(op, sinks, q)
     if sinks is not None:
         check_derivatives(op, "sinks", sinks)
+    check_slopes(op, alibi_slopes, q, q.shape[0])
     for arg, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
         check_cache_scale(op, arg, factor, heads, k_cache)
     if out is not None:
@@ -88,6 +91,7 @@ def decode_call(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
         out=out,
     )
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..calls.attention import empty_lse, empty_out
-from ..calls.decode import DecodeCall
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..calls.decode import DecodeCall, DecodeProblem
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, not_run_yet, only_asked
 from ..dispatch.operators import define_op
 from ..masks.band import Band
 from ..reference import decode as reference
@@ -39,6 +39,7 @@ def decode(call: DecodeCall, impl: str) -> Tensors:
         call.sinks,
         call.k_scale,
         call.v_scale,
+        call.alibi_slopes,
         impl,
     )
     if call.out is None:
@@ -63,6 +64,7 @@ def _run(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
     impl: str,
 ) -> Tensors:
     call = DecodeCall(
@@ -79,6 +81,7 @@ def _run(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
         out=out,
     )
     # autocast has already cast the queries; in here it would round the sums
@@ -113,13 +116,18 @@ def _reference(call: DecodeCall) -> Tensors:
     return out.copy_(exact), lse
 
 
+def _portable_passed_over(problem: DecodeProblem) -> str | None:
+    """Why `auto` passes over the portable kernel: with slopes it has not run on a GPU yet."""
+    return interpreted_only(problem) or (not_run_yet(problem) if problem.alibi else None)
+
+
 decode_dispatch = Dispatcher("attn_decode")
 decode_dispatch.register("sm90", why_not_sm90, "blackwell_sparsek.decode.sm90_latent:decode")
 decode_dispatch.register(
     "triton",
     why_not_triton,
     "blackwell_sparsek.decode.triton:decode",
-    auto_passes=interpreted_only,
+    auto_passes=_portable_passed_over,
 )
 decode_dispatch.register("eager", lambda problem: None, _eager)
 decode_dispatch.register("reference", lambda problem: None, _reference, auto_passes=only_asked)
@@ -127,7 +135,8 @@ decode_dispatch.register("reference", lambda problem: None, _reference, auto_pas
 ARGUMENTS = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, "
     "Tensor? kv_blocks, SymInt kv_block_size, SymInt left, SymInt right, float scale, "
-    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, str impl"
+    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, "
+    "str impl"
 )
 
 attn_decode = define_op(

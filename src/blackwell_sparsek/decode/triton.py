@@ -38,10 +38,10 @@ from ..device.partials import (
     part_slot,
     store_part,
 )
-from ..device.records import CacheTables, CacheView, Strides
+from ..device.records import Alibi, CacheTables, CacheView, Strides
 from ..device.schedule import owner_of, share_of
 from ..device.scores import add_slopes, cap, fold_sign
-from ..device.softmax import add_sink, finalise, init_state, softmax_step, softmax_step_down
+from ..device.softmax import LOG2_E, add_sink, finalise, init_state, softmax_step, softmax_step_down
 from ..dispatch.machine import fp32_precision
 from ..launch.launcher import launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
@@ -388,7 +388,7 @@ def write_rows(
 @triton.jit(
     do_not_specialize=[
         "page_row_stride", "list_batch_stride", "list_head_stride",
-        "batch", "q_len", "capacity", "num_pages", "num_blocks", "left", "right",
+        "batch", "q_len", "capacity", "num_pages", "num_blocks", "left", "right", "slopes_step",
     ]
 )  # fmt: skip
 def _attn_decode_kernel(
@@ -408,6 +408,8 @@ def _attn_decode_kernel(
     num_blocks,
     left,
     right,
+    slopes_ptr,
+    slopes_step,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -418,6 +420,7 @@ def _attn_decode_kernel(
     ACROSS: tl.constexpr,
 ):
     """Attend over one range of the KV tiles of all softmaxes."""
+    tl.static_assert((slopes_ptr is None) or not ACROSS)
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
     num_rows = q_len * layout.heads.group
@@ -452,7 +455,7 @@ def _attn_decode_kernel(
             sequence, num_pages, num_blocks, capacity, kv_lo, kv_hi,
         )  # fmt: skip
         rows = first_row + tl.arange(0, TILE_M)
-        token, _, offset = _row_places(rows, num_rows, kv_head, layout.heads.group, layout.q)
+        token, head, offset = _row_places(rows, num_rows, kv_head, layout.heads.group, layout.q)
         queries = inputs.q + tl.cast(sequence, tl.int64) * layout.q.batch
         live = (rows < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
         q = tl.load(queries + offset[:, None] + offs_d[None, :], live, other=0.0)
@@ -467,11 +470,20 @@ def _attn_decode_kernel(
         score = ScoreFactors(scale_log2, scoring.inverse_cap, k_scale)
         q_pos = position(token, q_len, tl.maximum(kv_len, 0))
         first, last = row_bounds(q_pos, tl.maximum(kv_len, 0), left, right)
-        attend: tl.constexpr = attend_across if ACROSS else attend_cache
-        m_log2, row_sum, acc = attend(
-            q, first, last, k_head, v_head, cache, tile + shift, stop + shift, layout, score,
-            HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION,
-        )  # fmt: skip
+        alibi = None
+        if slopes_ptr is not None:
+            of_sequence = tl.cast(sequence, tl.int64) * slopes_step
+            alibi = Alibi(q_pos, tl.load(slopes_ptr + of_sequence + head) * LOG2_E)
+        if ACROSS:
+            m_log2, row_sum, acc = attend_across(
+                q, first, last, k_head, v_head, cache, tile + shift, stop + shift, layout, score,
+                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION,
+            )  # fmt: skip
+        else:
+            m_log2, row_sum, acc = attend_cache(
+                q, first, last, k_head, v_head, cache, tile + shift, stop + shift, layout, score,
+                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_KV, TILE_N, PRECISION, alibi,
+            )  # fmt: skip
         begins = owner_of(softmax_start, mine.total, programs)
         ends = owner_of(softmax_start + count - 1, mine.total, programs)
         work = HeadTile(sequence, kv_len, kv_head)
@@ -534,7 +546,7 @@ def launch_attn_decode(
     tile_dv = triton.next_power_of_2(max(dim_v, 16))
     if config.words and has_words(k_cache) and has_words(v_cache):
         k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
-    table, blocks = call.page_table, call.kv_blocks
+    table, blocks, slopes = call.page_table, call.kv_blocks, call.alibi_slopes
     with on_device_of(q):
         args = (
             DecodeResults(out, lse),
@@ -567,6 +579,8 @@ def launch_attn_decode(
             k_cache.shape[0],
             0 if blocks is None else blocks.shape[2],
             *call.band.scalars(),
+            slopes,
+            0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
             dim,
             dim_v,
             call.page_size,

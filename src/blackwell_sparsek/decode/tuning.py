@@ -104,7 +104,14 @@ def attn_decode_config(problem: DecodeProblem, precision: str) -> DecodeConfig:
     dim = max(problem.head_dim, problem.head_dim_v)
     sms = INTERPRETED_PROGRAMS if problem.arch.interpreted else problem.arch.num_sms
     itemsize = problem.cache_dtype.itemsize
-    if problem.arch.sm == 90 and itemsize < 4 and dim <= 128 and problem.rows <= 16:
+    # rows across have no code for slopes
+    if (
+        problem.arch.sm == 90
+        and itemsize < 4
+        and dim <= 128
+        and problem.rows <= 16
+        and (not problem.alibi)
+    ):
         return _hopper_config(sms, itemsize, problem.batch * problem.heads_kv)
     return _config(problem.arch.sm, sms, itemsize, dim, problem.rows, precision)
 
@@ -188,6 +195,8 @@ def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
         return f"needs sm_90, this is {problem.arch}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"{problem.dtype} has no 16-bit WGMMA"
+    if problem.alibi:
+        return "has no code for ALiBi slopes"
     dims = (problem.head_dim, problem.head_dim_v)
     if problem.cache_dtype == FP8:
         # a thread holds words of four values, which span two WGMMAs with 64 rows each

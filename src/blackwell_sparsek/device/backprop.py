@@ -25,16 +25,20 @@ def shift_of_rows(lse, NATURAL: tl.constexpr = False):
 
 
 @triton.jit
-def probabilities(s, visible, shift, score, NATURAL: tl.constexpr = False):
+def probabilities(s, visible, shift, score, NATURAL: tl.constexpr = False, added=None):
     """Weights of the keys from raw products `s`, and the capped scores for `score_gradients`.
 
-    `visible` is None if every key is visible. The factor of the `Score` may have any sign: lse is
+    `visible` is None if every key is visible; `added` is what `scores.added_scores` returns, or
+    None. The factor of the `Score` may have any sign: lse is
     known, so masking can follow the scaling. With NATURAL, factor and shift are in units of e
     instead of base-2 exponents. That costs one more multiplication and saves a rounding of lse,
     which shows only with fp32 operands.
     """
     capped = cap(s, score.inverse_cap)
-    exponent = capped * score.factor - shift
+    exponent = capped * score.factor
+    if added is not None:
+        exponent += added if NATURAL else added * LOG2_E
+    exponent = exponent - shift
     if NATURAL:
         exponent = exponent * LOG2_E
     if visible is not None:

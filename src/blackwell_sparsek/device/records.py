@@ -57,6 +57,36 @@ class Alibi(NamedTuple):
     slope_log2: Any
 
 
+class Slopes(NamedTuple):
+    """ALiBi slopes [batch, head], and elements from batch to batch, 0 where they broadcast."""
+
+    # not `values`, which tuples of Triton have
+    start: Any
+    batch_step: Any
+
+
+class Bias(NamedTuple):
+    """A bias [batch, head, query, key], and its strides, 0 where it broadcasts."""
+
+    start: Any
+    batch_step: Any
+    head_step: Any
+    q_step: Any
+    kv_step: Any
+
+
+class Added(NamedTuple):
+    """What one (batch, head) adds to its scores: a slope and a bias, each may be None."""
+
+    slope: Any
+    bias: Any
+    """Pointer to its first element."""
+    q_step: Any
+    kv_step: Any
+    lengths: Any
+    """`Lengths` of the sequence."""
+
+
 class GradientScore(NamedTuple):
     """As `Score`, with the scale that is applied to the final gradients of queries and keys."""
 

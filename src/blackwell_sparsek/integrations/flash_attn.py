@@ -93,7 +93,7 @@ def flash_attn_func(
 ) -> Result:
     """Attention of q `[B, Sq, Hq, D]` over k `[B, Sk, Hkv, D]` and v `[B, Sk, Hkv, Dv]`.
 
-    Gradients as in `bsk.attention`; none with `alibi_slopes` or `attention_chunk`.
+    Gradients as in `bsk.attention`; none of `alibi_slopes`, and none with `attention_chunk`.
 
     Parameters
     ----------
@@ -143,7 +143,9 @@ def flash_attn_func(
         check_tensor(op, arg, x)
         check_rank(op, arg, x, DENSE)
     window = _window(op, window_size)
-    if alibi_slopes is None and not attention_chunk:
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    # the kernels for caches know slopes too, but no gradients
+    if not attention_chunk and (alibi_slopes is None or wants_gradients):
         out, lse = attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -153,6 +155,7 @@ def flash_attn_func(
             scale=softmax_scale,
             softcap=softcap or None,
             sinks=learnable_sink,
+            alibi_slopes=alibi_slopes,
             deterministic=deterministic or None,
             return_lse=True,
         )
@@ -224,7 +227,7 @@ def flash_attn_varlen_func(
     """Attention within packed sequences; see `flash_attn_func` for the options.
 
     Gradients as in `bsk.attention_varlen`: none with pages, `seqused_q`, `seqused_k`,
-    `alibi_slopes`, `attention_chunk` or `out`.
+    `attention_chunk` or `out`.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ from torch.jit._builtins import _register_builtin
 
 from ..attention.inputs import scale_or_default
 from ..attention.op import attn_bwd, attn_fwd
-from ..attention.sdpa import is_bottom_right, is_causal_bias, scaled_dot_product_attention
+from ..attention.sdpa import is_bottom_right, is_causal_bias, sdpa_or_reason
 from ..core.checks import message
 from ..core.errors import BskError, InvalidInput, Unsupported
 from ..masks.band import Band
@@ -110,10 +110,9 @@ class patch_sdpa:
         try:
             if (kind := _class_with_own_rules(*args, *kwargs.values())) is not None:
                 raise Unsupported(f"an argument is a {kind}, which has its own __torch_function__")
-            is_bias = isinstance(mask, torch.Tensor) and mask.dtype != torch.bool
-            if is_bias and not causal_bias and not self.strict:
-                return self._leave("attn_mask is a bias, not a mask", original, args, kwargs)
-            out = scaled_dot_product_attention(*args, **kwargs)
+            out = sdpa_or_reason(*args, **kwargs)
+            if isinstance(out, str):
+                raise Unsupported(out)
         except BskError as error:
             if self.strict:
                 raise
@@ -492,7 +491,8 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     factor = scale_or_default(OP, scale, q.shape[-1])
     out, lse = attn_fwd(
-        *(q, k, v, cu_q, cu_k, max_q, max_k, [], [], left, right, factor, 0.0, None, False, "auto")
+        *(q, k, v, cu_q, cu_k, max_q, max_k, [], [], left, right, factor, 0.0, None, None, None),
+        *(False, "auto"),
     )
     return out, lse
 
@@ -518,7 +518,7 @@ def _backward(
     factor = scale_or_default(OP, scale, q.shape[-1])
     dq, dk, dv, _ = attn_bwd(
         *(grad_out, None, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, [], [], left, right),
-        *(factor, 0.0, None, deterministic, [True, True, True, False], "auto"),
+        *(factor, 0.0, None, None, None, deterministic, [True, True, True, False], "auto"),
     )
     return dq, dk, dv
 

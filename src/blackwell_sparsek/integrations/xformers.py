@@ -4,8 +4,8 @@
 
 Layouts are xFormers': [B, M, H, K], [B, M, K] for one head, and [B, M, G, H, K] for grouped heads,
 whose keys are read once if they are expanded. Every class of `xformers.ops.fmha.attn_bias` (0.0.35)
-is taken as it is, but `LowerTriangularMaskWithTensorBias`; classes are told by their names, so that
-xFormers is not imported. Rows that see no key are 0, where xFormers has NaN.
+is taken as it is; classes are told by their names, so that xFormers is not imported. Rows that see
+no key are 0, where xFormers has NaN.
 """
 
 from typing import Any, NamedTuple
@@ -38,6 +38,8 @@ class Rule(NamedTuple):
 
 RULES = {
     "LowerTriangularMask": Rule("dense", causal=True, top_left=True),
+    # its `_bias` is added to the scores
+    "LowerTriangularMaskWithTensorBias": Rule("dense", causal=True, top_left=True),
     "LowerTriangularFromBottomRightMask": Rule("dense", causal=True),
     "LowerTriangularFromBottomRightLocalAttentionMask": Rule("dense", causal=True, local=True),
     "LocalAttentionFromBottomRightMask": Rule("dense", local=True),
@@ -78,9 +80,8 @@ def memory_efficient_attention(
         B is 1 with biases that divide the tokens into sequences.
     key, value : as query, with Mkv in place of Mq
     attn_bias : bias of xFormers, or tensor broadcastable to `[B, H, Mq, Mkv]`, optional
-        A tensor is added to the scores; this runs on torch's own kernels, see
-        `scaled_dot_product_attention`. Biases with unused keys, pages, or sequences of unequal
-        lengths aligned to the top left have no gradients.
+        A tensor is added to the scores, see `scaled_dot_product_attention`. Biases with unused
+        keys, pages, or sequences of unequal lengths aligned to the top left have no gradients.
     p : float
         Must be 0.
     scale : float, optional
@@ -141,11 +142,6 @@ def _rule(bias: Any) -> Rule:
     kind = type(bias)
     if kind.__module__ == BIASES and kind.__name__ in RULES:
         return RULES[kind.__name__]
-    if kind.__name__ == "LowerTriangularMaskWithTensorBias":
-        raise Unsupported(
-            f"{OP}: {kind.__name__} is not taken; pass attn_bias.materialize(shape), the bias with "
-            "-inf above its diagonal, which runs on torch's own kernels"
-        )
     expected = f"None, a tensor, or a class of {BIASES}"
     raise Unsupported(
         message(OP, "attn_bias", "is unknown", expected, f"{kind.__module__}.{kind.__name__}")
@@ -180,7 +176,7 @@ def _banded(
 ) -> torch.Tensor:
     """Attention in a band around one of the diagonals."""
     if rule.top_left:
-        return _dense(q, k, v, None, scale, top_left=True)
+        return _dense(q, k, v, getattr(bias, "_bias", None), scale, top_left=True)
     out = attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         causal=rule.causal,

@@ -5,8 +5,9 @@ from typing import Any, Literal, overload
 import torch
 
 from ..attention.api import attention_varlen as attention_packed
+from ..attention.inputs import overlaps
 from ..calls.ragged import RaggedCall
-from ..core.checks import check_choice, check_tensor, message
+from ..core.checks import check_choice, check_tensor, is_differentiated_by_func, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, Unsupported
 from ..core.torch_state import cast_operand
@@ -231,7 +232,8 @@ def attention_varlen(
         positions inside each sequence. For packed keys without (*).
     scale, softcap, sinks : as in `attention`
     alibi_slopes : fp32 `[Hq]` or `[B, Hq]`, optional
-        (*) `slope * |position - key|` is subtracted from the scores, after softcap.
+        `slope * |position - key|` is subtracted from the scores, after softcap; slopes themselves
+        have no gradient.
     k_scale, v_scale : fp32 scalar tensor or `[Hkv]`, optional
         Factors of the numbers in an fp8 cache; 1 by default.
     q_descale, k_descale, v_descale : fp32, one element or `[B|1, H|1]`, optional
@@ -239,7 +241,8 @@ def attention_varlen(
     out_dtype : torch.dtype, optional
         For packed float8_e4m3fn only: bf16, the default, fp16 or fp32.
     out : `[Tq, Hq, Dv]`, optional
-        (*) Where to write the output, all of it; must not overlap the inputs.
+        Where to write the output, all of it; must not overlap the inputs. There are no gradients
+        then.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks and slopes included.
     batch_invariant : bool
@@ -286,9 +289,14 @@ def attention_varlen(
     """
     further = (
         *(kv_blocks, kv_block_size, cache_batch_idx, seqused_q, seqused_k, leftpad_k),
-        *(chunk, alibi_slopes, k_scale, v_scale, out, page_table, cache_seqlens),
+        *(chunk, k_scale, v_scale, page_table, cache_seqlens),
     )
-    if all(x is None for x in further) and align == "bottom_right" and batch_invariant is False:
+    plain = all(x is None for x in further) and align == "bottom_right"
+    plain = plain and batch_invariant is False
+    # the kernels for caches know slopes too, but neither gradients nor masks
+    if plain and (
+        alibi_slopes is None or block_mask is not None or _wants_gradients(q, k, v, sinks)
+    ):
         if cu_seqlens_k is None or max_seqlen_k is None:
             missing = "cu_seqlens_k" if cu_seqlens_k is None else "max_seqlen_k"
             expected = "cu_seqlens_k and max_seqlen_k for packed keys, or cache_seqlens for a cache"
@@ -307,10 +315,12 @@ def attention_varlen(
             scale=scale,
             softcap=softcap,
             sinks=sinks,
+            alibi_slopes=alibi_slopes,
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
             out_dtype=out_dtype,
+            out=out,
             return_lse=return_lse,
             deterministic=deterministic,
             impl=impl,
@@ -331,7 +341,8 @@ def attention_varlen(
         *(cache_batch_idx, seqused_q, seqused_k, leftpad_k, sinks, alibi_slopes),
         *(k_scale, v_scale, out),
     )
-    results = repeat(_RECORDED, options, inputs)
+    fits = out is None or not overlaps(out, q, k, v)
+    results = repeat(_RECORDED, options, inputs) if fits else None
     if results is None:
         _refuse_others(block_mask, deterministic)
         check_choice(OP, "impl", impl, IMPLS)
@@ -382,6 +393,13 @@ def attention_varlen(
     if out is not None:
         return (out, results[0]) if return_lse else out
     return (results[0], results[1]) if return_lse else results[0]
+
+
+def _wants_gradients(*tensors: Any) -> bool:
+    """Whether autograd or a transform asks for the gradient of any of these."""
+    given = [x for x in tensors if isinstance(x, torch.Tensor)]
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return recorded or is_differentiated_by_func(*given)
 
 
 def _results(call: RaggedCall, impl: str, out: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

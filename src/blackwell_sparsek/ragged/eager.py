@@ -8,7 +8,7 @@ import torch
 
 from ..calls.attention import compute_dtype
 from ..calls.ragged import RaggedCall
-from ..decode.eager import attend_sequence
+from ..decode.eager import alibi_bias, attend_sequence
 from .lengths import Sequence, sequences
 
 # Queries at a time: bounds the scores that are in memory, and skips keys outside of the band.
@@ -41,7 +41,7 @@ def _attend_queries(call: RaggedCall, sequence: Sequence, first: int, end: int) 
     seen = _visible(call, q_pos[:, None], kv_pos[:, None, None, :]) & exists[:, None, None, :]
     rows = slice(sequence.first_row + first, sequence.first_row + end)
     queries = call.q[rows].transpose(0, 1)
-    bias = _alibi(call, sequence.number, q_pos[:, None], kv_pos[:, None, None, :])
+    bias = alibi_bias(call, sequence.number, q_pos[:, None], kv_pos[:, None, None, :])
     out, lse = attend_sequence(queries, k, v, seen, call, bias)
     call.out[rows] = out.transpose(0, 1)
     call.lse[:, rows] = lse
@@ -76,14 +76,3 @@ def _visible(call: RaggedCall, q_pos: torch.Tensor, kv_pos: torch.Tensor) -> tor
     if call.chunk:
         visible &= kv_pos // call.chunk == q_pos // call.chunk
     return visible
-
-
-def _alibi(
-    call: RaggedCall, b: int, q_pos: torch.Tensor, kv_pos: torch.Tensor
-) -> torch.Tensor | None:
-    """What is added to the scores, [Hkv, group, queries, keys]."""
-    if call.alibi_slopes is None:
-        return None
-    slopes = call.alibi_slopes if call.alibi_slopes.dim() == 1 else call.alibi_slopes[b]
-    slopes = slopes.to(compute_dtype(call.q.dtype)).view(call.kv_heads, -1, 1, 1)
-    return -slopes * (q_pos - kv_pos).abs()

@@ -15,6 +15,7 @@ from ..attention.inputs import (
     check_head_dims,
     check_out,
     check_sinks,
+    check_slopes,
     scale_or_default,
     softcap_or_off,
 )
@@ -110,7 +111,7 @@ def ragged_call(
     check_sinks(op, sinks, q)
     if sinks is not None:
         check_derivatives(op, "sinks", sinks)
-    _check_slopes(op, alibi_slopes, q, batch)
+    check_slopes(op, alibi_slopes, q, batch)
     for arg, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
         check_cache_scale(op, arg, factor, heads, k)
     check_choice(op, "align", align, ALIGNMENTS)
@@ -211,20 +212,6 @@ def _check_keys(op: str, q: Any, k: Any, v: Any, layout: str, batch: int | None)
         got = f"{q.shape[1]} query heads not divisible by {heads} kv heads"
         raise_mismatch(op, "q", "has a wrong number of heads", "a multiple of those of k", got)
     return heads
-
-
-def _check_slopes(op: str, slopes: Any, q: torch.Tensor, batch: int) -> None:
-    """One slope per query head, the same for all sequences or not."""
-    if slopes is None:
-        return
-    arg = "alibi_slopes"
-    check_tensor(op, arg, slopes)
-    check_derivatives(op, arg, slopes)
-    check_dtype(op, arg, slopes, [torch.float32])
-    shape = [q.shape[1]] if slopes.dim() == 1 else [batch, q.shape[1]]
-    check_shape(op, arg, slopes, shape)
-    check_last_dim_contiguous(op, arg, slopes)
-    check_same_device(op, {"q": q, arg: slopes})
 
 
 def checked_maximum(op: str, arg: str, value: Any, *, least: int = 0) -> int:

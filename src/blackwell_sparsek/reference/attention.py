@@ -1,6 +1,7 @@
 """Attention as a formula: the oracle that every other implementation is measured against.
 
-    s[i, j] = softcap(scale * q[i] . k[j])              where query i sees key j
+    s[i, j] = softcap(scale * q[i] . k[j]) + bias[i, j] - slope * |i + Sk - Sq - j|
+                                                        where query i sees key j
     p[i, j] = exp(s[i, j] - lse[i])
     lse[i]  = log(sum_j exp(s[i, j]) + exp(sink))
     out[i]  = sum_j p[i, j] v[j]
@@ -12,7 +13,7 @@ out before any arithmetic, so that NaN or inf there changes no result and no gra
 
 import torch
 
-from ..calls.attention import AttentionCall, AttnSpec, BackwardCall, empty_out, lse_dtype
+from ..calls.attention import AttentionCall, AttnSpec, BackwardCall, lse_dtype
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 
@@ -21,7 +22,7 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse, laid out as by other implementations."""
     call.check_lengths()
     out, lse = attention(call.q, call.k, call.v, call.spec)
-    return empty_out(call.q, call.v.shape[-1]).copy_(out), lse
+    return call.empty_out().copy_(out), lse
 
 
 def backward(call: BackwardCall) -> None:
@@ -45,8 +46,10 @@ def attention(
     """
     if spec.is_varlen:
         return _attention_varlen(q, k, v, spec, precision)
-    visible = visible_elements(q.shape[2], k.shape[2], spec, q.device)
-    out, lse = _attend(q.to(precision), k.to(precision), v.to(precision), spec, visible)
+    sizes = (q.shape[2], k.shape[2])
+    visible = visible_to_heads(visible_elements(*sizes, spec, q.device), q.shape[1])
+    added = added_to_scores(*sizes, spec, precision)
+    out, lse = _attend(q.to(precision), k.to(precision), v.to(precision), spec, visible, added)
     return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
 
 
@@ -60,8 +63,12 @@ def _attention_varlen(
         q_s = q[q_ends[sequence] : q_ends[sequence + 1]].transpose(0, 1).unsqueeze(0)
         k_s = k[k_ends[sequence] : k_ends[sequence + 1]].transpose(0, 1).unsqueeze(0)
         v_s = v[k_ends[sequence] : k_ends[sequence + 1]].transpose(0, 1).unsqueeze(0)
-        visible = visible_elements(q_s.shape[2], k_s.shape[2], spec, q.device, sequence)
-        out, lse = _attend(q_s.to(precision), k_s.to(precision), v_s.to(precision), spec, visible)
+        sizes = (q_s.shape[2], k_s.shape[2])
+        visible = visible_elements(*sizes, spec, q.device, sequence)
+        visible = visible_to_heads(visible, q.shape[1])
+        added = added_to_scores(*sizes, spec, precision, sequence)
+        q_s, k_s, v_s = (x.to(precision) for x in (q_s, k_s, v_s))
+        out, lse = _attend(q_s, k_s, v_s, spec, visible, added)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
     none_out = q.new_zeros((0, q.shape[1], v.shape[2]), dtype=precision)
@@ -127,10 +134,30 @@ def _visible_sum(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> tor
     return total + (p[..., bad].unsqueeze(-1) * torch.where(seen, bad_v, 0.0)).sum(-2)
 
 
+def added_to_scores(
+    sq: int, sk: int, spec: AttnSpec, precision: torch.dtype, sequence: int | None = None
+) -> torch.Tensor | None:
+    """Bias and ALiBi, broadcastable to [B, Hq, Sq, Sk]; None without either.
+
+    `sequence` picks the slopes of one packed sequence, whose lengths are `sq` and `sk`.
+    """
+    added = None if spec.bias is None else spec.bias.to(precision)
+    slopes = spec.alibi_slopes
+    if slopes is not None:
+        slopes = slopes.view(-1, slopes.shape[-1]).to(precision)
+        if sequence is not None and slopes.shape[0] > 1:
+            slopes = slopes[sequence : sequence + 1]
+        position = torch.arange(sq, device=slopes.device)[:, None] + (sk - sq)
+        distance = (position - torch.arange(sk, device=slopes.device)).abs()
+        alibi = -slopes[:, :, None, None] * distance
+        added = alibi if added is None else added + alibi
+    return added
+
+
 def visible_elements(
     sq: int, sk: int, spec: AttnSpec, device: torch.device, sequence: int | None = None
 ) -> torch.Tensor:
-    """Which keys each query sees: bool, broadcastable to [B, Hq, Sq, Sk].
+    """Which keys each query sees: bool, broadcastable to [B, Hq, Sq, Sk], or one per KV head.
 
     `sequence` picks the mask of one packed sequence, whose lengths are `sq` and `sk`.
     """
@@ -141,6 +168,12 @@ def visible_elements(
             elements = elements[sequence : sequence + 1]
         visible = visible & elements[:, :, :sq, :sk]
     return visible
+
+
+def visible_to_heads(visible: torch.Tensor, heads: int) -> torch.Tensor:
+    """Visible elements [B, 1 or H, Sq, Sk] of each query head, from those of KV heads."""
+    own = visible.shape[1]
+    return visible if own in (1, heads) else visible.repeat_interleave(heads // own, dim=1)
 
 
 def band_elements(sq: int, sk: int, band: Band) -> torch.Tensor:

@@ -36,9 +36,9 @@ def attention_decode(
                 softcap=call.softcap,
                 sinks=None if call.sinks is None else call.sinks[own],
             )
-            own_out, own_lse = _attend(
-                q[b : b + 1, own].to(precision), k[None, None], v[None, None], options, visible
-            )
+            added = _alibi(call, b, own, tokens, lengths[b], precision)
+            own_q = q[b : b + 1, own].to(precision)
+            own_out, own_lse = _attend(own_q, k[None, None], v[None, None], options, visible, added)
             out[b, own], lse[b, own] = own_out[0], own_lse[0]
     return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
 
@@ -85,3 +85,17 @@ def _visible(q_len: int, length: int, tokens: list[int], call: DecodeCall) -> to
     if call.band.right is not None:
         visible &= key <= position + call.band.right
     return visible
+
+
+def _alibi(
+    call: DecodeCall, b: int, heads: slice, tokens: list[int], length: int, precision: torch.dtype
+) -> torch.Tensor | None:
+    """What is added to the scores, [1, heads, Sq, n]."""
+    slopes = call.alibi_slopes
+    if slopes is None:
+        return None
+    slopes = (slopes if slopes.dim() == 1 else slopes[b])[heads].to(precision)
+    q_len = call.q.shape[2]
+    position = torch.arange(q_len, device=slopes.device)[:, None] + (length - q_len)
+    key = torch.tensor(tokens, dtype=torch.int64, device=slopes.device)[None, :]
+    return -slopes[None, :, None, None] * (position - key).abs()

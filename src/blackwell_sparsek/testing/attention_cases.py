@@ -40,7 +40,13 @@ class AttnCase:
     """`none`, `blocks` (whole blocks) or `elements` (partial blocks among them)."""
     block_size: tuple[int, int] = (32, 32)
     mask_broadcast: tuple[bool, bool] = (True, True)
+    mask_per_kv_head: bool = False
+    """Whether a mask that does not broadcast over heads has one for each KV head."""
     varlen: bool = False
+    alibi: str = "none"
+    """`none`, `heads` (slopes [Hq]) or `batch` ([B, Hq])."""
+    bias: tuple[bool, bool] | None = None
+    """Whether a bias broadcasts over batch and heads; a tenth of it is -inf."""
     spread: float = 1.0
     """Deviation of q; a large one gives logits of 1e6."""
 
@@ -69,6 +75,8 @@ class AttnCase:
             sinks=normal(hq, seed=self.seed * 8 + 3, device=device) if self.sinks else None,
             max_q=max_q,
             max_k=max_k,
+            alibi_slopes=self._slopes(batch, device),
+            bias=self._bias(batch, max_q, max_k, device),
         )
         if self.varlen:
             cu_q, cu_k = (
@@ -78,13 +86,32 @@ class AttnCase:
             spec = spec._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         return q * self.spread, k, v, spec
 
+    def _slopes(self, batch: int, device: torch.device | str) -> torch.Tensor | None:
+        if self.alibi == "none":
+            return None
+        shape = (self.heads[0],) if self.alibi == "heads" else (batch, self.heads[0])
+        return normal(*shape, seed=self.seed * 8 + 7, device=device).abs() * 0.2
+
+    def _bias(
+        self, batch: int, max_q: int, max_k: int, device: torch.device | str
+    ) -> torch.Tensor | None:
+        if self.bias is None:
+            return None
+        any_batch, any_head = self.bias
+        shape = (1 if any_batch else batch, 1 if any_head else self.heads[0], max_q, max_k)
+        generator = torch.Generator().manual_seed(self.seed * 8 + 5)
+        hidden = torch.rand(shape, generator=generator).to(device) < 0.1
+        values = normal(*shape, seed=self.seed * 8 + 6, dtype=self.dtype, device=device)
+        return values.masked_fill(hidden, -torch.inf)
+
     def _mask(
         self, batch: int, max_q: int, max_k: int, device: torch.device | str
     ) -> BlockMask | None:
         if self.mask == "none":
             return None
         (bq, bk), (any_batch, any_head) = self.block_size, self.mask_broadcast
-        planes = (1 if any_batch else batch, 1 if any_head else self.heads[0])
+        heads = self.heads[1 if self.mask_per_kv_head else 0]
+        planes = (1 if any_batch else batch, 1 if any_head else heads)
         generator = torch.Generator().manual_seed(self.seed * 8 + 4)
         grid = (-(-max_q // bq), -(-max_k // bk))
         keep = torch.rand((*planes, *grid), generator=generator) < 0.6

@@ -3,8 +3,8 @@
 import torch
 
 from ..calls.attention import AttnGradients, AttnSpec
+from ..reference.attention import added_to_scores, visible_elements, visible_to_heads
 from ..reference.attention import attention as oracle
-from ..reference.attention import visible_elements
 from .inputs import normal
 from .tolerance import assert_within_budget
 
@@ -67,7 +67,8 @@ def recomputed_gradients(
     dlse = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype)
     if not spec.is_varlen:
         visible = visible_elements(q.shape[2], k.shape[2], spec, q.device)
-        return _recompute(dout, dlse, q, k, v, out, lse, spec, visible)
+        added = added_to_scores(q.shape[2], k.shape[2], spec, precision)
+        return _recompute(dout, dlse, q, k, v, out, lse, spec, visible, added)
     assert spec.cu_seqlens_q is not None and spec.cu_seqlens_k is not None
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     dsinks = None if spec.sinks is None else torch.zeros_like(spec.sinks)
@@ -78,7 +79,8 @@ def recomputed_gradients(
         k_s, v_s = (x[keys].transpose(0, 1)[None] for x in (k, v))
         terms = (dlse[None, :, queries], lse[None, :, queries])
         visible = visible_elements(q_s.shape[2], k_s.shape[2], spec, q.device, i)
-        part = _recompute(do, terms[0], q_s, k_s, v_s, o_s, terms[1], spec, visible)
+        added = added_to_scores(q_s.shape[2], k_s.shape[2], spec, precision, i)
+        part = _recompute(do, terms[0], q_s, k_s, v_s, o_s, terms[1], spec, visible, added)
         for whole, span, piece in (
             (dq, queries, part.dq),
             (dk, keys, part.dk),
@@ -101,7 +103,9 @@ def _recompute(
     lse: torch.Tensor,
     spec: AttnSpec,
     visible: torch.Tensor,
+    added: torch.Tensor | None,
 ) -> AttnGradients:
+    visible = visible_to_heads(visible, q.shape[1])
     group = q.shape[1] // k.shape[1]
     wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (k, v))
     s = q @ wide_k.mT * spec.scale
@@ -109,6 +113,8 @@ def _recompute(
     if spec.softcap:
         tanh = torch.tanh(s / spec.softcap)
         s, slope = spec.softcap * tanh, 1 - tanh * tanh
+    if added is not None:
+        s = s + added
     shift = lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
     p = torch.where(visible, torch.exp(s - shift), 0.0)
     delta = (out * dout).sum(-1, keepdim=True) - dlse[..., None]

@@ -45,6 +45,8 @@ class DecodeCase:
     """`none`, or scales per `tensor` or per `head`."""
     latent: bool = False
     """Whether the values are a view of the first columns of the keys."""
+    slopes: str = "none"
+    """`none`, or ALiBi slopes per `head` or per `sequence` too."""
 
     def build(self, device: torch.device | str) -> DecodeCall:
         """The call, with its tensors on `device`."""
@@ -75,6 +77,10 @@ class DecodeCase:
             softcap=self.softcap,
             sinks=normal(hq, seed=self.seed * 8 + 3, device=device) if self.sinks else None,
         )
+        if self.slopes != "none":
+            shape = (hq,) if self.slopes == "head" else (batch, hq)
+            slopes = normal(*shape, seed=self.seed * 8 + 7, device=device).abs() * 0.1
+            call = replace(call, alibi_slopes=slopes)
         if self.latent:
             call = replace(call, v_cache=call.k_cache[..., :dv])
         return self._with_scales(self._with_lists(call, slots))

@@ -145,7 +145,8 @@ def test_an_expanded_gradient(device):
 def test_opcheck(device):
     """Shapes, strides and what is written, against the fakes."""
     q, k, v = (x.to(device) for x in qkv(1, 2, 1, 17, 20, 16, seed=5))
-    options = (None, None, 17, 20, [], [], 2**30, 0, 0.3, 0.0, torch.zeros(2, device=device), True)
+    sinks = torch.zeros(2, device=device)
+    options = (None, None, 17, 20, [], [], 2**30, 0, 0.3, 0.0, sinks, None, None, True)
     out, lse = attn_fwd(q, k, v, *options, "triton")
     args = (torch.ones_like(out), None, q, k, v, out, lse, *options, [True, False, True, True])
     torch.library.opcheck(
@@ -156,7 +157,7 @@ def test_opcheck(device):
 def test_an_explicit_choice_does_not_fall_back(device):
     q = torch.randn(1, 1, 4, 8, dtype=torch.float64, device=device)
     lse = torch.zeros(1, 1, 4, dtype=torch.float64, device=device)
-    options = (None, None, 4, 4, [], [], 2**30, 0, 0.3, 0.0, None, False)
+    options = (None, None, 4, 4, [], [], 2**30, 0, 0.3, 0.0, None, None, None, False)
     needs = [True, True, True, False]
     with pytest.raises(Unsupported, match="attn_bwd: impl='triton' cannot run this: needs float16"):
         attn_bwd(q, None, q, q, q, q, lse, *options, needs, "triton")

@@ -35,6 +35,7 @@ from .operands import (
     KeyBlocks,
     KeyColumns,
     Operands,
+    added_to_blocks,
     block_rows,
     from_query_rows,
     may_be_nonfinite,
@@ -109,7 +110,7 @@ def _backward(call: BackwardCall, extent: Extent, guarded: bool) -> Gradients:
     q, k, v, spec = given.q, given.k, given.v, given.spec
     dout, dlse, out, lse = call.dout, call.dlse, call.out, call.lse
     dtype = compute_dtype(q.dtype)
-    ops = operands(q, k, v, spec, guarded)
+    ops = operands(q, k, v, spec, extent, guarded)
     n, group, sq, _ = ops.q.shape
     lse_log2, factor = (x.reshape(n, group, sq, 1) for x in lse_for_backward(lse, dtype))
     do = dout.to(dtype).reshape(n, group, sq, v.shape[3]) * factor
@@ -141,6 +142,7 @@ def _backward(call: BackwardCall, extent: Extent, guarded: bool) -> Gradients:
 def _score_gradients(
     ops: Operands,
     products: torch.Tensor,
+    added: torch.Tensor | None,
     hide_unseen: Callable[[torch.Tensor], None],
     dp: torch.Tensor,
     lse_log2: torch.Tensor,
@@ -153,6 +155,8 @@ def _score_gradients(
     """
     slope = ops.scores.bend(products)
     scores = ops.scores.finish(products)
+    if added is not None:
+        scores += added
     hide_unseen(scores)
     p = probabilities(scores, lse_log2)
     dscores = dp.sub_(delta).mul_(p)
@@ -203,6 +207,7 @@ def _backward_band(
             p, ds = _score_gradients(
                 ops,
                 torch.bmm(q, kt),
+                None if ops.added is None else ops.added.of_tile(heads, queries, span),
                 partial(edges.hide, tile=tile, keys=keys),
                 torch.bmm(do, vt[heads, :, span]),
                 lse_log2,
@@ -248,6 +253,7 @@ def _backward_blocks(
             p, ds = _score_gradients(
                 ops,
                 torch.bmm(q, k_columns.gather(block)),
+                added_to_blocks(ops, layout, rows, column, mask.block_size),
                 partial(_hide_if, visible=visible),
                 torch.bmm(do, v_columns.gather(block)),
                 lse_log2,

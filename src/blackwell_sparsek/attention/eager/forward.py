@@ -25,6 +25,7 @@ from .operands import (
     KeyColumns,
     Operands,
     StepSizes,
+    added_to_blocks,
     block_rows,
     from_query_rows,
     may_be_nonfinite,
@@ -39,7 +40,8 @@ from .visits import BlockStep, Extent, KeyTile, band_visible, block_step, block_
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse of a call."""
     call.check_lengths()
-    return attention(call.q, call.k, call.v, call.spec)
+    out, lse = attention(call.q, call.k, call.v, call.spec)
+    return out if call.out is None else call.out.copy_(out), lse
 
 
 def attention(
@@ -87,7 +89,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads_q, sq, _ = q.shape
     dtype = compute_dtype(q.dtype)
-    ops = operands(q, k, v, spec, guarded)
+    ops = operands(q, k, v, spec, extent, guarded)
     if spec.block_mask is None or q.numel() == 0:
         out = q.new_empty((*ops.q.shape[:3], v.shape[3]), dtype=dtype)
         lse = q.new_empty(ops.q.shape[:3], dtype=dtype)
@@ -176,12 +178,15 @@ def _attend_band(
             sinks = sinks[heads, :, None].expand(-1, -1, count).reshape(n, -1, 1)
         state = start(n, group * count, out.shape[3], q, sinks)
         for keys in key_tiles(spec.band, tile.start, tile.end, extent, sizes.keys):
-            scores = ops.scores.finish(torch.bmm(q, ops.kt[heads, :, keys.lo : keys.hi]))
+            span = slice(keys.lo, keys.hi)
+            scores = ops.scores.finish(torch.bmm(q, ops.kt[heads, :, span]))
+            if ops.added is not None:
+                scores += ops.added.of_tile(heads, queries, span)
             edges.hide(scores, tile, keys)
             visible = None
             if ops.guarded:
                 visible = tile_visible(tile, keys, spec, extent, group, q.device)
-            step(state, scores, ops.v[heads, keys.lo : keys.hi], visible)
+            step(state, scores, ops.v[heads, span], visible)
         out_tile, lse_tile = finish(state)
         out[heads, :, queries] = out_tile.view(n, group, count, -1)
         lse[heads, :, queries] = lse_tile.view(n, group, count)
@@ -252,6 +257,9 @@ def _attend_blocks(
         for column, visible in steps:
             block = layout.kv_head[rows, None] * layout.k_blocks + column
             scores = ops.scores.finish(torch.bmm(q, k_columns.gather(block)))
+            added = added_to_blocks(ops, layout, rows, column, mask.block_size)
+            if added is not None:
+                scores += added
             if visible is not None:
                 visible = stack_heads(visible, layout.heads)
                 hide(scores, visible)
@@ -293,8 +301,9 @@ def attend_inside(
     """Write the rows of `out` and `lse` whose tiles see whole windows; return their range.
 
     q [B, Hq, Sq, D], k and v [B, Hkv, Sk, D]; out [B * Hkv, G, Sq, D] and lse [B * Hkv, G, Sq] in
-    float32. The range is empty if this cannot be used: on other devices, for open bands, softcap
-    or sinks, in dtypes other than float32, and if the head dims of keys and values differ.
+    float32. The range is empty if this cannot be used: on other devices, for open bands, softcap,
+    sinks or what is added to scores, in dtypes other than float32, and if the head dims of keys and
+    values differ.
     """
     first, last = _inside(q, v, spec, extent)
     if first == last:
@@ -338,6 +347,7 @@ def _inside(q: torch.Tensor, v: torch.Tensor, spec: AttnSpec, extent: Extent) ->
         and None not in (band.left, band.right)
         and spec.softcap == 0.0
         and spec.sinks is None
+        and not spec.is_biased
         and q.shape[-1] == v.shape[-1]
         and q.numel() > 0
     )

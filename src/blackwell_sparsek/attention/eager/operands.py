@@ -7,6 +7,7 @@ import torch
 from ...calls.attention import AttnSpec, compute_dtype
 from ...launch.launcher import cdiv
 from ...masks.block_mask import BlockMask
+from .added import AddedScores, added_scores
 from .softmax import LN_2, LOG2_E
 from .visits import Extent
 
@@ -71,10 +72,17 @@ class Operands(NamedTuple):
     """[n, G]"""
     guarded: bool
     """Whether q, k or v may hold NaN or inf, which must reach only the queries that see them."""
+    added: AddedScores | None
+    """What is added to scores."""
 
 
 def operands(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec, guarded: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttnSpec,
+    extent: Extent,
+    guarded: bool,
 ) -> Operands:
     """Bring q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv] into shape: O(S * D) copies."""
     batch, heads_q, sq, dim = q.shape
@@ -94,6 +102,7 @@ def operands(
         scores,
         sinks,
         guarded,
+        added_scores(spec, extent, batch, (heads_q, heads_kv), dtype),
     )
 
 
@@ -130,7 +139,7 @@ def block_rows(ops: Operands, mask: BlockMask, extent: Extent, heads_kv: int) ->
     n, group = ops.q.shape[:2]
     bq, bk = mask.block_size
     device = ops.q.device
-    stacked = group if mask.heads == 1 else 1
+    stacked = group if mask.heads in (1, heads_kv) else 1
     q_blocks, k_blocks = cdiv(extent.sq, bq), cdiv(extent.sk, bk)
     head_row = torch.arange(n * group // stacked, device=device)
     heads_per_batch = heads_kv * group // stacked
@@ -142,6 +151,22 @@ def block_rows(ops: Operands, mask: BlockMask, extent: Extent, heads_kv: int) ->
     mask_row = plane[:, None] + torch.arange(q_blocks, device=device)
     kv_head = (head_row // (group // stacked))[:, None].expand(-1, q_blocks)
     return BlockRows(stacked, q_blocks, mask_row.flatten(), kv_head.flatten(), k_blocks)
+
+
+def added_to_blocks(
+    ops: Operands,
+    layout: BlockRows,
+    rows: torch.Tensor,
+    column: torch.Tensor,
+    block: tuple[int, int],
+) -> torch.Tensor | None:
+    """What is added to the scores of `rows` and their key blocks `column` [rows, blocks]."""
+    if ops.added is None:
+        return None
+    bq, bk = block
+    q_index = (rows % layout.q_blocks)[:, None] * bq + torch.arange(bq, device=rows.device)
+    kv_pos = column[:, :, None] * bk + torch.arange(bk, device=rows.device)
+    return ops.added.of_blocks(rows // layout.q_blocks, layout.heads, q_index, kv_pos.flatten(1))
 
 
 class KeyBlocks:

@@ -9,7 +9,6 @@ from ...calls.attention import (
     AttnGradients,
     BackwardCall,
     empty_lse,
-    empty_out,
     tma_takes,
 )
 from ...core.arch import arch_of
@@ -61,9 +60,9 @@ from .tuning import (
 
 
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
+    """Output, in the tensor that the call gives or as `empty_out` lays it out, and lse."""
     q, spec, problem = call.q, call.spec, call.problem
-    out, lse = empty_out(q, call.v.shape[-1]), empty_lse(q)
+    out, lse = call.empty_out(), empty_lse(q)
     config = attn_fwd_sm90_config(problem)
     raster_group = attn_fwd_sm90_raster_group(problem, spec.band)
     order = None

@@ -74,6 +74,12 @@ def attn_fwd_sm90_unsupported(problem: AttnProblem) -> str | None:
         )
     if not problem.positive:
         return "needs a scale above zero"
+    if problem.alibi or problem.bias:
+        return f"adds no {'alibi_slopes' if problem.alibi else 'bias'} to scores"
+    if problem.mask_per_kv_head:
+        group = problem.heads_q // problem.heads_kv
+        made = f"mask[:, [h // {group} for h in range({problem.heads_q})]] makes one"
+        return f"needs a mask per query head ({made}), got one per KV head"
     if problem.mask_block is not None:
         block_q, block_kv = problem.mask_block
         if block_q % GROUP_ROWS:

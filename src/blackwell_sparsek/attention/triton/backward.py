@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Attention backward, the portable kernels: one for dq, one for dk and dv; sm_80 and newer.
 
-    p[i, j]  = exp(s[i, j] - lse[i])          where query i sees key j
+    p[i, j]  = exp(s[i, j] - lse[i])          where query i sees key j; s as in `forward.py`
     ds[i, j] = p[i, j] * (dout[i] . v[j] - delta[i])
     dq[i]    = scale * sum_j ds[i, j] k[j]
     dk[j]    = scale * sum_i ds[i, j] q[i]
@@ -28,7 +28,7 @@ import triton.language as tl
 from ...calls.attention import BackwardCall
 from ...device.backprop import probabilities, score_gradients, shift_of_rows
 from ...device.masks import column_bounds, exists, position, row_bounds
-from ...device.records import Band, Lengths
+from ...device.records import Added, Band, Lengths
 from ...device.schedule import (
     head_offset,
     lse_offset,
@@ -36,6 +36,7 @@ from ...device.schedule import (
     raster_place,
     token_span,
 )
+from ...device.scores import added_scores, bias_of_head, slope_of_head
 from ...device.tile_walk import (
     full_tile,
     masked_key_tile,
@@ -136,17 +137,24 @@ def _add_dq_tile(
     kv_limit,
     visible,
     score,
+    offs_m,
+    added,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_D: tl.constexpr,
     TILE_DV: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_BIASED: tl.constexpr,
 ):
     """Add what one KV tile gives to dq / scale; `visible` None means all of it is."""
     q = own.q
     k, v = _load_tiles(keys, kv_pos, kv_limit, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [TILE_M, TILE_N]
-    p, capped = probabilities(s, visible, own.shift[:, None], score, q.dtype == tl.float32)
+    extra = None
+    if IS_BIASED:
+        extra = added_scores(added, offs_m[:, None], kv_pos[None, :])
+    NATURAL: tl.constexpr = q.dtype == tl.float32
+    p, capped = probabilities(s, visible, own.shift[:, None], score, NATURAL, extra)
     dp = tl.dot(own.dout, tl.trans(v), input_precision=PRECISION)
     ds = score_gradients(p, capped, dp, own.delta[:, None], score)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -176,12 +184,15 @@ def _attn_dq_kernel(
     mask_head_step,
     heads,
     score,
+    slopes,
+    bias,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    MASK_PER_KV_HEAD: tl.constexpr,
 ):
     """dQ of one tile of queries of one head; `row_terms` are lse and delta."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
@@ -189,6 +200,7 @@ def _attn_dq_kernel(
     KV_BLOCK: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
     ELEMENT_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     KV_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * ELEMENT_BYTES
+    IS_BIASED: tl.constexpr = slopes is not None or bias is not None
     tl.static_assert((BLOCK_KV is None) == (block_lists is None))
 
     place, q_span, kv_span, q_start = place_query_tile(
@@ -199,7 +211,8 @@ def _attn_dq_kernel(
     kv_first, kv_len = kv_span
     if q_start >= q_len:
         return
-    mask_row = batch * mask_batch_step + q_head * mask_head_step
+    mask_head = kv_head if MASK_PER_KV_HEAD else q_head
+    mask_row = batch * mask_batch_step + mask_head * mask_head_step
     lengths, band = Lengths(q_len, kv_len), Band(left, right)
     plan = plan_keys(block_lists, mask_row, q_start, lengths, band, TILE_M, TILE_N, BLOCK_KV)
 
@@ -213,6 +226,13 @@ def _attn_dq_kernel(
     own = OwnQueries(q, dout, shift_of_rows(lse, q.dtype == tl.float32), delta)
     row_limits = row_bounds(position(offs_m, q_len, kv_len), kv_len, left, right)
     dq = tl.zeros([TILE_M, TILE_D], tl.float32)
+    slope, bias_ptr, bias_q_step, bias_kv_step = None, None, 0, 0
+    if slopes is not None:
+        slope = slope_of_head(slopes, batch, q_head)
+    if bias is not None:
+        bias_ptr = bias_of_head(bias, batch, q_head)
+        bias_q_step, bias_kv_step = bias.q_step, bias.kv_step
+    added = Added(slope, bias_ptr, bias_q_step, bias_kv_step, lengths)
 
     num_masked = num_masked_blocks(plan)
     for kv_tile in tl.range(0, num_tiles(num_masked, TILE_N, KV_BLOCK)):
@@ -221,16 +241,16 @@ def _attn_dq_kernel(
             TILE_N, KV_BLOCK,
         )  # fmt: skip
         dq = _add_dq_tile(
-            dq, own, keys, kv_pos, kv_len, visible, score,
-            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            dq, own, keys, kv_pos, kv_len, visible, score, offs_m, added,
+            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
         )  # fmt: skip
 
     num_full = num_full_blocks(plan)
     for kv_tile in tl.range(0, num_tiles(num_full, TILE_N, KV_BLOCK)):
         kv_pos = full_tile(block_lists, plan, num_full, kv_tile, kv_len, TILE_N, KV_BLOCK)
         dq = _add_dq_tile(
-            dq, own, keys, kv_pos, None, None, score,
-            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            dq, own, keys, kv_pos, None, None, score, offs_m, added,
+            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
         )  # fmt: skip
 
     dq_ptr += head_offset(batch, q_head, q_first, strides.dq)
@@ -272,12 +292,15 @@ def launch_attn_dq(call: BackwardCall, delta: torch.Tensor, config: AttnBwdConfi
             *operands.mask_steps,
             operands.heads,
             gradient_factors(spec.scale, spec.softcap, q.dtype),
+            operands.slopes,
+            operands.bias,
             q.shape[-1],
             v.shape[-1],
             operands.block_kv,
             config.tile_m,
             config.tile_n,
             config.precision,
+            operands.mask_per_kv_head,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         launch(_attn_dq_kernel, programs, args, **options)
@@ -295,11 +318,14 @@ def _add_dkdv_tile(
     q_limit,
     visible,
     score,
+    kv_pos,
+    added,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_D: tl.constexpr,
     TILE_DV: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_BIASED: tl.constexpr,
 ):
     """Add what one tile of queries gives to (dk / scale, dv); `visible` None means all see it."""
     NATURAL: tl.constexpr = k.dtype == tl.float32
@@ -308,7 +334,10 @@ def _add_dkdv_tile(
     lse = _load_terms(terms.lse, q_index, q_limit, -float("inf"))
     shift = shift_of_rows(lse, NATURAL)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [TILE_N, TILE_M]
-    p, capped = probabilities(s, visible, shift[None, :], score, NATURAL)
+    extra = None
+    if IS_BIASED:
+        extra = added_scores(added, q_index[None, :], kv_pos[:, None])
+    p, capped = probabilities(s, visible, shift[None, :], score, NATURAL, extra)
     if gradients.dv is not None:
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
     if gradients.dk is not None:
@@ -343,12 +372,15 @@ def _attn_dkdv_kernel(
     mask_head_step,
     heads,
     score,
+    slopes,
+    bias,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    MASK_PER_KV_HEAD: tl.constexpr,
 ):
     """`gradients`, dK and dV or None, of one tile of keys; `row_terms` are lse and delta."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
@@ -356,6 +388,7 @@ def _attn_dkdv_kernel(
     Q_BLOCK: tl.constexpr = TILE_M if BLOCK_Q is None else BLOCK_Q
     ELEMENT_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     Q_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * ELEMENT_BYTES
+    IS_BIASED: tl.constexpr = slopes is not None or bias is not None
     tl.static_assert((BLOCK_Q is None) == (block_lists is None))
 
     kv_tiles = (kv_len + TILE_N - 1) // TILE_N
@@ -385,11 +418,19 @@ def _attn_dkdv_kernel(
         offset = lse_offset(batch, q_head, q_first, heads.q, lse_head_stride, cu_seqlens.q)
         queries = _rows_of_head(q_ptr, dout_ptr, strides.q, strides.dout, batch, q_head, q_first)
         terms = RowTerms(row_terms.lse + offset, row_terms.delta + offset)
-        mask_row = batch * mask_batch_step + q_head * mask_head_step
+        mask_head = kv_head if MASK_PER_KV_HEAD else q_head
+        mask_row = batch * mask_batch_step + mask_head * mask_head_step
         plan = plan_queries(
             block_lists, mask_row, kv_start, lengths, band,
             TILE_M, TILE_N, BLOCK_Q,
         )  # fmt: skip
+        slope, bias_ptr, bias_q_step, bias_kv_step = None, None, 0, 0
+        if slopes is not None:
+            slope = slope_of_head(slopes, batch, q_head)
+        if bias is not None:
+            bias_ptr = bias_of_head(bias, batch, q_head)
+            bias_q_step, bias_kv_step = bias.q_step, bias.kv_step
+        added = Added(slope, bias_ptr, bias_q_step, bias_kv_step, lengths)
         num_masked = num_masked_blocks(plan)
         for q_tile in tl.range(0, num_tiles(num_masked, TILE_M, Q_BLOCK)):
             q_index, visible = masked_query_tile(
@@ -398,14 +439,14 @@ def _attn_dkdv_kernel(
             )  # fmt: skip
             dk, dv = _add_dkdv_tile(
                 (dk, dv), gradients, k, v, queries, terms, q_index, q_len, visible, score,
-                HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+                kv_pos, added, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
             )  # fmt: skip
         num_full = num_full_blocks(plan)
         for q_tile in tl.range(0, num_tiles(num_full, TILE_M, Q_BLOCK)):
             q_index = full_tile(block_lists, plan, num_full, q_tile, q_len, TILE_M, Q_BLOCK)
             dk, dv = _add_dkdv_tile(
                 (dk, dv), gradients, k, v, queries, terms, q_index, None, None, score,
-                HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+                kv_pos, added, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
             )  # fmt: skip
 
     if gradients.dk is not None:
@@ -461,12 +502,15 @@ def launch_attn_dkdv(call: BackwardCall, delta: torch.Tensor | None, config: Att
             *mask.steps,
             operands.heads,
             gradient_factors(spec.scale, spec.softcap, q.dtype),
+            operands.slopes,
+            operands.bias,
             q.shape[-1],
             v.shape[-1],
             mask.block_q,
             config.tile_m,
             config.tile_n,
             config.precision,
+            operands.mask_per_kv_head,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         launch(_attn_dkdv_kernel, programs, args, **options)

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """Attention forward, the portable kernel: sm_80 and newer, and the interpreter.
 
-    s[i, j] = scale * q[i] . k[j], softcapped          where query i sees key j
+    s[i, j] = scale * q[i] . k[j], softcapped, + bias[i, j] - slope * |position of i - j|
+                                                       where query i sees key j
     out[i]  = sum_j exp(s[i, j] - lse[i]) v[j]
     lse[i]  = log(sum_j exp(s[i, j]) + exp(sink))
 
@@ -20,12 +21,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ...calls.attention import AttentionCall, empty_lse, empty_out
+from ...calls.attention import AttentionCall, empty_lse
 from ...device.masks import exists, position, row_bounds
-from ...device.records import Band, Lengths, Score
+from ...device.records import Added, Band, Lengths, Score
 from ...device.schedule import head_offset, lse_offset
-from ...device.scores import cap, fold_sign
-from ...device.softmax import add_sink, finalise, init_state, softmax_step
+from ...device.scores import added_scores, bias_of_head, cap, fold_sign, slope_of_head
+from ...device.softmax import LOG2_E, add_sink, finalise, init_state, softmax_step
 from ...device.tile_walk import full_tile, masked_key_tile, place_query_tile, plan_keys
 from ...device.tiles import load_rows, store_rows
 from ...device.visits import num_full_blocks, num_masked_blocks, num_tiles
@@ -61,11 +62,14 @@ def _attend_tile(
     kv_limit,
     visible,
     score,
+    offs_m,
+    added,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_D: tl.constexpr,
     TILE_DV: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_BIASED: tl.constexpr,
 ):
     """Take one KV tile into the state; `visible` None means all of it is."""
     m_log2, row_sum, acc = state
@@ -74,9 +78,12 @@ def _attend_tile(
     k = load_rows(keys.k, kv_pos, keys.k_stride, offs_d, kv_limit, HEAD_DIM)  # [TILE_N, TILE_D]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [TILE_M, TILE_N]
     s = cap(s, score.inverse_cap)
+    if IS_BIASED:
+        s = s * score.factor + added_scores(added, offs_m[:, None], kv_pos[None, :]) * LOG2_E
     if visible is not None:
         s = tl.where(visible, s, -float("inf"))
-    m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, score.factor)
+    factor = 1.0 if IS_BIASED else score.factor
+    m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, factor)
     v = load_rows(keys.v, kv_pos, keys.v_stride, offs_dv, kv_limit, HEAD_DIM_V)  # [TILE_N, TILE_DV]
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return State(m_log2, row_sum, acc)
@@ -106,12 +113,15 @@ def _attn_fwd_kernel(
     mask_head_step,
     heads,
     score,
+    slopes,
+    bias,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    MASK_PER_KV_HEAD: tl.constexpr,
 ):
     """One tile of queries of one head."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
@@ -122,6 +132,7 @@ def _attn_fwd_kernel(
     KV_BLOCK: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
     ELEMENT_BYTES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     KV_BYTES: tl.constexpr = (HEAD_DIM + HEAD_DIM_V) * ELEMENT_BYTES
+    IS_BIASED: tl.constexpr = slopes is not None or bias is not None
     tl.static_assert((BLOCK_KV is None) == (block_lists is None))
 
     place, q_span, kv_span, q_start = place_query_tile(
@@ -132,7 +143,8 @@ def _attn_fwd_kernel(
     kv_first, kv_len = kv_span
     if q_start >= q_len:
         return
-    mask_row = batch * mask_batch_step + q_head * mask_head_step
+    mask_head = kv_head if MASK_PER_KV_HEAD else q_head
+    mask_row = batch * mask_batch_step + mask_head * mask_head_step
     lengths, band = Lengths(q_len, kv_len), Band(left, right)
     plan = plan_keys(block_lists, mask_row, q_start, lengths, band, TILE_M, TILE_N, BLOCK_KV)
 
@@ -149,6 +161,14 @@ def _attn_fwd_kernel(
     m_log2, row_sum = init_state(q_pos)
     state = State(m_log2, row_sum, tl.zeros([TILE_M, TILE_DV], tl.float32))
 
+    slope, bias_ptr, bias_q_step, bias_kv_step = None, None, 0, 0
+    if slopes is not None:
+        slope = slope_of_head(slopes, batch, q_head)
+    if bias is not None:
+        bias_ptr = bias_of_head(bias, batch, q_head)
+        bias_q_step, bias_kv_step = bias.q_step, bias.kv_step
+    added = Added(slope, bias_ptr, bias_q_step, bias_kv_step, lengths)
+
     num_masked = num_masked_blocks(plan)
     for kv_tile in tl.range(0, num_tiles(num_masked, TILE_N, KV_BLOCK)):
         kv_pos, visible = masked_key_tile(
@@ -156,16 +176,16 @@ def _attn_fwd_kernel(
             TILE_N, KV_BLOCK,
         )  # fmt: skip
         state = _attend_tile(
-            state, q, keys, kv_pos, kv_len, visible, score,
-            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            state, q, keys, kv_pos, kv_len, visible, score, offs_m, added,
+            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
         )  # fmt: skip
 
     num_full = num_full_blocks(plan)
     for kv_tile in tl.range(0, num_tiles(num_full, TILE_N, KV_BLOCK)):
         kv_pos = full_tile(block_lists, plan, num_full, kv_tile, kv_len, TILE_N, KV_BLOCK)
         state = _attend_tile(
-            state, q, keys, kv_pos, None, None, score,
-            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
+            state, q, keys, kv_pos, None, None, score, offs_m, added,
+            HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
         )  # fmt: skip
 
     m_log2, row_sum, acc = state
@@ -183,8 +203,8 @@ def _attn_fwd_kernel(
 
 
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
-    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    """Output, in the tensor that the call gives or as `empty_out` lays it out, and lse."""
+    out, lse = call.empty_out(), empty_lse(call.q)
     config = attn_fwd_config(call.problem, fp32_precision(call.q.dtype))
     launch_attn_fwd(call, out, lse, config)
     return out, lse
@@ -224,12 +244,15 @@ def launch_attn_fwd(
             *operands.mask_steps,
             operands.heads,
             operands.score,
+            operands.slopes,
+            operands.bias,
             q.shape[-1],
             v.shape[-1],
             operands.block_kv,
             config.tile_m,
             config.tile_n,
             config.precision,
+            operands.mask_per_kv_head,
         )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         launch(_attn_fwd_kernel, programs, args, **options)

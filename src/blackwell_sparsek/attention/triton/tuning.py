@@ -83,7 +83,10 @@ def attn_fwd_config(problem: AttnProblem, precision: str) -> AttnFwdConfig:
     block_q = None if problem.mask_block is None else problem.mask_block[0]
     facts = (problem.arch.sm, problem.dtype.itemsize, dim, block_q, precision)
     tile = tuned_tile("attn_fwd", facts) or _tile(*facts)
-    return AttnFwdConfig(*tile, precision)
+    config = AttnFwdConfig(*tile, precision)
+    # where a warp holds scores, 64 keys of a bias spill 60 to 120 bytes
+    narrow = problem.bias and problem.arch.sm not in WARP_GROUP_MMA
+    return replace(config, tile_n=min(config.tile_n, 32)) if narrow else config
 
 
 @lru_cache(maxsize=1024)
@@ -145,6 +148,9 @@ def attn_dq_config(problem: AttnProblem, precision: str) -> AttnBwdConfig:
     if problem.mask_block is not None and problem.mask_block[0] < tile.m:
         rows = problem.mask_block[0]
         tile = tile._replace(m=rows, warps=2 if rows < 32 and dim <= 128 else 4)
+    if problem.bias and sm not in WARP_GROUP_MMA and tile.m > 64:
+        # 128 rows of a bias spill 260 to 530 bytes
+        tile = tile._replace(m=64)
     return AttnBwdConfig(*tile, precision)
 
 

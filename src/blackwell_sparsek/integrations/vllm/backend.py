@@ -5,13 +5,14 @@ A step is one call of `attention_varlen` over vLLM's pages, whatever it mixes: d
 prompts, whole prompts. vLLM's cache of a layer is logically [blocks, Hkv, block_size, 2 D], keys
 before values, in any of its memory layouts; here it is two views [blocks, block_size, Hkv, D].
 
-Under `SparseDecode`, layers without a sliding window keep a summary of each block, which every step
-brings up to date, and steps that only decode read the blocks that these choose.
+Under `SparseReads`, layers without a sliding window keep a summary of each block, which every step
+brings up to date. Decoding steps, and prompts cut into runs of a few queries, read the blocks that
+these choose; a run is a sequence of its own to `attention_varlen`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm import envs
@@ -112,44 +113,99 @@ class SparseKBackend(AttentionBackend):
 
 
 @dataclass(frozen=True)
-class SparseDecode:
-    """Which blocks of the cache decoding steps read; see `sparse_decode`."""
+class SparseReads:
+    """Which blocks of the cache are read; see `sparse_reads`."""
 
-    decode_blocks: int
+    decode_blocks: int | None = None
+    prefill_blocks: int | None = None
+    prefill_queries: int = 64
     keep_first: int = 1
     keep_last: int = 2
     summary: str = "minmax"
 
     def __post_init__(self) -> None:
-        for name in ("decode_blocks", "keep_first", "keep_last"):
+        asked = {name: getattr(self, name) for name in ("decode_blocks", "prefill_blocks")}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        for name in (*asked, "prefill_queries", "keep_first", "keep_last"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{CONFIG}.{name} is {value!r}; expected an int from 0 on")
         if self.keep_last < 1:
             raise ValueError(f"{CONFIG}.keep_last is 0; a new token lies in the last block")
+        if self.prefill_queries < 1:
+            raise ValueError(f"{CONFIG}.prefill_queries is 0; expected at least 1")
         kept = self.keep_first + self.keep_last
-        if self.decode_blocks < kept:
-            raise ValueError(
-                f"{CONFIG}.decode_blocks is {self.decode_blocks}; expected at least {kept}, "
-                "the sum of keep_first and keep_last"
-            )
+        for name, value in asked.items():
+            if value < kept:
+                raise ValueError(
+                    f"{CONFIG}.{name} is {value}; expected at least {kept}, "
+                    "the sum of keep_first and keep_last"
+                )
         if self.summary not in ("minmax", "mean"):
             raise ValueError(f"{CONFIG}.summary is {self.summary!r}; expected minmax or mean")
 
+    def kept_of_run(self, block_size: int) -> int:
+        """Blocks at the end of a run that are always read: those of its own queries, and more."""
+        most = (self.prefill_queries + block_size - 2) // block_size + 1
+        kept = most + self.keep_last - 1
+        if self.prefill_blocks is not None and self.prefill_blocks < self.keep_first + kept:
+            raise ValueError(
+                f"{CONFIG}.prefill_blocks is {self.prefill_blocks}; expected at least "
+                f"{self.keep_first + kept}: keep_first, keep_last, and the {most} blocks of "
+                f"{block_size} tokens that {self.prefill_queries} queries (prefill_queries) reach"
+            )
+        return kept
 
-def sparse_decode(vllm_config: Any) -> SparseDecode | None:
+
+def sparse_reads(vllm_config: Any) -> SparseReads | None:
     """What `additional_config` of vLLM asks for under the name of this package, or None."""
     given = getattr(vllm_config, "additional_config", None)
     asked = given.get(CONFIG) if isinstance(given, Mapping) else None
     if asked is None:
         return None
-    names = [field.name for field in fields(SparseDecode)]
-    if not isinstance(asked, Mapping) or "decode_blocks" not in asked or set(asked) - set(names):
+    names = [field.name for field in fields(SparseReads)]
+    if not isinstance(asked, Mapping) or not set(names[:2]) & set(asked) or set(asked) - set(names):
         raise ValueError(
-            f"additional_config[{CONFIG!r}] is {asked!r}; expected decode_blocks, and optionally "
-            f"{', '.join(names[1:])}"
+            f"additional_config[{CONFIG!r}] is {asked!r}; expected decode_blocks, prefill_blocks "
+            f"or both, and optionally {', '.join(names[2:])}"
         )
-    return SparseDecode(**asked)
+    return SparseReads(**asked)
+
+
+class PromptRuns(NamedTuple):
+    """The prompts of a step, cut into runs of at most `prefill_queries` queries."""
+
+    decodes: int
+    """Requests before the prompts, each with one new token."""
+    starts: torch.Tensor
+    """int32 [runs + 1]: offsets of their queries, from 0 at the first prompt."""
+    request: torch.Tensor
+    """int64 [runs]"""
+    later: torch.Tensor
+    """int32 [runs]: how many tokens of the request follow the run."""
+    rows: torch.Tensor
+    """int64 [runs, prefill_queries]: their queries; the last one again where there are fewer."""
+
+
+def prompt_runs(offsets: torch.Tensor, most: int, device: torch.device) -> PromptRuns | None:
+    """Cut the requests after those with one token each, from offsets on the CPU; None if none."""
+    lengths = offsets.diff()
+    longer = (lengths != 1).nonzero()
+    if longer.numel() == 0:
+        return None
+    decodes = int(longer[0])
+    lengths = lengths[decodes:].long()
+    counts = (lengths + most - 1) // most
+    request = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    nth = torch.arange(len(request)) - (counts.cumsum(0) - counts)[request]
+    first = nth * most
+    ends = torch.minimum(first + most, lengths[request])
+    starts = torch.nn.functional.pad((ends - first).cumsum(0), (1, 0))
+    rows = starts[:-1, None] + torch.arange(most)
+    rows = torch.minimum(rows, starts[1:, None] - 1)
+    later = lengths[request] - ends
+    made = (starts.int(), request + decodes, later.int(), rows)
+    return PromptRuns(decodes, *(x.to(device, non_blocking=True) for x in made))
 
 
 @dataclass
@@ -163,7 +219,9 @@ class SparseKMetadata:
     slot_mapping: torch.Tensor
     max_query_len: int
     causal: bool
-    sparse: SparseDecode | None = None
+    sparse: SparseReads | None = None
+    runs: PromptRuns | None = None
+    """Prompts of which part of the cache is read; None if all of it, or if there are none."""
 
     @property
     def only_decodes(self) -> bool:
@@ -181,7 +239,19 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.sparse = sparse_decode(vllm_config)
+        self.sparse = sparse_reads(vllm_config)
+        self.device = device
+        if self.sparse is not None and self.sparse.prefill_blocks is not None:
+            # vLLM then puts requests that decode before prompts
+            self.reorder_batch_threshold = 1
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """A graph of several tokens a request would repeat how these were cut into runs."""
+        sparse = sparse_reads(vllm_config)
+        if sparse is not None and sparse.prefill_blocks is not None:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
 
     def build(
         self,
@@ -189,7 +259,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> SparseKMetadata:
-        """Take over what a step needs; nothing is computed, so `fast_build` has no faster way."""
+        """Take over what a step needs; `fast_build` has no faster way."""
         if common_prefix_len:
             raise NotImplementedError(
                 f"cascade attention is not supported, got a common prefix of {common_prefix_len}"
@@ -200,6 +270,14 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
             if getattr(given, name) is not None:
                 raise NotImplementedError(f"{name} is not supported by this backend")
+        runs = None
+        if self.sparse is not None and self.sparse.prefill_blocks is not None:
+            if not given.causal:
+                raise NotImplementedError(
+                    f"{CONFIG}.prefill_blocks reads part of the cache for causal attention only"
+                )
+            offsets, queries = given.query_start_loc_cpu, self.sparse.prefill_queries
+            runs = prompt_runs(offsets[: given.num_reqs + 1], queries, self.device)
         return SparseKMetadata(
             given.num_actual_tokens,
             given.query_start_loc,
@@ -209,22 +287,14 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             given.max_query_len,
             given.causal,
             self.sparse,
+            runs,
         )
 
     def update_block_table(
         self, metadata: SparseKMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> SparseKMetadata:
         """The same step for another cache group."""
-        return SparseKMetadata(
-            metadata.num_tokens,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            blk_table,
-            slot_mapping,
-            metadata.max_query_len,
-            metadata.causal,
-            metadata.sparse,
-        )
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
 
 class SparseKImpl(AttentionImpl[SparseKMetadata]):
@@ -295,10 +365,8 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
             v_scale=v_scale,
         )
 
-    def _chosen_blocks(
-        self, query: torch.Tensor, keys: torch.Tensor, step: SparseKMetadata
-    ) -> torch.Tensor | None:
-        """The blocks that a step reads, [B, Hkv, n]; None for all. Summaries are updated."""
+    def _updated_summaries(self, keys: torch.Tensor, step: SparseKMetadata) -> PageSummaries | None:
+        """Summaries with the new tokens of a step; None where all of the cache is read."""
         sparse = step.sparse
         if sparse is None or self.window is not None:
             return None
@@ -313,16 +381,65 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
             out=self.summaries,
             new_tokens=step.max_query_len,
         )
-        if not step.only_decodes:
-            return None
-        return topk_pages(
-            query[:, :, None],
-            self.summaries,
-            sparse.decode_blocks,
-            cache_seqlens=step.seq_lens,
-            page_table=step.block_table,
+        return self.summaries
+
+    def _parts(
+        self, query: torch.Tensor, keys: torch.Tensor, step: SparseKMetadata
+    ) -> Iterator[tuple[slice, dict[str, Any]]]:
+        """The calls of a step: whose queries, and the arguments that tell their keys."""
+        summaries, sparse, runs = self._updated_summaries(keys, step), step.sparse, step.runs
+        everything = {
+            "cu_seqlens_q": step.query_start_loc,
+            "max_seqlen_q": step.max_query_len,
+            "cache_seqlens": step.seq_lens,
+            "page_table": step.block_table,
+        }
+        if summaries is None or sparse is None or (runs is None and not step.only_decodes):
+            yield slice(0, step.num_tokens), everything
+            return
+        decodes = step.num_tokens if runs is None else runs.decodes
+        if decodes:
+            lengths, table = step.seq_lens[:decodes], step.block_table[:decodes]
+            of_decodes = {
+                "cu_seqlens_q": step.query_start_loc[: decodes + 1],
+                "max_seqlen_q": 1,
+                "cache_seqlens": lengths,
+                "page_table": table,
+            }
+            if sparse.decode_blocks is not None:
+                of_decodes["kv_blocks"] = topk_pages(
+                    query[:decodes, :, None],
+                    summaries,
+                    sparse.decode_blocks,
+                    cache_seqlens=lengths,
+                    page_table=table,
+                    keep_first=sparse.keep_first,
+                    keep_last=sparse.keep_last,
+                )
+            yield slice(0, decodes), of_decodes
+        if runs is None:
+            return
+        assert sparse.prefill_blocks is not None
+        prompts = slice(decodes, step.num_tokens)
+        lengths, table = step.seq_lens[runs.request] - runs.later, step.block_table[runs.request]
+        chosen = topk_pages(
+            query[prompts][runs.rows].transpose(1, 2),
+            summaries,
+            sparse.prefill_blocks,
+            cache_seqlens=lengths,
+            page_table=table,
             keep_first=sparse.keep_first,
-            keep_last=sparse.keep_last,
+            keep_last=sparse.kept_of_run(keys.shape[1]),
+        )
+        yield (
+            prompts,
+            {
+                "cu_seqlens_q": runs.starts,
+                "max_seqlen_q": sparse.prefill_queries,
+                "cache_seqlens": lengths,
+                "page_table": table,
+                "kv_blocks": chosen,
+            },
         )
 
     def forward(
@@ -348,24 +465,22 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
         tokens = attn_metadata.num_tokens
         k_scale, v_scale = self._scales(layer)
         keys, values = self._pages(kv_cache)
-        attention_varlen(
-            query[:tokens],
-            keys,
-            values,
-            attn_metadata.query_start_loc,
-            max_seqlen_q=attn_metadata.max_query_len,
-            cache_seqlens=attn_metadata.seq_lens,
-            page_table=attn_metadata.block_table,
-            kv_blocks=self._chosen_blocks(query[:tokens], keys, attn_metadata),
-            causal=attn_metadata.causal,
-            window=self.window,
-            scale=self.scale,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            alibi_slopes=self.slopes,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=output[:tokens].view(tokens, self.num_heads, self.head_size),
-            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-        )
+        out = output[:tokens].view(tokens, self.num_heads, self.head_size)
+        for rows, of_keys in self._parts(query[:tokens], keys, attn_metadata):
+            attention_varlen(
+                query[:tokens][rows],
+                keys,
+                values,
+                **of_keys,
+                causal=attn_metadata.causal,
+                window=self.window,
+                scale=self.scale,
+                softcap=self.softcap,
+                sinks=self.sinks,
+                alibi_slopes=self.slopes,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                out=out[rows],
+                batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            )
         return output

@@ -111,6 +111,7 @@ def attention_call(
     sinks: bool = False,
     softcap: bool = False,
     deterministic: bool = False,
+    added: tuple[str, ...] = (),
 ) -> AttentionCall:
     """A call with head dimensions `dims` of keys and values; `lay_out` makes q, k and v."""
     q, k = (lay_out(heads, dims[0], dtype, tokens) for heads in (HEADS, KV_HEADS))
@@ -124,6 +125,8 @@ def attention_call(
         cu_seqlens_k=integers(5) if lay_out is packed else None,
         max_q=tokens,
         max_k=tokens,
+        alibi_slopes=meta(2, HEADS, dtype=FLOAT) if "alibi" in added else None,
+        bias=meta(2, HEADS, tokens, tokens, dtype=dtype) if "bias" in added else None,
     )
     return AttentionCall(q, k, lay_out(KV_HEADS, dims[1], dtype, tokens), spec, deterministic)
 
@@ -148,7 +151,7 @@ class Portable(NamedTuple):
 
     `everything`: packed sequences and a softcap, in the forward pass also sinks. `head_dim_v`: that
     of narrower values, with the rows of one head contiguous, so that addresses of rows are not
-    multiples of 16.
+    multiples of 16. `added`: what is added to scores.
     """
 
     dtype: torch.dtype
@@ -157,6 +160,7 @@ class Portable(NamedTuple):
     everything: bool = False
     precision: str = "ieee"
     head_dim_v: int | None = None
+    added: tuple[str, ...] = ()
 
     def name(self, sm: int) -> str:
         """End of the name of a case."""
@@ -164,6 +168,7 @@ class Portable(NamedTuple):
         parts += [f"dv{self.head_dim_v}"] if self.head_dim_v else []
         parts += [f"blocks{self.block_size[0]}x{self.block_size[1]}"] if self.block_size else []
         parts += ["everything"] if self.everything else []
+        parts += self.added
         parts += [self.precision] if self.dtype == FLOAT else []
         return f"{'-'.join(parts)}-sm_{sm}"
 
@@ -173,6 +178,7 @@ class Portable(NamedTuple):
         return attention_call(
             (self.head_dim, self.head_dim_v or self.head_dim), self.dtype, self.block_size,
             lay_out=lay_out, band=CAUSAL, sinks=self.everything, softcap=self.everything,
+            added=self.added,
         )  # fmt: skip
 
 
@@ -193,6 +199,10 @@ FORWARD: dict[Portable, tuple[int, ...]] = {
     Portable(BRAIN, 72, (64, 256), head_dim_v=8): (90,),
     Portable(FLOAT, 128, precision="tf32"): (80, 90),
     Portable(FLOAT, 128): (80, 90),
+    Portable(BRAIN, 128, added=("alibi",)): (80, 90),
+    Portable(BRAIN, 128, added=("bias",)): (89, 90, 120),
+    Portable(BRAIN, 64, (128, 128), added=("alibi", "bias")): (90,),
+    Portable(HALF, 256, added=("alibi", "bias")): (89, 90),
 }
 
 
@@ -239,6 +249,8 @@ BACKWARD: dict[Portable, tuple[int, ...]] = {
     Portable(HALF, 80, everything=True): (80, 90),
     Portable(FLOAT, 128, precision="tf32"): (80, 90),
     Portable(FLOAT, 128): (80, 90),
+    Portable(BRAIN, 128, added=("alibi",)): (80, 90),
+    Portable(BRAIN, 128, added=("bias",)): (89, 90, 120),
 }
 
 

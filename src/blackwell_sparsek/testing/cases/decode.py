@@ -1,6 +1,7 @@
 """Compile cases of decode kernels, as their launchers would launch them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -82,6 +83,7 @@ class Decode(NamedTuple):
     everything: bool = False
     rows: int = GROUP
     batch: int = 1
+    alibi: bool = False
 
     def name(self, sm: int) -> str:
         """Name of the case."""
@@ -91,6 +93,7 @@ class Decode(NamedTuple):
         parts += [f"rows{self.rows}"] if self.rows != GROUP else []
         parts += ["everything"] if self.everything else []
         parts += [f"batch{self.batch}"] if self.batch != 1 else []
+        parts += ["alibi"] if self.alibi else []
         return f"attn_decode/{'-'.join(parts)}-sm_{sm}"
 
 
@@ -108,6 +111,7 @@ DECODE: dict[Decode, tuple[int, ...]] = {
     Decode(BRAIN, 128, rows=32): (90,),
     Decode(BRAIN, 128, rows=64): (80, 89, 90),
     Decode(HALF, 256, rows=64): (89, 90),
+    Decode(BRAIN, 128, 64, alibi=True): (89, 90),
 }
 
 
@@ -117,6 +121,8 @@ def _launch_decode(asked: Decode) -> None:
         asked.cache or asked.dtype, asked.page_size, asked.page_size if asked.everything else None,
         everything=asked.everything,
     )  # fmt: skip
+    if asked.alibi:
+        call = replace(call, alibi_slopes=meta(asked.batch, GROUP * KV_HEADS, dtype=FLOAT))
     out, lse = empty_out(call.q, asked.head_dim), empty_lse(call.q)
     launch_attn_decode(out, lse, call, attn_decode_config(call.problem, "ieee"))
 
