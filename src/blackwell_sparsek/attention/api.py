@@ -13,6 +13,8 @@ from ..masks.packed import check_cu_seqlens, check_same_batch
 from .autograd import attend
 from .fp8_inputs import fp8_call, is_fp8_call
 from .fp8_op import attend_fp8
+from .gated.inputs import gated_call
+from .gated.op import attend as attend_gated
 from .inputs import (
     DENSE,
     PACKED,
@@ -37,6 +39,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_gate: tuple[torch.Tensor, torch.Tensor] | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -76,6 +79,12 @@ def attention(
         Scores become `softcap * tanh(score / softcap)`, after the scale and before the mask.
     sinks : float `[Hq]`, optional
         A logit per head that joins the softmax denominator and carries no value.
+    key_gate : (u, tau), optional
+        Float `[B|1, Hg, Sk]` and `[B|1, Hg, Sq]`, Hg being 1, Hkv or Hq: for query i, exp(score) of
+        key j has the factor `clip(u[j] - tau[i], 0, 1)`. A key with factor 0 is as if hidden; u of
+        -inf has factor 0. `sparsek_causal(u, k)` gives thresholds tau under which each query keeps
+        about k keys. Work is done for keys that have a factor above 0 (on a GPU for blocks of 64 of
+        them, unless there is a `block_mask`). Gradients reach u and tau; lse includes the factors.
     q_descale, k_descale : fp32, one element, `[B|1, H|1]` or `[B|1, H|1, ceil(S / 128)]`, optional
         For fp8 only: what stored values are multiplied with, one for each 128 tokens in the last
         form; 1 by default. H is Hq for queries and Hkv for keys.
@@ -107,6 +116,27 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
+    if key_gate is not None:
+        op = "attention"
+        check_choice(op, "impl", impl, IMPLS)
+        gated = gated_call(
+            *(op, q, k, v, key_gate),
+            causal=causal,
+            window=window,
+            block_mask=block_mask,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            deterministic=deterministic,
+            fp8_options={
+                "q_descale": q_descale,
+                "k_descale": k_descale,
+                "v_descale": v_descale,
+                "out_dtype": out_dtype,
+            },
+        )
+        out, lse = attend_gated(gated, impl)
+        return (out, lse) if return_lse else out
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention"
         _refuse_deterministic(op, deterministic)
