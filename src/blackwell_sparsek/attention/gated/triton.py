@@ -9,7 +9,14 @@ from typing import TypeVar
 
 import torch
 
-from ...calls.attention import AttentionCall, AttnGradients, BackwardCall, empty_lse, empty_out
+from ...calls.attention import (
+    AttentionCall,
+    AttnGradients,
+    AttnProblem,
+    BackwardCall,
+    empty_lse,
+    empty_out,
+)
 from ...calls.gated_attention import GatedBackwardCall, GatedCall
 from ...device.gates import KeyGates
 from ...dispatch.machine import fp32_precision
@@ -18,7 +25,14 @@ from ...masks.block_mask import BlockMask
 from ..triton.backward import launch_attn_dkdv, launch_attn_dq
 from ..triton.delta import launch_attn_delta, launch_sink_gradients
 from ..triton.forward import launch_attn_fwd
-from ..triton.tuning import AttnFwdConfig, attn_dkdv_config, attn_dq_config, attn_fwd_config
+from ..triton.tuning import (
+    LARGE_SMEM,
+    AttnBwdConfig,
+    AttnFwdConfig,
+    attn_dkdv_config,
+    attn_dq_config,
+    attn_fwd_config,
+)
 
 # Queries and keys of the blocks that are left out: no tile is higher, few are wider.
 BLOCK = (128, 64)
@@ -57,6 +71,18 @@ def _narrower(config: Config, given: AttentionCall) -> Config:
     return replace(config, tile_n=16) if given.q.dtype == torch.float32 else config
 
 
+def _dq_config(problem: AttnProblem, precision: str, given: AttentionCall) -> AttnBwdConfig:
+    """The tiles of dq, with room for its gates where shared memory is small."""
+    config = _narrower(attn_dq_config(problem, precision), given)
+    dim = max(problem.head_dim, problem.head_dim_v)
+    if problem.arch.sm in LARGE_SMEM or problem.dtype == torch.float32 or dim <= 64:
+        return config
+    # 131072 bytes with 128 rows, and 110592 with two stages of 256 columns, of 101376
+    if dim <= 128:
+        return replace(config, tile_m=min(config.tile_m, 64))
+    return replace(config, num_stages=1)
+
+
 def _gates(call: GatedCall) -> KeyGates:
     u, tau = call.gate
     return KeyGates(u, tau, *_row_strides(u), *_row_strides(tau), call.heads_per_gate)
@@ -91,7 +117,7 @@ def backward(call: GatedBackwardCall) -> None:
     plain = BackwardCall(given, call.dout, call.dlse, call.out, lse, gradients)
     if dq is not None:
         share = None if wanted.dtau is None else torch.empty_like(lse)
-        config = _narrower(attn_dq_config(plain.problem, precision), given)
+        config = _dq_config(plain.problem, precision, given)
         launch_attn_dq(plain, delta, config, gates, share)
         _add_shares(wanted.dtau, share)
     if dk is not None or wanted.dv is not None:
