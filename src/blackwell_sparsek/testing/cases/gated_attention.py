@@ -50,14 +50,14 @@ def _accepted_spills(kernel: str, dtype: torch.dtype, sm: int) -> int:
 def gated_attention_cases() -> Iterator[CompileCase]:
     """Forward and backward, for each tile of `attention.triton.tuning` with a mask."""
     for name, (dim, dtype, more, archs) in CASES.items():
-        call = _call(dim, dtype, more)
         for sm in archs:
+            # calls remember the architecture that they were asked about first
             label = f"{name}-sm_{sm}"
             spills = _accepted_spills("fwd", dtype, sm)
             yield launched_case(
                 f"gated_attn_fwd/{label}",
                 forward,
-                call,
+                _call(dim, dtype, more),
                 sm=sm,
                 archs=(sm,),
                 max_spill_bytes=spills,
@@ -66,7 +66,7 @@ def gated_attention_cases() -> Iterator[CompileCase]:
                 yield launched_case(
                     f"gated_attn_{kind}/{label}",
                     backward,
-                    _backward(call),
+                    _backward(_call(dim, dtype, more)),
                     kernel=kernel,
                     sm=sm,
                     archs=(sm,),
