@@ -91,9 +91,7 @@ def _attend_tile(
     k = load_at(places.k, keys.k, keys.live, min(HEAD_DIM, TILE_D), TILE_D)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if q_rest is not None:
-        k_rest = load_at(
-            places.k + TILE_D, keys.k, keys.live, HEAD_DIM - TILE_D, q_rest.shape[1]
-        )
+        k_rest = load_at(places.k + TILE_D, keys.k, keys.live, HEAD_DIM - TILE_D, q_rest.shape[1])
         s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision=PRECISION)
     s = cap(s, score.inverse_cap)
     counted = visible

@@ -121,6 +121,9 @@ def _accepted_spills(name: str, sm: int) -> int:
     # the smallest tile of full fp32 products; 16 warps spill twice as much
     if name == "float32-wide":
         return 1088
+    # eight registers of the loop over blocks
+    if name == "mla-blocks":
+        return 32
     # four registers of dq
     return 32 if name == "wide" and sm != 90 else 0
 
