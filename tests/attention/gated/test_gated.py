@@ -173,14 +173,14 @@ def test_nan_of_a_score_or_threshold_shows(impl, device):
     assert out[:, :, 7].isnan().all() and not out[:, :, 8:].isnan().any()
 
 
-def test_the_kernel_walks_only_blocks_that_have_a_weight():
-    tensors, options = problems.problem(lengths=(256, 256), heads=(1, 1), keep=4.0)
+def test_the_kernel_walks_only_blocks_that_have_a_weight(device):
+    tensors, options = problems.problem(lengths=(256, 256), heads=(1, 1), keep=4.0, device=device)
     # scores rise, so that old keys fall behind
-    tensors["u"] = torch.linspace(0, 200, 256).expand(1, 1, -1).contiguous()
+    tensors["u"] = torch.linspace(0, 200, 256, device=device).expand(1, 1, -1).contiguous()
     tensors["tau"] = bsk.sparsek_causal(tensors["u"], 4.0)
     mask = kernels.live_blocks(problems.call_of(tensors, options))
     assert mask.block_size == (128, 64)
-    assert torch.equal(mask.forward.indices, torch.tensor([0, 1, 2, 3, 1, 2, 3]).int())
+    assert torch.equal(mask.forward.indices.cpu(), torch.tensor([0, 1, 2, 3, 1, 2, 3]).int())
     problems.check_forward(tensors, options, "triton")
 
 
@@ -303,9 +303,9 @@ def test_scales_of_fp8_are_refused_beside_a_gate():
         bsk.attention(q, k, v, key_gate=(u, tau), out_dtype=torch.float16, **options)
 
 
-def test_empty_queries_and_heads():
+def test_empty_queries_and_heads(device):
     for lengths, heads in (((0, 9), (2, 1)), ((9, 9), (0, 1))):
-        tensors, options = problems.problem(lengths=lengths, heads=heads)
+        tensors, options = problems.problem(lengths=lengths, heads=heads, device=device)
         for impl in ("eager", "triton"):
             out, _ = problems.ours(tensors, options, impl)
             assert out.numel() == 0

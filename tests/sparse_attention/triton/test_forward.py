@@ -140,15 +140,15 @@ def test_pages_of_latent_keys(device):
         ((576, 512), torch.float32, "needs 16-bit tensors for head dimensions above 256"),
     ],
 )
-def test_heads_that_are_too_wide(dims, dtype, reason):
-    arguments, options = problems.dense(dims=dims, dtype=dtype, lengths=(1, 16))
+def test_heads_that_are_too_wide(dims, dtype, reason, device):
+    arguments, options = problems.dense(dims=dims, dtype=dtype, lengths=(1, 16), device=device)
     with pytest.raises(bsk.Unsupported, match=reason):
         bsk.sparse_attention(*arguments, **options, impl="triton")
 
 
-def test_latent_attention_has_no_gradients():
+def test_latent_attention_has_no_gradients(device):
     (q, k, v, chosen), options = problems.dense(
-        dims=(576, 512), dtype=torch.float16, lengths=(1, 16)
+        dims=(576, 512), dtype=torch.float16, lengths=(1, 16), device=device
     )
     out = bsk.sparse_attention(q.requires_grad_(), k, v, chosen, **options, impl="triton")
     with pytest.raises(bsk.Unsupported, match="has no gradients for head dimensions above 256"):

@@ -11,8 +11,9 @@ tile (see `walk.py`): it walks the keys near its queries, then the union of thei
 keys of one entry, or TILE_N of them, in a step. Entries of 1 and 4 keys are gathered for a single
 query, TILE_N keys in a step. Called by `bsk::sparse_attn_fwd`.
 
-Limits: D and Dv up to 256, or the 576 and 512 of latent attention, lengths below 2**30. NaN in a value that only some rows of a tile see
-reaches all of them. Rows that depend on a number out of range get NaN.
+Limits: D and Dv up to 256, or the 576 and 512 of latent attention, lengths below 2**30. NaN in a
+value that only some rows of a tile see reaches all of them. Rows that depend on a number out of
+range get NaN.
 """
 
 from typing import Any, NamedTuple
