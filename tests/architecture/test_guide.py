@@ -1,4 +1,4 @@
-"""The code of pages that are meant to be followed runs, block after block."""
+"""The code of guides runs, block after block."""
 
 import re
 from pathlib import Path
