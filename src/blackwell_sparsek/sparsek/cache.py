@@ -80,7 +80,7 @@ class SparsekCache:
         op = "SparsekCache.append"
         for arg, x in (("k", k), ("v", v), ("u", u)):
             _check_tokens(op, arg, x, self)
-        shapes = {k.shape[:3], v.shape[:3], u.shape}
+        shapes, tokens = {k.shape[:3], v.shape[:3], u.shape}, u.shape[-1]
         if len(shapes) != 1 or u.dim() != 3 or u.shape[2] == 0:
             expected = "k [B, Hkv, n, D], v [B, Hkv, n, Dv] and u [B, Hkv, n] with n >= 1"
             got = f"k {list(k.shape)}, v {list(v.shape)}, u {list(u.shape)}"
@@ -91,7 +91,7 @@ class SparsekCache:
             v = torch.cat([self.v, v], 2)
             u = torch.cat([self.u, u], 2)
         self.k, self.v, self.u = k, v, u
-        self.tokens += shapes.pop()[2]
+        self.tokens += tokens
         # dropped tokens lie at or below every later threshold: the sum is over those that are left
         made: Any = sparsek(u, self.weight, return_threshold=True)
         tau = made[1][..., None]

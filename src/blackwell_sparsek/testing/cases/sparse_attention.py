@@ -68,7 +68,8 @@ def _call(name: str, options: str = "") -> SparseAttentionCall:
     if options == "packed":
         shapes = [[TOKENS, n, dim] for n in by_head]
         more |= {"cu_seqlens_q": _int32(4), "cu_seqlens_k": _int32(4)}
-    shapes[2][-1] = VALUE_DIMS.get(name, dim)
+    *_, of_v = shapes
+    of_v[-1] = VALUE_DIMS.get(name, dim)
     q, k, v = (meta(*shape, dtype=dtype) for shape in shapes)
     spec = SparseAttnSpec(
         0.1, chosen, Band(None, 0), Band(127, 0), max_q=TOKENS, max_k=TOKENS, **more
