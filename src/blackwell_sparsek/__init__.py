@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .sparse.matrix import BSRMatrix
     from .sparse_attention.api import sparse_attention
     from .sparsek.api import sparsek, sparsek_causal
+    from .sparsek.cache import SparsekCache
 
 __all__ = [
     "BSRMatrix",
@@ -55,6 +56,7 @@ __all__ = [
     "PageSummaries",
     "PagedKVCache",
     "Rotary",
+    "SparsekCache",
     "Unsupported",
     "__version__",
     "attention",
@@ -93,6 +95,7 @@ _PUBLIC = {
     "PageSummaries": ".kv_cache.selection:PageSummaries",
     "PagedKVCache": ".kv_cache.paged:PagedKVCache",
     "Rotary": ".kv_cache.slots:Rotary",
+    "SparsekCache": ".sparsek.cache:SparsekCache",
     "attention": ".attention.api:attention",
     "attention_decode": ".decode.api:attention_decode",
     "attention_varlen": ".ragged.api:attention_varlen",

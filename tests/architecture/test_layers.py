@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "sparse_attention": BELOW | {"attention", "decode"},
     "sparsek": BELOW | {"attention"},
     "prune": {"core", "sparse", "nn"},
-    "nn": {"core", "launch", "sparse", "matmul", "fp8"},
+    "nn": {"core", "launch", "masks", "sparse", "matmul", "fp8"}
+    | {"attention", "select_keys", "sparse_attention", "sparsek"},
     "distributed": API,
     # shares what needs no torch: see FOR_JAX
     "jax": {"core", "masks"},

@@ -15,6 +15,8 @@ from ..masks.packed import check_cu_seqlens, check_same_batch
 from .autograd import attend
 from .fp8_inputs import fp8_call, is_fp8_call
 from .fp8_op import attend_fp8
+from .gated.inputs import gated_call
+from .gated.op import attend as attend_gated
 from .inputs import (
     DENSE,
     PACKED,
@@ -42,10 +44,14 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    key_gate: tuple[torch.Tensor, torch.Tensor] | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -62,10 +68,14 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    key_gate: tuple[torch.Tensor, torch.Tensor] | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     return_lse: Literal[True],
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -82,10 +92,14 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    key_gate: tuple[torch.Tensor, torch.Tensor] | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -103,6 +117,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    key_gate: tuple[torch.Tensor, torch.Tensor] | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -150,6 +165,12 @@ def attention(
         Added to the scores, after the softcap. Any strides, so that `expand` takes no memory. -inf
         hides a key, whose value must still be finite; work is not skipped there. Neither slopes nor
         a bias have gradients. The kernel for Hopper takes neither.
+    key_gate : (u, tau), optional
+        Float `[B|1, Hg, Sk]` and `[B|1, Hg, Sq]`, Hg being 1, Hkv or Hq: for query i, exp(score) of
+        key j has the factor `clip(u[j] - tau[i], 0, 1)`. A key with factor 0 is as if hidden; u of
+        -inf has factor 0. `sparsek_causal(u, k)` gives thresholds tau under which each query keeps
+        about k keys. Work is done for keys that have a factor above 0 (on a GPU for blocks of 64 of
+        them, unless there is a `block_mask`). Gradients reach u and tau; lse includes the factors.
     q_descale, k_descale : fp32, one element, `[B|1, H|1]` or `[B|1, H|1, ceil(S / 128)]`, optional
         For fp8 only: what stored values are multiplied with, one for each 128 tokens in the last
         form; 1 by default. H is Hq for queries and Hkv for keys.
@@ -186,6 +207,30 @@ def attention(
     """
     if block_mask is not None and all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, k)):
         block_mask = fitted_mask(block_mask, q.shape[2], k.shape[2])
+    if key_gate is not None:
+        op = "attention"
+        check_choice(op, "impl", impl, IMPLS)
+        gated = gated_call(
+            *(op, q, k, v, key_gate),
+            causal=causal,
+            window=window,
+            block_mask=block_mask,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            deterministic=deterministic,
+            others={
+                "alibi_slopes": alibi_slopes,
+                "bias": bias,
+                "q_descale": q_descale,
+                "k_descale": k_descale,
+                "v_descale": v_descale,
+                "out_dtype": out_dtype,
+                "out": out,
+            },
+        )
+        gated_out, lse = attend_gated(gated, impl)
+        return (gated_out, lse) if return_lse else gated_out
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention"
         _refuse_for_fp8(op, deterministic, alibi_slopes=alibi_slopes, bias=bias, out=out)

@@ -55,7 +55,7 @@ def from_function(
     return cls._from_parts(lists, pool, batch, heads, seq, block)
 
 
-def _table(mask: "BlockMask", batch: int, heads: int) -> torch.Tensor:
+def block_table(mask: "BlockMask", batch: int, heads: int) -> torch.Tensor:
     """int64 [batch, heads, Mb, Nb]: row of the pool, FULL or ABSENT."""
     mb, nb = mask.grid
     planes = mask.batch * mask.heads
@@ -79,7 +79,7 @@ def combined(a: "BlockMask", b: Any, symbol: str) -> "BlockMask":
             raise InvalidInput(message(op, arg, "differ", "equal numbers, or 1", f"{n} and {m}"))
         sizes.append(max(n, m))
     batch, heads = sizes
-    of_a, of_b = (_table(x, batch, heads).flatten(0, 2) for x in (a, b))
+    of_a, of_b = (block_table(x, batch, heads).flatten(0, 2) for x in (a, b))
     seq, block = a.seq_lengths, a.block_size
     mb, nb = a.grid
     if symbol == "&":
@@ -129,7 +129,7 @@ def selected(mask: "BlockMask", index: Any) -> "BlockMask":
     for dim, (part, size) in enumerate(zip(parts, (mask.batch, mask.heads), strict=False)):
         chosen[dim] = _numbers(op, part, size)
     batches, heads = chosen
-    table = _table(mask, mask.batch, mask.heads)[batches][:, heads]
+    table = block_table(mask, mask.batch, mask.heads)[batches][:, heads]
     batch, count, mb, nb = table.shape
     if batch * count == 0:
         raise InvalidInput(message(op, "index", "selects nothing", "at least one mask", index))

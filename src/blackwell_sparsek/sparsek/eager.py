@@ -138,8 +138,11 @@ def prefixes(call: PrefixSparsekCall) -> torch.Tensor:
     tau = u.new_empty(u.shape, dtype=compute_dtype(u.dtype))
     if u.numel() == 0:
         return tau
-    for row, k, found in zip(u.reshape(-1, size), flat_k(call), tau.view(-1, size), strict=True):
-        _causal_row(row.to(tau.dtype), k, found)
+    rows, limits, found = u.reshape(-1, size).to(tau.dtype), flat_k(call), tau.view(-1, size)
+    step = max(CHUNK // (2 * min(size, CAUSAL_CHUNK) ** 2), 1)
+    for start in range(0, len(rows), step):
+        own = slice(start, start + step)
+        _causal_rows(rows[own], limits[own], found[own])
     return tau
 
 
@@ -147,21 +150,28 @@ def prefixes(call: PrefixSparsekCall) -> torch.Tensor:
 CAUSAL_CHUNK = 128
 
 
-def _causal_row(u: torch.Tensor, k: torch.Tensor, tau: torch.Tensor) -> None:
-    left = u[:0]
-    lowest = u.new_full((), -torch.inf)
-    for start in range(0, len(u), CAUSAL_CHUNK):
-        new = u[start : start + CAUSAL_CHUNK]
-        later = torch.ones(len(new), len(new), dtype=torch.bool, device=u.device).triu(1)
-        begun = new.expand(len(new), -1).masked_fill(later, -torch.inf)
-        rows = torch.cat([left.expand(len(new), -1), begun], -1)
-        found = thresholds(rows, k.expand(len(new)))
+def _causal_rows(u: torch.Tensor, k: torch.Tensor, tau: torch.Tensor) -> None:
+    """Fill tau [R, n]."""
+    left = u[:, :0]
+    lowest = u.new_full((len(u), 1), -torch.inf)
+    for start in range(0, u.shape[1], CAUSAL_CHUNK):
+        new = u[:, start : start + CAUSAL_CHUNK]
+        size = new.shape[1]
+        later = torch.ones(size, size, dtype=torch.bool, device=u.device).triu(1)
+        begun = new[:, None].expand(-1, size, -1).masked_fill(later, -torch.inf)
+        rows = torch.cat([left[:, None].expand(-1, size, -1), begun], -1)
+        found = thresholds(rows, k[:, None].expand(-1, size))
         # entries that were dropped do not count here, though they bound the threshold from below
-        tau[start : start + CAUSAL_CHUNK] = torch.maximum(found, lowest).cummax(0).values
-        lowest = tau[start + len(new) - 1]
-        left = torch.cat([left, new])
+        own = tau[:, start : start + size]
+        own.copy_(torch.maximum(found, lowest).cummax(-1).values)
+        lowest = own[:, -1:]
+        left = torch.cat([left, new], -1)
         # NaN drops nothing, and shows in every later threshold
-        left = left[~(left <= lowest)]
+        kept = ~(left <= lowest)
+        # those that are kept first; rows that keep fewer are filled up with entries of -inf
+        order = (~kept).to(torch.int8).sort(dim=-1, stable=True).indices
+        order = order[:, : int(kept.sum(-1).max())]
+        left = left.masked_fill(~kept, -torch.inf).gather(-1, order)
 
 
 def causal_backward(

@@ -108,3 +108,48 @@ def test_wrong_counts_make_their_query_nan(device):
     bad = bsk.KeySelection._from_tensors(chosen.ids, counts, 16, 33)
     out = bsk.sparse_attention(q, k, v, bad, impl="triton")
     assert out.isnan().all(-1)[0, 0].nonzero().flatten().tolist() == [3, 4]
+
+
+LATENT = {
+    "latent attention": {"heads": (8, 1), "dims": (576, 512), "granularity": 1, "most": 40},
+    "latent blocks": {"heads": (3, 1), "dims": (576, 512), "lengths": (3, 40)},
+    "other wide heads": {"heads": (2, 1), "dims": (320, 264), "granularity": 4, "most": 9},
+    "wide heads of a power of two": {"heads": (2, 1), "dims": (512, 20), "lengths": (3, 40)},
+}
+
+
+@pytest.mark.parametrize("case", LATENT)
+def test_heads_wider_than_256(case, device):
+    given = {"lengths": (2, 60), "window": 3, "sinks": True, "scale": -0.05, **LATENT[case]}
+    problems.check_forward(
+        problems.dense(**given, dtype=torch.bfloat16, gate=True, device=device), "triton"
+    )
+
+
+def test_pages_of_latent_keys(device):
+    given = {"heads": (8, 1), "lists": 1, "dims": (576, 512), "granularity": 1, "most": 20}
+    problem = problems.paged(**given, dtype=torch.float16, k_lens=(20, 37), device=device)
+    problems.check_forward(problem, "triton")
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "reason"),
+    [
+        ((577, 512), torch.float16, "1 to 256, or 576 and 512 in 16 bits, got 577 and 512"),
+        ((576, 513), torch.float16, "1 to 256, or 576 and 512 in 16 bits, got 576 and 513"),
+        ((576, 512), torch.float32, "needs 16-bit tensors for head dimensions above 256"),
+    ],
+)
+def test_heads_that_are_too_wide(dims, dtype, reason, device):
+    arguments, options = problems.dense(dims=dims, dtype=dtype, lengths=(1, 16), device=device)
+    with pytest.raises(bsk.Unsupported, match=reason):
+        bsk.sparse_attention(*arguments, **options, impl="triton")
+
+
+def test_latent_attention_has_no_gradients(device):
+    (q, k, v, chosen), options = problems.dense(
+        dims=(576, 512), dtype=torch.float16, lengths=(1, 16), device=device
+    )
+    out = bsk.sparse_attention(q.requires_grad_(), k, v, chosen, **options, impl="triton")
+    with pytest.raises(bsk.Unsupported, match="has no gradients for head dimensions above 256"):
+        out.sum().backward()

@@ -16,7 +16,12 @@ scores as k q^T: p and ds come out with the keys as rows, as the products that f
 Keys that no query sees get 0.
 
 Limits are those of `forward.py`; tiles lie within the blocks of a mask on the side that a program
-owns. Called by `bsk::attn_bwd`.
+owns. With gates w, the p of these formulas has the factor w, and
+
+    du[j]    = sum_i p[i, j] / w[i, j] * (dout[i] . v[j] - delta[i])          where 0 < w[i, j] < 1
+    dtau[i]  = -sum_j of the same
+
+for each query head. Called by `bsk::attn_bwd` and `bsk::gated_attn_bwd`.
 """
 
 from typing import Any, NamedTuple
@@ -27,6 +32,14 @@ import triton.language as tl
 
 from ...calls.attention import BackwardCall
 from ...device.backprop import probabilities, score_gradients, shift_of_rows
+from ...device.gates import (
+    GateRow,
+    KeyGates,
+    gate_gradients,
+    gate_row,
+    gate_weights,
+    load_gate_terms,
+)
 from ...device.masks import column_bounds, exists, position, row_bounds
 from ...device.records import Added, Band, Lengths
 from ...device.schedule import (
@@ -73,10 +86,21 @@ class RowTerms(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """Pointers to the gradients of keys and values, or None for one that is not wanted."""
+    """Pointers to the gradients of keys and values, or None for one that is not wanted.
+
+    `du`, fp32 [B, Hq, Sk], is wanted with `dk` or not at all.
+    """
 
     dk: Any
     dv: Any
+    du: Any
+
+
+class QueryGradients(NamedTuple):
+    """Pointers to the gradients of queries and, fp32 [B, Hq, Sq] or None, of their thresholds."""
+
+    dq: Any
+    dtau: Any
 
 
 class Rows(NamedTuple):
@@ -131,6 +155,7 @@ class OwnQueries(NamedTuple):
 @triton.jit
 def _add_dq_tile(
     dq,
+    dtau,
     own,
     keys,
     kv_pos,
@@ -139,6 +164,7 @@ def _add_dq_tile(
     score,
     offs_m,
     added,
+    gate,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -146,7 +172,7 @@ def _add_dq_tile(
     PRECISION: tl.constexpr,
     IS_BIASED: tl.constexpr,
 ):
-    """Add what one KV tile gives to dq / scale; `visible` None means all of it is."""
+    """Add what one KV tile gives to dq / scale and dtau; `visible` None means all of it is."""
     q = own.q
     k, v = _load_tiles(keys, kv_pos, kv_limit, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [TILE_M, TILE_N]
@@ -156,8 +182,14 @@ def _add_dq_tile(
     NATURAL: tl.constexpr = q.dtype == tl.float32
     p, capped = probabilities(s, visible, own.shift[:, None], score, NATURAL, extra)
     dp = tl.dot(own.dout, tl.trans(v), input_precision=PRECISION)
+    if gate is not None:
+        u = load_gate_terms(gate.u, kv_pos, kv_limit, -float("inf"))
+        weights = gate_weights(u[None, :], gate.tau[:, None])
+        dtau -= tl.sum(gate_gradients(p, weights, dp, own.delta[:, None]), 1)
+        # p without the gate may be inf where that is 0
+        p = tl.where(weights == 0.0, 0.0, p * weights)
     ds = score_gradients(p, capped, dp, own.delta[:, None], score)
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION), dtau
 
 
 @triton.jit(
@@ -166,12 +198,13 @@ def _add_dq_tile(
     ]
 )  # fmt: skip
 def _attn_dq_kernel(
-    dq_ptr,
+    gradients,
     q_ptr,
     k_ptr,
     v_ptr,
     dout_ptr,
     row_terms,
+    gates,
     cu_seqlens,
     block_lists,
     strides,
@@ -194,7 +227,7 @@ def _attn_dq_kernel(
     PRECISION: tl.constexpr,
     MASK_PER_KV_HEAD: tl.constexpr,
 ):
-    """dQ of one tile of queries of one head; `row_terms` are lse and delta."""
+    """`gradients`, dQ and dtau or None, of one tile of queries; `row_terms` are lse and delta."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
     KV_BLOCK: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
@@ -233,6 +266,11 @@ def _attn_dq_kernel(
         bias_ptr = bias_of_head(bias, batch, q_head)
         bias_q_step, bias_kv_step = bias.q_step, bias.kv_step
     added = Added(slope, bias_ptr, bias_q_step, bias_kv_step, lengths)
+    dtau = tl.zeros([TILE_M], tl.float32)
+    gate = None
+    if gates is not None:
+        at = gate_row(gates, batch, q_head)
+        gate = GateRow(at.u, load_gate_terms(at.tau, offs_m, q_len, float("inf")))
 
     num_masked = num_masked_blocks(plan)
     for kv_tile in tl.range(0, num_tiles(num_masked, TILE_N, KV_BLOCK)):
@@ -240,26 +278,34 @@ def _attn_dq_kernel(
             block_lists, plan, num_masked, kv_tile, row_limits, offs_m, q_start, kv_len,
             TILE_N, KV_BLOCK,
         )  # fmt: skip
-        dq = _add_dq_tile(
-            dq, own, keys, kv_pos, kv_len, visible, score, offs_m, added,
+        dq, dtau = _add_dq_tile(
+            dq, dtau, own, keys, kv_pos, kv_len, visible, score, offs_m, added, gate,
             HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
         )  # fmt: skip
 
     num_full = num_full_blocks(plan)
     for kv_tile in tl.range(0, num_tiles(num_full, TILE_N, KV_BLOCK)):
         kv_pos = full_tile(block_lists, plan, num_full, kv_tile, kv_len, TILE_N, KV_BLOCK)
-        dq = _add_dq_tile(
-            dq, own, keys, kv_pos, None, None, score, offs_m, added,
+        dq, dtau = _add_dq_tile(
+            dq, dtau, own, keys, kv_pos, None, None, score, offs_m, added, gate,
             HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
         )  # fmt: skip
 
-    dq_ptr += head_offset(batch, q_head, q_first, strides.dq)
+    dq_ptr = gradients.dq + head_offset(batch, q_head, q_first, strides.dq)
     offs_d = tl.arange(0, TILE_D)
     store_rows(dq_ptr, offs_m, strides.dq.token, offs_d, dq * score.scale, q_len, HEAD_DIM)
+    if gradients.dtau is not None:
+        tl.store(gradients.dtau + offset + offs_m, dtau, exists(offs_m, q_len))
 
 
-def launch_attn_dq(call: BackwardCall, delta: torch.Tensor, config: AttnBwdConfig) -> None:
-    """Fill dq.
+def launch_attn_dq(
+    call: BackwardCall,
+    delta: torch.Tensor,
+    config: AttnBwdConfig,
+    gates: KeyGates | None = None,
+    dtau: torch.Tensor | None = None,
+) -> None:
+    """Fill dq, and dtau of gated attention.
 
     Parameters
     ----------
@@ -267,6 +313,8 @@ def launch_attn_dq(call: BackwardCall, delta: torch.Tensor, config: AttnBwdConfi
         lse fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
     delta : like lse, as `launch_attn_delta` gives it
     config : tiles and launch options; tiles lie within the query blocks of a mask
+    gates : scores of keys and thresholds of queries, of dense batches only
+    dtau : like lse, or None; the share of each query head
     """
     dq, dout, lse, spec = call.gradients.dq, call.dout, call.lse, call.forward.spec
     assert dq is not None
@@ -277,12 +325,13 @@ def launch_attn_dq(call: BackwardCall, delta: torch.Tensor, config: AttnBwdConfi
         return
     with on_device_of(q):
         args = (
-            dq,
+            QueryGradients(dq, dtau),
             q,
             k,
             v,
             dout,
             RowTerms(lse, delta),
+            gates,
             operands.cu_seqlens,
             operands.block_lists,
             DqStrides(*(token_strides(x) for x in (q, k, v, dout, dq))),
@@ -320,6 +369,7 @@ def _add_dkdv_tile(
     score,
     kv_pos,
     added,
+    gate,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -327,9 +377,9 @@ def _add_dkdv_tile(
     PRECISION: tl.constexpr,
     IS_BIASED: tl.constexpr,
 ):
-    """Add what one tile of queries gives to (dk / scale, dv); `visible` None means all see it."""
+    """Add what a tile of queries gives to (dk / scale, dv, du); `visible` None: all see it."""
     NATURAL: tl.constexpr = k.dtype == tl.float32
-    dk, dv = sums
+    dk, dv, du = sums
     q, dout = _load_tiles(queries, q_index, q_limit, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV)
     lse = _load_terms(terms.lse, q_index, q_limit, -float("inf"))
     shift = shift_of_rows(lse, NATURAL)
@@ -338,6 +388,12 @@ def _add_dkdv_tile(
     if IS_BIASED:
         extra = added_scores(added, q_index[None, :], kv_pos[:, None])
     p, capped = probabilities(s, visible, shift[None, :], score, NATURAL, extra)
+    ungated = p
+    if gate is not None:
+        tau = load_gate_terms(gate.tau, q_index, q_limit, float("inf"))
+        weights = gate_weights(gate.u[:, None], tau[None, :])
+        # p without the gate may be inf where that is 0
+        p = tl.where(weights == 0.0, 0.0, p * weights)
     if gradients.dv is not None:
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
     if gradients.dk is not None:
@@ -345,7 +401,9 @@ def _add_dkdv_tile(
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         ds = score_gradients(p, capped, dp, delta[None, :], score)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
+        if gradients.du is not None:
+            du += tl.sum(gate_gradients(ungated, weights, dp, delta[None, :]), 1)
+    return dk, dv, du
 
 
 @triton.jit(
@@ -360,6 +418,7 @@ def _attn_dkdv_kernel(
     v_ptr,
     dout_ptr,
     row_terms,
+    gates,
     cu_seqlens,
     block_lists,
     strides,
@@ -382,7 +441,7 @@ def _attn_dkdv_kernel(
     PRECISION: tl.constexpr,
     MASK_PER_KV_HEAD: tl.constexpr,
 ):
-    """`gradients`, dK and dV or None, of one tile of keys; `row_terms` are lse and delta."""
+    """`gradients`, each of them or None, of one tile of keys; `row_terms` are lse and delta."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
     Q_BLOCK: tl.constexpr = TILE_M if BLOCK_Q is None else BLOCK_Q
@@ -418,6 +477,11 @@ def _attn_dkdv_kernel(
         offset = lse_offset(batch, q_head, q_first, heads.q, lse_head_stride, cu_seqlens.q)
         queries = _rows_of_head(q_ptr, dout_ptr, strides.q, strides.dout, batch, q_head, q_first)
         terms = RowTerms(row_terms.lse + offset, row_terms.delta + offset)
+        du = tl.zeros([TILE_N], tl.float32)
+        gate = None
+        if gates is not None:
+            at = gate_row(gates, batch, q_head)
+            gate = GateRow(load_gate_terms(at.u, kv_pos, kv_len, -float("inf")), at.tau)
         mask_head = kv_head if MASK_PER_KV_HEAD else q_head
         mask_row = batch * mask_batch_step + mask_head * mask_head_step
         plan = plan_queries(
@@ -437,17 +501,20 @@ def _attn_dkdv_kernel(
                 block_lists, plan, num_masked, q_tile, column_limits, kv_pos, kv_start, q_len,
                 TILE_M, Q_BLOCK,
             )  # fmt: skip
-            dk, dv = _add_dkdv_tile(
-                (dk, dv), gradients, k, v, queries, terms, q_index, q_len, visible, score,
-                kv_pos, added, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
+            dk, dv, du = _add_dkdv_tile(
+                (dk, dv, du), gradients, k, v, queries, terms, q_index, q_len, visible, score,
+                kv_pos, added, gate, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
             )  # fmt: skip
         num_full = num_full_blocks(plan)
         for q_tile in tl.range(0, num_tiles(num_full, TILE_M, Q_BLOCK)):
             q_index = full_tile(block_lists, plan, num_full, q_tile, q_len, TILE_M, Q_BLOCK)
-            dk, dv = _add_dkdv_tile(
-                (dk, dv), gradients, k, v, queries, terms, q_index, None, None, score,
-                kv_pos, added, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
+            dk, dv, du = _add_dkdv_tile(
+                (dk, dv, du), gradients, k, v, queries, terms, q_index, None, None, score,
+                kv_pos, added, gate, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
             )  # fmt: skip
+        if gradients.du is not None:
+            du_row = tl.cast(batch * heads.q + q_head, tl.int64) * kv_len
+            tl.store(gradients.du + du_row + kv_pos, du, exists(kv_pos, kv_len))
 
     if gradients.dk is not None:
         dk_ptr = gradients.dk + head_offset(batch, kv_head, kv_first, strides.dk)
@@ -459,8 +526,14 @@ def _attn_dkdv_kernel(
         store_rows(dv_ptr, kv_pos, strides.dv.token, offs_dv, dv, kv_len, HEAD_DIM_V)
 
 
-def launch_attn_dkdv(call: BackwardCall, delta: torch.Tensor | None, config: AttnBwdConfig) -> None:
-    """Fill dk and dv, or the one of them that is asked for.
+def launch_attn_dkdv(
+    call: BackwardCall,
+    delta: torch.Tensor | None,
+    config: AttnBwdConfig,
+    gates: KeyGates | None = None,
+    du: torch.Tensor | None = None,
+) -> None:
+    """Fill dk and dv, or the one of them that is asked for, and du of gated attention.
 
     Parameters
     ----------
@@ -468,6 +541,8 @@ def launch_attn_dkdv(call: BackwardCall, delta: torch.Tensor | None, config: Att
         dimension; lse fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
     delta : like lse, as `launch_attn_delta` gives it; only dk needs it
     config : tiles and launch options; tiles lie within the KV blocks of a mask
+    gates : scores of keys and thresholds of queries, of dense batches only
+    du : fp32 [B, Hq, Sk], contiguous, or None; the share of each query head; needs dk
     """
     dk, dv = call.gradients.dk, call.gradients.dv
     dout, lse, spec = call.dout, call.lse, call.forward.spec
@@ -487,12 +562,13 @@ def launch_attn_dkdv(call: BackwardCall, delta: torch.Tensor | None, config: Att
         written = (k if dk is None else dk, v if dv is None else dv)
         strides = DkdvStrides(*(token_strides(x) for x in (q, k, v, dout, *written)))
         args = (
-            KeyGradients(dk, dv),
+            KeyGradients(dk, dv, du),
             q,
             k,
             v,
             dout,
             RowTerms(lse, lse if delta is None else delta),
+            gates,
             operands.cu_seqlens,
             mask.lists,
             strides,

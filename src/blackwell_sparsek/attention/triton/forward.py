@@ -8,7 +8,8 @@
 
 q, out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], lse [B, Hq, Sq], or packed: q [Tq, Hq, D] and
 lse [Hq, Tq]. One program computes TILE_M queries of one head: it walks the KV tiles that need mask
-code, then those that do not. Rows that see nothing give 0 and -inf. Called by `bsk::attn_fwd`.
+code, then those that do not. Rows that see nothing give 0 and -inf. With gates, exp(s[i, j]) has
+the factor of `device.gates`. Called by `bsk::attn_fwd` and `bsk::gated_attn_fwd`.
 
 Limits: D and Dv up to 256, lengths below 2**30, a mask whose query blocks hold whole tiles. Keys
 past the lengths and absent blocks are not read; NaN in a value that only some queries of a tile
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 
 from ...calls.attention import AttentionCall, empty_lse
+from ...device.gates import GateRow, KeyGates, add_gates, gate_row, gate_weights, load_gate_terms
 from ...device.masks import exists, position, row_bounds
 from ...device.records import Added, Band, Lengths, Score
 from ...device.schedule import head_offset, lse_offset
@@ -64,6 +66,7 @@ def _attend_tile(
     score,
     offs_m,
     added,
+    gate,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -71,18 +74,26 @@ def _attend_tile(
     PRECISION: tl.constexpr,
     IS_BIASED: tl.constexpr,
 ):
-    """Take one KV tile into the state; `visible` None means all of it is."""
+    """Take one KV tile into the state; `visible` None means all of it is.
+
+    `gate` is None, or where the scores of keys are and the thresholds of the rows.
+    """
     m_log2, row_sum, acc = state
     offs_d = tl.arange(0, TILE_D)
     offs_dv = tl.arange(0, TILE_DV)
     k = load_rows(keys.k, kv_pos, keys.k_stride, offs_d, kv_limit, HEAD_DIM)  # [TILE_N, TILE_D]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [TILE_M, TILE_N]
     s = cap(s, score.inverse_cap)
+    factor = score.factor
     if IS_BIASED:
-        s = s * score.factor + added_scores(added, offs_m[:, None], kv_pos[None, :]) * LOG2_E
+        s = s * factor + added_scores(added, offs_m[:, None], kv_pos[None, :]) * LOG2_E
+        factor = 1.0
+    if gate is not None:
+        u = load_gate_terms(gate.u, kv_pos, kv_limit, -float("inf"))
+        s = add_gates(s * factor, gate_weights(u[None, :], gate.tau[:, None]))
+        factor = 1.0
     if visible is not None:
         s = tl.where(visible, s, -float("inf"))
-    factor = 1.0 if IS_BIASED else score.factor
     m_log2, row_sum, p, rescale = softmax_step(m_log2, row_sum, s, factor)
     v = load_rows(keys.v, kv_pos, keys.v_stride, offs_dv, kv_limit, HEAD_DIM_V)  # [TILE_N, TILE_DV]
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -101,6 +112,7 @@ def _attn_fwd_kernel(
     k_ptr,
     v_ptr,
     sinks_ptr,
+    gates,
     cu_seqlens,
     block_lists,
     strides,
@@ -158,6 +170,10 @@ def _attn_fwd_kernel(
     score = Score(scale_log2, score.inverse_cap)
     q_pos = position(offs_m, q_len, kv_len)
     row_limits = row_bounds(q_pos, kv_len, left, right)
+    gate = None
+    if gates is not None:
+        at = gate_row(gates, batch, q_head)
+        gate = GateRow(at.u, load_gate_terms(at.tau, offs_m, q_len, float("inf")))
     m_log2, row_sum = init_state(q_pos)
     state = State(m_log2, row_sum, tl.zeros([TILE_M, TILE_DV], tl.float32))
 
@@ -176,7 +192,7 @@ def _attn_fwd_kernel(
             TILE_N, KV_BLOCK,
         )  # fmt: skip
         state = _attend_tile(
-            state, q, keys, kv_pos, kv_len, visible, score, offs_m, added,
+            state, q, keys, kv_pos, kv_len, visible, score, offs_m, added, gate,
             HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
         )  # fmt: skip
 
@@ -184,7 +200,7 @@ def _attn_fwd_kernel(
     for kv_tile in tl.range(0, num_tiles(num_full, TILE_N, KV_BLOCK)):
         kv_pos = full_tile(block_lists, plan, num_full, kv_tile, kv_len, TILE_N, KV_BLOCK)
         state = _attend_tile(
-            state, q, keys, kv_pos, None, None, score, offs_m, added,
+            state, q, keys, kv_pos, None, None, score, offs_m, added, gate,
             HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION, IS_BIASED,
         )  # fmt: skip
 
@@ -211,7 +227,11 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def launch_attn_fwd(
-    call: AttentionCall, out: torch.Tensor, lse: torch.Tensor, config: AttnFwdConfig
+    call: AttentionCall,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: AttnFwdConfig,
+    gates: KeyGates | None = None,
 ) -> None:
     """Fill `out` and `lse`.
 
@@ -221,6 +241,7 @@ def launch_attn_fwd(
     out : [B, Hq, Sq, Dv] or [Tq, Hq, Dv], contiguous in the last dimension; all of it is written
     lse : fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
     config : tiles and launch options
+    gates : scores of keys and thresholds of queries, of dense batches only
     """
     q, k, v = call.q, call.k, call.v
     operands = kernel_operands(call)
@@ -235,6 +256,7 @@ def launch_attn_fwd(
             k,
             v,
             operands.sinks,
+            gates,
             operands.cu_seqlens,
             operands.block_lists,
             AttnStrides(*(token_strides(x) for x in (out, q, k, v))),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .. import results
 from .tables import MODE_HEADS, table
 
-PAGE = "docs/results/releases.md"
+PAGE = pathlib.Path("docs/results/releases.md")
 _PREFIX = "triton-"
 # Of the release compared with; below it a case is named.
 GOAL = 0.98
@@ -34,7 +34,7 @@ class Ratio(NamedTuple):
     case: str
 
 
-def releases_page(folder: pathlib.Path) -> dict[str, str]:
+def releases_page(folder: pathlib.Path) -> dict[str | pathlib.Path, str]:
     """The page, keyed by its path; nothing without results of two releases."""
     folders = sorted(folder.glob(f"{_PREFIX}*"), key=_version)
     if len(folders) < 2:

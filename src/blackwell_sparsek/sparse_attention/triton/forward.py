@@ -11,8 +11,9 @@ tile (see `walk.py`): it walks the keys near its queries, then the union of thei
 keys of one entry, or TILE_N of them, in a step. Entries of 1 and 4 keys are gathered for a single
 query, TILE_N keys in a step. Called by `bsk::sparse_attn_fwd`.
 
-Limits: D and Dv up to 256, lengths below 2**30. NaN in a value that only some rows of a tile see
-reaches all of them. Rows that depend on a number out of range get NaN.
+Limits: D and Dv up to 256, or the 576 and 512 of latent attention, lengths below 2**30. NaN in a
+value that only some rows of a tile see reaches all of them. Rows that depend on a number out of
+range get NaN.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from ...device.scores import cap, fold_sign
 from ...device.softmax import add_sink, finalise, init_state, weigh
 from ...dispatch.machine import fp32_precision
 from ...launch.launcher import cdiv, launch, on_device_of
-from .tuning import SparseAttnConfig, sparse_attn_config
+from .tuning import LARGEST_HEAD_DIM, SparseAttnConfig, sparse_attn_config
 from .walk import (
     NO_BLOCK,
     ListStrides,
@@ -51,6 +52,8 @@ from .walk import (
     seen_of_block,
 )
 
+# Wider heads are two tiles, each a power of two.
+SPLIT_ABOVE = tl.constexpr(LARGEST_HEAD_DIM)
 # An open side of a band.
 OPEN = tl.constexpr(2**30)
 
@@ -76,15 +79,22 @@ class State(NamedTuple):
 
 @triton.jit
 def _attend_tile(
-    state, q, places, pages, kv_pos, wanted, visible, weight, score,
+    state, q, q_rest, places, pages, kv_pos, wanted, visible, weight, score,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take keys `kv_pos` into the state; `weight` None stands for 1."""
+    """Take keys `kv_pos` into the state; `weight` None stands for 1.
+
+    `q_rest` holds the columns past TILE_D, or is None if there are none.
+    """
     m_log2, row_sum, acc, wrong = state
     keys = key_rows(places, pages, kv_pos, wanted)
-    k = load_at(places.k, keys.k, keys.live, HEAD_DIM, TILE_D)
-    s = cap(tl.dot(q, tl.trans(k), input_precision=PRECISION), score.inverse_cap)
+    k = load_at(places.k, keys.k, keys.live, min(HEAD_DIM, TILE_D), TILE_D)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if q_rest is not None:
+        k_rest = load_at(places.k + TILE_D, keys.k, keys.live, HEAD_DIM - TILE_D, q_rest.shape[1])
+        s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision=PRECISION)
+    s = cap(s, score.inverse_cap)
     counted = visible
     if weight is not None:
         counted = visible & (weight > 0.0)
@@ -136,7 +146,10 @@ def _sparse_attn_fwd_kernel(
     PRECISION: tl.constexpr,
 ):
     """One tile of queries of GROUP_SIZE heads that share a KV head and a list."""
-    TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
+    # the 576 columns of latent attention are 512 and 64, instead of 1024 of which half are empty
+    SPLIT: tl.constexpr = HEAD_DIM > SPLIT_ABOVE and HEAD_DIM & (HEAD_DIM - 1) != 0
+    WHOLE: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
+    TILE_D: tl.constexpr = WHOLE // 2 if SPLIT else WHOLE
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, 16))
     TILE_T: tl.constexpr = 1 if BLOCK_KV < 16 else TILE_M // GROUP_SIZE
     program = tl.program_id(0)
@@ -157,8 +170,15 @@ def _sparse_attn_fwd_kernel(
     places = places_of_keys(
         k_ptr, v_ptr, strides.k, strides.v, batch, kv_head, kv_first, kv_len, pages
     )
-    q = load_at(q_ptr, offsets_of(batch, rows.head, token, strides.q), rows.real, HEAD_DIM, TILE_D)
+    q_at = offsets_of(batch, rows.head, token, strides.q)
+    q = load_at(q_ptr, q_at, rows.real, min(HEAD_DIM, TILE_D), TILE_D)
     q, factor = fold_sign(q, score.factor)
+    q_rest = None
+    if SPLIT:
+        REST: tl.constexpr = HEAD_DIM - TILE_D
+        TILE_REST: tl.constexpr = triton.next_power_of_2(max(REST, 16))
+        q_rest = load_at(q_ptr + TILE_D, q_at, rows.real, REST, TILE_REST)
+        q_rest, _ = fold_sign(q_rest, score.factor)
     score = Score(factor, score.inverse_cap)
     q_pos = position(rows.token, q_len, kv_len)
     limits = row_bounds(q_pos[:, None], kv_len, OPEN, limit_right)
@@ -174,7 +194,7 @@ def _sparse_attn_fwd_kernel(
         kv_pos = start + offs_n
         visible = rows.real[:, None] & within_bounds(kv_pos[None, :], near.first, near.last)
         state = _attend_tile(
-            state, q, places, pages, kv_pos, kv_pos >= lo, visible, None, score,
+            state, q, q_rest, places, pages, kv_pos, kv_pos >= lo, visible, None, score,
             HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
         )  # fmt: skip
 
@@ -197,7 +217,7 @@ def _sparse_attn_fwd_kernel(
                 weight = tl.load(lists.gate + at + entry, mask=listed, other=0.0)
                 weight = weight.to(tl.float32)[None, :]
             state = _attend_tile(
-                state, q, places, pages, kv_pos, inside, visible, weight, score,
+                state, q, q_rest, places, pages, kv_pos, inside, visible, weight, score,
                 HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
             )  # fmt: skip
             outside = tl.max((listed & (inside == 0)).to(tl.int32), 0) != 0
@@ -217,7 +237,7 @@ def _sparse_attn_fwd_kernel(
                 wanted = inside & (kv_pos >= 0)
                 visible = (member & inside)[:, None] & seen_of_block(kv_pos[None, :], limits, near)
                 state = _attend_tile(
-                    state, q, places, pages, kv_pos, wanted, visible, weight, score,
+                    state, q, q_rest, places, pages, kv_pos, wanted, visible, weight, score,
                     HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV, PRECISION,
                 )  # fmt: skip
             wrong = state.wrong | (member & (inside == 0))

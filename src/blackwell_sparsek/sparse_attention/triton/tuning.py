@@ -5,10 +5,13 @@ from typing import NamedTuple
 
 import torch
 
+from ...attention.triton.tuning import LARGE_SMEM
 from ...calls.sparse_attention import SparseAttnProblem
 from ...dispatch.machine import why_not_portable
 
 LARGEST_HEAD_DIM = 256
+# Of latent attention, 16-bit and forward only: dk and dv would fill the registers twice.
+LARGEST_LATENT = (576, 512)
 LONGEST = 2**30 - 1
 # Programs of one grid axis.
 MOST_PROGRAMS = 2**31 - 1
@@ -44,7 +47,10 @@ def sparse_attn_config(problem: SparseAttnProblem, precision: str) -> SparseAttn
     differ too much at that size. Larger ones are walked for as many queries as fill the rows.
     """
     gathered = problem.granularity < 16
-    tile = _gathered_tile(problem) if gathered else _walked_tile(problem)
+    if max(problem.head_dim, problem.head_dim_v) > LARGEST_HEAD_DIM:
+        tile = _latent_tile(problem)
+    else:
+        tile = _gathered_tile(problem) if gathered else _walked_tile(problem)
     pack = heads_per_tile(problem, tile.rows)
     queries = 1 if gathered else max(1, min(tile.rows // pack, problem.max_q))
     tile_m = max(16, 1 << (queries * pack - 1).bit_length())
@@ -58,6 +64,14 @@ def heads_per_tile(problem: SparseAttnProblem, rows: int) -> int:
         return 1
     shared = min(problem.heads_q // problem.heads_kv, problem.heads_q // problem.lists)
     return max(n for n in range(1, min(shared, rows) + 1) if shared % n == 0)
+
+
+def _latent_tile(problem: SparseAttnProblem) -> _Tile:
+    """Sums of 512 columns take 64 registers of 8 warps with 32 rows; 64 rows spill 2.4 KiB."""
+    if problem.arch.sm in LARGE_SMEM:
+        return _Tile(32, 32, 8, 1)
+    # queries, keys and values of 16 rows take 88 of 99 KiB
+    return _Tile(16, 32, 4, 1)
 
 
 def _gathered_tile(problem: SparseAttnProblem) -> _Tile:
@@ -92,13 +106,24 @@ def _fp32_tile(dim: int) -> _Tile:
     return _Tile(16, 16, 4 if dim <= 64 else 8, 1)
 
 
+def _is_latent(problem: SparseAttnProblem) -> bool:
+    largest, largest_v = LARGEST_LATENT
+    return 1 <= problem.head_dim <= largest and 1 <= problem.head_dim_v <= largest_v
+
+
 def why_not(problem: SparseAttnProblem) -> str | None:
     """Why the kernels cannot run this problem, or None when they can."""
     if (reason := why_not_portable(problem.arch, problem.dtype)) is not None:
         return reason
     dims = (problem.head_dim, problem.head_dim_v)
-    if not 1 <= min(dims) <= max(dims) <= LARGEST_HEAD_DIM:
-        return f"needs head dimensions of 1 to {LARGEST_HEAD_DIM}, got {dims[0]} and {dims[1]}"
+    if max(dims) > LARGEST_HEAD_DIM and _is_latent(problem):
+        if problem.dtype == torch.float32:
+            return f"needs 16-bit tensors for head dimensions above {LARGEST_HEAD_DIM}"
+        if problem.backward:
+            return f"has no gradients for head dimensions above {LARGEST_HEAD_DIM}"
+    elif not 1 <= min(dims) <= max(dims) <= LARGEST_HEAD_DIM:
+        largest = f"{LARGEST_HEAD_DIM}, or {LARGEST_LATENT[0]} and {LARGEST_LATENT[1]} in 16 bits"
+        return f"needs head dimensions of 1 to {largest}, got {dims[0]} and {dims[1]}"
     if max(problem.max_q, problem.max_k) > LONGEST:
         return f"needs sequences of at most {LONGEST} tokens"
     if problem.backward and problem.page_size is not None:

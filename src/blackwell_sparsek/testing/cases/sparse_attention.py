@@ -29,6 +29,9 @@ GEOMETRIES = {
     "msa": (BRAIN, 64, 4, 128, 16, 128),
     "qsa": (BRAIN, 24, 2, 256, 512, 4),
     "nsa": (HALF, 64, 4, 128, 16, 64),
+    "mla": (BRAIN, 128, 1, 576, 2048, 1),
+    "mla-8": (BRAIN, 8, 1, 576, 2048, 1),
+    "mla-blocks": (BRAIN, 16, 1, 576, 16, 64),
     "tokens": (BRAIN, 16, 1, 64, 2048, 1),
     "narrow": (BRAIN, 16, 1, 64, 16, 64),
     "wide": (BRAIN, 64, 1, 256, 16, 64),
@@ -36,6 +39,8 @@ GEOMETRIES = {
     "float32-wide": (FLOAT, 64, 2, 256, 7, 128),
     "float32-tokens": (FLOAT, 64, 2, 128, 200, 1),
 }
+# Those whose values are narrower than their keys: latent attention, which has no backward.
+VALUE_DIMS = {"mla": 512, "mla-8": 512, "mla-blocks": 512}
 TOKENS = 4099
 KERNELS = {"dq": _sparse_attn_dq_kernel, "dkdv": _sparse_attn_dkdv_kernel}
 
@@ -63,6 +68,8 @@ def _call(name: str, options: str = "") -> SparseAttentionCall:
     if options == "packed":
         shapes = [[TOKENS, n, dim] for n in by_head]
         more |= {"cu_seqlens_q": _int32(4), "cu_seqlens_k": _int32(4)}
+    *_, of_v = shapes
+    of_v[-1] = VALUE_DIMS.get(name, dim)
     q, k, v = (meta(*shape, dtype=dtype) for shape in shapes)
     spec = SparseAttnSpec(
         0.1, chosen, Band(None, 0), Band(127, 0), max_q=TOKENS, max_k=TOKENS, **more
@@ -100,6 +107,10 @@ CASES: dict[tuple[str, str], tuple[int, ...]] = {
     ("wide", ""): (89, 90, 120),
     ("qsa", ""): (80, 90),
     ("qsa", "gated"): (90,),
+    ("mla", ""): ALL,
+    ("mla", "gated"): (90,),
+    ("mla-8", ""): (90,),
+    ("mla-blocks", ""): (89, 90),
     ("tokens", ""): (90,),
     ("float32", ""): (90,),
     ("float32-wide", ""): (89, 90, 120),
@@ -111,6 +122,9 @@ def _accepted_spills(name: str, sm: int) -> int:
     # the smallest tile of full fp32 products; 16 warps spill twice as much
     if name == "float32-wide":
         return 1088
+    # eight registers of the loop over blocks
+    if name == "mla-blocks":
+        return 32
     # four registers of dq
     return 32 if name == "wide" and sm != 90 else 0
 
@@ -124,7 +138,7 @@ def sparse_attention_cases() -> Iterator[CompileCase]:
             made: dict[str, Any] = {"sm": sm, "archs": (sm,)}
             made["max_spill_bytes"] = _accepted_spills(name, sm)
             yield launched_case(f"sparse_attn_fwd/{label}", forward, _call(name, options), **made)
-            if options == "packed":
+            if options == "packed" or name in VALUE_DIMS:
                 # lists of packed sequences are made by torch, whose meta device has no values
                 continue
             call = _backward(_call(name, options))

@@ -1,0 +1,1 @@
+"""Attention whose keys have a gate that follows from a score of each key and a threshold."""
