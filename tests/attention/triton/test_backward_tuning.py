@@ -77,6 +77,15 @@ PICKED = {
         100: ((128, 64, 8, 2), (64, 128, 8, 1)),
         120: ((128, 32, 8, 2), (64, 64, 8, 2)),
     },
+    "bfloat16-d128-alibi": {
+        80: ((128, 64, 8, 2), (64, 64, 8, 2)),
+        90: ((128, 64, 8, 3), (64, 64, 4, 2)),
+    },
+    "bfloat16-d128-bias": {
+        89: ((64, 32, 8, 2), (64, 64, 8, 2)),
+        90: ((128, 64, 8, 3), (64, 64, 4, 2)),
+        120: ((64, 32, 8, 2), (64, 64, 8, 2)),
+    },
     "float16-d256": {
         80: ((64, 32, 8, 2), (32, 32, 8, 2)),
         89: ((32, 32, 8, 2), (32, 32, 8, 2)),
@@ -119,6 +128,7 @@ def test_the_tiles_that_are_compiled_are_known():
             one = problem(
                 sm, dtype=asked.dtype, head_dim=asked.head_dim, head_dim_v=asked.head_dim,
                 mask_block=asked.block_size,
+                bias="bias" in asked.added,
             )  # fmt: skip
             picked[asked.name(sm)] = tuple(config(one, asked.precision) for config in CONFIGS)
     assert picked == {

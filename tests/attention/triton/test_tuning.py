@@ -87,6 +87,10 @@ PICKED = {
     "bfloat16-d72-dv8-blocks64x256": {90: (64, 64, 4, 3)},
     "float32-d128-tf32": {80: (64, 32, 8, 2), 90: (64, 32, 8, 2)},
     "float32-d128-ieee": {80: (32, 32, 8, 1), 90: (32, 32, 8, 1)},
+    "bfloat16-d128-alibi": {80: TALL, 90: TALL},
+    "bfloat16-d128-bias": {89: (128, 32, 8, 2), 90: TALL, 120: (128, 32, 8, 2)},
+    "bfloat16-d64-blocks128x128-alibi-bias": {90: TALL},
+    "float16-d256-alibi-bias": {89: FLAT_IN_99_KIB, 90: SQUARE},
 }  # fmt: skip
 
 
@@ -98,6 +102,7 @@ def test_the_tiles_that_are_compiled_are_known():
             one = problem(
                 sm, dtype=asked.dtype, head_dim=asked.head_dim,
                 head_dim_v=asked.head_dim_v or asked.head_dim, mask_block=asked.block_size,
+                bias="bias" in asked.added,
             )  # fmt: skip
             picked[asked.name(sm)] = attn_fwd_config(one, asked.precision)
     assert picked == {

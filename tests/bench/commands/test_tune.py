@@ -47,6 +47,7 @@ def test_what_is_written_is_used_only_where_asked_for(h200, tmp_path, monkeypatc
         head_dim=128,
         head_dim_v=128,
         mask_block=None,
+        bias=False,
     )
     config = tuning.attn_fwd_config(problem, "ieee")
     assert (config.tile_m, config.tile_n, config.num_warps, config.num_stages) == (64, 32, 4, 2)

@@ -453,8 +453,8 @@ def plot_files(folder: pathlib.Path) -> dict[str, str]:
 def write_pages(root: pathlib.Path) -> None:
     """Write the committed results into the pages of a repository."""
     folder = root / RESULTS
-    files = plot_files(folder) | suite_pages(folder) | {support.PAGE: support.support_page(folder)}
-    files |= releases_page(folder)
+    pages = {support.PAGE: support.support_page(folder)} | releases_page(folder)
+    files = plot_files(folder) | suite_pages(folder) | pages
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)

@@ -34,7 +34,7 @@ class Ratio(NamedTuple):
     case: str
 
 
-def releases_page(folder: pathlib.Path) -> dict[str | pathlib.Path, str]:
+def releases_page(folder: pathlib.Path) -> dict[pathlib.Path, str]:
     """The page, keyed by its path; nothing without results of two releases."""
     folders = sorted(folder.glob(f"{_PREFIX}*"), key=_version)
     if len(folders) < 2:
