@@ -72,6 +72,7 @@ PICKED = {
     "bfloat16-d128": {80: DOWN, 89: DOWN, 90: ACROSS, 100: DOWN, 120: DOWN},
     "bfloat16-d128-pages16": {80: DOWN, 90: ACROSS},
     "bfloat16-d128-pages64": {90: ACROSS},
+    "bfloat16-d128-pages64-alibi": {89: DOWN, 90: DOWN},
     "bfloat16-d128-pages256": {90: ACROSS},
     "bfloat16-d128-pages64-fp8": {89: DOWN, 90: WORDS, 100: DOWN, 120: DOWN},
     "bfloat16-d128-fp8-batch16": {90: THREE},
@@ -94,7 +95,7 @@ def test_the_tiles_that_are_compiled_are_known():
             asked = problem(
                 sm, dtype=call.dtype, cache_dtype=call.cache or call.dtype,
                 head_dim=call.head_dim, head_dim_v=call.head_dim, q_len=call.rows // 4,
-                batch=call.batch,
+                batch=call.batch, alibi=call.alibi,
             )  # fmt: skip
             picked[call.name(sm)] = attn_decode_config(asked, "ieee")
     assert picked == {
