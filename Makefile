@@ -10,7 +10,7 @@ SAMPLE ?= --seed 0 --count 60
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all docs dist compile-releases fuzz peer-tests vllm-test sglang-test xformers-test lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
+.PHONY: quickstart test test-all docs docs-check dist compile-releases fuzz peer-tests vllm-test sglang-test xformers-test lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,8 @@ test-all: $(VENV)/.installed-test lint  ## the same and the exhaustive tests, so
 
 docs: $(VENV)/.installed-docs  ## the documentation site, into site/; any warning or dead link fails
 	NO_MKDOCS_2_WARNING=1 PATH="$(BIN):$$PATH" $(BIN)/mkdocs build --strict --quiet
+
+docs-check: docs  ## open every page of the site in Chromium, wide and narrow; takes minutes
 	$(BIN)/python -m tests.tools.check_site site
 
 dist: $(VENV)/.installed-release  ## wheel and source archive, into dist/, checked as a package index would
