@@ -83,7 +83,7 @@ def problems(site, chromium):
         command += [f"--user-data-dir={profile}", "--window-size=1500,1000", "--dump-dom"]
         command += [f"--virtual-time-budget={1000 * len(pages) * len(WIDTHS)}"]
         url = f"http://127.0.0.1:{server.server_port}{DRIVER}"
-        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=1800)
+        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=600)
         server.shutdown()
     body = re.search(r"<body>(\{.*\})</body>", done.stdout)
     if body is None:
