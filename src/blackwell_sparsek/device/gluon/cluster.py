@@ -103,7 +103,13 @@ def copy_tile(parameter: gl.constexpr, coordinates, bar, address, programs):
 
 @gluon.jit
 def arrive_at_all(address, live, SIZE: gl.constexpr):
-    """Arrive once for this warp at the barrier at `address` of each of SIZE programs."""
+    """Arrive once for this warp at the barrier at `address` of each of SIZE programs.
+
+    Memory order: the arrival says that this warp has read a stage to the end, and nothing is handed
+    over by it. The products that read the stage were waited for, so a copy that another program
+    starts after the arrival cannot reach them. Release at the scope of the program is therefore
+    enough; at the scope of the cluster it would put a MEMBAR.GPU into every step.
+    """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .pred q; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; "
         "setp.lt.u32 p, t, $2; setp.ne.and.b32 q, $3, 0, p; bar.warp.sync -1; "
@@ -115,7 +121,11 @@ def arrive_at_all(address, live, SIZE: gl.constexpr):
 
 @gluon.jit
 def arrive_at_rank(address, rank):
-    """Arrive once for this warp at the barrier at `address` of the program with that rank."""
+    """Arrive once for this warp at the barrier at `address` of the program with that rank.
+
+    Memory order: as for `arrive_at_all`. What a warp has read with `read_shared` comes first, since
+    an SM performs the shared memory instructions of a warp in order.
+    """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; .reg .b32 a; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
         "bar.warp.sync -1; mapa.shared::cluster.u32 a, $1, $2; "

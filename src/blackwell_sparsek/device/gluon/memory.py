@@ -5,11 +5,11 @@ Programs that call `async_atomic_add` or `add_vectors` add to a tile in any orde
 accumulation, a semaphore counts the additions: `acquire_semaphore`, `async_atomic_add`,
 `release_semaphore` by one warp, or the functions for a warp group around `add_vectors`.
 
-Memory order: TMA adds through the async proxy. Before its release a program waits until its
-additions are written, not only read from shared memory, and a proxy fence puts them before what
-follows in the generic proxy. The next program starts its addition after it has acquired that
-release. The semaphore is incremented by every program in turn, so each release is read by the one
-acquire that it is for.
+Memory order: TMA adds through the async proxy, and a semaphore lives in the generic one. Before its
+release a program waits until its additions are written, not only read from shared memory, and a
+proxy fence puts them before the release. The next program acquires that release, and a proxy fence
+puts its own addition after the acquire. The semaphore is incremented by every program in turn, so
+each release is read by the one acquire that it is for.
 """
 
 from triton.experimental import gluon
@@ -24,6 +24,9 @@ def acquire_semaphore(semaphore_ptr, rank):
     current = gl.atomic_add(semaphore_ptr, 0, sem="acquire")
     while current != rank:
         current = gl.atomic_add(semaphore_ptr, 0, sem="acquire")
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r,~{memory}", [current], gl.int32, False, 1
+    )
 
 
 @gluon.jit
