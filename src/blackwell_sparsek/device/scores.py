@@ -18,9 +18,14 @@ def fold_sign(q, scale_log2):
     """Queries and a positive factor whose product equals `q * scale_log2`."""
     # a scale of zero moves into the queries: as a factor it would turn the -inf of masks into NaN
     sign = tl.where(scale_log2 < 0.0, -1.0, tl.where(scale_log2 == 0.0, 0.0, 1.0))
-    factor = tl.where(scale_log2 == 0.0, 1.0, tl.abs(scale_log2))
     # through fp32: exact, and the interpreter has no bf16 arithmetic
-    return (q.to(tl.float32) * sign).to(q.dtype), factor
+    return (q.to(tl.float32) * sign).to(q.dtype), positive_factor(scale_log2)
+
+
+@triton.jit
+def positive_factor(scale_log2):
+    """What remains of a scale when its sign is folded into queries."""
+    return tl.where(scale_log2 == 0.0, 1.0, tl.abs(scale_log2))
 
 
 @triton.jit

@@ -54,7 +54,7 @@ from ..device.masks import bounds_in_chunk, row_bounds
 from ..device.paging import visited_tiles
 from ..device.records import Range, RowBounds, Score, SoftmaxState, VisitPlan
 from ..device.schedule import share_of
-from ..device.scores import fold_sign
+from ..device.scores import fold_sign, positive_factor
 from ..device.softmax import init_state
 from ..device.visits import num_masked_blocks, plan_dense
 from ..launch.descriptors import GROUP_ROWS
@@ -305,11 +305,14 @@ def _put_queries(consume, tile, kv_head, group, GROUP: gl.constexpr, CFG: gl.con
     )
     live = (row < tile.num_rows)[:, None] & (offs_d < CFG.HEAD_DIM)[None, :]
     q = gl.load(consume.q_ptr + offset[:, None] + offs_d[None, :], live, other=0.0)
-    q, factor = fold_sign(q, consume.scoring.scale_log2)
+    scale_log2 = consume.scoring.scale_log2
+    if scale_log2 <= 0.0:
+        # rare, and 160 instructions
+        q = fold_sign(q, scale_log2)[0]
     own = consume.q_tiles.index(GROUP)
     own.store(q)
     fence_async_shared()
-    return own, factor
+    return own, positive_factor(scale_log2)
 
 
 @gluon.jit

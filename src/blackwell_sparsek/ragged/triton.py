@@ -366,7 +366,6 @@ def write_rows(
     query, head, offset = row_places(
         rows, end_row, kv_head, tensors.heads.group, tile.first_query, tensors.out
     )
-    used = rows < tile.used_rows
     if scoring.sinks is not None:
         m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(scoring.sinks + head))
         acc *= rescale[:, None]
@@ -374,15 +373,17 @@ def write_rows(
     inverse, lse = finalise(m_log2, row_sum)
     if scoring.v_scale is not None:
         inverse *= tl.load(scoring.v_scale + kv_head * tensors.scales.v)
-    # a sink is no result of a query that is not used
-    unused = (used == 0) & (tile.kv_len >= 0)
-    out = tl.where(unused[:, None], 0.0, acc * inverse[:, None])
+    out = acc * inverse[:, None]
+    if tile.used_rows < tile.num_rows:
+        # a sink is no result of a query that is not used
+        unused = (rows >= tile.used_rows) & (tile.kv_len >= 0)
+        out = tl.where(unused[:, None], 0.0, out)
+        lse = tl.where(unused, -float("inf"), lse)
     tl.store(
         results.out + offset[:, None] + columns,
         out.to(results.out.dtype.element_ty),
         live[:, None] & (columns < HEAD_DIM_V),
     )
-    lse = tl.where(unused, -float("inf"), lse)
     place = tl.cast(head, tl.int64) * tokens_q + tile.first_query + query
     tl.store(results.lse + place, lse, live)
 
