@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.backprop import probabilities, score_gradients
-from ...device.gluon.compat import async_atomic_add, async_store, reinterpret
+from ...device.gluon.compat import async_atomic_add, async_store, placed, reinterpret
 from ...device.gluon.memory import acquire_semaphore, release_semaphore
 from ...device.gluon.pipeline import barriers, take, tiles, work_channel
 from ...device.gluon.records import Ring
@@ -103,7 +103,7 @@ class OwnKeys(NamedTuple):
 def zero_of(step):
     """0, but not to the compiler, which would keep addresses made of constants in registers
     throughout, and spill them. They are cheap to compute again."""
-    return step >> 31
+    return placed(step >> 31)
 
 
 @gluon.jit
@@ -112,7 +112,7 @@ def start_products(rows, tiles, step, CFG: gl.constexpr):
     tile_m: gl.constexpr = CFG.TILE_M
     layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
     nothing = gl.zeros([ROWS, tile_m], gl.float32, layout)
-    columns = tiles.index(step % CFG.STAGES).permute((1, 0))
+    columns = tiles.index(placed(step % CFG.STAGES)).permute((1, 0))
     return warpgroup_mma(rows, columns, nothing, use_acc=False, is_async=True)
 
 
@@ -338,8 +338,8 @@ def _step(
     hand_over(ds, ds_tile, ds_bar)
     ds_operand = gl.convert_layout(ds, ds_layout) if CFG.DK_REGISTERS else ds_tile
     p = gl.convert_layout(p.to(dtype), p_layout)
-    q = q_smem.index(stage)
-    dout = dout_smem.index(stage)
+    q = q_smem.index(placed(stage))
+    dout = dout_smem.index(placed(stage))
     if FIRST:
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.backprop import probabilities, score_gradients
-from ...device.gluon.compat import async_load, async_store
+from ...device.gluon.compat import async_load, async_store, placed
 from ...device.gluon.pipeline import barriers, ring, take, tiles, work_channel
 from ...device.gluon.records import Ring, WorkChannel
 from ...device.masks import position, row_bounds
@@ -83,8 +83,8 @@ def _step_dkdv(dk, dv, step, kv_index, score, shared, MASKED: gl.constexpr, CFG:
     )  # fmt: skip
     p = gl.convert_layout(p.to(dtype), p_layout)
     ds = gl.convert_layout(ds.to(dtype), ds_layout)
-    dv_started = warpgroup_mma(p, ring.dout_smem.index(stage), dv, is_async=True)
-    dk_started = warpgroup_mma(ds, ring.q_smem.index(stage), dk, is_async=True)
+    dv_started = warpgroup_mma(p, ring.dout_smem.index(placed(stage)), dv, is_async=True)
+    dk_started = warpgroup_mma(ds, ring.q_smem.index(placed(stage)), dk, is_async=True)
     dv, dk = warpgroup_mma_wait(0, deps=(dv_started, dk_started))
     mbarrier.arrive(ring.empty.index(stage), count=1)
     return dk, dv
@@ -270,7 +270,7 @@ def _produce_dq(q_desc, dout_desc, k_desc, v_desc, shared, begun, CFG: gl.conste
 def _await(ring, step, STAGES: gl.constexpr):
     """Wait for the tile of a step."""
     mbarrier.wait(ring.full.index(step % STAGES), (step // STAGES) & 1)
-    return ring.tiles.index(step % STAGES)
+    return ring.tiles.index(placed(step % STAGES))
 
 
 @gluon.jit
@@ -314,7 +314,7 @@ def _step_dq(
     step, dq, ds, own, score, shared, visit, kv_tile, MASKED: gl.constexpr, CFG: gl.constexpr
 ):
     """dq of a step, and ds of the next one, which is returned."""
-    k = shared.k.tiles.index(step % CFG.K_STAGES)
+    k = shared.k.tiles.index(placed(step % CFG.K_STAGES))
     dq_started = warpgroup_mma(ds, k, dq, is_async=True)
     s_started, dp_started = _start_scores(own, shared, step + 1, CFG)
     s, dq = warpgroup_mma_wait(1, deps=(s_started, dq_started))
@@ -372,7 +372,7 @@ def _consume_dq(dq_desc, lse_ptr, delta_ptr, score, shared, CFG: gl.constexpr):
                 step, dq, ds = _step_dq(
                     step, dq, ds, own, score, shared, visit, kv_tile, False, CFG
                 )
-            k = shared.k.tiles.index(step % CFG.K_STAGES)
+            k = shared.k.tiles.index(placed(step % CFG.K_STAGES))
             dq_started = warpgroup_mma(ds, k, dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq_started,))
             _free(shared.k, step, CFG.K_STAGES)

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.gluon.compat import async_store
+from ...device.gluon.compat import async_store, placed
 from ...device.gluon.memory import acquire_by_group, add_vectors, release_by_group, store_vectors
 from ...device.gluon.pipeline import barriers, take, work_channel
 from ...device.records import Band, GradientScore, Heads, Lengths, Mask
@@ -92,7 +92,7 @@ def _start_scores(
     """Start the product of all keys or values with a warp group's part of the queries or dout."""
     product = gl.zeros([ROWS, ROWS], gl.float32, CFG.accumulator_layout(ROWS))
     for i in gl.static_range(SLICES):
-        part = columns.index(stage * SLICES + i).slice(PART * ROWS, ROWS, dim=0)
+        part = columns.index(placed(stage * SLICES + i)).slice(PART * ROWS, ROWS, dim=0)
         row = rows.index(i + zero_of(step))
         product = warpgroup_mma(row, part.permute((1, 0)), product, use_acc=i > 0, is_async=True)
     return product
@@ -105,7 +105,7 @@ def _start_gradients(acc, weights, rows, stage, step, SLICES: gl.constexpr):
     for i in gl.static_range(SLICES):
         total = acc[i]
         for part in gl.static_range(2):
-            tile = rows.index(stage * SLICES + i).slice(part * ROWS, ROWS, dim=0)
+            tile = rows.index(placed(stage * SLICES + i)).slice(part * ROWS, ROWS, dim=0)
             weight = weights.index(part + zero_of(step))
             total = warpgroup_mma(weight, tile, total, is_async=True)
         started = started + (total,)  # noqa: RUF005

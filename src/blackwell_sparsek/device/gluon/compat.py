@@ -2,9 +2,16 @@
 """What Gluon names differently from one release of Triton to the next, under its newest names."""
 
 from triton._C.libtriton import ir
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from ...core.compat import triton_version
+
+# LLVM of Triton 3.9 computes the descriptors of many WGMMA before the first of them. They do not
+# fit into uniform registers, and ptxas moves each back by R2UR.
+_EARLY_DESCRIPTORS = gl.constexpr((triton_version() or (0, 0)) >= (3, 9))
 
 # Wait for all threads of this role. `gl.barrier` since Triton 3.7.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -39,3 +46,13 @@ def reinterpret(smem, dtype, shape, layout, _semantic=None):
     """
     view = smem.reinterpret if hasattr(smem, "reinterpret") else smem._reinterpret
     return view(dtype, shape, layout, _semantic=_semantic)
+
+
+@gluon.jit
+def placed(index):
+    """An index of tiles whose descriptors are to be computed here, and not earlier."""
+    if _EARLY_DESCRIPTORS:
+        index = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r,~{memory}", [index], gl.int32, False, 1
+        )
+    return index
