@@ -162,7 +162,8 @@ def page(document):
         words = tasks[model["name"]].format(read=model["length"] - 40)
         title = f"## {model['name'].capitalize()}"
         better = f"{model['measure'].capitalize()}: {model['better']} is better."
-        parts += [title, f"{words} {sizes}", f"{better} The line is the dense model.", link]
+        shown = "Points are the better of both columns, the dashed line is the dense model."
+        parts += [title, f"{words} {sizes}", f"{better} {shown}", link]
         parts.append(table_of(model))
     parts.append(
         "## Your own checkpoint\n\n"

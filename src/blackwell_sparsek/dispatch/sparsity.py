@@ -10,17 +10,6 @@ from ..core.errors import InvalidInput, InvalidType
 from .model_report import attention_layers
 
 
-class KeptPart(NamedTuple):
-    """What attention computes of a causal prompt: so many of all `unit`, blocks or pairs.
-
-    A pair is a query and a key. `kept` is None if it follows from the values of a prompt.
-    """
-
-    kept: int | None
-    total: int
-    unit: str
-
-
 class LayerSparsity(NamedTuple):
     """One layer of a `SparsityReport`.
 

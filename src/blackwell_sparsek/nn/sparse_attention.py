@@ -13,7 +13,7 @@ from torch import nn
 from ..attention.api import attention
 from ..core.checks import check_tensor, message
 from ..core.errors import InvalidInput
-from ..dispatch.sparsity import KeptPart
+from ..core.kept_part import KeptPart
 from ..masks.check import check_count
 from ..masks.key_selection import KeySelection
 from ..select_keys.api import select_keys

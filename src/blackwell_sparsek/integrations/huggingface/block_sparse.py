@@ -9,7 +9,7 @@ import torch
 
 from ...core.checks import message
 from ...core.errors import InvalidInput, InvalidType
-from ...dispatch.sparsity import KeptPart
+from ...core.kept_part import KeptPart
 from ...launch.launcher import cdiv
 from ...masks.band import Band
 from ...masks.block_mask import BlockMask
