@@ -1,10 +1,11 @@
 """What mkdocs cannot do by its configuration alone.
 
-The pages in the root of the repository join the site, a folder in the navigation stands for all of
-its pages, lists may follow a paragraph without a blank line, as on GitHub, and types of parameters
-lose the backticks that docstrings have around shapes.
+The pages in the root of the repository join the site, notebooks become pages, a folder in the
+navigation stands for all of its pages, lists may follow a paragraph without a blank line, as on
+GitHub, and types of parameters lose the backticks that docstrings have around shapes.
 """
 
+import json
 import pathlib
 import re
 
@@ -32,9 +33,29 @@ def from_root(text):
     return re.sub(r"\]\(([^)\s]+)\)", moved, text)
 
 
+def from_notebook(path):
+    """A notebook as a page: its text, its code, and what the code showed."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/svg+xml" in data:
+                # on one line, as Markdown takes HTML
+                picture = "".join(data["image/svg+xml"]).replace("\n", "")
+                parts.append(f'<div class="picture">{picture}</div>')
+            else:
+                text = "".join(output.get("text") or data["text/plain"])
+                parts.append(f"```text\n{text.rstrip()}\n```")
+    parts.append(f"[The notebook itself]({path.name})")
+    return "\n\n".join(parts) + "\n"
+
+
 def title_of(page):
-    """The first heading of a page."""
-    return re.search(r"^# (.+)$", page.read_text(), re.MULTILINE)[1]
+    """The first heading of a page, or of a notebook."""
+    text = from_notebook(page) if page.suffix == ".ipynb" else page.read_text()
+    return re.search(r"^# (.+)$", text, re.MULTILINE)[1]
 
 
 def listed(entry):
@@ -44,8 +65,9 @@ def listed(entry):
         return {title: [listed(part) for part in target]}
     if not target.endswith("/"):
         return entry
-    pages = sorted((ROOT / "docs" / target).glob("*.md"))
-    others = [{title_of(page): f"{target}{page.name}"} for page in pages if page.stem != "index"]
+    folder = ROOT / "docs" / target
+    pages = sorted([*folder.glob("*.md"), *folder.glob("*.ipynb")])
+    others = [{title_of(page): f"{target}{page.stem}.md"} for page in pages if page.stem != "index"]
     return {title: [f"{target}index.md", *others]}
 
 
@@ -69,13 +91,18 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Add the pages of the root."""
+    """Add the pages of the root and those of notebooks."""
     for page, source in FROM_ROOT.items():
         files.append(File.generated(config, page, content=from_root((ROOT / source).read_text())))
+    for path in sorted((ROOT / "docs").glob("**/*.ipynb")):
+        page = path.relative_to(ROOT / "docs").with_suffix(".md").as_posix()
+        files.append(File.generated(config, page, content=from_notebook(path)))
 
 
-def on_page_markdown(markdown, **_):
-    """Separate lists from what precedes them."""
+def on_page_markdown(markdown, page, **_):
+    """Separate lists from what precedes them; links to notebooks lead to their pages."""
+    if page.file.abs_src_path is not None:
+        markdown = re.sub(r"\]\(([\w./-]+)\.ipynb\)", r"](\1.md)", markdown)
     return with_blank_lines(markdown)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .attention.sdpa import scaled_dot_product_attention
     from .decode.api import attention_decode, check_decode_inputs
     from .dispatch.dispatcher import explain
+    from .dispatch.sparsity import sparsity_report
     from .integrations.torch_sdpa import patch_sdpa
     from .integrations.torch_sparse import enable_torch_sparse
     from .kv_cache.append import kv_append
@@ -83,6 +84,7 @@ __all__ = [
     "sparse_attention",
     "sparsek",
     "sparsek_causal",
+    "sparsity_report",
     "topk_pages",
 ]
 
@@ -120,6 +122,7 @@ _PUBLIC = {
     "sparse_attention": ".sparse_attention.api:sparse_attention",
     "sparsek": ".sparsek.api:sparsek",
     "sparsek_causal": ".sparsek.api:sparsek_causal",
+    "sparsity_report": ".dispatch.sparsity:sparsity_report",
     "topk_pages": ".kv_cache.selection:topk_pages",
 }
 # Imported only when they are asked for: torch.distributed.tensor takes longer to import than all

@@ -1,6 +1,7 @@
 """What docs/site_hooks.py does to pages; the site itself is built by `make docs`."""
 
 import importlib.util
+import json
 import pathlib
 import sys
 import types
@@ -54,3 +55,36 @@ def test_backticks_inside_of_code_go_in_the_reference_only(hooks):
     for uri, expected in (("api/a.md", html.replace("`[B, H]`", "[B, H]")), ("a.md", html)):
         page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=uri))
         assert hooks.on_page_content(html, page) == expected
+
+
+def test_a_notebook_becomes_a_page_with_its_outputs(hooks, tmp_path):
+    code = {"cell_type": "code", "source": ["a\n", "b"]}
+    svg = {"data": {"text/plain": ["x"], "image/svg+xml": ["<svg>\n", "</svg>"]}}
+    cells = [
+        {"cell_type": "markdown", "source": ["# T & U\n", "text"]},
+        {**code, "outputs": [{"text": ["1\n"]}, {"data": {"text/plain": ["2"]}}]},
+        {**code, "outputs": [svg]},
+    ]
+    path = tmp_path / "n.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+    block = "```python\na\nb\n```"
+    assert hooks.from_notebook(path).split("\n\n") == [
+        "# T & U\ntext",
+        *(block, "```text\n1\n```", "```text\n2\n```"),
+        *(block, '<div class="picture"><svg></svg></div>', "[The notebook itself](n.ipynb)\n"),
+    ]
+    assert hooks.title_of(path) == "T & U"
+
+
+def test_notebooks_are_in_the_navigation_and_links_lead_to_their_pages(hooks):
+    ((_, pages),) = hooks.listed({"Notebooks": "notebooks/"}).items()
+    names = [path.stem for path in sorted((REPOSITORY / "docs/notebooks").glob("*.ipynb"))]
+    assert names == ["long-context", "masks", "pruning"]
+    assert pages[0] == "notebooks/index.md"
+    assert [uri for page in pages[1:] for uri in page.values()] == [
+        f"notebooks/{name}.md" for name in names
+    ]
+    text = "[a](b/c-d.ipynb) [e](f.md)"
+    for path, expected in (("x.md", "[a](b/c-d.md) [e](f.md)\n"), (None, f"{text}\n")):
+        page = types.SimpleNamespace(file=types.SimpleNamespace(abs_src_path=path))
+        assert hooks.on_page_markdown(text, page) == expected

@@ -199,7 +199,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision | Mod
 
     For a model alone, without arguments, tell which of its layers are sparse, how much of them is
     stored, what would run for one token and for 4096, and which attention its layers have, if it
-    comes from `bsk.integrations.huggingface.register`.
+    comes from `bsk.integrations.huggingface.register` or from `bsk.nn`. `bsk.sparsity_report`
+    counts blocks, parameters and bytes of every layer.
 
     Parameters
     ----------
@@ -212,7 +213,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision | Mod
         `.chosen`, `.reasons` (one per implementation that was not chosen), `.problem`, `.note`
         (None, or why the chosen one takes longer than it could); prints as a short table.
     ModelReport
-        For a model alone: `.layers`, `.dense_layers`, `.attention`; prints as a table.
+        For a model alone: `.layers`, `.dense_layers`, `.attention`, `.choosing`; prints as a table.
 
     Examples
     --------

@@ -1,6 +1,7 @@
 """What of a model is sparse: `bsk.explain(model)`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,12 +42,14 @@ class ModelReport(NamedTuple):
     """The sparse layers of a model, how many linear ones are dense, and what attention does.
 
     `attention` maps the index of a layer to its sparse attention, None if it is dense; it is empty
-    for models that do not use this package's attention through transformers. Prints as a table.
+    for models that do not use this package's attention through transformers. `choosing` maps the
+    names of attention layers of `bsk.nn` to how they choose keys. Prints as a table.
     """
 
     layers: tuple[SparseLayer, ...]
     dense_layers: int
     attention: dict[int, object]
+    choosing: Mapping[str, str] = MappingProxyType({})
 
     @property
     def density(self) -> float:
@@ -64,6 +67,7 @@ class ModelReport(NamedTuple):
         for layer, choice in self.attention.items():
             by_choice.setdefault("dense" if choice is None else str(choice), []).append(layer)
         attention = [f"attention of {_runs(at)}: {what}" for what, at in by_choice.items()]
+        attention += [f"{name}  attention, {pattern}" for name, pattern in self.choosing.items()]
         return "\n".join([*map(str, self.layers), *attention, last])
 
 
@@ -75,7 +79,14 @@ def report(model: torch.nn.Module, explain: Callable[..., Any]) -> ModelReport:
             dense += 1
         elif isinstance(getattr(module, "nnz_blocks", None), int):
             layers.append(_sparse_layer(name or type(module).__name__, module, explain))
-    return ModelReport(tuple(layers), dense, _attention(model))
+    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+    attention, choosing = {}, {}
+    for module, choice in attention_layers(model):
+        if choice is module:
+            choosing[names[module]] = choice.pattern
+        else:
+            attention[module.layer_idx] = choice
+    return ModelReport(tuple(layers), dense, attention, choosing)
 
 
 def _sparse_layer(name: str, module: Any, explain: Callable[..., Any]) -> SparseLayer:
@@ -89,15 +100,21 @@ def _sparse_layer(name: str, module: Any, explain: Callable[..., Any]) -> Sparse
     return SparseLayer(name, shape, module.block_shape, module.nnz_blocks, module.blocks, chosen)
 
 
-def _attention(model: Any) -> dict[int, object]:
+def attention_layers(model: Any) -> Iterator[tuple[Any, Any]]:
+    """Modules that attend, each with what makes it sparse, None if it is dense.
+
+    Layers of transformers under a registered name, and layers of `bsk.nn`, which choose their keys
+    themselves. Both say what they show by `pattern` and `kept_of(tokens)`.
+    """
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     choose = ATTENTION.get(name) if isinstance(name, str) else None
-    if choose is None:
-        return {}
-    layers = (m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int))
-    # the modules that attend, not those that hold them
-    attending = (m for m in layers if "Attention" in type(m).__name__)
-    return {module.layer_idx: choose(module) for module in attending}
+    for module in model.modules():
+        # the modules that attend, not those that hold them
+        attends = "Attention" in type(module).__name__
+        if hasattr(module, "kept_of"):
+            yield module, module
+        elif choose is not None and attends and isinstance(getattr(module, "layer_idx", None), int):
+            yield module, choose(module)
 
 
 def _count(number: int, what: str) -> str:

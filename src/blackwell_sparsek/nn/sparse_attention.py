@@ -13,6 +13,7 @@ from torch import nn
 from ..attention.api import attention
 from ..core.checks import check_tensor, message
 from ..core.errors import InvalidInput
+from ..core.kept_part import KeptPart
 from ..masks.check import check_count
 from ..masks.key_selection import KeySelection
 from ..select_keys.api import select_keys
@@ -78,6 +79,16 @@ class _SelfAttention(nn.Module):
         merged: torch.Tensor = self.out(out.transpose(1, 2).flatten(2))
         return merged
 
+    def _pairs(self, tokens: int, seen: torch.Tensor) -> KeptPart:
+        """Pairs of queries and keys of a causal prompt, from the keys of each query."""
+        return KeptPart(int(seen.sum()), tokens * (tokens + 1) // 2, "pairs")
+
+
+def _keys_of_blocks(last: torch.Tensor, block: int, top_k: int) -> torch.Tensor:
+    """Keys of queries at positions `last` in `top_k` blocks, their own among them."""
+    others = (last // block).clamp(max=top_k - 1)
+    return others * block + last % block + 1
+
 
 def _rotated(op: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of halves: x cos + (-x2, x1) sin."""
@@ -133,6 +144,15 @@ class MixtureOfBlockAttention(_SelfAttention):
     ):
         super().__init__(hidden, heads, kv_heads, head_dim, impl, device=device, dtype=dtype)
         self.block, self.top_k = block, top_k
+
+    @property
+    def pattern(self) -> str:
+        """Which keys a query chooses, in words."""
+        return f"best {self.top_k} blocks of {self.block}"
+
+    def kept_of(self, tokens: int) -> KeptPart:
+        """How many pairs of a causal prompt a head computes."""
+        return self._pairs(tokens, _keys_of_blocks(torch.arange(tokens), self.block, self.top_k))
 
     def forward(
         self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -209,6 +229,22 @@ class NativeSparseAttention(_SelfAttention):
         shape = (2, kv_heads, block)
         self.pooling = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
         self.gates = nn.Linear(hidden, 3 * heads, device=device, dtype=dtype)
+
+    @property
+    def pattern(self) -> str:
+        """Which keys a query chooses, in words."""
+        means = f"means of blocks of {self.block}"
+        return f"{means}, best {self.top_k} of these blocks, window {self.window}"
+
+    def kept_of(self, tokens: int) -> KeptPart:
+        """How many pairs of a causal prompt a head computes in all three branches.
+
+        More than all of them in a short prompt, where the branches overlap.
+        """
+        last = torch.arange(tokens)
+        near = (last + 1).clamp(max=self.window)
+        means = (last + 1) // self.block
+        return self._pairs(tokens, means + near + _keys_of_blocks(last, self.block, self.top_k))
 
     def forward(
         self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -327,6 +363,15 @@ class IndexerAttention(_SelfAttention):
         self.q_index = nn.Linear(hidden, index_heads * index_dim, bias=False, **kind)
         self.k_index = nn.Linear(hidden, index_dim, bias=False, **kind)
         self.index_weights = nn.Linear(hidden, index_heads, bias=False, **kind)
+
+    @property
+    def pattern(self) -> str:
+        """Which keys a query chooses, in words."""
+        return f"best {self.top_k} keys"
+
+    def kept_of(self, tokens: int) -> KeptPart:
+        """How many pairs of a causal prompt a head computes."""
+        return self._pairs(tokens, torch.arange(1, tokens + 1).clamp(max=self.top_k))
 
     def forward(
         self,
@@ -447,6 +492,15 @@ class SparsekAttention(_SelfAttention):
         self.score = nn.Linear(hidden, kv_heads, bias=False, device=device, dtype=dtype)
         # all tokens begin with the same weight: those with weights of 0 and 1 have no gradient
         nn.init.zeros_(self.score.weight)
+
+    @property
+    def pattern(self) -> str:
+        """Which keys a query chooses, in words."""
+        return f"SparseK weights that add up to {self.keep:g}"
+
+    def kept_of(self, tokens: int) -> KeptPart:
+        """All pairs of a causal prompt; how many a head computes follows from its scores."""
+        return KeptPart(None, tokens * (tokens + 1) // 2, "pairs")
 
     def forward(
         self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -284,6 +284,36 @@ class TestErrors:
         model.set_attn_implementation("sdpa")
         assert bsk.explain(model).attention == {}
 
+    @pytest.mark.parametrize("tokens", [1, 16, 40, 100])
+    @pytest.mark.parametrize(
+        "sparse",
+        [
+            BlockSparse(window=20, block_size=16),
+            BlockSparse(window=17, global_blocks=1, block_size=16),
+            BlockSparse(stride=3, block_size=16),
+            BlockSparse(top_k=2, block_size=16),
+            BlockSparse(top_k=2, window=20, global_blocks=1, block_size=16),
+        ],
+        ids=str,
+    )
+    def test_the_report_counts_blocks_of_a_prompt(self, sparse, tokens, make_model):
+        model = make_model()
+        model.set_attn_implementation(register({1: sparse}, name="second"))
+        report = bsk.sparsity_report(model, tokens=tokens)
+        first, second = (layer for layer in report.layers if layer.kind == "attention")
+        assert (first.pattern, first.kept, first.total) == (
+            "dense",
+            *[tokens * (tokens + 1) // 2] * 2,
+        )
+        assert (second.pattern, second.unit) == (str(sparse), "blocks")
+        q, k = torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8)
+        keep = sparse.keep(q, k)
+        rows = keep.shape[2]
+        assert second.total == rows * (rows + 1) // 2
+        assert (keep.tril() == keep).all()
+        assert keep.sum((0, 2, 3)).unique().tolist() == [second.kept]
+        assert report.parameters == sum(x.numel() for x in model.parameters())
+
     def test_a_layer_below_zero(self):
         with pytest.raises(InvalidInput, match=r"block_sparse names a layer below zero; .* got -1"):
             register({-1: None})

@@ -9,6 +9,7 @@ import torch
 
 from ...core.checks import message
 from ...core.errors import InvalidInput, InvalidType
+from ...core.kept_part import KeptPart
 from ...launch.launcher import cdiv
 from ...masks.band import Band
 from ...masks.block_mask import BlockMask
@@ -78,6 +79,18 @@ class BlockSparse:
     def is_fixed(self) -> bool:
         """Whether some part does not depend on queries and keys."""
         return bool(self.window or self.global_blocks or self.stride)
+
+    @property
+    def pattern(self) -> str:
+        """What `bsk.sparsity_report` calls it."""
+        return str(self)
+
+    def kept_of(self, tokens: int) -> KeptPart:
+        """How many of the causal blocks of a prompt the queries of a head see."""
+        rows = self.blocks(tokens, tokens)[0, 0].sum(1)
+        causal = torch.arange(1, len(rows) + 1)
+        rows = rows + (causal - rows).clamp(max=self.top_k or 0)
+        return KeptPart(int(rows.sum()), int(causal.sum()), "blocks")
 
     def band(self, band: Band) -> Band:
         """`band`, limited to the window if there is no other part."""
