@@ -30,7 +30,7 @@ from ..masks.packed import check_cu_seqlens
 from .group import Members, agree_once, check_same, members_of
 from .heads import Exchanger, mask_of_heads, split_heads, to_heads, to_sequence
 from .plan import Plan
-from .schedule import Gathered, gathered, ring_parts
+from .schedule import Fetch, Gathered, gathered, ring_parts
 from .sequence import SequenceRun, attend_split
 from .traffic import Shapes, cheapest
 from .visible import PartMask, Visible
@@ -340,8 +340,7 @@ class _Call(NamedTuple):
         spans = split_heads(heads, k.shape[1], self.members.size)
         key = ("exchanger", plan, id(self.members.group), q.device)
         exchanger = self._kept(key, lambda: Exchanger.of(self.members, plan, q.device))
-        q = to_heads(q, exchanger, spans.q)
-        k, v = (to_heads(x, exchanger, spans.kv) for x in (k, v))
+        q, k, v = to_heads((q, k, v), exchanger, (spans.q, spans.kv, spans.kv))
         out, lse = self._whole(q, k, v, (plan.seq_length,), spans.q[self.members.rank])
         out = to_sequence(out, exchanger, spans.q, heads)
         if self.return_lse:
@@ -399,13 +398,16 @@ def _scheduled(
     if method == "ring":
         return [placed(part) for part in ring_parts(visible, rank)]
     made = gathered(visible, rank, ratio, everything=method == "allgather")
-    index = made.gather_index
-    return Gathered(
-        made.exchange.to(device),
-        placed(made.local),
-        placed(made.remote),
-        None if index is None else index.to(device),
-    )
+
+    def moved(fetch: Fetch) -> Fetch:
+        index = fetch.gather_index
+        return fetch._replace(
+            exchange=fetch.exchange.to(device),
+            mask=placed(fetch.mask),
+            gather_index=None if index is None else index.to(device),
+        )
+
+    return Gathered(placed(made.local), [moved(fetch) for fetch in made.fetches])
 
 
 # Masks and schedules of earlier calls, with the tensors that their keys identify.
