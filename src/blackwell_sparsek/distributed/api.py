@@ -21,7 +21,7 @@ from ..attention.inputs import (
     scale_or_default,
     softcap_or_off,
 )
-from ..core.checks import check_choice, message
+from ..core.checks import check_choice, check_rank, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..masks.band import EVERYTHING, Band, band_of
@@ -210,6 +210,22 @@ def attention(
         placed = _of_dtensors(q, k, v, mesh, group, method, options)
         return placed if return_lse else placed[0]
     members = members_of(OP, mesh, group)
+    if members.size == 1:
+        # straight to the plain call, which repeats a recorded launch in a few microseconds
+        if plan is not None or method != "auto":
+            _check_alone(plan, members, method, q)
+        _check_lengths(q, k)
+        if cu_seqlens is not None:
+            check_tensor(OP, "q", q)
+            check_tensor(OP, "cu_seqlens", cu_seqlens)
+            band = band_of(OP, causal, window)
+            block_mask = _document_mask(q, band, block_mask, cu_seqlens)
+            causal, window = False, None
+        return attend_whole(
+            q, k, v, causal=causal, window=window, block_mask=block_mask, scale=scale,
+            softcap=softcap, sinks=sinks, return_lse=return_lse, deterministic=deterministic,
+            impl=impl,
+        )  # fmt: skip
     failure: Exception | None = None
     call: _Call | None = None
     try:
@@ -220,15 +236,9 @@ def attention(
         )  # fmt: skip
     except Exception as error:
         failure = error
-    if members.size == 1:
-        if failure is not None:
-            raise failure
-        assert call is not None
-        out, lse = call.attend_alone(q, k, v)
-    else:
-        others = _agreed(members, call, failure, q)
-        assert call is not None
-        out, lse = call.attend(q, k, v, others)
+    others = _agreed(members, call, failure, q)
+    assert call is not None
+    out, lse = call.attend(q, k, v, others)
     return (out, lse) if return_lse else out
 
 
@@ -237,10 +247,44 @@ def _checked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_qkv(OP, q, k, v, DENSE)
     check_head_dims(OP, q, v)
-    if q.shape[2] != k.shape[2]:
-        got = f"{q.shape[2]} queries, {k.shape[2]} keys"
-        raise InvalidInput(message(OP, "q/k", "have different lengths", "self-attention", got))
+    _check_lengths(q, k)
     return autocast_qkv(OP, q, k, v)
+
+
+def _check_lengths(q: Any, k: Any) -> None:
+    """Queries and keys are those of the same tokens; what are no tensors is refused elsewhere."""
+    queries, keys = (x.shape[2:3] if isinstance(x, torch.Tensor) else () for x in (q, k))
+    if queries and keys and queries != keys:
+        got = f"{queries[0]} queries, {keys[0]} keys"
+        raise InvalidInput(message(OP, "q/k", "have different lengths", "self-attention", got))
+
+
+def _check_alone(plan: Any, members: Members, method: Any, q: Any) -> None:
+    """What the plain call does not know, in a group of one."""
+    check_choice(OP, "method", method, METHODS)
+    check_tensor(OP, "q", q)
+    check_rank(OP, "q", q, "[B, Hq, S, D]")
+    if plan is not None:
+        _check_plan(plan, members, method, q)
+
+
+def _document_mask(
+    q: torch.Tensor, band: Band, block_mask: BlockMask | None, cu_seqlens: torch.Tensor
+) -> BlockMask:
+    """What whole sequences see under documents, a band inside them and a block mask."""
+    key = ("documents", q.shape, q.device, band, id(block_mask), _identity(cu_seqlens))
+
+    def make() -> BlockMask:
+        check_rank(OP, "q", q, "[B, Hq, S, D]")
+        check_cu_seqlens(OP, "cu_seqlens", cu_seqlens)
+        length, device = q.shape[2], q.device
+        if block_mask is not None:
+            _check_is_mask(block_mask)
+            block_mask.check_problem(OP, q.shape[0], block_mask.heads, length, length)
+        plan = _runs((length,), block_mask is not None)
+        return Visible(OP, plan, band, block_mask, cu_seqlens).whole().to(device)
+
+    return _remember(key, make, block_mask, cu_seqlens)
 
 
 class _Others(NamedTuple):
@@ -288,12 +332,6 @@ class _Call(NamedTuple):
             f"sinks {self.sinks is not None}, impl {self.impl}, lse {self.return_lse}"
         )
 
-    def attend_alone(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        """The call in a group of one: nothing to exchange."""
-        if self.block_mask is not None:
-            self._check_mask(q, q.shape[2], q.shape[1])
-        return self._whole(q, k, v, (q.shape[2],), None)
-
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: _Others) -> Any:
         """The call on one of several ranks; arguments that differ have been refused."""
         if self.method == "heads":
@@ -333,7 +371,7 @@ class _Call(NamedTuple):
         span = (end - q.shape[1], end)
         self._check_mask(q, q.shape[2], ends[-1])
         _check_sinks_of_all(self.sinks, q, ends[-1])
-        return self._whole(q, k, v, (q.shape[2],), span)
+        return self._whole(q, k, v, span)
 
     def _ulysses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Any:
         heads = q.shape[1]
@@ -341,33 +379,24 @@ class _Call(NamedTuple):
         key = ("exchanger", plan, id(self.members.group), q.device)
         exchanger = self._kept(key, lambda: Exchanger.of(self.members, plan, q.device))
         q, k, v = to_heads((q, k, v), exchanger, (spans.q, spans.kv, spans.kv))
-        out, lse = self._whole(q, k, v, (plan.seq_length,), spans.q[self.members.rank])
+        out, lse = self._whole(q, k, v, spans.q[self.members.rank])
         out = to_sequence(out, exchanger, spans.q, heads)
         if self.return_lse:
             lse = to_sequence(lse.unsqueeze(-1), exchanger, spans.q, heads).squeeze(-1)
         return out, lse
 
     def _whole(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lengths: tuple[int],
-        span: tuple[int, int] | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: tuple[int, int]
     ) -> Any:
-        """`bsk.attention` on whole sequences; `span` are this rank's query heads, None for all."""
+        """`bsk.attention` on whole sequences of this rank's query heads, `span`."""
         mask, band, sinks = self.block_mask, self.band, self.sinks
         if self.cu_seqlens is not None:
-            visible = self._visible(_runs(lengths, self.block_mask is not None))
-            mask, band = self._kept(("whole", lengths), visible.whole), EVERYTHING
+            mask, band = _document_mask(q, band, mask, self.cu_seqlens), EVERYTHING
         if mask is not None:
             whole, device = mask, q.device
-
-            def own_heads() -> BlockMask:
-                return (mask_of_heads(whole, span) if span else whole).to(device)
-
-            mask = self._kept(("heads", span, lengths, device), own_heads)
-        if sinks is not None and span is not None:
+            key = ("heads", span, q.shape[2], device)
+            mask = self._kept(key, lambda: mask_of_heads(whole, span).to(device))
+        if sinks is not None:
             sinks = sinks[slice(*span)]
         return attend_whole(
             *(q, k, v), window=(band.left, band.right), block_mask=mask, scale=self.scale,
@@ -466,9 +495,8 @@ def _checked_call(
         _check_plan(plan, members, method, q)
     if cu_seqlens is not None:
         check_cu_seqlens(OP, "cu_seqlens", cu_seqlens)
-    if block_mask is not None and not isinstance(block_mask, BlockMask):
-        got = f"{type(block_mask).__module__}.{type(block_mask).__name__}"
-        raise InvalidType(message(OP, "block_mask", "is not a block mask", "BlockMask", got))
+    if block_mask is not None:
+        _check_is_mask(block_mask)
     if method != "heads":
         check_sinks(OP, sinks, q)
         if plan is not None and block_mask is not None:
@@ -482,6 +510,12 @@ def _checked_call(
         softcap_or_off(OP, softcap), sinks, is_deterministic(OP, deterministic), impl, return_lse,
         sizes,
     )  # fmt: skip
+
+
+def _check_is_mask(block_mask: Any) -> None:
+    if not isinstance(block_mask, BlockMask):
+        got = f"{type(block_mask).__module__}.{type(block_mask).__name__}"
+        raise InvalidType(message(OP, "block_mask", "is not a block mask", "BlockMask", got))
 
 
 def _check_sinks_of_all(sinks: torch.Tensor | None, q: torch.Tensor, heads: int) -> None:
