@@ -21,18 +21,22 @@ from ..attention.inputs import (
     scale_or_default,
     softcap_or_off,
 )
+from ..attention.op import run_forward
 from ..core.checks import check_choice, check_rank, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType, Unsupported
+from ..core.torch_state import is_explaining
+from ..dispatch.dispatcher import Explained
 from ..masks.band import EVERYTHING, Band, band_of
 from ..masks.block_mask import BlockMask
 from ..masks.packed import check_cu_seqlens
+from .explain import MethodDecision
 from .group import Members, agree_once, check_same, members_of
 from .heads import Exchanger, mask_of_heads, split_heads, to_heads, to_sequence
 from .plan import Plan
 from .schedule import Fetch, Gathered, gathered, ring_parts
 from .sequence import SequenceRun, attend_split
-from .traffic import Shapes, cheapest
+from .traffic import Shapes, bytes_of, choose
 from .visible import PartMask, Visible
 
 METHODS = ("auto", "allgather", "needed", "ring", "ulysses", "heads")
@@ -123,6 +127,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str = "auto",
+    **others: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Self-attention over a sequence that is split among the ranks of a group.
 
@@ -159,7 +164,8 @@ def attention(
     causal, window, scale, softcap, sinks, return_lse, deterministic, impl :
         As in `bsk.attention`. All gradients but that of the sinks are complete; each rank has its
         own queries' part of the gradient of the sinks, to be summed over ranks like that of any
-        replicated parameter. `impl="reference"` is for the method "heads" alone.
+        replicated parameter. `impl="reference"` is for the method "heads" alone. The other options
+        of `bsk.attention` (key_gate, alibi_slopes, bias, descales, out) are refused.
     block_mask : BlockMask, optional
         For the whole sequence, the same on every rank. Its blocks must fit the tiles of the plan.
 
@@ -181,6 +187,9 @@ def attention(
 
     Masks of shards are made on the CPU in the first call with a plan, mask and options, and kept
     for later ones; a mask or `cu_seqlens` on a GPU is copied for this, which waits.
+
+    `bsk.explain(bsk.distributed.attention, ...)` tells the method, the bytes that each rank sends,
+    the imbalance, and why not the other methods. One rank may ask alone if there is a plan.
 
     Examples
     --------
@@ -205,13 +214,15 @@ def attention(
         options = {
             "plan": plan, "cu_seqlens": cu_seqlens, "causal": causal, "window": window,
             "block_mask": block_mask, "scale": scale, "softcap": softcap, "sinks": sinks,
-            "deterministic": deterministic, "impl": impl,
+            "deterministic": deterministic, "impl": impl, **others,
         }  # fmt: skip
         placed = _of_dtensors(q, k, v, mesh, group, method, options)
         return placed if return_lse else placed[0]
     members = members_of(OP, mesh, group)
     if members.size == 1:
         # straight to the plain call, which repeats a recorded launch in a few microseconds
+        if others:
+            _refuse(others)
         if plan is not None or method != "auto":
             _check_alone(plan, members, method, q)
         _check_lengths(q, k)
@@ -229,6 +240,8 @@ def attention(
     failure: Exception | None = None
     call: _Call | None = None
     try:
+        if others:
+            _refuse(others)
         q, k, v = _checked(q, k, v)
         call = _checked_call(
             q, k, v, members, plan, method, cu_seqlens, band_of(OP, causal, window), block_mask,
@@ -236,9 +249,15 @@ def attention(
         )  # fmt: skip
     except Exception as error:
         failure = error
-    others = _agreed(members, call, failure, q)
+    if is_explaining() and isinstance(plan, Plan):
+        # the plan knows the others, so one rank may ask alone
+        if failure is not None:
+            raise failure
+        known = _Others(plan.lengths, ())
+    else:
+        known = _agreed(members, call, failure, q)
     assert call is not None
-    out, lse = call.attend(q, k, v, others)
+    out, lse = call.attend(q, k, v, known)
     return (out, lse) if return_lse else out
 
 
@@ -249,6 +268,28 @@ def _checked(
     check_head_dims(OP, q, v)
     _check_lengths(q, k)
     return autocast_qkv(OP, q, k, v)
+
+
+# Options of `bsk.attention` that shards do not have, and what to do instead.
+REFUSED = {
+    "key_gate": "key_gate=None: thresholds run over the whole sequence, which no rank has",
+    "alibi_slopes": "alibi_slopes=None, or rotary embeddings at plan.positions()",
+    "bias": "bias=None, or a block_mask for a bias of 0 and -inf",
+    "q_descale": "q, k and v in 16 bits or more",
+    "k_descale": "q, k and v in 16 bits or more",
+    "v_descale": "q, k and v in 16 bits or more",
+    "out_dtype": "out_dtype=None: results have the dtype of q",
+    "out": "out=None: results are new tensors",
+}
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in REFUSED:
+            raise TypeError(f"{OP}() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            problem, got = "is not available over several ranks", type(value).__name__
+            raise Unsupported(message(OP, name, problem, REFUSED[name], got))
 
 
 def _check_lengths(q: Any, k: Any) -> None:
@@ -343,27 +384,55 @@ class _Call(NamedTuple):
         method = self.method
         if method == "auto":
             chosen = ("auto", shapes, plan)
-            method = self._kept(chosen, lambda: cheapest(visible, shapes))
+            method = self._kept(chosen, lambda: choose(visible, shapes)).method
+        if is_explaining():
+            raise Explained(self._explained(q, k, v, visible, method))
         if method == "ulysses":
             return self._ulysses(q, k, v, plan)
         if self.impl == "reference":
             expected = "'eager', 'triton' or 'sm90', or method 'ulysses'"
             problem = "recomputes the softmax over all keys, which no rank has"
             raise Unsupported(message(OP, "impl", problem, expected, "'reference'"))
-        rank, device = self.members.rank, q.device
-        ratio = shapes.heads_q // max(shapes.heads_kv, 1)
+        return attend_split(self._run(q, k, visible, method), q, k, v, self.sinks)
+
+    def _run(self, q: torch.Tensor, k: torch.Tensor, visible: Visible, method: str) -> SequenceRun:
+        """The call of a method that exchanges keys, with this rank's schedule."""
+        plan, rank, device = visible.plan, self.members.rank, q.device
+        ratio = q.shape[1] // max(k.shape[1], 1)
         key = (method, plan, ratio, rank, device)
         work = self._kept(key, lambda: _scheduled(visible, rank, ratio, method, device))
-        run = SequenceRun(
-            self.members,
-            plan.lengths,
-            work,
-            self.scale,
-            self.softcap,
-            self.deterministic,
-            self.impl,
+        softmax = (self.scale, self.softcap, self.deterministic, self.impl)
+        return SequenceRun(self.members, plan.lengths, work, *softmax)
+
+    def _explained(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, method: str
+    ) -> MethodDecision:
+        """What `bsk.explain` tells; nothing is exchanged or computed."""
+        plan, shapes = visible.plan, Shapes.of(q, k, v)
+        reasons = dict(choose(visible, shapes).reasons)
+        if self.method != "auto":
+            others = (name for name in METHODS[1:] if name != method)
+            reasons = dict.fromkeys(others, f"method={method!r} was asked for")
+        local = None
+        if method != "ulysses":
+            run = self._run(q, k, visible, method)
+            work = run.work
+            own = work.local if isinstance(work, Gathered) else work[self.members.rank]
+            if not own.is_empty:
+                try:
+                    run_forward(run.call(q, k, v, own), self.impl)
+                except Explained as stop:
+                    local = stop.decision
+        lengths = f"{min(plan.lengths)} to {max(plan.lengths)}"
+        problem = (
+            f"{plan.seq_length} tokens in tiles of {plan.tile} on {plan.world_size} ranks, "
+            f"{lengths} each; {shapes.heads_q} query and {shapes.heads_kv} KV heads"
         )
-        return attend_split(run, q, k, v, self.sinks)
+        sent, work_of = bytes_of(visible, method, shapes), visible.work()
+        imbalance = float(work_of.max() / work_of.mean()) if float(work_of.sum()) else 1.0
+        return MethodDecision(
+            *(OP, self.method, method, problem, reasons, None), sent, imbalance, local
+        )
 
     def _of_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: _Others) -> Any:
         ends = [*accumulate(others.heads)]
