@@ -3,7 +3,8 @@
 Nothing is run on 64 GPUs. Work and bytes of every rank come from the plan and the mask, exactly as
 `bsk.distributed.attention` would split and send them; kernel speeds are those recorded on an H200
 (benchmarks/results), and link speeds are the published ones of a node of eight with NVLink and one
-400 Gb/s adapter per GPU. Latencies, contention and the rest of a layer are left out.
+400 Gb/s adapter per GPU. Latencies, contention, merges of partial results and the rest of a layer
+are left out.
 
     python benchmarks/context_parallel_model.py            # prints the table
     python benchmarks/context_parallel_model.py --write    # and puts it into docs/distributed.md
@@ -19,6 +20,7 @@ import torch
 import blackwell_sparsek as bsk
 from blackwell_sparsek.distributed import Band, Shapes, balance
 from blackwell_sparsek.distributed.heads import split_heads
+from blackwell_sparsek.distributed.schedule import needed_remote, pieces
 from blackwell_sparsek.distributed.traffic import fetched_rows
 from blackwell_sparsek.distributed.visible import Visible
 
@@ -119,14 +121,34 @@ def model(mask, length, method, kind):
         steps = [max(t / RANKS, h) for t, h in zip(times, (hop, 3 * hop), strict=True)]
         last = [t / RANKS for t in times]
         return Times(computing, sum(s * (RANKS - 1) for s in steps) + sum(last))
-    rows = fetched_rows(visible, LAYER.heads_q // LAYER.heads_kv, everything=method == "allgather")
+    ratio = LAYER.heads_q // LAYER.heads_kv
+    rows = fetched_rows(visible, ratio, everything=method == "allgather")
     copies = visible.heads if visible.heads == 1 else LAYER.heads_kv
     fetch = back = moved(rows.double() * (LAYER.kv_bytes / copies))
     if method == "allgather":
         fetch = gathered(LAYER.kv_bytes * length, shard)
+    wanted = needed_remote(visible, ratio, everything=method == "allgather")
+    count = len(pieces(plan, visible.block[1], wanted))
     own = own_share(visible, plan)
-    total = sum(max(t * own, fetch) + t * (1 - own) for t in times) + back
+    # gradients return while the next piece is computed, beside its successor; the last ones after
+    total = back / count
+    for seconds, returned in zip(times, (0.0, back), strict=True):
+        total += fetched_in(count, seconds * own, seconds * (1 - own), fetch, returned)
     return Times(computing, total)
+
+
+def fetched_in(count, own, far, fetch, back=0.0):
+    """Seconds of a pass with `count` fetches, each under way while what came before is computed.
+
+    `own` and `far` are seconds of computing own and fetched keys, `fetch` and `back` of all
+    transfers in either direction.
+    """
+    total = max(own, fetch / count)
+    for step in range(count):
+        travels = fetch / count if step + 1 < count else 0.0
+        travels += back / count if step > 0 else 0.0
+        total += max(far / count, travels)
+    return total
 
 
 def own_share(visible, plan):
@@ -155,28 +177,32 @@ def documents(length):
     return bsk.masks.documents(torch.tensor(ends, dtype=torch.int32), 128, causal=True)
 
 
+def rows(length):
+    """The rows of the table for a number of tokens, in Markdown."""
+    masks = {
+        "causal": (Band(None, 0), "causal"),
+        "causal, window 4096": (Band(4095, 0), "window"),
+        "documents of 1k to 64k": (documents(length), "blocks"),
+        "64 random blocks per row": (random_blocks(length, 64), "blocks"),
+    }
+    for name, (mask, kind) in masks.items():
+        found = {method: model(mask, length, method, kind) for method in METHODS}
+        best = min(found, key=lambda method: found[method].total)
+        cells = [f"{found[method].total * 1e3:.2f}" for method in METHODS]
+        computing = f"{found['needed'].computing * 1e3:.2f}"
+        yield f"| {length // 1024}k | {name} | {computing} | {' | '.join(cells)} | {best} |"
+
+
+LENGTHS = (2**17, 2**19)
+
+
 def table():
     """The table in Markdown."""
     lines = [
         "| tokens | mask | computing | " + " | ".join(METHODS) + " | best |",
         "|---|---|---|" + "---|" * (len(METHODS) + 1),
     ]
-    for length in (2**17, 2**19):
-        masks = {
-            "causal": (Band(None, 0), "causal"),
-            "causal, window 4096": (Band(4095, 0), "window"),
-            "documents of 1k to 64k": (documents(length), "blocks"),
-            "64 random blocks per row": (random_blocks(length, 64), "blocks"),
-        }
-        for name, (mask, kind) in masks.items():
-            found = {method: model(mask, length, method, kind) for method in METHODS}
-            best = min(found, key=lambda method: found[method].total)
-            cells = [f"{found[method].total * 1e3:.2f}" for method in METHODS]
-            computing = f"{found['needed'].computing * 1e3:.2f}"
-            lines.append(
-                f"| {length // 1024}k | {name} | {computing} | {' | '.join(cells)} | {best} |"
-            )
-    return "\n".join(lines)
+    return "\n".join([*lines, *(row for length in LENGTHS for row in rows(length))])
 
 
 def main():

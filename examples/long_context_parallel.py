@@ -6,6 +6,9 @@ same processes and averages the gradients.
 
     torchrun --nproc-per-node 2 examples/long_context_parallel.py
     torchrun --nproc-per-node 8 examples/long_context_parallel.py --length 131072 --window 4096
+    torchrun --nproc-per-node 2 examples/long_context_parallel.py --llama
+
+With `--llama` the model is one of transformers; its sequence is split in the same way.
 
 On machines with GPUs the same script runs with NCCL, one GPU per process. It prints the losses,
 which do not depend on the number of processes, and what each process sends.
@@ -74,6 +77,48 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def llama(plan, mesh, options):
+    """A Llama of the same sizes, or a Mistral if there is a window, and how to call it."""
+    import transformers
+
+    from blackwell_sparsek.integrations.huggingface import register_context_parallel
+
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH,
+        "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM, "tie_word_embeddings": False,
+        "max_position_embeddings": options.length,
+    }  # fmt: skip
+    if options.window:
+        config = transformers.MistralConfig(**sizes, sliding_window=options.window)
+        model = transformers.MistralForCausalLM(config)
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    name = register_context_parallel(plan, mesh=mesh, method=options.method)
+    model.set_attn_implementation(name)
+
+    def logits(ids, positions):
+        return model(ids, position_ids=positions[None], use_cache=False).logits
+
+    return model, model.model.layers, logits
+
+
+def small(plan, mesh, options):
+    """The model above, and how to call it."""
+    window = options.window or None
+    model = Model()
+
+    def attend(q, k, v):
+        return bsk.distributed.attention(
+            q, k, v, mesh=mesh, plan=plan, method=options.method, causal=True, window=window
+        )
+
+    def logits(ids, positions):
+        return model(ids, attend, positions)
+
+    return model, model.blocks, logits
+
+
 def batch(step, length, device):
     """Token n is followed by 5 n + 3, except for a few surprises; ids and the next ids."""
     generator = torch.Generator().manual_seed(step)
@@ -93,11 +138,6 @@ def train(options, mesh, device):
     plan = balance(band, mesh.size(), seq_length=options.length, tile=options.tile)
     positions = plan.positions(mesh.get_local_rank(), device=device)
 
-    def attend(q, k, v):
-        return bsk.distributed.attention(
-            q, k, v, mesh=mesh, plan=plan, method=options.method, causal=True, window=window
-        )
-
     def say(text):
         if mesh.get_local_rank() == 0:
             print(text, flush=True)
@@ -109,8 +149,9 @@ def train(options, mesh, device):
         say(f"{method:10} sends {sent:,} bytes per layer and forward pass")
 
     torch.manual_seed(0)
-    model = Model().to(device)
-    for block in model.blocks:
+    model, blocks, logits_of = (llama if options.llama else small)(plan, mesh, options)
+    model.to(device)
+    for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -120,7 +161,7 @@ def train(options, mesh, device):
                 plan.shard(x, rank=mesh.get_local_rank())
                 for x in batch(step, options.length, device)
             )
-            logits = model(ids, attend, positions)
+            logits = logits_of(ids, positions)
             share = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
             # FSDP2 averages over processes, and the mean is over the tokens of all of them
             (share * mesh.size() / options.length).backward()
@@ -140,6 +181,7 @@ def main():
     parser.add_argument("--window", type=int, default=0, help="keys each token sees; 0 for all")
     parser.add_argument("--method", default="auto", help="of bsk.distributed.attention")
     parser.add_argument("--tile", type=int, default=16, help="tokens that stay together")
+    parser.add_argument("--llama", action="store_true", help="train a model of transformers")
     parser.add_argument("--steps", type=int, default=21)
     options = parser.parse_args()
     kind = "cuda" if torch.cuda.is_available() else "cpu"

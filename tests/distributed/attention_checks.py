@@ -10,7 +10,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.distributed import Band, Plan, Shapes, balance, count_bytes, traffic
+from blackwell_sparsek.distributed import (
+    Band,
+    Plan,
+    Shapes,
+    balance,
+    count_bytes,
+    schedule,
+    sequence,
+    traffic,
+)
+from blackwell_sparsek.distributed.visible import Visible
 from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
@@ -241,6 +251,28 @@ def bytes_are_what_the_plan_says(rank, world, folder):
         with count_bytes() as sent:
             out.sum().backward()
         assert sent.total == said.backward[rank], (method, options)
+
+
+@check
+def long_sequences_are_fetched_in_pieces(rank, world, folder):
+    """Schedules are kept between calls, so this has a length of its own."""
+    plan, (q, k, v) = zigzag(217, world), inputs(length=217)
+    mask = bsk.masks.random(217, 0.4, 16, heads=4, generator=torch.Generator().manual_seed(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "FETCH_TOKENS", 30)
+        for options in ({"causal": True}, {"block_mask": mask}):
+            compare(plan, ("allgather", "needed"), q, k, v, **options)
+            for method in ("allgather", "needed"):
+                local = [plan.shard(x, 2, rank=rank) for x in (q, k, v)]
+                with count_bytes() as sent:
+                    bsk.distributed.attention(*local, plan=plan, method=method, **options)
+                said = traffic(plan, method, Shapes.of(q, k, v), **options)
+                assert sent.total == said.forward[rank]
+    visible = Visible("test", plan, Band(None, 0))
+    assert len(schedule.gathered(visible, rank, 2, everything=True).fetches) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "FETCH_TOKENS", 30)
+        assert len(schedule.gathered(visible, rank, 2, everything=True).fetches) == 3 + (world > 2)
 
 
 @check
@@ -493,3 +525,26 @@ def a_rank_that_does_not_call_ends_the_others(rank, world, folder):
     # the default group is not concerned
     dist.barrier()
     compare(plan, ("ring",), *inputs(length=100), causal=True)
+
+
+@check
+def a_rank_that_fails_between_transfers_ends_the_others(rank, world, folder):
+    """After the comparison of arguments: only the timeout of the group is left."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=20))
+    plan = zigzag(100, world)
+    local = [plan.shard(x, 2, rank=rank).requires_grad_() for x in inputs(length=100)]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(sequence, "run_forward", _out_of_memory)
+        error = torch.OutOfMemoryError if rank == 1 else RuntimeError
+        with pytest.raises(error, match=r"(?i)no memory|time|closed"):
+            # on two ranks the forward of the other has all its keys by then
+            bsk.distributed.attention(
+                *local, group=group, plan=plan, method="ring"
+            ).sum().backward()
+    dist.barrier()
+    compare(plan, ("ring",), *inputs(length=100), causal=True)
+
+
+def _out_of_memory(*_):
+    raise torch.OutOfMemoryError("no memory left")

@@ -242,3 +242,45 @@ def test_bytes_of_masks_on_eight_ranks():
 def test_traffic_refuses_an_unknown_method():
     with pytest.raises(bsk.InvalidInput, match="method is unknown; expected one of 'allgather'"):
         traffic(Plan.contiguous(64, 2), "auto", Shapes(1, 1, 1, 8, 8, torch.float32))
+
+
+DEMANDS = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 1024},
+    "documents": {"cu_seqlens": DOCUMENTS[:5]},
+    "top-k": {"block_mask": topk_mask(9000 // 128 * 128, 1, 8)},
+}
+
+
+@pytest.mark.parametrize("name", DEMANDS)
+def test_needed_sends_little_more_than_single_tokens_would_be(name):
+    """Bytes against the keys that some query of a rank sees, token by token, on eight ranks."""
+    options = DEMANDS[name]
+    mask = options.get("block_mask")
+    length = 9000 if mask is None else mask.seq_lengths[0]
+    at = torch.arange(length)
+    if name == "documents":
+        mask = bsk.masks.documents(options["cu_seqlens"], 128)
+        document = torch.searchsorted(options["cu_seqlens"].long(), at, right=True)
+    band = Band(options.get("window", 2**30) - 1, 0)
+    plan = balance(band if mask is None else mask, 8, seq_length=length, tile=128)
+    blocks = None if name != "top-k" else mask.to_dense()[0, 0]
+    demanded = 0
+    for rank in range(8):
+        q = plan.positions(rank)
+        if name == "documents":
+            seen = torch.isin(document, document[q])
+        elif name == "top-k":
+            seen = blocks[q[::128] // 128].any(0).repeat_interleave(128)
+        else:
+            left = band.left
+            # the union of [p - left, p] over the rank's positions
+            change = torch.zeros(length + 1, dtype=torch.int64)
+            change.index_add_(0, (q - left).clamp(min=0), torch.ones_like(q))
+            change.index_add_(0, q + 1, -torch.ones_like(q))
+            seen = change.cumsum(0)[:length] > 0
+        seen[q] = False
+        demanded += int(seen.sum())
+    shapes = Shapes(1, 4, 2, 64, 64, torch.bfloat16)
+    sent = sum(traffic(plan, "needed", shapes, **options).forward)
+    assert demanded * shapes.kv_bytes <= sent <= 1.05 * demanded * shapes.kv_bytes

@@ -9,7 +9,7 @@ import torch
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.inputs import scale_or_default
-from blackwell_sparsek.distributed import Band, balance, heads, sequence
+from blackwell_sparsek.distributed import Band, balance, heads, schedule, sequence
 from blackwell_sparsek.distributed.api import _scheduled
 from blackwell_sparsek.distributed.collectives import Pending
 from blackwell_sparsek.distributed.group import Members
@@ -27,24 +27,24 @@ class Exchange:
         self.table = [None] * RANKS
         self.barrier = threading.Barrier(RANKS, timeout=120)
 
-    def _taken(self, members, mine, take):
+    def _taken(self, members, mine, take, finish=None):
         self.table[members.rank] = mine
         self.barrier.wait()
         taken = take(self.table)
         self.barrier.wait()
-        return Pending([], taken)
+        return Pending([], taken, finish=finish)
 
-    def all_to_all(self, rows, send, receive, members):
+    def all_to_all(self, rows, send, receive, members, *held, finish=None):
         def take(table):
             found = torch.cat([parts[members.rank] for parts in table])
             assert [parts[members.rank].shape[0] for parts in table] == list(receive)
             return found
 
-        return self._taken(members, torch.split(rows, list(send)), take)
+        return self._taken(members, torch.split(rows, list(send)), take, finish)
 
-    def all_gather(self, rows, length, members):
+    def all_gather(self, rows, length, members, *held, finish=None):
         padded = torch.cat([rows, rows.new_zeros(length - rows.shape[0], rows.shape[1])])
-        return self._taken(members, padded, torch.stack)
+        return self._taken(members, padded, torch.stack, finish)
 
     def ring(self, data, count, members):
         def take(table):
@@ -101,7 +101,10 @@ def masks(device):
 @pytest.mark.parametrize("method", ["allgather", "needed", "ring"])
 @pytest.mark.parametrize("name", ["causal", "window", "documents", "per head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_give_what_one_call_gives(name, method, dtype, device, exchange):
+def test_ranks_give_what_one_call_gives(name, method, dtype, device, exchange, monkeypatch):
+    if dtype == torch.float32:
+        # several fetches, of which one is under way while another is computed
+        monkeypatch.setattr(schedule, "FETCH_TOKENS", 100)
     options = masks(device)[name]
     mask, band = options.get("block_mask"), Band(None, None)
     if mask is None:
@@ -116,9 +119,11 @@ def test_ranks_give_what_one_call_gives(name, method, dtype, device, exchange):
     def work(members):
         rank = members.rank
         q, k, v, do = (plan.shard(x, 2, rank=rank) for x in given)
-        schedule = _scheduled(visible, rank, 2, method, device)
+        planned = _scheduled(visible, rank, 2, method, device)
+        if method == "allgather" or (method, name) == ("needed", "causal"):
+            assert len(planned.fetches) == (2 if dtype == torch.float32 else 1)
         scale = scale_or_default("test", None, 64)
-        run = sequence.SequenceRun(members, plan.lengths, schedule, scale, 0.0, True, "auto")
+        run = sequence.SequenceRun(members, plan.lengths, planned, scale, 0.0, True, "auto")
         return forward_and_backward(run, q, k, v, sinks, do)
 
     found = run_ranks(work)
@@ -152,9 +157,9 @@ def test_heads_and_tokens_change_places(kv_heads, device, exchange):
         exchanger = heads.Exchanger.of(members, plan, device)
         both = []
         for whole, own in ((x, spans.q), (y, spans.kv)):
-            part = exchanger.to_heads(plan.shard(whole, 2, rank=members.rank), own)
+            part = exchanger.start_to_heads(plan.shard(whole, 2, rank=members.rank), own)()
             assert torch.equal(part, whole[:, slice(*own[members.rank])])
-            both.append(exchanger.to_sequence(part, own, whole.shape[1]))
+            both.append(exchanger.start_to_sequence(part, own, whole.shape[1])())
         return both
 
     for rank, (q, kv) in enumerate(run_ranks(work)):

@@ -41,3 +41,13 @@ def test_losses_do_not_depend_on_the_number_of_processes():
     sent = dict(re.findall(r"^(\w+) +sends ([\d,]+) bytes", together, re.MULTILINE))
     assert int(sent["needed"].replace(",", "")) < int(sent["allgather"].replace(",", ""))
     assert "2 processes with [" in together and "imbalance 1.0" in together
+
+
+@pytest.mark.exhaustive
+def test_a_model_of_transformers_is_split_in_the_same_way():
+    pytest.importorskip("transformers")
+    options = ("--llama", "--length", "200", "--steps", "2")
+    alone, together = (losses(run(processes, *options)) for processes in (1, 2))
+    assert len(alone) == len(together) == 2 and alone[1] < alone[0]
+    assert together[0] == pytest.approx(alone[0], abs=1.5e-5)
+    assert together[1] == pytest.approx(alone[1], rel=1e-2)

@@ -8,6 +8,7 @@ parts of a cache; `ColwiseBSR` and `RowwiseBSR` split block-sparse layers.
 from ..masks.band import Band
 from .api import attention
 from .decode import attention_decode
+from .explain import MethodDecision
 from .group import SentBytes, count_bytes
 from .linear import ColwiseBSR, FeatureSplit, ParallelBSRLinear, RowwiseBSR, split_features
 from .plan import Plan, balance
@@ -17,6 +18,7 @@ __all__ = [
     "Band",
     "ColwiseBSR",
     "FeatureSplit",
+    "MethodDecision",
     "ParallelBSRLinear",
     "Plan",
     "RowwiseBSR",

@@ -21,18 +21,22 @@ from ..attention.inputs import (
     scale_or_default,
     softcap_or_off,
 )
-from ..core.checks import check_choice, message
+from ..attention.op import run_forward
+from ..core.checks import check_choice, check_rank, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType, Unsupported
+from ..core.torch_state import is_explaining
+from ..dispatch.dispatcher import Explained
 from ..masks.band import EVERYTHING, Band, band_of
 from ..masks.block_mask import BlockMask
 from ..masks.packed import check_cu_seqlens
+from .explain import MethodDecision
 from .group import Members, agree_once, check_same, members_of
 from .heads import Exchanger, mask_of_heads, split_heads, to_heads, to_sequence
 from .plan import Plan
-from .schedule import Gathered, gathered, ring_parts
+from .schedule import Fetch, Gathered, gathered, ring_parts
 from .sequence import SequenceRun, attend_split
-from .traffic import Shapes, cheapest
+from .traffic import Shapes, bytes_of, choose
 from .visible import PartMask, Visible
 
 METHODS = ("auto", "allgather", "needed", "ring", "ulysses", "heads")
@@ -123,6 +127,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str = "auto",
+    **others: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Self-attention over a sequence that is split among the ranks of a group.
 
@@ -159,7 +164,8 @@ def attention(
     causal, window, scale, softcap, sinks, return_lse, deterministic, impl :
         As in `bsk.attention`. All gradients but that of the sinks are complete; each rank has its
         own queries' part of the gradient of the sinks, to be summed over ranks like that of any
-        replicated parameter. `impl="reference"` is for the method "heads" alone.
+        replicated parameter. `impl="reference"` is for the method "heads" alone. The other options
+        of `bsk.attention` (key_gate, alibi_slopes, bias, descales, out) are refused.
     block_mask : BlockMask, optional
         For the whole sequence, the same on every rank. Its blocks must fit the tiles of the plan.
 
@@ -181,6 +187,9 @@ def attention(
 
     Masks of shards are made on the CPU in the first call with a plan, mask and options, and kept
     for later ones; a mask or `cu_seqlens` on a GPU is copied for this, which waits.
+
+    `bsk.explain(bsk.distributed.attention, ...)` tells the method, the bytes that each rank sends,
+    the imbalance, and why not the other methods. One rank may ask alone if there is a plan.
 
     Examples
     --------
@@ -205,14 +214,34 @@ def attention(
         options = {
             "plan": plan, "cu_seqlens": cu_seqlens, "causal": causal, "window": window,
             "block_mask": block_mask, "scale": scale, "softcap": softcap, "sinks": sinks,
-            "deterministic": deterministic, "impl": impl,
+            "deterministic": deterministic, "impl": impl, **others,
         }  # fmt: skip
         placed = _of_dtensors(q, k, v, mesh, group, method, options)
         return placed if return_lse else placed[0]
     members = members_of(OP, mesh, group)
+    if members.size == 1:
+        # straight to the plain call, which repeats a recorded launch in a few microseconds
+        if others:
+            _refuse(others)
+        if plan is not None or method != "auto":
+            _check_alone(plan, members, method, q)
+        _check_lengths(q, k)
+        if cu_seqlens is not None:
+            check_tensor(OP, "q", q)
+            check_tensor(OP, "cu_seqlens", cu_seqlens)
+            band = band_of(OP, causal, window)
+            block_mask = _document_mask(q, band, block_mask, cu_seqlens)
+            causal, window = False, None
+        return attend_whole(
+            q, k, v, causal=causal, window=window, block_mask=block_mask, scale=scale,
+            softcap=softcap, sinks=sinks, return_lse=return_lse, deterministic=deterministic,
+            impl=impl,
+        )  # fmt: skip
     failure: Exception | None = None
     call: _Call | None = None
     try:
+        if others:
+            _refuse(others)
         q, k, v = _checked(q, k, v)
         call = _checked_call(
             q, k, v, members, plan, method, cu_seqlens, band_of(OP, causal, window), block_mask,
@@ -220,15 +249,15 @@ def attention(
         )  # fmt: skip
     except Exception as error:
         failure = error
-    if members.size == 1:
+    if is_explaining() and isinstance(plan, Plan):
+        # the plan knows the others, so one rank may ask alone
         if failure is not None:
             raise failure
-        assert call is not None
-        out, lse = call.attend_alone(q, k, v)
+        known = _Others(plan.lengths, ())
     else:
-        others = _agreed(members, call, failure, q)
-        assert call is not None
-        out, lse = call.attend(q, k, v, others)
+        known = _agreed(members, call, failure, q)
+    assert call is not None
+    out, lse = call.attend(q, k, v, known)
     return (out, lse) if return_lse else out
 
 
@@ -237,10 +266,66 @@ def _checked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_qkv(OP, q, k, v, DENSE)
     check_head_dims(OP, q, v)
-    if q.shape[2] != k.shape[2]:
-        got = f"{q.shape[2]} queries, {k.shape[2]} keys"
-        raise InvalidInput(message(OP, "q/k", "have different lengths", "self-attention", got))
+    _check_lengths(q, k)
     return autocast_qkv(OP, q, k, v)
+
+
+# Options of `bsk.attention` that shards do not have, and what to do instead.
+REFUSED = {
+    "key_gate": "key_gate=None: thresholds run over the whole sequence, which no rank has",
+    "alibi_slopes": "alibi_slopes=None, or rotary embeddings at plan.positions()",
+    "bias": "bias=None, or a block_mask for a bias of 0 and -inf",
+    "q_descale": "q, k and v in 16 bits or more",
+    "k_descale": "q, k and v in 16 bits or more",
+    "v_descale": "q, k and v in 16 bits or more",
+    "out_dtype": "out_dtype=None: results have the dtype of q",
+    "out": "out=None: results are new tensors",
+}
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in REFUSED:
+            raise TypeError(f"{OP}() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            problem, got = "is not available over several ranks", type(value).__name__
+            raise Unsupported(message(OP, name, problem, REFUSED[name], got))
+
+
+def _check_lengths(q: Any, k: Any) -> None:
+    """Queries and keys are those of the same tokens; what are no tensors is refused elsewhere."""
+    queries, keys = (x.shape[2:3] if isinstance(x, torch.Tensor) else () for x in (q, k))
+    if queries and keys and queries != keys:
+        got = f"{queries[0]} queries, {keys[0]} keys"
+        raise InvalidInput(message(OP, "q/k", "have different lengths", "self-attention", got))
+
+
+def _check_alone(plan: Any, members: Members, method: Any, q: Any) -> None:
+    """What the plain call does not know, in a group of one."""
+    check_choice(OP, "method", method, METHODS)
+    check_tensor(OP, "q", q)
+    check_rank(OP, "q", q, "[B, Hq, S, D]")
+    if plan is not None:
+        _check_plan(plan, members, method, q)
+
+
+def _document_mask(
+    q: torch.Tensor, band: Band, block_mask: BlockMask | None, cu_seqlens: torch.Tensor
+) -> BlockMask:
+    """What whole sequences see under documents, a band inside them and a block mask."""
+    key = ("documents", q.shape, q.device, band, id(block_mask), _identity(cu_seqlens))
+
+    def make() -> BlockMask:
+        check_rank(OP, "q", q, "[B, Hq, S, D]")
+        check_cu_seqlens(OP, "cu_seqlens", cu_seqlens)
+        length, device = q.shape[2], q.device
+        if block_mask is not None:
+            _check_is_mask(block_mask)
+            block_mask.check_problem(OP, q.shape[0], block_mask.heads, length, length)
+        plan = _runs((length,), block_mask is not None)
+        return Visible(OP, plan, band, block_mask, cu_seqlens).whole().to(device)
+
+    return _remember(key, make, block_mask, cu_seqlens)
 
 
 class _Others(NamedTuple):
@@ -288,12 +373,6 @@ class _Call(NamedTuple):
             f"sinks {self.sinks is not None}, impl {self.impl}, lse {self.return_lse}"
         )
 
-    def attend_alone(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        """The call in a group of one: nothing to exchange."""
-        if self.block_mask is not None:
-            self._check_mask(q, q.shape[2], q.shape[1])
-        return self._whole(q, k, v, (q.shape[2],), None)
-
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: _Others) -> Any:
         """The call on one of several ranks; arguments that differ have been refused."""
         if self.method == "heads":
@@ -305,27 +384,55 @@ class _Call(NamedTuple):
         method = self.method
         if method == "auto":
             chosen = ("auto", shapes, plan)
-            method = self._kept(chosen, lambda: cheapest(visible, shapes))
+            method = self._kept(chosen, lambda: choose(visible, shapes)).method
+        if is_explaining():
+            raise Explained(self._explained(q, k, v, visible, method))
         if method == "ulysses":
             return self._ulysses(q, k, v, plan)
         if self.impl == "reference":
             expected = "'eager', 'triton' or 'sm90', or method 'ulysses'"
             problem = "recomputes the softmax over all keys, which no rank has"
             raise Unsupported(message(OP, "impl", problem, expected, "'reference'"))
-        rank, device = self.members.rank, q.device
-        ratio = shapes.heads_q // max(shapes.heads_kv, 1)
+        return attend_split(self._run(q, k, visible, method), q, k, v, self.sinks)
+
+    def _run(self, q: torch.Tensor, k: torch.Tensor, visible: Visible, method: str) -> SequenceRun:
+        """The call of a method that exchanges keys, with this rank's schedule."""
+        plan, rank, device = visible.plan, self.members.rank, q.device
+        ratio = q.shape[1] // max(k.shape[1], 1)
         key = (method, plan, ratio, rank, device)
         work = self._kept(key, lambda: _scheduled(visible, rank, ratio, method, device))
-        run = SequenceRun(
-            self.members,
-            plan.lengths,
-            work,
-            self.scale,
-            self.softcap,
-            self.deterministic,
-            self.impl,
+        softmax = (self.scale, self.softcap, self.deterministic, self.impl)
+        return SequenceRun(self.members, plan.lengths, work, *softmax)
+
+    def _explained(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, method: str
+    ) -> MethodDecision:
+        """What `bsk.explain` tells; nothing is exchanged or computed."""
+        plan, shapes = visible.plan, Shapes.of(q, k, v)
+        reasons = dict(choose(visible, shapes).reasons)
+        if self.method != "auto":
+            others = (name for name in METHODS[1:] if name != method)
+            reasons = dict.fromkeys(others, f"method={method!r} was asked for")
+        local = None
+        if method != "ulysses":
+            run = self._run(q, k, visible, method)
+            work = run.work
+            own = work.local if isinstance(work, Gathered) else work[self.members.rank]
+            if not own.is_empty:
+                try:
+                    run_forward(run.call(q, k, v, own), self.impl)
+                except Explained as stop:
+                    local = stop.decision
+        lengths = f"{min(plan.lengths)} to {max(plan.lengths)}"
+        problem = (
+            f"{plan.seq_length} tokens in tiles of {plan.tile} on {plan.world_size} ranks, "
+            f"{lengths} each; {shapes.heads_q} query and {shapes.heads_kv} KV heads"
         )
-        return attend_split(run, q, k, v, self.sinks)
+        sent, work_of = bytes_of(visible, method, shapes), visible.work()
+        imbalance = float(work_of.max() / work_of.mean()) if float(work_of.sum()) else 1.0
+        return MethodDecision(
+            *(OP, self.method, method, problem, reasons, None), sent, imbalance, local
+        )
 
     def _of_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: _Others) -> Any:
         ends = [*accumulate(others.heads)]
@@ -333,42 +440,32 @@ class _Call(NamedTuple):
         span = (end - q.shape[1], end)
         self._check_mask(q, q.shape[2], ends[-1])
         _check_sinks_of_all(self.sinks, q, ends[-1])
-        return self._whole(q, k, v, (q.shape[2],), span)
+        return self._whole(q, k, v, span)
 
     def _ulysses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Any:
         heads = q.shape[1]
         spans = split_heads(heads, k.shape[1], self.members.size)
         key = ("exchanger", plan, id(self.members.group), q.device)
         exchanger = self._kept(key, lambda: Exchanger.of(self.members, plan, q.device))
-        q = to_heads(q, exchanger, spans.q)
-        k, v = (to_heads(x, exchanger, spans.kv) for x in (k, v))
-        out, lse = self._whole(q, k, v, (plan.seq_length,), spans.q[self.members.rank])
+        q, k, v = to_heads((q, k, v), exchanger, (spans.q, spans.kv, spans.kv))
+        out, lse = self._whole(q, k, v, spans.q[self.members.rank])
         out = to_sequence(out, exchanger, spans.q, heads)
         if self.return_lse:
             lse = to_sequence(lse.unsqueeze(-1), exchanger, spans.q, heads).squeeze(-1)
         return out, lse
 
     def _whole(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lengths: tuple[int],
-        span: tuple[int, int] | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: tuple[int, int]
     ) -> Any:
-        """`bsk.attention` on whole sequences; `span` are this rank's query heads, None for all."""
+        """`bsk.attention` on whole sequences of this rank's query heads, `span`."""
         mask, band, sinks = self.block_mask, self.band, self.sinks
         if self.cu_seqlens is not None:
-            visible = self._visible(_runs(lengths, self.block_mask is not None))
-            mask, band = self._kept(("whole", lengths), visible.whole), EVERYTHING
+            mask, band = _document_mask(q, band, mask, self.cu_seqlens), EVERYTHING
         if mask is not None:
             whole, device = mask, q.device
-
-            def own_heads() -> BlockMask:
-                return (mask_of_heads(whole, span) if span else whole).to(device)
-
-            mask = self._kept(("heads", span, lengths, device), own_heads)
-        if sinks is not None and span is not None:
+            key = ("heads", span, q.shape[2], device)
+            mask = self._kept(key, lambda: mask_of_heads(whole, span).to(device))
+        if sinks is not None:
             sinks = sinks[slice(*span)]
         return attend_whole(
             *(q, k, v), window=(band.left, band.right), block_mask=mask, scale=self.scale,
@@ -399,13 +496,16 @@ def _scheduled(
     if method == "ring":
         return [placed(part) for part in ring_parts(visible, rank)]
     made = gathered(visible, rank, ratio, everything=method == "allgather")
-    index = made.gather_index
-    return Gathered(
-        made.exchange.to(device),
-        placed(made.local),
-        placed(made.remote),
-        None if index is None else index.to(device),
-    )
+
+    def moved(fetch: Fetch) -> Fetch:
+        index = fetch.gather_index
+        return fetch._replace(
+            exchange=fetch.exchange.to(device),
+            mask=placed(fetch.mask),
+            gather_index=None if index is None else index.to(device),
+        )
+
+    return Gathered(placed(made.local), [moved(fetch) for fetch in made.fetches])
 
 
 # Masks and schedules of earlier calls, with the tensors that their keys identify.
@@ -464,9 +564,8 @@ def _checked_call(
         _check_plan(plan, members, method, q)
     if cu_seqlens is not None:
         check_cu_seqlens(OP, "cu_seqlens", cu_seqlens)
-    if block_mask is not None and not isinstance(block_mask, BlockMask):
-        got = f"{type(block_mask).__module__}.{type(block_mask).__name__}"
-        raise InvalidType(message(OP, "block_mask", "is not a block mask", "BlockMask", got))
+    if block_mask is not None:
+        _check_is_mask(block_mask)
     if method != "heads":
         check_sinks(OP, sinks, q)
         if plan is not None and block_mask is not None:
@@ -480,6 +579,12 @@ def _checked_call(
         softcap_or_off(OP, softcap), sinks, is_deterministic(OP, deterministic), impl, return_lse,
         sizes,
     )  # fmt: skip
+
+
+def _check_is_mask(block_mask: Any) -> None:
+    if not isinstance(block_mask, BlockMask):
+        got = f"{type(block_mask).__module__}.{type(block_mask).__name__}"
+        raise InvalidType(message(OP, "block_mask", "is not a block mask", "BlockMask", got))
 
 
 def _check_sinks_of_all(sinks: torch.Tensor | None, q: torch.Tensor, heads: int) -> None:

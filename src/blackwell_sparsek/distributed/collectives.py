@@ -1,6 +1,7 @@
 """Exchanges of rows between ranks, asynchronous and counted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,29 +13,81 @@ from .group import Members, add_sent
 # the name before torch 2.13, which warns about it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+Finish = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Pending:
-    """A transfer under way; `wait` gives what arrived.
+    """A transfer under way; `wait` gives what arrived, once `finish` has put it in order.
 
-    On a GPU the transfer runs on a stream of the process group, and `wait` makes the current stream
-    wait for it, not the host.
+    On a GPU the transfer runs on a stream of the process group. `finish` runs behind it on a stream
+    of this module, beside what the current stream computes, and `wait` makes the current stream
+    wait for that, not the host. All memory is allocated on the stream that starts the transfer and
+    held until that stream waits, so that no kernel gets it before. A transfer that is given up
+    without waiting leaves its memory to the other stream.
+
+    Parameters
+    ----------
+    works : what `torch.distributed` returned
+    arriving : Tensor
+        Where the data arrives.
+    held : what must not be freed before: what is sent, and what `finish` reads and writes
+    finish : function of `arriving`, optional
+        Returns what `wait` returns; it may not allocate memory that outlives it.
     """
 
-    def __init__(self, works: Sequence[Any], result: torch.Tensor, *held: torch.Tensor) -> None:
-        self._works, self._result = works, result
-        # what is being sent must not be freed before
-        self._held = held
+    def __init__(
+        self,
+        works: Sequence[Any],
+        arriving: torch.Tensor,
+        *held: torch.Tensor,
+        finish: Finish | None = None,
+    ) -> None:
+        self._works, self._result, self._held = works, arriving, (arriving, *held)
+        self._finish, self._finished = finish, None
+        if finish is not None and arriving.is_cuda:
+            beside = _stream_beside(arriving.device)
+            # not only for the transfer: `finish` writes to memory that the current stream had
+            beside.wait_stream(torch.cuda.current_stream(arriving.device))
+            with torch.cuda.stream(beside):
+                self._arrived()
+            self._finished = beside.record_event()
 
     def wait(self) -> torch.Tensor:
-        """What arrived."""
+        """What arrived; to be called once, on the stream that started the transfer."""
+        if self._finished is None:
+            self._arrived()
+        else:
+            torch.cuda.current_stream(self._result.device).wait_event(self._finished)
+        self._held, self._finished = (), None
+        return self._result
+
+    def _arrived(self) -> None:
         for work in self._works:
             work.wait()
-        self._works, self._held = (), ()
-        return self._result
+        if self._finish is not None:
+            self._result = self._finish(self._result)
+        self._works, self._finish = (), None
+
+    def __del__(self) -> None:
+        if self._finished is not None:
+            beside = _stream_beside(self._result.device)
+            for x in (*self._held, self._result):
+                x.record_stream(beside)
+
+
+@lru_cache(maxsize=64)
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which arriving data is put in order, one for each GPU."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def start_all_to_all(
-    rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], members: Members
+    rows: torch.Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    members: Members,
+    *held: torch.Tensor,
+    finish: Finish | None = None,
 ) -> Pending:
     """Send `send[r]` of the rows to rank r, one after the other; receive `receive[r]` from it."""
     arriving = rows.new_empty((sum(receive), *rows.shape[1:]))
@@ -44,10 +97,16 @@ def start_all_to_all(
     work = dist.all_to_all_single(
         arriving, rows, list(receive), list(send), group=members.group, async_op=True
     )
-    return Pending([work], arriving, rows)
+    return Pending([work], arriving, rows, *held, finish=finish)
 
 
-def start_all_gather(rows: torch.Tensor, length: int, members: Members) -> Pending:
+def start_all_gather(
+    rows: torch.Tensor,
+    length: int,
+    members: Members,
+    *held: torch.Tensor,
+    finish: Finish | None = None,
+) -> Pending:
     """The rows of all ranks, [size, length, ...]; each rank's are padded to `length`."""
     padded = rows.contiguous()
     if rows.shape[0] < length:
@@ -56,7 +115,8 @@ def start_all_gather(rows: torch.Tensor, length: int, members: Members) -> Pendi
     arriving = rows.new_empty((members.size * length, *rows.shape[1:]))
     add_sent(padded.numel() * padded.element_size() * (members.size - 1))
     work = _all_gather(arriving, padded, group=members.group, async_op=True)
-    return Pending([work], arriving.view(members.size, length, *rows.shape[1:]), padded)
+    whole = arriving.view(members.size, length, *rows.shape[1:])
+    return Pending([work], whole, padded, *held, finish=finish)
 
 
 def start_ring(data: torch.Tensor, count: int, members: Members) -> Pending:

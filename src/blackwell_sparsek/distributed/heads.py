@@ -1,6 +1,6 @@
 """Attention split by heads: the exchange between shards of the sequence and shards of the heads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from ..calls.attention import compute_dtype
 from ..masks.block_lists import lists_from_blocks
 from ..masks.block_mask import BlockMask
-from .collectives import start_all_to_all
+from .collectives import Pending, start_all_to_all
 from .group import Members
 from .plan import Plan
 
@@ -64,47 +64,69 @@ class Exchanger(NamedTuple):
         order = torch.cat([plan.positions(rank) for rank in range(plan.world_size)])
         return cls(members, plan.lengths, order.to(device), plan.join_index().to(device))
 
-    def to_heads(self, x: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    def start_to_heads(self, x: torch.Tensor, spans: Sequence[Span]) -> "Moving":
         """[B, H, own tokens, D] of all heads to [B, own heads, S, D] of all tokens."""
         lo, hi = spans[self.members.rank]
         batch, _, _, dim = x.shape
         sent = [x[:, a:b].reshape(-1) for a, b in spans]
         counts = [batch * (hi - lo) * length * dim for length in self.lengths]
-        arrived = self._exchange(sent, counts)
-        parts = [
-            part.view(batch, hi - lo, length, dim)
-            for part, length in zip(torch.split(arrived, counts), self.lengths, strict=True)
-        ]
-        return torch.cat(parts, 2).index_select(2, self.join_index)
+        pending = self._exchange(sent, counts)
 
-    def to_sequence(self, y: torch.Tensor, spans: Sequence[Span], heads: int) -> torch.Tensor:
+        def arranged() -> torch.Tensor:
+            parts = [
+                part.view(batch, hi - lo, length, dim)
+                for part, length in zip(
+                    torch.split(pending.wait(), counts), self.lengths, strict=True
+                )
+            ]
+            return torch.cat(parts, 2).index_select(2, self.join_index)
+
+        return arranged
+
+    def start_to_sequence(self, y: torch.Tensor, spans: Sequence[Span], heads: int) -> "Moving":
         """The adjoint: [B, own heads, S, D] to [B, heads, own tokens, D]; shared heads add up."""
         batch, _, _, dim = y.shape
         own = self.lengths[self.members.rank]
         parts = torch.split(y.index_select(2, self.order), list(self.lengths), 2)
         counts = [batch * (b - a) * own * dim for a, b in spans]
-        arrived = self._exchange([part.reshape(-1) for part in parts], counts)
-        total = y.new_zeros((batch, heads, own, dim), dtype=compute_dtype(y.dtype))
-        for part, (a, b) in zip(torch.split(arrived, counts), spans, strict=True):
-            total[:, a:b] += part.view(batch, b - a, own, dim)
-        return total.to(y.dtype)
+        pending = self._exchange([part.reshape(-1) for part in parts], counts)
+        dtype = y.dtype
 
-    def _exchange(self, sent: list[torch.Tensor], receive: list[int]) -> torch.Tensor:
+        def arranged() -> torch.Tensor:
+            arrived = pending.wait()
+            shape, wide = (batch, heads, own, dim), compute_dtype(dtype)
+            total = torch.zeros(shape, dtype=wide, device=arrived.device)
+            for part, (a, b) in zip(torch.split(arrived, counts), spans, strict=True):
+                total[:, a:b] += part.view(batch, b - a, own, dim)
+            return total.to(dtype)
+
+        return arranged
+
+    def _exchange(self, sent: list[torch.Tensor], receive: list[int]) -> Pending:
         counts = [x.numel() for x in sent]
-        return start_all_to_all(torch.cat(sent), counts, receive, self.members).wait()
+        return start_all_to_all(torch.cat(sent), counts, receive, self.members)
 
 
-def to_heads(x: torch.Tensor, exchanger: Exchanger, spans: Sequence[Span]) -> torch.Tensor:
-    """`Exchanger.to_heads` with its derivative."""
+Moving = Callable[[], torch.Tensor]
+"""An exchange under way: waits for it and gives what arrived."""
+
+
+def to_heads(
+    inputs: Sequence[torch.Tensor], exchanger: Exchanger, spans: Sequence[Sequence[Span]]
+) -> tuple[torch.Tensor, ...]:
+    """`Exchanger.start_to_heads` of several tensors with `spans` for each, and its derivative.
+
+    All of them travel before the first has to be there: the next is packed meanwhile.
+    """
     apply: Any = _ToHeads.apply
-    found: torch.Tensor = apply(x, exchanger, tuple(spans))
+    found: tuple[torch.Tensor, ...] = apply(exchanger, tuple(map(tuple, spans)), *inputs)
     return found
 
 
 def to_sequence(
     y: torch.Tensor, exchanger: Exchanger, spans: Sequence[Span], heads: int
 ) -> torch.Tensor:
-    """`Exchanger.to_sequence` with its derivative."""
+    """`Exchanger.start_to_sequence` with its derivative."""
     apply: Any = _ToSequence.apply
     found: torch.Tensor = apply(y, exchanger, tuple(spans), heads)
     return found
@@ -113,14 +135,22 @@ def to_sequence(
 class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, exchanger: Exchanger, spans: tuple[Span, ...]
-    ) -> torch.Tensor:
-        ctx.exchanger, ctx.spans, ctx.heads = exchanger, spans, x.shape[1]
-        return exchanger.to_heads(x, spans)
+        ctx: Any, exchanger: Exchanger, spans: tuple[tuple[Span, ...], ...], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchanger, ctx.spans = exchanger, spans
+        ctx.heads = [x.shape[1] for x in inputs]
+        moving = [exchanger.start_to_heads(x, s) for x, s in zip(inputs, spans, strict=True)]
+        return tuple(arranged() for arranged in moving)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.exchanger.to_sequence(gradient, ctx.spans, ctx.heads), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        each = zip(gradients, ctx.spans, ctx.heads, ctx.needs_input_grad[2:], strict=True)
+        # ranks have compared which gradients they want
+        moving = [
+            ctx.exchanger.start_to_sequence(gradient, spans, heads) if needed else None
+            for gradient, spans, heads, needed in each
+        ]
+        return None, None, *(None if arranged is None else arranged() for arranged in moving)
 
 
 class _ToSequence(torch.autograd.Function):
@@ -129,11 +159,11 @@ class _ToSequence(torch.autograd.Function):
         ctx: Any, y: torch.Tensor, exchanger: Exchanger, spans: tuple[Span, ...], heads: int
     ) -> torch.Tensor:
         ctx.exchanger, ctx.spans = exchanger, spans
-        return exchanger.to_sequence(y, spans, heads)
+        return exchanger.start_to_sequence(y, spans, heads)()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.exchanger.to_heads(gradient, ctx.spans), None, None, None
+        return ctx.exchanger.start_to_heads(gradient, ctx.spans)(), None, None, None
 
 
 def mask_of_heads(mask: BlockMask, span: Span) -> BlockMask:

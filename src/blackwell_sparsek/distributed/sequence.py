@@ -22,7 +22,7 @@ from ..calls.attention import AttentionCall, AttnSpec, compute_dtype, empty_lse,
 from ..masks.band import EVERYTHING
 from .collectives import Pending, start_all_gather, start_all_to_all, start_ring
 from .group import Members
-from .schedule import Gathered, from_rows, row_width, to_rows
+from .schedule import Exchange, Fetch, Gathered, from_rows, row_width, to_rows
 from .visible import PartMask
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -169,11 +169,17 @@ def _parts(run: SequenceRun, k: torch.Tensor, v: torch.Tensor) -> Any:
 
 
 def _gathered_parts(run: SequenceRun, work: Gathered, k: torch.Tensor, v: torch.Tensor) -> Any:
-    copies = work.exchange.copies
+    """Own keys first; each fetch is under way before the keys that came before it are computed."""
+    copies = work.fetches[0].exchange.copies
     rows = _joined_rows(k, v, copies)
-    pending = _fetch(run, work, rows)
+    pending: Pending | None = _fetch(run, work.fetches[0], rows)
     yield k, v, work.local
-    yield *_split_rows(_arrange(work, pending.wait(), rows), k, v, copies), work.remote
+    for at, fetch in enumerate(work.fetches):
+        assert pending is not None
+        arrived = pending.wait()
+        following = work.fetches[at + 1 : at + 2]
+        pending = _fetch(run, following[0], rows) if following else None
+        yield *_split_rows(arrived, k, v, copies), fetch.mask
 
 
 def _joined_rows(k: torch.Tensor, v: torch.Tensor, copies: tuple[int, int]) -> torch.Tensor:
@@ -189,65 +195,82 @@ def _split_rows(
     return from_rows(rows[:, :width], copies, k), from_rows(rows[:, width:], copies, v)
 
 
-def _fetch(run: SequenceRun, work: Gathered, rows: torch.Tensor) -> Pending:
-    exchange = work.exchange
-    if work.gather_index is not None:
-        return start_all_gather(rows, max(run.lengths), run.members)
-    sent = rows.index_select(0, exchange.send_index)
-    return start_all_to_all(sent, exchange.send_counts, exchange.receive_counts, run.members)
-
-
-def _arrange(work: Gathered, arrived: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows that arrived, in the order of their tokens; zero where nothing was needed."""
-    if work.gather_index is not None:
-        return arrived.flatten(0, 1).index_select(0, work.gather_index)
-    exchange = work.exchange
+def _fetch(run: SequenceRun, fetch: Fetch, rows: torch.Tensor) -> Pending:
+    """Start to fetch rows of other ranks; they arrive in the order of their tokens."""
+    exchange = fetch.exchange
     batch, heads = exchange.copies
     shape = (batch * heads * exchange.tokens, rows.shape[1])
-    # masks hide the rows that did not arrive, but 0 * NaN would show them
+    index = fetch.gather_index
+    if index is not None:
+        gathered = rows.new_empty(shape)
+
+        def select(arrived: torch.Tensor) -> torch.Tensor:
+            return torch.index_select(arrived.flatten(0, 1), 0, index, out=gathered)
+
+        first, last = fetch.piece
+        piece, held = rows[first:last], (index, gathered)
+        return start_all_gather(piece, last - first, run.members, *held, finish=select)
+    # masks hide the rows that do not arrive, but 0 * NaN would show them
     ordered = rows.new_empty(shape) if exchange.is_whole else rows.new_zeros(shape)
-    return ordered.index_copy_(0, exchange.receive_index, arrived)
+
+    def place(arrived: torch.Tensor) -> torch.Tensor:
+        return ordered.index_copy_(0, exchange.receive_index, arrived)
+
+    sent = rows.index_select(0, exchange.send_index)
+    counts, held = exchange.receive_counts, (exchange.receive_index, ordered)
+    return start_all_to_all(sent, exchange.send_counts, counts, run.members, *held, finish=place)
 
 
 def _gathered_backward(
     run: SequenceRun, k: torch.Tensor, v: torch.Tensor, gradients: _Gradients
 ) -> Pair:
+    """Gradients of fetched keys return to their owners while those of the next are computed."""
     assert isinstance(run.work, Gathered)
-    exchange = run.work.exchange
-    copies, dtype = exchange.copies, compute_dtype(k.dtype)
+    fetches = run.work.fetches
+    copies, dtype = fetches[0].exchange.copies, compute_dtype(k.dtype)
+    width = row_width(k, copies) + row_width(v, copies)
     parts = _gathered_parts(run, run.work, k, v)
     own = gradients.of_part(*next(parts))
-    far = gradients.of_part(*next(parts))
-    width = row_width(k, copies) + row_width(v, copies)
-    if far is None:
-        leaving = k.new_zeros(exchange.receive_index.numel(), width)
-    else:
-        leaving = _joined_rows(*far, copies).index_select(0, exchange.receive_index)
-    counts = exchange.send_counts
-    pending = start_all_to_all(leaving, exchange.receive_counts, counts, run.members)
     if own is None:
         shape = (copies[0] * copies[1] * k.shape[2], width)
         total = torch.zeros(shape, dtype=dtype, device=k.device)
     else:
         total = _joined_rows(*own, copies).to(dtype)
-    arrived = pending.wait()
-    pieces = torch.split(arrived, counts), torch.split(exchange.send_index, counts)
-    for rows, index in zip(*pieces, strict=True):
-        total.index_add_(0, index, rows.to(dtype))
+    returning: list[tuple[Exchange, Pending]] = []
+    for fetch, part in zip(fetches, parts, strict=True):
+        exchange, far = fetch.exchange, gradients.of_part(*part)
+        if far is None:
+            leaving = k.new_zeros(exchange.receive_index.numel(), width)
+        else:
+            leaving = _joined_rows(*far, copies).index_select(0, exchange.receive_index)
+        if returning:
+            _add_returned(total, *returning.pop())
+        counts = exchange.receive_counts, exchange.send_counts
+        returning.append((exchange, start_all_to_all(leaving, *counts, run.members)))
+    _add_returned(total, *returning.pop())
     return _split_rows(total, k, v, copies)
+
+
+def _add_returned(total: torch.Tensor, exchange: Exchange, pending: Pending) -> None:
+    """Add gradients of own keys that other ranks computed, in the order of the ranks."""
+    counts = exchange.send_counts
+    pieces = torch.split(pending.wait(), counts), torch.split(exchange.send_index, counts)
+    for rows, index in zip(*pieces, strict=True):
+        total.index_add_(0, index, rows.to(total.dtype))
 
 
 def _ring_steps(run: SequenceRun, parts: list[PartMask], k: torch.Tensor, v: torch.Tensor) -> Any:
     """Own keys first, then those of the rank before, and so on; each rank passes on what it has."""
-    members, like = run.members, (k, v)
+    members, like, data = run.members, (k, v), _packed(k, v)
     for step in range(members.size):
         source = (members.rank - step) % members.size
         before = run.lengths[(source - 1) % members.size]
         last = step + 1 == members.size
-        pending = None if last else start_ring(_packed(k, v), _size(like, before), members)
+        pending = None if last else start_ring(data, _size(like, before), members)
         yield k, v, parts[source]
         if pending is not None:
-            k, v = _unpacked(pending.wait(), like, before)
+            data = pending.wait()
+            k, v = _unpacked(data, like, before)
 
 
 def _ring_backward(

@@ -152,19 +152,35 @@ def _ulysses(lengths: tuple[int, ...], shapes: Shapes) -> Traffic:
     return Traffic(tuple(out), tuple(back))
 
 
-def cheapest(visible: Visible, shapes: Shapes) -> str:
+class Choice(NamedTuple):
+    """The method of `auto`, and why it is none of the others."""
+
+    method: str
+    reasons: dict[str, str]
+
+
+def choose(visible: Visible, shapes: Shapes) -> Choice:
     """The method whose busiest rank sends the fewest bytes in the forward pass."""
-    needed, everything = (
-        max(bytes_of(visible, method, shapes).forward) for method in ("needed", "allgather")
-    )
-    best, least = "needed", needed
-    if needed >= NEARLY_ALL * everything:
-        best, least = "allgather", everything
+    most = {method: max(bytes_of(visible, method, shapes).forward) for method in METHODS}
+    best, everything = "needed", most["allgather"]
+    if most["needed"] >= NEARLY_ALL * everything:
+        best = "allgather"
     ranks = visible.plan.world_size
-    # otherwise ranks have unequal work
     even = shapes.heads_kv % ranks == 0 or (
         shapes.heads_kv > 0 and ranks % shapes.heads_kv == 0 and shapes.heads_q % ranks == 0
     )
-    if even and max(bytes_of(visible, "ulysses", shapes).forward) < least:
-        return "ulysses"
-    return best
+    if even and most["ulysses"] < most[best]:
+        best = "ulysses"
+    reasons = {
+        method: f"its busiest rank sends {most[method]:,} bytes, that of {best} {most[best]:,}"
+        for method in METHODS
+        if method != best
+    }
+    if best == "allgather":
+        reasons["needed"] += f": {NEARLY_ALL:.0%} of all keys or more, so one collective for all"
+    if not even:
+        heads = f"{shapes.heads_q} query and {shapes.heads_kv} KV heads"
+        reasons["ulysses"] = f"{heads} do not divide evenly among {ranks} ranks"
+    reasons["ring"] += "; only runs when asked for, where memory is short"
+    reasons["heads"] = "is for inputs with whole sequences of a rank's heads"
+    return Choice(best, reasons)

@@ -144,6 +144,17 @@ class Visible:
         found[owner[q_block], masks // self.heads, head, self._entries.cols] = True
         return found
 
+    def work(self) -> torch.Tensor:
+        """Kept blocks of the queries of each rank, over batch and heads; float64 [ranks]."""
+        mb = max(self._problem.grid[0], 1)
+        if self._runs is not None:
+            counts = (self._runs.end - self._runs.start).double()
+        else:
+            assert self._entries is not None
+            counts = torch.bincount(self._entries.rows % mb, minlength=mb).double()
+        owned = (self.plan.blocks(rank, self.block[0]) for rank in range(self.plan.world_size))
+        return torch.stack([counts[blocks].sum() for blocks in owned])
+
     def part(self, entries: Entries, columns: torch.Tensor, rank: int) -> PartMask:
         """The mask of a rank's queries over the blocks of keys `columns`, ascending.
 

@@ -57,8 +57,7 @@ def register(
     >>> model = LlamaForCausalLM(LlamaConfig())  # doctest: +SKIP
     >>> model.set_attn_implementation(name)  # doctest: +SKIP
     """
-    if not isinstance(name, str):
-        raise InvalidType(message("register", "name", "is not a str", "str", type(name).__name__))
+    check_name("register", name)
     if not isinstance(fp8, bool | Fp8):
         got = type(fp8).__name__
         raise InvalidType(message("register", "fp8", "has a wrong type", "Fp8 or bool", got))
@@ -68,19 +67,7 @@ def register(
             message("register", "fp8", "is not available with block_sparse", expected, "both")
         )
     scales = Fp8() if fp8 is True else fp8 or None
-    if found := [word for word in SPECIAL if word in name]:
-        raise InvalidInput(
-            message(
-                "register", "name", "means something else to transformers", "other words", found
-            )
-        )
-    try:
-        from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface
-    except ImportError as error:
-        raise Unsupported(
-            "register: needs transformers 5.17 or newer; pip install 'blackwell-sparsek[hf]'"
-        ) from error
+    attention, masks = interfaces("register")
     choose = layer_choice(block_sparse)
 
     if scales is not None:
@@ -93,10 +80,32 @@ def register(
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             return attention_forward(module, *args, block_sparse=choose(module), **kwargs)
 
-    AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, make_visible_keys)
+    attention.register(name, forward)
+    masks.register(name, make_visible_keys)
     # without a mask function transformers makes no mask; the offsets of the requests suffice
     paged = paged_attention_forward if block_sparse is None else refuse_paged
-    AttentionInterface.register(f"paged|{name}", paged)
+    attention.register(f"paged|{name}", paged)
     ATTENTION[name] = choose
     return name
+
+
+def check_name(op: str, name: Any) -> None:
+    """A name that transformers hands through."""
+    if not isinstance(name, str):
+        raise InvalidType(message(op, "name", "is not a str", "str", type(name).__name__))
+    if found := [word for word in SPECIAL if word in name]:
+        raise InvalidInput(
+            message(op, "name", "means something else to transformers", "other words", found)
+        )
+
+
+def interfaces(op: str) -> tuple[Any, Any]:
+    """The registries of attention and of mask functions."""
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise Unsupported(
+            f"{op}: needs transformers 5.17 or newer; pip install 'blackwell-sparsek[hf]'"
+        ) from error
+    return AttentionInterface, AttentionMaskInterface
