@@ -3,8 +3,8 @@
 A sequence holds pairs of a key and a value among tokens that mean nothing; then it asks for keys,
 and the answer is the value that came with each. One attention layer can learn that if it finds the
 pairs: blocks that hold them (`moba`, `nsa`), single tokens (`indexer`), or by keeping pairs and
-dropping the rest before anyone asks (`sparsek`). Fixed seeds; each takes about a minute or less on a
-CPU.
+dropping the rest before anyone asks (`sparsek`). Fixed seeds; each takes about a minute or less on
+a CPU.
 
     python examples/learn_recall.py
     python examples/learn_recall.py nsa sparsek
