@@ -14,61 +14,18 @@ from ...core.errors import InvalidInput
 from .. import processes as prepare
 from .. import processes as supervise
 from .. import results
-from ..case import MODES, Case, Suite
+from ..arguments import MODES
+from ..case import Case, Suite
 from ..measure import ContextLost
 from ..report.markdown import suite_tables
 from ..run import failures, run_suite
 from ..suites import GROUPS, SUITES
-from . import device_of, positive, seconds
+from . import device_of
 
 _QUICK_S = 45.0
 _PREPARE_S = 240.0
 # Peers whose first call compiles for too long for `--quick`.
 _SLOW_TO_START = {"flex", "fa4", "flashinfer", "cudnn_blocks", "torch_bsr_tuned", "cusparse_csr"}
-
-
-def add_to(subparsers: Any) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure suites against every peer that is installed",
-        description="Every result is checked against fp64 before it is timed. Times are medians of "
-        "interleaved rounds from cold caches. Results are kept after every case.",
-    )
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help="suites or groups; see --list")
-    parser.add_argument("--list", action="store_true", help="list suites, groups and peers")
-    parser.add_argument("--quick", action="store_true", help="a few cases, under a minute in all")
-    parser.add_argument(
-        "-o",
-        "--out",
-        type=pathlib.Path,
-        default=pathlib.Path("bsk-results"),
-        metavar="DIR",
-        help="where SUITE.json goes (default bsk-results)",
-    )
-    parser.add_argument("--device", help="cpu or cuda; the GPU if there is one")
-    parser.add_argument("--peers", metavar="A,B", help="only these peers; bsk always takes part")
-    parser.add_argument("--case", metavar="PATTERN", help="only cases with this in their name")
-    parser.add_argument("--mode", action="append", choices=MODES, help="only these ways of timing")
-    parser.add_argument(
-        "--seconds", type=seconds, default=0.3, metavar="N", help="for each case (default 0.3)"
-    )
-    parser.add_argument(
-        "--prepare",
-        type=positive,
-        metavar="JOBS",
-        help="time nothing: compile what the suites need in this many processes",
-    )
-    parser.add_argument("--commit", help="what to note where this is no git checkout")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--time-left",
-        type=seconds,
-        metavar="SECONDS",
-        help="begin nothing after this time (default 45 with --quick, 240 with --prepare)",
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
