@@ -19,7 +19,7 @@ from blackwell_sparsek.bench.cli import parser as bsk_parser
 REPOSITORY = pathlib.Path(__file__).parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 # What a block may be: run, checked as commands, or not code at all.
-LANGUAGES = {"python", "pycon", "bash", "text", "yaml"}
+LANGUAGES = {"python", "pycon", "bash", "text", "toml", "yaml"}
 MODEL = "my-model"
 
 
@@ -155,7 +155,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request):
 def test_blocks_say_what_they_are_and_commands_exist(page):
     text = page.read_text()
     unknown = {b.line: b.language for b in blocks_of(text) if b.language not in LANGUAGES}
-    assert unknown == {}, "say python, pycon, bash, text or yaml after ```"
+    assert unknown == {}, "say python, pycon, bash, text, toml or yaml after ```"
     wrong = {shlex.join(words): why_not(words) for words in commands_of(text)}
     assert {command: reason for command, reason in wrong.items() if reason} == {}
 

@@ -17,6 +17,7 @@ from .. import results
 from ..arguments import MODES
 from ..case import Case, Suite
 from ..measure import ContextLost
+from ..outside import with_outside_peers
 from ..report.markdown import suite_tables
 from ..run import failures, run_suite
 from ..suites import GROUPS, SUITES
@@ -53,12 +54,16 @@ def run(args: argparse.Namespace) -> int:
     return _run_here(args, names, device, until)
 
 
+def _suites() -> dict[str, Suite]:
+    return with_outside_peers(SUITES)
+
+
 def _run_here(
     args: argparse.Namespace, names: list[str], device: torch.device, until: float | None
 ) -> int:
     problems: list[str] = []
     for name in names:
-        suite = SUITES[name]
+        suite = _suites()[name]
         if suite.gpu_only and device.type != "cuda":
             problems.append(f"{name}: needs a CUDA GPU")
             continue
@@ -113,7 +118,8 @@ def _supervised(args: argparse.Namespace, names: list[str], until: float | None)
 
 
 def _prepared(args: argparse.Namespace, names: list[str], device: torch.device) -> int:
-    chosen = ((SUITES[name], _cases(SUITES[name], args, device)) for name in names)
+    suites = [_suites()[name] for name in names]
+    chosen = ((suite, _cases(suite, args, device)) for suite in suites)
     tasks = prepare.tasks_of(chosen)
     if args.worker:
         prepare.serve(tasks, device)
@@ -175,7 +181,7 @@ def _cases(suite: Suite, args: argparse.Namespace, device: torch.device) -> list
 
 def _check_cases(names: list[str], args: argparse.Namespace, device: torch.device) -> None:
     """Raise before anything is measured or overwritten if no case matches `--case`."""
-    if not any(_cases(SUITES[name], args, device) for name in names):
+    if not any(_cases(_suites()[name], args, device) for name in names):
         raise InvalidInput(
             f"bsk bench: no case of {', '.join(names)} has {args.case!r} in its name; "
             "expected part of a name as the tables show it, * and ? for anything"
@@ -192,7 +198,7 @@ def _with_peers(case: Case, args: argparse.Namespace, suite: Suite) -> Case:
         peers = tuple(name for name in peers if name not in _SLOW_TO_START)
     if args.peers is not None:
         asked = {name.strip() for name in args.peers.split(",")}
-        everybody = {name for one in SUITES.values() for name in one.peers}
+        everybody = {name for one in _suites().values() for name in one.peers}
         if unknown := sorted(asked - everybody):
             known = ", ".join(sorted(everybody))
             raise InvalidInput(f"bsk bench: unknown peer {', '.join(unknown)}; there are {known}")
@@ -217,7 +223,7 @@ def _worker_command(args: argparse.Namespace, names: list[str], until: float | N
 
 def _listing() -> str:
     lines = ["suites"]
-    peers = {peer.name: peer for suite in SUITES.values() for peer in suite.peers.values()}
+    peers = {peer.name: peer for suite in _suites().values() for peer in suite.peers.values()}
     width = max(map(len, [*SUITES, *peers]))
     lines += [f"  {name:<{width}}  {suite.about}" for name, suite in SUITES.items()]
     lines.append("groups")
