@@ -97,7 +97,7 @@ def why_not(words):
         path = root / words[2].replace(".", "/")
         exists = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
         return None if exists else f"no such module: {words[2]}"
-    if words[0] == "python" and words[1].endswith(".py"):
+    if words[0] == "python" and len(words) > 1 and words[1].endswith(".py"):
         return None if (REPOSITORY / words[1]).exists() else f"no such file: {words[1]}"
     if words[:2] == ["pip", "install"]:
         extras = re.findall(r"(?:^|\s)(?:\.|blackwell-sparsek)\[([\w,]+)\]", " ".join(words))
@@ -145,7 +145,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request):
         (tmp_path / MODEL).symlink_to(request.getfixturevalue("tiny_llama"))
     torch.manual_seed(0)
     try:
-        run(page, text, {"__name__": "__main__"})
+        run(page, text, {"__name__": "__main__", "__file__": str(page)})
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -14,13 +14,14 @@ class Progress:
     """
 
     def __init__(self, title: str, total: int = 0):
-        self.title, self.total = title, total
-        self.started = time.monotonic()
-        self.live = sys.stderr.isatty()
+        self.title: str = title
+        self.total: int = total
+        self.started: float = time.monotonic()
+        self.live: bool = sys.stderr.isatty()
         self.bar: Any = None
         if self.live and importlib.util.find_spec("rich") is not None:
             self.bar = _rich_bar()
-            self.task = self.bar.add_task(title, total=total or None)
+            self.task: Any = self.bar.add_task(title, total=total or None)
 
     def stage(self, index: int, text: str) -> None:
         """Show what step `index` (from 0) is doing now."""
