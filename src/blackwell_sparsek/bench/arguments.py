@@ -71,7 +71,7 @@ def why_no_kernel(text: str) -> str | None:
     Examples
     --------
     >>> why_no_kernel("atn_fwd")
-    "no kernel has 'atn_fwd' in its name; did you mean attn_fwd?"
+    "no kernel has 'atn_fwd' in its name; did you mean attn_fwd or attn_fwd_fp8 or attn_dq?"
     """
     kernel = text.split("/")[0]
     if any(kernel in name for name in KERNELS):
