@@ -27,7 +27,7 @@ test-all: $(VENV)/.installed-test lint  ## the same and the exhaustive tests, so
 docs: $(VENV)/.installed-docs  ## the documentation site, into site/; any warning or dead link fails
 	NO_MKDOCS_2_WARNING=1 PATH="$(BIN):$$PATH" $(BIN)/mkdocs build --strict --quiet
 
-docs-check: docs  ## open every page of the site in Chromium, wide and narrow; takes minutes
+docs-check: docs  ## the site, and every page of it looked at in Chromium, wide and narrow
 	$(BIN)/python -m tests.tools.check_site site
 
 dist: $(VENV)/.installed-release  ## wheel and source archive, into dist/, checked as a package index would

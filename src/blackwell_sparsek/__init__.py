@@ -177,9 +177,10 @@ def __dir__() -> list[str]:
 
 
 sys.modules[__name__].__class__ = _Package
-if _interrupts.ends_quietly():
+if _interrupts.ends_quietly() and not _interrupts.imports_late():
     _import_all()
 else:
     # programs that use operators or load saved objects may never touch a name of this package
     _after_torch(_import_with_torch)
-_interrupts.raise_again()
+if not _interrupts.imports_late():
+    _interrupts.raise_again()

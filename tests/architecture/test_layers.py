@@ -75,13 +75,13 @@ FOR_JAX = {
 }
 FOR_JAX |= {"masks/band.py", "_version.py"}
 LAZY = {
-    "core": {"triton"},
+    "core": {"rich", "triton"},
     "launch": {"triton"},
     "dispatch": {"triton"},
     "sparse": {"scipy", "numpy"},
     "nn": {"safetensors"},
     "integrations": {"sglang", "transformers", "vllm"},
-    "bench": {"rich", "numpy", "triton"},
+    "bench": {"numpy", "triton"},
 }
 # Files that are imported by the package that they derive from.
 HOSTED = {

@@ -19,7 +19,7 @@ from blackwell_sparsek.bench.cli import parser as bsk_parser
 REPOSITORY = pathlib.Path(__file__).parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 # What a block may be: run, checked as commands, or not code at all.
-LANGUAGES = {"python", "pycon", "bash", "text", "yaml"}
+LANGUAGES = {"python", "pycon", "bash", "text", "toml", "yaml"}
 MODEL = "my-model"
 
 
@@ -97,7 +97,7 @@ def why_not(words):
         path = root / words[2].replace(".", "/")
         exists = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
         return None if exists else f"no such module: {words[2]}"
-    if words[0] == "python" and words[1].endswith(".py"):
+    if words[0] == "python" and len(words) > 1 and words[1].endswith(".py"):
         return None if (REPOSITORY / words[1]).exists() else f"no such file: {words[1]}"
     if words[:2] == ["pip", "install"]:
         extras = re.findall(r"(?:^|\s)(?:\.|blackwell-sparsek)\[([\w,]+)\]", " ".join(words))
@@ -145,7 +145,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request):
         (tmp_path / MODEL).symlink_to(request.getfixturevalue("tiny_llama"))
     torch.manual_seed(0)
     try:
-        run(page, text, {"__name__": "__main__"})
+        run(page, text, {"__name__": "__main__", "__file__": str(page)})
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -155,7 +155,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request):
 def test_blocks_say_what_they_are_and_commands_exist(page):
     text = page.read_text()
     unknown = {b.line: b.language for b in blocks_of(text) if b.language not in LANGUAGES}
-    assert unknown == {}, "say python, pycon, bash, text or yaml after ```"
+    assert unknown == {}, "say python, pycon, bash, text, toml or yaml after ```"
     wrong = {shlex.join(words): why_not(words) for words in commands_of(text)}
     assert {command: reason for command, reason in wrong.items() if reason} == {}
 

@@ -84,6 +84,7 @@ def test_progress_is_plain_lines_when_stderr_is_no_terminal(capsys):
 
 def test_progress_is_one_line_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     quickstart.run([_case], CPU, budget_s=0.0)
     err = capsys.readouterr().err
     assert "timing [####################]" in err and "\n" not in err

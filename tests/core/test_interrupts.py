@@ -40,7 +40,7 @@ class TestCommands:
     def test_the_script(self, tmp_path):
         (tmp_path / "torch.py").write_text(SLOW)
         (tmp_path / "bsk").write_text(SCRIPT)
-        assert interrupted(tmp_path, str(tmp_path / "bsk")) == (-signal.SIGINT, "")
+        assert interrupted(tmp_path, str(tmp_path / "bsk"), "info") == (-signal.SIGINT, "")
 
     def test_imports_of_the_command_line_itself(self, tmp_path):
         (tmp_path / "argparse.py").write_text(SLOW)

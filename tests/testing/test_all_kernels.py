@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from blackwell_sparsek.testing.cases import KERNELS
 from blackwell_sparsek.testing.compile_cases import ALL_ARCHS
 from blackwell_sparsek.testing.compile_only import compile_kernels, table
 
@@ -23,3 +24,5 @@ def test_kernels_compile(arch, part, parts):
     assert len(records) > 10
     failed = [record for record in records if record["problems"]]
     assert not failed, "\n" + table(failed)
+    # `bsk compile` and `bsk profile` refuse every other name
+    assert {record["name"].split("/")[0] for record in records} <= set(KERNELS)

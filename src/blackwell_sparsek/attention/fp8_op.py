@@ -7,14 +7,14 @@ import torch
 from ..calls.fp8 import Fp8AttentionCall
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
-from ..dispatch.operators import define_op
+from ..dispatch.operators import Operator, define_op
 from .op import OPTIONS_SCHEMA, ForwardArguments, call_of, operator_options
 from .sm90 import tuning as sm90
 from .triton import tuning as triton
 
 Tensors = tuple[torch.Tensor, ...]
 
-fp8_dispatch = Dispatcher("attn_fwd_fp8")
+fp8_dispatch: Dispatcher = Dispatcher("attn_fwd_fp8")
 fp8_dispatch.register(
     "sm90",
     sm90.why_not_fp8,
@@ -66,7 +66,7 @@ def _attn_fwd_fp8_fake(*arguments: Any) -> Tensors:
     return _call_of(arguments).empty_results()
 
 
-attn_fwd_fp8 = define_op(
+attn_fwd_fp8: Operator = define_op(
     "attn_fwd_fp8",
     "(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
     f"ScalarType out_dtype, {OPTIONS_SCHEMA}, str impl) -> (Tensor out, Tensor lse)",

@@ -15,7 +15,7 @@ from ..core.checks import (
 )
 from ..core.errors import InvalidInput, Unsupported
 from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
-from ..dispatch.operators import define_autograd, define_op
+from ..dispatch.operators import Operator, define_autograd, define_op
 from ..reference import merge as reference
 from .eager import softmax as eager
 from .inputs import DTYPES
@@ -71,7 +71,7 @@ def merge_states(
 
 Tensors = tuple[torch.Tensor, ...]
 
-merge_dispatch = Dispatcher("merge_states")
+merge_dispatch: Dispatcher = Dispatcher("merge_states")
 merge_dispatch.register(
     "triton",
     why_not_merge,
@@ -125,13 +125,13 @@ def _merge_bwd_fake(
     return tuple(x.new_empty(x.shape) for x in (o_a, lse_a, o_b, lse_b))
 
 
-merge_states_op = define_op(
+merge_states_op: Operator = define_op(
     "merge_states",
     "(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b, str impl) -> (Tensor o, Tensor lse)",
     _merge,
     _merge_fake,
 )
-merge_states_bwd = define_op(
+merge_states_bwd: Operator = define_op(
     "merge_states_bwd",
     "(Tensor do, Tensor? dlse, Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) "
     "-> (Tensor do_a, Tensor dlse_a, Tensor do_b, Tensor dlse_b)",

@@ -28,7 +28,7 @@ from ..calls.attention import (
 )
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, interpreted_only, not_run_yet, only_asked
-from ..dispatch.operators import define_op
+from ..dispatch.operators import Operator, define_op
 from ..launch.replay import NO_RECORDER
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
@@ -49,7 +49,7 @@ def _portable_passed_over(problem: AttnProblem) -> str | None:
     return interpreted_only(problem) or (not_run_yet(problem) if is_new else None)
 
 
-forward_dispatch = Dispatcher("attn_fwd")
+forward_dispatch: Dispatcher = Dispatcher("attn_fwd")
 forward_dispatch.register(
     "sm90",
     sm90.why_not_forward,
@@ -70,7 +70,7 @@ forward_dispatch.register(
     auto_passes=only_asked,
 )
 
-backward_dispatch = Dispatcher("attn_bwd")
+backward_dispatch: Dispatcher = Dispatcher("attn_bwd")
 backward_dispatch.register(
     "sm90",
     sm90.why_not_backward,
@@ -293,19 +293,19 @@ OPTIONS_SCHEMA = (
     "Tensor[] mask, SymInt[] mask_shape, SymInt left, SymInt right, float scale, float softcap, "
     "Tensor? sinks, Tensor? alibi_slopes, Tensor? bias, bool deterministic"
 )
-attn_fwd = define_op(
+attn_fwd: Operator = define_op(
     "attn_fwd",
     f"(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}, str impl) -> (Tensor out, Tensor lse)",
     _attn_fwd,
     _attn_fwd_fake,
 )
-attn_fwd_into = define_op(
+attn_fwd_into: Operator = define_op(
     "attn_fwd_into",
     f"(Tensor(a!) out, Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}, str impl) -> Tensor lse",
     _attn_fwd_into,
     lambda out, q, *others: empty_lse(q),
 )
-attn_bwd = define_op(
+attn_bwd: Operator = define_op(
     "attn_bwd",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{OPTIONS_SCHEMA}, bool[] needs, str impl) "

@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .arguments import MODES
 from .timing import Run
 
-# eager: single calls between pauses; graph: inside a CUDA graph, where launches cost nothing;
-# sustained: back-to-back calls, at the power limit; host: time on the host until a call returns;
-# reported: `run` measures itself and returns seconds, as in a fresh process.
-EAGER, GRAPH, SUSTAINED, HOST, REPORTED = MODES = "eager", "graph", "sustained", "host", "reported"
+EAGER, GRAPH, SUSTAINED, HOST, REPORTED = MODES
 
 
 def _yes(*_: Any) -> str | None:

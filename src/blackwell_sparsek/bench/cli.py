@@ -1,28 +1,14 @@
 """`bsk`, also `python -m blackwell_sparsek`: the command line of the package."""
 
-import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
-from ..core.compat import installed_versions
+from ..core import interrupts
 from ..core.errors import BskError
-from .commands import bench, compare, info, precompile, profile, report, tune
+from .arguments import parser
 
-COMMANDS = (bench, report, compare, profile, info, precompile, tune)
-
-
-def parser() -> argparse.ArgumentParser:
-    """All subcommands."""
-    top = argparse.ArgumentParser(
-        prog="bsk", description="Block-sparse products and attention for PyTorch."
-    )
-    top.add_argument(
-        "--version", action="version", version=f"bsk {installed_versions()['blackwell_sparsek']}"
-    )
-    subparsers = top.add_subparsers(metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(subparsers)
-    return top
+_LONG = ("bench", "profile", "compile", "tune")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,8 +18,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(args, "run"):
         everything.print_help(sys.stderr)
         return 2
+    module, function = args.run.split(":")
+    if "torch" not in sys.modules and args.command in _LONG:
+        # the import takes seconds, in which a command would seem to hang
+        print(f"bsk {args.command}: importing torch", file=sys.stderr, flush=True)
+    run = getattr(importlib.import_module(f"{__package__}.commands.{module}"), function)
+    interrupts.raise_again()
     try:
-        status: int = args.run(args)
+        status: int = run(args)
     except BskError as error:
         text = str(error)
         print(text if text.startswith("bsk ") else f"bsk: {text}", file=sys.stderr)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .case import EAGER, GRAPH, HOST, MODES, REPORTED, SUSTAINED, Case, Contender, Peer, Suite
+from .arguments import MODES
+from .case import EAGER, GRAPH, HOST, REPORTED, SUSTAINED, Case, Contender, Peer, Suite
 from .machine import ClockLog, unsteady
 from .timing import (
     Run,

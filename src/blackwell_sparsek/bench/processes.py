@@ -5,6 +5,7 @@ run. Before anything is timed, many processes run one case of each kind once, to
 kernels.
 """
 
+import itertools
 import os
 import pathlib
 import signal
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.env import environment_for_compiler
+from ..core.progress import Progress
 from . import results
 from .case import REPORTED, Case, Peer, Suite
 from .measure import time_limit, told
@@ -178,7 +180,13 @@ def _once(task: Task, device: torch.device) -> str:
 def prepare(command: list[str], tasks: Sequence[Task], jobs: int, limit_s: float) -> None:
     """Hand the tasks to `jobs` processes of `command`, each of which calls `serve`."""
     waiting = iter(range(len(tasks)))
-    crew = [_Worker(command, tasks, waiting) for _ in range(max(1, min(jobs, len(tasks))))]
+    progress = Progress("bsk bench --prepare", len(tasks))
+    shown = itertools.count()
+    size = max(1, min(jobs, len(tasks)))
+    crew = [
+        _Worker(command, tasks, waiting, lambda t: progress.done(next(shown), t))
+        for _ in range(size)
+    ]
     threads = [threading.Thread(target=worker.work, daemon=True) for worker in crew]
     started = time.monotonic()
     for thread in threads:
@@ -195,8 +203,14 @@ def prepare(command: list[str], tasks: Sequence[Task], jobs: int, limit_s: float
 class _Worker:
     """A process that runs tasks one by one; if it dies, a new process replaces it."""
 
-    def __init__(self, command: list[str], tasks: Sequence[Task], waiting: Iterator[int]):
-        self.command, self.tasks, self.waiting = command, tasks, waiting
+    def __init__(
+        self,
+        command: list[str],
+        tasks: Sequence[Task],
+        waiting: Iterator[int],
+        say: Callable[[str], None],
+    ):
+        self.command, self.tasks, self.waiting, self.say = command, tasks, waiting, say
         self.done, self.stopped = 0, False
         self.process = self._start()
 
@@ -212,7 +226,7 @@ class _Worker:
             if self.stopped:
                 return
             case, peer = self.tasks[index]
-            print(f"compiled {case.name}, {peer.name}: {answer}", file=sys.stderr, flush=True)
+            self.say(f"compiled {case.name}, {peer.name}: {answer}")
             self.done += 1
         if self.process.stdin is not None:
             self.process.stdin.close()

@@ -18,49 +18,24 @@ import torch.nn.functional as F
 
 from .. import BSRMatrix, attention, explain, masks, matmul
 from ..core.errors import BskError
+from ..core.progress import Progress
 from ..testing.tolerance import assert_within_budget
 from .commands import device_of
 from .machine import describe_environment
 from .suites.matmul import plain_product
 from .timing import time_interleaved
 
-
-class Progress:
-    """One line on stderr, rewritten in place on a terminal; a plain log anywhere else."""
-
-    def __init__(self, total: int):
-        self.total = total
-        self.live = sys.stderr.isatty()
-        self.started = time.monotonic()
-
-    def stage(self, index: int, text: str) -> None:
-        """Show what case `index` (from 0) is doing now."""
-        self._show(f"[{index + 1}/{self.total}] {text}", end="" if self.live else "\n")
-
-    def rounds(self, index: int, name: str) -> Callable[[int, int], None]:
-        """Progress callback of a timing; only a terminal shows every round."""
-
-        def show(done: int, count: int) -> None:
-            if self.live:
-                bar = "#" * (20 * done // count)
-                self._show(f"[{index + 1}/{self.total}] {name}: timing [{bar:<20}]", end="")
-
-        return show
-
-    def close(self) -> None:
-        """Leave the terminal on a clean line."""
-        if self.live:
-            self._show("", end="")
-
-    def _show(self, text: str, end: str) -> None:
-        if self.live:
-            text = f"\r\x1b[K{text}"
-        else:
-            text = f"{time.monotonic() - self.started:6.1f} s  {text}"
-        print(text, end=end, file=sys.stderr, flush=True)
-
-
 OURS = "bsk"
+
+
+def _rounds(progress: Progress, index: int, name: str) -> Callable[[int, int], None]:
+    """Progress callback of a timing; only a terminal shows every round."""
+
+    def show(done: int, count: int) -> None:
+        if progress.live:
+            progress.stage(index, f"{name}: timing [{'#' * (20 * done // count):<20}]")
+
+    return show
 
 
 @dataclass(frozen=True)
@@ -227,7 +202,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """Check and time each case; a case that fails has an `error` instead of times."""
     builders = list(builders)
-    progress = Progress(len(builders))
+    progress = Progress("", len(builders))
     results = []
     for index, builder in enumerate(builders):
         progress.stage(index, "preparing")
@@ -250,7 +225,7 @@ def run(
                 device,
                 budget_s=budget_s,
                 rounds=(3, 50),
-                progress=progress.rounds(index, case.name),
+                progress=_rounds(progress, index, case.name),
             )
         result["seconds"] = {
             name: {"quantiles": timing.quantiles(), "samples": timing.seconds}

@@ -2,10 +2,8 @@
 
 import contextlib
 import gc
-import importlib.util
 import pathlib
 import signal
-import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timezone
@@ -13,8 +11,10 @@ from typing import Any
 
 import torch
 
+from ..core.progress import Progress
 from . import results
-from .case import MODES, Case, Suite
+from .arguments import MODES
+from .case import Case, Suite
 from .machine import ClockLog, describe_environment, source_commit
 from .measure import ContextLost, measure, ratios, told
 
@@ -43,7 +43,7 @@ def run_suite(
     crashed = dict(document.get("crashed", {}))
     done = {case["name"] for case in document["cases"]}
     started = time.monotonic() - document.get("elapsed_s", 0.0)
-    progress = Live(suite.name, len(cases))
+    progress = Progress(suite.name, len(cases))
 
     def keep() -> None:
         document["elapsed_s"] = time.monotonic() - started
@@ -83,7 +83,7 @@ def run_suite(
                         crashed[name] = f"{entry['crashed']} on {case.name}"
                 result["ratios"] = ratios(result, suite)
                 document["cases"].append(result)
-                progress.done(index, case.name, result, suite)
+                progress.done(index, f"{case.name}: {summary(result, suite.ours)}")
                 keep()
                 release(device)
         except KeyboardInterrupt:
@@ -148,66 +148,6 @@ def _terminated_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, old)
-
-
-class Live:
-    """Progress on stderr, and one line for each case that is done."""
-
-    def __init__(self, title: str, total: int):
-        self.title, self.total = title, total
-        self.started = time.monotonic()
-        self.bar: Any = None
-        if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
-            self.bar = _rich_bar()
-            self.task = self.bar.add_task(title, total=total)
-
-    def stage(self, index: int, text: str) -> None:
-        """Show what case `index` (from 0) is doing now."""
-        if self.bar is None:
-            self._line(f"[{index + 1}/{self.total}] {text}")
-        else:
-            self.bar.update(self.task, completed=index, description=_escaped(text))
-
-    def done(self, index: int, name: str, result: dict[str, Any], suite: Suite) -> None:
-        """Show the results of a case."""
-        text = f"[{index + 1}/{self.total}] {name}: {summary(result, suite.ours)}"
-        if self.bar is None:
-            self._line(text)
-        else:
-            self.bar.update(self.task, completed=index + 1)
-            self.bar.console.print(_escaped(text), highlight=False)
-
-    def _line(self, text: str) -> None:
-        seconds = time.monotonic() - self.started
-        print(f"{seconds:6.1f} s  {self.title} {text}", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> "Live":
-        if self.bar is not None:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-
-def _rich_bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        BarColumn(24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    return Progress(*columns, console=Console(stderr=True), transient=True)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return str(escape(text))
 
 
 def summary(result: dict[str, Any], ours: str) -> str:

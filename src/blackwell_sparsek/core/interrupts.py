@@ -27,6 +27,13 @@ def end_quietly() -> None:
         _quiet = True
 
 
+def imports_late() -> bool:
+    """Whether this is `bsk`, which imports torch after it has understood its arguments."""
+    if os.path.basename(sys.argv[0] if getattr(sys, "argv", None) else "") in _COMMANDS:
+        return True
+    return list(sys.orig_argv[1:3]) == ["-m", __name__.split(".")[0]]
+
+
 def ends_quietly() -> bool:
     """Whether SIGINT ends this process at once: a command is importing what it needs."""
     return _quiet

@@ -13,7 +13,7 @@ import torch
 from ..calls.attention import empty_lse, empty_out
 from ..calls.decode import DecodeCall, DecodeProblem
 from ..dispatch.dispatcher import Dispatcher, interpreted_only, not_run_yet, only_asked
-from ..dispatch.operators import define_op
+from ..dispatch.operators import Operator, define_op
 from ..masks.band import Band
 from ..reference import decode as reference
 from . import eager
@@ -121,7 +121,7 @@ def _portable_passed_over(problem: DecodeProblem) -> str | None:
     return interpreted_only(problem) or (not_run_yet(problem) if problem.alibi else None)
 
 
-decode_dispatch = Dispatcher("attn_decode")
+decode_dispatch: Dispatcher = Dispatcher("attn_decode")
 decode_dispatch.register("sm90", why_not_sm90, "blackwell_sparsek.decode.sm90_latent:decode")
 decode_dispatch.register(
     "triton",
@@ -139,14 +139,14 @@ ARGUMENTS = (
     "str impl"
 )
 
-attn_decode = define_op(
+attn_decode: Operator = define_op(
     "attn_decode",
     f"({ARGUMENTS}) -> (Tensor out, Tensor lse)",
     _attn_decode,
     _attn_decode_fake,
 )
 
-attn_decode_into = define_op(
+attn_decode_into: Operator = define_op(
     "attn_decode_into",
     f"(Tensor(a!) out, {ARGUMENTS}) -> Tensor lse",
     _attn_decode_into,

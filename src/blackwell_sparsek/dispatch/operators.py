@@ -17,12 +17,16 @@ NAMESPACE = "bsk"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
+Operator = Callable[..., Any]
+"""An operator of torch, which has no types of its own."""
+
+
 def define_op(
     name: str,
     schema: str,
     impl: Callable[..., Any],
     fake: Callable[..., Any],
-) -> Callable[..., Any]:
+) -> Operator:
     """Register `bsk::<name><schema>` with its implementation and its fake; return the operator."""
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, without_tangents(name, impl), "CompositeExplicitAutograd")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -428,8 +428,8 @@ class _Style(ParallelStyle):
         super().__init__()
         self.split = split
         given, wanted = self._defaults
-        self.input_layouts = given if input_layouts is None else input_layouts
-        self.output_layouts = wanted if output_layouts is None else output_layouts
+        self.input_layouts: Placement = given if input_layouts is None else input_layouts
+        self.output_layouts: Placement = wanted if output_layouts is None else output_layouts
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

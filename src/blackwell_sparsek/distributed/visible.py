@@ -78,9 +78,10 @@ class Visible:
                 raise InvalidInput(
                     message(op, "plan", "has tiles that do not hold whole blocks", expected, tile)
                 )
-        self.plan, self.block = plan, block
-        self.batch = 1 if block_mask is None else block_mask.batch
-        self.heads = 1 if block_mask is None else block_mask.heads
+        self.plan: Plan = plan
+        self.block: tuple[int, int] = block
+        self.batch: int = 1 if block_mask is None else block_mask.batch
+        self.heads: int = 1 if block_mask is None else block_mask.heads
         self._problem = Problem((length, length), block)
         self._runs: Runs | None = None
         self._entries: Entries | None = None

@@ -8,7 +8,7 @@ from ..calls.fp8 import QuantizeCall, QuantizeProblem
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, not_run_yet
 from ..dispatch.machine import why_not_portable
-from ..dispatch.operators import define_op
+from ..dispatch.operators import Operator, define_op
 
 # Elements that one program rounds at least, and the most programs of a launch.
 _FEWEST_ELEMENTS, _MOST_PROGRAMS = 16 * 16, 2**31 - 1
@@ -22,7 +22,7 @@ def _why_not_triton(problem: QuantizeProblem) -> str | None:
     return None
 
 
-quantize_dispatch = Dispatcher("fp8_quantize")
+quantize_dispatch: Dispatcher = Dispatcher("fp8_quantize")
 quantize_dispatch.register(
     "triton",
     _why_not_triton,
@@ -46,7 +46,7 @@ def _quantize_fake(*args: Any) -> tuple[torch.Tensor, ...]:
     return call.empty_data(), call.empty_descale(), call.empty_mean()
 
 
-fp8_quantize = define_op(
+fp8_quantize: Operator = define_op(
     "fp8_quantize",
     "(Tensor x, str scale, ScalarType dtype, SymInt block, bool smooth, bool hadamard, "
     "bool transposed, str impl) -> (Tensor data, Tensor descale, Tensor mean)",

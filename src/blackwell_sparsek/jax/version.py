@@ -5,9 +5,9 @@ _NEEDED = f"blackwell_sparsek.jax needs jax {'.'.join(map(str, MIN_JAX))} or new
 
 try:
     import jax
-except ImportError as error:
+except ImportError as _missing:
     way_out = "pip install 'blackwell-sparsek[jax]', with Python 3.11 or newer"
-    raise ImportError(f"{_NEEDED}: {way_out}") from error
+    raise ImportError(f"{_NEEDED}: {way_out}") from _missing
 
 
 def check_version(version: str) -> None:

@@ -21,7 +21,7 @@ from ..core.checks import (
 )
 from ..core.errors import InvalidInput
 from ..dispatch.dispatcher import Dispatcher, interpreted_only
-from ..dispatch.operators import define_op
+from ..dispatch.operators import Operator, define_op
 from ..launch.replay import record, repeat
 from .layout import CONTIGUOUS, FP8, INDICES, NEW, PAGED, STORED, check_scale
 from .slots import Rotary, append_to_slots, as_stored, put_tokens, why_not_triton
@@ -280,7 +280,7 @@ def _kv_append(*args: Any) -> None:
         append_dispatch.run(impl, call)
 
 
-append_dispatch = Dispatcher(_OP)
+append_dispatch: Dispatcher = Dispatcher(_OP)
 append_dispatch.register(
     "triton",
     why_not_triton,
@@ -289,7 +289,7 @@ append_dispatch.register(
 )
 append_dispatch.register("eager", lambda problem: None, append_eager)
 
-kv_append_op = define_op(
+kv_append_op: Operator = define_op(
     "kv_append",
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
     "Tensor? counts, Tensor? page_table, Tensor? k_scale, Tensor? v_scale, str impl) -> ()",

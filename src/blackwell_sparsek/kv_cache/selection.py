@@ -21,7 +21,7 @@ from ..core.checks import (
 )
 from ..core.errors import InvalidInput, InvalidType
 from ..dispatch.dispatcher import Dispatcher, interpreted_only
-from ..dispatch.operators import define_op
+from ..dispatch.operators import Operator, define_op
 from ..launch.replay import record, repeat
 from ..masks.check import check_count
 from .layout import CONTIGUOUS, FP8, NEW, PAGED, STORED
@@ -465,7 +465,7 @@ def empty_lists(call: TopkCall) -> torch.Tensor:
     return call.q.new_empty(shape, dtype=torch.int32)
 
 
-summaries_dispatch = Dispatcher("page_summaries")
+summaries_dispatch: Dispatcher = Dispatcher("page_summaries")
 summaries_dispatch.register(
     "triton",
     why_not_triton,
@@ -473,7 +473,7 @@ summaries_dispatch.register(
     auto_passes=interpreted_only,
 )
 summaries_dispatch.register("eager", lambda problem: None, summaries_eager)
-topk_dispatch = Dispatcher("topk_pages")
+topk_dispatch: Dispatcher = Dispatcher("topk_pages")
 topk_dispatch.register(
     "triton",
     why_not_triton,
@@ -482,14 +482,14 @@ topk_dispatch.register(
 )
 topk_dispatch.register("eager", lambda problem: None, topk_eager)
 
-page_summaries_op = define_op(
+page_summaries_op: Operator = define_op(
     "page_summaries",
     "(Tensor(a!) low, Tensor(b!)? high, Tensor k_cache, Tensor cache_seqlens, "
     "Tensor? page_table, int page_size, int? new_tokens, str impl) -> ()",
     _page_summaries,
     lambda *args: None,
 )
-topk_pages_op = define_op(
+topk_pages_op: Operator = define_op(
     "topk_pages",
     "(Tensor q, Tensor low, Tensor high, Tensor cache_seqlens, Tensor? page_table, "
     "int page_size, int k, int keep_first, int keep_last, str reduce, str impl) -> Tensor",

@@ -23,7 +23,7 @@ from ..core.checks import (
 from ..core.errors import InvalidInput, InvalidType
 from ..dispatch.dispatcher import Dispatcher, interpreted_only
 from ..dispatch.machine import why_not_portable
-from ..dispatch.operators import define_op
+from ..dispatch.operators import Operator, define_op
 from ..launch.replay import record, repeat
 from .layout import FP8, INDICES, NEW, PAGED, STORED, check_scale
 
@@ -301,7 +301,7 @@ def _kv_append_slots(*args: Any) -> None:
         slots_dispatch.run(impl, call)
 
 
-slots_dispatch = Dispatcher("kv_append_slots")
+slots_dispatch: Dispatcher = Dispatcher("kv_append_slots")
 slots_dispatch.register(
     "triton",
     why_not_triton,
@@ -310,7 +310,7 @@ slots_dispatch.register(
 )
 slots_dispatch.register("eager", lambda problem: None, append_eager)
 
-kv_append_slots = define_op(
+kv_append_slots: Operator = define_op(
     "kv_append_slots",
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slot_mapping, "
     "Tensor? cos, Tensor? sin, bool interleaved, Tensor? positions, Tensor? q, Tensor(c!)? q_out, "

@@ -148,8 +148,8 @@ class TensorMap:
     __slots__ = ("address", "arguments", "memory")
 
     def __init__(self) -> None:
-        self.memory = _MapMemory()
-        self.address = (_address(self.memory) + _ALIGNMENT - 1) & -_ALIGNMENT
+        self.memory: ctypes.Array[ctypes.c_char] = _MapMemory()
+        self.address: int = (_address(self.memory) + _ALIGNMENT - 1) & -_ALIGNMENT
         # those of its encoder, kept for the next tensor that it encodes here
         self.arguments: tuple[Any, ...] | None = None
 

@@ -98,10 +98,10 @@ class Prepared:
     __slots__ = ("_config_address", "_function", "_places_address", "config", "places", "words")
 
     def __init__(self, function: int, size: int, config: LaunchConfig):
-        self.words = (ctypes.c_uint64 * size)()
+        self.words: Any = (ctypes.c_uint64 * size)()
         start = ctypes.addressof(self.words)
-        self.places = (ctypes.c_void_p * size)(*[start + 8 * i for i in range(size)])
-        self.config = config
+        self.places: Any = (ctypes.c_void_p * size)(*[start + 8 * i for i in range(size)])
+        self.config: LaunchConfig = config
         self._function = function
         self._config_address = ctypes.addressof(config)
         self._places_address = ctypes.addressof(self.places)
@@ -120,9 +120,10 @@ class Variant:
         # loads the kernel onto the current device
         compiled.run  # noqa: B018
         metadata = compiled.metadata
-        self.overlaps = bool(metadata.launch_pdl)
-        self.own, self.pointers = parameters.own, parameters.pointers
-        self.encoders = [
+        self.overlaps: bool = bool(metadata.launch_pdl)
+        self.own: int = parameters.own
+        self.pointers: tuple[int, ...] = parameters.pointers
+        self.encoders: list[TensorMapEncoder] = [
             _encoder(x, part) for x, part in zip(descriptors, parameters.maps, strict=True)
         ]
         self._function: int = compiled.function

@@ -140,7 +140,7 @@ class BandBits:
             for height in self._heights
             for width in self._widths
         ]
-        self.pool = torch.stack(variants, 1).flatten(0, 1)
+        self.pool: torch.Tensor = torch.stack(variants, 1).flatten(0, 1)
 
     def ids(self, q_blocks: torch.Tensor, kv_blocks: torch.Tensor) -> torch.Tensor:
         """Row of the pool for each of these partial blocks, int64."""

@@ -125,7 +125,7 @@ def _anything(problem: BsrProblem) -> str | None:
 
 _PACKAGE = __name__.rpartition(".")[0]
 
-matmul_dispatch = Dispatcher("bsr_matmul")
+matmul_dispatch: Dispatcher = Dispatcher("bsr_matmul")
 matmul_dispatch.register(
     "sm90", why_not_sm90, f"{_PACKAGE}.sm90.spmm_launch:matmul", auto_passes=sm90_passed_over
 )
@@ -137,7 +137,7 @@ matmul_dispatch.register("eager", _anything, eager.matmul, auto_passes=eager_pas
 matmul_dispatch.register("dense", _anything, dense.matmul, auto_passes=dense_passed_over)
 matmul_dispatch.register("reference", _anything, reference.matmul, auto_passes=only_asked)
 
-sddmm_dispatch = Dispatcher("bsr_sddmm")
+sddmm_dispatch: Dispatcher = Dispatcher("bsr_sddmm")
 sddmm_dispatch.register(
     "sm90",
     why_not_sddmm_sm90,
@@ -155,7 +155,7 @@ sddmm_dispatch.register("eager", _anything, eager.sddmm, auto_passes=sampled_eag
 sddmm_dispatch.register("dense", _anything, dense.sddmm, auto_passes=sampled_dense_passed_over)
 sddmm_dispatch.register("reference", _anything, reference.sddmm, auto_passes=only_asked)
 
-pairs_dispatch = Dispatcher("bsr_pair_products")
+pairs_dispatch: Dispatcher = Dispatcher("bsr_pair_products")
 pairs_dispatch.register(
     "triton",
     why_not_triton,

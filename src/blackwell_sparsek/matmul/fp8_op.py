@@ -9,7 +9,7 @@ from ..calls.matmul import BsrProblem, MatmulCall, pattern_tensors
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
 from ..dispatch.machine import why_not_portable
-from ..dispatch.operators import define_op
+from ..dispatch.operators import Operator, define_op
 from ..reference.fp8 import matmul as reference
 from . import eager
 from .op import read_call
@@ -36,7 +36,7 @@ def why_not_width(problem: BsrProblem) -> str | None:
     return None
 
 
-fp8_matmul_dispatch = Dispatcher("bsr_matmul_fp8")
+fp8_matmul_dispatch: Dispatcher = Dispatcher("bsr_matmul_fp8")
 fp8_matmul_dispatch.register(
     "sm90",
     why_not_fp8_sm90,
@@ -77,7 +77,7 @@ def _matmul_fake(*args: Any) -> torch.Tensor:
     return _call_of(*args[:-1]).given.empty_out()
 
 
-bsr_matmul_fp8 = define_op(
+bsr_matmul_fp8: Operator = define_op(
     "bsr_matmul_fp8",
     "(Tensor descale, Tensor x_descale, Tensor values, Tensor[] pattern, SymInt[] shape, "
     "bool transposed, Tensor dense, bool dense_left, Tensor? bias, Tensor? residual, "

@@ -21,7 +21,7 @@ from ..calls.matmul import (
     pattern_tensors,
 )
 from ..core.torch_state import without_autocast
-from ..dispatch.operators import define_op
+from ..dispatch.operators import Operator, define_op
 from ..sparse.product import PairLists
 from ..sparse.reading import read_pattern
 from .choice import matmul_dispatch, pairs_dispatch, sddmm_dispatch
@@ -89,7 +89,7 @@ def _pair_products_fake(*args: Any) -> torch.Tensor:
     return _pairs_call(*args[:-1]).empty_out()
 
 
-bsr_matmul = define_op(
+bsr_matmul: Operator = define_op(
     "bsr_matmul",
     "(Tensor values, Tensor[] pattern, SymInt[] shape, bool transposed, Tensor dense, "
     "bool dense_left, Tensor? bias, Tensor? residual, str? activation, ScalarType? out_dtype, "
@@ -97,14 +97,14 @@ bsr_matmul = define_op(
     _matmul,
     _matmul_fake,
 )
-bsr_sddmm = define_op(
+bsr_sddmm: Operator = define_op(
     "bsr_sddmm",
     "(Tensor a, Tensor b, Tensor[] pattern, SymInt[] shape, SymInt[] block_shape, "
     "ScalarType? out_dtype, str impl) -> Tensor",
     _sddmm,
     _sddmm_fake,
 )
-bsr_pair_products = define_op(
+bsr_pair_products: Operator = define_op(
     "bsr_pair_products",
     "(Tensor first, Tensor second, Tensor[] pairs, bool first_transposed, "
     "bool second_transposed, ScalarType? out_dtype, str impl) -> Tensor",

@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
-from torch import nn
 
 from ..core.activations import ACTIVATIONS
 from ..core.checks import check_choice, check_dtype, check_shape, check_tensor, message

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 from ..core.checks import check_dtype, check_shape, check_tensor, message
 from ..core.errors import BskError, InvalidInput

@@ -8,7 +8,7 @@ hidden states, so there is nothing to configure per call.
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 from ..attention.api import attention
 from ..core.checks import check_tensor, message
@@ -50,12 +50,14 @@ class _SelfAttention(nn.Module):
             raise InvalidInput(
                 message(op, "heads", "do not fit", f"a multiple of {kv_heads}", heads)
             )
-        self.heads, self.kv_heads, self.impl = heads, kv_heads, impl
-        self.head_dim = check_count(op, "head_dim", head_dim or hidden // heads, at_least=1)
-        self.q = nn.Linear(hidden, heads * self.head_dim, bias=False, **kind)
-        self.k = nn.Linear(hidden, kv_heads * self.head_dim, bias=False, **kind)
-        self.v = nn.Linear(hidden, kv_heads * self.head_dim, bias=False, **kind)
-        self.out = nn.Linear(heads * self.head_dim, hidden, bias=False, **kind)
+        self.heads: int = heads
+        self.kv_heads: int = kv_heads
+        self.impl: str = impl
+        self.head_dim: int = check_count(op, "head_dim", head_dim or hidden // heads, at_least=1)
+        self.q: nn.Linear = nn.Linear(hidden, heads * self.head_dim, bias=False, **kind)
+        self.k: nn.Linear = nn.Linear(hidden, kv_heads * self.head_dim, bias=False, **kind)
+        self.v: nn.Linear = nn.Linear(hidden, kv_heads * self.head_dim, bias=False, **kind)
+        self.out: nn.Linear = nn.Linear(heads * self.head_dim, hidden, bias=False, **kind)
 
     def _project(
         self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
@@ -143,7 +145,8 @@ class MixtureOfBlockAttention(_SelfAttention):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(hidden, heads, kv_heads, head_dim, impl, device=device, dtype=dtype)
-        self.block, self.top_k = block, top_k
+        self.block: int = block
+        self.top_k: int = top_k
 
     @property
     def pattern(self) -> str:
@@ -222,13 +225,13 @@ class NativeSparseAttention(_SelfAttention):
     ):
         super().__init__(hidden, heads, kv_heads, head_dim, impl, device=device, dtype=dtype)
         op = type(self).__name__
-        self.block = check_count(op, "block", block, at_least=1)
-        self.top_k = check_count(op, "top_k", top_k, at_least=2)
-        self.window = check_count(op, "window", window, at_least=1)
+        self.block: int = check_count(op, "block", block, at_least=1)
+        self.top_k: int = check_count(op, "top_k", top_k, at_least=2)
+        self.window: int = check_count(op, "window", window, at_least=1)
         # logits of the weights of a block's keys and values in their means
         shape = (2, kv_heads, block)
-        self.pooling = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
-        self.gates = nn.Linear(hidden, 3 * heads, device=device, dtype=dtype)
+        self.pooling: nn.Parameter = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+        self.gates: nn.Linear = nn.Linear(hidden, 3 * heads, device=device, dtype=dtype)
 
     @property
     def pattern(self) -> str:
@@ -356,13 +359,13 @@ class IndexerAttention(_SelfAttention):
     ):
         super().__init__(hidden, heads, kv_heads, head_dim, impl, device=device, dtype=dtype)
         op = type(self).__name__
-        self.index_heads = check_count(op, "index_heads", index_heads, at_least=1)
-        self.top_k = check_count(op, "top_k", top_k, at_least=1)
+        self.index_heads: int = check_count(op, "index_heads", index_heads, at_least=1)
+        self.top_k: int = check_count(op, "top_k", top_k, at_least=1)
         kind = {"device": device, "dtype": dtype}
         index_dim = check_count(op, "index_dim", index_dim, at_least=1)
-        self.q_index = nn.Linear(hidden, index_heads * index_dim, bias=False, **kind)
-        self.k_index = nn.Linear(hidden, index_dim, bias=False, **kind)
-        self.index_weights = nn.Linear(hidden, index_heads, bias=False, **kind)
+        self.q_index: nn.Linear = nn.Linear(hidden, index_heads * index_dim, bias=False, **kind)
+        self.k_index: nn.Linear = nn.Linear(hidden, index_dim, bias=False, **kind)
+        self.index_weights: nn.Linear = nn.Linear(hidden, index_heads, bias=False, **kind)
 
     @property
     def pattern(self) -> str:
@@ -488,8 +491,8 @@ class SparsekAttention(_SelfAttention):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(hidden, heads, kv_heads, head_dim, impl, device=device, dtype=dtype)
-        self.keep = float(keep)
-        self.score = nn.Linear(hidden, kv_heads, bias=False, device=device, dtype=dtype)
+        self.keep: float = float(keep)
+        self.score: nn.Linear = nn.Linear(hidden, kv_heads, bias=False, device=device, dtype=dtype)
         # all tokens begin with the same weight: those with weights of 0 and 1 have no gradient
         nn.init.zeros_(self.score.weight)
 

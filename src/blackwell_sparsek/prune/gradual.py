@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 from ..core.checks import check_choice, message
 from ..core.errors import InvalidInput, InvalidType
@@ -169,7 +169,7 @@ class GradualPruner:
         self.every = every
         self.norm = norm
         self.per_row = per_row
-        self.steps = 0
+        self.steps: int = 0
 
     def step(self) -> float:
         """Count a step, prune if it is due, and return the sparsity that the schedule asks for."""

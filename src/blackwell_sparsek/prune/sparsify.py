@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 from ..core.checks import check_choice, message
 from ..core.errors import InvalidInput, InvalidType
@@ -362,10 +362,10 @@ class Progress:
     def __init__(self, what: str, total: int | None):
         self.what = what
         self.total = total
-        self.done = 0
-        self.started = time.monotonic()
-        self.last = self.started + QUIET_SECONDS - SECONDS_BETWEEN_LINES
-        self.shown = False
+        self.done: int = 0
+        self.started: float = time.monotonic()
+        self.last: float = self.started + QUIET_SECONDS - SECONDS_BETWEEN_LINES
+        self.shown: bool = False
 
     def advance(self, item: str = "") -> None:
         """Count one more item as done; `item` names it."""

@@ -12,7 +12,7 @@ import torch
 
 from ..calls.ragged import RaggedCall
 from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
-from ..dispatch.operators import define_op
+from ..dispatch.operators import Operator, define_op
 from ..masks.band import Band
 from ..reference import ragged as reference
 from . import eager
@@ -54,7 +54,7 @@ def _reference(call: RaggedCall) -> None:
     call.lse.copy_(lse)
 
 
-ragged_dispatch = Dispatcher("attn_ragged")
+ragged_dispatch: Dispatcher = Dispatcher("attn_ragged")
 ragged_dispatch.register("sm90", why_not_sm90, "blackwell_sparsek.ragged.sm90:attention_ragged")
 ragged_dispatch.register(
     "triton",
@@ -65,7 +65,7 @@ ragged_dispatch.register(
 ragged_dispatch.register("eager", lambda problem: None, _eager)
 ragged_dispatch.register("reference", lambda problem: None, _reference, auto_passes=only_asked)
 
-attn_ragged = define_op(
+attn_ragged: Operator = define_op(
     "attn_ragged",
     "(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
     "SymInt max_q, SymInt max_k, float scale, Tensor? seqlens_k, Tensor? cu_seqlens_k, "

@@ -11,7 +11,7 @@ import torch
 from ..calls.select_keys import SelectCall, SelectOptions, SelectProblem
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
-from ..dispatch.operators import define_op
+from ..dispatch.operators import Operator, define_op
 from .tuning import why_not
 
 Tensors = tuple[torch.Tensor, ...]
@@ -21,7 +21,7 @@ def _everything(problem: SelectProblem) -> str | None:
     return None
 
 
-select_dispatch = Dispatcher("select_keys")
+select_dispatch: Dispatcher = Dispatcher("select_keys")
 select_dispatch.register(
     "triton", why_not, "blackwell_sparsek.select_keys.triton:forward", auto_passes=not_run_yet
 )
@@ -81,7 +81,7 @@ def _select_fake(
     return ids, q_index.new_empty(shape, dtype=torch.int32)
 
 
-select_op = define_op(
+select_op: Operator = define_op(
     "select_keys",
     "(Tensor q_index, Tensor k_index, Tensor? weights, SymInt[] sizes, float top_p, "
     "str activation, str pool, bool causal, str impl) -> (Tensor ids, Tensor counts)",

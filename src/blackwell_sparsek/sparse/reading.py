@@ -36,7 +36,7 @@ class PatternReading:
         pattern: BSRPattern,
         before: "PatternReading | None" = None,
     ):
-        self.pattern = pattern
+        self.pattern: BSRPattern = pattern
         # weak, because a reading is found by `indptr` and must not keep it alive
         self._indptr, self._indices = weakref.ref(indptr), weakref.ref(indices)
         self._addresses = (indptr.data_ptr(), indices.data_ptr())

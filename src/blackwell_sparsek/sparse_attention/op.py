@@ -21,7 +21,7 @@ from ..calls.sparse_attention import (
 from ..core.errors import Unsupported
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
-from ..dispatch.operators import define_autograd, define_op
+from ..dispatch.operators import Operator, define_autograd, define_op
 from ..masks.band import UNBOUNDED, Band
 from ..masks.key_selection import KeySelection
 from .triton import tuning as triton
@@ -33,8 +33,8 @@ def _everything(problem: SparseAttnProblem) -> str | None:
     return None
 
 
-forward_dispatch = Dispatcher("sparse_attn_fwd")
-backward_dispatch = Dispatcher("sparse_attn_bwd")
+forward_dispatch: Dispatcher = Dispatcher("sparse_attn_fwd")
+backward_dispatch: Dispatcher = Dispatcher("sparse_attn_bwd")
 for _dispatch, _name in ((forward_dispatch, "forward"), (backward_dispatch, "backward")):
     _dispatch.register(
         "triton",
@@ -180,10 +180,10 @@ _ARGUMENTS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? page_table, Tensor? cache_seqlens, "
     "SymInt[] sizes, SymInt limit, SymInt[] local, float scale, float softcap, str impl"
 )
-sparse_attn_fwd = define_op(
+sparse_attn_fwd: Operator = define_op(
     "sparse_attn_fwd", f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake
 )
-sparse_attn_bwd = define_op(
+sparse_attn_bwd: Operator = define_op(
     "sparse_attn_bwd",
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {_ARGUMENTS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dgate)",

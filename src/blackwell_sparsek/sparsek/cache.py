@@ -54,8 +54,8 @@ class SparsekCache:
             raise InvalidInput(
                 message("SparsekCache", "k", "is negative or NaN", "a number >= 0", k)
             )
-        self.weight = float(k)
-        self.tokens = 0
+        self.weight: float = float(k)
+        self.tokens: int = 0
         """Tokens that were appended, kept or not."""
         self.k: torch.Tensor | None = None
         self.v: torch.Tensor | None = None

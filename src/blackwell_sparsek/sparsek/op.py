@@ -14,7 +14,7 @@ from ..core.errors import Unsupported
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
 from ..dispatch.machine import why_not_portable
-from ..dispatch.operators import define_autograd, define_op
+from ..dispatch.operators import Operator, define_autograd, define_op
 from . import eager
 
 Tensors = tuple[torch.Tensor, ...]
@@ -33,8 +33,8 @@ def _everything(problem: SparsekProblem) -> str | None:
     return None
 
 
-sparsek_dispatch = Dispatcher("sparsek")
-causal_dispatch = Dispatcher("sparsek_causal")
+sparsek_dispatch: Dispatcher = Dispatcher("sparsek")
+causal_dispatch: Dispatcher = Dispatcher("sparsek_causal")
 for _dispatch, _name in ((sparsek_dispatch, "forward"), (causal_dispatch, "prefixes")):
     _dispatch.register(
         "triton",
@@ -99,22 +99,22 @@ def _causal_bwd_fake(u: torch.Tensor, tau: torch.Tensor, dtau: torch.Tensor) -> 
     return u.new_empty(u.shape), tau.new_empty(tau.shape[:-1])
 
 
-sparsek_op = define_op(
+sparsek_op: Operator = define_op(
     "sparsek",
     "(Tensor z, Tensor k, Tensor? lengths, str impl) -> (Tensor p, Tensor tau)",
     _sparsek,
     _sparsek_fake,
 )
-sparsek_bwd = define_op(
+sparsek_bwd: Operator = define_op(
     "sparsek_bwd",
     "(Tensor z, Tensor tau, Tensor? lengths, Tensor? dp, Tensor? dtau) -> (Tensor dz, Tensor dk)",
     _sparsek_bwd,
     _sparsek_bwd_fake,
 )
-causal_op = define_op(
+causal_op: Operator = define_op(
     "sparsek_causal", "(Tensor u, Tensor k, str impl) -> Tensor", _causal, _causal_fake
 )
-causal_bwd = define_op(
+causal_bwd: Operator = define_op(
     "sparsek_causal_bwd",
     "(Tensor u, Tensor tau, Tensor dtau) -> (Tensor du, Tensor dk)",
     _causal_bwd,

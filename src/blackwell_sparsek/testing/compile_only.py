@@ -19,6 +19,7 @@ from typing import Any
 
 from ..core.env import environment_for_compiler
 from ..core.errors import InvalidInput
+from ..core.progress import Progress
 from .compile_cases import ALL_ARCHS
 
 CASES = "blackwell_sparsek.testing.cases"
@@ -199,23 +200,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InvalidInput as error:  # now, and not after minutes of compiling
         parser.error(str(error))
 
-    def progress(done: int, total: int, record: dict[str, Any]) -> None:
-        text = f"{done}/{total} {record['name']} sm_{record['arch']}"
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+    with Progress("") as progress:
 
-    records = compile_kernels(
-        args.arch or ALL_ARCHS,
-        args.filter,
-        counts=args.count,
-        package=args.package,
-        jobs=args.jobs,
-        progress=progress,
-    )
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
+        def show(done: int, total: int, record: dict[str, Any]) -> None:
+            progress.total = total
+            progress.stage(done - 1, f"{record['name']} sm_{record['arch']}")
+
+        records = compile_kernels(
+            args.arch or ALL_ARCHS,
+            args.filter,
+            counts=args.count,
+            package=args.package,
+            jobs=args.jobs,
+            progress=show,
+        )
     if not records:
         print(f"no compile case matches {args.filter!r}", file=sys.stderr)
         return 1

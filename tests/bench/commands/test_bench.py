@@ -238,16 +238,6 @@ def test_one_line_about_a_case():
     assert live.summary({"peers": {"bsk": {"n/a": "not yet"}}}, "bsk") == "n/a: not yet"
 
 
-def test_a_bar_where_rich_draws_on_a_terminal(monkeypatch, capsys):
-    pytest.importorskip("rich")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with live.Live("fake", 2) as progress:
-        assert progress.bar is not None
-        progress.stage(0, "[bold]case[/bold]: timing")
-        progress.done(0, "case", {"peers": {"bsk": {"n/a": "[red]x"}}}, suite())
-        assert progress.bar.tasks[0].completed == 1
-
-
 def test_the_command_is_installed_and_the_module_is_the_same(monkeypatch):
     tomllib = pytest.importorskip("tomllib")
     project = pathlib.Path(__file__).parents[3] / "pyproject.toml"

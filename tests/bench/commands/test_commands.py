@@ -153,13 +153,14 @@ def test_compile_builds_reports_and_fails_with_what_fails(capsys, monkeypatch):
     def fake(archs, contains, *, counts, jobs, progress):
         seen.append((archs, contains))
         progress(1, 1, _record())
-        return [_record(problems=["spills 8 bytes"] if contains == "bad" else [])]
+        return [_record(problems=["spills 8 bytes"] if "bad" in contains else [])]
 
     monkeypatch.setattr(compiling, "compile_kernels", fake)
-    out = _printed(capsys, "compile", "good", "--arch", "sm_90", "--arch", "80")
-    assert "1 of 1 built, into " in out.out and "1/1 k/a sm_90" in out.err
-    _printed(capsys, "compile", "bad", "--arch", "sm_90", status=1)
-    assert seen == [([90, 80], "good"), ([90], "bad")]
+    out = _printed(capsys, "compile", "attn_fwd", "--arch", "sm_90", "--arch", "80")
+    assert "1 of 1 built, into " in out.out and "[1/1] k/a sm_90" in out.err
+    assert "collecting variants of attn_fwd for sm_90, sm_80" in out.err
+    _printed(capsys, "compile", "attn_fwd/bad", "--arch", "sm_90", status=1)
+    assert seen == [([90, 80], "attn_fwd"), ([90], "attn_fwd/bad")]
 
 
 def test_a_compiler_that_does_not_start_is_told(capsys, monkeypatch):
@@ -171,12 +172,18 @@ def test_a_compiler_that_does_not_start_is_told(capsys, monkeypatch):
     assert err.endswith("bsk: kernels cannot be compiled here: ImportError: libfoo.so\n")
 
 
+def _must_not_run(*args, **options):
+    raise AssertionError("nothing is to be compiled")
+
+
 def test_a_benchmark_case_is_no_kernel(capsys, monkeypatch):
-    monkeypatch.setattr(compiling, "compile_kernels", lambda *args, **options: [])
+    monkeypatch.setattr(compiling, "compile_kernels", _must_not_run)
     err = _printed(capsys, "profile", "8192^3", "--arch", "sm_90", status=2).err
-    assert "no kernel variant for these GPUs has '8192^3' in its name; as a benchmark case" in err
-    err = _printed(capsys, "profile", "zzz", "--arch", "sm_90", status=2).err
-    assert err == "bsk: no kernel variant for these GPUs has 'zzz' in its name\n"
+    assert "no kernel has '8192^3' in its name" in err
+    assert "of the suite matmul_founding is a benchmark case, which can be profiled where" in err
+    err = _printed(capsys, "profile", "atn_decode", "--arch", "sm_90", status=2).err
+    assert err.startswith("bsk profile: no kernel has 'atn_decode' in its name; did you mean attn_")
+    assert "benchmark" not in err and err.count("\n") == 1
 
 
 def test_one_kernel_is_really_compiled(capsys):
@@ -187,9 +194,8 @@ def test_one_kernel_is_really_compiled(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["compile", "--arch", "sm_42"], "--arch is 'sm_42'; expected one of sm_80, sm_89"),
-        (["compile", "no such kernel", "--arch", "90"], "no kernel variant"),
-        (["profile", "no such kernel", "--arch", "sm_90"], "no kernel variant"),
+        (["compile", "attn_fwd/nothing", "--arch", "90"], "no kernel variant"),
+        (["profile", "attn_fwd/nothing", "--arch", "sm_90"], "no kernel variant"),
     ],
 )
 def test_compile_and_profile_say_what_they_do_not_understand(capsys, monkeypatch, args, message):
@@ -205,7 +211,7 @@ def test_without_a_gpu_the_architecture_must_be_said(capsys, monkeypatch):
 def test_compiling_without_triton(monkeypatch):
     monkeypatch.setattr(compiling, "why_triton_fails", lambda: "triton is not installed")
     with pytest.raises(Unsupported, match="cannot be compiled here: triton is not installed"):
-        compiling.built([90], "", 1, ())
+        compiling.built("bsk compile", [90], "", 1, ())
 
 
 def test_static_profiles_show_instructions_and_what_limits():

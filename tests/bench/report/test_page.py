@@ -1,3 +1,4 @@
+import html
 import html.parser
 import json
 import math
@@ -226,6 +227,65 @@ def test_curves_stand_by_what_sets_cases_apart():
     assert "D128 full" in figure.pictures[0] and "D128 causal" in figure.pictures[1]
     assert figure.pictures[0].count("<circle") == 6
     assert "bsk: 600 TFLOP/s at 4k" in figure.pictures[0]
+
+
+def _decode(length, ours, **more):
+    problem = {"batch": 1, "length": length, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    case = _attention(length, ours=ours)
+    name = f"S{length} {more}"
+    return {**case, "name": name, "problem": problem | {"page_size": 16} | more}
+
+
+def test_no_curve_joins_cases_that_differ_in_more_than_the_length():
+    """Three caches at each length are three curves, not one that jumps between them."""
+    lengths = (1024, 8192, 131072)
+    cases = [
+        _decode(n, 1e-6 * n * kept, kept=kept, lengths=[n, 7] if mixed else None)
+        for n in lengths
+        for kept, mixed in ((1.0, False), (0.25, False), (1.0, True))
+    ]
+    # on no curve of even lengths, although no other case is as long
+    cases += [_decode(4096, 3e-3, kept=1.0, lengths=[4096, 9])]
+    alone = _decode(2048, 5e-5, kept=0.5)
+    document = _document([*cases, alone], unit="us")
+    curves, rest, *_ = figures_of(document, {"bsk": 0, "fa4": 2})
+    assert len(curves.pictures) == 3
+    for picture in curves.pictures:
+        path = ET.fromstring(picture).findall(".//path")[-1].get("d")
+        across = [float(place.split()[0]) for place in re.findall(r"[ML]([\d.]+ [\d.]+)", path)]
+        assert len(across) == len(set(across)) == (4 if "mixed" in picture else 3)
+    titles = " ".join(curves.pictures)
+    assert "25% kept" in titles and "mixed lengths" in titles
+    # a case that is on no curve is shown all the same
+    assert "by case" in rest.caption and alone["name"] in html.unescape(rest.pictures[0])
+    assert not any(case["name"] in html.unescape(rest.pictures[0]) for case in cases)
+
+
+def test_equal_times_are_neither_won_nor_lost():
+    cases = [_attention(n, ours=1.1e-3 / ratio) for n, ratio in ((64, 0.9951), (128, 1.0049))]
+    cases += [_attention(n, ours=1.1e-3 / ratio) for n, ratio in ((256, 1.006), (512, 0.994))]
+    text = page([_document(cases)])
+    assert len(re.findall(r'<td class="even"[^>]*>1.00x', text)) == 2
+    assert re.findall(r'<td class="(?:win|loss)"[^>]*>([\d.]+x)', text) == ["1.01x", "0.99x"]
+    assert "<b>1 of 4</b>" in text and "2 as fast, to 1%, and 1 slower" in text
+
+
+def test_the_page_says_what_it_counts():
+    alone = {"name": "a", "problem": {}, "peers": {"bsk": _times(1e-3)}}
+    text = page([_document([*LENGTHS, alone]), _document([], suite="host")])
+    assert "<b>7</b><span>cases in 2 suites: one set of sizes and options each" in text
+    assert "6 of the 7 cases have times of ours and of another library" in text
+    assert "counts once for each way of timing: 6 comparisons" in text
+
+
+def test_each_figure_is_drawn_for_a_desk_and_for_a_phone():
+    text = page([_document([_product(0.1, 5.0)], suite="matmul_founding")])
+    wide = re.findall(r'<div class="pictures wide">(.*?)</div>', text, re.DOTALL)
+    narrow = re.findall(r'<div class="pictures narrow">(.*?)</div>', text, re.DOTALL)
+    assert len(wide) == len(narrow) >= 2
+    for pictures, most in ((wide, 960), (narrow, 354)):
+        widths = [int(w) for w in re.findall(r'viewBox="0 0 (\d+)', "".join(pictures))]
+        assert widths and max(widths) <= most
 
 
 def test_colours_are_the_usual_ones_and_never_two_for_one():

@@ -27,9 +27,17 @@ for (let i = 0; i < 2; i++) { head.click(); seen.push(column()); }
 const falls = seen[0].every((x, i, all) => i === 0 || all[i - 1] >= x);
 const rises = seen[1].every((x, i, all) => i === 0 || all[i - 1] <= x);
 const wide = document.documentElement.scrollWidth <= document.documentElement.clientWidth;
+// of each figure, one of its two drawings is shown
+const shown = [...document.querySelectorAll("svg")].filter(s => s.getBoundingClientRect().height);
+const clipped = shown.flatMap(svg => [...svg.querySelectorAll("text")].filter(text => {
+  const [inner, outer] = [text.getBoundingClientRect(), svg.getBoundingClientRect()];
+  return inner.left < outer.left - 1 || inner.right > outer.right + 1;
+}).map(text => text.textContent));
+const small = shown.flatMap(svg => [...svg.querySelectorAll("text")].filter(
+  text => text.getBoundingClientRect().height < 11).map(text => text.textContent));
 document.title = JSON.stringify({falls, rises, rows: seen[0].length, wide,
-  pictures: document.querySelectorAll("svg").length,
-  drawn: [...document.querySelectorAll("svg")].every(s => s.getBoundingClientRect().height > 50)});
+  drawn: shown.length > 0 && 2 * shown.length === document.querySelectorAll("svg").length,
+  tall: shown.every(s => s.getBoundingClientRect().height > 50), clipped, small});
 </script>
 """
 
@@ -47,13 +55,15 @@ def report(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("width", [1200, 400])
+@pytest.mark.parametrize("width", [1400, 420])
 def test_tables_sort_pictures_are_drawn_and_nothing_overflows(report, tmp_path, width):
     report.write_text(report.read_text().replace("</body>", f"{_CLICKS}</body>"))
     done = _chromium(tmp_path, f"--window-size={width},900", "--dump-dom", report.as_uri())
     title = re.search(r"<title>(.*?)</title>", done.stdout).group(1).replace("&quot;", '"')
     assert '"falls":true,"rises":true' in title and '"drawn":true' in title, title
-    assert '"wide":true' in title, title
+    assert '"wide":true' in title and '"tall":true' in title, title
+    # no label leaves its picture, and none is too small to be read
+    assert '"clipped":[],"small":[]' in title, title
     assert "CONSOLE" not in done.stderr, done.stderr
 
 

@@ -18,6 +18,7 @@ from ...calls.attention import (
     empty_out,
     heads_are_inner,
 )
+from ...masks.band import Band
 from ...masks.block_mask import BlockMask
 from .operands import (
     BlockRows,
@@ -126,7 +127,8 @@ class BandEdges:
     """Hides scores outside the band; caches the bounds, since most tiles have the same edges."""
 
     def __init__(self, spec: AttnSpec, extent: Extent):
-        self.band, self.extent = spec.band, extent
+        self.band: Band = spec.band
+        self.extent: Extent = extent
         self.bounds: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def hide(self, scores: torch.Tensor, tile: BandTile, keys: KeyTile) -> None:

@@ -173,7 +173,7 @@ class KeyBlocks:
     """The rows of k or v, [n, Sk, D], cut into key blocks for gathering."""
 
     def __init__(self, x: torch.Tensor, block: int):
-        self.rows = _padded(x, 1, block).reshape(-1, block, x.shape[2])
+        self.rows: torch.Tensor = _padded(x, 1, block).reshape(-1, block, x.shape[2])
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
         """Blocks `index` [rows, blocks] of all heads, [rows, blocks * bk, D]."""
@@ -190,10 +190,10 @@ class KeyColumns:
     """
 
     def __init__(self, xt: torch.Tensor, block: int):
-        self.dim = xt.shape[1]
+        self.dim: int = xt.shape[1]
         padded = _padded(xt, 2, block)
-        self.blocks = padded.shape[2] // block
-        self.rows = padded.reshape(-1, block)
+        self.blocks: int = padded.shape[2] // block
+        self.rows: torch.Tensor = padded.reshape(-1, block)
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
         """Blocks `index` [rows, blocks] of all heads, [rows, D, blocks * bk]."""

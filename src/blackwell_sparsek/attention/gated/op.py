@@ -14,7 +14,7 @@ from ...calls.gated_attention import GatedBackwardCall, GatedCall, GatedGradient
 from ...core.errors import Unsupported
 from ...core.torch_state import without_autocast
 from ...dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
-from ...dispatch.operators import define_autograd, define_op
+from ...dispatch.operators import Operator, define_autograd, define_op
 from ...masks.band import Band
 from ...masks.block_mask import BlockMask
 from ..triton import tuning as triton
@@ -26,8 +26,8 @@ def _everything(problem: AttnProblem) -> str | None:
     return None
 
 
-forward_dispatch = Dispatcher("gated_attn_fwd")
-backward_dispatch = Dispatcher("gated_attn_bwd")
+forward_dispatch: Dispatcher = Dispatcher("gated_attn_fwd")
+backward_dispatch: Dispatcher = Dispatcher("gated_attn_bwd")
 for _dispatch, _name, _why_not in (
     (forward_dispatch, "forward", triton.why_not_forward),
     (backward_dispatch, "backward", triton.why_not_backward),
@@ -153,10 +153,10 @@ _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor u, Tensor tau, Tensor[] mask, "
     "SymInt[] mask_shape, SymInt[] band, float scale, float softcap, str impl"
 )
-gated_attn_fwd = define_op(
+gated_attn_fwd: Operator = define_op(
     "gated_attn_fwd", f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake
 )
-gated_attn_bwd = define_op(
+gated_attn_bwd: Operator = define_op(
     "gated_attn_bwd",
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {_ARGUMENTS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor du, Tensor dtau)",

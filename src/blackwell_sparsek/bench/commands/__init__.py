@@ -1,38 +1,8 @@
-"""The subcommands of `bsk`, and the types of arguments that they share.
-
-Each module has `add_to(subparsers)` and the functions that its commands run.
-"""
-
-import argparse
-import math
+"""The subcommands of `bsk`: the functions that `bench/arguments.py` names."""
 
 import torch
 
 from ...core.errors import InvalidInput
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1, as the type of an option.
-
-    Examples
-    --------
-    >>> positive("8")
-    8
-    """
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number of 1 or more")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """A time of 0 or more, as the type of an option."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected seconds, 0 or more")
-    return value
 
 
 def device_of(command: str, asked: str | None) -> torch.device:

@@ -14,61 +14,19 @@ from ...core.errors import InvalidInput
 from .. import processes as prepare
 from .. import processes as supervise
 from .. import results
-from ..case import MODES, Case, Suite
+from ..arguments import MODES
+from ..case import Case, Suite
 from ..measure import ContextLost
+from ..outside import with_outside_peers
 from ..report.markdown import suite_tables
 from ..run import failures, run_suite
 from ..suites import GROUPS, SUITES
-from . import device_of, positive, seconds
+from . import device_of
 
 _QUICK_S = 45.0
 _PREPARE_S = 240.0
 # Peers whose first call compiles for too long for `--quick`.
 _SLOW_TO_START = {"flex", "fa4", "flashinfer", "cudnn_blocks", "torch_bsr_tuned", "cusparse_csr"}
-
-
-def add_to(subparsers: Any) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure suites against every peer that is installed",
-        description="Every result is checked against fp64 before it is timed. Times are medians of "
-        "interleaved rounds from cold caches. Results are kept after every case.",
-    )
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help="suites or groups; see --list")
-    parser.add_argument("--list", action="store_true", help="list suites, groups and peers")
-    parser.add_argument("--quick", action="store_true", help="a few cases, under a minute in all")
-    parser.add_argument(
-        "-o",
-        "--out",
-        type=pathlib.Path,
-        default=pathlib.Path("bsk-results"),
-        metavar="DIR",
-        help="where SUITE.json goes (default bsk-results)",
-    )
-    parser.add_argument("--device", help="cpu or cuda; the GPU if there is one")
-    parser.add_argument("--peers", metavar="A,B", help="only these peers; bsk always takes part")
-    parser.add_argument("--case", metavar="PATTERN", help="only cases with this in their name")
-    parser.add_argument("--mode", action="append", choices=MODES, help="only these ways of timing")
-    parser.add_argument(
-        "--seconds", type=seconds, default=0.3, metavar="N", help="for each case (default 0.3)"
-    )
-    parser.add_argument(
-        "--prepare",
-        type=positive,
-        metavar="JOBS",
-        help="time nothing: compile what the suites need in this many processes",
-    )
-    parser.add_argument("--commit", help="what to note where this is no git checkout")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--time-left",
-        type=seconds,
-        metavar="SECONDS",
-        help="begin nothing after this time (default 45 with --quick, 240 with --prepare)",
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,12 +54,16 @@ def run(args: argparse.Namespace) -> int:
     return _run_here(args, names, device, until)
 
 
+def _suites() -> dict[str, Suite]:
+    return with_outside_peers(SUITES)
+
+
 def _run_here(
     args: argparse.Namespace, names: list[str], device: torch.device, until: float | None
 ) -> int:
     problems: list[str] = []
     for name in names:
-        suite = SUITES[name]
+        suite = _suites()[name]
         if suite.gpu_only and device.type != "cuda":
             problems.append(f"{name}: needs a CUDA GPU")
             continue
@@ -156,7 +118,8 @@ def _supervised(args: argparse.Namespace, names: list[str], until: float | None)
 
 
 def _prepared(args: argparse.Namespace, names: list[str], device: torch.device) -> int:
-    chosen = ((SUITES[name], _cases(SUITES[name], args, device)) for name in names)
+    suites = [_suites()[name] for name in names]
+    chosen = ((suite, _cases(suite, args, device)) for suite in suites)
     tasks = prepare.tasks_of(chosen)
     if args.worker:
         prepare.serve(tasks, device)
@@ -218,7 +181,7 @@ def _cases(suite: Suite, args: argparse.Namespace, device: torch.device) -> list
 
 def _check_cases(names: list[str], args: argparse.Namespace, device: torch.device) -> None:
     """Raise before anything is measured or overwritten if no case matches `--case`."""
-    if not any(_cases(SUITES[name], args, device) for name in names):
+    if not any(_cases(_suites()[name], args, device) for name in names):
         raise InvalidInput(
             f"bsk bench: no case of {', '.join(names)} has {args.case!r} in its name; "
             "expected part of a name as the tables show it, * and ? for anything"
@@ -235,7 +198,7 @@ def _with_peers(case: Case, args: argparse.Namespace, suite: Suite) -> Case:
         peers = tuple(name for name in peers if name not in _SLOW_TO_START)
     if args.peers is not None:
         asked = {name.strip() for name in args.peers.split(",")}
-        everybody = {name for one in SUITES.values() for name in one.peers}
+        everybody = {name for one in _suites().values() for name in one.peers}
         if unknown := sorted(asked - everybody):
             known = ", ".join(sorted(everybody))
             raise InvalidInput(f"bsk bench: unknown peer {', '.join(unknown)}; there are {known}")
@@ -260,7 +223,7 @@ def _worker_command(args: argparse.Namespace, names: list[str], until: float | N
 
 def _listing() -> str:
     lines = ["suites"]
-    peers = {peer.name: peer for suite in SUITES.values() for peer in suite.peers.values()}
+    peers = {peer.name: peer for suite in _suites().values() for peer in suite.peers.values()}
     width = max(map(len, [*SUITES, *peers]))
     lines += [f"  {name:<{width}}  {suite.about}" for name, suite in SUITES.items()]
     lines.append("groups")

@@ -168,21 +168,6 @@ def read_both(old: pathlib.Path, new: pathlib.Path) -> tuple[dict[str, Any], dic
     return results.read(old), results.read(new)
 
 
-def add_to(subparsers: Any) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="say what became slower between two runs",
-        description="The exit status is 1 when a case of ours became slower beyond the noise of "
-        "both runs, or does not run any more, and when there is nothing to compare; 2 when some "
-        "files cannot be compared.",
-    )
-    parser.add_argument("old", type=pathlib.Path, help="a results file, or a folder of them")
-    parser.add_argument("new", type=pathlib.Path, help="a results file, or a folder of them")
-    parser.add_argument("--force", action="store_true", help="even if the machines differ")
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the changes; 1 when something became slower, 2 when something cannot be compared."""
     worse = unknown = 0

@@ -15,7 +15,7 @@ import torch
 from ... import BSRMatrix, attention, attention_decode, explain, masks, matmul
 from ...core.arch import Arch, arch_of
 from ...core.compat import why_no_gluon, why_torch_misses_gpu, why_triton_fails
-from ...core.env import IMPLS, config_dir, triton_cache_dir, triton_overrides
+from ...core.env import config_dir, triton_cache_dir, triton_overrides
 from ...core.errors import InvalidInput
 from ...dispatch.dispatcher import how_launched
 from ...kv_cache.memory import MODELS, KVModel, format_kv_memory_table, kv_memory_table
@@ -23,23 +23,10 @@ from ...sparse.matrix import BSRPattern
 from ..machine import describe_environment, source_commit
 from ..suites import SUITES
 from ..support import KERNELS, verdict
-from . import device_of, positive
+from . import device_of
 
 # Root's group, and this user's own, which on most systems has no other members.
 _OWN_GROUPS = (0, os.getgid() if hasattr(os, "getgid") else 0)
-
-
-def add_to(subparsers: Any) -> None:
-    """Declare the commands."""
-    _add_info(subparsers)
-    _add_explain(subparsers)
-    _add_memory(subparsers)
-
-
-def _add_info(subparsers: Any) -> None:
-    parser = subparsers.add_parser("info", help="say what is installed, what runs here and why")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.set_defaults(run=run_info)
 
 
 def run_info(args: argparse.Namespace) -> int:
@@ -166,44 +153,6 @@ def _entry(name: str, value: str | dict[str, str], width: int) -> list[str]:
     return [f"  {name:<{width}} {value}"]
 
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def _add_explain(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "explain", help="say which implementation would run, and why not the others"
-    )
-    kinds = parser.add_subparsers(metavar="FUNCTION", required=True)
-    one = kinds.add_parser("attention", help="of bsk.attention")
-    one.add_argument("--q", default="1x16x4096x128", metavar="BxHxSxD", help="shape of q")
-    one.add_argument("--kv-heads", type=positive, metavar="N", help="as many as q has unless given")
-    one.add_argument("--kv-length", type=positive, metavar="N", help="as long as q unless given")
-    one.add_argument("--causal", action="store_true")
-    one.add_argument("--window", type=int, metavar="N", help="the N latest keys")
-    one.add_argument("--block", metavar="QxK", help="blocks of a random block mask")
-    one.set_defaults(run=explain_attention)
-    two = kinds.add_parser("matmul", help="of bsk.matmul")
-    two.add_argument("--weight", default="4096x4096", metavar="RxC", help="shape of the matrix")
-    two.add_argument("--n", type=positive, default=1024, metavar="N", help="columns, or tokens")
-    two.add_argument("--block", default="64x64", metavar="HxW", help="blocks of the matrix")
-    two.add_argument("--linear", action="store_true", help="x @ W.T, the order of a layer")
-    two.set_defaults(run=explain_matmul)
-    three = kinds.add_parser("decode", help="of bsk.attention_decode")
-    three.add_argument("--q", default="1x32x1x128", metavar="BxHxSxD", help="shape of q")
-    three.add_argument("--kv-heads", type=positive, default=8, metavar="N")
-    three.add_argument(
-        "--kv-length", type=positive, default=8192, metavar="N", help="cached tokens"
-    )
-    three.add_argument("--page-size", type=positive, metavar="N", help="contiguous unless given")
-    three.set_defaults(run=explain_decode, density=1.0)
-    for each in (one, two):
-        each.add_argument("--density", type=float, default=0.22, help="share of kept blocks")
-    for each in (one, two, three):
-        each.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-        each.add_argument("--impl", choices=IMPLS, default="auto")
-        each.add_argument("--device", help="cpu or cuda; the GPU if there is one")
-
-
 def sizes(option: str, text: str, count: int) -> list[int]:
     """Parse sizes joined by x.
 
@@ -242,7 +191,7 @@ def explain_attention(args: argparse.Namespace) -> int:
     device = _device(args)
     batch, heads, length, dim = sizes("--q", args.q, 4)
     kv_length, kv_heads = args.kv_length or length, args.kv_heads or heads
-    options: Any = {"dtype": DTYPES[args.dtype], "device": device}
+    options: Any = {"dtype": getattr(torch, args.dtype), "device": device}
     mask = None
     with _within_memory():
         q = torch.empty(batch, heads, length, dim, **options)
@@ -259,7 +208,7 @@ def explain_decode(args: argparse.Namespace) -> int:
     """Print the decision for one call of `bsk.attention_decode`."""
     device = _device(args)
     batch, heads, queries, dim = sizes("--q", args.q, 4)
-    options: Any = {"dtype": DTYPES[args.dtype], "device": device}
+    options: Any = {"dtype": getattr(torch, args.dtype), "device": device}
     table = None
     with _within_memory():
         q = torch.empty(batch, heads, queries, dim, **options)
@@ -290,7 +239,7 @@ def explain_matmul(args: argparse.Namespace) -> int:
     height, width = sizes("--block", args.block, 2)
     blocks = -(-rows // height) * -(-columns // width)
     stored = max(1, round(args.density * blocks))
-    options: Any = {"dtype": DTYPES[args.dtype], "device": device}
+    options: Any = {"dtype": getattr(torch, args.dtype), "device": device}
     with _within_memory():
         values = torch.empty(stored, height, width, **options)
         x = torch.empty((args.n, columns) if args.linear else (columns, args.n), **options)
@@ -300,36 +249,12 @@ def explain_matmul(args: argparse.Namespace) -> int:
     return 0
 
 
-CACHE_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
-
-
-def _add_memory(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "memory",
-        help="say how much memory KV caches take, and what grouped heads save",
-        description="Known models, or one of your own: --layers, --heads and --head-dim.",
-    )
-    parser.add_argument(
-        "--tokens", type=positive, default=16384, help="cached tokens (default 16384)"
-    )
-    parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bfloat16")
-    parser.add_argument("--layers", type=positive, metavar="N")
-    parser.add_argument("--heads", metavar="Q:KV", help="query and KV heads, such as 32:8")
-    parser.add_argument("--head-dim", type=positive, default=128, metavar="D", help="(default 128)")
-    parser.set_defaults(run=run_memory)
-
-
 def run_memory(args: argparse.Namespace) -> int:
     """Print the table."""
     if (args.layers is None) != (args.heads is None):
         raise InvalidInput("bsk memory: --layers and --heads describe a model together")
     models = MODELS if args.heads is None else (_model_of(args),)
-    print(format_kv_memory_table(kv_memory_table(models, args.tokens, CACHE_DTYPES[args.dtype])))
+    print(format_kv_memory_table(kv_memory_table(models, args.tokens, getattr(torch, args.dtype))))
     return 0
 
 

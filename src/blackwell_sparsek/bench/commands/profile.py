@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.errors import InvalidInput, Unsupported
+from ..arguments import why_no_kernel
 from ..case import Case, Suite
 from ..machine import peak_of
 from ..suites import SUITES
-from . import positive
 from .precompile import architectures, built
 
 # Occupancy: how many warps of a kernel fit on an SM, and what limits them.
@@ -134,47 +134,31 @@ def _number(text: str) -> float:
 COUNTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.bulk", "ex2")
 
 
-def add_to(subparsers: Any) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "profile",
-        help="measure a case with ncu, or read registers and instructions of a kernel",
-        description="CASE is part of the name of a benchmark case (see `bsk bench`) where ncu and "
-        "a GPU are here. Otherwise, and with --arch, it is part of the name of a kernel variant, "
-        "and the profile is static: what the compiler made of it, for any GPU.",
-    )
-    parser.add_argument("case", metavar="CASE", help="part of a name")
-    parser.add_argument("--arch", action="append", metavar="sm_90", help="static, for this GPU")
-    parser.add_argument("--jobs", type=positive, default=2, help="compiling processes (default 2)")
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
     """Profile with ncu if it can run here, else statically."""
-    if args.arch is None:
+    archs = args.arch
+    if archs is None:
         reason = why_not() if torch.cuda.is_available() else "there is no GPU here"
         if reason is None:
             return _measured(args.case)
         print(f"Static profile, because {reason}.", file=sys.stderr)
-        args.arch = None if torch.cuda.is_available() else ["sm_90"]
-    try:
-        records = built(architectures(args.arch), args.case, args.jobs, COUNTS)
-    except InvalidInput as error:
-        if not _is_benchmark(args.case):
-            raise
-        raise InvalidInput(
-            f"{error}; as a benchmark case it can be profiled where a GPU and ncu are, and here "
-            "the kernel that it runs, such as attn_fwd or spmm_sm90"
-        ) from None
+        archs = architectures(None) if torch.cuda.is_available() else [90]
+    if (unknown := why_no_kernel(args.case)) is not None:
+        raise InvalidInput(f"bsk profile: {unknown}{_hint(args.case)}")
+    records = built("bsk profile", archs, args.case, args.jobs, COUNTS)
     print(static_table(records))
     return int(any(record["problems"] for record in records))
 
 
-def _is_benchmark(name: str) -> bool:
+def _hint(name: str) -> str:
     try:
-        return bool(find_case(name))
+        suite, case = find_case(name)
     except InvalidInput:
-        return False
+        return ""
+    return (
+        f"; {case.name!r} of the suite {suite.name} is a benchmark case, which can be profiled "
+        "where a GPU and ncu are"
+    )
 
 
 def find_case(name: str) -> tuple[Suite, Case]:
@@ -188,7 +172,7 @@ def find_case(name: str) -> tuple[Suite, Case]:
 
 def _measured(name: str) -> int:
     suite, case = find_case(name)
-    print(f"{suite.name}: {case.name}", file=sys.stderr)
+    print(f"{suite.name}: {case.name}: running under ncu", file=sys.stderr, flush=True)
     worker = [
         sys.executable,
         "-m",

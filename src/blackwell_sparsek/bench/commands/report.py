@@ -3,35 +3,11 @@
 import argparse
 import pathlib
 import sys
-from typing import Any
 
 from ...core.errors import InvalidInput
 from .. import results
 from ..report import markdown as tables
 from ..report.page import page
-
-
-def add_to(subparsers: Any) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "report", help="make one HTML page of results files, or Markdown tables"
-    )
-    parser.add_argument("files", nargs="*", type=pathlib.Path, help="results files")
-    parser.add_argument(
-        "-o",
-        "--out",
-        type=pathlib.Path,
-        default=pathlib.Path("report.html"),
-        help="the page (default report.html)",
-    )
-    parser.add_argument("--markdown", action="store_true", help="print tables instead")
-    parser.add_argument(
-        "--write",
-        action="store_true",
-        help="rewrite docs/support.md, and figures of README.md and docs/results/ from "
-        "benchmarks/results",
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

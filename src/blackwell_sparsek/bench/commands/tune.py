@@ -2,8 +2,6 @@
 
 import argparse
 import itertools
-import pathlib
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -14,6 +12,7 @@ from ...attention.triton.tuning import AttnFwdConfig, attn_fwd_config
 from ...calls.attention import AttentionCall, AttnSpec, empty_lse, empty_out
 from ...calls.matmul import MatmulCall, PatternTensors
 from ...core.errors import Unsupported
+from ...core.progress import Progress
 from ...dispatch.tuned import Tile, file_name, key_of, write_tiles
 from ...masks.band import band_of
 from ...matmul.triton.tuning import spmm_config, spmm_config_of, spmm_facts
@@ -73,7 +72,7 @@ def tune_attention(
         return out
 
     tiles = candidates(built_in, problem.block[0] if problem.block else None)
-    winner = _fastest(problem.title, tiles, run, inputs.check(), device, say, time_all)
+    winner = _fastest(_title(problem), tiles, run, inputs.check(), device, say, time_all)
     return None if winner is None else (key_of(facts), winner)
 
 
@@ -104,11 +103,16 @@ def tune_product(
         launch_spmm(views, rows, None, None, plan, config)
         return made.out
 
-    block = f"{product.block[0]}x{product.block[1]}"
-    title = f"{product.rows}^3, blocks {block} at {product.density:.0%}"
     tiles = product_candidates(first)
-    winner = _fastest(title, tiles, run, inputs.check(), device, say, time_all)
+    winner = _fastest(_title(product), tiles, run, inputs.check(), device, say, time_all)
     return None if winner is None else (key_of(spmm_facts(made.problem, "ieee")), winner)
+
+
+def _title(problem: Attention | Product) -> str:
+    if isinstance(problem, Attention):
+        return problem.title
+    block = f"{problem.block[0]}x{problem.block[1]}"
+    return f"{problem.rows}^3, blocks {block} at {problem.density:.0%}"
 
 
 def _fastest(
@@ -161,43 +165,28 @@ def _attention_facts(inputs: AttentionInputs) -> tuple[tuple[Any, ...], Tile, At
     return facts, (config.tile_m, config.tile_n, config.num_warps, config.num_stages), call
 
 
-def add_to(subparsers: Any) -> None:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "tune",
-        help="search for faster tiles of the portable kernels on this GPU",
-        description="What is found is used only by processes in which BSK_CONFIG_DIR names the "
-        "folder it was written to.",
-    )
-    parser.add_argument(
-        "-o",
-        "--out",
-        type=pathlib.Path,
-        default=pathlib.Path("bsk-tuned"),
-        metavar="DIR",
-        help="where device_name=....json goes (default bsk-tuned)",
-    )
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
     """Search all problems and record the tiles that beat the built-in ones."""
     if not torch.cuda.is_available():
         raise Unsupported("bsk tune: needs a CUDA GPU: times of an interpreter say nothing")
+    # a folder that cannot be written to is known now, and not after the search
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / ".probe").touch()
+    (args.out / ".probe").unlink()
     found = {}
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    with torch.no_grad():
-        for problem in PROBLEMS:
-            better = tune_attention(problem, torch.device("cuda"), say)
+    total = len(PROBLEMS) + len(PRODUCTS)
+    with torch.no_grad(), Progress("bsk tune", total) as progress:
+        problems: list[Attention | Product] = [*PROBLEMS, *PRODUCTS]
+        for index, problem in enumerate(problems):
+            kernel = "attn_fwd" if isinstance(problem, Attention) else "bsr_spmm"
+            progress.stage(index, f"{kernel}: building the candidates of {_title(problem)}")
+            say = partial(progress.done, index)
+            if isinstance(problem, Attention):
+                better = tune_attention(problem, torch.device("cuda"), say)
+            else:
+                better = tune_product(problem, torch.device("cuda"), say)
             if better is not None:
-                found["attn_fwd", better[0]] = better[1]
-        for product in PRODUCTS:
-            better = tune_product(product, torch.device("cuda"), say)
-            if better is not None:
-                found["bsr_spmm", better[0]] = better[1]
+                found[kernel, better[0]] = better[1]
     if not found:
         print("The built-in tiles are the fastest: nothing written.")
         return 0

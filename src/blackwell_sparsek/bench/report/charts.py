@@ -5,6 +5,7 @@ Everything that comes from a results file is escaped here.
 
 import html
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -81,7 +82,11 @@ class Axis:
 
     def ticks(self) -> list[float]:
         """Round values, not too many."""
-        return _log_ticks(self.low, self.high) if self.is_log else _ticks(self.low, self.high)
+        if not self.is_log:
+            return _ticks(self.low, self.high)
+        # 1, 2, 5, 10 are too far apart for values that differ by a few percent
+        rough = _log_ticks(self.low, self.high)
+        return rough if len(rough) >= 3 else _ticks(self.low, self.high)
 
 
 def axis(
@@ -99,6 +104,15 @@ def axis(
     high = high if apart else low + max(1.0, abs(low))
     step = _step(low, high)
     return Axis(math.floor(low / step) * step, math.ceil(high / step - 1e-9) * step, start, end)
+
+
+def around(values: Iterable[float], level: float, start: float, end: float) -> Axis:
+    """A logarithmic axis for ratios: the values and `level`, and no room for a zero."""
+    found = [value for value in values if math.isfinite(value) and value > 0]
+    # at least 5 % to either side, so that a ratio of 1.01 looks as small as it is
+    low, high = min([*found, level / 1.05]), max([*found, level * 1.05])
+    edge = (high / low) ** 0.06
+    return Axis(low / edge, high * edge, start, end, True)
 
 
 def _step(low: float, high: float) -> float:
@@ -132,8 +146,14 @@ def short_number(value: float) -> str:
 
 
 WIDTH = 960.0
-_LABELS = 330.0
-_BAR, _GAP = 13.0, 14.0
+"""Of a picture that takes up a page on a desk."""
+GUTTER = 24.0
+"""Between pictures side by side."""
+NARROW = 354.0
+"""Of a picture on a phone."""
+_BAR, _GAP, _LINE = 13.0, 12.0, 16.0
+# The average width of a character at 12 pixels, plain and bold, and that of the widest one.
+_CHARACTER, _BOLD, _WIDEST = 6.6, 7.6, 11.5
 
 Place = Callable[[float], float]
 Colours = Mapping[str, int]
@@ -150,30 +170,52 @@ class Bar:
     high: float
 
 
-def bar_chart(groups: Sequence[tuple[str, Sequence[Bar]]], unit: str, colours: Colours) -> str:
-    """Horizontal bars, a group for each case; whiskers span the quartiles."""
-    bars = [bar for _, group in groups for bar in group]
-    across = axis([max(bar.value, bar.high) for bar in bars], _LABELS, WIDTH - 70)
-    height = sum(len(group) * _BAR + _GAP for _, group in groups) + 34
-    parts = _vertical_grid(across, 8, height - 26, unit)
-    y = 14.0
+def bar_chart(
+    groups: Sequence[tuple[str, Sequence[Bar]]],
+    unit: str,
+    colours: Colours,
+    width: float = WIDTH,
+    level: float | None = None,
+) -> str:
+    """Horizontal bars, a group for each case below its name; whiskers span the quartiles.
+
+    With `level`, bars begin there on a logarithmic axis: a loss goes to the left.
+    """
+    values = [max(bar.value, bar.high) for _, group in groups for bar in group]
+    start, end = 6.0, width - 60
+    across = axis(values, start, end) if level is None else around(values, level, start, end)
+    parts, y = [], 4.0
     for name, group in groups:
-        middle = y + len(group) * _BAR / 2 + 4
-        parts.append(text(_LABELS - 10, middle, _cut(name, 50), "end", class_="case"))
+        for line in lines_of(name, width):
+            y += _LINE
+            parts.append(text(start, y - 4, line, class_="case"))
         for bar in group:
-            parts.append(_bar(bar, across.at, y, unit, colours))
+            parts.append(_bar(bar, across, level, y, unit, colours))
             y += _BAR
         y += _GAP
-    return picture(WIDTH, height, parts, f"bars of {unit} by case and peer")
+    grid = _vertical_grid(across, 4, y, unit, width)
+    if level is not None:
+        at = across.at(level)
+        grid.append(element("line", x1=at, x2=at, y1=4.0, y2=y, class_="level"))
+    return picture(width, y + 26, [*grid, *parts], f"bars of {unit} by case and peer")
 
 
-def _bar(bar: Bar, at: Place, y: float, unit: str, colours: Colours) -> str:
+def lines_of(words: str, width: float, character: float = _CHARACTER) -> list[str]:
+    """A text in as many lines as it takes to stay within `width`."""
+    average = character
+    if words:
+        average = sum(_WIDEST if c in "WMmw@%" else character for c in words) / len(words)
+    return textwrap.wrap(words, max(int((width - 12) / average), 1)) or [""]
+
+
+def _bar(bar: Bar, across: Axis, level: float | None, y: float, unit: str, colours: Colours) -> str:
+    at, first = across.at, across.start if level is None else across.at(level)
     end, centre = at(bar.value), y + (_BAR - 3) / 2
     shape = element(
         "rect",
-        x=_LABELS,
+        x=min(first, end),
         y=y,
-        width=max(end - _LABELS, 1.0),
+        width=abs(end - first) if level is not None else max(end - first, 1.0),
         height=_BAR - 3,
         rx=2,
         class_=f"fill c{colours.get(bar.peer, 0)}",
@@ -181,10 +223,11 @@ def _bar(bar: Bar, at: Place, y: float, unit: str, colours: Colours) -> str:
     whisker = element(
         "line", x1=at(bar.low), x2=at(bar.high), y1=centre, y2=centre, class_="whisker"
     )
-    beyond = max(end, at(bar.high))
+    beyond = max(first, end, at(bar.high))
     label = text(beyond + 6, y + _BAR - 4, short_number(bar.value), class_="value")
     spread = f"quartiles {short_number(bar.low)} to {short_number(bar.high)}"
-    title = f"{bar.peer}: {short_number(bar.value)} {unit}, {spread}"
+    title = f"{bar.peer}: {short_number(bar.value)} {unit}"
+    title += f", {spread}" if bar.low != bar.high else ""
     return titled(shape + whisker + label, title)
 
 
@@ -206,36 +249,41 @@ class Plot:
     y_label: str
     lines: Sequence[Line] = ()
     x_log: bool = False
-    y_log: bool = False
     level: float | None = None
-    """A horizontal reference line, such as "as fast as dense"."""
+    """Where ratios are neither better nor worse: a line in the middle of a logarithmic axis."""
     x_names: Mapping[float, str] = field(default_factory=dict)
     """Names of x values, shown instead of the numbers."""
 
 
-def line_chart(plot: Plot, colours: Colours, width: float = WIDTH / 2 - 12) -> str:
-    """Curves with a marker at every point."""
-    height, left, bottom = 300.0, 54.0, 250.0
+def line_chart(plot: Plot, colours: Colours, width: float = (WIDTH - GUTTER) / 2) -> str:
+    """Curves with a marker at every point; with a level, the axis shows what is around it."""
+    title = lines_of(plot.title, width, _BOLD)
+    left, top = 44.0, 32.0 + _LINE * len(title)
+    bottom, right = top + 204.0, width - 16
     points = [point for line in plot.lines for point in line.points]
-    levels = [] if plot.level is None else [plot.level]
-    x = axis([p[0] for p in points], left, width - 16, is_log=plot.x_log, zero=False)
-    y = axis([p[1] for p in points] + levels, bottom, 34, is_log=plot.y_log)
-    parts = [text(left, 16, plot.title, class_="title")]
+    heights = [p[1] for p in points]
+    x = axis([p[0] for p in points], left, right, is_log=plot.x_log, zero=False)
+    if plot.level is None:
+        y = axis(heights, bottom, top)
+    else:
+        y = around(heights, plot.level, bottom, top)
+    parts = [text(4.0, _LINE * (i + 1), line, class_="title") for i, line in enumerate(title)]
+    parts.append(text(4.0, top - 14, plot.y_label, class_="tick"))
     for value in y.ticks():
         at = y.at(value)
-        parts.append(element("line", x1=left, x2=width - 16, y1=at, y2=at, class_="grid"))
+        parts.append(element("line", x1=left, x2=right, y1=at, y2=at, class_="grid"))
         parts.append(text(left - 8, at + 4, short_number(value), "end", class_="tick"))
     for value, name in (plot.x_names or {tick: short_number(tick) for tick in x.ticks()}).items():
         parts.append(text(x.at(value), bottom + 18, name, "middle", class_="tick"))
-    parts.append(text((left + width - 16) / 2, bottom + 38, plot.x_label, "middle", class_="label"))
-    parts.append(text(width - 16, 16, plot.y_label, "end", class_="tick"))
+    parts.append(text((left + right) / 2, bottom + 38, plot.x_label, "middle", class_="label"))
     if plot.level is not None:
         at = y.at(plot.level)
-        parts.append(element("line", x1=left, x2=width - 16, y1=at, y2=at, class_="level"))
+        parts.append(element("line", x1=left, x2=right, y1=at, y2=at, class_="level"))
     # draw ours last, so that it is on top
     for line in sorted(plot.lines, key=lambda line: -colours.get(line.name, 0)):
         parts.append(_curve(line, x.at, y.at, plot, colours))
-    return picture(width, height, parts, f"{plot.title}: {plot.y_label} over {plot.x_label}")
+    label = f"{plot.title}: {plot.y_label} over {plot.x_label}"
+    return picture(width, bottom + 50, parts, label)
 
 
 def _curve(line: Line, x_at: Place, y_at: Place, plot: Plot, colours: Colours) -> str:
@@ -261,9 +309,15 @@ class Spot:
     tflops: float
 
 
-def roofline(spots: Sequence[Spot], peak_tflops: float, terabytes: float, colours: Colours) -> str:
+def roofline(
+    spots: Sequence[Spot],
+    peak_tflops: float,
+    terabytes: float,
+    colours: Colours,
+    width: float = WIDTH,
+) -> str:
     """The limits set by memory and tensor cores, and the rates reached below them."""
-    width, height, left, bottom = WIDTH, 380.0, 60.0, 330.0
+    height, left, bottom = 380.0, 50.0, 330.0
     knee = peak_tflops / terabytes
     x = axis([s.intensity for s in spots] + [knee / 8, knee * 8], left, width - 24, is_log=True)
     least = min([s.tflops for s in spots] + [peak_tflops / 20])
@@ -307,15 +361,11 @@ def _grid(x: Axis, y: Axis, left: float, right: float, bottom: float) -> list[st
     return parts
 
 
-def _vertical_grid(across: Axis, top: float, bottom: float, unit: str) -> list[str]:
+def _vertical_grid(across: Axis, top: float, bottom: float, unit: str, width: float) -> list[str]:
     parts = []
     for value in across.ticks():
         at = across.at(value)
         parts.append(element("line", x1=at, x2=at, y1=top, y2=bottom, class_="grid"))
         parts.append(text(at, bottom + 16, short_number(value), "middle", class_="tick"))
-    parts.append(text(WIDTH - 4, bottom + 16, unit, "end", class_="label"))
+    parts.append(text(width - 4, bottom + 16, unit, "end", class_="label"))
     return parts
-
-
-def _cut(name: str, longest: int) -> str:
-    return name if len(name) <= longest else f"{name[: longest - 1]}…"

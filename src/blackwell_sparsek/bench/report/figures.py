@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..machine import peak_of
-from .charts import Bar, Colours, Line, Plot, Spot, bar_chart, line_chart, roofline
+from .charts import GUTTER, WIDTH, Bar, Colours, Line, Plot, Spot, bar_chart, line_chart, roofline
 
 # Reading the problem of a case. Files are untrusted: anything may be missing.
 
@@ -46,6 +46,8 @@ def names_of(problem: dict[str, Any], besides: str) -> str:
             parts.append(f"{name.replace('_', ' ')} {value:g}")
     if "page_size" in problem:
         parts.append(f"batch {amount(problem, 'batch') or 0:g}")
+    if isinstance(problem.get("lengths"), list):
+        parts.append("mixed lengths")
     if besides != "density" and (density := amount(problem, "density")) is not None:
         parts.append(f"{density:.0%} kept")
     if besides != "n" and (n := amount(problem, "n")) is not None:
@@ -102,6 +104,10 @@ MODES = ("graph", "eager", "sustained", "host", "reported")
 DENSE_PEERS = ("dense", "sdpa_dense", "dense_packed_k")
 
 
+Group = tuple[str, list[Bar]]
+"""The name of a case and its bars."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """Plots shown side by side, with their caption and the names in their legend."""
@@ -111,19 +117,23 @@ class Figure:
     legend: Mapping[str, int]
 
 
-def figures_of(document: dict[str, Any], colours: Colours) -> list[Figure]:
-    """All figures of one suite."""
+def figures_of(document: dict[str, Any], colours: Colours, width: float = WIDTH) -> list[Figure]:
+    """All figures of one suite, drawn for a page of `width` pixels."""
     cases = document["cases"]
     mode = next((m for m in MODES if any(_median(c, p, m) for c in cases for p in c["peers"])), "")
     if not mode:
         return []
     found = []
     if not is_sweep(case["problem"] for case in cases):
-        found += _over_length(document, mode, colours) or _bars(document, mode, colours)
-        found += _faster_than_dense(cases, mode, colours)
-    found += _speedup_over_length(cases, mode)
-    found += _crossings(document) or _speedup_over_density(cases, mode)
-    found += _roof(document, mode, colours)
+        found += _over_length(document, mode, colours, width)
+        groups = _groups(cases, "length").values() if found else ()
+        drawn = [id(case) for group in groups for case in group]
+        rest = [case for case in cases if id(case) not in drawn]
+        found += _bars({**document, "cases": rest}, mode, colours, width)
+        found += _faster_than_dense(cases, mode, colours, width)
+    found += _speedup_over_length(cases, mode, width)
+    found += _crossings(document, width) or _speedup_over_density(cases, mode, width)
+    found += _roof(document, mode, colours, width)
     return found
 
 
@@ -154,9 +164,9 @@ def _unit(document: dict[str, Any], mode: str) -> tuple[str, str]:
     return unit, names.get(unit, "ms")
 
 
-def _bars(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]:
+def _bars(document: dict[str, Any], mode: str, colours: Colours, width: float) -> list[Figure]:
     unit, written = _unit(document, mode)
-    groups = []
+    groups: list[Group] = []
     for case in document["cases"]:
         bars = []
         for peer, entry in case["peers"].items():
@@ -173,23 +183,23 @@ def _bars(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]
     how = "wall clock" if mode == "reported" else f"mode {mode}"
     caption = f"{_in_words(unit, written)} by case, {how}; {better} is better."
     caption += " Whiskers span the quartiles."
-    return _bar_figure(caption, groups, written, colours)
+    return _bar_figure(caption, groups, colours, bar_chart(groups, written, colours, width))
 
 
 def _in_words(unit: str, written: str) -> str:
     return f"{written} of executed work" if unit == "tflops" else written
 
 
-def _bar_figure(
-    caption: str, groups: list[tuple[str, list[Bar]]], unit: str, colours: Colours
-) -> list[Figure]:
+def _bar_figure(caption: str, groups: list[Group], colours: Colours, drawn: str) -> list[Figure]:
     shown = {bar.peer: colours.get(bar.peer, 0) for _, bars in groups for bar in bars}
-    return [Figure(caption, [bar_chart(groups, unit, colours)], shown)] if groups else []
+    return [Figure(caption, [drawn], shown)] if groups else []
 
 
-def _faster_than_dense(cases: list[dict[str, Any]], mode: str, colours: Colours) -> list[Figure]:
+def _faster_than_dense(
+    cases: list[dict[str, Any]], mode: str, colours: Colours, width: float
+) -> list[Figure]:
     """Speedup of every peer over the dense peer."""
-    groups = []
+    groups: list[Group] = []
     for case in cases:
         times = {peer: _median(case, peer, mode) for peer in case["peers"]}
         dense = next((times[peer] for peer in DENSE_PEERS[:2] if times.get(peer)), None)
@@ -201,23 +211,59 @@ def _faster_than_dense(cases: list[dict[str, Any]], mode: str, colours: Colours)
         if bars:
             groups.append((case["name"], bars))
     caption = f"Times faster than the same without sparsity, mode {mode}; below 1, dense wins."
-    return _bar_figure(caption, groups, "times", colours)
+    drawn = bar_chart(groups, "times", colours, width, level=1.0)
+    return _bar_figure(caption, groups, colours, drawn)
 
 
 def _groups(cases: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any]]]:
-    """Cases that differ only in `x` and what depends on it, keyed by their other parameters."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Cases that differ only in `x` and what depends on it, keyed by their other parameters.
+
+    No group has two cases at the same `x`: a curve through them would jump up and down.
+    """
+    alike: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
         if amount(case["problem"], x) is not None:
-            found.setdefault(names_of(case["problem"], x), []).append(case)
+            alike.setdefault(names_of(case["problem"], x), []).append(case)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, group in alike.items():
+        fields = _fields_apart(group, x)
+        for case in group:
+            words = [_field(field, case["problem"].get(field)) for field in fields]
+            found.setdefault(" ".join([name, *filter(None, words)]), []).append(case)
     return {
         name: group
         for name, group in found.items()
-        if len({amount(case["problem"], x) for case in group}) >= 3
+        if len({amount(case["problem"], x) for case in group}) == len(group) >= 3
     }
 
 
-def _over_length(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]:
+def _fields_apart(cases: list[dict[str, Any]], x: str) -> list[str]:
+    """The parameters in which cases with the same `x` differ."""
+    at: dict[float | None, list[dict[str, Any]]] = {}
+    for case in cases:
+        at.setdefault(amount(case["problem"], x), []).append(case["problem"])
+    names = dict.fromkeys(name for case in cases for name in case["problem"])
+    return [
+        name
+        for name in names
+        if any(len({str(problem.get(name)) for problem in same}) > 1 for same in at.values())
+    ]
+
+
+def _field(name: str, value: Any) -> str:
+    """A parameter in words; nothing for one that is not given."""
+    if value is None:
+        return ""
+    if name in ("kept", "density"):
+        share = amount({name: value}, name)
+        return "" if share is None else f"{share:.0%} {'kept' if name == 'kept' else 'density'}"
+    # a list of lengths is in the name already
+    return "" if isinstance(value, list) else f"{name.replace('_', ' ')} {value}"
+
+
+def _over_length(
+    document: dict[str, Any], mode: str, colours: Colours, width: float
+) -> list[Figure]:
     unit, written = _unit(document, mode)
     pictures: list[str] = []
     shown: dict[str, int] = {}
@@ -240,9 +286,14 @@ def _over_length(document: dict[str, Any], mode: str, colours: Colours) -> list[
                 x_log=True,
                 x_names=_length_names(cases),
             )
-            pictures.append(line_chart(plot, colours))
+            pictures.append(line_chart(plot, colours, _half(width)))
     caption = f"{_in_words(unit, written)} over the sequence length, mode {mode}."
     return [Figure(caption, pictures, shown)] if pictures else []
+
+
+def _half(width: float) -> float:
+    """The width of a picture of which two stand side by side where there is room."""
+    return (width - GUTTER) / 2 if width >= 600 else width
 
 
 def _length_names(cases: Iterable[dict[str, Any]]) -> dict[float, str]:
@@ -270,7 +321,7 @@ def _curves(
     return lines, {line.name: i for i, line in enumerate(lines)}
 
 
-def _speedup_over_length(cases: list[dict[str, Any]], mode: str) -> list[Figure]:
+def _speedup_over_length(cases: list[dict[str, Any]], mode: str, width: float) -> list[Figure]:
     lines, shown = _curves(_groups(cases, "length"), mode, "length", "over_best_peer")
     if not lines:
         return []
@@ -284,10 +335,10 @@ def _speedup_over_length(cases: list[dict[str, Any]], mode: str) -> list[Figure]
         x_names=_length_names(cases),
     )
     caption = f"Speed-up over the best other peer by sequence length, mode {mode}; above 1 we win."
-    return [Figure(caption, [line_chart(plot, shown, 960.0)], shown)]
+    return [Figure(caption, [line_chart(plot, shown, width)], shown)]
 
 
-def _speedup_over_density(cases: list[dict[str, Any]], mode: str) -> list[Figure]:
+def _speedup_over_density(cases: list[dict[str, Any]], mode: str, width: float) -> list[Figure]:
     """Speedup over dense by sparsity; where a curve crosses 1, dense becomes faster.
 
     A sweep has a plot for each size, with a curve for each block shape.
@@ -303,8 +354,9 @@ def _speedup_over_density(cases: list[dict[str, Any]], mode: str) -> list[Figure
         for line in sparsities:
             shown.setdefault(line.name, len(shown))
         if lines:
-            plot = Plot(title, "% sparse", "times faster", sparsities, level=1.0, y_log=True)
-            pictures.append(line_chart(plot, shown, *([960.0] if len(by_size) == 1 else [])))
+            plot = Plot(title, "% sparse", "times faster", sparsities, level=1.0)
+            each = width if len(by_size) == 1 else _half(width)
+            pictures.append(line_chart(plot, shown, each))
     caption = f"Speed-up over the dense product by sparsity, mode {mode}; dense wins below 1."
     return [Figure(caption, pictures, shown)] if pictures else []
 
@@ -320,7 +372,7 @@ def _by_size(cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {" x ".join(f"{side:g}" for side in size): found[size] for size in sorted(found)}
 
 
-def _crossings(document: dict[str, Any]) -> list[Figure]:
+def _crossings(document: dict[str, Any], width: float) -> list[Figure]:
     """Speedup of stored blocks over the dense product by density, and where it crosses 1."""
     lines, meetings = [], []
     for curve in document.get("crossover", []):
@@ -336,14 +388,13 @@ def _crossings(document: dict[str, Any]) -> list[Figure]:
         "% of blocks stored",
         "times faster",
         lines,
-        y_log=True,
         level=1.0,
     )
     caption = "Where dense takes over: " + (", ".join(meetings) or "nowhere that was measured")
-    return [Figure(f"{caption}.", [line_chart(plot, shown, 960.0)], shown)]
+    return [Figure(f"{caption}.", [line_chart(plot, shown, width)], shown)]
 
 
-def _roof(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]:
+def _roof(document: dict[str, Any], mode: str, colours: Colours, width: float) -> list[Figure]:
     peak = peak_of(document["environment"]["device_name"])
     spots = []
     for case in document["cases"]:
@@ -358,5 +409,5 @@ def _roof(document: dict[str, Any], mode: str, colours: Colours) -> list[Figure]
         return []
     shown = {spot.peer: colours.get(spot.peer, 0) for spot in spots}
     caption = f"Under the roof of the data sheet, mode {mode}; every byte counted once."
-    picture = roofline(spots, peak.tflops, peak.terabytes, colours)
+    picture = roofline(spots, peak.tflops, peak.terabytes, colours, width)
     return [Figure(caption, [picture], shown)]

@@ -15,7 +15,7 @@ from ...core.errors import InvalidInput
 from .. import results
 from . import support
 from .figures import Figure, figures_of, is_sweep, product_of
-from .page import colours_of, standalone
+from .page import STANDALONE, colours_of, standalone
 from .releases import releases_page
 from .tables import (
     MODE_HEADS,
@@ -436,7 +436,7 @@ def with_section(text: str, section: str) -> str:
 
 def headline(document: dict[str, Any]) -> list[tuple[str, Figure]]:
     """The main plot of a suite, with its path from the root of the repository."""
-    figures = figures_of(document, colours_of(document))
+    figures = figures_of(document, colours_of(document), STANDALONE)
     # compare products with the dense product, and attention with other kernels
     if document["suite"].startswith("matmul_"):
         figures.sort(key=lambda figure: "faster than" not in figure.caption)

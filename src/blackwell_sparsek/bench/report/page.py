@@ -2,10 +2,11 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from .charts import WIDTH, element, escaped, text
+from .charts import GUTTER, NARROW, element, escaped, text
 from .figures import Figure, amount, figures_of
 from .tables import MODE_HEADS, absent, implementation, number, times_faster
 
@@ -49,9 +50,10 @@ nav a:hover, nav a:focus-visible { border-color: var(--accent); color: var(--acc
 figure { margin: 18px 0 0; background: var(--card); border: 1px solid var(--line);
   border-radius: 10px; padding: 16px 18px 12px }
 figcaption { font-size: 13px; margin-bottom: 10px }
-.pictures { display: flex; flex-wrap: wrap; gap: 8px 24px; overflow-x: auto }
-.pictures svg { flex: 1 1 440px; min-width: 380px; max-width: 100%; height: auto; display: block }
-.pictures svg:only-child { min-width: 640px }
+.pictures { flex-wrap: wrap; gap: 8px 24px }
+.pictures svg { flex: 1 1 440px; max-width: 100%; height: auto; display: block }
+.wide { display: flex } .narrow { display: none } .narrow svg { flex: 0 1 460px }
+@media (max-width: 760px) { .wide { display: none } .narrow { display: flex } }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; margin: 0 0 10px;
   padding: 0; list-style: none }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 3px;
@@ -79,7 +81,8 @@ th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
   background: var(--card) }
 tbody tr:hover td { background: var(--accent-soft) }
 td.ours { color: var(--accent); font-weight: 600 }
-td.win { color: var(--good) } td.loss { color: var(--bad) } td.none { color: var(--soft) }
+td.win { color: var(--good) } td.loss { color: var(--bad) }
+td.none, td.even { color: var(--soft) }
 th[aria-sort] { cursor: pointer; user-select: none }
 th[aria-sort=ascending]::after { content: " ▲" } th[aria-sort=descending]::after { content: " ▼" }
 details { margin-top: 14px; font-size: 13px }
@@ -198,9 +201,21 @@ def _cells(
         cells.append(_cell("–" if work is None else number(work), work))
     for key in keys:
         ratio = _ratio(case, mode, key)
-        kind = "none" if ratio is None else "win" if ratio >= 1 else "loss"
+        kind = "none" if ratio is None else verdict(ratio)
         cells.append(_cell("–" if ratio is None else times_faster(ratio), ratio, kind))
     return cells
+
+
+def verdict(ratio: float) -> str:
+    """Whether a speed-up, as it is printed, is a "win", a "loss" or "even".
+
+    Examples
+    --------
+    >>> [verdict(ratio) for ratio in (1.2, 1.004, 0.996, 0.99)]
+    ['win', 'even', 'even', 'loss']
+    """
+    printed = round(ratio, 2)
+    return "even" if printed == 1 else "win" if printed > 1 else "loss"
 
 
 def _why(case: dict[str, Any], peer: str) -> str:
@@ -267,18 +282,31 @@ def _title(document: dict[str, Any]) -> str:
 
 def _cards(documents: list[dict[str, Any]]) -> str:
     cases = [case for document in documents for case in document["cases"]]
-    ratios = [
-        ratio["over_best_peer"]
+    by_case = [
+        [
+            ratio["over_best_peer"]
+            for mode, ratio in case.get("ratios", {}).items()
+            if mode not in _OF_THE_HOST and ratio.get("over_best_peer", 0) > 0
+        ]
         for case in cases
-        for mode, ratio in case.get("ratios", {}).items()
-        if mode not in _OF_THE_HOST and ratio.get("over_best_peer", 0) > 0
     ]
-    cards = [(f"{len(cases)}", f"cases in {len(documents)} suites")]
+    ratios = [ratio for found in by_case for ratio in found]
+    compared = sum(map(bool, by_case))
+    suites = f"{len(documents)} suites" if len(documents) != 1 else "1 suite"
+    what = f"cases in {suites}: one set of sizes and options each"
+    cards, reading = [(f"{len(cases)}", what)], ""
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        won = sum(ratio >= 1 for ratio in ratios)
+        counted = Counter(map(verdict, ratios))
         cards.append((f"{mean:.2f}x", "geometric mean on the device against the best other peer"))
-        cards.append((f"{won} of {len(ratios)}", "times where we are the fastest"))
+        rest = f"{counted['even']} as fast, to 1%, and {counted['loss']} slower"
+        cards.append((f"{counted['win']} of {len(ratios)}", f"comparisons faster; {rest}"))
+        reading = (
+            f"{compared} of the {len(cases)} cases have times of ours and of another library that "
+            "computes the same; the others compare us with the dense computation or with nobody. "
+            "A case counts once for each way of timing: "
+            f"{len(ratios)} comparisons. Times of the host and of first calls do not count."
+        )
     fastest = [
         entry["times"][mode]["executed_tflops"]
         for case in cases
@@ -292,7 +320,8 @@ def _cards(documents: list[dict[str, Any]]) -> str:
         element("div", element("b", escaped(a)) + element("span", escaped(b)), class_="card")
         for a, b in cards
     )
-    return element("div", "".join(content), class_="cards")
+    note = element("p", escaped(reading), class_="soft") if reading else ""
+    return element("div", "".join(content), class_="cards") + note
 
 
 def _section(document: dict[str, Any], anchor: str) -> str:
@@ -304,7 +333,9 @@ def _section(document: dict[str, Any], anchor: str) -> str:
     ):
         if document.get(mark):
             parts.append(element("p", words, class_="warning"))
-    parts += [_figure(figure) for figure in figures_of(document, colours_of(document))]
+    colours = colours_of(document)
+    drawn = figures_of(document, colours), figures_of(document, colours, NARROW)
+    parts += map(_figure, *drawn)
     for mode, words in MODE_HEADS.items():
         parts.append(results_table(document, mode, words))
     parts.append(_details("Who is absent, and why", absent(document["cases"])))
@@ -323,7 +354,8 @@ def _provenance(document: dict[str, Any]) -> str:
     return " · ".join(parts)
 
 
-def _figure(figure: Figure) -> str:
+def _figure(figure: Figure, narrow: Figure) -> str:
+    """A figure drawn twice: a phone shows the narrow pictures, at a size that can be read."""
     names = "".join(
         element("li", f'<i class="swatch c{colour}"></i>{escaped(name)}')
         for name, colour in figure.legend.items()
@@ -332,7 +364,8 @@ def _figure(figure: Figure) -> str:
         "figure",
         element("figcaption", escaped(figure.caption))
         + element("ul", names, class_="legend")
-        + element("div", "".join(figure.pictures), class_="pictures"),
+        + element("div", "".join(figure.pictures), class_="pictures wide")
+        + element("div", "".join(narrow.pictures), class_="pictures narrow"),
     )
 
 
@@ -361,21 +394,23 @@ def _flattened(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 # A figure as a standalone SVG file for Markdown pages, with legend and colours inside.
 
-_LEGEND, _EDGE = 34.0, 12.0
+_LEGEND, _EDGE = 26.0, 12.0
+# What a column of text is wide on a desk; a phone shows it at more than half of that.
+STANDALONE = 640.0
 
 
 def standalone(figure: Figure) -> str:
     """The plots of a figure in rows below its legend; follows light and dark themes."""
-    parts, y = [_legend(figure)], _LEGEND
-    x, row = _EDGE, 0.0
+    legend, y = _legend(figure)
+    parts, x, row = [legend], _EDGE, 0.0
     for picture in figure.pictures:
         width, height = _size(picture)
-        if x + width > WIDTH + _EDGE + 1 and x > _EDGE:
+        if x + width > STANDALONE + _EDGE + 1 and x > _EDGE:
             x, y, row = _EDGE, y + row, 0.0
         placed = f'<svg x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}"'
         parts.append(picture.replace("<svg", placed, 1))
-        x, row = x + width + 24, max(row, height)
-    whole, total = WIDTH + 2 * _EDGE, y + row + _EDGE
+        x, row = x + width + GUTTER, max(row, height)
+    whole, total = STANDALONE + 2 * _EDGE, y + row + _EDGE
     back = element("rect", width=whole, height=total, rx=10, class_="back")
     style = element("style", _style())
     return (
@@ -392,16 +427,18 @@ def _size(picture: str) -> tuple[float, float]:
     return float(width), float(height)
 
 
-def _legend(figure: Figure) -> str:
-    parts, x = [], _EDGE + 6
+def _legend(figure: Figure) -> tuple[str, float]:
+    """The names and colours in as many lines as they need, and where they end."""
+    parts, x, y = [], _EDGE + 6, 12.0
     for name, colour in figure.legend.items():
-        parts.append(
-            element("rect", x=x, y=12, width=11, height=11, rx=3, class_=f"fill c{colour}")
-        )
-        parts.append(text(x + 17, 22, name))
         # an estimate of the text width is enough, because names are short
-        x += 17 + 7.2 * len(name) + 18
-    return "".join(parts)
+        taken = 17 + 7.2 * len(name) + 18
+        if x + taken > STANDALONE + _EDGE and x > _EDGE + 6:
+            x, y = _EDGE + 6, y + 20
+        parts.append(element("rect", x=x, y=y, width=11, height=11, rx=3, class_=f"fill c{colour}"))
+        parts.append(text(x + 17, y + 10, name))
+        x += taken
+    return "".join(parts), y + _LEGEND
 
 
 def _style() -> str:

@@ -4,6 +4,7 @@ A module holds the problem (its inputs, its FLOPs and the check of results), the
 it, and the suites that combine both. Attention has its problem and its peers in two more files.
 """
 
+from ..case import Suite
 from . import (
     attention,
     bsr_training,
@@ -24,7 +25,7 @@ _MODULES = (
     *(matmul, bsr_training, attention, gradients, decode, serving, mla),
     *(fp8, sparse_attention, selection, host, new_sizes, first_call),
 )
-SUITES = {suite.name: suite for module in _MODULES for suite in module.SUITES}
+SUITES: dict[str, Suite] = {suite.name: suite for module in _MODULES for suite in module.SUITES}
 GROUPS = {
     **{
         group: [name for name in SUITES if name.startswith(f"{group}_")]

@@ -88,8 +88,8 @@ def _ours_dense(inputs: AttentionInputs) -> Contender:
     return _ours(whole)
 
 
-ours_dense = Peer(OURS_DENSE, "blackwell_sparsek without the mask", _ours_dense)
-ours = Peer(OURS, "blackwell_sparsek, impl auto", _ours)
+ours_dense: Peer = Peer(OURS_DENSE, "blackwell_sparsek without the mask", _ours_dense)
+ours: Peer = Peer(OURS, "blackwell_sparsek, impl auto", _ours)
 
 
 # torch's own attention: each backend of SDPA, and FlexAttention.
@@ -225,21 +225,21 @@ def _flex_supports(inputs: AttentionInputs) -> str | None:
     return None
 
 
-sdpa_cudnn = Peer(
+sdpa_cudnn: Peer = Peer(
     CUDNN,
     "SDPA, cuDNN",
     partial(_sdpa, backends=[SDPBackend.CUDNN_ATTENTION]),
     supports=_plain_band_on_gpu,
     rival=True,
 )
-sdpa_flash = Peer(
+sdpa_flash: Peer = Peer(
     FLASH,
     "SDPA, flash (FA2)",
     partial(_sdpa, backends=[SDPBackend.FLASH_ATTENTION]),
     supports=lambda inputs: _plain_band_on_gpu(inputs) or _equal_dims(inputs),
     rival=True,
 )
-sdpa = Peer(
+sdpa: Peer = Peer(
     SDPA,
     "SDPA, torch's choice",
     lambda inputs: _sdpa(inputs, _best_backends(inputs.q)[-3:]),
@@ -248,13 +248,13 @@ sdpa = Peer(
     ),
     rival=True,
 )
-sdpa_dense = Peer(
+sdpa_dense: Peer = Peer(
     DENSE,
     "SDPA without the mask's sparsity",
     _dense,
     supports=lambda inputs: "is the case itself" if inputs.shown == "band" else None,
 )
-flex = Peer(FLEX, "FlexAttention, compiled", _flex, supports=_flex_supports, rival=True)
+flex: Peer = Peer(FLEX, "FlexAttention, compiled", _flex, supports=_flex_supports, rival=True)
 
 FA2, FA3, FA4 = "fa2", "fa3", "fa4"
 _FA3 = ("flash_attn_interface", "flash_attn_func")
@@ -403,7 +403,7 @@ def _fa4_supports(inputs: AttentionInputs) -> str | None:
     return on_gpu(inputs)
 
 
-fa2 = Peer(
+fa2: Peer = Peer(
     FA2,
     "FlashAttention 2",
     _fa2,
@@ -411,8 +411,10 @@ fa2 = Peer(
     supports=lambda inputs: _no_blocks(inputs) or _equal_dims(inputs),
     rival=True,
 )
-fa3 = Peer(FA3, "FlashAttention 3", _fa3, available=fa3_available, supports=_no_blocks, rival=True)
-fa4 = Peer(
+fa3: Peer = Peer(
+    FA3, "FlashAttention 3", _fa3, available=fa3_available, supports=_no_blocks, rival=True
+)
+fa4: Peer = Peer(
     FA4,
     "FlashAttention 4 (CuTe)",
     _fa4,
@@ -490,7 +492,7 @@ def _supports(inputs: AttentionInputs) -> str | None:
     return None
 
 
-flashinfer = Peer(
+flashinfer: Peer = Peer(
     FLASHINFER,
     "FlashInfer",
     _flashinfer,
@@ -544,7 +546,7 @@ def supports_blocks(inputs: AttentionInputs) -> str | None:
     return on_gpu(inputs)
 
 
-cudnn_blocks = Peer(
+cudnn_blocks: Peer = Peer(
     CUDNN_BLOCKS,
     "cuDNN front end, block-sparse",
     _cudnn_blocks,

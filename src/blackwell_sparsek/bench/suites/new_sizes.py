@@ -55,7 +55,8 @@ class NewInputs:
     """Tensors of any length."""
 
     def __init__(self, problem: NewSizes, memory: tuple[torch.Tensor, ...]):
-        self.problem, self.memory = problem, memory
+        self.problem: NewSizes = problem
+        self.memory: tuple[torch.Tensor, ...] = memory
 
     def lengths(self) -> Iterator[int]:
         """All lengths in a mixed order, so that any few of them are spread over all."""

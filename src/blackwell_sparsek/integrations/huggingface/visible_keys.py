@@ -72,12 +72,14 @@ class VisibleKeys:
         batch: int = 1,
         device: torch.device | str,
     ) -> None:
-        self.device = torch.device(device)
+        self.device: torch.device = torch.device(device)
         self.bias = bias
-        self.q_length, self.kv_length = q_length, kv_length
+        self.q_length: int = q_length
+        self.kv_length: int = kv_length
         self.band = band
-        self.key_length = kv_length if key_length is None else key_length
-        self.lengths, self.visible = lengths, visible
+        self.key_length: int = kv_length if key_length is None else key_length
+        self.lengths: torch.Tensor | None = lengths
+        self.visible: torch.Tensor | None = visible
         self.segments = segments
         self.block_mask = block_mask
         self.batch = batch

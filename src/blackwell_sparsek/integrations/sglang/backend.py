@@ -43,11 +43,11 @@ class SparseKAttnBackend(AttentionBackend):
         super().__init__()
         pool = model_runner.token_to_kv_pool
         refuse_runner(model_runner, pool)
-        self.device = torch.device(model_runner.device)
-        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.device: torch.device = torch.device(model_runner.device)
+        self.req_to_token_pool: Any = model_runner.req_to_token_pool
         self.token_to_kv_pool = pool
-        self.page_size = model_runner.page_size
-        self.context_len = model_runner.model_config.context_len
+        self.page_size: int = model_runner.page_size
+        self.context_len: int = model_runner.model_config.context_len
         self.forward_metadata: StepTables | None = None
         self.graph_tables: StepTables | None = None
 

@@ -239,7 +239,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.sparse = sparse_reads(vllm_config)
+        self.sparse: SparseReads | None = sparse_reads(vllm_config)
         self.device = device
         if self.sparse is not None and self.sparse.prefill_blocks is not None:
             # vLLM then puts requests that decode before prompts
@@ -320,15 +320,17 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
             raise NotImplementedError("decode context parallelism is not supported")
         self.num_heads = num_heads
         self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.window = None if sliding_window is None else (sliding_window - 1, 0)
+        self.scale: float = float(scale)
+        self.num_kv_heads: int = num_heads if num_kv_heads is None else num_kv_heads
+        self.window: tuple[int, int] | None = (
+            None if sliding_window is None else (sliding_window - 1, 0)
+        )
         self.kv_cache_dtype = kv_cache_dtype
-        self.softcap = logits_soft_cap or None
+        self.softcap: float | None = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.summaries: PageSummaries | None = None
-        self.slopes = None
+        self.slopes: torch.Tensor | None = None
         if alibi_slopes is not None:
             self.slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
 
