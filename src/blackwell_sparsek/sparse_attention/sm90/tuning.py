@@ -102,8 +102,8 @@ def _config(
         STAGES=min(4, room // stage),
         BLOCK_KV=granularity,
         # the producer merges the lists of 128 rows, four in each thread
-        CONSUMER_REGISTERS=200,
-        PRODUCER_REGISTERS=104,
+        CONSUMER_REGISTERS=216,
+        PRODUCER_REGISTERS=72,
         MAX_REGISTERS=168,
         PACK=pack,
         HEAD_DIM=head_dim,
