@@ -148,6 +148,17 @@ def test_wrong_counts_make_their_query_nan():
     assert out.isnan().all(-1)[0, 0].nonzero().flatten().tolist() == [3, 4]
 
 
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_list_that_begins_with_the_largest_number_ends(window):
+    """Which the kernel takes for the end of all lists, so that it must not wait for another."""
+    (q, k, v, chosen), _ = problems.dense(**BASE, lengths=(40, 640))
+    ids = torch.full_like(chosen.ids, 2**31 - 1)
+    bad = bsk.KeySelection._from_tensors(ids, torch.full_like(chosen.counts, 2), 64, 640)
+    out = bsk.sparse_attention(q, k, v, bad, window=window, impl="sm90")
+    none = bsk.KeySelection._from_tensors(ids, torch.zeros_like(chosen.counts), 64, 640)
+    assert torch.equal(out, bsk.sparse_attention(q, k, v, none, window=window, impl="sm90"))
+
+
 def test_the_same_bits_each_time():
     problem = problems.dense(**BASE, heads=(16, 1), lengths=(1000, 2000), window=100)
     first, *others = (

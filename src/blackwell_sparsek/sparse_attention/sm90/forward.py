@@ -248,13 +248,15 @@ def _send(produce, shared, keys, step, kv_start, weights, rows, flags, CFG: gl.c
 
 
 @gluon.jit
-def _send_entries(produce, shared, keys, own, gates, rows, real, step, CFG: gl.constexpr):
-    """Send the union of the entries of all rows; return the next step."""
+def _send_entries(
+    produce, shared, keys, own, block, member, gates, rows, real, step, CFG: gl.constexpr
+):
+    """Send the union of the entries of all rows, of which `block` is the first; return the next
+    step."""
     sizes = shared.sizes
     tile_n: gl.constexpr = CFG.TILE_N
     parts: gl.constexpr = CFG.BLOCK_KV // CFG.TILE_N
     cursor = own.count - own.count
-    block, member = next_block(own, cursor)
     while block != NO_BLOCK:
         inside = (block >= 0) & (block < sizes.num_blocks)
         if CFG.GATE:
@@ -312,22 +314,26 @@ def _send_keys(produce, shared, tile, rows, step, CFG: gl.constexpr):
     hi = gl.where(sizes.near_left < 0, 0, hi)
     begin = lo // tile_n * tile_n
     wrong = gl.max(own.wrong.to(gl.int32), 0)
-    entries = gl.max(own.count, 0)
+    # looked up before the near keys, whose last tile must be marked if no entry follows
+    block, member = next_block(own, own.count - own.count)
+    without = block == NO_BLOCK
     # consumers wait for one KV tile at least
-    marked = (wrong != 0) | ((entries == 0) & (begin >= hi))
+    marked = (wrong != 0) | (without & (begin >= hi))
     every_weight = own_rows.real.to(gl.float32)
     for kv_start in range(begin, hi, tile_n):
         last_key = kv_start + (tile_n - 1)
         whole = not_before(kv_start, keys.every_near_first)
         whole = whole & not_after(last_key, keys.every_near_last)
-        ends = (last_key + 1 >= hi) & (entries == 0) & (marked == 0)
+        ends = (last_key + 1 >= hi) & without & (marked == 0)
         flags = gl.where(whole, 0, MASKED | NEAR) | gl.where(ends, LAST, 0)
         step = _send(produce, shared, keys, step, kv_start, every_weight, rows, flags, CFG)
     if marked:
         weights = gl.where(own.wrong, float("nan"), 0.0)
-        flags = gl.where(entries == 0, LAST, 0) | MASKED
+        flags = gl.where(without, LAST, 0) | MASKED
         step = _send(produce, shared, keys, step, begin - begin, weights, rows, flags, CFG)
-    return _send_entries(produce, shared, keys, own, gates, rows, own_rows.real, step, CFG)
+    return _send_entries(
+        produce, shared, keys, own, block, member, gates, rows, own_rows.real, step, CFG
+    )
 
 
 @gluon.jit

@@ -101,9 +101,10 @@ def _config(
         SLICE_DV=128 if tile_dv % 128 == 0 else 64,
         STAGES=min(4, room // stage),
         BLOCK_KV=granularity,
-        # the producer merges the lists of 128 rows, four in each thread
-        CONSUMER_REGISTERS=216,
-        PRODUCER_REGISTERS=72,
+        # The producer merges the lists of 128 rows, four in each thread. With 208 registers,
+        # consumers of 128 columns spill 32 bytes; with 224, those of 256 columns spill 44.
+        CONSUMER_REGISTERS=232 if wide else 224,
+        PRODUCER_REGISTERS=40 if wide else 56,
         MAX_REGISTERS=168,
         PACK=pack,
         HEAD_DIM=head_dim,
