@@ -14,7 +14,8 @@ MOST_ENTRIES = 4096
 # Lists up to this length are short: their buffers are small, so programs may be many.
 SHORT_LIST = 128
 INTERPRETED_PROGRAMS = 3
-# Index heads of a list whose queries do not stay in the L1.
+# Index heads of a list whose queries do not stay in the L1. Each step reads them from the L2, 512
+# KiB for 32 rows of 64 heads of 128 columns; twice the keys in a step halve that.
 MANY_HEADS = 16
 
 
@@ -46,26 +47,11 @@ def select_config(problem: SelectProblem) -> SelectConfig:
     wide = problem.dtype == torch.float32 or problem.dim > 128
     # products of fp32 run on the CUDA cores, with operands in registers
     rows = 16 if problem.dtype == torch.float32 else 64 if short and not wide else 32
-    tile_n = max(given.granularity, 32 if wide else 64)
-    stages = 1 if wide else 2
-    if _reads_queries_often(problem) and not wide:
-        rows, tile_n, stages = 64, max(given.granularity, 128), 3
+    many = problem.heads // max(given.lists, 1) >= MANY_HEADS
+    tile_n = max(given.granularity, 32 if wide else 128 if many and not short else 64)
     # entries of a step must fit behind a full list
     capacity = given.most + max(tile_n // given.granularity, given.most // 2)
-    return SelectConfig(rows, tile_n, capacity, sms * 2 if short else sms, 8, stages)
-
-
-def _reads_queries_often(problem: SelectProblem) -> bool:
-    """Whether many heads are added up for more queries than 32 rows of every SM hold.
-
-    A step then reads the queries of all heads from the L2, 512 KiB for 32 rows of 64 heads of 128
-    columns, and twice the keys in a step halve that. 64 rows use WGMMA, with keys in shared memory;
-    elsewhere the keys would fill the registers.
-    """
-    given, arch = problem.options, problem.arch
-    tiles = problem.batch * given.lists * -(-problem.q_len // 32)
-    many = problem.heads // max(given.lists, 1) >= MANY_HEADS
-    return many and arch.sm // 10 in (9, 10) and tiles > arch.num_sms
+    return SelectConfig(rows, tile_n, capacity, sms * 2 if short else sms, 8, 1 if wide else 2)
 
 
 def why_not(problem: SelectProblem) -> str | None:
