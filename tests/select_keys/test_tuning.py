@@ -19,7 +19,7 @@ INDEXER = SelectProblem(
     ("changed", "tiles"),
     [
         ({}, (32, 128)),
-        ({"dtype": torch.float8_e4m3fn}, (32, 128)),
+        ({"dtype": torch.float8_e4m3fn}, (32, 64)),
         ({"dtype": torch.float32}, (16, 32)),
         ({"heads": 15}, (32, 64)),
         ({"dim": 192}, (32, 32)),

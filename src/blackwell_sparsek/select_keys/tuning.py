@@ -48,7 +48,9 @@ def select_config(problem: SelectProblem) -> SelectConfig:
     # products of fp32 run on the CUDA cores, with operands in registers
     rows = 16 if problem.dtype == torch.float32 else 64 if short and not wide else 32
     many = problem.heads // max(given.lists, 1) >= MANY_HEADS
-    tile_n = max(given.granularity, 32 if wide else 128 if many and not short else 64)
+    # fp8 queries are half as large, and converting the keys of 128 spills 192 bytes
+    many = many and not short and problem.dtype.itemsize > 1
+    tile_n = max(given.granularity, 32 if wide else 128 if many else 64)
     # entries of a step must fit behind a full list
     capacity = given.most + max(tile_n // given.granularity, given.most // 2)
     return SelectConfig(rows, tile_n, capacity, sms * 2 if short else sms, 8, 1 if wide else 2)

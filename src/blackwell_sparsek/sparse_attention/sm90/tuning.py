@@ -102,9 +102,9 @@ def _config(
         STAGES=min(4, room // stage),
         BLOCK_KV=granularity,
         # The producer merges the lists of 128 rows, four in each thread. With 208 registers,
-        # consumers of 128 columns spill 32 bytes; with 224, those of 256 columns spill 44.
-        CONSUMER_REGISTERS=232 if wide else 224,
-        PRODUCER_REGISTERS=40 if wide else 56,
+        # consumers of 128 columns spill 32 bytes.
+        CONSUMER_REGISTERS=224,
+        PRODUCER_REGISTERS=56,
         MAX_REGISTERS=168,
         PACK=pack,
         HEAD_DIM=head_dim,

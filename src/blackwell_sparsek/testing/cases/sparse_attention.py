@@ -150,7 +150,7 @@ def sparse_attention_cases() -> Iterator[CompileCase]:
     yield launched_case("sparse_attn_fwd/paged", forward, _paged())
 
 
-# The Hopper kernel.
+# The Hopper kernel. Heads of 256 columns spill 44 bytes with 224 registers and with 232.
 SM90_CASES = (
     ("msa", ""),
     ("nsa", ""),
@@ -173,5 +173,5 @@ def sparse_attention_sm90_cases() -> Iterator[CompileCase]:
         label = "-".join(filter(None, (name, options)))
         yield launched_case(
             f"sparse_attn_fwd_sm90/{label}", _launch_sm90, _call(name, options), archs=(90,),
-            expect={"wgmma.mma_async": 1},
+            expect={"wgmma.mma_async": 1}, max_spill_bytes=48 if name == "wide" else 0,
         )  # fmt: skip
