@@ -101,3 +101,19 @@ def test_long_lists(device):
     first = check(q, k, options, "triton")
     second = check(q, k, options, "triton")
     assert torch.equal(first.ids, second.ids)
+
+
+@pytest.mark.gpu
+def test_many_heads_and_queries(device):
+    """Steps of 128 keys, and more than one tile for some of the programs."""
+    q, k = on(
+        device, drawn(batch=1, heads=(32, 1), lengths=(4300, 2001), dim=64, dtype=torch.bfloat16)
+    )
+    options = {"granularity": 1, "top_k": 300, "weights": True, "activation": "relu"}
+    check(q, k, options, "triton")
+
+
+@pytest.mark.parametrize(("heads", "lists"), [((6, 3), 2), ((6, 3), 1), ((4, 2), 4), ((6, 1), 2)])
+def test_lists_of_heads_that_read_one_or_several_key_heads(heads, lists, device):
+    options = {"granularity": 1, "top_k": 5, "lists": lists, "activation": "relu"}
+    check(*on(device, drawn(batch=1, heads=heads, lengths=(3, 37))), options, "triton")

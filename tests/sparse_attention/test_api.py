@@ -148,7 +148,7 @@ TABLE = torch.zeros(1, 2, dtype=torch.int32)
         ({"gate": torch.ones(1, 1, 5, 2).int()}, bsk.InvalidType, "gate has an unsupported dtype"),
         ({"window": 0}, bsk.InvalidInput, "window"),
         ({"causal": 3}, bsk.InvalidType, "causal"),
-        ({"impl": "sm90"}, bsk.Unsupported, "has no sm90 implementation"),
+        ({"impl": "sm90"}, bsk.Unsupported, "cannot run this: needs sm_90, this is cpu"),
         ({"impl": "fast"}, bsk.InvalidInput, "impl is unknown"),
         ({"deterministic": 1}, bsk.InvalidType, "deterministic is not a bool"),
         ({"cu_seqlens_q": OFFSETS}, bsk.InvalidInput, "belong together.*only cu_seqlens_q"),

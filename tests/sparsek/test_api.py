@@ -39,6 +39,31 @@ def test_scores_far_apart_are_an_ordinary_top_k():
     assert torch.equal(p, (z >= 450).float()) and tau == 440
 
 
+@pytest.mark.parametrize("k", [4.0, 30.0, 250.0])
+def test_normal_rows_take_few_steps(k, monkeypatch):
+    monkeypatch.setattr(eager, "MAX_STEPS", 8)
+    z = torch.cat([inputs.normal(8, 500, seed=1, scale=scale) for scale in (0.2, 1.0, 5.0)])
+    p = bsk.sparsek(z, k)
+    limit = torch.tensor(k, dtype=torch.float64)
+    plain, _ = reference.sparsek(z, limit, precision=torch.float32)
+    assert_within_budget(p, reference.sparsek(z, limit)[0], plain)
+
+
+@pytest.mark.parametrize("k", [0.5, 1.0, 60.0, 299.5])
+def test_rows_that_mislead_the_first_guess(k):
+    z = inputs.normal(6, 300, seed=16)
+    z[0, 7] = 1e4
+    z[1] = z[1].mul(3).exp()
+    z[2, ::50] += 1e30
+    z[3] *= 1000
+    z[4] = 0.25
+    z[5] -= 1e5
+    p = bsk.sparsek(z, k)
+    limit = torch.tensor(k, dtype=torch.float64)
+    plain, _ = reference.sparsek(z, limit, precision=torch.float32)
+    assert_within_budget(p, reference.sparsek(z, limit)[0], plain)
+
+
 def test_many_rows_are_more_than_one_chunk(monkeypatch):
     monkeypatch.setattr(eager, "CHUNK", 100)
     z, k = inputs.normal(23, 30, seed=2), torch.linspace(0, 31, 23)

@@ -31,7 +31,7 @@ def limits(shape, *values, device="cpu"):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [1, 17, 129])
+@pytest.mark.parametrize("size", [1, 17, 48, 129])
 def test_matches_the_formula(size, dtype, device):
     z = inputs.normal(1, 2, 5, size, seed=size, dtype=dtype, device=device)
     check(z, limits((1, 2, 5), 0.0, 0.4, 1.0, 3.0, 7.7, 20.0, device=device))
@@ -39,6 +39,7 @@ def test_matches_the_formula(size, dtype, device):
 
 def test_rows_longer_than_a_tile(device, monkeypatch):
     monkeypatch.setattr(kernels, "MAX_TILE", 64)
+    monkeypatch.setattr(kernels, "LOOP_TILE", 64)
     z = inputs.normal(1, 2, 4, 150, seed=3, device=device)
     z[0, 0, 0, 5] = -torch.inf
     lengths = limits((1, 2, 4), 150, 64, 65, 1, 0, device=device).int()
@@ -85,6 +86,12 @@ def test_strides(kind, device):
     z = layouts.strided_like(inputs.normal(2, 3, 5, 24, seed=9, device=device), kind)
     k = limits((5, 3, 2), 1.0, 2.5, 4.0, device=device).permute(2, 1, 0)
     check(z, k, limits((1, 1, 1), 20, device=device).int().expand(2, 3, 5))
+
+
+def test_few_steps_for_normal_rows(device, monkeypatch):
+    monkeypatch.setattr(kernels, "MAX_STEPS", kernels.tl.constexpr(8))
+    z = inputs.normal(1, 1, 3, 500, seed=12, device=device)
+    check(z, limits((1, 1, 3), 4.0, 30.0, 250.0, device=device))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

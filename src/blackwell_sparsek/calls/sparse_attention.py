@@ -13,6 +13,7 @@ from ..core.errors import InvalidInput
 from ..masks.band import EVERYTHING, Band
 from ..masks.key_selection import KeySelection
 from ..masks.packed import check_cu_seqlens_values
+from .attention import tma_takes
 
 
 class SparseAttnSpec(NamedTuple):
@@ -85,6 +86,8 @@ class SparseAttnProblem:
     softcap: bool
     sinks: bool
     gate: bool
+    tma: bool
+    """Whether TMA can copy tiles of the keys and values."""
     backward: bool = False
 
     def __str__(self) -> str:
@@ -138,6 +141,7 @@ class SparseAttentionCall:
             softcap=spec.softcap != 0.0,
             sinks=spec.sinks is not None,
             gate=spec.gate is not None,
+            tma=tma_takes(self.k) and tma_takes(self.v),
         )
 
     @property

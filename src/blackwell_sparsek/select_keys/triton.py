@@ -91,20 +91,37 @@ def _load_rows(ptr, offset, rows, row_stride, there, HEAD_DIM: tl.constexpr, TIL
 
 
 @triton.jit
+def _keys_of_head(
+    k_ptr, strides, batch, head, heads, kv_pos, there,
+    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """The keys [TILE_N, TILE_D] that an index head reads."""
+    at = batch * strides.k.batch + head // heads.per_key_head * strides.k.head
+    return _load_rows(k_ptr, at, kv_pos, strides.k.token, there, HEAD_DIM, TILE_D)
+
+
+@triton.jit
 def _key_scores(
     q_ptr, k_ptr, weights_ptr, strides, batch, first_head, heads, token, real, kv_pos, kv_len,
-    RELU: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    TILE_D: tl.constexpr,
+    RELU: tl.constexpr, HEAD_DIM: tl.constexpr, SHARED_KEYS: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """s [TILE_M, TILE_N]; numbers only, without negative zeros."""
     s = tl.zeros([TILE_M, TILE_N], tl.float32)
     there = kv_pos < kv_len
+    shared = None
+    if SHARED_KEYS:
+        # read, and in fp8 converted, once for all heads
+        head = first_head.to(tl.int64)
+        shared = _keys_of_head(k_ptr, strides, batch, head, heads, kv_pos, there, HEAD_DIM, TILE_D)
     for i in tl.range(0, heads.each):
         head = (first_head + i).to(tl.int64)
         q_at = batch * strides.q.batch + head * strides.q.head
         q = _load_rows(q_ptr, q_at, token, strides.q.token, real, HEAD_DIM, TILE_D)
-        k_at = batch * strides.k.batch + head // heads.per_key_head * strides.k.head
-        k = _load_rows(k_ptr, k_at, kv_pos, strides.k.token, there, HEAD_DIM, TILE_D)
+        if SHARED_KEYS:
+            k = shared
+        else:
+            k = _keys_of_head(k_ptr, strides, batch, head, heads, kv_pos, there, HEAD_DIM, TILE_D)
         own = tl.dot(q, tl.trans(k), input_precision="ieee")
         if RELU:
             own = tl.where(own < 0.0, 0.0, own)
@@ -214,6 +231,7 @@ def _select_keys_kernel(
     RELU: tl.constexpr,
     MEAN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SHARED_KEYS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -248,7 +266,7 @@ def _select_keys_kernel(
             entry = start // BLOCK_KV + offs_e
             s = _key_scores(
                 q_ptr, k_ptr, weights_ptr, strides, batch, first_head, heads, token, real, kv_pos,
-                kv_len, RELU, HEAD_DIM, TILE_M, TILE_N, TILE_D,
+                kv_len, RELU, HEAD_DIM, SHARED_KEYS, TILE_M, TILE_N, TILE_D,
             )  # fmt: skip
             s = _entry_scores(s, kv_pos, entry, last_key, MEAN, BLOCK_KV, TILE_M, ENTRIES)
             from_end = latest[:, None] - entry[None, :]
@@ -323,6 +341,8 @@ def launch_select_keys(
             given.activation == "relu",
             given.pool == "mean",
             dim,
+            # all index heads of a list read the same keys
+            heads // k.shape[1] % (heads // given.lists) == 0,
             given.granularity,
             config.tile_m,
             config.tile_n,

@@ -14,6 +14,9 @@ MOST_ENTRIES = 4096
 # Lists up to this length are short: their buffers are small, so programs may be many.
 SHORT_LIST = 128
 INTERPRETED_PROGRAMS = 3
+# Index heads of a list whose queries do not stay in the L1. Each step reads them from the L2, 512
+# KiB for 32 rows of 64 heads of 128 columns; twice the keys in a step halve that.
+MANY_HEADS = 16
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,10 @@ def select_config(problem: SelectProblem) -> SelectConfig:
     wide = problem.dtype == torch.float32 or problem.dim > 128
     # products of fp32 run on the CUDA cores, with operands in registers
     rows = 16 if problem.dtype == torch.float32 else 64 if short and not wide else 32
-    tile_n = max(given.granularity, 32 if wide else 64)
+    many = problem.heads // max(given.lists, 1) >= MANY_HEADS
+    # fp8 queries are half as large, and converting the keys of 128 spills 192 bytes
+    many = many and not short and problem.dtype.itemsize > 1
+    tile_n = max(given.granularity, 32 if wide else 128 if many else 64)
     # entries of a step must fit behind a full list
     capacity = given.most + max(tile_n // given.granularity, given.most // 2)
     return SelectConfig(rows, tile_n, capacity, sms * 2 if short else sms, 8, 1 if wide else 2)

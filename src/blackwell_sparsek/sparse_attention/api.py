@@ -141,8 +141,8 @@ def sparse_attention(
     deterministic : bool, optional
         Taken for symmetry with `attention`: every implementation is deterministic.
     impl : str
-        `auto`, `reference`, `eager` or `triton`; a name never falls back. Gradients come from the
-        backward of that name.
+        `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back. Gradients come
+        from the backward of that name, of which `sm90` has none yet.
 
     Returns
     -------

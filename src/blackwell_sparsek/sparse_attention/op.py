@@ -24,6 +24,7 @@ from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
 from ..dispatch.operators import Operator, define_autograd, define_op
 from ..masks.band import UNBOUNDED, Band
 from ..masks.key_selection import KeySelection
+from .sm90 import tuning as sm90
 from .triton import tuning as triton
 
 Tensors = tuple[torch.Tensor, ...]
@@ -35,6 +36,12 @@ def _everything(problem: SparseAttnProblem) -> str | None:
 
 forward_dispatch: Dispatcher = Dispatcher("sparse_attn_fwd")
 backward_dispatch: Dispatcher = Dispatcher("sparse_attn_bwd")
+forward_dispatch.register(
+    "sm90",
+    sm90.why_not,
+    "blackwell_sparsek.sparse_attention.sm90.forward:forward",
+    auto_passes=not_run_yet,
+)
 for _dispatch, _name in ((forward_dispatch, "forward"), (backward_dispatch, "backward")):
     _dispatch.register(
         "triton",

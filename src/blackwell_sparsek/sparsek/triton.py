@@ -4,10 +4,11 @@
     p[i, j] = clip(z[i, j] - tau[i], 0, 1)          with sum_j p[i, j] = k[i]
 
 z, p [A, B, C, n], tau [A, B, C] fp32. One program finds the threshold of one row by the steps of
-`eager.py`: Newton's method on a sum that is linear between bends, with every other step halving the
-interval. A row of up to MAX_TILE entries is read once and stays in registers; a longer one is read
-again in each step. Thresholds of the prefixes of rows are the same kernel without weights: the
-rows of a [n, n] matrix whose row stride is 0, with lengths 1 to n.
+`eager.py`: Newton's method on a sum that is linear between bends, from a first guess that needs no
+search, halving the interval where that fails. A row of up to MAX_TILE entries is read once and
+stays in registers; a longer one is read again in each step. Thresholds of the prefixes of rows are
+the same kernel without weights: the rows of a [n, n] matrix whose row stride is 0, with lengths 1
+to n.
 """
 
 from typing import Any, NamedTuple
@@ -19,11 +20,19 @@ import triton.language as tl
 from ..calls.sparsek import PrefixSparsekCall, SparsekCall
 from ..device.records import Strides
 from ..launch.launcher import launch, on_device_of
+from . import eager
 
-# Halving an interval of fp32 numbers down to neighbours, every other step.
-MAX_STEPS = tl.constexpr(100)
-# Entries that one program holds in registers: 32 of each thread with 8 warps.
+# Steps that Newton's method may take without halving the interval.
+FREE_STEPS = tl.constexpr(eager.FREE_STEPS)
+# Then halving an interval of fp32 numbers down to neighbours, every other step.
+MAX_STEPS = tl.constexpr(eager.FREE_STEPS + 100)
+WIDTH_OF_DEVIATION = tl.constexpr(eager.WIDTH_OF_DEVIATION)
+# Entries that one program holds in registers: 32 of each thread with 8 warps. Fewer threads with
+# more entries each spend less on reductions; up to 1024 entries, one warp needs no barrier.
 MAX_TILE = 8192
+ENTRIES_PER_WARP = 1024
+# Entries of one step through a longer row.
+LOOP_TILE = 4096
 
 
 class Row(NamedTuple):
@@ -54,10 +63,11 @@ def _entries(ptr, start, length, TILE_N: tl.constexpr):
 def _sums_of(z, tau):
     """The `Sums` of some entries."""
     over = z - tau
-    full = tl.sum((over >= 1.0).to(tl.float32), 0)
     between = (over > 0.0) & (over < 1.0)
-    active = tl.sum(between.to(tl.float32), 0)
-    return Sums(full, active, tl.sum(tl.where(between, over, 0.0), 0))
+    # both counts are at most MAX_TILE and share a word, which saves a reduction
+    counts = tl.sum(tl.where(over >= 1.0, 65536, between.to(tl.int32)), 0)
+    partial = tl.sum(tl.where(between, over, 0.0), 0)
+    return Sums((counts >> 16).to(tl.float32), (counts & 65535).to(tl.float32), partial)
 
 
 @triton.jit
@@ -78,41 +88,66 @@ def _sums(row, tau, TILE_N: tl.constexpr):
 
 
 class Facts(NamedTuple):
-    """How many entries exist, the largest and smallest of them, and how many have no threshold."""
+    """How many entries exist and how many are NaN or inf; largest, smallest, sums of powers."""
 
     count: Any
+    bad: Any
     largest: Any
     smallest: Any
-    bad: Any
+    total: Any
+    squares: Any
 
 
 @triton.jit
 def _facts_of(z):
     """The `Facts` of some entries."""
     there = z > -float("inf")
-    count = tl.sum(there.to(tl.float32), 0)
+    bad = (z != z) | (z == float("inf"))
+    counts = tl.sum(tl.where(bad, 65536, there.to(tl.int32)), 0)
     smallest = tl.min(tl.where(there, z, float("inf")), 0)
-    bad = tl.sum(((z != z) | (z == float("inf"))).to(tl.float32), 0)
-    return Facts(count, tl.max(z, 0), smallest, bad)
+    finite = tl.where(there, z, 0.0)
+    return Facts(
+        (counts & 65535).to(tl.float32),
+        (counts >> 16).to(tl.float32),
+        tl.max(z, 0),
+        smallest,
+        tl.sum(finite, 0),
+        tl.sum(finite * finite, 0),
+    )
 
 
 @triton.jit
 def _facts(row, TILE_N: tl.constexpr):
     """The `Facts` of a row."""
     if row.tile is not None:
-        count, largest, smallest, bad = _facts_of(row.tile)
+        count, bad, largest, smallest, total, squares = _facts_of(row.tile)
     else:
         count = (row.length - row.length).to(tl.float32)
+        bad = count
         largest = count - float("inf")
         smallest = count + float("inf")
-        bad = count
+        total = count
+        squares = count
         for start in tl.range(0, row.length, TILE_N):
             part = _facts_of(_entries(row.ptr, start, row.length, TILE_N))
             count += part.count
+            bad += part.bad
             largest = tl.maximum(largest, part.largest)
             smallest = tl.minimum(smallest, part.smallest)
-            bad += part.bad
-    return Facts(count, largest, smallest, bad)
+            total += part.total
+            squares += part.squares
+    return Facts(count, bad, largest, smallest, total, squares)
+
+
+@triton.jit
+def _first_guess(facts, k):
+    """The threshold of logistic entries with the mean and deviation of these; see `eager.py`."""
+    mean = facts.total / facts.count
+    variance = tl.maximum(facts.squares / facts.count - mean * mean, 0.0)
+    width = WIDTH_OF_DEVIATION * tl.sqrt(variance)
+    share = k / facts.count
+    below = tl.log(1.0 - tl.exp(-share / width))
+    return mean - share - width * (below - tl.log(1.0 - tl.exp((share - 1.0) / width)))
 
 
 @triton.jit
@@ -137,23 +172,28 @@ def _threshold(row, k, TILE_N: tl.constexpr):
     settled = bad | everything
     high = tl.where(settled, 0.0, facts.largest)
     low = tl.where(settled, -1.0, facts.smallest - 1.0)
-    tau = low + (high - low) / 2
+    guess = _first_guess(facts, k)
+    tau = tl.where((guess > low) & (guess < high), guess, low + (high - low) / 2)
     last_full = tau - tau - 1.0
     last_active = last_full
     number = 0
     newton_led = 0
+    # whether an entry is known to lie between tau and tau + 1
+    shared = 0
     while (number < MAX_STEPS) & (settled == 0):
         full, active, partial = _sums(row, tau, TILE_N)
         excess = partial + (full - k)
         newton = tau + excess / tl.maximum(active, 1.0)
-        ended = (newton_led != 0) & (full == last_full) & (active == last_active)
-        ended = ended | ((active == 0.0) & (full == k))
+        same = (newton_led != 0) & (full == last_full) & (active == last_active)
+        shared = (same & (active > 0.0)).to(tl.int32)
+        ended = same | ((active == 0.0) & (full == k))
         fits = excess <= 0.0
         low = tl.where(fits, low, tau)
         high = tl.where(fits, tau, high)
         middle = low + (high - low) / 2
         ended = ended | (middle <= low) | (middle >= high)
-        use = (active > 0.0) & (newton > low) & (newton < high) & (number % 2 == 0)
+        free = (number < FREE_STEPS) | (number % 2 == 0)
+        use = (active > 0.0) & (newton > low) & (newton < high) & free
         answer = tl.where(active > 0.0, newton, high)
         tau = tl.where(ended, answer, tl.where(use, newton, middle))
         last_full = full
@@ -161,8 +201,10 @@ def _threshold(row, k, TILE_N: tl.constexpr):
         newton_led = use.to(tl.int32)
         settled = settled | ended
         number += 1
-    _, active, _ = _sums(row, tau, TILE_N)
-    tau = tl.where(active > 0.0, tau, _largest_below(row, tau, TILE_N))
+    if shared == 0:
+        _, active, _ = _sums(row, tau, TILE_N)
+        if active == 0.0:
+            tau = _largest_below(row, tau, TILE_N)
     tau = tl.where(everything, -float("inf"), tau)
     return tl.where(bad, float("nan"), tau)
 
@@ -191,12 +233,14 @@ def _sparsek_kernel(
     z_ptr,
     k_ptr,
     lengths_ptr,
+    p_strides,
     z_strides,
     k_strides,
     lengths_strides,
     size,
     b_size,
     c_size,
+    SIZE_DIVISOR: tl.constexpr,
     TILE_N: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
 ):
@@ -205,18 +249,21 @@ def _sparsek_kernel(
     place = (number // c_size // b_size, number // c_size % b_size, number % c_size)
     z_ptr += _offset(place, z_strides)
     k = tl.load(k_ptr + _offset(place, k_strides)).to(tl.float32)
+    # masks that are equal for neighbours let loads and stores be wide
+    size = size // SIZE_DIVISOR * SIZE_DIVISOR
     length = size
+    wrong = size < 0
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + _offset(place, lengths_strides))
-    # a length out of range must not lead to a read
-    wrong = (length < 0) | (length > size)
-    length = tl.where(wrong, 0, length)
+        # a length out of range must not lead to a read
+        wrong = (length < 0) | (length > size)
+        length = tl.where(wrong, 0, length)
     tile = _entries(z_ptr, 0, length, TILE_N) if IN_REGISTERS else None
     tau = _threshold(Row(tile, z_ptr, length), k, TILE_N)
     tau = tl.where(wrong, float("nan"), tau)
     tl.store(tau_ptr + number, tau)
     if p_ptr is not None:
-        p_ptr += number * size
+        p_ptr += _offset(place, p_strides)
         if IN_REGISTERS:
             _store_weights(p_ptr, tile, tau, 0, size)
         else:
@@ -240,7 +287,7 @@ def launch_sparsek(
 
     Parameters
     ----------
-    p : dtype of z [A, B, C, n], contiguous, or None if only thresholds are wanted
+    p : dtype of z [A, B, C, n], contiguous in the last dimension, or None for thresholds alone
     tau : fp32 [A, B, C], contiguous
     z : fp16, bf16 or fp32 [A, B, C, n], contiguous in the last dimension
     k : float [A, B, C], any strides
@@ -249,7 +296,9 @@ def launch_sparsek(
     rows, size = tau.numel(), z.shape[-1]
     if rows == 0:
         return
-    tile = min(triton.next_power_of_2(max(size, 16)), MAX_TILE)
+    in_registers = size <= MAX_TILE
+    tile = triton.next_power_of_2(max(size, 16)) if in_registers else LOOP_TILE
+    num_warps = max(tile // ENTRIES_PER_WARP, 1) if in_registers else 8
     with on_device_of(z):
         args = (
             p,
@@ -257,15 +306,17 @@ def launch_sparsek(
             z,
             k,
             lengths,
+            None if p is None else _strides(p),
             _strides(z),
             _strides(k),
             None if lengths is None else _strides(lengths),
             size,
             *tau.shape[1:],
+            16 if size % 16 == 0 else 1,
             tile,
-            size <= tile,
+            in_registers,
         )
-        launch(_sparsek_kernel, rows, args, num_warps=8 if tile > 2048 else 4)
+        launch(_sparsek_kernel, rows, args, num_warps=num_warps)
 
 
 def _rank_four(x: torch.Tensor, rank: int) -> torch.Tensor:

@@ -197,7 +197,7 @@ def _sparse_attn_dq_kernel(
     q_start = program % num_tiles * TILE_T
     if q_start >= q_len:
         return
-    rows = rows_of_tile(q_start, q_len, first_head, GROUP_SIZE, TILE_M, TILE_T)
+    rows = rows_of_tile(tl.arange(0, TILE_M), q_start, q_len, first_head, GROUP_SIZE, TILE_T)
     token = q_first + rows.token
     list_head = first_head // heads.per_list
     listing = lists_of_rows(lists, strides.lists, batch, list_head, token, rows.real, most)

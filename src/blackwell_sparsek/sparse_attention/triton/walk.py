@@ -103,12 +103,8 @@ class KeyRows(NamedTuple):
 
 
 @triton.jit
-def rows_of_tile(
-    q_start, q_len, first_head,
-    GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_T: tl.constexpr,
-):  # fmt: skip
-    """The rows of TILE_T queries from `q_start` on."""
-    offs = tl.arange(0, TILE_M)
+def rows_of_tile(offs, q_start, q_len, first_head, GROUP_SIZE: tl.constexpr, TILE_T: tl.constexpr):
+    """The rows `offs` of the tile of TILE_T queries from `q_start` on."""
     token = q_start + offs // GROUP_SIZE
     real = (offs < TILE_T * GROUP_SIZE) & exists(token, q_len)
     return Rows(tl.where(real, token, q_start), first_head + offs % GROUP_SIZE, real)

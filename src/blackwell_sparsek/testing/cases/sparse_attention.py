@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...calls.attention import empty_lse
+from ...calls.attention import empty_lse, empty_out
 from ...calls.sparse_attention import (
     SparseAttentionCall,
     SparseAttnGradients,
@@ -14,6 +14,8 @@ from ...calls.sparse_attention import (
 )
 from ...masks.band import Band
 from ...masks.key_selection import KeySelection
+from ...sparse_attention.sm90.forward import launch_sparse_attn_fwd_sm90
+from ...sparse_attention.sm90.tuning import sparse_attn_sm90_config
 from ...sparse_attention.triton.backward import (
     _sparse_attn_dkdv_kernel,
     _sparse_attn_dq_kernel,
@@ -146,3 +148,30 @@ def sparse_attention_cases() -> Iterator[CompileCase]:
                 label_of = f"sparse_attn_{kind}/{label}"
                 yield launched_case(label_of, backward, call, kernel=kernel, **made)
     yield launched_case("sparse_attn_fwd/paged", forward, _paged())
+
+
+# The Hopper kernel. Heads of 256 columns spill 44 bytes with 224 registers and with 232.
+SM90_CASES = (
+    ("msa", ""),
+    ("nsa", ""),
+    ("nsa", "gated"),
+    ("nsa", "packed"),
+    ("narrow", "gated"),
+    ("wide", ""),
+)
+
+
+def _launch_sm90(call: SparseAttentionCall) -> None:
+    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    launch_sparse_attn_fwd_sm90(call, out, lse, sparse_attn_sm90_config(call.problem), 132)
+
+
+@compile_cases
+def sparse_attention_sm90_cases() -> Iterator[CompileCase]:
+    """Entries of 64 and 128 keys, gates, packed keys, wide heads."""
+    for name, options in SM90_CASES:
+        label = "-".join(filter(None, (name, options)))
+        yield launched_case(
+            f"sparse_attn_fwd_sm90/{label}", _launch_sm90, _call(name, options), archs=(90,),
+            expect={"wgmma.mma_async": 1}, max_spill_bytes=48 if name == "wide" else 0,
+        )  # fmt: skip

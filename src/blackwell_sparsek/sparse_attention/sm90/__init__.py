@@ -1,0 +1,1 @@
+"""Sparse attention on Hopper."""

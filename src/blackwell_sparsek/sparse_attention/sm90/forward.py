@@ -1,0 +1,720 @@
+# mypy: ignore-errors
+"""Sparse attention forward on Hopper: the arithmetic of `triton.forward` by TMA and WGMMA.
+
+Persistent programs take tiles of CONSUMERS x 64 rows, which are PACK query heads of neighbouring
+queries (see `triton.walk`). The roles of a program:
+
+- a producer warp merges the lists of the rows. For each KV tile of the keys near the queries, and
+  of each entry that any row chose, it leaves a note in shared memory, what weight each row gives
+  these keys and whether that needs mask code, and fetches keys and values by TMA;
+- consumer warp groups own 64 rows each. They go through the KV tiles that one of their rows has,
+  as the consumers of the dense forward do: the scores of a tile are computed together with the
+  values of the tile before. Tiles that all rows have, and see whole, run without mask code. Tiles
+  that none of their rows has are freed unread.
+
+A weight is the gate of the entry, or 1, or 0 for rows that do not have it; NaN marks rows that met
+a number out of range. Called as impl "sm90" of `bsk::sparse_attn_fwd`. Limits: fp16 and bf16,
+entries of 64 and 128 keys, D and Dv up to 256 in steps of 8, strides and addresses that TMA takes,
+no pages. NaN in a value that only some rows of a tile see reaches all of them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma_wait,
+)
+
+from ...attention.operands import score_factors, token_strides
+from ...attention.sm90.forward_stages import (
+    EMPTY_K,
+    EMPTY_V,
+    FULL_K,
+    FULL_V,
+    KvStages,
+    await_outputs,
+    await_stage,
+    free_stage,
+    kv_slices,
+    scale_slices,
+    start_outputs,
+    start_scores,
+    zero_outputs,
+)
+from ...attention.sm90.launch import tma_strides
+from ...calls.attention import empty_lse, empty_out
+from ...calls.sparse_attention import SparseAttentionCall
+from ...core.arch import arch_of
+from ...core.compat import hopper_options
+from ...device.gluon.compat import async_load, thread_barrier
+from ...device.gluon.partials import columns_of, rows_of
+from ...device.gluon.pipeline import (
+    publish,
+    ring,
+    ring_place,
+    take,
+    tile_at,
+    tile_place,
+    tiles,
+    work_channel,
+)
+from ...device.gluon.row_parts import (
+    add_parts,
+    any_raised,
+    pin_above,
+    row_maxima,
+    row_parts,
+    scale_rows,
+)
+from ...device.gluon.warps import shared_address
+from ...device.masks import kv_range, not_after, not_before, position, row_bounds, within_bounds
+from ...device.records import CuSeqlens, Score, Strides
+from ...device.schedule import token_span
+from ...device.scores import cap, fold_sign
+from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
+from ...launch.descriptors import GROUP_ROWS, packed_descriptor, tensor_descriptor
+from ...launch.launcher import cdiv, launch, on_device_of
+from ..triton.forward import OPEN
+from ..triton.walk import (
+    NO_BLOCK,
+    HeadCounts,
+    head_counts,
+    list_arguments,
+    lists_of_rows,
+    local_sides,
+    next_block,
+    offsets_of,
+    rows_of_tile,
+)
+from .tuning import SparseAttnSm90Config, sparse_attn_sm90_config
+
+ROWS = gl.constexpr(GROUP_ROWS)
+# Weights grow to 2**SLACK before the sums of a row are scaled, see `attention.sm90.forward`.
+SLACK = gl.constexpr(8)
+# What the note of a KV tile says, besides its first key: bits of one word. Bit FIRST_USER + i says
+# that consumer i has rows with these keys.
+MASKED = gl.constexpr(1)
+NEAR = gl.constexpr(2)
+LAST = gl.constexpr(4)
+FIRST_USER = gl.constexpr(3)
+# Words of a note.
+NOTE_WORDS = gl.constexpr(2)
+
+
+class WorkTile(NamedTuple):
+    """A tile of queries, as the producer publishes it; all fields are int32."""
+
+    batch: Any
+    """-1 after the last one."""
+    first_head: Any
+    q_first: Any
+    q_len: Any
+    kv_len: Any
+    q_start: Any
+
+
+WORK_FIELDS = gl.constexpr(len(WorkTile._fields))
+
+
+class Notes(NamedTuple):
+    """Notes of the KV tiles in the stages: a weight for each row, and NOTE_WORDS words."""
+
+    weights: Any
+    words: Any
+
+
+class Sizes(NamedTuple):
+    """Lengths without `cu_seqlens`, sizes of lists, and bands."""
+
+    q_len: Any
+    kv_len: Any
+    num_tiles: Any
+    most: Any
+    num_blocks: Any
+    limit_right: Any
+    near_left: Any
+    near_right: Any
+
+
+class SparseShared(NamedTuple):
+    """What all roles share."""
+
+    k_ring: Any
+    v_ring: Any
+    notes: Any
+    work: Any
+    cu_seqlens: Any
+    sizes: Any
+    heads: Any
+
+
+class SparseProducer(NamedTuple):
+    """What only the producer reads."""
+
+    k_desc: Any
+    v_desc: Any
+    lists: Any
+    list_strides: Any
+    batch: Any
+
+
+class SparseConsumer(NamedTuple):
+    """What only the consumers read and write."""
+
+    out_ptr: Any
+    lse_ptr: Any
+    q_ptr: Any
+    sinks_ptr: Any
+    out_strides: Any
+    q_strides: Any
+    lse_head_stride: Any
+    score: Any
+    q_tiles: Any
+
+
+class Keys(NamedTuple):
+    """Where TMA finds the keys of a work tile, and what every row sees of them."""
+
+    place: Any
+    every_last: Any
+    """The last key that causal leaves to the first query."""
+    near_first: Any
+    """The first key near the first query."""
+    near_last: Any
+    """The last key near the last query."""
+    every_near_first: Any
+    every_near_last: Any
+
+
+class Note(NamedTuple):
+    """What a consumer knows of the KV tile at `step`."""
+
+    step: Any
+    start: Any
+    flags: Any
+    used: Any
+    """Whether the consumer has a row with these keys."""
+    there: Any
+    """Whether the work tile has such a KV tile at all."""
+
+
+class RowState(NamedTuple):
+    """Of a consumer's rows: queries in shared memory, keys that they see, and factors of scores."""
+
+    q: Any
+    limits: Any
+    near: Any
+    score: Any
+
+
+# The producer.
+
+
+@gluon.jit
+def _send(produce, shared, keys, step, kv_start, weights, rows, flags, CFG: gl.constexpr):
+    """Leave the note of a KV tile and start its copies, once a stage is free."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    zero = gl.full([1], 0, gl.int32, lane)
+    consumers: gl.constexpr = CFG.CONSUMERS
+    for group in gl.static_range(consumers):
+        mine = (weights != 0.0) & (rows // ROWS == group)
+        flags = flags | (gl.max(mine.to(gl.int32), 0) << (FIRST_USER + group))
+    stage = step % CFG.STAGES
+    phase = ((step // CFG.STAGES) & 1) ^ 1
+    k_full = shared.k_ring.full.index(stage)
+    v_full = shared.v_ring.full.index(stage)
+    mbarrier.wait(shared.k_ring.empty.index(stage), phase)
+    shared.notes.weights.index(stage).store(weights)
+    shared.notes.words.index(stage * NOTE_WORDS).store(zero + kv_start)
+    shared.notes.words.index(stage * NOTE_WORDS + 1).store(zero + flags)
+    # the one thread that arrives does not wait for the stores of the others
+    thread_barrier()
+    d_slices: gl.constexpr = CFG.d_slices
+    dv_slices: gl.constexpr = CFG.dv_slices
+    mbarrier.expect(k_full, d_slices * produce.k_desc.block_type.nbytes)
+    for i in gl.static_range(d_slices):
+        tile = shared.k_ring.tiles.index(stage * d_slices + i)
+        async_load(produce.k_desc, tile_at(keys.place, kv_start, i * CFG.SLICE_D), k_full, tile)
+    mbarrier.wait(shared.v_ring.empty.index(stage), phase)
+    mbarrier.expect(v_full, dv_slices * produce.v_desc.block_type.nbytes)
+    for i in gl.static_range(dv_slices):
+        tile = shared.v_ring.tiles.index(stage * dv_slices + i)
+        async_load(produce.v_desc, tile_at(keys.place, kv_start, i * CFG.SLICE_DV), v_full, tile)
+    return step + 1
+
+
+@gluon.jit
+def _send_entries(
+    produce, shared, keys, own, block, member, gates, rows, real, step, CFG: gl.constexpr
+):
+    """Send the union of the entries of all rows, of which `block` is the first; return the next
+    step."""
+    sizes = shared.sizes
+    tile_n: gl.constexpr = CFG.TILE_N
+    parts: gl.constexpr = CFG.BLOCK_KV // CFG.TILE_N
+    cursor = own.count - own.count
+    while block != NO_BLOCK:
+        inside = (block >= 0) & (block < sizes.num_blocks)
+        if CFG.GATE:
+            weights = gl.load(gates + cursor, mask=member, other=0.0).to(gl.float32)
+            everyone = False
+        else:
+            weights = member.to(gl.float32)
+            everyone = gl.min((member | (real == 0)).to(gl.int32), 0) != 0
+        weights = gl.where(member & (inside == 0), float("nan"), weights)
+        first_key = gl.where(inside, block, 0) * CFG.BLOCK_KV
+        cursor += member.to(gl.int32)
+        block, member = next_block(own, cursor)
+        for part in gl.static_range(parts):
+            kv_start = first_key + part * tile_n
+            last_key = kv_start + (tile_n - 1)
+            whole = everyone & inside & not_after(last_key, keys.every_last)
+            # near keys have been counted already
+            far = not_after(kv_start, keys.near_last) == 0
+            whole = whole & (far | (not_before(last_key, keys.near_first) == 0))
+            ends = (block == NO_BLOCK) & (part == parts - 1)
+            flags = gl.where(whole, 0, MASKED) | gl.where(ends, LAST, 0)
+            step = _send(produce, shared, keys, step, kv_start, weights, rows, flags, CFG)
+    return step
+
+
+@gluon.jit
+def _send_keys(produce, shared, tile, rows, step, CFG: gl.constexpr):
+    """Send the KV tiles of a work tile; return the next step."""
+    sizes, heads = shared.sizes, shared.heads
+    tile_n: gl.constexpr = CFG.TILE_N
+    tokens: gl.constexpr = CFG.tile_t
+    own_rows = rows_of_tile(rows, tile.q_start, tile.q_len, tile.first_head, CFG.PACK, tokens)
+    list_head = tile.first_head // heads.per_list
+    token = tile.q_first + own_rows.token
+    lists, strides = produce.lists, produce.list_strides
+    own = lists_of_rows(lists, strides, tile.batch, list_head, token, own_rows.real, sizes.most)
+    gates = None
+    if CFG.GATE:
+        gates = lists.gate + offsets_of(tile.batch, list_head, token, strides.gate)
+    kv_first, _ = token_span(shared.cu_seqlens.kv, tile.batch, sizes.kv_len)
+    kv_head = tile.first_head // heads.group
+    place = tile_place(shared.cu_seqlens.kv, tile.batch, kv_head, kv_first, tile.kv_len)
+    first_pos = position(tile.q_start, tile.q_len, tile.kv_len)
+    last_token = gl.minimum(tile.q_start + tokens, tile.q_len) - 1
+    last_pos = position(last_token, tile.q_len, tile.kv_len)
+    _, every_last = row_bounds(first_pos, tile.kv_len, OPEN, sizes.limit_right)
+    near = row_bounds(first_pos, tile.kv_len, sizes.near_left, sizes.near_right)
+    last_near = row_bounds(last_pos, tile.kv_len, sizes.near_left, sizes.near_right)
+    keys = Keys(place, every_last, near.first, last_near.last, last_near.first, near.last)
+
+    lo, hi = kv_range(
+        tile.q_start, tile.q_start + tokens, tile.q_len, tile.kv_len, sizes.near_left,
+        sizes.near_right,
+    )  # fmt: skip
+    hi = gl.where(sizes.near_left < 0, 0, hi)
+    begin = lo // tile_n * tile_n
+    wrong = gl.max(own.wrong.to(gl.int32), 0)
+    # looked up before the near keys, whose last tile must be marked if no entry follows
+    block, member = next_block(own, own.count - own.count)
+    without = block == NO_BLOCK
+    # consumers wait for one KV tile at least
+    marked = (wrong != 0) | (without & (begin >= hi))
+    every_weight = own_rows.real.to(gl.float32)
+    for kv_start in range(begin, hi, tile_n):
+        last_key = kv_start + (tile_n - 1)
+        whole = not_before(kv_start, keys.every_near_first)
+        whole = whole & not_after(last_key, keys.every_near_last)
+        ends = (last_key + 1 >= hi) & without & (marked == 0)
+        flags = gl.where(whole, 0, MASKED | NEAR) | gl.where(ends, LAST, 0)
+        step = _send(produce, shared, keys, step, kv_start, every_weight, rows, flags, CFG)
+    if marked:
+        weights = gl.where(own.wrong, float("nan"), 0.0)
+        flags = gl.where(without, LAST, 0) | MASKED
+        step = _send(produce, shared, keys, step, begin - begin, weights, rows, flags, CFG)
+    return _send_entries(
+        produce, shared, keys, own, block, member, gates, rows, own_rows.real, step, CFG
+    )
+
+
+@gluon.jit
+def _produce(produce, shared, CFG: gl.constexpr):
+    """Role of the producer: announce this program's work tiles and send their keys."""
+    sizes, heads = shared.sizes, shared.heads
+    per_thread: gl.constexpr = CFG.tile_m // 32
+    rows = gl.arange(0, CFG.tile_m, gl.BlockedLayout([per_thread], [32], [1], [0]))
+    units = heads.q // CFG.PACK
+    total = produce.batch * units * sizes.num_tiles
+    step = 0
+    slot = 0
+    for number in range(gl.program_id(0), total, gl.num_programs(0)):
+        batch = number // sizes.num_tiles // units
+        first_head = number // sizes.num_tiles % units * CFG.PACK
+        q_first, q_len = token_span(shared.cu_seqlens.q, batch, sizes.q_len)
+        _, kv_len = token_span(shared.cu_seqlens.kv, batch, sizes.kv_len)
+        q_start = number % sizes.num_tiles * CFG.tile_t
+        if q_start < q_len:
+            tile = WorkTile(batch, first_head, q_first, q_len, kv_len, q_start)
+            publish(shared.work, slot, tile)
+            step = _send_keys(produce, shared, tile, rows, step, CFG)
+            slot += 1
+    # no sequence: the end
+    publish(shared.work, slot, WorkTile(-1, 0, 0, 0, 0, 0))
+
+
+# The consumers.
+
+
+@gluon.jit
+def _put_queries(consume, tile, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Load this consumer's rows into shared memory; return slices and the factor of scores."""
+    dim: gl.constexpr = CFG.SLICE_D
+    slices: gl.constexpr = CFG.d_slices
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+    row = GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    own = rows_of_tile(row, tile.q_start, tile.q_len, tile.first_head, CFG.PACK, CFG.tile_t)
+    at = offsets_of(tile.batch, own.head, tile.q_first + own.token, consume.q_strides)
+    factor = consume.score.factor
+    held = ()
+    for i in gl.static_range(slices):
+        offs_d = i * dim + gl.arange(0, dim, gl.SliceLayout(0, layout))
+        live = own.real[:, None] & (offs_d < CFG.HEAD_DIM)[None, :]
+        q = gl.load(consume.q_ptr + at[:, None] + offs_d[None, :], live, other=0.0)
+        q, factor = fold_sign(q, consume.score.factor)
+        q_tile = consume.q_tiles.index(GROUP * slices + i)
+        q_tile.store(q)
+        held = held + (q_tile,)  # noqa: RUF005
+    fence_async_shared()
+    return held, factor
+
+
+@gluon.jit
+def _note_at(shared, stages, step, there, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """The `Note` of the KV tile at `step`, once its keys have come."""
+    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    start = step - step
+    flags = start
+    if there != 0:
+        stage, phase = ring_place(step, CFG.STAGES)
+        await_stage(stages, stage, phase, FULL_K, CFG)
+        start = gl.max(shared.notes.words.index(stage * NOTE_WORDS).load(group), 0)
+        flags = gl.max(shared.notes.words.index(stage * NOTE_WORDS + 1).load(group), 0)
+    return Note(step, start, flags, (flags >> (FIRST_USER + GROUP)) & 1, there)
+
+
+@gluon.jit
+def _goes_on(note):
+    """1 if the work tile has another KV tile after this one."""
+    return gl.where((note.there != 0) & ((note.flags & LAST) == 0), 1, 0)
+
+
+@gluon.jit
+def _next_used(shared, stages, note, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Free KV tiles from `note` on unread until one has keys of this consumer's rows."""
+    step, start, flags, used, there = note
+    while (there != 0) & (used == 0):
+        stage, phase = ring_place(step, CFG.STAGES)
+        free_stage(stages, stage, EMPTY_K, CFG)
+        await_stage(stages, stage, phase, FULL_V, CFG)
+        free_stage(stages, stage, EMPTY_V, CFG)
+        there = gl.where((flags & LAST) == 0, 1, 0)
+        step, start, flags, used, there = _note_at(shared, stages, step + 1, there, GROUP, CFG)
+    return Note(step, start, flags, used, there)
+
+
+@gluon.jit
+def _row_weights(shared, stage, layout: gl.constexpr, GROUP: gl.constexpr):
+    """The weight of each of this consumer's rows for the KV tile in a stage."""
+    return shared.notes.weights.index(stage).slice(GROUP * ROWS, ROWS, dim=0).load(layout)
+
+
+@gluon.jit
+def _mask(s, row_sum, weights, note, rows, CFG: gl.constexpr):
+    """Scores, -inf where a row does not see a key; sums of rows whose weight is NaN are NaN."""
+    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
+    part_rows: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+    kv_pos = note.start + gl.arange(0, CFG.TILE_N, columns)
+    limits, near = rows.limits, rows.near
+    is_near = within_bounds(kv_pos[None, :], near.first[:, None], near.last[:, None])
+    wanted = gl.where((note.flags & NEAR) != 0, 1, 0)
+    visible = (is_near.to(gl.int32) == wanted) & (weights > 0.0)[:, None]
+    visible = visible & not_after(kv_pos[None, :], limits.last[:, None])
+    spoilt = gl.convert_layout(gl.where(weights == weights, 0.0, weights), part_rows)
+    return gl.where(visible, s, -float("inf")), row_sum + spoilt[:, None]
+
+
+@gluon.jit
+def _attend(
+    rows, shared, stages, note, held, state, acc, p, GROUP: gl.constexpr, CFG: gl.constexpr
+):
+    """Take in the KV tile of `note`; return state, accumulators and weights.
+
+    `p` are the weights of the tile at step `held`, whose product with its values is computed
+    meanwhile; None where there is none.
+    """
+    m_log2, row_sum = state
+    score = rows.score
+    tile_n: gl.constexpr = CFG.TILE_N
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    # gates may be large, and fp16 ends at 65504
+    slack: gl.constexpr = 0 if CFG.GATE else SLACK
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
+    stage, _ = ring_place(note.step, CFG.STAGES)
+    held_stage, held_phase = ring_place(held, CFG.STAGES)
+    k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
+    scores = start_scores(rows.q, k, no_scores)
+    if p is not None:
+        await_stage(stages, held_stage, held_phase, FULL_V, CFG)
+        v = kv_slices(stages.v, held_stage, CFG.dv_slices, CFG.TILE_N, 0)
+        products = start_outputs(p, v, acc)
+    weights = _row_weights(shared, stage, gl.SliceLayout(1, s_layout), GROUP)
+    pending: gl.constexpr = 0 if p is None else CFG.dv_slices
+    s = cap(warpgroup_mma_wait(pending, deps=(scores,)), score.inverse_cap)
+    free_stage(stages, stage, EMPTY_K, CFG)
+    if (note.flags & MASKED) != 0:
+        s, row_sum = _mask(s, row_sum, weights, note, rows, CFG)
+    m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score.factor, slack)
+    factor = gl.convert_layout(rescale, o_rows)[:, None]
+    if p is None:
+        acc = scale_slices(acc, factor)
+    else:
+        # ptxas would sink all of it below the wait, where it overlaps with nothing
+        pin_above(m_new, stages.barriers, CFG.spare_at)
+        raised = gl.convert_layout(any_raised(m_log2, m_new), o_rows)[:, None]
+        products = await_outputs(products)
+        free_stage(stages, held_stage, EMPTY_V, CFG)
+        acc = ()
+        for i in gl.static_range(len(products)):
+            acc = acc + (scale_rows(products[i], factor, raised),)  # noqa: RUF005
+    shares = weights_of(s, score.factor, shift)
+    if CFG.GATE:
+        shares = shares * weights[:, None]
+    row_sum = add_parts(row_sum, rescale, shares)
+    p = gl.convert_layout(shares.to(stages.k.dtype), p_layout)
+    return m_new, row_sum, acc, p
+
+
+@gluon.jit
+def _attend_last_values(stages, step, acc, p, CFG: gl.constexpr):
+    """Add the product of the tile at `step`, whose weights are `p`; return the accumulators."""
+    stage, phase = ring_place(step, CFG.STAGES)
+    await_stage(stages, stage, phase, FULL_V, CFG)
+    v = kv_slices(stages.v, stage, CFG.dv_slices, CFG.TILE_N, 0)
+    acc = await_outputs(start_outputs(p, v, acc))
+    free_stage(stages, stage, EMPTY_V, CFG)
+    return acc
+
+
+@gluon.jit
+def _write(consume, shared, tile, m_log2, row_sum, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """End the softmax of this consumer's rows and store outputs and lse."""
+    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
+    m_log2 = gl.convert_layout(m_log2, o_rows)
+    row_sum = gl.convert_layout(row_sum, o_rows)
+    row = GROUP * ROWS + rows_of(acc[0])
+    own = rows_of_tile(row, tile.q_start, tile.q_len, tile.first_head, CFG.PACK, CFG.tile_t)
+    token = tile.q_first + own.token
+    if consume.sinks_ptr is not None:
+        sink = gl.load(consume.sinks_ptr + own.head)
+        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, sink)
+        acc = scale_slices(acc, rescale[:, None])
+    inverse, lse = finalise(m_log2, row_sum)
+    at = offsets_of(tile.batch, own.head, token, consume.out_strides)
+    for i in gl.static_range(len(acc)):
+        columns = i * CFG.SLICE_DV + columns_of(acc[i])
+        out = (acc[i] * inverse[:, None]).to(consume.out_ptr.dtype.element_ty)
+        live = own.real[:, None] & (columns < CFG.HEAD_DIM_V)[None, :]
+        gl.store(consume.out_ptr + at[:, None] + columns[None, :], out, live)
+    lse_row = own.head.to(gl.int64)
+    if shared.cu_seqlens.q is None:
+        lse_row += tile.batch.to(gl.int64) * shared.heads.q
+    gl.store(consume.lse_ptr + lse_row * consume.lse_head_stride + token, lse, own.real)
+
+
+@gluon.jit
+def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Role of a consumer warp group: attend with 64 rows of each work tile."""
+    sizes = shared.sizes
+    tile_n: gl.constexpr = CFG.TILE_N
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    nothing = row_parts(gl.zeros([ROWS, tile_n], gl.float32, s_layout))
+    offs = GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    stages = KvStages(shared.k_ring.tiles, shared.v_ring.tiles, shared_address(CFG.tile_bytes))
+    step = 0
+    slot = 0
+    tile = WorkTile(*take(shared.work, slot))
+    while tile.batch >= 0:
+        own = rows_of_tile(offs, tile.q_start, tile.q_len, tile.first_head, CFG.PACK, CFG.tile_t)
+        q_pos = position(own.token, tile.q_len, tile.kv_len)
+        limits = row_bounds(q_pos, tile.kv_len, OPEN, sizes.limit_right)
+        near = row_bounds(q_pos, tile.kv_len, sizes.near_left, sizes.near_right)
+        q, factor = _put_queries(consume, tile, GROUP, CFG)
+        rows = RowState(q, limits, near, Score(factor, consume.score.inverse_cap))
+        m_log2, _ = init_state(q_pos)
+        row_sum = nothing
+        acc = zero_outputs(CFG)
+        note = _note_at(shared, stages, step, 1, GROUP, CFG)
+        note = _next_used(shared, stages, note, GROUP, CFG)
+        # Runs of KV tiles that this consumer needs. A run ends with its last product: held back
+        # while others pass, its values would keep a stage that the producer waits for.
+        while note.used != 0:
+            m_log2, row_sum, acc, p = _attend(
+                rows, shared, stages, note, 0, (m_log2, row_sum), acc, None, GROUP, CFG
+            )
+            held = note.step
+            note = _note_at(shared, stages, held + 1, _goes_on(note), GROUP, CFG)
+            while note.used != 0:
+                m_log2, row_sum, acc, p = _attend(
+                    rows, shared, stages, note, held, (m_log2, row_sum), acc, p, GROUP, CFG
+                )
+                held = note.step
+                note = _note_at(shared, stages, held + 1, _goes_on(note), GROUP, CFG)
+            acc = _attend_last_values(stages, held, acc, p, CFG)
+            note = _next_used(shared, stages, note, GROUP, CFG)
+        step = note.step
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
+        _write(consume, shared, tile, m_log2, row_sum, acc, GROUP, CFG)
+        slot += 1
+        tile = WorkTile(*take(shared.work, slot))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "lse_head_stride", "batch", "q_len", "kv_len", "num_tiles", "most", "num_blocks",
+        "limit_right", "near_left", "near_right",
+    ]
+)  # fmt: skip
+def _sparse_attn_fwd_sm90_kernel(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    k_desc,
+    v_desc,
+    sinks_ptr,
+    lists,
+    cu_seqlens,
+    strides,
+    list_strides,
+    lse_head_stride,
+    batch,
+    q_len,
+    kv_len,
+    num_tiles,
+    most,
+    num_blocks,
+    limit_right,
+    near_left,
+    near_right,
+    heads,
+    score,
+    CFG: gl.constexpr,
+):
+    """Allocate the rings, gather the arguments of the roles, and start them."""
+    stages: gl.constexpr = CFG.STAGES
+    consumers: gl.constexpr = CFG.CONSUMERS
+    registers: gl.constexpr = CFG.CONSUMER_REGISTERS
+    producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
+    tile_n: gl.constexpr = CFG.TILE_N
+    q_smem = tiles(k_desc, consumers * CFG.d_slices, ROWS)
+    k_smem = tiles(k_desc, stages * CFG.d_slices, tile_n)
+    v_smem = tiles(v_desc, stages * CFG.dv_slices, tile_n)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    weights = gl.allocate_shared_memory(gl.float32, [stages, CFG.tile_m], flat)
+    words = gl.allocate_shared_memory(gl.int32, [stages * NOTE_WORDS, 1], flat)
+    k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
+    v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)
+    work = work_channel(WORK_FIELDS, consumers)
+    fence_async_shared()
+
+    sizes = Sizes(q_len, kv_len, num_tiles, most, num_blocks, limit_right, near_left, near_right)
+    shared = SparseShared(k_ring, v_ring, Notes(weights, words), work, cu_seqlens, sizes, heads)
+    produce = SparseProducer(k_desc, v_desc, lists, list_strides, batch)
+    consume = SparseConsumer(
+        out_ptr, lse_ptr, q_ptr, sinks_ptr, strides.out, strides.q, lse_head_stride, score, q_smem
+    )
+    gl.warp_specialize(
+        [
+            (_consume, (consume, shared, 0, CFG)),
+            (_consume, (consume, shared, 1, CFG)),
+            (_produce, (produce, shared, CFG)),
+        ],
+        [4, 1],
+        [registers, producer_registers],
+    )
+
+
+class RowStrides(NamedTuple):
+    """Strides of batch, head and token of outputs and queries."""
+
+    out: Strides
+    q: Strides
+
+
+def forward(call: SparseAttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
+    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    config = sparse_attn_sm90_config(call.problem)
+    launch_sparse_attn_fwd_sm90(call, out, lse, config, arch_of(call.q.device).num_sms)
+    return out, lse
+
+
+def launch_sparse_attn_fwd_sm90(
+    call: SparseAttentionCall,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: SparseAttnSm90Config,
+    programs: int,
+) -> None:
+    """Fill `out` and `lse`.
+
+    Parameters
+    ----------
+    call : k and v with strides and addresses that TMA takes; at least one key
+    out : like q, with Dv; contiguous in the last dimension; all of it is written
+    lse : fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
+    config : tiles
+    programs : the most programs to launch
+    """
+    q, spec = call.q, call.spec
+    num_tiles = cdiv(spec.max_q, config.tile_t)
+    work_tiles = call.batch * (q.shape[1] // config.PACK) * num_tiles
+    if work_tiles == 0:
+        return
+    lists, list_strides = list_arguments(call)
+    heads: HeadCounts = head_counts(call)
+    with on_device_of(q):
+        args = (
+            out,
+            lse,
+            q,
+            _descriptor(call.k, config.k_block()),
+            _descriptor(call.v, config.v_block()),
+            None if spec.sinks is None else spec.sinks.contiguous(),
+            lists,
+            CuSeqlens(spec.cu_seqlens_q, spec.cu_seqlens_k),
+            RowStrides(token_strides(out), token_strides(q)),
+            list_strides,
+            lse.stride(-2),
+            call.batch,
+            spec.max_q,
+            spec.max_k,
+            num_tiles,
+            spec.selection.most,
+            spec.selection.num_blocks,
+            spec.limit.scalars()[1],
+            *local_sides(call),
+            heads,
+            score_factors(spec.scale, spec.softcap),
+            config,
+        )
+        options: dict[str, Any] = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        programs = min(programs, work_tiles)
+        launch(_sparse_attn_fwd_sm90_kernel, programs, args, **options, **hopper_options())
+
+
+def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
+    if x.dim() == 3:
+        return packed_descriptor(x, block)
+    return tensor_descriptor(x, block, tma_strides(x))

@@ -1,0 +1,77 @@
+"""Which problems the Hopper forward takes, and whether its tiles fit."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from blackwell_sparsek.calls.sparse_attention import SparseAttnProblem
+from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.sparse_attention.sm90.tuning import sparse_attn_sm90_config, unsupported
+
+PROBLEM = SparseAttnProblem(
+    arch=Arch("cuda", 90, 132, 232448, False),
+    dtype=torch.bfloat16,
+    batch=1,
+    heads_q=64,
+    heads_kv=4,
+    lists=4,
+    max_q=32768,
+    max_k=32768,
+    head_dim=128,
+    head_dim_v=128,
+    granularity=128,
+    most=16,
+    varlen=False,
+    page_size=None,
+    local=False,
+    softcap=False,
+    sinks=False,
+    gate=False,
+    tma=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"granularity": 64}, None),
+        ({"head_dim": 192}, None),
+        ({"head_dim": 256, "head_dim_v": 256}, None),
+        ({"arch": Arch("cuda", 80, 108, 166912, False)}, "needs sm_90"),
+        ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
+        ({"granularity": 32}, "needs entries of 64 or 128 keys, got 32"),
+        ({"head_dim": 264}, "needs head dimensions up to 256 in steps of 8, got 264 and 128"),
+        ({"head_dim_v": 100}, "needs head dimensions up to 256 in steps of 8, got 128 and 100"),
+        ({"page_size": 64}, "has no code for keys in pages"),
+        ({"tma": False}, "TMA needs keys to copy"),
+        ({"max_k": 2**30}, "needs sequences of at most 1073741823 tokens"),
+        ({"batch": 2**11, "max_q": 2**14}, "needs at most 2147483647 queries"),
+    ],
+)
+def test_what_the_kernel_takes(changed, reason):
+    given = unsupported(dataclasses.replace(PROBLEM, **changed))
+    assert given is None if reason is None else reason in given
+
+
+@pytest.mark.parametrize("granularity", [64, 128])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (8, 256)])
+@pytest.mark.parametrize("heads", [(1, 1), (64, 4), (24, 2), (7, 1), (512, 1)])
+def test_tiles_fit(granularity, dims, heads):
+    problem = dataclasses.replace(
+        PROBLEM,
+        granularity=granularity,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        heads_q=heads[0],
+        heads_kv=heads[1],
+        lists=heads[1],
+    )
+    config = sparse_attn_sm90_config(problem)
+    # what a program may have on H100 and H200, less barriers
+    assert config.tile_bytes + 4 * 8 * config.barrier_room <= 226 * 1024
+    assert config.STAGES >= 2 and granularity % config.TILE_N == 0
+    assert config.HEAD_DIM <= config.TILE_D and config.HEAD_DIM_V <= config.TILE_DV
+    assert config.PACK * config.tile_t <= config.tile_m and config.tile_t >= 1
+    assert (heads[0] // heads[1]) % config.PACK == 0
