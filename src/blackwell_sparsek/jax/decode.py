@@ -13,7 +13,7 @@ from ..core.messages import message
 from ..masks.band import Band, band_of
 from .arrays import cdiv, check_array, check_integers, check_same_dtype, compute_dtype, vary_like
 from .attention import LAYOUT, check_heads, check_qkv, check_sinks, score_options
-from .choice import note_choice, platform_of
+from .choice import choose, platform_of
 
 PAGES = "[pages, page_size, Hkv, D]"
 # Keys of one step of the loop over the cache.
@@ -144,7 +144,7 @@ def attention_decode(
         f"on {platform_of(q)}, {q.dtype.name}, batch {batch}, heads {q.shape[1]}:{heads_kv}, "
         f"queries {q.shape[2]}, {'pages' if paged else 'contiguous cache'} {list(k.shape)}"
     )
-    note_choice(op, problem)
+    choose(op, "auto", problem, lambda: "no kernels here yet")
     out, lse = _decode(options, q, Cache(k, v, lengths, page_table, kv_blocks), sinks)
     return (out, lse) if return_lse else out
 

@@ -21,7 +21,7 @@ from .arrays import (
     vary_like,
 )
 from .bsr import BSRMatrix, install_matmul
-from .choice import note_choice, platform_of
+from .choice import choose, platform_of
 
 # Elements of the products of one chunk of blocks: 16 MiB in fp32.
 CHUNK_ELEMENTS = 2**22
@@ -133,7 +133,7 @@ def _note_choice(op: str, matrix: BSRMatrix, x: jax.Array) -> None:
         f"on {platform_of(x)}, {x.dtype.name}, {m} x {k} with {matrix.nnz_blocks} blocks of "
         f"{bh} x {bw}, array {list(x.shape)}"
     )
-    note_choice(op, problem)
+    choose(op, "auto", problem, lambda: "no kernels here yet")
 
 
 def _bsr_by_columns(matrix: BSRMatrix, x: jax.Array, *, transposed: bool = False) -> jax.Array:

@@ -34,8 +34,10 @@ class ArraySpec:
         strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
         return cls(name, role, shape, dtype, strides)
 
-    def permuted(self, *dims: int) -> "ArraySpec":
-        """The same memory with its dimensions in another order."""
+    def transpose(self, first: int, second: int) -> "ArraySpec":
+        """The same memory with two dimensions exchanged."""
+        dims = list(range(self.dim()))
+        dims[first], dims[second] = dims[second], dims[first]
         shape, strides = (tuple(x[d] for d in dims) for x in (self.shape, self.strides))
         return ArraySpec(self.name, self.role, shape, self.dtype, strides)
 
@@ -46,6 +48,12 @@ class ArraySpec:
     def dim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
+
+    def contiguous(self) -> "ArraySpec":
+        """This array: a description cannot be copied, so it must be contiguous already."""
+        if self.strides != self.contiguous_of("", "input", self.shape, self.dtype).strides:
+            raise ValueError(f"{self.name} has strides {self.strides}; expected it contiguous")
+        return self
 
     def numel(self) -> int:
         """Number of elements."""
@@ -63,6 +71,21 @@ class KernelLaunch(NamedTuple):
     programs: int
     args: tuple[Any, ...]
     options: dict[str, Any]
+
+
+def arrays_of(planned: KernelLaunch) -> dict[str, ArraySpec]:
+    """The arrays without memory among the arguments of a launch, by name, in order."""
+    found: dict[str, ArraySpec] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, ArraySpec):
+            found.setdefault(value.name, value)
+        elif isinstance(value, tuple):
+            for item in value:
+                visit(item)
+
+    visit(planned.args)
+    return found
 
 
 def run(planned: KernelLaunch | None, on: Any) -> None:
