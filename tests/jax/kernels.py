@@ -1,6 +1,7 @@
 """Runs what JAX would launch on a GPU in Triton's interpreter, on tensors of torch."""
 
 import sys
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -12,8 +13,10 @@ from blackwell_sparsek.jax import kernel_calls
 from blackwell_sparsek.launch import description
 
 H200 = Arch("gpu", 90, 132, 232448, False)
+# Few SMs, so that few programs share the work of decoding.
+INTERPRETED = replace(H200, num_sms=16)
 # The functions of these names hide the modules.
-MODULES = ["attention"]
+MODULES = ["attention", "decode", "matmul"]
 
 
 def as_tensor(x):
@@ -31,7 +34,7 @@ def as_numpy(x):
 
 def poisoned(spec):
     """Memory as a launch finds it: NaN, or zeros where the description asks for them."""
-    x = as_tensor(np.zeros(spec.shape, spec.dtype))
+    x = as_tensor(np.zeros(spec.memory, spec.dtype))
     if spec.role != "zeroed" and x.is_floating_point():
         x.fill_(float("nan"))
     return x
@@ -58,11 +61,11 @@ def interpret(launch, used, given, written, arch):
         description.run(planned, next(iter(tensors.values())))
         return [as_numpy(tensors[n]) for n in written]
 
-    shapes = [jax.ShapeDtypeStruct(used[n].shape, used[n].dtype) for n in written]
+    shapes = [jax.ShapeDtypeStruct(used[n].memory, used[n].dtype) for n in written]
     return jax.pure_callback(on_host, shapes, *given.values())
 
 
-def interpret_kernels(monkeypatch, arch=H200, launched=None):
+def interpret_kernels(monkeypatch, launched=None):
     """Let `impl="triton"` run on a CPU; note the launches in the list `launched`."""
 
     def note(launch, *rest):
@@ -74,4 +77,4 @@ def interpret_kernels(monkeypatch, arch=H200, launched=None):
     for name in MODULES:
         module = sys.modules[f"blackwell_sparsek.jax.{name}"]
         monkeypatch.setattr(module, "why_no_kernels", lambda device, dtype: None)
-        monkeypatch.setattr(module, "arch_of", lambda device: arch)
+        monkeypatch.setattr(module, "arch_of", lambda device: INTERPRETED)

@@ -149,7 +149,7 @@ def test_jax_plans_what_torch_launches(masked, sinks):
         backward(BackwardCall(call, dout, lse, out, lse, wanted))
 
     options = attention_triton.KernelOptions(0.125, 2.0, Band(None, 0), H200, "", "ieee")
-    arrays = attention_triton._Arrays()
+    arrays = attention_triton.AttentionArrays()
     inputs = [jnp.zeros(s, jnp.bfloat16) for s in (shape_q, shape_kv, shape_kv)]
     described = arrays.add_call(
         options, (*inputs, jnp.zeros(8) if sinks else None, mask), transposed=True

@@ -7,13 +7,15 @@ placement of pages: a paged cache gives the same bits as a contiguous one.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..attention.triton.tuning import LARGE_SMEM, PRECISIONS
 
 if TYPE_CHECKING:
     from ..calls.decode import DecodeProblem
 
+# Keys of latent caches (MLA) have 576 columns.
+LARGEST_HEAD_DIM = 576
 # Positions and band limits are int32 in kernels.
 LONGEST = 2**30 - 1
 # Kernels number the KV tiles of all sequences and heads in int32.
@@ -21,6 +23,14 @@ MOST_TILES = 2**31 - 1
 SMALLEST_TILE = 16
 # A GPU has many SMs, the interpreter one: a few programs exercise every way to split the work.
 INTERPRETED_PROGRAMS = 6
+
+
+def why_not_head_dims(problem: Any, largest: int) -> str | None:
+    """Why portable kernels cannot read a cache with these head dims, or None."""
+    dims = (problem.head_dim, problem.head_dim_v)
+    if not 1 <= min(dims) <= max(dims) <= largest:
+        return f"needs head dimensions of 1 to {largest}, got {dims[0]} and {dims[1]}"
+    return None
 
 
 def why_not_sizes(problem: "DecodeProblem") -> str | None:

@@ -17,9 +17,8 @@ from ..core.compat import why_no_gluon
 from ..dispatch.machine import why_no_kernels, why_not_portable
 from ..launch.descriptors import SMEM_BYTES, accumulator_layout
 from ..launch.launcher import cdiv
-from .inputs import LARGEST_HEAD_DIM
 from .portable_tuning import INTERPRETED_PROGRAMS as INTERPRETED_PROGRAMS
-from .portable_tuning import LONGEST, MOST_TILES, why_not_sizes
+from .portable_tuning import LARGEST_HEAD_DIM, LONGEST, MOST_TILES, why_not_head_dims, why_not_sizes
 from .portable_tuning import SMALLEST_TILE as SMALLEST_TILE
 from .portable_tuning import DecodeConfig as DecodeConfig
 from .portable_tuning import attn_decode_config as attn_decode_config
@@ -40,10 +39,7 @@ def cache_unsupported(problem: Any, largest: int) -> str | None:
             return "needs float16 or bfloat16 queries for a float8 cache, got torch.float32"
         if problem.arch.sm < MIN_SM_FP8 and not problem.arch.interpreted:
             return f"needs sm_{MIN_SM_FP8} or newer for a float8 cache, got {problem.arch}"
-    dims = (problem.head_dim, problem.head_dim_v)
-    if not 1 <= min(dims) <= max(dims) <= largest:
-        return f"needs head dimensions of 1 to {largest}, got {dims[0]} and {dims[1]}"
-    return None
+    return why_not_head_dims(problem, largest)
 
 
 def why_not_triton(problem: DecodeProblem) -> str | None:

@@ -19,7 +19,7 @@ from ..launch.description import ArraySpec, KernelLaunch
 from ..masks.band import Band
 from .arrays import gradient_of
 from .block_mask import BlockMask
-from .kernel_calls import fp32_precision, made, run_launches, spec
+from .kernel_calls import Arrays, fp32_precision, made, run_launches
 
 # The blocks that kernels have code for.
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -119,17 +119,11 @@ def _lists(row: Any, ids: Any, rows: int, indices: Any, bits_id: Any) -> Lists:
     return Lists(indptr, indptr[:-1] + partial_counts, indices, bits_id)
 
 
-class _Arrays:
-    """Arrays of a call by name, beside their descriptions."""
-
-    def __init__(self) -> None:
-        self.given: dict[str, jax.Array] = {}
-
-    def add(self, name: str, x: jax.Array) -> ArraySpec:
-        self.given[name] = x
-        return spec(name, "input", x)
+class AttentionArrays(Arrays):
+    """The arrays of an attention call."""
 
     def add_lists(self, name: str, lists: Lists) -> tuple[ArraySpec, ...]:
+        """Take the lists of a mask."""
         return tuple(
             self.add(f"{name}_{field}", x) for field, x in zip(Lists._fields, lists, strict=True)
         )
@@ -156,7 +150,7 @@ class _Arrays:
             softcap=options.softcap,
             band=options.band,
             block_mask=described,
-            sinks=None if sinks is None else self.add("sinks", sinks),
+            sinks=self.add_if("sinks", sinks),
             cu_seqlens_q=None,
             cu_seqlens_k=None,
             alibi_slopes=None,
@@ -220,7 +214,7 @@ def attend(options: KernelOptions, *inputs: Any) -> tuple[jax.Array, jax.Array]:
     @sequential_vmap
     def forward(*inputs: Any) -> Any:
         q, _, v, _, mask = inputs
-        arrays = _Arrays()
+        arrays = AttentionArrays()
         call = arrays.add_call(options, inputs, transposed=False)
         found = run_launches(plan_forward(options, call, mask), arrays.given, options.arch)
         empty = (jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.zeros(q.shape[:3]))
@@ -237,7 +231,7 @@ def _attend_fwd(options: KernelOptions, *inputs: Any) -> Any:
 def _attend_bwd(options: KernelOptions, saved: Any, cotangents: Any) -> Any:
     @sequential_vmap
     def backward(inputs: Any, results: Any) -> Any:
-        arrays = _Arrays()
+        arrays = AttentionArrays()
         call = arrays.add_call(options, inputs, transposed=True)
         names = ("out", "lse", "dout", "dlse")
         described = [arrays.add(f"given_{n}", x) for n, x in zip(names, results, strict=True)]

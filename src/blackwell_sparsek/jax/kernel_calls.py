@@ -26,9 +26,20 @@ FULL_PRECISIONS = ("highest", "float32", "high", "bfloat16_3x", "tensorfloat32_3
 OPTIONS = {"num_warps", "num_stages"}
 
 
-def spec(name: str, role: Role, array: Any) -> ArraySpec:
-    """The description of an array; JAX keeps the last dimension the fastest."""
-    return ArraySpec.contiguous_of(name, role, array.shape, array.dtype)
+class Arrays:
+    """The arrays that launches are given, by name."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, jax.Array] = {}
+
+    def add(self, name: str, x: jax.Array) -> ArraySpec:
+        """Take an array, and describe it: in JAX the last dimension is the fastest."""
+        self.given[name] = x
+        return ArraySpec.contiguous_of(name, "input", x.shape, x.dtype)
+
+    def add_if(self, name: str, x: jax.Array | None) -> ArraySpec | None:
+        """The same, or None for None."""
+        return None if x is None else self.add(name, x)
 
 
 def made(name: str, role: Role, shape: Iterable[int], dtype: Any) -> ArraySpec:
@@ -70,7 +81,7 @@ def launch_kernel(
     read = list(given)
     kernel, numbers = flat_kernel(launch, read, written)
     triton_call, takes_types = _triton_call()
-    outputs = [jax.ShapeDtypeStruct(used[name].shape, used[name].dtype) for name in written]
+    outputs = [jax.ShapeDtypeStruct(used[name].memory, used[name].dtype) for name in written]
     options = {"out_type" if takes_types else "out_shape": outputs, **launch.options}
     # before it took types, jax-triton passed Python's floats as fp64
     passed = [np.float32(n) if isinstance(n, float) and not takes_types else n for n in numbers]

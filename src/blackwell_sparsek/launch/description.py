@@ -19,6 +19,7 @@ class ArraySpec:
     """An array without its memory, with the methods of a tensor that planners call.
 
     `dtype` is an object with an `itemsize`; `strides` count elements. `name` is unique in a launch.
+    Views of one array share `name` and `memory`, the shape of what is contiguous.
     """
 
     name: str
@@ -26,20 +27,21 @@ class ArraySpec:
     shape: tuple[int, ...]
     dtype: Any
     strides: tuple[int, ...]
+    memory: tuple[int, ...]
 
     @classmethod
     def contiguous_of(cls, name: str, role: Role, shape: Any, dtype: Any) -> "ArraySpec":
         """An array whose last dimension is the fastest."""
         shape = tuple(shape)
         strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-        return cls(name, role, shape, dtype, strides)
+        return cls(name, role, shape, dtype, strides, shape)
 
     def transpose(self, first: int, second: int) -> "ArraySpec":
         """The same memory with two dimensions exchanged."""
         dims = list(range(self.dim()))
         dims[first], dims[second] = dims[second], dims[first]
         shape, strides = (tuple(x[d] for d in dims) for x in (self.shape, self.strides))
-        return ArraySpec(self.name, self.role, shape, self.dtype, strides)
+        return ArraySpec(self.name, self.role, shape, self.dtype, strides, self.memory)
 
     def stride(self, dim: int | None = None) -> Any:
         """The stride of one dimension, or of all."""
