@@ -42,7 +42,7 @@ MAY_IMPORT = {
     # results are checked against the oracle
     # its fixed and random calls cover every public function
     "testing": API,
-    "bench": API | {"testing"},
+    "bench": API | {"testing", "jax"},
     "": API | {"integrations", "distributed"},
 }
 STANDARD = set(sys.stdlib_module_names)
@@ -92,7 +92,7 @@ LAZY = {
     "sparse": {"scipy", "numpy"},
     "nn": {"safetensors"},
     "integrations": {"sglang", "transformers", "vllm"},
-    "bench": {"rich", "numpy", "triton"},
+    "bench": {"jax", "rich", "numpy", "triton"},
 }
 # Files that are imported by the package that they derive from.
 HOSTED = {

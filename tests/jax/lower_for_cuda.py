@@ -80,6 +80,26 @@ def attention():
     return jax.grad(loss, (0, 1, 2, 3)), *arrays, zeros(2, dtype=jnp.float32)
 
 
+def sharded():
+    """Gradients under `shard_map`, whose checks follow along which axes each array varies."""
+    mesh = jax.make_mesh((1, 1), ("batch", "heads"))
+    spec = jax.sharding.PartitionSpec("batch", "heads")
+    shared = jax.sharding.PartitionSpec("batch", None)
+    blocks = bsk_jax.BlockMask.from_dense(np.tri(2, dtype=bool), 16)
+    attend = jax.shard_map(
+        lambda q, k, v, m: bsk_jax.attention(q, k, v, block_mask=m, impl="triton"),
+        mesh=mesh,
+        in_specs=(spec, shared, shared, blocks.partition_spec("batch", "heads")),
+        out_specs=spec,
+    )
+
+    def loss(q, k, v):
+        return attend(q, k, v, blocks).astype(jnp.float32).sum()
+
+    arrays = zeros(1, 2, 32, 16), zeros(1, 1, 32, 16), zeros(1, 1, 32, 16)
+    return jax.grad(loss, (0, 1, 2)), *arrays
+
+
 def decode():
     def step(q, pages, lengths, table):
         return bsk_jax.attention_decode(
@@ -100,7 +120,7 @@ def products():
 
 
 if __name__ == "__main__":
-    cases = {"attention": attention, "decode": decode, "products": products}
+    cases = {"attention": attention, "sharded": sharded, "decode": decode, "products": products}
     chosen = sys.argv[1:] or list(cases)
     print(json.dumps([lower(name, *cases[name]()) for name in chosen]))
     assert "torch" not in sys.modules
