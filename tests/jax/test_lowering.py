@@ -30,6 +30,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.exhaustive
 def test_everything_lowers_without_torch(tmp_path):
     if importlib.util.find_spec("jax_triton") is None:
         pytest.skip("jax-triton is not installed")

@@ -130,8 +130,8 @@ class AttentionArrays(Arrays):
 
     def add_call(self, options: KernelOptions, inputs: Any, transposed: bool) -> Any:
         """A call as planners take it; `inputs` are q, k, v, sinks and mask."""
-        q, k, v = (self.add(n, x) for n, x in zip("qkv", inputs[:3], strict=True))
-        sinks, mask = inputs[3:]
+        *qkv, sinks, mask = inputs
+        q, k, v = (self.add(n, x) for n, x in zip("qkv", qkv, strict=True))
         described = None
         if mask is not None:
             bits = lax.bitcast_convert_type(mask.bits, jnp.int32)
@@ -235,17 +235,18 @@ def _attend_bwd(options: KernelOptions, saved: Any, cotangents: Any) -> Any:
         call = arrays.add_call(options, inputs, transposed=True)
         names = ("out", "lse", "dout", "dlse")
         described = [arrays.add(f"given_{n}", x) for n, x in zip(names, results, strict=True)]
-        launches = plan_backward(options, call, described, inputs[-1])
+        *wanted, mask = inputs
+        launches = plan_backward(options, call, described, mask)
         found = run_launches(launches, arrays.given, options.arch)
-        like = dict(zip(("dq", "dk", "dv", "dsinks"), inputs[:4], strict=True))
+        like = dict(zip(("dq", "dk", "dv", "dsinks"), wanted, strict=True))
         return [
             None if x is None else found.get(name, jnp.zeros(x.shape, x.dtype))
             for name, x in like.items()
         ]
 
-    *inputs, out, lse = saved
-    gradients = backward(tuple(inputs), (out, lse, *cotangents))
-    pairs = zip(inputs[:4], gradients, strict=True)
+    *wanted, mask, out, lse = saved
+    gradients = backward((*wanted, mask), (out, lse, *cotangents))
+    pairs = zip(wanted, gradients, strict=True)
     return *(None if x is None else gradient_of(x, g) for x, g in pairs), None
 
 

@@ -166,7 +166,8 @@ def plan_product(
     out = made("out", "output", (x.shape[0], *tail), data.dtype)
     blocks = arrays.add("values", data)
     turned: Any = (lambda y: y.transpose(1, 2)) if options.dense_left else (lambda y: y)
-    views = (turned(out), turned(arrays.add("x", x)), None)
+    out_rows = turned(out)
+    views = (out_rows, turned(arrays.add("x", x)), None)
     block_rows = SimpleNamespace(
         blocks=blocks.transpose(1, 2) if options.by_columns else blocks,
         indices=arrays.add("indices", listed.indices),
@@ -181,7 +182,7 @@ def plan_product(
     )
     partial_sums = None
     if work.n_slots:
-        sums = partial_shape(views[0], plan, height)
+        sums = partial_shape(out_rows, plan, height)
         partial_sums = made("partial", "scratch", sums, jnp.float32)
     return list(plan_spmm(views, block_rows, (None, None), plan, partial_sums, config))
 
