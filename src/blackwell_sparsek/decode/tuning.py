@@ -18,7 +18,9 @@ from ..dispatch.machine import why_no_kernels, why_not_portable
 from ..launch.descriptors import SMEM_BYTES, accumulator_layout
 from ..launch.launcher import cdiv
 from .portable_tuning import INTERPRETED_PROGRAMS as INTERPRETED_PROGRAMS
-from .portable_tuning import LARGEST_HEAD_DIM, LONGEST, MOST_TILES, why_not_head_dims, why_not_sizes
+from .portable_tuning import LARGEST_HEAD_DIM, why_not_head_dims, why_not_sizes
+from .portable_tuning import LONGEST as LONGEST
+from .portable_tuning import MOST_TILES as MOST_TILES
 from .portable_tuning import SMALLEST_TILE as SMALLEST_TILE
 from .portable_tuning import DecodeConfig as DecodeConfig
 from .portable_tuning import attn_decode_config as attn_decode_config

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
 from ... import attention
 from ..case import REPORTED, Case, Contender, Peer, Suite
@@ -53,7 +54,7 @@ def _contender(inputs: AttentionInputs, loop: Callable[[int], Any], notes: Any =
 def _in_torch(inputs: AttentionInputs, impl: str) -> Contender:
     options = options_of(inputs)
 
-    def loop(calls: int) -> torch.Tensor:
+    def loop(calls: int) -> Any:
         out: Any = inputs.q
         for _ in range(calls):
             out = attention(out, inputs.k, inputs.v, impl=impl, **options)
@@ -67,11 +68,15 @@ def _in_jax(inputs: AttentionInputs, call: Callable[..., Any], arrays: tuple[Any
     """A loop of `call(out, *arrays)`, which keeps the layout of the queries `arrays[0]`."""
     import jax
 
-    @jax.jit
     def looped(calls: Any, q: Any, *others: Any) -> Any:
         return jax.lax.fori_loop(0, calls, lambda _, out: call(out, *others), q)
 
-    return lambda calls: looped(calls, *arrays).block_until_ready()
+    compiled = jax.jit(looped)
+    return lambda calls: compiled(calls, *arrays).block_until_ready()
+
+
+def _as_torch(x: Any) -> torch.Tensor:
+    return torch.utils.dlpack.from_dlpack(x)
 
 
 def _as_jax(x: torch.Tensor) -> Any:
@@ -93,7 +98,7 @@ def _ours(inputs: AttentionInputs) -> Contender:
 
     arrays = (*map(_as_jax, (inputs.q, inputs.k, inputs.v)), mask)
     loop = _in_jax(inputs, call, arrays)
-    return _contender(inputs, lambda calls: torch.from_dlpack(loop(calls)))
+    return _contender(inputs, lambda calls: _as_torch(loop(calls)))
 
 
 def _dot_product_attention(inputs: AttentionInputs, implementation: str) -> Contender:
@@ -111,7 +116,7 @@ def _dot_product_attention(inputs: AttentionInputs, implementation: str) -> Cont
         )
 
     loop = _in_jax(inputs, call, (*map(_as_jax, inputs.token_major()), shown))
-    return _contender(inputs, lambda calls: torch.from_dlpack(loop(calls)).transpose(1, 2))
+    return _contender(inputs, lambda calls: _as_torch(loop(calls)).transpose(1, 2))
 
 
 PEERS = {
