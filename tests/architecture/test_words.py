@@ -27,7 +27,8 @@ RULES = {
     "code from text": (
         r"(?<![\w.])(eval|exec)\(|\b(marshal|shelve|yaml)\b|\bshell=True|\bos\.(system|popen)\b",
         False,
-        set(),
+        # writes a kernel without records around one of ours, from names that are ours
+        {"jax/flat_kernels.py"},
     ),
     "network": (r"^\s*(import|from) (socket|urllib|http|requests|ftplib)\b", False, set()),
     "loose ends": (r"\b(TODO|FIXME|XXX|HACK)\b(?!.*(#\d+|\bv?\d+\.\d+))", False, set()),

@@ -266,10 +266,10 @@ def test_layouts(seed, device):
 
 def test_counters_reset_themselves(device, monkeypatch):
     """A launch leaves them as it found them, whatever the number of splits."""
-    from blackwell_sparsek.decode import triton as decode
+    from blackwell_sparsek.launch import workspace
 
     words = torch.zeros(16, dtype=torch.int32, device=device)
-    monkeypatch.setattr(decode, "self_resetting_counters", lambda count, device: words[:count])
+    monkeypatch.setattr(workspace, "self_resetting_counters", lambda count, device: words[:count])
     for programs in (2, 7):
         check(DecodeCase(20, HALF, lengths=(60, 30)), device, config(programs))
         assert words.eq(0).all()

@@ -297,6 +297,6 @@ def test_explain():
     assert decision.chosen == "jnp" and "triton" in decision.reasons
     problem = f"on {jax.default_backend()}, float32, batch 2, heads 4:2"
     assert problem in str(decision) and "banded" in str(decision)
-    assert "not triton: kernels are launched by the torch functions" in str(decision)
+    assert "not triton: " in str(decision)
     with pytest.raises(InvalidInput, match="fn chose no implementation"):
         bsk_jax.explain(jnp.sin, 1.0)

@@ -1,14 +1,11 @@
 """Turns the options of an attention call into the arguments of its kernels.
 
 Dense batches and packed sequences, masks and bands become the same few tuples, so that kernels
-need no flags for them.
+need no flags for them. Nothing here needs a framework: see `launch.description`.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from ..calls.attention import AttentionCall
 from ..device.records import (
     Band,
     Bias,
@@ -21,7 +18,10 @@ from ..device.records import (
     Slopes,
     Strides,
 )
-from ..masks.block_mask import BlockMask
+
+if TYPE_CHECKING:
+    from ..calls.attention import AttentionCall
+    from ..masks.block_mask import BlockMask
 
 LOG2_E = 1.4426950408889634
 
@@ -78,15 +78,15 @@ class KernelOperands(NamedTuple):
     mask_steps: tuple[int, int]
     """Rows of the lists from one batch or head to the next; 0 where the mask broadcasts."""
     block_kv: int | None
-    sinks: torch.Tensor | None
-    """Contiguous."""
+    sinks: Any
+    """Contiguous, or None."""
     slopes: Slopes | None
     bias: Bias | None
     mask_per_kv_head: bool
     """Whether the query heads that share a KV head share a mask."""
 
 
-def kernel_operands(call: AttentionCall) -> KernelOperands:
+def kernel_operands(call: "AttentionCall") -> KernelOperands:
     """Collect the arguments from tensors and options."""
     q, k, spec = call.q, call.k, call.spec
     if spec.cu_seqlens_q is not None:
@@ -111,7 +111,7 @@ def kernel_operands(call: AttentionCall) -> KernelOperands:
     )
 
 
-def _slopes(slopes: torch.Tensor) -> Slopes:
+def _slopes(slopes: Any) -> Slopes:
     return Slopes(slopes, slopes.stride(0) if slopes.dim() == 2 and slopes.shape[0] > 1 else 0)
 
 
@@ -122,13 +122,13 @@ def score_factors(scale: float, softcap: float) -> Score:
     return Score(float(scale) * LOG2_E, None)
 
 
-def gradient_factors(scale: float, softcap: float, dtype: torch.dtype) -> GradientScore:
+def gradient_factors(scale: float, softcap: float, dtype: Any) -> GradientScore:
     """The factors that `device.backprop` reads; the last multiplies the final sums of dq and dk.
 
     For fp32 operands, the first factor is for natural logarithms instead of base 2.
     """
     factor, inverse_cap = score_factors(scale, softcap)
-    if dtype == torch.float32:
+    if dtype.itemsize == 4:
         factor = float(softcap) if softcap else float(scale)
     return GradientScore(factor, inverse_cap, float(scale))
 
@@ -142,7 +142,7 @@ class TransposedMask(NamedTuple):
     block_q: int | None
 
 
-def transposed_mask(mask: BlockMask | None) -> TransposedMask:
+def transposed_mask(mask: "BlockMask | None") -> TransposedMask:
     """The transposed counterpart of the lists in `kernel_operands`."""
     if mask is None:
         return TransposedMask(None, (0, 0), None)
@@ -154,19 +154,19 @@ def transposed_mask(mask: BlockMask | None) -> TransposedMask:
     )
 
 
-def mask_steps(mask: BlockMask) -> tuple[int, int]:
+def mask_steps(mask: "BlockMask") -> tuple[int, int]:
     """Rows of the forward lists between two batches and between two heads."""
     rows = mask.grid[0]
     return mask.heads * rows if mask.batch > 1 else 0, rows if mask.heads > 1 else 0
 
 
-def token_strides(x: torch.Tensor) -> Strides:
+def token_strides(x: Any) -> Strides:
     """Strides of batch, head and token of [B, H, S, D], or of packed [T, H, D]."""
     if x.dim() == 4:
         return Strides(*_used_strides(x, (0, 1, 2)))
     return Strides(0, *_used_strides(x, (1, 0)))
 
 
-def _used_strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
+def _used_strides(x: Any, dims: tuple[int, ...]) -> tuple[int, ...]:
     # a dimension of size 1 may have any stride; 0 avoids compiling another variant for it
     return tuple(x.stride(d) if x.shape[d] > 1 else 0 for d in dims)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.arch import Arch, arch_of
+from ..core.fp8_scales import SCALE_CHANNELS as SCALE_CHANNELS
 from .attention import AttentionCall, AttnProblem, empty_lse, empty_out, tma_takes
 from .matmul import BsrProblem, MatmulCall
 
@@ -216,9 +217,6 @@ def is_turned(v: torch.Tensor) -> bool:
 
 
 # Products.
-
-# Channels of a token that share a scale.
-SCALE_CHANNELS = 128
 
 
 @dataclass(eq=False)

@@ -1,25 +1,12 @@
 """Properties of a tensor's device that kernels depend on."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from .env import triton_interpreted
-
-
-@dataclass(frozen=True)
-class Arch:
-    """A device as kernels see it. `sm` is 0 for anything that is not a CUDA GPU."""
-
-    kind: str
-    sm: int
-    num_sms: int
-    smem_bytes: int
-    interpreted: bool
-
-    def __str__(self) -> str:
-        return f"sm_{self.sm}" if self.sm else self.kind
+from .target import Arch as Arch
 
 
 @cache

@@ -1,6 +1,8 @@
 """Every environment variable the package reads. No other file touches `os.environ`."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .errors import InvalidInput
 
@@ -108,3 +110,16 @@ def environment_with_cache(folder: str) -> dict[str, str]:
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": os.path.join(folder, "flash_attention"),
     }
     return environment_for_compiler() | own
+
+
+@contextmanager
+def kept_variable(name: str) -> Iterator[None]:
+    """Undo what happens to a variable inside: imports of others may change one."""
+    before = os.environ.get(name)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

@@ -33,11 +33,10 @@ from ..core.checks import (
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..core.torch_state import cast_operand
 from ..masks.band import band_of, kv_range
+from .portable_tuning import LARGEST_HEAD_DIM
 
 FP8 = torch.float8_e4m3fn
 PAGED = "[pages, page_size, Hkv, D]"
-# Keys of latent caches (MLA) have 576 columns.
-LARGEST_HEAD_DIM = 576
 
 
 def decode_call(

@@ -19,14 +19,12 @@ listed are not read. A length, page or block out of range is not read either; it
 of its sequence (and KV head) NaN.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 from ..attention.operands import score_factors, token_strides
-from ..calls.decode import DecodeCall
 from ..device.fp8 import as_halves, halves, turned_back, turned_halves
 from ..device.masks import kv_range, position, row_bounds, within_bounds
 from ..device.paging import cache_tile, clamped_tile, listed_block, load_cache_rows, visited_tiles
@@ -42,10 +40,13 @@ from ..device.records import Alibi, CacheTables, CacheView, Strides
 from ..device.schedule import owner_of, share_of
 from ..device.scores import add_slopes, cap, fold_sign
 from ..device.softmax import LOG2_E, add_sink, finalise, init_state, softmax_step, softmax_step_down
-from ..dispatch.machine import fp32_precision
-from ..launch.launcher import launch, on_device_of
-from ..launch.workspace import scratch, self_resetting_counters
-from .tuning import FP8, DecodeConfig, attn_decode_config
+from ..launch.description import KernelLaunch, run
+from .portable_tuning import DecodeConfig, attn_decode_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..calls.decode import DecodeCall
 
 # Sequences whose lengths are read at a time: as many as a warp scans by itself.
 SCAN = tl.constexpr(32)
@@ -515,8 +516,10 @@ def _attn_decode_kernel(
         sequence_start = tl.where(finished, stop, sequence_start)
 
 
-def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(call: "DecodeCall") -> "tuple[torch.Tensor, torch.Tensor]":
     """Output and lse, as `empty_results` lays them out."""
+    from ..dispatch.machine import fp32_precision
+
     config = attn_decode_config(call.problem, fp32_precision(call.q.dtype))
     out, lse = call.empty_results()
     launch_attn_decode(out, lse, call, config)
@@ -524,89 +527,112 @@ def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def launch_attn_decode(
-    out: torch.Tensor, lse: torch.Tensor, call: DecodeCall, config: DecodeConfig
+    out: "torch.Tensor", lse: "torch.Tensor", call: "DecodeCall", config: DecodeConfig
 ) -> None:
-    """Fill `out` and `lse`.
+    """Fill `out` and `lse`; see `plan_attn_decode`."""
+    import torch
 
-    Takes `2 * programs * tile_m * (Dv + 2)` floats of memory, Dv rounded up to a power of two,
-    whatever the lengths are.
+    from ..launch.workspace import scratch, self_resetting_counters
+
+    if call.q.shape[:3].numel() == 0:
+        return
+    k_cache, v_cache = call.k_cache, call.v_cache
+    if config.words and has_words(k_cache) and has_words(v_cache):
+        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
+    partials = scratch(partials_shape(config, call.v_cache.shape[-1]), torch.float32, call.q.device)
+    workspace = DecodeWorkspace(
+        partials, self_resetting_counters(config.programs, call.q.device), None
+    )
+    run(plan_attn_decode(out, lse, call, (k_cache, v_cache), workspace, config), call.q)
+
+
+def partials_shape(config: DecodeConfig, dim_v: int) -> tuple[int, int, int]:
+    """Floats that splits of softmaxes leave, whatever the lengths are."""
+    return 2 * config.programs, config.tile_m, triton.next_power_of_2(max(dim_v, 16)) + 2
+
+
+def plan_attn_decode(
+    out: Any,
+    lse: Any,
+    call: Any,
+    caches: tuple[Any, Any],
+    workspace: DecodeWorkspace,
+    config: DecodeConfig,
+) -> KernelLaunch | None:
+    """The launch that fills `out` and `lse`.
 
     Parameters
     ----------
     out : [B, Hq, Sq, Dv], contiguous in the last dimension; all of it is written
     lse : fp32 [B, Hq, Sq], contiguous
     call : validated
+    caches : those of the call, as they are or as int32 words of fp8 values
+    workspace : partials fp32 [*partials_shape(config, Dv)], and counters int32 [config.programs],
+        zero before the launch and after it
     config : tiles and launch options
     """
-    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
+    q, (k_cache, v_cache) = call.q, caches
     batch, heads_q, q_len, dim = q.shape
     if batch * heads_q * q_len == 0:
-        return
-    dim_v = v_cache.shape[-1]
-    tile_dv = triton.next_power_of_2(max(dim_v, 16))
-    if config.words and has_words(k_cache) and has_words(v_cache):
-        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
+        return None
     table, blocks, slopes = call.page_table, call.kv_blocks, call.alibi_slopes
-    with on_device_of(q):
-        args = (
-            DecodeResults(out, lse),
-            DecodeInputs(q, k_cache, v_cache),
-            DecodeTables(call.cache_seqlens, table, blocks),
-            DecodeScoring(
-                *score_factors(call.scale, call.softcap),
-                None if call.sinks is None else call.sinks.contiguous(),
-                call.k_scale,
-                call.v_scale,
-            ),
-            DecodeWorkspace(
-                scratch((2 * config.programs, config.tile_m, tile_dv + 2), torch.float32, q.device),
-                self_resetting_counters(config.programs, q.device),
-                None,
-            ),
-            DecodeLayout(
-                Strides(*token_strides(out)),
-                Strides(*token_strides(q)),
-                cache_strides(k_cache, call.page_size),
-                cache_strides(v_cache, call.page_size),
-                ScaleStrides(scale_stride(call.k_scale), scale_stride(call.v_scale)),
-                DecodeHeads(call.kv_heads, heads_q // call.kv_heads),
-            ),
-            0 if table is None else table.stride(0),
-            *((0, 0) if blocks is None else blocks.stride()[:2]),
-            batch,
-            q_len,
-            call.capacity,
-            k_cache.shape[0],
-            0 if blocks is None else blocks.shape[2],
-            *call.band.scalars(),
-            slopes,
-            0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
-            dim,
-            dim_v,
-            call.page_size,
-            None if blocks is None else call.kv_block_size,
-            config.tile_m,
-            config.tile_n,
-            config.precision,
-            config.across,
-        )
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        if config.registers is not None:
-            options["maxnreg"] = config.registers
-        launch(_attn_decode_kernel, config.programs, args, **options)
+    args = (
+        DecodeResults(out, lse),
+        DecodeInputs(q, k_cache, v_cache),
+        DecodeTables(call.cache_seqlens, table, blocks),
+        DecodeScoring(
+            *score_factors(call.scale, call.softcap),
+            None if call.sinks is None else call.sinks.contiguous(),
+            call.k_scale,
+            call.v_scale,
+        ),
+        workspace,
+        DecodeLayout(
+            Strides(*token_strides(out)),
+            Strides(*token_strides(q)),
+            cache_strides(k_cache, call.page_size),
+            cache_strides(v_cache, call.page_size),
+            ScaleStrides(scale_stride(call.k_scale), scale_stride(call.v_scale)),
+            DecodeHeads(call.kv_heads, heads_q // call.kv_heads),
+        ),
+        0 if table is None else table.stride(0),
+        *((0, 0) if blocks is None else blocks.stride()[:2]),
+        batch,
+        q_len,
+        call.capacity,
+        k_cache.shape[0],
+        0 if blocks is None else blocks.shape[2],
+        *call.band.scalars(),
+        slopes,
+        0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        dim,
+        call.v_cache.shape[-1],
+        call.page_size,
+        None if blocks is None else call.kv_block_size,
+        config.tile_m,
+        config.tile_n,
+        config.precision,
+        config.across,
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.registers is not None:
+        options["maxnreg"] = config.registers
+    return KernelLaunch(_attn_decode_kernel, config.programs, args, options)
 
 
-def has_words(cache: torch.Tensor) -> bool:
+def has_words(cache: "torch.Tensor") -> bool:
     """Whether fp8 rows start and end at words of four, and are long enough to be reordered."""
+    from .tuning import FP8
+
     lengths = (*cache.stride()[:-1], cache.storage_offset(), cache.shape[-1])
     return cache.dtype == FP8 and cache.shape[-1] > 32 and all(n % 4 == 0 for n in lengths)
 
 
-def cache_strides(cache: torch.Tensor, page_size: int | None) -> Strides:
+def cache_strides(cache: Any, page_size: int | None) -> Strides:
     """Strides of a cache of either layout."""
     return Strides(*token_strides(cache if page_size is None else cache.transpose(1, 2)))
 
 
-def scale_stride(scale: torch.Tensor | None) -> int:
+def scale_stride(scale: Any) -> int:
     """From head to head of a scale of an fp8 cache; 0 where one number is for all."""
     return 0 if scale is None or scale.numel() == 1 else 1

@@ -19,6 +19,7 @@ from ..core.env import IMPLS, default_impl
 from ..core.errors import Unsupported
 from ..core.torch_state import explaining, is_explaining
 from .model_report import ModelReport, report
+from .not_run_yet import not_run_yet as not_run_yet
 
 
 class Candidate(NamedTuple):
@@ -38,14 +39,6 @@ def only_asked(problem: Any) -> str | None:
 def interpreted_only(problem: Any) -> str | None:
     """Why `auto` passes over Triton's kernels where they would be interpreted, or None."""
     return "would be interpreted: only runs when asked for" if problem.arch.interpreted else None
-
-
-def not_run_yet(problem: Any) -> str | None:
-    """Why `auto` passes over kernels that were only compiled and interpreted so far.
-
-    Once they have run on a GPU, register them with `interpreted_only` instead.
-    """
-    return "has not run on a GPU yet: only runs when asked for"
 
 
 def _never_passed(problem: Any) -> str | None:

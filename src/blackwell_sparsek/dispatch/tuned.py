@@ -6,11 +6,11 @@ Off unless `BSK_CONFIG_DIR` names a folder. The folder holds one file for each d
 import json
 import os
 import pathlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
-
-import torch
 
 from ..core.env import config_dir
 from ..core.errors import InvalidInput
@@ -19,6 +19,7 @@ SCHEMA = 1
 # Two sides of a tile (tile_m and tile_n of attention, tile_n and tile_k of a product), num_warps,
 # num_stages.
 Tile = tuple[int, int, int, int]
+_planned_for: ContextVar[str | None] = ContextVar("planned_for", default=None)
 
 
 def file_name(device_name: str) -> str:
@@ -41,9 +42,26 @@ def key_of(facts: tuple[Hashable, ...]) -> str:
 def tuned_tile(kernel: str, facts: tuple[Hashable, ...]) -> Tile | None:
     """The tile found for a kernel and these facts on this GPU, or None."""
     folder = config_dir()
-    if folder is None or not torch.cuda.is_available():
+    if folder is None or (name := _planned_for.get() or _gpu_of_torch()) is None:
         return None
-    return _tiles(folder, torch.cuda.get_device_name()).get((kernel, key_of(facts)))
+    return _tiles(folder, name).get((kernel, key_of(facts)))
+
+
+@contextmanager
+def planned_for(device_name: str) -> Iterator[None]:
+    """Plan for this GPU inside; elsewhere `tuned_tile` asks torch for the current one."""
+    token = _planned_for.set(device_name)
+    try:
+        yield
+    finally:
+        _planned_for.reset(token)
+
+
+def _gpu_of_torch() -> str | None:
+    # programs without torch say what they plan for
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 @cache

@@ -12,8 +12,10 @@ from ..core.messages import message
 from ..masks.band import Band, band_of
 from .arrays import as_jax, check_array, check_number, check_same_dtype
 from .attention_jnp import Options, attention_jnp, dense_block
+from .attention_triton import attention_triton, kernel_options, why_not_triton
 from .block_mask import BlockMask
-from .choice import note_choice, platform_of
+from .choice import choose, platform_of
+from .kernel_calls import arch_of, device_of, why_no_kernels
 
 LAYOUT = "[B, H, S, D]"
 
@@ -30,6 +32,7 @@ def attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     return_lse: bool = False,
+    impl: str = "auto",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention over the keys that causal, window and block mask leave visible.
 
@@ -59,6 +62,9 @@ def attention(
         A logit per head that joins the softmax denominator and carries no value.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included.
+    impl : "auto", "jnp" or "triton"
+        "triton" launches the kernels of `bsk.attention` on a GPU, through jax-triton, or says why
+        it cannot; their gradients have no gradients. `explain` says what "auto" takes.
 
     Returns
     -------
@@ -91,12 +97,21 @@ def attention(
         block_mask.check_problem(op, batch, heads, sq, sk)
     if sinks is not None:
         sinks = check_sinks(op, sinks, heads)
-    block = (dense_block(sq), dense_block(sk)) if block_mask is None else block_mask.block_size
     factors = score_options(op, scale, softcap, dim)
-    options = Options(*factors, band, (sq, sk), block)
-    note_choice(op, _problem(q, k, v, band, block_mask))
+    device = device_of(q)
 
-    out, lse = attention_jnp(q, k, v, block_mask, sinks, options)
+    def why_not() -> str | None:
+        reason = why_no_kernels(device, q.dtype)
+        return reason or why_not_triton(q, k, v, block_mask, arch_of(device))
+
+    if choose(op, impl, _problem(q, k, v, band, block_mask), why_not) == "triton":
+        name = device.device_kind
+        kernels = kernel_options(*factors, band, arch_of(device), name, q.dtype)
+        out, lse = attention_triton(q, k, v, block_mask, sinks, kernels)
+    else:
+        block = (dense_block(sq), dense_block(sk)) if block_mask is None else block_mask.block_size
+        options = Options(*factors, band, (sq, sk), block)
+        out, lse = attention_jnp(q, k, v, block_mask, sinks, options)
     return (out, lse) if return_lse else out
 
 

@@ -1,4 +1,4 @@
-"""What runs for a call, and why the kernels do not; `explain`."""
+"""What runs for a call, and why the other implementation does not; `explain`."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -7,14 +7,11 @@ from typing import Any
 
 import jax
 
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, Unsupported
 from ..core.messages import message
+from ..dispatch.not_run_yet import not_run_yet
 
-# The way out: memory can be shared, so the kernels are reachable through torch.
-WHY_NOT_TRITON = (
-    "kernels are launched by the torch functions of this package only; outside jit, tensors made "
-    "by torch.from_dlpack(array) reach them without a copy"
-)
+IMPLS = ("auto", "jnp", "triton")
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 
 
@@ -40,10 +37,28 @@ class _Explained(Exception):
         self.decision = decision
 
 
-def note_choice(op: str, problem: str) -> None:
-    """Answer `explain`, if that is who calls; `problem` describes the checked call."""
+def choose(op: str, impl: str, problem: str, why_not_triton: Callable[[], str | None]) -> str:
+    """ "jnp" or "triton", or the answer to `explain`, if that is who calls.
+
+    `problem` describes the checked call; `why_not_triton` says why the kernels cannot run it, or
+    returns None. An explicit `impl` never falls back.
+    """
+    if impl not in IMPLS:
+        raise InvalidInput(message(op, "impl", "is unknown", f"one of {', '.join(IMPLS)}", impl))
+    reasons = {}
+    if impl == "jnp":
+        chosen, reasons["triton"] = "jnp", "was not asked for"
+    elif (reason := why_not_triton()) is not None:
+        if impl == "triton":
+            raise Unsupported(f"{op}: impl='triton' {reason}")
+        chosen, reasons["triton"] = "jnp", reason
+    elif impl == "auto" and (reason := not_run_yet(problem)) is not None:
+        chosen, reasons["triton"] = "jnp", f"{reason} (impl='triton')"
+    else:
+        chosen, reasons["jnp"] = "triton", "comes after triton"
     if _explaining.get():
-        raise _Explained(Decision(op, "jnp", problem, {"triton": WHY_NOT_TRITON}))
+        raise _Explained(Decision(op, chosen, problem, reasons))
+    return chosen
 
 
 def platform_of(x: jax.Array) -> str:
@@ -54,7 +69,7 @@ def platform_of(x: jax.Array) -> str:
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision:
-    """Which implementation `fn(*args, **kwargs)` would run, and why not the kernels.
+    """Which implementation `fn(*args, **kwargs)` would run, and why not the other.
 
     Parameters
     ----------

@@ -13,7 +13,10 @@ from ..core.messages import message
 from ..masks.band import Band, band_of
 from .arrays import cdiv, check_array, check_integers, check_same_dtype, compute_dtype, vary_like
 from .attention import LAYOUT, check_heads, check_qkv, check_sinks, score_options
-from .choice import note_choice, platform_of
+from .attention_triton import kernel_options
+from .choice import choose, platform_of
+from .decode_triton import NO_DERIVATIVE, decode_triton, why_not_triton
+from .kernel_calls import arch_of, device_of, why_no_kernels
 
 PAGES = "[pages, page_size, Hkv, D]"
 # Keys of one step of the loop over the cache.
@@ -69,6 +72,7 @@ def attention_decode(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     return_lse: bool = False,
+    impl: str = "auto",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of the latest queries of each sequence over its cache.
 
@@ -98,6 +102,9 @@ def attention_decode(
     window, scale, softcap, sinks : as in `attention`
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included.
+    impl : "auto", "jnp" or "triton"
+        "triton" launches the portable kernel of `bsk.attention_decode` on a GPU, through
+        jax-triton, or says why it cannot. `explain` says what "auto" takes.
 
     Returns
     -------
@@ -144,8 +151,17 @@ def attention_decode(
         f"on {platform_of(q)}, {q.dtype.name}, batch {batch}, heads {q.shape[1]}:{heads_kv}, "
         f"queries {q.shape[2]}, {'pages' if paged else 'contiguous cache'} {list(k.shape)}"
     )
-    note_choice(op, problem)
-    out, lse = _decode(options, q, Cache(k, v, lengths, page_table, kv_blocks), sinks)
+    cache, device = Cache(k, v, lengths, page_table, kv_blocks), device_of(q)
+
+    def why_not() -> str | None:
+        return why_no_kernels(device, q.dtype) or why_not_triton(q, cache, arch_of(device))
+
+    if choose(op, impl, problem, why_not) == "triton":
+        name = device.device_kind
+        kernels = kernel_options(*factors, options.band, arch_of(device), name, q.dtype)
+        out, lse = decode_triton(kernels, options.kv_block, q, cache, sinks)
+    else:
+        out, lse = _decode(options, q, cache, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -234,9 +250,7 @@ def _decode(
 
 @_decode.defjvp
 def _refuse_gradients(options: DecodeOptions, primals: Any, tangents: Any) -> Any:
-    raise Unsupported(
-        "attention_decode: has no derivative; use attention for training, or jax.lax.stop_gradient"
-    )
+    raise Unsupported(NO_DERIVATIVE)
 
 
 def _tiles(cache: Cache, options: DecodeOptions, lengths: jax.Array, sq: int) -> Any:

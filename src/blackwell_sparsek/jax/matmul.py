@@ -21,13 +21,15 @@ from .arrays import (
     vary_like,
 )
 from .bsr import BSRMatrix, install_matmul
-from .choice import note_choice, platform_of
+from .choice import choose, platform_of
+from .kernel_calls import arch_of, device_of, fp32_precision, why_no_kernels
+from .matmul_triton import Pattern, ProductOptions, multiply, sample, why_not_triton
 
 # Elements of the products of one chunk of blocks: 16 MiB in fp32.
 CHUNK_ELEMENTS = 2**22
 
 
-def matmul(a: Any, b: Any) -> jax.Array:
+def matmul(a: Any, b: Any, *, impl: str = "auto") -> jax.Array:
     """Product of a block-sparse matrix with an array, or of an array with a block-sparse matrix.
 
     Sums run in fp32 (fp64 for fp64) and are rounded once. Gradients reach the values of the matrix
@@ -38,6 +40,9 @@ def matmul(a: Any, b: Any) -> jax.Array:
     a : BSRMatrix `[M, K]` or array `[..., M, K]`
     b : array `[..., K, N]` or BSRMatrix `[K, N]`
         One of the two is a `BSRMatrix`; both have the same dtype.
+    impl : "auto", "jnp" or "triton"
+        "triton" launches the portable kernels of `bsk.matmul` on a GPU, through jax-triton, or says
+        why it cannot. `explain` says what "auto" takes.
 
     Returns
     -------
@@ -58,7 +63,8 @@ def matmul(a: Any, b: Any) -> jax.Array:
     if isinstance(a, BSRMatrix):
         x = _operand(op, "b", b)
         _check_product(op, "b", x, -2, a, a.shape[1])
-        _note_choice(op, a, x)
+        if _chosen(op, impl, a, x) == "triton":
+            return _multiplied(a, x, dense_left=False)
         # columns of all batches side by side
         outer = (*x.shape[:-2], x.shape[-1])
         columns = jnp.moveaxis(x, -2, 0).reshape(a.shape[1], math.prod(outer))
@@ -66,13 +72,14 @@ def matmul(a: Any, b: Any) -> jax.Array:
         return jnp.moveaxis(product.reshape(a.shape[0], *outer), 0, -2)
     x = _operand(op, "a", a)
     _check_product(op, "a", x, -1, b, b.shape[0])
-    _note_choice(op, b, x)
+    if _chosen(op, impl, b, x) == "triton":
+        return _multiplied(b, x, dense_left=True)
     rows = x.reshape(math.prod(x.shape[:-1]), b.shape[0]).T
     product = _bsr_by_columns(b, rows, transposed=True)
     return product.T.reshape(*x.shape[:-1], b.shape[1])
 
 
-def sddmm(a: jax.Array, b: jax.Array, pattern: BSRMatrix) -> BSRMatrix:
+def sddmm(a: jax.Array, b: jax.Array, pattern: BSRMatrix, *, impl: str = "auto") -> BSRMatrix:
     """`a @ b` at the blocks of a pattern: a sampled dense-dense product.
 
     Sums run in fp32 (fp64 for fp64) and are rounded once. Differentiable to any order.
@@ -83,6 +90,7 @@ def sddmm(a: jax.Array, b: jax.Array, pattern: BSRMatrix) -> BSRMatrix:
     b : `[K, N]`, dtype of a
     pattern : BSRMatrix `[M, N]`
         Says which blocks are computed; its values are not read.
+    impl : as in `matmul`
 
     Returns
     -------
@@ -107,10 +115,14 @@ def sddmm(a: jax.Array, b: jax.Array, pattern: BSRMatrix) -> BSRMatrix:
         expected = f"[{pattern.shape[0]}, K] and [K, {pattern.shape[1]}]"
         got = f"{list(left.shape)} and {list(right.shape)}"
         raise InvalidInput(message(op, "a/b", "do not fit the pattern", expected, got))
-    _note_choice(op, pattern, left)
     bh, bw = pattern.block_shape
     rows, cols = pattern.row_indices(), pattern.indices
-    data = _sample(into_blocks(left, bh), into_blocks(right.T, bw), rows, cols)
+    if _chosen(op, impl, pattern, left) == "triton":
+        options = _product_options(pattern, left, dense_left=False)
+        lists = Pattern(cols, pattern.indptr, rows)
+        data = sample(options, (bh, bw), left[None], right.T[None], lists)
+    else:
+        data = _sample(into_blocks(left, bh), into_blocks(right.T, bw), rows, cols)
     return BSRMatrix(data, pattern.indices, pattern.indptr, pattern.shape)
 
 
@@ -127,13 +139,38 @@ def _check_product(op: str, arg: str, x: jax.Array, dim: int, m: BSRMatrix, size
         raise InvalidInput(message(op, arg, problem, f"{size} in dimension {dim}", list(x.shape)))
 
 
-def _note_choice(op: str, matrix: BSRMatrix, x: jax.Array) -> None:
+def _chosen(op: str, impl: str, matrix: BSRMatrix, x: jax.Array) -> str:
     (bh, bw), (m, k) = matrix.block_shape, matrix.shape
     problem = (
         f"on {platform_of(x)}, {x.dtype.name}, {m} x {k} with {matrix.nnz_blocks} blocks of "
         f"{bh} x {bw}, array {list(x.shape)}"
     )
-    note_choice(op, problem)
+
+    def why_not() -> str | None:
+        return why_no_kernels(device_of(x), x.dtype) or why_not_triton((bh, bw))
+
+    return choose(op, impl, problem, why_not)
+
+
+def _product_options(matrix: BSRMatrix, x: jax.Array, dense_left: bool) -> ProductOptions:
+    device, precision = device_of(x), fp32_precision(x.dtype)
+    arch, name = arch_of(device), device.device_kind
+    return ProductOptions(matrix.shape, False, dense_left, arch, name, precision)
+
+
+def _multiplied(matrix: BSRMatrix, x: jax.Array, dense_left: bool) -> jax.Array:
+    """The product by the kernels: matrix @ x, or x @ matrix where `dense_left`."""
+    options = _product_options(matrix, x, dense_left)
+    inside = matrix.inside()
+    data = matrix.data if inside is None else jnp.where(inside, matrix.data, 0)
+    pattern = Pattern(matrix.indices, matrix.indptr, matrix.row_indices())
+    lead = x.shape[: -1 if dense_left else -2]
+    if dense_left:
+        # rows of all batches are rows of one matrix
+        lines = x.reshape(1, math.prod(lead), x.shape[-1])
+        return multiply(options, data, lines, pattern).reshape(*lead, matrix.shape[1])
+    product = multiply(options, data, x.reshape(math.prod(lead), *x.shape[-2:]), pattern)
+    return product.reshape(*lead, matrix.shape[0], x.shape[-1])
 
 
 def _bsr_by_columns(matrix: BSRMatrix, x: jax.Array, *, transposed: bool = False) -> jax.Array:

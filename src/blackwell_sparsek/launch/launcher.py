@@ -11,13 +11,9 @@ from typing import Any
 import torch
 
 from ..core.compat import raw_device, raw_stream
+from ..core.integers import cdiv as cdiv
 from .recording import Launch, current_recording
 from .variants import COMPILE_OPTIONS, Launchable, find_variant, for_triton
-
-
-def cdiv(a: int, b: int) -> int:
-    """Ceiling division of non-negative integers."""
-    return -(-a // b)
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:

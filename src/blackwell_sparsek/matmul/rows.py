@@ -12,6 +12,8 @@ import torch
 
 from ..calls.matmul import BsrProblem, MatmulCall, PatternTensors, SddmmCall
 from ..launch.launcher import cdiv
+from .strides import Strides as Strides
+from .strides import strides_of as strides_of
 
 
 class Views(NamedTuple):
@@ -26,19 +28,6 @@ class Views(NamedTuple):
         for i in range(self.out.shape[0]):
             residual = None if self.residual is None else self.residual[i]
             yield Views(self.out[i], self.x[i], residual)
-
-
-class Strides(NamedTuple):
-    """Element strides of a [batch, rows, columns] view, as the kernels take them."""
-
-    batch: int
-    row: int
-    col: int
-
-
-def strides_of(x: torch.Tensor) -> Strides:
-    """The strides of a 3-D tensor."""
-    return Strides(*x.stride())
 
 
 class BlockRows(NamedTuple):

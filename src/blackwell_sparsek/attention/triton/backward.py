@@ -24,13 +24,12 @@ owns. With gates w, the p of these formulas has the factor w, and
 for each query head. Called by `bsk::attn_bwd` and `bsk::gated_attn_bwd`.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from ...calls.attention import BackwardCall
+from ...core.integers import cdiv
 from ...device.backprop import probabilities, score_gradients, shift_of_rows
 from ...device.gates import (
     GateRow,
@@ -60,9 +59,7 @@ from ...device.tile_walk import (
 )
 from ...device.tiles import load_rows, store_rows
 from ...device.visits import num_full_blocks, num_masked_blocks, num_tiles
-from ...dispatch.machine import fp32_precision
-from ...launch.launcher import cdiv, launch, on_device_of
-from ...launch.workspace import scratch
+from ...launch.description import KernelLaunch, run
 from ..operands import (
     DkdvStrides,
     DqStrides,
@@ -73,6 +70,11 @@ from ..operands import (
 )
 from .delta import launch_attn_delta, launch_sink_gradients
 from .tuning import AttnBwdConfig, attn_dkdv_config, attn_dq_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...calls.attention import BackwardCall
 
 # Queries past which a (batch, head) counts as long: the product with the heads must fit int32.
 LONG = tl.constexpr(2**20)
@@ -299,13 +301,24 @@ def _attn_dq_kernel(
 
 
 def launch_attn_dq(
-    call: BackwardCall,
-    delta: torch.Tensor,
+    call: "BackwardCall",
+    delta: "torch.Tensor",
     config: AttnBwdConfig,
     gates: KeyGates | None = None,
-    dtau: torch.Tensor | None = None,
+    dtau: "torch.Tensor | None" = None,
 ) -> None:
-    """Fill dq, and dtau of gated attention.
+    """Fill dq, and dtau of gated attention; see `plan_attn_dq`."""
+    run(plan_attn_dq(call, delta, config, gates, dtau), call.forward.q)
+
+
+def plan_attn_dq(
+    call: Any,
+    delta: Any,
+    config: AttnBwdConfig,
+    gates: KeyGates | None = None,
+    dtau: Any = None,
+) -> KernelLaunch | None:
+    """The launch that fills dq, and dtau of gated attention.
 
     Parameters
     ----------
@@ -322,37 +335,36 @@ def launch_attn_dq(
     operands = kernel_operands(call.forward)
     programs = operands.batch * operands.heads[0] * cdiv(operands.lengths[0], config.tile_m)
     if programs == 0:
-        return
-    with on_device_of(q):
-        args = (
-            QueryGradients(dq, dtau),
-            q,
-            k,
-            v,
-            dout,
-            RowTerms(lse, delta),
-            gates,
-            operands.cu_seqlens,
-            operands.block_lists,
-            DqStrides(*(token_strides(x) for x in (q, k, v, dout, dq))),
-            lse.stride(-2),
-            *operands.lengths,
-            *operands.band,
-            *operands.mask_steps,
-            operands.heads,
-            gradient_factors(spec.scale, spec.softcap, q.dtype),
-            operands.slopes,
-            operands.bias,
-            q.shape[-1],
-            v.shape[-1],
-            operands.block_kv,
-            config.tile_m,
-            config.tile_n,
-            config.precision,
-            operands.mask_per_kv_head,
-        )
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        launch(_attn_dq_kernel, programs, args, **options)
+        return None
+    args = (
+        QueryGradients(dq, dtau),
+        q,
+        k,
+        v,
+        dout,
+        RowTerms(lse, delta),
+        gates,
+        operands.cu_seqlens,
+        operands.block_lists,
+        DqStrides(*(token_strides(x) for x in (q, k, v, dout, dq))),
+        lse.stride(-2),
+        *operands.lengths,
+        *operands.band,
+        *operands.mask_steps,
+        operands.heads,
+        gradient_factors(spec.scale, spec.softcap, q.dtype),
+        operands.slopes,
+        operands.bias,
+        q.shape[-1],
+        v.shape[-1],
+        operands.block_kv,
+        config.tile_m,
+        config.tile_n,
+        config.precision,
+        operands.mask_per_kv_head,
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return KernelLaunch(_attn_dq_kernel, programs, args, options)
 
 
 @triton.jit
@@ -527,13 +539,32 @@ def _attn_dkdv_kernel(
 
 
 def launch_attn_dkdv(
-    call: BackwardCall,
-    delta: torch.Tensor | None,
+    call: "BackwardCall",
+    delta: "torch.Tensor | None",
     config: AttnBwdConfig,
     gates: KeyGates | None = None,
-    du: torch.Tensor | None = None,
+    du: "torch.Tensor | None" = None,
 ) -> None:
-    """Fill dk and dv, or the one of them that is asked for, and du of gated attention.
+    """Fill dk and dv, or the one of them that is asked for, and du; see `plan_attn_dkdv`."""
+    if call.forward.q.shape[1] == 0:
+        # the kernel derives the number of KV heads from that of the query heads
+        for gradient in (call.gradients.dk, call.gradients.dv):
+            if gradient is not None:
+                gradient.zero_()
+        return
+    run(plan_attn_dkdv(call, delta, config, gates, du), call.forward.q)
+
+
+def plan_attn_dkdv(
+    call: Any,
+    delta: Any,
+    config: AttnBwdConfig,
+    gates: KeyGates | None = None,
+    du: Any = None,
+) -> KernelLaunch | None:
+    """The launch that fills dk and dv, or the one of them that is asked for, and du of gates.
+
+    There is at least one query head.
 
     Parameters
     ----------
@@ -549,55 +580,51 @@ def launch_attn_dkdv(
     q, k, v = call.forward.q, call.forward.k, call.forward.v
     operands = kernel_operands(call.forward)
     programs = operands.batch * k.shape[1] * cdiv(operands.lengths[1], config.tile_n)
-    if operands.heads.q == 0:
-        # the kernel derives the number of KV heads from that of the query heads
-        for gradient in (dk, dv):
-            if gradient is not None:
-                gradient.zero_()
-        return
     if programs == 0:
-        return
+        return None
     mask = transposed_mask(spec.block_mask)
-    with on_device_of(q):
-        written = (k if dk is None else dk, v if dv is None else dv)
-        strides = DkdvStrides(*(token_strides(x) for x in (q, k, v, dout, *written)))
-        args = (
-            KeyGradients(dk, dv, du),
-            q,
-            k,
-            v,
-            dout,
-            RowTerms(lse, lse if delta is None else delta),
-            gates,
-            operands.cu_seqlens,
-            mask.lists,
-            strides,
-            lse.stride(-2),
-            *operands.lengths,
-            *operands.band,
-            *mask.steps,
-            operands.heads,
-            gradient_factors(spec.scale, spec.softcap, q.dtype),
-            operands.slopes,
-            operands.bias,
-            q.shape[-1],
-            v.shape[-1],
-            mask.block_q,
-            config.tile_m,
-            config.tile_n,
-            config.precision,
-            operands.mask_per_kv_head,
-        )
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        launch(_attn_dkdv_kernel, programs, args, **options)
+    written = (k if dk is None else dk, v if dv is None else dv)
+    strides = DkdvStrides(*(token_strides(x) for x in (q, k, v, dout, *written)))
+    args = (
+        KeyGradients(dk, dv, du),
+        q,
+        k,
+        v,
+        dout,
+        RowTerms(lse, lse if delta is None else delta),
+        gates,
+        operands.cu_seqlens,
+        mask.lists,
+        strides,
+        lse.stride(-2),
+        *operands.lengths,
+        *operands.band,
+        *mask.steps,
+        operands.heads,
+        gradient_factors(spec.scale, spec.softcap, q.dtype),
+        operands.slopes,
+        operands.bias,
+        q.shape[-1],
+        v.shape[-1],
+        mask.block_q,
+        config.tile_m,
+        config.tile_n,
+        config.precision,
+        operands.mask_per_kv_head,
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return KernelLaunch(_attn_dkdv_kernel, programs, args, options)
 
 
-def backward(call: BackwardCall) -> None:
+def backward(call: "BackwardCall") -> None:
     """Fill the gradients that are asked for.
 
     dQ and dK/dV have kernels of their own and need no atomics: the same bits in every run, whether
     that was asked for or not.
     """
+    from ...dispatch.machine import fp32_precision
+    from ...launch.workspace import scratch
+
     wanted, lse, spec = call.gradients, call.lse, call.forward.spec
     precision, delta = fp32_precision(call.dout.dtype), None
     if wanted.dq is not None or wanted.dk is not None or wanted.dsinks is not None:

@@ -9,19 +9,23 @@ that see nothing (lse -inf) have delta 0, whatever dlse holds there. Sums have o
 the implementations of `bsk::attn_bwd`.
 """
 
-from typing import Any, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
+from ...core.integers import cdiv
 from ...device.backprop import sink_gradients
 from ...device.masks import exists
 from ...device.records import Strides
 from ...device.schedule import head_offset
 from ...device.tiles import load_rows
-from ...launch.launcher import cdiv, launch, on_device_of
+from ...launch.description import KernelLaunch, run
 from ..operands import token_strides
+
+if TYPE_CHECKING:
+    import torch
 
 # Elements of one tile of out: 32 per thread.
 TILE_ELEMENTS = 4096
@@ -95,13 +99,18 @@ def _tiles(v_dim: int) -> tuple[int, int]:
 
 
 def launch_attn_delta(
-    delta: torch.Tensor,
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    dlse: torch.Tensor | None,
-    lse: torch.Tensor,
+    delta: "torch.Tensor",
+    dout: "torch.Tensor",
+    out: "torch.Tensor",
+    dlse: "torch.Tensor | None",
+    lse: "torch.Tensor",
 ) -> None:
-    """Fill `delta`.
+    """Fill `delta`; see `plan_attn_delta`."""
+    run(plan_attn_delta(delta, dout, out, dlse, lse), delta)
+
+
+def plan_attn_delta(delta: Any, dout: Any, out: Any, dlse: Any, lse: Any) -> KernelLaunch | None:
+    """The launch that fills `delta`.
 
     Parameters
     ----------
@@ -109,11 +118,11 @@ def launch_attn_delta(
     out, dout : [B, H, S, Dv] or packed [T, H, Dv]; any strides with a contiguous last dimension
     dlse : like lse with any strides, or None where nothing comes back for lse
     """
-    batch_heads, q_len = delta.shape[:-1].numel(), delta.shape[-1]
+    batch_heads, q_len = math.prod(delta.shape[:-1]), delta.shape[-1]
     tile_m, tile_d = _tiles(out.shape[-1])
     programs = batch_heads * cdiv(q_len, tile_m)
     if programs == 0:
-        return
+        return None
     dlse_strides = Strides(*((0, 0, 0) if dlse is None else (0, 0, *dlse.stride())[-3:]))
     args = (
         delta,
@@ -130,8 +139,7 @@ def launch_attn_delta(
         tile_m,
         tile_d,
     )
-    with on_device_of(delta):
-        launch(_attn_delta_kernel, programs, args, num_warps=4)
+    return KernelLaunch(_attn_delta_kernel, programs, args, {"num_warps": 4})
 
 
 # Gradient of the sinks: a first launch adds up ROWS queries of one head per program, a second one
@@ -188,30 +196,51 @@ def _sink_sum_kernel(dsinks_ptr, parts_ptr, num_parts, dsinks_stride, TILE_ROWS:
 
 
 def launch_sink_gradients(
-    dsinks: torch.Tensor,
-    sinks: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
+    dsinks: "torch.Tensor",
+    sinks: "torch.Tensor",
+    lse: "torch.Tensor",
+    delta: "torch.Tensor",
+    cu_seqlens: "torch.Tensor | None",
 ) -> None:
-    """Fill `dsinks`.
+    """Fill `dsinks`; see `plan_sink_gradients`."""
+    import torch
+
+    parts = torch.empty(sink_parts(lse.shape), dtype=torch.float32, device=lse.device)
+    for planned in plan_sink_gradients(dsinks, parts, sinks, lse, delta, cu_seqlens):
+        run(planned, lse)
+
+
+def sink_parts(lse_shape: Any) -> int:
+    """Partial sums, fp32, that the gradient of sinks takes for an lse of this shape."""
+    return lse_shape[-2] * _parts_of_head(lse_shape)
+
+
+def _parts_of_head(lse_shape: Any) -> int:
+    return max(cdiv(math.prod(lse_shape) // max(lse_shape[-2], 1), ROWS), 1)
+
+
+def plan_sink_gradients(
+    dsinks: Any, parts: Any, sinks: Any, lse: Any, delta: Any, cu_seqlens: Any
+) -> list[KernelLaunch]:
+    """The launches that fill `dsinks`, one after the other.
 
     Parameters
     ----------
     dsinks, sinks : [Hq], sinks contiguous
+    parts : fp32 [sink_parts(lse.shape)]
     lse, delta : fp32 [B, Hq, Sq] or packed [Hq, Tq], contiguous
     cu_seqlens : int32 [B + 1] offsets of packed queries, or None
     """
     heads = sinks.shape[0]
-    num_rows = lse.numel() // max(heads, 1)
-    num_parts = max(cdiv(num_rows, ROWS), 1)
     if heads == 0:
-        return
-    with on_device_of(lse):
-        parts = torch.empty(heads * num_parts, dtype=torch.float32, device=lse.device)
-        num_sequences = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
-        # lengths of 0 divide nothing
-        sizes = (num_rows, max(lse.shape[-1], 1), heads, num_parts, num_sequences)
-        args = (parts, sinks, lse, delta, cu_seqlens, *sizes, ROWS, TILE_ROWS)
-        launch(_sink_parts_kernel, heads * num_parts, args, num_warps=4)
-        launch(_sink_sum_kernel, heads, (dsinks, parts, num_parts, dsinks.stride(0), TILE_ROWS))
+        return []
+    num_rows, num_parts = lse.numel() // heads, _parts_of_head(lse.shape)
+    num_sequences = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
+    # lengths of 0 divide nothing
+    sizes = (num_rows, max(lse.shape[-1], 1), heads, num_parts, num_sequences)
+    args = (parts, sinks, lse, delta, cu_seqlens, *sizes, ROWS, TILE_ROWS)
+    summed = (dsinks, parts, num_parts, dsinks.stride(0), TILE_ROWS)
+    return [
+        KernelLaunch(_sink_parts_kernel, heads * num_parts, args, {"num_warps": 4}),
+        KernelLaunch(_sink_sum_kernel, heads, summed, {}),
+    ]

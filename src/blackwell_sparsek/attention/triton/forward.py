@@ -16,13 +16,12 @@ past the lengths and absent blocks are not read; NaN in a value that only some q
 see reaches all of them.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from ...calls.attention import AttentionCall, empty_lse
+from ...core.integers import cdiv
 from ...device.gates import GateRow, KeyGates, add_gates, gate_row, gate_weights, load_gate_terms
 from ...device.masks import exists, position, row_bounds
 from ...device.records import Added, Band, Lengths, Score
@@ -32,10 +31,14 @@ from ...device.softmax import LOG2_E, add_sink, finalise, init_state, softmax_st
 from ...device.tile_walk import full_tile, masked_key_tile, place_query_tile, plan_keys
 from ...device.tiles import load_rows, store_rows
 from ...device.visits import num_full_blocks, num_masked_blocks, num_tiles
-from ...dispatch.machine import fp32_precision
-from ...launch.launcher import cdiv, launch, on_device_of
+from ...launch.description import KernelLaunch, run
 from ..operands import AttnStrides, kernel_operands, token_strides
 from .tuning import AttnFwdConfig, attn_fwd_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...calls.attention import AttentionCall
 
 
 class State(NamedTuple):
@@ -218,8 +221,11 @@ def _attn_fwd_kernel(
     tl.store(lse_ptr + offs_m, lse, exists(offs_m, q_len))
 
 
-def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(call: "AttentionCall") -> "tuple[torch.Tensor, torch.Tensor]":
     """Output, in the tensor that the call gives or as `empty_out` lays it out, and lse."""
+    from ...calls.attention import empty_lse
+    from ...dispatch.machine import fp32_precision
+
     out, lse = call.empty_out(), empty_lse(call.q)
     config = attn_fwd_config(call.problem, fp32_precision(call.q.dtype))
     launch_attn_fwd(call, out, lse, config)
@@ -227,13 +233,20 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def launch_attn_fwd(
-    call: AttentionCall,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    call: "AttentionCall",
+    out: "torch.Tensor",
+    lse: "torch.Tensor",
     config: AttnFwdConfig,
     gates: KeyGates | None = None,
 ) -> None:
-    """Fill `out` and `lse`.
+    """Fill `out` and `lse`; see `plan_attn_fwd`."""
+    run(plan_attn_fwd(call, out, lse, config, gates), call.q)
+
+
+def plan_attn_fwd(
+    call: Any, out: Any, lse: Any, config: AttnFwdConfig, gates: KeyGates | None = None
+) -> KernelLaunch | None:
+    """The launch that fills `out` and `lse`.
 
     Parameters
     ----------
@@ -247,34 +260,33 @@ def launch_attn_fwd(
     operands = kernel_operands(call)
     programs = operands.batch * operands.heads[0] * cdiv(operands.lengths[0], config.tile_m)
     if programs == 0:
-        return
-    with on_device_of(q):
-        args = (
-            out,
-            lse,
-            q,
-            k,
-            v,
-            operands.sinks,
-            gates,
-            operands.cu_seqlens,
-            operands.block_lists,
-            AttnStrides(*(token_strides(x) for x in (out, q, k, v))),
-            lse.stride(-2),
-            *operands.lengths,
-            *operands.band,
-            *operands.mask_steps,
-            operands.heads,
-            operands.score,
-            operands.slopes,
-            operands.bias,
-            q.shape[-1],
-            v.shape[-1],
-            operands.block_kv,
-            config.tile_m,
-            config.tile_n,
-            config.precision,
-            operands.mask_per_kv_head,
-        )
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        launch(_attn_fwd_kernel, programs, args, **options)
+        return None
+    args = (
+        out,
+        lse,
+        q,
+        k,
+        v,
+        operands.sinks,
+        gates,
+        operands.cu_seqlens,
+        operands.block_lists,
+        AttnStrides(*(token_strides(x) for x in (out, q, k, v))),
+        lse.stride(-2),
+        *operands.lengths,
+        *operands.band,
+        *operands.mask_steps,
+        operands.heads,
+        operands.score,
+        operands.slopes,
+        operands.bias,
+        q.shape[-1],
+        v.shape[-1],
+        operands.block_kv,
+        config.tile_m,
+        config.tile_n,
+        config.precision,
+        operands.mask_per_kv_head,
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return KernelLaunch(_attn_fwd_kernel, programs, args, options)

@@ -9,14 +9,13 @@ registers.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from ...calls.attention import AttnProblem, MergeProblem
-from ...calls.fp8 import Fp8AttnProblem
-from ...dispatch.machine import why_not_portable
 from ...dispatch.tuned import tuned_tile
+
+if TYPE_CHECKING:
+    from ...calls.attention import AttnProblem, MergeProblem
+    from ...calls.fp8 import Fp8AttnProblem
 
 PRECISIONS = ("ieee", "tf32")
 # From here on GPUs have an instruction that converts e4m3.
@@ -66,8 +65,10 @@ class _Tile(NamedTuple):
     stages: int
 
 
-def attn_fwd_fp8_config(problem: Fp8AttnProblem) -> AttnFwdConfig:
+def attn_fwd_fp8_config(problem: "Fp8AttnProblem") -> AttnFwdConfig:
     """Tiles of the forward kernel for fp8, whose products have fp16 operands."""
+    import torch
+
     config = attn_fwd_config(replace(problem, dtype=torch.float16), "ieee")
     dim = max(problem.head_dim, problem.head_dim_v)
     # where integer arithmetic converts, 128 rows spill 200 to 650 bytes
@@ -77,7 +78,7 @@ def attn_fwd_fp8_config(problem: Fp8AttnProblem) -> AttnFwdConfig:
     return replace(config, tile_n=min(config.tile_n, 32)) if dim > 128 else config
 
 
-def attn_fwd_config(problem: AttnProblem, precision: str) -> AttnFwdConfig:
+def attn_fwd_config(problem: "AttnProblem", precision: str) -> AttnFwdConfig:
     """Tiles of the forward kernel; `precision` is that of fp32 products."""
     dim = max(problem.head_dim, problem.head_dim_v)
     block_q = None if problem.mask_block is None else problem.mask_block[0]
@@ -141,7 +142,7 @@ def _cut(tile: _Tile, block_q: int, dim: int) -> _Tile:
     return _Tile(block_q, min(tile.n, 64), warps, 2 if block_q < 64 else tile.stages)
 
 
-def attn_dq_config(problem: AttnProblem, precision: str) -> AttnBwdConfig:
+def attn_dq_config(problem: "AttnProblem", precision: str) -> AttnBwdConfig:
     """Tiles of the dQ kernel; `precision` is that of fp32 products."""
     sm, itemsize, dim = _facts(problem)
     tile = _dq_tile(sm, itemsize, dim, problem.mask_block is not None, precision)
@@ -154,7 +155,7 @@ def attn_dq_config(problem: AttnProblem, precision: str) -> AttnBwdConfig:
     return AttnBwdConfig(*tile, precision)
 
 
-def attn_dkdv_config(problem: AttnProblem, precision: str) -> AttnBwdConfig:
+def attn_dkdv_config(problem: "AttnProblem", precision: str) -> AttnBwdConfig:
     """Tiles of the dK/dV kernel."""
     sm, itemsize, dim = _facts(problem)
     tile = _dkdv_tile(sm, itemsize, dim, precision)
@@ -167,7 +168,7 @@ def attn_dkdv_config(problem: AttnProblem, precision: str) -> AttnBwdConfig:
     return AttnBwdConfig(*tile, precision)
 
 
-def _facts(problem: AttnProblem) -> tuple[int, int, int]:
+def _facts(problem: "AttnProblem") -> tuple[int, int, int]:
     return problem.arch.sm, problem.dtype.itemsize, max(problem.head_dim, problem.head_dim_v)
 
 
@@ -233,6 +234,14 @@ def _backward_tile_fp32(sm: int, dim: int, precision: str) -> _Tile:
 
 # Reasons why the portable kernels cannot run a problem.
 
+
+def _why_not_portable(arch: Any, dtype: Any) -> str | None:
+    # asks torch, which programs that only plan launches need not have
+    from ...dispatch.machine import why_not_portable
+
+    return why_not_portable(arch, dtype)
+
+
 LARGEST_HEAD_DIM = 256
 # Positions and band limits are int32 in kernels, and so is the number of programs.
 LONGEST = 2**30 - 1
@@ -240,21 +249,22 @@ MOST_PROGRAMS = 2**31 - 1
 SMALLEST_TILE = 16
 
 
-def why_not_forward(problem: AttnProblem) -> str | None:
+def why_not_forward(problem: "AttnProblem") -> str | None:
     """Why the forward kernel cannot run this problem, or None when it can."""
-    if (reason := why_not_portable(problem.arch, problem.dtype)) is not None:
+    if (reason := _why_not_portable(problem.arch, problem.dtype)) is not None:
         return reason
-    return _why_not_sizes(problem)
+    return why_not_sizes(problem)
 
 
-def why_not_fp8(problem: Fp8AttnProblem) -> str | None:
+def why_not_fp8(problem: "Fp8AttnProblem") -> str | None:
     """Why the forward kernel for fp8 cannot run this problem, or None when it can."""
-    if (reason := why_not_portable(problem.arch, problem.out_dtype)) is not None:
+    if (reason := _why_not_portable(problem.arch, problem.out_dtype)) is not None:
         return reason
-    return _why_not_sizes(problem)
+    return why_not_sizes(problem)
 
 
-def _why_not_sizes(problem: AttnProblem) -> str | None:
+def why_not_sizes(problem: "AttnProblem") -> str | None:
+    """Why the forward kernel cannot run these sizes, whatever the machine, or None."""
     dims = (problem.head_dim, problem.head_dim_v)
     if not 1 <= min(dims) <= max(dims) <= LARGEST_HEAD_DIM:
         return f"needs head dimensions of 1 to {LARGEST_HEAD_DIM}, got {dims[0]} and {dims[1]}"
@@ -266,16 +276,19 @@ def _why_not_sizes(problem: AttnProblem) -> str | None:
     return None
 
 
-def why_not_backward(problem: AttnProblem) -> str | None:
+def why_not_backward(problem: "AttnProblem") -> str | None:
     """Why the backward kernels cannot run this problem, or None when they can."""
-    if (reason := why_not_forward(problem)) is not None:
-        return reason
+    return why_not_forward(problem) or why_not_key_tiles(problem)
+
+
+def why_not_key_tiles(problem: "AttnProblem") -> str | None:
+    """Why the kernel of dk and dv cannot run these sizes, whatever the machine, or None."""
     tiles = -(-problem.max_k // SMALLEST_TILE)
     if problem.batch * problem.heads_kv * tiles > MOST_PROGRAMS:
         return f"needs at most {MOST_PROGRAMS} key tiles over batch and heads"
     return None
 
 
-def why_not_merge(problem: MergeProblem) -> str | None:
+def why_not_merge(problem: "MergeProblem") -> str | None:
     """Why the merge kernel cannot run this problem, or None when it can."""
-    return why_not_portable(problem.arch, problem.dtype)
+    return _why_not_portable(problem.arch, problem.dtype)

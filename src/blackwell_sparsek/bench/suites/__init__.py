@@ -13,6 +13,7 @@ from . import (
     fp8,
     gradients,
     host,
+    jax_attention,
     matmul,
     mla,
     new_sizes,
@@ -23,7 +24,7 @@ from . import (
 
 _MODULES = (
     *(matmul, bsr_training, attention, gradients, decode, serving, mla),
-    *(fp8, sparse_attention, selection, host, new_sizes, first_call),
+    *(fp8, sparse_attention, selection, host, new_sizes, jax_attention, first_call),
 )
 SUITES: dict[str, Suite] = {suite.name: suite for module in _MODULES for suite in module.SUITES}
 GROUPS = {

@@ -5,18 +5,21 @@ Parts of a cut row leave fp32 sums in a workspace; one program adds the parts of
 TILE_N columns in order and finishes them. Shared by the portable products and the Hopper product.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
+from ...core.integers import cdiv
 from ...device.epilogue import finish
 from ...device.tiles import offsets_2d
-from ...launch.launcher import cdiv, launch
-from ...launch.workspace import scratch
-from ..plan import SpmmPlan
-from ..rows import Strides, strides_of
+from ...launch.description import KernelLaunch
+from ..strides import Strides, strides_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..plan import SpmmPlan
 
 # Tile of the second pass, which only moves memory: 16 sums a thread.
 REDUCE_TILE_M, REDUCE_TILE_N, REDUCE_WARPS = 16, 64, 2
@@ -151,7 +154,7 @@ def _bsr_spmm_reduce_kernel(
     finish_tile(acc, n_tile * TILE_N, target, ACTIVATION)
 
 
-def addends_of(bias: torch.Tensor | None, residual: torch.Tensor | None) -> Addends:
+def addends_of(bias: Any, residual: Any) -> Addends:
     """Bias [M] and residual [B, M, N], either of them None, as kernels take them."""
     return Addends(
         bias,
@@ -161,22 +164,40 @@ def addends_of(bias: torch.Tensor | None, residual: torch.Tensor | None) -> Adde
     )
 
 
-def empty_partial(out: torch.Tensor, plan: Any, block_h: int) -> torch.Tensor | None:
-    """Workspace of a plan for `out` [B, M, N]: fp32 [B, slots, block_h, N], None without slots."""
+def partial_shape(out: Any, plan: Any, block_h: int) -> tuple[int, int, int, int]:
+    """Workspace of a plan for `out` [B, M, N]: fp32 [B, slots, block_h, N]."""
+    return out.shape[0], plan.n_slots, block_h, out.shape[2]
+
+
+def empty_partial(out: "torch.Tensor", plan: Any, block_h: int) -> "torch.Tensor | None":
+    """Memory for the workspace of a plan; None without slots."""
+    import torch
+
+    from ...launch.workspace import scratch
+
     if not plan.n_slots:
         return None
-    shape = (out.shape[0], plan.n_slots, block_h, out.shape[2])
-    return scratch(shape, torch.float32, out.device)
+    return scratch(partial_shape(out, plan, block_h), torch.float32, out.device)
 
 
 def launch_spmm_reduce(
-    out: torch.Tensor,
-    partial: torch.Tensor,
+    out: "torch.Tensor",
+    partial: "torch.Tensor",
     addends: Addends,
     activation: str | None,
-    plan: SpmmPlan,
+    plan: "SpmmPlan",
 ) -> None:
-    """Write the rows of `out` [B, M, N] that the plan cut, from the parts in `partial`."""
+    """Write the rows of `out` [B, M, N] that the plan cut; its device is the current one."""
+    from ...launch.launcher import launch
+
+    kernel, programs, args, options = plan_spmm_reduce(out, partial, addends, activation, plan)
+    launch(kernel, programs, args, **options)
+
+
+def plan_spmm_reduce(
+    out: Any, partial: Any, addends: Addends, activation: str | None, plan: Any
+) -> KernelLaunch:
+    """The launch that writes the rows of `out` [B, M, N] that the plan cut, from `partial`."""
     batches, m, n = out.shape
     block_h = partial.shape[2]
     tiles = cdiv(n, REDUCE_TILE_N) * batches * (block_h // REDUCE_TILE_M)
@@ -195,4 +216,5 @@ def launch_spmm_reduce(
         REDUCE_TILE_M,
         REDUCE_TILE_N,
     )
-    launch(_bsr_spmm_reduce_kernel, plan.n_split_rows * tiles, args, num_warps=REDUCE_WARPS)
+    options = {"num_warps": REDUCE_WARPS}
+    return KernelLaunch(_bsr_spmm_reduce_kernel, plan.n_split_rows * tiles, args, options)

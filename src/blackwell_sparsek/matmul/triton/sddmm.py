@@ -12,18 +12,22 @@ fp32 partial sum, and `add_shares` adds them in order. Blocks must have sides th
 `sddmm` is implementation `triton` of `bsk::bsr_sddmm`.
 """
 
-import torch
+from typing import TYPE_CHECKING, Any
+
 import triton
 import triton.language as tl
 
-from ...calls.matmul import PatternTensors, SddmmCall
+from ...core.integers import cdiv
 from ...device.tiles import add_product, offsets_2d
-from ...dispatch.machine import fp32_precision
-from ...launch.launcher import cdiv, launch, on_device_of
-from ...launch.workspace import scratch
-from ..rows import sampled_product, strides_of
-from .shares import add_shares
+from ...launch.description import KernelLaunch, run
+from ..strides import strides_of
+from .shares import add_shares, plan_add_shares
 from .tuning import SddmmConfig, sddmm_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...calls.matmul import PatternTensors, SddmmCall
 
 
 @triton.jit(do_not_specialize=["batches", "nnz_blocks", "steps_per_share"])
@@ -96,8 +100,14 @@ def _bsr_sddmm_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty))
 
 
-def sddmm(call: SddmmCall) -> torch.Tensor:
+def sddmm(call: "SddmmCall") -> "torch.Tensor":
     """Sum over the batch of a @ b at the blocks of the pattern."""
+    import torch
+
+    from ...dispatch.machine import fp32_precision
+    from ...launch.workspace import scratch
+    from ..rows import sampled_product
+
     out = call.empty_out()
     if call.a.numel() == 0 or call.b.numel() == 0:
         return out.zero_()
@@ -115,54 +125,72 @@ def sddmm(call: SddmmCall) -> torch.Tensor:
 
 
 def launch_sddmm(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    pattern: PatternTensors,
+    out: "torch.Tensor",
+    a: "torch.Tensor",
+    b: "torch.Tensor",
+    pattern: "PatternTensors",
     config: SddmmConfig,
 ) -> None:
-    """Write the blocks of sum over batch of a @ b to `out`.
+    """Write the blocks of sum over batch of a @ b to `out`; see `plan_sddmm`."""
+    import torch
+
+    from ...launch.workspace import scratch
+
+    shares = sddmm_shares(a, config)
+    parts = None
+    if shares > 1 and out.numel() > 0:
+        parts = scratch((shares, *out.shape), torch.float32, out.device)
+    for planned in plan_sddmm(out, parts, a, b, pattern, config):
+        run(planned, out)
+
+
+def sddmm_shares(a: Any, config: SddmmConfig) -> int:
+    """How many programs share the sum of a tile over the columns of a [B, M, K]."""
+    steps = a.shape[0] * cdiv(a.shape[2], config.tile_k)
+    return max(1, min(config.split_k, steps))
+
+
+def plan_sddmm(
+    out: Any, parts: Any, a: Any, b: Any, pattern: Any, config: SddmmConfig
+) -> list[KernelLaunch | None]:
+    """The launches that write the blocks of sum over batch of a @ b to `out`.
 
     Parameters
     ----------
     out : [nnzb, bh, bw], contiguous
+    parts : fp32 [sddmm_shares(a, config), nnzb, bh, bw]; None if the sum is not shared
     a : [B, M, K], b : [B, K, N], any strides
+    pattern : `PatternTensors`, of which indices, t_indices and t_perm are read
     """
     nnz_blocks, block_h, block_w = out.shape
     config.check_blocks((block_h, block_w))
     batches, m, k = a.shape
     if out.numel() == 0:
-        return
-    steps = batches * cdiv(k, config.tile_k)
-    shares = max(1, min(config.split_k, steps))
-    target = out
-    if shares > 1:
-        target = scratch((shares, *out.shape), torch.float32, out.device)
+        return []
+    shares, steps = sddmm_shares(a, config), batches * cdiv(k, config.tile_k)
     tiles = (block_h // config.tile_m) * (block_w // config.tile_n)
-    with on_device_of(out):
-        args = (
-            target,
-            a,
-            b,
-            pattern.indices,
-            pattern.t_indices,
-            pattern.t_perm,
-            strides_of(a),
-            strides_of(b),
-            m,
-            b.shape[2],
-            k,
-            batches,
-            nnz_blocks,
-            cdiv(steps, shares),
-            config.input_precision,
-            block_h,
-            block_w,
-            config.tile_m,
-            config.tile_n,
-            config.tile_k,
-        )
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        launch(_bsr_sddmm_kernel, shares * nnz_blocks * tiles, args, **options)
-        if shares > 1:
-            add_shares(out, target)
+    args = (
+        out if parts is None else parts,
+        a,
+        b,
+        pattern.indices,
+        pattern.t_indices,
+        pattern.t_perm,
+        strides_of(a),
+        strides_of(b),
+        m,
+        b.shape[2],
+        k,
+        batches,
+        nnz_blocks,
+        cdiv(steps, shares),
+        config.input_precision,
+        block_h,
+        block_w,
+        config.tile_m,
+        config.tile_n,
+        config.tile_k,
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    launches = [KernelLaunch(_bsr_sddmm_kernel, shares * nnz_blocks * tiles, args, options)]
+    return launches if parts is None else [*launches, plan_add_shares(out, parts)]

@@ -5,11 +5,16 @@ parts [shares, ...] in float32, out [...] in any dtype, both contiguous. One pro
 elements; that reads and writes memory once.
 """
 
-import torch
+from typing import TYPE_CHECKING, Any
+
 import triton
 import triton.language as tl
 
-from ...launch.launcher import cdiv, launch, on_device_of
+from ...core.integers import cdiv
+from ...launch.description import KernelLaunch, run
+
+if TYPE_CHECKING:
+    import torch
 
 # 16 bytes a thread and share.
 TILE, WARPS = 1024, 8
@@ -27,11 +32,15 @@ def _add_shares_kernel(out_ptr, parts_ptr, size, shares, TILE: tl.constexpr):
     tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def add_shares(out: torch.Tensor, parts: torch.Tensor) -> None:
+def add_shares(out: "torch.Tensor", parts: "torch.Tensor") -> None:
     """Write the sum of `parts` [shares, *out.shape] to `out`; both contiguous."""
+    run(plan_add_shares(out, parts), out)
+
+
+def plan_add_shares(out: Any, parts: Any) -> KernelLaunch | None:
+    """The launch that writes the sum of `parts` [shares, *out.shape] to `out`."""
     size = out.numel()
     if size == 0:
-        return
-    with on_device_of(out):
-        args = (out, parts, size, parts.shape[0], TILE)
-        launch(_add_shares_kernel, cdiv(size, TILE), args, num_warps=WARPS)
+        return None
+    args = (out, parts, size, parts.shape[0], TILE)
+    return KernelLaunch(_add_shares_kernel, cdiv(size, TILE), args, {"num_warps": WARPS})

@@ -15,22 +15,18 @@ zeros where they reach beyond the shape of A.
 each step, which has one block and one group of channels, with their scales.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from ...calls.fp8 import SCALE_CHANNELS, Fp8MatmulCall
-from ...calls.matmul import MatmulCall
+from ...core.fp8_scales import SCALE_CHANNELS
+from ...core.integers import cdiv
 from ...device.fp8 import e4m3_operand
 from ...device.tiles import add_product, offsets_2d
-from ...dispatch.machine import fp32_precision
-from ...launch.launcher import cdiv, launch, on_device_of
-from ..plan import SpmmPlan, spmm_plan
-from ..rows import BlockRows, Strides, Views, rows_product, strides_of
-from . import narrow
-from .finish import OutputRows, addends_of, empty_partial, finish_tile, launch_spmm_reduce
+from ...launch.description import KernelLaunch, run
+from ..strides import Strides, strides_of
+from .finish import OutputRows, addends_of, empty_partial, finish_tile, plan_spmm_reduce
 from .tuning import (
     MIN_SM_CONVERTS_FP8,
     SpmmConfig,
@@ -38,6 +34,14 @@ from .tuning import (
     spmm_fp8_config,
     triton_stages,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...calls.fp8 import Fp8MatmulCall
+    from ...calls.matmul import MatmulCall
+    from ..plan import SpmmPlan
+    from ..rows import BlockRows, Views
 
 _SCALE_CHANNELS = tl.constexpr(SCALE_CHANNELS)
 
@@ -243,8 +247,13 @@ def _bsr_spmm_kernel(
             tl.store(partial_ptrs, acc, mask=(offs_n < n_size)[None, :])
 
 
-def matmul(call: MatmulCall) -> torch.Tensor:
+def matmul(call: "MatmulCall") -> "torch.Tensor":
     """op(A) @ dense, or dense @ op(A) where `dense_left`, with its epilogue."""
+    from ...dispatch.machine import fp32_precision
+    from ..plan import spmm_plan
+    from ..rows import rows_product
+    from . import narrow
+
     product = rows_product(call)
     if narrow.multiplied(product, call.bias, call.activation):
         return product.out
@@ -256,8 +265,13 @@ def matmul(call: MatmulCall) -> torch.Tensor:
     return product.out
 
 
-def matmul_fp8(call: Fp8MatmulCall) -> torch.Tensor:
+def matmul_fp8(call: "Fp8MatmulCall") -> "torch.Tensor":
     """dense @ op(A) with its epilogue, for operands in e4m3 with scales."""
+    import torch
+
+    from ..plan import spmm_plan
+    from ..rows import rows_product
+
     given = call.given
     product = rows_product(given, call.x_descale)
     rows = product.rows._replace(blocks=product.rows.blocks.view(torch.uint8))
@@ -272,69 +286,88 @@ def matmul_fp8(call: Fp8MatmulCall) -> torch.Tensor:
 
 
 def launch_spmm(
-    views: Views,
-    rows: BlockRows,
-    bias: torch.Tensor | None,
+    views: "Views",
+    rows: "BlockRows",
+    bias: "torch.Tensor | None",
     activation: str | None,
-    plan: SpmmPlan,
+    plan: "SpmmPlan",
     config: SpmmConfig,
     scales: Scales | None = None,
     converts_fp8: bool = False,
 ) -> None:
-    """Write activation(A @ x + bias) + residual to `out`.
+    """Write activation(A @ x + bias) + residual to `out`; see `plan_spmm`."""
+    out = views.out
+    if out.numel() == 0:
+        return
+    partial = empty_partial(out, plan, rows.blocks.shape[1])
+    epilogue = (bias, activation)
+    for planned in plan_spmm(views, rows, epilogue, plan, partial, config, scales, converts_fp8):
+        run(planned, out)
+
+
+def plan_spmm(
+    views: Any,
+    rows: Any,
+    epilogue: tuple[Any, str | None],
+    plan: Any,
+    partial: Any,
+    config: SpmmConfig,
+    scales: Scales | None = None,
+    converts_fp8: bool = False,
+) -> list[KernelLaunch]:
+    """The launches that write activation(A @ x + bias) + residual to `out`.
 
     Parameters
     ----------
     views : out [B, M, N], x [B, K, N], residual [B, M, N] or None; any strides
     rows : A [M, K], its blocks with any strides
-    bias : [M], any stride, or None
-    plan : of the rows and `config.chunk`
+    epilogue : bias [M], any stride, or None; activation
+    plan : the `SpmmPlan` of the rows and `config.chunk`
+    partial : fp32 [B, slots, block height, N] if the plan has slots, else None
     scales : of operands in fp8, given as bytes; strides of x [B, groups, N]
     converts_fp8 : whether the GPU has an instruction that converts e4m3
     """
     out, x, residual = views
-    values = rows.blocks
+    (bias, activation), values = epilogue, rows.blocks
     block_h, block_w = values.shape[1:]
     config.check_blocks((block_h, block_w))
     batches, m, n = out.shape
     if out.numel() == 0:
-        return
-    partial = empty_partial(out, plan, block_h)
+        return []
     addends = addends_of(bias, residual)
-    with on_device_of(out):
-        tiles = cdiv(n, config.tile_n) * batches * (block_h // config.tile_m)
-        args = (
-            out,
-            partial,
-            values,
-            x,
-            scales,
-            plan.items,
-            rows.indices,
-            rows.perm,
-            strides_of(out),
-            strides_of(values),
-            strides_of(x),
-            m,
-            x.shape[1] if x.shape[1] % block_w else None,
-            n,
-            plan.n_items,
-            plan.n_slots,
-            addends,
-            activation,
-            config.input_precision,
-            converts_fp8,
-            block_h,
-            block_w,
-            config.tile_m,
-            config.tile_n,
-            config.tile_k,
-        )
-        stages = triton_stages(config.num_stages, 1)
-        launch(
-            *(_bsr_spmm_kernel, plan.n_items * tiles, args),
-            num_warps=config.num_warps,
-            num_stages=stages,
-        )
-        if plan.n_split_rows:
-            launch_spmm_reduce(out, partial, addends, activation, plan)
+    tiles = cdiv(n, config.tile_n) * batches * (block_h // config.tile_m)
+    args = (
+        out,
+        partial,
+        values,
+        x,
+        scales,
+        plan.items,
+        rows.indices,
+        rows.perm,
+        strides_of(out),
+        strides_of(values),
+        strides_of(x),
+        m,
+        x.shape[1] if x.shape[1] % block_w else None,
+        n,
+        plan.n_items,
+        plan.n_slots,
+        addends,
+        activation,
+        config.input_precision,
+        converts_fp8,
+        block_h,
+        block_w,
+        config.tile_m,
+        config.tile_n,
+        config.tile_k,
+    )
+    options = {
+        "num_warps": config.num_warps,
+        "num_stages": triton_stages(config.num_stages, 1),
+    }
+    launches = [KernelLaunch(_bsr_spmm_kernel, plan.n_items * tiles, args, options)]
+    if plan.n_split_rows:
+        launches.append(plan_spmm_reduce(out, partial, addends, activation, plan))
+    return launches

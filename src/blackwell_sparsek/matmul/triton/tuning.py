@@ -7,18 +7,17 @@ Pure functions; nothing is timed. Sizes are those of the result: a block row of 
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from ...calls.fp8 import SCALE_CHANNELS
-from ...calls.matmul import BsrProblem
-from ...core.arch import Arch
 from ...core.errors import InvalidInput
-from ...dispatch.machine import why_not_portable
+from ...core.fp8_scales import SCALE_CHANNELS
+from ...core.integers import cdiv
+from ...core.target import Arch
 from ...dispatch.tuned import Tile, tuned_tile
-from ...launch.launcher import cdiv
-from ..sm90.config import NarrowSm90Config, StripsConfig
+
+if TYPE_CHECKING:
+    from ...calls.matmul import BsrProblem
+    from ..sm90.config import NarrowSm90Config, StripsConfig
 
 # Sides of blocks: tensor cores take 16; larger blocks than 256 gain nothing over several smaller
 # ones.
@@ -27,13 +26,16 @@ SIDE_STEP, LARGEST_SIDE = 16, 256
 MIN_TILE = 16
 
 
-def why_not_triton(problem: BsrProblem) -> str | None:
+def why_not_triton(problem: "BsrProblem") -> str | None:
     """Why the portable kernels cannot run this problem, or None when they can."""
+    # asks torch, which programs that only plan launches need not have
+    from ...dispatch.machine import why_not_portable
+
     reason = why_not_portable(problem.arch, problem.dtype, problem.out_dtype)
     return reason or why_not_blocks(problem)
 
 
-def why_not_blocks(problem: BsrProblem) -> str | None:
+def why_not_blocks(problem: "BsrProblem") -> str | None:
     """Why the portable kernels cannot run blocks of this shape, or None when they can."""
     shapes = [problem.block_shape]
     shapes += [problem.other_block_shape] if problem.kind == "pairs" else []
@@ -224,7 +226,7 @@ class SpmmSizes(NamedTuple):
     nnz_blocks: int
 
 
-def spmm_sizes(problem: BsrProblem) -> SpmmSizes:
+def spmm_sizes(problem: "BsrProblem") -> SpmmSizes:
     """Turn `dense @ op(A)` into `op(A)^T @ dense^T`."""
     block_h, block_w = problem.block_shape[::-1] if problem.dense_left else problem.block_shape
     rows = problem.shape[1] if problem.dense_left else problem.shape[0]
@@ -234,7 +236,7 @@ def spmm_sizes(problem: BsrProblem) -> SpmmSizes:
 
 
 @lru_cache(maxsize=1024)
-def spmm_config(problem: BsrProblem, precision: str) -> SpmmConfig:
+def spmm_config(problem: "BsrProblem", precision: str) -> SpmmConfig:
     """Tiles of `bsr_matmul`; `precision` is what fp32 operands are multiplied in."""
     sizes = spmm_sizes(problem)
     if sizes.n <= NARROW:
@@ -248,7 +250,7 @@ def spmm_config(problem: BsrProblem, precision: str) -> SpmmConfig:
 
 
 @lru_cache(maxsize=1024)
-def spmm_fp8_config(problem: BsrProblem) -> SpmmConfig:
+def spmm_fp8_config(problem: "BsrProblem") -> SpmmConfig:
     """Tiles of `bsr_matmul_fp8`: steps lie within a block and within channels that share a scale.
 
     The sum of a step has registers of its own, beside those of the result: 128 columns at most.
@@ -267,14 +269,14 @@ def spmm_fp8_config(problem: BsrProblem) -> SpmmConfig:
     return SpmmConfig(*tile, "ieee", spmm_chunk(problem.arch, sizes, tile.m, tile.n))
 
 
-def spmm_facts(problem: BsrProblem, precision: str) -> tuple[Hashable, ...]:
+def spmm_facts(problem: "BsrProblem", precision: str) -> tuple[Hashable, ...]:
     """What the best tile of a product with many columns depends on."""
     sizes = spmm_sizes(problem)
     itemsize = problem.dtype.itemsize
     return problem.arch.sm, itemsize, sizes.block_h, sizes.block_w, precision
 
 
-def spmm_config_of(problem: BsrProblem, precision: str, found: Tile) -> SpmmConfig:
+def spmm_config_of(problem: "BsrProblem", precision: str, found: Tile) -> SpmmConfig:
     """A product with many columns in tiles of these columns, steps, warps and stages."""
     sizes = spmm_sizes(problem)
     tile = _Tile(_wide_tile(problem, sizes, precision).m, *found)
@@ -295,7 +297,7 @@ def spmm_chunk(arch: Arch, sizes: SpmmSizes, tile_m: int, tile_n: int) -> int:
     return _power_of_two_above(max(share, least))
 
 
-def _narrow_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile:
+def _narrow_tile(problem: "BsrProblem", sizes: SpmmSizes, precision: str) -> _Tile:
     """Few columns: every block is read once, so only the number of loads in flight counts."""
     tile_n = max(MIN_TILE, _power_of_two_above(sizes.n))
     tile_m = largest_tile(sizes.block_h, 64)
@@ -313,7 +315,7 @@ def _narrow_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile
 
 
 @lru_cache(maxsize=1024)
-def narrow_config(problem: BsrProblem) -> NarrowConfig | None:
+def narrow_config(problem: "BsrProblem") -> NarrowConfig | None:
     """Tiles of a product that only reads blocks; None where the general kernel must do it."""
     sizes, sm = spmm_sizes(problem), problem.arch.sm
     # from 17 columns on, x from L2 costs more than the blocks: 20 us against 11 on an H200
@@ -337,9 +339,13 @@ def narrow_config(problem: BsrProblem) -> NarrowConfig | None:
 
 
 def narrow_is_even(
-    problem: BsrProblem, config: NarrowConfig | NarrowSm90Config | StripsConfig, longest_row: int
+    problem: "BsrProblem",
+    config: "NarrowConfig | NarrowSm90Config | StripsConfig",
+    longest_row: int,
 ) -> bool:
     """Whether no program is much longer than the product, given the blocks of the longest row."""
+    from ..sm90.config import NarrowSm90Config
+
     sizes = spmm_sizes(problem)
     row_bytes = sizes.block_w * problem.dtype.itemsize
     longest = longest_row * config.tile_m * row_bytes
@@ -348,14 +354,14 @@ def narrow_is_even(
     return longest <= max(SMALL_SHARE, alone * share * max(sizes.batch, 1))
 
 
-def _wide_tile(problem: BsrProblem, sizes: SpmmSizes, precision: str) -> _Tile:
+def _wide_tile(problem: "BsrProblem", sizes: SpmmSizes, precision: str) -> _Tile:
     """Many columns: tall blocks are bound by arithmetic, flat ones by reading x."""
     sm = problem.arch.sm
     tile_m = largest_tile(sizes.block_h, 128)
     if _is_fma(problem.dtype, precision):
         tile_m = min(tile_m, 64)
         return _Tile(tile_m, 64, 16, 4, 3)
-    if problem.dtype == torch.float32:
+    if problem.dtype.itemsize == 4:
         # tf32: as many bytes as 16-bit tiles with half the steps
         return _Tile(tile_m, 128, 32, 8 if tile_m == 128 else 4, 3)
     if sm in (90, 100, 103):
@@ -383,7 +389,7 @@ def _narrowed(tile: _Tile, arch: Arch, sizes: SpmmSizes) -> _Tile:
 
 
 @lru_cache(maxsize=1024)
-def sddmm_config(problem: BsrProblem, precision: str) -> SddmmConfig:
+def sddmm_config(problem: "BsrProblem", precision: str) -> SddmmConfig:
     """Tiles of `bsr_sddmm`, whose sum runs over `problem.n` and the batch."""
     block_h, block_w = problem.block_shape
     tile = _square_tile(problem.dtype, block_h, block_w, precision)
@@ -397,7 +403,7 @@ def sddmm_config(problem: BsrProblem, precision: str) -> SddmmConfig:
 
 
 @lru_cache(maxsize=1024)
-def pair_config(problem: BsrProblem, precision: str) -> PairConfig:
+def pair_config(problem: "BsrProblem", precision: str) -> PairConfig:
     """Tiles of `bsr_pair_products`, whose sum runs over the inner block side."""
     (block_h, inner), (_, block_w) = problem.block_shape, problem.other_block_shape
     limit = MIN_TILE if _is_fma(problem.dtype, precision) else 128 // problem.dtype.itemsize
@@ -406,7 +412,7 @@ def pair_config(problem: BsrProblem, precision: str) -> PairConfig:
     return PairConfig(*_fit_smem(tile, problem.arch, problem.dtype.itemsize), precision)
 
 
-def _square_tile(dtype: torch.dtype, block_h: int, block_w: int, precision: str) -> _Tile:
+def _square_tile(dtype: Any, block_h: int, block_w: int, precision: str) -> _Tile:
     """A tile of a block, as large as the accumulators allow."""
     limit = 64 if _is_fma(dtype, precision) else 128
     tile_m, tile_n = largest_tile(block_h, limit), largest_tile(block_w, limit)
@@ -429,9 +435,9 @@ def _fit_smem(tile: _Tile, arch: Arch, itemsize: int) -> _Tile:
     return tile
 
 
-def _is_fma(dtype: torch.dtype, precision: str) -> bool:
+def _is_fma(dtype: Any, precision: str) -> bool:
     """Whether the product runs without tensor cores."""
-    return dtype == torch.float32 and precision == "ieee"
+    return dtype.itemsize == 4 and precision == "ieee"
 
 
 def _power_of_two_above(value: int) -> int:

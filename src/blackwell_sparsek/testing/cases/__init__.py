@@ -68,6 +68,7 @@ KERNELS = (
     "sparse_attn_dkdv",
     "sparse_attn_dq",
     "sparse_attn_fwd",
+    "sparse_attn_fwd_sm90",
     "sparsek",
     "spread",
 )

@@ -1,0 +1,160 @@
+"""Attention in a jitted loop of JAX, against the same calls in torch and JAX's own attention.
+
+Every call takes the result of the one before as its queries, so that no compiler can leave one out.
+The figure is the time of the loop over the number of its calls.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+
+from ... import attention
+from ..case import REPORTED, Case, Contender, Peer, Suite
+from .attention import dtype_of
+from .attention_peers import OURS, options_of
+from .attention_problem import Attention, AttentionInputs
+
+# Calls of one loop.
+CALLS = 50
+OURS_JAX, OURS_TRITON = "bsk_jax", "bsk_triton"
+DPA, DPA_CUDNN = "jax_dpa", "jax_dpa_cudnn"
+
+
+def _why_no_jax() -> str | None:
+    if find_spec("jax") is None:
+        return "jax is not installed"
+    import jax
+
+    return None if jax.default_backend() == "gpu" else "JAX sees no GPU"
+
+
+def _why_no_kernels() -> str | None:
+    missing = None if find_spec("jax_triton") else "jax-triton is not installed"
+    return missing or _why_no_jax()
+
+
+def _contender(inputs: AttentionInputs, loop: Callable[[int], Any], notes: Any = None) -> Contender:
+    """A loop that makes this many calls, waits for the last, and returns its result for torch."""
+
+    def measured() -> float:
+        begin = time.perf_counter()
+        loop(CALLS)
+        return (time.perf_counter() - begin) / CALLS
+
+    # compiles both; the result of one call is what fp64 is compared with
+    loop(CALLS)
+    check = inputs.check()
+    return Contender(measured, lambda seconds: check(loop(1)), inputs.flops, notes=notes)
+
+
+def _in_torch(inputs: AttentionInputs, impl: str) -> Contender:
+    options = options_of(inputs)
+
+    def loop(calls: int) -> Any:
+        out: Any = inputs.q
+        for _ in range(calls):
+            out = attention(out, inputs.k, inputs.v, impl=impl, **options)
+        torch.cuda.synchronize(inputs.q.device)
+        return out
+
+    return _contender(inputs, loop)
+
+
+def _in_jax(inputs: AttentionInputs, call: Callable[..., Any], arrays: tuple[Any, ...]) -> Any:
+    """A loop of `call(out, *arrays)`, which keeps the layout of the queries `arrays[0]`."""
+    import jax
+
+    def looped(calls: Any, q: Any, *others: Any) -> Any:
+        return jax.lax.fori_loop(0, calls, lambda _, out: call(out, *others), q)
+
+    compiled = jax.jit(looped)
+    return lambda calls: compiled(calls, *arrays).block_until_ready()
+
+
+def _as_torch(x: Any) -> torch.Tensor:
+    return torch.utils.dlpack.from_dlpack(x)
+
+
+def _as_jax(x: torch.Tensor) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.from_dlpack(x.contiguous())
+
+
+def _ours(inputs: AttentionInputs) -> Contender:
+    from ... import jax as bsk_jax
+
+    p = inputs.problem
+    mask = None if inputs.mask is None else bsk_jax.BlockMask.from_torch(inputs.mask)
+
+    def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return bsk_jax.attention(
+            q, k, v, causal=p.causal, window=p.window, block_mask=mask, impl="triton"
+        )
+
+    arrays = (*map(_as_jax, (inputs.q, inputs.k, inputs.v)), mask)
+    loop = _in_jax(inputs, call, arrays)
+    return _contender(inputs, lambda calls: _as_torch(loop(calls)))
+
+
+def _dot_product_attention(inputs: AttentionInputs, implementation: str) -> Contender:
+    import jax
+
+    p = inputs.problem
+    shown = None
+    if inputs.keep is not None and p.block is not None:
+        blocks = inputs.keep.repeat_interleave(p.block[0], 1).repeat_interleave(p.block[1], 2)
+        shown = _as_jax(blocks[None, :, : p.length, : p.length])
+
+    def call(q: Any, k: Any, v: Any, shown: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=shown, is_causal=p.causal, implementation=implementation
+        )
+
+    loop = _in_jax(inputs, call, (*map(_as_jax, inputs.token_major()), shown))
+    return _contender(inputs, lambda calls: _as_torch(loop(calls)).transpose(1, 2))
+
+
+PEERS = {
+    OURS_JAX: Peer(OURS_JAX, "blackwell_sparsek.jax, impl triton", _ours, _why_no_kernels),
+    OURS: Peer(OURS, "torch, impl auto", lambda x: _in_torch(x, "auto")),
+    OURS_TRITON: Peer(OURS_TRITON, "torch, impl triton", lambda x: _in_torch(x, "triton")),
+    DPA: Peer(
+        DPA,
+        "jax.nn.dot_product_attention, XLA",
+        lambda x: _dot_product_attention(x, "xla"),
+        _why_no_jax,
+        rival=True,
+    ),
+    DPA_CUDNN: Peer(
+        DPA_CUDNN,
+        "jax.nn.dot_product_attention, cuDNN",
+        lambda x: _dot_product_attention(x, "cudnn"),
+        _why_no_jax,
+        rival=True,
+    ),
+}
+
+
+def jax_attention(tiny: bool = False) -> Iterator[Case]:
+    """Attention in a jitted loop: the same kernels by torch, and JAX's own with the same mask."""
+    dtype, sizes = dtype_of(tiny), (1, 2, 64, 16) if tiny else (1, 16, 4096, 128)
+    block, density = (16, 16) if tiny else (128, 128), 0.22
+    problems = {
+        "4k, 22 % of the blocks": Attention(*sizes, dtype=dtype, block=block, density=density),
+        "4k, causal": Attention(*sizes, dtype=dtype, causal=True),
+        "4k": Attention(*sizes, dtype=dtype),
+    }
+    for name, problem in problems.items():
+        yield Case(name, problem.describe(), problem.build, (*PEERS,), modes=(REPORTED,))
+
+
+SUITES = [
+    Suite(
+        "jax", jax_attention.__doc__ or "", jax_attention, PEERS, OURS_JAX, unit="us", gpu_only=True
+    )
+]

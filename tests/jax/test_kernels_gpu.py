@@ -1,0 +1,161 @@
+"""`impl="triton"` on a GPU: the kernels through jax-triton, against the fp64 oracle in NumPy."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="blackwell_sparsek.jax needs jax, which is not installed")
+
+import jax.numpy as jnp  # noqa: E402
+
+import blackwell_sparsek.jax as bsk_jax  # noqa: E402
+
+from . import oracle  # noqa: E402
+from . import test_decode as decoding  # noqa: E402
+from . import test_matmul as products  # noqa: E402
+from .test_attention import check, normal, qkv, random_elements  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed"
+    ),
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="JAX sees no GPU"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("sq", "sk", "options", "shown"),
+    [
+        (129, 257, {"causal": True}, {"causal": True}),
+        (300, 200, {"window": (60, 7)}, {"window": (60, 7)}),
+        (1, 1, {}, {}),
+    ],
+)
+def test_attention(dtype, sq, sk, options, shown):
+    tensors = qkv(sq, sk, dtype=dtype, dims=(64, 64))
+    check(tensors, oracle.visible_elements(sq, sk, **shown), {"impl": "triton", **options})
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (40, 24), (128, 128), (192, 128), (1, 3)])
+def test_head_dims(dims):
+    visible = oracle.visible_elements(70, 90, causal=True)
+    tensors = qkv(70, 90, dtype="bfloat16", dims=dims)
+    check(tensors, visible, {"causal": True, "impl": "triton"})
+
+
+@pytest.mark.parametrize("block", [(16, 16), (32, 64), (128, 128)])
+@pytest.mark.parametrize("masks", [(1, 1), (2, 1), (1, 4), (2, 4)])
+def test_block_masks(block, masks):
+    visible = random_elements((*masks, 260, 300))
+    mask = bsk_jax.BlockMask.from_element_mask(visible, block)
+    tensors = qkv(260, 300, dtype="bfloat16", dims=(64, 64))
+    check(tensors, visible, {"block_mask": mask, "impl": "triton"})
+
+
+def test_all_options_together():
+    elements = random_elements((2, 4, 150, 170))
+    visible = elements & oracle.visible_elements(150, 170, window=(30, 2))
+    tensors, (sinks,) = qkv(150, 170, dims=(32, 16)), normal(5, (4,))
+    mask = bsk_jax.BlockMask.from_element_mask(elements, (16, 32))
+    options = {"block_mask": mask, "window": (30, 2), "scale": 0.7, "softcap": 3.0}
+    formula = {"scale": 0.7, "softcap": 3.0, "sinks": sinks}
+    check(tensors, visible, {"impl": "triton", **options}, formula)
+
+
+def test_another_mask_compiles_nothing():
+    tensors = qkv(128, 128, dtype="bfloat16", dims=(64, 64))
+    attend = jax.jit(lambda q, k, v, m: bsk_jax.attention(q, k, v, block_mask=m, impl="triton"))
+    for shift in (0, 1):
+        keep = np.roll(np.eye(8, dtype=bool), shift, 1)
+        mask = bsk_jax.BlockMask.from_dense(keep, 16)
+        visible = np.kron(keep, np.ones((16, 16), bool))
+        exact, plain = (
+            oracle.attention(*tensors, visible, to=to)[0] for to in (oracle.as64, oracle.as32)
+        )
+        oracle.within_budget(attend(*tensors, mask), exact, plain)
+    assert attend._cache_size() == 1
+
+
+def test_vmap():
+    q, k, v = qkv(40, 50, batch=1, dtype="bfloat16")
+    stacked = jnp.stack([q, -q])
+    found = jax.vmap(lambda q: bsk_jax.attention(q, k, v, impl="triton"))(stacked)
+    for ours, query in zip(found, stacked, strict=True):
+        np.testing.assert_array_equal(ours, bsk_jax.attention(query, k, v, impl="triton"))
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_decode(page_size, dtype):
+    q, k, v, lengths = decoding.problem(2000, lengths=(0, 7, 1999), dims=(64, 64), dtype=dtype)
+    formula = {"softcap": 2.0, "scale": 0.3, "sinks": jnp.linspace(-1, 1, 6)}
+    shown = decoding.visible(lengths, 6, 2, 2000, (700, 0))
+    past = np.arange(2000)[None, None, :, None] >= np.asarray(lengths)[:, None, None, None]
+    k_cache, v_cache = (jnp.where(past, jnp.nan, x) for x in (k, v))
+    table = {}
+    if page_size is not None:
+        k_cache, pages = decoding.paged(k_cache, page_size)
+        v_cache, _ = decoding.paged(v_cache, page_size)
+        table = {"page_table": pages}
+    step = jax.jit(
+        lambda q, k, v: bsk_jax.attention_decode(
+            q, k, v, cache_seqlens=lengths, window=(700, None), return_lse=True, impl="triton",
+            **formula, **table,
+        )
+    )  # fmt: skip
+    # twice: counters must be zero before the second launch too
+    for _ in range(2):
+        decoding.check(step(q, k_cache, v_cache), q, k, v, shown, **formula)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "block", "dtype"),
+    [
+        (65, 127, 17, (16, 32), "float32"),
+        (256, 512, 300, (64, 64), "float16"),
+        (500, 260, 129, (128, 32), "bfloat16"),
+    ],
+)
+def test_products_and_gradients(m, k, n, block, dtype):
+    a = products.matrix(m, k, block, dtype)
+    x, y = products.array(k, n, dtype=dtype), products.array(n, m, dtype=dtype)
+
+    @jax.jit
+    def ours(a, x, y):
+        def product(*operands):
+            return bsk_jax.matmul(*operands, impl="triton")
+
+        left, pull_left = jax.vjp(lambda data, x: product(a.with_data(data), x), a.data, x)
+        right, pull_right = jax.vjp(lambda data, y: product(y, a.with_data(data)), a.data, y)
+        return left, pull_left(y.T), right, pull_right(x.T)
+
+    left, (dleft, dx), right, (dright, dy) = ours(a, x, y)
+    dense = np.asarray(a.to_dense())
+    for found, first, second in ((left, dense, x), (right, y, dense), (dx, dense.T, y.T)):
+        products.budget(found, first, second)
+    products.budget(dy, x.T, dense.T)
+    stored = np.kron(products._keep(a), np.ones(block, bool))[:m, :k]
+    for gradient in (dleft, dright):
+        exact, plain = (to(y).T @ to(x).T * stored for to in (oracle.as64, oracle.as32))
+        oracle.within_budget(a.with_data(gradient).to_dense(), exact, plain)
+
+
+def test_rows_that_are_cut():
+    """One long row among short ones: parts of it are added by a second launch."""
+    keep = np.eye(16, 256, dtype=bool)
+    keep[3] = True
+    dense = np.random.default_rng(0).standard_normal((16 * 16, 256 * 16))
+    a = bsk_jax.BSRMatrix.from_mask(jnp.asarray(dense, jnp.float16), keep, (16, 16))
+    x = products.array(2, 256 * 16, 80, dtype="float16")
+    found = jax.jit(lambda a, x: bsk_jax.matmul(a, x, impl="triton"))(a, x)
+    products.budget(found, np.asarray(a.to_dense()), x)
+
+
+def test_explain():
+    tensors = qkv(16, 16, dtype="bfloat16")
+    assert bsk_jax.explain(bsk_jax.attention, *tensors, impl="triton").chosen == "triton"
+    explained = bsk_jax.explain(bsk_jax.attention, *tensors)
+    assert explained.chosen == "jnp" and "has not run on a GPU yet" in explained.reasons["triton"]
